@@ -1,0 +1,54 @@
+# Every target creates .venv and installs what it needs; a second run installs nothing.
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: install demo serve test check proto format demo-model clean
+.DEFAULT_GOAL := help
+
+help:  ## Lists the targets.
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+install: $(READY)  ## Creates .venv with everything that the other targets need.
+
+$(READY): pyproject.toml constraints.txt tools/system-packages.sh
+	@echo "installing: system packages"
+	@tools/system-packages.sh $(PYTHON)
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing: $(TORCH)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
+	@echo "installing: oatmill and its dependencies"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[server,dev]'
+	@touch $@
+	@echo "installed in $(VENV)"
+
+demo: $(READY)  ## Starts both services, makes real calls, prints the answers, stops everything.
+	@$(BIN)/python -m tools.demo
+
+serve: $(READY)  ## Runs both services in the foreground: HTTP on 8080, gRPC on 8000.
+	@$(BIN)/python -m tools.serve
+
+test: $(READY)  ## Runs the test suite. More: make test ARGS=--runslow
+	@$(BIN)/python -m pytest $(ARGS)
+
+check: $(READY)  ## Lint, formatting, types, import rules, stubs.
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports
+	@$(BIN)/python -m tools.stubs --check
+
+format: $(READY)  ## Formats the code and mends what the linter can mend.
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+proto: $(READY)  ## Compiles proto/*.proto into shared/stubs.
+	@$(BIN)/python -m tools.stubs
+
+demo-model: $(READY)  ## Trains the bundled demo model anew (minutes).
+	@$(BIN)/python -m tools.demo_model.train
+
+clean:  ## Removes .venv and caches.
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

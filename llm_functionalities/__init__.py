@@ -1,0 +1,1 @@
+"""The gRPC service that an assistant's other services call to reach a language model."""

@@ -1,0 +1,1 @@
+"""What both services use: compiled contracts, settings, logging, tracing."""

@@ -1,0 +1,91 @@
+"""Settings of a process: one typed object, read once from flags and environment variables.
+
+A setting `max_batch_size` is the flag `--max-batch-size` and the variable `MAX_BATCH_SIZE`; a flag wins over a
+variable, a variable over the default.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import Annotated, Any, NoReturn, TypeVar
+
+from pydantic import BeforeValidator, ValidationError
+from pydantic_settings import BaseSettings, CliApp, CliSettingsSource, NoDecode, SettingsConfigDict, SettingsError
+
+USAGE_ERROR = 2
+SECRETS = frozenset({"api_key", "endpoint_token", "hf_token"})
+
+
+T = TypeVar("T")
+
+
+def _split(value: object) -> object:
+    return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
+
+
+CommaSeparated = Annotated[list[T], NoDecode, BeforeValidator(_split)]
+"""A list given as `1,2,4`, both on the command line and in the environment."""
+
+
+class ServiceSettings(BaseSettings):
+    """Base of every process's settings."""
+
+    model_config = SettingsConfigDict(
+        cli_kebab_case=True,
+        cli_implicit_flags=True,
+        cli_hide_none_type=True,
+        cli_avoid_json=True,
+        cli_enforce_required=False,
+        env_ignore_empty=True,
+        extra="forbid",
+    )
+
+    def describe(self) -> str:
+        """One line of `name=value` pairs for the log at start-up; secrets are masked."""
+        values = {
+            name: "***" if name in SECRETS and value else value for name, value in self.model_dump(mode="json").items()
+        }
+        return " ".join(f"{name}={value}" for name, value in values.items() if value is not None)
+
+
+class _OneLineParser(argparse.ArgumentParser):
+    """Answers a wrong flag with one line instead of the whole usage text."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{**kwargs, "allow_abbrev": False})
+
+    def error(self, message: str) -> NoReturn:
+        fail(self.prog, f"{message}; see {self.prog} --help")
+
+
+def fail(program: str, *lines: str, status: int = USAGE_ERROR) -> NoReturn:
+    """Ends the process with `program: line` on standard error for each line."""
+    for line in lines:
+        print(f"{program}: {line}", file=sys.stderr)
+    raise SystemExit(status)
+
+
+S = TypeVar("S", bound=ServiceSettings)
+
+
+def read_settings(settings: type[S], program: str, arguments: Sequence[str]) -> S:
+    """Reads a process's settings from `arguments` (without the program's name) and the environment.
+
+    Raises SystemExit(2) after one line per mistake that names the flag and the variable.
+    """
+    parser = _OneLineParser(prog=program, description=settings.__doc__)
+    try:
+        source = CliSettingsSource[_OneLineParser](settings, cli_prog_name=program, root_parser=parser)
+        return CliApp.run(settings, cli_args=list(arguments), cli_settings_source=source)
+    except ValidationError as error:
+        fail(program, *(_explain(detail["loc"], detail["msg"], detail["input"]) for detail in error.errors()))
+    except SettingsError as error:
+        fail(program, str(error))
+
+
+def _explain(location: tuple[int | str, ...], message: str, value: object) -> str:
+    reason = message.removeprefix("Value error, ")
+    if not location:
+        return reason
+    name = str(location[0]).replace("-", "_")
+    return f"--{name.replace('_', '-')} (or {name.upper()}): {reason}, got {value!r}"

@@ -1,0 +1,316 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Session(_message.Message):
+    __slots__ = ()
+    class Domain(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        UNKNOWN: _ClassVar[Session.Domain]
+        COOKING: _ClassVar[Session.Domain]
+        DIY: _ClassVar[Session.Domain]
+    UNKNOWN: Session.Domain
+    COOKING: Session.Domain
+    DIY: Session.Domain
+    def __init__(self) -> None: ...
+
+class OutputInteraction(_message.Message):
+    __slots__ = ("speech_text",)
+    SPEECH_TEXT_FIELD_NUMBER: _ClassVar[int]
+    speech_text: str
+    def __init__(self, speech_text: _Optional[str] = ...) -> None: ...
+
+class ExecutionStep(_message.Message):
+    __slots__ = ("unique_id", "response", "active_duration_minutes", "total_duration_minutes")
+    UNIQUE_ID_FIELD_NUMBER: _ClassVar[int]
+    RESPONSE_FIELD_NUMBER: _ClassVar[int]
+    ACTIVE_DURATION_MINUTES_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_DURATION_MINUTES_FIELD_NUMBER: _ClassVar[int]
+    unique_id: str
+    response: OutputInteraction
+    active_duration_minutes: int
+    total_duration_minutes: int
+    def __init__(self, unique_id: _Optional[str] = ..., response: _Optional[_Union[OutputInteraction, _Mapping]] = ..., active_duration_minutes: _Optional[int] = ..., total_duration_minutes: _Optional[int] = ...) -> None: ...
+
+class TaskMap(_message.Message):
+    __slots__ = ("taskmap_id", "title", "description", "steps")
+    TASKMAP_ID_FIELD_NUMBER: _ClassVar[int]
+    TITLE_FIELD_NUMBER: _ClassVar[int]
+    DESCRIPTION_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    taskmap_id: str
+    title: str
+    description: str
+    steps: _containers.RepeatedCompositeFieldContainer[ExecutionStep]
+    def __init__(self, taskmap_id: _Optional[str] = ..., title: _Optional[str] = ..., description: _Optional[str] = ..., steps: _Optional[_Iterable[_Union[ExecutionStep, _Mapping]]] = ...) -> None: ...
+
+class ExtraInfo(_message.Message):
+    __slots__ = ("type", "text", "unique_id", "keyword", "image_url")
+    class InfoType(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        TIP: _ClassVar[ExtraInfo.InfoType]
+        WARNING: _ClassVar[ExtraInfo.InfoType]
+        EXPLANATION: _ClassVar[ExtraInfo.InfoType]
+        QUESTION: _ClassVar[ExtraInfo.InfoType]
+        JOKE: _ClassVar[ExtraInfo.InfoType]
+        PUN: _ClassVar[ExtraInfo.InfoType]
+        EXTRADETAILS: _ClassVar[ExtraInfo.InfoType]
+        FUNFACT: _ClassVar[ExtraInfo.InfoType]
+    TIP: ExtraInfo.InfoType
+    WARNING: ExtraInfo.InfoType
+    EXPLANATION: ExtraInfo.InfoType
+    QUESTION: ExtraInfo.InfoType
+    JOKE: ExtraInfo.InfoType
+    PUN: ExtraInfo.InfoType
+    EXTRADETAILS: ExtraInfo.InfoType
+    FUNFACT: ExtraInfo.InfoType
+    TYPE_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    UNIQUE_ID_FIELD_NUMBER: _ClassVar[int]
+    KEYWORD_FIELD_NUMBER: _ClassVar[int]
+    IMAGE_URL_FIELD_NUMBER: _ClassVar[int]
+    type: ExtraInfo.InfoType
+    text: str
+    unique_id: str
+    keyword: str
+    image_url: str
+    def __init__(self, type: _Optional[_Union[ExtraInfo.InfoType, str]] = ..., text: _Optional[str] = ..., unique_id: _Optional[str] = ..., keyword: _Optional[str] = ..., image_url: _Optional[str] = ...) -> None: ...
+
+class Ingredient(_message.Message):
+    __slots__ = ("name", "amount")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    AMOUNT_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    amount: str
+    def __init__(self, name: _Optional[str] = ..., amount: _Optional[str] = ...) -> None: ...
+
+class ReplacedIngredient(_message.Message):
+    __slots__ = ("original", "replacement")
+    ORIGINAL_FIELD_NUMBER: _ClassVar[int]
+    REPLACEMENT_FIELD_NUMBER: _ClassVar[int]
+    original: Ingredient
+    replacement: Ingredient
+    def __init__(self, original: _Optional[_Union[Ingredient, _Mapping]] = ..., replacement: _Optional[_Union[Ingredient, _Mapping]] = ...) -> None: ...
+
+class ModelRequest(_message.Message):
+    __slots__ = ("formatted_prompt", "max_tokens", "timeout")
+    FORMATTED_PROMPT_FIELD_NUMBER: _ClassVar[int]
+    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_FIELD_NUMBER: _ClassVar[int]
+    formatted_prompt: str
+    max_tokens: int
+    timeout: int
+    def __init__(self, formatted_prompt: _Optional[str] = ..., max_tokens: _Optional[int] = ..., timeout: _Optional[int] = ...) -> None: ...
+
+class ModelResponse(_message.Message):
+    __slots__ = ("text",)
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    text: str
+    def __init__(self, text: _Optional[str] = ...) -> None: ...
+
+class ModelBatchRequest(_message.Message):
+    __slots__ = ("formatted_prompts", "max_tokens", "timeout")
+    FORMATTED_PROMPTS_FIELD_NUMBER: _ClassVar[int]
+    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_FIELD_NUMBER: _ClassVar[int]
+    formatted_prompts: _containers.RepeatedScalarFieldContainer[str]
+    max_tokens: int
+    timeout: int
+    def __init__(self, formatted_prompts: _Optional[_Iterable[str]] = ..., max_tokens: _Optional[int] = ..., timeout: _Optional[int] = ...) -> None: ...
+
+class ModelBatchResponse(_message.Message):
+    __slots__ = ("text",)
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    text: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, text: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class TGISummaryRequest(_message.Message):
+    __slots__ = ("input_text",)
+    INPUT_TEXT_FIELD_NUMBER: _ClassVar[int]
+    input_text: str
+    def __init__(self, input_text: _Optional[str] = ...) -> None: ...
+
+class TGISummaryResponse(_message.Message):
+    __slots__ = ("summary_text",)
+    SUMMARY_TEXT_FIELD_NUMBER: _ClassVar[int]
+    summary_text: str
+    def __init__(self, summary_text: _Optional[str] = ...) -> None: ...
+
+class TGIMultipleSummaryRequest(_message.Message):
+    __slots__ = ("input_text",)
+    INPUT_TEXT_FIELD_NUMBER: _ClassVar[int]
+    input_text: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, input_text: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class TGIMultipleSummaryResponse(_message.Message):
+    __slots__ = ("summary_text",)
+    SUMMARY_TEXT_FIELD_NUMBER: _ClassVar[int]
+    summary_text: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, summary_text: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class LLMChitChatRequest(_message.Message):
+    __slots__ = ("last_user_utterance", "last_agent_response", "user_question", "task_title", "timeout", "last_intent")
+    LAST_USER_UTTERANCE_FIELD_NUMBER: _ClassVar[int]
+    LAST_AGENT_RESPONSE_FIELD_NUMBER: _ClassVar[int]
+    USER_QUESTION_FIELD_NUMBER: _ClassVar[int]
+    TASK_TITLE_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_FIELD_NUMBER: _ClassVar[int]
+    LAST_INTENT_FIELD_NUMBER: _ClassVar[int]
+    last_user_utterance: str
+    last_agent_response: str
+    user_question: str
+    task_title: str
+    timeout: int
+    last_intent: str
+    def __init__(self, last_user_utterance: _Optional[str] = ..., last_agent_response: _Optional[str] = ..., user_question: _Optional[str] = ..., task_title: _Optional[str] = ..., timeout: _Optional[int] = ..., last_intent: _Optional[str] = ...) -> None: ...
+
+class ChitChatResponse(_message.Message):
+    __slots__ = ("text",)
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    text: str
+    def __init__(self, text: _Optional[str] = ...) -> None: ...
+
+class SummaryGenerationRequest(_message.Message):
+    __slots__ = ("task_title", "step_text", "more_details")
+    TASK_TITLE_FIELD_NUMBER: _ClassVar[int]
+    STEP_TEXT_FIELD_NUMBER: _ClassVar[int]
+    MORE_DETAILS_FIELD_NUMBER: _ClassVar[int]
+    task_title: str
+    step_text: str
+    more_details: str
+    def __init__(self, task_title: _Optional[str] = ..., step_text: _Optional[str] = ..., more_details: _Optional[str] = ...) -> None: ...
+
+class SummaryGenerationResponse(_message.Message):
+    __slots__ = ("summary",)
+    SUMMARY_FIELD_NUMBER: _ClassVar[int]
+    summary: str
+    def __init__(self, summary: _Optional[str] = ...) -> None: ...
+
+class MultipleSummaryGenerationRequest(_message.Message):
+    __slots__ = ("task_title", "step_text", "more_details")
+    TASK_TITLE_FIELD_NUMBER: _ClassVar[int]
+    STEP_TEXT_FIELD_NUMBER: _ClassVar[int]
+    MORE_DETAILS_FIELD_NUMBER: _ClassVar[int]
+    task_title: _containers.RepeatedScalarFieldContainer[str]
+    step_text: _containers.RepeatedScalarFieldContainer[str]
+    more_details: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, task_title: _Optional[_Iterable[str]] = ..., step_text: _Optional[_Iterable[str]] = ..., more_details: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class MultipleSummaryGenerationResponse(_message.Message):
+    __slots__ = ("summary",)
+    SUMMARY_FIELD_NUMBER: _ClassVar[int]
+    summary: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, summary: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class LLMDescriptionGenerationRequest(_message.Message):
+    __slots__ = ("task_title", "ingredients")
+    TASK_TITLE_FIELD_NUMBER: _ClassVar[int]
+    INGREDIENTS_FIELD_NUMBER: _ClassVar[int]
+    task_title: str
+    ingredients: str
+    def __init__(self, task_title: _Optional[str] = ..., ingredients: _Optional[str] = ...) -> None: ...
+
+class DescriptionGenerationResponse(_message.Message):
+    __slots__ = ("description",)
+    DESCRIPTION_FIELD_NUMBER: _ClassVar[int]
+    description: str
+    def __init__(self, description: _Optional[str] = ...) -> None: ...
+
+class LLMMultipleDescriptionGenerationRequest(_message.Message):
+    __slots__ = ("task_title", "ingredients", "domains")
+    TASK_TITLE_FIELD_NUMBER: _ClassVar[int]
+    INGREDIENTS_FIELD_NUMBER: _ClassVar[int]
+    DOMAINS_FIELD_NUMBER: _ClassVar[int]
+    task_title: _containers.RepeatedScalarFieldContainer[str]
+    ingredients: _containers.RepeatedScalarFieldContainer[str]
+    domains: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, task_title: _Optional[_Iterable[str]] = ..., ingredients: _Optional[_Iterable[str]] = ..., domains: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class MultipleDescriptionGenerationResponse(_message.Message):
+    __slots__ = ("description",)
+    DESCRIPTION_FIELD_NUMBER: _ClassVar[int]
+    description: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, description: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class ProactiveQuestionGenerationRequest(_message.Message):
+    __slots__ = ("task_title", "previous_steps", "current_step")
+    TASK_TITLE_FIELD_NUMBER: _ClassVar[int]
+    PREVIOUS_STEPS_FIELD_NUMBER: _ClassVar[int]
+    CURRENT_STEP_FIELD_NUMBER: _ClassVar[int]
+    task_title: _containers.RepeatedScalarFieldContainer[str]
+    previous_steps: _containers.RepeatedScalarFieldContainer[str]
+    current_step: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, task_title: _Optional[_Iterable[str]] = ..., previous_steps: _Optional[_Iterable[str]] = ..., current_step: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class ProactiveQuestionGenerationResponse(_message.Message):
+    __slots__ = ("questions",)
+    QUESTIONS_FIELD_NUMBER: _ClassVar[int]
+    questions: _containers.RepeatedCompositeFieldContainer[ExtraInfo]
+    def __init__(self, questions: _Optional[_Iterable[_Union[ExtraInfo, _Mapping]]] = ...) -> None: ...
+
+class IngredientReplacementRequest(_message.Message):
+    __slots__ = ("task_title", "user_question", "agent_response", "original_ingredient")
+    TASK_TITLE_FIELD_NUMBER: _ClassVar[int]
+    USER_QUESTION_FIELD_NUMBER: _ClassVar[int]
+    AGENT_RESPONSE_FIELD_NUMBER: _ClassVar[int]
+    ORIGINAL_INGREDIENT_FIELD_NUMBER: _ClassVar[int]
+    task_title: str
+    user_question: str
+    agent_response: str
+    original_ingredient: Ingredient
+    def __init__(self, task_title: _Optional[str] = ..., user_question: _Optional[str] = ..., agent_response: _Optional[str] = ..., original_ingredient: _Optional[_Union[Ingredient, _Mapping]] = ...) -> None: ...
+
+class IngredientReplacementResponse(_message.Message):
+    __slots__ = ("new_ingredient",)
+    NEW_INGREDIENT_FIELD_NUMBER: _ClassVar[int]
+    new_ingredient: Ingredient
+    def __init__(self, new_ingredient: _Optional[_Union[Ingredient, _Mapping]] = ...) -> None: ...
+
+class AdjustedStepGenerationRequest(_message.Message):
+    __slots__ = ("task_title", "step", "ingredient")
+    TASK_TITLE_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    INGREDIENT_FIELD_NUMBER: _ClassVar[int]
+    task_title: str
+    step: _containers.RepeatedCompositeFieldContainer[ExecutionStep]
+    ingredient: _containers.RepeatedCompositeFieldContainer[ReplacedIngredient]
+    def __init__(self, task_title: _Optional[str] = ..., step: _Optional[_Iterable[_Union[ExecutionStep, _Mapping]]] = ..., ingredient: _Optional[_Iterable[_Union[ReplacedIngredient, _Mapping]]] = ...) -> None: ...
+
+class AdjustedStepGenerationResponse(_message.Message):
+    __slots__ = ("step_text", "ids")
+    STEP_TEXT_FIELD_NUMBER: _ClassVar[int]
+    IDS_FIELD_NUMBER: _ClassVar[int]
+    step_text: _containers.RepeatedScalarFieldContainer[str]
+    ids: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, step_text: _Optional[_Iterable[str]] = ..., ids: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class ExecutionSearchRequest(_message.Message):
+    __slots__ = ("domain", "taskmap", "last_user_response", "last_agent_response", "user_question", "last_last_agent_response", "timeout")
+    DOMAIN_FIELD_NUMBER: _ClassVar[int]
+    TASKMAP_FIELD_NUMBER: _ClassVar[int]
+    LAST_USER_RESPONSE_FIELD_NUMBER: _ClassVar[int]
+    LAST_AGENT_RESPONSE_FIELD_NUMBER: _ClassVar[int]
+    USER_QUESTION_FIELD_NUMBER: _ClassVar[int]
+    LAST_LAST_AGENT_RESPONSE_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_FIELD_NUMBER: _ClassVar[int]
+    domain: Session.Domain
+    taskmap: TaskMap
+    last_user_response: str
+    last_agent_response: str
+    user_question: str
+    last_last_agent_response: str
+    timeout: int
+    def __init__(self, domain: _Optional[_Union[Session.Domain, str]] = ..., taskmap: _Optional[_Union[TaskMap, _Mapping]] = ..., last_user_response: _Optional[str] = ..., last_agent_response: _Optional[str] = ..., user_question: _Optional[str] = ..., last_last_agent_response: _Optional[str] = ..., timeout: _Optional[int] = ...) -> None: ...
+
+class ExecutionSearchResponse(_message.Message):
+    __slots__ = ("intent_classification", "ai_response")
+    INTENT_CLASSIFICATION_FIELD_NUMBER: _ClassVar[int]
+    AI_RESPONSE_FIELD_NUMBER: _ClassVar[int]
+    intent_classification: str
+    ai_response: str
+    def __init__(self, intent_classification: _Optional[str] = ..., ai_response: _Optional[str] = ...) -> None: ...

@@ -1,0 +1,1 @@
+"""A text-generation server with TGI's interface: launcher, router, shards, engine."""

@@ -1,0 +1,55 @@
+"""What can go wrong with a request, and the HTTP status and TGI error type of each."""
+
+
+class RouterError(Exception):
+    """Base of all errors that a client is told about. `str()` of it is the message."""
+
+    status = 500
+    error_type = "internal"
+
+
+class InvalidRequest(RouterError):
+    """The request breaks a rule; it never reached a shard."""
+
+    status = 422
+    error_type = "validation"
+
+
+class InvalidTemplate(InvalidRequest):
+    """The chat template is missing, or refuses the messages."""
+
+    error_type = "template_error"
+
+
+class InvalidTool(InvalidRequest):
+    """Tools or tool choice that cannot be served."""
+
+    error_type = "tool_error"
+
+
+class Overloaded(RouterError):
+    """More requests are in flight than `max_concurrent_requests`."""
+
+    status = 429
+    error_type = "overloaded"
+
+
+class GenerationFailed(RouterError):
+    """The shards failed while generating."""
+
+    status = 424
+    error_type = "generation"
+
+
+class IncompleteGeneration(RouterError):
+    """The stream ended before the last token."""
+
+    status = 500
+    error_type = "incomplete_generation"
+
+
+class Unhealthy(RouterError):
+    """The shards do not answer."""
+
+    status = 503
+    error_type = "healthcheck"

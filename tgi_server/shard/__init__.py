@@ -1,0 +1,1 @@
+"""The gRPC service around one engine, and its command line."""
