@@ -1,0 +1,22 @@
+"""Attention over the paged KV cache: one interface, one file per implementation."""
+
+import torch
+
+from tgi_server.engine.attention.base import AttentionBackend, KVShape
+
+
+def create_attention_backend(shape: KVShape, device: torch.device, dtype: torch.dtype) -> AttentionBackend:
+    """The fastest backend that is right for this model on this device."""
+    if device.type == "cuda":
+        from tgi_server.engine.attention.varlen import VarlenAttention
+
+        if VarlenAttention.supports(shape, dtype):
+            return VarlenAttention(shape, device, dtype)
+    if device.type == "cpu":
+        from tgi_server.engine.attention.cpu import CpuAttention
+
+        if CpuAttention.supports(shape, dtype):
+            return CpuAttention(shape, device, dtype)
+    from tgi_server.engine.attention.gather import GatherAttention
+
+    return GatherAttention(shape, device, dtype)

@@ -1,0 +1,116 @@
+"""What every attention backend does, and what a forward pass tells it."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class KVShape:
+    """The shape of what one token leaves in the cache.
+
+    heads: KV heads of each layer (multi-query models have one).
+    head_dim: elements of a head, the same in all layers.
+    """
+
+    heads: tuple[int, ...]
+    head_dim: int
+
+    @property
+    def layers(self) -> int:
+        return len(self.heads)
+
+    def bytes_per_token(self, dtype: torch.dtype) -> int:
+        return 2 * sum(self.heads) * self.head_dim * dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """The place of one sequence's prompt chunk in a forward pass.
+
+    start: index of its first token among the pass's tokens. length: its tokens.
+    kv_length: tokens of the sequence whose keys are in the cache once this chunk is written.
+    """
+
+    start: int
+    length: int
+    kv_length: int
+
+
+@dataclass(slots=True)
+class Step:
+    """Where the tokens of one forward pass stand.
+
+    Sequences that decode come first, one token each; then come the prompt chunks, one after the other.
+
+    slots: [tokens] int64; block * block_size + offset of each token's place in the cache.
+    block_tables: [sequences, blocks] int32; entries past a sequence's last block are 0.
+    kv_lengths: [sequences] int32; tokens in the cache, this pass's own included.
+    query_starts: [sequences + 1] int32; index of each sequence's first token in this pass.
+    decoding: how many sequences decode.
+    chunks: the prompt chunks, on the host.
+    max_kv_length: an upper bound of kv_lengths, known without asking the device.
+    """
+
+    slots: Tensor
+    block_tables: Tensor
+    kv_lengths: Tensor
+    query_starts: Tensor
+    decoding: int
+    chunks: list[Chunk]
+    max_kv_length: int
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionVariant:
+    """How one layer's attention differs from plain causal attention.
+
+    scaling: factor of the scores before softmax. window: how many tokens are seen, the own one included; 0: all.
+    softcap: scores become softcap * tanh(score / softcap); 0: off.
+    alibi_slopes: [heads] float32; slope * position of the key is added to each score (Press et al. 2022).
+    """
+
+    scaling: float
+    window: int = 0
+    softcap: float = 0.0
+    alibi_slopes: Tensor | None = None
+
+
+class AttentionBackend(ABC):
+    """Owns the KV blocks of all layers, writes new keys and values into them, and attends over them.
+
+    Block 0 is scratch: tokens of sequences that have ended are written there.
+    """
+
+    block_size: int
+
+    def __init__(self, shape: KVShape, device: torch.device, dtype: torch.dtype) -> None:
+        self.shape = shape
+        self.device = device
+        self.dtype = dtype
+
+    @classmethod
+    @abstractmethod
+    def supports(cls, shape: KVShape, dtype: torch.dtype) -> bool:
+        """Whether this backend is right for the model; it need not be fast."""
+
+    @abstractmethod
+    def allocate(self, num_blocks: int) -> None:
+        """Makes room for blocks 0 .. num_blocks - 1, forgetting what was there."""
+
+    @abstractmethod
+    def write(self, layer: int, key: Tensor, value: Tensor, step: Step) -> None:
+        """Puts key and value, [tokens, kv_heads, head_dim], into their slots."""
+
+    @abstractmethod
+    def attend(self, layer: int, query: Tensor, step: Step, variant: AttentionVariant) -> Tensor:
+        """Causal attention of query, [tokens, heads, head_dim], over each sequence's blocks.
+
+        Returns a tensor of query's shape. Called after `write` for the same layer and step.
+        """
+
+    @abstractmethod
+    def copy(self, source: int, target: int, tokens: int) -> None:
+        """Copies the first `tokens` entries of a block to another, in all layers."""

@@ -1,0 +1,92 @@
+"""Attention in plain torch: gathers a sequence's blocks and calls scaled dot-product attention.
+
+Right on every device, for every variant. The one that the others are compared with.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from tgi_server.engine.attention.base import AttentionBackend, AttentionVariant, Chunk, KVShape, Step
+
+
+class GatherAttention(AttentionBackend):
+    block_size = 16
+
+    @classmethod
+    def supports(cls, shape: KVShape, dtype: torch.dtype) -> bool:
+        return True
+
+    def allocate(self, num_blocks: int) -> None:
+        """Caches are [blocks, block_size, kv_heads, head_dim] for each layer."""
+        self._keys, self._values = (
+            [
+                torch.zeros(num_blocks, self.block_size, heads, self.shape.head_dim, dtype=self.dtype, device=self.device)
+                for heads in self.shape.heads
+            ]
+            for _ in range(2)
+        )
+
+    def write(self, layer: int, key: Tensor, value: Tensor, step: Step) -> None:
+        self._keys[layer].flatten(0, 1)[step.slots] = key
+        self._values[layer].flatten(0, 1)[step.slots] = value
+
+    def attend(self, layer: int, query: Tensor, step: Step, variant: AttentionVariant) -> Tensor:
+        output = torch.empty_like(query)
+        if step.decoding:
+            output[: step.decoding] = self._decode(layer, query[: step.decoding], step, variant)
+        for index, chunk in enumerate(step.chunks, start=step.decoding):
+            span = slice(chunk.start, chunk.start + chunk.length)
+            output[span] = self._prefill(layer, query[span], step.block_tables[index], chunk, variant)
+        return output
+
+    def copy(self, source: int, target: int, tokens: int) -> None:
+        for cache in (*self._keys, *self._values):
+            cache[target, :tokens] = cache[source, :tokens]
+
+    def _decode(self, layer: int, query: Tensor, step: Step, variant: AttentionVariant) -> Tensor:
+        blocks = -(-step.max_kv_length // self.block_size)
+        tables = step.block_tables[: step.decoding, :blocks].long()
+        key, value = (cache[layer][tables].flatten(1, 2).transpose(1, 2) for cache in (self._keys, self._values))
+        last = step.kv_lengths[: step.decoding, None].long() - 1
+        mask = _scores_mask(last, torch.arange(key.shape[2], device=query.device), variant, query)
+        return _attend(query.unsqueeze(2), key, value, mask, variant).squeeze(2)
+
+    def _prefill(self, layer: int, query: Tensor, table: Tensor, chunk: Chunk, variant: AttentionVariant) -> Tensor:
+        blocks = table[: -(-chunk.kv_length // self.block_size)].long()
+        key, value = (
+            cache[layer][blocks].flatten(0, 1)[: chunk.kv_length].transpose(0, 1).unsqueeze(0)
+            for cache in (self._keys, self._values)
+        )
+        positions = torch.arange(chunk.kv_length - chunk.length, chunk.kv_length, device=query.device)
+        keys = torch.arange(chunk.kv_length, device=query.device)
+        mask = _scores_mask(positions.unsqueeze(0), keys, variant, query)
+        return _attend(query.transpose(0, 1).unsqueeze(0), key, value, mask, variant).squeeze(0).transpose(0, 1)
+
+
+def _scores_mask(positions: Tensor, keys: Tensor, variant: AttentionVariant, like: Tensor) -> Tensor:
+    """What is added to the scores: [sequences, heads or 1, queries, keys], -inf where a query must not look.
+
+    positions: [sequences, queries] position of each query; keys: [keys] position of each key.
+    """
+    distance = positions.unsqueeze(-1) - keys
+    hidden = distance < 0
+    if variant.window:
+        hidden |= distance >= variant.window
+    mask = torch.zeros(hidden.shape, dtype=like.dtype, device=like.device).masked_fill_(hidden, float("-inf"))
+    if variant.alibi_slopes is None:
+        return mask.unsqueeze(1)
+    bias = variant.alibi_slopes[:, None, None] * keys.to(torch.float32)
+    return mask.unsqueeze(1) + bias.to(like.dtype)
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, variant: AttentionVariant) -> Tensor:
+    """query: [sequences, heads, queries, head_dim]; key and value: [sequences, kv_heads, keys, head_dim]."""
+    repeats = query.shape[1] // key.shape[1]
+    if repeats > 1:
+        key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
+    if not variant.softcap:
+        return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=variant.scaling)
+    scores = (query @ key.transpose(2, 3)) * variant.scaling
+    scores = torch.tanh(scores / variant.softcap) * variant.softcap + mask
+    return torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype) @ value

@@ -1,0 +1,58 @@
+"""What the engine is told before it loads a model."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from tgi_server.engine.errors import UnsupportedModel
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Settings of one engine.
+
+    model_path: a local folder in `transformers` format.
+    dtype: of weights, activations and KV cache; None: as the checkpoint says, or what the device computes fast.
+    device: None: CUDA when there is one, else the CPU.
+    memory_fraction: share of a GPU's memory that weights, activations and KV cache may use together.
+    cpu_memory: bytes of RAM for the KV cache on a CPU; None: a share of what is free.
+    """
+
+    model_path: Path
+    dtype: torch.dtype | None = None
+    device: torch.device | None = None
+    memory_fraction: float = 0.9
+    cpu_memory: int | None = None
+    trust_remote_code: bool = False
+    watermark_gamma: float = 0.5
+    watermark_delta: float = 2.0
+    cuda_graphs: tuple[int, ...] = field(default=())
+
+    def resolve_device(self) -> torch.device:
+        return self.device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def resolve_dtype(requested: torch.dtype | None, checkpoint: torch.dtype | None, device: torch.device) -> torch.dtype:
+    """The dtype to compute in.
+
+    A CPU has no fast float16: a float16 checkpoint runs in bfloat16 where the CPU multiplies it natively, else in
+    float32. Asking for float16 on a CPU by name is refused rather than silently slow.
+    """
+    if requested is not None:
+        if requested is torch.float16 and device.type == "cpu":
+            raise UnsupportedModel("dtype float16 is not supported on a CPU; use --dtype bfloat16 or --dtype float32")
+        return requested
+    dtype = checkpoint or torch.float32
+    if dtype not in DTYPES.values():
+        dtype = torch.bfloat16
+    if device.type == "cpu" and dtype is not torch.float32:
+        return torch.bfloat16 if has_native_bfloat16() else torch.float32
+    return dtype
+
+
+def has_native_bfloat16() -> bool:
+    """Whether this CPU multiplies bfloat16 matrices in hardware."""
+    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())

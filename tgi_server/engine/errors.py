@@ -1,0 +1,25 @@
+"""What can go wrong in the engine. `str()` of an error is one line that says what to do."""
+
+
+class EngineError(Exception):
+    """Base of the engine's errors."""
+
+
+class ModelNotFound(EngineError):
+    """The model folder is missing, or lacks a file without which nothing can be loaded."""
+
+
+class InvalidWeights(EngineError):
+    """A weight file is corrupt, incomplete, or of a kind that is not loaded."""
+
+
+class UnsupportedModel(EngineError):
+    """The model cannot be run, or not in the way that was asked for."""
+
+
+class NotEnoughMemory(EngineError):
+    """What was asked for does not fit beside the model's weights."""
+
+
+class InvalidCall(EngineError):
+    """A call that contradicts the engine's state: an unknown request, a chunk past the prompt's end."""

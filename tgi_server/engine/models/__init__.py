@@ -1,0 +1,1 @@
+"""Ways to run a `transformers` model on batches that change at every step."""

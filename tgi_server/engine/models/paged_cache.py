@@ -1,0 +1,79 @@
+"""The seam between `transformers` model code and the paged KV cache.
+
+A model that goes through `AttentionInterface` calls, in each layer, first `cache.update(key, value, layer)` and then
+the attention function. Here the first writes the keys and values into KV blocks and the second attends over them, so
+the model code between the two never sees history. The attention function finds its cache as an attribute of the
+attention module that calls it: there is no global state.
+"""
+
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import AttentionInterface, Cache
+
+from tgi_server.engine.attention.base import AttentionBackend, AttentionVariant, Step
+from tgi_server.engine.errors import UnsupportedModel
+
+IMPLEMENTATION = "oatmill_paged"
+
+
+class PagedCache(Cache):
+    """Stands where `transformers` expects a cache; holds no keys itself.
+
+    backend: owns the KV blocks. step: where the tokens of the current forward pass stand; set before each pass.
+    """
+
+    def __init__(self, backend: AttentionBackend) -> None:
+        super().__init__(layers=[])
+        self.backend = backend
+        self.step: Step | None = None
+
+    def update(self, key: Tensor, value: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        """key and value: [1, kv_heads, tokens, head_dim]; returned as they came."""
+        assert self.step is not None
+        self.backend.write(layer, key[0].transpose(0, 1), value[0].transpose(0, 1), self.step)
+        return key, value
+
+    def attend(self, layer: int, query: Tensor, variant: AttentionVariant) -> Tensor:
+        """query: [1, heads, tokens, head_dim]. Returns [1, tokens, heads, head_dim]."""
+        assert self.step is not None
+        return self.backend.attend(layer, query[0].transpose(0, 1), self.step, variant).unsqueeze(0)
+
+    def attach(self, model: nn.Module) -> None:
+        """Makes this the cache that the model's attention modules find."""
+        for module in model.modules():
+            if getattr(module, "layer_idx", None) is not None:
+                module.paged_cache = self  # type: ignore[assignment]
+
+    def get_seq_length(self, layer_idx: int = 0, *_: Any, **__: Any) -> int:
+        """The model is told positions; to it every pass looks like a first one."""
+        return 0
+
+
+def paged_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The attention function that `transformers` models call; see `AttentionInterface`.
+
+    Raises UnsupportedModel for arguments that would change the result and are not known here.
+    """
+    if kwargs.get("s_aux") is not None or kwargs.get("position_bias") is not None:
+        raise UnsupportedModel("attention sinks and position biases are not supported on the paged path")
+    variant = AttentionVariant(
+        scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        window=sliding_window or 0,
+        softcap=softcap or 0.0,
+    )
+    cache: PagedCache = module.paged_cache  # type: ignore[assignment]
+    return cache.attend(int(module.layer_idx), query, variant), None  # type: ignore[arg-type]
+
+
+AttentionInterface.register(IMPLEMENTATION, paged_attention)

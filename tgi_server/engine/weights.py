@@ -1,0 +1,94 @@
+"""Loads a model of `transformers` from a local folder."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PretrainedConfig, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from tgi_server.engine.config import EngineConfig, resolve_dtype
+from tgi_server.engine.errors import EngineError, InvalidWeights, ModelNotFound, UnsupportedModel
+
+
+def load_config(config: EngineConfig) -> PretrainedConfig:
+    """The model's own configuration. Raises ModelNotFound or UnsupportedModel."""
+    path = config.model_path
+    if not path.is_dir():
+        raise ModelNotFound(f"no model folder at {path}; give a folder in transformers format, or a hub model id")
+    if not (path / "config.json").is_file():
+        raise ModelNotFound(f"{path} has no config.json; is it a model folder in transformers format?")
+    try:
+        return AutoConfig.from_pretrained(
+            path, trust_remote_code=config.trust_remote_code, local_files_only=True
+        ).get_text_config()
+    except json.JSONDecodeError as error:
+        raise UnsupportedModel(f"{path / 'config.json'} is not valid JSON: {error}") from error
+    except (ValueError, KeyError, OSError) as error:
+        raise UnsupportedModel(f"{path / 'config.json'} cannot be used: {_first_line(error)}") from error
+
+
+def load_model(config: EngineConfig, device: torch.device) -> PreTrainedModel:
+    """The model in evaluation mode on `device`, all its weights checked to be there.
+
+    Only safetensors files are read; `.bin` files are converted beforehand by `text-generation-server
+    download-weights`.
+
+    Raises ModelNotFound, InvalidWeights or UnsupportedModel.
+    """
+    model_config = load_config(config)
+    check_weight_files(config.model_path)
+    dtype = resolve_dtype(config.dtype, getattr(model_config, "dtype", None), device)
+    factory = AutoModelForSeq2SeqLM if model_config.is_encoder_decoder else AutoModelForCausalLM
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+    model, report = _load(
+        config.model_path,
+        lambda: factory.from_pretrained(
+            config.model_path,
+            dtype=dtype,
+            trust_remote_code=config.trust_remote_code,
+            local_files_only=True,
+            use_safetensors=True,
+            output_loading_info=True,
+        ),
+    )
+    if missing := sorted(report["missing_keys"]):
+        raise InvalidWeights(f"{config.model_path}: weights are missing: {_some(missing)}")
+    if mismatched := [key for key, *_ in report.get("mismatched_keys", ())]:
+        raise InvalidWeights(f"{config.model_path}: weights have other shapes than config.json says: {_some(mismatched)}")
+    return model.to(device).eval().requires_grad_(False)
+
+
+def check_weight_files(path: Path) -> None:
+    """Raises ModelNotFound when the folder has no safetensors files."""
+    if any(path.glob("*.safetensors")):
+        return
+    if any(path.glob("*.bin")):
+        raise ModelNotFound(
+            f"{path} has only .bin weights; convert them with `text-generation-server download-weights {path}`"
+        )
+    raise ModelNotFound(f"{path} has no *.safetensors files; is the download complete?")
+
+
+def _load(path: Path, load: Callable[[], tuple[PreTrainedModel, dict]]) -> tuple[PreTrainedModel, dict]:
+    try:
+        return load()
+    except SafetensorError as error:
+        raise InvalidWeights(
+            f"{path}: a safetensors file is corrupt or incomplete ({_first_line(error)}); download it again"
+        ) from error
+    except EngineError:
+        raise
+    except (OSError, RuntimeError, ValueError, KeyError, ImportError) as error:
+        raise UnsupportedModel(f"{path} cannot be loaded: {_first_line(error)}") from error
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def _some(names: list[str], most: int = 3) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
