@@ -1,0 +1,192 @@
+"""What Prometheus is told, under TGI's names. Durations are in seconds, lengths in tokens.
+
+Everything here is called from the event loop's thread; one observation costs about a microsecond.
+"""
+
+import re
+from dataclasses import dataclass
+from enum import Enum
+from itertools import accumulate, repeat
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+# 0.1 ms to about 164 s, each bound half as large again as the one before.
+_SECONDS = tuple(accumulate(repeat(1.5, 35), lambda bound, factor: round(bound * factor, 7), initial=0.0001))
+_TOKENS = tuple(float(2**power) for power in range(21))
+_SIZES = tuple(float(2**power) for power in range(12))
+
+# prometheus_client names every counter `..._total`; TGI's dashboards know the names without it.
+_TOTAL = re.compile(rb"^((?:# (?:HELP|TYPE) )?tgi_\w+?)_total(?=[ {])", re.MULTILINE)
+
+
+class Method(Enum):
+    """The call that a batch is in; the values are label values."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class ConcatReason(Enum):
+    """Why waiting requests joined a running batch; the values are label values."""
+
+    BACKPRESSURE = "backpressure"
+    WAIT_EXCEEDED = "wait_exceeded"
+    CHUNKING = "chunking"
+
+
+@dataclass(frozen=True, slots=True)
+class RequestTimes:
+    """Where the time of one request that succeeded went."""
+
+    total: float
+    validation: float
+    queue: float
+    inference: float
+    per_token: float
+
+
+class RequestMetrics:
+    """One request's life, told by the HTTP side."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._count = Counter("tgi_request_count", "Generation requests that came in.", registry=registry)
+        self._success = Counter("tgi_request_success", "Generation requests that were answered.", registry=registry)
+        self._failure = Counter(
+            "tgi_request_failure", "Generation requests that failed, by type of error.", ["err"], registry=registry
+        )
+        self._total = _seconds(registry, "tgi_request_duration", "From the request's arrival to its last token.")
+        self._validation = _seconds(registry, "tgi_request_validation_duration", "Checking and tokenising a request.")
+        self._queue = _seconds(registry, "tgi_request_queue_duration", "Waiting for a place in a batch.")
+        self._inference = _seconds(registry, "tgi_request_inference_duration", "From leaving the queue to the end.")
+        self._per_token = _seconds(
+            registry, "tgi_request_mean_time_per_token_duration", "Inference time of a request by its tokens."
+        )
+        self._input_length = _tokens(registry, "tgi_request_input_length", "Tokens of the prompt.")
+        self._max_new_tokens = _tokens(registry, "tgi_request_max_new_tokens", "Tokens asked for at most.")
+        self._generated_tokens = _tokens(registry, "tgi_request_generated_tokens", "Tokens generated.")
+        self._skipped_tokens = _tokens(
+            registry, "tgi_request_skipped_tokens", "Prompt tokens that were found in the prefix cache."
+        )
+
+    def received(self) -> None:
+        self._count.inc()
+
+    def validated(self, input_length: int, max_new_tokens: int) -> None:
+        self._input_length.observe(input_length)
+        self._max_new_tokens.observe(max_new_tokens)
+
+    def skipped(self, tokens: int) -> None:
+        """Told by the scheduler once a request, when it leaves the queue; 0 when nothing was cached."""
+        self._skipped_tokens.observe(tokens)
+
+    def succeeded(self, times: RequestTimes, generated_tokens: int) -> None:
+        self._success.inc()
+        self._total.observe(times.total)
+        self._validation.observe(times.validation)
+        self._queue.observe(times.queue)
+        self._inference.observe(times.inference)
+        self._per_token.observe(times.per_token)
+        self._generated_tokens.observe(generated_tokens)
+
+    def failed(self, error_type: str) -> None:
+        self._failure.labels(error_type).inc()
+
+
+class _MethodMetrics:
+    """The series of one `method` label."""
+
+    def __init__(self, metrics: "BatchMetrics", method: Method) -> None:
+        self.count = metrics.inference_count.labels(method.value)
+        self.success = metrics.inference_success.labels(method.value)
+        self.inference = metrics.inference_duration.labels(method.value)
+        self.forward = metrics.forward_duration.labels(method.value)
+        self.decode = metrics.decode_duration.labels(method.value)
+        self.filter = metrics.filter_duration.labels(method.value)
+
+
+class BatchMetrics:
+    """The queue and the running batch, told by the scheduler."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._queue_size = Gauge("tgi_queue_size", "Requests that wait for a place in a batch.", registry=registry)
+        self._size = Gauge("tgi_batch_current_size", "Requests in the running batch.", registry=registry)
+        self._max_tokens = Gauge(
+            "tgi_batch_current_max_tokens", "KV slots that the running batch holds.", registry=registry
+        )
+        self._concat = Counter(
+            "tgi_batch_concat", "Times that waiting requests joined a running batch.", ["reason"], registry=registry
+        )
+        self._next_size = Histogram(
+            "tgi_batch_next_size", "Requests that left the queue together.", buckets=_SIZES, registry=registry
+        )
+        self.inference_count = Counter(
+            "tgi_batch_inference_count", "Calls to the shards.", ["method"], registry=registry
+        )
+        self.inference_success = Counter(
+            "tgi_batch_inference_success", "Calls that the shards answered.", ["method"], registry=registry
+        )
+        self.inference_duration = _seconds(
+            registry, "tgi_batch_inference_duration", "A call to the shards, there and back.", "method"
+        )
+        self.forward_duration = _seconds(
+            registry, "tgi_batch_forward_duration", "Running the model, as the shard says.", "method"
+        )
+        self.decode_duration = _seconds(
+            registry, "tgi_batch_decode_duration", "Choosing the next tokens, as the shard says.", "method"
+        )
+        self.filter_duration = _seconds(
+            registry, "tgi_batch_filter_duration", "Taking finished requests out of the batch.", "method"
+        )
+        self._methods = {method: _MethodMetrics(self, method) for method in Method}
+
+    def queue_size(self, requests: int) -> None:
+        self._queue_size.set(requests)
+
+    def current(self, size: int, max_tokens: int) -> None:
+        """The running batch after each change: its requests, and the KV slots (tokens) that it holds."""
+        self._size.set(size)
+        self._max_tokens.set(max_tokens)
+
+    def admitted(self, requests: int, concat: ConcatReason | None) -> None:
+        """Requests left the queue together; `concat` is None when no batch was running."""
+        self._next_size.observe(requests)
+        if concat is not None:
+            self._concat.labels(concat.value).inc()
+
+    def called(self, method: Method) -> None:
+        self._methods[method].count.inc()
+
+    def answered(self, method: Method, inference: float, forward: float, decode: float) -> None:
+        """A call came back after `inference` seconds; `forward` and `decode` are the shard's own timings."""
+        series = self._methods[method]
+        series.success.inc()
+        series.inference.observe(inference)
+        series.forward.observe(forward)
+        series.decode.observe(decode)
+
+    def filtered(self, method: Method, seconds: float) -> None:
+        self._methods[method].filter.observe(seconds)
+
+
+class Metrics:
+    """All metrics of one router process, in a registry of their own."""
+
+    def __init__(self) -> None:
+        disable_created_metrics()
+        self._registry = CollectorRegistry()
+        self.requests = RequestMetrics(self._registry)
+        self.batches = BatchMetrics(self._registry)
+
+    def expose(self) -> bytes:
+        """The text that `/metrics` answers with (Prometheus text format 0.0.4)."""
+        return _TOTAL.sub(rb"\1", generate_latest(self._registry))
+
+
+def _seconds(registry: CollectorRegistry, name: str, description: str, *labels: str) -> Histogram:
+    return Histogram(name, description, labels, buckets=_SECONDS, registry=registry)
+
+
+def _tokens(registry: CollectorRegistry, name: str, description: str) -> Histogram:
+    return Histogram(name, description, buckets=_TOKENS, registry=registry)
