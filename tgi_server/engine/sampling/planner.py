@@ -1,0 +1,119 @@
+"""Makes plans of what the rows ask for."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from tgi_server.engine.sampling.plan import Bias, Counted, Drawing, Penalty, Plan, Report, Rule, Subset
+from tgi_server.engine.sampling.random import as_int64
+from tgi_server.engine.sampling.row import PLAIN, Row
+from tgi_server.engine.sampling.transfer import to_device
+
+
+class Planner:
+    """Loops over rows once, on the host, and puts what the steps need on the device."""
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self._vocab_size = vocab_size
+        self._device = device
+
+    def plan(self, rows: Sequence[int], masked_positions: Sequence[int], state: Mapping[int, Row]) -> Plan | None:
+        """The plan for the logits of `rows`; None when an argmax will do. state: the rows that are not plain."""
+        masked = set(masked_positions)
+        positions = [i for i, row in enumerate(rows) if row in state or i in masked]
+        if not positions:
+            return None
+        entries = [state.get(rows[i], PLAIN) for i in positions]
+        parameters = [entry.parameters for entry in entries]
+        sequence_slots = [entry.sequence_slot for entry in entries]
+        generated_slots = [entry.generated_slot for entry in entries]
+        return Plan(
+            rows=tuple(rows),
+            masked_positions=tuple(masked_positions),
+            processed=self._in_order(positions, len(rows)),
+            state_rows=self._integers([rows[i] for i in positions]),
+            prompt_lengths=self._integers([entry.prompt_length for entry in entries]),
+            masked=self._masked(masked_positions, positions),
+            watermark=self._subset([p.watermark for p in parameters]),
+            repetition=self._penalty([p.repetition_penalty for p in parameters], 1.0, sequence_slots),
+            frequency=self._penalty([p.frequency_penalty for p in parameters], 0.0, sequence_slots),
+            presence=self._penalty([p.presence_penalty for p in parameters], 0.0, generated_slots),
+            bias=self._bias([p.logit_bias for p in parameters]),
+            drawing=self._drawing(entries),
+            logprobs=self._report([int(entry.report.logprobs) for entry in entries], positions),
+            top_tokens=self._report([entry.report.top_n_tokens for entry in entries], positions),
+            sequence_counts=self._counted(sequence_slots),
+            generated_counts=self._counted(generated_slots),
+        )
+
+    def _drawing(self, entries: Sequence[Row]) -> Drawing | None:
+        subset = self._subset([entry.parameters.do_sample for entry in entries])
+        if subset is None:
+            return None
+        drawn = [entry.parameters for entry in entries if entry.parameters.do_sample]
+        top_k = [min(p.top_k, self._vocab_size) for p in drawn]
+        return Drawing(
+            subset=subset,
+            seeds=self._integers([as_int64(p.seed) for p in drawn]),
+            temperature=self._rule([p.temperature for p in drawn], 1.0, torch.float32),
+            top_k=self._rule(top_k, 0, torch.int64),
+            top_p=self._rule([p.top_p for p in drawn], 1.0, torch.float64),
+            typical_p=self._rule([p.typical_p for p in drawn], 1.0, torch.float64),
+            min_p=self._rule([p.min_p for p in drawn], 0.0, torch.float32),
+        )
+
+    def _penalty(self, values: Sequence[float], off: float, slots: Sequence[int | None]) -> Penalty | None:
+        rule = self._rule(values, off, torch.float32)
+        if rule is None:
+            return None
+        concerned = [slot for slot, value in zip(slots, values, strict=True) if slot is not None and value != off]
+        return Penalty(rule, self._integers(concerned))
+
+    def _rule(self, values: Sequence[float], off: float, dtype: torch.dtype) -> Rule | None:
+        subset = self._subset([value != off for value in values])
+        if subset is None:
+            return None
+        concerned = [value for value in values if value != off]
+        return Rule(subset, to_device(concerned, dtype, self._device).unsqueeze(1), max(concerned))
+
+    def _bias(self, biases: Sequence[Mapping[int, float]]) -> Bias | None:
+        entries = [(row * self._vocab_size + i, value) for row, bias in enumerate(biases) for i, value in bias.items()]
+        if not entries:
+            return None
+        places, values = zip(*entries, strict=True)
+        return Bias(self._integers(places), to_device(values, torch.float32, self._device))
+
+    def _report(self, counts: Sequence[int], positions: Sequence[int]) -> Report | None:
+        subset = self._subset([count > 0 for count in counts])
+        if subset is None:
+            return None
+        return Report(
+            subset,
+            positions=tuple(position for position, count in zip(positions, counts, strict=True) if count),
+            counts=tuple(count for count in counts if count),
+        )
+
+    def _counted(self, slots: Sequence[int | None]) -> Counted | None:
+        subset = self._subset([slot is not None for slot in slots])
+        if subset is None:
+            return None
+        return Counted(subset, self._integers([slot for slot in slots if slot is not None]))
+
+    def _masked(self, masked_positions: Sequence[int], positions: Sequence[int]) -> Subset | None:
+        """The masked rows in the order of their masks."""
+        if not masked_positions:
+            return None
+        places = {position: i for i, position in enumerate(positions)}
+        return self._in_order([places[position] for position in masked_positions], len(positions))
+
+    def _subset(self, members: Sequence[bool]) -> Subset | None:
+        if not any(members):
+            return None
+        return self._in_order([i for i, member in enumerate(members) if member], len(members))
+
+    def _in_order(self, indices: Sequence[int], count: int) -> Subset:
+        return Subset(None if list(indices) == list(range(count)) else self._integers(indices))
+
+    def _integers(self, values: Sequence[int]) -> Tensor:
+        return to_device(values, torch.int64, self._device)
