@@ -1,1 +1,22 @@
 """Ways to run a `transformers` model on batches that change at every step."""
+
+import torch
+from transformers import PreTrainedModel
+
+from tgi_server.engine.attention import create_attention_backend
+from tgi_server.engine.config import EngineConfig
+from tgi_server.engine.models.paged import PagedRunner
+from tgi_server.engine.models.probe import probe_kv_shape
+from tgi_server.engine.models.runner import Runner
+
+
+@torch.inference_mode()
+def create_runner(model: PreTrainedModel, config: EngineConfig) -> Runner:
+    """The paged way when the model can take it, else the padded one."""
+    shape = probe_kv_shape(model)
+    if shape is None:
+        from tgi_server.engine.models.padded import PaddedRunner
+
+        return PaddedRunner(model, config.memory_fraction, config.cpu_memory)
+    backend = create_attention_backend(shape, model.device, model.dtype)
+    return PagedRunner(model, backend, config.memory_fraction, config.cpu_memory)

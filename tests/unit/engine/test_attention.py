@@ -1,0 +1,135 @@
+"""Every backend against attention computed sequence by sequence from the whole history, in float32."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from tgi_server.engine.attention.base import AttentionBackend, AttentionVariant, Chunk, KVShape, Step
+from tgi_server.engine.attention.cpu import CpuAttention
+from tgi_server.engine.attention.gather import GatherAttention
+
+HEAD_DIM = 32
+BACKENDS = [GatherAttention, CpuAttention]
+
+
+def history(length: int, kv_heads: int, seed: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    key, value = torch.randn(2, length, kv_heads, HEAD_DIM, generator=generator)
+    return key, value
+
+
+def expected(query: Tensor, key: Tensor, value: Tensor, variant: AttentionVariant) -> Tensor:
+    """query: [queries, heads, head_dim], the last of the history's positions."""
+    group = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+    scores = torch.einsum("qhd,khd->hqk", query, key) * variant.scaling
+    if variant.softcap:
+        scores = variant.softcap * torch.tanh(scores / variant.softcap)
+    positions = torch.arange(len(key) - len(query), len(key))
+    distance = positions[:, None] - torch.arange(len(key))[None]
+    if variant.alibi_slopes is not None:
+        scores = scores - variant.alibi_slopes[:, None, None] * distance
+    hidden = distance < 0
+    if variant.window:
+        hidden |= distance >= variant.window
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -math.inf).softmax(-1), value)
+
+
+def create(backend: type[AttentionBackend], kv_heads: int, dtype: torch.dtype = torch.float32) -> AttentionBackend:
+    shape = KVShape((kv_heads,), HEAD_DIM)
+    assert backend.supports(shape, dtype)
+    return backend(shape, torch.device("cpu"), dtype)
+
+
+def run(
+    backend: AttentionBackend, heads: int, kv_heads: int, decodes: list[int], prompts: list[tuple[int, int]], variant
+) -> tuple[Tensor, Tensor]:
+    """decodes: tokens of each decoding sequence. prompts: (tokens before, tokens of the chunk). Returns (actual, expected)."""
+    size = backend.block_size
+    spans = [(length - 1, 1) for length in decodes] + prompts
+    blocks_of = [-(-(before + count) // size) for before, count in spans]
+    permutation = (torch.randperm(sum(blocks_of), generator=torch.Generator().manual_seed(1)) + 1).split(blocks_of)
+    backend.allocate(sum(blocks_of) + 1)
+    tables = torch.zeros(len(spans), max(blocks_of) + 1, dtype=torch.int32)
+    queries, outcomes, slots, starts, chunks = [], [], [], [0], []
+    for index, ((before, count), blocks) in enumerate(zip(spans, permutation, strict=True)):
+        total = before + count
+        tables[index, : len(blocks)] = blocks
+        key, value = history(total, kv_heads, seed=index)
+        places = torch.arange(total)
+        slot = blocks[places // size] * size + places % size
+        empty = torch.zeros(0)
+        whole = Step(slot, tables, empty, empty, 0, [], 0)
+        backend.write(0, key.to(backend.dtype), value.to(backend.dtype), whole)
+        query = torch.randn(count, heads, HEAD_DIM, generator=torch.Generator().manual_seed(100 + index))
+        if index >= len(decodes):
+            chunks.append(Chunk(starts[-1], count, total))
+        queries.append(query)
+        outcomes.append(expected(query, key, value, variant))
+        slots.append(slot[before:])
+        starts.append(starts[-1] + count)
+    step = Step(
+        slots=torch.cat(slots),
+        block_tables=tables,
+        kv_lengths=torch.tensor([before + count for before, count in spans], dtype=torch.int32),
+        query_starts=torch.tensor(starts, dtype=torch.int32),
+        decoding=len(decodes),
+        chunks=chunks,
+        max_kv_length=max(before + count for before, count in spans),
+    )
+    return backend.attend(0, torch.cat(queries).to(backend.dtype), step, variant).float(), torch.cat(outcomes)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (16, 1)])
+@pytest.mark.parametrize("kind", ["plain", "window", "softcap", "alibi"])
+def test_backend_equals_attention_over_the_whole_history(backend, heads, kv_heads, kind) -> None:
+    variant = {
+        "plain": AttentionVariant(0.2),
+        "window": AttentionVariant(0.2, window=5),
+        "softcap": AttentionVariant(0.2, softcap=3.0),
+        "alibi": AttentionVariant(0.2, alibi_slopes=torch.linspace(0.02, 0.6, heads)),
+    }[kind]
+    instance = create(backend, kv_heads)
+    actual, wanted = run(instance, heads, kv_heads, [1, 7, 33, 100], [(0, 1), (0, 50), (40, 37), (96, 3)], variant)
+    torch.testing.assert_close(actual, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_bfloat16_is_as_exact_as_its_inputs(backend) -> None:
+    instance = create(backend, 2, torch.bfloat16)
+    actual, wanted = run(instance, 4, 2, [5, 64], [(0, 70), (31, 2)], AttentionVariant(0.2))
+    torch.testing.assert_close(actual, wanted, rtol=3e-2, atol=3e-2)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_copied_block_serves_as_the_original(backend) -> None:
+    instance = create(backend, 2)
+    instance.allocate(4)
+    key, value = history(10, 2, seed=3)
+    slots = 2 * instance.block_size + torch.arange(10)
+    empty = torch.zeros(0)
+    instance.write(0, key, value, Step(slots, empty, empty, empty, 0, [], 0))
+    instance.copy(source=2, target=3, tokens=10)
+    query = torch.randn(1, 4, HEAD_DIM)
+    outputs = [
+        instance.attend(
+            0,
+            query,
+            Step(
+                slots[9:],
+                torch.tensor([[block]], dtype=torch.int32),
+                torch.tensor([10], dtype=torch.int32),
+                torch.tensor([0, 1], dtype=torch.int32),
+                1,
+                [],
+                10,
+            ),
+            AttentionVariant(0.3),
+        )
+        for block in (2, 3)
+    ]
+    torch.testing.assert_close(outputs[0], outputs[1])
+    torch.testing.assert_close(outputs[0], expected(query, key, value, AttentionVariant(0.3)), rtol=1e-4, atol=1e-5)

@@ -1,0 +1,50 @@
+"""Attention on a CPU by the engine's own kernel: nothing is copied out of the cache, and no loop runs in Python."""
+
+import torch
+from torch import Tensor
+
+from tgi_server.engine.attention.base import AttentionBackend, AttentionVariant, KVShape, Step
+from tgi_server.engine.kernels import load_kernels
+
+MAX_HEAD_DIM = 256
+LANES = 16
+
+
+class CpuAttention(AttentionBackend):
+    """Caches are, for each layer, keys [blocks, kv_heads, head_dim, block_size] and values [blocks, kv_heads,
+    block_size, head_dim]; `kernels/attention.cpp` says why.
+    """
+
+    block_size = 32
+
+    @classmethod
+    def supports(cls, shape: KVShape, dtype: torch.dtype) -> bool:
+        fits = shape.head_dim % LANES == 0 and shape.head_dim <= MAX_HEAD_DIM
+        return fits and dtype in (torch.float32, torch.bfloat16) and load_kernels()
+
+    def allocate(self, num_blocks: int) -> None:
+        size, head_dim = self.block_size, self.shape.head_dim
+        self._keys = [torch.zeros(num_blocks, heads, head_dim, size, dtype=self.dtype) for heads in self.shape.heads]
+        self._values = [torch.zeros(num_blocks, heads, size, head_dim, dtype=self.dtype) for heads in self.shape.heads]
+
+    def write(self, layer: int, key: Tensor, value: Tensor, step: Step) -> None:
+        torch.ops.oatmill.write_kv(key, value, self._keys[layer], self._values[layer], step.slots)
+
+    def attend(self, layer: int, query: Tensor, step: Step, variant: AttentionVariant) -> Tensor:
+        return torch.ops.oatmill.paged_attention(
+            query,
+            self._keys[layer],
+            self._values[layer],
+            step.block_tables,
+            step.kv_lengths,
+            step.query_starts,
+            variant.scaling,
+            variant.window,
+            variant.softcap,
+            variant.alibi_slopes,
+        )
+
+    def copy(self, source: int, target: int, tokens: int) -> None:
+        for keys, values in zip(self._keys, self._values, strict=True):
+            keys[target, :, :, :tokens] = keys[source, :, :, :tokens]
+            values[target, :, :tokens] = values[source, :, :tokens]

@@ -1,0 +1,89 @@
+"""The sequences that run together: which are still in their prompt, and which row each other one has."""
+
+from collections.abc import Iterable
+
+from tgi_server.engine.errors import InvalidCall
+from tgi_server.engine.models.runner import Runner
+from tgi_server.engine.sampling import Sampler
+from tgi_server.engine.sequence import Sequence
+
+
+class Batch:
+    """Keeps the rows dense: when a sequence leaves, the last row moves into its place.
+
+    rows: the sequences past their prompt, in row order. prefilling: the others, by request id.
+    """
+
+    def __init__(self, batch_id: int, runner: Runner, sampler: Sampler, max_size: int) -> None:
+        self.id = batch_id
+        self.rows: list[Sequence] = []
+        self.prefilling: dict[int, Sequence] = {}
+        self._row_of: dict[int, int] = {}
+        self._runner = runner
+        self._sampler = sampler
+        self._max_size = max_size
+
+    def __len__(self) -> int:
+        return len(self.rows) + len(self.prefilling)
+
+    def __contains__(self, request_id: int) -> bool:
+        return request_id in self._row_of or request_id in self.prefilling
+
+    def request_ids(self) -> list[int]:
+        return [*self._row_of, *self.prefilling]
+
+    def tokens(self) -> int:
+        """Cache entries that the sequences hold or will hold once they have been computed."""
+        return sum(len(s.input_ids) + s.generated for s in (*self.rows, *self.prefilling.values()))
+
+    def join(self, sequence: Sequence) -> None:
+        """Raises InvalidCall when the request is there already, or the batch is full."""
+        if sequence.request_id in self:
+            raise InvalidCall(f"request {sequence.request_id} is in the batch already")
+        if len(self) >= self._max_size:
+            raise InvalidCall(f"the batch is full: it has {self._max_size} sequences")
+        self.prefilling[sequence.request_id] = sequence
+        self._runner.join(sequence)
+
+    def promote(self, sequence: Sequence) -> None:
+        """The sequence's prompt is computed: it takes the next row."""
+        del self.prefilling[sequence.request_id]
+        row = len(self.rows)
+        self.rows.append(sequence)
+        self._row_of[sequence.request_id] = row
+        self._runner.promote(sequence, row)
+        self._sampler.add(row, sequence.sampling, sequence.report, sequence.input_ids, sequence.generated_ids)
+
+    def grant(self, request_id: int, blocks: list[int]) -> None:
+        """Appends blocks to a sequence; one that has ended already needs none, and is passed over."""
+        row = self._row_of.get(request_id)
+        sequence = self.prefilling.get(request_id) if row is None else self.rows[row]
+        if sequence is not None:
+            self._runner.grant(sequence, row, blocks)
+
+    def keep(self, request_ids: Iterable[int]) -> None:
+        """Forgets all sequences but these."""
+        keep = set(request_ids)
+        self.drop([request_id for request_id in self.request_ids() if request_id not in keep])
+
+    def drop(self, request_ids: Iterable[int]) -> None:
+        """Forgets these sequences; those that are not there are passed over."""
+        rows = len(self.rows)
+        for request_id in request_ids:
+            if request_id in self.prefilling:
+                self._runner.leave(self.prefilling.pop(request_id))
+            elif request_id in self._row_of:
+                self._vacate(self._row_of.pop(request_id))
+        if len(self.rows) < rows:
+            self._runner.truncate(len(self.rows))
+
+    def _vacate(self, row: int) -> None:
+        last = len(self.rows) - 1
+        moved = self.rows.pop()
+        if row == last:
+            self._sampler.clear(row)
+            return
+        self.rows[row] = moved
+        self._row_of[moved.request_id] = row
+        self._runner.move(last, row)
+        self._sampler.move(last, row)

@@ -1,0 +1,30 @@
+"""How much memory the KV cache may take."""
+
+from pathlib import Path
+
+import psutil
+import torch
+
+CPU_SHARE = 0.3
+"""Of the RAM that is free after loading. The rest is left to activations and to whatever else runs there."""
+
+
+def cache_bytes(device: torch.device, memory_fraction: float, cpu_memory: int | None) -> int:
+    """Bytes for keys and values on `device`, once the weights are loaded and the largest pass has run."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        reusable = torch.cuda.memory_reserved(device) - torch.cuda.max_memory_allocated(device)
+        return max(0, int(free + reusable - (1 - memory_fraction) * total))
+    if cpu_memory is not None:
+        return cpu_memory
+    return int(CPU_SHARE * available_ram())
+
+
+def available_ram() -> int:
+    """Bytes of RAM that this process may still take: of the machine, or of its control group if that has less."""
+    available = psutil.virtual_memory().available
+    limit, used = (Path("/sys/fs/cgroup") / name for name in ("memory.max", "memory.current"))
+    try:
+        return min(available, int(limit.read_text()) - int(used.read_text()))
+    except (OSError, ValueError):
+        return available

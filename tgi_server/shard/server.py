@@ -1,0 +1,77 @@
+"""Runs one shard: loads the engine, then serves it on a Unix socket until told to stop."""
+
+import asyncio
+import gc
+import logging
+import os
+import signal
+from pathlib import Path
+
+import grpc
+import uvloop
+
+from shared.settings import fail
+from shared.stubs.generate_pb2_grpc import add_TextGenerationServiceServicer_to_server
+from tgi_server.engine import Engine, EngineConfig, EngineError
+from tgi_server.engine.config import DTYPES
+from tgi_server.shard.service import TextGenerationService
+from tgi_server.shard.settings import ShardSettings
+
+logger = logging.getLogger(__name__)
+
+UNBOUNDED_MESSAGES = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
+STOP_SECONDS = 5
+FATAL_STATUS = 70  # EX_SOFTWARE of sysexits.h: the device is lost
+
+
+def serve(settings: ShardSettings, model_path: Path) -> None:
+    """Serves the model until SIGTERM or SIGINT. Raises SystemExit after one line when it cannot be loaded."""
+    try:
+        engine = Engine(engine_config(settings, model_path))
+    except EngineError as error:
+        fail(f"shard {settings.rank}", str(error), status=1)
+    # What was made while loading lives as long as the process: the collector need not walk it again and again.
+    gc.collect()
+    gc.freeze()
+    uvloop.run(_serve(settings, engine))
+
+
+def engine_config(settings: ShardSettings, model_path: Path) -> EngineConfig:
+    return EngineConfig(
+        model_path=model_path,
+        dtype=DTYPES[settings.dtype] if settings.dtype else None,
+        memory_fraction=settings.cuda_memory_fraction,
+        cpu_memory=settings.cpu_memory,
+        trust_remote_code=settings.trust_remote_code,
+        watermark_gamma=settings.watermark_gamma,
+        watermark_delta=settings.watermark_delta,
+        cuda_graphs=tuple(settings.cuda_graphs or ()),
+    )
+
+
+def socket_of(settings: ShardSettings, rank: int) -> Path:
+    return Path(f"{settings.uds_path}-{rank}")
+
+
+async def _serve(settings: ShardSettings, engine: Engine) -> None:
+    loop = asyncio.get_running_loop()
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    socket = socket_of(settings, settings.rank)
+    socket.unlink(missing_ok=True)
+    urls = [f"unix://{socket_of(settings, rank)}" for rank in range(settings.world_size)]
+    service = TextGenerationService(
+        engine, settings.model_id, settings.revision, urls, on_fatal=lambda: os._exit(FATAL_STATUS)
+    )
+    server = grpc.aio.server(options=UNBOUNDED_MESSAGES)
+    add_TextGenerationServiceServicer_to_server(service, server)
+    server.add_insecure_port(urls[settings.rank])
+    await server.start()
+    logger.info("shard %d is ready on %s", settings.rank, socket)
+    try:
+        await stop.wait()
+        await server.stop(STOP_SECONDS)
+    finally:
+        socket.unlink(missing_ok=True)
+    logger.info("shard %d has stopped", settings.rank)
