@@ -206,26 +206,30 @@ class Grant(_message.Message):
     def __init__(self, request_id: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class PrefillRequest(_message.Message):
-    __slots__ = ("batch_id", "requests", "chunks", "grants", "decode")
+    __slots__ = ("batch_id", "requests", "chunks", "grants", "decode", "sequence")
     BATCH_ID_FIELD_NUMBER: _ClassVar[int]
     REQUESTS_FIELD_NUMBER: _ClassVar[int]
     CHUNKS_FIELD_NUMBER: _ClassVar[int]
     GRANTS_FIELD_NUMBER: _ClassVar[int]
     DECODE_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     batch_id: int
     requests: _containers.RepeatedCompositeFieldContainer[Request]
     chunks: _containers.RepeatedCompositeFieldContainer[Chunk]
     grants: _containers.RepeatedCompositeFieldContainer[Grant]
     decode: bool
-    def __init__(self, batch_id: _Optional[int] = ..., requests: _Optional[_Iterable[_Union[Request, _Mapping]]] = ..., chunks: _Optional[_Iterable[_Union[Chunk, _Mapping]]] = ..., grants: _Optional[_Iterable[_Union[Grant, _Mapping]]] = ..., decode: _Optional[bool] = ...) -> None: ...
+    sequence: int
+    def __init__(self, batch_id: _Optional[int] = ..., requests: _Optional[_Iterable[_Union[Request, _Mapping]]] = ..., chunks: _Optional[_Iterable[_Union[Chunk, _Mapping]]] = ..., grants: _Optional[_Iterable[_Union[Grant, _Mapping]]] = ..., decode: _Optional[bool] = ..., sequence: _Optional[int] = ...) -> None: ...
 
 class DecodeRequest(_message.Message):
-    __slots__ = ("batch_id", "grants")
+    __slots__ = ("batch_id", "grants", "sequence")
     BATCH_ID_FIELD_NUMBER: _ClassVar[int]
     GRANTS_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     batch_id: int
     grants: _containers.RepeatedCompositeFieldContainer[Grant]
-    def __init__(self, batch_id: _Optional[int] = ..., grants: _Optional[_Iterable[_Union[Grant, _Mapping]]] = ...) -> None: ...
+    sequence: int
+    def __init__(self, batch_id: _Optional[int] = ..., grants: _Optional[_Iterable[_Union[Grant, _Mapping]]] = ..., sequence: _Optional[int] = ...) -> None: ...
 
 class StepResponse(_message.Message):
     __slots__ = ("generations", "batch", "timings")
@@ -292,12 +296,14 @@ class PrefillTokens(_message.Message):
     def __init__(self, ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class FilterBatchRequest(_message.Message):
-    __slots__ = ("batch_id", "keep_request_ids")
+    __slots__ = ("batch_id", "keep_request_ids", "sequence")
     BATCH_ID_FIELD_NUMBER: _ClassVar[int]
     KEEP_REQUEST_IDS_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     batch_id: int
     keep_request_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, batch_id: _Optional[int] = ..., keep_request_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    sequence: int
+    def __init__(self, batch_id: _Optional[int] = ..., keep_request_ids: _Optional[_Iterable[int]] = ..., sequence: _Optional[int] = ...) -> None: ...
 
 class FilterBatchResponse(_message.Message):
     __slots__ = ("batch",)
@@ -306,10 +312,12 @@ class FilterBatchResponse(_message.Message):
     def __init__(self, batch: _Optional[_Union[CachedBatch, _Mapping]] = ...) -> None: ...
 
 class ClearCacheRequest(_message.Message):
-    __slots__ = ("batch_id",)
+    __slots__ = ("batch_id", "sequence")
     BATCH_ID_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     batch_id: int
-    def __init__(self, batch_id: _Optional[int] = ...) -> None: ...
+    sequence: int
+    def __init__(self, batch_id: _Optional[int] = ..., sequence: _Optional[int] = ...) -> None: ...
 
 class ClearCacheResponse(_message.Message):
     __slots__ = ()

@@ -14,12 +14,13 @@ from tgi_server.engine import Engine
 from tgi_server.engine.engine import Step
 from tgi_server.engine.errors import InvalidCall, NotEnoughMemory
 from tgi_server.shard import conversion
+from tgi_server.shard.call_order import CallOrder, OutOfTurn
 
 logger = logging.getLogger(__name__)
 
 
 class TextGenerationService(TextGenerationServiceServicer):
-    """Calls run on the event loop itself, one at a time, in the order in which they arrive.
+    """Calls run on the event loop itself, one at a time, in the order in which the router numbered them.
 
     Nothing else has to run on that loop while a step computes, so a thread of its own for the engine would only add
     hand-overs. On a GPU a step is collected after the loop had one turn, in which the next call can start its step.
@@ -31,6 +32,7 @@ class TextGenerationService(TextGenerationServiceServicer):
         self._info = conversion.info(engine.info, model_id, revision, world_size=len(urls))
         self._urls = urls
         self._on_fatal = on_fatal
+        self._order = CallOrder()
         self._collecting = asyncio.Lock()
         self._overlap = engine.info.device_type == "cuda"
 
@@ -58,6 +60,7 @@ class TextGenerationService(TextGenerationServiceServicer):
 
     async def Prefill(self, request: pb.PrefillRequest, context: grpc.aio.ServicerContext) -> pb.StepResponse:
         async with self._errors(context):
+            await self._order.turn(request.sequence)
             step = self._engine.prefill(
                 request.batch_id,
                 joining=[conversion.sequence(joining) for joining in request.requests],
@@ -69,12 +72,14 @@ class TextGenerationService(TextGenerationServiceServicer):
 
     async def Decode(self, request: pb.DecodeRequest, context: grpc.aio.ServicerContext) -> pb.StepResponse:
         async with self._errors(context):
+            await self._order.turn(request.sequence)
             return await self._collect(self._engine.decode(request.batch_id, conversion.grants(request.grants)))
 
     async def FilterBatch(
         self, request: pb.FilterBatchRequest, context: grpc.aio.ServicerContext
     ) -> pb.FilterBatchResponse:
         async with self._errors(context):
+            await self._order.turn(request.sequence)
             self._engine.keep(request.batch_id, request.keep_request_ids)
         return pb.FilterBatchResponse(batch=conversion.cached_batch(self._engine.batch))
 
@@ -82,7 +87,12 @@ class TextGenerationService(TextGenerationServiceServicer):
         self, request: pb.ClearCacheRequest, context: grpc.aio.ServicerContext
     ) -> pb.ClearCacheResponse:
         async with self._errors(context):
-            self._engine.clear(request.batch_id if request.HasField("batch_id") else None)
+            if request.HasField("batch_id"):
+                await self._order.turn(request.sequence)
+                self._engine.clear(request.batch_id)
+            else:
+                self._order.restart(request.sequence)
+                self._engine.clear(None)
         return pb.ClearCacheResponse()
 
     async def _collect(self, step: Step) -> pb.StepResponse:
@@ -97,7 +107,7 @@ class TextGenerationService(TextGenerationServiceServicer):
         """Answers an engine's error with a status; the service goes on, unless the device itself is lost."""
         try:
             yield
-        except InvalidCall as error:
+        except (InvalidCall, OutOfTurn) as error:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
         except NotEnoughMemory as error:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
