@@ -88,18 +88,18 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to do for `rows`, of which those at `masked_positions` have a mask. None: concerns no row.
+    """What to do with those rows of the logits that need more than an argmax, or with some of them. None: nothing.
 
-    The scores are those rows of the logits that need more than an argmax, `processed`; state_rows: their rows in
-    the sampler's state, and prompt_lengths in tokens, int64. All other subsets are of the scores.
+    The scores are those rows of the logits, `processed`; state_rows: their rows in the sampler's state, and
+    prompt_lengths in tokens, int64. masks: which of the masks are those of the `masked` rows. All other subsets are
+    of the scores.
     """
 
-    rows: tuple[int, ...]
-    masked_positions: tuple[int, ...]
     processed: Subset
     state_rows: Tensor
     prompt_lengths: Tensor
     masked: Subset | None
+    masks: Subset
     watermark: Subset | None
     repetition: Penalty | None
     frequency: Penalty | None

@@ -10,6 +10,11 @@ from tgi_server.engine.sampling.random import as_int64
 from tgi_server.engine.sampling.row import PLAIN, Row
 from tgi_server.engine.sampling.transfer import to_device
 
+# Bounds the memory of the steps in between, which are of 8 bytes per element.
+_ELEMENTS_AT_ONCE = 2**24
+# So few that they stay in a core's cache: three times as fast as all rows at once.
+_CPU_ELEMENTS_AT_ONCE = 2**17
+
 
 class Planner:
     """Loops over rows once, on the host, and puts what the steps need on the device."""
@@ -17,24 +22,33 @@ class Planner:
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self._vocab_size = vocab_size
         self._device = device
+        elements = _ELEMENTS_AT_ONCE if device.type == "cuda" else _CPU_ELEMENTS_AT_ONCE * torch.get_num_threads()
+        self._rows_at_once = max(1, elements // vocab_size)
 
-    def plan(self, rows: Sequence[int], masked_positions: Sequence[int], state: Mapping[int, Row]) -> Plan | None:
-        """The plan for the logits of `rows`; None when an argmax will do. state: the rows that are not plain."""
-        masked = set(masked_positions)
-        positions = [i for i, row in enumerate(rows) if row in state or i in masked]
-        if not positions:
-            return None
+    def plans(self, rows: Sequence[int], masked_positions: Sequence[int], state: Mapping[int, Row]) -> tuple[Plan, ...]:
+        """What to do with the logits of `rows`, piece by piece; nothing when an argmax will do.
+
+        masked_positions: rows of the logits that have a mask. state: the rows that are not plain.
+        """
+        masks = {position: mask for mask, position in enumerate(masked_positions)}
+        positions = [i for i, row in enumerate(rows) if row in state or i in masks]
+        size = self._rows_at_once
+        pieces = [positions[i : i + size] for i in range(0, len(positions), size)]
+        return tuple(self._plan(piece, rows, masks, state) for piece in pieces)
+
+    def _plan(
+        self, positions: Sequence[int], rows: Sequence[int], masks: Mapping[int, int], state: Mapping[int, Row]
+    ) -> Plan:
         entries = [state.get(rows[i], PLAIN) for i in positions]
         parameters = [entry.parameters for entry in entries]
         sequence_slots = [entry.sequence_slot for entry in entries]
         generated_slots = [entry.generated_slot for entry in entries]
         return Plan(
-            rows=tuple(rows),
-            masked_positions=tuple(masked_positions),
             processed=self._in_order(positions, len(rows)),
             state_rows=self._integers([rows[i] for i in positions]),
             prompt_lengths=self._integers([entry.prompt_length for entry in entries]),
-            masked=self._masked(masked_positions, positions),
+            masked=self._subset([i in masks for i in positions]),
+            masks=self._in_order([masks[i] for i in positions if i in masks], len(masks)),
             watermark=self._subset([p.watermark for p in parameters]),
             repetition=self._penalty([p.repetition_penalty for p in parameters], 1.0, sequence_slots),
             frequency=self._penalty([p.frequency_penalty for p in parameters], 0.0, sequence_slots),
@@ -99,13 +113,6 @@ class Planner:
         if subset is None:
             return None
         return Counted(subset, self._integers([slot for slot in slots if slot is not None]))
-
-    def _masked(self, masked_positions: Sequence[int], positions: Sequence[int]) -> Subset | None:
-        """The masked rows in the order of their masks."""
-        if not masked_positions:
-            return None
-        places = {position: i for i, position in enumerate(positions)}
-        return self._in_order([places[position] for position in masked_positions], len(positions))
 
     def _subset(self, members: Sequence[bool]) -> Subset | None:
         if not any(members):

@@ -1,7 +1,8 @@
 """What one step chose, on the device and on the host."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -9,28 +10,40 @@ from torch import Tensor
 from tgi_server.engine.sampling.logprobs import keep_top
 
 
+@dataclass(frozen=True, slots=True)
+class ChosenReport:
+    """logprobs: float32 `[k]`, of the tokens chosen at `positions`, which are rows of the logits."""
+
+    positions: Sequence[int]
+    logprobs: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class TopReport:
+    """ids and logprobs: `[k, width]`, from which the row at positions[i] wants the best counts[i]."""
+
+    positions: Sequence[int]
+    counts: Sequence[int]
+    ids: Tensor
+    logprobs: Tensor
+
+
 @dataclass(slots=True)
 class Sampled:
-    """token_ids: int64 `[n]` on the device; they may be replaced before they are copied or accepted.
-
-    logprobs: float32, one for each position in `logprob_positions`. top_ids and top_logprobs: `[k, width]`, a row
-    for each position in `top_positions`, which asked for `top_counts` tokens. Positions are rows of the logits.
-    """
+    """token_ids: int64 `[n]` on the device; they may be replaced before they are accepted or copied."""
 
     token_ids: Tensor
-    logprobs: Tensor | None = None
-    logprob_positions: Sequence[int] = ()
-    top_ids: Tensor | None = None
-    top_logprobs: Tensor | None = None
-    top_positions: Sequence[int] = ()
-    top_counts: Sequence[int] = ()
+    chosen: list[ChosenReport] = field(default_factory=list)
+    top: list[TopReport] = field(default_factory=list)
 
     def start_copy(self) -> "PendingTokens":
-        """Starts one copy of everything to the host and returns at once."""
-        parts = [self.token_ids]
-        # float64 holds ids and float32 numbers alike without loss.
-        parts.extend(part.flatten() for part in (self.logprobs, self.top_ids, self.top_logprobs) if part is not None)
-        packed = parts[0] if len(parts) == 1 else torch.cat([part.to(torch.float64) for part in parts])
+        """Starts one copy of everything to the host, and returns at once."""
+        parts = [report.logprobs for report in self.chosen]
+        parts.extend(part.flatten() for report in self.top for part in (report.ids, report.logprobs))
+        packed = self.token_ids
+        if parts:
+            # float64 holds token ids and float32 numbers alike without loss.
+            packed = torch.cat([part.to(torch.float64) for part in (packed, *parts)])
         if packed.device.type != "cuda":
             return PendingTokens(self, packed, None)
         host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
@@ -46,7 +59,7 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """ids: one for each row of the logits. logprobs and top_tokens (id, logprob): by position, where asked for."""
+    """ids: one for each row of the logits. logprobs and top_tokens (id, logprob): by row, where asked for."""
 
     ids: list[int]
     logprobs: dict[int, float]
@@ -62,20 +75,20 @@ class PendingTokens:
         self._done = done
 
     def wait(self) -> Tokens:
-        """Waits for the copy, not for what was put on the device after it."""
+        """Waits for the copy, not for what the device was given to do after it."""
         if self._done is not None:
             self._done.synchronize()
-        sampled, values = self._sampled, self._host.tolist()
-        end = sampled.token_ids.shape[0]
-        ids = [int(value) for value in values[:end]]
-        logprobs = dict(zip(sampled.logprob_positions, values[end:], strict=False))
-        top_tokens = {}
-        if sampled.top_ids is not None:
-            width = sampled.top_ids.shape[1]
-            begin = end + len(sampled.logprob_positions)
-            offset = width * len(sampled.top_positions)
-            for position, count in zip(sampled.top_positions, sampled.top_counts, strict=True):
-                top_ids = [int(value) for value in values[begin : begin + width]]
-                top_tokens[position] = keep_top(top_ids, values[begin + offset : begin + offset + width], count)
-                begin += width
-        return Tokens(ids, logprobs, top_tokens)
+        values = iter(self._host.tolist())
+        tokens = Tokens([int(value) for value in islice(values, self._sampled.token_ids.shape[0])], {}, {})
+        for report in self._sampled.chosen:
+            tokens.logprobs.update(zip(report.positions, islice(values, len(report.positions)), strict=True))
+        for top in self._sampled.top:
+            ids, logprobs = _matrix(values, top.ids), _matrix(values, top.logprobs)
+            for row, position in enumerate(top.positions):
+                tokens.top_tokens[position] = keep_top([int(i) for i in ids[row]], logprobs[row], top.counts[row])
+        return tokens
+
+
+def _matrix(values: Iterator[float], like: Tensor) -> list[list[float]]:
+    rows, width = like.shape
+    return [list(islice(values, width)) for _ in range(rows)]

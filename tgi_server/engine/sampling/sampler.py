@@ -15,7 +15,7 @@ from tgi_server.engine.sampling.plan import Drawing, Plan
 from tgi_server.engine.sampling.planner import Planner
 from tgi_server.engine.sampling.random import uniform
 from tgi_server.engine.sampling.row import Row, counts_generated, counts_sequence, is_plain
-from tgi_server.engine.sampling.sampled import Sampled
+from tgi_server.engine.sampling.sampled import ChosenReport, Sampled, TopReport
 from tgi_server.engine.sampling.token_counts import TokenCounts
 from tgi_server.engine.sampling.token_mask import TokenMask, forbid
 from tgi_server.engine.sampling.watermark import WatermarkSettings, raise_green
@@ -40,8 +40,9 @@ class Sampler:
         self._steps = torch.zeros(max_rows, dtype=torch.int64, device=device)  # tokens generated
         self._previous = torch.zeros(max_rows, dtype=torch.int64, device=device)  # the last token
         self._planner = Planner(vocab_size, device)
-        self._last_plan: Plan | None = None
-        self._planned: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+        self._plans: tuple[Plan, ...] = ()
+        self._planned_rows: tuple[int, ...] | None = None
+        self._planned_masks: tuple[int, ...] = ()
 
     def add(
         self,
@@ -71,7 +72,7 @@ class Sampler:
         self._steps[row] = len(generated_ids)
         text = generated_ids if len(generated_ids) else prompt_ids
         self._previous[row] = text[-1] if len(text) else 0
-        self._planned = None
+        self._planned_rows = None
 
     def move(self, source: int, target: int) -> None:
         """The request at `source` stands at `target` from now on, and `source` is free."""
@@ -81,7 +82,7 @@ class Sampler:
             self._rows[target] = moved
             self._steps[target] = self._steps[source]
             self._previous[target] = self._previous[source]
-            self._planned = None
+            self._planned_rows = None
 
     def clear(self, row: int) -> None:
         """Frees `row`, whether it was taken or not."""
@@ -92,53 +93,56 @@ class Sampler:
             self._sequences.release(cleared.sequence_slot)
         if cleared.generated_slot is not None:
             self._generated.release(cleared.generated_slot)
-        self._planned = None
+        self._planned_rows = None
 
     def sample(self, logits: Tensor, rows: Sequence[int], mask: TokenMask | None = None) -> Sampled:
         """Chooses a token for each of `logits` `[n, vocab]`, in any float type; logits[i] are those of `rows[i]`.
 
         Changes neither the logits nor the state; see `accept`.
         """
-        plan = self._plan(rows, () if mask is None else mask.positions)
-        if plan is None:
+        plans = self._plans_for(rows, () if mask is None else mask.positions)
+        if not plans:
             return Sampled(best(logits))
-        taken = plan.processed.take(logits)
-        scores = self._process(taken.to(torch.float32, copy=taken is logits), plan, mask)
-        scores, chosen = self._choose(scores, plan)
-        token_ids = chosen if taken is logits else plan.processed.put(best(logits), chosen)
-        return _report(Sampled(token_ids), scores, chosen, plan)
+        rest_is_greedy = sum(plan.state_rows.shape[0] for plan in plans) < logits.shape[0]
+        sampled = Sampled(best(logits) if rest_is_greedy else self._steps.new_empty(logits.shape[0]))
+        for plan in plans:
+            taken = plan.processed.take(logits)
+            scores = self._process(taken.to(torch.float32, copy=taken is logits), plan, mask)
+            scores, chosen = self._choose(scores, plan)
+            sampled.token_ids = plan.processed.put(sampled.token_ids, chosen)
+            _report(scores, chosen, plan, sampled)
+        return sampled
 
     def accept(self, token_ids: Tensor, rows: Sequence[int], active: Tensor | None = None) -> None:
         """Appends a token to each of `rows`: int64 `[n]` on the device.
 
         active: bool `[n]`; rows where it is false stay as they are, for draft tokens that may turn out refused.
         """
-        plan = self._plan(rows, ())
-        if plan is None:
-            return
-        taken = plan.processed.take(token_ids)
-        amounts = torch.ones_like(taken) if active is None else plan.processed.take(active).to(torch.int64)
-        for counted, pool in ((plan.sequence_counts, self._sequences), (plan.generated_counts, self._generated)):
-            if counted is not None:
-                pool.record(counted.slots, counted.subset.take(taken), counted.subset.take(amounts))
-        self._steps.index_add_(0, plan.state_rows, amounts)
-        if active is not None:
-            taken = torch.where(amounts > 0, taken, self._previous[plan.state_rows])
-        self._previous.index_copy_(0, plan.state_rows, taken)
+        for plan in self._plans_for(rows, None):
+            taken = plan.processed.take(token_ids)
+            amounts = torch.ones_like(taken) if active is None else plan.processed.take(active).to(torch.int64)
+            for counted, pool in ((plan.sequence_counts, self._sequences), (plan.generated_counts, self._generated)):
+                if counted is not None:
+                    pool.record(counted.slots, counted.subset.take(taken), counted.subset.take(amounts))
+            if active is not None:
+                taken = torch.where(amounts > 0, taken, self._previous[plan.state_rows])
+            self._previous.index_copy_(0, plan.state_rows, taken)
+            self._steps.index_add_(0, plan.state_rows, amounts)
 
-    def _plan(self, rows: Sequence[int], masked_positions: Sequence[int]) -> Plan | None:
+    def _plans_for(self, rows: Sequence[int], masked_positions: Sequence[int] | None) -> tuple[Plan, ...]:
+        """masked_positions: the rows of the logits that have a mask; None: it does not matter."""
         if not self._rows and not masked_positions:
-            return None
-        wanted = (tuple(rows), tuple(masked_positions))
-        if wanted != self._planned:
-            self._last_plan = self._planner.plan(rows, masked_positions, self._rows)
-            self._planned = wanted
-        return self._last_plan
+            return ()
+        wanted, masked = tuple(rows), None if masked_positions is None else tuple(masked_positions)
+        if wanted != self._planned_rows or masked not in (None, self._planned_masks):
+            self._planned_rows, self._planned_masks = wanted, masked or ()
+            self._plans = self._planner.plans(wanted, self._planned_masks, self._rows)
+        return self._plans
 
     def _process(self, scores: Tensor, plan: Plan, mask: TokenMask | None) -> Tensor:
         """Masks, watermark, penalties and bias, which concern greedy rows too."""
         if mask is not None and plan.masked is not None:
-            scores = plan.masked.put(scores, forbid(plan.masked.take(scores), mask.bits))
+            scores = plan.masked.put(scores, forbid(plan.masked.take(scores), plan.masks.take(mask.bits)))
         if plan.watermark is not None:
             previous = plan.watermark.take(self._previous[plan.state_rows])
             scores = plan.watermark.put(scores, raise_green(plan.watermark.take(scores), previous, self._watermark))
@@ -182,14 +186,11 @@ def _warp(scores: Tensor, drawing: Drawing) -> Tensor:
     return scores
 
 
-def _report(sampled: Sampled, scores: Tensor, chosen: Tensor, plan: Plan) -> Sampled:
-    """Fills in what rows asked to know. As in TGI, probabilities are those after all processors and warpers."""
+def _report(scores: Tensor, chosen: Tensor, plan: Plan, sampled: Sampled) -> None:
+    """Adds what rows asked to know. As in TGI, probabilities are those after all processors and warpers."""
     if (wish := plan.logprobs) is not None:
         logprobs = torch.log_softmax(wish.subset.take(scores), -1)
-        sampled.logprobs = chosen_logprobs(logprobs, wish.subset.take(chosen))
-        sampled.logprob_positions = wish.positions
+        sampled.chosen.append(ChosenReport(wish.positions, chosen_logprobs(logprobs, wish.subset.take(chosen))))
     if (wish := plan.top_tokens) is not None:
         logprobs = torch.log_softmax(wish.subset.take(scores), -1)
-        sampled.top_ids, sampled.top_logprobs = top_logprobs(logprobs, max(wish.counts))
-        sampled.top_positions, sampled.top_counts = wish.positions, wish.counts
-    return sampled
+        sampled.top.append(TopReport(wish.positions, wish.counts, *top_logprobs(logprobs, max(wish.counts))))
