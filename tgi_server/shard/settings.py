@@ -1,0 +1,61 @@
+"""Settings of `text-generation-server`: one class for each of its commands."""
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import ByteSize, Field
+from pydantic_settings import CliPositionalArg
+
+from shared.settings import CommaSeparated, ServiceSettings
+from tgi_server import demo_model
+
+LogLevel = Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]
+
+
+class CommandSettings(ServiceSettings):
+    """What every command takes."""
+
+    model_id: CliPositionalArg[str] = Field(str(demo_model.PATH), description="a local folder, or an id of the hub")
+    revision: str | None = Field(None, description="branch, tag or commit of the model on the hub")
+    logger_level: LogLevel = "INFO"
+    json_output: bool = Field(False, description="log lines as JSON objects")
+    trust_remote_code: bool = Field(False, description="run the Python code that comes with the model")
+
+
+class ShardSettings(CommandSettings):
+    """Serves one shard of a model on a Unix socket, for the router."""
+
+    uds_path: Path = Field(Path("/tmp/text-generation-server"), description="the socket is UDS_PATH-RANK")  # noqa: S108
+    dtype: Literal["float32", "float16", "bfloat16"] | None = Field(None, description="default: the checkpoint's")
+    cpu_memory: ByteSize | None = Field(
+        None, gt=0, description="RAM for the KV cache on a CPU, such as 4GiB; default: a share of what is free"
+    )
+    cuda_memory_fraction: float = Field(1.0, gt=0, le=1, description="share of a GPU's memory that may be used")
+    cuda_graphs: CommaSeparated[int] | None = Field(None, description="batch sizes to record CUDA graphs for; 0: none")
+
+    sharded: bool = Field(False, description="this is one of several shards; needs RANK and WORLD_SIZE")
+    rank: int = Field(0, ge=0, description="which shard this is")
+    world_size: int = Field(1, ge=1, description="how many shards there are")
+    master_addr: str = Field("localhost", description="where shard 0 meets the others")
+    master_port: int = Field(29500, gt=0, lt=65536)
+
+    otlp_endpoint: str | None = Field(None, description="where OpenTelemetry spans go")
+    otlp_service_name: str = "text-generation-inference.server"
+    watermark_gamma: float = Field(0.5, gt=0, lt=1, description="share of the vocabulary that a watermark favours")
+    watermark_delta: float = Field(2.0, ge=0, description="how much it favours it, added to the logits")
+
+    # What follows is refused when set: see tgi_server/unsupported.py.
+    quantize: str | None = None
+    speculate: int | None = None
+    kv_cache_dtype: str | None = None
+    rope_scaling: str | None = None
+    rope_factor: float | None = None
+    lora_adapters: str | None = None
+    disable_custom_kernels: bool = False
+
+
+class DownloadSettings(CommandSettings):
+    """Fetches a model from the hub and converts its .bin weights to safetensors. Prints the model's folder."""
+
+    extension: Literal[".safetensors", ".bin"] = Field(".safetensors", description="the kind of weight files")
+    auto_convert: bool = Field(True, description="fetch and convert .bin files where there are no safetensors files")
