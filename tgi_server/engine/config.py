@@ -18,6 +18,7 @@ class EngineConfig:
     dtype: of weights, activations and KV cache; None: as the checkpoint says, or what the device computes fast.
     device: None: CUDA when there is one, else the CPU.
     memory_fraction: share of a GPU's memory that weights, activations and KV cache may use together.
+    custom_kernels: whether kernels and layers of the engine's own may stand in for those of torch and transformers.
     cpu_memory: bytes of RAM for the KV cache on a CPU; None: a share of what is free.
     """
 
@@ -26,6 +27,7 @@ class EngineConfig:
     device: torch.device | None = None
     memory_fraction: float = 0.9
     cpu_memory: int | None = None
+    custom_kernels: bool = True
     trust_remote_code: bool = False
     watermark_gamma: float = 0.5
     watermark_delta: float = 2.0

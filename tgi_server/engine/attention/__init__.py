@@ -5,14 +5,16 @@ import torch
 from tgi_server.engine.attention.base import AttentionBackend, KVShape
 
 
-def create_attention_backend(shape: KVShape, device: torch.device, dtype: torch.dtype) -> AttentionBackend:
+def create_attention_backend(
+    shape: KVShape, device: torch.device, dtype: torch.dtype, *, custom_kernels: bool = True
+) -> AttentionBackend:
     """The fastest backend that is right for this model on this device."""
     if device.type == "cuda":
         from tgi_server.engine.attention.varlen import VarlenAttention
 
         if VarlenAttention.supports(shape, dtype):
             return VarlenAttention(shape, device, dtype)
-    if device.type == "cpu":
+    if device.type == "cpu" and custom_kernels:
         from tgi_server.engine.attention.cpu import CpuAttention
 
         if CpuAttention.supports(shape, dtype):

@@ -104,6 +104,18 @@ class AttentionBackend(ABC):
     def write(self, layer: int, key: Tensor, value: Tensor, step: Step) -> None:
         """Puts key and value, [tokens, kv_heads, head_dim], into their slots."""
 
+    def rotate_and_write(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, rotation: tuple[Tensor, Tensor], step: Step
+    ) -> Tensor:
+        """Turns query and key by their positions, then writes key and value. Returns the turned query.
+
+        query: [tokens, heads, head_dim]; key and value: [tokens, kv_heads, head_dim]. rotation: cosine and sine,
+        each [1, tokens, rotated], of rotary position embeddings whose pairs stand half of `rotated` apart.
+        """
+        cosine, sine = (table[0].unsqueeze(1) for table in rotation)
+        self.write(layer, _rotate(key, cosine, sine), value, step)
+        return _rotate(query, cosine, sine)
+
     @abstractmethod
     def attend(self, layer: int, query: Tensor, step: Step, variant: AttentionVariant) -> Tensor:
         """Causal attention of query, [tokens, heads, head_dim], over each sequence's blocks.
@@ -114,3 +126,9 @@ class AttentionBackend(ABC):
     @abstractmethod
     def copy(self, source: int, target: int, tokens: int) -> None:
         """Copies the first `tokens` entries of a block to another, in all layers."""
+
+
+def _rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    turned, kept = x.split((cosine.shape[-1], x.shape[-1] - cosine.shape[-1]), dim=-1)
+    low, high = turned.chunk(2, dim=-1)
+    return torch.cat([turned * cosine + torch.cat([-high, low], dim=-1) * sine, kept], dim=-1)

@@ -30,6 +30,16 @@ class CpuAttention(AttentionBackend):
     def write(self, layer: int, key: Tensor, value: Tensor, step: Step) -> None:
         torch.ops.oatmill.write_kv(key, value, self._keys[layer], self._values[layer], step.slots)
 
+    def rotate_and_write(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, rotation: tuple[Tensor, Tensor], step: Step
+    ) -> Tensor:
+        """Turns query in place: it must not be needed as it was."""
+        cosine, sine = rotation
+        torch.ops.oatmill.rotate_and_write(
+            query, key, value, cosine[0], sine[0], self._keys[layer], self._values[layer], step.slots
+        )
+        return query
+
     def attend(self, layer: int, query: Tensor, step: Step, variant: AttentionVariant) -> Tensor:
         return torch.ops.oatmill.paged_attention(
             query,

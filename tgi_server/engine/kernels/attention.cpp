@@ -298,7 +298,7 @@ void write_kv(const at::Tensor& key, const at::Tensor& value, at::Tensor& keys, 
 
 }  // namespace
 
-TORCH_LIBRARY(oatmill, library) {
+TORCH_LIBRARY_FRAGMENT(oatmill, library) {
   library.def(
       "paged_attention(Tensor query, Tensor keys, Tensor values, Tensor tables, Tensor kv_lengths, "
       "Tensor query_starts, float scaling, int window, float softcap, Tensor? alibi_slopes) -> Tensor");

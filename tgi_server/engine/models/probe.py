@@ -6,6 +6,8 @@ the paged path knows shows other logits. Both are noticed here, and never answer
 """
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -13,7 +15,7 @@ from transformers import PreTrainedModel
 
 from tgi_server.engine.attention.base import AttentionVariant, Chunk, KVShape, Step
 from tgi_server.engine.attention.gather import GatherAttention
-from tgi_server.engine.errors import EngineError
+from tgi_server.engine.errors import EngineError, UnsupportedModel
 from tgi_server.engine.models.paged_cache import IMPLEMENTATION, PagedCache
 
 logger = logging.getLogger(__name__)
@@ -23,12 +25,13 @@ TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
 
 class _Recorder(GatherAttention):
-    """Attends over the pass's own keys, and remembers their shapes."""
+    """Attends over the pass's own keys, and remembers their shapes and how each layer attends."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(KVShape(heads=(), head_dim=0), model.device, model.dtype)
         self.heads: dict[int, int] = {}
         self.head_dims: set[int] = set()
+        self.variants: dict[int, AttentionVariant] = {}
         self.attended = 0
 
     def write(self, layer: int, key: Tensor, value: Tensor, step: Step) -> None:
@@ -39,6 +42,7 @@ class _Recorder(GatherAttention):
 
     def attend(self, layer: int, query: Tensor, step: Step, variant: AttentionVariant) -> Tensor:
         self.attended += 1
+        self.variants[layer] = variant
         return super().attend(layer, query, step, variant)
 
 
@@ -68,6 +72,24 @@ def probe_kv_shape(model: PreTrainedModel) -> KVShape | None:
     return None
 
 
+@contextmanager
+def same_logits(model: PreTrainedModel) -> Iterator[dict[int, AttentionVariant]]:
+    """Checks that what is done to a model on the paged path leaves its logits as they were.
+
+    Yields how each layer attends. Raises UnsupportedModel when they differ by more than rounding.
+    """
+    tokens = torch.arange(PROBE_TOKENS, device=model.device) % model.config.vocab_size
+    recorder = _Recorder(model)
+    before = _run(model, recorder, tokens)
+    yield recorder.variants
+    error = _difference(before, _run(model, _Recorder(model), tokens))
+    if not error <= TOLERANCE[model.dtype]:
+        raise UnsupportedModel(
+            f"this {model.config.model_type} model's logits change by {error:.2g} with the CPU kernels; "
+            "start with --disable-custom-kernels"
+        )
+
+
 def _run(model: PreTrainedModel, recorder: _Recorder, tokens: Tensor) -> Tensor:
     cache = PagedCache(recorder)
     cache.attach(model)
@@ -92,7 +114,11 @@ def _objection(recorder: _Recorder, expected: Tensor, actual: Tensor, tolerance:
         return f"it called the attention function {recorder.attended} times in {layers} layers with keys"
     if sorted(recorder.heads) != list(range(layers)) or len(recorder.head_dims) != 1:
         return "its layers have keys of different kinds"
-    error = float((expected - actual).norm() / expected.norm())
+    error = _difference(expected, actual)
     if not error <= tolerance:
         return f"its logits differ by {error:.2g} from those with its own attention"
     return None
+
+
+def _difference(expected: Tensor, actual: Tensor) -> float:
+    return float((expected - actual).norm() / expected.norm())

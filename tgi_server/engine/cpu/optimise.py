@@ -1,0 +1,48 @@
+"""Rebuilds a model of `transformers` for a CPU, in place."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from tgi_server.engine.attention.base import AttentionBackend, AttentionVariant
+from tgi_server.engine.attention.cpu import CpuAttention
+from tgi_server.engine.cpu.decoder import FUSED_LAYERS
+from tgi_server.engine.cpu.linear import PackedLinear
+
+
+def optimise(
+    model: PreTrainedModel,
+    backend: AttentionBackend | None = None,
+    variants: Mapping[int, AttentionVariant] | None = None,
+) -> None:
+    """Packs the weights of all linear layers, and fuses the decoder layers that are known.
+
+    backend, variants: what a model on the paged path attends with, and how each of its layers does. Layers are fused
+    only with the CPU's own backend.
+    """
+    if model.dtype not in (torch.float32, torch.bfloat16):
+        return
+    if variants and isinstance(backend, CpuAttention):
+        _replace(model, partial(_fused_layer, variants))
+    _replace(model, _packed_linear)
+
+
+def _fused_layer(variants: Mapping[int, AttentionVariant], module: nn.Module) -> nn.Module | None:
+    fused = FUSED_LAYERS.get(type(module).__name__)
+    return fused(module, variants[module.self_attn.layer_idx]) if fused and fused.fits(module) else None
+
+
+def _packed_linear(module: nn.Module) -> nn.Module | None:
+    return PackedLinear(module.weight, module.bias) if type(module) is nn.Linear else None
+
+
+def _replace(module: nn.Module, replacement: Callable[[nn.Module], nn.Module | None]) -> None:
+    for name, child in module.named_children():
+        new = replacement(child)
+        if new is None:
+            _replace(child, replacement)
+        else:
+            setattr(module, name, new)

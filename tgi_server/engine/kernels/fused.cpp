@@ -1,0 +1,146 @@
+// The element-wise parts of a decoder layer, each as one pass over its tokens. Arithmetic is in float; values are
+// rounded to the tensors' dtype where transformers' own modules round them, so that results agree to the last bit or
+// nearly so.
+
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <c10/util/BFloat16.h>
+#include <torch/library.h>
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+namespace {
+
+constexpr int BLOCK = 32;           // tokens of a KV block, as in attention.cpp
+constexpr int64_t GRAIN = 1 << 15;  // elements worth handing to another thread
+
+int64_t tokens_a_thread(int64_t elements_a_token) { return std::max<int64_t>(1, GRAIN / elements_a_token); }
+
+template <typename F>
+void by_dtype(const at::Tensor& like, const F& run) {
+  TORCH_CHECK(like.scalar_type() == at::kBFloat16 || like.scalar_type() == at::kFloat, "float32 or bfloat16 only");
+  if (like.scalar_type() == at::kBFloat16)
+    run(static_cast<c10::BFloat16*>(nullptr));
+  else
+    run(static_cast<float*>(nullptr));
+}
+
+// input: [..., size]; weight: [size].
+at::Tensor rms_norm(const at::Tensor& input, const at::Tensor& weight, double eps) {
+  const at::Tensor x = input.contiguous();
+  at::Tensor output = at::empty_like(x);
+  const int64_t size = x.size(-1), tokens = x.numel() / size;
+  by_dtype(x, [&]<typename T>(T*) {
+    const T* from = x.const_data_ptr<T>();
+    const T* scale = weight.const_data_ptr<T>();
+    T* to = output.mutable_data_ptr<T>();
+    at::parallel_for(0, tokens, tokens_a_thread(size), [&](int64_t begin, int64_t end) {
+      for (int64_t t = begin; t < end; ++t) {
+        const T* row = from + t * size;
+        float squares = 0;
+        for (int64_t i = 0; i < size; ++i) squares += static_cast<float>(row[i]) * static_cast<float>(row[i]);
+        const float factor = 1.0f / std::sqrt(squares / static_cast<float>(size) + static_cast<float>(eps));
+        for (int64_t i = 0; i < size; ++i) {
+          const T normed = static_cast<T>(static_cast<float>(row[i]) * factor);
+          to[t * size + i] = static_cast<T>(static_cast<float>(normed) * static_cast<float>(scale[i]));
+        }
+      }
+    });
+  });
+  return output;
+}
+
+// gate_up: [..., 2 * size], gate first. Returns silu(gate) * up, [..., size].
+at::Tensor silu_mul(const at::Tensor& gate_up) {
+  const at::Tensor x = gate_up.contiguous();
+  const int64_t size = x.size(-1) / 2, tokens = x.numel() / (2 * size);
+  auto shape = x.sizes().vec();
+  shape.back() = size;
+  at::Tensor output = at::empty(shape, x.options());
+  by_dtype(x, [&]<typename T>(T*) {
+    const T* from = x.const_data_ptr<T>();
+    T* to = output.mutable_data_ptr<T>();
+    at::parallel_for(0, tokens, tokens_a_thread(size), [&](int64_t begin, int64_t end) {
+      for (int64_t t = begin; t < end; ++t) {
+        const T* gate = from + t * 2 * size;
+        const T* up = gate + size;
+        for (int64_t i = 0; i < size; ++i) {
+          const float g = static_cast<float>(gate[i]);
+          const T activated = static_cast<T>(g / (1.0f + std::exp(-g)));
+          to[t * size + i] = static_cast<T>(static_cast<float>(activated) * static_cast<float>(up[i]));
+        }
+      }
+    });
+  });
+  return output;
+}
+
+// Rotary position embedding of one head (Su et al. 2021), halves apart: element i turns with element i + half.
+template <typename T>
+void rotate(const T* from, T* to, int64_t to_stride, const T* cos, const T* sin, int64_t rotated, int64_t head_dim) {
+  const int64_t half = rotated / 2;
+  for (int64_t i = 0; i < half; ++i) {
+    const float low = static_cast<float>(from[i]), high = static_cast<float>(from[i + half]);
+    to[i * to_stride] =
+        static_cast<T>(low * static_cast<float>(cos[i]) - high * static_cast<float>(sin[i]));
+    to[(i + half) * to_stride] =
+        static_cast<T>(high * static_cast<float>(cos[i + half]) + low * static_cast<float>(sin[i + half]));
+  }
+  for (int64_t i = rotated; i < head_dim; ++i) to[i * to_stride] = from[i];
+}
+
+// Rotates query in place and key on its way into the cache, and puts value beside it.
+// query: [tokens, heads, head_dim]; key, value: [tokens, kv_heads, head_dim], all with a dense last dimension and
+// possibly views of one tensor; cos, sin: [tokens, rotated]; keys, values: the layer's cache as in attention.cpp.
+void rotate_and_write(at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const at::Tensor& cos,
+                      const at::Tensor& sin, at::Tensor& keys, at::Tensor& values, const at::Tensor& slots) {
+  const int64_t tokens = query.size(0), heads = query.size(1), head_dim = query.size(2);
+  const int64_t kv_heads = key.size(1), rotated = cos.size(-1);
+  TORCH_CHECK(query.stride(2) == 1 && key.stride(2) == 1 && value.stride(2) == 1);
+  TORCH_CHECK(cos.is_contiguous() && sin.is_contiguous() && cos.scalar_type() == query.scalar_type());
+  by_dtype(query, [&]<typename T>(T*) {
+    T* q = query.mutable_data_ptr<T>();
+    const T* k = key.const_data_ptr<T>();
+    const T* v = value.const_data_ptr<T>();
+    const T* c = cos.const_data_ptr<T>();
+    const T* s = sin.const_data_ptr<T>();
+    T* key_cache = keys.mutable_data_ptr<T>();
+    T* value_cache = values.mutable_data_ptr<T>();
+    const int64_t* slot = slots.const_data_ptr<int64_t>();
+    at::parallel_for(0, tokens, tokens_a_thread(heads * head_dim), [&](int64_t begin, int64_t end) {
+      for (int64_t t = begin; t < end; ++t) {
+        for (int64_t h = 0; h < heads; ++h) {
+          T* head = q + t * query.stride(0) + h * query.stride(1);
+          rotate(head, head, 1, c + t * rotated, s + t * rotated, rotated, head_dim);
+        }
+        for (int64_t h = 0; h < kv_heads; ++h) {
+          const int64_t base = (slot[t] / BLOCK * kv_heads + h) * head_dim * BLOCK, offset = slot[t] % BLOCK;
+          rotate(k + t * key.stride(0) + h * key.stride(1), key_cache + base + offset, BLOCK, c + t * rotated,
+                 s + t * rotated, rotated, head_dim);
+          std::memcpy(value_cache + base + offset * head_dim, v + t * value.stride(0) + h * value.stride(1),
+                      head_dim * sizeof(T));
+        }
+      }
+    });
+  });
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(oatmill, library) {
+  library.def("rms_norm(Tensor input, Tensor weight, float eps) -> Tensor");
+  library.def("silu_mul(Tensor gate_up) -> Tensor");
+  library.def(
+      "rotate_and_write(Tensor(a!) query, Tensor key, Tensor value, Tensor cos, Tensor sin, Tensor(b!) keys, "
+      "Tensor(c!) values, Tensor slots) -> ()");
+}
+
+TORCH_LIBRARY_IMPL(oatmill, CPU, library) {
+  library.impl("rms_norm", &rms_norm);
+  library.impl("silu_mul", &silu_mul);
+  library.impl("rotate_and_write", &rotate_and_write);
+}
