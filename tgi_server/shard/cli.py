@@ -1,0 +1,93 @@
+"""The command line `text-generation-server serve | download-weights | quantize`."""
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+from shared.logging import configure_logging
+from shared.settings import fail, read_settings
+from tgi_server.shard.errors import ModelUnavailable
+from tgi_server.shard.settings import CommandSettings, DownloadSettings, ShardSettings
+from tgi_server.unsupported import refuse_unsupported
+
+PROGRAM = "text-generation-server"
+FAILED = 1
+INTERRUPTED = 130
+
+
+def main() -> None:
+    """Exit codes: 0 done, 1 the model cannot be had or served, 2 a mistake on the command line."""
+    commands: dict[str, Callable[[Sequence[str]], None]] = {
+        "serve": serve,
+        "download-weights": download_weights,
+        "quantize": quantize,
+    }
+    usage = (
+        f"usage: {PROGRAM} {{{','.join(commands)}}} MODEL_ID ...; `{PROGRAM} COMMAND --help` lists a command's flags"
+    )
+    match sys.argv[1:]:
+        case ["-h" | "--help", *_]:
+            print(usage)
+        case [name, *arguments] if name in commands:
+            commands[name](arguments)
+        case [name, *_]:
+            fail(PROGRAM, f"there is no command {name!r}", usage)
+        case _:
+            fail(PROGRAM, usage)
+
+
+def serve(arguments: Sequence[str]) -> None:
+    program = f"{PROGRAM} serve"
+    settings = read_settings(ShardSettings, program, arguments)
+    refuse_unsupported(settings, program)
+    service = f"shard-{settings.rank}"
+    _configure_logging(settings, service)
+
+    from tgi_server.shard.download import find_model
+    from tgi_server.shard.server import serve
+
+    try:
+        serve(settings, find_model(settings.model_id, settings.revision, trust_remote_code=settings.trust_remote_code))
+    except ModelUnavailable as error:
+        fail(service, str(error), status=FAILED)
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
+
+
+def download_weights(arguments: Sequence[str]) -> None:
+    """Logs and progress bars go to standard error; standard output has one line, the model's folder."""
+    program = f"{PROGRAM} download-weights"
+    settings = read_settings(DownloadSettings, program, arguments)
+    _configure_logging(settings, "download")
+
+    from huggingface_hub.utils import disable_progress_bars
+
+    from tgi_server.shard.download import download_model
+
+    if settings.json_output:
+        disable_progress_bars()
+    try:
+        folder = download_model(
+            settings.model_id,
+            settings.revision,
+            extension=settings.extension,
+            auto_convert=settings.auto_convert,
+            trust_remote_code=settings.trust_remote_code,
+        )
+    except ModelUnavailable as error:
+        fail(program, str(error), status=FAILED)
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
+    print(folder)
+
+
+def quantize(arguments: Sequence[str]) -> NoReturn:
+    fail(f"{PROGRAM} quantize", "quantising a model is not supported yet; serve it as it was published")
+
+
+def _configure_logging(settings: CommandSettings, service: str) -> None:
+    configure_logging(service, level=settings.logger_level, json_output=settings.json_output)
+
+
+if __name__ == "__main__":
+    main()

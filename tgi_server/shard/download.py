@@ -1,0 +1,119 @@
+"""Finds a model's folder: a local one, or one in the Hugging Face hub's cache, fetched if need be.
+
+What steers the hub's client (HF_TOKEN, HF_HUB_OFFLINE, HF_ENDPOINT, HF_HUB_CACHE, proxies) it reads itself.
+"""
+
+import logging
+from pathlib import Path
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HFValidationError,
+    HTTPError,
+    IncompleteSnapshotError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+    XetDownloadError,
+)
+
+from tgi_server.shard.errors import ModelUnavailable
+
+logger = logging.getLogger(__name__)
+
+METADATA = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
+CODE = ["*.py"]
+SUBFOLDERS = ["*/*"]
+"""They hold the same weights in other formats."""
+NOT_THE_MODEL = ["consolidated*", "training_args*", "optimizer*", "scheduler*", "rng_state*", "openvino*"]
+"""The same weights under another layout, and what training leaves behind."""
+
+
+def find_model(model_id: str, revision: str | None, *, trust_remote_code: bool = False) -> Path:
+    """The model's folder, without using the network. Raises ModelUnavailable when it is not on this machine."""
+    return _local_folder(model_id) or _snapshot(
+        model_id, revision, ".safetensors", trust_remote_code=trust_remote_code, local_files_only=True
+    )
+
+
+def download_model(
+    model_id: str, revision: str | None, *, extension: str, auto_convert: bool, trust_remote_code: bool
+) -> Path:
+    """The model's folder, with all its files in it; `.bin` weights converted to safetensors where there are no others.
+
+    Files that are there already are not fetched again. Raises ModelUnavailable.
+    """
+    folder = _local_folder(model_id)
+    if folder is None:
+        folder = _snapshot(model_id, revision, extension, trust_remote_code=trust_remote_code)
+        if auto_convert and not _has_weights(folder, ".safetensors"):
+            logger.info("%s has no safetensors files; fetching its .bin files", model_id)
+            folder = _snapshot(model_id, revision, ".bin", trust_remote_code=trust_remote_code)
+    if auto_convert and not _has_weights(folder, ".safetensors") and _has_weights(folder, ".bin"):
+        from tgi_server.shard.pickled_weights import convert_folder  # imports torch, which takes a second
+
+        convert_folder(folder)
+    if not _has_weights(folder, extension):
+        raise ModelUnavailable(f"{model_id} has no *{extension} files")
+    return folder
+
+
+def _local_folder(model_id: str) -> Path | None:
+    """The folder that `model_id` names, None for an id of the hub. Raises ModelUnavailable for any other path."""
+    path = Path(model_id).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ModelUnavailable(f"{path} has no config.json; is it a model folder in transformers format?")
+        return path
+    if path.exists():
+        raise ModelUnavailable(f"{path} is a file; give the folder that holds the model")
+    if path.is_absolute() or model_id.startswith(".") or model_id.count("/") > 1:
+        raise ModelUnavailable(f"there is no model folder {path}")
+    return None
+
+
+def _has_weights(folder: Path, extension: str) -> bool:
+    return any(folder.glob(f"*{extension}"))
+
+
+def _snapshot(
+    model_id: str, revision: str | None, extension: str, *, trust_remote_code: bool, local_files_only: bool = False
+) -> Path:
+    """The folder of one commit in the hub's cache, complete. Raises ModelUnavailable."""
+    try:
+        folder = snapshot_download(
+            model_id,
+            revision=revision,
+            allow_patterns=[*METADATA, *(CODE if trust_remote_code else ()), f"*{extension}"],
+            ignore_patterns=[*SUBFOLDERS, *NOT_THE_MODEL],
+            local_files_only=local_files_only,
+        )
+    except (HFValidationError, HTTPError, OSError, XetDownloadError) as error:
+        named = f"{model_id} at revision {revision}" if revision else model_id
+        raise ModelUnavailable(_explain(error, named)) from error
+    return Path(folder)
+
+
+def _explain(error: Exception, named: str) -> str:
+    match error:
+        case HFValidationError():
+            return f"{named} is neither a local folder nor an id of the hub"
+        case GatedRepoError():
+            return f"{named} is gated: ask for access on its page at the hub, then set HF_TOKEN"
+        case RevisionNotFoundError():
+            return f"the hub has no {named}"
+        case RepositoryNotFoundError():
+            return f"the hub has no model {named}, and there is no such folder here; for a private model set HF_TOKEN"
+        case LocalEntryNotFoundError(__cause__=OfflineModeIsEnabled()):
+            return f"{named} is not complete on this machine, and HF_HUB_OFFLINE forbids to fetch it"
+        case IncompleteSnapshotError() | LocalEntryNotFoundError(__cause__=None):
+            return f"{named} is not complete on this machine; run `text-generation-server download-weights` first"
+        case LocalEntryNotFoundError():
+            return f"{named} is not on this machine, and the hub cannot be reached: {_first_line(error.__cause__)}"
+    return f"{named} could not be fetched: {_first_line(error)}"
+
+
+def _first_line(error: BaseException | None) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

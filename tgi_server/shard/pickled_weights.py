@@ -1,0 +1,107 @@
+"""Converts the `.bin` weights that older models are published with to safetensors.
+
+A `.bin` file is a pickle, which can run any code when it is read; `weights_only` makes torch refuse all but tensors.
+"""
+
+import json
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from pickle import UnpicklingError
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+from tgi_server.shard.errors import ModelUnavailable
+
+logger = logging.getLogger(__name__)
+
+SINGLE_FILE = "pytorch_model.bin"
+INDEX = "pytorch_model.bin.index.json"
+NEW_INDEX = "model.safetensors.index.json"
+
+
+def convert_folder(folder: Path) -> None:
+    """Writes a safetensors file beside each `.bin` file of the model, and the index that several files need.
+
+    The new files get their names once all of them are whole, so an interrupted conversion is never served.
+    Raises ModelUnavailable when a file is missing, corrupt, or holds more than tensors, and when the disk is full.
+    """
+    sources = _weight_files(folder)
+    locations: dict[str, str] = {}
+    total_bytes = 0
+    with _unfinished_files() as unfinished:
+        for number, source in enumerate(sources, start=1):
+            logger.info("converting %s to safetensors (%d of %d)", source.name, number, len(sources))
+            tensors = _without_shared_memory(_load(source))
+            target = folder / source.name.replace("pytorch_model", "model").replace(".bin", ".safetensors")
+            unfinished[target] = target.with_suffix(".partial")
+            _write(tensors, unfinished[target])
+            locations |= dict.fromkeys(tensors, target.name)
+            total_bytes += sum(tensor.nbytes for tensor in tensors.values())
+        for target, partial in unfinished.items():
+            os.replace(partial, target)
+    if len(sources) > 1:
+        index = {"metadata": {"total_size": total_bytes}, "weight_map": locations}
+        (folder / NEW_INDEX).write_text(json.dumps(index, indent=2, sort_keys=True))
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    index = folder / INDEX
+    names = [SINGLE_FILE]
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError) as error:
+            raise ModelUnavailable(f"{index} is not an index of weight files") from error
+    for name in names:
+        if Path(name).name != name:
+            raise ModelUnavailable(f"{index} names {name!r}, which is not a file of this folder")
+        if not (folder / name).is_file():
+            raise ModelUnavailable(f"{folder} has no {name}; is the download complete?")
+    return [folder / name for name in names]
+
+
+def _load(path: Path) -> dict[str, torch.Tensor]:
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except UnpicklingError as error:
+        raise ModelUnavailable(f"{path} is corrupt, or holds more than tensors; it is not loaded") from error
+    except (OSError, RuntimeError, EOFError, ValueError) as error:
+        raise ModelUnavailable(f"{path} is corrupt or incomplete; download it again") from error
+    if not isinstance(content, dict) or not all(isinstance(value, torch.Tensor) for value in content.values()):
+        raise ModelUnavailable(f"{path} holds something else than named tensors; it is not loaded")
+    return content
+
+
+def _without_shared_memory(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Contiguous tensors, each with memory of its own: safetensors has no way to say that two are the same."""
+    seen: set[int] = set()
+    separate = {}
+    for name, tensor in tensors.items():
+        storage = tensor.untyped_storage()
+        alone = storage.data_ptr() not in seen and storage.nbytes() == tensor.nbytes
+        seen.add(storage.data_ptr())
+        separate[name] = tensor.contiguous() if alone else tensor.clone(memory_format=torch.contiguous_format)
+    return separate
+
+
+def _write(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except (OSError, SafetensorError) as error:
+        raise ModelUnavailable(f"{path.parent} cannot be written to: {error}") from error
+
+
+@contextmanager
+def _unfinished_files() -> Iterator[dict[Path, Path]]:
+    """Final names and the temporary names under which the files are written; what is left of these is deleted."""
+    files: dict[Path, Path] = {}
+    try:
+        yield files
+    finally:
+        for partial in files.values():
+            partial.unlink(missing_ok=True)
