@@ -26,7 +26,9 @@ class TextGenerationService(TextGenerationServiceServicer):
     hand-overs. On a GPU a step is collected after the loop had one turn, in which the next call can start its step.
     """
 
-    def __init__(self, engine: Engine, model_id: str, revision: str | None, urls: list[str], on_fatal: Callable[[], None]) -> None:
+    def __init__(
+        self, engine: Engine, model_id: str, revision: str | None, urls: list[str], on_fatal: Callable[[], None]
+    ) -> None:
         """urls: the sockets of all shards, in rank order. on_fatal: called when the device can compute no more."""
         self._engine = engine
         self._info = conversion.info(engine.info, model_id, revision, world_size=len(urls))

@@ -46,7 +46,10 @@ def create(backend: type[AttentionBackend], kv_heads: int, dtype: torch.dtype = 
 def run(
     backend: AttentionBackend, heads: int, kv_heads: int, decodes: list[int], prompts: list[tuple[int, int]], variant
 ) -> tuple[Tensor, Tensor]:
-    """decodes: tokens of each decoding sequence. prompts: (tokens before, tokens of the chunk). Returns (actual, expected)."""
+    """decodes: tokens of each decoding sequence. prompts: (tokens before, tokens of the chunk).
+
+    Returns what the backend computes and what it should.
+    """
     size = backend.block_size
     spans = [(length - 1, 1) for length in decodes] + prompts
     blocks_of = [-(-(before + count) // size) for before, count in spans]

@@ -21,7 +21,9 @@ class GatherAttention(AttentionBackend):
         """Caches are [blocks, block_size, kv_heads, head_dim] for each layer."""
         self._keys, self._values = (
             [
-                torch.zeros(num_blocks, self.block_size, heads, self.shape.head_dim, dtype=self.dtype, device=self.device)
+                torch.zeros(
+                    num_blocks, self.block_size, heads, self.shape.head_dim, dtype=self.dtype, device=self.device
+                )
                 for heads in self.shape.heads
             ]
             for _ in range(2)
