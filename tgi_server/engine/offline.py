@@ -112,9 +112,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Generates text for prompts, all in one batch, without a server.")
     parser.add_argument("prompts", nargs="+", metavar="PROMPT")
     parser.add_argument("--model", type=Path, default=demo_model.PATH, help="a folder in transformers format")
-    parser.add_argument(
-        "--dtype", choices=DTYPES, help="default: as the model was saved, if this machine is fast at it"
-    )
+    parser.add_argument("--dtype", choices=DTYPES, help="default: as saved, if this machine is fast at it")
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--temperature", type=float, help="sample instead of taking the most likely token")
     parser.add_argument("--seed", type=int, default=0)

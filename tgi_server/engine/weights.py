@@ -58,9 +58,7 @@ def load_model(config: EngineConfig, device: torch.device) -> PreTrainedModel:
     if missing := sorted(report["missing_keys"]):
         raise InvalidWeights(f"{config.model_path}: weights are missing: {_some(missing)}")
     if mismatched := [key for key, *_ in report.get("mismatched_keys", ())]:
-        raise InvalidWeights(
-            f"{config.model_path}: weights have other shapes than config.json says: {_some(mismatched)}"
-        )
+        raise InvalidWeights(f"{config.model_path}: shapes differ from config.json: {_some(mismatched)}")
     return model.to(device).eval().requires_grad_(False)
 
 

@@ -19,11 +19,11 @@ class PackedLinear(nn.Module):
     @classmethod
     def joined(cls, *linears: nn.Linear) -> "PackedLinear":
         """Linears that are given the same input, as one whose outputs stand side by side."""
-        weight = torch.cat([linear.weight for linear in linears])
+        weight = torch.cat(tuple(linear.weight for linear in linears))
         if all(linear.bias is None for linear in linears):
             return cls(weight)
         biases = [weight.new_zeros(len(linear.weight)) if linear.bias is None else linear.bias for linear in linears]
-        return cls(weight, torch.cat(biases))
+        return cls(weight, torch.cat(tuple(biases)))
 
     def forward(self, x: Tensor, activation: str = "none") -> Tensor:
         """x: [..., in_features]. activation: "none" or "relu", applied in the same kernel."""

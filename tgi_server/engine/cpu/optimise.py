@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -32,7 +33,9 @@ def optimise(
 
 def _fused_layer(variants: Mapping[int, AttentionVariant], module: nn.Module) -> nn.Module | None:
     fused = FUSED_LAYERS.get(type(module).__name__)
-    return fused(module, variants[module.self_attn.layer_idx]) if fused and fused.fits(module) else None
+    if fused is None or not fused.fits(module):
+        return None
+    return fused(module, variants[int(cast(Any, module).self_attn.layer_idx)])
 
 
 def _packed_linear(module: nn.Module) -> nn.Module | None:

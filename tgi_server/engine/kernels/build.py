@@ -21,10 +21,10 @@ logger = logging.getLogger(__name__)
 
 SOURCES = sorted(Path(__file__).parent.glob("*.cpp"))
 CACHE = Path.home() / ".cache" / "oatmill" / "kernels"
-FLAGS = (
-    "-O3 -march=native -std=c++20 -fPIC -shared -fopenmp -DAT_PARALLEL_OPENMP=1 "
-    "-fno-math-errno -fno-trapping-math -fassociative-math -fno-signed-zeros"
-).split()
+FLAGS = [
+    *("-O3", "-march=native", "-std=c++20", "-fPIC", "-shared", "-fopenmp", "-DAT_PARALLEL_OPENMP=1"),
+    *("-fno-math-errno", "-fno-trapping-math", "-fassociative-math", "-fno-signed-zeros"),
+]
 COMPILE_SECONDS = 300
 
 
