@@ -29,7 +29,10 @@ def expected(query: Tensor, key: Tensor, value: Tensor, variant: AttentionVarian
         scores = variant.softcap * torch.tanh(scores / variant.softcap)
     positions = torch.arange(len(key) - len(query), len(key))
     distance = positions[:, None] - torch.arange(len(key))[None]
-    if variant.alibi_slopes is not None:
+    if variant.rounded_alibi:
+        bias = variant.alibi_slopes.bfloat16()[:, None] * torch.arange(len(key)).bfloat16()
+        scores = scores + bias[:, None].float() * variant.scaling
+    elif variant.alibi_slopes is not None:
         scores = scores - variant.alibi_slopes[:, None, None] * distance
     hidden = distance < 0
     if variant.window:
@@ -86,14 +89,17 @@ def run(
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (16, 1)])
-@pytest.mark.parametrize("kind", ["plain", "window", "softcap", "alibi"])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (16, 1), (71, 1)])
+@pytest.mark.parametrize("kind", ["plain", "window", "softcap", "alibi", "rounded alibi"])
 def test_backend_equals_attention_over_the_whole_history(backend, heads, kv_heads, kind) -> None:
     variant = {
         "plain": AttentionVariant(0.2),
         "window": AttentionVariant(0.2, window=5),
         "softcap": AttentionVariant(0.2, softcap=3.0),
         "alibi": AttentionVariant(0.2, alibi_slopes=torch.linspace(0.02, 0.6, heads)),
+        "rounded alibi": AttentionVariant(
+            0.2, alibi_slopes=torch.linspace(0.02, 0.6, heads).bfloat16().float(), rounded_alibi=True
+        ),
     }[kind]
     instance = create(backend, kv_heads)
     actual, wanted = run(instance, heads, kv_heads, [1, 7, 33, 100], [(0, 1), (0, 50), (40, 37), (96, 3)], variant)

@@ -70,12 +70,14 @@ class AttentionVariant:
     scaling: factor of the scores before softmax. window: how many tokens are seen, the own one included; 0: all.
     softcap: scores become softcap * tanh(score / softcap); 0: off.
     alibi_slopes: [heads] float32; slope * position of the key is added to each score (Press et al. 2022).
+    rounded_alibi: Falcon's way: position, slope * position, both rounded to bfloat16, and that scaled like a score.
     """
 
     scaling: float
     window: int = 0
     softcap: float = 0.0
     alibi_slopes: Tensor | None = None
+    rounded_alibi: bool = False
 
 
 class AttentionBackend(ABC):

@@ -52,6 +52,7 @@ class CpuAttention(AttentionBackend):
             variant.window,
             variant.softcap,
             variant.alibi_slopes,
+            variant.rounded_alibi,
         )
 
     def copy(self, source: int, target: int, tokens: int) -> None:

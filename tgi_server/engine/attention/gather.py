@@ -78,7 +78,11 @@ def _scores_mask(positions: Tensor, keys: Tensor, variant: AttentionVariant, lik
     mask = torch.zeros(hidden.shape, dtype=like.dtype, device=like.device).masked_fill_(hidden, float("-inf"))
     if variant.alibi_slopes is None:
         return mask.unsqueeze(1)
-    bias = variant.alibi_slopes[:, None, None] * keys.to(torch.float32)
+    slopes = variant.alibi_slopes[:, None, None]
+    if variant.rounded_alibi:
+        bias = (slopes.bfloat16() * keys.bfloat16()).float() * variant.scaling
+    else:
+        bias = slopes * keys.float()
     return mask.unsqueeze(1) + bias.to(like.dtype)
 
 

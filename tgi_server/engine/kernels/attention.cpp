@@ -47,6 +47,8 @@ inline Lanes load(const c10::BFloat16* from) {
 
 inline void store(float* to, Lanes lanes) { std::memcpy(to, &lanes, sizeof(lanes)); }
 
+inline float rounded(float x) { return static_cast<float>(c10::BFloat16(x)); }
+
 // e^x for x <= 0, to a few units in the last place. Below -87 it is 0.
 inline float exp_nonpositive(float x) {
   const float clamped = std::max(x, -87.0f);
@@ -111,6 +113,7 @@ struct Variant {
   int64_t window;  // 0: all
   float softcap;   // 0: off
   const float* alibi_slopes;
+  bool rounded_alibi;
 };
 
 template <typename T>
@@ -127,17 +130,18 @@ struct Layer {
   int64_t block_elements() const { return int64_t(kv_heads) * head_dim * BLOCK; }
 };
 
-// Some queries of one sequence with all the query heads that share one KV head. Row r is query r / group, head r % group.
-template <typename T>
+// Some queries of one sequence with query heads that share one KV head: all of them, or as many as an item has rows for.
+// Row r is query r / heads, head first_head + r % heads.
 struct Item {
   const int32_t* table;
   int64_t first_token;     // of the item's queries, among the pass's tokens
   int64_t first_position;  // of the item's first query, in its sequence
   int queries;
   int kv_head;
+  int first_head;
+  int heads;
 };
 
-template <typename T>
 struct Scratch {
   float query[ITEM_ROWS * MAX_HEAD_DIM];
   float output[ITEM_ROWS * MAX_HEAD_DIM];
@@ -146,11 +150,11 @@ struct Scratch {
 };
 
 template <typename T>
-void load_query(const Layer<T>& layer, const Item<T>& item, Scratch<T>& scratch) {
-  const int group = layer.group(), rows = item.queries * group;
+void load_query(const Layer<T>& layer, const Item& item, Scratch& scratch) {
+  const int rows = item.queries * item.heads;
   for (int r = 0; r < rows; ++r) {
-    const T* from = layer.query + (item.first_token + r / group) * layer.query_token_stride +
-                    (item.kv_head * group + r % group) * layer.query_head_stride;
+    const T* from = layer.query + (item.first_token + r / item.heads) * layer.query_token_stride +
+                    (item.first_head + r % item.heads) * layer.query_head_stride;
     for (int d = 0; d < layer.head_dim; ++d)
       scratch.query[r * layer.head_dim + d] = static_cast<float>(from[d]) * layer.variant.scaling;
     scratch.largest[r] = MASKED;
@@ -161,16 +165,19 @@ void load_query(const Layer<T>& layer, const Item<T>& item, Scratch<T>& scratch)
 
 // Turns the scores of row r against the tile's tokens into softmax weights, and says how much the sums so far decay.
 template <typename T>
-void weigh_row(const Layer<T>& layer, const Item<T>& item, int r, int64_t tile_start, int tokens, Scratch<T>& scratch) {
+void weigh_row(const Layer<T>& layer, const Item& item, int r, int64_t tile_start, int tokens, Scratch& scratch) {
   const Variant& variant = layer.variant;
-  const int group = layer.group();
-  const int64_t position = item.first_position + r / group;
+  const int64_t position = item.first_position + r / item.heads;
   float* scores = scratch.scores + r * BLOCK;
   if (variant.softcap != 0)
     for (int j = 0; j < BLOCK; ++j) scores[j] = variant.softcap * std::tanh(scores[j] / variant.softcap);
   if (variant.alibi_slopes) {
-    const float slope = variant.alibi_slopes[item.kv_head * group + r % group];
-    for (int j = 0; j < BLOCK; ++j) scores[j] += slope * static_cast<float>(tile_start + j - position);
+    const float slope = variant.alibi_slopes[item.first_head + r % item.heads];
+    if (variant.rounded_alibi)
+      for (int j = 0; j < BLOCK; ++j)
+        scores[j] += variant.scaling * rounded(slope * rounded(static_cast<float>(tile_start + j)));
+    else
+      for (int j = 0; j < BLOCK; ++j) scores[j] += slope * static_cast<float>(tile_start + j - position);
   }
   const int64_t last = std::min<int64_t>(tokens, position - tile_start + 1);
   const int64_t first = variant.window ? std::max<int64_t>(0, position - variant.window + 1 - tile_start) : 0;
@@ -193,8 +200,8 @@ void weigh_row(const Layer<T>& layer, const Item<T>& item, int r, int64_t tile_s
 }
 
 template <typename T>
-void attend_item(const Layer<T>& layer, const Item<T>& item, Scratch<T>& scratch) {
-  const int head_dim = layer.head_dim, group = layer.group(), rows = item.queries * group;
+void attend_item(const Layer<T>& layer, const Item& item, Scratch& scratch) {
+  const int head_dim = layer.head_dim, rows = item.queries * item.heads;
   const int64_t end = item.first_position + item.queries;  // no query of the item looks further
   int64_t tile = 0;
   if (layer.variant.window) tile = std::max<int64_t>(0, item.first_position - layer.variant.window + 1) / BLOCK;
@@ -214,33 +221,36 @@ void attend_item(const Layer<T>& layer, const Item<T>& item, Scratch<T>& scratch
   }
   for (int r = 0; r < rows; ++r) {
     T* to = layer.output +
-            ((item.first_token + r / group) * layer.heads + item.kv_head * group + r % group) * head_dim;
+            ((item.first_token + r / item.heads) * layer.heads + item.first_head + r % item.heads) * head_dim;
     const float scale = 1.0f / scratch.total[r];
     for (int d = 0; d < head_dim; ++d) to[d] = static_cast<T>(scratch.output[r * head_dim + d] * scale);
   }
 }
 
 template <typename T>
-std::vector<Item<T>> plan(const Layer<T>& layer, const at::Tensor& tables, const at::Tensor& kv_lengths,
-                          const at::Tensor& query_starts) {
-  std::vector<Item<T>> items;
+std::vector<Item> plan(const Layer<T>& layer, const at::Tensor& tables, const at::Tensor& kv_lengths,
+                       const at::Tensor& query_starts) {
+  std::vector<Item> items;
   const int32_t* lengths = kv_lengths.const_data_ptr<int32_t>();
   const int32_t* starts = query_starts.const_data_ptr<int32_t>();
-  const int most = std::max(1, ITEM_ROWS / layer.group());
+  const int group = layer.group();
+  const int item_heads = std::min(group, ITEM_ROWS), item_queries = ITEM_ROWS / item_heads;
   for (int64_t s = 0; s < kv_lengths.size(0); ++s) {
     const int count = starts[s + 1] - starts[s];
     const int32_t* table = tables.const_data_ptr<int32_t>() + s * tables.stride(0);
     for (int head = 0; head < layer.kv_heads; ++head)
-      for (int q = 0; q < count; q += most)
-        items.push_back({table, starts[s] + q, lengths[s] - count + q, std::min(most, count - q), head});
+      for (int h = 0; h < group; h += item_heads)
+        for (int q = 0; q < count; q += item_queries)
+          items.push_back({table, starts[s] + q, lengths[s] - count + q, std::min(item_queries, count - q), head,
+                           head * group + h, std::min(item_heads, group - h)});
   }
   return items;
 }
 
 template <typename T>
-void attend(const Layer<T>& layer, const std::vector<Item<T>>& items) {
+void attend(const Layer<T>& layer, const std::vector<Item>& items) {
   at::parallel_for(0, static_cast<int64_t>(items.size()), 1, [&](int64_t begin, int64_t end) {
-    static thread_local Scratch<T> scratch;
+    static thread_local Scratch scratch;
     for (int64_t i = begin; i < end; ++i) attend_item(layer, items[i], scratch);
   });
 }
@@ -248,14 +258,14 @@ void attend(const Layer<T>& layer, const std::vector<Item<T>>& items) {
 at::Tensor paged_attention(const at::Tensor& query, const at::Tensor& keys, const at::Tensor& values,
                            const at::Tensor& tables, const at::Tensor& kv_lengths, const at::Tensor& query_starts,
                            double scaling, int64_t window, double softcap,
-                           const std::optional<at::Tensor>& alibi_slopes) {
+                           const std::optional<at::Tensor>& alibi_slopes, bool rounded_alibi) {
   const int64_t heads = query.size(1), kv_heads = keys.size(1), head_dim = query.size(2);
   TORCH_CHECK(head_dim % LANES == 0 && head_dim <= MAX_HEAD_DIM, "head_dim must be a multiple of 16 up to 256");
-  TORCH_CHECK(heads % kv_heads == 0 && heads / kv_heads <= ITEM_ROWS, "at most 32 query heads may share a KV head");
+  TORCH_CHECK(heads % kv_heads == 0, "each KV head must serve the same number of query heads");
   TORCH_CHECK(query.stride(2) == 1 && tables.stride(1) == 1 && query.scalar_type() == keys.scalar_type());
   at::Tensor output = at::empty(query.sizes(), query.options());
   const Variant variant{static_cast<float>(scaling), window, static_cast<float>(softcap),
-                        alibi_slopes ? alibi_slopes->const_data_ptr<float>() : nullptr};
+                        alibi_slopes ? alibi_slopes->const_data_ptr<float>() : nullptr, rounded_alibi};
   const auto run = [&]<typename T>(T*) {
     const Layer<T> layer{query.const_data_ptr<T>(), query.stride(0), query.stride(1), output.mutable_data_ptr<T>(),
                          keys.const_data_ptr<T>(), values.const_data_ptr<T>(), static_cast<int>(heads),
@@ -301,7 +311,8 @@ void write_kv(const at::Tensor& key, const at::Tensor& value, at::Tensor& keys, 
 TORCH_LIBRARY_FRAGMENT(oatmill, library) {
   library.def(
       "paged_attention(Tensor query, Tensor keys, Tensor values, Tensor tables, Tensor kv_lengths, "
-      "Tensor query_starts, float scaling, int window, float softcap, Tensor? alibi_slopes) -> Tensor");
+      "Tensor query_starts, float scaling, int window, float softcap, Tensor? alibi_slopes, bool rounded_alibi) "
+      "-> Tensor");
   library.def("write_kv(Tensor key, Tensor value, Tensor(a!) keys, Tensor(b!) values, Tensor slots) -> ()");
 }
 

@@ -28,10 +28,10 @@ class PagedCache(Cache):
         self.backend = backend
         self.step: Step | None = None
 
-    def update(self, key: Tensor, value: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """key and value: [1, kv_heads, tokens, head_dim]; returned as they came."""
         assert self.step is not None
-        self.backend.write(layer, key[0].transpose(0, 1), value[0].transpose(0, 1), self.step)
+        self.backend.write(layer_idx, key[0].transpose(0, 1), value[0].transpose(0, 1), self.step)
         return key, value
 
     def attend(self, layer: int, query: Tensor, variant: AttentionVariant) -> Tensor:
@@ -43,7 +43,7 @@ class PagedCache(Cache):
         """Makes this the cache that the model's attention modules find."""
         for module in model.modules():
             if getattr(module, "layer_idx", None) is not None:
-                module.paged_cache = self  # type: ignore[assignment]
+                module.paged_cache = self
 
     def get_seq_length(self, layer_idx: int = 0, *_: Any, **__: Any) -> int:
         """The model is told positions; to it every pass looks like a first one."""

@@ -1,8 +1,9 @@
 """Finds out, before any request, whether a model can take the paged path, and what its keys look like.
 
-The model runs a short prompt twice: with its own attention, and with every key, value and query caught on the way.
-A model that silently ignores a registered attention function shows no calls; one that does more in its attention than
-the paged path knows shows other logits. Both are noticed here, and never answer a request.
+The model runs a short prompt with its own attention, then two packed prompts and a decode step in the paged way, with
+every key, value and query caught on the way. A model that silently ignores a registered attention function shows no
+calls; one that does more in its attention than the paged path knows, or looks past its own sequence, shows other
+logits. Both are noticed here, and never answer a request.
 """
 
 import logging
@@ -11,64 +12,75 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from tgi_server.engine.attention.base import AttentionVariant, Chunk, KVShape, Step
 from tgi_server.engine.attention.gather import GatherAttention
 from tgi_server.engine.errors import EngineError, UnsupportedModel
-from tgi_server.engine.models.paged_cache import IMPLEMENTATION, PagedCache
+from tgi_server.engine.models.families import install_paged_attention
+from tgi_server.engine.models.paged_cache import PagedCache
 
 logger = logging.getLogger(__name__)
 
-PROBE_TOKENS = 8
+LONG, SHORT = 8, 5
+"""Tokens of the two prompts; both are the start of the same text."""
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
 
 class _Recorder(GatherAttention):
-    """Attends over the pass's own keys, and remembers their shapes and how each layer attends."""
+    """Makes room for a layer when its first keys come, and remembers their shapes and how each layer attends."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(KVShape(heads=(), head_dim=0), model.device, model.dtype)
-        self.heads: dict[int, int] = {}
-        self.head_dims: set[int] = set()
+        self._keys: dict[int, Tensor] = {}  # type: ignore[assignment]
+        self._values: dict[int, Tensor] = {}  # type: ignore[assignment]
         self.variants: dict[int, AttentionVariant] = {}
+        self.written = 0
         self.attended = 0
 
     def write(self, layer: int, key: Tensor, value: Tensor, step: Step) -> None:
-        self.heads[layer] = key.shape[1]
-        self.head_dims |= {key.shape[2], value.shape[2]}
-        self._keys = dict.fromkeys([layer], key.unsqueeze(0))  # type: ignore[assignment]
-        self._values = dict.fromkeys([layer], value.unsqueeze(0))  # type: ignore[assignment]
+        if layer not in self._keys:
+            self._keys[layer] = key.new_zeros(3, self.block_size, *key.shape[1:])
+            self._values[layer] = value.new_zeros(3, self.block_size, *value.shape[1:])
+        self.written += 1
+        super().write(layer, key, value, step)
 
     def attend(self, layer: int, query: Tensor, step: Step, variant: AttentionVariant) -> Tensor:
         self.attended += 1
         self.variants[layer] = variant
         return super().attend(layer, query, step, variant)
 
+    @property
+    def heads(self) -> dict[int, int]:
+        """KV heads by layer."""
+        return {layer: keys.shape[2] for layer, keys in sorted(self._keys.items())}
+
+    @property
+    def head_dims(self) -> set[int]:
+        return {cache.shape[3] for cache in (*self._keys.values(), *self._values.values())}
+
 
 def probe_kv_shape(model: PreTrainedModel) -> KVShape | None:
     """The shape of the model's keys and values, or None when it has to take the padded path.
 
-    Leaves the model with the paged attention function set when it returns a shape, else with its own.
+    Leaves the model with paged attention when it returns a shape, else with its own.
     """
     if model.config.is_encoder_decoder:
         return None
-    tokens = torch.arange(PROBE_TOKENS, device=model.device) % model.config.vocab_size
-    own = model.config._attn_implementation
-    expected = model(input_ids=tokens[None], use_cache=False).logits[0, -1].float()
+    expected = _own_logits(model)
     recorder = _Recorder(model)
+    restore = install_paged_attention(model)
     try:
-        model.set_attn_implementation(IMPLEMENTATION)
-        actual = _run(model, recorder, tokens)
-    except (EngineError, TypeError, ValueError, AttributeError, RuntimeError, KeyError, IndexError) as error:
+        actual = _run(model, recorder)
+    except (EngineError, TypeError, ValueError, AttributeError, RuntimeError, LookupError) as error:
         reason: str | None = f"its attention cannot be replaced ({type(error).__name__}: {error})"
     else:
-        reason = _objection(recorder, expected, actual, TOLERANCE[model.dtype])
+        reason = _objection(model, recorder, expected, actual)
     if reason is None:
-        heads = tuple(recorder.heads[layer] for layer in sorted(recorder.heads))
-        return KVShape(heads=heads, head_dim=recorder.head_dims.pop())
+        return KVShape(heads=tuple(recorder.heads.values()), head_dim=recorder.head_dims.pop())
     logger.info("%s takes the padded path: %s", model.config.model_type, reason)
-    model.set_attn_implementation(own)
+    restore()
     return None
 
 
@@ -78,11 +90,10 @@ def same_logits(model: PreTrainedModel) -> Iterator[dict[int, AttentionVariant]]
 
     Yields how each layer attends. Raises UnsupportedModel when they differ by more than rounding.
     """
-    tokens = torch.arange(PROBE_TOKENS, device=model.device) % model.config.vocab_size
     recorder = _Recorder(model)
-    before = _run(model, recorder, tokens)
+    before = _run(model, recorder)
     yield recorder.variants
-    error = _difference(before, _run(model, _Recorder(model), tokens))
+    error = logits_error(before, _run(model, _Recorder(model)))
     if not error <= TOLERANCE[model.dtype]:
         raise UnsupportedModel(
             f"this {model.config.model_type} model's logits change by {error:.2g} with the CPU kernels; "
@@ -90,35 +101,79 @@ def same_logits(model: PreTrainedModel) -> Iterator[dict[int, AttentionVariant]]
         )
 
 
-def _run(model: PreTrainedModel, recorder: _Recorder, tokens: Tensor) -> Tensor:
+def probe_tokens(model: PreTrainedModel, count: int) -> Tensor:
+    """[count] int64: some tokens of the model's vocabulary."""
+    return torch.arange(count, device=model.device) % model.config.vocab_size
+
+
+def logits_error(expected: Tensor, actual: Tensor) -> float:
+    """The largest relative difference of two rows; NaN when there is any NaN."""
+    difference = (expected.float() - actual.float()).norm(dim=-1) / expected.float().norm(dim=-1)
+    return float(difference.max())
+
+
+def _own_logits(model: PreTrainedModel) -> Tensor:
+    """What the logits of `_run` have to be: [4, vocab_size]. A prompt's logits are those of any text it starts."""
+    tokens = probe_tokens(model, LONG + 1)
+    return model(input_ids=tokens[None], use_cache=False).logits[0, [LONG - 1, SHORT - 1, LONG, SHORT]]
+
+
+def _run(model: PreTrainedModel, recorder: _Recorder) -> Tensor:
+    """The last logits of both prompts, then those of one more token of each: [4, vocab_size]."""
     cache = PagedCache(recorder)
     cache.attach(model)
-    count, device = len(tokens), tokens.device
-    cache.step = Step(
-        slots=torch.arange(count, device=device),
-        block_tables=torch.zeros(1, 1, dtype=torch.int32, device=device),
-        kv_lengths=torch.tensor([count], dtype=torch.int32, device=device),
-        query_starts=torch.tensor([0, count], dtype=torch.int32, device=device),
-        decoding=0,
-        chunks=[Chunk(start=0, length=count, kv_length=count)],
-        max_kv_length=count,
-    )
-    positions = torch.arange(count, device=device)
-    output = model(input_ids=tokens[None], position_ids=positions[None], past_key_values=cache, use_cache=True)
-    return output.logits[0, -1].float()
+    tokens, size, device = probe_tokens(model, LONG + 1), recorder.block_size, model.device
+    places = torch.arange(LONG + 1, device=device)
+    tables = torch.tensor([[1], [2]], dtype=torch.int32, device=device)
+
+    def logits(positions: list[Tensor], lengths: list[int], decoding: int, chunks: list[Chunk]) -> Tensor:
+        ends = torch.tensor([0, *(len(place) for place in positions)], dtype=torch.int32, device=device).cumsum(0)
+        cache.step = Step(
+            slots=torch.cat([size * block + place for block, place in enumerate(positions, start=1)]),
+            block_tables=tables,
+            kv_lengths=torch.tensor(lengths, dtype=torch.int32, device=device),
+            query_starts=ends.to(torch.int32),
+            decoding=decoding,
+            chunks=chunks,
+            max_kv_length=max(lengths),
+        )
+        position_ids = torch.cat(positions)
+        return model(
+            input_ids=tokens[position_ids][None],
+            position_ids=position_ids[None],
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=ends[1:] - 1,
+        ).logits[0]
+
+    prompts = [Chunk(0, LONG, LONG), Chunk(LONG, SHORT, SHORT)]
+    first = logits([places[:LONG], places[:SHORT]], [LONG, SHORT], 0, prompts)
+    second = logits([places[LONG:], places[SHORT : SHORT + 1]], [LONG + 1, SHORT + 1], 2, [])
+    return torch.cat([first, second])
 
 
-def _objection(recorder: _Recorder, expected: Tensor, actual: Tensor, tolerance: float) -> str | None:
+def _objection(model: PreTrainedModel, recorder: _Recorder, expected: Tensor, actual: Tensor) -> str | None:
+    """Why the paged path would be wrong for the model; None when nothing speaks against it."""
     layers = len(recorder.heads)
-    if not layers or recorder.attended != layers:
+    if not layers or not recorder.attended == recorder.written == 2 * layers:
         return f"it called the attention function {recorder.attended} times in {layers} layers with keys"
-    if sorted(recorder.heads) != list(range(layers)) or len(recorder.head_dims) != 1:
+    if list(recorder.heads) != list(range(layers)) or len(recorder.head_dims) != 1:
         return "its layers have keys of different kinds"
-    error = _difference(expected, actual)
-    if not error <= tolerance:
+    if [recorder.variants[layer].window for layer in range(layers)] != _windows(model):
+        return "its layers look at other tokens than they tell the attention function"
+    if expected.shape != actual.shape:
+        return "it does not compute the logits of chosen tokens only"
+    error = logits_error(expected, actual)
+    if not error <= TOLERANCE[model.dtype]:
         return f"its logits differ by {error:.2g} from those with its own attention"
     return None
 
 
-def _difference(expected: Tensor, actual: Tensor) -> float:
-    return float((expected - actual).norm() / expected.norm())
+def _windows(model: PreTrainedModel) -> list[int | None]:
+    """How many tokens each layer looks at, from the model's configuration; 0: all; None: something else again.
+
+    A probe is too short to show a window, so what a layer says of itself is compared with this.
+    """
+    windows = {DynamicLayer: lambda _: 0, DynamicSlidingWindowLayer: lambda layer: int(layer.sliding_window)}
+    layers = DynamicCache(config=model.config).layers
+    return [windows[type(layer)](layer) if type(layer) in windows else None for layer in layers]

@@ -1,0 +1,45 @@
+"""Paged attention for the model families that do not go through `AttentionInterface`.
+
+A module of such a family gets a subclass of its class that differs in how it attends. It stays the same object with
+the same weights under the same names, so nothing that looks at the model from outside notices.
+"""
+
+import importlib
+from collections.abc import Callable
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from tgi_server.engine.models.paged_cache import IMPLEMENTATION
+
+_FAMILIES = ("bloom", "falcon", "gptj", "mpt")
+"""Each is a module here, named as in config.json, with SUBSTITUTES: the class that takes the place of each class."""
+
+
+def install_paged_attention(model: PreTrainedModel) -> Callable[[], None]:
+    """Makes the model attend through its modules' `paged_cache`. Returns what takes that back.
+
+    Whether the model then does it, and rightly, is for the caller to find out: it may ignore what is set here.
+    """
+    own = model.config._attn_implementation
+    if model.config.model_type not in _FAMILIES:
+        model.set_attn_implementation(IMPLEMENTATION)
+        return lambda: model.set_attn_implementation(own)
+    family = importlib.import_module(f"{__name__}.{model.config.model_type}")
+    replaced = [(module, type(module)) for module in model.modules() if type(module) in family.SUBSTITUTES]
+    for module, original in replaced:
+        _become(module, family.SUBSTITUTES[original])
+    model.config._attn_implementation = getattr(family, "IMPLEMENTATION", IMPLEMENTATION)
+
+    def restore() -> None:
+        for module, original in replaced:
+            module.__class__ = original
+        model.config._attn_implementation = own
+
+    return restore
+
+
+def _become(module: nn.Module, substitute: type[nn.Module]) -> None:
+    module.__class__ = substitute
+    if prepare := getattr(module, "prepare", None):
+        prepare()

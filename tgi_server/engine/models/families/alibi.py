@@ -1,0 +1,35 @@
+"""Slopes of attention with linear biases (Press et al. 2022)."""
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def geometric_slopes(heads: int) -> Tensor:
+    """[heads] float32: 2^(-8/n), 2^(-16/n), ... for n heads.
+
+    When n is no power of two: those of the largest power of two below it, then every other one of twice as many.
+    """
+    power = 2 ** math.floor(math.log2(heads))
+    slopes = _powers(power, torch.arange(1, power + 1))
+    if power == heads:
+        return slopes
+    return torch.cat([slopes, _powers(2 * power, torch.arange(1, 2 * (heads - power), 2))])
+
+
+def interleaved_slopes(heads: int, bias_max: float) -> Tensor:
+    """[heads] float32: 2^(-bias_max/n), 2^(-2*bias_max/n), ... for n heads.
+
+    When n is no power of two: of the next power of two's slopes, first every second one, then the ones between.
+    """
+    power = 2 ** math.ceil(math.log2(heads))
+    slopes = 1.0 / torch.pow(2, torch.arange(1, power + 1).float() * (bias_max / power))
+    if power == heads:
+        return slopes
+    return torch.cat([slopes[1::2], slopes[::2]])[:heads]
+
+
+def _powers(heads: int, exponents: Tensor) -> Tensor:
+    base = torch.tensor(2 ** -(2 ** -(math.log2(heads) - 3)), dtype=torch.float32)
+    return torch.pow(base, exponents.to(torch.int32))
