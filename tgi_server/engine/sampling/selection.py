@@ -5,6 +5,8 @@ histogram of the next bits of that bin's values narrows it down, a third one fin
 over the vocabulary, each in linear time, in place of a sort.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -12,25 +14,35 @@ _DIGITS = ((21, 11), (10, 11), (0, 10))  # (lowest bit, number of bits), highest
 _SIGN = -(2**31)
 
 
-def weighted_threshold(values: Tensor, weights: Tensor, target: Tensor) -> Tensor:
+class Threshold(NamedTuple):
+    """value: float32 `[rows, 1]`; below and at: int64 `[rows, 1]`, what the values below it and equal to it weigh."""
+
+    value: Tensor
+    below: Tensor
+    at: Tensor
+
+
+def weighted_threshold(values: Tensor, weights: Tensor, target: Tensor) -> Threshold:
     """The smallest value such that the weights of all values up to it reach the target.
 
-    values: float32 `[rows, tokens]`; weights: int64, non-negative, same shape; target: int64 `[rows]`, between 1
-    and the sum of the row's weights. Returns float32 `[rows, 1]`, each an element of its row.
+    values: float32 `[rows, tokens]`; weights: int64, non-negative, same shape; target: int64 `[rows, 1]`, between 1
+    and the sum of the row's weights.
     """
     keys = _ordered_keys(values)
-    chosen = torch.zeros_like(target).unsqueeze(1)
-    missing = target.unsqueeze(1)
+    chosen = torch.zeros_like(target)
+    below = torch.zeros_like(target)
     for lowest, bits in _DIGITS:
         digits = ((keys >> lowest) & (2**bits - 1)).to(torch.int64)
-        same_bin = ((keys ^ _as_int32(chosen)) >> lowest) >> bits == 0
+        higher = lowest + bits
+        inside = weights if higher == 32 else torch.where(keys >> higher == _as_int32(chosen) >> higher, weights, 0)
         bins = torch.zeros(keys.shape[0], 2**bits, dtype=torch.int64, device=keys.device)
-        bins.scatter_add_(1, digits, torch.where(same_bin, weights, 0) if lowest + bits < 32 else weights)
-        reached = bins.cumsum(1)
-        digit = (reached < missing).sum(1, keepdim=True).clamp_max_(2**bits - 1)
-        missing = missing - (reached - bins).gather(1, digit)
+        bins.scatter_add_(1, digits, inside)
+        reached = below + bins.cumsum(1)
+        digit = (reached < target).sum(1, keepdim=True).clamp_max_(2**bits - 1)
+        at = bins.gather(1, digit)
+        below = reached.gather(1, digit) - at
         chosen = chosen | (digit << lowest)
-    return _values_of_keys(_as_int32(chosen))
+    return Threshold(_values_of_keys(_as_int32(chosen)), below, at)
 
 
 def _ordered_keys(values: Tensor) -> Tensor:

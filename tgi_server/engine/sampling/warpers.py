@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tgi_server.engine.sampling.selection import weighted_threshold
-from tgi_server.engine.sampling.weights import below_peak, fixed_point, token_weights
+from tgi_server.engine.sampling.weights import WEIGHTLESS, below_peak, fixed_point, token_weights
 
 # Above it, selection without sorting is cheaper than `torch.topk`.
 LARGEST_SORTED_TOP_K = 512
@@ -25,7 +25,7 @@ def top_k(scores: Tensor, counts: Tensor, largest: int) -> Tensor:
         worst_kept = scores.topk(largest).values.gather(1, counts - 1)
     else:
         ones = torch.ones((), dtype=torch.int64, device=scores.device).expand_as(scores)
-        worst_kept = -weighted_threshold(-scores, ones, counts.squeeze(1))
+        worst_kept = -weighted_threshold(-scores, ones, counts).value
     return scores.masked_fill_(scores < worst_kept, -torch.inf)
 
 
@@ -36,15 +36,14 @@ def top_p(scores: Tensor, masses: Tensor) -> Tensor:
     """
     weights = token_weights(scores)
     target = _share(weights, masses)
-    worst_kept = -weighted_threshold(-scores, weights, target)
-    better = scores > worst_kept
-    missing = target - torch.where(better, weights, 0).sum(1)
+    threshold = weighted_threshold(-scores, weights, target)
+    worst_kept = -threshold.value
     ties = scores == worst_kept
-    weight_of_one = torch.where(ties, weights, 0).amax(1).clamp_min_(1)
-    ties_kept = (missing + weight_of_one - 1) // weight_of_one
     rank = ties.cumsum(1, dtype=torch.int32)
-    first_kept = rank[:, -1:] - ties_kept.unsqueeze(1)
-    return scores.masked_fill_(~(better | (ties & (rank > first_kept))), -torch.inf)
+    weight_of_one = (threshold.at // rank[:, -1:].clamp_min(1)).clamp_min_(1)
+    ties_kept = (target - threshold.below + weight_of_one - 1) // weight_of_one
+    excluded = (scores < worst_kept) | (ties & (rank <= rank[:, -1:] - ties_kept))
+    return scores.masked_fill_(excluded, -torch.inf)
 
 
 def typical_p(scores: Tensor, masses: Tensor) -> Tensor:
@@ -52,23 +51,24 @@ def typical_p(scores: Tensor, masses: Tensor) -> Tensor:
 
     Meister et al., "Locally Typical Sampling", 2022.
     """
-    relative = below_peak(scores)
-    weights = fixed_point(relative.exp())
-    surprise = relative.neg_()  # less that of the likeliest token, which cancels out below
-    expected = fixed_point(torch.where(weights > 0, surprise.neg().exp_() * surprise, 0.0)).sum(1)
-    mean = expected.to(torch.float64) / weights.sum(1).clamp_min(1)
-    distance = (surprise - mean.to(torch.float32).unsqueeze(1)).abs_()
-    farthest_kept = weighted_threshold(distance, weights, _share(weights, masses))
+    surprise = below_peak(scores).neg_()  # less that of the likeliest token, which cancels out below
+    likelihood = surprise.neg().clamp_min_(WEIGHTLESS).exp_()
+    expected = likelihood * surprise
+    weights = fixed_point(likelihood)
+    expected = fixed_point(torch.where(weights > 0, expected, 0.0)).sum(1, keepdim=True)
+    mean = expected.to(torch.float64) / weights.sum(1, keepdim=True).clamp_min_(1)
+    distance = (surprise - mean.to(torch.float32)).abs_()
+    farthest_kept = weighted_threshold(distance, weights, _share(weights, masses)).value
     return scores.masked_fill_(distance > farthest_kept, -torch.inf)
 
 
 def min_p(scores: Tensor, shares: Tensor) -> Tensor:
     """Keeps the tokens that are at least `shares` (float32) times as likely as the likeliest."""
-    return scores.masked_fill_(below_peak(scores).exp_() < shares, -torch.inf)
+    return scores.masked_fill_(below_peak(scores).clamp_min_(WEIGHTLESS).exp_() < shares, -torch.inf)
 
 
 def _share(weights: Tensor, masses: Tensor) -> Tensor:
-    """The weight that makes up `masses` `[rows, 1]` of each row, rounded up, at least 1: int64 `[rows]`."""
-    total = weights.sum(1)
-    share = (total.to(torch.float64) * masses.squeeze(1)).ceil_().to(torch.int64)
+    """The weight that makes up `masses` `[rows, 1]` of each row, rounded up, at least 1: int64 `[rows, 1]`."""
+    total = weights.sum(1, keepdim=True)
+    share = (total.to(torch.float64) * masses).ceil_().to(torch.int64)
     return share.clamp_min_(1).minimum(total)

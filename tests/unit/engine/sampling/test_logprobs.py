@@ -1,0 +1,26 @@
+import math
+
+import pytest
+import torch
+
+from tgi_server.engine.sampling import logprobs, prompt_logprobs
+from tgi_server.engine.sampling.logprobs import keep_top
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("at_once", [2**25, 300])
+def test_prompt_logprobs(dtype: torch.dtype, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logprobs, "_CHUNK_ELEMENTS", at_once)
+    logits = torch.randn(7, 100).to(dtype)
+    ids = torch.randint(100, (7,))
+    expected = logits.float().log_softmax(-1)[torch.arange(7), ids]
+    torch.testing.assert_close(prompt_logprobs(logits, ids), expected)
+    assert prompt_logprobs(logits[:0], ids[:0]).shape == (0,)
+
+
+def test_ties_with_the_last_are_kept_and_the_impossible_is_not() -> None:
+    ids, values = [5, 9, 2, 7, 1], [-0.5, -1.0, -1.0, -2.0, -math.inf]
+    assert keep_top(ids, values, 1) == [(5, -0.5)]
+    assert keep_top(ids, values, 2) == [(5, -0.5), (2, -1.0), (9, -1.0)]
+    assert keep_top(ids, values, 5) == [(5, -0.5), (2, -1.0), (9, -1.0), (7, -2.0)]
+    assert keep_top(ids, values, 50) == [(5, -0.5), (2, -1.0), (9, -1.0), (7, -2.0)]

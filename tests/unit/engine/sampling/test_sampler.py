@@ -1,0 +1,324 @@
+"""The sampler as the engine uses it."""
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tgi_server.engine.parameters import ReportParameters, SamplingParameters
+from tgi_server.engine.sampling import Sampler, TokenMask
+
+from .reference import processed
+
+CPU = torch.device("cpu")
+GREEDY, SILENT = SamplingParameters(), ReportParameters()
+KINDS = {
+    "greedy": GREEDY,
+    "ignored warpers": SamplingParameters(temperature=0.5, top_k=3, top_p=0.5, typical_p=0.5, min_p=0.2),
+    "repetition": SamplingParameters(repetition_penalty=1.7),
+    "frequency": SamplingParameters(frequency_penalty=-1.5),
+    "presence": SamplingParameters(presence_penalty=1.9),
+    "bias": SamplingParameters(logit_bias={3: 2.5, 40: -100.0}),
+    "sampling": SamplingParameters(do_sample=True, seed=2**64 - 1),
+    "temperature": SamplingParameters(do_sample=True, temperature=0.6, seed=2),
+    "top_k": SamplingParameters(do_sample=True, top_k=7, seed=3),
+    "large top_k": SamplingParameters(do_sample=True, top_k=10**6, seed=3),
+    "top_p": SamplingParameters(do_sample=True, top_p=0.8, seed=4),
+    "typical_p": SamplingParameters(do_sample=True, typical_p=0.6, seed=5),
+    "min_p": SamplingParameters(do_sample=True, min_p=0.1, seed=6),
+    "everything": SamplingParameters(True, 1.4, 30, 0.9, 0.9, 0.01, 1.2, 0.5, 0.4, seed=7, logit_bias={5: 1.0}),
+    "watermark": SamplingParameters(do_sample=True, watermark=True, repetition_penalty=0.8, seed=8),
+}
+
+
+class Request:
+    """A request and a model of its own: logits that are a function of its text."""
+
+    def __init__(self, parameters: SamplingParameters, vocab: int, report: ReportParameters = SILENT) -> None:
+        self.parameters = parameters
+        self.report = report
+        self.vocab = vocab
+        self.prompt = [1, 2, 3, 2, vocab - 1]
+        self.generated: list[int] = []
+
+    def logits(self) -> Tensor:
+        generator = torch.Generator().manual_seed(hash(tuple(self.prompt + self.generated)) % 2**32)
+        return (torch.randn(self.vocab, generator=generator) * 2).bfloat16()
+
+    def join(self, sampler: Sampler, row: int) -> None:
+        sampler.add(row, self.parameters, self.report, self.prompt, self.generated)
+
+
+def step(sampler: Sampler, requests: list[Request], rows: list[int] | None = None) -> None:
+    rows = list(range(len(requests))) if rows is None else rows
+    sampled = sampler.sample(torch.stack([request.logits() for request in requests]), rows)
+    sampler.accept(sampled.token_ids, rows)
+    for request, token in zip(requests, sampled.to_host().ids, strict=True):
+        request.generated.append(token)
+
+
+def alone(parameters: SamplingParameters, vocab: int, tokens: int) -> list[int]:
+    request, sampler = Request(parameters, vocab), Sampler(1, vocab, CPU)
+    request.join(sampler, 0)
+    for _ in range(tokens):
+        step(sampler, [request])
+    return request.generated
+
+
+@pytest.mark.parametrize("vocab", [50, 70000])  # a batch in one piece, and in several
+def test_text_does_not_depend_on_the_batch(vocab: int) -> None:
+    tokens = 12 if vocab == 50 else 3
+    requests = [Request(parameters, vocab) for parameters in KINDS.values()]
+    sampler = Sampler(len(requests), vocab, CPU)
+    for row, request in enumerate(requests):
+        request.join(sampler, row)
+    for _ in range(tokens):
+        step(sampler, requests)
+    for name, request in zip(KINDS, requests, strict=True):
+        assert request.generated == alone(request.parameters, vocab, tokens), name
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_text_survives_preemption_and_compaction(name: str) -> None:
+    """A batch in which requests come, go, are preempted and moved, checked against the request alone."""
+    chance = random.Random(name)
+    sampler, waiting, running = Sampler(4, 50, CPU), [], []
+    watched = Request(KINDS[name], 50)
+    waiting.append(watched)
+    while len(watched.generated) < 15:
+        if waiting and len(running) < 4:
+            request = waiting.pop(chance.randrange(len(waiting)))
+            request.join(sampler, len(running))
+            running.append(request)
+        if chance.random() < 0.3:
+            waiting.append(Request(replace(chance.choice(list(KINDS.values())), seed=chance.randrange(2**64)), 50))
+        if running:
+            some = sorted(chance.sample(range(len(running)), chance.randint(1, len(running))))
+            step(sampler, [running[row] for row in some], some)
+        if running and chance.random() < 0.3:
+            leaving = chance.randrange(len(running))
+            request = running[leaving]
+            if request is watched or chance.random() < 0.5:
+                waiting.append(request)
+            sampler.clear(leaving)
+            last = running.pop()
+            if leaving < len(running):
+                sampler.move(len(running), leaving)
+                running[leaving] = last
+    assert watched.generated[:15] == alone(watched.parameters, 50, 15)
+
+
+def test_seeds_matter_to_their_last_bit() -> None:
+    seeds = (0, 1, 2**63, 2**63 + 1, 2**64 - 1)
+    texts = {tuple(alone(SamplingParameters(do_sample=True, seed=seed), 50, 10)) for seed in seeds}
+    assert len(texts) == len(seeds)
+
+
+PARAMETERS = st.builds(
+    SamplingParameters,
+    do_sample=st.booleans(),
+    temperature=st.sampled_from([1.0, 0.3, 2.0]),
+    top_k=st.sampled_from([0, 1, 5, 1000]),
+    top_p=st.sampled_from([1.0, 0.37, 0.93]),
+    typical_p=st.sampled_from([1.0, 0.41, 0.87]),
+    min_p=st.sampled_from([0.0, 0.013]),
+    repetition_penalty=st.sampled_from([1.0, 0.7, 1.3]),
+    frequency_penalty=st.sampled_from([0.0, -2.0, 1.1]),
+    presence_penalty=st.sampled_from([0.0, 0.9]),
+    seed=st.integers(0, 2**64 - 1),
+    logit_bias=st.sampled_from([{}, {0: 3.0, 7: -2.0}]),
+)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(PARAMETERS, min_size=1, max_size=6), st.sampled_from([11, 400]), st.integers(0, 2**32))
+def test_probabilities_are_those_of_transformers(batch: list[SamplingParameters], vocab: int, seed: int) -> None:
+    """After two tokens, so that penalties have something to count."""
+    report = ReportParameters(logprobs=True, top_n_tokens=vocab)
+    requests = [Request(parameters, vocab, report) for parameters in batch]
+    sampler, rows = Sampler(len(batch), vocab, CPU), list(range(len(batch)))
+    for row, request in enumerate(requests):
+        request.prompt.append(seed % vocab)
+        request.join(sampler, row)
+    for _ in range(2):
+        step(sampler, requests)
+    tokens = sampler.sample(torch.stack([request.logits() for request in requests]), rows).to_host()
+    for row, request in enumerate(requests):
+        scores = processed(request.logits(), request.parameters, request.prompt, request.generated)
+        expected = scores.log_softmax(-1)
+        assert tokens.logprobs[row] == pytest.approx(expected[tokens.ids[row]].item(), abs=2e-5)
+        reported = torch.full((vocab,), -torch.inf)
+        for token, logprob in tokens.top_tokens[row]:
+            reported[token] = logprob
+        torch.testing.assert_close(reported, expected, atol=2e-5, rtol=0)
+        if not request.parameters.do_sample:
+            assert scores[tokens.ids[row]] == scores.max()
+
+
+def test_top_tokens_and_logprobs_of_some_rows() -> None:
+    logits = torch.tensor([[0.0, 3.0, 1.0, 3.0], [5.0, 1.0, 1.0, 0.0], [1.0, 2.0, 3.0, 4.0], [0.0, 0.0, 0.0, 9.0]])
+    sampler = Sampler(4, 4, CPU)
+    reports = [ReportParameters(top_n_tokens=1), SILENT, ReportParameters(logprobs=True), ReportParameters(True, 2)]
+    for row, report in enumerate(reports):
+        sampler.add(row, GREEDY, report, [0], [])
+    tokens = sampler.sample(logits, range(4)).to_host()
+    assert tokens.ids == [1, 0, 3, 3]
+    logprobs = logits.log_softmax(-1)
+    assert tokens.logprobs == {2: logprobs[2, 3].item(), 3: logprobs[3, 3].item()}
+    assert [token for token, _ in tokens.top_tokens[0]] == [1, 3]  # ties are reported
+    assert [token for token, _ in tokens.top_tokens[3]] == [3, 0, 1, 2]
+    assert set(tokens.top_tokens) == {0, 3}
+
+
+def test_grammar_masks_apply_before_ranking() -> None:
+    vocab, allowed = 70, [{1, 33, 64}, {2}, set(range(32))]
+    bits = torch.tensor(
+        [[sum(1 << bit for bit in range(32) if 32 * word + bit in row) for word in range(3)] for row in allowed]
+    )
+    bits = torch.where(bits >= 2**31, bits - 2**32, bits).to(torch.int32)
+    sampler = Sampler(5, vocab, CPU)
+    kinds = [GREEDY, SamplingParameters(do_sample=True, top_k=2), GREEDY, SamplingParameters(do_sample=True), GREEDY]
+    for row, kind in enumerate(kinds):
+        sampler.add(row, kind, ReportParameters(logprobs=row == 1), [0], [])
+    logits = torch.randn(5, vocab)
+    before = logits.clone()
+    tokens = sampler.sample(logits, range(5), TokenMask(bits, [4, 1, 3])).to_host()
+    assert torch.equal(logits, before)
+    assert tokens.ids[4] == max(allowed[0], key=lambda token: logits[4, token])
+    assert tokens.ids[1] == 2
+    assert tokens.logprobs[1] == 0.0
+    assert tokens.ids[3] in allowed[2]
+    assert tokens.ids[0] == logits[0].argmax()
+    assert tokens.ids[2] == logits[2].argmax()
+
+
+def test_tokens_that_a_short_mask_does_not_cover_are_forbidden() -> None:
+    sampler = Sampler(1, 40, CPU)
+    sampler.add(0, GREEDY, SILENT, [0], [])
+    logits = torch.arange(40.0).unsqueeze(0)
+    everything = torch.full((1, 1), -1, dtype=torch.int32)
+    assert sampler.sample(logits, [0], TokenMask(everything, [0])).token_ids.tolist() == [31]
+
+
+def test_accepted_tokens_count_and_not_the_sampled() -> None:
+    sampler = Sampler(1, 10, CPU)
+    sampler.add(0, SamplingParameters(presence_penalty=2.0), SILENT, [4], [])
+    logits = torch.zeros(1, 10)
+    logits[0, 4], logits[0, 6] = 1.5, 1.0
+    sampler.accept(torch.tensor([6]), [0])
+    assert sampler.sample(logits, [0]).token_ids.tolist() == [4]  # of the prompt: not penalised
+    sampler.accept(torch.tensor([4]), [0])
+    logits[0, 9] = 0.1
+    assert sampler.sample(logits, [0]).token_ids.tolist() == [9]
+
+
+def test_inactive_rows_accept_nothing() -> None:
+    """Draft tokens are accepted one position at a time, by the rows whose drafts have been right so far."""
+    requests = [Request(KINDS["everything"], 50), Request(KINDS["watermark"], 50)]
+    sampler = Sampler(2, 50, CPU)
+    for row, request in enumerate(requests):
+        request.join(sampler, row)
+    step(sampler, requests)
+    sampler.accept(torch.tensor([11, 12]), [0, 1], active=torch.tensor([True, False]))
+    requests[0].generated.append(11)
+    step(sampler, requests)
+    fresh = Sampler(2, 50, CPU)
+    for row, request in enumerate(requests):
+        last = request.generated.pop()
+        request.join(fresh, row)
+        request.generated.append(last)
+    again = fresh.sample(torch.stack([Request.logits(_without_last(request)) for request in requests]), [0, 1])
+    assert again.token_ids.tolist() == [request.generated[-1] for request in requests]
+
+
+def _without_last(request: Request) -> Request:
+    earlier = Request(request.parameters, request.vocab)
+    earlier.generated = request.generated[:-1]
+    return earlier
+
+
+def test_bias_beyond_the_vocabulary_is_refused() -> None:
+    sampler = Sampler(1, 10, CPU)
+    with pytest.raises(ValueError, match="token 10"):
+        sampler.add(0, SamplingParameters(logit_bias={10: 1.0}), SILENT, [1], [])
+
+
+def test_prompt_tokens_beyond_the_vocabulary_are_ignored() -> None:
+    sampler = Sampler(1, 10, CPU)
+    sampler.add(0, SamplingParameters(repetition_penalty=2.0), SILENT, [1, 31999], [])
+    logits = torch.tensor([[1.0, 1.5] + [0.0] * 8])
+    assert sampler.sample(logits, [0]).token_ids.tolist() == [0]
+
+
+class Operations(TorchDispatchMode):
+    """What torch is asked to compute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+        self.largest_float = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        self.names.append(str(func.overloadpacket))
+        if isinstance(result, Tensor) and result.dtype == torch.float32:
+            self.largest_float = max(self.largest_float, result.numel())
+        return result
+
+
+def test_greedy_batches_are_one_operation() -> None:
+    sampler = Sampler(8, 100, CPU)
+    for row in range(8):
+        sampler.add(row, KINDS["ignored warpers"] if row == 0 else GREEDY, SILENT, [1, 2], [])
+    with Operations() as operations:
+        sampled = sampler.sample(torch.randn(8, 100).bfloat16(), range(8))
+        computed = len(operations.names)
+        sampler.accept(sampled.token_ids, range(8))
+    assert operations.names[-1] == "aten.max"
+    assert computed == len(operations.names)
+    assert "aten._to_copy" not in operations.names[2:]
+
+
+def test_greedy_rows_are_not_processed_along() -> None:
+    sampler = Sampler(8, 100, CPU)
+    logits = torch.randn(8, 100).bfloat16()
+    for row in range(8):
+        sampler.add(row, KINDS["everything"] if row in (2, 5) else GREEDY, SILENT, [1, 2], [])
+    with Operations() as operations:
+        sampled = sampler.sample(logits, range(8))
+    assert 0 < operations.largest_float <= 2 * 100
+    greedy = [row for row in range(8) if row not in (2, 5)]
+    assert torch.equal(sampled.token_ids[greedy], logits.argmax(-1)[greedy])
+
+
+def test_nothing_waits_for_the_device() -> None:
+    """Tensors on the meta device have no data: reading one on the host raises."""
+    meta = torch.device("meta")
+    sampler = Sampler(len(KINDS), 100, meta)
+    for row, parameters in enumerate(KINDS.values()):
+        sampler.add(row, parameters, ReportParameters(True, 5), [1, 2], [3])
+    mask = TokenMask(torch.empty(2, 4, dtype=torch.int32, device=meta), [0, 9])
+    rows = range(len(KINDS))
+    sampled = sampler.sample(torch.empty(len(KINDS), 100, dtype=torch.bfloat16, device=meta), rows, mask)
+    sampler.accept(sampled.token_ids, rows, active=torch.empty(len(KINDS), dtype=torch.bool, device=meta))
+    sampler.move(len(KINDS) - 1, 0)
+    with pytest.raises(NotImplementedError):
+        sampled.to_host()
+
+
+def test_steady_batches_copy_nothing_to_the_device() -> None:
+    sampler, rows = Sampler(len(KINDS), 100, CPU), list(range(len(KINDS)))
+    for row, parameters in enumerate(KINDS.values()):
+        sampler.add(row, parameters, SILENT, [1, 2], [3])
+    logits = torch.randn(len(KINDS), 100)
+    with Operations() as first:
+        sampler.accept(sampler.sample(logits, rows).token_ids, rows)
+    with Operations() as second:
+        sampler.accept(sampler.sample(logits, rows).token_ids, rows)
+    assert "aten.lift_fresh" in first.names  # what torch.tensor does
+    assert "aten.lift_fresh" not in second.names
