@@ -1,6 +1,10 @@
 """What can go wrong with a request, and the HTTP status and TGI error type of each."""
 
 
+class StartupError(Exception):
+    """The router cannot start; `str()` of it is the one line that says why."""
+
+
 class RouterError(Exception):
     """Base of all errors that a client is told about. `str()` of it is the message."""
 
@@ -53,3 +57,24 @@ class Unhealthy(RouterError):
 
     status = 503
     error_type = "healthcheck"
+
+
+class PayloadTooLarge(RouterError):
+    """The body has more bytes than `payload_limit`."""
+
+    status = 413
+    error_type = "payload_too_large"
+
+
+class Unauthorized(RouterError):
+    """The server wants an API key, and the request has none or another."""
+
+    status = 401
+    error_type = "unauthorized"
+
+
+class ClientGone(RouterError):
+    """The client closed its connection; nobody reads the answer any more."""
+
+    status = 499
+    error_type = "cancelled"

@@ -1,0 +1,93 @@
+"""What a model's folder says about its tokenizer besides `tokenizer.json`: special tokens and chat templates."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tgi_server.router.errors import StartupError
+
+DEFAULT_TEMPLATE = "default"
+TOOL_TEMPLATE = "tool_use"
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerConfig:
+    """The parts of `tokenizer_config.json` that serving needs.
+
+    chat_templates: Jinja sources by name; most models have one, named "default".
+    add_bos_token, add_eos_token: None leaves it to `tokenizer.json`.
+    """
+
+    bos_token: str | None = None
+    eos_token: str | None = None
+    add_bos_token: bool | None = None
+    add_eos_token: bool | None = None
+    chat_templates: Mapping[str, str] = field(default_factory=dict)
+
+
+def read_tokenizer_config(model: Path, override: Path | None) -> TokenizerConfig:
+    """Reads the model folder's files; `override` (`--tokenizer-config-path`) replaces `tokenizer_config.json`.
+
+    `override` may also be a bare template (a file that does not end in `.json`).
+
+    Raises StartupError for a file that is not there or not what it should be.
+    """
+    if override is not None and override.suffix != ".json":
+        return _parse(_read_json(model / "tokenizer_config.json"), {DEFAULT_TEMPLATE: _read_text(override)})
+    config = _read_json(override or model / "tokenizer_config.json", required=override is not None)
+    if override is not None and config.get("chat_template"):
+        return _parse(config, {})
+    return _parse(config, _template_files(model))
+
+
+def _parse(config: dict[str, Any], files: Mapping[str, str]) -> TokenizerConfig:
+    return TokenizerConfig(
+        bos_token=_token(config.get("bos_token")),
+        eos_token=_token(config.get("eos_token")),
+        add_bos_token=config.get("add_bos_token"),
+        add_eos_token=config.get("add_eos_token"),
+        chat_templates={**_inline_templates(config.get("chat_template")), **files},
+    )
+
+
+def _inline_templates(value: Any) -> dict[str, str]:
+    """One template, or a list of `{"name": ..., "template": ...}`."""
+    if isinstance(value, str):
+        return {DEFAULT_TEMPLATE: value}
+    if isinstance(value, list):
+        return {entry["name"]: entry["template"] for entry in value}
+    return {}
+
+
+def _template_files(model: Path) -> dict[str, str]:
+    """`chat_template.jinja` and `additional_chat_templates/NAME.jinja`; they win over the inline ones."""
+    templates = {path.stem: _read_text(path) for path in sorted((model / "additional_chat_templates").glob("*.jinja"))}
+    main = model / "chat_template.jinja"
+    if main.is_file():
+        templates[DEFAULT_TEMPLATE] = _read_text(main)
+    return templates
+
+
+def _token(value: Any) -> str | None:
+    return value.get("content") if isinstance(value, dict) else value
+
+
+def _read_json(path: Path, *, required: bool = False) -> dict[str, Any]:
+    if not path.is_file() and not required:
+        return {}
+    try:
+        content = json.loads(_read_text(path))
+    except ValueError as error:
+        raise StartupError(f"{path} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise StartupError(f"{path} is not a JSON object")
+    return content
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise StartupError(f"cannot read {path}: {error}") from error
