@@ -97,15 +97,25 @@ class ReplacedIngredient(_message.Message):
     replacement: Ingredient
     def __init__(self, original: _Optional[_Union[Ingredient, _Mapping]] = ..., replacement: _Optional[_Union[Ingredient, _Mapping]] = ...) -> None: ...
 
+class Grammar(_message.Message):
+    __slots__ = ("json_schema", "regex")
+    JSON_SCHEMA_FIELD_NUMBER: _ClassVar[int]
+    REGEX_FIELD_NUMBER: _ClassVar[int]
+    json_schema: str
+    regex: str
+    def __init__(self, json_schema: _Optional[str] = ..., regex: _Optional[str] = ...) -> None: ...
+
 class ModelRequest(_message.Message):
-    __slots__ = ("formatted_prompt", "max_tokens", "timeout")
+    __slots__ = ("formatted_prompt", "max_tokens", "timeout", "grammar")
     FORMATTED_PROMPT_FIELD_NUMBER: _ClassVar[int]
     MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_FIELD_NUMBER: _ClassVar[int]
+    GRAMMAR_FIELD_NUMBER: _ClassVar[int]
     formatted_prompt: str
     max_tokens: int
     timeout: int
-    def __init__(self, formatted_prompt: _Optional[str] = ..., max_tokens: _Optional[int] = ..., timeout: _Optional[int] = ...) -> None: ...
+    grammar: Grammar
+    def __init__(self, formatted_prompt: _Optional[str] = ..., max_tokens: _Optional[int] = ..., timeout: _Optional[int] = ..., grammar: _Optional[_Union[Grammar, _Mapping]] = ...) -> None: ...
 
 class ModelResponse(_message.Message):
     __slots__ = ("text",)
@@ -114,14 +124,16 @@ class ModelResponse(_message.Message):
     def __init__(self, text: _Optional[str] = ...) -> None: ...
 
 class ModelBatchRequest(_message.Message):
-    __slots__ = ("formatted_prompts", "max_tokens", "timeout")
+    __slots__ = ("formatted_prompts", "max_tokens", "timeout", "grammar")
     FORMATTED_PROMPTS_FIELD_NUMBER: _ClassVar[int]
     MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_FIELD_NUMBER: _ClassVar[int]
+    GRAMMAR_FIELD_NUMBER: _ClassVar[int]
     formatted_prompts: _containers.RepeatedScalarFieldContainer[str]
     max_tokens: int
     timeout: int
-    def __init__(self, formatted_prompts: _Optional[_Iterable[str]] = ..., max_tokens: _Optional[int] = ..., timeout: _Optional[int] = ...) -> None: ...
+    grammar: Grammar
+    def __init__(self, formatted_prompts: _Optional[_Iterable[str]] = ..., max_tokens: _Optional[int] = ..., timeout: _Optional[int] = ..., grammar: _Optional[_Union[Grammar, _Mapping]] = ...) -> None: ...
 
 class ModelBatchResponse(_message.Message):
     __slots__ = ("text",)

@@ -54,6 +54,11 @@ class LLMRunnerStub:
                 request_serializer=shared_dot_stubs_dot_llm__pb2.TGIMultipleSummaryRequest.SerializeToString,
                 response_deserializer=shared_dot_stubs_dot_llm__pb2.TGIMultipleSummaryResponse.FromString,
                 _registered_method=True)
+        self.stream_model = channel.unary_stream(
+                '/LLMRunner/stream_model',
+                request_serializer=shared_dot_stubs_dot_llm__pb2.ModelRequest.SerializeToString,
+                response_deserializer=shared_dot_stubs_dot_llm__pb2.ModelResponse.FromString,
+                _registered_method=True)
 
 
 class LLMRunnerServicer:
@@ -83,6 +88,14 @@ class LLMRunnerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def stream_model(self, request, context):
+        """The answer in pieces, as the model writes it; the pieces joined are the answer. A caller that cancels stops the
+        generation. The stream ends early, and without an error, when the model goes away or the time is up.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_LLMRunnerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -105,6 +118,11 @@ def add_LLMRunnerServicer_to_server(servicer, server):
                     servicer.generate_summaries,
                     request_deserializer=shared_dot_stubs_dot_llm__pb2.TGIMultipleSummaryRequest.FromString,
                     response_serializer=shared_dot_stubs_dot_llm__pb2.TGIMultipleSummaryResponse.SerializeToString,
+            ),
+            'stream_model': grpc.unary_stream_rpc_method_handler(
+                    servicer.stream_model,
+                    request_deserializer=shared_dot_stubs_dot_llm__pb2.ModelRequest.FromString,
+                    response_serializer=shared_dot_stubs_dot_llm__pb2.ModelResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -215,6 +233,33 @@ class LLMRunner:
             '/LLMRunner/generate_summaries',
             shared_dot_stubs_dot_llm__pb2.TGIMultipleSummaryRequest.SerializeToString,
             shared_dot_stubs_dot_llm__pb2.TGIMultipleSummaryResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def stream_model(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/LLMRunner/stream_model',
+            shared_dot_stubs_dot_llm__pb2.ModelRequest.SerializeToString,
+            shared_dot_stubs_dot_llm__pb2.ModelResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,0 +1,3 @@
+from llm_functionalities.cli import main
+
+main()

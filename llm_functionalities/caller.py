@@ -1,0 +1,69 @@
+"""What a gRPC call tells about its caller's wishes: how long, how much, and on behalf of which trace."""
+
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import grpc
+
+from llm_functionalities.deadline import Deadline
+from llm_functionalities.generation import Generation, Grammar
+from llm_functionalities.model import Answer, Model
+from shared.stubs import llm_pb2
+from shared.tracing import trace_headers
+
+Context: TypeAlias = grpc.aio.ServicerContext
+EMPTY_REASON = "empty-reason"
+"""Trailing metadata that says why an answer is empty."""
+
+
+@dataclass(frozen=True)
+class Front:
+    """What every servicer needs: the model, and the defaults for what a request leaves open."""
+
+    model: Model
+    default_timeout: float
+    max_tokens: int
+
+    def deadline(self, context: Context, timeout_ms: int = 0) -> Deadline:
+        return Deadline.of_request(timeout_ms, context.time_remaining(), self.default_timeout)
+
+    def generation(self, max_tokens: int, grammar: llm_pb2.Grammar | None = None) -> Generation:
+        """Raises InvalidGrammar."""
+        wanted = max_tokens if max_tokens > 0 else self.max_tokens
+        return Generation(wanted, Grammar.of_request(grammar) if grammar is not None else None)
+
+    async def answer(self, context: Context, prompt: str, generation: Generation, deadline: Deadline) -> str:
+        """The model's answer to one prompt, empty when there is none."""
+        answer = await self.model.answer(prompt, generation, deadline, trace_headers())
+        _tell_reasons(context, [answer])
+        return answer.text
+
+    async def answers(
+        self, context: Context, prompts: Sequence[str | None], generation: Generation, deadline: Deadline
+    ) -> list[str]:
+        """The answers to several prompts, in their order, with empty ones in the place of those that failed.
+
+        Where a prompt is None there is nothing to ask, and the answer is empty.
+        """
+        asked = [prompt for prompt in prompts if prompt is not None]
+        answers = await self.model.answers(asked, generation, deadline, trace_headers())
+        _tell_reasons(context, answers)
+        texts = iter(answers)
+        return ["" if prompt is None else next(texts).text for prompt in prompts]
+
+    async def pieces(
+        self, context: Context, prompt: str, generation: Generation, deadline: Deadline
+    ) -> AsyncGenerator[str, None]:
+        """The model's answer in pieces, as it writes them."""
+        async with aclosing(self.model.stream(prompt, generation, deadline, trace_headers())) as answers:
+            async for answer in answers:
+                _tell_reasons(context, [answer])
+                if answer.text:
+                    yield answer.text
+
+
+def _tell_reasons(context: Context, answers: Sequence[Answer]) -> None:
+    if reasons := sorted({answer.reason for answer in answers if answer.reason is not None}):
+        context.set_trailing_metadata(((EMPTY_REASON, ",".join(reasons)),))

@@ -1,0 +1,44 @@
+"""`llm-functionalities`: runs the service until it is told to stop."""
+
+import asyncio
+import logging
+import signal
+import sys
+
+from llm_functionalities.errors import StartupError
+from llm_functionalities.server import Server
+from llm_functionalities.settings import Settings
+from shared.logging import configure_logging
+from shared.settings import fail, read_settings
+from shared.tracing import configure_tracing, stop_tracing
+
+PROGRAM = "llm-functionalities"
+STARTUP_FAILURE = 1
+
+logger = logging.getLogger(__name__)
+
+
+def main() -> None:
+    settings = read_settings(Settings, PROGRAM, sys.argv[1:])
+    configure_logging("llm_functionalities", level=settings.log_level, json_output=settings.json_output)
+    configure_tracing(settings.otlp_service_name, settings.otlp_endpoint)
+    logger.info("settings: %s", settings.describe())
+    try:
+        asyncio.run(_serve(settings))
+    except StartupError as error:
+        fail(PROGRAM, str(error), status=STARTUP_FAILURE)
+    finally:
+        stop_tracing()
+
+
+async def _serve(settings: Settings) -> None:
+    asked_to_stop = asyncio.Event()
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(signum, asked_to_stop.set)
+    server = Server(settings)
+    port = await server.start()
+    logger.info("listening on %s:%d", settings.listen_address, port)
+    await asked_to_stop.wait()
+    logger.info("stopping")
+    await server.stop()
+    logger.info("stopped")

@@ -1,0 +1,58 @@
+"""What is asked of the model besides the prompt."""
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from llm_functionalities.errors import InvalidGrammar
+from shared.stubs import llm_pb2
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """What the answer has to look like, enforced by the model server: a JSON schema, or a regular expression."""
+
+    json_schema: dict[str, Any] | None = None
+    regex: str | None = None
+
+    @classmethod
+    def of_request(cls, grammar: llm_pb2.Grammar) -> "Grammar | None":
+        """The grammar of a request; None when it has none. Raises InvalidGrammar when it cannot be meant."""
+        form = grammar.WhichOneof("form")
+        if form is None:
+            return None
+        if form == "regex":
+            if not grammar.regex:
+                raise InvalidGrammar("grammar.regex is empty")
+            return cls(regex=grammar.regex)
+        try:
+            schema = json.loads(grammar.json_schema)
+        except ValueError as error:
+            raise InvalidGrammar(f"grammar.json_schema is not JSON: {error}") from None
+        if not isinstance(schema, dict):
+            raise InvalidGrammar("grammar.json_schema is not a JSON object")
+        return cls(json_schema=schema)
+
+    def payload(self) -> dict[str, Any]:
+        """As the text-generation API takes it."""
+        if self.regex is not None:
+            return {"type": "regex", "value": self.regex}
+        # InferenceClient drops every null of its request, and a `"const": null` means something: then as text.
+        value = json.dumps(self.json_schema) if _has_null(self.json_schema) else self.json_schema
+        return {"type": "json", "value": value}
+
+
+def _has_null(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(_has_null(part) for part in value.values())
+    if isinstance(value, list):
+        return any(_has_null(part) for part in value)
+    return value is None
+
+
+@dataclass(frozen=True)
+class Generation:
+    """`max_tokens` bounds the answer's length in tokens."""
+
+    max_tokens: int
+    grammar: Grammar | None = None

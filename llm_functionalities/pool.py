@@ -1,0 +1,118 @@
+"""Worker threads, bounded in number, shared fairly by all calls."""
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+
+logger = logging.getLogger(__name__)
+
+Job = Callable[[], None]
+
+
+class _Batch:
+    """The jobs of one batch that still wait."""
+
+    def __init__(self, jobs: Iterable[Job]) -> None:
+        self.jobs = deque(jobs)
+
+
+class FairPool:
+    """Runs jobs in at most `threads` threads, started when first needed.
+
+    Single jobs and batches take turns, and so do the batches among themselves, one job each. Of all threads, batches
+    hold at most `batch_threads` at a time, so a single job never waits for the end of a long batch.
+    """
+
+    def __init__(self, threads: int, batch_threads: int) -> None:
+        self._limit = threads
+        self._batch_limit = batch_threads
+        self._changed = threading.Condition()
+        self._singles: deque[Job] = deque()
+        self._batches: deque[_Batch] = deque()
+        self._batch_running = 0
+        self._idle = 0
+        self._threads: list[threading.Thread] = []
+        self._batch_turn = False
+        self._stopping = False
+
+    @property
+    def waiting(self) -> int:
+        """Jobs that no thread has begun."""
+        with self._changed:
+            return len(self._singles) + sum(len(batch.jobs) for batch in self._batches)
+
+    def run(self, job: Job) -> None:
+        """Runs `job` soon. It must not raise."""
+        with self._changed:
+            self._singles.append(job)
+            self._wake(1)
+
+    def run_batch(self, jobs: Iterable[Job]) -> Callable[[], None]:
+        """Runs `jobs` soon, in turn with all others. The returned function drops those that still wait."""
+        batch = _Batch(jobs)
+        with self._changed:
+            self._batches.append(batch)
+            self._wake(len(batch.jobs))
+        return batch.jobs.clear
+
+    def stop(self, timeout: float) -> None:
+        """Ends the threads once their current jobs are done; waits for them for `timeout` seconds in all."""
+        with self._changed:
+            self._stopping = True
+            self._singles.clear()
+            self._batches.clear()
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join(timeout / max(1, len(self._threads)))
+
+    def _wake(self, jobs: int) -> None:
+        room = min(jobs - self._idle, self._limit - len(self._threads))
+        for _ in range(room):
+            thread = threading.Thread(target=self._work, name=f"worker {len(self._threads)}", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+        self._changed.notify(jobs)
+
+    def _work(self) -> None:
+        while (taken := self._take()) is not None:
+            job, of_batch = taken
+            try:
+                job()
+            except Exception:
+                logger.exception("a worker's job failed")
+            if of_batch:
+                with self._changed:
+                    self._batch_running -= 1
+                    self._changed.notify()
+
+    def _take(self) -> tuple[Job, bool] | None:
+        """The next job and whether it is a batch's; None when the pool stops."""
+        with self._changed:
+            while not self._stopping:
+                if self._batch_turn or not self._singles:
+                    job = self._take_of_batch()
+                    if job is not None:
+                        self._batch_turn = False
+                        return job, True
+                if self._singles:
+                    self._batch_turn = True
+                    return self._singles.popleft(), False
+                self._idle += 1
+                self._changed.wait()
+                self._idle -= 1
+            return None
+
+    def _take_of_batch(self) -> Job | None:
+        if self._batch_running >= self._batch_limit:
+            return None
+        while self._batches:
+            batch = self._batches.popleft()
+            try:
+                job = batch.jobs.popleft()
+            except IndexError:
+                continue  # it was dropped, or its last job has been taken
+            self._batches.append(batch)
+            self._batch_running += 1
+            return job
+        return None

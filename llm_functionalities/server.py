@@ -1,0 +1,142 @@
+"""The gRPC server: what it is made of, how it starts, and how it stops."""
+
+import logging
+import ssl
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from llm_functionalities.address import Address
+from llm_functionalities.admission import Admission
+from llm_functionalities.caller import Front
+from llm_functionalities.empties import EmptyAnswers
+from llm_functionalities.endpoint import Endpoint
+from llm_functionalities.endpoints import Endpoints
+from llm_functionalities.errors import StartupError
+from llm_functionalities.metrics import Metrics
+from llm_functionalities.model import Model
+from llm_functionalities.network import BoundedBackend
+from llm_functionalities.pool import FairPool
+from llm_functionalities.resolver import Resolver
+from llm_functionalities.runner import LLMRunner
+from llm_functionalities.settings import Settings, split_name_server
+from llm_functionalities.transport import BoundedTransport, install
+from shared.stubs import llm_pb2, llm_pb2_grpc
+
+logger = logging.getLogger(__name__)
+
+STOP_SECONDS = 2.0
+"""How long the threads get to end after the last call has."""
+
+
+class Server:
+    """The service in one process. `start` listens; nothing is connected before the first call needs it."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._metrics = Metrics()
+        self._http = install(_transport(settings))
+        self._endpoints = Endpoints([self._endpoint(url) for url in settings.inference_endpoint_url])
+        self._pool = FairPool(settings.threads, settings.batch_threads)
+        self._metrics.watch_pool(self._pool)
+        self._health = health.aio.HealthServicer()
+        self._stop_metrics: Callable[[], None] | None = None
+        self._server = self._grpc_server()
+
+    async def start(self) -> int:
+        """Listens. Returns the port. Raises StartupError when that cannot be."""
+        settings = self._settings
+        if settings.metrics_port is not None:
+            port, self._stop_metrics = self._serve_metrics(settings.metrics_port)
+            logger.info("metrics on http://%s:%d/metrics", settings.listen_address, port)
+        address = f"{settings.listen_address}:{settings.port}"
+        try:
+            if settings.tls_cert is None:
+                port = self._server.add_insecure_port(address)
+            else:
+                port = self._server.add_secure_port(address, _server_credentials(settings))
+        except RuntimeError:
+            raise StartupError(f"cannot listen on {address}: is the port in use? choose another with --port") from None
+        await self._server.start()
+        await self._health.set("", health_pb2.HealthCheckResponse.SERVING)
+        return port
+
+    async def stop(self) -> None:
+        """Refuses new calls, lets the running ones end within the grace time, and leaves no thread or socket."""
+        await self._health.enter_graceful_shutdown()
+        await self._server.stop(self._settings.grace)
+        self._pool.stop(STOP_SECONDS)
+        self._endpoints.stop(STOP_SECONDS)
+        self._http.close()
+        if self._stop_metrics is not None:
+            self._stop_metrics()
+
+    def _endpoint(self, url: str) -> Endpoint:
+        settings = self._settings
+        endpoint = Endpoint(
+            Address.parse(url),
+            self._http,
+            settings.endpoint_token,
+            interval=settings.retry_after,
+            tolerance=settings.failures_tolerated,
+        )
+        self._metrics.watch_endpoint(endpoint)
+        return endpoint
+
+    def _grpc_server(self) -> Any:
+        settings = self._settings
+        server = grpc.aio.server(
+            interceptors=[Admission(settings.max_concurrent_calls, self._metrics)], options=_options(settings)
+        )
+        model = Model(self._endpoints, self._pool, EmptyAnswers(self._metrics.count_empty))
+        front = Front(model, settings.default_timeout, settings.max_tokens)
+        llm_pb2_grpc.add_LLMRunnerServicer_to_server(LLMRunner(front), server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        names = [service.full_name for service in llm_pb2.DESCRIPTOR.services_by_name.values()]
+        reflection.enable_server_reflection([*names, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
+        return server
+
+    def _serve_metrics(self, port: int) -> tuple[int, Callable[[], None]]:
+        try:
+            return self._metrics.serve(self._settings.listen_address.strip("[]"), port)
+        except OSError as error:
+            raise StartupError(f"cannot serve metrics on port {port}: {error.strerror}; see --metrics-port") from None
+
+
+def _transport(settings: Settings) -> BoundedTransport:
+    servers = [split_name_server(text) for text in settings.name_servers] or None
+    backend = BoundedBackend(
+        Resolver(settings.resolve_timeout, servers=servers), settings.connect_timeout, settings.connect_attempts
+    )
+    try:
+        tls = ssl.create_default_context(cafile=settings.endpoint_ca)
+    except ssl.SSLError as error:
+        raise StartupError(f"--endpoint-ca {settings.endpoint_ca} holds no certificate: {error.reason}") from None
+    return BoundedTransport(backend, tls, settings.max_message_bytes)
+
+
+def _options(settings: Settings) -> Sequence[tuple[str, int]]:
+    """https://grpc.github.io/grpc/core/group__grpc__arg__keys.html"""
+    return (
+        ("grpc.so_reuseport", 0),  # a port in use is an error, not a share of its calls
+        ("grpc.max_receive_message_length", settings.max_message_bytes),
+        ("grpc.max_send_message_length", settings.max_message_bytes),
+        ("grpc.keepalive_time_ms", int(settings.keepalive_time * 1000)),
+        ("grpc.keepalive_timeout_ms", 20_000),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.min_ping_interval_without_data_ms", 10_000),  # callers may ping this often, too
+    )
+
+
+def _server_credentials(settings: Settings) -> grpc.ServerCredentials:
+    assert settings.tls_key is not None
+    assert settings.tls_cert is not None
+    client_ca = settings.tls_client_ca
+    return grpc.ssl_server_credentials(
+        [(settings.tls_key.read_bytes(), settings.tls_cert.read_bytes())],
+        root_certificates=client_ca.read_bytes() if client_ca else None,
+        require_client_auth=client_ca is not None,
+    )

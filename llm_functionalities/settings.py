@@ -1,0 +1,95 @@
+"""The service's settings, from flags and the environment."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field, model_validator
+from pydantic_settings import SettingsConfigDict
+
+from llm_functionalities.address import Address
+from llm_functionalities.hosts_file import is_address
+from shared.settings import CommaSeparated, ServiceSettings
+
+
+def _endpoint(text: str) -> str:
+    return str(Address.parse(text))
+
+
+def _name_server(text: str) -> str:
+    split_name_server(text)
+    return text
+
+
+def split_name_server(text: str) -> tuple[str, int]:
+    """`127.0.0.1`, `127.0.0.1:5353`, `::1` or `[::1]:5353` as address and port. Raises ValueError."""
+    if is_address(text):
+        return text, 53
+    host, _, port = text.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not is_address(host) or not port.isdigit() or not 0 < int(port) < 65536:
+        raise ValueError("give the address of a name server, with its port unless that is 53")
+    return host, int(port)
+
+
+Seconds = Annotated[float, Field(gt=0)]
+Port = Annotated[int, Field(ge=0, le=65535)]
+Endpoint = Annotated[str, AfterValidator(_endpoint)]
+NameServer = Annotated[str, AfterValidator(_name_server)]
+
+
+class Settings(ServiceSettings):
+    """The gRPC service that an assistant's other services call to reach a language model."""
+
+    model_config = SettingsConfigDict(cli_shortcuts={"inference-endpoint-url": "endpoint"})
+
+    listen_address: str = Field("0.0.0.0", description="address to listen on; [::] for IPv6 too")
+    port: Port = Field(8000, description="port of the gRPC service; 0 picks a free one")
+    metrics_port: Port | None = Field(None, description="port for Prometheus metrics over HTTP; unset: none")
+
+    inference_endpoint_url: CommaSeparated[Endpoint] = Field(
+        default=[], description="model servers, such as tgi:80 or https://host/path, separated by commas"
+    )
+    endpoint_token: str | None = Field(None, description="bearer token for the model servers")
+    endpoint_ca: Path | None = Field(None, description="certificates (PEM) to check https:// model servers with")
+
+    default_timeout: Seconds = Field(10.0, description="seconds for a call that sets no time-out of its own")
+    max_tokens: Annotated[int, Field(gt=0)] = Field(128, description="length of an answer unless the call says")
+    threads: Annotated[int, Field(gt=0)] = Field(64, description="requests to the model servers at a time")
+    batch_threads: Annotated[int, Field(gt=0)] = Field(32, description="how many of these batches may hold")
+    max_concurrent_calls: Annotated[int, Field(gt=0)] = Field(
+        512, description="calls at a time; those beyond it are refused with RESOURCE_EXHAUSTED"
+    )
+    max_message_bytes: Annotated[int, Field(gt=0)] = Field(16 * 2**20, description="largest request, answer, and reply")
+
+    resolve_timeout: Seconds = Field(1.0, description="seconds in which a host name has to be resolved")
+    connect_timeout: Seconds = Field(1.0, description="seconds in which a connection has to be made")
+    connect_attempts: Annotated[int, Field(gt=0)] = Field(2, description="attempts to connect")
+    retry_after: Seconds = Field(1.0, description="seconds for which an endpoint that is away is left alone")
+    failures_tolerated: Annotated[int, Field(gt=0)] = Field(5, description="failures in a row that mean it is away")
+    name_servers: CommaSeparated[NameServer] = Field(
+        default=[], description="name servers to ask in place of those in /etc/resolv.conf"
+    )
+
+    tls_cert: Path | None = Field(None, description="the service's certificate chain (PEM); turns TLS on")
+    tls_key: Path | None = Field(None, description="its private key (PEM)")
+    tls_client_ca: Path | None = Field(None, description="certificates (PEM) that callers are checked with: mutual TLS")
+    keepalive_time: Seconds = Field(60.0, description="seconds of silence after which a caller's connection is pinged")
+    grace: Seconds = Field(5.0, description="seconds that running calls get when the service stops")
+
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least log level shown")
+    json_output: bool = Field(False, description="log lines as JSON")
+    otlp_endpoint: str | None = Field(None, description="OpenTelemetry collector (gRPC), such as http://otel:4317")
+    otlp_service_name: str = Field("llm_functionalities", description="this service's name in traces")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "Settings":
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("--tls-cert and --tls-key go together")
+        if self.tls_client_ca is not None and self.tls_cert is None:
+            raise ValueError("--tls-client-ca needs --tls-cert and --tls-key")
+        for path in (self.tls_cert, self.tls_key, self.tls_client_ca, self.endpoint_ca):
+            if path is not None and not path.is_file():
+                raise ValueError(f"there is no file {path}")
+        if self.batch_threads > self.threads:
+            raise ValueError("--batch-threads cannot be more than --threads")
+        return self

@@ -1,0 +1,48 @@
+"""OpenTelemetry for a service: off unless an OTLP endpoint is given; W3C trace context in and out."""
+
+from collections.abc import Mapping
+
+from opentelemetry import context, propagate, trace
+from opentelemetry.context import Context
+
+EXPORT_SECONDS = 5
+"""How long one export may take, so that a collector that is away delays nothing."""
+
+
+def configure_tracing(service: str, otlp_endpoint: str | None) -> None:
+    """Sends this process's spans to the OTLP collector (gRPC) at `otlp_endpoint`, such as `http://localhost:4317`.
+
+    Without an endpoint nothing is recorded, and spans cost next to nothing. Call `stop_tracing` before the end.
+    """
+    if not otlp_endpoint:
+        return
+    # Imported here: the exporter takes half a second to load, and most processes never need it.
+    from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+    exporter = OTLPSpanExporter(
+        endpoint=otlp_endpoint, insecure=not otlp_endpoint.startswith("https://"), timeout=EXPORT_SECONDS
+    )
+    provider = TracerProvider(resource=Resource.create({"service.name": service}))
+    provider.add_span_processor(BatchSpanProcessor(exporter))
+    trace.set_tracer_provider(provider)
+
+
+def stop_tracing() -> None:
+    """Sends the spans that are left."""
+    if shutdown := getattr(trace.get_tracer_provider(), "shutdown", None):
+        shutdown()
+
+
+def extract_context(headers: Mapping[str, str]) -> Context:
+    """The caller's trace context, from its HTTP headers or gRPC metadata (keys in lower case)."""
+    return propagate.extract(headers, context=context.get_current())
+
+
+def trace_headers() -> dict[str, str]:
+    """Headers that carry the current span on to the next service; empty when nothing is traced."""
+    headers: dict[str, str] = {}
+    propagate.inject(headers)
+    return headers
