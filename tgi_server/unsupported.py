@@ -18,7 +18,7 @@ class Refusal:
 
 REFUSALS = {
     "num_shard": Refusal("a model runs on one device; tensor parallelism is not supported yet", harmless=(1,)),
-    "sharded": Refusal("a model runs on one device; tensor parallelism is not supported yet", harmless=(False,)),
+    "sharded": Refusal("a model runs on one device; tensor parallelism is not supported yet", harmless=(False, "false")),
     "quantize": Refusal("quantised weights are not supported yet; serve the model as it was published"),
     "speculate": Refusal("speculative decoding is not supported yet", harmless=(0,)),
     "kv_cache_dtype": Refusal("the KV cache has the dtype of the model; 8-bit caches are not supported yet"),

@@ -1,0 +1,86 @@
+"""The command line `text-generation-launcher`."""
+
+import asyncio
+import logging
+import signal
+import sys
+from collections.abc import Callable, Coroutine
+from typing import TypeVar
+
+from shared.logging import configure_logging
+from shared.settings import fail, read_settings
+from tgi_server.launcher import commands
+from tgi_server.launcher.environment import describe_environment
+from tgi_server.launcher.errors import CannotStartError, ModelMissingError, ProcessEndedError
+from tgi_server.launcher.model import find_model
+from tgi_server.launcher.preflight import check_port, check_tokenizer
+from tgi_server.launcher.processes.sockets import shard_sockets
+from tgi_server.launcher.processes.supervisor import Supervisor
+from tgi_server.launcher.settings import LauncherSettings
+from tgi_server.unsupported import refuse_unsupported
+
+PROGRAM = "text-generation-launcher"
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+
+def main() -> None:
+    """Exit codes: 0 stopped as asked, 1 the server cannot start or has failed, 2 a mistake on the command line."""
+    settings = read_settings(LauncherSettings, PROGRAM, sys.argv[1:])
+    refuse_unsupported(settings, PROGRAM)
+    configure_logging("launcher", level=settings.log_level, json_output=settings.json_output)
+    if settings.env:
+        logger.info("environment:\n%s", describe_environment())
+    logger.info("settings: %s", settings.describe())
+    try:
+        asyncio.run(_launch(settings))
+    except ModelMissingError as error:
+        sys.exit(error.status)
+    except CannotStartError as error:
+        fail(PROGRAM, str(error), status=error.status)
+    except ProcessEndedError as error:
+        logger.error("%s; the server has stopped", error)
+        sys.exit(error.status)
+    logger.info("stopped")
+
+
+async def _launch(settings: LauncherSettings) -> None:
+    """Returns once the server was asked to stop and has stopped. Raises LauncherError."""
+    stop = asyncio.Event()
+    _on_stop_signals(stop.set)
+    check_port(settings.hostname, settings.port, "--port")
+    check_port(settings.hostname, settings.prometheus_port, "--prometheus-port")
+    folder = await _unless_stopped(find_model(settings), stop)
+    if folder is None:
+        return
+    check_tokenizer(folder)
+    with shard_sockets(settings.shard_uds_path, settings.num_shard) as sockets:
+        supervisor = Supervisor(
+            commands.shards(settings, sockets),
+            sockets,
+            commands.router(settings, folder, sockets),
+            commands.address(settings),
+            settings.graceful_termination_timeout,
+        )
+        _on_stop_signals(supervisor.stop)
+        await supervisor.run()
+
+
+def _on_stop_signals(action: Callable[[], None]) -> None:
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, action)
+
+
+async def _unless_stopped(work: Coroutine[None, None, T], stop: asyncio.Event) -> T | None:
+    """What `work` returns; None, with the work cancelled, when `stop` is set before."""
+    tasks = asyncio.create_task(work), asyncio.create_task(stop.wait())
+    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
+    return None if tasks[0].cancelled() else tasks[0].result()
+
+
+if __name__ == "__main__":
+    main()

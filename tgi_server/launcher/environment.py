@@ -1,0 +1,85 @@
+"""What a bug report needs to know of the machine and of what is installed. Imports none of it."""
+
+import os
+import platform
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+PACKAGES = (
+    "oatmill",
+    "torch",
+    "transformers",
+    "tokenizers",
+    "safetensors",
+    "huggingface_hub",
+    "llguidance",
+    "grpcio",
+    "protobuf",
+    "fastapi",
+    "uvicorn",
+    "pydantic",
+)
+CPU_FEATURES = ("avx2", "fma", "f16c", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile", "asimd", "sve", "bf16")
+UNKNOWN = "unknown"
+
+
+def describe_environment() -> str:
+    """Lines of `name: value`."""
+    facts = {
+        "revision": _output("git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD") or UNKNOWN,
+        "system": _system(),
+        "python": f"{platform.python_version()} ({platform.python_implementation()})",
+        **{name: _version(name) for name in PACKAGES},
+        "cpu": _cpu(),
+        "memory": _memory(),
+        "nvidia-smi": _output("nvidia-smi") or "not there",
+    }
+    return "\n".join(f"{name}: {value}" for name, value in facts.items())
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _system() -> str:
+    try:
+        distribution = platform.freedesktop_os_release()["PRETTY_NAME"]
+    except (OSError, KeyError):
+        distribution = UNKNOWN
+    return f"{platform.system()} {platform.release()} {platform.machine()}, {distribution}"
+
+
+def _cpu() -> str:
+    """Model, the cores that this process may use, and what they can do that matters for speed."""
+    facts = _table(Path("/proc/cpuinfo"))
+    features = set((facts.get("flags") or facts.get("Features") or "").split())
+    known = " ".join(name for name in CPU_FEATURES if name in features)
+    return f"{facts.get('model name', UNKNOWN)}, {len(os.sched_getaffinity(0))} cores, {known}"
+
+
+def _memory() -> str:
+    facts = _table(Path("/proc/meminfo"))
+    return f"{facts.get('MemTotal', UNKNOWN)}, of which available {facts.get('MemAvailable', UNKNOWN)}"
+
+
+def _table(path: Path) -> dict[str, str]:
+    """The `name: value` lines of a file of /proc; of lines with one name the first."""
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return {}
+    pairs = (line.partition(":") for line in reversed(lines))
+    return {name.strip(): value.strip() for name, _, value in pairs}
+
+
+def _output(*command: str) -> str:
+    """What a program prints, empty when it is not there or fails."""
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return result.stdout.strip()

@@ -1,0 +1,23 @@
+"""What ends the launcher. `str()` of an error is the one line that the user reads."""
+
+
+class LauncherError(Exception):
+    """Base of the launcher's errors; `status` is the exit code."""
+
+    status = 1
+
+
+class CannotStartError(LauncherError):
+    """Found out before anything was started."""
+
+
+class ModelMissingError(LauncherError):
+    """The model is neither here nor could it be fetched; whoever tried has said why."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__("")
+        self.status = status
+
+
+class ProcessEndedError(LauncherError):
+    """A shard or the router ended by itself."""

@@ -1,0 +1,1 @@
+"""Child processes: starting, listening to, and stopping them."""

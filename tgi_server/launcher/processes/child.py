@@ -1,0 +1,80 @@
+"""One child process: a shard or the router."""
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from tgi_server.launcher.processes.output import ProcessLog
+from tgi_server.launcher.processes.parent import die_with_parent
+
+OUTPUT_SECONDS = 1.0
+"""How long a dead child's last lines are waited for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """What to run under which name. `environment` is added to the launcher's own."""
+
+    name: str
+    arguments: Sequence[str]
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+class Child:
+    """A running process whose lines pass through the launcher's own output.
+
+    It leads a process group of its own, so Ctrl-C in a terminal reaches the launcher alone, which then stops its
+    children in order. When the launcher is killed, the kernel kills the child.
+    """
+
+    def __init__(self, command: Command, process: asyncio.subprocess.Process) -> None:
+        assert process.stdout is not None
+        self.name = command.name
+        self.log = ProcessLog(command.name)
+        self._process = process
+        self._output = asyncio.create_task(self.log.follow(process.stdout))
+        self.ended = asyncio.create_task(self._wait(), name=command.name)
+        """Done, with the exit code as `Popen.returncode` has it, once the process is gone and its output is read."""
+
+    @classmethod
+    async def start(cls, command: Command) -> "Child":
+        process = await asyncio.create_subprocess_exec(
+            *command.arguments,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            env={**os.environ, **command.environment},
+            start_new_session=True,
+            preexec_fn=die_with_parent(),
+        )
+        return cls(command, process)
+
+    async def stop(self, grace: float) -> None:
+        """Asks it to end, and kills it with all that it started when it has not done so after `grace` seconds."""
+        if not self.ended.done():
+            self._process.terminate()
+            await asyncio.wait([self.ended], timeout=grace)
+        self.kill()
+        await self.ended
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+    def epitaph(self) -> str:
+        """How it ended, and the last thing that it complained about."""
+        code = self.ended.result()
+        if code >= 0:
+            how = f"{self.name} ended with exit code {code}"
+        else:
+            how = f"{self.name} was killed by {signal.Signals(-code).name}"
+        return f"{how}: {self.log.complaint}" if self.log.complaint else how
+
+    async def _wait(self) -> int:
+        code = await self._process.wait()
+        await asyncio.wait([self._output], timeout=OUTPUT_SECONDS)
+        self._output.cancel()
+        return code

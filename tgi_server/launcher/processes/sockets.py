@@ -1,0 +1,59 @@
+"""The Unix sockets on which shards listen."""
+
+import shutil
+import socket
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tgi_server.launcher.errors import CannotStartError
+
+MAX_PATH = 107
+"""Bytes that the kernel has for a socket's path (unix(7))."""
+
+
+@contextmanager
+def shard_sockets(path: Path | None, count: int) -> Iterator[list[Path]]:
+    """The paths PATH-0, PATH-1, ... of `count` sockets; nothing of them is left behind.
+
+    Without a path they are put in a folder of their own, so that servers on one machine do not meet.
+    Raises CannotStartError when another process listens on one of them.
+    """
+    folder = None if path else Path(tempfile.mkdtemp(prefix="text-generation-server-"))
+    prefix = path or Path(str(folder)) / "shard"
+    sockets = [prefix.with_name(f"{prefix.name}-{rank}") for rank in range(count)]
+    for each in sockets:
+        _make_way(each)
+    try:
+        yield sockets
+    finally:
+        for each in sockets:
+            each.unlink(missing_ok=True)
+        if folder:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def is_listening(path: Path) -> bool:
+    """Whether a process accepts connections on the socket."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.connect(str(path))
+        except OSError:
+            return False
+        return True
+
+
+def _make_way(path: Path) -> None:
+    """Removes a socket that a dead process left."""
+    if len(str(path).encode()) > MAX_PATH:
+        raise CannotStartError(f"--shard-uds-path: {path} is longer than the {MAX_PATH} bytes a socket's path may have")
+    if not path.parent.is_dir():
+        raise CannotStartError(f"--shard-uds-path: there is no folder {path.parent}")
+    if not path.exists():
+        return
+    if not path.is_socket():
+        raise CannotStartError(f"--shard-uds-path: {path} is there already, and is not a socket")
+    if is_listening(path):
+        raise CannotStartError(f"--shard-uds-path: another server listens on {path}; give each its own path")
+    path.unlink()

@@ -1,0 +1,111 @@
+"""Settings of `text-generation-launcher`: TGI's, under TGI's names."""
+
+import socket
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, AliasChoices, BeforeValidator, ByteSize, Field
+from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
+
+from shared.settings import CommaSeparated, ServiceSettings
+from tgi_server import demo_model
+
+
+def _address(hostname: str) -> str:
+    """Containers have their own name in HOSTNAME, which nobody meant as an address to listen on."""
+    return "0.0.0.0" if hostname == socket.gethostname() else hostname
+
+
+def _level(name: object) -> object:
+    """TGI spells them `info` and `warn`."""
+    return {"WARN": "WARNING"}.get(name.upper(), name.upper()) if isinstance(name, str) else name
+
+
+LogLevel = Annotated[Literal["DEBUG", "INFO", "WARNING", "ERROR"], BeforeValidator(_level)]
+Port = Annotated[int, Field(gt=0, lt=65536)]
+Count = Annotated[int, Field(gt=0)]
+
+
+class LauncherSettings(ServiceSettings):
+    """Starts a text-generation server: shards that run the model, and a router that serves HTTP."""
+
+    model_config = SettingsConfigDict(cli_shortcuts={"port": "p", "env": "e"})
+
+    model_id: str = Field(str(demo_model.PATH), description="a local folder, or an id of the hub")
+    revision: str | None = Field(None, description="branch, tag or commit of the model on the hub")
+    dtype: Literal["float32", "float16", "bfloat16"] | None = Field(None, description="default: the checkpoint's")
+    trust_remote_code: bool = Field(False, description="run the Python code that comes with the model")
+    huggingface_hub_cache: Path | None = Field(None, description="where downloads from the hub are kept")
+    num_shard: Count = Field(1, description="processes that run the model together, one for each GPU")
+    sharded: Literal["true", "false"] | None = Field(None, description="whether there are several shards")
+
+    hostname: Annotated[str, AfterValidator(_address)] = Field("0.0.0.0", description="address to listen on")
+    port: Port = 3000
+    prometheus_port: Port = Field(9000, description="where /metrics is served besides the main port")
+    shard_uds_path: Path | None = Field(
+        None, description="shards listen on the sockets PATH-0, PATH-1, ...; default: in a folder of their own"
+    )
+    master_addr: str = Field("localhost", description="where shards meet")
+    master_port: Port | None = Field(None, description="default: a free one")
+
+    validation_workers: Count = Field(2, description="threads that turn text into tokens")
+    max_concurrent_requests: Count = 128
+    max_best_of: Count = 2
+    max_stop_sequences: int = Field(4, ge=0)
+    max_top_n_tokens: int = Field(5, ge=0)
+    max_input_tokens: Count | None = Field(
+        None, validation_alias=AliasChoices("max_input_tokens", "max_input_length"), description="of one prompt"
+    )
+    max_total_tokens: Count | None = Field(None, description="of one prompt and its answer")
+    waiting_served_ratio: float = Field(0.3, ge=0)
+    max_batch_prefill_tokens: Count | None = Field(None, description="prompt tokens that are computed in one step")
+    max_batch_total_tokens: Count | None = Field(None, description="tokens of all running requests together")
+    max_waiting_tokens: int = Field(20, ge=0, description="steps after which waiting requests are taken in")
+    max_batch_size: Count | None = None
+    max_client_batch_size: Count = 4
+    payload_limit: Count = Field(2_000_000, description="of a request's body, in bytes")
+    tokenizer_config_path: Path | None = Field(None, description="a tokenizer_config.json with a chat template")
+    disable_grammar_support: bool = False
+    enable_prefill_logprobs: bool = False
+    cors_allow_origin: CommaSeparated[str] | None = None
+    api_key: str | None = Field(None, description="generating then takes `Authorization: Bearer KEY`")
+
+    cuda_memory_fraction: float = Field(1.0, gt=0, le=1, description="share of a GPU's memory that may be used")
+    cpu_memory: ByteSize | None = Field(
+        None, gt=0, description="RAM for the KV cache on a CPU, such as 4GiB; default: a share of what is free"
+    )
+    watermark_gamma: float | None = Field(None, gt=0, lt=1, description="share of the vocabulary that it favours")
+    watermark_delta: float | None = Field(None, ge=0, description="how much it favours it, added to the logits")
+    graceful_termination_timeout: int = Field(90, ge=0, description="seconds for running requests after SIGTERM")
+
+    json_output: bool = Field(False, description="log lines as JSON objects")
+    log_level: LogLevel = "INFO"
+    otlp_endpoint: str | None = Field(None, description="where OpenTelemetry spans go")
+    otlp_service_name: str = "text-generation-inference.router"
+    env: bool = Field(False, description="print what a bug report needs")
+
+    # What follows is refused when set: see tgi_server/unsupported.py.
+    quantize: str | None = None
+    speculate: int | None = None
+    kv_cache_dtype: str | None = None
+    cuda_graphs: CommaSeparated[int] | None = None
+    rope_scaling: str | None = None
+    rope_factor: float | None = None
+    lora_adapters: str | None = None
+    disable_custom_kernels: bool = False
+    weights_cache_override: str | None = None
+    usage_stats: str | None = None
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """`--env` is a flag only: on many machines a variable ENV says something else."""
+        assert isinstance(env_settings, EnvSettingsSource)
+        env_settings.env_vars = {name: value for name, value in env_settings.env_vars.items() if name != "env"}
+        return init_settings, env_settings
