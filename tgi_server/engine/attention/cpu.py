@@ -23,9 +23,10 @@ class CpuAttention(AttentionBackend):
         return fits and dtype in (torch.float32, torch.bfloat16) and load_kernels()
 
     def allocate(self, num_blocks: int) -> None:
+        """Takes address space only: a page of memory is taken when its first token is written."""
         size, head_dim = self.block_size, self.shape.head_dim
-        self._keys = [torch.zeros(num_blocks, heads, head_dim, size, dtype=self.dtype) for heads in self.shape.heads]
-        self._values = [torch.zeros(num_blocks, heads, size, head_dim, dtype=self.dtype) for heads in self.shape.heads]
+        self._keys = [torch.empty(num_blocks, heads, head_dim, size, dtype=self.dtype) for heads in self.shape.heads]
+        self._values = [torch.empty(num_blocks, heads, size, head_dim, dtype=self.dtype) for heads in self.shape.heads]
 
     def write(self, layer: int, key: Tensor, value: Tensor, step: Step) -> None:
         torch.ops.oatmill.write_kv(key, value, self._keys[layer], self._values[layer], step.slots)

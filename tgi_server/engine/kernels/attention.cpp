@@ -19,81 +19,65 @@
 #include <limits>
 #include <vector>
 
+#include "lanes.h"
+
 namespace {
 
+using namespace oatmill;
+
 constexpr int BLOCK = 32;      // tokens of a KV block
-constexpr int LANES = 16;      // floats of a vector register
 constexpr int ROWS = 8;        // rows that one pass over a tile serves: their sums stay in registers
 constexpr int ITEM_ROWS = 32;  // rows of one work item: queries times the query heads that share a KV head
 constexpr int MAX_HEAD_DIM = 256;
 constexpr float MASKED = -std::numeric_limits<float>::infinity();
 
-using Lanes = float __attribute__((vector_size(LANES * sizeof(float))));
-using Bits = uint32_t __attribute__((vector_size(LANES * sizeof(float))));
-using Halves = uint16_t __attribute__((vector_size(LANES * sizeof(uint16_t))));
-
-inline Lanes load(const float* from) {
-  Lanes lanes;
-  std::memcpy(&lanes, from, sizeof(lanes));
-  return lanes;
-}
-
-inline Lanes load(const c10::BFloat16* from) {
-  Halves halves;
-  std::memcpy(&halves, from, sizeof(halves));
-  const Bits bits = __builtin_convertvector(halves, Bits) << 16;
-  return reinterpret_cast<const Lanes&>(bits);
-}
-
-inline void store(float* to, Lanes lanes) { std::memcpy(to, &lanes, sizeof(lanes)); }
-
 inline float rounded(float x) { return static_cast<float>(c10::BFloat16(x)); }
 
-// e^x for x <= 0, to a few units in the last place. Below -87 it is 0.
-inline float exp_nonpositive(float x) {
-  const float clamped = std::max(x, -87.0f);
-  const float scaled = clamped * 1.44269504f;
-  const float whole = std::floor(scaled + 0.5f);
-  const float rest = (clamped - whole * 0.693359375f) + whole * 2.12194440e-4f;
-  float series = 1.9875691500e-4f;  // Cephes' polynomial for expf
-  series = series * rest + 1.3981999507e-3f;
-  series = series * rest + 8.3334519073e-3f;
-  series = series * rest + 4.1665795894e-2f;
-  series = series * rest + 1.6666665459e-1f;
-  series = series * rest + 5.0000001201e-1f;
-  series = series * rest * rest + rest + 1.0f;
-  const int32_t exponent = (static_cast<int32_t>(whole) + 127) << 23;
-  float power;
-  std::memcpy(&power, &exponent, sizeof(power));
-  return x < -87.0f ? 0.0f : series * power;
-}
+// A register is added to only as fast as one sum follows another. With few rows there are few sums, so each is split
+// into as many partial ones as keep the processor busy.
+template <int R>
+constexpr int PARTS = R <= 2 ? 4 : R <= 4 ? 2 : 1;
 
 // scores[r][j] = sum over d of query[r][d] * keys[d][j]
 template <int R, typename T>
 void score_tile(const float* query, const T* keys, int head_dim, float* scores) {
-  Lanes sums[R][BLOCK / LANES] = {};
-  for (int d = 0; d < head_dim; ++d) {
-    Lanes key[BLOCK / LANES];
-    for (int c = 0; c < BLOCK / LANES; ++c) key[c] = load(keys + d * BLOCK + c * LANES);
+  constexpr int COLUMNS = BLOCK / LANES;
+  Lanes sums[PARTS<R>][R][COLUMNS] = {};
+  for (int d = 0; d < head_dim; d += PARTS<R>)
+    for (int p = 0; p < PARTS<R>; ++p)
+      for (int c = 0; c < COLUMNS; ++c) {
+        const Lanes key = load(keys + (d + p) * BLOCK + c * LANES);
+        for (int r = 0; r < R; ++r) sums[p][r][c] += key * query[r * head_dim + d + p];
+      }
+  for (int p = 1; p < PARTS<R>; ++p)
     for (int r = 0; r < R; ++r)
-      for (int c = 0; c < BLOCK / LANES; ++c) sums[r][c] += key[c] * query[r * head_dim + d];
-  }
+      for (int c = 0; c < COLUMNS; ++c) sums[0][r][c] += sums[p][r][c];
   for (int r = 0; r < R; ++r)
-    for (int c = 0; c < BLOCK / LANES; ++c) store(scores + r * BLOCK + c * LANES, sums[r][c]);
+    for (int c = 0; c < COLUMNS; ++c) store(scores + r * BLOCK + c * LANES, sums[0][r][c]);
+}
+
+// C registers' worth of columns of value_tile.
+template <int R, int C, typename T>
+void value_columns(const float* weights, const float* decay, const T* values, int tokens, int head_dim, float* output) {
+  Lanes sums[R][C];
+  for (int r = 0; r < R; ++r)
+    for (int c = 0; c < C; ++c) sums[r][c] = load(output + r * head_dim + c * LANES) * decay[r];
+  for (int j = 0; j < tokens; ++j)
+    for (int c = 0; c < C; ++c) {
+      const Lanes value = load(values + j * head_dim + c * LANES);
+      for (int r = 0; r < R; ++r) sums[r][c] += value * weights[r * BLOCK + j];
+    }
+  for (int r = 0; r < R; ++r)
+    for (int c = 0; c < C; ++c) store(output + r * head_dim + c * LANES, sums[r][c]);
 }
 
 // output[r][d] = output[r][d] * decay[r] + sum over j of weights[r][j] * values[j][d]
 template <int R, typename T>
 void value_tile(const float* weights, const float* decay, const T* values, int tokens, int head_dim, float* output) {
-  for (int d = 0; d < head_dim; d += LANES) {
-    Lanes sums[R];
-    for (int r = 0; r < R; ++r) sums[r] = load(output + r * head_dim + d) * decay[r];
-    for (int j = 0; j < tokens; ++j) {
-      const Lanes value = load(values + j * head_dim + d);
-      for (int r = 0; r < R; ++r) sums[r] += value * weights[r * BLOCK + j];
-    }
-    for (int r = 0; r < R; ++r) store(output + r * head_dim + d, sums[r]);
-  }
+  int d = 0;
+  for (; d + PARTS<R> * LANES <= head_dim; d += PARTS<R> * LANES)
+    value_columns<R, PARTS<R>>(weights, decay, values + d, tokens, head_dim, output + d);
+  for (; d < head_dim; d += LANES) value_columns<R, 1>(weights, decay, values + d, tokens, head_dim, output + d);
 }
 
 template <typename T>
@@ -181,22 +165,25 @@ void weigh_row(const Layer<T>& layer, const Item& item, int r, int64_t tile_star
   }
   const int64_t last = std::min<int64_t>(tokens, position - tile_start + 1);
   const int64_t first = variant.window ? std::max<int64_t>(0, position - variant.window + 1 - tile_start) : 0;
-  for (int j = 0; j < BLOCK; ++j) scores[j] = j >= first && j < last ? scores[j] : MASKED;
-  float largest = scratch.largest[r];
-  for (int j = 0; j < BLOCK; ++j) largest = std::max(largest, scores[j]);
-  if (largest == MASKED) {
+  for (int j = 0; j < first; ++j) scores[j] = MASKED;
+  for (int j = std::max<int64_t>(0, last); j < BLOCK; ++j) scores[j] = MASKED;
+  Lanes highest = load(scores);
+  for (int j = LANES; j < BLOCK; j += LANES) highest = larger(highest, load(scores + j));
+  const float peak = std::max(scratch.largest[r], largest(highest));
+  if (peak == MASKED) {
     std::fill_n(scores, BLOCK, 0.0f);
     scratch.decay[r] = 1;
     return;
   }
-  float total = 0;
-  for (int j = 0; j < BLOCK; ++j) {
-    scores[j] = exp_nonpositive(scores[j] - largest);
-    total += scores[j];
+  Lanes total = {};
+  for (int j = 0; j < BLOCK; j += LANES) {
+    const Lanes weights = exponential(load(scores + j) - peak);
+    store(scores + j, weights);
+    total += weights;
   }
-  scratch.decay[r] = exp_nonpositive(scratch.largest[r] - largest);
-  scratch.total[r] = scratch.total[r] * scratch.decay[r] + total;
-  scratch.largest[r] = largest;
+  scratch.decay[r] = std::exp(scratch.largest[r] - peak);
+  scratch.total[r] = scratch.total[r] * scratch.decay[r] + sum(total);
+  scratch.largest[r] = peak;
 }
 
 template <typename T>

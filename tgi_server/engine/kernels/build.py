@@ -20,6 +20,7 @@ from torch.utils import cpp_extension
 logger = logging.getLogger(__name__)
 
 SOURCES = sorted(Path(__file__).parent.glob("*.cpp"))
+HEADERS = sorted(Path(__file__).parent.glob("*.h"))
 CACHE = Path.home() / ".cache" / "oatmill" / "kernels"
 FLAGS = [
     *("-O3", "-march=native", "-std=c++20", "-fPIC", "-shared", "-fopenmp", "-DAT_PARALLEL_OPENMP=1"),
@@ -69,7 +70,7 @@ def _compile(library: Path) -> None:
 def _key() -> str:
     """Differs wherever the same library might not run, or not do the same."""
     digest = hashlib.sha256()
-    for source in SOURCES:
+    for source in [*SOURCES, *HEADERS]:
         digest.update(source.read_bytes())
     digest.update(" ".join([torch.__version__, platform.machine(), *FLAGS]).encode())
     digest.update(_cpu_features().encode())

@@ -13,7 +13,11 @@
 #include <cstdint>
 #include <cstring>
 
+#include "lanes.h"
+
 namespace {
+
+using namespace oatmill;
 
 constexpr int BLOCK = 32;           // tokens of a KV block, as in attention.cpp
 constexpr int64_t GRAIN = 1 << 15;  // elements worth handing to another thread
@@ -68,10 +72,17 @@ at::Tensor silu_mul(const at::Tensor& gate_up) {
       for (int64_t t = begin; t < end; ++t) {
         const T* gate = from + t * 2 * size;
         const T* up = gate + size;
-        for (int64_t i = 0; i < size; ++i) {
+        T* row = to + t * size;
+        int64_t i = 0;
+        for (; i + LANES <= size; i += LANES) {
+          const Lanes g = load(gate + i);
+          store(row + i, g / (exponential(-g) + 1.0f));
+          store(row + i, load(row + i) * load(up + i));
+        }
+        for (; i < size; ++i) {
           const float g = static_cast<float>(gate[i]);
           const T activated = static_cast<T>(g / (1.0f + std::exp(-g)));
-          to[t * size + i] = static_cast<T>(static_cast<float>(activated) * static_cast<float>(up[i]));
+          row[i] = static_cast<T>(static_cast<float>(activated) * static_cast<float>(up[i]));
         }
       }
     });

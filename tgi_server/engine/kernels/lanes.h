@@ -1,0 +1,76 @@
+// Vector registers by the compiler's own vector types, so that one source serves every instruction set.
+
+#pragma once
+
+#include <c10/util/BFloat16.h>
+
+#include <cstdint>
+#include <cstring>
+
+namespace oatmill {
+
+constexpr int LANES = 16;  // floats of a vector register
+
+using Lanes = float __attribute__((vector_size(LANES * sizeof(float))));
+using Ints = int32_t __attribute__((vector_size(LANES * sizeof(int32_t))));
+using Bits = uint32_t __attribute__((vector_size(LANES * sizeof(uint32_t))));
+using Halves = uint16_t __attribute__((vector_size(LANES * sizeof(uint16_t))));
+
+inline Lanes load(const float* from) {
+  Lanes lanes;
+  std::memcpy(&lanes, from, sizeof(lanes));
+  return lanes;
+}
+
+inline Lanes load(const c10::BFloat16* from) {
+  Halves halves;
+  std::memcpy(&halves, from, sizeof(halves));
+  const Bits bits = __builtin_convertvector(halves, Bits) << 16;
+  return reinterpret_cast<const Lanes&>(bits);
+}
+
+inline void store(float* to, Lanes lanes) { std::memcpy(to, &lanes, sizeof(lanes)); }
+
+// Rounds to the nearest bfloat16, ties to even. NaN stays NaN.
+inline void store(c10::BFloat16* to, Lanes lanes) {
+  const Bits bits = reinterpret_cast<const Bits&>(lanes);
+  const Bits nearest = bits + 0x7fff + ((bits >> 16) & 1);
+  const Bits chosen = lanes == lanes ? nearest : bits | 0x400000;
+  const Halves halves = __builtin_convertvector(chosen >> 16, Halves);
+  std::memcpy(to, &halves, sizeof(halves));
+}
+
+inline Lanes larger(Lanes a, Lanes b) { return a > b ? a : b; }
+inline Lanes smaller(Lanes a, Lanes b) { return a < b ? a : b; }
+
+inline float largest(Lanes lanes) {
+  for (int width = LANES / 2; width > 0; width /= 2)
+    for (int i = 0; i < width; ++i) lanes[i] = lanes[i] > lanes[i + width] ? lanes[i] : lanes[i + width];
+  return lanes[0];
+}
+
+inline float sum(Lanes lanes) {
+  for (int width = LANES / 2; width > 0; width /= 2)
+    for (int i = 0; i < width; ++i) lanes[i] += lanes[i + width];
+  return lanes[0];
+}
+
+// e^x to a few units in the last place, by the polynomial of the Cephes library. Below -87 it is 0, above 88 e^88.
+inline Lanes exponential(Lanes x) {
+  const Lanes clamped = smaller(larger(x, Lanes{} - 87.0f), Lanes{} + 88.0f);
+  const Lanes scaled = clamped * 1.44269504f;
+  const Ints whole = __builtin_convertvector(scaled + (scaled < 0.0f ? Lanes{} - 0.5f : Lanes{} + 0.5f), Ints);
+  const Lanes turns = __builtin_convertvector(whole, Lanes);
+  const Lanes rest = (clamped - turns * 0.693359375f) + turns * 2.12194440e-4f;
+  Lanes series = rest * 1.9875691500e-4f + 1.3981999507e-3f;
+  series = series * rest + 8.3334519073e-3f;
+  series = series * rest + 4.1665795894e-2f;
+  series = series * rest + 1.6666665459e-1f;
+  series = series * rest + 5.0000001201e-1f;
+  series = series * rest * rest + rest + 1.0f;
+  const Ints exponent = (whole + 127) << 23;
+  const Lanes power = reinterpret_cast<const Lanes&>(exponent);
+  return x < -87.0f ? Lanes{} : series * power;
+}
+
+}  // namespace oatmill
