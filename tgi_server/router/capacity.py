@@ -1,0 +1,20 @@
+"""How many requests may be in flight."""
+
+from tgi_server.router.errors import Overloaded
+
+
+class Capacity:
+    """Counts the sequences that clients wait for; whoever comes when it is full is turned away at once."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self.in_flight = 0
+
+    def take(self, sequences: int) -> None:
+        """Raises Overloaded."""
+        if self.in_flight + sequences > self._limit:
+            raise Overloaded(f"the server is busy: {self._limit} requests are in flight; try again later")
+        self.in_flight += sequences
+
+    def give_back(self, sequences: int) -> None:
+        self.in_flight -= sequences

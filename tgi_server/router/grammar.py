@@ -1,0 +1,64 @@
+"""What clients ask a text to look like, as the grammar that the shards compile."""
+
+import json
+from functools import lru_cache
+from typing import Any
+
+from llguidance import LLMatcher
+
+from tgi_server.router.errors import InvalidRequest
+from tgi_server.router.messages import Grammar, GrammarType
+from tgi_server.router.schemas import grammar as schemas
+
+_ANY_OBJECT = {"type": "object"}
+_CHECKED = 1_000
+
+
+def requested_grammar(requested: schemas.GrammarType | None) -> Grammar | None:
+    """The grammar of `parameters.grammar` or `response_format`; None when any text will do.
+
+    Raises InvalidRequest for a JSON schema that is none.
+    """
+    match requested and requested.root:
+        case None | schemas.PlainText():
+            return None
+        case schemas.RegexGrammar(value=regex):
+            return Grammar(GrammarType.REGEX, regex)
+        case schemas.LarkGrammar(value=lark):
+            return Grammar(GrammarType.LARK, lark)
+        case schemas.JsonGrammar(value=value):
+            return json_grammar(_ANY_OBJECT if value is None else value)
+        case schemas.JsonSchemaGrammar(value=value, json_schema=json_schema):
+            config = value or json_schema
+            if config is None:
+                raise InvalidRequest("a grammar of type `json_schema` needs the schema in `value`, or in `json_schema`")
+            return json_grammar(config.definition)
+
+
+def json_grammar(schema: Any) -> Grammar:
+    """The grammar of JSON that fits `schema`: an object, a boolean, or a string of JSON that is one of them."""
+    if isinstance(schema, str):
+        try:
+            schema = json.loads(schema)
+        except ValueError as error:
+            raise InvalidRequest(f"the JSON schema of the grammar is not JSON: {error}") from error
+    if not isinstance(schema, dict | bool):
+        raise InvalidRequest("the JSON schema of a grammar must be an object")
+    return Grammar(GrammarType.JSON_SCHEMA, json.dumps(schema, ensure_ascii=False))
+
+
+@lru_cache(maxsize=_CHECKED)
+def grammar_fault(grammar: Grammar) -> str | None:
+    """Why `grammar` cannot be compiled, in one line; None when it can. Takes milliseconds: not for the event loop."""
+    try:
+        match grammar.type:
+            case GrammarType.JSON_SCHEMA:
+                compiled = LLMatcher.grammar_from_json_schema(grammar.value)
+            case GrammarType.REGEX:
+                compiled = LLMatcher.grammar_from_regex(grammar.value)
+            case GrammarType.LARK:
+                compiled = LLMatcher.grammar_from_lark(grammar.value)
+        fault = LLMatcher.validate_grammar(compiled)
+    except ValueError as error:
+        fault = str(error)
+    return " ".join(fault.split()) or None

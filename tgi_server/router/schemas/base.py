@@ -1,0 +1,26 @@
+"""What all schemas share."""
+
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+
+UnsignedInt = Annotated[int, Field(ge=0, le=2**32 - 1)]
+Seed = Annotated[int, Field(ge=0, le=2**64 - 1)]
+Int32 = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]
+
+
+class RequestModel(BaseModel):
+    """A request's JSON. Types are taken at their word (no "20" for 20); unknown fields are let through, as in TGI."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, frozen=True)
+
+
+class ResponseModel(BaseModel):
+    """An answer's JSON, for the API's description; answers themselves are written as bytes."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class ErrorResponse(ResponseModel):
+    error: str
+    error_type: str

@@ -1,0 +1,58 @@
+"""/v1/completions."""
+
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field, RootModel
+
+from tgi_server.router.schemas.base import ResponseModel, UnsignedInt
+from tgi_server.router.schemas.openai import SharedParameters, Usage
+
+
+class Prompt(
+    RootModel[
+        Annotated[
+            list[str],
+            BeforeValidator(
+                lambda value: [value] if isinstance(value, str) else value, json_schema_input_type=str | list[str]
+            ),
+        ]
+    ]
+):
+    """One prompt, or several."""
+
+
+class CompletionRequest(SharedParameters):
+    prompt: Prompt
+    suffix: str | None = Field(default=None, description="Not supported.")
+    echo: bool = Field(default=False, description="Put the prompt in front of the text.")
+
+
+class CompletionComplete(ResponseModel):
+    index: UnsignedInt
+    text: str
+    finish_reason: str
+    logprobs: list[float] | None = None
+
+
+class CompletionFinal(ResponseModel):
+    object: Literal["text_completion"]
+    id: str
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[CompletionComplete]
+    usage: Usage
+
+
+class Chunk(ResponseModel):
+    object: Literal["text_completion"]
+    id: str
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[CompletionComplete]
+    usage: Usage | None = None
+
+
+class Completion(RootModel[Chunk | CompletionFinal]):
+    """Either of the two."""

@@ -1,0 +1,53 @@
+"""Ways of asking for text of a certain form."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, RootModel
+
+from tgi_server.router.schemas.base import RequestModel
+
+
+class JsonSchemaConfig(BaseModel):
+    model_config = ConfigDict(strict=True, extra="ignore", frozen=True, serialize_by_alias=True)
+
+    name: str | None = Field(default=None, description="A name for the schema.")
+    definition: dict[str, Any] | bool = Field(alias="schema", description="The JSON schema itself.")
+
+
+class JsonGrammar(RequestModel):
+    type: Literal["json", "json_object"]
+    value: Any = Field(default=None, description="A JSON schema, as an object or as a string; without one, any object.")
+
+
+class JsonSchemaGrammar(RequestModel):
+    """Both TGI's form (the schema in `value`) and OpenAI's (in `json_schema`)."""
+
+    type: Literal["json_schema"]
+    value: JsonSchemaConfig | None = None
+    json_schema: JsonSchemaConfig | None = None
+
+
+class RegexGrammar(RequestModel):
+    type: Literal["regex"]
+    value: str
+
+
+class LarkGrammar(RequestModel):
+    type: Literal["lark"]
+    value: str = Field(description="A context-free grammar in llguidance's dialect of Lark.")
+
+
+class PlainText(RequestModel):
+    """OpenAI's way of asking for no form at all."""
+
+    type: Literal["text"]
+
+
+class GrammarType(
+    RootModel[
+        Annotated[
+            JsonGrammar | JsonSchemaGrammar | RegexGrammar | LarkGrammar | PlainText, Field(discriminator="type")
+        ]
+    ]
+):
+    model_config = ConfigDict(strict=True, frozen=True)

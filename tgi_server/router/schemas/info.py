@@ -1,0 +1,34 @@
+"""/info and /v1/models."""
+
+from typing import Literal
+
+from tgi_server.router.schemas.base import ResponseModel, UnsignedInt
+
+
+class Info(ResponseModel):
+    model_id: str
+    model_sha: str | None = None
+    model_pipeline_tag: str | None = None
+    max_concurrent_requests: UnsignedInt
+    max_best_of: UnsignedInt
+    max_stop_sequences: UnsignedInt
+    max_input_tokens: UnsignedInt
+    max_total_tokens: UnsignedInt
+    validation_workers: UnsignedInt
+    max_client_batch_size: UnsignedInt
+    router: str
+    version: str
+    sha: str | None = None
+    docker_label: str | None = None
+
+
+class ModelInfo(ResponseModel):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+
+
+class ModelsInfo(ResponseModel):
+    object: Literal["list"]
+    data: list[ModelInfo]

@@ -1,0 +1,108 @@
+"""From what a client asks for to what the scheduler takes: every limit checked, the prompt as tokens."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tgi_server.router.errors import InvalidRequest
+from tgi_server.router.grammar import grammar_fault, requested_grammar
+from tgi_server.router.messages import Grammar, Limits, SamplingParameters
+from tgi_server.router.parameters import check_amounts, check_best_of, check_streaming, sampling_parameters
+from tgi_server.router.schemas.generate import GenerateParameters
+from tgi_server.router.tokenization import TokenizerThreads
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedRequest:
+    """A prompt and parameters that keep every rule.
+
+    input_ids: the prompt, cut to `truncate`.
+    seed: what `details` reports; None when tokens are not sampled.
+    """
+
+    input_ids: list[int]
+    max_new_tokens: int
+    sampling: SamplingParameters
+    stop: Sequence[str]
+    top_n_tokens: int
+    prefill_logprobs: bool
+    ignore_eos: bool
+    grammar: Grammar | None
+
+    @property
+    def seed(self) -> int | None:
+        return self.sampling.seed if self.sampling.do_sample else None
+
+
+class Validator:
+    """Checks requests against the server's limits.
+
+    grammar_refusal: why this server takes no grammars; None when it does.
+    """
+
+    def __init__(self, limits: Limits, threads: TokenizerThreads, grammar_refusal: str | None) -> None:
+        self._limits = limits
+        self._threads = threads
+        self._grammar_refusal = grammar_refusal
+
+    async def check(
+        self, inputs: str, parameters: GenerateParameters, *, add_special_tokens: bool = True, streaming: bool = False
+    ) -> CheckedRequest:
+        """Raises InvalidRequest with one line that says what is wrong."""
+        if streaming:
+            check_streaming(parameters)
+        sampling = sampling_parameters(parameters)
+        check_amounts(parameters, self._limits)
+        check_best_of(parameters, sampling, self._limits)
+        if parameters.adapter_id:
+            raise InvalidRequest("`adapter_id` is not supported: this server has no adapters")
+        if not inputs:
+            raise InvalidRequest("`inputs` must not be empty")
+        grammar = await self._grammar(parameters)
+        encoding = await self._threads.encode(inputs, add_special_tokens=add_special_tokens)
+        input_ids = encoding.ids
+        if parameters.truncate:
+            input_ids = input_ids[-parameters.truncate :]
+        return CheckedRequest(
+            input_ids=input_ids,
+            max_new_tokens=self._max_new_tokens(len(input_ids), parameters.max_new_tokens),
+            sampling=sampling,
+            stop=parameters.stop,
+            top_n_tokens=parameters.top_n_tokens or 0,
+            prefill_logprobs=parameters.decoder_input_details,
+            ignore_eos=parameters.ignore_eos,
+            grammar=grammar,
+        )
+
+    def _max_new_tokens(self, input_length: int, asked: int | None) -> int:
+        limits = self._limits
+        if not input_length:
+            raise InvalidRequest("`inputs` has no tokens")
+        if input_length > limits.max_input_tokens:
+            raise InvalidRequest(f"`inputs` has {input_length} tokens; at most {limits.max_input_tokens} are allowed")
+        if asked is None:
+            return limits.max_total_tokens - input_length
+        if input_length + asked > limits.max_total_tokens:
+            raise InvalidRequest(
+                f"`inputs` has {input_length} tokens and `max_new_tokens` is {asked}: "
+                f"together they may be at most {limits.max_total_tokens}"
+            )
+        return asked
+
+    async def _grammar(self, parameters: GenerateParameters) -> Grammar | None:
+        grammar = requested_grammar(parameters.grammar)
+        if grammar is None:
+            return None
+        if self._grammar_refusal is not None:
+            raise InvalidRequest(self._grammar_refusal)
+        if fault := await self._threads.run(lambda: grammar_fault(grammar)):
+            raise InvalidRequest(f"the grammar cannot be used: {fault}")
+        return grammar
+
+
+def grammar_refusal(*, disabled: bool, supported: bool) -> str | None:
+    """Why requests with a grammar are refused. The one place that decides it."""
+    if disabled:
+        return "grammars are switched off on this server (--disable-grammar-support)"
+    if not supported:
+        return "grammars are not supported by this server's shards for this model"
+    return None
