@@ -1,0 +1,51 @@
+"""How to ask for text: the two HTTP interfaces that text-generation servers have, OpenAI's and that of TGI.
+
+Decoding is greedy, and `ignore_eos` asks for replies of full length. It is an extension of both interfaces, which a
+server that does not have it passes over: its replies may be shorter then.
+"""
+
+import json
+from typing import Any, Protocol
+
+Message = dict[str, str]
+"""{"role": "user" or "assistant", "content": text}"""
+
+
+class Api(Protocol):
+    """Both methods give the path and the body of a POST."""
+
+    def completion(self, prompt: str, new_tokens: int, stream: bool) -> tuple[str, bytes]:
+        """Asks for what follows on a prompt."""
+
+    def chat(self, messages: list[Message], new_tokens: int, stream: bool) -> tuple[str, bytes]:
+        """Asks for the next message of a chat."""
+
+
+class OpenAi:
+    """`/v1/completions` and `/v1/chat/completions`."""
+
+    def __init__(self, model: str) -> None:
+        self._model = model
+
+    def completion(self, prompt: str, new_tokens: int, stream: bool) -> tuple[str, bytes]:
+        return "/v1/completions", self._body({"prompt": prompt}, new_tokens, stream)
+
+    def chat(self, messages: list[Message], new_tokens: int, stream: bool) -> tuple[str, bytes]:
+        return "/v1/chat/completions", self._body({"messages": messages}, new_tokens, stream)
+
+    def _body(self, content: dict[str, Any], new_tokens: int, stream: bool) -> bytes:
+        options: dict[str, Any] = {"model": self._model, "max_tokens": new_tokens, "temperature": 0, "ignore_eos": True}
+        streaming = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+        return json.dumps(options | content | streaming).encode()
+
+
+class Tgi(OpenAi):
+    """`/generate` and `/generate_stream`; chats go to `/v1/chat/completions` in TGI too."""
+
+    def completion(self, prompt: str, new_tokens: int, stream: bool) -> tuple[str, bytes]:
+        parameters = {"max_new_tokens": new_tokens, "do_sample": False, "ignore_eos": True, "details": True}
+        path = "/generate_stream" if stream else "/generate"
+        return path, json.dumps({"inputs": prompt, "parameters": parameters}).encode()
+
+
+APIS: dict[str, type[OpenAi]] = {"openai": OpenAi, "tgi": Tgi}

@@ -1,0 +1,106 @@
+"""Writes models of real shapes with random weights, complete with a tokenizer, to measure servers with.
+
+python -m benchmarks.synthetic opt-125m llama-360m
+"""
+
+import argparse
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig, PretrainedConfig
+from transformers.utils.logging import disable_progress_bar
+
+from benchmarks.synthetic_tokenizer import build_tokenizer, save_tokenizer
+
+FOLDER = Path("runs/synthetic")
+
+
+@dataclass(frozen=True)
+class SyntheticModel:
+    """A model's shape, its special tokens in the order of their ids, and which of them begins, ends and pads."""
+
+    config: PretrainedConfig
+    special_tokens: tuple[str, ...]
+
+
+def _opt_125m() -> SyntheticModel:
+    """The shape of facebook/opt-125m."""
+    config = OPTConfig(
+        vocab_size=50272,
+        hidden_size=768,
+        num_hidden_layers=12,
+        ffn_dim=3072,
+        num_attention_heads=12,
+        max_position_embeddings=2048,
+        word_embed_proj_dim=768,
+        pad_token_id=1,
+        bos_token_id=2,
+        eos_token_id=2,
+    )
+    return SyntheticModel(config, ("<s>", "<pad>", "</s>", "<unk>"))
+
+
+def _llama_360m() -> SyntheticModel:
+    """A Llama with grouped-query attention, of the shape that small assistants of 360M parameters have."""
+    config = LlamaConfig(
+        vocab_size=49152,
+        hidden_size=960,
+        num_hidden_layers=32,
+        intermediate_size=2560,
+        num_attention_heads=15,
+        num_key_value_heads=5,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+        pad_token_id=2,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    return SyntheticModel(config, ("<unk>", "<s>", "</s>"))
+
+
+MODELS = {"opt-125m": _opt_125m, "llama-360m": _llama_360m}
+
+
+def write_model(model: SyntheticModel, folder: Path) -> None:
+    """Writes config, weights (bfloat16, standard deviation 0.02, the same ones every time) and tokenizer."""
+    config = model.config
+    disable_progress_bar()
+    torch.manual_seed(0)
+    weights = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    weights.generation_config.do_sample = False
+    partial = folder.with_name(folder.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    weights.save_pretrained(partial)
+    names = model.special_tokens
+    roles = {
+        "bos_token": names[config.bos_token_id],
+        "eos_token": names[config.eos_token_id],
+        "pad_token": names[config.pad_token_id],
+        "unk_token": "<unk>",
+    }
+    tokenizer = build_tokenizer(config.vocab_size, list(names))
+    save_tokenizer(tokenizer, roles, config.max_position_embeddings, partial)
+    shutil.rmtree(folder, ignore_errors=True)
+    partial.rename(folder)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("models", nargs="*", metavar="MODEL", default=list(MODELS), help=", ".join(MODELS))
+    parser.add_argument("--folder", type=Path, default=FOLDER, help="where to (default: %(default)s)")
+    arguments = parser.parse_args()
+    if unknown := [name for name in arguments.models if name not in MODELS]:
+        parser.error(f"no model {unknown[0]!r}; there are {', '.join(MODELS)}")
+    for name in arguments.models:
+        folder = arguments.folder / name
+        print(f"writing {folder}", flush=True)
+        write_model(MODELS[name](), folder)
+        size = sum(file.stat().st_size for file in folder.iterdir())
+        print(f"wrote {folder}: {size / 1e6:.0f} MB")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""What users ask of a server: how many they are, how long their prompts and the replies."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from random import Random
+
+from benchmarks.words import text
+
+GREETING = "Hello World, what is your name dog?"
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """A closed loop: each user sends the next request as soon as the last reply is complete.
+
+    words: of a prompt, or of each turn of a chat; every one is different. None: all prompts are the greeting.
+    new_tokens: of every reply; the end-of-sequence token is ignored. turns: more than 1 makes it a chat, in which the
+    history is sent along. repeat: prompts, or whole chats, that each user sends. stream: token by token.
+    """
+
+    name: str
+    users: int
+    words: int | None
+    new_tokens: int
+    turns: int = 1
+    repeat: int = 3
+    stream: bool = True
+
+    def describe(self) -> str:
+        users = f"{self.users} user{'s' * (self.users > 1)}"
+        prompt = "the greeting" if self.words is None else f"{self.words} words"
+        turns = f"{self.turns} turns, " if self.turns > 1 else ""
+        return f"{users}, {turns}{prompt}, {self.new_tokens} new tokens{', streamed' if self.stream else ''}"
+
+    @property
+    def requests(self) -> int:
+        return self.users * self.repeat * self.turns
+
+    def prompts(self, seed: int, user: int) -> Iterator[list[str]]:
+        """For each of a user's prompts or chats, what the user says at each turn. The same seed says the same."""
+        for index in range(self.repeat):
+            random = Random(f"{seed}/{user}/{index}")
+            yield [GREETING if self.words is None else text(random, self.words) for _ in range(self.turns)]
+
+
+WORKLOADS = {
+    workload.name: workload
+    for workload in (
+        Workload("W1", users=40, words=None, new_tokens=10, repeat=20, stream=False),
+        Workload("W2", users=1, words=None, new_tokens=64, repeat=6),
+        Workload("W3", users=8, words=64, new_tokens=64, repeat=4),
+        Workload("W4", users=32, words=64, new_tokens=64, repeat=3),
+        Workload("W5", users=8, words=700, new_tokens=16, repeat=3),
+        Workload("W6", users=16, words=64, new_tokens=64, turns=5, repeat=1),
+    )
+}
