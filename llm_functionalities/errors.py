@@ -9,25 +9,25 @@ class ModelError(Exception):
     reason: ClassVar[str] = "error"
 
 
-class NoEndpoint(ModelError):  # noqa: N818
+class NoEndpoint(ModelError):
     """No endpoint is configured."""
 
     reason = "no_endpoint"
 
 
-class DeadlineExceeded(ModelError):  # noqa: N818
+class DeadlineExceeded(ModelError):
     """The call's time is up."""
 
     reason = "deadline"
 
 
-class Cancelled(ModelError):  # noqa: N818
+class Cancelled(ModelError):
     """The caller went away, or the service stops."""
 
     reason = "cancelled"
 
 
-class EndpointDown(ModelError):  # noqa: N818
+class EndpointDown(ModelError):
     """Nothing was sent: the endpoint could not be reached. Another endpoint may be tried."""
 
     reason = "down"
@@ -51,7 +51,7 @@ class CircuitOpen(EndpointDown):
     reason = "circuit_open"
 
 
-class EndpointFailed(ModelError):  # noqa: N818
+class EndpointFailed(ModelError):
     """The endpoint took the request and did not answer it. It is never sent again."""
 
     reason = "failed"
@@ -81,13 +81,13 @@ class BadAnswer(EndpointFailed):
     reason = "bad_answer"
 
 
-class Rejected(ModelError):  # noqa: N818
+class Rejected(ModelError):
     """The endpoint refused this request (4xx): the request's fault, not the endpoint's."""
 
     reason = "rejected"
 
 
-class InvalidGrammar(ValueError):  # noqa: N818
+class InvalidGrammar(ValueError):
     """A request's grammar that no answer could follow: INVALID_ARGUMENT, the one error that a caller can see."""
 
 

@@ -161,11 +161,11 @@ class Resolver:
         return NameServers(addresses, search, 1 if resolver.ndots is None else resolver.ndots)
 
 
-class _NoSuchName(Exception):  # noqa: N818
+class _NoSuchName(Exception):
     """The name does not exist."""
 
 
-class _NoAnswer(Exception):  # noqa: N818
+class _NoAnswer(Exception):
     """No name server gave an answer that can be used."""
 
 

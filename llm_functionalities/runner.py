@@ -4,6 +4,7 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing
 
 from llm_functionalities.caller import Context, Front
+from llm_functionalities.generation import Grammar
 from llm_functionalities.prompts import alpaca
 from shared.stubs import llm_pb2, llm_pb2_grpc
 
@@ -18,7 +19,7 @@ class LLMRunner(llm_pb2_grpc.LLMRunnerServicer):
 
     async def call_model(self, request: llm_pb2.ModelRequest, context: Context) -> llm_pb2.ModelResponse:
         deadline = self._front.deadline(context, request.timeout)
-        generation = self._front.generation(request.max_tokens, request.grammar)
+        generation = self._front.generation(request.max_tokens, Grammar.of_request(request.grammar))
         text = await self._front.answer(context, request.formatted_prompt, generation, deadline)
         return llm_pb2.ModelResponse(text=text)
 
@@ -26,7 +27,7 @@ class LLMRunner(llm_pb2_grpc.LLMRunnerServicer):
         self, request: llm_pb2.ModelBatchRequest, context: Context
     ) -> llm_pb2.ModelBatchResponse:
         deadline = self._front.deadline(context, request.timeout)
-        generation = self._front.generation(request.max_tokens, request.grammar)
+        generation = self._front.generation(request.max_tokens, Grammar.of_request(request.grammar))
         texts = await self._front.answers(context, list(request.formatted_prompts), generation, deadline)
         return llm_pb2.ModelBatchResponse(text=texts)
 
@@ -52,7 +53,7 @@ class LLMRunner(llm_pb2_grpc.LLMRunnerServicer):
         self, request: llm_pb2.ModelRequest, context: Context
     ) -> AsyncIterator[llm_pb2.ModelResponse]:
         deadline = self._front.deadline(context, request.timeout)
-        generation = self._front.generation(request.max_tokens, request.grammar)
+        generation = self._front.generation(request.max_tokens, Grammar.of_request(request.grammar))
         async with aclosing(self._front.pieces(context, request.formatted_prompt, generation, deadline)) as pieces:
             async for text in pieces:
                 yield llm_pb2.ModelResponse(text=text)

@@ -24,6 +24,12 @@ from llm_functionalities.resolver import Resolver
 from llm_functionalities.runner import LLMRunner
 from llm_functionalities.settings import Settings, split_name_server
 from llm_functionalities.transport import BoundedTransport, install
+from llm_functionalities.workflows.chit_chat import LLMChitChat
+from llm_functionalities.workflows.description import LLMDescriptionGeneration
+from llm_functionalities.workflows.execution_search import LLMExecutionSearchManager
+from llm_functionalities.workflows.proactive_question import LLMProactiveQuestionGeneration
+from llm_functionalities.workflows.replacement import LLMReplacementGeneration
+from llm_functionalities.workflows.summary import LLMSummaryGeneration
 from shared.stubs import llm_pb2, llm_pb2_grpc
 
 logger = logging.getLogger(__name__)
@@ -91,9 +97,17 @@ class Server:
         server = grpc.aio.server(
             interceptors=[Admission(settings.max_concurrent_calls, self._metrics)], options=_options(settings)
         )
-        model = Model(self._endpoints, self._pool, EmptyAnswers(self._metrics.count_empty))
-        front = Front(model, settings.default_timeout, settings.max_tokens)
+        empties = EmptyAnswers(self._metrics.count_empty)
+        model = Model(self._endpoints, self._pool, empties)
+        front = Front(model, empties, settings.default_timeout, settings.max_tokens)
         llm_pb2_grpc.add_LLMRunnerServicer_to_server(LLMRunner(front), server)
+        llm_pb2_grpc.add_LLMChitChatServicer_to_server(LLMChitChat(front), server)
+        llm_pb2_grpc.add_LLMSummaryGenerationServicer_to_server(LLMSummaryGeneration(front), server)
+        llm_pb2_grpc.add_LLMDescriptionGenerationServicer_to_server(LLMDescriptionGeneration(front), server)
+        questions = LLMProactiveQuestionGeneration(front)
+        llm_pb2_grpc.add_LLMProactiveQuestionGenerationServicer_to_server(questions, server)
+        llm_pb2_grpc.add_LLMReplacementGenerationServicer_to_server(LLMReplacementGeneration(front), server)
+        llm_pb2_grpc.add_LLMExecutionSearchManagerServicer_to_server(LLMExecutionSearchManager(front), server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         names = [service.full_name for service in llm_pb2.DESCRIPTOR.services_by_name.values()]
         reflection.enable_server_reflection([*names, health.SERVICE_NAME, reflection.SERVICE_NAME], server)

@@ -1,0 +1,48 @@
+"""`LLMChitChat`: small talk in the middle of a task."""
+
+from llm_functionalities.caller import Context, Front
+from llm_functionalities.prompts import alpaca
+from llm_functionalities.workflows.fields import labelled
+from llm_functionalities.workflows.sentences import speakable
+from shared.stubs import llm_pb2, llm_pb2_grpc
+
+MAX_TOKENS = 96
+SENTENCES = 3
+CHARACTERS = 300
+
+INSTRUCTION = (
+    "Reply to the user in a friendly way, in one or two short sentences. You are a voice assistant that helps people "
+    "to cook and to do things around the house. Do not start a new task, and do not invent facts about the current one."
+)
+
+
+def prompt(request: llm_pb2.LLMChitChatRequest) -> str:
+    return alpaca(
+        INSTRUCTION,
+        labelled(
+            ("Task", request.task_title),
+            ("User", request.last_user_utterance),
+            ("Assistant", request.last_agent_response),
+            ("What the user wants", request.last_intent.replace("_", " ")),
+            ("User", request.user_question),
+        ),
+    )
+
+
+def parse(text: str) -> str | None:
+    return speakable(text, sentences=SENTENCES, characters=CHARACTERS) or None
+
+
+class LLMChitChat(llm_pb2_grpc.LLMChitChatServicer):
+    def __init__(self, front: Front) -> None:
+        self._front = front
+
+    async def generate_chit_chat(
+        self, request: llm_pb2.LLMChitChatRequest, context: Context
+    ) -> llm_pb2.ChitChatResponse:
+        deadline = self._front.deadline(context, request.timeout)
+        if not (request.user_question.strip() or request.last_user_utterance.strip()):
+            return llm_pb2.ChitChatResponse()
+        generation = self._front.generation(MAX_TOKENS)
+        text = await self._front.parsed(context, prompt(request), generation, deadline, parse)
+        return llm_pb2.ChitChatResponse(text=text or "")

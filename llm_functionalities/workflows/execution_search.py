@@ -1,0 +1,83 @@
+"""`LLMExecutionSearchManager`: whether somebody who asks for something during a task wants another task."""
+
+import re
+
+from llm_functionalities.caller import Context, Front
+from llm_functionalities.generation import Grammar
+from llm_functionalities.prompts import alpaca
+from llm_functionalities.workflows.fields import labelled
+from llm_functionalities.workflows.objects import first_object
+from llm_functionalities.workflows.sentences import speakable
+from shared.stubs import llm_pb2, llm_pb2_grpc
+
+INTENTS = ("recommend_new_search", "continue_current_task", "ask_clarifying_question")
+"""What assistants tell apart, under the names that they compare with."""
+
+LONGEST_REPLY = 200
+MAX_TOKENS = 288
+"""More than the longest object that the schema allows, so that none is cut."""
+
+INSTRUCTION = (
+    "Decide what the user wants, who is in the middle of a task. Answer in JSON with the keys intent and ai_response. "
+    "The intents are: recommend_new_search, if the user wants to do something else; continue_current_task, if what the "
+    "user says belongs to the task; ask_clarifying_question, if it could be either. In ai_response, write the one "
+    "sentence that the assistant says next."
+)
+
+DECISION = Grammar(
+    json_schema={
+        "type": "object",
+        "properties": {
+            "intent": {"type": "string", "enum": list(INTENTS)},
+            "ai_response": {"type": "string", "maxLength": LONGEST_REPLY},
+        },
+        "required": ["intent", "ai_response"],
+        "additionalProperties": False,
+    }
+)
+
+_DOMAINS = {llm_pb2.Session.COOKING: "cooking", llm_pb2.Session.DIY: "DIY"}
+_INTENT = re.compile(rf"\b(?:{'|'.join(INTENTS)})\b")
+
+
+def prompt(request: llm_pb2.ExecutionSearchRequest) -> str:
+    return alpaca(
+        INSTRUCTION,
+        labelled(
+            ("Domain", _DOMAINS.get(request.domain, "")),
+            ("Task", request.taskmap.title),
+            ("Description", request.taskmap.description),
+            ("Assistant", request.last_last_agent_response),
+            ("User", request.last_user_response),
+            ("Assistant", request.last_agent_response),
+            ("User", request.user_question),
+        ),
+    )
+
+
+def parse(text: str) -> llm_pb2.ExecutionSearchResponse | None:
+    """The decision of an answer; a single intent without its JSON is one, too. None when there is none of the set."""
+    found = first_object(text)
+    if found is None:
+        named = set(_INTENT.findall(text[:LONGEST_REPLY]))
+        return llm_pb2.ExecutionSearchResponse(intent_classification=named.pop()) if len(named) == 1 else None
+    intent, reply = found.get("intent"), found.get("ai_response")
+    if intent not in INTENTS:
+        return None
+    said = speakable(reply, sentences=2, characters=LONGEST_REPLY) if isinstance(reply, str) else ""
+    return llm_pb2.ExecutionSearchResponse(intent_classification=intent, ai_response=said)
+
+
+class LLMExecutionSearchManager(llm_pb2_grpc.LLMExecutionSearchManagerServicer):
+    def __init__(self, front: Front) -> None:
+        self._front = front
+
+    async def generate_decision(
+        self, request: llm_pb2.ExecutionSearchRequest, context: Context
+    ) -> llm_pb2.ExecutionSearchResponse:
+        deadline = self._front.deadline(context, request.timeout)
+        if not (request.user_question.strip() or request.last_user_response.strip()):
+            return llm_pb2.ExecutionSearchResponse()
+        generation = self._front.generation(MAX_TOKENS, DECISION)
+        decision = await self._front.parsed(context, prompt(request), generation, deadline, parse)
+        return decision or llm_pb2.ExecutionSearchResponse()
