@@ -1,5 +1,8 @@
 """What all tests share: the option --runslow, and servers on free ports."""
 
+import socket
+from collections.abc import Callable
+
 import pytest
 
 
@@ -13,3 +16,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if "slow" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="slow: needs --runslow"))
+
+
+@pytest.fixture(scope="session")
+def free_port() -> Callable[[], int]:
+    """A port of 127.0.0.1 that nobody listens on, another one at each call."""
+    given: set[int] = set()
+
+    def find() -> int:
+        while True:
+            with socket.create_server(("127.0.0.1", 0)) as probe:
+                port: int = probe.getsockname()[1]
+            if port not in given:
+                given.add(port)
+                return port
+
+    return find

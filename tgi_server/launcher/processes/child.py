@@ -13,6 +13,8 @@ from tgi_server.launcher.processes.parent import die_with_parent
 OUTPUT_SECONDS = 1.0
 """How long a dead child's last lines are waited for."""
 
+OUT_OF_MEMORY = " (which the kernel does when memory runs out)"
+
 
 @dataclass(frozen=True, slots=True)
 class Command:
@@ -30,30 +32,33 @@ class Child:
     children in order. When the launcher is killed, the kernel kills the child.
     """
 
-    def __init__(self, command: Command, process: asyncio.subprocess.Process) -> None:
-        assert process.stdout is not None
+    def __init__(self, command: Command, process: asyncio.subprocess.Process, output: int) -> None:
+        """output: the pipe's end from which its lines are read."""
         self.name = command.name
         self.log = ProcessLog(command.name)
         self._process = process
-        self._output = asyncio.create_task(self.log.follow(process.stdout))
+        self._output = asyncio.create_task(self.log.follow(output))
         self.ended = asyncio.create_task(self._wait(), name=command.name)
         """Done, with the exit code as `Popen.returncode` has it, once the process is gone and its output is read."""
 
     @classmethod
     async def start(cls, command: Command) -> "Child":
-        process = await asyncio.create_subprocess_exec(
-            *command.arguments,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-            env={**os.environ, **command.environment},
-            start_new_session=True,
-            preexec_fn=die_with_parent(),
-        )
-        return cls(command, process)
+        # With a pipe of asyncio's own, the process would not count as ended while a child of it holds the pipe open.
+        read_end, write_end = os.pipe()
+        with os.fdopen(write_end, "wb") as output:
+            process = await asyncio.create_subprocess_exec(
+                *command.arguments,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env={**os.environ, **command.environment},
+                start_new_session=True,
+                preexec_fn=die_with_parent(),
+            )
+        return cls(command, process, read_end)
 
     async def stop(self, grace: float) -> None:
-        """Asks it to end, and kills it with all that it started when it has not done so after `grace` seconds."""
+        """Asks it to end, and kills it when it has not done so after `grace` seconds."""
         if not self.ended.done():
             self._process.terminate()
             await asyncio.wait([self.ended], timeout=grace)
@@ -61,8 +66,9 @@ class Child:
         await self.ended
 
     def kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        """Ends it at once, with all that it has started."""
+        if not self.ended.done():
+            self._kill_group()
 
     def epitaph(self) -> str:
         """How it ended, and the last thing that it complained about."""
@@ -70,11 +76,16 @@ class Child:
         if code >= 0:
             how = f"{self.name} ended with exit code {code}"
         else:
-            how = f"{self.name} was killed by {signal.Signals(-code).name}"
+            how = f"{self.name} was killed by {signal.Signals(-code).name}{OUT_OF_MEMORY if code == -signal.SIGKILL else ''}"
         return f"{how}: {self.log.complaint}" if self.log.complaint else how
 
     async def _wait(self) -> int:
         code = await self._process.wait()
+        self._kill_group()
         await asyncio.wait([self._output], timeout=OUTPUT_SECONDS)
         self._output.cancel()
         return code
+
+    def _kill_group(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import os
 import re
 import sys
 
@@ -24,14 +25,21 @@ class ProcessLog:
         self.complaint = ""
         self._name = name
 
-    async def follow(self, stream: asyncio.StreamReader) -> None:
-        """Returns when the stream ends. A line may have any length."""
+    async def follow(self, pipe: int) -> None:
+        """Reads the pipe until its other end is closed, then closes it. A line may have any length."""
+        stream = asyncio.StreamReader()
+        transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(stream), os.fdopen(pipe, "rb", buffering=0)
+        )
         rest = b""
-        while chunk := await stream.read(CHUNK):
-            *lines, rest = (rest + chunk).split(b"\n")
-            for line in lines:
-                self._take(line.decode(errors="replace").rstrip())
-        self._take(rest.decode(errors="replace").rstrip())
+        try:
+            while chunk := await stream.read(CHUNK):
+                *lines, rest = (rest + chunk).split(b"\n")
+                for line in lines:
+                    self._take(line.decode(errors="replace").rstrip())
+            self._take(rest.decode(errors="replace").rstrip())
+        finally:
+            transport.close()
 
     def _take(self, line: str) -> None:
         if not line:
