@@ -18,15 +18,16 @@ class Refusal:
 
 REFUSALS = {
     "num_shard": Refusal("a model runs on one device; tensor parallelism is not supported yet", harmless=(1,)),
-    "sharded": Refusal("a model runs on one device; tensor parallelism is not supported yet", harmless=(False, "false")),
-    "quantize": Refusal("quantised weights are not supported yet; serve the model as it was published"),
+    "sharded": Refusal(
+        "a model runs on one device; tensor parallelism is not supported yet", harmless=(False, "false")
+    ),
+    "quantize": Refusal("of the ways to quantise, int8 is supported, on CPUs", harmless=("int8",)),
     "speculate": Refusal("speculative decoding is not supported yet", harmless=(0,)),
     "kv_cache_dtype": Refusal("the KV cache has the dtype of the model; 8-bit caches are not supported yet"),
     "lora_adapters": Refusal("adapters are not supported yet; merge the adapter into the model and serve that"),
     "rope_scaling": Refusal("not supported yet; set rope_parameters in the model's config.json"),
     "rope_factor": Refusal("not supported yet; set rope_parameters in the model's config.json"),
     "cuda_graphs": Refusal("CUDA graphs are not supported yet; leave it out, or give 0", harmless=([0],)),
-    "disable_custom_kernels": Refusal("the kernels cannot be switched off", harmless=(False,)),
     "weights_cache_override": Refusal("not supported; give the folder that has the weights as the model id"),
     "usage_stats": Refusal("this server sends no usage statistics to anyone", harmless=("off",)),
 }

@@ -19,6 +19,7 @@ class EngineConfig:
     device: None: CUDA when there is one, else the CPU.
     memory_fraction: share of a GPU's memory that weights, activations and KV cache may use together.
     custom_kernels: whether kernels and layers of the engine's own may stand in for those of torch and transformers.
+    quantize: "int8" rounds the weights of linear layers to 8 bits while loading (on CPUs).
     cpu_memory: bytes of RAM for the KV cache on a CPU; None: a share of what is free.
     """
 
@@ -28,6 +29,7 @@ class EngineConfig:
     memory_fraction: float = 0.9
     cpu_memory: int | None = None
     custom_kernels: bool = True
+    quantize: str | None = None
     trust_remote_code: bool = False
     watermark_gamma: float = 0.5
     watermark_delta: float = 2.0

@@ -42,6 +42,8 @@ def engine_config(settings: ShardSettings, model_path: Path) -> EngineConfig:
         dtype=DTYPES[settings.dtype] if settings.dtype else None,
         memory_fraction=settings.cuda_memory_fraction,
         cpu_memory=settings.cpu_memory,
+        custom_kernels=not settings.disable_custom_kernels,
+        quantize=settings.quantize,
         trust_remote_code=settings.trust_remote_code,
         watermark_gamma=settings.watermark_gamma,
         watermark_delta=settings.watermark_delta,

@@ -1,7 +1,8 @@
 """Decoder layers in a handful of kernels, for the architectures that most models on CPUs have.
 
 Each takes the weights of a layer of `transformers` and stands in its place, with the same inputs and output. Whether
-the result is the same is checked at load, on the logits of the whole model.
+the result is the same is checked at load, on the logits of the whole model. `linear` is the kind of linear layer that
+holds the weights.
 """
 
 from abc import abstractmethod
@@ -20,15 +21,15 @@ from tgi_server.engine.models.paged_cache import PagedCache
 class FusedLayer(nn.Module):
     """A pre-norm decoder layer with the query, key and value projections joined into one."""
 
-    def __init__(self, layer: Any, output: nn.Linear, variant: AttentionVariant) -> None:
+    def __init__(self, layer: Any, output: nn.Linear, variant: AttentionVariant, linear: type[PackedLinear]) -> None:
         super().__init__()
         attention = layer.self_attn
         self._index = int(attention.layer_idx)
         self._head_dim = attention.head_dim
         self._heads = attention.q_proj.out_features // self._head_dim
         self._kv_heads = attention.k_proj.out_features // self._head_dim
-        self._qkv = PackedLinear.joined(attention.q_proj, attention.k_proj, attention.v_proj)
-        self._output = PackedLinear(output.weight, output.bias)
+        self._qkv = linear.joined(attention.q_proj, attention.k_proj, attention.v_proj)
+        self._output = linear(output.weight, output.bias)
         self._variant = variant
 
     def forward(
@@ -68,11 +69,11 @@ class FusedLayer(nn.Module):
 class FusedLlamaLayer(FusedLayer):
     """RMS norms, rotary positions, a SiLU-gated feed-forward part: Llama, Mistral, Qwen2."""
 
-    def __init__(self, layer: Any, variant: AttentionVariant) -> None:
-        super().__init__(layer, layer.self_attn.o_proj, variant)
+    def __init__(self, layer: Any, variant: AttentionVariant, linear: type[PackedLinear]) -> None:
+        super().__init__(layer, layer.self_attn.o_proj, variant, linear)
         self._norm_1, self._norm_2 = RMSNorm(layer.input_layernorm), RMSNorm(layer.post_attention_layernorm)
-        self._gate_up = PackedLinear.joined(layer.mlp.gate_proj, layer.mlp.up_proj)
-        self._down = PackedLinear(layer.mlp.down_proj.weight, layer.mlp.down_proj.bias)
+        self._gate_up = linear.joined(layer.mlp.gate_proj, layer.mlp.up_proj)
+        self._down = linear(layer.mlp.down_proj.weight, layer.mlp.down_proj.bias)
 
     @staticmethod
     def fits(layer: Any) -> bool:
@@ -92,11 +93,11 @@ class FusedOptLayer(FusedLayer):
     The model of `transformers` scales the query before attention; here attention does it.
     """
 
-    def __init__(self, layer: Any, variant: AttentionVariant) -> None:
-        super().__init__(layer, layer.self_attn.out_proj, replace(variant, scaling=layer.self_attn.scaling))
+    def __init__(self, layer: Any, variant: AttentionVariant, linear: type[PackedLinear]) -> None:
+        super().__init__(layer, layer.self_attn.out_proj, replace(variant, scaling=layer.self_attn.scaling), linear)
         self._norm_1, self._norm_2 = layer.self_attn_layer_norm, layer.final_layer_norm
-        self._up = PackedLinear(layer.fc1.weight, layer.fc1.bias)
-        self._down = PackedLinear(layer.fc2.weight, layer.fc2.bias)
+        self._up = linear(layer.fc1.weight, layer.fc1.bias)
+        self._down = linear(layer.fc2.weight, layer.fc2.bias)
 
     @staticmethod
     def fits(layer: Any) -> bool:

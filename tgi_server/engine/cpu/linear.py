@@ -1,5 +1,7 @@
 """Linear layers whose weights oneDNN has arranged once for its own kernels, rather than anew at every call."""
 
+from typing import Self
+
 import torch
 from torch import Tensor, nn
 
@@ -8,16 +10,22 @@ class PackedLinear(nn.Module):
     """y = x W^T + b, with W in oneDNN's own layout.
 
     weight: [out_features, in_features] float32 or bfloat16, not needed any more afterwards. bias: [out_features].
+    rounding: how much this kind of layer may change a model's logits, relative to their norm.
     """
+
+    rounding = 0.0
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
+        self._pack(weight, bias)
+
+    def _pack(self, weight: Tensor, bias: Tensor | None) -> None:
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _TYPICAL_ROWS)
         self._bias = bias
 
     @classmethod
-    def joined(cls, *linears: nn.Linear) -> "PackedLinear":
+    def joined(cls, *linears: nn.Linear) -> Self:
         """Linears that are given the same input, as one whose outputs stand side by side."""
         weight = torch.cat(tuple(linear.weight for linear in linears))
         if all(linear.bias is None for linear in linears):

@@ -11,35 +11,51 @@ from transformers import PreTrainedModel
 from tgi_server.engine.attention.base import AttentionBackend, AttentionVariant
 from tgi_server.engine.attention.cpu import CpuAttention
 from tgi_server.engine.cpu.decoder import FUSED_LAYERS
+from tgi_server.engine.cpu.int8 import Int8Linear
 from tgi_server.engine.cpu.linear import PackedLinear
+from tgi_server.engine.errors import UnsupportedModel
+
+
+def linear_layer(quantize: str | None, *, custom_kernels: bool) -> type[PackedLinear]:
+    """The kind of linear layer that holds weights quantised as asked. Raises UnsupportedModel when there is none."""
+    if quantize is None:
+        return PackedLinear
+    if quantize != "int8":
+        raise UnsupportedModel(f"--quantize {quantize} is not supported; on a CPU, int8 is")
+    if not (custom_kernels and Int8Linear.supported()):
+        raise UnsupportedModel("--quantize int8 needs a CPU with AVX-512 VNNI, and the CPU kernels; leave it out")
+    return Int8Linear
 
 
 def optimise(
     model: PreTrainedModel,
     backend: AttentionBackend | None = None,
     variants: Mapping[int, AttentionVariant] | None = None,
+    linear: type[PackedLinear] = PackedLinear,
 ) -> None:
     """Packs the weights of all linear layers, and fuses the decoder layers that are known.
 
     backend, variants: what a model on the paged path attends with, and how each of its layers does. Layers are fused
-    only with the CPU's own backend.
+    only with the CPU's own backend. linear: the kind of linear layer that takes the place of torch's.
     """
     if model.dtype not in (torch.float32, torch.bfloat16):
         return
     if variants and isinstance(backend, CpuAttention):
-        _replace(model, partial(_fused_layer, variants))
-    _replace(model, _packed_linear)
+        _replace(model, partial(_fused_layer, variants, linear))
+    _replace(model, partial(_packed_linear, linear))
 
 
-def _fused_layer(variants: Mapping[int, AttentionVariant], module: nn.Module) -> nn.Module | None:
+def _fused_layer(
+    variants: Mapping[int, AttentionVariant], linear: type[PackedLinear], module: nn.Module
+) -> nn.Module | None:
     fused = FUSED_LAYERS.get(type(module).__name__)
     if fused is None or not fused.fits(module):
         return None
-    return fused(module, variants[int(cast(Any, module).self_attn.layer_idx)])
+    return fused(module, variants[int(cast(Any, module).self_attn.layer_idx)], linear)
 
 
-def _packed_linear(module: nn.Module) -> nn.Module | None:
-    return PackedLinear(module.weight, module.bias) if type(module) is nn.Linear else None
+def _packed_linear(linear: type[PackedLinear], module: nn.Module) -> nn.Module | None:
+    return linear(module.weight, module.bias) if type(module) is nn.Linear else None
 
 
 def _replace(module: nn.Module, replacement: Callable[[nn.Module], nn.Module | None]) -> None:

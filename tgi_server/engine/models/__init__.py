@@ -5,7 +5,8 @@ from transformers import PreTrainedModel
 
 from tgi_server.engine.attention import create_attention_backend
 from tgi_server.engine.config import EngineConfig
-from tgi_server.engine.cpu import optimise
+from tgi_server.engine.cpu import linear_layer, optimise
+from tgi_server.engine.models.padded import PaddedRunner
 from tgi_server.engine.models.paged import PagedRunner
 from tgi_server.engine.models.probe import probe_kv_shape, same_logits
 from tgi_server.engine.models.runner import Runner
@@ -15,18 +16,18 @@ from tgi_server.engine.models.runner import Runner
 def create_runner(model: PreTrainedModel, config: EngineConfig) -> Runner:
     """The paged way when the model can take it, else the padded one.
 
-    Raises UnsupportedModel when the engine's own layers do not compute what the model's did.
+    Raises UnsupportedModel when the engine's own layers do not compute what the model's did, or when the weights
+    cannot be quantised as asked.
     """
-    shape = probe_kv_shape(model)
     on_cpu = model.device.type == "cpu" and config.custom_kernels
+    linear = linear_layer(config.quantize, custom_kernels=on_cpu)
+    shape = probe_kv_shape(model)
     if shape is None:
-        from tgi_server.engine.models.padded import PaddedRunner
-
         if on_cpu:
-            optimise(model)
+            optimise(model, linear=linear)
         return PaddedRunner(model, config.memory_fraction, config.cpu_memory)
     backend = create_attention_backend(shape, model.device, model.dtype, custom_kernels=config.custom_kernels)
     if on_cpu:
-        with same_logits(model) as variants:
-            optimise(model, backend, variants)
+        with same_logits(model, linear.rounding) as variants:
+            optimise(model, backend, variants, linear)
     return PagedRunner(model, backend, config.memory_fraction, config.cpu_memory)

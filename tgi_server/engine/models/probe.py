@@ -85,16 +85,18 @@ def probe_kv_shape(model: PreTrainedModel) -> KVShape | None:
 
 
 @contextmanager
-def same_logits(model: PreTrainedModel) -> Iterator[dict[int, AttentionVariant]]:
+def same_logits(model: PreTrainedModel, rounding: float = 0.0) -> Iterator[dict[int, AttentionVariant]]:
     """Checks that what is done to a model on the paged path leaves its logits as they were.
 
-    Yields how each layer attends. Raises UnsupportedModel when they differ by more than rounding.
+    rounding: what weights that were quantised may add to the difference. Yields how each layer attends.
+
+    Raises UnsupportedModel when they differ by more than rounding.
     """
     recorder = _Recorder(model)
     before = _run(model, recorder)
     yield recorder.variants
     error = logits_error(before, _run(model, _Recorder(model)))
-    if not error <= TOLERANCE[model.dtype]:
+    if not error <= TOLERANCE[model.dtype] + rounding:
         raise UnsupportedModel(
             f"this {model.config.model_type} model's logits change by {error:.2g} with the CPU kernels; "
             "start with --disable-custom-kernels"

@@ -1,0 +1,81 @@
+"""The CPU's own layers and kernels against those of torch."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import linear, silu
+
+from tgi_server.engine.cpu.int8 import Int8Linear
+from tgi_server.engine.cpu.linear import PackedLinear
+from tgi_server.engine.kernels import load_kernels
+
+DTYPES = [torch.float32, torch.bfloat16]
+ROWS = [1, 2, 5, 6, 7, 40]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _kernels() -> None:
+    assert load_kernels()
+    torch.manual_seed(0)
+
+
+def tolerance(dtype: torch.dtype) -> dict[str, float]:
+    return {"rtol": 1e-5, "atol": 1e-5} if dtype is torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", ROWS)
+def test_packed_linears_joined_are_the_linears_side_by_side(dtype, rows) -> None:
+    first, second = nn.Linear(48, 32, dtype=dtype), nn.Linear(48, 80, bias=False, dtype=dtype)
+    x, residual = torch.randn(rows, 48, dtype=dtype), torch.randn(rows, 112, dtype=dtype)
+    joined = PackedLinear.joined(first, second)
+    wanted = torch.cat([first(x), second(x)], -1)
+    torch.testing.assert_close(joined(x), wanted, **tolerance(dtype))
+    torch.testing.assert_close(joined(x, activation="relu"), wanted.relu(), **tolerance(dtype))
+    torch.testing.assert_close(joined.add_to(residual, x), residual + wanted, **tolerance(dtype))
+
+
+@pytest.mark.skipif(not (load_kernels() and Int8Linear.supported()), reason="this CPU has no AVX-512 VNNI")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize(("inputs", "outputs"), [(64, 64), (50, 131), (256, 70)])
+def test_int8_linear_is_exact_for_what_8_bits_can_hold(dtype, rows, inputs, outputs) -> None:
+    # Whole numbers up to 127 that reach it in every row are rounded by nobody.
+    weight = torch.randint(-127, 128, (outputs, inputs)).to(dtype)
+    x = torch.randint(-127, 128, (rows, inputs)).to(dtype)
+    weight[:, 0], x[:, 0] = 127, -127
+    bias, residual = torch.randn(outputs, dtype=dtype), torch.randn(rows, outputs, dtype=dtype)
+    layer = Int8Linear(weight, bias)
+    wanted = linear(x.double(), weight.double(), bias.double())
+    exact = {"rtol": 1e-5, "atol": 1e-2} if dtype is torch.float32 else {"rtol": 1e-2, "atol": 1e-2}
+    torch.testing.assert_close(layer(x).double(), wanted, **exact)
+    torch.testing.assert_close(layer(x, activation="relu").double(), wanted.relu(), **exact)
+    torch.testing.assert_close(layer.add_to(residual, x).double(), wanted + residual, **exact)
+
+
+@pytest.mark.skipif(not (load_kernels() and Int8Linear.supported()), reason="this CPU has no AVX-512 VNNI")
+def test_int8_linear_is_close_for_any_numbers() -> None:
+    weight, x = torch.randn(300, 200) * 0.02, torch.randn(9, 200)
+    x[3] = 0
+    wanted = linear(x, weight)
+    actual = Int8Linear(weight)(x)
+    assert float((actual - wanted).norm() / wanted.norm()) < 0.02
+    assert actual[3].abs().max() == 0
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [16, 40, 960])
+def test_rms_norm_and_gated_silu_are_those_of_transformers(dtype, size) -> None:
+    x, weight = torch.randn(7, size, dtype=dtype), torch.randn(size, dtype=dtype)
+    wide = x.float()
+    wanted = weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)).to(dtype)
+    torch.testing.assert_close(torch.ops.oatmill.rms_norm(x, weight, 1e-6), wanted, **tolerance(dtype))
+    gate, up = 10 * torch.randn(2, 7, size, dtype=dtype)
+    gated = torch.ops.oatmill.silu_mul(torch.cat([gate, up], -1))
+    torch.testing.assert_close(gated, silu(gate) * up, **tolerance(dtype))
+
+
+def test_silu_far_from_zero_neither_overflows_nor_turns_to_nan() -> None:
+    gate = torch.tensor([-1e30, -200.0, -88.5, 0.0, 88.5, 200.0, 1e30] + [0.0] * 9)
+    gated = torch.ops.oatmill.silu_mul(torch.cat([gate, torch.ones(16)]).unsqueeze(0))
+    torch.testing.assert_close(gated[0], silu(gate), rtol=1e-5, atol=1e-5)

@@ -1,0 +1,43 @@
+"""Linear layers with 8-bit weights."""
+
+import torch
+from torch import Tensor
+
+from tgi_server.engine.cpu.linear import PackedLinear
+from tgi_server.engine.kernels import load_kernels
+
+LEVELS = 127
+INPUT_OFFSET = 128  # as in kernels/int8.cpp
+
+
+class Int8Linear(PackedLinear):
+    """y = x W^T + b with W rounded to 8 bits, a scale for each output, and x rounded to 8 bits, a scale for each row.
+
+    Sums are exact; the result has the dtype of x.
+    """
+
+    rounding = 0.3
+
+    @staticmethod
+    def supported() -> bool:
+        """Whether this CPU has the instructions."""
+        return load_kernels() and bool(torch.ops.oatmill.int8_supported())
+
+    def _pack(self, weight: Tensor, bias: Tensor | None) -> None:
+        largest = weight.float().abs().amax(1).clamp_(min=torch.finfo(torch.float32).tiny)
+        self._scales = largest / LEVELS
+        rounded = torch.round(weight.float() / self._scales.unsqueeze(1)).to(torch.int8)
+        self._corrections = rounded.sum(1, dtype=torch.int32).float() * INPUT_OFFSET
+        self._packed = torch.ops.oatmill.int8_pack(rounded)
+        self._bias = None if bias is None else bias.float()
+
+    def forward(self, x: Tensor, activation: str = "none") -> Tensor:
+        return self._multiply(x, activation == "relu", None)
+
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        return self._multiply(x, False, residual)
+
+    def _multiply(self, x: Tensor, relu: bool, residual: Tensor | None) -> Tensor:
+        return torch.ops.oatmill.int8_linear(
+            x, self._packed, self._scales, self._corrections, self._bias, relu, residual
+        )
