@@ -2,6 +2,9 @@
 
 import re
 
+LONGEST_ANSWER = 8000
+"""Characters that are looked at: far more than anybody listens to."""
+
 _LAST_WORDS_TOO = frozenset({"etc", "ft", "in", "lb", "lbs", "max", "min", "no", "oz", "pt", "qt", "st", "tbsp", "tsp"})
 """Abbreviations, and short words, that may end a sentence as well: they do when a capital letter follows."""
 
@@ -43,7 +46,7 @@ def speakable(text: str, *, sentences: int, characters: int) -> str:
 
 def plain(text: str) -> str:
     """`text` on one line without markup, up to where the model begins another turn."""
-    own = _OWN_LABEL.sub("", text)
+    own = _OWN_LABEL.sub("", text[:LONGEST_ANSWER])
     if turn := _OTHER_TURN.search(own):
         own = own[: turn.start()]
     own = _FORMATTING.sub("", own)
@@ -58,7 +61,7 @@ def split(text: str) -> list[str]:
     found = []
     start = 0
     for end in _END.finditer(text):
-        if _goes_on(text[start : end.start()], end.group(), text[end.end() :].lstrip()[:1]):
+        if _goes_on(text[start : end.start()], end.group(), text[end.end() + 1 : end.end() + 2]):
             continue
         sentence = _ORDINAL.sub("", text[start : end.end()].strip())
         start = end.end()

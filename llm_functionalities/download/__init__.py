@@ -1,0 +1,1 @@
+"""Fetches models into the folder that the text-generation server loads them from, as `downloads.toml` says."""

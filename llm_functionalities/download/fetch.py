@@ -1,0 +1,138 @@
+"""One file over HTTP, resumed where an earlier attempt stopped."""
+
+import hashlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx2
+from tenacity import RetryCallState, Retrying, retry_if_exception_type, stop_after_attempt, wait_exponential
+from tqdm import tqdm
+
+from llm_functionalities.download.config import RemoteFile
+from llm_functionalities.download.errors import ChecksumError, DownloadError
+
+ATTEMPTS = 5
+LONGEST_PAUSE_SECONDS = 10.0
+PIECE_BYTES = 1 << 20
+CONTENT_RANGE_UNSATISFIABLE = 416
+TRANSIENT = frozenset({408, 429, 500, 502, 503, 504})
+
+
+class _Interrupted(Exception):
+    """The server or the way to it failed; another attempt may go on from here."""
+
+
+def fetch(client: httpx2.Client, file: RemoteFile, target: Path, log: Callable[[str], None]) -> None:
+    """Fetches `file` to `target`, whose folder exists; verified where its checksum is known.
+
+    Until it is whole its name is `target` and `.part`. What is there of it is kept when this fails, together with the
+    server's mark for that version (`.etag`), and the next attempt goes on from it, as long as the server still has
+    that version (RFC 9110, section 13.1.5) or the checksum tells in the end.
+
+    Raises DownloadError.
+    """
+    if target.exists():
+        return
+
+    def tell(state: RetryCallState) -> None:
+        log(f"{file.path}: {state.outcome.exception() if state.outcome else ''}; trying again")
+
+    retrying = Retrying(
+        stop=stop_after_attempt(ATTEMPTS),
+        wait=wait_exponential(multiplier=0.5, max=LONGEST_PAUSE_SECONDS),
+        retry=retry_if_exception_type(_Interrupted),
+        before_sleep=tell,
+        reraise=True,
+    )
+    part = target.with_name(f"{target.name}.part")
+    mark = target.with_name(f"{target.name}.etag")
+    try:
+        retrying(_attempt, client, file, part, mark)
+        _verify(file, part)
+    except _Interrupted as error:
+        raise DownloadError(f"{file.url}: {error}; run it again to go on from here") from None
+    except ChecksumError:
+        part.unlink()
+        raise
+    finally:
+        if not part.exists():
+            mark.unlink(missing_ok=True)
+    part.replace(target)
+    mark.unlink(missing_ok=True)
+
+
+def _attempt(client: httpx2.Client, file: RemoteFile, part: Path, mark: Path) -> None:
+    have = part.stat().st_size if part.exists() else 0
+    version = mark.read_text() if mark.exists() else ""
+    if have and not version and file.sha256 is None:
+        have = 0  # nothing would tell whether the rest belongs to it
+    headers = {"accept-encoding": "identity"}
+    if have:
+        headers["range"] = f"bytes={have}-"
+        if version:
+            headers["if-range"] = version
+    try:
+        with client.stream("GET", file.url, headers=headers) as response:
+            if response.status_code == CONTENT_RANGE_UNSATISFIABLE and have:
+                if response.headers.get("content-range") == f"bytes */{have}":
+                    return  # it was whole
+                part.unlink()
+                raise _Interrupted("what was there does not fit")
+            _check_status(response)
+            resumed = response.status_code == 206
+            if resumed and not response.headers.get("content-range", "").startswith(f"bytes {have}-"):
+                part.unlink()
+                raise _Interrupted("the server sent another part than was asked for")
+            if not resumed:
+                _remember_version(response, mark)
+            _receive(response, file, part, have if resumed else 0)
+    except httpx2.TimeoutException:
+        raise _Interrupted("the server fell silent") from None
+    except httpx2.UnsupportedProtocol as error:
+        raise DownloadError(f"{file.url}: {error}") from None
+    except httpx2.TransportError as error:
+        raise _Interrupted(str(error) or type(error).__name__) from None
+
+
+def _check_status(response: httpx2.Response) -> None:
+    if response.status_code in TRANSIENT:
+        raise _Interrupted(f"the server answered {response.status_code}")
+    if response.status_code not in (200, 206):
+        raise DownloadError(f"{response.url}: the server answered {response.status_code} {response.reason_phrase}")
+
+
+def _remember_version(response: httpx2.Response, mark: Path) -> None:
+    tag = response.headers.get("etag", "")
+    if tag and not tag.startswith("W/"):
+        mark.write_text(tag)
+    else:
+        mark.unlink(missing_ok=True)
+
+
+def _receive(response: httpx2.Response, file: RemoteFile, part: Path, have: int) -> None:
+    length = response.headers.get("content-length", "")
+    total = have + int(length) if length.isdigit() else None
+    with (
+        part.open("ab" if have else "wb") as output,
+        tqdm(desc=file.path, total=total, initial=have, unit="B", unit_scale=True, mininterval=_refresh()) as bar,
+    ):
+        for piece in response.iter_raw(PIECE_BYTES):
+            output.write(piece)
+            bar.update(len(piece))
+    if total is not None and part.stat().st_size != total:
+        raise _Interrupted(f"{part.stat().st_size} of {total} bytes came")
+
+
+def _refresh() -> float:
+    """Seconds between two states of a progress bar: each is a line of its own where nobody watches."""
+    return 0.1 if sys.stderr.isatty() else 10.0
+
+
+def _verify(file: RemoteFile, path: Path) -> None:
+    if file.sha256 is None:
+        return
+    with path.open("rb") as content:
+        found = hashlib.file_digest(content, "sha256").hexdigest()
+    if found != file.sha256:
+        raise ChecksumError(f"{file.url}: its SHA-256 is {found}, not {file.sha256}; nothing of it was kept")

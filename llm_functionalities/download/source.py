@@ -1,0 +1,102 @@
+"""All files of one source: fetched aside, and shown only when they are whole."""
+
+import fcntl
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx2
+
+from llm_functionalities.download.config import Source
+from llm_functionalities.download.errors import DownloadError
+from llm_functionalities.download.fetch import fetch
+from llm_functionalities.download.record import KEPT, is_present, read_record, urls_of, write_record
+from llm_functionalities.download.unpack import is_archive, unpack
+
+
+def fetch_source(
+    source: Source, folder: Path, client: httpx2.Client, *, force: bool = False, log: Callable[[str], None] = print
+) -> bool:
+    """Brings the files of `source` into `folder`. Returns False when they were there already.
+
+    A folder that the text-generation server may load from never holds a part of them: they are fetched, verified and
+    unpacked in a folder aside, on the same volume, and renamed into place. Two runs at a time take turns.
+
+    Raises DownloadError.
+    """
+    kept = folder / KEPT
+    try:
+        kept.mkdir(parents=True, exist_ok=True)
+        with _alone(kept / f"{source.id}.lock", log):
+            if not force and is_present(source, folder):
+                return False
+            aside = kept / f"{source.id}-{_version(source)}"
+            _fetch_all(source, aside, client, log)
+            _publish(source, aside, folder)
+    except OSError as error:
+        raise DownloadError(f"{source.id}: {error}") from None
+    return True
+
+
+def _version(source: Source) -> str:
+    """Eight digits that change with the source's URLs, so that parts of different files never meet."""
+    return hashlib.sha256(json.dumps(urls_of(source)).encode()).hexdigest()[:8]
+
+
+def _fetch_all(source: Source, aside: Path, client: httpx2.Client, log: Callable[[str], None]) -> None:
+    for file in source.urls:
+        target = aside / file.path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        fetch(client, file, target, log)
+    if source.decompress:
+        for file in source.urls:
+            if is_archive(file.path):
+                unpack(aside / file.path)
+    for name, path in source.artefacts:
+        if not (aside / path).exists():
+            raise DownloadError(f"{source.id}: artefact {name} is not among the files: there is no {path}")
+
+
+def _publish(source: Source, aside: Path, folder: Path) -> None:
+    files = sorted(str(path.relative_to(aside)) for path in aside.rglob("*") if not path.is_dir())
+    before = read_record(source, folder)
+    own = {*files, *(before.files if before else [])}
+    for entry in sorted(aside.iterdir()):
+        _move(entry, folder / entry.name, own, folder)
+    write_record(source, folder, files)
+    for left in aside.parent.glob(f"{source.id}-????????"):
+        shutil.rmtree(left)  # what earlier versions of the configuration began with, included
+
+
+def _move(entry: Path, target: Path, own: set[str], folder: Path) -> None:
+    """Renames `entry` to `target`. What is at `target` goes, unless it is a folder with files of somebody else."""
+    if not target.exists():
+        entry.rename(target)
+    elif not entry.is_dir():
+        entry.replace(target)
+    elif target.is_dir() and _has_others(target, own, folder):
+        for part in entry.iterdir():
+            _move(part, target / part.name, own, folder)
+    else:
+        old = entry.with_name(f"{entry.name}.old")
+        target.rename(old)
+        entry.rename(target)
+        shutil.rmtree(old) if old.is_dir() else old.unlink()
+
+
+def _has_others(target: Path, own: set[str], folder: Path) -> bool:
+    return any(str(path.relative_to(folder)) not in own for path in target.rglob("*") if not path.is_dir())
+
+
+@contextmanager
+def _alone(lock: Path, log: Callable[[str], None]) -> Iterator[None]:
+    with lock.open("w") as handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            log(f"{lock.stem}: another process is fetching it; waiting")
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
