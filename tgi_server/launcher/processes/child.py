@@ -13,8 +13,6 @@ from tgi_server.launcher.processes.parent import die_with_parent
 OUTPUT_SECONDS = 1.0
 """How long a dead child's last lines are waited for."""
 
-OUT_OF_MEMORY = " (which the kernel does when memory runs out)"
-
 
 @dataclass(frozen=True, slots=True)
 class Command:
@@ -73,11 +71,10 @@ class Child:
     def epitaph(self) -> str:
         """How it ended, and the last thing that it complained about."""
         code = self.ended.result()
-        if code >= 0:
-            how = f"{self.name} ended with exit code {code}"
-        else:
-            how = f"{self.name} was killed by {signal.Signals(-code).name}{OUT_OF_MEMORY if code == -signal.SIGKILL else ''}"
-        return f"{how}: {self.log.complaint}" if self.log.complaint else how
+        how = f"ended with exit code {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
+        if code == -signal.SIGKILL:
+            how += ", as happens when memory runs out"
+        return f"{self.name} {how}: {self.log.complaint}" if self.log.complaint else f"{self.name} {how}"
 
     async def _wait(self) -> int:
         code = await self._process.wait()

@@ -1,0 +1,160 @@
+"""`text-generation-server download-weights` against a stand-in for the hub."""
+
+import io
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save
+
+from tests.hub import COMMIT, Hub, Repository, running_hub
+
+ID = "maker/tiny"
+CONFIG = {"config.json": b"{}", "tokenizer.json": b'{"model": {}}'}
+WEIGHTS = {"weight": torch.arange(60_000, dtype=torch.float32)}
+
+Download = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    with running_hub() as running:
+        running.models[ID] = Repository(CONFIG | {"model.safetensors": save(WEIGHTS)})
+        yield running
+
+
+@pytest.fixture
+def download(hub: Hub, tmp_path: Path) -> Download:
+    """Runs the command; keywords are environment variables."""
+
+    def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "tgi_server.shard.cli", "download-weights", *arguments],
+            env={"HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HOME": str(tmp_path), "HF_ENDPOINT": hub.url} | environment,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+
+    return run
+
+
+def pickled(content: object) -> bytes:
+    file = io.BytesIO()
+    torch.save(content, file)
+    return file.getvalue()
+
+
+def folder_of(result: subprocess.CompletedProcess[str]) -> Path:
+    assert result.returncode == 0, result.stderr
+    return Path(result.stdout.strip())
+
+
+def complaint_of(result: subprocess.CompletedProcess[str]) -> str:
+    """The one line on standard error that tells what is wrong."""
+    assert result.returncode == 1
+    assert "Traceback" not in result.stderr
+    (line,) = (line for line in result.stderr.splitlines() if line.startswith("text-generation-server"))
+    return line
+
+
+def test_it_fetches_a_model_and_shows_progress(download: Download) -> None:
+    result = download(ID)
+    folder = folder_of(result)
+    assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors", "tokenizer.json"]
+    assert torch.equal(load_file(folder / "model.safetensors")["weight"], WEIGHTS["weight"])
+    assert "100%" in result.stderr
+
+
+def test_what_is_there_is_not_fetched_again(download: Download, hub: Hub) -> None:
+    first = folder_of(download(ID))
+    hub.requests.clear()
+    assert folder_of(download(ID)) == first
+    assert hub.fetched() == []
+
+
+def test_the_same_weights_in_other_formats_are_left_alone(download: Download, hub: Hub) -> None:
+    others = ("pytorch_model.bin", "consolidated.safetensors", "onnx/model.safetensors", "modeling_tiny.py", "logo.png")
+    hub.models[ID].files |= dict.fromkeys(others, b"other")
+    folder_of(download(ID))
+    assert sorted(hub.fetched()) == ["config.json", "model.safetensors", "tokenizer.json"]
+
+
+def test_code_is_fetched_for_those_who_trust_it(download: Download, hub: Hub) -> None:
+    hub.models[ID].files["modeling_tiny.py"] = b""
+    assert (folder_of(download(ID, "--trust-remote-code")) / "modeling_tiny.py").exists()
+
+
+def test_a_broken_connection_is_resumed_where_it_broke(download: Download, hub: Hub) -> None:
+    content = save({"weight": torch.arange(5_000_000)})
+    hub.models[ID].files["model.safetensors"] = content
+    hub.break_after = 30_000_000
+    folder = folder_of(download(ID))
+    assert (folder / "model.safetensors").read_bytes() == content
+    (resumed,) = hub.ranges
+    assert int(resumed.removeprefix("bytes=").removesuffix("-")) > 1_000_000
+
+
+def test_offline_it_finds_what_was_fetched_before(download: Download, hub: Hub) -> None:
+    first = folder_of(download(ID))
+    hub.requests.clear()
+    assert folder_of(download(ID, HF_HUB_OFFLINE="1")) == first
+    assert hub.requests == []
+
+
+def test_offline_it_says_what_is_missing(download: Download) -> None:
+    assert f"{ID} is not complete on this machine, and HF_HUB_OFFLINE" in complaint_of(download(ID, HF_HUB_OFFLINE="1"))
+
+
+def test_a_revision(download: Download, hub: Hub) -> None:
+    hub.models[ID].revisions = ("v2", COMMIT)
+    assert folder_of(download(ID, "--revision", "v2")).name == COMMIT
+    assert f"the hub has no {ID} at revision v3" in complaint_of(download(ID, "--revision", "v3"))
+
+
+def test_a_private_model_needs_its_token(download: Download, hub: Hub) -> None:
+    hub.models[ID].token = "secret"
+    assert "for a private model set HF_TOKEN" in complaint_of(download(ID))
+    folder_of(download(ID, HF_TOKEN="secret"))
+
+
+@pytest.mark.parametrize(
+    ("name", "complaint"),
+    [
+        ("maker/gated", "maker/gated is gated: ask for access"),
+        ("maker/absent", "the hub has no model maker/absent, and there is no such folder here"),
+        ("not a name", "not a name is neither a local folder nor an id of the hub"),
+        ("/absent/folder", "there is no model folder /absent/folder"),
+        ("./absent", "there is no model folder absent"),
+    ],
+)
+def test_what_cannot_be_had_is_told_in_one_line(download: Download, hub: Hub, name: str, complaint: str) -> None:
+    hub.models["maker/gated"] = Repository({}, gated=True)
+    assert complaint in complaint_of(download(name))
+
+
+def test_a_hub_that_is_not_reachable(download: Download, free_port: Callable[[], int]) -> None:
+    result = download(ID, HF_ENDPOINT=f"http://127.0.0.1:{free_port()}")
+    assert f"{ID} is not on this machine, and the hub cannot be reached" in complaint_of(result)
+
+
+def test_bin_weights_are_converted(download: Download, hub: Hub) -> None:
+    hub.models[ID].files = CONFIG | {"pytorch_model.bin": pickled(WEIGHTS), "training_args.bin": b"not for us"}
+    folder = folder_of(download(ID))
+    assert torch.equal(load_file(folder / "model.safetensors")["weight"], WEIGHTS["weight"])
+    assert not (folder / "training_args.bin").exists()
+
+
+def test_a_local_folder_is_converted_in_place(download: Download, tmp_path: Path) -> None:
+    local = tmp_path / "model"
+    local.mkdir()
+    (local / "config.json").write_text("{}")
+    (local / "pytorch_model.bin").write_bytes(b"not tensors")
+    assert "pytorch_model.bin is corrupt, or holds more than tensors" in complaint_of(download(str(local)))
+    (local / "pytorch_model.bin").write_bytes(pickled(WEIGHTS))
+    assert folder_of(download(str(local))) == local
+    assert torch.equal(load_file(local / "model.safetensors")["weight"], WEIGHTS["weight"])
