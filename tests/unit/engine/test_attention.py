@@ -90,11 +90,12 @@ def run(
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (16, 1), (71, 1)])
-@pytest.mark.parametrize("kind", ["plain", "window", "softcap", "alibi", "rounded alibi"])
+@pytest.mark.parametrize("kind", ["plain", "window", "wide window", "softcap", "alibi", "rounded alibi"])
 def test_backend_equals_attention_over_the_whole_history(backend, heads, kv_heads, kind) -> None:
     variant = {
         "plain": AttentionVariant(0.2),
         "window": AttentionVariant(0.2, window=5),
+        "wide window": AttentionVariant(0.2, window=20),
         "softcap": AttentionVariant(0.2, softcap=3.0),
         "alibi": AttentionVariant(0.2, alibi_slopes=torch.linspace(0.02, 0.6, heads)),
         "rounded alibi": AttentionVariant(

@@ -165,7 +165,7 @@ void weigh_row(const Layer<T>& layer, const Item& item, int r, int64_t tile_star
   }
   const int64_t last = std::min<int64_t>(tokens, position - tile_start + 1);
   const int64_t first = variant.window ? std::max<int64_t>(0, position - variant.window + 1 - tile_start) : 0;
-  for (int j = 0; j < first; ++j) scores[j] = MASKED;
+  for (int j = 0; j < std::min<int64_t>(first, BLOCK); ++j) scores[j] = MASKED;
   for (int j = std::max<int64_t>(0, last); j < BLOCK; ++j) scores[j] = MASKED;
   Lanes highest = load(scores);
   for (int j = LANES; j < BLOCK; j += LANES) highest = larger(highest, load(scores + j));
