@@ -15,6 +15,13 @@ SHARD_FLAGS = (
     "cpu_memory",
     "cuda_memory_fraction",
     "cuda_graphs",
+    "quantize",
+    "disable_custom_kernels",
+    "kv_cache_dtype",
+    "speculate",
+    "rope_scaling",
+    "rope_factor",
+    "lora_adapters",
     "watermark_gamma",
     "watermark_delta",
     "otlp_endpoint",
@@ -22,6 +29,7 @@ SHARD_FLAGS = (
 ROUTER_FLAGS = (
     "revision",
     "json_output",
+    "log_level",
     "hostname",
     "port",
     "prometheus_port",
@@ -41,10 +49,10 @@ ROUTER_FLAGS = (
     "payload_limit",
     "tokenizer_config_path",
     "disable_grammar_support",
-    "enable_prefill_logprobs",
     "cors_allow_origin",
     "otlp_endpoint",
     "otlp_service_name",
+    "graceful_termination_timeout",
 )
 """Settings that a shard, or the router, has under the same name. The API key is not among them: see `router`."""
 
@@ -64,10 +72,13 @@ def shards(settings: LauncherSettings, sockets: list[Path]) -> list[Command]:
 
 def router(settings: LauncherSettings, folder: Path, sockets: list[Path]) -> Command:
     """Serves HTTP. The API key goes through the environment: a command line can be read by every user."""
-    arguments = _flags(settings, ROUTER_FLAGS)
-    arguments += [f"--tokenizer-name={folder}", f"--master-shard-uds-path={sockets[0]}"]
+    arguments = [*router_flags(settings, folder), f"--master-shard-uds-path={sockets[0]}"]
     environment = {"API_KEY": settings.api_key} if settings.api_key else {}
     return Command("router", _python("tgi_server.router.cli", arguments), environment)
+
+
+def router_flags(settings: LauncherSettings, folder: Path) -> list[str]:
+    return [*_flags(settings, ROUTER_FLAGS), f"--tokenizer-name={folder}"]
 
 
 def address(settings: LauncherSettings) -> tuple[str, int]:

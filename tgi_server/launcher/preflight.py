@@ -17,7 +17,12 @@ def check_tokenizer(folder: Path) -> None:
 
 
 def check_port(hostname: str, port: int, flag: str) -> None:
-    """Raises CannotStartError when `hostname` is not of this machine, or the port cannot be listened on."""
+    """Raises CannotStartError when `hostname` is not of this machine, or the port cannot be listened on.
+
+    Port 0 stands for none.
+    """
+    if port == 0:
+        return
     try:
         (family, kind, protocol, _, address), *_ = socket.getaddrinfo(hostname, port, type=socket.SOCK_STREAM)
     except OSError as error:

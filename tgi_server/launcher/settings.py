@@ -34,6 +34,8 @@ class LauncherSettings(ServiceSettings):
     model_id: str = Field(str(demo_model.PATH), description="a local folder, or an id of the hub")
     revision: str | None = Field(None, description="branch, tag or commit of the model on the hub")
     dtype: Literal["float32", "float16", "bfloat16"] | None = Field(None, description="default: the checkpoint's")
+    quantize: str | None = Field(None, description="int8: round the weights to 8 bits while loading, on a CPU")
+    disable_custom_kernels: bool = Field(False, description="use only what torch and transformers have")
     trust_remote_code: bool = Field(False, description="run the Python code that comes with the model")
     huggingface_hub_cache: Path | None = Field(None, description="where downloads from the hub are kept")
     num_shard: Count = Field(1, description="processes that run the model together, one for each GPU")
@@ -41,7 +43,7 @@ class LauncherSettings(ServiceSettings):
 
     hostname: Annotated[str, AfterValidator(_address)] = Field("0.0.0.0", description="address to listen on")
     port: Port = 3000
-    prometheus_port: Port = Field(9000, description="where /metrics is served besides the main port")
+    prometheus_port: int = Field(9000, ge=0, lt=65536, description="where /metrics is served, too; 0: nowhere")
     shard_uds_path: Path | None = Field(
         None, description="shards listen on the sockets PATH-0, PATH-1, ...; default: in a folder of their own"
     )
@@ -66,7 +68,7 @@ class LauncherSettings(ServiceSettings):
     payload_limit: Count = Field(2_000_000, description="of a request's body, in bytes")
     tokenizer_config_path: Path | None = Field(None, description="a tokenizer_config.json with a chat template")
     disable_grammar_support: bool = False
-    enable_prefill_logprobs: bool = False
+    enable_prefill_logprobs: bool = Field(False, description="for TGI's sake: a prompt's logprobs can always be had")
     cors_allow_origin: CommaSeparated[str] | None = None
     api_key: str | None = Field(None, description="generating then takes `Authorization: Bearer KEY`")
 
@@ -76,7 +78,7 @@ class LauncherSettings(ServiceSettings):
     )
     watermark_gamma: float | None = Field(None, gt=0, lt=1, description="share of the vocabulary that it favours")
     watermark_delta: float | None = Field(None, ge=0, description="how much it favours it, added to the logits")
-    graceful_termination_timeout: int = Field(90, ge=0, description="seconds for running requests after SIGTERM")
+    graceful_termination_timeout: float = Field(90, ge=0, description="seconds for running requests after SIGTERM")
 
     json_output: bool = Field(False, description="log lines as JSON objects")
     log_level: LogLevel = "INFO"
@@ -85,14 +87,12 @@ class LauncherSettings(ServiceSettings):
     env: bool = Field(False, description="print what a bug report needs")
 
     # What follows is refused when set: see tgi_server/unsupported.py.
-    quantize: str | None = None
     speculate: int | None = None
     kv_cache_dtype: str | None = None
     cuda_graphs: CommaSeparated[int] | None = None
     rope_scaling: str | None = None
     rope_factor: float | None = None
     lora_adapters: str | None = None
-    disable_custom_kernels: bool = False
     weights_cache_override: str | None = None
     usage_stats: str | None = None
 

@@ -27,6 +27,8 @@ class ShardSettings(CommandSettings):
 
     uds_path: Path = Field(Path("/tmp/text-generation-server"), description="the socket is UDS_PATH-RANK")  # noqa: S108
     dtype: Literal["float32", "float16", "bfloat16"] | None = Field(None, description="default: the checkpoint's")
+    quantize: str | None = Field(None, description="int8: round the weights to 8 bits while loading, on a CPU")
+    disable_custom_kernels: bool = Field(False, description="use only what torch and transformers have")
     cpu_memory: ByteSize | None = Field(
         None, gt=0, description="RAM for the KV cache on a CPU, such as 4GiB; default: a share of what is free"
     )
@@ -45,13 +47,11 @@ class ShardSettings(CommandSettings):
     watermark_delta: float = Field(2.0, ge=0, description="how much it favours it, added to the logits")
 
     # What follows is refused when set: see tgi_server/unsupported.py.
-    quantize: str | None = None
     speculate: int | None = None
     kv_cache_dtype: str | None = None
     rope_scaling: str | None = None
     rope_factor: float | None = None
     lora_adapters: str | None = None
-    disable_custom_kernels: bool = False
 
 
 class DownloadSettings(CommandSettings):
