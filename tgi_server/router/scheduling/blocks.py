@@ -1,0 +1,94 @@
+"""Who holds which KV block: the free list and the reference counts."""
+
+from collections import Counter
+from collections.abc import Iterable
+
+
+class BlockPool:
+    """Blocks 1 .. `blocks`; 0 is the shards' own.
+
+    A block is held by sequences (`users`) and by the prefix cache (`cached`). It is in use while a sequence holds it,
+    idle while only the cache does, and free while nobody does.
+    """
+
+    def __init__(self, blocks: int) -> None:
+        self.size = blocks
+        self.users = [0] * (blocks + 1)
+        self.cached = [0] * (blocks + 1)
+        self.idle = 0
+        self._free = list(range(blocks, 0, -1))
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    @property
+    def available(self) -> int:
+        """Blocks that can be had: free ones, and idle ones once the cache gives them up."""
+        return len(self._free) + self.idle
+
+    @property
+    def in_use(self) -> int:
+        return self.size - self.available
+
+    def take(self, blocks: int) -> list[int]:
+        """Free blocks, now in use once each. The caller has made sure that there are enough."""
+        if blocks == 0:
+            return []
+        taken = self._free[-blocks:]
+        del self._free[-blocks:]
+        assert len(taken) == blocks, f"{blocks} blocks were asked for and {len(taken)} were free"
+        for block in taken:
+            self.users[block] = 1
+        return taken
+
+    def use(self, blocks: Iterable[int]) -> None:
+        """One more sequence holds each of these; they are in use or idle."""
+        users = self.users
+        for block in blocks:
+            if users[block] == 0:
+                self.idle -= 1
+            users[block] += 1
+
+    def release(self, blocks: Iterable[int]) -> list[int]:
+        """One sequence fewer holds each of these. Returns those that became idle."""
+        users, cached = self.users, self.cached
+        idle = []
+        for block in blocks:
+            users[block] -= 1
+            if users[block] == 0:
+                if cached[block]:
+                    idle.append(block)
+                else:
+                    self._free.append(block)
+        self.idle += len(idle)
+        return idle
+
+    def cache(self, blocks: Iterable[int]) -> None:
+        """The prefix cache holds each of these once more; they are in use, or in the cache already."""
+        cached = self.cached
+        for block in blocks:
+            cached[block] += 1
+
+    def uncache(self, blocks: Iterable[int]) -> None:
+        """The prefix cache holds each of these once less; the last holder frees a block."""
+        users, cached = self.users, self.cached
+        for block in blocks:
+            cached[block] -= 1
+            if cached[block] == 0 and users[block] == 0:
+                self.idle -= 1
+                self._free.append(block)
+
+    def check(self, held: Counter[int], cached: Counter[int]) -> None:
+        """Compares the counts with what sequences and cache say that they hold. Raises AssertionError."""
+        for block in range(1, self.size + 1):
+            counts = self.users[block], self.cached[block]
+            expected = held[block], cached[block]
+            assert counts == expected, f"block {block}: (users, cached) is said to be {counts}, and is {expected}"
+        free = set(self._free)
+        assert len(free) == len(self._free), "a block is free twice"
+        assert 0 not in free, "block 0 is the shards' own"
+        unheld = {block for block in range(1, self.size + 1) if not held[block] and not cached[block]}
+        assert free == unheld, f"free but held: {free - unheld}; leaked: {unheld - free}"
+        idle = sum(1 for block in range(1, self.size + 1) if cached[block] and not held[block])
+        assert self.idle == idle, f"{self.idle} blocks are said to be idle, {idle} are"

@@ -1,0 +1,146 @@
+"""What to tell the shards next."""
+
+from dataclasses import dataclass, field
+
+from shared.stubs import generate_pb2 as pb
+from tgi_server.router.scheduling.admission import AdmissionPolicy, Reason
+from tgi_server.router.scheduling.batch import Batch
+from tgi_server.router.scheduling.memory import Memory, Verdict
+from tgi_server.router.scheduling.queue import WaitingQueue
+from tgi_server.router.scheduling.sequence import Sequence
+
+Message = pb.PrefillRequest | pb.DecodeRequest | pb.FilterBatchRequest
+
+
+@dataclass(slots=True)
+class Call:
+    """A call to be sent now.
+
+    joined: the sequences that it takes from the queue. concat: why, when others were running already.
+    """
+
+    message: Message
+    joined: list[Sequence] = field(default_factory=list)
+    concat: Reason | None = None
+
+    @property
+    def is_step(self) -> bool:
+        return not isinstance(self.message, pb.FilterBatchRequest)
+
+
+class Planner:
+    """Moves sequences from the queue into the batch and back, and says each move in a call.
+
+    The caller sends what `next_call` returns, before it changes anything else.
+    """
+
+    def __init__(
+        self, queue: WaitingQueue, batch: Batch, memory: Memory, policy: AdmissionPolicy, pipeline_depth: int
+    ) -> None:
+        self._queue = queue
+        self._batch = batch
+        self._memory = memory
+        self._policy = policy
+        self._depth = pipeline_depth
+        self._steps_since_prefill = 0
+        self._did_not_fit: tuple[int, int] | None = None  # request, and tokens held when there was no room for it
+        self.preemptions = 0
+
+    def next_call(self, steps_in_flight: int) -> Call | None:
+        """None: nothing can be said before one of the steps on their way is answered, or another request comes."""
+        batch = self._batch
+        if batch.filter_due:
+            return self._filter()
+        if steps_in_flight >= self._depth:
+            return None
+        if not self._memory.can_grow(len(batch.growing())):
+            if steps_in_flight:
+                return None  # they may free blocks, and their tokens belong to a sequence that must give way
+            self._make_room()
+            if batch.filter_due:
+                return self._filter()
+        call = self._step()
+        if call is not None:
+            batch.sent()
+            self._memory.sent()
+        return call
+
+    def _filter(self) -> Call:
+        self._batch.filter_due = False
+        return Call(pb.FilterBatchRequest(batch_id=self._batch.id, keep_request_ids=self._batch.ids()))
+
+    def _make_room(self) -> None:
+        """Preempts the youngest until all others can grow. The last one gets all that there is."""
+        while not self._memory.can_grow(len(self._batch.growing())):
+            youngest = self._batch.youngest()
+            if len(self._batch) == 1:
+                self._memory.forget(youngest)
+                return
+            self._batch.leave(youngest, ended_by_shards=False)
+            self._memory.release(youngest)
+            youngest.reset()
+            self._queue.put_back(youngest)
+            self.preemptions += 1
+
+    def _step(self) -> Call | None:
+        batch = self._batch
+        decoding = batch.decoding()
+        grants = [self._grow(sequence) for sequence in batch.growing()]
+        running = len(batch)
+        chunks: list[pb.Chunk] = []
+        budget = self._policy.prefill_budget(decoding and self._memory.chunks)
+        for sequence in batch.prefilling():
+            if budget > 0:
+                chunks.append(self._compute(sequence, budget))
+                budget -= chunks[-1].tokens
+        reason = self._policy.reason_to_admit(running, len(self._queue), self._steps_since_prefill)
+        joined = self._admit(budget, chunks) if reason is not None else []
+        self._steps_since_prefill = 0 if joined else self._steps_since_prefill + 1
+        if chunks:
+            prefill = pb.PrefillRequest(
+                batch_id=batch.id,
+                requests=[sequence.joining() for sequence in joined],
+                chunks=chunks,
+                grants=grants,
+                decode=decoding,
+            )
+            return Call(prefill, joined, reason if joined and running else None)
+        return Call(pb.DecodeRequest(batch_id=batch.id, grants=grants)) if decoding else None
+
+    def _grow(self, sequence: Sequence) -> pb.Grant:
+        block = self._memory.grow(sequence)
+        self._batch.grown(sequence)
+        return pb.Grant(request_id=sequence.id, block_ids=(block,))
+
+    def _compute(self, sequence: Sequence, budget: int) -> pb.Chunk:
+        tokens = min(sequence.remaining, budget) if self._memory.chunks else sequence.remaining
+        self._batch.compute(sequence, tokens)
+        self._memory.computed(sequence)
+        return pb.Chunk(request_id=sequence.id, tokens=tokens)
+
+    def _admit(self, budget: int, chunks: list[pb.Chunk]) -> list[Sequence]:
+        """Takes requests from the queue, in order, as long as there is room, and adds their chunks."""
+        joined: list[Sequence] = []
+        while budget > 0 and len(self._batch) < self._policy.max_batch_size:
+            sequence = self._queue.first()
+            if sequence is None or not self._fits(sequence, budget, joined):
+                break
+            self._queue.take(sequence)
+            self._batch.join(sequence)
+            joined.append(sequence)
+            chunks.append(self._compute(sequence, budget))
+            budget -= chunks[-1].tokens
+        return joined
+
+    def _fits(self, sequence: Sequence, budget: int, joined: list[Sequence]) -> bool:
+        memory = self._memory
+        if not memory.chunks and joined and sequence.remaining > budget:
+            return False
+        held = memory.held_tokens
+        if self._did_not_fit is not None and self._did_not_fit[0] == sequence.id and held >= self._did_not_fit[1] > 0:
+            return False
+        # Each running sequence is left room to grow by a block, so that the newcomer is not preempted at once.
+        growth = len(self._batch) * memory.block_size
+        verdict = memory.admit(sequence, self._policy.total_budget(held, growth))
+        self._did_not_fit = (sequence.id, held) if verdict is Verdict.FULL else None
+        return verdict is Verdict.ADMITTED

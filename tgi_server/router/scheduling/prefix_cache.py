@@ -1,0 +1,289 @@
+"""Keys and values of finished work, found again by the tokens that a prompt begins with.
+
+A radix tree over tokens. Where two token strings part, a node is split, be it inside a block: both halves then hold
+the block on the boundary. A node's first block is always filled from the block's beginning with the tokens of the
+path that leads to the node; so where parent and child both hold a block of the same index, the child's is the better
+one, and any prefix of any path can be read from the deepest node's blocks.
+"""
+
+import heapq
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import count
+
+from tgi_server.router.scheduling.blocks import BlockPool
+
+_WIDTH = 4  # bytes of a token
+
+
+@dataclass(slots=True, eq=False)
+class _Node:
+    """tokens: of the edge that leads here, 4 bytes each. start: how many tokens lie before it on its path.
+
+    blocks: that hold the edge's tokens. fresh_from, fresh_in: the tokens from `fresh_from` on are computed by the
+    call with the number `fresh_in`, and so can be used by later calls only.
+    """
+
+    parent: "_Node | None"
+    start: int
+    tokens: bytearray
+    blocks: list[int]
+    fresh_from: int
+    fresh_in: int
+    children: "dict[bytes, _Node]" = field(default_factory=dict)
+    last_used: int = 0
+    queued: bool = False
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.tokens) // _WIDTH
+
+    def usable(self, call: int) -> int:
+        """Tokens on the edge that the call with this number may use."""
+        return len(self.tokens) // _WIDTH if self.fresh_in < call else self.fresh_from - self.start
+
+
+@dataclass(slots=True)
+class Match:
+    """tokens: how many leading tokens are cached. blocks: that hold them. path: all blocks on the way in the tree.
+
+    pending: tokens beyond those that the call being built computes for somebody else.
+    """
+
+    tokens: int = 0
+    pending: int = 0
+    blocks: list[int] = field(default_factory=list)
+    path: list[int] = field(default_factory=list)
+
+
+class PrefixCache:
+    """Holds blocks of `pool`, and gives up the least recently used ones on demand.
+
+    A sequence holds all blocks on the path of its tokens (`Match.path`, or what `insert` returns) for as long as it
+    uses any of them. So below a block that no sequence holds there is none that one does: idle blocks can all be
+    evicted, from the leaves upwards.
+    """
+
+    def __init__(self, pool: BlockPool, block_size: int) -> None:
+        self._pool = pool
+        self._block_size = block_size
+        self._roots: dict[str, _Node] = {}
+        self._call = 1
+        self._clock = 0
+        self._order = count()
+        self._leaves: list[tuple[int, int, _Node]] = []  # heap of (last used, tie breaker, leaf)
+        self._parked: dict[int, _Node] = {}  # leaves that cannot be evicted, by the block in use that is their last
+
+    def sent(self) -> None:
+        """The call being built has been sent: what it computes may be used by the next one."""
+        self._call += 1
+
+    def match(self, space: str, tokens: bytes) -> Match:
+        """The longest cached prefix of `tokens` (4 bytes each). Texts of different spaces have nothing in common."""
+        match = Match()
+        size = self._block_size
+        for node, shared in self._walk(space, tokens):
+            usable = 0 if match.pending else min(shared, node.usable(self._call))
+            if usable:
+                first = node.start // size
+                blocks = node.blocks[: -(-(node.start + usable) // size) - first]
+                match.path += blocks
+                match.blocks[first:] = blocks
+                match.tokens += usable
+            match.pending += shared - usable
+        return match
+
+    def insert(self, space: str, tokens: bytes, blocks: list[int], *, fresh: bool = False) -> list[int]:
+        """Keeps what a sequence has computed; if `fresh`, what it has not it will have by the call being built.
+
+        tokens: 4 bytes each; blocks: the sequence's, the first of which hold them. Returns all blocks on their path.
+        """
+        node, matched = self._root(space), 0
+        path: list[int] = []
+        for child, shared in self._walk(space, tokens):
+            node, matched = child, child.start + shared
+            if matched < child.end:
+                node = self._split(child, matched)
+            path += node.blocks
+        end = len(tokens) // _WIDTH
+        if matched < end:
+            holding = blocks[matched // self._block_size : -(-end // self._block_size)]
+            path += self._append(node, tokens[matched * _WIDTH :], holding, self._call if fresh else 0)
+        return path
+
+    def released(self, idle: list[int]) -> None:
+        """No sequence holds these cached blocks any more."""
+        for block in idle:
+            leaf = self._parked.pop(block, None)
+            if leaf is not None:
+                self._offer(leaf)
+
+    def evict(self, blocks: int) -> None:
+        """Frees that many idle blocks, or all that there are."""
+        goal = self._pool.free + blocks
+        while self._pool.free < goal and self._leaves:
+            used, _, leaf = heapq.heappop(self._leaves)
+            leaf.queued = False
+            if leaf.children or not leaf.blocks:
+                continue  # grew, or was cut off, since it was put here
+            if used != leaf.last_used:
+                self._offer(leaf)
+            else:
+                self._trim(leaf, goal)
+
+    def clear(self) -> None:
+        """Forgets everything; blocks that sequences hold stay theirs."""
+        for node in self._nodes():
+            self._pool.uncache(node.blocks)
+            node.blocks = []
+        self._roots.clear()
+        self._leaves.clear()
+        self._parked.clear()
+
+    def check(self) -> Counter[int]:
+        """How often each block is held. Raises AssertionError when the tree is not sound."""
+        held: Counter[int] = Counter()
+        queued = {id(leaf) for _, _, leaf in self._leaves}
+        parked = {id(leaf): block for block, leaf in self._parked.items()}
+        for node in self._nodes():
+            size = self._block_size
+            held.update(node.blocks)
+            assert len(node.tokens) > 0, "an edge without tokens"
+            assert len(node.blocks) == -(-node.end // size) - node.start // size, "blocks do not cover the edge"
+            assert node.parent is not None, "a node outside the tree"
+            assert node.parent.children[bytes(node.tokens[:_WIDTH])] is node, "a child under another token"
+            assert not node.parent.blocks or node.parent.end == node.start, "a gap on the path"
+            assert node.parent.last_used >= node.last_used, "a parent was used less recently than its child"
+            if not node.children:
+                last = node.blocks[-1]
+                assert id(node) in queued or parked.get(id(node)) == last, "a leaf that cannot be evicted"
+                assert id(node) in queued or self._pool.users[last] > 0, "an idle leaf that cannot be evicted"
+        return held
+
+    def _root(self, space: str) -> _Node:
+        root = self._roots.get(space)
+        if root is None:
+            root = self._roots[space] = _Node(None, 0, bytearray(), [], 0, 0)
+        return root
+
+    def _nodes(self) -> Iterator[_Node]:
+        pending = [child for root in self._roots.values() for child in root.children.values()]
+        while pending:
+            node = pending.pop()
+            pending += node.children.values()
+            yield node
+
+    def _walk(self, space: str, tokens: bytes) -> Iterator[tuple[_Node, int]]:
+        """The nodes on the path of `tokens`, and how many tokens of each edge lie on it. Marks them as used now."""
+        self._clock += 1
+        node = self._root(space)
+        node.last_used = self._clock
+        position = 0
+        while child := node.children.get(tokens[position : position + _WIDTH]):
+            child.last_used = self._clock
+            shared = _common_prefix(child.tokens, tokens, position)
+            whole = shared == len(child.tokens)
+            yield child, shared // _WIDTH
+            if not whole:
+                return
+            position += shared
+            node = child
+
+    def _split(self, node: _Node, at: int) -> _Node:
+        """Puts a new node above `node`, which keeps the tokens from position `at` on. Returns the new one."""
+        size = self._block_size
+        cut = (at - node.start) * _WIDTH
+        first = node.start // size
+        assert node.parent is not None
+        upper = _Node(
+            node.parent,
+            node.start,
+            node.tokens[:cut],
+            node.blocks[: -(-at // size) - first],
+            min(node.fresh_from, at),
+            node.fresh_in,
+            last_used=node.last_used,
+        )
+        node.parent.children[bytes(node.tokens[:_WIDTH])] = upper
+        upper.children[bytes(node.tokens[cut : cut + _WIDTH])] = node
+        if at % size:
+            self._pool.cache([node.blocks[at // size - first]])
+        node.parent = upper
+        del node.tokens[:cut]
+        del node.blocks[: at // size - first]
+        node.start = at
+        node.fresh_from = max(node.fresh_from, at)
+        return upper
+
+    def _append(self, node: _Node, tokens: bytes, blocks: list[int], fresh_in: int) -> list[int]:
+        """Continues the path that ends with `node`: by a longer edge where that is a leaf, else by a new leaf.
+
+        blocks: that hold `tokens`; the first may hold tokens of `node` as well. Returns blocks that joined the path.
+        """
+        position = node.end
+        boundary = position % self._block_size != 0
+        if node.blocks and not node.children and (not boundary or node.blocks[-1] == blocks[0]):
+            self._parked.pop(node.blocks[-1], None)
+            added = blocks[1:] if boundary else blocks
+            if node.fresh_in < fresh_in:
+                node.fresh_from, node.fresh_in = position, fresh_in
+            node.tokens += tokens
+            node.blocks += added
+            leaf = node
+        else:
+            added = list(blocks)
+            leaf = _Node(node, position, bytearray(tokens), added[:], position, fresh_in, last_used=self._clock)
+            node.children[tokens[:_WIDTH]] = leaf
+        self._pool.cache(added)
+        self._offer(leaf)
+        return added
+
+    def _offer(self, leaf: _Node) -> None:
+        if not leaf.queued:
+            leaf.queued = True
+            heapq.heappush(self._leaves, (leaf.last_used, next(self._order), leaf))
+
+    def _trim(self, leaf: _Node, goal: int) -> None:
+        """Gives up the leaf's blocks from its end, until the pool has `goal` free ones or one is in use."""
+        pool, size = self._pool, self._block_size
+        while pool.free < goal:
+            last = leaf.blocks[-1]
+            if pool.users[last]:
+                self._parked[last] = leaf
+                return
+            if len(leaf.blocks) == 1:
+                self._cut_off(leaf)
+            else:
+                del leaf.tokens[((leaf.end - 1) // size * size - leaf.start) * _WIDTH :]
+                leaf.blocks.pop()
+            pool.uncache((last,))
+            if not leaf.blocks:
+                return
+        self._offer(leaf)
+
+    def _cut_off(self, leaf: _Node) -> None:
+        """Takes the leaf out of the tree; its parent may be a leaf then."""
+        parent = leaf.parent
+        assert parent is not None
+        del parent.children[bytes(leaf.tokens[:_WIDTH])]
+        leaf.blocks = []
+        if parent.blocks and not parent.children:
+            self._offer(parent)
+
+
+def _common_prefix(edge: bytearray, tokens: bytes, offset: int) -> int:
+    """Bytes, whole tokens only, that `edge` and `tokens` from `offset` on have in common.
+
+    Compares slices, halving them where they differ: a long prompt costs a few memory compares, not a loop.
+    """
+    low, high = 0, min(len(edge), len(tokens) - offset)
+    if edge[:high] == tokens[offset : offset + high]:
+        return high
+    while high - low > _WIDTH:
+        middle = low + (high - low) // (2 * _WIDTH) * _WIDTH
+        if edge[low:middle] == tokens[offset + low : offset + middle]:
+            low = middle
+        else:
+            high = middle
+    return low
