@@ -18,6 +18,7 @@ class PackedLinear(nn.Module):
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
+        self.weight = weight.new_empty(0)  # some models ask for its dtype
         self._pack(weight, bias)
 
     def _pack(self, weight: Tensor, bias: Tensor | None) -> None:

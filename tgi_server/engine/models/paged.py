@@ -7,14 +7,12 @@ from transformers import PreTrainedModel
 from tgi_server.engine.attention.base import AttentionBackend, Chunk, Step
 from tgi_server.engine.errors import NotEnoughMemory
 from tgi_server.engine.memory import cache_bytes
-from tgi_server.engine.models.limits import position_limit
+from tgi_server.engine.models.limits import UNBOUNDED_POSITIONS, position_limit, warm_up_tokens
 from tgi_server.engine.models.paged_cache import PagedCache
+from tgi_server.engine.models.rope import LengthDependentRope
 from tgi_server.engine.models.runner import Capacity, PromptChunk, Runner
 from tgi_server.engine.parameters import StoppingParameters
 from tgi_server.engine.sequence import Sequence
-
-UNBOUNDED_POSITIONS = 1 << 20
-CPU_WARM_UP_TOKENS = 32
 
 
 class PagedRunner(Runner):
@@ -38,6 +36,7 @@ class PagedRunner(Runner):
         self.block_size = backend.block_size
         self._memory_fraction = memory_fraction
         self._cpu_memory = cpu_memory
+        self._rope = LengthDependentRope(model)
         self._cache = PagedCache(backend)
         self._cache.attach(model)
 
@@ -57,6 +56,7 @@ class PagedRunner(Runner):
             )
         total = min(limit, num_blocks * size)
         self._allocate(max_batch_size, num_blocks, total)
+        self._rope.fix(total)
         return Capacity(num_blocks, size, max_total_tokens=total, max_batch_total_tokens=num_blocks * size)
 
     def forward(self, decoding: int, chunks: list[PromptChunk]) -> Tensor:
@@ -179,12 +179,8 @@ class PagedRunner(Runner):
         self._passes = 0
 
     def _run_largest(self, max_batch_size: int, max_prefill_tokens: int) -> None:
-        """Runs a prompt as long as a step may compute, so that what is free afterwards is free for good.
-
-        On a CPU a shorter one does: memory is not fixed there, and only first-use work is to be got out of the way.
-        """
-        tokens = max_prefill_tokens if self._device.type == "cuda" else min(max_prefill_tokens, CPU_WARM_UP_TOKENS)
-        tokens = min(tokens, position_limit(self._model.config) or tokens)
+        """Runs a prompt as long as a step may compute, and a step after it."""
+        tokens = warm_up_tokens(self._model.config, self._device, max_prefill_tokens)
         blocks = -(-tokens // self._backend.block_size)
         self._allocate(max_batch_size, blocks, tokens + 1)
         sequence = Sequence(0, [0] * tokens, StoppingParameters(2), blocks=list(range(1, blocks + 1)))

@@ -1,0 +1,135 @@
+"""Tiny random models of every architecture that the engine names, in the folders that `transformers` saves.
+
+    folder = make("llama", tmp_path / "llama", num_hidden_layers=3)
+
+Matrices are scaled up, so that the most likely token is clear and depends on every part of the model.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
+
+VOCAB_SIZE = 199
+WINDOW = 8
+"""Tokens that sliding-window layers see: few, so that every test looks past them."""
+SCALE = 6.0
+"""By how much matrices exceed the usual initial weights, whose deviation is 0.02."""
+
+Settings = dict[str, Any]
+
+_SMALL: Settings = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "tie_word_embeddings": False,
+}
+_TIED: Settings = {"tie_word_embeddings": True}
+_GATED: Settings = {"intermediate_size": 96, "num_key_value_heads": 2}
+_MIXED_WINDOWS: Settings = {"num_hidden_layers": 4, "sliding_window": WINDOW}
+_GEMMA: Settings = _GATED | {"head_dim": 32, "query_pre_attn_scalar": 24}
+_OPT: Settings = {"ffn_dim": 96, "word_embed_proj_dim": 64}
+_FALCON_GROUPED: Settings = {"new_decoder_architecture": True, "num_kv_heads": 2}
+_T5: Settings = {"d_kv": 16, "d_ff": 96, "num_layers": 2, "num_decoder_layers": 2, "decoder_start_token_id": 0}
+
+
+def _rope(kind: str, **settings: Any) -> Settings:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0} | settings}
+
+
+_LLAMA3 = _rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32)
+_LONGROPE = _rope(
+    "longrope",
+    short_factor=[1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7],
+    long_factor=[1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0],
+    original_max_position_embeddings=32,
+)
+
+ARCHITECTURES: dict[str, tuple[str, Settings]] = {
+    "bart": ("bart", {"d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "decoder_start_token_id": 2}),
+    "bloom": ("bloom", {}),
+    "bloom_6_heads": ("bloom", {"num_attention_heads": 6, "hidden_size": 96}),
+    "code_llama": ("llama", _GATED | _rope("default", rope_theta=1000000.0)),
+    "cohere": ("cohere", _GATED),
+    "cohere_qk_norm": ("cohere", _GATED | {"use_qk_norm": True}),
+    "falcon_7b": ("falcon", {"multi_query": True}),
+    "falcon_11b": ("falcon", _FALCON_GROUPED | {"num_ln_in_parallel_attn": 1}),
+    "falcon_40b": ("falcon", _FALCON_GROUPED),
+    "falcon_rw": (
+        "falcon",
+        {"alibi": True, "multi_query": False, "parallel_attn": False, "bias": True}
+        | {"num_attention_heads": 12, "hidden_size": 192},
+    ),
+    "flan_t5": ("t5", _T5 | {"feed_forward_proj": "gated-gelu"}),
+    "galactica": ("opt", _OPT | {"activation_function": "gelu", "enable_bias": False}),
+    "gemma": ("gemma", _GATED | {"head_dim": 16}),
+    "gemma2": (
+        "gemma2",
+        _GEMMA | _MIXED_WINDOWS | {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 10.0},
+    ),
+    "gemma3_text": ("gemma3_text", _GEMMA | _MIXED_WINDOWS),
+    "gpt2": ("gpt2", _TIED),
+    "gpt_neo": (
+        "gpt_neo",
+        {"attention_types": [[["global", "local"], 1]], "window_size": WINDOW},
+    ),
+    "gpt_neox": ("gpt_neox", {"intermediate_size": 96}),
+    "gpt_neox_serial": ("gpt_neox", {"intermediate_size": 96, "use_parallel_residual": False}),
+    "gptj": ("gptj", {"rotary_dim": 8}),
+    "llama": ("llama", _GATED),
+    "llama_dynamic": ("llama", _GATED | _rope("dynamic", factor=2.0) | {"max_position_embeddings": 32}),
+    "llama_head_dim_24": ("llama", _GATED | {"head_dim": 24}),
+    "llama_linear": ("llama", _GATED | _rope("linear", factor=2.0)),
+    "llama3": ("llama", _GATED | _LLAMA3),
+    "llama_yarn": ("llama", _GATED | _rope("yarn", factor=4.0, original_max_position_embeddings=64)),
+    "mamba": ("mamba", {"state_size": 8}),
+    "mistral": ("mistral", _GATED | {"sliding_window": WINDOW}),
+    "mixtral": ("mixtral", _GATED | {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "mpt": ("mpt", {"max_seq_len": 256}),
+    "mpt_6_heads": ("mpt", {"num_attention_heads": 6, "hidden_size": 96, "attn_config": {"clip_qkv": 2.0}}),
+    "olmo2": ("olmo2", _GATED),
+    "opt": ("opt", _OPT | _TIED),
+    "opt_350m": ("opt", _OPT | {"word_embed_proj_dim": 32, "do_layer_norm_before": False}),
+    "phi3": ("phi3", _GATED | {"sliding_window": WINDOW}),
+    "phi3_longrope": ("phi3", _GATED | _LONGROPE | {"original_max_position_embeddings": 32}),
+    "qwen2": ("qwen2", _GATED),
+    "qwen2_windows": ("qwen2", _GATED | _MIXED_WINDOWS | {"use_sliding_window": True, "max_window_layers": 2}),
+    "qwen3": ("qwen3", _GATED | {"head_dim": 32}),
+    "qwen3_moe": (
+        "qwen3_moe",
+        _GATED | {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48},
+    ),
+    "santacoder": ("gpt_bigcode", {"multi_query": True}),
+    "gpt_bigcode_multi_head": ("gpt_bigcode", {"multi_query": False}),
+    "starcoder": ("gpt_bigcode", {"multi_query": True, "num_attention_heads": 48, "hidden_size": 768}),
+    "starcoder2": ("starcoder2", _GATED | {"sliding_window": WINDOW}),
+    "t5": ("t5", _T5 | _TIED),
+}
+"""By name: the `model_type` of its config.json, and what differs there from the smallest model."""
+
+
+def make(architecture: str, folder: Path, **overrides: Any) -> Path:
+    """Saves a model of the architecture in a folder and returns it. overrides: settings of its config.json."""
+    build(architecture, **overrides).save_pretrained(folder)
+    return folder
+
+
+def build(architecture: str, **overrides: Any) -> PreTrainedModel:
+    """A model of the architecture in float32, the same at every call."""
+    model_type, settings = ARCHITECTURES[architecture]
+    config = AutoConfig.for_model(model_type, **_SMALL | settings | overrides)
+    factory = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = factory.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(SCALE)
+    return model.eval()

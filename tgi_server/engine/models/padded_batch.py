@@ -1,0 +1,169 @@
+"""Sequences of different lengths as the rows of one batch, filled up to the longest.
+
+Text that grows is padded on the left, so that every row's next token comes at the same place; what an encoder read is
+padded on the right, so that it keeps its positions.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache, DynamicCache, EncoderDecoderCache, PretrainedConfig
+from transformers.cache_utils import (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionLayer,
+)
+
+from tgi_server.engine.errors import UnsupportedModel
+
+LENGTH_OF_KEYS = 2
+"""The axis of keys and values, [rows, heads, tokens, head_dim], along which sequences differ."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """owner[key] is a tensor with one row for each sequence, padded along `axis`; None: all rows are of one size."""
+
+    owner: dict[Any, Tensor]
+    key: Any
+    axis: int | None
+    left: bool = True
+
+
+class PaddedBatch:
+    """What a model remembers of each sequence, and how long each is.
+
+    cache: what the model's own code reads and extends. lengths: tokens of each row in it.
+    mask: [rows, longest] int64; 0 where a row is padded.
+    encoder_lengths, encoder_mask, encoder_states: of what an encoder read; empty without an encoder.
+    """
+
+    def __init__(self, cache: Cache, lengths: list[int], mask: Tensor, encoded: "Encoded | None" = None) -> None:
+        self.cache = cache
+        self.lengths = lengths
+        self.encoder_lengths = encoded.lengths if encoded else []
+        self._tensors = {"mask": mask, "positions": torch.tensor(lengths, device=mask.device)}
+        self._encoder_tensors = {"mask": encoded.mask, "states": encoded.states} if encoded else {}
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def mask(self) -> Tensor:
+        return self._tensors["mask"]
+
+    @property
+    def positions(self) -> Tensor:
+        """[rows] int64: where each row's next token stands in its sequence."""
+        return self._tensors["positions"]
+
+    @property
+    def encoder_mask(self) -> Tensor:
+        return self._encoder_tensors["mask"]
+
+    @property
+    def encoder_states(self) -> Tensor:
+        """[rows, longest, hidden_size]"""
+        return self._encoder_tensors["states"]
+
+    def grow(self) -> None:
+        """Every row gets one more token: call it when the model is about to compute that."""
+        ones = self.mask.new_ones(len(self), 1)
+        self._tensors["mask"] = torch.cat([self.mask, ones], dim=1)
+        self._tensors["positions"] = self.positions + 1
+        self.lengths = [length + 1 for length in self.lengths]
+
+    def append(self, other: "PaddedBatch") -> None:
+        """The other batch's rows come after this one's."""
+        for mine, theirs in zip(self._places(), other._places(), strict=True):
+            own, new = mine.owner[mine.key], theirs.owner[theirs.key]
+            if mine.axis is not None:
+                longest = max(own.shape[mine.axis], new.shape[mine.axis])
+                own, new = (_widen(tensor, mine.axis, longest, mine.left) for tensor in (own, new))
+            mine.owner[mine.key] = torch.cat([own, new])
+        self.lengths = self.lengths + other.lengths
+        self.encoder_lengths = self.encoder_lengths + other.encoder_lengths
+
+    def select(self, rows: list[int]) -> None:
+        """Row i is what was row rows[i]; padding that no row needs any more goes."""
+        index = torch.tensor(rows, device=self.mask.device)
+        self.lengths = [self.lengths[row] for row in rows]
+        self.encoder_lengths = [self.encoder_lengths[row] for row in rows] if self.encoder_lengths else []
+        for place in self._places():
+            tensor = place.owner[place.key]
+            if place.axis is not None:
+                longest = max(self.lengths if place.left else self.encoder_lengths)
+                first = tensor.shape[place.axis] - longest if place.left else 0
+                tensor = tensor.narrow(place.axis, first, longest)
+            place.owner[place.key] = tensor.index_select(0, index)
+
+    def bytes_per_token(self) -> int:
+        """What a sequence's next token takes up, or its next input token where an encoder reads those."""
+        own = [_bytes(place) for place in self._places() if place.axis is not None and place.left]
+        encoded = [_bytes(place) for place in self._places() if place.axis is not None and not place.left]
+        return max(sum(own), sum(encoded))
+
+    def _places(self) -> Iterator[_Place]:
+        yield _Place(self._tensors, "positions", None)
+        yield _Place(self._tensors, "mask", 1)
+        for key in self._encoder_tensors:
+            yield _Place(self._encoder_tensors, key, 1, left=False)
+        if isinstance(self.cache, EncoderDecoderCache):
+            yield from _cached(self.cache.self_attention_cache, left=True)
+            yield from _cached(self.cache.cross_attention_cache, left=False)
+        else:
+            yield from _cached(self.cache, left=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """What an encoder made of some prompts. states: [rows, longest, hidden_size]; mask: [rows, longest] int64."""
+
+    states: Tensor
+    mask: Tensor
+    lengths: list[int]
+
+
+def new_cache(config: PretrainedConfig) -> DynamicCache:
+    """A cache whose rows can be padded, joined and taken out.
+
+    Layers that only see a window keep everything: rows of different lengths have their windows at different places.
+    Raises UnsupportedModel for a model with another kind of memory.
+    """
+    cache = DynamicCache(config=config)
+    for index, layer in enumerate(cache.layers):
+        if type(layer) is DynamicSlidingWindowLayer:
+            cache.layers[index] = DynamicLayer()
+        elif type(layer) not in (DynamicLayer, LinearAttentionLayer, LinearAttentionAndFullAttentionLayer):
+            raise UnsupportedModel(f"{config.model_type} models are not supported: {type(layer).__name__} in the cache")
+    return cache
+
+
+def _cached(cache: Cache, left: bool) -> Iterator[_Place]:
+    for layer in cache.layers:
+        if getattr(layer, "keys", None) is not None:
+            yield _Place(vars(layer), "keys", LENGTH_OF_KEYS, left)
+            yield _Place(vars(layer), "values", LENGTH_OF_KEYS, left)
+        for states in (getattr(layer, "conv_states", {}), getattr(layer, "recurrent_states", {})):
+            yield from (_Place(states, key, None) for key, state in states.items() if state is not None)
+
+
+def _widen(tensor: Tensor, axis: int, length: int, left: bool) -> Tensor:
+    missing = length - tensor.shape[axis]
+    if not missing:
+        return tensor
+    shape = list(tensor.shape)
+    shape[axis] = missing
+    padding = tensor.new_zeros(shape)
+    return torch.cat([padding, tensor] if left else [tensor, padding], dim=axis)
+
+
+def _bytes(place: _Place) -> int:
+    """Of one row's entry at one place along the axis."""
+    assert place.axis is not None
+    tensor = place.owner[place.key]
+    return tensor.nbytes // (tensor.shape[0] * tensor.shape[place.axis])

@@ -1,0 +1,49 @@
+"""Rotary position embeddings whose frequencies depend on how long a text is: the types "dynamic" and "longrope".
+
+`transformers` chooses their frequencies anew in every pass, by the furthest position in it. In a batch one request's
+length would so change another's tokens, and cached keys would stand beside keys of other frequencies. Here they are
+chosen once, for the longest text that is accepted; vLLM decides in the same way. As long as that is no longer than
+what the model was first trained on, every request gets what it would get alone.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+_FIXED = "fixed"
+
+
+class LengthDependentRope:
+    """A model's rotary embeddings of these types; most models have none."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modules: list[tuple[Any, Any]] = [
+            (module, kind) for module in model.modules() if _depends(kind := _kind(module))
+        ]
+
+    def fix(self, length: int) -> None:
+        """From here on the frequencies are those of a text of `length` tokens, whatever a pass holds."""
+        for module, kind in self._modules:
+            module.rope_type = kind
+            for layer_type in kind if isinstance(kind, dict) else (None,):
+                _visit(module, 0, layer_type)  # forgets the length of the last visit
+                _visit(module, length - 1, layer_type)
+            module.rope_type = dict.fromkeys(kind, _FIXED) if isinstance(kind, dict) else _FIXED
+
+
+def _kind(module: nn.Module) -> Any:
+    """A type, or with Gemma's models one for each type of layer."""
+    return getattr(module, "rope_type", None)
+
+
+def _depends(kind: Any) -> bool:
+    if isinstance(kind, dict):
+        return any(_depends(each) for each in kind.values())
+    return isinstance(kind, str) and ("dynamic" in kind or kind == "longrope")
+
+
+def _visit(module: nn.Module, position: int, layer_type: str | None) -> None:
+    device = next(module.buffers()).device
+    options = {} if layer_type is None else {"layer_type": layer_type}
+    module(torch.zeros(1, device=device), torch.tensor([[position]], device=device), **options)
