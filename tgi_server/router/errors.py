@@ -78,3 +78,13 @@ class ClientGone(RouterError):
 
     status = 499
     error_type = "cancelled"
+
+
+class NoSuchRoute(RouterError):
+    """No such path, or not with this method."""
+
+    error_type = "not_found"
+
+    def __init__(self, message: str, status: int = 404) -> None:
+        super().__init__(message)
+        self.status = status

@@ -19,8 +19,10 @@ def requested_grammar(requested: schemas.GrammarType | None) -> Grammar | None:
 
     Raises InvalidRequest for a JSON schema that is none.
     """
-    match requested and requested.root:
-        case None | schemas.PlainText():
+    if requested is None:
+        return None
+    match requested.root:
+        case schemas.PlainText():
             return None
         case schemas.RegexGrammar(value=regex):
             return Grammar(GrammarType.REGEX, regex)

@@ -10,12 +10,12 @@ class StopSequences:
     the beginning of a stop sequence is held back until it is certain that it is not.
     """
 
-    __slots__ = ("_buffer", "_longest", "_reveal", "_sequences")
+    __slots__ = ("_buffer", "_longest", "_sequences", "reveal")
 
     def __init__(self, sequences: Sequence[str], *, reveal: bool) -> None:
         self._sequences = tuple(sequences)
         self._longest = max(map(len, sequences))
-        self._reveal = reveal
+        self.reveal = reveal
         # With `reveal`, the end of what was passed on; else what is held back.
         self._buffer = ""
 
@@ -31,10 +31,10 @@ class StopSequences:
         found = self._first(seen)
         if found is not None:
             start, sequence = found
-            shown = seen[len(self._buffer) : start + len(sequence)] if self._reveal else seen[:start]
+            shown = seen[len(self._buffer) : start + len(sequence)] if self.reveal else seen[:start]
             self._buffer = ""
             return shown, True
-        if self._reveal:
+        if self.reveal:
             self._buffer = seen[-self._longest + 1 :] if self._longest > 1 else ""
             return text, False
         held = self._held(seen)
@@ -43,7 +43,7 @@ class StopSequences:
 
     def flush(self) -> str:
         """What was held back, once nothing more comes."""
-        held, self._buffer = ("" if self._reveal else self._buffer), ""
+        held, self._buffer = ("" if self.reveal else self._buffer), ""
         return held
 
     def _first(self, text: str) -> tuple[int, str] | None:

@@ -50,13 +50,13 @@ class TokenizerThreads:
     """Runs tokenising, and what else takes time, outside the event loop."""
 
     def __init__(self, tokenizer: TextTokenizer, workers: int) -> None:
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._pool = ThreadPoolExecutor(max_workers=workers, thread_name_prefix="validation")
 
     async def encode(self, text: str, *, add_special_tokens: bool) -> Encoding:
         if len(text) <= _SHORT:
-            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        return await self.run(lambda: self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
+            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return await self.run(lambda: self.tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
     async def run(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
@@ -114,6 +114,7 @@ def _obey(tokenizer: Tokenizer, config: TokenizerConfig) -> None:
     want_eos = has_eos if config.add_eos_token is None or not isinstance(eos, int) else config.add_eos_token
     if (want_bos, want_eos) == (has_bos, has_eos):
         return
-    tokens = [(config.bos_token, bos)] * want_bos, [(config.eos_token, eos)] * want_eos
-    single = " ".join([*(name for name, _ in tokens[0]), "$A", *(name for name, _ in tokens[1])])
-    tokenizer.post_processor = TemplateProcessing(single=single, special_tokens=tokens[0] + tokens[1])
+    before = [(str(config.bos_token), bos)] * want_bos
+    after = [(str(config.eos_token), eos)] * want_eos
+    single = " ".join([*(name for name, _ in before), "$A", *(name for name, _ in after)])
+    tokenizer.post_processor = TemplateProcessing(single=single, special_tokens=before + after)

@@ -1,4 +1,4 @@
-"""Writes a `tokenizer.json` for a model that has only older tokenizer files: `python -m ... MODEL_FOLDER OUTPUT_FOLDER`.
+"""Writes a `tokenizer.json` for a model that has only older tokenizer files: `... MODEL_FOLDER OUTPUT_FOLDER`.
 
 Runs as a process of its own, so that the router itself never loads `transformers`.
 """

@@ -1,12 +1,12 @@
 """From what a client asks for to what the scheduler takes: every limit checked, the prompt as tokens."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tgi_server.router.errors import InvalidRequest
 from tgi_server.router.grammar import grammar_fault, requested_grammar
 from tgi_server.router.messages import Grammar, Limits, SamplingParameters
-from tgi_server.router.parameters import check_amounts, check_best_of, check_streaming, sampling_parameters
+from tgi_server.router.parameters import check_amounts, check_best_of, check_streaming, random_seed, sampling_parameters
 from tgi_server.router.schemas.generate import GenerateParameters
 from tgi_server.router.tokenization import TokenizerThreads
 
@@ -31,6 +31,11 @@ class CheckedRequest:
     @property
     def seed(self) -> int | None:
         return self.sampling.seed if self.sampling.do_sample else None
+
+    def times(self, sequences: int) -> "list[CheckedRequest]":
+        """The request so many times over; all but the first with seeds of their own."""
+        others = (replace(self.sampling, seed=random_seed()) for _ in range(sequences - 1))
+        return [self, *(replace(self, sampling=sampling) for sampling in others)]
 
 
 class Validator:

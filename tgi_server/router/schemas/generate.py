@@ -1,9 +1,8 @@
 """/generate, /generate_stream and /, as TGI has them."""
 
-from enum import Enum
-
 from pydantic import Field
 
+from tgi_server.router.messages import FinishReason
 from tgi_server.router.schemas.base import Int32, RequestModel, ResponseModel, Seed, UnsignedInt
 from tgi_server.router.schemas.grammar import GrammarType
 
@@ -60,12 +59,6 @@ class CompatGenerateRequest(GenerateRequest):
     stream: bool = False
 
 
-class FinishReason(str, Enum):
-    length = "length"
-    eos_token = "eos_token"
-    stop_sequence = "stop_sequence"
-
-
 class PrefillToken(ResponseModel):
     id: UnsignedInt
     text: str
@@ -86,7 +79,7 @@ class BestOfSequence(ResponseModel):
     seed: Seed | None = None
     prefill: list[PrefillToken]
     tokens: list[Token]
-    top_tokens: list[list[Token]] = []
+    top_tokens: list[list[Token]] = Field(default=[])
 
 
 class Details(ResponseModel):
@@ -95,7 +88,7 @@ class Details(ResponseModel):
     seed: Seed | None = None
     prefill: list[PrefillToken]
     tokens: list[Token]
-    top_tokens: list[list[Token]] = []
+    top_tokens: list[list[Token]] = Field(default=[])
     best_of_sequences: list[BestOfSequence] | None = None
 
 
@@ -114,6 +107,6 @@ class StreamDetails(ResponseModel):
 class StreamResponse(ResponseModel):
     index: UnsignedInt
     token: Token
-    top_tokens: list[Token] = []
+    top_tokens: list[Token] = Field(default=[])
     generated_text: str | None = None
     details: StreamDetails | None = None

@@ -45,9 +45,7 @@ class PlainText(RequestModel):
 
 class GrammarType(
     RootModel[
-        Annotated[
-            JsonGrammar | JsonSchemaGrammar | RegexGrammar | LarkGrammar | PlainText, Field(discriminator="type")
-        ]
+        Annotated[JsonGrammar | JsonSchemaGrammar | RegexGrammar | LarkGrammar | PlainText, Field(discriminator="type")]
     ]
 ):
     model_config = ConfigDict(strict=True, frozen=True)

@@ -1,0 +1,1 @@
+"""The HTTP routes: one file for each family, and what they share."""

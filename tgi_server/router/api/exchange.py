@@ -1,0 +1,162 @@
+"""One client's request, from its arrival to the last byte of its answer."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from time import perf_counter
+from typing import TypeVar
+
+from pydantic import BaseModel
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tgi_server.router.api.body import parse, read_body
+from tgi_server.router.api.streaming import EventStream
+from tgi_server.router.errors import ClientGone, RouterError
+from tgi_server.router.messages import ValidRequest
+from tgi_server.router.metrics import RequestTimes
+from tgi_server.router.service import Service
+from tgi_server.router.sinks import SequenceSink
+from tgi_server.router.validation import CheckedRequest
+
+logger = logging.getLogger(__name__)
+
+M = TypeVar("M", bound=BaseModel)
+
+
+class Exchange:
+    """Holds a request's places among those in flight, its clock, its span, and the sequences generated for it.
+
+    Every exchange that was opened is closed once: then its unfinished sequences are cancelled, its places given
+    back, and its metrics and its log line written.
+    """
+
+    def __init__(self, service: Service, request: Request) -> None:
+        self.service = service
+        self.request = request
+        self.path: str = request.scope["path"]
+        self.arrived = perf_counter()
+        self.span = service.tracer.start(self.path, request.headers)
+        self._sequences: list[tuple[int, SequenceSink]] = []
+        self._places = 0
+        self._closed = False
+
+    def open(self) -> None:
+        """Raises Overloaded when as many requests are in flight as may be."""
+        self.service.metrics.requests.received()
+        self.reserve(1)
+
+    def reserve(self, places: int) -> None:
+        """Takes further places, for a request that needs several sequences. Raises Overloaded."""
+        self.service.capacity.take(places)
+        self._places += places
+
+    async def read(self, model: type[M]) -> M:
+        return parse(model, await read_body(self.request, self.service.payload_limit))
+
+    def submit(self, checked: CheckedRequest, sink: SequenceSink, *, logprobs: bool) -> None:
+        """Queues a sequence; its tokens go to `sink`."""
+        service = self.service
+        request_id = next(service.request_ids)
+        self._sequences.append((request_id, sink))
+        service.metrics.requests.validated(len(checked.input_ids), checked.max_new_tokens)
+        service.submitter.submit(
+            ValidRequest(
+                id=request_id,
+                input_ids=checked.input_ids,
+                max_new_tokens=checked.max_new_tokens,
+                sink=sink,
+                sampling=checked.sampling,
+                ignore_eos=checked.ignore_eos,
+                logprobs=logprobs,
+                top_n_tokens=checked.top_n_tokens,
+                prefill_logprobs=checked.prefill_logprobs,
+                grammar=checked.grammar,
+                trace_context=service.tracer.context(self.span),
+            )
+        )
+
+    def cancel(self, sink: SequenceSink) -> None:
+        """Forgets one sequence."""
+        for request_id, each in self._sequences:
+            if each is sink:
+                self.service.submitter.cancel(request_id)
+        self._sequences = [pair for pair in self._sequences if pair[1] is not sink]
+
+    def times(self) -> RequestTimes:
+        """Where the time went; of several sequences, for the one that took longest."""
+        slowest = max((sink for _, sink in self._sequences), key=lambda sink: sink.ended_at)
+        inference = slowest.ended_at - slowest.started_at
+        return RequestTimes(
+            total=perf_counter() - self.arrived,
+            validation=slowest.queued_at - self.arrived,
+            queue=slowest.started_at - slowest.queued_at,
+            inference=inference,
+            per_token=inference / max(slowest.generated_tokens, 1),
+        )
+
+    def close(self, error: BaseException | None = None) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self.service.capacity.give_back(self._places)
+        for request_id, sink in self._sequences:
+            if sink.finish_reason is None:
+                self.service.submitter.cancel(request_id)
+        if error is None and self._sequences:
+            self._succeeded()
+        else:
+            self._failed(error)
+
+    def _succeeded(self) -> None:
+        times = self.times()
+        generated = sum(sink.generated_tokens for _, sink in self._sequences)
+        self.service.metrics.requests.succeeded(times, generated)
+        fields: dict[str, str | int | float] = {
+            "total_time": _milliseconds(times.total),
+            "validation_time": _milliseconds(times.validation),
+            "queue_time": _milliseconds(times.queue),
+            "inference_time": _milliseconds(times.inference),
+            "time_per_token": _milliseconds(times.per_token),
+            "prompt_tokens": sum(sink.input_length for _, sink in self._sequences),
+            "generated_tokens": generated,
+        }
+        logger.info("%s answered", self.path, extra=fields)
+        self.service.tracer.end(self.span, fields, None)
+
+    def _failed(self, error: BaseException | None) -> None:
+        told = error if isinstance(error, RouterError) else ClientGone("the client left")
+        self.service.metrics.requests.failed(told.error_type)
+        level = logging.ERROR if told.status in (424, 500) else logging.INFO
+        fields = {"error_type": told.error_type, "total_time": _milliseconds(perf_counter() - self.arrived)}
+        logger.log(level, "%s failed: %s", self.path, told, extra=fields)
+        self.service.tracer.end(self.span, fields, str(told))
+
+
+async def answer(service: Service, request: Request, handle: Callable[[Exchange], Awaitable[Response]]) -> Response:
+    """Runs `handle` in an exchange. A stream goes on after it, and closes the exchange itself.
+
+    Raises RouterError.
+    """
+    exchange = Exchange(service, request)
+    try:
+        exchange.open()
+        response = await handle(exchange)
+    except asyncio.CancelledError as error:
+        exchange.close(error)
+        raise
+    except RouterError as error:
+        exchange.close(error)
+        raise
+    except Exception:
+        logger.exception("%s could not be handled", exchange.path)
+        failure = RouterError("the server failed to handle the request")
+        exchange.close(failure)
+        raise failure from None
+    if not isinstance(response, EventStream):
+        exchange.close()
+    return response
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1000:.3f}ms"

@@ -1,0 +1,62 @@
+"""The ASGI application: all routes, errors, and who may call."""
+
+from collections.abc import Sequence
+
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tgi_server.router.api.access import ApiKeyMiddleware
+from tgi_server.router.api.answers import error_answer
+from tgi_server.router.api.compatibility import compatibility_routes
+from tgi_server.router.api.generate import generate_routes
+from tgi_server.router.api.probes import probe_routes
+from tgi_server.router.errors import NoSuchRoute, RouterError
+from tgi_server.router.service import Service
+
+
+def create_app(service: Service, *, api_key: str | None = None, cors_origins: Sequence[str] = ()) -> FastAPI:
+    """api_key: what generation wants as a bearer token; None: nothing. cors_origins: who may call from a browser."""
+    app = FastAPI(
+        title="Oatmill text generation",
+        summary="A text-generation server with TGI's interface.",
+        version=service.model.version,
+        license_info={"name": "Apache 2.0", "identifier": "Apache-2.0"},
+        docs_url=None,
+        redoc_url=None,
+        openapi_url="/openapi.json",
+        middleware=_middleware(api_key, cors_origins),
+    )
+    for routes in (generate_routes, compatibility_routes, probe_routes):
+        app.include_router(routes(service), tags=["Text generation"])
+    app.add_exception_handler(RouterError, _answer_error)
+    app.add_exception_handler(HTTPException, _answer_http_error)
+    return app
+
+
+def _middleware(api_key: str | None, cors_origins: Sequence[str]) -> list[Middleware]:
+    middleware: list[Middleware] = []
+    if cors_origins:
+        middleware.append(
+            Middleware(
+                CORSMiddleware, allow_origins=list(cors_origins), allow_methods=["GET", "POST"], allow_headers=["*"]
+            )
+        )
+    if api_key:
+        middleware.append(Middleware(ApiKeyMiddleware, api_key=api_key))
+    return middleware
+
+
+async def _answer_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RouterError)
+    return error_answer(error, request.url.path, request.headers)
+
+
+async def _answer_http_error(request: Request, error: Exception) -> Response:
+    """A path or method that is not there."""
+    assert isinstance(error, HTTPException)
+    told = NoSuchRoute(f"{request.method} {request.url.path}: {error.detail}", error.status_code)
+    return error_answer(told, request.url.path, request.headers)

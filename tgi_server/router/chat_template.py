@@ -1,0 +1,90 @@
+"""Prompts from conversations: the model's Jinja template, in a sandbox."""
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any, NoReturn
+
+from jinja2 import TemplateError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from tgi_server.router.errors import InvalidTemplate, StartupError
+from tgi_server.router.tokenizer_config import DEFAULT_TEMPLATE, TOOL_TEMPLATE, TokenizerConfig
+
+
+class _GenerationTag(Extension):
+    """`{% generation %}` marks what a model wrote, for training; here it says nothing."""
+
+    tags = {"generation"}  # noqa: RUF012  # jinja2 declares it so
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class ChatTemplate:
+    """Renders conversations. A model without a template can be served; only its chat routes refuse."""
+
+    def __init__(self, config: TokenizerConfig) -> None:
+        """Raises StartupError for a template that is not Jinja."""
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+        self._tokens = {"bos_token": config.bos_token or "", "eos_token": config.eos_token or ""}
+        self._names_tools = {name: "tools" in source for name, source in config.chat_templates.items()}
+        try:
+            self._templates = {name: environment.from_string(text) for name, text in config.chat_templates.items()}
+        except TemplateError as error:
+            raise StartupError(f"the model's chat template is not valid Jinja: {error}") from error
+
+    def shows_tools(self) -> bool:
+        """Whether the template itself tells the model about tools."""
+        return self._names_tools.get(self._name(tools=True), False)
+
+    def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> str:
+        """The prompt. A last message of the assistant is left open, for the model to go on with.
+
+        Raises InvalidTemplate when there is no template, or it refuses the messages.
+        """
+        if not self._templates:
+            raise InvalidTemplate("this model has no chat template; give one with --tokenizer-config-path")
+        if not messages:
+            raise InvalidTemplate("`messages` must not be empty")
+        last = messages[-1]
+        prefix = last["content"] if last["role"] == "assistant" and not last.get("tool_calls") else None
+        template = self._templates[self._name(tools=bool(tools))]
+        try:
+            prompt = template.render(
+                messages=messages, tools=tools or None, add_generation_prompt=prefix is None, **self._tokens
+            )
+        except TemplateError as error:
+            raise InvalidTemplate(f"the chat template refuses these messages: {error}") from error
+        except Exception as error:  # a template may trip over anything that a client sends
+            raise InvalidTemplate(f"the chat template cannot show these messages: {error}") from error
+        return prompt if prefix is None else _leave_open(prompt, prefix)
+
+    def _name(self, *, tools: bool) -> str:
+        if (tools and TOOL_TEMPLATE in self._templates) or DEFAULT_TEMPLATE not in self._templates:
+            return TOOL_TEMPLATE if TOOL_TEMPLATE in self._templates else next(iter(self._templates), DEFAULT_TEMPLATE)
+        return DEFAULT_TEMPLATE
+
+
+def _leave_open(prompt: str, prefix: str) -> str:
+    """Cuts off what the template puts behind the last message."""
+    text = prefix.strip()
+    position = prompt.rfind(text)
+    return prompt if position < 0 else prompt[: position + len(text)]
+
+
+def _to_json(value: Any, indent: int | None = None, **options: Any) -> str:
+    """As `transformers` has it: characters as they are, nothing escaped for HTML."""
+    return json.dumps(value, ensure_ascii=False, indent=indent, **options)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise TemplateError(message)

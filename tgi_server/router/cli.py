@@ -1,0 +1,40 @@
+"""text-generation-router."""
+
+import asyncio
+import logging
+import sys
+
+import uvloop
+
+from shared.logging import configure_logging
+from shared.settings import fail, read_settings
+from shared.tracing import configure_tracing, stop_tracing
+from tgi_server.router.errors import StartupError
+from tgi_server.router.server import run
+from tgi_server.router.settings import RouterSettings
+from tgi_server.unsupported import refuse_unsupported
+
+_PROGRAM = "text-generation-router"
+_STARTUP_FAILED = 1
+
+logger = logging.getLogger(__name__)
+
+
+def main() -> None:
+    settings = read_settings(RouterSettings, _PROGRAM, sys.argv[1:])
+    refuse_unsupported(settings, _PROGRAM)
+    configure_logging("router", level=settings.log_level, json_output=settings.json_output)
+    configure_tracing(settings.otlp_service_name, settings.otlp_endpoint)
+    logger.info("settings: %s", settings.describe())
+    try:
+        uvloop.run(run(settings))
+    except StartupError as error:
+        fail(_PROGRAM, str(error), status=_STARTUP_FAILED)
+    except asyncio.CancelledError:
+        logger.info("stopped before the server was ready")
+    finally:
+        stop_tracing()
+
+
+if __name__ == "__main__":
+    main()

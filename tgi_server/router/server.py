@@ -1,0 +1,119 @@
+"""Serving HTTP, and a graceful end."""
+
+import asyncio
+import logging
+import math
+import signal
+import socket
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from tgi_server.router.app import create_app
+from tgi_server.router.assembly import assembled
+from tgi_server.router.errors import StartupError
+from tgi_server.router.metrics import CONTENT_TYPE, Metrics
+from tgi_server.router.settings import RouterSettings
+
+logger = logging.getLogger(__name__)
+
+_KEEP_ALIVE_SECONDS = 75
+_BACKLOG = 2048
+
+
+async def run(settings: RouterSettings) -> None:
+    """Serves until SIGTERM or SIGINT, then lets running requests finish. Raises StartupError.
+
+    A signal before the server is ready ends it at once: the task is cancelled.
+    """
+    task = asyncio.current_task()
+    assert task is not None
+    _on_signals(task.cancel)
+    listener = _listen(settings.hostname, settings.port, "--port")
+    metrics_listener = None
+    if settings.prometheus_port:
+        metrics_listener = _listen(settings.hostname, settings.prometheus_port, "--prometheus-port")
+    async with assembled(settings) as service:
+        app = create_app(service, api_key=settings.api_key, cors_origins=settings.cors_allow_origin)
+        servers = {_Server(app, settings.graceful_termination_timeout): listener}
+        if metrics_listener is not None:
+            servers[_Server(_metrics_app(service.metrics), 0)] = metrics_listener
+        _on_signals(lambda: _drain(servers))
+        logger.info("ready on http://%s:%d", settings.hostname, listener.getsockname()[1])
+        await asyncio.gather(*(server.serve([each]) for server, each in servers.items()))
+    logger.info("stopped")
+
+
+class _Server(uvicorn.Server):
+    """Serves `app`; its end is asked for with `should_exit`, after which requests have `grace` seconds left."""
+
+    def __init__(self, app: ASGIApp, grace: float) -> None:
+        config = uvicorn.Config(
+            app,
+            loop="none",
+            http="httptools",
+            ws="none",
+            lifespan="off",
+            interface="asgi3",
+            access_log=False,
+            log_config=None,
+            log_level="warning",
+            server_header=False,
+            proxy_headers=False,
+            backlog=_BACKLOG,
+            timeout_keep_alive=_KEEP_ALIVE_SECONDS,
+            timeout_graceful_shutdown=math.ceil(grace),
+        )
+        super().__init__(config)
+
+    @contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        """Signals are for all servers of the process together."""
+        yield
+
+
+def _on_signals(act: Callable[[], object]) -> None:
+    for each in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(each, act)
+
+
+def _drain(servers: Iterable[uvicorn.Server]) -> None:
+    """Has the servers take no more, and finish what runs; a second signal breaks that off."""
+    for server in servers:
+        if server.should_exit:
+            server.force_exit = True
+        else:
+            server.should_exit = True
+    logger.info("stopping: no new requests are taken, running ones are finished")
+
+
+def _listen(hostname: str, port: int, flag: str) -> socket.socket:
+    """Takes the port before anything is loaded, so that a port in use is told at once."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            hostname, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except OSError as error:
+        raise StartupError(f"cannot listen on {hostname!r} (--hostname): {error.strerror}") from error
+    listener = socket.socket(family, kind, protocol)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        raise StartupError(f"cannot listen on {hostname}:{port} ({flag}): {error.strerror}") from error
+    listener.setblocking(False)
+    return listener
+
+
+def _metrics_app(metrics: Metrics) -> ASGIApp:
+    async def expose(_: Request) -> Response:
+        return Response(metrics.expose(), media_type=CONTENT_TYPE)
+
+    return Starlette(routes=[Route("/metrics", expose), Route("/", expose)])

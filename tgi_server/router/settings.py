@@ -1,0 +1,83 @@
+"""The router's settings: TGI's flags and environment variables."""
+
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import AliasChoices, Field, PositiveInt, field_validator, model_validator
+
+from shared.settings import CommaSeparated, ServiceSettings
+
+Port = Annotated[int, Field(ge=0, le=65535)]
+
+
+class RouterSettings(ServiceSettings):
+    """HTTP front of a text-generation server: checks and queues requests, and drives the shards."""
+
+    tokenizer_name: Path = Field(description="Folder of the model; its tokenizer files are read.")
+    model_id: str | None = Field(default=None, description="Name of the model in answers; default: as the shards say.")
+    revision: str | None = Field(default=None, description="Revision of the model, as /info reports it.")
+    tokenizer_config_path: Path | None = Field(
+        default=None, description="A tokenizer_config.json, or a bare chat template, in place of the model's own."
+    )
+    master_shard_uds_path: str = Field(
+        default="/tmp/text-generation-server-0",  # noqa: S108  # TGI's default, shared with the launcher
+        description="Socket of the first shard.",
+    )
+    hostname: str = Field(default="0.0.0.0", description="Address to listen on.")
+    port: Port = Field(default=3000, description="Port of the HTTP API.")
+    prometheus_port: Port = Field(default=9000, description="Port that answers /metrics too; 0: none.")
+    max_concurrent_requests: PositiveInt = Field(default=128, description="Requests in flight; more are refused.")
+    max_best_of: PositiveInt = Field(default=2, description="Largest best_of, and n of the OpenAI routes.")
+    max_stop_sequences: int = Field(default=4, ge=0, description="Stop sequences of one request.")
+    max_top_n_tokens: int = Field(default=5, ge=0, description="Most likely tokens reported at each position.")
+    max_input_tokens: PositiveInt | None = Field(
+        default=None,
+        validation_alias=AliasChoices("max_input_tokens", "max_input_length"),
+        description="Tokens of one prompt; unset: one less than max-total-tokens.",
+    )
+    max_total_tokens: PositiveInt | None = Field(
+        default=None, description="Tokens of one prompt and its answer; unset: as the model and the memory allow."
+    )
+    max_batch_prefill_tokens: PositiveInt = Field(default=4096, description="Prompt tokens computed in one step.")
+    max_batch_total_tokens: PositiveInt | None = Field(
+        default=None, description="Tokens of all running requests; unset: as the memory allows."
+    )
+    max_batch_size: PositiveInt | None = Field(
+        default=None, description="Requests that run at once; unset: max-concurrent-requests."
+    )
+    max_waiting_tokens: int = Field(default=20, ge=0, description="Decode steps before waiting requests are taken in.")
+    waiting_served_ratio: float = Field(
+        default=0.3, ge=0, description="Waiting requests for each running one that are taken in at once."
+    )
+    max_client_batch_size: PositiveInt = Field(default=4, description="Prompts of one request.")
+    validation_workers: PositiveInt = Field(default=2, description="Threads that tokenise.")
+    payload_limit: PositiveInt = Field(default=2_000_000, description="Bytes of a request's body.")
+    disable_grammar_support: bool = Field(default=False, description="Refuse requests with a grammar.")
+    api_key: str | None = Field(default=None, description="Requests must carry it: Authorization: Bearer KEY.")
+    cors_allow_origin: CommaSeparated[str] = Field(default=[], description="Origins that browsers may call from.")
+    json_output: bool = Field(default=False, description="Log lines as JSON.")
+    log_level: str = Field(default="INFO", description="Least severity of log lines; prompts are logged by none.")
+    otlp_endpoint: str | None = Field(default=None, description="OpenTelemetry collector (gRPC); unset: no tracing.")
+    otlp_service_name: str = Field(default="text-generation-inference.router", description="Name in traces.")
+    graceful_termination_timeout: float = Field(
+        default=90, ge=0, description="Seconds that running requests have left after SIGTERM."
+    )
+    usage_stats: str = Field(default="off", description="Only off: no usage statistics are sent to anyone.")
+
+    @field_validator("log_level")
+    @classmethod
+    def _known_level(cls, value: str) -> str:
+        if value.upper() not in ("DEBUG", "INFO", "WARNING", "ERROR"):
+            raise ValueError("must be DEBUG, INFO, WARNING or ERROR")
+        return value.upper()
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> "RouterSettings":
+        if self.max_input_tokens and self.max_total_tokens and self.max_input_tokens >= self.max_total_tokens:
+            raise ValueError(
+                f"--max-input-tokens ({self.max_input_tokens}) must be less than "
+                f"--max-total-tokens ({self.max_total_tokens})"
+            )
+        if self.prometheus_port and self.prometheus_port == self.port:
+            raise ValueError(f"--port and --prometheus-port are both {self.port}")
+        return self
