@@ -15,6 +15,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 #include <vector>
 
 #include "lanes.h"
@@ -22,6 +23,7 @@
 namespace {
 
 using namespace oatmill;
+using Bytes = uint8_t __attribute__((vector_size(LANES)));
 
 constexpr int64_t DEPTH = 4;                   // bytes that one instruction multiplies and adds for each output
 constexpr int64_t VECTORS = 4;                 // registers of outputs that are computed together
@@ -60,6 +62,12 @@ struct Problem {
 
 #if defined(__AVX512VNNI__)
 
+// total += row * column, four bytes at a time. As an instruction rather than by its intrinsic, around which compilers
+// copy the totals to and fro until they no longer fit the registers.
+inline void add_products(__m512i& total, __m512i row, __m512i column) {
+  asm("vpdpbusd %2, %1, %0" : "+v"(total) : "v"(row), "v"(column));
+}
+
 // The tile's outputs of R rows, as floats: [R, COLUMNS].
 template <int R>
 void multiply(const Problem& problem, int64_t first_row, int64_t tile, float* sums) {
@@ -76,7 +84,7 @@ void multiply(const Problem& problem, int64_t first_row, int64_t tile, float* su
       int32_t four;
       std::memcpy(&four, input + (r * problem.depth + k) * DEPTH, sizeof(four));
       const __m512i row = _mm512_set1_epi32(four);
-      for (int v = 0; v < VECTORS; ++v) totals[r][v] = _mm512_dpbusd_epi32(totals[r][v], row, columns[v]);
+      for (int v = 0; v < VECTORS; ++v) add_products(totals[r][v], row, columns[v]);
     }
   }
   for (int r = 0; r < R; ++r)
@@ -87,44 +95,78 @@ void multiply(const Problem& problem, int64_t first_row, int64_t tile, float* su
 using Multiply = void (*)(const Problem&, int64_t, int64_t, float*);
 constexpr Multiply MULTIPLY[ROWS] = {multiply<1>, multiply<2>, multiply<3>, multiply<4>, multiply<5>, multiply<6>};
 
+// One row of a tile on its way out: sums become numbers again. Scalar and Lanes alike.
+template <typename N>
+N restored(N sum, N correction, N weight_scale, float input_scale) {
+  return (sum - correction) * weight_scale * input_scale;
+}
+
+template <typename T>
+void finish_row(const Problem& problem, const float* sums, int64_t row, int64_t first, const T* residual, T* output) {
+  const int64_t count = std::min(COLUMNS, problem.outputs - first), place = row * problem.outputs + first;
+  const float scale = problem.input_scales[row], floor = problem.relu ? 0.0f : -std::numeric_limits<float>::infinity();
+  int64_t n = 0;
+  for (; n + LANES <= count; n += LANES) {
+    Lanes value = restored(load(sums + n), load(problem.corrections + first + n),
+                           load(problem.weight_scales + first + n), scale);
+    if (problem.bias) value += load(problem.bias + first + n);
+    value = larger(value, Lanes{} + floor);
+    if (residual) value += load(residual + place + n);
+    store(output + place + n, value);
+  }
+  for (; n < count; ++n) {
+    float value =
+        restored(sums[n], problem.corrections[first + n], problem.weight_scales[first + n], scale);
+    if (problem.bias) value += problem.bias[first + n];
+    value = std::max(value, floor);
+    if (residual) value += static_cast<float>(residual[place + n]);
+    output[place + n] = static_cast<T>(value);
+  }
+}
+
 template <typename T>
 void run_tile(const Problem& problem, int64_t tile, const T* residual, T* output) {
   float sums[ROWS * COLUMNS];
-  const int64_t first = tile * COLUMNS, count = std::min(COLUMNS, problem.outputs - first);
   for (int64_t row = 0; row < problem.rows; row += ROWS) {
     const int64_t rows = std::min<int64_t>(ROWS, problem.rows - row);
     MULTIPLY[rows - 1](problem, row, tile, sums);
-    for (int64_t r = 0; r < rows; ++r) {
-      const int64_t place = (row + r) * problem.outputs + first;
-      for (int64_t n = 0; n < count; ++n) {
-        float value = (sums[r * COLUMNS + n] - problem.corrections[first + n]) * problem.weight_scales[first + n] *
-                      problem.input_scales[row + r];
-        if (problem.bias) value += problem.bias[first + n];
-        if (problem.relu && value < 0) value = 0;
-        if (residual) value += static_cast<float>(residual[place + n]);
-        output[place + n] = static_cast<T>(value);
-      }
-    }
+    for (int64_t r = 0; r < rows; ++r)
+      finish_row(problem, sums + r * COLUMNS, row + r, tile * COLUMNS, residual, output);
   }
 }
 
 #endif
 
+// Rounds a row to bytes, and returns its scale.
+template <typename T>
+float quantise_row(const T* from, int64_t size, int64_t padded_size, uint8_t* to) {
+  const Bits magnitude = Bits{} + 0x7fffffff;
+  Lanes peaks = {};
+  int64_t k = 0;
+  for (; k + LANES <= size; k += LANES) {
+    const Lanes values = load(from + k);
+    const Bits bits = reinterpret_cast<const Bits&>(values) & magnitude;
+    peaks = larger(peaks, reinterpret_cast<const Lanes&>(bits));
+  }
+  float peak = largest(peaks);
+  for (; k < size; ++k) peak = std::max(peak, std::abs(static_cast<float>(from[k])));
+  const float factor = peak > 0 ? 127.0f / peak : 0.0f;
+  for (k = 0; k + LANES <= size; k += LANES) {
+    const auto bytes = __builtin_convertvector(nearest(load(from + k) * factor) + OFFSET, Bytes);
+    std::memcpy(to + k, &bytes, sizeof(bytes));
+  }
+  for (; k < size; ++k)
+    to[k] = static_cast<uint8_t>(static_cast<int32_t>(std::round(static_cast<float>(from[k]) * factor)) + OFFSET);
+  std::memset(to + size, OFFSET, padded_size - size);
+  return peak / 127.0f;
+}
+
 // Rounds rows to bytes: [rows, 4 * depth], and the scale of each.
 template <typename T>
 void quantise(const T* input, int64_t rows, int64_t size, int64_t depth, uint8_t* bytes, float* scales) {
-  at::parallel_for(0, rows, 8, [&](int64_t begin, int64_t end) {
-    for (int64_t r = begin; r < end; ++r) {
-      const T* from = input + r * size;
-      uint8_t* to = bytes + r * depth * DEPTH;
-      float peak = 0;
-      for (int64_t k = 0; k < size; ++k) peak = std::max(peak, std::abs(static_cast<float>(from[k])));
-      scales[r] = peak / 127.0f;
-      const float factor = peak > 0 ? 127.0f / peak : 0.0f;
-      for (int64_t k = 0; k < size; ++k)
-        to[k] = static_cast<uint8_t>(static_cast<int32_t>(std::rint(static_cast<float>(from[k]) * factor)) + OFFSET);
-      for (int64_t k = size; k < depth * DEPTH; ++k) to[k] = OFFSET;
-    }
+  at::parallel_for(0, rows, 16, [&](int64_t begin, int64_t end) {
+    for (int64_t r = begin; r < end; ++r)
+      scales[r] = quantise_row(input + r * size, size, depth * DEPTH, bytes + r * depth * DEPTH);
   });
 }
 

@@ -34,8 +34,8 @@ inline void store(float* to, Lanes lanes) { std::memcpy(to, &lanes, sizeof(lanes
 // Rounds to the nearest bfloat16, ties to even. NaN stays NaN.
 inline void store(c10::BFloat16* to, Lanes lanes) {
   const Bits bits = reinterpret_cast<const Bits&>(lanes);
-  const Bits nearest = bits + 0x7fff + ((bits >> 16) & 1);
-  const Bits chosen = lanes == lanes ? nearest : bits | 0x400000;
+  const Bits rounded = bits + 0x7fff + ((bits >> 16) & 1);
+  const Bits chosen = lanes == lanes ? rounded : bits | 0x400000;
   const Halves halves = __builtin_convertvector(chosen >> 16, Halves);
   std::memcpy(to, &halves, sizeof(halves));
 }
@@ -55,11 +55,15 @@ inline float sum(Lanes lanes) {
   return lanes[0];
 }
 
+// The nearest whole numbers, halves away from zero.
+inline Ints nearest(Lanes x) {
+  return __builtin_convertvector(x + (x < 0.0f ? Lanes{} - 0.5f : Lanes{} + 0.5f), Ints);
+}
+
 // e^x to a few units in the last place, by the polynomial of the Cephes library. Below -87 it is 0, above 88 e^88.
 inline Lanes exponential(Lanes x) {
   const Lanes clamped = smaller(larger(x, Lanes{} - 87.0f), Lanes{} + 88.0f);
-  const Lanes scaled = clamped * 1.44269504f;
-  const Ints whole = __builtin_convertvector(scaled + (scaled < 0.0f ? Lanes{} - 0.5f : Lanes{} + 0.5f), Ints);
+  const Ints whole = nearest(clamped * 1.44269504f);
   const Lanes turns = __builtin_convertvector(whole, Lanes);
   const Lanes rest = (clamped - turns * 0.693359375f) + turns * 2.12194440e-4f;
   Lanes series = rest * 1.9875691500e-4f + 1.3981999507e-3f;
