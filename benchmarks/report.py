@@ -94,7 +94,7 @@ def row(summary: Summary) -> list[str]:
         number(summary.first_token_p99_ms),
         number(summary.gap_p50_ms),
         number(summary.gap_p99_ms),
-        f"{summary.client_cpu:.0%}",
+        f"{summary.client_cpu:.1%}",
     ]
 
 
