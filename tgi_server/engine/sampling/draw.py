@@ -29,8 +29,8 @@ def draw(scores: Tensor, numbers: Tensor) -> Tensor:
         blocks = torch.cat((blocks, weights[:, whole:].sum(1, keepdim=True)), dim=1)
     running = blocks.cumsum(1)
     total = running[:, -1]
-    # The product is rounded to 53 bits and might reach the sum.
-    aim = (numbers * total.to(torch.float64)).to(torch.int64).minimum(total - 1).unsqueeze(1)
+    # Below the sum however it is rounded: a number is at most 1 - 2**-53, the sum below 2**63.
+    aim = (numbers * total.to(torch.float64)).to(torch.int64).unsqueeze(1)
     block = (running <= aim).sum(1, keepdim=True).clamp_max_(blocks.shape[1] - 1)
     aim = aim - (running - blocks).gather(1, block)
     ids = block * _BLOCK + torch.arange(_BLOCK, device=scores.device)

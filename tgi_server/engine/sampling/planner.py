@@ -15,6 +15,9 @@ _ELEMENTS_AT_ONCE = 2**24
 # So few that they stay in a core's cache: three times as fast as all rows at once.
 _CPU_ELEMENTS_AT_ONCE = 2**17
 
+# A lower one would make scores infinite; this one is greedy already.
+_LOWEST_TEMPERATURE = 1e-20
+
 
 class Planner:
     """Loops over rows once, on the host, and puts what the steps need on the device."""
@@ -70,7 +73,7 @@ class Planner:
         return Drawing(
             subset=subset,
             seeds=self._integers([as_int64(p.seed) for p in drawn]),
-            temperature=self._rule([p.temperature for p in drawn], 1.0, torch.float32),
+            temperature=self._rule([max(p.temperature, _LOWEST_TEMPERATURE) for p in drawn], 1.0, torch.float32),
             top_k=self._rule(top_k, 0, torch.int64),
             top_p=self._rule([p.top_p for p in drawn], 1.0, torch.float64),
             typical_p=self._rule([p.typical_p for p in drawn], 1.0, torch.float64),

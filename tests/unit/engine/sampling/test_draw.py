@@ -1,3 +1,5 @@
+import math
+
 import torch
 
 from tgi_server.engine.sampling.draw import best, draw
@@ -50,6 +52,13 @@ def test_draw_inverts_the_cumulative_distribution() -> None:
     scores = torch.tensor([[0.1, 0.4, 0.0, 0.5]]).log().expand(8, -1)
     aims = torch.tensor([0.0, 0.099, 0.101, 0.499, 0.501, 0.7, 0.99, 1 - 2**-53], dtype=torch.float64)
     assert draw(scores, aims).tolist() == [0, 0, 1, 1, 3, 3, 3, 3]
+
+
+def test_rounding_never_leads_past_the_last_possible_token() -> None:
+    """Weights that add up to 2**54 + 3, which float64 rounds up, and a token after them that weighs nothing."""
+    scores = torch.zeros(1, 2**14 + 2)
+    scores[0, -2:] = torch.tensor([math.log(3.5 * 2**-40), -torch.inf])
+    assert draw(scores, torch.tensor([1 - 2**-53], dtype=torch.float64)).tolist() == [2**14]
 
 
 def test_only_possible_tokens_are_drawn() -> None:
