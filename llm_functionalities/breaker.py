@@ -93,7 +93,7 @@ class Breaker:
         if self._problem is not None or self._stopping.is_set():
             return
         self._problem = problem
-        self._opened_at = time.monotonic()
+        self._opened_at = self._last_call_at = time.monotonic()
         logger.warning("%s is away: %s", self._name, problem, extra={"reason": problem.reason})
         self._on_change(False)
         if self._watch is None:

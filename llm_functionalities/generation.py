@@ -27,7 +27,7 @@ class Grammar:
             return cls(regex=grammar.regex)
         try:
             schema = json.loads(grammar.json_schema)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise InvalidGrammar(f"grammar.json_schema is not JSON: {error}") from None
         if not isinstance(schema, dict):
             raise InvalidGrammar("grammar.json_schema is not a JSON object")
@@ -43,11 +43,13 @@ class Grammar:
 
 
 def _has_null(value: Any) -> bool:
-    if isinstance(value, dict):
-        return any(_has_null(part) for part in value.values())
-    if isinstance(value, list):
-        return any(_has_null(part) for part in value)
-    return value is None
+    left = [value]
+    while left:
+        part = left.pop()
+        if part is None:
+            return True
+        left.extend(part.values() if isinstance(part, dict) else part if isinstance(part, list) else ())
+    return False
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ from llm_functionalities.download.errors import ChecksumError, DownloadError
 
 ATTEMPTS = 5
 LONGEST_PAUSE_SECONDS = 10.0
-PIECE_BYTES = 1 << 20
 CONTENT_RANGE_UNSATISFIABLE = 416
 TRANSIENT = frozenset({408, 429, 500, 502, 503, 504})
 
@@ -117,7 +116,7 @@ def _receive(response: httpx2.Response, file: RemoteFile, part: Path, have: int)
         part.open("ab" if have else "wb") as output,
         tqdm(desc=file.path, total=total, initial=have, unit="B", unit_scale=True, mininterval=_refresh()) as bar,
     ):
-        for piece in response.iter_raw(PIECE_BYTES):
+        for piece in response.iter_raw():  # as it comes: a chunk of a set size would be lost with the connection
             output.write(piece)
             bar.update(len(piece))
     if total is not None and part.stat().st_size != total:

@@ -74,11 +74,12 @@ def _goes_on(before: str, mark: str, following: str) -> bool:
     """Whether the full stop belongs to a word, such as an abbreviation, and the sentence goes on."""
     if not mark.startswith(".") or mark.startswith("..") or not following:
         return False
-    word = before.rsplit(None, 1)[-1].lstrip("(\"'").lower() if before.strip() else ""
+    word = before.rsplit(None, 1)[-1].lstrip("(\"'") if before.strip() else ""
     if word.isdigit() and word == before.strip():
         return True  # "1. Chop the onions."
-    if len(word) == 1 and word.isalpha() and word != "i" and following.isupper():
+    if len(word) == 1 and word.isupper() and word != "I" and following.isupper():
         return True  # an initial
+    word = word.lower()
     if word in _LAST_WORDS_TOO and following.isupper():
         return False
     return word in _ABBREVIATIONS
