@@ -9,7 +9,8 @@ Prints a table and, as the last line, the same and more as JSON.
 import argparse
 import json
 import sys
-from dataclasses import asdict, replace
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import uvloop
@@ -17,8 +18,9 @@ import uvloop
 from benchmarks.api import APIS
 from benchmarks.connection import Connection, ServerUnavailable
 from benchmarks.load import Outcome, Server, run_workload
+from benchmarks.load_arguments import add_load_arguments, chosen_loads
 from benchmarks.report import COLUMNS, Summary, row, summarise, table
-from benchmarks.workloads import WORKLOADS, Workload
+from benchmarks.workloads import Workload
 
 
 async def first_model(url: str, api_key: str | None) -> str:
@@ -36,7 +38,7 @@ async def first_model(url: str, api_key: str | None) -> str:
         connection.close()
 
 
-async def measure(server: Server, workloads: list[Workload], seed: int, *, warm_up: bool) -> list[Summary]:
+async def measure(server: Server, workloads: Sequence[Workload], seed: int, *, warm_up: bool) -> list[Summary]:
     """Runs the workloads one after the other; what goes wrong is told on standard error."""
     summaries = []
     for workload in workloads:
@@ -59,14 +61,6 @@ def _tell_problems(outcome: Outcome) -> None:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--url", required=True, help="of the server, such as http://127.0.0.1:8080")
-    listed = "; ".join(f"{workload.name}: {workload.describe()}" for workload in WORKLOADS.values())
-    parser.add_argument("--load", nargs="+", default=["W1"], choices=WORKLOADS, metavar="LOAD", help=listed)
-    parser.add_argument("--users", type=_positive, help="instead of the load's own number of users")
-    parser.add_argument("--words", type=_positive, help="of a prompt, or of a turn of a chat")
-    parser.add_argument("--new-tokens", type=_positive, help="of a reply")
-    parser.add_argument("--turns", type=_positive, help="of a chat; 1: single prompts")
-    parser.add_argument("--repeat", type=_positive, help="prompts, or chats, of each user")
-    parser.add_argument("--stream", action=argparse.BooleanOptionalAction, help="whether replies come token by token")
     parser.add_argument("--api", choices=APIS, default="openai", help="default: %(default)s")
     parser.add_argument("--model", help="its name in requests; default: the first that the server lists")
     parser.add_argument("--api-key")
@@ -74,26 +68,14 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="another seed, other prompts (default: %(default)s)")
     parser.add_argument("--no-warm-up", action="store_true", help="measure from the first request on")
     parser.add_argument("--output", type=Path, metavar="FILE", help="where to write the JSON as well")
+    add_load_arguments(parser, default=["W1"])
     return parser.parse_args()
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is less than 1")
-    return value
-
-
-def _workloads(arguments: argparse.Namespace) -> list[Workload]:
-    names = ("users", "words", "new_tokens", "turns", "repeat", "stream")
-    changes = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
-    return [replace(WORKLOADS[name], **changes) for name in arguments.load]
 
 
 async def _run(arguments: argparse.Namespace) -> list[Summary]:
     model = arguments.model or await first_model(arguments.url, arguments.api_key)
     server = Server(arguments.url, APIS[arguments.api](model), arguments.api_key, arguments.timeout)
-    return await measure(server, _workloads(arguments), arguments.seed, warm_up=not arguments.no_warm_up)
+    return await measure(server, chosen_loads(arguments), arguments.seed, warm_up=not arguments.no_warm_up)
 
 
 def main() -> None:

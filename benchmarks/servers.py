@@ -1,0 +1,140 @@
+"""Starting a server for a measurement, and stopping it with everything it started."""
+
+import asyncio
+import contextlib
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from benchmarks.connection import Connection, ServerUnavailable
+
+_PROGRAMS = Path(sys.executable).parent
+_STOP_SECONDS = 30
+
+
+class ServerFailed(Exception):
+    """The server did not come up. The message says why, as far as its log tells."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerCommand:
+    """How to start a server. command: may hold {model} and {port}. programs: a folder to look for programs in first.
+
+    environment: variables besides those of this process. api: the interface that it is asked by.
+    """
+
+    name: str
+    command: str
+    environment: Mapping[str, str] = field(default_factory=dict)
+    programs: Path = _PROGRAMS
+    api: str = "openai"
+
+    def arguments(self, model: Path, port: int) -> list[str]:
+        """Raises ValueError for a placeholder that does not exist, and for unbalanced quotes."""
+        try:
+            return [part.format(model=model, port=port) for part in shlex.split(self.command)]
+        except (LookupError, ValueError) as error:
+            raise ValueError(f"command {self.command!r}: {error}; placeholders are {{model}} and {{port}}") from error
+
+
+OURS = ServerCommand(
+    "oatmill",
+    "text-generation-launcher --model-id {model} --port {port} --hostname 127.0.0.1 --dtype bfloat16",
+)
+PEERS = {
+    "vllm": ServerCommand(
+        "vllm",
+        "vllm serve {model} --dtype bfloat16 --max-model-len 2048 --host 127.0.0.1 --port {port}",
+        {"VLLM_CPU_OMP_THREADS_BIND": f"0-{(os.cpu_count() or 1) - 1}", "VLLM_CPU_KVCACHE_SPACE": "4"},
+    ),
+    "naive": ServerCommand("naive", "python -m benchmarks.naive_server {model} --port {port}"),
+}
+"""Servers to compare with."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunningServer:
+    """start_seconds: from the command to the first healthy answer."""
+
+    url: str
+    start_seconds: float
+
+
+@asynccontextmanager
+async def running(command: ServerCommand, model: Path, log: Path, limit: float) -> AsyncIterator[RunningServer]:
+    """Runs a server on a free port of this machine while the block runs.
+
+    log: where its output goes. limit: seconds until its `/health` has to answer.
+
+    Raises ServerFailed.
+    """
+    port = _free_port()
+    url = f"http://127.0.0.1:{port}"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    started = time.perf_counter()
+    with log.open("w") as output:
+        process = _start(command, command.arguments(model.resolve(), port), output.fileno())
+    try:
+        await _wait_until_healthy(command.name, url, process, log, limit)
+        yield RunningServer(url, time.perf_counter() - started)
+    finally:
+        await asyncio.to_thread(_stop, process)
+
+
+def _start(command: ServerCommand, arguments: list[str], output: int) -> "subprocess.Popen[bytes]":
+    path = f"{command.programs}{os.pathsep}{os.environ['PATH']}"
+    environment = {**os.environ, **command.environment, "PATH": path}
+    try:
+        return subprocess.Popen(
+            arguments,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise ServerFailed(f"{command.name} cannot be started: {error}") from error
+
+
+async def _wait_until_healthy(name: str, url: str, process: "subprocess.Popen[bytes]", log: Path, limit: float) -> None:
+    connection = Connection(url)
+    deadline = time.monotonic() + limit
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            raise ServerFailed(f"{name} ended with status {process.returncode}: {_last_line(log)} (see {log})")
+        with contextlib.suppress(ServerUnavailable):
+            if (await connection.request("GET", "/health", limit=5)).status == 200:
+                connection.close()
+                return
+        await asyncio.sleep(0.1)
+    raise ServerFailed(f"{name} did not get healthy within {limit:g} s (see {log})")
+
+
+def _stop(process: "subprocess.Popen[bytes]") -> None:
+    """Asks the server to end, and kills whatever of it is left then or does not end in time."""
+    process.terminate()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(_STOP_SECONDS)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def _last_line(log: Path) -> str:
+    lines = log.read_text(errors="replace").split("\n")
+    return next((line.strip() for line in reversed(lines) if line.strip()), "it said nothing")
