@@ -1,5 +1,5 @@
 """What makes `transformers` models fast on a CPU: weights packed once, and decoder layers in a handful of kernels."""
 
-from tgi_server.engine.cpu.optimise import linear_layer, optimise
+from tgi_server.engine.cpu.optimise import linear_layer, optimise, unpack
 
-__all__ = ["linear_layer", "optimise"]
+__all__ = ["linear_layer", "optimise", "unpack"]

@@ -34,6 +34,14 @@ class PackedLinear(nn.Module):
         biases = [weight.new_zeros(len(linear.weight)) if linear.bias is None else linear.bias for linear in linears]
         return cls(weight, torch.cat(tuple(biases)))
 
+    def unpacked(self) -> nn.Linear:
+        """What this took the place of."""
+        linear = nn.Linear(self.in_features, self.out_features, bias=self._bias is not None, device="meta")
+        linear.weight = nn.Parameter(self._packed.to_dense(), requires_grad=False)
+        if self._bias is not None:
+            linear.bias = nn.Parameter(self._bias, requires_grad=False)
+        return linear
+
     def forward(self, x: Tensor, activation: str = "none") -> Tensor:
         """x: [..., in_features]. activation: "none" or "relu", applied in the same kernel."""
         return torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, activation, [], "")

@@ -45,6 +45,11 @@ def optimise(
     _replace(model, partial(_packed_linear, linear))
 
 
+def unpack(model: PreTrainedModel) -> None:
+    """Takes back what packing did, for a model that looks at its weights itself."""
+    _replace(model, lambda module: module.unpacked() if type(module) is PackedLinear else None)
+
+
 def _fused_layer(
     variants: Mapping[int, AttentionVariant], linear: type[PackedLinear], module: nn.Module
 ) -> nn.Module | None:

@@ -5,7 +5,8 @@ from transformers import PreTrainedModel
 
 from tgi_server.engine.attention import create_attention_backend
 from tgi_server.engine.config import EngineConfig
-from tgi_server.engine.cpu import linear_layer, optimise
+from tgi_server.engine.cpu import linear_layer, optimise, unpack
+from tgi_server.engine.errors import UnsupportedModel
 from tgi_server.engine.models.padded import PaddedRunner
 from tgi_server.engine.models.paged import PagedRunner
 from tgi_server.engine.models.probe import probe_kv_shape, same_logits
@@ -25,6 +26,12 @@ def create_runner(model: PreTrainedModel, config: EngineConfig) -> Runner:
     if shape is None:
         if on_cpu:
             optimise(model, linear=linear)
+        try:
+            return PaddedRunner(model, config.memory_fraction, config.cpu_memory)
+        except UnsupportedModel:
+            if not on_cpu or config.quantize:
+                raise
+            unpack(model)
         return PaddedRunner(model, config.memory_fraction, config.cpu_memory)
     backend = create_attention_backend(shape, model.device, model.dtype, custom_kernels=config.custom_kernels)
     if on_cpu:

@@ -101,11 +101,26 @@ class PaddedBatch:
                 tensor = tensor.narrow(place.axis, first, longest)
             place.owner[place.key] = tensor.index_select(0, index)
 
-    def bytes_per_token(self) -> int:
-        """What a sequence's next token takes up, or its next input token where an encoder reads those."""
-        own = [_bytes(place) for place in self._places() if place.axis is not None and place.left]
-        encoded = [_bytes(place) for place in self._places() if place.axis is not None and not place.left]
-        return max(sum(own), sum(encoded))
+    @property
+    def has_keys(self) -> bool:
+        """Whether anything is remembered of each token; some models only have a state of fixed size."""
+        return any(getattr(layer, "keys", None) is not None for layer in self.cache.layers)
+
+    def row_bytes(self) -> tuple[int, int]:
+        """What a row takes up: bytes for each token, and bytes whatever its length.
+
+        Where an encoder reads the prompt, a token is one of the prompt or a generated one, whichever takes more.
+        """
+        growing, encoded, fixed = 0, 0, 0
+        for place in self._places():
+            tensor = place.owner[place.key]
+            if place.axis is None:
+                fixed += tensor.nbytes // len(tensor)
+            elif place.left:
+                growing += tensor.nbytes // (len(tensor) * tensor.shape[place.axis])
+            else:
+                encoded += tensor.nbytes // (len(tensor) * tensor.shape[place.axis])
+        return max(growing, encoded), fixed
 
     def _places(self) -> Iterator[_Place]:
         yield _Place(self._tensors, "positions", None)
@@ -160,10 +175,3 @@ def _widen(tensor: Tensor, axis: int, length: int, left: bool) -> Tensor:
     shape[axis] = missing
     padding = tensor.new_zeros(shape)
     return torch.cat([padding, tensor] if left else [tensor, padding], dim=axis)
-
-
-def _bytes(place: _Place) -> int:
-    """Of one row's entry at one place along the axis."""
-    assert place.axis is not None
-    tensor = place.owner[place.key]
-    return tensor.nbytes // (tensor.shape[0] * tensor.shape[place.axis])

@@ -6,7 +6,7 @@ from collections.abc import Sequence as SequenceOf
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
+from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
 from tgi_server.engine.errors import UnsupportedModel
@@ -33,6 +33,13 @@ class Passes(ABC):
     @abstractmethod
     def decode(self, batch: PaddedBatch, tokens: Tensor) -> Tensor:
         """Every row advances by its token. tokens: [rows] int64. Returns logits, [rows, vocab_size]."""
+
+    @abstractmethod
+    def alone(self, sequence: Sequence) -> Tensor:
+        """Computes a text at once, without a cache.
+
+        Returns logits, [1 + generated, vocab_size]: after its prompt, and after each token generated so far.
+        """
 
     def _padded(self, texts: list[list[int]], left: bool) -> tuple[Tensor, Tensor]:
         """Token ids, the padding being 0, and their mask: [rows, longest] int64 each."""
@@ -63,9 +70,14 @@ class CausalPasses(Passes):
     def decode(self, batch: PaddedBatch, tokens: Tensor) -> Tensor:
         positions = batch.positions
         batch.grow()
-        return self._run(tokens[:, None], batch.mask, positions[:, None], batch.cache, False)[:, -1]
+        mask = batch.mask if batch.has_keys else None
+        return self._run(tokens[:, None], mask, positions[:, None], batch.cache, False)[:, -1]
 
-    def _run(self, tokens: Tensor, mask: Tensor, positions: Tensor, cache: DynamicCache, all_logits: bool) -> Tensor:
+    def alone(self, sequence: Sequence) -> Tensor:
+        tokens = sequence.known[None].to(self._device)
+        return self._model(input_ids=tokens, use_cache=False).logits[0, len(sequence.input_ids) - 1 :]
+
+    def _run(self, tokens: Tensor, mask: Tensor | None, positions: Tensor, cache: Cache, all_logits: bool) -> Tensor:
         options = {"position_ids": positions} if "position_ids" in self._accepted else {}
         options |= {"cache_params" if "cache_params" in self._accepted else "past_key_values": cache}
         output = self._model(
@@ -99,6 +111,14 @@ class Seq2SeqPasses(Passes):
     def decode(self, batch: PaddedBatch, tokens: Tensor) -> Tensor:
         batch.grow()
         return self._run(tokens[:, None], batch)[:, -1]
+
+    def alone(self, sequence: Sequence) -> Tensor:
+        prompt, text = ([tokens] for tokens in (sequence.input_ids, [self._start, *sequence.generated_ids]))
+        return self._model(
+            input_ids=torch.tensor(prompt, device=self._device),
+            decoder_input_ids=torch.tensor(text, device=self._device),
+            use_cache=False,
+        ).logits[0]
 
     def _encode(self, texts: list[list[int]]) -> Encoded:
         tokens, mask = self._padded(texts, left=False)
