@@ -160,13 +160,13 @@ class Engine:
         for request_id, blocks in grants:
             batch.grant(request_id, blocks)
 
-    @staticmethod
-    def _chunk(batch: Batch, request_id: int, tokens: int) -> PromptChunk:
+    def _chunk(self, batch: Batch, request_id: int, tokens: int) -> PromptChunk:
         if request_id not in batch.prefilling:
             raise InvalidCall(f"request {request_id} has no prompt left to compute")
         sequence = batch.prefilling[request_id]
         start = sequence.computed
-        return PromptChunk(sequence, sequence.next_chunk(tokens), start, sequence.report.prefill_logprobs)
+        all_logits = sequence.report.prefill_logprobs and not self.info.encoder_decoder
+        return PromptChunk(sequence, sequence.next_chunk(tokens), start, all_logits)
 
     def _start(self, batch: Batch, decoding: int, chunks: list[PromptChunk]) -> "Step":
         started = time.perf_counter_ns()
@@ -190,11 +190,18 @@ class Engine:
             end = start + chunk.logits
             if chunk.all_logits:
                 _report_prompt(chunk, logits[start:end])
+            elif chunk.sequence.report.prefill_logprobs:
+                self._report_start(chunk.sequence)
             if chunk.completes:
                 batch.promote(chunk.sequence)
                 picked.append(end - 1)
             start = end
         return picked
+
+    def _report_start(self, sequence: Sequence) -> None:
+        """What an encoder reads has no likelihood; a decoder's own prompt is the token that it starts with."""
+        assert self.info.decoder_start_token_id is not None
+        sequence.prompt_report = PromptTokens([self.info.decoder_start_token_id], [math.nan])
 
     def _sample(self, logits: Tensor, first: int, count: int) -> PendingTokens:
         rows = range(first, first + count)
@@ -265,20 +272,18 @@ def _generations(tokens: Tokens, sequences: list[Sequence]) -> list[Generation]:
     for row, top in tokens.top_tokens.items():
         generations[row].top_tokens = TopTokens([token for token, _ in top], [logprob for _, logprob in top])
     for generation, sequence in zip(generations, sequences, strict=True):
-        if sequence.prompt_logprobs:
-            generation.prompt_tokens = PromptTokens(sequence.input_ids, sequence.prompt_logprobs)
-            sequence.prompt_logprobs = []
+        generation.prompt_tokens, sequence.prompt_report = sequence.prompt_report, None
     return generations
 
 
 def _report_prompt(chunk: PromptChunk, logits: Tensor) -> None:
     sequence = chunk.sequence
     following = sequence.known[chunk.start + 1 : chunk.start + 1 + len(chunk.tokens)]
-    if not sequence.prompt_logprobs:
-        sequence.prompt_logprobs.append(math.nan)
+    if sequence.prompt_report is None:
+        sequence.prompt_report = PromptTokens(sequence.input_ids, [math.nan])
     if len(following):
         logprobs = prompt_logprobs(logits[: len(following)], following.to(logits.device))
-        sequence.prompt_logprobs.extend(logprobs.tolist())
+        sequence.prompt_report.logprobs.extend(logprobs.tolist())
 
 
 def _eos_token_ids(config: GenerationConfig) -> tuple[int, ...]:

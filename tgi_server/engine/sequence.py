@@ -7,6 +7,7 @@ from torch import Tensor
 
 from tgi_server.engine.errors import InvalidCall
 from tgi_server.engine.parameters import Grammar, ReportParameters, SamplingParameters, StoppingParameters
+from tgi_server.engine.results import PromptTokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,7 @@ class Sequence:
     input_ids: the prompt. generated_ids: what had been generated before a preemption.
     blocks: the block table so far. computed: tokens whose keys and values are in the cache.
     generated: tokens generated so far, those before a preemption included.
+    prompt_report: what is reported of the prompt, until it has been.
     """
 
     request_id: int
@@ -39,7 +41,7 @@ class Sequence:
     copy: BlockCopy | None = None
     generated: int = 0
     known: Tensor = field(init=False)
-    prompt_logprobs: list[float] = field(default_factory=list)
+    prompt_report: PromptTokens | None = None
 
     def __post_init__(self) -> None:
         if not self.input_ids:

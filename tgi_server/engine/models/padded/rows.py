@@ -6,8 +6,8 @@ from collections.abc import Sequence as SequenceOf
 import torch
 from torch import Tensor
 
-from tgi_server.engine.models.padded_batch import PaddedBatch
-from tgi_server.engine.models.padded_passes import Passes
+from tgi_server.engine.models.padded.batch import PaddedBatch
+from tgi_server.engine.models.padded.passes import Passes
 from tgi_server.engine.models.runner import PromptChunk
 
 PADDING_LIMIT = 2

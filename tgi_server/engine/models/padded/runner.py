@@ -7,8 +7,8 @@ from transformers import PreTrainedModel
 from tgi_server.engine.errors import InvalidCall, NotEnoughMemory
 from tgi_server.engine.memory import cache_bytes
 from tgi_server.engine.models.limits import UNBOUNDED_POSITIONS, position_limit, warm_up_tokens
-from tgi_server.engine.models.padded_passes import CausalPasses, Seq2SeqPasses
-from tgi_server.engine.models.padded_probe import choose_rows
+from tgi_server.engine.models.padded.passes import CausalPasses, Seq2SeqPasses
+from tgi_server.engine.models.padded.probe import choose_rows
 from tgi_server.engine.models.rope import LengthDependentRope
 from tgi_server.engine.models.runner import Capacity, PromptChunk, Runner
 from tgi_server.engine.parameters import StoppingParameters
