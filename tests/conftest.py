@@ -1,9 +1,18 @@
-"""What all tests share: the option --runslow, and servers on free ports."""
+"""What all tests share: the option --runslow, model folders, and servers on free ports."""
 
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import count
+from pathlib import Path
 
 import pytest
+
+from tests.models import make_llama
+from tests.servers import TextGenerationServer
+from tgi_server import demo_model
+
+FreePort = Callable[[], int]
+ServerFactory = Callable[..., TextGenerationServer]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -19,7 +28,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(scope="session")
-def free_port() -> Callable[[], int]:
+def free_port() -> FreePort:
     """A port of 127.0.0.1 that nobody listens on, another one at each call."""
     given: set[int] = set()
 
@@ -32,3 +41,39 @@ def free_port() -> Callable[[], int]:
                 return port
 
     return find
+
+
+@pytest.fixture(scope="session")
+def llama_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama with random weights. Not to be written to."""
+    return make_llama(tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture
+def server(free_port: FreePort, tmp_path: Path) -> Iterator[ServerFactory]:
+    """Starts `text-generation-launcher` with the flags it is given; what is still running is stopped afterwards.
+
+    server("--model-id=FOLDER", "--dtype=float32", environment={"LOG_LEVEL": "debug"}).wait_until_ready()
+    """
+    started: list[TextGenerationServer] = []
+    numbers = count()
+
+    def start(*flags: str, environment: dict[str, str] | None = None) -> TextGenerationServer:
+        log = tmp_path / f"server-{next(numbers)}.log"
+        started.append(TextGenerationServer(free_port(), log, *flags, environment=environment))
+        return started[-1]
+
+    yield start
+    for each in started:
+        each.stop()
+
+
+@pytest.fixture(scope="session")
+def demo_server(free_port: FreePort, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TextGenerationServer]:
+    """One server of the bundled demo model in float32, for all tests that only ask it something."""
+    log = tmp_path_factory.mktemp("demo_server") / "server.log"
+    running = TextGenerationServer(free_port(), log, f"--model-id={demo_model.PATH}", "--dtype=float32")
+    try:
+        yield running.wait_until_ready()
+    finally:
+        running.stop()

@@ -1,0 +1,134 @@
+"""What a user meets who makes a mistake: one clear line and the right exit code."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import FreePort, ServerFactory
+from tests.hub import Repository, running_hub
+
+USAGE, FAILED = 2, 1
+
+
+def launch(*flags: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "tgi_server.launcher.cli", "--hostname=127.0.0.1", "--prometheus-port=0", *flags],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def complaint(result: subprocess.CompletedProcess[str], status: int) -> str:
+    """The one line that is no log line."""
+    assert result.returncode == status, result.stderr
+    (line,) = (line for line in result.stderr.splitlines() if line.startswith("text-generation-"))
+    return line
+
+
+def test_an_unknown_flag() -> None:
+    line = complaint(launch("--no-such-flag=1"), USAGE)
+    assert line == (
+        "text-generation-launcher: unrecognized arguments: --no-such-flag=1; see text-generation-launcher --help"
+    )
+
+
+@pytest.mark.parametrize(
+    ("flag", "expected"),
+    [
+        ("--num-shard=2", "--num-shard (or NUM_SHARD): a model runs on one device"),
+        ("--quantize=gptq", "--quantize (or QUANTIZE):"),
+        ("--port=99999", "--port (or PORT): Input should be less than 65536, got '99999'"),
+        ("--dtype=int4", "--dtype (or DTYPE): Input should be 'float32', 'float16' or 'bfloat16', got 'int4'"),
+    ],
+)
+def test_a_value_that_cannot_be(flag: str, expected: str) -> None:
+    assert complaint(launch(flag), USAGE).startswith(f"text-generation-launcher: {expected}")
+
+
+def test_a_variable_that_cannot_be() -> None:
+    line = complaint(launch(MAX_BEST_OF="none"), USAGE)
+    assert line.startswith("text-generation-launcher: --max-best-of (or MAX_BEST_OF): Input should be a valid integer")
+
+
+def test_limits_that_contradict_each_other() -> None:
+    line = complaint(launch("--max-input-tokens=9", "--max-total-tokens=9"), USAGE)
+    assert line == "text-generation-launcher: --max-input-tokens (9) must be less than --max-total-tokens (9)"
+
+
+def test_a_missing_model_folder(tmp_path: Path) -> None:
+    line = complaint(launch(f"--model-id={tmp_path}/absent"), FAILED)
+    assert line.endswith(f"there is no model folder {tmp_path}/absent")
+
+
+def test_a_folder_without_a_model(tmp_path: Path) -> None:
+    assert complaint(launch(f"--model-id={tmp_path}"), FAILED).endswith(
+        f"{tmp_path} has no config.json; is it a model folder in transformers format?"
+    )
+
+
+def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    assert f"{tmp_path} has no tokenizer.json" in complaint(launch(f"--model-id={tmp_path}"), FAILED)
+
+
+def test_a_port_in_use() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        line = complaint(launch(f"--port={port}"), FAILED)
+    assert line == f"text-generation-launcher: port {port} is in use; choose another with --port"
+
+
+def test_an_address_of_another_machine() -> None:
+    line = complaint(launch("--hostname=192.0.2.1"), FAILED)
+    assert line == "text-generation-launcher: --hostname: 192.0.2.1 is not an address of this machine"
+
+
+def test_env_tells_what_a_bug_report_needs(tmp_path: Path) -> None:
+    result = launch("--env", f"--model-id={tmp_path}/absent")
+    for name in ("revision: ", "system: Linux", "python: 3.", "torch: 2.", "transformers: 5.", "cpu: ", "nvidia-smi: "):
+        assert f"\n{name}" in result.stderr
+
+
+def test_a_variable_env_is_not_the_flag(tmp_path: Path) -> None:
+    result = launch(f"--model-id={tmp_path}/absent", ENV="production")
+    assert result.returncode == FAILED
+    assert "nvidia-smi" not in result.stderr
+
+
+def test_help_is_for_people() -> None:
+    result = launch("--help")
+    assert result.returncode == 0
+    assert "--max-total-tokens" in result.stdout
+
+
+@pytest.mark.slow
+def test_a_model_of_the_hub_is_fetched_and_served(server: ServerFactory, llama_folder: Path, tmp_path: Path) -> None:
+    with running_hub() as hub:
+        hub.models["maker/tiny"] = Repository({file.name: file.read_bytes() for file in llama_folder.iterdir()})
+        environment = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home")}
+        flags = ("--model-id=maker/tiny", f"--huggingface-hub-cache={tmp_path / 'cache'}")
+        running = server(*flags, environment=environment).wait_until_ready()
+        assert running.generate("the quick", max_new_tokens=3, details=True)["details"]["generated_tokens"] == 3
+        assert (tmp_path / "cache" / "models--maker--tiny").is_dir()
+        assert running.stop() == 0
+        complaint_of_absent = launch("--model-id=maker/absent", HF_ENDPOINT=hub.url)
+    assert "the hub has no model maker/absent" in complaint(complaint_of_absent, FAILED)
+
+
+@pytest.mark.slow
+def test_a_download_can_be_interrupted(server: ServerFactory, tmp_path: Path, free_port: FreePort) -> None:
+    port = free_port()
+    with socket.create_server(("127.0.0.1", port)):  # takes connections, and never answers
+        environment = {"HF_ENDPOINT": f"http://127.0.0.1:{port}", "HF_HOME": str(tmp_path)}
+        running = server("--model-id=maker/tiny", environment=environment)
+        running.wait_until(lambda: "settings" in running.lines())
+        running.terminate()
+        assert running.wait(10) == 0

@@ -1,0 +1,166 @@
+"""A real server, started and stopped in every way that it meets in life."""
+
+import json
+import signal
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from tests.conftest import ServerFactory
+from tests.servers import TextGenerationServer
+
+
+def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
+    return [each for each in processes if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
+
+
+def socket_folder(server: TextGenerationServer) -> Path:
+    (flag,) = (part for part in server.child("shard").cmdline() if part.startswith("--uds-path="))
+    return Path(flag.partition("=")[2]).parent
+
+
+class Stream:
+    """A request whose answer is read in a thread."""
+
+    def __init__(self, server: TextGenerationServer, tokens: int) -> None:
+        self.events: list[dict[str, object]] = []
+        self._server = server
+        self._tokens = tokens
+        self._thread = threading.Thread(target=self._read)
+        self._thread.start()
+        server.wait_until(lambda: len(self.events) > 2)
+
+    def _read(self) -> None:
+        body = {"inputs": "the quick", "parameters": {"max_new_tokens": self._tokens, "ignore_eos": True}}
+        with httpx.stream("POST", f"{self._server.url}/generate_stream", json=body, timeout=60) as response:
+            try:
+                for line in response.iter_lines():
+                    if line.startswith("data:"):
+                        self.events.append(json.loads(line.removeprefix("data:")))
+            except httpx.HTTPError as error:
+                self.events.append({"error": str(error)})
+
+    def finish(self) -> dict[str, object]:
+        """The last event."""
+        self._thread.join(timeout=60)
+        return self.events[-1]
+
+
+def test_it_serves_a_folder_and_on_sigterm_ends_without_a_trace(server: ServerFactory, llama_folder: Path) -> None:
+    running = server(f"--model-id={llama_folder}", "--dtype=float32").wait_until_ready()
+    assert running.generate("the quick", max_new_tokens=5, details=True)["details"]["generated_tokens"] == 5
+    assert httpx.get(f"{running.url}/info").json()["model_id"] == str(llama_folder)
+    children = psutil.Process(running.process.pid).children(recursive=True)
+    folder = socket_folder(running)
+    stream = Stream(running, tokens=400)
+    running.terminate()
+    last = stream.finish()
+    assert running.wait() == 0
+    assert len(stream.events) == 400
+    assert last["generated_text"]
+    assert not alive(children)
+    assert not folder.exists()
+    assert "Traceback" not in running.lines()
+
+
+@pytest.mark.slow
+def test_a_stream_that_outlasts_the_termination_timeout_is_cut(server: ServerFactory, llama_folder: Path) -> None:
+    running = server(
+        f"--model-id={llama_folder}", "--dtype=float32", "--graceful-termination-timeout=0.5"
+    ).wait_until_ready()
+    stream = Stream(running, tokens=2000)
+    running.terminate()
+    assert running.wait(15) == 0
+    stream.finish()
+    assert len(stream.events) < 2000
+
+
+@pytest.mark.slow
+def test_ctrl_c_stops_it(server: ServerFactory, llama_folder: Path) -> None:
+    running = server(f"--model-id={llama_folder}").wait_until_ready()
+    running.process.send_signal(signal.SIGINT)
+    assert running.wait() == 0
+
+
+def test_a_killed_shard_fails_health_and_ends_the_launcher(server: ServerFactory, llama_folder: Path) -> None:
+    running = server(f"--model-id={llama_folder}", "--dtype=float32").wait_until_ready()
+    children = psutil.Process(running.process.pid).children(recursive=True)
+    folder = socket_folder(running)
+    stream = Stream(running, tokens=2000)
+    start = time.monotonic()
+    running.child("shard").kill()
+    health: list[bool] = []
+    while running.process.poll() is None:
+        health.append(running.is_healthy())
+        time.sleep(0.02)
+    assert running.wait() == 1
+    assert time.monotonic() - start < 10
+    assert not any(health[5:])
+    assert "shard-0 was killed by SIGKILL" in running.lines().splitlines()[-1]
+    assert "error" in stream.finish()
+    assert not alive(children)
+    assert not folder.exists()
+
+
+@pytest.mark.slow
+def test_a_killed_router_ends_the_launcher(server: ServerFactory, llama_folder: Path) -> None:
+    running = server(f"--model-id={llama_folder}").wait_until_ready()
+    children = psutil.Process(running.process.pid).children(recursive=True)
+    running.child("router").kill()
+    assert running.wait(10) == 1
+    assert "router was killed by SIGKILL" in running.lines().splitlines()[-1]
+    assert not alive(children)
+
+
+def test_a_killed_launcher_leaves_no_orphan(server: ServerFactory, llama_folder: Path) -> None:
+    running = server(f"--model-id={llama_folder}").wait_until_ready()
+    children = psutil.Process(running.process.pid).children(recursive=True)
+    assert len(children) >= 2
+    running.process.kill()
+    running.wait()
+    _, left = psutil.wait_procs(children, timeout=5)
+    assert not alive(left)
+
+
+def test_a_corrupt_weight_file_is_named(server: ServerFactory, llama_folder: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    for file in llama_folder.iterdir():
+        (broken / file.name).write_bytes(file.read_bytes())
+    weights = broken / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    running = server(f"--model-id={broken}")
+    assert running.wait(60) == 1
+    last = running.lines().splitlines()[-1]
+    assert "shard-0 ended with exit code 1" in last
+    assert "corrupt or incomplete" in last
+    assert "Traceback" not in running.lines()
+
+
+def test_a_server_that_is_still_loading_can_be_stopped(server: ServerFactory, llama_folder: Path) -> None:
+    running = server(f"--model-id={llama_folder}")
+    running.wait_until(lambda: len(psutil.Process(running.process.pid).children()) == 2)
+    running.terminate()
+    assert running.wait(10) == 0
+
+
+@pytest.mark.slow
+def test_two_servers_do_not_meet(server: ServerFactory, llama_folder: Path) -> None:
+    first, second = (server(f"--model-id={llama_folder}") for _ in range(2))
+    for each in (first.wait_until_ready(), second.wait_until_ready()):
+        each.generate("the", max_new_tokens=1)
+    assert first.stop() == 0
+    second.generate("the", max_new_tokens=1)
+
+
+@pytest.mark.slow
+def test_json_lines_on_request(server: ServerFactory, llama_folder: Path) -> None:
+    running = server(f"--model-id={llama_folder}", "--json-output").wait_until_ready()
+    running.generate("the", max_new_tokens=1)
+    assert running.stop() == 0
+    entries = [json.loads(line) for line in running.lines().splitlines()]
+    assert {entry["service"] for entry in entries} == {"launcher", "router", "shard-0"}

@@ -1,0 +1,118 @@
+import socket
+
+import pytest
+
+from shared.settings import read_settings
+from tgi_server import demo_model
+from tgi_server.launcher import commands
+from tgi_server.launcher.settings import LauncherSettings
+from tgi_server.router.settings import RouterSettings
+from tgi_server.shard.settings import ShardSettings
+from tgi_server.unsupported import REFUSALS, refuse_unsupported
+
+OWN = {
+    "model_id",
+    "api_key",
+    "huggingface_hub_cache",
+    "num_shard",
+    "sharded",
+    "shard_uds_path",
+    "master_addr",
+    "master_port",
+    "enable_prefill_logprobs",
+    "env",
+}
+"""What the launcher handles itself; the rest goes to the shards or the router, or is refused."""
+
+REFERENCE = """
+model-id revision validation-workers sharded num-shard quantize speculate dtype kv-cache-dtype trust-remote-code
+max-concurrent-requests max-best-of max-stop-sequences max-top-n-tokens max-input-tokens max-input-length
+max-total-tokens waiting-served-ratio max-batch-prefill-tokens max-batch-total-tokens max-waiting-tokens
+max-batch-size cuda-graphs hostname port prometheus-port shard-uds-path master-addr master-port
+huggingface-hub-cache weights-cache-override disable-custom-kernels cuda-memory-fraction rope-scaling rope-factor
+json-output otlp-endpoint otlp-service-name cors-allow-origin api-key watermark-gamma watermark-delta
+tokenizer-config-path disable-grammar-support env max-client-batch-size lora-adapters payload-limit
+enable-prefill-logprobs graceful-termination-timeout usage-stats
+"""
+"""TGI's launcher flags."""
+
+
+def read(*flags: str) -> LauncherSettings:
+    return read_settings(LauncherSettings, "launcher", flags)
+
+
+def test_every_flag_of_tgi_is_known(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        read("--help")
+    listed = capsys.readouterr().out
+    assert [flag for flag in REFERENCE.split() if f"--{flag}" not in listed] == []
+
+
+def test_no_setting_is_ignored() -> None:
+    passed_on = {*commands.ROUTER_FLAGS, *commands.SHARD_FLAGS}
+    assert set(LauncherSettings.model_fields) - passed_on - OWN - set(REFUSALS) == set()
+
+
+def test_what_is_passed_on_is_known_there() -> None:
+    assert set(commands.ROUTER_FLAGS) <= set(RouterSettings.model_fields)
+    assert set(commands.SHARD_FLAGS) <= set(ShardSettings.model_fields)
+
+
+def test_defaults_agree_with_the_routers() -> None:
+    here, there = LauncherSettings.model_fields, RouterSettings.model_fields
+    differing = {name for name in commands.ROUTER_FLAGS if here[name].default not in (None, there[name].default)}
+    assert differing == set()
+
+
+@pytest.mark.parametrize("name", sorted(REFUSALS))
+def test_what_is_not_supported_is_refused_by_name(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    value = {"num_shard": "2", "sharded": "true", "speculate": "3", "cuda_graphs": "1,2", "rope_factor": "2"}
+    flag = f"--{name.replace('_', '-')}"
+    settings = read(f"{flag}={value.get(name, 'something')}")
+    with pytest.raises(SystemExit) as end:
+        refuse_unsupported(settings, "launcher")
+    assert end.value.code == 2
+    assert capsys.readouterr().err == f"launcher: {flag} (or {name.upper()}): {REFUSALS[name].reason}\n"
+
+
+def test_the_demo_model_is_the_default() -> None:
+    assert read().model_id == str(demo_model.PATH)
+
+
+def test_variables_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MAX_INPUT_LENGTH", "7")
+    monkeypatch.setenv("PORT", "80")
+    monkeypatch.setenv("CORS_ALLOW_ORIGIN", "https://a,https://b")
+    monkeypatch.setenv("LOG_LEVEL", "warn")
+    settings = read("--port=81")
+    assert (settings.max_input_tokens, settings.port) == (7, 81)
+    assert settings.cors_allow_origin == ["https://a", "https://b"]
+    assert settings.log_level == "WARNING"
+
+
+def test_a_containers_own_name_is_no_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOSTNAME", socket.gethostname())
+    assert read().hostname == "0.0.0.0"
+
+
+def test_the_api_key_is_not_on_a_command_line(tmp_path) -> None:
+    router = commands.router(read("--api-key=secret"), tmp_path, [tmp_path / "shard-0"])
+    assert router.environment == {"API_KEY": "secret"}
+    assert "secret" not in " ".join(router.arguments)
+
+
+def test_shards_know_their_place(tmp_path) -> None:
+    settings = read("--num-shard=2", "--master-port=5", "--dtype=bfloat16", "--cpu-memory=1GiB", "--trust-remote-code")
+    sockets = [tmp_path / "shard-0", tmp_path / "shard-1"]
+    first, second = commands.shards(settings, sockets)
+    assert second.name == "shard-1"
+    assert second.environment == {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "5"}
+    assert {"--sharded", f"--uds-path={tmp_path}/shard", "--dtype=bfloat16"} < set(second.arguments)
+    there = read_settings(ShardSettings, "shard", first.arguments[first.arguments.index("serve") + 1 :])
+    assert (there.cpu_memory, there.dtype, there.trust_remote_code) == (2**30, "bfloat16", True)
+
+
+def test_shards_of_one_server_meet_at_a_free_port(tmp_path) -> None:
+    sockets = [tmp_path / "shard-0", tmp_path / "shard-1"]
+    ports = {shard.environment["MASTER_PORT"] for shard in commands.shards(read("--num-shard=2"), sockets)}
+    assert len(ports) == 1

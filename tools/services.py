@@ -1,0 +1,71 @@
+"""Starts the two services as child processes; used by `make demo` and `make serve`."""
+
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Sequence
+from typing import IO
+
+from tgi_server.launcher.processes.parent import die_with_parent
+
+STOP_SECONDS = 20.0
+
+
+class Service:
+    """One running service. It has a session of its own, so that Ctrl-C reaches only the tool that started it."""
+
+    def __init__(self, name: str, module: str, arguments: Sequence[str], output: IO[str] | None = None) -> None:
+        """output: where its lines go; None: to the terminal."""
+        self.name = name
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", module, *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+            preexec_fn=die_with_parent(),
+        )
+
+    def exit_code(self) -> int | None:
+        """None while it is running."""
+        return self._process.poll()
+
+    def stop(self) -> int:
+        """Asks it to end and waits for that; returns the exit code."""
+        if self.exit_code() is None:
+            self._process.send_signal(signal.SIGTERM)
+        try:
+            return self._process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            return self._process.wait()
+
+
+def text_generation_server(port: int, *arguments: str, output: IO[str] | None = None) -> Service:
+    flags = [f"--port={port}", *arguments]
+    return Service("model server", "tgi_server.launcher.cli", flags, output)
+
+
+def llm_functionalities(port: int, endpoint: str, *arguments: str, output: IO[str] | None = None) -> Service:
+    flags = [f"--port={port}", f"--endpoint={endpoint}", *arguments]
+    return Service("llm_functionalities", "llm_functionalities.cli", flags, output)
+
+
+def is_ready(url: str) -> bool:
+    """Whether the model server's /health answers with 200."""
+    try:
+        with urllib.request.urlopen(f"{url}/health", timeout=5) as response:
+            return bool(response.status == 200)
+    except OSError:
+        return False
+
+
+def first_to_end(services: Sequence[Service], poll_seconds: float = 0.2) -> Service:
+    """Waits until one of them ends by itself."""
+    while True:
+        for service in services:
+            if service.exit_code() is not None:
+                return service
+        time.sleep(poll_seconds)
