@@ -1,6 +1,7 @@
 """The ASGI application: all routes, errors, and who may call."""
 
 from collections.abc import Sequence
+from functools import partial
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
@@ -11,27 +12,42 @@ from starlette.responses import Response
 
 from tgi_server.router.api.access import ApiKeyMiddleware
 from tgi_server.router.api.answers import error_answer
+from tgi_server.router.api.chat import chat_routes
 from tgi_server.router.api.compatibility import compatibility_routes
+from tgi_server.router.api.completions import completion_routes
+from tgi_server.router.api.description import describe, document_routes
 from tgi_server.router.api.generate import generate_routes
 from tgi_server.router.api.probes import probe_routes
+from tgi_server.router.api.tokenize import tokenize_routes
 from tgi_server.router.errors import NoSuchRoute, RouterError
 from tgi_server.router.service import Service
+
+# The busiest first: routes are tried in this order.
+_ROUTES = (
+    generate_routes,
+    chat_routes,
+    completion_routes,
+    compatibility_routes,
+    tokenize_routes,
+    probe_routes,
+)
 
 
 def create_app(service: Service, *, api_key: str | None = None, cors_origins: Sequence[str] = ()) -> FastAPI:
     """api_key: what generation wants as a bearer token; None: nothing. cors_origins: who may call from a browser."""
     app = FastAPI(
         title="Oatmill text generation",
-        summary="A text-generation server with TGI's interface.",
+        description="A text-generation server with TGI's interface.",
         version=service.model.version,
-        license_info={"name": "Apache 2.0", "identifier": "Apache-2.0"},
         docs_url=None,
         redoc_url=None,
-        openapi_url="/openapi.json",
+        openapi_url=None,
         middleware=_middleware(api_key, cors_origins),
     )
-    for routes in (generate_routes, compatibility_routes, probe_routes):
+    for routes in _ROUTES:
         app.include_router(routes(service), tags=["Text generation"])
+    app.include_router(document_routes(app))
+    app.openapi = partial(describe, app)  # type: ignore[method-assign]
     app.add_exception_handler(RouterError, _answer_error)
     app.add_exception_handler(HTTPException, _answer_http_error)
     return app

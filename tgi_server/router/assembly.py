@@ -24,6 +24,7 @@ from tgi_server.router.validation import Validator, grammar_refusal
 
 _CONNECT_SECONDS = 60.0
 _HEALTH_SECONDS = 10.0
+_CLEAR_SECONDS = 60.0
 
 
 @asynccontextmanager
@@ -98,6 +99,8 @@ class _HealthCheck:
 async def _warm_up(shards: ShardedClient, settings: RouterSettings) -> tuple[pb.InfoResponse, pb.WarmupResponse]:
     try:
         info = await shards.info()
+        # A router that was here before may have left requests behind.
+        await shards.clear_cache(pb.ClearCacheRequest(), _CLEAR_SECONDS).answer()
         capacity = await shards.warmup(
             pb.WarmupRequest(
                 max_prefill_tokens=settings.max_batch_prefill_tokens,

@@ -27,7 +27,7 @@ class RouterSettings(ServiceSettings):
     port: Port = Field(default=3000, description="Port of the HTTP API.")
     prometheus_port: Port = Field(default=9000, description="Port that answers /metrics too; 0: none.")
     max_concurrent_requests: PositiveInt = Field(default=128, description="Requests in flight; more are refused.")
-    max_best_of: PositiveInt = Field(default=2, description="Largest best_of, and n of the OpenAI routes.")
+    max_best_of: PositiveInt = Field(default=2, description="Largest best_of.")
     max_stop_sequences: int = Field(default=4, ge=0, description="Stop sequences of one request.")
     max_top_n_tokens: int = Field(default=5, ge=0, description="Most likely tokens reported at each position.")
     max_input_tokens: PositiveInt | None = Field(
@@ -49,7 +49,7 @@ class RouterSettings(ServiceSettings):
     waiting_served_ratio: float = Field(
         default=0.3, ge=0, description="Waiting requests for each running one that are taken in at once."
     )
-    max_client_batch_size: PositiveInt = Field(default=4, description="Prompts of one request.")
+    max_client_batch_size: PositiveInt = Field(default=4, description="Prompts of one request, times n.")
     validation_workers: PositiveInt = Field(default=2, description="Threads that tokenise.")
     payload_limit: PositiveInt = Field(default=2_000_000, description="Bytes of a request's body.")
     disable_grammar_support: bool = Field(default=False, description="Refuse requests with a grammar.")

@@ -54,11 +54,16 @@ class TokenizerThreads:
         self._pool = ThreadPoolExecutor(max_workers=workers, thread_name_prefix="validation")
 
     async def encode(self, text: str, *, add_special_tokens: bool) -> Encoding:
-        if len(text) <= _SHORT:
-            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        return await self.run(lambda: self.tokenizer.encode(text, add_special_tokens=add_special_tokens))
+        return await self.handle_text(
+            len(text), lambda: self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        )
+
+    async def handle_text(self, characters: int, work: Callable[[], T]) -> T:
+        """Runs what takes time in proportion to a text; of a short one, at once."""
+        return work() if characters <= _SHORT else await self.run(work)
 
     async def run(self, work: Callable[[], T]) -> T:
+        """Runs `work` in a thread."""
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
 
     def close(self) -> None:

@@ -8,6 +8,7 @@ from tgi_server.router.grammar import grammar_fault, requested_grammar
 from tgi_server.router.messages import Grammar, Limits, SamplingParameters
 from tgi_server.router.parameters import check_amounts, check_best_of, check_streaming, random_seed, sampling_parameters
 from tgi_server.router.schemas.generate import GenerateParameters
+from tgi_server.router.stopping import StopSequences
 from tgi_server.router.tokenization import TokenizerThreads
 
 
@@ -32,6 +33,10 @@ class CheckedRequest:
     def seed(self) -> int | None:
         return self.sampling.seed if self.sampling.do_sample else None
 
+    def stop_sequences(self, *, reveal: bool) -> StopSequences | None:
+        """What watches the text; None when nothing but its end ends it. reveal: a stop sequence is part of it."""
+        return StopSequences(self.stop, reveal=reveal) if self.stop else None
+
     def times(self, sequences: int) -> "list[CheckedRequest]":
         """The request so many times over; all but the first with seeds of their own."""
         others = (replace(self.sampling, seed=random_seed()) for _ in range(sequences - 1))
@@ -50,9 +55,18 @@ class Validator:
         self._grammar_refusal = grammar_refusal
 
     async def check(
-        self, inputs: str, parameters: GenerateParameters, *, add_special_tokens: bool = True, streaming: bool = False
+        self,
+        inputs: str,
+        parameters: GenerateParameters,
+        *,
+        add_special_tokens: bool = True,
+        streaming: bool = False,
+        grammar: Grammar | None = None,
     ) -> CheckedRequest:
-        """Raises InvalidRequest with one line that says what is wrong."""
+        """grammar: in place of the parameters' own.
+
+        Raises InvalidRequest with one line that says what is wrong.
+        """
         if streaming:
             check_streaming(parameters)
         sampling = sampling_parameters(parameters)
@@ -62,7 +76,7 @@ class Validator:
             raise InvalidRequest("`adapter_id` is not supported: this server has no adapters")
         if not inputs:
             raise InvalidRequest("`inputs` must not be empty")
-        grammar = await self._grammar(parameters)
+        grammar = await self._checked(grammar or requested_grammar(parameters.grammar))
         encoding = await self._threads.encode(inputs, add_special_tokens=add_special_tokens)
         input_ids = encoding.ids
         if parameters.truncate:
@@ -93,8 +107,7 @@ class Validator:
             )
         return asked
 
-    async def _grammar(self, parameters: GenerateParameters) -> Grammar | None:
-        grammar = requested_grammar(parameters.grammar)
+    async def _checked(self, grammar: Grammar | None) -> Grammar | None:
         if grammar is None:
             return None
         if self._grammar_refusal is not None:

@@ -118,7 +118,7 @@ async def stream_generation(exchange: Exchange, request: GenerateRequest) -> Eve
     sink = _EventSink(
         exchange.service.tokenizer,
         checked.input_ids,
-        StopSequences(checked.stop, reveal=True) if checked.stop else None,
+        checked.stop_sequences(reveal=True),
         StreamEnd(outbox, exchange.path),
         outbox=outbox,
         seed=checked.seed,

@@ -24,7 +24,9 @@ class Prompt(
 class CompletionRequest(SharedParameters):
     prompt: Prompt
     suffix: str | None = Field(default=None, description="Not supported.")
-    echo: bool = Field(default=False, description="Put the prompt in front of the text.")
+    echo: bool = Field(default=False, description="Not supported.")
+    logprobs: UnsignedInt | None = Field(default=None, description="Not supported; chat completions have them.")
+    best_of: UnsignedInt | None = Field(default=None, description="Not supported beyond 1; /generate has it.")
 
 
 class CompletionComplete(ResponseModel):

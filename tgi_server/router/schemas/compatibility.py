@@ -1,0 +1,42 @@
+"""/invocations (Amazon SageMaker) and /vertex (Google Vertex AI)."""
+
+from pydantic import Field, RootModel
+
+from tgi_server.router.schemas.base import RequestModel, ResponseModel
+from tgi_server.router.schemas.chat import ChatCompletion, ChatCompletionChunk, ChatRequest
+from tgi_server.router.schemas.completions import Chunk, CompletionFinal, CompletionRequest
+from tgi_server.router.schemas.generate import (
+    CompatGenerateRequest,
+    GenerateParameters,
+    GenerateResponse,
+    StreamResponse,
+)
+
+
+class SagemakerRequest(RootModel[CompatGenerateRequest | ChatRequest | CompletionRequest]):
+    """Told apart by `inputs`, `messages` or `prompt`."""
+
+
+class SagemakerResponse(RootModel[list[GenerateResponse] | GenerateResponse | ChatCompletion | CompletionFinal]):
+    """What the route that takes such a request answers with; `inputs` as `/` does."""
+
+
+class SagemakerStreamResponse(RootModel[StreamResponse | ChatCompletionChunk | Chunk]):
+    pass
+
+
+class GenerateVertexInstance(RequestModel):
+    inputs: str
+    parameters: GenerateParameters | None = None
+
+
+class VertexInstance(RootModel[GenerateVertexInstance | ChatRequest]):
+    """Told apart by `inputs` or `messages`."""
+
+
+class VertexRequest(RequestModel):
+    instances: list[VertexInstance] = Field(min_length=1)
+
+
+class VertexResponse(ResponseModel):
+    predictions: list[str]
