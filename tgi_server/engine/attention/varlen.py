@@ -28,7 +28,7 @@ class VarlenAttention(GatherAttention):
     def attend(self, layer: int, query: Tensor, step: Step, variant: AttentionVariant) -> Tensor:
         if variant.softcap or variant.alibi_slopes is not None:
             return super().attend(layer, query, step, variant)
-        return varlen_attn(
+        output = varlen_attn(
             query.contiguous(),
             self._keys[layer],
             self._values[layer],
@@ -42,3 +42,5 @@ class VarlenAttention(GatherAttention):
             seqused_k=step.kv_lengths,
             block_table=step.block_tables,
         )
+        assert isinstance(output, Tensor)  # a pair only when auxiliary outputs are asked for
+        return output

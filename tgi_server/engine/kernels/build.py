@@ -46,6 +46,14 @@ def load_kernels() -> bool:
 def _compiled() -> Path:
     library = CACHE / f"{_key()}.so"
     if not library.exists():
+        try:
+            library.parent.mkdir(parents=True, exist_ok=True)
+            writable = os.access(library.parent, os.W_OK)
+        except OSError:
+            writable = False
+        if not writable:
+            logger.info("%s cannot be written to, so the kernels are compiled for this process alone", CACHE)
+            library = Path(tempfile.mkdtemp(prefix="oatmill-kernels-")) / library.name
         _compile(library)
     return library
 
@@ -55,7 +63,6 @@ def _compile(library: Path) -> None:
     if compiler is None:
         raise OSError("no C++ compiler was found; install g++ and start again")
     logger.info("compiling the CPU kernels for this machine, once")
-    library.parent.mkdir(parents=True, exist_ok=True)
     includes = [f"-I{path}" for path in cpp_extension.include_paths()]
     libraries = [*(f"-L{path}" for path in cpp_extension.library_paths()), "-ltorch_cpu", "-lc10"]
     with tempfile.TemporaryDirectory(dir=library.parent) as scratch:

@@ -1,0 +1,45 @@
+# The text-generation server. Built from the repository's root:
+#   docker build -f deploy/docker/tgi.Dockerfile --target tgi .
+ARG BASE=python:3.11.13-slim-bookworm
+
+FROM ${BASE} AS build
+ARG TORCH=torch==2.13.0
+RUN python3 -m venv /opt/oatmill
+ENV PATH=/opt/oatmill/bin:$PATH PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
+WORKDIR /src
+RUN pip install ${TORCH}
+COPY pyproject.toml constraints.txt ./
+COPY tools/requirements.py tools/
+RUN python tools/requirements.py server > /tmp/requirements.txt \
+ && pip install -c constraints.txt "setuptools>=77" -r /tmp/requirements.txt
+COPY README.md LICENSE ./
+COPY shared shared
+COPY llm_functionalities llm_functionalities
+COPY tgi_server tgi_server
+RUN pip install --no-deps --no-build-isolation .
+
+FROM ${BASE} AS tgi
+# The compiler makes the CPU kernels for the machine that the container runs on, where the image's do not fit it.
+RUN apt-get update -qq && apt-get install -y -qq --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
+COPY --from=build /opt/oatmill /opt/oatmill
+ENV PATH=/opt/oatmill/bin:$PATH PYTHONUNBUFFERED=1 HOME=/home/oatmill HUGGINGFACE_HUB_CACHE=/data
+RUN useradd --uid 1000 --create-home --home-dir /home/oatmill oatmill && mkdir /models /data && chown oatmill /models /data
+USER oatmill
+RUN python -m tgi_server.engine.kernels.build
+WORKDIR /home/oatmill
+COPY deploy/docker/tgi-entrypoint.sh /usr/local/bin/tgi-entrypoint
+EXPOSE 80
+ENTRYPOINT ["tgi-entrypoint"]
+
+FROM tgi AS tester
+USER root
+COPY --from=build /src/pyproject.toml /src/constraints.txt /work/
+COPY tools /work/tools
+RUN cd /work && python tools/requirements.py dev > /tmp/requirements.txt \
+ && pip install --no-cache-dir -c constraints.txt -r /tmp/requirements.txt
+COPY . /work
+RUN chown -R oatmill /work
+USER oatmill
+WORKDIR /work
+ENTRYPOINT ["python", "-m", "pytest", "-p", "no:cacheprovider"]
+CMD ["tests/unit"]

@@ -1,0 +1,109 @@
+#!/bin/bash
+# Builds the images, runs the compose stack on the bundled demo model, and tries it: answers, tests, a killed model
+# server, recovery. Needs no network but a package index for pip and apt, and no image registry: where the base image
+# cannot be pulled, one is made with debootstrap.
+#
+# Usage: deploy/try-compose.sh [--keep]      --keep leaves the stack running
+# Skips with a message, and status 0, where no container engine can be had.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+BASE=$(sed -n 's/^ARG BASE=//p' deploy/docker/tgi.Dockerfile)
+STATE=${STATE:-/var/tmp/oatmill-compose}
+ENGINE_SECONDS=60
+HEALTHY_SECONDS=180
+keep=${1:-}
+engine_pid=
+
+say() { printf '\n== %s\n' "$*"; }
+skip() { echo "skipped: $*"; exit 0; }
+
+compose() {
+    if docker compose version >/dev/null 2>&1; then docker compose "$@"; else docker-compose "$@"; fi
+}
+
+finish() {
+    status=$?
+    [ "$keep" = --keep ] || { compose --profile test down --volumes --timeout 30 >/dev/null 2>&1 || true; }
+    if [ -n "$engine_pid" ] && [ "$keep" != --keep ]; then kill "$engine_pid"; wait "$engine_pid" 2>/dev/null || true; fi
+    exit $status
+}
+
+need_engine() {
+    command -v docker >/dev/null || skip "there is no docker command"
+    docker info >/dev/null 2>&1 && return
+    command -v dockerd >/dev/null || skip "no container engine runs, and there is no dockerd to start"
+    [ "$(id -u)" = 0 ] || skip "no container engine runs, and only root can start one"
+    say "starting dockerd"
+    mkdir -p "$STATE"
+    dockerd --data-root "$STATE/docker" >"$STATE/dockerd.log" 2>&1 &
+    engine_pid=$!
+    for _ in $(seq $ENGINE_SECONDS); do
+        docker info >/dev/null 2>&1 && return
+        kill -0 "$engine_pid" 2>/dev/null || { engine_pid=; skip "dockerd does not start; see $STATE/dockerd.log"; }
+        sleep 1
+    done
+    skip "dockerd does not answer; see $STATE/dockerd.log"
+}
+
+need_base_image() {
+    docker image inspect "$BASE" >/dev/null 2>&1 && return
+    docker pull --quiet "$BASE" 2>/dev/null && return
+    command -v debootstrap >/dev/null || skip "$BASE cannot be pulled, and there is no debootstrap to make one like it"
+    say "making a base image with debootstrap, since $BASE cannot be pulled"
+    root=$(mktemp -d "$STATE/base.XXXX")
+    debootstrap --variant=minbase --include=python3,python3-venv,ca-certificates bookworm "$root" >"$STATE/debootstrap.log"
+    # The image reaches the package indexes in the way that this machine does.
+    for file in /etc/ssl/certs/ca-certificates.crt /etc/pip.conf /etc/apt/sources.list /etc/apt/apt.conf.d /etc/apt/sources.list.d; do
+        [ -e "$file" ] && cp -rL --parents "$file" "$root"
+    done
+    [ -e "$HOME/.config/pip/pip.conf" ] && cat "$HOME/.config/pip/pip.conf" >>"$root/etc/pip.conf"
+    pip config list 2>/dev/null | sed -n "s/^.*find-links='\(.*\)'$/\1/p" | while read -r folder; do
+        [ -d "$folder" ] && cp -r --parents "$folder" "$root"
+    done
+    tar -C "$root" -c . | docker import - "$BASE" >/dev/null
+    rm -rf "$root"
+}
+
+build() {
+    say "building the images"
+    for target in tgi tester; do
+        DOCKER_BUILDKIT=0 docker build --quiet --network host -f deploy/docker/tgi.Dockerfile --target $target -t oatmill-$target .
+    done
+    DOCKER_BUILDKIT=0 docker build --quiet --network host -f deploy/docker/llm_functionalities.Dockerfile \
+        -t oatmill-llm-functionalities .
+    docker images --format '{{.Repository}}: {{.Size}}' | grep '^oatmill'
+}
+
+wait_until_healthy() {
+    for _ in $(seq $HEALTHY_SECONDS); do
+        [ "$(docker inspect --format '{{.State.Health.Status}}' "$(compose ps -q "$1")")" = healthy ] && return
+        sleep 1
+    done
+    compose logs "$1" | tail -20
+    echo "$1 is not healthy after $HEALTHY_SECONDS s" >&2
+    return 1
+}
+
+need_engine
+trap finish EXIT
+mkdir -p "$STATE"
+need_base_image
+build
+say "starting the stack"
+compose up -d --no-build
+wait_until_healthy tgi
+wait_until_healthy llm_functionalities
+say "over HTTP, on port 8081"
+curl -sS -m 20 http://127.0.0.1:8081/generate -H 'content-type: application/json' \
+    -d '{"inputs": "### Instruction:\nHow long do I boil an egg?\n\n### Response:\n", "parameters": {"max_new_tokens": 40}}'
+echo
+say "the tests of the running stack"
+compose run --rm tester --runslow -k test_llm
+say "killing the model server: calls come back empty, and full again once it is back"
+docker kill "$(compose ps -q tgi)" >/dev/null
+compose run --rm tester --runslow -k test_away
+compose up -d --no-build tgi >/dev/null
+wait_until_healthy tgi
+compose run --rm tester --runslow -k test_llm
+say "everything that was tried works"

@@ -1,0 +1,28 @@
+"""Asks a running service whether it is well: `python -m llm_functionalities.healthcheck 127.0.0.1:8000`.
+
+Exits 0 when it serves, 1 with a line that says why when it does not.
+"""
+
+import sys
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+TIMEOUT_SECONDS = 3
+
+
+def main() -> None:
+    if len(sys.argv) != 2:
+        sys.exit("usage: python -m llm_functionalities.healthcheck HOST:PORT")
+    with grpc.insecure_channel(sys.argv[1]) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        try:
+            answer = stub.Check(health_pb2.HealthCheckRequest(), timeout=TIMEOUT_SECONDS)
+        except grpc.RpcError as error:
+            sys.exit(f"{sys.argv[1]} does not answer: {error.code().name}")  # type: ignore[attr-defined]
+    if answer.status != health_pb2.HealthCheckResponse.SERVING:
+        sys.exit(f"{sys.argv[1]} is {health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)}")
+
+
+if __name__ == "__main__":
+    main()
