@@ -1,5 +1,6 @@
 """The gRPC server: what it is made of, how it starts, and how it stops."""
 
+import asyncio
 import logging
 import ssl
 from collections.abc import Callable, Sequence
@@ -74,8 +75,9 @@ class Server:
         """Refuses new calls, lets the running ones end within the grace time, and leaves no thread or socket."""
         await self._health.enter_graceful_shutdown()
         await self._server.stop(self._settings.grace)
-        self._pool.stop(STOP_SECONDS)
-        self._endpoints.stop(STOP_SECONDS)
+        # Not on the loop: it is the loop that ends the calls on which the threads still work.
+        await asyncio.to_thread(self._pool.stop, STOP_SECONDS)
+        await asyncio.to_thread(self._endpoints.stop, STOP_SECONDS)
         self._http.close()
         if self._stop_metrics is not None:
             self._stop_metrics()

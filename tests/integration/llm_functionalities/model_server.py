@@ -3,10 +3,12 @@
 import json
 import select
 import socket
+import ssl
 import struct
 import threading
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 TRICKLE_SECONDS = 0.05
@@ -34,7 +36,7 @@ class ModelServer:
     status. The fault holds for `/health` too when `sick`.
     """
 
-    def __init__(self, port: int = 0, host: str = "127.0.0.1") -> None:
+    def __init__(self, port: int = 0, host: str = "127.0.0.1", tls: tuple[Path, Path] | None = None) -> None:
         self.fault: str | int | None = None
         self.sick = True
         self.answer: Any = "a fine answer"
@@ -43,6 +45,9 @@ class ModelServer:
         self.health_checks = 0
         self.connections = 0
         self._host = host
+        self._tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER) if tls else None
+        if self._tls is not None and tls is not None:
+            self._tls.load_cert_chain(*tls)
         self.port = port
         self._family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._open: set[socket.socket] = set()
@@ -103,7 +108,10 @@ class ModelServer:
             self._run(self._serve, connection)
 
     def _serve(self, connection: socket.socket) -> None:
+        plain = connection
         try:
+            if self._tls is not None:
+                connection = self._tls.wrap_socket(connection, server_side=True)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             reader = connection.makefile("rb")
             while (request := _read_request(reader)) is not None:
@@ -113,7 +121,7 @@ class ModelServer:
             pass
         finally:
             with self._lock:
-                self._open.discard(connection)
+                self._open.discard(plain)
             connection.close()
 
     def _answer(self, connection: socket.socket, request: Request) -> bool:
@@ -215,6 +223,8 @@ def _until_abandoned(connection: socket.socket, request: Request, seconds: float
 
 
 def _has_data(connection: socket.socket) -> bool:
+    if isinstance(connection, ssl.SSLSocket):
+        return False  # callers send nothing after their request but the end
     try:
         return bool(connection.recv(1, socket.MSG_PEEK))
     except OSError:

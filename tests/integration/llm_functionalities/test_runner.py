@@ -1,0 +1,349 @@
+"""`LLMRunner` as applications call it: a real process, real gRPC clients, a model server that does as it is told."""
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+
+import grpc
+import pytest
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+
+from shared.stubs import llm_pb2, llm_pb2_grpc
+from tests.integration.llm_functionalities.model_server import ModelServer
+from tests.integration.llm_functionalities.service import Service, ask, reason, running_service, until
+
+Runner = llm_pb2_grpc.LLMRunnerStub
+SLACK_SECONDS = 0.05
+"""How long after its deadline a caller may have its answer."""
+
+
+@pytest.fixture(scope="module")
+def shared_server() -> Iterator[ModelServer]:
+    with ModelServer() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def service(shared_server: ModelServer) -> Iterator[Service]:
+    with running_service("--endpoint", shared_server.url, "--threads", "8", "--batch-threads", "4") as service:
+        yield service
+
+
+@pytest.fixture
+def server(shared_server: ModelServer) -> ModelServer:
+    """Healthy, and without a memory of earlier tests."""
+    shared_server.fault, shared_server.delay, shared_server.answer = None, 0.0, "a fine answer"
+    shared_server.requests.clear()
+    return shared_server
+
+
+@pytest.fixture
+def runner(service: Service, server: ModelServer) -> Iterator[Runner]:
+    with service.runner() as runner:
+        until(lambda: ask(runner) != "")
+        server.requests.clear()
+        yield runner
+
+
+def test_a_prompt_goes_to_the_model_as_it_is_and_its_answer_comes_back(runner: Runner, server: ModelServer) -> None:
+    prompt = "  ### Instruction:\nSay “héllo”.\n\n### Response:\n"
+    server.answer = "\n héllo \n"
+    response = runner.call_model(llm_pb2.ModelRequest(formatted_prompt=prompt, max_tokens=7))
+    assert response.text == "héllo"
+    (request,) = server.requests
+    assert request.path == "/generate"
+    assert request.prompt == prompt
+    assert request.body["parameters"] == {"max_new_tokens": 7, "return_full_text": False}
+    assert "authorization" not in request.headers
+
+
+def test_max_tokens_has_a_default(runner: Runner, server: ModelServer) -> None:
+    ask(runner)
+    assert server.requests[-1].body["parameters"]["max_new_tokens"] == 128
+
+
+def test_a_batch_keeps_its_order(runner: Runner, server: ModelServer) -> None:
+    server.answer = lambda prompt: f"answer to {prompt}"
+    prompts = [f"prompt {number}" for number in range(50)]
+    response = runner.batch_call_model(llm_pb2.ModelBatchRequest(formatted_prompts=prompts))
+    assert list(response.text) == [f"answer to {prompt}" for prompt in prompts]
+
+
+def test_an_empty_batch_is_an_empty_answer(runner: Runner, server: ModelServer) -> None:
+    assert list(runner.batch_call_model(llm_pb2.ModelBatchRequest()).text) == []
+    assert list(runner.generate_summaries(llm_pb2.TGIMultipleSummaryRequest()).summary_text) == []
+    assert not server.requests
+
+
+def test_a_prompt_that_fails_is_empty_in_its_place_only(runner: Runner, server: ModelServer) -> None:
+    server.answer = lambda prompt: None if prompt == "bad" else "fine"  # null is no text
+    response = runner.batch_call_model(llm_pb2.ModelBatchRequest(formatted_prompts=["a", "bad", "b", "bad", "c"]))
+    assert list(response.text) == ["fine", "", "fine", "", "fine"]
+
+
+def test_the_time_out_holds_for_the_whole_batch(runner: Runner, server: ModelServer) -> None:
+    server.delay = 0.2
+    prompts = [str(number) for number in range(20)]  # four at a time
+    started = time.monotonic()
+    response = runner.batch_call_model(llm_pb2.ModelBatchRequest(formatted_prompts=prompts, timeout=500))
+    assert time.monotonic() - started < 0.5 + SLACK_SECONDS
+    texts = list(response.text)
+    assert len(texts) == 20
+    assert [text for text in texts if text] == ["a fine answer"] * 8
+    until(lambda: all(request.abandoned.is_set() for request in server.requests[8:]))
+    time.sleep(0.3)
+    assert len(server.requests) == 12  # what had not begun never did
+
+
+def test_summaries(runner: Runner, server: ModelServer) -> None:
+    server.answer = lambda prompt: " A summary. " if "### Instruction:" in prompt else "?"
+    assert runner.generate_summary(llm_pb2.TGISummaryRequest(input_text="A long text.")).summary_text == "A summary."
+    assert "A long text." in server.requests[-1].prompt
+    texts = llm_pb2.TGIMultipleSummaryRequest(input_text=["one", " ", "two"])
+    assert list(runner.generate_summaries(texts).summary_text) == ["A summary.", "", "A summary."]
+    assert runner.generate_summary(llm_pb2.TGISummaryRequest()).summary_text == ""
+
+
+def test_a_grammar_reaches_the_model_server(runner: Runner, server: ModelServer) -> None:
+    grammar = llm_pb2.Grammar(json_schema='{"type": "object", "properties": {"a": {"type": "string"}}}')
+    runner.call_model(llm_pb2.ModelRequest(formatted_prompt="x", grammar=grammar))
+    value = {"type": "object", "properties": {"a": {"type": "string"}}}
+    assert server.requests[-1].body["parameters"]["grammar"] == {"type": "json", "value": value}
+    grammar = llm_pb2.Grammar(regex="yes|no")
+    runner.batch_call_model(llm_pb2.ModelBatchRequest(formatted_prompts=["x"], grammar=grammar))
+    assert server.requests[-1].body["parameters"]["grammar"] == {"type": "regex", "value": "yes|no"}
+
+
+def test_a_grammar_that_is_none_is_the_callers_mistake(runner: Runner, server: ModelServer) -> None:
+    request = llm_pb2.ModelRequest(formatted_prompt="x", grammar=llm_pb2.Grammar(json_schema="{"))
+    with pytest.raises(grpc.RpcError) as refusal:
+        runner.call_model(request)
+    assert refusal.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+    with pytest.raises(grpc.RpcError) as refusal:
+        list(runner.stream_model(request))
+    assert refusal.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+    assert not server.requests
+
+
+def test_an_empty_answer_of_the_model_is_told_apart(runner: Runner, server: ModelServer) -> None:
+    server.answer = " \n "
+    assert reason(runner) == ("", "no_text")
+
+
+@pytest.mark.parametrize("status", [400, 413, 422])
+def test_a_request_that_the_model_refuses_says_nothing_about_the_endpoint(
+    status: int, runner: Runner, server: ModelServer
+) -> None:
+    server.fault = status
+    assert {reason(runner) for _ in range(8)} == {("", "rejected")}
+    server.fault = None
+    assert ask(runner) == "a fine answer"
+
+
+@pytest.mark.parametrize("fault", ["hang", "trickle"])
+@pytest.mark.parametrize("timeout_ms", [50, 300])
+def test_a_deadline_is_on_the_wall_clock(fault: str, timeout_ms: int, runner: Runner, server: ModelServer) -> None:
+    server.fault, server.sick = fault, False
+    for _ in range(3):
+        started = time.monotonic()
+        assert reason(runner, timeout_ms=timeout_ms) == ("", "deadline")
+        assert timeout_ms / 1000 - 0.01 < time.monotonic() - started < timeout_ms / 1000 + SLACK_SECONDS
+    until(lambda: all(request.abandoned.is_set() for request in server.requests))
+
+
+def test_the_callers_own_deadline_counts_and_the_empty_answer_arrives_before_it(
+    runner: Runner, server: ModelServer
+) -> None:
+    server.fault, server.sick = "hang", False
+    for timeout_ms in (0, 60_000):
+        started = time.monotonic()
+        request = llm_pb2.ModelRequest(formatted_prompt="x", timeout=timeout_ms)
+        assert runner.call_model(request, timeout=0.5).text == ""
+        assert 0.3 < time.monotonic() - started < 0.5
+
+
+def test_a_caller_that_goes_away_stops_the_generation(runner: Runner, server: ModelServer) -> None:
+    server.delay = 5
+    call = runner.call_model.future(llm_pb2.ModelRequest(formatted_prompt="x"))
+    until(lambda: len(server.requests) == 1)
+    call.cancel()
+    assert server.requests[0].abandoned.wait(1)
+    batch = runner.batch_call_model.future(llm_pb2.ModelBatchRequest(formatted_prompts=["x"] * 3))
+    until(lambda: len(server.requests) == 4)
+    batch.cancel()
+    assert all(request.abandoned.wait(1) for request in server.requests)
+
+
+def test_a_large_batch_does_not_starve_single_calls(runner: Runner, server: ModelServer) -> None:
+    server.delay = 0.05
+    prompts = [f"prompt {number}" for number in range(1000)]
+    batch = runner.batch_call_model.future(llm_pb2.ModelBatchRequest(formatted_prompts=prompts, timeout=20_000))
+    until(lambda: len(server.requests) >= 4)
+    waits = []
+    for _ in range(20):
+        started = time.monotonic()
+        assert ask(runner) == "a fine answer"
+        waits.append(time.monotonic() - started)
+    assert not batch.done()
+    assert sorted(waits)[10] < 0.05 + 0.05, waits
+    batch.cancel()
+
+
+def test_two_batches_share(runner: Runner, server: ModelServer) -> None:
+    server.delay = 0.02
+    first = runner.batch_call_model.future(llm_pb2.ModelBatchRequest(formatted_prompts=["first"] * 400))
+    until(lambda: len(server.requests) >= 8)
+    started = time.monotonic()
+    runner.batch_call_model(llm_pb2.ModelBatchRequest(formatted_prompts=["second"] * 20))
+    assert time.monotonic() - started < 1.0
+    assert not first.done()
+    first.result()
+
+
+def test_a_stream_comes_in_pieces_as_they_are_written(runner: Runner, server: ModelServer) -> None:
+    server.answer, server.delay = "one two three four", 0.1
+    arrivals = []
+    pieces = []
+    for response in runner.stream_model(llm_pb2.ModelRequest(formatted_prompt="x", max_tokens=9)):
+        pieces.append(response.text)
+        arrivals.append(time.monotonic())
+    assert pieces == ["one", " two", " three", " four"]
+    assert all(later - earlier > 0.05 for earlier, later in pairwise(arrivals))
+    assert server.requests[0].path == "/generate_stream"
+    assert server.requests[0].body["parameters"]["max_new_tokens"] == 9
+
+
+def test_a_stream_that_is_cancelled_stops_the_generation(runner: Runner, server: ModelServer) -> None:
+    server.answer, server.delay = " ".join(["word"] * 100), 0.05
+    stream = runner.stream_model(llm_pb2.ModelRequest(formatted_prompt="x", timeout=30_000))
+    assert next(stream).text == "word"
+    stream.cancel()
+    assert server.requests[0].abandoned.wait(0.5)
+
+
+def test_a_stream_ends_with_its_time(runner: Runner, server: ModelServer) -> None:
+    server.answer, server.delay = " ".join(["word"] * 100), 0.05
+    started = time.monotonic()
+    stream = runner.stream_model(llm_pb2.ModelRequest(formatted_prompt="x", timeout=400))
+    pieces = [response.text for response in stream]
+    assert time.monotonic() - started < 0.4 + SLACK_SECONDS
+    assert 4 <= len(pieces) <= 8
+    assert dict(stream.trailing_metadata())["empty-reason"] == "deadline"
+    assert server.requests[0].abandoned.wait(0.5)
+
+
+@pytest.mark.parametrize("fault", [500, "garbage", "reset"])
+def test_a_stream_of_a_broken_server_ends_empty(fault: str | int, runner: Runner, server: ModelServer) -> None:
+    server.fault = fault
+    assert list(runner.stream_model(llm_pb2.ModelRequest(formatted_prompt="x"))) == []
+
+
+@pytest.mark.parametrize(
+    ("fault", "why"),
+    [
+        (429, "overloaded"),
+        (500, "server_error"),
+        (503, "server_error"),
+        ("garbage", "bad_answer"),
+        ("endless", "bad_answer"),
+    ],
+)
+def test_a_server_that_fails_gives_an_empty_answer_with_its_reason(
+    fault: str | int, why: str, runner: Runner, server: ModelServer
+) -> None:
+    server.fault, server.sick = fault, False
+    assert reason(runner) == ("", why)
+    assert len(server.requests) == 1  # it is never sent twice
+
+
+def test_many_callers_at_once(runner: Runner, server: ModelServer) -> None:
+    server.answer = lambda prompt: f"answer to {prompt}"
+    with ThreadPoolExecutor(32) as threads:
+        answers = list(threads.map(lambda number: ask(runner, f"prompt {number}", 10_000), range(400)))
+    assert answers == [f"answer to prompt {number}" for number in range(400)]
+
+
+OLD_CONTRACT = """
+ModelRequest: formatted_prompt=1 string, max_tokens=2 int32, timeout=3 int32
+ModelResponse: text=1 string
+ModelBatchRequest: formatted_prompts=1 repeated, max_tokens=2 int32, timeout=3 int32
+ModelBatchResponse: text=1 repeated
+TGISummaryRequest: input_text=1 string
+TGISummaryResponse: summary_text=1 string
+TGIMultipleSummaryRequest: input_text=1 repeated
+TGIMultipleSummaryResponse: summary_text=1 repeated
+"""
+
+
+def old_messages() -> dict[str, type]:
+    """Messages as assistants compiled them, from a contract that knows nothing of what came later."""
+    field = descriptor_pb2.FieldDescriptorProto
+    file = descriptor_pb2.FileDescriptorProto(name="old_llm.proto", syntax="proto3")
+    for line in OLD_CONTRACT.strip().splitlines():
+        name, _, fields = line.partition(": ")
+        message = file.message_type.add(name=name)
+        for text in fields.split(", "):
+            (field_name, _, number), kind = text.split()[0].partition("="), text.split()[1]
+            message.field.add(
+                name=field_name,
+                number=int(number),
+                type=field.TYPE_INT32 if kind == "int32" else field.TYPE_STRING,
+                label=field.LABEL_REPEATED if kind == "repeated" else field.LABEL_OPTIONAL,
+            )
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(file)
+    return {name: message_factory.GetMessageClass(pool.FindMessageTypeByName(name)) for name in file_names(file)}
+
+
+def file_names(file: descriptor_pb2.FileDescriptorProto) -> list[str]:
+    return [message.name for message in file.message_type]
+
+
+@pytest.mark.parametrize(
+    ("method", "request_type", "response_type", "fields", "answer"),
+    [
+        ("call_model", "ModelRequest", "ModelResponse", {"formatted_prompt": "x"}, {"text": "a fine answer"}),
+        (
+            "batch_call_model",
+            "ModelBatchRequest",
+            "ModelBatchResponse",
+            {"formatted_prompts": ["x", "y"], "max_tokens": 5, "timeout": 1000},
+            {"text": ["a fine answer"] * 2},
+        ),
+        (
+            "generate_summary",
+            "TGISummaryRequest",
+            "TGISummaryResponse",
+            {"input_text": "x"},
+            {"summary_text": "a fine answer"},
+        ),
+        (
+            "generate_summaries",
+            "TGIMultipleSummaryRequest",
+            "TGIMultipleSummaryResponse",
+            {"input_text": ["x"]},
+            {"summary_text": ["a fine answer"]},
+        ),
+    ],
+)
+def test_a_client_of_long_ago_is_understood(
+    method: str,
+    request_type: str,
+    response_type: str,
+    fields: dict[str, object],
+    answer: dict[str, object],
+    service: Service,
+    server: ModelServer,
+) -> None:
+    messages = old_messages()
+    with service.channel() as channel:
+        call = channel.unary_unary(
+            f"/LLMRunner/{method}",
+            request_serializer=messages[request_type].SerializeToString,
+            response_deserializer=messages[response_type].FromString,
+        )
+        response = call(messages[request_type](**fields))
+    for name, value in answer.items():
+        found = getattr(response, name)
+        assert (found if isinstance(found, str) else list(found)) == value

@@ -1,0 +1,206 @@
+"""The assistant's workflows from end to end."""
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import grpc
+import pytest
+
+from shared.stubs import llm_pb2, llm_pb2_grpc
+from tests.integration.llm_functionalities.model_server import ModelServer
+from tests.integration.llm_functionalities.service import running_service, until
+
+COOKING = llm_pb2.Session.COOKING
+
+
+@pytest.fixture(scope="module")
+def shared_server() -> Iterator[ModelServer]:
+    with ModelServer() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def channel(shared_server: ModelServer) -> Iterator[grpc.Channel]:
+    with running_service("--endpoint", shared_server.url) as service, service.channel() as channel:
+        yield channel
+
+
+@pytest.fixture
+def server(shared_server: ModelServer) -> ModelServer:
+    shared_server.fault, shared_server.delay = None, 0.0
+    shared_server.requests.clear()
+    return shared_server
+
+
+def step(unique_id: str, text: str) -> llm_pb2.ExecutionStep:
+    return llm_pb2.ExecutionStep(unique_id=unique_id, response=llm_pb2.OutputInteraction(speech_text=text))
+
+
+def test_chit_chat(channel: grpc.Channel, server: ModelServer) -> None:
+    server.answer = "I am well, thank you! Shall we go on? And then I"
+    request = llm_pb2.LLMChitChatRequest(user_question="How are you?", task_title="Pancakes")
+    response = llm_pb2_grpc.LLMChitChatStub(channel).generate_chit_chat(request)
+    assert response.text == "I am well, thank you! Shall we go on?"
+    assert "User: How are you?" in server.requests[0].prompt
+    assert "Task: Pancakes" in server.requests[0].prompt
+
+
+def test_summaries(channel: grpc.Channel, server: ModelServer) -> None:
+    stub = llm_pb2_grpc.LLMSummaryGenerationStub(channel)
+    server.answer = lambda prompt: "Fry it. Half a sent" if "Step: a" in prompt else "Whisk it."
+    request = llm_pb2.SummaryGenerationRequest(task_title="T", step_text="a", more_details="b")
+    assert stub.generate_summary(request).summary == "Fry it."
+    requests = llm_pb2.MultipleSummaryGenerationRequest(task_title=["T"], step_text=["b", " ", "a"], more_details=["d"])
+    assert list(stub.generate_summaries(requests).summary) == ["Whisk it.", "", "Fry it."]
+
+
+def test_descriptions(channel: grpc.Channel, server: ModelServer) -> None:
+    stub = llm_pb2_grpc.LLMDescriptionGenerationStub(channel)
+    server.answer = lambda prompt: "" if "soup" in prompt else "A fine cake."
+    request = llm_pb2.LLMDescriptionGenerationRequest(task_title="cake", ingredients="flour")
+    assert stub.generate_description(request).description == "A fine cake."
+    requests = llm_pb2.LLMMultipleDescriptionGenerationRequest(task_title=["soup", "cake"], domains=["COOKING"])
+    assert list(stub.generate_descriptions(requests).description) == ["", "A fine cake."]
+
+
+def test_proactive_questions(channel: grpc.Channel, server: ModelServer) -> None:
+    stub = llm_pb2_grpc.LLMProactiveQuestionGenerationStub(channel)
+    server.answer = lambda prompt: "Is it hot? Yes." if "Step 2" in prompt else "No question."
+    request = llm_pb2.ProactiveQuestionGenerationRequest(
+        task_title=["T", "T", "T"], previous_steps=["Step 0", "Step 1"], current_step=["Step 1", "Step 2"]
+    )
+    questions = stub.generate_proactive_question(request).questions
+    assert [question.text for question in questions] == ["", "Is it hot?", ""]
+    assert all(question.type == llm_pb2.ExtraInfo.QUESTION for question in questions)
+    assert server.requests[0].body["parameters"]["grammar"]["type"] == "regex"
+
+
+def test_replacement(channel: grpc.Channel, server: ModelServer) -> None:
+    stub = llm_pb2_grpc.LLMReplacementGenerationStub(channel)
+    server.answer = json.dumps({"name": "oat milk", "amount": "200 ml"})
+    request = llm_pb2.IngredientReplacementRequest(
+        user_question="What instead of milk?", original_ingredient=llm_pb2.Ingredient(name="milk", amount="200 ml")
+    )
+    response = stub.generate_replacement(request)
+    assert (response.new_ingredient.name, response.new_ingredient.amount) == ("oat milk", "200 ml")
+    assert server.requests[0].body["parameters"]["grammar"]["type"] == "json"
+    server.answer = ' "oat milk", "amount": "200 ml"}'  # half an object, as of a server that ignores the grammar
+    response, call = stub.generate_replacement.with_call(request)
+    assert not response.HasField("new_ingredient")
+    assert dict(call.trailing_metadata())["empty-reason"] == "unusable"
+
+
+def test_steps_are_rewritten_where_the_ingredient_is(channel: grpc.Channel, server: ModelServer) -> None:
+    stub = llm_pb2_grpc.LLMReplacementGenerationStub(channel)
+    server.answer = lambda prompt: "Whisk the oat milk." if "Whisk" in prompt else "Pour the milk."
+    pair = llm_pb2.ReplacedIngredient(
+        original=llm_pb2.Ingredient(name="milk"), replacement=llm_pb2.Ingredient(name="oat milk", amount="1 cup")
+    )
+    request = llm_pb2.AdjustedStepGenerationRequest(
+        task_title="T",
+        step=[step("1", "Whisk the milk."), step("2", "Sift the flour."), step("3", "Pour the milk.")],
+        ingredient=[pair],
+    )
+    response = stub.rewrite_steps(request)
+    assert list(response.ids) == ["1", "2", "3"]
+    assert list(response.step_text) == ["Whisk the oat milk.", "Sift the flour.", ""]
+    assert len(server.requests) == 2
+
+
+def test_decisions(channel: grpc.Channel, server: ModelServer) -> None:
+    stub = llm_pb2_grpc.LLMExecutionSearchManagerStub(channel)
+    server.answer = json.dumps({"intent": "recommend_new_search", "ai_response": "Shall we look for pizza?"})
+    request = llm_pb2.ExecutionSearchRequest(
+        domain=COOKING, taskmap=llm_pb2.TaskMap(title="Pancakes"), user_question="I want pizza", timeout=1000
+    )
+    response = stub.generate_decision(request)
+    assert response.intent_classification == "recommend_new_search"
+    assert response.ai_response == "Shall we look for pizza?"
+    assert "Task: Pancakes" in server.requests[0].prompt
+
+
+CALLS: dict[str, tuple[Callable[[grpc.Channel], Any], Any, Any]] = {
+    "chit chat": (
+        lambda channel: llm_pb2_grpc.LLMChitChatStub(channel).generate_chit_chat,
+        llm_pb2.LLMChitChatRequest(user_question="Hi"),
+        llm_pb2.ChitChatResponse(),
+    ),
+    "summary": (
+        lambda channel: llm_pb2_grpc.LLMSummaryGenerationStub(channel).generate_summary,
+        llm_pb2.SummaryGenerationRequest(step_text="Stir."),
+        llm_pb2.SummaryGenerationResponse(),
+    ),
+    "summaries": (
+        lambda channel: llm_pb2_grpc.LLMSummaryGenerationStub(channel).generate_summaries,
+        llm_pb2.MultipleSummaryGenerationRequest(step_text=["Stir.", "Fry."]),
+        llm_pb2.MultipleSummaryGenerationResponse(summary=["", ""]),
+    ),
+    "description": (
+        lambda channel: llm_pb2_grpc.LLMDescriptionGenerationStub(channel).generate_description,
+        llm_pb2.LLMDescriptionGenerationRequest(task_title="Cake"),
+        llm_pb2.DescriptionGenerationResponse(),
+    ),
+    "descriptions": (
+        lambda channel: llm_pb2_grpc.LLMDescriptionGenerationStub(channel).generate_descriptions,
+        llm_pb2.LLMMultipleDescriptionGenerationRequest(task_title=["Cake"]),
+        llm_pb2.MultipleDescriptionGenerationResponse(description=[""]),
+    ),
+    "question": (
+        lambda channel: llm_pb2_grpc.LLMProactiveQuestionGenerationStub(channel).generate_proactive_question,
+        llm_pb2.ProactiveQuestionGenerationRequest(current_step=["Stir."]),
+        llm_pb2.ProactiveQuestionGenerationResponse(questions=[llm_pb2.ExtraInfo(type=llm_pb2.ExtraInfo.QUESTION)]),
+    ),
+    "replacement": (
+        lambda channel: llm_pb2_grpc.LLMReplacementGenerationStub(channel).generate_replacement,
+        llm_pb2.IngredientReplacementRequest(original_ingredient=llm_pb2.Ingredient(name="milk")),
+        llm_pb2.IngredientReplacementResponse(),
+    ),
+    "step": (
+        lambda channel: llm_pb2_grpc.LLMReplacementGenerationStub(channel).rewrite_steps,
+        llm_pb2.AdjustedStepGenerationRequest(
+            step=[step("1", "Whisk the milk.")],
+            ingredient=[llm_pb2.ReplacedIngredient(original=llm_pb2.Ingredient(name="milk"))],
+        ),
+        llm_pb2.AdjustedStepGenerationResponse(step_text=[""], ids=["1"]),
+    ),
+    "decision": (
+        lambda channel: llm_pb2_grpc.LLMExecutionSearchManagerStub(channel).generate_decision,
+        llm_pb2.ExecutionSearchRequest(user_question="Pizza!"),
+        llm_pb2.ExecutionSearchResponse(),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("failure", ["says nothing", "cut off", "broken"])
+def test_without_a_usable_answer_the_response_is_empty(
+    name: str, failure: str, channel: grpc.Channel, server: ModelServer
+) -> None:
+    method, request, empty = CALLS[name]
+    server.answer = {"says nothing": "", "cut off": '{"name": "oat mi', "broken": "x"}[failure]
+    server.fault, server.sick = ("garbage" if failure == "broken" else None), False
+    assert method(channel)(request) == empty
+    server.fault = None
+    server.answer = "Fine."
+    stub = llm_pb2_grpc.LLMRunnerStub(channel)
+    until(lambda: stub.call_model(llm_pb2.ModelRequest(formatted_prompt="x")).text == "Fine.")
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_request_with_nothing_in_it_is_answered_with_nothing(
+    name: str, channel: grpc.Channel, server: ModelServer
+) -> None:
+    method, request, empty = CALLS[name]
+    assert method(channel)(type(request)()) == type(empty)()
+    assert not server.requests
+
+
+def test_a_time_out_of_a_workflow_holds(channel: grpc.Channel, server: ModelServer) -> None:
+    server.delay = 5
+    chat = llm_pb2_grpc.LLMChitChatStub(channel)
+    decide = llm_pb2_grpc.LLMExecutionSearchManagerStub(channel)
+    assert chat.generate_chit_chat(llm_pb2.LLMChitChatRequest(user_question="Hi", timeout=100), timeout=1).text == ""
+    request = llm_pb2.ExecutionSearchRequest(user_question="Pizza!", timeout=100)
+    assert decide.generate_decision(request, timeout=1).intent_classification == ""
+    until(lambda: all(request.abandoned.is_set() for request in server.requests))
