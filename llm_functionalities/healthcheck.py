@@ -19,7 +19,7 @@ def main() -> None:
         try:
             answer = stub.Check(health_pb2.HealthCheckRequest(), timeout=TIMEOUT_SECONDS)
         except grpc.RpcError as error:
-            sys.exit(f"{sys.argv[1]} does not answer: {error.code().name}")  # type: ignore[attr-defined]
+            sys.exit(f"{sys.argv[1]} does not answer: {error.code().name}")
     if answer.status != health_pb2.HealthCheckResponse.SERVING:
         sys.exit(f"{sys.argv[1]} is {health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)}")
 
