@@ -13,10 +13,11 @@ import grpc
 
 from shared.stubs import llm_pb2, llm_pb2_grpc
 from tgi_server import demo_model
-from tools.services import Service, is_ready, llm_functionalities, text_generation_server
+from tools.services import Service, is_listening, is_ready, llm_functionalities, text_generation_server
 
 START_SECONDS = 120.0
 PROGRESS_SECONDS = 2.0
+POLL_SECONDS = 0.05
 TIMEOUT_MS = 30_000
 MAX_TOKENS = 100
 SHOWN_LOG_LINES = 20
@@ -43,7 +44,9 @@ def main() -> int:
         try:
             with _services(logs) as (services, url, stub):
                 _ask_too_early(stub)
-                _wait_until_ready(services, url)
+                print("\nloading: the demo model", flush=True)
+                seconds = _wait_until("a call is answered", lambda: _is_answered(url, stub), services)
+                print(f"ready: after {seconds:.1f} s", flush=True)
                 _ask_one(stub)
                 _ask_many(stub)
         except (DemoError, grpc.RpcError) as error:
@@ -63,18 +66,21 @@ def _services(logs: Path) -> Iterator[tuple[list[Service], str, llm_pb2_grpc.LLM
     http_port, grpc_port = _free_ports(2)
     url = f"http://127.0.0.1:{http_port}"
     services: list[Service] = []
-    with contextlib.ExitStack() as stack:
-        stack.callback(_stop, services)
-        front_log = stack.enter_context((logs / "llm_functionalities.log").open("w"))
-        model_log = stack.enter_context((logs / "model server.log").open("w"))
-        print(f"starting: llm_functionalities (gRPC) on port {grpc_port}", flush=True)
-        services.append(llm_functionalities(grpc_port, url, output=front_log))
-        channel = stack.enter_context(grpc.insecure_channel(f"127.0.0.1:{grpc_port}"))
-        _wait_for_channel(channel, services)
-        print(f"starting: the model server (HTTP) on port {http_port}", flush=True)
-        flags = (f"--model-id={demo_model.PATH}", "--hostname=127.0.0.1", "--prometheus-port=0")
-        services.append(text_generation_server(http_port, *flags, output=model_log))
-        yield services, url, llm_pb2_grpc.LLMRunnerStub(channel)
+    with (logs / "llm_functionalities.log").open("w") as front_log, (logs / "model server.log").open("w") as model_log:
+        try:
+            print(f"starting: llm_functionalities (gRPC) on port {grpc_port}", flush=True)
+            services.append(llm_functionalities(grpc_port, url, output=front_log))
+            _wait_until("llm_functionalities listens", lambda: is_listening(grpc_port), services)
+            print(f"starting: the model server (HTTP) on port {http_port}", flush=True)
+            flags = (f"--model-id={demo_model.PATH}", "--hostname=127.0.0.1", "--prometheus-port=0")
+            services.append(text_generation_server(http_port, *flags, output=model_log))
+            with grpc.insecure_channel(f"127.0.0.1:{grpc_port}") as channel:
+                yield services, url, llm_pb2_grpc.LLMRunnerStub(channel)
+        finally:
+            print("\nstopping", flush=True)
+            codes = [service.stop() for service in reversed(services)]
+        if any(codes):
+            raise DemoError(f"a service did not stop as it should: exit codes {codes}")
 
 
 def _ask_too_early(stub: llm_pb2_grpc.LLMRunnerStub) -> None:
@@ -84,6 +90,11 @@ def _ask_too_early(stub: llm_pb2_grpc.LLMRunnerStub) -> None:
     print(f"  {seconds * 1000:.0f} ms", flush=True)
     if answer.text:
         raise DemoError("there was an answer before there was a model")
+
+
+def _is_answered(url: str, stub: llm_pb2_grpc.LLMRunnerStub) -> bool:
+    """Whether the answer comes from the model. The front service looks for a model that was away once a second."""
+    return is_ready(url) and bool(stub.call_model(_request(QUESTION)).text)
 
 
 def _ask_one(stub: llm_pb2_grpc.LLMRunnerStub) -> None:
@@ -101,7 +112,7 @@ def _ask_many(stub: llm_pb2_grpc.LLMRunnerStub) -> None:
     answers, seconds = _timed(lambda: stub.batch_call_model(request))
     for question, text in zip(QUESTIONS, answers.text, strict=True):
         _show(question, text)
-    print(f"  {seconds * 1000:.0f} ms\n", flush=True)
+    print(f"  {seconds * 1000:.0f} ms", flush=True)
 
 
 def _show(question: str, answer: str) -> None:
@@ -127,42 +138,21 @@ def _timed(call: Callable[[], T]) -> tuple[T, float]:
     return call(), time.monotonic() - start
 
 
-def _wait_for_channel(channel: grpc.Channel, services: list[Service]) -> None:
-    ready = grpc.channel_ready_future(channel)
-    for _ in range(int(START_SECONDS / PROGRESS_SECONDS)):
-        with contextlib.suppress(grpc.FutureTimeoutError):
-            ready.result(PROGRESS_SECONDS)
-            return
-        _check_running(services)
-    raise DemoError(f"{services[0].name} did not start within {START_SECONDS:.0f} s")
-
-
-def _wait_until_ready(services: list[Service], url: str) -> None:
-    print("\nloading: the demo model", end="", flush=True)
+def _wait_until(what: str, condition: Callable[[], bool], services: list[Service]) -> float:
+    """Seconds until `condition` holds. Raises DemoError when a service ends before, or it takes too long."""
     start = time.monotonic()
     report = start + PROGRESS_SECONDS
-    while not is_ready(url):
-        _check_running(services)
+    while not condition():
+        for service in services:
+            if service.exit_code() is not None:
+                raise DemoError(f"{service.name} ended with exit code {service.exit_code()}")
         if time.monotonic() - start > START_SECONDS:
-            raise DemoError(f"the model server was not ready within {START_SECONDS:.0f} s")
+            raise DemoError(f"waited in vain for {START_SECONDS:.0f} s until {what}")
         if time.monotonic() > report:
-            print(f" ... {time.monotonic() - start:.0f} s", end="", flush=True)
+            print(f"  {time.monotonic() - start:.0f} s", flush=True)
             report += PROGRESS_SECONDS
-        time.sleep(0.1)
-    print(f"\nready after {time.monotonic() - start:.1f} s", flush=True)
-
-
-def _check_running(services: list[Service]) -> None:
-    for service in services:
-        if service.exit_code() is not None:
-            raise DemoError(f"{service.name} ended with exit code {service.exit_code()}")
-
-
-def _stop(services: list[Service]) -> None:
-    print("stopping", flush=True)
-    for service in reversed(services):
-        if (code := service.stop()) != 0:
-            raise DemoError(f"{service.name} ended with exit code {code}")
+        time.sleep(POLL_SECONDS)
+    return time.monotonic() - start
 
 
 def _free_ports(count: int) -> list[int]:

@@ -1,6 +1,8 @@
 """Starts the two services as child processes; used by `make demo` and `make serve`."""
 
+import contextlib
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -50,7 +52,14 @@ def text_generation_server(port: int, *arguments: str, output: IO[str] | None = 
 
 def llm_functionalities(port: int, endpoint: str, *arguments: str, output: IO[str] | None = None) -> Service:
     flags = [f"--port={port}", f"--endpoint={endpoint}", *arguments]
-    return Service("llm_functionalities", "llm_functionalities.cli", flags, output)
+    return Service("llm_functionalities", "llm_functionalities", flags, output)
+
+
+def is_listening(port: int) -> bool:
+    """Whether something on this machine accepts connections on the port."""
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+        return True
+    return False
 
 
 def is_ready(url: str) -> bool:
