@@ -62,6 +62,9 @@ class Side:
         """Over the rounds, of a number of a load's summaries; None where there is none."""
         return _median(getattr(summaries[load], value) for summaries in self.rounds)
 
+    def failures(self, load: int) -> int:
+        return sum(summaries[load].failures for summaries in self.rounds)
+
     def times_floor(self, ground: Ground, load: int) -> float | None:
         workload = ground.workloads[load]
         return _median(times_floor(round_[load], workload, ground.cost, ground.machine) for round_ in self.rounds)
@@ -90,6 +93,10 @@ class Comparison:
         print("\n" + table(columns, [self._throughput(load) for load in loads]))
         print(f"\n{names[0]} / {names[1]} (ratio)")
         print(table(("load", *_LATENCIES), [self._latencies(load) for load in loads]))
+
+    @property
+    def failures(self) -> int:
+        return sum(side.failures(load) for side in (self.ours, self.peer) for load in range(len(self.ground.workloads)))
 
     def ratios(self, load: int, value: str) -> list[float]:
         """Of every round in which both sides have the value."""
@@ -125,7 +132,7 @@ class Comparison:
         ratios = self.ratios(load, "tokens_per_s")
         spread = f"{number(min(ratios))}-{number(max(ratios))}" if ratios else "-"
         floors = [number(side.times_floor(self.ground, load)) for side in sides]
-        failures = [str(sum(summaries[load].failures for summaries in side.rounds)) for side in sides]
+        failures = [str(side.failures(load)) for side in sides]
         return [self.ground.workloads[load].name, *rates, number(_median(ratios)), spread, *floors, *failures]
 
     def _latencies(self, load: int) -> list[str]:

@@ -33,11 +33,10 @@ class LinearShapes:
 
 def linear_shapes(path: Path) -> LinearShapes:
     """Of the model in a folder; its weights are not read. Raises ValueError when there is none, or no linear layer."""
-    try:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path, local_files_only=True))
-    except OSError as error:
-        raise ValueError(f"no model in {path}; `python -m benchmarks.synthetic` writes some") from error
+    if not (path / "config.json").is_file():
+        raise ValueError(f"no model in {path}; `python -m benchmarks.synthetic` writes some")
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path, local_files_only=True))
     head = model.get_output_embeddings()
     modules = {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
     layers = {name: (module.out_features, module.in_features) for name, module in modules.items() if module is not head}

@@ -44,14 +44,13 @@ def measure_ground(model: Path, workloads: Sequence[Workload]) -> Ground:
     return Ground(model, Machine(**measured["machine"]), ModelCost(**measured["cost"]), workloads)
 
 
-async def compare(ground: Ground, peer: ServerCommand, rounds: int, start_limit: float) -> Comparison:
+async def run_rounds(comparison: Comparison, rounds: int, start_limit: float) -> None:
     """Raises ServerFailed, ServerUnavailable."""
-    comparison = Comparison(ground, Side(OURS), Side(peer))
+    ground = comparison.ground
     for round_ in range(rounds):
         print(f"{ground.model.name}, round {round_ + 1} of {rounds}", file=sys.stderr, flush=True)
         await comparison.ours.measure(ground, round_, start_limit)
         await comparison.peer.measure(ground, round_, start_limit)
-    return comparison
 
 
 def _arguments() -> argparse.Namespace:
@@ -60,6 +59,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3, help="default: %(default)s")
     parser.add_argument("--start-limit", type=float, default=600, help="seconds for a server to get healthy")
     parser.add_argument("--output", type=Path, metavar="FILE", help="where to write the JSON as well")
+    ours = parser.add_argument_group("Oatmill")
+    ours.add_argument("--our-command", default=OURS.command, help="default: %(default)s")
+    ours.add_argument("--our-api", choices=APIS, default="openai", help="default: %(default)s")
     peer = parser.add_argument_group("peer")
     which = peer.add_mutually_exclusive_group(required=True)
     which.add_argument("--peer", choices=PEERS, help="a server that this command knows how to start")
@@ -86,13 +88,15 @@ def _peer(arguments: argparse.Namespace) -> ServerCommand:
 
 def _run(arguments: argparse.Namespace) -> list[Comparison]:
     comparisons = []
+    ours = replace(OURS, command=arguments.our_command, api=arguments.our_api)
     peer, workloads = _peer(arguments), chosen_loads(arguments)
     load = os.getloadavg()[0]
     if load > _BUSY:
         print(f"this machine is busy (load {load:.1f}): what it measures now is not its best", file=sys.stderr)
     for model in arguments.model:
         ground = measure_ground(model, workloads)
-        comparison = uvloop.run(compare(ground, peer, arguments.rounds, arguments.start_limit))
+        comparison = Comparison(ground, Side(ours), Side(peer))
+        uvloop.run(run_rounds(comparison, arguments.rounds, arguments.start_limit))
         comparison.print()
         comparisons.append(comparison)
     return comparisons
@@ -110,6 +114,8 @@ def main() -> None:
     print("\n" + result)
     if arguments.output:
         arguments.output.write_text(result + "\n")
+    if any(comparison.failures for comparison in comparisons):
+        sys.exit("error: not all requests were answered")
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ class ServerCommand:
     def arguments(self, model: Path, port: int) -> list[str]:
         """Raises ValueError for a placeholder that does not exist, and for unbalanced quotes."""
         try:
-            return [part.format(model=model, port=port) for part in shlex.split(self.command)]
+            return [part.format(model=model.resolve(), port=port) for part in shlex.split(self.command)]
         except (LookupError, ValueError) as error:
             raise ValueError(f"command {self.command!r}: {error}; placeholders are {{model}} and {{port}}") from error
 
@@ -81,7 +81,7 @@ async def running(command: ServerCommand, model: Path, log: Path, limit: float) 
     log.parent.mkdir(parents=True, exist_ok=True)
     started = time.perf_counter()
     with log.open("w") as output:
-        process = _start(command, command.arguments(model.resolve(), port), output.fileno())
+        process = _start(command, command.arguments(model, port), output.fileno())
     try:
         await _wait_until_healthy(command.name, url, process, log, limit)
         yield RunningServer(url, time.perf_counter() - started)

@@ -1,0 +1,71 @@
+"""Servers that are started for a measurement: the naive one, from its command to its end."""
+
+import asyncio
+import contextlib
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+from benchmarks.api import APIS
+from benchmarks.connection import Connection, ServerUnavailable
+from benchmarks.load import Server, run_workload
+from benchmarks.servers import PEERS, ServerCommand, ServerFailed, running
+from benchmarks.workloads import Workload
+
+NAIVE = replace(PEERS["naive"], environment={"OMP_NUM_THREADS": "1"})
+
+
+async def test_the_naive_server_answers_whole_batches_and_leaves_nothing_behind(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    workload = Workload("X", users=5, words=3, new_tokens=6, repeat=2, stream=False)
+    before = set(psutil.Process().children(recursive=True))
+    async with running(NAIVE, tiny_model, tmp_path / "logs" / "naive.log", limit=60) as server:
+        for api in APIS.values():
+            outcome = await run_workload(Server(server.url, api("tiny")), workload, warm_up=False)
+            assert outcome.failures == []
+            assert [record.new_tokens for record in outcome.records] == [6] * 10
+        streamed = await run_workload(
+            Server(server.url, APIS["openai"]("tiny")), replace(workload, stream=True), warm_up=False
+        )
+        assert "does not stream" in streamed.failures[0]
+        alone, together = await asyncio.gather(*(ask(server.url) for _ in range(2)))
+        assert alone == together
+    assert not [child for child in psutil.Process().children(recursive=True) if child not in before]
+    with pytest.raises(ServerUnavailable):
+        await Connection(server.url).request("GET", "/health")
+
+
+async def ask(url: str) -> bytes:
+    path, body = APIS["openai"]("tiny").completion("the dog", 5, stream=False)
+    response = await Connection(url).request("POST", path, body)
+    return response.body
+
+
+async def test_a_server_that_ends_at_once_is_told_with_its_last_words(tmp_path: Path) -> None:
+    log = tmp_path / "naive.log"
+    with pytest.raises(ServerFailed, match=r"naive ended with status 1: error: no model in .*/nothing"):
+        async with running(NAIVE, tmp_path / "nothing", log, limit=60):
+            pass
+
+
+async def test_a_program_that_is_not_there_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ServerFailed, match=r"peer cannot be started: .*no-such-server"):
+        async with running(ServerCommand("peer", "no-such-server {model}"), tmp_path, tmp_path / "log", limit=1):
+            pass
+
+
+async def test_a_server_that_never_gets_healthy_is_given_up_and_stopped(tmp_path: Path) -> None:
+    before = set(psutil.Process().children(recursive=True))
+    with pytest.raises(ServerFailed, match=r"peer did not get healthy within 0\.2 s"):
+        async with running(ServerCommand("peer", "sleep 60"), tmp_path, tmp_path / "log", limit=0.2):
+            pass
+    with contextlib.suppress(psutil.NoSuchProcess):
+        assert set(psutil.Process().children(recursive=True)) <= before
+
+
+def test_a_wrong_placeholder_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"placeholders are \{model\} and \{port\}"):
+        ServerCommand("peer", "serve {modle}").arguments(tmp_path, 1)

@@ -1,0 +1,26 @@
+"""The loads: who sends what."""
+
+from dataclasses import replace
+
+from benchmarks.workloads import GREETING, WORKLOADS, Workload
+
+CHAT = Workload("chat", users=2, words=12, new_tokens=4, turns=3, repeat=2)
+
+
+def test_every_prompt_is_different_and_has_the_number_of_words_asked_for() -> None:
+    said = [text for user in range(2) for turns in CHAT.prompts(0, user) for text in turns]
+    assert len(set(said)) == CHAT.requests == 12
+    assert {len(text.split()) for text in said} == {12}
+
+
+def test_the_same_seed_says_the_same_and_another_one_does_not() -> None:
+    assert list(CHAT.prompts(1, 0)) == list(CHAT.prompts(1, 0))
+    assert list(CHAT.prompts(1, 0)) != list(CHAT.prompts(2, 0))
+
+
+def test_a_load_without_words_sends_the_greeting() -> None:
+    assert list(WORKLOADS["W1"].prompts(5, 3)) == [[GREETING]] * WORKLOADS["W1"].repeat
+
+
+def test_a_shorter_run_begins_as_the_longer_one_does() -> None:
+    assert list(replace(CHAT, repeat=1).prompts(0, 1)) == list(CHAT.prompts(0, 1))[:1]
