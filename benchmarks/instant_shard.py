@@ -1,0 +1,194 @@
+"""A shard that answers at once, without a model: what remains of a request's time is the router's.
+
+    python -m benchmarks.instant_shard --uds-path /tmp/instant
+
+Its text is made of the tokens that it is given, over and over. It keeps the contract of proto/generate.proto: batches,
+lengths, logprobs where they are asked for; blocks and samplers it takes at their word.
+"""
+
+# ruff: noqa: N802  # methods are named by the contract
+
+import argparse
+import asyncio
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from shared.stubs import generate_pb2 as pb
+from shared.stubs.generate_pb2_grpc import TextGenerationServiceServicer, add_TextGenerationServiceServicer_to_server
+from tgi_server.shard.call_order import CallOrder, OutOfTurn
+
+_BLOCK_SIZE = 16
+_LOGPROB = -0.25
+
+
+class _Row:
+    """A request in the batch: how much of its prompt, and of its text, is done."""
+
+    __slots__ = ("computed", "generated", "length", "request", "template")
+
+    def __init__(self, request: pb.Request) -> None:
+        self.request = request
+        self.length = len(request.input_ids) + len(request.generated_ids)
+        self.computed = request.cached_tokens
+        self.generated = len(request.generated_ids)
+        self.template = pb.Generation(request_id=request.id, token_ids=[0])
+        if request.logprobs:
+            self.template.logprobs.append(_LOGPROB)
+
+
+class InstantShard(TextGenerationServiceServicer):
+    """tokens: what is generated. end: the token that ends a text; None: texts end by their length only.
+
+    step_seconds: how long each step takes. fail: every step fails with this message, while it is set.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        tokens: Sequence[int],
+        *,
+        end: int | None = None,
+        step_seconds: float = 0.0,
+        max_total_tokens: int = 4096,
+        num_blocks: int = 65_536,
+        grammars: bool = True,
+    ) -> None:
+        self.tokens = list(tokens)
+        self.step_seconds = step_seconds
+        self.fail: str | None = None
+        self.received: list[pb.Request] = []
+        self._url = url
+        self._end = end
+        self._max_total_tokens = max_total_tokens
+        self._num_blocks = num_blocks
+        self._grammars = grammars
+        self._rows: dict[int, _Row] = {}
+        self._order = CallOrder()
+
+    async def Info(self, request: pb.InfoRequest, context: Any) -> pb.InfoResponse:
+        return pb.InfoResponse(
+            model_id="instant",
+            model_type="instant",
+            dtype="float32",
+            device_type="cpu",
+            world_size=1,
+            paged=True,
+            block_size=_BLOCK_SIZE,
+            grammars=self._grammars,
+        )
+
+    async def ServiceDiscovery(self, request: pb.ServiceDiscoveryRequest, context: Any) -> pb.ServiceDiscoveryResponse:
+        return pb.ServiceDiscoveryResponse(urls=[self._url])
+
+    async def Health(self, request: pb.HealthRequest, context: Any) -> pb.HealthResponse:
+        if self.fail is not None:
+            await context.abort(grpc.StatusCode.INTERNAL, self.fail)
+        return pb.HealthResponse()
+
+    async def Warmup(self, request: pb.WarmupRequest, context: Any) -> pb.WarmupResponse:
+        return pb.WarmupResponse(
+            num_blocks=self._num_blocks,
+            max_total_tokens=min(request.max_total_tokens or self._max_total_tokens, self._max_total_tokens),
+            max_batch_total_tokens=self._num_blocks * _BLOCK_SIZE,
+        )
+
+    async def Prefill(self, request: pb.PrefillRequest, context: Any) -> pb.StepResponse:
+        await self._turn(request.sequence, context)
+        generations = [self._next(row) for row in self._running()] if request.decode else []
+        for joining in request.requests:
+            self._rows[joining.id] = _Row(joining)
+        for chunk in request.chunks:
+            row = self._rows[chunk.request_id]
+            row.computed += chunk.tokens
+            if row.computed >= row.length:
+                generations.append(self._first(row))
+        return await self._answer(generations)
+
+    async def Decode(self, request: pb.DecodeRequest, context: Any) -> pb.StepResponse:
+        await self._turn(request.sequence, context)
+        return await self._answer([self._next(row) for row in self._running()])
+
+    async def FilterBatch(self, request: pb.FilterBatchRequest, context: Any) -> pb.FilterBatchResponse:
+        await self._turn(request.sequence, context)
+        keep = set(request.keep_request_ids)
+        self._rows = {request_id: row for request_id, row in self._rows.items() if request_id in keep}
+        return pb.FilterBatchResponse()
+
+    async def ClearCache(self, request: pb.ClearCacheRequest, context: Any) -> pb.ClearCacheResponse:
+        self._order.restart(request.sequence)
+        self._rows.clear()
+        return pb.ClearCacheResponse()
+
+    async def _turn(self, sequence: int, context: Any) -> None:
+        try:
+            await self._order.turn(sequence)
+        except OutOfTurn as error:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+        if self.fail is not None:
+            await context.abort(grpc.StatusCode.INTERNAL, self.fail)
+
+    def _running(self) -> list[_Row]:
+        return [row for row in self._rows.values() if row.computed >= row.length]
+
+    def _first(self, row: _Row) -> pb.Generation:
+        generation = self._next(row)
+        if row.request.prefill_logprobs:
+            ids = row.request.input_ids
+            generation.prefill_tokens.ids.extend(ids)
+            generation.prefill_tokens.logprobs.extend([float("nan")] + [_LOGPROB] * (len(ids) - 1))
+        return generation
+
+    def _next(self, row: _Row) -> pb.Generation:
+        request, generation = row.request, pb.Generation()
+        generation.CopyFrom(row.template)
+        token = self.tokens[row.generated % len(self.tokens)]
+        row.generated += 1
+        generation.token_ids[0] = token
+        if request.top_n_tokens:
+            top = generation.top_tokens.add()
+            top.ids.extend(range(request.top_n_tokens))
+            top.logprobs.extend([_LOGPROB] * request.top_n_tokens)
+        if token == self._end and not request.ignore_eos:
+            generation.finish_reason = pb.FINISH_REASON_EOS_TOKEN
+        elif row.generated >= request.max_new_tokens:
+            generation.finish_reason = pb.FINISH_REASON_LENGTH
+        if generation.finish_reason:
+            del self._rows[request.id]
+        return generation
+
+    async def _answer(self, generations: list[pb.Generation]) -> pb.StepResponse:
+        if self.step_seconds:
+            await asyncio.sleep(self.step_seconds)
+        return pb.StepResponse(generations=generations)
+
+
+async def start(shard: InstantShard, path: Path) -> grpc.aio.Server:
+    """Serves `shard` on the Unix socket `path`."""
+    server = grpc.aio.server(options=[("grpc.max_receive_message_length", -1)])
+    add_TextGenerationServiceServicer_to_server(shard, server)
+    server.add_insecure_port(f"unix://{path}")
+    await server.start()
+    return server
+
+
+async def _serve(arguments: argparse.Namespace) -> None:
+    shard = InstantShard(f"unix://{arguments.uds_path}", arguments.tokens, step_seconds=arguments.step_seconds)
+    server = await start(shard, arguments.uds_path)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, lambda: asyncio.ensure_future(server.stop(0)))
+    await server.wait_for_termination()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--uds-path", type=Path, required=True)
+    parser.add_argument("--tokens", type=int, nargs="+", default=list(range(100, 164)), help="ids that are generated")
+    parser.add_argument("--step-seconds", type=float, default=0.0, help="how long a step takes (default: %(default)s)")
+    asyncio.run(_serve(parser.parse_args()))
+
+
+if __name__ == "__main__":
+    main()
