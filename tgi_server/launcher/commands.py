@@ -24,7 +24,6 @@ SHARD_FLAGS = (
     "lora_adapters",
     "watermark_gamma",
     "watermark_delta",
-    "otlp_endpoint",
 )
 ROUTER_FLAGS = (
     "revision",

@@ -41,8 +41,6 @@ class ShardSettings(CommandSettings):
     master_addr: str = Field("localhost", description="where shard 0 meets the others")
     master_port: int = Field(29500, gt=0, lt=65536)
 
-    otlp_endpoint: str | None = Field(None, description="where OpenTelemetry spans go")
-    otlp_service_name: str = "text-generation-inference.server"
     watermark_gamma: float = Field(0.5, gt=0, lt=1, description="share of the vocabulary that a watermark favours")
     watermark_delta: float = Field(2.0, ge=0, description="how much it favours it, added to the logits")
 
