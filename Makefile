@@ -1,11 +1,13 @@
 # Every target creates .venv and installs what it needs; a second run installs nothing.
+# On a machine without a GPU, torch without CUDA is smaller by gigabytes:
+#   make TORCH='torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu' install
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: install demo serve test check proto format demo-model clean
+.PHONY: help install demo serve test check proto format demo-model clean
 .DEFAULT_GOAL := help
 
 help:  ## Lists the targets.
@@ -21,6 +23,8 @@ $(READY): pyproject.toml constraints.txt tools/system-packages.sh
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
 	@echo "installing: oatmill and its dependencies"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[server,dev]'
+	@echo "installing: the CPU kernels, compiled for this machine"
+	@$(BIN)/python -m tgi_server.engine.kernels.build || echo "going on without them: plain torch does their work, slower"
 	@touch $@
 	@echo "installed in $(VENV)"
 
