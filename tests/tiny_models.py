@@ -16,6 +16,8 @@ WINDOW = 8
 """Tokens that sliding-window layers see: few, so that every test looks past them."""
 SCALE = 6.0
 """By how much matrices exceed the usual initial weights, whose deviation is 0.02."""
+NOISE = 0.1
+"""Deviation of what is added to biases and the weights of norms, which are all 0 or all 1 at first."""
 
 Settings = dict[str, Any]
 
@@ -52,7 +54,7 @@ _LONGROPE = _rope(
 )
 
 ARCHITECTURES: dict[str, tuple[str, Settings]] = {
-    "bart": ("bart", {"d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "decoder_start_token_id": 2}),
+    "bart": ("bart", {"decoder_layers": 2, "decoder_start_token_id": 2, "forced_eos_token_id": None}),
     "bloom": ("bloom", {}),
     "bloom_6_heads": ("bloom", {"num_attention_heads": 6, "hidden_size": 96}),
     "code_llama": ("llama", _GATED | _rope("default", rope_theta=1000000.0)),
@@ -107,7 +109,7 @@ ARCHITECTURES: dict[str, tuple[str, Settings]] = {
     ),
     "santacoder": ("gpt_bigcode", {"multi_query": True}),
     "gpt_bigcode_multi_head": ("gpt_bigcode", {"multi_query": False}),
-    "starcoder": ("gpt_bigcode", {"multi_query": True, "num_attention_heads": 48, "hidden_size": 768}),
+    "starcoder": ("gpt_bigcode", {"multi_query": True, "num_attention_heads": 34, "hidden_size": 544}),
     "starcoder2": ("starcoder2", _GATED | {"sliding_window": WINDOW}),
     "t5": ("t5", _T5 | _TIED),
 }
@@ -128,8 +130,10 @@ def build(architecture: str, **overrides: Any) -> PreTrainedModel:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = factory.from_config(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.mul_(SCALE)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.dim() > 1:
+                    parameter.mul_(SCALE)
+                else:
+                    parameter.add_(torch.randn_like(parameter), alpha=NOISE)
     return model.eval()

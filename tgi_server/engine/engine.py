@@ -64,7 +64,7 @@ class Engine:
             model_type=model.config.model_type,
             dtype=str(model.dtype).removeprefix("torch."),
             device_type=device.type,
-            vocab_size=model.config.vocab_size,
+            vocab_size=model.config.get_text_config(decoder=True).vocab_size,
             max_position_embeddings=position_limit(model.config),
             eos_token_ids=_eos_token_ids(model.generation_config),
             bos_token_id=model.generation_config.bos_token_id,

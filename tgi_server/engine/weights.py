@@ -21,9 +21,7 @@ def load_config(config: EngineConfig) -> PretrainedConfig:
     if not (path / "config.json").is_file():
         raise ModelNotFound(f"{path} has no config.json; is it a model folder in transformers format?")
     try:
-        return AutoConfig.from_pretrained(
-            path, trust_remote_code=config.trust_remote_code, local_files_only=True
-        ).get_text_config()
+        return AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code, local_files_only=True)
     except json.JSONDecodeError as error:
         raise UnsupportedModel(f"{path / 'config.json'} is not valid JSON: {error}") from error
     except (ValueError, KeyError, OSError) as error:
@@ -40,7 +38,7 @@ def load_model(config: EngineConfig, device: torch.device) -> PreTrainedModel:
     """
     model_config = load_config(config)
     check_weight_files(config.model_path)
-    dtype = resolve_dtype(config.dtype, getattr(model_config, "dtype", None), device)
+    dtype = resolve_dtype(config.dtype, getattr(model_config.get_text_config(decoder=True), "dtype", None), device)
     factory = AutoModelForSeq2SeqLM if model_config.is_encoder_decoder else AutoModelForCausalLM
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()

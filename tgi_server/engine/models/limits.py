@@ -12,6 +12,7 @@ _UNBOUNDED = frozenset({"bloom", "mpt", "t5", "mt5", "umt5"})  # relative positi
 
 def position_limit(config: PretrainedConfig) -> int | None:
     """The most positions the model has; None when its positions are relative and nothing bounds them."""
+    config = config.get_text_config(decoder=True)
     if config.model_type in _UNBOUNDED or getattr(config, "alibi", False):
         return None
     for name in _NAMES:

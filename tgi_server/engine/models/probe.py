@@ -105,7 +105,7 @@ def same_logits(model: PreTrainedModel, rounding: float = 0.0) -> Iterator[dict[
 
 def probe_tokens(model: PreTrainedModel, count: int) -> Tensor:
     """[count] int64: some tokens of the model's vocabulary."""
-    return torch.arange(count, device=model.device) % model.config.vocab_size
+    return torch.arange(count, device=model.device) % model.config.get_text_config(decoder=True).vocab_size
 
 
 def logits_error(expected: Tensor, actual: Tensor) -> float:
@@ -161,7 +161,7 @@ def _objection(model: PreTrainedModel, recorder: _Recorder, expected: Tensor, ac
         return f"it called the attention function {recorder.attended} times in {layers} layers with keys"
     if list(recorder.heads) != list(range(layers)) or len(recorder.head_dims) != 1:
         return "its layers have keys of different kinds"
-    if [recorder.variants[layer].window for layer in range(layers)] != _windows(model):
+    if {layer: variant.window for layer, variant in recorder.variants.items()} != _windows(model):
         return "its layers look at other tokens than they tell the attention function"
     if expected.shape != actual.shape:
         return "it does not compute the logits of chosen tokens only"
@@ -171,11 +171,13 @@ def _objection(model: PreTrainedModel, recorder: _Recorder, expected: Tensor, ac
     return None
 
 
-def _windows(model: PreTrainedModel) -> list[int | None]:
+def _windows(model: PreTrainedModel) -> dict[int, int | None]:
     """How many tokens each layer looks at, from the model's configuration; 0: all; None: something else again.
 
     A probe is too short to show a window, so what a layer says of itself is compared with this.
     """
     windows = {DynamicLayer: lambda _: 0, DynamicSlidingWindowLayer: lambda layer: int(layer.sliding_window)}
     layers = DynamicCache(config=model.config).layers
-    return [windows[type(layer)](layer) if type(layer) in windows else None for layer in layers]
+    return {
+        index: windows[type(layer)](layer) if type(layer) in windows else None for index, layer in enumerate(layers)
+    }

@@ -11,17 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, EncoderDecoderCache, PretrainedConfig
-from transformers.cache_utils import (
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    LinearAttentionAndFullAttentionLayer,
-    LinearAttentionLayer,
-)
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from tgi_server.engine.errors import UnsupportedModel
 
 LENGTH_OF_KEYS = 2
 """The axis of keys and values, [rows, heads, tokens, head_dim], along which sequences differ."""
+_JOINABLE = ("DynamicLayer", "LinearAttentionLayer", "LinearAttentionAndFullAttentionLayer", "DummyLayer")
+"""Layers of a cache that remember nothing but keys and values, states of fixed size, or both."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +140,7 @@ class Encoded:
     lengths: list[int]
 
 
-def new_cache(config: PretrainedConfig) -> DynamicCache:
+def joinable_cache(config: PretrainedConfig) -> DynamicCache:
     """A cache whose rows can be padded, joined and taken out.
 
     Layers that only see a window keep everything: rows of different lengths have their windows at different places.
@@ -153,8 +150,8 @@ def new_cache(config: PretrainedConfig) -> DynamicCache:
     for index, layer in enumerate(cache.layers):
         if type(layer) is DynamicSlidingWindowLayer:
             cache.layers[index] = DynamicLayer()
-        elif type(layer) not in (DynamicLayer, LinearAttentionLayer, LinearAttentionAndFullAttentionLayer):
-            raise UnsupportedModel(f"{config.model_type} models are not supported: {type(layer).__name__} in the cache")
+        elif type(layer).__name__ not in _JOINABLE:
+            raise UnsupportedModel(f"it remembers text in a {type(layer).__name__}")
     return cache
 
 

@@ -10,7 +10,7 @@ from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedMod
 from transformers.modeling_outputs import BaseModelOutput
 
 from tgi_server.engine.errors import UnsupportedModel
-from tgi_server.engine.models.padded.batch import Encoded, PaddedBatch, new_cache
+from tgi_server.engine.models.padded.batch import Encoded, PaddedBatch, joinable_cache
 from tgi_server.engine.sequence import Sequence
 
 
@@ -23,9 +23,12 @@ class Passes(ABC):
         self._accepted = inspect.signature(model.forward).parameters
 
     @abstractmethod
-    def prefill(self, sequences: SequenceOf[Sequence], all_logits: bool) -> tuple[PaddedBatch, Tensor]:
+    def prefill(
+        self, sequences: SequenceOf[Sequence], *, all_logits: bool, joinable: bool
+    ) -> tuple[PaddedBatch, Tensor]:
         """Computes all known tokens of some sequences, which become the rows of a batch.
 
+        joinable: whether that batch will be joined with others, and rows be taken out of it.
         Returns it with logits, [rows, tokens, vocab_size]: of every token when `all_logits`, else at least of each
         row's last one; the last token of every row is the last there.
         """
@@ -59,10 +62,13 @@ class Passes(ABC):
 class CausalPasses(Passes):
     """Of a decoder: the prompt and what is generated are one text."""
 
-    def prefill(self, sequences: SequenceOf[Sequence], all_logits: bool) -> tuple[PaddedBatch, Tensor]:
+    def prefill(
+        self, sequences: SequenceOf[Sequence], *, all_logits: bool, joinable: bool
+    ) -> tuple[PaddedBatch, Tensor]:
         texts = [sequence.known.tolist() for sequence in sequences]
         tokens, mask = self._padded(texts, left=True)
-        cache = new_cache(self._model.config)
+        config = self._model.config
+        cache = joinable_cache(config) if joinable else DynamicCache(config=config)
         positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
         logits = self._run(tokens, mask, positions, cache, all_logits)
         return PaddedBatch(cache, [len(text) for text in texts], mask), logits
@@ -74,8 +80,9 @@ class CausalPasses(Passes):
         return self._run(tokens[:, None], mask, positions[:, None], batch.cache, False)[:, -1]
 
     def alone(self, sequence: Sequence) -> Tensor:
-        tokens = sequence.known[None].to(self._device)
-        return self._model(input_ids=tokens, use_cache=False).logits[0, len(sequence.input_ids) - 1 :]
+        tokens, mask = self._padded([sequence.known.tolist()], left=True)
+        logits = self._model(input_ids=tokens, attention_mask=mask, use_cache=False).logits
+        return logits[0, len(sequence.input_ids) - 1 :]
 
     def _run(self, tokens: Tensor, mask: Tensor | None, positions: Tensor, cache: Cache, all_logits: bool) -> Tensor:
         options = {"position_ids": positions} if "position_ids" in self._accepted else {}
@@ -100,7 +107,9 @@ class Seq2SeqPasses(Passes):
             raise UnsupportedModel(f"this {model.config.model_type} model has no decoder_start_token_id")
         self._start = int(start)
 
-    def prefill(self, sequences: SequenceOf[Sequence], all_logits: bool) -> tuple[PaddedBatch, Tensor]:
+    def prefill(
+        self, sequences: SequenceOf[Sequence], *, all_logits: bool, joinable: bool
+    ) -> tuple[PaddedBatch, Tensor]:
         encoded = self._encode([sequence.input_ids for sequence in sequences])
         texts = [[self._start, *sequence.generated_ids] for sequence in sequences]
         tokens, mask = self._padded(texts, left=True)
@@ -113,10 +122,13 @@ class Seq2SeqPasses(Passes):
         return self._run(tokens[:, None], batch)[:, -1]
 
     def alone(self, sequence: Sequence) -> Tensor:
-        prompt, text = ([tokens] for tokens in (sequence.input_ids, [self._start, *sequence.generated_ids]))
+        tokens, mask = self._padded([sequence.input_ids], left=False)
+        text, text_mask = self._padded([[self._start, *sequence.generated_ids]], left=True)
         return self._model(
-            input_ids=torch.tensor(prompt, device=self._device),
-            decoder_input_ids=torch.tensor(text, device=self._device),
+            input_ids=tokens,
+            attention_mask=mask,
+            decoder_input_ids=text,
+            decoder_attention_mask=text_mask,
             use_cache=False,
         ).logits[0]
 

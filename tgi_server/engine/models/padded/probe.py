@@ -42,8 +42,8 @@ def _objection(model: PreTrainedModel, passes: Passes, rows: Rows) -> str | None
     """Why this way of keeping rows would be wrong for the model; None when nothing speaks against it."""
     try:
         error = _error(model, passes, rows)
-    except UnsupportedModel:
-        raise
+    except UnsupportedModel as refusal:
+        return str(refusal)
     except (TypeError, ValueError, AttributeError, RuntimeError, LookupError) as failure:
         return f"{type(failure).__name__}: {failure}".splitlines()[0]
     if not error <= TOLERANCE[model.dtype]:

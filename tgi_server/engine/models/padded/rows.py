@@ -44,9 +44,10 @@ class Rows(ABC):
     def row_bytes(self) -> tuple[int, int]:
         """What a row takes up: bytes for each token, and bytes whatever its length."""
 
-    def _compute(self, chunks: SequenceOf[PromptChunk]) -> tuple[PaddedBatch, list[Tensor]]:
+    def _compute(self, chunks: SequenceOf[PromptChunk], *, joinable: bool) -> tuple[PaddedBatch, list[Tensor]]:
         sequences = [chunk.sequence for chunk in chunks]
-        batch, logits = self._passes.prefill(sequences, any(chunk.all_logits for chunk in chunks))
+        all_logits = any(chunk.all_logits for chunk in chunks)
+        batch, logits = self._passes.prefill(sequences, all_logits=all_logits, joinable=joinable)
         return batch, [rows[len(rows) - chunk.logits :] for chunk, rows in zip(chunks, logits, strict=True)]
 
 
@@ -67,7 +68,7 @@ class SideBySide(Rows):
         self._joining = None
         logits: dict[int, Tensor] = {}
         for group in _groups([len(chunk.tokens) for chunk in chunks]):
-            batch, computed = self._compute([chunks[index] for index in group])
+            batch, computed = self._compute([chunks[index] for index in group], joinable=True)
             logits.update(zip(group, computed, strict=True))
             self._joining = _joined(self._joining, batch)
         assert self._joining is not None
@@ -107,7 +108,7 @@ class OneByOne(Rows):
         return torch.cat([self._passes.decode(batch, token) for batch, token in rows])
 
     def prefill(self, chunks: SequenceOf[PromptChunk]) -> list[Tensor]:
-        computed = [self._compute([chunk]) for chunk in chunks]
+        computed = [self._compute([chunk], joinable=False) for chunk in chunks]
         self._joining = [batch for batch, _ in computed]
         return [logits for _, (logits,) in computed]
 

@@ -1,0 +1,51 @@
+"""Every architecture, token for token equal to `transformers`, in float32."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.tiny_models import ARCHITECTURES, make
+from tests.unit.engine.models.driver import LENGTHS, NEW, Driver, expected_tokens, load_engine, prompts
+
+PADDED = {"bart", "flan_t5", "gpt_neo", "mamba", "t5"}
+BY_LENGTH = {"llama_dynamic", "phi3_longrope"}
+"""What these answer depends on the limits; see test_rope.py."""
+
+
+def overlap(folder: Path, **settings) -> tuple[Driver, list[list[int]]]:
+    """Requests join two at a time, prompts in chunks; two leave for good, one leaves and comes back."""
+    texts = prompts()
+    driver = Driver(load_engine(folder, **settings), texts)
+    for step in range(len(LENGTHS) // 2):
+        driver.join(2 * step)
+        driver.join(2 * step + 1)
+        driver.step(decode=step != 3)
+        if step == 5:
+            driver.leave(4, 5)
+        if step == 6:
+            driver.leave(1)
+    driver.step()
+    driver.join(1)
+    driver.finish()
+    return driver, expected_tokens(folder, texts)
+
+
+def check(driver: Driver, expected: list[list[int]]) -> None:
+    assert len({token for tokens in expected for token in tokens}) > 10, "a model that says nothing proves nothing"
+    for index, tokens in enumerate(expected):
+        if index in (4, 5):
+            assert 0 < len(driver.outputs[index]) < NEW
+            tokens = tokens[: len(driver.outputs[index])]
+        assert driver.outputs[index] == tokens, f"request {index}, of {LENGTHS[index]} tokens"
+
+
+@pytest.mark.parametrize("architecture", sorted(ARCHITECTURES.keys() - BY_LENGTH))
+def test_overlapping_requests_get_the_tokens_of_transformers(architecture, tmp_path) -> None:
+    driver, expected = overlap(make(architecture, tmp_path))
+    assert driver.engine.info.paged is (architecture not in PADDED)
+    check(driver, expected)
+
+
+@pytest.mark.parametrize("architecture", ["bloom_6_heads", "falcon_rw", "flan_t5", "gemma2", "mistral", "starcoder"])
+def test_so_they_do_without_kernels_of_the_engines_own(architecture, tmp_path) -> None:
+    check(*overlap(make(architecture, tmp_path), custom_kernels=False))
