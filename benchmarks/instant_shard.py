@@ -2,7 +2,7 @@
 
     python -m benchmarks.instant_shard --uds-path /tmp/instant
 
-Its text is made of the tokens that it is given, over and over. It keeps the contract of proto/generate.proto: batches,
+Its text is made of the tokens that it is given, or of the prompt's, over and over. It keeps the contract of proto/generate.proto: batches,
 lengths, logprobs where they are asked for; blocks and samplers it takes at their word.
 """
 
@@ -11,6 +11,7 @@ lengths, logprobs where they are asked for; blocks and samplers it takes at thei
 import argparse
 import asyncio
 import signal
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,7 @@ class _Row:
 
 
 class InstantShard(TextGenerationServiceServicer):
-    """tokens: what is generated. end: the token that ends a text; None: texts end by their length only.
+    """tokens: what is generated; None: the prompt, without its first token. end: the token that ends a text; None: texts end by their length only.
 
     step_seconds: how long each step takes. fail: every step fails with this message, while it is set.
     """
@@ -49,7 +50,7 @@ class InstantShard(TextGenerationServiceServicer):
     def __init__(
         self,
         url: str,
-        tokens: Sequence[int],
+        tokens: Sequence[int] | None,
         *,
         end: int | None = None,
         step_seconds: float = 0.0,
@@ -57,10 +58,10 @@ class InstantShard(TextGenerationServiceServicer):
         num_blocks: int = 65_536,
         grammars: bool = True,
     ) -> None:
-        self.tokens = list(tokens)
+        self.tokens = tokens
         self.step_seconds = step_seconds
         self.fail: str | None = None
-        self.received: list[pb.Request] = []
+        self.received: deque[pb.Request] = deque(maxlen=1_000)
         self._url = url
         self._end = end
         self._max_total_tokens = max_total_tokens
@@ -100,6 +101,7 @@ class InstantShard(TextGenerationServiceServicer):
         await self._turn(request.sequence, context)
         generations = [self._next(row) for row in self._running()] if request.decode else []
         for joining in request.requests:
+            self.received.append(joining)
             self._rows[joining.id] = _Row(joining)
         for chunk in request.chunks:
             row = self._rows[chunk.request_id]
@@ -145,7 +147,8 @@ class InstantShard(TextGenerationServiceServicer):
     def _next(self, row: _Row) -> pb.Generation:
         request, generation = row.request, pb.Generation()
         generation.CopyFrom(row.template)
-        token = self.tokens[row.generated % len(self.tokens)]
+        tokens = self.tokens or request.input_ids[1:]
+        token = tokens[row.generated % len(tokens)]
         row.generated += 1
         generation.token_ids[0] = token
         if request.top_n_tokens:

@@ -81,7 +81,7 @@ class ClientGone(RouterError):
 
 
 class NoSuchRoute(RouterError):
-    """No such path, or not with this method."""
+    """No such path, or not with this method; or no such model."""
 
     error_type = "not_found"
 

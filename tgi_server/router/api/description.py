@@ -23,6 +23,7 @@ _REQUESTS: list[type[BaseModel]] = [
     generate.GenerateRequest,
     generate.CompatGenerateRequest,
     chat.ChatRequest,
+    chat.MessageBody,
     completions.CompletionRequest,
     compatibility.SagemakerRequest,
     compatibility.VertexRequest,

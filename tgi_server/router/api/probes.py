@@ -1,15 +1,21 @@
 """What monitoring and clients ask about the server: health, metrics, what is served."""
 
+from time import time
+
 from fastapi import APIRouter
 from starlette.responses import Response
 
 from tgi_server.router.api.documentation import Responses
+from tgi_server.router.errors import NoSuchRoute
 from tgi_server.router.metrics import CONTENT_TYPE
 from tgi_server.router.schemas.base import ErrorResponse
 from tgi_server.router.schemas.info import Info, ModelInfo, ModelsInfo
+from tgi_server.router.schemas.openai import OpenAIErrorResponse
 from tgi_server.router.service import Service
 
 _UNHEALTHY: Responses = {503: {"description": "The shards do not answer", "model": ErrorResponse}}
+
+_NO_SUCH_MODEL: Responses = {404: {"description": "The server has another model", "model": OpenAIErrorResponse}}
 
 
 def probe_routes(service: Service) -> APIRouter:
@@ -43,10 +49,18 @@ def probe_routes(service: Service) -> APIRouter:
     async def metrics() -> Response:
         return Response(service.metrics.expose(), media_type=CONTENT_TYPE)
 
-    @router.get("/v1/models", summary="The one model")
+    name = service.model.model_id
+    model = ModelInfo(id=name, object="model", created=int(time()), owned_by=name)
+
+    @router.get("/v1/models", summary="The models: there is one")
     async def models() -> ModelsInfo:
-        name = service.model.model_id
-        return ModelsInfo(object="list", data=[ModelInfo(id=name, object="model", created=0, owned_by=name)])
+        return ModelsInfo(object="list", data=[model])
+
+    @router.get("/v1/models/{model_id:path}", summary="One model", responses=_NO_SUCH_MODEL)
+    async def one_model(model_id: str) -> ModelInfo:
+        if model_id != name:
+            raise NoSuchRoute(f"there is no model {model_id!r} here, only {name!r}")
+        return model
 
     return router
 

@@ -1,0 +1,101 @@
+import re
+
+from tgi_server.router.metrics import ConcatReason, Method, Metrics, RequestTimes
+
+COUNTERS = {
+    "tgi_request_count": (),
+    "tgi_request_success": (),
+    "tgi_request_failure": ("err",),
+    "tgi_batch_inference_count": ("method",),
+    "tgi_batch_inference_success": ("method",),
+    "tgi_batch_concat": ("reason",),
+}
+GAUGES = ("tgi_queue_size", "tgi_batch_current_size", "tgi_batch_current_max_tokens")
+HISTOGRAMS = {
+    "tgi_request_duration": (),
+    "tgi_request_validation_duration": (),
+    "tgi_request_queue_duration": (),
+    "tgi_request_inference_duration": (),
+    "tgi_request_mean_time_per_token_duration": (),
+    "tgi_request_input_length": (),
+    "tgi_request_max_new_tokens": (),
+    "tgi_request_generated_tokens": (),
+    "tgi_request_skipped_tokens": (),
+    "tgi_batch_next_size": (),
+    "tgi_batch_inference_duration": ("method",),
+    "tgi_batch_forward_duration": ("method",),
+    "tgi_batch_decode_duration": ("method",),
+    "tgi_batch_filter_duration": ("method",),
+}
+
+
+def samples(metrics: Metrics) -> dict[str, float]:
+    """Each series, as it is written, with its value."""
+    lines = (line for line in metrics.expose().decode().splitlines() if not line.startswith("#"))
+    return {series: float(value) for series, value in (line.rsplit(" ", 1) for line in lines)}
+
+
+def everything() -> Metrics:
+    metrics = Metrics()
+    metrics.requests.received()
+    metrics.requests.validated(input_length=7, max_new_tokens=20)
+    metrics.requests.skipped(3)
+    metrics.requests.succeeded(RequestTimes(1.0, 0.1, 0.2, 0.7, 0.07), generated_tokens=10)
+    metrics.requests.failed("validation")
+    metrics.batches.queue_size(2)
+    metrics.batches.current(3, 48)
+    metrics.batches.admitted(3, ConcatReason.BACKPRESSURE)
+    metrics.batches.called(Method.PREFILL)
+    metrics.batches.answered(Method.PREFILL, 0.5, 0.3, 0.1)
+    metrics.batches.filtered(Method.DECODE, 0.01)
+    return metrics
+
+
+def test_names_types_and_labels():
+    text = everything().expose().decode()
+    for name in COUNTERS:
+        assert f"# TYPE {name} counter" in text
+    for name in GAUGES:
+        assert f"# TYPE {name} gauge" in text
+    for name in HISTOGRAMS:
+        assert f"# TYPE {name} histogram" in text
+    assert "_total" not in text
+    assert "_created" not in text
+    for name, labels in {**COUNTERS, **HISTOGRAMS}.items():
+        series = re.search(rf"^{name}(?:_bucket)?(?:{{([^}}]*)}})? ", text, re.MULTILINE)
+        assert series is not None, name
+        assert {*re.findall(r"(\w+)=", series[1] or "")} - {"le"} == {*labels}, name
+
+
+def test_values():
+    values = samples(everything())
+    assert values["tgi_request_count"] == 1
+    assert values['tgi_request_failure{err="validation"}'] == 1
+    assert values["tgi_queue_size"] == 2
+    assert (values["tgi_batch_current_size"], values["tgi_batch_current_max_tokens"]) == (3, 48)
+    assert values['tgi_batch_concat{reason="backpressure"}'] == 1
+    assert values["tgi_request_duration_sum"] == 1.0
+    assert values["tgi_request_generated_tokens_sum"] == 10
+    assert values['tgi_batch_forward_duration_sum{method="prefill"}'] == 0.3
+
+
+def test_a_first_batch_joins_none():
+    metrics = Metrics()
+    metrics.batches.admitted(3, None)
+    assert "tgi_batch_concat{" not in metrics.expose().decode()
+
+
+def test_durations_have_buckets_from_a_tenth_of_a_millisecond_to_minutes():
+    bounds = [
+        float(bound)
+        for bound in re.findall(r'tgi_request_duration_bucket{le="([\d.e-]+)"}', everything().expose().decode())
+    ]
+    assert bounds == sorted(bounds)
+    assert bounds[0] <= 0.0001
+    assert bounds[-1] >= 100
+
+
+def test_two_routers_in_one_process_do_not_share_metrics():
+    first, second = Metrics(), Metrics()
+    first.requests.received()
+    assert samples(second)["tgi_request_count"] == 0

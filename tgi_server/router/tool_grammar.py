@@ -1,0 +1,100 @@
+"""Tools: the grammar that makes a model's answer a call of one of them.
+
+The answer has TGI's form: `{"function": {"_name": "get_weather", "location": "Paris"}}`. Where the model may also
+choose to call nothing, it says so by calling `no_tool`.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from tgi_server.router.errors import InvalidTool
+from tgi_server.router.grammar import json_grammar
+from tgi_server.router.messages import Grammar
+from tgi_server.router.schemas.chat import NamedTool, Tool, ToolChoice
+
+NO_TOOL = "no_tool"
+
+DEFAULT_TOOL_PROMPT = (
+    "You may call one of the functions above. Answer with JSON only: the name of the function that fits best, "
+    "and its arguments, each with a value of its own and no placeholders."
+)
+
+
+def chosen_tools(tools: Sequence[Tool] | None, choice: ToolChoice | None) -> tuple[Sequence[Tool], bool]:
+    """The tools that this answer may call, and whether it must call one.
+
+    Raises InvalidTool for a choice that names no tool, or tools that cannot be told apart.
+    """
+    wanted = choice.root if choice is not None else "auto"
+    if wanted == "none" or (wanted == "auto" and not tools):
+        return [], False
+    tools = tools or []
+    names = [tool.function.name for tool in tools]
+    if len(set(names)) < len(names):
+        raise InvalidTool("two `tools` have the same name")
+    if NO_TOOL in names:
+        raise InvalidTool(f"a tool must not be named {NO_TOOL!r}")
+    if isinstance(wanted, NamedTool):
+        named = [tool for tool in tools if tool.function.name == wanted.function.name]
+        if not named:
+            raise InvalidTool(f"`tool_choice` names {wanted.function.name!r}, which is none of the `tools`")
+        return named, True
+    if not tools:
+        raise InvalidTool("`tool_choice` is `required`, and there are no `tools`")
+    return tools, wanted == "required"
+
+
+def tool_grammar(tools: Sequence[Tool], *, required: bool) -> Grammar:
+    """JSON that calls one of `tools`; or `no_tool`, unless a call is required."""
+    functions = {tool.function.name: _parameters(tool) for tool in tools}
+    calls = [_call(name, parameters) for name, parameters in functions.items()]
+    if not required:
+        calls.append(_call(NO_TOOL, {}))
+    return json_grammar(
+        {
+            "$functions": functions,
+            "type": "object",
+            "properties": {"function": {"anyOf": calls}},
+            "required": ["function"],
+            "additionalProperties": False,
+        }
+    )
+
+
+def _parameters(tool: Tool) -> dict[str, Any]:
+    """The schema of a tool's arguments, at home under `$functions`."""
+    name, parameters = tool.function.name, tool.function.arguments
+    if parameters is None:
+        return {}
+    if not isinstance(parameters, dict):
+        raise InvalidTool(f"the parameters of the tool {name!r} must be a JSON schema of an object")
+    moved: dict[str, Any] = _moved(parameters, f"#/$functions/{name.replace('~', '~0').replace('/', '~1')}")
+    return moved
+
+
+def _call(name: str, parameters: dict[str, Any]) -> dict[str, Any]:
+    """The schema of a call's members: the name first, then the arguments."""
+    properties = parameters.get("properties")
+    required = parameters.get("required")
+    return {
+        "type": "object",
+        "properties": {
+            "_name": {"const": name},
+            **(properties if isinstance(properties, dict) else {}),
+        },
+        "required": ["_name", *(required if isinstance(required, list) else [])],
+        "additionalProperties": parameters.get("additionalProperties") is True,
+    }
+
+
+def _moved(schema: Any, root: str) -> Any:
+    """`schema` with references to its own document (`#/$defs/...`) led to where that document now is."""
+    if isinstance(schema, list):
+        return [_moved(each, root) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    moved = {key: _moved(value, root) for key, value in schema.items()}
+    reference = schema.get("$ref")
+    if isinstance(reference, str) and reference.startswith("#"):
+        moved["$ref"] = root + reference.removeprefix("#")
+    return moved
