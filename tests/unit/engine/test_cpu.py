@@ -79,3 +79,13 @@ def test_silu_far_from_zero_neither_overflows_nor_turns_to_nan() -> None:
     gate = torch.tensor([-1e30, -200.0, -88.5, 0.0, 88.5, 200.0, 1e30] + [0.0] * 9)
     gated = torch.ops.oatmill.silu_mul(torch.cat([gate, torch.ones(16)]).unsqueeze(0))
     torch.testing.assert_close(gated[0], silu(gate), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [1, 15, 16, 1000])
+def test_argmax_is_the_first_of_the_largest(dtype, size) -> None:
+    scores = torch.randint(-5, 5, (30, size)).to(dtype)
+    scores[0] = -torch.inf
+    largest = scores.max(-1, keepdim=True).values
+    first = (scores == largest).int().argmax(-1)
+    assert torch.ops.oatmill.argmax(scores).tolist() == first.tolist()

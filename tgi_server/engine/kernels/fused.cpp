@@ -12,6 +12,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 
 #include "lanes.h"
 
@@ -140,11 +141,55 @@ void rotate_and_write(at::Tensor& query, const at::Tensor& key, const at::Tensor
   });
 }
 
+template <typename T>
+float peak_of(const T* scores, int64_t size) {
+  Lanes peaks = Lanes{} - std::numeric_limits<float>::infinity();
+  int64_t i = 0;
+  for (; i + LANES <= size; i += LANES) peaks = larger(load(scores + i), peaks);
+  float peak = largest(peaks);
+  for (; i < size; ++i) peak = std::max(peak, static_cast<float>(scores[i]));
+  return peak;
+}
+
+// Part by part, so that only the part with the largest score is searched for its place.
+template <typename T>
+int64_t largest_place(const T* scores, int64_t size) {
+  constexpr int64_t PART = 1024;
+  int64_t best = 0;
+  float peak = -std::numeric_limits<float>::infinity();
+  for (int64_t start = 0; start < size; start += PART) {
+    const float found = peak_of(scores + start, std::min(PART, size - start));
+    if (found > peak) {
+      peak = found;
+      best = start;
+    }
+  }
+  for (int64_t i = best; i < std::min(best + PART, size); ++i)
+    if (static_cast<float>(scores[i]) == peak) return i;
+  return 0;
+}
+
+// scores: [rows, size]. Returns the place of each row's largest, the first of equals: [rows] int64. NaN is never it.
+at::Tensor argmax(const at::Tensor& scores) {
+  const at::Tensor x = scores.contiguous();
+  const int64_t rows = x.size(0), size = x.size(1);
+  at::Tensor output = at::empty({rows}, x.options().dtype(at::kLong));
+  int64_t* to = output.mutable_data_ptr<int64_t>();
+  by_dtype(x, [&]<typename T>(T*) {
+    const T* from = x.const_data_ptr<T>();
+    at::parallel_for(0, rows, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t r = begin; r < end; ++r) to[r] = largest_place(from + r * size, size);
+    });
+  });
+  return output;
+}
+
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(oatmill, library) {
   library.def("rms_norm(Tensor input, Tensor weight, float eps) -> Tensor");
   library.def("silu_mul(Tensor gate_up) -> Tensor");
+  library.def("argmax(Tensor scores) -> Tensor");
   library.def(
       "rotate_and_write(Tensor(a!) query, Tensor key, Tensor value, Tensor cos, Tensor sin, Tensor(b!) keys, "
       "Tensor(c!) values, Tensor slots) -> ()");
@@ -153,5 +198,6 @@ TORCH_LIBRARY_FRAGMENT(oatmill, library) {
 TORCH_LIBRARY_IMPL(oatmill, CPU, library) {
   library.impl("rms_norm", &rms_norm);
   library.impl("silu_mul", &silu_mul);
+  library.impl("argmax", &argmax);
   library.impl("rotate_and_write", &rotate_and_write);
 }

@@ -318,7 +318,7 @@ def test_greedy_batches_are_one_operation() -> None:
         sampled = sampler.sample(torch.randn(8, 100).bfloat16(), range(8))
         computed = len(operations.names)
         sampler.accept(sampled.token_ids, range(8))
-    assert operations.names[-1] == "aten.max"
+    assert operations.names[-1] in ("aten.max", "oatmill.argmax")
     assert computed == len(operations.names)
     assert "aten._to_copy" not in operations.names[2:]
 
