@@ -35,6 +35,7 @@ _SMALL: Settings = {
 _TIED: Settings = {"tie_word_embeddings": True}
 _GATED: Settings = {"intermediate_size": 96, "num_key_value_heads": 2}
 _MIXED_WINDOWS: Settings = {"num_hidden_layers": 4, "sliding_window": WINDOW}
+_ALTERNATING: Settings = {"layer_types": ["sliding_attention", "full_attention"] * 2}
 _GEMMA: Settings = _GATED | {"head_dim": 32, "query_pre_attn_scalar": 24}
 _OPT: Settings = {"ffn_dim": 96, "word_embed_proj_dim": 64}
 _FALCON_GROUPED: Settings = {"new_decoder_architecture": True, "num_kv_heads": 2}
@@ -60,6 +61,12 @@ ARCHITECTURES: dict[str, tuple[str, Settings]] = {
     "code_llama": ("llama", _GATED | _rope("default", rope_theta=1000000.0)),
     "cohere": ("cohere", _GATED),
     "cohere_qk_norm": ("cohere", _GATED | {"use_qk_norm": True}),
+    "deepseek_v3": (
+        "deepseek_v3",
+        {"num_key_value_heads": 4, "kv_lora_rank": 32, "q_lora_rank": 32, "qk_rope_head_dim": 16, "v_head_dim": 24}
+        | {"qk_nope_head_dim": 16, "intermediate_size": 96, "moe_intermediate_size": 48, "first_k_dense_replace": 1}
+        | {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
+    ),
     "falcon_7b": ("falcon", {"multi_query": True}),
     "falcon_11b": ("falcon", _FALCON_GROUPED | {"num_ln_in_parallel_attn": 1}),
     "falcon_40b": ("falcon", _FALCON_GROUPED),
@@ -75,16 +82,23 @@ ARCHITECTURES: dict[str, tuple[str, Settings]] = {
         "gemma2",
         _GEMMA | _MIXED_WINDOWS | {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 10.0},
     ),
-    "gemma3_text": ("gemma3_text", _GEMMA | _MIXED_WINDOWS),
+    "gemma3_text": ("gemma3_text", _GEMMA | _MIXED_WINDOWS | _ALTERNATING),
     "gpt2": ("gpt2", _TIED),
     "gpt_neo": (
         "gpt_neo",
         {"attention_types": [[["global", "local"], 1]], "window_size": WINDOW},
     ),
+    "gpt_oss": ("gpt_oss", _GATED | {"num_local_experts": 4, "head_dim": 16, "sliding_window": WINDOW}),
     "gpt_neox": ("gpt_neox", {"intermediate_size": 96}),
     "gpt_neox_serial": ("gpt_neox", {"intermediate_size": 96, "use_parallel_residual": False}),
     "gptj": ("gptj", {"rotary_dim": 8}),
     "llama": ("llama", _GATED),
+    "llama4_text": (
+        "llama4_text",
+        _GATED
+        | {"num_hidden_layers": 4, "intermediate_size_mlp": 96, "num_local_experts": 2, "head_dim": 16}
+        | {"attention_chunk_size": WINDOW},
+    ),
     "llama_dynamic": ("llama", _GATED | _rope("dynamic", factor=2.0) | {"max_position_embeddings": 32}),
     "llama_head_dim_24": ("llama", _GATED | {"head_dim": 24}),
     "llama_linear": ("llama", _GATED | _rope("linear", factor=2.0)),
@@ -106,6 +120,18 @@ ARCHITECTURES: dict[str, tuple[str, Settings]] = {
     "qwen3_moe": (
         "qwen3_moe",
         _GATED | {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48},
+    ),
+    "rwkv": ("rwkv", {"attention_hidden_size": 64}),
+    "qwen3_next": (
+        "qwen3_next",
+        _GATED
+        | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16}
+        | {"shared_expert_intermediate_size": 32, "linear_num_value_heads": 4, "linear_num_key_heads": 2}
+        | {
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 16,
+            "layer_types": ["linear_attention", "full_attention"],
+        },
     ),
     "santacoder": ("gpt_bigcode", {"multi_query": True}),
     "gpt_bigcode_multi_head": ("gpt_bigcode", {"multi_query": False}),

@@ -5,7 +5,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tgi_server.engine.attention.base import AttentionBackend, Chunk, Step
-from tgi_server.engine.errors import NotEnoughMemory
+from tgi_server.engine.errors import InvalidCall, NotEnoughMemory
 from tgi_server.engine.memory import cache_bytes
 from tgi_server.engine.models.limits import UNBOUNDED_POSITIONS, position_limit, warm_up_tokens
 from tgi_server.engine.models.paged_cache import PagedCache
@@ -77,6 +77,7 @@ class PagedRunner(Runner):
         return self._run(tokens, positions, step, wanted)
 
     def join(self, sequence: Sequence) -> None:
+        self._check(sequence, sequence.blocks)
         if sequence.copy:
             self._backend.copy(sequence.copy.source, sequence.copy.target, sequence.copy.tokens)
 
@@ -90,6 +91,7 @@ class PagedRunner(Runner):
         self._tokens[first_row : first_row + len(token_ids)] = token_ids
 
     def grant(self, sequence: Sequence, row: int | None, blocks: list[int]) -> None:
+        self._check(sequence, blocks)
         first = len(sequence.blocks)
         sequence.blocks.extend(blocks)
         if row is not None:
@@ -106,6 +108,11 @@ class PagedRunner(Runner):
 
     def leave(self, sequence: Sequence) -> None:
         """Nothing to do: a sequence without a row lives in its own object only."""
+
+    def _check(self, sequence: Sequence, blocks: list[int]) -> None:
+        """Raises InvalidCall for blocks that were never handed out: kernels write wherever they are told to."""
+        if blocks and not 0 < min(blocks) <= max(blocks) <= self._num_blocks:
+            raise InvalidCall(f"request {sequence.request_id}: blocks go from 1 to {self._num_blocks}")
 
     def _decode(self, rows: int) -> Tensor:
         positions = self._positions[:rows]
@@ -170,6 +177,7 @@ class PagedRunner(Runner):
 
     def _allocate(self, max_batch_size: int, num_blocks: int, max_total_tokens: int) -> None:
         blocks = -(-max_total_tokens // self._backend.block_size) + 1
+        self._num_blocks = num_blocks
         self._backend.allocate(num_blocks + 1)
         self._tokens = torch.zeros(max_batch_size, dtype=torch.int64, device=self._device)
         self._positions = torch.zeros(max_batch_size, dtype=torch.int64, device=self._device)

@@ -22,13 +22,11 @@ def prompts(lengths: tuple[int, ...] = LENGTHS) -> list[list[int]]:
     return [[numbers.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in lengths]
 
 
-def load_engine(folder: Path, max_total_tokens: int = MAX_TOTAL_TOKENS, **settings) -> Engine:
-    engine = Engine(EngineConfig(folder, dtype=torch.float32, **settings))
-    engine.warm_up(max_batch_size=len(LENGTHS), max_prefill_tokens=256, max_total_tokens=max_total_tokens)
-    return engine
+def load_engine(folder: Path, **settings) -> Engine:
+    return Engine(EngineConfig(folder, dtype=torch.float32, **settings))
 
 
-def expected_tokens(folder: Path, texts: list[list[int]], new: int = NEW) -> list[list[int]]:
+def expected_tokens(folder: Path, texts: list[list[int]]) -> list[list[int]]:
     """What `generate()` adds to each prompt, one after the other, each with a freshly loaded model's memory."""
     factory = AutoModelForSeq2SeqLM if (folder / "config.json").read_text().count("decoder_start") else None
     model = (factory or AutoModelForCausalLM).from_pretrained(folder, dtype=torch.float32)
@@ -37,23 +35,25 @@ def expected_tokens(folder: Path, texts: list[list[int]], new: int = NEW) -> lis
     for text in texts:
         ids = torch.tensor([text])
         output = model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False, pad_token_id=0
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False, pad_token_id=0
         )
-        outputs.append(output[0, -new:].tolist())
+        outputs.append(output[0, -NEW:].tolist())
     return outputs
 
 
 class Driver:
-    """Gives sequences blocks, scattered over the cache, and collects what they generate."""
+    """Warms an engine up, gives sequences blocks, scattered over the cache, and collects what they generate."""
 
-    def __init__(self, engine: Engine, texts: list[list[int]], new: int = NEW) -> None:
+    def __init__(self, engine: Engine, texts: list[list[int]], max_total_tokens: int = MAX_TOTAL_TOKENS) -> None:
+        capacity = engine.warm_up(
+            max_batch_size=len(LENGTHS), max_prefill_tokens=256, max_total_tokens=max_total_tokens
+        )
         self.engine = engine
         self.texts = texts
-        self.new = new
         self.outputs: list[list[int]] = [[] for _ in texts]
         self._chunks: dict[int, list[int]] = {}  # tokens of the chunks that a request still has before it
         self._joining: list[Sequence] = []
-        self._blocks = list(range(1, len(LENGTHS) * -(-MAX_TOTAL_TOKENS // engine.info.block_size) + 1))
+        self._blocks = list(range(1, capacity.num_blocks + 1))
         random.Random(2).shuffle(self._blocks)
 
     def join(self, index: int) -> None:
@@ -62,8 +62,8 @@ class Driver:
         blocks = []
         if self.engine.info.paged:
             size = self.engine.info.block_size
-            blocks = [self._blocks.pop() for _ in range(-(-(len(self.texts[index]) + self.new) // size))]
-        stopping = StoppingParameters(self.new, ignore_eos=True)
+            blocks = [self._blocks.pop() for _ in range(-(-(len(self.texts[index]) + NEW) // size))]
+        stopping = StoppingParameters(NEW, ignore_eos=True)
         generated = list(self.outputs[index])
         self._joining.append(Sequence(index, self.texts[index], stopping, generated_ids=generated, blocks=blocks))
         parts = PARTS.get(known, 1) if self.engine.info.paged else 1
@@ -82,7 +82,7 @@ class Driver:
         self._take(self.engine.prefill(1, joining, chunks, decode=decode) if chunks else self.engine.decode(1))
 
     def finish(self) -> list[list[int]]:
-        while self.engine.batch:
+        while self._joining or self.engine.batch:
             self.step()
         return self.outputs
 
@@ -91,18 +91,20 @@ class Driver:
             self.outputs[generation.request_id].append(generation.token_id)
 
 
-def generate_alone(engine: Engine, texts: list[list[int]], new: int = NEW) -> list[list[int]]:
+def generate_alone(engine: Engine, texts: list[list[int]], max_total_tokens: int = MAX_TOTAL_TOKENS) -> list[list[int]]:
     """One request after the other."""
-    driver = Driver(engine, texts, new)
+    driver = Driver(engine, texts, max_total_tokens)
     for index in range(len(texts)):
         driver.join(index)
         driver.finish()
     return driver.outputs
 
 
-def generate_together(engine: Engine, texts: list[list[int]], new: int = NEW) -> list[list[int]]:
+def generate_together(
+    engine: Engine, texts: list[list[int]], max_total_tokens: int = MAX_TOTAL_TOKENS
+) -> list[list[int]]:
     """Two requests join in each step, and each leaves when it is done."""
-    driver = Driver(engine, texts, new)
+    driver = Driver(engine, texts, max_total_tokens)
     for index in range(len(texts)):
         driver.join(index)
         if index % 2:
