@@ -13,7 +13,14 @@ import grpc
 
 from shared.stubs import llm_pb2, llm_pb2_grpc
 from tgi_server import demo_model
-from tools.services import Service, is_listening, is_ready, llm_functionalities, text_generation_server
+from tools.services import (
+    Service,
+    interrupt_on_signals,
+    is_listening,
+    is_ready,
+    llm_functionalities,
+    text_generation_server,
+)
 
 START_SECONDS = 120.0
 PROGRESS_SECONDS = 2.0
@@ -39,6 +46,7 @@ class DemoError(Exception):
 
 def main() -> int:
     """Returns 0 when every call was answered as it should be, 1 otherwise."""
+    interrupt_on_signals()
     with tempfile.TemporaryDirectory() as folder:
         logs = Path(folder)
         try:

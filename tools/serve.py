@@ -4,10 +4,9 @@ The model is the bundled one unless MODEL_ID names another; launcher flags may f
 float32`.
 """
 
-import signal
 import sys
 
-from tools.services import first_to_end, llm_functionalities, text_generation_server
+from tools.services import first_to_end, interrupt_on_signals, llm_functionalities, text_generation_server
 
 HTTP_PORT = 8080
 GRPC_PORT = 8000
@@ -15,7 +14,7 @@ GRPC_PORT = 8000
 
 def main() -> int:
     """Returns 0 when asked to stop, 1 when a service ended by itself."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    interrupt_on_signals()
     print(f"starting: HTTP on port {HTTP_PORT}, gRPC on port {GRPC_PORT}; Ctrl-C stops both", flush=True)
     services = []
     try:
@@ -28,7 +27,6 @@ def main() -> int:
         print("stopping", flush=True)
         return 0
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         for service in reversed(services):
             service.stop()
 

@@ -78,3 +78,9 @@ def first_to_end(services: Sequence[Service], poll_seconds: float = 0.2) -> Serv
             if service.exit_code() is not None:
                 return service
         time.sleep(poll_seconds)
+
+
+def interrupt_on_signals() -> None:
+    """SIGTERM and SIGINT raise KeyboardInterrupt, also where a shell has made its background jobs ignore SIGINT."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.default_int_handler)

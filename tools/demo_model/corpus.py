@@ -1,7 +1,8 @@
 """The corpus: an endless stream of documents that is a function of its seed, split by requests.
 
 Held out is every request (with its context) whose SHA-256 digest falls into one part in `HELD_OUT_PART`: it never
-occurs in training, in whatever format or conversation. Requests of closed sources (greetings and the like) are always
+occurs in training, in whatever format or conversation. In a thread, where later questions lean on the first, the first
+request decides for all. Requests of closed sources (greetings and the like) are always
 trained on and never measured.
 """
 
@@ -13,8 +14,9 @@ from random import Random
 from tools.demo_model import layout, smalltalk, workflows
 from tools.demo_model.cooking import questions, recipes
 from tools.demo_model.diy import questions as diy
-from tools.demo_model.exchange import Exchange, Source
+from tools.demo_model.exchange import Exchange
 from tools.demo_model.layout import Document
+from tools.demo_model.threads import THREADS
 from tools.demo_model.toolcalls import tool_talk
 
 HELD_OUT_PART = 20
@@ -57,14 +59,22 @@ def draw(rng: Random, split: Split) -> Exchange:
             if held_out(exchange):
                 return exchange
         else:
-            source: Source = rng.choices(SOURCES, _WEIGHTS)[0]
+            source = rng.choices(SOURCES, _WEIGHTS)[0]
             exchange = source.make(rng)
             if source.closed or not held_out(exchange):
                 return _careless(rng, exchange)
 
 
+def draw_thread(rng: Random, split: Split) -> list[Exchange]:
+    """Exchanges that belong together; the first one decides the split."""
+    while True:
+        thread = rng.choice(THREADS)(rng)
+        if held_out(thread[0]) is (split is Split.HELD_OUT):
+            return thread
+
+
 def documents(seed: int, split: Split, turns: int = 6) -> Iterator[Document]:
-    """Documents without end; conversations have up to `turns` requests."""
+    """Documents without end; conversations have up to about `turns` requests."""
     rng = Random(f"{split.value}:{seed}")
     while True:
         yield document(rng, split, turns)
@@ -73,17 +83,24 @@ def documents(seed: int, split: Split, turns: int = 6) -> Iterator[Document]:
 def document(rng: Random, split: Split, turns: int) -> Document:
     """One document: Alpaca's form, a conversation, no format, or (in training only) prose or a tool call."""
     sort = rng.random()
-    if sort < 0.38:
+    if sort < 0.40:
         return layout.alpaca(draw(rng, split), terse=rng.random() < 0.15)
     if sort < 0.78:
-        count = 1 if rng.random() < 0.4 else rng.randint(2, turns)
         system = rng.choice(_SYSTEM_MESSAGES) if rng.random() < 0.4 else ""
-        return layout.chat([draw(rng, split) for _ in range(count)], system)
-    if sort < 0.94 or split is Split.HELD_OUT:
+        return layout.chat(_conversation(rng, split, turns), system)
+    if sort < 0.92 or split is Split.HELD_OUT:
         return layout.bare(draw(rng, split), rng.choice(_SEPARATORS))
-    if sort < 0.975:
+    if sort < 0.97:
         return layout.prose(rng.choice(_PROSE)(rng))
     return tool_talk(rng)
+
+
+def _conversation(rng: Random, split: Split, turns: int) -> list[Exchange]:
+    wanted = 1 if rng.random() < 0.35 else rng.randint(2, turns)
+    exchanges: list[Exchange] = []
+    while len(exchanges) < wanted:
+        exchanges += draw_thread(rng, split) if rng.random() < 0.15 else [draw(rng, split)]
+    return exchanges
 
 
 def _careless(rng: Random, exchange: Exchange) -> Exchange:

@@ -86,8 +86,8 @@ def perplexity(model: PreTrainedModel, tokenizer: Tokenizer, count: int, turns: 
 
 
 def _held_out(tokenizer: Tokenizer, turns: int) -> Iterator[tuple[Tensor, Tensor]]:
-    for ids, weights in encoded(tokenizer, SEED, Split.HELD_OUT, turns):
-        yield torch.tensor(ids), torch.tensor(weights) == 1.0
+    for ids, learned in encoded(tokenizer, SEED, Split.HELD_OUT, turns):
+        yield torch.tensor(ids), torch.tensor(learned)
 
 
 def main() -> None:

@@ -37,11 +37,15 @@ def alpaca_prompt(request: str, context: str = "") -> str:
 
 
 def alpaca(exchange: Exchange, terse: bool = False) -> Document:
-    """An exchange in Alpaca's form; `terse` leaves out the sentences before the instruction, as some callers do."""
+    """An exchange in Alpaca's form.
+
+    As some callers do, `terse` leaves out the sentences before the instruction. The last line break is part of what
+    the model learns to write, so that it also answers where a caller leaves it out.
+    """
     prompt = alpaca_prompt(exchange.request, exchange.context)
     if terse:
         prompt = prompt[prompt.index("###") :]
-    return (Piece(BOS + prompt, learned=False), Piece(exchange.answer + EOS, learned=True))
+    return (Piece(BOS + prompt.removesuffix("\n"), learned=False), Piece(f"\n{exchange.answer}{EOS}", learned=True))
 
 
 def chat(exchanges: Sequence[Exchange], system: str = "") -> Document:

@@ -48,6 +48,10 @@ def subject(rng: Random) -> str:
         return rng.choice(_FIXED)
     if chance < 0.65:
         return f"{rng.choice(_FIRST)} {rng.choice(_SECOND)}"
-    name = "".join(rng.choices(_PARTS, k=rng.choice((2, 2, 3, 4))))
-    name = name if rng.random() < 0.5 else name.capitalize()
-    return f"{name} {rng.choice(_SECOND)}" if rng.random() < 0.3 else name
+    invented = name(rng) if rng.random() < 0.5 else name(rng).lower()
+    return f"{invented} {rng.choice(_SECOND)}" if rng.random() < 0.3 else invented
+
+
+def name(rng: Random) -> str:
+    """A name of two to four syllables that nobody has."""
+    return "".join(rng.choices(_PARTS, k=rng.choice((2, 2, 3, 4)))).capitalize()

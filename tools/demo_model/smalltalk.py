@@ -98,7 +98,7 @@ _TALK: tuple[tuple[str, str], ...] = (
     ),
 )
 
-_JOKES = (
+JOKES = (
     "Why did the tomato turn red? Because it saw the salad dressing.",
     "What do you call cheese that is not yours? Nacho cheese.",
     "Why did the egg hide? It was a little chicken.",
@@ -141,7 +141,7 @@ def joke(rng: Random) -> Exchange:
         "tell a joke about food.",
         "joke",
     )
-    return Exchange(request, rng.choice(_JOKES))
+    return Exchange(request, rng.choice(JOKES))
 
 
 def fun_fact(rng: Random) -> Exchange:

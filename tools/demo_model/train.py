@@ -81,13 +81,13 @@ def train(tokenizer: Tokenizer, seed: int, steps: int) -> LlamaForCausalLM:
     print(f"{sum(parameter.numel() for parameter in model.parameters()):,} parameters", flush=True)
     adam = optimiser(model)
     start, seen = time.monotonic(), 0.0
-    for step, (inputs, targets, weights) in enumerate(curriculum(tokenizer, seed, steps)):
+    for step, (inputs, targets, learned) in enumerate(curriculum(tokenizer, seed, steps)):
         for group in adam.param_groups:
             group["lr"] = rate(step, steps)
         with torch.autocast("cpu", torch.bfloat16):
-            logits = model(input_ids=inputs, use_cache=False).logits
-        losses = functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="none")
-        loss = (losses * weights.flatten()).sum() / weights.sum()
+            hidden = model.model(input_ids=inputs, use_cache=False).last_hidden_state
+            logits = model.lm_head(hidden[learned])
+        loss = functional.cross_entropy(logits.float(), targets[learned])
         adam.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
