@@ -75,11 +75,15 @@ class BoundedStream(httpcore2.NetworkStream):
 
     def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
         try:
-            return self._stream.read(max_bytes, self._hold())
+            data = self._stream.read(max_bytes, self._hold())
         except httpcore2.ReadTimeout:
             raise DeadlineExceeded("the time was up while the answer was awaited") from None
         except httpcore2.ReadError as error:
-            raise self._broken(error) from None
+            current_call().remaining()  # a cancelled call's connection was shut down on purpose
+            raise ConnectionLost(str(error) or type(error).__name__) from None
+        if not data:
+            current_call().remaining()  # which looks like the end of an answer, too
+        return data
 
     def write(self, buffer: bytes, timeout: float | None = None) -> None:
         try:
@@ -107,8 +111,3 @@ class BoundedStream(httpcore2.NetworkStream):
 
     def _hold(self) -> float:
         return current_call().hold(self._stream.get_extra_info("socket"))
-
-    def _broken(self, error: Exception) -> Exception:
-        call = current_call()
-        call.remaining()  # a cancelled call's connection was shut down on purpose
-        return ConnectionLost(str(error) or type(error).__name__)

@@ -5,6 +5,7 @@ import select
 import socket
 import ssl
 import struct
+import sys
 import threading
 import time
 from dataclasses import dataclass, field
@@ -239,3 +240,8 @@ def _reset(connection: socket.socket) -> None:
     except OSError:
         pass
     connection.close()
+
+
+if __name__ == "__main__":
+    with ModelServer(int(sys.argv[1])):
+        threading.Event().wait()

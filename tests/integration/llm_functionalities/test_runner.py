@@ -152,6 +152,17 @@ def test_a_deadline_is_on_the_wall_clock(fault: str, timeout_ms: int, runner: Ru
     until(lambda: all(request.abandoned.is_set() for request in server.requests))
 
 
+@pytest.mark.parametrize("fault", ["hang", "trickle"])
+def test_impatient_callers_do_not_make_a_healthy_endpoint_look_dead(
+    fault: str, runner: Runner, server: ModelServer
+) -> None:
+    server.fault, server.sick = fault, False
+    for _ in range(12):
+        assert reason(runner, timeout_ms=30) == ("", "deadline")
+    server.fault = None
+    assert ask(runner) == "a fine answer"
+
+
 def test_the_callers_own_deadline_counts_and_the_empty_answer_arrives_before_it(
     runner: Runner, server: ModelServer
 ) -> None:
