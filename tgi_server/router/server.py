@@ -41,16 +41,16 @@ async def run(settings: RouterSettings) -> None:
         metrics_listener = _listen(settings.hostname, settings.prometheus_port, "--prometheus-port")
     async with assembled(settings) as service:
         app = create_app(service, api_key=settings.api_key, cors_origins=settings.cors_allow_origin)
-        servers = {_Server(app, settings.graceful_termination_timeout): listener}
+        servers = {HttpServer(app, settings.graceful_termination_timeout): listener}
         if metrics_listener is not None:
-            servers[_Server(_metrics_app(service.metrics), 0)] = metrics_listener
+            servers[HttpServer(_metrics_app(service.metrics), 0)] = metrics_listener
         _on_signals(lambda: _drain(servers))
         logger.info("ready on http://%s:%d", settings.hostname, listener.getsockname()[1])
         await asyncio.gather(*(server.serve([each]) for server, each in servers.items()))
     logger.info("stopped")
 
 
-class _Server(uvicorn.Server):
+class HttpServer(uvicorn.Server):
     """Serves `app`; its end is asked for with `should_exit`, after which requests have `grace` seconds left."""
 
     def __init__(self, app: ASGIApp, grace: float) -> None:

@@ -1,0 +1,114 @@
+"""A router with everything but a model: real HTTP, real gRPC, and a shard whose text the test decides."""
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from benchmarks.instant_shard import InstantShard, start
+from tgi_server import demo_model
+from tgi_server.router.app import create_app
+from tgi_server.router.assembly import assembled
+from tgi_server.router.server import HttpServer
+from tgi_server.router.service import Service
+from tgi_server.router.settings import RouterSettings
+
+EOS = 1
+
+
+@dataclass(slots=True)
+class Router:
+    """A running router. http: a client of it."""
+
+    url: str
+    shard: InstantShard
+    service: Service
+    http: httpx.AsyncClient
+
+    def say(self, text: str, *, end: bool = True) -> int:
+        """Makes `text` what every request gets; returns how many tokens that is, with the one that ends it."""
+        ids = self.service.tokenizer.encode(text, add_special_tokens=False).ids
+        self.shard.tokens = [*ids, EOS] if end else ids
+        return len(self.shard.tokens)
+
+    async def post(self, path: str, **body: Any) -> httpx.Response:
+        return await self.http.post(path, json=body)
+
+    async def metric(self, series: str) -> float:
+        """The value of one series; 0 when it is not there yet."""
+        text = (await self.http.get("/metrics")).text
+        return next((float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if line.startswith(f"{series} ")), 0.0)
+
+    async def until(self, condition: Callable[[], Any], seconds: float = 5.0) -> None:
+        """Waits for `condition`, plain or a coroutine, to be true."""
+        async with asyncio.timeout(seconds):
+            while True:
+                result = condition()
+                if await result if asyncio.iscoroutine(result) else result:
+                    return
+                await asyncio.sleep(0.01)
+
+    async def idle(self) -> None:
+        """Waits until no request runs."""
+
+        async def no_batch() -> bool:
+            return await self.metric("tgi_batch_current_size") == 0 and self.service.capacity.in_flight == 0
+
+        await self.until(no_batch)
+
+
+RouterFactory = Callable[..., Any]
+
+
+@asynccontextmanager
+async def running_router(folder: Path, shard_options: dict[str, Any], **settings: Any) -> AsyncIterator[Router]:
+    path = folder / "shard"
+    shard = InstantShard(f"unix://{path}", None, end=EOS, **shard_options)
+    shards = await start(shard, path)
+    listener = socket.create_server(("127.0.0.1", 0))
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    values = {"tokenizer_name": demo_model.PATH, "master_shard_uds_path": str(path), **settings}
+    chosen = RouterSettings.model_validate(values)
+    async with assembled(chosen) as service:
+        app = create_app(service, api_key=chosen.api_key, cors_origins=chosen.cors_allow_origin)
+        server = HttpServer(app, grace=1)
+        serving = asyncio.create_task(server.serve([listener]))
+        async with httpx.AsyncClient(base_url=url, timeout=20) as http:
+            router = Router(url, shard, service, http)
+            await router.until(lambda: server.started)
+            router.say("Rinse the rice. Then boil it.")
+            try:
+                yield router
+            finally:
+                server.should_exit = True
+                await serving
+    await shards.stop(None)
+
+
+@pytest.fixture
+async def routers(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[RouterFactory]:
+    """Starts a router with settings of its own: `await routers(api_key="k", shard={"step_seconds": 0.01})`."""
+    async with AsyncExitStack() as stack:
+
+        async def make(*, shard: dict[str, Any] | None = None, **settings: Any) -> Router:
+            folder = tmp_path_factory.mktemp("router")
+            return await stack.enter_async_context(running_router(folder, shard or {}, **settings))
+
+        yield make
+
+
+@pytest.fixture
+async def router(routers: RouterFactory) -> Router:
+    made: Router = await routers()
+    return made
+
+
+def events(text: str) -> list[str]:
+    """The data of each server-sent event."""
+    return [line.removeprefix("data:").strip() for line in text.split("\n\n") if line.startswith("data:")]

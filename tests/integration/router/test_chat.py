@@ -1,0 +1,273 @@
+"""/v1/chat/completions, as OpenAI's clients know it."""
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.integration.router.conftest import Router, RouterFactory, events
+from tgi_server.router.schemas.chat import ChatCompletion, ChatCompletionChunk
+
+TEXT = "Rinse the rice. Then boil it."
+HELLO = [{"role": "user", "content": "Hello"}]
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Tells the weather.",
+        "parameters": {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]},
+    },
+}
+CALL = '{"function": {"_name": "get_weather", "place": "Paris"}}'
+
+
+async def chat(router: Router, **body: Any) -> dict[str, Any]:
+    response = await router.post("/v1/chat/completions", **{"messages": HELLO, **body})
+    assert response.status_code == 200, response.text
+    answer: dict[str, Any] = response.json()
+    ChatCompletion.model_validate(answer)
+    return answer
+
+
+async def chat_stream(router: Router, **body: Any) -> list[dict[str, Any]]:
+    response = await router.post("/v1/chat/completions", **{"messages": HELLO, "stream": True, **body})
+    assert response.status_code == 200, response.text
+    *received, done = events(response.text)
+    assert done == "[DONE]"
+    chunks = [json.loads(event) for event in received]
+    for chunk in chunks:
+        ChatCompletionChunk.model_validate(chunk)
+    return chunks
+
+
+async def refusal(router: Router, **body: Any) -> dict[str, Any]:
+    response = await router.post("/v1/chat/completions", **{"messages": HELLO, **body})
+    assert response.status_code == 422
+    answer: dict[str, Any] = response.json()
+    assert answer["error"].keys() == {"message", "type", "param", "code"}
+    assert answer["error"]["type"] == answer["error_type"]
+    return answer
+
+
+def text(chunks: list[dict[str, Any]], index: int = 0) -> str:
+    choices = [choice for chunk in chunks for choice in chunk["choices"] if choice["index"] == index]
+    return "".join(choice["delta"].get("content") or "" for choice in choices)
+
+
+async def test_an_answer(router: Router):
+    length = router.say(TEXT)
+    answer = await chat(router)
+    assert answer["object"] == "chat.completion"
+    assert answer["model"] == "instant"
+    assert answer["id"].startswith("chatcmpl-")
+    (choice,) = answer["choices"]
+    assert choice["message"] == {"role": "assistant", "content": TEXT}
+    assert (choice["index"], choice["finish_reason"], choice["logprobs"]) == (0, "stop", None)
+    prompt = len((await router.post("/chat_tokenize", messages=HELLO)).json()["tokenize_response"])
+    assert answer["usage"] == {
+        "prompt_tokens": prompt,
+        "completion_tokens": length,
+        "total_tokens": prompt + length,
+    }
+
+
+async def test_it_is_sampled_unless_the_temperature_is_zero(router: Router):
+    await chat(router)
+    await chat(router, temperature=0, top_p=0.5, top_k=3)
+    await chat(router, temperature=0.7, top_p=1.0, presence_penalty=0.5, logit_bias={"7": 3})
+    first, second, third = (request.sampling for request in router.shard.received)
+    assert first.do_sample
+    assert not second.do_sample
+    assert (third.do_sample, third.top_p, third.presence_penalty) == (True, 1.0, 0.5)
+    assert dict(third.logit_bias) == {7: 3.0}
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+async def test_a_length(router: Router, name: str):
+    (choice,) = (await chat(router, **{name: 2}))["choices"]
+    assert choice["finish_reason"] == "length"
+
+
+async def test_a_stop_sequence_is_not_shown(router: Router):
+    for stop in ("ice. T", ["xyz", "ice. T"]):
+        (choice,) = (await chat(router, stop=stop))["choices"]
+        assert (choice["message"]["content"], choice["finish_reason"]) == ("Rinse the r", "stop")
+        chunks = await chat_stream(router, stop=stop)
+        assert text(chunks) == "Rinse the r"
+        assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
+
+
+async def test_what_only_looks_like_a_stop_sequence_is_shown(router: Router):
+    assert text(await chat_stream(router, stop="ice. X")) == TEXT
+
+
+async def test_a_stream(router: Router):
+    router.say("日本 🍕!")
+    chunks = await chat_stream(router)
+    assert text(chunks) == "日本 🍕!"
+    assert len({chunk["id"] for chunk in chunks}) == 1
+    assert all(chunk["object"] == "chat.completion.chunk" for chunk in chunks)
+    assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == [None] * (len(chunks) - 1) + ["stop"]
+    assert all("usage" not in chunk for chunk in chunks)
+
+
+async def test_the_usage_of_a_stream(router: Router):
+    length = router.say(TEXT)
+    *chunks, last = await chat_stream(router, stream_options={"include_usage": True})
+    assert all(chunk["usage"] is None for chunk in chunks)
+    assert last["choices"] == []
+    assert last["usage"]["completion_tokens"] == length
+    assert last["usage"]["total_tokens"] == last["usage"]["prompt_tokens"] + length
+
+
+async def test_several_answers(router: Router):
+    length = router.say(TEXT)
+    answer = await chat(router, n=3)
+    assert [choice["message"]["content"] for choice in answer["choices"]] == [TEXT] * 3
+    assert answer["usage"]["completion_tokens"] == 3 * length
+    assert len({request.sampling.seed for request in router.shard.received}) == 3
+    chunks = await chat_stream(router, n=2)
+    assert text(chunks, 0) == text(chunks, 1) == TEXT
+    assert "`n` must be 1 to 4" in (await refusal(router, n=5))["error"]["message"]
+
+
+async def test_logprobs(router: Router):
+    length = router.say("é!")
+    (choice,) = (await chat(router, logprobs=True, top_logprobs=2))["choices"]
+    content = choice["logprobs"]["content"]
+    assert len(content) == length
+    assert content[0]["logprob"] == -0.25
+    assert [len(entry["top_logprobs"]) for entry in content] == [2] * length
+    assert bytes(content[1]["bytes"]).decode() == content[1]["token"]
+    chunks = await chat_stream(router, logprobs=True)
+    streamed = [entry for chunk in chunks for entry in chunk["choices"][0]["logprobs"]["content"]]
+    assert [entry["token"] for entry in streamed] == [entry["token"] for entry in content]
+
+
+async def test_the_form_of_the_answer(router: Router):
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    await chat(router, response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": schema}})
+    await chat(router, response_format={"type": "json_object"})
+    await chat(router, response_format={"type": "text"})
+    first, second, third = router.shard.received
+    assert json.loads(first.grammar.value) == schema
+    assert json.loads(second.grammar.value) == {"type": "object"}
+    assert not third.HasField("grammar")
+
+
+async def test_a_call_of_a_tool(router: Router):
+    router.say(CALL)
+    answer = await chat(router, tools=[WEATHER], tool_choice="required")
+    (choice,) = answer["choices"]
+    assert choice["finish_reason"] == "tool_calls"
+    assert choice["message"]["content"] is None
+    (call,) = choice["message"]["tool_calls"]
+    assert (call["type"], call["function"]["name"]) == ("function", "get_weather")
+    assert json.loads(call["function"]["arguments"]) == {"place": "Paris"}
+    assert json.loads(router.shard.received[0].grammar.value)["required"] == ["function"]
+
+
+async def test_a_call_of_a_tool_as_a_stream(router: Router):
+    router.say(CALL)
+    chunks = await chat_stream(router, tools=[WEATHER])
+    deltas = [chunk["choices"][0]["delta"]["tool_calls"][0] for chunk in chunks]
+    assert deltas[0]["function"]["name"] == "get_weather"
+    assert all("name" not in delta["function"] for delta in deltas[1:])
+    assert len({delta["id"] for delta in deltas}) == 1
+    assert json.loads("".join(delta["function"]["arguments"] for delta in deltas)) == {"place": "Paris"}
+    assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
+
+
+class _NoToolFirst:
+    """Makes the shard call no tool while a grammar asks for a call, and talk otherwise."""
+
+    def __init__(self, router: Router) -> None:
+        self._router = router
+        self._next = router.shard._next
+
+    def __call__(self, row: Any) -> Any:
+        constrained = row.request.HasField("grammar")
+        self._router.say('{"function": {"_name": "no_tool"}}' if constrained else TEXT)
+        return self._next(row)
+
+
+async def test_the_model_may_call_no_tool(router: Router, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(router.shard, "_next", _NoToolFirst(router))
+    (choice,) = (await chat(router, tools=[WEATHER]))["choices"]
+    assert choice["message"] == {"role": "assistant", "content": TEXT}
+    assert choice["finish_reason"] == "stop"
+    chunks = await chat_stream(router, tools=[WEATHER], stream_options={"include_usage": True})
+    assert text(chunks) == TEXT
+    assert (
+        chunks[-1]["usage"]["completion_tokens"]
+        == len(router.service.tokenizer.encode(TEXT, add_special_tokens=False).ids) + 1
+    )
+    await router.idle()
+
+
+async def test_no_tools_are_told_when_none_may_be_called(router: Router):
+    await chat(router, tools=[WEATHER], tool_choice="none")
+    await chat(router)
+    first, second = router.shard.received
+    assert list(first.input_ids) == list(second.input_ids)
+
+
+@pytest.mark.parametrize(
+    ("body", "error_type"),
+    [
+        ({"messages": []}, "template_error"),
+        ({"messages": [{"role": "pirate", "content": "Arr"}]}, "template_error"),
+        ({"messages": [{"role": "user"}]}, "validation"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "validation"),
+        ({"max_tokens": 0}, "validation"),
+        ({"top_logprobs": 2}, "validation"),
+        ({"logprobs": True, "top_logprobs": 6}, "validation"),
+        ({"tools": [WEATHER], "tool_choice": {"function": {"name": "radio"}}}, "tool_error"),
+        ({"tools": [WEATHER], "response_format": {"type": "json_object"}}, "tool_error"),
+        ({"response_format": {"type": "regex", "value": "["}}, "validation"),
+        ({"stop": ["a", "b", "c", "d", "e"]}, "validation"),
+        ({"temperature": -1.0}, "validation"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_is_refused(router: Router, body: dict[str, Any], error_type: str, stream: bool):
+    assert (await refusal(router, stream=stream, **body))["error_type"] == error_type
+
+
+async def test_a_call_that_ends_before_its_name(router: Router):
+    router.say(CALL)
+    for stream in (False, True):
+        answer = await refusal(router, tools=[WEATHER], max_tokens=3, stream=stream)
+        assert answer["error_type"] == "tool_error"
+        assert "max_tokens" in answer["error"]["message"]
+
+
+async def test_tools_need_grammars(routers: RouterFactory):
+    router = await routers(disable_grammar_support=True)
+    answer = await refusal(router, tools=[WEATHER])
+    assert "--disable-grammar-support" in answer["error"]["message"]
+    router = await routers(shard={"grammars": False})
+    assert "grammars" in (await refusal(router, tools=[WEATHER]))["error"]["message"]
+
+
+async def test_a_client_that_leaves_while_a_tool_is_chosen(routers: RouterFactory):
+    router = await routers(shard={"step_seconds": 0.05})
+    router.say(" " * 50 + CALL, end=False)
+    with pytest.raises(Exception, match=r".*"):
+        await router.http.post(
+            "/v1/chat/completions", json={"messages": HELLO, "tools": [WEATHER], "stream": True}, timeout=0.3
+        )
+    await router.idle()
+    assert await router.metric('tgi_request_failure{err="cancelled"}') == 1
+
+
+async def test_errors_of_a_stream(routers: RouterFactory):
+    router = await routers(shard={"step_seconds": 0.02})
+    received: list[str] = []
+    async with router.http.stream("POST", "/v1/chat/completions", json={"messages": HELLO, "stream": True}) as response:
+        async for line in response.aiter_lines():
+            if line.startswith("data:"):
+                received.append(line.removeprefix("data:").strip())
+                router.shard.fail = "out of memory"
+    assert received[-1] == "[DONE]"
+    assert json.loads(received[-2])["error"]["type"] == "generation"

@@ -1,0 +1,171 @@
+"""Tokenizing, SageMaker, Vertex, health, info, metrics, models, the API's description, and who may call."""
+
+from typing import Any
+
+import pytest
+
+from tests.integration.router.conftest import Router, RouterFactory, events
+
+TEXT = "Rinse the rice. Then boil it."
+HELLO = [{"role": "user", "content": "Hello"}]
+
+
+async def test_tokens_of_a_prompt(router: Router):
+    tokens = (await router.post("/tokenize", inputs="Hello é!")).json()
+    assert tokens[0] == {"id": 0, "text": "", "start": 0, "stop": 0}
+    assert tokens[1]["text"] == "Hello"
+    assert (tokens[-1]["text"], tokens[-1]["start"], tokens[-1]["stop"]) == ("!", 7, 8)
+    assert (await router.post("/tokenize", inputs="")).status_code == 422
+
+
+async def test_tokens_of_a_conversation(router: Router):
+    answer = (await router.post("/chat_tokenize", messages=HELLO)).json()
+    assert answer["templated_text"] == "<|bos|><|user|>Hello<|assistant|>"
+    assert [token["text"] for token in answer["tokenize_response"]] == ["<|bos|>", "<|user|>", "Hello", "<|assistant|>"]
+
+
+async def test_the_root_answers_with_a_list_or_a_stream(router: Router):
+    assert (await router.post("/", inputs="Hello")).json() == [{"generated_text": TEXT}]
+    response = await router.post("/", inputs="Hello", stream=True)
+    assert TEXT in events(response.text)[-1]
+
+
+@pytest.mark.parametrize(
+    ("body", "mark"),
+    [
+        ({"inputs": "Hello"}, "generated_text"),
+        ({"messages": HELLO}, "chat.completion"),
+        ({"prompt": "Hello"}, "text_completion"),
+    ],
+)
+async def test_sagemaker(router: Router, body: dict[str, Any], mark: str):
+    response = await router.post("/invocations", **body)
+    assert response.status_code == 200
+    assert mark in response.text
+    streamed = await router.post("/invocations", **body, stream=True)
+    assert streamed.headers["content-type"].startswith("text/event-stream")
+    assert len(events(streamed.text)) > 2
+
+
+@pytest.mark.parametrize("content", ["{}", "[]", "nothing", '{"inputs": 3}'])
+async def test_what_sagemaker_does_not_get(router: Router, content: str):
+    response = await router.http.post("/invocations", content=content)
+    assert response.status_code == 422
+    assert response.json()["error_type"] == "validation"
+
+
+async def test_vertex(router: Router):
+    instances = [{"inputs": "Hello", "parameters": {"max_new_tokens": 3}}, {"messages": HELLO}]
+    response = await router.post("/vertex", instances=instances)
+    assert response.json()["predictions"][1] == TEXT
+    assert TEXT.startswith(response.json()["predictions"][0])
+    assert (await router.post("/vertex", instances=[])).status_code == 422
+
+
+async def test_health(router: Router):
+    for path in ("/health", "/ping", "/"):
+        assert (await router.http.get(path)).status_code == 200
+    router.shard.fail = "the device is lost"
+    for path in ("/health", "/ping", "/"):
+        response = await router.http.get(path)
+        assert response.status_code == 503
+        assert response.json()["error_type"] == "healthcheck"
+
+
+async def test_info(routers: RouterFactory):
+    router = await routers(max_input_tokens=100, max_total_tokens=200, revision="abc", max_best_of=3)
+    info = (await router.http.get("/info")).json()
+    assert info == {
+        "model_id": "instant",
+        "model_sha": "abc",
+        "model_pipeline_tag": "text-generation",
+        "max_concurrent_requests": 128,
+        "max_best_of": 3,
+        "max_stop_sequences": 4,
+        "max_input_tokens": 100,
+        "max_total_tokens": 200,
+        "validation_workers": 2,
+        "max_client_batch_size": 4,
+        "router": "text-generation-router",
+        "version": info["version"],
+        "sha": None,
+        "docker_label": None,
+    }
+
+
+async def test_models(router: Router):
+    (model,) = (await router.http.get("/v1/models")).json()["data"]
+    assert (model["id"], model["object"]) == ("instant", "model")
+    assert (await router.http.get("/v1/models/instant")).json() == model
+    absent = await router.http.get("/v1/models/other/model")
+    assert absent.status_code == 404
+    assert "other/model" in absent.json()["error"]["message"]
+
+
+async def test_metrics_count_what_happens(router: Router):
+    length = router.say(TEXT)
+    await router.post("/generate", inputs="Hello")
+    await router.post("/generate", inputs="")
+    assert await router.metric("tgi_request_count") == 2
+    assert await router.metric("tgi_request_success") == 1
+    assert await router.metric('tgi_request_failure{err="validation"}') == 1
+    assert await router.metric("tgi_request_generated_tokens_sum") == length
+    assert await router.metric("tgi_request_duration_count") == 1
+    assert await router.metric('tgi_batch_inference_success{method="prefill"}') == 1
+    response = await router.http.get("/metrics")
+    assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
+
+
+async def test_a_path_that_is_not_there(router: Router):
+    response = await router.http.get("/nothing")
+    assert response.status_code == 404
+    assert response.json()["error_type"] == "not_found"
+    assert (await router.http.get("/generate")).status_code == 405
+
+
+async def test_the_page_needs_nothing_from_elsewhere(router: Router):
+    page = (await router.http.get("/docs")).text
+    assert "//" not in page.replace("<!doctype html>", "")
+    for name in ("swagger-ui.css", "swagger-ui-bundle.js"):
+        assert f'"docs/{name}"' in page
+        assert (await router.http.get(f"/docs/{name}")).status_code == 200
+    for path in ("/openapi.json", "/api-doc/openapi.json"):
+        assert (await router.http.get(path)).json()["openapi"] == "3.0.3"
+
+
+async def test_an_api_key(routers: RouterFactory):
+    router = await routers(api_key="secret")
+    body = {"inputs": "Hello"}
+    for path in ("/generate", "/generate_stream", "/", "/tokenize"):
+        for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "secret"}):
+            refused = await router.http.post(path, json=body, headers=headers)
+            assert refused.status_code == 401
+            assert refused.json()["error_type"] == "unauthorized"
+        allowed = await router.http.post(path, json=body, headers={"authorization": "Bearer secret"})
+        assert allowed.status_code == 200
+    for path in ("/health", "/info", "/metrics", "/v1/models"):
+        assert (await router.http.get(path)).status_code == 200
+
+
+async def test_browsers_of_other_origins(routers: RouterFactory):
+    origin = {"origin": "http://page"}
+    closed = await routers()
+    assert "access-control-allow-origin" not in (await closed.http.get("/info", headers=origin)).headers
+    opened = await routers(cors_allow_origin=["http://page"])
+    allowed = await opened.http.post("/generate", json={"inputs": "Hello"}, headers=origin)
+    assert allowed.headers["access-control-allow-origin"] == "http://page"
+    other = await opened.http.post("/generate", json={"inputs": "Hello"}, headers={"origin": "http://elsewhere"})
+    assert "access-control-allow-origin" not in other.headers
+
+
+async def test_prompts_are_not_logged(routers: RouterFactory, caplog: pytest.LogCaptureFixture):
+    router = await routers()
+    caplog.set_level("INFO")
+    await router.post("/generate", inputs="a secret prompt")
+    await router.post("/generate", inputs="a secret prompt", parameters={"temperature": 0})
+    lines = [record for record in caplog.records if record.name.startswith("tgi_server.router")]
+    assert len(lines) == 2
+    assert "secret" not in caplog.text
+    answered = vars(lines[0])
+    for name in ("total_time", "validation_time", "queue_time", "inference_time", "time_per_token"):
+        assert answered[name].endswith("ms")
