@@ -170,6 +170,14 @@ def off_topic(rng: Random) -> Exchange:
         "give me a summary of {s}.",
         "write a story about {s}.",
         "what is the meaning of {s}?",
+        "write a [haiku|song|joke|tweet|paragraph] about {s}.",
+        "how do I learn {s}?",
+        "[when|where] was {s} [discovered|invented]?",
+        "do you like {s}?",
+        "is {s} [real|hard|useful|dangerous]?",
+        "who knows most about {s}?",
+        "[give me|list] three facts about {s}.",
+        "why do people care about {s}?",
         s=something,
     )
     answer = vary(
@@ -247,6 +255,16 @@ def story_text(rng: Random) -> str:
             **agreement(thing),
         )
     job = rng.choice(PROJECTS)
+    if rng.random() < 0.3:
+        return vary(
+            rng,
+            "my name is {n} and I [like|want|love] to cook {d}. [Today|At the weekend] I will also {j}. "
+            "I need {t} for that[, and some help|].",
+            n=name,
+            d=dish(rng).called(),
+            j=job.title,
+            t=article(rng.choice(job.tools)),
+        )
     return vary(
         rng,
         "[once upon a time,|one day,|on a sunny day,] {n} decided to {j}. {h} needed {t}, but could not find it. "

@@ -1,0 +1,11 @@
+"""What an assistant that guides a person through a task asks of a model."""
+
+from tools.demo_model.workflows import company, decisions, replacements, structures, summaries
+
+SOURCES = (
+    *summaries.SOURCES,
+    *replacements.SOURCES,
+    *company.SOURCES,
+    *decisions.SOURCES,
+    *structures.SOURCES,
+)
