@@ -86,8 +86,11 @@ async def running_router(folder: Path, shard_options: dict[str, Any], **settings
             try:
                 yield router
             finally:
-                server.should_exit = True
-                await serving
+                # A graceful end takes a fifth of a second, which is for the tests of it.
+                serving.cancel()
+                await asyncio.wait([serving])
+                for each in server.servers:
+                    each.close()
     await shards.stop(None)
 
 

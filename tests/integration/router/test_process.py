@@ -1,0 +1,203 @@
+"""text-generation-router as a process: its start, its end, and what it says when it cannot start."""
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.conftest import FreePort
+from tgi_server import demo_model
+
+READY_SECONDS = 60.0
+Start = Callable[..., "Process"]
+
+
+class Process:
+    """A router; its lines go to a file."""
+
+    def __init__(self, log: Path, *flags: str) -> None:
+        self.log = log
+        with log.open("w") as output:
+            self.popen = subprocess.Popen(
+                [sys.executable, "-m", "tgi_server.router.cli", *flags], stdout=output, stderr=output
+            )
+
+    def lines(self) -> list[str]:
+        return self.log.read_text().splitlines()
+
+    def wait(self, seconds: float = 30.0) -> int:
+        return self.popen.wait(seconds)
+
+    def until_ready(self, url: str) -> "Process":
+        deadline = time.monotonic() + READY_SECONDS
+        while True:
+            assert self.popen.poll() is None, self.log.read_text()
+            assert time.monotonic() < deadline, self.log.read_text()
+            try:
+                if httpx.get(f"{url}/health", timeout=5).status_code == 200:
+                    return self
+            except httpx.HTTPError:
+                time.sleep(0.05)
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Starts routers; whatever is left of them is killed afterwards."""
+    started: list[Process] = []
+
+    def begin(*flags: str) -> Process:
+        started.append(Process(tmp_path / f"router-{len(started)}.log", "--prometheus-port=0", *flags))
+        return started[-1]
+
+    yield begin
+    for process in started:
+        if process.popen.poll() is None:
+            process.popen.kill()
+            process.wait()
+
+
+@pytest.fixture(scope="module")
+def shard_path(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The socket of a shard that needs 20 ms for each token."""
+    path = tmp_path_factory.mktemp("shard") / "socket"
+    command = [sys.executable, "-m", "benchmarks.instant_shard", f"--uds-path={path}", "--step-seconds=0.02"]
+    shard = subprocess.Popen(command)
+    yield path
+    shard.send_signal(signal.SIGTERM)
+    shard.wait(30)
+
+
+@pytest.fixture
+def flags(shard_path: Path, free_port: FreePort) -> tuple[str, list[str]]:
+    """The URL of a router that can start, and its flags."""
+    port = free_port()
+    model = f"--tokenizer-name={demo_model.PATH}"
+    return f"http://127.0.0.1:{port}", [
+        model,
+        f"--master-shard-uds-path={shard_path}",
+        "--hostname=127.0.0.1",
+        f"--port={port}",
+    ]
+
+
+def last_line(process: Process) -> str:
+    line = process.lines()[-1]
+    assert line.startswith("text-generation-router: ")
+    assert "Traceback" not in process.log.read_text()
+    return line
+
+
+def test_a_port_in_use(start: Start, flags: tuple[str, list[str]]):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        process = start(*flags[1], f"--port={port}")
+        assert process.wait() == 1
+    assert f"127.0.0.1:{port} (--port)" in last_line(process)
+
+
+def test_an_unknown_flag(start: Start):
+    process = start("--nonsense=3")
+    assert process.wait() == 2
+    assert "--nonsense" in last_line(process)
+    assert len(process.lines()) == 1
+
+
+def test_a_flag_that_is_not_supported(start: Start, flags: tuple[str, list[str]]):
+    process = start(*flags[1], "--usage-stats=on")
+    assert process.wait() == 2
+    assert "--usage-stats" in last_line(process)
+
+
+def test_a_model_folder_that_is_not_there(start: Start, flags: tuple[str, list[str]], tmp_path: Path):
+    process = start(*flags[1], f"--tokenizer-name={tmp_path / 'absent'}")
+    assert process.wait() == 1
+    assert "is not a folder" in last_line(process)
+
+
+def test_limits_that_do_not_fit(start: Start, flags: tuple[str, list[str]]):
+    process = start(*flags[1], "--max-total-tokens=1000000")
+    assert process.wait() == 1
+    assert "--max-total-tokens 1000000" in last_line(process)
+
+
+def test_a_signal_before_it_is_ready(start: Start, flags: tuple[str, list[str]], tmp_path: Path):
+    process = start(*flags[1], f"--master-shard-uds-path={tmp_path / 'absent'}")
+    deadline = time.monotonic() + READY_SECONDS
+    while not any("settings:" in line for line in process.lines()):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    time.sleep(0.3)  # it waits for the shard now
+    process.popen.send_signal(signal.SIGTERM)
+    assert process.wait() == 0
+    assert "Traceback" not in process.log.read_text()
+
+
+def test_running_requests_are_finished(start: Start, flags: tuple[str, list[str]]):
+    url, arguments = flags
+    process = start(*arguments).until_ready(url)
+    answers: list[httpx.Response] = []
+    began = threading.Event()
+
+    def whole() -> None:
+        body = {"inputs": "Hello", "parameters": {"max_new_tokens": 50}}
+        answers.append(httpx.post(f"{url}/generate", json=body, timeout=30))
+
+    def streamed() -> None:
+        body = {"inputs": "Hello", "parameters": {"max_new_tokens": 50, "details": True}}
+        with httpx.stream("POST", f"{url}/generate_stream", json=body, timeout=30) as response:
+            lines = []
+            for line in response.iter_lines():
+                began.set()
+                lines.append(line)
+        last = [line for line in lines if line.startswith("data:")][-1]
+        if json.loads(last.removeprefix("data:"))["details"]["generated_tokens"] == 50:
+            answers.append(response)
+
+    clients = [threading.Thread(target=client) for client in (whole, streamed)]
+    for client in clients:
+        client.start()
+    began.wait(10)
+    process.popen.send_signal(signal.SIGTERM)
+    time.sleep(0.3)
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{url}/health")
+    for client in clients:
+        client.join(30)
+    assert [answer.status_code for answer in answers] == [200, 200]
+    assert process.wait() == 0
+    assert "stopped" in process.lines()[-1]
+
+
+def test_the_time_to_finish_is_bounded(start: Start, flags: tuple[str, list[str]]):
+    url, arguments = flags
+    process = start(*arguments, "--graceful-termination-timeout=1").until_ready(url)
+    body = {"inputs": "Hello", "parameters": {"max_new_tokens": 3000, "ignore_eos": True}}
+    with httpx.stream("POST", f"{url}/generate_stream", json=body, timeout=30) as response:
+        next(response.iter_lines())
+        process.popen.send_signal(signal.SIGTERM)
+        assert process.wait(10) == 0
+    assert "Traceback" not in process.log.read_text()
+
+
+def test_what_a_running_router_shows(start: Start, flags: tuple[str, list[str]], free_port: FreePort):
+    """Metrics on a port of their own, log lines as JSON; and it has not loaded torch."""
+    url, arguments = flags
+    port = free_port()
+    process = start(*arguments, f"--prometheus-port={port}", "--json-output").until_ready(url)
+    httpx.post(f"{url}/generate", json={"inputs": "Hello", "parameters": {"max_new_tokens": 2}}, timeout=30)
+    for base in (url, f"http://127.0.0.1:{port}"):
+        assert "tgi_request_success 1.0" in httpx.get(f"{base}/metrics").text
+    line = json.loads(process.lines()[-1])
+    assert (line["message"], line["level"], line["generated_tokens"]) == ("/generate answered", "INFO", 2)
+    assert line["time_per_token"].endswith("ms")
+    maps = Path(f"/proc/{process.popen.pid}/maps").read_text()
+    assert "tokenizers" in maps
+    assert "libtorch" not in maps
