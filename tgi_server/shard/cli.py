@@ -44,10 +44,13 @@ def serve(arguments: Sequence[str]) -> None:
     _configure_logging(settings, service)
 
     from tgi_server.shard.download import find_model
-    from tgi_server.shard.server import serve
 
     try:
-        serve(settings, find_model(settings.model_id, settings.revision, trust_remote_code=settings.trust_remote_code))
+        folder = find_model(settings.model_id, settings.revision, trust_remote_code=settings.trust_remote_code)
+
+        from tgi_server.shard.server import serve  # imports torch and transformers, which takes seconds
+
+        serve(settings, folder)
     except ModelUnavailable as error:
         fail(service, str(error), status=FAILED)
     except KeyboardInterrupt:

@@ -1,9 +1,9 @@
 """Settings of `text-generation-server`: one class for each of its commands."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import ByteSize, Field
+from pydantic import ByteSize, Field, model_validator
 from pydantic_settings import CliPositionalArg
 
 from shared.settings import CommaSeparated, ServiceSettings
@@ -50,6 +50,14 @@ class ShardSettings(CommandSettings):
     rope_scaling: str | None = None
     rope_factor: float | None = None
     lora_adapters: str | None = None
+
+    @model_validator(mode="after")
+    def _knows_its_place(self) -> Self:
+        if self.rank >= self.world_size:
+            raise ValueError(f"RANK is {self.rank}, so WORLD_SIZE must be more than {self.world_size}")
+        if self.world_size > 1 and not self.sharded:
+            raise ValueError(f"WORLD_SIZE is {self.world_size}, which takes --sharded")
+        return self
 
 
 class DownloadSettings(CommandSettings):
