@@ -46,14 +46,14 @@ class FairPool:
         """Runs `job` soon. It must not raise."""
         with self._changed:
             self._singles.append(job)
-            self._wake(1)
+            self._wake()
 
     def run_batch(self, jobs: Iterable[Job]) -> Callable[[], None]:
         """Runs `jobs` soon, in turn with all others. The returned function drops those that still wait."""
         batch = _Batch(jobs)
         with self._changed:
             self._batches.append(batch)
-            self._wake(len(batch.jobs))
+            self._wake()
         return batch.jobs.clear
 
     def stop(self, timeout: float) -> None:
@@ -66,9 +66,11 @@ class FairPool:
         for thread in self._threads:
             thread.join(timeout / max(1, len(self._threads)))
 
-    def _wake(self, jobs: int) -> None:
-        room = min(jobs - self._idle, self._limit - len(self._threads))
-        for _ in range(room):
+    def _wake(self) -> None:
+        """Sees to it that a thread, idle or new, takes each job that may run now."""
+        of_batches = sum(len(batch.jobs) for batch in self._batches)
+        jobs = len(self._singles) + min(of_batches, self._batch_limit - self._batch_running)
+        for _ in range(min(jobs - self._idle, self._limit - len(self._threads))):
             thread = threading.Thread(target=self._work, name=f"worker {len(self._threads)}", daemon=True)
             self._threads.append(thread)
             thread.start()

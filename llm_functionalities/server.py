@@ -35,6 +35,7 @@ from shared.stubs import llm_pb2, llm_pb2_grpc
 
 logger = logging.getLogger(__name__)
 
+SERVICES = tuple(service.full_name for service in llm_pb2.DESCRIPTOR.services_by_name.values())
 STOP_SECONDS = 2.0
 """How long the threads get to end after the last call has."""
 
@@ -68,7 +69,8 @@ class Server:
         except RuntimeError:
             raise StartupError(f"cannot listen on {address}: is the port in use? choose another with --port") from None
         await self._server.start()
-        await self._health.set("", health_pb2.HealthCheckResponse.SERVING)
+        for name in ("", *SERVICES):
+            await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
         return port
 
     async def stop(self) -> None:
@@ -111,8 +113,7 @@ class Server:
         llm_pb2_grpc.add_LLMReplacementGenerationServicer_to_server(LLMReplacementGeneration(front), server)
         llm_pb2_grpc.add_LLMExecutionSearchManagerServicer_to_server(LLMExecutionSearchManager(front), server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        names = [service.full_name for service in llm_pb2.DESCRIPTOR.services_by_name.values()]
-        reflection.enable_server_reflection([*names, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
+        reflection.enable_server_reflection([*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
         return server
 
     def _serve_metrics(self, port: int) -> tuple[int, Callable[[], None]]:

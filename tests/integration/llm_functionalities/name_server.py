@@ -25,10 +25,8 @@ class NameServer:
         self.records: Records = records or {}
         self.mode = "answer"
         self.asked: list[str] = []
-        self._udp = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-        self._udp.bind(("127.0.0.1", port))
+        self._udp, self._tcp = _both(port)
         self.port: int = self._udp.getsockname()[1]
-        self._tcp = socket.create_server(("127.0.0.1", self.port))
 
     @property
     def address(self) -> tuple[str, int]:
@@ -101,3 +99,16 @@ class NameServer:
                 response.answer.append(dns.rrset.from_text(name, 60, "IN", found, value))
             if found == "CNAME" and self.mode != "bare_alias" and value != name:
                 self._fill(response, value, kind)
+
+
+def _both(port: int) -> tuple[socket.socket, socket.socket]:
+    """A UDP and a TCP socket at the same port, which is any that is free for both when `port` is 0."""
+    while True:
+        udp = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        udp.bind(("127.0.0.1", port))
+        try:
+            return udp, socket.create_server(udp.getsockname())
+        except OSError:
+            udp.close()
+            if port:
+                raise

@@ -183,7 +183,9 @@ def test_requests_move_away_from_an_endpoint_that_fails(fault: str | int) -> Non
 def test_health_and_reflection() -> None:
     with running_service() as service, service.channel() as channel:
         health = health_pb2_grpc.HealthStub(channel)
-        assert health.Check(health_pb2.HealthCheckRequest()).status == health_pb2.HealthCheckResponse.SERVING
+        for name in ("", "LLMRunner"):
+            request = health_pb2.HealthCheckRequest(service=name)
+            assert health.Check(request).status == health_pb2.HealthCheckResponse.SERVING
         request = reflection_pb2.ServerReflectionRequest(list_services="")
         (answer,) = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(iter([request]))
         names = {entry.name for entry in answer.list_services_response.service}

@@ -58,6 +58,18 @@ def test_an_idle_thread_is_used_before_another_one_starts(pool: FairPool) -> Non
     assert threading.active_count() == before + 1
 
 
+def test_a_burst_after_a_pause_does_not_queue_for_one_thread(pool: FairPool) -> None:
+    warm = threading.Event()
+    pool.run(warm.set)
+    assert warm.wait(1)
+    time.sleep(0.05)
+    gate = Gate()
+    for number in range(4):
+        pool.run(gate.job(str(number)))
+    until(lambda: len(gate.running) == 4, 1)
+    gate.open.set()
+
+
 def test_a_batch_leaves_threads_to_single_jobs(pool: FairPool) -> None:
     gate = Gate()
     pool.run_batch([gate.job(f"batch {number}") for number in range(1000)])
