@@ -66,6 +66,8 @@ def probe_kv_shape(model: PreTrainedModel) -> KVShape | None:
 
     Leaves the model with paged attention when it returns a shape, else with its own.
     """
+    if getattr(model.config.get_text_config(decoder=True), "attn_logit_softcapping", None):
+        model.set_attn_implementation("eager")  # the default of transformers 5.17 leaves the cap out
     if model.config.is_encoder_decoder:
         return None
     expected = _own_logits(model)

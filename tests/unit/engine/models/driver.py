@@ -4,7 +4,7 @@ import random
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from tests.tiny_models import VOCAB_SIZE
 from tgi_server.engine import Engine, EngineConfig, Sequence, StoppingParameters
@@ -27,9 +27,12 @@ def load_engine(folder: Path, **settings) -> Engine:
 
 
 def expected_tokens(folder: Path, texts: list[list[int]]) -> list[list[int]]:
-    """What `generate()` adds to each prompt, one after the other, each with a freshly loaded model's memory."""
-    factory = AutoModelForSeq2SeqLM if (folder / "config.json").read_text().count("decoder_start") else None
-    model = (factory or AutoModelForCausalLM).from_pretrained(folder, dtype=torch.float32)
+    """What `generate()` adds to each prompt, one after the other."""
+    config = AutoConfig.from_pretrained(folder)
+    factory = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    # what transformers 5.17 takes by default for a model with soft caps leaves them out
+    attention = "eager" if getattr(config, "attn_logit_softcapping", None) else None
+    model = factory.from_pretrained(folder, dtype=torch.float32, attn_implementation=attention)
     model.generation_config.eos_token_id = None
     outputs = []
     for text in texts:
