@@ -48,9 +48,9 @@ def serve(arguments: Sequence[str]) -> None:
     try:
         folder = find_model(settings.model_id, settings.revision, trust_remote_code=settings.trust_remote_code)
 
-        from tgi_server.shard.server import serve  # imports torch and transformers, which takes seconds
+        from tgi_server.shard import server  # imports torch and transformers, which takes seconds
 
-        serve(settings, folder)
+        server.serve(settings, folder)
     except ModelUnavailable as error:
         fail(service, str(error), status=FAILED)
     except KeyboardInterrupt:

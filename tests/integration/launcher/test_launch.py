@@ -77,6 +77,7 @@ def test_a_stream_that_outlasts_the_termination_timeout_is_cut(server: ServerFac
     assert running.wait(15) == 0
     stream.finish()
     assert len(stream.events) < 2000
+    assert "router: stopped" in running.lines()
 
 
 @pytest.mark.slow

@@ -103,7 +103,7 @@ async def test_a_shard_that_dies_while_others_load_is_named_with_its_last_words(
 async def test_a_process_that_ignores_the_request_to_stop_is_killed(server: Server) -> None:
     server.router = stand_ins.router(server.port, server.marker, drain=60)
     server.grace = 0.5
-    assert await server.run(Supervisor.stop) < 5
+    assert 3 < await server.run(Supervisor.stop) < 10
 
 
 async def test_a_second_request_to_stop_does_not_wait(server: Server) -> None:

@@ -8,13 +8,15 @@ from pathlib import Path
 
 from tgi_server.launcher.errors import ProcessEndedError
 from tgi_server.launcher.processes.child import Child, Command
-from tgi_server.launcher.processes.health import is_healthy
+from tgi_server.launcher.processes.health import authority, is_healthy
 from tgi_server.launcher.processes.sockets import is_listening
 
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.05
 REPORT_SECONDS = 10
+CUT_SECONDS = 3.0
+"""What the router has for ending requests that were still running when their time was over."""
 FAILURE_SECONDS = 3.0
 """What processes have for ending once one of them has died: time enough to tell clients."""
 SHARD_SECONDS = 7.0
@@ -72,7 +74,7 @@ class Supervisor:
             await self._all_alive_until(ready, stopping)
             ready.cancel()
             await self._all_alive_until(stopping)
-            grace = self._graceful_termination_timeout
+            grace = self._graceful_termination_timeout + CUT_SECONDS
         finally:
             stopping.cancel()
             await self._stop(grace)
@@ -97,7 +99,7 @@ class Supervisor:
                 names = ", ".join(waiting) or self._router.name
                 logger.info("waiting for %s (%d s)", names, time.monotonic() - start)
                 report += REPORT_SECONDS
-        logger.info("ready on http://%s:%d after %.1f s", *self._address, time.monotonic() - start)
+        logger.info("ready on http://%s after %.1f s", authority(*self._address), time.monotonic() - start)
 
     async def _until_stopped(self) -> None:
         await self._stopping.wait()
