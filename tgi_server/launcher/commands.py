@@ -110,14 +110,17 @@ def _hub_cache(settings: LauncherSettings) -> dict[str, str]:
 
 
 def _flags(settings: LauncherSettings, names: Iterable[str]) -> list[str]:
-    """`--name=value` for each setting that has a value."""
+    """`--name=value` for each setting that has a value.
+
+    Those that are off are said to be off, for a variable in the environment that the child inherits may say otherwise.
+    """
     flags = []
     for name in names:
-        flag, value = f"--{name.replace('_', '-')}", getattr(settings, name)
+        flag, value = name.replace("_", "-"), getattr(settings, name)
         if isinstance(value, bool):
-            flags += [flag] if value else []
+            flags.append(f"--{flag}" if value else f"--no-{flag}")
         elif isinstance(value, list):
-            flags.append(f"{flag}={','.join(map(str, value))}")
+            flags.append(f"--{flag}={','.join(map(str, value))}")
         elif value is not None:
-            flags.append(f"{flag}={value}")
+            flags.append(f"--{flag}={value}")
     return flags

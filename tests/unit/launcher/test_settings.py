@@ -1,4 +1,5 @@
 import socket
+from pathlib import Path
 
 import pytest
 
@@ -95,13 +96,13 @@ def test_a_containers_own_name_is_no_address(monkeypatch: pytest.MonkeyPatch) ->
     assert read().hostname == "0.0.0.0"
 
 
-def test_the_api_key_is_not_on_a_command_line(tmp_path) -> None:
+def test_the_api_key_is_not_on_a_command_line(tmp_path: Path) -> None:
     router = commands.router(read("--api-key=secret"), tmp_path, [tmp_path / "shard-0"])
     assert router.environment == {"API_KEY": "secret"}
     assert "secret" not in " ".join(router.arguments)
 
 
-def test_shards_know_their_place(tmp_path) -> None:
+def test_shards_know_their_place(tmp_path: Path) -> None:
     settings = read("--num-shard=2", "--master-port=5", "--dtype=bfloat16", "--cpu-memory=1GiB", "--trust-remote-code")
     sockets = [tmp_path / "shard-0", tmp_path / "shard-1"]
     first, second = commands.shards(settings, sockets)
@@ -112,7 +113,16 @@ def test_shards_know_their_place(tmp_path) -> None:
     assert (there.cpu_memory, there.dtype, there.trust_remote_code) == (2**30, "bfloat16", True)
 
 
-def test_shards_of_one_server_meet_at_a_free_port(tmp_path) -> None:
+def test_shards_of_one_server_meet_at_a_free_port(tmp_path: Path) -> None:
     sockets = [tmp_path / "shard-0", tmp_path / "shard-1"]
     ports = {shard.environment["MASTER_PORT"] for shard in commands.shards(read("--num-shard=2"), sockets)}
     assert len(ports) == 1
+
+
+def test_a_flag_that_is_off_wins_over_the_variable_that_children_inherit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRUST_REMOTE_CODE", "true")
+    (shard,) = commands.shards(read("--no-trust-remote-code"), [tmp_path / "shard-0"])
+    there = read_settings(ShardSettings, "shard", shard.arguments[shard.arguments.index("serve") + 1 :])
+    assert not there.trust_remote_code
