@@ -31,6 +31,15 @@ class _Place:
     left: bool = True
 
 
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """What an encoder made of some prompts. states: [rows, longest, hidden_size]; mask: [rows, longest] int64."""
+
+    states: Tensor
+    mask: Tensor
+    lengths: list[int]
+
+
 class PaddedBatch:
     """What a model remembers of each sequence, and how long each is.
 
@@ -39,7 +48,7 @@ class PaddedBatch:
     encoder_lengths, encoder_mask, encoder_states: of what an encoder read; empty without an encoder.
     """
 
-    def __init__(self, cache: Cache, lengths: list[int], mask: Tensor, encoded: "Encoded | None" = None) -> None:
+    def __init__(self, cache: Cache, lengths: list[int], mask: Tensor, encoded: Encoded | None = None) -> None:
         self.cache = cache
         self.lengths = lengths
         self.encoder_lengths = encoded.lengths if encoded else []
@@ -129,15 +138,6 @@ class PaddedBatch:
             yield from _cached(self.cache.cross_attention_cache, left=False)
         else:
             yield from _cached(self.cache, left=True)
-
-
-@dataclass(frozen=True, slots=True)
-class Encoded:
-    """What an encoder made of some prompts. states: [rows, longest, hidden_size]; mask: [rows, longest] int64."""
-
-    states: Tensor
-    mask: Tensor
-    lengths: list[int]
 
 
 def joinable_cache(config: PretrainedConfig) -> DynamicCache:
