@@ -17,7 +17,7 @@ LARGEST_BYTES = 1 << 40
 PIECE_BYTES = 1 << 20
 _BROKEN = (
     *(tarfile.TarError, zipfile.BadZipFile, zlib.error, lzma.LZMAError),
-    *(EOFError, NotImplementedError, RuntimeError, ValueError, OSError),
+    *(EOFError, RuntimeError, ValueError, OSError),
 )
 TARS = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
 

@@ -68,25 +68,25 @@ class LLMRunnerServicer:
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
+        raise RuntimeError('Method not implemented!')
 
     def batch_call_model(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
+        raise RuntimeError('Method not implemented!')
 
     def generate_summary(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
+        raise RuntimeError('Method not implemented!')
 
     def generate_summaries(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
+        raise RuntimeError('Method not implemented!')
 
     def stream_model(self, request, context):
         """The answer in pieces, as the model writes it; the pieces joined are the answer. A caller that cancels stops the
@@ -94,7 +94,7 @@ class LLMRunnerServicer:
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
+        raise RuntimeError('Method not implemented!')
 
 
 def add_LLMRunnerServicer_to_server(servicer, server):
@@ -294,7 +294,7 @@ class LLMChitChatServicer:
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
+        raise RuntimeError('Method not implemented!')
 
 
 def add_LLMChitChatServicer_to_server(servicer, server):
@@ -371,13 +371,13 @@ class LLMSummaryGenerationServicer:
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
+        raise RuntimeError('Method not implemented!')
 
     def generate_summaries(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
+        raise RuntimeError('Method not implemented!')
 
 
 def add_LLMSummaryGenerationServicer_to_server(servicer, server):
@@ -486,13 +486,13 @@ class LLMDescriptionGenerationServicer:
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
+        raise RuntimeError('Method not implemented!')
 
     def generate_descriptions(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
+        raise RuntimeError('Method not implemented!')
 
 
 def add_LLMDescriptionGenerationServicer_to_server(servicer, server):
@@ -596,7 +596,7 @@ class LLMProactiveQuestionGenerationServicer:
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
+        raise RuntimeError('Method not implemented!')
 
 
 def add_LLMProactiveQuestionGenerationServicer_to_server(servicer, server):
@@ -673,13 +673,13 @@ class LLMReplacementGenerationServicer:
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
+        raise RuntimeError('Method not implemented!')
 
     def rewrite_steps(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
+        raise RuntimeError('Method not implemented!')
 
 
 def add_LLMReplacementGenerationServicer_to_server(servicer, server):
@@ -783,7 +783,7 @@ class LLMExecutionSearchManagerServicer:
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
+        raise RuntimeError('Method not implemented!')
 
 
 def add_LLMExecutionSearchManagerServicer_to_server(servicer, server):
