@@ -1,6 +1,7 @@
 """A model that does not attend as it is asked to is noticed at load, and never answers wrongly."""
 
 import logging
+import math
 from typing import Any
 
 import pytest
@@ -17,9 +18,10 @@ from transformers import (
 )
 from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotary_pos_emb, repeat_kv
 
-from tests.tiny_models import build
+from tests.tiny_models import build, make
 from tests.unit.engine.models.driver import expected_tokens, generate_together, load_engine, prompts
-from tgi_server.engine.models.probe import probe_kv_shape
+from tgi_server.engine import Engine, EngineConfig
+from tgi_server.engine.models.probe import logits_error, probe_kv_shape
 
 TEXTS = prompts((1, 70, 5, 33, 2, 17))
 
@@ -136,3 +138,20 @@ def test_the_shape_of_keys_is_that_of_the_model() -> None:
         shape = probe_kv_shape(build("falcon_40b"))
     assert shape is not None
     assert (shape.heads, shape.head_dim) == ((2, 2), 16)
+
+
+def test_one_row_may_differ_where_the_last_bit_may_choose_an_expert() -> None:
+    expected = torch.randn(4, 50, generator=torch.Generator().manual_seed(0))
+    actual = expected.clone()
+    actual[1] *= 1.5
+    assert logits_error(expected, actual) == pytest.approx(0.5)
+    assert logits_error(expected.bfloat16(), actual.bfloat16()) == 0
+    actual[3] *= 1.25
+    assert logits_error(expected.bfloat16(), actual.bfloat16()) == pytest.approx(0.25, abs=0.01)
+    actual[0, 0] = torch.nan
+    assert math.isnan(logits_error(expected.bfloat16(), actual.bfloat16()))
+
+
+@pytest.mark.parametrize("architecture", ["bloom", "falcon_rw", "gemma2", "mixtral", "qwen3_moe"])
+def test_in_bfloat16_a_model_takes_the_same_path(architecture, tmp_path) -> None:
+    assert Engine(EngineConfig(make(architecture, tmp_path), dtype=torch.bfloat16)).info.paged
