@@ -89,8 +89,8 @@ class _Row:
 class SimulatedShard:
     """Executes calls at once. `paged`: with blocks; otherwise sequences keep their entries to themselves.
 
-    late_end: a sequence that ended takes part in one more step, unseen, as on a device that has started the next step
-    before the tokens of the last one are known.
+    late_end: a sequence that ended takes part, unseen, in the steps that arrive before `collected`, as on a device
+    that has started the next step before the tokens of the last one are known.
     """
 
     num_blocks: int
@@ -142,6 +142,12 @@ class SimulatedShard:
         self.rows.clear()
         self.batch_id = None
         return pb.ClearCacheResponse()
+
+    def collected(self, step: pb.StepResponse) -> None:
+        """The step's tokens are known."""
+        for generation in step.generations:
+            if generation.finish_reason:
+                self.rows.pop(generation.request_id, None)
 
     def _enter(self, batch_id: int) -> None:
         if self.rows and self.batch_id != batch_id:
@@ -233,7 +239,8 @@ class SimulatedShard:
         for row in late:
             if row.computed // self.block_size < len(row.blocks):
                 self._write(row, row.computed)
-            self.rows.pop(row.request.id, None)
+                row.computed += 1
+                row.tokens.append(EOS + 1)
         if not self.late_end:
             self.rows = {request_id: row for request_id, row in self.rows.items() if not row.ended}
         return pb.StepResponse(generations=generations)

@@ -28,7 +28,7 @@ class Batch:
         self.filter_due = False
         self._members: dict[int, Sequence] = {}  # oldest first: they join in the order in which they came
         self._prefilling: dict[int, Sequence] = {}
-        self._full_at: defaultdict[int, list[Sequence]] = defaultdict(list)
+        self._full_at: defaultdict[int, dict[int, Sequence]] = defaultdict(dict)  # by step and request
 
     def __len__(self) -> int:
         return len(self._members)
@@ -69,10 +69,9 @@ class Batch:
 
     def growing(self) -> list[Sequence]:
         """Those that need a block more for the next step."""
-        candidates = self._full_at.get(self.step, ())
         return [
             sequence
-            for sequence in candidates
+            for sequence in self._full_at.get(self.step, {}).values()
             if sequence.full_at == self.step and self._members.get(sequence.id) is sequence
         ]
 
@@ -106,4 +105,4 @@ class Batch:
         step = sequence.first_step + len(sequence.blocks) * self._block_size - (sequence.known - 1)
         if step <= sequence.last_step:
             sequence.full_at = step
-            self._full_at[step].append(sequence)
+            self._full_at[step][sequence.id] = sequence

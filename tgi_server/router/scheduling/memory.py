@@ -67,9 +67,6 @@ class Memory(Protocol):
     def release(self, sequence: Sequence) -> None:
         """The sequence holds nothing any more. Whoever gets it next uses it in later calls only."""
 
-    def forget(self, sequence: Sequence) -> None:
-        """Keeps nothing but what `sequence` itself needs; it is the only one left."""
-
     def reset(self) -> None:
         """The shards have forgotten everything, and no sequence is left."""
 

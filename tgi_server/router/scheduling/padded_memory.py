@@ -51,9 +51,6 @@ class PaddedMemory:
     def release(self, sequence: Sequence) -> None:
         del self._lengths[sequence.id]
 
-    def forget(self, sequence: Sequence) -> None:
-        """Nothing else is kept."""
-
     def reset(self) -> None:
         self._lengths.clear()
 

@@ -17,7 +17,7 @@ class PagedMemory:
 
     The rule that makes sharing safe: the shards run calls in the order in which they were sent. So a block that is
     given up after one call was sent may be granted in the next, and what one call computes may be shared by the next,
-    before either has been answered. The source of a block copy stays held, as part of the sequence's path.
+    before either has been answered. The source of a block copy stays in use until the call that copies it is sent.
     """
 
     chunks = True
@@ -32,6 +32,7 @@ class PagedMemory:
     def reset(self) -> None:
         self._pool = BlockPool(self._num_blocks)
         self._cache = PrefixCache(self._pool, self.block_size)
+        self._sources: list[int] = []  # of the block copies that the call being built makes
 
     @property
     def blocks_in_use(self) -> int:
@@ -56,8 +57,8 @@ class PagedMemory:
         if not self._reserve(sequence, match, self._num_blocks if alone else budget // self.block_size):
             if not alone:
                 return Verdict.FULL
-            # What it shares would keep blocks in use that it has no use for itself; without, it fits.
-            match = Match()
+            # The source of a copy was one block too many.
+            match = Match(match.tokens // self.block_size * self.block_size, blocks=match.blocks)
             self._reserve(sequence, match, self._num_blocks)
         self.prefix_cache.lookup_tokens += sequence.known
         self.prefix_cache.hit_tokens += match.tokens
@@ -72,33 +73,23 @@ class PagedMemory:
         return block
 
     def computed(self, sequence: Sequence) -> None:
-        if self._enabled:
-            path = self._insert(sequence, sequence.computed, fresh=True)
-            self._pool.use(path)
-            self._cache.released(self._pool.release(sequence.path))
-            sequence.path = path
+        self._keep(sequence, sequence.computed, fresh=True)
 
     def sent(self) -> None:
         self._cache.sent()
+        self._give_up(self._sources)
+        self._sources = []
 
     def release(self, sequence: Sequence) -> None:
-        if self._enabled and sequence.settled:
-            self._insert(sequence, sequence.settled, fresh=False)
-        self._cache.released(self._pool.release(sequence.blocks))
-        self._cache.released(self._pool.release(sequence.path))
-        sequence.blocks, sequence.path = [], []
-
-    def forget(self, sequence: Sequence) -> None:
-        self._cache.clear()
-        self._pool.release(sequence.path)
-        sequence.path = []
+        self._keep(sequence, sequence.settled, fresh=False)
+        self._give_up(sequence.blocks)
+        sequence.blocks = []
 
     def check(self, sequences: Iterable[Sequence]) -> None:
         held: Counter[int] = Counter()
         for sequence in sequences:
             assert len(set(sequence.blocks)) == len(sequence.blocks), f"request {sequence.id} has a block twice"
             held.update(sequence.blocks)
-            held.update(sequence.path)
         self._pool.check(held, self._cache.check())
 
     def _blocks_of(self, tokens: int) -> int:
@@ -116,17 +107,17 @@ class PagedMemory:
         pool = self._pool
         shared, partial = divmod(match.tokens, self.block_size)
         new = self._blocks_of(sequence.known) - shared
+        found = match.blocks[: shared + 1] if partial else match.blocks[:shared]
         available = pool.available
-        pool.use(match.path)
+        pool.use(found)
         if new > pool.available or new + available - pool.available > limit:
-            self._cache.released(pool.release(match.path))
+            self._give_up(found)
             return False
         own = self._take(new)
-        pool.use(match.blocks[:shared])
-        sequence.blocks = match.blocks[:shared] + own
-        sequence.path = match.path
+        sequence.blocks = found[:shared] + own
         sequence.cached = sequence.computed = match.tokens
-        sequence.copy = BlockCopy(match.blocks[shared], own[0], partial) if partial else None
+        sequence.copy = BlockCopy(found[shared], own[0], partial) if partial else None
+        self._sources += found[shared:]
         return True
 
     def _take(self, blocks: int) -> list[int]:
@@ -135,6 +126,11 @@ class PagedMemory:
             self._cache.evict(short)
         return self._pool.take(blocks)
 
-    def _insert(self, sequence: Sequence, tokens: int, *, fresh: bool) -> list[int]:
-        space = sequence.request.adapter_id or ""
-        return self._cache.insert(space, sequence.tokens[:tokens].tobytes(), sequence.blocks, fresh=fresh)
+    def _give_up(self, blocks: list[int]) -> None:
+        self._cache.released(self._pool.release(blocks))
+
+    def _keep(self, sequence: Sequence, tokens: int, *, fresh: bool) -> None:
+        """Offers the sequence's first tokens to those that come after it."""
+        if self._enabled and tokens:
+            space = sequence.request.adapter_id or ""
+            self._cache.insert(space, sequence.tokens[:tokens].tobytes(), sequence.blocks, fresh=fresh)

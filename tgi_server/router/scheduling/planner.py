@@ -70,12 +70,9 @@ class Planner:
         return Call(pb.FilterBatchRequest(batch_id=self._batch.id, keep_request_ids=self._batch.ids()))
 
     def _make_room(self) -> None:
-        """Preempts the youngest until all others can grow. The last one gets all that there is."""
+        """Preempts the youngest until all others can grow. The last one always can: alone, it can ever be held."""
         while not self._memory.can_grow(len(self._batch.growing())):
             youngest = self._batch.youngest()
-            if len(self._batch) == 1:
-                self._memory.forget(youngest)
-                return
             self._batch.leave(youngest, ended_by_shards=False)
             self._memory.release(youngest)
             youngest.reset()

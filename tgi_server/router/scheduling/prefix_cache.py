@@ -46,7 +46,7 @@ class _Node:
 
 @dataclass(slots=True)
 class Match:
-    """tokens: how many leading tokens are cached. blocks: that hold them. path: all blocks on the way in the tree.
+    """tokens: how many leading tokens are cached. blocks: that hold them.
 
     pending: tokens beyond those that the call being built computes for somebody else.
     """
@@ -54,15 +54,13 @@ class Match:
     tokens: int = 0
     pending: int = 0
     blocks: list[int] = field(default_factory=list)
-    path: list[int] = field(default_factory=list)
 
 
 class PrefixCache:
-    """Holds blocks of `pool`, and gives up the least recently used ones on demand.
+    """Holds blocks of `pool`, and gives up the least recently used ones on demand, from the leaves upwards.
 
-    A sequence holds all blocks on the path of its tokens (`Match.path`, or what `insert` returns) for as long as it
-    uses any of them. So below a block that no sequence holds there is none that one does: idle blocks can all be
-    evicted, from the leaves upwards.
+    A leaf that ends with a block in use stays: it costs nothing. Only when no other idle blocks are left, and there
+    are some above such leaves, these are forgotten too. So every idle block can be had.
     """
 
     def __init__(self, pool: BlockPool, block_size: int) -> None:
@@ -87,30 +85,25 @@ class PrefixCache:
             usable = 0 if match.pending else min(shared, node.usable(self._call))
             if usable:
                 first = node.start // size
-                blocks = node.blocks[: -(-(node.start + usable) // size) - first]
-                match.path += blocks
-                match.blocks[first:] = blocks
+                match.blocks[first:] = node.blocks[: -(-(node.start + usable) // size) - first]
                 match.tokens += usable
             match.pending += shared - usable
         return match
 
-    def insert(self, space: str, tokens: bytes, blocks: list[int], *, fresh: bool = False) -> list[int]:
+    def insert(self, space: str, tokens: bytes, blocks: list[int], *, fresh: bool = False) -> None:
         """Keeps what a sequence has computed; if `fresh`, what it has not it will have by the call being built.
 
-        tokens: 4 bytes each; blocks: the sequence's, the first of which hold them. Returns all blocks on their path.
+        tokens: 4 bytes each; blocks: the sequence's, the first of which hold them.
         """
         node, matched = self._root(space), 0
-        path: list[int] = []
         for child, shared in self._walk(space, tokens):
             node, matched = child, child.start + shared
             if matched < child.end:
                 node = self._split(child, matched)
-            path += node.blocks
         end = len(tokens) // _WIDTH
         if matched < end:
             holding = blocks[matched // self._block_size : -(-end // self._block_size)]
-            path += self._append(node, tokens[matched * _WIDTH :], holding, self._call if fresh else 0)
-        return path
+            self._append(node, tokens[matched * _WIDTH :], holding, self._call if fresh else 0)
 
     def released(self, idle: list[int]) -> None:
         """No sequence holds these cached blocks any more."""
@@ -122,7 +115,7 @@ class PrefixCache:
     def evict(self, blocks: int) -> None:
         """Frees that many idle blocks, or all that there are."""
         goal = self._pool.free + blocks
-        while self._pool.free < goal and self._leaves:
+        while self._pool.free < goal and (self._leaves or self._uncover_idle()):
             used, _, leaf = heapq.heappop(self._leaves)
             leaf.queued = False
             if leaf.children or not leaf.blocks:
@@ -132,22 +125,13 @@ class PrefixCache:
             else:
                 self._trim(leaf, goal)
 
-    def clear(self) -> None:
-        """Forgets everything; blocks that sequences hold stay theirs."""
-        for node in self._nodes():
-            self._pool.uncache(node.blocks)
-            node.blocks = []
-        self._roots.clear()
-        self._leaves.clear()
-        self._parked.clear()
-
     def check(self) -> Counter[int]:
         """How often each block is held. Raises AssertionError when the tree is not sound."""
         held: Counter[int] = Counter()
+        size = self._block_size
         queued = {id(leaf) for _, _, leaf in self._leaves}
         parked = {id(leaf): block for block, leaf in self._parked.items()}
         for node in self._nodes():
-            size = self._block_size
             held.update(node.blocks)
             assert len(node.tokens) > 0, "an edge without tokens"
             assert len(node.blocks) == -(-node.end // size) - node.start // size, "blocks do not cover the edge"
@@ -216,15 +200,14 @@ class PrefixCache:
         node.fresh_from = max(node.fresh_from, at)
         return upper
 
-    def _append(self, node: _Node, tokens: bytes, blocks: list[int], fresh_in: int) -> list[int]:
+    def _append(self, node: _Node, tokens: bytes, blocks: list[int], fresh_in: int) -> None:
         """Continues the path that ends with `node`: by a longer edge where that is a leaf, else by a new leaf.
 
-        blocks: that hold `tokens`; the first may hold tokens of `node` as well. Returns blocks that joined the path.
+        blocks: that hold `tokens`; the first may hold tokens of `node` as well.
         """
         position = node.end
         boundary = position % self._block_size != 0
         if node.blocks and not node.children and (not boundary or node.blocks[-1] == blocks[0]):
-            self._parked.pop(node.blocks[-1], None)
             added = blocks[1:] if boundary else blocks
             if node.fresh_in < fresh_in:
                 node.fresh_from, node.fresh_in = position, fresh_in
@@ -232,12 +215,11 @@ class PrefixCache:
             node.blocks += added
             leaf = node
         else:
-            added = list(blocks)
-            leaf = _Node(node, position, bytearray(tokens), added[:], position, fresh_in, last_used=self._clock)
+            added = blocks
+            leaf = _Node(node, position, bytearray(tokens), blocks, position, fresh_in, last_used=self._clock)
             node.children[tokens[:_WIDTH]] = leaf
         self._pool.cache(added)
         self._offer(leaf)
-        return added
 
     def _offer(self, leaf: _Node) -> None:
         if not leaf.queued:
@@ -254,19 +236,34 @@ class PrefixCache:
                 return
             if len(leaf.blocks) == 1:
                 self._cut_off(leaf)
-            else:
-                del leaf.tokens[((leaf.end - 1) // size * size - leaf.start) * _WIDTH :]
-                leaf.blocks.pop()
-            pool.uncache((last,))
-            if not leaf.blocks:
                 return
+            del leaf.tokens[((leaf.end - 1) // size * size - leaf.start) * _WIDTH :]
+            leaf.blocks.pop()
+            pool.uncache((last,))
         self._offer(leaf)
+
+    def _uncover_idle(self) -> bool:
+        """Cuts off leaves in use that stand below idle blocks. Whether there were any."""
+        covering = [leaf for leaf in self._parked.values() if not leaf.children and self._covers_idle(leaf)]
+        for leaf in covering:
+            self._cut_off(leaf)
+        return bool(self._leaves)
+
+    def _covers_idle(self, leaf: _Node) -> bool:
+        users = self._pool.users
+        node: _Node | None = leaf
+        while node is not None:
+            if not all(users[block] for block in node.blocks):
+                return True
+            node = node.parent
+        return False
 
     def _cut_off(self, leaf: _Node) -> None:
         """Takes the leaf out of the tree; its parent may be a leaf then."""
         parent = leaf.parent
         assert parent is not None
         del parent.children[bytes(leaf.tokens[:_WIDTH])]
+        self._pool.uncache(leaf.blocks)
         leaf.blocks = []
         if parent.blocks and not parent.children:
             self._offer(parent)

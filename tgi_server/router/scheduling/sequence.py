@@ -29,8 +29,8 @@ class Sequence:
     tokens: the prompt and what has been generated, as 32-bit numbers. known: how many there were on admission; the
     step that computes the last of them yields the next token. computed: tokens whose keys and values the calls sent
     so far put into the blocks; counts up to `known` only, later ones follow from the steps.
-    blocks: the block table as the shards know it. path: blocks of the prefix cache that lie on this sequence's
-    tokens, and so must stay. cached: tokens that were found there. copy: for the call that admits it.
+    blocks: the block table as the shards know it. cached: tokens that were found in its first blocks on admission.
+    copy: for the call that admits it.
     first_step: the step that computes the last known token and yields the next; from then on each step computes the
     token that the one before it yielded. full_at: the step for which it needs its next block.
     """
@@ -40,7 +40,6 @@ class Sequence:
     known: int = field(init=False)
     computed: int = 0
     blocks: list[int] = field(default_factory=list)
-    path: list[int] = field(default_factory=list)
     cached: int = 0
     copy: BlockCopy | None = None
     first_step: int | None = None
@@ -90,7 +89,7 @@ class Sequence:
         """Back to the queue: everything is to be computed anew, what was generated too."""
         self.known = len(self.tokens)
         self.computed = self.cached = 0
-        self.blocks, self.path = [], []
+        self.blocks = []
         self.copy = self.first_step = self.full_at = None
 
     def joining(self) -> pb.Request:

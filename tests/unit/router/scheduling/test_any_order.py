@@ -1,0 +1,167 @@
+"""Whatever happens in whatever order, requests get the tokens that they would have got alone, and no block is lost."""
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from tests.unit.router.scheduling.simulation import Simulation
+from tgi_server.router.messages import SamplingParameters
+
+# Few different tokens and prompts that continue each other: prefixes are shared, part inside blocks, and part again.
+TOKENS = st.integers(1, 2)
+PROMPTS = st.lists(TOKENS, min_size=1, max_size=30)
+
+
+class AnyOrder(RuleBasedStateMachine):
+    @initialize(
+        num_blocks=st.integers(3, 20),
+        block_size=st.integers(1, 5),
+        depth=st.integers(1, 3),
+        max_batch_size=st.integers(1, 6),
+        chunk=st.integers(1, 12),
+        prefill=st.integers(1, 30),
+        late_end=st.booleans(),
+        prefix_cache=st.sampled_from((True, True, True, False)),
+    )
+    def start(
+        self,
+        num_blocks: int,
+        block_size: int,
+        depth: int,
+        max_batch_size: int,
+        chunk: int,
+        prefill: int,
+        late_end: bool,
+        prefix_cache: bool,
+    ) -> None:
+        self.largest = num_blocks * block_size
+        self.simulation = Simulation(
+            num_blocks,
+            block_size,
+            late_end=late_end,
+            prefix_cache=prefix_cache,
+            pipeline_depth=depth,
+            max_batch_size=max_batch_size,
+            max_batch_prefill_tokens=prefill,
+            prefill_chunk_tokens=chunk,
+        )
+
+    @rule(
+        prompt=PROMPTS,
+        max_new_tokens=st.integers(1, 24),
+        ignore_eos=st.booleans(),
+        stop_after=st.none() | st.integers(1, 6),
+        seed=st.none() | st.integers(0, 3),
+        prefill_logprobs=st.sampled_from((False, False, False, True)),
+        adapter=st.sampled_from((None, None, "a")),
+    )
+    def submit(
+        self,
+        prompt: list[int],
+        max_new_tokens: int,
+        ignore_eos: bool,
+        stop_after: int | None,
+        seed: int | None,
+        prefill_logprobs: bool,
+        adapter: str | None,
+    ) -> None:
+        prompt = prompt[: self.largest - 1]
+        self.simulation.submit(
+            prompt,
+            min(max_new_tokens, self.largest - len(prompt)),
+            ignore_eos=ignore_eos,
+            stop_after=stop_after,
+            sampling=SamplingParameters(do_sample=seed is not None, seed=seed or 0),
+            prefill_logprobs=prefill_logprobs,
+            adapter_id=adapter,
+        )
+
+    @precondition(lambda self: self.simulation.requests)
+    @rule(data=st.data(), more=TOKENS, max_new_tokens=st.integers(1, 8))
+    def follow_up(self, data: st.DataObject, more: int, max_new_tokens: int) -> None:
+        """A conversation goes on: the prompt is what was said so far, and a token more."""
+        request, sink, _ = self.simulation.requests[data.draw(st.sampled_from(sorted(self.simulation.requests)))]
+        prompt = [*request.input_ids, *sink.tokens, more][: self.largest - 1]
+        self.simulation.submit(prompt, min(max_new_tokens, self.largest - len(prompt)))
+
+    @rule()
+    def send(self) -> None:
+        self.simulation.send()
+
+    @rule()
+    def receive(self) -> None:
+        self.simulation.receive()
+
+    @rule(turns=st.integers(1, 12))
+    def go_on(self, turns: int) -> None:
+        for _ in range(turns):
+            self.simulation.turn()
+            self.books_are_in_order()
+
+    @precondition(lambda self: self.simulation.requests)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        self.simulation.cancel(data.draw(st.sampled_from(sorted(self.simulation.requests))))
+
+    @rule(really=st.sampled_from((False, False, False, True)))
+    def fail(self, really: bool) -> None:
+        if really:
+            self.simulation.fail()
+
+    @invariant()
+    def books_are_in_order(self) -> None:
+        if not hasattr(self, "simulation"):
+            return
+        simulation = self.simulation
+        simulation.memory.check(simulation.batch)
+        waiting = [request_id for request_id in simulation.requests if request_id in simulation.queue]
+        if waiting:
+            first = simulation.queue.first()
+            assert first is not None
+            assert first.id == min(waiting), "the queue is out of order"
+            assert max(simulation.batch.ids(), default=0) < first.id, "somebody was overtaken"
+        for sequence in simulation.batch:
+            if sequence.first_step is not None:
+                longest = min(sequence.known + simulation.batch.step - sequence.first_step, sequence.max_total_tokens)
+                blocks = -(-longest // simulation.memory.block_size)
+                assert len(sequence.blocks) <= blocks, f"request {sequence.id} has more blocks than it needs"
+
+    def teardown(self) -> None:
+        if not hasattr(self, "simulation"):
+            return
+        simulation = self.simulation
+        simulation.run()
+        simulation.check_tokens()
+        assert simulation.memory.held_tokens == 0
+        assert len(simulation.batch) == len(simulation.queue) == 0
+        simulation.memory.check(())
+
+
+def _run(examples: int, steps: int) -> None:
+    run_state_machine_as_test(
+        AnyOrder,
+        settings=settings(
+            max_examples=examples,
+            stateful_step_count=steps,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+
+
+def test_any_order() -> None:
+    _run(examples=150, steps=40)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_any_order_at_length() -> None:
+    _run(examples=4000, steps=80)
