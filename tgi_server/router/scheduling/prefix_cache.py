@@ -130,7 +130,7 @@ class PrefixCache:
         held: Counter[int] = Counter()
         size = self._block_size
         queued = {id(leaf) for _, _, leaf in self._leaves}
-        parked = {id(leaf): block for block, leaf in self._parked.items()}
+        parked = {id(leaf) for leaf in self._parked.values()}
         for node in self._nodes():
             held.update(node.blocks)
             assert len(node.tokens) > 0, "an edge without tokens"
@@ -140,9 +140,11 @@ class PrefixCache:
             assert not node.parent.blocks or node.parent.end == node.start, "a gap on the path"
             assert node.parent.last_used >= node.last_used, "a parent was used less recently than its child"
             if not node.children:
-                last = node.blocks[-1]
-                assert id(node) in queued or parked.get(id(node)) == last, "a leaf that cannot be evicted"
-                assert id(node) in queued or self._pool.users[last] > 0, "an idle leaf that cannot be evicted"
+                assert id(node) in queued or id(node) in parked, "a leaf that cannot be evicted"
+        for block, leaf in self._parked.items():
+            assert not leaf.children, "a parked node is no leaf"
+            assert leaf.blocks[-1:] == [block], "a leaf is parked under a block that is not its last"
+            assert self._pool.users[block], "a leaf is parked though it can be evicted"
         return held
 
     def _root(self, space: str) -> _Node:
@@ -205,6 +207,7 @@ class PrefixCache:
 
         blocks: that hold `tokens`; the first may hold tokens of `node` as well.
         """
+        self._unpark(node)
         position = node.end
         boundary = position % self._block_size != 0
         if node.blocks and not node.children and (not boundary or node.blocks[-1] == blocks[0]):
@@ -220,6 +223,10 @@ class PrefixCache:
             node.children[tokens[:_WIDTH]] = leaf
         self._pool.cache(added)
         self._offer(leaf)
+
+    def _unpark(self, node: _Node) -> None:
+        if node.blocks and self._parked.get(node.blocks[-1]) is node:
+            del self._parked[node.blocks[-1]]
 
     def _offer(self, leaf: _Node) -> None:
         if not leaf.queued:
@@ -244,7 +251,7 @@ class PrefixCache:
 
     def _uncover_idle(self) -> bool:
         """Cuts off leaves in use that stand below idle blocks. Whether there were any."""
-        covering = [leaf for leaf in self._parked.values() if not leaf.children and self._covers_idle(leaf)]
+        covering = [leaf for leaf in self._parked.values() if self._covers_idle(leaf)]
         for leaf in covering:
             self._cut_off(leaf)
         return bool(self._leaves)
@@ -263,6 +270,7 @@ class PrefixCache:
         parent = leaf.parent
         assert parent is not None
         del parent.children[bytes(leaf.tokens[:_WIDTH])]
+        self._unpark(leaf)
         self._pool.uncache(leaf.blocks)
         leaf.blocks = []
         if parent.blocks and not parent.children:
