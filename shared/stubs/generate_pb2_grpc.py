@@ -64,6 +64,11 @@ class TextGenerationServiceStub:
                 request_serializer=shared_dot_stubs_dot_generate__pb2.DecodeRequest.SerializeToString,
                 response_deserializer=shared_dot_stubs_dot_generate__pb2.StepResponse.FromString,
                 _registered_method=True)
+        self.Compile = channel.unary_unary(
+                '/generate.v1.TextGenerationService/Compile',
+                request_serializer=shared_dot_stubs_dot_generate__pb2.CompileRequest.SerializeToString,
+                response_deserializer=shared_dot_stubs_dot_generate__pb2.CompileResponse.FromString,
+                _registered_method=True)
         self.FilterBatch = channel.unary_unary(
                 '/generate.v1.TextGenerationService/FilterBatch',
                 request_serializer=shared_dot_stubs_dot_generate__pb2.FilterBatchRequest.SerializeToString,
@@ -84,56 +89,63 @@ class TextGenerationServiceServicer:
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
+        raise RuntimeError('Method not implemented!')
 
     def ServiceDiscovery(self, request, context):
         """The sockets of all shards, in rank order.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
+        raise RuntimeError('Method not implemented!')
 
     def Health(self, request, context):
         """Computes something on the device, so that a poisoned device is noticed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
+        raise RuntimeError('Method not implemented!')
 
     def Warmup(self, request, context):
         """Sizes the KV cache and runs the largest step that the limits allow. Called once, before any Prefill.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
+        raise RuntimeError('Method not implemented!')
 
     def Prefill(self, request, context):
         """New requests join a batch, and prompt chunks are computed; running sequences may decode along.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
+        raise RuntimeError('Method not implemented!')
 
     def Decode(self, request, context):
-        """One token for every running sequence of a batch.
+        """One token for every running sequence of a batch; several where a grammar leaves no choice.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
+        raise RuntimeError('Method not implemented!')
+
+    def Compile(self, request, context):
+        """Compiles a grammar, or says why it cannot be used. In no order with the other calls: steps go on meanwhile.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise RuntimeError('Method not implemented!')
 
     def FilterBatch(self, request, context):
         """Keeps the named requests of a batch and forgets the rest.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
+        raise RuntimeError('Method not implemented!')
 
     def ClearCache(self, request, context):
         """Forgets one batch, or all.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
+        raise RuntimeError('Method not implemented!')
 
 
 def add_TextGenerationServiceServicer_to_server(servicer, server):
@@ -167,6 +179,11 @@ def add_TextGenerationServiceServicer_to_server(servicer, server):
                     servicer.Decode,
                     request_deserializer=shared_dot_stubs_dot_generate__pb2.DecodeRequest.FromString,
                     response_serializer=shared_dot_stubs_dot_generate__pb2.StepResponse.SerializeToString,
+            ),
+            'Compile': grpc.unary_unary_rpc_method_handler(
+                    servicer.Compile,
+                    request_deserializer=shared_dot_stubs_dot_generate__pb2.CompileRequest.FromString,
+                    response_serializer=shared_dot_stubs_dot_generate__pb2.CompileResponse.SerializeToString,
             ),
             'FilterBatch': grpc.unary_unary_rpc_method_handler(
                     servicer.FilterBatch,
@@ -341,6 +358,33 @@ class TextGenerationService:
             '/generate.v1.TextGenerationService/Decode',
             shared_dot_stubs_dot_generate__pb2.DecodeRequest.SerializeToString,
             shared_dot_stubs_dot_generate__pb2.StepResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Compile(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/generate.v1.TextGenerationService/Compile',
+            shared_dot_stubs_dot_generate__pb2.CompileRequest.SerializeToString,
+            shared_dot_stubs_dot_generate__pb2.CompileResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -11,7 +11,8 @@ from tgi_server.engine.sequence import Sequence
 class Batch:
     """Keeps the rows dense: when a sequence leaves, the last row moves into its place.
 
-    rows: the sequences past their prompt, in row order. prefilling: the others, by request id.
+    rows: the sequences past their prompt, in row order. prefilling: the others, by request id; among
+    them those that have forced tokens to compute before they take a row again.
     """
 
     def __init__(self, batch_id: int, runner: Runner, sampler: Sampler, max_size: int) -> None:
@@ -48,11 +49,23 @@ class Batch:
     def promote(self, sequence: Sequence) -> None:
         """The sequence's prompt is computed: it takes the next row."""
         del self.prefilling[sequence.request_id]
+        sequence.catching_up = False
         row = len(self.rows)
         self.rows.append(sequence)
         self._row_of[sequence.request_id] = row
         self._runner.promote(sequence, row)
         self._sampler.add(row, sequence.sampling, sequence.report, sequence.input_ids, sequence.generated_ids)
+
+    def room(self, sequence: Sequence) -> int:
+        """How many forced tokens the sequence may get at once behind its next token."""
+        return sequence.room(self._runner.block_size) if self._runner.paged else 0
+
+    def step_aside(self, sequence: Sequence, tokens: int) -> None:
+        """The sequence leaves its row until its last `tokens` tokens, all but one of them forced, are computed."""
+        self._vacate(self._row_of.pop(sequence.request_id))
+        self._runner.truncate(len(self.rows))
+        sequence.catch_up(tokens)
+        self.prefilling[sequence.request_id] = sequence
 
     def grant(self, request_id: int, blocks: list[int]) -> None:
         """Appends blocks to a sequence; one that has ended already needs none, and is passed over."""

@@ -13,12 +13,15 @@ from transformers import GenerationConfig
 from tgi_server.engine.batch import Batch
 from tgi_server.engine.config import EngineConfig
 from tgi_server.engine.errors import InvalidCall
+from tgi_server.engine.grammar import GrammarCompiler, InvalidGrammar, MaskBuilder, PendingMask
+from tgi_server.engine.grammar.tokenizer import has_tokenizer
 from tgi_server.engine.models import create_runner
 from tgi_server.engine.models.limits import position_limit
 from tgi_server.engine.models.runner import Capacity, PromptChunk
-from tgi_server.engine.results import FinishReason, Generation, PromptTokens, StepResult, TopTokens
-from tgi_server.engine.sampling import PendingTokens, Sampler, Tokens, WatermarkSettings, prompt_logprobs
+from tgi_server.engine.results import PromptTokens
+from tgi_server.engine.sampling import PendingTokens, Sampler, TokenMask, WatermarkSettings, prompt_logprobs
 from tgi_server.engine.sequence import Sequence
+from tgi_server.engine.step import Step
 from tgi_server.engine.weights import load_model
 
 logger = logging.getLogger(__name__)
@@ -26,7 +29,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What was loaded. max_position_embeddings: None when nothing but memory bounds a sequence."""
+    """What was loaded. max_position_embeddings: None when nothing but memory bounds a sequence.
+
+    grammars: whether sequences may have one.
+    """
 
     model_type: str
     dtype: str
@@ -39,6 +45,7 @@ class ModelInfo:
     encoder_decoder: bool
     paged: bool
     block_size: int
+    grammars: bool
 
 
 class Engine:
@@ -47,6 +54,8 @@ class Engine:
     The caller owns the KV blocks: it says which blocks a sequence has, and grants more before they are needed.
     `prefill` and `decode` start a step and return it; `Step.collect` waits for it. On a GPU the next step can be
     started before the last one has been collected. Not thread-safe.
+
+    grammars: compiles grammars, in any thread; None where the model's folder has no tokenizer.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -72,7 +81,11 @@ class Engine:
             encoder_decoder=model.config.is_encoder_decoder,
             paged=self._runner.paged,
             block_size=self._runner.block_size,
+            grammars=has_tokenizer(config.model_path),
         )
+        self.grammars = self._grammar_compiler(config) if self.info.grammars else None
+        self._masks: MaskBuilder | None = None
+        self._last: Step | None = None
         self._eos = frozenset(self.info.eos_token_ids)
         logger.info("loaded %s in %.1f s", config.model_path, time.perf_counter() - started)
 
@@ -102,29 +115,34 @@ class Engine:
         chunks: SequenceOf[tuple[int, int]],
         grants: SequenceOf[tuple[int, list[int]]] = (),
         decode: bool = True,
-    ) -> "Step":
+    ) -> Step:
         """Sequences join, prompt chunks, (request id, tokens), are computed, and running sequences may decode along.
 
         Raises InvalidCall, and whatever the device raises. After an error the batch is gone.
         """
         batch = self._batch_for(batch_id)
         try:
+            self._settle(batch)
             for sequence in joining:
+                self._constrain(sequence)
                 batch.join(sequence)
             self._grant(batch, grants)
             spans = [self._chunk(batch, request_id, tokens) for request_id, tokens in chunks]
+            if decode:
+                spans += self._forced(batch)
             return self._start(batch, len(batch.rows) if decode else 0, spans)
         except BaseException:
             self.clear()
             raise
 
     @torch.inference_mode()
-    def decode(self, batch_id: int, grants: SequenceOf[tuple[int, list[int]]] = ()) -> "Step":
+    def decode(self, batch_id: int, grants: SequenceOf[tuple[int, list[int]]] = ()) -> Step:
         """Every sequence past its prompt advances by one token. Errors as in `prefill`."""
         batch = self._batch_for(batch_id)
         try:
+            self._settle(batch)
             self._grant(batch, grants)
-            return self._start(batch, len(batch.rows), [])
+            return self._start(batch, len(batch.rows), self._forced(batch))
         except BaseException:
             self.clear()
             raise
@@ -168,9 +186,42 @@ class Engine:
         all_logits = sequence.report.prefill_logprobs and not self.info.encoder_decoder
         return PromptChunk(sequence, sequence.next_chunk(tokens), start, all_logits)
 
-    def _start(self, batch: Batch, decoding: int, chunks: list[PromptChunk]) -> "Step":
+    def _grammar_compiler(self, config: EngineConfig) -> GrammarCompiler:
+        return GrammarCompiler(config.model_path, self.info.vocab_size, self.info.eos_token_ids)
+
+    def _constrain(self, sequence: Sequence) -> None:
+        if sequence.grammar is None:
+            return
+        if self.grammars is None:
+            raise InvalidCall("grammars need a tokenizer in the model's folder, and there is none")
+        stopping = sequence.stopping
+        try:
+            sequence.constraint = self.grammars.constraint(
+                sequence.grammar, sequence.generated_ids, stopping.max_new_tokens, ignore_eos=stopping.ignore_eos
+            )
+        except InvalidGrammar as error:
+            raise InvalidCall(f"the grammar of request {sequence.request_id} cannot be used: {error}") from error
+
+    def _settle(self, batch: Batch) -> None:
+        """What a grammar allows next depends on the last token, so the host has to know it before the next step."""
+        if self._last is not None and any(sequence.constraint is not None for sequence in batch.rows):
+            self._last.resolve()
+
+    @staticmethod
+    def _forced(batch: Batch) -> list[PromptChunk]:
+        """What the sequences compute that have forced tokens."""
+        return [
+            PromptChunk(sequence, sequence.next_chunk(sequence.remaining), len(sequence.known) - remaining, False)
+            for sequence in batch.prefilling.values()
+            if sequence.catching_up and (remaining := sequence.remaining)
+        ]
+
+    def _start(self, batch: Batch, decoding: int, chunks: list[PromptChunk]) -> Step:
         started = time.perf_counter_ns()
         first = 0 if decoding else len(batch.rows)
+        expected = [*batch.rows[first:], *(chunk.sequence for chunk in chunks if chunk.completes)]
+        masked = [place for place, sequence in enumerate(expected) if sequence.constraint is not None]
+        mask = self._start_mask([expected[place] for place in masked]) if masked else None
         if decoding or chunks:
             logits = self._runner.forward(decoding, chunks)
         forwarded = time.perf_counter_ns()
@@ -180,8 +231,17 @@ class Engine:
         if sequences:
             if len(picked) != len(logits):
                 logits = logits[torch.tensor(picked, device=self._device)]
-            pending = self._sample(logits, first, len(sequences))
-        return Step(self, batch, sequences, pending, forwarded - started, started)
+            token_mask = TokenMask(mask.wait(), masked) if mask is not None else None
+            pending = self._sample(logits, first, len(sequences), token_mask)
+        self._last = Step(batch, sequences, pending, self._eos, forwarded - started, started)
+        return self._last
+
+    def _start_mask(self, sequences: SequenceOf[Sequence]) -> PendingMask:
+        """Computed while the model runs."""
+        assert self.grammars is not None
+        self._masks = self._masks or MaskBuilder(self._device)
+        constraints = [sequence.constraint for sequence in sequences if sequence.constraint is not None]
+        return self._masks.start(constraints, self.grammars.tokenizer.lookup.vocab_size)
 
     def _finish_chunks(self, batch: Batch, decoding: int, chunks: list[PromptChunk], logits: Tensor) -> list[int]:
         """Sequences whose prompt is complete take their rows. Returns the indices of the logits to sample from."""
@@ -203,77 +263,12 @@ class Engine:
         assert self.info.decoder_start_token_id is not None
         sequence.prompt_report = PromptTokens([self.info.decoder_start_token_id], [math.nan])
 
-    def _sample(self, logits: Tensor, first: int, count: int) -> PendingTokens:
+    def _sample(self, logits: Tensor, first: int, count: int, mask: TokenMask | None) -> PendingTokens:
         rows = range(first, first + count)
-        sampled = self._sampler.sample(logits, rows)
+        sampled = self._sampler.sample(logits, rows, mask)
         self._sampler.accept(sampled.token_ids, rows)
         self._runner.accept(first, sampled.token_ids)
         return sampled.start_copy()
-
-    def _end(self, batch: Batch, generations: list[Generation], sequences: list[Sequence]) -> None:
-        ended = []
-        for generation, sequence in zip(generations, sequences, strict=True):
-            sequence.generated += 1
-            if generation.token_id in self._eos and not sequence.stopping.ignore_eos:
-                generation.finish_reason = FinishReason.EOS_TOKEN
-            elif sequence.generated >= sequence.stopping.max_new_tokens:
-                generation.finish_reason = FinishReason.LENGTH
-            else:
-                continue
-            ended.append(sequence.request_id)
-        if ended:
-            batch.drop(ended)
-
-
-class Step:
-    """A step that has been started."""
-
-    def __init__(
-        self,
-        engine: Engine,
-        batch: Batch,
-        sequences: list[Sequence],
-        pending: PendingTokens | None,
-        forward_ns: int,
-        started_ns: int,
-    ) -> None:
-        self._engine = engine
-        self._batch = batch
-        self._sequences = sequences
-        self._pending = pending
-        self._forward_ns = forward_ns
-        self._started_ns = started_ns
-
-    @torch.inference_mode()
-    def collect(self) -> StepResult:
-        """Waits for the step's tokens, and lets the sequences that end with them leave the batch.
-
-        Sequences that left after the step was started get nothing from it. Call it once, in the order of starting.
-        """
-        generations: list[Generation] = []
-        if self._pending is not None:
-            rows = _generations(self._pending.wait(), self._sequences)
-            alive = [
-                (row, sequence)
-                for row, sequence in zip(rows, self._sequences, strict=True)
-                if sequence.request_id in self._batch
-            ]
-            generations = [row for row, _ in alive]
-            self._engine._end(self._batch, generations, [sequence for _, sequence in alive])
-        return StepResult(generations, self._forward_ns, time.perf_counter_ns() - self._started_ns)
-
-
-def _generations(tokens: Tokens, sequences: list[Sequence]) -> list[Generation]:
-    generations = [
-        Generation(sequence.request_id, token_id) for sequence, token_id in zip(sequences, tokens.ids, strict=True)
-    ]
-    for row, logprob in tokens.logprobs.items():
-        generations[row].logprob = logprob
-    for row, top in tokens.top_tokens.items():
-        generations[row].top_tokens = TopTokens([token for token, _ in top], [logprob for _, logprob in top])
-    for generation, sequence in zip(generations, sequences, strict=True):
-        generation.prompt_tokens, sequence.prompt_report = sequence.prompt_report, None
-    return generations
 
 
 def _report_prompt(chunk: PromptChunk, logits: Tensor) -> None:

@@ -12,10 +12,14 @@ class GrammarType(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """What the generated text has to match, in the notation that `type` names."""
+    """What the generated text has to match, in the notation that `type` names.
+
+    text: what spans (`x-span` in a JSON schema) are taken from where the schema names no source.
+    """
 
     type: GrammarType
     value: str
+    text: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """What a step yields, on the host."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 
@@ -27,10 +27,17 @@ class PromptTokens:
 
 @dataclass(slots=True)
 class Generation:
-    """What one request got from a step."""
+    """What one request got from a step.
+
+    forced: tokens behind `token_id` that the request's grammar left no choice about. hidden: which of all these are
+    no part of the text; 0 is `token_id`. error: why the request cannot go on.
+    """
 
     request_id: int
     token_id: int
+    forced: list[int] = field(default_factory=list)
+    hidden: list[int] = field(default_factory=list)
+    error: str | None = None
     logprob: float | None = None
     top_tokens: TopTokens | None = None
     prompt_tokens: PromptTokens | None = None

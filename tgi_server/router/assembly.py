@@ -10,7 +10,8 @@ from shared.stubs import generate_pb2 as pb
 from tgi_server.router.capacity import Capacity
 from tgi_server.router.chat_template import ChatTemplate
 from tgi_server.router.errors import RouterError, StartupError
-from tgi_server.router.messages import Limits
+from tgi_server.router.grammar_message import grammar_message
+from tgi_server.router.messages import Grammar, Limits
 from tgi_server.router.metrics import Metrics
 from tgi_server.router.scheduler import Scheduler
 from tgi_server.router.scheduling.settings import SchedulerSettings
@@ -46,6 +47,10 @@ async def assembled(settings: RouterSettings) -> AsyncIterator[Service]:
         limits = _limits(settings, capacity)
         metrics = Metrics()
         scheduler = Scheduler(shards, info, capacity, _scheduler_settings(limits), metrics)
+
+        async def grammar_fault(grammar: Grammar) -> str | None:
+            return await shards.compile(grammar_message(grammar))
+
         refusal = grammar_refusal(disabled=settings.disable_grammar_support, supported=info.grammars)
         scheduler.start()
         try:
@@ -55,7 +60,7 @@ async def assembled(settings: RouterSettings) -> AsyncIterator[Service]:
                 tokenizer=threads.tokenizer,
                 threads=threads,
                 template=template,
-                validator=Validator(limits, threads, refusal),
+                validator=Validator(limits, threads, refusal, grammar_fault),
                 submitter=scheduler,
                 capacity=Capacity(limits.max_concurrent_requests),
                 metrics=metrics,

@@ -1,17 +1,15 @@
 """What clients ask a text to look like, as the grammar that the shards compile."""
 
 import json
-from functools import lru_cache
+from dataclasses import replace
 from typing import Any
-
-from llguidance import LLMatcher
 
 from tgi_server.router.errors import InvalidRequest
 from tgi_server.router.messages import Grammar, GrammarType
 from tgi_server.router.schemas import grammar as schemas
 
 _ANY_OBJECT = {"type": "object"}
-_CHECKED = 1_000
+_SPAN = '"x-span"'
 
 
 def requested_grammar(requested: schemas.GrammarType | None) -> Grammar | None:
@@ -49,18 +47,7 @@ def json_grammar(schema: Any) -> Grammar:
     return Grammar(GrammarType.JSON_SCHEMA, json.dumps(schema, ensure_ascii=False))
 
 
-@lru_cache(maxsize=_CHECKED)
-def grammar_fault(grammar: Grammar) -> str | None:
-    """Why `grammar` cannot be compiled, in one line; None when it can. Takes milliseconds: not for the event loop."""
-    try:
-        match grammar.type:
-            case GrammarType.JSON_SCHEMA:
-                compiled = LLMatcher.grammar_from_json_schema(grammar.value)
-            case GrammarType.REGEX:
-                compiled = LLMatcher.grammar_from_regex(grammar.value)
-            case GrammarType.LARK:
-                compiled = LLMatcher.grammar_from_lark(grammar.value)
-        fault = LLMatcher.validate_grammar(compiled)
-    except ValueError as error:
-        fault = str(error)
-    return " ".join(fault.split()) or None
+def with_text(grammar: Grammar, text: str) -> Grammar:
+    """The grammar with the text that its spans are taken from, if it has any: others are the same for every text."""
+    wants_text = grammar.type is GrammarType.JSON_SCHEMA and _SPAN in grammar.value
+    return replace(grammar, text=text) if wants_text else grammar

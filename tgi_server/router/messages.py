@@ -29,8 +29,11 @@ class GrammarType(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
+    """text: what spans (`x-span`) are taken from where the JSON schema names no source."""
+
     type: GrammarType
     value: str
+    text: str = ""
 
 
 @dataclass(frozen=True, slots=True)

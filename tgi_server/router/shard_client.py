@@ -126,6 +126,14 @@ class ShardedClient:
         """Every shard computes something. Raises Unhealthy when one of them cannot, within `timeout_s` seconds."""
         await self._ask("Health", pb.HealthRequest(), timeout_s)
 
+    async def compile(self, grammar: pb.Grammar, timeout_s: float = 60.0) -> str | None:
+        """Has every shard compile a grammar; steps go on meanwhile. Why it cannot be used, in one line; None: it can.
+
+        Raises Unhealthy.
+        """
+        answers: list[pb.CompileResponse] = await self._ask("Compile", pb.CompileRequest(grammar=grammar), timeout_s)
+        return next((answer.error for answer in answers if answer.error), None)
+
     def prefill(self, request: pb.PrefillRequest) -> PendingAnswer[pb.StepResponse]:
         return self._send("Prefill", request, _agreed_step)
 

@@ -52,7 +52,7 @@ def tool_grammar(tools: Sequence[Tool], *, required: bool) -> Grammar:
         calls.append(_call(NO_TOOL, {}))
     return json_grammar(
         {
-            "$functions": functions,
+            "$defs": functions,
             "type": "object",
             "properties": {"function": {"anyOf": calls}},
             "required": ["function"],
@@ -62,13 +62,13 @@ def tool_grammar(tools: Sequence[Tool], *, required: bool) -> Grammar:
 
 
 def _parameters(tool: Tool) -> dict[str, Any]:
-    """The schema of a tool's arguments, at home under `$functions`."""
+    """The schema of a tool's arguments, at home under `$defs`."""
     name, parameters = tool.function.name, tool.function.arguments
     if parameters is None:
         return {}
     if not isinstance(parameters, dict):
         raise InvalidTool(f"the parameters of the tool {name!r} must be a JSON schema of an object")
-    moved: dict[str, Any] = _moved(parameters, f"#/$functions/{name.replace('~', '~0').replace('/', '~1')}")
+    moved: dict[str, Any] = _moved(parameters, f"#/$defs/{name.replace('~', '~0').replace('/', '~1')}")
     return moved
 
 

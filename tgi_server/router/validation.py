@@ -1,10 +1,10 @@
 """From what a client asks for to what the scheduler takes: every limit checked, the prompt as tokens."""
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 
 from tgi_server.router.errors import InvalidRequest
-from tgi_server.router.grammar import grammar_fault, requested_grammar
+from tgi_server.router.grammar import requested_grammar, with_text
 from tgi_server.router.messages import Grammar, Limits, SamplingParameters
 from tgi_server.router.parameters import check_amounts, check_best_of, check_streaming, random_seed, sampling_parameters
 from tgi_server.router.schemas.generate import GenerateParameters
@@ -47,12 +47,20 @@ class Validator:
     """Checks requests against the server's limits.
 
     grammar_refusal: why this server takes no grammars; None when it does.
+    grammar_fault: has the shards compile a grammar; why that cannot be done, in one line, or None.
     """
 
-    def __init__(self, limits: Limits, threads: TokenizerThreads, grammar_refusal: str | None) -> None:
+    def __init__(
+        self,
+        limits: Limits,
+        threads: TokenizerThreads,
+        grammar_refusal: str | None,
+        grammar_fault: Callable[[Grammar], Awaitable[str | None]],
+    ) -> None:
         self._limits = limits
         self._threads = threads
         self._grammar_refusal = grammar_refusal
+        self._grammar_fault = grammar_fault
 
     async def check(
         self,
@@ -62,8 +70,9 @@ class Validator:
         add_special_tokens: bool = True,
         streaming: bool = False,
         grammar: Grammar | None = None,
+        spans_of: str | None = None,
     ) -> CheckedRequest:
-        """grammar: in place of the parameters' own.
+        """grammar: in place of the parameters' own. spans_of: the text that `x-span` takes spans of; None: `inputs`.
 
         Raises InvalidRequest with one line that says what is wrong.
         """
@@ -76,7 +85,7 @@ class Validator:
             raise InvalidRequest("`adapter_id` is not supported: this server has no adapters")
         if not inputs:
             raise InvalidRequest("`inputs` must not be empty")
-        grammar = await self._checked(grammar or requested_grammar(parameters.grammar))
+        grammar = await self._checked(grammar or requested_grammar(parameters.grammar), spans_of or inputs)
         encoding = await self._threads.encode(inputs, add_special_tokens=add_special_tokens)
         input_ids = encoding.ids
         if parameters.truncate:
@@ -107,12 +116,14 @@ class Validator:
             )
         return asked
 
-    async def _checked(self, grammar: Grammar | None) -> Grammar | None:
+    async def _checked(self, grammar: Grammar | None, text: str) -> Grammar | None:
+        """The grammar, compiled by the shards: the request waits for it, and for nobody else's."""
         if grammar is None:
             return None
         if self._grammar_refusal is not None:
             raise InvalidRequest(self._grammar_refusal)
-        if fault := await self._threads.run(lambda: grammar_fault(grammar)):
+        grammar = with_text(grammar, text)
+        if fault := await self._grammar_fault(grammar):
             raise InvalidRequest(f"the grammar cannot be used: {fault}")
         return grammar
 

@@ -38,7 +38,7 @@ def info(model: ModelInfo, model_id: str, revision: str | None, world_size: int)
         block_size=model.block_size,
         bos_token_id=model.bos_token_id or 0,
         decoder_start_token_id=model.decoder_start_token_id or 0,
-        grammars=False,
+        grammars=model.grammars,
     )
 
 
@@ -59,8 +59,9 @@ def sequence(request: pb.Request) -> Sequence:
         sampling=_sampling(request.sampling),
         stopping=parameters.StoppingParameters(request.max_new_tokens, request.ignore_eos),
         report=parameters.ReportParameters(request.logprobs, request.top_n_tokens, request.prefill_logprobs),
-        grammar=_grammar(request.grammar) if request.HasField("grammar") else None,
+        grammar=grammar(request.grammar) if request.HasField("grammar") else None,
         blocks=list(request.block_ids),
+        lookahead=request.lookahead,
         computed=request.cached_tokens,
         copy=_copy(request.copy) if request.HasField("copy") else None,
     )
@@ -91,13 +92,18 @@ def cached_batch(batch: Batch | None) -> pb.CachedBatch | None:
 def _generation(generation: Generation) -> pb.Generation:
     message = pb.Generation(
         request_id=generation.request_id,
-        token_ids=(generation.token_id,),
+        token_ids=(generation.token_id, *generation.forced),
+        hidden=generation.hidden,
+        error=generation.error or "",
         finish_reason=_FINISH_REASONS[generation.finish_reason],
     )
     if generation.logprob is not None:
-        message.logprobs.append(generation.logprob)
+        # Of a token that there is no choice about, the probability is 1.
+        message.logprobs.extend((generation.logprob, *(0.0 for _ in generation.forced)))
     if top := generation.top_tokens:
         message.top_tokens.add(ids=top.ids, logprobs=top.logprobs)
+        for token in generation.forced:
+            message.top_tokens.add(ids=(token,), logprobs=(0.0,))
     if prompt := generation.prompt_tokens:
         message.prefill_tokens.CopyFrom(pb.PrefillTokens(ids=prompt.ids, logprobs=prompt.logprobs))
     return message
@@ -122,8 +128,8 @@ def _sampling(message: pb.SamplingParameters) -> parameters.SamplingParameters:
     )
 
 
-def _grammar(message: pb.Grammar) -> parameters.Grammar:
-    return parameters.Grammar(_GRAMMAR_TYPES[message.type], message.value)
+def grammar(message: pb.Grammar) -> parameters.Grammar:
+    return parameters.Grammar(_GRAMMAR_TYPES[message.type], message.value, message.text)
 
 
 def _copy(message: pb.BlockCopy) -> BlockCopy:

@@ -15,12 +15,14 @@ from tgi_server.engine.engine import Step
 from tgi_server.engine.errors import InvalidCall, NotEnoughMemory
 from tgi_server.shard import conversion
 from tgi_server.shard.call_order import CallOrder, OutOfTurn
+from tgi_server.shard.compilation import Compilation
 
 logger = logging.getLogger(__name__)
 
 
 class TextGenerationService(TextGenerationServiceServicer):
-    """Calls run on the event loop itself, one at a time, in the order in which the router numbered them.
+    """Calls run on the event loop itself, one at a time, in the order in which the router numbered them; but grammars
+    are compiled in threads.
 
     Nothing else has to run on that loop while a step computes, so a thread of its own for the engine would only add
     hand-overs. On a GPU a step is collected after the loop had one turn, in which the next call can start its step.
@@ -36,6 +38,7 @@ class TextGenerationService(TextGenerationServiceServicer):
         self._on_fatal = on_fatal
         self._order = CallOrder()
         self._collecting = asyncio.Lock()
+        self._compilation = Compilation(engine.grammars) if engine.grammars is not None else None
         self._overlap = engine.info.device_type == "cuda"
 
     async def Info(self, request: pb.InfoRequest, context: grpc.aio.ServicerContext) -> pb.InfoResponse:
@@ -58,7 +61,14 @@ class TextGenerationService(TextGenerationServiceServicer):
                 max_prefill_tokens=request.max_prefill_tokens,
                 max_total_tokens=request.max_total_tokens if request.HasField("max_total_tokens") else None,
             )
+        if self._compilation is not None:
+            self._compilation.prepare()
         return conversion.capacity(capacity)
+
+    async def Compile(self, request: pb.CompileRequest, context: grpc.aio.ServicerContext) -> pb.CompileResponse:
+        if self._compilation is None:
+            return pb.CompileResponse(error="the model's folder has no tokenizer")
+        return pb.CompileResponse(error=await self._compilation.fault(conversion.grammar(request.grammar)) or "")
 
     async def Prefill(self, request: pb.PrefillRequest, context: grpc.aio.ServicerContext) -> pb.StepResponse:
         async with self._errors(context):

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from tests.grammars import no_fault
 from tests.unit.router.test_parameters import LIMITS
 from tests.unit.router.tgi_names import ROUTES, SCHEMAS
 from tests.unit.router.vocabularies import CONFIG, byte_level
@@ -41,7 +42,7 @@ def document() -> dict[str, Any]:
         tokenizer=threads.tokenizer,
         threads=threads,
         template=ChatTemplate(CONFIG),
-        validator=Validator(LIMITS, threads, None),
+        validator=Validator(LIMITS, threads, None, no_fault),
         submitter=Nobody(),
         capacity=Capacity(1),
         metrics=Metrics(),
@@ -104,3 +105,8 @@ def test_it_is_an_openapi_3_0_document(document: dict[str, Any]):
     assert document["openapi"] == "3.0.3"
     assert document["info"]["version"] == "1.2.3"
     check(document)
+    schemas = document["components"]["schemas"]
+    temperature = schemas["GenerateParameters"]["properties"]["temperature"]
+    assert (temperature["type"], temperature["nullable"]) == ("number", True)
+    assert (temperature["minimum"], temperature["exclusiveMinimum"]) == (0, True)
+    assert schemas["JsonGrammar"]["properties"]["type"]["enum"] == ["json", "json_object"]

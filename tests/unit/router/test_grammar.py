@@ -3,8 +3,9 @@ from typing import Any
 
 import pytest
 
+from tests.grammars import compiler_fault
 from tgi_server.router.errors import InvalidRequest
-from tgi_server.router.grammar import grammar_fault, requested_grammar
+from tgi_server.router.grammar import requested_grammar
 from tgi_server.router.messages import Grammar, GrammarType
 from tgi_server.router.schemas.grammar import GrammarType as RequestedGrammar
 
@@ -30,7 +31,7 @@ def test_a_json_schema_in_all_its_forms(fields: dict[str, Any]):
     assert made is not None
     assert made.type is GrammarType.JSON_SCHEMA
     assert json.loads(made.value) == SCHEMA
-    assert grammar_fault(made) is None
+    assert compiler_fault(made) is None
 
 
 def test_any_json_object():
@@ -42,7 +43,7 @@ def test_any_json_object():
 def test_a_schema_without_properties_is_welcome():
     made = grammar(type="json", value={"type": "array", "items": {"type": "string"}})
     assert made is not None
-    assert grammar_fault(made) is None
+    assert compiler_fault(made) is None
 
 
 def test_regex_lark_and_plain_text():
@@ -74,6 +75,6 @@ def test_a_json_schema_must_be_there():
     ],
 )
 def test_what_cannot_be_compiled_is_told_in_one_line(broken: Grammar):
-    fault = grammar_fault(broken)
+    fault = compiler_fault(broken)
     assert fault
     assert "\n" not in fault

@@ -4,8 +4,8 @@ from typing import Any
 import jsonschema
 import pytest
 
+from tests.grammars import compiler_fault
 from tgi_server.router.errors import InvalidTool
-from tgi_server.router.grammar import grammar_fault
 from tgi_server.router.schemas.chat import Tool, ToolChoice
 from tgi_server.router.tool_grammar import chosen_tools, tool_grammar
 
@@ -85,7 +85,7 @@ def test_references_within_the_parameters_hold():
 
 
 def test_the_grammar_compiles():
-    assert grammar_fault(tool_grammar([WEATHER, CLOCK], required=False)) is None
+    assert compiler_fault(tool_grammar([WEATHER, CLOCK], required=False)) is None
 
 
 def test_parameters_must_be_a_schema():

@@ -3,6 +3,7 @@ from typing import Any
 
 import pytest
 
+from tests.grammars import compiler_fault
 from tests.unit.router.test_parameters import LIMITS
 from tests.unit.router.vocabularies import sentence_piece
 from tgi_server.router.errors import InvalidRequest
@@ -13,10 +14,15 @@ from tgi_server.router.tokenization import TokenizerThreads
 from tgi_server.router.validation import CheckedRequest, Validator, grammar_refusal
 
 
+async def fault(grammar: Grammar) -> str | None:
+    """The shards' answer."""
+    return compiler_fault(grammar)
+
+
 async def check(inputs: str, *, refusal: str | None = None, streaming: bool = False, **fields: Any) -> CheckedRequest:
     threads = TokenizerThreads(sentence_piece(), 1)
     try:
-        validator = Validator(LIMITS, threads, refusal)
+        validator = Validator(LIMITS, threads, refusal, fault)
         return await validator.check(inputs, GenerateParameters(**fields), streaming=streaming)
     finally:
         threads.close()
@@ -65,6 +71,13 @@ async def test_grammars_are_checked():
     broken = RequestedGrammar.model_validate({"type": "regex", "value": "["})
     with pytest.raises(InvalidRequest, match="the grammar cannot be used"):
         await check("hello", grammar=broken)
+
+
+async def test_spans_are_taken_from_the_prompt():
+    schema = RequestedGrammar.model_validate({"type": "json", "value": {"type": "string", "x-span": True}})
+    grammar = (await check("hello world", grammar=schema)).grammar
+    assert grammar is not None
+    assert grammar.text == "hello world"
 
 
 async def test_grammars_may_be_refused():

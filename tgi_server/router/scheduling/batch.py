@@ -5,14 +5,19 @@ from collections.abc import Iterator
 
 from tgi_server.router.scheduling.sequence import Sequence
 
+# Tokens for which leaping sequences get blocks ahead: more than most of the keys of an object.
+_AHEAD = 32
+
 
 class Batch:
     """Steps are numbered as they are sent; every step advances each sequence past its prompt by one token.
 
     So what a sequence needs at which step is known in advance, without waiting for its tokens: nothing here is looked
-    at for each sequence in each step.
+    at for each sequence in each step. Sequences with a grammar are the exception: they leap ahead by the tokens that
+    the grammar forces, as far as they have blocks, so they are looked at, and given some blocks ahead.
 
-    step: the number of the next step. filter_due: the shards hold sequences that have left.
+    step: the number of the next step. answered: of the last one whose tokens are known. filter_due: the shards hold
+    sequences that have left.
     """
 
     def __init__(self, block_size: int) -> None:
@@ -25,9 +30,11 @@ class Batch:
         """The shards have forgotten the batch: starts another, empty one."""
         self.id += 1
         self.step = 1
+        self.answered = 0
         self.filter_due = False
         self._members: dict[int, Sequence] = {}  # oldest first: they join in the order in which they came
         self._prefilling: dict[int, Sequence] = {}
+        self._leaping: dict[int, Sequence] = {}
         self._full_at: defaultdict[int, dict[int, Sequence]] = defaultdict(dict)  # by step and request
 
     def __len__(self) -> int:
@@ -65,10 +72,19 @@ class Batch:
         if sequence.remaining == 0:
             del self._prefilling[sequence.id]
             sequence.first_step = self.step
+            if sequence.leaps:
+                self._leaping[sequence.id] = sequence
             self._await_full(sequence)
 
     def growing(self) -> list[Sequence]:
         """Those that need a block more for the next step."""
+        return [*self._short_of(0), *self._filling()]
+
+    def leaping(self) -> list[Sequence]:
+        """Those that may soon have a use for a block more."""
+        return self._short_of(_AHEAD)
+
+    def _filling(self) -> list[Sequence]:
         return [
             sequence
             for sequence in self._full_at.get(self.step, {}).values()
@@ -90,9 +106,28 @@ class Batch:
             return False
         del self._members[sequence.id]
         self._prefilling.pop(sequence.id, None)
+        self._leaping.pop(sequence.id, None)
         if not ended_by_shards:
             self.filter_due = True
         return True
+
+    def _short_of(self, tokens: int) -> list[Sequence]:
+        """Leaping sequences without blocks for the next step and so many tokens more.
+
+        Each step after the last answered one computes the token that the one before it yielded; and what more that
+        yields fits into the blocks that the sequence had then.
+        """
+        size = self._block_size
+        if not size:
+            return []
+        short = []
+        for sequence in self._leaping.values():
+            assert sequence.first_step is not None
+            unanswered = self.step - 1 - max(self.answered, sequence.first_step - 1)
+            needed = min(len(sequence.tokens) + unanswered + tokens, sequence.max_total_tokens - 1)
+            if len(sequence.blocks) * size < needed:
+                short.append(sequence)
+        return short
 
     def _await_full(self, sequence: Sequence) -> None:
         """Notes at which step the sequence's blocks are full, if it goes on for so long.
@@ -100,7 +135,7 @@ class Batch:
         `first_step` computes position `known` - 1, each later step the position after.
         """
         assert sequence.first_step is not None
-        if not self._block_size:
+        if not self._block_size or sequence.leaps:
             return
         step = sequence.first_step + len(sequence.blocks) * self._block_size - (sequence.known - 1)
         if step <= sequence.last_step:

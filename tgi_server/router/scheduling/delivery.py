@@ -3,7 +3,7 @@
 import logging
 
 from shared.stubs import generate_pb2 as pb
-from tgi_server.router.errors import RouterError
+from tgi_server.router.errors import GenerationFailed, RouterError
 from tgi_server.router.messages import FinishReason
 from tgi_server.router.scheduling.batch import Batch
 from tgi_server.router.scheduling.memory import Memory
@@ -27,13 +27,18 @@ class Delivery:
 
     def deliver(self, step: pb.StepResponse) -> None:
         """Hands on each token. A sequence that has left meanwhile is passed over: nobody waits for its tokens."""
+        self._batch.answered += 1
         for generation in step.generations:
             sequence = self._batch.get(generation.request_id)
             if sequence is None:
                 continue
             sequence.tokens.extend(generation.token_ids)
+            sequence.newest = len(generation.token_ids)
+            if generation.error:
+                self.fail(sequence, GenerationFailed(f"the grammar could not be followed: {generation.error}"))
+                continue
             try:
-                stop = sequence.request.sink.push(generation)
+                stop = _push(sequence, generation)
             except Exception:
                 logger.exception("the tokens of request %d could not be handled", sequence.id)
                 self.fail(sequence, RouterError("the generated tokens could not be handled"))
@@ -68,6 +73,17 @@ class Delivery:
                 sequence.request.sink.finished(reason)
             except Exception:
                 logger.exception("the end of request %d could not be handled", sequence.id)
+
+
+def _push(sequence: Sequence, generation: pb.Generation) -> FinishReason | None:
+    """Without the tokens that only the model sees."""
+    for place in reversed(generation.hidden):
+        del generation.token_ids[place]
+        if generation.logprobs:
+            del generation.logprobs[place]
+        if generation.top_tokens:
+            del generation.top_tokens[place]
+    return sequence.request.sink.push(generation)
 
 
 def tell_failure(sequence: Sequence, error: RouterError) -> None:

@@ -42,6 +42,8 @@ class Planner:
         self._memory = memory
         self._policy = policy
         self._depth = pipeline_depth
+        # When a step is sent, sequences have a slot for it, but forced tokens of the steps on their way are not known.
+        self._lookahead = max(0, pipeline_depth - 2)
         self._steps_since_prefill = 0
         self._did_not_fit: tuple[int, int] | None = None  # request, and tokens held when there was no room for it
         self.preemptions = 0
@@ -90,13 +92,14 @@ class Planner:
             if budget > 0:
                 chunks.append(self._compute(sequence, budget))
                 budget -= chunks[-1].tokens
+        grants += [self._grow(sequence) for sequence in batch.leaping() if self._memory.can_grow(1)]
         reason = self._policy.reason_to_admit(running, len(self._queue), self._steps_since_prefill)
         joined = self._admit(budget, chunks) if reason is not None else []
         self._steps_since_prefill = 0 if joined else self._steps_since_prefill + 1
         if chunks:
             prefill = pb.PrefillRequest(
                 batch_id=batch.id,
-                requests=[sequence.joining() for sequence in joined],
+                requests=[sequence.joining(self._lookahead) for sequence in joined],
                 chunks=chunks,
                 grants=grants,
                 decode=decoding,

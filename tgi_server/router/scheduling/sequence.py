@@ -4,13 +4,8 @@ from array import array
 from dataclasses import dataclass, field
 
 from shared.stubs import generate_pb2 as pb
-from tgi_server.router.messages import GrammarType, ValidRequest
-
-_GRAMMAR_TYPES = {
-    GrammarType.REGEX: pb.Grammar.REGEX,
-    GrammarType.JSON_SCHEMA: pb.Grammar.JSON_SCHEMA,
-    GrammarType.LARK: pb.Grammar.LARK,
-}
+from tgi_server.router.grammar_message import grammar_message
+from tgi_server.router.messages import ValidRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +27,8 @@ class Sequence:
     blocks: the block table as the shards know it. cached: tokens that were found in its first blocks on admission.
     copy: for the call that admits it.
     first_step: the step that computes the last known token and yields the next; from then on each step computes the
-    token that the one before it yielded. full_at: the step for which it needs its next block.
+    token that the one before it yielded. full_at: the step for which it needs its next block. newest: how many tokens
+    its last answered step yielded.
     """
 
     request: ValidRequest
@@ -44,6 +40,7 @@ class Sequence:
     copy: BlockCopy | None = None
     first_step: int | None = None
     full_at: int | None = None
+    newest: int = 1
     started: bool = False
 
     def __post_init__(self) -> None:
@@ -67,13 +64,18 @@ class Sequence:
         return self.prompt_tokens + self.request.max_new_tokens
 
     @property
+    def leaps(self) -> bool:
+        """Whether one step may yield several tokens."""
+        return self.request.grammar is not None
+
+    @property
     def remaining(self) -> int:
         """Known tokens that no call has computed yet."""
         return self.known - self.computed
 
     @property
     def last_step(self) -> int:
-        """The step that yields its last token, unless it ends before."""
+        """The step that yields its last token at the latest, unless it ends before."""
         assert self.first_step is not None
         return self.first_step + self.max_total_tokens - self.known - 1
 
@@ -81,9 +83,9 @@ class Sequence:
     def settled(self) -> int:
         """Tokens whose keys and values are surely in the blocks once all calls sent so far are done.
 
-        Those of the newest token are not: the step that would compute them may never be sent.
+        Those of the newest tokens are not: the step that would compute them may never be sent.
         """
-        return self.computed if self.first_step is None else len(self.tokens) - 1
+        return self.computed if self.first_step is None else len(self.tokens) - self.newest
 
     def reset(self) -> None:
         """Back to the queue: everything is to be computed anew, what was generated too."""
@@ -91,9 +93,10 @@ class Sequence:
         self.computed = self.cached = 0
         self.blocks = []
         self.copy = self.first_step = self.full_at = None
+        self.newest = 1
 
-    def joining(self) -> pb.Request:
-        """The message with which it joins the shards' batch."""
+    def joining(self, lookahead: int) -> pb.Request:
+        """The message with which it joins the shards' batch. lookahead: slots that forced tokens must leave free."""
         request = self.request
         message = pb.Request(
             id=request.id,
@@ -107,10 +110,11 @@ class Sequence:
             adapter_id=request.adapter_id or "",
             block_ids=self.blocks,
             cached_tokens=self.cached,
+            lookahead=lookahead if self.leaps else 0,
             sampling=_sampling(request),
         )
         if request.grammar is not None:
-            message.grammar.CopyFrom(pb.Grammar(type=_GRAMMAR_TYPES[request.grammar.type], value=request.grammar.value))
+            message.grammar.CopyFrom(grammar_message(request.grammar))
         if self.copy is not None:
             message.copy.CopyFrom(
                 pb.BlockCopy(source=self.copy.source, target=self.copy.target, tokens=self.copy.tokens)

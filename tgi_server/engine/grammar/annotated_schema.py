@@ -1,0 +1,232 @@
+"""JSON schemas with `x-span` and `x-hint`, which no JSON schema compiler knows, as Lark grammars.
+
+The objects and arrays on the way to an annotated schema become rules; everything beside it is left to llguidance
+(`%json`). A span is a terminal made of the text that it is taken from. A hint is a marker: a token that the engine
+replaces by the words of the hint, which the model sees and the text does not have.
+"""
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from tgi_server.engine.grammar.errors import InvalidGrammar
+from tgi_server.engine.grammar.json_schema import (
+    HINT,
+    ITEM_SEPARATOR,
+    JSON_LAYOUT,
+    KEY_SEPARATOR,
+    SPAN,
+    SPAN_SOURCE,
+    is_annotated,
+)
+
+_DEFINITIONS = ("$defs", "definitions")
+_BESIDE_SPAN = {"type", SPAN, SPAN_SOURCE}
+_OBJECT = {"type", "properties", "required", "additionalProperties", *_DEFINITIONS}
+_ARRAY = {"type", "items", "minItems", "maxItems", *_DEFINITIONS}
+_CHOICE = {"anyOf", *_DEFINITIONS}
+_REFERENCE = {"$ref", *_DEFINITIONS}
+_GRANULARITY = {
+    True: re.compile(r"\w+|\s+|[^\w\s]"),
+    "words": re.compile(r"\w+|\s+|[^\w\s]"),
+    "characters": re.compile(r".", re.DOTALL),
+}
+_MAX_ITEMS = 1_000
+
+
+def annotated_lark(schema: dict[str, Any], text: str, markers: Sequence[int]) -> tuple[str, dict[int, str]]:
+    """The grammar, and the hint of each marker in it.
+
+    schema: checked. text: what spans without a source of their own are taken from. markers: token ids to be used.
+    Raises InvalidGrammar that says what cannot be combined.
+    """
+    writer = _Writer(schema, text, markers)
+    start = writer.rule(schema, "#")
+    lines = ["%llguidance {}", f"start: {start}", *writer.lines]
+    return "\n".join(lines), writer.hints
+
+
+class _Writer:
+    def __init__(self, root: dict[str, Any], text: str, markers: Sequence[int]) -> None:
+        self.lines: list[str] = []
+        self.hints: dict[int, str] = {}
+        self._root = root
+        self._text = text
+        self._markers = markers
+        self._definitions = {name: root[name] for name in _DEFINITIONS if name in root}
+        self._references: dict[str, str] = {}
+        self._sources: dict[tuple[str, str], str] = {}
+        self._number = 0
+
+    def rule(self, schema: Any, place: str) -> str:
+        """Writes a rule for the schema; returns its name."""
+        if isinstance(schema, dict) and HINT in schema:
+            raise InvalidGrammar(f"{HINT} belongs to a property, not where it is in {place}")
+        if not self._leads_to_annotation(schema):
+            return self._add(f"%json {json.dumps(self._alone(schema))}")
+        if SPAN in schema:
+            return self._span(schema, place)
+        if "$ref" in schema:
+            return self._reference(schema, place)
+        if "anyOf" in schema:
+            self._only(schema, _CHOICE, place)
+            names = [self.rule(each, f"{place}/anyOf/{i}") for i, each in enumerate(schema["anyOf"])]
+            return self._add(" | ".join(names))
+        if "properties" in schema:
+            return self._object(schema, place)
+        if "items" in schema:
+            return self._array(schema, place)
+        raise InvalidGrammar(
+            f"{SPAN} and {HINT} are supported below properties, items, anyOf and $ref, not where they are in {place}"
+        )
+
+    def _add(self, body: str) -> str:
+        self._number += 1
+        name = f"rule{self._number}"
+        self.lines.append(f"{name}: {body}")
+        return name
+
+    def _only(self, schema: dict[str, Any], known: set[str], place: str) -> None:
+        others = sorted(set(schema) - known - {"$schema", "$id"})
+        if others:
+            raise InvalidGrammar(
+                f"the JSON schema keyword {others[0]!r} (at {place}) cannot be combined with {SPAN} or {HINT} "
+                "in the same part of the schema"
+            )
+
+    def _alone(self, schema: Any) -> Any:
+        """The schema as a document of its own: it takes along what its references may name."""
+        if not isinstance(schema, dict):
+            return {"allOf": [schema]} if schema is False else {}
+        return {**schema, **self._definitions, "x-guidance": JSON_LAYOUT}
+
+    def _leads_to_annotation(self, schema: Any, seen: frozenset[str] = frozenset()) -> bool:
+        """Whether there is one in the schema, or in what it refers to."""
+        if not isinstance(schema, dict):
+            return False
+        content = {key: value for key, value in schema.items() if key not in _DEFINITIONS}
+        if is_annotated(content):
+            return True
+        return any(
+            self._leads_to_annotation(self._resolve(name, "#"), seen | {name})
+            for name in _references(content)
+            if name not in seen
+        )
+
+    def _resolve(self, reference: str, place: str) -> Any:
+        target: Any = self._root
+        if not reference.startswith("#"):
+            raise InvalidGrammar(f"the reference {reference!r} (at {place}) leads out of the schema")
+        for part in filter(None, reference[1:].split("/")):
+            key = part.replace("~1", "/").replace("~0", "~")
+            if isinstance(target, list) and key.isdigit() and int(key) < len(target):
+                target = target[int(key)]
+            elif isinstance(target, dict) and key in target:
+                target = target[key]
+            else:
+                raise InvalidGrammar(f"the reference {reference!r} (at {place}) leads nowhere")
+        return target
+
+    def _reference(self, schema: dict[str, Any], place: str) -> str:
+        self._only(schema, _REFERENCE, place)
+        reference = schema["$ref"]
+        if reference not in self._references:
+            name = self._references[reference] = f"ref{len(self._references)}"
+            self.lines.append(f"{name}: {self.rule(self._resolve(reference, place), reference)}")
+        return self._references[reference]
+
+    def _object(self, schema: dict[str, Any], place: str) -> str:
+        """Properties come in the order of the schema. There are no others: a text without them is always valid."""
+        self._only(schema, _OBJECT, place)
+        if schema.get("type", "object") != "object":
+            raise InvalidGrammar(f"a schema with properties (at {place}) must be of type object")
+        properties, required = schema["properties"], schema.get("required", [])
+        missing = [name for name in required if name not in properties]
+        if missing:
+            raise InvalidGrammar(f"the required property {missing[0]!r} (at {place}) is not among the properties")
+        members = [(self._member(key, value, place), key in required) for key, value in properties.items()]
+        # From the last to the first: what may follow when something has been written, and when nothing has.
+        after = first = '""'
+        for member, needed in reversed(members):
+            more = self._add(f'"{ITEM_SEPARATOR}" {member} {after}')
+            begun = self._add(f"{member} {after}")
+            first = begun if needed else self._add(f"{begun} | {first}")
+            after = more if needed else self._add(f"{more} | {after}")
+        return self._add(f'"{{" {first} "}}"')
+
+    def _member(self, key: str, value: Any, place: str) -> str:
+        marker = ""
+        if isinstance(value, dict) and HINT in value:
+            marker = f" {self._marker(value[HINT], place)}"
+            value = {keyword: each for keyword, each in value.items() if keyword != HINT}
+        name = self.rule(value, f"{place}/properties/{key}")
+        return self._add(f"{_quoted(json.dumps(key, ensure_ascii=False) + KEY_SEPARATOR)}{marker} {name}")
+
+    def _marker(self, hint: Any, place: str) -> str:
+        if not isinstance(hint, str) or not hint.strip():
+            raise InvalidGrammar(f"{HINT} (in {place}) must be a text")
+        token = next((token for token, known in self.hints.items() if known == hint), None)
+        if token is None:
+            if len(self.hints) == len(self._markers):
+                raise InvalidGrammar(f"a schema may have at most {len(self._markers)} different hints")
+            token = self._markers[len(self.hints)]
+            self.hints[token] = hint
+        return f"<[{token}]>"
+
+    def _array(self, schema: dict[str, Any], place: str) -> str:
+        self._only(schema, _ARRAY, place)
+        low, high = schema.get("minItems", 0), schema.get("maxItems")
+        for name, bound in (("minItems", low), ("maxItems", high)):
+            if bound is not None and not (isinstance(bound, int) and 0 <= bound <= _MAX_ITEMS):
+                raise InvalidGrammar(f"{name} (at {place}) must be 0 to {_MAX_ITEMS}")
+        if high is not None and high < low:
+            raise InvalidGrammar(f"minItems is more than maxItems (at {place})")
+        if high == 0:
+            return self._add('"[]"')
+        item = self.rule(schema["items"], f"{place}/items")
+        more = self._add(f'"{ITEM_SEPARATOR}" {item}')
+        limit = "" if high is None else str(high - 1)
+        full = f'"[" {item} {more}{{{max(low - 1, 0)},{limit}}} "]"'
+        return self._add(full if low else f'"[]" | {full}')
+
+    def _span(self, schema: dict[str, Any], place: str) -> str:
+        self._only(schema, _BESIDE_SPAN | set(_DEFINITIONS), place)
+        granularity, source = schema[SPAN], schema.get(SPAN_SOURCE, self._text)
+        kind = schema.get("type", "string")
+        if kind not in ("string", ["string", "null"], ["null", "string"]):
+            raise InvalidGrammar(f"{SPAN} (at {place}) needs the type string, or string and null")
+        if isinstance(granularity, bool | str) is False or granularity not in _GRANULARITY:
+            raise InvalidGrammar(f"{SPAN} (at {place}) must be true, 'words' or 'characters'")
+        if not isinstance(source, str) or not source.strip():
+            raise InvalidGrammar(f"there is no text that {SPAN} (at {place}) could be taken from")
+        terminal = self._terminal("characters" if granularity == "characters" else "words", source)
+        null = "" if kind == "string" else ' | "null"'
+        return self._add(f"{terminal}{null}")
+
+    def _terminal(self, granularity: str, source: str) -> str:
+        """A span of the source as a JSON string, without spaces around it. Its pieces are written as JSON, so that no
+        escape is cut.
+        """
+        name = self._sources.get((granularity, source))
+        if name is None:
+            name = self._sources[granularity, source] = f"SPAN{len(self._sources)}"
+            pieces = _GRANULARITY[granularity].findall(source)
+            chunks = [json.dumps(piece, ensure_ascii=False)[1:-1] for piece in pieces]
+            self.lines.append(f"{name}_TEXT: %regex {json.dumps({'substring_chunks': chunks})}")
+            self.lines.append(f'{name}: "\\"" ({name}_TEXT & /[^ ]((?s:.)*[^ ])?/) "\\""')
+        return name
+
+
+def _references(schema: Any) -> set[str]:
+    if isinstance(schema, list):
+        return set().union(*map(_references, schema)) if schema else set()
+    if not isinstance(schema, dict):
+        return set()
+    found = {schema["$ref"]} if isinstance(schema.get("$ref"), str) else set()
+    return found.union(*map(_references, schema.values())) if schema else found
+
+
+def _quoted(text: str) -> str:
+    """A text as a Lark literal."""
+    return json.dumps(text, ensure_ascii=False)

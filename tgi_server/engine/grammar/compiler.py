@@ -1,0 +1,153 @@
+"""From what a request asks for to a matcher, and a memory of what has been compiled."""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from llguidance import LLMatcher, LLParserLimits
+from llguidance.torch import allocate_token_bitmask, fill_next_token_bitmask
+
+from tgi_server.engine.grammar.annotated_schema import annotated_lark
+from tgi_server.engine.grammar.constraint import Constraint
+from tgi_server.engine.grammar.errors import InvalidGrammar
+from tgi_server.engine.grammar.json_schema import JSON_LAYOUT, checked_schema, is_annotated
+from tgi_server.engine.grammar.python_regex import rust_regex
+from tgi_server.engine.grammar.tokenizer import GrammarTokenizer
+from tgi_server.engine.parameters import Grammar, GrammarType
+
+MAX_BYTES = 1_000_000
+"""Of one grammar, the text that its spans come from included. The largest compile in a few seconds."""
+_CACHED = 512
+_CACHED_BYTES = 16_000_000  # compiled, a grammar takes up to a hundred times its text
+
+# Each bounds a part of the work that a grammar may cause, when it is compiled or in one step: about 0.1 s.
+_LIMITS = {
+    "max_items_in_row": 2_000,
+    "initial_lexer_fuel": 1_000_000,
+    "step_lexer_fuel": 500_000,
+    "step_max_items": 50_000,
+    "max_lexer_states": 50_000,
+    "max_grammar_size": 500_000,
+    "verbose_errors": False,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """A grammar in llguidance's own form. hints: tokens to show in the place of each marker."""
+
+    text: str
+    hints: Mapping[int, list[int]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class _Compiled:
+    """matcher: at its beginning; copied for each sequence. size: bytes of the grammar."""
+
+    matcher: LLMatcher
+    hints: Mapping[int, list[int]]
+    size: int
+
+
+class GrammarCompiler:
+    """Compiles grammars for one model. `check` may be called from any thread; it drops the GIL where it works long.
+
+    Compiled grammars are kept, the least recently used are forgotten first.
+    """
+
+    def __init__(self, model: Path, vocab_size: int, eos: Sequence[int]) -> None:
+        """Reads nothing yet: the tokenizer is read when it is first needed, or by `prepare`."""
+        self._model = model
+        self._vocab_size = vocab_size
+        self._eos = eos
+        self._lock = threading.Lock()
+        self._tokenizer: GrammarTokenizer | None = None
+        self._tokenizer_lock = threading.Lock()
+        self._compiled: OrderedDict[Grammar, _Compiled] = OrderedDict()
+        self._bytes = 0
+
+    def prepare(self) -> None:
+        """Reads the tokenizer now. Raises InvalidGrammar when it is of no use."""
+        _ = self.tokenizer
+
+    @property
+    def tokenizer(self) -> GrammarTokenizer:
+        with self._tokenizer_lock:
+            if self._tokenizer is None:
+                self._tokenizer = GrammarTokenizer.of_model(self._model, self._vocab_size, self._eos)
+            return self._tokenizer
+
+    def check(self, grammar: Grammar) -> None:
+        """Compiles the grammar, unless that has been done. Raises InvalidGrammar with one line that says why not."""
+        self._find(grammar)
+
+    def constraint(
+        self, grammar: Grammar, generated_ids: Sequence[int], max_new_tokens: int, *, ignore_eos: bool
+    ) -> Constraint:
+        """What a sequence has to match from here on; generated_ids: what it had generated before a preemption.
+
+        Quick for a grammar that has been checked. Raises InvalidGrammar for one that cannot be compiled.
+        """
+        compiled = self._find(grammar)
+        constraint = Constraint(
+            compiled.matcher.deep_copy(), compiled.hints, self.tokenizer.eos, max_new_tokens, ignore_eos=ignore_eos
+        )
+        constraint.replay(generated_ids)
+        return constraint
+
+    def _find(self, grammar: Grammar) -> _Compiled:
+        with self._lock:
+            found = self._compiled.get(grammar)
+            if found is not None:
+                self._compiled.move_to_end(grammar)
+                return found
+        compiled = self._compile(grammar)
+        with self._lock:
+            if grammar not in self._compiled:
+                self._compiled[grammar] = compiled
+                self._bytes += compiled.size
+            while len(self._compiled) > _CACHED or (self._bytes > _CACHED_BYTES and len(self._compiled) > 1):
+                _, forgotten = self._compiled.popitem(last=False)
+                self._bytes -= forgotten.size
+        return compiled
+
+    def _compile(self, grammar: Grammar) -> _Compiled:
+        size = len(grammar.value.encode()) + len(grammar.text.encode())
+        if size > MAX_BYTES:
+            raise InvalidGrammar(f"it has {size} bytes; at most {MAX_BYTES} are compiled")
+        source = self._source(grammar)
+        matcher = LLMatcher(self.tokenizer.lookup, source.text, log_level=0, limits=LLParserLimits(**_LIMITS))
+        if not matcher.is_error():
+            # The first mask warms what all later ones share, and shows a grammar that is too complex to be used.
+            vocab_size = self.tokenizer.lookup.vocab_size
+            first: torch.Tensor = allocate_token_bitmask(1, vocab_size)
+            fill_next_token_bitmask(matcher, first)
+            if not matcher.is_error() and not bool(first.any()):
+                raise InvalidGrammar("no text matches it")
+        if matcher.is_error():
+            raise InvalidGrammar(_reason(matcher.get_error()))
+        return _Compiled(matcher, source.hints, size)
+
+    def _source(self, grammar: Grammar) -> _Source:
+        match grammar.type:
+            case GrammarType.LARK:
+                return _Source(LLMatcher.grammar_from_lark(grammar.value))
+            case GrammarType.REGEX:
+                return _Source(LLMatcher.grammar_from_regex(rust_regex(grammar.value)))
+            case GrammarType.JSON_SCHEMA:
+                schema = checked_schema(grammar.value)
+                if not is_annotated(schema):
+                    return _Source(LLMatcher.grammar_from_json_schema(schema, overrides=JSON_LAYOUT))
+                markers = self.tokenizer.markers
+                lark, hints = annotated_lark(schema, grammar.text, markers)
+                tokens = {token: self.tokenizer.encode(f"({hint}) ") for token, hint in hints.items()}
+                return _Source(LLMatcher.grammar_from_lark(lark), tokens)
+
+
+def _reason(error: str) -> str:
+    """llguidance's message as one line, without the place in a grammar that the client never saw."""
+    lines = [line.strip() for line in error.split("\n") if line.strip() and " | " not in line and line.strip() != "^"]
+    return " ".join(lines) or "it cannot be compiled"

@@ -1,0 +1,80 @@
+"""What grammars allow next, computed while the model runs."""
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+from llguidance import LLExecutor
+from llguidance.torch import fill_next_token_bitmask_par
+from torch import Tensor
+
+from tgi_server.engine.grammar.constraint import Constraint
+
+_BITS = 32
+_MAX_THREADS = 8
+
+
+class PendingMask:
+    """Masks that a thread computes."""
+
+    def __init__(self, bits: Tensor, work: Future[None], device: torch.device) -> None:
+        self._bits = bits
+        self._work = work
+        self._device = device
+
+    def wait(self) -> Tensor:
+        """int32 `[constraints, words]` on the device."""
+        self._work.result()
+        return self._bits.to(self._device, non_blocking=True)
+
+
+class MaskBuilder:
+    """Computes masks in threads of its own, which need no GIL."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._executor = LLExecutor(num_threads=max(1, min(_MAX_THREADS, torch.get_num_threads())))
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar-masks")
+
+    def start(self, constraints: Sequence[Constraint], vocab_size: int) -> PendingMask:
+        """One mask for each; bit i % 32 of word i // 32 says whether token i may follow. vocab_size: of the masks."""
+        words = -(-vocab_size // _BITS)
+        bits = torch.empty(len(constraints), words, dtype=torch.int32, pin_memory=self._device.type == "cuda")
+        return PendingMask(bits, self._thread.submit(self._fill, constraints, bits), self._device)
+
+    @torch.inference_mode()
+    def _fill(self, constraints: Sequence[Constraint], bits: Tensor) -> None:
+        open_rows = []
+        for row, constraint in enumerate(constraints):
+            if constraint.error is not None:
+                bits[row] = -1  # what is chosen does not matter: the sequence fails
+            elif (token := constraint.forced) is not None:
+                bits[row] = 0
+                bits[row, token // _BITS] = _bit(token)
+            else:
+                open_rows.append((constraint, row))
+        if open_rows:
+            fill_next_token_bitmask_par(self._executor, [(each.matcher, row) for each, row in open_rows], bits)
+        for constraint, row in open_rows:
+            constraint.check()
+            if constraint.error is None and not bool(bits[row].any()):
+                constraint.error = "the model has no token with which the text could go on"
+            if constraint.error is not None:
+                bits[row] = -1
+            elif constraint.ignore_eos:
+                _go_on(bits[row], constraint.eos)
+
+
+def _go_on(bits: Tensor, eos: frozenset[int]) -> None:
+    """Forbids the end of the text where something else may follow."""
+    others = bits.clone()
+    for token in eos:
+        others[token // _BITS] &= ~_bit(token)
+    if bool(others.any()):
+        bits.copy_(others)
+
+
+def _bit(token: int) -> int:
+    """As a signed word."""
+    bit: int = 1 << token % _BITS
+    return bit - 2**_BITS if bit >= 2 ** (_BITS - 1) else bit

@@ -1,0 +1,94 @@
+"""A step that has been started, and what becomes of its sequences when it is done."""
+
+import time
+from collections.abc import Collection
+
+import torch
+
+from tgi_server.engine.batch import Batch
+from tgi_server.engine.results import FinishReason, Generation, StepResult, TopTokens
+from tgi_server.engine.sampling import PendingTokens, Tokens
+from tgi_server.engine.sequence import Sequence
+
+
+class Step:
+    """A step that has been started."""
+
+    def __init__(
+        self,
+        batch: Batch,
+        sequences: list[Sequence],
+        pending: PendingTokens | None,
+        eos: Collection[int],
+        forward_ns: int,
+        started_ns: int,
+    ) -> None:
+        """sequences: those that get a token. eos: tokens that end a sequence."""
+        self._batch = batch
+        self._sequences = sequences
+        self._pending = pending
+        self._eos = eos
+        self._forward_ns = forward_ns
+        self._started_ns = started_ns
+        self._generations: list[Generation] | None = None
+
+    @torch.inference_mode()
+    def collect(self) -> StepResult:
+        """Waits for the step's tokens, and lets the sequences that end with them leave the batch.
+
+        Sequences that left after the step was started get nothing from it. Call it once, in the order of starting.
+        """
+        generations = self.resolve()
+        return StepResult(generations, self._forward_ns, time.perf_counter_ns() - self._started_ns)
+
+    def resolve(self) -> list[Generation]:
+        """What `collect` does, as soon as the tokens are needed: the first time, it waits for them."""
+        if self._generations is None:
+            self._generations = [] if self._pending is None else self._take(self._pending.wait())
+        return self._generations
+
+    def _take(self, tokens: Tokens) -> list[Generation]:
+        rows = zip(_generations(tokens, self._sequences), self._sequences, strict=True)
+        alive = [(row, sequence) for row, sequence in rows if sequence.request_id in self._batch]
+        ended = []
+        for generation, sequence in alive:
+            if sequence.constraint is None:
+                sequence.generated += 1
+                whole = generation.token_id in self._eos and not sequence.stopping.ignore_eos
+            else:
+                whole = self._follow_grammar(generation, sequence)
+            if whole:
+                generation.finish_reason = FinishReason.EOS_TOKEN
+            elif sequence.generated >= sequence.stopping.max_new_tokens:
+                generation.finish_reason = FinishReason.LENGTH
+            if generation.finish_reason or generation.error:
+                ended.append(sequence.request_id)
+        if ended:
+            self._batch.drop(ended)
+        for generation, sequence in alive:
+            if generation.forced and not generation.finish_reason and not generation.error:
+                self._batch.step_aside(sequence, 1 + len(generation.forced))
+        return [generation for generation, _ in alive]
+
+    def _follow_grammar(self, generation: Generation, sequence: Sequence) -> bool:
+        """Adds the tokens that the grammar leaves no choice about. Whether the text is whole with them."""
+        constraint = sequence.constraint
+        assert constraint is not None
+        advance = constraint.advance(generation.token_id, self._batch.room(sequence))
+        generation.forced, generation.hidden = advance.following, advance.hidden
+        generation.error = constraint.error
+        sequence.append([generation.token_id, *advance.following])
+        return constraint.ended
+
+
+def _generations(tokens: Tokens, sequences: list[Sequence]) -> list[Generation]:
+    generations = [
+        Generation(sequence.request_id, token_id) for sequence, token_id in zip(sequences, tokens.ids, strict=True)
+    ]
+    for row, logprob in tokens.logprobs.items():
+        generations[row].logprob = logprob
+    for row, top in tokens.top_tokens.items():
+        generations[row].top_tokens = TopTokens([token for token, _ in top], [logprob for _, logprob in top])
+    for generation, sequence in zip(generations, sequences, strict=True):
+        generation.prompt_tokens, sequence.prompt_report = sequence.prompt_report, None
+    return generations
