@@ -1,11 +1,12 @@
 """One request as the engine sees it: what to generate and how far it is. Knows nothing about tensors on devices."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from tgi_server.engine.errors import InvalidCall
+from tgi_server.engine.grammar.constraint import Constraint
 from tgi_server.engine.parameters import Grammar, ReportParameters, SamplingParameters, StoppingParameters
 from tgi_server.engine.results import PromptTokens
 
@@ -23,9 +24,12 @@ class BlockCopy:
 class Sequence:
     """A request in a batch.
 
-    input_ids: the prompt. generated_ids: what had been generated before a preemption.
+    input_ids: the prompt, which an encoder reads where there is one. generated_ids: what had been generated before a
+    preemption; of a sequence with a grammar, all that has been. known: both, in this order.
     blocks: the block table so far. computed: tokens whose keys and values are in the cache.
     generated: tokens generated so far, those before a preemption included.
+    lookahead: slots of its blocks that forced tokens must leave free. constraint: what its grammar makes of its text.
+    catching_up: whether its known tokens that are left to compute are forced ones.
     prompt_report: what is reported of the prompt, until it has been.
     """
 
@@ -37,11 +41,14 @@ class Sequence:
     grammar: Grammar | None = None
     generated_ids: list[int] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
+    lookahead: int = 0
     computed: int = 0
     copy: BlockCopy | None = None
     generated: int = 0
     known: Tensor = field(init=False)
     prompt_report: PromptTokens | None = None
+    constraint: Constraint | None = None
+    catching_up: bool = False
 
     def __post_init__(self) -> None:
         if not self.input_ids:
@@ -55,6 +62,25 @@ class Sequence:
     def remaining(self) -> int:
         """Known tokens that have not been computed yet."""
         return len(self.known) - self.computed
+
+    def append(self, tokens: list[int]) -> None:
+        """The tokens of a step, which the host has to know of a sequence with a grammar."""
+        self.generated_ids.extend(tokens)
+        self.generated += len(tokens)
+
+    def room(self, block_size: int) -> int:
+        """How many forced tokens may follow now: as many as have a slot beside that of the last token."""
+        slots = len(self.blocks) * block_size - self.lookahead
+        return max(0, slots - len(self.input_ids) - self.generated - 1)
+
+    def catch_up(self, tokens: int) -> None:
+        """Its last `tokens` tokens, forced ones behind one that was chosen, are to be computed together, as known."""
+        known = len(self.known)
+        total = len(self.input_ids) + self.generated
+        self.known = torch.cat([self.known, torch.tensor(self.generated_ids[known - total :], dtype=torch.int64)])
+        self.report = replace(self.report, prefill_logprobs=False)
+        self.computed = total - tokens
+        self.catching_up = True
 
     def next_chunk(self, tokens: int) -> Tensor:
         """The next `tokens` known tokens, [tokens] int64; they count as computed from here on."""
