@@ -12,8 +12,11 @@ BASE=$(sed -n 's/^ARG BASE=//p' deploy/docker/tgi.Dockerfile)
 STATE=${STATE:-/var/tmp/oatmill-compose}
 ENGINE_SECONDS=60
 HEALTHY_SECONDS=180
+WHEELS_PORT=${WHEELS_PORT:-18765}
 keep=${1:-}
 engine_pid=
+wheels_pid=
+build_flags=(--network host)
 
 say() { printf '\n== %s\n' "$*"; }
 skip() { echo "skipped: $*"; exit 0; }
@@ -25,6 +28,7 @@ compose() {
 finish() {
     status=$?
     [ "$keep" = --keep ] || { compose --profile test down --volumes --timeout 30 >/dev/null 2>&1 || true; }
+    [ -z "$wheels_pid" ] || kill "$wheels_pid"
     if [ -n "$engine_pid" ] && [ "$keep" != --keep ]; then kill "$engine_pid"; wait "$engine_pid" 2>/dev/null || true; fi
     exit $status
 }
@@ -57,20 +61,28 @@ need_base_image() {
     for file in /etc/ssl/certs/ca-certificates.crt /etc/pip.conf /etc/apt/sources.list /etc/apt/apt.conf.d /etc/apt/sources.list.d; do
         [ -e "$file" ] && cp -rL --parents "$file" "$root"
     done
-    [ -e "$HOME/.config/pip/pip.conf" ] && cat "$HOME/.config/pip/pip.conf" >>"$root/etc/pip.conf"
-    pip config list 2>/dev/null | sed -n "s/^.*find-links='\(.*\)'$/\1/p" | while read -r folder; do
-        [ -d "$folder" ] && cp -r --parents "$folder" "$root"
-    done
+    [ -e "$HOME/.config/pip/pip.conf" ] && install -D "$HOME/.config/pip/pip.conf" "$root/root/.config/pip/pip.conf"
     tar -C "$root" -c . | docker import - "$BASE" >/dev/null
     rm -rf "$root"
 }
 
+# Wheels that this machine keeps in a folder (pip's find-links) are offered to the builds over loopback, so that they
+# weigh on no image.
+offer_wheels() {
+    folder=$(pip config list 2>/dev/null | sed -n "s/^.*find-links='\(.*\)'$/\1/p" | head -n 1)
+    [ -d "$folder" ] || return 0
+    python3 -m http.server --bind 127.0.0.1 --directory "$folder" "$WHEELS_PORT" >/dev/null 2>&1 &
+    wheels_pid=$!
+    build_flags+=(--build-arg "PIP_FIND_LINKS=http://127.0.0.1:$WHEELS_PORT/")
+}
+
 build() {
     say "building the images"
+    offer_wheels
     for target in tgi tester; do
-        DOCKER_BUILDKIT=0 docker build --quiet --network host -f deploy/docker/tgi.Dockerfile --target $target -t oatmill-$target .
+        DOCKER_BUILDKIT=0 docker build --quiet "${build_flags[@]}" -f deploy/docker/tgi.Dockerfile --target $target -t oatmill-$target .
     done
-    DOCKER_BUILDKIT=0 docker build --quiet --network host -f deploy/docker/llm_functionalities.Dockerfile \
+    DOCKER_BUILDKIT=0 docker build --quiet "${build_flags[@]}" -f deploy/docker/llm_functionalities.Dockerfile \
         -t oatmill-llm-functionalities .
     docker images --format '{{.Repository}}: {{.Size}}' | grep '^oatmill'
 }
@@ -94,8 +106,8 @@ say "starting the stack"
 compose up -d --no-build
 wait_until_healthy tgi
 wait_until_healthy llm_functionalities
-say "over HTTP, on port 8081"
-curl -sS -m 20 http://127.0.0.1:8081/generate -H 'content-type: application/json' \
+say "over HTTP, on port ${TGI_PORT:-8081}"
+curl -sS -m 20 "http://127.0.0.1:${TGI_PORT:-8081}/generate" -H 'content-type: application/json' \
     -d '{"inputs": "### Instruction:\nHow long do I boil an egg?\n\n### Response:\n", "parameters": {"max_new_tokens": 40}}'
 echo
 say "the tests of the running stack"

@@ -3,6 +3,8 @@
 ARG BASE=python:3.11.13-slim-bookworm
 
 FROM ${BASE} AS build
+# Where else pip may look for wheels.
+ARG PIP_FIND_LINKS=
 RUN python3 -m venv /opt/oatmill
 ENV PATH=/opt/oatmill/bin:$PATH PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 WORKDIR /src

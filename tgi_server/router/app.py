@@ -17,6 +17,7 @@ from tgi_server.router.api.compatibility import compatibility_routes
 from tgi_server.router.api.completions import completion_routes
 from tgi_server.router.api.description import describe, document_routes
 from tgi_server.router.api.generate import generate_routes
+from tgi_server.router.api.page import page_routes
 from tgi_server.router.api.probes import probe_routes
 from tgi_server.router.api.tokenize import tokenize_routes
 from tgi_server.router.errors import NoSuchRoute, RouterError
@@ -47,6 +48,7 @@ def create_app(service: Service, *, api_key: str | None = None, cors_origins: Se
     for routes in _ROUTES:
         app.include_router(routes(service), tags=["Text generation"])
     app.include_router(document_routes(app))
+    app.include_router(page_routes())
     app.openapi = partial(describe, app)  # type: ignore[method-assign]
     app.add_exception_handler(RouterError, _answer_error)
     app.add_exception_handler(HTTPException, _answer_http_error)

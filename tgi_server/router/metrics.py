@@ -119,6 +119,15 @@ class BatchMetrics:
         self._max_tokens = Gauge(
             "tgi_batch_current_max_tokens", "KV slots that the running batch holds.", registry=registry
         )
+        self._kv_capacity = Gauge(
+            "tgi_kv_capacity_tokens", "KV slots that there are for all requests together.", registry=registry
+        )
+        self._prefix_lookups = Counter(
+            "tgi_prefix_cache_lookup_tokens", "Prompt tokens looked up in the prefix cache.", registry=registry
+        )
+        self._prefix_hits = Counter(
+            "tgi_prefix_cache_hit_tokens", "Prompt tokens found in the prefix cache.", registry=registry
+        )
         self._concat = Counter(
             "tgi_batch_concat", "Times that waiting requests joined a running batch.", ["reason"], registry=registry
         )
@@ -153,6 +162,14 @@ class BatchMetrics:
         """The running batch after each change: its requests, and the KV slots (tokens) that it holds."""
         self._size.set(size)
         self._max_tokens.set(max_tokens)
+
+    def kv_capacity(self, tokens: int) -> None:
+        self._kv_capacity.set(tokens)
+
+    def looked_up(self, tokens: int, hits: int) -> None:
+        """A prompt of `tokens` tokens was looked up in the prefix cache, and so many of them were found."""
+        self._prefix_lookups.inc(tokens)
+        self._prefix_hits.inc(hits)
 
     def admitted(self, requests: int, concat: ConcatReason | None) -> None:
         """Requests left the queue together; `concat` is None when no batch was running."""

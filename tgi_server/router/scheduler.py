@@ -63,6 +63,7 @@ class Scheduler:
         self._shards = shards
         self._settings = settings
         self._metrics = metrics
+        self._metrics.batches.kv_capacity(capacity.max_batch_total_tokens)
         self._queue = WaitingQueue()
         self._memory: Memory = (
             PagedMemory(capacity.num_blocks, info.block_size, prefix_cache=settings.prefix_cache)
@@ -176,6 +177,7 @@ class Scheduler:
             if not sequence.started:
                 sequence.started = True
                 self._metrics.requests.skipped(sequence.cached)
+                self._metrics.batches.looked_up(len(sequence.request.input_ids), sequence.cached)
                 sequence.request.sink.started()
 
     async def _receive(self) -> None:

@@ -1,4 +1,4 @@
-"""The running stack, through its gRPC service. Where it is, LLM_FUNCTIONALITIES_URL says: `docker compose run tester`."""
+"""The running stack, through its gRPC service, at LLM_FUNCTIONALITIES_URL: `docker compose run tester`."""
 
 import os
 from collections.abc import Iterator

@@ -5,7 +5,7 @@ from transformers import PreTrainedModel
 
 from tgi_server.engine.attention import create_attention_backend
 from tgi_server.engine.config import EngineConfig
-from tgi_server.engine.cpu import linear_layer, optimise, unpack
+from tgi_server.engine.cpu import limit_threads, linear_layer, optimise, unpack
 from tgi_server.engine.errors import UnsupportedModel
 from tgi_server.engine.models.padded import PaddedRunner
 from tgi_server.engine.models.paged import PagedRunner
@@ -22,6 +22,8 @@ def create_runner(model: PreTrainedModel, config: EngineConfig) -> Runner:
     """
     on_cpu = model.device.type == "cpu" and config.custom_kernels
     linear = linear_layer(config.quantize, custom_kernels=on_cpu)
+    if on_cpu:
+        limit_threads(model)
     shape = probe_kv_shape(model)
     if shape is None:
         if on_cpu:

@@ -3,9 +3,11 @@
 from time import time
 
 from fastapi import APIRouter
+from starlette.requests import Request
 from starlette.responses import Response
 
 from tgi_server.router.api.documentation import Responses
+from tgi_server.router.api.page import page, wants_page
 from tgi_server.router.errors import NoSuchRoute
 from tgi_server.router.metrics import CONTENT_TYPE
 from tgi_server.router.schemas.base import ErrorResponse
@@ -25,10 +27,13 @@ def probe_routes(service: Service) -> APIRouter:
         await service.check_health()
         return Response()
 
-    for path in ("/health", "/ping", "/"):
+    async def root(request: Request) -> Response:
+        return page() if wants_page(request) else await health()
+
+    for path, endpoint in (("/health", health), ("/ping", health), ("/", root)):
         router.add_api_route(
             path,
-            health,
+            endpoint,
             methods=["GET"],
             summary="Whether the server can generate",
             responses=_UNHEALTHY,

@@ -1,0 +1,130 @@
+"""The page at `/`, in headless Chromium."""
+
+import shutil
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+QUIET = [
+    *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"),
+    *("--disable-background-networking", "--disable-component-update"),
+]
+
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator:
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=CHROMIUM, args=QUIET)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def page(browser, demo_server) -> Iterator:
+    """The page, opened; afterwards nothing must have failed, and nothing been asked of another server."""
+    context = browser.new_context(viewport={"width": 1280, "height": 900})
+    page = context.new_page()
+    complaints, addresses = [], []
+    page.on("console", lambda message: complaints.append(message.text) if message.type == "error" else None)
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    page.on("request", lambda request: addresses.append(request.url))
+    page.goto(demo_server.url)
+    yield page
+    context.close()
+    assert complaints == []
+    assert [each for each in addresses if not each.startswith((demo_server.url, "data:"))] == []
+
+
+def answered(page) -> str:
+    page.wait_for_function("!document.getElementById('generate').disabled", timeout=60_000)
+    return page.inner_text("#answer")
+
+
+@pytest.mark.parametrize("mode", ["chat", "plain"])
+def test_a_prompt_is_answered_token_by_token_with_probabilities(page, mode) -> None:
+    page.select_option("#mode", mode)
+    page.fill("#max-new-tokens", "12")
+    page.click("#generate")
+    assert answered(page).strip()
+    titles = page.eval_on_selector_all("#answer .token", "tokens => tokens.map(token => token.title)")
+    assert len(titles) > 1
+    assert all(title.endswith("%") for title in titles)
+    assert page.inner_text("#total").endswith("s")
+
+
+def test_stop_frees_the_slot(page, demo_server) -> None:
+    page.select_option("#mode", "plain")
+    page.fill("#prompt", "Once")
+    page.fill("#max-new-tokens", "1900")
+    page.fill("#temperature", "2")
+    page.click("#generate")
+    page.wait_for_selector("#answer .token")
+    page.click("#stop")
+    page.wait_for_function("!document.getElementById('generate').disabled")
+    demo_server.wait_until(lambda: "tgi_batch_current_size 0.0" in httpx.get(f"{demo_server.url}/metrics").text, 10)
+
+
+def test_model_limits_and_load_are_shown(page) -> None:
+    page.wait_for_selector("#limits dd")
+    assert "2,048" in page.inner_text("#limits")
+    page.wait_for_function("document.querySelector('#queue polyline').getAttribute('points')?.includes(' ')")
+    assert page.inner_text("#health") == "serving"
+    assert page.inner_text("#queue-now").endswith("running")
+
+
+def test_markup_in_prompts_and_answers_is_text(page) -> None:
+    page.evaluate(
+        """async () => {
+            const { generate } = await import('./static/stream.js');
+            window.seen = [];
+            for await (const token of generate({prompt: '<img src=x onerror="window.hacked=1">', maxNewTokens: 5,
+                                                temperature: 0, topP: 1})) window.seen.push(token.text);
+        }"""
+    )
+    page.fill("#prompt", '<img src=x onerror="window.hacked=1">')
+    page.fill("#max-new-tokens", "5")
+    page.click("#generate")
+    answered(page)
+    assert page.evaluate("window.seen.length") > 0
+    assert page.evaluate("window.hacked") is None
+    assert page.eval_on_selector_all("#answer img", "images => images.length") == 0
+
+
+def test_what_is_wrong_is_told(browser, demo_server) -> None:
+    context = browser.new_context()
+    page = context.new_page()
+    page.goto(demo_server.url)
+    page.fill("#prompt", "word " * 5000)
+    page.click("#generate")
+    assert "2047" in answered(page)
+    context.close()
+
+
+@pytest.mark.parametrize("width", [360, 768, 1440])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_it_fits_narrow_and_wide_light_and_dark(browser, demo_server, width, scheme) -> None:
+    context = browser.new_context(viewport={"width": width, "height": 800}, color_scheme=scheme)
+    page = context.new_page()
+    page.goto(demo_server.url)
+    page.wait_for_selector("#limits dd")
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    ground = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    lightness = sum(int(part) for part in ground.removeprefix("rgb(").removesuffix(")").split(",")) / 3
+    assert (lightness > 128) == (scheme == "light")
+    context.close()
+
+
+def test_programs_see_no_difference(demo_server) -> None:
+    for accept in ("*/*", "application/json"):
+        answer = httpx.get(demo_server.url, headers={"Accept": accept})
+        assert (answer.status_code, answer.content) == (200, b"")
+    page = httpx.get(demo_server.url, headers={"Accept": "text/html,application/xhtml+xml,*/*;q=0.8"})
+    assert page.headers["content-type"].startswith("text/html")
+    assert "default-src 'none'" in page.headers["content-security-policy"]
+    assert httpx.get(f"{demo_server.url}/static/../app.py").status_code == 404

@@ -1,0 +1,133 @@
+// The page: what is served, a prompt to try it with, and how busy the server is.
+
+import { Chart } from "./chart.js";
+import { watchMetrics } from "./metrics.js";
+import { generate } from "./stream.js";
+
+const LIMITS = {
+  max_input_tokens: "Tokens of a prompt",
+  max_total_tokens: "Prompt and answer together",
+  max_concurrent_requests: "Requests at a time",
+  max_best_of: "Best of",
+  max_stop_sequences: "Stop sequences",
+  version: "Version",
+};
+
+const element = (id) => document.getElementById(id);
+const number = (value, digits = 0) => value.toLocaleString("en", { maximumFractionDigits: digits });
+
+async function showInfo() {
+  const info = await (await fetch("info")).json();
+  element("model").textContent = info.model_id;
+  document.title = info.model_id;
+  for (const [name, label] of Object.entries(LIMITS)) {
+    const entry = document.createElement("div");
+    const term = document.createElement("dt");
+    const value = document.createElement("dd");
+    term.textContent = label;
+    value.textContent = typeof info[name] === "number" ? number(info[name]) : info[name];
+    entry.append(term, value);
+    element("limits").append(entry);
+  }
+}
+
+function showLoad() {
+  const throughput = new Chart(element("throughput"), 1, 10);
+  const queue = new Chart(element("queue"), 2, 4);
+  const kv = new Chart(element("kv"), 1, 100);
+  let before = null;
+  watchMetrics((metrics) => {
+    element("health").textContent = metrics ? "serving" : "the server does not answer";
+    element("health").classList.toggle("down", !metrics);
+    if (!metrics) return;
+    const read = (name) => metrics.get(name) ?? 0;
+    const now = { at: performance.now(), tokens: read("tgi_request_generated_tokens_sum") };
+    const rate = before ? Math.max(0, (1000 * (now.tokens - before.tokens)) / (now.at - before.at)) : 0;
+    before = now;
+    const waiting = read("tgi_queue_size");
+    const running = read("tgi_batch_current_size");
+    const share = (100 * read("tgi_batch_current_max_tokens")) / Math.max(1, read("tgi_kv_capacity_tokens"));
+    throughput.add(rate);
+    queue.add(running, waiting);
+    kv.add(share);
+    element("throughput-now").textContent = number(rate);
+    element("queue-now").textContent = `${waiting} waiting, ${running} running`;
+    element("kv-now").textContent = `${number(share, 1)} %`;
+  });
+}
+
+function wish() {
+  const seed = element("seed").value;
+  return {
+    prompt: element("prompt").value,
+    chat: element("mode").value === "chat",
+    maxNewTokens: Number(element("max-new-tokens").value),
+    temperature: Number(element("temperature").value),
+    topP: Number(element("top-p").value),
+    seed: seed === "" ? undefined : Number(seed),
+    apiKey: element("api-key").value,
+  };
+}
+
+/** The less likely a token was, the more of the colour of doubt is behind it. */
+function shaded(token) {
+  const span = document.createElement("span");
+  span.className = "token";
+  span.textContent = token.text;
+  if (token.logprob !== null && Number.isFinite(token.logprob)) {
+    const probability = Math.exp(token.logprob);
+    const doubt = Math.round(70 * (1 - probability));
+    span.style.backgroundColor = `color-mix(in srgb, var(--doubt) ${doubt}%, transparent)`;
+    span.title = `${number(100 * probability, 1)} %`;
+  }
+  return span;
+}
+
+function showTimings(started, first, count) {
+  const now = performance.now();
+  element("first-token").textContent = `${number(first - started)} ms`;
+  element("tokens").textContent = number(count);
+  element("rate").textContent = count > 1 ? number((1000 * (count - 1)) / (now - first), 1) : "\u2013";
+  element("total").textContent = `${number((now - started) / 1000, 2)} s`;
+}
+
+async function run(signal) {
+  const answer = element("answer");
+  answer.replaceChildren();
+  const started = performance.now();
+  let first = 0;
+  let count = 0;
+  for await (const token of generate(wish(), signal)) {
+    first ||= performance.now();
+    count += 1;
+    answer.append(shaded(token));
+    showTimings(started, first, count);
+  }
+}
+
+function showError(error) {
+  if (error.name === "AbortError") return;
+  if (error.status === 401) element("key-field").hidden = false;
+  const told = document.createElement("p");
+  told.className = "error";
+  told.textContent = error.message;
+  element("answer").append(told);
+}
+
+function listen() {
+  let running = null;
+  element("stop").addEventListener("click", () => running?.abort());
+  element("form").addEventListener("submit", async (event) => {
+    event.preventDefault();
+    running = new AbortController();
+    element("generate").disabled = true;
+    element("stop").disabled = false;
+    await run(running.signal).catch(showError);
+    element("generate").disabled = false;
+    element("stop").disabled = true;
+  });
+}
+
+listen();
+showLoad();
+showInfo().catch(() => {});

@@ -1,0 +1,76 @@
+// Generation, token by token, over the server's own API.
+
+/**
+ * Yields {text, logprob} for each token. wish: {prompt, chat, maxNewTokens, temperature, topP, seed, apiKey}.
+ * Throws an Error whose message is the server's; its `status` is the HTTP status.
+ */
+export async function* generate(wish, signal) {
+  const response = await fetch(wish.chat ? "v1/chat/completions" : "generate_stream", {
+    method: "POST",
+    signal,
+    headers: {
+      "Content-Type": "application/json",
+      ...(wish.apiKey && { Authorization: `Bearer ${wish.apiKey}` }),
+    },
+    body: JSON.stringify(wish.chat ? chatRequest(wish) : plainRequest(wish)),
+  });
+  if (!response.ok) throw await failure(response);
+  for await (const data of events(response.body)) {
+    if (data === "[DONE]") return;
+    const event = JSON.parse(data);
+    if (event.error) throw new Error(event.error.message ?? event.error);
+    yield* wish.chat ? chatTokens(event) : [{ text: event.token.special ? "" : event.token.text, logprob: event.token.logprob }];
+  }
+}
+
+function plainRequest(wish) {
+  const parameters = { max_new_tokens: wish.maxNewTokens, seed: wish.seed };
+  if (wish.temperature > 0) Object.assign(parameters, { do_sample: true, temperature: wish.temperature });
+  if (wish.temperature > 0 && wish.topP < 1) parameters.top_p = wish.topP;
+  return { inputs: wish.prompt, parameters };
+}
+
+function chatRequest(wish) {
+  return {
+    model: "tgi",
+    messages: [{ role: "user", content: wish.prompt }],
+    max_tokens: wish.maxNewTokens,
+    temperature: wish.temperature,
+    ...(wish.topP < 1 && { top_p: wish.topP }),
+    seed: wish.seed,
+    stream: true,
+    logprobs: true,
+  };
+}
+
+function* chatTokens(event) {
+  const choice = event.choices?.[0];
+  if (!choice) return;
+  const logprob = choice.logprobs?.content?.[0]?.logprob ?? null;
+  const text = choice.delta?.content ?? "";
+  if (text || logprob !== null) yield { text, logprob };
+}
+
+async function failure(response) {
+  let message = `${response.status} ${response.statusText}`;
+  try {
+    const body = await response.json();
+    message = body.error?.message ?? body.error ?? message;
+  } catch {
+    // The status line has to do.
+  }
+  return Object.assign(new Error(message), { status: response.status });
+}
+
+/** The data of server-sent events, as their lines come in. */
+async function* events(body) {
+  const reader = body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  for (;;) {
+    const { done, value } = await reader.read();
+    if (done) return;
+    const lines = (rest + value).split("\n");
+    rest = lines.pop();
+    for (const line of lines) if (line.startsWith("data:")) yield line.slice(5).trim();
+  }
+}
