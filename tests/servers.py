@@ -11,6 +11,8 @@ from typing import Any
 import httpx
 import psutil
 
+from tgi_server.launcher.processes.parent import die_with_parent
+
 READY_SECONDS = 90.0
 STOP_SECONDS = 30.0
 POLL_SECONDS = 0.05
@@ -31,6 +33,7 @@ class TextGenerationServer:
                 stdout=output,
                 stderr=output,
                 stdin=subprocess.DEVNULL,
+                preexec_fn=die_with_parent(),
                 env={"OMP_NUM_THREADS": "1", **os.environ, **(environment or {})},
             )
 

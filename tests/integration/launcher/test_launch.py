@@ -1,6 +1,7 @@
 """A real server, started and stopped in every way that it meets in life."""
 
 import json
+import shutil
 import signal
 import threading
 import time
@@ -121,8 +122,10 @@ def test_a_killed_launcher_leaves_no_orphan(server: ServerFactory, llama_folder:
     running = server(f"--model-id={llama_folder}").wait_until_ready()
     children = psutil.Process(running.process.pid).children(recursive=True)
     assert len(children) >= 2
+    folder = socket_folder(running)
     running.process.kill()
     running.wait()
+    shutil.rmtree(folder)  # all that a killed launcher leaves
     _, left = psutil.wait_procs(children, timeout=5)
     assert not alive(left)
 
