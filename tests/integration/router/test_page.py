@@ -1,5 +1,6 @@
 """The page at `/`, in headless Chromium."""
 
+import re
 import shutil
 from collections.abc import Iterator
 
@@ -42,7 +43,7 @@ def page(browser, demo_server) -> Iterator:
 
 
 def answered(page) -> str:
-    page.wait_for_function("!document.getElementById('generate').disabled", timeout=60_000)
+    playwright.expect(page.locator("#generate")).to_be_enabled(timeout=60_000)
     return page.inner_text("#answer")
 
 
@@ -66,14 +67,14 @@ def test_stop_frees_the_slot(page, demo_server) -> None:
     page.click("#generate")
     page.wait_for_selector("#answer .token")
     page.click("#stop")
-    page.wait_for_function("!document.getElementById('generate').disabled")
+    playwright.expect(page.locator("#generate")).to_be_enabled()
     demo_server.wait_until(lambda: "tgi_batch_current_size 0.0" in httpx.get(f"{demo_server.url}/metrics").text, 10)
 
 
 def test_model_limits_and_load_are_shown(page) -> None:
     page.wait_for_selector("#limits dd")
     assert "2,048" in page.inner_text("#limits")
-    page.wait_for_function("document.querySelector('#queue polyline').getAttribute('points')?.includes(' ')")
+    playwright.expect(page.locator("#queue polyline").first).to_have_attribute("points", re.compile(" "))
     assert page.inner_text("#health") == "serving"
     assert page.inner_text("#queue-now").endswith("running")
 

@@ -19,6 +19,8 @@ from tgi_server.router.schemas.info import ModelInfo
 _VERSION = "3.0.3"
 _ASSETS = {"swagger-ui-bundle.js": "text/javascript", "swagger-ui.css": "text/css"}
 
+_NULL = {"type": "null"}
+
 _REQUESTS: list[type[BaseModel]] = [
     generate.GenerateRequest,
     generate.CompatGenerateRequest,
@@ -101,27 +103,28 @@ def _definitions() -> dict[str, Any]:
 
 
 def _as_3_0(node: Any) -> Any:
-    """JSON Schema as OpenAPI 3.0 has it: `nullable` for null among the types, `enum` for `const`."""
+    """JSON Schema as OpenAPI 3.0 has it: `nullable` for null among the types, `enum` for `const`, flags for bounds."""
     if isinstance(node, list):
         return [_as_3_0(each) for each in node]
     if not isinstance(node, dict):
         return node
-    node = {key: _as_3_0(value) for key, value in node.items()}
-    if "const" in node and not isinstance(node["const"], dict):
+    node = {key: _as_3_0(value) for key, value in _nullable(node).items()}
+    if "const" in node:
         node["enum"] = [node.pop("const")]
-    choices = node.get("anyOf")
-    if isinstance(choices, list) and {"type": "null"} in choices:
-        rest = [choice for choice in choices if choice != {"type": "null"}]
-        del node["anyOf"]
-        node["nullable"] = True
-        if len(rest) > 1:
-            node["anyOf"] = rest
-        elif "$ref" in rest[0]:
-            node["allOf"] = rest
-        else:
-            node = {**rest[0], **node}
-    if node.get("type") == "null":
-        del node["type"]
-        node["nullable"] = True
-        node["enum"] = [None]
+    for bound, exclusive in (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")):
+        if exclusive in node and not isinstance(node[exclusive], bool):
+            node[bound], node[exclusive] = node[exclusive], True
     return node
+
+
+def _nullable(schema: dict[str, Any]) -> dict[str, Any]:
+    if schema.get("type") == "null":
+        return {**schema, "type": "string", "nullable": True, "enum": [None]}
+    choices = schema.get("anyOf")
+    if not isinstance(choices, list) or _NULL not in choices:
+        return schema
+    rest = [choice for choice in choices if choice != _NULL]
+    outer = {key: value for key, value in schema.items() if key != "anyOf"} | {"nullable": True}
+    if len(rest) > 1:
+        return outer | {"anyOf": rest}
+    return outer | {"allOf": rest} if "$ref" in rest[0] else {**rest[0], **outer}

@@ -2,7 +2,14 @@
 
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, JsonValue
+
+# Bounds of parameters, for the API's description: `parameters.py` enforces them, with a message of its own.
+POSITIVE: dict[str, JsonValue] = {"exclusiveMinimum": 0}
+PROBABILITY: dict[str, JsonValue] = {"exclusiveMinimum": 0, "exclusiveMaximum": 1}
+PENALTY: dict[str, JsonValue] = {"minimum": -2, "maximum": 2}
+NOT_EMPTY: dict[str, JsonValue] = {"minLength": 1}
+SEVERAL: dict[str, JsonValue] = {"minItems": 1}
 
 UnsignedInt = Annotated[int, Field(ge=0, le=2**32 - 1)]
 Seed = Annotated[int, Field(ge=0, le=2**64 - 1)]

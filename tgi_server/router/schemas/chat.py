@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AliasChoices, Field, RootModel, model_validator
 
-from tgi_server.router.schemas.base import RequestModel, ResponseModel, UnsignedInt
+from tgi_server.router.schemas.base import SEVERAL, RequestModel, ResponseModel, UnsignedInt
 from tgi_server.router.schemas.grammar import GrammarType
 from tgi_server.router.schemas.openai import SharedParameters, Usage
 from tgi_server.router.schemas.tokenize import TokenizeResponse
@@ -90,7 +90,7 @@ class ToolChoice(RootModel[Literal["auto", "none", "required"] | NamedTool]):
 
 
 class ChatRequest(SharedParameters):
-    messages: list[Message]
+    messages: list[Message] = Field(json_schema_extra=SEVERAL)
     logprobs: bool | None = Field(default=None, description="Report the logprob of each token.")
     top_logprobs: UnsignedInt | None = Field(
         default=None, description="Report so many most likely tokens at each position; needs `logprobs`."

@@ -3,7 +3,17 @@
 from pydantic import Field
 
 from tgi_server.router.messages import FinishReason
-from tgi_server.router.schemas.base import Int32, RequestModel, ResponseModel, Seed, UnsignedInt
+from tgi_server.router.schemas.base import (
+    NOT_EMPTY,
+    PENALTY,
+    POSITIVE,
+    PROBABILITY,
+    Int32,
+    RequestModel,
+    ResponseModel,
+    Seed,
+    UnsignedInt,
+)
 from tgi_server.router.schemas.grammar import GrammarType
 
 
@@ -12,38 +22,54 @@ class GenerateParameters(RequestModel):
 
     adapter_id: str | None = Field(default=None, description="Adapter to use.")
     best_of: UnsignedInt | None = Field(
-        default=None, description="Generate so many sequences, answer with the most likely."
+        json_schema_extra=POSITIVE, default=None, description="Generate so many sequences, answer with the most likely."
     )
     decoder_input_details: bool = Field(default=False, description="Report the prompt's tokens and logprobs.")
     details: bool = Field(default=False, description="Report tokens, logprobs, finish reason and seed.")
     do_sample: bool = Field(default=False, description="Sample, rather than take the most likely token.")
     frequency_penalty: float | None = Field(
-        default=None, description="-2 to 2: penalty of a token for each time that it was generated."
+        json_schema_extra=PENALTY,
+        default=None,
+        description="-2 to 2: penalty of a token for each time that it was generated.",
     )
     grammar: GrammarType | None = Field(default=None, description="Form that the text must have.")
     ignore_eos: bool = Field(default=False, description="Go on to `max_new_tokens` whatever the model says.")
     logit_bias: dict[str, float] | None = Field(default=None, description="Added to the logits, by token id.")
-    max_new_tokens: Int32 | None = Field(default=None, description="Tokens to generate; unset: as many as fit.")
+    max_new_tokens: Int32 | None = Field(
+        json_schema_extra=POSITIVE, default=None, description="Tokens to generate; unset: as many as fit."
+    )
     min_p: float | None = Field(
         default=None, description="Drop tokens less likely than this share of the most likely one's probability."
     )
     presence_penalty: float | None = Field(
-        default=None, description="-2 to 2: penalty of a token once it was generated."
+        json_schema_extra=PENALTY, default=None, description="-2 to 2: penalty of a token once it was generated."
     )
     repetition_penalty: float | None = Field(
-        default=None, description="Divides the logits of tokens seen before; 1 switches it off."
+        json_schema_extra=POSITIVE,
+        default=None,
+        description="Divides the logits of tokens seen before; 1 switches it off.",
     )
     return_full_text: bool | None = Field(default=None, description="Put the prompt in front of the text.")
     seed: Seed | None = Field(default=None, description="Seed of sampling; unset: random.")
     stop: list[str] = Field(default=[], description="Texts that end the generation.")
-    temperature: float | None = Field(default=None, description="Divides the logits.")
-    top_k: Int32 | None = Field(default=None, description="Sample from so many most likely tokens.")
+    temperature: float | None = Field(json_schema_extra=POSITIVE, default=None, description="Divides the logits.")
+    top_k: Int32 | None = Field(
+        json_schema_extra=POSITIVE, default=None, description="Sample from so many most likely tokens."
+    )
     top_n_tokens: UnsignedInt | None = Field(
         default=None, description="Report so many most likely tokens at each position."
     )
-    top_p: float | None = Field(default=None, description="Sample from the likeliest tokens of this total probability.")
-    truncate: UnsignedInt | None = Field(default=None, description="Use only so many last tokens of the prompt.")
-    typical_p: float | None = Field(default=None, description="Typical decoding mass (arXiv:2202.00666).")
+    top_p: float | None = Field(
+        json_schema_extra=PROBABILITY,
+        default=None,
+        description="Sample from the likeliest tokens of this total probability.",
+    )
+    truncate: UnsignedInt | None = Field(
+        json_schema_extra=POSITIVE, default=None, description="Use only so many last tokens of the prompt."
+    )
+    typical_p: float | None = Field(
+        json_schema_extra=PROBABILITY, default=None, description="Typical decoding mass (arXiv:2202.00666)."
+    )
     watermark: bool = Field(default=False, description="Watermark the text (arXiv:2301.10226).")
 
 
@@ -51,7 +77,7 @@ _NO_PARAMETERS = GenerateParameters()
 
 
 class GenerateRequest(RequestModel):
-    inputs: str
+    inputs: str = Field(json_schema_extra=NOT_EMPTY)
     parameters: GenerateParameters = _NO_PARAMETERS
 
 

@@ -4,7 +4,7 @@ from typing import Annotated
 
 from pydantic import BeforeValidator, Field
 
-from tgi_server.router.schemas.base import RequestModel, ResponseModel, Seed, UnsignedInt
+from tgi_server.router.schemas.base import PENALTY, POSITIVE, RequestModel, ResponseModel, Seed, UnsignedInt
 
 
 class StreamOptions(RequestModel):
@@ -33,7 +33,9 @@ class OpenAIErrorResponse(ResponseModel):
 
 Stop = Annotated[
     list[str] | None,
-    BeforeValidator(lambda value: [value] if isinstance(value, str) else value, json_schema_input_type=str | list[str]),
+    BeforeValidator(
+        lambda value: [value] if isinstance(value, str) else value, json_schema_input_type=str | list[str] | None
+    ),
 ]
 
 
@@ -41,12 +43,22 @@ class SharedParameters(RequestModel):
     """`repetition_penalty`, `top_k`, `min_p` and `ignore_eos` go beyond OpenAI's parameters."""
 
     model: str | None = Field(default=None, description="Not used: the server has one model.")
-    frequency_penalty: float | None = Field(default=None, description="-2 to 2: penalty of a token for each time.")
-    presence_penalty: float | None = Field(default=None, description="-2 to 2: penalty of a token that was there.")
-    repetition_penalty: float | None = Field(default=None, description="Divides the logits of tokens seen before.")
+    frequency_penalty: float | None = Field(
+        json_schema_extra=PENALTY, default=None, description="-2 to 2: penalty of a token for each time."
+    )
+    presence_penalty: float | None = Field(
+        json_schema_extra=PENALTY, default=None, description="-2 to 2: penalty of a token that was there."
+    )
+    repetition_penalty: float | None = Field(
+        json_schema_extra=POSITIVE, default=None, description="Divides the logits of tokens seen before."
+    )
     logit_bias: dict[str, float] | None = Field(default=None, description="Added to the logits, by token id.")
-    max_tokens: UnsignedInt | None = Field(default=None, description="Tokens to generate; unset: as many as fit.")
-    n: UnsignedInt | None = Field(default=None, description="Answers to generate for each prompt.")
+    max_tokens: UnsignedInt | None = Field(
+        json_schema_extra=POSITIVE, default=None, description="Tokens to generate; unset: as many as fit."
+    )
+    n: UnsignedInt | None = Field(
+        json_schema_extra=POSITIVE, default=None, description="Answers to generate for each prompt."
+    )
     seed: Seed | None = Field(default=None, description="Seed of sampling; unset: random.")
     stop: Stop = Field(default=None, description="Texts that end the generation; they are not shown.")
     stream: bool = False

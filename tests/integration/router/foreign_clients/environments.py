@@ -1,0 +1,51 @@
+"""Clients whose dependencies are not ours: each runs in a virtual environment of its own, made when first needed."""
+
+import asyncio
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+_INSTALL_SECONDS = 600
+_RUN_SECONDS = 900
+
+
+class Environment:
+    """A virtual environment with some packages. folder: kept between runs of the tests."""
+
+    def __init__(self, folder: Path, *installs: list[str]) -> None:
+        """installs: arguments of `pip install`, one after the other. Skips the test where there is no package index."""
+        self._folder = folder
+        ready = folder / "ready"
+        if ready.exists() and ready.read_text() == json.dumps(installs):
+            return
+        subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True, timeout=_INSTALL_SECONDS)
+        for arguments in installs:
+            pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet", *arguments]
+            done = subprocess.run(pip, capture_output=True, text=True, timeout=_INSTALL_SECONDS, check=False)
+            if done.returncode != 0:
+                pytest.skip(f"{' '.join(arguments)} cannot be installed here: {done.stderr.strip()[-300:]}")
+        ready.write_text(json.dumps(installs))
+
+    async def run(self, program: str, *arguments: str) -> tuple[int, str]:
+        """Runs one of the environment's programs; the exit code, and what it printed."""
+        process = await asyncio.create_subprocess_exec(
+            str(self._folder / "bin" / program),
+            *arguments,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+        )
+        async with asyncio.timeout(_RUN_SECONDS):
+            output, _ = await process.communicate()
+        assert process.returncode is not None
+        return process.returncode, output.decode()
+
+    async def ask(self, script: str, url: str) -> dict[str, Any]:
+        """Runs a script of this folder against a router; its last line is a JSON object of what came of it."""
+        code, output = await self.run("python", str(Path(__file__).parent / script), url)
+        assert code == 0, output
+        result: dict[str, Any] = json.loads(output.splitlines()[-1])
+        return result
