@@ -122,6 +122,12 @@ class BatchMetrics:
         self._kv_capacity = Gauge(
             "tgi_kv_capacity_tokens", "KV slots that there are for all requests together.", registry=registry
         )
+        self._kv_cached = Gauge(
+            "tgi_kv_cached_tokens", "KV slots that the prefix cache keeps and nobody uses.", registry=registry
+        )
+        self._preemptions = Counter(
+            "tgi_batch_preemption_count", "Times that a request gave up its KV slots to others.", registry=registry
+        )
         self._prefix_lookups = Counter(
             "tgi_prefix_cache_lookup_tokens", "Prompt tokens looked up in the prefix cache.", registry=registry
         )
@@ -165,6 +171,13 @@ class BatchMetrics:
 
     def kv_capacity(self, tokens: int) -> None:
         self._kv_capacity.set(tokens)
+
+    def kv_cached(self, tokens: int) -> None:
+        self._kv_cached.set(tokens)
+
+    def preempted(self, requests: int) -> None:
+        """Requests went back to the queue, because there were no KV slots left for older ones."""
+        self._preemptions.inc(requests)
 
     def looked_up(self, tokens: int, hits: int) -> None:
         """A prompt of `tokens` tokens was looked up in the prefix cache, and so many of them were found."""

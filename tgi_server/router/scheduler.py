@@ -170,6 +170,8 @@ class Scheduler:
                 self._metrics.batches.called(method)
             if call.joined:
                 self._announce(call)
+            if call.preempted:
+                self._metrics.batches.preempted(call.preempted)
 
     def _announce(self, call: Call) -> None:
         self._metrics.batches.admitted(len(call.joined), _CONCAT[call.concat] if call.concat else None)
@@ -197,6 +199,7 @@ class Scheduler:
         batches = self._metrics.batches
         batches.queue_size(len(self._queue))
         batches.current(len(self._batch), self._memory.held_tokens)
+        batches.kv_cached(self._memory.cached_tokens)
 
     async def _recover(self, error: RouterError) -> None:
         """Fails the batch. Returns when the shards have forgotten it and compute; until then all requests fail."""

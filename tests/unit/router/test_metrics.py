@@ -9,8 +9,17 @@ COUNTERS = {
     "tgi_batch_inference_count": ("method",),
     "tgi_batch_inference_success": ("method",),
     "tgi_batch_concat": ("reason",),
+    "tgi_batch_preemption_count": (),
+    "tgi_prefix_cache_hit_tokens": (),
+    "tgi_prefix_cache_lookup_tokens": (),
 }
-GAUGES = ("tgi_queue_size", "tgi_batch_current_size", "tgi_batch_current_max_tokens")
+GAUGES = (
+    "tgi_queue_size",
+    "tgi_batch_current_size",
+    "tgi_batch_current_max_tokens",
+    "tgi_kv_capacity_tokens",
+    "tgi_kv_cached_tokens",
+)
 HISTOGRAMS = {
     "tgi_request_duration": (),
     "tgi_request_validation_duration": (),
@@ -44,6 +53,10 @@ def everything() -> Metrics:
     metrics.requests.failed("validation")
     metrics.batches.queue_size(2)
     metrics.batches.current(3, 48)
+    metrics.batches.kv_capacity(100)
+    metrics.batches.kv_cached(20)
+    metrics.batches.preempted(2)
+    metrics.batches.looked_up(10, 4)
     metrics.batches.admitted(3, ConcatReason.BACKPRESSURE)
     metrics.batches.called(Method.PREFILL)
     metrics.batches.answered(Method.PREFILL, 0.5, 0.3, 0.1)
@@ -73,6 +86,9 @@ def test_values():
     assert values['tgi_request_failure{err="validation"}'] == 1
     assert values["tgi_queue_size"] == 2
     assert (values["tgi_batch_current_size"], values["tgi_batch_current_max_tokens"]) == (3, 48)
+    assert (values["tgi_kv_capacity_tokens"], values["tgi_kv_cached_tokens"]) == (100, 20)
+    assert (values["tgi_prefix_cache_lookup_tokens"], values["tgi_prefix_cache_hit_tokens"]) == (10, 4)
+    assert values["tgi_batch_preemption_count"] == 2
     assert values['tgi_batch_concat{reason="backpressure"}'] == 1
     assert values["tgi_request_duration_sum"] == 1.0
     assert values["tgi_request_generated_tokens_sum"] == 10
@@ -81,6 +97,10 @@ def test_values():
 
 def test_a_first_batch_joins_none():
     metrics = Metrics()
+    metrics.batches.kv_capacity(100)
+    metrics.batches.kv_cached(20)
+    metrics.batches.preempted(2)
+    metrics.batches.looked_up(10, 4)
     metrics.batches.admitted(3, None)
     assert "tgi_batch_concat{" not in metrics.expose().decode()
 

@@ -1,7 +1,6 @@
 """What the running batch may hold in the shards' memory; `PagedMemory` and `PaddedMemory` are the two kinds."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
@@ -16,14 +15,6 @@ class Verdict(Enum):
     LATER = "later"  # the call being built computes what it can share after that
 
 
-@dataclass(slots=True)
-class PrefixCacheUse:
-    """Counted since the start: prompt tokens that were looked for in the cache, and those found there."""
-
-    lookup_tokens: int = 0
-    hit_tokens: int = 0
-
-
 class Memory(Protocol):
     """Memory of the shards, in KV slots (tokens). Sequences hold some from `admit` to `release`.
 
@@ -32,16 +23,14 @@ class Memory(Protocol):
 
     block_size: int
     chunks: bool
-    prefix_cache: PrefixCacheUse
 
     @property
-    def blocks_in_use(self) -> int: ...
+    def held_tokens(self) -> int:
+        """What sequences hold."""
 
     @property
-    def blocks_cached(self) -> int: ...
-
-    @property
-    def held_tokens(self) -> int: ...
+    def cached_tokens(self) -> int:
+        """What is kept for prompts to come, and given up when sequences need it."""
 
     def can_ever_hold(self, sequence: Sequence) -> bool:
         """Whether the sequence fits at its longest, while nothing else runs."""

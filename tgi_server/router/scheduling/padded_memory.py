@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from tgi_server.router.scheduling.memory import PrefixCacheUse, Verdict
+from tgi_server.router.scheduling.memory import Verdict
 from tgi_server.router.scheduling.sequence import Sequence
 
 
@@ -14,11 +14,9 @@ class PaddedMemory:
 
     block_size = 0
     chunks = False
-    blocks_in_use = 0
-    blocks_cached = 0
+    cached_tokens = 0
 
     def __init__(self, max_batch_total_tokens: int) -> None:
-        self.prefix_cache = PrefixCacheUse()
         self._capacity = max_batch_total_tokens
         self._lengths: dict[int, int] = {}  # of each sequence at its end, in tokens
 

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from tgi_server.router.scheduling.blocks import BlockPool
-from tgi_server.router.scheduling.memory import PrefixCacheUse, Verdict
+from tgi_server.router.scheduling.memory import Verdict
 from tgi_server.router.scheduling.prefix_cache import Match, PrefixCache
 from tgi_server.router.scheduling.sequence import BlockCopy, Sequence
 
@@ -24,7 +24,6 @@ class PagedMemory:
 
     def __init__(self, num_blocks: int, block_size: int, *, prefix_cache: bool) -> None:
         self.block_size = block_size
-        self.prefix_cache = PrefixCacheUse()
         self._enabled = prefix_cache
         self._num_blocks = num_blocks
         self.reset()
@@ -35,16 +34,12 @@ class PagedMemory:
         self._sources: list[int] = []  # of the block copies that the call being built makes
 
     @property
-    def blocks_in_use(self) -> int:
-        return self._pool.in_use
-
-    @property
-    def blocks_cached(self) -> int:
-        return self._pool.idle
-
-    @property
     def held_tokens(self) -> int:
         return self._pool.in_use * self.block_size
+
+    @property
+    def cached_tokens(self) -> int:
+        return self._pool.idle * self.block_size
 
     def can_ever_hold(self, sequence: Sequence) -> bool:
         return self._blocks_of(max(sequence.max_total_tokens - 1, sequence.known)) <= self._num_blocks
@@ -60,8 +55,6 @@ class PagedMemory:
             # The source of a copy was one block too many.
             match = Match(match.tokens // self.block_size * self.block_size, blocks=match.blocks)
             self._reserve(sequence, match, self._num_blocks)
-        self.prefix_cache.lookup_tokens += sequence.known
-        self.prefix_cache.hit_tokens += match.tokens
         return Verdict.ADMITTED
 
     def can_grow(self, sequences: int) -> bool:

@@ -16,12 +16,14 @@ Message = pb.PrefillRequest | pb.DecodeRequest | pb.FilterBatchRequest
 class Call:
     """A call to be sent now.
 
-    joined: the sequences that it takes from the queue. concat: why, when others were running already.
+    joined: the sequences that it takes from the queue. concat: why, when others were running already. preempted: how
+    many sequences go back to the queue.
     """
 
     message: Message
     joined: list[Sequence] = field(default_factory=list)
     concat: Reason | None = None
+    preempted: int = 0
 
     @property
     def is_step(self) -> bool:
@@ -46,7 +48,6 @@ class Planner:
         self._lookahead = max(0, pipeline_depth - 2)
         self._steps_since_prefill = 0
         self._did_not_fit: tuple[int, int] | None = None  # request, and tokens held when there was no room for it
-        self.preemptions = 0
 
     def next_call(self, steps_in_flight: int) -> Call | None:
         """None: nothing can be said before one of the steps on their way is answered, or another request comes."""
@@ -58,28 +59,30 @@ class Planner:
         if not self._memory.can_grow(len(batch.growing())):
             if steps_in_flight:
                 return None  # they may free blocks, and their tokens belong to a sequence that must give way
-            self._make_room()
-            if batch.filter_due:
-                return self._filter()
+            preempted = self._make_room()
+            return self._filter(preempted)
         call = self._step()
         if call is not None:
             batch.sent()
             self._memory.sent()
         return call
 
-    def _filter(self) -> Call:
+    def _filter(self, preempted: int = 0) -> Call:
         self._batch.filter_due = False
-        return Call(pb.FilterBatchRequest(batch_id=self._batch.id, keep_request_ids=self._batch.ids()))
+        message = pb.FilterBatchRequest(batch_id=self._batch.id, keep_request_ids=self._batch.ids())
+        return Call(message, preempted=preempted)
 
-    def _make_room(self) -> None:
-        """Preempts the youngest until all others can grow. The last one always can: alone, it can ever be held."""
+    def _make_room(self) -> int:
+        """Preempts the youngest until all others can grow: how many. One that is alone always can."""
+        preempted = 0
         while not self._memory.can_grow(len(self._batch.growing())):
             youngest = self._batch.youngest()
             self._batch.leave(youngest, ended_by_shards=False)
             self._memory.release(youngest)
             youngest.reset()
             self._queue.put_back(youngest)
-            self.preemptions += 1
+            preempted += 1
+        return preempted
 
     def _step(self) -> Call | None:
         batch = self._batch
