@@ -7,45 +7,41 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 from llm_functionalities.deadline import Deadline
-from llm_functionalities.errors import BadAnswer, Cancelled, DeadlineExceeded
+from llm_functionalities.errors import BadAnswer, Cancelled, DeadlineExceeded, ModelError
 
 
 class Call:
     """Bounds everything that its worker thread does on the network.
 
     Every wait of the worker (name resolution, connecting, each read and write) asks `remaining()` first, so no sum
-    of short waits outlasts the deadline. `cancel()` may come from any thread: it shuts the socket down under the
-    worker, which ends its read at once and tells the model server to stop generating.
+    of short waits outlasts the deadline. `cancel` and `expire` may come from any thread: they shut the socket down
+    under the worker, which ends its read at once and tells the model server to stop generating.
     """
 
     def __init__(self, deadline: Deadline, headers: Mapping[str, str] | None = None) -> None:
         self.deadline = deadline
         self.headers = dict(headers or {})
         self._lock = threading.Lock()
-        self._cancelled = threading.Event()
+        self._ended = threading.Event()
+        self._end: type[ModelError] = DeadlineExceeded
         self._socket: socket.socket | None = None
         self._sent = False
-
-    @property
-    def cancelled(self) -> bool:
-        return self._cancelled.is_set()
 
     def remaining(self) -> float:
         """Seconds that are left, more than zero.
 
         Raises:
             DeadlineExceeded: the time is up.
-            Cancelled: it is not, and the caller has gone.
+            Cancelled: the caller has gone.
         """
-        if (seconds := self.deadline.remaining()) <= 0:
-            raise DeadlineExceeded("the call's time is up")
-        if self._cancelled.is_set():
-            raise Cancelled("the call was cancelled")
+        seconds = self.deadline.remaining()
+        if self._ended.is_set() or seconds <= 0:
+            raise self._end("the caller has gone" if self._end is Cancelled else "the time was up")
         return seconds
 
     def pause(self, seconds: float) -> None:
         """Waits, though not past the deadline or a cancellation. Raises as `remaining` does."""
-        self._cancelled.wait(min(seconds, self.remaining()))
+        self._ended.wait(min(seconds, self.remaining()))
         self.remaining()
 
     def send_once(self) -> None:
@@ -55,7 +51,7 @@ class Call:
         self._sent = True
 
     def hold(self, connection: socket.socket) -> float:
-        """The worker is about to use `connection`, which `cancel` may shut down until `release`.
+        """The worker is about to use `connection`, which `cancel` and `expire` may shut down until `release`.
 
         Returns what is left of the call's time, in seconds. Raises as `remaining` does.
         """
@@ -69,9 +65,18 @@ class Call:
             self._socket = None
 
     def cancel(self) -> None:
-        """Ends the call now. Safe from any thread, more than once, and after the call has ended."""
+        """Ends the call as its caller has gone. Safe from any thread, more than once, and after the call has ended."""
+        self._end_by(Cancelled)
+
+    def expire(self) -> None:
+        """Ends the call as its time is up. As safe as `cancel`."""
+        self._end_by(DeadlineExceeded)
+
+    def _end_by(self, error: type[ModelError]) -> None:
         with self._lock:
-            self._cancelled.set()
+            if not self._ended.is_set():
+                self._end = error
+                self._ended.set()
             if self._socket is not None:
                 _shut_down(self._socket)
 

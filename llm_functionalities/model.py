@@ -15,6 +15,12 @@ from llm_functionalities.errors import DeadlineExceeded, ModelError
 from llm_functionalities.generation import Generation
 from llm_functionalities.pool import FairPool
 
+ANSWER_FIRST_SECONDS = 0.02
+"""From a deadline until the worker is stopped: workers that wake, perhaps many at once, must not delay the answer."""
+
+WORKER_GRACE_SECONDS = 0.2
+"""From a deadline until the worker stops by itself, should nobody have stopped it."""
+
 SAID_NOTHING = "no_text"
 """The reason of an empty answer that is the model's own."""
 
@@ -48,12 +54,9 @@ class Model:
     ) -> Answer:
         """The model's answer, at the latest when the deadline passes."""
         gathering = _Gathering(1)
-        call = Call(deadline, headers)
+        call = _call(deadline, headers)
         self._pool.run(lambda: gathering.put(0, self._ask(prompt, generation, call)))
-        try:
-            await gathering.wait(deadline)
-        finally:
-            call.cancel()
+        await gathering.wait(deadline, [call])
         return self._counted(gathering.answers)[0]
 
     async def answers(
@@ -67,18 +70,16 @@ class Model:
         if not prompts:
             return []
         gathering = _Gathering(len(prompts))
-        calls = [Call(deadline, headers) for _ in prompts]
+        calls = [_call(deadline, headers) for _ in prompts]
 
         def job(place: int) -> Callable[[], None]:
             return lambda: gathering.put(place, self._ask(prompts[place], generation, calls[place]))
 
         drop_waiting = self._pool.run_batch(map(job, range(len(prompts))))
         try:
-            await gathering.wait(deadline)
+            await gathering.wait(deadline, calls)
         finally:
             drop_waiting()
-            for call in calls:
-                call.cancel()
         return self._counted(gathering.answers)
 
     async def stream(
@@ -89,19 +90,22 @@ class Model:
         Closing the iterator stops the generation.
         """
         loop = asyncio.get_running_loop()
-        call = Call(deadline, headers)
+        call = _call(deadline, headers)
         pieces: asyncio.Queue[Answer | None] = asyncio.Queue()
         put = partial(_tell, loop, pieces.put_nowait)
         self._pool.run(lambda: self._write(prompt, generation, call, put))
         timer = loop.call_later(deadline.remaining(), pieces.put_nowait, TOO_LATE)
+        end = call.cancel
         try:
             while (piece := await pieces.get()) is not None:
+                if piece is TOO_LATE:
+                    end = call.expire
                 yield self._counted([piece])[0]
                 if piece.reason is not None:
                     return
         finally:
             timer.cancel()
-            call.cancel()
+            end()
 
     def _ask(self, prompt: str, generation: Generation, call: Call) -> Answer:
         try:
@@ -148,9 +152,24 @@ class _Gathering:
                 return
         _tell(self._loop, self._complete.set_result, None)
 
-    async def wait(self, deadline: Deadline) -> None:
-        """Returns once all answers are there or the deadline has passed."""
-        await asyncio.wait([self._complete], timeout=max(0.0, deadline.remaining()))
+    async def wait(self, deadline: Deadline, calls: Sequence[Call]) -> None:
+        """Returns once all answers are there or the deadline has passed. Ends `calls` if they are not all there."""
+        end = Call.cancel
+        try:
+            await asyncio.wait([self._complete], timeout=max(0.0, deadline.remaining()))
+            end = Call.expire
+        finally:
+            if not self._complete.done():
+                self._loop.call_later(ANSWER_FIRST_SECONDS, _end_all, end, calls)
+
+
+def _call(deadline: Deadline, headers: Mapping[str, str] | None) -> Call:
+    return Call(Deadline(deadline.at + WORKER_GRACE_SECONDS), headers)
+
+
+def _end_all(end: Callable[[Call], None], calls: Sequence[Call]) -> None:
+    for call in calls:
+        end(call)
 
 
 def _tell(loop: asyncio.AbstractEventLoop, callback: Callable[..., Any], *arguments: Any) -> None:

@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -33,6 +34,8 @@ RECOVERY_SECONDS = 5.0
 IDLE_SECONDS = 4.0
 """Longer than the service keeps idle connections."""
 
+SLOW = "slow"
+SLOW_SECONDS = 2.0
 FLAGS = ("--threads", str(CALLERS), "--batch-threads", "32")
 
 
@@ -45,8 +48,20 @@ class Fault:
     heal: Callable[[], None]
 
 
+def _model_server(port: int = 0) -> ModelServer:
+    """Well, and slow when asked to be."""
+    server = ModelServer(port)
+    server.answer = _answer
+    return server
+
+
+def _answer(prompt: str) -> str:
+    time.sleep(SLOW_SECONDS if prompt == SLOW else 0)
+    return "a fine answer"
+
+
 def _server_fault(fault: str | int, sick: bool) -> "Iterator[Fault]":
-    with ModelServer() as server:
+    with _model_server() as server:
         server.sick = sick
         yield Fault(
             ("--endpoint", server.url),
@@ -57,7 +72,7 @@ def _server_fault(fault: str | int, sick: bool) -> "Iterator[Fault]":
 
 def _name_fault(mode: str) -> Iterator[Fault]:
     """Connections last, and the name is needed again only for new ones: the server dies with its name."""
-    with ModelServer() as server, NameServer({"tgi.": [("A", "127.0.0.1")]}) as names:
+    with _model_server() as server, NameServer({"tgi.": [("A", "127.0.0.1")]}) as names:
 
         def inflict() -> None:
             if mode == "absent":
@@ -75,13 +90,13 @@ def _name_fault(mode: str) -> Iterator[Fault]:
 
 
 def _refused() -> Iterator[Fault]:
-    with ModelServer() as server:
+    with _model_server() as server:
         yield Fault(("--endpoint", server.url), server.kill, server.start)
 
 
 def _silent_host() -> Iterator[Fault]:
     """Nobody answers a SYN: a listener whose backlog is full stands for a host that is off."""
-    with ModelServer() as server, ExitStack() as blocked:
+    with _model_server() as server, ExitStack() as blocked:
 
         def inflict() -> None:
             server.kill()
@@ -108,8 +123,7 @@ def _killed_process() -> Iterator[Fault]:
     running: list[subprocess.Popen[bytes]] = []
 
     def start() -> None:
-        module = "tests.integration.llm_functionalities.model_server"
-        running.append(subprocess.Popen([sys.executable, "-m", module, str(port)]))
+        running.append(subprocess.Popen([sys.executable, "-m", __spec__.name, str(port)]))
         while True:
             with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)):
                 return
@@ -241,9 +255,8 @@ async def _measure(service: Service, fault: Fault) -> Measured:
     measured = Measured()
     async with grpc.aio.insecure_channel(service.address) as channel:
         stub = llm_pb2_grpc.LLMRunnerStub(channel)
-        warm = llm_pb2.ModelBatchRequest(formatted_prompts=["warm"] * 200)
-        await asyncio.gather(*(stub.call_model(llm_pb2.ModelRequest(formatted_prompt="warm")) for _ in range(500)))
-        await stub.batch_call_model(warm)
+        # So that the service has started all the threads that it ever will.
+        await asyncio.gather(*(stub.call_model(llm_pb2.ModelRequest(formatted_prompt=SLOW)) for _ in range(CALLERS)))
         before = await _settled(service, stub)
         callers = _Callers(stub, measured)
         async with _background(measured, callers):
@@ -271,6 +284,9 @@ def measure(name: str) -> Measured:
 
 
 def main() -> None:
+    if len(sys.argv) > 1:
+        with _model_server(int(sys.argv[1])):
+            threading.Event().wait()
     print("| fault | calls | empty | errors | median | longest | past deadline | back after | all back | leaked |")
     print("|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|")
     for name in FAULTS:

@@ -5,7 +5,6 @@ import select
 import socket
 import ssl
 import struct
-import sys
 import threading
 import time
 from dataclasses import dataclass, field
@@ -205,7 +204,10 @@ def _read_request(reader: Any) -> Request | None:
     while header := reader.readline().strip():
         name, _, value = header.decode("latin-1").partition(":")
         headers[name.lower()] = value.strip()
-    body = reader.read(int(headers.get("content-length", 0)))
+    length = int(headers.get("content-length", 0))
+    body = reader.read(length)
+    if len(body) < length:
+        return None  # the connection ended within the request
     return Request(path, json.loads(body) if body else {}, headers)
 
 
@@ -240,8 +242,3 @@ def _reset(connection: socket.socket) -> None:
     except OSError:
         pass
     connection.close()
-
-
-if __name__ == "__main__":
-    with ModelServer(int(sys.argv[1])):
-        threading.Event().wait()
