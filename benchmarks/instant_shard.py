@@ -2,8 +2,8 @@
 
     python -m benchmarks.instant_shard --uds-path /tmp/instant
 
-Its text is made of the tokens that it is given, or of the prompt's, over and over. It keeps the contract of proto/generate.proto: batches,
-lengths, logprobs where they are asked for; blocks and samplers it takes at their word.
+Its text is made of the tokens that it is given, or of the prompt's, over and over. It keeps the contract of
+proto/generate.proto: batches, lengths, logprobs where they are asked for; blocks and samplers it takes at their word.
 """
 
 # ruff: noqa: N802  # methods are named by the contract
@@ -42,8 +42,9 @@ class _Row:
 
 
 class InstantShard(TextGenerationServiceServicer):
-    """tokens: what is generated; None: the prompt, without its first token. end: the token that ends a text; None: texts end by their length only.
+    """tokens: what is generated; None: the prompt, without its first token.
 
+    end: the token that ends a text; None: texts end by their length only.
     step_seconds: how long each step takes. fail: every step fails with this message, while it is set.
     """
 
