@@ -37,6 +37,8 @@ class RecordingSink:
         self.tokens += generation.token_ids
         self.prefill_ids += generation.prefill_tokens.ids
         stop = self._stop_after is not None and len(self.tokens) >= self._stop_after
+        if stop:
+            del self.tokens[self._stop_after :]
         return FinishReason.STOP_SEQUENCE if stop else None
 
     def finished(self, reason: FinishReason) -> None:

@@ -22,6 +22,7 @@ from tgi_server.shard.call_order import CallOrder, OutOfTurn
 
 EOS = 0
 VOCABULARY = 24
+_MAX_FORCED = 12
 _MASK = (1 << 61) - 1
 
 
@@ -78,7 +79,7 @@ class _Row:
 
     @property
     def past_prompt(self) -> bool:
-        return self.computed >= len(self.tokens) - 1 and self.generated > len(self.request.generated_ids)
+        return self.generated > len(self.request.generated_ids)
 
     @property
     def generated(self) -> int:
@@ -219,21 +220,38 @@ class SimulatedShard:
         return generation
 
     def _decode(self, row: _Row) -> pb.Generation:
-        self._write(row, row.computed)
-        row.computed += 1
+        for _ in range(len(row.tokens) - row.computed):
+            self._write(row, row.computed)
+            row.computed += 1
         return self._sample(row)
 
     def _sample(self, row: _Row) -> pb.Generation:
         entries = [self._entry(row, position) for position in range(row.computed)]
         token = _next_token(entries, row.computed, row.seed)
-        row.tokens.append(token)
+        tokens = [token, *self._forced(row, entries, token)]
+        row.tokens += tokens
         finish = pb.FINISH_REASON_NONE
-        if token == EOS and not row.request.ignore_eos:
+        if tokens[-1] == EOS and not row.request.ignore_eos:
             finish = pb.FINISH_REASON_EOS_TOKEN
         elif row.generated >= row.request.max_new_tokens:
             finish = pb.FINISH_REASON_LENGTH
         row.ended = bool(finish)
-        return pb.Generation(request_id=row.request.id, token_ids=[token], finish_reason=finish)
+        return pb.Generation(request_id=row.request.id, token_ids=tokens, finish_reason=finish)
+
+    def _forced(self, row: _Row, entries: list[int], token: int) -> list[int]:
+        """A request with a grammar gets some tokens at once: those that it would get anyway, as far as it has slots."""
+        request = row.request
+        if not request.HasField("grammar") or not self.paged:
+            return []
+        slots = len(row.blocks) * self.block_size - request.lookahead - len(row.tokens) - 1
+        room = min(slots, request.max_new_tokens - row.generated - 1, _mix(token, row.computed) % _MAX_FORCED)
+        forced: list[int] = []
+        entries = list(entries)
+        while len(forced) < room and (token != EOS or request.ignore_eos):
+            entries.append(_mix(entries[-1], token))
+            token = _next_token(entries, len(entries), row.seed)
+            forced.append(token)
+        return forced
 
     def _leave(self, generations: list[pb.Generation], late: list[_Row]) -> pb.StepResponse:
         for row in late:
@@ -268,6 +286,9 @@ class SimulatedShardService(TextGenerationServiceServicer):
         return pb.InfoResponse(
             model_id="simulated", paged=self.shard.paged, block_size=self.shard.block_size, eos_token_ids=[EOS]
         )
+
+    async def Compile(self, request, context):
+        return pb.CompileResponse()
 
     async def ServiceDiscovery(self, request, context):
         return pb.ServiceDiscoveryResponse(urls=self._urls)

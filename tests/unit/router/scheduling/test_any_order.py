@@ -13,7 +13,7 @@ from hypothesis.stateful import (
 )
 
 from tests.unit.router.scheduling.simulation import Simulation
-from tgi_server.router.messages import SamplingParameters
+from tgi_server.router.messages import Grammar, GrammarType, SamplingParameters
 
 # Few different tokens and prompts that continue each other: prefixes are shared, part inside blocks, and part again.
 TOKENS = st.integers(1, 2)
@@ -62,6 +62,7 @@ class AnyOrder(RuleBasedStateMachine):
         seed=st.none() | st.integers(0, 3),
         prefill_logprobs=st.sampled_from((False, False, False, True)),
         adapter=st.sampled_from((None, None, "a")),
+        grammar=st.sampled_from((None, Grammar(GrammarType.REGEX, "a*"))),
     )
     def submit(
         self,
@@ -72,6 +73,7 @@ class AnyOrder(RuleBasedStateMachine):
         seed: int | None,
         prefill_logprobs: bool,
         adapter: str | None,
+        grammar: Grammar | None,
     ) -> None:
         prompt = prompt[: self.largest - 1]
         self.simulation.submit(
@@ -82,6 +84,7 @@ class AnyOrder(RuleBasedStateMachine):
             sampling=SamplingParameters(do_sample=seed is not None, seed=seed or 0),
             prefill_logprobs=prefill_logprobs,
             adapter_id=adapter,
+            grammar=grammar,
         )
 
     @precondition(lambda self: self.simulation.requests)
@@ -129,7 +132,7 @@ class AnyOrder(RuleBasedStateMachine):
             assert first.id == min(waiting), "the queue is out of order"
             assert max(simulation.batch.ids(), default=0) < first.id, "somebody was overtaken"
         for sequence in simulation.batch:
-            if sequence.first_step is not None:
+            if sequence.first_step is not None and not sequence.leaps:
                 longest = min(sequence.known + simulation.batch.step - sequence.first_step, sequence.max_total_tokens)
                 blocks = -(-longest // simulation.memory.block_size)
                 assert len(sequence.blocks) <= blocks, f"request {sequence.id} has more blocks than it needs"
