@@ -36,16 +36,23 @@ class Ground:
     workloads: Sequence[Workload]
 
 
+@dataclass(frozen=True, slots=True)
+class Round:
+    """What one start of a server gave: the summaries are in the order of the workloads."""
+
+    start_seconds: float
+    summaries: list[Summary]
+
+
 @dataclass(slots=True)
 class Side:
-    """One of the two servers, and what was measured of it: a list for each round, in the order of the workloads."""
+    """One of the two servers, and what was measured of it."""
 
     command: ServerCommand
-    start_seconds: list[float] = field(default_factory=list)
-    rounds: list[list[Summary]] = field(default_factory=list)
+    rounds: list[Round] = field(default_factory=list)
 
-    async def measure(self, ground: Ground, seed: int, start_limit: float) -> None:
-        """A round: starts the server, which has `start_limit` seconds to come up, runs the loads, stops it.
+    async def measure(self, ground: Ground, seed: int, start_limit: float) -> Round:
+        """Starts the server, which has `start_limit` seconds to come up, runs the loads, and stops it.
 
         Raises ServerFailed, ServerUnavailable.
         """
@@ -55,19 +62,18 @@ class Side:
             _tell(f"{self.command.name}: up after {server.start_seconds:.0f} s")
             api = APIS[self.command.api](await first_model(server.url, None))
             summaries = await measure(Server(server.url, api), ground.workloads, seed, warm_up=True)
-        self.start_seconds.append(server.start_seconds)
-        self.rounds.append(summaries)
+        return Round(server.start_seconds, summaries)
 
     def median(self, load: int, value: str) -> float | None:
         """Over the rounds, of a number of a load's summaries; None where there is none."""
-        return _median(getattr(summaries[load], value) for summaries in self.rounds)
+        return _median(getattr(one.summaries[load], value) for one in self.rounds)
 
     def failures(self, load: int) -> int:
-        return sum(summaries[load].failures for summaries in self.rounds)
+        return sum(one.summaries[load].failures for one in self.rounds)
 
     def times_floor(self, ground: Ground, load: int) -> float | None:
         workload = ground.workloads[load]
-        return _median(times_floor(round_[load], workload, ground.cost, ground.machine) for round_ in self.rounds)
+        return _median(times_floor(one.summaries[load], workload, ground.cost, ground.machine) for one in self.rounds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,13 +84,22 @@ class Comparison:
     ours: Side
     peer: Side
 
+    async def run(self, rounds: int, start_limit: float) -> None:
+        """Adds `rounds` rounds. Raises ServerFailed, ServerUnavailable; rounds that are complete by then stay."""
+        for seed in range(rounds):
+            _tell(f"{self.ground.model.name}, round {seed + 1} of {rounds}")
+            ours = await self.ours.measure(self.ground, seed, start_limit)
+            peer = await self.peer.measure(self.ground, seed, start_limit)
+            self.ours.rounds.append(ours)
+            self.peer.rounds.append(peer)
+
     def print(self) -> None:
         """Medians over the rounds, as two tables."""
         names = self.ours.command.name, self.peer.command.name
         rounds = f"median of {len(self.ours.rounds)} rounds" if len(self.ours.rounds) > 1 else "one round"
         print(f"\n{self.ground.model.name}, {rounds}; {self.ground.machine.describe()}")
         for side in (self.ours, self.peer):
-            print(f"{side.command.name} was up after {statistics.median(side.start_seconds):.1f} s")
+            print(f"{side.command.name} was up after {number(_median(one.start_seconds for one in side.rounds))} s")
         rates = [f"{unit} {name}" for unit in ("requests/s", "tokens/s") for name in names]
         floors = [f"x floor {name}" for name in names]
         failures = [f"failed {name}" for name in names]
@@ -102,7 +117,7 @@ class Comparison:
         """Of every round in which both sides have the value."""
         higher_is_better = value.endswith("_per_s")
         pairs = [
-            (getattr(ours[load], value), getattr(peer[load], value))
+            (getattr(ours.summaries[load], value), getattr(peer.summaries[load], value))
             for ours, peer in zip(self.ours.rounds, self.peer.rounds, strict=True)
         ]
         return [mine / theirs if higher_is_better else theirs / mine for mine, theirs in pairs if mine and theirs]

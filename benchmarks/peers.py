@@ -36,21 +36,14 @@ def measure_ground(model: Path, workloads: Sequence[Workload]) -> Ground:
 
     Raises ValueError.
     """
-    command = [sys.executable, "-m", "benchmarks.machine", "--model", str(model), "--device", "cpu"]
+    command = [sys.executable, "-m", "benchmarks.machine", "--model", str(model)]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode != 0:
-        raise ValueError((result.stderr.strip().splitlines() or ["the machine could not be measured"])[-1])
+        raise ValueError(
+            (result.stderr.strip().splitlines() or ["the machine could not be measured"])[-1].removeprefix("error: ")
+        )
     measured = json.loads(result.stdout)
     return Ground(model, Machine(**measured["machine"]), ModelCost(**measured["cost"]), workloads)
-
-
-async def run_rounds(comparison: Comparison, rounds: int, start_limit: float) -> None:
-    """Raises ServerFailed, ServerUnavailable."""
-    ground = comparison.ground
-    for round_ in range(rounds):
-        print(f"{ground.model.name}, round {round_ + 1} of {rounds}", file=sys.stderr, flush=True)
-        await comparison.ours.measure(ground, round_, start_limit)
-        await comparison.peer.measure(ground, round_, start_limit)
 
 
 def _arguments() -> argparse.Namespace:
@@ -86,36 +79,43 @@ def _peer(arguments: argparse.Namespace) -> ServerCommand:
     return replace(known, environment=environment, programs=programs, api=arguments.peer_api)
 
 
-def _run(arguments: argparse.Namespace) -> list[Comparison]:
-    comparisons = []
+def _compare(comparison: Comparison, arguments: argparse.Namespace) -> str | None:
+    """Runs and prints a model's rounds. Returns what went wrong, if anything did; what came before it is printed."""
+    problem = None
+    try:
+        uvloop.run(comparison.run(arguments.rounds, arguments.start_limit))
+    except (ServerFailed, ServerUnavailable) as error:
+        problem = str(error)
+    if comparison.ours.rounds:
+        comparison.print()
+    return problem or (f"{comparison.failures} requests failed" if comparison.failures else None)
+
+
+def main() -> None:
+    arguments = _arguments()
     ours = replace(OURS, command=arguments.our_command, api=arguments.our_api)
     peer, workloads = _peer(arguments), chosen_loads(arguments)
     load = os.getloadavg()[0]
     if load > _BUSY:
         print(f"this machine is busy (load {load:.1f}): what it measures now is not its best", file=sys.stderr)
-    for model in arguments.model:
-        ground = measure_ground(model, workloads)
-        comparison = Comparison(ground, Side(ours), Side(peer))
-        uvloop.run(run_rounds(comparison, arguments.rounds, arguments.start_limit))
-        comparison.print()
-        comparisons.append(comparison)
-    return comparisons
-
-
-def main() -> None:
-    arguments = _arguments()
+    comparisons, problems = [], []
     try:
-        comparisons = _run(arguments)
-    except (ServerFailed, ServerUnavailable, ValueError) as error:
+        for model in arguments.model:
+            for side in (ours, peer):
+                side.arguments(model, port=0)
+            comparison = Comparison(measure_ground(model, workloads), Side(ours), Side(peer))
+            problems.append(_compare(comparison, arguments))
+            comparisons.append(comparison.as_json())
+    except ValueError as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
         sys.exit("interrupted")
-    result = json.dumps([comparison.as_json() for comparison in comparisons], default=str)
+    result = json.dumps(comparisons, default=str)
     print("\n" + result)
     if arguments.output:
         arguments.output.write_text(result + "\n")
-    if any(comparison.failures for comparison in comparisons):
-        sys.exit("error: not all requests were answered")
+    if any(problems):
+        sys.exit("error: " + "; ".join(problem for problem in problems if problem))
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ async def test_the_naive_server_answers_whole_batches_and_leaves_nothing_behind(
 ) -> None:
     workload = Workload("X", users=5, words=3, new_tokens=6, repeat=2, stream=False)
     before = set(psutil.Process().children(recursive=True))
-    async with running(NAIVE, tiny_model, tmp_path / "logs" / "naive.log", limit=60) as server:
+    async with running(NAIVE, tiny_model, tmp_path / "logs" / "naive.log", limit=100) as server:
         for api in APIS.values():
             outcome = await run_workload(Server(server.url, api("tiny")), workload, warm_up=False)
             assert outcome.failures == []
@@ -45,9 +45,10 @@ async def ask(url: str) -> bytes:
 
 
 async def test_a_server_that_ends_at_once_is_told_with_its_last_words(tmp_path: Path) -> None:
-    log = tmp_path / "naive.log"
-    with pytest.raises(ServerFailed, match=r"naive ended with status 1: error: no model in .*/nothing"):
-        async with running(NAIVE, tmp_path / "nothing", log, limit=60):
+    log = tmp_path / "peer.log"
+    command = ServerCommand("peer", """python -c 'import sys; sys.exit("no such port: " + sys.argv[1])' {port}""")
+    with pytest.raises(ServerFailed, match=r"peer ended with status 1: no such port: \d+ \(see .*/peer\.log\)"):
+        async with running(command, tmp_path, log, limit=60):
             pass
 
 
