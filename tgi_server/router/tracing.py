@@ -1,11 +1,15 @@
-"""One span for each request, in the caller's trace; the shards' spans follow it."""
+"""Spans of each request, in the caller's trace: one for all of it, and one for each thing that it waited for."""
 
 from collections.abc import Mapping
+from time import perf_counter_ns, time_ns
 
 from opentelemetry import trace
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode
 
 from shared.tracing import extract_context, trace_headers
+
+Moment = float
+"""Seconds of `time.perf_counter`."""
 
 
 class RequestTracer:
@@ -15,6 +19,7 @@ class RequestTracer:
         self._tracer = trace.get_tracer("tgi_server.router") if enabled else None
 
     def start(self, name: str, headers: Mapping[str, str]) -> Span | None:
+        """headers: of the caller's request, keys in lower case."""
         if self._tracer is None:
             return None
         return self._tracer.start_span(name, context=extract_context(headers), kind=SpanKind.SERVER)
@@ -25,6 +30,17 @@ class RequestTracer:
             return {}
         with trace.use_span(span):
             return trace_headers()
+
+    def phases(self, span: Span | None, phases: Mapping[str, tuple[Moment, Moment]]) -> None:
+        """Children of `span` for what is over: name, begin, end."""
+        if span is None or self._tracer is None:
+            return
+        offset = time_ns() - perf_counter_ns()
+        for name, (begin, end) in phases.items():
+            child = self._tracer.start_span(
+                name, context=trace.set_span_in_context(span), start_time=offset + int(begin * 1e9)
+            )
+            child.end(offset + int(end * 1e9))
 
     def end(self, span: Span | None, attributes: Mapping[str, str | int | float], error: str | None) -> None:
         if span is None:

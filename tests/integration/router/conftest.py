@@ -1,8 +1,11 @@
 """A router with everything but a model: real HTTP, real gRPC, and a shard whose text the test decides."""
 
 import asyncio
+import signal
 import socket
-from collections.abc import AsyncIterator, Callable
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +14,10 @@ from typing import Any
 import httpx
 import pytest
 
-from benchmarks.instant_shard import InstantShard, start
+from benchmarks.instant_shard import InstantShard
+from benchmarks.instant_shard import start as start_shard
+from tests.conftest import FreePort
+from tests.integration.router.process import Process, Start
 from tgi_server import demo_model
 from tgi_server.router.app import create_app
 from tgi_server.router.assembly import assembled
@@ -70,7 +76,7 @@ RouterFactory = Callable[..., Any]
 async def running_router(folder: Path, shard_options: dict[str, Any], **settings: Any) -> AsyncIterator[Router]:
     path = folder / "shard"
     shard = InstantShard(f"unix://{path}", None, end=EOS, **shard_options)
-    shards = await start(shard, path)
+    shards = await start_shard(shard, path)
     listener = socket.create_server(("127.0.0.1", 0))
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     values = {"tokenizer_name": demo_model.PATH, "master_shard_uds_path": str(path), **settings}
@@ -115,3 +121,43 @@ async def router(routers: RouterFactory) -> Router:
 def events(text: str) -> list[str]:
     """The data of each server-sent event."""
     return [line.removeprefix("data:").strip() for line in text.split("\n\n") if line.startswith("data:")]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Starts routers; whatever is left of them is killed afterwards."""
+    started: list[Process] = []
+
+    def begin(*flags: str) -> Process:
+        started.append(Process(tmp_path / f"router-{len(started)}.log", "--prometheus-port=0", *flags))
+        return started[-1]
+
+    yield begin
+    for process in started:
+        if process.popen.poll() is None:
+            process.popen.kill()
+            process.wait()
+
+
+@pytest.fixture(scope="module")
+def shard_path(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The socket of a shard that needs 20 ms for each token."""
+    path = tmp_path_factory.mktemp("shard") / "socket"
+    command = [sys.executable, "-m", "benchmarks.instant_shard", f"--uds-path={path}", "--step-seconds=0.02"]
+    shard = subprocess.Popen(command)
+    yield path
+    shard.send_signal(signal.SIGTERM)
+    shard.wait(30)
+
+
+@pytest.fixture
+def flags(shard_path: Path, free_port: FreePort) -> tuple[str, list[str]]:
+    """The URL of a router that can start, and its flags."""
+    port = free_port()
+    model = f"--tokenizer-name={demo_model.PATH}"
+    return f"http://127.0.0.1:{port}", [
+        model,
+        f"--master-shard-uds-path={shard_path}",
+        "--hostname=127.0.0.1",
+        f"--port={port}",
+    ]

@@ -65,6 +65,7 @@ async def test_vertex(router: Router):
 async def test_health(router: Router):
     for path in ("/health", "/ping", "/"):
         assert (await router.http.get(path)).status_code == 200
+        assert (await router.http.head(path)).status_code == 200
     router.shard.fail = "the device is lost"
     for path in ("/health", "/ping", "/"):
         response = await router.http.get(path)

@@ -3,89 +3,15 @@
 import json
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
 import pytest
 
 from tests.conftest import FreePort
-from tgi_server import demo_model
-
-READY_SECONDS = 60.0
-Start = Callable[..., "Process"]
-
-
-class Process:
-    """A router; its lines go to a file."""
-
-    def __init__(self, log: Path, *flags: str) -> None:
-        self.log = log
-        with log.open("w") as output:
-            self.popen = subprocess.Popen(
-                [sys.executable, "-m", "tgi_server.router.cli", *flags], stdout=output, stderr=output
-            )
-
-    def lines(self) -> list[str]:
-        return self.log.read_text().splitlines()
-
-    def wait(self, seconds: float = 30.0) -> int:
-        return self.popen.wait(seconds)
-
-    def until_ready(self, url: str) -> "Process":
-        deadline = time.monotonic() + READY_SECONDS
-        while True:
-            assert self.popen.poll() is None, self.log.read_text()
-            assert time.monotonic() < deadline, self.log.read_text()
-            try:
-                if httpx.get(f"{url}/health", timeout=5).status_code == 200:
-                    return self
-            except httpx.HTTPError:
-                time.sleep(0.05)
-
-
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
-    """Starts routers; whatever is left of them is killed afterwards."""
-    started: list[Process] = []
-
-    def begin(*flags: str) -> Process:
-        started.append(Process(tmp_path / f"router-{len(started)}.log", "--prometheus-port=0", *flags))
-        return started[-1]
-
-    yield begin
-    for process in started:
-        if process.popen.poll() is None:
-            process.popen.kill()
-            process.wait()
-
-
-@pytest.fixture(scope="module")
-def shard_path(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The socket of a shard that needs 20 ms for each token."""
-    path = tmp_path_factory.mktemp("shard") / "socket"
-    command = [sys.executable, "-m", "benchmarks.instant_shard", f"--uds-path={path}", "--step-seconds=0.02"]
-    shard = subprocess.Popen(command)
-    yield path
-    shard.send_signal(signal.SIGTERM)
-    shard.wait(30)
-
-
-@pytest.fixture
-def flags(shard_path: Path, free_port: FreePort) -> tuple[str, list[str]]:
-    """The URL of a router that can start, and its flags."""
-    port = free_port()
-    model = f"--tokenizer-name={demo_model.PATH}"
-    return f"http://127.0.0.1:{port}", [
-        model,
-        f"--master-shard-uds-path={shard_path}",
-        "--hostname=127.0.0.1",
-        f"--port={port}",
-    ]
+from tests.integration.router.process import READY_SECONDS, Process, Start
 
 
 def last_line(process: Process) -> str:

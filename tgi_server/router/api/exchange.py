@@ -83,9 +83,14 @@ class Exchange:
                 self.service.submitter.cancel(request_id)
         self._sequences = [pair for pair in self._sequences if pair[1] is not sink]
 
+    @property
+    def _slowest(self) -> SequenceSink:
+        """Of several sequences, the one that the client waited for."""
+        return max((sink for _, sink in self._sequences), key=lambda sink: sink.ended_at)
+
     def times(self) -> RequestTimes:
-        """Where the time went; of several sequences, for the one that took longest."""
-        slowest = max((sink for _, sink in self._sequences), key=lambda sink: sink.ended_at)
+        """Where the time went."""
+        slowest = self._slowest
         inference = slowest.ended_at - slowest.started_at
         return RequestTimes(
             total=perf_counter() - self.arrived,
@@ -122,6 +127,15 @@ class Exchange:
             "generated_tokens": generated,
         }
         logger.info("%s answered", self.path, extra=fields)
+        slowest = self._slowest
+        self.service.tracer.phases(
+            self.span,
+            {
+                "validation": (self.arrived, slowest.queued_at),
+                "queue": (slowest.queued_at, slowest.started_at),
+                "inference": (slowest.started_at, slowest.ended_at),
+            },
+        )
         self.service.tracer.end(self.span, fields, None)
 
     def _failed(self, error: BaseException | None) -> None:

@@ -1,0 +1,40 @@
+"""A router in a process of its own."""
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+
+READY_SECONDS = 60.0
+Start = Callable[..., "Process"]
+
+
+class Process:
+    """A router; its lines go to a file."""
+
+    def __init__(self, log: Path, *flags: str) -> None:
+        self.log = log
+        with log.open("w") as output:
+            self.popen = subprocess.Popen(
+                [sys.executable, "-m", "tgi_server.router.cli", *flags], stdout=output, stderr=output
+            )
+
+    def lines(self) -> list[str]:
+        return self.log.read_text().splitlines()
+
+    def wait(self, seconds: float = 30.0) -> int:
+        return self.popen.wait(seconds)
+
+    def until_ready(self, url: str) -> "Process":
+        deadline = time.monotonic() + READY_SECONDS
+        while True:
+            assert self.popen.poll() is None, self.log.read_text()
+            assert time.monotonic() < deadline, self.log.read_text()
+            try:
+                if httpx.get(f"{url}/health", timeout=5).status_code == 200:
+                    return self
+            except httpx.HTTPError:
+                time.sleep(0.05)
