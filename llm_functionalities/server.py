@@ -48,7 +48,7 @@ class Server:
         self._metrics = Metrics()
         self._http = install(_transport(settings))
         self._endpoints = Endpoints([self._endpoint(url) for url in settings.inference_endpoint_url])
-        self._pool = FairPool(settings.threads, settings.batch_threads)
+        self._pool = FairPool(settings.threads, settings.batch_threads or settings.threads)
         self._metrics.watch_pool(self._pool)
         self._health = health.aio.HealthServicer()
         self._stop_metrics: Callable[[], None] | None = None

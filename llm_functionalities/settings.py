@@ -55,7 +55,9 @@ class Settings(ServiceSettings):
     default_timeout: Seconds = Field(10.0, description="seconds for a call that sets no time-out of its own")
     max_tokens: Annotated[int, Field(gt=0)] = Field(128, description="length of an answer unless the call says")
     threads: Annotated[int, Field(gt=0)] = Field(64, description="requests to the model servers at a time")
-    batch_threads: Annotated[int, Field(gt=0)] = Field(32, description="how many of these batches may hold")
+    batch_threads: Annotated[int, Field(gt=0)] | None = Field(
+        None, description="how many of these batches may hold; unset: half of them"
+    )
     max_concurrent_calls: Annotated[int, Field(gt=0)] = Field(
         512, description="calls at a time; those beyond it are refused with RESOURCE_EXHAUSTED"
     )
@@ -90,6 +92,8 @@ class Settings(ServiceSettings):
         for path in (self.tls_cert, self.tls_key, self.tls_client_ca, self.endpoint_ca):
             if path is not None and not path.is_file():
                 raise ValueError(f"there is no file {path}")
+        if self.batch_threads is None:
+            self.batch_threads = (self.threads + 1) // 2
         if self.batch_threads > self.threads:
             raise ValueError("--batch-threads cannot be more than --threads")
         return self

@@ -11,7 +11,14 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
 from shared.stubs import llm_pb2, llm_pb2_grpc
 from tests.integration.llm_functionalities.model_server import ModelServer
-from tests.integration.llm_functionalities.service import Service, ask, reason, running_service, until
+from tests.integration.llm_functionalities.service import (
+    Service,
+    ask,
+    on_a_busy_machine,
+    reason,
+    running_service,
+    until,
+)
 
 Runner = llm_pb2_grpc.LLMRunnerStub
 SLACK_SECONDS = 0.05
@@ -82,7 +89,9 @@ def test_a_prompt_that_fails_is_empty_in_its_place_only(runner: Runner, server: 
     assert list(response.text) == ["fine", "", "fine", "", "fine"]
 
 
+@on_a_busy_machine
 def test_the_time_out_holds_for_the_whole_batch(runner: Runner, server: ModelServer) -> None:
+    server.requests.clear()
     server.delay = 0.2
     prompts = [str(number) for number in range(20)]  # four at a time
     started = time.monotonic()
@@ -143,6 +152,7 @@ def test_a_request_that_the_model_refuses_says_nothing_about_the_endpoint(
 
 @pytest.mark.parametrize("fault", ["hang", "trickle"])
 @pytest.mark.parametrize("timeout_ms", [50, 300])
+@on_a_busy_machine
 def test_a_deadline_is_on_the_wall_clock(fault: str, timeout_ms: int, runner: Runner, server: ModelServer) -> None:
     server.fault, server.sick = fault, False
     for _ in range(3):
@@ -163,6 +173,7 @@ def test_impatient_callers_do_not_make_a_healthy_endpoint_look_dead(
     assert ask(runner) == "a fine answer"
 
 
+@on_a_busy_machine
 def test_the_callers_own_deadline_counts_and_the_empty_answer_arrives_before_it(
     runner: Runner, server: ModelServer
 ) -> None:
@@ -186,7 +197,9 @@ def test_a_caller_that_goes_away_stops_the_generation(runner: Runner, server: Mo
     assert all(request.abandoned.wait(1) for request in server.requests)
 
 
+@on_a_busy_machine
 def test_a_large_batch_does_not_starve_single_calls(runner: Runner, server: ModelServer) -> None:
+    server.requests.clear()
     server.delay = 0.05
     prompts = [f"prompt {number}" for number in range(1000)]
     batch = runner.batch_call_model.future(llm_pb2.ModelBatchRequest(formatted_prompts=prompts, timeout=20_000))
@@ -201,7 +214,9 @@ def test_a_large_batch_does_not_starve_single_calls(runner: Runner, server: Mode
     batch.cancel()
 
 
+@on_a_busy_machine
 def test_two_batches_share(runner: Runner, server: ModelServer) -> None:
+    server.requests.clear()
     server.delay = 0.02
     first = runner.batch_call_model.future(llm_pb2.ModelBatchRequest(formatted_prompts=["first"] * 400))
     until(lambda: len(server.requests) >= 8)
@@ -212,7 +227,9 @@ def test_two_batches_share(runner: Runner, server: ModelServer) -> None:
     first.result()
 
 
+@on_a_busy_machine
 def test_a_stream_comes_in_pieces_as_they_are_written(runner: Runner, server: ModelServer) -> None:
+    server.requests.clear()
     server.answer, server.delay = "one two three four", 0.1
     arrivals = []
     pieces = []
@@ -233,7 +250,9 @@ def test_a_stream_that_is_cancelled_stops_the_generation(runner: Runner, server:
     assert server.requests[0].abandoned.wait(0.5)
 
 
+@on_a_busy_machine
 def test_a_stream_ends_with_its_time(runner: Runner, server: ModelServer) -> None:
+    server.requests.clear()
     server.answer, server.delay = " ".join(["word"] * 100), 0.05
     started = time.monotonic()
     stream = runner.stream_model(llm_pb2.ModelRequest(formatted_prompt="x", timeout=400))

@@ -1,0 +1,62 @@
+import pytest
+
+from llm_functionalities.settings import Settings
+from shared.settings import read_settings
+
+
+def read(*flags: str) -> Settings:
+    return read_settings(Settings, "llm-functionalities", flags)
+
+
+@pytest.mark.parametrize("flag", ["--endpoint", "--inference-endpoint-url"])
+def test_endpoints_by_flag(flag: str) -> None:
+    assert read(flag, "tgi:80, https://models.example/tgi/").inference_endpoint_url == [
+        "http://tgi:80",
+        "https://models.example:443/tgi",
+    ]
+
+
+def test_endpoints_by_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("INFERENCE_ENDPOINT_URL", "tgi:80")
+    assert read().inference_endpoint_url == ["http://tgi:80"]
+    assert read("--endpoint", "other").inference_endpoint_url == ["http://other:80"]
+    monkeypatch.setenv("INFERENCE_ENDPOINT_URL", "")
+    assert read().inference_endpoint_url == []
+
+
+@pytest.mark.parametrize(("threads", "of_batches"), [("64", 32), ("5", 3), ("1", 1)])
+def test_batches_hold_half_of_the_threads(threads: str, of_batches: int) -> None:
+    assert read("--threads", threads).batch_threads == of_batches
+
+
+def test_a_secret_is_not_described() -> None:
+    assert "s3cret" not in read("--endpoint-token", "s3cret").describe()
+
+
+@pytest.mark.parametrize(
+    ("flags", "complaint"),
+    [
+        (["--endpoint", "ftp://tgi"], "--inference-endpoint-url"),
+        (["--endpoint", "http://me:secret@tgi"], "--endpoint-token"),
+        (["--prot", "8000"], "--prot"),
+        (["--port", "eighty"], "--port"),
+        (["--port", "70000"], "--port"),
+        (["--tls-cert", __file__], "--tls-key"),
+        (["--tls-client-ca", __file__], "--tls-cert"),
+        (["--endpoint-ca", "/absent"], "/absent"),
+        (["--name-servers", "dns.example"], "--name-servers"),
+        (["--default-timeout", "-1"], "--default-timeout"),
+        (["--threads", "0"], "--threads"),
+        (["--threads", "4", "--batch-threads", "8"], "--batch-threads"),
+        (["--log-level", "loud"], "--log-level"),
+    ],
+)
+def test_a_wrong_setting_is_one_clear_line(
+    flags: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        read(*flags)
+    assert end.value.code == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert complaint in said
