@@ -1,6 +1,7 @@
 """Start-up: from settings to everything that answers requests."""
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from importlib.metadata import PackageNotFoundError, version
@@ -9,7 +10,7 @@ from time import monotonic
 from shared.stubs import generate_pb2 as pb
 from tgi_server.router.capacity import Capacity
 from tgi_server.router.chat_template import ChatTemplate
-from tgi_server.router.errors import RouterError, StartupError
+from tgi_server.router.errors import RouterError, StartupError, Unhealthy
 from tgi_server.router.grammar_message import grammar_message
 from tgi_server.router.messages import Grammar, Limits
 from tgi_server.router.metrics import Metrics
@@ -23,7 +24,9 @@ from tgi_server.router.tokenizer_config import read_tokenizer_config
 from tgi_server.router.tracing import RequestTracer
 from tgi_server.router.validation import Validator, grammar_refusal
 
-_CONNECT_SECONDS = 60.0
+logger = logging.getLogger(__name__)
+
+_REPORT_SECONDS = 10.0
 _HEALTH_SECONDS = 10.0
 _CLEAR_SECONDS = 60.0
 
@@ -38,10 +41,7 @@ async def assembled(settings: RouterSettings) -> AsyncIterator[Service]:
     config = await asyncio.to_thread(read_tokenizer_config, model, settings.tokenizer_config_path)
     template = ChatTemplate(config)
     threads = TokenizerThreads(await asyncio.to_thread(load_tokenizer, model, config), settings.validation_workers)
-    try:
-        shards = await ShardedClient.connect(settings.master_shard_uds_path, timeout_s=_CONNECT_SECONDS)
-    except RouterError as error:
-        raise StartupError(f"no shard at {settings.master_shard_uds_path}: {error}") from error
+    shards = await _connect(settings.master_shard_uds_path)
     try:
         info, capacity = await _warm_up(shards, settings)
         limits = _limits(settings, capacity)
@@ -99,6 +99,16 @@ class _HealthCheck:
             # A long step keeps the shards from answering; tokens that came meanwhile show that they are well.
             if not self._scheduler.healthy or self._metrics.batches.answered_at < started:
                 raise
+
+
+async def _connect(path: str) -> ShardedClient:
+    """Waits for the shards for as long as they take to load; whoever started them knows when there is no more hope."""
+    started = monotonic()
+    while True:
+        try:
+            return await ShardedClient.connect(path, timeout_s=_REPORT_SECONDS)
+        except Unhealthy:
+            logger.info("waiting for the shard at %s (%.0f s)", path, monotonic() - started)
 
 
 async def _warm_up(shards: ShardedClient, settings: RouterSettings) -> tuple[pb.InfoResponse, pb.WarmupResponse]:

@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 _KEEP_ALIVE_SECONDS = 75
 _BACKLOG = 2048
+_METRICS_GRACE_SECONDS = 1
 
 
 async def run(settings: RouterSettings) -> None:
@@ -43,7 +44,7 @@ async def run(settings: RouterSettings) -> None:
         app = create_app(service, api_key=settings.api_key, cors_origins=settings.cors_allow_origin)
         servers = {HttpServer(app, settings.graceful_termination_timeout): listener}
         if metrics_listener is not None:
-            servers[HttpServer(_metrics_app(service.metrics), 0)] = metrics_listener
+            servers[HttpServer(_metrics_app(service.metrics), _METRICS_GRACE_SECONDS)] = metrics_listener
         _on_signals(lambda: _drain(servers))
         logger.info("ready on http://%s:%d", settings.hostname, listener.getsockname()[1])
         await asyncio.gather(*(server.serve([each]) for server, each in servers.items()))
