@@ -23,6 +23,7 @@ from shared.stubs.generate_pb2_grpc import TextGenerationServiceServicer, add_Te
 from tgi_server.shard.call_order import CallOrder, OutOfTurn
 
 _BLOCK_SIZE = 16
+_VOCAB_SIZE = 2**16
 _LOGPROB = -0.25
 
 
@@ -46,6 +47,7 @@ class InstantShard(TextGenerationServiceServicer):
 
     end: the token that ends a text; None: texts end by their length only.
     step_seconds: how long each step takes. fail: every step fails with this message, while it is set.
+    grammar_error: why no grammar can be used, when it is not empty.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class InstantShard(TextGenerationServiceServicer):
         self.tokens = tokens
         self.step_seconds = step_seconds
         self.fail: str | None = None
+        self.grammar_error = ""
         self.received: deque[pb.Request] = deque(maxlen=1_000)
         self._url = url
         self._end = end
@@ -78,6 +81,7 @@ class InstantShard(TextGenerationServiceServicer):
             dtype="float32",
             device_type="cpu",
             world_size=1,
+            vocab_size=_VOCAB_SIZE,
             paged=True,
             block_size=_BLOCK_SIZE,
             grammars=self._grammars,
@@ -114,6 +118,9 @@ class InstantShard(TextGenerationServiceServicer):
     async def Decode(self, request: pb.DecodeRequest, context: Any) -> pb.StepResponse:
         await self._turn(request.sequence, context)
         return await self._answer([self._next(row) for row in self._running()])
+
+    async def Compile(self, request: pb.CompileRequest, context: Any) -> pb.CompileResponse:
+        return pb.CompileResponse(error=self.grammar_error)
 
     async def FilterBatch(self, request: pb.FilterBatchRequest, context: Any) -> pb.FilterBatchResponse:
         await self._turn(request.sequence, context)

@@ -60,7 +60,7 @@ async def assembled(settings: RouterSettings) -> AsyncIterator[Service]:
                 tokenizer=threads.tokenizer,
                 threads=threads,
                 template=template,
-                validator=Validator(limits, threads, refusal, grammar_fault),
+                validator=Validator(limits, threads, info.vocab_size, refusal, grammar_fault),
                 submitter=scheduler,
                 capacity=Capacity(limits.max_concurrent_requests),
                 metrics=metrics,

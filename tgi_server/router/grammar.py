@@ -4,6 +4,8 @@ import json
 from dataclasses import replace
 from typing import Any
 
+from pydantic_core import from_json
+
 from tgi_server.router.errors import InvalidRequest
 from tgi_server.router.messages import Grammar, GrammarType
 from tgi_server.router.schemas import grammar as schemas
@@ -39,7 +41,7 @@ def json_grammar(schema: Any) -> Grammar:
     """The grammar of JSON that fits `schema`: an object, a boolean, or a string of JSON that is one of them."""
     if isinstance(schema, str):
         try:
-            schema = json.loads(schema)
+            schema = from_json(schema)  # which bounds how deep it may nest
         except ValueError as error:
             raise InvalidRequest(f"the JSON schema of the grammar is not JSON: {error}") from error
     if not isinstance(schema, dict | bool):

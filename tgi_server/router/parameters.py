@@ -1,7 +1,9 @@
 """The rules that generation parameters keep (TGI's), each with the one line that a client gets for breaking it."""
 
+import math
 import random
 from collections.abc import Callable
+from struct import Struct
 from typing import TypeVar
 
 from tgi_server.router.errors import InvalidRequest
@@ -10,12 +12,15 @@ from tgi_server.router.schemas.generate import GenerateParameters
 
 T = TypeVar("T")
 
+_FLOAT32 = Struct("<f")
 _SEED_BITS = 64
 _LARGEST_BIAS = 100.0
 
 
-def sampling_parameters(parameters: GenerateParameters) -> SamplingParameters:
+def sampling_parameters(parameters: GenerateParameters, vocab_size: int) -> SamplingParameters:
     """How to choose tokens. Sampling is on when it is asked for, or when anything is set that only shapes sampling.
+
+    vocab_size: tokens that the model can generate.
 
     Raises InvalidRequest.
     """
@@ -43,7 +48,7 @@ def sampling_parameters(parameters: GenerateParameters) -> SamplingParameters:
         presence_penalty=_or(parameters.presence_penalty, 0.0),
         seed=random_seed() if parameters.seed is None else parameters.seed,
         watermark=parameters.watermark,
-        logit_bias=_logit_bias(parameters.logit_bias) if parameters.logit_bias else {},
+        logit_bias=_logit_bias(parameters.logit_bias, vocab_size) if parameters.logit_bias else {},
     )
 
 
@@ -88,18 +93,27 @@ def random_seed() -> int:
     return random.getrandbits(_SEED_BITS)
 
 
-def _logit_bias(biases: dict[str, float]) -> dict[int, float]:
+def _logit_bias(biases: dict[str, float], vocab_size: int) -> dict[int, float]:
     for token, bias in biases.items():
-        if not (token.isascii() and token.isdigit() and int(token) < 2**32):
-            raise InvalidRequest(f"`logit_bias` wants token ids for names, not {token[:20]!r}")
+        if not (token.isascii() and token.isdigit() and len(token) < 10 and int(token) < vocab_size):
+            raise InvalidRequest(f"`logit_bias` wants token ids (0 to {vocab_size - 1}) for names, not {token[:20]!r}")
         if abs(bias) > _LARGEST_BIAS:
             raise InvalidRequest(f"`logit_bias` must be -100 to 100, not {bias}")
     return {int(token): bias for token, bias in biases.items()}
 
 
 def _require(name: str, value: float | None, rule: Callable[[float], bool], fault: str) -> None:
-    if value is not None and not rule(value):
+    if value is not None and not rule(_as_float32(value)):
         raise InvalidRequest(f"`{name}` {fault}, not {value}")
+
+
+def _as_float32(value: float) -> float:
+    """The value as the shards get it; NaN, which keeps no rule, when there is none."""
+    try:
+        (rounded,) = _FLOAT32.unpack(_FLOAT32.pack(value))
+    except OverflowError:
+        return math.nan
+    return float(rounded)
 
 
 def _or(value: T | None, default: T) -> T:

@@ -35,6 +35,7 @@ class SequenceSink(ABC):
 
     __slots__ = (
         "_detokenizer",
+        "_last_id",
         "_on_end",
         "_stops",
         "_tokenizer",
@@ -55,6 +56,7 @@ class SequenceSink(ABC):
         self._stops = stops
         self._on_end = on_end
         self.input_length = len(input_ids)
+        self._last_id = 0
         self.generated_tokens = 0
         self.finish_reason: FinishReason | None = None
         self.prefill: pb.PrefillTokens | None = None
@@ -72,6 +74,7 @@ class SequenceSink(ABC):
         last = len(generation.token_ids) - 1
         for position, token_id in enumerate(generation.token_ids):
             self.generated_tokens += 1
+            self._last_id = token_id
             reason = _REASONS[generation.finish_reason] if position == last else None
             special = token_id in self._tokenizer.special_tokens
             text, visible, stopped = self._special(token_id) if special else self._plain(token_id)
@@ -92,9 +95,14 @@ class SequenceSink(ABC):
 
     def finished(self, reason: FinishReason) -> None:
         if self.finish_reason is None:
-            self._on_end(IncompleteGeneration(f"the generation ended ({reason.value}) before its last token"))
-        else:
-            self._on_end(None)
+            if not self.generated_tokens:
+                self._on_end(IncompleteGeneration(f"the generation ended ({reason.value}) before its first token"))
+                return
+            # The last tokens were none that anybody sees.
+            self.ended_at = perf_counter()
+            self.finish_reason = reason
+            self._end(self._rest())
+        self._on_end(None)
 
     def failed(self, error: RouterError) -> None:
         self.ended_at = perf_counter()
@@ -109,6 +117,10 @@ class SequenceSink(ABC):
         text: what became complete with this token; of a special token, its name.
         visible: what the sequence's text grows by.
         """
+
+    def _end(self, rest: str) -> None:
+        """The end comes without a token; `rest` is what was held back."""
+        self._take(self._last_id, rest, rest, None, None, special=False)
 
     def _plain(self, token_id: int) -> tuple[str, str, bool]:
         text = self._detokenizer.step(token_id)
@@ -154,6 +166,9 @@ class CollectingSink(SequenceSink):
     def text(self) -> str:
         """The generated text."""
         return "".join(self._visible)
+
+    def _end(self, rest: str) -> None:
+        self._visible.append(rest)
 
     def mean_logprob(self) -> float:
         """How likely the model finds the sequence, by its tokens."""

@@ -46,6 +46,7 @@ class CheckedRequest:
 class Validator:
     """Checks requests against the server's limits.
 
+    vocab_size: tokens that the model can generate.
     grammar_refusal: why this server takes no grammars; None when it does.
     grammar_fault: has the shards compile a grammar; why that cannot be done, in one line, or None.
     """
@@ -54,11 +55,13 @@ class Validator:
         self,
         limits: Limits,
         threads: TokenizerThreads,
+        vocab_size: int,
         grammar_refusal: str | None,
         grammar_fault: Callable[[Grammar], Awaitable[str | None]],
     ) -> None:
         self._limits = limits
         self._threads = threads
+        self._vocab_size = vocab_size
         self._grammar_refusal = grammar_refusal
         self._grammar_fault = grammar_fault
 
@@ -78,7 +81,7 @@ class Validator:
         """
         if streaming:
             check_streaming(parameters)
-        sampling = sampling_parameters(parameters)
+        sampling = sampling_parameters(parameters, self._vocab_size)
         check_amounts(parameters, self._limits)
         check_best_of(parameters, sampling, self._limits)
         if parameters.adapter_id:

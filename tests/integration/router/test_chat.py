@@ -155,6 +155,14 @@ async def test_the_form_of_the_answer(router: Router):
     assert not third.HasField("grammar")
 
 
+async def test_a_form_that_the_shards_cannot_compile(router: Router):
+    router.shard.grammar_error = "unclosed character class"
+    for stream in (False, True):
+        answer = await refusal(router, response_format={"type": "regex", "value": "["}, stream=stream)
+        assert answer["error_type"] == "validation"
+        assert "unclosed character class" in answer["error"]["message"]
+
+
 async def test_a_call_of_a_tool(router: Router):
     router.say(CALL)
     answer = await chat(router, tools=[WEATHER], tool_choice="required")
@@ -224,7 +232,6 @@ async def test_no_tools_are_told_when_none_may_be_called(router: Router):
         ({"logprobs": True, "top_logprobs": 6}, "validation"),
         ({"tools": [WEATHER], "tool_choice": {"function": {"name": "radio"}}}, "tool_error"),
         ({"tools": [WEATHER], "response_format": {"type": "json_object"}}, "tool_error"),
-        ({"response_format": {"type": "regex", "value": "["}}, "validation"),
         ({"stop": ["a", "b", "c", "d", "e"]}, "validation"),
         ({"temperature": -1.0}, "validation"),
     ],

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from tests.grammars import no_fault
-from tests.unit.router.test_parameters import LIMITS
+from tests.unit.router.test_parameters import LIMITS, VOCAB_SIZE
 from tests.unit.router.tgi_names import ROUTES, SCHEMAS
 from tests.unit.router.vocabularies import CONFIG, byte_level
 from tgi_server.router.app import create_app
@@ -42,7 +42,7 @@ def document() -> dict[str, Any]:
         tokenizer=threads.tokenizer,
         threads=threads,
         template=ChatTemplate(CONFIG),
-        validator=Validator(LIMITS, threads, None, no_fault),
+        validator=Validator(LIMITS, threads, VOCAB_SIZE, None, no_fault),
         submitter=Nobody(),
         capacity=Capacity(1),
         metrics=Metrics(),

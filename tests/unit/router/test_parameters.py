@@ -23,9 +23,12 @@ LIMITS = Limits(
 )
 
 
+VOCAB_SIZE = 100
+
+
 def check(**fields: Any) -> None:
     parameters = GenerateParameters(**fields)
-    sampling = sampling_parameters(parameters)
+    sampling = sampling_parameters(parameters, VOCAB_SIZE)
     check_amounts(parameters, LIMITS)
     check_best_of(parameters, sampling, LIMITS)
 
@@ -33,7 +36,7 @@ def check(**fields: Any) -> None:
 @pytest.mark.parametrize(
     ("name", "allowed", "refused"),
     [
-        ("temperature", [0.01, 5.0], [0.0, -1.0]),
+        ("temperature", [0.01, 5.0], [0.0, -1.0, 1e-60, 1e60]),
         ("repetition_penalty", [0.5, 2.0], [0.0, -0.1]),
         ("frequency_penalty", [-2.0, 0.0, 2.0], [-2.1, 2.1]),
         ("presence_penalty", [-2.0, 0.0, 2.0], [-2.1, 2.1]),
@@ -45,7 +48,7 @@ def check(**fields: Any) -> None:
         ("top_n_tokens", [0, 5], [6]),
         ("truncate", [1, 20], [0, 21]),
         ("stop", [[], ["a", "b"]], [["a", "b", "c"], [""]]),
-        ("logit_bias", [{"7": 100.0}, {}], [{"x": 1.0}, {"-1": 1.0}, {"7": 100.5}, {"99999999999": 1.0}]),
+        ("logit_bias", [{"7": 100.0}, {}], [{"x": 1.0}, {"-1": 1.0}, {"7": 100.5}, {"100": 1.0}, {"9" * 5000: 1.0}]),
     ],
 )
 def test_the_bounds_of_each_parameter(name: str, allowed: list[Any], refused: list[Any]):
@@ -76,18 +79,18 @@ def test_what_a_stream_cannot_have(fields: dict[str, Any]):
 
 @pytest.mark.parametrize("fields", [{"temperature": 1.0}, {"top_k": 3}, {"top_p": 0.5}, {"typical_p": 0.5}])
 def test_sampling_is_on_when_it_is_shaped(fields: dict[str, Any]):
-    assert sampling_parameters(GenerateParameters(**fields)).do_sample
+    assert sampling_parameters(GenerateParameters(**fields), VOCAB_SIZE).do_sample
 
 
 @pytest.mark.parametrize("fields", [{}, {"repetition_penalty": 1.5}, {"seed": 3}, {"min_p": 0.1}, {"stop": ["a"]}])
 def test_otherwise_it_is_off(fields: dict[str, Any]):
-    assert not sampling_parameters(GenerateParameters(**fields)).do_sample
+    assert not sampling_parameters(GenerateParameters(**fields), VOCAB_SIZE).do_sample
 
 
 def test_a_seed_is_drawn_when_there_is_none():
-    assert sampling_parameters(GenerateParameters(seed=3)).seed == 3
-    assert len({sampling_parameters(GenerateParameters()).seed for _ in range(5)}) == 5
+    assert sampling_parameters(GenerateParameters(seed=3), VOCAB_SIZE).seed == 3
+    assert len({sampling_parameters(GenerateParameters(), VOCAB_SIZE).seed for _ in range(5)}) == 5
 
 
 def test_logit_bias_is_by_token_id():
-    assert sampling_parameters(GenerateParameters(logit_bias={"7": -1.5})).logit_bias == {7: -1.5}
+    assert sampling_parameters(GenerateParameters(logit_bias={"7": -1.5}), VOCAB_SIZE).logit_bias == {7: -1.5}

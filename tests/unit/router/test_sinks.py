@@ -110,11 +110,19 @@ def test_an_incomplete_character_at_the_end_is_part_of_the_last_token():
     assert target.text == "a\ufffd"
 
 
-def test_an_end_before_the_last_token_is_a_failure():
+def test_an_end_before_the_first_token_is_a_failure():
     target, ends = sink()
-    target.push(generation(*ids("hello")))
     target.finished(FinishReason.LENGTH)
     assert isinstance(ends[0], IncompleteGeneration)
+
+
+def test_the_last_tokens_may_be_such_that_nobody_sees():
+    target, ends = sink([" world"], reveal=False)
+    target.push(generation(*ids("hello"), *ids(" w")))
+    target.push(generation(finish=pb.FINISH_REASON_LENGTH))
+    target.finished(FinishReason.LENGTH)
+    assert ends == [None]
+    assert (target.text, target.finish_reason) == ("hello w", FinishReason.LENGTH)
 
 
 def test_failures_are_passed_on():

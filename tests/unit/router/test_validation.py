@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 
 from tests.grammars import compiler_fault
-from tests.unit.router.test_parameters import LIMITS
+from tests.unit.router.test_parameters import LIMITS, VOCAB_SIZE
 from tests.unit.router.vocabularies import sentence_piece
 from tgi_server.router.errors import InvalidRequest
 from tgi_server.router.messages import Grammar, GrammarType
@@ -22,7 +22,7 @@ async def fault(grammar: Grammar) -> str | None:
 async def check(inputs: str, *, refusal: str | None = None, streaming: bool = False, **fields: Any) -> CheckedRequest:
     threads = TokenizerThreads(sentence_piece(), 1)
     try:
-        validator = Validator(LIMITS, threads, refusal, fault)
+        validator = Validator(LIMITS, threads, VOCAB_SIZE, refusal, fault)
         return await validator.check(inputs, GenerateParameters(**fields), streaming=streaming)
     finally:
         threads.close()
