@@ -113,7 +113,7 @@ class PrefixCache:
                 self._offer(leaf)
 
     def evict(self, blocks: int) -> None:
-        """Frees that many idle blocks, or all that there are."""
+        """Frees at least that many idle blocks, or all that there are."""
         goal = self._pool.free + blocks
         while self._pool.free < goal and (self._leaves or self._uncover_idle()):
             used, _, leaf = heapq.heappop(self._leaves)
