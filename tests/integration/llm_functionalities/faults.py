@@ -7,6 +7,7 @@ runs every fault under 64 callers and prints the table of docs/faults.md.
 
 import asyncio
 import contextlib
+import os
 import signal
 import socket
 import subprocess
@@ -279,8 +280,26 @@ async def _measure(service: Service, fault: Fault) -> Measured:
 
 def measure(name: str) -> Measured:
     """Runs the service, its callers, and one fault."""
-    with contextmanager(FAULTS[name])() as fault, running_service(*fault.flags, *FLAGS) as service:
+    with (
+        _priority(),
+        contextmanager(FAULTS[name])() as fault,
+        running_service(*fault.flags, *FLAGS) as service,
+    ):
         return asyncio.run(_measure(service, fault))
+
+
+@contextmanager
+def _priority() -> Iterator[None]:
+    """Runs before whatever else the machine has to do, where that is allowed: the times are to be the service's own."""
+    try:
+        os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
+    except PermissionError:
+        yield
+        return
+    try:
+        yield
+    finally:
+        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
 
 
 def main() -> None:

@@ -8,8 +8,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(90)]
 
 SLACK_SECONDS = 0.05
 RESUME_SECONDS = 2.0
-BUSY_MACHINE = 4
-"""How many times as late as one idle process a service with 64 threads may be on a machine that others use as well."""
 
 
 @pytest.mark.parametrize("name", FAULTS)
@@ -17,7 +15,7 @@ def test_callers_are_safe_from(name: str) -> None:
     it = measure(name)
     assert it.errors == 0, it
     assert it.calls >= 64, it
-    assert it.longest < TIMEOUT_SECONDS + SLACK_SECONDS + BUSY_MACHINE * it.own_lag, it
+    assert it.longest < TIMEOUT_SECONDS + SLACK_SECONDS + it.own_lag, it
     assert it.recovery < RESUME_SECONDS, it
     assert it.all_recovered < RESUME_SECONDS + TIMEOUT_SECONDS, it
     assert it.threads[1] <= it.threads[0], it
