@@ -161,7 +161,7 @@ def _run(examples: int, steps: int) -> None:
 
 
 def test_any_order() -> None:
-    _run(examples=150, steps=40)
+    _run(examples=100, steps=40)
 
 
 @pytest.mark.slow
