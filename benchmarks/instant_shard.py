@@ -46,7 +46,7 @@ class InstantShard(TextGenerationServiceServicer):
     """tokens: what is generated; None: the prompt, without its first token.
 
     end: the token that ends a text; None: texts end by their length only.
-    step_seconds: how long each step takes. fail: every step fails with this message, while it is set.
+    step_seconds: how long each step takes. fail: every call that computes fails with this message, while it is set.
     grammar_error: why no grammar can be used, when it is not empty.
     """
 
@@ -91,8 +91,7 @@ class InstantShard(TextGenerationServiceServicer):
         return pb.ServiceDiscoveryResponse(urls=[self._url])
 
     async def Health(self, request: pb.HealthRequest, context: Any) -> pb.HealthResponse:
-        if self.fail is not None:
-            await context.abort(grpc.StatusCode.INTERNAL, self.fail)
+        await self._perhaps_fail(context)
         return pb.HealthResponse()
 
     async def Warmup(self, request: pb.WarmupRequest, context: Any) -> pb.WarmupResponse:
@@ -120,6 +119,7 @@ class InstantShard(TextGenerationServiceServicer):
         return await self._answer([self._next(row) for row in self._running()])
 
     async def Compile(self, request: pb.CompileRequest, context: Any) -> pb.CompileResponse:
+        await self._perhaps_fail(context)
         return pb.CompileResponse(error=self.grammar_error)
 
     async def FilterBatch(self, request: pb.FilterBatchRequest, context: Any) -> pb.FilterBatchResponse:
@@ -138,6 +138,9 @@ class InstantShard(TextGenerationServiceServicer):
             await self._order.turn(sequence)
         except OutOfTurn as error:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+        await self._perhaps_fail(context)
+
+    async def _perhaps_fail(self, context: Any) -> None:
         if self.fail is not None:
             await context.abort(grpc.StatusCode.INTERNAL, self.fail)
 

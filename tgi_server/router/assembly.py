@@ -10,7 +10,7 @@ from time import monotonic
 from shared.stubs import generate_pb2 as pb
 from tgi_server.router.capacity import Capacity
 from tgi_server.router.chat_template import ChatTemplate
-from tgi_server.router.errors import RouterError, StartupError, Unhealthy
+from tgi_server.router.errors import GenerationFailed, RouterError, StartupError, Unhealthy
 from tgi_server.router.grammar_message import grammar_message
 from tgi_server.router.messages import Grammar, Limits
 from tgi_server.router.metrics import Metrics
@@ -49,7 +49,10 @@ async def assembled(settings: RouterSettings) -> AsyncIterator[Service]:
         scheduler = Scheduler(shards, info, capacity, _scheduler_settings(limits), metrics)
 
         async def grammar_fault(grammar: Grammar) -> str | None:
-            return await shards.compile(grammar_message(grammar))
+            try:
+                return await shards.compile(grammar_message(grammar))
+            except Unhealthy as error:
+                raise GenerationFailed(str(error)) from error
 
         refusal = grammar_refusal(disabled=settings.disable_grammar_support, supported=info.grammars)
         scheduler.start()

@@ -8,6 +8,7 @@ import httpx
 import pytest
 
 from tests.integration.router.conftest import Router, RouterFactory, events
+from tgi_server.router.api import streaming
 from tgi_server.router.schemas.generate import GenerateResponse, StreamResponse
 
 TEXT = "Rinse the rice. Then boil it."
@@ -288,6 +289,22 @@ async def test_a_client_that_leaves_before_its_answer_frees_its_place_at_once(ro
         await router.http.post("/generate", json={"inputs": "Hello", "parameters": parameters}, timeout=0.2)
     await router.idle()
     assert await router.metric('tgi_request_failure{err="cancelled"}') == 1
+
+
+async def test_a_silent_stream_is_kept_open(routers: RouterFactory, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(streaming, "_KEEP_ALIVE_SECONDS", 0.05)
+    router = await routers(shard={"step_seconds": 0.3})
+    response = await router.post("/generate_stream", inputs="Hello", parameters={"max_new_tokens": 2})
+    assert ":\n\n" in response.text
+    assert len(events(response.text)) == 2
+
+
+async def test_grammars_fail_with_the_shards(router: Router):
+    router.shard.fail = "the device is lost"
+    parameters = {"grammar": {"type": "regex", "value": "a+"}}
+    response = await router.post("/generate", inputs="Hello", parameters=parameters)
+    assert response.status_code == 424
+    assert "the device is lost" in response.json()["error"]
 
 
 async def test_many_at_once(router: Router):

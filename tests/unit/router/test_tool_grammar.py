@@ -39,6 +39,7 @@ def test_the_choice():
     named = choice({"type": "function", "function": {"name": "clock"}})
     assert chosen_tools(tools, named) == ([CLOCK], True)
     assert chosen_tools(tools, choice({"function": {"name": "clock"}})) == ([CLOCK], True)
+    assert chosen_tools(tools, choice("clock")) == ([CLOCK], True)
     assert chosen_tools(None, None) == ([], False)
 
 

@@ -86,7 +86,14 @@ class NamedTool(RequestModel):
 
 
 class ToolChoice(RootModel[Literal["auto", "none", "required"] | NamedTool]):
-    pass
+    """A tool's name alone, which TGI takes too, is the choice of that tool."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _named(cls, value: Any) -> Any:
+        if isinstance(value, str) and value not in ("auto", "none", "required"):
+            return {"function": {"name": value}}
+        return value
 
 
 class ChatRequest(SharedParameters):
