@@ -35,6 +35,8 @@ class TextTokenizer:
         }
 
     def encode(self, text: str, *, add_special_tokens: bool) -> Encoding:
+        if len(text) <= _SHORT:
+            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         # Only the method for batches lets other threads run meanwhile.
         return self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)[0]
 
