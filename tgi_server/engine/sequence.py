@@ -53,6 +53,7 @@ class Sequence:
     def __post_init__(self) -> None:
         if not self.input_ids:
             raise InvalidCall(f"request {self.request_id} has no input tokens")
+        self.generated_ids = list(self.generated_ids)
         self.known = torch.tensor(self.input_ids + self.generated_ids, dtype=torch.int64)
         self.generated = len(self.generated_ids)
         if self.computed >= len(self.known):

@@ -30,7 +30,7 @@ def render_conversation(
 
 def _message(message: Message) -> dict[str, Any]:
     """As templates expect it: absent members are left out, content is text, arguments are objects."""
-    shown: dict[str, Any] = {"role": message.role, "content": _text(message)}
+    shown: dict[str, Any] = {"role": message.role, "content": message_text(message)}
     if message.tool_calls:
         shown["tool_calls"] = [_tool_call(call) for call in message.tool_calls]
     if message.name is not None:
@@ -40,7 +40,8 @@ def _message(message: Message) -> dict[str, Any]:
     return shown
 
 
-def _text(message: Message) -> str:
+def message_text(message: Message) -> str:
+    """What a message says. Raises InvalidRequest for what is no text."""
     content = message.content.root if message.content is not None else ""
     if isinstance(content, str):
         return content

@@ -14,6 +14,12 @@ from tgi_server.router.schemas.chat import NamedTool, Tool, ToolChoice
 
 NO_TOOL = "no_tool"
 
+# A call is one object: the name and the arguments. More than members cannot be asked of it.
+_KNOWN_OF_ARGUMENTS = {
+    *("type", "properties", "required", "additionalProperties", "$defs", "definitions"),
+    *("title", "description", "$schema", "$comment", "examples", "default"),
+}
+
 DEFAULT_TOOL_PROMPT = (
     "You may call one of the functions above. Answer with JSON only: the name of the function that fits best, "
     "and its arguments, each with a value of its own and no placeholders."
@@ -68,6 +74,9 @@ def _parameters(tool: Tool) -> dict[str, Any]:
         return {}
     if not isinstance(parameters, dict):
         raise InvalidTool(f"the parameters of the tool {name!r} must be a JSON schema of an object")
+    unknown = sorted(set(parameters) - _KNOWN_OF_ARGUMENTS)
+    if unknown:
+        raise InvalidTool(f"{unknown[0]!r} is not supported at the top of a tool's parameters ({name!r})")
     moved: dict[str, Any] = _moved(parameters, f"#/$defs/{name.replace('~', '~0').replace('/', '~1')}")
     return moved
 

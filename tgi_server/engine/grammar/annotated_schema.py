@@ -27,11 +27,11 @@ _OBJECT = {"type", "properties", "required", "additionalProperties", *_DEFINITIO
 _ARRAY = {"type", "items", "minItems", "maxItems", *_DEFINITIONS}
 _CHOICE = {"anyOf", *_DEFINITIONS}
 _REFERENCE = {"$ref", *_DEFINITIONS}
-_GRANULARITY = {
-    True: re.compile(r"\w+|\s+|[^\w\s]"),
-    "words": re.compile(r"\w+|\s+|[^\w\s]"),
-    "characters": re.compile(r".", re.DOTALL),
-}
+_WORDS = "words"
+_CHARACTERS = "characters"
+_PIECES = {_WORDS: re.compile(r"\w+|\s+|[^\w\s]"), _CHARACTERS: re.compile(r".", re.DOTALL)}
+# Words: the first piece and the last are words, and not the letter of an escape such as \n.
+_BOUNDS = {_WORDS: r"\w(\w|(?s:.)*[^\\]\w)?", _CHARACTERS: "(?s:.)+"}
 _MAX_ITEMS = 1_000
 
 
@@ -196,25 +196,23 @@ class _Writer:
         kind = schema.get("type", "string")
         if kind not in ("string", ["string", "null"], ["null", "string"]):
             raise InvalidGrammar(f"{SPAN} (at {place}) needs the type string, or string and null")
-        if isinstance(granularity, bool | str) is False or granularity not in _GRANULARITY:
-            raise InvalidGrammar(f"{SPAN} (at {place}) must be true, 'words' or 'characters'")
+        if granularity is not True and granularity not in (_WORDS, _CHARACTERS):
+            raise InvalidGrammar(f"{SPAN} (at {place}) must be true, '{_WORDS}' or '{_CHARACTERS}'")
         if not isinstance(source, str) or not source.strip():
             raise InvalidGrammar(f"there is no text that {SPAN} (at {place}) could be taken from")
-        terminal = self._terminal("characters" if granularity == "characters" else "words", source)
+        terminal = self._terminal(_CHARACTERS if granularity == _CHARACTERS else _WORDS, source)
         null = "" if kind == "string" else ' | "null"'
         return self._add(f"{terminal}{null}")
 
     def _terminal(self, granularity: str, source: str) -> str:
-        """A span of the source as a JSON string, without spaces around it. Its pieces are written as JSON, so that no
-        escape is cut.
-        """
+        """A span of the source as a JSON string. Its pieces are written as JSON, so that no escape is cut."""
         name = self._sources.get((granularity, source))
         if name is None:
             name = self._sources[granularity, source] = f"SPAN{len(self._sources)}"
-            pieces = _GRANULARITY[granularity].findall(source)
+            pieces = _PIECES[granularity].findall(source)
             chunks = [json.dumps(piece, ensure_ascii=False)[1:-1] for piece in pieces]
             self.lines.append(f"{name}_TEXT: %regex {json.dumps({'substring_chunks': chunks})}")
-            self.lines.append(f'{name}: "\\"" ({name}_TEXT & /[^ ]((?s:.)*[^ ])?/) "\\""')
+            self.lines.append(f'{name}: "\\"" ({name}_TEXT & /{_BOUNDS[granularity]}/) "\\""')
         return name
 
 

@@ -23,12 +23,12 @@ MAX_BYTES = 1_000_000
 _CACHED = 512
 _CACHED_BYTES = 16_000_000  # compiled, a grammar takes up to a hundred times its text
 
-# Each bounds a part of the work that a grammar may cause, when it is compiled or in one step: about 0.1 s.
+# Each bounds a part of the work that a grammar may cause, when it is compiled or in one step (0.1 s at most).
 _LIMITS = {
     "max_items_in_row": 2_000,
     "initial_lexer_fuel": 1_000_000,
-    "step_lexer_fuel": 500_000,
-    "step_max_items": 50_000,
+    "step_lexer_fuel": 200_000,
+    "step_max_items": 4_000,
     "max_lexer_states": 50_000,
     "max_grammar_size": 500_000,
     "verbose_errors": False,
@@ -115,20 +115,24 @@ class GrammarCompiler:
         return compiled
 
     def _compile(self, grammar: Grammar) -> _Compiled:
-        size = len(grammar.value.encode()) + len(grammar.text.encode())
+        size = sum(len(text.encode(errors="surrogatepass")) for text in (grammar.value, grammar.text))
         if size > MAX_BYTES:
             raise InvalidGrammar(f"it has {size} bytes; at most {MAX_BYTES} are compiled")
-        source = self._source(grammar)
+        try:
+            source = self._source(grammar)
+        except ValueError as error:
+            raise InvalidGrammar(_reason(str(error))) from error
         matcher = LLMatcher(self.tokenizer.lookup, source.text, log_level=0, limits=LLParserLimits(**_LIMITS))
+        # A first step warms what all later ones share, and shows a grammar that is too complex to be used.
+        first: torch.Tensor = allocate_token_bitmask(1, self.tokenizer.lookup.vocab_size)
         if not matcher.is_error():
-            # The first mask warms what all later ones share, and shows a grammar that is too complex to be used.
-            vocab_size = self.tokenizer.lookup.vocab_size
-            first: torch.Tensor = allocate_token_bitmask(1, vocab_size)
             fill_next_token_bitmask(matcher, first)
-            if not matcher.is_error() and not bool(first.any()):
-                raise InvalidGrammar("no text matches it")
+        if not matcher.is_error():
+            matcher.compute_ff_tokens()
         if matcher.is_error():
             raise InvalidGrammar(_reason(matcher.get_error()))
+        if not bool(first.any()):
+            raise InvalidGrammar("no text matches it")
         return _Compiled(matcher, source.hints, size)
 
     def _source(self, grammar: Grammar) -> _Source:
@@ -149,5 +153,8 @@ class GrammarCompiler:
 
 def _reason(error: str) -> str:
     """llguidance's message as one line, without the place in a grammar that the client never saw."""
+    if error.startswith("NoExtension"):
+        return "no text matches it"
+    error = error.replace("<non-verbose/>", "")
     lines = [line.strip() for line in error.split("\n") if line.strip() and " | " not in line and line.strip() != "^"]
     return " ".join(lines) or "it cannot be compiled"

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tgi_server.router.api.openai import check_sequences, generation_parameters
-from tgi_server.router.conversation import render_conversation
+from tgi_server.router.conversation import message_text, render_conversation
 from tgi_server.router.errors import InvalidRequest, InvalidTool
 from tgi_server.router.schemas.chat import ChatRequest, Tool
 from tgi_server.router.schemas.grammar import PlainText
@@ -63,7 +63,9 @@ async def prompt_for_text(service: Service, request: ChatRequest) -> ChatPrompt:
         grammar=request.response_format,
         top_n_tokens=request.top_logprobs or 0,
     )
-    return ChatPrompt(text, await service.validator.check(text, parameters, add_special_tokens=False))
+    said = "\n".join(map(message_text, request.messages))
+    checked = await service.validator.check(text, parameters, add_special_tokens=False, spans_of=said)
+    return ChatPrompt(text, checked)
 
 
 async def render_plan(service: Service, plan: ChatPlan) -> str:
