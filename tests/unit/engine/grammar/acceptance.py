@@ -1,0 +1,29 @@
+"""Whether a text can be what a model generates under a grammar."""
+
+from tgi_server.engine.grammar import GrammarCompiler
+from tgi_server.engine.parameters import Grammar
+
+_ENOUGH = 100_000
+
+
+def accepts(compiler: GrammarCompiler, grammar: Grammar, text: str) -> bool:
+    """Whether `text`, and then its end, may be generated. Raises InvalidGrammar."""
+    tokenizer = compiler.tokenizer
+    constraint = compiler.constraint(grammar, [], _ENOUGH, ignore_eos=False)
+    rest = text.encode()
+    while True:
+        token = constraint.forced
+        if token is None:
+            token = tokenizer.lookup.tokenize_bytes(rest)[0] if rest else tokenizer.eos[0]
+        advance = constraint.advance(token, room=0)
+        if constraint.error is not None:
+            return False
+        if token in tokenizer.eos:
+            return not rest
+        if 0 not in advance.hidden:
+            spelling = tokenizer.lookup.decode_bytes([token])
+            if not rest.startswith(spelling):
+                return False
+            rest = rest.removeprefix(spelling)
+        if constraint.ended:
+            return not rest

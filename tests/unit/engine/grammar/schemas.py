@@ -1,0 +1,84 @@
+"""JSON schemas of many shapes, all of which can be satisfied."""
+
+from typing import Any
+
+from hypothesis import strategies as st
+from hypothesis_jsonschema import from_schema
+
+Schema = dict[str, Any]
+
+_NAMES = ("name", "a", "total cost", 'quo"te', "größe")
+_FORMATS = ("date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid")
+_PATTERNS = ("^[a-z]{1,4}$", "^(yes|no)$", "[0-9]", "^x", "^[A-Z][a-z]*$")
+
+
+def _bounded(kind: str, low: str, high: str) -> st.SearchStrategy[Schema]:
+    return st.tuples(st.integers(-20, 20), st.integers(0, 30)).map(
+        lambda pair: {"type": kind, low: pair[0], high: pair[0] + pair[1] + 2}
+    )
+
+
+def _strings() -> st.SearchStrategy[Schema]:
+    sizes = st.tuples(st.integers(0, 3), st.integers(0, 8)).map(
+        lambda pair: {"type": "string", "minLength": pair[0], "maxLength": pair[0] + pair[1]}
+    )
+    formats = st.sampled_from(_FORMATS).map(lambda name: {"type": "string", "format": name})
+    patterns = st.sampled_from(_PATTERNS).map(lambda pattern: {"type": "string", "pattern": pattern})
+    return st.one_of(sizes, formats, patterns)
+
+
+def _scalars() -> st.SearchStrategy[Schema]:
+    values = st.lists(
+        st.one_of(st.integers(-5, 5), st.booleans(), st.none(), st.text('abc\n"é', max_size=4)), min_size=1, max_size=4
+    )
+    return st.one_of(
+        _strings(),
+        _bounded("integer", "minimum", "maximum"),
+        _bounded("number", "exclusiveMinimum", "maximum"),
+        st.integers(2, 7).map(lambda n: {"type": "integer", "multipleOf": n, "minimum": 0, "maximum": 100}),
+        values.map(lambda chosen: {"enum": chosen}),
+        values.map(lambda chosen: {"const": chosen[0]}),
+        st.sampled_from([{"type": "boolean"}, {"type": "null"}, {"type": ["boolean", "null"]}]),
+    )
+
+
+def _objects(inner: st.SearchStrategy[Schema]) -> st.SearchStrategy[Schema]:
+    def close(members: dict[str, Schema], required: set[str], closed: bool) -> Schema:
+        schema: Schema = {"type": "object", "properties": members, "required": sorted(required & set(members))}
+        return {**schema, "additionalProperties": False} if closed else schema
+
+    members = st.dictionaries(st.sampled_from(_NAMES), inner, min_size=1, max_size=3)
+    return st.builds(close, members, st.sets(st.sampled_from(_NAMES)), st.sampled_from([True, True, True, False]))
+
+
+def _arrays(inner: st.SearchStrategy[Schema]) -> st.SearchStrategy[Schema]:
+    return st.builds(
+        lambda items, low, more: {"type": "array", "items": items, "minItems": low, "maxItems": low + more},
+        inner,
+        st.integers(0, 2),
+        st.integers(0, 2),
+    )
+
+
+def _choices(inner: st.SearchStrategy[Schema]) -> st.SearchStrategy[Schema]:
+    return st.lists(inner, min_size=1, max_size=3).map(lambda options: {"anyOf": options})
+
+
+SCHEMAS = st.recursive(
+    _scalars(), lambda inner: st.one_of(_objects(inner), _arrays(inner), _choices(inner)), max_leaves=5
+)
+
+
+def values_of(schema: Schema) -> st.SearchStrategy[Any]:
+    """Values that one of these schemas allows, the members of objects in its order."""
+    if "anyOf" in schema:
+        return st.sampled_from(schema["anyOf"]).flatmap(values_of)
+    if "properties" in schema:
+        members = {name: values_of(value) for name, value in schema["properties"].items()}
+        chosen = st.sets(st.sampled_from(sorted(members))).map(lambda names: names | set(schema["required"]))
+        return chosen.flatmap(
+            lambda names: st.fixed_dictionaries({name: value for name, value in members.items() if name in names})
+        )
+    if "items" in schema:
+        return st.lists(values_of(schema["items"]), min_size=schema["minItems"], max_size=schema["maxItems"])
+    return from_schema(schema)

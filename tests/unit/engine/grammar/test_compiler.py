@@ -1,0 +1,129 @@
+"""Compiling: what is refused, what is kept, and that nobody is in the way of others."""
+
+import json
+import random
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from tests.grammars import demo_compiler
+from tgi_server import demo_model
+from tgi_server.engine.grammar import GrammarCompiler, InvalidGrammar, compiler
+from tgi_server.engine.parameters import Grammar, GrammarType
+
+
+def fresh_compiler() -> GrammarCompiler:
+    return GrammarCompiler(demo_model.PATH, 3072, [1])
+
+
+def large_schema(seed: int, members: int = 200) -> Grammar:
+    numbers = random.Random(seed)
+    properties = {
+        f"member {seed} {i}": {"type": "string", "maxLength": numbers.randint(3, 20)} if i % 2 else {"type": "integer"}
+        for i in range(members)
+    }
+    schema = {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
+    return Grammar(GrammarType.JSON_SCHEMA, json.dumps(schema))
+
+
+@pytest.mark.parametrize(
+    ("grammar", "told"),
+    [
+        (Grammar(GrammarType.REGEX, "["), "character set"),
+        (Grammar(GrammarType.REGEX, "a(?=b)"), "look-ahead"),
+        (Grammar(GrammarType.LARK, "start: absent"), "absent"),
+        (Grammar(GrammarType.LARK, "nothing"), "Expected token"),
+        (Grammar(GrammarType.JSON_SCHEMA, "{"), "not JSON"),
+        (Grammar(GrammarType.REGEX, "a" * (compiler.MAX_BYTES + 1)), "bytes"),
+        (Grammar(GrammarType.LARK, "start: X\nX: /a/ & /b/"), "no text matches"),
+        (
+            Grammar(GrammarType.LARK, "start: X\nX: " + " & ".join(f"/(.*{c}.{{12}}.*){{4}}/" for c in "abcdef")),
+            "lexer",
+        ),
+        (
+            Grammar(
+                GrammarType.JSON_SCHEMA,
+                json.dumps({"type": "object", "properties": {f"p{i}": {} for i in range(3_000)}}),
+            ),
+            "items",
+        ),
+        (Grammar(GrammarType.JSON_SCHEMA, '{"items":' * 200 + "{}" + "}" * 200), "levels deep"),
+    ],
+)
+def test_what_cannot_be_compiled_is_told_in_one_line_and_soon(grammar: Grammar, told: str) -> None:
+    started = time.perf_counter()
+    with pytest.raises(InvalidGrammar) as refusal:
+        demo_compiler().check(grammar)
+    assert told in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+    assert time.perf_counter() - started < 5
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The schemas that were compiled, one after the other."""
+    schemas: list[str] = []
+    checked = compiler.checked_schema
+
+    def note(text: str) -> dict[str, Any]:
+        schemas.append(text)
+        return checked(text)
+
+    monkeypatch.setattr(compiler, "checked_schema", note)
+    return schemas
+
+
+def test_a_grammar_is_compiled_once(compiled: list[str]) -> None:
+    ours = fresh_compiler()
+    for _ in range(3):
+        ours.check(large_schema(1))
+        ours.constraint(large_schema(1), [], 10, ignore_eos=False)
+    assert len(compiled) == 1
+
+
+@pytest.mark.parametrize(("limit", "value"), [("_CACHED", 3), ("_CACHED_BYTES", 3 * len(large_schema(1).value) + 99)])
+def test_only_so_many_are_kept(monkeypatch: pytest.MonkeyPatch, compiled: list[str], limit: str, value: int) -> None:
+    monkeypatch.setattr(compiler, limit, value)
+    ours = fresh_compiler()
+    schemas = [large_schema(seed) for seed in range(4)]
+    for schema in (*schemas, *schemas[2:], schemas[0]):
+        ours.check(schema)
+    assert compiled == [*(schema.value for schema in schemas), schemas[0].value]
+
+
+def test_sequences_do_not_disturb_each_other() -> None:
+    grammar = Grammar(GrammarType.REGEX, "[ab]{3}")
+    ours = demo_compiler()
+    a, b = (ours.tokenizer.encode(letter)[0] for letter in "ab")
+    one, other = (ours.constraint(grammar, [], 10, ignore_eos=False) for _ in range(2))
+    for token in (a, b, a):
+        one.advance(token, 0)
+    other.advance(b, 0)
+    assert one.ended
+    assert not other.ended
+    assert other.error is None
+
+
+def test_the_interpreter_goes_on_while_a_grammar_is_compiled() -> None:
+    """The longest time for which no other Python code runs is a part of the time that compiling takes."""
+    ours = fresh_compiler()
+    ours.prepare()
+    seconds = 0.0
+    done = threading.Event()
+
+    def compile_it() -> None:
+        nonlocal seconds
+        started = time.perf_counter()
+        ours.check(large_schema(1, members=900))
+        seconds = time.perf_counter() - started
+        done.set()
+
+    threading.Thread(target=compile_it).start()
+    longest, last = 0.0, time.perf_counter()
+    while not done.is_set():
+        time.sleep(0.0005)
+        now = time.perf_counter()
+        longest, last = max(longest, now - last), now
+    assert longest < seconds / 2

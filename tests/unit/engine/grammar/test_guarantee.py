@@ -1,0 +1,141 @@
+"""Whatever a model says: a text that ended matches its grammar, and one that was cut is the beginning of a match."""
+
+import json
+import random
+import re
+from typing import Any
+
+import jsonschema
+import pytest
+import regex
+import rstr
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.unit.engine.grammar.acceptance import accepts
+from tests.unit.engine.grammar.driver import Driver
+from tests.unit.engine.grammar.schemas import SCHEMAS, values_of
+from tgi_server.engine import Engine
+from tgi_server.engine.errors import InvalidCall
+from tgi_server.engine.parameters import Grammar, GrammarType
+from tgi_server.engine.results import FinishReason
+
+PROMPT = [1, 40, 41, 42]
+NEW = 120
+FEW, MANY = 30, 500
+
+ATOMS = [
+    *(r"[a-z]", r"\d", r"\w", r"[^x]", "a", "[A-F0-9]", r"\.", "(ab|cd)", "(?:x|yz)", r"\s", "é", r"[\w-]", r"\D", "-"),
+    *(r"\S", r"\W", r"[^\W\d]", "[,;]", "(?i:Ab)", "."),
+]
+REGEXES = st.lists(
+    st.tuples(st.sampled_from(ATOMS), st.sampled_from(["", "?", "*", "+", "{2}", "{1,3}"])), min_size=1, max_size=5
+)
+
+
+def as_regex(parts: list[tuple[str, str]]) -> str:
+    return "".join(atom + repeat for atom, repeat in parts)
+
+
+def check_regex(engine: Engine, pattern: str, seed: int) -> bool:
+    """Whether the text ended."""
+    driver = Driver(engine)
+    (output,) = driver.run(driver.sequence(PROMPT, Grammar(GrammarType.REGEX, pattern), NEW, seed=seed))
+    assert output.error is None
+    text = driver.text(output)
+    if output.reason is FinishReason.EOS_TOKEN:
+        assert re.fullmatch(pattern, text), (pattern, text)
+        return True
+    whole = text.rstrip("\ufffd")  # a character may have been cut
+    assert regex.fullmatch(pattern, whole, partial=True), (pattern, whole)
+    return False
+
+
+def check_schema(engine: Engine, schema: Any, seed: int) -> bool | None:
+    """Whether the text ended; None for a schema that is refused."""
+    driver = Driver(engine)
+    grammar = Grammar(GrammarType.JSON_SCHEMA, json.dumps(schema))
+    try:
+        (output,) = driver.run(driver.sequence(PROMPT, grammar, NEW, seed=seed))
+    except InvalidCall:
+        return None
+    assert output.error is None
+    text = driver.text(output)
+    if output.reason is not FinishReason.EOS_TOKEN:
+        return False
+    value = json.loads(text)
+    jsonschema.validate(value, schema, format_checker=jsonschema.Draft202012Validator.FORMAT_CHECKER)
+    return True
+
+
+def many(examples: int) -> settings:
+    return settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+
+
+def run_regexes(engine: Engine, examples: int) -> None:
+    ended = []
+
+    @many(examples)
+    @given(REGEXES, st.integers(0, 2**32))
+    def follow(parts: list[tuple[str, str]], seed: int) -> None:
+        ended.append(check_regex(engine, as_regex(parts), seed))
+
+    follow()
+    assert sum(ended) > examples // 10, "nearly no text ended, so nearly none was checked"
+
+
+def run_schemas(engine: Engine, examples: int) -> None:
+    ended = []
+
+    @many(examples)
+    @given(SCHEMAS, st.integers(0, 2**32))
+    def follow(schema: Any, seed: int) -> None:
+        ended.append(check_schema(engine, schema, seed))
+
+    follow()
+    assert ended.count(True) > examples // 4, f"of {len(ended)} texts {ended.count(True)} ended"
+
+
+def test_regexes(random_engine: Engine) -> None:
+    run_regexes(random_engine, FEW)
+
+
+def test_schemas(random_engine: Engine) -> None:
+    run_schemas(random_engine, FEW)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_many_regexes(random_engine: Engine) -> None:
+    run_regexes(random_engine, MANY)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_many_schemas(random_engine: Engine) -> None:
+    run_schemas(random_engine, MANY)
+
+
+@pytest.mark.parametrize("pattern", [as_regex([(atom, "{2,4}")]) for atom in ATOMS])
+def test_no_expression_is_stricter_than_it_has_to_be(random_engine: Engine, pattern: str) -> None:
+    """ASCII texts that match can be generated; beyond ASCII, letters and digits are not what they are in Python."""
+    made = rstr.Rstr(random.Random(1))
+    compiler = random_engine.grammars
+    assert compiler is not None
+    texts = [made.xeger(pattern) for _ in range(20)]
+    for text in texts:
+        if text.isprintable() and (text.isascii() or "é" in pattern):
+            assert accepts(compiler, Grammar(GrammarType.REGEX, pattern), text), text
+
+
+@many(FEW)
+@given(SCHEMAS.flatmap(lambda schema: st.tuples(st.just(schema), values_of(schema))))
+def test_no_schema_is_stricter_than_it_has_to_be(random_engine: Engine, case: tuple[Any, Any]) -> None:
+    schema, value = case
+    described = json.dumps(schema)
+    if "number" in described or "time" in described or "duration" in described:
+        return  # numbers and times may be written in more ways than grammars take: 1e-7
+    compiler = random_engine.grammars
+    assert compiler is not None
+    text = json.dumps(value, ensure_ascii=False)
+    assert accepts(compiler, Grammar(GrammarType.JSON_SCHEMA, described), text), text

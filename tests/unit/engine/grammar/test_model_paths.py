@@ -1,0 +1,39 @@
+"""Grammars work on every way to run a model: paged, padded, encoder-decoder."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.models import VOCAB_SIZE, make_tokenizer
+from tests.tiny_models import make
+from tests.unit.engine.grammar.conftest import load
+from tests.unit.engine.grammar.driver import Driver
+from tgi_server.engine.parameters import Grammar, GrammarType
+from tgi_server.engine.results import FinishReason
+
+PROMPT = [5, 40, 41, 42]
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"enum": ["brown fox", "lazy dog"]},
+        "legs": {"type": "integer", "maximum": 9, "x-hint": "all"},
+    },
+    "required": ["name", "legs"],
+}
+
+
+@pytest.mark.parametrize("architecture", ["mistral", "bloom", "gpt2", "mamba", "t5", "bart"])
+def test_structured_generation(architecture: str, tmp_path: Path) -> None:
+    folder = make(architecture, tmp_path, vocab_size=VOCAB_SIZE)
+    make_tokenizer().save(str(folder / "tokenizer.json"))
+    driver = Driver(load(folder))
+    grammar = Grammar(GrammarType.JSON_SCHEMA, json.dumps(SCHEMA))
+    sequences = [driver.sequence(PROMPT, grammar if seed % 2 else None, 90, seed=seed) for seed in range(6)]
+    for output in driver.run(*sequences)[1::2]:
+        assert output.error is None
+        assert output.reason is FinishReason.EOS_TOKEN or len(output.tokens) == 90
+        assert output.visible
+        if output.reason is FinishReason.EOS_TOKEN:
+            assert json.loads(driver.text(output))["name"] in SCHEMA["properties"]["name"]["enum"]
+    assert any(driver.outputs[i].reason is FinishReason.EOS_TOKEN for i in (1, 3, 5))
