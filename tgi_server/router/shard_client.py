@@ -172,7 +172,11 @@ async def _all(
     """All answers in rank order. The first failure ends the wait: the other shards may hang in a collective."""
     waits = [asyncio.ensure_future(_answer_of(shard, call, kind)) for shard, call in zip(shards, calls, strict=True)]
     try:
-        return await asyncio.gather(*waits)
+        done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_EXCEPTION)
+        for wait in waits:
+            if wait in done:
+                wait.result()  # raises what failed
+        return [wait.result() for wait in waits]
     except BaseException:
         for call in calls:
             call.cancel()
@@ -185,10 +189,6 @@ async def _answer_of(shard: ShardClient, call: grpc.aio.UnaryUnaryCall, kind: ty
         return await call
     except grpc.aio.AioRpcError as error:
         raise shard.explain(error, kind) from error
-    except asyncio.CancelledError:
-        if call.cancelled():
-            raise kind(f"shard {shard.rank} was not waited for: another one failed") from None
-        raise
 
 
 def _first(answers: list[Response]) -> Response:

@@ -254,11 +254,13 @@ async def test_the_next_step_is_sent_before_the_last_one_is_answered() -> None:
         assert len(sink.tokens) == 2
 
 
-async def test_stopping_fails_what_has_not_ended() -> None:
-    async with house(step_seconds=0.01, max_batch_size=1) as there:
-        sinks = [there.submit([1, 2, 3], 1000 // 10)[1] for _ in range(2)]
+@pytest.mark.parametrize("shards", [1, 2])
+async def test_stopping_fails_what_has_not_ended(shards: int) -> None:
+    simulated = [SimulatedShard(64, 4) for _ in range(shards)]
+    async with house(*simulated, step_seconds=0.05, max_batch_size=1) as there:
+        sinks = [there.submit([1, 2, 3], 100)[1] for _ in range(2)]
         await there.until(lambda: len(sinks[0].tokens) > 1)
-        await there.scheduler.stop()
+        await asyncio.wait_for(there.scheduler.stop(), 5)
         assert all(isinstance(sink.error, GenerationFailed) for sink in sinks)
         late, sink = recorded_request(99, [1])
         there.scheduler.submit(late)
