@@ -27,7 +27,9 @@ from tgi_server.router.validation import Validator, grammar_refusal
 logger = logging.getLogger(__name__)
 
 _REPORT_SECONDS = 10.0
-_HEALTH_SECONDS = 10.0
+HEALTH_SECONDS = 10.0
+"""What a health check may take."""
+
 _CLEAR_SECONDS = 60.0
 
 
@@ -97,7 +99,7 @@ class _HealthCheck:
     async def _check(self) -> None:
         started = monotonic()
         try:
-            await self._shards.health(_HEALTH_SECONDS)
+            await self._shards.health(HEALTH_SECONDS)
         except RouterError:
             # A long step keeps the shards from answering; tokens that came meanwhile show that they are well.
             if not self._scheduler.healthy or self._metrics.batches.answered_at < started:

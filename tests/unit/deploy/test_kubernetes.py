@@ -1,0 +1,163 @@
+"""The manifests in deploy/kubernetes: by the schemas of Kubernetes, and against what the servers really are."""
+
+import shutil
+import subprocess
+from collections.abc import Iterator
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from llm_functionalities.settings import Settings as FrontSettings
+from shared.settings import ServiceSettings, read_settings
+from tgi_server.launcher.processes.supervisor import CUT_SECONDS, SHARD_SECONDS
+from tgi_server.launcher.settings import LauncherSettings
+from tgi_server.router.assembly import HEALTH_SECONDS
+from tgi_server.router.metrics import Metrics
+from tgi_server.unsupported import refuse_unsupported
+
+FOLDER = Path(__file__).parents[3] / "deploy" / "kubernetes"
+VERSIONS = ("1.29", "1.37")
+"""The oldest and the newest Kubernetes that the manifests are for."""
+
+Manifest = dict[str, Any]
+
+
+def manifests() -> list[Manifest]:
+    files = [file for file in sorted((FOLDER / "gpu").glob("*.yaml")) if file.name != "kustomization.yaml"]
+    return [document for file in files for document in yaml.safe_load_all(file.read_text())]
+
+
+def name_of(manifest: Manifest) -> str:
+    return f"{manifest['kind']}-{manifest['metadata']['name']}"
+
+
+def the(kind: str, name: str) -> Manifest:
+    (found,) = (each for each in manifests() if name_of(each) == f"{kind}-{name}")
+    return found
+
+
+WORKLOADS = [the("StatefulSet", "tgi"), the("Deployment", "llm-functionalities")]
+
+
+def pod_of(workload: Manifest) -> Manifest:
+    return workload["spec"]["template"]["spec"]
+
+
+def container_of(workload: Manifest) -> Manifest:
+    (container,) = pod_of(workload)["containers"]
+    return container
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("manifest", manifests(), ids=name_of)
+def test_kubernetes_knows_every_field(manifest: Manifest, version: str) -> None:
+    kubernetes_validate.validate(manifest, version, strict=True)
+
+
+def test_a_field_that_is_misspelt_would_be_found() -> None:
+    manifest = deepcopy(the("StatefulSet", "tgi"))
+    container_of(manifest)["readynessProbe"] = container_of(manifest).pop("readinessProbe")
+    with pytest.raises(kubernetes_validate.ValidationError, match="readynessProbe"):
+        kubernetes_validate.validate(manifest, VERSIONS[-1], strict=True)
+
+
+@pytest.mark.skipif(not shutil.which("kubectl"), reason="there is no kubectl")
+@pytest.mark.parametrize("variant", ["gpu", "cpu"])
+def test_kustomize_makes_valid_manifests(variant: str) -> None:
+    result = subprocess.run(["kubectl", "kustomize", FOLDER / variant], capture_output=True, text=True, check=True)
+    made = {name_of(manifest): manifest for manifest in yaml.safe_load_all(result.stdout)}
+    assert made.keys() == {name_of(manifest) for manifest in manifests()}
+    for manifest in made.values():
+        kubernetes_validate.validate(manifest, VERSIONS[-1], strict=True)
+    tgi = made["StatefulSet-tgi"]
+    assert container_of(tgi)["image"] == "registry.example/oatmill-tgi:0.1.0"
+    assert ("nvidia.com/gpu" in container_of(tgi)["resources"]["limits"]) == (variant == "gpu")
+
+
+def read(settings: type[ServiceSettings], workload: Manifest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What the container's program makes of its arguments and variables."""
+    container = container_of(workload)
+    for variable in container["env"]:
+        if "value" in variable:
+            monkeypatch.setenv(variable["name"], variable["value"])
+        assert variable["name"].lower() in settings.model_fields or variable["name"].startswith("HF_")
+    return read_settings(settings, "program", container["args"])
+
+
+def test_the_launcher_takes_what_it_is_given_and_has_time_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    workload = the("StatefulSet", "tgi")
+    settings = read(LauncherSettings, workload, monkeypatch)
+    refuse_unsupported(settings, "program")
+    assert settings.port == port_of(workload, "http")
+    assert settings.num_shard == int(container_of(workload)["resources"]["limits"]["nvidia.com/gpu"])
+    ending = settings.graceful_termination_timeout + CUT_SECONDS + SHARD_SECONDS
+    assert pod_of(workload)["terminationGracePeriodSeconds"] > pause_before_the_end(workload) + ending
+
+
+def test_the_front_service_takes_what_it_is_given_and_has_time_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    workload = the("Deployment", "llm-functionalities")
+    settings = read(FrontSettings, workload, monkeypatch)
+    assert (settings.port, settings.metrics_port) == (port_of(workload, "grpc"), port_of(workload, "metrics"))
+    assert pod_of(workload)["terminationGracePeriodSeconds"] > pause_before_the_end(workload) + settings.grace + 4
+
+
+def pause_before_the_end(workload: Manifest) -> float:
+    command, seconds = container_of(workload)["lifecycle"]["preStop"]["exec"]["command"]
+    assert command == "sleep"
+    return float(seconds)
+
+
+def port_of(workload: Manifest, name: str) -> int:
+    (port,) = (each["containerPort"] for each in container_of(workload)["ports"] if each["name"] == name)
+    return port
+
+
+def test_the_front_service_knows_every_replica_there_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = read(FrontSettings, the("Deployment", "llm-functionalities"), monkeypatch)
+    service = the("Service", "tgi-replicas")
+    port = port_of(the("StatefulSet", "tgi"), "http")
+    replicas = the("HorizontalPodAutoscaler", "tgi")["spec"]["maxReplicas"]
+    assert the("StatefulSet", "tgi")["spec"]["serviceName"] == service["metadata"]["name"]
+    assert settings.inference_endpoint_url == [f"http://tgi-{each}.tgi-replicas:{port}" for each in range(replicas)]
+
+
+@pytest.mark.parametrize("manifest", manifests(), ids=name_of)
+def test_what_selects_pods_finds_some(manifest: Manifest) -> None:
+    spec = manifest["spec"]
+    selector = spec.get("selector") or {}
+    labels = selector.get("matchLabels", selector)
+    if manifest["kind"] == "HorizontalPodAutoscaler":
+        target = spec["scaleTargetRef"]
+        assert the(target["kind"], target["name"])["apiVersion"] == target["apiVersion"]
+        return
+    (workload,) = (
+        each for each in WORKLOADS if labels.items() <= each["spec"]["template"]["metadata"]["labels"].items()
+    )
+    for port in spec.get("ports", ()):
+        port_of(workload, port["targetPort"])
+
+
+def probes(workload: Manifest) -> Iterator[Manifest]:
+    return (container_of(workload)[f"{kind}Probe"] for kind in ("startup", "readiness", "liveness"))
+
+
+def test_probes_ask_what_the_servers_answer() -> None:
+    for probe in probes(the("StatefulSet", "tgi")):
+        assert probe["httpGet"] == {"path": "/health", "port": "http"}
+        assert probe["timeoutSeconds"] > HEALTH_SECONDS
+    for probe in probes(the("Deployment", "llm-functionalities")):
+        assert probe["grpc"] == {"port": port_of(the("Deployment", "llm-functionalities"), "grpc")}
+
+
+def test_the_autoscaler_asks_for_a_metric_that_there_is() -> None:
+    (metric,) = the("HorizontalPodAutoscaler", "tgi")["spec"]["metrics"]
+    (rule,) = yaml.safe_load((FOLDER / "prometheus-adapter.yaml").read_text())["rules"]["custom"]
+    name = metric["pods"]["metric"]["name"]
+    assert name == rule["name"]["as"] == rule["seriesQuery"].partition("{")[0]
+    assert f"\n{name} 0.0" in Metrics().expose().decode()
+    annotations = the("StatefulSet", "tgi")["spec"]["template"]["metadata"]["annotations"]
+    assert annotations["prometheus.io/port"] == str(port_of(the("StatefulSet", "tgi"), "http"))
