@@ -2,10 +2,14 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from tgi_server.engine.errors import UnsupportedModel
+
+if TYPE_CHECKING:
+    from tgi_server.engine.sharding import ShardGroup
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -21,6 +25,7 @@ class EngineConfig:
     custom_kernels: whether kernels and layers of the engine's own may stand in for those of torch and transformers.
     quantize: "int8" rounds the weights of linear layers to 8 bits while loading (on CPUs).
     cpu_memory: bytes of RAM for the KV cache on a CPU; None: a share of what is free.
+    group: the shards that compute the model together, this one among them; None: it is computed here alone.
     """
 
     model_path: Path
@@ -34,6 +39,7 @@ class EngineConfig:
     watermark_gamma: float = 0.5
     watermark_delta: float = 2.0
     cuda_graphs: tuple[int, ...] = field(default=())
+    group: "ShardGroup | None" = None
 
     def resolve_device(self) -> torch.device:
         return self.device or torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -23,3 +23,7 @@ class NotEnoughMemory(EngineError):
 
 class InvalidCall(EngineError):
     """A call that contradicts the engine's state: an unknown request, a chunk past the prompt's end."""
+
+
+class CannotConnect(EngineError):
+    """The shards of a model could not meet."""

@@ -8,12 +8,15 @@ import signal
 from pathlib import Path
 
 import grpc
+import torch
 import uvloop
 
 from shared.settings import fail
 from shared.stubs.generate_pb2_grpc import add_TextGenerationServiceServicer_to_server
 from tgi_server.engine import Engine, EngineConfig, EngineError
 from tgi_server.engine.config import DTYPES
+from tgi_server.engine.errors import CannotConnect
+from tgi_server.engine.sharding import ShardGroup, connect
 from tgi_server.shard.service import TextGenerationService
 from tgi_server.shard.settings import ShardSettings
 
@@ -27,7 +30,7 @@ FATAL_STATUS = 70  # EX_SOFTWARE of sysexits.h: the device is lost
 def serve(settings: ShardSettings, model_path: Path) -> None:
     """Serves the model until SIGTERM or SIGINT. Raises SystemExit after one line when it cannot be loaded."""
     try:
-        engine = Engine(engine_config(settings, model_path))
+        engine = Engine(engine_config(settings, model_path, _connect(settings)))
     except EngineError as error:
         fail(f"shard {settings.rank}", str(error), status=1)
     # What was made while loading lives as long as the process: the collector need not walk it again and again.
@@ -36,9 +39,11 @@ def serve(settings: ShardSettings, model_path: Path) -> None:
     uvloop.run(_serve(settings, engine))
 
 
-def engine_config(settings: ShardSettings, model_path: Path) -> EngineConfig:
+def engine_config(settings: ShardSettings, model_path: Path, group: ShardGroup | None = None) -> EngineConfig:
     return EngineConfig(
         model_path=model_path,
+        device=_device(settings) if group else None,
+        group=group,
         dtype=DTYPES[settings.dtype] if settings.dtype else None,
         memory_fraction=settings.cuda_memory_fraction,
         cpu_memory=settings.cpu_memory,
@@ -49,6 +54,33 @@ def engine_config(settings: ShardSettings, model_path: Path) -> EngineConfig:
         watermark_delta=settings.watermark_delta,
         cuda_graphs=tuple(settings.cuda_graphs or ()),
     )
+
+
+def _connect(settings: ShardSettings) -> ShardGroup | None:
+    if settings.world_size == 1:
+        return None
+    return connect(
+        settings.rank,
+        settings.world_size,
+        settings.master_addr,
+        settings.master_port,
+        device=_device(settings),
+        local_world_size=settings.local_world_size,
+    )
+
+
+def _device(settings: ShardSettings) -> torch.device:
+    """Raises CannotConnect when this machine has fewer GPUs than shards."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    index = settings.rank if settings.local_rank is None else settings.local_rank
+    if index >= torch.cuda.device_count():
+        raise CannotConnect(
+            f"shard {settings.rank} is to run on GPU {index}, but this machine has {torch.cuda.device_count()}; "
+            "lower --num-shard, or say which of this machine's GPUs it has by LOCAL_RANK"
+        )
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
 
 
 def socket_of(settings: ShardSettings, rank: int) -> Path:

@@ -38,6 +38,8 @@ class ShardSettings(CommandSettings):
     sharded: bool = Field(False, description="this is one of several shards; needs RANK and WORLD_SIZE")
     rank: int = Field(0, ge=0, description="which shard this is")
     world_size: int = Field(1, ge=1, description="how many shards there are")
+    local_rank: int | None = Field(None, ge=0, description="which of this machine's shards; default: RANK")
+    local_world_size: int | None = Field(None, ge=1, description="how many are on this machine; default: WORLD_SIZE")
     master_addr: str = Field("localhost", description="where shard 0 meets the others")
     master_port: int = Field(29500, gt=0, lt=65536)
 
@@ -57,6 +59,8 @@ class ShardSettings(CommandSettings):
             raise ValueError(f"RANK is {self.rank}, so WORLD_SIZE must be more than {self.world_size}")
         if self.world_size > 1 and not self.sharded:
             raise ValueError(f"WORLD_SIZE is {self.world_size}, which takes --sharded")
+        if (self.local_world_size or 1) > self.world_size:
+            raise ValueError(f"LOCAL_WORLD_SIZE is {self.local_world_size}, more than WORLD_SIZE, {self.world_size}")
         return self
 
 

@@ -1,0 +1,5 @@
+"""Tensor parallelism: one model over several processes, each with its own slices of the weights."""
+
+from tgi_server.engine.sharding.group import ShardGroup, Timing, connect
+
+__all__ = ["ShardGroup", "Timing", "connect"]
