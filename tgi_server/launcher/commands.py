@@ -24,6 +24,8 @@ SHARD_FLAGS = (
     "lora_adapters",
     "watermark_gamma",
     "watermark_delta",
+    "otlp_endpoint",
+    "otlp_service_name",
 )
 ROUTER_FLAGS = (
     "revision",

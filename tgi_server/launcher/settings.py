@@ -83,7 +83,9 @@ class LauncherSettings(ServiceSettings):
     json_output: bool = Field(False, description="log lines as JSON objects")
     log_level: LogLevel = "INFO"
     otlp_endpoint: str | None = Field(None, description="where OpenTelemetry spans go")
-    otlp_service_name: str = "text-generation-inference.router"
+    otlp_service_name: str | None = Field(
+        None, description="in traces; default: text-generation-inference.router, and .server for shards"
+    )
     env: bool = Field(False, description="print what a bug report needs")
 
     # What follows is refused when set: see tgi_server/unsupported.py.

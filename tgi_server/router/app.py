@@ -44,6 +44,8 @@ def create_app(service: Service, *, api_key: str | None = None, cors_origins: Se
         redoc_url=None,
         openapi_url=None,
         middleware=_middleware(api_key, cors_origins),
+        # Requests have spans of their own, in `tgi_server.router.tracing`.
+        telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
     )
     for routes in _ROUTES:
         app.include_router(routes(service), tags=["Text generation"])

@@ -13,12 +13,14 @@ import uvloop
 
 from shared.settings import fail
 from shared.stubs.generate_pb2_grpc import add_TextGenerationServiceServicer_to_server
+from shared.tracing import configure_tracing, stop_tracing
 from tgi_server.engine import Engine, EngineConfig, EngineError
 from tgi_server.engine.config import DTYPES
 from tgi_server.engine.errors import CannotConnect
 from tgi_server.engine.sharding import ShardGroup, connect
 from tgi_server.shard.service import TextGenerationService
 from tgi_server.shard.settings import ShardSettings
+from tgi_server.shard.tracing import RequestSpans
 
 logger = logging.getLogger(__name__)
 
@@ -95,8 +97,14 @@ async def _serve(settings: ShardSettings, engine: Engine) -> None:
     socket = socket_of(settings, settings.rank)
     socket.unlink(missing_ok=True)
     urls = [f"unix://{socket_of(settings, rank)}" for rank in range(settings.world_size)]
+    configure_tracing(settings.otlp_service_name, settings.otlp_endpoint)
     service = TextGenerationService(
-        engine, settings.model_id, settings.revision, urls, on_fatal=lambda: os._exit(FATAL_STATUS)
+        engine,
+        settings.model_id,
+        settings.revision,
+        urls,
+        on_fatal=lambda: os._exit(FATAL_STATUS),
+        spans=RequestSpans(settings.rank) if settings.otlp_endpoint else None,
     )
     server = grpc.aio.server(options=UNBOUNDED_MESSAGES)
     add_TextGenerationServiceServicer_to_server(service, server)
@@ -108,4 +116,5 @@ async def _serve(settings: ShardSettings, engine: Engine) -> None:
         await server.stop(STOP_SECONDS)
     finally:
         socket.unlink(missing_ok=True)
+        stop_tracing()
     logger.info("shard %d has stopped", settings.rank)

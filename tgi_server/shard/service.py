@@ -16,6 +16,7 @@ from tgi_server.engine.errors import InvalidCall, NotEnoughMemory
 from tgi_server.shard import conversion
 from tgi_server.shard.call_order import CallOrder, OutOfTurn
 from tgi_server.shard.compilation import Compilation
+from tgi_server.shard.tracing import RequestSpans
 
 logger = logging.getLogger(__name__)
 
@@ -29,13 +30,23 @@ class TextGenerationService(TextGenerationServiceServicer):
     """
 
     def __init__(
-        self, engine: Engine, model_id: str, revision: str | None, urls: list[str], on_fatal: Callable[[], None]
+        self,
+        engine: Engine,
+        model_id: str,
+        revision: str | None,
+        urls: list[str],
+        on_fatal: Callable[[], None],
+        spans: RequestSpans | None = None,
     ) -> None:
-        """urls: the sockets of all shards, in rank order. on_fatal: called when the device can compute no more."""
+        """urls: the sockets of all shards, in rank order. on_fatal: called when the device can compute no more.
+
+        spans: of the requests, when somebody collects them.
+        """
         self._engine = engine
         self._info = conversion.info(engine.info, model_id, revision, world_size=len(urls))
         self._urls = urls
         self._on_fatal = on_fatal
+        self._spans = spans
         self._order = CallOrder()
         self._collecting = asyncio.Lock()
         self._compilation = Compilation(engine.grammars) if engine.grammars is not None else None
@@ -73,6 +84,8 @@ class TextGenerationService(TextGenerationServiceServicer):
     async def Prefill(self, request: pb.PrefillRequest, context: grpc.aio.ServicerContext) -> pb.StepResponse:
         async with self._errors(context):
             await self._order.turn(request.sequence)
+            if self._spans is not None:
+                self._spans.joining(request.requests)
             step = self._engine.prefill(
                 request.batch_id,
                 joining=[conversion.sequence(joining) for joining in request.requests],
@@ -93,6 +106,7 @@ class TextGenerationService(TextGenerationServiceServicer):
         async with self._errors(context):
             await self._order.turn(request.sequence)
             self._engine.keep(request.batch_id, request.keep_request_ids)
+        self._end_spans()
         return pb.FilterBatchResponse(batch=conversion.cached_batch(self._engine.batch))
 
     async def ClearCache(
@@ -105,13 +119,17 @@ class TextGenerationService(TextGenerationServiceServicer):
             else:
                 self._order.restart(request.sequence)
                 self._engine.clear(None)
+        self._end_spans()
         return pb.ClearCacheResponse()
 
     async def _collect(self, step: Step) -> pb.StepResponse:
+        size = len(self._engine.batch or ())
         if self._overlap:
             await asyncio.sleep(0)
         async with self._collecting:
             result = step.collect()
+        if self._spans is not None:
+            self._spans.stepped(result.generations, size)
         return conversion.step_response(result, self._engine.batch)
 
     @asynccontextmanager
@@ -120,19 +138,31 @@ class TextGenerationService(TextGenerationServiceServicer):
         try:
             yield
         except (InvalidCall, OutOfTurn) as error:
-            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+            await self._refuse(context, grpc.StatusCode.FAILED_PRECONDITION, str(error))
         except NotEnoughMemory as error:
-            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
+            await self._refuse(context, grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
         except torch.cuda.OutOfMemoryError as error:
             torch.cuda.empty_cache()
             logger.error("out of device memory in a step; the batch is dropped: %s", error)
-            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "out of device memory; the batch was dropped")
+            await self._refuse(
+                context, grpc.StatusCode.RESOURCE_EXHAUSTED, "out of device memory; the batch was dropped"
+            )
         except RuntimeError as error:
             logger.exception("a step failed; the batch is dropped")
             if self._device_is_lost():
                 logger.critical("the device computes no more; this shard ends")
                 self._on_fatal()
-            await context.abort(grpc.StatusCode.INTERNAL, str(error).splitlines()[0])
+            await self._refuse(context, grpc.StatusCode.INTERNAL, str(error).splitlines()[0])
+
+    async def _refuse(self, context: grpc.aio.ServicerContext, status: grpc.StatusCode, reason: str) -> None:
+        self._end_spans(reason)
+        await context.abort(status, reason)
+
+    def _end_spans(self, error: str | None = None) -> None:
+        """Of the requests that have left the batch. error: why they did, unless the router wanted it."""
+        if self._spans is not None:
+            batch = self._engine.batch
+            self._spans.keep(batch.request_ids() if batch is not None else (), error)
 
     def _device_is_lost(self) -> bool:
         """A CUDA error may poison the process's context: nothing computes after it, whatever is asked."""

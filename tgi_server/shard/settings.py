@@ -46,6 +46,9 @@ class ShardSettings(CommandSettings):
     watermark_gamma: float = Field(0.5, gt=0, lt=1, description="share of the vocabulary that a watermark favours")
     watermark_delta: float = Field(2.0, ge=0, description="how much it favours it, added to the logits")
 
+    otlp_endpoint: str | None = Field(None, description="where OpenTelemetry spans go")
+    otlp_service_name: str = Field("text-generation-inference.server", description="this shard's name in traces")
+
     # What follows is refused when set: see tgi_server/unsupported.py.
     speculate: int | None = None
     kv_cache_dtype: str | None = None

@@ -1,15 +1,9 @@
 """Traces, against a collector of our own."""
 
 import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
-
-import grpc
-import pytest
-from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 
 from shared.stubs import llm_pb2, llm_pb2_grpc
+from tests.collector import running_collector
 from tests.integration.llm_functionalities.model_server import ModelServer
 from tests.integration.llm_functionalities.service import running_service
 
@@ -17,50 +11,25 @@ TRACE = "0af7651916cd43dd8448eb211c80319c"
 SPAN = "b7ad6b7169203331"
 
 
-class Collector(trace_service_pb2_grpc.TraceServiceServicer):
-    def __init__(self) -> None:
-        self.spans: list[Any] = []
-        self.services: set[str] = set()
-
-    def Export(self, request: Any, context: grpc.ServicerContext) -> Any:
-        for resource in request.resource_spans:
-            names = {pair.key: pair.value.string_value for pair in resource.resource.attributes}
-            self.services.add(names["service.name"])
-            self.spans += [span for scope in resource.scope_spans for span in scope.spans]
-        return trace_service_pb2.ExportTraceServiceResponse()
-
-
-@pytest.fixture
-def collector() -> Iterator[tuple[Collector, int]]:
-    server = grpc.server(ThreadPoolExecutor(2))
-    collector = Collector()
-    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(collector, server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    server.start()
-    yield collector, port
-    server.stop(None)
-
-
-def test_a_trace_goes_from_the_caller_through_the_service_to_the_model(collector: tuple[Collector, int]) -> None:
-    received, port = collector
-    with ModelServer() as server:
-        flags = ("--endpoint", server.url, "--otlp-endpoint", f"http://127.0.0.1:{port}")
+def test_a_trace_goes_from_the_caller_through_the_service_to_the_model() -> None:
+    with running_collector() as received, ModelServer() as server:
+        flags = ("--endpoint", server.url, "--otlp-endpoint", received.endpoint)
         with running_service(*flags, "--otlp-service-name", "front") as service, service.channel() as channel:
             stub = llm_pb2_grpc.LLMRunnerStub(channel)
             metadata = (("traceparent", f"00-{TRACE}-{SPAN}-01"),)
             stub.call_model(llm_pb2.ModelRequest(formatted_prompt="x"), metadata=metadata)
             list(stub.stream_model(llm_pb2.ModelRequest(formatted_prompt="x"), metadata=metadata))
             stub.call_model(llm_pb2.ModelRequest(formatted_prompt="x"))
-    assert received.services == {"front"}
+    assert {span.service for span in received.spans} == {"front"}
     assert [span.name for span in received.spans] == [
         "LLMRunner/call_model",
         "LLMRunner/stream_model",
         "LLMRunner/call_model",
     ]
     for span, request in zip(received.spans, server.requests, strict=True):
-        assert request.headers["traceparent"].startswith(f"00-{span.trace_id.hex()}-{span.span_id.hex()}-")
-    assert [span.trace_id.hex() == TRACE for span in received.spans] == [True, True, False]
-    assert [span.parent_span_id.hex() == SPAN for span in received.spans] == [True, True, False]
+        assert request.headers["traceparent"].startswith(f"00-{span.trace}-{span.id}-")
+    assert [span.trace == TRACE for span in received.spans] == [True, True, False]
+    assert [span.parent == SPAN for span in received.spans] == [True, True, False]
 
 
 def test_a_collector_that_is_away_delays_nothing() -> None:

@@ -112,6 +112,7 @@ class Sequence:
             cached_tokens=self.cached,
             lookahead=lookahead if self.leaps else 0,
             sampling=_sampling(request),
+            trace_context=request.trace_context,
         )
         if request.grammar is not None:
             message.grammar.CopyFrom(grammar_message(request.grammar))

@@ -1,0 +1,89 @@
+"""Spans of what a shard computes for a request: its prefill, then its decode, in the trace that the router named."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from opentelemetry import trace
+from opentelemetry.context import Context
+from opentelemetry.trace import Span, Status, StatusCode
+
+from shared.stubs import generate_pb2 as pb
+from shared.tracing import extract_context
+from tgi_server.engine.results import Generation
+
+
+@dataclass(slots=True)
+class _Traced:
+    """A request of the batch. steps: that gave it tokens. in_batch: the sizes of the batch in them, added up."""
+
+    context: Context
+    span: Span
+    decoding: bool = False
+    steps: int = 0
+    in_batch: int = 0
+    tokens: int = 0
+
+
+class RequestSpans:
+    """The open span of each request in the batch that has a trace: `prefill` until its first token, then `decode`.
+
+    A request that comes back after a preemption has both once more.
+    """
+
+    def __init__(self, rank: int) -> None:
+        """rank: which shard this is; an attribute of its spans."""
+        self._tracer = trace.get_tracer("tgi_server.shard")
+        self._rank = rank
+        self._requests: dict[int, _Traced] = {}
+
+    def joining(self, requests: Iterable[pb.Request]) -> None:
+        """Call it before the step that they join with."""
+        for request in requests:
+            if request.trace_context:
+                context = extract_context(request.trace_context)
+                span = self._start("prefill", context)
+                span.set_attribute("prompt_tokens", len(request.input_ids) + len(request.generated_ids))
+                span.set_attribute("cached_tokens", request.cached_tokens)
+                self._requests[request.id] = _Traced(context, span)
+
+    def stepped(self, generations: Iterable[Generation], batch_size: int) -> None:
+        """What a step gave the requests. batch_size: how many were in it."""
+        for generation in generations:
+            traced = self._requests.get(generation.request_id)
+            if traced is None:
+                continue
+            if not traced.decoding:
+                self._begin_decode(traced, batch_size)
+            else:
+                traced.steps += 1
+                traced.in_batch += batch_size
+            traced.tokens += 1 + len(generation.forced)
+            if generation.error or generation.finish_reason:
+                reason = generation.finish_reason.value if generation.finish_reason else None
+                self._end(generation.request_id, reason, generation.error)
+
+    def keep(self, request_ids: Iterable[int], error: str | None = None) -> None:
+        """Ends the spans of all others. error: what made them leave, unless they were done or cancelled."""
+        for request_id in self._requests.keys() - set(request_ids):
+            self._end(request_id, None, error)
+
+    def _begin_decode(self, traced: _Traced, batch_size: int) -> None:
+        traced.span.set_attribute("batch_size", batch_size)
+        traced.span.end()
+        traced.span = self._start("decode", traced.context)
+        traced.decoding = True
+
+    def _end(self, request_id: int, finish_reason: str | None, error: str | None) -> None:
+        traced = self._requests.pop(request_id)
+        if traced.decoding:
+            traced.span.set_attribute("generated_tokens", traced.tokens)
+            traced.span.set_attribute("steps", traced.steps)
+            traced.span.set_attribute("mean_batch_size", traced.in_batch / max(traced.steps, 1))
+        if finish_reason is not None:
+            traced.span.set_attribute("finish_reason", finish_reason)
+        if error:
+            traced.span.set_status(Status(StatusCode.ERROR, error))
+        traced.span.end()
+
+    def _start(self, name: str, context: Context) -> Span:
+        return self._tracer.start_span(name, context=context, attributes={"rank": self._rank})
