@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.floor import ModelCost
 from benchmarks.timing import timed
-from tgi_server.engine.cpu.linear import PackedLinear
+from tgi_server.engine.cpu import linear_layer
 
 _JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Layers with the same input, which engines compute as one."""
@@ -86,4 +86,6 @@ class BareLinears:
 
 def _linear(weight: Tensor) -> Callable[[Tensor], Tensor]:
     """A layer as the engine computes it on the device where its weight is."""
-    return PackedLinear(weight) if weight.device.type == "cpu" else partial(linear, weight=weight)
+    if weight.device.type != "cpu":
+        return partial(linear, weight=weight)
+    return linear_layer(None, weight.dtype, custom_kernels=True)(weight)

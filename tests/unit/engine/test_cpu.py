@@ -6,11 +6,11 @@ from torch import nn
 from torch.nn.functional import linear, silu
 
 from tgi_server.engine.cpu.int8 import Int8Linear
-from tgi_server.engine.cpu.linear import PackedLinear
+from tgi_server.engine.cpu.linear import Bf16Linear, PackedLinear
 from tgi_server.engine.kernels import load_kernels
 
 DTYPES = [torch.float32, torch.bfloat16]
-ROWS = [1, 2, 5, 6, 7, 40]
+ROWS = [1, 2, 7, 8, 9, 40, 100]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -35,10 +35,26 @@ def test_packed_linears_joined_are_the_linears_side_by_side(dtype, rows) -> None
     torch.testing.assert_close(joined.add_to(residual, x), residual + wanted, **tolerance(dtype))
 
 
+@pytest.mark.skipif(not Bf16Linear.supports(torch.bfloat16), reason="this CPU has no AVX-512 BF16")
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize(("inputs", "outputs"), [(64, 48), (51, 131), (3500, 70)])
+def test_bf16_linear_is_the_linear_of_torch(rows, inputs, outputs) -> None:
+    linear = nn.Linear(inputs, outputs, dtype=torch.bfloat16)
+    x, residual = torch.randn(rows, inputs).bfloat16(), torch.randn(rows, outputs).bfloat16()
+    layer = Bf16Linear(linear.weight, linear.bias)
+    wanted = linear.float()(x.float())
+    close = {"rtol": 1e-2, "atol": 1e-2, "check_dtype": False}
+    torch.testing.assert_close(layer(x), wanted, **close)
+    torch.testing.assert_close(layer(x, activation="relu"), wanted.relu(), **close)
+    torch.testing.assert_close(layer.add_to(residual, x), wanted + residual, **close)
+    torch.testing.assert_close(layer.unpacked().weight, linear.weight.bfloat16())
+    torch.testing.assert_close(layer.unpacked().bias, linear.bias.bfloat16())
+
+
 @pytest.mark.skipif(not (load_kernels() and Int8Linear.supported()), reason="this CPU has no AVX-512 VNNI")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize(("inputs", "outputs"), [(64, 64), (50, 131), (256, 70)])
+@pytest.mark.parametrize(("inputs", "outputs"), [(64, 64), (50, 131), (7000, 70)])
 def test_int8_linear_is_exact_for_what_8_bits_can_hold(dtype, rows, inputs, outputs) -> None:
     # Whole numbers up to 127 that reach it in every row are rounded by nobody.
     weight = torch.randint(-127, 128, (outputs, inputs)).to(dtype)

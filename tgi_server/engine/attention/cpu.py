@@ -1,5 +1,9 @@
 """Attention on a CPU by the engine's own kernel: nothing is copied out of the cache, and no loop runs in Python."""
 
+import contextlib
+import math
+import mmap
+
 import torch
 from torch import Tensor
 
@@ -11,8 +15,8 @@ LANES = 16
 
 
 class CpuAttention(AttentionBackend):
-    """Caches are, for each layer, keys [blocks, kv_heads, head_dim, block_size] and values [blocks, kv_heads,
-    block_size, head_dim]; `kernels/attention.cpp` says why.
+    """Caches hold, for each layer, block and KV head, head_dim * block_size numbers of keys, and as many of values;
+    `kernels/kv_layout.h` says in which order.
     """
 
     block_size = 32
@@ -24,9 +28,9 @@ class CpuAttention(AttentionBackend):
 
     def allocate(self, num_blocks: int) -> None:
         """Takes address space only: a page of memory is taken when its first token is written."""
-        size, head_dim = self.block_size, self.shape.head_dim
-        self._keys = [torch.empty(num_blocks, heads, head_dim, size, dtype=self.dtype) for heads in self.shape.heads]
-        self._values = [torch.empty(num_blocks, heads, size, head_dim, dtype=self.dtype) for heads in self.shape.heads]
+        shapes = [(num_blocks, heads, self.block_size * self.shape.head_dim) for heads in self.shape.heads]
+        self._keys = [_mapped(shape, self.dtype) for shape in shapes]
+        self._values = [_mapped(shape, self.dtype) for shape in shapes]
 
     def write(self, layer: int, key: Tensor, value: Tensor, step: Step) -> None:
         torch.ops.oatmill.write_kv(key, value, self._keys[layer], self._values[layer], step.slots)
@@ -57,6 +61,16 @@ class CpuAttention(AttentionBackend):
         )
 
     def copy(self, source: int, target: int, tokens: int) -> None:
+        """Copies the whole block; what is behind the first `tokens` is overwritten before it is looked at."""
         for keys, values in zip(self._keys, self._values, strict=True):
-            keys[target, :, :, :tokens] = keys[source, :, :, :tokens]
-            values[target, :, :tokens] = values[source, :, :tokens]
+            keys[target] = keys[source]
+            values[target] = values[source]
+
+
+def _mapped(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """A tensor in pages as large as the system has: attention reads a little here and a little there."""
+    memory = mmap.mmap(-1, max(1, math.prod(shape) * dtype.itemsize), flags=mmap.MAP_PRIVATE)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype, count=math.prod(shape)).view(shape)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from tgi_server.engine.cpu.linear import PackedLinear
+from tgi_server.engine.cpu.linear import PackedLinear, padded
 from tgi_server.engine.kernels import load_kernels
 
 LEVELS = 127
@@ -25,11 +25,12 @@ class Int8Linear(PackedLinear):
 
     def _pack(self, weight: Tensor, bias: Tensor | None) -> None:
         largest = weight.float().abs().amax(1).clamp_(min=torch.finfo(torch.float32).tiny)
-        self._scales = largest / LEVELS
-        rounded = torch.round(weight.float() / self._scales.unsqueeze(1)).to(torch.int8)
-        self._corrections = rounded.sum(1, dtype=torch.int32).float() * INPUT_OFFSET
+        scales = largest / LEVELS
+        rounded = torch.round(weight.float() / scales.unsqueeze(1)).to(torch.int8)
+        self._scales = padded(scales)
+        self._corrections = padded(rounded.sum(1, dtype=torch.int32) * INPUT_OFFSET)
         self._packed = torch.ops.oatmill.int8_pack(rounded)
-        self._bias = None if bias is None else bias.float()
+        self._bias = None if bias is None else padded(bias)
 
     def forward(self, x: Tensor, activation: str = "none") -> Tensor:
         return self._multiply(x, activation == "relu", None)
@@ -39,5 +40,5 @@ class Int8Linear(PackedLinear):
 
     def _multiply(self, x: Tensor, relu: bool, residual: Tensor | None) -> Tensor:
         return torch.ops.oatmill.int8_linear(
-            x, self._packed, self._scales, self._corrections, self._bias, relu, residual
+            x, self._packed, self.out_features, self._scales, self._corrections, self._bias, relu, residual
         )

@@ -1,9 +1,15 @@
-"""Linear layers whose weights oneDNN has arranged once for its own kernels, rather than anew at every call."""
+"""Linear layers whose weights have been arranged once for the kernels that read them."""
 
 from typing import Self
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from tgi_server.engine.kernels import load_kernels
+
+TILE = 48
+"""Outputs that the engine's own kernels compute together (`kernels/linear.h`)."""
 
 
 class PackedLinear(nn.Module):
@@ -37,10 +43,14 @@ class PackedLinear(nn.Module):
     def unpacked(self) -> nn.Linear:
         """What this took the place of."""
         linear = nn.Linear(self.in_features, self.out_features, bias=self._bias is not None, device="meta")
-        linear.weight = nn.Parameter(self._packed.to_dense(), requires_grad=False)
+        linear.weight = nn.Parameter(self._dense(), requires_grad=False)
         if self._bias is not None:
-            linear.bias = nn.Parameter(self._bias, requires_grad=False)
+            bias = self._bias[: self.out_features].to(linear.weight.dtype)
+            linear.bias = nn.Parameter(bias, requires_grad=False)
         return linear
+
+    def _dense(self) -> Tensor:
+        return self._packed.to_dense()
 
     def forward(self, x: Tensor, activation: str = "none") -> Tensor:
         """x: [..., in_features]. activation: "none" or "relu", applied in the same kernel."""
@@ -49,6 +59,40 @@ class PackedLinear(nn.Module):
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
         """residual + forward(x), the sum in the same kernel. residual: [..., out_features]."""
         return torch.ops.mkldnn._linear_pointwise.binary(x, residual, self._packed, self._bias, "add")
+
+
+class Bf16Linear(PackedLinear):
+    """y = x W^T + b with bfloat16 weights, by the engine's own kernel; sums are in float32."""
+
+    @staticmethod
+    def supports(dtype: torch.dtype) -> bool:
+        """Whether this CPU has the instructions, and they are for weights of this dtype."""
+        return dtype == torch.bfloat16 and load_kernels() and bool(torch.ops.oatmill.bf16_supported())
+
+    def _pack(self, weight: Tensor, bias: Tensor | None) -> None:
+        self._odd = self.in_features % 2  # inputs are multiplied two at a time
+        self._packed = torch.ops.oatmill.bf16_pack(weight)
+        self._bias = None if bias is None else padded(bias)
+
+    def _dense(self) -> Tensor:
+        tiles = self._packed.transpose(1, 2).flatten(2).flatten(0, 1)
+        return tiles[: self.out_features, : self.in_features].contiguous()
+
+    def forward(self, x: Tensor, activation: str = "none") -> Tensor:
+        return self._product(x, activation == "relu", None)
+
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        return self._product(x, False, residual)
+
+    def _product(self, x: Tensor, relu: bool, residual: Tensor | None) -> Tensor:
+        if self._odd:
+            x = pad(x, (0, 1))
+        return torch.ops.oatmill.bf16_linear(x, self._packed, self.out_features, self._bias, relu, residual)
+
+
+def padded(values: Tensor) -> Tensor:
+    """values, [outputs], as float32 with zeros up to a whole tile, as the engine's own kernels want them."""
+    return pad(values.float(), (0, -len(values) % TILE))
 
 
 _TYPICAL_ROWS = 32

@@ -12,14 +12,17 @@ from tgi_server.engine.attention.base import AttentionBackend, AttentionVariant
 from tgi_server.engine.attention.cpu import CpuAttention
 from tgi_server.engine.cpu.decoder import FUSED_LAYERS
 from tgi_server.engine.cpu.int8 import Int8Linear
-from tgi_server.engine.cpu.linear import PackedLinear
+from tgi_server.engine.cpu.linear import Bf16Linear, PackedLinear
 from tgi_server.engine.errors import UnsupportedModel
 
 
-def linear_layer(quantize: str | None, *, custom_kernels: bool) -> type[PackedLinear]:
-    """The kind of linear layer that holds weights quantised as asked. Raises UnsupportedModel when there is none."""
+def linear_layer(quantize: str | None, dtype: torch.dtype, *, custom_kernels: bool) -> type[PackedLinear]:
+    """The kind of linear layer that holds weights of this dtype, quantised as asked.
+
+    Raises UnsupportedModel when there is none.
+    """
     if quantize is None:
-        return PackedLinear
+        return Bf16Linear if custom_kernels and Bf16Linear.supports(dtype) else PackedLinear
     if quantize != "int8":
         raise UnsupportedModel(f"--quantize {quantize} is not supported; on a CPU, int8 is")
     if not (custom_kernels and Int8Linear.supported()):
@@ -47,7 +50,7 @@ def optimise(
 
 def unpack(model: PreTrainedModel) -> None:
     """Takes back what packing did, for a model that looks at its weights itself."""
-    _replace(model, lambda module: module.unpacked() if type(module) is PackedLinear else None)
+    _replace(model, lambda module: module.unpacked() if isinstance(module, PackedLinear) else None)
 
 
 def _fused_layer(

@@ -1,12 +1,7 @@
-// Attention over the paged KV cache on a CPU.
-//
-// A block of a layer's cache holds BLOCK tokens of each KV head: keys as [head_dim][BLOCK], values as
-// [BLOCK][head_dim]. With keys stored that way both products of attention are the same small one, rows times a tile
-// whose columns lie side by side in memory: vector registers run along the columns and nothing is ever summed across
-// a register. Caches may be float or bfloat16; all arithmetic is in float. The softmax is the online one of
-// Milakov and Gimelshein (2018), tile by tile.
+// Attention over the paged KV cache on a CPU (kv_layout.h says how it is stored). Caches may be float or bfloat16; sums
+// are in float. The softmax is the online one of Milakov and Gimelshein (2018), tile by tile: a tile is a block of one
+// KV head.
 
-#include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <c10/util/BFloat16.h>
@@ -19,16 +14,18 @@
 #include <limits>
 #include <vector>
 
+#include "kv_layout.h"
 #include "lanes.h"
+#include "parallel.h"
 
 namespace {
 
 using namespace oatmill;
 
-constexpr int BLOCK = 32;      // tokens of a KV block
 constexpr int ROWS = 8;        // rows that one pass over a tile serves: their sums stay in registers
 constexpr int ITEM_ROWS = 32;  // rows of one work item: queries times the query heads that share a KV head
 constexpr int MAX_HEAD_DIM = 256;
+constexpr int64_t WRITTEN_TOGETHER = 8;  // tokens
 constexpr float MASKED = -std::numeric_limits<float>::infinity();
 
 inline float rounded(float x) { return static_cast<float>(c10::BFloat16(x)); }
@@ -40,6 +37,7 @@ constexpr int PARTS = R <= 2 ? 4 : R <= 4 ? 2 : 1;
 
 // scores[r][j] = sum over d of query[r][d] * keys[d][j]
 template <int R, typename T>
+  requires(PAIR<T> == 1)
 void score_tile(const float* query, const T* keys, int head_dim, float* scores) {
   constexpr int COLUMNS = BLOCK / LANES;
   Lanes sums[PARTS<R>][R][COLUMNS] = {};
@@ -58,6 +56,7 @@ void score_tile(const float* query, const T* keys, int head_dim, float* scores) 
 
 // C registers' worth of columns of value_tile.
 template <int R, int C, typename T>
+  requires(PAIR<T> == 1)
 void value_columns(const float* weights, const float* decay, const T* values, int tokens, int head_dim, float* output) {
   Lanes sums[R][C];
   for (int r = 0; r < R; ++r)
@@ -71,19 +70,98 @@ void value_columns(const float* weights, const float* decay, const T* values, in
     for (int c = 0; c < C; ++c) store(output + r * head_dim + c * LANES, sums[r][c]);
 }
 
+#if defined(__AVX512BF16__)
+
+inline int32_t pair_at(const c10::BFloat16* from) {
+  int32_t pair;
+  std::memcpy(&pair, from, sizeof(pair));
+  return pair;
+}
+
+// Loops over registers must be unrolled before the compiler decides what is kept in registers, hence the pragmas.
+template <int R, typename T>
+  requires(PAIR<T> == 2)
+void score_tile(const T* query, const T* keys, int head_dim, float* scores) {
+  constexpr int COLUMNS = BLOCK / LANES, P = PARTS<R>;
+  __m512i sums[P][R][COLUMNS];
+#pragma GCC unroll 4
+  for (int p = 0; p < P; ++p)
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 2
+      for (int c = 0; c < COLUMNS; ++c) sums[p][r][c] = _mm512_setzero_si512();
+  for (int d = 0; d < head_dim; d += 2 * P)
+#pragma GCC unroll 4
+    for (int p = 0; p < P; ++p) {
+      const T* key = keys + (d + 2 * p) * BLOCK;
+      const __m512i first = _mm512_loadu_si512(key), second = _mm512_loadu_si512(key + 2 * LANES);
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) {
+        const __m512i row = _mm512_set1_epi32(pair_at(query + r * head_dim + d + 2 * p));
+        AddPairs::add(sums[p][r][0], row, first);
+        AddPairs::add(sums[p][r][1], row, second);
+      }
+    }
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 2
+    for (int c = 0; c < COLUMNS; ++c) {
+      __m512 sum = _mm512_castsi512_ps(sums[0][r][c]);
+#pragma GCC unroll 4
+      for (int p = 1; p < P; ++p) sum = _mm512_add_ps(sum, _mm512_castsi512_ps(sums[p][r][c]));
+      _mm512_storeu_ps(scores + r * BLOCK + c * LANES, sum);
+    }
+}
+
+template <int R, int C, typename T>
+  requires(PAIR<T> == 2)
+void value_columns(const T* weights, const float* decay, const T* values, int tokens, int head_dim, float* output) {
+  __m512i sums[R][C];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+    for (int c = 0; c < C; ++c)
+      sums[r][c] = _mm512_castps_si512(
+          _mm512_mul_ps(_mm512_loadu_ps(output + r * head_dim + c * LANES), _mm512_set1_ps(decay[r])));
+  for (int j = 0; j < tokens; j += 2) {
+    __m512i columns[C];
+#pragma GCC unroll 4
+    for (int c = 0; c < C; ++c) columns[c] = _mm512_loadu_si512(values + j * head_dim + c * 2 * LANES);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+      const __m512i row = _mm512_set1_epi32(pair_at(weights + r * BLOCK + j));
+#pragma GCC unroll 4
+      for (int c = 0; c < C; ++c) AddPairs::add(sums[r][c], row, columns[c]);
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+    for (int c = 0; c < C; ++c)
+      _mm512_storeu_ps(output + r * head_dim + c * LANES, _mm512_castsi512_ps(sums[r][c]));
+}
+
+#endif
+
+// What the products are made of: a cache's own numbers where pairs are multiplied, else floats.
+template <typename T>
+using Operand = std::conditional_t<PAIR<T> == 2, T, float>;
+
 // output[r][d] = output[r][d] * decay[r] + sum over j of weights[r][j] * values[j][d]
 template <int R, typename T>
-void value_tile(const float* weights, const float* decay, const T* values, int tokens, int head_dim, float* output) {
+void value_tile(const Operand<T>* weights, const float* decay, const T* values, int tokens, int head_dim, float* output) {
+  constexpr int C = R <= 2 ? 4 : 2;
   int d = 0;
-  for (; d + PARTS<R> * LANES <= head_dim; d += PARTS<R> * LANES)
-    value_columns<R, PARTS<R>>(weights, decay, values + d, tokens, head_dim, output + d);
-  for (; d < head_dim; d += LANES) value_columns<R, 1>(weights, decay, values + d, tokens, head_dim, output + d);
+  for (; d + C * LANES <= head_dim; d += C * LANES)
+    value_columns<R, C, T>(weights, decay, values + d * PAIR<T>, tokens, head_dim, output + d);
+  for (; d < head_dim; d += LANES)
+    value_columns<R, 1, T>(weights, decay, values + d * PAIR<T>, tokens, head_dim, output + d);
 }
 
 template <typename T>
-using ScoreTile = void (*)(const float*, const T*, int, float*);
+using ScoreTile = void (*)(const Operand<T>*, const T*, int, float*);
 template <typename T>
-using ValueTile = void (*)(const float*, const float*, const T*, int, int, float*);
+using ValueTile = void (*)(const Operand<T>*, const float*, const T*, int, int, float*);
 
 template <typename T>
 constexpr ScoreTile<T> SCORE_TILES[ROWS] = {score_tile<1, T>, score_tile<2, T>, score_tile<3, T>, score_tile<4, T>,
@@ -114,33 +192,39 @@ struct Layer {
   int64_t block_elements() const { return int64_t(kv_heads) * head_dim * BLOCK; }
 };
 
-// Some queries of one sequence with query heads that share one KV head: all of them, or as many as an item has rows for.
-// Row r is query r / heads, head first_head + r % heads.
+// Some queries of one sequence with KV heads and query heads that share them. With several queries that is one KV head
+// and the query heads that share it, or as many as an item has rows for; with one query it is several KV heads, which
+// stand side by side in memory. Rows are KV heads, queries, query heads, the last ones fastest.
 struct Item {
   const int32_t* table;
   int64_t first_token;     // of the item's queries, among the pass's tokens
   int64_t first_position;  // of the item's first query, in its sequence
   int queries;
-  int kv_head;
-  int first_head;
-  int heads;
+  int kv_head, kv_heads;  // the first one, how many
+  int first_head, heads;  // the first query head, how many for each KV head
+
+  int rows() const { return kv_heads * queries * heads; }
+  int rows_a_kv_head() const { return queries * heads; }
+  int query(int row) const { return row % rows_a_kv_head() / heads; }
+  int head(int row) const { return first_head + row / rows_a_kv_head() * heads + row % heads; }
 };
 
+template <typename T>
 struct Scratch {
-  float query[ITEM_ROWS * MAX_HEAD_DIM];
+  Operand<T> query[ITEM_ROWS * MAX_HEAD_DIM];
+  Operand<T> weights[ITEM_ROWS * BLOCK];
   float output[ITEM_ROWS * MAX_HEAD_DIM];
   float scores[ITEM_ROWS * BLOCK];
   float largest[ITEM_ROWS], total[ITEM_ROWS], decay[ITEM_ROWS];
 };
 
 template <typename T>
-void load_query(const Layer<T>& layer, const Item& item, Scratch& scratch) {
-  const int rows = item.queries * item.heads;
+void load_query(const Layer<T>& layer, const Item& item, Scratch<T>& scratch) {
+  const int rows = item.rows();
   for (int r = 0; r < rows; ++r) {
-    const T* from = layer.query + (item.first_token + r / item.heads) * layer.query_token_stride +
-                    (item.first_head + r % item.heads) * layer.query_head_stride;
-    for (int d = 0; d < layer.head_dim; ++d)
-      scratch.query[r * layer.head_dim + d] = static_cast<float>(from[d]) * layer.variant.scaling;
+    const T* from = layer.query + (item.first_token + item.query(r)) * layer.query_token_stride +
+                    item.head(r) * layer.query_head_stride;
+    std::copy_n(from, layer.head_dim, scratch.query + r * layer.head_dim);
     scratch.largest[r] = MASKED;
     scratch.total[r] = 0;
   }
@@ -149,14 +233,17 @@ void load_query(const Layer<T>& layer, const Item& item, Scratch& scratch) {
 
 // Turns the scores of row r against the tile's tokens into softmax weights, and says how much the sums so far decay.
 template <typename T>
-void weigh_row(const Layer<T>& layer, const Item& item, int r, int64_t tile_start, int tokens, Scratch& scratch) {
+void weigh_row(const Layer<T>& layer, const Item& item, int r, int64_t tile_start, int tokens,
+               Scratch<T>& scratch) {
   const Variant& variant = layer.variant;
-  const int64_t position = item.first_position + r / item.heads;
+  const int64_t position = item.first_position + item.query(r);
   float* scores = scratch.scores + r * BLOCK;
+  Operand<T>* weights = scratch.weights + r * BLOCK;
+  for (int j = 0; j < BLOCK; j += LANES) store(scores + j, load(scores + j) * variant.scaling);
   if (variant.softcap != 0)
     for (int j = 0; j < BLOCK; ++j) scores[j] = variant.softcap * std::tanh(scores[j] / variant.softcap);
   if (variant.alibi_slopes) {
-    const float slope = variant.alibi_slopes[item.first_head + r % item.heads];
+    const float slope = variant.alibi_slopes[item.head(r)];
     if (variant.rounded_alibi)
       for (int j = 0; j < BLOCK; ++j)
         scores[j] += variant.scaling * rounded(slope * rounded(static_cast<float>(tile_start + j)));
@@ -171,46 +258,79 @@ void weigh_row(const Layer<T>& layer, const Item& item, int r, int64_t tile_star
   for (int j = LANES; j < BLOCK; j += LANES) highest = larger(highest, load(scores + j));
   const float peak = std::max(scratch.largest[r], largest(highest));
   if (peak == MASKED) {
-    std::fill_n(scores, BLOCK, 0.0f);
+    std::fill_n(weights, BLOCK, Operand<T>(0.0f));
     scratch.decay[r] = 1;
     return;
   }
   Lanes total = {};
   for (int j = 0; j < BLOCK; j += LANES) {
-    const Lanes weights = exponential(load(scores + j) - peak);
-    store(scores + j, weights);
-    total += weights;
+    const Lanes weight = exponential(load(scores + j) - peak);
+    store(weights + j, weight);
+    total += weight;
   }
   scratch.decay[r] = std::exp(scratch.largest[r] - peak);
   scratch.total[r] = scratch.total[r] * scratch.decay[r] + sum(total);
   scratch.largest[r] = peak;
 }
 
+// Asks for a tile's keys or values before they are needed: the processor itself does not guess which tile comes next.
 template <typename T>
-void attend_item(const Layer<T>& layer, const Item& item, Scratch& scratch) {
-  const int head_dim = layer.head_dim, rows = item.queries * item.heads;
-  const int64_t end = item.first_position + item.queries;  // no query of the item looks further
-  int64_t tile = 0;
-  if (layer.variant.window) tile = std::max<int64_t>(0, item.first_position - layer.variant.window + 1) / BLOCK;
-  load_query(layer, item, scratch);
-  for (; tile * BLOCK < end; ++tile) {
-    const int64_t start = tile * BLOCK;
-    const int tokens = static_cast<int>(std::min<int64_t>(BLOCK, end - start));
-    const int64_t offset = item.table[tile] * layer.block_elements() + int64_t(item.kv_head) * head_dim * BLOCK;
-    for (int r = 0; r < rows; r += ROWS)
-      SCORE_TILES<T>[std::min(ROWS, rows - r) - 1](scratch.query + r * head_dim, layer.keys + offset, head_dim,
+void want(const T* tile, int head_dim) {
+  constexpr int LINE = 64;  // bytes
+  const char* bytes = reinterpret_cast<const char*>(tile);
+  for (size_t i = 0; i < head_dim * BLOCK * sizeof(T); i += LINE) __builtin_prefetch(bytes + i);
+}
+
+// Of the keys and of the values: where the item's part of a block begins.
+template <typename T>
+int64_t tile_place(const Layer<T>& layer, const Item& item, int64_t tile) {
+  return item.table[tile] * layer.block_elements() + int64_t(item.kv_head) * layer.head_dim * BLOCK;
+}
+
+template <typename T>
+int64_t first_tile(const Layer<T>& layer, const Item& item) {
+  return layer.variant.window ? std::max<int64_t>(0, item.first_position - layer.variant.window + 1) / BLOCK : 0;
+}
+
+// The rows of one KV head against one tile. place: of the tile; later: of the one that comes next.
+template <typename T>
+void attend_tile(const Layer<T>& layer, const Item& item, int first_row, int64_t tile, int64_t place, int64_t later,
+                 Scratch<T>& scratch) {
+  const int head_dim = layer.head_dim, end_row = first_row + item.rows_a_kv_head();
+  const int64_t start = tile * BLOCK, end = item.first_position + item.queries;
+  const int tokens = static_cast<int>(std::min<int64_t>(BLOCK, end - start));
+  want(layer.keys + later, head_dim);
+  for (int r = first_row; r < end_row; r += ROWS)
+    SCORE_TILES<T>[std::min(ROWS, end_row - r) - 1](scratch.query + r * head_dim, layer.keys + place, head_dim,
                                                     scratch.scores + r * BLOCK);
-    for (int r = 0; r < rows; ++r) weigh_row(layer, item, r, start, tokens, scratch);
-    for (int r = 0; r < rows; r += ROWS)
-      VALUE_TILES<T>[std::min(ROWS, rows - r) - 1](scratch.scores + r * BLOCK, scratch.decay + r,
-                                                    layer.values + offset, tokens, head_dim,
+  want(layer.values + later, head_dim);
+  for (int r = first_row; r < end_row; ++r) weigh_row(layer, item, r, start, tokens, scratch);
+  for (int r = first_row; r < end_row; r += ROWS)
+    VALUE_TILES<T>[std::min(ROWS, end_row - r) - 1](scratch.weights + r * BLOCK, scratch.decay + r,
+                                                    layer.values + place, tokens, head_dim,
                                                     scratch.output + r * head_dim);
+}
+
+// next: the item that this thread will probably do next.
+template <typename T>
+void attend_item(const Layer<T>& layer, const Item& item, const Item& next, Scratch<T>& scratch) {
+  const int head_dim = layer.head_dim, head_elements = head_dim * BLOCK;
+  const int64_t end = item.first_position + item.queries;  // no query of the item looks further
+  load_query(layer, item, scratch);
+  for (int64_t tile = first_tile(layer, item); tile * BLOCK < end; ++tile) {
+    const int64_t place = tile_place(layer, item, tile);
+    const int64_t later = (tile + 1) * BLOCK < end ? tile_place(layer, item, tile + 1)
+                                                   : tile_place(layer, next, first_tile(layer, next));
+    for (int h = 0; h < item.kv_heads; ++h) {
+      const int64_t own = place + h * head_elements;
+      attend_tile(layer, item, h * item.rows_a_kv_head(), tile, own,
+                  h + 1 < item.kv_heads ? own + head_elements : later, scratch);
+    }
   }
-  for (int r = 0; r < rows; ++r) {
-    T* to = layer.output +
-            ((item.first_token + r / item.heads) * layer.heads + item.first_head + r % item.heads) * head_dim;
+  for (int r = 0; r < item.rows(); ++r) {
+    T* to = layer.output + ((item.first_token + item.query(r)) * layer.heads + item.head(r)) * head_dim;
     const float scale = 1.0f / scratch.total[r];
-    for (int d = 0; d < head_dim; ++d) to[d] = static_cast<T>(scratch.output[r * head_dim + d] * scale);
+    for (int d = 0; d < head_dim; d += LANES) store(to + d, load(scratch.output + r * head_dim + d) * scale);
   }
 }
 
@@ -222,13 +342,20 @@ std::vector<Item> plan(const Layer<T>& layer, const at::Tensor& tables, const at
   const int32_t* starts = query_starts.const_data_ptr<int32_t>();
   const int group = layer.group();
   const int item_heads = std::min(group, ITEM_ROWS), item_queries = ITEM_ROWS / item_heads;
+  const int most_kv_heads = std::max(1, std::min(ITEM_ROWS / item_heads, (layer.kv_heads + 1) / 2));
   for (int64_t s = 0; s < kv_lengths.size(0); ++s) {
     const int count = starts[s + 1] - starts[s];
     const int32_t* table = tables.const_data_ptr<int32_t>() + s * tables.stride(0);
+    if (count == 1 && item_heads == group) {
+      for (int head = 0; head < layer.kv_heads; head += most_kv_heads)
+        items.push_back({table, starts[s], lengths[s] - 1, 1, head, std::min(most_kv_heads, layer.kv_heads - head),
+                         head * group, group});
+      continue;
+    }
     for (int head = 0; head < layer.kv_heads; ++head)
       for (int h = 0; h < group; h += item_heads)
         for (int q = 0; q < count; q += item_queries)
-          items.push_back({table, starts[s] + q, lengths[s] - count + q, std::min(item_queries, count - q), head,
+          items.push_back({table, starts[s] + q, lengths[s] - count + q, std::min(item_queries, count - q), head, 1,
                            head * group + h, std::min(item_heads, group - h)});
   }
   return items;
@@ -236,9 +363,10 @@ std::vector<Item> plan(const Layer<T>& layer, const at::Tensor& tables, const at
 
 template <typename T>
 void attend(const Layer<T>& layer, const std::vector<Item>& items) {
-  at::parallel_for(0, static_cast<int64_t>(items.size()), 1, [&](int64_t begin, int64_t end) {
-    static thread_local Scratch scratch;
-    for (int64_t i = begin; i < end; ++i) attend_item(layer, items[i], scratch);
+  const int64_t count = static_cast<int64_t>(items.size()), threads = at::get_num_threads();
+  for_each_item(count, [&](int64_t i) {
+    static thread_local Scratch<T> scratch;
+    attend_item(layer, items[i], items[std::min(i + threads, count - 1)], scratch);
   });
 }
 
@@ -269,18 +397,23 @@ at::Tensor paged_attention(const at::Tensor& query, const at::Tensor& keys, cons
 template <typename T>
 void write_tokens(const at::Tensor& key, const at::Tensor& value, at::Tensor& keys, at::Tensor& values,
                   const at::Tensor& slots) {
-  const int64_t kv_heads = keys.size(1), head_dim = keys.size(2);
+  const int64_t tokens = slots.size(0), kv_heads = key.size(1), head_dim = key.size(2);
   const int64_t* slot = slots.const_data_ptr<int64_t>();
-  for (int64_t t = 0; t < slots.size(0); ++t)
-    for (int64_t h = 0; h < kv_heads; ++h) {
-      const int64_t block = slot[t] / BLOCK, offset = slot[t] % BLOCK;
-      const int64_t base = (block * kv_heads + h) * head_dim * BLOCK;
-      const T* from = key.const_data_ptr<T>() + t * key.stride(0) + h * key.stride(1);
-      T* to = keys.mutable_data_ptr<T>() + base + offset;
-      for (int64_t d = 0; d < head_dim; ++d) to[d * BLOCK] = from[d];
-      std::memcpy(values.mutable_data_ptr<T>() + base + offset * head_dim,
-                  value.const_data_ptr<T>() + t * value.stride(0) + h * value.stride(1), head_dim * sizeof(T));
-    }
+  const T* key_from = key.const_data_ptr<T>();
+  const T* value_from = value.const_data_ptr<T>();
+  T* key_cache = keys.mutable_data_ptr<T>();
+  T* value_cache = values.mutable_data_ptr<T>();
+  for_each_item(parts(tokens, WRITTEN_TOGETHER), [&](int64_t item) {
+    for (int64_t t = item * WRITTEN_TOGETHER; t < std::min(tokens, (item + 1) * WRITTEN_TOGETHER); ++t)
+      for (int64_t h = 0; h < kv_heads; ++h) {
+        const int64_t base = (slot[t] / BLOCK * kv_heads + h) * head_dim * BLOCK, offset = slot[t] % BLOCK;
+        const T* from = key_from + t * key.stride(0) + h * key.stride(1);
+        for (int64_t d = 0; d < head_dim; d += PAIR<T>)
+          std::memcpy(key_cache + base + key_place<T>(d, offset), from + d, PAIR<T> * sizeof(T));
+        write_value(value_from + t * value.stride(0) + h * value.stride(1), value_cache + base, offset, head_dim,
+                    t + 1 < tokens && slot[t + 1] == slot[t] + 1);
+      }
+  });
 }
 
 // key, value: [tokens, kv_heads, head_dim]; slots: [tokens], block * BLOCK + offset of each.

@@ -70,7 +70,8 @@ def _compile(library: Path) -> None:
         command = [compiler, *FLAGS, *includes, *map(str, SOURCES), *libraries, "-o", str(target)]
         result = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_SECONDS, check=False)
         if result.returncode != 0:
-            raise OSError(f"{compiler} failed: {(result.stderr.strip().splitlines() or ['no output'])[0]}")
+            lines = result.stderr.strip().splitlines() or ["no output"]
+            raise OSError(f"{compiler} failed: {next((line for line in lines if 'error' in line), lines[0])}")
         os.replace(target, library)
 
 

@@ -14,13 +14,13 @@
 #include <cstring>
 #include <limits>
 
+#include "kv_layout.h"
 #include "lanes.h"
 
 namespace {
 
 using namespace oatmill;
 
-constexpr int BLOCK = 32;           // tokens of a KV block, as in attention.cpp
 constexpr int64_t GRAIN = 1 << 15;  // elements worth handing to another thread
 
 int64_t tokens_a_thread(int64_t elements_a_token) { return std::max<int64_t>(1, GRAIN / elements_a_token); }
@@ -92,22 +92,22 @@ at::Tensor silu_mul(const at::Tensor& gate_up) {
 }
 
 // Rotary position embedding of one head (Su et al. 2021), halves apart: element i turns with element i + half.
-template <typename T>
-void rotate(const T* from, T* to, int64_t to_stride, const T* cos, const T* sin, int64_t rotated, int64_t head_dim) {
+// place: where element i is to be written.
+template <typename T, typename Place>
+void rotate(const T* from, T* to, const T* cos, const T* sin, int64_t rotated, int64_t head_dim, const Place& place) {
   const int64_t half = rotated / 2;
   for (int64_t i = 0; i < half; ++i) {
     const float low = static_cast<float>(from[i]), high = static_cast<float>(from[i + half]);
-    to[i * to_stride] =
-        static_cast<T>(low * static_cast<float>(cos[i]) - high * static_cast<float>(sin[i]));
-    to[(i + half) * to_stride] =
+    to[place(i)] = static_cast<T>(low * static_cast<float>(cos[i]) - high * static_cast<float>(sin[i]));
+    to[place(i + half)] =
         static_cast<T>(high * static_cast<float>(cos[i + half]) + low * static_cast<float>(sin[i + half]));
   }
-  for (int64_t i = rotated; i < head_dim; ++i) to[i * to_stride] = from[i];
+  for (int64_t i = rotated; i < head_dim; ++i) to[place(i)] = from[i];
 }
 
 // Rotates query in place and key on its way into the cache, and puts value beside it.
 // query: [tokens, heads, head_dim]; key, value: [tokens, kv_heads, head_dim], all with a dense last dimension and
-// possibly views of one tensor; cos, sin: [tokens, rotated]; keys, values: the layer's cache as in attention.cpp.
+// possibly views of one tensor; cos, sin: [tokens, rotated]; keys, values: the layer's cache (kv_layout.h).
 void rotate_and_write(at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const at::Tensor& cos,
                       const at::Tensor& sin, at::Tensor& keys, at::Tensor& values, const at::Tensor& slots) {
   const int64_t tokens = query.size(0), heads = query.size(1), head_dim = query.size(2);
@@ -125,16 +125,17 @@ void rotate_and_write(at::Tensor& query, const at::Tensor& key, const at::Tensor
     const int64_t* slot = slots.const_data_ptr<int64_t>();
     at::parallel_for(0, tokens, tokens_a_thread(heads * head_dim), [&](int64_t begin, int64_t end) {
       for (int64_t t = begin; t < end; ++t) {
+        const bool other_follows = t + 1 < tokens && slot[t + 1] == slot[t] + 1;
         for (int64_t h = 0; h < heads; ++h) {
           T* head = q + t * query.stride(0) + h * query.stride(1);
-          rotate(head, head, 1, c + t * rotated, s + t * rotated, rotated, head_dim);
+          rotate(head, head, c + t * rotated, s + t * rotated, rotated, head_dim, [](int64_t i) { return i; });
         }
         for (int64_t h = 0; h < kv_heads; ++h) {
           const int64_t base = (slot[t] / BLOCK * kv_heads + h) * head_dim * BLOCK, offset = slot[t] % BLOCK;
-          rotate(k + t * key.stride(0) + h * key.stride(1), key_cache + base + offset, BLOCK, c + t * rotated,
-                 s + t * rotated, rotated, head_dim);
-          std::memcpy(value_cache + base + offset * head_dim, v + t * value.stride(0) + h * value.stride(1),
-                      head_dim * sizeof(T));
+          rotate(k + t * key.stride(0) + h * key.stride(1), key_cache + base, c + t * rotated, s + t * rotated,
+                 rotated, head_dim, [&](int64_t i) { return key_place<T>(i, offset); });
+          write_value(v + t * value.stride(0) + h * value.stride(1), value_cache + base, offset, head_dim,
+                      other_follows);
         }
       }
     });

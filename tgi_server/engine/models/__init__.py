@@ -21,7 +21,7 @@ def create_runner(model: PreTrainedModel, config: EngineConfig) -> Runner:
     cannot be quantised as asked.
     """
     on_cpu = model.device.type == "cpu" and config.custom_kernels
-    linear = linear_layer(config.quantize, custom_kernels=on_cpu)
+    linear = linear_layer(config.quantize, model.dtype, custom_kernels=on_cpu)
     if on_cpu:
         limit_threads(model)
     shape = probe_kv_shape(model)
