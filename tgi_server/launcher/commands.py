@@ -48,6 +48,7 @@ ROUTER_FLAGS = (
     "max_batch_size",
     "max_client_batch_size",
     "payload_limit",
+    "client_timeout",
     "tokenizer_config_path",
     "disable_grammar_support",
     "cors_allow_origin",

@@ -90,6 +90,7 @@ class LauncherSettings(ServiceSettings):
 
     # What follows is refused when set: see tgi_server/unsupported.py.
     speculate: int | None = None
+    client_timeout: Count = Field(75, description="seconds that a client may be silent, asking or reading")
     kv_cache_dtype: str | None = None
     cuda_graphs: CommaSeparated[int] | None = None
     rope_scaling: str | None = None
