@@ -26,6 +26,9 @@ from tgi_server.engine.weights import load_model
 
 logger = logging.getLogger(__name__)
 
+# Tokens that a step computes in the time that it waits for the weights.
+_CHEAP_TOKENS = {"cuda": 128, "cpu": 4}
+
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
@@ -173,7 +176,8 @@ class Engine:
         if self._batch and self._batch.id != batch_id:
             raise InvalidCall(f"batch {self._batch.id} is running; clear it before batch {batch_id}")
         if not self._batch:
-            self._batch = Batch(batch_id, self._runner, self._sampler, self._max_batch_size)
+            cheap = _CHEAP_TOKENS.get(self._device.type, 1)
+            self._batch = Batch(batch_id, self._runner, self._sampler, self._max_batch_size, cheap)
         return self._batch
 
     @staticmethod
