@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+import math
+import mmap
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -48,12 +50,28 @@ class SlicedTensor:
         ranges = self._slice.ranges(self._share, size)
         before = (slice(None),) * axis
         pieces = [self._source[(*before, slice(part.start, min(part.stop, size)))] for part in ranges]
-        missing = sum(map(len, ranges)) - sum(piece.shape[axis] for piece in pieces)
-        if missing:
-            shape = list(pieces[0].shape)
-            shape[axis] = missing
-            pieces.append(pieces[0].new_zeros(shape))
-        return torch.cat(pieces, dim=axis) if len(pieces) > 1 else pieces[0].contiguous()
+        length = sum(map(len, ranges))
+        if len(pieces) == 1 and pieces[0].shape[axis] == length and pieces[0].is_contiguous():
+            return pieces[0]
+        shape = list(pieces[0].shape)
+        shape[axis] = length
+        return _joined(pieces, axis, shape)
+
+
+def _joined(pieces: list[Tensor], axis: int, shape: list[int]) -> Tensor:
+    """The pieces along an axis, and zeros for what is missing of the shape.
+
+    In pages of their own, which go back to the system when the tensor does: what malloc gets back it may keep, and
+    weights are often arranged anew once they are loaded.
+    """
+    dtype = pieces[0].dtype
+    whole = torch.frombuffer(mmap.mmap(-1, max(1, math.prod(shape)) * dtype.itemsize), dtype=dtype)
+    whole = whole[: math.prod(shape)].view(shape)
+    start = 0
+    for piece in pieces:
+        whole.narrow(axis, start, piece.shape[axis]).copy_(piece)
+        start += piece.shape[axis]
+    return whole
 
 
 @contextmanager

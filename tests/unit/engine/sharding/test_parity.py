@@ -1,34 +1,19 @@
 """Every architecture that can be split, token for token equal to the whole model, in float32."""
 
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.tiny_models import ARCHITECTURES, make
 from tests.unit.engine.models.driver import generate_together, load_engine, prompts
+from tests.unit.engine.sharding.conftest import RanksOf
 from tests.unit.engine.sharding.ranks import Ranks
 from tgi_server.engine.sharding import ShardGroup
 
 UNSPLIT = {"llama4_text", "mamba", "qwen3_next", "rwkv"}
 TEXTS = prompts((1, 70, 5, 33, 2, 17))
-
-RanksOf = Callable[[int], Ranks]
-
-
-@pytest.fixture(scope="module")
-def ranks_of() -> Iterator[RanksOf]:
-    """Started when they are first asked for."""
-    started: dict[int, Ranks] = {}
-
-    def ranks(count: int) -> Ranks:
-        if count not in started:
-            started[count] = Ranks(count)
-        return started[count]
-
-    yield ranks
-    for each in started.values():
-        each.__exit__()
+UNEVEN = {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 96, "intermediate_size": 101}
+"""Two shards get one and two KV heads, with two and four heads of queries."""
 
 
 def generate(group: ShardGroup, folder: Path, settings: dict[str, object]) -> tuple[list[list[int]], bool]:
@@ -55,3 +40,34 @@ def test_two_shards_generate_what_the_whole_model_does(architecture: str, ranks_
 @pytest.mark.parametrize("architecture", sorted(ARCHITECTURES.keys() - UNSPLIT))
 def test_so_does_every_architecture(architecture: str, count: int, ranks_of: RanksOf, tmp_path: Path) -> None:
     check(ranks_of(count), make(architecture, tmp_path))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", ["bloom", "gpt_bigcode_multi_head", "llama", "opt", "t5"])
+def test_so_they_do_without_kernels_of_the_engines_own(architecture: str, ranks_of: RanksOf, tmp_path: Path) -> None:
+    check(ranks_of(2), make(architecture, tmp_path), custom_kernels=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", ["gpt2", "opt", "gpt_neox", "t5"])
+def test_three_shards_have_different_numbers_of_heads(architecture: str, ranks_of: RanksOf, tmp_path: Path) -> None:
+    check(ranks_of(3), make(architecture, tmp_path))
+
+
+def test_kv_heads_need_not_divide(ranks_of: RanksOf, tmp_path: Path) -> None:
+    check(ranks_of(2), make("llama", tmp_path, **UNEVEN))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("architecture", "settings"),
+    [
+        ("gpt2", {"tie_word_embeddings": False}),
+        ("gptj", {"tie_word_embeddings": True}),
+        ("llama", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
+        ("falcon_40b", {"bias": True}),
+        ("t5", {"tie_word_embeddings": False}),
+    ],
+)
+def test_tied_weights_and_biases(architecture, settings, ranks_of: RanksOf, tmp_path: Path) -> None:
+    check(ranks_of(2), make(architecture, tmp_path, **settings))
