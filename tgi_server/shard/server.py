@@ -10,6 +10,7 @@ from pathlib import Path
 import grpc
 import torch
 import uvloop
+from opentelemetry import trace
 
 from shared.settings import fail
 from shared.stubs.generate_pb2_grpc import add_TextGenerationServiceServicer_to_server
@@ -119,7 +120,7 @@ async def _serve(settings: ShardSettings, engine: Engine, group: ShardGroup | No
         settings.revision,
         urls,
         on_fatal=lambda: os._exit(FATAL_STATUS),
-        spans=RequestSpans(settings.rank) if settings.otlp_endpoint else None,
+        spans=RequestSpans(trace.get_tracer(__name__), settings.rank) if settings.otlp_endpoint else None,
     )
     add_TextGenerationServiceServicer_to_server(service, server)
     await server.start()

@@ -58,19 +58,22 @@ async def test_who_does_not_go_on_is_not_waited_for(routers: RouterFactory):
     await router.idle()
 
 
-async def test_who_goes_on_slowly_is_waited_for(routers: RouterFactory):
-    router = await routers(client_timeout=1)
-    async with connection(router) as (reader, writer):
-        for part in (HEAD[:20], HEAD[20:], BODY[:5], BODY[5:10], BODY[10:]):
-            writer.write(part)
-            await asyncio.sleep(0.4)
-        assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+async def test_who_goes_on_slowly_is_waited_for_and_may_wait(routers: RouterFactory):
+    router = await routers(client_timeout=1, shard={"step_seconds": 0.4})
 
+    async def ask_slowly() -> bytes:
+        async with connection(router) as (reader, writer):
+            for part in (HEAD[:20], HEAD[20:] + BODY[:5], BODY[5:10], BODY[10:]):
+                writer.write(part)
+                await asyncio.sleep(0.5)
+            return await reader.readline()
 
-async def test_a_long_generation_is_no_silence_of_the_client(routers: RouterFactory):
-    router = await routers(client_timeout=1, shard={"step_seconds": 0.5})
-    response = await router.post("/generate", inputs="Hello", parameters={"max_new_tokens": 4})
-    assert response.status_code == 200
+    async def ask_for_much() -> int:
+        return (await router.post("/generate", inputs="Hello", parameters={"max_new_tokens": 4})).status_code
+
+    slow, long = await asyncio.gather(ask_slowly(), ask_for_much())
+    assert slow.startswith(b"HTTP/1.1 200")
+    assert long == 200
 
 
 async def test_requests_that_are_not_whole_take_no_place(routers: RouterFactory):
