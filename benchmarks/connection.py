@@ -62,6 +62,11 @@ class Connection:
             self.close()
             raise ServerUnavailable(f"{self._url} cannot be reached: {error}") from error
 
+    @property
+    def received(self) -> list[tuple[float, bytes]]:
+        """Pieces of the response so far, each with when it came; of the last response, when none is awaited."""
+        return [] if self._exchange is None else self._exchange.pieces
+
     def close(self) -> None:
         if self._exchange is not None:
             self._exchange.close()
@@ -83,6 +88,11 @@ class _Exchange(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._waiter: asyncio.Future[Response] | None = None
         self._now = 0.0
+        self._response = Response(0.0)
+
+    @property
+    def pieces(self) -> list[tuple[float, bytes]]:
+        return self._response.pieces
 
     @property
     def closed(self) -> bool:

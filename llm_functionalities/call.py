@@ -50,6 +50,10 @@ class Call:
             raise BadAnswer("the endpoint's answer asks for the request to be sent again")
         self._sent = True
 
+    def refused(self) -> None:
+        """The endpoint refused the request and generated nothing: another may be sent in its place."""
+        self._sent = False
+
     def hold(self, connection: socket.socket) -> float:
         """The worker is about to use `connection`, which `cancel` and `expire` may shut down until `release`.
 

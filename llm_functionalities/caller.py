@@ -39,8 +39,9 @@ class Front:
     def deadline(self, context: Context, timeout_ms: int = 0) -> Deadline:
         return Deadline.of_request(timeout_ms, context.time_remaining(), self.default_timeout)
 
-    def generation(self, max_tokens: int, grammar: Grammar | None = None) -> Generation:
-        return Generation(max_tokens if max_tokens > 0 else self.max_tokens, grammar)
+    def generation(self, max_tokens: int, grammar: Grammar | None = None, *, wish: bool = False) -> Generation:
+        """wish: a server that takes no grammars may answer without it, as the answer is parsed in any case."""
+        return Generation(max_tokens if max_tokens > 0 else self.max_tokens, grammar, wish)
 
     async def answer(self, context: Context, prompt: str, generation: Generation, deadline: Deadline) -> str:
         """The model's answer to one prompt, empty when there is none."""

@@ -1,7 +1,7 @@
 """What is asked of the model besides the prompt."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from llm_functionalities.errors import InvalidGrammar
@@ -54,7 +54,14 @@ def _has_null(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class Generation:
-    """`max_tokens` bounds the answer's length in tokens."""
+    """`max_tokens` bounds the answer's length in tokens.
+
+    wish: the grammar is wished for only; a server that takes no grammars may answer without it.
+    """
 
     max_tokens: int
     grammar: Grammar | None = None
+    wish: bool = False
+
+    def without_grammar(self) -> "Generation":
+        return replace(self, grammar=None, wish=False)

@@ -17,10 +17,6 @@ class Refusal:
 
 
 REFUSALS = {
-    "num_shard": Refusal("a model runs on one device; tensor parallelism is not supported yet", harmless=(1,)),
-    "sharded": Refusal(
-        "a model runs on one device; tensor parallelism is not supported yet", harmless=(False, "false")
-    ),
     "quantize": Refusal("of the ways to quantise, int8 is supported, on CPUs", harmless=("int8",)),
     "speculate": Refusal("speculative decoding is not supported yet", harmless=(0,)),
     "kv_cache_dtype": Refusal("the KV cache has the dtype of the model; 8-bit caches are not supported yet"),

@@ -78,6 +78,6 @@ class LLMExecutionSearchManager(llm_pb2_grpc.LLMExecutionSearchManagerServicer):
         deadline = self._front.deadline(context, request.timeout)
         if not (request.user_question.strip() or request.last_user_response.strip()):
             return llm_pb2.ExecutionSearchResponse()
-        generation = self._front.generation(MAX_TOKENS, DECISION)
+        generation = self._front.generation(MAX_TOKENS, DECISION, wish=True)
         decision = await self._front.parsed(context, prompt(request), generation, deadline, parse)
         return decision or llm_pb2.ExecutionSearchResponse()

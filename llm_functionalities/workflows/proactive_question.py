@@ -44,7 +44,7 @@ class LLMProactiveQuestionGeneration(llm_pb2_grpc.LLMProactiveQuestionGeneration
         count = max(len(request.task_title), len(current))
         titles = list(request.task_title)
         asked = [prompt(at(titles, i), at(previous, i), at(current, i)) for i in range(count)]
-        generation = self._front.generation(MAX_TOKENS, QUESTION)
+        generation = self._front.generation(MAX_TOKENS, QUESTION, wish=True)
         texts = await self._front.all_parsed(context, asked, generation, deadline, parse)
         question = llm_pb2.ExtraInfo.QUESTION
         return llm_pb2.ProactiveQuestionGenerationResponse(

@@ -109,7 +109,7 @@ class LLMReplacementGeneration(llm_pb2_grpc.LLMReplacementGenerationServicer):
         original = request.original_ingredient.name
         if not (original.strip() or request.user_question.strip() or request.agent_response.strip()):
             return llm_pb2.IngredientReplacementResponse()
-        generation = self._front.generation(OBJECT_TOKENS, REPLACEMENT)
+        generation = self._front.generation(OBJECT_TOKENS, REPLACEMENT, wish=True)
         parse = partial(parse_replacement, original=original)
         new = await self._front.parsed(context, replacement_prompt(request), generation, deadline, parse)
         return llm_pb2.IngredientReplacementResponse(new_ingredient=new)

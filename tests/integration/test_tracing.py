@@ -20,6 +20,7 @@ def collector() -> Iterator[Collector]:
         yield collector
 
 
+@pytest.mark.slow
 def test_a_trace_goes_through_all_services(server: ServerFactory, collector: Collector) -> None:
     tracing = f"--otlp-endpoint={collector.endpoint}"
     model = server(tracing, "--dtype=float32").wait_until_ready()

@@ -1,11 +1,15 @@
 """The sequences that run together: which are still in their prompt, and which row each other one has."""
 
 from collections.abc import Iterable
+from itertools import chain
 
 from tgi_server.engine.errors import InvalidCall
 from tgi_server.engine.models.runner import Runner
 from tgi_server.engine.sampling import Sampler
 from tgi_server.engine.sequence import Sequence
+
+# Of a step's time, what forced tokens may cost the sequences that have no grammar.
+_FORCED_SHARE = 0.02
 
 
 class Batch:
@@ -15,7 +19,8 @@ class Batch:
     them those that have forced tokens to compute before they take a row again.
     """
 
-    def __init__(self, batch_id: int, runner: Runner, sampler: Sampler, max_size: int) -> None:
+    def __init__(self, batch_id: int, runner: Runner, sampler: Sampler, max_size: int, cheap_tokens: int) -> None:
+        """cheap_tokens: up to so many in all, a step takes about as long as for one."""
         self.id = batch_id
         self.rows: list[Sequence] = []
         self.prefilling: dict[int, Sequence] = {}
@@ -23,6 +28,7 @@ class Batch:
         self._runner = runner
         self._sampler = sampler
         self._max_size = max_size
+        self._cheap_tokens = cheap_tokens
 
     def __len__(self) -> int:
         return len(self.rows) + len(self.prefilling)
@@ -55,6 +61,15 @@ class Batch:
         self._row_of[sequence.request_id] = row
         self._runner.promote(sequence, row)
         self._sampler.add(row, sequence.sampling, sequence.report, sequence.input_ids, sequence.generated_ids)
+
+    def forced_budget(self) -> int | None:
+        """How many forced tokens the next step may compute beside one token of each sequence; None: any number.
+
+        Those that do not fit are chosen one at a time, as if they were not forced.
+        """
+        if all(sequence.constraint is not None for sequence in chain(self.rows, self.prefilling.values())):
+            return None
+        return max(self._cheap_tokens - len(self), int(_FORCED_SHARE * len(self)))
 
     def room(self, sequence: Sequence) -> int:
         """How many forced tokens the sequence may get at once behind its next token."""

@@ -24,7 +24,7 @@ class EngineConfig:
     memory_fraction: share of a GPU's memory that weights, activations and KV cache may use together.
     custom_kernels: whether kernels and layers of the engine's own may stand in for those of torch and transformers.
     quantize: "int8" rounds the weights of linear layers to 8 bits while loading (on CPUs).
-    cpu_memory: bytes of RAM for the KV cache on a CPU; None: a share of what is free.
+    cpu_memory: bytes of RAM for the KV cache on a CPU, of all shards on a machine; None: a share of what is free.
     group: the shards that compute the model together, this one among them; None: it is computed here alone.
     """
 

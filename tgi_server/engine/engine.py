@@ -12,7 +12,7 @@ from transformers import GenerationConfig
 
 from tgi_server.engine.batch import Batch
 from tgi_server.engine.config import EngineConfig
-from tgi_server.engine.errors import InvalidCall
+from tgi_server.engine.errors import EngineError, InvalidCall
 from tgi_server.engine.grammar import GrammarCompiler, InvalidGrammar, MaskBuilder, PendingMask
 from tgi_server.engine.grammar.tokenizer import has_tokenizer
 from tgi_server.engine.models import create_runner
@@ -25,6 +25,9 @@ from tgi_server.engine.step import Step
 from tgi_server.engine.weights import load_model
 
 logger = logging.getLogger(__name__)
+
+# Tokens that a step computes in the time that it waits for the weights.
+_CHEAP_TOKENS = {"cuda": 128, "cpu": 4}
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +67,7 @@ class Engine:
         device = config.resolve_device()
         model = load_model(config, device)
         self._device = device
+        self._group = config.group
         self._runner = create_runner(model, config)
         self._watermark = WatermarkSettings(config.watermark_gamma, config.watermark_delta)
         self._batch: Batch | None = None
@@ -104,7 +108,9 @@ class Engine:
 
     @torch.inference_mode()
     def check_device(self) -> None:
-        """Computes something small; raises whatever a poisoned device raises."""
+        """Computes something small; raises whatever a poisoned device raises, or shards that are out of step."""
+        if self._group is not None:
+            self._group.check()
         assert int(torch.ones(2, device=self._device).sum()) == 2
 
     @torch.inference_mode()
@@ -170,7 +176,8 @@ class Engine:
         if self._batch and self._batch.id != batch_id:
             raise InvalidCall(f"batch {self._batch.id} is running; clear it before batch {batch_id}")
         if not self._batch:
-            self._batch = Batch(batch_id, self._runner, self._sampler, self._max_batch_size)
+            cheap = _CHEAP_TOKENS.get(self._device.type, 1)
+            self._batch = Batch(batch_id, self._runner, self._sampler, self._max_batch_size, cheap)
         return self._batch
 
     @staticmethod
@@ -223,7 +230,7 @@ class Engine:
         masked = [place for place, sequence in enumerate(expected) if sequence.constraint is not None]
         mask = self._start_mask([expected[place] for place in masked]) if masked else None
         if decoding or chunks:
-            logits = self._runner.forward(decoding, chunks)
+            logits = self._forward(decoding, chunks)
         forwarded = time.perf_counter_ns()
         picked = self._finish_chunks(batch, decoding, chunks, logits) if chunks else list(range(decoding))
         sequences = batch.rows[first:]
@@ -235,6 +242,18 @@ class Engine:
             pending = self._sample(logits, first, len(sequences), token_mask)
         self._last = Step(batch, sequences, pending, self._eos, forwarded - started, started)
         return self._last
+
+    def _forward(self, decoding: int, chunks: list[PromptChunk]) -> Tensor:
+        if self._group is None:
+            return self._runner.forward(decoding, chunks)
+        self._group.check()
+        try:
+            return self._runner.forward(decoding, chunks)
+        except EngineError:
+            raise
+        except BaseException as error:
+            self._group.abandon(f"{type(error).__name__} in shard {self._group.rank}")
+            raise
 
     def _start_mask(self, sequences: SequenceOf[Sequence]) -> PendingMask:
         """Computed while the model runs."""

@@ -9,15 +9,18 @@ CPU_SHARE = 0.3
 """Of the RAM that is free after loading. The rest is left to activations and to whatever else runs there."""
 
 
-def cache_bytes(device: torch.device, memory_fraction: float, cpu_memory: int | None) -> int:
-    """Bytes for keys and values on `device`, once the weights are loaded and the largest pass has run."""
+def cache_bytes(device: torch.device, memory_fraction: float, cpu_memory: int | None, processes: int = 1) -> int:
+    """Bytes for keys and values on `device`, once the weights are loaded and the largest pass has run.
+
+    processes: how many share the RAM, and what is given of it.
+    """
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         reusable = torch.cuda.memory_reserved(device) - torch.cuda.max_memory_allocated(device)
         return max(0, int(free + reusable - (1 - memory_fraction) * total))
     if cpu_memory is not None:
-        return cpu_memory
-    return int(CPU_SHARE * available_ram())
+        return cpu_memory // processes
+    return int(CPU_SHARE * available_ram()) // processes
 
 
 def available_ram() -> int:

@@ -31,6 +31,7 @@ class Step:
         self._forward_ns = forward_ns
         self._started_ns = started_ns
         self._generations: list[Generation] | None = None
+        self._budget: int | None = None
 
     @torch.inference_mode()
     def collect(self) -> StepResult:
@@ -51,6 +52,7 @@ class Step:
         rows = zip(_generations(tokens, self._sequences), self._sequences, strict=True)
         alive = [(row, sequence) for row, sequence in rows if sequence.request_id in self._batch]
         ended = []
+        self._budget = self._batch.forced_budget()
         for generation, sequence in alive:
             if sequence.constraint is None:
                 sequence.generated += 1
@@ -74,7 +76,12 @@ class Step:
         """Adds the tokens that the grammar leaves no choice about. Whether the text is whole with them."""
         constraint = sequence.constraint
         assert constraint is not None
-        advance = constraint.advance(generation.token_id, self._batch.room(sequence))
+        room = self._batch.room(sequence)
+        if self._budget is not None:
+            room = min(room, self._budget)
+        advance = constraint.advance(generation.token_id, room)
+        if self._budget is not None and not constraint.ended:
+            self._budget -= len(advance.following)
         generation.forced, generation.hidden = advance.following, advance.hidden
         generation.error = constraint.error
         sequence.append([generation.token_id, *advance.following])

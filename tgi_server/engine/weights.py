@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -11,6 +12,7 @@ from transformers.utils import logging as transformers_logging
 
 from tgi_server.engine.config import EngineConfig, resolve_dtype
 from tgi_server.engine.errors import EngineError, InvalidWeights, ModelNotFound, UnsupportedModel
+from tgi_server.engine.sharding.model import load_shard
 
 
 def load_config(config: EngineConfig) -> PretrainedConfig:
@@ -29,7 +31,7 @@ def load_config(config: EngineConfig) -> PretrainedConfig:
 
 
 def load_model(config: EngineConfig, device: torch.device) -> PreTrainedModel:
-    """The model in evaluation mode on `device`, all its weights checked to be there.
+    """The model in evaluation mode on `device`, or this shard of it; all its weights checked to be there.
 
     Only safetensors files are read; `.bin` files are converted beforehand by `text-generation-server
     download-weights`.
@@ -42,22 +44,27 @@ def load_model(config: EngineConfig, device: torch.device) -> PreTrainedModel:
     factory = AutoModelForSeq2SeqLM if model_config.is_encoder_decoder else AutoModelForCausalLM
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
-    model, report = _load(
-        config.model_path,
-        lambda: factory.from_pretrained(
-            config.model_path,
-            dtype=dtype,
-            trust_remote_code=config.trust_remote_code,
-            local_files_only=True,
-            use_safetensors=True,
-            output_loading_info=True,
-        ),
-    )
+    group = config.group
+    if group is not None:
+        model, report = _load(config.model_path, lambda: load_shard(config, model_config, factory, dtype, group))
+    else:
+        model, report = _load(config.model_path, lambda: _load_whole(config, factory, dtype))
     if missing := sorted(report["missing_keys"]):
         raise InvalidWeights(f"{config.model_path}: weights are missing: {_some(missing)}")
     if mismatched := [key for key, *_ in report.get("mismatched_keys", ())]:
         raise InvalidWeights(f"{config.model_path}: shapes differ from config.json: {_some(mismatched)}")
     return model.to(device).eval().requires_grad_(False)
+
+
+def _load_whole(config: EngineConfig, factory: Any, dtype: torch.dtype) -> tuple[PreTrainedModel, dict]:
+    return factory.from_pretrained(
+        config.model_path,
+        dtype=dtype,
+        trust_remote_code=config.trust_remote_code,
+        local_files_only=True,
+        use_safetensors=True,
+        output_loading_info=True,
+    )
 
 
 def check_weight_files(path: Path) -> None:

@@ -11,10 +11,12 @@ from typing import TypeVar
 from shared.logging import configure_logging
 from shared.settings import fail, read_settings
 from tgi_server.launcher import commands
+from tgi_server.launcher.devices import shard_count
 from tgi_server.launcher.environment import describe_environment
 from tgi_server.launcher.errors import CannotStartError, ModelMissingError, ProcessEndedError
 from tgi_server.launcher.model import find_model
-from tgi_server.launcher.preflight import check_port, check_tokenizer
+from tgi_server.launcher.nodes.meeting import meet
+from tgi_server.launcher.preflight import check_address, check_port, check_tokenizer
 from tgi_server.launcher.processes.sockets import shard_sockets
 from tgi_server.launcher.processes.supervisor import Supervisor
 from tgi_server.launcher.settings import LauncherSettings
@@ -53,22 +55,38 @@ async def _launch(settings: LauncherSettings) -> None:
     """Returns once the server was asked to stop and has stopped. Raises LauncherError."""
     stop = asyncio.Event()
     _on_stop_signals(stop.set)
-    check_port(settings.hostname, settings.port, "--port")
-    check_port(settings.hostname, settings.prometheus_port, "--prometheus-port")
+    shards = shard_count(settings)
+    _check_addresses(settings)
     folder = await _unless_stopped(find_model(settings), stop)
     if folder is None:
         return
     check_tokenizer(folder)
-    with shard_sockets(settings.shard_uds_path, settings.num_shard) as sockets:
+    peers = None
+    if settings.num_nodes > 1:
+        peers = await _unless_stopped(meet(settings, shards), stop)
+        if peers is None:
+            return
+    first = settings.node_rank * shards
+    with shard_sockets(settings.shard_uds_path, range(first, first + shards)) as sockets:
         supervisor = Supervisor(
-            commands.shards(settings, sockets),
+            commands.shards(settings, sockets, peers.store_port if peers else None),
             sockets,
-            commands.router(settings, folder, sockets),
+            commands.router(settings, folder, sockets) if settings.node_rank == 0 else None,
             commands.address(settings),
             settings.graceful_termination_timeout,
+            peers,
         )
         _on_stop_signals(supervisor.stop)
         await supervisor.run()
+
+
+def _check_addresses(settings: LauncherSettings) -> None:
+    """Raises CannotStartError."""
+    if settings.node_rank == 0:
+        check_port(settings.hostname, settings.port, "--port")
+        check_port(settings.hostname, settings.prometheus_port, "--prometheus-port")
+    if settings.node_address is not None:
+        check_address(settings.node_address, "--node-address")
 
 
 def _on_stop_signals(action: Callable[[], None]) -> None:

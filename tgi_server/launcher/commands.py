@@ -48,6 +48,7 @@ ROUTER_FLAGS = (
     "max_batch_size",
     "max_client_batch_size",
     "payload_limit",
+    "client_timeout",
     "tokenizer_config_path",
     "disable_grammar_support",
     "cors_allow_origin",
@@ -65,10 +66,10 @@ def download(settings: LauncherSettings) -> Command:
     return Command("download", _python("tgi_server.shard.cli", arguments), _hub_cache(settings))
 
 
-def shards(settings: LauncherSettings, sockets: list[Path]) -> list[Command]:
-    """One for each socket."""
-    master_port = settings.master_port or free_port()
-    return [_shard(settings, rank, sockets, master_port) for rank in range(len(sockets))]
+def shards(settings: LauncherSettings, sockets: list[Path], store_port: int | None = None) -> list[Command]:
+    """One for each socket of this machine. store_port: where the shards of several machines meet."""
+    port = store_port or settings.master_port or free_port()
+    return [_shard(settings, local_rank, sockets, port) for local_rank in range(len(sockets))]
 
 
 def router(settings: LauncherSettings, folder: Path, sockets: list[Path]) -> Command:
@@ -88,16 +89,22 @@ def address(settings: LauncherSettings) -> tuple[str, int]:
     return loopback.get(settings.hostname, settings.hostname), settings.port
 
 
-def _shard(settings: LauncherSettings, rank: int, sockets: list[Path], master_port: int) -> Command:
+def _shard(settings: LauncherSettings, local_rank: int, sockets: list[Path], master_port: int) -> Command:
+    here = len(sockets)
+    rank, world_size = settings.node_rank * here + local_rank, settings.num_nodes * here
     arguments = ["serve", settings.model_id, *_flags(settings, SHARD_FLAGS)]
     arguments.append(f"--logger-level={settings.log_level}")
-    arguments.append(f"--uds-path={str(sockets[rank]).removesuffix(f'-{rank}')}")
-    if len(sockets) > 1:
+    arguments.append(f"--uds-path={str(sockets[local_rank]).removesuffix(f'-{rank}')}")
+    if world_size > 1:
         arguments.append("--sharded")
+    if settings.node_rank > 0:
+        arguments.append(f"--listen-address={settings.node_address}")
     environment = _hub_cache(settings) | {
         "RANK": str(rank),
-        "WORLD_SIZE": str(len(sockets)),
-        "MASTER_ADDR": settings.master_addr,
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_RANK": str(local_rank),
+        "LOCAL_WORLD_SIZE": str(here),
+        "MASTER_ADDR": settings.meeting_address,
         "MASTER_PORT": str(master_port),
     }
     return Command(f"shard-{rank}", _python("tgi_server.shard.cli", arguments), environment)

@@ -1,10 +1,11 @@
 """Settings of `text-generation-launcher`: TGI's, under TGI's names."""
 
+import ipaddress
 import socket
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, AliasChoices, BeforeValidator, ByteSize, Field
+from pydantic import AfterValidator, AliasChoices, BeforeValidator, ByteSize, Field, model_validator
 from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
 from shared.settings import CommaSeparated, ServiceSettings
@@ -21,9 +22,22 @@ def _level(name: object) -> object:
     return {"WARN": "WARNING"}.get(name.upper(), name.upper()) if isinstance(name, str) else name
 
 
+def _chosen(address: str) -> str:
+    """Shards on other machines are not protected by a key, so where they listen is not left to chance."""
+    try:
+        everywhere = ipaddress.ip_address(address).is_unspecified
+    except ValueError:  # a name
+        everywhere = False
+    if everywhere:
+        raise ValueError("give one address of this machine, on a network that you trust, not all of them")
+    return address
+
+
 LogLevel = Annotated[Literal["DEBUG", "INFO", "WARNING", "ERROR"], BeforeValidator(_level)]
 Port = Annotated[int, Field(gt=0, lt=65536)]
 Count = Annotated[int, Field(gt=0)]
+MEETING_PORT = 29500
+"""That of torch's own launchers."""
 
 
 class LauncherSettings(ServiceSettings):
@@ -38,8 +52,13 @@ class LauncherSettings(ServiceSettings):
     disable_custom_kernels: bool = Field(False, description="use only what torch and transformers have")
     trust_remote_code: bool = Field(False, description="run the Python code that comes with the model")
     huggingface_hub_cache: Path | None = Field(None, description="where downloads from the hub are kept")
-    num_shard: Count = Field(1, description="processes that run the model together, one for each GPU")
-    sharded: Literal["true", "false"] | None = Field(None, description="whether there are several shards")
+    num_shard: Count | None = Field(
+        None,
+        description="processes that run the model together, one for each GPU; on each machine, if there are several",
+    )
+    sharded: Literal["true", "false"] | None = Field(
+        None, description="whether there are several shards; without --num-shard, one for each GPU that is visible"
+    )
 
     hostname: Annotated[str, AfterValidator(_address)] = Field("0.0.0.0", description="address to listen on")
     port: Port = 3000
@@ -47,8 +66,13 @@ class LauncherSettings(ServiceSettings):
     shard_uds_path: Path | None = Field(
         None, description="shards listen on the sockets PATH-0, PATH-1, ...; default: in a folder of their own"
     )
-    master_addr: str = Field("localhost", description="where shards meet")
-    master_port: Port | None = Field(None, description="default: a free one")
+    master_addr: str = Field("localhost", description="where shards meet: with several machines, that of node 0")
+    master_port: Port | None = Field(None, description="default: a free one; with several machines, 29500")
+    num_nodes: Count = Field(1, description="machines that run the model together, each with a launcher")
+    node_rank: int = Field(0, ge=0, description="which of them this is; node 0 serves HTTP")
+    node_address: Annotated[str, AfterValidator(_chosen)] | None = Field(
+        None, description="address of this machine at which the others reach it"
+    )
 
     validation_workers: Count = Field(2, description="threads that turn text into tokens")
     max_concurrent_requests: Count = 128
@@ -66,6 +90,7 @@ class LauncherSettings(ServiceSettings):
     max_batch_size: Count | None = None
     max_client_batch_size: Count = 4
     payload_limit: Count = Field(2_000_000, description="of a request's body, in bytes")
+    client_timeout: Count = Field(75, description="seconds that a client may be silent, asking or reading")
     tokenizer_config_path: Path | None = Field(None, description="a tokenizer_config.json with a chat template")
     disable_grammar_support: bool = False
     enable_prefill_logprobs: bool = Field(False, description="for TGI's sake: a prompt's logprobs can always be had")
@@ -97,6 +122,29 @@ class LauncherSettings(ServiceSettings):
     lora_adapters: str | None = None
     weights_cache_override: str | None = None
     usage_stats: str | None = None
+
+    @property
+    def meeting_address(self) -> str:
+        """Of node 0, where the launchers of several machines meet."""
+        return self.node_address if self.node_rank == 0 and self.node_address else self.master_addr
+
+    @property
+    def meeting_port(self) -> int:
+        return self.master_port or MEETING_PORT
+
+    @model_validator(mode="after")
+    def _knows_its_node(self) -> Self:
+        if self.num_nodes == 1:
+            if self.node_rank:
+                raise ValueError(f"--node-rank is {self.node_rank}, so --num-nodes must be more than {self.node_rank}")
+            return self
+        if self.node_rank >= self.num_nodes:
+            raise ValueError(f"--node-rank must be less than --num-nodes, which is {self.num_nodes}")
+        if self.node_address is None:
+            raise ValueError("--num-nodes needs --node-address: where the other machines reach this one")
+        if self.node_rank and self.master_addr == "localhost":
+            raise ValueError("--node-rank needs --master-addr: the --node-address of node 0")
+        return self
 
     @classmethod
     def settings_customise_sources(

@@ -45,6 +45,13 @@ class GenerationFailed(RouterError):
     error_type = "generation"
 
 
+class GrammarFailed(RouterError):
+    """The grammar could not be followed to the end of the text: it got too complex, or no token of the model fits."""
+
+    status = 422
+    error_type = "validation"
+
+
 class IncompleteGeneration(RouterError):
     """The stream ended before the last token."""
 

@@ -17,13 +17,13 @@ from starlette.types import ASGIApp
 
 from tgi_server.router.app import create_app
 from tgi_server.router.assembly import assembled
+from tgi_server.router.connection import ClientConnection, bound_silence
 from tgi_server.router.errors import StartupError
 from tgi_server.router.metrics import CONTENT_TYPE, Metrics
 from tgi_server.router.settings import RouterSettings
 
 logger = logging.getLogger(__name__)
 
-_KEEP_ALIVE_SECONDS = 75
 _BACKLOG = 2048
 _METRICS_GRACE_SECONDS = 1
 
@@ -42,9 +42,10 @@ async def run(settings: RouterSettings) -> None:
         metrics_listener = _listen(settings.hostname, settings.prometheus_port, "--prometheus-port")
     async with assembled(settings) as service:
         app = create_app(service, api_key=settings.api_key, cors_origins=settings.cors_allow_origin)
-        servers = {HttpServer(app, settings.graceful_termination_timeout): listener}
+        patience = settings.client_timeout
+        servers = {HttpServer(app, settings.graceful_termination_timeout, patience): listener}
         if metrics_listener is not None:
-            servers[HttpServer(_metrics_app(service.metrics), _METRICS_GRACE_SECONDS)] = metrics_listener
+            servers[HttpServer(_metrics_app(service.metrics), _METRICS_GRACE_SECONDS, patience)] = metrics_listener
         _on_signals(lambda: _drain(servers))
         logger.info("ready on http://%s:%d", settings.hostname, listener.getsockname()[1])
         await asyncio.gather(*(server.serve([each]) for server, each in servers.items()))
@@ -52,13 +53,16 @@ async def run(settings: RouterSettings) -> None:
 
 
 class HttpServer(uvicorn.Server):
-    """Serves `app`; its end is asked for with `should_exit`, after which requests have `grace` seconds left."""
+    """Serves `app`; its end is asked for with `should_exit`, after which requests have `grace` seconds left.
 
-    def __init__(self, app: ASGIApp, grace: float) -> None:
+    patience: seconds that a client may be silent when it is its turn.
+    """
+
+    def __init__(self, app: ASGIApp, grace: float, patience: int) -> None:
         config = uvicorn.Config(
             app,
             loop="none",
-            http="httptools",
+            http=ClientConnection,
             ws="none",
             lifespan="off",
             interface="asgi3",
@@ -68,10 +72,14 @@ class HttpServer(uvicorn.Server):
             server_header=False,
             proxy_headers=False,
             backlog=_BACKLOG,
-            timeout_keep_alive=_KEEP_ALIVE_SECONDS,
+            timeout_keep_alive=patience,
             timeout_graceful_shutdown=math.ceil(grace),
         )
         super().__init__(config)
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        bound_silence(sockets or (), self.config.timeout_keep_alive)
+        await super().serve(sockets)
 
     @contextmanager
     def capture_signals(self) -> Generator[None, None, None]:

@@ -52,6 +52,9 @@ class RouterSettings(ServiceSettings):
     max_client_batch_size: PositiveInt = Field(default=4, description="Prompts of one request, times n.")
     validation_workers: PositiveInt = Field(default=2, description="Threads that tokenise.")
     payload_limit: PositiveInt = Field(default=2_000_000, description="Bytes of a request's body.")
+    client_timeout: PositiveInt = Field(
+        default=75, description="Seconds that a client may be silent, in its request or in taking the answer."
+    )
     disable_grammar_support: bool = Field(default=False, description="Refuse requests with a grammar.")
     api_key: str | None = Field(default=None, description="Requests must carry it: Authorization: Bearer KEY.")
     cors_allow_origin: CommaSeparated[str] = Field(default=[], description="Origins that browsers may call from.")

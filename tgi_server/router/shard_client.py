@@ -15,6 +15,7 @@ _CHANNEL_OPTIONS = [
     ("grpc.max_send_message_length", -1),
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.max_reconnect_backoff_ms", 1000),
+    ("grpc.enable_http_proxy", 0),
 ]
 
 Response = TypeVar("Response")
@@ -25,13 +26,23 @@ class ShardClient:
     """A channel to one shard, and its methods."""
 
     def __init__(self, url: str, rank: int) -> None:
-        """url: as gRPC spells it, unix:///path."""
+        """url: as gRPC spells it, unix:///path or ipv4:ADDRESS:PORT."""
         self.rank = rank
         self._channel = grpc.aio.insecure_channel(url, options=_CHANNEL_OPTIONS)
         self.stub = TextGenerationServiceStub(self._channel)
 
     async def close(self) -> None:
         await self._channel.close()
+
+    async def siblings(self, timeout_s: float) -> list[str]:
+        """The addresses of all shards in rank order, once this one listens. Raises Unhealthy."""
+        try:
+            found: pb.ServiceDiscoveryResponse = await self.stub.ServiceDiscovery(
+                pb.ServiceDiscoveryRequest(), timeout=timeout_s, wait_for_ready=True
+            )
+        except grpc.aio.AioRpcError as error:
+            raise self.explain(error, Unhealthy) from error
+        return list(found.urls)
 
     def explain(self, error: grpc.aio.AioRpcError, kind: type[RouterError]) -> RouterError:
         """One line for the client and the log."""
@@ -91,22 +102,28 @@ class ShardedClient:
     ) -> "ShardedClient":
         """Asks the shard behind `master_uds_path` for its siblings, and opens a channel to each.
 
-        Raises Unhealthy when it does not answer within `timeout_s` seconds.
+        Raises Unhealthy when one of them does not answer within `timeout_s` seconds.
         """
         master = ShardClient(f"unix://{master_uds_path.removeprefix('unix://')}", 0)
         try:
-            found: pb.ServiceDiscoveryResponse = await master.stub.ServiceDiscovery(
-                pb.ServiceDiscoveryRequest(), timeout=timeout_s, wait_for_ready=True
-            )
-        except grpc.aio.AioRpcError as error:
-            raise master.explain(error, Unhealthy) from error
+            urls = await master.siblings(timeout_s)
         finally:
             await master.close()
-        return cls([ShardClient(url, rank) for rank, url in enumerate(found.urls)], call_timeout_s=call_timeout_s)
+        client = cls([ShardClient(url, rank) for rank, url in enumerate(urls)], call_timeout_s=call_timeout_s)
+        try:
+            await client._meet(timeout_s)
+        except BaseException:
+            await client.close()
+            raise
+        return client
 
     async def close(self) -> None:
         for shard in self._shards:
             await shard.close()
+
+    async def _meet(self, timeout_s: float) -> None:
+        """Waits until all shards listen. Raises Unhealthy."""
+        await asyncio.gather(*(shard.siblings(timeout_s) for shard in self._shards))
 
     async def info(self, timeout_s: float = 30.0) -> pb.InfoResponse:
         """What the first shard loaded. Raises Unhealthy."""

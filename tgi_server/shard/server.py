@@ -10,6 +10,7 @@ from pathlib import Path
 import grpc
 import torch
 import uvloop
+from opentelemetry import trace
 
 from shared.settings import fail
 from shared.stubs.generate_pb2_grpc import add_TextGenerationServiceServicer_to_server
@@ -32,13 +33,14 @@ FATAL_STATUS = 70  # EX_SOFTWARE of sysexits.h: the device is lost
 def serve(settings: ShardSettings, model_path: Path) -> None:
     """Serves the model until SIGTERM or SIGINT. Raises SystemExit after one line when it cannot be loaded."""
     try:
-        engine = Engine(engine_config(settings, model_path, _connect(settings)))
+        group = _connect(settings)
+        engine = Engine(engine_config(settings, model_path, group))
     except EngineError as error:
         fail(f"shard {settings.rank}", str(error), status=1)
     # What was made while loading lives as long as the process: the collector need not walk it again and again.
     gc.collect()
     gc.freeze()
-    uvloop.run(_serve(settings, engine))
+    uvloop.run(_serve(settings, engine, group))
 
 
 def engine_config(settings: ShardSettings, model_path: Path, group: ShardGroup | None = None) -> EngineConfig:
@@ -89,14 +91,28 @@ def socket_of(settings: ShardSettings, rank: int) -> Path:
     return Path(f"{settings.uds_path}-{rank}")
 
 
-async def _serve(settings: ShardSettings, engine: Engine) -> None:
+def _listen(server: grpc.aio.Server, settings: ShardSettings) -> str:
+    """Has the server listen on its socket, and on a port if it is to. Returns where the router reaches it."""
+    socket = f"unix://{socket_of(settings, settings.rank)}"
+    server.add_insecure_port(socket)
+    if settings.listen_address is None:
+        return socket
+    host = f"[{settings.listen_address}]" if ":" in settings.listen_address else settings.listen_address
+    address = f"{host}:{server.add_insecure_port(f'{host}:0')}"
+    logger.info("shard %d listens on %s, too", settings.rank, address)
+    return address
+
+
+async def _serve(settings: ShardSettings, engine: Engine, group: ShardGroup | None) -> None:
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     socket = socket_of(settings, settings.rank)
     socket.unlink(missing_ok=True)
-    urls = [f"unix://{socket_of(settings, rank)}" for rank in range(settings.world_size)]
+    server = grpc.aio.server(options=UNBOUNDED_MESSAGES)
+    url = _listen(server, settings)
+    urls = group.ask(url) if group else [url]
     configure_tracing(settings.otlp_service_name, settings.otlp_endpoint)
     service = TextGenerationService(
         engine,
@@ -104,11 +120,9 @@ async def _serve(settings: ShardSettings, engine: Engine) -> None:
         settings.revision,
         urls,
         on_fatal=lambda: os._exit(FATAL_STATUS),
-        spans=RequestSpans(settings.rank) if settings.otlp_endpoint else None,
+        spans=RequestSpans(trace.get_tracer(__name__), settings.rank) if settings.otlp_endpoint else None,
     )
-    server = grpc.aio.server(options=UNBOUNDED_MESSAGES)
     add_TextGenerationServiceServicer_to_server(service, server)
-    server.add_insecure_port(urls[settings.rank])
     await server.start()
     logger.info("shard %d is ready on %s", settings.rank, socket)
     try:

@@ -40,6 +40,9 @@ class ShardSettings(CommandSettings):
     world_size: int = Field(1, ge=1, description="how many shards there are")
     local_rank: int | None = Field(None, ge=0, description="which of this machine's shards; default: RANK")
     local_world_size: int | None = Field(None, ge=1, description="how many are on this machine; default: WORLD_SIZE")
+    listen_address: str | None = Field(
+        None, description="listen on a port of this address, too; for a shard on another machine than the router"
+    )
     master_addr: str = Field("localhost", description="where shard 0 meets the others")
     master_port: int = Field(29500, gt=0, lt=65536)
 

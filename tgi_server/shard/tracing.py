@@ -3,9 +3,8 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from opentelemetry import trace
 from opentelemetry.context import Context
-from opentelemetry.trace import Span, Status, StatusCode
+from opentelemetry.trace import Span, Status, StatusCode, Tracer
 
 from shared.stubs import generate_pb2 as pb
 from shared.tracing import extract_context
@@ -30,9 +29,9 @@ class RequestSpans:
     A request that comes back after a preemption has both once more.
     """
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, tracer: Tracer, rank: int) -> None:
         """rank: which shard this is; an attribute of its spans."""
-        self._tracer = trace.get_tracer("tgi_server.shard")
+        self._tracer = tracer
         self._rank = rank
         self._requests: dict[int, _Traced] = {}
 

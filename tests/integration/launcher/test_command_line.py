@@ -42,7 +42,7 @@ def test_an_unknown_flag() -> None:
 @pytest.mark.parametrize(
     ("flag", "expected"),
     [
-        ("--num-shard=2", "--num-shard (or NUM_SHARD): a model runs on one device"),
+        ("--num-shard=0", "--num-shard (or NUM_SHARD): Input should be greater than 0, got '0'"),
         ("--quantize=gptq", "--quantize (or QUANTIZE):"),
         ("--port=99999", "--port (or PORT): Input should be less than 65536, got '99999'"),
         ("--dtype=int4", "--dtype (or DTYPE): Input should be 'float32', 'float16' or 'bfloat16', got 'int4'"),

@@ -3,7 +3,6 @@
 import json
 import shutil
 import signal
-import threading
 import time
 from pathlib import Path
 
@@ -12,43 +11,7 @@ import psutil
 import pytest
 
 from tests.conftest import ServerFactory
-from tests.servers import TextGenerationServer
-
-
-def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
-    return [each for each in processes if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
-
-
-def socket_folder(server: TextGenerationServer) -> Path:
-    (flag,) = (part for part in server.child("shard").cmdline() if part.startswith("--uds-path="))
-    return Path(flag.partition("=")[2]).parent
-
-
-class Stream:
-    """A request whose answer is read in a thread."""
-
-    def __init__(self, server: TextGenerationServer, tokens: int) -> None:
-        self.events: list[dict[str, object]] = []
-        self._server = server
-        self._tokens = tokens
-        self._thread = threading.Thread(target=self._read)
-        self._thread.start()
-        server.wait_until(lambda: len(self.events) > 2)
-
-    def _read(self) -> None:
-        body = {"inputs": "the quick", "parameters": {"max_new_tokens": self._tokens, "ignore_eos": True}}
-        with httpx.stream("POST", f"{self._server.url}/generate_stream", json=body, timeout=60) as response:
-            try:
-                for line in response.iter_lines():
-                    if line.startswith("data:"):
-                        self.events.append(json.loads(line.removeprefix("data:")))
-            except httpx.HTTPError as error:
-                self.events.append({"error": str(error)})
-
-    def finish(self) -> dict[str, object]:
-        """The last event."""
-        self._thread.join(timeout=60)
-        return self.events[-1]
+from tests.integration.launcher.processes import Stream, alive, socket_folder
 
 
 def test_it_serves_a_folder_and_on_sigterm_ends_without_a_trace(server: ServerFactory, llama_folder: Path) -> None:
@@ -56,7 +19,7 @@ def test_it_serves_a_folder_and_on_sigterm_ends_without_a_trace(server: ServerFa
     assert running.generate("the quick", max_new_tokens=5, details=True)["details"]["generated_tokens"] == 5
     assert httpx.get(f"{running.url}/info").json()["model_id"] == str(llama_folder)
     children = psutil.Process(running.process.pid).children(recursive=True)
-    folder = socket_folder(running)
+    folder = socket_folder(running.child("shard"))
     stream = Stream(running, tokens=400)
     running.terminate()
     last = stream.finish()
@@ -91,7 +54,7 @@ def test_ctrl_c_stops_it(server: ServerFactory, llama_folder: Path) -> None:
 def test_a_killed_shard_fails_health_and_ends_the_launcher(server: ServerFactory, llama_folder: Path) -> None:
     running = server(f"--model-id={llama_folder}", "--dtype=float32").wait_until_ready()
     children = psutil.Process(running.process.pid).children(recursive=True)
-    folder = socket_folder(running)
+    folder = socket_folder(running.child("shard"))
     stream = Stream(running, tokens=2000)
     start = time.monotonic()
     running.child("shard").kill()
@@ -122,7 +85,7 @@ def test_a_killed_launcher_leaves_no_orphan(server: ServerFactory, llama_folder:
     running = server(f"--model-id={llama_folder}").wait_until_ready()
     children = psutil.Process(running.process.pid).children(recursive=True)
     assert len(children) >= 2
-    folder = socket_folder(running)
+    folder = socket_folder(running.child("shard"))
     running.process.kill()
     running.wait()
     shutil.rmtree(folder)  # all that a killed launcher leaves

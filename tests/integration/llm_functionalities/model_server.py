@@ -32,8 +32,8 @@ class ModelServer:
 
     None answers with `answer` (a text, or a function of the prompt) after `delay` seconds. "hang" never answers,
     "trickle" sends its answer a byte at a time without an end, "reset" breaks the connection half-way through its
-    answer, "garbage" answers with half a JSON object, "endless" never stops sending, a number answers with that HTTP
-    status. The fault holds for `/health` too when `sick`.
+    answer, "garbage" answers with half a JSON object, "endless" never stops sending, "no grammars" refuses requests
+    with a grammar, a number answers with that HTTP status. The fault holds for `/health` too when `sick`.
     """
 
     def __init__(self, port: int = 0, host: str = "127.0.0.1", tls: tuple[Path, Path] | None = None) -> None:
@@ -137,6 +137,11 @@ class ModelServer:
         if isinstance(fault, int):
             body = json.dumps({"error": "it is broken", "error_type": "unhealthy"}).encode()
             _send(connection, body, status=f"{fault} Because")
+        elif fault == "no grammars":
+            if not request.body.get("parameters", {}).get("grammar"):
+                return self._speak(connection, request)
+            body = json.dumps({"error": "grammar is not supported", "error_type": "validation"}).encode()
+            _send(connection, body, status="422 Unprocessable Entity")
         elif fault == "hang":
             _until_abandoned(connection, request, 60)
             return False

@@ -120,6 +120,37 @@ def test_decisions(channel: grpc.Channel, server: ModelServer) -> None:
     assert "Task: Pancakes" in server.requests[0].prompt
 
 
+def test_a_server_that_takes_no_grammars_is_asked_without_and_its_answers_are_parsed() -> None:
+    request = llm_pb2.ExecutionSearchRequest(user_question="I want pizza", timeout=2000)
+    with ModelServer() as server, running_service("--endpoint", server.url) as service, service.channel() as channel:
+        server.fault = "no grammars"
+        server.answer = 'Sure! {"intent": "recommend_new_search", "ai_response": "Shall we look for pizza?"}'
+        stub = llm_pb2_grpc.LLMExecutionSearchManagerStub(channel)
+        responses = [stub.generate_decision(request) for _ in range(4)]
+        assert {each.intent_classification for each in responses} == {"recommend_new_search"}
+        with_grammar = ["grammar" in each.body["parameters"] for each in server.requests]
+        assert with_grammar == [True, False, False, False, False]
+        (line,) = (line for line in service.log if "no grammars" in line)
+        assert "grammar is not supported" in line
+        strict = llm_pb2.ModelRequest(formatted_prompt="x", grammar=llm_pb2.Grammar(regex="yes|no"), timeout=2000)
+        _, call = llm_pb2_grpc.LLMRunnerStub(channel).call_model.with_call(strict)
+        assert dict(call.trailing_metadata())["empty-reason"] == "rejected"
+
+
+def test_a_prompt_that_is_refused_without_its_grammar_too_says_nothing_about_grammars(
+    channel: grpc.Channel, server: ModelServer
+) -> None:
+    stub = llm_pb2_grpc.LLMExecutionSearchManagerStub(channel)
+    request = llm_pb2.ExecutionSearchRequest(user_question="I want pizza", timeout=2000)
+    server.fault, server.sick = 422, False
+    _, call = stub.generate_decision.with_call(request)
+    assert dict(call.trailing_metadata())["empty-reason"] == "rejected"
+    server.fault = None
+    server.answer = "x"
+    stub.generate_decision(request)
+    assert "grammar" in server.requests[-1].body["parameters"]
+
+
 CALLS: dict[str, tuple[Callable[[grpc.Channel], Any], Any, Any]] = {
     "chit chat": (
         lambda channel: llm_pb2_grpc.LLMChitChatStub(channel).generate_chit_chat,

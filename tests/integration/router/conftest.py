@@ -83,7 +83,7 @@ async def running_router(folder: Path, shard_options: dict[str, Any], **settings
     chosen = RouterSettings.model_validate(values)
     async with assembled(chosen) as service:
         app = create_app(service, api_key=chosen.api_key, cors_origins=chosen.cors_allow_origin)
-        server = HttpServer(app, grace=1)
+        server = HttpServer(app, grace=1, patience=chosen.client_timeout)
         serving = asyncio.create_task(server.serve([listener]))
         async with httpx.AsyncClient(base_url=url, timeout=20) as http:
             router = Router(url, shard, service, http)

@@ -82,6 +82,12 @@ async def test_it_is_sampled_unless_the_temperature_is_zero(router: Router):
     assert dict(third.logit_bias) == {7: 3.0}
 
 
+async def test_biases_as_a_list(router: Router):
+    await chat(router, logit_bias=[0, 0, -2.5])
+    (request,) = router.shard.received
+    assert dict(request.sampling.logit_bias) == {2: -2.5}
+
+
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
 async def test_a_length(router: Router, name: str):
     (choice,) = (await chat(router, **{name: 2}))["choices"]

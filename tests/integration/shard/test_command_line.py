@@ -31,7 +31,8 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
         (("serve", "--rank=2"), "RANK is 2, so WORLD_SIZE must be more than 1"),
         (("serve", "--cpu-memory=lots"), "--cpu-memory (or CPU_MEMORY):"),
         (("serve", "--lora-adapters=one"), "--lora-adapters (or LORA_ADAPTERS): adapters are not supported yet"),
-        (("serve", "--sharded", "--world-size=2"), "--sharded (or SHARDED): a model runs on one device"),
+        (("serve", "--world-size=2"), "WORLD_SIZE is 2, which takes --sharded"),
+        (("serve", "--sharded", "--world-size=2", "--local-world-size=3"), "LOCAL_WORLD_SIZE is 3, more than"),
         (("download-weights", "--extension=.pt"), "--extension (or EXTENSION):"),
     ],
 )

@@ -20,6 +20,9 @@ OWN = {
     "shard_uds_path",
     "master_addr",
     "master_port",
+    "num_nodes",
+    "node_rank",
+    "node_address",
     "enable_prefill_logprobs",
     "env",
 }
@@ -67,7 +70,7 @@ def test_defaults_agree_with_the_routers() -> None:
 
 @pytest.mark.parametrize("name", sorted(REFUSALS))
 def test_what_is_not_supported_is_refused_by_name(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    value = {"num_shard": "2", "sharded": "true", "speculate": "3", "cuda_graphs": "1,2", "rope_factor": "2"}
+    value = {"speculate": "3", "cuda_graphs": "1,2", "rope_factor": "2"}
     flag = f"--{name.replace('_', '-')}"
     settings = read(f"{flag}={value.get(name, 'something')}")
     with pytest.raises(SystemExit) as end:
@@ -107,7 +110,14 @@ def test_shards_know_their_place(tmp_path: Path) -> None:
     sockets = [tmp_path / "shard-0", tmp_path / "shard-1"]
     first, second = commands.shards(settings, sockets)
     assert second.name == "shard-1"
-    assert second.environment == {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "5"}
+    assert second.environment == {
+        "RANK": "1",
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "5",
+    }
     assert {"--sharded", f"--uds-path={tmp_path}/shard", "--dtype=bfloat16"} < set(second.arguments)
     there = read_settings(ShardSettings, "shard", first.arguments[first.arguments.index("serve") + 1 :])
     assert (there.cpu_memory, there.dtype, there.trust_remote_code) == (2**30, "bfloat16", True)
@@ -117,6 +127,46 @@ def test_shards_of_one_server_meet_at_a_free_port(tmp_path: Path) -> None:
     sockets = [tmp_path / "shard-0", tmp_path / "shard-1"]
     ports = {shard.environment["MASTER_PORT"] for shard in commands.shards(read("--num-shard=2"), sockets)}
     assert len(ports) == 1
+
+
+def test_shards_of_another_machine_know_their_place(tmp_path: Path) -> None:
+    flags = ("--num-nodes=3", "--node-rank=2", "--node-address=10.0.0.3", "--master-addr=10.0.0.1", "--num-shard=2")
+    shards = commands.shards(read(*flags), [tmp_path / "shard-4", tmp_path / "shard-5"], store_port=7)
+    assert [shard.name for shard in shards] == ["shard-4", "shard-5"]
+    assert shards[1].environment == {
+        "RANK": "5",
+        "WORLD_SIZE": "6",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "10.0.0.1",
+        "MASTER_PORT": "7",
+    }
+    assert {f"--uds-path={tmp_path}/shard", "--listen-address=10.0.0.3"} < set(shards[1].arguments)
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        (["--node-rank=1"], "--node-rank is 1, so --num-nodes must be more than 1"),
+        (["--num-nodes=2"], "--num-nodes needs --node-address: where the other machines reach this one"),
+        (["--num-nodes=2", "--node-rank=2"], "--node-rank must be less than --num-nodes, which is 2"),
+        (
+            ["--num-nodes=2", "--node-rank=1", "--node-address=10.0.0.2"],
+            "--node-rank needs --master-addr: the --node-address of node 0",
+        ),
+        (
+            ["--num-nodes=2", "--node-address=0.0.0.0"],
+            "--node-address (or NODE_ADDRESS): give one address of this machine, on a network that you trust, "
+            "not all of them, got '0.0.0.0'",
+        ),
+    ],
+)
+def test_a_machine_that_does_not_know_its_place(
+    flags: list[str], reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        read(*flags)
+    assert capsys.readouterr().err == f"launcher: {reason}\n"
 
 
 def test_a_flag_that_is_off_wins_over_the_variable_that_children_inherit(

@@ -16,12 +16,15 @@ from torch.nn.functional import layer_norm
 from tgi_server.engine.attention.base import AttentionVariant
 from tgi_server.engine.cpu.linear import PackedLinear
 from tgi_server.engine.models.paged_cache import PagedCache
+from tgi_server.engine.sharding.layers import Reduced
 
 
 class FusedLayer(nn.Module):
     """A pre-norm decoder layer with the query, key and value projections joined into one."""
 
-    def __init__(self, layer: Any, output: nn.Linear, variant: AttentionVariant, linear: type[PackedLinear]) -> None:
+    def __init__(
+        self, layer: Any, output: nn.Linear | Reduced, variant: AttentionVariant, linear: type[PackedLinear]
+    ) -> None:
         super().__init__()
         attention = layer.self_attn
         self._index = int(attention.layer_idx)
@@ -29,7 +32,7 @@ class FusedLayer(nn.Module):
         self._heads = attention.q_proj.out_features // self._head_dim
         self._kv_heads = attention.k_proj.out_features // self._head_dim
         self._qkv = linear.joined(attention.q_proj, attention.k_proj, attention.v_proj)
-        self._output = linear(output.weight, output.bias)
+        self._output = _packed(output, linear)
         self._variant = variant
 
     def forward(
@@ -73,7 +76,7 @@ class FusedLlamaLayer(FusedLayer):
         super().__init__(layer, layer.self_attn.o_proj, variant, linear)
         self._norm_1, self._norm_2 = RMSNorm(layer.input_layernorm), RMSNorm(layer.post_attention_layernorm)
         self._gate_up = linear.joined(layer.mlp.gate_proj, layer.mlp.up_proj)
-        self._down = linear(layer.mlp.down_proj.weight, layer.mlp.down_proj.bias)
+        self._down = _packed(layer.mlp.down_proj, linear)
 
     @staticmethod
     def fits(layer: Any) -> bool:
@@ -97,7 +100,7 @@ class FusedOptLayer(FusedLayer):
         super().__init__(layer, layer.self_attn.out_proj, replace(variant, scaling=layer.self_attn.scaling), linear)
         self._norm_1, self._norm_2 = layer.self_attn_layer_norm, layer.final_layer_norm
         self._up = linear(layer.fc1.weight, layer.fc1.bias)
-        self._down = linear(layer.fc2.weight, layer.fc2.bias)
+        self._down = _packed(layer.fc2, linear)
 
     @staticmethod
     def fits(layer: Any) -> bool:
@@ -121,6 +124,12 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.ops.oatmill.rms_norm(x, self._weight, self._eps)
+
+
+def _packed(layer: nn.Linear | Reduced, linear: type[PackedLinear]) -> PackedLinear | Reduced:
+    if isinstance(layer, Reduced):
+        return Reduced(linear(layer.weight, layer.bias), layer.group, layer.share)
+    return linear(layer.weight, layer.bias)
 
 
 def _layer_norm(norm: nn.LayerNorm, x: Tensor) -> Tensor:

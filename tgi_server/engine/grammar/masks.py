@@ -33,7 +33,9 @@ class MaskBuilder:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._executor = LLExecutor(num_threads=max(1, min(_MAX_THREADS, torch.get_num_threads())))
+        # Where the model runs on the same cores, a second thread takes more from it than it gives.
+        threads = 1 if device.type == "cpu" else max(1, min(_MAX_THREADS, torch.get_num_threads()))
+        self._executor = LLExecutor(num_threads=threads)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar-masks")
 
     def start(self, constraints: Sequence[Constraint], vocab_size: int) -> PendingMask:
@@ -55,9 +57,10 @@ class MaskBuilder:
                 open_rows.append((constraint, row))
         if open_rows:
             fill_next_token_bitmask_par(self._executor, [(each.matcher, row) for each, row in open_rows], bits)
+        somewhere = bits.numpy().any(axis=1).tolist()  # torch would start threads for this one
         for constraint, row in open_rows:
             constraint.check()
-            if constraint.error is None and not bool(bits[row].any()):
+            if constraint.error is None and not somewhere[row]:
                 constraint.error = "the model has no token with which the text could go on"
             if constraint.error is not None:
                 bits[row] = -1

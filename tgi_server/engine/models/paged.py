@@ -13,6 +13,7 @@ from tgi_server.engine.models.rope import LengthDependentRope
 from tgi_server.engine.models.runner import Capacity, PromptChunk, Runner
 from tgi_server.engine.parameters import StoppingParameters
 from tgi_server.engine.sequence import Sequence
+from tgi_server.engine.sharding import ShardGroup
 
 
 class PagedRunner(Runner):
@@ -28,14 +29,21 @@ class PagedRunner(Runner):
     paged = True
 
     def __init__(
-        self, model: PreTrainedModel, backend: AttentionBackend, memory_fraction: float, cpu_memory: int | None
+        self,
+        model: PreTrainedModel,
+        backend: AttentionBackend,
+        memory_fraction: float,
+        cpu_memory: int | None,
+        group: ShardGroup | None = None,
     ) -> None:
+        """group: the shards of the model, when this is one of them."""
         self._model = model
         self._backend = backend
         self._device = backend.device
         self.block_size = backend.block_size
         self._memory_fraction = memory_fraction
         self._cpu_memory = cpu_memory
+        self._group = group
         self._rope = LengthDependentRope(model)
         self._cache = PagedCache(backend)
         self._cache.attach(model)
@@ -45,7 +53,11 @@ class PagedRunner(Runner):
         limit = max_total_tokens or position_limit(self._model.config) or UNBOUNDED_POSITIONS
         self._run_largest(max_batch_size, max_prefill_tokens)
         token_bytes = self._backend.shape.bytes_per_token(self._backend.dtype)
-        affordable = cache_bytes(self._device, self._memory_fraction, self._cpu_memory) // (size * token_bytes)
+        processes = self._group.local_world_size if self._group else 1
+        free = cache_bytes(self._device, self._memory_fraction, self._cpu_memory, processes)
+        affordable = free // (size * token_bytes)
+        if self._group:
+            affordable = self._group.minimum(affordable)
         useful = max_batch_size * -(-limit // size)
         num_blocks = min(useful, affordable - 1)
         needed = max_total_tokens or size

@@ -4,9 +4,14 @@ The model runs a short prompt with its own attention, then two packed prompts an
 every key, value and query caught on the way. A model that silently ignores a registered attention function shows no
 calls; one that does more in its attention than the paged path knows, or looks past its own sequence, shows other
 logits. Both are noticed here, and never answer a request.
+
+Of a model that is split, every shard does so with its slices, together with the others. What that cannot show, whether
+the slices are the right ones, is settled by the plan of the architecture. Alibi's biases in `transformers` are those of
+all heads; such a model's logits are compared with those of one text on the paged path instead.
 """
 
 import logging
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -20,6 +25,8 @@ from tgi_server.engine.attention.gather import GatherAttention
 from tgi_server.engine.errors import EngineError, UnsupportedModel
 from tgi_server.engine.models.families import install_paged_attention
 from tgi_server.engine.models.paged_cache import PagedCache
+from tgi_server.engine.sharding import ShardGroup
+from tgi_server.engine.sharding.architectures import plan_for
 
 logger = logging.getLogger(__name__)
 
@@ -61,24 +68,30 @@ class _Recorder(GatherAttention):
         return {cache.shape[3] for cache in (*self._keys.values(), *self._values.values())}
 
 
-def probe_kv_shape(model: PreTrainedModel) -> KVShape | None:
+def probe_kv_shape(model: PreTrainedModel, group: ShardGroup | None = None) -> KVShape | None:
     """The shape of the model's keys and values, or None when it has to take the padded path.
 
-    Leaves the model with paged attention when it returns a shape, else with its own.
+    group: the shards of the model, when this is one of them. Leaves the model with paged attention when it returns a
+    shape, else with its own.
     """
     if getattr(model.config.get_text_config(decoder=True), "attn_logit_softcapping", None):
         model.set_attn_implementation("eager")  # the default of transformers 5.17 leaves the cap out
     if model.config.is_encoder_decoder:
         return None
-    expected = _own_logits(model)
+    own = group is None or plan_for(model.config).own_attention
+    expected = _own_logits(model) if own else None
     recorder = _Recorder(model)
     restore = install_paged_attention(model)
     try:
+        if expected is None:
+            expected = _paged_logits(model)
         actual = _run(model, recorder)
     except (EngineError, TypeError, ValueError, AttributeError, RuntimeError, LookupError) as error:
         reason: str | None = f"its attention cannot be replaced ({type(error).__name__}: {error})"
     else:
         reason = _objection(model, recorder, expected, actual)
+    if group is not None:
+        reason = next(filter(None, group.ask(reason or "")), None)
     if reason is None:
         return KVShape(heads=tuple(recorder.heads.values()), head_dim=recorder.head_dims.pop())
     logger.info("%s takes the padded path: %s", model.config.model_type, reason)
@@ -87,10 +100,13 @@ def probe_kv_shape(model: PreTrainedModel) -> KVShape | None:
 
 
 @contextmanager
-def same_logits(model: PreTrainedModel, rounding: float = 0.0) -> Iterator[dict[int, AttentionVariant]]:
+def same_logits(
+    model: PreTrainedModel, rounding: float = 0.0, group: ShardGroup | None = None
+) -> Iterator[dict[int, AttentionVariant]]:
     """Checks that what is done to a model on the paged path leaves its logits as they were.
 
-    rounding: what weights that were quantised may add to the difference. Yields how each layer attends.
+    rounding: what weights that were quantised may add to the difference. group: the shards of the model, when this is
+    one of them. Yields how each layer attends.
 
     Raises UnsupportedModel when they differ by more than rounding.
     """
@@ -98,6 +114,8 @@ def same_logits(model: PreTrainedModel, rounding: float = 0.0) -> Iterator[dict[
     before = _run(model, recorder)
     yield recorder.variants
     error = logits_error(before, _run(model, _Recorder(model)))
+    if group is not None:
+        error = max(map(float, group.ask(str(error))), key=lambda other: (math.isnan(other), other))
     if not error <= TOLERANCE[model.dtype] + rounding:
         raise UnsupportedModel(
             f"this {model.config.model_type} model's logits change by {error:.2g} with the CPU kernels; "
@@ -126,6 +144,25 @@ def _own_logits(model: PreTrainedModel) -> Tensor:
     """What the logits of `_run` have to be: [4, vocab_size]. A prompt's logits are those of any text it starts."""
     tokens = probe_tokens(model, LONG + 1)
     return model(input_ids=tokens[None], use_cache=False).logits[0, [LONG - 1, SHORT - 1, LONG, SHORT]]
+
+
+def _paged_logits(model: PreTrainedModel) -> Tensor:
+    """As `_own_logits`, with the paged attention that is installed already: one text, in one pass."""
+    cache = PagedCache(_Recorder(model))
+    cache.attach(model)
+    tokens, device = probe_tokens(model, LONG + 1), model.device
+    places = torch.arange(LONG + 1, device=device)
+    cache.step = Step(
+        slots=cache.backend.block_size + places,
+        block_tables=torch.tensor([[1]], dtype=torch.int32, device=device),
+        kv_lengths=torch.tensor([LONG + 1], dtype=torch.int32, device=device),
+        query_starts=torch.tensor([0, LONG + 1], dtype=torch.int32, device=device),
+        decoding=0,
+        chunks=[Chunk(0, LONG + 1, LONG + 1)],
+        max_kv_length=LONG + 1,
+    )
+    logits = model(input_ids=tokens[None], position_ids=places[None], past_key_values=cache, use_cache=True).logits
+    return logits[0, [LONG - 1, SHORT - 1, LONG, SHORT]]
 
 
 def _run(model: PreTrainedModel, recorder: _Recorder) -> Tensor:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -20,11 +21,17 @@ class TokenMask:
 
 def forbid(scores: Tensor, bits: Tensor) -> Tensor:
     """Sets the scores of tokens whose bit is 0 to minus infinity: `[rows, vocab]`, `[rows, words]`."""
-    # Bytes are unpacked rather than words: a quarter of the memory. All platforms of torch are little-endian.
-    octets = bits.contiguous().view(torch.uint8).unsqueeze(2)
-    powers = 2 ** torch.arange(8, dtype=torch.uint8, device=bits.device)
-    forbidden = ((octets & powers) == 0).flatten(1)[:, : scores.shape[1]]
-    known = forbidden.shape[1]
-    scores[:, :known].masked_fill_(forbidden, -torch.inf)
+    # Bytes are looked up rather than words, and all platforms of torch are little-endian.
+    octets = bits.contiguous().view(torch.uint8).flatten().to(torch.int32)
+    limits = _limits(scores.device, scores.dtype).index_select(0, octets).view(len(bits), -1)[:, : scores.shape[1]]
+    known = limits.shape[1]
+    torch.minimum(scores[:, :known], limits, out=scores[:, :known])
     scores[:, known:] = -torch.inf
     return scores
+
+
+@cache
+def _limits(device: torch.device, dtype: torch.dtype) -> Tensor:
+    """For each byte of bits, the most that its eight tokens may score: `[256, 8]`."""
+    bits = torch.arange(256, device=device).unsqueeze(1) >> torch.arange(8, device=device)
+    return torch.where(bits & 1 == 1, torch.inf, -torch.inf).to(dtype)

@@ -2,8 +2,10 @@
 
 import asyncio
 import contextlib
+import math
 import os
 import signal
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -34,6 +36,8 @@ class Child:
         """output: the pipe's end from which its lines are read."""
         self.name = command.name
         self.log = ProcessLog(command.name)
+        self.ended_at = math.inf
+        """When the process ended, on the monotonic clock."""
         self._process = process
         self._output = asyncio.create_task(self.log.follow(output))
         self.ended = asyncio.create_task(self._wait(), name=command.name)
@@ -78,6 +82,7 @@ class Child:
 
     async def _wait(self) -> int:
         code = await self._process.wait()
+        self.ended_at = time.monotonic()
         self._kill_group()
         await asyncio.wait([self._output], timeout=OUTPUT_SECONDS)
         self._output.cancel()

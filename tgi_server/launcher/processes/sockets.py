@@ -3,7 +3,7 @@
 import shutil
 import socket
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -14,15 +14,15 @@ MAX_PATH = 107
 
 
 @contextmanager
-def shard_sockets(path: Path | None, count: int) -> Iterator[list[Path]]:
-    """The paths PATH-0, PATH-1, ... of `count` sockets; nothing of them is left behind.
+def shard_sockets(path: Path | None, ranks: Iterable[int]) -> Iterator[list[Path]]:
+    """The paths PATH-0, PATH-1, ... of the sockets of these ranks; nothing of them is left behind.
 
     Without a path they are put in a folder of their own, so that servers on one machine do not meet.
     Raises CannotStartError when another process listens on one of them.
     """
     folder = None if path else Path(tempfile.mkdtemp(prefix="text-generation-server-"))
     prefix = path or Path(str(folder)) / "shard"
-    sockets = [prefix.with_name(f"{prefix.name}-{rank}") for rank in range(count)]
+    sockets = [prefix.with_name(f"{prefix.name}-{rank}") for rank in ranks]
     for each in sockets:
         _make_way(each)
     try:

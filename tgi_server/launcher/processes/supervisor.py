@@ -5,8 +5,10 @@ import logging
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from tgi_server.launcher.errors import ProcessEndedError
+from tgi_server.launcher.nodes.peers import Peers
 from tgi_server.launcher.processes.child import Child, Command
 from tgi_server.launcher.processes.health import authority, is_healthy
 from tgi_server.launcher.processes.sockets import is_listening
@@ -19,6 +21,8 @@ CUT_SECONDS = 3.0
 """What the router has for ending requests that were still running when their time was over."""
 FAILURE_SECONDS = 3.0
 """What processes have for ending once one of them has died: time enough to tell clients."""
+SETTLE_SECONDS = 0.2
+"""After a death, others of the same moment are waited for."""
 SHARD_SECONDS = 7.0
 """What shards have for ending once the router has ended."""
 
@@ -30,33 +34,50 @@ class Supervisor:
         self,
         shards: Sequence[Command],
         sockets: Sequence[Path],
-        router: Command,
+        router: Command | None,
         address: tuple[str, int],
         graceful_termination_timeout: float,
+        peers: Peers | None = None,
     ) -> None:
         """sockets: where each of the shards listens once its model is loaded.
 
-        address: where the router serves HTTP. graceful_termination_timeout: seconds that the router has for
-        finishing running requests.
+        router: None where another machine has it. address: where it serves HTTP. graceful_termination_timeout: seconds
+        that it has for finishing running requests. peers: the other machines that run the model with this one; they
+        are closed in the end.
         """
         self._shards = shards
         self._sockets = sockets
         self._router = router
         self._address = address
         self._graceful_termination_timeout = graceful_termination_timeout
+        self._peers = peers
+        self._asked = False
         self._stopping = asyncio.Event()
         self._children: list[Child] = []
+        if peers is not None:
+            peers.on_stop(self._stop_for_peers)
 
     def stop(self) -> None:
         """Asks `run` to end all processes in order; asked a second time, it ends them at once."""
-        if self._stopping.is_set():
+        if self._asked:
+            self._stopping.set()
             for child in self._children:
                 child.kill()
             return
+        self._asked = True
         logger.info(
             "stopping; running requests have %d s to finish, a second signal ends them at once",
             self._graceful_termination_timeout,
         )
+        if self._peers is not None and not self._peers.first:
+            self._peers.say_stop()  # the router may still need these shards, so its machine says when to end
+        else:
+            self._stopping.set()
+
+    def _stop_for_peers(self) -> None:
+        if not self._asked:
+            self._asked = True
+            logger.info("stopping, as another node says")
         self._stopping.set()
 
     async def run(self) -> None:
@@ -66,46 +87,74 @@ class Supervisor:
         """
         stopping = asyncio.create_task(self._until_stopped())
         grace = FAILURE_SECONDS
+        failure: str | None = "its launcher failed"
         try:
             # The router loads its tokenizer while the shards load the model, then waits for their sockets.
-            for command in (*self._shards, self._router):
+            for command in (*self._shards, *([self._router] if self._router else [])):
                 self._children.append(await Child.start(command))
             ready = asyncio.create_task(self._ready())
             await self._all_alive_until(ready, stopping)
             ready.cancel()
             await self._all_alive_until(stopping)
-            grace = self._graceful_termination_timeout + CUT_SECONDS
+            grace, failure = self._graceful_termination_timeout + CUT_SECONDS, None
+        except ProcessEndedError as error:
+            failure = str(error)
+            raise
         finally:
             stopping.cancel()
-            await self._stop(grace)
+            await self._stop(grace, failure)
 
     async def _all_alive_until(self, *events: asyncio.Task[None]) -> None:
-        """Returns when one of `events` is done. Raises ProcessEndedError when a child ends before that."""
-        await asyncio.wait([*events, *(child.ended for child in self._children)], return_when=asyncio.FIRST_COMPLETED)
+        """Returns when one of `events` is done. Raises ProcessEndedError when a child, or another node, ends before."""
+        deaths: list[asyncio.Future[Any]] = [child.ended for child in self._children]
+        if self._peers is not None:
+            deaths.append(self._peers.lost)
+        await asyncio.wait([*events, *deaths], return_when=asyncio.FIRST_COMPLETED)
         for event in events:
             if event.done():
                 return event.result()
-        raise ProcessEndedError(next(child.epitaph() for child in self._children if child.ended.done()))
+        # When one shard dies others fail soon after it, here and elsewhere: the first is the one to name.
+        await asyncio.sleep(SETTLE_SECONDS)
+        raise self._first_death()
+
+    def _first_death(self) -> BaseException:
+        dead = [child for child in self._children if child.ended.done()]
+        first = min(dead, key=lambda child: child.ended_at, default=None)
+        if self._peers is not None and (first is None or self._peers.lost_at < first.ended_at):
+            return self._peers.lost.exception() or ProcessEndedError("another node has gone")
+        assert first is not None
+        return ProcessEndedError(first.epitaph())
 
     async def _ready(self) -> None:
         """Returns when the router serves. Says now and then what it is waiting for."""
         start = time.monotonic()
         report = start + REPORT_SECONDS
         waiting = dict(zip((shard.name for shard in self._shards), self._sockets, strict=True))
-        while waiting or not await is_healthy(*self._address):
+        while waiting or (self._router is not None and not await is_healthy(*self._address)):
             await asyncio.sleep(POLL_SECONDS)
             waiting = {name: socket for name, socket in waiting.items() if not is_listening(socket)}
             if time.monotonic() > report:
-                names = ", ".join(waiting) or self._router.name
+                names = ", ".join(waiting) or "router"
                 logger.info("waiting for %s (%d s)", names, time.monotonic() - start)
                 report += REPORT_SECONDS
-        logger.info("ready on http://%s after %.1f s", authority(*self._address), time.monotonic() - start)
+        seconds = time.monotonic() - start
+        if self._router is None:
+            names = ", ".join(shard.name for shard in self._shards)
+            logger.info("ready after %.1f s: %s; node 0 serves HTTP", seconds, names)
+        else:
+            logger.info("ready on http://%s after %.1f s", authority(*self._address), seconds)
 
     async def _until_stopped(self) -> None:
         await self._stopping.wait()
 
-    async def _stop(self, grace: float) -> None:
+    async def _stop(self, grace: float, failure: str | None) -> None:
+        if self._peers is not None and failure is not None:
+            self._peers.say_failed(failure)
         shards = self._children[: len(self._shards)]
         for router in self._children[len(self._shards) :]:
             await router.stop(grace)
+        if self._peers is not None:
+            self._peers.say_stop()
         await asyncio.gather(*(shard.stop(min(grace, SHARD_SECONDS)) for shard in shards))
+        if self._peers is not None:
+            await self._peers.close()

@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tgi_server.router.api.answers import json_answer
-from tgi_server.router.api.body import parse, read_body
+from tgi_server.router.api.body import parse
 from tgi_server.router.api.chat import answer_chat
 from tgi_server.router.api.chat_request import prompt_for_text
 from tgi_server.router.api.completions import complete
@@ -91,7 +91,7 @@ async def _generate(exchange: Exchange, request: CompatGenerateRequest) -> Respo
 
 
 async def _invoke(exchange: Exchange) -> Response:
-    body = await read_body(exchange.request, exchange.service.payload_limit)
+    body = await exchange.body()
     match _kind(body, {"inputs": CompatGenerateRequest, "messages": ChatRequest, "prompt": CompletionRequest}):
         case CompatGenerateRequest() as request:
             return await _generate(exchange, request)

@@ -41,10 +41,15 @@ class Exchange:
         self._places = 0
         self._closed = False
 
-    def open(self) -> None:
-        """Raises Overloaded when as many requests are in flight as may be."""
+    async def body(self) -> bytes:
+        """What the client sent. From then on the request has a place among those in flight.
+
+        Raises Overloaded when as many are in flight as may be.
+        """
         self.service.metrics.requests.received()
+        body = await read_body(self.request, self.service.payload_limit)
         self.reserve(1)
+        return body
 
     def reserve(self, places: int) -> None:
         """Takes further places, for a request that needs several sequences. Raises Overloaded."""
@@ -52,7 +57,7 @@ class Exchange:
         self._places += places
 
     async def read(self, model: type[M]) -> M:
-        return parse(model, await read_body(self.request, self.service.payload_limit))
+        return parse(model, await self.body())
 
     def submit(self, checked: CheckedRequest, sink: SequenceSink, *, logprobs: bool) -> None:
         """Queues a sequence; its tokens go to `sink`."""
@@ -154,7 +159,6 @@ async def answer(service: Service, request: Request, handle: Callable[[Exchange]
     """
     exchange = Exchange(service, request)
     try:
-        exchange.open()
         response = await handle(exchange)
     except asyncio.CancelledError as error:
         exchange.close(error)

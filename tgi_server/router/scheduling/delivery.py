@@ -3,7 +3,7 @@
 import logging
 
 from shared.stubs import generate_pb2 as pb
-from tgi_server.router.errors import GenerationFailed, RouterError
+from tgi_server.router.errors import GrammarFailed, RouterError
 from tgi_server.router.messages import FinishReason
 from tgi_server.router.scheduling.batch import Batch
 from tgi_server.router.scheduling.memory import Memory
@@ -35,7 +35,7 @@ class Delivery:
             sequence.tokens.extend(generation.token_ids)
             sequence.newest = len(generation.token_ids)
             if generation.error:
-                self.fail(sequence, GenerationFailed(f"the grammar could not be followed: {generation.error}"))
+                self.fail(sequence, GrammarFailed(f"the grammar could not be followed: {generation.error}"))
                 continue
             try:
                 stop = _push(sequence, generation)

@@ -1,6 +1,6 @@
 """What /v1/completions and /v1/chat/completions have in common."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
 
@@ -39,6 +39,16 @@ Stop = Annotated[
 ]
 
 
+def _by_token_id(biases: Any) -> Any:
+    return {str(token): bias for token, bias in enumerate(biases) if bias != 0} if isinstance(biases, list) else biases
+
+
+LogitBias = Annotated[
+    dict[str, float] | None,
+    BeforeValidator(_by_token_id, json_schema_input_type=dict[str, float] | list[float] | None),
+]
+
+
 class SharedParameters(RequestModel):
     """`repetition_penalty`, `top_k`, `min_p` and `ignore_eos` go beyond OpenAI's parameters."""
 
@@ -52,7 +62,9 @@ class SharedParameters(RequestModel):
     repetition_penalty: float | None = Field(
         json_schema_extra=POSITIVE, default=None, description="Divides the logits of tokens seen before."
     )
-    logit_bias: dict[str, float] | None = Field(default=None, description="Added to the logits, by token id.")
+    logit_bias: LogitBias = Field(
+        default=None, description="Added to the logits, by token id; as a list (TGI's form) one for each token."
+    )
     max_tokens: UnsignedInt | None = Field(
         json_schema_extra=POSITIVE, default=None, description="Tokens to generate; unset: as many as fit."
     )

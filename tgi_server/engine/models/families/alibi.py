@@ -1,9 +1,20 @@
 """Slopes of attention with linear biases (Press et al. 2022)."""
 
 import math
+from collections.abc import Callable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from tgi_server.engine.sharding.shares import Share
+
+
+def slopes_of(attention: nn.Module, heads: int, slopes: Callable[[int], Tensor]) -> Tensor:
+    """[heads] float32: the slopes of the heads that an attention module computes, which may be a shard's."""
+    share = getattr(attention, "share", None)
+    if not isinstance(share, Share):
+        return slopes(heads)
+    return slopes(share.heads.queries)[share.queries.start : share.queries.stop]
 
 
 def geometric_slopes(heads: int) -> Tensor:

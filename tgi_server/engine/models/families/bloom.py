@@ -6,7 +6,7 @@ from torch import Tensor
 from transformers.models.bloom.modeling_bloom import BloomAttention
 
 from tgi_server.engine.attention.base import AttentionVariant
-from tgi_server.engine.models.families.alibi import geometric_slopes
+from tgi_server.engine.models.families.alibi import geometric_slopes, slopes_of
 from tgi_server.engine.models.paged_cache import PagedCache
 
 
@@ -14,7 +14,7 @@ class PagedBloomAttention(BloomAttention):
     paged_cache: PagedCache
 
     def prepare(self) -> None:
-        slopes = geometric_slopes(self.num_heads).to(self.dense.weight.device)
+        slopes = slopes_of(self, self.num_heads, geometric_slopes).to(self.dense.weight.device)
         self.variant = AttentionVariant(scaling=self.inv_norm_factor, alibi_slopes=slopes)
 
     def forward(self, hidden_states: Tensor, residual: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:

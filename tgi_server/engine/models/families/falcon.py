@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers.models.falcon.modeling_falcon import FalconAttention, apply_rotary_pos_emb
 
 from tgi_server.engine.attention.base import AttentionVariant
-from tgi_server.engine.models.families.alibi import geometric_slopes
+from tgi_server.engine.models.families.alibi import geometric_slopes, slopes_of
 from tgi_server.engine.models.paged_cache import PagedCache
 
 
@@ -17,7 +17,8 @@ class PagedFalconAttention(FalconAttention):
     def prepare(self) -> None:
         slopes = None
         if self.config.alibi:
-            slopes = geometric_slopes(self.num_heads).to(self.dense.weight.device, torch.bfloat16).float()
+            slopes = slopes_of(self, self.num_heads, geometric_slopes)
+            slopes = slopes.to(self.dense.weight.device, torch.bfloat16).float()
         self.variant = AttentionVariant(scaling=self.inv_norm_factor, alibi_slopes=slopes, rounded_alibi=True)
 
     def forward(

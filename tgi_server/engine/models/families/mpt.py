@@ -1,5 +1,6 @@
 """MPT: alibi, with slopes ordered in MPT's own way."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -8,7 +9,7 @@ from transformers import AttentionMaskInterface
 from transformers.models.mpt.modeling_mpt import MptAttention, MptModel
 
 from tgi_server.engine.attention.base import AttentionVariant
-from tgi_server.engine.models.families.alibi import interleaved_slopes
+from tgi_server.engine.models.families.alibi import interleaved_slopes, slopes_of
 from tgi_server.engine.models.paged_cache import PagedCache
 
 IMPLEMENTATION = "oatmill_paged_mpt"
@@ -26,7 +27,7 @@ class PagedMptAttention(MptAttention):
     paged_cache: PagedCache
 
     def prepare(self) -> None:
-        slopes = interleaved_slopes(self.n_heads, bias_max=8).to(self.Wqkv.weight.device)
+        slopes = slopes_of(self, self.n_heads, partial(interleaved_slopes, bias_max=8)).to(self.Wqkv.weight.device)
         self.variant = AttentionVariant(scaling=self.softmax_scale, alibi_slopes=slopes)
 
     def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:

@@ -17,6 +17,7 @@ from tgi_server.engine.models.probe import TOLERANCE, logits_error, probe_tokens
 from tgi_server.engine.models.runner import PromptChunk
 from tgi_server.engine.parameters import StoppingParameters
 from tgi_server.engine.sequence import Sequence
+from tgi_server.engine.sharding import ShardGroup
 
 logger = logging.getLogger(__name__)
 
@@ -26,20 +27,28 @@ STEPS = 2
 """By how many tokens a text advances."""
 
 
-def choose_rows(model: PreTrainedModel, passes: Passes) -> Rows:
-    """The fastest way to keep rows with which the model is right. Raises UnsupportedModel when there is none."""
-    together = _objection(model, passes, SideBySide(passes))
+def choose_rows(model: PreTrainedModel, passes: Passes, group: ShardGroup | None = None) -> Rows:
+    """The fastest way to keep rows with which the model is right. Raises UnsupportedModel when there is none.
+
+    group: the shards of the model, when this is one of them; all of them choose the same.
+    """
+    together = _objection(model, passes, SideBySide(passes), group)
     if together is None:
         return SideBySide(passes)
-    alone = _objection(model, passes, OneByOne(passes))
+    alone = _objection(model, passes, OneByOne(passes), group)
     if alone is None:
         logger.info("%s computes one sequence at a time: side by side, %s", model.config.model_type, together)
         return OneByOne(passes)
     raise UnsupportedModel(f"{model.config.model_type} models are not supported: {alone}")
 
 
-def _objection(model: PreTrainedModel, passes: Passes, rows: Rows) -> str | None:
-    """Why this way of keeping rows would be wrong for the model; None when nothing speaks against it."""
+def _objection(model: PreTrainedModel, passes: Passes, rows: Rows, group: ShardGroup | None) -> str | None:
+    """Why this way of keeping rows would be wrong for the model, or any shard; None when nothing speaks against it."""
+    own = _own_objection(model, passes, rows)
+    return own if group is None else next(filter(None, group.ask(own or "")), None)
+
+
+def _own_objection(model: PreTrainedModel, passes: Passes, rows: Rows) -> str | None:
     try:
         error = _error(model, passes, rows)
     except UnsupportedModel as refusal:

@@ -13,6 +13,7 @@ from tgi_server.engine.models.rope import LengthDependentRope
 from tgi_server.engine.models.runner import Capacity, PromptChunk, Runner
 from tgi_server.engine.parameters import StoppingParameters
 from tgi_server.engine.sequence import Sequence
+from tgi_server.engine.sharding import ShardGroup
 
 
 class PaddedRunner(Runner):
@@ -25,15 +26,25 @@ class PaddedRunner(Runner):
     paged = False
     block_size = 1
 
-    def __init__(self, model: PreTrainedModel, memory_fraction: float, cpu_memory: int | None) -> None:
-        """Raises UnsupportedModel for a model that answers wrongly when it continues what it has computed before."""
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        memory_fraction: float,
+        cpu_memory: int | None,
+        group: ShardGroup | None = None,
+    ) -> None:
+        """group: the shards of the model, when this is one of them.
+
+        Raises UnsupportedModel for a model that answers wrongly when it continues what it has computed before.
+        """
         self._model = model
         self._device = model.device
         self._memory_fraction = memory_fraction
         self._cpu_memory = cpu_memory
+        self._group = group
         self._rope = LengthDependentRope(model)
         passes = (Seq2SeqPasses if model.config.is_encoder_decoder else CausalPasses)(model)
-        self._rows = choose_rows(model, passes)
+        self._rows = choose_rows(model, passes, group)
         self._order: list[int] = []  # for each row, which of self._rows it is
         self._promoted = 0  # of the prompts computed last
         self._joining = 0  # how many those are
@@ -42,8 +53,11 @@ class PaddedRunner(Runner):
         limit = max_total_tokens or position_limit(self._model.config) or UNBOUNDED_POSITIONS
         self._tokens = torch.zeros(max_batch_size, dtype=torch.int64, device=self._device)
         token_bytes, fixed_bytes = self._run_largest(max_prefill_tokens)
-        free = cache_bytes(self._device, self._memory_fraction, self._cpu_memory) - max_batch_size * fixed_bytes
-        tokens = min(max_batch_size * limit, free // token_bytes)
+        processes = self._group.local_world_size if self._group else 1
+        free = cache_bytes(self._device, self._memory_fraction, self._cpu_memory, processes)
+        tokens = min(max_batch_size * limit, (free - max_batch_size * fixed_bytes) // token_bytes)
+        if self._group:
+            tokens = self._group.minimum(tokens)
         needed = max_total_tokens or 1
         if tokens < needed:
             raise NotEnoughMemory(

@@ -1,0 +1,399 @@
+"""Replicas of the text-generation server behind Ray Serve, on any Ray cluster.
+
+    python deploy/ray_serve.py --gpus-per-replica 1 --max-replicas 8 -- --model-id OWNER/NAME --quantize int8
+
+Every replica runs `text-generation-launcher`, which has to be on the PATH of every node; what follows `--` goes to it.
+Ray's own Python needs nothing of this project, only `ray[serve]`.
+
+    client --HTTP--> Ray's proxy -> Front -> Server (one for each replica) --HTTP on loopback--> launcher's router
+"""
+
+import argparse
+import asyncio
+import contextlib
+import ctypes
+import logging
+import os
+import shutil
+import signal
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator
+from typing import Any, Literal
+
+import aiohttp
+import ray
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from ray import serve
+from ray.exceptions import ActorDiedError, ActorUnavailableError
+from ray.serve.exceptions import BackPressureError
+from ray.serve.handle import DeploymentHandle
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+
+logger = logging.getLogger("ray.serve")
+
+PR_SET_PDEATHSIG = 1
+POLL_SECONDS = 0.1
+HEALTH_SECONDS = 15.0
+"""More than the server's own /health may take."""
+LAST_WORDS_SECONDS = 3.0
+RETRY_SECONDS = 60.0
+UNHEALTHY = frozenset({424, 503})
+"""What the server answers when its shards fail, be it once or for good."""
+HOP_BY_HOP = frozenset({"connection", "content-length", "host", "keep-alive", "te", "trailer", "transfer-encoding"})
+PROXY = frozenset({"date", "server"})
+"""Headers of answers that Ray's proxy adds by itself."""
+
+
+class Options(BaseModel):
+    """Runs replicas of the text-generation server behind Ray Serve. What follows -- goes to their launchers."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    address: str | None = Field(
+        None, description="Ray cluster, such as auto or HOST:6379; default: one of its own, here"
+    )
+    host: str = Field("0.0.0.0", description="address that Ray's proxies listen on")
+    port: int = Field(8080, gt=0, lt=65536, description="their port")
+    cpus_per_replica: float = Field(1, ge=0, description="CPUs that Ray sets aside for a replica")
+    gpus_per_replica: float = Field(0, ge=0, description="GPUs of a replica; from 2 on, so many shards")
+    min_replicas: int = Field(1, ge=1, description="replicas that there always are")
+    max_replicas: int = Field(4, ge=1, description="replicas that there are under load")
+    target_requests: float = Field(
+        32, gt=0, description="requests for each replica, running and waiting, from which more replicas are started"
+    )
+    max_requests: int = Field(128, gt=0, description="requests that a replica computes at a time; more wait")
+    max_waiting: int = Field(1024, gt=0, description="requests that wait for a replica; more get status 429")
+    upscale_delay: float = Field(30, ge=0, description="seconds of load after which a replica is added")
+    downscale_delay: float = Field(900, ge=0, description="seconds of quiet after which a replica is ended")
+    start_timeout: float = Field(3600, gt=0, description="seconds for fetching and loading the model")
+    drain_timeout: float = Field(90, ge=0, description="seconds for running requests when a replica is ended")
+    launcher: str = Field("text-generation-launcher", description="the server's command, on every node")
+    launcher_flags: list[str] = []
+    detach: bool = Field(False, description="leave the replicas running on the cluster, and return")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "Options":
+        if self.max_replicas < self.min_replicas:
+            raise ValueError("--max-replicas is less than --min-replicas")
+        if self.gpus_per_replica > 1 and self.gpus_per_replica % 1:
+            raise ValueError("--gpus-per-replica: a share of a GPU, or whole ones")
+        if self.detach and self.address is None:
+            raise ValueError("--detach needs --address: a cluster that stays")
+        return self
+
+    def command(self, port: int) -> list[str]:
+        """The launcher's. It takes in all that Ray sends it, so what waits, waits in front of the replicas."""
+        shards = int(self.gpus_per_replica)
+        return [
+            *(self.launcher, f"--max-concurrent-requests={self.max_requests}"),
+            *((f"--num-shard={shards}",) if shards > 1 else ()),
+            f"--graceful-termination-timeout={self.drain_timeout}",
+            *self.launcher_flags,
+            *("--hostname=127.0.0.1", f"--port={port}", "--prometheus-port=0"),
+        ]
+
+
+class Call(BaseModel):
+    """A client's request. path: with its query."""
+
+    method: str
+    path: str
+    headers: list[tuple[str, str]]
+    body: bytes
+
+    @classmethod
+    async def of(cls, request: Request) -> "Call":
+        path = request.url.path + (f"?{request.url.query}" if request.url.query else "")
+        headers = [(name, value) for name, value in request.headers.items() if name not in HOP_BY_HOP]
+        return cls(method=request.method, path=path, headers=headers, body=await request.body())
+
+
+class Part(BaseModel):
+    """What a replica sends back for a call: `accepted`, then `head`, then any number of `body`.
+
+    away: nothing was sent to its server, which is gone. broken: the server failed while it had the request.
+    """
+
+    kind: Literal["accepted", "head", "body", "away", "broken"]
+    status: int = 0
+    headers: list[tuple[str, str]] = []
+    data: bytes = b""
+
+
+class Server:
+    """A replica: a launcher, and the way to it. It lives as long as the launcher does."""
+
+    async def __init__(self, options: Options) -> None:
+        """Returns once the server is healthy. Raises RuntimeError when it cannot be started."""
+        self._options = options
+        self._calls = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._ill = False
+        port = _free_port()
+        self._url = f"http://127.0.0.1:{port}"
+        # A connection for each request: what cannot be connected has not been sent.
+        self._http = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, force_close=True),
+            timeout=aiohttp.ClientTimeout(total=None),
+            auto_decompress=False,
+            read_bufsize=2**20,
+        )
+        self._process = await self._start(options.command(port))
+        await self._until_ready()
+        self._watch = asyncio.create_task(self._end_with_the_server())
+
+    async def forward(self, call: Call) -> AsyncIterator[Part]:
+        self._calls += 1
+        self._idle.clear()
+        try:
+            if not await self._serves():
+                yield Part(kind="away")
+                return
+            yield Part(kind="accepted")
+            async for part in self._ask(call):
+                yield part
+        finally:
+            self._calls -= 1
+            if not self._calls:
+                self._idle.set()
+
+    async def check_health(self) -> None:
+        """Ray ends the replica and starts another one when this raises."""
+        if not await self._is_healthy():
+            raise RuntimeError(f"the server at {self._url} is not healthy")
+
+    async def __del__(self) -> None:
+        self._watch.cancel()
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(signal.SIGTERM)
+            await self._process.wait()
+
+    async def _start(self, command: list[str]) -> asyncio.subprocess.Process:
+        program = shutil.which(command[0])
+        if program is None:
+            raise RuntimeError(f"there is no {command[0]} on the PATH of {socket.gethostname()}; see --launcher")
+        logger.info("starting %s", " ".join(command))
+        return await asyncio.create_subprocess_exec(
+            program, *command[1:], stdin=asyncio.subprocess.DEVNULL, preexec_fn=_end_with_parent(os.getpid())
+        )
+
+    async def _until_ready(self) -> None:
+        deadline = time.monotonic() + self._options.start_timeout
+        while not await self._is_healthy():
+            if self._process.returncode is not None:
+                raise RuntimeError(f"the server ended with {self._process.returncode}; its last line says why")
+            if time.monotonic() > deadline:
+                self._process.kill()
+                raise RuntimeError(f"the server was not ready after {self._options.start_timeout} s")
+            await asyncio.sleep(POLL_SECONDS)
+
+    async def _serves(self) -> bool:
+        """False when the server has ended. While it is ill it recovers or ends, and its callers wait for either."""
+        while self._ill and self._process.returncode is None:
+            self._ill = not await self._is_healthy()
+            await asyncio.sleep(POLL_SECONDS)
+        return self._process.returncode is None
+
+    async def _is_healthy(self) -> bool:
+        try:
+            async with asyncio.timeout(HEALTH_SECONDS), self._http.get(f"{self._url}/health") as response:
+                return response.status == 200
+        except (aiohttp.ClientError, OSError):
+            return False
+
+    async def _ask(self, call: Call) -> AsyncIterator[Part]:
+        try:
+            async with self._http.request(
+                call.method, self._url + call.path, headers=call.headers, data=call.body, allow_redirects=False
+            ) as response:
+                if response.status in UNHEALTHY and call.method == "POST" and not await self._is_healthy():
+                    self._ill = True
+                    yield Part(kind="broken")
+                    return
+                dropped = HOP_BY_HOP | PROXY
+                headers = [(name, value) for name, value in response.headers.items() if name.lower() not in dropped]
+                yield Part(kind="head", status=response.status, headers=headers)
+                async for data in response.content.iter_any():
+                    yield Part(kind="body", data=data)
+        except aiohttp.ClientConnectorError:
+            yield Part(kind="away")
+        except (aiohttp.ClientError, OSError):
+            self._ill = True
+            yield Part(kind="broken")
+
+    async def _end_with_the_server(self) -> None:
+        """Ends this process, for a replica whose process has ended is replaced at once, and is sent nothing more."""
+        status = await self._process.wait()
+        logger.error("the server ended with %s; this replica ends", status)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._idle.wait(), LAST_WORDS_SECONDS)
+        os._exit(1)
+
+
+class Front:
+    """Passes requests to replicas. What a replica has not begun when it dies is given to another one.
+
+    A request that a server had when it died is sent once more if nothing of its answer was passed on yet: the second
+    server that dies of it is the last one.
+    """
+
+    def __init__(self, server: DeploymentHandle) -> None:
+        self._server = server.options(stream=True)
+
+    async def __call__(self, request: Request) -> Response:
+        call = await Call.of(request)
+        deadline = time.monotonic() + RETRY_SECONDS
+        losses = 0
+        while losses < 2 and time.monotonic() < deadline:
+            try:
+                parts = self._server.forward.remote(call)
+                head = await _head(parts)
+            except BackPressureError:
+                message = "too many requests wait for a replica"
+                return _error(call, 429, message, "overloaded", {"retry-after": "1"})
+            if head.kind == "head":
+                response = StreamingResponse(_body(parts, call), status_code=head.status)
+                response.raw_headers = [(name.lower().encode(), value.encode()) for name, value in head.headers]
+                return response
+            losses += head.kind == "broken"
+            await asyncio.sleep(POLL_SECONDS)
+        return _error(call, 424, "the replica that had the request died", "generation")
+
+
+async def _head(parts: Any) -> Part:
+    """The first part that says how it went: `head`, `away` or `broken`."""
+    accepted = False
+    try:
+        async for part in parts:
+            if part.kind != "accepted":
+                return part
+            accepted = True
+    except (ActorDiedError, ActorUnavailableError):
+        pass
+    return Part(kind="broken" if accepted else "away")
+
+
+async def _body(parts: Any, call: Call) -> AsyncIterator[bytes]:
+    try:
+        async for part in parts:
+            if part.kind == "broken":
+                yield _cut(call)
+                return
+            yield part.data
+    except (ActorDiedError, ActorUnavailableError):
+        yield _cut(call)
+    finally:
+        parts.cancel()
+
+
+def _cut(call: Call) -> bytes:
+    """The last event of a stream that broke off."""
+    return b"data:" + _error(call, 424, "the replica that had the request died", "generation").body + b"\n\n"
+
+
+def _error(call: Call, status: int, message: str, kind: str, headers: dict[str, str] | None = None) -> JSONResponse:
+    """In the form that the server's own errors have."""
+    error = (
+        {"message": message, "type": kind, "param": None, "code": status} if call.path.startswith("/v1/") else message
+    )
+    return JSONResponse({"error": error, "error_type": kind}, status, headers)
+
+
+def application(options: Options) -> serve.Application:
+    """What `serve.run` runs."""
+    server = serve.deployment(
+        name="server",
+        ray_actor_options={"num_cpus": options.cpus_per_replica, "num_gpus": options.gpus_per_replica},
+        autoscaling_config={
+            "min_replicas": options.min_replicas,
+            "max_replicas": options.max_replicas,
+            "target_ongoing_requests": options.target_requests,
+            "upscale_delay_s": options.upscale_delay,
+            "downscale_delay_s": options.downscale_delay,
+        },
+        max_ongoing_requests=options.max_requests,
+        max_queued_requests=options.max_waiting,
+        health_check_period_s=5,
+        health_check_timeout_s=HEALTH_SECONDS + 5,
+        graceful_shutdown_timeout_s=options.drain_timeout + 20,
+        max_constructor_retry_count=3,
+    )(Server)
+    front = serve.deployment(
+        name="front",
+        ray_actor_options={"num_cpus": 0},
+        max_ongoing_requests=options.max_waiting + options.max_replicas * options.max_requests,
+    )(Front)
+    return front.bind(server.bind(options))
+
+
+def read_options(arguments: list[str]) -> Options:
+    """Raises SystemExit(2) after one line for each mistake."""
+    own, flags = arguments, []
+    if "--" in arguments:
+        end = arguments.index("--")
+        own, flags = arguments[:end], arguments[end + 1 :]
+    parser = argparse.ArgumentParser(description=Options.__doc__, allow_abbrev=False)
+    for name, field in Options.model_fields.items():
+        if name == "launcher_flags":
+            continue
+        flag, text = f"--{name.replace('_', '-')}", (field.description or "").replace("%", "%%")
+        if field.annotation is bool:
+            parser.add_argument(flag, action="store_true", help=text)
+        else:
+            shown = "" if field.default is None else f" (default: {field.default})"
+            parser.add_argument(flag, metavar="", default=field.default, help=text + shown)
+    try:
+        return Options(**vars(parser.parse_args(own)), launcher_flags=flags)
+    except ValidationError as error:
+        for detail in error.errors():
+            name = "--" + str(detail["loc"][0]).replace("_", "-") + ": " if detail["loc"] else ""
+            print(f"ray_serve.py: {name}{detail['msg'].removeprefix('Value error, ')}", file=sys.stderr)
+        sys.exit(2)
+
+
+def main() -> None:
+    options = read_options(sys.argv[1:])
+    if options.address is None:
+        ray.init(address="local", include_dashboard=False)
+    else:
+        ray.init(address=options.address)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # not before: Ray sets a handler of its own
+    serve.start(proxy_location="EveryNode", http_options={"host": options.host, "port": options.port})
+    try:
+        serve.run(application(options), name="oatmill", route_prefix="/")
+        print(f"ready on http://{options.host}:{options.port}", flush=True)
+        if options.detach:
+            return
+        signal.pause()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        if not options.detach:
+            serve.shutdown()
+    print("stopped", flush=True)
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _end_with_parent(parent: int) -> Any:
+    """What the launcher's process runs first, so that it never outlives its replica: see prctl(2)."""
+    prctl = ctypes.CDLL(None).prctl
+
+    def bind() -> None:
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
+
+    return bind
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,203 @@
+"""Two replicas on a Ray cluster of this machine; each of the ways in which one can die, under load.
+
+Ray comes from the package index, into an environment of its own.
+"""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from tests.conftest import FreePort
+from tests.integration.router.foreign_clients.environments import Environment
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+SCRIPT = Path(__file__).parents[3] / "deploy" / "ray_serve.py"
+MARK = "RAY_SERVE_TEST"
+BATCH, CLIENTS = 3, 8
+START_SECONDS, REPLACE_SECONDS, LOAD_SECONDS = 240, 120, 3
+BODY = {"inputs": "### Instruction:\nHow long do I boil an egg?\n\n### Response:\n"}
+
+
+class Cluster:
+    """`deploy/ray_serve.py`, with a Ray of its own. mark: in the environment of every process that belongs to it."""
+
+    def __init__(self, python: Path, port: int, log: Path, *flags: str) -> None:
+        self.url = f"http://127.0.0.1:{port}"
+        self.log = log
+        self.mark = uuid.uuid4().hex
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        with log.open("w") as output:
+            self.process = subprocess.Popen(
+                [python, SCRIPT, "--host=127.0.0.1", f"--port={port}", *flags],
+                env={**os.environ, "PATH": path, MARK: self.mark, "RAY_USAGE_STATS_ENABLED": "0"},
+                stdout=output,
+                stderr=output,
+            )
+
+    def processes(self) -> list[psutil.Process]:
+        """All that belong to it."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get(MARK) == self.mark and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+            except psutil.Error:
+                continue
+        return found
+
+    def launchers(self) -> list[psutil.Process]:
+        return [process for process in self.processes() if is_launcher(process)]
+
+    def servers(self) -> set[int]:
+        """The ids of the launchers that are healthy."""
+        return {each.pid for each in self.launchers() if is_healthy(each)}
+
+    async def wait_until(self, condition: Callable[[], bool], seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert self.process.poll() is None, self.log.read_text()
+            assert time.monotonic() < deadline, self.log.read_text()
+            await asyncio.sleep(0.2)
+
+    def stop(self) -> int:
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(60)
+
+
+def is_launcher(process: psutil.Process) -> bool:
+    try:
+        return any(part.endswith("/text-generation-launcher") for part in process.cmdline())
+    except psutil.Error:
+        return False
+
+
+def is_healthy(launcher: psutil.Process) -> bool:
+    try:
+        (port,) = (part.partition("=")[2] for part in launcher.cmdline() if part.startswith("--port="))
+        return httpx.get(f"http://127.0.0.1:{port}/health", timeout=5).status_code == 200
+    except (httpx.HTTPError, psutil.Error):
+        return False
+
+
+@dataclass
+class Load:
+    """Clients that ask one thing after another, half of them for streams. texts: all answers that came whole."""
+
+    url: str
+    texts: list[str] = field(default_factory=list)
+    failures: list[tuple[float, str]] = field(default_factory=list)
+    """When the request was sent, and what came instead of an answer."""
+    chunks: int = 0
+    stopping: bool = False
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        async with httpx.AsyncClient(timeout=120, limits=httpx.Limits(max_connections=None)) as client:
+            tasks = [asyncio.create_task(self._ask(client, streamed=bool(each % 2))) for each in range(CLIENTS)]
+            try:
+                yield
+            finally:
+                self.stopping = True
+                await asyncio.gather(*tasks)
+
+    async def _ask(self, client: httpx.AsyncClient, *, streamed: bool) -> None:
+        body = {**BODY, "parameters": {"max_new_tokens": 60, "ignore_eos": True}}
+        while not self.stopping:
+            start = time.monotonic()
+            try:
+                text = await (self._stream(client, body) if streamed else self._generate(client, body))
+            except (httpx.HTTPError, LookupError, ValueError) as error:
+                self.failures.append((start, f"{type(error).__name__}: {error}"))
+            else:
+                self.texts.append(text)
+
+    async def _generate(self, client: httpx.AsyncClient, body: dict[str, object]) -> str:
+        response = await client.post(f"{self.url}/generate", json=body)
+        if response.status_code != 200:
+            raise ValueError(f"{response.status_code} {response.text}")
+        return response.json()["generated_text"]
+
+    async def _stream(self, client: httpx.AsyncClient, body: dict[str, object]) -> str:
+        last = ""
+        async with client.stream("POST", f"{self.url}/generate_stream", json=body) as response:
+            async for data in response.aiter_text():
+                self.chunks += 1
+                last += data
+        *_, event = last.split("data:")
+        answer = json.loads(event)
+        if "error" in answer:
+            raise ValueError(event)
+        return answer["generated_text"]
+
+
+@pytest.fixture
+def cluster(pytestconfig: pytest.Config, free_port: FreePort, tmp_path: Path) -> Iterator[Cluster]:
+    folder = pytestconfig.rootpath / ".pytest_cache" / "client-environments" / "ray"
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    Environment(folder, ["ray[serve]"])
+    flags = ("--min-replicas=2", "--max-replicas=2", f"--max-requests={BATCH}", "--", "--dtype=float32")
+    running = Cluster(folder / "bin" / "python", free_port(), tmp_path / "ray.log", *flags)
+    yield running
+    if running.process.poll() is None:
+        running.stop()
+    for left in running.processes():
+        left.kill()
+
+
+def the_launcher(launcher: psutil.Process) -> psutil.Process:
+    return launcher
+
+
+def its_shard(launcher: psutil.Process) -> psutil.Process:
+    (shard,) = (child for child in launcher.children() if "tgi_server.shard.cli" in child.cmdline())
+    return shard
+
+
+def its_replica(launcher: psutil.Process) -> psutil.Process:
+    parent = launcher.parent()
+    assert parent is not None
+    return parent
+
+
+async def test_a_replica_that_dies_takes_no_request_with_it_but_those_in_its_batch(cluster: Cluster) -> None:
+    await cluster.wait_until(lambda: "ready on" in cluster.log.read_text(), START_SECONDS)
+    for victim in (the_launcher, its_shard, its_replica):
+        await die_under_load(cluster, victim)
+    assert cluster.stop() == 0
+    assert not [process.name() for process in cluster.processes()]
+
+
+async def die_under_load(cluster: Cluster, victim: Callable[[psutil.Process], psutil.Process]) -> None:
+    await cluster.wait_until(lambda: len(cluster.servers()) == 2, REPLACE_SECONDS)
+    before = cluster.servers()
+    load = Load(cluster.url)
+    async with load.running():
+        await asyncio.sleep(LOAD_SECONDS)
+        assert len(load.texts) > CLIENTS
+        victim(psutil.Process(min(before))).kill()
+        killed = time.monotonic()
+        answered = len(load.texts)
+        await cluster.wait_until(lambda: len(cluster.servers() - {min(before)}) == 2, REPLACE_SECONDS)
+        await asyncio.sleep(LOAD_SECONDS)
+    print(f"\n{victim.__name__} killed: {answered} answers before, {len(load.texts) - answered} after", end="")
+    print(f", {len(load.failures)} failed, a new replica after {time.monotonic() - killed - LOAD_SECONDS:.1f} s")
+    print("\n".join(reason for _, reason in load.failures))
+    assert len(set(load.texts)) == 1
+    assert load.chunks > len(load.texts)
+    assert len(load.failures) <= BATCH
+    assert all(sent < killed for sent, _ in load.failures)
+    assert min(before) not in cluster.servers()

@@ -1,0 +1,89 @@
+"""One model over two processes, and what becomes of the server when one of them dies."""
+
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.conftest import ServerFactory
+from tests.integration.launcher.processes import Stream, alive, shard_of, socket_folder
+from tests.servers import TextGenerationServer
+from tgi_server import demo_model
+
+FLAGS = (f"--model-id={demo_model.PATH}", "--dtype=float32", "--num-shard=2")
+PROMPTS = (
+    "### Instruction:\nHow long do I boil an egg?\n\n### Response:\n",
+    "### Instruction:\nHow do I sharpen a chisel?\n\n### Response:\n",
+)
+END_SECONDS = 10
+
+
+def test_two_shards_write_what_one_writes(server: ServerFactory, demo_server: TextGenerationServer) -> None:
+    running = server(*FLAGS).wait_until_ready()
+    for prompt in PROMPTS:
+        expected = demo_server.generate(prompt, max_new_tokens=40, details=True, top_n_tokens=1)
+        answer = running.generate(prompt, max_new_tokens=40, details=True, top_n_tokens=1)
+        assert answer["generated_text"] == expected["generated_text"]
+        assert ids(answer) == ids(expected)
+    children = psutil.Process(running.process.pid).children(recursive=True)
+    folder = socket_folder(shard_of(running, 0))
+    assert folder == socket_folder(shard_of(running, 1))
+    assert sorted(path.name for path in folder.iterdir()) == ["shard-0", "shard-1"]
+    assert running.stop() == 0
+    assert not alive(children)
+    assert not folder.exists()
+
+
+def ids(answer: dict[str, dict[str, list[dict[str, int]]]]) -> list[int]:
+    return [token["id"] for token in answer["details"]["tokens"]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_shard_that_is_killed_while_generating_is_named(server: ServerFactory, rank: int) -> None:
+    running = server(*FLAGS).wait_until_ready()
+    stream = Stream(running, tokens=400)
+    last = kill_and_wait(running, rank)
+    assert "error" in stream.finish()
+    assert f"shard-{rank} was killed by SIGKILL" in last
+
+
+@pytest.mark.slow
+def test_a_shard_that_is_killed_while_idle_is_named(server: ServerFactory) -> None:
+    assert "shard-1 was killed by SIGKILL" in kill_and_wait(server(*FLAGS).wait_until_ready(), 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", ["launcher: settings", "waiting for 2 shards", "shard 1 of 2 has met the others"])
+def test_a_shard_that_is_killed_while_loading_is_named(server: ServerFactory, moment: str) -> None:
+    running = server(*FLAGS)
+    running.wait_until(lambda: moment in running.lines() and len(psutil.Process(running.process.pid).children()) == 3)
+    assert "shard-1 was killed by SIGKILL" in kill_and_wait(running, 1)
+
+
+@pytest.mark.slow
+def test_a_shard_that_cannot_load_says_why(server: ServerFactory, tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    for file in demo_model.PATH.iterdir():
+        (broken / file.name).write_bytes(file.read_bytes())
+    (broken / "model.safetensors").write_bytes((demo_model.PATH / "model.safetensors").read_bytes()[:5000])
+    running = server(f"--model-id={broken}", "--num-shard=2")
+    assert running.wait(60) == 1
+    last = running.lines().splitlines()[-1]
+    assert "ended with exit code 1: " in last
+    assert "corrupt or incomplete" in last
+
+
+def kill_and_wait(running: TextGenerationServer, rank: int) -> str:
+    """The launcher's last line, once it has ended in time and left nothing."""
+    children = psutil.Process(running.process.pid).children(recursive=True)
+    folder = socket_folder(shard_of(running, rank))
+    shard_of(running, rank).kill()
+    start = time.monotonic()
+    assert running.wait() == 1
+    assert time.monotonic() - start < END_SECONDS
+    assert not alive(children)
+    assert not folder.exists()
+    return running.lines().splitlines()[-1]

@@ -1,0 +1,87 @@
+"""What Prometheus is to fetch and Grafana is to show exists."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from prometheus_client import generate_latest
+
+from llm_functionalities.metrics import Metrics as FrontMetrics
+from tgi_server.router.metrics import Metrics as RouterMetrics
+
+ROOT = Path(__file__).parents[3]
+FOLDER = ROOT / "deploy" / "monitoring"
+NAME = re.compile(r"\b(?:tgi|llm_functionalities)_\w+")
+
+
+def read(path: Path) -> Any:
+    return yaml.safe_load(path.read_text())
+
+
+@pytest.fixture(scope="module")
+def services() -> dict[str, Any]:
+    composed: dict[str, Any] = read(ROOT / "docker-compose.yml")["services"]
+    return composed
+
+
+@pytest.fixture(scope="module")
+def exposed() -> set[str]:
+    """The series of both services, those without labels and those whose labels have had no value yet."""
+    text = RouterMetrics().expose().decode() + generate_latest(FrontMetrics().registry).decode()
+    names = set()
+    for name, kind in re.findall(r"^# TYPE (\S+) (\w+)$", text, re.MULTILINE):
+        names |= {f"{name}_{part}" for part in ("bucket", "sum", "count")} if kind == "histogram" else {name}
+    return names
+
+
+def dashboard() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((FOLDER / "grafana/dashboards/oatmill.json").read_text())
+    return found
+
+
+def expressions() -> list[str]:
+    return [target["expr"] for panel in dashboard()["panels"] for target in panel["targets"]]
+
+
+@pytest.mark.parametrize("expression", expressions())
+def test_what_the_dashboard_shows_is_measured(expression: str, exposed: set[str]) -> None:
+    names = set(NAME.findall(expression))
+    assert names
+    assert names <= exposed
+
+
+def test_the_dashboard_asks_the_source_that_is_provisioned() -> None:
+    (source,) = read(FOLDER / "grafana/provisioning/datasources/prometheus.yml")["datasources"]
+    named = {panel["datasource"]["uid"] for panel in dashboard()["panels"] if "datasource" in panel}
+    assert named <= {source["uid"]}
+    assert source["isDefault"]
+
+
+def test_prometheus_fetches_from_services_that_listen_there(services: dict[str, Any]) -> None:
+    targets = {
+        target
+        for job in read(FOLDER / "prometheus.yml")["scrape_configs"]
+        for static in job["static_configs"]
+        for target in static["targets"]
+    }
+    tgi_port = services["tgi"]["ports"][0].rsplit(":", 1)[1]
+    metrics_port = services["llm_functionalities"]["environment"]["METRICS_PORT"]
+    assert targets == {f"tgi:{tgi_port}", f"llm_functionalities:{metrics_port}"}
+
+
+def test_what_compose_mounts_is_there_and_is_where_it_is_looked_for(services: dict[str, Any]) -> None:
+    mounted = {}
+    for name in ("prometheus", "grafana"):
+        for volume in services[name]["volumes"]:
+            source, target, _ = volume.split(":")
+            assert (ROOT / source).exists(), source
+            mounted[target] = source
+    (provider,) = read(FOLDER / "grafana/provisioning/dashboards/oatmill.yml")["providers"]
+    assert mounted[provider["options"]["path"]].endswith("monitoring/grafana/dashboards")
+    (source,) = read(FOLDER / "grafana/provisioning/datasources/prometheus.yml")["datasources"]
+    host, port = source["url"].removeprefix("http://").split(":")
+    assert host in services
+    assert any(published.endswith(f":{port}") for published in services[host]["ports"])

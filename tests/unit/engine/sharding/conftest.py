@@ -1,0 +1,24 @@
+"""Groups of shards that all tests of this folder share."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.unit.engine.sharding.ranks import Ranks
+
+RanksOf = Callable[[int], Ranks]
+
+
+@pytest.fixture(scope="session")
+def ranks_of() -> Iterator[RanksOf]:
+    """ranks_of(2): two shards, started when they are first asked for."""
+    started: dict[int, Ranks] = {}
+
+    def ranks(count: int) -> Ranks:
+        if count not in started:
+            started[count] = Ranks(count)
+        return started[count]
+
+    yield ranks
+    for each in started.values():
+        each.__exit__()

@@ -1,0 +1,90 @@
+"""Processes that are the shards of one group after another model: importing torch anew for each would take seconds.
+
+with Ranks(2) as ranks:
+    first, second = ranks.run(function, argument)  # function(group, argument) in both
+"""
+
+import multiprocessing
+import socket
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any, Self
+
+import torch
+
+from tgi_server.engine.sharding import ShardGroup, connect
+
+START_SECONDS = 90
+ANSWER_SECONDS = 90
+END_SECONDS = 5
+
+
+class Ranks:
+    """Every call runs in all processes at once."""
+
+    def __init__(self, count: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        port = _free_port()
+        self._pipes: list[Connection] = []
+        self._processes = []
+        for rank in range(count):
+            here, there = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, count, port, there), daemon=True)
+            process.start()
+            there.close()
+            self._pipes.append(here)
+            self._processes.append(process)
+        self._answers(START_SECONDS)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self._processes:
+            process.join(END_SECONDS)
+            process.kill()
+            process.join()
+
+    def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """What `function(group, *arguments)` returns in each process. What it raises is raised here."""
+        for pipe in self._pipes:
+            pipe.send((function, arguments))
+        return self._answers(ANSWER_SECONDS)
+
+    def _answers(self, seconds: float) -> list[Any]:
+        answers = []
+        for rank, pipe in enumerate(self._pipes):
+            assert pipe.poll(seconds), f"rank {rank} does not answer"
+            answers.append(pipe.recv())
+        for error, trace, _ in answers:
+            if error is not None:
+                error.add_note(trace)
+                raise error
+        return [result for _, _, result in answers]
+
+
+def _serve(rank: int, count: int, port: int, pipe: Connection) -> None:
+    group = connect(rank, count, "localhost", port, device=torch.device("cpu"), timeout=START_SECONDS)
+    torch.set_num_threads(1)
+    pipe.send((None, "", None))
+    while True:
+        try:
+            function, arguments = pipe.recv()
+        except EOFError:
+            return
+        pipe.send(_outcome(function, group, arguments))
+
+
+def _outcome(function: Callable[..., Any], group: ShardGroup, arguments: tuple[Any, ...]) -> tuple[Any, str, Any]:
+    try:
+        return None, "", function(group, *arguments)
+    except Exception as error:
+        return error, traceback.format_exc(), None
+
+
+def _free_port() -> int:
+    with socket.create_server(("localhost", 0)) as probe:
+        return int(probe.getsockname()[1])

@@ -1,0 +1,279 @@
+"""The plans: for each architecture how its modules are split."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from tgi_server.engine.errors import UnsupportedModel
+from tgi_server.engine.sharding.layers import Reduced, ShardedKeyNorm, ShardedQueryNorm
+from tgi_server.engine.sharding.plan import FIRST_ONLY, Plan, Slice, Split, column, embedding, head, row
+from tgi_server.engine.sharding.shares import (
+    Heads,
+    grouped_queries_keys_values,
+    halves,
+    key_heads,
+    pairs,
+    parts,
+    queries_keys_values,
+    query_heads,
+)
+
+Splits = Mapping[str, Split]
+
+_HEAD: Splits = {"lm_head": head()}
+
+
+def plan_for(config: PretrainedConfig) -> Plan:
+    """How models of that configuration are split. Raises UnsupportedModel when nobody has said."""
+    plan = _PLANS.get(config.model_type)
+    if plan is None:
+        raise UnsupportedModel(
+            f"{config.model_type} models cannot be split over several shards; leave out --num-shard and --sharded. "
+            f"Those that can: {', '.join(sorted(_PLANS))}"
+        )
+    if getattr(config, "quantization_config", None) is not None:
+        raise UnsupportedModel(
+            "a checkpoint that is quantised already cannot be split over several shards; take the model as it was "
+            "before, and --quantize where it is to be quantised"
+        )
+    return plan(config)
+
+
+def _heads(config: PretrainedConfig) -> Heads:
+    queries = config.num_attention_heads
+    return Heads(queries, getattr(config, "num_key_value_heads", None) or queries)
+
+
+def _attention(name: str, output: str = "o_proj", q: str = "q_proj", k: str = "k_proj", v: str = "v_proj") -> Splits:
+    return {
+        f"{name}.{q}": column(query_heads),
+        f"{name}.{k}": column(key_heads),
+        f"{name}.{v}": column(key_heads),
+        f"{name}.{output}": row(query_heads),
+    }
+
+
+def _feed_forward(*widening: str, narrowing: str) -> Splits:
+    return {name: column() for name in widening} | {narrowing: row()}
+
+
+_GATED = _feed_forward("gate_proj", "up_proj", narrowing="down_proj")
+_LLAMA: Splits = {"embed_tokens": embedding(), **_attention("self_attn"), **_GATED, **_HEAD}
+_EXPERTS: Splits = {
+    "experts": Split({"gate_up_proj": Slice(1, halves), "down_proj": Slice(2)}, Reduced),
+    "experts.*.w1": column(),
+    "experts.*.w3": column(),
+    "experts.*.w2": row(),
+}
+
+
+def _llama(config: PretrainedConfig) -> Plan:
+    return Plan(_heads(config), ("self_attn",), _LLAMA)
+
+
+def _mixture(config: PretrainedConfig) -> Plan:
+    return Plan(_heads(config), ("self_attn",), {**_LLAMA, **_EXPERTS}, whole=("gate",))
+
+
+def _cohere(config: PretrainedConfig) -> Plan:
+    norms = {"q_norm": Split({"weight": Slice(0, query_heads)}), "k_norm": Split({"weight": Slice(0, key_heads)})}
+    return Plan(_heads(config), ("self_attn",), {**_LLAMA, **norms})
+
+
+def _olmo2(config: PretrainedConfig) -> Plan:
+    norms = {
+        "q_norm": Split({"weight": Slice(0, query_heads)}, ShardedQueryNorm),
+        "k_norm": Split({"weight": Slice(0, key_heads)}, ShardedKeyNorm),
+    }
+    return Plan(_heads(config), ("self_attn",), {**_LLAMA, **norms})
+
+
+def _phi3(config: PretrainedConfig) -> Plan:
+    fused = {"self_attn.qkv_proj": column(queries_keys_values), "gate_up_proj": column(halves)}
+    return Plan(_heads(config), ("self_attn",), {**_LLAMA, **fused})
+
+
+def _starcoder2(config: PretrainedConfig) -> Plan:
+    return Plan(_heads(config), ("self_attn",), {**_LLAMA, **_feed_forward("c_fc", narrowing="c_proj")})
+
+
+def _gpt_neox(config: PretrainedConfig) -> Plan:
+    splits = {
+        "embed_in": embedding(),
+        "attention.query_key_value": column(query_heads),
+        "attention.dense": row(query_heads),
+        **_feed_forward("dense_h_to_4h", narrowing="dense_4h_to_h"),
+        **_HEAD,
+        "embed_out": head(),
+    }
+    return Plan(_heads(config), ("attention",), splits)
+
+
+def _bloom(config: PretrainedConfig) -> Plan:
+    splits = {
+        "word_embeddings": embedding(),
+        "self_attention.query_key_value": column(query_heads),
+        "self_attention.dense": row(query_heads),
+        **_feed_forward("dense_h_to_4h", narrowing="dense_4h_to_h"),
+        **_HEAD,
+    }
+    return Plan(_heads(config), ("self_attention",), splits, own_attention=False)
+
+
+def _falcon(config: Any) -> Plan:
+    queries = config.num_attention_heads
+    plan = _bloom(config)
+    if config.new_decoder_architecture:
+        heads, layout = Heads(queries, config.num_kv_heads), grouped_queries_keys_values
+    elif config.multi_query:
+        heads, layout = Heads(queries, 1), queries_keys_values
+    else:
+        heads, layout = Heads(queries, queries), query_heads
+    splits = {**plan.splits, "self_attention.query_key_value": column(layout)}
+    return replace(plan, heads=heads, splits=splits, own_attention=not config.alibi)
+
+
+def _gpt2(config: PretrainedConfig) -> Plan:
+    splits = {
+        "wte": embedding(),
+        "attn.c_attn": column(queries_keys_values, transposed=True),
+        "attn.c_proj": row(query_heads, transposed=True),
+        "mlp.c_fc": column(transposed=True),
+        "mlp.c_proj": row(transposed=True),
+        **_HEAD,
+    }
+    return Plan(_heads(config), ("attn",), splits, whole=("wpe",))
+
+
+def _gpt_bigcode(config: Any) -> Plan:
+    queries = config.num_attention_heads
+    splits = {
+        "wte": embedding(),
+        "attn.c_attn": column(queries_keys_values if config.multi_query else query_heads),
+        "attn.c_proj": row(query_heads),
+        **_feed_forward("mlp.c_fc", narrowing="mlp.c_proj"),
+        **_HEAD,
+    }
+    return Plan(Heads(queries, 1 if config.multi_query else queries), ("attn",), splits, whole=("wpe",))
+
+
+def _gptj(config: PretrainedConfig) -> Plan:
+    splits = {
+        "wte": embedding(),
+        **_attention("attn", "out_proj"),
+        **_feed_forward("fc_in", narrowing="fc_out"),
+        **_HEAD,
+    }
+    return Plan(_heads(config), ("attn",), splits)
+
+
+def _gpt_neo(config: PretrainedConfig) -> Plan:
+    splits = {
+        "wte": embedding(),
+        **_attention("attn.attention", "out_proj"),
+        **_feed_forward("mlp.c_fc", narrowing="mlp.c_proj"),
+        **_HEAD,
+    }
+    return Plan(_heads(config), ("attention",), splits, whole=("wpe",))
+
+
+def _mpt(config: PretrainedConfig) -> Plan:
+    splits = {
+        "wte": embedding(),
+        "attn.Wqkv": column(queries_keys_values),
+        "attn.out_proj": row(query_heads),
+        **_feed_forward("ffn.up_proj", narrowing="ffn.down_proj"),
+        **_HEAD,
+    }
+    return Plan(_heads(config), ("attn",), splits, own_attention=False)
+
+
+def _opt(config: PretrainedConfig) -> Plan:
+    splits = {
+        "embed_tokens": embedding(),
+        **_attention("self_attn", "out_proj"),
+        **_feed_forward("fc1", narrowing="fc2"),
+        **_HEAD,
+    }
+    return Plan(_heads(config), ("self_attn",), splits, whole=("embed_positions", "project_in", "project_out"))
+
+
+def _bart(config: PretrainedConfig) -> Plan:
+    splits = {
+        "shared": embedding(),
+        "embed_tokens": embedding(),
+        **_attention("self_attn", "out_proj"),
+        **_attention("encoder_attn", "out_proj"),
+        **_feed_forward("fc1", narrowing="fc2"),
+        **_HEAD,
+    }
+    return Plan(_heads(config), ("self_attn", "encoder_attn"), splits, whole=("embed_positions",))
+
+
+def _t5(config: PretrainedConfig) -> Plan:
+    splits = {
+        "shared": embedding(),
+        "embed_tokens": embedding(),
+        **_attention("SelfAttention", "o", "q", "k", "v"),
+        **_attention("EncDecAttention", "o", "q", "k", "v"),
+        "relative_attention_bias": Split({"weight": Slice(1, query_heads)}),
+        **_feed_forward("wi", "wi_0", "wi_1", narrowing="wo"),
+        **_HEAD,
+    }
+    return Plan(_heads(config), ("SelfAttention", "EncDecAttention"), splits)
+
+
+def _deepseek_v3(config: PretrainedConfig) -> Plan:
+    queries = config.num_attention_heads
+    splits = {
+        "embed_tokens": embedding(),
+        **{f"self_attn.{name}": column(query_heads) for name in ("q_proj", "q_b_proj", "kv_b_proj")},
+        "self_attn.o_proj": row(query_heads),
+        **_GATED,
+        **_EXPERTS,
+        **_HEAD,
+    }
+    return Plan(Heads(queries, queries), ("self_attn",), splits, whole=("q_a_proj", "kv_a_proj_with_mqa", "gate"))
+
+
+def _gpt_oss(config: PretrainedConfig) -> Plan:
+    experts = {
+        "gate_up_proj": Slice(2, pairs),
+        "gate_up_proj_bias": Slice(1, pairs),
+        "down_proj": Slice(1, parts),
+        "down_proj_bias": FIRST_ONLY,
+    }
+    splits = {**_LLAMA, "experts": Split(experts, Reduced), "self_attn": Split({"sinks": Slice(0, query_heads)})}
+    return Plan(_heads(config), ("self_attn",), splits, whole=("router",))
+
+
+_PLANS: dict[str, Callable[[PretrainedConfig], Plan]] = {
+    "bart": _bart,
+    "bloom": _bloom,
+    "cohere": _cohere,
+    "deepseek_v3": _deepseek_v3,
+    "falcon": _falcon,
+    "gemma": _llama,
+    "gemma2": _llama,
+    "gemma3_text": _llama,
+    "gpt2": _gpt2,
+    "gpt_bigcode": _gpt_bigcode,
+    "gpt_neo": _gpt_neo,
+    "gpt_neox": _gpt_neox,
+    "gpt_oss": _gpt_oss,
+    "gptj": _gptj,
+    "llama": _llama,
+    "mistral": _llama,
+    "mixtral": _mixture,
+    "mpt": _mpt,
+    "olmo2": _olmo2,
+    "opt": _opt,
+    "phi3": _phi3,
+    "qwen2": _llama,
+    "qwen3": _llama,
+    "qwen3_moe": _mixture,
+    "starcoder2": _starcoder2,
+    "t5": _t5,
+}

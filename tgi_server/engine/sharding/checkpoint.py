@@ -1,0 +1,114 @@
+"""Reads a shard's slices of a model's safetensors files, and nothing else of them."""
+
+import hashlib
+import json
+import math
+import mmap
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import EllipsisType
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from tgi_server.engine.errors import InvalidWeights, ModelNotFound
+from tgi_server.engine.sharding.plan import Plan, Slice
+from tgi_server.engine.sharding.shares import Share
+
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+
+class SlicedTensor:
+    """A tensor of a file of which a shard needs a slice; `[...]` reads it, as with the slices of safetensors."""
+
+    def __init__(self, source: Any, slice_: Slice | None, share: Share) -> None:
+        """source: what `get_slice` of an open safetensors file returns."""
+        self._source = source
+        self._slice = slice_
+        self._share = share
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        shape = tuple(self._source.get_shape())
+        return self._slice.shape(self._share, shape) if self._slice else shape
+
+    def __getitem__(self, _: EllipsisType) -> Tensor:
+        if self._slice is None:
+            return self._source[...]
+        if self._slice.axis is None:
+            whole = self._source[...]
+            return whole if self._share.rank == 0 else torch.zeros_like(whole)
+        return self._read(self._slice.axis)
+
+    def _read(self, axis: int) -> Tensor:
+        assert self._slice is not None
+        size = self._source.get_shape()[axis]
+        ranges = self._slice.ranges(self._share, size)
+        before = (slice(None),) * axis
+        pieces = [self._source[(*before, slice(part.start, min(part.stop, size)))] for part in ranges]
+        length = sum(map(len, ranges))
+        if len(pieces) == 1 and pieces[0].shape[axis] == length and pieces[0].is_contiguous():
+            return pieces[0]
+        shape = list(pieces[0].shape)
+        shape[axis] = length
+        return _joined(pieces, axis, shape)
+
+
+def _joined(pieces: list[Tensor], axis: int, shape: list[int]) -> Tensor:
+    """The pieces along an axis, and zeros for what is missing of the shape.
+
+    In pages of their own, which go back to the system when the tensor does: what malloc gets back it may keep, and
+    weights are often arranged anew once they are loaded.
+    """
+    dtype = pieces[0].dtype
+    whole = torch.frombuffer(mmap.mmap(-1, max(1, math.prod(shape)) * dtype.itemsize), dtype=dtype)
+    whole = whole[: math.prod(shape)].view(shape)
+    start = 0
+    for piece in pieces:
+        whole.narrow(axis, start, piece.shape[axis]).copy_(piece)
+        start += piece.shape[axis]
+    return whole
+
+
+@contextmanager
+def open_checkpoint(folder: Path, plan: Plan, share: Share) -> Iterator[dict[str, SlicedTensor]]:
+    """What a shard needs of each tensor of a model's folder, by its name in the files.
+
+    Raises ModelNotFound or InvalidWeights, and SafetensorError for a file that is none.
+    """
+    with ExitStack() as stack:
+        tensors = {}
+        for path in weight_files(folder):
+            file = stack.enter_context(safe_open(path, framework="pt"))
+            for name in file.keys():  # noqa: SIM118
+                tensors[name] = SlicedTensor(file.get_slice(name), plan.slice(name), share)
+        yield tensors
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files that make up the model. Raises ModelNotFound when one is missing."""
+    index = folder / INDEX
+    if not index.is_file():
+        names = {WEIGHTS}
+    else:
+        try:
+            names = set(json.loads(index.read_text())["weight_map"].values())
+        except (ValueError, KeyError, AttributeError) as error:
+            raise InvalidWeights(f"{index} is not an index of weights: {error}") from error
+    if missing := sorted(name for name in names if not (folder / name).is_file()):
+        raise ModelNotFound(f"{folder} has no {missing[0]}; is the download complete?")
+    return [folder / name for name in sorted(names)]
+
+
+def fingerprint(folder: Path) -> str:
+    """The same for the same tensors in the same files, whatever their values."""
+    digest = hashlib.sha256()
+    for path in weight_files(folder):
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            digest.update(file.read(min(length, path.stat().st_size)))
+    return digest.hexdigest()[:16]

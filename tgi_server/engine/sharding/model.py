@@ -1,0 +1,157 @@
+"""Builds and loads one shard of a model."""
+
+import json
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
+
+from tgi_server.engine.config import EngineConfig
+from tgi_server.engine.errors import UnsupportedModel
+from tgi_server.engine.sharding.architectures import plan_for
+from tgi_server.engine.sharding.checkpoint import fingerprint, open_checkpoint
+from tgi_server.engine.sharding.group import ShardGroup
+from tgi_server.engine.sharding.layers import ShardedHead
+from tgi_server.engine.sharding.plan import Plan
+from tgi_server.engine.sharding.shares import Share, share_of
+
+_QUERY_COUNTS = ("num_heads", "n_heads", "num_attention_heads")
+_KEY_COUNTS = ("num_key_value_heads", "num_kv_heads", "kv_heads")
+"""Names that attention modules of `transformers` have for how many heads they compute."""
+
+
+class LocalConfig:
+    """A model's configuration as one of its attention modules sees it: with the heads of this shard."""
+
+    def __init__(self, config: PretrainedConfig, share: Share) -> None:
+        self._config = config
+        self.num_attention_heads = len(share.queries)
+        self.num_key_value_heads = len(share.keys)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._config, name)
+
+
+def load_shard(
+    config: EngineConfig, model_config: PretrainedConfig, factory: Any, dtype: torch.dtype, group: ShardGroup
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """This shard of the model in a folder, with what `transformers` reports of loading it.
+
+    Nothing but the shard is ever in memory. Raises UnsupportedModel for a model that cannot be split over so many
+    shards, or when the shards differ in what they are to load.
+    """
+    plan = plan_for(model_config)
+    share = share_of(group.rank, group.world_size, plan.heads)
+    group.check_same(_facts(config, model_config, dtype))
+    with torch.device("meta"):
+        model_class = type(factory.from_config(model_config, trust_remote_code=config.trust_remote_code))
+    shard_class = _shard_class(model_class, plan, share)
+    with open_checkpoint(config.model_path, plan, share) as tensors:
+        model, report = shard_class.from_pretrained(
+            None, config=model_config, state_dict=tensors, dtype=dtype, output_loading_info=True
+        )
+    model.__class__ = model_class
+    model.name_or_path = model.config.name_or_path = str(config.model_path)
+    if (config.model_path / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(config.model_path, local_files_only=True)
+    _surround(model, plan, share, group)
+    return model, report
+
+
+def keeps_own_attention(config: PretrainedConfig) -> bool:
+    """Whether a shard of a model computes the right thing with the attention of `transformers`."""
+    return plan_for(config).own_attention
+
+
+def _facts(config: EngineConfig, model_config: PretrainedConfig, dtype: torch.dtype) -> dict[str, str]:
+    """What all shards have to agree on."""
+    return {
+        "the version of torch": torch.__version__,
+        "the version of transformers": transformers.__version__,
+        "the model's config.json": json.dumps(model_config.to_diff_dict(), sort_keys=True, default=str),
+        "the model's safetensors files": fingerprint(config.model_path),
+        "--dtype": str(dtype),
+        "--quantize": str(config.quantize),
+        "--disable-custom-kernels": str(not config.custom_kernels),
+        "the kind of device": config.resolve_device().type,
+    }
+
+
+def _shard_class(model_class: type[PreTrainedModel], plan: Plan, share: Share) -> type[PreTrainedModel]:
+    """A class that builds the model with the parameters of one shard."""
+
+    class Shard(model_class):
+        def __init__(self, config: PretrainedConfig) -> None:
+            super().__init__(config)
+            _cut(self, plan, share)
+
+    Shard.__name__ = model_class.__name__
+    Shard.__module__ = model_class.__module__
+    return Shard
+
+
+def _cut(model: PreTrainedModel, plan: Plan, share: Share) -> None:
+    """Gives every module parameters of the shard's shapes. The model has no weights yet."""
+    for path, module in model.named_modules():
+        if path.rpartition(".")[2] in plan.attention:
+            _count_heads(module, share)
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            slice_ = plan.slice(f"{path}.{name}")
+            if slice_ is not None:
+                shape = slice_.shape(share, tuple(parameter.shape))
+                setattr(module, name, nn.Parameter(parameter.new_empty(shape), parameter.requires_grad))
+            elif parameter.dim() > 1 and not plan.is_whole(path):
+                raise UnsupportedModel(
+                    f"this {model.config.model_type} model cannot be split over several shards: "
+                    f"it has {path}.{name}, of which nobody has said how"
+                )
+        if plan.split(path) is not None:
+            _count_features(module)
+
+
+def _count_heads(attention: nn.Module, share: Share) -> None:
+    queries, keys = len(share.queries), len(share.keys)
+    values: dict[str, Any] = dict.fromkeys(_QUERY_COUNTS, queries) | dict.fromkeys(_KEY_COUNTS, keys)
+    values["num_key_value_groups"] = queries // keys
+    head_dim: Any = getattr(attention, "head_dim", None)
+    if head_dim is not None:
+        values |= {"embed_dim": queries * head_dim, "split_size": queries * head_dim, "kv_dim": keys * head_dim}
+    for name, value in values.items():
+        if hasattr(attention, name):
+            setattr(attention, name, value)
+    if hasattr(attention, "config"):
+        attention.config = LocalConfig(attention.config, share)  # type: ignore[assignment]
+    attention.share = share  # type: ignore[assignment]
+
+
+def _count_features(module: Any) -> None:
+    if isinstance(module, nn.Linear):
+        module.out_features, module.in_features = module.weight.shape
+    elif isinstance(module, nn.Embedding):
+        module.num_embeddings, module.embedding_dim = module.weight.shape
+        module.padding_idx = None  # may be a token of another shard
+    elif hasattr(module, "nf"):
+        module.nf = module.weight.shape[1]
+    elif hasattr(module, "intermediate_dim"):
+        module.intermediate_dim = module.down_proj.shape[_expert_axis(module)]
+
+
+def _expert_axis(module: Any) -> int:
+    """Which axis of down_proj, [experts, ...], has the intermediate features."""
+    return 2 if module.down_proj.shape[1] == module.hidden_dim else 1
+
+
+def _surround(model: PreTrainedModel, plan: Plan, share: Share, group: ShardGroup) -> None:
+    """Puts what brings the shards' results together around the modules that need it."""
+    vocab_size = model.config.get_text_config(decoder=True).vocab_size
+    for path, module in list(model.named_modules()):
+        split = plan.split(path)
+        if split is None or split.layer is None:
+            continue
+        layer = split.layer(module, group, share)
+        if isinstance(layer, ShardedHead):
+            layer.vocab_size = vocab_size
+        parent, _, name = path.rpartition(".")
+        setattr(model.get_submodule(parent), name, layer)

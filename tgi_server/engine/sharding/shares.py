@@ -1,0 +1,126 @@
+"""What one shard has of a model: which attention heads, and which rows or columns of its matrices."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tgi_server.engine.errors import UnsupportedModel
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """A model's attention heads. Query head i attends to KV head i // (queries / keys)."""
+
+    queries: int
+    keys: int
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What shard `rank` of `world_size` has.
+
+    heads: all of the model's. queries, keys: which of its query and KV heads this shard computes. Where there are more
+    shards than KV heads, several shards have the same one.
+    """
+
+    rank: int
+    world_size: int
+    heads: Heads
+    queries: range
+    keys: range
+
+    @property
+    def copies(self) -> int:
+        """How many shards have the same KV heads as this one."""
+        return max(1, self.world_size // self.heads.keys)
+
+
+Layout = Callable[[Share, int], list[range]]
+"""Which indices of an axis of that size a shard has, in their order."""
+
+
+def share_of(rank: int, world_size: int, heads: Heads) -> Share:
+    """Splits heads as evenly as whole heads allow. Raises UnsupportedModel when a shard would have none."""
+    group = heads.queries // heads.keys
+    if world_size <= heads.keys:
+        keys = _part(heads.keys, rank, world_size)
+        return Share(rank, world_size, heads, range(keys.start * group, keys.stop * group), keys)
+    members = world_size // heads.keys
+    if world_size % heads.keys or group < members:
+        raise UnsupportedModel(
+            f"{heads.queries} attention heads with {heads.keys} KV heads cannot be split over {world_size} shards; "
+            f"--num-shard may be {_choices(heads)}"
+        )
+    key, member = divmod(rank, members)
+    part = _part(group, member, members)
+    return Share(rank, world_size, heads, range(key * group + part.start, key * group + part.stop), range(key, key + 1))
+
+
+def parts(share: Share, size: int) -> list[range]:
+    """An equal part of the axis, as far as its size allows."""
+    return [_part(size, share.rank, share.world_size)]
+
+
+def halves(share: Share, size: int) -> list[range]:
+    """The same part of both halves: gate and up projection, one behind the other."""
+    part = _part(size // 2, share.rank, share.world_size)
+    return [part, _shifted(part, size // 2)]
+
+
+def pairs(share: Share, size: int) -> list[range]:
+    """An equal part that separates no index from its neighbour: gate and up projection, interleaved."""
+    part = _part(size // 2, share.rank, share.world_size)
+    return [_scaled(part, 2)]
+
+
+def query_heads(share: Share, size: int) -> list[range]:
+    """The query heads, each the same number of indices; whatever belongs to a head may be interleaved there."""
+    return [_scaled(share.queries, size // share.heads.queries)]
+
+
+def key_heads(share: Share, size: int) -> list[range]:
+    return [_scaled(share.keys, size // share.heads.keys)]
+
+
+def queries_keys_values(share: Share, size: int) -> list[range]:
+    """All query heads, then all keys, then all values."""
+    queries, keys = share.heads.queries, share.heads.keys
+    places = [share.queries, _shifted(share.keys, queries), _shifted(share.keys, queries + keys)]
+    return [_scaled(place, size // (queries + 2 * keys)) for place in places]
+
+
+def grouped_queries_keys_values(share: Share, size: int) -> list[range]:
+    """For each KV head its query heads, its key, and its value."""
+    group = share.heads.queries // share.heads.keys
+    unit = size // (share.heads.queries + 2 * share.heads.keys)
+    places = []
+    for key in share.keys:
+        first = max(share.queries.start, key * group) + 2 * key
+        last = min(share.queries.stop, (key + 1) * group) + 2 * key
+        end = (key + 1) * (group + 2)
+        places += [range(first, last), range(end - 2, end)]
+    return [_scaled(place, unit) for place in places]
+
+
+def vocabulary(share: Share, size: int) -> list[range]:
+    """As many tokens for every shard; the last one's may go past the end."""
+    count = -(-size // share.world_size)
+    return [range(share.rank * count, (share.rank + 1) * count)]
+
+
+def _part(size: int, index: int, count: int) -> range:
+    return range(size * index // count, size * (index + 1) // count)
+
+
+def _scaled(indices: range, factor: int) -> range:
+    return range(indices.start * factor, indices.stop * factor)
+
+
+def _shifted(indices: range, by: int) -> range:
+    return range(indices.start + by, indices.stop + by)
+
+
+def _choices(heads: Heads) -> str:
+    group = heads.queries // heads.keys
+    copied = [heads.keys * members for members in range(2, group + 1)]
+    upto = f"1 to {heads.keys}" if heads.keys > 1 else "1"
+    return ", ".join([upto, *map(str, copied[:4])]) + (", ..." if len(copied) > 4 else "")
