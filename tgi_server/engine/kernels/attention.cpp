@@ -268,7 +268,7 @@ void weigh_row(const Layer<T>& layer, const Item& item, int r, int64_t tile_star
     store(weights + j, weight);
     total += weight;
   }
-  scratch.decay[r] = std::exp(scratch.largest[r] - peak);
+  scratch.decay[r] = peak == scratch.largest[r] ? 1.0f : std::exp(scratch.largest[r] - peak);
   scratch.total[r] = scratch.total[r] * scratch.decay[r] + sum(total);
   scratch.largest[r] = peak;
 }

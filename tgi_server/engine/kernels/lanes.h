@@ -7,6 +7,10 @@
 #include <cstdint>
 #include <cstring>
 
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
 namespace oatmill {
 
 constexpr int LANES = 16;  // floats of a vector register
@@ -33,10 +37,14 @@ inline void store(float* to, Lanes lanes) { std::memcpy(to, &lanes, sizeof(lanes
 
 // Rounds to the nearest bfloat16, ties to even. NaN stays NaN.
 inline void store(c10::BFloat16* to, Lanes lanes) {
+#if defined(__AVX512BF16__)
+  const __m256bh halves = _mm512_cvtneps_pbh(reinterpret_cast<const __m512&>(lanes));
+#else
   const Bits bits = reinterpret_cast<const Bits&>(lanes);
   const Bits rounded = bits + 0x7fff + ((bits >> 16) & 1);
   const Bits chosen = lanes == lanes ? rounded : bits | 0x400000;
   const Halves halves = __builtin_convertvector(chosen >> 16, Halves);
+#endif
   std::memcpy(to, &halves, sizeof(halves));
 }
 
@@ -44,20 +52,33 @@ inline Lanes larger(Lanes a, Lanes b) { return a > b ? a : b; }
 inline Lanes smaller(Lanes a, Lanes b) { return a < b ? a : b; }
 
 inline float largest(Lanes lanes) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_ps(reinterpret_cast<const __m512&>(lanes));
+#else
   for (int width = LANES / 2; width > 0; width /= 2)
     for (int i = 0; i < width; ++i) lanes[i] = lanes[i] > lanes[i + width] ? lanes[i] : lanes[i + width];
   return lanes[0];
+#endif
 }
 
 inline float sum(Lanes lanes) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_ps(reinterpret_cast<const __m512&>(lanes));
+#else
   for (int width = LANES / 2; width > 0; width /= 2)
     for (int i = 0; i < width; ++i) lanes[i] += lanes[i + width];
   return lanes[0];
+#endif
 }
 
-// The nearest whole numbers, halves away from zero.
+// The nearest whole numbers; of halves, either one.
 inline Ints nearest(Lanes x) {
+#if defined(__AVX512F__)
+  const __m512i whole = _mm512_cvtps_epi32(reinterpret_cast<const __m512&>(x));
+  return reinterpret_cast<const Ints&>(whole);
+#else
   return __builtin_convertvector(x + (x < 0.0f ? Lanes{} - 0.5f : Lanes{} + 0.5f), Ints);
+#endif
 }
 
 // e^x to a few units in the last place, by the polynomial of the Cephes library. Below -87 it is 0, above 88 e^88.

@@ -154,7 +154,7 @@ void run_product(const Product& product, const Finish<T>& finish, const Number& 
   for_each_item(tiles * chunks, [&](int64_t item) {
     alignas(64) static thread_local char totals[CHUNK_ROWS * COLUMNS * WORD];
     const int64_t tile = item / chunks, chunk = item % chunks;
-    const int64_t begin = product.rows * chunk / chunks, end = product.rows * (chunk + 1) / chunks;
+    const int64_t begin = chunk * CHUNK_ROWS, end = std::min(begin + CHUNK_ROWS, product.rows);
     const int64_t next_tile = std::min(tile + at::get_num_threads(), tiles - 1);
     multiply_rows<Add>(product, begin, end - begin, tile, next_tile, totals);
     for (int64_t row = begin; row < end; ++row)
