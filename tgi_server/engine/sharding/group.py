@@ -1,5 +1,6 @@
 """The shards of one model, and what they tell each other: NCCL on GPUs, gloo on CPUs."""
 
+import errno
 import ipaddress
 import logging
 import os
@@ -125,7 +126,7 @@ def connect(
     if rank == 0:
         logger.info("waiting for %d shards at %s:%d", world_size, master_addr, master_port)
     try:
-        store = dist.TCPStore(master_addr, master_port, world_size, rank == 0, timedelta(seconds=timeout))
+        store = _store(rank, world_size, master_addr, master_port, timedelta(seconds=timeout))
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
             store=dist.PrefixStore("group", store),
@@ -133,10 +134,19 @@ def connect(
             world_size=world_size,
             timeout=timedelta(seconds=COLLECTIVE_SECONDS),
         )
-    except (RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError) as error:
         raise CannotConnect(_explain(error, rank, world_size, master_addr, master_port, timeout)) from error
     logger.info("shard %d of %d has met the others", rank, world_size)
     return ShardGroup(rank, world_size, local_world_size, store)
+
+
+def _store(rank: int, world_size: int, master_addr: str, master_port: int, timeout: timedelta) -> dist.TCPStore:
+    """Shard 0 listens on this one address; left to itself, torch would listen on all that the machine has."""
+    if rank != 0:
+        return dist.TCPStore(master_addr, master_port, world_size, False, timeout)
+    (family, *_, address), *_ = socket.getaddrinfo(master_addr, master_port, type=socket.SOCK_STREAM)
+    listener = socket.create_server(address[:2], family=family)
+    return dist.TCPStore(master_addr, master_port, world_size, True, timeout, master_listen_fd=listener.detach())
 
 
 def _share_cores(processes: int) -> None:
@@ -162,7 +172,7 @@ def _choose_interface(master_addr: str, master_port: int) -> None:
 
 def _explain(error: Exception, rank: int, world_size: int, master_addr: str, master_port: int, timeout: float) -> str:
     reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    if "EADDRINUSE" in reason:
+    if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
         return f"port {master_port} is in use on {master_addr}; choose another with --master-port (or MASTER_PORT)"
     return (
         f"shard {rank} could not meet the {world_size - 1} others at {master_addr}:{master_port} within {timeout:g} s; "
