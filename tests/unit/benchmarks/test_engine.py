@@ -5,9 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.engine import Bench, measure
+from benchmarks.bench import Bench
+from benchmarks.engine import measure
 from benchmarks.floor import Machine
 from benchmarks.linears import BareLinears, linear_shapes
+from benchmarks.shards import COLUMNS, Job, measure_shards
 from tgi_server.engine.config import EngineConfig
 from tgi_server.engine.engine import Engine
 
@@ -41,3 +43,15 @@ def test_prefill_and_decode_are_measured_beside_linears_and_floor(tiny_model: Pa
         assert min(prefill.engine, prefill.linears, decode.engine, decode.linears) > 0
         assert decode.floor == pytest.approx(cost.weight_bytes / 1e9)
         assert len(prefill.row()) == 9
+
+
+@pytest.mark.slow
+def test_the_same_steps_are_measured_on_two_shards(tiny_model: Path) -> None:
+    config = EngineConfig(tiny_model, dtype=torch.float32, device=torch.device("cpu"))
+    prefill, decode = measure_shards(Job(config, [2], context=16, steps=4, threads=1), 2)
+    assert (prefill.step, prefill.batch, prefill.tokens) == ("prefill", 2, 32)
+    assert (decode.step, decode.batch, decode.tokens) == ("decode", 2, 2)
+    for each in (prefill, decode):
+        assert each.calls == 1 + 2 * 2 + 1  # embeddings, two in each of two layers, logits
+        assert 0 < each.collectives < each.engine * 10
+    assert len(decode.row(alone=0.001)) == len(COLUMNS)

@@ -10,6 +10,9 @@ import yaml
 from prometheus_client import generate_latest
 
 from llm_functionalities.metrics import Metrics as FrontMetrics
+from llm_functionalities.settings import Settings as FrontSettings
+from shared.settings import read_settings
+from tgi_server.launcher.settings import LauncherSettings
 from tgi_server.router.metrics import Metrics as RouterMetrics
 
 ROOT = Path(__file__).parents[3]
@@ -85,3 +88,15 @@ def test_what_compose_mounts_is_there_and_is_where_it_is_looked_for(services: di
     host, port = source["url"].removeprefix("http://").split(":")
     assert host in services
     assert any(published.endswith(f":{port}") for published in services[host]["ports"])
+
+
+def test_one_variable_of_compose_turns_on_the_traces_of_all_services(services: dict[str, Any]) -> None:
+    for name, settings in (("tgi", LauncherSettings), ("llm_functionalities", FrontSettings)):
+        assert services[name]["environment"]["OTLP_ENDPOINT"] == "${OTLP_ENDPOINT:-}"
+        assert "otlp_endpoint" in settings.model_fields
+
+
+def test_an_empty_variable_turns_no_traces_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTLP_ENDPOINT", "")
+    assert read_settings(LauncherSettings, "launcher", []).otlp_endpoint is None
+    assert read_settings(FrontSettings, "llm-functionalities", []).otlp_endpoint is None

@@ -2,9 +2,11 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+import grpc
 import pytest
 
 from shared.stubs import generate_pb2 as pb
+from shared.stubs.generate_pb2_grpc import add_TextGenerationServiceServicer_to_server
 from tests.simulated_shard import RunningShards, SimulatedShard, running_shards
 from tgi_server.router.errors import GenerationFailed, Unhealthy
 from tgi_server.router.shard_client import ShardedClient
@@ -34,6 +36,23 @@ async def test_finds_all_shards_and_says_what_fits_on_each() -> None:
         capacity = await client.warmup(pb.WarmupRequest())
         assert (capacity.num_blocks, capacity.max_batch_total_tokens) == (7, 28)
         await client.health(10)
+
+
+async def test_shards_that_listen_later_are_waited_for() -> None:
+    async with running_shards(SimulatedShard(16, 4), SimulatedShard(16, 4)) as running:
+        second = f"unix://{running.path.removesuffix('0')}1"
+        await running.servers[1].stop(None)
+        connecting = asyncio.create_task(ShardedClient.connect(running.path, timeout_s=10))
+        await asyncio.wait([connecting], timeout=0.3)
+        assert not connecting.done()
+        late = grpc.aio.server()
+        add_TextGenerationServiceServicer_to_server(running.services[1], late)
+        late.add_insecure_port(second)
+        await late.start()
+        client = await connecting
+        assert (await client.info()).block_size == 4
+        await client.close()
+        await late.stop(None)
 
 
 async def test_every_call_goes_to_every_shard_in_the_order_in_which_it_was_sent() -> None:

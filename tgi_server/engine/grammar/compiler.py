@@ -12,7 +12,7 @@ from llguidance.torch import allocate_token_bitmask, fill_next_token_bitmask
 
 from tgi_server.engine.grammar.annotated_schema import annotated_lark
 from tgi_server.engine.grammar.constraint import Constraint
-from tgi_server.engine.grammar.errors import InvalidGrammar
+from tgi_server.engine.grammar.errors import InvalidGrammar, reason
 from tgi_server.engine.grammar.json_schema import JSON_LAYOUT, checked_schema, is_annotated
 from tgi_server.engine.grammar.python_regex import rust_regex
 from tgi_server.engine.grammar.tokenizer import GrammarTokenizer
@@ -121,7 +121,7 @@ class GrammarCompiler:
         try:
             source = self._source(grammar)
         except ValueError as error:
-            raise InvalidGrammar(_reason(str(error))) from error
+            raise InvalidGrammar(reason(str(error))) from error
         matcher = LLMatcher(self.tokenizer.lookup, source.text, log_level=0, limits=LLParserLimits(**_LIMITS))
         # A first step warms what all later ones share, and shows a grammar that is too complex to be used.
         first: torch.Tensor = allocate_token_bitmask(1, self.tokenizer.lookup.vocab_size)
@@ -130,7 +130,7 @@ class GrammarCompiler:
         if not matcher.is_error():
             matcher.compute_ff_tokens()
         if matcher.is_error():
-            raise InvalidGrammar(_reason(matcher.get_error()))
+            raise InvalidGrammar(reason(matcher.get_error()))
         if not bool(first.any()):
             raise InvalidGrammar("no text matches it")
         return _Compiled(matcher, source.hints, size)
@@ -149,12 +149,3 @@ class GrammarCompiler:
                 lark, hints = annotated_lark(schema, grammar.text, markers)
                 tokens = {token: self.tokenizer.encode(f"({hint}) ") for token, hint in hints.items()}
                 return _Source(LLMatcher.grammar_from_lark(lark), tokens)
-
-
-def _reason(error: str) -> str:
-    """llguidance's message as one line, without the place in a grammar that the client never saw."""
-    if error.startswith("NoExtension"):
-        return "no text matches it"
-    error = error.replace("<non-verbose/>", "")
-    lines = [line.strip() for line in error.split("\n") if line.strip() and " | " not in line and line.strip() != "^"]
-    return " ".join(lines) or "it cannot be compiled"

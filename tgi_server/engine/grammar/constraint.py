@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 from llguidance import LLMatcher
 
+from tgi_server.engine.grammar.errors import reason
+
 
 @dataclass(frozen=True, slots=True)
 class Forced:
@@ -91,7 +93,7 @@ class Constraint:
     def check(self) -> None:
         """Notes what went wrong while the mask was computed."""
         if self.error is None and self._matcher.is_error():
-            self.error = " ".join(self._matcher.get_error().split()) or "the grammar failed"
+            self.error = reason(self._matcher.get_error())
 
     def _take(self, token: int) -> bool:
         """Whether the token is hidden."""

@@ -5,3 +5,12 @@ from tgi_server.engine.errors import EngineError
 
 class InvalidGrammar(EngineError):
     """The grammar cannot be compiled, or asks for something that would not be enforced."""
+
+
+def reason(error: str) -> str:
+    """llguidance's message as one line, without the place in a grammar that the client never saw."""
+    if error.startswith("NoExtension"):
+        return "no text matches it"
+    error = error.replace("<non-verbose/>", "")
+    lines = [line.strip() for line in error.split("\n") if line.strip() and " | " not in line and line.strip() != "^"]
+    return " ".join(lines) or "it is too complex"

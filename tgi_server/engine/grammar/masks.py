@@ -57,7 +57,7 @@ class MaskBuilder:
                 open_rows.append((constraint, row))
         if open_rows:
             fill_next_token_bitmask_par(self._executor, [(each.matcher, row) for each, row in open_rows], bits)
-        somewhere: list[bool] = bits.numpy().any(axis=1).tolist()  # torch would start threads for this one
+        somewhere = [bool(row.any()) for row in bits.numpy()]  # torch would start threads for this
         for constraint, row in open_rows:
             constraint.check()
             if constraint.error is None and not somewhere[row]:

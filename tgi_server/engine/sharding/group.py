@@ -1,5 +1,6 @@
-"""The shards of one model, and what they tell each other: NCCL on GPUs, gloo on CPUs."""
+"""The shards of one model, and what they tell each other: NCCL on GPUs, shared memory and gloo on CPUs."""
 
+import errno
 import ipaddress
 import logging
 import os
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tgi_server.engine.errors import CannotConnect, UnsupportedModel
+from tgi_server.engine.sharding.shared_memory import SharedMemory, share_memory
 
 logger = logging.getLogger(__name__)
 
@@ -51,11 +53,19 @@ class ShardGroup:
         self.fault: str | None = None
         self._store = store
         self._questions = 0
+        self._memory: SharedMemory | None = None
+
+    def share_memory(self) -> None:
+        """From here on, what is small goes through memory that all shards have; they have to be on one machine."""
+        self._memory = share_memory(self.rank, self.world_size, self.ask, COLLECTIVE_SECONDS)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """The sum of every shard's tensor, all of one shape. `tensor` itself becomes it; it has to be contiguous."""
         started = time.perf_counter()
-        dist.all_reduce(tensor)
+        if self._memory is not None and self._memory.fits(tensor):
+            self._memory.all_reduce(tensor)
+        else:
+            dist.all_reduce(tensor)
         self._count(started)
         return tensor
 
@@ -63,10 +73,14 @@ class ShardGroup:
         """Every shard's tensor, all of one shape, beside each other along the last axis, in the order of ranks."""
         started = time.perf_counter()
         tensor = tensor.contiguous()
-        parts = [torch.empty_like(tensor) for _ in range(self.world_size)]
-        dist.all_gather(parts, tensor)
+        if self._memory is not None and self._memory.fits(tensor):
+            gathered = self._memory.all_gather(tensor)
+        else:
+            parts = [torch.empty_like(tensor) for _ in range(self.world_size)]
+            dist.all_gather(parts, tensor)
+            gathered = torch.cat(parts, dim=-1)
         self._count(started)
-        return torch.cat(parts, dim=-1)
+        return gathered
 
     def minimum(self, number: int) -> int:
         """The smallest of every shard's number."""
@@ -125,7 +139,7 @@ def connect(
     if rank == 0:
         logger.info("waiting for %d shards at %s:%d", world_size, master_addr, master_port)
     try:
-        store = dist.TCPStore(master_addr, master_port, world_size, rank == 0, timedelta(seconds=timeout))
+        store = _store(rank, world_size, master_addr, master_port, timedelta(seconds=timeout))
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
             store=dist.PrefixStore("group", store),
@@ -133,10 +147,22 @@ def connect(
             world_size=world_size,
             timeout=timedelta(seconds=COLLECTIVE_SECONDS),
         )
-    except (RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError) as error:
         raise CannotConnect(_explain(error, rank, world_size, master_addr, master_port, timeout)) from error
     logger.info("shard %d of %d has met the others", rank, world_size)
-    return ShardGroup(rank, world_size, local_world_size, store)
+    group = ShardGroup(rank, world_size, local_world_size, store)
+    if device.type == "cpu" and local_world_size == world_size:
+        group.share_memory()
+    return group
+
+
+def _store(rank: int, world_size: int, master_addr: str, master_port: int, timeout: timedelta) -> dist.TCPStore:
+    """Shard 0 listens on this one address; left to itself, torch would listen on all that the machine has."""
+    if rank != 0:
+        return dist.TCPStore(master_addr, master_port, world_size, False, timeout)
+    (family, *_, address), *_ = socket.getaddrinfo(master_addr, master_port, type=socket.SOCK_STREAM)
+    listener = socket.create_server(address[:2], family=family)
+    return dist.TCPStore(master_addr, master_port, world_size, True, timeout, master_listen_fd=listener.detach())
 
 
 def _share_cores(processes: int) -> None:
@@ -162,7 +188,7 @@ def _choose_interface(master_addr: str, master_port: int) -> None:
 
 def _explain(error: Exception, rank: int, world_size: int, master_addr: str, master_port: int, timeout: float) -> str:
     reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    if "EADDRINUSE" in reason:
+    if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
         return f"port {master_port} is in use on {master_addr}; choose another with --master-port (or MASTER_PORT)"
     return (
         f"shard {rank} could not meet the {world_size - 1} others at {master_addr}:{master_port} within {timeout:g} s; "

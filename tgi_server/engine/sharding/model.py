@@ -60,11 +60,6 @@ def load_shard(
     return model, report
 
 
-def keeps_own_attention(config: PretrainedConfig) -> bool:
-    """Whether a shard of a model computes the right thing with the attention of `transformers`."""
-    return plan_for(config).own_attention
-
-
 def _facts(config: EngineConfig, model_config: PretrainedConfig, dtype: torch.dtype) -> dict[str, str]:
     """What all shards have to agree on."""
     return {

@@ -3,6 +3,7 @@
 import json
 import random
 import re
+from datetime import datetime
 from typing import Any
 
 import jsonschema
@@ -13,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.unit.engine.grammar.acceptance import accepts
+from tests.unit.engine.grammar.completion import completed
 from tests.unit.engine.grammar.driver import Driver
 from tests.unit.engine.grammar.schemas import SCHEMAS, values_of
 from tgi_server.engine import Engine
@@ -61,11 +63,36 @@ def check_schema(engine: Engine, schema: Any, seed: int) -> bool | None:
         return None
     assert output.error is None
     text = driver.text(output)
-    if output.reason is not FinishReason.EOS_TOKEN:
-        return False
-    value = json.loads(text)
-    jsonschema.validate(value, schema, format_checker=jsonschema.Draft202012Validator.FORMAT_CHECKER)
-    return True
+    ended = output.reason is FinishReason.EOS_TOKEN
+    if not ended:
+        assert engine.grammars is not None
+        whole = completed(engine.grammars, grammar, output.visible)
+        assert whole.startswith(text.rstrip("\ufffd")), (text, whole)
+        text = whole
+    jsonschema.validate(json.loads(text), schema, format_checker=FORMATS)
+    return ended
+
+
+FORMATS = jsonschema.FormatChecker(jsonschema.Draft202012Validator.FORMAT_CHECKER.checkers)
+_LABEL = "[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
+_HOSTNAME = re.compile(rf"{_LABEL}(\.{_LABEL})*")
+_DURATION = re.compile(r"P(?!$)((\d+Y)?(\d+M)?(\d+D)?(T(?=\d)(\d+H)?(\d+M)?(\d+S)?)?|\d+W)")
+
+
+# Those for which `jsonschema` would need further packages.
+@FORMATS.checks("date-time", raises=ValueError)
+def _is_date_time(text: object) -> bool:
+    return not isinstance(text, str) or ("T" in text and datetime.fromisoformat(text).tzinfo is not None)
+
+
+@FORMATS.checks("hostname")
+def _is_hostname(text: object) -> bool:
+    return not isinstance(text, str) or (len(text) <= 253 and _HOSTNAME.fullmatch(text) is not None)
+
+
+@FORMATS.checks("duration")
+def _is_duration(text: object) -> bool:
+    return not isinstance(text, str) or _DURATION.fullmatch(text) is not None
 
 
 def many(examples: int) -> settings:

@@ -1,0 +1,158 @@
+"""`response_format` and `tools` with the `openai` client, through a real server."""
+
+import json
+from typing import Any
+
+import jsonschema
+import openai
+import pytest
+from openai import OpenAI
+
+from tests.integration.structured.test_generate import GRAMMARS, SCHEMA
+from tests.servers import TextGenerationServer
+
+MESSAGES: Any = [{"role": "user", "content": "Set a timer for the eggs, please."}]
+TIMER = {
+    "type": "object",
+    "properties": {
+        "minutes": {"type": "integer", "minimum": 1, "maximum": 90},
+        "sound": {"enum": ["bell", "gong"]},
+        "note": {"type": "string", "maxLength": 12},
+    },
+    "required": ["minutes", "sound", "note"],
+    "additionalProperties": False,
+}
+WEATHER = {
+    "type": "object",
+    "properties": {"day": {"type": "string", "format": "date"}},
+    "required": ["day"],
+    "additionalProperties": False,
+}
+SCHEMAS = {"set_timer": TIMER, "weather": WEATHER}
+TOOLS: Any = [
+    {"type": "function", "function": {"name": name, "description": f"The {name}.", "parameters": schema}}
+    for name, schema in SCHEMAS.items()
+]
+
+
+@pytest.fixture
+def client(demo_server: TextGenerationServer) -> OpenAI:
+    return OpenAI(base_url=f"{demo_server.url}/v1", api_key="none", max_retries=0)
+
+
+def ask(client: OpenAI, **options: Any) -> Any:
+    return client.chat.completions.create(
+        **{"model": "tgi", "messages": MESSAGES, "temperature": 0, "max_tokens": 150, **options}
+    )
+
+
+def check_call(function: Any) -> None:
+    jsonschema.validate(json.loads(function.arguments), SCHEMAS[function.name])
+
+
+def test_response_formats(client: OpenAI) -> None:
+    for grammar, check in GRAMMARS.values():
+        whole = ask(client, response_format=grammar).choices[0]
+        assert whole.finish_reason == "stop"
+        assert check(whole.message.content), whole.message.content
+        chunks = list(ask(client, response_format=grammar, stream=True))
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole.message.content
+
+
+def test_openais_own_form_of_a_schema(client: OpenAI) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "dish", "strict": True, "schema": SCHEMA}}
+    for seed in range(3):
+        answer = ask(client, response_format=form, temperature=1.3, seed=seed).choices[0]
+        jsonschema.validate(json.loads(answer.message.content), SCHEMA)
+    anything = ask(client, response_format={"type": "json_object"}, max_tokens=400).choices[0]
+    if anything.finish_reason == "stop":
+        assert isinstance(json.loads(anything.message.content), dict)
+
+
+def test_several_choices(client: OpenAI) -> None:
+    answer = ask(client, response_format=GRAMMARS["regex"][0], n=3, temperature=1.2, seed=1)
+    assert len(answer.choices) == 3
+    assert all(GRAMMARS["regex"][1](choice.message.content) for choice in answer.choices)
+
+
+def test_required_tools(client: OpenAI) -> None:
+    for seed in range(3):
+        choice = ask(client, tools=TOOLS, tool_choice="required", temperature=1.5, seed=seed).choices[0]
+        assert choice.finish_reason == "tool_calls"
+        assert choice.message.content is None
+        check_call(choice.message.tool_calls[0].function)
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_a_named_tool(client: OpenAI, name: str) -> None:
+    choice = {"type": "function", "function": {"name": name}}
+    (call,) = ask(client, tools=TOOLS, tool_choice=choice).choices[0].message.tool_calls
+    assert call.function.name == name
+    check_call(call.function)
+
+
+def test_tools_that_must_not_be_called(client: OpenAI) -> None:
+    message = ask(client, tools=TOOLS, tool_choice="none").choices[0].message
+    assert message.tool_calls is None
+    assert message.content == ask(client).choices[0].message.content
+
+
+def test_tools_that_may_be_called(client: OpenAI) -> None:
+    """What the model decides is its own: either comes in the right form, and with the same seed streamed or not."""
+    for seed in range(3):
+        options = {"tools": TOOLS, "temperature": 1.5, "seed": seed}
+        choice = ask(client, **options).choices[0]
+        with client.chat.completions.stream(model="tgi", messages=MESSAGES, max_tokens=150, **options) as stream:
+            streamed = stream.get_final_completion().choices[0]
+        assert streamed.message.content == choice.message.content
+        if choice.message.tool_calls:
+            check_call(choice.message.tool_calls[0].function)
+            assert streamed.message.tool_calls[0].function.arguments == choice.message.tool_calls[0].function.arguments
+        else:
+            assert choice.message.content
+
+
+def test_a_call_is_streamed_as_deltas(client: OpenAI) -> None:
+    whole = ask(client, tools=TOOLS, tool_choice="required").choices[0].message.tool_calls[0].function
+    chunks = list(ask(client, tools=TOOLS, tool_choice="required", stream=True, stream_options={"include_usage": True}))
+    assert chunks[-1].usage.completion_tokens > 0
+    deltas = [delta for chunk in chunks[:-1] for delta in chunk.choices[0].delta.tool_calls or []]
+    assert len(deltas) > 3
+    assert [delta.function.name for delta in deltas if delta.function.name] == [whole.name]
+    assert "".join(delta.function.arguments or "" for delta in deltas) == whole.arguments
+    assert {delta.id for delta in deltas if delta.id} == {deltas[0].id}
+    assert chunks[-2].choices[0].finish_reason == "tool_calls"
+
+
+def test_a_conversation_goes_on_after_a_call(client: OpenAI) -> None:
+    message = ask(client, tools=TOOLS, tool_choice="required").choices[0].message
+    result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "It rings in 4 minutes."}
+    answer = ask(client, messages=[*MESSAGES, message, result], tools=TOOLS, tool_choice="none")
+    assert answer.choices[0].message.content
+
+
+def test_a_tool_without_parameters(client: OpenAI) -> None:
+    tools: Any = [{"type": "function", "function": {"name": "stop_everything"}}]
+    (call,) = ask(client, tools=tools, tool_choice="required").choices[0].message.tool_calls
+    assert (call.function.name, json.loads(call.function.arguments)) == ("stop_everything", {})
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"response_format": {"type": "regex", "value": "(a"}}, "regular expression"),
+        ({"response_format": {"type": "json", "value": {"type": "object", "not": {}}}}, "'not'"),
+        ({"response_format": {"type": "json", "value": "{"}}, "not JSON"),
+        ({"response_format": {"type": "lark", "value": "start: missing"}}, "missing"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "fly"}}}, "'fly'"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}]}, "'not'"),
+    ],
+)
+def test_what_cannot_be_compiled_is_refused_in_openais_form(
+    client: OpenAI, options: dict[str, Any], told: str, stream: bool
+) -> None:
+    with pytest.raises(openai.UnprocessableEntityError) as refused:
+        ask(client, stream=stream, **options)
+    assert told in refused.value.body["message"]  # type: ignore[index]
+    assert refused.value.type in ("validation", "tool_error")

@@ -1,0 +1,47 @@
+"""A text that was cut, brought to an end: which shows that it was the beginning of a match."""
+
+import random
+from collections.abc import Sequence
+
+import numpy as np
+from llguidance.torch import allocate_token_bitmask, fill_next_token_bitmask
+
+from tgi_server.engine.grammar import Constraint, GrammarCompiler
+from tgi_server.engine.parameters import Grammar
+
+_ENOUGH = 3_000
+_CLOSING = '"}],'
+"""What ends a value; the earlier, the sooner the text does."""
+
+
+def completed(compiler: GrammarCompiler, grammar: Grammar, tokens: Sequence[int]) -> str:
+    """The JSON text that begins with `tokens` and goes on as the grammar lets it, by the shortest way that is seen.
+
+    Raises AssertionError when there is no way.
+    """
+    tokenizer = compiler.tokenizer
+    constraint = compiler.constraint(grammar, tokens, _ENOUGH, ignore_eos=False)
+    assert constraint.error is None, constraint.error
+    closing = [tokenizer.encode(character)[0] for character in _CLOSING]
+    chooser = random.Random(len(tokens))
+    written = list(tokens)
+    for _ in range(_ENOUGH):
+        if constraint.ended:
+            return tokenizer.decode([token for token in written if token not in tokenizer.eos])
+        token = constraint.forced
+        if token is None:
+            token = _shortest(constraint, [*tokenizer.eos, *closing], chooser, tokenizer.lookup.vocab_size)
+        constraint.advance(token, room=0)
+        assert constraint.error is None, constraint.error
+        written.append(token)
+    raise AssertionError(f"{tokenizer.decode(written)!r} does not end")
+
+
+def _shortest(constraint: Constraint, wanted: Sequence[int], chooser: random.Random, vocab_size: int) -> int:
+    bits = allocate_token_bitmask(1, vocab_size)
+    fill_next_token_bitmask(constraint.matcher, bits)
+    constraint.check()
+    assert constraint.error is None, constraint.error
+    allowed = np.flatnonzero(np.unpackbits(bits[0].numpy().view(np.uint8), bitorder="little")).tolist()
+    assert allowed, "there is no token with which the text could go on"
+    return next((token for token in wanted if token in allowed), chooser.choice(allowed))
