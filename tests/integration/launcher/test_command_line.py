@@ -86,6 +86,19 @@ def test_a_port_in_use() -> None:
     assert line == f"text-generation-launcher: port {port} is in use; choose another with --port"
 
 
+def test_shards_for_all_gpus_where_there_is_none() -> None:
+    line = complaint(launch("--sharded=true", CUDA_VISIBLE_DEVICES=""), FAILED)
+    assert line == (
+        "text-generation-launcher: --sharded: no GPU is visible here; "
+        "say with --num-shard how many processes are to share the CPUs"
+    )
+
+
+def test_a_node_at_an_address_of_another_machine() -> None:
+    line = complaint(launch("--num-nodes=2", "--node-address=192.0.2.1"), FAILED)
+    assert line == "text-generation-launcher: --node-address: 192.0.2.1 is not an address of this machine"
+
+
 def test_an_address_of_another_machine() -> None:
     line = complaint(launch("--hostname=192.0.2.1"), FAILED)
     assert line == "text-generation-launcher: --hostname: 192.0.2.1 is not an address of this machine"

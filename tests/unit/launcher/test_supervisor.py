@@ -100,6 +100,13 @@ async def test_a_shard_that_dies_while_others_load_is_named_with_its_last_words(
     assert time.monotonic() - start < 10
 
 
+async def test_a_shard_that_only_missed_another_one_is_not_the_one_that_is_named(server: Server) -> None:
+    server.shards[0] = stand_ins.program("shard-0", "raise SystemExit(70)")
+    server.shards[1] = stand_ins.program("shard-1", "import time; time.sleep(0.6); raise SystemExit('no memory left')")
+    with pytest.raises(ProcessEndedError, match=r"shard-1 ended with exit code 1: no memory left$"):
+        await Supervisor(server.shards, server.sockets, server.router, ("127.0.0.1", server.port), 5).run()
+
+
 async def test_a_process_that_ignores_the_request_to_stop_is_killed(server: Server) -> None:
     server.router = stand_ins.router(server.port, server.marker, drain=60)
     server.grace = 0.5

@@ -16,6 +16,11 @@ OUTPUT_SECONDS = 1.0
 """How long a dead child's last lines are waited for."""
 
 
+AFTERMATH_STATUS = 70
+"""With which a shard ends that computes no more (EX_SOFTWARE of sysexits.h)."""
+SECOND_GUESS, AFTERMATH = 1, 2
+
+
 @dataclass(frozen=True, slots=True)
 class Command:
     """What to run under which name. `environment` is added to the launcher's own."""
@@ -79,6 +84,17 @@ class Child:
         if code == -signal.SIGKILL:
             how += ", as happens when memory runs out"
         return f"{self.name} {how}: {self.log.complaint}" if self.log.complaint else f"{self.name} {how}"
+
+    def suspicion(self) -> tuple[int, float]:
+        """The less, the more likely it is that other deaths of the same moment follow from this one.
+
+        A shard that misses another one ends with AFTERMATH_STATUS, or is aborted by NCCL. That it is missed may be seen
+        before the one that was killed has ended as a process.
+        """
+        code = self.ended.result()
+        if code in (AFTERMATH_STATUS, -signal.SIGABRT):
+            return AFTERMATH, self.ended_at
+        return (SECOND_GUESS if code >= 0 else 0), self.ended_at
 
     async def _wait(self) -> int:
         code = await self._process.wait()

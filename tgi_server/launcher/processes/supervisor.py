@@ -9,7 +9,7 @@ from typing import Any
 
 from tgi_server.launcher.errors import ProcessEndedError
 from tgi_server.launcher.nodes.peers import Peers
-from tgi_server.launcher.processes.child import Child, Command
+from tgi_server.launcher.processes.child import AFTERMATH, SECOND_GUESS, Child, Command
 from tgi_server.launcher.processes.health import authority, is_healthy
 from tgi_server.launcher.processes.sockets import is_listening
 
@@ -23,6 +23,8 @@ FAILURE_SECONDS = 3.0
 """What processes have for ending once one of them has died: time enough to tell clients."""
 SETTLE_SECONDS = 0.2
 """After a death, others of the same moment are waited for."""
+AFTERMATH_SECONDS = 1.5
+"""How long they are when what has died may only have missed another shard."""
 SHARD_SECONDS = 7.0
 """What shards have for ending once the router has ended."""
 
@@ -113,17 +115,32 @@ class Supervisor:
         for event in events:
             if event.done():
                 return event.result()
-        # When one shard dies others fail soon after it, here and elsewhere: the first is the one to name.
-        await asyncio.sleep(SETTLE_SECONDS)
-        raise self._first_death()
+        raise await self._first_death()
 
-    def _first_death(self) -> BaseException:
-        dead = [child for child in self._children if child.ended.done()]
-        first = min(dead, key=lambda child: child.ended_at, default=None)
-        if self._peers is not None and (first is None or self._peers.lost_at < first.ended_at):
-            return self._peers.lost.exception() or ProcessEndedError("another node has gone")
-        assert first is not None
-        return ProcessEndedError(first.epitaph())
+    async def _first_death(self) -> BaseException:
+        """When one shard dies others fail soon after it, here and elsewhere. The one with which it began is named."""
+        await asyncio.sleep(SETTLE_SECONDS)
+        deadline = time.monotonic() + AFTERMATH_SECONDS
+        while time.monotonic() < deadline:
+            if self._lost or self._first_dead_child().suspicion()[0] != AFTERMATH:
+                break
+            await asyncio.sleep(POLL_SECONDS)
+        if self._peers is not None and self._lost:
+            elsewhere = SECOND_GUESS, self._peers.lost_at
+            if not self._any_dead or elsewhere < self._first_dead_child().suspicion():
+                return self._peers.lost.exception() or ProcessEndedError("another node has gone")
+        return ProcessEndedError(self._first_dead_child().epitaph())
+
+    @property
+    def _lost(self) -> bool:
+        return self._peers is not None and self._peers.lost.done()
+
+    @property
+    def _any_dead(self) -> bool:
+        return any(child.ended.done() for child in self._children)
+
+    def _first_dead_child(self) -> Child:
+        return min((child for child in self._children if child.ended.done()), key=Child.suspicion)
 
     async def _ready(self) -> None:
         """Returns when the router serves. Says now and then what it is waiting for."""
