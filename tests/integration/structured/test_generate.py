@@ -11,7 +11,6 @@ import jsonschema
 import pytest
 
 from tests.servers import TextGenerationServer
-from tgi_server import demo_model
 
 PROMPT = "### Instruction:\nHow do I boil an egg?\n\n### Response:\n"
 SCHEMA = {
@@ -140,17 +139,3 @@ def test_many_grammars_at_once(demo_server: TextGenerationServer) -> None:
         grammar = GRAMMARS[name][0] if name else None
         alone = generate(demo_server, f"{number}. {PROMPT}", grammar=grammar, max_new_tokens=60)
         assert alone["generated_text"] == text
-
-
-@pytest.mark.slow
-def test_preempted_grammars_go_on_where_they_were(server: Callable[..., TextGenerationServer]) -> None:
-    """There is room for a few of them at a time only."""
-    limits = ("--max-total-tokens=128", "--max-input-tokens=64", "--max-batch-prefill-tokens=128")
-    scarce = server(f"--model-id={demo_model.PATH}", "--dtype=float32", *limits, "--max-batch-total-tokens=256")
-    scarce.wait_until_ready()
-    together = all_at_once(scarce, 28)
-    assert all(GRAMMARS[name][1](text) for name, text in together if name)
-    metrics = httpx.get(f"{scarce.url}/metrics").text
-    preempted = re.search(r"^tgi_batch_preemption_count(?:_total)? ([0-9.]+)$", metrics, re.MULTILINE)
-    assert preempted is not None
-    assert float(preempted[1]) > 0

@@ -10,8 +10,8 @@ from tgi_server.engine.grammar import Constraint, GrammarCompiler
 from tgi_server.engine.parameters import Grammar
 
 _ENOUGH = 3_000
-_CLOSING = '"}],'
-"""What ends a value; the earlier, the sooner the text does."""
+_CLOSING = '"@}],'
+"""What ends a value, or its first half; the earlier, the sooner the text does."""
 
 
 def completed(compiler: GrammarCompiler, grammar: Grammar, tokens: Sequence[int]) -> str:
