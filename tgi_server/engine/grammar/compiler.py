@@ -4,6 +4,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -93,7 +94,12 @@ class GrammarCompiler:
         """
         compiled = self._find(grammar)
         constraint = Constraint(
-            compiled.matcher.deep_copy(), compiled.hints, self.tokenizer.eos, max_new_tokens, ignore_eos=ignore_eos
+            compiled.matcher.deep_copy(),
+            compiled.hints,
+            self.tokenizer.eos,
+            max_new_tokens,
+            ignore_eos=ignore_eos,
+            on_fault=partial(self._forget, grammar, compiled),
         )
         constraint.replay(generated_ids)
         return constraint
@@ -113,6 +119,13 @@ class GrammarCompiler:
                 _, forgotten = self._compiled.popitem(last=False)
                 self._bytes -= forgotten.size
         return compiled
+
+    def _forget(self, grammar: Grammar, compiled: _Compiled) -> None:
+        """After a copy has failed: copies share what was found out about their texts, and with it, its limits."""
+        with self._lock:
+            if self._compiled.get(grammar) is compiled:
+                del self._compiled[grammar]
+                self._bytes -= compiled.size
 
     def _compile(self, grammar: Grammar) -> _Compiled:
         size = sum(len(text.encode(errors="surrogatepass")) for text in (grammar.value, grammar.text))

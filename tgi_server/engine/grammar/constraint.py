@@ -1,7 +1,7 @@
 """One sequence's text and what it still has to match."""
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from llguidance import LLMatcher
@@ -44,11 +44,12 @@ class Constraint:
         max_new_tokens: int,
         *,
         ignore_eos: bool,
+        on_fault: Callable[[], None] = lambda: None,
     ) -> None:
         """matcher: this sequence's own. hints: tokens by the marker that they stand for. eos: the first is preferred.
 
         max_new_tokens: after which the sequence ends in any case, hints included. ignore_eos: whether the text goes on
-        for as long as the grammar lets it.
+        for as long as the grammar lets it. on_fault: called when the matcher has failed.
         """
         self.error: str | None = None
         self.ended = False
@@ -57,6 +58,7 @@ class Constraint:
         self._first_eos = eos[0]
         self._matcher = matcher
         self._hints = hints
+        self._on_fault = on_fault
         self._left = max_new_tokens
         self._queue: deque[Forced] = deque()
         self._look_ahead()
@@ -94,6 +96,7 @@ class Constraint:
         """Notes what went wrong while the mask was computed."""
         if self.error is None and self._matcher.is_error():
             self.error = reason(self._matcher.get_error())
+            self._on_fault()
 
     def _take(self, token: int) -> bool:
         """Whether the token is hidden."""

@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 import pytest
+from llguidance.torch import allocate_token_bitmask, fill_next_token_bitmask
 
 from tests.grammars import demo_compiler
 from tgi_server import demo_model
@@ -127,3 +128,23 @@ def test_the_interpreter_goes_on_while_a_grammar_is_compiled() -> None:
         now = time.perf_counter()
         longest, last = max(longest, now - last), now
     assert longest < seconds / 2
+
+
+def test_a_request_that_met_a_limit_leaves_the_grammar_usable_for_later_ones() -> None:
+    own = fresh_compiler()
+    grammar = Grammar(GrammarType.REGEX, "((a{1,500}){1,500}){1,500}")
+    assert fault_within(own, grammar, 3000) is not None
+    assert fault_within(own, grammar, 5) is None
+
+
+def fault_within(own: GrammarCompiler, grammar: Grammar, tokens: int) -> str | None:
+    """What goes wrong when the letter a is generated so many times."""
+    constraint = own.constraint(grammar, [], tokens + 1, ignore_eos=False)
+    letter = own.tokenizer.lookup.tokenize_bytes(b"a")[0]
+    mask = allocate_token_bitmask(1, own.tokenizer.lookup.vocab_size)
+    for _ in range(tokens):
+        fill_next_token_bitmask(constraint.matcher, mask)
+        constraint.advance(letter, room=0)
+        if constraint.error is not None:
+            return constraint.error
+    return None
