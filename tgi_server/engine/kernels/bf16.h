@@ -3,9 +3,12 @@
 #pragma once
 
 #include <c10/util/BFloat16.h>
-#include <immintrin.h>
 
 #include <type_traits>
+
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
 
 namespace oatmill {
 

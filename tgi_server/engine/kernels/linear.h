@@ -9,12 +9,15 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/zeros.h>
 #include <c10/util/BFloat16.h>
-#include <immintrin.h>
 
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <optional>
+
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
 
 #include "lanes.h"
 #include "parallel.h"
