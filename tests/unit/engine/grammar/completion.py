@@ -22,7 +22,8 @@ def completed(compiler: GrammarCompiler, grammar: Grammar, tokens: Sequence[int]
     tokenizer = compiler.tokenizer
     constraint = compiler.constraint(grammar, tokens, _ENOUGH, ignore_eos=False)
     assert constraint.error is None, constraint.error
-    closing = [tokenizer.encode(character)[0] for character in _CLOSING]
+    closing = [*tokenizer.eos, *(tokenizer.encode(character)[0] for character in _CLOSING)]
+    sure = len(tokenizer.eos) + 1
     chooser = random.Random(len(tokens))
     written = list(tokens)
     for _ in range(_ENOUGH):
@@ -30,18 +31,20 @@ def completed(compiler: GrammarCompiler, grammar: Grammar, tokens: Sequence[int]
             return tokenizer.decode([token for token in written if token not in tokenizer.eos])
         token = constraint.forced
         if token is None:
-            token = _shortest(constraint, [*tokenizer.eos, *closing], chooser, tokenizer.lookup.vocab_size)
+            token = _shortest(constraint, closing, sure, chooser, tokenizer.lookup.vocab_size)
         constraint.advance(token, room=0)
         assert constraint.error is None, constraint.error
         written.append(token)
     raise AssertionError(f"{tokenizer.decode(written)!r} does not end")
 
 
-def _shortest(constraint: Constraint, wanted: Sequence[int], chooser: random.Random, vocab_size: int) -> int:
+def _shortest(constraint: Constraint, wanted: Sequence[int], sure: int, chooser: random.Random, vocab_size: int) -> int:
     bits = allocate_token_bitmask(1, vocab_size)
     fill_next_token_bitmask(constraint.matcher, bits)
     constraint.check()
     assert constraint.error is None, constraint.error
     allowed = np.flatnonzero(np.unpackbits(bits[0].numpy().view(np.uint8), bitorder="little")).tolist()
     assert allowed, "there is no token with which the text could go on"
-    return next((token for token in wanted if token in allowed), chooser.choice(allowed))
+    closing = next((token for token in wanted if token in allowed), None)
+    stuck = closing not in wanted[:sure] and chooser.random() < 0.5  # inside a string that wants something else first
+    return chooser.choice(allowed) if closing is None or stuck else closing
