@@ -170,7 +170,7 @@ class Supervisor:
         shards = self._children[: len(self._shards)]
         for router in self._children[len(self._shards) :]:
             await router.stop(grace)
-        if self._peers is not None:
+        if self._peers is not None and failure is None:
             self._peers.say_stop()
         await asyncio.gather(*(shard.stop(min(grace, SHARD_SECONDS)) for shard in shards))
         if self._peers is not None:
