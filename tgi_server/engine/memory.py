@@ -1,9 +1,13 @@
-"""How much memory the KV cache may take."""
+"""How much memory the KV cache may take, and memory that comes straight from the system."""
 
+import contextlib
+import math
+import mmap
 from pathlib import Path
 
 import psutil
 import torch
+from torch import Tensor
 
 CPU_SHARE = 0.3
 """Of the RAM that is free after loading. The rest is left to activations and to whatever else runs there."""
@@ -31,3 +35,15 @@ def available_ram() -> int:
         return min(available, int(limit.read_text()) - int(used.read_text()))
     except (OSError, ValueError):
         return available
+
+
+def mapped(shape: tuple[int, ...], dtype: torch.dtype, *, large_pages: bool = False) -> Tensor:
+    """Zeros in pages of their own, which are taken when they are written, and go back to the system with the tensor.
+
+    large_pages: as large as the system has, for what is read a little here and a little there.
+    """
+    memory = mmap.mmap(-1, max(1, math.prod(shape) * dtype.itemsize), flags=mmap.MAP_PRIVATE)
+    if large_pages and hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype, count=math.prod(shape)).view(shape)

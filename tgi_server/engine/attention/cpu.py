@@ -1,14 +1,11 @@
 """Attention on a CPU by the engine's own kernel: nothing is copied out of the cache, and no loop runs in Python."""
 
-import contextlib
-import math
-import mmap
-
 import torch
 from torch import Tensor
 
 from tgi_server.engine.attention.base import AttentionBackend, AttentionVariant, KVShape, Step
 from tgi_server.engine.kernels import load_kernels
+from tgi_server.engine.memory import mapped
 
 MAX_HEAD_DIM = 256
 LANES = 16
@@ -29,8 +26,8 @@ class CpuAttention(AttentionBackend):
     def allocate(self, num_blocks: int) -> None:
         """Takes address space only: a page of memory is taken when its first token is written."""
         shapes = [(num_blocks, heads, self.block_size * self.shape.head_dim) for heads in self.shape.heads]
-        self._keys = [_mapped(shape, self.dtype) for shape in shapes]
-        self._values = [_mapped(shape, self.dtype) for shape in shapes]
+        self._keys = [mapped(shape, self.dtype, large_pages=True) for shape in shapes]
+        self._values = [mapped(shape, self.dtype, large_pages=True) for shape in shapes]
 
     def write(self, layer: int, key: Tensor, value: Tensor, step: Step) -> None:
         torch.ops.oatmill.write_kv(key, value, self._keys[layer], self._values[layer], step.slots)
@@ -65,12 +62,3 @@ class CpuAttention(AttentionBackend):
         for keys, values in zip(self._keys, self._values, strict=True):
             keys[target] = keys[source]
             values[target] = values[source]
-
-
-def _mapped(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """A tensor in pages as large as the system has: attention reads a little here and a little there."""
-    memory = mmap.mmap(-1, max(1, math.prod(shape) * dtype.itemsize), flags=mmap.MAP_PRIVATE)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without them
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=dtype, count=math.prod(shape)).view(shape)

@@ -2,8 +2,6 @@
 
 import hashlib
 import json
-import math
-import mmap
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -15,6 +13,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from tgi_server.engine.errors import InvalidWeights, ModelNotFound
+from tgi_server.engine.memory import mapped
 from tgi_server.engine.sharding.plan import Plan, Slice
 from tgi_server.engine.sharding.shares import Share
 
@@ -64,9 +63,7 @@ def _joined(pieces: list[Tensor], axis: int, shape: list[int]) -> Tensor:
     In pages of their own, which go back to the system when the tensor does: what malloc gets back it may keep, and
     weights are often arranged anew once they are loaded.
     """
-    dtype = pieces[0].dtype
-    whole = torch.frombuffer(mmap.mmap(-1, max(1, math.prod(shape)) * dtype.itemsize), dtype=dtype)
-    whole = whole[: math.prod(shape)].view(shape)
+    whole = mapped(tuple(shape), pieces[0].dtype)
     start = 0
     for piece in pieces:
         whole.narrow(axis, start, piece.shape[axis]).copy_(piece)
