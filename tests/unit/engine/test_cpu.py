@@ -3,7 +3,7 @@
 import pytest
 import torch
 from torch import nn
-from torch.nn.functional import linear, silu
+from torch.nn.functional import layer_norm, linear, silu
 
 from tgi_server.engine.cpu.int8 import Int8Linear
 from tgi_server.engine.cpu.linear import Bf16Linear, PackedLinear
@@ -81,8 +81,10 @@ def test_int8_linear_is_close_for_any_numbers() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [16, 40, 960])
-def test_rms_norm_and_gated_silu_are_those_of_transformers(dtype, size) -> None:
-    x, weight = torch.randn(7, size, dtype=dtype), torch.randn(size, dtype=dtype)
+def test_norms_and_gated_silu_are_those_of_transformers(dtype, size) -> None:
+    x, weight, bias = torch.randn(7, size, dtype=dtype), *torch.randn(2, size, dtype=dtype)
+    wanted = layer_norm(x + 3, (size,), weight, bias, 1e-6)
+    torch.testing.assert_close(torch.ops.oatmill.layer_norm(x + 3, weight, bias, 1e-6), wanted, **tolerance(dtype))
     wide = x.float()
     wanted = weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)).to(dtype)
     torch.testing.assert_close(torch.ops.oatmill.rms_norm(x, weight, 1e-6), wanted, **tolerance(dtype))

@@ -12,8 +12,8 @@ LANES = 16
 
 
 class CpuAttention(AttentionBackend):
-    """Caches hold, for each layer, block and KV head, head_dim * block_size numbers of keys, and as many of values;
-    `kernels/kv_layout.h` says in which order.
+    """keys, values: of each layer, [blocks, kv_heads, head_dim * block_size]; `kernels/kv_layout.h` says in which order
+    the numbers of a block stand.
     """
 
     block_size = 32
@@ -26,11 +26,11 @@ class CpuAttention(AttentionBackend):
     def allocate(self, num_blocks: int) -> None:
         """Takes address space only: a page of memory is taken when its first token is written."""
         shapes = [(num_blocks, heads, self.block_size * self.shape.head_dim) for heads in self.shape.heads]
-        self._keys = [mapped(shape, self.dtype, large_pages=True) for shape in shapes]
-        self._values = [mapped(shape, self.dtype, large_pages=True) for shape in shapes]
+        self.keys = [mapped(shape, self.dtype, large_pages=True) for shape in shapes]
+        self.values = [mapped(shape, self.dtype, large_pages=True) for shape in shapes]
 
     def write(self, layer: int, key: Tensor, value: Tensor, step: Step) -> None:
-        torch.ops.oatmill.write_kv(key, value, self._keys[layer], self._values[layer], step.slots)
+        torch.ops.oatmill.write_kv(key, value, self.keys[layer], self.values[layer], step.slots)
 
     def rotate_and_write(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, rotation: tuple[Tensor, Tensor], step: Step
@@ -38,15 +38,15 @@ class CpuAttention(AttentionBackend):
         """Turns query in place: it must not be needed as it was."""
         cosine, sine = rotation
         torch.ops.oatmill.rotate_and_write(
-            query, key, value, cosine[0], sine[0], self._keys[layer], self._values[layer], step.slots
+            query, key, value, cosine[0], sine[0], self.keys[layer], self.values[layer], step.slots
         )
         return query
 
     def attend(self, layer: int, query: Tensor, step: Step, variant: AttentionVariant) -> Tensor:
         return torch.ops.oatmill.paged_attention(
             query,
-            self._keys[layer],
-            self._values[layer],
+            self.keys[layer],
+            self.values[layer],
             step.block_tables,
             step.kv_lengths,
             step.query_starts,
@@ -59,6 +59,6 @@ class CpuAttention(AttentionBackend):
 
     def copy(self, source: int, target: int, tokens: int) -> None:
         """Copies the whole block; what is behind the first `tokens` is overwritten before it is looked at."""
-        for keys, values in zip(self._keys, self._values, strict=True):
+        for keys, values in zip(self.keys, self.values, strict=True):
             keys[target] = keys[source]
             values[target] = values[source]

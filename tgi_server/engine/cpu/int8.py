@@ -1,5 +1,7 @@
 """Linear layers with 8-bit weights."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -31,6 +33,11 @@ class Int8Linear(PackedLinear):
         self._corrections = padded(rounded.sum(1, dtype=torch.int32) * INPUT_OFFSET)
         self._packed = torch.ops.oatmill.int8_pack(rounded)
         self._bias = None if bias is None else padded(bias)
+
+    def kernel(self) -> Any:
+        return torch.classes.oatmill.Linear(
+            self._packed, self.out_features, self._bias, self._scales, self._corrections
+        )
 
     def forward(self, x: Tensor, activation: str = "none") -> Tensor:
         return self._multiply(x, activation == "relu", None)

@@ -1,6 +1,6 @@
 """Linear layers whose weights have been arranged once for the kernels that read them."""
 
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -52,6 +52,10 @@ class PackedLinear(nn.Module):
     def _dense(self) -> Tensor:
         return self._packed.to_dense()
 
+    def kernel(self) -> Any:
+        """This layer for `torch.classes.oatmill.Decoder`; None when that does not know its kind."""
+        return None
+
     def forward(self, x: Tensor, activation: str = "none") -> Tensor:
         """x: [..., in_features]. activation: "none" or "relu", applied in the same kernel."""
         return torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, activation, [], "")
@@ -77,6 +81,11 @@ class Bf16Linear(PackedLinear):
     def _dense(self) -> Tensor:
         tiles = self._packed.transpose(1, 2).flatten(2).flatten(0, 1)
         return tiles[: self.out_features, : self.in_features].contiguous()
+
+    def kernel(self) -> Any:
+        if self._odd:
+            return None
+        return torch.classes.oatmill.Linear(self._packed, self.out_features, self._bias, None, None)
 
     def forward(self, x: Tensor, activation: str = "none") -> Tensor:
         return self._product(x, activation == "relu", None)

@@ -13,6 +13,7 @@ from tgi_server.engine.attention.cpu import CpuAttention
 from tgi_server.engine.cpu.decoder import FUSED_LAYERS
 from tgi_server.engine.cpu.int8 import Int8Linear
 from tgi_server.engine.cpu.linear import Bf16Linear, PackedLinear
+from tgi_server.engine.cpu.stack import LayerStack
 from tgi_server.engine.errors import UnsupportedModel
 
 
@@ -45,6 +46,7 @@ def optimise(
         return
     if variants and isinstance(backend, CpuAttention):
         _replace(model, partial(_fused_layer, variants, linear))
+        _replace(model, _stacked_layers)
     _replace(model, partial(_packed_linear, linear))
 
 
@@ -60,6 +62,11 @@ def _fused_layer(
     if fused is None or not fused.fits(module):
         return None
     return fused(module, variants[int(cast(Any, module).self_attn.layer_idx)], linear)
+
+
+def _stacked_layers(module: nn.Module) -> nn.Module | None:
+    stack = LayerStack.of(list(module)) if isinstance(module, nn.ModuleList) else None
+    return None if stack is None else nn.ModuleList([stack])
 
 
 def _packed_linear(linear: type[PackedLinear], module: nn.Module) -> nn.Module | None:

@@ -16,11 +16,12 @@
 
 #include "kv_layout.h"
 #include "lanes.h"
+#include "ops.h"
 #include "parallel.h"
 
-namespace {
+namespace oatmill {
 
-using namespace oatmill;
+namespace {
 
 constexpr int ROWS = 8;        // rows that one pass over a tile serves: their sums stay in registers
 constexpr int ITEM_ROWS = 32;  // rows of one work item: queries times the query heads that share a KV head
@@ -370,6 +371,30 @@ void attend(const Layer<T>& layer, const std::vector<Item>& items) {
   });
 }
 
+template <typename T>
+void write_tokens(const at::Tensor& key, const at::Tensor& value, at::Tensor& keys, at::Tensor& values,
+                  const at::Tensor& slots) {
+  const int64_t tokens = slots.size(0), kv_heads = key.size(1), head_dim = key.size(2);
+  const int64_t* slot = slots.const_data_ptr<int64_t>();
+  const T* key_from = key.const_data_ptr<T>();
+  const T* value_from = value.const_data_ptr<T>();
+  T* key_cache = keys.mutable_data_ptr<T>();
+  T* value_cache = values.mutable_data_ptr<T>();
+  for_each_item(parts(tokens, WRITTEN_TOGETHER), [&](int64_t item) {
+    for (int64_t t = item * WRITTEN_TOGETHER; t < std::min(tokens, (item + 1) * WRITTEN_TOGETHER); ++t)
+      for (int64_t h = 0; h < kv_heads; ++h) {
+        const int64_t base = (slot[t] / BLOCK * kv_heads + h) * head_dim * BLOCK, offset = slot[t] % BLOCK;
+        const T* from = key_from + t * key.stride(0) + h * key.stride(1);
+        for (int64_t d = 0; d < head_dim; d += PAIR<T>)
+          std::memcpy(key_cache + base + key_place<T>(d, offset), from + d, PAIR<T> * sizeof(T));
+        write_value(value_from + t * value.stride(0) + h * value.stride(1), value_cache + base, offset, head_dim,
+                    t + 1 < tokens && slot[t + 1] == slot[t] + 1);
+      }
+  });
+}
+
+}  // namespace
+
 at::Tensor paged_attention(const at::Tensor& query, const at::Tensor& keys, const at::Tensor& values,
                            const at::Tensor& tables, const at::Tensor& kv_lengths, const at::Tensor& query_starts,
                            double scaling, int64_t window, double softcap,
@@ -394,28 +419,6 @@ at::Tensor paged_attention(const at::Tensor& query, const at::Tensor& keys, cons
   return output;
 }
 
-template <typename T>
-void write_tokens(const at::Tensor& key, const at::Tensor& value, at::Tensor& keys, at::Tensor& values,
-                  const at::Tensor& slots) {
-  const int64_t tokens = slots.size(0), kv_heads = key.size(1), head_dim = key.size(2);
-  const int64_t* slot = slots.const_data_ptr<int64_t>();
-  const T* key_from = key.const_data_ptr<T>();
-  const T* value_from = value.const_data_ptr<T>();
-  T* key_cache = keys.mutable_data_ptr<T>();
-  T* value_cache = values.mutable_data_ptr<T>();
-  for_each_item(parts(tokens, WRITTEN_TOGETHER), [&](int64_t item) {
-    for (int64_t t = item * WRITTEN_TOGETHER; t < std::min(tokens, (item + 1) * WRITTEN_TOGETHER); ++t)
-      for (int64_t h = 0; h < kv_heads; ++h) {
-        const int64_t base = (slot[t] / BLOCK * kv_heads + h) * head_dim * BLOCK, offset = slot[t] % BLOCK;
-        const T* from = key_from + t * key.stride(0) + h * key.stride(1);
-        for (int64_t d = 0; d < head_dim; d += PAIR<T>)
-          std::memcpy(key_cache + base + key_place<T>(d, offset), from + d, PAIR<T> * sizeof(T));
-        write_value(value_from + t * value.stride(0) + h * value.stride(1), value_cache + base, offset, head_dim,
-                    t + 1 < tokens && slot[t + 1] == slot[t] + 1);
-      }
-  });
-}
-
 // key, value: [tokens, kv_heads, head_dim]; slots: [tokens], block * BLOCK + offset of each.
 void write_kv(const at::Tensor& key, const at::Tensor& value, at::Tensor& keys, at::Tensor& values,
               const at::Tensor& slots) {
@@ -426,7 +429,7 @@ void write_kv(const at::Tensor& key, const at::Tensor& value, at::Tensor& keys, 
     write_tokens<float>(key, value, keys, values, slots);
 }
 
-}  // namespace
+}  // namespace oatmill
 
 TORCH_LIBRARY_FRAGMENT(oatmill, library) {
   library.def(
@@ -437,6 +440,6 @@ TORCH_LIBRARY_FRAGMENT(oatmill, library) {
 }
 
 TORCH_LIBRARY_IMPL(oatmill, CPU, library) {
-  library.impl("paged_attention", &paged_attention);
-  library.impl("write_kv", &write_kv);
+  library.impl("paged_attention", &oatmill::paged_attention);
+  library.impl("write_kv", &oatmill::write_kv);
 }

@@ -6,10 +6,12 @@
 
 #include "bf16.h"
 #include "linear.h"
+#include "ops.h"
+
+namespace oatmill {
 
 namespace {
 
-using namespace oatmill;
 using T = c10::BFloat16;
 
 constexpr int64_t DEPTH = WORD / sizeof(T);
@@ -17,6 +19,8 @@ constexpr int64_t DEPTH = WORD / sizeof(T);
 bool bf16_supported() { return MULTIPLIES_PAIRS; }
 
 at::Tensor bf16_pack(const at::Tensor& weight) { return pack_weight<T>(weight); }
+
+}  // namespace
 
 // input: [..., inputs], an even number of them; packed: of bf16_pack; bias: [outputs, padded to a tile] float32;
 // residual: [..., outputs], added last. Returns [..., outputs]. All but the bias is bfloat16.
@@ -42,16 +46,16 @@ at::Tensor bf16_linear(const at::Tensor& input, const at::Tensor& packed, int64_
   return output;
 }
 
-}  // namespace
+}  // namespace oatmill
 
 TORCH_LIBRARY_FRAGMENT(oatmill, library) {
-  library.def("bf16_supported() -> bool", &bf16_supported);
+  library.def("bf16_supported() -> bool", &oatmill::bf16_supported);
   library.def("bf16_pack(Tensor weight) -> Tensor");
   library.def(
       "bf16_linear(Tensor input, Tensor packed, int outputs, Tensor? bias, bool relu, Tensor? residual) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(oatmill, CPU, library) {
-  library.impl("bf16_pack", &bf16_pack);
-  library.impl("bf16_linear", &bf16_linear);
+  library.impl("bf16_pack", &oatmill::bf16_pack);
+  library.impl("bf16_linear", &oatmill::bf16_linear);
 }

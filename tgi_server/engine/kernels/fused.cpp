@@ -16,10 +16,11 @@
 
 #include "kv_layout.h"
 #include "lanes.h"
+#include "ops.h"
+
+namespace oatmill {
 
 namespace {
-
-using namespace oatmill;
 
 constexpr int64_t GRAIN = 1 << 15;  // elements worth handing to another thread
 
@@ -34,26 +35,135 @@ void by_dtype(const at::Tensor& like, const F& run) {
     run(static_cast<float*>(nullptr));
 }
 
+// How a row is read: a register at a time, and one by one what is left at its end.
+struct Many {
+  template <typename T>
+  Lanes operator()(const T* from) const {
+    return load(from);
+  }
+  // A value as it would be after having been written to a tensor of T.
+  template <typename T>
+  static Lanes rounded(const T*, Lanes value) {
+    T kept[LANES];
+    store(kept, value);
+    return load(kept);
+  }
+};
+
+struct One {
+  template <typename T>
+  float operator()(const T* from) const {
+    return static_cast<float>(*from);
+  }
+  template <typename T>
+  static float rounded(const T*, float value) {
+    return static_cast<float>(static_cast<T>(value));
+  }
+};
+
+// The sum of value(i, at) for all i below size; `at` reads at a pointer.
+template <typename Value>
+float total(int64_t size, const Value& value) {
+  Lanes sums = {};
+  int64_t i = 0;
+  for (; i + LANES <= size; i += LANES) sums += value(i, Many{});
+  float all = sum(sums);
+  for (; i < size; ++i) all += value(i, One{});
+  return all;
+}
+
+// to[i] = value(i, at) for all i below size.
+template <typename T, typename Value>
+void write(T* to, int64_t size, const Value& value) {
+  int64_t i = 0;
+  for (; i + LANES <= size; i += LANES) store(to + i, value(i, Many{}));
+  for (; i < size; ++i) to[i] = static_cast<T>(value(i, One{}));
+}
+
+// Calls work(from, to, size) for each row of two tensors of one shape, [..., size].
+template <typename T, typename Work>
+void for_each_row(const at::Tensor& input, at::Tensor& output, const Work& work) {
+  const int64_t size = input.size(-1), rows = input.numel() / size;
+  const T* from = input.const_data_ptr<T>();
+  T* to = output.mutable_data_ptr<T>();
+  at::parallel_for(0, rows, tokens_a_thread(size), [&](int64_t begin, int64_t end) {
+    for (int64_t r = begin; r < end; ++r) work(from + r * size, to + r * size, size);
+  });
+}
+
+// Rotary position embedding of one head (Su et al. 2021), halves apart: element i turns with element i + half.
+// place: where element i is to be written.
+template <typename T, typename Place>
+void rotate(const T* from, T* to, const T* cos, const T* sin, int64_t rotated, int64_t head_dim, const Place& place) {
+  const int64_t half = rotated / 2;
+  for (int64_t i = 0; i < half; ++i) {
+    const float low = static_cast<float>(from[i]), high = static_cast<float>(from[i + half]);
+    to[place(i)] = static_cast<T>(low * static_cast<float>(cos[i]) - high * static_cast<float>(sin[i]));
+    to[place(i + half)] =
+        static_cast<T>(high * static_cast<float>(cos[i + half]) + low * static_cast<float>(sin[i + half]));
+  }
+  for (int64_t i = rotated; i < head_dim; ++i) to[place(i)] = from[i];
+}
+
+template <typename T>
+float peak_of(const T* scores, int64_t size) {
+  Lanes peaks = Lanes{} - std::numeric_limits<float>::infinity();
+  int64_t i = 0;
+  for (; i + LANES <= size; i += LANES) peaks = larger(load(scores + i), peaks);
+  float peak = largest(peaks);
+  for (; i < size; ++i) peak = std::max(peak, static_cast<float>(scores[i]));
+  return peak;
+}
+
+// Part by part, so that only the part with the largest score is searched for its place.
+template <typename T>
+int64_t largest_place(const T* scores, int64_t size) {
+  constexpr int64_t PART = 1024;
+  int64_t best = 0;
+  float peak = -std::numeric_limits<float>::infinity();
+  for (int64_t start = 0; start < size; start += PART) {
+    const float found = peak_of(scores + start, std::min(PART, size - start));
+    if (found > peak) {
+      peak = found;
+      best = start;
+    }
+  }
+  for (int64_t i = best; i < std::min(best + PART, size); ++i)
+    if (static_cast<float>(scores[i]) == peak) return i;
+  return 0;
+}
+
+}  // namespace
+
 // input: [..., size]; weight: [size].
 at::Tensor rms_norm(const at::Tensor& input, const at::Tensor& weight, double eps) {
   const at::Tensor x = input.contiguous();
   at::Tensor output = at::empty_like(x);
-  const int64_t size = x.size(-1), tokens = x.numel() / size;
   by_dtype(x, [&]<typename T>(T*) {
-    const T* from = x.const_data_ptr<T>();
     const T* scale = weight.const_data_ptr<T>();
-    T* to = output.mutable_data_ptr<T>();
-    at::parallel_for(0, tokens, tokens_a_thread(size), [&](int64_t begin, int64_t end) {
-      for (int64_t t = begin; t < end; ++t) {
-        const T* row = from + t * size;
-        float squares = 0;
-        for (int64_t i = 0; i < size; ++i) squares += static_cast<float>(row[i]) * static_cast<float>(row[i]);
-        const float factor = 1.0f / std::sqrt(squares / static_cast<float>(size) + static_cast<float>(eps));
-        for (int64_t i = 0; i < size; ++i) {
-          const T normed = static_cast<T>(static_cast<float>(row[i]) * factor);
-          to[t * size + i] = static_cast<T>(static_cast<float>(normed) * static_cast<float>(scale[i]));
-        }
-      }
+    for_each_row<T>(x, output, [&](const T* from, T* to, int64_t size) {
+      const float squares = total(size, [&](int64_t i, auto at) { return at(from + i) * at(from + i); });
+      const float factor = 1.0f / std::sqrt(squares / static_cast<float>(size) + static_cast<float>(eps));
+      write(to, size, [&](int64_t i, auto at) { return at.rounded(to, at(from + i) * factor) * at(scale + i); });
+    });
+  });
+  return output;
+}
+
+// input: [..., size]; weight, bias: [size].
+at::Tensor layer_norm(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& bias, double eps) {
+  const at::Tensor x = input.contiguous();
+  at::Tensor output = at::empty_like(x);
+  by_dtype(x, [&]<typename T>(T*) {
+    const T* scale = weight.const_data_ptr<T>();
+    const T* shift = bias.const_data_ptr<T>();
+    for_each_row<T>(x, output, [&](const T* from, T* to, int64_t size) {
+      const float mean = total(size, [&](int64_t i, auto at) { return at(from + i); }) / static_cast<float>(size);
+      const float squares =
+          total(size, [&](int64_t i, auto at) { return (at(from + i) - mean) * (at(from + i) - mean); });
+      const float factor = 1.0f / std::sqrt(squares / static_cast<float>(size) + static_cast<float>(eps));
+      write(to, size,
+            [&](int64_t i, auto at) { return (at(from + i) - mean) * factor * at(scale + i) + at(shift + i); });
     });
   });
   return output;
@@ -89,20 +199,6 @@ at::Tensor silu_mul(const at::Tensor& gate_up) {
     });
   });
   return output;
-}
-
-// Rotary position embedding of one head (Su et al. 2021), halves apart: element i turns with element i + half.
-// place: where element i is to be written.
-template <typename T, typename Place>
-void rotate(const T* from, T* to, const T* cos, const T* sin, int64_t rotated, int64_t head_dim, const Place& place) {
-  const int64_t half = rotated / 2;
-  for (int64_t i = 0; i < half; ++i) {
-    const float low = static_cast<float>(from[i]), high = static_cast<float>(from[i + half]);
-    to[place(i)] = static_cast<T>(low * static_cast<float>(cos[i]) - high * static_cast<float>(sin[i]));
-    to[place(i + half)] =
-        static_cast<T>(high * static_cast<float>(cos[i + half]) + low * static_cast<float>(sin[i + half]));
-  }
-  for (int64_t i = rotated; i < head_dim; ++i) to[place(i)] = from[i];
 }
 
 // Rotates query in place and key on its way into the cache, and puts value beside it.
@@ -142,34 +238,6 @@ void rotate_and_write(at::Tensor& query, const at::Tensor& key, const at::Tensor
   });
 }
 
-template <typename T>
-float peak_of(const T* scores, int64_t size) {
-  Lanes peaks = Lanes{} - std::numeric_limits<float>::infinity();
-  int64_t i = 0;
-  for (; i + LANES <= size; i += LANES) peaks = larger(load(scores + i), peaks);
-  float peak = largest(peaks);
-  for (; i < size; ++i) peak = std::max(peak, static_cast<float>(scores[i]));
-  return peak;
-}
-
-// Part by part, so that only the part with the largest score is searched for its place.
-template <typename T>
-int64_t largest_place(const T* scores, int64_t size) {
-  constexpr int64_t PART = 1024;
-  int64_t best = 0;
-  float peak = -std::numeric_limits<float>::infinity();
-  for (int64_t start = 0; start < size; start += PART) {
-    const float found = peak_of(scores + start, std::min(PART, size - start));
-    if (found > peak) {
-      peak = found;
-      best = start;
-    }
-  }
-  for (int64_t i = best; i < std::min(best + PART, size); ++i)
-    if (static_cast<float>(scores[i]) == peak) return i;
-  return 0;
-}
-
 // scores: [rows, size]. Returns the place of each row's largest, the first of equals: [rows] int64. NaN is never it.
 at::Tensor argmax(const at::Tensor& scores) {
   const at::Tensor x = scores.contiguous();
@@ -185,10 +253,11 @@ at::Tensor argmax(const at::Tensor& scores) {
   return output;
 }
 
-}  // namespace
+}  // namespace oatmill
 
 TORCH_LIBRARY_FRAGMENT(oatmill, library) {
   library.def("rms_norm(Tensor input, Tensor weight, float eps) -> Tensor");
+  library.def("layer_norm(Tensor input, Tensor weight, Tensor bias, float eps) -> Tensor");
   library.def("silu_mul(Tensor gate_up) -> Tensor");
   library.def("argmax(Tensor scores) -> Tensor");
   library.def(
@@ -197,8 +266,9 @@ TORCH_LIBRARY_FRAGMENT(oatmill, library) {
 }
 
 TORCH_LIBRARY_IMPL(oatmill, CPU, library) {
-  library.impl("rms_norm", &rms_norm);
-  library.impl("silu_mul", &silu_mul);
-  library.impl("argmax", &argmax);
-  library.impl("rotate_and_write", &rotate_and_write);
+  library.impl("rms_norm", &oatmill::rms_norm);
+  library.impl("layer_norm", &oatmill::layer_norm);
+  library.impl("silu_mul", &oatmill::silu_mul);
+  library.impl("argmax", &oatmill::argmax);
+  library.impl("rotate_and_write", &oatmill::rotate_and_write);
 }

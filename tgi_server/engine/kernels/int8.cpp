@@ -14,10 +14,12 @@
 #include <vector>
 
 #include "linear.h"
+#include "ops.h"
+
+namespace oatmill {
 
 namespace {
 
-using namespace oatmill;
 using Bytes = uint8_t __attribute__((vector_size(LANES)));
 
 constexpr int64_t DEPTH = WORD;  // bytes
@@ -80,6 +82,8 @@ bool int8_supported() {
 #endif
 }
 
+}  // namespace
+
 // input: [..., inputs] float32 or bfloat16; packed: of int8_pack; scales, corrections, bias: [outputs, padded to a
 // tile] float32, corrections being OFFSET times the sum of an output's weights; residual: [..., outputs], added last.
 // Returns [..., outputs] in the input's dtype.
@@ -121,10 +125,10 @@ at::Tensor int8_linear(const at::Tensor& input, const at::Tensor& packed, int64_
   return output;
 }
 
-}  // namespace
+}  // namespace oatmill
 
 TORCH_LIBRARY_FRAGMENT(oatmill, library) {
-  library.def("int8_supported() -> bool", &int8_supported);
+  library.def("int8_supported() -> bool", &oatmill::int8_supported);
   library.def("int8_pack(Tensor weight) -> Tensor");
   library.def(
       "int8_linear(Tensor input, Tensor packed, int outputs, Tensor scales, Tensor corrections, Tensor? bias, bool relu, "
@@ -132,6 +136,6 @@ TORCH_LIBRARY_FRAGMENT(oatmill, library) {
 }
 
 TORCH_LIBRARY_IMPL(oatmill, CPU, library) {
-  library.impl("int8_pack", &int8_pack);
-  library.impl("int8_linear", &int8_linear);
+  library.impl("int8_pack", &oatmill::int8_pack);
+  library.impl("int8_linear", &oatmill::int8_linear);
 }

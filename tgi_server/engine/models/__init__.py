@@ -38,6 +38,6 @@ def create_runner(model: PreTrainedModel, config: EngineConfig) -> Runner:
         return PaddedRunner(model, config.memory_fraction, config.cpu_memory, group)
     backend = create_attention_backend(shape, model.device, model.dtype, custom_kernels=config.custom_kernels)
     if on_cpu:
-        with same_logits(model, linear.rounding, group) as variants:
+        with same_logits(model, backend, linear.rounding, group) as variants:
             optimise(model, backend, variants, linear)
     return PagedRunner(model, backend, config.memory_fraction, config.cpu_memory, group)

@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from tgi_server.engine.attention.base import AttentionVariant, Chunk, KVShape, Step
+from tgi_server.engine.attention.base import AttentionBackend, AttentionVariant, Chunk, KVShape, Step
 from tgi_server.engine.attention.gather import GatherAttention
 from tgi_server.engine.errors import EngineError, UnsupportedModel
 from tgi_server.engine.models.families import install_paged_attention
@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 LONG, SHORT = 8, 5
 """Tokens of the two prompts; both are the start of the same text."""
+_BLOCKS = 3  # of the KV cache: one for each prompt, and the scratch block
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
 
@@ -48,8 +49,8 @@ class _Recorder(GatherAttention):
 
     def write(self, layer: int, key: Tensor, value: Tensor, step: Step) -> None:
         if layer not in self._keys:
-            self._keys[layer] = key.new_zeros(3, self.block_size, *key.shape[1:])
-            self._values[layer] = value.new_zeros(3, self.block_size, *value.shape[1:])
+            self._keys[layer] = key.new_zeros(_BLOCKS, self.block_size, *key.shape[1:])
+            self._values[layer] = value.new_zeros(_BLOCKS, self.block_size, *value.shape[1:])
         self.written += 1
         super().write(layer, key, value, step)
 
@@ -101,19 +102,21 @@ def probe_kv_shape(model: PreTrainedModel, group: ShardGroup | None = None) -> K
 
 @contextmanager
 def same_logits(
-    model: PreTrainedModel, rounding: float = 0.0, group: ShardGroup | None = None
+    model: PreTrainedModel, backend: AttentionBackend, rounding: float = 0.0, group: ShardGroup | None = None
 ) -> Iterator[dict[int, AttentionVariant]]:
     """Checks that what is done to a model on the paged path leaves its logits as they were.
 
-    rounding: what weights that were quantised may add to the difference. group: the shards of the model, when this is
-    one of them. Yields how each layer attends.
+    backend: what the model attends with afterwards; its blocks are allocated anew. rounding: what weights that were
+    quantised may add to the difference. group: the shards of the model, when this is one of them. Yields how each
+    layer attends.
 
     Raises UnsupportedModel when they differ by more than rounding.
     """
     recorder = _Recorder(model)
     before = _run(model, recorder)
     yield recorder.variants
-    error = logits_error(before, _run(model, _Recorder(model)))
+    backend.allocate(_BLOCKS)
+    error = logits_error(before, _run(model, backend))
     if group is not None:
         error = max(map(float, group.ask(str(error))), key=lambda other: (math.isnan(other), other))
     if not error <= TOLERANCE[model.dtype] + rounding:
@@ -165,11 +168,11 @@ def _paged_logits(model: PreTrainedModel) -> Tensor:
     return logits[0, [LONG - 1, SHORT - 1, LONG, SHORT]]
 
 
-def _run(model: PreTrainedModel, recorder: _Recorder) -> Tensor:
+def _run(model: PreTrainedModel, backend: AttentionBackend) -> Tensor:
     """The last logits of both prompts, then those of one more token of each: [4, vocab_size]."""
-    cache = PagedCache(recorder)
+    cache = PagedCache(backend)
     cache.attach(model)
-    tokens, size, device = probe_tokens(model, LONG + 1), recorder.block_size, model.device
+    tokens, size, device = probe_tokens(model, LONG + 1), backend.block_size, model.device
     places = torch.arange(LONG + 1, device=device)
     tables = torch.tensor([[1], [2]], dtype=torch.int32, device=device)
 

@@ -22,8 +22,8 @@ def prompts(lengths: tuple[int, ...] = LENGTHS) -> list[list[int]]:
     return [[numbers.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in lengths]
 
 
-def load_engine(folder: Path, **settings) -> Engine:
-    return Engine(EngineConfig(folder, dtype=torch.float32, **settings))
+def load_engine(folder: Path, dtype: torch.dtype = torch.float32, **settings) -> Engine:
+    return Engine(EngineConfig(folder, dtype=dtype, **settings))
 
 
 def expected_tokens(folder: Path, texts: list[list[int]]) -> list[list[int]]:

@@ -3,6 +3,9 @@
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from tests.tiny_models import ARCHITECTURES, make
 from tests.unit.engine.models.driver import LENGTHS, NEW, Driver, expected_tokens, load_engine, prompts
@@ -49,3 +52,21 @@ def test_overlapping_requests_get_the_tokens_of_transformers(architecture, tmp_p
 @pytest.mark.parametrize("architecture", ["bloom_6_heads", "falcon_rw", "flan_t5", "gemma2", "mistral", "starcoder"])
 def test_so_they_do_without_kernels_of_the_engines_own(architecture, tmp_path) -> None:
     check(*overlap(make(architecture, tmp_path), custom_kernels=False))
+
+
+@pytest.mark.parametrize("architecture", ["llama", "mistral", "opt", "qwen2", "qwen2_windows"])
+@pytest.mark.parametrize("quantize", [None, "int8"])
+def test_in_bfloat16_each_token_is_as_likely_as_the_likeliest_or_nearly_so(architecture, quantize, tmp_path) -> None:
+    folder = make(architecture, tmp_path)
+    driver, _ = overlap(folder, dtype=torch.bfloat16, quantize=quantize)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).float()
+    lost = torch.cat([_lost(model, text, output) for text, output in zip(prompts(), driver.outputs, strict=True)])
+    assert len(lost) > len(LENGTHS) * NEW / 2
+    assert lost.max() < (0.06 if quantize is None else 0.4)
+
+
+def _lost(model: torch.nn.Module, prompt: list[int], output: list[int]) -> Tensor:
+    """How far the logit of each token of the output is below the largest, in standard deviations: [tokens]."""
+    logits = model(torch.tensor([prompt + output])).logits[0, len(prompt) - 1 : -1]
+    chosen = logits.gather(1, torch.tensor(output).unsqueeze(1)).squeeze(1)
+    return (logits.max(1).values - chosen) / logits.std(1)

@@ -1,0 +1,36 @@
+// What the kernels offer each other; each is described where it is defined.
+
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <optional>
+
+namespace oatmill {
+
+at::Tensor bf16_linear(const at::Tensor& input, const at::Tensor& packed, int64_t outputs,
+                       const std::optional<at::Tensor>& bias, bool relu, const std::optional<at::Tensor>& residual);
+
+at::Tensor int8_linear(const at::Tensor& input, const at::Tensor& packed, int64_t outputs, const at::Tensor& scales,
+                       const at::Tensor& corrections, const std::optional<at::Tensor>& bias, bool relu,
+                       const std::optional<at::Tensor>& residual);
+
+at::Tensor rms_norm(const at::Tensor& input, const at::Tensor& weight, double eps);
+
+at::Tensor layer_norm(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& bias, double eps);
+
+at::Tensor silu_mul(const at::Tensor& gate_up);
+
+void rotate_and_write(at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const at::Tensor& cos,
+                      const at::Tensor& sin, at::Tensor& keys, at::Tensor& values, const at::Tensor& slots);
+
+void write_kv(const at::Tensor& key, const at::Tensor& value, at::Tensor& keys, at::Tensor& values,
+              const at::Tensor& slots);
+
+at::Tensor paged_attention(const at::Tensor& query, const at::Tensor& keys, const at::Tensor& values,
+                           const at::Tensor& tables, const at::Tensor& kv_lengths, const at::Tensor& query_starts,
+                           double scaling, int64_t window, double softcap,
+                           const std::optional<at::Tensor>& alibi_slopes, bool rounded_alibi);
+
+}  // namespace oatmill
