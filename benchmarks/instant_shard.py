@@ -12,7 +12,7 @@ import argparse
 import asyncio
 import signal
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,6 @@ import grpc
 
 from shared.stubs import generate_pb2 as pb
 from shared.stubs.generate_pb2_grpc import TextGenerationServiceServicer, add_TextGenerationServiceServicer_to_server
-from tgi_server.shard.call_order import CallOrder, OutOfTurn
 
 _BLOCK_SIZE = 16
 _VOCAB_SIZE = 2**16
@@ -72,7 +71,6 @@ class InstantShard(TextGenerationServiceServicer):
         self._num_blocks = num_blocks
         self._grammars = grammars
         self._rows: dict[int, _Row] = {}
-        self._order = CallOrder()
 
     async def Info(self, request: pb.InfoRequest, context: Any) -> pb.InfoResponse:
         return pb.InfoResponse(
@@ -101,8 +99,33 @@ class InstantShard(TextGenerationServiceServicer):
             max_batch_total_tokens=self._num_blocks * _BLOCK_SIZE,
         )
 
-    async def Prefill(self, request: pb.PrefillRequest, context: Any) -> pb.StepResponse:
-        await self._turn(request.sequence, context)
+    async def Compile(self, request: pb.CompileRequest, context: Any) -> pb.CompileResponse:
+        await self._perhaps_fail(context)
+        return pb.CompileResponse(error=self.grammar_error)
+
+    async def Run(self, calls: AsyncIterator[pb.Call], context: Any) -> AsyncIterator[pb.Answer]:
+        async for call in calls:
+            if self.fail is not None:
+                yield pb.Answer(failure=pb.Failure(reason=self.fail))
+                await asyncio.Event().wait()
+            kind = call.WhichOneof("call")
+            if kind == "decode":
+                yield await self._answer([self._next(row) for row in self._running()])
+            elif kind == "prefill":
+                yield await self._answer(self._prefill(call.prefill))
+            elif kind == "filter_batch":
+                keep = set(call.filter_batch.keep_request_ids)
+                self._rows = {request_id: row for request_id, row in self._rows.items() if request_id in keep}
+                yield pb.Answer(filter_batch=pb.FilterBatchResponse())
+            else:
+                self._rows.clear()
+                yield pb.Answer(clear_cache=pb.ClearCacheResponse())
+
+    async def _perhaps_fail(self, context: Any) -> None:
+        if self.fail is not None:
+            await context.abort(grpc.StatusCode.INTERNAL, self.fail)
+
+    def _prefill(self, request: pb.PrefillRequest) -> list[pb.Generation]:
         generations = [self._next(row) for row in self._running()] if request.decode else []
         for joining in request.requests:
             self.received.append(joining)
@@ -112,37 +135,7 @@ class InstantShard(TextGenerationServiceServicer):
             row.computed += chunk.tokens
             if row.computed >= row.length:
                 generations.append(self._first(row))
-        return await self._answer(generations)
-
-    async def Decode(self, request: pb.DecodeRequest, context: Any) -> pb.StepResponse:
-        await self._turn(request.sequence, context)
-        return await self._answer([self._next(row) for row in self._running()])
-
-    async def Compile(self, request: pb.CompileRequest, context: Any) -> pb.CompileResponse:
-        await self._perhaps_fail(context)
-        return pb.CompileResponse(error=self.grammar_error)
-
-    async def FilterBatch(self, request: pb.FilterBatchRequest, context: Any) -> pb.FilterBatchResponse:
-        await self._turn(request.sequence, context)
-        keep = set(request.keep_request_ids)
-        self._rows = {request_id: row for request_id, row in self._rows.items() if request_id in keep}
-        return pb.FilterBatchResponse()
-
-    async def ClearCache(self, request: pb.ClearCacheRequest, context: Any) -> pb.ClearCacheResponse:
-        self._order.restart(request.sequence)
-        self._rows.clear()
-        return pb.ClearCacheResponse()
-
-    async def _turn(self, sequence: int, context: Any) -> None:
-        try:
-            await self._order.turn(sequence)
-        except OutOfTurn as error:
-            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
-        await self._perhaps_fail(context)
-
-    async def _perhaps_fail(self, context: Any) -> None:
-        if self.fail is not None:
-            await context.abort(grpc.StatusCode.INTERNAL, self.fail)
+        return generations
 
     def _running(self) -> list[_Row]:
         return [row for row in self._rows.values() if row.computed >= row.length]
@@ -174,10 +167,10 @@ class InstantShard(TextGenerationServiceServicer):
             del self._rows[request.id]
         return generation
 
-    async def _answer(self, generations: list[pb.Generation]) -> pb.StepResponse:
+    async def _answer(self, generations: list[pb.Generation]) -> pb.Answer:
         if self.step_seconds:
             await asyncio.sleep(self.step_seconds)
-        return pb.StepResponse(generations=generations)
+        return pb.Answer(step=pb.StepResponse(generations=generations))
 
 
 async def start(shard: InstantShard, path: Path) -> grpc.aio.Server:

@@ -18,7 +18,6 @@ import grpc
 from shared.stubs import generate_pb2 as pb
 from shared.stubs.generate_pb2_grpc import TextGenerationServiceServicer, add_TextGenerationServiceServicer_to_server
 from tgi_server.router.messages import ValidRequest
-from tgi_server.shard.call_order import CallOrder, OutOfTurn
 
 EOS = 0
 VOCABULARY = 24
@@ -279,8 +278,6 @@ class SimulatedShardService(TextGenerationServiceServicer):
         self.ill = False
         self.calls: list[str] = []
         self._urls = urls
-        self._order = CallOrder()
-        self._device = asyncio.Lock()
 
     async def Info(self, request, context):
         return pb.InfoResponse(
@@ -304,34 +301,25 @@ class SimulatedShardService(TextGenerationServiceServicer):
             num_blocks=self.shard.num_blocks, max_total_tokens=tokens, max_batch_total_tokens=tokens
         )
 
-    async def Prefill(self, request, context):
-        return await self._step("Prefill", self.shard.prefill, request, context)
-
-    async def Decode(self, request, context):
-        return await self._step("Decode", self.shard.decode, request, context)
-
-    async def FilterBatch(self, request, context):
-        await self._order.turn(request.sequence)
-        async with self._device:
-            self.calls.append("FilterBatch")
-            return self.shard.filter_batch(request)
-
-    async def ClearCache(self, request, context):
-        self._order.restart(request.sequence)
-        self.calls.append("ClearCache")
-        return self.shard.clear_cache(request)
-
-    async def _step(self, method, execute, request, context):
+    async def Run(self, calls, context):
         try:
-            await self._order.turn(request.sequence)
-            async with self._device:
-                await asyncio.sleep(1e6 if self.hanging else self.step_seconds)
-                if self.failing is not None:
-                    raise self.failing
-                self.calls.append(method)
-                return execute(request)
-        except (OutOfTurn, ProtocolViolation, RuntimeError) as error:
-            await context.abort(grpc.StatusCode.INTERNAL, str(error))
+            async for call in calls:
+                kind = call.WhichOneof("call")
+                yield pb.Answer(**{_ANSWERS[kind]: await self._execute(kind, getattr(call, kind))})
+        except (ProtocolViolation, RuntimeError) as error:
+            yield pb.Answer(failure=pb.Failure(reason=str(error)))
+            await asyncio.Event().wait()
+
+    async def _execute(self, kind, request):
+        if _ANSWERS[kind] == "step":
+            await asyncio.sleep(1e6 if self.hanging else self.step_seconds)
+            if self.failing is not None:
+                raise self.failing
+        self.calls.append(kind)
+        return getattr(self.shard, kind)(request)
+
+
+_ANSWERS = {"prefill": "step", "decode": "step", "filter_batch": "filter_batch", "clear_cache": "clear_cache"}
 
 
 @dataclass(slots=True)

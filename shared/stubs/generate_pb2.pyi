@@ -18,6 +18,36 @@ FINISH_REASON_LENGTH: FinishReason
 FINISH_REASON_EOS_TOKEN: FinishReason
 FINISH_REASON_STOP_SEQUENCE: FinishReason
 
+class Call(_message.Message):
+    __slots__ = ("prefill", "decode", "filter_batch", "clear_cache")
+    PREFILL_FIELD_NUMBER: _ClassVar[int]
+    DECODE_FIELD_NUMBER: _ClassVar[int]
+    FILTER_BATCH_FIELD_NUMBER: _ClassVar[int]
+    CLEAR_CACHE_FIELD_NUMBER: _ClassVar[int]
+    prefill: PrefillRequest
+    decode: DecodeRequest
+    filter_batch: FilterBatchRequest
+    clear_cache: ClearCacheRequest
+    def __init__(self, prefill: _Optional[_Union[PrefillRequest, _Mapping]] = ..., decode: _Optional[_Union[DecodeRequest, _Mapping]] = ..., filter_batch: _Optional[_Union[FilterBatchRequest, _Mapping]] = ..., clear_cache: _Optional[_Union[ClearCacheRequest, _Mapping]] = ...) -> None: ...
+
+class Answer(_message.Message):
+    __slots__ = ("step", "filter_batch", "clear_cache", "failure")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    FILTER_BATCH_FIELD_NUMBER: _ClassVar[int]
+    CLEAR_CACHE_FIELD_NUMBER: _ClassVar[int]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    step: StepResponse
+    filter_batch: FilterBatchResponse
+    clear_cache: ClearCacheResponse
+    failure: Failure
+    def __init__(self, step: _Optional[_Union[StepResponse, _Mapping]] = ..., filter_batch: _Optional[_Union[FilterBatchResponse, _Mapping]] = ..., clear_cache: _Optional[_Union[ClearCacheResponse, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ...) -> None: ...
+
+class Failure(_message.Message):
+    __slots__ = ("reason",)
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    def __init__(self, reason: _Optional[str] = ...) -> None: ...
+
 class InfoRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
@@ -231,52 +261,34 @@ class Grant(_message.Message):
     def __init__(self, request_id: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class PrefillRequest(_message.Message):
-    __slots__ = ("batch_id", "requests", "chunks", "grants", "decode", "sequence")
+    __slots__ = ("batch_id", "requests", "chunks", "grants", "decode")
     BATCH_ID_FIELD_NUMBER: _ClassVar[int]
     REQUESTS_FIELD_NUMBER: _ClassVar[int]
     CHUNKS_FIELD_NUMBER: _ClassVar[int]
     GRANTS_FIELD_NUMBER: _ClassVar[int]
     DECODE_FIELD_NUMBER: _ClassVar[int]
-    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     batch_id: int
     requests: _containers.RepeatedCompositeFieldContainer[Request]
     chunks: _containers.RepeatedCompositeFieldContainer[Chunk]
     grants: _containers.RepeatedCompositeFieldContainer[Grant]
     decode: bool
-    sequence: int
-    def __init__(self, batch_id: _Optional[int] = ..., requests: _Optional[_Iterable[_Union[Request, _Mapping]]] = ..., chunks: _Optional[_Iterable[_Union[Chunk, _Mapping]]] = ..., grants: _Optional[_Iterable[_Union[Grant, _Mapping]]] = ..., decode: _Optional[bool] = ..., sequence: _Optional[int] = ...) -> None: ...
+    def __init__(self, batch_id: _Optional[int] = ..., requests: _Optional[_Iterable[_Union[Request, _Mapping]]] = ..., chunks: _Optional[_Iterable[_Union[Chunk, _Mapping]]] = ..., grants: _Optional[_Iterable[_Union[Grant, _Mapping]]] = ..., decode: _Optional[bool] = ...) -> None: ...
 
 class DecodeRequest(_message.Message):
-    __slots__ = ("batch_id", "grants", "sequence")
+    __slots__ = ("batch_id", "grants")
     BATCH_ID_FIELD_NUMBER: _ClassVar[int]
     GRANTS_FIELD_NUMBER: _ClassVar[int]
-    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     batch_id: int
     grants: _containers.RepeatedCompositeFieldContainer[Grant]
-    sequence: int
-    def __init__(self, batch_id: _Optional[int] = ..., grants: _Optional[_Iterable[_Union[Grant, _Mapping]]] = ..., sequence: _Optional[int] = ...) -> None: ...
+    def __init__(self, batch_id: _Optional[int] = ..., grants: _Optional[_Iterable[_Union[Grant, _Mapping]]] = ...) -> None: ...
 
 class StepResponse(_message.Message):
-    __slots__ = ("generations", "batch", "timings")
+    __slots__ = ("generations", "timings")
     GENERATIONS_FIELD_NUMBER: _ClassVar[int]
-    BATCH_FIELD_NUMBER: _ClassVar[int]
     TIMINGS_FIELD_NUMBER: _ClassVar[int]
     generations: _containers.RepeatedCompositeFieldContainer[Generation]
-    batch: CachedBatch
     timings: Timings
-    def __init__(self, generations: _Optional[_Iterable[_Union[Generation, _Mapping]]] = ..., batch: _Optional[_Union[CachedBatch, _Mapping]] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ...) -> None: ...
-
-class CachedBatch(_message.Message):
-    __slots__ = ("id", "request_ids", "size", "max_tokens")
-    ID_FIELD_NUMBER: _ClassVar[int]
-    REQUEST_IDS_FIELD_NUMBER: _ClassVar[int]
-    SIZE_FIELD_NUMBER: _ClassVar[int]
-    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    id: int
-    request_ids: _containers.RepeatedScalarFieldContainer[int]
-    size: int
-    max_tokens: int
-    def __init__(self, id: _Optional[int] = ..., request_ids: _Optional[_Iterable[int]] = ..., size: _Optional[int] = ..., max_tokens: _Optional[int] = ...) -> None: ...
+    def __init__(self, generations: _Optional[_Iterable[_Union[Generation, _Mapping]]] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ...) -> None: ...
 
 class Timings(_message.Message):
     __slots__ = ("forward_ns", "sampling_ns", "total_ns")
@@ -325,28 +337,22 @@ class PrefillTokens(_message.Message):
     def __init__(self, ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class FilterBatchRequest(_message.Message):
-    __slots__ = ("batch_id", "keep_request_ids", "sequence")
+    __slots__ = ("batch_id", "keep_request_ids")
     BATCH_ID_FIELD_NUMBER: _ClassVar[int]
     KEEP_REQUEST_IDS_FIELD_NUMBER: _ClassVar[int]
-    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     batch_id: int
     keep_request_ids: _containers.RepeatedScalarFieldContainer[int]
-    sequence: int
-    def __init__(self, batch_id: _Optional[int] = ..., keep_request_ids: _Optional[_Iterable[int]] = ..., sequence: _Optional[int] = ...) -> None: ...
+    def __init__(self, batch_id: _Optional[int] = ..., keep_request_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class FilterBatchResponse(_message.Message):
-    __slots__ = ("batch",)
-    BATCH_FIELD_NUMBER: _ClassVar[int]
-    batch: CachedBatch
-    def __init__(self, batch: _Optional[_Union[CachedBatch, _Mapping]] = ...) -> None: ...
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class ClearCacheRequest(_message.Message):
-    __slots__ = ("batch_id", "sequence")
+    __slots__ = ("batch_id",)
     BATCH_ID_FIELD_NUMBER: _ClassVar[int]
-    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     batch_id: int
-    sequence: int
-    def __init__(self, batch_id: _Optional[int] = ..., sequence: _Optional[int] = ...) -> None: ...
+    def __init__(self, batch_id: _Optional[int] = ...) -> None: ...
 
 class ClearCacheResponse(_message.Message):
     __slots__ = ()

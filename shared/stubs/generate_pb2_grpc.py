@@ -54,30 +54,15 @@ class TextGenerationServiceStub:
                 request_serializer=shared_dot_stubs_dot_generate__pb2.WarmupRequest.SerializeToString,
                 response_deserializer=shared_dot_stubs_dot_generate__pb2.WarmupResponse.FromString,
                 _registered_method=True)
-        self.Prefill = channel.unary_unary(
-                '/generate.v1.TextGenerationService/Prefill',
-                request_serializer=shared_dot_stubs_dot_generate__pb2.PrefillRequest.SerializeToString,
-                response_deserializer=shared_dot_stubs_dot_generate__pb2.StepResponse.FromString,
-                _registered_method=True)
-        self.Decode = channel.unary_unary(
-                '/generate.v1.TextGenerationService/Decode',
-                request_serializer=shared_dot_stubs_dot_generate__pb2.DecodeRequest.SerializeToString,
-                response_deserializer=shared_dot_stubs_dot_generate__pb2.StepResponse.FromString,
-                _registered_method=True)
         self.Compile = channel.unary_unary(
                 '/generate.v1.TextGenerationService/Compile',
                 request_serializer=shared_dot_stubs_dot_generate__pb2.CompileRequest.SerializeToString,
                 response_deserializer=shared_dot_stubs_dot_generate__pb2.CompileResponse.FromString,
                 _registered_method=True)
-        self.FilterBatch = channel.unary_unary(
-                '/generate.v1.TextGenerationService/FilterBatch',
-                request_serializer=shared_dot_stubs_dot_generate__pb2.FilterBatchRequest.SerializeToString,
-                response_deserializer=shared_dot_stubs_dot_generate__pb2.FilterBatchResponse.FromString,
-                _registered_method=True)
-        self.ClearCache = channel.unary_unary(
-                '/generate.v1.TextGenerationService/ClearCache',
-                request_serializer=shared_dot_stubs_dot_generate__pb2.ClearCacheRequest.SerializeToString,
-                response_deserializer=shared_dot_stubs_dot_generate__pb2.ClearCacheResponse.FromString,
+        self.Run = channel.stream_stream(
+                '/generate.v1.TextGenerationService/Run',
+                request_serializer=shared_dot_stubs_dot_generate__pb2.Call.SerializeToString,
+                response_deserializer=shared_dot_stubs_dot_generate__pb2.Answer.FromString,
                 _registered_method=True)
 
 
@@ -112,36 +97,15 @@ class TextGenerationServiceServicer:
         context.set_details('Method not implemented!')
         raise RuntimeError('Method not implemented!')
 
-    def Prefill(self, request, context):
-        """New requests join a batch, and prompt chunks are computed; running sequences may decode along.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise RuntimeError('Method not implemented!')
-
-    def Decode(self, request, context):
-        """One token for every running sequence of a batch; several where a grammar leaves no choice.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise RuntimeError('Method not implemented!')
-
     def Compile(self, request, context):
-        """Compiles a grammar, or says why it cannot be used. In no order with the other calls: steps go on meanwhile.
+        """Compiles a grammar, or says why it cannot be used. Steps go on meanwhile.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise RuntimeError('Method not implemented!')
 
-    def FilterBatch(self, request, context):
-        """Keeps the named requests of a batch and forgets the rest.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise RuntimeError('Method not implemented!')
-
-    def ClearCache(self, request, context):
-        """Forgets one batch, or all.
+    def Run(self, request_iterator, context):
+        """Runs batches.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -170,30 +134,15 @@ def add_TextGenerationServiceServicer_to_server(servicer, server):
                     request_deserializer=shared_dot_stubs_dot_generate__pb2.WarmupRequest.FromString,
                     response_serializer=shared_dot_stubs_dot_generate__pb2.WarmupResponse.SerializeToString,
             ),
-            'Prefill': grpc.unary_unary_rpc_method_handler(
-                    servicer.Prefill,
-                    request_deserializer=shared_dot_stubs_dot_generate__pb2.PrefillRequest.FromString,
-                    response_serializer=shared_dot_stubs_dot_generate__pb2.StepResponse.SerializeToString,
-            ),
-            'Decode': grpc.unary_unary_rpc_method_handler(
-                    servicer.Decode,
-                    request_deserializer=shared_dot_stubs_dot_generate__pb2.DecodeRequest.FromString,
-                    response_serializer=shared_dot_stubs_dot_generate__pb2.StepResponse.SerializeToString,
-            ),
             'Compile': grpc.unary_unary_rpc_method_handler(
                     servicer.Compile,
                     request_deserializer=shared_dot_stubs_dot_generate__pb2.CompileRequest.FromString,
                     response_serializer=shared_dot_stubs_dot_generate__pb2.CompileResponse.SerializeToString,
             ),
-            'FilterBatch': grpc.unary_unary_rpc_method_handler(
-                    servicer.FilterBatch,
-                    request_deserializer=shared_dot_stubs_dot_generate__pb2.FilterBatchRequest.FromString,
-                    response_serializer=shared_dot_stubs_dot_generate__pb2.FilterBatchResponse.SerializeToString,
-            ),
-            'ClearCache': grpc.unary_unary_rpc_method_handler(
-                    servicer.ClearCache,
-                    request_deserializer=shared_dot_stubs_dot_generate__pb2.ClearCacheRequest.FromString,
-                    response_serializer=shared_dot_stubs_dot_generate__pb2.ClearCacheResponse.SerializeToString,
+            'Run': grpc.stream_stream_rpc_method_handler(
+                    servicer.Run,
+                    request_deserializer=shared_dot_stubs_dot_generate__pb2.Call.FromString,
+                    response_serializer=shared_dot_stubs_dot_generate__pb2.Answer.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -315,60 +264,6 @@ class TextGenerationService:
             _registered_method=True)
 
     @staticmethod
-    def Prefill(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/generate.v1.TextGenerationService/Prefill',
-            shared_dot_stubs_dot_generate__pb2.PrefillRequest.SerializeToString,
-            shared_dot_stubs_dot_generate__pb2.StepResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Decode(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/generate.v1.TextGenerationService/Decode',
-            shared_dot_stubs_dot_generate__pb2.DecodeRequest.SerializeToString,
-            shared_dot_stubs_dot_generate__pb2.StepResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
     def Compile(request,
             target,
             options=(),
@@ -396,7 +291,7 @@ class TextGenerationService:
             _registered_method=True)
 
     @staticmethod
-    def FilterBatch(request,
+    def Run(request_iterator,
             target,
             options=(),
             channel_credentials=None,
@@ -406,39 +301,12 @@ class TextGenerationService:
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
+        return grpc.experimental.stream_stream(
+            request_iterator,
             target,
-            '/generate.v1.TextGenerationService/FilterBatch',
-            shared_dot_stubs_dot_generate__pb2.FilterBatchRequest.SerializeToString,
-            shared_dot_stubs_dot_generate__pb2.FilterBatchResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def ClearCache(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/generate.v1.TextGenerationService/ClearCache',
-            shared_dot_stubs_dot_generate__pb2.ClearCacheRequest.SerializeToString,
-            shared_dot_stubs_dot_generate__pb2.ClearCacheResponse.FromString,
+            '/generate.v1.TextGenerationService/Run',
+            shared_dot_stubs_dot_generate__pb2.Call.SerializeToString,
+            shared_dot_stubs_dot_generate__pb2.Answer.FromString,
             options,
             channel_credentials,
             insecure,

@@ -39,10 +39,6 @@ class Batch:
     def request_ids(self) -> list[int]:
         return [*self._row_of, *self.prefilling]
 
-    def tokens(self) -> int:
-        """Cache entries that the sequences hold or will hold once they have been computed."""
-        return sum(len(s.input_ids) + s.generated for s in (*self.rows, *self.prefilling.values()))
-
     def join(self, sequence: Sequence) -> None:
         """Raises InvalidCall when the request is there already, or the batch is full."""
         if sequence.request_id in self:

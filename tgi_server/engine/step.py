@@ -33,6 +33,11 @@ class Step:
         self._generations: list[Generation] | None = None
         self._budget: int | None = None
 
+    def synchronize(self) -> None:
+        """Waits until `collect` has nothing to wait for. Changes nothing, and may be called in any thread."""
+        if self._pending is not None:
+            self._pending.synchronize()
+
     @torch.inference_mode()
     def collect(self) -> StepResult:
         """Waits for the step's tokens, and lets the sequences that end with them leave the batch.

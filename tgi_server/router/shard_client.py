@@ -1,7 +1,7 @@
 """The router's end of its contract with the shards (proto/generate.proto)."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from typing import Any, Generic, TypeVar
 
 import grpc
@@ -19,7 +19,6 @@ _CHANNEL_OPTIONS = [
 ]
 
 Response = TypeVar("Response")
-OrderedRequest = pb.PrefillRequest | pb.DecodeRequest | pb.FilterBatchRequest | pb.ClearCacheRequest
 
 
 class ShardClient:
@@ -54,47 +53,96 @@ class ShardClient:
         return kind(f"shard {self.rank} failed: {error.details() or code.name}")
 
 
-class PendingAnswer(Generic[Response]):
-    """A call that has been sent to every shard. Nobody else cancels it: `cancel` or wait for `answer`."""
+class CallStreams:
+    """A stream of calls to each of some shards, for calls that go to all of them and are answered in turn."""
 
-    __slots__ = ("_agree", "_calls", "_shards")
-
-    def __init__(
-        self,
-        shards: Sequence[ShardClient],
-        calls: list[grpc.aio.UnaryUnaryCall],
-        agree: Callable[[list[Response]], Response],
-    ) -> None:
+    def __init__(self, shards: Sequence[ShardClient]) -> None:
+        self.open = True
         self._shards = shards
-        self._calls = calls
+        self._outgoing: list[asyncio.Queue[pb.Call]] = [asyncio.Queue() for _ in shards]
+        self._streams = [shard.stub.Run(_all_of(out)) for shard, out in zip(shards, self._outgoing, strict=True)]
+        self._turn = asyncio.Lock()
+        self._silent: set[int] = set()
+
+    @property
+    def silent(self) -> str:
+        """The first of the shards that have not answered the call whose answers were asked for last."""
+        return f"shard {min(self._silent)}"
+
+    def send(self, call: pb.Call) -> None:
+        for outgoing in self._outgoing:
+            outgoing.put_nowait(call)
+
+    async def answers(self) -> list[pb.Answer]:
+        """To the next call, in rank order. Raises GenerationFailed as soon as one shard fails."""
+        async with self._turn:
+            self._silent = set(range(len(self._streams)))
+            if len(self._streams) == 1:
+                return [await self._answer_of(0)]
+            return await _all(map(self._answer_of, range(len(self._streams))))
+
+    def close(self) -> None:
+        """The shards forget what they hold; calls that have not been answered never are."""
+        self.open = False
+        for stream in self._streams:
+            stream.cancel()
+
+    async def _answer_of(self, rank: int) -> pb.Answer:
+        try:
+            answer = await self._streams[rank].read()
+        except grpc.aio.AioRpcError as error:
+            raise GenerationFailed(f"shard {rank} cannot be reached") from error
+        if answer is grpc.aio.EOF:
+            raise GenerationFailed(f"shard {rank} ended the stream")
+        if answer.HasField("failure"):
+            raise GenerationFailed(f"shard {rank} failed: {answer.failure.reason}")
+        self._silent.discard(rank)
+        return answer
+
+
+class PendingAnswer(Generic[Response]):
+    """A call that has been sent to every shard. Wait for its answer in the order of sending, or cancel it."""
+
+    __slots__ = ("_agree", "_streams", "_timeout")
+
+    def __init__(self, streams: CallStreams, timeout_s: float, agree: Callable[[list[pb.Answer]], Response]) -> None:
+        self._streams = streams
+        self._timeout = timeout_s
         self._agree = agree
 
     async def answer(self) -> Response:
-        """What all shards agree on. Raises GenerationFailed as soon as one of them fails, or when they disagree."""
-        if len(self._calls) == 1:
-            try:
-                return await self._calls[0]
-            except grpc.aio.AioRpcError as error:
-                raise self._shards[0].explain(error, GenerationFailed) from error
-        return self._agree(await _all(self._shards, self._calls, GenerationFailed))
+        """What all shards agree on. Raises GenerationFailed when one of them fails, or when they disagree.
+
+        After a failure nothing else that was sent to them is answered.
+        """
+        try:
+            async with asyncio.timeout(self._timeout):
+                return self._agree(await self._streams.answers())
+        except TimeoutError as error:
+            self.cancel()
+            raise GenerationFailed(f"{self._streams.silent} did not answer in time") from error
+        except BaseException:
+            self.cancel()
+            raise
 
     def cancel(self) -> None:
-        for call in self._calls:
-            call.cancel()
+        """Cancels all that was sent with it, too: shards do one thing after the other."""
+        self._streams.close()
 
 
 class ShardedClient:
     """Sends every call to all shards, in the same order, and gives back the one answer that they agree on.
 
-    The methods that the contract orders (prefill, decode, filter_batch, clear_cache) number their calls; they send
-    at once, and what they return waits for the answer.
+    The methods that change the batch (prefill, decode, filter_batch, clear_cache) send at once, and what they return
+    waits for the answer. They share one stream to each shard, which is opened with the first of them, and again with
+    the next one after a failure.
     """
 
     def __init__(self, shards: Sequence[ShardClient], *, call_timeout_s: float = 300.0) -> None:
         """call_timeout_s: after so many seconds a call counts as failed."""
         self._shards = tuple(shards)
         self._timeout = call_timeout_s
-        self._sequence = 0
+        self._streams: CallStreams | None = None
 
     @classmethod
     async def connect(
@@ -118,6 +166,8 @@ class ShardedClient:
         return client
 
     async def close(self) -> None:
+        if self._streams is not None:
+            self._streams.close()
         for shard in self._shards:
             await shard.close()
 
@@ -152,42 +202,40 @@ class ShardedClient:
         return next((answer.error for answer in answers if answer.error), None)
 
     def prefill(self, request: pb.PrefillRequest) -> PendingAnswer[pb.StepResponse]:
-        return self._send("Prefill", request, _agreed_step)
+        return self._send(pb.Call(prefill=request), _agreed_step)
 
     def decode(self, request: pb.DecodeRequest) -> PendingAnswer[pb.StepResponse]:
-        return self._send("Decode", request, _agreed_step)
+        return self._send(pb.Call(decode=request), _agreed_step)
 
     def filter_batch(self, request: pb.FilterBatchRequest) -> PendingAnswer[pb.FilterBatchResponse]:
-        return self._send("FilterBatch", request, _first)
+        return self._send(pb.Call(filter_batch=request), lambda answers: answers[0].filter_batch)
 
     def clear_cache(
         self, request: pb.ClearCacheRequest, timeout_s: float | None = None
     ) -> PendingAnswer[pb.ClearCacheResponse]:
-        return self._send("ClearCache", request, _first, timeout_s)
+        return self._send(pb.Call(clear_cache=request), lambda answers: answers[0].clear_cache, timeout_s)
 
     def _send(
-        self,
-        method: str,
-        request: OrderedRequest,
-        agree: Callable[[list[Response]], Response],
-        timeout_s: float | None = None,
+        self, call: pb.Call, agree: Callable[[list[pb.Answer]], Response], timeout_s: float | None = None
     ) -> PendingAnswer[Response]:
-        self._sequence += 1
-        request.sequence = self._sequence
-        timeout = self._timeout if timeout_s is None else timeout_s
-        calls = [getattr(shard.stub, method)(request, timeout=timeout) for shard in self._shards]
-        return PendingAnswer(self._shards, calls, agree)
+        if self._streams is None or not self._streams.open:
+            self._streams = CallStreams(self._shards)
+        self._streams.send(call)
+        return PendingAnswer(self._streams, self._timeout if timeout_s is None else timeout_s, agree)
 
     async def _ask(self, method: str, request: Any, timeout_s: float | None) -> list[Any]:
-        calls = [getattr(shard.stub, method)(request, timeout=timeout_s) for shard in self._shards]
-        return await _all(self._shards, calls, Unhealthy)
+        async def ask(shard: ShardClient) -> Any:
+            try:
+                return await getattr(shard.stub, method)(request, timeout=timeout_s)
+            except grpc.aio.AioRpcError as error:
+                raise shard.explain(error, Unhealthy) from error
+
+        return await _all(map(ask, self._shards))
 
 
-async def _all(
-    shards: Sequence[ShardClient], calls: Sequence[grpc.aio.UnaryUnaryCall], kind: type[RouterError]
-) -> list[Any]:
-    """All answers in rank order. The first failure ends the wait: the other shards may hang in a collective."""
-    waits = [asyncio.ensure_future(_answer_of(shard, call, kind)) for shard, call in zip(shards, calls, strict=True)]
+async def _all(answers: Iterable[Awaitable[Response]]) -> list[Response]:
+    """All of them in order. The first failure ends the wait: the other shards may hang in a collective."""
+    waits = [asyncio.ensure_future(answer) for answer in answers]
     try:
         done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_EXCEPTION)
         for wait in waits:
@@ -195,29 +243,24 @@ async def _all(
                 wait.result()  # raises what failed
         return [wait.result() for wait in waits]
     except BaseException:
-        for call in calls:
-            call.cancel()
+        for wait in waits:
+            wait.cancel()
         await asyncio.gather(*waits, return_exceptions=True)
         raise
 
 
-async def _answer_of(shard: ShardClient, call: grpc.aio.UnaryUnaryCall, kind: type[RouterError]) -> Any:
-    try:
-        return await call
-    except grpc.aio.AioRpcError as error:
-        raise shard.explain(error, kind) from error
+async def _all_of(queue: asyncio.Queue[pb.Call]) -> AsyncIterator[pb.Call]:
+    while True:
+        yield await queue.get()
 
 
-def _first(answers: list[Response]) -> Response:
-    return answers[0]
-
-
-def _agreed_step(answers: list[pb.StepResponse]) -> pb.StepResponse:
-    expected = _tokens(answers[0])
+def _agreed_step(answers: list[pb.Answer]) -> pb.StepResponse:
+    step = answers[0].step
+    expected = _tokens(step) if len(answers) > 1 else None
     for rank, answer in enumerate(answers[1:], start=1):
-        if _tokens(answer) != expected:
+        if _tokens(answer.step) != expected:
             raise GenerationFailed(f"shard {rank} computed other tokens than shard 0: the shards are out of step")
-    return answers[0]
+    return step
 
 
 def _tokens(answer: pb.StepResponse) -> list[tuple[int, list[int], int]]:

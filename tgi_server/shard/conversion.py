@@ -4,7 +4,6 @@ from collections.abc import Iterable
 
 from shared.stubs import generate_pb2 as pb
 from tgi_server.engine import parameters
-from tgi_server.engine.batch import Batch
 from tgi_server.engine.engine import ModelInfo
 from tgi_server.engine.models.runner import Capacity
 from tgi_server.engine.results import FinishReason, Generation, StepResult
@@ -71,22 +70,15 @@ def grants(messages: Iterable[pb.Grant]) -> list[tuple[int, list[int]]]:
     return [(grant.request_id, list(grant.block_ids)) for grant in messages]
 
 
-def step_response(result: StepResult, batch: Batch | None) -> pb.StepResponse:
+def step_response(result: StepResult) -> pb.StepResponse:
     return pb.StepResponse(
         generations=[_generation(generation) for generation in result.generations],
-        batch=cached_batch(batch),
         timings=pb.Timings(
             forward_ns=result.forward_ns,
             sampling_ns=result.total_ns - result.forward_ns,
             total_ns=result.total_ns,
         ),
     )
-
-
-def cached_batch(batch: Batch | None) -> pb.CachedBatch | None:
-    if batch is None:
-        return None
-    return pb.CachedBatch(id=batch.id, request_ids=batch.request_ids(), size=len(batch), max_tokens=batch.tokens())
 
 
 def _generation(generation: Generation) -> pb.Generation:

@@ -56,7 +56,7 @@ def engine_config(settings: ShardSettings, model_path: Path, group: ShardGroup |
         trust_remote_code=settings.trust_remote_code,
         watermark_gamma=settings.watermark_gamma,
         watermark_delta=settings.watermark_delta,
-        cuda_graphs=tuple(settings.cuda_graphs or ()),
+        cuda_graphs=None if settings.cuda_graphs is None else tuple(size for size in settings.cuda_graphs if size),
     )
 
 
@@ -127,6 +127,7 @@ async def _serve(settings: ShardSettings, engine: Engine, group: ShardGroup | No
     logger.info("shard %d is ready on %s", settings.rank, socket)
     try:
         await stop.wait()
+        service.end_run("the shard is shutting down")
         await server.stop(STOP_SECONDS)
     finally:
         socket.unlink(missing_ok=True)

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 
 import grpc
 import torch
@@ -11,10 +11,9 @@ import torch
 from shared.stubs import generate_pb2 as pb
 from shared.stubs.generate_pb2_grpc import TextGenerationServiceServicer
 from tgi_server.engine import Engine
-from tgi_server.engine.engine import Step
-from tgi_server.engine.errors import InvalidCall, NotEnoughMemory
+from tgi_server.engine.errors import EngineError, InvalidCall
 from tgi_server.shard import conversion
-from tgi_server.shard.call_order import CallOrder, OutOfTurn
+from tgi_server.shard.call_stream import CallStream
 from tgi_server.shard.compilation import Compilation
 from tgi_server.shard.tracing import RequestSpans
 
@@ -22,11 +21,10 @@ logger = logging.getLogger(__name__)
 
 
 class TextGenerationService(TextGenerationServiceServicer):
-    """Calls run on the event loop itself, one at a time, in the order in which the router numbered them; but grammars
-    are compiled in threads.
+    """Calls run on the event loop itself, one at a time; but grammars are compiled in threads.
 
     Nothing else has to run on that loop while a step computes, so a thread of its own for the engine would only add
-    hand-overs. On a GPU a step is collected after the loop had one turn, in which the next call can start its step.
+    hand-overs.
     """
 
     def __init__(
@@ -47,10 +45,8 @@ class TextGenerationService(TextGenerationServiceServicer):
         self._urls = urls
         self._on_fatal = on_fatal
         self._spans = spans
-        self._order = CallOrder()
-        self._collecting = asyncio.Lock()
+        self._running: CallStream | None = None
         self._compilation = Compilation(engine.grammars) if engine.grammars is not None else None
-        self._overlap = engine.info.device_type == "cuda"
 
     async def Info(self, request: pb.InfoRequest, context: grpc.aio.ServicerContext) -> pb.InfoResponse:
         return self._info
@@ -81,88 +77,52 @@ class TextGenerationService(TextGenerationServiceServicer):
             return pb.CompileResponse(error="the model's folder has no tokenizer")
         return pb.CompileResponse(error=await self._compilation.fault(conversion.grammar(request.grammar)) or "")
 
-    async def Prefill(self, request: pb.PrefillRequest, context: grpc.aio.ServicerContext) -> pb.StepResponse:
-        async with self._errors(context):
-            await self._order.turn(request.sequence)
-            if self._spans is not None:
-                self._spans.joining(request.requests)
-            step = self._engine.prefill(
-                request.batch_id,
-                joining=[conversion.sequence(joining) for joining in request.requests],
-                chunks=[(chunk.request_id, chunk.tokens) for chunk in request.chunks],
-                grants=conversion.grants(request.grants),
-                decode=request.decode,
-            )
-            return await self._collect(step)
+    async def Run(self, calls: AsyncIterator[pb.Call], context: grpc.aio.ServicerContext) -> AsyncIterator[pb.Answer]:
+        """One stream at a time: the last one that was opened."""
+        self.end_run("another stream has taken this one's place")
+        self._running = running = CallStream(self._engine, self._spans)
+        try:
+            async with aclosing(running.answers(calls)) as answers:
+                async for answer in answers:
+                    yield answer
+        except (EngineError, RuntimeError) as error:
+            _, reason = self._explain(error)
+            running.end(reason)
+            yield pb.Answer(failure=pb.Failure(reason=reason))
+            await asyncio.Event().wait()  # until the router closes the stream: if we did, the reason might get lost
+        finally:
+            running.end(None)
+            if self._running is running:
+                self._running = None
 
-    async def Decode(self, request: pb.DecodeRequest, context: grpc.aio.ServicerContext) -> pb.StepResponse:
-        async with self._errors(context):
-            await self._order.turn(request.sequence)
-            return await self._collect(self._engine.decode(request.batch_id, conversion.grants(request.grants)))
-
-    async def FilterBatch(
-        self, request: pb.FilterBatchRequest, context: grpc.aio.ServicerContext
-    ) -> pb.FilterBatchResponse:
-        async with self._errors(context):
-            await self._order.turn(request.sequence)
-            self._engine.keep(request.batch_id, request.keep_request_ids)
-        self._end_spans()
-        return pb.FilterBatchResponse(batch=conversion.cached_batch(self._engine.batch))
-
-    async def ClearCache(
-        self, request: pb.ClearCacheRequest, context: grpc.aio.ServicerContext
-    ) -> pb.ClearCacheResponse:
-        async with self._errors(context):
-            if request.HasField("batch_id"):
-                await self._order.turn(request.sequence)
-                self._engine.clear(request.batch_id)
-            else:
-                self._order.restart(request.sequence)
-                self._engine.clear(None)
-        self._end_spans()
-        return pb.ClearCacheResponse()
-
-    async def _collect(self, step: Step) -> pb.StepResponse:
-        size = len(self._engine.batch or ())
-        if self._overlap:
-            await asyncio.sleep(0)
-        async with self._collecting:
-            result = step.collect()
-        if self._spans is not None:
-            self._spans.stepped(result.generations, size)
-        return conversion.step_response(result, self._engine.batch)
+    def end_run(self, reason: str) -> None:
+        """Ends the stream that is open, if there is one, and forgets its batch. reason: what its router is told."""
+        if self._running is not None:
+            self._running.end(reason)
 
     @asynccontextmanager
     async def _errors(self, context: grpc.aio.ServicerContext) -> AsyncIterator[None]:
         """Answers an engine's error with a status; the service goes on, unless the device itself is lost."""
         try:
             yield
-        except (InvalidCall, OutOfTurn) as error:
-            await self._refuse(context, grpc.StatusCode.FAILED_PRECONDITION, str(error))
-        except NotEnoughMemory as error:
-            await self._refuse(context, grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
-        except torch.cuda.OutOfMemoryError as error:
+        except (EngineError, RuntimeError) as error:
+            await context.abort(*self._explain(error))
+
+    def _explain(self, error: Exception) -> tuple[grpc.StatusCode, str]:
+        """What the router is told about an engine's error; what the log has to know is logged."""
+        if isinstance(error, EngineError):
+            invalid = isinstance(error, InvalidCall)
+            status = grpc.StatusCode.FAILED_PRECONDITION if invalid else grpc.StatusCode.RESOURCE_EXHAUSTED
+            return status, str(error)
+        if isinstance(error, torch.cuda.OutOfMemoryError):
             torch.cuda.empty_cache()
             logger.error("out of device memory in a step; the batch is dropped: %s", error)
-            await self._refuse(
-                context, grpc.StatusCode.RESOURCE_EXHAUSTED, "out of device memory; the batch was dropped"
-            )
-        except RuntimeError as error:
-            logger.exception("a step failed; the batch is dropped")
-            if self._device_is_lost():
-                logger.critical("the device computes no more; this shard ends")
-                self._on_fatal()
-            await self._refuse(context, grpc.StatusCode.INTERNAL, str(error).splitlines()[0])
-
-    async def _refuse(self, context: grpc.aio.ServicerContext, status: grpc.StatusCode, reason: str) -> None:
-        self._end_spans(reason)
-        await context.abort(status, reason)
-
-    def _end_spans(self, error: str | None = None) -> None:
-        """Of the requests that have left the batch. error: why they did, unless the router wanted it."""
-        if self._spans is not None:
-            batch = self._engine.batch
-            self._spans.keep(batch.request_ids() if batch is not None else (), error)
+            return grpc.StatusCode.RESOURCE_EXHAUSTED, "out of device memory; the batch was dropped"
+        logger.error("a step failed; the batch is dropped", exc_info=error)
+        if self._device_is_lost():
+            logger.critical("the device computes no more; this shard ends")
+            self._on_fatal()
+        return grpc.StatusCode.INTERNAL, str(error).splitlines()[0]
 
     def _device_is_lost(self) -> bool:
         """A CUDA error may poison the process's context: nothing computes after it, whatever is asked."""

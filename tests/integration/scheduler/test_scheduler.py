@@ -98,7 +98,7 @@ async def test_many_clients_at_once_get_their_tokens(shards: int) -> None:
         there.scheduler.check()
         assert there.scheduler.healthy
         assert there.metric("tgi_prefix_cache_hit_tokens") > 0
-        assert "ClearCache" not in there.shards.services[0].calls
+        assert "clear_cache" not in there.shards.services[0].calls
 
 
 async def test_a_preempted_request_goes_on_unnoticed() -> None:
@@ -240,7 +240,7 @@ async def test_requests_that_come_together_start_together() -> None:
         await asyncio.sleep(0.01)
         ends = [there.submit([1, 2, 3, 4, 5, 6, 7, 8, 9], 4)[2] for _ in range(10)]
         await asyncio.wait_for(asyncio.gather(*(ended.wait() for ended in ends)), 10)
-        assert there.shards.services[0].calls == ["Prefill"] + ["Decode"] * 3
+        assert there.shards.services[0].calls == ["prefill"] + ["decode"] * 3
 
 
 async def test_the_next_step_is_sent_before_the_last_one_is_answered() -> None:

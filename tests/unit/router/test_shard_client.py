@@ -65,7 +65,7 @@ async def test_every_call_goes_to_every_shard_in_the_order_in_which_it_was_sent(
         for call in pending:
             await call.answer()
         for service in running.services:
-            assert service.calls == ["Prefill", "Decode", "Decode", "FilterBatch"] * 30
+            assert service.calls == ["prefill", "decode", "decode", "filter_batch"] * 30
 
 
 async def test_shards_that_compute_different_tokens_are_an_error() -> None:

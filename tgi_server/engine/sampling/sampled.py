@@ -74,10 +74,14 @@ class PendingTokens:
         self._host = host
         self._done = done
 
-    def wait(self) -> Tokens:
-        """Waits for the copy, not for what the device was given to do after it."""
+    def synchronize(self) -> None:
+        """Waits for the copy, not for what the device was given to do after it. May be called in any thread."""
         if self._done is not None:
             self._done.synchronize()
+
+    def wait(self) -> Tokens:
+        """Waits as `synchronize` does."""
+        self.synchronize()
         values = iter(self._host.tolist())
         tokens = Tokens([int(value) for value in islice(values, self._sampled.token_ids.shape[0])], {}, {})
         for report in self._sampled.chosen:

@@ -1,0 +1,104 @@
+"""The stream on which the router has batches run."""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator
+
+from shared.stubs import generate_pb2 as pb
+from tgi_server.engine import Engine
+from tgi_server.engine.engine import Step
+from tgi_server.engine.errors import InvalidCall
+from tgi_server.shard import conversion
+from tgi_server.shard.tracing import RequestSpans
+
+Started = Step | pb.Answer | Exception | None
+"""A call that was started: a step on its way, or its answer, or why it failed. None: no more calls come."""
+
+
+class CallStream:
+    """Starts each call as soon as it comes, and answers them in turn.
+
+    On a GPU the next call's step is started while the device still computes this one's; on a CPU a step that has been
+    started is done.
+    """
+
+    def __init__(self, engine: Engine, spans: RequestSpans | None) -> None:
+        """spans: of the requests, when somebody collects them."""
+        self._engine = engine
+        self._spans = spans
+        self._started: asyncio.Queue[Started] = asyncio.Queue()
+        self._ended = False
+        self._device_is_ahead = engine.info.device_type == "cuda"
+
+    async def answers(self, calls: AsyncIterator[pb.Call]) -> AsyncGenerator[pb.Answer]:
+        """Raises what a call raises. What came behind that call is not executed."""
+        starting = asyncio.create_task(self._start_all(calls))
+        try:
+            while (started := await self._started.get()) is not None:
+                yield await self._answer(started)
+        finally:
+            starting.cancel()
+
+    def end(self, reason: str | None) -> None:
+        """Nothing more is executed, and the batch is forgotten.
+
+        reason: why, unless the router wanted it: an InvalidCall that `answers` raises, and what the requests' traces say.
+        """
+        if not self._ended:
+            self._ended = True
+            self._engine.clear()
+            self._end_spans(reason)
+            self._started.put_nowait(None if reason is None else InvalidCall(reason))
+
+    async def _start_all(self, calls: AsyncIterator[pb.Call]) -> None:
+        try:
+            async for call in calls:
+                if not self._ended:
+                    self._started.put_nowait(self._start(call))
+            self._started.put_nowait(None)
+        except Exception as error:
+            self._started.put_nowait(error)
+
+    def _start(self, call: pb.Call) -> Step | pb.Answer:
+        kind = call.WhichOneof("call")
+        if kind == "decode":
+            return self._engine.decode(call.decode.batch_id, conversion.grants(call.decode.grants))
+        if kind == "prefill":
+            return self._prefill(call.prefill)
+        if kind == "filter_batch":
+            self._engine.keep(call.filter_batch.batch_id, call.filter_batch.keep_request_ids)
+            self._end_spans()
+            return pb.Answer(filter_batch=pb.FilterBatchResponse())
+        request = call.clear_cache
+        self._engine.clear(request.batch_id if request.HasField("batch_id") else None)
+        self._end_spans()
+        return pb.Answer(clear_cache=pb.ClearCacheResponse())
+
+    def _prefill(self, request: pb.PrefillRequest) -> Step:
+        if self._spans is not None:
+            self._spans.joining(request.requests)
+        return self._engine.prefill(
+            request.batch_id,
+            joining=[conversion.sequence(joining) for joining in request.requests],
+            chunks=[(chunk.request_id, chunk.tokens) for chunk in request.chunks],
+            grants=conversion.grants(request.grants),
+            decode=request.decode,
+        )
+
+    async def _answer(self, started: Step | pb.Answer | Exception) -> pb.Answer:
+        if isinstance(started, Exception):
+            raise started
+        if not isinstance(started, Step):
+            return started
+        if self._device_is_ahead:
+            await asyncio.to_thread(started.synchronize)
+        size = len(self._engine.batch or ())
+        result = started.collect()
+        if self._spans is not None:
+            self._spans.stepped(result.generations, size)
+        return pb.Answer(step=conversion.step_response(result))
+
+    def _end_spans(self, error: str | None = None) -> None:
+        """Of the requests that have left the batch. error: why they did, unless the router wanted it."""
+        if self._spans is not None:
+            batch = self._engine.batch
+            self._spans.keep(batch.request_ids() if batch is not None else (), error)
