@@ -41,7 +41,7 @@ class CallStream:
     def end(self, reason: str | None) -> None:
         """Nothing more is executed, and the batch is forgotten.
 
-        reason: why, unless the router wanted it: an InvalidCall that `answers` raises, and what the requests' traces say.
+        reason: why, unless the router wanted it: `answers` raises it as an InvalidCall, and the traces tell it.
         """
         if not self._ended:
             self._ended = True
