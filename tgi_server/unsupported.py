@@ -23,7 +23,6 @@ REFUSALS = {
     "lora_adapters": Refusal("adapters are not supported yet; merge the adapter into the model and serve that"),
     "rope_scaling": Refusal("not supported yet; set rope_parameters in the model's config.json"),
     "rope_factor": Refusal("not supported yet; set rope_parameters in the model's config.json"),
-    "cuda_graphs": Refusal("CUDA graphs are not supported yet; leave it out, or give 0", harmless=([0],)),
     "weights_cache_override": Refusal("not supported; give the folder that has the weights as the model id"),
     "usage_stats": Refusal("this server sends no usage statistics to anyone", harmless=("off",)),
 }

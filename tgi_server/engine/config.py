@@ -1,6 +1,6 @@
 """What the engine is told before it loads a model."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,6 +25,8 @@ class EngineConfig:
     custom_kernels: whether kernels and layers of the engine's own may stand in for those of torch and transformers.
     quantize: "int8" rounds the weights of linear layers to 8 bits while loading (on CPUs).
     cpu_memory: bytes of RAM for the KV cache on a CPU, of all shards on a machine; None: a share of what is free.
+    cuda_graphs: numbers of sequences for which decoding is recorded as CUDA graphs; empty: none; None: those that are
+        usual. On a CPU, and for models whose steps cannot be recorded, there are none.
     group: the shards that compute the model together, this one among them; None: it is computed here alone.
     """
 
@@ -38,7 +40,7 @@ class EngineConfig:
     trust_remote_code: bool = False
     watermark_gamma: float = 0.5
     watermark_delta: float = 2.0
-    cuda_graphs: tuple[int, ...] = field(default=())
+    cuda_graphs: tuple[int, ...] | None = None
     group: "ShardGroup | None" = None
 
     def resolve_device(self) -> torch.device:

@@ -22,6 +22,7 @@ from tgi_server.engine.results import PromptTokens
 from tgi_server.engine.sampling import PendingTokens, Sampler, TokenMask, WatermarkSettings, prompt_logprobs
 from tgi_server.engine.sequence import Sequence
 from tgi_server.engine.step import Step
+from tgi_server.engine.transfer import copy_to_device, to_device
 from tgi_server.engine.weights import load_model
 
 logger = logging.getLogger(__name__)
@@ -237,7 +238,7 @@ class Engine:
         pending = None
         if sequences:
             if len(picked) != len(logits):
-                logits = logits[torch.tensor(picked, device=self._device)]
+                logits = logits.index_select(0, to_device(picked, torch.int64, self._device))
             token_mask = TokenMask(mask.wait(), masked) if mask is not None else None
             pending = self._sample(logits, first, len(sequences), token_mask)
         self._last = Step(batch, sequences, pending, self._eos, forwarded - started, started)
@@ -296,7 +297,7 @@ def _report_prompt(chunk: PromptChunk, logits: Tensor) -> None:
     if sequence.prompt_report is None:
         sequence.prompt_report = PromptTokens(sequence.input_ids, [math.nan])
     if len(following):
-        logprobs = prompt_logprobs(logits[: len(following)], following.to(logits.device))
+        logprobs = prompt_logprobs(logits[: len(following)], copy_to_device(following, logits.device))
         sequence.prompt_report.logprobs.extend(logprobs.tolist())
 
 

@@ -1,14 +1,21 @@
 """How much memory the KV cache may take, and memory that comes straight from the system."""
 
 import contextlib
+import gc
 import math
 import mmap
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 import torch
 from torch import Tensor
 
+CUDA_SHARE = 0.95
+"""Of what a GPU's memory may be used for. The rest is left to sampling, to logits of whole prompts, to the copies of
+long histories, and to what lies between tensors: nothing of that is in the largest pass.
+"""
 CPU_SHARE = 0.3
 """Of the RAM that is free after loading. The rest is left to activations and to whatever else runs there."""
 
@@ -19,12 +26,41 @@ def cache_bytes(device: torch.device, memory_fraction: float, cpu_memory: int | 
     processes: how many share the RAM, and what is given of it.
     """
     if device.type == "cuda":
+        gc.collect()
+        torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(device)
         reusable = torch.cuda.memory_reserved(device) - torch.cuda.max_memory_allocated(device)
-        return max(0, int(free + reusable - (1 - memory_fraction) * total))
+        return max(0, int(free + reusable - (1 - CUDA_SHARE * memory_fraction) * total))
     if cpu_memory is not None:
         return cpu_memory // processes
     return int(CPU_SHARE * available_ram()) // processes
+
+
+def forget_peak(device: torch.device) -> None:
+    """The most that `cache_bytes` leaves to passes is counted from here on."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+@dataclass(slots=True)
+class Taken:
+    """bytes: what a GPU has less of since."""
+
+    bytes: int = 0
+
+
+@contextlib.contextmanager
+def taken_by(device: torch.device) -> Iterator[Taken]:
+    """Measures what is taken of a GPU's memory in the block and kept beyond it; 0 on a CPU."""
+    taken = Taken()
+    if device.type != "cuda":
+        yield taken
+        return
+    torch.cuda.empty_cache()
+    before, _ = torch.cuda.mem_get_info(device)
+    yield taken
+    torch.cuda.synchronize(device)
+    taken.bytes = max(0, before - torch.cuda.mem_get_info(device)[0])
 
 
 def available_ram() -> int:

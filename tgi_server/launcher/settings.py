@@ -5,7 +5,7 @@ import socket
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, AliasChoices, BeforeValidator, ByteSize, Field, model_validator
+from pydantic import AfterValidator, AliasChoices, BeforeValidator, ByteSize, Field, NonNegativeInt, model_validator
 from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
 from shared.settings import CommaSeparated, ServiceSettings
@@ -98,6 +98,9 @@ class LauncherSettings(ServiceSettings):
     api_key: str | None = Field(None, description="generating then takes `Authorization: Bearer KEY`")
 
     cuda_memory_fraction: float = Field(1.0, gt=0, le=1, description="share of a GPU's memory that may be used")
+    cuda_graphs: CommaSeparated[NonNegativeInt] | None = Field(
+        None, description="numbers of sequences to record CUDA graphs for; 0: none; default: a ladder up to 256"
+    )
     cpu_memory: ByteSize | None = Field(
         None, gt=0, description="RAM for the KV cache on a CPU, such as 4GiB; default: a share of what is free"
     )
@@ -116,7 +119,6 @@ class LauncherSettings(ServiceSettings):
     # What follows is refused when set: see tgi_server/unsupported.py.
     speculate: int | None = None
     kv_cache_dtype: str | None = None
-    cuda_graphs: CommaSeparated[int] | None = None
     rope_scaling: str | None = None
     rope_factor: float | None = None
     lora_adapters: str | None = None

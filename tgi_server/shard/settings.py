@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Literal, Self
 
-from pydantic import ByteSize, Field, model_validator
+from pydantic import ByteSize, Field, NonNegativeInt, model_validator
 from pydantic_settings import CliPositionalArg
 
 from shared.settings import CommaSeparated, ServiceSettings
@@ -33,7 +33,9 @@ class ShardSettings(CommandSettings):
         None, gt=0, description="RAM for the KV cache on a CPU, such as 4GiB; default: a share of what is free"
     )
     cuda_memory_fraction: float = Field(1.0, gt=0, le=1, description="share of a GPU's memory that may be used")
-    cuda_graphs: CommaSeparated[int] | None = Field(None, description="batch sizes to record CUDA graphs for; 0: none")
+    cuda_graphs: CommaSeparated[NonNegativeInt] | None = Field(
+        None, description="numbers of sequences to record CUDA graphs for; 0: none; default: a ladder up to 256"
+    )
 
     sharded: bool = Field(False, description="this is one of several shards; needs RANK and WORLD_SIZE")
     rank: int = Field(0, ge=0, description="which shard this is")

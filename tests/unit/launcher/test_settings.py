@@ -70,7 +70,7 @@ def test_defaults_agree_with_the_routers() -> None:
 
 @pytest.mark.parametrize("name", sorted(REFUSALS))
 def test_what_is_not_supported_is_refused_by_name(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    value = {"speculate": "3", "cuda_graphs": "1,2", "rope_factor": "2"}
+    value = {"speculate": "3", "rope_factor": "2"}
     flag = f"--{name.replace('_', '-')}"
     settings = read(f"{flag}={value.get(name, 'something')}")
     with pytest.raises(SystemExit) as end:

@@ -9,11 +9,11 @@ def create_attention_backend(
     shape: KVShape, device: torch.device, dtype: torch.dtype, *, custom_kernels: bool = True
 ) -> AttentionBackend:
     """The fastest backend that is right for this model on this device."""
-    if device.type == "cuda":
-        from tgi_server.engine.attention.varlen import VarlenAttention
+    if device.type == "cuda" and custom_kernels:
+        from tgi_server.engine.attention.cuda import CudaAttention
 
-        if VarlenAttention.supports(shape, dtype):
-            return VarlenAttention(shape, device, dtype)
+        if CudaAttention.supports(shape, dtype):
+            return CudaAttention(shape, device, dtype)
     if device.type == "cpu" and custom_kernels:
         from tgi_server.engine.attention.cpu import CpuAttention
 

@@ -39,6 +39,23 @@ class Chunk:
     kv_length: int
 
 
+@dataclass(frozen=True, slots=True)
+class History:
+    """Where the keys and values are that some neighbouring prompt chunks look at, those of their own tokens included.
+
+    tokens: the chunks' tokens among the pass's. slots: [kv tokens] int64; of all keys, one chunk's after the other's.
+    query_starts, key_starts: [chunks + 1] int32; where each chunk's tokens and keys begin. longest_chunk, longest:
+    tokens of the longest chunk, and of the longest history.
+    """
+
+    tokens: slice
+    slots: Tensor
+    query_starts: Tensor
+    key_starts: Tensor
+    longest_chunk: int
+    longest: int
+
+
 @dataclass(slots=True)
 class Step:
     """Where the tokens of one forward pass stand.
@@ -52,6 +69,7 @@ class Step:
     decoding: how many sequences decode.
     chunks: the prompt chunks, on the host.
     max_kv_length: an upper bound of kv_lengths, known without asking the device.
+    history: of all prompt chunks, made in the first layer by a backend that copies it.
     """
 
     slots: Tensor
@@ -61,6 +79,7 @@ class Step:
     decoding: int
     chunks: list[Chunk]
     max_kv_length: int
+    history: list[History] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +103,12 @@ class AttentionBackend(ABC):
     """Owns the KV blocks of all layers, writes new keys and values into them, and attends over them.
 
     Block 0 is scratch: tokens of sequences that have ended are written there.
+
+    any_lengths: whether a step in which sequences only decode is the same work on the device however long they are.
     """
 
     block_size: int
+    any_lengths = False
 
     def __init__(self, shape: KVShape, device: torch.device, dtype: torch.dtype) -> None:
         self.shape = shape

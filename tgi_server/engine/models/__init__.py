@@ -1,16 +1,23 @@
 """Ways to run a `transformers` model on batches that change at every step."""
 
+import logging
+
 import torch
 from transformers import PreTrainedModel
 
 from tgi_server.engine.attention import create_attention_backend
+from tgi_server.engine.attention.base import AttentionBackend
+from tgi_server.engine.attention.gather import GatherAttention
 from tgi_server.engine.config import EngineConfig
 from tgi_server.engine.cpu import limit_threads, linear_layer, optimise, unpack
 from tgi_server.engine.errors import UnsupportedModel
 from tgi_server.engine.models.padded import PaddedRunner
 from tgi_server.engine.models.paged import PagedRunner
-from tgi_server.engine.models.probe import probe_kv_shape, same_logits
+from tgi_server.engine.models.probe import backend_fault, probe_kv_shape, same_logits
 from tgi_server.engine.models.runner import Runner
+from tgi_server.engine.sharding import ShardGroup
+
+logger = logging.getLogger(__name__)
 
 
 @torch.inference_mode()
@@ -26,6 +33,9 @@ def create_runner(model: PreTrainedModel, config: EngineConfig) -> Runner:
     if on_cpu:
         limit_threads(model)
     shape = probe_kv_shape(model, group)
+    if config.cuda_graphs and (shape is None or model.device.type != "cuda"):
+        where = "a CPU" if model.device.type != "cuda" else "the padded path"
+        logger.warning("--cuda-graphs changes nothing: decoding on %s goes without them", where)
     if shape is None:
         if on_cpu:
             optimise(model, linear=linear)
@@ -37,7 +47,20 @@ def create_runner(model: PreTrainedModel, config: EngineConfig) -> Runner:
             unpack(model)
         return PaddedRunner(model, config.memory_fraction, config.cpu_memory, group)
     backend = create_attention_backend(shape, model.device, model.dtype, custom_kernels=config.custom_kernels)
+    if model.device.type == "cuda":
+        backend = _proven(model, backend, group)
     if on_cpu:
         with same_logits(model, backend, linear.rounding, group) as variants:
             optimise(model, backend, variants, linear)
-    return PagedRunner(model, backend, config.memory_fraction, config.cpu_memory, group)
+    return PagedRunner(model, backend, config.memory_fraction, config.cpu_memory, group, config.cuda_graphs)
+
+
+def _proven(model: PreTrainedModel, backend: AttentionBackend, group: ShardGroup | None) -> AttentionBackend:
+    """Attention in plain torch in the backend's place, where that does not run or computes something else."""
+    if type(backend) is GatherAttention:
+        return backend
+    fault = backend_fault(model, backend, group)
+    if fault is None:
+        return backend
+    logger.warning("attention goes in plain torch, which is slow: %s", fault)
+    return GatherAttention(backend.shape, backend.device, backend.dtype)

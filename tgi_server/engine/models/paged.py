@@ -1,12 +1,17 @@
 """The paged way to run a model: packed batches, keys and values in blocks, nothing rebuilt per token."""
 
+from collections.abc import Sequence as SequenceOf
+
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tgi_server.engine.attention.base import AttentionBackend, Chunk, Step
+from tgi_server.engine.attention.base import AttentionBackend, Step
 from tgi_server.engine.errors import InvalidCall, NotEnoughMemory
-from tgi_server.engine.memory import cache_bytes
+from tgi_server.engine.memory import cache_bytes, forget_peak, taken_by
+from tgi_server.engine.models.block_tables import BlockTables
+from tgi_server.engine.models.chunk_places import place_chunks
+from tgi_server.engine.models.decode_graphs import DecodeGraphs, ladder, record_decoding, recorder_for
 from tgi_server.engine.models.limits import UNBOUNDED_POSITIONS, position_limit, warm_up_tokens
 from tgi_server.engine.models.paged_cache import PagedCache
 from tgi_server.engine.models.rope import LengthDependentRope
@@ -20,7 +25,7 @@ class PagedRunner(Runner):
     """Batch state lives in preallocated tensors on the device:
 
     tokens: [rows] int64; the next input of each row. positions: [rows] int64; where it stands in its sequence.
-    block_tables: [rows, blocks] int32; entries past a row's last block are 0, the scratch block.
+    A row that no sequence has stands at position 0 of the scratch block.
 
     A row advances by one position a pass, so the host knows every position without asking the device: it is the
     number of passes so far plus the row's `birth`.
@@ -35,8 +40,11 @@ class PagedRunner(Runner):
         memory_fraction: float,
         cpu_memory: int | None,
         group: ShardGroup | None = None,
+        graph_sizes: SequenceOf[int] | None = None,
     ) -> None:
-        """group: the shards of the model, when this is one of them."""
+        """group: the shards of the model, when this is one of them. graph_sizes: for which numbers of rows steps are
+        recorded, where that can be done; None: for those that are usual.
+        """
         self._model = model
         self._backend = backend
         self._device = backend.device
@@ -44,6 +52,9 @@ class PagedRunner(Runner):
         self._memory_fraction = memory_fraction
         self._cpu_memory = cpu_memory
         self._group = group
+        self._graph_sizes = graph_sizes
+        self._recorded = True  # until it turns out that steps cannot be recorded
+        self._graphs: DecodeGraphs | None = None
         self._rope = LengthDependentRope(model)
         self._cache = PagedCache(backend)
         self._cache.attach(model)
@@ -51,10 +62,14 @@ class PagedRunner(Runner):
     def warm_up(self, max_batch_size: int, max_prefill_tokens: int, max_total_tokens: int | None) -> Capacity:
         size = self._backend.block_size
         limit = max_total_tokens or position_limit(self._model.config) or UNBOUNDED_POSITIONS
+        self._graphs = None
         self._run_largest(max_batch_size, max_prefill_tokens)
+        with taken_by(self._device) as graphs:
+            self._record()
+        self._graphs = None
         token_bytes = self._backend.shape.bytes_per_token(self._backend.dtype)
         processes = self._group.local_world_size if self._group else 1
-        free = cache_bytes(self._device, self._memory_fraction, self._cpu_memory, processes)
+        free = cache_bytes(self._device, self._memory_fraction, self._cpu_memory, processes) - graphs.bytes
         affordable = free // (size * token_bytes)
         if self._group:
             affordable = self._group.minimum(affordable)
@@ -69,24 +84,15 @@ class PagedRunner(Runner):
         total = min(limit, num_blocks * size)
         self._allocate(max_batch_size, num_blocks, total)
         self._rope.fix(total)
+        self._record()
         return Capacity(num_blocks, size, max_total_tokens=total, max_batch_total_tokens=num_blocks * size)
 
     def forward(self, decoding: int, chunks: list[PromptChunk]) -> Tensor:
+        self._block_tables.flush()
         logits = self._mixed(decoding, chunks) if chunks else self._decode(decoding)
         self._positions[:decoding] += 1
         self._passes += 1
         return logits
-
-    def _mixed(self, decoding: int, chunks: list[PromptChunk]) -> Tensor:
-        tokens = torch.cat([self._tokens[:decoding], *(chunk.tokens.to(self._device) for chunk in chunks)])
-        positions = torch.cat(
-            [
-                self._positions[:decoding],
-                *(torch.arange(c.start, c.start + len(c.tokens), device=self._device) for c in chunks),
-            ]
-        )
-        step, wanted = self._mixed_step(decoding, chunks)
-        return self._run(tokens, positions, step, wanted)
 
     def join(self, sequence: Sequence) -> None:
         self._check(sequence, sequence.blocks)
@@ -96,8 +102,8 @@ class PagedRunner(Runner):
     def promote(self, sequence: Sequence, row: int) -> None:
         self._positions[row] = len(sequence.known)
         self._births[row] = len(sequence.known) - self._passes
-        self._block_tables[row] = 0
-        self._block_tables[row, : len(sequence.blocks)] = torch.tensor(sequence.blocks, dtype=torch.int32)
+        self._block_tables.extend(row, 0, sequence.blocks)
+        self._rows = row + 1
 
     def accept(self, first_row: int, token_ids: Tensor) -> None:
         self._tokens[first_row : first_row + len(token_ids)] = token_ids
@@ -107,16 +113,19 @@ class PagedRunner(Runner):
         first = len(sequence.blocks)
         sequence.blocks.extend(blocks)
         if row is not None:
-            self._block_tables[row, first : first + len(blocks)] = torch.tensor(blocks, dtype=torch.int32)
+            self._block_tables.extend(row, first, blocks)
 
     def move(self, source: int, target: int) -> None:
         self._tokens[target] = self._tokens[source]
         self._positions[target] = self._positions[source]
         self._births[target] = self._births[source]
-        self._block_tables[target] = self._block_tables[source]
+        self._block_tables.move(source, target)
 
     def truncate(self, rows: int) -> None:
-        """Nothing to do: rows past the running ones are never read."""
+        """Nothing of these rows may stay: padded steps compute them, too, and write where they point to."""
+        self._positions[rows : self._rows] = 0
+        self._block_tables.clear(rows, self._rows)
+        self._rows = rows
 
     def leave(self, sequence: Sequence) -> None:
         """Nothing to do: a sequence without a row lives in its own object only."""
@@ -127,50 +136,48 @@ class PagedRunner(Runner):
             raise InvalidCall(f"request {sequence.request_id}: blocks go from 1 to {self._num_blocks}")
 
     def _decode(self, rows: int) -> Tensor:
+        logits = self._graphs.run(rows) if self._graphs else None
+        return self._decode_rows(rows, self._longest(rows)) if logits is None else logits
+
+    def _decode_rows(self, rows: int, longest: int) -> Tensor:
+        """longest: no row has more tokens than that, the one of this pass included."""
         positions = self._positions[:rows]
-        tables = self._block_tables[:rows]
-        size = self._backend.block_size
-        blocks = tables.gather(1, (positions // size).unsqueeze(1)).squeeze(1)
+        tables = self._block_tables.table[:rows]
         step = Step(
-            slots=blocks * size + positions % size,
+            slots=self._slots(positions, tables),
             block_tables=tables,
             kv_lengths=(positions + 1).to(torch.int32),
             query_starts=self._row_numbers[: rows + 1],
             decoding=rows,
             chunks=[],
-            max_kv_length=self._longest(rows),
+            max_kv_length=longest,
         )
         return self._run(self._tokens[:rows], positions, step, None)
 
-    def _mixed_step(self, decoding: int, chunks: list[PromptChunk]) -> tuple[Step, Tensor]:
-        """The step's places, and the indices, [rows] int64, of the tokens whose logits are wanted."""
-        size = self._backend.block_size
+    def _mixed(self, decoding: int, chunks: list[PromptChunk]) -> Tensor:
+        places = place_chunks(chunks, decoding, self._backend.block_size, self._device)
         positions = self._positions[:decoding]
-        tables = self._block_tables.new_zeros(decoding + len(chunks), self._block_tables.shape[1])
-        tables[:decoding] = self._block_tables[:decoding]
-        slots = [tables[:decoding].gather(1, (positions // size).unsqueeze(1)).squeeze(1) * size + positions % size]
-        spans, wanted, start = [], list(range(decoding)), decoding
-        for index, chunk in enumerate(chunks, start=decoding):
-            length = len(chunk.tokens)
-            table = torch.tensor(chunk.sequence.blocks, dtype=torch.int32)
-            tables[index, : len(table)] = table
-            place = torch.arange(chunk.start, chunk.start + length)
-            slots.append((table[place // size].long() * size + place % size).to(self._device))
-            spans.append(Chunk(start=start, length=length, kv_length=chunk.start + length))
-            wanted.extend(range(start + length - chunk.logits, start + length))
-            start += length
-        lengths = torch.tensor([span.kv_length for span in spans], dtype=torch.int32, device=self._device)
-        starts = torch.tensor([span.start + span.length for span in spans], dtype=torch.int32, device=self._device)
+        running = self._block_tables.table[:decoding]
+        tables = running.new_zeros(decoding + len(chunks), running.shape[1])
+        tables[:decoding] = running
+        tables[decoding:, : places.tables.shape[1]] = places.tables
         step = Step(
-            slots=torch.cat(slots),
+            slots=torch.cat([self._slots(positions, running), places.slots]),
             block_tables=tables,
-            kv_lengths=torch.cat([(positions + 1).to(torch.int32), lengths]),
-            query_starts=torch.cat([self._row_numbers[: decoding + 1], starts]),
+            kv_lengths=torch.cat([(positions + 1).to(torch.int32), places.kv_lengths]),
+            query_starts=torch.cat([self._row_numbers[: decoding + 1], places.ends]),
             decoding=decoding,
-            chunks=spans,
-            max_kv_length=max([self._longest(decoding), *(span.kv_length for span in spans)]),
+            chunks=places.chunks,
+            max_kv_length=max([self._longest(decoding), *(chunk.kv_length for chunk in places.chunks)]),
         )
-        return step, torch.tensor(wanted, dtype=torch.int64, device=self._device)
+        tokens = torch.cat([self._tokens[:decoding], places.tokens])
+        return self._run(tokens, torch.cat([positions, places.positions]), step, places.wanted)
+
+    def _slots(self, positions: Tensor, tables: Tensor) -> Tensor:
+        """[rows] int64: where a token at each row's position goes."""
+        size = self._backend.block_size
+        blocks = tables.gather(1, (positions // size).unsqueeze(1)).squeeze(1)
+        return blocks * size + positions % size
 
     def _longest(self, rows: int) -> int:
         """The most tokens that one of the first `rows` rows has in the cache after this pass."""
@@ -193,17 +200,33 @@ class PagedRunner(Runner):
         self._backend.allocate(num_blocks + 1)
         self._tokens = torch.zeros(max_batch_size, dtype=torch.int64, device=self._device)
         self._positions = torch.zeros(max_batch_size, dtype=torch.int64, device=self._device)
-        self._block_tables = torch.zeros(max_batch_size, blocks, dtype=torch.int32, device=self._device)
+        self._block_tables = BlockTables(max_batch_size, blocks, self._device)
         self._row_numbers = torch.arange(max_batch_size + 1, dtype=torch.int32, device=self._device)
         self._births = [0] * max_batch_size
         self._passes = 0
+        self._rows = 0  # that sequences have
+        self._max_total_tokens = max_total_tokens
+
+    def _record(self) -> None:
+        """Records the steps in which sequences only decode. All shards do, or none."""
+        record = recorder_for(self._backend)
+        sizes = ladder(self._graph_sizes, len(self._tokens))
+        if record is None or not sizes or not self._recorded:
+            return
+        self._graphs = record_decoding(sizes, lambda rows: self._decode_rows(rows, self._max_total_tokens), record)
+        self._recorded = self._graphs is not None
+        if self._group and not self._group.minimum(int(self._recorded)):
+            self._recorded, self._graphs = False, None
 
     def _run_largest(self, max_batch_size: int, max_prefill_tokens: int) -> None:
         """Runs a prompt as long as a step may compute, and a step after it."""
         tokens = warm_up_tokens(self._model.config, self._device, max_prefill_tokens)
         blocks = -(-tokens // self._backend.block_size)
         self._allocate(max_batch_size, blocks, tokens + 1)
+        forget_peak(self._device)
         sequence = Sequence(0, [0] * tokens, StoppingParameters(2), blocks=list(range(1, blocks + 1)))
+        self._rope.fix(tokens + 1)
         self.forward(0, [PromptChunk(sequence, sequence.next_chunk(tokens), start=0, all_logits=False)])
         self.promote(sequence, 0)
         self.forward(1, [])
+        self.truncate(0)

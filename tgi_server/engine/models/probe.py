@@ -126,6 +126,25 @@ def same_logits(
         )
 
 
+def backend_fault(model: PreTrainedModel, backend: AttentionBackend, group: ShardGroup | None = None) -> str | None:
+    """Why the model should not attend with the backend, for a person to read; None when it computes what it should.
+
+    The backend's blocks are allocated anew. All shards come to the same answer.
+    """
+    expected = _run(model, _Recorder(model))
+    backend.allocate(_BLOCKS)
+    fault = ""
+    try:
+        error = logits_error(expected, _run(model, backend))
+    except Exception as failure:  # of a compiler, of a driver, of a library that is too old
+        fault = f"{type(backend).__name__} fails ({type(failure).__name__}: {failure})"
+    else:
+        if not error <= TOLERANCE[model.dtype]:
+            fault = f"logits change by {error:.2g} with {type(backend).__name__}"
+    faults = group.ask(fault) if group is not None else [fault]
+    return next(filter(None, faults), None)
+
+
 def probe_tokens(model: PreTrainedModel, count: int) -> Tensor:
     """[count] int64: some tokens of the model's vocabulary."""
     return torch.arange(count, device=model.device) % model.config.get_text_config(decoder=True).vocab_size

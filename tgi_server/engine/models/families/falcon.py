@@ -42,6 +42,9 @@ class PagedFalconAttention(FalconAttention):
 
         The grouped layout has, for each KV head, its query heads and then its key and its value.
         """
+        if not self.new_decoder_architecture and self.multi_query:
+            heads = fused.unflatten(2, (-1, self.head_dim))
+            return heads[..., :-2, :], heads[..., -2:-1, :], heads[..., -1:, :]
         if not self.new_decoder_architecture:
             return self._split_heads(fused)
         groups = fused.unflatten(2, (-1, self.num_heads // self.num_kv_heads + 2, self.head_dim))

@@ -13,7 +13,7 @@ class PagedGPTJAttention(GPTJAttention):
     paged_cache: PagedCache
 
     def prepare(self) -> None:
-        self.variant = AttentionVariant(scaling=1.0 / self.scale_attn)
+        self.variant = AttentionVariant(scaling=1.0 / float(self.scale_attn))
 
     def _attn(self, query: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
         """query: [1, heads, tokens, head_dim]. Returns the same shape."""

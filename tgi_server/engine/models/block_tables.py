@@ -1,0 +1,44 @@
+"""Which KV blocks the sequence in each row has, on the device."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tgi_server.engine.transfer import to_device
+
+
+class BlockTables:
+    """table: [rows, blocks] int32. Entries past a row's last block are 0, the scratch block; so is the whole of a row
+    that no sequence has.
+
+    What is added between two passes goes to the device in one copy: read `table` after `flush`.
+    """
+
+    def __init__(self, rows: int, blocks: int, device: torch.device) -> None:
+        self.table = torch.zeros(rows, blocks, dtype=torch.int32, device=device)
+        self._added: tuple[list[int], list[int]] = ([], [])  # places in the flattened table, and blocks
+
+    def extend(self, row: int, first: int, blocks: Sequence[int]) -> None:
+        """The row's entries from `first` on are these blocks."""
+        place = row * self.table.shape[1] + first
+        self._added[0].extend(range(place, place + len(blocks)))
+        self._added[1].extend(blocks)
+
+    def move(self, source: int, target: int) -> None:
+        self.flush()
+        self.table[target] = self.table[source]
+
+    def clear(self, first: int, last: int) -> None:
+        """Rows `first` .. `last` - 1 have no sequence any more."""
+        self.flush()
+        self.table[first:last].zero_()
+
+    def flush(self) -> Tensor:
+        """Returns the table."""
+        places, blocks = self._added
+        if places:
+            added = to_device(places + blocks, torch.int64, self.table.device).view(2, -1)
+            self.table.view(-1).index_copy_(0, added[0], added[1].to(torch.int32))
+            self._added = ([], [])
+        return self.table
