@@ -1,5 +1,6 @@
 """The command line `text-generation-server serve | download-weights | quantize`."""
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
@@ -42,6 +43,7 @@ def serve(arguments: Sequence[str]) -> None:
     refuse_unsupported(settings, program)
     service = f"shard-{settings.rank}"
     _configure_logging(settings, service)
+    _let_idle_threads_sleep()
 
     from tgi_server.shard.download import find_model
 
@@ -86,6 +88,16 @@ def download_weights(arguments: Sequence[str]) -> None:
 
 def quantize(arguments: Sequence[str]) -> NoReturn:
     fail(f"{PROGRAM} quantize", "quantising a model is not supported yet; serve it as it was published")
+
+
+def _let_idle_threads_sleep() -> None:
+    """Threads that compute look for more work in a loop before they sleep: for a tenth of a millisecond, enough for the
+    next kernel of a step to come. By default it is a whole one, in which the router would like to have their core.
+
+    Of GNU OpenMP, which reads this once, when torch is loaded. What the user has set stays as it is.
+    """
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 
 def _configure_logging(settings: CommandSettings, service: str) -> None:
