@@ -8,9 +8,6 @@ from tgi_server.engine.models.runner import Runner
 from tgi_server.engine.sampling import Sampler
 from tgi_server.engine.sequence import Sequence
 
-# Of a step's time, what forced tokens may cost the sequences that have no grammar.
-_FORCED_SHARE = 0.02
-
 
 class Batch:
     """Keeps the rows dense: when a sequence leaves, the last row moves into its place.
@@ -65,7 +62,7 @@ class Batch:
         """
         if all(sequence.constraint is not None for sequence in chain(self.rows, self.prefilling.values())):
             return None
-        return max(self._cheap_tokens - len(self), int(_FORCED_SHARE * len(self)))
+        return max(0, self._cheap_tokens - len(self))
 
     def room(self, sequence: Sequence) -> int:
         """How many forced tokens the sequence may get at once behind its next token."""

@@ -107,3 +107,20 @@ def test_argmax_is_the_first_of_the_largest(dtype, size) -> None:
     largest = scores.max(-1, keepdim=True).values
     first = (scores == largest).int().argmax(-1)
     assert torch.ops.oatmill.argmax(scores).tolist() == first.tolist()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [40, 64, 1000, 3000])
+def test_argmax_among_what_masks_allow(dtype, size) -> None:
+    scores = torch.randint(-50, 50, (5, size)).to(dtype)
+    words = -(-size // 32) - 1
+    allowed = torch.rand(3, 32 * words) < 0.1
+    allowed[2] = False
+    bits = (allowed.view(3, words, 32).long() << torch.arange(32)).sum(-1)
+    masks = torch.where(bits >= 2**31, bits - 2**32, bits).to(torch.int32)
+    chosen = torch.ops.oatmill.argmax(scores, masks, [4, 1, 2])
+    wanted = scores.float()
+    for mask, row in zip(allowed, (4, 1, 2), strict=True):
+        wanted[row, : len(mask)][~mask] = -torch.inf
+        wanted[row, len(mask) :] = -torch.inf
+    assert chosen.tolist() == wanted.argmax(1).tolist()

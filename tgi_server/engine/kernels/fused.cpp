@@ -12,8 +12,8 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <limits>
 
+#include "dtypes.h"
 #include "kv_layout.h"
 #include "lanes.h"
 #include "ops.h"
@@ -25,15 +25,6 @@ namespace {
 constexpr int64_t GRAIN = 1 << 15;  // elements worth handing to another thread
 
 int64_t tokens_a_thread(int64_t elements_a_token) { return std::max<int64_t>(1, GRAIN / elements_a_token); }
-
-template <typename F>
-void by_dtype(const at::Tensor& like, const F& run) {
-  TORCH_CHECK(like.scalar_type() == at::kBFloat16 || like.scalar_type() == at::kFloat, "float32 or bfloat16 only");
-  if (like.scalar_type() == at::kBFloat16)
-    run(static_cast<c10::BFloat16*>(nullptr));
-  else
-    run(static_cast<float*>(nullptr));
-}
 
 // How a row is read: a register at a time, and one by one what is left at its end.
 struct Many {
@@ -103,34 +94,6 @@ void rotate(const T* from, T* to, const T* cos, const T* sin, int64_t rotated, i
         static_cast<T>(high * static_cast<float>(cos[i + half]) + low * static_cast<float>(sin[i + half]));
   }
   for (int64_t i = rotated; i < head_dim; ++i) to[place(i)] = from[i];
-}
-
-template <typename T>
-float peak_of(const T* scores, int64_t size) {
-  Lanes peaks = Lanes{} - std::numeric_limits<float>::infinity();
-  int64_t i = 0;
-  for (; i + LANES <= size; i += LANES) peaks = larger(load(scores + i), peaks);
-  float peak = largest(peaks);
-  for (; i < size; ++i) peak = std::max(peak, static_cast<float>(scores[i]));
-  return peak;
-}
-
-// Part by part, so that only the part with the largest score is searched for its place.
-template <typename T>
-int64_t largest_place(const T* scores, int64_t size) {
-  constexpr int64_t PART = 1024;
-  int64_t best = 0;
-  float peak = -std::numeric_limits<float>::infinity();
-  for (int64_t start = 0; start < size; start += PART) {
-    const float found = peak_of(scores + start, std::min(PART, size - start));
-    if (found > peak) {
-      peak = found;
-      best = start;
-    }
-  }
-  for (int64_t i = best; i < std::min(best + PART, size); ++i)
-    if (static_cast<float>(scores[i]) == peak) return i;
-  return 0;
 }
 
 }  // namespace
@@ -238,28 +201,12 @@ void rotate_and_write(at::Tensor& query, const at::Tensor& key, const at::Tensor
   });
 }
 
-// scores: [rows, size]. Returns the place of each row's largest, the first of equals: [rows] int64. NaN is never it.
-at::Tensor argmax(const at::Tensor& scores) {
-  const at::Tensor x = scores.contiguous();
-  const int64_t rows = x.size(0), size = x.size(1);
-  at::Tensor output = at::empty({rows}, x.options().dtype(at::kLong));
-  int64_t* to = output.mutable_data_ptr<int64_t>();
-  by_dtype(x, [&]<typename T>(T*) {
-    const T* from = x.const_data_ptr<T>();
-    at::parallel_for(0, rows, 1, [&](int64_t begin, int64_t end) {
-      for (int64_t r = begin; r < end; ++r) to[r] = largest_place(from + r * size, size);
-    });
-  });
-  return output;
-}
-
 }  // namespace oatmill
 
 TORCH_LIBRARY_FRAGMENT(oatmill, library) {
   library.def("rms_norm(Tensor input, Tensor weight, float eps) -> Tensor");
   library.def("layer_norm(Tensor input, Tensor weight, Tensor bias, float eps) -> Tensor");
   library.def("silu_mul(Tensor gate_up) -> Tensor");
-  library.def("argmax(Tensor scores) -> Tensor");
   library.def(
       "rotate_and_write(Tensor(a!) query, Tensor key, Tensor value, Tensor cos, Tensor sin, Tensor(b!) keys, "
       "Tensor(c!) values, Tensor slots) -> ()");
@@ -269,6 +216,5 @@ TORCH_LIBRARY_IMPL(oatmill, CPU, library) {
   library.impl("rms_norm", &oatmill::rms_norm);
   library.impl("layer_norm", &oatmill::layer_norm);
   library.impl("silu_mul", &oatmill::silu_mul);
-  library.impl("argmax", &oatmill::argmax);
   library.impl("rotate_and_write", &oatmill::rotate_and_write);
 }

@@ -4,18 +4,30 @@ import torch
 from torch import Tensor
 
 from tgi_server.engine.kernels import load_kernels
+from tgi_server.engine.sampling.token_mask import TokenMask
 from tgi_server.engine.sampling.weights import token_weights
 
 _BLOCK = 256
 _KERNEL_DTYPES = (torch.float32, torch.bfloat16)
 
 
-def best(scores: Tensor) -> Tensor:
-    """The argmax `[rows]` of `[rows, tokens]` in any float type, the first of equals."""
-    if scores.device.type == "cpu" and scores.dtype in _KERNEL_DTYPES and load_kernels():
-        return torch.ops.oatmill.argmax(scores)
+def best(scores: Tensor, mask: TokenMask | None = None) -> Tensor:
+    """The argmax `[rows]` of `[rows, tokens]` in any float type, the first of equals.
+
+    mask: of some rows, for scores with which `best_takes_masks`.
+    """
+    if best_takes_masks(scores):
+        if mask is None:
+            return torch.ops.oatmill.argmax(scores)
+        return torch.ops.oatmill.argmax(scores, mask.bits, mask.positions)
+    assert mask is None
     # What argmax gives; on a CPU argmax converts bfloat16 element by element, and takes six times as long.
     return scores.max(-1).indices
+
+
+def best_takes_masks(scores: Tensor) -> bool:
+    """Whether the engine has a kernel of its own for them."""
+    return scores.device.type == "cpu" and scores.dtype in _KERNEL_DTYPES and load_kernels()
 
 
 def draw(scores: Tensor, numbers: Tensor) -> Tensor:

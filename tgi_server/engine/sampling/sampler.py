@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tgi_server.engine.parameters import ReportParameters, SamplingParameters
 from tgi_server.engine.sampling import warpers
-from tgi_server.engine.sampling.draw import best, draw
+from tgi_server.engine.sampling.draw import best, best_takes_masks, draw
 from tgi_server.engine.sampling.logprobs import chosen_logprobs, top_logprobs
 from tgi_server.engine.sampling.penalties import frequency_penalty, presence_penalty, repetition_penalty
 from tgi_server.engine.sampling.plan import Drawing, Plan
@@ -100,11 +100,15 @@ class Sampler:
 
         Changes neither the logits nor the state; see `accept`.
         """
+        only_masked = None
+        if mask is not None and best_takes_masks(logits):
+            plain = [rows[position] not in self._rows for position in mask.positions]
+            only_masked, mask = mask.part(plain), mask.part([not each for each in plain])
         plans = self._plans_for(rows, () if mask is None else mask.positions)
         if not plans:
-            return Sampled(best(logits))
+            return Sampled(best(logits, only_masked))
         rest_is_greedy = sum(plan.state_rows.shape[0] for plan in plans) < logits.shape[0]
-        sampled = Sampled(best(logits) if rest_is_greedy else self._steps.new_empty(logits.shape[0]))
+        sampled = Sampled(best(logits, only_masked) if rest_is_greedy else self._steps.new_empty(logits.shape[0]))
         for plan in plans:
             taken = plan.processed.take(logits)
             scores = self._process(taken.to(torch.float32, copy=taken is logits), plan, mask)

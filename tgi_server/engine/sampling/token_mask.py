@@ -18,6 +18,14 @@ class TokenMask:
     bits: Tensor
     positions: Sequence[int]
 
+    def part(self, members: Sequence[bool]) -> "TokenMask | None":
+        """Some of the masks; None when there are none."""
+        chosen = [i for i, member in enumerate(members) if member]
+        if len(chosen) == len(self.positions):
+            return self
+        positions = [self.positions[i] for i in chosen]
+        return TokenMask(self.bits[chosen], positions) if chosen else None
+
 
 def forbid(scores: Tensor, bits: Tensor) -> Tensor:
     """Sets the scores of tokens whose bit is 0 to minus infinity: `[rows, vocab]`, `[rows, words]`."""

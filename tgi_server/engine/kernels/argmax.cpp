@@ -1,0 +1,102 @@
+// The most likely token of each row, of all or of those that a grammar allows.
+
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+#include <vector>
+
+#include "dtypes.h"
+#include "lanes.h"
+
+namespace oatmill {
+
+namespace {
+
+constexpr float LOWEST = -std::numeric_limits<float>::infinity();
+constexpr int64_t BITS = 32;    // tokens of a word of a mask
+constexpr int64_t PART = 1024;  // scores
+
+// A row without a mask.
+struct Everything {
+  static Lanes filtered(Lanes scores, int64_t) { return scores; }
+  static bool allows(int64_t) { return true; }
+};
+
+// Bit i % BITS of word i / BITS says whether token i is allowed.
+struct Mask {
+  const int32_t* words;
+
+  Lanes filtered(Lanes scores, int64_t first) const {
+    constexpr Ints PLACES = {1 << 0, 1 << 1, 1 << 2,  1 << 3,  1 << 4,  1 << 5,  1 << 6,  1 << 7,
+                             1 << 8, 1 << 9, 1 << 10, 1 << 11, 1 << 12, 1 << 13, 1 << 14, 1 << 15};
+    const Ints bits = (Ints{} + (words[first / BITS] >> (first % BITS))) & PLACES;
+    return bits != 0 ? scores : Lanes{} + LOWEST;
+  }
+  bool allows(int64_t token) const { return words[token / BITS] >> (token % BITS) & 1; }
+};
+
+template <typename T, typename Filter>
+float peak_of(const T* scores, int64_t begin, int64_t end, const Filter& filter) {
+  Lanes peaks = Lanes{} + LOWEST;
+  int64_t i = begin;
+  for (; i + LANES <= end; i += LANES) peaks = larger(filter.filtered(load(scores + i), i), peaks);
+  float peak = largest(peaks);
+  for (; i < end; ++i)
+    if (filter.allows(i)) peak = std::max(peak, static_cast<float>(scores[i]));
+  return peak;
+}
+
+// Part by part, so that only the part with the largest score is searched for its place.
+template <typename T, typename Filter>
+int64_t largest_place(const T* scores, int64_t size, const Filter& filter) {
+  int64_t best = 0;
+  float peak = LOWEST;
+  for (int64_t start = 0; start < size; start += PART) {
+    const float found = peak_of(scores, start, std::min(start + PART, size), filter);
+    if (found > peak) {
+      peak = found;
+      best = start;
+    }
+  }
+  for (int64_t i = best; i < std::min(best + PART, size); ++i)
+    if (filter.allows(i) && static_cast<float>(scores[i]) == peak) return i;
+  return 0;
+}
+
+}  // namespace
+
+// scores: [rows, size]; masks: [masked, words] int32; masked_rows: which row each mask is of. Returns the place of each
+// row's largest among those that its mask allows, the first of equals: [rows] int64; 0 where none is. NaN is never it.
+// Places behind a mask's last word are not allowed.
+at::Tensor argmax(const at::Tensor& scores, const std::optional<at::Tensor>& masks, at::IntArrayRef masked_rows) {
+  const at::Tensor x = scores.contiguous();
+  const int64_t rows = x.size(0), size = x.size(1), words = masks ? masks->size(1) : 0;
+  TORCH_CHECK(!masks || (masks->is_contiguous() && masks->size(0) == static_cast<int64_t>(masked_rows.size())));
+  std::vector<const int32_t*> mask_of(rows);
+  for (size_t m = 0; m < masked_rows.size(); ++m)
+    mask_of.at(masked_rows[m]) = masks->const_data_ptr<int32_t>() + m * words;
+  at::Tensor output = at::empty({rows}, x.options().dtype(at::kLong));
+  int64_t* to = output.mutable_data_ptr<int64_t>();
+  by_dtype(x, [&]<typename T>(T*) {
+    const T* from = x.const_data_ptr<T>();
+    at::parallel_for(0, rows, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t r = begin; r < end; ++r)
+        to[r] = mask_of[r] ? largest_place(from + r * size, std::min(size, words * BITS), Mask{mask_of[r]})
+                           : largest_place(from + r * size, size, Everything{});
+    });
+  });
+  return output;
+}
+
+}  // namespace oatmill
+
+TORCH_LIBRARY_FRAGMENT(oatmill, library) {
+  library.def("argmax(Tensor scores, Tensor? masks=None, int[] masked_rows=[]) -> Tensor");
+}
+
+TORCH_LIBRARY_IMPL(oatmill, CPU, library) { library.impl("argmax", &oatmill::argmax); }
