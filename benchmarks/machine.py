@@ -18,8 +18,8 @@ from benchmarks.timing import timed
 from tgi_server.engine.config import DTYPES
 from tgi_server.engine.cpu.linear import PackedLinear
 
-_READ_BYTES = 1 << 30
-_MATRIX = 4096
+_READ_BYTES = {"cpu": 1 << 30, "cuda": 1 << 33}
+_MATRIX = {"cpu": 4096, "cuda": 8192}
 
 
 def measure_machine(device: torch.device, dtype: torch.dtype) -> Machine:
@@ -29,21 +29,23 @@ def measure_machine(device: torch.device, dtype: torch.dtype) -> Machine:
 
 def _bandwidth(device: torch.device) -> float:
     """Bytes/s: of summing what is too large for any cache, or of copying it, whichever is more."""
-    source = torch.ones(_READ_BYTES // 4, device=device)
+    size = _READ_BYTES[device.type]
+    source = torch.ones(size // 4, device=device)
     target = torch.empty_like(source)
-    reading = _READ_BYTES / min(timed(source.sum, device))
-    copying = 2 * _READ_BYTES / min(timed(lambda: target.copy_(source), device))
+    reading = size / min(timed(source.sum, device))
+    copying = 2 * size / min(timed(lambda: target.copy_(source), device))
     return max(reading, copying)
 
 
 def _matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
     """FLOP/s of a square product; on a CPU with the weights as they are, or packed, whichever is faster."""
-    left, right = torch.randn(2, _MATRIX, _MATRIX, device=device).to(dtype)
+    size = _MATRIX[device.type]
+    left, right = torch.randn(2, size, size, device=device).to(dtype)
     ways: list[Callable[[], object]] = [lambda: left @ right]
     if device.type == "cpu":
         packed = PackedLinear(right)
         ways.append(lambda: packed(left))
-    return 2 * _MATRIX**3 / min(min(timed(way, device)) for way in ways)
+    return 2 * size**3 / min(min(timed(way, device)) for way in ways)
 
 
 def main() -> None:

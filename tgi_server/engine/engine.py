@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedModel
 
 from tgi_server.engine.batch import Batch
 from tgi_server.engine.config import EngineConfig
@@ -62,11 +62,14 @@ class Engine:
     grammars: compiles grammars, in any thread; None where the model's folder has no tokenizer.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
-        """Loads the model. Raises an EngineError that says what is wrong with the folder."""
+    def __init__(self, config: EngineConfig, model: PreTrainedModel | None = None) -> None:
+        """Loads the model. Raises an EngineError that says what is wrong with the folder.
+
+        model: one that is on the device already, in evaluation mode; it is changed, and nothing else may use it after.
+        """
         started = time.perf_counter()
         device = config.resolve_device()
-        model = load_model(config, device)
+        model = model or load_model(config, device)
         self._device = device
         self._group = config.group
         self._runner = create_runner(model, config)

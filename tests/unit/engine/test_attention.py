@@ -1,6 +1,7 @@
 """Every backend against attention computed sequence by sequence from the whole history, in float32."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,9 +15,9 @@ HEAD_DIM = 32
 BACKENDS = [GatherAttention, CpuAttention]
 
 
-def history(length: int, kv_heads: int, seed: int) -> tuple[Tensor, Tensor]:
+def history(length: int, kv_heads: int, seed: int, head_dim: int = HEAD_DIM) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    key, value = torch.randn(2, length, kv_heads, HEAD_DIM, generator=generator)
+    key, value = torch.randn(2, length, kv_heads, head_dim, generator=generator)
     return key, value
 
 
@@ -53,7 +54,7 @@ def run(
 
     Returns what the backend computes and what it should.
     """
-    size = backend.block_size
+    size, head_dim = backend.block_size, backend.shape.head_dim
     spans = [(length - 1, 1) for length in decodes] + prompts
     blocks_of = [-(-(before + count) // size) for before, count in spans]
     permutation = (torch.randperm(sum(blocks_of), generator=torch.Generator().manual_seed(1)) + 1).split(blocks_of)
@@ -63,29 +64,33 @@ def run(
     for index, ((before, count), blocks) in enumerate(zip(spans, permutation, strict=True)):
         total = before + count
         tables[index, : len(blocks)] = blocks
-        key, value = history(total, kv_heads, seed=index)
+        key, value = history(total, kv_heads, seed=index, head_dim=head_dim)
         places = torch.arange(total)
         slot = blocks[places // size] * size + places % size
         empty = torch.zeros(0)
-        whole = Step(slot, tables, empty, empty, 0, [], 0)
-        backend.write(0, key.to(backend.dtype), value.to(backend.dtype), whole)
-        query = torch.randn(count, heads, HEAD_DIM, generator=torch.Generator().manual_seed(100 + index))
+        whole = Step(slot.to(backend.device), tables, empty, empty, 0, [], 0)
+        backend.write(0, *(part.to(backend.device, backend.dtype) for part in (key, value)), whole)
+        query = torch.randn(count, heads, head_dim, generator=torch.Generator().manual_seed(100 + index))
         if index >= len(decodes):
             chunks.append(Chunk(starts[-1], count, total))
         queries.append(query)
         outcomes.append(expected(query, key, value, variant))
         slots.append(slot[before:])
         starts.append(starts[-1] + count)
+    device = backend.device
     step = Step(
-        slots=torch.cat(slots),
-        block_tables=tables,
-        kv_lengths=torch.tensor([before + count for before, count in spans], dtype=torch.int32),
-        query_starts=torch.tensor(starts, dtype=torch.int32),
+        slots=torch.cat(slots).to(device),
+        block_tables=tables.to(device),
+        kv_lengths=torch.tensor([before + count for before, count in spans], dtype=torch.int32, device=device),
+        query_starts=torch.tensor(starts, dtype=torch.int32, device=device),
         decoding=len(decodes),
         chunks=chunks,
         max_kv_length=max(before + count for before, count in spans),
     )
-    return backend.attend(0, torch.cat(queries).to(backend.dtype), step, variant).float(), torch.cat(outcomes)
+    query = torch.cat(queries).to(device, backend.dtype)
+    slopes = variant.alibi_slopes
+    there = replace(variant, alibi_slopes=None if slopes is None else slopes.to(device))
+    return backend.attend(0, query, step, there).float().cpu(), torch.cat(outcomes)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

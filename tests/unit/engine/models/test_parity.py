@@ -60,12 +60,12 @@ def test_in_bfloat16_each_token_is_as_likely_as_the_likeliest_or_nearly_so(archi
     folder = make(architecture, tmp_path)
     driver, _ = overlap(folder, dtype=torch.bfloat16, quantize=quantize)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).float()
-    lost = torch.cat([_lost(model, text, output) for text, output in zip(prompts(), driver.outputs, strict=True)])
-    assert len(lost) > len(LENGTHS) * NEW / 2
-    assert lost.max() < (0.06 if quantize is None else 0.4)
+    behind = torch.cat([lost(model, text, output) for text, output in zip(prompts(), driver.outputs, strict=True)])
+    assert len(behind) > len(LENGTHS) * NEW / 2
+    assert behind.max() < (0.06 if quantize is None else 0.4)
 
 
-def _lost(model: torch.nn.Module, prompt: list[int], output: list[int]) -> Tensor:
+def lost(model: torch.nn.Module, prompt: list[int], output: list[int]) -> Tensor:
     """How far the logit of each token of the output is below the largest, in standard deviations: [tokens]."""
     logits = model(torch.tensor([prompt + output])).logits[0, len(prompt) - 1 : -1]
     chosen = logits.gather(1, torch.tensor(output).unsqueeze(1)).squeeze(1)

@@ -1,0 +1,198 @@
+"""What `run.sh` runs, one after the other, each in a process of its own, until the time is over."""
+
+import argparse
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TextIO
+
+NO_GPU = 3
+FAILED = 1
+SHORTEST = 5.0
+"""Seconds: a job is not started for less."""
+LINES = 30
+"""Of each job's output that are printed; all of them are in $OUT/log.txt."""
+ENGINE = ("torch", "transformers", "safetensors", "tokenizers", "psutil", "llguidance")
+SHARD = (
+    "grpc",
+    "grpc_health",
+    "grpc_reflection",
+    "google.protobuf",
+    "uvloop",
+    "pydantic_settings",
+    "opentelemetry.sdk",
+)
+ROUTER = ("fastapi", "uvicorn", "httptools", "jinja2", "prometheus_client")
+SUITE = ("pytest", "pytest_asyncio", "pytest_timeout", "httpx", "hypothesis")
+_TOLD = ("torch", "transformers", "triton", "llguidance", "grpcio", "uvloop", "fastapi")
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A command of this interpreter. needs: modules. seconds: it is ended after."""
+
+    name: str
+    arguments: tuple[str, ...]
+    needs: tuple[str, ...]
+    seconds: float
+
+
+def _out() -> Path:
+    folder = Path(os.environ.get("OUT", "runs/gpu"))
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _tests(name: str, seconds: float, *arguments: str, needs: tuple[str, ...] = ()) -> Job:
+    pytest = ("-m", "pytest", "-p", "no:cacheprovider", "--runslow", "--timeout=200", "-rf", "--tb=short")
+    return Job(name, (*pytest, *arguments), (*ENGINE, *SUITE, *needs), seconds)
+
+
+_UNIT = "tests/unit/engine"
+CHECKS = [
+    _tests("attention kernels", 150, "tests/gpu/test_attention.py"),
+    _tests("sampling: as on a CPU, no waiting", 60, f"{_UNIT}/sampling/test_cuda.py", "tests/gpu/test_sampling.py"),
+    _tests("engine: chunks, prefix cache, preemption", 60, f"{_UNIT}/test_engine.py", "-k", "not float16"),
+    _tests("graphs on and off, no waiting, memory", 150, "tests/gpu/test_decode_graphs.py"),
+    _tests("parity per architecture", 200, "tests/gpu/test_models.py"),
+    _tests("grammars on every path", 60, f"{_UNIT}/grammar/test_model_paths.py"),
+    _tests("lengths that choose frequencies", 60, f"{_UNIT}/models/test_rope.py"),
+    _tests("memory that runs out, a lost device", 60, "tests/gpu/test_faults.py"),
+    _tests("the whole server over HTTP", 150, "tests/gpu/test_server.py", needs=SHARD + ROUTER),
+]
+
+
+def _measurement(name: str, seconds: float, *arguments: str, needs: tuple[str, ...] = ENGINE) -> Job:
+    return Job(name, ("-m", *arguments, f"--output={_out() / name}.json"), needs, seconds)
+
+
+BENCHMARKS = [
+    _measurement("llama-8b", 330, "benchmarks.gpu"),
+    _measurement("opt-125m-http", 200, "benchmarks.gpu_server", needs=ENGINE + SHARD + ROUTER),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    name: str
+    state: str
+    seconds: float
+    detail: str
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="tests/gpu/run.sh")
+    parser.add_argument("what", choices=("check", "bench"))
+    parser.add_argument("only", nargs="*", help="part of a name")
+    arguments = parser.parse_args()
+    jobs = [
+        job
+        for job in (CHECKS if arguments.what == "check" else BENCHMARKS)
+        if not arguments.only or any(part in job.name for part in arguments.only)
+    ]
+    if not jobs:
+        parser.error(f"nothing is called {' or '.join(arguments.only)}")
+    _tell_machine()
+    deadline = time.monotonic() + float(os.environ.get("SECONDS_AT_MOST", "570"))
+    results = [run(job, deadline) for job in jobs]
+    print("\n" + table(results), flush=True)
+    sys.exit(verdict(results))
+
+
+def run(job: Job, deadline: float) -> Result:
+    """Its last lines are printed, and all go into $OUT/log.txt."""
+    if missing := [module for module in job.needs if not _there(module)]:
+        return Result(job.name, "skipped", 0.0, f"missing: {', '.join(missing)}")
+    left = deadline - time.monotonic()
+    if left < SHORTEST:
+        return Result(job.name, "not run", 0.0, "no time was left")
+    print(f"\n== {job.name}", flush=True)
+    started = time.monotonic()
+    with tempfile.TemporaryFile("w+", errors="replace") as output:
+        state = _state(job, output, min(job.seconds, left))
+        output.seek(0)
+        lines = output.read().strip().splitlines() or ["no output"]
+    with (_out() / "log.txt").open("a") as log:
+        print(f"\n== {job.name}", *lines, sep="\n", file=log)
+    print(*lines[-LINES:], sep="\n", flush=True)
+    summary = next(
+        (line for line in reversed(lines) if " passed" in line or " failed" in line or " skipped" in line), ""
+    )
+    return Result(job.name, state, time.monotonic() - started, summary.strip("= "))
+
+
+def _state(job: Job, output: TextIO, limit: float) -> str:
+    """In a session of its own: what it leaves behind is ended with it."""
+    process = subprocess.Popen(
+        [sys.executable, *job.arguments], stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+    )
+    try:
+        status = process.wait(limit)
+        return "passed" if status == 0 else f"failed ({status})"
+    except subprocess.TimeoutExpired:
+        return f"failed (not done after {limit:.0f} s)"
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def verdict(results: Iterable[Result]) -> int:
+    states = [result.state for result in results]
+    if any(state.startswith("failed") for state in states):
+        return FAILED
+    return 0 if "passed" in states else NO_GPU
+
+
+def table(results: Iterable[Result]) -> str:
+    rows = [("what", "result", "seconds", "detail")]
+    rows += [(each.name, each.state, f"{each.seconds:.0f}", each.detail) for each in results]
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    lines = [[cell.ljust(width) for cell, width in zip(row[:3], widths, strict=True)] + [row[3]] for row in rows]
+    return "\n".join("  ".join(line).rstrip() for line in lines)
+
+
+def _tell_machine() -> None:
+    """Ends the process when there is no GPU."""
+    print(", ".join(f"{name} {_version(name)}" for name in _TOLD))
+    if not _there("torch"):
+        sys.exit("there is no torch: set PYTHON to an interpreter that has it")
+    import torch
+
+    if not torch.cuda.is_available():
+        print(
+            f"no GPU: torch {torch.__version__} finds no CUDA device on this machine; nothing was run", file=sys.stderr
+        )
+        sys.exit(NO_GPU)
+    free, total = torch.cuda.mem_get_info()
+    print(f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}, {free >> 20} of {total >> 20} MiB free")
+    absent = [module for module in (*ENGINE, *SUITE, *SHARD, *ROUTER) if not _there(module)]
+    if absent:
+        print(f"missing: {', '.join(absent)}; what needs them is skipped (wheels of them go into runs/wheels)")
+
+
+def _there(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # of the package around it
+        return False
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "missing"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""Recorded steps: the same tokens as without, and nothing in them that the host waits for."""
+
+import logging
+
+import pytest
+import torch
+
+from tests.gpu.marks import NEEDS_GPU
+from tests.tiny_models import ARCHITECTURES, make
+from tests.unit.engine.models.driver import generate_together, load_engine, prompts
+from tests.unit.engine.models.test_parity import ELSEWHERE, PADDED
+from tgi_server.engine import Sequence, StoppingParameters
+
+pytestmark = NEEDS_GPU
+
+WAITS = {"gpt2"}
+"""`transformers` looks at the tokens of a GPT-2 that has a padding token: it is not recorded."""
+
+
+@pytest.fixture(autouse=True)
+def _log(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+
+
+@pytest.mark.parametrize("architecture", sorted(ARCHITECTURES.keys() - ELSEWHERE - PADDED - WAITS))
+def test_the_same_tokens_with_graphs_and_without(architecture, tmp_path, caplog) -> None:
+    folder = make(architecture, tmp_path)
+    without = generate_together(load_engine(folder, cuda_graphs=()), prompts())
+    assert not _recorded(caplog)
+    recorded = generate_together(load_engine(folder), prompts())
+    assert _recorded(caplog), caplog.messages
+    assert recorded == without
+
+
+def test_a_model_that_waits_runs_without(tmp_path, caplog) -> None:
+    folder = make("gpt2", tmp_path)
+    tokens = generate_together(load_engine(folder), prompts())
+    assert any("decoding goes without CUDA graphs" in message for message in caplog.messages)
+    assert tokens == generate_together(load_engine(folder, cuda_graphs=()), prompts())
+
+
+@pytest.mark.parametrize("graphs", [None, ()])
+def test_steps_are_started_without_waiting_for_the_device(graphs, tmp_path) -> None:
+    """Prompts in chunks beside running sequences, blocks granted, a sequence that leaves: nothing of it waits."""
+    engine = load_engine(make("llama", tmp_path), cuda_graphs=graphs)
+    engine.warm_up(max_batch_size=4, max_prefill_tokens=64, max_total_tokens=128)
+    first, second = prompts((20, 40))
+    started = []
+    stopping = StoppingParameters(60, ignore_eos=True)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        started.append(engine.prefill(1, [Sequence(1, first, stopping, blocks=[1])], [(1, 20)]))
+        started.append(engine.prefill(1, [Sequence(2, second, stopping, blocks=[3, 4])], [(2, 30)]))
+        started.append(engine.prefill(1, [], [(2, 10)], grants=[(1, [2])]))
+        started += [engine.decode(1) for _ in range(12)]
+        engine.keep(1, [2])
+        started.append(engine.decode(1))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    counts = [len(step.collect().generations) for step in started]
+    assert counts[-1] == 1
+    assert sum(counts) > 20
+
+
+def test_what_is_left_of_the_memory_is_enough_for_the_graphs(tmp_path) -> None:
+    """Nothing is left but what `--cuda-memory-fraction` leaves, and yet a large step can be computed."""
+    settings = {"num_hidden_layers": 4, "hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 8}
+    engine = load_engine(make("llama", tmp_path, **settings), dtype=torch.bfloat16)
+    engine.warm_up(max_batch_size=256, max_prefill_tokens=4096, max_total_tokens=1 << 20)
+    free, total = torch.cuda.mem_get_info()
+    assert 0.01 * total < free < 0.25 * total
+    (text,) = prompts((100,))
+    sequence = Sequence(1, text, StoppingParameters(3, ignore_eos=True), blocks=[1, 2, 3, 4])
+    engine.prefill(1, [sequence], [(1, 100)]).collect()
+    assert len(engine.decode(1).collect().generations) == 1
+
+
+def _recorded(caplog: pytest.LogCaptureFixture) -> bool:
+    return any("recorded CUDA graphs for" in message for message in caplog.messages)

@@ -1,0 +1,40 @@
+"""Every architecture on a GPU: in float32 the tokens of `transformers` on a CPU, else as likely ones."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.gpu.marks import NEEDS_GPU
+from tests.tiny_models import ARCHITECTURES, make
+from tests.unit.engine.models.driver import LENGTHS, NEW, prompts
+from tests.unit.engine.models.test_parity import ELSEWHERE, PADDED, check, lost, overlap
+
+pytestmark = NEEDS_GPU
+
+CUDA = torch.device("cuda")
+LIKELY = 0.15
+"""How far, in standard deviations, a token's logit may be below the highest one in half precision."""
+
+
+@pytest.mark.parametrize("architecture", sorted(ARCHITECTURES.keys() - ELSEWHERE))
+def test_overlapping_requests_get_the_tokens_of_transformers(architecture, tmp_path) -> None:
+    driver, expected = overlap(make(architecture, tmp_path), device=CUDA)
+    assert driver.engine.info.device_type == "cuda"
+    assert driver.engine.info.paged is (architecture not in PADDED)
+    check(driver, expected)
+
+
+@pytest.mark.parametrize("architecture", sorted(ARCHITECTURES.keys() - ELSEWHERE - PADDED))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_in_half_precision_tokens_are_as_likely_or_nearly_so(architecture, dtype, tmp_path) -> None:
+    folder = make(architecture, tmp_path)
+    driver, _ = overlap(folder, dtype=dtype, device=CUDA)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).float()
+    behind = torch.cat([lost(model, text, output) for text, output in zip(prompts(), driver.outputs, strict=True)])
+    assert len(behind) > len(LENGTHS) * NEW / 2
+    assert behind.max() < LIKELY
+
+
+@pytest.mark.parametrize("architecture", ["gemma2", "llama", "opt", "starcoder"])
+def test_so_they_are_without_kernels_of_the_engines_own(architecture, tmp_path) -> None:
+    check(*overlap(make(architecture, tmp_path), device=CUDA, custom_kernels=False))

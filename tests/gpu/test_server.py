@@ -1,0 +1,101 @@
+"""The whole server on a GPU. Needs what the router and the shards need: fastapi, grpcio and so on."""
+
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from tests.gpu.marks import NEEDS_GPU
+from tests.models import make_llama
+from tgi_server import demo_model
+
+for _module in (
+    "fastapi",
+    "grpc_health",
+    "httptools",
+    "llguidance",
+    "opentelemetry.sdk",
+    "pydantic_settings",
+    "uvicorn",
+):
+    pytest.importorskip(_module)
+from tests.servers import TextGenerationServer  # noqa: E402
+
+pytestmark = NEEDS_GPU
+
+PROMPT = "### Instruction:\nHow do I sharpen a chisel?\n\n### Response:\n"
+
+
+def test_a_server_answers_as_the_same_one_on_a_cpu(server) -> None:
+    flags = (f"--model-id={demo_model.PATH}", "--dtype=float32", "--cuda-memory-fraction=0.2")
+    on_gpu = server(*flags).wait_until_ready()
+    on_cpu = server(*flags, environment={"CUDA_VISIBLE_DEVICES": ""}).wait_until_ready()
+    assert httpx.get(f"{on_gpu.url}/info").json()["model_device_type"] == "cuda"
+    texts = [each.generate(PROMPT, max_new_tokens=40)["generated_text"] for each in (on_gpu, on_cpu)]
+    assert texts[0] == texts[1]
+
+
+def test_conversations_whose_blocks_run_out_go_on(server, tmp_path: Path) -> None:
+    """More requests than the cache holds: some are preempted, all give what they give alone."""
+    folder = make_llama(tmp_path)
+    flags = (f"--model-id={folder}", "--dtype=float32", "--max-total-tokens=512", "--max-batch-total-tokens=1024")
+    running: TextGenerationServer = server(*flags, "--cuda-memory-fraction=0.2").wait_until_ready()
+    alone = [running.generate(f"the {number}", max_new_tokens=300)["generated_text"] for number in range(4)]
+    with httpx.Client(timeout=120) as client:
+
+        def ask(number: int) -> str:
+            body = {"inputs": f"the {number}", "parameters": {"max_new_tokens": 300}}
+            return client.post(f"{running.url}/generate", json=body).json()["generated_text"]
+
+        with ThreadPoolExecutor(8) as pool:
+            together = list(pool.map(ask, [*range(4), *range(4)]))
+    assert together == alone * 2
+
+
+def test_a_device_that_is_lost_ends_the_server(server, tmp_path: Path) -> None:
+    """A copy of the interpreter's start-up makes the shard's third step touch memory that is not there."""
+    (tmp_path / "sitecustomize.py").write_text(POISON)
+    environment = {"PYTHONPATH": f"{tmp_path}:{':'.join(filter(None, sys.path))}"}
+    running = server(f"--model-id={make_llama(tmp_path / 'model')}", environment=environment).wait_until_ready()
+    children = psutil.Process(running.process.pid).children(recursive=True)
+    response = httpx.post(
+        f"{running.url}/generate", json={"inputs": "the", "parameters": {"max_new_tokens": 50}}, timeout=60
+    )
+    assert response.status_code >= 400
+    deadline = time.monotonic() + 20
+    while running.process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert running.process.poll() not in (None, 0), running.lines()
+    assert "the device computes no more" in running.lines()
+    assert not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children)
+
+
+POISON = '''
+import sys
+from importlib.abc import MetaPathFinder
+
+class Poison(MetaPathFinder):
+    """Changes `Engine.decode` once its module has been imported by somebody else's import."""
+
+    def find_spec(self, name, path=None, target=None):
+        if name == "tgi_server.shard.service":
+            sys.meta_path.remove(self)
+            import torch
+            from tgi_server.engine.engine import Engine
+            whole, calls = Engine.decode, []
+
+            def decode(engine, *arguments, **settings):
+                calls.append(1)
+                if len(calls) == 3:
+                    torch.zeros(2, device="cuda")[torch.tensor([5], device="cuda")].sum().item()
+                return whole(engine, *arguments, **settings)
+
+            Engine.decode = decode
+        return None
+
+sys.meta_path.insert(0, Poison())
+'''
