@@ -54,7 +54,7 @@ def paged_decode(
         rows=rows, width=width, tile=tile, splits=splits,
         windowed=variant.window > 0, capped=variant.softcap > 0,
         alibi=variant.alibi_slopes is not None, rounded_alibi=variant.rounded_alibi,
-        num_warps=warps, num_stages=2,
+        num_warps=warps, num_stages=3,
     )  # fmt: skip
     if splits > 1:
         _join_parts[sequences, kv_heads](

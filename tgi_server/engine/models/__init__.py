@@ -33,10 +33,8 @@ def create_runner(model: PreTrainedModel, config: EngineConfig) -> Runner:
     if on_cpu:
         limit_threads(model)
     shape = probe_kv_shape(model, group)
-    if config.cuda_graphs and (shape is None or model.device.type != "cuda"):
-        where = "a CPU" if model.device.type != "cuda" else "the padded path"
-        logger.warning("--cuda-graphs changes nothing: decoding on %s goes without them", where)
     if shape is None:
+        _tell_no_graphs(config, "on the padded path")
         if on_cpu:
             optimise(model, linear=linear)
         try:
@@ -49,10 +47,17 @@ def create_runner(model: PreTrainedModel, config: EngineConfig) -> Runner:
     backend = create_attention_backend(shape, model.device, model.dtype, custom_kernels=config.custom_kernels)
     if model.device.type == "cuda":
         backend = _proven(model, backend, group)
+    if model.device.type != "cuda" or not backend.any_lengths:
+        _tell_no_graphs(config, f"on {'a CPU' if model.device.type == 'cpu' else 'a GPU in plain torch'}")
     if on_cpu:
         with same_logits(model, backend, linear.rounding, group) as variants:
             optimise(model, backend, variants, linear)
     return PagedRunner(model, backend, config.memory_fraction, config.cpu_memory, group, config.cuda_graphs)
+
+
+def _tell_no_graphs(config: EngineConfig, where: str) -> None:
+    if config.cuda_graphs:
+        logger.warning("--cuda-graphs changes nothing: decoding %s goes without them", where)
 
 
 def _proven(model: PreTrainedModel, backend: AttentionBackend, group: ShardGroup | None) -> AttentionBackend:
