@@ -23,6 +23,8 @@ from pydantic import BaseModel, Field
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
+from benchmarks.completions import CompletionRequest, completion, create_app
+
 
 class GenerateParameters(BaseModel):
     max_new_tokens: Annotated[int, Field(ge=1)] = 20
@@ -34,15 +36,6 @@ class GenerateRequest(BaseModel):
 
     inputs: str
     parameters: GenerateParameters = GenerateParameters()
-
-
-class CompletionRequest(BaseModel):
-    """OpenAI's `/v1/completions`."""
-
-    prompt: str
-    max_tokens: Annotated[int, Field(ge=1)] = 16
-    ignore_eos: bool = False
-    stream: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,22 +124,14 @@ class StaticBatching:
         return batch
 
 
-def create_app(batching: StaticBatching, model: str) -> FastAPI:
+def naive_app(batching: StaticBatching, model: str) -> FastAPI:
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         task = asyncio.create_task(batching.run())
         yield
         task.cancel()
 
-    app = FastAPI(lifespan=lifespan)
-
-    @app.get("/health")
-    async def health() -> dict[str, Any]:
-        return {}
-
-    @app.get("/v1/models")
-    async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [{"id": model, "object": "model"}]}
+    app = create_app(model, lifespan)
 
     @app.post("/generate")
     async def generate(request: GenerateRequest) -> dict[str, Any]:
@@ -159,8 +144,7 @@ def create_app(batching: StaticBatching, model: str) -> FastAPI:
         if request.stream:
             raise HTTPException(422, "this server does not stream")
         reply = await batching.ask(request.prompt, request.max_tokens, request.ignore_eos)
-        usage = {"prompt_tokens": reply.prompt_tokens, "completion_tokens": reply.new_tokens}
-        return {"model": model, "choices": [{"index": 0, "text": reply.text}], "usage": usage}
+        return completion(model, reply.text, reply.prompt_tokens, reply.new_tokens)
 
     return app
 
@@ -178,7 +162,7 @@ def main() -> None:
         sys.exit(f"error: no model in {arguments.model}; `python -m benchmarks.synthetic` writes some")
     generator = Generator(arguments.model, getattr(torch, arguments.dtype))
     batching = StaticBatching(generator, arguments.max_batch_size, arguments.wait)
-    app = create_app(batching, arguments.model.name)
+    app = naive_app(batching, arguments.model.name)
     uvicorn.run(app, host=arguments.host, port=arguments.port, log_level="warning")
 
 

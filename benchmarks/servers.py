@@ -26,9 +26,10 @@ class ServerFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ServerCommand:
-    """How to start a server. command: may hold {model} and {port}. programs: a folder to look for programs in first.
+    """How to start a server. command: may hold {model}, {model.name} and {port}.
 
-    environment: variables besides those of this process. api: the interface that it is asked by.
+    programs: a folder to look for programs in first. environment: variables besides those of this process. api: the
+    interface that it is asked by.
     """
 
     name: str
@@ -41,7 +42,7 @@ class ServerCommand:
         """Raises ValueError for a placeholder that does not exist, and for unbalanced quotes."""
         try:
             return [part.format(model=model.resolve(), port=port) for part in shlex.split(self.command)]
-        except (LookupError, ValueError) as error:
+        except (LookupError, AttributeError, ValueError) as error:
             raise ValueError(f"command {self.command!r}: {error}; placeholders are {{model}} and {{port}}") from error
 
 
@@ -54,6 +55,9 @@ PEERS = {
         "vllm",
         "vllm serve {model} --dtype bfloat16 --max-model-len 2048 --host 127.0.0.1 --port {port}",
         {"VLLM_CPU_OMP_THREADS_BIND": f"0-{(os.cpu_count() or 1) - 1}", "VLLM_CPU_KVCACHE_SPACE": "4"},
+    ),
+    "openvino": ServerCommand(
+        "openvino", "python -m benchmarks.openvino_server /opt/peers/models/{model.name}-int8 --port {port}"
     ),
     "naive": ServerCommand("naive", "python -m benchmarks.naive_server {model} --port {port}"),
 }

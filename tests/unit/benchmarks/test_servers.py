@@ -67,6 +67,12 @@ async def test_a_server_that_never_gets_healthy_is_given_up_and_stopped(tmp_path
         assert set(psutil.Process().children(recursive=True)) <= before
 
 
-def test_a_wrong_placeholder_is_told(tmp_path: Path) -> None:
+@pytest.mark.parametrize("wrong", ["{modle}", "{model.nmae}"])
+def test_a_wrong_placeholder_is_told(tmp_path: Path, wrong: str) -> None:
     with pytest.raises(ValueError, match=r"placeholders are \{model\} and \{port\}"):
-        ServerCommand("peer", "serve {modle}").arguments(tmp_path, 1)
+        ServerCommand("peer", f"serve {wrong}").arguments(tmp_path, 1)
+
+
+def test_a_command_may_hold_the_name_of_the_model_alone(tmp_path: Path) -> None:
+    command = ServerCommand("peer", "serve /elsewhere/{model.name}-int8 {port}")
+    assert command.arguments(tmp_path / "opt", 8090) == ["serve", "/elsewhere/opt-int8", "8090"]
