@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from tgi_server.engine.errors import InvalidCall
 from tgi_server.engine.transfer import to_device
 
 
@@ -20,7 +21,9 @@ class BlockTables:
         self._added: tuple[list[int], list[int]] = ([], [])  # places in the flattened table, and blocks
 
     def extend(self, row: int, first: int, blocks: Sequence[int]) -> None:
-        """The row's entries from `first` on are these blocks."""
+        """The row's entries from `first` on are these blocks. Raises InvalidCall for more than a sequence may have."""
+        if first + len(blocks) > self.table.shape[1]:
+            raise InvalidCall(f"{first + len(blocks)} blocks for a sequence; at most {self.table.shape[1]} are of use")
         place = row * self.table.shape[1] + first
         self._added[0].extend(range(place, place + len(blocks)))
         self._added[1].extend(blocks)
