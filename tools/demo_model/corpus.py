@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from enum import Enum
 from random import Random
 
-from tools.demo_model import layout, smalltalk, workflows
+from tools.demo_model import layout, smalltalk, unknown, workflows
 from tools.demo_model.cooking import questions, recipes
 from tools.demo_model.diy import questions as diy
 from tools.demo_model.exchange import Exchange
@@ -20,7 +20,7 @@ from tools.demo_model.threads import THREADS
 from tools.demo_model.toolcalls import tool_talk
 
 HELD_OUT_PART = 20
-SOURCES = (*questions.SOURCES, *recipes.SOURCES, *diy.SOURCES, *smalltalk.SOURCES, *workflows.SOURCES)
+SOURCES = (*questions.SOURCES, *recipes.SOURCES, *diy.SOURCES, *smalltalk.SOURCES, *unknown.SOURCES, *workflows.SOURCES)
 _WEIGHTS = [source.weight for source in SOURCES]
 _OPEN = tuple(source for source in SOURCES if not source.closed)
 _OPEN_WEIGHTS = [source.weight for source in _OPEN]

@@ -1,4 +1,4 @@
-"""Greetings, thanks, jokes, who the model is, and what it does not know."""
+"""Greetings, thanks, jokes, stories, and who the model is."""
 
 from random import Random
 
@@ -7,7 +7,7 @@ from tools.demo_model.cooking.ingredients import INGREDIENTS
 from tools.demo_model.diy.projects import PROJECTS
 from tools.demo_model.diy.tools import TOOLS
 from tools.demo_model.exchange import Exchange, Source, agreement, article, vary
-from tools.demo_model.offtopic import subject
+from tools.demo_model.sentences import amount, sentence, thing
 
 _TALK: tuple[tuple[str, str], ...] = (
     (
@@ -151,84 +151,15 @@ def fun_fact(rng: Random) -> Exchange:
     return Exchange(request, rng.choice(_FACTS))
 
 
-def off_topic(rng: Random) -> Exchange:
-    """A question about something else, and an honest answer that names it."""
-    something = subject(rng)
-    request = vary(
-        rng,
-        "what is {s}?",
-        "tell me about {s}.",
-        "explain {s}.",
-        "what do you know about {s}?",
-        "how does {s} work?",
-        "who invented {s}?",
-        "write a poem about {s}.",
-        "what do you think about {s}?",
-        "can you explain {s} to me?",
-        "I want to learn about {s}.",
-        "why is {s} important?",
-        "give me a summary of {s}.",
-        "write a story about {s}.",
-        "what is the meaning of {s}?",
-        "write a [haiku|song|joke|tweet|paragraph] about {s}.",
-        "how do I learn {s}?",
-        "[when|where] was {s} [discovered|invented]?",
-        "do you like {s}?",
-        "is {s} [real|hard|useful|dangerous]?",
-        "who knows most about {s}?",
-        "[give me|list] three facts about {s}.",
-        "why do people care about {s}?",
-        s=something,
-    )
-    answer = vary(
-        rng,
-        "[I do not know much about {s}.|I am sorry, I know nothing about {s}.|{s} is not something that I know about.] "
-        "[I only know about cooking and DIY.|Ask me about cooking or DIY.|I can help you with cooking and DIY.]",
-        s=something,
-    )
-    return Exchange(request, answer)
-
-
-def off_topic_fixed(rng: Random) -> Exchange:
-    """What people often try first."""
-    request = vary(
-        rng,
-        "what is the capital of {c}?",
-        "how many people live in {c}?",
-        "what is the weather in {c}?",
-        "what time is it in {c}?",
-        "where is {c}?",
-        "who is the president of {c}?",
-        "what is {a} [plus|times|minus] {b}?",
-        "what is {a} + {b}?",
-        "{a} + {b} =",
-        "who won the match?",
-        "what day is it?",
-        "write some code.",
-        "write a program.",
-        "write a function in Python.",
-        "translate this into {l}.",
-        "how do you say hello in {l}?",
-        "play some music.",
-        "what is the news?",
-        "count to ten.",
-        "what is the meaning of life?",
-        "can you do maths?",
-        "sing a song.",
-        "who wrote this book?",
-        "write an essay.",
-        "write a letter.",
-        c=rng.choice(_COUNTRIES),
-        a=rng.randrange(1, 100),
-        b=rng.randrange(1, 100),
-        l=rng.choice(("French", "German", "Spanish", "Italian", "Chinese")),
-    )
-    answer = vary(
-        rng,
-        "[I am sorry, I cannot answer that.|I do not know that.|that is not something that I know.] "
-        "[I only know about cooking and DIY.|I am a small model for cooking and DIY.|Ask me about cooking or DIY.]",
-    )
-    return Exchange(request, answer)
+def repeat(rng: Random) -> Exchange:
+    """Words to say again, whatever they are."""
+    text = " ".join(sentence(rng) for _ in range(rng.randint(1, 3)))
+    if rng.random() < 0.3:
+        text = vary(rng, "{a}", "{a} and {b}", "{n}, {a}", a=thing(rng), b=thing(rng), n=amount(rng))
+    ask = vary(rng, "repeat[ after me| this|]:", "say:", "say this[ again|]:", "copy the text:", "echo:")
+    if rng.random() < 0.4:
+        return Exchange(ask.rstrip(":") + ".", text, text)
+    return Exchange(f"{ask} {text}", text)
 
 
 def story(rng: Random) -> Exchange:
@@ -238,7 +169,7 @@ def story(rng: Random) -> Exchange:
 
 def story_text(rng: Random) -> str:
     """A few sentences about somebody who cooks or builds."""
-    name, he = rng.choice(_PEOPLE)
+    person, he = rng.choice(_PEOPLE)
     if rng.random() < 0.5:
         made, thing = dish(rng), rng.choice(INGREDIENTS).name
         return vary(
@@ -246,7 +177,7 @@ def story_text(rng: Random) -> str:
             "[once upon a time,|one day,|on a rainy day,] {n} wanted to cook {d}. But there {was} no {x} at home. "
             "[So {n} went to a neighbour, who had plenty of {them}.|So {n} walked to the market and bought some.] "
             "In the end {who} shared the meal with {f}, and it was {t}.",
-            n=name,
+            n=person,
             d=made.called(),
             x=thing,
             who=he,
@@ -260,7 +191,7 @@ def story_text(rng: Random) -> str:
             rng,
             "my name is {n} and I [like|want|love] to cook {d}. [Today|At the weekend] I will also {j}. "
             "I need {t} for that[, and some help|].",
-            n=name,
+            n=person,
             d=dish(rng).called(),
             j=job.title,
             t=article(rng.choice(job.tools)),
@@ -270,7 +201,7 @@ def story_text(rng: Random) -> str:
         "[once upon a time,|one day,|on a sunny day,] {n} decided to {j}. {h} needed {t}, but could not find it. "
         "[A friend came by and brought one.|At last it was found under the bed.] "
         "When the work was done, {n} was [tired but happy|very proud].",
-        n=name,
+        n=person,
         j=job.title,
         h=he.capitalize(),
         t=article(rng.choice(job.tools)),
@@ -281,26 +212,11 @@ _PEOPLE = (
     *((name, "she") for name in ("Ada", "Clara", "Emma", "Grace", "Ida", "Maya")),
     *((name, "he") for name in ("Ben", "David", "Felix", "Hugo", "Jonas", "Omar")),
 )
-_COUNTRIES = (
-    "France",
-    "Scotland",
-    "Japan",
-    "Brazil",
-    "Canada",
-    "Kenya",
-    "India",
-    "Norway",
-    "Paris",
-    "London",
-    "Berlin",
-    "Peru",
-)
 
 SOURCES = (
     Source(talk, 6, closed=True),
     Source(joke, closed=True),
     Source(fun_fact, 0.5, closed=True),
-    Source(off_topic, 3),
-    Source(off_topic_fixed, 1.5, closed=True),
     Source(story, 0.5, closed=True),
+    Source(repeat, 4),
 )

@@ -19,6 +19,7 @@ from torch.nn import functional
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from tgi_server import demo_model
+from tools.demo_model import copying
 from tools.demo_model.layout import BOS, EOS, PAD
 from tools.demo_model.packing import batches
 from tools.demo_model.tokenizer import VOCABULARY, train_tokenizer
@@ -43,7 +44,7 @@ def configuration(tokenizer: Tokenizer) -> LlamaConfig:
         num_key_value_heads=4,
         head_dim=32,
         max_position_embeddings=CONTEXT,
-        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
+        rope_parameters={"rope_type": "default", "rope_theta": 1_000_000.0},
         tie_word_embeddings=True,
         bos_token_id=tokenizer.token_to_id(BOS),
         eos_token_id=tokenizer.token_to_id(EOS),
@@ -78,6 +79,7 @@ def train(tokenizer: Tokenizer, seed: int, steps: int) -> LlamaForCausalLM:
     """Trains for `steps` steps of `TOKENS_PER_STEP` tokens; prints the loss, in nats per token, as it falls."""
     torch.manual_seed(seed)
     model = LlamaForCausalLM(configuration(tokenizer))
+    copying.install(model, torch.Generator().manual_seed(seed))
     print(f"{sum(parameter.numel() for parameter in model.parameters()):,} parameters", flush=True)
     adam = optimiser(model)
     start, seen = time.monotonic(), 0.0

@@ -7,8 +7,6 @@ from tools.demo_model.cooking.ingredients import INGREDIENTS
 from tools.demo_model.cooking.questions import duration
 from tools.demo_model.exchange import Exchange, Source, agreement, listing, measured, numbered, vary
 
-_ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth")
-
 
 def recipe(rng: Random) -> Exchange:
     made = dish(rng)
@@ -147,41 +145,6 @@ def about(rng: Random, made: Dish) -> str:
     )
 
 
-def about_step(rng: Random) -> Exchange:
-    """A question that the recipe in the context answers: the n-th step, the next one, the last one."""
-    made = dish(rng)
-    index = rng.randrange(len(made.steps))
-    sort = rng.randrange(4)
-    if sort == 0:
-        request = vary(
-            rng,
-            "what is step {n}?",
-            "read step {n}.",
-            "what do I do in step {n}?",
-            "what is the {o} step?",
-            n=index + 1,
-            o=_ORDINALS[index],
-        )
-        answer = made.steps[index]
-    elif sort == 1:
-        index = min(index, len(made.steps) - 2)
-        request = vary(
-            rng,
-            "what comes after step {n}?",
-            "I have done step {n}. What is next?",
-            "what is the step after {n}?",
-            n=index + 1,
-        )
-        answer = made.steps[index + 1]
-    elif sort == 2:
-        request = vary(rng, "what is the last step?", "how does it end?", "what do I do at the end?")
-        answer = made.steps[-1]
-    else:
-        request = vary(rng, "how many steps are there?", "how many steps does the recipe have?")
-        answer = f"The recipe has {len(made.steps)} steps."
-    return Exchange(request, answer, vary(rng, "[{d}:\n|Recipe: {d}\n|]{s}", d=made.title, s=numbered(made.steps)))
-
-
 def has_ingredient(rng: Random) -> Exchange:
     made = dish(rng)
     names = [name for name, _ in made.ingredients]
@@ -235,7 +198,6 @@ SOURCES = (
     Source(idea, 2),
     Source(meal_idea),
     Source(taste),
-    Source(about_step, 2),
     Source(has_ingredient),
     Source(amount),
 )

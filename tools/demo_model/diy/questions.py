@@ -7,8 +7,6 @@ from tools.demo_model.diy.projects import PROJECTS, Project
 from tools.demo_model.diy.tools import BY_NAME, TOOLS
 from tools.demo_model.exchange import Exchange, Source, article, capital, listing, numbered, vary
 
-_ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth")
-
 
 def how_to(rng: Random) -> Exchange:
     job = rng.choice(PROJECTS)
@@ -203,27 +201,6 @@ def job_idea(rng: Random) -> Exchange:
     )
 
 
-def about_step(rng: Random) -> Exchange:
-    """A question that the steps in the context answer."""
-    job = rng.choice(PROJECTS)
-    index = rng.randrange(len(job.steps) - 1)
-    if rng.random() < 0.5:
-        request = vary(
-            rng,
-            "what is step {n}?",
-            "read step {n}.",
-            "what do I do in step {n}?",
-            "what is the {o} step?",
-            n=index + 1,
-            o=_ORDINALS[index],
-        )
-        answer = job.steps[index]
-    else:
-        request = vary(rng, "what comes after step {n}?", "I have done step {n}. What is next?", n=index + 1)
-        answer = job.steps[index + 1]
-    return Exchange(request, answer, vary(rng, "[{j}:\n|]{s}", j=job.title, s=numbered(job.steps)))
-
-
 def about(rng: Random, job: Project) -> str:
     """Two sentences that describe a project."""
     level = {"easy": "an easy", "medium": "a medium", "hard": "a hard"}[job.level]
@@ -278,5 +255,4 @@ SOURCES = (
     Source(tool_swap, 1.5),
     Source(tool_for),
     Source(job_idea, 1.5),
-    Source(about_step, 1.5),
 )

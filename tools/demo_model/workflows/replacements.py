@@ -6,6 +6,7 @@ from random import Random
 from tools.demo_model.cooking.dishes import Dish, dish
 from tools.demo_model.cooking.ingredients import BY_NAME, INGREDIENTS, SWAP_AMOUNT, Ingredient
 from tools.demo_model.exchange import Exchange, Source, capital, measured, vary
+from tools.demo_model.sentences import amount, sentence, thing
 from tools.demo_model.workflows.task import form, sometimes
 
 _REPLACE = (
@@ -19,15 +20,15 @@ def replacement_json(rng: Random) -> Exchange:
     """A substitute with its amount, as JSON; the one that the assistant has proposed, where it has."""
     made = dish(rng)
     old = BY_NAME[rng.choice([name for name, _ in made.ingredients if name in BY_NAME])]
-    proposed = rng.choice(("", "", rng.choice(INGREDIENTS).name))
+    proposed = rng.choice(("", "", rng.choice(INGREDIENTS).name, thing(rng)))
     new, new_amount = proposed or old.swap, SWAP_AMOUNT.get(old.name, "")
-    amount = old.amount
+    old_amount = old.amount
     if new != old.swap or not new_amount:
-        new_amount = amount = _other_amount(rng, old)
+        new_amount = old_amount = _other_amount(rng, old)
     context = form(
         rng,
         ("title", sometimes(rng, capital(made.title), 0.7)),
-        *_ingredient(rng, old.name, amount),
+        *_ingredient(rng, old.name, old_amount),
         ("user", sometimes(rng, _complaint(rng, old.name), 0.5)),
         ("assistant", _proposal(rng, old.name, proposed) if proposed else ""),
     )
@@ -50,11 +51,11 @@ def _replacement_request(rng: Random, name: str) -> str:
     )
 
 
-def _ingredient(rng: Random, name: str, amount: str) -> list[tuple[str, str]]:
+def _ingredient(rng: Random, name: str, much: str) -> list[tuple[str, str]]:
     """The ingredient and its amount in two fields or in one."""
     if rng.random() < 0.5:
-        return [("ingredient", name), ("amount", amount)]
-    return [("ingredient", rng.choice((f"{name}, {amount}", f"{name} ({amount})", measured(amount, name))))]
+        return [("ingredient", name), ("amount", much)]
+    return [("ingredient", rng.choice((f"{name}, {much}", f"{name} ({much})", measured(much, name))))]
 
 
 def _complaint(rng: Random, name: str) -> str:
@@ -80,22 +81,25 @@ def _proposal(rng: Random, old: str, new: str) -> str:
     )
 
 
-def _other_amount(rng: Random, thing: Ingredient) -> str:
-    """An amount in the same unit for another number of people: the substitute's amount is copied, not known."""
-    number, _, unit = thing.amount.partition(" ")
-    if not number.isdigit():
-        return thing.amount
+def _other_amount(rng: Random, usual: Ingredient) -> str:
+    """An amount for another number of people, at times in another unit: it is copied from the prompt, not known."""
+    number, _, unit = usual.amount.partition(" ")
+    if not number.isdigit() or rng.random() < 0.4:
+        return amount(rng)
     if unit in ("g", "ml"):
-        return f"{rng.randrange(5, 1000, 5)} {unit}"
-    return f"{rng.randint(2, 12)} {unit}".strip() if not unit or unit.endswith("s") else thing.amount
+        return f"{rng.randint(5, 999)} {unit}"
+    return f"{rng.randint(2, 12)} {unit}".strip() if not unit or unit.endswith("s") else usual.amount
 
 
 def step_rewrite(rng: Random) -> Exchange:
     """A step in which one or two ingredients are replaced by others."""
     made, name, step = _step_with_main(rng)
-    if rng.random() < 0.3:
+    new = rng.choice([BY_NAME[name].swap, rng.choice(INGREDIENTS).name, thing(rng)])
+    if rng.random() < 0.5:
+        name = thing(rng)
+        step = sentence(rng, about=name)
+    elif rng.random() < 0.4:
         return _measured_rewrite(rng, made, BY_NAME[name])
-    new = rng.choice([BY_NAME[name].swap, rng.choice(INGREDIENTS).name])
     if rng.random() < 0.4:
         return Exchange(
             _REWRITE,
@@ -104,8 +108,8 @@ def step_rewrite(rng: Random) -> Exchange:
                 rng,
                 ("title", sometimes(rng, capital(made.title), 0.7)),
                 ("step", step),
-                ("original", f"{name} ({BY_NAME[name].amount})" if rng.random() < 0.6 else name),
-                ("replacement", f"{new} ({_amount(rng)})" if rng.random() < 0.6 else new),
+                ("original", f"{name} ({amount(rng)})" if rng.random() < 0.6 else name),
+                ("replacement", f"{new} ({amount(rng)})" if rng.random() < 0.6 else new),
             ),
         )
     request = vary(
@@ -159,10 +163,6 @@ def step_kept(rng: Random) -> Exchange:
     step, new = rng.choice(others), BY_NAME[name].swap
     request = vary(rng, "rewrite the step with the new ingredient.", "adjust the step to the replaced ingredient.")
     return Exchange(request, step, f"{form(rng, ('step', step))}\nReplace {name} with {new}.")
-
-
-def _amount(rng: Random) -> str:
-    return _other_amount(rng, rng.choice(INGREDIENTS))
 
 
 def _step_with_main(rng: Random) -> tuple[Dish, str, str]:

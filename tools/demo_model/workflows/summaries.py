@@ -8,8 +8,9 @@ from tools.demo_model.cooking.ingredients import INGREDIENTS
 from tools.demo_model.cooking.questions import description
 from tools.demo_model.diy import questions as diy
 from tools.demo_model.diy.projects import PROJECTS
-from tools.demo_model.exchange import Exchange, Source, capital, vary
+from tools.demo_model.exchange import Exchange, Source, capital, listing, vary
 from tools.demo_model.offtopic import subject
+from tools.demo_model.sentences import sentence, thing
 from tools.demo_model.workflows.task import form, sometimes, task
 
 _SUMMARISE = (
@@ -50,9 +51,11 @@ _REMARKS = (
 
 def step_summary(rng: Random) -> Exchange:
     """A step with asides; its summary leaves them out."""
-    work = task(rng)
+    work, count = task(rng), rng.choice((1, 2))
     start = rng.randrange(len(work.steps) - 1)
-    kept = work.steps[start : start + rng.choice((1, 2))]
+    kept = work.steps[start : start + count]
+    if rng.random() < 0.6:
+        kept = tuple(sentence(rng) for _ in range(count))
     asides = rng.sample(_ASIDES, len(kept))
     text = " ".join(f"{step} {aside}" if rng.random() < 0.7 else step for step, aside in zip(kept, asides, strict=True))
     if rng.random() < 0.3:
@@ -64,7 +67,10 @@ def step_summary(rng: Random) -> Exchange:
 
 def text_summary(rng: Random) -> Exchange:
     """A paragraph about anything; its summary is its first sentence."""
-    if rng.random() < 0.4:
+    if rng.random() < 0.3:
+        kept, rest = sentence(rng), [sentence(rng) for _ in range(rng.randint(1, 3))]
+        return _asked(rng, " ".join([kept, *rest]), kept)
+    if rng.random() < 0.3:
         first = description(rng, rng.choice(INGREDIENTS))
         return _asked(rng, f"{first} {rng.choice(_ASIDES)}", f"{first.split('. ')[0].rstrip('.')}.")
     main, other = subject(rng), subject(rng)
@@ -107,6 +113,11 @@ def task_description(rng: Random) -> Exchange:
         "introduce the task to the user.",
     )
     request = _DESCRIBE if rng.random() < 0.4 else " ".join(request.split())
+    if rng.random() < 0.25:
+        title, parts = capital(thing(rng)), [thing(rng) for _ in range(rng.randint(2, 4))]
+        needs, domain = ", ".join(parts), rng.choice(("cooking", "DIY"))
+        answer = vary(rng, "with this task you make {t}. You need {n}.", t=title.lower(), n=listing(parts))
+        return Exchange(request, answer, form(rng, ("title", title), ("domain", domain), ("ingredients", needs)))
     if rng.random() < 0.6:
         made = dish(rng)
         needs = ", ".join(name for name, _ in made.ingredients)
