@@ -1,5 +1,6 @@
 """Every architecture, token for token equal to `transformers`, in float32."""
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,15 @@ from tests.unit.engine.models.driver import LENGTHS, NEW, Driver, expected_token
 PADDED = {"bart", "deepseek_v3", "flan_t5", "gpt_neo", "gpt_oss", "llama4_text", "mamba", "qwen3_next", "t5"}
 ELSEWHERE = {"llama_dynamic", "phi3_longrope", "rwkv"}
 """What the first two answer depends on the limits: see test_rope.py. The third is refused: see test_padded.py."""
+VARIANTS = {
+    *("bloom_6_heads", "code_llama", "cohere_qk_norm", "falcon_11b", "gpt_bigcode_multi_head", "gpt_neox_serial"),
+    *("llama_head_dim_24", "llama_linear", "llama_yarn", "mpt_6_heads", "qwen2_windows", "santacoder"),
+}
+"""Of architectures that are there anyway: slow tests only."""
+
+
+def with_slow_variants(names: Iterable[str]) -> list[object]:
+    return [pytest.param(name, marks=pytest.mark.slow if name in VARIANTS else ()) for name in names]
 
 
 def overlap(folder: Path, **settings) -> tuple[Driver, list[list[int]]]:
@@ -42,19 +52,21 @@ def check(driver: Driver, expected: list[list[int]]) -> None:
         assert driver.outputs[index] == tokens, f"request {index}, of {LENGTHS[index]} tokens"
 
 
-@pytest.mark.parametrize("architecture", sorted(ARCHITECTURES.keys() - ELSEWHERE))
+@pytest.mark.parametrize("architecture", with_slow_variants(sorted(ARCHITECTURES.keys() - ELSEWHERE)))
 def test_overlapping_requests_get_the_tokens_of_transformers(architecture, tmp_path) -> None:
     driver, expected = overlap(make(architecture, tmp_path))
     assert driver.engine.info.paged is (architecture not in PADDED)
     check(driver, expected)
 
 
-@pytest.mark.parametrize("architecture", ["bloom_6_heads", "falcon_rw", "flan_t5", "gemma2", "mistral", "starcoder"])
+@pytest.mark.parametrize(
+    "architecture", with_slow_variants(["bloom_6_heads", "falcon_rw", "flan_t5", "gemma2", "mistral", "starcoder"])
+)
 def test_so_they_do_without_kernels_of_the_engines_own(architecture, tmp_path) -> None:
     check(*overlap(make(architecture, tmp_path), custom_kernels=False))
 
 
-@pytest.mark.parametrize("architecture", ["llama", "mistral", "opt", "qwen2", "qwen2_windows"])
+@pytest.mark.parametrize("architecture", with_slow_variants(["llama", "mistral", "opt", "qwen2", "qwen2_windows"]))
 @pytest.mark.parametrize("quantize", [None, "int8"])
 def test_in_bfloat16_each_token_is_as_likely_as_the_likeliest_or_nearly_so(architecture, quantize, tmp_path) -> None:
     folder = make(architecture, tmp_path)
