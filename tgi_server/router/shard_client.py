@@ -8,7 +8,7 @@ import grpc
 
 from shared.stubs import generate_pb2 as pb
 from shared.stubs.generate_pb2_grpc import TextGenerationServiceStub
-from tgi_server.router.errors import GenerationFailed, RouterError, Unhealthy
+from tgi_server.router.errors import GenerationFailed, Unhealthy
 
 _CHANNEL_OPTIONS = [
     ("grpc.max_receive_message_length", -1),
@@ -40,17 +40,17 @@ class ShardClient:
                 pb.ServiceDiscoveryRequest(), timeout=timeout_s, wait_for_ready=True
             )
         except grpc.aio.AioRpcError as error:
-            raise self.explain(error, Unhealthy) from error
+            raise self.explain(error) from error
         return list(found.urls)
 
-    def explain(self, error: grpc.aio.AioRpcError, kind: type[RouterError]) -> RouterError:
+    def explain(self, error: grpc.aio.AioRpcError) -> Unhealthy:
         """One line for the client and the log."""
         code = error.code()
         if code is grpc.StatusCode.UNAVAILABLE:
-            return kind(f"shard {self.rank} cannot be reached")
+            return Unhealthy(f"shard {self.rank} cannot be reached")
         if code is grpc.StatusCode.DEADLINE_EXCEEDED:
-            return kind(f"shard {self.rank} did not answer in time")
-        return kind(f"shard {self.rank} failed: {error.details() or code.name}")
+            return Unhealthy(f"shard {self.rank} did not answer in time")
+        return Unhealthy(f"shard {self.rank} failed: {error.details() or code.name}")
 
 
 class CallStreams:
@@ -228,7 +228,7 @@ class ShardedClient:
             try:
                 return await getattr(shard.stub, method)(request, timeout=timeout_s)
             except grpc.aio.AioRpcError as error:
-                raise shard.explain(error, Unhealthy) from error
+                raise shard.explain(error) from error
 
         return await _all(map(ask, self._shards))
 

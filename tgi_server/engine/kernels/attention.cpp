@@ -14,6 +14,7 @@
 #include <limits>
 #include <vector>
 
+#include "dtypes.h"
 #include "kv_layout.h"
 #include "lanes.h"
 #include "ops.h"
@@ -406,16 +407,12 @@ at::Tensor paged_attention(const at::Tensor& query, const at::Tensor& keys, cons
   at::Tensor output = at::empty(query.sizes(), query.options());
   const Variant variant{static_cast<float>(scaling), window, static_cast<float>(softcap),
                         alibi_slopes ? alibi_slopes->const_data_ptr<float>() : nullptr, rounded_alibi};
-  const auto run = [&]<typename T>(T*) {
+  by_dtype(query, [&]<typename T>(T*) {
     const Layer<T> layer{query.const_data_ptr<T>(), query.stride(0), query.stride(1), output.mutable_data_ptr<T>(),
                          keys.const_data_ptr<T>(), values.const_data_ptr<T>(), static_cast<int>(heads),
                          static_cast<int>(kv_heads), static_cast<int>(head_dim), variant};
     attend(layer, plan(layer, tables, kv_lengths, query_starts));
-  };
-  if (query.scalar_type() == at::kBFloat16)
-    run(static_cast<c10::BFloat16*>(nullptr));
-  else
-    run(static_cast<float*>(nullptr));
+  });
   return output;
 }
 
@@ -423,10 +420,7 @@ at::Tensor paged_attention(const at::Tensor& query, const at::Tensor& keys, cons
 void write_kv(const at::Tensor& key, const at::Tensor& value, at::Tensor& keys, at::Tensor& values,
               const at::Tensor& slots) {
   TORCH_CHECK(key.stride(2) == 1 && value.stride(2) == 1 && key.scalar_type() == keys.scalar_type());
-  if (keys.scalar_type() == at::kBFloat16)
-    write_tokens<c10::BFloat16>(key, value, keys, values, slots);
-  else
-    write_tokens<float>(key, value, keys, values, slots);
+  by_dtype(keys, [&]<typename T>(T*) { write_tokens<T>(key, value, keys, values, slots); });
 }
 
 }  // namespace oatmill

@@ -13,6 +13,7 @@
 #include <cstring>
 #include <vector>
 
+#include "dtypes.h"
 #include "linear.h"
 #include "ops.h"
 
@@ -109,18 +110,14 @@ at::Tensor int8_linear(const at::Tensor& input, const at::Tensor& packed, int64_
     std::memcpy(&sums, totals, sizeof(sums));
     return (__builtin_convertvector(sums, Lanes) - load(excess + n)) * load(weight_scales + n) * input_scales[row];
   };
-  const auto run = [&]<typename T>(T*) {
+  by_dtype(x, [&]<typename T>(T*) {
     const at::Tensor added = residual ? residual->contiguous() : at::Tensor();
     quantise(x.const_data_ptr<T>(), rows, size, depth, bytes.data(), input_scales.data());
     run_product<AddBytes>(product,
                           Finish<T>{bias ? bias->const_data_ptr<float>() : nullptr, relu,
                                     residual ? added.const_data_ptr<T>() : nullptr, output.mutable_data_ptr<T>()},
                           number);
-  };
-  if (x.scalar_type() == at::kBFloat16)
-    run(static_cast<c10::BFloat16*>(nullptr));
-  else
-    run(static_cast<float*>(nullptr));
+  });
 #endif
   return output;
 }
