@@ -19,7 +19,14 @@ from tgi_server.engine.models import create_runner
 from tgi_server.engine.models.limits import position_limit
 from tgi_server.engine.models.runner import Capacity, PromptChunk
 from tgi_server.engine.results import PromptTokens
-from tgi_server.engine.sampling import PendingTokens, Sampler, TokenMask, WatermarkSettings, prompt_logprobs
+from tgi_server.engine.sampling import (
+    PendingTokens,
+    Sampler,
+    TokenMask,
+    WatermarkSettings,
+    is_plain,
+    prompt_logprobs,
+)
 from tgi_server.engine.sequence import Sequence
 from tgi_server.engine.step import Step
 from tgi_server.engine.transfer import copy_to_device, to_device
@@ -234,7 +241,7 @@ class Engine:
         masked = [place for place, sequence in enumerate(expected) if sequence.constraint is not None]
         mask = self._start_mask([expected[place] for place in masked]) if masked else None
         if decoding or chunks:
-            logits = self._forward(decoding, chunks)
+            logits = self._forward(decoding, chunks, mask is None and self._only_likeliest(decoding, chunks))
         forwarded = time.perf_counter_ns()
         picked = self._finish_chunks(batch, decoding, chunks, logits) if chunks else list(range(decoding))
         sequences = batch.rows[first:]
@@ -247,12 +254,17 @@ class Engine:
         self._last = Step(batch, sequences, pending, self._eos, forwarded - started, started)
         return self._last
 
-    def _forward(self, decoding: int, chunks: list[PromptChunk]) -> Tensor:
+    def _only_likeliest(self, decoding: int, chunks: list[PromptChunk]) -> bool:
+        """Whether a step that masks nothing needs no logits but the largest of each row."""
+        greedy = all(is_plain(chunk.sequence.sampling, chunk.sequence.report) for chunk in chunks)
+        return greedy and not any(chunk.all_logits for chunk in chunks) and not (decoding and self._sampler.processes)
+
+    def _forward(self, decoding: int, chunks: list[PromptChunk], likeliest_only: bool) -> Tensor:
         if self._group is None:
-            return self._runner.forward(decoding, chunks)
+            return self._runner.forward(decoding, chunks, likeliest_only)
         self._group.check()
         try:
-            return self._runner.forward(decoding, chunks)
+            return self._runner.forward(decoding, chunks, likeliest_only)
         except EngineError:
             raise
         except BaseException as error:

@@ -3,9 +3,12 @@
 import re
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import httpx
 import pytest
+
+from tests.models import make_llama
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 
@@ -26,8 +29,8 @@ def browser() -> Iterator:
         browser.close()
 
 
-@pytest.fixture
-def page(browser, demo_server) -> Iterator:
+@contextmanager
+def opened(browser, url: str) -> Iterator:
     """The page, opened; afterwards nothing must have failed, and nothing been asked of another server."""
     context = browser.new_context(viewport={"width": 1280, "height": 900})
     page = context.new_page()
@@ -35,11 +38,17 @@ def page(browser, demo_server) -> Iterator:
     page.on("console", lambda message: complaints.append(message.text) if message.type == "error" else None)
     page.on("pageerror", lambda error: complaints.append(str(error)))
     page.on("request", lambda request: addresses.append(request.url))
-    page.goto(demo_server.url)
+    page.goto(url)
     yield page
     context.close()
     assert complaints == []
-    assert [each for each in addresses if not each.startswith((demo_server.url, "data:"))] == []
+    assert [each for each in addresses if not each.startswith((url, "data:"))] == []
+
+
+@pytest.fixture
+def page(browser, demo_server) -> Iterator:
+    with opened(browser, demo_server.url) as page:
+        yield page
 
 
 def answered(page) -> str:
@@ -59,16 +68,19 @@ def test_a_prompt_is_answered_token_by_token_with_probabilities(page, mode) -> N
     assert page.inner_text("#total").endswith("s")
 
 
-def test_stop_frees_the_slot(page, demo_server) -> None:
-    page.select_option("#mode", "plain")
-    page.fill("#prompt", "Once")
-    page.fill("#max-new-tokens", "1900")
-    page.fill("#temperature", "2")
-    page.click("#generate")
-    page.wait_for_selector("#answer .token")
-    page.click("#stop")
-    playwright.expect(page.locator("#generate")).to_be_enabled()
-    demo_server.wait_until(lambda: "tgi_batch_current_size 0.0" in httpx.get(f"{demo_server.url}/metrics").text, 10)
+def test_stop_frees_the_slot(browser, server, tmp_path) -> None:
+    never_done = make_llama(tmp_path / "model", max_position_embeddings=32768, eos_token_id=None)
+    running = server(f"--model-id={never_done}", "--dtype=float32", "--max-total-tokens=32768").wait_until_ready()
+    with opened(browser, running.url) as page:
+        page.select_option("#mode", "plain")
+        page.fill("#prompt", "Once")
+        page.fill("#max-new-tokens", "32000")
+        page.click("#generate")
+        page.wait_for_selector("#answer .token")
+        assert "tgi_batch_current_size 1.0" in httpx.get(f"{running.url}/metrics").text
+        page.click("#stop")
+        playwright.expect(page.locator("#generate")).to_be_enabled()
+        running.wait_until(lambda: "tgi_batch_current_size 0.0" in httpx.get(f"{running.url}/metrics").text, 10)
 
 
 def test_model_limits_and_load_are_shown(page) -> None:

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.nn.functional import layer_norm, linear, silu
 
+from tgi_server.engine.cpu.head import ScreenedHead
 from tgi_server.engine.cpu.int8 import Int8Linear
 from tgi_server.engine.cpu.linear import Bf16Linear, PackedLinear
 from tgi_server.engine.kernels import load_kernels
@@ -77,6 +78,46 @@ def test_int8_linear_is_close_for_any_numbers() -> None:
     actual = Int8Linear(weight)(x)
     assert float((actual - wanted).norm() / wanted.norm()) < 0.02
     assert actual[3].abs().max() == 0
+
+
+def _outliers(rows: int, size: int) -> torch.Tensor:
+    values = torch.randn(rows, size)
+    values[:, ::37] *= 30
+    return values
+
+
+_INPUTS = {
+    "random": torch.randn,
+    "outliers": _outliers,
+    "zeros": torch.zeros,
+    "infinite": lambda *shape: torch.full(shape, torch.inf),
+    "no numbers": lambda *shape: torch.full(shape, torch.nan),
+    "huge": lambda *shape: torch.randn(shape) * 1e37,
+    "tiny": lambda *shape: torch.randn(shape) * 1e-37,
+}
+
+
+@pytest.mark.skipif(not ScreenedHead.pays(torch.zeros(1 << 14, 1 << 10).bfloat16()), reason="needs AVX-512 BF16, VNNI")
+@pytest.mark.parametrize("inputs", _INPUTS)
+@pytest.mark.parametrize("weights", ["random", "alike", "outliers", "with no numbers"])
+def test_a_screened_head_finds_the_largest_output_as_if_it_had_computed_all(weights, inputs) -> None:
+    weight = (_outliers if weights == "outliers" else torch.randn)(7001, 96)
+    if weights == "alike":  # so close to each other that many outputs are equal once they are rounded
+        weight = weight[:1] + torch.randn(7001, 96) * 1e-3
+    if weights == "with no numbers":
+        weight[5000, 3] = torch.nan
+    head = ScreenedHead(weight.bfloat16())
+    for rows in (1, 2, 7, 8, 9):
+        x = _INPUTS[inputs](rows, 96).bfloat16()
+        head.likeliest_only = False
+        wanted = head(x)
+        head.likeliest_only = True
+        actual = head(x)
+        torch.testing.assert_close(torch.ops.oatmill.argmax(actual), torch.ops.oatmill.argmax(wanted))
+        left_out = actual == -torch.inf
+        torch.testing.assert_close(actual[~left_out], wanted[~left_out], rtol=0, atol=0, equal_nan=True)
+        if (weights, inputs) == ("random", "random"):
+            assert bool(left_out.any()) == (rows <= 8)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests.tiny_models import make
 from tgi_server import demo_model
 from tgi_server.engine import (
     Engine,
@@ -197,6 +198,30 @@ def test_logprobs_of_prompt_and_tokens_are_those_of_the_model(engine) -> None:
     assert generation.logprob == pytest.approx(float(logprobs[-1].max()), abs=1e-3)
     assert generation.top_tokens.ids == logprobs[-1].topk(3).indices.tolist()
     assert generation.top_tokens.logprobs == pytest.approx(logprobs[-1].topk(3).values.tolist(), abs=1e-3)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "opt"])
+def test_of_a_large_vocabulary_the_same_tokens_are_chosen_whether_all_logits_are_wanted_or_not(
+    architecture, tmp_path
+) -> None:
+    folder = make(architecture, tmp_path / "model", vocab_size=40_000, hidden_size=128)
+    engine = Engine(EngineConfig(folder, dtype=torch.bfloat16))
+    engine.warm_up(max_batch_size=8, max_prefill_tokens=256, max_total_tokens=256)
+    wishes = {
+        "greedy": [{}] * 5,
+        "reported": [{"report": ReportParameters(logprobs=True)}] * 5,
+        "mixed": [{}, {"sampling": SamplingParameters(do_sample=True, temperature=2.0, seed=1)}, {}, {}, {}],
+    }
+    outputs = {}
+    for name, options in wishes.items():
+        driver = Driver(engine)
+        for index, prompt in enumerate(PROMPTS):
+            driver.prefill(driver.sequence(index, prompt, **options[index]))
+        driver.drain()
+        outputs[name] = driver.outputs
+    assert outputs["greedy"] == outputs["reported"]
+    assert outputs["mixed"].pop(1) != outputs["greedy"].pop(1)
+    assert outputs["mixed"] == outputs["greedy"]
 
 
 def test_calls_that_contradict_the_batch_are_refused_and_the_engine_goes_on(engine, expected) -> None:

@@ -9,7 +9,7 @@ from tgi_server.engine.cpu.linear import PackedLinear, padded
 from tgi_server.engine.kernels import load_kernels
 
 LEVELS = 127
-INPUT_OFFSET = 128  # as in kernels/int8.cpp
+INPUT_OFFSET = 128  # as in kernels/int8.h
 
 
 class Int8Linear(PackedLinear):
@@ -26,9 +26,7 @@ class Int8Linear(PackedLinear):
         return load_kernels() and bool(torch.ops.oatmill.int8_supported())
 
     def _pack(self, weight: Tensor, bias: Tensor | None) -> None:
-        largest = weight.float().abs().amax(1).clamp_(min=torch.finfo(torch.float32).tiny)
-        scales = largest / LEVELS
-        rounded = torch.round(weight.float() / scales.unsqueeze(1)).to(torch.int8)
+        rounded, scales = rounded_to_bytes(weight)
         self._scales = padded(scales)
         self._corrections = padded(rounded.sum(1, dtype=torch.int32) * INPUT_OFFSET)
         self._packed = torch.ops.oatmill.int8_pack(rounded)
@@ -49,3 +47,10 @@ class Int8Linear(PackedLinear):
         return torch.ops.oatmill.int8_linear(
             x, self._packed, self.out_features, self._scales, self._corrections, self._bias, relu, residual
         )
+
+
+def rounded_to_bytes(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """weight, [outputs, inputs], as int8, and the scale of each output, float32, by which it has to be multiplied."""
+    largest = weight.float().abs().amax(1).clamp_(min=torch.finfo(torch.float32).tiny)
+    scales = largest / LEVELS
+    return torch.round(weight.float() / scales.unsqueeze(1)).to(torch.int8), scales

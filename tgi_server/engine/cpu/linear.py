@@ -99,9 +99,9 @@ class Bf16Linear(PackedLinear):
         return torch.ops.oatmill.bf16_linear(x, self._packed, self.out_features, self._bias, relu, residual)
 
 
-def padded(values: Tensor) -> Tensor:
-    """values, [outputs], as float32 with zeros up to a whole tile, as the engine's own kernels want them."""
-    return pad(values.float(), (0, -len(values) % TILE))
+def padded(values: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """values, [outputs], in a dtype, with zeros up to a whole tile, as the engine's own kernels want them."""
+    return pad(values.to(dtype), (0, -len(values) % TILE))
 
 
 _TYPICAL_ROWS = 32

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from tgi_server.engine.attention.base import AttentionBackend, AttentionVariant
 from tgi_server.engine.attention.cpu import CpuAttention
 from tgi_server.engine.cpu.decoder import FUSED_LAYERS
+from tgi_server.engine.cpu.head import ScreenedHead
 from tgi_server.engine.cpu.int8 import Int8Linear
 from tgi_server.engine.cpu.linear import Bf16Linear, PackedLinear
 from tgi_server.engine.cpu.stack import LayerStack
@@ -47,6 +48,7 @@ def optimise(
     if variants and isinstance(backend, CpuAttention):
         _replace(model, partial(_fused_layer, variants, linear))
         _replace(model, _stacked_layers)
+        _screen_head(model, linear)
     _replace(model, partial(_packed_linear, linear))
 
 
@@ -67,6 +69,15 @@ def _fused_layer(
 def _stacked_layers(module: nn.Module) -> nn.Module | None:
     stack = LayerStack.of(list(module)) if isinstance(module, nn.ModuleList) else None
     return None if stack is None else nn.ModuleList([stack])
+
+
+def _screen_head(model: PreTrainedModel, linear: type[PackedLinear]) -> None:
+    """Only where nothing is done to the head's outputs: architectures whose layers are stacked do nothing to them."""
+    head = model.get_output_embeddings()
+    stacked = any(isinstance(module, LayerStack) for module in model.modules())
+    if stacked and linear is Bf16Linear and type(head) is nn.Linear and head.bias is None:
+        if ScreenedHead.pays(head.weight):
+            model.set_output_embeddings(ScreenedHead(head.weight))
 
 
 def _packed_linear(linear: type[PackedLinear], module: nn.Module) -> nn.Module | None:

@@ -1,8 +1,5 @@
-// Linear layers with 8-bit weights, on CPUs with AVX-512 VNNI.
-//
-// Weights have one scale for each output; an input row gets a scale of its own when it arrives. The instruction
-// multiplies unsigned by signed bytes, so inputs are stored 128 higher than they are, and 128 times the sum of an
-// output's weights is taken off again at the end.
+// Linear layers with 8-bit weights, on CPUs with AVX-512 VNNI. Weights have one scale for each output; an input row gets
+// a scale of its own when it arrives.
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
@@ -14,6 +11,7 @@
 #include <vector>
 
 #include "dtypes.h"
+#include "int8.h"
 #include "linear.h"
 #include "ops.h"
 
@@ -21,25 +19,10 @@ namespace oatmill {
 
 namespace {
 
-using Bytes = uint8_t __attribute__((vector_size(LANES)));
-
 constexpr int64_t DEPTH = WORD;  // bytes
-constexpr int OFFSET = 128;
 constexpr int64_t QUANTISED_TOGETHER = 16;  // rows
 
 at::Tensor int8_pack(const at::Tensor& weight) { return pack_weight<int8_t>(weight); }
-
-#if defined(__AVX512VNNI__)
-
-// As an instruction rather than by its intrinsic, around which compilers copy the totals to and fro until they no
-// longer fit the registers.
-struct AddBytes {
-  static void add(__m512i& total, __m512i row, __m512i column) {
-    asm("vpdpbusd %2, %1, %0" : "+v"(total) : "v"(row), "v"(column));
-  }
-};
-
-#endif
 
 // Rounds a row to bytes, and returns its scale.
 template <typename T>
@@ -75,13 +58,7 @@ void quantise(const T* input, int64_t rows, int64_t size, int64_t depth, uint8_t
   });
 }
 
-bool int8_supported() {
-#if defined(__AVX512VNNI__)
-  return true;
-#else
-  return false;
-#endif
-}
+bool int8_supported() { return MULTIPLIES_BYTES; }
 
 }  // namespace
 

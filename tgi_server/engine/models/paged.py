@@ -7,6 +7,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tgi_server.engine.attention.base import AttentionBackend, Step
+from tgi_server.engine.cpu import ScreenedHead
 from tgi_server.engine.errors import InvalidCall, NotEnoughMemory
 from tgi_server.engine.memory import cache_bytes, forget_peak, taken_by
 from tgi_server.engine.models.block_tables import BlockTables
@@ -56,6 +57,7 @@ class PagedRunner(Runner):
         self._recorded = True  # until it turns out that steps cannot be recorded
         self._graphs: DecodeGraphs | None = None
         self._rope = LengthDependentRope(model)
+        self._head = model.get_output_embeddings()
         self._cache = PagedCache(backend)
         self._cache.attach(model)
 
@@ -87,8 +89,10 @@ class PagedRunner(Runner):
         self._record()
         return Capacity(num_blocks, size, max_total_tokens=total, max_batch_total_tokens=num_blocks * size)
 
-    def forward(self, decoding: int, chunks: list[PromptChunk]) -> Tensor:
+    def forward(self, decoding: int, chunks: list[PromptChunk], likeliest_only: bool = False) -> Tensor:
         self._block_tables.flush()
+        if isinstance(self._head, ScreenedHead):
+            self._head.likeliest_only = likeliest_only
         logits = self._mixed(decoding, chunks) if chunks else self._decode(decoding)
         self._positions[:decoding] += 1
         self._passes += 1

@@ -60,10 +60,11 @@ class Runner(ABC):
         """Sizes the cache and runs the largest pass. Raises NotEnoughMemory."""
 
     @abstractmethod
-    def forward(self, decoding: int, chunks: list[PromptChunk]) -> Tensor:
+    def forward(self, decoding: int, chunks: list[PromptChunk], likeliest_only: bool = False) -> Tensor:
         """One pass: rows 0 .. decoding - 1 advance by a token, and the chunks are computed.
 
         Returns logits, [rows, vocab_size] in the model's dtype: those of the decoding rows, then each chunk's.
+        likeliest_only: no more than the largest of each row is wanted; the others may be minus infinity.
         """
 
     @abstractmethod

@@ -4,6 +4,7 @@ Start reading at `sampler.py`.
 """
 
 from tgi_server.engine.sampling.logprobs import prompt_logprobs
+from tgi_server.engine.sampling.row import is_plain
 from tgi_server.engine.sampling.sampled import PendingTokens, Sampled, Tokens
 from tgi_server.engine.sampling.sampler import Sampler
 from tgi_server.engine.sampling.token_mask import TokenMask
@@ -18,5 +19,6 @@ __all__ = [
     "WatermarkScore",
     "WatermarkSettings",
     "detect",
+    "is_plain",
     "prompt_logprobs",
 ]

@@ -21,6 +21,7 @@ PLAIN = Row()
 
 
 def is_plain(parameters: SamplingParameters, report: ReportParameters) -> bool:
+    """Whether a request wants the token with the highest logit and nothing else."""
     return not (
         parameters.do_sample
         or parameters.watermark

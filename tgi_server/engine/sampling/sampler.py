@@ -95,6 +95,11 @@ class Sampler:
             self._generated.release(cleared.generated_slot)
         self._planned_rows = None
 
+    @property
+    def processes(self) -> bool:
+        """Whether a row wants more than the token with the highest logit."""
+        return bool(self._rows)
+
     def sample(self, logits: Tensor, rows: Sequence[int], mask: TokenMask | None = None) -> Sampled:
         """Chooses a token for each of `logits` `[n, vocab]`, in any float type; logits[i] are those of `rows[i]`.
 

@@ -68,7 +68,7 @@ class PaddedRunner(Runner):
         self._rope.fix(total)
         return Capacity(tokens, self.block_size, max_total_tokens=total, max_batch_total_tokens=tokens)
 
-    def forward(self, decoding: int, chunks: list[PromptChunk]) -> Tensor:
+    def forward(self, decoding: int, chunks: list[PromptChunk], likeliest_only: bool = False) -> Tensor:
         self._rows.select(self._order)
         self._order = list(range(len(self._order)))
         logits = [self._rows.decode(self._tokens[:decoding])] if decoding else []

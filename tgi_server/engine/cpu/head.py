@@ -1,0 +1,59 @@
+"""The LM head where only the likeliest token is wanted."""
+
+import torch
+from torch import Tensor
+
+from tgi_server.engine.cpu.int8 import INPUT_OFFSET, rounded_to_bytes
+from tgi_server.engine.cpu.linear import Bf16Linear, padded
+
+SCREENED_ROWS = 8
+"""With more, 8-bit products take as long as those that they save (`kernels/screen.cpp`)."""
+_LARGE_BYTES = 8 << 20
+"""Less than this is read in no time."""
+_ROWS_AT_ONCE = 4096  # of the weight, while it is rounded
+
+
+class ScreenedHead(Bf16Linear):
+    """y = x W^T, and a copy of W in 8 bits that tells which outputs can be the largest without computing all.
+
+    likeliest_only: whether that is all that is wanted for now; other outputs may then be minus infinity. The largest is
+    the same to the last bit, and so is its place, whichever way it is found.
+    """
+
+    likeliest_only = False
+
+    @classmethod
+    def pays(cls, weight: Tensor) -> bool:
+        """Whether a weight, [outputs, inputs], is large enough, and this CPU has the instructions."""
+        if weight.nbytes < _LARGE_BYTES or weight.shape[1] % 16:
+            return False
+        return cls.supports(weight.dtype) and bool(torch.ops.oatmill.screen_supported())
+
+    def _pack(self, weight: Tensor, bias: Tensor | None) -> None:
+        assert bias is None
+        super()._pack(weight, bias)
+        parts = [_rounded(part) for part in weight.split(_ROWS_AT_ONCE)]
+        rounded, scales, lost, kept = (torch.cat(part) for part in zip(*parts, strict=True))
+        self._screen = (
+            torch.ops.oatmill.int8_pack(rounded),
+            padded(scales),
+            padded(rounded.sum(1, dtype=torch.int32) * INPUT_OFFSET, torch.int32),
+            padded(lost),
+            padded(kept),
+        )
+
+    def forward(self, x: Tensor, activation: str = "none") -> Tensor:
+        if not self.likeliest_only or x.numel() > SCREENED_ROWS * self.in_features:
+            return super().forward(x, activation)
+        return torch.ops.oatmill.screened_linear(x, self._packed, self.out_features, *self._screen)
+
+
+def _rounded(weight: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Some rows as bytes, their scales, and the lengths of what was lost and of what was kept, a little too long."""
+    rounded, scales = rounded_to_bytes(weight)
+    kept = rounded.float() * scales.unsqueeze(1)
+    return rounded, scales, _length(weight.float() - kept), _length(kept)
+
+
+def _length(rows: Tensor) -> Tensor:
+    return rows.double().norm(dim=1) * (1 + 2**-12)
