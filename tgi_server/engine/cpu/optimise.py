@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from tgi_server.engine.attention.base import AttentionBackend, AttentionVariant
 from tgi_server.engine.attention.cpu import CpuAttention
 from tgi_server.engine.cpu.decoder import FUSED_LAYERS
+from tgi_server.engine.cpu.forward import shorten_forward
 from tgi_server.engine.cpu.head import ScreenedHead
 from tgi_server.engine.cpu.int8 import Int8Linear
 from tgi_server.engine.cpu.linear import Bf16Linear, PackedLinear
@@ -50,6 +51,7 @@ def optimise(
         _replace(model, _stacked_layers)
         _screen_head(model, linear)
     _replace(model, partial(_packed_linear, linear))
+    shorten_forward(model)
 
 
 def unpack(model: PreTrainedModel) -> None:

@@ -1,0 +1,100 @@
+"""What stands around a model's decoder layers, with nothing around it.
+
+A model of `transformers` makes masks, looks at its configuration and collects outputs of every kind whenever it is
+called. Where all its layers are one kernel call, that is most of what Python does in a step.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.nn.functional import embedding
+from transformers import PreTrainedModel
+
+from tgi_server.engine.cpu.stack import LayerStack
+from tgi_server.engine.models.paged_cache import PagedCache
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """logits: [1, tokens, vocab_size]."""
+
+    logits: Tensor
+
+
+def shorten_forward(model: PreTrainedModel) -> None:
+    """Replaces the model's forward, if it is known and its layers are a LayerStack."""
+    around = _AROUND.get(type(model).__name__)
+    if around is not None and isinstance(around.inside(model).layers[0], LayerStack):
+        model.forward = _Forward(model, around)  # type: ignore[method-assign]
+
+
+@dataclass(frozen=True, slots=True)
+class _Around:
+    """How a kind of model gets from its tokens to its layers, and from these to its head.
+
+    inside: the module of a model that has all but its head. before: what the layers are called with, from that module,
+    tokens and positions, [1, tokens] both. after: what the head is given, from the module and the layers' output.
+    """
+
+    inside: Callable[[Any], Any]
+    before: Callable[[Any, Tensor, Tensor], tuple[Tensor, tuple[Tensor, Tensor] | None]]
+    after: Callable[[Any, Tensor], Tensor]
+
+
+class _Forward:
+    def __init__(self, model: PreTrainedModel, around: _Around) -> None:
+        self._inside = around.inside(model)
+        self._head = model.get_output_embeddings()
+        self._before, self._after = around.before, around.after
+
+    def __call__(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        past_key_values: PagedCache,
+        logits_to_keep: int | Tensor = 0,
+        **_: Any,
+    ) -> Output:
+        hidden, rotation = self._before(self._inside, input_ids, position_ids)
+        hidden = self._inside.layers[0](hidden, past_key_values=past_key_values, position_embeddings=rotation)
+        if isinstance(logits_to_keep, Tensor):
+            hidden = hidden[:, logits_to_keep]
+        return Output(self._head(self._after(self._inside, hidden)))
+
+
+def _before_llama(inside: Any, tokens: Tensor, positions: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    hidden = inside.embed_tokens(tokens)
+    return hidden, inside.rotary_emb(hidden, position_ids=positions)
+
+
+def _after_llama(inside: Any, hidden: Tensor) -> Tensor:
+    normed: Tensor = inside.norm(hidden)
+    return normed
+
+
+def _before_opt(inside: Any, tokens: Tensor, positions: Tensor) -> tuple[Tensor, None]:
+    hidden = inside.embed_tokens(tokens)
+    if inside.project_in is not None:
+        hidden = inside.project_in(hidden)
+    places = inside.embed_positions
+    return hidden + embedding(positions + places.offset, places.weight), None
+
+
+def _after_opt(inside: Any, hidden: Tensor) -> Tensor:
+    if inside.final_layer_norm is not None:
+        hidden = inside.final_layer_norm(hidden)
+    if inside.project_out is not None:
+        hidden = inside.project_out(hidden)
+    return hidden
+
+
+_LLAMA = _Around(lambda model: model.model, _before_llama, _after_llama)
+_AROUND = {
+    "LlamaForCausalLM": _LLAMA,
+    "MistralForCausalLM": _LLAMA,
+    "Qwen2ForCausalLM": _LLAMA,
+    "OPTForCausalLM": _Around(lambda model: model.model.decoder, _before_opt, _after_opt),
+}
+"""By the class of `transformers`."""
