@@ -27,7 +27,6 @@ namespace {
 constexpr int ROWS = 8;        // rows that one pass over a tile serves: their sums stay in registers
 constexpr int ITEM_ROWS = 32;  // rows of one work item: queries times the query heads that share a KV head
 constexpr int MAX_HEAD_DIM = 256;
-constexpr int64_t WRITTEN_TOGETHER = 8;  // tokens
 constexpr float MASKED = -std::numeric_limits<float>::infinity();
 
 inline float rounded(float x) { return static_cast<float>(c10::BFloat16(x)); }
@@ -381,16 +380,12 @@ void write_tokens(const at::Tensor& key, const at::Tensor& value, at::Tensor& ke
   const T* value_from = value.const_data_ptr<T>();
   T* key_cache = keys.mutable_data_ptr<T>();
   T* value_cache = values.mutable_data_ptr<T>();
-  for_each_item(parts(tokens, WRITTEN_TOGETHER), [&](int64_t item) {
-    for (int64_t t = item * WRITTEN_TOGETHER; t < std::min(tokens, (item + 1) * WRITTEN_TOGETHER); ++t)
-      for (int64_t h = 0; h < kv_heads; ++h) {
-        const int64_t base = (slot[t] / BLOCK * kv_heads + h) * head_dim * BLOCK, offset = slot[t] % BLOCK;
-        const T* from = key_from + t * key.stride(0) + h * key.stride(1);
-        for (int64_t d = 0; d < head_dim; d += PAIR<T>)
-          std::memcpy(key_cache + base + key_place<T>(d, offset), from + d, PAIR<T> * sizeof(T));
-        write_value(value_from + t * value.stride(0) + h * value.stride(1), value_cache + base, offset, head_dim,
-                    t + 1 < tokens && slot[t + 1] == slot[t] + 1);
-      }
+  for_each_kv(slot, tokens, kv_heads, head_dim, [&](int64_t t, int64_t h, int64_t place, int64_t offset) {
+    const T* from = key_from + t * key.stride(0) + h * key.stride(1);
+    for (int64_t d = 0; d < head_dim; d += PAIR<T>)
+      std::memcpy(key_cache + place + key_place<T>(d, offset), from + d, PAIR<T> * sizeof(T));
+    write_value(value_from + t * value.stride(0) + h * value.stride(1), value_cache + place, offset, head_dim,
+                t + 1 < tokens && slot[t + 1] == slot[t] + 1);
   });
 }
 

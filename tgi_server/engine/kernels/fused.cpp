@@ -182,21 +182,16 @@ void rotate_and_write(at::Tensor& query, const at::Tensor& key, const at::Tensor
     T* key_cache = keys.mutable_data_ptr<T>();
     T* value_cache = values.mutable_data_ptr<T>();
     const int64_t* slot = slots.const_data_ptr<int64_t>();
-    at::parallel_for(0, tokens, tokens_a_thread(heads * head_dim), [&](int64_t begin, int64_t end) {
-      for (int64_t t = begin; t < end; ++t) {
-        const bool other_follows = t + 1 < tokens && slot[t + 1] == slot[t] + 1;
-        for (int64_t h = 0; h < heads; ++h) {
-          T* head = q + t * query.stride(0) + h * query.stride(1);
-          rotate(head, head, c + t * rotated, s + t * rotated, rotated, head_dim, [](int64_t i) { return i; });
-        }
-        for (int64_t h = 0; h < kv_heads; ++h) {
-          const int64_t base = (slot[t] / BLOCK * kv_heads + h) * head_dim * BLOCK, offset = slot[t] % BLOCK;
-          rotate(k + t * key.stride(0) + h * key.stride(1), key_cache + base, c + t * rotated, s + t * rotated,
-                 rotated, head_dim, [&](int64_t i) { return key_place<T>(i, offset); });
-          write_value(v + t * value.stride(0) + h * value.stride(1), value_cache + base, offset, head_dim,
-                      other_follows);
-        }
+    const int64_t group = heads / kv_heads;
+    for_each_kv(slot, tokens, kv_heads, head_dim, [&](int64_t t, int64_t h, int64_t place, int64_t offset) {
+      for (int64_t i = h * group; i < (h + 1) * group; ++i) {
+        T* head = q + t * query.stride(0) + i * query.stride(1);
+        rotate(head, head, c + t * rotated, s + t * rotated, rotated, head_dim, [](int64_t d) { return d; });
       }
+      rotate(k + t * key.stride(0) + h * key.stride(1), key_cache + place, c + t * rotated, s + t * rotated, rotated,
+             head_dim, [&](int64_t d) { return key_place<T>(d, offset); });
+      write_value(v + t * value.stride(0) + h * value.stride(1), value_cache + place, offset, head_dim,
+                  t + 1 < tokens && slot[t + 1] == slot[t] + 1);
     });
   });
 }

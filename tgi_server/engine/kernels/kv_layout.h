@@ -8,13 +8,16 @@
 
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "bf16.h"
+#include "parallel.h"
 
 namespace oatmill {
 
-constexpr int BLOCK = 32;  // tokens of a KV block
+constexpr int BLOCK = 32;                // tokens of a KV block
+constexpr int64_t WRITTEN_TOGETHER = 8;  // tokens
 
 template <typename T>
 constexpr int64_t key_place(int64_t dimension, int64_t token) {
@@ -37,6 +40,17 @@ void write_value(const T* value, T* block, int64_t token, int64_t head_dim, bool
     to[d * PAIR<T>] = value[d];
     if (clear) to[d * PAIR<T> + 1] = T(0.0f);
   }
+}
+
+// Calls write(token, head, place, offset) for each KV head of each token: place: where the head's part of its block
+// begins, offset: which of the block's tokens it is. slots: [tokens].
+template <typename Write>
+void for_each_kv(const int64_t* slots, int64_t tokens, int64_t kv_heads, int64_t head_dim, const Write& write) {
+  for_each_item(parts(tokens, WRITTEN_TOGETHER) * kv_heads, [&](int64_t item) {
+    const int64_t head = item % kv_heads, first = item / kv_heads * WRITTEN_TOGETHER;
+    for (int64_t t = first; t < std::min(tokens, first + WRITTEN_TOGETHER); ++t)
+      write(t, head, (slots[t] / BLOCK * kv_heads + head) * head_dim * BLOCK, slots[t] % BLOCK);
+  });
 }
 
 }  // namespace oatmill
