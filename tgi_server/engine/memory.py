@@ -1,10 +1,13 @@
 """How much memory the KV cache may take, and memory that comes straight from the system."""
 
 import contextlib
+import ctypes
 import gc
 import math
 import mmap
-from collections.abc import Iterator
+import os
+import threading
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -83,3 +86,47 @@ def mapped(shape: tuple[int, ...], dtype: torch.dtype, *, large_pages: bool = Fa
         with contextlib.suppress(OSError):  # a kernel without them
             memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=dtype, count=math.prod(shape)).view(shape)
+
+
+class Prefault:
+    """Takes the pages of mapped memory before they are written, in the background, where nobody else needs the core.
+
+    To take and clear a page can cost more than what is written into it, above all in a virtual machine, whose host may
+    have to find it first. Beginnings of all tensors come first.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], limit: int) -> None:
+        """limit: bytes of each tensor."""
+        self._tensors = tensors
+        self._limit = limit
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="prefault", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Returns when the tensors are not touched any more."""
+        self._stopped.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        with contextlib.suppress(OSError, AttributeError):  # not on every system
+            os.sched_setscheduler(threading.get_native_id(), os.SCHED_IDLE, os.sched_param(0))
+        for start in range(0, self._limit, _PREFAULT_BYTES):
+            for tensor in self._tensors:
+                length = min(_PREFAULT_BYTES, min(self._limit, tensor.nbytes) - start)
+                if self._stopped.is_set() or (length > 0 and not _take_pages(tensor.data_ptr() + start, length)):
+                    return
+
+
+_PREFAULT_BYTES = 2 << 20  # at once: nothing else can be mapped meanwhile
+_MADV_POPULATE_WRITE = 23  # Linux 5.14
+
+
+def _take_pages(address: int, length: int) -> bool:
+    """Whether the system knows how to."""
+    start = address // mmap.PAGESIZE * mmap.PAGESIZE
+    result: int = _LIBC.madvise(ctypes.c_void_p(start), ctypes.c_size_t(address + length - start), _MADV_POPULATE_WRITE)
+    return result == 0
+
+
+_LIBC = ctypes.CDLL(None)

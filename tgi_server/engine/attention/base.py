@@ -124,6 +124,9 @@ class AttentionBackend(ABC):
     def allocate(self, num_blocks: int) -> None:
         """Makes room for blocks 0 .. num_blocks - 1, forgetting what was there."""
 
+    def prefault(self, blocks: int) -> None:  # noqa: B027, to most backends it makes no difference
+        """The first blocks will be needed soon: their memory may be taken in the background."""
+
     @abstractmethod
     def write(self, layer: int, key: Tensor, value: Tensor, step: Step) -> None:
         """Puts key and value, [tokens, kv_heads, head_dim], into their slots."""

@@ -27,7 +27,7 @@ def shorten_forward(model: PreTrainedModel) -> None:
     """Replaces the model's forward, if it is known and its layers are a LayerStack."""
     around = _AROUND.get(type(model).__name__)
     if around is not None and isinstance(around.inside(model).layers[0], LayerStack):
-        model.forward = _Forward(model, around)  # type: ignore[method-assign]
+        model.forward = _Forward(model, around)
 
 
 @dataclass(frozen=True, slots=True)

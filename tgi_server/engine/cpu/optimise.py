@@ -77,9 +77,9 @@ def _screen_head(model: PreTrainedModel, linear: type[PackedLinear]) -> None:
     """Only where nothing is done to the head's outputs: architectures whose layers are stacked do nothing to them."""
     head = model.get_output_embeddings()
     stacked = any(isinstance(module, LayerStack) for module in model.modules())
-    if stacked and linear is Bf16Linear and type(head) is nn.Linear and head.bias is None:
-        if ScreenedHead.pays(head.weight):
-            model.set_output_embeddings(ScreenedHead(head.weight))
+    plain = type(head) is nn.Linear and head.bias is None
+    if stacked and plain and linear is Bf16Linear and ScreenedHead.pays(head.weight):
+        model.set_output_embeddings(ScreenedHead(head.weight))
 
 
 def _packed_linear(linear: type[PackedLinear], module: nn.Module) -> nn.Module | None:

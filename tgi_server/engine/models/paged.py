@@ -21,6 +21,9 @@ from tgi_server.engine.parameters import StoppingParameters
 from tgi_server.engine.sequence import Sequence
 from tgi_server.engine.sharding import ShardGroup
 
+_PREFAULTED_TOKENS = 1 << 15
+"""A gigabyte or a few of most models that run on CPUs."""
+
 
 class PagedRunner(Runner):
     """Batch state lives in preallocated tensors on the device:
@@ -85,6 +88,7 @@ class PagedRunner(Runner):
             )
         total = min(limit, num_blocks * size)
         self._allocate(max_batch_size, num_blocks, total)
+        self._backend.prefault(min(num_blocks, _PREFAULTED_TOKENS // size) + 1)
         self._rope.fix(total)
         self._record()
         return Capacity(num_blocks, size, max_total_tokens=total, max_batch_total_tokens=num_blocks * size)
