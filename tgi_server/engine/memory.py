@@ -5,8 +5,7 @@ import ctypes
 import gc
 import math
 import mmap
-import os
-import threading
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,37 +87,21 @@ def mapped(shape: tuple[int, ...], dtype: torch.dtype, *, large_pages: bool = Fa
     return torch.frombuffer(memory, dtype=dtype, count=math.prod(shape)).view(shape)
 
 
-class Prefault:
-    """Takes the pages of mapped memory before they are written, in the background, where nobody else needs the core.
+def prefault(tensors: Sequence[Tensor], limit: int, seconds: float) -> None:
+    """Takes the pages of mapped memory before they are written, for `seconds` at most.
 
-    To take and clear a page can cost more than what is written into it, above all in a virtual machine, whose host may
-    have to find it first. Beginnings of all tensors come first.
+    To take a page can cost more than what is written into it, above all in a virtual machine, whose host may have to
+    find it first. The beginnings of all tensors come first. limit: bytes of each tensor.
     """
-
-    def __init__(self, tensors: Sequence[Tensor], limit: int) -> None:
-        """limit: bytes of each tensor."""
-        self._tensors = tensors
-        self._limit = limit
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="prefault", daemon=True)
-        self._thread.start()
-
-    def stop(self) -> None:
-        """Returns when the tensors are not touched any more."""
-        self._stopped.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        with contextlib.suppress(OSError, AttributeError):  # not on every system
-            os.sched_setscheduler(threading.get_native_id(), os.SCHED_IDLE, os.sched_param(0))
-        for start in range(0, self._limit, _PREFAULT_BYTES):
-            for tensor in self._tensors:
-                length = min(_PREFAULT_BYTES, min(self._limit, tensor.nbytes) - start)
-                if self._stopped.is_set() or (length > 0 and not _take_pages(tensor.data_ptr() + start, length)):
-                    return
+    deadline = time.monotonic() + seconds
+    for start in range(0, limit, _PREFAULT_BYTES):
+        for tensor in tensors:
+            length = min(_PREFAULT_BYTES, min(limit, tensor.nbytes) - start)
+            if length > 0 and (time.monotonic() > deadline or not _take_pages(tensor.data_ptr() + start, length)):
+                return
 
 
-_PREFAULT_BYTES = 2 << 20  # at once: nothing else can be mapped meanwhile
+_PREFAULT_BYTES = 8 << 20  # at once
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
 
 

@@ -3,12 +3,11 @@
 import ctypes
 import mmap
 import sys
-import time
 
 import pytest
 import torch
 
-from tgi_server.engine.memory import Prefault, mapped
+from tgi_server.engine.memory import mapped, prefault
 
 MIB = 1 << 20
 
@@ -26,18 +25,12 @@ def resident(tensor: torch.Tensor) -> int:
 def test_the_first_bytes_of_each_tensor_are_taken_and_no_more() -> None:
     tensors = [mapped((64 * MIB,), torch.int8) for _ in range(2)] + [mapped((MIB,), torch.int8)]
     assert [resident(tensor) for tensor in tensors] == [0, 0, 0]
-    prefault = Prefault(tensors, 16 * MIB)
-    deadline = time.monotonic() + 30
-    while any(resident(tensor) < 16 * MIB for tensor in tensors[:2]) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    prefault.stop()
+    prefault(tensors, 16 * MIB, seconds=60)
     assert [resident(tensor) for tensor in tensors] == [16 * MIB, 16 * MIB, MIB]
     assert not any(tensor.any() for tensor in tensors)
 
 
-def test_it_can_be_stopped_at_any_time() -> None:
-    tensor = mapped((1024 * MIB,), torch.int8)
-    Prefault([tensor], 1024 * MIB).stop()
-    taken = resident(tensor)
-    time.sleep(0.05)
-    assert resident(tensor) == taken < 1024 * MIB
+def test_it_ends_when_its_time_is_over() -> None:
+    tensor = mapped((MIB,), torch.int8)
+    prefault([tensor], MIB, seconds=-1)
+    assert resident(tensor) == 0

@@ -125,7 +125,7 @@ class AttentionBackend(ABC):
         """Makes room for blocks 0 .. num_blocks - 1, forgetting what was there."""
 
     def prefault(self, blocks: int) -> None:  # noqa: B027, to most backends it makes no difference
-        """The first blocks will be needed soon: their memory may be taken in the background."""
+        """The first blocks will be needed soon: their memory may be taken now."""
 
     @abstractmethod
     def write(self, layer: int, key: Tensor, value: Tensor, step: Step) -> None:

@@ -5,10 +5,11 @@ from torch import Tensor
 
 from tgi_server.engine.attention.base import AttentionBackend, AttentionVariant, KVShape, Step
 from tgi_server.engine.kernels import load_kernels
-from tgi_server.engine.memory import Prefault, mapped
+from tgi_server.engine.memory import mapped, prefault
 
 MAX_HEAD_DIM = 256
 LANES = 16
+_PREFAULT_SECONDS = 2.0
 
 
 class CpuAttention(AttentionBackend):
@@ -23,19 +24,15 @@ class CpuAttention(AttentionBackend):
         fits = shape.head_dim % LANES == 0 and shape.head_dim <= MAX_HEAD_DIM
         return fits and dtype in (torch.float32, torch.bfloat16) and load_kernels()
 
-    _prefault: Prefault | None = None
-
     def allocate(self, num_blocks: int) -> None:
         """Takes address space only: a page of memory is taken when its first token is written."""
-        if self._prefault is not None:
-            self._prefault.stop()
         shapes = [(num_blocks, heads, self.block_size * self.shape.head_dim) for heads in self.shape.heads]
         self.keys = [mapped(shape, self.dtype, large_pages=True) for shape in shapes]
         self.values = [mapped(shape, self.dtype, large_pages=True) for shape in shapes]
 
     def prefault(self, blocks: int) -> None:
         block_bytes = max(cache[0].nbytes for cache in self.keys)
-        self._prefault = Prefault([*self.keys, *self.values], blocks * block_bytes)
+        prefault([*self.keys, *self.values], blocks * block_bytes, _PREFAULT_SECONDS)
 
     def write(self, layer: int, key: Tensor, value: Tensor, step: Step) -> None:
         torch.ops.oatmill.write_kv(key, value, self.keys[layer], self.values[layer], step.slots)

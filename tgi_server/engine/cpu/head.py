@@ -51,9 +51,7 @@ class ScreenedHead(Bf16Linear):
 def _rounded(weight: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Some rows as bytes, their scales, and the lengths of what was lost and of what was kept, a little too long."""
     rounded, scales = rounded_to_bytes(weight)
-    kept = rounded.float() * scales.unsqueeze(1)
-    return rounded, scales, _length(weight.float() - kept), _length(kept)
-
-
-def _length(rows: Tensor) -> Tensor:
-    return rows.double().norm(dim=1) * (1 + 2**-12)
+    kept = rounded.float()
+    lost = weight.float().div_(scales.unsqueeze(1)).sub_(kept)
+    margin = scales * (1 + 2**-12)
+    return rounded, scales, lost.norm(dim=1) * margin, kept.norm(dim=1) * margin

@@ -51,6 +51,6 @@ class Int8Linear(PackedLinear):
 
 def rounded_to_bytes(weight: Tensor) -> tuple[Tensor, Tensor]:
     """weight, [outputs, inputs], as int8, and the scale of each output, float32, by which it has to be multiplied."""
-    largest = weight.float().abs().amax(1).clamp_(min=torch.finfo(torch.float32).tiny)
-    scales = largest / LEVELS
-    return torch.round(weight.float() / scales.unsqueeze(1)).to(torch.int8), scales
+    weight = weight.float()
+    scales = weight.abs().amax(1).clamp_(min=torch.finfo(torch.float32).tiny) / LEVELS
+    return (weight / scales.unsqueeze(1)).round_().to(torch.int8), scales
