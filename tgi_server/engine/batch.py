@@ -8,6 +8,10 @@ from tgi_server.engine.models.runner import Runner
 from tgi_server.engine.sampling import Sampler
 from tgi_server.engine.sequence import Sequence
 
+_FORCED_AT_ONCE = 128
+"""Forced tokens of a step in which everybody has a grammar: so many that more would take longer each, and few enough
+for whoever comes meanwhile."""
+
 
 class Batch:
     """Keeps the rows dense: when a sequence leaves, the last row moves into its place.
@@ -55,13 +59,13 @@ class Batch:
         self._runner.promote(sequence, row)
         self._sampler.add(row, sequence.sampling, sequence.report, sequence.input_ids, sequence.generated_ids)
 
-    def forced_budget(self) -> int | None:
-        """How many forced tokens the next step may compute beside one token of each sequence; None: any number.
+    def forced_budget(self) -> int:
+        """How many forced tokens the next step may compute beside one token of each sequence.
 
         Those that do not fit are chosen one at a time, as if they were not forced.
         """
         if all(sequence.constraint is not None for sequence in chain(self.rows, self.prefilling.values())):
-            return None
+            return _FORCED_AT_ONCE
         return max(0, self._cheap_tokens - len(self))
 
     def room(self, sequence: Sequence) -> int:

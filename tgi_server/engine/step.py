@@ -31,7 +31,7 @@ class Step:
         self._forward_ns = forward_ns
         self._started_ns = started_ns
         self._generations: list[Generation] | None = None
-        self._budget: int | None = None
+        self._budget = 0
 
     def synchronize(self) -> None:
         """Waits until `collect` has nothing to wait for. Changes nothing, and may be called in any thread."""
@@ -81,11 +81,9 @@ class Step:
         """Adds the tokens that the grammar leaves no choice about. Whether the text is whole with them."""
         constraint = sequence.constraint
         assert constraint is not None
-        room = self._batch.room(sequence)
-        if self._budget is not None:
-            room = min(room, self._budget)
+        room = min(self._batch.room(sequence), self._budget)
         advance = constraint.advance(generation.token_id, room)
-        if self._budget is not None and not constraint.ended:
+        if not constraint.ended:
             self._budget -= len(advance.following)
         generation.forced, generation.hidden = advance.following, advance.hidden
         generation.error = constraint.error

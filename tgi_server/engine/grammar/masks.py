@@ -3,12 +3,16 @@
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
+import numpy as np
 import torch
 from llguidance import LLExecutor
 from llguidance.torch import fill_next_token_bitmask_par
+from numpy.typing import NDArray
 from torch import Tensor
 
 from tgi_server.engine.grammar.constraint import Constraint
+
+Words = NDArray[np.int32]  # [masks, words]
 
 _BITS = 32
 _MAX_THREADS = 8
@@ -46,35 +50,38 @@ class MaskBuilder:
 
     @torch.inference_mode()
     def _fill(self, constraints: Sequence[Constraint], bits: Tensor) -> None:
+        words: Words = bits.numpy()  # torch takes longer for a few numbers, or starts threads for them
         open_rows = []
         for row, constraint in enumerate(constraints):
             if constraint.error is not None:
-                bits[row] = -1  # what is chosen does not matter: the sequence fails
+                words[row] = -1  # what is chosen does not matter: the sequence fails
             elif (token := constraint.forced) is not None:
-                bits[row] = 0
-                bits[row, token // _BITS] = _bit(token)
+                words[row] = 0
+                words[row, token // _BITS] = _bit(token)
             else:
                 open_rows.append((constraint, row))
         if open_rows:
             fill_next_token_bitmask_par(self._executor, [(each.matcher, row) for each, row in open_rows], bits)
-        somewhere = [bool(row.any()) for row in bits.numpy()]  # torch would start threads for this
-        for constraint, row in open_rows:
+        self._settle([row for _, row in open_rows], [constraint for constraint, _ in open_rows], words)
+
+    @staticmethod
+    def _settle(rows: list[int], constraints: list[Constraint], bits: Words) -> None:
+        """Notes where nothing may follow, and forbids the end of a text that may and shall go on."""
+        somewhere: NDArray[np.bool_] = bits.any(1)  # type: ignore[assignment]
+        going_on = []
+        for row, constraint in zip(rows, constraints, strict=True):
             constraint.check()
             if constraint.error is None and not somewhere[row]:
                 constraint.error = "the model has no token with which the text could go on"
             if constraint.error is not None:
                 bits[row] = -1
             elif constraint.ignore_eos:
-                _go_on(bits[row], constraint.eos)
-
-
-def _go_on(bits: Tensor, eos: frozenset[int]) -> None:
-    """Forbids the end of the text where something else may follow."""
-    others = bits.clone()
-    for token in eos:
-        others[token // _BITS] &= ~_bit(token)
-    if bool(others.any()):
-        bits.copy_(others)
+                going_on.append(row)
+        if going_on:
+            others = bits[going_on]
+            for token in constraints[0].eos:
+                others[:, token // _BITS] &= ~_bit(token)
+            bits[going_on] = np.where(others.any(1, keepdims=True), others, bits[going_on])
 
 
 def _bit(token: int) -> int:
