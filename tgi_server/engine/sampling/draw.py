@@ -1,5 +1,7 @@
 """Choosing one token of each row: the best, or one drawn from the distribution."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -14,9 +16,9 @@ _KERNEL_DTYPES = (torch.float32, torch.bfloat16)
 def best(scores: Tensor, mask: TokenMask | None = None) -> Tensor:
     """The argmax `[rows]` of `[rows, tokens]` in any float type, the first of equals.
 
-    mask: of some rows, for scores with which `best_takes_masks`.
+    mask: of some rows, for scores with which `has_kernels`.
     """
-    if best_takes_masks(scores):
+    if has_kernels(scores):
         if mask is None:
             return torch.ops.oatmill.argmax(scores)
         return torch.ops.oatmill.argmax(scores, mask.bits, mask.positions)
@@ -25,8 +27,18 @@ def best(scores: Tensor, mask: TokenMask | None = None) -> Tensor:
     return scores.max(-1).indices
 
 
-def best_takes_masks(scores: Tensor) -> bool:
-    """Whether the engine has a kernel of its own for them."""
+def best_logprobs(scores: Tensor, chosen: Tensor, wanted: Sequence[int], mask: TokenMask | None = None) -> Tensor:
+    """Log-probabilities, float32 `[wanted]`, of what `best` chose in the rows `wanted`, for scores that `has_kernels`.
+
+    Of rows with a mask: among the tokens that it allows.
+    """
+    if mask is None:
+        return torch.ops.oatmill.peak_logprobs(scores, chosen, wanted)
+    return torch.ops.oatmill.peak_logprobs(scores, chosen, wanted, mask.bits, mask.positions)
+
+
+def has_kernels(scores: Tensor) -> bool:
+    """Whether the engine has kernels of its own for them."""
     return scores.device.type == "cpu" and scores.dtype in _KERNEL_DTYPES and load_kernels()
 
 

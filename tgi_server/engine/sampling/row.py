@@ -22,14 +22,17 @@ PLAIN = Row()
 
 def is_plain(parameters: SamplingParameters, report: ReportParameters) -> bool:
     """Whether a request wants the token with the highest logit and nothing else."""
+    return is_greedy(parameters) and not (report.logprobs or report.top_n_tokens)
+
+
+def is_greedy(parameters: SamplingParameters) -> bool:
+    """Whether the token with the highest logit is taken, as the model gives it."""
     return not (
         parameters.do_sample
         or parameters.watermark
         or parameters.logit_bias
         or counts_sequence(parameters)
         or counts_generated(parameters)
-        or report.logprobs
-        or report.top_n_tokens
     )
 
 

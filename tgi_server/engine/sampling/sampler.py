@@ -8,13 +8,13 @@ from torch import Tensor
 
 from tgi_server.engine.parameters import ReportParameters, SamplingParameters
 from tgi_server.engine.sampling import warpers
-from tgi_server.engine.sampling.draw import best, best_takes_masks, draw
+from tgi_server.engine.sampling.draw import best, best_logprobs, draw, has_kernels
 from tgi_server.engine.sampling.logprobs import chosen_logprobs, top_logprobs
 from tgi_server.engine.sampling.penalties import frequency_penalty, presence_penalty, repetition_penalty
 from tgi_server.engine.sampling.plan import Drawing, Plan
 from tgi_server.engine.sampling.planner import Planner
 from tgi_server.engine.sampling.random import uniform
-from tgi_server.engine.sampling.row import Row, counts_generated, counts_sequence, is_plain
+from tgi_server.engine.sampling.row import Row, counts_generated, counts_sequence, is_greedy, is_plain
 from tgi_server.engine.sampling.sampled import ChosenReport, Sampled, TopReport
 from tgi_server.engine.sampling.token_counts import TokenCounts
 from tgi_server.engine.sampling.token_mask import TokenMask, forbid
@@ -35,6 +35,8 @@ class Sampler:
         self._device = device
         self._watermark = watermark or WatermarkSettings()
         self._rows: dict[int, Row] = {}  # those that are not plain: a batch of plain rows has none
+        self._reported: set[int] = set()  # those of them that only want to know how likely their tokens are
+        self._kernels = False  # whether these have a kernel, and need no plan
         self._sequences = TokenCounts(vocab_size, device)
         self._generated = TokenCounts(vocab_size, device)
         self._steps = torch.zeros(max_rows, dtype=torch.int64, device=device)  # tokens generated
@@ -69,6 +71,8 @@ class Sampler:
             sequence_slot=self._sequences.take([*prompt_ids, *generated_ids]) if counts_sequence(parameters) else None,
             generated_slot=self._generated.take(generated_ids) if counts_generated(parameters) else None,
         )
+        if is_greedy(parameters) and not report.top_n_tokens:
+            self._reported.add(row)
         self._steps[row] = len(generated_ids)
         text = generated_ids if len(generated_ids) else prompt_ids
         self._previous[row] = text[-1] if len(text) else 0
@@ -80,6 +84,9 @@ class Sampler:
         moved = self._rows.pop(source, None)
         if moved is not None:
             self._rows[target] = moved
+            if source in self._reported:
+                self._reported.remove(source)
+                self._reported.add(target)
             self._steps[target] = self._steps[source]
             self._previous[target] = self._previous[source]
             self._planned_rows = None
@@ -89,6 +96,7 @@ class Sampler:
         cleared = self._rows.pop(row, None)
         if cleared is None:
             return
+        self._reported.discard(row)
         if cleared.sequence_slot is not None:
             self._sequences.release(cleared.sequence_slot)
         if cleared.generated_slot is not None:
@@ -105,15 +113,21 @@ class Sampler:
 
         Changes neither the logits nor the state; see `accept`.
         """
-        only_masked = None
-        if mask is not None and best_takes_masks(logits):
-            plain = [rows[position] not in self._rows for position in mask.positions]
-            only_masked, mask = mask.part(plain), mask.part([not each for each in plain])
+        only_masked, reported = None, []
+        self._use_kernels(has_kernels(logits))
+        if mask is not None and self._kernels:
+            simple = [
+                rows[position] not in self._rows or rows[position] in self._reported for position in mask.positions
+            ]
+            only_masked, mask = mask.part(simple), mask.part([not each for each in simple])
+        if self._reported and self._kernels:
+            reported = [position for position, row in enumerate(rows) if row in self._reported]
         plans = self._plans_for(rows, () if mask is None else mask.positions)
-        if not plans:
-            return Sampled(best(logits, only_masked))
         rest_is_greedy = sum(plan.state_rows.shape[0] for plan in plans) < logits.shape[0]
         sampled = Sampled(best(logits, only_masked) if rest_is_greedy else self._steps.new_empty(logits.shape[0]))
+        if reported:
+            logprobs = best_logprobs(logits, sampled.token_ids, reported, only_masked)
+            sampled.chosen.append(ChosenReport(reported, logprobs))
         for plan in plans:
             taken = plan.processed.take(logits)
             scores = self._process(taken.to(torch.float32, copy=taken is logits), plan, mask)
@@ -138,6 +152,10 @@ class Sampler:
             self._previous.index_copy_(0, plan.state_rows, taken)
             self._steps.index_add_(0, plan.state_rows, amounts)
 
+    def _use_kernels(self, there: bool) -> None:
+        if there != self._kernels:
+            self._kernels, self._planned_rows = there, None
+
     def _plans_for(self, rows: Sequence[int], masked_positions: Sequence[int] | None) -> tuple[Plan, ...]:
         """masked_positions: the rows of the logits that have a mask; None: it does not matter."""
         if not self._rows and not masked_positions:
@@ -145,7 +163,10 @@ class Sampler:
         wanted, masked = tuple(rows), None if masked_positions is None else tuple(masked_positions)
         if wanted != self._planned_rows or masked not in (None, self._planned_masks):
             self._planned_rows, self._planned_masks = wanted, masked or ()
-            self._plans = self._planner.plans(wanted, self._planned_masks, self._rows)
+            state = self._rows
+            if self._kernels and self._reported:
+                state = {row: self._rows[row] for row in self._rows.keys() - self._reported}
+            self._plans = self._planner.plans(wanted, self._planned_masks, state)
         return self._plans
 
     def _process(self, scores: Tensor, plan: Plan, mask: TokenMask | None) -> Tensor:
