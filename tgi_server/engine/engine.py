@@ -272,7 +272,7 @@ class Engine:
             raise
 
     def _start_mask(self, sequences: SequenceOf[Sequence]) -> PendingMask:
-        """Computed while the model runs."""
+        """Computed while the model runs, where there are cores for it."""
         assert self.grammars is not None
         self._masks = self._masks or MaskBuilder(self._device)
         constraints = [sequence.constraint for sequence in sequences if sequence.constraint is not None]

@@ -1,5 +1,6 @@
-"""What grammars allow next, computed while the model runs."""
+"""What grammars allow next."""
 
+import os
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -19,34 +20,42 @@ _MAX_THREADS = 8
 
 
 class PendingMask:
-    """Masks that a thread computes."""
+    """Masks that are computed, perhaps by a thread."""
 
-    def __init__(self, bits: Tensor, work: Future[None], device: torch.device) -> None:
+    def __init__(self, bits: Tensor, work: Future[None] | None, device: torch.device) -> None:
+        """work: what has to end first; None: nothing."""
         self._bits = bits
         self._work = work
         self._device = device
 
     def wait(self) -> Tensor:
         """int32 `[constraints, words]` on the device."""
-        self._work.result()
+        if self._work is not None:
+            self._work.result()
         return self._bits.to(self._device, non_blocking=True)
 
 
 class MaskBuilder:
-    """Computes masks in threads of its own, which need no GIL."""
+    """Computes masks in threads that need no GIL: beside the model where there are cores that it leaves alone.
+
+    Where the model computes on all cores, its threads would wait for those that were held up by masks. There, all cores
+    compute masks first.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        # Where the model runs on the same cores, a second thread takes more from it than it gives.
-        threads = 1 if device.type == "cpu" else max(1, min(_MAX_THREADS, torch.get_num_threads()))
-        self._executor = LLExecutor(num_threads=threads)
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar-masks")
+        spare = _cores() if device.type == "cuda" else _cores() - torch.get_num_threads()
+        self._executor = LLExecutor(num_threads=min(_MAX_THREADS, spare if spare > 0 else _cores()))
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar-masks") if spare > 0 else None
 
     def start(self, constraints: Sequence[Constraint], vocab_size: int) -> PendingMask:
         """One mask for each; bit i % 32 of word i // 32 says whether token i may follow. vocab_size: of the masks."""
         words = -(-vocab_size // _BITS)
         bits = torch.empty(len(constraints), words, dtype=torch.int32, pin_memory=self._device.type == "cuda")
-        return PendingMask(bits, self._thread.submit(self._fill, constraints, bits), self._device)
+        if self._thread is not None:
+            return PendingMask(bits, self._thread.submit(self._fill, constraints, bits), self._device)
+        self._fill(constraints, bits)
+        return PendingMask(bits, None, self._device)
 
     @torch.inference_mode()
     def _fill(self, constraints: Sequence[Constraint], bits: Tensor) -> None:
@@ -82,6 +91,11 @@ class MaskBuilder:
             for token in constraints[0].eos:
                 others[:, token // _BITS] &= ~_bit(token)
             bits[going_on] = np.where(others.any(1, keepdims=True), others, bits[going_on])
+
+
+def _cores() -> int:
+    """That this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _bit(token: int) -> int:
