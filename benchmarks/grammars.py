@@ -13,6 +13,7 @@ Prints a table for each and, as the last line, everything as JSON.
 """
 
 import argparse
+import asyncio
 import json
 import statistics
 import sys
@@ -195,7 +196,7 @@ def main() -> None:
         results = uvloop.run(_run(arguments, replace(OURS, command=arguments.command)))
     except (ServerFailed, ServerUnavailable, BadReply, ValueError) as error:
         sys.exit(f"error: {error}")
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, asyncio.CancelledError):
         sys.exit("interrupted")
     _print(results)
     result = json.dumps(results, default=asdict)

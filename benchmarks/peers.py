@@ -9,6 +9,7 @@ and how many times as long as the floor each takes; the last line is everything 
 """
 
 import argparse
+import asyncio
 import json
 import os
 import subprocess
@@ -108,7 +109,7 @@ def main() -> None:
             comparisons.append(comparison.as_json())
     except ValueError as error:
         sys.exit(f"error: {error}")
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, asyncio.CancelledError):
         sys.exit("interrupted")
     result = json.dumps(comparisons, default=str)
     print("\n" + result)

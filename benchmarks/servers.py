@@ -76,10 +76,15 @@ class RunningServer:
 async def running(command: ServerCommand, model: Path, log: Path, limit: float) -> AsyncIterator[RunningServer]:
     """Runs a server on a free port of this machine while the block runs.
 
-    log: where its output goes. limit: seconds until its `/health` has to answer.
+    log: where its output goes. limit: seconds until its `/health` has to answer. SIGTERM cancels the task that is in
+    the block, so that the server ends, too.
 
     Raises ServerFailed.
     """
+    task = asyncio.current_task()
+    assert task is not None
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGTERM, task.cancel)
     port = _free_port()
     url = f"http://127.0.0.1:{port}"
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -91,6 +96,7 @@ async def running(command: ServerCommand, model: Path, log: Path, limit: float) 
         yield RunningServer(url, time.perf_counter() - started)
     finally:
         await asyncio.to_thread(_stop, process)
+        loop.remove_signal_handler(signal.SIGTERM)
 
 
 def _start(command: ServerCommand, arguments: list[str], output: int) -> "subprocess.Popen[bytes]":

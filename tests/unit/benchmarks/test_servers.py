@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import os
+import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -65,6 +67,21 @@ async def test_a_server_that_never_gets_healthy_is_given_up_and_stopped(tmp_path
             pass
     with contextlib.suppress(psutil.NoSuchProcess):
         assert set(psutil.Process().children(recursive=True)) <= before
+
+
+async def test_sigterm_ends_the_server_as_well(tmp_path: Path) -> None:
+    before = set(psutil.Process().children(recursive=True))
+
+    async def measure() -> None:
+        async with running(ServerCommand("peer", "sleep 60"), tmp_path, tmp_path / "log", limit=60):
+            pass
+
+    task = asyncio.create_task(measure())
+    await asyncio.sleep(0.5)
+    os.kill(os.getpid(), signal.SIGTERM)
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert not [child for child in psutil.Process().children(recursive=True) if child not in before]
 
 
 @pytest.mark.parametrize("wrong", ["{modle}", "{model.nmae}"])

@@ -28,6 +28,7 @@ def create_runner(model: PreTrainedModel, config: EngineConfig) -> Runner:
     cannot be quantised as asked. All shards of a model come to the same decision.
     """
     group = config.group
+    weight_bytes = sum(parameter.nbytes for parameter in model.parameters())
     on_cpu = model.device.type == "cpu" and config.custom_kernels
     linear = linear_layer(config.quantize, model.dtype, custom_kernels=on_cpu)
     if on_cpu:
@@ -52,7 +53,8 @@ def create_runner(model: PreTrainedModel, config: EngineConfig) -> Runner:
     if on_cpu:
         with same_logits(model, backend, linear.rounding, group) as variants:
             optimise(model, backend, variants, linear)
-    return PagedRunner(model, backend, config.memory_fraction, config.cpu_memory, group, config.cuda_graphs)
+    memory = config.memory_fraction, config.cpu_memory
+    return PagedRunner(model, backend, *memory, group, config.cuda_graphs, weight_bytes)
 
 
 def _tell_no_graphs(config: EngineConfig, where: str) -> None:

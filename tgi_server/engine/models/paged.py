@@ -22,7 +22,8 @@ from tgi_server.engine.sequence import Sequence
 from tgi_server.engine.sharding import ShardGroup
 
 _PREFAULTED_TOKENS = 1 << 15
-"""A gigabyte or a few of most models that run on CPUs."""
+_PREFAULTED_WEIGHTS = 4
+"""As many bytes as the weights take, times this: a small model shall start quickly."""
 
 
 class PagedRunner(Runner):
@@ -45,9 +46,10 @@ class PagedRunner(Runner):
         cpu_memory: int | None,
         group: ShardGroup | None = None,
         graph_sizes: SequenceOf[int] | None = None,
+        weight_bytes: int = 0,
     ) -> None:
         """group: the shards of the model, when this is one of them. graph_sizes: for which numbers of rows steps are
-        recorded, where that can be done; None: for those that are usual.
+        recorded, where that can be done; None: for those that are usual. weight_bytes: of the model.
         """
         self._model = model
         self._backend = backend
@@ -57,6 +59,7 @@ class PagedRunner(Runner):
         self._cpu_memory = cpu_memory
         self._group = group
         self._graph_sizes = graph_sizes
+        self._weight_bytes = weight_bytes
         self._recorded = True  # until it turns out that steps cannot be recorded
         self._graphs: DecodeGraphs | None = None
         self._rope = LengthDependentRope(model)
@@ -88,7 +91,8 @@ class PagedRunner(Runner):
             )
         total = min(limit, num_blocks * size)
         self._allocate(max_batch_size, num_blocks, total)
-        self._backend.prefault(min(num_blocks, _PREFAULTED_TOKENS // size) + 1)
+        prefaulted = min(_PREFAULTED_TOKENS, _PREFAULTED_WEIGHTS * self._weight_bytes // token_bytes)
+        self._backend.prefault(min(num_blocks, prefaulted // size) + 1)
         self._rope.fix(total)
         self._record()
         return Capacity(num_blocks, size, max_total_tokens=total, max_batch_total_tokens=num_blocks * size)

@@ -1,0 +1,41 @@
+"""Masks of several grammars at once, computed beside a model that leaves cores alone, and before one that does not."""
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.grammars import demo_compiler
+from tgi_server.engine.grammar import MaskBuilder
+from tgi_server.engine.parameters import Grammar, GrammarType
+
+
+@pytest.fixture(params=["a core to spare", "no core to spare"])
+def builder(request) -> Iterator[MaskBuilder]:
+    before, cores = torch.get_num_threads(), len(os.sched_getaffinity(0))
+    if request.param == "a core to spare" and cores == 1:
+        pytest.skip("there is one core")
+    torch.set_num_threads(cores - 1 if request.param == "a core to spare" else cores)
+    yield MaskBuilder(torch.device("cpu"))
+    torch.set_num_threads(before)
+
+
+def test_each_mask_allows_what_may_follow_in_its_own_text(builder) -> None:
+    compiler = demo_compiler()
+    size = compiler.tokenizer.lookup.vocab_size
+    wishes = [("[ab]x?", "a", True), ("[ab]x?", "a", False), ("yes|no", "", False), ("[0-9]{3}", "12", False)]
+    expected = [{"x"}, {"x", None}, {"y", "n"}, set("0123456789")]
+    constraints = []
+    for pattern, begun, ignore_eos in wishes:
+        tokens = compiler.tokenizer.encode(begun)
+        constraint = compiler.constraint(Grammar(GrammarType.REGEX, pattern), tokens, 50, ignore_eos=ignore_eos)
+        constraints.append(constraint)
+    bits = builder.start(constraints, size).wait()
+    for row, first_letters in zip(bits.tolist(), expected, strict=True):
+        allowed = [token for token in range(size) if row[token // 32] >> (token % 32) & 1]
+        seen = {
+            None if token in compiler.tokenizer.eos else compiler.tokenizer.lookup.decode_bytes([token]).decode()[:1]
+            for token in allowed
+        }
+        assert seen == first_letters
