@@ -76,7 +76,7 @@ def test_stop_frees_the_slot(browser, server, tmp_path) -> None:
         page.fill("#prompt", "Once")
         page.fill("#max-new-tokens", "32000")
         page.click("#generate")
-        page.wait_for_selector("#answer .token")
+        page.wait_for_selector("#answer .token", state="attached")
         assert "tgi_batch_current_size 1.0" in httpx.get(f"{running.url}/metrics").text
         page.click("#stop")
         playwright.expect(page.locator("#generate")).to_be_enabled()
