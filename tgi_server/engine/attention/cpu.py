@@ -9,7 +9,7 @@ from tgi_server.engine.memory import mapped, prefault
 
 MAX_HEAD_DIM = 256
 LANES = 16
-_PREFAULT_SECONDS = 2.0
+_PREFAULT_SECONDS = 1.0
 
 
 class CpuAttention(AttentionBackend):
