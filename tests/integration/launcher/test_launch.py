@@ -93,6 +93,7 @@ def test_a_killed_launcher_leaves_no_orphan(server: ServerFactory, llama_folder:
     assert not alive(left)
 
 
+@pytest.mark.slow
 def test_a_corrupt_weight_file_is_named(server: ServerFactory, llama_folder: Path, tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     broken.mkdir()

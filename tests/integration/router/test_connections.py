@@ -58,6 +58,7 @@ async def test_who_does_not_go_on_is_not_waited_for(routers: RouterFactory):
     await router.idle()
 
 
+@pytest.mark.slow
 async def test_who_goes_on_slowly_is_waited_for_and_may_wait(routers: RouterFactory):
     router = await routers(client_timeout=1, shard={"step_seconds": 0.4})
 

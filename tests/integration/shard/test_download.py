@@ -149,6 +149,7 @@ def test_bin_weights_are_converted(download: Download, hub: Hub) -> None:
     assert not (folder / "training_args.bin").exists()
 
 
+@pytest.mark.slow
 def test_a_local_folder_is_converted_in_place(download: Download, tmp_path: Path) -> None:
     local = tmp_path / "model"
     local.mkdir()

@@ -19,6 +19,7 @@ from benchmarks.workloads import Workload
 NAIVE = replace(PEERS["naive"], environment={"OMP_NUM_THREADS": "1"})
 
 
+@pytest.mark.slow
 async def test_the_naive_server_answers_whole_batches_and_leaves_nothing_behind(
     tiny_model: Path, tmp_path: Path
 ) -> None:

@@ -36,6 +36,7 @@ def sample(group: ShardGroup | None, folder: Path) -> list[list[int]]:
     return generate(load_engine(folder, group=group), TEXTS, STOPPING, SAMPLING)
 
 
+@pytest.mark.slow
 def test_seeded_samples_are_those_of_the_whole_model(ranks_of: RanksOf, tmp_path: Path) -> None:
     expected = sample(None, make("llama", tmp_path))
     assert len({token for tokens in expected for token in tokens}) > 10
