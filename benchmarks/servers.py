@@ -81,16 +81,15 @@ async def running(command: ServerCommand, model: Path, log: Path, limit: float) 
 
     Raises ServerFailed.
     """
-    task = asyncio.current_task()
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
-    loop = asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGTERM, task.cancel)
     port = _free_port()
     url = f"http://127.0.0.1:{port}"
     log.parent.mkdir(parents=True, exist_ok=True)
     started = time.perf_counter()
     with log.open("w") as output:
         process = _start(command, command.arguments(model, port), output.fileno())
+    loop.add_signal_handler(signal.SIGTERM, task.cancel)
     try:
         await _wait_until_healthy(command.name, url, process, log, limit)
         yield RunningServer(url, time.perf_counter() - started)

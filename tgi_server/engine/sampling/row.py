@@ -7,13 +7,17 @@ from tgi_server.engine.parameters import ReportParameters, SamplingParameters
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A row's request. sequence_slot: counts of prompt and generated tokens; generated_slot: of generated ones."""
+    """A row's request. sequence_slot: counts of prompt and generated tokens; generated_slot: of generated ones.
+
+    only_reported: it is greedy, and no more is asked of it than how likely its tokens are.
+    """
 
     parameters: SamplingParameters = field(default_factory=SamplingParameters)
     report: ReportParameters = field(default_factory=ReportParameters)
     prompt_length: int = 0
     sequence_slot: int | None = None
     generated_slot: int | None = None
+    only_reported: bool = False
 
 
 # The row of a request that wants the token with the highest logit and nothing else.

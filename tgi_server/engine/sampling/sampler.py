@@ -35,8 +35,7 @@ class Sampler:
         self._device = device
         self._watermark = watermark or WatermarkSettings()
         self._rows: dict[int, Row] = {}  # those that are not plain: a batch of plain rows has none
-        self._reported: set[int] = set()  # those of them that only want to know how likely their tokens are
-        self._kernels = False  # whether these have a kernel, and need no plan
+        self._kernels = False  # whether rows that are only reported have a kernel, and need no plan
         self._sequences = TokenCounts(vocab_size, device)
         self._generated = TokenCounts(vocab_size, device)
         self._steps = torch.zeros(max_rows, dtype=torch.int64, device=device)  # tokens generated
@@ -70,9 +69,8 @@ class Sampler:
             prompt_length=len(prompt_ids),
             sequence_slot=self._sequences.take([*prompt_ids, *generated_ids]) if counts_sequence(parameters) else None,
             generated_slot=self._generated.take(generated_ids) if counts_generated(parameters) else None,
+            only_reported=is_greedy(parameters) and not report.top_n_tokens,
         )
-        if is_greedy(parameters) and not report.top_n_tokens:
-            self._reported.add(row)
         self._steps[row] = len(generated_ids)
         text = generated_ids if len(generated_ids) else prompt_ids
         self._previous[row] = text[-1] if len(text) else 0
@@ -84,9 +82,6 @@ class Sampler:
         moved = self._rows.pop(source, None)
         if moved is not None:
             self._rows[target] = moved
-            if source in self._reported:
-                self._reported.remove(source)
-                self._reported.add(target)
             self._steps[target] = self._steps[source]
             self._previous[target] = self._previous[source]
             self._planned_rows = None
@@ -96,7 +91,6 @@ class Sampler:
         cleared = self._rows.pop(row, None)
         if cleared is None:
             return
-        self._reported.discard(row)
         if cleared.sequence_slot is not None:
             self._sequences.release(cleared.sequence_slot)
         if cleared.generated_slot is not None:
@@ -113,15 +107,12 @@ class Sampler:
 
         Changes neither the logits nor the state; see `accept`.
         """
-        only_masked, reported = None, []
+        only_masked = None
         self._use_kernels(has_kernels(logits))
         if mask is not None and self._kernels:
-            simple = [
-                rows[position] not in self._rows or rows[position] in self._reported for position in mask.positions
-            ]
-            only_masked, mask = mask.part(simple), mask.part([not each for each in simple])
-        if self._reported and self._kernels:
-            reported = [position for position, row in enumerate(rows) if row in self._reported]
+            processed = [self._needs_plan(rows[position]) for position in mask.positions]
+            only_masked, mask = mask.part([not each for each in processed]), mask.part(processed)
+        reported = [i for i, row in enumerate(rows) if row in self._rows and not self._needs_plan(row)]
         plans = self._plans_for(rows, () if mask is None else mask.positions)
         rest_is_greedy = sum(plan.state_rows.shape[0] for plan in plans) < logits.shape[0]
         sampled = Sampled(best(logits, only_masked) if rest_is_greedy else self._steps.new_empty(logits.shape[0]))
@@ -156,6 +147,10 @@ class Sampler:
         if there != self._kernels:
             self._kernels, self._planned_rows = there, None
 
+    def _needs_plan(self, row: int) -> bool:
+        entry = self._rows.get(row)
+        return entry is not None and not (self._kernels and entry.only_reported)
+
     def _plans_for(self, rows: Sequence[int], masked_positions: Sequence[int] | None) -> tuple[Plan, ...]:
         """masked_positions: the rows of the logits that have a mask; None: it does not matter."""
         if not self._rows and not masked_positions:
@@ -163,9 +158,7 @@ class Sampler:
         wanted, masked = tuple(rows), None if masked_positions is None else tuple(masked_positions)
         if wanted != self._planned_rows or masked not in (None, self._planned_masks):
             self._planned_rows, self._planned_masks = wanted, masked or ()
-            state = self._rows
-            if self._kernels and self._reported:
-                state = {row: self._rows[row] for row in self._rows.keys() - self._reported}
+            state = {row: entry for row, entry in self._rows.items() if self._needs_plan(row)}
             self._plans = self._planner.plans(wanted, self._planned_masks, state)
         return self._plans
 
