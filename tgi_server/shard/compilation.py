@@ -28,7 +28,7 @@ class Compilation:
         self._running: dict[Grammar, Future[None]] = {}
 
     def prepare(self) -> None:
-        """Reads the tokenizer, so that the first request with a grammar need not wait for it."""
+        """Has a thread read the tokenizer, so that the first request with a grammar need not wait for it."""
         self._pool.submit(self._compiler.prepare)
 
     async def fault(self, grammar: Grammar) -> str | None:

@@ -62,14 +62,14 @@ class TextGenerationService(TextGenerationServiceServicer):
         return pb.HealthResponse()
 
     async def Warmup(self, request: pb.WarmupRequest, context: grpc.aio.ServicerContext) -> pb.WarmupResponse:
+        if self._compilation is not None:
+            self._compilation.prepare()
         async with self._errors(context):
             capacity = self._engine.warm_up(
                 max_batch_size=request.max_batch_size,
                 max_prefill_tokens=request.max_prefill_tokens,
                 max_total_tokens=request.max_total_tokens if request.HasField("max_total_tokens") else None,
             )
-        if self._compilation is not None:
-            self._compilation.prepare()
         return conversion.capacity(capacity)
 
     async def Compile(self, request: pb.CompileRequest, context: grpc.aio.ServicerContext) -> pb.CompileResponse:

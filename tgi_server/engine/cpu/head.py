@@ -10,7 +10,7 @@ SCREENED_ROWS = 8
 """With more, 8-bit products take as long as those that they save (`kernels/screen.cpp`)."""
 _LARGE_BYTES = 8 << 20
 """Less than this is read in no time."""
-_ROWS_AT_ONCE = 4096  # of the weight, while it is rounded
+_ROWS_AT_ONCE = 1024  # of the weight, while it is rounded
 
 
 class ScreenedHead(Bf16Linear):
@@ -33,11 +33,11 @@ class ScreenedHead(Bf16Linear):
         assert bias is None
         super()._pack(weight, bias)
         parts = [_rounded(part) for part in weight.split(_ROWS_AT_ONCE)]
-        rounded, scales, lost, kept = (torch.cat(part) for part in zip(*parts, strict=True))
+        rounded, scales, sums, lost, kept = (torch.cat(part) for part in zip(*parts, strict=True))
         self._screen = (
             torch.ops.oatmill.int8_pack(rounded),
             padded(scales),
-            padded(rounded.sum(1, dtype=torch.int32) * INPUT_OFFSET, torch.int32),
+            padded(sums * INPUT_OFFSET, torch.int32),
             padded(lost),
             padded(kept),
         )
@@ -48,10 +48,10 @@ class ScreenedHead(Bf16Linear):
         return torch.ops.oatmill.screened_linear(x, self._packed, self.out_features, *self._screen)
 
 
-def _rounded(weight: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Some rows as bytes, their scales, and the lengths of what was lost and of what was kept, a little too long."""
+def _rounded(weight: Tensor) -> tuple[Tensor, ...]:
+    """Some rows as bytes, their scales and sums, and the lengths of what was lost and kept, a little too long."""
     rounded, scales = rounded_to_bytes(weight)
     kept = rounded.float()
     lost = weight.float().div_(scales.unsqueeze(1)).sub_(kept)
     margin = scales * (1 + 2**-12)
-    return rounded, scales, lost.norm(dim=1) * margin, kept.norm(dim=1) * margin
+    return rounded, scales, kept.sum(1), lost.norm(dim=1) * margin, kept.norm(dim=1) * margin

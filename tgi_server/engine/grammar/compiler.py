@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-import torch
 from llguidance import LLMatcher, LLParserLimits
-from llguidance.torch import allocate_token_bitmask, fill_next_token_bitmask
+from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 
 from tgi_server.engine.grammar.annotated_schema import annotated_lark
 from tgi_server.engine.grammar.constraint import Constraint
@@ -137,14 +136,14 @@ class GrammarCompiler:
             raise InvalidGrammar(reason(str(error))) from error
         matcher = LLMatcher(self.tokenizer.lookup, source.text, log_level=0, limits=LLParserLimits(**_LIMITS))
         # A first step warms what all later ones share, and shows a grammar that is too complex to be used.
-        first: torch.Tensor = allocate_token_bitmask(1, self.tokenizer.lookup.vocab_size)
+        first = allocate_token_bitmask(1, self.tokenizer.lookup.vocab_size)
         if not matcher.is_error():
             fill_next_token_bitmask(matcher, first)
         if not matcher.is_error():
             matcher.compute_ff_tokens()
         if matcher.is_error():
             raise InvalidGrammar(reason(matcher.get_error()))
-        if not bool(first.any()):
+        if not first.any():
             raise InvalidGrammar("no text matches it")
         return _Compiled(matcher, source.hints, size)
 

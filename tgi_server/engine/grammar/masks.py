@@ -7,7 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 import torch
 from llguidance import LLExecutor
-from llguidance.torch import fill_next_token_bitmask_par
+from llguidance.numpy import fill_next_token_bitmask_par
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -70,7 +70,7 @@ class MaskBuilder:
             else:
                 open_rows.append((constraint, row))
         if open_rows:
-            fill_next_token_bitmask_par(self._executor, [(each.matcher, row) for each, row in open_rows], bits)
+            fill_next_token_bitmask_par(self._executor, [(each.matcher, row) for each, row in open_rows], words)
         self._settle([row for _, row in open_rows], [constraint for constraint, _ in open_rows], words)
 
     @staticmethod

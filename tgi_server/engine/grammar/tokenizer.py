@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -43,15 +44,14 @@ class GrammarTokenizer:
         markers = [(token, f"\ue0a0hint {index}\ue0a1") for index, token in enumerate(self.markers)]
         added = [*content["added_tokens"], *(_special(token, name) for token, name in markers)]
         own_form = json.dumps({**content, "added_tokens": added})
-        plain = json.dumps(content)
+        self._definition = json.dumps(content)
         ends = list(eos) or None
         try:
             self.lookup = LLTokenizer(own_form, n_vocab=self.markers.stop, eos_token=ends)
-            self._plain = LLTokenizer(plain)
         except ValueError as error:
             if not eos:
                 raise InvalidGrammar(f"this model's tokenizer says nothing of where a text ends: {error}") from error
-            spelled = SpelledTokenizer(Tokenizer.from_str(plain), self.markers.stop, eos[0], markers)
+            spelled = SpelledTokenizer(Tokenizer.from_str(self._definition), self.markers.stop, eos[0], markers)
             self.lookup = self._plain = LLTokenizer(
                 TokenizerWrapper(spelled), n_vocab=self.markers.stop, eos_token=ends
             )
@@ -68,6 +68,11 @@ class GrammarTokenizer:
             return cls(file.read_text(encoding="utf-8") if file.is_file() else _convert(model), vocab_size, eos)
         except (OSError, ValueError, LookupError, TypeError) as error:
             raise InvalidGrammar(f"this model's tokenizer cannot be read: {_line(error)}") from error
+
+    @cached_property
+    def _plain(self) -> LLTokenizer:
+        """Without markers, whose names a hint may contain."""
+        return LLTokenizer(self._definition)
 
     def encode(self, text: str) -> list[int]:
         """Tokens of a text that stands inside another."""
