@@ -26,8 +26,12 @@ namespace {
 
 constexpr int ROWS = 8;        // rows that one pass over a tile serves: their sums stay in registers
 constexpr int ITEM_ROWS = 32;  // rows of one work item: queries times the query heads that share a KV head
-constexpr int MAX_HEAD_DIM = 256;
+constexpr int COLUMNS = BLOCK / LANES;
 constexpr float MASKED = -std::numeric_limits<float>::infinity();
+constexpr float SLACK = 8;  // weights are e^SLACK at most: what they are divided by in the end changes only then
+
+// Asks for a line into the second cache, as kernels/linear.h does.
+inline void want(const void* line) { __builtin_prefetch(line, 0, 2); }
 
 inline float rounded(float x) { return static_cast<float>(c10::BFloat16(x)); }
 
@@ -36,16 +40,17 @@ inline float rounded(float x) { return static_cast<float>(c10::BFloat16(x)); }
 template <int R>
 constexpr int PARTS = R <= 2 ? 4 : R <= 4 ? 2 : 1;
 
-// scores[r][j] = sum over d of query[r][d] * keys[d][j]
+// scores[r][j] = sum over d of query[r][d] * keys[d][j]. wanted: a tile that is needed soon; as much of it is asked for
+// as is read of this one, since the processor itself does not guess which tile comes next.
 template <int R, typename T>
   requires(PAIR<T> == 1)
-void score_tile(const float* query, const T* keys, int head_dim, float* scores) {
-  constexpr int COLUMNS = BLOCK / LANES;
+void score_tile(const float* query, const T* keys, const T* wanted, int head_dim, float* scores) {
   Lanes sums[PARTS<R>][R][COLUMNS] = {};
   for (int d = 0; d < head_dim; d += PARTS<R>)
     for (int p = 0; p < PARTS<R>; ++p)
       for (int c = 0; c < COLUMNS; ++c) {
         const Lanes key = load(keys + (d + p) * BLOCK + c * LANES);
+        want(wanted + (d + p) * BLOCK + c * LANES);
         for (int r = 0; r < R; ++r) sums[p][r][c] += key * query[r * head_dim + d + p];
       }
   for (int p = 1; p < PARTS<R>; ++p)
@@ -58,13 +63,15 @@ void score_tile(const float* query, const T* keys, int head_dim, float* scores) 
 // C registers' worth of columns of value_tile.
 template <int R, int C, typename T>
   requires(PAIR<T> == 1)
-void value_columns(const float* weights, const float* decay, const T* values, int tokens, int head_dim, float* output) {
+void value_columns(const float* weights, const float* decay, const T* values, const T* wanted, int tokens, int head_dim,
+                   float* output) {
   Lanes sums[R][C];
   for (int r = 0; r < R; ++r)
     for (int c = 0; c < C; ++c) sums[r][c] = load(output + r * head_dim + c * LANES) * decay[r];
   for (int j = 0; j < tokens; ++j)
     for (int c = 0; c < C; ++c) {
       const Lanes value = load(values + j * head_dim + c * LANES);
+      want(wanted + j * head_dim + c * LANES);
       for (int r = 0; r < R; ++r) sums[r][c] += value * weights[r * BLOCK + j];
     }
   for (int r = 0; r < R; ++r)
@@ -82,8 +89,8 @@ inline int32_t pair_at(const c10::BFloat16* from) {
 // Loops over registers must be unrolled before the compiler decides what is kept in registers, hence the pragmas.
 template <int R, typename T>
   requires(PAIR<T> == 2)
-void score_tile(const T* query, const T* keys, int head_dim, float* scores) {
-  constexpr int COLUMNS = BLOCK / LANES, P = PARTS<R>;
+void score_tile(const T* query, const T* keys, const T* wanted, int head_dim, float* scores) {
+  constexpr int P = PARTS<R>;
   __m512i sums[P][R][COLUMNS];
 #pragma GCC unroll 4
   for (int p = 0; p < P; ++p)
@@ -94,8 +101,10 @@ void score_tile(const T* query, const T* keys, int head_dim, float* scores) {
   for (int d = 0; d < head_dim; d += 2 * P)
 #pragma GCC unroll 4
     for (int p = 0; p < P; ++p) {
-      const T* key = keys + (d + 2 * p) * BLOCK;
-      const __m512i first = _mm512_loadu_si512(key), second = _mm512_loadu_si512(key + 2 * LANES);
+      const int place = (d + 2 * p) * BLOCK;
+      const __m512i first = _mm512_loadu_si512(keys + place), second = _mm512_loadu_si512(keys + place + 2 * LANES);
+      want(wanted + place);
+      want(wanted + place + 2 * LANES);
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r) {
         const __m512i row = _mm512_set1_epi32(pair_at(query + r * head_dim + d + 2 * p));
@@ -116,7 +125,8 @@ void score_tile(const T* query, const T* keys, int head_dim, float* scores) {
 
 template <int R, int C, typename T>
   requires(PAIR<T> == 2)
-void value_columns(const T* weights, const float* decay, const T* values, int tokens, int head_dim, float* output) {
+void value_columns(const T* weights, const float* decay, const T* values, const T* wanted, int tokens, int head_dim,
+                   float* output) {
   __m512i sums[R][C];
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r)
@@ -127,7 +137,10 @@ void value_columns(const T* weights, const float* decay, const T* values, int to
   for (int j = 0; j < tokens; j += 2) {
     __m512i columns[C];
 #pragma GCC unroll 4
-    for (int c = 0; c < C; ++c) columns[c] = _mm512_loadu_si512(values + j * head_dim + c * 2 * LANES);
+    for (int c = 0; c < C; ++c) {
+      columns[c] = _mm512_loadu_si512(values + j * head_dim + c * 2 * LANES);
+      want(wanted + j * head_dim + c * 2 * LANES);
+    }
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
       const __m512i row = _mm512_set1_epi32(pair_at(weights + r * BLOCK + j));
@@ -150,19 +163,20 @@ using Operand = std::conditional_t<PAIR<T> == 2, T, float>;
 
 // output[r][d] = output[r][d] * decay[r] + sum over j of weights[r][j] * values[j][d]
 template <int R, typename T>
-void value_tile(const Operand<T>* weights, const float* decay, const T* values, int tokens, int head_dim, float* output) {
+void value_tile(const Operand<T>* weights, const float* decay, const T* values, const T* wanted, int tokens,
+                int head_dim, float* output) {
   constexpr int C = R <= 2 ? 4 : 2;
   int d = 0;
   for (; d + C * LANES <= head_dim; d += C * LANES)
-    value_columns<R, C, T>(weights, decay, values + d * PAIR<T>, tokens, head_dim, output + d);
+    value_columns<R, C, T>(weights, decay, values + d * PAIR<T>, wanted + d * PAIR<T>, tokens, head_dim, output + d);
   for (; d < head_dim; d += LANES)
-    value_columns<R, 1, T>(weights, decay, values + d * PAIR<T>, tokens, head_dim, output + d);
+    value_columns<R, 1, T>(weights, decay, values + d * PAIR<T>, wanted + d * PAIR<T>, tokens, head_dim, output + d);
 }
 
 template <typename T>
-using ScoreTile = void (*)(const Operand<T>*, const T*, int, float*);
+using ScoreTile = void (*)(const Operand<T>*, const T*, const T*, int, float*);
 template <typename T>
-using ValueTile = void (*)(const Operand<T>*, const float*, const T*, int, int, float*);
+using ValueTile = void (*)(const Operand<T>*, const float*, const T*, const T*, int, int, float*);
 
 template <typename T>
 constexpr ScoreTile<T> SCORE_TILES[ROWS] = {score_tile<1, T>, score_tile<2, T>, score_tile<3, T>, score_tile<4, T>,
@@ -177,6 +191,9 @@ struct Variant {
   float softcap;   // 0: off
   const float* alibi_slopes;
   bool rounded_alibi;
+
+  // Whether scores need no more than scaling, where nothing is masked.
+  bool plain() const { return softcap == 0 && !alibi_slopes; }
 };
 
 template <typename T>
@@ -216,7 +233,9 @@ struct Scratch {
   Operand<T> weights[ITEM_ROWS * BLOCK];
   float output[ITEM_ROWS * MAX_HEAD_DIM];
   float scores[ITEM_ROWS * BLOCK];
-  float largest[ITEM_ROWS], total[ITEM_ROWS], decay[ITEM_ROWS];
+  float totals[ITEM_ROWS * LANES];  // of weights, added up in the end
+  float reference[ITEM_ROWS];       // weights are e to the score minus this
+  float decay[ITEM_ROWS];
 };
 
 template <typename T>
@@ -226,10 +245,30 @@ void load_query(const Layer<T>& layer, const Item& item, Scratch<T>& scratch) {
     const T* from = layer.query + (item.first_token + item.query(r)) * layer.query_token_stride +
                     item.head(r) * layer.query_head_stride;
     std::copy_n(from, layer.head_dim, scratch.query + r * layer.head_dim);
-    scratch.largest[r] = MASKED;
-    scratch.total[r] = 0;
+    scratch.reference[r] = MASKED;
   }
+  std::fill_n(scratch.totals, rows * LANES, 0.0f);
   std::fill_n(scratch.output, rows * layer.head_dim, 0.0f);
+}
+
+// Softcap, alibi and the mask, on the scaled scores of row r. first, last: the tokens of the tile that it may look at.
+template <typename T>
+void adjust_scores(const Layer<T>& layer, const Item& item, int r, int64_t tile_start, int64_t first, int64_t last,
+                   float* scores) {
+  const Variant& variant = layer.variant;
+  if (variant.softcap != 0)
+    for (int j = 0; j < BLOCK; ++j) scores[j] = variant.softcap * std::tanh(scores[j] / variant.softcap);
+  if (variant.alibi_slopes) {
+    const float slope = variant.alibi_slopes[item.head(r)];
+    const int64_t distance = tile_start - item.first_position - item.query(r);
+    if (variant.rounded_alibi)
+      for (int j = 0; j < BLOCK; ++j)
+        scores[j] += variant.scaling * rounded(slope * rounded(static_cast<float>(tile_start + j)));
+    else
+      for (int j = 0; j < BLOCK; ++j) scores[j] += slope * static_cast<float>(distance + j);
+  }
+  std::fill(scores, scores + first, MASKED);
+  std::fill(scores + last, scores + BLOCK, MASKED);
 }
 
 // Turns the scores of row r against the tile's tokens into softmax weights, and says how much the sums so far decay.
@@ -240,46 +279,35 @@ void weigh_row(const Layer<T>& layer, const Item& item, int r, int64_t tile_star
   const int64_t position = item.first_position + item.query(r);
   float* scores = scratch.scores + r * BLOCK;
   Operand<T>* weights = scratch.weights + r * BLOCK;
-  for (int j = 0; j < BLOCK; j += LANES) store(scores + j, load(scores + j) * variant.scaling);
-  if (variant.softcap != 0)
-    for (int j = 0; j < BLOCK; ++j) scores[j] = variant.softcap * std::tanh(scores[j] / variant.softcap);
-  if (variant.alibi_slopes) {
-    const float slope = variant.alibi_slopes[item.head(r)];
-    if (variant.rounded_alibi)
-      for (int j = 0; j < BLOCK; ++j)
-        scores[j] += variant.scaling * rounded(slope * rounded(static_cast<float>(tile_start + j)));
-    else
-      for (int j = 0; j < BLOCK; ++j) scores[j] += slope * static_cast<float>(tile_start + j - position);
+  Lanes columns[COLUMNS];
+  for (int c = 0; c < COLUMNS; ++c) columns[c] = load(scores + c * LANES) * variant.scaling;
+  const int64_t last = std::clamp<int64_t>(position - tile_start + 1, 0, tokens);
+  const int64_t first =
+      variant.window ? std::clamp<int64_t>(position - variant.window + 1 - tile_start, 0, BLOCK) : 0;
+  if (first > 0 || last < BLOCK || !variant.plain()) {
+    for (int c = 0; c < COLUMNS; ++c) store(scores + c * LANES, columns[c]);
+    adjust_scores(layer, item, r, tile_start, first, last, scores);
+    for (int c = 0; c < COLUMNS; ++c) columns[c] = load(scores + c * LANES);
   }
-  const int64_t last = std::min<int64_t>(tokens, position - tile_start + 1);
-  const int64_t first = variant.window ? std::max<int64_t>(0, position - variant.window + 1 - tile_start) : 0;
-  for (int j = 0; j < std::min<int64_t>(first, BLOCK); ++j) scores[j] = MASKED;
-  for (int j = std::max<int64_t>(0, last); j < BLOCK; ++j) scores[j] = MASKED;
-  Lanes highest = load(scores);
-  for (int j = LANES; j < BLOCK; j += LANES) highest = larger(highest, load(scores + j));
-  const float peak = std::max(scratch.largest[r], largest(highest));
-  if (peak == MASKED) {
+  Lanes highest = columns[0];
+  for (int c = 1; c < COLUMNS; ++c) highest = larger(highest, columns[c]);
+  Lanes total = load(scratch.totals + r * LANES);
+  scratch.decay[r] = 1;
+  if (any_above(highest, scratch.reference[r] + SLACK)) {
+    const float peak = largest(highest);
+    scratch.decay[r] = std::exp(scratch.reference[r] - peak);
+    scratch.reference[r] = peak;
+    total *= scratch.decay[r];
+  } else if (scratch.reference[r] == MASKED) {
     std::fill_n(weights, BLOCK, Operand<T>(0.0f));
-    scratch.decay[r] = 1;
     return;
   }
-  Lanes total = {};
-  for (int j = 0; j < BLOCK; j += LANES) {
-    const Lanes weight = exponential(load(scores + j) - peak);
-    store(weights + j, weight);
+  for (int c = 0; c < COLUMNS; ++c) {
+    const Lanes weight = exponential(columns[c] - scratch.reference[r]);
+    store(weights + c * LANES, weight);
     total += weight;
   }
-  scratch.decay[r] = peak == scratch.largest[r] ? 1.0f : std::exp(scratch.largest[r] - peak);
-  scratch.total[r] = scratch.total[r] * scratch.decay[r] + sum(total);
-  scratch.largest[r] = peak;
-}
-
-// Asks for a tile's keys or values before they are needed: the processor itself does not guess which tile comes next.
-template <typename T>
-void want(const T* tile, int head_dim) {
-  constexpr int LINE = 64;  // bytes
-  const char* bytes = reinterpret_cast<const char*>(tile);
-  for (size_t i = 0; i < head_dim * BLOCK * sizeof(T); i += LINE) __builtin_prefetch(bytes + i);
+  store(scratch.totals + r * LANES, total);
 }
 
 // Of the keys and of the values: where the item's part of a block begins.
@@ -300,15 +328,16 @@ void attend_tile(const Layer<T>& layer, const Item& item, int first_row, int64_t
   const int head_dim = layer.head_dim, end_row = first_row + item.rows_a_kv_head();
   const int64_t start = tile * BLOCK, end = item.first_position + item.queries;
   const int tokens = static_cast<int>(std::min<int64_t>(BLOCK, end - start));
-  want(layer.keys + later, head_dim);
+  // Tiles are read once for every ROWS rows; what comes later is asked for the first time.
   for (int r = first_row; r < end_row; r += ROWS)
-    SCORE_TILES<T>[std::min(ROWS, end_row - r) - 1](scratch.query + r * head_dim, layer.keys + place, head_dim,
+    SCORE_TILES<T>[std::min(ROWS, end_row - r) - 1](scratch.query + r * head_dim, layer.keys + place,
+                                                    layer.keys + (r == first_row ? later : place), head_dim,
                                                     scratch.scores + r * BLOCK);
-  want(layer.values + later, head_dim);
   for (int r = first_row; r < end_row; ++r) weigh_row(layer, item, r, start, tokens, scratch);
   for (int r = first_row; r < end_row; r += ROWS)
     VALUE_TILES<T>[std::min(ROWS, end_row - r) - 1](scratch.weights + r * BLOCK, scratch.decay + r,
-                                                    layer.values + place, tokens, head_dim,
+                                                    layer.values + place,
+                                                    layer.values + (r == first_row ? later : place), tokens, head_dim,
                                                     scratch.output + r * head_dim);
 }
 
@@ -330,7 +359,7 @@ void attend_item(const Layer<T>& layer, const Item& item, const Item& next, Scra
   }
   for (int r = 0; r < item.rows(); ++r) {
     T* to = layer.output + ((item.first_token + item.query(r)) * layer.heads + item.head(r)) * head_dim;
-    const float scale = 1.0f / scratch.total[r];
+    const float scale = 1.0f / sum(load(scratch.totals + r * LANES));
     for (int d = 0; d < head_dim; d += LANES) store(to + d, load(scratch.output + r * head_dim + d) * scale);
   }
 }
@@ -371,24 +400,6 @@ void attend(const Layer<T>& layer, const std::vector<Item>& items) {
   });
 }
 
-template <typename T>
-void write_tokens(const at::Tensor& key, const at::Tensor& value, at::Tensor& keys, at::Tensor& values,
-                  const at::Tensor& slots) {
-  const int64_t tokens = slots.size(0), kv_heads = key.size(1), head_dim = key.size(2);
-  const int64_t* slot = slots.const_data_ptr<int64_t>();
-  const T* key_from = key.const_data_ptr<T>();
-  const T* value_from = value.const_data_ptr<T>();
-  T* key_cache = keys.mutable_data_ptr<T>();
-  T* value_cache = values.mutable_data_ptr<T>();
-  for_each_kv(slot, tokens, kv_heads, head_dim, [&](int64_t t, int64_t h, int64_t place, int64_t offset) {
-    const T* from = key_from + t * key.stride(0) + h * key.stride(1);
-    for (int64_t d = 0; d < head_dim; d += PAIR<T>)
-      std::memcpy(key_cache + place + key_place<T>(d, offset), from + d, PAIR<T> * sizeof(T));
-    write_value(value_from + t * value.stride(0) + h * value.stride(1), value_cache + place, offset, head_dim,
-                t + 1 < tokens && slot[t + 1] == slot[t] + 1);
-  });
-}
-
 }  // namespace
 
 at::Tensor paged_attention(const at::Tensor& query, const at::Tensor& keys, const at::Tensor& values,
@@ -415,7 +426,12 @@ at::Tensor paged_attention(const at::Tensor& query, const at::Tensor& keys, cons
 void write_kv(const at::Tensor& key, const at::Tensor& value, at::Tensor& keys, at::Tensor& values,
               const at::Tensor& slots) {
   TORCH_CHECK(key.stride(2) == 1 && value.stride(2) == 1 && key.scalar_type() == keys.scalar_type());
-  by_dtype(keys, [&]<typename T>(T*) { write_tokens<T>(key, value, keys, values, slots); });
+  const int64_t head_dim = key.size(2);
+  TORCH_CHECK(head_dim <= MAX_HEAD_DIM, "heads of at most 256 elements");
+  by_dtype(keys, [&]<typename T>(T*) {
+    write_blocks<T>(slots, key, value, keys, values,
+                    [&](int64_t, int64_t, const T* from, T* to) { std::copy_n(from, head_dim, to); });
+  });
 }
 
 }  // namespace oatmill

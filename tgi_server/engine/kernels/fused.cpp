@@ -83,17 +83,23 @@ void for_each_row(const at::Tensor& input, at::Tensor& output, const Work& work)
 }
 
 // Rotary position embedding of one head (Su et al. 2021), halves apart: element i turns with element i + half.
-// place: where element i is to be written.
-template <typename T, typename Place>
-void rotate(const T* from, T* to, const T* cos, const T* sin, int64_t rotated, int64_t head_dim, const Place& place) {
+// from and to may be the same.
+template <typename T>
+void rotate(const T* from, T* to, const T* cos, const T* sin, int64_t rotated, int64_t head_dim) {
   const int64_t half = rotated / 2;
-  for (int64_t i = 0; i < half; ++i) {
+  int64_t i = 0;
+  for (; i + LANES <= half; i += LANES) {
+    const Lanes low = load(from + i), high = load(from + i + half);
+    store(to + i, low * load(cos + i) - high * load(sin + i));
+    store(to + i + half, high * load(cos + i + half) + low * load(sin + i + half));
+  }
+  for (; i < half; ++i) {
     const float low = static_cast<float>(from[i]), high = static_cast<float>(from[i + half]);
-    to[place(i)] = static_cast<T>(low * static_cast<float>(cos[i]) - high * static_cast<float>(sin[i]));
-    to[place(i + half)] =
+    to[i] = static_cast<T>(low * static_cast<float>(cos[i]) - high * static_cast<float>(sin[i]));
+    to[i + half] =
         static_cast<T>(high * static_cast<float>(cos[i + half]) + low * static_cast<float>(sin[i + half]));
   }
-  for (int64_t i = rotated; i < head_dim; ++i) to[place(i)] = from[i];
+  if (from != to) std::copy(from + rotated, from + head_dim, to + rotated);
 }
 
 }  // namespace
@@ -169,29 +175,20 @@ at::Tensor silu_mul(const at::Tensor& gate_up) {
 // possibly views of one tensor; cos, sin: [tokens, rotated]; keys, values: the layer's cache (kv_layout.h).
 void rotate_and_write(at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const at::Tensor& cos,
                       const at::Tensor& sin, at::Tensor& keys, at::Tensor& values, const at::Tensor& slots) {
-  const int64_t tokens = query.size(0), heads = query.size(1), head_dim = query.size(2);
-  const int64_t kv_heads = key.size(1), rotated = cos.size(-1);
+  const int64_t heads = query.size(1), kv_heads = key.size(1), head_dim = query.size(2), rotated = cos.size(-1);
   TORCH_CHECK(query.stride(2) == 1 && key.stride(2) == 1 && value.stride(2) == 1);
   TORCH_CHECK(cos.is_contiguous() && sin.is_contiguous() && cos.scalar_type() == query.scalar_type());
   by_dtype(query, [&]<typename T>(T*) {
     T* q = query.mutable_data_ptr<T>();
-    const T* k = key.const_data_ptr<T>();
-    const T* v = value.const_data_ptr<T>();
     const T* c = cos.const_data_ptr<T>();
     const T* s = sin.const_data_ptr<T>();
-    T* key_cache = keys.mutable_data_ptr<T>();
-    T* value_cache = values.mutable_data_ptr<T>();
-    const int64_t* slot = slots.const_data_ptr<int64_t>();
     const int64_t group = heads / kv_heads;
-    for_each_kv(slot, tokens, kv_heads, head_dim, [&](int64_t t, int64_t h, int64_t place, int64_t offset) {
+    write_blocks<T>(slots, key, value, keys, values, [&](int64_t t, int64_t h, const T* from, T* to) {
       for (int64_t i = h * group; i < (h + 1) * group; ++i) {
         T* head = q + t * query.stride(0) + i * query.stride(1);
-        rotate(head, head, c + t * rotated, s + t * rotated, rotated, head_dim, [](int64_t d) { return d; });
+        rotate(head, head, c + t * rotated, s + t * rotated, rotated, head_dim);
       }
-      rotate(k + t * key.stride(0) + h * key.stride(1), key_cache + place, c + t * rotated, s + t * rotated, rotated,
-             head_dim, [&](int64_t d) { return key_place<T>(d, offset); });
-      write_value(v + t * value.stride(0) + h * value.stride(1), value_cache + place, offset, head_dim,
-                  t + 1 < tokens && slot[t + 1] == slot[t] + 1);
+      rotate(from, to, c + t * rotated, s + t * rotated, rotated, head_dim);
     });
   });
 }

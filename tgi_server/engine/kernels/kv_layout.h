@@ -8,8 +8,11 @@
 
 #pragma once
 
+#include <ATen/core/Tensor.h>
+
 #include <algorithm>
 #include <cstdint>
+#include <cstring>
 
 #include "bf16.h"
 #include "parallel.h"
@@ -17,7 +20,9 @@
 namespace oatmill {
 
 constexpr int BLOCK = 32;                // tokens of a KV block
-constexpr int64_t WRITTEN_TOGETHER = 8;  // tokens
+constexpr int MAX_HEAD_DIM = 256;
+constexpr int64_t WRITTEN_TOGETHER = 16;  // tokens
+constexpr int64_t WANTED_EARLIER = 4;     // tokens
 
 template <typename T>
 constexpr int64_t key_place(int64_t dimension, int64_t token) {
@@ -29,27 +34,84 @@ constexpr int64_t value_place(int64_t token, int64_t dimension, int64_t head_dim
   return (token / PAIR<T> * head_dim + dimension) * PAIR<T> + token % PAIR<T>;
 }
 
-// Writes the value of one head of a token. value: [head_dim]; block: the head's part of the block. The other token of
-// a pair becomes zero when the first is written: a weight of zero times what another request left there may be NaN.
-// other_follows: that one is being written too.
+// Asks for a token's key and value, and for their places in a block, which are about to be written.
 template <typename T>
-void write_value(const T* value, T* block, int64_t token, int64_t head_dim, bool other_follows) {
-  T* to = block + value_place<T>(token, 0, head_dim);
-  const bool clear = PAIR<T> == 2 && token % 2 == 0 && !other_follows;
-  for (int64_t d = 0; d < head_dim; ++d) {
-    to[d * PAIR<T>] = value[d];
-    if (clear) to[d * PAIR<T> + 1] = T(0.0f);
+void want_token(const T* key, const T* value, const T* keys, const T* values, int64_t token, int64_t head_dim) {
+  constexpr int64_t LINE = 64 / sizeof(T);
+  for (int64_t d = 0; d < head_dim; d += LINE) {
+    __builtin_prefetch(key + d);
+    __builtin_prefetch(value + d);
+  }
+  for (int64_t d = 0; d < head_dim; d += PAIR<T>) __builtin_prefetch(keys + key_place<T>(d, token), 1);
+  const T* pair = values + value_place<T>(token - token % PAIR<T>, 0, head_dim);
+  for (int64_t d = 0; d < head_dim * PAIR<T>; d += LINE) __builtin_prefetch(pair + d, 1);
+}
+
+// Writes the values of one head of tokens `begin` to `end`. follows(t): whether token t stands right behind the one
+// before it, in this call or in another thread's; at(t): where its value is written; from(t): its value.
+//
+// Values of a pair are written together. The second one becomes zero when it is still to come: a weight of zero times
+// what another request left there may be NaN.
+template <typename T, typename Follows, typename At, typename From>
+void write_values(const int64_t* slot, int64_t begin, int64_t end, int64_t head_dim, const Follows& follows,
+                  const At& at, const From& from) {
+  for (int64_t t = begin; t < end; ++t) {
+    const T* value = from(t);
+    T* to = at(t);
+    const bool second = slot[t] % PAIR<T> == 1, pair_continues = PAIR<T> == 2 && follows(t + 1);
+    if (second && t > begin && follows(t)) continue;
+    if (PAIR<T> == 1 || second || (pair_continues && t + 1 == end)) {
+      for (int64_t d = 0; d < head_dim; ++d) to[d * PAIR<T>] = value[d];
+      continue;
+    }
+    const T* next = pair_continues ? from(t + 1) : nullptr;
+    for (int64_t d = 0; d < head_dim; ++d) {
+      to[d * PAIR<T>] = value[d];
+      to[(d + 1) * PAIR<T> - 1] = next ? next[d] : T(0.0f);
+    }
   }
 }
 
-// Calls write(token, head, place, offset) for each KV head of each token: place: where the head's part of its block
-// begins, offset: which of the block's tokens it is. slots: [tokens].
-template <typename Write>
-void for_each_kv(const int64_t* slots, int64_t tokens, int64_t kv_heads, int64_t head_dim, const Write& write) {
-  for_each_item(parts(tokens, WRITTEN_TOGETHER) * kv_heads, [&](int64_t item) {
-    const int64_t head = item % kv_heads, first = item / kv_heads * WRITTEN_TOGETHER;
-    for (int64_t t = first; t < std::min(tokens, first + WRITTEN_TOGETHER); ++t)
-      write(t, head, (slots[t] / BLOCK * kv_heads + head) * head_dim * BLOCK, slots[t] % BLOCK);
+// Writes tokens into their blocks. finish_key(token, head, from, to): writes what is to be kept of a key, [head_dim].
+//
+// slots: [tokens], block * BLOCK + offset of each. key, value: [tokens, kv_heads, head_dim].
+template <typename T, typename FinishKey>
+void write_blocks(const at::Tensor& slots, const at::Tensor& key, const at::Tensor& value, at::Tensor& keys,
+                  at::Tensor& values, const FinishKey& finish_key) {
+  const int64_t tokens = slots.size(0), kv_heads = value.size(1), head_dim = value.size(2);
+  const int64_t* slot = slots.const_data_ptr<int64_t>();
+  const T* key_from = key.const_data_ptr<T>();
+  const T* value_from = value.const_data_ptr<T>();
+  T* key_cache = keys.mutable_data_ptr<T>();
+  T* value_cache = values.mutable_data_ptr<T>();
+  const auto key_of = [&](int64_t t, int64_t h) { return key_from + t * key.stride(0) + h * key.stride(1); };
+  const auto value_of = [&](int64_t t, int64_t h) { return value_from + t * value.stride(0) + h * value.stride(1); };
+  const auto block = [&](int64_t t, int64_t h) { return (slot[t] / BLOCK * kv_heads + h) * head_dim * BLOCK; };
+  const auto want = [&](int64_t t, int64_t h) {
+    want_token(key_of(t, h), value_of(t, h), key_cache + block(t, h), value_cache + block(t, h), slot[t] % BLOCK,
+               head_dim);
+  };
+  const int64_t items = parts(tokens, WRITTEN_TOGETHER) * kv_heads, threads = at::get_num_threads();
+  for_each_item(items, [&](int64_t item) {
+    const int64_t head = item % kv_heads, begin = item / kv_heads * WRITTEN_TOGETHER;
+    const int64_t end = std::min(tokens, begin + WRITTEN_TOGETHER);
+    const int64_t next = std::min(item + threads, items - 1);  // probably this thread's
+    alignas(64) T finished[WRITTEN_TOGETHER * MAX_HEAD_DIM];
+    T* places[WRITTEN_TOGETHER];
+    for (int64_t t = begin; t < end; ++t) {
+      const int64_t later = t + WANTED_EARLIER, of_next = next / kv_heads * WRITTEN_TOGETHER + later - end;
+      later < end ? want(later, head) : want(std::clamp<int64_t>(of_next, 0, tokens - 1), next % kv_heads);
+      finish_key(t, head, key_of(t, head), finished + (t - begin) * head_dim);
+      places[t - begin] = key_cache + block(t, head) + key_place<T>(0, slot[t] % BLOCK);
+    }
+    // Token by token, a store to one dimension would look like one to the address from which a later one is read.
+    for (int64_t d = 0, size = head_dim, count = end - begin; d < size; d += PAIR<T>)
+      for (int64_t i = 0; i < count; ++i)
+        std::memcpy(places[i] + key_place<T>(d, 0), finished + i * size + d, PAIR<T> * sizeof(T));
+    write_values<T>(
+        slot, begin, end, head_dim, [&](int64_t t) { return t < tokens && slot[t] == slot[t - 1] + 1; },
+        [&](int64_t t) { return value_cache + block(t, head) + value_place<T>(slot[t] % BLOCK, 0, head_dim); },
+        [&](int64_t t) { return value_of(t, head); });
   });
 }
 

@@ -61,6 +61,15 @@ inline float largest(Lanes lanes) {
 #endif
 }
 
+// Whether any of them is above the limit.
+inline bool any_above(Lanes lanes, float limit) {
+#if defined(__AVX512F__)
+  return _mm512_cmp_ps_mask(reinterpret_cast<const __m512&>(lanes), _mm512_set1_ps(limit), _CMP_GT_OQ) != 0;
+#else
+  return largest(lanes) > limit;
+#endif
+}
+
 inline float sum(Lanes lanes) {
 #if defined(__AVX512F__)
   return _mm512_reduce_add_ps(reinterpret_cast<const __m512&>(lanes));

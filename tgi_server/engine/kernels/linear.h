@@ -32,7 +32,7 @@ constexpr int64_t TILE_WORD = VECTORS * VECTOR;
 constexpr int64_t ROWS = 8;                   // rows that share a pass over a tile's words: their sums fill the registers
 constexpr int64_t CHUNK_ROWS = 12 * ROWS;     // rows of one work item
 constexpr int64_t CHUNK_DEPTH = 1536;         // words of a tile that stay in a core's cache from one pass to the next
-constexpr int64_t AHEAD = 8;                  // words; what is read from memory is asked for that much earlier
+constexpr int64_t AHEAD = 32;                 // words; what is read from memory is asked for that much earlier
 
 // weight: [outputs, inputs]. Returns [outputs / COLUMNS, inputs / DEPTH, COLUMNS, DEPTH], padded with zeros, where
 // DEPTH numbers make a word.
@@ -70,11 +70,13 @@ struct Finish {
 #if defined(__AVX512F__)
 
 // Adds the products of `depth` words of R rows to totals: [R, COLUMNS], which are numbers of the instruction's kind.
-// Add: a type with add(total, row, column), the instruction. wanted: what is
-// needed next and may still be in memory; as much of it is asked for as is read of the weights.
+// Add: a type with add(total, row, column), the instruction. next: the weights that are needed after these.
+//
+// Weights are asked for into the second cache only: the first one has so few requests on the way to memory that half
+// of the bandwidth is all they could use.
 // Loops over registers must be unrolled before the compiler decides what is kept in registers, hence the pragmas.
 template <typename Add, int R>
-void multiply(const char* input, int64_t row_words, const char* weights, const char* wanted, int64_t depth,
+void multiply(const char* input, int64_t row_words, const char* weights, const char* next, int64_t depth,
               bool from_zero, char* totals) {
   __m512i sums[R][VECTORS];
 #pragma GCC unroll 8
@@ -82,20 +84,24 @@ void multiply(const char* input, int64_t row_words, const char* weights, const c
 #pragma GCC unroll 4
     for (int v = 0; v < VECTORS; ++v)
       sums[r][v] = from_zero ? _mm512_setzero_si512() : _mm512_loadu_si512(totals + (r * VECTORS + v) * VECTOR);
-  for (int64_t k = 0; k < depth; ++k) {
-    __m512i columns[VECTORS];
+  const int64_t own = std::max<int64_t>(depth - AHEAD, 0);
+  for (int64_t k = 0, end = own; k < depth; end = depth) {
+    const char* wanted = k < own ? weights + AHEAD * TILE_WORD : next - own * TILE_WORD;
+    for (; k < end; ++k) {
+      __m512i columns[VECTORS];
 #pragma GCC unroll 4
-    for (int v = 0; v < VECTORS; ++v) {
-      columns[v] = _mm512_loadu_si512(weights + k * TILE_WORD + v * VECTOR);
-      _mm_prefetch(wanted + k * TILE_WORD + v * VECTOR, _MM_HINT_T0);
-    }
+      for (int v = 0; v < VECTORS; ++v) {
+        columns[v] = _mm512_loadu_si512(weights + k * TILE_WORD + v * VECTOR);
+        _mm_prefetch(wanted + k * TILE_WORD + v * VECTOR, _MM_HINT_T1);
+      }
 #pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) {
-      int32_t word;
-      std::memcpy(&word, input + (r * row_words + k) * WORD, WORD);
-      const __m512i row = _mm512_set1_epi32(word);
+      for (int r = 0; r < R; ++r) {
+        int32_t word;
+        std::memcpy(&word, input + (r * row_words + k) * WORD, WORD);
+        const __m512i row = _mm512_set1_epi32(word);
 #pragma GCC unroll 4
-      for (int v = 0; v < VECTORS; ++v) Add::add(sums[r][v], row, columns[v]);
+        for (int v = 0; v < VECTORS; ++v) Add::add(sums[r][v], row, columns[v]);
+      }
     }
   }
 #pragma GCC unroll 8
@@ -122,10 +128,19 @@ void multiply_rows(const Product& product, int64_t first_row, int64_t rows, int6
     const char* next = last ? product.weights + next_tile * product.depth * TILE_WORD : weights + depth * TILE_WORD;
     for (int64_t b = 0; b < blocks; ++b) {  // of nearly the same size
       const int64_t begin = rows * b / blocks, end = rows * (b + 1) / blocks;
-      const char* wanted = b == 1 ? next : weights + AHEAD * TILE_WORD;
-      MULTIPLY<Add>[end - begin - 1](input + begin * product.depth * WORD, product.depth, weights, wanted, depth,
-                                       k == 0, totals + begin * COLUMNS * WORD);
+      MULTIPLY<Add>[end - begin - 1](input + begin * product.depth * WORD, product.depth, weights, next, depth, k == 0,
+                                     totals + begin * COLUMNS * WORD);
     }
+  }
+}
+
+// Asks for what finish_row is about to read and write.
+template <typename T>
+void want_row(const Product& product, const Finish<T>& finish, int64_t row, int64_t first) {
+  const int64_t place = row * product.outputs + first;
+  for (int64_t n = 0; n < COLUMNS; n += LANES) {
+    __builtin_prefetch(finish.output + place + n, 1);
+    if (finish.residual) __builtin_prefetch(finish.residual + place + n);
   }
 }
 
@@ -159,9 +174,13 @@ void run_product(const Product& product, const Finish<T>& finish, const Number& 
     const int64_t tile = item / chunks, chunk = item % chunks;
     const int64_t begin = chunk * CHUNK_ROWS, end = std::min(begin + CHUNK_ROWS, product.rows);
     const int64_t next_tile = std::min(tile + at::get_num_threads(), tiles - 1);
+    for (int64_t row = begin; row < std::min(begin + ROWS, end); ++row)
+      want_row(product, finish, row, tile * COLUMNS);
     multiply_rows<Add>(product, begin, end - begin, tile, next_tile, totals);
-    for (int64_t row = begin; row < end; ++row)
+    for (int64_t row = begin; row < end; ++row) {
+      if (row + ROWS < end) want_row(product, finish, row + ROWS, tile * COLUMNS);
       finish_row(product, finish, totals + (row - begin) * COLUMNS * WORD, row, tile * COLUMNS, number);
+    }
   });
 }
 
