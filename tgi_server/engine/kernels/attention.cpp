@@ -427,7 +427,6 @@ void write_kv(const at::Tensor& key, const at::Tensor& value, at::Tensor& keys, 
               const at::Tensor& slots) {
   TORCH_CHECK(key.stride(2) == 1 && value.stride(2) == 1 && key.scalar_type() == keys.scalar_type());
   const int64_t head_dim = key.size(2);
-  TORCH_CHECK(head_dim <= MAX_HEAD_DIM, "heads of at most 256 elements");
   by_dtype(keys, [&]<typename T>(T*) {
     write_blocks<T>(slots, key, value, keys, values,
                     [&](int64_t, int64_t, const T* from, T* to) { std::copy_n(from, head_dim, to); });

@@ -79,6 +79,7 @@ template <typename T, typename FinishKey>
 void write_blocks(const at::Tensor& slots, const at::Tensor& key, const at::Tensor& value, at::Tensor& keys,
                   at::Tensor& values, const FinishKey& finish_key) {
   const int64_t tokens = slots.size(0), kv_heads = value.size(1), head_dim = value.size(2);
+  TORCH_CHECK(head_dim <= MAX_HEAD_DIM, "heads of at most ", MAX_HEAD_DIM, " elements");
   const int64_t* slot = slots.const_data_ptr<int64_t>();
   const T* key_from = key.const_data_ptr<T>();
   const T* value_from = value.const_data_ptr<T>();
