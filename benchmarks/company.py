@@ -24,7 +24,11 @@ _COMPANION_TOKENS = 12
 
 @dataclass(frozen=True, slots=True)
 class Company:
-    """grammars: whether the companions have one each. there_before: whether all of them run when the others arrive."""
+    """grammars: whether the companions have one each.
+
+    there_before: whether all of them run when the others arrive. They start together, with grammars that are compiled:
+    so they have come as far as plain ones have, apart from forced tokens.
+    """
 
     grammars: bool
     there_before: bool
@@ -53,7 +57,10 @@ async def keep_company(url: str, company: Company, requests: int, new_tokens: in
     """
     random = Random(seed)
     with _connections(url, requests) as plain, _connections(url, requests) as others:
-        bodies = [_companion(random, company.grammars, new_tokens * _COMPANION_TOKENS) for _ in others]
+        grammars = [_grammar(random) if company.grammars else None for _ in others]
+        bodies = [_body(random, new_tokens * _COMPANION_TOKENS, grammar) for grammar in grammars]
+        if company.there_before:
+            await _compile(plain, grammars, random)
         running = [asyncio.create_task(_generate(*each)) for each in zip(others, bodies, strict=True)]
         try:
             if company.there_before:
@@ -115,8 +122,17 @@ async def _until_all_speak(connections: Sequence[Connection], running: Sequence[
         await asyncio.sleep(_POLL_SECONDS)
 
 
-def _companion(random: Random, grammar: bool, new_tokens: int) -> bytes:
-    return _body(random, new_tokens, {"type": "json", "value": large_schema(random)} if grammar else None)
+def _grammar(random: Random) -> dict[str, Any]:
+    return {"type": "json", "value": large_schema(random)}
+
+
+async def _compile(
+    connections: Sequence[Connection], grammars: Sequence[dict[str, Any] | None], random: Random
+) -> None:
+    """Asks for a token with each grammar: so companions with grammars start at one time, as those without do."""
+    asked = (_generate(each, _body(random, 1, grammar)) for each, grammar in zip(connections, grammars, strict=True))
+    for response in await asyncio.gather(*asked):
+        read_reply(response)
 
 
 def _body(random: Random, new_tokens: int, grammar: dict[str, Any] | None = None) -> bytes:

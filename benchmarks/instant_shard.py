@@ -19,7 +19,12 @@ from typing import Any
 import grpc
 
 from shared.stubs import generate_pb2 as pb
-from shared.stubs.generate_pb2_grpc import TextGenerationServiceServicer, add_TextGenerationServiceServicer_to_server
+from shared.stubs.generate_pb2_grpc import (
+    GrammarServiceServicer,
+    TextGenerationServiceServicer,
+    add_GrammarServiceServicer_to_server,
+    add_TextGenerationServiceServicer_to_server,
+)
 
 _BLOCK_SIZE = 16
 _VOCAB_SIZE = 2**16
@@ -41,7 +46,7 @@ class _Row:
             self.template.logprobs.append(_LOGPROB)
 
 
-class InstantShard(TextGenerationServiceServicer):
+class InstantShard(TextGenerationServiceServicer, GrammarServiceServicer):
     """tokens: what is generated; None: the prompt, without its first token.
 
     end: the token that ends a text; None: texts end by their length only.
@@ -86,7 +91,7 @@ class InstantShard(TextGenerationServiceServicer):
         )
 
     async def ServiceDiscovery(self, request: pb.ServiceDiscoveryRequest, context: Any) -> pb.ServiceDiscoveryResponse:
-        return pb.ServiceDiscoveryResponse(urls=[self._url])
+        return pb.ServiceDiscoveryResponse(urls=[self._url], grammar_urls=[self._url])
 
     async def Health(self, request: pb.HealthRequest, context: Any) -> pb.HealthResponse:
         await self._perhaps_fail(context)
@@ -177,6 +182,7 @@ async def start(shard: InstantShard, path: Path) -> grpc.aio.Server:
     """Serves `shard` on the Unix socket `path`."""
     server = grpc.aio.server(options=[("grpc.max_receive_message_length", -1)])
     add_TextGenerationServiceServicer_to_server(shard, server)
+    add_GrammarServiceServicer_to_server(shard, server)
     server.add_insecure_port(f"unix://{path}")
     await server.start()
     return server

@@ -16,7 +16,12 @@ from pathlib import Path
 import grpc
 
 from shared.stubs import generate_pb2 as pb
-from shared.stubs.generate_pb2_grpc import TextGenerationServiceServicer, add_TextGenerationServiceServicer_to_server
+from shared.stubs.generate_pb2_grpc import (
+    GrammarServiceServicer,
+    TextGenerationServiceServicer,
+    add_GrammarServiceServicer_to_server,
+    add_TextGenerationServiceServicer_to_server,
+)
 from tgi_server.router.messages import ValidRequest
 
 EOS = 0
@@ -263,7 +268,7 @@ class SimulatedShard:
         return pb.StepResponse(generations=generations)
 
 
-class SimulatedShardService(TextGenerationServiceServicer):
+class SimulatedShardService(TextGenerationServiceServicer, GrammarServiceServicer):
     """Serves a simulated shard.
 
     step_seconds: how long a step takes. failing: raised by every step, while it is set. hanging: steps never end.
@@ -288,7 +293,7 @@ class SimulatedShardService(TextGenerationServiceServicer):
         return pb.CompileResponse()
 
     async def ServiceDiscovery(self, request, context):
-        return pb.ServiceDiscoveryResponse(urls=self._urls)
+        return pb.ServiceDiscoveryResponse(urls=self._urls, grammar_urls=self._urls)
 
     async def Health(self, request, context):
         if self.ill:
@@ -342,6 +347,7 @@ async def running_shards(*shards: SimulatedShard, step_seconds: float = 0.0) -> 
             server = grpc.aio.server(options=[("grpc.max_receive_message_length", -1)])
             service = SimulatedShardService(shard, urls, step_seconds)
             add_TextGenerationServiceServicer_to_server(service, server)
+            add_GrammarServiceServicer_to_server(service, server)
             server.add_insecure_port(url)
             await server.start()
             running.services.append(service)

@@ -91,10 +91,12 @@ class ServiceDiscoveryRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class ServiceDiscoveryResponse(_message.Message):
-    __slots__ = ("urls",)
+    __slots__ = ("urls", "grammar_urls")
     URLS_FIELD_NUMBER: _ClassVar[int]
+    GRAMMAR_URLS_FIELD_NUMBER: _ClassVar[int]
     urls: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, urls: _Optional[_Iterable[str]] = ...) -> None: ...
+    grammar_urls: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, urls: _Optional[_Iterable[str]] = ..., grammar_urls: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class HealthRequest(_message.Message):
     __slots__ = ()

@@ -54,11 +54,6 @@ class TextGenerationServiceStub:
                 request_serializer=shared_dot_stubs_dot_generate__pb2.WarmupRequest.SerializeToString,
                 response_deserializer=shared_dot_stubs_dot_generate__pb2.WarmupResponse.FromString,
                 _registered_method=True)
-        self.Compile = channel.unary_unary(
-                '/generate.v1.TextGenerationService/Compile',
-                request_serializer=shared_dot_stubs_dot_generate__pb2.CompileRequest.SerializeToString,
-                response_deserializer=shared_dot_stubs_dot_generate__pb2.CompileResponse.FromString,
-                _registered_method=True)
         self.Run = channel.stream_stream(
                 '/generate.v1.TextGenerationService/Run',
                 request_serializer=shared_dot_stubs_dot_generate__pb2.Call.SerializeToString,
@@ -77,7 +72,7 @@ class TextGenerationServiceServicer:
         raise RuntimeError('Method not implemented!')
 
     def ServiceDiscovery(self, request, context):
-        """The sockets of all shards, in rank order.
+        """Where the services of all shards listen, in rank order.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -92,13 +87,6 @@ class TextGenerationServiceServicer:
 
     def Warmup(self, request, context):
         """Sizes the KV cache and runs the largest step that the limits allow. Called once, before any Prefill.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise RuntimeError('Method not implemented!')
-
-    def Compile(self, request, context):
-        """Compiles a grammar, or says why it cannot be used. Steps go on meanwhile.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -133,11 +121,6 @@ def add_TextGenerationServiceServicer_to_server(servicer, server):
                     servicer.Warmup,
                     request_deserializer=shared_dot_stubs_dot_generate__pb2.WarmupRequest.FromString,
                     response_serializer=shared_dot_stubs_dot_generate__pb2.WarmupResponse.SerializeToString,
-            ),
-            'Compile': grpc.unary_unary_rpc_method_handler(
-                    servicer.Compile,
-                    request_deserializer=shared_dot_stubs_dot_generate__pb2.CompileRequest.FromString,
-                    response_serializer=shared_dot_stubs_dot_generate__pb2.CompileResponse.SerializeToString,
             ),
             'Run': grpc.stream_stream_rpc_method_handler(
                     servicer.Run,
@@ -264,33 +247,6 @@ class TextGenerationService:
             _registered_method=True)
 
     @staticmethod
-    def Compile(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/generate.v1.TextGenerationService/Compile',
-            shared_dot_stubs_dot_generate__pb2.CompileRequest.SerializeToString,
-            shared_dot_stubs_dot_generate__pb2.CompileResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
     def Run(request_iterator,
             target,
             options=(),
@@ -307,6 +263,82 @@ class TextGenerationService:
             '/generate.v1.TextGenerationService/Run',
             shared_dot_stubs_dot_generate__pb2.Call.SerializeToString,
             shared_dot_stubs_dot_generate__pb2.Answer.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+
+class GrammarServiceStub:
+    """Listens elsewhere than the other service, which answers nothing while a step computes.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Compile = channel.unary_unary(
+                '/generate.v1.GrammarService/Compile',
+                request_serializer=shared_dot_stubs_dot_generate__pb2.CompileRequest.SerializeToString,
+                response_deserializer=shared_dot_stubs_dot_generate__pb2.CompileResponse.FromString,
+                _registered_method=True)
+
+
+class GrammarServiceServicer:
+    """Listens elsewhere than the other service, which answers nothing while a step computes.
+    """
+
+    def Compile(self, request, context):
+        """Compiles a grammar, or says why it cannot be used. Steps go on meanwhile.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise RuntimeError('Method not implemented!')
+
+
+def add_GrammarServiceServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Compile': grpc.unary_unary_rpc_method_handler(
+                    servicer.Compile,
+                    request_deserializer=shared_dot_stubs_dot_generate__pb2.CompileRequest.FromString,
+                    response_serializer=shared_dot_stubs_dot_generate__pb2.CompileResponse.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'generate.v1.GrammarService', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('generate.v1.GrammarService', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class GrammarService:
+    """Listens elsewhere than the other service, which answers nothing while a step computes.
+    """
+
+    @staticmethod
+    def Compile(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/generate.v1.GrammarService/Compile',
+            shared_dot_stubs_dot_generate__pb2.CompileRequest.SerializeToString,
+            shared_dot_stubs_dot_generate__pb2.CompileResponse.FromString,
             options,
             channel_credentials,
             insecure,

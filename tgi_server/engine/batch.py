@@ -8,7 +8,7 @@ from tgi_server.engine.models.runner import Runner
 from tgi_server.engine.sampling import Sampler
 from tgi_server.engine.sequence import Sequence
 
-_FORCED_AT_ONCE = 128
+_FORCED_AT_ONCE = 64
 """Forced tokens of a step in which everybody has a grammar: so many that more would take longer each, and few enough
 for whoever comes meanwhile."""
 

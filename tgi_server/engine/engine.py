@@ -117,6 +117,10 @@ class Engine:
         self._sampler = Sampler(max_batch_size, self.info.vocab_size, self._device, self._watermark)
         return self._capacity
 
+    def reserve(self, seconds: float) -> bool:
+        """For when there is nothing else to do: takes memory that may soon be needed. Whether more could be taken."""
+        return self._capacity is not None and self._runner.reserve(seconds)
+
     @torch.inference_mode()
     def check_device(self) -> None:
         """Computes something small; raises whatever a poisoned device raises, or shards that are out of step."""

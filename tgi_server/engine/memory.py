@@ -87,21 +87,40 @@ def mapped(shape: tuple[int, ...], dtype: torch.dtype, *, large_pages: bool = Fa
     return torch.frombuffer(memory, dtype=dtype, count=math.prod(shape)).view(shape)
 
 
-def prefault(tensors: Sequence[Tensor], limit: int, seconds: float) -> None:
-    """Takes the pages of mapped memory before they are written, for `seconds` at most.
+class PageReserve:
+    """Takes the pages of mapped memory before they are written, a little of each tensor in turn.
 
     To take a page can cost more than what is written into it, above all in a virtual machine, whose host may have to
-    find it first. The beginnings of all tensors come first. limit: bytes of each tensor.
+    find it first.
     """
-    deadline = time.monotonic() + seconds
-    for start in range(0, limit, _PREFAULT_BYTES):
-        for tensor in tensors:
-            length = min(_PREFAULT_BYTES, min(limit, tensor.nbytes) - start)
-            if length > 0 and (time.monotonic() > deadline or not _take_pages(tensor.data_ptr() + start, length)):
-                return
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._tensors = tensors
+        self._taken = 0  # bytes of each tensor
+        self._next = 0  # of the tensors
+
+    def take(self, limit: int, seconds: float) -> bool:
+        """Goes on until the first `limit` bytes of each tensor are taken, or `seconds` are over: whether more are left.
+
+        Takes a whole piece at least once; a piece is 2 MiB of a tensor.
+        """
+        deadline = time.monotonic() + seconds
+        limit = min(limit, max((tensor.nbytes for tensor in self._tensors), default=0))
+        while self._taken < limit:
+            tensor = self._tensors[self._next]
+            length = min(_PIECE_BYTES, tensor.nbytes - self._taken)
+            if length > 0 and not _take_pages(tensor.data_ptr() + self._taken, length):
+                return False
+            self._next += 1
+            if self._next == len(self._tensors):
+                self._next = 0
+                self._taken += _PIECE_BYTES
+            if time.monotonic() >= deadline:
+                break
+        return self._taken < limit
 
 
-_PREFAULT_BYTES = 8 << 20  # at once
+_PIECE_BYTES = 2 << 20
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
 
 

@@ -7,7 +7,7 @@ from typing import Any, Generic, TypeVar
 import grpc
 
 from shared.stubs import generate_pb2 as pb
-from shared.stubs.generate_pb2_grpc import TextGenerationServiceStub
+from shared.stubs.generate_pb2_grpc import GrammarServiceStub, TextGenerationServiceStub
 from tgi_server.router.errors import GenerationFailed, Unhealthy
 
 _CHANNEL_OPTIONS = [
@@ -24,26 +24,33 @@ Response = TypeVar("Response")
 
 
 class ShardClient:
-    """A channel to one shard, and its methods."""
+    """Channels to one shard, and its methods.
 
-    def __init__(self, url: str, rank: int) -> None:
-        """url: as gRPC spells it, unix:///path or ipv4:ADDRESS:PORT."""
+    stub: of its TextGenerationService. grammar_stub: of its GrammarService.
+    """
+
+    def __init__(self, url: str, rank: int, grammar_url: str | None = None) -> None:
+        """url: as gRPC spells it, unix:///path or ipv4:ADDRESS:PORT. grammar_url: of the GrammarService, if known."""
         self.rank = rank
-        self._channel = grpc.aio.insecure_channel(url, options=_CHANNEL_OPTIONS)
-        self.stub = TextGenerationServiceStub(self._channel)
+        self._channels = [grpc.aio.insecure_channel(url, options=_CHANNEL_OPTIONS)]
+        self.stub = TextGenerationServiceStub(self._channels[0])
+        if grammar_url is not None:
+            self._channels.append(grpc.aio.insecure_channel(grammar_url, options=_CHANNEL_OPTIONS))
+            self.grammar_stub = GrammarServiceStub(self._channels[1])
 
     async def close(self) -> None:
-        await self._channel.close()
+        for channel in self._channels:
+            await channel.close()
 
-    async def siblings(self, timeout_s: float) -> list[str]:
-        """The addresses of all shards in rank order, once this one listens. Raises Unhealthy."""
+    async def siblings(self, timeout_s: float) -> list[tuple[str, str]]:
+        """The addresses of all shards' two services in rank order, once this one listens. Raises Unhealthy."""
         try:
             found: pb.ServiceDiscoveryResponse = await self.stub.ServiceDiscovery(
                 pb.ServiceDiscoveryRequest(), timeout=timeout_s, wait_for_ready=True
             )
         except grpc.aio.AioRpcError as error:
             raise self.explain(error) from error
-        return list(found.urls)
+        return list(zip(found.urls, found.grammar_urls, strict=True))
 
     def explain(self, error: grpc.aio.AioRpcError) -> Unhealthy:
         """One line for the client and the log."""
@@ -156,10 +163,11 @@ class ShardedClient:
         """
         master = ShardClient(f"unix://{master_uds_path.removeprefix('unix://')}", 0)
         try:
-            urls = await master.siblings(timeout_s)
+            places = await master.siblings(timeout_s)
         finally:
             await master.close()
-        client = cls([ShardClient(url, rank) for rank, url in enumerate(urls)], call_timeout_s=call_timeout_s)
+        shards = [ShardClient(url, rank, grammar_url) for rank, (url, grammar_url) in enumerate(places)]
+        client = cls(shards, call_timeout_s=call_timeout_s)
         try:
             await client._meet(timeout_s)
         except BaseException:
@@ -200,7 +208,10 @@ class ShardedClient:
 
         Raises Unhealthy.
         """
-        answers: list[pb.CompileResponse] = await self._ask("Compile", pb.CompileRequest(grammar=grammar), timeout_s)
+        request = pb.CompileRequest(grammar=grammar)
+        answers: list[pb.CompileResponse] = await self._ask_each(
+            lambda shard: shard.grammar_stub.Compile(request, timeout=timeout_s)
+        )
         return next((answer.error for answer in answers if answer.error), None)
 
     def prefill(self, request: pb.PrefillRequest) -> PendingAnswer[pb.StepResponse]:
@@ -226,9 +237,12 @@ class ShardedClient:
         return PendingAnswer(self._streams, self._timeout if timeout_s is None else timeout_s, agree)
 
     async def _ask(self, method: str, request: Any, timeout_s: float | None) -> list[Any]:
+        return await self._ask_each(lambda shard: getattr(shard.stub, method)(request, timeout=timeout_s))
+
+    async def _ask_each(self, call: Callable[[ShardClient], Awaitable[Any]]) -> list[Any]:
         async def ask(shard: ShardClient) -> Any:
             try:
-                return await getattr(shard.stub, method)(request, timeout=timeout_s)
+                return await call(shard)
             except grpc.aio.AioRpcError as error:
                 raise shard.explain(error) from error
 

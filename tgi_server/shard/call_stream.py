@@ -8,6 +8,7 @@ from tgi_server.engine import Engine
 from tgi_server.engine.engine import Step
 from tgi_server.engine.errors import InvalidCall
 from tgi_server.shard import conversion
+from tgi_server.shard.idle_time import IdleTime
 from tgi_server.shard.tracing import RequestSpans
 
 Started = Step | pb.Answer | Exception | None
@@ -21,9 +22,10 @@ class CallStream:
     started is done.
     """
 
-    def __init__(self, engine: Engine, spans: RequestSpans | None) -> None:
+    def __init__(self, engine: Engine, spans: RequestSpans | None, idle: IdleTime) -> None:
         """spans: of the requests, when somebody collects them."""
         self._engine = engine
+        self._idle = idle
         self._spans = spans
         self._started: asyncio.Queue[Started] = asyncio.Queue()
         self._ended = False
@@ -54,6 +56,7 @@ class CallStream:
             async for call in calls:
                 if not self._ended:
                     self._started.put_nowait(self._start(call))
+                    self._idle.begins()
             self._started.put_nowait(None)
         except Exception as error:
             self._started.put_nowait(error)

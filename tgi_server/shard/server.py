@@ -5,6 +5,7 @@ import gc
 import logging
 import os
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import grpc
@@ -13,13 +14,18 @@ import uvloop
 from opentelemetry import trace
 
 from shared.settings import fail
-from shared.stubs.generate_pb2_grpc import add_TextGenerationServiceServicer_to_server
+from shared.shard_sockets import grammar_socket
+from shared.stubs.generate_pb2_grpc import (
+    add_GrammarServiceServicer_to_server,
+    add_TextGenerationServiceServicer_to_server,
+)
 from shared.tracing import configure_tracing, stop_tracing
 from tgi_server.engine import Engine, EngineConfig, EngineError
 from tgi_server.engine.config import DTYPES
 from tgi_server.engine.errors import CannotConnect
 from tgi_server.engine.sharding import ShardGroup, connect
-from tgi_server.shard.service import TextGenerationService
+from tgi_server.shard.grammar_service import GrammarService
+from tgi_server.shard.service import Place, TextGenerationService
 from tgi_server.shard.settings import ShardSettings
 from tgi_server.shard.tracing import RequestSpans
 
@@ -27,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 UNBOUNDED_MESSAGES = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
 STOP_SECONDS = 5
+_GRAMMAR_CALLS = 64
+"""At once; each waits in a thread. Others wait for one of them."""
 FATAL_STATUS = 70  # EX_SOFTWARE of sysexits.h: the device is lost
 
 
@@ -91,12 +99,13 @@ def socket_of(settings: ShardSettings, rank: int) -> Path:
     return Path(f"{settings.uds_path}-{rank}")
 
 
-def _listen(server: grpc.aio.Server, settings: ShardSettings) -> str:
+def _listen(server: grpc.aio.Server | grpc.Server, socket: Path, settings: ShardSettings) -> str:
     """Has the server listen on its socket, and on a port if it is to. Returns where the router reaches it."""
-    socket = f"unix://{socket_of(settings, settings.rank)}"
-    server.add_insecure_port(socket)
+    url = f"unix://{socket}"
+    socket.unlink(missing_ok=True)
+    server.add_insecure_port(url)
     if settings.listen_address is None:
-        return socket
+        return url
     host = f"[{settings.listen_address}]" if ":" in settings.listen_address else settings.listen_address
     address = f"{host}:{server.add_insecure_port(f'{host}:0')}"
     logger.info("shard %d listens on %s, too", settings.rank, address)
@@ -109,27 +118,40 @@ async def _serve(settings: ShardSettings, engine: Engine, group: ShardGroup | No
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     socket = socket_of(settings, settings.rank)
-    socket.unlink(missing_ok=True)
     server = grpc.aio.server(options=UNBOUNDED_MESSAGES)
-    url = _listen(server, settings)
-    urls = group.ask(url) if group else [url]
+    grammar_threads = ThreadPoolExecutor(_GRAMMAR_CALLS, thread_name_prefix="grammar-calls")
+    grammar_server = grpc.server(grammar_threads, options=UNBOUNDED_MESSAGES)
+    place = Place(_listen(server, socket, settings), _listen(grammar_server, grammar_socket(socket), settings))
+    grammars = GrammarService(engine.grammars)
+    add_GrammarServiceServicer_to_server(grammars, grammar_server)
     configure_tracing(settings.otlp_service_name, settings.otlp_endpoint)
     service = TextGenerationService(
         engine,
         settings.model_id,
         settings.revision,
-        urls,
+        _all_places(place, group),
+        grammars,
         on_fatal=lambda: os._exit(FATAL_STATUS),
         spans=RequestSpans(trace.get_tracer(__name__), settings.rank) if settings.otlp_endpoint else None,
     )
     add_TextGenerationServiceServicer_to_server(service, server)
     await server.start()
+    grammar_server.start()
     logger.info("shard %d is ready on %s", settings.rank, socket)
     try:
         await stop.wait()
         service.end_run("the shard is shutting down")
+        grammar_server.stop(0)
         await server.stop(STOP_SECONDS)
     finally:
-        socket.unlink(missing_ok=True)
+        for each in (socket, grammar_socket(socket)):
+            each.unlink(missing_ok=True)
         stop_tracing()
     logger.info("shard %d has stopped", settings.rank)
+
+
+def _all_places(own: Place, group: ShardGroup | None) -> list[Place]:
+    """Of all shards, in rank order."""
+    if group is None:
+        return [own]
+    return [Place(*urls) for urls in zip(group.ask(own.url), group.ask(own.grammar_url), strict=True)]

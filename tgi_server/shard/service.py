@@ -2,8 +2,9 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
 
 import grpc
 import torch
@@ -14,14 +15,23 @@ from tgi_server.engine import Engine
 from tgi_server.engine.errors import EngineError, InvalidCall
 from tgi_server.shard import conversion
 from tgi_server.shard.call_stream import CallStream
-from tgi_server.shard.compilation import Compilation
+from tgi_server.shard.grammar_service import GrammarService
+from tgi_server.shard.idle_time import IdleTime
 from tgi_server.shard.tracing import RequestSpans
 
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a shard listens, as gRPC spells it. grammar_url: where its GrammarService does."""
+
+    url: str
+    grammar_url: str
+
+
 class TextGenerationService(TextGenerationServiceServicer):
-    """Calls run on the event loop itself, one at a time; but grammars are compiled in threads.
+    """Calls run on the event loop itself, one at a time.
 
     Nothing else has to run on that loop while a step computes, so a thread of its own for the engine would only add
     hand-overs.
@@ -32,21 +42,22 @@ class TextGenerationService(TextGenerationServiceServicer):
         engine: Engine,
         model_id: str,
         revision: str | None,
-        urls: list[str],
+        places: Sequence[Place],
+        grammars: GrammarService,
         on_fatal: Callable[[], None],
         spans: RequestSpans | None = None,
     ) -> None:
-        """urls: the sockets of all shards, in rank order. on_fatal: called when the device can compute no more.
-
-        spans: of the requests, when somebody collects them.
+        """places: of all shards, in rank order. grammars: of this one. on_fatal: called when the device can compute no
+        more. spans: of the requests, when somebody collects them.
         """
         self._engine = engine
-        self._info = conversion.info(engine.info, model_id, revision, world_size=len(urls))
-        self._urls = urls
+        self._info = conversion.info(engine.info, model_id, revision, world_size=len(places))
+        self._places = places
+        self._grammars = grammars
         self._on_fatal = on_fatal
         self._spans = spans
         self._running: CallStream | None = None
-        self._compilation = Compilation(engine.grammars) if engine.grammars is not None else None
+        self._idle = IdleTime(engine.reserve)
 
     async def Info(self, request: pb.InfoRequest, context: grpc.aio.ServicerContext) -> pb.InfoResponse:
         return self._info
@@ -54,7 +65,9 @@ class TextGenerationService(TextGenerationServiceServicer):
     async def ServiceDiscovery(
         self, request: pb.ServiceDiscoveryRequest, context: grpc.aio.ServicerContext
     ) -> pb.ServiceDiscoveryResponse:
-        return pb.ServiceDiscoveryResponse(urls=self._urls)
+        return pb.ServiceDiscoveryResponse(
+            urls=[place.url for place in self._places], grammar_urls=[place.grammar_url for place in self._places]
+        )
 
     async def Health(self, request: pb.HealthRequest, context: grpc.aio.ServicerContext) -> pb.HealthResponse:
         async with self._errors(context):
@@ -62,25 +75,20 @@ class TextGenerationService(TextGenerationServiceServicer):
         return pb.HealthResponse()
 
     async def Warmup(self, request: pb.WarmupRequest, context: grpc.aio.ServicerContext) -> pb.WarmupResponse:
-        if self._compilation is not None:
-            self._compilation.prepare()
+        self._grammars.prepare()
         async with self._errors(context):
             capacity = self._engine.warm_up(
                 max_batch_size=request.max_batch_size,
                 max_prefill_tokens=request.max_prefill_tokens,
                 max_total_tokens=request.max_total_tokens if request.HasField("max_total_tokens") else None,
             )
+        self._idle.begins()
         return conversion.capacity(capacity)
-
-    async def Compile(self, request: pb.CompileRequest, context: grpc.aio.ServicerContext) -> pb.CompileResponse:
-        if self._compilation is None:
-            return pb.CompileResponse(error="the model's folder has no tokenizer")
-        return pb.CompileResponse(error=await self._compilation.fault(conversion.grammar(request.grammar)) or "")
 
     async def Run(self, calls: AsyncIterator[pb.Call], context: grpc.aio.ServicerContext) -> AsyncIterator[pb.Answer]:
         """One stream at a time: the last one that was opened."""
         self.end_run("another stream has taken this one's place")
-        self._running = running = CallStream(self._engine, self._spans)
+        self._running = running = CallStream(self._engine, self._spans, self._idle)
         try:
             async with aclosing(running.answers(calls)) as answers:
                 async for answer in answers:

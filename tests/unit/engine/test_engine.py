@@ -280,3 +280,14 @@ def test_a_folder_that_cannot_be_loaded_says_why(tmp_path, broken, error, messag
         weights.write_bytes(weights.read_bytes()[:-1000])
     with pytest.raises(error, match=message):
         Engine(EngineConfig(folder, dtype=torch.float16 if broken == "float16" else None))
+
+
+def test_memory_is_taken_ahead_of_the_blocks_in_use() -> None:
+    engine = Engine(EngineConfig(demo_model.PATH, dtype=torch.float32))
+    assert not engine.reserve(60)
+    engine.warm_up(max_batch_size=64, max_prefill_tokens=64, max_total_tokens=2048)
+    assert not engine.reserve(60)
+    sequence = Sequence(1, [1, 2], StoppingParameters(4), blocks=[800])
+    engine.prefill(1, [sequence], [(1, 2)]).collect()
+    assert engine.reserve(0)
+    assert not engine.reserve(60)

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from tgi_server.engine.memory import mapped, prefault
+from tgi_server.engine.memory import PageReserve, mapped
 
 MIB = 1 << 20
 
@@ -25,12 +25,20 @@ def resident(tensor: torch.Tensor) -> int:
 def test_the_first_bytes_of_each_tensor_are_taken_and_no_more() -> None:
     tensors = [mapped((64 * MIB,), torch.int8) for _ in range(2)] + [mapped((MIB,), torch.int8)]
     assert [resident(tensor) for tensor in tensors] == [0, 0, 0]
-    prefault(tensors, 16 * MIB, seconds=60)
+    assert not PageReserve(tensors).take(16 * MIB, seconds=60)
     assert [resident(tensor) for tensor in tensors] == [16 * MIB, 16 * MIB, MIB]
     assert not any(tensor.any() for tensor in tensors)
 
 
-def test_it_ends_when_its_time_is_over() -> None:
-    tensor = mapped((MIB,), torch.int8)
-    prefault([tensor], MIB, seconds=-1)
-    assert resident(tensor) == 0
+def test_it_goes_on_where_its_time_was_over() -> None:
+    tensors = [mapped((8 * MIB,), torch.int8) for _ in range(2)]
+    reserve = PageReserve(tensors)
+    assert reserve.take(6 * MIB, seconds=-1)
+    assert [resident(tensor) for tensor in tensors] == [2 * MIB, 0]
+    assert reserve.take(6 * MIB, seconds=-1)
+    assert [resident(tensor) for tensor in tensors] == [2 * MIB, 2 * MIB]
+    assert not reserve.take(6 * MIB, seconds=60)
+    assert not reserve.take(6 * MIB, seconds=60)
+    assert [resident(tensor) for tensor in tensors] == [6 * MIB, 6 * MIB]
+    assert not reserve.take(100 * MIB, seconds=60)
+    assert [resident(tensor) for tensor in tensors] == [8 * MIB, 8 * MIB]

@@ -124,8 +124,12 @@ class AttentionBackend(ABC):
     def allocate(self, num_blocks: int) -> None:
         """Makes room for blocks 0 .. num_blocks - 1, forgetting what was there."""
 
-    def prefault(self, blocks: int) -> None:  # noqa: B027, to most backends it makes no difference
-        """The first blocks will be needed soon: their memory may be taken now."""
+    def reserve(self, blocks: int, seconds: float) -> bool:
+        """The first `blocks` blocks will be needed soon: their memory may be taken now, for about `seconds`.
+
+        Whether more of it could be taken; where memory is taken with `allocate`, there is none left.
+        """
+        return False
 
     @abstractmethod
     def write(self, layer: int, key: Tensor, value: Tensor, step: Step) -> None:

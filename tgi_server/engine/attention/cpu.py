@@ -5,11 +5,10 @@ from torch import Tensor
 
 from tgi_server.engine.attention.base import AttentionBackend, AttentionVariant, KVShape, Step
 from tgi_server.engine.kernels import load_kernels
-from tgi_server.engine.memory import mapped, prefault
+from tgi_server.engine.memory import PageReserve, mapped
 
 MAX_HEAD_DIM = 256
 LANES = 16
-_PREFAULT_SECONDS = 1.0
 
 
 class CpuAttention(AttentionBackend):
@@ -29,10 +28,11 @@ class CpuAttention(AttentionBackend):
         shapes = [(num_blocks, heads, self.block_size * self.shape.head_dim) for heads in self.shape.heads]
         self.keys = [mapped(shape, self.dtype, large_pages=True) for shape in shapes]
         self.values = [mapped(shape, self.dtype, large_pages=True) for shape in shapes]
+        self._pages = PageReserve([*self.keys, *self.values])
 
-    def prefault(self, blocks: int) -> None:
+    def reserve(self, blocks: int, seconds: float) -> bool:
         block_bytes = max(cache[0].nbytes for cache in self.keys)
-        prefault([*self.keys, *self.values], blocks * block_bytes, _PREFAULT_SECONDS)
+        return self._pages.take(blocks * block_bytes, seconds)
 
     def write(self, layer: int, key: Tensor, value: Tensor, step: Step) -> None:
         torch.ops.oatmill.write_kv(key, value, self.keys[layer], self.values[layer], step.slots)

@@ -84,6 +84,14 @@ class GrammarCompiler:
         """Compiles the grammar, unless that has been done. Raises InvalidGrammar with one line that says why not."""
         self._find(grammar)
 
+    def has(self, grammar: Grammar) -> bool:
+        """Whether the grammar has been compiled, and is kept as one that was just used."""
+        with self._lock:
+            found = grammar in self._compiled
+            if found:
+                self._compiled.move_to_end(grammar)
+            return found
+
     def constraint(
         self, grammar: Grammar, generated_ids: Sequence[int], max_new_tokens: int, *, ignore_eos: bool
     ) -> Constraint:

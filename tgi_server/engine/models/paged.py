@@ -21,9 +21,11 @@ from tgi_server.engine.parameters import StoppingParameters
 from tgi_server.engine.sequence import Sequence
 from tgi_server.engine.sharding import ShardGroup
 
-_PREFAULTED_TOKENS = 1 << 15
-_PREFAULTED_WEIGHTS = 4
-"""As many bytes as the weights take, times this: a small model shall start quickly."""
+_RESERVED_TOKENS = 1 << 15
+"""For which memory is taken before they come."""
+_RESERVED_WEIGHTS = 4
+"""No more bytes than the weights take, times this: a small model shall stay small."""
+_RESERVE_SECONDS = 1.0  # of the start
 
 
 class PagedRunner(Runner):
@@ -60,6 +62,9 @@ class PagedRunner(Runner):
         self._group = group
         self._graph_sizes = graph_sizes
         self._weight_bytes = weight_bytes
+        self._num_blocks = 0
+        self._highest_block = 0  # that a sequence has had
+        self._reserved = 0  # blocks whose memory is taken before they are needed
         self._recorded = True  # until it turns out that steps cannot be recorded
         self._graphs: DecodeGraphs | None = None
         self._rope = LengthDependentRope(model)
@@ -91,11 +96,14 @@ class PagedRunner(Runner):
             )
         total = min(limit, num_blocks * size)
         self._allocate(max_batch_size, num_blocks, total)
-        prefaulted = min(_PREFAULTED_TOKENS, _PREFAULTED_WEIGHTS * self._weight_bytes // token_bytes)
-        self._backend.prefault(min(num_blocks, prefaulted // size) + 1)
+        self._reserved = min(_RESERVED_TOKENS, _RESERVED_WEIGHTS * self._weight_bytes // token_bytes) // size
+        self.reserve(_RESERVE_SECONDS)
         self._rope.fix(total)
         self._record()
         return Capacity(num_blocks, size, max_total_tokens=total, max_batch_total_tokens=num_blocks * size)
+
+    def reserve(self, seconds: float) -> bool:
+        return self._backend.reserve(min(self._num_blocks, self._highest_block + self._reserved) + 1, seconds)
 
     def forward(self, decoding: int, chunks: list[PromptChunk], likeliest_only: bool = False) -> Tensor:
         self._block_tables.flush()
@@ -144,8 +152,12 @@ class PagedRunner(Runner):
 
     def _check(self, sequence: Sequence, blocks: list[int]) -> None:
         """Raises InvalidCall for blocks that were never handed out: kernels write wherever they are told to."""
-        if blocks and not 0 < min(blocks) <= max(blocks) <= self._num_blocks:
+        if not blocks:
+            return
+        highest = max(blocks)
+        if not 0 < min(blocks) <= highest <= self._num_blocks:
             raise InvalidCall(f"request {sequence.request_id}: blocks go from 1 to {self._num_blocks}")
+        self._highest_block = max(self._highest_block, highest)
 
     def _decode(self, rows: int) -> Tensor:
         logits = self._graphs.run(rows) if self._graphs else None
@@ -209,6 +221,7 @@ class PagedRunner(Runner):
     def _allocate(self, max_batch_size: int, num_blocks: int, max_total_tokens: int) -> None:
         blocks = -(-max_total_tokens // self._backend.block_size) + 1
         self._num_blocks = num_blocks
+        self._highest_block = 0
         self._backend.allocate(num_blocks + 1)
         self._tokens = torch.zeros(max_batch_size, dtype=torch.int64, device=self._device)
         self._positions = torch.zeros(max_batch_size, dtype=torch.int64, device=self._device)

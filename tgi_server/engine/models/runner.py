@@ -59,6 +59,13 @@ class Runner(ABC):
     def warm_up(self, max_batch_size: int, max_prefill_tokens: int, max_total_tokens: int | None) -> Capacity:
         """Sizes the cache and runs the largest pass. Raises NotEnoughMemory."""
 
+    def reserve(self, seconds: float) -> bool:
+        """Spends about so much time, now that there is some, on memory for what may come. Whether more is left to do.
+
+        Always stays ahead of what has been used by the same amount.
+        """
+        return False
+
     @abstractmethod
     def forward(self, decoding: int, chunks: list[PromptChunk], likeliest_only: bool = False) -> Tensor:
         """One pass: rows 0 .. decoding - 1 advance by a token, and the chunks are computed.

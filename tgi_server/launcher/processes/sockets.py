@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from shared.shard_sockets import grammar_socket
 from tgi_server.launcher.errors import CannotStartError
 
 MAX_PATH = 107
@@ -30,6 +31,7 @@ def shard_sockets(path: Path | None, ranks: Iterable[int]) -> Iterator[list[Path
     finally:
         for each in sockets:
             each.unlink(missing_ok=True)
+            grammar_socket(each).unlink(missing_ok=True)
         if folder:
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -46,8 +48,10 @@ def is_listening(path: Path) -> bool:
 
 def _make_way(path: Path) -> None:
     """Removes a socket that a dead process left."""
-    if len(str(path).encode()) > MAX_PATH:
-        raise CannotStartError(f"--shard-uds-path: {path} is longer than the {MAX_PATH} bytes a socket's path may have")
+    if len(str(grammar_socket(path)).encode()) > MAX_PATH:
+        raise CannotStartError(
+            f"--shard-uds-path: {grammar_socket(path)} is longer than the {MAX_PATH} bytes a socket's path may have"
+        )
     if not path.parent.is_dir():
         raise CannotStartError(f"--shard-uds-path: there is no folder {path.parent}")
     if not path.exists():
