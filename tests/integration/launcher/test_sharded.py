@@ -29,7 +29,12 @@ def test_two_shards_write_what_one_writes(server: ServerFactory, demo_server: Te
     children = psutil.Process(running.process.pid).children(recursive=True)
     folder = socket_folder(shard_of(running, 0))
     assert folder == socket_folder(shard_of(running, 1))
-    assert sorted(path.name for path in folder.iterdir()) == ["shard-0", "shard-1"]
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "shard-0",
+        "shard-0-grammars",
+        "shard-1",
+        "shard-1-grammars",
+    ]
     assert running.stop() == 0
     assert not alive(children)
     assert not folder.exists()
