@@ -8,9 +8,9 @@ from tgi_server.engine.models.runner import Runner
 from tgi_server.engine.sampling import Sampler
 from tgi_server.engine.sequence import Sequence
 
-_FORCED_AT_ONCE = 64
-"""Forced tokens of a step in which everybody has a grammar: so many that more would take longer each, and few enough
-for whoever comes meanwhile."""
+_FORCED_AT_ONCE = 32
+"""Forced tokens of a step in which everybody has a grammar: more make nobody's text faster, and keep whoever comes
+meanwhile waiting."""
 
 
 class Batch:
@@ -64,9 +64,10 @@ class Batch:
 
         Those that do not fit are chosen one at a time, as if they were not forced.
         """
+        cheap = max(0, self._cheap_tokens - len(self))
         if all(sequence.constraint is not None for sequence in chain(self.rows, self.prefilling.values())):
-            return _FORCED_AT_ONCE
-        return max(0, self._cheap_tokens - len(self))
+            return max(_FORCED_AT_ONCE, cheap)
+        return cheap
 
     def room(self, sequence: Sequence) -> int:
         """How many forced tokens the sequence may get at once behind its next token."""

@@ -100,7 +100,6 @@ class Constraint:
 
     def _take(self, token: int) -> bool:
         """Whether the token is hidden."""
-        self.check()
         if self.error is not None:
             return False
         self._left -= 1
@@ -114,22 +113,25 @@ class Constraint:
             self.ended = token in self.eos
             if not self.ended:
                 self._look_ahead()
-        self.check()
+        else:
+            self.check()
         return False
 
     def _look_ahead(self) -> None:
         """Fills the queue with what must come next."""
-        while not self._matcher.is_error():
-            following = self._matcher.compute_ff_tokens()
-            self._matcher.consume_tokens(following)
-            following = following or self._marker()
-            if not following:
-                break
+        while following := self._only_continuation():
             for token in following:
                 self._append(token)
         self.check()
         if self.error is None and self._matcher.is_stopped():
             self._queue.append(Forced(self._first_eos))
+
+    def _only_continuation(self) -> list[int]:
+        """What must come next, already taken; nothing where there is a choice, or after an error."""
+        following = self._matcher.compute_ff_tokens()
+        if following:
+            self._matcher.consume_tokens(following)
+        return following or self._marker()
 
     def _marker(self) -> list[int]:
         """The marker that must come next, for tokenizers of which llguidance does not say what is forced."""
