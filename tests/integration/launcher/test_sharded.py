@@ -1,5 +1,6 @@
 """One model over two processes, and what becomes of the server when one of them dies."""
 
+import re
 import time
 from pathlib import Path
 
@@ -26,6 +27,8 @@ def test_two_shards_write_what_one_writes(server: ServerFactory, demo_server: Te
         answer = running.generate(prompt, max_new_tokens=40, details=True, top_n_tokens=1)
         assert answer["generated_text"] == expected["generated_text"]
         assert ids(answer) == ids(expected)
+    digits = running.generate(PROMPTS[0], max_new_tokens=40, grammar={"type": "regex", "value": "[0-9]{3}"})
+    assert re.fullmatch("[0-9]{3}", digits["generated_text"])
     children = psutil.Process(running.process.pid).children(recursive=True)
     folder = socket_folder(shard_of(running, 0))
     assert folder == socket_folder(shard_of(running, 1))

@@ -1,12 +1,14 @@
 """One model over two machines: network namespaces that a virtual cable connects. Needs root."""
 
 import os
+import re
 import subprocess
 import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
@@ -128,8 +130,8 @@ def start(machines: tuple[Machine, Machine]) -> None:
     first.wait_until(is_healthy)
 
 
-def generate() -> httpx.Response:
-    body = {"inputs": PROMPT, "parameters": {"max_new_tokens": 40}}
+def generate(**parameters: Any) -> httpx.Response:
+    body = {"inputs": PROMPT, "parameters": {"max_new_tokens": 40, **parameters}}
     return httpx.post(f"http://{HTTP}:{PORT}/generate", json=body, timeout=60)
 
 
@@ -139,6 +141,7 @@ def test_two_machines_write_what_one_writes_and_stop_together(
     first, second = machines
     start(machines)
     assert generate().json() == demo_server.generate(PROMPT, max_new_tokens=40)
+    assert re.fullmatch("[0-9]{3}", generate(grammar={"type": "regex", "value": "[0-9]{3}"}).json()["generated_text"])
     assert listening(first) == {FIRST, HTTP}
     assert listening(second) == {SECOND}
     children = [*first.children(), *second.children()]
