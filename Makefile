@@ -24,7 +24,7 @@ $(READY): pyproject.toml constraints.txt tools/system-packages.sh
 	@echo "installing: oatmill and its dependencies"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[server,dev]'
 	@echo "installing: the CPU kernels, compiled for this machine"
-	@$(BIN)/python -W ignore::RuntimeWarning -m tgi_server.engine.kernels.build || echo "going on without them: plain torch does their work, slower"
+	@$(BIN)/python -m tgi_server.engine.kernels || echo "going on without them: plain torch does their work, slower"
 	@touch $@
 	@echo "installed in $(VENV)"
 

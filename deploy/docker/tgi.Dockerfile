@@ -27,7 +27,7 @@ COPY --from=build /opt/oatmill /opt/oatmill
 ENV PATH=/opt/oatmill/bin:$PATH PYTHONUNBUFFERED=1 HOME=/home/oatmill HUGGINGFACE_HUB_CACHE=/data
 RUN useradd --uid 1000 --create-home --home-dir /home/oatmill oatmill && mkdir /models /data && chown oatmill /models /data
 USER oatmill
-RUN python -m tgi_server.engine.kernels.build
+RUN python -m tgi_server.engine.kernels
 WORKDIR /home/oatmill
 COPY deploy/docker/tgi-entrypoint.sh /usr/local/bin/tgi-entrypoint
 EXPOSE 80

@@ -81,6 +81,7 @@ def test_a_killed_router_ends_the_launcher(server: ServerFactory, llama_folder: 
     assert not alive(children)
 
 
+@pytest.mark.slow
 def test_a_killed_launcher_leaves_no_orphan(server: ServerFactory, llama_folder: Path) -> None:
     running = server(f"--model-id={llama_folder}").wait_until_ready()
     children = psutil.Process(running.process.pid).children(recursive=True)

@@ -165,7 +165,7 @@ def test_two_endpoints_share_the_prompts_by_their_beginnings() -> None:
         assert not beginnings & {prompt.split("\n")[0] for prompt in there.prompts}
 
 
-@pytest.mark.parametrize("fault", ["absent", "hang", 503])
+@pytest.mark.parametrize("fault", [pytest.param("absent", marks=pytest.mark.slow), "hang", 503])
 def test_requests_move_away_from_an_endpoint_that_fails(fault: str | int) -> None:
     with (
         ModelServer() as good,

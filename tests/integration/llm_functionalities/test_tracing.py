@@ -2,6 +2,8 @@
 
 import time
 
+import pytest
+
 from shared.stubs import llm_pb2, llm_pb2_grpc
 from tests.collector import running_collector
 from tests.integration.llm_functionalities.model_server import ModelServer
@@ -32,6 +34,7 @@ def test_a_trace_goes_from_the_caller_through_the_service_to_the_model() -> None
     assert [span.parent == SPAN for span in received.spans] == [True, True, False]
 
 
+@pytest.mark.slow
 def test_a_collector_that_is_away_delays_nothing() -> None:
     with ModelServer() as server:
         flags = ("--endpoint", server.url, "--otlp-endpoint", "http://127.0.0.1:9")

@@ -68,6 +68,7 @@ def test_a_prompt_is_answered_token_by_token_with_probabilities(page, mode) -> N
     assert page.inner_text("#total").endswith("s")
 
 
+@pytest.mark.slow
 def test_stop_frees_the_slot(browser, server, tmp_path) -> None:
     never_done = make_llama(tmp_path / "model", max_position_embeddings=32768, eos_token_id=None)
     running = server(f"--model-id={never_done}", "--dtype=float32", "--max-total-tokens=32768").wait_until_ready()

@@ -6,8 +6,6 @@ from torch import Tensor
 from tgi_server.engine.cpu.int8 import INPUT_OFFSET, rounded_to_bytes
 from tgi_server.engine.cpu.linear import Bf16Linear, padded
 
-SCREENED_ROWS = 8
-"""With more, 8-bit products take as long as those that they save (`kernels/screen.cpp`)."""
 _LARGE_BYTES = 8 << 20
 """Less than this is read in no time."""
 _ROWS_AT_ONCE = 1024  # of the weight, while it is rounded
@@ -27,10 +25,11 @@ class ScreenedHead(Bf16Linear):
         """Whether a weight, [outputs, inputs], is large enough, and this CPU has the instructions."""
         if weight.nbytes < _LARGE_BYTES or weight.shape[1] % 16:
             return False
-        return cls.supports(weight.dtype) and bool(torch.ops.oatmill.screen_supported())
+        return cls.supports(weight.dtype) and torch.ops.oatmill.screened_rows() > 0
 
     def _pack(self, weight: Tensor, bias: Tensor | None) -> None:
         assert bias is None
+        self._most = torch.ops.oatmill.screened_rows() * self.in_features
         super()._pack(weight, bias)
         parts = [_rounded(part) for part in weight.split(_ROWS_AT_ONCE)]
         rounded, scales, sums, lost, kept = (torch.cat(part) for part in zip(*parts, strict=True))
@@ -43,15 +42,15 @@ class ScreenedHead(Bf16Linear):
         )
 
     def forward(self, x: Tensor, activation: str = "none") -> Tensor:
-        if not self.likeliest_only or x.numel() > SCREENED_ROWS * self.in_features:
+        if not self.likeliest_only or x.numel() > self._most:
             return super().forward(x, activation)
         return torch.ops.oatmill.screened_linear(x, self._packed, self.out_features, *self._screen)
 
 
 def _rounded(weight: Tensor) -> tuple[Tensor, ...]:
     """Some rows as bytes, their scales and sums, and the lengths of what was lost and kept, a little too long."""
-    rounded, scales = rounded_to_bytes(weight)
+    rounded, scales, sums = rounded_to_bytes(weight)
     kept = rounded.float()
     lost = weight.float().div_(scales.unsqueeze(1)).sub_(kept)
     margin = scales * (1 + 2**-12)
-    return rounded, scales, kept.sum(1), lost.norm(dim=1) * margin, kept.norm(dim=1) * margin
+    return rounded, scales, sums, lost.norm(dim=1) * margin, kept.norm(dim=1) * margin

@@ -26,9 +26,9 @@ class Int8Linear(PackedLinear):
         return load_kernels() and bool(torch.ops.oatmill.int8_supported())
 
     def _pack(self, weight: Tensor, bias: Tensor | None) -> None:
-        rounded, scales = rounded_to_bytes(weight)
+        rounded, scales, sums = rounded_to_bytes(weight)
         self._scales = padded(scales)
-        self._corrections = padded(rounded.sum(1, dtype=torch.int32) * INPUT_OFFSET)
+        self._corrections = padded(sums * INPUT_OFFSET, torch.int32)
         self._packed = torch.ops.oatmill.int8_pack(rounded)
         self._bias = None if bias is None else padded(bias)
 
@@ -49,8 +49,11 @@ class Int8Linear(PackedLinear):
         )
 
 
-def rounded_to_bytes(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """weight, [outputs, inputs], as int8, and the scale of each output, float32, by which it has to be multiplied."""
+def rounded_to_bytes(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """weight, [outputs, inputs], as int8; for each output, the scale by which that has to be multiplied, float32; and
+    the sum of its bytes, a whole number in float32.
+    """
     weight = weight.float()
     scales = weight.abs().amax(1).clamp_(min=torch.finfo(torch.float32).tiny) / LEVELS
-    return (weight / scales.unsqueeze(1)).round_().to(torch.int8), scales
+    rounded = (weight / scales.unsqueeze(1)).round_()
+    return rounded.to(torch.int8), scales, rounded.sum(1)

@@ -1,6 +1,6 @@
 """Compiles the CPU kernels and loads them into torch as `torch.ops.oatmill.*`.
 
-`python -m tgi_server.engine.kernels.build` compiles them ahead of time; `make install` and the container image do.
+`python -m tgi_server.engine.kernels` compiles them ahead of time; `make install` and the container image do.
 """
 
 import functools
@@ -10,8 +10,8 @@ import os
 import platform
 import shutil
 import subprocess
-import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -23,7 +23,7 @@ SOURCES = sorted(Path(__file__).parent.glob("*.cpp"))
 HEADERS = sorted(Path(__file__).parent.glob("*.h"))
 CACHE = Path.home() / ".cache" / "oatmill" / "kernels"
 FLAGS = [
-    *("-O3", "-march=native", "-std=c++20", "-fPIC", "-shared", "-fopenmp", "-DAT_PARALLEL_OPENMP=1"),
+    *("-O3", "-march=native", "-std=c++20", "-fPIC", "-fopenmp", "-DAT_PARALLEL_OPENMP=1"),
     *("-fno-math-errno", "-fno-trapping-math", "-fassociative-math", "-fno-signed-zeros"),
 ]
 COMPILE_SECONDS = 300
@@ -65,14 +65,25 @@ def _compile(library: Path) -> None:
     logger.info("compiling the CPU kernels for this machine, once")
     includes = [f"-I{path}" for path in cpp_extension.include_paths()]
     libraries = [*(f"-L{path}" for path in cpp_extension.library_paths()), "-ltorch_cpu", "-lc10"]
-    with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
-        target = Path(scratch) / library.name
-        command = [compiler, *FLAGS, *includes, *map(str, SOURCES), *libraries, "-o", str(target)]
-        result = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_SECONDS, check=False)
-        if result.returncode != 0:
-            lines = result.stderr.strip().splitlines() or ["no output"]
-            raise OSError(f"{compiler} failed: {next((line for line in lines if 'error' in line), lines[0])}")
-        os.replace(target, library)
+    with tempfile.TemporaryDirectory(dir=library.parent) as scratch, ThreadPoolExecutor(os.cpu_count()) as threads:
+        objects = [Path(scratch) / f"{source.stem}.o" for source in SOURCES]
+        commands = [
+            [compiler, *FLAGS, *includes, "-c", str(source), "-o", str(target)]
+            for source, target in zip(SOURCES, objects, strict=True)
+        ]
+        for _ in threads.map(_run, commands):  # raises what one of them raised
+            pass
+        linked = Path(scratch) / library.name
+        _run([compiler, *FLAGS, "-shared", *map(str, objects), *libraries, "-o", str(linked)])
+        os.replace(linked, library)
+
+
+def _run(command: list[str]) -> None:
+    """Raises OSError with the compiler's first error."""
+    result = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_SECONDS, check=False)
+    if result.returncode != 0:
+        lines = result.stderr.strip().splitlines() or ["no output"]
+        raise OSError(f"{command[0]} failed: {next((line for line in lines if 'error' in line), lines[0])}")
 
 
 def _key() -> str:
@@ -91,8 +102,3 @@ def _cpu_features() -> str:
     except OSError:
         return platform.processor()
     return next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
-
-
-if __name__ == "__main__":
-    logging.basicConfig(level="INFO", format="%(message)s")
-    sys.exit(0 if load_kernels() else 1)

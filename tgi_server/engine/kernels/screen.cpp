@@ -28,13 +28,15 @@ namespace {
 
 using T = c10::BFloat16;
 
+// With more rows, 8-bit products take as long as those that they save.
 constexpr int64_t MAX_ROWS = 8;
 constexpr float LOWEST = -std::numeric_limits<float>::infinity();
 constexpr float SUM_ERROR = 1.2e-7f;   // of adding a product to a sum in float, relative to both
 constexpr float TINY = 1e-15f;         // squares of such numbers may be lost
 constexpr float OUTPUT_ERROR = 0.01f;  // apart by less, relative to themselves, two sums may be one bfloat16
 
-bool screen_supported() { return MULTIPLIES_PAIRS && MULTIPLIES_BYTES; }
+// How many rows can be screened; 0: this CPU lacks the instructions.
+int64_t screened_rows() { return MULTIPLIES_PAIRS && MULTIPLIES_BYTES ? MAX_ROWS : 0; }
 
 #if defined(__AVX512BF16__) && defined(__AVX512VNNI__)
 
@@ -131,7 +133,7 @@ Bounds bounds_of_tile(const Screen& screen, const SplitRow& row, const int32_t* 
 at::Tensor screened_linear(const at::Tensor& input, const at::Tensor& packed, int64_t outputs,
                            const at::Tensor& screened, const at::Tensor& scales, const at::Tensor& corrections,
                            const at::Tensor& lost, const at::Tensor& kept) {
-  TORCH_CHECK(screen_supported(), "screening needs a CPU with AVX-512 BF16 and VNNI");
+  TORCH_CHECK(screened_rows(), "screening needs a CPU with AVX-512 BF16 and VNNI");
   const at::Tensor x = input.contiguous();
   const int64_t size = x.size(-1), rows = x.numel() / size, depth = packed.size(1);
   TORCH_CHECK(rows <= MAX_ROWS, "at most ", MAX_ROWS, " rows can be screened");
@@ -189,7 +191,7 @@ at::Tensor screened_linear(const at::Tensor& input, const at::Tensor& packed, in
 }  // namespace oatmill
 
 TORCH_LIBRARY_FRAGMENT(oatmill, library) {
-  library.def("screen_supported() -> bool", &oatmill::screen_supported);
+  library.def("screened_rows() -> int", &oatmill::screened_rows);
   library.def(
       "screened_linear(Tensor input, Tensor packed, int outputs, Tensor screened, Tensor scales, Tensor corrections, "
       "Tensor lost, Tensor kept) -> Tensor");

@@ -53,6 +53,7 @@ def prompt_logprobs(group: ShardGroup, folder: Path) -> list[float]:
     return generation.prompt_tokens.logprobs[1:]
 
 
+@pytest.mark.slow
 def test_every_shard_has_the_same_bits(ranks_of: RanksOf, tmp_path: Path) -> None:
     first, second = ranks_of(2).run(prompt_logprobs, make("llama", tmp_path))
     assert len(first) == len(TEXTS[3]) - 1
