@@ -28,7 +28,7 @@ class Int8Linear(PackedLinear):
     def _pack(self, weight: Tensor, bias: Tensor | None) -> None:
         rounded, scales, sums = rounded_to_bytes(weight)
         self._scales = padded(scales)
-        self._corrections = padded(sums * INPUT_OFFSET, torch.int32)
+        self._corrections = padded(sums * INPUT_OFFSET)
         self._packed = torch.ops.oatmill.int8_pack(rounded)
         self._bias = None if bias is None else padded(bias)
 
