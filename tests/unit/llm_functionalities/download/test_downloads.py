@@ -327,7 +327,9 @@ def test_no_archive_escapes_its_folder(model: Model, name: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("name", ["a.tar.gz", "a.zip", "a.gz", "a.bz2", "a.tar"])
-@pytest.mark.parametrize("content", [b"", b"no archive at all", ARCHIVES["model.tar.gz"][:60]])
+@pytest.mark.parametrize(
+    "content", [b"", b"no archive at all", ARCHIVES["model.tar.gz"][:60]], ids=["empty", "text", "cut"]
+)
 def test_a_broken_archive_is_named(model: Model, name: str, content: bytes) -> None:
     model.web.files["archive"] = content
     model.urls = [[model.web.url("archive"), name]]
