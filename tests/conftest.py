@@ -1,7 +1,10 @@
 """What all tests share: the option --runslow, model folders, and servers on free ports."""
 
+import os
+import random
 import socket
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 
@@ -29,15 +32,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="session")
 def free_port() -> FreePort:
-    """A port of 127.0.0.1 that nobody listens on, another one at each call."""
+    """A port of 127.0.0.1 that nobody listens on, another one at each call, and in each process that runs tests.
+
+    Below those that the system gives to connections, of which one might take it before a server does.
+    """
     given: set[int] = set()
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 
     def find() -> int:
         while True:
-            with socket.create_server(("127.0.0.1", 0)) as probe:
-                port: int = probe.getsockname()[1]
-            if port not in given:
-                given.add(port)
+            port = random.SystemRandom().randrange(10_000 + worker, 32_000, workers)
+            if port in given:
+                continue
+            given.add(port)
+            with suppress(OSError), socket.create_server(("127.0.0.1", port)):
                 return port
 
     return find

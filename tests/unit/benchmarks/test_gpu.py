@@ -94,7 +94,8 @@ def test_every_job_names_what_is_there() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="would check the GPU")
 def test_without_a_gpu_the_script_says_so(tmp_path: Path) -> None:
-    environment = {"PYTHON": sys.executable, "OUT": str(tmp_path), "PATH": "/usr/bin:/bin"}
+    wheels = {"WHEELS": str(tmp_path / "none")}  # those in runs/ may be of another Python
+    environment = {"PYTHON": sys.executable, "OUT": str(tmp_path), "PATH": "/usr/bin:/bin", **wheels}
     command = ["tests/gpu/run.sh", "check"]
     result = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert result.returncode == 3
