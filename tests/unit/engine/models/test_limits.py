@@ -7,7 +7,9 @@ from tgi_server.engine.models.limits import position_limit, warm_up_tokens
 UNBOUNDED = {"bloom", "bloom_6_heads", "falcon_rw", "flan_t5", "mpt", "mpt_6_heads", "t5"}
 
 
-@pytest.mark.parametrize("architecture", ["falcon_7b", "galactica", "gpt2", "gptj", "llama", "starcoder", *sorted(UNBOUNDED)])
+@pytest.mark.parametrize(
+    "architecture", ["falcon_7b", "galactica", "gpt2", "gptj", "llama", "starcoder", *sorted(UNBOUNDED)]
+)
 def test_a_model_has_as_many_positions_as_it_can_compute(architecture) -> None:
     assert position_limit(build(architecture).config) == (None if architecture in UNBOUNDED else 256)
 
