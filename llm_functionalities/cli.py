@@ -14,6 +14,7 @@ from shared.tracing import configure_tracing, stop_tracing
 
 PROGRAM = "llm-functionalities"
 STARTUP_FAILURE = 1
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 logger = logging.getLogger(__name__)
 
@@ -33,12 +34,16 @@ def main() -> None:
 
 async def _serve(settings: Settings) -> None:
     asked_to_stop = asyncio.Event()
-    for signum in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(signum, asked_to_stop.set)
+    loop = asyncio.get_running_loop()
+    for signum in _STOP_SIGNALS:
+        loop.add_signal_handler(signum, asked_to_stop.set)
     server = Server(settings)
     port = await server.start()
     logger.info("listening on %s:%d", settings.listen_address, port)
     await asked_to_stop.wait()
     logger.info("stopping")
     await server.stop()
+    for signum in _STOP_SIGNALS:  # whoever asks again now would only turn a good end into a bad one
+        loop.remove_signal_handler(signum)
+        signal.signal(signum, signal.SIG_IGN)
     logger.info("stopped")

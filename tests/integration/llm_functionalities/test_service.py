@@ -301,6 +301,13 @@ def test_a_running_call_may_end_before_the_service_does(server: ModelServer) -> 
         assert call.result().text == "a fine answer"
 
 
+def test_who_asks_it_to_stop_again_and_again_does_not_make_it_fail() -> None:
+    with running_service() as service:
+        while service.process.poll() is None:
+            service.process.terminate()
+            time.sleep(0.001)
+
+
 @on_a_busy_machine
 def test_the_grace_ends_too(server: ModelServer) -> None:
     server.fault = "hang"
