@@ -14,7 +14,6 @@ import uvloop
 from opentelemetry import trace
 
 from shared.settings import fail
-from shared.shard_sockets import grammar_socket
 from shared.stubs.generate_pb2_grpc import (
     add_GrammarServiceServicer_to_server,
     add_TextGenerationServiceServicer_to_server,
@@ -28,6 +27,7 @@ from tgi_server.shard.grammar_service import GrammarService
 from tgi_server.shard.service import Place, TextGenerationService
 from tgi_server.shard.settings import ShardSettings
 from tgi_server.shard.tracing import RequestSpans
+from tgi_server.shard_sockets import grammar_socket, shard_socket
 
 logger = logging.getLogger(__name__)
 
@@ -95,10 +95,6 @@ def _device(settings: ShardSettings) -> torch.device:
     return torch.device("cuda", index)
 
 
-def socket_of(settings: ShardSettings, rank: int) -> Path:
-    return Path(f"{settings.uds_path}-{rank}")
-
-
 def _listen(server: grpc.aio.Server | grpc.Server, socket: Path, settings: ShardSettings) -> str:
     """Has the server listen on its socket, and on a port if it is to. Returns where the router reaches it."""
     url = f"unix://{socket}"
@@ -117,7 +113,7 @@ async def _serve(settings: ShardSettings, engine: Engine, group: ShardGroup | No
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    socket = socket_of(settings, settings.rank)
+    socket = shard_socket(settings.uds_path, settings.rank)
     server = grpc.aio.server(options=UNBOUNDED_MESSAGES)
     grammar_threads = ThreadPoolExecutor(_GRAMMAR_CALLS, thread_name_prefix="grammar-calls")
     grammar_server = grpc.server(grammar_threads, options=UNBOUNDED_MESSAGES)

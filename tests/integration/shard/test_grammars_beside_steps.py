@@ -17,7 +17,6 @@ from tgi_server.launcher.processes.parent import die_with_parent
 # The shard as it is, but for a step that takes until the test is over.
 SHARD_WITH_AN_ENDLESS_STEP = """
 import time
-from pathlib import Path
 from tgi_server.engine import Engine
 from tgi_server.shard.cli import main
 

@@ -86,11 +86,7 @@ class GrammarCompiler:
 
     def has(self, grammar: Grammar) -> bool:
         """Whether the grammar has been compiled, and is kept as one that was just used."""
-        with self._lock:
-            found = grammar in self._compiled
-            if found:
-                self._compiled.move_to_end(grammar)
-            return found
+        return self._kept(grammar) is not None
 
     def constraint(
         self, grammar: Grammar, generated_ids: Sequence[int], max_new_tokens: int, *, ignore_eos: bool
@@ -111,12 +107,18 @@ class GrammarCompiler:
         constraint.replay(generated_ids)
         return constraint
 
-    def _find(self, grammar: Grammar) -> _Compiled:
+    def _kept(self, grammar: Grammar) -> _Compiled | None:
+        """Of what has been compiled, as what was just used."""
         with self._lock:
             found = self._compiled.get(grammar)
             if found is not None:
                 self._compiled.move_to_end(grammar)
-                return found
+            return found
+
+    def _find(self, grammar: Grammar) -> _Compiled:
+        kept = self._kept(grammar)
+        if kept is not None:
+            return kept
         compiled = self._compile(grammar)
         with self._lock:
             if grammar not in self._compiled:

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from shared.shard_sockets import grammar_socket
 from tgi_server.launcher.errors import CannotStartError
+from tgi_server.shard_sockets import grammar_socket, shard_socket
 
 MAX_PATH = 107
 """Bytes that the kernel has for a socket's path (unix(7))."""
@@ -23,7 +23,7 @@ def shard_sockets(path: Path | None, ranks: Iterable[int]) -> Iterator[list[Path
     """
     folder = None if path else Path(tempfile.mkdtemp(prefix="text-generation-server-"))
     prefix = path or Path(str(folder)) / "shard"
-    sockets = [prefix.with_name(f"{prefix.name}-{rank}") for rank in ranks]
+    sockets = [shard_socket(prefix, rank) for rank in ranks]
     for each in sockets:
         _make_way(each)
     try:
