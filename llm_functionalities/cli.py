@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import signal
 import sys
 
 from llm_functionalities.errors import StartupError
@@ -10,11 +9,11 @@ from llm_functionalities.server import Server
 from llm_functionalities.settings import Settings
 from shared.logging import configure_logging
 from shared.settings import fail, read_settings
+from shared.stop_signals import ignore_stop_signals, on_stop_signal
 from shared.tracing import configure_tracing, stop_tracing
 
 PROGRAM = "llm-functionalities"
 STARTUP_FAILURE = 1
-_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 logger = logging.getLogger(__name__)
 
@@ -34,16 +33,12 @@ def main() -> None:
 
 async def _serve(settings: Settings) -> None:
     asked_to_stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for signum in _STOP_SIGNALS:
-        loop.add_signal_handler(signum, asked_to_stop.set)
+    on_stop_signal(asked_to_stop.set)
     server = Server(settings)
     port = await server.start()
     logger.info("listening on %s:%d", settings.listen_address, port)
     await asked_to_stop.wait()
     logger.info("stopping")
     await server.stop()
-    for signum in _STOP_SIGNALS:  # whoever asks again now would only turn a good end into a bad one
-        loop.remove_signal_handler(signum)
-        signal.signal(signum, signal.SIG_IGN)
+    ignore_stop_signals()
     logger.info("stopped")

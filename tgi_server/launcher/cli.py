@@ -2,14 +2,14 @@
 
 import asyncio
 import logging
-import signal
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import TypeVar
 
 from shared.logging import configure_logging
 from shared.settings import fail, read_settings
+from shared.stop_signals import ignore_stop_signals, on_stop_signal
 from tgi_server.launcher import commands
 from tgi_server.launcher.devices import shard_count
 from tgi_server.launcher.environment import describe_environment
@@ -54,7 +54,7 @@ def main() -> None:
 async def _launch(settings: LauncherSettings) -> None:
     """Returns once the server was asked to stop and has stopped. Raises LauncherError."""
     stop = asyncio.Event()
-    _on_stop_signals(stop.set)
+    on_stop_signal(stop.set)
     shards = shard_count(settings)
     _check_addresses(settings)
     folder = await _unless_stopped(find_model(settings), stop)
@@ -76,8 +76,9 @@ async def _launch(settings: LauncherSettings) -> None:
             settings.graceful_termination_timeout,
             peers,
         )
-        _on_stop_signals(supervisor.stop)
+        on_stop_signal(supervisor.stop)
         await supervisor.run()
+    ignore_stop_signals()
 
 
 def _check_addresses(settings: LauncherSettings) -> None:
@@ -87,11 +88,6 @@ def _check_addresses(settings: LauncherSettings) -> None:
         check_port(settings.hostname, settings.prometheus_port, "--prometheus-port")
     if settings.node_address is not None:
         check_address(settings.node_address, "--node-address")
-
-
-def _on_stop_signals(action: Callable[[], None]) -> None:
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, action)
 
 
 async def _unless_stopped(work: Coroutine[None, None, T], stop: asyncio.Event) -> T | None:

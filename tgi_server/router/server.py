@@ -3,9 +3,8 @@
 import asyncio
 import logging
 import math
-import signal
 import socket
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 
 import uvicorn
@@ -15,6 +14,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from shared.stop_signals import ignore_stop_signals, on_stop_signal
 from tgi_server.router.app import create_app
 from tgi_server.router.assembly import assembled
 from tgi_server.router.connection import ClientConnection, bound_silence
@@ -35,7 +35,7 @@ async def run(settings: RouterSettings) -> None:
     """
     task = asyncio.current_task()
     assert task is not None
-    _on_signals(task.cancel)
+    on_stop_signal(task.cancel)
     listener = _listen(settings.hostname, settings.port, "--port")
     metrics_listener = None
     if settings.prometheus_port:
@@ -46,9 +46,10 @@ async def run(settings: RouterSettings) -> None:
         servers = {HttpServer(app, settings.graceful_termination_timeout, patience): listener}
         if metrics_listener is not None:
             servers[HttpServer(_metrics_app(service.metrics), _METRICS_GRACE_SECONDS, patience)] = metrics_listener
-        _on_signals(lambda: _drain(servers))
+        on_stop_signal(lambda: _drain(servers))
         logger.info("ready on http://%s:%d", settings.hostname, listener.getsockname()[1])
         await asyncio.gather(*(server.serve([each]) for server, each in servers.items()))
+    ignore_stop_signals()
     logger.info("stopped")
 
 
@@ -85,11 +86,6 @@ class HttpServer(uvicorn.Server):
     def capture_signals(self) -> Generator[None, None, None]:
         """Signals are for all servers of the process together."""
         yield
-
-
-def _on_signals(act: Callable[[], object]) -> None:
-    for each in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(each, act)
 
 
 def _drain(servers: Iterable[uvicorn.Server]) -> None:

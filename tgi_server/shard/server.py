@@ -4,7 +4,6 @@ import asyncio
 import gc
 import logging
 import os
-import signal
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import uvloop
 from opentelemetry import trace
 
 from shared.settings import fail
+from shared.stop_signals import ignore_stop_signals, on_stop_signal
 from shared.stubs.generate_pb2_grpc import (
     add_GrammarServiceServicer_to_server,
     add_TextGenerationServiceServicer_to_server,
@@ -109,10 +109,8 @@ def _listen(server: grpc.aio.Server | grpc.Server, socket: Path, settings: Shard
 
 
 async def _serve(settings: ShardSettings, engine: Engine, group: ShardGroup | None) -> None:
-    loop = asyncio.get_running_loop()
     stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
+    on_stop_signal(stop.set)
     socket = shard_socket(settings.uds_path, settings.rank)
     server = grpc.aio.server(options=UNBOUNDED_MESSAGES)
     grammar_threads = ThreadPoolExecutor(_GRAMMAR_CALLS, thread_name_prefix="grammar-calls")
@@ -143,6 +141,7 @@ async def _serve(settings: ShardSettings, engine: Engine, group: ShardGroup | No
         for each in (socket, grammar_socket(socket)):
             each.unlink(missing_ok=True)
         stop_tracing()
+    ignore_stop_signals()
     logger.info("shard %d has stopped", settings.rank)
 
 

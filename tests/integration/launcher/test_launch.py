@@ -51,6 +51,18 @@ def test_ctrl_c_stops_it(server: ServerFactory, llama_folder: Path) -> None:
     assert running.wait() == 0
 
 
+@pytest.mark.slow
+def test_who_asks_it_to_stop_again_and_again_does_not_make_it_fail(server: ServerFactory, llama_folder: Path) -> None:
+    running = server(f"--model-id={llama_folder}").wait_until_ready()
+    children = psutil.Process(running.process.pid).children(recursive=True)
+    while running.process.poll() is None:
+        running.terminate()
+        time.sleep(0.001)
+    assert running.wait() == 0
+    assert not alive(children)
+    assert "Traceback" not in running.lines()
+
+
 def test_a_killed_shard_fails_health_and_ends_the_launcher(server: ServerFactory, llama_folder: Path) -> None:
     running = server(f"--model-id={llama_folder}", "--dtype=float32").wait_until_ready()
     children = psutil.Process(running.process.pid).children(recursive=True)

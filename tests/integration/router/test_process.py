@@ -113,6 +113,16 @@ def test_the_time_to_finish_is_bounded(start: Start, flags: tuple[str, list[str]
     assert "Traceback" not in process.log.read_text()
 
 
+def test_who_asks_it_to_stop_again_and_again_does_not_make_it_fail(start: Start, flags: tuple[str, list[str]]):
+    url, arguments = flags
+    process = start(*arguments).until_ready(url)
+    while process.popen.poll() is None:
+        process.popen.send_signal(signal.SIGTERM)
+        time.sleep(0.001)
+    assert process.wait() == 0
+    assert "Traceback" not in process.log.read_text()
+
+
 def test_what_a_running_router_shows(start: Start, flags: tuple[str, list[str]], free_port: FreePort):
     """Metrics on a port of their own, log lines as JSON; and it has not loaded torch."""
     url, arguments = flags
