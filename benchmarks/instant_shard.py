@@ -51,6 +51,7 @@ class InstantShard(TextGenerationServiceServicer, GrammarServiceServicer):
 
     end: the token that ends a text; None: texts end by their length only.
     step_seconds: how long each step takes. fail: every call that computes fails with this message, while it is set.
+    health: health checks get no answer while it is cleared.
     grammar_error: why no grammar can be used, when it is not empty.
     """
 
@@ -68,6 +69,8 @@ class InstantShard(TextGenerationServiceServicer, GrammarServiceServicer):
         self.tokens = tokens
         self.step_seconds = step_seconds
         self.fail: str | None = None
+        self.health = asyncio.Event()
+        self.health.set()
         self.grammar_error = ""
         self.received: deque[pb.Request] = deque(maxlen=1_000)
         self._url = url
@@ -94,6 +97,7 @@ class InstantShard(TextGenerationServiceServicer, GrammarServiceServicer):
         return pb.ServiceDiscoveryResponse(urls=[self._url], grammar_urls=[self._url])
 
     async def Health(self, request: pb.HealthRequest, context: Any) -> pb.HealthResponse:
+        await self.health.wait()
         await self._perhaps_fail(context)
         return pb.HealthResponse()
 

@@ -70,7 +70,7 @@ async def assembled(settings: RouterSettings) -> AsyncIterator[Service]:
                 capacity=Capacity(limits.max_concurrent_requests),
                 metrics=metrics,
                 tracer=RequestTracer(enabled=settings.otlp_endpoint is not None),
-                check_health=_HealthCheck(scheduler, shards, metrics),
+                check_health=_HealthCheck(scheduler, shards),
                 payload_limit=settings.payload_limit,
                 validation_workers=settings.validation_workers,
             )
@@ -82,12 +82,14 @@ async def assembled(settings: RouterSettings) -> AsyncIterator[Service]:
 
 
 class _HealthCheck:
-    """Has the shards compute something; checks that come together share one answer."""
+    """Has the shards compute something; checks that come together share one answer.
 
-    def __init__(self, scheduler: Scheduler, shards: ShardedClient, metrics: Metrics) -> None:
+    Shards that compute a step hear the question late, so the step's answer is one to it, too.
+    """
+
+    def __init__(self, scheduler: Scheduler, shards: ShardedClient) -> None:
         self._scheduler = scheduler
         self._shards = shards
-        self._metrics = metrics
         self._running: asyncio.Task[None] | None = None
 
     async def __call__(self) -> None:
@@ -97,13 +99,15 @@ class _HealthCheck:
         await asyncio.shield(self._running)
 
     async def _check(self) -> None:
-        started = monotonic()
+        asked = asyncio.ensure_future(self._shards.health(HEALTH_SECONDS))
+        step = asyncio.ensure_future(self._scheduler.next_answer())
         try:
-            await self._shards.health(HEALTH_SECONDS)
-        except RouterError:
-            # A long step keeps the shards from answering; tokens that came meanwhile show that they are well.
-            if not self._scheduler.healthy or self._metrics.batches.answered_at < started:
-                raise
+            await asyncio.wait((asked, step), return_when=asyncio.FIRST_COMPLETED)
+            if asked.done() or not self._scheduler.healthy:
+                await asked
+        finally:
+            asked.cancel()
+            step.cancel()
 
 
 async def _connect(path: str) -> ShardedClient:

@@ -7,7 +7,6 @@ import re
 from dataclasses import dataclass
 from enum import Enum
 from itertools import accumulate, repeat
-from time import monotonic
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 
@@ -108,10 +107,7 @@ class _MethodMetrics:
 
 
 class BatchMetrics:
-    """The queue and the running batch, told by the scheduler.
-
-    answered_at: when the shards last answered a step (`monotonic` seconds).
-    """
+    """The queue and the running batch, told by the scheduler."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._queue_size = Gauge("tgi_queue_size", "Requests that wait for a place in a batch.", registry=registry)
@@ -158,7 +154,6 @@ class BatchMetrics:
         self.filter_duration = _seconds(
             registry, "tgi_batch_filter_duration", "Taking finished requests out of the batch.", "method"
         )
-        self.answered_at = float("-inf")
         self._methods = {method: _MethodMetrics(self, method) for method in Method}
 
     def queue_size(self, requests: int) -> None:
@@ -195,7 +190,6 @@ class BatchMetrics:
 
     def answered(self, method: Method, inference: float, forward: float, decode: float) -> None:
         """A call came back after `inference` seconds; `forward` and `decode` are the shard's own timings."""
-        self.answered_at = monotonic()
         series = self._methods[method]
         series.success.inc()
         series.inference.observe(inference)

@@ -78,6 +78,7 @@ class Scheduler:
         self._in_flight: deque[_Sent] = deque()
         self._steps_in_flight = 0
         self._work = asyncio.Event()
+        self._answered = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._unhealthy: RouterError | None = None
 
@@ -85,6 +86,11 @@ class Scheduler:
     def healthy(self) -> bool:
         """Whether the shards were well when they were last heard of."""
         return self._unhealthy is None
+
+    async def next_answer(self) -> None:
+        """Returns when the shards have answered a step."""
+        self._answered.clear()
+        await self._answered.wait()
 
     def submit(self, request: ValidRequest) -> None:
         """Queues the request; fails it at once when the shards are not there, or could never hold it."""
@@ -191,6 +197,7 @@ class Scheduler:
             self._metrics.batches.filtered(sent.method, seconds)
             return
         self._steps_in_flight -= 1
+        self._answered.set()
         timings = answer.timings
         self._metrics.batches.answered(sent.method, seconds, timings.forward_ns / 1e9, timings.sampling_ns / 1e9)
         self._delivery.deliver(answer)

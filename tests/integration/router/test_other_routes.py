@@ -1,10 +1,12 @@
 """Tokenizing, SageMaker, Vertex, health, info, metrics, models, the API's description, and who may call."""
 
+import asyncio
 from typing import Any
 
 import pytest
 
 from tests.integration.router.conftest import Router, RouterFactory, events
+from tgi_server.router import assembly
 
 TEXT = "Rinse the rice. Then boil it."
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -71,6 +73,27 @@ async def test_health(router: Router):
         response = await router.http.get(path)
         assert response.status_code == 503
         assert response.json()["error_type"] == "healthcheck"
+
+
+async def test_steps_that_are_answered_show_health_before_the_shards_find_time_for_the_question(routers: RouterFactory):
+    router = await routers(shard={"step_seconds": 0.02})
+    router.say("Rinse the rice.", end=False)
+    router.shard.health.clear()
+    generating = asyncio.create_task(router.post("/generate", inputs="Hello", parameters={"max_new_tokens": 100}))
+    response = await asyncio.wait_for(router.http.get("/health"), 1)
+    assert response.status_code == 200
+    assert not generating.done()
+    assert (await generating).status_code == 200
+
+
+async def test_shards_that_answer_nothing_are_not_well(router: Router, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(assembly, "HEALTH_SECONDS", 0.5)
+    router.shard.health.clear()
+    response = await router.http.get("/health")
+    assert response.status_code == 503
+    assert "did not answer in time" in response.json()["error"]
+    router.shard.health.set()
+    assert (await router.http.get("/health")).status_code == 200
 
 
 async def test_info(routers: RouterFactory):
