@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.models import make_llama
 from tests.servers import TextGenerationServer
+from tests.tiny_models import make_llama
 from tgi_server import demo_model
 
 FreePort = Callable[[], int]

@@ -1,17 +1,29 @@
-"""Tiny random models of every architecture that the engine names, in the folders that `transformers` saves.
+"""Tiny random models in the folders that `transformers` saves: of every architecture that the engine names, for the
+engine, and one with a tokenizer, for servers.
 
     folder = make("llama", tmp_path / "llama", num_hidden_layers=3)
+    served = make_llama(tmp_path / "served")
 
-Matrices are scaled up, so that the most likely token is clear and depends on every part of the model.
+Matrices of the former are scaled up, so that the most likely token is clear and depends on every part of the model.
 """
 
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+)
 
 VOCAB_SIZE = 199
+TOKENIZER_VOCAB_SIZE = 320
+"""Of the model that has a tokenizer."""
 WINDOW = 8
 """Tokens that sliding-window layers see: few, so that every test looks past them."""
 SCALE = 6.0
@@ -163,3 +175,43 @@ def build(architecture: str, **overrides: Any) -> PreTrainedModel:
                 else:
                     parameter.add_(torch.randn_like(parameter), alpha=NOISE)
     return model.eval()
+
+
+def make_llama(folder: Path, **overrides: Any) -> Path:
+    """Saves a Llama of 0.1 million parameters, the same at every call. overrides: settings of its config.json."""
+    settings: dict[str, Any] = {
+        "vocab_size": TOKENIZER_VOCAB_SIZE,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 2048,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(LlamaConfig(**settings | overrides))
+    model.save_pretrained(folder)
+    make_tokenizer().save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def make_tokenizer() -> Tokenizer:
+    """Byte-level, so that it takes any text; puts a BOS token in front."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.train_from_iterator(
+        ["the quick brown fox jumps over the lazy dog, and then it rests in the shade of an old oak"],
+        trainers.BpeTrainer(
+            vocab_size=TOKENIZER_VOCAB_SIZE,
+            special_tokens=["<pad>", "<s>", "</s>"],
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        ),
+    )
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    return tokenizer

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from tests.gpu.marks import NEEDS_GPU
-from tests.models import make_llama
+from tests.tiny_models import make_llama
 from tgi_server import demo_model
 
 for _module in (

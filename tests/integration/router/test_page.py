@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import httpx
 import pytest
 
-from tests.models import make_llama
+from tests.tiny_models import make_llama
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 

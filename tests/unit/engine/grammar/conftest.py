@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.models import make_llama
+from tests.tiny_models import make_llama
 from tgi_server.engine import Engine, EngineConfig
 
 

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.models import VOCAB_SIZE, make_tokenizer
-from tests.tiny_models import make
+from tests.tiny_models import TOKENIZER_VOCAB_SIZE, make, make_tokenizer
 from tests.unit.engine.grammar.conftest import load
 from tests.unit.engine.grammar.driver import Driver
 from tgi_server.engine.parameters import Grammar, GrammarType
@@ -25,7 +24,7 @@ SCHEMA = {
 
 @pytest.mark.parametrize("architecture", ["mistral", "bloom", "gpt2", "mamba", "t5", "bart"])
 def test_structured_generation(architecture: str, tmp_path: Path) -> None:
-    folder = make(architecture, tmp_path, vocab_size=VOCAB_SIZE)
+    folder = make(architecture, tmp_path, vocab_size=TOKENIZER_VOCAB_SIZE)
     make_tokenizer().save(str(folder / "tokenizer.json"))
     driver = Driver(load(folder))
     grammar = Grammar(GrammarType.JSON_SCHEMA, json.dumps(SCHEMA))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from tests.models import VOCAB_SIZE, make_llama
+from tests.tiny_models import TOKENIZER_VOCAB_SIZE, make_llama
 from tests.unit.engine.grammar.conftest import load
 from tests.unit.engine.grammar.driver import Driver
 from tgi_server.engine import Engine
@@ -38,7 +38,9 @@ def sentence_piece() -> Tokenizer:
     return trained(
         tokenizer,
         trainers.BpeTrainer(
-            vocab_size=VOCAB_SIZE, special_tokens=[*SPECIAL, *(f"<0x{i:02X}>" for i in range(256))], show_progress=False
+            vocab_size=TOKENIZER_VOCAB_SIZE,
+            special_tokens=[*SPECIAL, *(f"<0x{i:02X}>" for i in range(256))],
+            show_progress=False,
         ),
     )
 
@@ -50,7 +52,9 @@ def unigram() -> Tokenizer:
     tokenizer.decoder = decoders.Metaspace()
     return trained(
         tokenizer,
-        trainers.UnigramTrainer(vocab_size=VOCAB_SIZE, special_tokens=SPECIAL, unk_token="<unk>", show_progress=False),
+        trainers.UnigramTrainer(
+            vocab_size=TOKENIZER_VOCAB_SIZE, special_tokens=SPECIAL, unk_token="<unk>", show_progress=False
+        ),
     )
 
 
@@ -60,7 +64,8 @@ def word_piece() -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = decoders.WordPiece()
     return trained(
-        tokenizer, trainers.WordPieceTrainer(vocab_size=VOCAB_SIZE, special_tokens=SPECIAL, show_progress=False)
+        tokenizer,
+        trainers.WordPieceTrainer(vocab_size=TOKENIZER_VOCAB_SIZE, special_tokens=SPECIAL, show_progress=False),
     )
 
 
@@ -73,7 +78,7 @@ def trained(tokenizer: Tokenizer, trainer: trainers.Trainer) -> Tokenizer:
 
 
 def engine_of(tokenizer: Tokenizer, folder: Path) -> Engine:
-    make_llama(folder, vocab_size=VOCAB_SIZE + 8)  # models often have more ids than their tokenizers
+    make_llama(folder, vocab_size=TOKENIZER_VOCAB_SIZE + 8)  # models often have more ids than their tokenizers
     tokenizer.save(str(folder / "tokenizer.json"))
     return load(folder)
 
@@ -129,13 +134,13 @@ def test_characters_of_several_tokens(random_engine: Engine, tmp_path: Path) -> 
 
 
 def test_several_ends_of_sequence() -> None:
-    tokenizer = GrammarTokenizer(sentence_piece().to_str(), VOCAB_SIZE, [2, 1])
+    tokenizer = GrammarTokenizer(sentence_piece().to_str(), TOKENIZER_VOCAB_SIZE, [2, 1])
     assert tokenizer.eos == (2, 1)
     assert set(tokenizer.lookup.eos_tokens) == {1, 2}
 
 
 def test_markers_are_no_tokens_of_the_model() -> None:
-    tokenizer = GrammarTokenizer(sentence_piece().to_str(), VOCAB_SIZE + 8, [2])
-    assert tokenizer.markers.start >= VOCAB_SIZE + 8
+    tokenizer = GrammarTokenizer(sentence_piece().to_str(), TOKENIZER_VOCAB_SIZE + 8, [2])
+    assert tokenizer.markers.start >= TOKENIZER_VOCAB_SIZE + 8
     assert tokenizer.encode("the quick fox")
     assert not set(tokenizer.encode("\ue0a0hint 1\ue0a1")) & set(tokenizer.markers)
