@@ -12,7 +12,7 @@ import sys
 import tarfile
 import threading
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -285,9 +285,9 @@ def test_archives_are_unpacked(model: Model, name: str) -> None:
     assert model.fetch() is False
 
 
-@pytest.mark.parametrize(("name", "content"), [("w.bin.gz", gzip.compress(b"w")), ("w.bin.bz2", bz2.compress(b"w"))])
-def test_packed_files_are_unpacked(model: Model, name: str, content: bytes) -> None:
-    model.web.files["packed"] = content
+@pytest.mark.parametrize(("name", "compress"), [("w.bin.gz", gzip.compress), ("w.bin.bz2", bz2.compress)])
+def test_packed_files_are_unpacked(model: Model, name: str, compress: Callable[[bytes], bytes]) -> None:
+    model.web.files["packed"] = compress(b"w")
     model.urls = [[model.web.url("packed"), name]]
     model.fetch()
     assert model.content() == {"w.bin": b"w"}
