@@ -17,6 +17,10 @@ from tgi_server import demo_model
 FreePort = Callable[[], int]
 ServerFactory = Callable[..., TextGenerationServer]
 
+# Processes are started from this one while gRPC's threads run in it, and gRPC's handling of forks, meant for children
+# that go on to use it, may leave such a child hanging or break it. Read when gRPC is first used.
+os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--runslow", action="store_true", help="run the tests that take long, too")
