@@ -34,7 +34,7 @@ demo: $(READY)  ## Starts both services, makes real calls, prints the answers, s
 serve: $(READY)  ## Runs both services in the foreground: HTTP on 8080, gRPC on 8000.
 	@$(BIN)/python -m tools.serve
 
-test: $(READY)  ## Runs the test suite, two files at a time. More: make test ARGS="--runslow -n 0"
+test: $(READY)  ## Runs the test suite, two files at a time. More: make test ARGS=--runslow
 	@$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 check: $(READY)  ## Lint, formatting, types, import rules, stubs.
