@@ -243,9 +243,9 @@ class Engine:
         first = 0 if decoding else len(batch.rows)
         expected = [*batch.rows[first:], *(chunk.sequence for chunk in chunks if chunk.completes)]
         masked = [place for place, sequence in enumerate(expected) if sequence.constraint is not None]
-        mask = self._start_mask([expected[place] for place in masked]) if masked else None
+        mask = self._start_mask(expected, masked) if masked else None
         if decoding or chunks:
-            logits = self._forward(decoding, chunks, mask is None and self._only_likeliest(decoding, chunks))
+            logits = self._forward(decoding, chunks, mask)
         forwarded = time.perf_counter_ns()
         picked = self._finish_chunks(batch, decoding, chunks, logits) if chunks else list(range(decoding))
         sequences = batch.rows[first:]
@@ -253,34 +253,34 @@ class Engine:
         if sequences:
             if len(picked) != len(logits):
                 logits = logits.index_select(0, to_device(picked, torch.int64, self._device))
-            token_mask = TokenMask(mask.wait(), masked) if mask is not None else None
-            pending = self._sample(logits, first, len(sequences), token_mask)
+            pending = self._sample(logits, first, len(sequences), mask.wait() if mask else None)
         self._last = Step(batch, sequences, pending, self._eos, forwarded - started, started)
         return self._last
 
     def _only_likeliest(self, decoding: int, chunks: list[PromptChunk]) -> bool:
-        """Whether a step that masks nothing needs no logits but the largest of each row."""
+        """Whether a step needs no logits but the largest of each row, of those that its mask allows."""
         greedy = all(is_plain(chunk.sequence.sampling, chunk.sequence.report) for chunk in chunks)
         return greedy and not any(chunk.all_logits for chunk in chunks) and not (decoding and self._sampler.processes)
 
-    def _forward(self, decoding: int, chunks: list[PromptChunk], likeliest_only: bool) -> Tensor:
+    def _forward(self, decoding: int, chunks: list[PromptChunk], mask: PendingMask | None) -> Tensor:
+        likeliest_only = self._only_likeliest(decoding, chunks)
         if self._group is None:
-            return self._runner.forward(decoding, chunks, likeliest_only)
+            return self._runner.forward(decoding, chunks, likeliest_only, mask)
         self._group.check()
         try:
-            return self._runner.forward(decoding, chunks, likeliest_only)
+            return self._runner.forward(decoding, chunks, likeliest_only, mask)
         except EngineError:
             raise
         except BaseException as error:
             self._group.abandon(f"{type(error).__name__} in shard {self._group.rank}")
             raise
 
-    def _start_mask(self, sequences: SequenceOf[Sequence]) -> PendingMask:
-        """Computed while the model runs, where there are cores for it."""
+    def _start_mask(self, expected: SequenceOf[Sequence], masked: SequenceOf[int]) -> PendingMask:
+        """For the places `masked`. Computed while the model runs, where there are cores for it."""
         assert self.grammars is not None
         self._masks = self._masks or MaskBuilder(self._device)
-        constraints = [sequence.constraint for sequence in sequences if sequence.constraint is not None]
-        return self._masks.start(constraints, self.grammars.tokenizer.lookup.vocab_size)
+        constraints = [constraint for place in masked if (constraint := expected[place].constraint) is not None]
+        return self._masks.start(constraints, masked, self.grammars.tokenizer.lookup.vocab_size)
 
     def _finish_chunks(self, batch: Batch, decoding: int, chunks: list[PromptChunk], logits: Tensor) -> list[int]:
         """Sequences whose prompt is complete take their rows. Returns the indices of the logits to sample from."""

@@ -8,7 +8,9 @@ from torch.nn.functional import layer_norm, linear, silu
 from tgi_server.engine.cpu.head import ScreenedHead
 from tgi_server.engine.cpu.int8 import Int8Linear
 from tgi_server.engine.cpu.linear import Bf16Linear, PackedLinear
+from tgi_server.engine.grammar import PendingMask
 from tgi_server.engine.kernels import load_kernels
+from tgi_server.engine.sampling.token_mask import TokenMask
 
 DTYPES = [torch.float32, torch.bfloat16]
 ROWS = [1, 2, 7, 8, 9, 40, 100]
@@ -97,7 +99,12 @@ _INPUTS = {
 }
 
 
-@pytest.mark.skipif(not ScreenedHead.pays(torch.zeros(1 << 14, 1 << 10).bfloat16()), reason="needs AVX-512 BF16, VNNI")
+SCREENING = pytest.mark.skipif(
+    not ScreenedHead.pays(torch.zeros(1 << 14, 1 << 10).bfloat16()), reason="needs AVX-512 BF16, VNNI"
+)
+
+
+@SCREENING
 @pytest.mark.parametrize("inputs", _INPUTS)
 @pytest.mark.parametrize("weights", ["random", "alike", "outliers", "with no numbers"])
 def test_a_screened_head_finds_the_largest_output_as_if_it_had_computed_all(weights, inputs) -> None:
@@ -118,6 +125,29 @@ def test_a_screened_head_finds_the_largest_output_as_if_it_had_computed_all(weig
         torch.testing.assert_close(actual[~left_out], wanted[~left_out], rtol=0, atol=0, equal_nan=True)
         if (weights, inputs) == ("random", "random"):
             assert bool(left_out.any()) == (rows <= 8)
+
+
+@SCREENING
+@pytest.mark.parametrize("inputs", ["random", "outliers", "infinite", "no numbers"])
+@pytest.mark.parametrize("words", [1, 150, 219])
+def test_a_screened_head_finds_the_largest_of_what_masks_allow(words, inputs) -> None:
+    head = ScreenedHead(torch.randn(7001, 96).bfloat16())
+    everywhere, nowhere = torch.full((2, words), -1, dtype=torch.int32), torch.zeros(2, words, dtype=torch.int32)
+    one = nowhere[:1].clone()
+    one[0, words // 2] = 1 << 30
+    rare = torch.randint(-(2**31), 2**31, (6, 2, words)).to(torch.int32).unbind()
+    bits = torch.cat([one, rare[0] & rare[1] & rare[2] & rare[3] & rare[4] & rare[5], everywhere[:1], nowhere[:1]])
+    for rows in (1, 5, 8, 9):
+        positions = torch.randperm(max(rows, 5))[:5].tolist()
+        chosen = [i for i, position in enumerate(positions) if position < rows]
+        mask = TokenMask(bits[chosen], [positions[i] for i in chosen])
+        x = _INPUTS[inputs](rows, 96).bfloat16()
+        head.likeliest_only = False
+        wanted = head(x)
+        head.likeliest_only, head.mask = True, PendingMask(mask.bits, mask.positions, None, x.device)
+        actual = head(x)
+        largest = [torch.ops.oatmill.argmax(each, mask.bits, mask.positions) for each in (actual, wanted)]
+        torch.testing.assert_close(*largest)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -156,7 +186,7 @@ def test_argmax_among_what_masks_allow(dtype, size) -> None:
     scores = torch.randint(-50, 50, (5, size)).to(dtype)
     words = -(-size // 32) - 1
     allowed = torch.rand(3, 32 * words) < 0.1
-    allowed[2] = False
+    allowed[:2, 3], allowed[2] = True, False
     bits = (allowed.view(3, words, 32).long() << torch.arange(32)).sum(-1)
     masks = torch.where(bits >= 2**31, bits - 2**32, bits).to(torch.int32)
     chosen = torch.ops.oatmill.argmax(scores, masks, [4, 1, 2])

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tgi_server.engine.grammar.constraint import Constraint
+from tgi_server.engine.sampling.token_mask import TokenMask
 
 Words = NDArray[np.int32]  # [masks, words]
 
@@ -22,17 +23,18 @@ _MAX_THREADS = 8
 class PendingMask:
     """Masks that are computed, perhaps by a thread."""
 
-    def __init__(self, bits: Tensor, work: Future[None] | None, device: torch.device) -> None:
-        """work: what has to end first; None: nothing."""
+    def __init__(self, bits: Tensor, positions: Sequence[int], work: Future[None] | None, device: torch.device) -> None:
+        """bits, positions: as in TokenMask. work: what has to end first; None: nothing."""
         self._bits = bits
+        self._positions = positions
         self._work = work
         self._device = device
 
-    def wait(self) -> Tensor:
-        """int32 `[constraints, words]` on the device."""
+    def wait(self) -> TokenMask:
+        """The masks on the device."""
         if self._work is not None:
             self._work.result()
-        return self._bits.to(self._device, non_blocking=True)
+        return TokenMask(self._bits.to(self._device, non_blocking=True), self._positions)
 
 
 class MaskBuilder:
@@ -48,14 +50,14 @@ class MaskBuilder:
         self._executor = LLExecutor(num_threads=min(_MAX_THREADS, spare if spare > 0 else _cores()))
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar-masks") if spare > 0 else None
 
-    def start(self, constraints: Sequence[Constraint], vocab_size: int) -> PendingMask:
-        """One mask for each; bit i % 32 of word i // 32 says whether token i may follow. vocab_size: of the masks."""
+    def start(self, constraints: Sequence[Constraint], positions: Sequence[int], vocab_size: int) -> PendingMask:
+        """One mask for each, which is for the row of logits at its position. vocab_size: of the masks."""
         words = -(-vocab_size // _BITS)
         bits = torch.empty(len(constraints), words, dtype=torch.int32, pin_memory=self._device.type == "cuda")
         if self._thread is not None:
-            return PendingMask(bits, self._thread.submit(self._fill, constraints, bits), self._device)
+            return PendingMask(bits, positions, self._thread.submit(self._fill, constraints, bits), self._device)
         self._fill(constraints, bits)
-        return PendingMask(bits, None, self._device)
+        return PendingMask(bits, positions, None, self._device)
 
     @torch.inference_mode()
     def _fill(self, constraints: Sequence[Constraint], bits: Tensor) -> None:

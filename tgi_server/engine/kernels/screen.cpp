@@ -6,7 +6,8 @@
 //     |x w - x' w'|  <=  |x| |w - w'| + |x - x'| |w'|
 //
 // where x' and w' are what x and w are rounded to. So it shows in which tiles of outputs the largest can be, and only
-// these are computed with the weights themselves, by the instructions that would compute all of them.
+// these are computed with the weights themselves, by the instructions that would compute all of them. A row may have a
+// mask; then it is the largest of those that the mask allows.
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/full.h>
@@ -15,12 +16,13 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <limits>
+#include <optional>
 #include <vector>
 
 #include "bf16.h"
 #include "int8.h"
 #include "linear.h"
+#include "token_masks.h"
 
 namespace oatmill {
 
@@ -30,7 +32,6 @@ using T = c10::BFloat16;
 
 // With more rows, 8-bit products take as long as those that they save.
 constexpr int64_t MAX_ROWS = 8;
-constexpr float LOWEST = -std::numeric_limits<float>::infinity();
 constexpr float SUM_ERROR = 1.2e-7f;   // of adding a product to a sum in float, relative to both
 constexpr float TINY = 1e-15f;         // squares of such numbers may be lost
 constexpr float OUTPUT_ERROR = 0.01f;  // apart by less, relative to themselves, two sums may be one bfloat16
@@ -103,21 +104,23 @@ inline Lanes converted(const int32_t* sums, const int32_t* corrections) {
   return __builtin_convertvector(sum - correction, Lanes);
 }
 
-// high, low: [COLUMNS], the sums of a row's two parts; first: of the tile's outputs. What is not a number is unbounded.
+// high, low: [COLUMNS], the sums of a row's two parts; first: of the tile's outputs, of which those before `end` are
+// looked at where the filter allows them. What is not a number is unbounded.
+template <typename Filter>
 Bounds bounds_of_tile(const Screen& screen, const SplitRow& row, const int32_t* high, const int32_t* low,
-                      int64_t first, int64_t outputs) {
+                      int64_t first, int64_t end, const Filter& filter) {
   constexpr Ints PLACES = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   const float rounding = static_cast<float>(screen.depth * WORD) * SUM_ERROR * row.length;
   Lanes lowers = Lanes{} + LOWEST, uppers = lowers;
-  for (int64_t n = first; n < first + COLUMNS; n += LANES) {
-    const Ints exists = PLACES + static_cast<int32_t>(n) < Ints{} + static_cast<int32_t>(outputs);
+  for (int64_t n = first; n < std::min(first + COLUMNS, end); n += LANES) {
+    const Ints exists = PLACES + static_cast<int32_t>(n) < Ints{} + static_cast<int32_t>(end);
     const Lanes sums = converted(high + n - first, screen.corrections + n) * row.high_scale +
                        converted(low + n - first, screen.corrections + n) * row.low_scale;
     const Lanes logits = sums * load(screen.scales + n), lost = load(screen.lost + n), kept = load(screen.kept + n);
     const Lanes bound = lost * row.length + kept * row.lost + (lost + kept) * rounding;
     const Lanes upper = logits + bound;
-    lowers = larger(exists ? logits - bound : Lanes{} + LOWEST, lowers);
-    uppers = larger(exists ? (upper == upper ? upper : Lanes{} - LOWEST) : Lanes{} + LOWEST, uppers);
+    lowers = larger(filter.filtered(exists ? logits - bound : Lanes{} + LOWEST, n), lowers);
+    uppers = larger(filter.filtered(exists ? (upper == upper ? upper : Lanes{} - LOWEST) : Lanes{} + LOWEST, n), uppers);
   }
   return {largest(lowers), largest(uppers)};
 }
@@ -127,12 +130,13 @@ Bounds bounds_of_tile(const Screen& screen, const SplitRow& row, const int32_t* 
 }  // namespace
 
 // input: [..., inputs] bfloat16, at most MAX_ROWS rows; packed: of bf16_pack; screened: of int8_pack, of the weights
-// divided by scales; scales, lost, kept: float32, corrections: int32, [outputs, padded to a tile], as in Screen.
-// Returns [..., outputs] bfloat16: the largest of each row, and some others, are what bf16_linear gives; the rest are
-// minus infinity.
+// divided by scales; scales, lost, kept: float32, corrections: int32, [outputs, padded to a tile], as in Screen; masks,
+// masked_rows: as in argmax. Returns [..., outputs] bfloat16: the largest of each row, of those that its mask allows, and
+// some others, are what bf16_linear gives; the rest are minus infinity.
 at::Tensor screened_linear(const at::Tensor& input, const at::Tensor& packed, int64_t outputs,
                            const at::Tensor& screened, const at::Tensor& scales, const at::Tensor& corrections,
-                           const at::Tensor& lost, const at::Tensor& kept) {
+                           const at::Tensor& lost, const at::Tensor& kept, const std::optional<at::Tensor>& masks,
+                           at::IntArrayRef masked_rows) {
   TORCH_CHECK(screened_rows(), "screening needs a CPU with AVX-512 BF16 and VNNI");
   const at::Tensor x = input.contiguous();
   const int64_t size = x.size(-1), rows = x.numel() / size, depth = packed.size(1);
@@ -150,6 +154,8 @@ at::Tensor screened_linear(const at::Tensor& input, const at::Tensor& packed, in
   for (int64_t r = 0; r < rows; ++r)
     split[r] = split_row(x.const_data_ptr<T>() + r * size, size, &bytes[2 * r * size], &bytes[(2 * r + 1) * size]);
 
+  const auto mask_of = masks_by_row(rows, masks, masked_rows);
+  const int64_t allowed = masks ? std::min(outputs, masks->size(1) * BITS) : 0;  // no token behind these
   const int64_t tiles = parts(outputs, COLUMNS);
   std::vector<Bounds> bounds(tiles * rows);
   const Product rough{reinterpret_cast<const char*>(bytes.data()), screen.packed, 2 * rows, screen.depth, outputs};
@@ -157,9 +163,13 @@ at::Tensor screened_linear(const at::Tensor& input, const at::Tensor& packed, in
     alignas(64) int32_t sums[2 * MAX_ROWS * COLUMNS];
     const int64_t next_tile = std::min(tile + at::get_num_threads(), tiles - 1);
     multiply_rows<AddBytes>(rough, 0, 2 * rows, tile, next_tile, reinterpret_cast<char*>(sums));
-    for (int64_t r = 0; r < rows; ++r)
-      bounds[tile * rows + r] = bounds_of_tile(screen, split[r], sums + 2 * r * COLUMNS, sums + (2 * r + 1) * COLUMNS,
-                                               tile * COLUMNS, outputs);
+    for (int64_t r = 0; r < rows; ++r) {
+      const int32_t *high = sums + 2 * r * COLUMNS, *low = high + COLUMNS;
+      const int64_t first = tile * COLUMNS;
+      bounds[tile * rows + r] =
+          mask_of[r] ? bounds_of_tile(screen, split[r], high, low, first, allowed, Mask{mask_of[r]})
+                     : bounds_of_tile(screen, split[r], high, low, first, outputs, Everything{});
+    }
   });
 
   std::vector<float> needed(rows, LOWEST);
@@ -194,7 +204,7 @@ TORCH_LIBRARY_FRAGMENT(oatmill, library) {
   library.def("screened_rows() -> int", &oatmill::screened_rows);
   library.def(
       "screened_linear(Tensor input, Tensor packed, int outputs, Tensor screened, Tensor scales, Tensor corrections, "
-      "Tensor lost, Tensor kept) -> Tensor");
+      "Tensor lost, Tensor kept, Tensor? masks=None, int[] masked_rows=[]) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(oatmill, CPU, library) { library.impl("screened_linear", &oatmill::screened_linear); }

@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 from tgi_server.engine.attention.base import AttentionBackend, Step
 from tgi_server.engine.cpu import ScreenedHead
 from tgi_server.engine.errors import InvalidCall, NotEnoughMemory
+from tgi_server.engine.grammar import PendingMask
 from tgi_server.engine.memory import cache_bytes, forget_peak, taken_by
 from tgi_server.engine.models.block_tables import BlockTables
 from tgi_server.engine.models.chunk_places import place_chunks
@@ -105,10 +106,16 @@ class PagedRunner(Runner):
     def reserve(self, seconds: float) -> bool:
         return self._backend.reserve(min(self._num_blocks, self._highest_block + self._reserved) + 1, seconds)
 
-    def forward(self, decoding: int, chunks: list[PromptChunk], likeliest_only: bool = False) -> Tensor:
+    def forward(
+        self,
+        decoding: int,
+        chunks: list[PromptChunk],
+        likeliest_only: bool = False,
+        mask: PendingMask | None = None,
+    ) -> Tensor:
         self._block_tables.flush()
         if isinstance(self._head, ScreenedHead):
-            self._head.likeliest_only = likeliest_only
+            self._head.likeliest_only, self._head.mask = likeliest_only, mask
         logits = self._mixed(decoding, chunks) if chunks else self._decode(decoding)
         self._positions[:decoding] += 1
         self._passes += 1

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from tgi_server.engine.grammar import PendingMask
 from tgi_server.engine.sequence import Sequence
 
 
@@ -67,11 +68,18 @@ class Runner(ABC):
         return False
 
     @abstractmethod
-    def forward(self, decoding: int, chunks: list[PromptChunk], likeliest_only: bool = False) -> Tensor:
+    def forward(
+        self,
+        decoding: int,
+        chunks: list[PromptChunk],
+        likeliest_only: bool = False,
+        mask: PendingMask | None = None,
+    ) -> Tensor:
         """One pass: rows 0 .. decoding - 1 advance by a token, and the chunks are computed.
 
         Returns logits, [rows, vocab_size] in the model's dtype: those of the decoding rows, then each chunk's.
-        likeliest_only: no more than the largest of each row is wanted; the others may be minus infinity.
+        likeliest_only: no more than the largest of each row is wanted, of rows that `mask` has among those that it
+        allows; the others may be minus infinity.
         """
 
     @abstractmethod

@@ -31,8 +31,9 @@ def test_each_mask_allows_what_may_follow_in_its_own_text(builder) -> None:
         tokens = compiler.tokenizer.encode(begun)
         constraint = compiler.constraint(Grammar(GrammarType.REGEX, pattern), tokens, 50, ignore_eos=ignore_eos)
         constraints.append(constraint)
-    bits = builder.start(constraints, size).wait()
-    for row, first_letters in zip(bits.tolist(), expected, strict=True):
+    mask = builder.start(constraints, [3, 0, 1, 2], size).wait()
+    assert mask.positions == [3, 0, 1, 2]
+    for row, first_letters in zip(mask.bits.tolist(), expected, strict=True):
         allowed = [token for token in range(size) if row[token // 32] >> (token % 32) & 1]
         seen = {
             None if token in compiler.tokenizer.eos else compiler.tokenizer.lookup.decode_bytes([token]).decode()[:1]

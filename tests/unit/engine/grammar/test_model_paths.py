@@ -4,10 +4,12 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.tiny_models import TOKENIZER_VOCAB_SIZE, make, make_tokenizer
 from tests.unit.engine.grammar.conftest import load
 from tests.unit.engine.grammar.driver import Driver
+from tgi_server.engine import ReportParameters, SamplingParameters
 from tgi_server.engine.parameters import Grammar, GrammarType
 from tgi_server.engine.results import FinishReason
 
@@ -36,3 +38,32 @@ def test_structured_generation(architecture: str, tmp_path: Path) -> None:
         if output.reason is FinishReason.EOS_TOKEN:
             assert json.loads(driver.text(output))["name"] in SCHEMA["properties"]["name"]["enum"]
     assert any(driver.outputs[i].reason is FinishReason.EOS_TOKEN for i in (1, 3, 5))
+
+
+def test_greedy_tokens_are_the_same_whether_all_logits_are_computed_or_only_the_likeliest_found(tmp_path: Path) -> None:
+    """A vocabulary so large, though unused, that a CPU with the instructions does the latter, unless somebody asks for
+    log-probabilities.
+    """
+    folder = make("llama", tmp_path, vocab_size=70_000)
+    make_tokenizer().save(str(folder / "tokenizer.json"))
+    engine = load(folder, torch.bfloat16)
+    grammars = [
+        *(Grammar(GrammarType.JSON_SCHEMA, json.dumps(SCHEMA)), None),
+        *(Grammar(GrammarType.REGEX, "([a-z]+ )+[A-Z]{50}"), Grammar(GrammarType.REGEX, "[^é]+"), None),
+    ]
+    texts = []
+    for logprobs in (True, False):
+        driver = Driver(engine)
+        report = ReportParameters(logprobs=logprobs)
+        first, *others = [
+            driver.sequence(
+                [*PROMPT, 50 + i], grammar, 60, sampling=SamplingParameters(), report=report, ignore_eos=True
+            )
+            for i, grammar in enumerate(grammars)
+        ]
+        driver.join(first)
+        driver.step()
+        driver.run(*others)
+        texts.append([(output.tokens, output.error) for output in driver.outputs.values()])
+        assert len({tuple(tokens) for tokens, _ in texts[-1]}) == len(grammars)
+    assert texts[0] == texts[1]
