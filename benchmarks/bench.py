@@ -12,11 +12,12 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.timing import synchronise
 from tgi_server.engine.engine import Engine
 from tgi_server.engine.models.runner import Capacity
-from tgi_server.engine.parameters import StoppingParameters
+from tgi_server.engine.parameters import Grammar, GrammarType, StoppingParameters
 from tgi_server.engine.sequence import Sequence
 
 _BATCH_ID = 1
 _PROFILED_STEPS = 8
+_WORDS = Grammar(GrammarType.REGEX, "([a-z]+ )+[0-9]{500}")  # without an end in sight, and with many choices
 
 
 class Bench:
@@ -36,9 +37,12 @@ class Bench:
         """One step that computes all prompts of a batch; the median of some attempts, after one that is not counted."""
         return statistics.median([self._prefill(batch) for _ in range(attempts + 1)][1:])
 
-    def decode_seconds(self, batch: int) -> float:
-        """A step in which every sequence gets a token; the next one is started before the last one's are read."""
-        self._prefill(batch)
+    def decode_seconds(self, batch: int, grammars: int = 0) -> float:
+        """A step in which every sequence gets a token; the next one is started before the last one's are read.
+
+        grammars: sequences that have one.
+        """
+        self._prefill(batch, grammars)
         times = []
         running = self._engine.decode(_BATCH_ID)
         for _ in range(self._steps):
@@ -58,23 +62,24 @@ class Bench:
             for _ in range(_PROFILED_STEPS):
                 self._engine.decode(_BATCH_ID).collect()
 
-    def _prefill(self, batch: int) -> float:
+    def _prefill(self, batch: int, grammars: int = 0) -> float:
         self._engine.clear()
-        sequences = [self._sequence(index) for index in range(batch)]
+        sequences = [self._sequence(index, _WORDS if index < grammars else None) for index in range(batch)]
         chunks = [(sequence.request_id, self._context) for sequence in sequences]
         synchronise(self._device)
         started = time.perf_counter()
         self._engine.prefill(_BATCH_ID, sequences, chunks).collect()
         return time.perf_counter() - started
 
-    def _sequence(self, index: int) -> Sequence:
+    def _sequence(self, index: int, grammar: Grammar | None) -> Sequence:
         vocabulary = range(self._engine.info.vocab_size)
         prompt = Random(index).choices(vocabulary, k=self._context)
         blocks: list[int] = []
         if self._engine.info.paged:
             count = -(-self._tokens // self._capacity.block_size)
             blocks = list(range(1 + index * count, 1 + (index + 1) * count))
-        return Sequence(index, prompt, StoppingParameters(self._tokens, ignore_eos=True), blocks=blocks)
+        stopping = StoppingParameters(self._tokens, ignore_eos=True)
+        return Sequence(index, prompt, stopping, blocks=blocks, grammar=grammar)
 
 
 @contextmanager

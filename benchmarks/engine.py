@@ -3,6 +3,7 @@
     python -m benchmarks.engine runs/synthetic/opt-125m
     python -m benchmarks.engine runs/synthetic/llama-360m --batch 8 --context 512 --profile
     python -m benchmarks.engine runs/synthetic/opt-125m --num-shard 2
+    python -m benchmarks.engine runs/synthetic/opt-125m --batch 1 2 8 --grammars
 
 "linears" is the time of the model's linear layers with nothing around them, "floor" the longer of reading their
 weights from memory and computing their products, both at the speed that this run measures first.
@@ -27,6 +28,7 @@ from tgi_server.engine.config import DTYPES, EngineConfig
 from tgi_server.engine.engine import Engine
 from tgi_server.engine.errors import EngineError
 
+_GRAMMAR_ROUNDS = 15
 _COLUMNS = ("step", "batch", "tokens", "tokens/s", "engine, ms", "linears, ms", "floor, ms", "x linears", "x floor")
 
 
@@ -61,6 +63,31 @@ def measure(
     return measurements
 
 
+@dataclass(frozen=True, slots=True)
+class GrammarMeasurement:
+    """A decoding step of a batch of which nobody, one or everybody has a grammar: medians, in seconds."""
+
+    batch: int
+    nobody: float
+    one: float
+    everybody: float
+
+    def row(self) -> list[str]:
+        times = [self.nobody, self.one, self.everybody]
+        return [
+            str(self.batch),
+            *(number(seconds * 1e3) for seconds in times),
+            *(number(seconds / self.nobody) for seconds in times[1:]),
+        ]
+
+
+def measure_grammars(bench: Bench, batch: int) -> GrammarMeasurement:
+    """In turns, since the machine is not equally fast at all times."""
+    having = (0, 1, batch)
+    rounds = [[bench.decode_seconds(batch, grammars) for grammars in having] for _ in range(_GRAMMAR_ROUNDS)]
+    return GrammarMeasurement(batch, *(statistics.median(times) for times in zip(*rounds, strict=True)))
+
+
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path, help="a model folder")
@@ -71,6 +98,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--device", type=torch.device, help="default: cuda if there is one, else cpu")
     parser.add_argument("--threads", type=int, help="of torch; default: one for each core")
     parser.add_argument("--num-shard", type=int, default=1, help="measure the model split over so many processes, too")
+    parser.add_argument("--grammars", action="store_true", help="measure decoding with grammars instead")
     parser.add_argument("--profile", action="store_true", help="print what the time goes to, by torch.profiler")
     parser.add_argument("--output", type=Path, metavar="FILE", help="where to write the JSON as well")
     arguments = parser.parse_args()
@@ -90,6 +118,8 @@ def _run(arguments: argparse.Namespace) -> dict[str, object]:
     where = f"{engine.info.dtype} on {engine.info.device_type}, {torch.get_num_threads()} threads"
     print(f"{arguments.model}, prompts of {arguments.context} tokens, {where}; {machine.describe()}", flush=True)
     bench = Bench(engine, arguments.context, arguments.steps, max(arguments.batch))
+    if arguments.grammars:
+        return _grammars(bench, arguments)
     linears = BareLinears(shapes, device, dtype)
     measurements: list[Measurement] = []
     for batch in arguments.batch:
@@ -112,6 +142,13 @@ def _run(arguments: argparse.Namespace) -> dict[str, object]:
         "shards": arguments.num_shard,
         "sharded_steps": [asdict(measurement) for measurement in sharded],
     }
+
+
+def _grammars(bench: Bench, arguments: argparse.Namespace) -> dict[str, object]:
+    measurements = [measure_grammars(bench, batch) for batch in arguments.batch]
+    columns = ("batch", "no grammar, ms", "one, ms", "all, ms", "one / no", "all / no")
+    print(table(columns, [measurement.row() for measurement in measurements]))
+    return {"model": str(arguments.model), "grammars": [asdict(measurement) for measurement in measurements]}
 
 
 def _shards(arguments: argparse.Namespace, engine: Engine, alone: list[Measurement]) -> list[ShardedMeasurement]:

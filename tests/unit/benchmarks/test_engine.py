@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from benchmarks.bench import Bench
-from benchmarks.engine import measure
+from benchmarks.engine import measure, measure_grammars
 from benchmarks.floor import Machine
 from benchmarks.linears import BareLinears, linear_shapes
 from benchmarks.shards import COLUMNS, Job, measure_shards
+from tgi_server import demo_model
 from tgi_server.engine.config import EngineConfig
 from tgi_server.engine.engine import Engine
 
@@ -43,6 +44,15 @@ def test_prefill_and_decode_are_measured_beside_linears_and_floor(tiny_model: Pa
         assert min(prefill.engine, prefill.linears, decode.engine, decode.linears) > 0
         assert decode.floor == pytest.approx(cost.weight_bytes / 1e9)
         assert len(prefill.row()) == 9
+
+
+@torch.inference_mode()
+def test_decoding_with_grammars_is_measured() -> None:
+    engine = Engine(EngineConfig(demo_model.PATH, dtype=torch.bfloat16, device=torch.device("cpu"), cpu_memory=1 << 26))
+    measurement = measure_grammars(Bench(engine, context=16, steps=4, max_batch_size=4), 3)
+    assert measurement.batch == 3
+    assert min(measurement.nobody, measurement.one, measurement.everybody) > 0
+    assert len(measurement.row()) == 6
 
 
 @pytest.mark.slow
