@@ -17,7 +17,7 @@ from tgi_server.engine.grammar import GrammarCompiler, InvalidGrammar, MaskBuild
 from tgi_server.engine.grammar.tokenizer import has_tokenizer
 from tgi_server.engine.models import create_runner
 from tgi_server.engine.models.limits import position_limit
-from tgi_server.engine.models.runner import Capacity, PromptChunk
+from tgi_server.engine.models.runner import Capacity, Likeliest, PromptChunk
 from tgi_server.engine.results import PromptTokens
 from tgi_server.engine.sampling import (
     PendingTokens,
@@ -263,12 +263,12 @@ class Engine:
         return greedy and not any(chunk.all_logits for chunk in chunks) and not (decoding and self._sampler.processes)
 
     def _forward(self, decoding: int, chunks: list[PromptChunk], mask: PendingMask | None) -> Tensor:
-        likeliest_only = self._only_likeliest(decoding, chunks)
+        likeliest = Likeliest(mask) if self._only_likeliest(decoding, chunks) else None
         if self._group is None:
-            return self._runner.forward(decoding, chunks, likeliest_only, mask)
+            return self._runner.forward(decoding, chunks, likeliest)
         self._group.check()
         try:
-            return self._runner.forward(decoding, chunks, likeliest_only, mask)
+            return self._runner.forward(decoding, chunks, likeliest)
         except EngineError:
             raise
         except BaseException as error:

@@ -9,7 +9,6 @@ from transformers import PreTrainedModel
 from tgi_server.engine.attention.base import AttentionBackend, Step
 from tgi_server.engine.cpu import ScreenedHead
 from tgi_server.engine.errors import InvalidCall, NotEnoughMemory
-from tgi_server.engine.grammar import PendingMask
 from tgi_server.engine.memory import cache_bytes, forget_peak, taken_by
 from tgi_server.engine.models.block_tables import BlockTables
 from tgi_server.engine.models.chunk_places import place_chunks
@@ -17,7 +16,7 @@ from tgi_server.engine.models.decode_graphs import DecodeGraphs, ladder, record_
 from tgi_server.engine.models.limits import UNBOUNDED_POSITIONS, position_limit, warm_up_tokens
 from tgi_server.engine.models.paged_cache import PagedCache
 from tgi_server.engine.models.rope import LengthDependentRope
-from tgi_server.engine.models.runner import Capacity, PromptChunk, Runner
+from tgi_server.engine.models.runner import Capacity, Likeliest, PromptChunk, Runner
 from tgi_server.engine.parameters import StoppingParameters
 from tgi_server.engine.sequence import Sequence
 from tgi_server.engine.sharding import ShardGroup
@@ -106,16 +105,11 @@ class PagedRunner(Runner):
     def reserve(self, seconds: float) -> bool:
         return self._backend.reserve(min(self._num_blocks, self._highest_block + self._reserved) + 1, seconds)
 
-    def forward(
-        self,
-        decoding: int,
-        chunks: list[PromptChunk],
-        likeliest_only: bool = False,
-        mask: PendingMask | None = None,
-    ) -> Tensor:
+    def forward(self, decoding: int, chunks: list[PromptChunk], likeliest: Likeliest | None = None) -> Tensor:
         self._block_tables.flush()
         if isinstance(self._head, ScreenedHead):
-            self._head.likeliest_only, self._head.mask = likeliest_only, mask
+            self._head.likeliest_only = likeliest is not None
+            self._head.mask = likeliest.mask if likeliest else None
         logits = self._mixed(decoding, chunks) if chunks else self._decode(decoding)
         self._positions[:decoding] += 1
         self._passes += 1

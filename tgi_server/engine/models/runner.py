@@ -46,6 +46,16 @@ class PromptChunk:
         return len(self.tokens) if self.all_logits else int(self.completes)
 
 
+@dataclass(frozen=True, slots=True)
+class Likeliest:
+    """That no more than the largest logit of each row is wanted.
+
+    mask: of the rows of which it is the largest of what the mask allows.
+    """
+
+    mask: PendingMask | None
+
+
 class Runner(ABC):
     """Runs the model for one batch. Sequences past their prompt stand in dense rows 0 .. n - 1.
 
@@ -68,18 +78,11 @@ class Runner(ABC):
         return False
 
     @abstractmethod
-    def forward(
-        self,
-        decoding: int,
-        chunks: list[PromptChunk],
-        likeliest_only: bool = False,
-        mask: PendingMask | None = None,
-    ) -> Tensor:
+    def forward(self, decoding: int, chunks: list[PromptChunk], likeliest: Likeliest | None = None) -> Tensor:
         """One pass: rows 0 .. decoding - 1 advance by a token, and the chunks are computed.
 
         Returns logits, [rows, vocab_size] in the model's dtype: those of the decoding rows, then each chunk's.
-        likeliest_only: no more than the largest of each row is wanted, of rows that `mask` has among those that it
-        allows; the others may be minus infinity.
+        likeliest: logits that it does not ask for may be minus infinity.
         """
 
     @abstractmethod

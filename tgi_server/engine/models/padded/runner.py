@@ -5,13 +5,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tgi_server.engine.errors import InvalidCall, NotEnoughMemory
-from tgi_server.engine.grammar import PendingMask
 from tgi_server.engine.memory import cache_bytes
 from tgi_server.engine.models.limits import UNBOUNDED_POSITIONS, position_limit, warm_up_tokens
 from tgi_server.engine.models.padded.passes import CausalPasses, Seq2SeqPasses
 from tgi_server.engine.models.padded.probe import choose_rows
 from tgi_server.engine.models.rope import LengthDependentRope
-from tgi_server.engine.models.runner import Capacity, PromptChunk, Runner
+from tgi_server.engine.models.runner import Capacity, Likeliest, PromptChunk, Runner
 from tgi_server.engine.parameters import StoppingParameters
 from tgi_server.engine.sequence import Sequence
 from tgi_server.engine.sharding import ShardGroup
@@ -69,13 +68,7 @@ class PaddedRunner(Runner):
         self._rope.fix(total)
         return Capacity(tokens, self.block_size, max_total_tokens=total, max_batch_total_tokens=tokens)
 
-    def forward(
-        self,
-        decoding: int,
-        chunks: list[PromptChunk],
-        likeliest_only: bool = False,
-        mask: PendingMask | None = None,
-    ) -> Tensor:
+    def forward(self, decoding: int, chunks: list[PromptChunk], likeliest: Likeliest | None = None) -> Tensor:
         self._rows.select(self._order)
         self._order = list(range(len(self._order)))
         logits = [self._rows.decode(self._tokens[:decoding])] if decoding else []
