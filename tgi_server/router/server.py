@@ -90,12 +90,14 @@ class HttpServer(uvicorn.Server):
 
 def _drain(servers: Iterable[uvicorn.Server]) -> None:
     """Has the servers take no more, and finish what runs; a second signal breaks that off."""
+    first = False
     for server in servers:
         if server.should_exit:
             server.force_exit = True
         else:
-            server.should_exit = True
-    logger.info("stopping: no new requests are taken, running ones are finished")
+            server.should_exit = first = True
+    if first:
+        logger.info("stopping: no new requests are taken, running ones are finished")
 
 
 def _listen(hostname: str, port: int, flag: str) -> socket.socket:

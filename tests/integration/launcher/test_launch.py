@@ -57,7 +57,7 @@ def test_who_asks_it_to_stop_again_and_again_does_not_make_it_fail(server: Serve
     children = psutil.Process(running.process.pid).children(recursive=True)
     while running.process.poll() is None:
         running.terminate()
-        time.sleep(0.001)
+        time.sleep(0.01)
     assert running.wait() == 0
     assert not alive(children)
     assert "Traceback" not in running.lines()

@@ -305,7 +305,7 @@ def test_who_asks_it_to_stop_again_and_again_does_not_make_it_fail() -> None:
     with running_service() as service:
         while service.process.poll() is None:
             service.process.terminate()
-            time.sleep(0.001)
+            time.sleep(0.01)
 
 
 @on_a_busy_machine

@@ -118,7 +118,7 @@ def test_who_asks_it_to_stop_again_and_again_does_not_make_it_fail(start: Start,
     process = start(*arguments).until_ready(url)
     while process.popen.poll() is None:
         process.popen.send_signal(signal.SIGTERM)
-        time.sleep(0.001)
+        time.sleep(0.01)
     assert process.wait() == 0
     assert "Traceback" not in process.log.read_text()
 
