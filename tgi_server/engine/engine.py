@@ -13,7 +13,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from tgi_server.engine.batch import Batch
 from tgi_server.engine.config import EngineConfig
 from tgi_server.engine.errors import EngineError, InvalidCall
-from tgi_server.engine.grammar import GrammarCompiler, InvalidGrammar, MaskBuilder, PendingMask
+from tgi_server.engine.grammar import Constraint, GrammarCompiler, InvalidGrammar, MaskBuilder, PendingMask
 from tgi_server.engine.grammar.tokenizer import has_tokenizer
 from tgi_server.engine.models import create_runner
 from tgi_server.engine.models.limits import position_limit
@@ -242,8 +242,8 @@ class Engine:
         started = time.perf_counter_ns()
         first = 0 if decoding else len(batch.rows)
         expected = [*batch.rows[first:], *(chunk.sequence for chunk in chunks if chunk.completes)]
-        masked = [place for place, sequence in enumerate(expected) if sequence.constraint is not None]
-        mask = self._start_mask(expected, masked) if masked else None
+        constraints = {i: each.constraint for i, each in enumerate(expected) if each.constraint is not None}
+        mask = self._start_mask(constraints) if constraints else None
         if decoding or chunks:
             logits = self._forward(decoding, chunks, mask)
         forwarded = time.perf_counter_ns()
@@ -275,12 +275,13 @@ class Engine:
             self._group.abandon(f"{type(error).__name__} in shard {self._group.rank}")
             raise
 
-    def _start_mask(self, expected: SequenceOf[Sequence], masked: SequenceOf[int]) -> PendingMask:
-        """For the places `masked`. Computed while the model runs, where there are cores for it."""
+    def _start_mask(self, constraints: dict[int, Constraint]) -> PendingMask:
+        """constraints: by row of the logits. Computed while the model runs, where there are cores for it."""
         assert self.grammars is not None
         self._masks = self._masks or MaskBuilder(self._device)
-        constraints = [constraint for place in masked if (constraint := expected[place].constraint) is not None]
-        return self._masks.start(constraints, masked, self.grammars.tokenizer.lookup.vocab_size)
+        return self._masks.start(
+            list(constraints.values()), list(constraints), self.grammars.tokenizer.lookup.vocab_size
+        )
 
     def _finish_chunks(self, batch: Batch, decoding: int, chunks: list[PromptChunk], logits: Tensor) -> list[int]:
         """Sequences whose prompt is complete take their rows. Returns the indices of the logits to sample from."""
