@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.timing import synchronise
 from tgi_server.contract import Grammar, GrammarType, StoppingParameters
 from tgi_server.engine.engine import Engine
-from tgi_server.engine.models.runner import Capacity
+from tgi_server.engine.runners.base import Capacity
 from tgi_server.engine.sequence import Sequence
 
 _BATCH_ID = 1

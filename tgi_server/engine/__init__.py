@@ -3,9 +3,9 @@
 from tgi_server.engine.config import EngineConfig
 from tgi_server.engine.engine import Engine, ModelInfo, Step
 from tgi_server.engine.errors import EngineError
-from tgi_server.engine.models.runner import Capacity
-from tgi_server.engine.results import Generation, StepResult
+from tgi_server.engine.runners.base import Capacity
 from tgi_server.engine.sequence import Sequence
+from tgi_server.engine.step import Generation, StepResult
 
 __all__ = [
     "Capacity",

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from itertools import chain
 
 from tgi_server.engine.errors import InvalidCall
-from tgi_server.engine.models.runner import Runner
+from tgi_server.engine.runners.base import Runner
 from tgi_server.engine.sampling import Sampler
 from tgi_server.engine.sequence import Sequence
 

@@ -15,10 +15,9 @@ from tgi_server.engine.config import EngineConfig
 from tgi_server.engine.errors import EngineError, InvalidCall
 from tgi_server.engine.grammar import Constraint, GrammarCompiler, InvalidGrammar, MaskBuilder, PendingMask
 from tgi_server.engine.grammar.tokenizer import has_tokenizer
-from tgi_server.engine.models import create_runner
-from tgi_server.engine.models.limits import position_limit
-from tgi_server.engine.models.runner import Capacity, Likeliest, PromptChunk
-from tgi_server.engine.results import PromptTokens
+from tgi_server.engine.memory import copy_to_device, to_device
+from tgi_server.engine.runners import create_runner
+from tgi_server.engine.runners.base import Capacity, Likeliest, PromptChunk, position_limit
 from tgi_server.engine.sampling import (
     PendingTokens,
     Sampler,
@@ -27,9 +26,8 @@ from tgi_server.engine.sampling import (
     is_plain,
     prompt_logprobs,
 )
-from tgi_server.engine.sequence import Sequence
+from tgi_server.engine.sequence import PromptTokens, Sequence
 from tgi_server.engine.step import Step
-from tgi_server.engine.transfer import copy_to_device, to_device
 from tgi_server.engine.weights import load_model
 
 logger = logging.getLogger(__name__)

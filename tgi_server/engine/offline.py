@@ -22,7 +22,7 @@ from tgi_server.contract import SamplingParameters, StoppingParameters
 from tgi_server.engine.config import DTYPES, EngineConfig
 from tgi_server.engine.engine import Engine, Step
 from tgi_server.engine.errors import InvalidCall
-from tgi_server.engine.models.runner import Capacity
+from tgi_server.engine.runners.base import Capacity
 from tgi_server.engine.sequence import Sequence
 
 BATCH_ID = 1

@@ -5,9 +5,9 @@ from collections.abc import Iterable
 from shared.stubs import generate_pb2 as pb
 from tgi_server.contract import ReportParameters, StoppingParameters
 from tgi_server.engine.engine import ModelInfo
-from tgi_server.engine.models.runner import Capacity
-from tgi_server.engine.results import Generation, StepResult
+from tgi_server.engine.runners.base import Capacity
 from tgi_server.engine.sequence import Sequence
+from tgi_server.engine.step import Generation, StepResult
 from tgi_server.wire import (
     block_copy_from_message,
     finish_reason_to_message,

@@ -11,7 +11,7 @@ from torch.nn.attention.varlen import varlen_attn
 
 from tgi_server.engine.attention.base import AttentionVariant, Chunk, History, KVShape, Step
 from tgi_server.engine.attention.gather import GatherAttention
-from tgi_server.engine.transfer import to_device
+from tgi_server.engine.memory import to_device
 
 OLDEST_DEVICE = (8, 0)
 """Compute capability of the first devices that flash attention runs on."""

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from tgi_server.engine.attention.base import AttentionVariant
+from tgi_server.engine.attention.paged_cache import PagedCache
 from tgi_server.engine.cpu.linear import PackedLinear
 from tgi_server.engine.cpu.norm import Norm
-from tgi_server.engine.models.paged_cache import PagedCache
 from tgi_server.engine.sharding.layers import Reduced
 
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn.functional import embedding
 from transformers import PreTrainedModel
 
+from tgi_server.engine.attention.paged_cache import PagedCache
 from tgi_server.engine.cpu.stack import LayerStack
-from tgi_server.engine.models.paged_cache import PagedCache
 
 
 @dataclass(frozen=True, slots=True)

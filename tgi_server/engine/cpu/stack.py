@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from tgi_server.engine.attention.cpu import CpuAttention
+from tgi_server.engine.attention.paged_cache import PagedCache
 from tgi_server.engine.cpu.decoder import FusedLayer
 from tgi_server.engine.cpu.linear import PackedLinear
-from tgi_server.engine.models.paged_cache import PagedCache
 
 
 class LayerStack(nn.Module):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.tiny_models import build, make
-from tests.unit.engine.models.driver import Driver, generate_together, load_engine, prompts
+from tests.unit.engine.runners.driver import Driver, generate_together, load_engine, prompts
 from tests.unit.engine.sharding.conftest import RanksOf
 from tgi_server.contract import ReportParameters, SamplingParameters, StoppingParameters
 from tgi_server.engine import Capacity, Engine, EngineConfig, EngineError, Sequence

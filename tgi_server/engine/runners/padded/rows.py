@@ -6,9 +6,9 @@ from collections.abc import Sequence as SequenceOf
 import torch
 from torch import Tensor
 
-from tgi_server.engine.models.padded.batch import PaddedBatch
-from tgi_server.engine.models.padded.passes import Passes
-from tgi_server.engine.models.runner import PromptChunk
+from tgi_server.engine.runners.base import PromptChunk
+from tgi_server.engine.runners.padded.batch import PaddedBatch
+from tgi_server.engine.runners.padded.passes import Passes
 
 PADDING_LIMIT = 2
 """Prompts are computed side by side as long as that makes at most this many times as many tokens as they have."""

@@ -10,7 +10,7 @@ from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedMod
 from transformers.modeling_outputs import BaseModelOutput
 
 from tgi_server.engine.errors import UnsupportedModel
-from tgi_server.engine.models.padded.batch import Encoded, PaddedBatch, joinable_cache
+from tgi_server.engine.runners.padded.batch import Encoded, PaddedBatch, joinable_cache
 from tgi_server.engine.sequence import Sequence
 
 

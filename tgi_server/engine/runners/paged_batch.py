@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from tgi_server.engine.attention.base import Chunk
-from tgi_server.engine.models.runner import PromptChunk
-from tgi_server.engine.transfer import copy_to_device
+from tgi_server.engine.memory import copy_to_device
+from tgi_server.engine.runners.base import PromptChunk
 
 
 @dataclass(frozen=True, slots=True)

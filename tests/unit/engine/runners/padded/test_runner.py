@@ -8,11 +8,11 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from tests.tiny_models import make
-from tests.unit.engine.models.driver import MAX_TOTAL_TOKENS, NEW, Driver, expected_tokens, load_engine, prompts
+from tests.unit.engine.runners.driver import MAX_TOTAL_TOKENS, NEW, Driver, expected_tokens, load_engine, prompts
 from tgi_server.contract import ReportParameters, StoppingParameters
 from tgi_server.engine import Engine, Sequence
 from tgi_server.engine.errors import InvalidCall, NotEnoughMemory, UnsupportedModel
-from tgi_server.engine.models.padded.batch import PaddedBatch
+from tgi_server.engine.runners.padded.batch import PaddedBatch
 
 ALL_AT_ONCE = (3, 70, 1, 2, 5, 64, 4, 1, 30, 2, 6, 1, 3, 2, 40, 1)
 STOPPING = StoppingParameters(NEW, ignore_eos=True)
