@@ -5,7 +5,7 @@ from functools import cache
 from transformers import AutoConfig
 
 from tgi_server import demo_model
-from tgi_server.engine import parameters
+from tgi_server import contract
 from tgi_server.engine.grammar import GrammarCompiler, InvalidGrammar
 from tgi_server.router.messages import Grammar
 
@@ -20,7 +20,7 @@ def compiler_fault(grammar: Grammar) -> str | None:
     """Why the shards would refuse it."""
     try:
         demo_compiler().check(
-            parameters.Grammar(parameters.GrammarType[grammar.type.name], grammar.value, grammar.text)
+            contract.Grammar(contract.GrammarType[grammar.type.name], grammar.value, grammar.text)
         )
     except InvalidGrammar as error:
         return str(error)

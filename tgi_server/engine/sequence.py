@@ -19,7 +19,7 @@ class PromptTokens:
 
 
 @dataclass(slots=True)
-class Sequence:
+class RunningSequence:
     """A request in a batch.
 
     input_ids: the prompt, which an encoder reads where there is one. generated_ids: what had been generated before a

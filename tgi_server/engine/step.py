@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 import torch
 
 from tgi_server.contract import FinishReason
-from tgi_server.engine.batch import Batch
+from tgi_server.engine.batch import RunningBatch
 from tgi_server.engine.sampling import PendingTokens, Tokens
-from tgi_server.engine.sequence import PromptTokens, Sequence
+from tgi_server.engine.sequence import PromptTokens, RunningSequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +53,8 @@ class Step:
 
     def __init__(
         self,
-        batch: Batch,
-        sequences: list[Sequence],
+        batch: RunningBatch,
+        sequences: list[RunningSequence],
         pending: PendingTokens | None,
         eos: Collection[int],
         forward_ns: int,
@@ -114,7 +114,7 @@ class Step:
                 self._batch.step_aside(sequence, 1 + len(generation.forced))
         return [generation for generation, _ in alive]
 
-    def _follow_grammar(self, generation: Generation, sequence: Sequence) -> bool:
+    def _follow_grammar(self, generation: Generation, sequence: RunningSequence) -> bool:
         """Adds the tokens that the grammar leaves no choice about. Whether the text is whole with them."""
         constraint = sequence.constraint
         assert constraint is not None
@@ -128,7 +128,7 @@ class Step:
         return constraint.ended
 
 
-def _generations(tokens: Tokens, sequences: list[Sequence]) -> list[Generation]:
+def _generations(tokens: Tokens, sequences: list[RunningSequence]) -> list[Generation]:
     generations = [
         Generation(sequence.request_id, token_id) for sequence, token_id in zip(sequences, tokens.ids, strict=True)
     ]

@@ -68,15 +68,15 @@ class FusedLayer(nn.Module):
         return self.down.add_to(residual, widened).unsqueeze(0)
 
     def _attend(self, x: Tensor, cache: PagedCache, rotation: tuple[Tensor, Tensor] | None) -> Tensor:
-        assert cache.step is not None
+        assert cache.metadata is not None
         heads, kv_heads = self.heads.heads, self.heads.kv_heads
         joined = self.qkv(x).view(len(x), heads + 2 * kv_heads, self.heads.size)
         query, key, value = joined.split_with_sizes((heads, kv_heads, kv_heads), 1)
         if rotation is None:
-            cache.backend.write(self.index, key, value, cache.step)
+            cache.backend.write(self.index, key, value, cache.metadata)
         else:
-            query = cache.backend.rotate_and_write(self.index, query, key, value, rotation, cache.step)
-        return cache.backend.attend(self.index, query, cache.step, self.variant).flatten(1)
+            query = cache.backend.rotate_and_write(self.index, query, key, value, rotation, cache.metadata)
+        return cache.backend.attend(self.index, query, cache.metadata, self.variant).flatten(1)
 
     def _widen(self, x: Tensor) -> Tensor:
         """The first part of the feed-forward part. x: [tokens, hidden_size]."""

@@ -46,18 +46,18 @@ class LayerStack(nn.Module):
         **__: Any,
     ) -> Tensor:
         """hidden_states: [1, tokens, hidden_size], as is the result."""
-        step, backend = past_key_values.step, past_key_values.backend
-        assert step is not None
+        metadata, backend = past_key_values.metadata, past_key_values.backend
+        assert metadata is not None
         assert isinstance(backend, CpuAttention)
         cosine, sine = (None, None) if position_embeddings is None else (table[0] for table in position_embeddings)
         return self._kernel.forward(
             hidden_states[0],
             backend.keys,
             backend.values,
-            step.slots,
-            step.block_tables,
-            step.kv_lengths,
-            step.query_starts,
+            metadata.slots,
+            metadata.block_tables,
+            metadata.kv_lengths,
+            metadata.query_starts,
             cosine,
             sine,
         ).unsqueeze(0)

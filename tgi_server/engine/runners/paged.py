@@ -1,48 +1,38 @@
 """The paged way to run a model: packed batches, keys and values in blocks, nothing rebuilt per token."""
 
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tgi_server.contract import StoppingParameters
-from tgi_server.engine.attention.base import AttentionBackend, Step
-from tgi_server.engine.attention.paged_cache import BlockTables, PagedCache
-from tgi_server.engine.cpu import ScreenedHead
+from tgi_server.engine.attention.base import AttentionBackend, GreedyOnly
+from tgi_server.engine.attention.paged_cache import PagedCache
 from tgi_server.engine.errors import InvalidCall, NotEnoughMemory
 from tgi_server.engine.memory import cache_bytes, forget_peak, taken_by
 from tgi_server.engine.runners.base import (
     UNBOUNDED_POSITIONS,
-    Capacity,
-    Likeliest,
+    CacheCapacity,
     PromptChunk,
     Runner,
     position_limit,
     warm_up_tokens,
 )
-from tgi_server.engine.runners.graphs import DecodeGraphs, ladder, record_decoding, recorder_for
-from tgi_server.engine.runners.paged_batch import place_chunks
+from tgi_server.engine.runners.graphs import DecodeGraphs, graph_batch_sizes, record_decoding, recorder_for
+from tgi_server.engine.runners.paged_batch import PagedBatch, PassInput
 from tgi_server.engine.runners.rope import LengthDependentRope
-from tgi_server.engine.sequence import Sequence
+from tgi_server.engine.sequence import RunningSequence
 from tgi_server.engine.sharding import ShardGroup
 
 _RESERVED_TOKENS = 1 << 15
-"""For which memory is taken before they come."""
+"""Tokens for whose keys and values memory is taken before they come."""
 _RESERVED_WEIGHTS = 4
-"""No more bytes than the weights take, times this: a small model shall stay small."""
-_RESERVE_SECONDS = 1.0  # of the start
+"""No more memory is reserved than the weights take, times this: a small model shall stay small."""
+_RESERVE_SECONDS = 1.0
+"""Seconds that the start spends on reserving memory."""
 
 
 class PagedRunner(Runner):
-    """Batch state lives in preallocated tensors on the device:
-
-    tokens: [rows] int64; the next input of each row. positions: [rows] int64; where it stands in its sequence.
-    A row that no sequence has stands at position 0 of the scratch block.
-
-    A row advances by one position a pass, so the host knows every position without asking the device: it is the
-    number of passes so far plus the row's `birth`.
-    """
+    """Runs a model over a KV cache of blocks, sequences that decode and chunks of prompts in the same pass."""
 
     paged = True
 
@@ -53,11 +43,11 @@ class PagedRunner(Runner):
         memory_fraction: float,
         cpu_memory: int | None,
         group: ShardGroup | None = None,
-        graph_sizes: SequenceOf[int] | None = None,
+        graph_sizes: Sequence[int] | None = None,
         weight_bytes: int = 0,
     ) -> None:
-        """group: the shards of the model, when this is one of them. graph_sizes: for which numbers of rows steps are
-        recorded, where that can be done; None: for those that are usual. weight_bytes: of the model.
+        """group: the shards of the model, when this is one of them. graph_sizes: CUDA-graph batch sizes, where decoding
+        can be recorded; None: the default ones. weight_bytes: of the model.
         """
         self._model = model
         self._backend = backend
@@ -68,17 +58,15 @@ class PagedRunner(Runner):
         self._group = group
         self._graph_sizes = graph_sizes
         self._weight_bytes = weight_bytes
-        self._num_blocks = 0
         self._highest_block = 0  # that a sequence has had
         self._reserved = 0  # blocks whose memory is taken before they are needed
-        self._recorded = True  # until it turns out that steps cannot be recorded
+        self._recordable = True  # until it turns out that steps cannot be recorded
         self._graphs: DecodeGraphs | None = None
         self._rope = LengthDependentRope(model)
-        self._head = model.get_output_embeddings()
         self._cache = PagedCache(backend)
         self._cache.attach(model)
 
-    def warm_up(self, max_batch_size: int, max_prefill_tokens: int, max_total_tokens: int | None) -> Capacity:
+    def warm_up(self, max_batch_size: int, max_prefill_tokens: int, max_total_tokens: int | None) -> CacheCapacity:
         size = self._backend.block_size
         limit = max_total_tokens or position_limit(self._model.config) or UNBOUNDED_POSITIONS
         self._graphs = None
@@ -106,159 +94,95 @@ class PagedRunner(Runner):
         self.reserve(_RESERVE_SECONDS)
         self._rope.fix(total)
         self._record()
-        return Capacity(num_blocks, size, max_total_tokens=total, max_batch_total_tokens=num_blocks * size)
+        return CacheCapacity(num_blocks, size, max_total_tokens=total, max_batch_total_tokens=num_blocks * size)
 
     def reserve(self, seconds: float) -> bool:
-        return self._backend.reserve(min(self._num_blocks, self._highest_block + self._reserved) + 1, seconds)
+        return self._backend.reserve(min(self._batch.num_blocks, self._highest_block + self._reserved) + 1, seconds)
 
-    def forward(self, decoding: int, chunks: list[PromptChunk], likeliest: Likeliest | None = None) -> Tensor:
-        self._block_tables.flush()
-        if isinstance(self._head, ScreenedHead):
-            self._head.likeliest_only = likeliest is not None
-            self._head.mask = likeliest.mask if likeliest else None
-        logits = self._mixed(decoding, chunks) if chunks else self._decode(decoding)
-        self._positions[:decoding] += 1
-        self._passes += 1
+    def forward(self, decoding: int, chunks: list[PromptChunk], greedy: GreedyOnly | None = None) -> Tensor:
+        self._batch.block_tables.flush()
+        if chunks:
+            logits = self._run(self._batch.mixed_input(decoding, chunks, greedy))
+        else:
+            logits = self._decode(decoding, greedy)
+        self._batch.advance(decoding)
         return logits
 
-    def join(self, sequence: Sequence) -> None:
+    def join(self, sequence: RunningSequence) -> None:
         self._check(sequence, sequence.blocks)
         if sequence.copy:
             self._backend.copy(sequence.copy.source, sequence.copy.target, sequence.copy.tokens)
 
-    def promote(self, sequence: Sequence, row: int) -> None:
-        self._positions[row] = len(sequence.known)
-        self._births[row] = len(sequence.known) - self._passes
-        self._block_tables.extend(row, 0, sequence.blocks)
-        self._rows = row + 1
+    def promote(self, sequence: RunningSequence, row: int) -> None:
+        self._batch.place(row, len(sequence.known), sequence.blocks)
 
     def accept(self, first_row: int, token_ids: Tensor) -> None:
-        self._tokens[first_row : first_row + len(token_ids)] = token_ids
+        self._batch.tokens[first_row : first_row + len(token_ids)] = token_ids
 
-    def grant(self, sequence: Sequence, row: int | None, blocks: list[int]) -> None:
+    def grant(self, sequence: RunningSequence, row: int | None, blocks: list[int]) -> None:
         self._check(sequence, blocks)
         first = len(sequence.blocks)
         sequence.blocks.extend(blocks)
         if row is not None:
-            self._block_tables.extend(row, first, blocks)
+            self._batch.block_tables.extend(row, first, blocks)
 
     def move(self, source: int, target: int) -> None:
-        self._tokens[target] = self._tokens[source]
-        self._positions[target] = self._positions[source]
-        self._births[target] = self._births[source]
-        self._block_tables.move(source, target)
+        self._batch.move(source, target)
 
     def truncate(self, rows: int) -> None:
-        """Nothing of these rows may stay: padded steps compute them, too, and write where they point to."""
-        self._positions[rows : self._rows] = 0
-        self._block_tables.clear(rows, self._rows)
-        self._rows = rows
+        self._batch.truncate(rows)
 
-    def leave(self, sequence: Sequence) -> None:
-        """Nothing to do: a sequence without a row lives in its own object only."""
-
-    def _check(self, sequence: Sequence, blocks: list[int]) -> None:
+    def _check(self, sequence: RunningSequence, blocks: list[int]) -> None:
         """Raises InvalidCall for blocks that were never handed out: kernels write wherever they are told to."""
         if not blocks:
             return
         highest = max(blocks)
-        if not 0 < min(blocks) <= highest <= self._num_blocks:
-            raise InvalidCall(f"request {sequence.request_id}: blocks go from 1 to {self._num_blocks}")
+        if not 0 < min(blocks) <= highest <= self._batch.num_blocks:
+            raise InvalidCall(
+                f"request {sequence.request_id} was given block {min(blocks) if min(blocks) < 1 else highest}; "
+                f"blocks go from 1 to {self._batch.num_blocks}"
+            )
         self._highest_block = max(self._highest_block, highest)
 
-    def _decode(self, rows: int) -> Tensor:
+    def _decode(self, rows: int, greedy: GreedyOnly | None) -> Tensor:
         logits = self._graphs.run(rows) if self._graphs else None
-        return self._decode_rows(rows, self._longest(rows)) if logits is None else logits
+        return self._run(self._batch.decode_input(rows, greedy)) if logits is None else logits
 
-    def _decode_rows(self, rows: int, longest: int) -> Tensor:
-        """longest: no row has more tokens than that, the one of this pass included."""
-        positions = self._positions[:rows]
-        tables = self._block_tables.table[:rows]
-        step = Step(
-            slots=self._slots(positions, tables),
-            block_tables=tables,
-            kv_lengths=(positions + 1).to(torch.int32),
-            query_starts=self._row_numbers[: rows + 1],
-            decoding=rows,
-            chunks=[],
-            max_kv_length=longest,
-        )
-        return self._run(self._tokens[:rows], positions, step, None)
-
-    def _mixed(self, decoding: int, chunks: list[PromptChunk]) -> Tensor:
-        places = place_chunks(chunks, decoding, self._backend.block_size, self._device)
-        positions = self._positions[:decoding]
-        running = self._block_tables.table[:decoding]
-        tables = running.new_zeros(decoding + len(chunks), running.shape[1])
-        tables[:decoding] = running
-        tables[decoding:, : places.tables.shape[1]] = places.tables
-        step = Step(
-            slots=torch.cat([self._slots(positions, running), places.slots]),
-            block_tables=tables,
-            kv_lengths=torch.cat([(positions + 1).to(torch.int32), places.kv_lengths]),
-            query_starts=torch.cat([self._row_numbers[: decoding + 1], places.ends]),
-            decoding=decoding,
-            chunks=places.chunks,
-            max_kv_length=max([self._longest(decoding), *(chunk.kv_length for chunk in places.chunks)]),
-        )
-        tokens = torch.cat([self._tokens[:decoding], places.tokens])
-        return self._run(tokens, torch.cat([positions, places.positions]), step, places.wanted)
-
-    def _slots(self, positions: Tensor, tables: Tensor) -> Tensor:
-        """[rows] int64: where a token at each row's position goes."""
-        size = self._backend.block_size
-        blocks = tables.gather(1, (positions // size).unsqueeze(1)).squeeze(1)
-        return blocks * size + positions % size
-
-    def _longest(self, rows: int) -> int:
-        """The most tokens that one of the first `rows` rows has in the cache after this pass."""
-        return self._passes + max(self._births[:rows], default=0) + 1
-
-    def _run(self, tokens: Tensor, positions: Tensor, step: Step, wanted: Tensor | None) -> Tensor:
-        self._cache.step = step
+    def _run(self, inputs: PassInput) -> Tensor:
+        self._cache.metadata = inputs.metadata
         output = self._model(
-            input_ids=tokens.unsqueeze(0),
-            position_ids=positions.unsqueeze(0),
+            input_ids=inputs.tokens.unsqueeze(0),
+            position_ids=inputs.positions.unsqueeze(0),
             past_key_values=self._cache,
             use_cache=True,
-            logits_to_keep=0 if wanted is None else wanted,
+            logits_to_keep=0 if inputs.wanted is None else inputs.wanted,
         )
         return output.logits[0]
 
     def _allocate(self, max_batch_size: int, num_blocks: int, max_total_tokens: int) -> None:
-        blocks = -(-max_total_tokens // self._backend.block_size) + 1
-        self._num_blocks = num_blocks
         self._highest_block = 0
         self._backend.allocate(num_blocks + 1)
-        self._tokens = torch.zeros(max_batch_size, dtype=torch.int64, device=self._device)
-        self._positions = torch.zeros(max_batch_size, dtype=torch.int64, device=self._device)
-        self._block_tables = BlockTables(max_batch_size, blocks, self._device)
-        self._row_numbers = torch.arange(max_batch_size + 1, dtype=torch.int32, device=self._device)
-        self._births = [0] * max_batch_size
-        self._passes = 0
-        self._rows = 0  # that sequences have
-        self._max_total_tokens = max_total_tokens
+        self._batch = PagedBatch(max_batch_size, num_blocks, max_total_tokens, self.block_size, self._device)
 
     def _record(self) -> None:
-        """Records the steps in which sequences only decode. All shards do, or none."""
+        """Records decoding as CUDA graphs. All shards do, or none."""
         record = recorder_for(self._backend)
-        sizes = ladder(self._graph_sizes, len(self._tokens))
-        if record is None or not sizes or not self._recorded:
+        sizes = graph_batch_sizes(self._graph_sizes, len(self._batch))
+        if record is None or not sizes or not self._recordable:
             return
-        self._graphs = record_decoding(sizes, lambda rows: self._decode_rows(rows, self._max_total_tokens), record)
-        self._recorded = self._graphs is not None
-        if self._group and not self._group.minimum(int(self._recorded)):
-            self._recorded, self._graphs = False, None
+        longest = self._batch.max_total_tokens
+        self._graphs = record_decoding(
+            sizes, lambda rows: self._run(self._batch.decode_input(rows, longest=longest)), record
+        )
+        self._recordable = self._graphs is not None
+        if self._group and not self._group.minimum(int(self._recordable)):
+            self._recordable, self._graphs = False, None
 
     def _run_largest(self, max_batch_size: int, max_prefill_tokens: int) -> None:
-        """Runs a prompt as long as a step may compute, and a step after it."""
         tokens = warm_up_tokens(self._model.config, self._device, max_prefill_tokens)
-        blocks = -(-tokens // self._backend.block_size)
+        blocks = -(-tokens // self.block_size)
         self._allocate(max_batch_size, blocks, tokens + 1)
         forget_peak(self._device)
-        sequence = Sequence(0, [0] * tokens, StoppingParameters(2), blocks=list(range(1, blocks + 1)))
         self._rope.fix(tokens + 1)
-        self.forward(0, [PromptChunk(sequence, sequence.next_chunk(tokens), start=0, all_logits=False)])
-        self.promote(sequence, 0)
-        self.forward(1, [])
+        self.run_prompt(tokens, list(range(1, blocks + 1)))
         self.truncate(0)
