@@ -21,8 +21,8 @@ from tgi_server.engine import (
     Sequence,
     StoppingParameters,
 )
-from tgi_server.engine.cpu.int8 import Int8Linear
 from tgi_server.engine.errors import UnsupportedModel
+from tgi_server.engine.linear.int8 import Int8Linear
 from tgi_server.engine.offline import generate
 from tgi_server.engine.sharding import ShardGroup
 from tgi_server.engine.sharding.checkpoint import weight_files
