@@ -6,24 +6,21 @@ the model code between the two never sees history. The attention function finds 
 attention module that calls it: there is no global state.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, Cache
 
 from tgi_server.engine.attention.base import AttentionBackend, AttentionVariant, ForwardMetadata
-from tgi_server.engine.errors import InvalidCall, UnsupportedModel
-from tgi_server.engine.memory import to_device
+from tgi_server.engine.errors import UnsupportedModel
 
 IMPLEMENTATION = "oatmill_paged"
 
 
 class PagedCache(Cache):
-    """Stands where `transformers` expects a cache; holds no keys itself.
+    """The cache object that is handed to a model of `transformers`; it holds no keys itself.
 
-    backend: owns the KV blocks. metadata: where the tokens of the current forward pass stand; set before each pass.
+    backend: owns the KV blocks. metadata: the places of the current forward pass's tokens; set before each pass.
     """
 
     def __init__(self, backend: AttentionBackend) -> None:
@@ -49,46 +46,8 @@ class PagedCache(Cache):
                 module.paged_cache = self
 
     def get_seq_length(self, layer_idx: int = 0, *_: Any, **__: Any) -> int:
-        """The model is told positions; to it every pass looks like a first one."""
+        """Returns 0: the model is told positions, so every pass may look like the first one."""
         return 0
-
-
-class BlockTables:
-    """table: [rows, blocks] int32. Entries past a row's last block are 0, the scratch block; so is the whole of a row
-    that no sequence has.
-
-    What is added between two passes goes to the device in one copy: read `table` after `flush`.
-    """
-
-    def __init__(self, rows: int, blocks: int, device: torch.device) -> None:
-        self.table = torch.zeros(rows, blocks, dtype=torch.int32, device=device)
-        self._added: tuple[list[int], list[int]] = ([], [])  # places in the flattened table, and blocks
-
-    def extend(self, row: int, first: int, blocks: Sequence[int]) -> None:
-        """The row's entries from `first` on are these blocks. Raises InvalidCall for more than a sequence may have."""
-        if first + len(blocks) > self.table.shape[1]:
-            raise InvalidCall(f"{first + len(blocks)} blocks for a sequence; at most {self.table.shape[1]} are of use")
-        place = row * self.table.shape[1] + first
-        self._added[0].extend(range(place, place + len(blocks)))
-        self._added[1].extend(blocks)
-
-    def move(self, source: int, target: int) -> None:
-        self.flush()
-        self.table[target] = self.table[source]
-
-    def clear(self, first: int, last: int) -> None:
-        """Rows `first` .. `last` - 1 have no sequence any more."""
-        self.flush()
-        self.table[first:last].zero_()
-
-    def flush(self) -> Tensor:
-        """Returns the table."""
-        places, blocks = self._added
-        if places:
-            added = to_device(places + blocks, torch.int64, self.table.device).view(2, -1)
-            self.table.view(-1).index_copy_(0, added[0], added[1].to(torch.int32))
-            self._added = ([], [])
-        return self.table
 
 
 def paged_attention(
@@ -102,7 +61,7 @@ def paged_attention(
     softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """The attention function that `transformers` models call; see `AttentionInterface`.
+    """Computes attention for the models of `transformers`, which call it through `AttentionInterface`.
 
     Raises UnsupportedModel for arguments that would change the result and are not known here.
     """

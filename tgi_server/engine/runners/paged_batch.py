@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tgi_server.engine.attention.base import ChunkSpan, ForwardMetadata, GreedyOnly
-from tgi_server.engine.attention.paged_cache import BlockTables
+from tgi_server.engine.attention.block_tables import BlockTables
 from tgi_server.engine.memory import copy_to_device
 from tgi_server.engine.runners.base import PromptChunk
 
