@@ -4,7 +4,17 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
 
-from tgi_server.router.schemas.base import PENALTY, POSITIVE, RequestModel, ResponseModel, Seed, UnsignedInt
+from tgi_server.router.schemas.base import (
+    PENALTY,
+    POSITIVE,
+    Int32,
+    Items,
+    RequestModel,
+    ResponseModel,
+    Seed,
+    TokenBiases,
+    UnsignedInt,
+)
 
 
 class StreamOptions(RequestModel):
@@ -32,7 +42,7 @@ class OpenAIErrorResponse(ResponseModel):
 
 
 Stop = Annotated[
-    list[str] | None,
+    Items[str] | None,
     BeforeValidator(
         lambda value: [value] if isinstance(value, str) else value, json_schema_input_type=str | list[str] | None
     ),
@@ -44,7 +54,7 @@ def _by_token_id(biases: Any) -> Any:
 
 
 LogitBias = Annotated[
-    dict[str, float] | None,
+    TokenBiases | None,
     BeforeValidator(_by_token_id, json_schema_input_type=dict[str, float] | list[float] | None),
 ]
 
@@ -76,7 +86,7 @@ class SharedParameters(RequestModel):
     stream: bool = False
     stream_options: StreamOptions | None = None
     temperature: float | None = Field(default=None, description="Divides the logits; 0: always the likeliest token.")
-    top_k: int | None = Field(default=None, description="Sample from so many most likely tokens.")
+    top_k: Int32 | None = Field(default=None, description="Sample from so many most likely tokens.")
     top_p: float | None = Field(default=None, description="Sample from the likeliest tokens of this total probability.")
     min_p: float | None = Field(default=None, description="Drop tokens less likely than this share of the likeliest.")
     ignore_eos: bool = Field(default=False, description="Go on to `max_tokens` whatever the model says.")
