@@ -13,7 +13,7 @@ class Prompt(
         Annotated[
             Items[str],
             BeforeValidator(
-                lambda value: [value] if isinstance(value, str) else value, json_schema_input_type=str | list[str]
+                lambda value: [value] if isinstance(value, str) else value, json_schema_input_type=str | Items[str]
             ),
         ]
     ]

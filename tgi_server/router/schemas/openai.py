@@ -44,7 +44,7 @@ class OpenAIErrorResponse(ResponseModel):
 Stop = Annotated[
     Items[str] | None,
     BeforeValidator(
-        lambda value: [value] if isinstance(value, str) else value, json_schema_input_type=str | list[str] | None
+        lambda value: [value] if isinstance(value, str) else value, json_schema_input_type=str | Items[str] | None
     ),
 ]
 
