@@ -17,6 +17,14 @@ T = TypeVar("T")
 UnsignedInt = Annotated[int, Field(ge=0, le=2**32 - 1)]
 Seed = Annotated[int, Field(ge=0, le=2**64 - 1)]
 Int32 = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]
+CacheSalt = Annotated[
+    str | None,
+    Field(
+        min_length=1,
+        max_length=1024,
+        description="What is computed for the prompt is used again for prompts with the same salt only.",
+    ),
+]
 
 Items = Annotated[list[T], Field(max_length=10_000, fail_fast=True)]
 """A list of a bounded length. Its first wrong item is the one that is told: there may be as many as a body can hold."""

@@ -7,6 +7,7 @@ from pydantic import BeforeValidator, Field
 from tgi_server.router.schemas.base import (
     PENALTY,
     POSITIVE,
+    CacheSalt,
     Int32,
     Items,
     RequestModel,
@@ -63,6 +64,7 @@ class SharedParameters(RequestModel):
     """`repetition_penalty`, `top_k`, `min_p` and `ignore_eos` go beyond OpenAI's parameters."""
 
     model: str | None = Field(default=None, description="Not used: the server has one model.")
+    cache_salt: CacheSalt = None
     frequency_penalty: float | None = Field(
         json_schema_extra=PENALTY, default=None, description="-2 to 2: penalty of a token for each time."
     )
