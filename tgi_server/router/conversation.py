@@ -62,7 +62,9 @@ def _tool_call(call: ToolCall) -> dict[str, Any]:
         try:
             arguments = from_json(arguments)  # which bounds how deep it may nest, and takes no lone surrogates
         except ValueError as error:
-            raise InvalidRequest(f"the `arguments` of the tool call `{one_line(call.id, 100)}` are not JSON: {error}") from error
+            raise InvalidRequest(
+                f"the `arguments` of the tool call `{one_line(call.id, 100)}` are not JSON: {error}"
+            ) from error
     return {"id": call.id, "type": call.type, "function": {"name": call.function.name, "arguments": arguments or {}}}
 
 

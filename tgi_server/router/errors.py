@@ -1,6 +1,5 @@
 """What can go wrong with a request, and the HTTP status and TGI error type of each."""
 
-
 from shared.logging import one_line
 
 # Characters: a message may repeat what a client sent.

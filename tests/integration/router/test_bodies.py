@@ -73,8 +73,8 @@ async def test_many_wrong_items(router: Router, item: str):
 
 
 async def test_at_most_ten_faults_are_told(router: Router):
-    wrong = {name: True for name in ("best_of", "max_new_tokens", "min_p", "seed", "stop", "temperature", "top_k")}
-    wrong |= {name: 7 for name in ("details", "do_sample", "grammar", "logit_bias", "watermark", "adapter_id")}
+    wrong = dict.fromkeys(("best_of", "max_new_tokens", "min_p", "seed", "stop", "temperature", "top_k"), True)
+    wrong |= dict.fromkeys(("details", "do_sample", "grammar", "logit_bias", "watermark", "adapter_id"), 7)
     message = await refused(router, "/generate", json.dumps({"inputs": "Hello", "parameters": wrong}))
     assert message.count("; ") == 10
     assert message.endswith("; and more")

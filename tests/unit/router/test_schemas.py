@@ -7,9 +7,9 @@ import pytest
 from pydantic import BaseModel
 
 from tgi_server.router.schemas.chat import ChatRequest
+from tgi_server.router.schemas.compatibility import VertexRequest
 from tgi_server.router.schemas.completions import CompletionRequest
 from tgi_server.router.schemas.generate import CompatGenerateRequest, GenerateRequest
-from tgi_server.router.schemas.compatibility import VertexRequest
 
 LARGEST = {"seed": 2**64 - 1}
 

@@ -18,6 +18,7 @@ _MOST_FAULTS = 10
 _LONGEST_NAME = 80
 _LONGEST_NUMBER = 40
 _LONGEST_FAULT = 200
+_JSON_TYPES = dict.fromkeys(("model_type", "dict_type"), "Input should be an object")
 _BOUNDS = {"le": "at most", "lt": "less than", "ge": "at least", "gt": "greater than"}
 
 
@@ -84,7 +85,8 @@ def _bound(detail: ErrorDetails) -> str | None:
 def _fault(detail: ErrorDetails) -> str:
     bound = _bound(detail)
     if bound is None:
-        return f": {one_line(detail['msg'].removeprefix('Value error, '), _LONGEST_FAULT)}"
+        message = _JSON_TYPES.get(detail["type"], detail["msg"]).removeprefix("Value error, ")
+        return f": {one_line(message, _LONGEST_FAULT)}"
     return f" is {one_line(str(detail['input']), _LONGEST_NUMBER)}; it must be {bound}"
 
 
