@@ -60,7 +60,7 @@ async def house(
             "max_batch_prefill_tokens": 64,
             "max_batch_total_tokens": capacity.max_batch_total_tokens,
             "prefill_chunk_tokens": 8,
-            "check_when_idle": True,
+            "idle_check_after_s": 0.01,
             "recovery_timeout_s": 1.0,
             "recovery_interval_s": 0.05,
             **settings,
