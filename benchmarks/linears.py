@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.floor import ModelCost
 from benchmarks.timing import timed
-from tgi_server.engine.cpu import linear_layer
+from tgi_server.engine.linear import linear_layer
 
 _JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Layers with the same input, which engines compute as one."""

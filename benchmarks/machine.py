@@ -16,7 +16,7 @@ from benchmarks.floor import Machine
 from benchmarks.linears import linear_shapes
 from benchmarks.timing import timed
 from tgi_server.engine.config import DTYPES
-from tgi_server.engine.cpu.linear import PackedLinear
+from tgi_server.engine.linear.float import PackedLinear
 
 _READ_BYTES = {"cpu": 1 << 30, "cuda": 1 << 33}
 _MATRIX = {"cpu": 4096, "cuda": 8192}

@@ -80,6 +80,20 @@ class Unauthorized(RouterError):
     error_type = "unauthorized"
 
 
+class Forbidden(RouterError):
+    """A browser asks on behalf of a page that may not call the server."""
+
+    status = 403
+    error_type = "forbidden"
+
+
+class UnsupportedMediaType(RouterError):
+    """The body is said to be something else than JSON."""
+
+    status = 415
+    error_type = "unsupported_media_type"
+
+
 class ClientGone(RouterError):
     """The client closed its connection; nobody reads the answer any more."""
 

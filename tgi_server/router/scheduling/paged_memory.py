@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 from tgi_server.router.scheduling.blocks import BlockPool
 from tgi_server.router.scheduling.memory import Verdict, check_fits
-from tgi_server.router.scheduling.prefix_cache import Match, PrefixCache
+from tgi_server.router.scheduling.prefix_cache import Match, PrefixCache, Space
 from tgi_server.router.scheduling.sequence import BlockCopy, Sequence
 
 # A request waits for the call being built if that computes at least so many tokens which it can share then.
@@ -97,7 +97,7 @@ class PagedMemory:
         wants_all_logits = sequence.request.prefill_logprobs and sequence.generated == 0
         if not self._enabled or wants_all_logits:
             return Match()
-        return self._cache.match(sequence.request.adapter_id or "", sequence.tokens[: sequence.known - 1].tobytes())
+        return self._cache.match(_space(sequence), sequence.tokens[: sequence.known - 1].tobytes())
 
     def _reserve(self, sequence: Sequence, match: Match, limit: int) -> bool:
         """Takes blocks for the known tokens, unless that puts more than `limit` blocks to use that were not."""
@@ -129,5 +129,9 @@ class PagedMemory:
     def _keep(self, sequence: Sequence, tokens: int, *, fresh: bool) -> None:
         """Offers the sequence's first tokens to those that come after it."""
         if self._enabled and tokens:
-            space = sequence.request.adapter_id or ""
-            self._cache.insert(space, sequence.tokens[:tokens].tobytes(), sequence.blocks, fresh=fresh)
+            self._cache.insert(_space(sequence), sequence.tokens[:tokens].tobytes(), sequence.blocks, fresh=fresh)
+
+
+def _space(sequence: Sequence) -> Space:
+    request = sequence.request
+    return request.adapter_id, request.cache_namespace

@@ -14,6 +14,14 @@ SEVERAL: dict[str, JsonValue] = {"minItems": 1}
 UnsignedInt = Annotated[int, Field(ge=0, le=2**32 - 1)]
 Seed = Annotated[int, Field(ge=0, le=2**64 - 1)]
 Int32 = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]
+CacheSalt = Annotated[
+    str | None,
+    Field(
+        min_length=1,
+        max_length=1024,
+        description="What is computed for the prompt is used again for prompts with the same salt only.",
+    ),
+]
 
 
 class RequestModel(BaseModel):

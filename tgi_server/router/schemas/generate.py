@@ -8,6 +8,7 @@ from tgi_server.router.schemas.base import (
     PENALTY,
     POSITIVE,
     PROBABILITY,
+    CacheSalt,
     Int32,
     RequestModel,
     ResponseModel,
@@ -18,12 +19,13 @@ from tgi_server.router.schemas.grammar import GrammarType
 
 
 class GenerateParameters(RequestModel):
-    """How to generate. `min_p`, `presence_penalty`, `logit_bias` and `ignore_eos` go beyond TGI's parameters."""
+    """How to generate. `min_p`, `presence_penalty`, `logit_bias`, `ignore_eos` and `cache_salt` are not TGI's."""
 
     adapter_id: str | None = Field(default=None, description="Adapter to use.")
     best_of: UnsignedInt | None = Field(
         json_schema_extra=POSITIVE, default=None, description="Generate so many sequences, answer with the most likely."
     )
+    cache_salt: CacheSalt = None
     decoder_input_details: bool = Field(default=False, description="Report the prompt's tokens and logprobs.")
     details: bool = Field(default=False, description="Report tokens, logprobs, finish reason and seed.")
     do_sample: bool = Field(default=False, description="Sample, rather than take the most likely token.")
@@ -79,6 +81,14 @@ _NO_PARAMETERS = GenerateParameters()
 class GenerateRequest(RequestModel):
     inputs: str = Field(json_schema_extra=NOT_EMPTY)
     parameters: GenerateParameters = _NO_PARAMETERS
+    cache_salt: CacheSalt = Field(default=None, description="Wins over the one in `parameters`.")
+
+    @property
+    def chosen_parameters(self) -> GenerateParameters:
+        """The parameters, with the salt of the request itself."""
+        if self.cache_salt is None:
+            return self.parameters
+        return self.parameters.model_copy(update={"cache_salt": self.cache_salt})
 
 
 class CompatGenerateRequest(GenerateRequest):
