@@ -86,7 +86,7 @@ class Scheduler:
         self._answered = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._unhealthy: RouterError | None = None
-        self._unchecked = False  # something has run since the books were checked last
+        self._unchecked = True  # something may have run since the books were checked last
 
     @property
     def healthy(self) -> bool:
