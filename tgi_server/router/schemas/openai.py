@@ -9,9 +9,11 @@ from tgi_server.router.schemas.base import (
     POSITIVE,
     CacheSalt,
     Int32,
+    Items,
     RequestModel,
     ResponseModel,
     Seed,
+    TokenBiases,
     UnsignedInt,
 )
 
@@ -41,9 +43,9 @@ class OpenAIErrorResponse(ResponseModel):
 
 
 Stop = Annotated[
-    list[str] | None,
+    Items[str] | None,
     BeforeValidator(
-        lambda value: [value] if isinstance(value, str) else value, json_schema_input_type=str | list[str] | None
+        lambda value: [value] if isinstance(value, str) else value, json_schema_input_type=str | Items[str] | None
     ),
 ]
 
@@ -53,7 +55,7 @@ def _by_token_id(biases: Any) -> Any:
 
 
 LogitBias = Annotated[
-    dict[str, float] | None,
+    TokenBiases | None,
     BeforeValidator(_by_token_id, json_schema_input_type=dict[str, float] | list[float] | None),
 ]
 
