@@ -10,9 +10,11 @@ from tgi_server.router.schemas.base import (
     PROBABILITY,
     CacheSalt,
     Int32,
+    Items,
     RequestModel,
     ResponseModel,
     Seed,
+    TokenBiases,
     UnsignedInt,
 )
 from tgi_server.router.schemas.grammar import GrammarType
@@ -36,7 +38,7 @@ class GenerateParameters(RequestModel):
     )
     grammar: GrammarType | None = Field(default=None, description="Form that the text must have.")
     ignore_eos: bool = Field(default=False, description="Go on to `max_new_tokens` whatever the model says.")
-    logit_bias: dict[str, float] | None = Field(default=None, description="Added to the logits, by token id.")
+    logit_bias: TokenBiases | None = Field(default=None, description="Added to the logits, by token id.")
     max_new_tokens: Int32 | None = Field(
         json_schema_extra=POSITIVE, default=None, description="Tokens to generate; unset: as many as fit."
     )
@@ -53,7 +55,7 @@ class GenerateParameters(RequestModel):
     )
     return_full_text: bool | None = Field(default=None, description="Put the prompt in front of the text.")
     seed: Seed | None = Field(default=None, description="Seed of sampling; unset: random.")
-    stop: list[str] = Field(default=[], description="Texts that end the generation.")
+    stop: Items[str] = Field(default=[], description="Texts that end the generation.")
     temperature: float | None = Field(json_schema_extra=POSITIVE, default=None, description="Divides the logits.")
     top_k: Int32 | None = Field(
         json_schema_extra=POSITIVE, default=None, description="Sample from so many most likely tokens."
