@@ -10,9 +10,9 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.timing import synchronise
+from tgi_server.contract import Grammar, GrammarType, StoppingParameters
 from tgi_server.engine.engine import Engine
 from tgi_server.engine.models.runner import Capacity
-from tgi_server.engine.parameters import Grammar, GrammarType, StoppingParameters
 from tgi_server.engine.sequence import Sequence
 
 _BATCH_ID = 1

@@ -14,8 +14,8 @@ from benchmarks.bench import Bench
 from benchmarks.floor import Machine
 from benchmarks.large_model import Shape
 from benchmarks.timing import synchronise
+from tgi_server.contract import StoppingParameters
 from tgi_server.engine.engine import Engine, Step
-from tgi_server.engine.parameters import StoppingParameters
 from tgi_server.engine.sequence import Sequence
 
 _BATCH_ID = 1

@@ -18,7 +18,8 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from benchmarks.report import number, table
-from tgi_server.engine import Engine, EngineConfig, ReportParameters, StoppingParameters
+from tgi_server.contract import ReportParameters, StoppingParameters
+from tgi_server.engine import Engine, EngineConfig
 from tgi_server.engine import Sequence as Prompt
 from tgi_server.engine.config import DTYPES
 from tgi_server.engine.errors import EngineError

@@ -9,7 +9,7 @@ import time
 
 import torch
 
-from tgi_server.engine.parameters import ReportParameters, SamplingParameters
+from tgi_server.contract import ReportParameters, SamplingParameters
 from tgi_server.engine.sampling import Sampler
 
 _PLAIN, _LOGPROBS = ReportParameters(), ReportParameters(logprobs=True)

@@ -9,7 +9,8 @@ from tests.gpu.marks import NEEDS_GPU
 from tests.tiny_models import ARCHITECTURES, make
 from tests.unit.engine.models.driver import generate_together, load_engine, prompts
 from tests.unit.engine.models.test_parity import ELSEWHERE, PADDED
-from tgi_server.engine import Sequence, StoppingParameters
+from tgi_server.contract import StoppingParameters
+from tgi_server.engine import Sequence
 
 pytestmark = NEEDS_GPU
 

@@ -9,7 +9,8 @@ import torch
 from tests.gpu.marks import NEEDS_GPU
 from tests.tiny_models import make
 from tests.unit.engine.models.driver import load_engine, prompts
-from tgi_server.engine import ReportParameters, Sequence, StoppingParameters
+from tgi_server.contract import ReportParameters, StoppingParameters
+from tgi_server.engine import Sequence
 
 pytestmark = NEEDS_GPU
 

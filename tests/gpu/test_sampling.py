@@ -5,7 +5,8 @@ import torch
 
 from tests.gpu.marks import NEEDS_GPU
 from tgi_server import demo_model
-from tgi_server.engine import Engine, EngineConfig, SamplingParameters, StoppingParameters
+from tgi_server.contract import SamplingParameters, StoppingParameters
+from tgi_server.engine import Engine, EngineConfig
 from tgi_server.engine.offline import generate
 
 pytestmark = NEEDS_GPU

@@ -4,8 +4,7 @@ from tgi_server.engine.config import EngineConfig
 from tgi_server.engine.engine import Engine, ModelInfo, Step
 from tgi_server.engine.errors import EngineError
 from tgi_server.engine.models.runner import Capacity
-from tgi_server.engine.parameters import ReportParameters, SamplingParameters, StoppingParameters
-from tgi_server.engine.results import FinishReason, Generation, StepResult
+from tgi_server.engine.results import Generation, StepResult
 from tgi_server.engine.sequence import Sequence
 
 __all__ = [
@@ -13,13 +12,9 @@ __all__ = [
     "Engine",
     "EngineConfig",
     "EngineError",
-    "FinishReason",
     "Generation",
     "ModelInfo",
-    "ReportParameters",
-    "SamplingParameters",
     "Sequence",
     "Step",
     "StepResult",
-    "StoppingParameters",
 ]

@@ -18,11 +18,11 @@ from pathlib import Path
 from transformers import AutoTokenizer
 
 from tgi_server import demo_model
+from tgi_server.contract import SamplingParameters, StoppingParameters
 from tgi_server.engine.config import DTYPES, EngineConfig
 from tgi_server.engine.engine import Engine, Step
 from tgi_server.engine.errors import InvalidCall
 from tgi_server.engine.models.runner import Capacity
-from tgi_server.engine.parameters import SamplingParameters, StoppingParameters
 from tgi_server.engine.sequence import Sequence
 
 BATCH_ID = 1

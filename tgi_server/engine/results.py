@@ -1,12 +1,8 @@
 """What a step yields, on the host."""
 
 from dataclasses import dataclass, field
-from enum import Enum
 
-
-class FinishReason(Enum):
-    LENGTH = "length"
-    EOS_TOKEN = "eos_token"
+from tgi_server.contract import FinishReason
 
 
 @dataclass(frozen=True, slots=True)

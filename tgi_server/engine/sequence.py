@@ -5,19 +5,10 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from tgi_server.contract import BlockCopy, Grammar, ReportParameters, SamplingParameters, StoppingParameters
 from tgi_server.engine.errors import InvalidCall
 from tgi_server.engine.grammar.constraint import Constraint
-from tgi_server.engine.parameters import Grammar, ReportParameters, SamplingParameters, StoppingParameters
 from tgi_server.engine.results import PromptTokens
-
-
-@dataclass(frozen=True, slots=True)
-class BlockCopy:
-    """The first `tokens` entries of block `source` are copied to `target` before anything is computed."""
-
-    source: int
-    target: int
-    tokens: int
 
 
 @dataclass(slots=True)

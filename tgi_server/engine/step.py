@@ -5,8 +5,9 @@ from collections.abc import Collection
 
 import torch
 
+from tgi_server.contract import FinishReason
 from tgi_server.engine.batch import Batch
-from tgi_server.engine.results import FinishReason, Generation, StepResult, TopTokens
+from tgi_server.engine.results import Generation, StepResult, TopTokens
 from tgi_server.engine.sampling import PendingTokens, Tokens
 from tgi_server.engine.sequence import Sequence
 

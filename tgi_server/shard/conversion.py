@@ -1,24 +1,19 @@
-"""Between the messages of `generate.proto` and the engine's own types."""
+"""The engine's types as messages of `generate.proto`, and back."""
 
 from collections.abc import Iterable
 
 from shared.stubs import generate_pb2 as pb
-from tgi_server.engine import parameters
+from tgi_server.contract import ReportParameters, StoppingParameters
 from tgi_server.engine.engine import ModelInfo
 from tgi_server.engine.models.runner import Capacity
-from tgi_server.engine.results import FinishReason, Generation, StepResult
-from tgi_server.engine.sequence import BlockCopy, Sequence
-
-_GRAMMAR_TYPES = {
-    pb.Grammar.REGEX: parameters.GrammarType.REGEX,
-    pb.Grammar.JSON_SCHEMA: parameters.GrammarType.JSON_SCHEMA,
-    pb.Grammar.LARK: parameters.GrammarType.LARK,
-}
-_FINISH_REASONS = {
-    None: pb.FINISH_REASON_NONE,
-    FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
-    FinishReason.EOS_TOKEN: pb.FINISH_REASON_EOS_TOKEN,
-}
+from tgi_server.engine.results import Generation, StepResult
+from tgi_server.engine.sequence import Sequence
+from tgi_server.wire import (
+    block_copy_from_message,
+    finish_reason_to_message,
+    grammar_from_message,
+    sampling_from_message,
+)
 
 
 def info(model: ModelInfo, model_id: str, revision: str | None, world_size: int) -> pb.InfoResponse:
@@ -55,14 +50,14 @@ def sequence(request: pb.Request) -> Sequence:
         request_id=request.id,
         input_ids=list(request.input_ids),
         generated_ids=list(request.generated_ids),
-        sampling=_sampling(request.sampling),
-        stopping=parameters.StoppingParameters(request.max_new_tokens, request.ignore_eos),
-        report=parameters.ReportParameters(request.logprobs, request.top_n_tokens, request.prefill_logprobs),
-        grammar=grammar(request.grammar) if request.HasField("grammar") else None,
+        sampling=sampling_from_message(request.sampling),
+        stopping=StoppingParameters(request.max_new_tokens, request.ignore_eos),
+        report=ReportParameters(request.logprobs, request.top_n_tokens, request.prefill_logprobs),
+        grammar=grammar_from_message(request.grammar) if request.HasField("grammar") else None,
         blocks=list(request.block_ids),
         lookahead=request.lookahead,
         computed=request.cached_tokens,
-        copy=_copy(request.copy) if request.HasField("copy") else None,
+        copy=block_copy_from_message(request.copy) if request.HasField("copy") else None,
     )
 
 
@@ -87,7 +82,7 @@ def _generation(generation: Generation) -> pb.Generation:
         token_ids=(generation.token_id, *generation.forced),
         hidden=generation.hidden,
         error=generation.error or "",
-        finish_reason=_FINISH_REASONS[generation.finish_reason],
+        finish_reason=finish_reason_to_message(generation.finish_reason),
     )
     if generation.logprob is not None:
         # Of a token that there is no choice about, the probability is 1.
@@ -99,30 +94,3 @@ def _generation(generation: Generation) -> pb.Generation:
     if prompt := generation.prompt_tokens:
         message.prefill_tokens.CopyFrom(pb.PrefillTokens(ids=prompt.ids, logprobs=prompt.logprobs))
     return message
-
-
-def _sampling(message: pb.SamplingParameters) -> parameters.SamplingParameters:
-    if not (message.do_sample or message.ByteSize()):
-        return parameters.SamplingParameters()
-    return parameters.SamplingParameters(
-        do_sample=message.do_sample,
-        temperature=message.temperature,
-        top_k=message.top_k,
-        top_p=message.top_p,
-        typical_p=message.typical_p,
-        min_p=message.min_p,
-        repetition_penalty=message.repetition_penalty,
-        frequency_penalty=message.frequency_penalty,
-        presence_penalty=message.presence_penalty,
-        seed=message.seed,
-        watermark=message.watermark,
-        logit_bias=dict(message.logit_bias),
-    )
-
-
-def grammar(message: pb.Grammar) -> parameters.Grammar:
-    return parameters.Grammar(_GRAMMAR_TYPES[message.type], message.value, message.text)
-
-
-def _copy(message: pb.BlockCopy) -> BlockCopy:
-    return BlockCopy(message.source, message.target, message.tokens)

@@ -10,9 +10,9 @@ import grpc
 
 from shared.stubs import generate_pb2 as pb
 from shared.stubs.generate_pb2_grpc import GrammarServiceServicer
+from tgi_server.contract import Grammar
 from tgi_server.engine.grammar import GrammarCompiler, InvalidGrammar
-from tgi_server.engine.parameters import Grammar
-from tgi_server.shard import conversion
+from tgi_server.wire import grammar_from_message
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class GrammarService(GrammarServiceServicer):
             self._pool.submit(self._compiler.prepare)
 
     def Compile(self, request: pb.CompileRequest, context: grpc.ServicerContext) -> pb.CompileResponse:
-        return pb.CompileResponse(error=self._fault(conversion.grammar(request.grammar)) or "")
+        return pb.CompileResponse(error=self._fault(grammar_from_message(request.grammar)) or "")
 
     def _fault(self, grammar: Grammar) -> str | None:
         """Why the grammar cannot be used, in one line; None when it can."""

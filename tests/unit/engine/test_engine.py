@@ -8,19 +8,10 @@ from transformers import AutoModelForCausalLM
 
 from tests.tiny_models import make
 from tgi_server import demo_model
-from tgi_server.engine import (
-    Engine,
-    EngineConfig,
-    FinishReason,
-    Generation,
-    ReportParameters,
-    SamplingParameters,
-    Sequence,
-    StoppingParameters,
-)
+from tgi_server.contract import BlockCopy, FinishReason, ReportParameters, SamplingParameters, StoppingParameters
+from tgi_server.engine import Engine, EngineConfig, Generation, Sequence
 from tgi_server.engine.errors import InvalidCall, InvalidWeights, ModelNotFound, NotEnoughMemory, UnsupportedModel
 from tgi_server.engine.offline import generate
-from tgi_server.engine.sequence import BlockCopy
 
 PROMPTS = [[1, 40, 77, 300], [1, *range(50, 90)], [1, 5], [1, *range(400, 480)], [1, 99, 98, 97, 96, 95]]
 NEW = 24

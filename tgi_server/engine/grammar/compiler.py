@@ -10,13 +10,13 @@ from pathlib import Path
 from llguidance import LLMatcher, LLParserLimits
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 
+from tgi_server.contract import Grammar, GrammarType
 from tgi_server.engine.grammar.annotated_schema import annotated_lark
 from tgi_server.engine.grammar.constraint import Constraint
 from tgi_server.engine.grammar.errors import InvalidGrammar, reason
 from tgi_server.engine.grammar.json_schema import JSON_LAYOUT, checked_schema, is_annotated
 from tgi_server.engine.grammar.python_regex import rust_regex
 from tgi_server.engine.grammar.tokenizer import GrammarTokenizer
-from tgi_server.engine.parameters import Grammar, GrammarType
 
 MAX_BYTES = 1_000_000
 """Of one grammar, the text that its spans come from included. The largest compile in a few seconds."""

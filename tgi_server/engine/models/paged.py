@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from tgi_server.contract import StoppingParameters
 from tgi_server.engine.attention.base import AttentionBackend, Step
 from tgi_server.engine.cpu import ScreenedHead
 from tgi_server.engine.errors import InvalidCall, NotEnoughMemory
@@ -17,7 +18,6 @@ from tgi_server.engine.models.limits import UNBOUNDED_POSITIONS, position_limit,
 from tgi_server.engine.models.paged_cache import PagedCache
 from tgi_server.engine.models.rope import LengthDependentRope
 from tgi_server.engine.models.runner import Capacity, Likeliest, PromptChunk, Runner
-from tgi_server.engine.parameters import StoppingParameters
 from tgi_server.engine.sequence import Sequence
 from tgi_server.engine.sharding import ShardGroup
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from tgi_server.engine.parameters import ReportParameters, SamplingParameters
+from tgi_server.contract import ReportParameters, SamplingParameters
 
 
 @dataclass(frozen=True, slots=True)

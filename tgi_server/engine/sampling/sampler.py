@@ -6,7 +6,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from tgi_server.engine.parameters import ReportParameters, SamplingParameters
+from tgi_server.contract import ReportParameters, SamplingParameters
 from tgi_server.engine.sampling import warpers
 from tgi_server.engine.sampling.draw import best, best_logprobs, draw, has_kernels
 from tgi_server.engine.sampling.logprobs import chosen_logprobs, top_logprobs

@@ -1,7 +1,7 @@
 """Whether a text can be what a model generates under a grammar."""
 
+from tgi_server.contract import Grammar
 from tgi_server.engine.grammar import GrammarCompiler
-from tgi_server.engine.parameters import Grammar
 
 _ENOUGH = 100_000
 

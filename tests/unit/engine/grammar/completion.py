@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import numpy as np
 from llguidance.torch import allocate_token_bitmask, fill_next_token_bitmask
 
+from tgi_server.contract import Grammar
 from tgi_server.engine.grammar import Constraint, GrammarCompiler
-from tgi_server.engine.parameters import Grammar
 
 _ENOUGH = 3_000
 _CLOSING = '"@}],'

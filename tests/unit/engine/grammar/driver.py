@@ -4,10 +4,9 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import Any
 
-from tgi_server.engine import Engine, SamplingParameters, Sequence, StoppingParameters
+from tgi_server.contract import FinishReason, Grammar, SamplingParameters, StoppingParameters
+from tgi_server.engine import Engine, Sequence
 from tgi_server.engine.grammar.tokenizer import GrammarTokenizer
-from tgi_server.engine.parameters import Grammar
-from tgi_server.engine.results import FinishReason
 from tgi_server.engine.step import Step
 
 BATCH = 1

@@ -8,10 +8,9 @@ import pytest
 from tests.grammars import demo_compiler
 from tests.unit.engine.grammar.acceptance import accepts
 from tests.unit.engine.grammar.driver import Driver
-from tgi_server.engine import Engine, SamplingParameters
+from tgi_server.contract import FinishReason, Grammar, GrammarType, SamplingParameters
+from tgi_server.engine import Engine
 from tgi_server.engine.grammar import InvalidGrammar
-from tgi_server.engine.parameters import Grammar, GrammarType
-from tgi_server.engine.results import FinishReason
 
 PROMPT = [1, 40, 41, 42]
 TEXT = 'The oak said: "I am old."\nNobody heard it, for größe is quiet.'

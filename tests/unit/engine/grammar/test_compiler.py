@@ -11,8 +11,8 @@ from llguidance.torch import allocate_token_bitmask, fill_next_token_bitmask
 
 from tests.grammars import demo_compiler
 from tgi_server import demo_model
+from tgi_server.contract import Grammar, GrammarType
 from tgi_server.engine.grammar import GrammarCompiler, InvalidGrammar, compiler
-from tgi_server.engine.parameters import Grammar, GrammarType
 
 
 def fresh_compiler() -> GrammarCompiler:

@@ -5,9 +5,8 @@ import json
 import pytest
 
 from tests.unit.engine.grammar.driver import Driver, Output
-from tgi_server.engine import Engine, ReportParameters, SamplingParameters
-from tgi_server.engine.parameters import Grammar, GrammarType
-from tgi_server.engine.results import FinishReason
+from tgi_server.contract import FinishReason, Grammar, GrammarType, ReportParameters, SamplingParameters
+from tgi_server.engine import Engine
 
 PROMPT = [1, 40, 41, 42, 43]
 SCHEMA = {

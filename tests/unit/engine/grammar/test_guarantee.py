@@ -17,10 +17,9 @@ from tests.unit.engine.grammar.acceptance import accepts
 from tests.unit.engine.grammar.completion import completed
 from tests.unit.engine.grammar.driver import Driver
 from tests.unit.engine.grammar.schemas import SCHEMAS, values_of
+from tgi_server.contract import FinishReason, Grammar, GrammarType
 from tgi_server.engine import Engine
 from tgi_server.engine.errors import InvalidCall
-from tgi_server.engine.parameters import Grammar, GrammarType
-from tgi_server.engine.results import FinishReason
 
 PROMPT = [1, 40, 41, 42]
 NEW = 120

@@ -10,8 +10,8 @@ from tests.grammars import demo_compiler
 from tests.unit.engine.grammar.acceptance import accepts
 from tests.unit.engine.grammar.keyword_cases import ANNOTATIONS, ENFORCED, REFUSED, REFUSED_FORMATS, Group
 from tests.unit.engine.grammar.keyword_table import keyword_table, table_in_document
+from tgi_server.contract import Grammar, GrammarType
 from tgi_server.engine.grammar import InvalidGrammar, json_schema
-from tgi_server.engine.parameters import Grammar, GrammarType
 
 ENFORCED_CASES = [
     pytest.param(group, id=f"{name} {i}") for name, groups in ENFORCED.items() for i, group in enumerate(groups)

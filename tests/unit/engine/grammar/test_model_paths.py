@@ -9,9 +9,7 @@ import torch
 from tests.tiny_models import TOKENIZER_VOCAB_SIZE, make, make_tokenizer
 from tests.unit.engine.grammar.conftest import load
 from tests.unit.engine.grammar.driver import Driver
-from tgi_server.engine import ReportParameters, SamplingParameters
-from tgi_server.engine.parameters import Grammar, GrammarType
-from tgi_server.engine.results import FinishReason
+from tgi_server.contract import FinishReason, Grammar, GrammarType, ReportParameters, SamplingParameters
 
 PROMPT = [5, 40, 41, 42]
 SCHEMA = {

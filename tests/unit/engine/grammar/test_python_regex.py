@@ -6,8 +6,8 @@ import pytest
 
 from tests.grammars import demo_compiler
 from tests.unit.engine.grammar.acceptance import accepts
+from tgi_server.contract import Grammar, GrammarType
 from tgi_server.engine.grammar import InvalidGrammar
-from tgi_server.engine.parameters import Grammar, GrammarType
 
 TEXTS = [
     *(

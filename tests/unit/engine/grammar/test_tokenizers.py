@@ -10,10 +10,9 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from tests.tiny_models import TOKENIZER_VOCAB_SIZE, make_llama
 from tests.unit.engine.grammar.conftest import load
 from tests.unit.engine.grammar.driver import Driver
+from tgi_server.contract import FinishReason, Grammar, GrammarType
 from tgi_server.engine import Engine
 from tgi_server.engine.grammar.tokenizer import GrammarTokenizer
-from tgi_server.engine.parameters import Grammar, GrammarType
-from tgi_server.engine.results import FinishReason
 
 PROMPT = [5, 6, 7, 8]
 SPECIAL = ["<unk>", "<s>", "</s>"]

@@ -7,7 +7,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from tests.tiny_models import VOCAB_SIZE
-from tgi_server.engine import Engine, EngineConfig, Sequence, StoppingParameters
+from tgi_server.contract import StoppingParameters
+from tgi_server.engine import Engine, EngineConfig, Sequence
 from tgi_server.engine.engine import Step
 
 LENGTHS = (1, 70, 5, 33, 64, 2, 17, 48, 9, 26, 57, 3, 40, 12, 65, 21)

@@ -8,7 +8,8 @@ import torch
 from tests.tiny_models import make
 from tests.unit.engine.models.driver import load_engine, prompts
 from tests.unit.engine.models.test_parity import check, overlap
-from tgi_server.engine import Engine, Sequence, StoppingParameters
+from tgi_server.contract import StoppingParameters
+from tgi_server.engine import Engine, Sequence
 from tgi_server.engine.models import paged
 from tgi_server.engine.models.decode_graphs import DecodeGraphs, ladder, record_decoding
 

@@ -9,7 +9,8 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from tests.tiny_models import make
 from tests.unit.engine.models.driver import MAX_TOTAL_TOKENS, NEW, Driver, expected_tokens, load_engine, prompts
-from tgi_server.engine import Engine, ReportParameters, Sequence, StoppingParameters
+from tgi_server.contract import ReportParameters, StoppingParameters
+from tgi_server.engine import Engine, Sequence
 from tgi_server.engine.errors import InvalidCall, NotEnoughMemory, UnsupportedModel
 from tgi_server.engine.models.padded.batch import PaddedBatch
 

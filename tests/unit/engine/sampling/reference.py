@@ -15,7 +15,7 @@ from transformers.generation.logits_process import (
     TypicalLogitsWarper,
 )
 
-from tgi_server.engine.parameters import SamplingParameters
+from tgi_server.contract import SamplingParameters
 
 
 def processed(logits: Tensor, p: SamplingParameters, prompt: Sequence[int], generated: Sequence[int]) -> Tensor:

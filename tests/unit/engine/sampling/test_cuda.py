@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tgi_server.engine.parameters import ReportParameters, SamplingParameters
+from tgi_server.contract import ReportParameters, SamplingParameters
 from tgi_server.engine.sampling import Sampler
 
 pytestmark = [

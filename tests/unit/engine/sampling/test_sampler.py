@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tgi_server.engine.parameters import ReportParameters, SamplingParameters
+from tgi_server.contract import ReportParameters, SamplingParameters
 from tgi_server.engine.sampling import Sampler, TokenMask
 
 from .reference import processed

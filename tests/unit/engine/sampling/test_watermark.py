@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from tgi_server.engine.parameters import ReportParameters, SamplingParameters
+from tgi_server.contract import ReportParameters, SamplingParameters
 from tgi_server.engine.sampling import Sampler, WatermarkSettings, detect
 from tgi_server.engine.sampling.watermark import is_green
 

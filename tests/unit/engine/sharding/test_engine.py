@@ -11,16 +11,8 @@ from torch import Tensor
 from tests.tiny_models import build, make
 from tests.unit.engine.models.driver import Driver, generate_together, load_engine, prompts
 from tests.unit.engine.sharding.conftest import RanksOf
-from tgi_server.engine import (
-    Capacity,
-    Engine,
-    EngineConfig,
-    EngineError,
-    ReportParameters,
-    SamplingParameters,
-    Sequence,
-    StoppingParameters,
-)
+from tgi_server.contract import ReportParameters, SamplingParameters, StoppingParameters
+from tgi_server.engine import Capacity, Engine, EngineConfig, EngineError, Sequence
 from tgi_server.engine.cpu.int8 import Int8Linear
 from tgi_server.engine.errors import UnsupportedModel
 from tgi_server.engine.offline import generate

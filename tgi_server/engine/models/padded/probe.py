@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from tgi_server.contract import StoppingParameters
 from tgi_server.engine.errors import UnsupportedModel
 from tgi_server.engine.models.padded.passes import Passes
 from tgi_server.engine.models.padded.rows import OneByOne, Rows, SideBySide
 from tgi_server.engine.models.probe import TOLERANCE, logits_error, probe_tokens
 from tgi_server.engine.models.runner import PromptChunk
-from tgi_server.engine.parameters import StoppingParameters
 from tgi_server.engine.sequence import Sequence
 from tgi_server.engine.sharding import ShardGroup
 

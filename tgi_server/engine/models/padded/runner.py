@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from tgi_server.contract import StoppingParameters
 from tgi_server.engine.errors import InvalidCall, NotEnoughMemory
 from tgi_server.engine.memory import cache_bytes
 from tgi_server.engine.models.limits import UNBOUNDED_POSITIONS, position_limit, warm_up_tokens
@@ -11,7 +12,6 @@ from tgi_server.engine.models.padded.passes import CausalPasses, Seq2SeqPasses
 from tgi_server.engine.models.padded.probe import choose_rows
 from tgi_server.engine.models.rope import LengthDependentRope
 from tgi_server.engine.models.runner import Capacity, Likeliest, PromptChunk, Runner
-from tgi_server.engine.parameters import StoppingParameters
 from tgi_server.engine.sequence import Sequence
 from tgi_server.engine.sharding import ShardGroup
 

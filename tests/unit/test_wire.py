@@ -1,0 +1,43 @@
+import pytest
+
+from tgi_server import wire
+from tgi_server.contract import BlockCopy, FinishReason, Grammar, GrammarType, SamplingParameters
+
+
+@pytest.mark.parametrize("kind", GrammarType)
+def test_a_grammar_survives_the_wire(kind: GrammarType) -> None:
+    grammar = Grammar(kind, "value", "text")
+    assert wire.grammar_from_message(wire.grammar_to_message(grammar)) == grammar
+
+
+@pytest.mark.parametrize("reason", [None, *FinishReason])
+def test_a_finish_reason_survives_the_wire(reason: FinishReason | None) -> None:
+    assert wire.finish_reason_from_message(wire.finish_reason_to_message(reason)) is reason
+
+
+def test_sampling_parameters_survive_the_wire() -> None:
+    sampling = SamplingParameters(
+        do_sample=True,
+        temperature=0.5,
+        top_k=7,
+        top_p=0.25,
+        typical_p=0.75,
+        min_p=0.125,
+        repetition_penalty=1.5,
+        frequency_penalty=-0.5,
+        presence_penalty=2.0,
+        seed=2**64 - 1,
+        watermark=True,
+        logit_bias={3: -1.5, 0: 4.0},
+    )
+    assert wire.sampling_from_message(wire.sampling_to_message(sampling)) == sampling
+
+
+def test_an_empty_message_of_sampling_parameters_is_greedy_decoding() -> None:
+    assert wire.sampling_from_message(wire.sampling_to_message(SamplingParameters())) == SamplingParameters()
+    assert wire.sampling_from_message(type(wire.sampling_to_message(SamplingParameters()))()) == SamplingParameters()
+
+
+def test_a_block_copy_survives_the_wire() -> None:
+    copy = BlockCopy(source=5, target=9, tokens=13)
+    assert wire.block_copy_from_message(wire.block_copy_to_message(copy)) == copy

@@ -1,0 +1,91 @@
+"""The terms that router and engine share: how a token is chosen, when a text ends, and which form it must have.
+
+Defined here once. `wire.py` turns them into the messages of `generate.proto` and back.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+
+class FinishReason(Enum):
+    """Why a request ended. Named as in TGI's HTTP interface; the values are what clients see."""
+
+    LENGTH = "length"
+    EOS_TOKEN = "eos_token"
+    STOP_SEQUENCE = "stop_sequence"
+
+
+class GrammarType(Enum):
+    """The notation of a grammar."""
+
+    REGEX = "regex"
+    JSON_SCHEMA = "json_schema"
+    LARK = "lark"
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """The form that generated text must have.
+
+    value: the grammar, in the notation that `type` names.
+    text: the source of spans (`x-span` in a JSON schema) where the schema names none itself.
+    """
+
+    type: GrammarType
+    value: str
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParameters:
+    """How the next token is chosen. The defaults are greedy decoding.
+
+    Each parameter is named as in TGI's HTTP interface, and its default switches its rule off.
+    """
+
+    do_sample: bool = False
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    typical_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    seed: int = 0
+    watermark: bool = False
+    logit_bias: dict[int, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class StoppingParameters:
+    """When generation ends.
+
+    max_new_tokens: tokens to generate, those generated before a preemption included.
+    ignore_eos: an end-of-sequence token is a token like any other.
+    """
+
+    max_new_tokens: int
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ReportParameters:
+    """What a response holds beside the tokens themselves. Each item costs a softmax over the vocabulary.
+
+    logprobs: of the generated tokens. top_n_tokens: most likely tokens to report at each position.
+    prefill_logprobs: of the prompt's tokens.
+    """
+
+    logprobs: bool = False
+    top_n_tokens: int = 0
+    prefill_logprobs: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCopy:
+    """The first `tokens` entries of KV block `source` are copied to block `target` before anything is computed."""
+
+    source: int
+    target: int
+    tokens: int
