@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from benchmarks.floor import Machine, ModelCost
 from tgi_server.engine.config import DTYPES
-from tgi_server.engine.cpu.linear import PackedLinear
+from tgi_server.engine.linear.float import PackedLinear
 
 _READ_BYTES = {"cpu": 1 << 30, "cuda": 1 << 33}
 _MATRIX = {"cpu": 4096, "cuda": 8192}

@@ -6,8 +6,6 @@ Its text is made of the tokens that it is given, or of the prompt's, over and ov
 proto/generate.proto: batches, lengths, logprobs where they are asked for; blocks and samplers it takes at their word.
 """
 
-# methods are named by the contract
-
 import argparse
 import asyncio
 import signal

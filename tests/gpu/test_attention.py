@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.gpu.marks import DTYPES, NEEDS_GPU
-from tests.unit.engine.test_attention import run
+from tests.unit.engine.attention.test_backends import run
 from tgi_server.engine.attention import create_attention_backend
 from tgi_server.engine.attention.base import AttentionVariant, KVShape
 from tgi_server.engine.attention.cuda import CudaAttention

@@ -52,6 +52,8 @@ ROUTER_FLAGS = (
     "tokenizer_config_path",
     "disable_grammar_support",
     "cors_allow_origin",
+    "allowed_hosts",
+    "api_key_file",
     "otlp_endpoint",
     "otlp_service_name",
     "graceful_termination_timeout",

@@ -95,7 +95,11 @@ class LauncherSettings(ServiceSettings):
     disable_grammar_support: bool = False
     enable_prefill_logprobs: bool = Field(False, description="for TGI's sake: a prompt's logprobs can always be had")
     cors_allow_origin: CommaSeparated[str] | None = None
+    allowed_hosts: CommaSeparated[str] | None = Field(
+        None, description="names of this server, for when it listens on loopback without a key"
+    )
     api_key: str | None = Field(None, description="generating then takes `Authorization: Bearer KEY`")
+    api_key_file: Path | None = Field(None, description="a file of such keys, one a line")
 
     cuda_memory_fraction: float = Field(1.0, gt=0, le=1, description="share of a GPU's memory that may be used")
     cuda_graphs: CommaSeparated[NonNegativeInt] | None = Field(

@@ -1,6 +1,7 @@
 """Serving HTTP, and a graceful end."""
 
 import asyncio
+import ipaddress
 import logging
 import math
 import socket
@@ -15,6 +16,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from shared.stop_signals import ignore_stop_signals, on_stop_signal
+from tgi_server.router.api.access import AccessRules
 from tgi_server.router.app import create_app
 from tgi_server.router.assembly import assembled
 from tgi_server.router.connection import ClientConnection, bound_silence
@@ -41,7 +43,7 @@ async def run(settings: RouterSettings) -> None:
     if settings.prometheus_port:
         metrics_listener = _listen(settings.hostname, settings.prometheus_port, "--prometheus-port")
     async with assembled(settings) as service:
-        app = create_app(service, api_key=settings.api_key, cors_origins=settings.cors_allow_origin)
+        app = create_app(service, access_rules(settings, listener))
         patience = settings.client_timeout
         servers = {HttpServer(app, settings.graceful_termination_timeout, patience): listener}
         if metrics_listener is not None:
@@ -86,6 +88,13 @@ class HttpServer(uvicorn.Server):
     def capture_signals(self) -> Generator[None, None, None]:
         """Signals are for all servers of the process together."""
         yield
+
+
+def access_rules(settings: RouterSettings, listener: socket.socket) -> AccessRules:
+    """Returns who may call the server that listens there."""
+    loopback = ipaddress.ip_address(listener.getsockname()[0]).is_loopback
+    hosts = {settings.hostname.lower(), *settings.allowed_hosts} if loopback else None
+    return AccessRules(settings.api_keys, settings.cors_allow_origin, hosts)
 
 
 def _drain(servers: Iterable[uvicorn.Server]) -> None:

@@ -14,14 +14,14 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.conftest import FreePort
 from tests.fakes.instant_shard import InstantShard
 from tests.fakes.instant_shard import start as start_shard
-from tests.conftest import FreePort
 from tests.integration.router.process import Process, Start
 from tgi_server import demo_model
 from tgi_server.router.app import create_app
 from tgi_server.router.assembly import assembled
-from tgi_server.router.server import HttpServer
+from tgi_server.router.server import HttpServer, access_rules
 from tgi_server.router.service import Service
 from tgi_server.router.settings import RouterSettings
 
@@ -79,10 +79,15 @@ async def running_router(folder: Path, shard_options: dict[str, Any], **settings
     shards = await start_shard(shard, path)
     listener = socket.create_server(("127.0.0.1", 0))
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    values = {"tokenizer_name": demo_model.PATH, "master_shard_uds_path": str(path), **settings}
+    values = {
+        "tokenizer_name": demo_model.PATH,
+        "master_shard_uds_path": str(path),
+        "allowed_hosts": ["*"],  # it listens on loopback
+        **settings,
+    }
     chosen = RouterSettings.model_validate(values)
     async with assembled(chosen) as service:
-        app = create_app(service, api_key=chosen.api_key, cors_origins=chosen.cors_allow_origin)
+        app = create_app(service, access_rules(chosen, listener))
         server = HttpServer(app, grace=1, patience=chosen.client_timeout)
         serving = asyncio.create_task(server.serve([listener]))
         async with httpx.AsyncClient(base_url=url, timeout=20) as http:

@@ -8,7 +8,7 @@ from tgi_server.engine.attention.base import AttentionBackend, KVShape
 def create_attention_backend(
     shape: KVShape, device: torch.device, dtype: torch.dtype, *, custom_kernels: bool = True
 ) -> AttentionBackend:
-    """The fastest backend that is right for this model on this device."""
+    """Returns the fastest backend that computes the right result for this model on this device."""
     if device.type == "cuda" and custom_kernels:
         from tgi_server.engine.attention.cuda import CudaAttention
 

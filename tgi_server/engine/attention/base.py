@@ -118,16 +118,16 @@ class AttentionBackend(ABC):
     @classmethod
     @abstractmethod
     def supports(cls, shape: KVShape, dtype: torch.dtype) -> bool:
-        """Whether this backend is right for the model; it need not be fast."""
+        """Returns True if this backend computes the right result for the model, fast or not."""
 
     @abstractmethod
     def allocate(self, num_blocks: int) -> None:
         """Makes room for blocks 0 .. num_blocks - 1, forgetting what was there."""
 
     def reserve(self, blocks: int, seconds: float) -> bool:
-        """The first `blocks` blocks will be needed soon: their memory may be taken now, for about `seconds`.
+        """Takes memory for the first `blocks` blocks, which will be needed soon, for about `seconds`.
 
-        Whether more of it could be taken; where memory is taken with `allocate`, there is none left.
+        Returns True if some of it is not taken yet. Backends that take all memory in `allocate` return False.
         """
         return False
 

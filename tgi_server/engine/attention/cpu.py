@@ -12,8 +12,10 @@ LANES = 16
 
 
 class CpuAttention(AttentionBackend):
-    """keys, values: of each layer, [blocks, kv_heads, head_dim * block_size]; `kernels/kv_layout.h` says in which order
-    the numbers of a block stand.
+    """Attention by the CPU kernels of `kernels/attention.cpp`.
+
+    keys, values: one tensor for each layer, [blocks, kv_heads, head_dim * block_size]; `kernels/kv_layout.h` describes
+    the order of the numbers in a block.
     """
 
     block_size = 32

@@ -1,6 +1,6 @@
 """Attention in plain torch: gathers a sequence's blocks and calls scaled dot-product attention.
 
-Right on every device, for every variant. The one that the others are compared with.
+It is right on every device and for every variant, so the other backends are compared with it.
 """
 
 import torch
@@ -67,7 +67,7 @@ class GatherAttention(AttentionBackend):
 
 
 def _scores_mask(positions: Tensor, keys: Tensor, variant: AttentionVariant, like: Tensor) -> Tensor:
-    """What is added to the scores: [sequences, heads or 1, queries, keys], -inf where a query must not look.
+    """Returns the tensor to add to the scores: [sequences, heads or 1, queries, keys], -inf for hidden keys.
 
     positions: [sequences, queries] position of each query; keys: [keys] position of each key.
     """
@@ -87,7 +87,10 @@ def _scores_mask(positions: Tensor, keys: Tensor, variant: AttentionVariant, lik
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, variant: AttentionVariant) -> Tensor:
-    """query: [sequences, heads, queries, head_dim]; key and value: [sequences, kv_heads, keys, head_dim]."""
+    """Returns the attention of query, [sequences, heads, queries, head_dim], in its shape.
+
+    key, value: [sequences, kv_heads, keys, head_dim].
+    """
     repeats = query.shape[1] // key.shape[1]
     if repeats > 1:
         key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)

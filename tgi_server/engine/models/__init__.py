@@ -9,8 +9,9 @@ from tgi_server.engine.attention import create_attention_backend
 from tgi_server.engine.attention.base import AttentionBackend
 from tgi_server.engine.attention.gather import GatherAttention
 from tgi_server.engine.config import EngineConfig
-from tgi_server.engine.cpu import limit_threads, linear_layer, optimise, unpack
 from tgi_server.engine.errors import UnsupportedModel
+from tgi_server.engine.layers import limit_threads, optimise, unpack
+from tgi_server.engine.linear import linear_layer
 from tgi_server.engine.models.padded import PaddedRunner
 from tgi_server.engine.models.paged import PagedRunner
 from tgi_server.engine.models.probe import backend_fault, probe_kv_shape, same_logits

@@ -8,14 +8,14 @@ from transformers import PreTrainedModel
 
 from tgi_server.contract import StoppingParameters
 from tgi_server.engine.attention.base import AttentionBackend, Step
-from tgi_server.engine.cpu import ScreenedHead
+from tgi_server.engine.attention.block_tables import BlockTables
+from tgi_server.engine.attention.paged_cache import PagedCache
 from tgi_server.engine.errors import InvalidCall, NotEnoughMemory
+from tgi_server.engine.layers import ScreenedHead
 from tgi_server.engine.memory import cache_bytes, forget_peak, taken_by
-from tgi_server.engine.models.block_tables import BlockTables
 from tgi_server.engine.models.chunk_places import place_chunks
 from tgi_server.engine.models.decode_graphs import DecodeGraphs, ladder, record_decoding, recorder_for
 from tgi_server.engine.models.limits import UNBOUNDED_POSITIONS, position_limit, warm_up_tokens
-from tgi_server.engine.models.paged_cache import PagedCache
 from tgi_server.engine.models.rope import LengthDependentRope
 from tgi_server.engine.models.runner import Capacity, Likeliest, PromptChunk, Runner
 from tgi_server.engine.sequence import Sequence

@@ -22,9 +22,9 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from tgi_server.engine.attention.base import AttentionBackend, AttentionVariant, Chunk, KVShape, Step
 from tgi_server.engine.attention.gather import GatherAttention
+from tgi_server.engine.attention.paged_cache import PagedCache
 from tgi_server.engine.errors import EngineError, UnsupportedModel
 from tgi_server.engine.models.families import install_paged_attention
-from tgi_server.engine.models.paged_cache import PagedCache
 from tgi_server.engine.sharding import ShardGroup
 from tgi_server.engine.sharding.architectures import plan_for
 

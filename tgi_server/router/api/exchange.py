@@ -10,6 +10,7 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
+from tgi_server.router.api.access import cache_namespace, tenant_of
 from tgi_server.router.api.body import parse, read_body
 from tgi_server.router.api.streaming import EventStream
 from tgi_server.router.errors import ClientGone, RouterError
@@ -77,6 +78,7 @@ class Exchange:
                 top_n_tokens=checked.top_n_tokens,
                 prefill_logprobs=checked.prefill_logprobs,
                 grammar=checked.grammar,
+                cache_namespace=cache_namespace(tenant_of(self.request.scope), checked.cache_salt),
                 trace_context=service.tracer.context(self.span),
             )
         )

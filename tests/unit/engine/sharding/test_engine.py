@@ -13,8 +13,8 @@ from tests.unit.engine.models.driver import Driver, generate_together, load_engi
 from tests.unit.engine.sharding.conftest import RanksOf
 from tgi_server.contract import ReportParameters, SamplingParameters, StoppingParameters
 from tgi_server.engine import Capacity, Engine, EngineConfig, EngineError, Sequence
-from tgi_server.engine.cpu.int8 import Int8Linear
 from tgi_server.engine.errors import UnsupportedModel
+from tgi_server.engine.linear.int8 import Int8Linear
 from tgi_server.engine.offline import generate
 from tgi_server.engine.sharding import ShardGroup
 from tgi_server.engine.sharding.checkpoint import weight_files

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from torch import nn
 from transformers import PreTrainedModel
 
-from tgi_server.engine.models.paged_cache import IMPLEMENTATION
+from tgi_server.engine.attention.paged_cache import IMPLEMENTATION
 
 _FAMILIES = ("bloom", "falcon", "gptj", "mpt")
 """Each is a module here, named as in config.json, with SUBSTITUTES: the class that takes the place of each class."""

@@ -6,8 +6,8 @@ from torch import Tensor
 from transformers.models.bloom.modeling_bloom import BloomAttention
 
 from tgi_server.engine.attention.base import AttentionVariant
+from tgi_server.engine.attention.paged_cache import PagedCache
 from tgi_server.engine.models.families.alibi import geometric_slopes, slopes_of
-from tgi_server.engine.models.paged_cache import PagedCache
 
 
 class PagedBloomAttention(BloomAttention):

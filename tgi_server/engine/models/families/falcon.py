@@ -7,8 +7,8 @@ from torch import Tensor
 from transformers.models.falcon.modeling_falcon import FalconAttention, apply_rotary_pos_emb
 
 from tgi_server.engine.attention.base import AttentionVariant
+from tgi_server.engine.attention.paged_cache import PagedCache
 from tgi_server.engine.models.families.alibi import geometric_slopes, slopes_of
-from tgi_server.engine.models.paged_cache import PagedCache
 
 
 class PagedFalconAttention(FalconAttention):

@@ -6,7 +6,7 @@ from torch import Tensor
 from transformers.models.gptj.modeling_gptj import GPTJAttention
 
 from tgi_server.engine.attention.base import AttentionVariant
-from tgi_server.engine.models.paged_cache import PagedCache
+from tgi_server.engine.attention.paged_cache import PagedCache
 
 
 class PagedGPTJAttention(GPTJAttention):

@@ -9,8 +9,8 @@ from transformers import AttentionMaskInterface
 from transformers.models.mpt.modeling_mpt import MptAttention, MptModel
 
 from tgi_server.engine.attention.base import AttentionVariant
+from tgi_server.engine.attention.paged_cache import PagedCache
 from tgi_server.engine.models.families.alibi import interleaved_slopes, slopes_of
-from tgi_server.engine.models.paged_cache import PagedCache
 
 IMPLEMENTATION = "oatmill_paged_mpt"
 

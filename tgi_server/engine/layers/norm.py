@@ -24,15 +24,15 @@ class Norm(nn.Module):
 
     @classmethod
     def of_rms_norm(cls, norm: Any) -> Self:
-        """norm: the module that Llama and its like have in `transformers`."""
+        """Takes the weights of a norm such as LlamaRMSNorm of `transformers`."""
         return cls(norm.weight, None, float(norm.variance_epsilon))
 
     def kernel(self) -> Any:
-        """This norm for `torch.classes.oatmill.Decoder`."""
+        """Returns this norm in the form that `torch.classes.oatmill.Decoder` takes."""
         return torch.classes.oatmill.Norm(self._weight, self._bias, self._eps)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [..., size]."""
+        """Returns the normalised x, of the same shape [..., size]."""
         if self._bias is None:
             return torch.ops.oatmill.rms_norm(x, self._weight, self._eps)
         return torch.ops.oatmill.layer_norm(x, self._weight, self._bias, self._eps)

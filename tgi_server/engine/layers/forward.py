@@ -1,7 +1,8 @@
-"""What stands around a model's decoder layers, with nothing around it.
+"""A short forward pass for models whose decoder layers are one kernel call.
 
-A model of `transformers` makes masks, looks at its configuration and collects outputs of every kind whenever it is
-called. Where all its layers are one kernel call, that is most of what Python does in a step.
+The forward pass of a model of `transformers` makes masks, reads its configuration and collects outputs of every kind.
+When all layers are one kernel call, that takes most of the time that Python spends in a step. Here a pass does no more
+than embed the tokens, call the layers, and apply the last norm and the head.
 """
 
 from collections.abc import Callable
@@ -12,13 +13,13 @@ from torch import Tensor
 from torch.nn.functional import embedding
 from transformers import PreTrainedModel
 
-from tgi_server.engine.cpu.stack import LayerStack
-from tgi_server.engine.models.paged_cache import PagedCache
+from tgi_server.engine.attention.paged_cache import PagedCache
+from tgi_server.engine.layers.decoder import LayerStack
 
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """logits: [1, tokens, vocab_size]."""
+    """The result of a pass. logits: [1, tokens, vocab_size]."""
 
     logits: Tensor
 
@@ -32,10 +33,11 @@ def shorten_forward(model: PreTrainedModel) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Around:
-    """How a kind of model gets from its tokens to its layers, and from these to its head.
+    """The steps of one architecture before and after its decoder layers.
 
-    inside: the module of a model that has all but its head. before: what the layers are called with, from that module,
-    tokens and positions, [1, tokens] both. after: what the head is given, from the module and the layers' output.
+    inside: returns the module of a model that holds all but its head.
+    before: (that module, tokens, positions; [1, tokens] both) -> the layers' input and the rotary tables, if any.
+    after: (that module, the layers' output) -> the head's input.
     """
 
     inside: Callable[[Any], Any]
@@ -91,10 +93,10 @@ def _after_opt(inside: Any, hidden: Tensor) -> Tensor:
 
 
 _LLAMA = _Around(lambda model: model.model, _before_llama, _after_llama)
+# By the class of `transformers`.
 _AROUND = {
     "LlamaForCausalLM": _LLAMA,
     "MistralForCausalLM": _LLAMA,
     "Qwen2ForCausalLM": _LLAMA,
     "OPTForCausalLM": _Around(lambda model: model.model.decoder, _before_opt, _after_opt),
 }
-"""By the class of `transformers`."""

@@ -1,12 +1,12 @@
-"""Linear layers with 8-bit weights."""
+"""Linear layers with 8-bit weights, one scale for each output."""
 
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tgi_server.engine.cpu.linear import PackedLinear, padded
 from tgi_server.engine.kernels import load_kernels
+from tgi_server.engine.linear.float import PackedLinear, padded
 
 LEVELS = 127
 INPUT_OFFSET = 128  # as in kernels/int8.h
@@ -22,7 +22,7 @@ class Int8Linear(PackedLinear):
 
     @staticmethod
     def supported() -> bool:
-        """Whether this CPU has the instructions."""
+        """Returns True if this CPU has the instructions."""
         return load_kernels() and bool(torch.ops.oatmill.int8_supported())
 
     def _pack(self, weight: Tensor, bias: Tensor | None) -> None:
@@ -50,8 +50,10 @@ class Int8Linear(PackedLinear):
 
 
 def rounded_to_bytes(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """weight, [outputs, inputs], as int8; for each output, the scale by which that has to be multiplied, float32; and
-    the sum of its bytes, a whole number in float32.
+    """Rounds a weight, [outputs, inputs], to 8 bits.
+
+    Returns the int8 numbers; for each output the float32 scale that they have to be multiplied by; and the sum of each
+    output's int8 numbers, in float32.
     """
     weight = weight.float()
     scales = weight.abs().amax(1).clamp_(min=torch.finfo(torch.float32).tiny) / LEVELS

@@ -18,9 +18,9 @@ IMPLEMENTATION = "oatmill_paged"
 
 
 class PagedCache(Cache):
-    """Stands where `transformers` expects a cache; holds no keys itself.
+    """The cache object that is handed to a model of `transformers`; it holds no keys itself.
 
-    backend: owns the KV blocks. step: where the tokens of the current forward pass stand; set before each pass.
+    backend: owns the KV blocks. step: the places of the current forward pass's tokens; set before each pass.
     """
 
     def __init__(self, backend: AttentionBackend) -> None:
@@ -46,7 +46,7 @@ class PagedCache(Cache):
                 module.paged_cache = self
 
     def get_seq_length(self, layer_idx: int = 0, *_: Any, **__: Any) -> int:
-        """The model is told positions; to it every pass looks like a first one."""
+        """Returns 0: the model is told positions, so every pass may look like the first one."""
         return 0
 
 
@@ -61,7 +61,7 @@ def paged_attention(
     softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """The attention function that `transformers` models call; see `AttentionInterface`.
+    """Computes attention for the models of `transformers`, which call it through `AttentionInterface`.
 
     Raises UnsupportedModel for arguments that would change the result and are not known here.
     """

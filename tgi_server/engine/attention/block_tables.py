@@ -1,4 +1,4 @@
-"""Which KV blocks the sequence in each row has, on the device."""
+"""The KV blocks of the sequence in each row, as a table on the device."""
 
 from collections.abc import Sequence
 
@@ -10,10 +10,10 @@ from tgi_server.engine.transfer import to_device
 
 
 class BlockTables:
-    """table: [rows, blocks] int32. Entries past a row's last block are 0, the scratch block; so is the whole of a row
-    that no sequence has.
+    """The block table of all rows.
 
-    What is added between two passes goes to the device in one copy: read `table` after `flush`.
+    table: [rows, blocks] int32. Entries past a row's last block are 0, the scratch block; a row without a sequence has
+    only zeros. Additions between two passes go to the device in one copy: read `table` after `flush`.
     """
 
     def __init__(self, rows: int, blocks: int, device: torch.device) -> None:
@@ -21,7 +21,10 @@ class BlockTables:
         self._added: tuple[list[int], list[int]] = ([], [])  # places in the flattened table, and blocks
 
     def extend(self, row: int, first: int, blocks: Sequence[int]) -> None:
-        """The row's entries from `first` on are these blocks. Raises InvalidCall for more than a sequence may have."""
+        """Sets the row's entries from `first` on to these blocks.
+
+        Raises InvalidCall for more blocks than a sequence may have.
+        """
         if first + len(blocks) > self.table.shape[1]:
             raise InvalidCall(f"{first + len(blocks)} blocks for a sequence; at most {self.table.shape[1]} are of use")
         place = row * self.table.shape[1] + first
@@ -33,12 +36,12 @@ class BlockTables:
         self.table[target] = self.table[source]
 
     def clear(self, first: int, last: int) -> None:
-        """Rows `first` .. `last` - 1 have no sequence any more."""
+        """Empties rows `first` .. `last` - 1."""
         self.flush()
         self.table[first:last].zero_()
 
     def flush(self) -> Tensor:
-        """Returns the table."""
+        """Copies the additions to the device and returns the table."""
         places, blocks = self._added
         if places:
             added = to_device(places + blocks, torch.int64, self.table.device).view(2, -1)

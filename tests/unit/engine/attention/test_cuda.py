@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.unit.engine.test_attention import HEAD_DIM, expected, run
+from tests.unit.engine.attention.test_backends import HEAD_DIM, expected, run
 from tgi_server.engine.attention import cuda
 from tgi_server.engine.attention.base import AttentionVariant, KVShape
 from tgi_server.engine.attention.cuda import CudaAttention

@@ -1,26 +1,28 @@
-"""Decoder layers in a handful of kernels, for the architectures that most models on CPUs have.
+"""Decoder layers fused into a handful of CPU kernels, for the architectures that most models on CPUs have.
 
-Each takes the weights of a layer of `transformers` and stands in its place, with the same inputs and output. Whether
-the result is the same is checked at load, on the logits of the whole model. `linear` is the kind of linear layer that
-holds the weights. Where nothing has to happen between them, `stack.py` runs all layers in one call.
+A fused layer takes the weights of a layer of `transformers` and stands in its place, with the same inputs and output.
+A check at load compares the logits of the whole model with those of the original. `linear` is the kind of linear layer
+that holds the weights. Where no other code has to run between the layers, LayerStack computes all of them in one call.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from tgi_server.engine.attention.base import AttentionVariant
-from tgi_server.engine.cpu.linear import PackedLinear
-from tgi_server.engine.cpu.norm import Norm
-from tgi_server.engine.models.paged_cache import PagedCache
+from tgi_server.engine.attention.cpu import CpuAttention
+from tgi_server.engine.attention.paged_cache import PagedCache
+from tgi_server.engine.layers.norm import Norm
+from tgi_server.engine.linear.float import PackedLinear
 from tgi_server.engine.sharding.layers import Reduced
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionHeads:
-    """heads: of the queries. kv_heads: of keys and values. size: elements of each."""
+    """The numbers of query heads (`heads`) and of key and value heads (`kv_heads`), and the elements of a head."""
 
     heads: int
     kv_heads: int
@@ -30,7 +32,7 @@ class AttentionHeads:
 class FusedLayer(nn.Module):
     """A pre-norm decoder layer with the query, key and value projections joined into one.
 
-    up: holds the gate's projection, too, and before the other one, where the layer is gated.
+    up: in a gated layer it is the gate's projection and the up projection joined, the gate's first.
     """
 
     gated: bool
@@ -60,7 +62,7 @@ class FusedLayer(nn.Module):
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         **__: Any,
     ) -> Tensor:
-        """hidden_states: [1, tokens, hidden_size], as is the result."""
+        """Returns the layer's output. Both it and hidden_states are [1, tokens, hidden_size]."""
         residual = hidden_states[0]
         attended = self._attend(self.attention_norm(residual), past_key_values, position_embeddings)
         residual = self.output.add_to(residual, attended)
@@ -79,7 +81,7 @@ class FusedLayer(nn.Module):
         return cache.backend.attend(self.index, query, cache.step, self.variant).flatten(1)
 
     def _widen(self, x: Tensor) -> Tensor:
-        """The first part of the feed-forward part. x: [tokens, hidden_size]."""
+        """Returns the input of the down projection. x: [tokens, hidden_size]."""
         return torch.ops.oatmill.silu_mul(self.up(x)) if self.gated else self.up(x, activation="relu")
 
 
@@ -127,10 +129,74 @@ def _packed(layer: nn.Linear | Reduced, linear: type[PackedLinear]) -> PackedLin
     return linear(layer.weight, layer.bias)
 
 
+# By the class of `transformers` whose place they take.
 FUSED_LAYERS: dict[str, type[FusedLlamaLayer] | type[FusedOptLayer]] = {
     "LlamaDecoderLayer": FusedLlamaLayer,
     "MistralDecoderLayer": FusedLlamaLayer,
     "Qwen2DecoderLayer": FusedLlamaLayer,
     "OPTDecoderLayer": FusedOptLayer,
 }
-"""By the class of `transformers` whose place they take."""
+
+
+class LayerStack(nn.Module):
+    """All decoder layers of a model in one kernel call. It replaces the first layer; the others are removed.
+
+    A step of one token has hundreds of kernels of a few microseconds. If Python called them one by one, a third of the
+    time would pass between them.
+    """
+
+    def __init__(self, kernel: Any) -> None:
+        """kernel: a `torch.classes.oatmill.Decoder` with all its layers."""
+        super().__init__()
+        self._kernel = kernel
+
+    @classmethod
+    def of(cls, layers: Sequence[nn.Module]) -> Self | None:
+        """Returns None if a layer is not fused, or has linear layers that the kernel does not know.
+
+        A layer that is split over several shards is not known: the shards exchange results in the middle of it.
+        """
+        fused = [layer for layer in layers if isinstance(layer, FusedLayer)]
+        if not fused or len(fused) < len(layers):
+            return None
+        heads = fused[0].heads
+        kernel = torch.classes.oatmill.Decoder(heads.heads, heads.kv_heads, heads.size, fused[0].gated)
+        return cls(kernel) if all(_add(kernel, layer) for layer in fused) else None
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        *_: Any,
+        past_key_values: PagedCache,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        **__: Any,
+    ) -> Tensor:
+        """Returns the last layer's output. Both it and hidden_states are [1, tokens, hidden_size]."""
+        step, backend = past_key_values.step, past_key_values.backend
+        assert step is not None
+        assert isinstance(backend, CpuAttention)
+        cosine, sine = (None, None) if position_embeddings is None else (table[0] for table in position_embeddings)
+        return self._kernel.forward(
+            hidden_states[0],
+            backend.keys,
+            backend.values,
+            step.slots,
+            step.block_tables,
+            step.kv_lengths,
+            step.query_starts,
+            cosine,
+            sine,
+        ).unsqueeze(0)
+
+
+def _add(kernel: Any, layer: FusedLayer) -> bool:
+    """Returns True if the kernel knows all that the layer is made of, and has it."""
+    parts = (layer.qkv, layer.output, layer.up, layer.down)
+    linears = [part.kernel() if isinstance(part, PackedLinear) else None for part in parts]
+    if any(linear is None for linear in linears):
+        return False
+    qkv, output, up, down = linears
+    norms = layer.attention_norm.kernel(), layer.feed_forward_norm.kernel()
+    variant = layer.variant
+    kernel.add_layer(norms[0], qkv, output, norms[1], up, down, variant.scaling, variant.window, variant.softcap)
+    return True

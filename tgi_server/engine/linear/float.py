@@ -1,4 +1,4 @@
-"""Linear layers whose weights have been arranged once for the kernels that read them."""
+"""Linear layers with float32 or bfloat16 weights, which are arranged once for the kernels that read them."""
 
 from typing import Any, Self
 
@@ -8,14 +8,16 @@ from torch.nn.functional import pad
 
 from tgi_server.engine.kernels import load_kernels
 
+# Outputs that the engine's own kernels compute together (`kernels/linear.h`).
 TILE = 48
-"""Outputs that the engine's own kernels compute together (`kernels/linear.h`)."""
+# oneDNN chooses a layout with a number of rows in mind; the layout is right for any number.
+_TYPICAL_ROWS = 32
 
 
 class PackedLinear(nn.Module):
     """y = x W^T + b, with W in oneDNN's own layout.
 
-    weight: [out_features, in_features] float32 or bfloat16, not needed any more afterwards. bias: [out_features].
+    weight: [out_features, in_features] float32 or bfloat16; the layer keeps no reference to it. bias: [out_features].
     rounding: how much this kind of layer may change a model's logits, relative to their norm.
     """
 
@@ -33,7 +35,7 @@ class PackedLinear(nn.Module):
 
     @classmethod
     def joined(cls, *linears: nn.Linear) -> Self:
-        """Linears that are given the same input, as one whose outputs stand side by side."""
+        """Returns one layer for linears with the same input; it gives their outputs side by side."""
         weight = torch.cat(tuple(linear.weight for linear in linears))
         if all(linear.bias is None for linear in linears):
             return cls(weight)
@@ -41,7 +43,7 @@ class PackedLinear(nn.Module):
         return cls(weight, torch.cat(tuple(biases)))
 
     def unpacked(self) -> nn.Linear:
-        """What this took the place of."""
+        """Returns the plain linear layer that this one replaced."""
         linear = nn.Linear(self.in_features, self.out_features, bias=self._bias is not None, device="meta")
         linear.weight = nn.Parameter(self._dense(), requires_grad=False)
         if self._bias is not None:
@@ -53,15 +55,15 @@ class PackedLinear(nn.Module):
         return self._packed.to_dense()
 
     def kernel(self) -> Any:
-        """This layer for `torch.classes.oatmill.Decoder`; None when that does not know its kind."""
+        """Returns this layer in the form that `torch.classes.oatmill.Decoder` takes, or None if it cannot take it."""
         return None
 
     def forward(self, x: Tensor, activation: str = "none") -> Tensor:
-        """x: [..., in_features]. activation: "none" or "relu", applied in the same kernel."""
+        """Returns y, [..., out_features], for x, [..., in_features]. activation: "none" or "relu"."""
         return torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, activation, [], "")
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
-        """residual + forward(x), the sum in the same kernel. residual: [..., out_features]."""
+        """Returns residual + forward(x), computed in one kernel. residual: [..., out_features]."""
         return torch.ops.mkldnn._linear_pointwise.binary(x, residual, self._packed, self._bias, "add")
 
 
@@ -70,7 +72,7 @@ class Bf16Linear(PackedLinear):
 
     @staticmethod
     def supports(dtype: torch.dtype) -> bool:
-        """Whether this CPU has the instructions, and they are for weights of this dtype."""
+        """Returns True if weights of this dtype are bfloat16 and this CPU has the instructions."""
         return dtype == torch.bfloat16 and load_kernels() and bool(torch.ops.oatmill.bf16_supported())
 
     def _pack(self, weight: Tensor, bias: Tensor | None) -> None:
@@ -100,9 +102,5 @@ class Bf16Linear(PackedLinear):
 
 
 def padded(values: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """values, [outputs], in a dtype, with zeros up to a whole tile, as the engine's own kernels want them."""
+    """Returns values, [outputs], in a dtype and with zeros up to a whole tile, which the engine's own kernels need."""
     return pad(values.to(dtype), (0, -len(values) % TILE))
-
-
-_TYPICAL_ROWS = 32
-"""oneDNN chooses a layout with a number of rows in mind; it is right for any number."""

@@ -1,5 +1,6 @@
 """Rebuilds a model of `transformers` for a CPU, in place."""
 
+import logging
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, cast
@@ -10,27 +11,15 @@ from transformers import PreTrainedModel
 
 from tgi_server.engine.attention.base import AttentionBackend, AttentionVariant
 from tgi_server.engine.attention.cpu import CpuAttention
-from tgi_server.engine.cpu.decoder import FUSED_LAYERS
-from tgi_server.engine.cpu.forward import shorten_forward
-from tgi_server.engine.cpu.head import ScreenedHead
-from tgi_server.engine.cpu.int8 import Int8Linear
-from tgi_server.engine.cpu.linear import Bf16Linear, PackedLinear
-from tgi_server.engine.cpu.stack import LayerStack
-from tgi_server.engine.errors import UnsupportedModel
+from tgi_server.engine.layers.decoder import FUSED_LAYERS, LayerStack
+from tgi_server.engine.layers.forward import shorten_forward
+from tgi_server.engine.layers.head import ScreenedHead
+from tgi_server.engine.linear.float import Bf16Linear, PackedLinear
 
+logger = logging.getLogger(__name__)
 
-def linear_layer(quantize: str | None, dtype: torch.dtype, *, custom_kernels: bool) -> type[PackedLinear]:
-    """The kind of linear layer that holds weights of this dtype, quantised as asked.
-
-    Raises UnsupportedModel when there is none.
-    """
-    if quantize is None:
-        return Bf16Linear if custom_kernels and Bf16Linear.supports(dtype) else PackedLinear
-    if quantize != "int8":
-        raise UnsupportedModel(f"--quantize {quantize} is not supported; on a CPU, int8 is")
-    if not (custom_kernels and Int8Linear.supported()):
-        raise UnsupportedModel("--quantize int8 needs a CPU with AVX-512 VNNI, and the CPU kernels; leave it out")
-    return Int8Linear
+# Below this a linear layer is done before a second thread has joined in: some 50 microseconds of memory traffic.
+SMALL_LAYER_BYTES = 1 << 20
 
 
 def optimise(
@@ -41,8 +30,8 @@ def optimise(
 ) -> None:
     """Packs the weights of all linear layers, and fuses the decoder layers that are known.
 
-    backend, variants: what a model on the paged path attends with, and how each of its layers does. Layers are fused
-    only with the CPU's own backend. linear: the kind of linear layer that takes the place of torch's.
+    backend, variants: the attention backend of a model on the paged path, and the attention variant of each layer.
+    Layers are fused only with the CPU's own backend. linear: the kind of linear layer that replaces torch's.
     """
     if model.dtype not in (torch.float32, torch.bfloat16):
         return
@@ -55,7 +44,7 @@ def optimise(
 
 
 def unpack(model: PreTrainedModel) -> None:
-    """Takes back what packing did, for a model that looks at its weights itself."""
+    """Puts plain linear layers back, for a model that reads its weights itself."""
     _replace(model, lambda module: module.unpacked() if isinstance(module, PackedLinear) else None)
 
 
@@ -74,7 +63,10 @@ def _stacked_layers(module: nn.Module) -> nn.Module | None:
 
 
 def _screen_head(model: PreTrainedModel, linear: type[PackedLinear]) -> None:
-    """Only where nothing is done to the head's outputs: architectures whose layers are stacked do nothing to them."""
+    """Replaces the head by a ScreenedHead, where the model takes the head's outputs as its logits without change.
+
+    The architectures whose layers are stacked do so.
+    """
     head = model.get_output_embeddings()
     stacked = any(isinstance(module, LayerStack) for module in model.modules())
     plain = type(head) is nn.Linear and head.bias is None
@@ -93,3 +85,15 @@ def _replace(module: nn.Module, replacement: Callable[[nn.Module], nn.Module | N
             _replace(child, replacement)
         else:
             setattr(module, name, new)
+
+
+def limit_threads(model: nn.Module) -> None:
+    """Makes this process compute in one thread when the model's linear layers are small.
+
+    Threads that meet after every such layer win nothing on an idle machine, and on a busy one each meeting waits for
+    the slowest. Call it before the weights are packed.
+    """
+    sizes = [module.weight.nbytes for module in model.modules() if isinstance(module, nn.Linear)]
+    if sizes and sum(sizes) / len(sizes) < SMALL_LAYER_BYTES and torch.get_num_threads() > 1:
+        logger.info("the model is small: it runs in one thread")
+        torch.set_num_threads(1)

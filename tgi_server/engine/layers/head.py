@@ -1,14 +1,14 @@
-"""The LM head where only the likeliest token is wanted."""
+"""The LM head of steps in which all rows are greedy."""
 
 import torch
 from torch import Tensor
 
-from tgi_server.engine.cpu.int8 import INPUT_OFFSET, rounded_to_bytes
-from tgi_server.engine.cpu.linear import Bf16Linear, padded
 from tgi_server.engine.grammar import PendingMask
+from tgi_server.engine.linear.float import Bf16Linear, padded
+from tgi_server.engine.linear.int8 import INPUT_OFFSET, rounded_to_bytes
 
+# Smaller weights are read so fast that screening saves nothing.
 _LARGE_BYTES = 8 << 20
-"""Less than this is read in no time."""
 _ROWS_AT_ONCE = 1024  # of the weight, while it is rounded
 
 
@@ -25,7 +25,7 @@ class ScreenedHead(Bf16Linear):
 
     @classmethod
     def pays(cls, weight: Tensor) -> bool:
-        """Whether a weight, [outputs, inputs], is large enough, and this CPU has the instructions."""
+        """Returns True if a weight, [outputs, inputs], is large enough and this CPU has the instructions."""
         if weight.nbytes < _LARGE_BYTES or weight.shape[1] % 16:
             return False
         return cls.supports(weight.dtype) and torch.ops.oatmill.screened_rows() > 0
@@ -55,7 +55,10 @@ class ScreenedHead(Bf16Linear):
 
 
 def _rounded(weight: Tensor) -> tuple[Tensor, ...]:
-    """Some rows as bytes, their scales and sums, and the lengths of what was lost and kept, a little too long."""
+    """Returns rows of a weight as bytes, their scales, their sums, and upper bounds of two lengths for each row.
+
+    The lengths are the Euclidean norms of the part that rounding lost, and of the part that it kept.
+    """
     rounded, scales, sums = rounded_to_bytes(weight)
     kept = rounded.float()
     lost = weight.float().div_(scales.unsqueeze(1)).sub_(kept)

@@ -1,0 +1,83 @@
+"""The screened LM head against the same head computed whole."""
+
+import pytest
+import torch
+
+from tgi_server.engine.grammar import PendingMask
+from tgi_server.engine.kernels import load_kernels
+from tgi_server.engine.layers.head import ScreenedHead
+from tgi_server.engine.sampling.token_mask import TokenMask
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _kernels() -> None:
+    assert load_kernels()
+    torch.manual_seed(0)
+
+
+def _outliers(rows: int, size: int) -> torch.Tensor:
+    values = torch.randn(rows, size)
+    values[:, ::37] *= 30
+    return values
+
+
+_INPUTS = {
+    "random": torch.randn,
+    "outliers": _outliers,
+    "zeros": torch.zeros,
+    "infinite": lambda *shape: torch.full(shape, torch.inf),
+    "no numbers": lambda *shape: torch.full(shape, torch.nan),
+    "huge": lambda *shape: torch.randn(shape) * 1e37,
+    "tiny": lambda *shape: torch.randn(shape) * 1e-37,
+}
+
+
+SCREENING = pytest.mark.skipif(
+    not ScreenedHead.pays(torch.zeros(1 << 14, 1 << 10).bfloat16()), reason="needs AVX-512 BF16, VNNI"
+)
+
+
+@SCREENING
+@pytest.mark.parametrize("inputs", _INPUTS)
+@pytest.mark.parametrize("weights", ["random", "alike", "outliers", "with no numbers"])
+def test_a_screened_head_finds_the_largest_output_as_if_it_had_computed_all(weights, inputs) -> None:
+    weight = (_outliers if weights == "outliers" else torch.randn)(7001, 96)
+    if weights == "alike":  # so close to each other that many outputs are equal once they are rounded
+        weight = weight[:1] + torch.randn(7001, 96) * 1e-3
+    if weights == "with no numbers":
+        weight[5000, 3] = torch.nan
+    head = ScreenedHead(weight.bfloat16())
+    for rows in (1, 2, 7, 8, 9):
+        x = _INPUTS[inputs](rows, 96).bfloat16()
+        head.likeliest_only = False
+        wanted = head(x)
+        head.likeliest_only = True
+        actual = head(x)
+        torch.testing.assert_close(torch.ops.oatmill.argmax(actual), torch.ops.oatmill.argmax(wanted))
+        left_out = actual == -torch.inf
+        torch.testing.assert_close(actual[~left_out], wanted[~left_out], rtol=0, atol=0, equal_nan=True)
+        if (weights, inputs) == ("random", "random"):
+            assert bool(left_out.any()) == (rows <= 8)
+
+
+@SCREENING
+@pytest.mark.parametrize("inputs", ["random", "outliers", "infinite", "no numbers"])
+@pytest.mark.parametrize("words", [1, 150, 219])
+def test_a_screened_head_finds_the_largest_of_what_masks_allow(words, inputs) -> None:
+    head = ScreenedHead(torch.randn(7001, 96).bfloat16())
+    everywhere, nowhere = torch.full((2, words), -1, dtype=torch.int32), torch.zeros(2, words, dtype=torch.int32)
+    one = nowhere[:1].clone()
+    one[0, words // 2] = 1 << 30
+    rare = torch.randint(-(2**31), 2**31, (6, 2, words)).to(torch.int32).unbind()
+    bits = torch.cat([one, rare[0] & rare[1] & rare[2] & rare[3] & rare[4] & rare[5], everywhere[:1], nowhere[:1]])
+    for rows in (1, 5, 8, 9):
+        positions = torch.randperm(max(rows, 5))[:5].tolist()
+        chosen = [i for i, position in enumerate(positions) if position < rows]
+        mask = TokenMask(bits[chosen], [positions[i] for i in chosen])
+        x = _INPUTS[inputs](rows, 96).bfloat16()
+        head.likeliest_only = False
+        wanted = head(x)
+        head.likeliest_only, head.mask = True, PendingMask(mask.bits, mask.positions, None, x.device)
+        actual = head(x)
+        largest = [torch.ops.oatmill.argmax(each, mask.bits, mask.positions) for each in (actual, wanted)]
+        torch.testing.assert_close(*largest)
