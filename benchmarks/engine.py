@@ -21,6 +21,7 @@ from benchmarks.floor import Machine, ModelCost
 from benchmarks.machine import cost_of, measure_machine, read_config
 from benchmarks.report import finish, number, table, tell
 from benchmarks.synthetic import MODELS, build_model
+from benchmarks.workloads import positive
 from tgi_server.engine.config import DTYPES, EngineConfig
 from tgi_server.engine.engine import Engine
 from tgi_server.engine.errors import EngineError
@@ -56,19 +57,16 @@ def measure(bench: Bench, cost: ModelCost, machine: Machine, batch: int, context
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help=f"a model folder, or one of {', '.join(MODELS)}")
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32, 40], help="default: %(default)s")
-    parser.add_argument("--context", type=int, default=128, help="tokens of each prompt (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=32, help="decoding steps to measure (default: %(default)s)")
-    parser.add_argument("--prefill-tokens", type=int, help="prompt tokens of one step (default: all of a batch)")
+    parser.add_argument("--batch", type=positive, nargs="+", default=[1, 8, 32, 40], help="default: %(default)s")
+    parser.add_argument("--context", type=positive, default=128, help="tokens of each prompt (default: %(default)s)")
+    parser.add_argument("--steps", type=positive, default=32, help="decoding steps to measure (default: %(default)s)")
+    parser.add_argument("--prefill-tokens", type=positive, help="prompt tokens of one step (default: all of a batch)")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="default: %(default)s")
     parser.add_argument("--device", type=torch.device, help="default: cuda if there is one, else cpu")
     parser.add_argument("--threads", type=int, help="of torch; default: one for each core")
     parser.add_argument("--profile", action="store_true", help="print what the time goes to, by torch.profiler")
     parser.add_argument("--output", type=Path, metavar="FILE", help="where to write the JSON as well")
-    arguments = parser.parse_args()
-    if min(*arguments.batch, arguments.context, arguments.steps) < 1:
-        parser.error("--batch, --context and --steps are at least 1")
-    return arguments
+    return parser.parse_args()
 
 
 @torch.inference_mode()

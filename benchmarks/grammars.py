@@ -33,6 +33,7 @@ from benchmarks.report import finish, number, percentile, table, tell
 from benchmarks.schemas import KNOWN_KEYS, Schema, large_schema
 from benchmarks.servers import OURS, ServerFailed, running
 from benchmarks.words import text
+from benchmarks.workloads import positive
 
 _LOG = Path("runs/logs/grammars.log")
 _START_SECONDS = 300.0
@@ -149,16 +150,15 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, help="a model folder")
     parser.add_argument("--parts", nargs="+", choices=_PARTS, default=_PARTS, help="default: all")
-    parser.add_argument("--requests", type=int, default=32, help="plain ones, and companions (default: %(default)s)")
-    parser.add_argument("--new-tokens", type=int, default=64, help="of a plain request (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=3, help="of company (default: %(default)s)")
-    parser.add_argument("--repeat", type=int, default=10, help="of the others (default: %(default)s)")
+    parser.add_argument(
+        "--requests", type=positive, default=32, help="plain ones, and companions (default: %(default)s)"
+    )
+    parser.add_argument("--new-tokens", type=positive, default=64, help="of a plain request (default: %(default)s)")
+    parser.add_argument("--rounds", type=positive, default=3, help="of company (default: %(default)s)")
+    parser.add_argument("--repeat", type=positive, default=10, help="of the others (default: %(default)s)")
     parser.add_argument("--command", default=OURS.command, help="starts the server (default: %(default)s)")
     parser.add_argument("--output", type=Path, metavar="FILE", help="where to write the JSON as well")
-    arguments = parser.parse_args()
-    if min(arguments.requests, arguments.new_tokens, arguments.rounds, arguments.repeat) < 1:
-        parser.error("--requests, --new-tokens, --rounds and --repeat are at least 1")
-    return arguments
+    return parser.parse_args()
 
 
 def main() -> None:

@@ -27,7 +27,7 @@ from benchmarks.load import Server
 from benchmarks.report import LATENCIES, Summary, finish, number, table, tell
 from benchmarks.serve import first_model, measure
 from benchmarks.servers import OURS, PEERS, ServerCommand, ServerFailed, running
-from benchmarks.workloads import WORKLOADS, Workload, add_load_arguments, chosen_loads
+from benchmarks.workloads import WORKLOADS, Workload, add_load_arguments, chosen_loads, positive
 
 _LOGS = Path("runs/logs")
 _BUSY = 0.5
@@ -158,7 +158,7 @@ def measure_machine(model: Path) -> tuple[Machine, ModelCost]:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, nargs="+", required=True, help="model folders, one after the other")
-    parser.add_argument("--rounds", type=int, default=3, help="default: %(default)s")
+    parser.add_argument("--rounds", type=positive, default=3, help="default: %(default)s")
     parser.add_argument("--start-limit", type=float, default=600, help="seconds for a server to get healthy")
     parser.add_argument("--output", type=Path, metavar="FILE", help="where to write the JSON as well")
     parser.add_argument("--our-command", default=OURS.command, help="default: %(default)s")
@@ -172,8 +172,6 @@ def _arguments() -> argparse.Namespace:
     peer.add_argument("--peer-api", choices=APIS, default="openai", help="default: %(default)s")
     add_load_arguments(parser, default=list(WORKLOADS))
     arguments = parser.parse_args()
-    if arguments.rounds < 1:
-        parser.error("--rounds is at least 1")
     if wrong := [pair for pair in arguments.peer_env if "=" not in pair]:
         parser.error(f"--peer-env: {wrong[0]!r} is not NAME=VALUE")
     return arguments
