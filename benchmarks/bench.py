@@ -13,8 +13,8 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.machine import synchronise
 from tgi_server.contract import StoppingParameters
 from tgi_server.engine.engine import Engine, Step
-from tgi_server.engine.models.runner import Capacity
-from tgi_server.engine.sequence import Sequence
+from tgi_server.engine.runners.base import CacheCapacity
+from tgi_server.engine.sequence import RunningSequence
 
 _BATCH_ID = 1
 _PROFILED_STEPS = 8
@@ -36,7 +36,7 @@ class Bench:
         self._joining = max_batch_size if prefill_tokens is None else max(1, prefill_tokens // context)
         self._tokens = context + steps + _PROFILED_STEPS + 3
         joining = min(self._joining, max_batch_size)
-        self._capacity: Capacity = engine.warm_up(max_batch_size, joining * context, self._tokens)
+        self._capacity: CacheCapacity = engine.warm_up(max_batch_size, joining * context, self._tokens)
         self._device = torch.device(engine.info.device_type)
 
     def prefill_seconds(self, batch: int, attempts: int) -> float:
@@ -47,10 +47,10 @@ class Bench:
         """Returns the time of a step in which every sequence gets a token, started before the last one's are read."""
         self._prefill(batch)
         times = []
-        running = self._engine.decode(_BATCH_ID)
+        running = self._engine.step(_BATCH_ID)
         for _ in range(self._steps):
             started = time.perf_counter()
-            following = self._engine.decode(_BATCH_ID)
+            following = self._engine.step(_BATCH_ID)
             running.collect()
             running = following
             times.append(time.perf_counter() - started)
@@ -63,7 +63,7 @@ class Bench:
             self._prefill(batch)
         with _profiled(f"{_PROFILED_STEPS} decoding steps of {batch} sequences"):
             for _ in range(_PROFILED_STEPS):
-                self._engine.decode(_BATCH_ID).collect()
+                self._engine.step(_BATCH_ID).collect()
 
     def _prefill(self, batch: int) -> float:
         self._engine.clear()
@@ -74,19 +74,19 @@ class Bench:
         for first in range(0, batch, self._joining):
             joining = sequences[first : first + self._joining]
             chunks = [(sequence.request_id, self._context) for sequence in joining]
-            running.append(self._engine.prefill(_BATCH_ID, joining, chunks, decode=False))
+            running.append(self._engine.step(_BATCH_ID, joining, chunks, decode=False))
             if len(running) > 1:
                 running.popleft().collect()
         running.popleft().collect()
         return time.perf_counter() - started
 
-    def _sequence(self, index: int) -> Sequence:
+    def _sequence(self, index: int) -> RunningSequence:
         prompt = Random(index).choices(range(self._engine.info.vocab_size), k=self._context)
         blocks: list[int] = []
         if self._engine.info.paged:
             count = -(-self._tokens // self._capacity.block_size)
             blocks = list(range(1 + index * count, 1 + (index + 1) * count))
-        return Sequence(index, prompt, StoppingParameters(self._tokens, ignore_eos=True), blocks=blocks)
+        return RunningSequence(index, prompt, StoppingParameters(self._tokens, ignore_eos=True), blocks=blocks)
 
 
 @contextmanager

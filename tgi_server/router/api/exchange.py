@@ -57,6 +57,14 @@ class Exchange:
         self.service.capacity.take(places)
         self._places += places
 
+    def release(self) -> None:
+        """Ends what is still generated and gives the places back, though the answer may not have been read."""
+        for request_id, sink in self._sequences:
+            if sink.finish_reason is None:
+                self.service.submitter.cancel(request_id)
+        self.service.capacity.give_back(self._places)
+        self._places = 0
+
     async def read(self, model: type[M]) -> M:
         return parse(model, await self.body())
 
@@ -111,10 +119,7 @@ class Exchange:
         if self._closed:
             return
         self._closed = True
-        self.service.capacity.give_back(self._places)
-        for request_id, sink in self._sequences:
-            if sink.finish_reason is None:
-                self.service.submitter.cancel(request_id)
+        self.release()
         if error is None and self._sequences:
             self._succeeded()
         else:

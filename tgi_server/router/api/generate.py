@@ -119,7 +119,7 @@ async def stream_generation(exchange: Exchange, request: GenerateRequest) -> Eve
         exchange.service.tokenizer,
         checked.input_ids,
         checked.stop_sequences(reveal=True),
-        StreamEnd(outbox, exchange.path),
+        StreamEnd(outbox, exchange.path, exchange.release),
         outbox=outbox,
         seed=checked.seed,
         details=parameters.details,
