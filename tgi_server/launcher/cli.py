@@ -31,7 +31,8 @@ def main() -> None:
     settings = read_settings(LauncherSettings, PROGRAM, sys.argv[1:])
     configure_logging("launcher", level=settings.log_level, json_output=settings.json_output)
     if settings.env:
-        logger.info("environment:\n%s", describe_environment())
+        for line in describe_environment().splitlines():
+            logger.info("%s", line)
     logger.info("settings: %s", settings.describe())
     try:
         asyncio.run(_launch(settings))

@@ -10,6 +10,7 @@ from shared.settings import CommaSeparated, Refused, ServiceSettings
 from tgi_server import demo_model
 
 LogLevel = Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]
+IN_CONFIG_ONLY = Refused("not supported yet; set rope_parameters in the model's config.json")
 
 
 class CheckpointSettings(ServiceSettings):
@@ -45,12 +46,8 @@ class ModelSettings(CheckpointSettings):
     kv_cache_dtype: Annotated[
         str | None, Refused("the KV cache has the dtype of the model; 8-bit caches are not supported yet")
     ] = None
-    rope_scaling: Annotated[
-        str | None, Refused("not supported yet; set rope_parameters in the model's config.json")
-    ] = None
-    rope_factor: Annotated[
-        float | None, Refused("not supported yet; set rope_parameters in the model's config.json")
-    ] = None
+    rope_scaling: Annotated[str | None, IN_CONFIG_ONLY] = None
+    rope_factor: Annotated[float | None, IN_CONFIG_ONLY] = None
     lora_adapters: Annotated[
         str | None, Refused("adapters are not supported yet; merge the adapter into the model and serve that")
     ] = None
