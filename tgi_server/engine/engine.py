@@ -13,7 +13,8 @@ from transformers import GenerationConfig, PreTrainedModel
 from tgi_server.engine.batch import Batch
 from tgi_server.engine.config import EngineConfig
 from tgi_server.engine.errors import EngineError, InvalidCall
-from tgi_server.engine.grammar import Constraint, GrammarCompiler, InvalidGrammar, MaskBuilder, PendingMask
+from tgi_server.engine.grammar import Constraint, GrammarCompiler, InvalidGrammar
+from tgi_server.engine.grammar.masks import MaskBuilder, PendingMask
 from tgi_server.engine.grammar.tokenizer import has_tokenizer
 from tgi_server.engine.models import create_runner
 from tgi_server.engine.models.limits import position_limit

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from tgi_server.engine.grammar import PendingMask
+from tgi_server.engine.grammar.masks import PendingMask
 from tgi_server.engine.linear.float import Bf16Linear, padded
 from tgi_server.engine.linear.int8 import INPUT_OFFSET, rounded_to_bytes
 

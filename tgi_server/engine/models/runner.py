@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from tgi_server.engine.grammar import PendingMask
+from tgi_server.engine.grammar.masks import PendingMask
 from tgi_server.engine.sequence import Sequence
 
 
