@@ -12,8 +12,8 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.timing import synchronise
 from tgi_server.contract import Grammar, GrammarType, StoppingParameters
 from tgi_server.engine.engine import Engine
-from tgi_server.engine.models.runner import Capacity
-from tgi_server.engine.sequence import Sequence
+from tgi_server.engine.runners.base import CacheCapacity
+from tgi_server.engine.sequence import RunningSequence
 
 _BATCH_ID = 1
 _PROFILED_STEPS = 8
@@ -29,7 +29,7 @@ class Bench:
         self._context = context
         self._steps = steps
         total = context + steps + _PROFILED_STEPS + 3
-        self._capacity: Capacity = engine.warm_up(max_batch_size, max_batch_size * context, total)
+        self._capacity: CacheCapacity = engine.warm_up(max_batch_size, max_batch_size * context, total)
         self._tokens = total
         self._device = torch.device(engine.info.device_type)
 
@@ -44,10 +44,10 @@ class Bench:
         """
         self._prefill(batch, grammars)
         times = []
-        running = self._engine.decode(_BATCH_ID)
+        running = self._engine.step(_BATCH_ID)
         for _ in range(self._steps):
             started = time.perf_counter()
-            following = self._engine.decode(_BATCH_ID)
+            following = self._engine.step(_BATCH_ID)
             running.collect()
             running = following
             times.append(time.perf_counter() - started)
@@ -60,7 +60,7 @@ class Bench:
             self._prefill(batch)
         with _profiled(f"{_PROFILED_STEPS} decoding steps of {batch} sequences"):
             for _ in range(_PROFILED_STEPS):
-                self._engine.decode(_BATCH_ID).collect()
+                self._engine.step(_BATCH_ID).collect()
 
     def _prefill(self, batch: int, grammars: int = 0) -> float:
         self._engine.clear()
@@ -68,10 +68,10 @@ class Bench:
         chunks = [(sequence.request_id, self._context) for sequence in sequences]
         synchronise(self._device)
         started = time.perf_counter()
-        self._engine.prefill(_BATCH_ID, sequences, chunks).collect()
+        self._engine.step(_BATCH_ID, sequences, chunks).collect()
         return time.perf_counter() - started
 
-    def _sequence(self, index: int, grammar: Grammar | None) -> Sequence:
+    def _sequence(self, index: int, grammar: Grammar | None) -> RunningSequence:
         vocabulary = range(self._engine.info.vocab_size)
         prompt = Random(index).choices(vocabulary, k=self._context)
         blocks: list[int] = []
@@ -79,7 +79,7 @@ class Bench:
             count = -(-self._tokens // self._capacity.block_size)
             blocks = list(range(1 + index * count, 1 + (index + 1) * count))
         stopping = StoppingParameters(self._tokens, ignore_eos=True)
-        return Sequence(index, prompt, stopping, blocks=blocks, grammar=grammar)
+        return RunningSequence(index, prompt, stopping, blocks=blocks, grammar=grammar)
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 import statistics
 import time
 from collections import deque
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Any
@@ -16,7 +16,7 @@ from benchmarks.large_model import Shape
 from benchmarks.timing import synchronise
 from tgi_server.contract import StoppingParameters
 from tgi_server.engine.engine import Engine, Step
-from tgi_server.engine.sequence import Sequence
+from tgi_server.engine.sequence import RunningSequence
 
 _BATCH_ID = 1
 
@@ -85,9 +85,11 @@ def second_turn(engine: Engine, load: Load) -> Point:
     text = prompts(1, load.conversation + load.turn, engine.info.vocab_size)[0]
     blocks = list(range(1, capacity.num_blocks + 1))
     stopping = StoppingParameters(2, ignore_eos=True)
-    first = _first_token(engine, Sequence(1, text[: load.conversation], stopping, blocks=list(blocks)), load.prefill)
+    first = _first_token(
+        engine, RunningSequence(1, text[: load.conversation], stopping, blocks=list(blocks)), load.prefill
+    )
     known = load.conversation - load.conversation % capacity.block_size
-    again = Sequence(2, text, stopping, blocks=list(blocks), computed=known)
+    again = RunningSequence(2, text, stopping, blocks=list(blocks), computed=known)
     second = _first_token(engine, again, load.prefill)
     name = f"first token, second turn of {load.conversation} tokens"
     return Point(
@@ -103,7 +105,7 @@ def prefill_long(engine: Engine, shape: Shape, machine: Machine, load: Load) -> 
     times = []
     for _ in range(3):
         engine.clear()
-        sequence = Sequence(1, text, StoppingParameters(2, ignore_eos=True), blocks=list(blocks))
+        sequence = RunningSequence(1, text, StoppingParameters(2, ignore_eos=True), blocks=list(blocks))
         times.append(_first_token(engine, sequence, load.long_prompt))
     seconds, tokens = statistics.median(times), load.long_prompt
     flops = tokens * shape.cost.layer_flops + shape.cost.head_flops + shape.attention_flops * tokens**2 / 2
@@ -112,7 +114,7 @@ def prefill_long(engine: Engine, shape: Shape, machine: Machine, load: Load) -> 
     return Point(name, "ms", seconds * 1e3, None, floor * 1e3, floor / seconds, 0.55, lower=False)
 
 
-def run_all(engine: Engine, texts: SequenceOf[list[int]], load: Load) -> float:
+def run_all(engine: Engine, texts: Sequence[list[int]], load: Load) -> float:
     """Seconds until every prompt has its new tokens; a step is collected once the next one has been started."""
     total = load.context + load.new_tokens
     capacity = engine.warm_up(len(texts), load.prefill, total)
@@ -121,7 +123,7 @@ def run_all(engine: Engine, texts: SequenceOf[list[int]], load: Load) -> float:
         raise ValueError(f"{len(texts)} requests of {total} tokens do not fit into {capacity.num_blocks} blocks")
     stopping = StoppingParameters(load.new_tokens, ignore_eos=True)
     waiting = deque(
-        Sequence(index, text, stopping, blocks=list(range(1 + index * each, 1 + (index + 1) * each)))
+        RunningSequence(index, text, stopping, blocks=list(range(1 + index * each, 1 + (index + 1) * each)))
         for index, text in enumerate(texts)
     )
     started = time.perf_counter()
@@ -168,23 +170,23 @@ def prompts(count: int, length: int, vocab_size: int) -> list[list[int]]:
     return [Random(index).choices(range(vocab_size), k=length) for index in range(count)]
 
 
-def _next_step(engine: Engine, waiting: deque[Sequence], prefill: int) -> Step:
-    joining: list[Sequence] = []
+def _next_step(engine: Engine, waiting: deque[RunningSequence], prefill: int) -> Step:
+    joining: list[RunningSequence] = []
     while waiting and sum(len(each.input_ids) for each in [*joining, waiting[0]]) <= max(
         prefill, len(waiting[0].input_ids)
     ):
         joining.append(waiting.popleft())
     if not joining:
-        return engine.decode(_BATCH_ID)
-    return engine.prefill(_BATCH_ID, joining, [(each.request_id, each.remaining) for each in joining])
+        return engine.step(_BATCH_ID)
+    return engine.step(_BATCH_ID, joining, [(each.request_id, each.remaining) for each in joining])
 
 
-def _first_token(engine: Engine, sequence: Sequence, prefill: int) -> float:
+def _first_token(engine: Engine, sequence: RunningSequence, prefill: int) -> float:
     started = time.perf_counter()
     joining = [sequence]
     while sequence.remaining:
         chunk = (sequence.request_id, min(prefill, sequence.remaining))
-        step = engine.prefill(_BATCH_ID, joining, [chunk])
+        step = engine.step(_BATCH_ID, joining, [chunk])
         joining = []
     step.collect()
     seconds = time.perf_counter() - started

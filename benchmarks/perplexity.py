@@ -19,8 +19,7 @@ from tokenizers import Tokenizer
 
 from benchmarks.report import number, table
 from tgi_server.contract import ReportParameters, StoppingParameters
-from tgi_server.engine import Engine, EngineConfig
-from tgi_server.engine import Sequence as Prompt
+from tgi_server.engine import Engine, EngineConfig, RunningSequence
 from tgi_server.engine.config import DTYPES
 from tgi_server.engine.errors import EngineError
 from tools.demo_model.corpus import Split
@@ -55,8 +54,8 @@ def perplexity(engine: Engine, documents: Sequence[Document]) -> tuple[float, in
     loss, tokens = 0.0, 0
     for index, (ids, counts) in enumerate(documents):
         report = ReportParameters(prefill_logprobs=True)
-        prompt = Prompt(index, ids, StoppingParameters(1), report=report, blocks=blocks)
-        (generation,) = engine.prefill(_BATCH_ID, [prompt], [(index, len(ids))]).collect().generations
+        prompt = RunningSequence(index, ids, StoppingParameters(1), report=report, blocks=blocks)
+        (generation,) = engine.step(_BATCH_ID, [prompt], [(index, len(ids))]).collect().generations
         assert generation.prompt_tokens is not None
         logprobs = generation.prompt_tokens.logprobs
         loss -= sum(logprob for logprob, counted in zip(logprobs[1:], counts[1:], strict=True) if counted)

@@ -16,7 +16,7 @@ def demo_compiler() -> GrammarCompiler:
 
 
 def compiler_fault(grammar: Grammar) -> str | None:
-    """Why the shards would refuse it."""
+    """Returns why the shards would refuse it; None when they take it."""
     try:
         demo_compiler().check(grammar)
     except InvalidGrammar as error:

@@ -4,6 +4,9 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from pydantic_core import from_json
+
+from shared.logging import one_line
 from tgi_server.router.chat_template import ChatTemplate
 from tgi_server.router.errors import InvalidRequest
 from tgi_server.router.schemas.chat import Message, TextChunk, Tool, ToolCall
@@ -57,9 +60,11 @@ def _tool_call(call: ToolCall) -> dict[str, Any]:
     arguments = call.function.arguments
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments)
+            arguments = from_json(arguments)  # which bounds how deep it may nest, and takes no lone surrogates
         except ValueError as error:
-            raise InvalidRequest(f"the `arguments` of the tool call {call.id!r} are not JSON: {error}") from error
+            raise InvalidRequest(
+                f"the `arguments` of the tool call `{one_line(call.id, 100)}` are not JSON: {error}"
+            ) from error
     return {"id": call.id, "type": call.type, "function": {"name": call.function.name, "arguments": arguments or {}}}
 
 

@@ -79,6 +79,7 @@ class ValidRequest:
     """A request that keeps every limit of the server.
 
     input_ids: the prompt's tokens. For encoder-decoder models, of the encoder.
+    cache_namespace: requests of different ones share nothing in the prefix cache.
     """
 
     id: int
@@ -92,6 +93,7 @@ class ValidRequest:
     prefill_logprobs: bool = False
     grammar: Grammar | None = None
     adapter_id: str | None = None
+    cache_namespace: str = ""
     trace_context: dict[str, str] = field(default_factory=dict)
 
 

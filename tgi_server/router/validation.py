@@ -28,6 +28,7 @@ class CheckedRequest:
     prefill_logprobs: bool
     ignore_eos: bool
     grammar: Grammar | None
+    cache_salt: str | None
 
     @property
     def seed(self) -> int | None:
@@ -102,6 +103,7 @@ class Validator:
             prefill_logprobs=parameters.decoder_input_details,
             ignore_eos=parameters.ignore_eos,
             grammar=grammar,
+            cache_salt=parameters.cache_salt,
         )
 
     def _max_new_tokens(self, input_length: int, asked: int | None) -> int:

@@ -8,6 +8,7 @@ from tests.grammars import no_fault
 from tests.unit.router.test_parameters import LIMITS, VOCAB_SIZE
 from tests.unit.router.tgi_names import ROUTES, SCHEMAS
 from tests.unit.router.vocabularies import CONFIG, byte_level
+from tgi_server.router.api.access import AccessRules
 from tgi_server.router.app import create_app
 from tgi_server.router.capacity import Capacity
 from tgi_server.router.chat_template import ChatTemplate
@@ -51,7 +52,7 @@ def document() -> dict[str, Any]:
         payload_limit=1000,
         validation_workers=1,
     )
-    return create_app(service).openapi()
+    return create_app(service, AccessRules()).openapi()
 
 
 def fields(document: dict[str, Any], schema: dict[str, Any]) -> set[str]:

@@ -107,7 +107,9 @@ def _stream(
     def last_words() -> bytes:
         return event(envelope.wrap("", usage_json(prompt_tokens, sinks))) if whole_usage else b""
 
-    end = StreamEnd(outbox, exchange.path, sequences=len(sequences), last_words=last_words, trailer=DONE)
+    end = StreamEnd(
+        outbox, exchange.path, exchange.release, sequences=len(sequences), last_words=last_words, trailer=DONE
+    )
     for index, checked in enumerate(sequences):
         sink = _ChunkSink(
             service.tokenizer,

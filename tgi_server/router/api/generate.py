@@ -58,7 +58,7 @@ def generate_routes(service: Service) -> APIRouter:
 
 async def generate_whole(exchange: Exchange, request: GenerateRequest, *, in_list: bool = False) -> Response:
     """in_list: answer with a list of one, as `/` does."""
-    parameters = request.parameters
+    parameters = request.chosen_parameters
     checked = await exchange.service.validator.check(request.inputs, parameters)
     details = parameters.details or parameters.decoder_input_details
     best_of = parameters.best_of or 1
@@ -112,14 +112,14 @@ def _prefill(tokenizer: TextTokenizer, prefill: pb.PrefillTokens | None) -> str:
 
 
 async def stream_generation(exchange: Exchange, request: GenerateRequest) -> EventStream:
-    parameters = request.parameters
+    parameters = request.chosen_parameters
     checked = await exchange.service.validator.check(request.inputs, parameters, streaming=True)
     outbox = Outbox()
     sink = _EventSink(
         exchange.service.tokenizer,
         checked.input_ids,
         checked.stop_sequences(reveal=True),
-        StreamEnd(outbox, exchange.path),
+        StreamEnd(outbox, exchange.path, exchange.release),
         outbox=outbox,
         seed=checked.seed,
         details=parameters.details,

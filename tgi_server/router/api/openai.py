@@ -51,6 +51,7 @@ def generation_parameters(
         seed=request.seed,
         stop=request.stop or [],
         ignore_eos=request.ignore_eos,
+        cache_salt=request.cache_salt,
         grammar=grammar,
         top_n_tokens=top_n_tokens,
     )

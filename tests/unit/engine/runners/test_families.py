@@ -6,8 +6,8 @@ from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 
 from tests.tiny_models import build
-from tgi_server.engine.models.families import install_paged_attention
-from tgi_server.engine.models.families.alibi import geometric_slopes, interleaved_slopes
+from tgi_server.engine.runners.families import install_paged_attention
+from tgi_server.engine.runners.families.alibi import geometric_slopes, interleaved_slopes
 
 HEADS = [1, 2, 4, 6, 12, 16, 25, 40, 64, 71, 112]
 

@@ -20,11 +20,11 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from tgi_server.engine.attention.base import AttentionBackend, AttentionVariant, Chunk, KVShape, Step
+from tgi_server.engine.attention.base import AttentionBackend, AttentionVariant, ChunkSpan, ForwardMetadata, KVShape
 from tgi_server.engine.attention.gather import GatherAttention
 from tgi_server.engine.attention.paged_cache import PagedCache
 from tgi_server.engine.errors import EngineError, UnsupportedModel
-from tgi_server.engine.models.families import install_paged_attention
+from tgi_server.engine.runners.families import install_paged_attention
 from tgi_server.engine.sharding import ShardGroup
 from tgi_server.engine.sharding.architectures import plan_for
 
@@ -47,17 +47,17 @@ class _Recorder(GatherAttention):
         self.written = 0
         self.attended = 0
 
-    def write(self, layer: int, key: Tensor, value: Tensor, step: Step) -> None:
+    def write(self, layer: int, key: Tensor, value: Tensor, metadata: ForwardMetadata) -> None:
         if layer not in self._keys:
             self._keys[layer] = key.new_zeros(_BLOCKS, self.block_size, *key.shape[1:])
             self._values[layer] = value.new_zeros(_BLOCKS, self.block_size, *value.shape[1:])
         self.written += 1
-        super().write(layer, key, value, step)
+        super().write(layer, key, value, metadata)
 
-    def attend(self, layer: int, query: Tensor, step: Step, variant: AttentionVariant) -> Tensor:
+    def attend(self, layer: int, query: Tensor, metadata: ForwardMetadata, variant: AttentionVariant) -> Tensor:
         self.attended += 1
         self.variants[layer] = variant
-        return super().attend(layer, query, step, variant)
+        return super().attend(layer, query, metadata, variant)
 
     @property
     def heads(self) -> dict[int, int]:
@@ -174,13 +174,13 @@ def _paged_logits(model: PreTrainedModel) -> Tensor:
     cache.attach(model)
     tokens, device = probe_tokens(model, LONG + 1), model.device
     places = torch.arange(LONG + 1, device=device)
-    cache.step = Step(
+    cache.metadata = ForwardMetadata(
         slots=cache.backend.block_size + places,
         block_tables=torch.tensor([[1]], dtype=torch.int32, device=device),
         kv_lengths=torch.tensor([LONG + 1], dtype=torch.int32, device=device),
         query_starts=torch.tensor([0, LONG + 1], dtype=torch.int32, device=device),
         decoding=0,
-        chunks=[Chunk(0, LONG + 1, LONG + 1)],
+        chunks=[ChunkSpan(0, LONG + 1, LONG + 1)],
         max_kv_length=LONG + 1,
     )
     logits = model(input_ids=tokens[None], position_ids=places[None], past_key_values=cache, use_cache=True).logits
@@ -195,9 +195,9 @@ def _run(model: PreTrainedModel, backend: AttentionBackend) -> Tensor:
     places = torch.arange(LONG + 1, device=device)
     tables = torch.tensor([[1], [2]], dtype=torch.int32, device=device)
 
-    def logits(positions: list[Tensor], lengths: list[int], decoding: int, chunks: list[Chunk]) -> Tensor:
+    def logits(positions: list[Tensor], lengths: list[int], decoding: int, chunks: list[ChunkSpan]) -> Tensor:
         ends = torch.tensor([0, *(len(place) for place in positions)], dtype=torch.int32, device=device).cumsum(0)
-        cache.step = Step(
+        cache.metadata = ForwardMetadata(
             slots=torch.cat([size * block + place for block, place in enumerate(positions, start=1)]),
             block_tables=tables,
             kv_lengths=torch.tensor(lengths, dtype=torch.int32, device=device),
@@ -215,7 +215,7 @@ def _run(model: PreTrainedModel, backend: AttentionBackend) -> Tensor:
             logits_to_keep=ends[1:] - 1,
         ).logits[0]
 
-    prompts = [Chunk(0, LONG, LONG), Chunk(LONG, SHORT, SHORT)]
+    prompts = [ChunkSpan(0, LONG, LONG), ChunkSpan(LONG, SHORT, SHORT)]
     first = logits([places[:LONG], places[:SHORT]], [LONG, SHORT], 0, prompts)
     second = logits([places[LONG:], places[SHORT : SHORT + 1]], [LONG + 1, SHORT + 1], 2, [])
     return torch.cat([first, second])

@@ -12,11 +12,11 @@ from transformers import PreTrainedModel
 
 from tgi_server.contract import StoppingParameters
 from tgi_server.engine.errors import UnsupportedModel
-from tgi_server.engine.models.padded.passes import Passes
-from tgi_server.engine.models.padded.rows import OneByOne, Rows, SideBySide
-from tgi_server.engine.models.probe import TOLERANCE, logits_error, probe_tokens
-from tgi_server.engine.models.runner import PromptChunk
-from tgi_server.engine.sequence import Sequence
+from tgi_server.engine.runners.base import PromptChunk
+from tgi_server.engine.runners.padded.passes import Passes
+from tgi_server.engine.runners.padded.rows import OneByOne, Rows, SideBySide
+from tgi_server.engine.runners.probe import TOLERANCE, logits_error, probe_tokens
+from tgi_server.engine.sequence import RunningSequence
 from tgi_server.engine.sharding import ShardGroup
 
 logger = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ def _error(model: PreTrainedModel, passes: Passes, rows: Rows) -> float:
     advanced = [generated for _, generated in TEXTS]
 
     def prefill(*indices: int) -> None:
-        actual.extend(rows.prefill([_chunk(sequences[index]) for index in indices]))
+        actual.extend(rows.prefill([_whole(sequences[index]) for index in indices]))
         rows.commit()
         order.extend(indices)
         expected.extend(alone[index][advanced[index]] for index in indices)
@@ -92,10 +92,10 @@ def _error(model: PreTrainedModel, passes: Passes, rows: Rows) -> float:
     return logits_error(torch.stack(expected), torch.cat(actual))
 
 
-def _sequence(model: PreTrainedModel, request_id: int, prompt: int, generated: int) -> Sequence:
+def _sequence(model: PreTrainedModel, request_id: int, prompt: int, generated: int) -> RunningSequence:
     tokens = probe_tokens(model, prompt + generated).tolist()
-    return Sequence(request_id, tokens[:prompt], StoppingParameters(STEPS), generated_ids=tokens[prompt:])
+    return RunningSequence(request_id, tokens[:prompt], StoppingParameters(STEPS), generated_ids=tokens[prompt:])
 
 
-def _chunk(sequence: Sequence) -> PromptChunk:
-    return PromptChunk(sequence, sequence.next_chunk(sequence.remaining), start=0, all_logits=False)
+def _whole(sequence: RunningSequence) -> PromptChunk:
+    return PromptChunk.next_of(sequence, sequence.remaining)

@@ -17,14 +17,14 @@ from tgi_server.engine.attention.base import AttentionBackend
 logger = logging.getLogger(__name__)
 
 DEFAULT_SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256)
-"""Those of TGI and some more: what the host saves is as much for a large batch as for a small one."""
+"""The batch sizes of TGI and some more: the host saves as much with a large batch as with a small one."""
 
 Recorder = Callable[[Callable[[], Tensor]], Callable[[], Tensor]]
 """Takes a step, and returns what does the same again and returns the same tensor, with what it then holds."""
 
 
-def ladder(wanted: Sequence[int] | None, max_rows: int) -> list[int]:
-    """The numbers of rows to record, smallest first. wanted: None: the default; all rows are among them, then."""
+def graph_batch_sizes(wanted: Sequence[int] | None, max_rows: int) -> list[int]:
+    """Returns the batch sizes to record, smallest first. wanted: None: the default ones, and all rows."""
     if wanted is not None:
         return sorted({size for size in wanted if 0 < size <= max_rows})
     return sorted({*(size for size in DEFAULT_SIZES if size < max_rows), min(max_rows, DEFAULT_SIZES[-1])})

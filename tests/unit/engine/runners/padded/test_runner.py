@@ -8,11 +8,11 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from tests.tiny_models import make
-from tests.unit.engine.models.driver import MAX_TOTAL_TOKENS, NEW, Driver, expected_tokens, load_engine, prompts
+from tests.unit.engine.runners.driver import MAX_TOTAL_TOKENS, NEW, Driver, expected_tokens, load_engine, prompts
 from tgi_server.contract import ReportParameters, StoppingParameters
-from tgi_server.engine import Engine, Sequence
+from tgi_server.engine import Engine, RunningSequence
 from tgi_server.engine.errors import InvalidCall, NotEnoughMemory, UnsupportedModel
-from tgi_server.engine.models.padded.batch import PaddedBatch
+from tgi_server.engine.runners.padded.batch import PaddedBatch
 
 ALL_AT_ONCE = (3, 70, 1, 2, 5, 64, 4, 1, 30, 2, 6, 1, 3, 2, 40, 1)
 STOPPING = StoppingParameters(NEW, ignore_eos=True)
@@ -47,7 +47,7 @@ def test_long_and_short_prompts_computed_in_one_step_keep_their_order(family, re
 def test_a_prompt_is_computed_whole_or_not_at_all(gpt_neo) -> None:
     engine = warm(gpt_neo)
     with pytest.raises(InvalidCall, match="in one step"):
-        engine.prefill(1, [Sequence(7, [5, 6, 7], STOPPING)], [(7, 2)])
+        engine.step(1, [RunningSequence(7, [5, 6, 7], STOPPING)], [(7, 2)])
     assert engine.batch is None
 
 
@@ -55,7 +55,9 @@ def test_a_failed_step_leaves_nothing_behind(gpt_neo) -> None:
     texts = prompts((9, 30))
     driver = Driver(load_engine(gpt_neo), texts)
     with pytest.raises(InvalidCall):
-        driver.engine.prefill(1, [Sequence(7, [5, 6], STOPPING), Sequence(8, [5, 6], STOPPING)], [(7, 2), (8, 1)])
+        driver.engine.step(
+            1, [RunningSequence(7, [5, 6], STOPPING), RunningSequence(8, [5, 6], STOPPING)], [(7, 2), (8, 1)]
+        )
     driver.join(0)
     driver.join(1)
     assert driver.finish() == expected_tokens(gpt_neo, texts)
@@ -64,9 +66,9 @@ def test_a_failed_step_leaves_nothing_behind(gpt_neo) -> None:
 def test_there_are_no_blocks_to_hand_out(gpt_neo) -> None:
     engine = warm(gpt_neo)
     with pytest.raises(InvalidCall, match="no KV blocks"):
-        engine.prefill(1, [Sequence(7, [5, 6], STOPPING, blocks=[1])], [(7, 2)])
+        engine.step(1, [RunningSequence(7, [5, 6], STOPPING, blocks=[1])], [(7, 2)])
     with pytest.raises(InvalidCall, match="no KV blocks"):
-        engine.prefill(1, [Sequence(7, [5, 6], STOPPING)], [(7, 2)], grants=[(7, [1])])
+        engine.step(1, [RunningSequence(7, [5, 6], STOPPING)], [(7, 2)], grants=[(7, [1])])
 
 
 def test_capacity_counts_what_a_token_takes(gpt_neo) -> None:
@@ -83,10 +85,10 @@ def test_prompts_likelihoods_are_those_of_the_model_itself(gpt_neo) -> None:
     engine = warm(gpt_neo)
     texts = prompts((20, 3))
     sequences = [
-        Sequence(index, text, STOPPING, report=ReportParameters(prefill_logprobs=index == 1))
+        RunningSequence(index, text, STOPPING, report=ReportParameters(prefill_logprobs=index == 1))
         for index, text in enumerate(texts)
     ]
-    first, second = engine.prefill(1, sequences, [(0, 20), (1, 3)]).collect().generations
+    first, second = engine.step(1, sequences, [(0, 20), (1, 3)]).collect().generations
     assert first.prompt_tokens is None
     assert second.prompt_tokens is not None
     assert second.prompt_tokens.ids == texts[1]
@@ -98,12 +100,12 @@ def test_prompts_likelihoods_are_those_of_the_model_itself(gpt_neo) -> None:
 
 def test_an_encoder_decoder_reports_what_its_decoder_starts_with(flan_t5) -> None:
     engine = warm(flan_t5)
-    sequence = Sequence(3, [5, 6, 7], STOPPING, report=ReportParameters(prefill_logprobs=True))
-    (generation,) = engine.prefill(1, [sequence], [(3, 3)]).collect().generations
+    sequence = RunningSequence(3, [5, 6, 7], STOPPING, report=ReportParameters(prefill_logprobs=True))
+    (generation,) = engine.step(1, [sequence], [(3, 3)]).collect().generations
     assert generation.prompt_tokens is not None
     assert generation.prompt_tokens.ids == [0]
     assert math.isnan(generation.prompt_tokens.logprobs[0])
-    (generation,) = engine.decode(1).collect().generations
+    (generation,) = engine.step(1).collect().generations
     assert generation.prompt_tokens is None
 
 

@@ -2,15 +2,25 @@
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import Self
 
+import torch
 from torch import Tensor
+from transformers import PretrainedConfig
 
-from tgi_server.engine.grammar.masks import PendingMask
-from tgi_server.engine.sequence import Sequence
+from tgi_server.contract import StoppingParameters
+from tgi_server.engine.attention.base import GreedyOnly
+from tgi_server.engine.sequence import RunningSequence
+
+UNBOUNDED_POSITIONS = 1 << 20
+CPU_WARM_UP_TOKENS = 32
+
+_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx", "seq_length")
+_UNBOUNDED = frozenset({"bloom", "mpt", "t5", "mt5", "umt5"})  # relative positions: any length is computable
 
 
 @dataclass(frozen=True, slots=True)
-class Capacity:
+class CacheCapacity:
     """What fits beside the weights.
 
     num_blocks: KV blocks that may be granted, with ids 1 .. num_blocks. max_total_tokens: of one sequence.
@@ -31,10 +41,16 @@ class PromptChunk:
     all_logits: whether the logits of every token are wanted; else only those of the sequence's last known token.
     """
 
-    sequence: Sequence
+    sequence: RunningSequence
     tokens: Tensor
     start: int
     all_logits: bool
+
+    @classmethod
+    def next_of(cls, sequence: RunningSequence, tokens: int, *, all_logits: bool = False) -> Self:
+        """Takes the next `tokens` known tokens of a sequence; they count as computed from here on."""
+        start = sequence.computed
+        return cls(sequence, sequence.next_chunk(tokens), start, all_logits)
 
     @property
     def completes(self) -> bool:
@@ -44,16 +60,6 @@ class PromptChunk:
     def logits(self) -> int:
         """How many rows of logits this chunk yields."""
         return len(self.tokens) if self.all_logits else int(self.completes)
-
-
-@dataclass(frozen=True, slots=True)
-class Likeliest:
-    """That no more than the largest logit of each row is wanted.
-
-    mask: of the rows of which it is the largest of what the mask allows.
-    """
-
-    mask: PendingMask | None
 
 
 class Runner(ABC):
@@ -67,7 +73,7 @@ class Runner(ABC):
     block_size: int
 
     @abstractmethod
-    def warm_up(self, max_batch_size: int, max_prefill_tokens: int, max_total_tokens: int | None) -> Capacity:
+    def warm_up(self, max_batch_size: int, max_prefill_tokens: int, max_total_tokens: int | None) -> CacheCapacity:
         """Sizes the cache and runs the largest pass. Raises NotEnoughMemory."""
 
     def reserve(self, seconds: float) -> bool:
@@ -78,19 +84,19 @@ class Runner(ABC):
         return False
 
     @abstractmethod
-    def forward(self, decoding: int, chunks: list[PromptChunk], likeliest: Likeliest | None = None) -> Tensor:
+    def forward(self, decoding: int, chunks: list[PromptChunk], greedy: GreedyOnly | None = None) -> Tensor:
         """One pass: rows 0 .. decoding - 1 advance by a token, and the chunks are computed.
 
         Returns logits, [rows, vocab_size] in the model's dtype: those of the decoding rows, then each chunk's.
-        likeliest: logits that it does not ask for may be minus infinity.
+        greedy: None: every logit is needed.
         """
 
     @abstractmethod
-    def join(self, sequence: Sequence) -> None:
+    def join(self, sequence: RunningSequence) -> None:
         """A sequence, not yet computed, will have chunks from now on."""
 
     @abstractmethod
-    def promote(self, sequence: Sequence, row: int) -> None:
+    def promote(self, sequence: RunningSequence, row: int) -> None:
         """A sequence whose known tokens are all computed takes a row."""
 
     @abstractmethod
@@ -98,7 +104,7 @@ class Runner(ABC):
         """token_ids, [rows] int64 on the device, are the next inputs of the rows from `first_row` on."""
 
     @abstractmethod
-    def grant(self, sequence: Sequence, row: int | None, blocks: list[int]) -> None:
+    def grant(self, sequence: RunningSequence, row: int | None, blocks: list[int]) -> None:
         """Appends blocks to a sequence's block table."""
 
     @abstractmethod
@@ -109,6 +115,31 @@ class Runner(ABC):
     def truncate(self, rows: int) -> None:
         """Rows from `rows` on are forgotten."""
 
-    @abstractmethod
-    def leave(self, sequence: Sequence) -> None:
-        """A sequence without a row is forgotten."""
+    def run_prompt(self, tokens: int, blocks: list[int]) -> None:
+        """Computes a prompt of `tokens` tokens, and the decode step after it, as the warm-up does. Its row stays."""
+        sequence = RunningSequence(0, [0] * tokens, StoppingParameters(2), blocks=blocks)
+        self.forward(0, [PromptChunk.next_of(sequence, tokens)])
+        self.promote(sequence, 0)
+        self.forward(1, [])
+
+
+def position_limit(config: PretrainedConfig) -> int | None:
+    """The most positions the model has; None when its positions are relative and nothing bounds them."""
+    config = config.get_text_config(decoder=True)
+    if config.model_type in _UNBOUNDED or getattr(config, "alibi", False):
+        return None
+    for name in _NAMES:
+        if value := getattr(config, name, None):
+            return int(value)
+    return None
+
+
+def warm_up_tokens(config: PretrainedConfig, device: torch.device, max_prefill_tokens: int) -> int:
+    """How long a prompt to run before the first request, so that what is free afterwards is free for good.
+
+    On a CPU a short one does: memory is not fixed there, and only first-use work is to be got out of the way. There is
+    always room for one more token after it.
+    """
+    tokens = max_prefill_tokens if device.type == "cuda" else min(max_prefill_tokens, CPU_WARM_UP_TOKENS)
+    limit = position_limit(config)
+    return min(tokens, limit - 1) if limit else tokens

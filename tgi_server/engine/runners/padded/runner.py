@@ -4,15 +4,21 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tgi_server.contract import StoppingParameters
+from tgi_server.engine.attention.base import GreedyOnly
 from tgi_server.engine.errors import InvalidCall, NotEnoughMemory
 from tgi_server.engine.memory import cache_bytes
-from tgi_server.engine.models.limits import UNBOUNDED_POSITIONS, position_limit, warm_up_tokens
-from tgi_server.engine.models.padded.passes import CausalPasses, Seq2SeqPasses
-from tgi_server.engine.models.padded.probe import choose_rows
-from tgi_server.engine.models.rope import LengthDependentRope
-from tgi_server.engine.models.runner import Capacity, Likeliest, PromptChunk, Runner
-from tgi_server.engine.sequence import Sequence
+from tgi_server.engine.runners.base import (
+    UNBOUNDED_POSITIONS,
+    CacheCapacity,
+    PromptChunk,
+    Runner,
+    position_limit,
+    warm_up_tokens,
+)
+from tgi_server.engine.runners.padded.passes import CausalPasses, Seq2SeqPasses
+from tgi_server.engine.runners.padded.probe import choose_rows
+from tgi_server.engine.runners.rope import LengthDependentRope
+from tgi_server.engine.sequence import RunningSequence
 from tgi_server.engine.sharding import ShardGroup
 
 
@@ -49,7 +55,7 @@ class PaddedRunner(Runner):
         self._promoted = 0  # of the prompts computed last
         self._joining = 0  # how many those are
 
-    def warm_up(self, max_batch_size: int, max_prefill_tokens: int, max_total_tokens: int | None) -> Capacity:
+    def warm_up(self, max_batch_size: int, max_prefill_tokens: int, max_total_tokens: int | None) -> CacheCapacity:
         limit = max_total_tokens or position_limit(self._model.config) or UNBOUNDED_POSITIONS
         self._tokens = torch.zeros(max_batch_size, dtype=torch.int64, device=self._device)
         token_bytes, fixed_bytes = self._run_largest(max_prefill_tokens)
@@ -66,9 +72,9 @@ class PaddedRunner(Runner):
             )
         total = min(limit, tokens)
         self._rope.fix(total)
-        return Capacity(tokens, self.block_size, max_total_tokens=total, max_batch_total_tokens=tokens)
+        return CacheCapacity(tokens, self.block_size, max_total_tokens=total, max_batch_total_tokens=tokens)
 
-    def forward(self, decoding: int, chunks: list[PromptChunk], likeliest: Likeliest | None = None) -> Tensor:
+    def forward(self, decoding: int, chunks: list[PromptChunk], greedy: GreedyOnly | None = None) -> Tensor:
         self._rows.select(self._order)
         self._order = list(range(len(self._order)))
         logits = [self._rows.decode(self._tokens[:decoding])] if decoding else []
@@ -80,11 +86,11 @@ class PaddedRunner(Runner):
             self._joining, self._promoted = len(chunks), 0
         return torch.cat(logits)
 
-    def join(self, sequence: Sequence) -> None:
+    def join(self, sequence: RunningSequence) -> None:
         if sequence.computed or sequence.copy or sequence.blocks:
             raise InvalidCall(f"request {sequence.request_id}: this model keeps no KV blocks")
 
-    def promote(self, sequence: Sequence, row: int) -> None:
+    def promote(self, sequence: RunningSequence, row: int) -> None:
         self._promoted += 1
         if self._promoted == self._joining:
             self._rows.commit()
@@ -93,7 +99,7 @@ class PaddedRunner(Runner):
     def accept(self, first_row: int, token_ids: Tensor) -> None:
         self._tokens[first_row : first_row + len(token_ids)] = token_ids
 
-    def grant(self, sequence: Sequence, row: int | None, blocks: list[int]) -> None:
+    def grant(self, sequence: RunningSequence, row: int | None, blocks: list[int]) -> None:
         raise InvalidCall(f"request {sequence.request_id}: this model keeps no KV blocks")
 
     def move(self, source: int, target: int) -> None:
@@ -105,16 +111,10 @@ class PaddedRunner(Runner):
         if not rows:
             self._rows.select([])
 
-    def leave(self, sequence: Sequence) -> None:
-        """Nothing to do: nothing is remembered of a prompt that has not been computed."""
-
     def _run_largest(self, max_prefill_tokens: int) -> tuple[int, int]:
         """Runs a prompt as long as a step may compute, and a step after it. Returns what the row took up."""
         tokens = warm_up_tokens(self._model.config, self._device, max_prefill_tokens)
-        sequence = Sequence(0, [0] * tokens, StoppingParameters(2))
-        self.forward(0, [PromptChunk(sequence, sequence.next_chunk(tokens), start=0, all_logits=False)])
-        self.promote(sequence, 0)
-        self.forward(1, [])
+        self.run_prompt(tokens, blocks=[])
         row_bytes = self._rows.row_bytes()
         self.truncate(0)
         return row_bytes

@@ -5,7 +5,7 @@ import torch
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RotaryEmbedding
 
 from tests.tiny_models import build, make
-from tests.unit.engine.models.driver import (
+from tests.unit.engine.runners.driver import (
     Driver,
     expected_tokens,
     generate_alone,
@@ -13,7 +13,7 @@ from tests.unit.engine.models.driver import (
     load_engine,
     prompts,
 )
-from tgi_server.engine.models.rope import LengthDependentRope
+from tgi_server.engine.runners.rope import LengthDependentRope
 
 ORIGINAL = 32
 """Tokens up to which the models here have their first frequencies."""

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from tests.tiny_models import make
-from tests.unit.engine.models.driver import load_engine, prompts
-from tests.unit.engine.models.test_parity import check, overlap
+from tests.unit.engine.runners.driver import load_engine, prompts
+from tests.unit.engine.runners.test_parity import check, overlap
 from tgi_server.contract import StoppingParameters
-from tgi_server.engine import Engine, Sequence
-from tgi_server.engine.models import paged
-from tgi_server.engine.models.decode_graphs import DecodeGraphs, ladder, record_decoding
+from tgi_server.engine import Engine, RunningSequence
+from tgi_server.engine.runners import paged
+from tgi_server.engine.runners.graphs import DecodeGraphs, graph_batch_sizes, record_decoding
 
 
 class Recorder:
@@ -61,22 +61,22 @@ def test_rows_that_were_left_write_nowhere(recorder, tmp_path: Path) -> None:
 def _run(engine: Engine, prompt_of_block: dict[int, list[int]]) -> list[int]:
     """The tokens of all sequences, each of which has one block."""
     stopping = StoppingParameters(6, ignore_eos=True)
-    sequences = [Sequence(block, prompt, stopping, blocks=[block]) for block, prompt in prompt_of_block.items()]
-    step = engine.prefill(1, sequences, [(sequence.request_id, len(sequence.input_ids)) for sequence in sequences])
+    sequences = [RunningSequence(block, prompt, stopping, blocks=[block]) for block, prompt in prompt_of_block.items()]
+    step = engine.step(1, sequences, [(sequence.request_id, len(sequence.input_ids)) for sequence in sequences])
     tokens: list[int] = []
     while True:
         tokens += [generation.token_id for generation in step.collect().generations]
         if not engine.batch:
             return tokens
-        step = engine.decode(1)
+        step = engine.step(1)
 
 
 def test_the_ladder() -> None:
-    assert ladder(None, 1) == [1]
-    assert ladder(None, 40) == [1, 2, 4, 8, 16, 32, 40]
-    assert ladder(None, 1000)[-2:] == [224, 256]
-    assert ladder((16, 2, 2, 0), 8) == [2]
-    assert ladder((), 8) == []
+    assert graph_batch_sizes(None, 1) == [1]
+    assert graph_batch_sizes(None, 40) == [1, 2, 4, 8, 16, 32, 40]
+    assert graph_batch_sizes(None, 1000)[-2:] == [224, 256]
+    assert graph_batch_sizes((16, 2, 2, 0), 8) == [2]
+    assert graph_batch_sizes((), 8) == []
 
 
 def test_a_step_takes_the_next_larger_graph_or_none() -> None:

@@ -2,7 +2,7 @@
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -10,8 +10,8 @@ from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedMod
 from transformers.modeling_outputs import BaseModelOutput
 
 from tgi_server.engine.errors import UnsupportedModel
-from tgi_server.engine.models.padded.batch import Encoded, PaddedBatch, joinable_cache
-from tgi_server.engine.sequence import Sequence
+from tgi_server.engine.runners.padded.batch import Encoded, PaddedBatch, joinable_cache
+from tgi_server.engine.sequence import RunningSequence
 
 
 class Passes(ABC):
@@ -24,7 +24,7 @@ class Passes(ABC):
 
     @abstractmethod
     def prefill(
-        self, sequences: SequenceOf[Sequence], *, all_logits: bool, joinable: bool
+        self, sequences: Sequence[RunningSequence], *, all_logits: bool, joinable: bool
     ) -> tuple[PaddedBatch, Tensor]:
         """Computes all known tokens of some sequences, which become the rows of a batch.
 
@@ -38,7 +38,7 @@ class Passes(ABC):
         """Every row advances by its token. tokens: [rows] int64. Returns logits, [rows, vocab_size]."""
 
     @abstractmethod
-    def alone(self, sequence: Sequence) -> Tensor:
+    def alone(self, sequence: RunningSequence) -> Tensor:
         """Computes a text at once, without a cache.
 
         Returns logits, [1 + generated, vocab_size]: after its prompt, and after each token generated so far.
@@ -63,7 +63,7 @@ class CausalPasses(Passes):
     """Of a decoder: the prompt and what is generated are one text."""
 
     def prefill(
-        self, sequences: SequenceOf[Sequence], *, all_logits: bool, joinable: bool
+        self, sequences: Sequence[RunningSequence], *, all_logits: bool, joinable: bool
     ) -> tuple[PaddedBatch, Tensor]:
         texts = [sequence.known.tolist() for sequence in sequences]
         tokens, mask = self._padded(texts, left=True)
@@ -79,7 +79,7 @@ class CausalPasses(Passes):
         mask = batch.mask if batch.has_keys else None
         return self._run(tokens[:, None], mask, positions[:, None], batch.cache, False)[:, -1]
 
-    def alone(self, sequence: Sequence) -> Tensor:
+    def alone(self, sequence: RunningSequence) -> Tensor:
         tokens, mask = self._padded([sequence.known.tolist()], left=True)
         logits = self._model(input_ids=tokens, attention_mask=mask, use_cache=False).logits
         return logits[0, len(sequence.input_ids) - 1 :]
@@ -108,7 +108,7 @@ class Seq2SeqPasses(Passes):
         self._start = int(start)
 
     def prefill(
-        self, sequences: SequenceOf[Sequence], *, all_logits: bool, joinable: bool
+        self, sequences: Sequence[RunningSequence], *, all_logits: bool, joinable: bool
     ) -> tuple[PaddedBatch, Tensor]:
         encoded = self._encode([sequence.input_ids for sequence in sequences])
         texts = [[self._start, *sequence.generated_ids] for sequence in sequences]
@@ -121,7 +121,7 @@ class Seq2SeqPasses(Passes):
         batch.grow()
         return self._run(tokens[:, None], batch)[:, -1]
 
-    def alone(self, sequence: Sequence) -> Tensor:
+    def alone(self, sequence: RunningSequence) -> Tensor:
         tokens, mask = self._padded([sequence.input_ids], left=False)
         text, text_mask = self._padded([[self._start, *sequence.generated_ids]], left=True)
         return self._model(

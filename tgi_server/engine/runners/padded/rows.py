@@ -1,14 +1,14 @@
 """How running sequences are kept when a model runs in the padded way: side by side, or each on its own."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from tgi_server.engine.models.padded.batch import PaddedBatch
-from tgi_server.engine.models.padded.passes import Passes
-from tgi_server.engine.models.runner import PromptChunk
+from tgi_server.engine.runners.base import PromptChunk
+from tgi_server.engine.runners.padded.batch import PaddedBatch
+from tgi_server.engine.runners.padded.passes import Passes
 
 PADDING_LIMIT = 2
 """Prompts are computed side by side as long as that makes at most this many times as many tokens as they have."""
@@ -29,7 +29,7 @@ class Rows(ABC):
         """Every row advances by its token. tokens: [rows] int64. Returns logits, [rows, vocab_size]."""
 
     @abstractmethod
-    def prefill(self, chunks: SequenceOf[PromptChunk]) -> list[Tensor]:
+    def prefill(self, chunks: Sequence[PromptChunk]) -> list[Tensor]:
         """Computes whole prompts. Returns the logits that each wants, [wanted, vocab_size]."""
 
     @abstractmethod
@@ -44,7 +44,7 @@ class Rows(ABC):
     def row_bytes(self) -> tuple[int, int]:
         """What a row takes up: bytes for each token, and bytes whatever its length."""
 
-    def _compute(self, chunks: SequenceOf[PromptChunk], *, joinable: bool) -> tuple[PaddedBatch, list[Tensor]]:
+    def _compute(self, chunks: Sequence[PromptChunk], *, joinable: bool) -> tuple[PaddedBatch, list[Tensor]]:
         sequences = [chunk.sequence for chunk in chunks]
         all_logits = any(chunk.all_logits for chunk in chunks)
         batch, logits = self._passes.prefill(sequences, all_logits=all_logits, joinable=joinable)
@@ -64,7 +64,7 @@ class SideBySide(Rows):
         assert self._batch is not None
         return self._passes.decode(self._batch, tokens)
 
-    def prefill(self, chunks: SequenceOf[PromptChunk]) -> list[Tensor]:
+    def prefill(self, chunks: Sequence[PromptChunk]) -> list[Tensor]:
         self._joining = None
         logits: dict[int, Tensor] = {}
         for group in _groups([len(chunk.tokens) for chunk in chunks]):
@@ -107,7 +107,7 @@ class OneByOne(Rows):
         rows = zip(self._batches, tokens.split(1), strict=True)
         return torch.cat([self._passes.decode(batch, token) for batch, token in rows])
 
-    def prefill(self, chunks: SequenceOf[PromptChunk]) -> list[Tensor]:
+    def prefill(self, chunks: Sequence[PromptChunk]) -> list[Tensor]:
         computed = [self._compute([chunk], joinable=False) for chunk in chunks]
         self._joining = [batch for batch, _ in computed]
         return [logits for _, (logits,) in computed]

@@ -10,7 +10,7 @@ from transformers.models.mpt.modeling_mpt import MptAttention, MptModel
 
 from tgi_server.engine.attention.base import AttentionVariant
 from tgi_server.engine.attention.paged_cache import PagedCache
-from tgi_server.engine.models.families.alibi import interleaved_slopes, slopes_of
+from tgi_server.engine.runners.families.alibi import interleaved_slopes, slopes_of
 
 IMPLEMENTATION = "oatmill_paged_mpt"
 

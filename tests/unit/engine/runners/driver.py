@@ -8,7 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from tests.tiny_models import VOCAB_SIZE
 from tgi_server.contract import StoppingParameters
-from tgi_server.engine import Engine, EngineConfig, Sequence
+from tgi_server.engine import Engine, EngineConfig, RunningSequence
 from tgi_server.engine.engine import Step
 
 LENGTHS = (1, 70, 5, 33, 64, 2, 17, 48, 9, 26, 57, 3, 40, 12, 65, 21)
@@ -56,7 +56,7 @@ class Driver:
         self.texts = texts
         self.outputs: list[list[int]] = [[] for _ in texts]
         self._chunks: dict[int, list[int]] = {}  # tokens of the chunks that a request still has before it
-        self._joining: list[Sequence] = []
+        self._joining: list[RunningSequence] = []
         self._blocks = list(range(1, capacity.num_blocks + 1))
         random.Random(2).shuffle(self._blocks)
 
@@ -69,7 +69,9 @@ class Driver:
             blocks = [self._blocks.pop() for _ in range(-(-(len(self.texts[index]) + NEW) // size))]
         stopping = StoppingParameters(NEW, ignore_eos=True)
         generated = list(self.outputs[index])
-        self._joining.append(Sequence(index, self.texts[index], stopping, generated_ids=generated, blocks=blocks))
+        self._joining.append(
+            RunningSequence(index, self.texts[index], stopping, generated_ids=generated, blocks=blocks)
+        )
         parts = PARTS.get(known, 1) if self.engine.info.paged else 1
         self._chunks[index] = [known // parts] * (parts - 1) + [known - known // parts * (parts - 1)]
 
@@ -83,7 +85,7 @@ class Driver:
         joining, self._joining = self._joining, []
         chunks = [(index, parts.pop(0)) for index, parts in self._chunks.items()]
         self._chunks = {index: parts for index, parts in self._chunks.items() if parts}
-        self._take(self.engine.prefill(1, joining, chunks, decode=decode) if chunks else self.engine.decode(1))
+        self._take(self.engine.step(1, joining, chunks, decode=decode) if chunks else self.engine.step(1))
 
     def finish(self) -> list[list[int]]:
         while self._joining or self.engine.batch:

@@ -7,7 +7,7 @@ from transformers.models.bloom.modeling_bloom import BloomAttention
 
 from tgi_server.engine.attention.base import AttentionVariant
 from tgi_server.engine.attention.paged_cache import PagedCache
-from tgi_server.engine.models.families.alibi import geometric_slopes, slopes_of
+from tgi_server.engine.runners.families.alibi import geometric_slopes, slopes_of
 
 
 class PagedBloomAttention(BloomAttention):

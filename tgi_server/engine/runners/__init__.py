@@ -12,10 +12,10 @@ from tgi_server.engine.config import EngineConfig
 from tgi_server.engine.errors import UnsupportedModel
 from tgi_server.engine.layers import limit_threads, optimise, unpack
 from tgi_server.engine.linear import linear_layer
-from tgi_server.engine.models.padded import PaddedRunner
-from tgi_server.engine.models.paged import PagedRunner
-from tgi_server.engine.models.probe import backend_fault, probe_kv_shape, same_logits
-from tgi_server.engine.models.runner import Runner
+from tgi_server.engine.runners.base import Runner
+from tgi_server.engine.runners.padded import PaddedRunner
+from tgi_server.engine.runners.paged import PagedRunner
+from tgi_server.engine.runners.probe import backend_fault, probe_kv_shape, same_logits
 from tgi_server.engine.sharding import ShardGroup
 
 logger = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from tests.tiny_models import ARCHITECTURES, make
-from tests.unit.engine.models.driver import LENGTHS, NEW, Driver, expected_tokens, load_engine, prompts
+from tests.unit.engine.runners.driver import LENGTHS, NEW, Driver, expected_tokens, load_engine, prompts
 
 PADDED = {"bart", "deepseek_v3", "flan_t5", "gpt_neo", "gpt_oss", "llama4_text", "mamba", "qwen3_next", "t5"}
 ELSEWHERE = {"llama_dynamic", "phi3_longrope", "rwkv"}
