@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import psutil
 
-from tgi_server.launcher.processes.parent import die_with_parent
+from tgi_server.launcher.processes.child import die_with_parent
 
 READY_SECONDS = 90.0
 STOP_SECONDS = 30.0
