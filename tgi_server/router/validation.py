@@ -75,8 +75,10 @@ class Validator:
         streaming: bool = False,
         grammar: Grammar | None = None,
         spans_of: str | None = None,
+        size: int = 0,
     ) -> CheckedRequest:
         """grammar: in place of the parameters' own. spans_of: the text that `x-span` takes spans of; None: `inputs`.
+        size: bytes of the whole request. Work on a large one leaves the event loop.
 
         Raises InvalidRequest with one line that says what is wrong.
         """
@@ -89,22 +91,34 @@ class Validator:
             raise InvalidRequest("`adapter_id` is not supported: this server has no adapters")
         if not inputs:
             raise InvalidRequest("`inputs` must not be empty")
-        grammar = await self._checked(grammar or requested_grammar(parameters.grammar), spans_of or inputs)
-        encoding = await self._threads.encode(inputs, add_special_tokens=add_special_tokens)
-        input_ids = encoding.ids
-        if parameters.truncate:
-            input_ids = input_ids[-parameters.truncate :]
+
+        def prepare() -> tuple[Grammar | None, list[int]]:
+            wanted = grammar or requested_grammar(parameters.grammar)
+            input_ids = self._input_ids(inputs, parameters.truncate, add_special_tokens=add_special_tokens)
+            return (with_text(wanted, spans_of or inputs) if wanted else None), input_ids
+
+        prepared, input_ids = await self._threads.handle_text(max(size, len(inputs)), prepare)
+        max_new_tokens = self._max_new_tokens(len(input_ids), parameters.max_new_tokens)
+        await self._compile(prepared)
         return CheckedRequest(
             input_ids=input_ids,
-            max_new_tokens=self._max_new_tokens(len(input_ids), parameters.max_new_tokens),
+            max_new_tokens=max_new_tokens,
             sampling=sampling,
             stop=parameters.stop,
             top_n_tokens=parameters.top_n_tokens or 0,
             prefill_logprobs=parameters.decoder_input_details,
             ignore_eos=parameters.ignore_eos,
-            grammar=grammar,
+            grammar=prepared,
             cache_salt=parameters.cache_salt,
         )
+
+    def _input_ids(self, inputs: str, truncate: int | None, *, add_special_tokens: bool) -> list[int]:
+        tokenizer, most = self._threads.tokenizer, self._limits.max_input_tokens
+        if truncate:
+            return tokenizer.token_ids(inputs, add_special_tokens=add_special_tokens)[-truncate:]
+        if tokenizer.exceeds(inputs, most):
+            raise InvalidRequest(f"`inputs` has more than {most} tokens; at most {most} are allowed")
+        return tokenizer.token_ids(inputs, add_special_tokens=add_special_tokens)
 
     def _max_new_tokens(self, input_length: int, asked: int | None) -> int:
         limits = self._limits
@@ -121,16 +135,14 @@ class Validator:
             )
         return asked
 
-    async def _checked(self, grammar: Grammar | None, text: str) -> Grammar | None:
-        """The grammar, compiled by the shards: the request waits for it, and for nobody else's."""
+    async def _compile(self, grammar: Grammar | None) -> None:
+        """Has the shards compile the grammar: the request waits for it, and for nobody else's."""
         if grammar is None:
-            return None
+            return
         if self._grammar_refusal is not None:
             raise InvalidRequest(self._grammar_refusal)
-        grammar = with_text(grammar, text)
         if fault := await self._grammar_fault(grammar):
             raise InvalidRequest(f"the grammar cannot be used: {fault}")
-        return grammar
 
 
 def grammar_refusal(*, disabled: bool, supported: bool) -> str | None:

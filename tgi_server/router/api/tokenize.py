@@ -1,12 +1,14 @@
 """/tokenize and /chat_tokenize."""
 
+from functools import partial
+
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 from tokenizers import Encoding
 
 from tgi_server.router.api.answers import json_answer
-from tgi_server.router.api.body import parse, read_body
+from tgi_server.router.api.body import parse, read_beside_loop, read_body
 from tgi_server.router.api.chat_request import plan_chat, render_plan
 from tgi_server.router.api.documentation import REQUEST_ERRORS, described_body
 from tgi_server.router.api.route import DirectRoute
@@ -16,6 +18,9 @@ from tgi_server.router.schemas.generate import GenerateRequest
 from tgi_server.router.schemas.tokenize import TokenizeResponse
 from tgi_server.router.service import Service
 from tgi_server.router.token_json import quoted
+
+MOST_TOKENS = 65_536
+"""Of one answer, unless a prompt may have more."""
 
 
 def tokenize_routes(service: Service) -> APIRouter:
@@ -29,11 +34,12 @@ def tokenize_routes(service: Service) -> APIRouter:
         openapi_extra=described_body(GenerateRequest),
     )
     async def tokenize(request: Request) -> Response:
-        body = parse(GenerateRequest, await read_body(request, service.payload_limit))
-        if not body.inputs:
-            raise InvalidRequest("`inputs` must not be empty")
-        encoding = await service.threads.encode(body.inputs, add_special_tokens=True)
-        return json_answer(await _tokens(service, encoding, body.inputs))
+        body = await read_body(request, service.payload_limit)
+        with service.capacity.places(1):
+            asked = await read_beside_loop(service.threads, body, partial(parse, GenerateRequest))
+            if not asked.inputs:
+                raise InvalidRequest("`inputs` must not be empty")
+            return json_answer(await _tokens(service, asked.inputs, add_special_tokens=True))
 
     @router.post(
         "/chat_tokenize",
@@ -43,18 +49,28 @@ def tokenize_routes(service: Service) -> APIRouter:
         openapi_extra=described_body(ChatRequest),
     )
     async def chat_tokenize(request: Request) -> Response:
-        body = parse(ChatRequest, await read_body(request, service.payload_limit))
-        plan = plan_chat(service, body)
-        text = await render_plan(service, plan)
-        encoding = await service.threads.encode(text, add_special_tokens=False)
-        tokens = await _tokens(service, encoding, text)
-        return json_answer(f'{{"tokenize_response":{tokens},"templated_text":{quoted(text)}}}')
+        body = await read_body(request, service.payload_limit)
+        with service.capacity.places(1):
+            asked = await read_beside_loop(service.threads, body, partial(parse, ChatRequest))
+            text = await render_plan(service, plan_chat(service, asked, len(body)))
+            tokens = await _tokens(service, text, add_special_tokens=False)
+            return json_answer(f'{{"tokenize_response":{tokens},"templated_text":{quoted(text)}}}')
 
     return router
 
 
-async def _tokens(service: Service, encoding: Encoding, text: str) -> str:
-    return await service.threads.handle_text(len(text), lambda: _json(encoding, text))
+async def _tokens(service: Service, text: str, *, add_special_tokens: bool) -> str:
+    """The tokens of the text as JSON. Raises InvalidRequest when there are more than one answer holds."""
+    most = max(MOST_TOKENS, service.limits.max_input_tokens)
+
+    def tokenize() -> str:
+        if not service.tokenizer.exceeds(text, most):
+            encoding = service.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+            if len(encoding) <= most:
+                return _json(encoding, text)
+        raise InvalidRequest(f"the text has more than {most} tokens; cut it into pieces, and ask for each")
+
+    return await service.threads.handle_text(len(text), tokenize)
 
 
 def _json(encoding: Encoding, text: str) -> str:
