@@ -1,20 +1,20 @@
 """Runs `transformers` models on batches that change at every step. Knows neither gRPC nor HTTP."""
 
 from tgi_server.engine.config import EngineConfig
-from tgi_server.engine.engine import Engine, ModelInfo, Step
+from tgi_server.engine.engine import Engine, LoadedModel, Step
 from tgi_server.engine.errors import EngineError
-from tgi_server.engine.models.runner import Capacity
-from tgi_server.engine.results import Generation, StepResult
-from tgi_server.engine.sequence import Sequence
+from tgi_server.engine.runners.base import CacheCapacity
+from tgi_server.engine.sequence import RunningSequence
+from tgi_server.engine.step import Generation, StepResult
 
 __all__ = [
-    "Capacity",
+    "CacheCapacity",
     "Engine",
     "EngineConfig",
     "EngineError",
     "Generation",
-    "ModelInfo",
-    "Sequence",
+    "LoadedModel",
+    "RunningSequence",
     "Step",
     "StepResult",
 ]

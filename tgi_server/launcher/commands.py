@@ -49,6 +49,8 @@ ROUTER_FLAGS = (
     "max_client_batch_size",
     "payload_limit",
     "client_timeout",
+    "max_connections",
+    "max_connections_per_address",
     "tokenizer_config_path",
     "disable_grammar_support",
     "cors_allow_origin",

@@ -90,7 +90,9 @@ class LauncherSettings(ServiceSettings):
     max_batch_size: Count | None = None
     max_client_batch_size: Count = 4
     payload_limit: Count = Field(2_000_000, description="of a request's body, in bytes")
-    client_timeout: Count = Field(75, description="seconds that a client may be silent, asking or reading")
+    client_timeout: Count = Field(75, description="seconds that a client may take to ask, and to read")
+    max_connections: Count | None = Field(None, description="default: as the limit of open files allows")
+    max_connections_per_address: Count | None = Field(None, description="default: half of all")
     tokenizer_config_path: Path | None = Field(None, description="a tokenizer_config.json with a chat template")
     disable_grammar_support: bool = False
     enable_prefill_logprobs: bool = Field(False, description="for TGI's sake: a prompt's logprobs can always be had")

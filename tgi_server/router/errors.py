@@ -109,6 +109,10 @@ class ClientGone(RouterError):
     error_type = "cancelled"
 
 
+class SlowReader(ClientGone):
+    """The client takes its answer so slowly that too much of it waits."""
+
+
 class NoSuchRoute(RouterError):
     """No such path, or not with this method; or no such model."""
 

@@ -53,7 +53,13 @@ class RouterSettings(ServiceSettings):
     validation_workers: PositiveInt = Field(default=2, description="Threads that tokenise.")
     payload_limit: PositiveInt = Field(default=2_000_000, description="Bytes of a request's body.")
     client_timeout: PositiveInt = Field(
-        default=75, description="Seconds that a client may be silent, in its request or in taking the answer."
+        default=75, description="Seconds that a client may take to send a request, and to take what it is sent."
+    )
+    max_connections: PositiveInt | None = Field(
+        default=None, description="Connections of all clients; unset: as the limit of open files allows."
+    )
+    max_connections_per_address: PositiveInt | None = Field(
+        default=None, description="Connections of one address, which may be a proxy's; unset: half of all."
     )
     disable_grammar_support: bool = Field(default=False, description="Refuse requests with a grammar.")
     api_key: str | None = Field(default=None, description="Requests must carry it: Authorization: Bearer KEY.")

@@ -281,6 +281,7 @@ def test_metrics(server: ModelServer, free_port: Callable[[], int]) -> None:
         f'llm_functionalities_endpoint_requests{{endpoint="{server.url}"}} 0.0',
         "llm_functionalities_calls_running 0.0",
         "llm_functionalities_prompts_waiting 0.0",
+        "llm_functionalities_event_loop_lag_seconds_count ",
     ):
         assert line in metrics.splitlines(), metrics
 

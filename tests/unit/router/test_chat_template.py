@@ -109,7 +109,9 @@ LOOPS = {
     "content=;",
     "{% macro all(x) %}{% for c in x %}{{ c }}{% endfor %}{% endmacro %}{{ all('ab') }}": "ab",
     "{% for x in [[1, [2]]] recursive %}{{ loop(x) if x is iterable else x }}{% endfor %}": "12",
-    "{% for x in range(9) %}{% if x == 1 %}{% continue %}{% elif x == 3 %}{% break %}{% endif %}{{ x }}{% endfor %}": "02",
+    "{% for x in range(9) %}{% if x == 1 %}{% continue %}{% elif x == 3 %}{% break %}{% endif %}{{ x }}{% endfor %}": (
+        "02"
+    ),
 }
 
 

@@ -15,8 +15,8 @@ from tgi_server.router.api.access import cache_namespace, tenant_of
 from tgi_server.router.api.body import parse, read_beside_loop, read_body
 from tgi_server.router.api.streaming import EventStream
 from tgi_server.router.errors import ClientGone, RouterError
-from tgi_server.router.messages import ValidRequest
 from tgi_server.router.metrics import RequestTimes
+from tgi_server.router.request import ValidRequest
 from tgi_server.router.service import Service
 from tgi_server.router.sinks import SequenceSink
 from tgi_server.router.validation import CheckedRequest
@@ -61,6 +61,14 @@ class Exchange:
         """Takes further places, for a request that needs several sequences. Raises Overloaded."""
         self.service.capacity.take(places)
         self._places += places
+
+    def release(self) -> None:
+        """Ends what is still generated and gives the places back, though the answer may not have been read."""
+        for request_id, sink in self._sequences:
+            if sink.finish_reason is None:
+                self.service.submitter.cancel(request_id)
+        self.service.capacity.give_back(self._places)
+        self._places = 0
 
     async def read(self, model: type[M]) -> M:
         """The body as `model`. Raises InvalidRequest; Overloaded when as many are in flight as may be."""
@@ -121,10 +129,7 @@ class Exchange:
         if self._closed:
             return
         self._closed = True
-        self.service.capacity.give_back(self._places)
-        for request_id, sink in self._sequences:
-            if sink.finish_reason is None:
-                self.service.submitter.cancel(request_id)
+        self.release()
         if error is None and self._sequences:
             self._succeeded()
         else:
