@@ -13,6 +13,7 @@ from tokenizers import Encoding, Tokenizer
 from tokenizers.processors import TemplateProcessing
 
 from tgi_server.router.errors import StartupError
+from tgi_server.router.special_tokens import SpecialTokens
 from tgi_server.router.tokenizer_config import TokenizerConfig
 
 T = TypeVar("T")
@@ -41,15 +42,17 @@ class TextTokenizer:
             token_id: token.content for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special
         }
 
-    def encode(self, text: str, *, add_special_tokens: bool) -> Encoding:
-        """The tokens, with their places in the text."""
-        return self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)[0]
+    def special_token_guard(self) -> SpecialTokens:
+        """Returns what tells special tokens of the chat template from those that clients spell."""
+        return SpecialTokens(self._tokenizer)
 
-    def token_ids(self, text: str, *, add_special_tokens: bool) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool, offsets: bool = True) -> Encoding:
+        """The tokens. offsets: with their places in the text, which takes longer."""
         if len(text) <= _SHORT:
-            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
-        # Only the methods for batches let other threads run meanwhile; the fast one leaves out places in the text.
-        return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        # Only the methods for batches let other threads run meanwhile.
+        encode = self._tokenizer.encode_batch if offsets else self._tokenizer.encode_batch_fast
+        return encode([text], add_special_tokens=add_special_tokens)[0]
 
     def exceeds(self, text: str, tokens: int) -> bool:
         """Returns True if a long text has more than `tokens` tokens, without tokenising much more than those."""
@@ -58,7 +61,7 @@ class TextTokenizer:
         found = 0
         for start in range(0, len(text), _PIECE):
             piece = text[start : start + _PIECE]
-            found += max(len(self.token_ids(piece, add_special_tokens=False)) - _CUT, 0)
+            found += max(len(self.encode(piece, add_special_tokens=False, offsets=False)) - _CUT, 0)
             if found > tokens:
                 return True
         return False

@@ -9,6 +9,7 @@ from tgi_server.router.grammar import requested_grammar, with_text
 from tgi_server.router.parameters import check_amounts, check_best_of, check_streaming, random_seed, sampling_parameters
 from tgi_server.router.request import Limits
 from tgi_server.router.schemas.generate import GenerateParameters
+from tgi_server.router.special_tokens import RenderedPrompt
 from tgi_server.router.stopping import StopSequences
 from tgi_server.router.tokenization import TokenizerThreads
 
@@ -76,10 +77,12 @@ class Validator:
         streaming: bool = False,
         grammar: Grammar | None = None,
         spans_of: str | None = None,
+        rendered: RenderedPrompt | None = None,
         size: int = 0,
     ) -> CheckedRequest:
         """grammar: in place of the parameters' own. spans_of: the text that `x-span` takes spans of; None: `inputs`.
-        size: bytes of the whole request. Work on a large one leaves the event loop.
+        rendered: what `inputs` come from, if that is a conversation. size: bytes of the whole request; work on a large
+        one leaves the event loop.
 
         Raises InvalidRequest with one line that says what is wrong.
         """
@@ -92,10 +95,11 @@ class Validator:
             raise InvalidRequest("`adapter_id` is not supported: this server has no adapters")
         if not inputs:
             raise InvalidRequest("`inputs` must not be empty")
+        prompt = rendered or RenderedPrompt(inputs)
 
         def prepare() -> tuple[Grammar | None, list[int]]:
             wanted = grammar or requested_grammar(parameters.grammar)
-            input_ids = self._input_ids(inputs, parameters.truncate, add_special_tokens=add_special_tokens)
+            input_ids = self._input_ids(prompt, parameters.truncate, add_special_tokens=add_special_tokens)
             return (with_text(wanted, spans_of or inputs) if wanted else None), input_ids
 
         prepared, input_ids = await self._threads.handle_text(max(size, len(inputs)), prepare)
@@ -113,13 +117,14 @@ class Validator:
             cache_salt=parameters.cache_salt,
         )
 
-    def _input_ids(self, inputs: str, truncate: int | None, *, add_special_tokens: bool) -> list[int]:
+    def _input_ids(self, prompt: RenderedPrompt, truncate: int | None, *, add_special_tokens: bool) -> list[int]:
+        """The prompt's tokens, cut to `truncate`. A text that cannot fit is not tokenised as a whole."""
         tokenizer, most = self._threads.tokenizer, self._limits.max_input_tokens
-        if truncate:
-            return tokenizer.token_ids(inputs, add_special_tokens=add_special_tokens)[-truncate:]
-        if tokenizer.exceeds(inputs, most):
+        if not truncate and tokenizer.exceeds(prompt.text, most):
             raise InvalidRequest(f"`inputs` has more than {most} tokens; at most {most} are allowed")
-        return tokenizer.token_ids(inputs, add_special_tokens=add_special_tokens)
+        encoding = tokenizer.encode(prompt.text, add_special_tokens=add_special_tokens, offsets=False)
+        _, encoding = prompt.checked(encoding)
+        return encoding.ids[-truncate:] if truncate else encoding.ids
 
     def _max_new_tokens(self, input_length: int, asked: int | None) -> int:
         limits = self._limits

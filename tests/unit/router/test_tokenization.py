@@ -4,6 +4,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from tokenizers import Encoding
 
 from tests.unit.router.vocabularies import BOS, EOS, byte_level, sentence_piece
 from tgi_server import demo_model
@@ -100,7 +101,7 @@ async def test_long_texts_do_not_hold_the_event_loop():
     heartbeat = asyncio.create_task(heart())
     started = loop.time()
     text = "rice and beans " * 70_000
-    ids = await threads.run(len(text), lambda: threads.tokenizer.token_ids(text, add_special_tokens=True))
+    ids = await threads.run(len(text), lambda: threads.tokenizer.encode(text, add_special_tokens=True).ids)
     took = loop.time() - started
     heartbeat.cancel()
     threads.close()
@@ -132,12 +133,12 @@ def test_texts_with_too_many_tokens_are_known_before_all_of_it_is_tokenised(text
     assert not tokenizer.exceeds(text[:60_000], 10)
     assert not tokenizer.exceeds(text, 3 * len(text))
     tokenised: list[int] = []
-    token_ids = tokenizer.token_ids
+    encode = tokenizer.encode
 
-    def counted(piece: str, **options: bool) -> list[int]:
+    def counted(piece: str, **options: bool) -> Encoding:
         tokenised.append(len(piece))
-        return token_ids(piece, **options)
+        return encode(piece, **options)
 
-    monkeypatch.setattr(tokenizer, "token_ids", counted)
+    monkeypatch.setattr(tokenizer, "encode", counted)
     assert tokenizer.exceeds(text, 10_000)
     assert sum(tokenised) < 150_000

@@ -9,6 +9,7 @@ from tgi_server.router.errors import InvalidRequest, InvalidTool
 from tgi_server.router.schemas.chat import ChatRequest, Tool
 from tgi_server.router.schemas.grammar import PlainText
 from tgi_server.router.service import Service
+from tgi_server.router.special_tokens import RenderedPrompt
 from tgi_server.router.tool_grammar import chosen_tools, tool_grammar
 from tgi_server.router.validation import CheckedRequest
 
@@ -48,12 +49,14 @@ def plan_chat(service: Service, request: ChatRequest, size: int) -> ChatPlan:
 
 async def prompt_with_tools(service: Service, plan: ChatPlan) -> ChatPrompt:
     """The prompt for an answer that calls a tool, or says that it calls none. Raises InvalidRequest."""
-    text = await render_plan(service, plan)
+    prompt = await render_plan(service, plan)
     parameters = generation_parameters(plan.request, max_tokens=_max_tokens(plan.request))
     grammar = await service.threads.run(plan.size, lambda: tool_grammar(plan.tools, required=plan.required))
     check = service.validator.check
-    checked = await check(text, parameters, add_special_tokens=False, grammar=grammar, size=plan.size)
-    return ChatPrompt(text, checked)
+    checked = await check(
+        prompt.text, parameters, add_special_tokens=False, grammar=grammar, rendered=prompt, size=plan.size
+    )
+    return ChatPrompt(prompt.text, checked)
 
 
 async def prompt_for_text(service: Service, request: ChatRequest, size: int) -> ChatPrompt:
@@ -68,22 +71,22 @@ async def prompt_for_text(service: Service, request: ChatRequest, size: int) -> 
         top_n_tokens=request.top_logprobs or 0,
     )
 
-    def render() -> tuple[str, str]:
+    def render() -> tuple[RenderedPrompt, str]:
         return _render(service, request, ()), "\n".join(map(message_text, request.messages))
 
-    text, said = await service.threads.run(size, render)
+    prompt, said = await service.threads.run(size, render)
     check = service.validator.check
-    checked = await check(text, parameters, add_special_tokens=False, spans_of=said, size=size)
-    return ChatPrompt(text, checked)
+    checked = await check(prompt.text, parameters, add_special_tokens=False, spans_of=said, rendered=prompt, size=size)
+    return ChatPrompt(prompt.text, checked)
 
 
-async def render_plan(service: Service, plan: ChatPlan) -> str:
-    """The prompt as text. Raises InvalidRequest."""
+async def render_plan(service: Service, plan: ChatPlan) -> RenderedPrompt:
+    """Returns the prompt. Raises InvalidRequest."""
     return await service.threads.run(plan.size, lambda: _render(service, plan.request, plan.tools))
 
 
-def _render(service: Service, request: ChatRequest, tools: Sequence[Tool]) -> str:
-    return render_conversation(service.template, request.messages, tools, request.tool_prompt)
+def _render(service: Service, request: ChatRequest, tools: Sequence[Tool]) -> RenderedPrompt:
+    return render_conversation(service.template, request.messages, tools, request.tool_prompt, service.special_tokens)
 
 
 def _max_tokens(request: ChatRequest) -> int | None:

@@ -17,6 +17,7 @@ from tgi_server.router.schemas.chat import ChatRequest, ChatTokenizeResponse
 from tgi_server.router.schemas.generate import GenerateRequest
 from tgi_server.router.schemas.tokenize import TokenizeResponse
 from tgi_server.router.service import Service
+from tgi_server.router.special_tokens import RenderedPrompt
 from tgi_server.router.token_json import quoted
 
 MOST_TOKENS = 65_536
@@ -39,7 +40,8 @@ def tokenize_routes(service: Service) -> APIRouter:
             asked = await read_beside_loop(service.threads, body, partial(parse, GenerateRequest))
             if not asked.inputs:
                 raise InvalidRequest("`inputs` must not be empty")
-            return json_answer(await _tokens(service, asked.inputs, add_special_tokens=True))
+            _, tokens = await _tokens(service, RenderedPrompt(asked.inputs), add_special_tokens=True)
+            return json_answer(tokens)
 
     @router.post(
         "/chat_tokenize",
@@ -52,25 +54,26 @@ def tokenize_routes(service: Service) -> APIRouter:
         body = await read_body(request, service.payload_limit)
         with service.capacity.places(1):
             asked = await read_beside_loop(service.threads, body, partial(parse, ChatRequest))
-            text = await render_plan(service, plan_chat(service, asked, len(body)))
-            tokens = await _tokens(service, text, add_special_tokens=False)
+            prompt = await render_plan(service, plan_chat(service, asked, len(body)))
+            text, tokens = await _tokens(service, prompt, add_special_tokens=False)
             return json_answer(f'{{"tokenize_response":{tokens},"templated_text":{quoted(text)}}}')
 
     return router
 
 
-async def _tokens(service: Service, text: str, *, add_special_tokens: bool) -> str:
-    """The tokens of the text as JSON. Raises InvalidRequest when there are more than one answer holds."""
+async def _tokens(service: Service, prompt: RenderedPrompt, *, add_special_tokens: bool) -> tuple[str, str]:
+    """The prompt's text, and its tokens as JSON. Raises InvalidRequest when there are more than one answer holds."""
     most = max(MOST_TOKENS, service.limits.max_input_tokens)
 
-    def tokenize() -> str:
-        if not service.tokenizer.exceeds(text, most):
-            encoding = service.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    def tokenize() -> tuple[str, str]:
+        if not service.tokenizer.exceeds(prompt.text, most):
+            encoding = service.tokenizer.encode(prompt.text, add_special_tokens=add_special_tokens)
+            text, encoding = prompt.checked(encoding)
             if len(encoding) <= most:
-                return _json(encoding, text)
+                return text, _json(encoding, text)
         raise InvalidRequest(f"the text has more than {most} tokens; cut it into pieces, and ask for each")
 
-    return await service.threads.handle_text(len(text), tokenize)
+    return await service.threads.handle_text(len(prompt.text), tokenize)
 
 
 def _json(encoding: Encoding, text: str) -> str:
