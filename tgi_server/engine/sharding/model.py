@@ -48,8 +48,8 @@ def load_shard(
     """Loads this shard of the model in a folder. Returns it with what `transformers` reports of loading it.
 
     Nothing but the shard is ever in memory. config: the model's. facts: what all shards have to agree on beside the
-    model and the versions of libraries, by its name. Raises UnsupportedModel for a model that cannot be split over so many
-    shards, or when the shards differ in what they are to load.
+    model and the versions of libraries, by its name. Raises UnsupportedModel for a model that cannot be split over so
+    many shards, or when the shards differ in what they are to load.
     """
     plan = plan_for(config)
     share = share_of(group.rank, group.world_size, plan.heads)
