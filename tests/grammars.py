@@ -4,9 +4,9 @@ from functools import cache
 
 from transformers import AutoConfig
 
-from tgi_server import contract, demo_model
+from tgi_server import demo_model
+from tgi_server.contract import Grammar
 from tgi_server.engine.grammar import GrammarCompiler, InvalidGrammar
-from tgi_server.router.messages import Grammar
 
 
 @cache
@@ -16,9 +16,9 @@ def demo_compiler() -> GrammarCompiler:
 
 
 def compiler_fault(grammar: Grammar) -> str | None:
-    """Why the shards would refuse it."""
+    """Returns why the shards would refuse it; None when they take it."""
     try:
-        demo_compiler().check(contract.Grammar(contract.GrammarType[grammar.type.name], grammar.value, grammar.text))
+        demo_compiler().check(grammar)
     except InvalidGrammar as error:
         return str(error)
     return None

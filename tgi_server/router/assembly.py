@@ -8,12 +8,12 @@ from importlib.metadata import PackageNotFoundError, version
 from time import monotonic
 
 from shared.stubs import generate_pb2 as pb
+from tgi_server.contract import Grammar
 from tgi_server.router.capacity import Capacity
 from tgi_server.router.chat_template import ChatTemplate
 from tgi_server.router.errors import GenerationFailed, RouterError, StartupError, Unhealthy
-from tgi_server.router.grammar_message import grammar_message
-from tgi_server.router.messages import Grammar, Limits
 from tgi_server.router.metrics import Metrics
+from tgi_server.router.request import Limits
 from tgi_server.router.scheduler import Scheduler
 from tgi_server.router.scheduling.settings import SchedulerSettings
 from tgi_server.router.service import ModelDescription, Service
@@ -23,6 +23,7 @@ from tgi_server.router.tokenization import TokenizerThreads, load_tokenizer
 from tgi_server.router.tokenizer_config import read_tokenizer_config
 from tgi_server.router.tracing import RequestTracer
 from tgi_server.router.validation import Validator, grammar_refusal
+from tgi_server.wire import grammar_to_message
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +53,7 @@ async def assembled(settings: RouterSettings) -> AsyncIterator[Service]:
 
         async def grammar_fault(grammar: Grammar) -> str | None:
             try:
-                return await shards.compile(grammar_message(grammar))
+                return await shards.compile(grammar_to_message(grammar))
             except Unhealthy as error:
                 raise GenerationFailed(str(error)) from error
 

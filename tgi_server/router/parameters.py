@@ -5,8 +5,9 @@ from collections.abc import Callable
 from struct import Struct
 from typing import TypeVar
 
+from tgi_server.contract import SamplingParameters
 from tgi_server.router.errors import InvalidRequest
-from tgi_server.router.messages import Limits, SamplingParameters
+from tgi_server.router.request import Limits
 from tgi_server.router.schemas.generate import GenerateParameters
 
 T = TypeVar("T")

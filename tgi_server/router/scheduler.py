@@ -11,8 +11,8 @@ from typing import Any
 
 from shared.stubs import generate_pb2 as pb
 from tgi_server.router.errors import GenerationFailed, InvalidRequest, RouterError
-from tgi_server.router.messages import ValidRequest
 from tgi_server.router.metrics import ConcatReason, Method, Metrics
+from tgi_server.router.request import ValidRequest
 from tgi_server.router.scheduling.admission import AdmissionPolicy, Reason
 from tgi_server.router.scheduling.batch import Batch
 from tgi_server.router.scheduling.delivery import Delivery, tell_failure
@@ -45,7 +45,7 @@ class _Sent:
 
 
 class Scheduler:
-    """Takes requests from the API (`messages.Submitter`), and pushes their tokens into their sinks.
+    """Takes requests from the API (`request.Submitter`), and pushes their tokens into their sinks.
 
     While nothing is left to do its task sleeps. When a call fails, all requests in the batch fail with
     GenerationFailed; once the shards have shown that they are well, it goes on with those that wait.

@@ -6,8 +6,8 @@ from itertools import count
 
 from tgi_server.router.capacity import Capacity
 from tgi_server.router.chat_template import ChatTemplate
-from tgi_server.router.messages import Limits, Submitter
 from tgi_server.router.metrics import Metrics
+from tgi_server.router.request import Limits, Submitter
 from tgi_server.router.tokenization import TextTokenizer, TokenizerThreads
 from tgi_server.router.tracing import RequestTracer
 from tgi_server.router.validation import Validator

@@ -3,10 +3,11 @@
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 
+from tgi_server.contract import Grammar, SamplingParameters
 from tgi_server.router.errors import InvalidRequest
 from tgi_server.router.grammar import requested_grammar, with_text
-from tgi_server.router.messages import Grammar, Limits, SamplingParameters
 from tgi_server.router.parameters import check_amounts, check_best_of, check_streaming, random_seed, sampling_parameters
+from tgi_server.router.request import Limits
 from tgi_server.router.schemas.generate import GenerateParameters
 from tgi_server.router.stopping import StopSequences
 from tgi_server.router.tokenization import TokenizerThreads

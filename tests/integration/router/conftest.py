@@ -14,9 +14,9 @@ from typing import Any
 import httpx
 import pytest
 
-from benchmarks.instant_shard import InstantShard
-from benchmarks.instant_shard import start as start_shard
 from tests.conftest import FreePort
+from tests.fakes.instant_shard import InstantShard
+from tests.fakes.instant_shard import start as start_shard
 from tests.integration.router.process import Process, Start
 from tgi_server import demo_model
 from tgi_server.router.app import create_app
@@ -157,7 +157,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 def shard_path(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The socket of a shard that needs 20 ms for each token."""
     path = tmp_path_factory.mktemp("shard") / "socket"
-    command = [sys.executable, "-m", "benchmarks.instant_shard", f"--uds-path={path}", "--step-seconds=0.02"]
+    command = [sys.executable, "-m", "tests.fakes.instant_shard", f"--uds-path={path}", "--step-seconds=0.02"]
     shard = subprocess.Popen(command)
     yield path
     shard.send_signal(signal.SIGTERM)

@@ -13,9 +13,10 @@ import pytest
 from shared.stubs import generate_pb2 as pb
 from tests.recording_sink import RecordingSink, recorded_request
 from tests.simulated_shard import RunningShards, SimulatedShard, expected_tokens, running_shards
+from tgi_server.contract import FinishReason, SamplingParameters
 from tgi_server.router.errors import GenerationFailed, InvalidRequest
-from tgi_server.router.messages import FinishReason, SamplingParameters, ValidRequest
 from tgi_server.router.metrics import Metrics
+from tgi_server.router.request import ValidRequest
 from tgi_server.router.scheduler import Scheduler
 from tgi_server.router.scheduling.settings import SchedulerSettings
 from tgi_server.router.shard_client import ShardedClient

@@ -12,8 +12,8 @@ from tgi_server.router.api.access import AccessRules
 from tgi_server.router.app import create_app
 from tgi_server.router.capacity import Capacity
 from tgi_server.router.chat_template import ChatTemplate
-from tgi_server.router.messages import ValidRequest
 from tgi_server.router.metrics import Metrics
+from tgi_server.router.request import ValidRequest
 from tgi_server.router.service import ModelDescription, Service
 from tgi_server.router.tokenization import TokenizerThreads
 from tgi_server.router.tracing import RequestTracer

@@ -14,8 +14,8 @@ from tgi_server.router.api.access import cache_namespace, tenant_of
 from tgi_server.router.api.body import parse, read_body
 from tgi_server.router.api.streaming import EventStream
 from tgi_server.router.errors import ClientGone, RouterError
-from tgi_server.router.messages import ValidRequest
 from tgi_server.router.metrics import RequestTimes
+from tgi_server.router.request import ValidRequest
 from tgi_server.router.service import Service
 from tgi_server.router.sinks import SequenceSink
 from tgi_server.router.validation import CheckedRequest

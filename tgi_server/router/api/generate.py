@@ -7,6 +7,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from shared.stubs import generate_pb2 as pb
+from tgi_server.contract import FinishReason
 from tgi_server.router.api.answers import json_answer
 from tgi_server.router.api.documentation import GENERATION_ERRORS, STREAM_ERRORS, described_body, event_stream_of
 from tgi_server.router.api.exchange import Exchange, answer
@@ -15,7 +16,6 @@ from tgi_server.router.api.route import DirectRoute
 from tgi_server.router.api.sequences import collect
 from tgi_server.router.api.streaming import EventStream, StreamEnd
 from tgi_server.router.api.timing import stream_headers, timing_headers
-from tgi_server.router.messages import FinishReason
 from tgi_server.router.schemas.generate import GenerateRequest, GenerateResponse, StreamResponse
 from tgi_server.router.service import Service
 from tgi_server.router.sinks import CollectingSink, OnEnd, SequenceSink

@@ -4,23 +4,19 @@ import asyncio
 import logging
 
 from shared.stubs import generate_pb2 as pb
+from tgi_server.contract import FinishReason
 from tgi_server.router.errors import GenerationFailed, GrammarFailed, RouterError
-from tgi_server.router.messages import FinishReason, ValidRequest
+from tgi_server.router.request import ValidRequest
 from tgi_server.router.scheduling.batch import Batch
 from tgi_server.router.scheduling.memory import Memory
 from tgi_server.router.scheduling.queue import WaitingQueue
 from tgi_server.router.scheduling.sequence import Sequence
+from tgi_server.wire import finish_reason_from_message
 
 logger = logging.getLogger(__name__)
 
 # A sink that asks a cancelled future raises CancelledError, which must not end the scheduler's task.
 _SINK_FAULTS = (Exception, asyncio.CancelledError)
-
-_REASONS = {
-    pb.FINISH_REASON_LENGTH: FinishReason.LENGTH,
-    pb.FINISH_REASON_EOS_TOKEN: FinishReason.EOS_TOKEN,
-    pb.FINISH_REASON_STOP_SEQUENCE: FinishReason.STOP_SEQUENCE,
-}
 
 
 class Delivery:
@@ -90,8 +86,9 @@ class Delivery:
             logger.exception("the tokens of request %d could not be handled", sequence.id)
             self.fail(sequence, RouterError("the generated tokens could not be handled"))
             return
-        if generation.finish_reason:
-            self._finish(sequence, _REASONS[generation.finish_reason], ended_by_shards=True)
+        reason = finish_reason_from_message(generation.finish_reason)
+        if reason is not None:
+            self._finish(sequence, reason, ended_by_shards=True)
         elif stop is not None:
             self._finish(sequence, stop, ended_by_shards=False)
 

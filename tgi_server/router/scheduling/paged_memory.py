@@ -3,10 +3,11 @@
 from collections import Counter
 from collections.abc import Iterable
 
+from tgi_server.contract import BlockCopy
 from tgi_server.router.scheduling.blocks import BlockPool
 from tgi_server.router.scheduling.memory import Verdict, check_fits
 from tgi_server.router.scheduling.prefix_cache import Match, PrefixCache, Space
-from tgi_server.router.scheduling.sequence import BlockCopy, Sequence
+from tgi_server.router.scheduling.sequence import Sequence
 
 # A request waits for the call being built if that computes at least so many tokens which it can share then.
 _WORTH_WAITING_TOKENS = 64

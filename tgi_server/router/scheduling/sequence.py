@@ -5,18 +5,10 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from shared.stubs import generate_pb2 as pb
+from tgi_server.contract import BlockCopy
 from tgi_server.router.errors import InvalidRequest
-from tgi_server.router.grammar_message import grammar_message
-from tgi_server.router.messages import ValidRequest
-
-
-@dataclass(frozen=True, slots=True)
-class BlockCopy:
-    """The first `tokens` entries of block `source` are copied to block `target` before anything is computed."""
-
-    source: int
-    target: int
-    tokens: int
+from tgi_server.router.request import ValidRequest
+from tgi_server.wire import block_copy_to_message, grammar_to_message, sampling_to_message
 
 
 @dataclass(slots=True, eq=False)
@@ -123,9 +115,7 @@ class Sequence:
         message.block_ids[:] = self.blocks
         message.ClearField("copy")
         if self.copy is not None:
-            message.copy.CopyFrom(
-                pb.BlockCopy(source=self.copy.source, target=self.copy.target, tokens=self.copy.tokens)
-            )
+            message.copy.CopyFrom(block_copy_to_message(self.copy))
 
 
 def _message(request: ValidRequest) -> pb.Request:
@@ -137,25 +127,7 @@ def _message(request: ValidRequest) -> pb.Request:
         logprobs=request.logprobs,
         top_n_tokens=request.top_n_tokens,
         adapter_id=request.adapter_id or "",
-        sampling=_sampling(request),
-        grammar=None if request.grammar is None else grammar_message(request.grammar),
+        sampling=sampling_to_message(request.sampling),
+        grammar=None if request.grammar is None else grammar_to_message(request.grammar),
         trace_context=request.trace_context,
-    )
-
-
-def _sampling(request: ValidRequest) -> pb.SamplingParameters:
-    sampling = request.sampling
-    return pb.SamplingParameters(
-        do_sample=sampling.do_sample,
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p,
-        typical_p=sampling.typical_p,
-        min_p=sampling.min_p,
-        repetition_penalty=sampling.repetition_penalty,
-        frequency_penalty=sampling.frequency_penalty,
-        presence_penalty=sampling.presence_penalty,
-        seed=sampling.seed,
-        watermark=sampling.watermark,
-        logit_bias=sampling.logit_bias,
     )

@@ -2,7 +2,7 @@
 
 from pydantic import Field
 
-from tgi_server.router.messages import FinishReason
+from tgi_server.contract import FinishReason
 from tgi_server.router.schemas.base import (
     NOT_EMPTY,
     PENALTY,

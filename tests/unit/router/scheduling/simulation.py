@@ -8,7 +8,7 @@ from shared.stubs import generate_pb2 as pb
 from tests.recording_sink import RecordingSink, recorded_request
 from tests.simulated_shard import SimulatedShard, expected_tokens
 from tgi_server.router.errors import GenerationFailed
-from tgi_server.router.messages import ValidRequest
+from tgi_server.router.request import ValidRequest
 from tgi_server.router.scheduling.admission import AdmissionPolicy
 from tgi_server.router.scheduling.batch import Batch
 from tgi_server.router.scheduling.delivery import Delivery

@@ -15,7 +15,7 @@ from hypothesis.stateful import (
 )
 
 from tests.unit.router.scheduling.simulation import Fault, Simulation
-from tgi_server.router.messages import Grammar, GrammarType, SamplingParameters
+from tgi_server.contract import Grammar, GrammarType, SamplingParameters
 
 # Few different tokens and prompts that continue each other: prefixes are shared, part inside blocks, and part again.
 TOKENS = st.integers(1, 2)

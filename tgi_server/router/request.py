@@ -6,52 +6,11 @@ must be quick: it appends, detokenises, formats; it never waits.
 """
 
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Protocol
 
 from shared.stubs.generate_pb2 import Generation
+from tgi_server.contract import FinishReason, Grammar, SamplingParameters
 from tgi_server.router.errors import RouterError
-
-
-class FinishReason(Enum):
-    """TGI's names; the values are what clients see."""
-
-    LENGTH = "length"
-    EOS_TOKEN = "eos_token"
-    STOP_SEQUENCE = "stop_sequence"
-
-
-class GrammarType(Enum):
-    REGEX = "regex"
-    JSON_SCHEMA = "json_schema"
-    LARK = "lark"
-
-
-@dataclass(frozen=True, slots=True)
-class Grammar:
-    """text: what spans (`x-span`) are taken from where the JSON schema names no source."""
-
-    type: GrammarType
-    value: str
-    text: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingParameters:
-    """How the next token is chosen; the defaults are greedy decoding, each default switches its rule off."""
-
-    do_sample: bool = False
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    typical_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    seed: int = 0
-    watermark: bool = False
-    logit_bias: dict[int, float] = field(default_factory=dict)
 
 
 class Sink(Protocol):

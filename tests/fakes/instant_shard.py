@@ -1,12 +1,10 @@
 """A shard that answers at once, without a model: what remains of a request's time is the router's.
 
-    python -m benchmarks.instant_shard --uds-path /tmp/instant
+    python -m tests.fakes.instant_shard --uds-path /tmp/instant
 
 Its text is made of the tokens that it is given, or of the prompt's, over and over. It keeps the contract of
 proto/generate.proto: batches, lengths, logprobs where they are asked for; blocks and samplers it takes at their word.
 """
-
-# ruff: noqa: N802  # methods are named by the contract
 
 import argparse
 import asyncio
