@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from tgi_server.contract import FinishReason
 from tgi_server.engine.engine import Engine
+from tgi_server.engine.errors import NotEnoughMemory
 from tgi_server.engine.sequence import RunningSequence
 from tgi_server.engine.step import Generation, Step
 
@@ -76,6 +77,11 @@ class Driver:
         """Returns True while a sequence waits or runs."""
         return bool(self._waiting or self.engine.batch)
 
+    @property
+    def waiting(self) -> bool:
+        """Returns True while a sequence has not joined."""
+        return bool(self._waiting)
+
     def run(self, *sequences: RunningSequence) -> list[Output]:
         """Adds some sequences, and goes on until nothing waits or runs. Returns their outputs."""
         outputs = [self.add(sequence) for sequence in sequences]
@@ -87,7 +93,10 @@ class Driver:
         return self.take(self.start(decode=decode))
 
     def start(self, *, decode: bool = True) -> Step:
-        """Starts a step in which waiting sequences join, and each prompt has its next chunk computed."""
+        """Starts a step in which waiting sequences join, and each prompt has its next chunk computed.
+
+        Raises NotEnoughMemory when nothing runs and the sequence that waits longest does not fit.
+        """
         joining = self._admit()
         chunks = [(request_id, self._chunks[request_id].pop(0)) for request_id in self._running & self._chunks.keys()]
         self._chunks = {request_id: left for request_id, left in self._chunks.items() if left}
@@ -116,6 +125,10 @@ class Driver:
             tokens += sequence.remaining
             needed = self._blocks_needed(sequence)
             too_many = self._max_prefill_tokens is not None and tokens > self._max_prefill_tokens
+            if needed > len(self._free) and not self._running:
+                raise NotEnoughMemory(
+                    f"request {sequence.request_id} needs {needed} KV blocks; the cache has {len(self._free)}"
+                )
             if needed > len(self._free) or (joining and too_many):
                 break
             if not sequence.blocks:
