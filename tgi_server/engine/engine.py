@@ -14,7 +14,8 @@ from tgi_server.engine.attention.base import GreedyOnly
 from tgi_server.engine.batch import RunningBatch
 from tgi_server.engine.config import EngineConfig
 from tgi_server.engine.errors import EngineError, InvalidCall
-from tgi_server.engine.grammar import GrammarCompiler, InvalidGrammar, MaskBuilder, PendingMask
+from tgi_server.engine.grammar import GrammarCompiler, InvalidGrammar
+from tgi_server.engine.grammar.masks import MaskBuilder, PendingMask
 from tgi_server.engine.grammar.tokenizer import has_tokenizer
 from tgi_server.engine.memory import copy_to_device, to_device
 from tgi_server.engine.runners import create_runner

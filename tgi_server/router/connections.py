@@ -17,10 +17,10 @@ logger = logging.getLogger(__name__)
 
 _RESERVED_FILES = 192
 """For shards, logs, the metrics' port, refusals on their way, and whatever the libraries open."""
-_MOST_CONNECTIONS = 8192
+_MOST_CONNECTIONS = 4096
 _LARGEST_BACKLOG = 256 * 2**20
 """Bytes that may wait for the clients of a server together."""
-_TAKEN_AT_ONCE = 64
+_TAKEN_AT_ONCE = 16
 _REFUSALS_AT_ONCE = 32
 _REFUSAL_SECONDS = 0.5
 _PAUSE_SECONDS = 0.1
@@ -94,7 +94,7 @@ class Connections:
 
     def shed(self) -> None:
         """Ends connections whose clients leave too much unread, the largest first, until the rest is bearable."""
-        unread = {each: each.unread for own in self._of.values() for each in own if each.unread}
+        unread = {each: size for own in self._of.values() for each in own if (size := each.unread)}
         total = sum(unread.values())
         for connection in sorted(unread, key=unread.__getitem__, reverse=True):
             if total <= _LARGEST_BACKLOG:

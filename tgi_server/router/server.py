@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 _BACKLOG = 2048
 _METRICS_GRACE_SECONDS = 1
 _METRICS_CONNECTIONS = 32
+_TICKS_OF_A_SECOND = 10
 
 
 async def run(settings: RouterSettings) -> None:
@@ -98,7 +99,8 @@ class HttpServer(uvicorn.Server):
         self.started = True
 
     async def on_tick(self, counter: int) -> bool:
-        self.open_connections.shed()
+        if counter % _TICKS_OF_A_SECOND == 0:
+            self.open_connections.shed()
         return await super().on_tick(counter)
 
     @contextmanager
@@ -147,6 +149,6 @@ def _listen(hostname: str, port: int, flag: str) -> socket.socket:
 
 def _metrics_app(metrics: Metrics) -> ASGIApp:
     async def expose(_: Request) -> Response:
-        return Response(metrics.expose(), media_type=CONTENT_TYPE)
+        return Response(await metrics.exposed(), media_type=CONTENT_TYPE)
 
     return Starlette(routes=[Route("/metrics", expose), Route("/", expose)])
