@@ -55,6 +55,12 @@ class Metrics:
         self._waiting = Gauge(
             "llm_functionalities_prompts_waiting", "Prompts that wait for a thread.", registry=self.registry
         )
+        self.event_loop_lag = Histogram(
+            "llm_functionalities_event_loop_lag_seconds",
+            "How late the event loop came to what was due.",
+            buckets=LATENCY_SECONDS,
+            registry=self.registry,
+        )
         ProcessCollector(registry=self.registry)
 
     def count_empty(self, reason: str) -> None:

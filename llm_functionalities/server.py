@@ -32,6 +32,7 @@ from llm_functionalities.workflows.execution_search import LLMExecutionSearchMan
 from llm_functionalities.workflows.proactive_question import LLMProactiveQuestionGeneration
 from llm_functionalities.workflows.replacement import LLMReplacementGeneration
 from llm_functionalities.workflows.summary import LLMSummaryGeneration
+from shared.event_loop import watch_event_loop
 from shared.stubs import llm_pb2, llm_pb2_grpc
 
 logger = logging.getLogger(__name__)
@@ -65,6 +66,7 @@ class Server:
         self._metrics.watch_pool(self._pool)
         self._health = health.aio.HealthServicer()
         self._stop_metrics: Callable[[], None] | None = None
+        self._watch: asyncio.Task[None] | None = None
         self._server = self._grpc_server()
 
     async def start(self) -> int:
@@ -83,6 +85,7 @@ class Server:
         except RuntimeError:
             raise StartupError(f"cannot listen on {address}: is the port in use? choose another with --port") from None
         await self._server.start()
+        self._watch = asyncio.create_task(watch_event_loop(self._metrics.event_loop_lag.observe))
         for name in ("", *SERVICES):
             await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
         return port
@@ -94,6 +97,8 @@ class Server:
         # Not on the loop: it is the loop that ends the calls on which the threads still work.
         await asyncio.to_thread(self._pool.stop, STOP_SECONDS)
         await asyncio.to_thread(self._endpoints.stop, STOP_SECONDS)
+        if self._watch is not None:
+            self._watch.cancel()
         self._http.close()
         if self._stop_metrics is not None:
             self._stop_metrics()

@@ -4,7 +4,6 @@ import asyncio
 import logging
 import sys
 from collections.abc import Coroutine
-from pathlib import Path
 from typing import TypeVar
 
 from shared.logging import configure_logging
@@ -20,8 +19,6 @@ from tgi_server.launcher.preflight import check_address, check_port, check_token
 from tgi_server.launcher.processes.sockets import shard_sockets
 from tgi_server.launcher.processes.supervisor import Supervisor
 from tgi_server.launcher.settings import LauncherSettings
-from tgi_server.router.settings import RouterSettings
-from tgi_server.unsupported import refuse_unsupported
 
 PROGRAM = "text-generation-launcher"
 T = TypeVar("T")
@@ -32,12 +29,10 @@ logger = logging.getLogger(__name__)
 def main() -> None:
     """Exit codes: 0 stopped as asked, 1 the server cannot start or has failed, 2 a mistake on the command line."""
     settings = read_settings(LauncherSettings, PROGRAM, sys.argv[1:])
-    refuse_unsupported(settings, PROGRAM)
-    # The router would refuse these just the same, but only after the model has been fetched.
-    read_settings(RouterSettings, PROGRAM, commands.router_flags(settings, Path(settings.model_id)))
     configure_logging("launcher", level=settings.log_level, json_output=settings.json_output)
     if settings.env:
-        logger.info("environment:\n%s", describe_environment())
+        for line in describe_environment().splitlines():
+            logger.info("%s", line)
     logger.info("settings: %s", settings.describe())
     try:
         asyncio.run(_launch(settings))

@@ -29,8 +29,8 @@ from tgi_server.shard.grammar_queue import GrammarQueue
 from tgi_server.shard.grammar_service import GrammarService
 from tgi_server.shard.service import Place, TextGenerationService
 from tgi_server.shard.settings import ShardSettings
+from tgi_server.shard.sockets import grammar_socket, shard_socket
 from tgi_server.shard.tracing import RequestSpans
-from tgi_server.shard_sockets import grammar_socket, shard_socket
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,6 @@ from tgi_server.launcher import commands
 from tgi_server.launcher.settings import LauncherSettings
 from tgi_server.router.settings import RouterSettings
 from tgi_server.shard.settings import ShardSettings
-from tgi_server.unsupported import REFUSALS, refuse_unsupported
 
 OWN = {
     "model_id",
@@ -23,6 +22,7 @@ OWN = {
     "num_nodes",
     "node_rank",
     "node_address",
+    "weights_cache_override",
     "enable_prefill_logprobs",
     "env",
 }
@@ -54,7 +54,7 @@ def test_every_flag_of_tgi_is_known(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_no_setting_is_ignored() -> None:
     passed_on = {*commands.ROUTER_FLAGS, *commands.SHARD_FLAGS}
-    assert set(LauncherSettings.model_fields) - passed_on - OWN - set(REFUSALS) == set()
+    assert set(LauncherSettings.model_fields) - passed_on - OWN == set()
 
 
 def test_what_is_passed_on_is_known_there() -> None:
@@ -62,21 +62,44 @@ def test_what_is_passed_on_is_known_there() -> None:
     assert set(commands.SHARD_FLAGS) <= set(ShardSettings.model_fields)
 
 
-def test_defaults_agree_with_the_routers() -> None:
-    here, there = LauncherSettings.model_fields, RouterSettings.model_fields
-    differing = {name for name in commands.ROUTER_FLAGS if here[name].default not in (None, there[name].default)}
-    assert differing == set()
-
-
-@pytest.mark.parametrize("name", sorted(REFUSALS))
-def test_what_is_not_supported_is_refused_by_name(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    value = {"speculate": "3", "rope_factor": "2"}
-    flag = f"--{name.replace('_', '-')}"
-    settings = read(f"{flag}={value.get(name, 'something')}")
+@pytest.mark.parametrize(
+    ("flag", "value", "reason"),
+    [
+        ("quantize", "gptq", "of the ways to quantise, int8 is supported, on CPUs"),
+        ("speculate", "3", "speculative decoding is not supported yet"),
+        ("kv-cache-dtype", "fp8_e4m3fn", "the KV cache has the dtype of the model; 8-bit caches are not supported yet"),
+        ("lora-adapters", "a", "adapters are not supported yet; merge the adapter into the model and serve that"),
+        ("rope-scaling", "linear", "not supported yet; set rope_parameters in the model's config.json"),
+        ("rope-factor", "2", "not supported yet; set rope_parameters in the model's config.json"),
+        ("weights-cache-override", "/a", "not supported; give the folder that has the weights as the model id"),
+        ("usage-stats", "on", "this server sends no usage statistics to anyone"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(
+    flag: str, value: str, reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as end:
-        refuse_unsupported(settings, "launcher")
+        read(f"--{flag}={value}")
     assert end.value.code == 2
-    assert capsys.readouterr().err == f"launcher: {flag} (or {name.upper()}): {REFUSALS[name].reason}\n"
+    assert capsys.readouterr().err == f"launcher: --{flag} (or {flag.replace('-', '_').upper()}): {reason}\n"
+
+
+def test_what_asks_for_nothing_is_let_through() -> None:
+    assert read("--speculate=0", "--usage-stats=off", "--quantize=int8").quantize == "int8"
+
+
+def test_limits_that_do_not_fit_together_are_found_before_anything_is_fetched(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        read("--max-input-tokens=8", "--max-total-tokens=8")
+    assert "--max-input-tokens (8) must be less than --max-total-tokens (8)" in capsys.readouterr().err
+
+
+def test_a_port_that_nobody_would_know_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        read("--port=0")
+    assert "--port (or PORT): the launcher needs a port that it knows" in capsys.readouterr().err
 
 
 def test_the_demo_model_is_the_default() -> None:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tgi_server.launcher.errors import CannotStartError
-from tgi_server.shard_sockets import grammar_socket, shard_socket
+from tgi_server.shard.sockets import grammar_socket, shard_socket
 
 MAX_PATH = 107
 """Bytes that the kernel has for a socket's path (unix(7))."""

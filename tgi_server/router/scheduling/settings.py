@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class SchedulerSettings:
-    """TGI's admission limits, and the scheduler's own.
+    """TGI's admission limits, whose defaults are those of the router's settings, and the scheduler's own.
 
     max_batch_size: requests that run at once.
     max_batch_prefill_tokens: prompt tokens that one step computes while nothing else runs.
@@ -24,9 +24,9 @@ class SchedulerSettings:
 
     max_batch_prefill_tokens: int
     max_batch_total_tokens: int
-    max_batch_size: int = 256
-    max_waiting_tokens: int = 20
-    waiting_served_ratio: float = 0.3
+    max_batch_size: int
+    max_waiting_tokens: int
+    waiting_served_ratio: float
     prefill_chunk_tokens: int = 512
     pipeline_depth: int = 2
     prefix_cache: bool = True

@@ -46,7 +46,9 @@ def test_a_newcomer_leaves_the_others_room_to_grow() -> None:
 
 
 def test_the_policy_takes_its_limits_from_the_settings() -> None:
-    policy = AdmissionPolicy.of(SchedulerSettings(max_batch_prefill_tokens=7, max_batch_total_tokens=8))
+    policy = AdmissionPolicy.of(
+        SchedulerSettings(7, 8, max_batch_size=6, max_waiting_tokens=5, waiting_served_ratio=0.4)
+    )
     assert (policy.max_batch_prefill_tokens, policy.max_batch_total_tokens) == (7, 8)
 
 
