@@ -1,14 +1,18 @@
-"""Makes plans of what the rows ask for."""
+"""Which rows each rule of sampling concerns, ready on the device.
 
-from collections.abc import Mapping, Sequence
+Sampling metadata hold as long as the same rows are sampled, which is for most steps of a batch; they keep the steps
+themselves free of loops over rows and of copies from the host.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from tgi_server.contract import ReportParameters, SamplingParameters
 from tgi_server.engine.memory import to_device
-from tgi_server.engine.sampling.plan import Bias, Counted, Drawing, Penalty, Plan, Report, Rule, Subset
 from tgi_server.engine.sampling.random import as_int64
-from tgi_server.engine.sampling.row import PLAIN, Row
 
 # Bounds the memory of the steps in between, which are of 8 bytes per element.
 _ELEMENTS_AT_ONCE = 2**24
@@ -19,7 +23,145 @@ _CPU_ELEMENTS_AT_ONCE = 2**17
 _LOWEST_TEMPERATURE = 1e-20
 
 
-class Planner:
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A row's request. sequence_slot: counts of prompt and generated tokens; generated_slot: of generated ones.
+
+    only_reported: it is greedy, and no more is asked of it than how likely its tokens are.
+    """
+
+    parameters: SamplingParameters
+    report: ReportParameters
+    prompt_length: int
+    sequence_slot: int | None
+    generated_slot: int | None
+    only_reported: bool
+
+
+def is_plain(parameters: SamplingParameters, report: ReportParameters) -> bool:
+    """Returns True if a request wants the token with the highest logit and nothing else."""
+    return is_greedy(parameters) and not (report.logprobs or report.top_n_tokens)
+
+
+def is_greedy(parameters: SamplingParameters) -> bool:
+    """Returns True if the token with the highest logit is taken, as the model gives it."""
+    return not (
+        parameters.do_sample
+        or parameters.watermark
+        or parameters.logit_bias
+        or counts_sequence(parameters)
+        or counts_generated(parameters)
+    )
+
+
+def counts_sequence(parameters: SamplingParameters) -> bool:
+    return parameters.repetition_penalty != 1.0 or parameters.frequency_penalty != 0.0
+
+
+def counts_generated(parameters: SamplingParameters) -> bool:
+    return parameters.presence_penalty != 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Subset:
+    """Some rows of a tensor. index: int64 `[k]` on the device; None: all rows."""
+
+    index: Tensor | None
+
+    def take(self, rows: Tensor) -> Tensor:
+        return rows if self.index is None else rows.index_select(0, self.index)
+
+    def put(self, rows: Tensor, part: Tensor) -> Tensor:
+        """`rows` with `part` in this subset's places; overwrites `rows`."""
+        return part if self.index is None else rows.index_copy_(0, self.index, part)
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """The rows of the scores that a rule concerns, its parameter for each `[k, 1]`, and the highest of these."""
+
+    subset: Subset
+    values: Tensor
+    largest: float
+
+    def apply(self, scores: Tensor, change: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        return self.subset.put(scores, change(self.subset.take(scores), self.values))
+
+
+@dataclass(frozen=True, slots=True)
+class Penalty:
+    """A rule about counted tokens. slots: of the rows in the pool of counts, int64 `[k]`."""
+
+    rule: Rule
+    slots: Tensor
+
+    def apply(self, scores: Tensor, pool: Tensor, change: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
+        counts = pool.index_select(0, self.slots)
+        return self.rule.apply(scores, lambda part, penalties: change(part, counts, penalties))
+
+
+@dataclass(frozen=True, slots=True)
+class Bias:
+    """places: of the biased tokens in the flattened scores, int64; values: float32, one for each."""
+
+    places: Tensor
+    values: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """The rows whose tokens are counted, and their slots in the pool, int64 `[k]`."""
+
+    subset: Subset
+    slots: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Drawing:
+    """How the rows that sample do so. The rules' subsets are of these rows; seeds: int64, one for each."""
+
+    subset: Subset
+    seeds: Tensor
+    temperature: Rule | None
+    top_k: Rule | None
+    top_p: Rule | None
+    typical_p: Rule | None
+    min_p: Rule | None
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The rows that something is reported of; positions: those rows among the logits; counts: how much of each."""
+
+    subset: Subset
+    positions: tuple[int, ...]
+    counts: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingMetadata:
+    """What to do with those rows of the logits that need more than an argmax, or with some of them.
+
+    processed: those rows of the logits; they become the scores, and all other subsets are of these. state_rows: their
+    rows in the sampler's state, int64. prompt_lengths: tokens, int64. None: a rule concerns no row.
+    """
+
+    processed: Subset
+    state_rows: Tensor
+    prompt_lengths: Tensor
+    watermark: Subset | None
+    repetition: Penalty | None
+    frequency: Penalty | None
+    presence: Penalty | None
+    bias: Bias | None
+    drawing: Drawing | None
+    logprobs: Report | None
+    top_tokens: Report | None
+    sequence_counts: Counted | None
+    generated_counts: Counted | None
+
+
+class MetadataBuilder:
     """Loops over rows once, on the host, and puts what the steps need on the device."""
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
@@ -28,30 +170,25 @@ class Planner:
         elements = _ELEMENTS_AT_ONCE if device.type == "cuda" else _CPU_ELEMENTS_AT_ONCE * torch.get_num_threads()
         self._rows_at_once = max(1, elements // vocab_size)
 
-    def plans(self, rows: Sequence[int], masked_positions: Sequence[int], state: Mapping[int, Row]) -> tuple[Plan, ...]:
-        """What to do with the logits of `rows`, piece by piece; nothing when an argmax will do.
+    def build(self, rows: Sequence[int], state: Mapping[int, Row]) -> tuple[SamplingMetadata, ...]:
+        """Returns the metadata of `rows`, so many at once as memory allows; nothing when an argmax will do.
 
-        masked_positions: rows of the logits that have a mask. state: the rows that are not plain.
+        state: the rows that need more than an argmax.
         """
-        masks = {position: mask for mask, position in enumerate(masked_positions)}
-        positions = [i for i, row in enumerate(rows) if row in state or i in masks]
+        positions = [i for i, row in enumerate(rows) if row in state]
         size = self._rows_at_once
         pieces = [positions[i : i + size] for i in range(0, len(positions), size)]
-        return tuple(self._plan(piece, rows, masks, state) for piece in pieces)
+        return tuple(self._piece(piece, rows, state) for piece in pieces)
 
-    def _plan(
-        self, positions: Sequence[int], rows: Sequence[int], masks: Mapping[int, int], state: Mapping[int, Row]
-    ) -> Plan:
-        entries = [state.get(rows[i], PLAIN) for i in positions]
+    def _piece(self, positions: Sequence[int], rows: Sequence[int], state: Mapping[int, Row]) -> SamplingMetadata:
+        entries = [state[rows[i]] for i in positions]
         parameters = [entry.parameters for entry in entries]
         sequence_slots = [entry.sequence_slot for entry in entries]
         generated_slots = [entry.generated_slot for entry in entries]
-        return Plan(
+        return SamplingMetadata(
             processed=self._in_order(positions, len(rows)),
             state_rows=self._integers([rows[i] for i in positions]),
             prompt_lengths=self._integers([entry.prompt_length for entry in entries]),
-            masked=self._subset([i in masks for i in positions]),
-            masks=self._in_order([masks[i] for i in positions if i in masks], len(masks)),
             watermark=self._subset([p.watermark for p in parameters]),
             repetition=self._penalty([p.repetition_penalty for p in parameters], 1.0, sequence_slots),
             frequency=self._penalty([p.frequency_penalty for p in parameters], 0.0, sequence_slots),

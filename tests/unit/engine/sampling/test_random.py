@@ -2,8 +2,7 @@ import math
 
 import torch
 
-from tgi_server.engine.sampling.draw import best, draw
-from tgi_server.engine.sampling.random import as_int64, uniform
+from tgi_server.engine.sampling.random import as_int64, draw, uniform
 
 
 def numbers(seed: int, count: int) -> torch.Tensor:
@@ -65,12 +64,3 @@ def test_only_possible_tokens_are_drawn() -> None:
     scores = torch.full((1000, 700), -torch.inf)
     scores[:, [3, 300, 699]] = 1.0
     assert set(draw(scores, numbers(1, 1000)).tolist()) == {3, 300, 699}
-
-
-def test_best_is_the_first_of_equals() -> None:
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        for tokens in (3, 1000, 50257):
-            scores = torch.randn(8, tokens, generator=torch.Generator().manual_seed(0)).round().to(dtype)
-            assert torch.equal(best(scores), scores.argmax(-1))
-            first = [row.index(max(row)) for row in scores.tolist()]
-            assert best(scores).tolist() == first

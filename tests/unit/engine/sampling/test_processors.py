@@ -3,7 +3,7 @@ import torch
 
 from tgi_server.contract import ReportParameters, SamplingParameters
 from tgi_server.engine.sampling import Sampler, WatermarkSettings, detect
-from tgi_server.engine.sampling.watermark import is_green
+from tgi_server.engine.sampling.processors import TokenCounts, TokenMask, is_green
 
 VOCAB = 2000
 
@@ -74,3 +74,39 @@ def test_greedy_rows_are_marked_too() -> None:
     green = is_green(torch.tensor(9), torch.arange(VOCAB), settings)
     expected = [(logits[0] + 3.0 * green).argmax(), logits[1].argmax()]
     assert sampler.sample(logits, [0, 1]).token_ids.tolist() == expected
+
+
+def test_counts_take_memory_only_when_rows_take_slots() -> None:
+    pool = TokenCounts(100, torch.device("cpu"))
+    assert pool.counts.numel() == 0
+    slots = [pool.take([1, 1, 7, i]) for i in range(5)]
+    assert len(set(slots)) == 5
+    assert len(pool.counts) == 8
+    for i, slot in enumerate(slots):
+        assert torch.equal(pool.counts[slot], torch.bincount(torch.tensor([1, 1, 7, i]), minlength=100).int())
+
+
+def test_released_slots_start_empty_again() -> None:
+    pool = TokenCounts(10, torch.device("cpu"))
+    slot = pool.take([1, 2])
+    pool.record(torch.tensor([slot]), torch.tensor([2]), torch.tensor([1]))
+    pool.record(torch.tensor([slot]), torch.tensor([3]), torch.tensor([0]))
+    assert pool.counts[slot].tolist() == [0, 1, 2, 0, 0, 0, 0, 0, 0, 0]
+    pool.release(slot)
+    assert pool.take([]) == slot
+    assert not pool.counts[slot].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("positions", [[0, 1, 2], [2, 0], [1]])
+def test_a_mask_leaves_allowed_logits_and_other_rows_as_they_are(dtype, positions) -> None:
+    """Of a vocabulary whose last word is not full, by a mask that ends before it."""
+    allowed = torch.rand(3, 96) < 0.5
+    words = (allowed.view(3, 3, 32).to(torch.int64) << torch.arange(32)).sum(-1)
+    bits = torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
+    before = torch.randn(3, 100).to(dtype)
+    logits = before.clone()
+    TokenMask(bits[positions], positions).apply(logits)
+    masked = torch.zeros(3, 1, dtype=torch.bool).index_fill(0, torch.tensor(positions), True)
+    forbidden = masked & ~torch.cat([allowed, torch.zeros(3, 4, dtype=torch.bool)], 1)
+    assert torch.equal(logits, before.masked_fill(forbidden, -torch.inf))
