@@ -169,7 +169,8 @@ def _explain(error: Exception, rank: int, world_size: int, master_addr: str, mas
         return f"port {master_port} is in use on {master_addr}; choose another with --master-port (or MASTER_PORT)"
     return (
         f"shard {rank} could not connect to the {world_size - 1} others at {master_addr}:{master_port} within "
-        f"{timeout:g} s; are all {world_size} started, and is that an address of shard 0 that this machine reaches? ({reason})"
+        f"{timeout:g} s; are all {world_size} started, and is that an address of shard 0 that this machine reaches? "
+        f"({reason})"
     )
 
 
