@@ -65,6 +65,24 @@ def test_many_steps_and_ingredients_hold_nobody_up(server: ModelServer) -> None:
             assert time.monotonic() - started < 1.5
 
 
+@on_a_busy_machine
+def test_worker_threads_leave_the_event_loop_its_share_of_the_interpreter() -> None:
+    """Work of whole seconds in all threads at once: a call that needs nothing of it is answered within milliseconds."""
+    request, small = many_replacements(200), llm_pb2.ModelRequest(formatted_prompt="x")
+    flags = ("--endpoint", "http://127.0.0.1:9", "--default-timeout", "2")
+    with running_service(*flags) as service, service.channel() as channel, service.runner() as other:
+        assert reason(other)[1] == "unreachable"
+        stub = llm_pb2_grpc.LLMReplacementGenerationStub(channel)
+        calls = [stub.rewrite_steps.future(request) for _ in range(6)]
+        took = []
+        while not all(call.done() for call in calls):
+            started = time.monotonic()
+            other.call_model(small)
+            took.append(time.monotonic() - started)
+            time.sleep(0.02)
+        assert sorted(took)[len(took) // 2] < 0.02
+
+
 TOO_MANY = 300_000
 LISTS = {
     "batch": (Runner, "batch_call_model", llm_pb2.ModelBatchRequest(formatted_prompts=[""] * TOO_MANY)),

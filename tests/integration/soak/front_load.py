@@ -26,6 +26,7 @@ DEFAULT_SECONDS = 2.0
 """The service's `--default-timeout`."""
 SLACK_SECONDS = 0.05
 GUARD_SECONDS = 30.0
+"""No gRPC deadline, which the service would take for one."""
 TIMEOUTS = (100, 300, 1000, 2000, 5000)
 """Milliseconds."""
 
@@ -187,10 +188,13 @@ class FrontLoad:
         cancelled = random.random() < CANCELLED
         begun = time.monotonic()
         try:
-            async with asyncio.timeout(random.uniform(0, seconds) if cancelled else None):
+            async with asyncio.timeout(random.uniform(0, seconds) if cancelled else GUARD_SECONDS):
                 outcome = await self._answer(call.method, sent, slowly="slowly" in kind)
         except TimeoutError:
-            self.tally.note(kind, "cancelled")
+            if cancelled:
+                self.tally.note(kind, "cancelled")
+            else:
+                self.tally.fault(kind, f"no answer within {GUARD_SECONDS} s")
             return
         except grpc.aio.AioRpcError as error:
             outcome = error.code().name
@@ -204,12 +208,12 @@ class FrontLoad:
     async def _answer(self, method: str, sent: bytes, slowly: bool) -> str:
         """Returns "answered", or why the answer is empty."""
         if "stream" in method:
-            stream = self._channel.unary_stream(f"/{method}")(sent, timeout=GUARD_SECONDS)
+            stream = self._channel.unary_stream(f"/{method}")(sent)
             async for _ in stream:
                 await asyncio.sleep(random.uniform(0, 0.5) if slowly else 0)
             trailing = await stream.trailing_metadata()
         else:
-            call = self._channel.unary_unary(f"/{method}")(sent, timeout=GUARD_SECONDS)
+            call = self._channel.unary_unary(f"/{method}")(sent)
             await call
             trailing = await call.trailing_metadata()
         reason = dict(trailing).get("empty-reason", "")

@@ -190,7 +190,6 @@ async def test_nobody_is_harmed_and_nothing_is_kept(
         print(f"\n{seconds:.0f} s\n\n{tally.table()}\n\n{front.table()}\n\n{table(before, after)}\n")
         print(f"faults of the way: {dict(running.proxy.faults)}; held: {held}; places: {places}")
         print(f"calls: {report.calls}, later than 50 ms: {report.late}, worst: {report.worst * 1000:.0f} ms, ")
-        print("\n".join(running.front.log[-60:]))
         print(f"latest: {report.latest}")
         print(f"less delays: {report.worst_but_delays * 1000:.0f} ms, idle thread: {report.worst_delay * 1000:.0f} ms")
     assert tally.wrong == report.wrong == []
