@@ -34,7 +34,7 @@ from tgi_server import demo_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
-WARM_UP_SECONDS = 60.0
+WARM_UP_SECONDS = 30.0
 SETTLE_SECONDS = 90.0
 IDLE_SECONDS = 4.0
 """Longer than llm_functionalities keeps idle connections."""
