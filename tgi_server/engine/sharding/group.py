@@ -6,6 +6,8 @@ import logging
 import os
 import socket
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -14,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tgi_server.engine.errors import CannotConnect, UnsupportedModel
+from tgi_server.engine.errors import CannotConnect, PeerLost, UnsupportedModel
 from tgi_server.engine.sharding.shared_memory import SharedMemory, share_memory
 
 logger = logging.getLogger(__name__)
@@ -65,7 +67,8 @@ class ShardGroup:
         if self._memory is not None and self._memory.fits(tensor):
             self._memory.all_reduce(tensor)
         else:
-            dist.all_reduce(tensor)
+            with _peers_of(tensor):
+                dist.all_reduce(tensor)
         self._count(started)
         return tensor
 
@@ -77,7 +80,8 @@ class ShardGroup:
             gathered = self._memory.all_gather(tensor)
         else:
             parts = [torch.empty_like(tensor) for _ in range(self.world_size)]
-            dist.all_gather(parts, tensor)
+            with _peers_of(tensor):
+                dist.all_gather(parts, tensor)
             gathered = torch.cat(parts, dim=-1)
         self._count(started)
         return gathered
@@ -117,6 +121,17 @@ class ShardGroup:
         if self.timing is not None:
             self.timing.seconds += time.perf_counter() - started
             self.timing.calls += 1
+
+
+@contextmanager
+def _peers_of(tensor: Tensor) -> Iterator[None]:
+    """Raises PeerLost in place of gloo's own errors; NCCL's come later, and are those of the device."""
+    try:
+        yield
+    except RuntimeError as error:
+        if tensor.device.type == "cpu":
+            raise PeerLost(str(error).splitlines()[0]) from error
+        raise
 
 
 def connect(
