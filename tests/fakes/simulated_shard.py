@@ -255,7 +255,7 @@ class SimulatedShard:
         request = row.request
         if not request.HasField("grammar") or not self.paged:
             return []
-        slots = len(row.blocks) * self.block_size - request.lookahead - len(row.tokens) - 1
+        slots = len(row.blocks) * self.block_size - len(row.tokens) - 1
         room = min(slots, request.max_new_tokens - row.generated - 1, _mix(token, row.computed) % _MAX_FORCED)
         forced: list[int] = []
         entries = list(entries)
