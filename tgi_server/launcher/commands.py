@@ -52,6 +52,7 @@ ROUTER_FLAGS = (
     "max_connections",
     "max_connections_per_address",
     "tokenizer_config_path",
+    "allow_special_tokens",
     "disable_grammar_support",
     "cors_allow_origin",
     "allowed_hosts",

@@ -94,6 +94,7 @@ class LauncherSettings(ServiceSettings):
     max_connections: Count | None = Field(None, description="default: as the limit of open files allows")
     max_connections_per_address: Count | None = Field(None, description="default: half of all")
     tokenizer_config_path: Path | None = Field(None, description="a tokenizer_config.json with a chat template")
+    allow_special_tokens: bool = Field(False, description="also where chat messages spell them, as TGI does")
     disable_grammar_support: bool = False
     enable_prefill_logprobs: bool = Field(False, description="for TGI's sake: a prompt's logprobs can always be had")
     cors_allow_origin: CommaSeparated[str] | None = None

@@ -44,6 +44,7 @@ async def assembled(settings: RouterSettings) -> AsyncIterator[Service]:
     config = await asyncio.to_thread(read_tokenizer_config, model, settings.tokenizer_config_path)
     template = ChatTemplate(config)
     threads = TokenizerThreads(await asyncio.to_thread(load_tokenizer, model, config), settings.validation_workers)
+    guard = None if settings.allow_special_tokens else await asyncio.to_thread(threads.tokenizer.special_token_guard)
     shards = await _connect(settings.master_shard_uds_path)
     try:
         info, capacity = await _warm_up(shards, settings)
@@ -74,6 +75,7 @@ async def assembled(settings: RouterSettings) -> AsyncIterator[Service]:
                 check_health=_HealthCheck(scheduler, shards),
                 payload_limit=settings.payload_limit,
                 validation_workers=settings.validation_workers,
+                special_tokens=guard,
             )
         finally:
             await scheduler.stop()

@@ -10,13 +10,20 @@ from shared.logging import one_line
 from tgi_server.router.chat_template import ChatTemplate
 from tgi_server.router.errors import InvalidRequest
 from tgi_server.router.schemas.chat import Message, TextChunk, Tool, ToolCall
+from tgi_server.router.special_tokens import RenderedPrompt, SpecialTokens
 from tgi_server.router.tool_grammar import DEFAULT_TOOL_PROMPT
 
 
 def render_conversation(
-    template: ChatTemplate, messages: Sequence[Message], tools: Sequence[Tool], tool_prompt: str | None
-) -> str:
-    """The prompt. A template that knows nothing of tools has them told at the end of the last message.
+    template: ChatTemplate,
+    messages: Sequence[Message],
+    tools: Sequence[Tool],
+    tool_prompt: str | None,
+    special_tokens: SpecialTokens | None = None,
+) -> RenderedPrompt:
+    """Returns the prompt. A template that knows nothing of tools has them told at the end of the last message.
+
+    special_tokens: that only the template may write; None: messages may, too.
 
     Raises InvalidTemplate, or InvalidRequest for what the model cannot read.
     """
@@ -28,7 +35,10 @@ def render_conversation(
         prompt = tool_prompt or ("" if native else DEFAULT_TOOL_PROMPT)
         if prompt:
             shown[-1]["content"] += "\n".join(["\n---", *told, prompt])
-    return template.render(shown, described or None)
+    conversation = shown, described or None
+    if special_tokens is None:
+        return RenderedPrompt(template.render(*conversation))
+    return special_tokens.render(template.render, conversation)
 
 
 def _message(message: Message) -> dict[str, Any]:

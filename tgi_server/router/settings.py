@@ -61,6 +61,9 @@ class RouterSettings(ServiceSettings):
     max_connections_per_address: PositiveInt | None = Field(
         default=None, description="Connections of one address, which may be a proxy's; unset: half of all."
     )
+    allow_special_tokens: bool = Field(
+        default=False, description="Take special tokens that chat messages spell as such, as TGI does, not as text."
+    )
     disable_grammar_support: bool = Field(default=False, description="Refuse requests with a grammar.")
     api_key: str | None = Field(default=None, description="Requests must carry it: Authorization: Bearer KEY.")
     api_key_file: Path | None = Field(

@@ -9,6 +9,7 @@ from tgi_server.router.grammar import requested_grammar, with_text
 from tgi_server.router.parameters import check_amounts, check_best_of, check_streaming, random_seed, sampling_parameters
 from tgi_server.router.request import Limits
 from tgi_server.router.schemas.generate import GenerateParameters
+from tgi_server.router.special_tokens import RenderedPrompt
 from tgi_server.router.stopping import StopSequences
 from tgi_server.router.tokenization import TokenizerThreads
 
@@ -76,8 +77,10 @@ class Validator:
         streaming: bool = False,
         grammar: Grammar | None = None,
         spans_of: str | None = None,
+        rendered: RenderedPrompt | None = None,
     ) -> CheckedRequest:
         """grammar: in place of the parameters' own. spans_of: the text that `x-span` takes spans of; None: `inputs`.
+        rendered: what `inputs` come from, if that is a conversation.
 
         Raises InvalidRequest with one line that says what is wrong.
         """
@@ -92,6 +95,8 @@ class Validator:
             raise InvalidRequest("`inputs` must not be empty")
         grammar = await self._checked(grammar or requested_grammar(parameters.grammar), spans_of or inputs)
         encoding = await self._threads.encode(inputs, add_special_tokens=add_special_tokens)
+        if rendered is not None:
+            _, encoding = await self._threads.handle_text(len(inputs), lambda: rendered.checked(encoding))
         input_ids = encoding.ids
         if parameters.truncate:
             input_ids = input_ids[-parameters.truncate :]

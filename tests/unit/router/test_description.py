@@ -51,6 +51,7 @@ def document() -> dict[str, Any]:
         check_health=well,
         payload_limit=1000,
         validation_workers=1,
+        special_tokens=None,
     )
     return create_app(service, AccessRules()).openapi()
 
