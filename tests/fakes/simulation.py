@@ -12,7 +12,7 @@ from tgi_server.router.metrics import Metrics
 from tgi_server.router.request import Limits, ValidRequest
 from tgi_server.router.scheduling.planner import FilterPlan, StepPlan
 from tgi_server.router.scheduling.scheduler import Scheduler
-from tgi_server.router.scheduling.sequence import ScheduledSequence
+from tgi_server.router.scheduling.sequence import Sequence
 from tgi_server.router.scheduling.shard_client import ShardedClient
 
 BREAKABLE = ("admit", "grow", "computed", "release", "compute", "put_back")
@@ -188,7 +188,7 @@ class Simulation:
         return [message for message in self.steps() if isinstance(message, pb.PrefillRequest)]
 
     def _breakable(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-        def call(sequence: ScheduledSequence, *arguments: Any, **named: Any) -> Any:
+        def call(sequence: Sequence, *arguments: Any, **named: Any) -> Any:
             fault, done = self._faults.get(sequence.id, ("", False))
             if fault == name and not done:
                 raise Fault(name)

@@ -55,7 +55,6 @@ def sequence(request: pb.Request) -> RunningSequence:
         report=ReportParameters(request.logprobs, request.top_n_tokens, request.prefill_logprobs),
         grammar=grammar_from_message(request.grammar) if request.HasField("grammar") else None,
         blocks=list(request.block_ids),
-        lookahead=request.lookahead,
         computed=request.cached_tokens,
         copy=block_copy_from_message(request.copy) if request.HasField("copy") else None,
     )

@@ -5,7 +5,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Iterator
 
 from tgi_server.router.scheduling.memory import Memory, Verdict
-from tgi_server.router.scheduling.sequence import ScheduledSequence
+from tgi_server.router.scheduling.sequence import Sequence
 
 logger = logging.getLogger(__name__)
 
@@ -17,34 +17,34 @@ class WaitingQueue:
     """First come, first served; a preempted request goes before all others, which came after it."""
 
     def __init__(self) -> None:
-        self._sequences: OrderedDict[int, ScheduledSequence] = OrderedDict()
+        self._sequences: OrderedDict[int, Sequence] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._sequences)
 
-    def __iter__(self) -> Iterator[ScheduledSequence]:
+    def __iter__(self) -> Iterator[Sequence]:
         return iter(self._sequences.values())
 
-    def get(self, request_id: int) -> ScheduledSequence | None:
+    def get(self, request_id: int) -> Sequence | None:
         return self._sequences.get(request_id)
 
-    def add(self, sequence: ScheduledSequence) -> None:
+    def add(self, sequence: Sequence) -> None:
         self._sequences[sequence.id] = sequence
 
-    def put_back(self, sequence: ScheduledSequence) -> None:
+    def put_back(self, sequence: Sequence) -> None:
         """Puts a sequence that is older than all that wait to the front."""
         self._sequences[sequence.id] = sequence
         self._sequences.move_to_end(sequence.id, last=False)
 
-    def first(self) -> ScheduledSequence | None:
+    def first(self) -> Sequence | None:
         return next(iter(self._sequences.values()), None)
 
-    def leave(self, sequence: ScheduledSequence) -> None:
+    def leave(self, sequence: Sequence) -> None:
         """Takes the sequence out, if it waits."""
         self._sequences.pop(sequence.id, None)
 
 
-class RunningBatch:
+class Batch:
     """The sequences that the shards hold, with their memory, and the effect of each step on them.
 
     Steps are numbered as they are sent; every step advances each sequence past its prompt by one token. So the step at
@@ -67,31 +67,31 @@ class RunningBatch:
         self.step = 1
         self.answered = 0
         self.filter_due = False
-        self._members: dict[int, ScheduledSequence] = {}  # oldest first: they join in the order in which they came
-        self._prefilling: dict[int, ScheduledSequence] = {}
-        self._jumping: dict[int, ScheduledSequence] = {}
-        self._full_at: defaultdict[int, list[ScheduledSequence]] = defaultdict(list)  # by step
+        self._members: dict[int, Sequence] = {}  # oldest first: they join in the order in which they came
+        self._prefilling: dict[int, Sequence] = {}
+        self._jumping: dict[int, Sequence] = {}
+        self._full_at: defaultdict[int, list[Sequence]] = defaultdict(list)  # by step
         self.memory.rebuild(())
 
     def __len__(self) -> int:
         return len(self._members)
 
-    def __iter__(self) -> Iterator[ScheduledSequence]:
+    def __iter__(self) -> Iterator[Sequence]:
         return iter(self._members.values())
 
-    def __contains__(self, sequence: ScheduledSequence) -> bool:
+    def __contains__(self, sequence: Sequence) -> bool:
         return self._members.get(sequence.id) is sequence
 
-    def get(self, request_id: int) -> ScheduledSequence | None:
+    def get(self, request_id: int) -> Sequence | None:
         return self._members.get(request_id)
 
     def ids(self) -> list[int]:
         return list(self._members)
 
-    def youngest(self) -> ScheduledSequence:
+    def youngest(self) -> Sequence:
         return next(reversed(self._members.values()))
 
-    def prefilling(self) -> list[ScheduledSequence]:
+    def prefilling(self) -> list[Sequence]:
         """Returns the sequences whose known tokens have not all been computed, oldest first."""
         return list(self._prefilling.values())
 
@@ -101,7 +101,7 @@ class RunningBatch:
             sequence.first_step is not None and sequence.last_step >= self.step for sequence in self._members.values()
         )
 
-    def admit(self, sequence: ScheduledSequence, budget: int) -> Verdict:
+    def admit(self, sequence: Sequence, budget: int) -> Verdict:
         """Lets a sequence join, if it can have the blocks of its known tokens. budget: tokens that it may take."""
         verdict = self.memory.admit(sequence, budget)
         if verdict is Verdict.ADMITTED:
@@ -109,7 +109,7 @@ class RunningBatch:
             self._prefilling[sequence.id] = sequence
         return verdict
 
-    def compute(self, sequence: ScheduledSequence, budget: int) -> int:
+    def compute(self, sequence: Sequence, budget: int) -> int:
         """Has the next step compute known tokens of the sequence. Returns how many: `budget`, or what is left.
 
         Models without KV blocks compute all at once, whatever the budget.
@@ -124,7 +124,7 @@ class RunningBatch:
         self.memory.computed(sequence)
         return tokens
 
-    def growing(self) -> list[ScheduledSequence]:
+    def growing(self) -> list[Sequence]:
         """Returns the sequences that need a block more for the next step."""
         size = self.memory.block_size
         filling = (each for each in self._full_at.get(self.step, ()) if each in self)
@@ -132,7 +132,7 @@ class RunningBatch:
         full = {each.id: each for each in filling if each.first_step and each.full_step(size) == self.step}
         return [*self._short_of(0), *full.values()]
 
-    def jumping(self) -> list[ScheduledSequence]:
+    def jumping(self) -> list[Sequence]:
         """Returns the sequences that may soon have a use for a block more."""
         return self._short_of(_AHEAD)
 
@@ -140,7 +140,7 @@ class RunningBatch:
         """Returns True if all that need a block for the next step can have one."""
         return self.memory.can_grow(len(self.growing()))
 
-    def grow(self, sequence: ScheduledSequence) -> int:
+    def grow(self, sequence: Sequence) -> int:
         """Gives the sequence a block more. Returns the block."""
         block = self.memory.grow(sequence)
         self._await_full(sequence)
@@ -152,7 +152,7 @@ class RunningBatch:
         self.step += 1
         self.memory.sent()
 
-    def leave(self, sequence: ScheduledSequence, *, dropped_by_shards: bool = False) -> None:
+    def leave(self, sequence: Sequence, *, dropped_by_shards: bool = False) -> None:
         """Takes the sequence out, if it is there, with what it holds. Tokens that are on their way are passed over."""
         if self._remove(sequence):
             self.filter_due |= not dropped_by_shards
@@ -162,7 +162,7 @@ class RunningBatch:
                 logger.exception("the blocks of request %d could not be given back one by one", sequence.id)
                 self.memory.rebuild(self)
 
-    def disown(self, sequence: ScheduledSequence) -> None:
+    def disown(self, sequence: Sequence) -> None:
         """Takes out a sequence of which it is not certain what it holds, or has computed: nothing of it is kept."""
         self.filter_due |= self._remove(sequence)
         self.memory.rebuild(self)
@@ -171,7 +171,7 @@ class RunningBatch:
         """Compares the books of blocks with what the sequences and the prefix cache hold. Raises AssertionError."""
         self.memory.check(self)
 
-    def _remove(self, sequence: ScheduledSequence) -> bool:
+    def _remove(self, sequence: Sequence) -> bool:
         if sequence not in self:
             return False
         del self._members[sequence.id]
@@ -179,7 +179,7 @@ class RunningBatch:
         self._jumping.pop(sequence.id, None)
         return True
 
-    def _short_of(self, tokens: int) -> list[ScheduledSequence]:
+    def _short_of(self, tokens: int) -> list[Sequence]:
         """Returns the jumping sequences without blocks for the next step and so many tokens more.
 
         Each step after the last answered one computes the token that the one before it yielded; and what more that
@@ -197,7 +197,7 @@ class RunningBatch:
                 short.append(sequence)
         return short
 
-    def _await_full(self, sequence: ScheduledSequence) -> None:
+    def _await_full(self, sequence: Sequence) -> None:
         """Notes at which step the sequence's blocks are full, if it goes on for so long."""
         size = self.memory.block_size
         step = sequence.full_step(size) if size and not sequence.jumps else None

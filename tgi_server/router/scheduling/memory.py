@@ -9,7 +9,7 @@ from tgi_server.contract import BlockCopy
 from tgi_server.router.errors import InvalidRequest
 from tgi_server.router.scheduling.blocks import BlockPool
 from tgi_server.router.scheduling.prefix_cache import Match, PrefixCache, Space
-from tgi_server.router.scheduling.sequence import ScheduledSequence
+from tgi_server.router.scheduling.sequence import Sequence
 
 # A request waits for the call being built if that computes at least so many tokens which it can share then.
 _WORTH_WAITING_TOKENS = 64
@@ -40,10 +40,10 @@ class Memory(Protocol):
     def cached_tokens(self) -> int:
         """Tokens that are kept for prompts to come, and given up when sequences need the memory."""
 
-    def check_length(self, sequence: ScheduledSequence) -> None:
+    def check_length(self, sequence: Sequence) -> None:
         """Raises InvalidRequest when the sequence, at its longest, does not fit even while nothing else runs."""
 
-    def admit(self, sequence: ScheduledSequence, budget: int) -> Verdict:
+    def admit(self, sequence: Sequence, budget: int) -> Verdict:
         """Gives the sequence what its known tokens need, at most `budget` tokens, and finds cached ones.
 
         A sequence of a length that has been checked is admitted, whatever the budget, while no other holds anything.
@@ -52,22 +52,22 @@ class Memory(Protocol):
     def can_grow(self, sequences: int) -> bool:
         """Returns True if that many sequences can have one block more each."""
 
-    def grow(self, sequence: ScheduledSequence) -> int:
+    def grow(self, sequence: Sequence) -> int:
         """Gives a sequence one block more; `can_grow` has been asked. Returns the block."""
 
-    def computed(self, sequence: ScheduledSequence) -> None:
+    def computed(self, sequence: Sequence) -> None:
         """Notes that the call being built computes tokens of the sequence's prompt, as its `computed` says."""
 
     def sent(self) -> None:
         """Notes that the call being built has been sent; the shards run later calls after it."""
 
-    def release(self, sequence: ScheduledSequence) -> None:
+    def release(self, sequence: Sequence) -> None:
         """Takes back what the sequence holds. Whoever gets it next uses it in later calls only."""
 
-    def rebuild(self, sequences: Iterable[ScheduledSequence]) -> None:
+    def rebuild(self, sequences: Iterable[Sequence]) -> None:
         """Makes the books anew from what `sequences`, all that are left, hold. Nothing else is kept, or cached."""
 
-    def check(self, sequences: Iterable[ScheduledSequence]) -> None:
+    def check(self, sequences: Iterable[Sequence]) -> None:
         """Compares the books with what `sequences`, all that hold something, have. Raises AssertionError."""
 
 
@@ -87,7 +87,7 @@ class PagedMemory:
         self._sources: list[int] = []  # of the block copies that the call being built makes
         self.rebuild(())
 
-    def rebuild(self, sequences: Iterable[ScheduledSequence]) -> None:
+    def rebuild(self, sequences: Iterable[Sequence]) -> None:
         held = Counter(self._sources)
         for sequence in sequences:
             held.update(sequence.blocks)
@@ -102,11 +102,11 @@ class PagedMemory:
     def cached_tokens(self) -> int:
         return self._pool.idle * self.block_size
 
-    def check_length(self, sequence: ScheduledSequence) -> None:
+    def check_length(self, sequence: Sequence) -> None:
         # Nobody asks for the keys and values of the last token.
         _check_fits(max(sequence.max_total_tokens - 1, sequence.known), self._num_blocks * self.block_size)
 
-    def admit(self, sequence: ScheduledSequence, budget: int) -> Verdict:
+    def admit(self, sequence: Sequence, budget: int) -> Verdict:
         match = self._match(sequence)
         if match.pending >= _WORTH_WAITING_TOKENS:
             return Verdict.LATER
@@ -122,12 +122,12 @@ class PagedMemory:
     def can_grow(self, sequences: int) -> bool:
         return self._pool.available >= sequences
 
-    def grow(self, sequence: ScheduledSequence) -> int:
+    def grow(self, sequence: Sequence) -> int:
         (block,) = self._take(1)
         sequence.grow(block)
         return block
 
-    def computed(self, sequence: ScheduledSequence) -> None:
+    def computed(self, sequence: Sequence) -> None:
         self._keep(sequence, sequence.computed, fresh=True)
 
     def sent(self) -> None:
@@ -135,11 +135,11 @@ class PagedMemory:
         self._give_up(self._sources)
         self._sources = []
 
-    def release(self, sequence: ScheduledSequence) -> None:
+    def release(self, sequence: Sequence) -> None:
         self._keep(sequence, sequence.settled, fresh=False)
         self._give_up(sequence.blocks)
 
-    def check(self, sequences: Iterable[ScheduledSequence]) -> None:
+    def check(self, sequences: Iterable[Sequence]) -> None:
         held = Counter(self._sources)
         for sequence in sequences:
             assert len(set(sequence.blocks)) == len(sequence.blocks), f"request {sequence.id} has a block twice"
@@ -149,13 +149,13 @@ class PagedMemory:
     def _blocks_of(self, tokens: int) -> int:
         return -(-tokens // self.block_size)
 
-    def _match(self, sequence: ScheduledSequence) -> Match:
+    def _match(self, sequence: Sequence) -> Match:
         """Finds what is cached of the known tokens, but for the last: computing that one yields the next."""
         if sequence.reports_prompt:
             return Match()
         return self._cache.match(_space(sequence), sequence.tokens[: sequence.known - 1].tobytes())
 
-    def _reserve(self, sequence: ScheduledSequence, match: Match, limit: int) -> bool:
+    def _reserve(self, sequence: Sequence, match: Match, limit: int) -> bool:
         """Takes blocks for the known tokens, unless that puts more than `limit` blocks to use that were not."""
         pool = self._pool
         shared, partial = divmod(match.tokens, self.block_size)
@@ -181,7 +181,7 @@ class PagedMemory:
     def _give_up(self, blocks: list[int]) -> None:
         self._cache.released(self._pool.release(blocks))
 
-    def _keep(self, sequence: ScheduledSequence, tokens: int, *, fresh: bool) -> None:
+    def _keep(self, sequence: Sequence, tokens: int, *, fresh: bool) -> None:
         """Offers the sequence's first tokens to those that come after it."""
         if tokens:
             self._cache.insert(_space(sequence), sequence.tokens[:tokens].tobytes(), sequence.blocks, fresh=fresh)
@@ -205,10 +205,10 @@ class PaddedMemory:
     def held_tokens(self) -> int:
         return len(self._lengths) * max(self._lengths.values(), default=0)
 
-    def check_length(self, sequence: ScheduledSequence) -> None:
+    def check_length(self, sequence: Sequence) -> None:
         _check_fits(sequence.max_total_tokens, self._capacity)
 
-    def admit(self, sequence: ScheduledSequence, budget: int) -> Verdict:
+    def admit(self, sequence: Sequence, budget: int) -> Verdict:
         longest = max(sequence.max_total_tokens, *self._lengths.values(), 0)
         if self._lengths and (len(self._lengths) + 1) * longest - self.held_tokens > budget:
             return Verdict.FULL
@@ -219,22 +219,22 @@ class PaddedMemory:
     def can_grow(self, sequences: int) -> bool:
         return True
 
-    def grow(self, sequence: ScheduledSequence) -> int:
+    def grow(self, sequence: Sequence) -> int:
         raise AssertionError("padded sequences have their memory from the start")
 
-    def computed(self, sequence: ScheduledSequence) -> None:
+    def computed(self, sequence: Sequence) -> None:
         """Nothing is kept for others."""
 
     def sent(self) -> None:
         """Nothing depends on the order of calls."""
 
-    def release(self, sequence: ScheduledSequence) -> None:
+    def release(self, sequence: Sequence) -> None:
         del self._lengths[sequence.id]
 
-    def rebuild(self, sequences: Iterable[ScheduledSequence]) -> None:
+    def rebuild(self, sequences: Iterable[Sequence]) -> None:
         self._lengths = {sequence.id: sequence.max_total_tokens for sequence in sequences}
 
-    def check(self, sequences: Iterable[ScheduledSequence]) -> None:
+    def check(self, sequences: Iterable[Sequence]) -> None:
         assert {sequence.id for sequence in sequences} == set(self._lengths), "rows that nobody has, or the reverse"
 
 
@@ -243,6 +243,6 @@ def _check_fits(needed: int, tokens: int) -> None:
         raise InvalidRequest(f"the request needs {needed:,} tokens of KV cache; the cache has {tokens:,}")
 
 
-def _space(sequence: ScheduledSequence) -> Space:
+def _space(sequence: Sequence) -> Space:
     request = sequence.request
     return request.adapter_id, request.cache_namespace

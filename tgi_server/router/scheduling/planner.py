@@ -9,9 +9,9 @@ from typing import TypeVar
 from shared.stubs import generate_pb2 as pb
 from tgi_server.router.request import Limits
 from tgi_server.router.scheduling import wire
-from tgi_server.router.scheduling.batch import RunningBatch, WaitingQueue
+from tgi_server.router.scheduling.batch import Batch, WaitingQueue
 from tgi_server.router.scheduling.memory import Verdict
-from tgi_server.router.scheduling.sequence import ScheduledSequence
+from tgi_server.router.scheduling.sequence import Sequence
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +95,7 @@ class StepPlan:
     decode: bool = False
     grants: list[tuple[int, int]] = field(default_factory=list)
     chunks: list[tuple[int, int]] = field(default_factory=list)
-    joined: list[ScheduledSequence] = field(default_factory=list)
+    joined: list[Sequence] = field(default_factory=list)
     reason: Reason | None = None
 
     @property
@@ -119,9 +119,9 @@ class StepPlanner:
     def __init__(
         self,
         waiting: WaitingQueue,
-        batch: RunningBatch,
+        batch: Batch,
         policy: AdmissionPolicy,
-        on_fault: Callable[[ScheduledSequence], None],
+        on_fault: Callable[[Sequence], None],
     ) -> None:
         self._waiting = waiting
         self._batch = batch
@@ -172,7 +172,7 @@ class StepPlanner:
             preempted += self._alone(self._preempt, self._batch.youngest()) is not None
         return preempted
 
-    def _preempt(self, sequence: ScheduledSequence) -> ScheduledSequence:
+    def _preempt(self, sequence: Sequence) -> Sequence:
         self._batch.leave(sequence)
         sequence.preempt()
         self._waiting.put_back(sequence)
@@ -195,13 +195,13 @@ class StepPlanner:
         plan.chunks = [chunk for chunk in plan.chunks if batch.get(chunk[0])]  # the others have failed since
         return plan if plan.chunks or plan.decode else None
 
-    def _grow(self, plan: StepPlan, sequences: Iterable[ScheduledSequence]) -> None:
+    def _grow(self, plan: StepPlan, sequences: Iterable[Sequence]) -> None:
         for sequence in sequences:
             block = self._alone(self._batch.grow, sequence)
             if block is not None:
                 plan.grants.append((sequence.id, block))
 
-    def _prefill(self, plan: StepPlan, sequences: Iterable[ScheduledSequence], budget: int) -> int:
+    def _prefill(self, plan: StepPlan, sequences: Iterable[Sequence], budget: int) -> int:
         """Adds chunks of prompts that have begun. Returns what is left of the budget."""
         for sequence in sequences:
             if budget > 0 and (tokens := self._alone(self._batch.compute, sequence, budget)):
@@ -223,7 +223,7 @@ class StepPlanner:
                 plan.chunks.append((sequence.id, tokens))
                 budget -= tokens
 
-    def _fits(self, sequence: ScheduledSequence, budget: int, others_joined: bool) -> bool:
+    def _fits(self, sequence: Sequence, budget: int, others_joined: bool) -> bool:
         """Lets the sequence join, if there is room for it. Returns False if there is none."""
         memory = self._batch.memory
         if not memory.chunks and others_joined and sequence.remaining > budget:
@@ -240,7 +240,7 @@ class StepPlanner:
         self._waiting.leave(sequence)
         return True
 
-    def _alone(self, plan: Callable[..., T], sequence: ScheduledSequence, *arguments: int) -> T | None:
+    def _alone(self, plan: Callable[..., T], sequence: Sequence, *arguments: int) -> T | None:
         """Returns what `plan` makes of the sequence; None when it raises: then the sequence, and nobody else, fails."""
         try:
             return plan(sequence, *arguments)

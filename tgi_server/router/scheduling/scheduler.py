@@ -12,10 +12,10 @@ from tgi_server.router.errors import GenerationFailed, InvalidRequest, RouterErr
 from tgi_server.router.metrics import ConcatReason, Method, Metrics
 from tgi_server.router.request import Limits, ValidRequest
 from tgi_server.router.scheduling import wire
-from tgi_server.router.scheduling.batch import RunningBatch, WaitingQueue
+from tgi_server.router.scheduling.batch import Batch, WaitingQueue
 from tgi_server.router.scheduling.memory import PaddedMemory, PagedMemory
 from tgi_server.router.scheduling.planner import AdmissionPolicy, FilterPlan, Reason, StepPlan, StepPlanner
-from tgi_server.router.scheduling.sequence import SINK_FAULTS, Outcome, ScheduledSequence, tell_end
+from tgi_server.router.scheduling.sequence import SINK_FAULTS, Outcome, Sequence, tell_end
 from tgi_server.router.scheduling.shard_client import PendingResponse, ShardedClient
 
 logger = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ class Scheduler:
         self._recovery_timeout_s = recovery_timeout_s
         self._recovery_interval_s = recovery_interval_s
         self.waiting = WaitingQueue()
-        self.batch = RunningBatch(
+        self.batch = Batch(
             PagedMemory(capacity.num_blocks, info.block_size)
             if info.paged
             else PaddedMemory(limits.max_batch_total_tokens)
@@ -104,7 +104,7 @@ class Scheduler:
             tell_end(request, self._unhealthy)
             return
         try:
-            sequence = ScheduledSequence(request)
+            sequence = Sequence(request)
             self.batch.memory.check_length(sequence)
         except InvalidRequest as error:
             tell_end(request, error)
@@ -217,13 +217,13 @@ class Scheduler:
             if outcome is not None:
                 self._end(sequence, outcome, dropped_by_shards=bool(generation.finish_reason))
 
-    def _end(self, sequence: ScheduledSequence, outcome: Outcome | None, *, dropped_by_shards: bool = False) -> None:
+    def _end(self, sequence: Sequence, outcome: Outcome | None, *, dropped_by_shards: bool = False) -> None:
         """Ends a request, the one way there is, whether it waits or runs. outcome: None if nobody waits for it."""
         self.waiting.leave(sequence)
         self.batch.leave(sequence, dropped_by_shards=dropped_by_shards)
         sequence.finish(outcome)
 
-    def _drop_broken(self, sequence: ScheduledSequence) -> None:
+    def _drop_broken(self, sequence: Sequence) -> None:
         """Ends a request in the middle of whose planning something was raised."""
         self.batch.disown(sequence)
         self._end(sequence, GenerationFailed("the request could not be scheduled"))

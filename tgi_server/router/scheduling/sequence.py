@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from shared.stubs import generate_pb2 as pb
@@ -23,7 +23,7 @@ SINK_FAULTS = (Exception, asyncio.CancelledError)
 
 
 @dataclass(slots=True, eq=False)
-class ScheduledSequence:
+class Sequence:
     """Knows nothing of other requests. Its state changes only through its methods.
 
     message: what the shards are told of it when it joins their batch.
@@ -111,7 +111,7 @@ class ScheduledSequence:
         step = self.first_step + len(self.blocks) * block_size - (self.known - 1)
         return step if step <= self.last_step else None
 
-    def admit(self, blocks: Sequence[int] = (), cached: int = 0, copy: BlockCopy | None = None) -> None:
+    def admit(self, blocks: Iterable[int] = (), cached: int = 0, copy: BlockCopy | None = None) -> None:
         """Gets the blocks of its known tokens, with which it joins the shards' batch.
 
         cached: known tokens that are in them already. copy: made before anything is computed.

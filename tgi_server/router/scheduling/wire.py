@@ -1,6 +1,6 @@
 """What the scheduler tells the shards, as messages of `generate.proto`."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from shared.stubs import generate_pb2 as pb
 from tgi_server.contract import BlockCopy
@@ -30,8 +30,8 @@ def request_message(request: ValidRequest) -> pb.Request:
 def complete_request(
     message: pb.Request,
     *,
-    generated_ids: Sequence[int],
-    block_ids: Sequence[int],
+    generated_ids: Iterable[int],
+    block_ids: Iterable[int],
     cached_tokens: int,
     copy: BlockCopy | None,
     prefill_logprobs: bool,

@@ -62,7 +62,6 @@ def test_the_tokens_do_not_depend_on_the_blocks(random_engine: Engine, sampling:
     expected = plenty.run(plenty.sequence(PROMPT, JSON, 200, sampling=sampling))[0]
     scarce = Driver(random_engine, scarce=True)
     sequence = scarce.sequence(PROMPT, JSON, 200, sampling=sampling)
-    sequence.lookahead = 10
     output = scarce.run(sequence)[0]
     assert output.tokens == expected.tokens
     assert output.forced < expected.forced

@@ -1,10 +1,10 @@
 from tests.fakes.recording_sink import recorded_request
 from tgi_server.router.scheduling.batch import WaitingQueue
-from tgi_server.router.scheduling.sequence import ScheduledSequence
+from tgi_server.router.scheduling.sequence import Sequence
 
 
-def _sequence(request_id: int) -> ScheduledSequence:
-    return ScheduledSequence(recorded_request(request_id, [1])[0])
+def _sequence(request_id: int) -> Sequence:
+    return Sequence(recorded_request(request_id, [1])[0])
 
 
 def _filled(*ids: int) -> WaitingQueue:
