@@ -127,13 +127,12 @@ class Simulation:
     def cancel(self, request_id: int) -> None:
         self.scheduler.cancel(request_id)
 
-    def send(self) -> StepPlan | FilterPlan | None:
-        """Sends the next call, if there is one."""
-        plan = self.scheduler.send()
-        if plan is not None:
-            self.sent.append(plan)
-            self.in_flight += 1
-        return plan
+    def send(self) -> list[FilterPlan | StepPlan]:
+        """Sends the next call, if there is one. Returns what was sent."""
+        plans = self.scheduler.send()
+        self.sent += plans
+        self.in_flight += len(plans)
+        return plans
 
     def receive(self) -> bool:
         """Delivers the oldest response. Returns False if none is due."""
@@ -155,7 +154,7 @@ class Simulation:
     def turn(self) -> bool:
         """What the scheduler's task does again and again. Returns False if there was nothing to do."""
         sent = False
-        while self.send() is not None:
+        while self.send():
             sent = True
         return self.receive() or sent
 
@@ -173,7 +172,7 @@ class Simulation:
             expected = expected_tokens(request, stop_after=stop_after)
             if sink.reason is not None:
                 assert sink.tokens == expected, f"request {request.id}"
-                if request.prefill_logprobs:
+                if request.report.prefill_logprobs:
                     assert sink.prefill_ids == request.input_ids
             else:
                 assert sink.tokens == expected[: len(sink.tokens)], f"request {request.id}"

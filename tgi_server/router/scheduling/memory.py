@@ -84,14 +84,13 @@ class PagedMemory:
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.block_size = block_size
         self._num_blocks = num_blocks
-        self._sources: list[int] = []  # of the block copies that the call being built makes
+        self._sources: dict[Sequence, list[int]] = {}  # of the block copies that the call being built makes
         self.rebuild(())
 
     def rebuild(self, sequences: Iterable[Sequence]) -> None:
-        held = Counter(self._sources)
-        for sequence in sequences:
-            held.update(sequence.blocks)
-        self._pool = BlockPool(self._num_blocks, held)
+        left = list(sequences)
+        self._sources = {each: self._sources[each] for each in left if each in self._sources}
+        self._pool = BlockPool(self._num_blocks, self._held(left))
         self._cache = PrefixCache(self._pool, self.block_size)
 
     @property
@@ -132,19 +131,26 @@ class PagedMemory:
 
     def sent(self) -> None:
         self._cache.sent()
-        self._give_up(self._sources)
-        self._sources = []
+        for blocks in self._sources.values():
+            self._give_up(blocks)
+        self._sources.clear()
 
     def release(self, sequence: Sequence) -> None:
         self._keep(sequence, sequence.settled, fresh=False)
         self._give_up(sequence.blocks)
 
     def check(self, sequences: Iterable[Sequence]) -> None:
-        held = Counter(self._sources)
-        for sequence in sequences:
+        holding = list(sequences)
+        for sequence in holding:
             assert len(set(sequence.blocks)) == len(sequence.blocks), f"request {sequence.id} has a block twice"
+        self._pool.check(self._held(holding), self._cache.check())
+
+    def _held(self, sequences: Iterable[Sequence]) -> Counter[int]:
+        """Returns how often each block is held by `sequences`, and by block copies that are to be made."""
+        held = Counter(block for blocks in self._sources.values() for block in blocks)
+        for sequence in sequences:
             held.update(sequence.blocks)
-        self._pool.check(held, self._cache.check())
+        return held
 
     def _blocks_of(self, tokens: int) -> int:
         return -(-tokens // self.block_size)
@@ -169,7 +175,8 @@ class PagedMemory:
         own = self._take(new)
         copy = BlockCopy(found[shared], own[0], partial) if partial else None
         sequence.admit(found[:shared] + own, match.tokens, copy)
-        self._sources += found[shared:]
+        if partial:
+            self._sources[sequence] = found[shared:]
         return True
 
     def _take(self, blocks: int) -> list[int]:

@@ -112,8 +112,8 @@ class StepPlan:
 class StepPlanner:
     """Moves sequences from the queue into the batch and back, and says each move in a plan.
 
-    The caller sends what `plan` returns, before it changes anything else. An exception in planning one sequence is told
-    to `on_fault`, which takes that sequence out of queue and batch; the others are planned without it.
+    The caller sends what `plan` returns, in this order, before it changes anything else. An exception in planning one
+    sequence is told to `on_fault`, which takes that sequence out of queue and batch; the others are planned without it.
     """
 
     def __init__(
@@ -127,36 +127,28 @@ class StepPlanner:
         self._batch = batch
         self._policy = policy
         self._on_fault = on_fault
-        self._held_back: StepPlan | None = None  # until the shards have forgotten who failed while it was planned
         self._steps_since_prefill = 0
         self._did_not_fit: tuple[int, int] | None = None  # request, and tokens held when there was no room for it
 
-    def reset(self) -> None:
-        """Forgets what was planned for a batch that the shards have lost."""
-        self._held_back = None
-        self._did_not_fit = None
+    def plan(self, steps_in_flight: int) -> list[FilterPlan | StepPlan]:
+        """Returns the next call; none if there is none before a step in flight is answered, or another request comes.
 
-    def plan(self, steps_in_flight: int) -> StepPlan | FilterPlan | None:
-        """Returns None if nothing can be said before a step in flight is answered, or another request comes."""
+        Returns two if a sequence fails while a step is planned: the shards forget it first.
+        """
         batch = self._batch
         if batch.filter_due:
-            return self._filter()
-        if self._held_back is not None:
-            held_back, self._held_back = self._held_back, None
-            return held_back
+            return [self._filter()]
         if steps_in_flight >= STEPS_IN_FLIGHT:
-            return None
+            return []
         if not batch.can_grow():
             if steps_in_flight:
-                return None  # they may free blocks, and their tokens belong to a sequence that must give way
-            return self._filter(self._make_room())
+                return []  # they may free blocks, and their tokens belong to a sequence that must give way
+            return [self._filter(self._make_room())]
         step = self._step()
         if step is not None:
             batch.sent()
-        if batch.filter_due:
-            self._held_back = step
-            return self._filter()
-        return step
+        plans: list[FilterPlan | StepPlan] = [self._filter()] if batch.filter_due else []
+        return plans if step is None else [*plans, step]
 
     def _filter(self, preempted: int = 0) -> FilterPlan:
         self._batch.filter_due = False

@@ -146,7 +146,7 @@ class Scheduler:
 
     async def _step(self) -> None:
         """Sends all calls that can be planned, then takes the oldest response; sleeps if none is due."""
-        while self.send() is not None:
+        while self.send():
             pass
         self._show_state()
         if self._in_flight:
@@ -156,11 +156,14 @@ class Scheduler:
         else:
             await self._sleep()
 
-    def send(self) -> StepPlan | FilterPlan | None:
-        """Plans the next call and sends it, without waiting for its response. Returns None if there is none to send."""
-        plan = self._planner.plan(self._steps_in_flight)
-        if plan is None:
-            return None
+    def send(self) -> list[FilterPlan | StepPlan]:
+        """Plans the next call and sends it, without waiting for its response. Returns what was sent."""
+        plans = self._planner.plan(self._steps_in_flight)
+        for plan in plans:
+            self._send(plan)
+        return plans
+
+    def _send(self, plan: FilterPlan | StepPlan) -> None:
         method = Method.PREFILL if isinstance(plan, StepPlan) and plan.is_prefill else Method.DECODE
         self._in_flight.append(_Sent(plan, self._shards.send(plan.call()), method, perf_counter()))
         if isinstance(plan, StepPlan):
@@ -169,7 +172,6 @@ class Scheduler:
             self._start(plan)
         else:
             self._metrics.batches.preempted(plan.preempted)
-        return plan
 
     def _start(self, plan: StepPlan) -> None:
         """Tells the requests that leave the queue with a step."""
@@ -286,7 +288,6 @@ class Scheduler:
         self._steps_in_flight = 0
         lost = list(self.batch)
         self.batch.reset()
-        self._planner.reset()
         for sequence in lost:
             self._end(sequence, error)
         self._show_state()

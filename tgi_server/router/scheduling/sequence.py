@@ -71,7 +71,7 @@ class Sequence:
 
     @property
     def max_total_tokens(self) -> int:
-        return self.prompt_tokens + self.request.max_new_tokens
+        return self.prompt_tokens + self.request.stopping.max_new_tokens
 
     @property
     def jumps(self) -> bool:
@@ -81,7 +81,7 @@ class Sequence:
     @property
     def reports_prompt(self) -> bool:
         """True if the logprobs of its prompt are still to be reported, so that all of it has to be computed."""
-        return self.request.prefill_logprobs and self.generated == 0
+        return self.request.report.prefill_logprobs and self.generated == 0
 
     @property
     def remaining(self) -> int:

@@ -1,4 +1,4 @@
-"""What the scheduler tells the shards, as messages of `generate.proto`."""
+"""The scheduler's calls to the shards as messages of `generate.proto`."""
 
 from collections.abc import Iterable
 
@@ -16,10 +16,10 @@ def request_message(request: ValidRequest) -> pb.Request:
     return pb.Request(
         id=request.id,
         input_ids=request.input_ids,
-        max_new_tokens=request.max_new_tokens,
-        ignore_eos=request.ignore_eos,
-        logprobs=request.logprobs,
-        top_n_tokens=request.top_n_tokens,
+        max_new_tokens=request.stopping.max_new_tokens,
+        ignore_eos=request.stopping.ignore_eos,
+        logprobs=request.report.logprobs,
+        top_n_tokens=request.report.top_n_tokens,
         adapter_id=request.adapter_id or "",
         sampling=sampling_to_message(request.sampling),
         grammar=None if request.grammar is None else grammar_to_message(request.grammar),
@@ -75,7 +75,7 @@ def filter_call(batch_id: int, keep: Iterable[int]) -> pb.Call:
 
 
 def clear_call() -> pb.Call:
-    """Has the shards forget whatever batch they hold."""
+    """Returns the call that makes the shards forget whatever batch they hold."""
     return pb.Call(clear_cache=pb.ClearCacheRequest())
 
 

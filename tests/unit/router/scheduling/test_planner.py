@@ -204,7 +204,7 @@ def test_a_client_that_goes_away_frees_its_slot_at_once() -> None:
     tokens = len(gone.tokens)
     simulation.cancel(1)
     assert len(simulation.batch) == 1
-    plan = simulation.send()
+    (plan,) = simulation.send()
     assert isinstance(plan, FilterPlan)
     assert plan.keep == [2]
     assert list(simulation.shard.rows) == [2]
