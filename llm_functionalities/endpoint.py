@@ -135,7 +135,7 @@ class Endpoint:
 def _parameters(generation: Generation) -> dict[str, Any]:
     return {
         "max_new_tokens": generation.max_tokens,
-        "grammar": generation.grammar.payload() if generation.grammar else None,
+        "grammar": generation.grammar.payload if generation.grammar else None,
         "return_full_text": False,
     }
 

@@ -26,7 +26,7 @@ class RunningSequence:
     preemption; of a sequence with a grammar, all that has been. known: both, in this order.
     blocks: the block table so far. computed: tokens whose keys and values are in the cache.
     generated: tokens generated so far, those before a preemption included.
-    constraint: what its grammar makes of its text.
+    constraint: its grammar at work on its text; None without a grammar.
     catching_up: whether its known tokens that are left to compute are forced ones.
     prompt_report: what is reported of the prompt, until it has been.
     """

@@ -1,6 +1,7 @@
 """Serving HTTP, and a graceful end."""
 
 import asyncio
+import gc
 import ipaddress
 import logging
 import math
@@ -30,6 +31,7 @@ logger = logging.getLogger(__name__)
 _BACKLOG = 2048
 _METRICS_GRACE_SECONDS = 1
 _METRICS_CONNECTIONS = 32
+_TICKS_OF_A_SECOND = 10
 
 
 async def run(settings: RouterSettings) -> None:
@@ -46,6 +48,7 @@ async def run(settings: RouterSettings) -> None:
     if settings.prometheus_port:
         metrics_listener = _listen(settings.hostname, settings.prometheus_port, "--prometheus-port")
     async with assembled(settings) as service:
+        _collect_garbage_seldom()
         app: ASGIApp = create_app(service, access_rules(settings, listener))
         patience = settings.client_timeout
         servers = {HttpServer(app, settings.graceful_termination_timeout, patience, Connections(*limits)): listener}
@@ -58,6 +61,17 @@ async def run(settings: RouterSettings) -> None:
         await asyncio.gather(*(server.serve([each]) for server, each in servers.items()))
     ignore_stop_signals()
     logger.info("stopped")
+
+
+def _collect_garbage_seldom() -> None:
+    """Spares the collector what start-up has left, and the loop most collections: one large body would cause hundreds.
+
+    A body of two megabytes becomes up to a million objects, which take eight times as long to make otherwise, with all
+    else standing still.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 10, 10)
 
 
 class HttpServer(uvicorn.Server):
@@ -98,7 +112,8 @@ class HttpServer(uvicorn.Server):
         self.started = True
 
     async def on_tick(self, counter: int) -> bool:
-        self.open_connections.shed()
+        if counter % _TICKS_OF_A_SECOND == 0:
+            self.open_connections.shed()
         return await super().on_tick(counter)
 
     @contextmanager
@@ -147,6 +162,6 @@ def _listen(hostname: str, port: int, flag: str) -> socket.socket:
 
 def _metrics_app(metrics: Metrics) -> ASGIApp:
     async def expose(_: Request) -> Response:
-        return Response(metrics.expose(), media_type=CONTENT_TYPE)
+        return Response(await metrics.exposed(), media_type=CONTENT_TYPE)
 
     return Starlette(routes=[Route("/metrics", expose), Route("/", expose)])

@@ -41,6 +41,9 @@ class ModelServer:
         self.sick = True
         self.answer: Any = "a fine answer"
         self.delay = 0.0
+        self.raw: bytes | None = None
+        """A body to answer with, whatever is asked; with `raw_status`."""
+        self.raw_status = "200 OK"
         self.requests: list[Request] = []
         self.health_checks = 0
         self.connections = 0
@@ -132,6 +135,9 @@ class ModelServer:
         else:
             self.requests.append(request)
             fault = self.fault
+        if self.raw is not None and request.path != "/health":
+            _send(connection, self.raw, self.raw_status)
+            return True
         if fault is None:
             return self._speak(connection, request)
         if isinstance(fault, int):

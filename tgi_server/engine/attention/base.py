@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tgi_server.engine.grammar import PendingMask
+from tgi_server.engine.grammar.masks import PendingMask
 
 
 @dataclass(frozen=True, slots=True)

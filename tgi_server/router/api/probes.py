@@ -53,7 +53,7 @@ def probe_routes(service: Service) -> APIRouter:
         responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}},
     )
     async def metrics() -> Response:
-        return Response(service.metrics.expose(), media_type=CONTENT_TYPE)
+        return Response(await service.metrics.exposed(), media_type=CONTENT_TYPE)
 
     name = service.model.model_id
     model = ModelInfo(id=name, object="model", created=int(time()), owned_by=name)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tgi_server.engine.attention.base import ForwardMetadata, GreedyOnly
-from tgi_server.engine.grammar import PendingMask
+from tgi_server.engine.grammar.masks import PendingMask
 from tgi_server.engine.kernels import load_kernels
 from tgi_server.engine.layers.head import ScreenedHead
 from tgi_server.engine.sampling.token_mask import TokenMask

@@ -3,7 +3,7 @@ import os
 
 import pytest
 
-from tgi_server.launcher.processes.output import ProcessLog
+from tgi_server.launcher.processes.child import ProcessLog
 
 LINE = "2026-01-02T03:04:05.678Z INFO    shard-0: loaded"
 ERROR = "2026-01-02T03:04:05.678Z ERROR   shard-0: no memory"
@@ -22,21 +22,21 @@ async def follow(name: str, output: bytes) -> ProcessLog:
 async def test_log_lines_pass_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
     log = await follow("shard-0", f"{LINE}\n{ERROR}\n{LINE}\n".encode())
     assert capsys.readouterr().err == f"{LINE}\n{ERROR}\n{LINE}\n"
-    assert log.complaint == "no memory"
+    assert log.last_error == "no memory"
 
 
 async def test_json_lines_pass_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
     line = json.dumps({"level": "CRITICAL", "service": "router", "message": "lost"})
     log = await follow("router", line.encode())
     assert capsys.readouterr().err == f"{line}\n"
-    assert log.complaint == "lost"
+    assert log.last_error == "lost"
 
 
 async def test_other_lines_get_a_name(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     log = await follow("shard-0", b"Killed\n\n{not json}\nshard-0: out of luck \xff")
     assert caplog.messages == ["shard-0: Killed", "shard-0: {not json}", "shard-0: out of luck \ufffd"]
-    assert log.complaint == "out of luck \ufffd"
+    assert log.last_error == "out of luck \ufffd"
 
 
 async def test_a_line_may_be_long(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,25 +1,28 @@
+"""GPUs, addresses and ports of this machine."""
+
+import socket
 from pathlib import Path
 
 import pytest
 
 from shared.settings import read_settings
-from tgi_server.launcher import devices
-from tgi_server.launcher.devices import shard_count
+from tgi_server.launcher import machine
 from tgi_server.launcher.errors import CannotStartError
+from tgi_server.launcher.machine import check_address, check_port, free_port, shard_count
 from tgi_server.launcher.settings import LauncherSettings
 
 
 @pytest.fixture(autouse=True)
 def no_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name in devices.VARIABLES:
+    for name in machine.VARIABLES:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(devices, "DRIVER", tmp_path / "gpus")
+    monkeypatch.setattr(machine, "DRIVER", tmp_path / "gpus")
 
 
 def gpus(count: int) -> None:
     """As many as the driver knows."""
     for each in range(count):
-        (devices.DRIVER / f"0000:0{each}:00.0").mkdir(parents=True)
+        (machine.DRIVER / f"0000:0{each}:00.0").mkdir(parents=True)
 
 
 def count(*flags: str) -> int:
@@ -33,7 +36,7 @@ def test_one_unless_told() -> None:
     assert count("--num-shard=3") == 3
 
 
-@pytest.mark.parametrize("variable", devices.VARIABLES)
+@pytest.mark.parametrize("variable", machine.VARIABLES)
 @pytest.mark.parametrize(("value", "expected"), [("0,2,3", 3), ("GPU-1a,GPU-2b", 2), ("5", 1), ("", 1), ("-1", 1)])
 def test_gpus_that_are_listed_are_used(
     variable: str, value: str, expected: int, monkeypatch: pytest.MonkeyPatch
@@ -60,3 +63,25 @@ def test_sharded_without_gpus_says_what_to_do() -> None:
         count("--sharded=true")
     with pytest.raises(CannotStartError, match=r"^--sharded: one shard is none; give --num-shard more than 1"):
         count("--sharded=true", "--num-shard=1")
+
+
+def test_a_port_in_use_is_told_with_its_flag() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        with pytest.raises(CannotStartError, match=rf"^port {port} is in use; choose another with --port$"):
+            check_port("127.0.0.1", port, "--port")
+    check_port("127.0.0.1", port, "--port")
+    check_port("127.0.0.1", free_port(), "--port")
+
+
+@pytest.mark.parametrize(
+    ("address", "reason"),
+    [
+        ("192.0.2.1", "--node-address: 192.0.2.1 is not an address of this machine"),
+        ("no such name", "--node-address: no such name is not an address that is known here"),
+    ],
+)
+def test_an_address_of_another_machine_is_refused(address: str, reason: str) -> None:
+    with pytest.raises(CannotStartError, match=reason):
+        check_address(address, "--node-address")
+    check_address("127.0.0.1", "--node-address")

@@ -1,4 +1,4 @@
-"""How the launchers of several machines find each other, before any of them starts a shard."""
+"""The rendezvous: launchers of several machines find each other before any of them starts a shard."""
 
 import asyncio
 import logging
@@ -8,30 +8,30 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from tgi_server.launcher.errors import CannotStartError
-from tgi_server.launcher.nodes.link import Link, Lost, Word
-from tgi_server.launcher.nodes.peers import Peers
-from tgi_server.launcher.preflight import check_port, free_port
+from tgi_server.launcher.machine import check_port, free_port
+from tgi_server.launcher.nodes.peers import Kind, Link, PeerLost, Peers
 from tgi_server.launcher.settings import LauncherSettings
 
 logger = logging.getLogger(__name__)
 
 RETRY_SECONDS = 1.0
 REPORT_SECONDS = 10.0
-HELLO_SECONDS = 5.0
+# Seconds for connecting, and for the first message.
+JOIN_SECONDS = 5.0
 
 
-async def meet(settings: LauncherSettings, shards: int) -> Peers:
-    """Waits for the other machines' launchers, for as long as they take. shards: on this machine.
+async def rendezvous(settings: LauncherSettings, shards: int) -> Peers:
+    """Returns the other machines' launchers once all are there, however long that takes. shards: on this machine.
 
     Raises CannotStartError when this machine does not fit the others.
     """
     if settings.node_rank == 0:
-        return await Meeting(settings, shards).wait()
+        return await Rendezvous(settings, shards).wait()
     return await join(settings, shards)
 
 
-class Meeting:
-    """Node 0's part: it listens where the others can reach it, and tells them when all are there."""
+class Rendezvous:
+    """The part of node 0, which listens where the others can reach it, and tells them when all are there."""
 
     def __init__(self, settings: LauncherSettings, shards: int) -> None:
         self._settings = settings
@@ -41,11 +41,12 @@ class Meeting:
         self._changed = asyncio.Event()
 
     async def wait(self) -> Peers:
+        """Raises CannotStartError when this machine cannot listen at its address."""
         settings = self._settings
         check_port(settings.meeting_address, settings.meeting_port, "--master-port", "--node-address")
-        server = await asyncio.start_server(self._greet, settings.meeting_address, settings.meeting_port)
+        server = await asyncio.start_server(self._accept, settings.meeting_address, settings.meeting_port)
         try:
-            async with _reported(self._missing):
+            async with _log_waiting(self._missing):
                 while len(self._joined) < settings.num_nodes - 1:
                     self._changed.clear()
                     await self._changed.wait()
@@ -60,42 +61,43 @@ class Meeting:
             await asyncio.gather(*self._watchers.values(), return_exceptions=True)
         port = free_port(settings.meeting_address)
         for link in self._joined.values():
-            link.say(Word.START, port=port)
-        logger.info("all %d nodes are there", settings.num_nodes)
+            link.send(Kind.START, port=port)
+        logger.info("all %d nodes have joined", settings.num_nodes)
         return Peers([self._joined[node] for node in sorted(self._joined)], port, first=True)
 
-    async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         link = Link(str(writer.get_extra_info("peername")[0]), reader, writer)
         try:
-            async with asyncio.timeout(HELLO_SECONDS):
-                message = await link.hear()
-        except (Lost, TimeoutError):
+            async with asyncio.timeout(JOIN_SECONDS):
+                _, message = await link.receive()
+        except (PeerLost, TimeoutError):
             await link.close()
             return
-        reason = self._objection(message)
+        reason = self._mismatch(message)
         if reason is not None:
             logger.warning("%s was refused: %s", link.name, reason)
-            link.say(Word.REFUSED, reason=reason)
+            link.send(Kind.REFUSED, reason=reason)
             await link.close()
             return
         node = int(message["node"])
         link.name = f"node {node} ({link.name})"
-        logger.info("%s is there", link.name)
+        logger.info("%s has joined", link.name)
         self._joined[node] = link
         self._watchers[node] = asyncio.create_task(self._watch(node, link))
         self._changed.set()
 
     async def _watch(self, node: int, link: Link) -> None:
-        """Forgets a node that goes while others are waited for."""
+        """Forgets a node that is lost while others are waited for."""
         try:
             while True:
-                await link.hear()
-        except Lost as error:
+                await link.receive()
+        except PeerLost as error:
             logger.warning("%s", error)
             del self._joined[node]
             await link.close()
 
-    def _objection(self, message: dict[str, Any]) -> str | None:
+    def _mismatch(self, message: dict[str, Any]) -> str | None:
+        """Returns why the node that sent this message cannot join; None when it can."""
         mine = {"nodes": self._settings.num_nodes, "shards": self._shards}
         flags = {"nodes": "--num-nodes", "shards": "--num-shard"}
         for name, value in mine.items():
@@ -114,21 +116,21 @@ class Meeting:
 
 
 async def join(settings: LauncherSettings, shards: int) -> Peers:
-    """Every other node's part. Raises CannotStartError when node 0 says that this one does not fit."""
+    """The part of every other node. Raises CannotStartError when node 0 refuses this one."""
     while True:
-        async with _reported(lambda: f"node 0 at {settings.meeting_address}:{settings.meeting_port}"):
+        async with _log_waiting(lambda: f"node 0 at {settings.meeting_address}:{settings.meeting_port}"):
             link = await _connect(settings)
-            link.say(Word.JOIN, node=settings.node_rank, nodes=settings.num_nodes, shards=shards)
+            link.send(Kind.JOIN, node=settings.node_rank, nodes=settings.num_nodes, shards=shards)
             try:
-                message = await link.hear()
-            except Lost:
+                kind, message = await link.receive()
+            except PeerLost:
                 await link.close()
                 await asyncio.sleep(RETRY_SECONDS)
                 continue
             except BaseException:
                 await link.close()
                 raise
-        if message["word"] == Word.START:
+        if kind is Kind.START:
             return Peers([link], int(message["port"]), first=False)
         await link.close()
         raise CannotStartError(f"node 0 refused this one: {message.get('reason')}")
@@ -137,7 +139,7 @@ async def join(settings: LauncherSettings, shards: int) -> Peers:
 async def _connect(settings: LauncherSettings) -> Link:
     while True:
         try:
-            async with asyncio.timeout(HELLO_SECONDS):
+            async with asyncio.timeout(JOIN_SECONDS):
                 return await Link.connect("node 0", settings.meeting_address, settings.meeting_port)
         except OSError as error:  # TimeoutError among them
             logger.debug("node 0 cannot be reached yet: %s", error)
@@ -145,8 +147,8 @@ async def _connect(settings: LauncherSettings) -> Link:
 
 
 @asynccontextmanager
-async def _reported(waited_for: Callable[[], str]) -> AsyncIterator[None]:
-    """Says now and then what is waited for."""
+async def _log_waiting(waited_for: Callable[[], str]) -> AsyncIterator[None]:
+    """Logs now and then what is waited for."""
     start = time.monotonic()
 
     async def report() -> None:

@@ -9,10 +9,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.unit.launcher import stand_ins
+from tests.fakes import processes
 from tgi_server.launcher.errors import ProcessEndedError
-from tgi_server.launcher.processes.health import is_healthy
-from tgi_server.launcher.processes.supervisor import Supervisor
+from tgi_server.launcher.processes.supervisor import Supervisor, is_healthy
 
 BROKEN = "print('loading'); raise SystemExit('shard-1: no memory left')"
 
@@ -24,8 +23,8 @@ class Server:
         self.port = port
         self.marker = folder / "marker"
         self.sockets = [folder / f"shard-{rank}" for rank in range(3)]
-        self.shards = [stand_ins.shard(rank, socket, self.marker) for rank, socket in enumerate(self.sockets)]
-        self.router = stand_ins.router(port, self.marker)
+        self.shards = [processes.shard(rank, socket, self.marker) for rank, socket in enumerate(self.sockets)]
+        self.router = processes.router(port, self.marker)
         self.grace = 5.0
 
     async def run(self, *events: Callable[[Supervisor], None]) -> float:
@@ -70,7 +69,7 @@ def kill(name: str) -> Callable[[Supervisor], None]:
 
 
 async def test_the_router_stops_before_the_shards(server: Server) -> None:
-    server.router = stand_ins.router(server.port, server.marker, drain=0.5)
+    server.router = processes.router(server.port, server.marker, drain=0.5)
     await server.run(Supervisor.stop)
     assert server.marker.read_text().splitlines()[0] == "router stopped"
     assert sorted(server.marker.read_text().splitlines()[1:]) == [f"shard-{rank} stopped" for rank in range(3)]
@@ -90,9 +89,9 @@ async def test_a_killed_router_ends_all(server: Server) -> None:
 
 async def test_a_shard_that_dies_while_others_load_is_named_with_its_last_words(server: Server) -> None:
     server.shards = [
-        stand_ins.shard(0, server.sockets[0], server.marker, seconds=60),
-        stand_ins.program("shard-1", BROKEN),
-        stand_ins.shard(2, server.sockets[2], server.marker, seconds=60),
+        processes.shard(0, server.sockets[0], server.marker, seconds=60),
+        processes.program("shard-1", BROKEN),
+        processes.shard(2, server.sockets[2], server.marker, seconds=60),
     ]
     start = time.monotonic()
     with pytest.raises(ProcessEndedError, match=r"shard-1 ended with exit code 1: no memory left$"):
@@ -101,20 +100,20 @@ async def test_a_shard_that_dies_while_others_load_is_named_with_its_last_words(
 
 
 async def test_a_shard_that_only_missed_another_one_is_not_the_one_that_is_named(server: Server) -> None:
-    server.shards[0] = stand_ins.program("shard-0", "raise SystemExit(70)")
-    server.shards[1] = stand_ins.program("shard-1", "import time; time.sleep(0.6); raise SystemExit('no memory left')")
+    server.shards[0] = processes.program("shard-0", "raise SystemExit(70)")
+    server.shards[1] = processes.program("shard-1", "import time; time.sleep(0.6); raise SystemExit('no memory left')")
     with pytest.raises(ProcessEndedError, match=r"shard-1 ended with exit code 1: no memory left$"):
         await Supervisor(server.shards, server.sockets, server.router, ("127.0.0.1", server.port), 5).run()
 
 
 async def test_a_process_that_ignores_the_request_to_stop_is_killed(server: Server) -> None:
-    server.router = stand_ins.router(server.port, server.marker, drain=60)
+    server.router = processes.router(server.port, server.marker, drain=60)
     server.grace = 0.5
     assert 3 < await server.run(Supervisor.stop) < 10
 
 
 async def test_a_second_request_to_stop_does_not_wait(server: Server) -> None:
-    server.router = stand_ins.router(server.port, server.marker, drain=60)
+    server.router = processes.router(server.port, server.marker, drain=60)
     server.grace = 60
     assert await server.run(Supervisor.stop, Supervisor.stop) < 5
 
@@ -122,7 +121,7 @@ async def test_a_second_request_to_stop_does_not_wait(server: Server) -> None:
 async def test_grandchildren_end_too(server: Server, tmp_path: Path) -> None:
     pid = tmp_path / "pid"
     fork = f"import subprocess; open({str(pid)!r}, 'w').write(str(subprocess.Popen(['sleep', '60']).pid))\n"
-    server.router = stand_ins.program("router", fork + stand_ins.ROUTER, server.port, 0, server.marker)
+    server.router = processes.program("router", fork + processes.ROUTER, server.port, 0, server.marker)
     await server.run(Supervisor.stop)
     with contextlib.suppress(psutil.NoSuchProcess):
         assert psutil.Process(int(pid.read_text())).status() == psutil.STATUS_ZOMBIE
@@ -130,7 +129,7 @@ async def test_grandchildren_end_too(server: Server, tmp_path: Path) -> None:
 
 async def test_waiting_is_reported(server: Server, caplog: pytest.LogCaptureFixture, monkeypatch) -> None:
     monkeypatch.setattr("tgi_server.launcher.processes.supervisor.REPORT_SECONDS", 0.3)
-    server.shards[2] = stand_ins.shard(2, server.sockets[2], server.marker, seconds=1.5)
+    server.shards[2] = processes.shard(2, server.sockets[2], server.marker, seconds=1.5)
     caplog.set_level("INFO")
     await server.run(lambda _: None, Supervisor.stop)
     assert any("waiting for shard-2" in line for line in caplog.messages)

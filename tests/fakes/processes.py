@@ -1,4 +1,4 @@
-"""Small programs in place of shards and router, so that supervision is tested for what goes wrong."""
+"""Small programs that stand in for shards and router, so that the launcher is tested for what goes wrong."""
 
 import sys
 from pathlib import Path
