@@ -268,6 +268,7 @@ async def test_a_request_that_no_message_can_hold_fails_alone(parameters: dict[s
         assert "clear_cache" not in there.shards.services[0].calls
 
 
+@pytest.mark.logs_tracebacks
 async def test_a_sink_that_asks_a_cancelled_future_fails_alone() -> None:
     def broken(*_: object) -> None:
         raise asyncio.CancelledError
@@ -282,6 +283,7 @@ async def test_a_sink_that_asks_a_cancelled_future_fails_alone() -> None:
         assert "clear_cache" not in there.shards.services[0].calls
 
 
+@pytest.mark.logs_tracebacks
 async def test_the_books_are_checked_and_mended_when_nothing_is_left_to_do(caplog: pytest.LogCaptureFixture) -> None:
     async with house() as there:
         there.submit([1, 2, 3, 4], 8)
