@@ -8,10 +8,10 @@ from importlib.metadata import PackageNotFoundError, version
 from time import monotonic
 
 from shared.stubs import generate_pb2 as pb
-from tgi_server.contract import Grammar
 from tgi_server.router.capacity import Capacity
 from tgi_server.router.chat_template import ChatTemplate
-from tgi_server.router.errors import GenerationFailed, RouterError, StartupError, Unhealthy
+from tgi_server.router.errors import RouterError, StartupError, Unhealthy
+from tgi_server.router.grammar import PinnedGrammars
 from tgi_server.router.metrics import Metrics
 from tgi_server.router.request import Limits
 from tgi_server.router.scheduler import Scheduler
@@ -23,7 +23,6 @@ from tgi_server.router.tokenization import TokenizerThreads, load_tokenizer
 from tgi_server.router.tokenizer_config import read_tokenizer_config
 from tgi_server.router.tracing import RequestTracer
 from tgi_server.router.validation import Validator, grammar_refusal
-from tgi_server.wire import grammar_to_message
 
 logger = logging.getLogger(__name__)
 
@@ -52,12 +51,6 @@ async def assembled(settings: RouterSettings) -> AsyncIterator[Service]:
         metrics = Metrics()
         scheduler = Scheduler(shards, info, capacity, _scheduler_settings(limits), metrics)
 
-        async def grammar_fault(grammar: Grammar) -> str | None:
-            try:
-                return await shards.compile(grammar_to_message(grammar))
-            except Unhealthy as error:
-                raise GenerationFailed(str(error)) from error
-
         refusal = grammar_refusal(disabled=settings.disable_grammar_support, supported=info.grammars)
         scheduler.start()
         try:
@@ -67,7 +60,7 @@ async def assembled(settings: RouterSettings) -> AsyncIterator[Service]:
                 tokenizer=threads.tokenizer,
                 threads=threads,
                 template=template,
-                validator=Validator(limits, threads, info.vocab_size, refusal, grammar_fault),
+                validator=Validator(limits, threads, info.vocab_size, refusal, PinnedGrammars(shards).fault),
                 submitter=scheduler,
                 capacity=Capacity(limits.max_concurrent_requests),
                 metrics=metrics,

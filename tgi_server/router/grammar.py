@@ -1,14 +1,18 @@
 """What clients ask a text to look like, as the grammar that the shards compile."""
 
 import json
+import weakref
 from dataclasses import replace
+from itertools import count
 from typing import Any
 
 from pydantic_core import from_json
 
 from tgi_server.contract import Grammar, GrammarType
-from tgi_server.router.errors import InvalidRequest
+from tgi_server.router.errors import GenerationFailed, InvalidRequest, Unhealthy
 from tgi_server.router.schemas import grammar as schemas
+from tgi_server.router.shard_client import ShardedClient
+from tgi_server.wire import grammar_to_message
 
 _ANY_OBJECT = {"type": "object"}
 _SPAN = '"x-span"'
@@ -50,6 +54,35 @@ def json_grammar(schema: Any) -> Grammar:
 
 
 def with_text(grammar: Grammar, text: str) -> Grammar:
-    """The grammar with the text that its spans are taken from, if it has any: others are the same for every text."""
+    """Returns a copy of the grammar, with the text that its spans are taken from.
+
+    One without spans is the same for every text.
+    """
     wants_text = grammar.type is GrammarType.JSON_SCHEMA and _SPAN in grammar.value
-    return replace(grammar, text=text) if wants_text else grammar
+    return replace(grammar, text=text if wants_text else "")
+
+
+class PinnedGrammars:
+    """Has the shards compile grammars and keep them for as long as a request needs them.
+
+    A request needs its grammar for as long as anything refers to the object. The shards are told that they may forget
+    it when the next one is compiled, which is when they need the room.
+    """
+
+    def __init__(self, shards: ShardedClient) -> None:
+        self._shards = shards
+        self._pins = count(1)
+
+    async def fault(self, grammar: Grammar) -> str | None:
+        """Returns why the grammar cannot be used, in one line, or None: it is compiled.
+
+        Raises Overloaded when the shards cannot compile it now, and GenerationFailed when they do not answer.
+        """
+        pin = next(self._pins)
+        try:
+            fault = await self._shards.compile(grammar_to_message(grammar), pin)
+        except Unhealthy as error:
+            raise GenerationFailed(str(error)) from error
+        if fault is None:
+            weakref.finalize(grammar, self._shards.release, pin).atexit = False
+        return fault

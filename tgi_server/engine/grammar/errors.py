@@ -7,6 +7,10 @@ class InvalidGrammar(EngineError):
     """The grammar cannot be compiled, or asks for something that would not be enforced."""
 
 
+class NoRoomForGrammar(EngineError):
+    """The compiled grammars that requests need leave no room for another one."""
+
+
 class SandboxLimit(EngineError):
     """Trying a grammar took as long as it may. limit: `cpu`, seconds of computing, or `time`, seconds that passed."""
 
