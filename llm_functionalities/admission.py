@@ -1,36 +1,93 @@
-"""What happens around every call of an application: the limit of calls, metrics, traces, errors to statuses."""
+"""What happens around every call: limits, metrics, traces, and errors that become statuses.
 
+A call has its place before its message is received, so memory never holds more messages than calls may run. This is why
+messages are read here, and not by gRPC.
+"""
+
+import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import aclosing, contextmanager
 from typing import Any, TypeAlias
 
 import grpc
+from google.protobuf.message import DecodeError
 from opentelemetry import trace
 
 from llm_functionalities.caller import Context
-from llm_functionalities.errors import InvalidGrammar
+from llm_functionalities.errors import InvalidRequest, Refused, TooBusy, TooSlow
 from llm_functionalities.metrics import Metrics
-from shared.tracing import extract_context
+from llm_functionalities.wire import check_fields
+from shared.stubs import llm_pb2
+from shared.tracing import extract_context, trace_headers
 
 logger = logging.getLogger(__name__)
 
-UNLIMITED = ("/grpc.health.", "/grpc.reflection.")
-"""Services that answer however busy this one is."""
-
+Rpc: TypeAlias = grpc.aio.ServicerContext
 Handler: TypeAlias = grpc.RpcMethodHandler
+Behaviour: TypeAlias = Callable[[Any, Rpc], Awaitable[Any]]
+
+HEALTH_CHECK = "/grpc.health.v1.Health/Check"
+ABOUT_ITSELF = ("/grpc.health.", "/grpc.reflection.")
+"""Services that answer however busy this one is: they have places of their own."""
+
+CHECKS = 64
+"""Questions for the health at a time."""
+
+WATCHERS = 64
+"""Streams of health and reflection at a time. They may last."""
+
+UNREAD_SECONDS = 1.0
+"""From a stream's deadline until it is ended although its caller does not read."""
+
+_REQUESTS = {
+    f"/{service.full_name}/{method.name}": method.input_type
+    for service in llm_pb2.DESCRIPTOR.services_by_name.values()
+    for method in service.methods
+}
+
+
+class Places:
+    """Counts what runs at a time, and refuses what is too much."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.taken = 0
+
+    @contextmanager
+    def one(self) -> Iterator[None]:
+        """Holds a place. Raises TooBusy when there is none."""
+        if self.taken >= self.limit:
+            raise TooBusy(f"{self.limit} calls are under way; try again")
+        self.taken += 1
+        try:
+            yield
+        finally:
+            self.taken -= 1
 
 
 class Admission(grpc.aio.ServerInterceptor):
-    """Lets at most `limit` calls in at a time; more are refused with RESOURCE_EXHAUSTED."""
+    """Lets at most `limit` calls in at a time; more are refused with RESOURCE_EXHAUSTED.
 
-    def __init__(self, limit: int, metrics: Metrics) -> None:
-        self._limit = limit
+    max_entries: of each list in a request. receive_timeout: seconds in which a request's message has to arrive.
+    """
+
+    def __init__(self, limit: int, metrics: Metrics, *, max_entries: int, receive_timeout: float) -> None:
+        self._calls = Places(limit)
+        self._checks = Places(CHECKS)
+        self._watchers = Places(WATCHERS)
         self._metrics = metrics
-        self._running = 0
+        self._max_entries = max_entries
+        self._receive_timeout = receive_timeout
         self._tracer = trace.get_tracer(__name__)
         self._wrapped: dict[str, Handler] = {}
+        metrics.watch_calls(lambda: self._calls.taken)
+
+    @property
+    def most_rpcs(self) -> int:
+        """How many calls gRPC may take on: those of all places, and some that are being refused."""
+        return self._calls.limit + self._checks.limit + self._watchers.limit + CHECKS
 
     async def intercept_service(
         self,
@@ -41,78 +98,131 @@ class Admission(grpc.aio.ServerInterceptor):
         if (wrapped := self._wrapped.get(method)) is not None:
             return wrapped
         handler = await continuation(details)
-        if handler is None or method.startswith(UNLIMITED):
-            return handler
+        if handler is None:
+            return None
         self._wrapped[method] = wrapped = self._wrap(method, handler)
         return wrapped
 
     def _wrap(self, method: str, handler: Handler) -> Handler:
+        if handler.request_streaming:
+            return grpc.stream_stream_rpc_method_handler(
+                _refusing(self._conversation(handler)), handler.request_deserializer, handler.response_serializer
+            )
+        behaviour = self._question(method, handler) if method.startswith(ABOUT_ITSELF) else self._call(method, handler)
         make = (
-            grpc.unary_stream_rpc_method_handler if handler.response_streaming else grpc.unary_unary_rpc_method_handler
+            grpc.stream_stream_rpc_method_handler
+            if handler.response_streaming
+            else grpc.stream_unary_rpc_method_handler
         )
-        behaviour = self._streaming(method, handler) if handler.response_streaming else self._unary(method, handler)
-        return make(behaviour, handler.request_deserializer, handler.response_serializer)
+        return make(_refusing(behaviour), None, handler.response_serializer)
 
-    def _unary(self, method: str, handler: Handler) -> Callable[[Any, Context], Awaitable[Any]]:
-        answer = handler.unary_unary
+    def _conversation(self, handler: Handler) -> Behaviour:
+        """A method of the reflection service, whose requests gRPC may read: they are small, or end the stream."""
 
-        async def admitted(request: Any, context: Context) -> Any:
-            await self._admit(method, context)
-            with self._call(method, context):
-                try:
-                    return await answer(request, context)
-                except InvalidGrammar as error:
-                    await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        async def admitted(requests: AsyncIterator[Any], rpc: Rpc) -> None:
+            with self._watchers.one():
+                async with aclosing(handler.stream_stream(requests, rpc)) as responses:
+                    async for response in responses:
+                        await rpc.write(response)
 
         return admitted
 
-    def _streaming(self, method: str, handler: Handler) -> Callable[[Any, Context], AsyncIterator[Any]]:
-        answer = handler.unary_stream
+    def _question(self, method: str, handler: Handler) -> Behaviour:
+        """A method of the health service."""
+        places = self._checks if method == HEALTH_CHECK else self._watchers
+        answer = handler.unary_stream if handler.response_streaming else handler.unary_unary
 
-        async def admitted(request: Any, context: Context) -> AsyncIterator[Any]:
-            await self._admit(method, context)
-            with self._call(method, context):
-                try:
-                    async for part in answer(request, context):
-                        yield part
-                except InvalidGrammar as error:
-                    await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        async def admitted(_: object, rpc: Rpc) -> Any:
+            with places.one():
+                return await answer(handler.request_deserializer(await self._receive(rpc)), rpc)
 
         return admitted
 
-    async def _admit(self, method: str, context: Context) -> None:
-        if self._running >= self._limit:
-            self._metrics.calls.labels(method, "RESOURCE_EXHAUSTED").inc()
-            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{self._limit} calls are under way; try again")
+    def _call(self, method: str, handler: Handler) -> Behaviour:
+        """A method of the service."""
+        kind = _REQUESTS[method]
+
+        async def admitted(_: object, rpc: Rpc) -> Any:
+            with self._observed(method, rpc) as context:
+                message = await self._receive(rpc)
+                check_fields(message, kind, self._max_entries)
+                try:
+                    request = handler.request_deserializer(message)
+                except DecodeError as error:
+                    raise InvalidRequest(f"the message is no {kind.name}: {error}") from None
+                del message
+                if handler.response_streaming:
+                    return await _stream(handler.unary_stream(request, context), context, rpc)
+                return await handler.unary_unary(request, context)
+
+        return admitted
+
+    async def _receive(self, rpc: Rpc) -> bytes:
+        """Returns the request's message as it came. Raises TooSlow or InvalidRequest."""
+        try:
+            async with asyncio.timeout(self._receive_timeout):
+                message = await rpc.read()
+        except TimeoutError:
+            raise TooSlow(f"the request's message did not arrive within {self._receive_timeout:g} s") from None
+        if message is grpc.aio.EOF:
+            raise InvalidRequest("the request has no message")
+        received: bytes = message
+        return received
 
     @contextmanager
-    def _call(self, method: str, context: Context) -> Iterator[None]:
-        self._running += 1
-        self._metrics.running.inc()
+    def _observed(self, method: str, rpc: Rpc) -> Iterator[Context]:
+        """Holds a place for a call, and tells metrics and traces about it."""
         started = time.monotonic()
         status = "OK"
+        span = self._tracer.start_span(
+            method.removeprefix("/"), extract_context(_text_metadata(rpc)), trace.SpanKind.SERVER
+        )
         try:
-            with self._tracer.start_as_current_span(
-                method.removeprefix("/"), extract_context(_text_metadata(context)), trace.SpanKind.SERVER
-            ):
-                yield
-        except grpc.aio.AbortError:
-            status = "INVALID_ARGUMENT"
+            with self._calls.one():
+                yield Context(rpc, trace_headers(span))
+        except Refused as error:
+            status = error.status.name
             raise
-        except Exception:
+        except Exception as error:
             status = "INTERNAL"
+            span.record_exception(error)
+            span.set_status(trace.StatusCode.ERROR, str(error))
             logger.exception("%s failed; this is a fault of the service", method)
             raise
         except BaseException:
             status = "CANCELLED"
             raise
         finally:
-            self._running -= 1
-            self._metrics.running.dec()
+            span.end()
             self._metrics.calls.labels(method, status).inc()
-            self._metrics.seconds.labels(method).observe(time.monotonic() - started)
+            if status != TooBusy.status.name:
+                self._metrics.seconds.labels(method).observe(time.monotonic() - started)
 
 
-def _text_metadata(context: Context) -> dict[str, str]:
-    metadata = context.invocation_metadata() or ()
+def _refusing(behaviour: Behaviour) -> Behaviour:
+    """Ends calls of `behaviour` that are refused with the status of the refusal."""
+
+    async def refusing(requests: Any, rpc: Rpc) -> Any:
+        try:
+            return await behaviour(requests, rpc)
+        except Refused as error:
+            await rpc.abort(error.status, str(error))
+
+    return refusing
+
+
+async def _stream(responses: AsyncGenerator[Any, None], context: Context, rpc: Rpc) -> None:
+    """Sends the parts of a stream. Raises TooSlow when the call's time is up and its caller still does not read."""
+    try:
+        async with aclosing(responses):
+            async for response in responses:
+                left = max(0.0, context.deadline.remaining()) if context.deadline else 0.0
+                async with asyncio.timeout(left + UNREAD_SECONDS):
+                    await rpc.write(response)
+    except TimeoutError:
+        raise TooSlow("the stream was not read in time") from None
+
+
+def _text_metadata(rpc: Rpc) -> dict[str, str]:
+    metadata = rpc.invocation_metadata() or ()
     return {key: value for key, value in metadata if isinstance(value, str)}

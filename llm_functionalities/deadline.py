@@ -20,10 +20,13 @@ class Deadline:
         return cls(time.monotonic() + seconds)
 
     @classmethod
-    def of_request(cls, timeout_ms: int, caller_seconds: float | None, default_seconds: float) -> "Deadline":
-        """The sooner of the request's `timeout_ms` and the caller's gRPC deadline; the default where neither is set.
+    def of_request(
+        cls, timeout_ms: int, caller_seconds: float | None, default_seconds: float, longest_seconds: float
+    ) -> "Deadline":
+        """Returns the sooner of the request's `timeout_ms` and the caller's gRPC deadline; the default without them.
 
         `caller_seconds` is what is left of the caller's gRPC deadline; the answer has to leave a little before it.
+        Nobody gets more than `longest_seconds`.
         """
         limits = []
         if timeout_ms > 0:
@@ -31,7 +34,7 @@ class Deadline:
         if caller_seconds is not None:
             margin = min(CALLER_MARGIN_SECONDS, CALLER_MARGIN_SHARE * caller_seconds)
             limits.append(max(0.0, caller_seconds - margin))
-        return cls.after(min(limits, default=default_seconds))
+        return cls.after(min(longest_seconds, *limits) if limits else default_seconds)
 
     def remaining(self) -> float:
         """Seconds that are left; zero or less once it has passed."""

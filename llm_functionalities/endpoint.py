@@ -31,7 +31,7 @@ from llm_functionalities.errors import (
     ServerFailed,
 )
 from llm_functionalities.generation import Generation
-from llm_functionalities.grammar_support import GrammarSupport
+from llm_functionalities.grammar_support import GrammarSupport, concerns_one_grammar
 
 PROBE_SECONDS = 1.0
 REFUSED_REQUEST = frozenset({400, 413, 422})
@@ -135,7 +135,7 @@ class Endpoint:
 def _parameters(generation: Generation) -> dict[str, Any]:
     return {
         "max_new_tokens": generation.max_tokens,
-        "grammar": generation.grammar.payload() if generation.grammar else None,
+        "grammar": generation.grammar.payload if generation.grammar else None,
         "return_full_text": False,
     }
 
@@ -161,6 +161,8 @@ def _model_errors() -> Iterator[None]:
 
 def _of_status(status: int, message: str) -> ModelError:
     text = _short(f"{status}: {message}")
+    if concerns_one_grammar(text):
+        return Rejected(text)
     if status == 429:
         return Overloaded(text)
     return Rejected(text) if status in REFUSED_REQUEST else ServerFailed(text)

@@ -2,6 +2,8 @@
 
 from typing import ClassVar
 
+import grpc
+
 
 class ModelError(Exception):
     """No answer came from the model. Turned into an empty answer in one place, `Model`."""
@@ -87,8 +89,32 @@ class Rejected(ModelError):
     reason = "rejected"
 
 
-class InvalidGrammar(ValueError):
-    """A request's grammar that no answer could follow: INVALID_ARGUMENT, the one error that a caller can see."""
+class Refused(Exception):
+    """A call that gets no answer. Its caller sees `status` and the message."""
+
+    status: ClassVar[grpc.StatusCode]
+
+
+class InvalidRequest(Refused):
+    """The caller's mistake."""
+
+    status = grpc.StatusCode.INVALID_ARGUMENT
+
+
+class InvalidGrammar(InvalidRequest):
+    """A request's grammar that no answer could follow."""
+
+
+class TooBusy(Refused):
+    """As many calls run as may."""
+
+    status = grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+class TooSlow(Refused):
+    """The caller does not send its message, or does not read the answer."""
+
+    status = grpc.StatusCode.DEADLINE_EXCEEDED
 
 
 class StartupError(Exception):

@@ -2,10 +2,14 @@
 
 import json
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from llm_functionalities.errors import InvalidGrammar
 from shared.stubs import llm_pb2
+
+LONGEST_GRAMMAR = 128 * 1024
+"""Characters of a grammar: more than model servers take, and read within milliseconds."""
 
 
 @dataclass(frozen=True)
@@ -21,6 +25,8 @@ class Grammar:
         form = grammar.WhichOneof("form")
         if form is None:
             return None
+        if (length := len(getattr(grammar, form))) > LONGEST_GRAMMAR:
+            raise InvalidGrammar(f"grammar.{form} has {length} characters; it must have at most {LONGEST_GRAMMAR}")
         if form == "regex":
             if not grammar.regex:
                 raise InvalidGrammar("grammar.regex is empty")
@@ -33,6 +39,7 @@ class Grammar:
             raise InvalidGrammar("grammar.json_schema is not a JSON object")
         return cls(json_schema=schema)
 
+    @cached_property
     def payload(self) -> dict[str, Any]:
         """As the text-generation API takes it."""
         if self.regex is not None:

@@ -6,6 +6,13 @@ import time
 
 logger = logging.getLogger(__name__)
 
+# Oatmill's server says so of a grammar that is too complex, and when it has too many to compile. It may take others.
+_ONE_GRAMMAR = (
+    "the grammar cannot be used",
+    "the grammar could not be followed",
+    "the grammar cannot be compiled now",
+)
+
 TRY_AGAIN_SECONDS = 300.0
 """Another server, which does, may have come in its place."""
 
@@ -24,6 +31,8 @@ class GrammarSupport:
 
     def refused(self, reason: Exception) -> None:
         """A request was refused with a grammar, and answered without."""
+        if concerns_one_grammar(str(reason)):
+            return
         self._try_at = time.monotonic() + TRY_AGAIN_SECONDS
         with self._lock:
             told, self._told = self._told, True
@@ -32,3 +41,8 @@ class GrammarSupport:
 
     def taken(self) -> None:
         self._told = False
+
+
+def concerns_one_grammar(message: str) -> bool:
+    """Returns True if a server's message says nothing of the grammars of other requests."""
+    return any(words in message for words in _ONE_GRAMMAR)

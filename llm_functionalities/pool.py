@@ -3,7 +3,8 @@
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from functools import partial
 
 logger = logging.getLogger(__name__)
 
@@ -11,10 +12,25 @@ Job = Callable[[], None]
 
 
 class _Batch:
-    """The jobs of one batch that still wait."""
+    """The jobs of one batch that still wait: from `begun` up to `size`. None of them costs memory until it is taken."""
 
-    def __init__(self, jobs: Iterable[Job]) -> None:
-        self.jobs = deque(jobs)
+    def __init__(self, size: int, job: Callable[[int], None]) -> None:
+        self._size = size
+        self._job = job
+        self._begun = 0
+
+    @property
+    def waiting(self) -> int:
+        return self._size - self._begun
+
+    def take(self) -> Job:
+        """Returns the next job. There has to be one."""
+        self._begun += 1
+        return partial(self._job, self._begun - 1)
+
+    def drop(self) -> None:
+        """Forgets what still waits."""
+        self._begun = self._size
 
 
 class FairPool:
@@ -40,7 +56,7 @@ class FairPool:
     def waiting(self) -> int:
         """Jobs that no thread has begun."""
         with self._changed:
-            return len(self._singles) + sum(len(batch.jobs) for batch in self._batches)
+            return len(self._singles) + sum(batch.waiting for batch in self._batches)
 
     def run(self, job: Job) -> None:
         """Runs `job` soon. It must not raise."""
@@ -48,13 +64,21 @@ class FairPool:
             self._singles.append(job)
             self._wake()
 
-    def run_batch(self, jobs: Iterable[Job]) -> Callable[[], None]:
-        """Runs `jobs` soon, in turn with all others. The returned function drops those that still wait."""
-        batch = _Batch(jobs)
+    def run_batch(self, size: int, job: Callable[[int], None]) -> Callable[[], None]:
+        """Runs `job` soon with each number below `size`, in turn with all others.
+
+        The returned function drops those that still wait.
+        """
+        batch = _Batch(size, job)
         with self._changed:
             self._batches.append(batch)
             self._wake()
-        return batch.jobs.clear
+
+        def drop() -> None:
+            with self._changed:
+                batch.drop()
+
+        return drop
 
     def stop(self, timeout: float) -> None:
         """Ends the threads once their current jobs are done; waits for them for `timeout` seconds in all."""
@@ -68,7 +92,7 @@ class FairPool:
 
     def _wake(self) -> None:
         """Sees to it that a thread, idle or new, takes each job that may run now."""
-        of_batches = sum(len(batch.jobs) for batch in self._batches)
+        of_batches = sum(batch.waiting for batch in self._batches)
         jobs = len(self._singles) + min(of_batches, self._batch_limit - self._batch_running)
         for _ in range(min(jobs - self._idle, self._limit - len(self._threads))):
             thread = threading.Thread(target=self._work, name=f"worker {len(self._threads)}", daemon=True)
@@ -110,11 +134,8 @@ class FairPool:
             return None
         while self._batches:
             batch = self._batches.popleft()
-            try:
-                job = batch.jobs.popleft()
-            except IndexError:
-                continue  # it was dropped, or its last job has been taken
-            self._batches.append(batch)
-            self._batch_running += 1
-            return job
+            if batch.waiting:
+                self._batches.append(batch)
+                self._batch_running += 1
+                return batch.take()
         return None

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import resource
 import ssl
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -31,6 +32,7 @@ from llm_functionalities.workflows.execution_search import LLMExecutionSearchMan
 from llm_functionalities.workflows.proactive_question import LLMProactiveQuestionGeneration
 from llm_functionalities.workflows.replacement import LLMReplacementGeneration
 from llm_functionalities.workflows.summary import LLMSummaryGeneration
+from shared.event_loop import watch_event_loop
 from shared.stubs import llm_pb2, llm_pb2_grpc
 
 logger = logging.getLogger(__name__)
@@ -38,6 +40,18 @@ logger = logging.getLogger(__name__)
 SERVICES = tuple(service.full_name for service in llm_pb2.DESCRIPTOR.services_by_name.values())
 STOP_SECONDS = 2.0
 """How long the threads get to end after the last call has."""
+
+OTHER_FILES = 128
+"""Open files besides the connections of callers and those to model servers."""
+
+LONGEST_METADATA = 16 * 1024
+"""Bytes of a call's metadata."""
+
+IDLE_SECONDS = 5 * 60
+"""A connection without a call for so long is closed; callers make another one by themselves when they need it."""
+
+CONNECTION_SECONDS = 30 * 60
+"""A connection gets no new calls after this time, and callers make another: stuck ones end, and load is spread anew."""
 
 
 class Server:
@@ -52,11 +66,13 @@ class Server:
         self._metrics.watch_pool(self._pool)
         self._health = health.aio.HealthServicer()
         self._stop_metrics: Callable[[], None] | None = None
+        self._watch: asyncio.Task[None] | None = None
         self._server = self._grpc_server()
 
     async def start(self) -> int:
         """Listens. Returns the port. Raises StartupError when that cannot be."""
         settings = self._settings
+        _allow_open_files(settings.max_connections + settings.threads + OTHER_FILES)
         if settings.metrics_port is not None:
             port, self._stop_metrics = self._serve_metrics(settings.metrics_port)
             logger.info("metrics on http://%s:%d/metrics", settings.listen_address, port)
@@ -69,6 +85,7 @@ class Server:
         except RuntimeError:
             raise StartupError(f"cannot listen on {address}: is the port in use? choose another with --port") from None
         await self._server.start()
+        self._watch = asyncio.create_task(watch_event_loop(self._metrics.event_loop_lag.observe))
         for name in ("", *SERVICES):
             await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
         return port
@@ -80,6 +97,8 @@ class Server:
         # Not on the loop: it is the loop that ends the calls on which the threads still work.
         await asyncio.to_thread(self._pool.stop, STOP_SECONDS)
         await asyncio.to_thread(self._endpoints.stop, STOP_SECONDS)
+        if self._watch is not None:
+            self._watch.cancel()
         self._http.close()
         if self._stop_metrics is not None:
             self._stop_metrics()
@@ -98,12 +117,19 @@ class Server:
 
     def _grpc_server(self) -> Any:
         settings = self._settings
-        server = grpc.aio.server(
-            interceptors=[Admission(settings.max_concurrent_calls, self._metrics)], options=_options(settings)
+        admission = Admission(
+            settings.max_concurrent_calls,
+            self._metrics,
+            max_entries=settings.max_batch_prompts,
+            receive_timeout=settings.receive_timeout,
         )
-        empties = EmptyAnswers(self._metrics.count_empty)
-        model = Model(self._endpoints, self._pool, empties)
-        front = Front(model, empties, settings.default_timeout, settings.max_tokens)
+        server = grpc.aio.server(
+            interceptors=[admission],
+            options=_options(settings, admission.most_rpcs),
+            maximum_concurrent_rpcs=admission.most_rpcs,
+        )
+        model = Model(self._endpoints, self._pool, EmptyAnswers(self._metrics.count_empty))
+        front = Front(model, settings.default_timeout, settings.max_timeout, settings.max_tokens)
         llm_pb2_grpc.add_LLMRunnerServicer_to_server(LLMRunner(front), server)
         llm_pb2_grpc.add_LLMChitChatServicer_to_server(LLMChitChat(front), server)
         llm_pb2_grpc.add_LLMSummaryGenerationServicer_to_server(LLMSummaryGeneration(front), server)
@@ -123,6 +149,18 @@ class Server:
             raise StartupError(f"cannot serve metrics on port {port}: {error.strerror}; see --metrics-port") from None
 
 
+def _allow_open_files(needed: int) -> None:
+    """Raises StartupError when this process may not have so many files open."""
+    allowed, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if most != resource.RLIM_INFINITY and most < needed:
+        raise StartupError(
+            f"this process may have {most} files open and needs {needed}: "
+            "allow more (ulimit -n), or take fewer with --max-connections and --threads"
+        )
+    if allowed != resource.RLIM_INFINITY and allowed < needed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, most))
+
+
 def _transport(settings: Settings) -> BoundedTransport:
     servers = [split_name_server(text) for text in settings.name_servers] or None
     backend = BoundedBackend(
@@ -135,12 +173,19 @@ def _transport(settings: Settings) -> BoundedTransport:
     return BoundedTransport(backend, tls, settings.max_message_bytes)
 
 
-def _options(settings: Settings) -> Sequence[tuple[str, int]]:
+def _options(settings: Settings, most_streams: int) -> Sequence[tuple[str, int]]:
     """https://grpc.github.io/grpc/core/group__grpc__arg__keys.html"""
     return (
         ("grpc.so_reuseport", 0),  # a port in use is an error, not a share of its calls
         ("grpc.max_receive_message_length", settings.max_message_bytes),
         ("grpc.max_send_message_length", settings.max_message_bytes),
+        ("grpc.max_metadata_size", LONGEST_METADATA),
+        ("grpc.max_concurrent_streams", most_streams),  # of one connection
+        ("grpc.max_allowed_incoming_connections", settings.max_connections),
+        ("grpc.server_handshake_timeout_ms", int(settings.receive_timeout * 1000)),
+        ("grpc.max_connection_idle_ms", IDLE_SECONDS * 1000),
+        ("grpc.max_connection_age_ms", CONNECTION_SECONDS * 1000),
+        ("grpc.max_connection_age_grace_ms", int((settings.max_timeout + settings.receive_timeout) * 1000)),
         ("grpc.keepalive_time_ms", int(settings.keepalive_time * 1000)),
         ("grpc.keepalive_timeout_ms", 20_000),
         ("grpc.keepalive_permit_without_calls", 1),

@@ -53,6 +53,7 @@ class Settings(ServiceSettings):
     endpoint_ca: Path | None = Field(None, description="certificates (PEM) to check https:// model servers with")
 
     default_timeout: Seconds = Field(10.0, description="seconds for a call that sets no time-out of its own")
+    max_timeout: Seconds = Field(300.0, description="most seconds for a call, whatever time-out it sets")
     max_tokens: Annotated[int, Field(gt=0)] = Field(128, description="length of an answer unless the call says")
     threads: Annotated[int, Field(gt=0)] = Field(64, description="requests to the model servers at a time")
     batch_threads: Annotated[int, Field(gt=0)] | None = Field(
@@ -61,7 +62,12 @@ class Settings(ServiceSettings):
     max_concurrent_calls: Annotated[int, Field(gt=0)] = Field(
         512, description="calls at a time; those beyond it are refused with RESOURCE_EXHAUSTED"
     )
-    max_message_bytes: Annotated[int, Field(gt=0)] = Field(16 * 2**20, description="largest request, answer, and reply")
+    max_batch_prompts: Annotated[int, Field(gt=0)] = Field(
+        256, description="most prompts of a batch, and entries of any other list in a request"
+    )
+    max_message_bytes: Annotated[int, Field(gt=0)] = Field(4 * 2**20, description="largest request, answer, and reply")
+    max_connections: Annotated[int, Field(gt=0)] = Field(1024, description="connections of callers at a time")
+    receive_timeout: Seconds = Field(20.0, description="seconds in which a call's request has to arrive")
 
     resolve_timeout: Seconds = Field(1.0, description="seconds in which a host name has to be resolved")
     connect_timeout: Seconds = Field(1.0, description="seconds in which a connection has to be made")
@@ -92,6 +98,8 @@ class Settings(ServiceSettings):
         for path in (self.tls_cert, self.tls_key, self.tls_client_ca, self.endpoint_ca):
             if path is not None and not path.is_file():
                 raise ValueError(f"there is no file {path}")
+        if self.default_timeout > self.max_timeout:
+            raise ValueError("--default-timeout cannot be more than --max-timeout")
         if self.batch_threads is None:
             self.batch_threads = (self.threads + 1) // 2
         if self.batch_threads > self.threads:

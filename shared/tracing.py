@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from opentelemetry import context, propagate, trace
 from opentelemetry.context import Context
+from opentelemetry.trace import Span
 
 EXPORT_SECONDS = 5
 """How long one export may take, so that a collector that is away delays nothing."""
@@ -41,8 +42,8 @@ def extract_context(headers: Mapping[str, str]) -> Context:
     return propagate.extract(headers, context=context.get_current())
 
 
-def trace_headers() -> dict[str, str]:
-    """Headers that carry the current span on to the next service; empty when nothing is traced."""
+def trace_headers(span: Span) -> dict[str, str]:
+    """Returns the headers that carry `span` on to the next service; none when nothing is traced."""
     headers: dict[str, str] = {}
-    propagate.inject(headers)
+    propagate.inject(headers, context=trace.set_span_in_context(span))
     return headers

@@ -18,7 +18,13 @@ from llm_functionalities.download.unpack import is_archive, unpack
 
 
 def fetch_source(
-    source: Source, folder: Path, client: httpx2.Client, *, force: bool = False, log: Callable[[str], None] = print
+    source: Source,
+    folder: Path,
+    client: httpx2.Client,
+    *,
+    force: bool = False,
+    allow_http: bool = False,
+    log: Callable[[str], None] = print,
 ) -> bool:
     """Brings the files of `source` into `folder`. Returns False when they were there already.
 
@@ -34,7 +40,7 @@ def fetch_source(
             if not force and is_present(source, folder):
                 return False
             aside = kept / f"{source.id}-{_version(source)}"
-            _fetch_all(source, aside, client, log)
+            _fetch_all(source, aside, client, log, allow_http)
             _publish(source, aside, folder)
     except OSError as error:
         raise DownloadError(f"{source.id}: {error}") from None
@@ -46,11 +52,13 @@ def _version(source: Source) -> str:
     return hashlib.sha256(json.dumps(urls_of(source)).encode()).hexdigest()[:8]
 
 
-def _fetch_all(source: Source, aside: Path, client: httpx2.Client, log: Callable[[str], None]) -> None:
+def _fetch_all(
+    source: Source, aside: Path, client: httpx2.Client, log: Callable[[str], None], allow_http: bool
+) -> None:
     for file in source.urls:
         target = aside / file.path
         target.parent.mkdir(parents=True, exist_ok=True)
-        fetch(client, file, target, log)
+        fetch(client, file, target, log, allow_http=allow_http)
     if source.decompress:
         for file in source.urls:
             if is_archive(file.path):

@@ -1,8 +1,9 @@
 """`LLMChitChat`: small talk in the middle of a task."""
 
 from llm_functionalities.caller import Context, Front
+from llm_functionalities.model import Question
 from llm_functionalities.prompts import alpaca
-from llm_functionalities.workflows.fields import labelled
+from llm_functionalities.workflows.fields import is_blank, labelled
 from llm_functionalities.workflows.sentences import speakable
 from shared.stubs import llm_pb2, llm_pb2_grpc
 
@@ -16,7 +17,10 @@ INSTRUCTION = (
 )
 
 
-def prompt(request: llm_pb2.LLMChitChatRequest) -> str:
+def prompt(request: llm_pb2.LLMChitChatRequest) -> str | None:
+    """Returns None when the user has said nothing."""
+    if is_blank(request.user_question) and is_blank(request.last_user_utterance):
+        return None
     return alpaca(
         INSTRUCTION,
         labelled(
@@ -41,8 +45,9 @@ class LLMChitChat(llm_pb2_grpc.LLMChitChatServicer):
         self, request: llm_pb2.LLMChitChatRequest, context: Context
     ) -> llm_pb2.ChitChatResponse:
         deadline = self._front.deadline(context, request.timeout)
-        if not (request.user_question.strip() or request.last_user_utterance.strip()):
-            return llm_pb2.ChitChatResponse()
-        generation = self._front.generation(MAX_TOKENS)
-        text = await self._front.parsed(context, prompt(request), generation, deadline, parse)
+
+        def ask() -> Question[str]:
+            return Question(prompt(request), parse)
+
+        text = await self._front.answer(context, ask, self._front.generation(MAX_TOKENS), deadline)
         return llm_pb2.ChitChatResponse(text=text or "")

@@ -1,8 +1,11 @@
 """`LLMDescriptionGeneration`: a task introduced by its title and what it needs."""
 
+from collections.abc import Callable
+
 from llm_functionalities.caller import Context, Front
+from llm_functionalities.model import Question
 from llm_functionalities.prompts import alpaca
-from llm_functionalities.workflows.fields import at, labelled
+from llm_functionalities.workflows.fields import at, is_blank, labelled
 from llm_functionalities.workflows.sentences import speakable
 from shared.stubs import llm_pb2, llm_pb2_grpc
 
@@ -18,7 +21,7 @@ INSTRUCTION = (
 
 def prompt(title: str, ingredients: str, domain: str = "") -> str | None:
     """None when there is nothing to describe."""
-    if not title.strip():
+    if is_blank(title):
         return None
     return alpaca(
         INSTRUCTION,
@@ -37,18 +40,25 @@ class LLMDescriptionGeneration(llm_pb2_grpc.LLMDescriptionGenerationServicer):
     async def generate_description(
         self, request: llm_pb2.LLMDescriptionGenerationRequest, context: Context
     ) -> llm_pb2.DescriptionGenerationResponse:
-        asked = [prompt(request.task_title, request.ingredients)]
-        return llm_pb2.DescriptionGenerationResponse(description=(await self._descriptions(context, asked))[0])
+
+        def ask(place: int) -> Question[str]:
+            return Question(prompt(request.task_title, request.ingredients), parse)
+
+        return llm_pb2.DescriptionGenerationResponse(description=(await self._descriptions(context, 1, ask))[0])
 
     async def generate_descriptions(
         self, request: llm_pb2.LLMMultipleDescriptionGenerationRequest, context: Context
     ) -> llm_pb2.MultipleDescriptionGenerationResponse:
-        ingredients, domains = list(request.ingredients), list(request.domains)
-        asked = [prompt(title, at(ingredients, i), at(domains, i)) for i, title in enumerate(request.task_title)]
-        return llm_pb2.MultipleDescriptionGenerationResponse(description=await self._descriptions(context, asked))
+        titles, ingredients, domains = request.task_title, request.ingredients, request.domains
 
-    async def _descriptions(self, context: Context, prompts: list[str | None]) -> list[str]:
+        def ask(place: int) -> Question[str]:
+            return Question(prompt(titles[place], at(ingredients, place), at(domains, place)), parse)
+
+        return llm_pb2.MultipleDescriptionGenerationResponse(
+            description=await self._descriptions(context, len(titles), ask)
+        )
+
+    async def _descriptions(self, context: Context, count: int, ask: Callable[[int], Question[str]]) -> list[str]:
         deadline = self._front.deadline(context)
-        generation = self._front.generation(MAX_TOKENS)
-        texts = await self._front.all_parsed(context, prompts, generation, deadline, parse)
-        return [text or "" for text in texts]
+        answers = await self._front.answers(context, count, ask, self._front.generation(MAX_TOKENS), deadline)
+        return [answer.value or "" for answer in answers]

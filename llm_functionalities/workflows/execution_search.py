@@ -4,8 +4,9 @@ import re
 
 from llm_functionalities.caller import Context, Front
 from llm_functionalities.generation import Grammar
+from llm_functionalities.model import Question
 from llm_functionalities.prompts import alpaca
-from llm_functionalities.workflows.fields import labelled
+from llm_functionalities.workflows.fields import is_blank, labelled
 from llm_functionalities.workflows.objects import first_object
 from llm_functionalities.workflows.sentences import speakable
 from shared.stubs import llm_pb2, llm_pb2_grpc
@@ -40,7 +41,10 @@ _DOMAINS = {llm_pb2.Session.COOKING: "cooking", llm_pb2.Session.DIY: "DIY"}
 _INTENT = re.compile(rf"\b(?:{'|'.join(INTENTS)})\b")
 
 
-def prompt(request: llm_pb2.ExecutionSearchRequest) -> str:
+def prompt(request: llm_pb2.ExecutionSearchRequest) -> str | None:
+    """Returns None when the user has said nothing."""
+    if is_blank(request.user_question) and is_blank(request.last_user_response):
+        return None
     return alpaca(
         INSTRUCTION,
         labelled(
@@ -76,8 +80,10 @@ class LLMExecutionSearchManager(llm_pb2_grpc.LLMExecutionSearchManagerServicer):
         self, request: llm_pb2.ExecutionSearchRequest, context: Context
     ) -> llm_pb2.ExecutionSearchResponse:
         deadline = self._front.deadline(context, request.timeout)
-        if not (request.user_question.strip() or request.last_user_response.strip()):
-            return llm_pb2.ExecutionSearchResponse()
         generation = self._front.generation(MAX_TOKENS, DECISION, wish=True)
-        decision = await self._front.parsed(context, prompt(request), generation, deadline, parse)
+
+        def ask() -> Question[llm_pb2.ExecutionSearchResponse]:
+            return Question(prompt(request), parse)
+
+        decision = await self._front.answer(context, ask, generation, deadline)
         return decision or llm_pb2.ExecutionSearchResponse()

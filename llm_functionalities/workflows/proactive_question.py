@@ -2,8 +2,9 @@
 
 from llm_functionalities.caller import Context, Front
 from llm_functionalities.generation import Grammar
+from llm_functionalities.model import Question
 from llm_functionalities.prompts import alpaca
-from llm_functionalities.workflows.fields import at, labelled
+from llm_functionalities.workflows.fields import at, is_blank, labelled
 from llm_functionalities.workflows.sentences import CLOSING, plain, split
 from shared.stubs import llm_pb2, llm_pb2_grpc
 
@@ -20,7 +21,7 @@ QUESTION = Grammar(regex=r"[A-Z][^?!.\n\"]{8,150}\?")
 
 def prompt(title: str, previous: str, current: str) -> str | None:
     """None when nothing is known to ask about."""
-    if not (title.strip() or previous.strip() or current.strip()):
+    if is_blank(title) and is_blank(previous) and is_blank(current):
         return None
     return alpaca(INSTRUCTION, labelled(("Task", title), ("Previous steps", previous), ("Current step", current)))
 
@@ -40,13 +41,14 @@ class LLMProactiveQuestionGeneration(llm_pb2_grpc.LLMProactiveQuestionGeneration
     ) -> llm_pb2.ProactiveQuestionGenerationResponse:
         """One question for each title, in their order; its text is empty where there is none."""
         deadline = self._front.deadline(context)
-        previous, current = list(request.previous_steps), list(request.current_step)
-        count = max(len(request.task_title), len(current))
-        titles = list(request.task_title)
-        asked = [prompt(at(titles, i), at(previous, i), at(current, i)) for i in range(count)]
+        titles, previous, current = request.task_title, request.previous_steps, request.current_step
+
+        def ask(place: int) -> Question[str]:
+            return Question(prompt(at(titles, place), at(previous, place), at(current, place)), parse)
+
         generation = self._front.generation(MAX_TOKENS, QUESTION, wish=True)
-        texts = await self._front.all_parsed(context, asked, generation, deadline, parse)
-        question = llm_pb2.ExtraInfo.QUESTION
+        answers = await self._front.answers(context, max(len(titles), len(current)), ask, generation, deadline)
+        kind = llm_pb2.ExtraInfo.QUESTION
         return llm_pb2.ProactiveQuestionGenerationResponse(
-            questions=[llm_pb2.ExtraInfo(type=question, text=text or "") for text in texts]
+            questions=[llm_pb2.ExtraInfo(type=kind, text=answer.value or "") for answer in answers]
         )

@@ -6,14 +6,17 @@ from functools import partial
 
 from llm_functionalities.caller import Context, Front
 from llm_functionalities.generation import Grammar
+from llm_functionalities.model import Question
 from llm_functionalities.prompts import alpaca
-from llm_functionalities.workflows.fields import labelled
+from llm_functionalities.workflows.fields import LONGEST_VALUE, is_blank, labelled
 from llm_functionalities.workflows.objects import first_object, words
 from llm_functionalities.workflows.sentences import speakable
 from shared.stubs import llm_pb2, llm_pb2_grpc
 
 LONGEST_NAME = 60
 LONGEST_AMOUNT = 40
+LONGEST_INGREDIENT = 200
+"""Characters of an ingredient's name that are looked for in a step."""
 OBJECT_TOKENS = 160
 """More than the longest object that the schema allows, so that none is cut."""
 STEP_TOKENS = 256
@@ -38,11 +41,16 @@ REPLACEMENT = Grammar(
     }
 )
 
+_WORD = re.compile(r"\w+")
+
 Replaced = Sequence[llm_pb2.ReplacedIngredient]
 
 
-def replacement_prompt(request: llm_pb2.IngredientReplacementRequest) -> str:
+def replacement_prompt(request: llm_pb2.IngredientReplacementRequest) -> str | None:
+    """Returns None when there is nothing that says what to replace."""
     original = request.original_ingredient
+    if is_blank(original.name) and is_blank(request.user_question) and is_blank(request.agent_response):
+        return None
     return alpaca(
         REPLACE,
         labelled(
@@ -75,26 +83,52 @@ def step_prompt(title: str, step: str, replaced: Replaced) -> str:
     return alpaca(REWRITE, labelled(("Task", title), ("Step", step), *changes))
 
 
+class Words:
+    """The words of a text, in which the words of another can be looked for: in time that grows with the text only.
+
+    Letter case and whatever stands between the words do not count.
+    """
+
+    def __init__(self, text: str, longest: int = LONGEST_VALUE) -> None:
+        # Two spaces between the words, so that each has one of its own on either side.
+        self._line = f" {'  '.join(_WORD.findall(text[:longest].casefold()))} "
+        self._forms = [f" {self._line.strip()}{plural} " for plural in ("", "s", "es")] if self._line.strip() else []
+
+    def mention(self, name: "Words") -> bool:
+        """Returns True if `name`, in the singular or the plural, is among the words."""
+        return any(form in self._line for form in name._forms)
+
+    def mention_beside(self, name: "Words", other: "Words") -> bool:
+        """Returns True if `name` is mentioned in another way than as a part of `other`."""
+        if not self.mention(name):
+            return False
+        line = self._line
+        for form in other._forms:
+            line = line.replace(form, "")
+        return any(form in line for form in name._forms)
+
+
 def parse_step(text: str, replaced: Replaced) -> str | None:
-    """The rewritten step; None when it still mentions an ingredient that was to go."""
+    """Returns the rewritten step; None when it still mentions an ingredient that was to go."""
     step = speakable(text, sentences=STEP_SENTENCES, characters=STEP_CHARACTERS)
-    if not step or any(_still_mentions(step, pair) for pair in replaced):
-        return None
-    return step
+    words = Words(step)
+    gone = all(not words.mention_beside(_name(pair.original), _name(pair.replacement)) for pair in replaced)
+    return step if step and gone else None
 
 
-def mentions(text: str, ingredient: str) -> bool:
-    """Whether `text` speaks of the ingredient, in the singular or the plural."""
-    name = ingredient.strip()
-    if not name:
-        return False
-    return re.search(rf"\b{re.escape(name)}(?:s|es)?\b", text, re.IGNORECASE) is not None
+def rewriting(title: str, text: str, ingredients: Sequence[tuple[Words, llm_pb2.ReplacedIngredient]]) -> Question[str]:
+    """Returns the question for a step; there is nothing to ask when it mentions none of the ingredients.
+
+    ingredients: those that are replaced, each with the name of the original one.
+    """
+    words = Words(text)
+    replaced = [pair for name, pair in ingredients if words.mention(name)]
+    prompt = step_prompt(title, text, replaced) if replaced else None
+    return Question(prompt, partial(parse_step, replaced=replaced))
 
 
-def _still_mentions(step: str, pair: llm_pb2.ReplacedIngredient) -> bool:
-    new = pair.replacement.name.strip()
-    without_new = re.sub(re.escape(new), "", step, flags=re.IGNORECASE) if new else step
-    return mentions(without_new, pair.original.name)
+def _name(ingredient: llm_pb2.Ingredient) -> Words:
+    return Words(ingredient.name, LONGEST_INGREDIENT)
 
 
 class LLMReplacementGeneration(llm_pb2_grpc.LLMReplacementGenerationServicer):
@@ -107,11 +141,12 @@ class LLMReplacementGeneration(llm_pb2_grpc.LLMReplacementGenerationServicer):
         """No ingredient in the response: there is none."""
         deadline = self._front.deadline(context)
         original = request.original_ingredient.name
-        if not (original.strip() or request.user_question.strip() or request.agent_response.strip()):
-            return llm_pb2.IngredientReplacementResponse()
         generation = self._front.generation(OBJECT_TOKENS, REPLACEMENT, wish=True)
-        parse = partial(parse_replacement, original=original)
-        new = await self._front.parsed(context, replacement_prompt(request), generation, deadline, parse)
+
+        def ask() -> Question[llm_pb2.Ingredient]:
+            return Question(replacement_prompt(request), partial(parse_replacement, original=original))
+
+        new = await self._front.answer(context, ask, generation, deadline)
         return llm_pb2.IngredientReplacementResponse(new_ingredient=new)
 
     async def rewrite_steps(
@@ -119,17 +154,16 @@ class LLMReplacementGeneration(llm_pb2_grpc.LLMReplacementGenerationServicer):
     ) -> llm_pb2.AdjustedStepGenerationResponse:
         """A text for each step, in their order: as it was when no replaced ingredient is in it, empty on failure."""
         deadline = self._front.deadline(context)
-        texts = [step.response.speech_text for step in request.step]
-        changed = [[pair for pair in request.ingredient if mentions(text, pair.original.name)] for text in texts]
-        asked = [
-            step_prompt(request.task_title, text, pairs) if pairs else None
-            for text, pairs in zip(texts, changed, strict=True)
-        ]
-        generation = self._front.generation(STEP_TOKENS)
-        answers = await self._front.answers(context, asked, generation, deadline)
+        steps = request.step
+        ingredients = [(_name(pair.original), pair) for pair in request.ingredient]
+
+        def ask(place: int) -> Question[str]:
+            return rewriting(request.task_title, steps[place].response.speech_text, ingredients)
+
+        answers = await self._front.answers(context, len(steps), ask, self._front.generation(STEP_TOKENS), deadline)
         rewritten = [
-            self._front.understood(context, answer, partial(parse_step, replaced=pairs)) or "" if pairs else text
-            for answer, text, pairs in zip(answers, texts, changed, strict=True)
+            step.response.speech_text if answer.nothing_asked else answer.value or ""
+            for step, answer in zip(steps, answers, strict=True)
         ]
-        ids = [step.unique_id for step in request.step]
+        ids = [step.unique_id for step in steps]
         return llm_pb2.AdjustedStepGenerationResponse(step_text=rewritten, ids=ids)

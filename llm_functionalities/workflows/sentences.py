@@ -5,6 +5,9 @@ import re
 LONGEST_ANSWER = 8000
 """Characters that are looked at: far more than anybody listens to."""
 
+LONGEST_WORD = 40
+"""Characters before a full stop that are looked at, to see whether it belongs to an abbreviation."""
+
 _LAST_WORDS_TOO = frozenset({"etc", "ft", "in", "lb", "lbs", "max", "min", "no", "oz", "pt", "qt", "st", "tbsp", "tsp"})
 """Abbreviations, and short words, that may end a sentence as well: they do when a capital letter follows."""
 
@@ -13,7 +16,8 @@ _ABBREVIATIONS = _LAST_WORDS_TOO | {"approx", "dr", "e.g", "i.e", "incl", "mr", 
 CLOSING = "\"'\u201d\u2019\u00bb)]"
 """What may stand between the end of a sentence and the space after it."""
 
-_END = re.compile(rf"[.!?\u2026]+[{re.escape(CLOSING)}]*(?=\s|$)")
+# Possessive, and only at the beginning of a run of marks: otherwise thousands of full stops take quadratic time.
+_END = re.compile(rf"(?<![.!?\u2026])[.!?\u2026]++[{re.escape(CLOSING)}]*+(?=\s|$)")
 _OTHER_TURN = re.compile(
     r"^[ \t]*#{2,}|<\|[a-z_]+\|>|</?s>|\[/?INST\]|^(?:user|human|input|instruction)[ \t]*:",
     re.IGNORECASE | re.MULTILINE,
@@ -61,7 +65,8 @@ def split(text: str) -> list[str]:
     found = []
     start = 0
     for end in _END.finditer(text):
-        if _goes_on(text[start : end.start()], end.group(), text[end.end() + 1 : end.end() + 2]):
+        before = text[max(start, end.start() - LONGEST_WORD) : end.start()]
+        if _goes_on(before, end.group(), text[end.end() + 1 : end.end() + 2]):
             continue
         sentence = _ORDINAL.sub("", text[start : end.end()].strip())
         start = end.end()

@@ -1,8 +1,11 @@
 """`LLMSummaryGeneration`: a step and its details, short enough to be listened to."""
 
+from collections.abc import Callable
+
 from llm_functionalities.caller import Context, Front
+from llm_functionalities.model import Question
 from llm_functionalities.prompts import alpaca
-from llm_functionalities.workflows.fields import at, labelled
+from llm_functionalities.workflows.fields import at, is_blank, labelled
 from llm_functionalities.workflows.sentences import speakable
 from shared.stubs import llm_pb2, llm_pb2_grpc
 
@@ -18,7 +21,7 @@ INSTRUCTION = (
 
 def prompt(title: str, step: str, details: str) -> str | None:
     """None when there is nothing to summarise."""
-    if not (step.strip() or details.strip()):
+    if is_blank(step) and is_blank(details):
         return None
     return alpaca(INSTRUCTION, labelled(("Task", title), ("Step", step), ("Details", details)))
 
@@ -34,18 +37,23 @@ class LLMSummaryGeneration(llm_pb2_grpc.LLMSummaryGenerationServicer):
     async def generate_summary(
         self, request: llm_pb2.SummaryGenerationRequest, context: Context
     ) -> llm_pb2.SummaryGenerationResponse:
-        asked = [prompt(request.task_title, request.step_text, request.more_details)]
-        return llm_pb2.SummaryGenerationResponse(summary=(await self._summaries(context, asked))[0])
+
+        def ask(place: int) -> Question[str]:
+            return Question(prompt(request.task_title, request.step_text, request.more_details), parse)
+
+        return llm_pb2.SummaryGenerationResponse(summary=(await self._summaries(context, 1, ask))[0])
 
     async def generate_summaries(
         self, request: llm_pb2.MultipleSummaryGenerationRequest, context: Context
     ) -> llm_pb2.MultipleSummaryGenerationResponse:
-        titles, details = list(request.task_title), list(request.more_details)
-        asked = [prompt(at(titles, i), step, at(details, i)) for i, step in enumerate(request.step_text)]
-        return llm_pb2.MultipleSummaryGenerationResponse(summary=await self._summaries(context, asked))
+        titles, steps, details = request.task_title, request.step_text, request.more_details
 
-    async def _summaries(self, context: Context, prompts: list[str | None]) -> list[str]:
+        def ask(place: int) -> Question[str]:
+            return Question(prompt(at(titles, place), steps[place], at(details, place)), parse)
+
+        return llm_pb2.MultipleSummaryGenerationResponse(summary=await self._summaries(context, len(steps), ask))
+
+    async def _summaries(self, context: Context, count: int, ask: Callable[[int], Question[str]]) -> list[str]:
         deadline = self._front.deadline(context)
-        generation = self._front.generation(MAX_TOKENS)
-        texts = await self._front.all_parsed(context, prompts, generation, deadline, parse)
-        return [text or "" for text in texts]
+        answers = await self._front.answers(context, count, ask, self._front.generation(MAX_TOKENS), deadline)
+        return [answer.value or "" for answer in answers]

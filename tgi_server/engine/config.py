@@ -2,14 +2,11 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
 from tgi_server.engine.errors import UnsupportedModel
-
-if TYPE_CHECKING:
-    from tgi_server.engine.sharding import ShardGroup
+from tgi_server.engine.sharding import ShardGroup
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -41,7 +38,7 @@ class EngineConfig:
     watermark_gamma: float = 0.5
     watermark_delta: float = 2.0
     cuda_graphs: tuple[int, ...] | None = None
-    group: "ShardGroup | None" = None
+    group: ShardGroup | None = None
 
     def resolve_device(self) -> torch.device:
         return self.device or torch.device("cuda" if torch.cuda.is_available() else "cpu")

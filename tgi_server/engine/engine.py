@@ -83,7 +83,6 @@ class Engine:
         self._watermark = WatermarkSettings(config.watermark_gamma, config.watermark_delta)
         self._batch: RunningBatch | None = None
         self._capacity: CacheCapacity | None = None
-        self._max_batch_size = 0
         self.info = LoadedModel(
             model_type=model.config.model_type,
             dtype=str(model.dtype).removeprefix("torch."),
@@ -115,7 +114,6 @@ class Engine:
         """
         self.clear()
         self._capacity = self._runner.warm_up(max_batch_size, max_prefill_tokens, max_total_tokens)
-        self._max_batch_size = max_batch_size
         self._sampler = Sampler(max_batch_size, self.info.vocab_size, self._device, self._watermark)
         return self._capacity
 
@@ -177,18 +175,24 @@ class Engine:
             self._batch = None
 
     @property
+    def capacity(self) -> CacheCapacity:
+        """What the last warm-up found room for. Raises InvalidCall before the first one."""
+        if self._capacity is None:
+            raise InvalidCall("warm up before the first step")
+        return self._capacity
+
+    @property
     def batch(self) -> RunningBatch | None:
         """The running batch; None when no sequence is left."""
         return self._batch if self._batch else None
 
     def _batch_for(self, batch_id: int) -> RunningBatch:
-        if self._capacity is None:
-            raise InvalidCall("warm up before the first step")
         if self._batch and self._batch.id != batch_id:
             raise InvalidCall(f"batch {self._batch.id} is running; clear it before batch {batch_id}")
         if not self._batch:
+            max_batch_size = self.capacity.max_batch_size
             cheap = _CHEAP_TOKENS.get(self._device.type, 1)
-            self._batch = RunningBatch(batch_id, self._runner, self._sampler, self._max_batch_size, cheap)
+            self._batch = RunningBatch(batch_id, self._runner, self._sampler, max_batch_size, cheap)
         return self._batch
 
     def _chunk(self, batch: RunningBatch, request_id: int, tokens: int) -> PromptChunk:

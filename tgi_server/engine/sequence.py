@@ -26,7 +26,7 @@ class RunningSequence:
     preemption; of a sequence with a grammar, all that has been. known: both, in this order.
     blocks: the block table so far. computed: tokens whose keys and values are in the cache.
     generated: tokens generated so far, those before a preemption included.
-    lookahead: slots of its blocks that forced tokens must leave free. constraint: what its grammar makes of its text.
+    constraint: its grammar at work on its text; None without a grammar.
     catching_up: whether its known tokens that are left to compute are forced ones.
     prompt_report: what is reported of the prompt, until it has been.
     """
@@ -39,7 +39,6 @@ class RunningSequence:
     grammar: Grammar | None = None
     generated_ids: list[int] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
-    lookahead: int = 0
     computed: int = 0
     copy: BlockCopy | None = None
     generated: int = 0
@@ -69,7 +68,7 @@ class RunningSequence:
 
     def room(self, block_size: int) -> int:
         """How many forced tokens may follow now: as many as have a slot beside that of the last token."""
-        slots = len(self.blocks) * block_size - self.lookahead
+        slots = len(self.blocks) * block_size
         return max(0, slots - len(self.input_ids) - self.generated - 1)
 
     def catch_up(self, tokens: int) -> None:

@@ -24,13 +24,13 @@ class TopTokens:
 class Generation:
     """What one request got from a step.
 
-    forced: tokens behind `token_id` that the request's grammar left no choice about. hidden: which of all these are
-    no part of the text; 0 is `token_id`. error: why the request cannot go on.
+    jump_forward: tokens behind `token_id` that the request's grammar left no choice about. hidden: which of all these
+    are no part of the text; 0 is `token_id`. error: why the request cannot go on.
     """
 
     request_id: int
     token_id: int
-    forced: list[int] = field(default_factory=list)
+    jump_forward: list[int] = field(default_factory=list)
     hidden: list[int] = field(default_factory=list)
     error: str | None = None
     logprob: float | None = None
@@ -110,8 +110,8 @@ class Step:
         if ended:
             self._batch.drop(ended)
         for generation, sequence in alive:
-            if generation.forced and not generation.finish_reason and not generation.error:
-                self._batch.step_aside(sequence, 1 + len(generation.forced))
+            if generation.jump_forward and not generation.finish_reason and not generation.error:
+                self._batch.step_aside(sequence, 1 + len(generation.jump_forward))
         return [generation for generation, _ in alive]
 
     def _follow_grammar(self, generation: Generation, sequence: RunningSequence) -> bool:
@@ -122,7 +122,7 @@ class Step:
         advance = constraint.advance(generation.token_id, room)
         if not constraint.ended:
             self._budget -= len(advance.following)
-        generation.forced, generation.hidden = advance.following, advance.hidden
+        generation.jump_forward, generation.hidden = advance.following, advance.hidden
         generation.error = constraint.error
         sequence.append([generation.token_id, *advance.following])
         return constraint.ended

@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from importlib.metadata import PackageNotFoundError, version
 from time import monotonic
 
+from shared.event_loop import watch_event_loop
 from shared.stubs import generate_pb2 as pb
 from tgi_server.router.capacity import Capacity
 from tgi_server.router.chat_template import ChatTemplate
@@ -53,6 +54,7 @@ async def assembled(settings: RouterSettings) -> AsyncIterator[Service]:
 
         refusal = grammar_refusal(disabled=settings.disable_grammar_support, supported=info.grammars)
         scheduler.start()
+        watch = asyncio.create_task(watch_event_loop(metrics.event_loop_lag), name="event loop watch")
         try:
             yield Service(
                 model=_describe(settings, info),
@@ -71,6 +73,7 @@ async def assembled(settings: RouterSettings) -> AsyncIterator[Service]:
                 special_tokens=guard,
             )
         finally:
+            watch.cancel()
             await scheduler.stop()
     finally:
         await shards.close()

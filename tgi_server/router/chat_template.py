@@ -1,17 +1,24 @@
 """Prompts from conversations: the model's Jinja template, in a sandbox."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
+from time import monotonic
 from typing import Any, NoReturn
 
-from jinja2 import TemplateError, nodes
+from jinja2 import TemplateError, nodes, pass_context
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
+from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from tgi_server.router.errors import InvalidTemplate, StartupError
 from tgi_server.router.tokenizer_config import DEFAULT_TEMPLATE, TOOL_TEMPLATE, TokenizerConfig
+
+RENDER_SECONDS = 5.0
+"""How long a template may loop."""
+
+_DEADLINE = "_deadline"
 
 
 class _GenerationTag(Extension):
@@ -24,14 +31,33 @@ class _GenerationTag(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
+class _Environment(ImmutableSandboxedEnvironment):
+    """Templates whose loops end in time: what they loop over comes from clients, too."""
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        tree = super()._parse(source, name, filename)
+        for loop in tree.find_all(nodes.For):
+            loop.iter = nodes.Filter(loop.iter, "in_time", [], [], None, None, lineno=loop.lineno)
+        return tree
+
+
+@pass_context
+def _in_time(context: Context, items: Iterable[Any]) -> Iterator[Any]:
+    """The items of a loop, until the time of the rendering is over. Raises TemplateError then."""
+    deadline = context[_DEADLINE]
+    for item in items:
+        if monotonic() > deadline:
+            raise TemplateError(f"rendering takes more than {RENDER_SECONDS} s")
+        yield item
+
+
 class ChatTemplate:
     """Renders conversations. A model without a template can be served; only its chat routes refuse."""
 
     def __init__(self, config: TokenizerConfig) -> None:
         """Raises StartupError for a template that is not Jinja."""
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
-        )
+        environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols])
+        environment.filters["in_time"] = _in_time
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
@@ -60,7 +86,11 @@ class ChatTemplate:
         template = self._templates[self._name(tools=bool(tools))]
         try:
             prompt = template.render(
-                messages=messages, tools=tools or None, add_generation_prompt=prefix is None, **self._tokens
+                messages=messages,
+                tools=tools or None,
+                add_generation_prompt=prefix is None,
+                **{_DEADLINE: monotonic() + RENDER_SECONDS},
+                **self._tokens,
             )
         except TemplateError as error:
             raise InvalidTemplate(f"the chat template refuses these messages: {error}") from error
@@ -76,9 +106,9 @@ class ChatTemplate:
 
 def _leave_open(prompt: str, prefix: str) -> str:
     """Cuts off what the template puts behind the last message."""
-    text = prefix.strip()
-    position = prompt.rfind(text)
-    return prompt if position < 0 else prompt[: position + len(text)]
+    # Backwards, because `rfind` takes quadratic time for texts that repeat themselves.
+    behind = prompt[::-1].find(prefix.strip()[::-1])
+    return prompt if behind < 0 else prompt[: len(prompt) - behind]
 
 
 def _to_json(value: Any, indent: int | None = None, **options: Any) -> str:

@@ -26,24 +26,29 @@ class ClientConnection(HttpToolsProtocol):
     receiving = True
     _in_head = True
     _head_bytes = 0
+    _received = 0
+    _broken_off = False
     _deadline: asyncio.TimerHandle | None = None
     _reading_deadline: asyncio.TimerHandle | None = None
 
     @property
-    def unread(self) -> int:
-        """Bytes that wait for the client to take them."""
-        return 0 if self.transport is None else self.transport.get_write_buffer_size()
+    def held(self) -> int:
+        """Bytes of a request that is not complete, and of answers that the client has not taken."""
+        if self.transport is None:
+            return 0
+        return self.transport.get_write_buffer_size() + (self._received if self.receiving else 0)
 
     @property
     def may_give_way(self) -> bool:
         """True while the server waits for the client, and for nothing else."""
-        if self.transport is None or self.transport.is_closing() or self.pipeline:
+        if self.transport is None or self._broken_off or self.pipeline:
             return False
         return self.cycle is None or self.cycle.response_complete or self.cycle.more_body
 
     def break_off(self) -> None:
         """Ends the connection; what has not been sent is dropped."""
-        if self.unread:
+        self._broken_off = True
+        if self.transport.get_write_buffer_size():
             self.transport.abort()
         else:
             self.transport.close()
@@ -61,6 +66,7 @@ class ClientConnection(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         self._head_bytes += len(data)
+        self._received += len(data)
         super().data_received(data)
         if self._in_head and self._head_bytes > _LARGEST_HEAD and not self.transport.is_closing():
             self.transport.write(_TOO_LARGE)
@@ -70,6 +76,7 @@ class ClientConnection(HttpToolsProtocol):
         super().on_message_begin()
         self.scope["state"][BREAK_OFF] = self.break_off
         self.receiving = self._in_head = True
+        self._received = 0
         self._wait()
 
     def on_headers_complete(self) -> None:

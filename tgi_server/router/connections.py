@@ -19,7 +19,7 @@ _RESERVED_FILES = 192
 """For shards, logs, the metrics' port, refusals on their way, and whatever the libraries open."""
 _MOST_CONNECTIONS = 4096
 _LARGEST_BACKLOG = 256 * 2**20
-"""Bytes that may wait for the clients of a server together."""
+"""Bytes that all clients of a server together may have it hold: of requests to come, and of answers to be taken."""
 _TAKEN_AT_ONCE = 16
 _REFUSALS_AT_ONCE = 32
 _REFUSAL_SECONDS = 0.5
@@ -93,14 +93,14 @@ class Connections:
         return self._give_way(sorted(self._of.values(), key=len, reverse=True))
 
     def shed(self) -> None:
-        """Ends connections whose clients leave too much unread, the largest first, until the rest is bearable."""
-        unread = {each: size for own in self._of.values() for each in own if (size := each.unread)}
-        total = sum(unread.values())
-        for connection in sorted(unread, key=unread.__getitem__, reverse=True):
+        """Ends connections for which too much is held, the largest first, until the rest is bearable."""
+        held = {each: size for own in self._of.values() for each in own if (size := each.held)}
+        total = sum(held.values())
+        for connection in sorted(held, key=held.__getitem__, reverse=True):
             if total <= _LARGEST_BACKLOG:
                 return
-            total -= unread[connection]
-            logger.warning("a client that left %d bytes unread was cut off: too much waits", unread[connection])
+            total -= held[connection]
+            logger.warning("a client for whom %d bytes waited was cut off: too much waits", held[connection])
             connection.break_off()
 
     def warn(self, reason: str) -> None:

@@ -210,9 +210,15 @@ class Metrics:
         self._registry = CollectorRegistry()
         self.requests = RequestMetrics(self._registry)
         self.batches = BatchMetrics(self._registry)
+        self._event_loop_lag = _seconds(
+            self._registry, "tgi_event_loop_lag_seconds", "How late the event loop came to what was due."
+        )
         self._writing = asyncio.Lock()
         self._next: asyncio.Task[bytes] | None = None
         self._not_before = 0.0
+
+    def event_loop_lag(self, seconds: float) -> None:
+        self._event_loop_lag.observe(seconds)
 
     def expose(self) -> bytes:
         """The text that `/metrics` answers with (Prometheus text format 0.0.4)."""

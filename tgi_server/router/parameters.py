@@ -16,6 +16,7 @@ _FLOAT32 = Struct("<f")
 _LARGEST_FLOAT32 = 2.0**128 - 2.0**104
 _SEED_BITS = 64
 _LARGEST_BIAS = 100.0
+_LONGEST_STOP = 1_000
 
 
 def sampling_parameters(parameters: GenerateParameters, vocab_size: int) -> SamplingParameters:
@@ -63,6 +64,9 @@ def check_amounts(parameters: GenerateParameters, limits: Limits) -> None:
         )
     if "" in parameters.stop:
         raise InvalidRequest("`stop` must not have an empty stop sequence")
+    longest = max(map(len, parameters.stop), default=0)
+    if longest > _LONGEST_STOP:
+        raise InvalidRequest(f"a sequence of `stop` has {longest} characters; at most {_LONGEST_STOP} are allowed")
     if (parameters.top_n_tokens or 0) > limits.max_top_n_tokens:
         raise InvalidRequest(f"`top_n_tokens` must be 0 to {limits.max_top_n_tokens}, not {parameters.top_n_tokens}")
     if parameters.truncate is not None and not 0 < parameters.truncate <= limits.max_input_tokens:

@@ -1,6 +1,7 @@
 """Serving HTTP, and a graceful end."""
 
 import asyncio
+import gc
 import ipaddress
 import logging
 import math
@@ -47,6 +48,7 @@ async def run(settings: RouterSettings) -> None:
     if settings.prometheus_port:
         metrics_listener = _listen(settings.hostname, settings.prometheus_port, "--prometheus-port")
     async with assembled(settings) as service:
+        _collect_garbage_seldom()
         app: ASGIApp = create_app(service, access_rules(settings, listener))
         patience = settings.client_timeout
         servers = {HttpServer(app, settings.graceful_termination_timeout, patience, Connections(*limits)): listener}
@@ -59,6 +61,17 @@ async def run(settings: RouterSettings) -> None:
         await asyncio.gather(*(server.serve([each]) for server, each in servers.items()))
     ignore_stop_signals()
     logger.info("stopped")
+
+
+def _collect_garbage_seldom() -> None:
+    """Spares the collector what start-up has left, and the loop most collections: one large body would cause hundreds.
+
+    A body of two megabytes becomes up to a million objects, which take eight times as long to make otherwise, with all
+    else standing still.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 10, 10)
 
 
 class HttpServer(uvicorn.Server):

@@ -20,6 +20,13 @@ T = TypeVar("T")
 
 # Tokenising this many characters takes less time than waking a thread for it (about 0.1 ms).
 _SHORT = 1_000
+# Texts with more characters have threads of their own: shorter ones do not wait behind them.
+_LONG = 32_768
+# Texts with more characters for each token that is allowed are tokenised in pieces first, until there are too many.
+_PLAUSIBLE = 4
+_PIECE = 65_536
+# A cut through a text may add so many tokens.
+_CUT = 128
 _CONVERSION_SECONDS = 300
 
 
@@ -39,11 +46,25 @@ class TextTokenizer:
         """Returns what tells special tokens of the chat template from those that clients spell."""
         return SpecialTokens(self._tokenizer)
 
-    def encode(self, text: str, *, add_special_tokens: bool) -> Encoding:
+    def encode(self, text: str, *, add_special_tokens: bool, offsets: bool = True) -> Encoding:
+        """The tokens. offsets: with their places in the text, which takes longer."""
         if len(text) <= _SHORT:
             return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        # Only the method for batches lets other threads run meanwhile.
-        return self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)[0]
+        # Only the methods for batches let other threads run meanwhile.
+        encode = self._tokenizer.encode_batch if offsets else self._tokenizer.encode_batch_fast
+        return encode([text], add_special_tokens=add_special_tokens)[0]
+
+    def exceeds(self, text: str, tokens: int) -> bool:
+        """Returns True if a long text has more than `tokens` tokens, without tokenising much more than those."""
+        if len(text) <= max(_PLAUSIBLE * tokens, _PIECE):
+            return False
+        found = 0
+        for start in range(0, len(text), _PIECE):
+            piece = text[start : start + _PIECE]
+            found += max(len(self.encode(piece, add_special_tokens=False, offsets=False)) - _CUT, 0)
+            if found > tokens:
+                return True
+        return False
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of `token_ids`, special tokens included."""
@@ -60,22 +81,20 @@ class TokenizerThreads:
     def __init__(self, tokenizer: TextTokenizer, workers: int) -> None:
         self.tokenizer = tokenizer
         self._pool = ThreadPoolExecutor(max_workers=workers, thread_name_prefix="validation")
+        self._long = ThreadPoolExecutor(max_workers=max(1, workers // 2), thread_name_prefix="validation-long")
 
-    async def encode(self, text: str, *, add_special_tokens: bool) -> Encoding:
-        return await self.handle_text(
-            len(text), lambda: self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        )
+    async def handle_text(self, characters: int, work: Callable[[], T], *, at_once: int = _SHORT) -> T:
+        """Runs what takes time in proportion to a text; of one with `at_once` characters at most, at once."""
+        return work() if characters <= at_once else await self.run(characters, work)
 
-    async def handle_text(self, characters: int, work: Callable[[], T]) -> T:
-        """Runs what takes time in proportion to a text; of a short one, at once."""
-        return work() if characters <= _SHORT else await self.run(work)
-
-    async def run(self, work: Callable[[], T]) -> T:
-        """Runs `work` in a thread."""
-        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+    async def run(self, characters: int, work: Callable[[], T]) -> T:
+        """Runs `work` on a text in a thread."""
+        pool = self._pool if characters <= _LONG else self._long
+        return await asyncio.get_running_loop().run_in_executor(pool, work)
 
     def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._pool, self._long):
+            pool.shutdown(wait=False, cancel_futures=True)
 
 
 def load_tokenizer(model: Path, config: TokenizerConfig) -> TextTokenizer:

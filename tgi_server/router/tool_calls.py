@@ -6,7 +6,8 @@ import re
 from tgi_server.router.errors import InvalidTool
 
 _HEAD = re.compile(r'\s*\{\s*"function"\s*:\s*\{\s*"_name"\s*:\s*("(?:[^"\\]|\\.)*")\s*(?:(\})|,\s*(?=\S))')
-_TAIL = re.compile(r"[\s}]*\Z")
+# JSON's white space.
+_BLANK = " \t\n\r"
 
 
 class ToolCallReader:
@@ -27,6 +28,8 @@ class ToolCallReader:
             return ""
         if self.name is None:
             self._text += text
+            if not text.strip(_BLANK):  # completes nothing; a model may write a lot of it
+                return ""
             head = _HEAD.match(self._text)
             if head is None:
                 return ""
@@ -44,11 +47,12 @@ class ToolCallReader:
 
     def _hold_back(self, text: str) -> str:
         """Keeps closing braces: the last of them closes what is around the arguments."""
-        text = self._tail + text
-        tail = _TAIL.search(text)
-        assert tail is not None  # it matches the empty end of any text
-        self._tail = tail[0]
-        return text[: tail.start()]
+        certain = text.rstrip(_BLANK + "}")
+        if not certain:
+            self._tail += text
+            return ""
+        held, self._tail = self._tail, text[len(certain) :]
+        return held + certain
 
 
 def read_tool_call(text: str) -> tuple[str, str]:

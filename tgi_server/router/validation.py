@@ -78,9 +78,11 @@ class Validator:
         grammar: Grammar | None = None,
         spans_of: str | None = None,
         rendered: RenderedPrompt | None = None,
+        size: int = 0,
     ) -> CheckedRequest:
         """grammar: in place of the parameters' own. spans_of: the text that `x-span` takes spans of; None: `inputs`.
-        rendered: what `inputs` come from, if that is a conversation.
+        rendered: what `inputs` come from, if that is a conversation. size: bytes of the whole request; work on a large
+        one leaves the event loop.
 
         Raises InvalidRequest with one line that says what is wrong.
         """
@@ -93,24 +95,36 @@ class Validator:
             raise InvalidRequest("`adapter_id` is not supported: this server has no adapters")
         if not inputs:
             raise InvalidRequest("`inputs` must not be empty")
-        grammar = await self._checked(grammar or requested_grammar(parameters.grammar), spans_of or inputs)
-        encoding = await self._threads.encode(inputs, add_special_tokens=add_special_tokens)
-        if rendered is not None:
-            _, encoding = await self._threads.handle_text(len(inputs), lambda: rendered.checked(encoding))
-        input_ids = encoding.ids
-        if parameters.truncate:
-            input_ids = input_ids[-parameters.truncate :]
+        prompt = rendered or RenderedPrompt(inputs)
+
+        def prepare() -> tuple[Grammar | None, list[int]]:
+            wanted = grammar or requested_grammar(parameters.grammar)
+            input_ids = self._input_ids(prompt, parameters.truncate, add_special_tokens=add_special_tokens)
+            return (with_text(wanted, spans_of or inputs) if wanted else None), input_ids
+
+        prepared, input_ids = await self._threads.handle_text(max(size, len(inputs)), prepare)
+        max_new_tokens = self._max_new_tokens(len(input_ids), parameters.max_new_tokens)
+        await self._compile(prepared)
         return CheckedRequest(
             input_ids=input_ids,
-            max_new_tokens=self._max_new_tokens(len(input_ids), parameters.max_new_tokens),
+            max_new_tokens=max_new_tokens,
             sampling=sampling,
             stop=parameters.stop,
             top_n_tokens=parameters.top_n_tokens or 0,
             prefill_logprobs=parameters.decoder_input_details,
             ignore_eos=parameters.ignore_eos,
-            grammar=grammar,
+            grammar=prepared,
             cache_salt=parameters.cache_salt,
         )
+
+    def _input_ids(self, prompt: RenderedPrompt, truncate: int | None, *, add_special_tokens: bool) -> list[int]:
+        """The prompt's tokens, cut to `truncate`. A text that cannot fit is not tokenised as a whole."""
+        tokenizer, most = self._threads.tokenizer, self._limits.max_input_tokens
+        if not truncate and tokenizer.exceeds(prompt.text, most):
+            raise InvalidRequest(f"`inputs` has more than {most} tokens; at most {most} are allowed")
+        encoding = tokenizer.encode(prompt.text, add_special_tokens=add_special_tokens, offsets=False)
+        _, encoding = prompt.checked(encoding)
+        return encoding.ids[-truncate:] if truncate else encoding.ids
 
     def _max_new_tokens(self, input_length: int, asked: int | None) -> int:
         limits = self._limits
@@ -127,16 +141,14 @@ class Validator:
             )
         return asked
 
-    async def _checked(self, grammar: Grammar | None, text: str) -> Grammar | None:
-        """The grammar, compiled by the shards: the request waits for it, and for nobody else's."""
+    async def _compile(self, grammar: Grammar | None) -> None:
+        """Has the shards compile the grammar: the request waits for it, and for nobody else's."""
         if grammar is None:
-            return None
+            return
         if self._grammar_refusal is not None:
             raise InvalidRequest(self._grammar_refusal)
-        grammar = with_text(grammar, text)
         if fault := await self._grammar_fault(grammar):
             raise InvalidRequest(f"the grammar cannot be used: {fault}")
-        return grammar
 
 
 def grammar_refusal(*, disabled: bool, supported: bool) -> str | None:

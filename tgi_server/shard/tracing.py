@@ -56,7 +56,7 @@ class RequestSpans:
             else:
                 traced.steps += 1
                 traced.in_batch += batch_size
-            traced.tokens += 1 + len(generation.forced)
+            traced.tokens += 1 + len(generation.jump_forward)
             if generation.error or generation.finish_reason:
                 reason = generation.finish_reason.value if generation.finish_reason else None
                 self._end(generation.request_id, reason, generation.error)

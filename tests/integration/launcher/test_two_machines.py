@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from tests.integration.launcher.processes import alive
+from tests.logs import assert_no_traceback
 from tests.servers import TextGenerationServer
 from tgi_server import demo_model
 
@@ -97,6 +98,9 @@ def machines(tmp_path: Path) -> Iterator[tuple[Machine, Machine]]:
                 machine.process.wait()
         subprocess.run(["ip", "link", "del", f"oat{tag}ob"], check=False, capture_output=True)
         remove(names)
+        for machine in made:
+            if machine.process is not None:
+                assert_no_traceback(machine.lines())
 
 
 def cable(name: str, one: str, address: str, other: str | None, other_address: str) -> None:

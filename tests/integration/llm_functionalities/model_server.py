@@ -39,8 +39,13 @@ class ModelServer:
     def __init__(self, port: int = 0, host: str = "127.0.0.1", tls: tuple[Path, Path] | None = None) -> None:
         self.fault: str | int | None = None
         self.sick = True
+        self.refusal = (422, "grammar is not supported")
+        """Status and message of "no grammars"."""
         self.answer: Any = "a fine answer"
         self.delay = 0.0
+        self.raw: bytes | None = None
+        """A body to answer with, whatever is asked; with `raw_status`."""
+        self.raw_status = "200 OK"
         self.requests: list[Request] = []
         self.health_checks = 0
         self.connections = 0
@@ -132,6 +137,9 @@ class ModelServer:
         else:
             self.requests.append(request)
             fault = self.fault
+        if self.raw is not None and request.path != "/health":
+            _send(connection, self.raw, self.raw_status)
+            return True
         if fault is None:
             return self._speak(connection, request)
         if isinstance(fault, int):
@@ -140,8 +148,10 @@ class ModelServer:
         elif fault == "no grammars":
             if not request.body.get("parameters", {}).get("grammar"):
                 return self._speak(connection, request)
-            body = json.dumps({"error": "grammar is not supported", "error_type": "validation"}).encode()
-            _send(connection, body, status="422 Unprocessable Entity")
+            status, message = self.refusal
+            kind = "overloaded" if status == 429 else "validation"
+            body = json.dumps({"error": message, "error_type": kind}).encode()
+            _send(connection, body, status=f"{status} Because")
         elif fault == "hang":
             _until_abandoned(connection, request, 60)
             return False

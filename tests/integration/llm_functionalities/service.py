@@ -16,6 +16,7 @@ from typing import Any, ParamSpec
 import grpc
 
 from shared.stubs import llm_pb2, llm_pb2_grpc
+from tests.logs import assert_no_traceback
 
 START_SECONDS = 60
 ATTEMPTS = 5
@@ -96,7 +97,7 @@ def running_service(*flags: str, **environment: str) -> Iterator[Service]:
         assert service.port
         yield service
         assert service.stop() == 0, "\n".join(service.log)
-        assert not [line for line in service.log if "Traceback" in line], "\n".join(service.log)
+        assert_no_traceback("\n".join(service.log))
     finally:
         if process.poll() is None:
             process.kill()

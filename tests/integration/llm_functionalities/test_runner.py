@@ -33,7 +33,9 @@ def shared_server() -> Iterator[ModelServer]:
 
 @pytest.fixture(scope="module")
 def service(shared_server: ModelServer) -> Iterator[Service]:
-    with running_service("--endpoint", shared_server.url, "--threads", "8", "--batch-threads", "4") as service:
+    with running_service(
+        "--endpoint", shared_server.url, "--threads", "8", "--batch-threads", "4", "--max-batch-prompts", "1000"
+    ) as service:
         yield service
 
 

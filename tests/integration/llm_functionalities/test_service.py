@@ -283,6 +283,7 @@ def test_metrics(server: ModelServer, free_port: Callable[[], int]) -> None:
         "llm_functionalities_prompts_waiting 0.0",
     ):
         assert line in metrics.splitlines(), metrics
+    assert "llm_functionalities_event_loop_lag_seconds_count " in metrics
 
 
 def test_logs_for_machines() -> None:

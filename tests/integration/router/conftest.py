@@ -18,6 +18,7 @@ from tests.conftest import FreePort
 from tests.fakes.instant_shard import InstantShard
 from tests.fakes.instant_shard import start as start_shard
 from tests.integration.router.process import Process, Start
+from tests.logs import assert_no_traceback
 from tgi_server import demo_model
 from tgi_server.router.app import create_app
 from tgi_server.router.assembly import assembled
@@ -151,6 +152,8 @@ def start(tmp_path: Path) -> Iterator[Start]:
         if process.popen.poll() is None:
             process.popen.kill()
             process.wait()
+    for process in started:
+        assert_no_traceback(process.log.read_text())
 
 
 @pytest.fixture(scope="module")

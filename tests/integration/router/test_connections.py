@@ -237,6 +237,20 @@ async def test_what_waits_for_all_clients_is_bounded(routers: RouterFactory, mon
     assert (await router.post("/generate", inputs="Hello")).status_code == 200
 
 
+async def test_what_is_held_of_unfinished_requests_is_bounded(routers: RouterFactory, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(connections, "_LARGEST_BACKLOG", 3_000_000)
+    router = await routers(client_timeout=600)
+    head = HEAD.replace(b"19", b"1900000")
+    async with connection(router) as (small, small_writer), connection(router) as (large, large_writer):
+        async with connection(router) as (_, other_writer):
+            for writer, size in ((small_writer, 1000), (large_writer, 1_800_000), (other_writer, 1_700_000)):
+                writer.write(head + b" " * size)
+            assert await ended(large) == b""
+            await router.until(lambda: len(router.connections) == 2)
+        assert not small.at_eof()
+    assert (await router.post("/generate", inputs="Hello")).status_code == 200
+
+
 async def test_idle_connections_give_way_first_and_the_oldest_of_them(routers: RouterFactory):
     router = await routers(max_connections_per_address=3, max_connections=8)
     await router.http.aclose()

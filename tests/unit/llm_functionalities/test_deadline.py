@@ -15,10 +15,12 @@ from llm_functionalities.deadline import Deadline
         (30_000, 2.0, 1.95),
         (0, 0.1, 0.08),  # a short deadline keeps most of its time
         (0, 0.0, 0.0),
+        (100_001, None, 100.0),  # nobody gets more than the longest time
+        (2**31 - 1, 1e7, 100.0),
     ],
 )
 def test_the_sooner_of_what_is_set(timeout_ms: int, caller_seconds: float | None, expected: float) -> None:
-    deadline = Deadline.of_request(timeout_ms, caller_seconds, default_seconds=10.0)
+    deadline = Deadline.of_request(timeout_ms, caller_seconds, default_seconds=10.0, longest_seconds=100.0)
     assert deadline.remaining() == pytest.approx(expected, abs=0.01)
 
 

@@ -3,6 +3,7 @@ from datetime import datetime
 import pytest
 
 from tgi_server import demo_model
+from tgi_server.router import chat_template
 from tgi_server.router.chat_template import ChatTemplate
 from tgi_server.router.errors import InvalidTemplate, StartupError
 from tgi_server.router.tokenizer_config import TokenizerConfig, read_tokenizer_config
@@ -98,3 +99,37 @@ def test_the_demo_models_template():
     demo = ChatTemplate(read_tokenizer_config(demo_model.PATH, None))
     assert demo.render(HELLO, None) == "<|bos|><|user|>Hello<|assistant|>"
     assert demo.shows_tools()
+
+
+LOOPS = {
+    "{% for m in messages %}{{ loop.index }}/{{ loop.length }}{{ '.' if loop.last else ',' }}{% endfor %}": "1/2,2/2.",
+    "{% for m in messages if m.role == 'user' %}{{ m.content }}{% else %}none{% endfor %}": "Hellothere",
+    "{% for m in [] %}{% else %}none{% endfor %}{% for m in absent %}x{% endfor %}": "none",
+    "{% for k, v in messages[0].items() %}{{ k }}={{ loop.nextitem[0] if loop.nextitem }};{% endfor %}": "role=content;"
+    "content=;",
+    "{% macro all(x) %}{% for c in x %}{{ c }}{% endfor %}{% endmacro %}{{ all('ab') }}": "ab",
+    "{% for x in [[1, [2]]] recursive %}{{ loop(x) if x is iterable else x }}{% endfor %}": "12",
+    "{% for x in range(9) %}{% if x == 1 %}{% continue %}{% elif x == 3 %}{% break %}{% endif %}{{ x }}{% endfor %}": (
+        "02"
+    ),
+}
+
+
+@pytest.mark.parametrize("source", LOOPS)
+def test_loops_are_jinjas_own(source: str):
+    assert template(source).render([*HELLO, {"role": "user", "content": "there"}], None) == LOOPS[source]
+
+
+def test_a_template_that_loops_for_too_long_is_ended(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(chat_template, "RENDER_SECONDS", 0.2)
+    source = "{% for m in messages %}{% for n in messages %}{% for o in messages %}{% endfor %}{% endfor %}{% endfor %}"
+    assert template(source).render(HELLO, None) == ""
+    with pytest.raises(InvalidTemplate, match=r"more than 0\.2 s"):
+        template(source).render(HELLO * 1_000, None)
+
+
+def test_a_long_last_message_that_the_template_changes_takes_no_longer():
+    """Searching for it from the end, character by character, would take minutes."""
+    thought = [{"role": "user", "content": "a" * 600_000}, {"role": "assistant", "content": "a<t>" + "a" * 300_000}]
+    source = "{% for m in messages %}{{ m.content.split('<t>')[-1] }}{% endfor %}"
+    assert template(source).render(thought, None) == "a" * 900_000

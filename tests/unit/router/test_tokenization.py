@@ -4,6 +4,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from tokenizers import Encoding
 
 from tests.unit.router.vocabularies import BOS, EOS, byte_level, sentence_piece
 from tgi_server import demo_model
@@ -99,11 +100,12 @@ async def test_long_texts_do_not_hold_the_event_loop():
 
     heartbeat = asyncio.create_task(heart())
     started = loop.time()
-    encoding = await threads.encode("rice and beans " * 70_000, add_special_tokens=True)
+    text = "rice and beans " * 70_000
+    ids = await threads.run(len(text), lambda: threads.tokenizer.encode(text, add_special_tokens=True).ids)
     took = loop.time() - started
     heartbeat.cancel()
     threads.close()
-    assert len(encoding.ids) > 100_000
+    assert len(ids) > 100_000
     during = [beat for beat in beats if beat > started]
     assert len(during) > took / 0.1
 
@@ -113,3 +115,30 @@ async def test_short_texts_need_no_thread():
     assert await threads.handle_text(10, threading.current_thread) is threading.current_thread()
     assert await threads.handle_text(10**6, threading.current_thread) is not threading.current_thread()
     threads.close()
+
+
+async def test_short_texts_do_not_wait_behind_long_ones():
+    threads = TokenizerThreads(byte_level(), 1)
+    gate = threading.Event()
+    waiting = [asyncio.create_task(threads.run(10**6, gate.wait)) for _ in range(30)]
+    await asyncio.wait_for(threads.run(5_000, int), 10)
+    gate.set()
+    await asyncio.gather(*waiting)
+    threads.close()
+
+
+@pytest.mark.parametrize("text", ["rice and beans " * 100_000, "\ud7ff" * 1_000_000, "1 " * 500_000])
+def test_texts_with_too_many_tokens_are_known_before_all_of_it_is_tokenised(text: str, monkeypatch: pytest.MonkeyPatch):
+    tokenizer = load_tokenizer(demo_model.PATH, read_tokenizer_config(demo_model.PATH, None))
+    assert not tokenizer.exceeds(text[:60_000], 10)
+    assert not tokenizer.exceeds(text, 3 * len(text))
+    tokenised: list[int] = []
+    encode = tokenizer.encode
+
+    def counted(piece: str, **options: bool) -> Encoding:
+        tokenised.append(len(piece))
+        return encode(piece, **options)
+
+    monkeypatch.setattr(tokenizer, "encode", counted)
+    assert tokenizer.exceeds(text, 10_000)
+    assert sum(tokenised) < 150_000

@@ -48,3 +48,22 @@ def test_a_call_that_is_cut_off_gives_what_there_is():
 def test_a_text_without_a_name_is_told():
     with pytest.raises(InvalidTool, match="max_tokens"):
         read_tool_call('{"function": {"_na')
+
+
+@pytest.mark.parametrize("blank", ["}", " ", "\n}"])
+def test_long_tails_take_no_longer_than_others(blank: str):
+    """A search that begins anew at each of these characters would take minutes."""
+    tail = blank * 200_000
+    arguments = f'{{"a": "{tail}x"}}'
+    text = f'{{"function": {{"_name": "f", {arguments[1:]}}}'
+    assert read_tool_call(text) == ("f", arguments)
+    reader = ToolCallReader()
+    pieces = [reader.feed(piece) for piece in ('{"function": {"_name": "f", "a": "', *[tail] * 3, "x", '"}}')]
+    assert "".join(pieces) + reader.end() == f'{{"a": "{tail * 3}x"}}'
+
+
+def test_white_space_before_the_name_costs_nothing():
+    reader = ToolCallReader()
+    for piece in ("{", *[" " * 100] * 5_000, '"function": {"_name": "f"}}'):
+        reader.feed(piece)
+    assert (reader.name, reader.end()) == ("f", "")

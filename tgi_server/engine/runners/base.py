@@ -21,12 +21,13 @@ _UNBOUNDED = frozenset({"bloom", "mpt", "t5", "mt5", "umt5"})  # relative positi
 
 @dataclass(frozen=True, slots=True)
 class CacheCapacity:
-    """What fits beside the weights.
+    """The room that there is beside the weights.
 
-    num_blocks: KV blocks that may be granted, with ids 1 .. num_blocks. max_total_tokens: of one sequence.
-    max_batch_total_tokens: of all sequences together.
+    max_batch_size: sequences of one batch. num_blocks: KV blocks that may be granted, with ids 1 .. num_blocks.
+    max_total_tokens: of one sequence. max_batch_total_tokens: of all sequences together.
     """
 
+    max_batch_size: int
     num_blocks: int
     block_size: int
     max_total_tokens: int

@@ -94,7 +94,9 @@ class PagedRunner(Runner):
         self.reserve(_RESERVE_SECONDS)
         self._rope.fix(total)
         self._record()
-        return CacheCapacity(num_blocks, size, max_total_tokens=total, max_batch_total_tokens=num_blocks * size)
+        return CacheCapacity(
+            max_batch_size, num_blocks, size, max_total_tokens=total, max_batch_total_tokens=num_blocks * size
+        )
 
     def reserve(self, seconds: float) -> bool:
         return self._backend.reserve(min(self._batch.num_blocks, self._highest_block + self._reserved) + 1, seconds)

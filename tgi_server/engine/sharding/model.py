@@ -1,6 +1,8 @@
 """Builds and loads one shard of a model."""
 
 import json
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -8,7 +10,6 @@ import transformers
 from torch import nn
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
-from tgi_server.engine.config import EngineConfig
 from tgi_server.engine.errors import UnsupportedModel
 from tgi_server.engine.sharding.architectures import plan_for
 from tgi_server.engine.sharding.checkpoint import fingerprint, open_checkpoint
@@ -35,42 +36,47 @@ class LocalConfig:
 
 
 def load_shard(
-    config: EngineConfig, model_config: PretrainedConfig, factory: Any, dtype: torch.dtype, group: ShardGroup
+    folder: Path,
+    config: PretrainedConfig,
+    factory: Any,
+    dtype: torch.dtype,
+    group: ShardGroup,
+    *,
+    trust_remote_code: bool,
+    facts: Mapping[str, str],
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """This shard of the model in a folder, with what `transformers` reports of loading it.
+    """Loads this shard of the model in a folder. Returns it with what `transformers` reports of loading it.
 
-    Nothing but the shard is ever in memory. Raises UnsupportedModel for a model that cannot be split over so many
-    shards, or when the shards differ in what they are to load.
+    Nothing but the shard is ever in memory. config: the model's. facts: what all shards have to agree on beside the
+    model and the versions of libraries, by its name. Raises UnsupportedModel for a model that cannot be split over so
+    many shards, or when the shards differ in what they are to load.
     """
-    plan = plan_for(model_config)
+    plan = plan_for(config)
     share = share_of(group.rank, group.world_size, plan.heads)
-    group.check_same(_facts(config, model_config, dtype))
+    group.check_same(_facts(folder, config, dtype) | dict(facts))
     with torch.device("meta"):
-        model_class = type(factory.from_config(model_config, trust_remote_code=config.trust_remote_code))
+        model_class = type(factory.from_config(config, trust_remote_code=trust_remote_code))
     shard_class = _shard_class(model_class, plan, share)
-    with open_checkpoint(config.model_path, plan, share) as tensors:
+    with open_checkpoint(folder, plan, share) as tensors:
         model, report = shard_class.from_pretrained(
-            None, config=model_config, state_dict=tensors, dtype=dtype, output_loading_info=True
+            None, config=config, state_dict=tensors, dtype=dtype, output_loading_info=True
         )
     model.__class__ = model_class
-    model.name_or_path = model.config.name_or_path = str(config.model_path)
-    if (config.model_path / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(config.model_path, local_files_only=True)
+    model.name_or_path = model.config.name_or_path = str(folder)
+    if (folder / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
     _surround(model, plan, share, group)
     return model, report
 
 
-def _facts(config: EngineConfig, model_config: PretrainedConfig, dtype: torch.dtype) -> dict[str, str]:
-    """What all shards have to agree on."""
+def _facts(folder: Path, config: PretrainedConfig, dtype: torch.dtype) -> dict[str, str]:
+    """Returns what shards have to agree on, by its name."""
     return {
         "the version of torch": torch.__version__,
         "the version of transformers": transformers.__version__,
-        "the model's config.json": json.dumps(model_config.to_diff_dict(), sort_keys=True, default=str),
-        "the model's safetensors files": fingerprint(config.model_path),
+        "the model's config.json": json.dumps(config.to_diff_dict(), sort_keys=True, default=str),
+        "the model's safetensors files": fingerprint(folder),
         "--dtype": str(dtype),
-        "--quantize": str(config.quantize),
-        "--disable-custom-kernels": str(not config.custom_kernels),
-        "the kind of device": config.resolve_device().type,
     }
 
 

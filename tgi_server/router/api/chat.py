@@ -48,7 +48,7 @@ def chat_routes(service: Service) -> APIRouter:
 
 
 async def answer_chat(exchange: Exchange, request: ChatRequest) -> Response:
-    plan = plan_chat(exchange.service, request)
+    plan = plan_chat(exchange.service, request, exchange.size)
     exchange.reserve(plan.choices - 1)
     if request.stream:
         return await ChatStream(exchange, plan).open()
@@ -60,7 +60,7 @@ async def _whole(exchange: Exchange, plan: ChatPlan) -> Response:
     if plan.tools:
         prompt, answers = await _call_tools(exchange, plan)
     else:
-        prompt = await prompt_for_text(service, plan.request)
+        prompt = await prompt_for_text(service, plan.request, plan.size)
         answers = await _say(exchange, plan, prompt, plan.choices)
     sinks = [each.sink for each in answers]
     choices = ",".join(
@@ -115,7 +115,7 @@ async def _call_tools(exchange: Exchange, plan: ChatPlan) -> tuple[ChatPrompt, l
     for sink, call in zip(sinks, calls, strict=True):
         if call is None:
             exchange.cancel(sink)
-    prompt = await prompt_for_text(service, plan.request)
+    prompt = await prompt_for_text(service, plan.request, plan.size)
     said = iter(await _say(exchange, plan, prompt, undecided))
     return prompt, [call or next(said) for call in calls]
 

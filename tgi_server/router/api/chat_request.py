@@ -16,9 +16,10 @@ from tgi_server.router.validation import CheckedRequest
 
 @dataclass(frozen=True, slots=True)
 class ChatPlan:
-    """tools: those that the answer may call. required: it must call one."""
+    """tools: those that the answer may call. required: it must call one. size: bytes of the request."""
 
     request: ChatRequest
+    size: int
     choices: int
     tools: Sequence[Tool]
     required: bool
@@ -34,7 +35,7 @@ class ChatPrompt:
     checked: CheckedRequest
 
 
-def plan_chat(service: Service, request: ChatRequest) -> ChatPlan:
+def plan_chat(service: Service, request: ChatRequest, size: int) -> ChatPlan:
     """Raises InvalidRequest."""
     choices = 1 if request.n is None else request.n
     check_sequences(choices, service.limits.max_client_batch_size, "`n`")
@@ -43,49 +44,49 @@ def plan_chat(service: Service, request: ChatRequest) -> ChatPlan:
     tools, required = chosen_tools(request.tools, request.tool_choice)
     if tools and request.response_format is not None and not isinstance(request.response_format.root, PlainText):
         raise InvalidTool("`response_format` cannot be used together with `tools`")
-    return ChatPlan(request, choices, tools, required)
+    return ChatPlan(request, size, choices, tools, required)
 
 
 async def prompt_with_tools(service: Service, plan: ChatPlan) -> ChatPrompt:
     """The prompt for an answer that calls a tool, or says that it calls none. Raises InvalidRequest."""
     prompt = await render_plan(service, plan)
     parameters = generation_parameters(plan.request, max_tokens=_max_tokens(plan.request))
-    grammar = tool_grammar(plan.tools, required=plan.required)
-    checked = await service.validator.check(
-        prompt.text, parameters, add_special_tokens=False, grammar=grammar, rendered=prompt
+    grammar = await service.threads.run(plan.size, lambda: tool_grammar(plan.tools, required=plan.required))
+    check = service.validator.check
+    checked = await check(
+        prompt.text, parameters, add_special_tokens=False, grammar=grammar, rendered=prompt, size=plan.size
     )
     return ChatPrompt(prompt.text, checked)
 
 
-async def prompt_for_text(service: Service, request: ChatRequest) -> ChatPrompt:
-    """The prompt for an answer in words, or in the form that `response_format` wants. Raises InvalidRequest."""
-    prompt = await _render(service, request, ())
+async def prompt_for_text(service: Service, request: ChatRequest, size: int) -> ChatPrompt:
+    """The prompt for an answer in words, or in the form that `response_format` wants. Raises InvalidRequest.
+
+    size: bytes of the request.
+    """
     parameters = generation_parameters(
         request,
         max_tokens=_max_tokens(request),
         grammar=request.response_format,
         top_n_tokens=request.top_logprobs or 0,
     )
-    said = "\n".join(map(message_text, request.messages))
-    checked = await service.validator.check(
-        prompt.text, parameters, add_special_tokens=False, spans_of=said, rendered=prompt
-    )
+
+    def render() -> tuple[RenderedPrompt, str]:
+        return _render(service, request, ()), "\n".join(map(message_text, request.messages))
+
+    prompt, said = await service.threads.run(size, render)
+    check = service.validator.check
+    checked = await check(prompt.text, parameters, add_special_tokens=False, spans_of=said, rendered=prompt, size=size)
     return ChatPrompt(prompt.text, checked)
 
 
 async def render_plan(service: Service, plan: ChatPlan) -> RenderedPrompt:
     """Returns the prompt. Raises InvalidRequest."""
-    return await _render(service, plan.request, plan.tools)
+    return await service.threads.run(plan.size, lambda: _render(service, plan.request, plan.tools))
 
 
-async def _render(service: Service, request: ChatRequest, tools: Sequence[Tool]) -> RenderedPrompt:
-    characters = sum(len(content.root) for message in request.messages if (content := message.content) is not None)
-    return await service.threads.handle_text(
-        characters,
-        lambda: render_conversation(
-            service.template, request.messages, tools, request.tool_prompt, service.special_tokens
-        ),
-    )
+def _render(service: Service, request: ChatRequest, tools: Sequence[Tool]) -> RenderedPrompt:
+    return render_conversation(service.template, request.messages, tools, request.tool_prompt, service.special_tokens)
 
 
 def _max_tokens(request: ChatRequest) -> int | None:

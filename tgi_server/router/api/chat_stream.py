@@ -43,7 +43,7 @@ class ChatStream:
             prompt = await prompt_with_tools(service, self._plan)
             choices = await self._undecided(prompt, choices)
         if choices:
-            prompt = await prompt_for_text(service, self._plan.request)
+            prompt = await prompt_for_text(service, self._plan.request, self._plan.size)
             self._say(prompt, choices)
         assert prompt is not None
         self._prompt_tokens = len(prompt.checked.input_ids)

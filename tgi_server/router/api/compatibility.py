@@ -1,7 +1,5 @@
 """Other services' routes: `/` (Hugging Face endpoints), /invocations (SageMaker), /vertex (Vertex AI)."""
 
-from collections.abc import Mapping
-
 from fastapi import APIRouter
 from pydantic import BaseModel
 from starlette.requests import Request
@@ -89,9 +87,15 @@ async def _generate(exchange: Exchange, request: CompatGenerateRequest) -> Respo
     return await generate_whole(exchange, request, in_list=True)
 
 
+_KINDS: dict[str, type[BaseModel]] = {
+    "inputs": CompatGenerateRequest,
+    "messages": ChatRequest,
+    "prompt": CompletionRequest,
+}
+
+
 async def _invoke(exchange: Exchange) -> Response:
-    body = await exchange.body()
-    match _kind(body, {"inputs": CompatGenerateRequest, "messages": ChatRequest, "prompt": CompletionRequest}):
+    match await exchange.read_by(_any_kind):
         case CompatGenerateRequest() as request:
             return await _generate(exchange, request)
         case ChatRequest() as request:
@@ -102,10 +106,10 @@ async def _invoke(exchange: Exchange) -> Response:
             raise InvalidRequest("the request needs `inputs`, `messages` or `prompt`")
 
 
-def _kind(body: bytes, models: Mapping[str, type[BaseModel]]) -> BaseModel | None:
-    """The body as the model whose member it has."""
+def _any_kind(body: bytes) -> BaseModel | None:
+    """The body as the model whose member it has. Raises InvalidRequest."""
     content = read_json(body)
-    for member, model in models.items():
+    for member, model in _KINDS.items():
         if isinstance(content, dict) and member in content:
             return validate(model, content)
     return None
@@ -116,7 +120,7 @@ async def _predict(exchange: Exchange, instances: list[VertexInstance]) -> Respo
     sequences: list[CheckedRequest] = []
     characters = 0
     for instance in instances:
-        text, checked = await _checked(exchange.service, instance.root)
+        text, checked = await _checked(exchange, instance.root)
         sequences.append(checked)
         characters += len(text)
     sinks = await collect(exchange, sequences, reveal_stop=True, logprobs=False)
@@ -125,9 +129,10 @@ async def _predict(exchange: Exchange, instances: list[VertexInstance]) -> Respo
     return json_answer(f'{{"predictions":[{predictions}]}}', headers)
 
 
-async def _checked(service: Service, instance: GenerateVertexInstance | ChatRequest) -> tuple[str, CheckedRequest]:
+async def _checked(exchange: Exchange, instance: GenerateVertexInstance | ChatRequest) -> tuple[str, CheckedRequest]:
     if isinstance(instance, ChatRequest):
-        prompt = await prompt_for_text(service, instance)
+        prompt = await prompt_for_text(exchange.service, instance, exchange.size)
         return prompt.text, prompt.checked
     parameters = instance.parameters or GenerateParameters()
-    return instance.inputs, await service.validator.check(instance.inputs, parameters)
+    check = exchange.service.validator.check
+    return instance.inputs, await check(instance.inputs, parameters, size=exchange.size)

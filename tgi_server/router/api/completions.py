@@ -59,7 +59,7 @@ async def complete(exchange: Exchange, request: CompletionRequest) -> Response:
     check_sequences(len(prompts), limit, "the number of prompts")
     check_sequences(len(prompts) * choices, limit, "the number of prompts times `n`")
     parameters = generation_parameters(request, max_tokens=request.max_tokens)
-    checked = [await exchange.service.validator.check(prompt, parameters) for prompt in prompts]
+    checked = [await exchange.service.validator.check(each, parameters, size=exchange.size) for each in prompts]
     exchange.reserve(len(prompts) * choices - 1)
     sequences = [each for prompt in checked for each in prompt.times(choices)]
     prompt_tokens = sum(len(prompt.input_ids) for prompt in checked)

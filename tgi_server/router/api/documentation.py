@@ -26,7 +26,7 @@ def _errors(model: type[BaseModel]) -> Responses:
 
 GENERATION_ERRORS = _errors(ErrorResponse)
 OPENAI_ERRORS = _errors(OpenAIErrorResponse)
-REQUEST_ERRORS: Responses = {status: GENERATION_ERRORS[status] for status in (401, 413, 422)}
+REQUEST_ERRORS: Responses = {status: GENERATION_ERRORS[status] for status in (401, 413, 422, 429)}
 STREAM_ERRORS: Responses = {
     status: {**entry, "content": {EVENTS: {"schema": {"$ref": "#/components/schemas/ErrorResponse"}}}}
     for status, entry in GENERATION_ERRORS.items()

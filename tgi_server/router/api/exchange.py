@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from functools import partial
 from time import perf_counter
 from typing import TypeVar
 
@@ -11,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tgi_server.router.api.access import cache_namespace, tenant_of
-from tgi_server.router.api.body import parse, read_body
+from tgi_server.router.api.body import parse, read_beside_loop, read_body
 from tgi_server.router.api.streaming import EventStream
 from tgi_server.router.errors import ClientGone, RouterError
 from tgi_server.router.metrics import RequestTimes
@@ -23,6 +24,7 @@ from tgi_server.router.validation import CheckedRequest
 logger = logging.getLogger(__name__)
 
 M = TypeVar("M", bound=BaseModel)
+T = TypeVar("T")
 
 
 class Exchange:
@@ -33,6 +35,7 @@ class Exchange:
     """
 
     def __init__(self, service: Service, request: Request) -> None:
+        """size: bytes of the body, once it is there."""
         self.service = service
         self.request = request
         self.path: str = request.scope["path"]
@@ -40,6 +43,7 @@ class Exchange:
         self.span = service.tracer.start(self.path, request.headers)
         self._sequences: list[tuple[int, SequenceSink]] = []
         self._places = 0
+        self.size = 0
         self._closed = False
 
     async def body(self) -> bytes:
@@ -49,6 +53,7 @@ class Exchange:
         """
         self.service.metrics.requests.received()
         body = await read_body(self.request, self.service.payload_limit)
+        self.size = len(body)
         self.reserve(1)
         return body
 
@@ -66,7 +71,12 @@ class Exchange:
         self._places = 0
 
     async def read(self, model: type[M]) -> M:
-        return parse(model, await self.body())
+        """The body as `model`. Raises InvalidRequest; Overloaded when as many are in flight as may be."""
+        return await self.read_by(partial(parse, model))
+
+    async def read_by(self, read: Callable[[bytes], T]) -> T:
+        """What `read` makes of the body. Raises InvalidRequest; Overloaded when as many are in flight as may be."""
+        return await read_beside_loop(self.service.threads, await self.body(), read)
 
     def submit(self, checked: CheckedRequest, sink: SequenceSink, *, logprobs: bool) -> None:
         """Queues a sequence; its tokens go to `sink`."""

@@ -59,7 +59,7 @@ def generate_routes(service: Service) -> APIRouter:
 async def generate_whole(exchange: Exchange, request: GenerateRequest, *, in_list: bool = False) -> Response:
     """in_list: answer with a list of one, as `/` does."""
     parameters = request.chosen_parameters
-    checked = await exchange.service.validator.check(request.inputs, parameters)
+    checked = await exchange.service.validator.check(request.inputs, parameters, size=exchange.size)
     details = parameters.details or parameters.decoder_input_details
     best_of = parameters.best_of or 1
     if best_of > 1:
@@ -113,7 +113,8 @@ def _prefill(tokenizer: TextTokenizer, prefill: pb.PrefillTokens | None) -> str:
 
 async def stream_generation(exchange: Exchange, request: GenerateRequest) -> EventStream:
     parameters = request.chosen_parameters
-    checked = await exchange.service.validator.check(request.inputs, parameters, streaming=True)
+    check = exchange.service.validator.check
+    checked = await check(request.inputs, parameters, streaming=True, size=exchange.size)
     outbox = Outbox()
     sink = _EventSink(
         exchange.service.tokenizer,

@@ -1,12 +1,14 @@
 """/tokenize and /chat_tokenize."""
 
+from functools import partial
+
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 from tokenizers import Encoding
 
 from tgi_server.router.api.answers import json_answer
-from tgi_server.router.api.body import parse, read_body
+from tgi_server.router.api.body import parse, read_beside_loop, read_body
 from tgi_server.router.api.chat_request import plan_chat, render_plan
 from tgi_server.router.api.documentation import REQUEST_ERRORS, described_body
 from tgi_server.router.api.route import DirectRoute
@@ -15,7 +17,11 @@ from tgi_server.router.schemas.chat import ChatRequest, ChatTokenizeResponse
 from tgi_server.router.schemas.generate import GenerateRequest
 from tgi_server.router.schemas.tokenize import TokenizeResponse
 from tgi_server.router.service import Service
+from tgi_server.router.special_tokens import RenderedPrompt
 from tgi_server.router.token_json import quoted
+
+MOST_TOKENS = 65_536
+"""Of one answer, unless a prompt may have more."""
 
 
 def tokenize_routes(service: Service) -> APIRouter:
@@ -29,11 +35,13 @@ def tokenize_routes(service: Service) -> APIRouter:
         openapi_extra=described_body(GenerateRequest),
     )
     async def tokenize(request: Request) -> Response:
-        body = parse(GenerateRequest, await read_body(request, service.payload_limit))
-        if not body.inputs:
-            raise InvalidRequest("`inputs` must not be empty")
-        encoding = await service.threads.encode(body.inputs, add_special_tokens=True)
-        return json_answer(await _tokens(service, encoding, body.inputs))
+        body = await read_body(request, service.payload_limit)
+        with service.capacity.places(1):
+            asked = await read_beside_loop(service.threads, body, partial(parse, GenerateRequest))
+            if not asked.inputs:
+                raise InvalidRequest("`inputs` must not be empty")
+            _, tokens = await _tokens(service, RenderedPrompt(asked.inputs), add_special_tokens=True)
+            return json_answer(tokens)
 
     @router.post(
         "/chat_tokenize",
@@ -43,19 +51,29 @@ def tokenize_routes(service: Service) -> APIRouter:
         openapi_extra=described_body(ChatRequest),
     )
     async def chat_tokenize(request: Request) -> Response:
-        body = parse(ChatRequest, await read_body(request, service.payload_limit))
-        plan = plan_chat(service, body)
-        prompt = await render_plan(service, plan)
-        encoding = await service.threads.encode(prompt.text, add_special_tokens=False)
-        text, encoding = await service.threads.handle_text(len(prompt.text), lambda: prompt.checked(encoding))
-        tokens = await _tokens(service, encoding, text)
-        return json_answer(f'{{"tokenize_response":{tokens},"templated_text":{quoted(text)}}}')
+        body = await read_body(request, service.payload_limit)
+        with service.capacity.places(1):
+            asked = await read_beside_loop(service.threads, body, partial(parse, ChatRequest))
+            prompt = await render_plan(service, plan_chat(service, asked, len(body)))
+            text, tokens = await _tokens(service, prompt, add_special_tokens=False)
+            return json_answer(f'{{"tokenize_response":{tokens},"templated_text":{quoted(text)}}}')
 
     return router
 
 
-async def _tokens(service: Service, encoding: Encoding, text: str) -> str:
-    return await service.threads.handle_text(len(text), lambda: _json(encoding, text))
+async def _tokens(service: Service, prompt: RenderedPrompt, *, add_special_tokens: bool) -> tuple[str, str]:
+    """The prompt's text, and its tokens as JSON. Raises InvalidRequest when there are more than one answer holds."""
+    most = max(MOST_TOKENS, service.limits.max_input_tokens)
+
+    def tokenize() -> tuple[str, str]:
+        if not service.tokenizer.exceeds(prompt.text, most):
+            encoding = service.tokenizer.encode(prompt.text, add_special_tokens=add_special_tokens)
+            text, encoding = prompt.checked(encoding)
+            if len(encoding) <= most:
+                return text, _json(encoding, text)
+        raise InvalidRequest(f"the text has more than {most} tokens; cut it into pieces, and ask for each")
+
+    return await service.threads.handle_text(len(prompt.text), tokenize)
 
 
 def _json(encoding: Encoding, text: str) -> str:

@@ -110,7 +110,7 @@ def test_spans_of_a_random_model_are_verbatim(random_engine: Engine) -> None:
     ended = 0
     for output in driver.run(*(driver.sequence(PROMPT, grammar(schema), 200, seed=seed) for seed in range(12))):
         assert output.error is None
-        if output.reason is FinishReason.EOS_TOKEN:
+        if output.finish_reason is FinishReason.EOS_TOKEN:
             ended += 1
             assert all(value and value in TEXT for value in json.loads(driver.text(output)).values())
     assert ended > 6
@@ -159,5 +159,5 @@ def test_hints_count_and_are_left_out_where_there_is_no_room(random_engine: Engi
     driver = Driver(random_engine)
     room = len(driver.tokenizer.encode('{"age": ')) + 2
     (output,) = driver.run(driver.sequence(PROMPT, grammar(HINTED), room))
-    assert output.reason is FinishReason.LENGTH
-    assert len(output.visible) == room
+    assert output.finish_reason is FinishReason.LENGTH
+    assert len(driver.visible(output)) == room

@@ -31,6 +31,11 @@ SAMPLINGS = [
 ]
 
 
+def jump_forward(output: Output) -> int:
+    """Returns the number of jump-forward tokens in an output."""
+    return sum(len(generation.jump_forward) for generation in output.generations)
+
+
 def texts(driver: Driver, outputs: list[Output]) -> list[str]:
     return [driver.text(output) for output in outputs]
 
@@ -38,10 +43,10 @@ def texts(driver: Driver, outputs: list[Output]) -> list[str]:
 def test_json_takes_fewer_steps_than_it_has_tokens(random_engine: Engine) -> None:
     driver = Driver(random_engine)
     for output in driver.run(*(driver.sequence(PROMPT, JSON, 200, seed=seed) for seed in SEEDS)):
-        assert output.reason is FinishReason.EOS_TOKEN
+        assert output.finish_reason is FinishReason.EOS_TOKEN
         assert set(json.loads(driver.text(output))) == set(SCHEMA["properties"])
-        assert output.steps == len(output.tokens) - output.forced
-        assert output.forced > len(output.tokens) // 2
+        assert len(output.generations) == len(output.tokens) - jump_forward(output)
+        assert jump_forward(output) > len(output.tokens) // 2
 
 
 def test_forced_tokens_are_those_of_the_tokenizer(random_engine: Engine) -> None:
@@ -58,14 +63,12 @@ def test_forced_tokens_are_those_of_the_tokenizer(random_engine: Engine) -> None
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=range(len(SAMPLINGS)))
 def test_the_tokens_do_not_depend_on_the_blocks(random_engine: Engine, sampling: SamplingParameters) -> None:
     """With one block at a time fewer tokens can be appended at once; they are the same."""
-    plenty, scarce = Driver(random_engine), None
+    plenty = Driver(random_engine)
     expected = plenty.run(plenty.sequence(PROMPT, JSON, 200, sampling=sampling))[0]
     scarce = Driver(random_engine, scarce=True)
-    sequence = scarce.sequence(PROMPT, JSON, 200, sampling=sampling)
-    sequence.lookahead = 10
-    output = scarce.run(sequence)[0]
+    output = scarce.run(scarce.sequence(PROMPT, JSON, 200, sampling=sampling))[0]
     assert output.tokens == expected.tokens
-    assert output.forced < expected.forced
+    assert jump_forward(output) < jump_forward(expected)
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=range(len(SAMPLINGS)))
@@ -81,7 +84,7 @@ def test_a_preempted_sequence_goes_on_where_it_was(
     for _ in range(steps):
         driver.step()
     before = driver.outputs[0].tokens
-    random_engine.clear()
+    driver.leave(0)
     (after,) = driver.run(driver.sequence(PROMPT, JSON, 200, sampling=sampling, generated_ids=before))
     assert before + after.tokens == expected.tokens
 
@@ -101,7 +104,7 @@ def test_the_length_is_kept(random_engine: Engine, new: int) -> None:
     driver = Driver(random_engine)
     (output,) = driver.run(driver.sequence(PROMPT, JSON, new))
     assert len(output.tokens) == new
-    assert output.reason is FinishReason.LENGTH
+    assert output.finish_reason is FinishReason.LENGTH
 
 
 def test_the_end_of_the_text_may_be_the_last_token_that_is_allowed(random_engine: Engine) -> None:
@@ -113,8 +116,8 @@ def test_the_end_of_the_text_may_be_the_last_token_that_is_allowed(random_engine
             for new in (length, length - 1)
         )
     )
-    assert whole.reason is FinishReason.EOS_TOKEN
-    assert cut.reason is FinishReason.LENGTH
+    assert whole.finish_reason is FinishReason.EOS_TOKEN
+    assert cut.finish_reason is FinishReason.LENGTH
     assert texts(driver, [whole, cut]) == ["the quick brown fox"] * 2
 
 
@@ -125,9 +128,9 @@ def test_ignored_ends_of_sequence(random_engine: Engine) -> None:
         driver.sequence(PROMPT, Grammar(GrammarType.REGEX, "[ab]+"), 60, ignore_eos=True),
         driver.sequence(PROMPT, Grammar(GrammarType.REGEX, "[ab]{1,5}"), 60, ignore_eos=True),
     )
-    assert endless.reason is FinishReason.LENGTH
-    assert len(endless.visible) == 60
-    assert bounded.reason is FinishReason.EOS_TOKEN
+    assert endless.finish_reason is FinishReason.LENGTH
+    assert len(driver.visible(endless)) == 60
+    assert bounded.finish_reason is FinishReason.EOS_TOKEN
     assert len(driver.text(bounded)) == 5
 
 
@@ -137,7 +140,7 @@ def test_prompt_logprobs_are_reported_once(random_engine: Engine) -> None:
     driver.join(driver.sequence(PROMPT, JSON, 40, report=report))
     while random_engine.batch:
         driver.step()
-    assert driver.outputs[0].reason is not None
+    assert driver.outputs[0].finish_reason is not None
 
 
 def test_a_grammar_that_fails_ends_its_request_and_no_other(random_engine: Engine) -> None:
@@ -150,4 +153,4 @@ def test_a_grammar_that_fails_ends_its_request_and_no_other(random_engine: Engin
     assert failed.error is not None
     assert "items" in failed.error
     assert "\n" not in failed.error
-    assert plain.reason is FinishReason.EOS_TOKEN
+    assert plain.finish_reason is FinishReason.EOS_TOKEN

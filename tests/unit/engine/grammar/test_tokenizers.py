@@ -101,9 +101,9 @@ def test_regexes(kind: tuple[Tokenizer, Engine]) -> None:
     grammar = Grammar(GrammarType.REGEX, pattern)
     for output in driver.run(*(driver.sequence(PROMPT, grammar, 60, seed=seed) for seed in range(8))):
         assert output.error is None
-        if output.reason is FinishReason.EOS_TOKEN:
-            assert re.fullmatch(pattern, shown(tokenizer, output.visible))
-    assert any(output.reason is FinishReason.EOS_TOKEN for output in driver.outputs.values())
+        if output.finish_reason is FinishReason.EOS_TOKEN:
+            assert re.fullmatch(pattern, shown(tokenizer, driver.visible(output)))
+    assert any(output.finish_reason is FinishReason.EOS_TOKEN for output in driver.outputs.values())
 
 
 def test_json(kind: tuple[Tokenizer, Engine]) -> None:
@@ -115,11 +115,11 @@ def test_json(kind: tuple[Tokenizer, Engine]) -> None:
     ended = 0
     for output in driver.run(*(driver.sequence(PROMPT, grammar, 100, seed=seed) for seed in range(8))):
         assert output.error is None
-        if output.reason is FinishReason.EOS_TOKEN:
+        if output.finish_reason is FinishReason.EOS_TOKEN:
             ended += 1
-            value = json.loads(shown(tokenizer, output.visible))
+            value = json.loads(shown(tokenizer, driver.visible(output)))
             assert set(value) == {"name", "age"}
-            assert len(output.visible) < len(output.tokens)
+            assert len(driver.visible(output)) < len(output.tokens)
     assert ended
 
 
@@ -128,7 +128,7 @@ def test_characters_of_several_tokens(random_engine: Engine, tmp_path: Path) -> 
         driver = Driver(engine)
         grammar = Grammar(GrammarType.REGEX, "[ößé€🌳]{6}")
         for output in driver.run(*(driver.sequence(PROMPT, grammar, 60, seed=seed) for seed in range(4))):
-            assert output.reason is FinishReason.EOS_TOKEN
+            assert output.finish_reason is FinishReason.EOS_TOKEN
             assert re.fullmatch("[ößé€🌳]{6}", driver.text(output))
 
 

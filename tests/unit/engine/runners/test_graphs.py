@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.tiny_models import make
-from tests.unit.engine.runners.driver import load_engine, prompts
+from tests.unit.engine.requests import load_engine, prompts
 from tests.unit.engine.runners.test_parity import check, overlap
 from tgi_server.contract import StoppingParameters
 from tgi_server.engine import Engine, RunningSequence
@@ -40,8 +40,8 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
 @pytest.mark.parametrize("architecture", ["bloom_6_heads", "gemma2", "llama", "opt", "starcoder"])
 @pytest.mark.parametrize("custom_kernels", [True, False])
 def test_padded_steps_give_the_tokens_of_transformers(architecture, custom_kernels, recorder, tmp_path: Path) -> None:
-    driver, expected = overlap(make(architecture, tmp_path), custom_kernels=custom_kernels, cuda_graphs=(4, 12, 999))
-    check(driver, expected)
+    requests, expected = overlap(make(architecture, tmp_path), custom_kernels=custom_kernels, cuda_graphs=(4, 12, 999))
+    check(requests, expected)
     assert {4, 12} <= set(recorder.replayed), "both were used"
     assert max(recorder.replayed) == 12, "no larger one than there are rows"
 

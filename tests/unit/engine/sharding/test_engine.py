@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.tiny_models import build, make
-from tests.unit.engine.runners.driver import Driver, generate_together, load_engine, prompts
+from tests.unit.engine.requests import Requests, generate_together, load_engine, prompts
 from tests.unit.engine.sharding.conftest import RanksOf
 from tgi_server.contract import ReportParameters, SamplingParameters, StoppingParameters
 from tgi_server.engine import CacheCapacity, Engine, EngineConfig, EngineError, RunningSequence
@@ -122,13 +122,13 @@ def test_shards_that_are_told_different_things_say_what_differs(ranks_of: RanksO
 
 
 def fail_in_a_pass(group: ShardGroup, folder: Path) -> list[str]:
-    driver = Driver(load_engine(folder, group=group), TEXTS)
-    driver.join(0)
-    driver.step()
+    requests = Requests(load_engine(folder, group=group), TEXTS)
+    requests.join(0)
+    requests.step()
     reduce = group.all_reduce
     group.all_reduce = _fail  # type: ignore[method-assign]
     try:
-        return [_error_of(driver.step), _error_of(driver.engine.check_device)]
+        return [_error_of(requests.step), _error_of(requests.engine.check_device)]
     finally:
         group.all_reduce = reduce  # type: ignore[method-assign]
         group.fault = None

@@ -19,7 +19,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from llm_functionalities.download import fetch
+from llm_functionalities.download import fetch, unpack
 from llm_functionalities.download.__main__ import CONFIG
 from llm_functionalities.download.config import Downloads, read_downloads
 from llm_functionalities.download.errors import DownloadError
@@ -114,12 +114,15 @@ class Model:
         self.urls = [[web.url("config.json"), "model/config.json"], [web.url("weights"), "model/weights.bin"]]
         self.options: dict[str, Any] = {}
         self.log: list[str] = []
+        self.allow_http = True
 
     def fetch(self, force: bool = False) -> bool:
         source = {"id": "model", "urls": self.urls, **self.options}
         downloads = Downloads.model_validate({"name": "test", "base_path": self.folder, "sources": [source]})
         (parsed,) = downloads.sources
-        return fetch_source(parsed, downloads.folder(parsed), self.client, force=force, log=self.log.append)
+        return fetch_source(
+            parsed, downloads.folder(parsed), self.client, force=force, allow_http=self.allow_http, log=self.log.append
+        )
 
     def content(self) -> dict[str, bytes]:
         """What a server that looks for models can see."""
@@ -257,9 +260,9 @@ def tar(members: dict[str, bytes], mode: str = "w:gz", **links: str) -> bytes:
     return output.getvalue()
 
 
-def zipped(members: dict[str, bytes]) -> bytes:
+def zipped(members: dict[str, bytes], method: int = zipfile.ZIP_STORED) -> bytes:
     output = io.BytesIO()
-    with zipfile.ZipFile(output, "w") as archive:
+    with zipfile.ZipFile(output, "w", method) as archive:
         for name, content in members.items():
             archive.writestr(name, content)
     return output.getvalue()
@@ -340,6 +343,108 @@ def test_a_broken_archive_is_named(model: Model, name: str, content: bytes) -> N
     assert model.content() == {}
 
 
+def many_members(count: int) -> bytes:
+    output = io.BytesIO()
+    with tarfile.open(fileobj=output, mode="w:") as archive:
+        for number in range(count):
+            archive.addfile(tarfile.TarInfo(f"m/{number}"))
+    return output.getvalue()
+
+
+def long_header(size: int) -> bytes:
+    """A tar file that says that the name of its first member has `size` characters."""
+    header = tarfile.TarInfo("././@LongLink")
+    header.type, header.size = tarfile.GNUTYPE_LONGNAME, size
+    return header.tobuf(tarfile.GNU_FORMAT) + bytes(size)
+
+
+def links(*members: tuple[str, str, bytes]) -> bytes:
+    output = io.BytesIO()
+    with tarfile.open(fileobj=output, mode="w:gz") as archive:
+        for name, target, kind in members:
+            member = tarfile.TarInfo(name)
+            member.type, member.linkname = kind, target
+            archive.addfile(member)
+        payload = tarfile.TarInfo(members[-1][0] + "/x")
+        payload.size = 1
+        archive.addfile(payload, io.BytesIO(b"x"))
+    return output.getvalue()
+
+
+ZEROS = bytes(90 << 20)
+BOMBS: dict[str, Callable[[], bytes]] = {
+    "zeros.gz": lambda: gzip.compress(ZEROS, 1),
+    "zeros.bz2": lambda: bz2.compress(ZEROS, 1),
+    "zeros.tar.gz": lambda: tar({"model/weights.bin": ZEROS}),
+    "zeros.zip": lambda: zipped({"model/weights.bin": ZEROS}, zipfile.ZIP_DEFLATED),
+    "name.tar.gz": lambda: gzip.compress(long_header(60 << 20), 1),
+    "many.tar.gz": lambda: gzip.compress(many_members(101)),
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_an_archive_that_unpacks_to_far_more_than_a_model_is_refused(
+    model: Model, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(unpack, "MOST_MEMBERS", 100)
+    model.web.files["archive"] = BOMBS[name]()
+    model.urls = [[model.web.url("archive"), name]]
+    with pytest.raises(DownloadError, match=r"unpacks to more than|has a header of|has more than 100 members"):
+        model.fetch()
+    assert model.content() == {}
+
+
+LINKS = {
+    "through a link": links(("a", ".", tarfile.SYMTYPE)),
+    "upwards": links(("a/b", "../..", tarfile.SYMTYPE)),
+    "upwards later": links(("a/b/c", "../..", tarfile.SYMTYPE), ("v", "a/b/c/../..", tarfile.SYMTYPE)),
+    "hard": links(("a", "../../../etc/passwd", tarfile.LNKTYPE)),
+    "device": links(("a", "", tarfile.CHRTYPE)),
+}
+
+
+@pytest.mark.parametrize("name", LINKS)
+def test_links_and_devices_of_an_archive_lead_nowhere(model: Model, name: str) -> None:
+    model.web.files["archive"] = LINKS[name]
+    model.urls = [[model.web.url("archive"), "a.tar.gz"]]
+    with pytest.raises(DownloadError, match="outside of its folder"):
+        model.fetch()
+    assert model.content() == {}
+
+
+def test_a_link_that_stays_inside_is_kept(model: Model) -> None:
+    model.web.files["archive"] = tar({"model/blobs/1": b"w"}, **{"model/weights.bin": "blobs/1"})
+    model.urls = [[model.web.url("archive"), "model.tar.gz"]]
+    model.fetch()
+    assert model.content() == {"model/blobs/1": b"w", "model/weights.bin": b"w"}
+
+
+def test_what_comes_over_http_wants_a_checksum_or_a_flag(model: Model) -> None:
+    model.allow_http = False
+    with pytest.raises(DownloadError, match=r"config\.json would come over http://.*--allow-http"):
+        model.fetch()
+    assert model.web.asked == []
+    for url in model.urls:
+        url.append(hashlib.sha256(model.web.files[url[0].rpartition("/")[2]]).hexdigest())
+    assert model.fetch() is True
+    assert model.content() == WHOLE
+
+
+def test_a_redirect_from_https_to_http_wants_a_checksum_too(tmp_path: Path) -> None:
+    def answer(request: httpx2.Request) -> httpx2.Response:
+        if request.url.scheme == "https":
+            return httpx2.Response(302, headers={"location": "http://host/weights"})
+        return httpx2.Response(200, stream=httpx2.ByteStream(b"w"))
+
+    source = {"id": "model", "urls": [["https://host/weights", "weights"]]}
+    downloads = Downloads.model_validate({"name": "test", "base_path": tmp_path, "sources": [source]})
+    with httpx2.Client(transport=httpx2.MockTransport(answer), follow_redirects=True) as client:
+        with pytest.raises(DownloadError, match="would come over http://"):
+            fetch_source(downloads.sources[0], tmp_path, client)
+        assert not (tmp_path / "weights").exists()
+        assert fetch_source(downloads.sources[0], tmp_path, client, allow_http=True) is True
+
+
 def test_a_missing_artefact_is_named(model: Model) -> None:
     model.options["artefacts"] = [["tokenizer", "model/tokenizer.json"]]
     with pytest.raises(DownloadError, match=r"tokenizer.*model/tokenizer\.json"):
@@ -400,12 +505,15 @@ def test_the_command(model: Model, tmp_path: Path) -> None:
         return done.returncode, done.stderr
 
     status, said = run()
+    assert status == 1
+    assert "--allow-http" in said
+    status, said = run("--allow-http")
     assert status == 0
     assert "model: fetched" in said
     assert "weights.bin: 100%" in said
     assert model.content() == WHOLE
     assert "model: already" in run()[1]
-    assert run("off")[0] == 1
+    assert run("off", "--allow-http")[0] == 1
     status, said = run("nobody")
     assert status == 2
     assert said.count("\n") == 1

@@ -199,11 +199,13 @@ def _run(examples: int, steps: int) -> None:
     )
 
 
+@pytest.mark.logs_tracebacks
 def test_any_order() -> None:
     _run(examples=100, steps=40)
 
 
 @pytest.mark.slow
+@pytest.mark.logs_tracebacks
 @pytest.mark.timeout(1200)
 def test_any_order_at_length() -> None:
     _run(examples=800, steps=80)

@@ -240,6 +240,7 @@ def test_a_failed_batch_fails_all_its_requests_and_no_other() -> None:
     simulation.check_tokens()
 
 
+@pytest.mark.logs_tracebacks
 def test_a_sink_that_breaks_harms_nobody_else() -> None:
     simulation = Simulation()
     broken = simulation.submit([1, 2, 3], max_new_tokens=9)

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from tests.tiny_models import make
-from tests.unit.engine.runners.driver import MAX_TOTAL_TOKENS, NEW, Driver, expected_tokens, load_engine, prompts
+from tests.unit.engine.requests import MAX_TOTAL_TOKENS, NEW, Requests, expected_tokens, load_engine, prompts
 from tgi_server.contract import ReportParameters, StoppingParameters
 from tgi_server.engine import Engine, RunningSequence
 from tgi_server.engine.errors import InvalidCall, NotEnoughMemory, UnsupportedModel
@@ -38,10 +38,10 @@ def warm(folder: Path, **settings) -> Engine:
 def test_long_and_short_prompts_computed_in_one_step_keep_their_order(family, request) -> None:
     folder = request.getfixturevalue(family)
     texts = prompts(ALL_AT_ONCE)
-    driver = Driver(load_engine(folder), texts)
+    requests = Requests(load_engine(folder), texts)
     for index in range(len(texts)):
-        driver.join(index)
-    assert driver.finish() == expected_tokens(folder, texts)
+        requests.join(index)
+    assert requests.finish() == expected_tokens(folder, texts)
 
 
 def test_a_prompt_is_computed_whole_or_not_at_all(gpt_neo) -> None:
@@ -53,14 +53,14 @@ def test_a_prompt_is_computed_whole_or_not_at_all(gpt_neo) -> None:
 
 def test_a_failed_step_leaves_nothing_behind(gpt_neo) -> None:
     texts = prompts((9, 30))
-    driver = Driver(load_engine(gpt_neo), texts)
+    requests = Requests(load_engine(gpt_neo), texts)
     with pytest.raises(InvalidCall):
-        driver.engine.step(
+        requests.engine.step(
             1, [RunningSequence(7, [5, 6], STOPPING), RunningSequence(8, [5, 6], STOPPING)], [(7, 2), (8, 1)]
         )
-    driver.join(0)
-    driver.join(1)
-    assert driver.finish() == expected_tokens(gpt_neo, texts)
+    requests.join(0)
+    requests.join(1)
+    assert requests.finish() == expected_tokens(gpt_neo, texts)
 
 
 def test_there_are_no_blocks_to_hand_out(gpt_neo) -> None:

@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from tests.tiny_models import VOCAB_SIZE
 from tgi_server.contract import StoppingParameters
 from tgi_server.engine import Engine, EngineConfig, RunningSequence
-from tgi_server.engine.engine import Step
+from tgi_server.engine.driver import Driver
 
 LENGTHS = (1, 70, 5, 33, 64, 2, 17, 48, 9, 26, 57, 3, 40, 12, 65, 21)
 NEW = 12
@@ -45,74 +45,67 @@ def expected_tokens(folder: Path, texts: list[list[int]]) -> list[list[int]]:
     return outputs
 
 
-class Driver:
-    """Warms an engine up, gives sequences blocks, scattered over the cache, and collects what they generate."""
+class Requests:
+    """Prompts that become requests, join and leave an engine's batch; their blocks lie scattered over the cache.
+
+    engine, outputs: the engine, and the tokens of each request so far.
+    """
 
     def __init__(self, engine: Engine, texts: list[list[int]], max_total_tokens: int = MAX_TOTAL_TOKENS) -> None:
         capacity = engine.warm_up(
             max_batch_size=len(LENGTHS), max_prefill_tokens=256, max_total_tokens=max_total_tokens
         )
         self.engine = engine
-        self.texts = texts
-        self.outputs: list[list[int]] = [[] for _ in texts]
-        self._chunks: dict[int, list[int]] = {}  # tokens of the chunks that a request still has before it
-        self._joining: list[RunningSequence] = []
-        self._blocks = list(range(1, capacity.num_blocks + 1))
-        random.Random(2).shuffle(self._blocks)
+        self._texts = texts
+        self._before: list[list[int]] = [[] for _ in texts]
+        blocks = list(range(1, capacity.num_blocks + 1))
+        random.Random(2).shuffle(blocks)
+        self._driver = Driver(engine, blocks=blocks)
+
+    @property
+    def outputs(self) -> list[list[int]]:
+        outputs = self._driver.outputs
+        return [
+            before + outputs[index].tokens if index in outputs else before for index, before in enumerate(self._before)
+        ]
 
     def join(self, index: int) -> None:
         """The request, with what it has generated so far, joins at the next step."""
-        known = len(self.texts[index]) + len(self.outputs[index])
-        blocks = []
-        if self.engine.info.paged:
-            size = self.engine.info.block_size
-            blocks = [self._blocks.pop() for _ in range(-(-(len(self.texts[index]) + NEW) // size))]
-        stopping = StoppingParameters(NEW, ignore_eos=True)
-        generated = list(self.outputs[index])
-        self._joining.append(
-            RunningSequence(index, self.texts[index], stopping, generated_ids=generated, blocks=blocks)
-        )
+        text, generated = self._texts[index], self.outputs[index]
+        self._before[index] = generated
+        known = len(text) + len(generated)
         parts = PARTS.get(known, 1) if self.engine.info.paged else 1
-        self._chunks[index] = [known // parts] * (parts - 1) + [known - known // parts * (parts - 1)]
+        chunks = [known // parts] * (parts - 1) + [known - known // parts * (parts - 1)]
+        stopping = StoppingParameters(NEW, ignore_eos=True)
+        self._driver.add(RunningSequence(index, text, stopping, generated_ids=generated), chunks)
 
     def leave(self, *indices: int) -> None:
-        self.engine.keep(1, [index for index in range(len(self.texts)) if index not in indices])
-        for index in indices:
-            self._chunks.pop(index, None)
+        self._driver.leave(*indices)
 
-    def step(self, decode: bool = True) -> None:
-        """One chunk of each prompt that has some left, and one token for every running request."""
-        joining, self._joining = self._joining, []
-        chunks = [(index, parts.pop(0)) for index, parts in self._chunks.items()]
-        self._chunks = {index: parts for index, parts in self._chunks.items() if parts}
-        self._take(self.engine.step(1, joining, chunks, decode=decode) if chunks else self.engine.step(1))
+    def step(self, *, decode: bool = True) -> None:
+        self._driver.step(decode=decode)
 
     def finish(self) -> list[list[int]]:
-        while self._joining or self.engine.batch:
-            self.step()
+        self._driver.run()
         return self.outputs
-
-    def _take(self, step: Step) -> None:
-        for generation in step.collect().generations:
-            self.outputs[generation.request_id].append(generation.token_id)
 
 
 def generate_alone(engine: Engine, texts: list[list[int]], max_total_tokens: int = MAX_TOTAL_TOKENS) -> list[list[int]]:
     """One request after the other."""
-    driver = Driver(engine, texts, max_total_tokens)
+    requests = Requests(engine, texts, max_total_tokens)
     for index in range(len(texts)):
-        driver.join(index)
-        driver.finish()
-    return driver.outputs
+        requests.join(index)
+        requests.finish()
+    return requests.outputs
 
 
 def generate_together(
     engine: Engine, texts: list[list[int]], max_total_tokens: int = MAX_TOTAL_TOKENS
 ) -> list[list[int]]:
     """Two requests join in each step, and each leaves when it is done."""
-    driver = Driver(engine, texts, max_total_tokens)
+    requests = Requests(engine, texts, max_total_tokens)
     for index in range(len(texts)):
-        driver.join(index)
+        requests.join(index)
         if index % 2:
-            driver.step()
-    return driver.finish()
+            requests.step()
+    return requests.finish()
