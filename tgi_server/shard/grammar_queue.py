@@ -73,6 +73,7 @@ class GrammarQueue:
         self._quick = _Lane(cpu_seconds=0.25, niceness=10, threads=2, room=32)
         self._lock = threading.Lock()
         self._started = False
+        self._sandboxes: list[Sandbox] = []
         self._running: dict[Grammar, _Job] = {}
         self._faults: OrderedDict[bytes, str] = OrderedDict()
 
@@ -84,6 +85,13 @@ class GrammarQueue:
             for lane in (self._quick, self._slow):
                 for _ in range(lane.threads):
                     threading.Thread(target=self._work, args=(lane,), name="grammars", daemon=True).start()
+
+    def close(self) -> None:
+        """Ends the processes. What waits is not compiled any more."""
+        with self._lock:
+            sandboxes, self._started = self._sandboxes, True
+        for sandbox in sandboxes:
+            sandbox.close()
 
     def compile(self, grammar: Grammar, seconds: float, gone: Future[Any], size: int | None = None) -> int:
         """Returns the bytes that the compiled grammar may take; or 0, when `gone` is done before: nobody waits for it.
@@ -125,6 +133,8 @@ class GrammarQueue:
     def _work(self, lane: _Lane) -> None:
         """What each thread does."""
         sandbox = self._sandbox(lane.niceness)
+        with self._lock:
+            self._sandboxes.append(sandbox)
         sandbox.start()
         while True:
             job = lane.take()

@@ -30,7 +30,7 @@ class Trial:
 class Sandbox:
     """Tries one grammar after the other. Its process is started when it is needed, and again when it has died.
 
-    Not thread-safe.
+    For one thread, but for `close`.
     """
 
     def __init__(
@@ -48,6 +48,7 @@ class Sandbox:
         arguments = (str(model), *map(str, (niceness, memory_bytes, vocab_size, *eos)))
         self._command = [sys.executable, "-m", "tgi_server.engine.grammar.trial", *arguments]
         self._process: subprocess.Popen[bytes] | None = None
+        self._closed = False
 
     def start(self) -> None:
         """Has the process read the tokenizer, so that the first grammar need not wait for it."""
@@ -62,7 +63,7 @@ class Sandbox:
         line = json.dumps([grammar.type.value, grammar.value, grammar.text, cpu_seconds]).encode() + b"\n"
         outcome = self._ask(line) or self._ask(line)
         if outcome is None:
-            raise InvalidGrammar("the process that compiles it ends")
+            raise SandboxLimit("time")
         if "error" in outcome:
             raise InvalidGrammar(outcome["error"])
         if "limit" in outcome:
@@ -72,14 +73,16 @@ class Sandbox:
         )
 
     def close(self) -> None:
-        """Ends the process."""
+        """Ends the process, and with it what is being tried; any thread may do so. There is no other one after it."""
+        self._closed = True
         if self._process is not None:
             self._process.kill()
-            self._process.communicate()
-            self._process = None
+            self._process.wait()
 
     def _ask(self, line: bytes) -> dict[str, Any] | None:
         """Returns the answer, or None when the process has died."""
+        if self._closed:
+            return None
         process = self._running()
         assert process.stdin is not None
         assert process.stdout is not None
@@ -90,8 +93,11 @@ class Sandbox:
         except BrokenPipeError:
             answer = b""
         if not answer.endswith(b"\n"):
-            self.close()
-            logger.warning("the process that tries grammars has died; the next one is started")
+            process.kill()
+            process.communicate()
+            self._process = None
+            if not self._closed:
+                logger.warning("the process that tries grammars has died; the next one is started")
             return None
         outcome: dict[str, Any] = json.loads(answer)
         return outcome
