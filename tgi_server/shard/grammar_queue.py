@@ -70,7 +70,7 @@ class GrammarQueue:
         self.compiler = compiler
         self._sandbox = sandbox
         self._slow = _Lane(cpu_seconds=2.0, niceness=19, threads=1, room=4)
-        self._quick = _Lane(cpu_seconds=0.25, niceness=10, threads=2, room=32)
+        self._quick = _Lane(cpu_seconds=0.1, niceness=10, threads=2, room=64)
         self._lock = threading.Lock()
         self._started = False
         self._sandboxes: list[Sandbox] = []

@@ -1,6 +1,5 @@
 """The gRPC service that compiles grammars beside the steps of the engine, without delaying them."""
 
-import logging
 import threading
 from concurrent.futures import Future
 
@@ -13,8 +12,6 @@ from tgi_server.engine.grammar import GrammarCompiler, InvalidGrammar
 from tgi_server.shard.errors import GrammarsBusy
 from tgi_server.shard.grammar_queue import GrammarQueue
 from tgi_server.wire import grammar_from_message
-
-logger = logging.getLogger(__name__)
 
 _SECONDS = 10.0
 
@@ -49,7 +46,6 @@ class GrammarService(GrammarServiceServicer):
         except InvalidGrammar as error:
             return pb.CompileResponse(error=str(error))
         except GrammarsBusy as error:
-            logger.warning("a grammar of %d bytes was not compiled: %s", len(request.grammar.value), error)
             context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
         finally:
             if gone.done() or not size:

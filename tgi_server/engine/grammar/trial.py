@@ -7,13 +7,13 @@ each grammar is then compiled and walked through by a child of this process, whi
 time, memory or stack than it may. This process has one thread, so that a child is a whole copy of it.
 """
 
+import gc
 import json
 import os
 import random
 import resource
 import signal
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,8 @@ def main() -> None:
         compiler.prepare()
     except InvalidGrammar as error:
         fault = {"error": str(error)}
+    gc.collect()
+    gc.freeze()  # a collection would have each child copy what it shares with this process
     for line in sys.stdin.buffer:
         kind, value, text, cpu_seconds = json.loads(line)
         grammar = Grammar(GrammarType(kind), value, text)
@@ -129,12 +131,10 @@ def _walk(matcher: LLMatcher, vocab_size: int) -> None:
                 break
             if copy.is_stopped():
                 break
-            copy.consume_token(chooser.choice(_allowed(bits)))
-
-
-def _allowed(bits: Any) -> Sequence[int]:
-    allowed: list[int] = np.flatnonzero(np.unpackbits(bits[0].view(np.uint8), bitorder="little")).tolist()
-    return allowed or [0]
+            allowed = np.flatnonzero(np.unpackbits(bits[0].view(np.uint8), bitorder="little"))
+            if not len(allowed):
+                break
+            copy.consume_token(int(allowed[chooser.randrange(len(allowed))]))
 
 
 if __name__ == "__main__":
