@@ -1,4 +1,4 @@
-"""What Prometheus is told: calls, empty answers by reason, latency, and the endpoints' state."""
+"""The metrics for Prometheus: calls, empty responses by reason, latency, the endpoints' state; and who serves them."""
 
 import logging
 import time
@@ -13,16 +13,16 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, make_wsgi_app
 from prometheus_client.process_collector import ProcessCollector
 
-from llm_functionalities.endpoint import Endpoint
-from llm_functionalities.pool import FairPool
+from llm_functionalities.endpoint.endpoint import Endpoint
+from llm_functionalities.model.pool import FairPool
 
 logger = logging.getLogger(__name__)
 
+# Each connection to the metrics has a thread. More connections are closed at once.
 MOST_SCRAPES = 8
-"""Connections to the metrics at a time; each has a thread. More are closed at once."""
 
+# A connection to the metrics lasts this long at most.
 SCRAPE_SECONDS = 5.0
-"""A connection to the metrics lasts this long at most."""
 
 LATENCY_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40)
 
@@ -67,7 +67,7 @@ class Metrics:
         self.empties.labels(reason).inc()
 
     def watch_endpoint(self, endpoint: Endpoint) -> None:
-        """Shows the endpoint's state from now on."""
+        """Shows the endpoint's state and load from now on."""
         self._up.labels(endpoint.name).set_function(lambda: float(endpoint.breaker.closed))
         self._in_flight.labels(endpoint.name).set_function(lambda: endpoint.in_flight)
 
@@ -78,7 +78,7 @@ class Metrics:
         self._waiting.set_function(lambda: pool.waiting)
 
     def serve(self, host: str, port: int) -> tuple[int, Callable[[], None]]:
-        """Serves them over HTTP. Returns the port and what stops it. Raises OSError when the port is in use."""
+        """Serves the metrics over HTTP. Returns the port and what stops it. Raises OSError when the port is in use."""
         server = _MetricsServer((host, port))
         server.set_app(make_wsgi_app(self.registry))
         thread = Thread(target=server.serve_forever, name="metrics", daemon=True)
@@ -93,7 +93,7 @@ class Metrics:
 
 
 class _MetricsServer(ThreadingMixIn, WSGIServer):
-    """Answers a few scrapes at a time, and gives up those that take long."""
+    """Serves a few scrapes at a time, and ends those that take long."""
 
     daemon_threads = True
     block_on_close = False
@@ -120,7 +120,7 @@ class _MetricsServer(ThreadingMixIn, WSGIServer):
         super().shutdown_request(request)
 
     def service_actions(self) -> None:
-        """Ends what takes too long. Called about twice a second."""
+        """Ends connections that last too long. Called about twice a second."""
         with self._lock:
             for request, begun in self._begun.items():
                 if time.monotonic() - begun > SCRAPE_SECONDS:

@@ -1,4 +1,4 @@
-"""The gRPC server: what it is made of, how it starts, and how it stops."""
+"""Builds the gRPC server from settings, starts it, and stops it."""
 
 import asyncio
 import logging
@@ -11,57 +11,56 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from llm_functionalities.address import Address
-from llm_functionalities.admission import Admission
-from llm_functionalities.caller import Front
-from llm_functionalities.empties import EmptyAnswers
-from llm_functionalities.endpoint import Endpoint
-from llm_functionalities.endpoints import Endpoints
+from llm_functionalities.endpoint.address import Address, parse_name_server
+from llm_functionalities.endpoint.balancer import Balancer
+from llm_functionalities.endpoint.endpoint import Endpoint
+from llm_functionalities.endpoint.resolver import Resolver
+from llm_functionalities.endpoint.transport import BoundedBackend, BoundedTransport, install
 from llm_functionalities.errors import StartupError
 from llm_functionalities.metrics import Metrics
-from llm_functionalities.model import Model
-from llm_functionalities.network import BoundedBackend
-from llm_functionalities.pool import FairPool
-from llm_functionalities.resolver import Resolver
-from llm_functionalities.runner import LLMRunner
-from llm_functionalities.settings import Settings, split_name_server
-from llm_functionalities.transport import BoundedTransport, install
-from llm_functionalities.workflows.chit_chat import LLMChitChat
-from llm_functionalities.workflows.description import LLMDescriptionGeneration
-from llm_functionalities.workflows.execution_search import LLMExecutionSearchManager
-from llm_functionalities.workflows.proactive_question import LLMProactiveQuestionGeneration
-from llm_functionalities.workflows.replacement import LLMReplacementGeneration
-from llm_functionalities.workflows.summary import LLMSummaryGeneration
+from llm_functionalities.model.empty_responses import EmptyResponses
+from llm_functionalities.model.model import Model
+from llm_functionalities.model.pool import FairPool
+from llm_functionalities.services.admission import Admission
+from llm_functionalities.services.context import ModelClient
+from llm_functionalities.services.runner import LLMRunner
+from llm_functionalities.services.workflows.chit_chat import LLMChitChat
+from llm_functionalities.services.workflows.description import LLMDescriptionGeneration
+from llm_functionalities.services.workflows.execution_search import LLMExecutionSearchManager
+from llm_functionalities.services.workflows.proactive_question import LLMProactiveQuestionGeneration
+from llm_functionalities.services.workflows.replacement import LLMReplacementGeneration
+from llm_functionalities.services.workflows.summary import LLMSummaryGeneration
+from llm_functionalities.settings import Settings
 from shared.event_loop import watch_event_loop
 from shared.stubs import llm_pb2, llm_pb2_grpc
 
 logger = logging.getLogger(__name__)
 
 SERVICES = tuple(service.full_name for service in llm_pb2.DESCRIPTOR.services_by_name.values())
+# The threads get this long to end after the last call has ended.
 STOP_SECONDS = 2.0
-"""How long the threads get to end after the last call has."""
 
+# Open files besides the connections of callers and those to model servers.
 OTHER_FILES = 128
-"""Open files besides the connections of callers and those to model servers."""
 
+# Bytes of a call's metadata.
 LONGEST_METADATA = 16 * 1024
-"""Bytes of a call's metadata."""
 
+# A connection without a call is closed after this time. gRPC clients make another by themselves when they need one.
 IDLE_SECONDS = 5 * 60
-"""A connection without a call for so long is closed; callers make another one by themselves when they need it."""
 
+# After this time clients make a new connection for new calls, so that stuck connections end and load is spread anew.
 CONNECTION_SECONDS = 30 * 60
-"""A connection gets no new calls after this time, and callers make another: stuck ones end, and load is spread anew."""
 
 
 class Server:
-    """The service in one process. `start` listens; nothing is connected before the first call needs it."""
+    """The service in one process. It connects to no model server before the first call needs one."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._metrics = Metrics()
         self._http = install(_transport(settings))
-        self._endpoints = Endpoints([self._endpoint(url) for url in settings.inference_endpoint_url])
+        self._balancer = Balancer([self._endpoint(url) for url in settings.inference_endpoint_url])
         self._pool = FairPool(settings.threads, settings.batch_threads or settings.threads)
         self._metrics.watch_pool(self._pool)
         self._health = health.aio.HealthServicer()
@@ -70,7 +69,7 @@ class Server:
         self._server = self._grpc_server()
 
     async def start(self) -> int:
-        """Listens. Returns the port. Raises StartupError when that cannot be."""
+        """Listens for calls. Returns the port. Raises StartupError, which says what to change."""
         settings = self._settings
         _allow_open_files(settings.max_connections + settings.threads + OTHER_FILES)
         if settings.metrics_port is not None:
@@ -91,12 +90,12 @@ class Server:
         return port
 
     async def stop(self) -> None:
-        """Refuses new calls, lets the running ones end within the grace time, and leaves no thread or socket."""
+        """Refuses new calls, lets the running ones end within the grace time, and closes all threads and sockets."""
         await self._health.enter_graceful_shutdown()
         await self._server.stop(self._settings.grace)
-        # Not on the loop: it is the loop that ends the calls on which the threads still work.
+        # These wait in a thread, because the loop has to end the calls on which the workers still work.
         await asyncio.to_thread(self._pool.stop, STOP_SECONDS)
-        await asyncio.to_thread(self._endpoints.stop, STOP_SECONDS)
+        await asyncio.to_thread(self._balancer.stop, STOP_SECONDS)
         if self._watch is not None:
             self._watch.cancel()
         self._http.close()
@@ -125,19 +124,19 @@ class Server:
         )
         server = grpc.aio.server(
             interceptors=[admission],
-            options=_options(settings, admission.most_rpcs),
-            maximum_concurrent_rpcs=admission.most_rpcs,
+            options=_options(settings, admission.max_rpcs),
+            maximum_concurrent_rpcs=admission.max_rpcs,
         )
-        model = Model(self._endpoints, self._pool, EmptyAnswers(self._metrics.count_empty))
-        front = Front(model, settings.default_timeout, settings.max_timeout, settings.max_tokens)
-        llm_pb2_grpc.add_LLMRunnerServicer_to_server(LLMRunner(front), server)
-        llm_pb2_grpc.add_LLMChitChatServicer_to_server(LLMChitChat(front), server)
-        llm_pb2_grpc.add_LLMSummaryGenerationServicer_to_server(LLMSummaryGeneration(front), server)
-        llm_pb2_grpc.add_LLMDescriptionGenerationServicer_to_server(LLMDescriptionGeneration(front), server)
-        questions = LLMProactiveQuestionGeneration(front)
+        model = Model(self._balancer, self._pool, EmptyResponses(self._metrics.count_empty))
+        client = ModelClient(model, settings.default_timeout, settings.max_timeout, settings.max_tokens)
+        llm_pb2_grpc.add_LLMRunnerServicer_to_server(LLMRunner(client), server)
+        llm_pb2_grpc.add_LLMChitChatServicer_to_server(LLMChitChat(client), server)
+        llm_pb2_grpc.add_LLMSummaryGenerationServicer_to_server(LLMSummaryGeneration(client), server)
+        llm_pb2_grpc.add_LLMDescriptionGenerationServicer_to_server(LLMDescriptionGeneration(client), server)
+        questions = LLMProactiveQuestionGeneration(client)
         llm_pb2_grpc.add_LLMProactiveQuestionGenerationServicer_to_server(questions, server)
-        llm_pb2_grpc.add_LLMReplacementGenerationServicer_to_server(LLMReplacementGeneration(front), server)
-        llm_pb2_grpc.add_LLMExecutionSearchManagerServicer_to_server(LLMExecutionSearchManager(front), server)
+        llm_pb2_grpc.add_LLMReplacementGenerationServicer_to_server(LLMReplacementGeneration(client), server)
+        llm_pb2_grpc.add_LLMExecutionSearchManagerServicer_to_server(LLMExecutionSearchManager(client), server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         reflection.enable_server_reflection([*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
         return server
@@ -150,7 +149,7 @@ class Server:
 
 
 def _allow_open_files(needed: int) -> None:
-    """Raises StartupError when this process may not have so many files open."""
+    """Allows this process to have `needed` files open. Raises StartupError when the system forbids that."""
     allowed, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if most != resource.RLIM_INFINITY and most < needed:
         raise StartupError(
@@ -162,7 +161,7 @@ def _allow_open_files(needed: int) -> None:
 
 
 def _transport(settings: Settings) -> BoundedTransport:
-    servers = [split_name_server(text) for text in settings.name_servers] or None
+    servers = [parse_name_server(text) for text in settings.name_servers] or None
     backend = BoundedBackend(
         Resolver(settings.resolve_timeout, servers=servers), settings.connect_timeout, settings.connect_attempts
     )
@@ -173,14 +172,14 @@ def _transport(settings: Settings) -> BoundedTransport:
     return BoundedTransport(backend, tls, settings.max_message_bytes)
 
 
-def _options(settings: Settings, most_streams: int) -> Sequence[tuple[str, int]]:
-    """https://grpc.github.io/grpc/core/group__grpc__arg__keys.html"""
+def _options(settings: Settings, max_streams: int) -> Sequence[tuple[str, int]]:
+    """Returns the options of https://grpc.github.io/grpc/core/group__grpc__arg__keys.html."""
     return (
         ("grpc.so_reuseport", 0),  # a port in use is an error, not a share of its calls
         ("grpc.max_receive_message_length", settings.max_message_bytes),
         ("grpc.max_send_message_length", settings.max_message_bytes),
         ("grpc.max_metadata_size", LONGEST_METADATA),
-        ("grpc.max_concurrent_streams", most_streams),  # of one connection
+        ("grpc.max_concurrent_streams", max_streams),  # of one connection
         ("grpc.max_allowed_incoming_connections", settings.max_connections),
         ("grpc.server_handshake_timeout_ms", int(settings.receive_timeout * 1000)),
         ("grpc.max_connection_idle_ms", IDLE_SECONDS * 1000),

@@ -12,7 +12,7 @@ import httpx
 import psutil
 
 from tests.logs import assert_no_traceback
-from tgi_server.launcher.processes.parent import die_with_parent
+from tgi_server.launcher.processes.child import die_with_parent
 
 READY_SECONDS = 90.0
 STOP_SECONDS = 30.0

@@ -10,7 +10,7 @@ import urllib.request
 from collections.abc import Sequence
 from typing import IO
 
-from tgi_server.launcher.processes.parent import die_with_parent
+from tgi_server.launcher.processes.child import die_with_parent
 
 STOP_SECONDS = 20.0
 

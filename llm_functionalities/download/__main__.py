@@ -6,8 +6,7 @@ from pathlib import Path
 
 import httpx2
 
-from llm_functionalities.download.config import Downloads, Source, read_downloads
-from llm_functionalities.download.errors import DownloadError
+from llm_functionalities.download.config import DownloadError, Downloads, Source, read_downloads
 from llm_functionalities.download.source import fetch_source
 
 PROGRAM = "llm_functionalities.download"
@@ -33,7 +32,7 @@ def main() -> None:
 
 
 def _choose(downloads: Downloads, ids: list[str]) -> list[Source]:
-    """The sources with these ids, enabled or not; all enabled ones when there are none."""
+    """Returns the sources with these ids, enabled or not; without ids, all enabled sources."""
     if not ids:
         return [source for source in downloads.sources if source.enabled] if downloads.enabled else []
     known = {source.id: source for source in downloads.sources}
@@ -43,7 +42,7 @@ def _choose(downloads: Downloads, ids: list[str]) -> list[Source]:
 
 
 def _fetch(downloads: Downloads, chosen: list[Source], force: bool, allow_http: bool) -> bool:
-    """Fetches one source after another; one that fails does not keep the others from being fetched."""
+    """Fetches one source after another, also after one that failed. Returns True if none failed."""
     if not chosen:
         _say(f"{downloads.name}: nothing is enabled")
     whole = True

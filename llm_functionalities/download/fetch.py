@@ -1,4 +1,4 @@
-"""One file over HTTP, resumed where an earlier attempt stopped."""
+"""Fetches one file over HTTP, and goes on where an earlier attempt stopped."""
 
 import hashlib
 import sys
@@ -9,8 +9,7 @@ import httpx2
 from tenacity import RetryCallState, Retrying, retry_if_exception_type, stop_after_attempt, wait_exponential
 from tqdm import tqdm
 
-from llm_functionalities.download.config import RemoteFile
-from llm_functionalities.download.errors import ChecksumError, DownloadError
+from llm_functionalities.download.config import ChecksumError, DownloadError, RemoteFile
 
 ATTEMPTS = 5
 LONGEST_PAUSE_SECONDS = 10.0
@@ -19,13 +18,13 @@ TRANSIENT = frozenset({408, 429, 500, 502, 503, 504})
 
 
 class _Interrupted(Exception):
-    """The server or the way to it failed; another attempt may go on from here."""
+    """The server or the connection failed. Another attempt may go on from here."""
 
 
 def fetch(
     client: httpx2.Client, file: RemoteFile, target: Path, log: Callable[[str], None], *, allow_http: bool = False
 ) -> None:
-    """Fetches `file` to `target`, whose folder exists; verified where its checksum is known.
+    """Fetches `file` to `target`, whose folder exists, and verifies its checksum where that is known.
 
     A file without a checksum has to come over https://, redirects included, unless `allow_http`: over http:// whoever
     is on the way could have put another in its place.
@@ -104,7 +103,7 @@ def _attempt(client: httpx2.Client, file: RemoteFile, part: Path, mark: Path, tr
 
 
 def _check_scheme(file: RemoteFile, url: str, trusted: bool) -> None:
-    """trusted: http:// will do."""
+    """Raises DownloadError unless `url` is https://, or `trusted` says that http:// will do."""
     if not trusted and not url.startswith("https://"):
         raise DownloadError(
             f"{file.path} would come over http:// from {url}, and nothing says what it has to be: "
@@ -142,7 +141,7 @@ def _receive(response: httpx2.Response, file: RemoteFile, part: Path, have: int)
 
 
 def _refresh() -> float:
-    """Seconds between two states of a progress bar: each is a line of its own where nobody watches."""
+    """Returns the seconds between two states of a progress bar. Without a terminal, each state is a line of its own."""
     return 0.1 if sys.stderr.isatty() else 10.0
 
 

@@ -1,4 +1,4 @@
-"""Archives, unpacked without leaving their folder, and only as far as an archive of a model goes."""
+"""Unpacks archives, only into their folder, and only as far as an archive of a model goes."""
 
 import bz2
 import gzip
@@ -11,20 +11,17 @@ import zlib
 from pathlib import Path, PurePosixPath
 from typing import IO
 
-from llm_functionalities.download.errors import DownloadError
+from llm_functionalities.download.config import DownloadError
 
+# An archive may unpack to FREE_BYTES and LARGEST_RATIO times its own size, but to no more than LARGEST_BYTES. Weights
+# hardly get smaller by packing, vocabularies about ten times.
 LARGEST_BYTES = 1 << 40
-"""More than any model."""
-
 LARGEST_RATIO = 20
-"""Bytes unpacked for each byte of the archive: weights hardly get smaller by packing, vocabularies tenfold."""
-
 FREE_BYTES = 64 << 20
-"""What any archive may unpack to, however small it is."""
+MAX_MEMBERS = 10_000
 
-MOST_MEMBERS = 10_000
+# Bytes that are taken into memory at once. No honest archive has a header of this size.
 LONGEST_READ = 1 << 24
-"""Bytes that are taken into memory at once: a header that claims to be longer is no honest one."""
 
 PIECE_BYTES = 1 << 20
 _BROKEN = (
@@ -35,7 +32,7 @@ TARS = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
 
 
 def is_archive(name: str) -> bool:
-    """By its local name, as the format of `downloads.toml` has it."""
+    """Returns True if the local name of a file is that of an archive."""
     return name.endswith((*TARS, ".zip", ".gz", ".bz2"))
 
 
@@ -64,7 +61,7 @@ def unpack(archive: Path) -> None:
 
 
 class _Limit:
-    """How much an archive may unpack to. Its methods raise DownloadError."""
+    """The bounds of one archive. Its methods raise DownloadError beyond them."""
 
     def __init__(self, archive: Path) -> None:
         self.name = archive.name
@@ -83,8 +80,8 @@ class _Limit:
 
     def check_member(self, name: str) -> None:
         self._members += 1
-        if self._members > MOST_MEMBERS:
-            raise DownloadError(f"{self.name} has more than {MOST_MEMBERS} members")
+        if self._members > MAX_MEMBERS:
+            raise DownloadError(f"{self.name} has more than {MAX_MEMBERS} members")
         if ".." in PurePosixPath(name).parts or "\\" in name or "\0" in name:
             raise self.outside(name)
 
@@ -93,7 +90,7 @@ class _Limit:
 
 
 class _Content:
-    """What is in a packed file. Reading raises DownloadError beyond the limit."""
+    """The unpacked bytes of a file. Reading them raises DownloadError beyond the limit."""
 
     def __init__(self, file: IO[bytes] | gzip.GzipFile | bz2.BZ2File | lzma.LZMAFile, limit: _Limit) -> None:
         self._file = file

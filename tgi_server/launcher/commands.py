@@ -1,10 +1,10 @@
-"""The command lines of the processes that the launcher starts, made of its own settings."""
+"""Command lines of the processes that the launcher starts, made of its own settings."""
 
 import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from tgi_server.launcher.preflight import free_port
+from tgi_server.launcher.machine import free_port
 from tgi_server.launcher.processes.child import Command
 from tgi_server.launcher.settings import LauncherSettings
 from tgi_server.router.settings import ServingSettings
@@ -17,20 +17,20 @@ ROUTER_FLAGS = (*(name for name in ServingSettings.model_fields if name != "api_
 
 
 def download(settings: LauncherSettings) -> Command:
-    """Prints the model's folder once it is complete."""
+    """Returns the command that fetches the model, and prints its folder once it is complete."""
     arguments = ["download-weights", settings.model_id, *_flags(settings, DOWNLOAD_FLAGS)]
     arguments.append(f"--logger-level={settings.log_level}")
     return Command("download", _python("tgi_server.shard.cli", arguments), _hub_cache(settings))
 
 
 def shards(settings: LauncherSettings, sockets: list[Path], store_port: int | None = None) -> list[Command]:
-    """One for each socket of this machine. store_port: where the shards of several machines meet."""
+    """Returns a command for each socket of this machine. store_port: where the shards of several machines meet."""
     port = store_port or settings.master_port or free_port()
     return [_shard(settings, local_rank, sockets, port) for local_rank in range(len(sockets))]
 
 
 def router(settings: LauncherSettings, folder: Path, sockets: list[Path]) -> Command:
-    """Serves HTTP. The API key goes through the environment: a command line can be read by every user."""
+    """Returns the router's command. The API key is a variable: a command line can be read by every user."""
     arguments = _flags(settings, ROUTER_FLAGS)
     arguments += [f"--tokenizer-name={folder}", f"--master-shard-uds-path={sockets[0]}"]
     environment = {"API_KEY": settings.api_key} if settings.api_key else {}
@@ -38,7 +38,7 @@ def router(settings: LauncherSettings, folder: Path, sockets: list[Path]) -> Com
 
 
 def address(settings: LauncherSettings) -> tuple[str, int]:
-    """Where the router can be reached from this machine."""
+    """Returns host and port at which the router can be reached from this machine."""
     loopback = {"0.0.0.0": "127.0.0.1", "::": "::1"}
     return loopback.get(settings.hostname, settings.hostname), settings.port
 
@@ -73,7 +73,7 @@ def _hub_cache(settings: LauncherSettings) -> dict[str, str]:
 
 
 def _flags(settings: LauncherSettings, names: Iterable[str]) -> list[str]:
-    """`--name=value` for each setting that has a value.
+    """Returns `--name=value` for each setting that has a value.
 
     Those that are off are said to be off, for a variable in the environment that the child inherits may say otherwise.
     """

@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 import grpc
 
 from shared.stubs import llm_pb2, llm_pb2_grpc
-from tests.integration.llm_functionalities.model_server import ModelServer
-from tests.integration.llm_functionalities.name_server import NameServer
+from tests.fakes.model_server import ModelServer
+from tests.fakes.name_server import NameServer
 from tests.integration.llm_functionalities.service import Service, running_service
 
 CALLERS = 64

@@ -12,16 +12,10 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from shared.stubs import llm_pb2, llm_pb2_grpc
+from tests.fakes.model_server import ModelServer
 from tests.integration.llm_functionalities.health_watch import health_is_quick
-from tests.integration.llm_functionalities.model_server import ModelServer
-from tests.integration.llm_functionalities.service import (
-    Service,
-    ask,
-    on_a_busy_machine,
-    reason,
-    running_service,
-    until,
-)
+from tests.integration.llm_functionalities.service import Service, ask, reason, running_service
+from tests.timing import on_a_busy_machine, until
 
 Runner = llm_pb2_grpc.LLMRunnerStub
 MEBIBYTE = 2**20

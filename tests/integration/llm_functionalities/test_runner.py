@@ -10,15 +10,9 @@ import pytest
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
 from shared.stubs import llm_pb2, llm_pb2_grpc
-from tests.integration.llm_functionalities.model_server import ModelServer
-from tests.integration.llm_functionalities.service import (
-    Service,
-    ask,
-    on_a_busy_machine,
-    reason,
-    running_service,
-    until,
-)
+from tests.fakes.model_server import ModelServer
+from tests.integration.llm_functionalities.service import Service, ask, reason, running_service
+from tests.timing import on_a_busy_machine, until
 
 Runner = llm_pb2_grpc.LLMRunnerStub
 SLACK_SECONDS = 0.05

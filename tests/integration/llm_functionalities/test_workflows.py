@@ -8,8 +8,9 @@ import grpc
 import pytest
 
 from shared.stubs import llm_pb2, llm_pb2_grpc
-from tests.integration.llm_functionalities.model_server import ModelServer
-from tests.integration.llm_functionalities.service import running_service, until
+from tests.fakes.model_server import ModelServer
+from tests.integration.llm_functionalities.service import running_service
+from tests.timing import until
 
 COOKING = llm_pb2.Session.COOKING
 

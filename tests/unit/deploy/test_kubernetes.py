@@ -13,7 +13,7 @@ import yaml
 
 from llm_functionalities.settings import Settings as FrontSettings
 from shared.settings import ServiceSettings, read_settings
-from tgi_server.launcher.processes.supervisor import CUT_SECONDS, SHARD_SECONDS
+from tgi_server.launcher.processes.supervisor import ABORT_SECONDS, SHARD_SECONDS
 from tgi_server.launcher.settings import LauncherSettings
 from tgi_server.router.metrics import Metrics
 from tgi_server.router.startup import HEALTH_SECONDS
@@ -92,7 +92,7 @@ def test_the_launcher_takes_what_it_is_given_and_has_time_to_end(monkeypatch: py
     settings = read(LauncherSettings, workload, monkeypatch)
     assert settings.port == port_of(workload, "http")
     assert settings.num_shard == int(container_of(workload)["resources"]["limits"]["nvidia.com/gpu"])
-    ending = settings.graceful_termination_timeout + CUT_SECONDS + SHARD_SECONDS
+    ending = settings.graceful_termination_timeout + ABORT_SECONDS + SHARD_SECONDS
     assert pod_of(workload)["terminationGracePeriodSeconds"] > pause_before_the_end(workload) + ending
 
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tgi_server.engine.grammar.constraint import Constraint
-from tgi_server.engine.sampling.token_mask import TokenMask
+from tgi_server.engine.sampling.processors import TokenMask
 
 Words = NDArray[np.int32]  # [masks, words]
 
