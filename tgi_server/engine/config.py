@@ -1,4 +1,4 @@
-"""What the engine is told before it loads a model."""
+"""Settings of an engine, and the dtype that follows from them."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,12 +19,12 @@ class EngineConfig:
     dtype: of weights, activations and KV cache; None: as the checkpoint says, or what the device computes fast.
     device: None: CUDA when there is one, else the CPU.
     memory_fraction: share of a GPU's memory that weights, activations and KV cache may use together.
-    custom_kernels: whether kernels and layers of the engine's own may stand in for those of torch and transformers.
+    custom_kernels: kernels and layers of the engine's own may stand in for those of torch and transformers.
     quantize: "int8" rounds the weights of linear layers to 8 bits while loading (on CPUs).
     cpu_memory: bytes of RAM for the KV cache on a CPU, of all shards on a machine; None: a share of what is free.
-    cuda_graphs: numbers of sequences for which decoding is recorded as CUDA graphs; empty: none; None: those that are
-        usual. On a CPU, and for models whose steps cannot be recorded, there are none.
-    group: the shards that compute the model together, this one among them; None: it is computed here alone.
+    cuda_graphs: CUDA-graph batch sizes, for which decoding is recorded; empty: none; None: the default ones. On a CPU,
+        and for models whose steps cannot be recorded, there are none.
+    group: the shards that compute the model together, this one among them; None: this process computes it alone.
     """
 
     model_path: Path
@@ -45,7 +45,7 @@ class EngineConfig:
 
 
 def resolve_dtype(requested: torch.dtype | None, checkpoint: torch.dtype | None, device: torch.device) -> torch.dtype:
-    """The dtype to compute in.
+    """Returns the dtype to compute in.
 
     A CPU has no fast float16: a float16 checkpoint runs in bfloat16 where the CPU multiplies it natively, else in
     float32. Asking for float16 on a CPU by name is refused rather than silently slow.
@@ -63,5 +63,5 @@ def resolve_dtype(requested: torch.dtype | None, checkpoint: torch.dtype | None,
 
 
 def has_native_bfloat16() -> bool:
-    """Whether this CPU multiplies bfloat16 matrices in hardware."""
+    """Returns True if this CPU multiplies bfloat16 matrices in hardware."""
     return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())

@@ -34,15 +34,15 @@ from tgi_server.engine.weights import load_model
 
 logger = logging.getLogger(__name__)
 
-# Tokens that a step computes in the time that it waits for the weights.
+# Tokens that a step computes while it waits for the weights, by device.
 _CHEAP_TOKENS = {"cuda": 128, "cpu": 4}
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """What was loaded. max_position_embeddings: None when nothing but memory bounds a sequence.
+    """The facts about a model that has been loaded.
 
-    grammars: whether sequences may have one.
+    max_position_embeddings: None when nothing but memory bounds a sequence. grammars: sequences may have a grammar.
     """
 
     model_type: str
@@ -118,12 +118,15 @@ class Engine:
         return self._capacity
 
     def reserve(self, seconds: float) -> bool:
-        """For when there is nothing else to do: takes memory that may soon be needed. Whether more could be taken."""
+        """Takes memory that may soon be needed, for about `seconds`; for times when there is nothing else to do.
+
+        Returns True if more could be taken.
+        """
         return self._capacity is not None and self._runner.reserve(seconds)
 
     @torch.inference_mode()
     def check_device(self) -> None:
-        """Computes something small; raises whatever a poisoned device raises, or shards that are out of step."""
+        """Computes something small. Raises RuntimeError for a poisoned device, and for shards that are out of step."""
         if self._group is not None:
             self._group.check()
         assert int(torch.ones(2, device=self._device).sum()) == 2
@@ -169,14 +172,14 @@ class Engine:
 
     @torch.inference_mode()
     def clear(self, batch_id: int | None = None) -> None:
-        """Forgets a batch, or whatever batch there is. What is in the KV blocks stays."""
+        """Forgets a batch; None: whichever is running. The contents of the KV blocks stay."""
         if self._batch is not None and batch_id in (None, self._batch.id):
             self._batch.keep(())
             self._batch = None
 
     @property
     def capacity(self) -> CacheCapacity:
-        """What the last warm-up found room for. Raises InvalidCall before the first one."""
+        """The room that the last warm-up found. Raises InvalidCall before the first one."""
         if self._capacity is None:
             raise InvalidCall("warm up before the first step")
         return self._capacity
@@ -219,7 +222,7 @@ class Engine:
             raise InvalidCall(f"the grammar of request {sequence.request_id} cannot be used: {error}") from error
 
     def _settle(self, batch: RunningBatch) -> None:
-        """What a grammar allows next depends on the last token, so the host has to know it before the next step."""
+        """Waits for the last step's tokens if a sequence has a grammar, whose next mask depends on them."""
         if self._last is not None and any(sequence.constraint is not None for sequence in batch.rows):
             self._last.resolve()
 
@@ -275,7 +278,7 @@ class Engine:
             start = end
 
     def _report_start(self, sequence: RunningSequence) -> None:
-        """What an encoder reads has no likelihood; a decoder's own prompt is the token that it starts with."""
+        """Reports the token that the decoder starts with: a prompt that an encoder reads has no log-probabilities."""
         assert self.info.decoder_start_token_id is not None
         sequence.prompt_report = PromptTokens([self.info.decoder_start_token_id], [math.nan])
 

@@ -34,10 +34,10 @@ def generate(
     max_batch_size: int = 32,
     max_prefill_tokens: int = 2048,
 ) -> list[list[int]]:
-    """Token ids generated for each prompt, in the order of the prompts; an end-of-sequence token comes last.
+    """Returns the generated token ids, in the order of the prompts; an end-of-sequence token comes last.
 
-    As many prompts run together as fit; each has its blocks from the start, so none is ever interrupted.
-    Raises InvalidCall for a prompt that does not fit, NotEnoughMemory when nothing does.
+    As many prompts run together as fit; each has its blocks from the start, so none is ever preempted.
+    Raises InvalidCall for a prompt that does not fit, NotEnoughMemory when no sequence does.
     """
     capacity = engine.warm_up(max_batch_size, max_prefill_tokens)
     for index, prompt in enumerate(prompts):

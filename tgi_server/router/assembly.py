@@ -15,11 +15,11 @@ from tgi_server.router.chat_template import ChatTemplate
 from tgi_server.router.errors import GenerationFailed, RouterError, StartupError, Unhealthy
 from tgi_server.router.metrics import Metrics
 from tgi_server.router.request import Limits
-from tgi_server.router.scheduler import Scheduler
-from tgi_server.router.scheduling.settings import SchedulerSettings
+from tgi_server.router.scheduling import wire
+from tgi_server.router.scheduling.scheduler import Scheduler
+from tgi_server.router.scheduling.shard_client import ShardedClient
 from tgi_server.router.service import ModelDescription, Service
 from tgi_server.router.settings import RouterSettings
-from tgi_server.router.shard_client import ShardedClient
 from tgi_server.router.tokenization import TokenizerThreads, load_tokenizer
 from tgi_server.router.tokenizer_config import read_tokenizer_config
 from tgi_server.router.tracing import RequestTracer
@@ -51,7 +51,7 @@ async def assembled(settings: RouterSettings) -> AsyncIterator[Service]:
         info, capacity = await _warm_up(shards, settings)
         limits = _limits(settings, capacity)
         metrics = Metrics()
-        scheduler = Scheduler(shards, info, capacity, _scheduler_settings(limits), metrics)
+        scheduler = Scheduler(shards, info, capacity, limits, metrics)
 
         async def grammar_fault(grammar: Grammar) -> str | None:
             try:
@@ -106,7 +106,7 @@ class _HealthCheck:
 
     async def _check(self) -> None:
         asked = asyncio.ensure_future(self._shards.health(HEALTH_SECONDS))
-        step = asyncio.ensure_future(self._scheduler.next_answer())
+        step = asyncio.ensure_future(self._scheduler.next_response())
         try:
             await asyncio.wait((asked, step), return_when=asyncio.FIRST_COMPLETED)
             if asked.done() or not self._scheduler.healthy:
@@ -130,7 +130,7 @@ async def _warm_up(shards: ShardedClient, settings: RouterSettings) -> tuple[pb.
     try:
         info = await shards.info()
         # A router that was here before may have left requests behind.
-        await shards.clear_cache(pb.ClearCacheRequest(), _CLEAR_SECONDS).answer()
+        await shards.send(wire.clear_call(), _CLEAR_SECONDS).response()
         capacity = await shards.warmup(
             pb.WarmupRequest(
                 max_prefill_tokens=settings.max_batch_prefill_tokens,
@@ -170,16 +170,6 @@ def _limits(settings: RouterSettings, capacity: pb.WarmupResponse) -> Limits:
         waiting_served_ratio=settings.waiting_served_ratio,
         max_batch_size=settings.max_batch_size or settings.max_concurrent_requests,
         max_client_batch_size=settings.max_client_batch_size,
-    )
-
-
-def _scheduler_settings(limits: Limits) -> SchedulerSettings:
-    return SchedulerSettings(
-        max_batch_prefill_tokens=limits.max_batch_prefill_tokens,
-        max_batch_total_tokens=limits.max_batch_total_tokens,
-        max_batch_size=limits.max_batch_size,
-        max_waiting_tokens=limits.max_waiting_tokens,
-        waiting_served_ratio=limits.waiting_served_ratio,
     )
 
 

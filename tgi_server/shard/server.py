@@ -161,4 +161,4 @@ def _all_places(own: Place, group: ShardGroup | None) -> list[Place]:
     """Of all shards, in rank order."""
     if group is None:
         return [own]
-    return [Place(*urls) for urls in zip(group.ask(own.url), group.ask(own.grammar_url), strict=True)]
+    return [Place(*urls) for urls in zip(group.exchange(own.url), group.exchange(own.grammar_url), strict=True)]

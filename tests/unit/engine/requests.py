@@ -14,8 +14,8 @@ from tgi_server.engine.driver import Driver
 LENGTHS = (1, 70, 5, 33, 64, 2, 17, 48, 9, 26, 57, 3, 40, 12, 65, 21)
 NEW = 12
 MAX_TOTAL_TOKENS = 128
+# The number of chunks in which prompts of these lengths are computed, where that can be done; the others in one.
 PARTS = {70: 3, 64: 2, 48: 3, 33: 2, 12: 2}
-"""In how many chunks prompts of these lengths are computed, where that can be done; the others in one."""
 
 
 def prompts(lengths: tuple[int, ...] = LENGTHS) -> list[list[int]]:
@@ -28,7 +28,7 @@ def load_engine(folder: Path, dtype: torch.dtype = torch.float32, **settings) ->
 
 
 def expected_tokens(folder: Path, texts: list[list[int]]) -> list[list[int]]:
-    """What `generate()` adds to each prompt, one after the other."""
+    """Returns what `generate()` adds to each prompt, one after the other."""
     config = AutoConfig.from_pretrained(folder)
     factory = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     # what transformers 5.17 takes by default for a model with soft caps leaves them out
@@ -91,7 +91,7 @@ class Requests:
 
 
 def generate_alone(engine: Engine, texts: list[list[int]], max_total_tokens: int = MAX_TOTAL_TOKENS) -> list[list[int]]:
-    """One request after the other."""
+    """Runs one request after the other."""
     requests = Requests(engine, texts, max_total_tokens)
     for index in range(len(texts)):
         requests.join(index)
@@ -102,7 +102,7 @@ def generate_alone(engine: Engine, texts: list[list[int]], max_total_tokens: int
 def generate_together(
     engine: Engine, texts: list[list[int]], max_total_tokens: int = MAX_TOTAL_TOKENS
 ) -> list[list[int]]:
-    """Two requests join in each step, and each leaves when it is done."""
+    """Has two requests join in each step; each leaves when it is done."""
     requests = Requests(engine, texts, max_total_tokens)
     for index in range(len(texts)):
         requests.join(index)

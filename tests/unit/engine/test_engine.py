@@ -26,7 +26,7 @@ def engine() -> Engine:
 
 @pytest.fixture(scope="module")
 def expected() -> list[list[int]]:
-    """What transformers generates for each prompt alone."""
+    """Returns what transformers generates for each prompt alone."""
     model = AutoModelForCausalLM.from_pretrained(demo_model.PATH, dtype=torch.float32)
     outputs = []
     for prompt in PROMPTS:

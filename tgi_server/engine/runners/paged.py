@@ -23,12 +23,12 @@ from tgi_server.engine.runners.rope import LengthDependentRope
 from tgi_server.engine.sequence import RunningSequence
 from tgi_server.engine.sharding import ShardGroup
 
+# Tokens for whose keys and values memory is taken before they come.
 _RESERVED_TOKENS = 1 << 15
-"""Tokens for whose keys and values memory is taken before they come."""
+# No more memory is reserved than the weights take, times this: a small model shall stay small.
 _RESERVED_WEIGHTS = 4
-"""No more memory is reserved than the weights take, times this: a small model shall stay small."""
+# Seconds that the start spends on reserving memory.
 _RESERVE_SECONDS = 1.0
-"""Seconds that the start spends on reserving memory."""
 
 
 class PagedRunner(Runner):

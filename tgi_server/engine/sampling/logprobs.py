@@ -13,7 +13,7 @@ _CHUNK_ELEMENTS = 2**25
 
 
 def prompt_logprobs(logits: Tensor, next_ids: Tensor) -> Tensor:
-    """Log-probability of each prompt token after those before it: float32 `[tokens]`.
+    """Returns the log-probability of each prompt token after those before it: float32 `[tokens]`.
 
     logits: `[tokens, vocab]` in any float type; next_ids: int64 `[tokens]`, what follows each position. Works in
     pieces, so that a long prompt does not take a float32 copy of all its logits.
@@ -27,21 +27,21 @@ def prompt_logprobs(logits: Tensor, next_ids: Tensor) -> Tensor:
 
 
 def chosen_logprobs(logprobs: Tensor, token_ids: Tensor) -> Tensor:
-    """`[rows, vocab]`, `[rows]` -> `[rows]`."""
+    """Returns the log-probability of each row's token: `[rows, vocab]`, `[rows]` -> `[rows]`."""
     return logprobs.gather(1, token_ids.unsqueeze(1)).squeeze(1)
 
 
 def top_logprobs(logprobs: Tensor, most: int) -> tuple[Tensor, Tensor]:
-    """The ids and log-probabilities of the `most` likeliest tokens and some more, best first: `[rows, width]` each.
+    """Returns the ids and log-probabilities of the `most` likeliest tokens and some more, best first: `[rows, width]`.
 
-    How many of them are ties with a row's n-th is not known before they are on the host; see `keep_top`.
+    The number of ties with a row's n-th is not known before they are on the host; see `keep_top`.
     """
     top = logprobs.topk(min(most + ROOM_FOR_TIES, logprobs.shape[1]))
     return top.indices, top.values
 
 
 def keep_top(ids: list[int], logprobs: list[float], n: int) -> list[tuple[int, float]]:
-    """The first n of one row of `top_logprobs` with those equal to the n-th, as TGI reports them.
+    """Returns the first n of one row of `top_logprobs` with those equal to the n-th, as TGI reports them.
 
     Tokens that cannot be chosen are left out.
     """
@@ -56,7 +56,7 @@ def keep_top(ids: list[int], logprobs: list[float], n: int) -> list[tuple[int, f
 
 @dataclass(frozen=True, slots=True)
 class ChosenReport:
-    """logprobs: float32 `[k]`, of the tokens chosen at `positions`, which are rows of the logits."""
+    """Log-probabilities, float32 `[k]`, of the tokens chosen at `positions`, which are rows of the logits."""
 
     positions: Sequence[int]
     logprobs: Tensor
@@ -64,7 +64,7 @@ class ChosenReport:
 
 @dataclass(frozen=True, slots=True)
 class TopReport:
-    """ids and logprobs: `[k, width]`, from which the row at positions[i] wants the best counts[i]."""
+    """The likeliest tokens, `[k, width]`, of which the row at positions[i] wants the best counts[i]."""
 
     positions: Sequence[int]
     counts: Sequence[int]
@@ -74,7 +74,7 @@ class TopReport:
 
 @dataclass(slots=True)
 class Sampled:
-    """token_ids: int64 `[n]` on the device; they may be replaced before they are accepted or copied."""
+    """The tokens of a step, int64 `[n]` on the device. They may be replaced before they are accepted or copied."""
 
     token_ids: Tensor
     chosen: list[ChosenReport] = field(default_factory=list)
@@ -103,7 +103,10 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """ids: one for each row of the logits. logprobs and top_tokens (id, logprob): by row, where asked for."""
+    """The tokens of a step on the host, one id for each row of the logits.
+
+    logprobs, top_tokens (id, logprob): by row, where asked for.
+    """
 
     ids: list[int]
     logprobs: dict[int, float]

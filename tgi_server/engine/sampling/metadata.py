@@ -1,7 +1,7 @@
-"""Which rows each rule of sampling concerns, ready on the device.
+"""Sampling metadata: the rows that each rule of sampling concerns, ready on the device.
 
-Sampling metadata hold as long as the same rows are sampled, which is for most steps of a batch; they keep the steps
-themselves free of loops over rows and of copies from the host.
+They hold as long as the same rows are sampled, which is for most steps of a batch, and keep the steps themselves free
+of loops over rows and of copies from the host.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,9 +25,9 @@ _LOWEST_TEMPERATURE = 1e-20
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A row's request. sequence_slot: counts of prompt and generated tokens; generated_slot: of generated ones.
+    """A row's request. sequence_slot: of the counts of prompt and generated tokens; generated_slot: of generated ones.
 
-    only_reported: it is greedy, and no more is asked of it than how likely its tokens are.
+    only_reported: the row is greedy, and no more is asked of it than the log-probabilities of its tokens.
     """
 
     parameters: SamplingParameters
@@ -118,7 +118,7 @@ class Counted:
 
 @dataclass(frozen=True, slots=True)
 class Drawing:
-    """How the rows that sample do so. The rules' subsets are of these rows; seeds: int64, one for each."""
+    """The warpers and seeds of the rows that sample. The rules' subsets are of these rows; seeds: int64 `[k]`."""
 
     subset: Subset
     seeds: Tensor
@@ -140,7 +140,7 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class SamplingMetadata:
-    """What to do with those rows of the logits that need more than an argmax, or with some of them.
+    """The rules for those rows of the logits that need more than an argmax, or for some of them.
 
     processed: those rows of the logits; they become the scores, and all other subsets are of these. state_rows: their
     rows in the sampler's state, int64. prompt_lengths: tokens, int64. None: a rule concerns no row.

@@ -57,14 +57,14 @@ def _forbid(scores: Tensor, bits: Tensor) -> Tensor:
 
 @cache
 def _limits(device: torch.device, dtype: torch.dtype) -> Tensor:
-    """For each byte of bits, the most that its eight tokens may score: `[256, 8]`."""
+    """Returns the most that the eight tokens of each byte of bits may score: `[256, 8]`."""
     bits = torch.arange(256, device=device).unsqueeze(1) >> torch.arange(8, device=device)
     return torch.where(bits & 1 == 1, torch.inf, -torch.inf).to(dtype)
 
 
 @dataclass(frozen=True, slots=True)
 class WatermarkSettings:
-    """gamma: share of the vocabulary that is green; delta: what is added to its scores; key: who can detect it."""
+    """gamma: share of the vocabulary that is green. delta: added to its scores. key: needed to detect the watermark."""
 
     gamma: float = 0.5
     delta: float = 2.0
@@ -77,7 +77,10 @@ class WatermarkSettings:
 
 @dataclass(frozen=True, slots=True)
 class WatermarkScore:
-    """z: standard deviations above chance; p: how likely chance alone gives so many green tokens."""
+    """The evidence for a watermark.
+
+    z: standard deviations above chance. p: the probability that chance alone gives so many green tokens.
+    """
 
     z: float
     p: float
@@ -86,7 +89,7 @@ class WatermarkScore:
 
 
 def is_green(previous: Tensor, token_ids: Tensor, settings: WatermarkSettings) -> Tensor:
-    """Whether `token_ids` are green after `previous`: int64 tensors that broadcast together."""
+    """Returns True for `token_ids` that are green after `previous`: int64 tensors that broadcast together."""
     context = mix64(previous + as_int64(settings.key << 32))
     fraction = mix64(context ^ token_ids) & 0xFFFFFFFF
     return fraction < int(settings.gamma * 2**32)
@@ -145,7 +148,7 @@ class TokenCounts:
         self._free: list[int] = []
 
     def take(self, token_ids: Sequence[int]) -> int:
-        """A slot that counts `token_ids`. Ids beyond the vocabulary, which no model can choose, are left out."""
+        """Takes a slot that counts `token_ids`. Ids beyond the vocabulary, which no model can choose, are left out."""
         slots, vocab_size = self.counts.shape
         if not self._free:
             grown = max(1, slots)

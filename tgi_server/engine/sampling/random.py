@@ -22,7 +22,7 @@ _BLOCK = 256
 
 
 def as_int64(value: int) -> int:
-    """The int64 with the same 64 bits as the unsigned `value`; torch computes with signed integers only."""
+    """Returns the int64 with the same 64 bits as the unsigned `value`; torch computes with signed integers only."""
     value &= 2**64 - 1
     return value - 2**64 if value >= 2**63 else value
 
@@ -40,7 +40,7 @@ def mix64(bits: Tensor) -> Tensor:
 
 
 def uniform(seeds: Tensor, steps: Tensor) -> Tensor:
-    """Numbers in [0, 1), float64 `[rows]`, for int64 `seeds` and `steps` `[rows]`."""
+    """Returns numbers in [0, 1), float64 `[rows]`, for int64 `seeds` and `steps` `[rows]`."""
     bits = mix64(mix64(seeds + _GOLDEN_GAMMA) + steps * _GOLDEN_GAMMA)
     return _shift_right(bits, 11).to(torch.float64) * 2.0**-53
 
@@ -51,19 +51,19 @@ def _shift_right(bits: Tensor, places: int) -> Tensor:
 
 
 def below_peak(scores: Tensor) -> Tensor:
-    """`scores` less the highest of their row, float32 `[rows, tokens]`: 0 for the likeliest token."""
+    """Returns `scores` less the highest of their row, float32 `[rows, tokens]`: 0 for the likeliest token."""
     peak = scores.amax(-1, keepdim=True)
     # A row without any possible token stays a row of -inf instead of becoming NaN.
     return scores - peak.clamp_min(torch.finfo(scores.dtype).min)
 
 
 def fixed_point(numbers: Tensor) -> Tensor:
-    """Non-negative float numbers not above 1, times 2**40, rounded down to int64. Overwrites `numbers`."""
+    """Returns non-negative numbers not above 1, times 2**40, rounded down to int64. Overwrites `numbers`."""
     return numbers.mul_(_SCALE).to(torch.int64)
 
 
 def token_weights(scores: Tensor) -> Tensor:
-    """int64 `[rows, tokens]` proportional to the softmax of `scores` float32 `[rows, tokens]`."""
+    """Returns int64 `[rows, tokens]` proportional to the softmax of `scores` float32 `[rows, tokens]`."""
     return fixed_point(below_peak(scores).clamp_min_(WEIGHTLESS).exp_())
 
 

@@ -35,10 +35,10 @@ _KERNEL_DTYPES = (torch.float32, torch.bfloat16)
 
 
 class Sampler:
-    """Sampling state of a batch: one row for each sequence.
+    """The sampling state of a batch: one row for each sequence.
 
-    A step is `sample`, then `accept` with the tokens that were really taken. Neither waits for the device. What a
-    row does is a function of its request and of its tokens alone, whatever the other rows are.
+    A step is `sample`, then `accept` with the tokens that were really taken. Neither waits for the device. A row's
+    tokens are a function of its request and of its tokens so far alone, whatever the other rows are.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Sampler:
         self._described_rows = None
 
     def move(self, source: int, target: int) -> None:
-        """The request at `source` stands at `target` from now on, and `source` is free."""
+        """Moves the request at `source` to `target`, and frees `source`."""
         self.clear(target)
         moved = self._rows.pop(source, None)
         if moved is not None:
@@ -99,7 +99,7 @@ class Sampler:
             self._described_rows = None
 
     def clear(self, row: int) -> None:
-        """Frees `row`, whether it was taken or not."""
+        """Frees `row`; a row that is free already stays so."""
         cleared = self._rows.pop(row, None)
         if cleared is None:
             return

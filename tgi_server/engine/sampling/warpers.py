@@ -75,14 +75,14 @@ def min_p(scores: Tensor, shares: Tensor) -> Tensor:
 
 
 def _share(weights: Tensor, masses: Tensor) -> Tensor:
-    """The weight that makes up `masses` `[rows, 1]` of each row, rounded up, at least 1: int64 `[rows, 1]`."""
+    """Returns the weight that is `masses` `[rows, 1]` of each row, rounded up, at least 1: int64 `[rows, 1]`."""
     total = weights.sum(1, keepdim=True)
     share = (total.to(torch.float64) * masses).ceil_().to(torch.int64)
     return share.clamp_min_(1).minimum(total)
 
 
 class Threshold(NamedTuple):
-    """value: float32 `[rows, 1]`; below and at: int64 `[rows, 1]`, what the values below it and equal to it weigh."""
+    """A value, float32 `[rows, 1]`, and the weights of the values below it and equal to it, int64 `[rows, 1]`."""
 
     value: Tensor
     below: Tensor
@@ -90,7 +90,7 @@ class Threshold(NamedTuple):
 
 
 def weighted_threshold(values: Tensor, weights: Tensor, target: Tensor) -> Threshold:
-    """The smallest value such that the weights of all values up to it reach the target.
+    """Returns the smallest value such that the weights of all values up to it reach the target.
 
     values: float32 `[rows, tokens]`; weights: int64, non-negative, same shape; target: int64 `[rows, 1]`, between 1
     and the sum of the row's weights.
@@ -113,7 +113,7 @@ def weighted_threshold(values: Tensor, weights: Tensor, target: Tensor) -> Thres
 
 
 def _ordered_keys(values: Tensor) -> Tensor:
-    """int32 whose unsigned order is the order of the float32 values. Adding zero makes one zero of the two."""
+    """Returns int32 whose unsigned order is that of the float32 values. Adding zero makes one zero of the two."""
     bits = (values + 0.0).view(torch.int32)
     # Negative floats grow in magnitude with their bits: all bits are turned round. Others get the sign bit.
     return bits ^ ((bits >> 31) | _SIGN)
@@ -124,5 +124,5 @@ def _values_of_keys(keys: Tensor) -> Tensor:
 
 
 def _as_int32(bits: Tensor) -> Tensor:
-    """The lower 32 bits of int64 as int32."""
+    """Returns the lower 32 bits of int64 as int32."""
     return torch.where(bits >= 2**31, bits - 2**32, bits).to(torch.int32)

@@ -14,13 +14,13 @@ from tgi_server.engine.errors import UnsupportedModel
 from tgi_server.engine.sharding.architectures import plan_for
 from tgi_server.engine.sharding.checkpoint import fingerprint, open_checkpoint
 from tgi_server.engine.sharding.group import ShardGroup
-from tgi_server.engine.sharding.layers import ShardedHead
+from tgi_server.engine.sharding.layers import VocabParallelHead
 from tgi_server.engine.sharding.plan import ShardingPlan
 from tgi_server.engine.sharding.shares import Share, share_of
 
+# Names that attention modules of `transformers` have for the number of heads that they compute.
 _QUERY_COUNTS = ("num_heads", "n_heads", "num_attention_heads")
 _KEY_COUNTS = ("num_key_value_heads", "num_kv_heads", "kv_heads")
-"""Names that attention modules of `transformers` have for how many heads they compute."""
 
 
 class LocalConfig:
@@ -94,7 +94,7 @@ def _shard_class(model_class: type[PreTrainedModel], plan: ShardingPlan, share: 
 
 
 def _cut(model: PreTrainedModel, plan: ShardingPlan, share: Share) -> None:
-    """Gives every module parameters of the shard's shapes. The model has no weights yet."""
+    """Gives every module parameters of the shard's shapes, before the model has weights."""
     for path, module in model.named_modules():
         if path.rpartition(".")[2] in plan.attention:
             _count_heads(module, share)
@@ -106,7 +106,7 @@ def _cut(model: PreTrainedModel, plan: ShardingPlan, share: Share) -> None:
             elif parameter.dim() > 1 and not plan.is_whole(path):
                 raise UnsupportedModel(
                     f"this {model.config.model_type} model cannot be split over several shards: "
-                    f"it has {path}.{name}, of which nobody has said how"
+                    f"its plan does not say how to split {path}.{name}"
                 )
         if plan.split(path) is not None:
             _count_features(module)
@@ -140,19 +140,19 @@ def _count_features(module: Any) -> None:
 
 
 def _expert_axis(module: Any) -> int:
-    """Which axis of down_proj, [experts, ...], has the intermediate features."""
+    """Returns the axis of down_proj, [experts, ...], that has the intermediate features."""
     return 2 if module.down_proj.shape[1] == module.hidden_dim else 1
 
 
 def _surround(model: PreTrainedModel, plan: ShardingPlan, share: Share, group: ShardGroup) -> None:
-    """Puts what brings the shards' results together around the modules that need it."""
+    """Puts layers that bring the shards' results together around the modules that need them."""
     vocab_size = model.config.get_text_config(decoder=True).vocab_size
     for path, module in list(model.named_modules()):
         split = plan.split(path)
         if split is None or split.layer is None:
             continue
         layer = split.layer(module, group, share)
-        if isinstance(layer, ShardedHead):
+        if isinstance(layer, VocabParallelHead):
             layer.vocab_size = vocab_size
         parent, _, name = path.rpartition(".")
         setattr(model.get_submodule(parent), name, layer)

@@ -11,6 +11,7 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
+from tgi_server.contract import ReportParameters, StoppingParameters
 from tgi_server.router.api.access import cache_namespace, tenant_of
 from tgi_server.router.api.body import parse, read_beside_loop, read_body
 from tgi_server.router.api.streaming import EventStream
@@ -88,13 +89,10 @@ class Exchange:
             ValidRequest(
                 id=request_id,
                 input_ids=checked.input_ids,
-                max_new_tokens=checked.max_new_tokens,
+                stopping=StoppingParameters(checked.max_new_tokens, checked.ignore_eos),
                 sink=sink,
                 sampling=checked.sampling,
-                ignore_eos=checked.ignore_eos,
-                logprobs=logprobs,
-                top_n_tokens=checked.top_n_tokens,
-                prefill_logprobs=checked.prefill_logprobs,
+                report=ReportParameters(logprobs, checked.top_n_tokens, checked.prefill_logprobs),
                 grammar=checked.grammar,
                 cache_namespace=cache_namespace(tenant_of(self.request.scope), checked.cache_salt),
                 trace_context=service.tracer.context(self.span),

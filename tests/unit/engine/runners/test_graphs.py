@@ -71,7 +71,7 @@ def _run(engine: Engine, prompt_of_block: dict[int, list[int]]) -> list[int]:
         step = engine.step(1)
 
 
-def test_the_ladder() -> None:
+def test_graph_batch_sizes_go_up_to_the_number_of_rows() -> None:
     assert graph_batch_sizes(None, 1) == [1]
     assert graph_batch_sizes(None, 40) == [1, 2, 4, 8, 16, 32, 40]
     assert graph_batch_sizes(None, 1000)[-2:] == [224, 256]
@@ -90,9 +90,9 @@ def test_what_cannot_be_recorded_runs_without(caplog: pytest.LogCaptureFixture) 
         raise RuntimeError("called a synchronizing CUDA operation\nat length")
 
     assert record_decoding([2], step, Recorder()) is None
-    assert caplog.messages == ["decoding goes without CUDA graphs: called a synchronizing CUDA operation"]
+    assert caplog.messages == ["decoding runs without CUDA graphs: called a synchronizing CUDA operation"]
 
 
 def test_a_cpu_that_is_told_to_record_says_so(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     load_engine(make("llama", tmp_path), cuda_graphs=(4,))
-    assert "--cuda-graphs changes nothing: decoding on a CPU goes without them" in caplog.messages
+    assert "--cuda-graphs changes nothing: decoding on a CPU runs without CUDA graphs" in caplog.messages

@@ -78,7 +78,7 @@ def test_in_bfloat16_each_token_is_as_likely_as_the_likeliest_or_nearly_so(archi
 
 
 def lost(model: torch.nn.Module, prompt: list[int], output: list[int]) -> Tensor:
-    """How far the logit of each token of the output is below the largest, in standard deviations: [tokens]."""
+    """Returns how far each output token's logit is below the largest, in standard deviations: [tokens]."""
     logits = model(torch.tensor([prompt + output])).logits[0, len(prompt) - 1 : -1]
     chosen = logits.gather(1, torch.tensor(output).unsqueeze(1)).squeeze(1)
     return (logits.max(1).values - chosen) / logits.std(1)

@@ -100,7 +100,7 @@ def test_released_slots_start_empty_again() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("positions", [[0, 1, 2], [2, 0], [1]])
 def test_a_mask_leaves_allowed_logits_and_other_rows_as_they_are(dtype, positions) -> None:
-    """Of a vocabulary whose last word is not full, by a mask that ends before it."""
+    # The mask ends before the vocabulary does.
     allowed = torch.rand(3, 96) < 0.5
     words = (allowed.view(3, 3, 32).to(torch.int64) << torch.arange(32)).sum(-1)
     bits = torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)

@@ -297,7 +297,7 @@ def test_prompt_tokens_beyond_the_vocabulary_are_ignored() -> None:
 
 
 class Operations(TorchDispatchMode):
-    """What torch is asked to compute."""
+    """Records the operations that torch is asked for."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What shards agree on, and what they refuse."""
+"""Engines of several shards: results that agree, and refusals."""
 
 import math
 from collections.abc import Callable
@@ -88,7 +88,7 @@ def test_what_cannot_be_split_says_so(architecture, settings, expected, ranks_of
 def test_a_matrix_that_the_plan_does_not_know_is_named(ranks_of: RanksOf, tmp_path: Path) -> None:
     folder = make("llama", tmp_path)
     for reason in ranks_of(2).run(refuse_unknown_matrix, folder):
-        assert "this llama model cannot be split over several shards: it has" in reason
+        assert "this llama model cannot be split over several shards: its plan does not say" in reason
 
 
 def refuse_unknown_matrix(group: ShardGroup, folder: Path) -> str:

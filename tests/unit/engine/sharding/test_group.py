@@ -1,4 +1,4 @@
-"""What shards tell each other, through shared memory where that is large enough."""
+"""Messages of shards to each other, through shared memory where that is large enough."""
 
 import time
 
@@ -49,12 +49,12 @@ def test_no_shard_overtakes_another(ranks_of: RanksOf) -> None:
     assert ranks_of(2).run(race) == [True, True]
 
 
-def test_the_smallest_number_and_all_answers(ranks_of: RanksOf) -> None:
-    assert ranks_of(2).run(smallest_and_answers) == [(3, ["0", "1"])] * 2
+def test_every_shard_gets_the_smallest_number_and_all_messages(ranks_of: RanksOf) -> None:
+    assert ranks_of(2).run(smallest_and_messages) == [(3, ["0", "1"])] * 2
 
 
-def smallest_and_answers(group: ShardGroup) -> tuple[int, list[str]]:
-    return group.minimum(3 + group.rank), group.ask(str(group.rank))
+def smallest_and_messages(group: ShardGroup) -> tuple[int, list[str]]:
+    return group.minimum(3 + group.rank), group.exchange(str(group.rank))
 
 
 @pytest.mark.slow

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import grpc
 
@@ -43,7 +43,7 @@ class ShardClient:
             await channel.close()
 
     async def siblings(self, timeout_s: float) -> list[tuple[str, str]]:
-        """The addresses of all shards' two services in rank order, once this one listens. Raises Unhealthy."""
+        """Returns the addresses of all shards' two services in rank order, once this one listens. Raises Unhealthy."""
         try:
             found: pb.ServiceDiscoveryResponse = await self.stub.ServiceDiscovery(
                 pb.ServiceDiscoveryRequest(), timeout=timeout_s, wait_for_ready=True
@@ -63,7 +63,7 @@ class ShardClient:
         return response.error
 
     def explain(self, error: grpc.aio.AioRpcError) -> Unhealthy:
-        """One line for the client and the log."""
+        """Returns the error as one line for the client and the log."""
         code = error.code()
         if code is grpc.StatusCode.UNAVAILABLE:
             return Unhealthy(f"shard {self.rank} cannot be reached")
@@ -73,7 +73,7 @@ class ShardClient:
 
 
 class CallStreams:
-    """A stream of calls to each of some shards, for calls that go to all of them and are answered in turn."""
+    """A stream to each of some shards, for calls that go to all of them and are answered in turn."""
 
     def __init__(self, shards: Sequence[ShardClient]) -> None:
         self.open = True
@@ -85,58 +85,57 @@ class CallStreams:
 
     @property
     def silent(self) -> str:
-        """The first of the shards that have not answered the call whose answers were asked for last."""
+        """The first of the shards that have not answered the call whose responses were asked for last."""
         return f"shard {min(self._silent)}"
 
     def send(self, call: pb.Call) -> None:
         for outgoing in self._outgoing:
             outgoing.put_nowait(call)
 
-    async def answers(self) -> list[pb.Answer]:
-        """To the next call, in rank order. Raises GenerationFailed as soon as one shard fails."""
+    async def responses(self) -> list[pb.Answer]:
+        """Returns the responses to the next call, in rank order. Raises GenerationFailed as soon as one shard fails."""
         async with self._turn:
             self._silent = set(range(len(self._streams)))
             if len(self._streams) == 1:
-                return [await self._answer_of(0)]
-            return await _all(map(self._answer_of, range(len(self._streams))))
+                return [await self._response_of(0)]
+            return await _all(map(self._response_of, range(len(self._streams))))
 
     def close(self) -> None:
-        """The shards forget what they hold; calls that have not been answered never are."""
+        """Makes the shards forget what they hold; calls that have not been answered never are."""
         self.open = False
         for stream in self._streams:
             stream.cancel()
 
-    async def _answer_of(self, rank: int) -> pb.Answer:
+    async def _response_of(self, rank: int) -> pb.Answer:
         try:
-            answer = await self._streams[rank].read()
+            response: pb.Answer = await self._streams[rank].read()
         except grpc.aio.AioRpcError as error:
             raise GenerationFailed(f"shard {rank} cannot be reached") from error
-        if answer is grpc.aio.EOF:
+        if response is grpc.aio.EOF:
             raise GenerationFailed(f"shard {rank} ended the stream")
-        if answer.HasField("failure"):
-            raise GenerationFailed(f"shard {rank} failed: {answer.failure.reason}")
+        if response.HasField("failure"):
+            raise GenerationFailed(f"shard {rank} failed: {response.failure.reason}")
         self._silent.discard(rank)
-        return answer
+        return response
 
 
-class PendingAnswer(Generic[Response]):
-    """A call that has been sent to every shard. Wait for its answer in the order of sending, or cancel it."""
+class PendingResponse:
+    """A call that has been sent to every shard. Wait for its response in the order of sending, or cancel it."""
 
-    __slots__ = ("_agree", "_streams", "_timeout")
+    __slots__ = ("_streams", "_timeout")
 
-    def __init__(self, streams: CallStreams, timeout_s: float, agree: Callable[[list[pb.Answer]], Response]) -> None:
+    def __init__(self, streams: CallStreams, timeout_s: float) -> None:
         self._streams = streams
         self._timeout = timeout_s
-        self._agree = agree
 
-    async def answer(self) -> Response:
-        """What all shards agree on. Raises GenerationFailed when one of them fails, or when they disagree.
+    async def response(self) -> pb.Answer:
+        """Returns what all shards agree on. Raises GenerationFailed when one of them fails, or when they disagree.
 
         After a failure nothing else that was sent to them is answered.
         """
         try:
             async with asyncio.timeout(self._timeout):
-                return self._agree(await self._streams.answers())
+                return _agreed(await self._streams.responses())
         except TimeoutError as error:
             self.cancel()
             raise GenerationFailed(f"{self._streams.silent} did not answer in time") from error
@@ -150,10 +149,9 @@ class PendingAnswer(Generic[Response]):
 
 
 class ShardedClient:
-    """Sends every call to all shards, in the same order, and gives back the one answer that they agree on.
+    """Sends every call to all shards, in the same order, and gives back the one response that they agree on.
 
-    The methods that change the batch (prefill, decode, filter_batch, clear_cache) send at once, and what they return
-    waits for the answer. They share one stream to each shard, which is opened with the first of them, and again with
+    Calls that change the batch share one stream to each shard, which is opened with the first of them, and again with
     the next one after a failure.
     """
 
@@ -196,21 +194,21 @@ class ShardedClient:
         await asyncio.gather(*(shard.siblings(timeout_s) for shard in self._shards))
 
     async def info(self, timeout_s: float = 30.0) -> pb.InfoResponse:
-        """What the first shard loaded. Raises Unhealthy."""
-        answers: list[pb.InfoResponse] = await self._ask("Info", pb.InfoRequest(), timeout_s)
-        return answers[0]
+        """Returns what the first shard loaded. Raises Unhealthy."""
+        responses: list[pb.InfoResponse] = await self._ask("Info", pb.InfoRequest(), timeout_s)
+        return responses[0]
 
     async def warmup(self, request: pb.WarmupRequest, timeout_s: float | None = None) -> pb.WarmupResponse:
-        """What fits on every shard. Takes as long as the largest step does. Raises Unhealthy."""
-        answers: list[pb.WarmupResponse] = await self._ask("Warmup", request, timeout_s)
+        """Returns what fits on every shard. Takes as long as the largest step does. Raises Unhealthy."""
+        responses: list[pb.WarmupResponse] = await self._ask("Warmup", request, timeout_s)
         return pb.WarmupResponse(
-            num_blocks=min(answer.num_blocks for answer in answers),
-            max_total_tokens=min(answer.max_total_tokens for answer in answers),
-            max_batch_total_tokens=min(answer.max_batch_total_tokens for answer in answers),
+            num_blocks=min(response.num_blocks for response in responses),
+            max_total_tokens=min(response.max_total_tokens for response in responses),
+            max_batch_total_tokens=min(response.max_batch_total_tokens for response in responses),
         )
 
     async def health(self, timeout_s: float) -> None:
-        """Every shard computes something. Raises Unhealthy when one of them cannot, within `timeout_s` seconds."""
+        """Has every shard compute something. Raises Unhealthy when one of them cannot, within `timeout_s` seconds."""
         await self._ask("Health", pb.HealthRequest(), timeout_s)
 
     async def compile(self, grammar: pb.Grammar, timeout_s: float = 60.0) -> str | None:
@@ -228,27 +226,12 @@ class ShardedClient:
         fault = await ask(self._shards[:1], tried=False)
         return await ask(self._shards[1:], tried=True) if fault is None and self._shards[1:] else fault
 
-    def prefill(self, request: pb.PrefillRequest) -> PendingAnswer[pb.StepResponse]:
-        return self._send(pb.Call(prefill=request), _agreed_step)
-
-    def decode(self, request: pb.DecodeRequest) -> PendingAnswer[pb.StepResponse]:
-        return self._send(pb.Call(decode=request), _agreed_step)
-
-    def filter_batch(self, request: pb.FilterBatchRequest) -> PendingAnswer[pb.FilterBatchResponse]:
-        return self._send(pb.Call(filter_batch=request), lambda answers: answers[0].filter_batch)
-
-    def clear_cache(
-        self, request: pb.ClearCacheRequest, timeout_s: float | None = None
-    ) -> PendingAnswer[pb.ClearCacheResponse]:
-        return self._send(pb.Call(clear_cache=request), lambda answers: answers[0].clear_cache, timeout_s)
-
-    def _send(
-        self, call: pb.Call, agree: Callable[[list[pb.Answer]], Response], timeout_s: float | None = None
-    ) -> PendingAnswer[Response]:
+    def send(self, call: pb.Call, timeout_s: float | None = None) -> PendingResponse:
+        """Sends at once. The response may take `timeout_s` seconds; None: as long as any call."""
         if self._streams is None or not self._streams.open:
             self._streams = CallStreams(self._shards)
         self._streams.send(call)
-        return PendingAnswer(self._streams, self._timeout if timeout_s is None else timeout_s, agree)
+        return PendingResponse(self._streams, self._timeout if timeout_s is None else timeout_s)
 
     async def _ask(self, method: str, request: Any, timeout_s: float | None) -> list[Any]:
         return await self._ask_each(lambda shard: getattr(shard.stub, method)(request, timeout=timeout_s))
@@ -267,9 +250,9 @@ class ShardedClient:
         return await _all(map(ask, self._shards if shards is None else shards))
 
 
-async def _all(answers: Iterable[Awaitable[Response]]) -> list[Response]:
-    """All of them in order. The first failure ends the wait: the other shards may hang in a collective."""
-    waits = [asyncio.ensure_future(answer) for answer in answers]
+async def _all(responses: Iterable[Awaitable[Response]]) -> list[Response]:
+    """Returns all of them in order. The first failure ends the wait: the other shards may hang in a collective."""
+    waits = [asyncio.ensure_future(response) for response in responses]
     try:
         done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_EXCEPTION)
         for wait in waits:
@@ -288,14 +271,14 @@ async def _all_of(queue: asyncio.Queue[pb.Call]) -> AsyncIterator[pb.Call]:
         yield await queue.get()
 
 
-def _agreed_step(answers: list[pb.Answer]) -> pb.StepResponse:
-    step = answers[0].step
-    expected = _tokens(step) if len(answers) > 1 else None
-    for rank, answer in enumerate(answers[1:], start=1):
-        if _tokens(answer.step) != expected:
+def _agreed(responses: list[pb.Answer]) -> pb.Answer:
+    first = responses[0]
+    expected = _tokens(first.step) if len(responses) > 1 else None
+    for rank, response in enumerate(responses[1:], start=1):
+        if _tokens(response.step) != expected:
             raise GenerationFailed(f"shard {rank} computed other tokens than shard 0: the shards are out of step")
-    return step
+    return first
 
 
-def _tokens(answer: pb.StepResponse) -> list[tuple[int, list[int], int]]:
-    return [(item.request_id, list(item.token_ids), item.finish_reason) for item in answer.generations]
+def _tokens(step: pb.StepResponse) -> list[tuple[int, list[int], int]]:
+    return [(item.request_id, list(item.token_ids), item.finish_reason) for item in step.generations]

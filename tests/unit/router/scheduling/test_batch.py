@@ -1,5 +1,5 @@
-from tests.recording_sink import recorded_request
-from tgi_server.router.scheduling.queue import WaitingQueue
+from tests.fakes.recording_sink import recorded_request
+from tgi_server.router.scheduling.batch import WaitingQueue
 from tgi_server.router.scheduling.sequence import Sequence
 
 
@@ -15,7 +15,7 @@ def _filled(*ids: int) -> WaitingQueue:
 
 
 def _order(queue: WaitingQueue) -> list[int]:
-    return [sequence.id for sequence in queue.take_all()]
+    return [sequence.id for sequence in queue]
 
 
 def test_first_come_first_served() -> None:
@@ -29,14 +29,14 @@ def test_who_was_put_back_comes_first() -> None:
     assert _order(queue) == [1, 2, 3, 4]
 
 
-def test_taking_and_cancelling() -> None:
+def test_a_sequence_that_leaves_is_found_no_more() -> None:
     queue = _filled(1, 2, 3)
-    first = queue.first()
+    first, last = queue.first(), queue.get(3)
     assert first is not None
-    queue.take(first)
-    assert queue.cancel(3)
-    assert not queue.cancel(3)
-    assert 3 not in queue
+    assert last is not None
+    queue.leave(first)
+    queue.leave(last)
+    queue.leave(last)
+    assert queue.get(3) is None
     assert len(queue) == 1
     assert _order(queue) == [2]
-    assert queue.first() is None

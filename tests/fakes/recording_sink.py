@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from shared.stubs.generate_pb2 import Generation
-from tgi_server.contract import FinishReason
+from tgi_server.contract import FinishReason, ReportParameters, StoppingParameters
 from tgi_server.router.errors import RouterError
 from tgi_server.router.request import ValidRequest
 
@@ -60,9 +60,13 @@ def recorded_request(
     *,
     stop_after: int | None = None,
     on_end: Callable[[], None] = lambda: None,
+    ignore_eos: bool = True,
+    top_n_tokens: int = 0,
+    prefill_logprobs: bool = False,
     **parameters: Any,
 ) -> tuple[ValidRequest, RecordingSink]:
-    """A request, and the sink that it carries. It ignores the end-of-sequence token unless told otherwise."""
+    """Returns a request, and the sink that it carries. It ignores the end-of-sequence token unless told otherwise."""
     sink = RecordingSink(stop_after, on_end)
-    parameters = {"ignore_eos": True, **parameters}
-    return ValidRequest(request_id, list(input_ids), max_new_tokens, sink, **parameters), sink
+    stopping = StoppingParameters(max_new_tokens, ignore_eos)
+    report = ReportParameters(top_n_tokens=top_n_tokens, prefill_logprobs=prefill_logprobs)
+    return ValidRequest(request_id, list(input_ids), stopping, sink, report=report, **parameters), sink

@@ -51,7 +51,7 @@ def _next_token(entries: Iterable[int], position: int, seed: int) -> int:
 
 
 def expected_tokens(request: ValidRequest, *, stop_after: int | None = None) -> list[int]:
-    """What the request generates. stop_after: the token count at which its sink ends it."""
+    """Returns what the request generates. stop_after: the token count at which its sink ends it."""
     entry, entries = _adapter(request.adapter_id or ""), []
     tokens = list(request.input_ids)
     for token in tokens:
@@ -59,10 +59,10 @@ def expected_tokens(request: ValidRequest, *, stop_after: int | None = None) -> 
         entries.append(entry)
     generated: list[int] = []
     seed = request.sampling.seed if request.sampling.do_sample else 0
-    while len(generated) < request.max_new_tokens and len(generated) != stop_after:
+    while len(generated) < request.stopping.max_new_tokens and len(generated) != stop_after:
         token = _next_token(entries, len(entries), seed)
         generated.append(token)
-        if token == EOS and not request.ignore_eos:
+        if token == EOS and not request.stopping.ignore_eos:
             break
         entry = _mix(entry, token)
         entries.append(entry)
@@ -255,7 +255,7 @@ class SimulatedShard:
         request = row.request
         if not request.HasField("grammar") or not self.paged:
             return []
-        slots = len(row.blocks) * self.block_size - request.lookahead - len(row.tokens) - 1
+        slots = len(row.blocks) * self.block_size - len(row.tokens) - 1
         room = min(slots, request.max_new_tokens - row.generated - 1, _mix(token, row.computed) % _MAX_FORCED)
         forced: list[int] = []
         entries = list(entries)

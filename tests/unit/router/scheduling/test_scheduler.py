@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 
 from shared.stubs import generate_pb2 as pb
-from tests.recording_sink import RecordingSink, recorded_request
-from tests.simulated_shard import RunningShards, SimulatedShard, expected_tokens, running_shards
+from tests.fakes.recording_sink import RecordingSink, recorded_request
+from tests.fakes.simulated_shard import RunningShards, SimulatedShard, expected_tokens, running_shards
+from tests.fakes.simulation import batch_limits
 from tgi_server.contract import FinishReason, SamplingParameters
 from tgi_server.router.errors import GenerationFailed, InvalidRequest
 from tgi_server.router.metrics import Metrics
 from tgi_server.router.request import ValidRequest
-from tgi_server.router.scheduler import Scheduler
-from tgi_server.router.scheduling.settings import SchedulerSettings
-from tgi_server.router.shard_client import ShardedClient
+from tgi_server.router.scheduling.scheduler import Scheduler
+from tgi_server.router.scheduling.shard_client import ShardedClient
 
 
 @dataclass(slots=True)
@@ -51,23 +51,32 @@ class House:
 
 @asynccontextmanager
 async def house(
-    *shards: SimulatedShard, step_seconds: float = 0.0, call_timeout_s: float = 20.0, **settings: Any
+    *shards: SimulatedShard,
+    step_seconds: float = 0.0,
+    call_timeout_s: float = 20.0,
+    max_batch_prefill_tokens: int = 64,
+    max_batch_size: int = 256,
 ) -> AsyncIterator[House]:
     shards = shards or (SimulatedShard(64, 4),)
     async with running_shards(*shards, step_seconds=step_seconds) as running:
         client = await ShardedClient.connect(running.path, call_timeout_s=call_timeout_s)
         info, capacity = await client.info(), await client.warmup(pb.WarmupRequest())
-        chosen = {
-            "max_batch_prefill_tokens": 64,
-            "max_batch_total_tokens": capacity.max_batch_total_tokens,
-            "prefill_chunk_tokens": 8,
-            "idle_check_after_s": 0.01,
-            "recovery_timeout_s": 1.0,
-            "recovery_interval_s": 0.05,
-            **settings,
-        }
         metrics = Metrics()
-        scheduler = Scheduler(client, info, capacity, SchedulerSettings(**chosen), metrics)
+        scheduler = Scheduler(
+            client,
+            info,
+            capacity,
+            batch_limits(
+                max_batch_total_tokens=capacity.max_batch_total_tokens,
+                max_batch_prefill_tokens=max_batch_prefill_tokens,
+                max_batch_size=max_batch_size,
+            ),
+            metrics,
+            prefill_chunk_tokens=8,
+            idle_check_after_s=0.01,
+            recovery_timeout_s=1.0,
+            recovery_interval_s=0.05,
+        )
         scheduler.start()
         try:
             yield House(scheduler, running, metrics)
@@ -96,7 +105,7 @@ async def test_many_clients_at_once_get_their_tokens(shards: int) -> None:
         for request, sink, _, stop_after in submitted:
             assert sink.tokens == expected_tokens(request, stop_after=stop_after)
         await there.until(lambda: there.metric("tgi_batch_current_max_tokens") == 0)
-        there.scheduler.check()
+        there.scheduler.batch.check()
         assert there.scheduler.healthy
         assert there.metric("tgi_prefix_cache_hit_tokens") > 0
         assert "clear_cache" not in there.shards.services[0].calls
@@ -169,7 +178,7 @@ async def test_a_failed_batch_fails_its_requests_and_the_server_goes_on() -> Non
         await asyncio.wait_for(done.wait(), 10)
         assert sink.tokens == expected_tokens(request)
         assert there.scheduler.healthy
-        there.scheduler.check()
+        there.scheduler.batch.check()
 
 
 async def test_an_ill_device_makes_all_requests_fail_until_it_is_well() -> None:
@@ -259,6 +268,7 @@ async def test_a_request_that_no_message_can_hold_fails_alone(parameters: dict[s
         assert "clear_cache" not in there.shards.services[0].calls
 
 
+@pytest.mark.logs_tracebacks
 async def test_a_sink_that_asks_a_cancelled_future_fails_alone() -> None:
     def broken(*_: object) -> None:
         raise asyncio.CancelledError
@@ -273,12 +283,13 @@ async def test_a_sink_that_asks_a_cancelled_future_fails_alone() -> None:
         assert "clear_cache" not in there.shards.services[0].calls
 
 
+@pytest.mark.logs_tracebacks
 async def test_the_books_are_checked_and_mended_when_nothing_is_left_to_do(caplog: pytest.LogCaptureFixture) -> None:
     async with house() as there:
         there.submit([1, 2, 3, 4], 8)
-        there.scheduler._memory._pool.take(1)  # type: ignore[attr-defined]  # a block that nobody gives back
+        there.scheduler.batch.memory._pool.take(1)  # type: ignore[attr-defined]  # a block that nobody gives back
         await there.until(lambda: "made anew" in caplog.text)
-        there.scheduler.check()
+        there.scheduler.batch.check()
         request, sink, ended = there.submit([1, 2, 3, 4], 8)
         await asyncio.wait_for(ended.wait(), 10)
         assert sink.tokens == expected_tokens(request)
@@ -293,7 +304,7 @@ async def test_requests_that_come_together_start_together() -> None:
 
 
 async def test_the_next_step_is_sent_before_the_last_one_is_answered() -> None:
-    async with house(step_seconds=0.05, pipeline_depth=2) as there:
+    async with house(step_seconds=0.05) as there:
         _, sink, _ = there.submit([1, 2, 3], 100)
         await there.until(lambda: len(sink.tokens) == 2)
         service = there.shards.services[0]
