@@ -81,7 +81,7 @@ class ModelServer:
         self._run(self._accept, listener)
 
     def kill(self) -> None:
-        """As if the process died: nothing listens, every connection is reset."""
+        """Does what the death of a process does: nothing listens any more, and every connection is reset."""
         listener, self._listener = self._listener, None
         if listener is not None:
             listener.shutdown(socket.SHUT_RDWR)
@@ -128,7 +128,7 @@ class ModelServer:
             connection.close()
 
     def _answer(self, connection: socket.socket, request: Request) -> bool:
-        """Whether the connection stays open."""
+        """Returns True if the connection stays open."""
         if request.path == "/health":
             self.health_checks += 1
             fault = self.fault if self.sick else None
@@ -228,7 +228,7 @@ def _send(connection: socket.socket, body: bytes, status: str = "200 OK") -> Non
 
 
 def _until_abandoned(connection: socket.socket, request: Request, seconds: float) -> bool:
-    """Waits; whether the caller went away meanwhile."""
+    """Waits. Returns True if the caller went away meanwhile."""
     readable, _, _ = select.select([connection], [], [], seconds)
     if readable and not _has_data(connection):
         request.abandoned.set()
