@@ -14,7 +14,7 @@ from tgi_server.engine.attention.base import GreedyOnly
 from tgi_server.engine.batch import RunningBatch, StepPlan
 from tgi_server.engine.config import EngineConfig
 from tgi_server.engine.errors import EngineError, InvalidCall
-from tgi_server.engine.grammar import GrammarCompiler, InvalidGrammar
+from tgi_server.engine.grammar import GrammarCompiler
 from tgi_server.engine.grammar.masks import MaskBuilder, PendingMask
 from tgi_server.engine.grammar.tokenizer import has_tokenizer
 from tgi_server.engine.memory import copy_to_device, to_device
@@ -214,12 +214,9 @@ class Engine:
         if self.grammars is None:
             raise InvalidCall("grammars need a tokenizer in the model's folder, and there is none")
         stopping = sequence.stopping
-        try:
-            sequence.constraint = self.grammars.constraint(
-                sequence.grammar, sequence.generated_ids, stopping.max_new_tokens, ignore_eos=stopping.ignore_eos
-            )
-        except InvalidGrammar as error:
-            raise InvalidCall(f"the grammar of request {sequence.request_id} cannot be used: {error}") from error
+        sequence.constraint = self.grammars.constraint(
+            sequence.grammar, sequence.generated_ids, stopping.max_new_tokens, ignore_eos=stopping.ignore_eos
+        )
 
     def _settle(self, batch: RunningBatch) -> None:
         """Waits for the last step's tokens if a sequence has a grammar, whose next mask depends on them."""

@@ -139,6 +139,8 @@ async def _serve(settings: ShardSettings, model_path: Path, engine: Engine, grou
         await stop.wait()
         service.end_run("the shard is shutting down")
         grammar_server.stop(0)
+        if grammars is not None:
+            grammars.close()
         await server.stop(STOP_SECONDS)
     finally:
         for each in (socket, grammar_socket(socket)):

@@ -9,6 +9,7 @@ _ENOUGH = 100_000
 def accepts(compiler: GrammarCompiler, grammar: Grammar, text: str) -> bool:
     """Whether `text`, and then its end, may be generated. Raises InvalidGrammar."""
     tokenizer = compiler.tokenizer
+    compiler.check(grammar)
     constraint = compiler.constraint(grammar, [], _ENOUGH, ignore_eos=False)
     rest = text.encode()
     while True:

@@ -20,6 +20,7 @@ def completed(compiler: GrammarCompiler, grammar: Grammar, tokens: Sequence[int]
     Raises AssertionError when there is no way.
     """
     tokenizer = compiler.tokenizer
+    compiler.check(grammar)
     constraint = compiler.constraint(grammar, tokens, _ENOUGH, ignore_eos=False)
     assert constraint.error is None, constraint.error
     closing = [*tokenizer.eos, *(tokenizer.encode(character)[0] for character in _CLOSING)]
