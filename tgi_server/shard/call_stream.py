@@ -4,8 +4,7 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 
 from shared.stubs import generate_pb2 as pb
-from tgi_server.engine import Engine
-from tgi_server.engine.engine import Step
+from tgi_server.engine import Engine, Step
 from tgi_server.engine.errors import InvalidCall
 from tgi_server.shard import conversion
 from tgi_server.shard.tracing import RequestSpans

@@ -22,7 +22,7 @@ from shared.stubs.generate_pb2_grpc import (
 from shared.tracing import configure_tracing, stop_tracing
 from tgi_server.engine import Engine, EngineConfig, EngineError
 from tgi_server.engine.config import DTYPES
-from tgi_server.engine.errors import CannotConnect
+from tgi_server.engine.errors import CannotConnect, PeerLost
 from tgi_server.engine.grammar import Sandbox
 from tgi_server.engine.sharding import ShardGroup, connect
 from tgi_server.shard.grammar_queue import GrammarQueue
@@ -48,6 +48,8 @@ def serve(settings: ShardSettings, model_path: Path) -> None:
         engine = Engine(engine_config(settings, model_path, group))
     except EngineError as error:
         fail(f"shard {settings.rank}", str(error), status=1)
+    except PeerLost as error:
+        fail(f"shard {settings.rank}", f"another shard was lost while loading: {error}", status=FATAL_STATUS)
     # What was made while loading lives as long as the process: the collector need not walk it again and again.
     gc.collect()
     gc.freeze()

@@ -12,7 +12,7 @@ import torch
 from shared.stubs import generate_pb2 as pb
 from shared.stubs.generate_pb2_grpc import TextGenerationServiceServicer
 from tgi_server.engine import Engine
-from tgi_server.engine.errors import EngineError, InvalidCall
+from tgi_server.engine.errors import EngineError, InvalidCall, PeerLost
 from tgi_server.shard import conversion
 from tgi_server.shard.call_stream import CallStream, IdleTime
 from tgi_server.shard.grammar_queue import GrammarQueue
@@ -127,7 +127,10 @@ class TextGenerationService(TextGenerationServiceServicer):
             torch.cuda.empty_cache()
             logger.error("out of device memory in a step; the batch is dropped: %s", error)
             return grpc.StatusCode.RESOURCE_EXHAUSTED, "out of device memory; the batch was dropped"
-        logger.error("a step failed; the batch is dropped", exc_info=error)
+        if isinstance(error, PeerLost):
+            logger.error("a step failed because of another shard; the batch is dropped: %s", error)
+        else:
+            logger.error("a step failed; the batch is dropped", exc_info=error)
         if self._device_is_lost():
             logger.critical("the device computes no more; this shard ends")
             self._on_fatal()

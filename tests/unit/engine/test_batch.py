@@ -8,6 +8,7 @@ from tgi_server.contract import StoppingParameters
 from tgi_server.engine import RunningSequence
 from tgi_server.engine.batch import RunningBatch
 from tgi_server.engine.errors import InvalidCall
+from tgi_server.engine.runners.base import PromptChunk
 
 
 class Notes:
@@ -97,6 +98,28 @@ def test_a_sequence_with_jump_forward_tokens_leaves_its_row_until_they_are_compu
     batch.promote(member)
     assert row_order(batch) == [10, 13, 12, 11]
     assert not member.jumping
+
+
+def chunk_of(member: RunningSequence, tokens: int, **options) -> PromptChunk:
+    return PromptChunk.next_of(member, tokens, **options)
+
+
+def test_a_step_plans_who_gets_a_token_from_which_logits(batch) -> None:
+    for request_id in (20, 21):
+        batch.drop([request_id - 10])
+        batch.join(sequence(request_id))
+    batch.drop([13])
+    first, second = batch.prefilling.values()
+    half, whole = chunk_of(first, 2, all_logits=True), chunk_of(second, 3)
+    plan = batch.plan([half, whole], decode=True)
+    assert (plan.decoding, plan.first_row) == (1, 0)
+    assert [member.request_id for member in plan.sequences] == [12, 21]
+    assert plan.picked == [0, 3]
+    assert not plan.is_greedy
+    plan = batch.plan([chunk_of(first, 1)], decode=False)
+    assert (plan.decoding, plan.first_row, plan.picked) == (0, 1, [0])
+    assert plan.sequences == [first]
+    assert plan.is_greedy
 
 
 def test_jump_forward_tokens_take_what_a_step_has_to_spare(batch) -> None:
