@@ -131,7 +131,7 @@ class GrammarQueue:
             return job, turned_away
 
     def _work(self, lane: _Lane) -> None:
-        """What each thread does."""
+        """Runs in each thread."""
         sandbox = self._sandbox(lane.niceness)
         with self._lock:
             self._sandboxes.append(sandbox)

@@ -153,7 +153,7 @@ async def _serve(settings: ShardSettings, model_path: Path, engine: Engine, grou
 
 
 def _grammar_queue(engine: Engine, model_path: Path) -> GrammarQueue | None:
-    """None where the model's folder has no tokenizer."""
+    """Returns None where the model's folder has no tokenizer."""
     if engine.grammars is None:
         return None
     return GrammarQueue(
@@ -162,7 +162,7 @@ def _grammar_queue(engine: Engine, model_path: Path) -> GrammarQueue | None:
 
 
 def _all_places(own: Place, group: ShardGroup | None) -> list[Place]:
-    """Of all shards, in rank order."""
+    """Returns the addresses of all shards, in rank order."""
     if group is None:
         return [own]
     return [Place(*urls) for urls in zip(group.exchange(own.url), group.exchange(own.grammar_url), strict=True)]

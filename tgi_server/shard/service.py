@@ -14,9 +14,8 @@ from shared.stubs.generate_pb2_grpc import TextGenerationServiceServicer
 from tgi_server.engine import Engine
 from tgi_server.engine.errors import EngineError, InvalidCall, PeerLost
 from tgi_server.shard import conversion
-from tgi_server.shard.call_stream import CallStream
+from tgi_server.shard.call_stream import CallStream, IdleTime
 from tgi_server.shard.grammar_queue import GrammarQueue
-from tgi_server.shard.idle_time import IdleTime
 from tgi_server.shard.tracing import RequestSpans
 
 logger = logging.getLogger(__name__)
@@ -24,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a shard listens, as gRPC spells it. grammar_url: where its GrammarService does."""
+    """The address of a shard, in gRPC's spelling. grammar_url: the address of its GrammarService."""
 
     url: str
     grammar_url: str
@@ -119,7 +118,7 @@ class TextGenerationService(TextGenerationServiceServicer):
             await context.abort(*self._explain(error))
 
     def _explain(self, error: Exception) -> tuple[grpc.StatusCode, str]:
-        """What the router is told about an engine's error; what the log has to know is logged."""
+        """Returns what the router is told about an engine's error, and logs what an operator has to know."""
         if isinstance(error, EngineError):
             invalid = isinstance(error, InvalidCall)
             status = grpc.StatusCode.FAILED_PRECONDITION if invalid else grpc.StatusCode.RESOURCE_EXHAUSTED

@@ -10,9 +10,9 @@ from llguidance import LLMatcher
 from tgi_server.contract import Grammar
 from tgi_server.engine.grammar.errors import NoRoomForGrammar
 
+# A compiled grammar takes more memory with each step that finds out something about its texts. The limits of the lexer
+# end that: the worst of those that were tried had grown by so much then.
 GROWTH_BYTES = 24 * 2**20
-"""What a grammar may take beside its trial: each step finds out more about its texts, as far as the limits of the lexer
-allow."""
 
 
 @dataclass(slots=True)
@@ -55,11 +55,13 @@ class CompiledGrammars:
         """Takes the place of one that was compiled before. Raises NoRoomForGrammar when requests need all the room."""
         with self._lock:
             self._remove(grammar)
-            unpinned = iter([each for each in self._grammars if not self._pins[each]])
-            while self._size + compiled.size > self._limit:
-                oldest = next(unpinned, None)
-                if oldest is None:
-                    raise NoRoomForGrammar("the grammars of other requests take all the room; try again soon")
+            unpinned = [each for each in self._grammars if not self._pins[each]]
+            needed = self._size - sum(self._grammars[each].size for each in unpinned)
+            if needed + compiled.size > self._limit:
+                raise NoRoomForGrammar("the grammars of other requests take all the room; try again soon")
+            for oldest in unpinned:
+                if self._size + compiled.size <= self._limit:
+                    break
                 self._remove(oldest)
             self._grammars[grammar] = compiled
             self._size += compiled.size

@@ -1,4 +1,4 @@
-"""From what a request asks for to a matcher, and a memory of what has been compiled."""
+"""Compiles the grammars of requests to matchers."""
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -20,10 +20,10 @@ from tgi_server.engine.grammar.json_schema import JSON_LAYOUT, checked_schema, i
 from tgi_server.engine.grammar.python_regex import rust_regex
 from tgi_server.engine.grammar.tokenizer import GrammarTokenizer
 
+# The bytes of one grammar's text, and of the text that its spans come from. The largest compile in a few seconds.
 MAX_BYTES = 1_000_000
-"""Of one grammar, the text that its spans come from included. The largest compile in a few seconds."""
+# The bytes of all compiled grammars, each with what it may come to take: there is room for about 120 small ones.
 KEPT_BYTES = 3 * 2**30
-"""Of compiled grammars, each with all that it may come to take: there is room for about 120 small ones."""
 
 # Each bounds a part of the work that a grammar may cause, when it is compiled or in one step (0.1 s at most).
 _LIMITS = {

@@ -1,4 +1,4 @@
-"""What can be wrong with a grammar."""
+"""Errors of grammars. `str()` of one is a line for the client."""
 
 from tgi_server.engine.errors import EngineError
 

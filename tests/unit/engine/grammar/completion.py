@@ -30,7 +30,7 @@ def completed(compiler: GrammarCompiler, grammar: Grammar, tokens: Sequence[int]
     for _ in range(_ENOUGH):
         if constraint.ended:
             return tokenizer.decode([token for token in written if token not in tokenizer.eos])
-        token = constraint.forced
+        token = constraint.jump_forward
         if token is None:
             token = _shortest(constraint, closing, sure, chooser, tokenizer.lookup.vocab_size)
         constraint.advance(token, room=0)

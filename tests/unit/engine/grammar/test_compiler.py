@@ -55,12 +55,12 @@ def large_schema(seed: int, members: int = 200) -> Grammar:
     ],
 )
 def test_what_cannot_be_compiled_is_told_in_one_line_and_soon(grammar: Grammar, told: str) -> None:
-    started = time.perf_counter()
+    started = time.process_time()
     with pytest.raises(InvalidGrammar) as refusal:
         demo_compiler().check(grammar)
     assert told in str(refusal.value)
     assert "\n" not in str(refusal.value)
-    assert time.perf_counter() - started < 5
+    assert time.process_time() - started < 5
 
 
 @pytest.fixture

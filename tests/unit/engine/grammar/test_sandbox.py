@@ -95,7 +95,7 @@ def test_what_passes_is_safe_to_compile_and_its_steps_need_little_stack(sandbox:
     def walk(choice: float) -> None:
         constraint = compiler.constraint(DEEP[name], [], 3_000, ignore_eos=True)
         for _ in range(3_000):
-            token = constraint.forced
+            token = constraint.jump_forward
             if token is None:
                 fill_next_token_bitmask(constraint.matcher, bits)
                 constraint.check()
