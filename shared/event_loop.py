@@ -1,4 +1,4 @@
-"""A watch over an event loop: how late it comes to what is due."""
+"""Watches an event loop for lag."""
 
 import asyncio
 import logging
@@ -14,8 +14,8 @@ _SECONDS_BETWEEN_WARNINGS = 10.0
 async def watch_event_loop(observe: Callable[[float], None]) -> None:
     """Measures the running loop's lag ten times a second, until it is cancelled.
 
-    A lag, in seconds, is how much later than asked the loop wakes this task up: for so long it did something else and
-    served nobody. Each is given to `observe`; a long one is warned of, at most once in ten seconds.
+    The lag is the time in seconds from the moment that this task asked to be woken until the loop wakes it: the loop
+    served nobody meanwhile. Each lag is given to `observe`. A long one is logged, at most once in ten seconds.
     """
     loop = asyncio.get_running_loop()
     quiet_until = loop.time()
@@ -26,5 +26,5 @@ async def watch_event_loop(observe: Callable[[float], None]) -> None:
         lag = max(now - due, 0.0)
         observe(lag)
         if lag > _WARNING_SECONDS and now >= quiet_until:
-            logger.warning("the event loop stood still for %.2f s: nobody was served meanwhile", lag)
+            logger.warning("the event loop stood still for %.2f s and served nobody meanwhile", lag)
             quiet_until = now + _SECONDS_BETWEEN_WARNINGS

@@ -16,7 +16,8 @@ from pydantic_settings import BaseSettings, CliApp, CliSettingsSource, NoDecode,
 
 USAGE_ERROR = 2
 SECRETS = frozenset({"api_key", "endpoint_token", "hf_token"})
-# Who sets one of these, even to nothing, means that callers need a key.
+
+# Whoever sets one of these, even to an empty value, means that callers need a key.
 NEVER_EMPTY = frozenset({"api_key", "api_key_file"})
 
 
@@ -27,15 +28,15 @@ def _split(value: object) -> object:
     return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
 
 
+# A list that is written as `1,2,4`, both on the command line and in the environment.
 CommaSeparated = Annotated[list[T], NoDecode, BeforeValidator(_split)]
-"""A list given as `1,2,4`, both on the command line and in the environment."""
 
 
 @dataclass(frozen=True, slots=True)
 class Refused:
     """Marks a setting that is known by name and not supported: `Annotated[str | None, Refused("why")]`.
 
-    harmless: values that ask for nothing, or for what there is; they are let through, and so is the default.
+    harmless: values that are let through, like the default, because they ask for nothing or for what exists.
     """
 
     reason: str
@@ -56,7 +57,7 @@ class ServiceSettings(BaseSettings):
     )
 
     def describe(self) -> str:
-        """One line of `name=value` pairs for the log at start-up; secrets are masked."""
+        """Returns one line of `name=value` pairs for the log at start-up, with secrets masked."""
         values = {
             name: "***" if name in SECRETS and value else value for name, value in self.model_dump(mode="json").items()
         }
@@ -64,7 +65,7 @@ class ServiceSettings(BaseSettings):
 
 
 class _OneLineParser(argparse.ArgumentParser):
-    """Answers a wrong flag with one line instead of the whole usage text."""
+    """Responds to a wrong flag with one line instead of the whole usage text."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **{**kwargs, "allow_abbrev": False})

@@ -6,8 +6,8 @@ from opentelemetry import context, propagate, trace
 from opentelemetry.context import Context
 from opentelemetry.trace import Span
 
+# One export may take this long, so that a collector that is away delays nothing.
 EXPORT_SECONDS = 5
-"""How long one export may take, so that a collector that is away delays nothing."""
 
 
 def configure_tracing(service: str, otlp_endpoint: str | None) -> None:
@@ -32,13 +32,13 @@ def configure_tracing(service: str, otlp_endpoint: str | None) -> None:
 
 
 def stop_tracing() -> None:
-    """Sends the spans that are left."""
+    """Sends the spans that have not been sent yet."""
     if shutdown := getattr(trace.get_tracer_provider(), "shutdown", None):
         shutdown()
 
 
 def extract_context(headers: Mapping[str, str]) -> Context:
-    """The caller's trace context, from its HTTP headers or gRPC metadata (keys in lower case)."""
+    """Returns the caller's trace context, from its HTTP headers or gRPC metadata (keys in lower case)."""
     return propagate.extract(headers, context=context.get_current())
 
 

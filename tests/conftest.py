@@ -1,4 +1,4 @@
-"""What all tests share: the option --runslow, model folders, and servers on free ports."""
+"""Shared by all tests: the option --runslow, a watch over logs, model folders, and servers on free ports."""
 
 import logging
 import os

@@ -114,7 +114,7 @@ def _alone(lock: Path, log: Callable[[str], None]) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Record:
-    """What a source has put into its folder: `files` (relative paths), and the `urls` that they were fetched from."""
+    """The `files` (relative paths) that a source has put into its folder, and the `urls` that they came from."""
 
     urls: list[list[str | None]]
     files: list[str]

@@ -12,7 +12,7 @@ _SCHEME = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*://")
 
 @dataclass(frozen=True)
 class Address:
-    """Where an endpoint is. `path` has no slash at its end."""
+    """The address of an endpoint. `path` has no slash at its end."""
 
     scheme: str
     host: str

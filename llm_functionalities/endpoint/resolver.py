@@ -58,7 +58,7 @@ class NameServers:
 
 @dataclass(frozen=True)
 class _Remembered:
-    """What a look-up found. `until` is on the clock of `time.monotonic()`."""
+    """The result of a look-up. `until` is on the clock of `time.monotonic()`."""
 
     addresses: list[str]
     until: float

@@ -50,7 +50,7 @@ class Question(Generic[T]):
 
 @dataclass(frozen=True)
 class Answer(Generic[T]):
-    """What a question led to. `value` is None without an answer; then `reason` and `message` say why.
+    """The outcome of a question. `value` is None without an answer; then `reason` and `message` say why.
 
     Nothing was asked when both `value` and `reason` are None.
     """

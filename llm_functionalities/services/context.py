@@ -1,4 +1,4 @@
-"""What a service knows of a call, and how it asks the model on behalf of that call."""
+"""The context of a call, and the client with which services ask the model on behalf of calls."""
 
 import json
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping

@@ -39,6 +39,8 @@ class ModelServer:
     def __init__(self, port: int = 0, host: str = "127.0.0.1", tls: tuple[Path, Path] | None = None) -> None:
         self.fault: str | int | None = None
         self.sick = True
+        self.refusal = (422, "grammar is not supported")
+        """Status and message of "no grammars"."""
         self.answer: Any = "a fine answer"
         self.delay = 0.0
         self.raw: bytes | None = None
@@ -81,7 +83,7 @@ class ModelServer:
         self._run(self._accept, listener)
 
     def kill(self) -> None:
-        """As if the process died: nothing listens, every connection is reset."""
+        """Does what the death of a process does: nothing listens any more, and every connection is reset."""
         listener, self._listener = self._listener, None
         if listener is not None:
             listener.shutdown(socket.SHUT_RDWR)
@@ -128,7 +130,7 @@ class ModelServer:
             connection.close()
 
     def _answer(self, connection: socket.socket, request: Request) -> bool:
-        """Whether the connection stays open."""
+        """Returns True if the connection stays open."""
         if request.path == "/health":
             self.health_checks += 1
             fault = self.fault if self.sick else None
@@ -146,8 +148,10 @@ class ModelServer:
         elif fault == "no grammars":
             if not request.body.get("parameters", {}).get("grammar"):
                 return self._speak(connection, request)
-            body = json.dumps({"error": "grammar is not supported", "error_type": "validation"}).encode()
-            _send(connection, body, status="422 Unprocessable Entity")
+            status, message = self.refusal
+            kind = "overloaded" if status == 429 else "validation"
+            body = json.dumps({"error": message, "error_type": kind}).encode()
+            _send(connection, body, status=f"{status} Because")
         elif fault == "hang":
             _until_abandoned(connection, request, 60)
             return False
@@ -228,7 +232,7 @@ def _send(connection: socket.socket, body: bytes, status: str = "200 OK") -> Non
 
 
 def _until_abandoned(connection: socket.socket, request: Request, seconds: float) -> bool:
-    """Waits; whether the caller went away meanwhile."""
+    """Waits. Returns True if the caller went away meanwhile."""
     readable, _, _ = select.select([connection], [], [], seconds)
     if readable and not _has_data(connection):
         request.abandoned.set()

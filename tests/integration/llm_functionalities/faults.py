@@ -1,4 +1,4 @@
-"""What callers see while a model server or the way to it fails, and how soon they have answers again.
+"""Measures what callers see while a model server or the way to it fails, and how soon they have answers again.
 
     python -m tests.integration.llm_functionalities.faults
 
@@ -174,9 +174,9 @@ class Measured:
     median: float = 0.0
     longest: float = 0.0
     late: float = 0.0
-    """How long after its deadline the latest answer came; negative when all came before."""
+    """Seconds from its deadline to the latest answer; negative when all came before."""
     own_lag: float = 0.0
-    """How late the measuring process itself was at times: no answer can be seen sooner."""
+    """Seconds by which the measuring process itself was late at times: no answer can be seen sooner."""
     recovery: float = float("inf")
     """From the fault's end to the first text."""
     all_recovered: float = float("inf")

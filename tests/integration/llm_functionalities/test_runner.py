@@ -15,8 +15,8 @@ from tests.integration.llm_functionalities.service import Service, ask, reason, 
 from tests.timing import on_a_busy_machine, until
 
 Runner = llm_pb2_grpc.LLMRunnerStub
+# A caller may have its response this long after its deadline.
 SLACK_SECONDS = 0.05
-"""How long after its deadline a caller may have its answer."""
 
 
 @pytest.fixture(scope="module")

@@ -60,7 +60,7 @@ class Model:
         )
 
     def content(self) -> dict[str, bytes]:
-        """What a server that looks for models can see."""
+        """Returns the files that a server that looks for models can see."""
         return {
             str(path.relative_to(self.folder)): path.read_bytes()
             for path in sorted(self.folder.rglob("*"))

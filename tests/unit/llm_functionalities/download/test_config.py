@@ -1,4 +1,4 @@
-"""What is wrong with a `downloads.toml` is said in a line."""
+"""Mistakes in a `downloads.toml`."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Which endpoint a prompt goes to."""
+"""The choice of an endpoint for a prompt."""
 
 from collections import Counter
 

@@ -14,7 +14,7 @@ INTERVAL = 0.1
 
 
 class Patient:
-    """What a breaker stands before."""
+    """An endpoint that is healthy or not."""
 
     def __init__(self) -> None:
         self.healthy = True

@@ -1,6 +1,12 @@
+"""Deadlines, and calls that are ended from another thread."""
+
+import socket
+import threading
+
 import pytest
 
-from llm_functionalities.endpoint.call import Deadline
+from llm_functionalities.endpoint.call import Call, Deadline, current_call, working_on
+from llm_functionalities.errors import BadResponse, Cancelled, DeadlineExceeded
 
 
 @pytest.mark.parametrize(
@@ -28,3 +34,49 @@ def test_within_is_never_later() -> None:
     deadline = Deadline.after(1.0)
     assert deadline.within(5.0).at == deadline.at
     assert deadline.within(0.2).remaining() == pytest.approx(0.2, abs=0.01)
+
+
+def test_a_call_that_has_ended_says_why() -> None:
+    late, cancelled, both = (Call(Deadline.after(seconds)) for seconds in (0, 5, 5))
+    with pytest.raises(DeadlineExceeded):
+        late.remaining()
+    assert 4 < cancelled.remaining() <= 5
+    cancelled.cancel()
+    with pytest.raises(Cancelled):
+        cancelled.remaining()
+    both.expire()
+    both.cancel()  # the first end counts
+    with pytest.raises(DeadlineExceeded):
+        both.pause(1)
+
+
+def test_a_request_is_sent_once_unless_it_was_refused() -> None:
+    call = Call(Deadline.after(5))
+    call.send_once()
+    with pytest.raises(BadResponse, match="sent again"):
+        call.send_once()
+    call.allow_another()
+    call.send_once()
+
+
+def test_cancelling_ends_the_read_of_the_worker() -> None:
+    ours, theirs = socket.socketpair()
+    call = Call(Deadline.after(30))
+    with ours, theirs, working_on(call):
+        assert current_call() is call
+        assert call.hold(ours) > 29
+        threading.Timer(0.05, call.cancel).start()
+        assert ours.recv(1) == b""
+    with pytest.raises(LookupError):
+        current_call()
+
+
+def test_a_connection_that_was_released_is_left_alone() -> None:
+    ours, theirs = socket.socketpair()
+    call = Call(Deadline.after(30))
+    with ours, theirs:
+        call.hold(ours)
+        call.release()
+        call.cancel()
+        theirs.sendall(b"x")
+        assert ours.recv(1) == b"x"

@@ -32,7 +32,7 @@ def server() -> Iterator[NameServer]:
 
 
 class Machine:
-    """Where a resolver finds what the machine knows."""
+    """The files in which a resolver finds the names that a machine knows."""
 
     def __init__(self, folder: Path) -> None:
         self.hosts = folder / "hosts"
