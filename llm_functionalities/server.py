@@ -37,6 +37,7 @@ from shared.stubs import llm_pb2, llm_pb2_grpc
 logger = logging.getLogger(__name__)
 
 SERVICES = tuple(service.full_name for service in llm_pb2.DESCRIPTOR.services_by_name.values())
+
 # The threads get this long to end after the last call has ended.
 STOP_SECONDS = 2.0
 
