@@ -51,7 +51,7 @@ LONGEST_METADATA = 16 * 1024
 IDLE_SECONDS = 5 * 60
 
 # After this time clients make a new connection for new calls, so that stuck connections end and load is spread anew.
-CONNECTION_SECONDS = 30 * 60
+CONNECTION_SECONDS = 10 * 60
 
 
 class Server:
