@@ -10,8 +10,8 @@ from shared.logging import configure_logging
 from shared.settings import fail, read_settings
 from shared.tracing import configure_tracing, stop_tracing
 from tgi_server.router.errors import StartupError
-from tgi_server.router.server import run
 from tgi_server.router.settings import RouterSettings
+from tgi_server.router.startup import run
 
 _PROGRAM = "text-generation-router"
 _STARTUP_FAILED = 1

@@ -17,7 +17,7 @@ import uvloop
 from tests.conftest import FreePort
 from tests.integration.router.conftest import Router, RouterFactory
 from tests.integration.router.process import Start
-from tgi_server.router import connections
+from tgi_server.router.api import connections
 from tgi_server.router.errors import StartupError
 
 HEAD = b"POST /generate HTTP/1.1\r\nhost: here\r\ncontent-length: 19\r\n\r\n"

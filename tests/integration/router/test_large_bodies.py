@@ -12,7 +12,7 @@ from tests.conftest import FreePort
 from tests.integration.router.conftest import Router, RouterFactory
 from tests.integration.router.process import Process, Start
 from tests.integration.router.test_bodies import HELLO
-from tgi_server.router.api.tokenize import MOST_TOKENS
+from tgi_server.router.api.routes.tokenize import MOST_TOKENS
 
 LARGEST = 1_999_900
 PROBE_SECONDS = 0.25

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.integration.router.conftest import Router, RouterFactory, events
-from tgi_server.router import assembly
+from tgi_server.router import startup
 from tgi_server.router.metrics import Metrics
 
 TEXT = "Rinse the rice. Then boil it."
@@ -88,7 +88,7 @@ async def test_steps_that_are_answered_show_health_before_the_shards_find_time_f
 
 
 async def test_shards_that_answer_nothing_are_not_well(router: Router, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(assembly, "HEALTH_SECONDS", 0.5)
+    monkeypatch.setattr(startup, "HEALTH_SECONDS", 0.5)
     router.shard.health.clear()
     response = await router.http.get("/health")
     assert response.status_code == 503

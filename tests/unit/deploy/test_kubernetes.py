@@ -15,8 +15,8 @@ from llm_functionalities.settings import Settings as FrontSettings
 from shared.settings import ServiceSettings, read_settings
 from tgi_server.launcher.processes.supervisor import ABORT_SECONDS, SHARD_SECONDS
 from tgi_server.launcher.settings import LauncherSettings
-from tgi_server.router.assembly import HEALTH_SECONDS
 from tgi_server.router.metrics import Metrics
+from tgi_server.router.startup import HEALTH_SECONDS
 
 FOLDER = Path(__file__).parents[3] / "deploy" / "kubernetes"
 VERSIONS = ("1.29", "1.37")

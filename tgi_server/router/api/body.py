@@ -9,7 +9,7 @@ from starlette.requests import Request
 
 from shared.logging import one_line
 from tgi_server.router.errors import ClientGone, InvalidRequest, PayloadTooLarge
-from tgi_server.router.tokenization import TokenizerThreads
+from tgi_server.router.text.tokenizer import TokenizerThreads
 
 M = TypeVar("M", bound=BaseModel)
 T = TypeVar("T")
