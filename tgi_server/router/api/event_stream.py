@@ -88,10 +88,9 @@ class StreamEnd:
         outbox: Outbox,
         path: str,
         release: Callable[[], None],
-        *,
-        sequences: int = 1,
-        last_words: Callable[[], bytes] | None = None,
-        trailer: bytes = b"",
+        sequences: int,
+        last_words: Callable[[], bytes],
+        trailer: bytes,
     ) -> None:
         self._outbox = outbox
         self._path = path
@@ -108,7 +107,7 @@ class StreamEnd:
             return
         self._open -= 1
         if not self._open:
-            self._outbox.write((self._last_words() if self._last_words else b"") + self._trailer)
+            self._outbox.write(self._last_words() + self._trailer)
             self._outbox.close()
             self._release()
 

@@ -155,15 +155,3 @@ class ToolCallReader:
             return ""
         held, self._tail = self._tail, text[len(certain) :]
         return held + certain
-
-
-def read_tool_call(text: str) -> tuple[str, str]:
-    """The name and the arguments (JSON text) of the call that `text` is.
-
-    Raises InvalidTool when the text ends before its name does.
-    """
-    reader = ToolCallReader()
-    arguments = reader.feed(text) + reader.end()
-    if reader.name is None:
-        raise InvalidTool("the answer ended before it named a tool; more `max_tokens` may help")
-    return reader.name, arguments

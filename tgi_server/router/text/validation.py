@@ -76,19 +76,19 @@ class Validator:
 
     async def check(
         self,
-        inputs: str,
+        prompt: RenderedPrompt,
         parameters: GenerateParameters,
         *,
         add_special_tokens: bool = True,
         streaming: bool = False,
         grammar: Grammar | None = None,
         spans_of: str | None = None,
-        rendered: RenderedPrompt | None = None,
         size: int = 0,
     ) -> CheckedRequest:
-        """grammar: in place of the parameters' own. spans_of: the text that `x-span` takes spans of; None: `inputs`.
-        rendered: what `inputs` come from, if that is a conversation. size: bytes of the whole request; work on a large
-        one leaves the event loop.
+        """Returns what the scheduler takes. Work on a large request leaves the event loop.
+
+        grammar: in place of the parameters' own. spans_of: the text that `x-span` takes spans of; None: the prompt.
+        size: bytes of the whole request.
 
         Raises InvalidRequest with one line that says what is wrong.
         """
@@ -99,16 +99,15 @@ class Validator:
         check_best_of(parameters, sampling, self._limits)
         if parameters.adapter_id:
             raise InvalidRequest("`adapter_id` is not supported: this server has no adapters")
-        if not inputs:
+        if not prompt.text:
             raise InvalidRequest("`inputs` must not be empty")
-        prompt = rendered or RenderedPrompt(inputs)
 
         def prepare() -> tuple[Grammar | None, list[int]]:
             wanted = grammar or requested_grammar(parameters.grammar)
             input_ids = self._input_ids(prompt, parameters.truncate, add_special_tokens=add_special_tokens)
-            return (with_text(wanted, spans_of or inputs) if wanted else None), input_ids
+            return (with_text(wanted, spans_of or prompt.text) if wanted else None), input_ids
 
-        prepared, input_ids = await self._threads.handle_text(max(size, len(inputs)), prepare)
+        prepared, input_ids = await self._threads.handle_text(max(size, len(prompt.text)), prepare)
         max_new_tokens = self._max_new_tokens(len(input_ids), parameters.max_new_tokens)
         await self._compile(prepared)
         return CheckedRequest(

@@ -53,9 +53,7 @@ async def prompt_with_tools(service: Service, plan: ChatPlan) -> ChatPrompt:
     parameters = generation_parameters(plan.request, max_tokens=_max_tokens(plan.request))
     grammar = await service.threads.run(plan.size, lambda: tool_grammar(plan.tools, required=plan.required))
     check = service.validator.check
-    checked = await check(
-        prompt.text, parameters, add_special_tokens=False, grammar=grammar, rendered=prompt, size=plan.size
-    )
+    checked = await check(prompt, parameters, add_special_tokens=False, grammar=grammar, size=plan.size)
     return ChatPrompt(prompt.text, checked)
 
 
@@ -76,7 +74,7 @@ async def prompt_for_text(service: Service, request: ChatRequest, size: int) -> 
 
     prompt, said = await service.threads.run(size, render)
     check = service.validator.check
-    checked = await check(prompt.text, parameters, add_special_tokens=False, spans_of=said, rendered=prompt, size=size)
+    checked = await check(prompt, parameters, add_special_tokens=False, spans_of=said, size=size)
     return ChatPrompt(prompt.text, checked)
 
 

@@ -11,7 +11,7 @@ from tgi_server.router.schemas.generate import GenerateParameters
 from tgi_server.router.schemas.grammar import GrammarType
 from tgi_server.router.schemas.openai import SharedParameters
 from tgi_server.router.service import ModelDescription
-from tgi_server.router.text.token_stream import SequenceSink
+from tgi_server.router.text.token_stream import AnyStream
 
 DONE = b"data: [DONE]\n\n"
 
@@ -78,8 +78,8 @@ class Envelope:
         return f"{self._head}{choices}]}}" if usage is None else f'{self._head}{choices}],"usage":{usage}}}'
 
 
-def usage_json(prompt_tokens: int, sinks: Iterable[SequenceSink]) -> str:
-    completion_tokens = sum(sink.generated_tokens for sink in sinks)
+def usage_json(prompt_tokens: int, streams: Iterable[AnyStream]) -> str:
+    completion_tokens = sum(stream.generated_tokens for stream in streams)
     return (
         f'{{"prompt_tokens":{prompt_tokens},"completion_tokens":{completion_tokens},'
         f'"total_tokens":{prompt_tokens + completion_tokens}}}'
