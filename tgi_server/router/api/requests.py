@@ -32,7 +32,7 @@ F = TypeVar("F", bound=Formatter)
 
 
 class Exchange:
-    """Holds a request's places among those in flight, its clock, its span, and the sequences generated for it.
+    """A request's places among those in flight, its clock, its span, and the sequences generated for it.
 
     Every exchange that was opened is closed once: then its unfinished sequences are cancelled, its places given
     back, and its metrics and its log line written.
@@ -53,7 +53,7 @@ class Exchange:
         self._streams = False
 
     async def body(self) -> bytes:
-        """What the client sent. From then on the request has a place among those in flight.
+        """Returns what the client sent. From then on the request has a place among those in flight.
 
         Raises Overloaded when as many are in flight as may be.
         """
@@ -77,11 +77,11 @@ class Exchange:
         self._places = 0
 
     async def read(self, model: type[M]) -> M:
-        """The body as `model`. Raises InvalidRequest; Overloaded when as many are in flight as may be."""
+        """Returns the body as `model`. Raises InvalidRequest; Overloaded when as many are in flight as may be."""
         return await self.read_by(partial(parse, model))
 
     async def read_by(self, read: Callable[[bytes], T]) -> T:
-        """What `read` makes of the body. Raises InvalidRequest; Overloaded when as many are in flight as may be."""
+        """Returns what `read` makes of the body. Raises InvalidRequest, or Overloaded when too many are in flight."""
         return await read_beside_loop(self.service.threads, await self.body(), read)
 
     def generate(
@@ -183,11 +183,11 @@ class Exchange:
 
     @property
     def _slowest(self) -> AnyStream:
-        """Of several sequences, the one that the client waited for."""
+        """The sequence that the client waited for longest."""
         return max((stream for _, stream in self._sequences), key=lambda stream: stream.ended_at)
 
     def times(self) -> RequestTimes:
-        """Where the time went."""
+        """Returns where the time went."""
         slowest = self._slowest
         inference = slowest.ended_at - slowest.started_at
         return RequestTimes(

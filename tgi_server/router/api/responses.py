@@ -25,7 +25,7 @@ def json_response(text: str, headers: dict[str, str] | None = None) -> Response:
 
 
 def error_text(error: RouterError, path: str) -> str:
-    """The error as JSON: TGI's object, or OpenAI's below /v1/."""
+    """Returns the error as JSON: TGI's object, or OpenAI's below /v1/."""
     message = str(error)
     if error.error_type == "validation":
         message = f"Input validation error: {message}"
@@ -41,7 +41,7 @@ def error_text(error: RouterError, path: str) -> str:
 
 
 def error_response(error: RouterError, path: str, headers: Headers) -> Response:
-    """The answer to a request that failed before anything of its answer was sent.
+    """Returns the response to a request that failed before anything of its response was sent.
 
     A client of /generate_stream that says that it reads events gets an event; all others get JSON.
     """
@@ -61,7 +61,7 @@ quoted: Callable[[str], str] = encode_basestring
 
 
 def number(value: float | None) -> str:
-    """A logprob as JSON, with the digits that a 32-bit float has; null when there is none."""
+    """Returns a logprob as JSON, with the digits that a 32-bit float has; null when there is none."""
     return f"{value:.8g}" if value is not None and isfinite(value) else "null"
 
 
@@ -75,7 +75,7 @@ def token_json(token_id: int, text: str, logprob: float | None, *, special: bool
 
 
 def top_tokens_json(tokenizer: TextTokenizer, top: TopTokens) -> str:
-    """The most likely tokens at one position, as a JSON array."""
+    """Returns the most likely tokens at one position, as a JSON array."""
     return f"[{','.join(_top(tokenizer, top.ids, top.logprobs))}]"
 
 
@@ -87,7 +87,7 @@ def _top(tokenizer: TextTokenizer, ids: Sequence[int], logprobs: Sequence[float]
 
 
 def event(json_text: str) -> bytes:
-    """One server-sent event."""
+    """Returns one server-sent event."""
     return f"data:{json_text}\n\n".encode()
 
 

@@ -97,7 +97,7 @@ async def _invoke(exchange: Exchange) -> Response:
 
 
 def _any_kind(body: bytes) -> BaseModel | None:
-    """The body as the model whose member it has. Raises InvalidRequest."""
+    """Returns the body as the model whose member it has. Raises InvalidRequest."""
     content = read_json(body)
     for member, model in _KINDS.items():
         if isinstance(content, dict) and member in content:

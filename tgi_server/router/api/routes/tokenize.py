@@ -19,7 +19,7 @@ from tgi_server.router.service import Service
 from tgi_server.router.text.special_tokens import RenderedPrompt
 
 MOST_TOKENS = 65_536
-"""Of one answer, unless a prompt may have more."""
+"""Most tokens of one response, unless a prompt may have more."""
 
 
 def tokenize_routes(service: Service) -> APIRouter:
@@ -60,7 +60,7 @@ def tokenize_routes(service: Service) -> APIRouter:
 
 
 async def _tokens(service: Service, prompt: RenderedPrompt, *, add_special_tokens: bool) -> tuple[str, str]:
-    """The prompt's text, and its tokens as JSON. Raises InvalidRequest when there are more than one answer holds."""
+    """Returns the prompt's text, and its tokens as JSON. Raises InvalidRequest when there are too many of them."""
     most = max(MOST_TOKENS, service.limits.max_input_tokens)
 
     def tokenize() -> tuple[str, str]:
