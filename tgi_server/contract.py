@@ -23,7 +23,7 @@ class GrammarType(Enum):
     LARK = "lark"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class Grammar:
     """The form that generated text must have.
 

@@ -43,6 +43,13 @@ LONGEST_MESSAGE = 300
 # Another server, which takes grammars, may have come in the place of one that takes none.
 TRY_GRAMMAR_AGAIN_SECONDS = 300.0
 
+# Oatmill's server says so of a grammar that is too complex, and when it has too many to compile. It may take others.
+_ONE_GRAMMAR = (
+    "the grammar cannot be used",
+    "the grammar could not be followed",
+    "the grammar cannot be compiled now",
+)
+
 
 class Endpoint:
     """Sends requests to one text-generation server. Its methods block, no longer than their `call` lasts."""
@@ -152,6 +159,8 @@ class _GrammarSupport:
 
     def refused(self, reason: Exception) -> None:
         """Notes that a request was refused with a grammar and answered without. Logs that the first time."""
+        if _concerns_one_grammar(str(reason)):
+            return
         self._try_at = time.monotonic() + TRY_GRAMMAR_AGAIN_SECONDS
         with self._lock:
             known, self._is_known_to_lack_it = self._is_known_to_lack_it, True
@@ -160,6 +169,11 @@ class _GrammarSupport:
 
     def taken(self) -> None:
         self._is_known_to_lack_it = False
+
+
+def _concerns_one_grammar(message: str) -> bool:
+    """Returns True if a server's message says nothing of the grammars of other requests."""
+    return any(words in message for words in _ONE_GRAMMAR)
 
 
 @contextmanager
@@ -183,6 +197,8 @@ def _model_errors() -> Iterator[None]:
 
 def _of_status(status: int, message: str) -> ModelError:
     text = _short(f"{status}: {message}")
+    if _concerns_one_grammar(text):
+        return Rejected(text)
     if status == 429:
         return Overloaded(text)
     return Rejected(text) if status in REFUSED_REQUEST else ServerFailed(text)

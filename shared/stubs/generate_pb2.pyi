@@ -182,18 +182,24 @@ class Grammar(_message.Message):
     def __init__(self, type: _Optional[_Union[Grammar.Type, str]] = ..., value: _Optional[str] = ..., text: _Optional[str] = ...) -> None: ...
 
 class CompileRequest(_message.Message):
-    __slots__ = ("grammar", "tried")
+    __slots__ = ("grammar", "size", "pin", "released")
     GRAMMAR_FIELD_NUMBER: _ClassVar[int]
-    TRIED_FIELD_NUMBER: _ClassVar[int]
+    SIZE_FIELD_NUMBER: _ClassVar[int]
+    PIN_FIELD_NUMBER: _ClassVar[int]
+    RELEASED_FIELD_NUMBER: _ClassVar[int]
     grammar: Grammar
-    tried: bool
-    def __init__(self, grammar: _Optional[_Union[Grammar, _Mapping]] = ..., tried: _Optional[bool] = ...) -> None: ...
+    size: int
+    pin: int
+    released: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, grammar: _Optional[_Union[Grammar, _Mapping]] = ..., size: _Optional[int] = ..., pin: _Optional[int] = ..., released: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class CompileResponse(_message.Message):
-    __slots__ = ("error",)
+    __slots__ = ("error", "size")
     ERROR_FIELD_NUMBER: _ClassVar[int]
+    SIZE_FIELD_NUMBER: _ClassVar[int]
     error: str
-    def __init__(self, error: _Optional[str] = ...) -> None: ...
+    size: int
+    def __init__(self, error: _Optional[str] = ..., size: _Optional[int] = ...) -> None: ...
 
 class Request(_message.Message):
     __slots__ = ("id", "input_ids", "generated_ids", "sampling", "max_new_tokens", "ignore_eos", "logprobs", "top_n_tokens", "prefill_logprobs", "grammar", "adapter_id", "block_ids", "cached_tokens", "copy", "trace_context")

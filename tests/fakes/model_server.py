@@ -39,6 +39,8 @@ class ModelServer:
     def __init__(self, port: int = 0, host: str = "127.0.0.1", tls: tuple[Path, Path] | None = None) -> None:
         self.fault: str | int | None = None
         self.sick = True
+        self.refusal = (422, "grammar is not supported")
+        """Status and message of "no grammars"."""
         self.answer: Any = "a fine answer"
         self.delay = 0.0
         self.raw: bytes | None = None
@@ -146,8 +148,10 @@ class ModelServer:
         elif fault == "no grammars":
             if not request.body.get("parameters", {}).get("grammar"):
                 return self._speak(connection, request)
-            body = json.dumps({"error": "grammar is not supported", "error_type": "validation"}).encode()
-            _send(connection, body, status="422 Unprocessable Entity")
+            status, message = self.refusal
+            kind = "overloaded" if status == 429 else "validation"
+            body = json.dumps({"error": message, "error_type": kind}).encode()
+            _send(connection, body, status=f"{status} Because")
         elif fault == "hang":
             _until_abandoned(connection, request, 60)
             return False

@@ -152,7 +152,7 @@ class Simulation:
         self.scheduler.fail_running(GenerationFailed("a step failed"))
 
     def turn(self) -> bool:
-        """What the scheduler's task does again and again. Returns False if there was nothing to do."""
+        """Does once what the scheduler's task does again and again. Returns False if there was nothing to do."""
         sent = False
         while self.send():
             sent = True

@@ -1,16 +1,40 @@
 """The sequences that run together: those in their prompt, and those that decode, each in its row."""
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from itertools import chain
 
 from tgi_server.engine.errors import InvalidCall
-from tgi_server.engine.runners.base import Runner
-from tgi_server.engine.sampling import Sampler
+from tgi_server.engine.runners.base import PromptChunk, Runner
+from tgi_server.engine.sampling import Sampler, is_plain
 from tgi_server.engine.sequence import RunningSequence
 
 # Jump-forward tokens of a step in which every sequence has a grammar. More make no text faster, and keep requests that
 # come meanwhile waiting.
 _JUMP_FORWARD_AT_ONCE = 32
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """The forward pass of a step, and the sequences that get a token from it.
+
+    decoding: the first so many rows decode. chunks: what is computed beside them. sequences: those that get a token, in
+    the order of the rows that they have, or take once their prompt is complete. first_row: of the first of them.
+    picked: the indices of their logits among those that the pass yields.
+    """
+
+    decoding: int
+    chunks: list[PromptChunk]
+    sequences: list[RunningSequence]
+    first_row: int
+    picked: list[int]
+
+    @property
+    def is_greedy(self) -> bool:
+        """Returns True if no chunk needs more logits than the largest of its sequence's last token."""
+        return all(
+            is_plain(chunk.sequence.sampling, chunk.sequence.report) and not chunk.all_logits for chunk in self.chunks
+        )
 
 
 class RunningBatch:
@@ -83,6 +107,18 @@ class RunningBatch:
         self._runner.truncate(len(self.rows))
         sequence.jump(tokens)
         self.prefilling[sequence.request_id] = sequence
+
+    def plan(self, chunks: list[PromptChunk], *, decode: bool) -> StepPlan:
+        """Plans a step that computes some chunks, and in which every row advances by a token if `decode`."""
+        decoding = len(self.rows) if decode else 0
+        sequences = self.rows[:decoding]
+        picked, end = list(range(decoding)), decoding
+        for chunk in chunks:
+            end += chunk.logits
+            if chunk.completes:
+                sequences.append(chunk.sequence)
+                picked.append(end - 1)
+        return StepPlan(decoding, chunks, sequences, 0 if decode else len(self.rows), picked)
 
     def grant(self, request_id: int, blocks: list[int]) -> None:
         """Appends blocks to a sequence. A sequence that has ended already needs none, and is passed over."""

@@ -27,3 +27,7 @@ class InvalidCall(EngineError):
 
 class CannotConnect(EngineError):
     """The shards of a model could not connect to each other."""
+
+
+class PeerLost(RuntimeError):
+    """Another shard has ended in the middle of a step, or does not come to the same point of it."""

@@ -121,10 +121,10 @@ class Step:
         room = min(self._batch.jump_forward_room(sequence), self._budget)
         advance = constraint.advance(generation.token_id, room)
         if not constraint.ended:
-            self._budget -= len(advance.following)
-        generation.jump_forward, generation.hidden = advance.following, advance.hidden
+            self._budget -= len(advance.jump_forward)
+        generation.jump_forward, generation.hidden = advance.jump_forward, advance.hidden
         generation.error = constraint.error
-        sequence.append([generation.token_id, *advance.following])
+        sequence.append([generation.token_id, *advance.jump_forward])
         return constraint.ended
 
 

@@ -15,15 +15,15 @@ from starlette.types import ASGIApp
 from shared.event_loop import watch_event_loop
 from shared.stop_signals import ignore_stop_signals, on_stop_signal
 from shared.stubs import generate_pb2 as pb
-from tgi_server.contract import Grammar
 from tgi_server.router.api.access import AccessRules
 from tgi_server.router.api.app import create_app, metrics_app
 from tgi_server.router.api.connections import Connections, connection_limits
 from tgi_server.router.api.server import HttpServer, drain, listen
-from tgi_server.router.errors import GenerationFailed, RouterError, StartupError, Unhealthy
+from tgi_server.router.errors import RouterError, StartupError, Unhealthy
 from tgi_server.router.metrics import Metrics
 from tgi_server.router.request import Limits
 from tgi_server.router.scheduling import wire
+from tgi_server.router.scheduling.grammars import PinnedGrammars
 from tgi_server.router.scheduling.scheduler import Scheduler
 from tgi_server.router.scheduling.shard_client import ShardedClient
 from tgi_server.router.service import Capacity, ModelDescription, Service
@@ -33,7 +33,6 @@ from tgi_server.router.text.tokenizer import TokenizerThreads, load_tokenizer
 from tgi_server.router.text.tokenizer_config import read_tokenizer_config
 from tgi_server.router.text.validation import Validator, grammar_refusal
 from tgi_server.router.tracing import RequestTracer
-from tgi_server.wire import grammar_to_message
 
 logger = logging.getLogger(__name__)
 
@@ -93,12 +92,6 @@ async def assembled(settings: RouterSettings) -> AsyncIterator[Service]:
         metrics = Metrics()
         scheduler = Scheduler(shards, info, capacity, limits, metrics)
 
-        async def grammar_fault(grammar: Grammar) -> str | None:
-            try:
-                return await shards.compile(grammar_to_message(grammar))
-            except Unhealthy as error:
-                raise GenerationFailed(str(error)) from error
-
         refusal = grammar_refusal(disabled=settings.disable_grammar_support, supported=info.grammars)
         scheduler.start()
         watch = asyncio.create_task(watch_event_loop(metrics.event_loop_lag), name="event loop watch")
@@ -109,7 +102,7 @@ async def assembled(settings: RouterSettings) -> AsyncIterator[Service]:
                 tokenizer=threads.tokenizer,
                 threads=threads,
                 template=template,
-                validator=Validator(limits, threads, info.vocab_size, refusal, grammar_fault),
+                validator=Validator(limits, threads, info.vocab_size, refusal, PinnedGrammars(shards).fault),
                 submitter=scheduler,
                 capacity=Capacity(limits.max_concurrent_requests),
                 metrics=metrics,

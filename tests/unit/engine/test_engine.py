@@ -11,7 +11,7 @@ from tgi_server import demo_model
 from tgi_server.contract import BlockCopy, FinishReason, ReportParameters, SamplingParameters, StoppingParameters
 from tgi_server.engine import Engine, EngineConfig, RunningSequence
 from tgi_server.engine.driver import BATCH_ID, Driver
-from tgi_server.engine.errors import InvalidCall, InvalidWeights, ModelNotFound, NotEnoughMemory, UnsupportedModel
+from tgi_server.engine.errors import InvalidCall
 
 PROMPTS = [[1, 40, 77, 300], [1, *range(50, 90)], [1, 5], [1, *range(400, 480)], [1, 99, 98, 97, 96, 95]]
 NEW = 24
@@ -205,50 +205,3 @@ def test_before_the_warm_up_there_is_no_step() -> None:
     engine = Engine(EngineConfig(demo_model.PATH, dtype=torch.float32))
     with pytest.raises(InvalidCall, match="warm up before the first step"):
         engine.step(BATCH_ID, [sequence(0, [1])])
-
-
-def test_a_cache_too_small_for_one_sequence_is_refused() -> None:
-    small = Engine(EngineConfig(demo_model.PATH, dtype=torch.float32, cpu_memory=100_000))
-    with pytest.raises(NotEnoughMemory, match="lower --max-total-tokens"):
-        small.warm_up(max_batch_size=1, max_prefill_tokens=64, max_total_tokens=512)
-
-
-@pytest.mark.parametrize(
-    ("broken", "error", "message"),
-    [
-        ("absent", ModelNotFound, "no model folder"),
-        ("no config", ModelNotFound, "no config.json"),
-        ("config", UnsupportedModel, "not valid JSON|cannot be used"),
-        ("no weights", ModelNotFound, "no \\*.safetensors"),
-        ("truncated", InvalidWeights, "corrupt or incomplete"),
-        ("float16", UnsupportedModel, "--dtype bfloat16"),
-    ],
-)
-def test_a_folder_that_cannot_be_loaded_says_why(tmp_path, broken, error, message) -> None:
-    folder = tmp_path / "model"
-    if broken != "absent":
-        folder.mkdir()
-        for file in demo_model.PATH.iterdir():
-            (folder / file.name).write_bytes(file.read_bytes())
-    if broken == "no config":
-        (folder / "config.json").unlink()
-    if broken == "config":
-        (folder / "config.json").write_text("{")
-    if broken == "no weights":
-        (folder / "model.safetensors").unlink()
-    if broken == "truncated":
-        weights = folder / "model.safetensors"
-        weights.write_bytes(weights.read_bytes()[:-1000])
-    with pytest.raises(error, match=message):
-        Engine(EngineConfig(folder, dtype=torch.float16 if broken == "float16" else None))
-
-
-def test_memory_is_taken_ahead_of_the_blocks_in_use() -> None:
-    engine = Engine(EngineConfig(demo_model.PATH, dtype=torch.float32))
-    assert not engine.reserve(60)
-    engine.warm_up(max_batch_size=64, max_prefill_tokens=64, max_total_tokens=2048)
-    assert not engine.reserve(60)
-    sequence = RunningSequence(1, [1, 2], StoppingParameters(4), blocks=[800])
-    engine.step(1, [sequence], [(1, 2)]).collect()
-    assert engine.reserve(0)
-    assert not engine.reserve(60)

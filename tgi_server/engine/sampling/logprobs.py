@@ -96,10 +96,6 @@ class Sampled:
         done.record()
         return PendingTokens(self, host, done)
 
-    def to_host(self) -> "Tokens":
-        """Copies everything to the host and waits for it."""
-        return self.start_copy().wait()
-
 
 @dataclass(frozen=True, slots=True)
 class Tokens:

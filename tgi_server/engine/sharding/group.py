@@ -5,6 +5,8 @@ import ipaddress
 import logging
 import os
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 
 import psutil
@@ -12,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tgi_server.engine.errors import CannotConnect, UnsupportedModel
+from tgi_server.engine.errors import CannotConnect, PeerLost, UnsupportedModel
 from tgi_server.engine.sharding.shared_memory import SharedMemory, share_memory
 
 logger = logging.getLogger(__name__)
@@ -52,7 +54,8 @@ class ShardGroup:
         if self._memory is not None and self._memory.fits(tensor):
             self._memory.all_reduce(tensor)
         else:
-            dist.all_reduce(tensor)
+            with _peers_of(tensor):
+                dist.all_reduce(tensor)
         return tensor
 
     def all_gather(self, tensor: Tensor) -> Tensor:
@@ -61,7 +64,8 @@ class ShardGroup:
         if self._memory is not None and self._memory.fits(tensor):
             return self._memory.all_gather(tensor)
         parts = [torch.empty_like(tensor) for _ in range(self.world_size)]
-        dist.all_gather(parts, tensor)
+        with _peers_of(tensor):
+            dist.all_gather(parts, tensor)
         return torch.cat(parts, dim=-1)
 
     def minimum(self, number: int) -> int:
@@ -94,6 +98,17 @@ class ShardGroup:
         """Raises RuntimeError once the group has been abandoned."""
         if self.fault is not None:
             raise RuntimeError(f"the shards are out of step: {self.fault}")
+
+
+@contextmanager
+def _peers_of(tensor: Tensor) -> Iterator[None]:
+    """Raises PeerLost in place of gloo's own errors; NCCL's come later, and are those of the device."""
+    try:
+        yield
+    except RuntimeError as error:
+        if tensor.device.type == "cpu":
+            raise PeerLost(str(error).splitlines()[0]) from error
+        raise
 
 
 def connect(

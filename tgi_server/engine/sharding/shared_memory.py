@@ -20,6 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tgi_server.engine.errors import PeerLost
+
 logger = logging.getLogger(__name__)
 
 FOLDER = Path("/dev/shm")  # noqa: S108
@@ -90,10 +92,10 @@ class SharedMemory:
     def _check_others(self, deadline: float) -> None:
         for rank, process in enumerate(self._processes):
             if not _is_alive(process):
-                raise RuntimeError(f"peer lost: shard {rank} has ended")
+                raise PeerLost(f"peer lost: shard {rank} has ended")
         if time.monotonic() > deadline:
             late = [rank for rank, count in enumerate(self._counters) if count < self._calls]
-            raise RuntimeError(f"shard {late[0]} has not come to the same point within {self._timeout:g} s")
+            raise PeerLost(f"shard {late[0]} has not come to the same point within {self._timeout:g} s")
 
 
 def share_memory(

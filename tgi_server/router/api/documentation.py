@@ -142,7 +142,7 @@ def _definitions() -> dict[str, Any]:
 
 
 def _as_3_0(node: Any) -> Any:
-    """Returns JSON Schema as OpenAPI 3.0 has it: `nullable` for null as a type, `enum` for `const`, flags for bounds."""
+    """Returns JSON Schema as OpenAPI 3.0 has it: `nullable` for null, `enum` for `const`, flags for bounds."""
     if isinstance(node, list):
         return [_as_3_0(each) for each in node]
     if not isinstance(node, dict):

@@ -1,6 +1,7 @@
 """Serving HTTP, and a graceful end."""
 
 import asyncio
+import contextlib
 import errno
 import logging
 import math
@@ -9,7 +10,7 @@ from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 
 import uvicorn
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tgi_server.router.api.connections import ClientConnection, Connections
 from tgi_server.router.api.responses import error_text
@@ -35,7 +36,7 @@ class HttpServer(uvicorn.Server):
     def __init__(self, app: ASGIApp, grace: float, patience: int, connections: Connections) -> None:
         self.open_connections = connections
         config = uvicorn.Config(
-            app,
+            _cut_quietly(app),
             loop="none",
             http=ClientConnection,
             ws="none",
@@ -72,6 +73,16 @@ class HttpServer(uvicorn.Server):
     def capture_signals(self) -> Generator[None, None, None]:
         """Signals are for all servers of the process together."""
         yield
+
+
+def _cut_quietly(app: ASGIApp) -> ASGIApp:
+    """Returns `app`, of which a request that is cancelled after the drain ends without a traceback in the log."""
+
+    async def cut(scope: Scope, receive: Receive, send: Send) -> None:
+        with contextlib.suppress(asyncio.CancelledError):
+            await app(scope, receive, send)
+
+    return cut
 
 
 def drain(servers: Iterable[uvicorn.Server]) -> None:

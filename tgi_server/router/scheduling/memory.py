@@ -1,4 +1,4 @@
-"""What the running batch may hold in the shards' memory: KV blocks for most models, rectangles for the others."""
+"""The shards' memory, as sequences hold it: KV blocks for most models, rectangles for the others."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -16,7 +16,7 @@ _WORTH_WAITING_TOKENS = 64
 
 
 class Verdict(Enum):
-    """What became of a request that asked to be admitted."""
+    """The result of asking for a request's admission."""
 
     ADMITTED = "admitted"
     FULL = "full"  # there is no room now

@@ -1,4 +1,4 @@
-"""What to tell the shards next."""
+"""The next call to the shards: who joins, what is computed, which blocks are granted."""
 
 import logging
 from collections.abc import Callable, Iterable

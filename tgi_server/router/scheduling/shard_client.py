@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import grpc
@@ -32,6 +33,7 @@ class ShardClient:
     def __init__(self, url: str, rank: int, grammar_url: str | None = None) -> None:
         """url: as gRPC spells it, unix:///path or ipv4:ADDRESS:PORT. grammar_url: of the GrammarService, if known."""
         self.rank = rank
+        self._released: list[int] = []
         self._channels = [grpc.aio.insecure_channel(url, options=_CHANNEL_OPTIONS)]
         self.stub = TextGenerationServiceStub(self._channels[0])
         if grammar_url is not None:
@@ -52,15 +54,25 @@ class ShardClient:
             raise self.explain(error) from error
         return list(zip(found.urls, found.grammar_urls, strict=True))
 
-    async def compile(self, request: pb.CompileRequest, timeout_s: float) -> str:
-        """Returns why the grammar cannot be used, or nothing. Raises Overloaded, and what else gRPC raises."""
+    async def compile(self, grammar: pb.Grammar, pin: int, size: int | None, timeout_s: float) -> pb.CompileResponse:
+        """Has the grammar compiled, and kept until its pin is released. size: what another shard answered.
+
+        Raises Overloaded, and what else gRPC raises.
+        """
+        released, self._released = self._released, []
+        request = pb.CompileRequest(grammar=grammar, size=size, pin=pin, released=released)
         try:
             response: pb.CompileResponse = await self.grammar_stub.Compile(request, timeout=timeout_s)
-        except grpc.aio.AioRpcError as error:
-            if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
+        except BaseException as error:
+            self._released += released  # it is not known whether the shard has heard of them
+            if isinstance(error, grpc.aio.AioRpcError) and error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
                 raise Overloaded(f"the grammar cannot be compiled now: {error.details()}") from error
             raise
-        return response.error
+        return response
+
+    def release(self, pin: int) -> None:
+        """The shard may forget the grammar. It is told with the next one that it compiles, which may need the room."""
+        self._released.append(pin)
 
     def explain(self, error: grpc.aio.AioRpcError) -> Unhealthy:
         """Returns the error as one line for the client and the log."""
@@ -211,20 +223,37 @@ class ShardedClient:
         """Has every shard compute something. Raises Unhealthy when one of them cannot, within `timeout_s` seconds."""
         await self._ask("Health", pb.HealthRequest(), timeout_s)
 
-    async def compile(self, grammar: pb.Grammar, timeout_s: float = 60.0) -> str | None:
+    async def compile(self, grammar: pb.Grammar, pin: int, timeout_s: float = 60.0) -> str | None:
         """Has every shard compile a grammar; steps go on meanwhile. Returns why it cannot be used, or None if it can.
 
-        The first shard tries it before the others, which take its word, so that all of them decide alike. Raises
-        Overloaded when too many grammars are being compiled, and Unhealthy.
+        The first shard tries it before the others, which take its word, so that all of them decide alike. They keep it
+        until `pin`, a number that no other has, is released. Raises Overloaded when too many grammars are being
+        compiled, and Unhealthy.
         """
+        size, fault = None, None
+        asked: list[ShardClient] = []
+        try:
+            for shards in filter(None, (self._shards[:1], self._shards[1:])):
+                asked += shards
+                ask = partial(ShardClient.compile, grammar=grammar, pin=pin, size=size, timeout_s=timeout_s)
+                responses: list[pb.CompileResponse] = await self._ask_each(ask, shards)
+                size = responses[0].size
+                fault = next((response.error for response in responses if response.error), None)
+                if fault is not None:
+                    return fault
+            return None
+        except BaseException as error:
+            fault = str(error)
+            raise
+        finally:
+            if fault is not None:
+                for shard in asked:
+                    shard.release(pin)
 
-        async def ask(shards: Sequence[ShardClient], *, tried: bool) -> str | None:
-            request = pb.CompileRequest(grammar=grammar, tried=tried)
-            faults: list[str] = await self._ask_each(lambda shard: shard.compile(request, timeout_s), shards)
-            return next(filter(None, faults), None)
-
-        fault = await ask(self._shards[:1], tried=False)
-        return await ask(self._shards[1:], tried=True) if fault is None and self._shards[1:] else fault
+    def release(self, pin: int) -> None:
+        """The grammar with this pin is not needed any more, if it was compiled at all."""
+        for shard in self._shards:
+            shard.release(pin)
 
     def send(self, call: pb.Call, timeout_s: float | None = None) -> PendingResponse:
         """Sends at once. The response may take `timeout_s` seconds; None: as long as any call."""

@@ -50,6 +50,9 @@ def json_grammar(schema: Any) -> Grammar:
 
 
 def with_text(grammar: Grammar, text: str) -> Grammar:
-    """Returns the grammar with the text that its spans are taken from; one without spans stays the same for every text."""
+    """Returns a copy of the grammar, with the text that its spans are taken from.
+
+    One without spans is the same for every text.
+    """
     wants_text = grammar.type is GrammarType.JSON_SCHEMA and _SPAN in grammar.value
-    return replace(grammar, text=text) if wants_text else grammar
+    return replace(grammar, text=text if wants_text else "")

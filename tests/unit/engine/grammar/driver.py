@@ -25,6 +25,9 @@ class Driver(driver.Driver):
         self, prompt: Sequence[int], grammar: Grammar | None, new: int = 100, *, seed: int = 0, **options: Any
     ) -> RunningSequence:
         """It samples, with a seed of its own."""
+        if grammar is not None:
+            assert self.engine.grammars is not None
+            self.engine.grammars.check(grammar)
         stopping = contract.StoppingParameters(new, ignore_eos=options.pop("ignore_eos", False))
         sampling = options.pop("sampling", SamplingParameters(do_sample=True, seed=seed))
         request = len(self.outputs)

@@ -12,8 +12,8 @@ from tests.tiny_models import ARCHITECTURES, make
 from tests.unit.engine.requests import LENGTHS, NEW, Requests, expected_tokens, load_engine, prompts
 
 PADDED = {"bart", "deepseek_v3", "flan_t5", "gpt_neo", "gpt_oss", "llama4_text", "mamba", "qwen3_next", "t5"}
+# The answers of the first two depend on the limits: see test_rope.py. The third is refused: see padded/test_probe.py.
 ELSEWHERE = {"llama_dynamic", "phi3_longrope", "rwkv"}
-"""What the first two answer depends on the limits: see test_rope.py. The third is refused: see test_padded.py."""
 VARIANTS = {
     *("bloom_6_heads", "code_llama", "cohere_qk_norm", "falcon_11b", "gpt_bigcode_multi_head", "gpt_neox_serial"),
     *("llama_head_dim_24", "llama_linear", "llama_yarn", "mpt_6_heads", "qwen2_windows", "santacoder"),
@@ -62,7 +62,7 @@ def test_overlapping_requests_get_the_tokens_of_transformers(architecture, tmp_p
 @pytest.mark.parametrize(
     "architecture", with_slow_variants(["bloom_6_heads", "falcon_rw", "flan_t5", "gemma2", "mistral", "starcoder"])
 )
-def test_so_they_do_without_kernels_of_the_engines_own(architecture, tmp_path) -> None:
+def test_overlapping_requests_get_the_tokens_of_transformers_without_custom_kernels(architecture, tmp_path) -> None:
     check(*overlap(make(architecture, tmp_path), custom_kernels=False))
 
 

@@ -5,14 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import AutoModelForCausalLM
 
 from tests.tiny_models import make
 from tests.unit.engine.requests import MAX_TOTAL_TOKENS, NEW, Requests, expected_tokens, load_engine, prompts
 from tgi_server.contract import ReportParameters, StoppingParameters
 from tgi_server.engine import Engine, RunningSequence
-from tgi_server.engine.errors import InvalidCall, NotEnoughMemory, UnsupportedModel
-from tgi_server.engine.runners.padded.batch import PaddedBatch
+from tgi_server.engine.errors import InvalidCall, NotEnoughMemory
 
 ALL_AT_ONCE = (3, 70, 1, 2, 5, 64, 4, 1, 30, 2, 6, 1, 3, 2, 40, 1)
 STOPPING = StoppingParameters(NEW, ignore_eos=True)
@@ -107,43 +106,3 @@ def test_an_encoder_decoder_reports_what_its_decoder_starts_with(flan_t5) -> Non
     assert math.isnan(generation.prompt_tokens.logprobs[0])
     (generation,) = engine.step(1).collect().generations
     assert generation.prompt_tokens is None
-
-
-def test_a_model_that_cannot_go_on_from_what_it_computed_is_refused_by_name(tmp_path) -> None:
-    with pytest.raises(UnsupportedModel, match="rwkv models are not supported: "):
-        load_engine(make("rwkv", tmp_path))
-
-
-def batch(*lengths: int) -> PaddedBatch:
-    """Rows whose keys are their own length at the row's tokens, and 0 in the padding."""
-    longest = max(lengths)
-    mask = torch.tensor([[0] * (longest - length) + [1] * length for length in lengths])
-    keys = (mask * torch.tensor(lengths)[:, None])[:, None, :, None].float()
-    cache = DynamicCache()
-    cache.update(keys, keys, 0)
-    return PaddedBatch(cache, list(lengths), mask)
-
-
-def rows(padded: PaddedBatch) -> list[list[float]]:
-    keys = padded.cache.layers[0].keys
-    assert keys.shape[2] == padded.mask.shape[1] == max(padded.lengths)
-    assert torch.equal(keys[:, 0, :, 0] > 0, padded.mask == 1)
-    return keys[:, 0, :, 0].tolist()
-
-
-def test_batches_are_joined_at_the_length_of_the_longest_row() -> None:
-    padded = batch(2, 1)
-    padded.append(batch(3))
-    assert rows(padded) == [[0, 2, 2], [0, 0, 1], [3, 3, 3]]
-    padded.append(batch(1))
-    assert rows(padded) == [[0, 2, 2], [0, 0, 1], [3, 3, 3], [0, 0, 1]]
-    assert padded.positions.tolist() == [2, 1, 3, 1]
-
-
-def test_padding_goes_when_the_longest_row_does() -> None:
-    padded = batch(2, 4, 1)
-    padded.select([2, 0])
-    assert rows(padded) == [[0, 1], [2, 2]]
-    padded.grow()
-    assert padded.mask.tolist() == [[0, 1, 1], [1, 1, 1]]
-    assert padded.positions.tolist() == [2, 3]

@@ -146,11 +146,22 @@ def test_prompt_logprobs_are_reported_once(random_engine: Engine) -> None:
 def test_a_grammar_that_fails_ends_its_request_and_no_other(random_engine: Engine) -> None:
     """The longer the text, the more ways there are to read it: that is not seen when the grammar is compiled."""
     driver = Driver(random_engine)
-    explosive = Grammar(GrammarType.LARK, 'start: text\ntext: text text text | text text | "" | /[a-z]/')
+    grammar = Grammar(GrammarType.LARK, 'start: text\ntext: text text text | text text | "" | /[a-z]/')
     failed, plain = driver.run(
-        driver.sequence(PROMPT, explosive, 400, ignore_eos=True), driver.sequence(PROMPT, JSON, 200)
+        driver.sequence(PROMPT, grammar, 400, ignore_eos=True), driver.sequence(PROMPT, JSON, 200)
     )
     assert failed.error is not None
     assert "items" in failed.error
     assert "\n" not in failed.error
+    assert plain.finish_reason is FinishReason.EOS_TOKEN
+
+
+def test_a_grammar_that_has_not_been_compiled_ends_its_request_and_no_other(random_engine: Engine) -> None:
+    """It would hold up everybody's step to be compiled there."""
+    driver = Driver(random_engine)
+    missing = driver.sequence(PROMPT, None, 20)
+    missing.grammar = Grammar(GrammarType.REGEX, "never seen before")
+    failed, plain = driver.run(missing, driver.sequence(PROMPT, JSON, 200))
+    assert failed.error is not None
+    assert "not been compiled" in failed.error
     assert plain.finish_reason is FinishReason.EOS_TOKEN
