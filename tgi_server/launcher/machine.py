@@ -1,4 +1,4 @@
-"""What this machine has for the server: GPUs, addresses and ports. No torch, whose import takes seconds."""
+"""GPUs, addresses and ports of this machine. No torch, whose import takes seconds."""
 
 import errno
 import os

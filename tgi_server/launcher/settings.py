@@ -84,7 +84,7 @@ class LauncherSettings(ServingSettings, ModelSettings):
 
     @property
     def meeting_address(self) -> str:
-        """Of node 0, where the launchers of several machines meet."""
+        """Returns the address of node 0, where the launchers of several machines meet."""
         return self.node_address if self.node_rank == 0 and self.node_address else self.master_addr
 
     @property
@@ -114,7 +114,7 @@ class LauncherSettings(ServingSettings, ModelSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """`--env` is a flag only: on many machines a variable ENV says something else."""
+        """Leaves the variable ENV out, which says something else on many machines: `--env` is a flag only."""
         assert isinstance(env_settings, EnvSettingsSource)
         env_settings.env_vars = {name: value for name, value in env_settings.env_vars.items() if name != "env"}
         return init_settings, env_settings

@@ -115,7 +115,7 @@ class Peers:
             link.send(Kind.STOP)
 
     def send_failed(self, reason: str) -> None:
-        """reason: what died on this node, or on another one."""
+        """Tells the other nodes what died on this node, or on another one."""
         for link in self._links:
             link.send(Kind.FAILED, reason=reason)
 

@@ -116,7 +116,7 @@ class Rendezvous:
 
 
 async def join(settings: LauncherSettings, shards: int) -> Peers:
-    """The part of every other node. Raises CannotStartError when node 0 refuses this one."""
+    """Joins node 0; the part of every other node. Raises CannotStartError when node 0 refuses this one."""
     while True:
         async with _log_waiting(lambda: f"node 0 at {settings.meeting_address}:{settings.meeting_port}"):
             link = await _connect(settings)
