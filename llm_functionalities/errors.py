@@ -111,6 +111,12 @@ class TooBusy(Refused):
     status = grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
+class CallerGone(Refused):
+    """The caller has closed its connection or cancelled the call."""
+
+    status = grpc.StatusCode.CANCELLED
+
+
 class TooSlow(Refused):
     """The caller does not send its request, or does not read the response, in time."""
 

@@ -37,6 +37,7 @@ from shared.stubs import llm_pb2, llm_pb2_grpc
 logger = logging.getLogger(__name__)
 
 SERVICES = tuple(service.full_name for service in llm_pb2.DESCRIPTOR.services_by_name.values())
+
 # The threads get this long to end after the last call has ended.
 STOP_SECONDS = 2.0
 
@@ -50,7 +51,7 @@ LONGEST_METADATA = 16 * 1024
 IDLE_SECONDS = 5 * 60
 
 # After this time clients make a new connection for new calls, so that stuck connections end and load is spread anew.
-CONNECTION_SECONDS = 30 * 60
+CONNECTION_SECONDS = 10 * 60
 
 
 class Server:

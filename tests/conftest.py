@@ -26,6 +26,7 @@ os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--runslow", action="store_true", help="run the tests that take long, too")
+    parser.addoption("--soak-seconds", type=float, default=600.0, help="how long test_soak.py loads both services")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -3,7 +3,9 @@
 import asyncio
 import logging
 import threading
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -22,6 +24,9 @@ ANSWER_FIRST_SECONDS = 0.02
 
 # A worker that nobody stops stops by itself this long after its deadline.
 WORKER_GRACE_SECONDS = 0.2
+
+# Work on text that takes no longer than this is not followed by a pause.
+QUICK_SECONDS = 0.0005
 
 T = TypeVar("T")
 
@@ -73,13 +78,14 @@ class Model:
         self._balancer = balancer
         self._pool = pool
         self._empty_responses = empty_responses
+        self._batch_text = threading.Lock()
 
     async def answer(
         self, ask: Callable[[], Question[T]], generation: Generation, deadline: Deadline, headers: Mapping[str, str]
     ) -> Answer[T]:
         """Returns the model's answer, at the latest when the deadline passes."""
         pending = _PendingAnswers[T](1, deadline, headers)
-        self._pool.run(lambda: pending.work(0, partial(self._ask, ask, generation)))
+        self._pool.run(lambda: pending.work(0, partial(self._ask, ask, generation, nullcontext)))
         await pending.wait()
         return self._counted(pending.answers)[0]
 
@@ -97,7 +103,7 @@ class Model:
         pending = _PendingAnswers[T](count, deadline, headers)
 
         def job(place: int) -> None:
-            pending.work(place, partial(self._ask, partial(ask, place), generation))
+            pending.work(place, partial(self._ask, partial(ask, place), generation, self._turn))
 
         drop_waiting = self._pool.run_batch(count, job)
         try:
@@ -131,10 +137,18 @@ class Model:
             timer.cancel()
             end()
 
-    def _ask(self, ask: Callable[[], Question[T]], generation: Generation, call: Call) -> Answer[T]:
+    def _ask(
+        self,
+        ask: Callable[[], Question[T]],
+        generation: Generation,
+        text_work: Callable[[], AbstractContextManager[None]],
+        call: Call,
+    ) -> Answer[T]:
+        """text_work: what the worker enters to make the question or to parse the answer."""
         try:
-            call.remaining()  # it may have waited for its thread
-            question = ask()
+            with text_work():
+                call.remaining()  # it may have waited until now
+                question = ask()
             if question.prompt is None:
                 return Answer(None)
             text = self._balancer.generate(question.prompt, generation, call).strip()
@@ -142,11 +156,27 @@ class Model:
             return Answer.without(error)
         if not text:
             return Answer(None, SAID_NOTHING, "the model's answer is empty")
-        value = question.parse(text)
+        with text_work():
+            value = question.parse(text)
         if value is None:
             logger.debug("no use can be made of the answer %r", text)
             return Answer(None, UNUSABLE, f"no use can be made of the model's answer of {len(text)} characters")
         return Answer(value)
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Lets one batch's worker at a time work on text, for at most half of the time.
+
+        The event loop needs the interpreter several times for each answer, and waits for it for milliseconds each time
+        next to threads that compute without a pause.
+        """
+        with self._batch_text:
+            begun = time.perf_counter()
+            try:
+                yield
+            finally:
+                if (took := time.perf_counter() - begun) > QUICK_SECONDS:
+                    time.sleep(took)
 
     def _write(
         self, prompt: str, generation: Generation, call: Call, tell: Callable[[Answer[str] | None], None]

@@ -8,14 +8,14 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing, contextmanager, suppress
 from typing import Any, TypeAlias
 
 import grpc
 from google.protobuf.message import DecodeError
 from opentelemetry import trace
 
-from llm_functionalities.errors import InvalidRequest, Refused, TooBusy, TooSlow
+from llm_functionalities.errors import CallerGone, InvalidRequest, Refused, TooBusy, TooSlow
 from llm_functionalities.metrics import Metrics
 from llm_functionalities.services.context import CallContext
 from llm_functionalities.services.wire import check_fields
@@ -126,7 +126,7 @@ class Admission(grpc.aio.ServerInterceptor):
             with self._watchers.place():
                 async with aclosing(handler.stream_stream(requests, rpc)) as responses:
                     async for response in responses:
-                        await rpc.write(response)
+                        await _send(rpc, response, self._receive_timeout)
 
         return admitted
 
@@ -209,21 +209,29 @@ def _aborting(behaviour: Behaviour) -> Behaviour:
         try:
             return await behaviour(requests, rpc)
         except Refused as error:
-            await rpc.abort(error.status, str(error))
+            with suppress(grpc.aio.InternalError):  # nobody reads the status once the caller has gone
+                await rpc.abort(error.status, str(error))
 
     return aborting
 
 
 async def _stream(responses: AsyncGenerator[Any, None], context: CallContext, rpc: Rpc) -> None:
     """Sends the parts of a stream. Raises TooSlow when the call's time is up and its caller still does not read."""
+    async with aclosing(responses):
+        async for response in responses:
+            left = max(0.0, context.deadline.remaining()) if context.deadline else 0.0
+            await _send(rpc, response, left + UNREAD_SECONDS)
+
+
+async def _send(rpc: Rpc, response: object, seconds: float) -> None:
+    """Sends a part of a stream. Raises TooSlow when that takes longer than `seconds`, and CallerGone."""
     try:
-        async with aclosing(responses):
-            async for response in responses:
-                left = max(0.0, context.deadline.remaining()) if context.deadline else 0.0
-                async with asyncio.timeout(left + UNREAD_SECONDS):
-                    await rpc.write(response)
+        async with asyncio.timeout(seconds):
+            await rpc.write(response)
     except TimeoutError:
         raise TooSlow("the stream was not read in time") from None
+    except grpc.aio.InternalError as error:  # gRPC's word for a stream that the caller has closed
+        raise CallerGone(str(error)) from None
 
 
 def _text_metadata(rpc: Rpc) -> dict[str, str]:

@@ -281,7 +281,7 @@ async def _measure(service: Service, fault: Fault) -> Measured:
 def measure(name: str) -> Measured:
     """Runs the service, its callers, and one fault."""
     with (
-        _priority(),
+        priority(),
         contextmanager(FAULTS[name])() as fault,
         running_service(*fault.flags, *FLAGS) as service,
     ):
@@ -289,7 +289,7 @@ def measure(name: str) -> Measured:
 
 
 @contextmanager
-def _priority() -> Iterator[None]:
+def priority() -> Iterator[None]:
     """Runs before whatever else the machine has to do, where that is allowed: the times are to be the service's own."""
     try:
         os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))

@@ -9,8 +9,6 @@ from llm_functionalities.endpoint.address import Address
 from llm_functionalities.endpoint.call import Call, Deadline
 from llm_functionalities.endpoint.endpoint import Endpoint
 from llm_functionalities.endpoint.generation import Generation, Grammar
-from llm_functionalities.endpoint.resolver import Resolver
-from llm_functionalities.endpoint.transport import BoundedBackend, BoundedTransport, install
 from llm_functionalities.errors import (
     BadResponse,
     CircuitOpen,
@@ -27,19 +25,6 @@ from tests.timing import until
 
 PLAIN = Generation(8)
 GRAMMAR = Generation(8, Grammar(regex="[a-z]+"), grammar_is_optional=True)
-
-
-@pytest.fixture
-def server() -> Iterator[ModelServer]:
-    with ModelServer() as server:
-        yield server
-
-
-@pytest.fixture
-def http() -> Iterator[httpx2.Client]:
-    client = install(BoundedTransport(BoundedBackend(Resolver(), 1.0, 1), None, 100_000))
-    yield client
-    client.close()
 
 
 @pytest.fixture

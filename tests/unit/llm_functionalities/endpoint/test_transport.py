@@ -3,28 +3,14 @@
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import httpx2
 import pytest
 
 from llm_functionalities.endpoint.call import Call, Deadline, working_on
-from llm_functionalities.endpoint.resolver import Resolver
-from llm_functionalities.endpoint.transport import BoundedBackend, BoundedTransport
 from llm_functionalities.errors import BadResponse, Cancelled, DeadlineExceeded, Unreachable
 from tests.fakes.model_server import ModelServer
-
-
-@pytest.fixture
-def server() -> Iterator[ModelServer]:
-    with ModelServer() as server:
-        yield server
-
-
-@pytest.fixture
-def http() -> Iterator[httpx2.Client]:
-    with httpx2.Client(transport=BoundedTransport(BoundedBackend(Resolver(), 0.5, 2), None, 50_000)) as client:
-        yield client
 
 
 def post(http: httpx2.Client, url: str, seconds: float = 5) -> httpx2.Response:

@@ -13,8 +13,6 @@ from llm_functionalities.endpoint.balancer import Balancer
 from llm_functionalities.endpoint.call import Deadline
 from llm_functionalities.endpoint.endpoint import Endpoint
 from llm_functionalities.endpoint.generation import Generation
-from llm_functionalities.endpoint.resolver import Resolver
-from llm_functionalities.endpoint.transport import BoundedBackend, BoundedTransport, install
 from llm_functionalities.model.empty_responses import EmptyResponses
 from llm_functionalities.model.model import Model, Question
 from llm_functionalities.model.pool import FairPool
@@ -22,19 +20,6 @@ from tests.fakes.model_server import ModelServer
 from tests.timing import until
 
 GENERATION = Generation(8)
-
-
-@pytest.fixture
-def server() -> Iterator[ModelServer]:
-    with ModelServer() as server:
-        yield server
-
-
-@pytest.fixture
-def http() -> Iterator[httpx2.Client]:
-    client = install(BoundedTransport(BoundedBackend(Resolver(), 1.0, 1), None, 100_000))
-    yield client
-    client.close()
 
 
 @pytest.fixture

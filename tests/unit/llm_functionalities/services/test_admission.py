@@ -101,6 +101,18 @@ async def test_more_calls_than_there_are_places_are_refused(runner: Any, service
     assert counted(metrics, "call_model", "RESOURCE_EXHAUSTED") == 1
 
 
+async def test_a_call_without_a_place_is_refused_before_its_message_is_received(
+    channel: grpc.aio.Channel, runner: Any, servicer: Servicer
+) -> None:
+    servicer.gate.clear()
+    calls = [runner.call_model(llm_pb2.ModelRequest(formatted_prompt="x")) for _ in range(2)]
+    await asyncio.sleep(0.2)
+    no_message_yet = channel.stream_unary("/LLMRunner/call_model")()
+    assert await no_message_yet.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+    servicer.gate.set()
+    assert [(await call).text for call in calls] == ["x", "x"]
+
+
 async def test_a_refusal_of_the_service_is_a_status(runner: Any, servicer: Servicer, metrics: Metrics) -> None:
     servicer.fault = InvalidRequest("the number is too large")
     code, details = await refusal(runner.call_model(llm_pb2.ModelRequest()))
