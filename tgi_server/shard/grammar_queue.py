@@ -66,7 +66,7 @@ class GrammarQueue:
     """
 
     def __init__(self, compiler: GrammarCompiler, sandbox: Callable[[int], Sandbox]) -> None:
-        """sandbox: makes one whose process has a niceness."""
+        """sandbox: makes one whose trials have a niceness."""
         self.compiler = compiler
         self._sandbox = sandbox
         self._slow = _Lane(cpu_seconds=2.0, niceness=19, threads=1, room=4)

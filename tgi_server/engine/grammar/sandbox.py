@@ -41,7 +41,7 @@ class Sandbox:
         niceness: int,
         memory_bytes: int = MEMORY_BYTES,
     ) -> None:
-        """niceness: of its process; 0: as every other, 19: only where nobody else wants to compute.
+        """niceness: of a trial; 0: as every other process, 19: only where nobody else wants to compute.
 
         memory_bytes: that trying a grammar may take.
         """

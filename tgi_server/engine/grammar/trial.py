@@ -14,6 +14,7 @@ import random
 import resource
 import signal
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,6 @@ _LIMITS = {signal.SIGPROF: "cpu", signal.SIGALRM: "time"}
 
 def main() -> None:
     model, niceness, memory_bytes, vocab_size, *eos = sys.argv[1:]
-    os.nice(int(niceness))
     compiler = GrammarCompiler(Path(model), int(vocab_size), list(map(int, eos)), stack_bytes=_COMPILE_STACK_BYTES)
     fault = None
     try:
@@ -51,18 +51,19 @@ def main() -> None:
     gc.freeze()  # a collection would have each child copy what it shares with this process
     for line in sys.stdin.buffer:
         kind, value, text, cpu_seconds = json.loads(line)
+        bounds = _Bounds(int(niceness), int(memory_bytes), cpu_seconds)
         grammar = Grammar(GrammarType(kind), value, text)
-        sys.stdout.write(f"{json.dumps(fault or _outcome(compiler, grammar, cpu_seconds, int(memory_bytes)))}\n")
+        sys.stdout.write(f"{json.dumps(fault or _outcome(compiler, grammar, bounds))}\n")
         sys.stdout.flush()
 
 
-def _outcome(compiler: GrammarCompiler, grammar: Grammar, cpu_seconds: float, memory_bytes: int) -> dict[str, Any]:
+def _outcome(compiler: GrammarCompiler, grammar: Grammar, bounds: "_Bounds") -> dict[str, Any]:
     """Returns what a child finds, or why it ended before it could say."""
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
         try:
-            _limit(cpu_seconds, memory_bytes)
+            bounds.set()
             outcome = json.dumps(_found(compiler, grammar)).encode()
             with open(write, "wb") as pipe:
                 pipe.write(outcome)
@@ -80,18 +81,27 @@ def _outcome(compiler: GrammarCompiler, grammar: Grammar, cpu_seconds: float, me
     return json.loads(found) if found else {"error": _TOO_LARGE}
 
 
-def _limit(cpu_seconds: float, memory_bytes: int) -> None:
-    """Bounds what this process may take. The default action of each signal ends it, whatever it does."""
-    for number in (signal.SIGPROF, signal.SIGALRM):
-        signal.signal(number, signal.SIG_DFL)
-    signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
-    signal.setitimer(signal.ITIMER_REAL, _WALL_SECONDS)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    if sys.platform == "linux":  # where else the bound is that of the system
-        pages = int(Path("/proc/self/statm").read_text().split()[0])
-        limit = pages * resource.getpagesize() + _COMPILE_STACK_BYTES + memory_bytes
-        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the last words of a child are nobody's log line
+@dataclass(frozen=True, slots=True)
+class _Bounds:
+    """The limits of a child. Its parent has no niceness, so that a busy machine does not delay its start."""
+
+    niceness: int
+    memory_bytes: int
+    cpu_seconds: float
+
+    def set(self) -> None:
+        """Bounds the running process. The default action of each signal ends it, whatever it does."""
+        os.nice(self.niceness)
+        for number in _LIMITS:
+            signal.signal(number, signal.SIG_DFL)
+        signal.setitimer(signal.ITIMER_PROF, self.cpu_seconds)
+        signal.setitimer(signal.ITIMER_REAL, _WALL_SECONDS)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        if sys.platform == "linux":  # where else the bound is that of the system
+            pages = int(Path("/proc/self/statm").read_text().split()[0])
+            limit = pages * resource.getpagesize() + _COMPILE_STACK_BYTES + self.memory_bytes
+            resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the last words of a child are nobody's log line
 
 
 def _found(compiler: GrammarCompiler, grammar: Grammar) -> dict[str, Any]:
