@@ -7,7 +7,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help install demo serve test check proto format demo-model clean
+.PHONY: help install demo serve test check proto format clean
 .DEFAULT_GOAL := help
 
 help:  ## Lists the targets.
@@ -50,9 +50,6 @@ format: $(READY)  ## Formats the code and mends what the linter can mend.
 
 proto: $(READY)  ## Compiles proto/*.proto into shared/stubs.
 	@$(BIN)/python -m tools.stubs
-
-demo-model: $(READY)  ## Trains the bundled demo model anew (minutes).
-	@$(BIN)/python -m tools.demo_model.train
 
 clean:  ## Removes .venv and caches.
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -5,24 +5,14 @@ server that does not have it passes over: its replies may be shorter then.
 """
 
 import json
-from typing import Any, Protocol
+from typing import Any
 
 Message = dict[str, str]
 """{"role": "user" or "assistant", "content": text}"""
 
 
-class Api(Protocol):
-    """Both methods give the path and the body of a POST."""
-
-    def completion(self, prompt: str, new_tokens: int, stream: bool) -> tuple[str, bytes]:
-        """Asks for what follows on a prompt."""
-
-    def chat(self, messages: list[Message], new_tokens: int, stream: bool) -> tuple[str, bytes]:
-        """Asks for the next message of a chat."""
-
-
 class OpenAi:
-    """`/v1/completions` and `/v1/chat/completions`."""
+    """`/v1/completions` and `/v1/chat/completions`. Both methods return the path and the body of a POST."""
 
     def __init__(self, model: str) -> None:
         self._model = model

@@ -2,6 +2,7 @@
 
 import statistics
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from random import Random
@@ -9,45 +10,47 @@ from random import Random
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.timing import synchronise
-from tgi_server.contract import Grammar, GrammarType, StoppingParameters
-from tgi_server.engine.engine import Engine
-from tgi_server.engine.models.runner import Capacity
-from tgi_server.engine.sequence import Sequence
+from benchmarks.machine import synchronise
+from tgi_server.contract import StoppingParameters
+from tgi_server.engine.engine import Engine, Step
+from tgi_server.engine.runners.base import CacheCapacity
+from tgi_server.engine.sequence import RunningSequence
 
 _BATCH_ID = 1
 _PROFILED_STEPS = 8
-_WORDS = Grammar(GrammarType.REGEX, "([a-z]+ )+[0-9]{500}")  # without an end in sight, and with many choices
 
 
 class Bench:
     """Runs batches of random prompts of equal length through an engine."""
 
-    def __init__(self, engine: Engine, context: int, steps: int, max_batch_size: int) -> None:
-        """context: tokens of each prompt. steps: decoding steps that are measured."""
+    def __init__(
+        self, engine: Engine, context: int, steps: int, max_batch_size: int, prefill_tokens: int | None = None
+    ) -> None:
+        """context: tokens of each prompt. steps: decoding steps that are measured.
+
+        prefill_tokens: prompt tokens of one step; None: all prompts are computed in one.
+        """
         self._engine = engine
         self._context = context
         self._steps = steps
-        total = context + steps + _PROFILED_STEPS + 3
-        self._capacity: Capacity = engine.warm_up(max_batch_size, max_batch_size * context, total)
-        self._tokens = total
+        self._joining = max_batch_size if prefill_tokens is None else max(1, prefill_tokens // context)
+        self._tokens = context + steps + _PROFILED_STEPS + 3
+        joining = min(self._joining, max_batch_size)
+        self._capacity: CacheCapacity = engine.warm_up(max_batch_size, joining * context, self._tokens)
         self._device = torch.device(engine.info.device_type)
 
     def prefill_seconds(self, batch: int, attempts: int) -> float:
-        """One step that computes all prompts of a batch; the median of some attempts, after one that is not counted."""
+        """Computes all prompts of a batch. Returns the median of some attempts, after one that is not counted."""
         return statistics.median([self._prefill(batch) for _ in range(attempts + 1)][1:])
 
-    def decode_seconds(self, batch: int, grammars: int = 0) -> float:
-        """A step in which every sequence gets a token; the next one is started before the last one's are read.
-
-        grammars: sequences that have one.
-        """
-        self._prefill(batch, grammars)
+    def decode_seconds(self, batch: int) -> float:
+        """Returns the time of a step in which every sequence gets a token, started before the last one's are read."""
+        self._prefill(batch)
         times = []
-        running = self._engine.decode(_BATCH_ID)
+        running = self._engine.step(_BATCH_ID)
         for _ in range(self._steps):
             started = time.perf_counter()
-            following = self._engine.decode(_BATCH_ID)
+            following = self._engine.step(_BATCH_ID)
             running.collect()
             running = following
             times.append(time.perf_counter() - started)
@@ -60,26 +63,30 @@ class Bench:
             self._prefill(batch)
         with _profiled(f"{_PROFILED_STEPS} decoding steps of {batch} sequences"):
             for _ in range(_PROFILED_STEPS):
-                self._engine.decode(_BATCH_ID).collect()
+                self._engine.step(_BATCH_ID).collect()
 
-    def _prefill(self, batch: int, grammars: int = 0) -> float:
+    def _prefill(self, batch: int) -> float:
         self._engine.clear()
-        sequences = [self._sequence(index, _WORDS if index < grammars else None) for index in range(batch)]
-        chunks = [(sequence.request_id, self._context) for sequence in sequences]
+        sequences = [self._sequence(index) for index in range(batch)]
         synchronise(self._device)
         started = time.perf_counter()
-        self._engine.prefill(_BATCH_ID, sequences, chunks).collect()
+        running: deque[Step] = deque()
+        for first in range(0, batch, self._joining):
+            joining = sequences[first : first + self._joining]
+            chunks = [(sequence.request_id, self._context) for sequence in joining]
+            running.append(self._engine.step(_BATCH_ID, joining, chunks, decode=False))
+            if len(running) > 1:
+                running.popleft().collect()
+        running.popleft().collect()
         return time.perf_counter() - started
 
-    def _sequence(self, index: int, grammar: Grammar | None) -> Sequence:
-        vocabulary = range(self._engine.info.vocab_size)
-        prompt = Random(index).choices(vocabulary, k=self._context)
+    def _sequence(self, index: int) -> RunningSequence:
+        prompt = Random(index).choices(range(self._engine.info.vocab_size), k=self._context)
         blocks: list[int] = []
         if self._engine.info.paged:
             count = -(-self._tokens // self._capacity.block_size)
             blocks = list(range(1 + index * count, 1 + (index + 1) * count))
-        stopping = StoppingParameters(self._tokens, ignore_eos=True)
-        return Sequence(index, prompt, stopping, blocks=blocks, grammar=grammar)
+        return RunningSequence(index, prompt, StoppingParameters(self._tokens, ignore_eos=True), blocks=blocks)
 
 
 @contextmanager

@@ -1,18 +1,17 @@
 """Plain requests in the company of others, which have grammars or are plain as well."""
 
 import asyncio
+import itertools
 import json
-import statistics
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from random import Random
-from typing import Any
 
 from benchmarks.connection import Connection, Response
 from benchmarks.reply import read_reply
 from benchmarks.report import percentile
-from benchmarks.schemas import large_schema
+from benchmarks.schemas import Schema, large_schema
 from benchmarks.words import text
 
 _WORDS = 64
@@ -23,118 +22,74 @@ _COMPANION_TOKENS = 12
 
 
 @dataclass(frozen=True, slots=True)
-class Company:
-    """grammars: whether the companions have one each.
-
-    there_before: whether all of them run when the others arrive. They start together, with grammars that are compiled:
-    so they have come as far as plain ones have, apart from forced tokens.
-    """
-
-    grammars: bool
-    there_before: bool
-
-
-@dataclass(frozen=True, slots=True)
 class Together:
-    """What became of the plain requests beside their companions.
+    """The results of plain requests beside their companions.
 
-    tokens_per_s: of all plain requests, from sending the first to the last one's end; companions_per_s: of the
-    companions meanwhile. gaps: between two tokens of a plain request, in seconds. running: the share of the
-    companions that had their first token and were not at their end, on average over the plain requests' tokens.
+    tokens_per_s: of all plain requests, from sending the first to the last one's end. gap: between two tokens of a
+    plain request, in seconds.
     """
 
     tokens_per_s: float
-    companions_per_s: float
     gap_p50: float
     gap_p99: float
-    running: float
 
 
-async def keep_company(url: str, company: Company, requests: int, new_tokens: int, seed: str) -> Together:
+async def keep_company(
+    url: str, requests: int, new_tokens: int, seed: str, *, grammars: bool, running: bool
+) -> Together:
     """Runs `requests` plain requests of `new_tokens` tokens beside as many companions, which go on until the end.
 
-    Raises ServerUnavailable, BadReply.
+    grammars: every companion has one of its own. running: the companions have their first tokens, and so compiled
+    grammars, before the others arrive. Raises ServerUnavailable, BadReply.
     """
     random = Random(seed)
-    with _connections(url, requests) as plain, _connections(url, requests) as others:
-        grammars = [_grammar(random) if company.grammars else None for _ in others]
-        bodies = [_body(random, new_tokens * _COMPANION_TOKENS, grammar) for grammar in grammars]
-        if company.there_before:
-            await _compile(plain, grammars, random)
-        running = [asyncio.create_task(_generate(*each)) for each in zip(others, bodies, strict=True)]
-        try:
-            if company.there_before:
-                await _until_all_speak(others, running)
-            asked = (_generate(each, _body(random, new_tokens)) for each in plain)
-            responses = await asyncio.gather(*asked)
-            for task in running:
-                if task.done():
-                    read_reply(task.result())
-            pieces = [list(each.received) for each in others]
-        finally:
-            for task in running:
-                task.cancel()
-            await asyncio.gather(*running, return_exceptions=True)
+    forms = [large_schema(random) if grammars else None for _ in range(requests)]
+    if running:  # a token with each grammar first, so that companions with grammars start at one time, too
+        await asyncio.gather(*(_ask(Connection(url), _body(random, 1, form)) for form in forms))
+    connections = [Connection(url) for _ in forms]
+    bodies = [_body(random, new_tokens * _COMPANION_TOKENS, form) for form in forms]
+    companions = [asyncio.create_task(_ask(*each)) for each in zip(connections, bodies, strict=True)]
+    try:
+        while running and not all(each.received for each in connections):
+            _raise_failure(companions)
+            await asyncio.sleep(_POLL_SECONDS)
+        plain = (_ask(Connection(url), _body(random, new_tokens)) for _ in range(requests))
+        responses = await asyncio.gather(*plain)
+        _raise_failure(companions)
+    finally:
+        for task in companions:
+            task.cancel()
+        await asyncio.gather(*companions, return_exceptions=True)
     await asyncio.sleep(_QUIET_SECONDS)  # the server notices that the companions have left
-    ends = [None if not task.done() or task.cancelled() else task.result().ended for task in running]
-    return _together(responses, pieces, ends)
+    return _together(responses)
 
 
-def _together(
-    responses: Sequence[Any], pieces: Sequence[Sequence[tuple[float, bytes]]], ends: Sequence[Any]
-) -> Together:
-    started = min(each.started for each in responses)
-    ended = max(each.ended for each in responses)
-    replies = [read_reply(each) for each in responses]
-    times = sorted(moment for reply in replies for moment in reply.token_times)
-    gaps = [b - a for reply in replies for a, b in zip(reply.token_times, reply.token_times[1:], strict=False)]
-    spans = [(each[0][0], end or ended) for each, end in zip(pieces, ends, strict=True) if each]
-    running = statistics.mean(sum(first <= moment <= last for first, last in spans) for moment in times)
-    counted = sum(data.count(b"data:") for each in pieces for moment, data in each if started <= moment <= ended)
+def _raise_failure(companions: Sequence[asyncio.Task[Response]]) -> None:
+    for task in companions:
+        if task.done():
+            task.result()
+
+
+def _together(responses: Sequence[Response]) -> Together:
+    seconds = max(each.ended for each in responses) - min(each.started for each in responses)
+    times = [read_reply(each).token_times for each in responses]
+    gaps = [b - a for moments in times for a, b in itertools.pairwise(moments)]
     return Together(
-        tokens_per_s=len(times) / (ended - started),
-        companions_per_s=counted / (ended - started),
+        tokens_per_s=sum(map(len, times)) / seconds,
         gap_p50=percentile(gaps, 50) or 0.0,
         gap_p99=percentile(gaps, 99) or 0.0,
-        running=running / len(pieces),
     )
 
 
-@contextmanager
-def _connections(url: str, count: int) -> Iterator[list[Connection]]:
-    connections = [Connection(url) for _ in range(count)]
-    try:
-        yield connections
-    finally:
-        for each in connections:
-            each.close()
+async def _ask(connection: Connection, body: bytes) -> Response:
+    """Raises BadReply, too, where the response tells of an error."""
+    with closing(connection):
+        response = await connection.request("POST", "/generate_stream", body)
+    read_reply(response)
+    return response
 
 
-async def _generate(connection: Connection, body: bytes) -> Response:
-    return await connection.request("POST", "/generate_stream", body)
-
-
-async def _until_all_speak(connections: Sequence[Connection], running: Sequence[asyncio.Task[Response]]) -> None:
-    while not all(each.received for each in connections):
-        for task in running:
-            if task.done():
-                read_reply(task.result())
-        await asyncio.sleep(_POLL_SECONDS)
-
-
-def _grammar(random: Random) -> dict[str, Any]:
-    return {"type": "json", "value": large_schema(random)}
-
-
-async def _compile(
-    connections: Sequence[Connection], grammars: Sequence[dict[str, Any] | None], random: Random
-) -> None:
-    """Asks for a token with each grammar: so companions with grammars start at one time, as those without do."""
-    asked = (_generate(each, _body(random, 1, grammar)) for each, grammar in zip(connections, grammars, strict=True))
-    for response in await asyncio.gather(*asked):
-        read_reply(response)
-
-
-def _body(random: Random, new_tokens: int, grammar: dict[str, Any] | None = None) -> bytes:
+def _body(random: Random, new_tokens: int, schema: Schema | None = None) -> bytes:
+    grammar = None if schema is None else {"type": "json", "value": schema}
     parameters = {"max_new_tokens": new_tokens, "ignore_eos": True, "grammar": grammar}
     return json.dumps({"inputs": text(random, _WORDS), "parameters": parameters}).encode()

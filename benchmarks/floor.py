@@ -19,21 +19,29 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class ModelCost:
-    """What a model's linear layers cost. weight_bytes: read in every pass.
+    """What a model's linear layers and its attention cost. weight_bytes: read in every pass.
 
-    layer_flops: of one token in all layers. head_flops: of one row of logits.
+    layer_flops: of one token in all layers. head_flops: of one row of logits. kv_bytes: that a token leaves in the KV
+    cache. attention_flops: of one query with one key, in all layers.
     """
 
     weight_bytes: int
     layer_flops: int
     head_flops: int
+    kv_bytes: int = 0
+    attention_flops: int = 0
 
-    def pass_seconds(self, machine: Machine, tokens: int, logits_rows: int) -> float:
-        """The floor of one forward pass over `tokens` tokens."""
-        return self._seconds(machine, 1, tokens, logits_rows)
+    def prefill_seconds(self, machine: Machine, batch: int, context: int) -> float:
+        """Returns the floor of computing `batch` prompts of `context` tokens in one pass."""
+        pairs = batch * context**2 / 2
+        return self._seconds(machine, 1, batch * context, batch, pairs=pairs)
+
+    def decode_seconds(self, machine: Machine, batch: int, context: int) -> float:
+        """Returns the floor of a pass in which each of `batch` sequences with `context` tokens gets one more."""
+        return self._seconds(machine, 1, batch, batch, cached=batch * context, pairs=batch * context)
 
     def workload_seconds(self, machine: Machine, workload: Workload, fresh_tokens: float) -> float:
-        """The floor of one lap of a workload, in which every user sends one prompt or has one chat.
+        """Returns the floor of one lap of a workload, in which every user sends one prompt or has one chat.
 
         fresh_tokens: of a prompt, without those whose keys and values an earlier request has left.
         Passes that users share and prompts that ride along with other users' decoding are the best case.
@@ -43,14 +51,17 @@ class ModelCost:
         tokens = replies * (fresh_tokens + workload.new_tokens - 1)
         return self._seconds(machine, passes, tokens, replies * workload.new_tokens)
 
-    def _seconds(self, machine: Machine, passes: int, tokens: float, logits_rows: int) -> float:
-        reading = passes * self.weight_bytes / machine.bandwidth
-        computing = (tokens * self.layer_flops + logits_rows * self.head_flops) / machine.matrix_rate
-        return max(reading, computing)
+    def _seconds(
+        self, machine: Machine, passes: int, tokens: float, logits_rows: int, cached: float = 0, pairs: float = 0
+    ) -> float:
+        """cached: tokens whose keys and values are read. pairs: of a query and a key."""
+        reading = (passes * self.weight_bytes + cached * self.kv_bytes) / machine.bandwidth
+        products = tokens * self.layer_flops + logits_rows * self.head_flops + pairs * self.attention_flops
+        return max(reading, products / machine.matrix_rate)
 
 
 def times_floor(summary: Summary, workload: Workload, cost: ModelCost, machine: Machine) -> float | None:
-    """How many times as long as the floor the workload took; None when the server did not count prompt tokens."""
+    """Returns the workload's time in multiples of the floor; None when the server did not count prompt tokens."""
     if not summary.requests or summary.prompt_tokens is None:
         return None
     fresh = fresh_tokens(workload, summary.prompt_tokens / summary.requests)
@@ -59,7 +70,7 @@ def times_floor(summary: Summary, workload: Workload, cost: ModelCost, machine: 
 
 
 def fresh_tokens(workload: Workload, prompt_tokens: float) -> float:
-    """Tokens of a prompt that a perfect prefix cache has not seen. prompt_tokens: of a prompt, on average.
+    """Returns the tokens of a prompt that a perfect prefix cache has not seen. prompt_tokens: of a prompt, on average.
 
     Of a prompt that all users send, only the last one is computed again. A chat's prompts hold all earlier messages
     and replies: at turn `t` of `turns` there are `t` messages and `t - 1` replies, of which one message is new.

@@ -9,10 +9,7 @@ machine's. Three processes share the cores: the stand-in, the service and the ca
 
 import argparse
 import asyncio
-import os
 import re
-import signal
-import statistics
 import subprocess
 import sys
 import time
@@ -20,16 +17,20 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import grpc
+import psutil
 from huggingface_hub import InferenceClient, constants
 
+from benchmarks.report import percentile, table
 from shared.stubs import llm_pb2, llm_pb2_grpc
 
 ANSWER = b'{"generated_text":"An answer of a few words."}'
 RESPONSE = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b" % (len(ANSWER), ANSWER)
 PROMPT = "Below is an instruction. " * 20
+REQUEST = llm_pb2.ModelRequest(formatted_prompt=PROMPT, max_tokens=16)
 WARM_UP = 200
 ALLOWED_OVERHEAD_MS = 2.0
 LOST_SECONDS = 5.0
+PERCENTILES = (50, 90, 99)
 
 
 class InstantModel(asyncio.Protocol):
@@ -58,76 +59,66 @@ async def serve_instantly() -> None:
 
 
 @contextmanager
-def started(*command: str) -> Iterator[tuple["subprocess.Popen[str]", int]]:
-    """A Python module in a process of its own, and the port that it says it listens on."""
+def started(*command: str) -> Iterator[tuple[psutil.Process, int]]:
+    """Runs a Python module in a process of its own. Gives the process, and the port that it says it listens on."""
     process = subprocess.Popen([sys.executable, "-m", *command], stderr=subprocess.PIPE, text=True)
     try:
         assert process.stderr is not None
         for line in process.stderr:
             if match := re.search(r"listening on \S*:(\d+)", line):
-                yield process, int(match.group(1))
+                yield psutil.Process(process.pid), int(match.group(1))
                 break
         else:
             sys.exit(f"{command[0]} did not start")
     finally:
-        process.send_signal(signal.SIGTERM)
+        process.terminate()
         process.wait()
 
 
 def one_by_one(call: Callable[[], object], count: int) -> list[float]:
-    """Seconds of each of `count` calls, made one after another."""
-    for _ in range(WARM_UP):
-        call()
-    seconds = []
-    for _ in range(count):
+    """Returns the milliseconds of each of `count` calls, made one after another."""
+    times = []
+    for _ in range(WARM_UP + count):
         begun = time.perf_counter()
         call()
-        seconds.append(time.perf_counter() - begun)
-    return seconds
+        times.append((time.perf_counter() - begun) * 1e3)
+    return times[WARM_UP:]
 
 
-class Load:
-    """Calls made at a fixed rate, whether or not earlier ones have ended."""
+async def at_rate(address: str, rate: float, duration: float) -> list[tuple[float, str]]:
+    """Makes calls at a fixed rate, whether or not earlier ones have ended. Returns milliseconds and text of each
+    response."""
+    responses: list[tuple[float, str]] = []
 
-    def __init__(self, address: str, rate: float) -> None:
-        self._address = address
-        self._rate = rate
-        self.seconds: list[float] = []
-        self.empty = 0
-        self.failed = 0
-
-    async def run(self, duration: float) -> None:
-        async with grpc.aio.insecure_channel(self._address) as channel:
-            stub = llm_pb2_grpc.LLMRunnerStub(channel)
-            await asyncio.gather(*(self._call(stub, note=False) for _ in range(WARM_UP)))
-            begun = time.perf_counter()
-            calls = []
-            for number in range(int(self._rate * duration)):
-                due = begun + number / self._rate
-                if (wait := due - time.perf_counter()) > 0:
-                    await asyncio.sleep(wait)
-                calls.append(asyncio.create_task(self._call(stub, note=True, due=due)))
-            await asyncio.wait(calls, timeout=LOST_SECONDS)
-
-    async def _call(self, stub: llm_pb2_grpc.LLMRunnerStub, *, note: bool, due: float = 0.0) -> None:
+    async def call(stub: llm_pb2_grpc.LLMRunnerStub, due: float) -> None:
         try:
-            response = await stub.call_model(llm_pb2.ModelRequest(formatted_prompt=PROMPT, max_tokens=16))
+            response = await stub.call_model(REQUEST)
         except grpc.aio.AioRpcError:
-            self.failed += 1
             return
-        if note:
-            self.seconds.append(time.perf_counter() - due)
-            self.empty += not response.text
+        responses.append(((time.perf_counter() - due) * 1e3, response.text))
+
+    async with grpc.aio.insecure_channel(address) as channel:
+        stub = llm_pb2_grpc.LLMRunnerStub(channel)
+        await asyncio.gather(*(call(stub, 0.0) for _ in range(WARM_UP)))
+        responses.clear()
+        begun, calls = time.perf_counter(), []
+        for number in range(int(rate * duration)):
+            due = begun + number / rate
+            if (wait := due - time.perf_counter()) > 0:
+                await asyncio.sleep(wait)
+            calls.append(asyncio.create_task(call(stub, due)))
+        await asyncio.wait(calls, timeout=LOST_SECONDS)
+    return responses
 
 
 async def most_calls(address: str, callers: int, duration: float) -> float:
-    """Calls a second of `callers` that each make one call after another."""
+    """Returns the calls a second of `callers` that each make one call after another."""
     calls = 0
 
     async def caller(stub: llm_pb2_grpc.LLMRunnerStub, until: float) -> None:
         nonlocal calls
         while time.perf_counter() < until:
-            await stub.call_model(llm_pb2.ModelRequest(formatted_prompt=PROMPT, max_tokens=16))
+            await stub.call_model(REQUEST)
             calls += 1
 
     async with grpc.aio.insecure_channel(address) as channel:
@@ -137,45 +128,35 @@ async def most_calls(address: str, callers: int, duration: float) -> float:
     return calls / duration
 
 
-def cpu_seconds(process: "subprocess.Popen[str]") -> float:
-    """What a process has used so far."""
-    with open(f"/proc/{process.pid}/stat") as file:
-        fields = file.read().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def percentiles(seconds: list[float]) -> str:
-    ordered = sorted(seconds)
-    at = [ordered[min(len(ordered) - 1, int(len(ordered) * share))] * 1000 for share in (0.5, 0.9, 0.99)]
-    return " | ".join(f"{value:.2f}" for value in at)
-
-
 def measure_overhead(model_port: int, service_port: int, count: int) -> float:
-    """Prints what a call costs, in milliseconds; returns the service's share at the median."""
+    """Prints what a call costs. Returns the service's share of the median, in milliseconds."""
     constants.HF_HUB_DISABLE_TELEMETRY = True
     client = InferenceClient(model=f"http://127.0.0.1:{model_port}/generate", token="none", timeout=10)
     direct = one_by_one(lambda: client.text_generation(PROMPT, max_new_tokens=16), count)
     with grpc.insecure_channel(f"127.0.0.1:{service_port}") as channel:
         stub = llm_pb2_grpc.LLMRunnerStub(channel)
-        request = llm_pb2.ModelRequest(formatted_prompt=PROMPT, max_tokens=16)
-        through = one_by_one(lambda: stub.call_model(request), count)
-    print("| one call at a time | p50 ms | p90 ms | p99 ms |\n|---|--:|--:|--:|")
-    print(f"| InferenceClient to the model server | {percentiles(direct)} |")
-    print(f"| gRPC through the service | {percentiles(through)} |")
-    return (statistics.median(through) - statistics.median(direct)) * 1000
+        through = one_by_one(lambda: stub.call_model(REQUEST), count)
+    named = {"InferenceClient to the model server": direct, "gRPC through the service": through}
+    rows = [[name, *milliseconds(times)] for name, times in named.items()]
+    print(table(("one call at a time", "p50 ms", "p90 ms", "p99 ms"), rows))
+    return (percentile(through, 50) or 0.0) - (percentile(direct, 50) or 0.0)
 
 
-def measure_rate(process: "subprocess.Popen[str]", service_port: int, rate: float, seconds: float) -> bool:
-    """Prints how the service bears `rate` calls a second; returns whether it answered them all."""
-    load = Load(f"127.0.0.1:{service_port}", rate)
-    used, begun = cpu_seconds(process), time.perf_counter()
-    asyncio.run(load.run(seconds))
-    cores = (cpu_seconds(process) - used) / (time.perf_counter() - begun)
-    lost = int(rate * seconds) - len(load.seconds)
-    print("| calls a second | answered | empty | lost | p50 ms | p90 ms | p99 ms | cores of the service |")
-    print("|--:|--:|--:|--:|--:|--:|--:|--:|")
-    print(f"| {rate:g} | {len(load.seconds)} | {load.empty} | {lost} | {percentiles(load.seconds)} | {cores:.2f} |")
-    return lost == 0 and load.empty == 0
+def measure_rate(service: psutil.Process, port: int, rate: float, seconds: float) -> bool:
+    """Prints how the service bears `rate` calls a second. Returns True if it answered them all."""
+    used, begun = sum(service.cpu_times()[:2]), time.perf_counter()
+    responses = asyncio.run(at_rate(f"127.0.0.1:{port}", rate, seconds))
+    cores = (sum(service.cpu_times()[:2]) - used) / (time.perf_counter() - begun)
+    lost = int(rate * seconds) - len(responses)
+    empty = sum(not text for _, text in responses)
+    cells = [f"{rate:g}", *map(str, (len(responses), empty, lost)), *milliseconds([each for each, _ in responses])]
+    columns = ("calls a second", "answered", "empty", "lost", "p50 ms", "p90 ms", "p99 ms", "cores of the service")
+    print(table(columns, [[*cells, f"{cores:.2f}"]]))
+    return lost == 0 and empty == 0
+
+
+def milliseconds(times: list[float]) -> list[str]:
+    return [f"{percentile(times, percent) or 0.0:.2f}" for percent in PERCENTILES]
 
 
 def main() -> None:
@@ -191,14 +172,14 @@ def main() -> None:
         asyncio.run(serve_instantly())
         return
     if arguments.cores:
-        os.sched_setaffinity(0, [int(core) for core in arguments.cores.split(",")])
+        psutil.Process().cpu_affinity([int(core) for core in arguments.cores.split(",")])
     with started("benchmarks.front_service", "--instant-model") as (_, model_port):
-        service = ("llm_functionalities", "--port", "0", "--endpoint", f"127.0.0.1:{model_port}")
-        with started(*service) as (process, service_port):
-            overhead = measure_overhead(model_port, service_port, arguments.calls)
+        command = ("llm_functionalities", "--port", "0", "--endpoint", f"127.0.0.1:{model_port}")
+        with started(*command) as (service, port):
+            overhead = measure_overhead(model_port, port, arguments.calls)
             print(f"\noverhead at the median: {overhead:.2f} ms (allowed: {ALLOWED_OVERHEAD_MS:g} ms)\n")
-            bore = measure_rate(process, service_port, arguments.rate, arguments.seconds)
-            most = asyncio.run(most_calls(f"127.0.0.1:{service_port}", arguments.callers, arguments.seconds))
+            bore = measure_rate(service, port, arguments.rate, arguments.seconds)
+            most = asyncio.run(most_calls(f"127.0.0.1:{port}", arguments.callers, arguments.seconds))
             print(f"\nmost, with {arguments.callers} callers one call after another: {most:.0f} calls/s")
     if overhead > ALLOWED_OVERHEAD_MS or not bore:
         sys.exit("the service is slower than it has to be")

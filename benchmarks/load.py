@@ -1,13 +1,12 @@
 """A closed loop of users against one server."""
 
 import asyncio
-import resource
 import sys
 import time
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
-from benchmarks.api import Api, Message
+from benchmarks.api import Message, OpenAi
 from benchmarks.connection import Connection, ServerUnavailable
 from benchmarks.reply import BadReply, Reply, read_reply
 from benchmarks.workloads import Workload
@@ -20,7 +19,7 @@ class Server:
     """Where the users send their requests, and in which form. timeout: seconds for one request."""
 
     url: str
-    api: Api
+    api: OpenAi
     api_key: str | None = None
     timeout: float = 300.0
 
@@ -65,14 +64,14 @@ async def run_workload(server: Server, workload: Workload, seed: int = 0, *, war
 async def _run(server: Server, workload: Workload, seed: int, connections: list[Connection]) -> Outcome:
     outcome = Outcome(workload)
     progress = asyncio.create_task(_show_progress(outcome))
-    started, cpu_started = time.perf_counter(), _cpu_seconds()
+    started, cpu_started = time.perf_counter(), time.process_time()
     users = (_User(server, connection, outcome) for connection in connections)
     try:
         await asyncio.gather(*(user.live(seed, number) for number, user in enumerate(users)))
     finally:
         progress.cancel()
     outcome.seconds = time.perf_counter() - started
-    outcome.cpu_seconds = _cpu_seconds() - cpu_started
+    outcome.cpu_seconds = time.process_time() - cpu_started
     return outcome
 
 
@@ -123,8 +122,3 @@ async def _show_progress(outcome: Outcome) -> None:
         failed = f", {len(outcome.failures)} failed" if outcome.failures else ""
         done = f"{len(outcome.records)} of {outcome.workload.requests} replies{failed}"
         print(f"  {outcome.workload.name}: {done}", file=sys.stderr, flush=True)
-
-
-def _cpu_seconds() -> float:
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime

@@ -1,4 +1,4 @@
-"""Measures how fast this machine reads memory and multiplies matrices, and what a model's linear layers ask of it.
+"""Measures how fast this machine reads memory and multiplies matrices, and says what a model asks of it.
 
 python -m benchmarks.machine --model runs/synthetic/opt-125m
 """
@@ -6,46 +6,92 @@ python -m benchmarks.machine --model runs/synthetic/opt-125m
 import argparse
 import json
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
-from benchmarks.floor import Machine
-from benchmarks.linears import linear_shapes
-from benchmarks.timing import timed
+from benchmarks.floor import Machine, ModelCost
 from tgi_server.engine.config import DTYPES
 from tgi_server.engine.linear.float import PackedLinear
 
 _READ_BYTES = {"cpu": 1 << 30, "cuda": 1 << 33}
 _MATRIX = {"cpu": 4096, "cuda": 8192}
+_ATTEMPTS = 5
+
+
+def read_config(path: Path) -> PretrainedConfig:
+    """Raises ValueError when there is no model in the folder."""
+    if not (path / "config.json").is_file():
+        raise ValueError(f"no model in {path}; `python -m benchmarks.synthetic` writes some")
+    return AutoConfig.from_pretrained(path, local_files_only=True)
+
+
+def cost_of(config: PretrainedConfig, dtype: torch.dtype) -> ModelCost:
+    """Counts the model's linear layers and its KV cache; no weights are made. Raises ValueError without such layers."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    head = model.get_output_embeddings().weight.numel()
+    layers = sum(each.weight.numel() for each in model.modules() if type(each) is nn.Linear) - head
+    if layers <= 0:
+        raise ValueError(f"a model of type {config.model_type} has no layers of the kind nn.Linear")
+    heads, depth = config.num_attention_heads, config.num_hidden_layers
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    return ModelCost(
+        weight_bytes=(layers + head) * dtype.itemsize,
+        layer_flops=2 * layers,
+        head_flops=2 * head,
+        kv_bytes=2 * depth * kv_heads * (config.hidden_size // heads) * dtype.itemsize,
+        attention_flops=4 * depth * config.hidden_size,
+    )
 
 
 def measure_machine(device: torch.device, dtype: torch.dtype) -> Machine:
-    """The best of several attempts each, on all threads that torch uses."""
+    """Returns the best of several attempts each, on all threads that torch uses."""
     return Machine(_bandwidth(device), _matrix_rate(device, dtype))
 
 
+def synchronise(device: torch.device) -> None:
+    """Waits until the device has done all that it was told."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def _bandwidth(device: torch.device) -> float:
-    """Bytes/s: of summing what is too large for any cache, or of copying it, whichever is more."""
+    """Returns bytes/s: of summing what is too large for any cache, or of copying it, whichever is more."""
     size = _READ_BYTES[device.type]
     source = torch.ones(size // 4, device=device)
     target = torch.empty_like(source)
-    reading = size / min(timed(source.sum, device))
-    copying = 2 * size / min(timed(lambda: target.copy_(source), device))
+    reading = size / _seconds(source.sum, device)
+    copying = 2 * size / _seconds(lambda: target.copy_(source), device)
     return max(reading, copying)
 
 
 def _matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s of a square product; on a CPU with the weights as they are, or packed, whichever is faster."""
+    """Returns FLOP/s of a square product; on a CPU with the weights as they are, or packed, whichever is faster."""
     size = _MATRIX[device.type]
     left, right = torch.randn(2, size, size, device=device).to(dtype)
     ways: list[Callable[[], object]] = [lambda: left @ right]
     if device.type == "cpu":
         packed = PackedLinear(right)
         ways.append(lambda: packed(left))
-    return 2 * size**3 / min(min(timed(way, device)) for way in ways)
+    return 2 * size**3 / min(_seconds(way, device) for way in ways)
+
+
+def _seconds(work: Callable[[], object], device: torch.device) -> float:
+    """Returns the least of several runs, after one that does not count."""
+    times = []
+    for _ in range(_ATTEMPTS + 1):
+        synchronise(device)
+        started = time.perf_counter()
+        work()
+        synchronise(device)
+        times.append(time.perf_counter() - started)
+    return min(times[1:])
 
 
 def main() -> None:
@@ -56,7 +102,7 @@ def main() -> None:
     arguments = parser.parse_args()
     dtype = DTYPES[arguments.dtype]
     try:
-        cost = linear_shapes(arguments.model).cost(dtype)
+        cost = cost_of(read_config(arguments.model), dtype)
     except ValueError as error:
         sys.exit(f"error: {error}")
     machine = measure_machine(torch.device(arguments.device), dtype)

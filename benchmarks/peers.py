@@ -1,7 +1,6 @@
 """The same load on Oatmill and on another server, one after the other, in several rounds.
 
     python -m benchmarks.peers --model runs/synthetic/opt-125m --peer vllm --peer-programs /opt/peers/vllm/bin
-    python -m benchmarks.peers --model runs/synthetic/opt-125m --peer naive --load W1
     python -m benchmarks.peers --model MODEL --peer-command "my-server --model {model} --port {port}" --peer-api tgi
 
 Only one server runs at a time. Prints, for each load, the medians over the rounds, how many times better Oatmill is,
@@ -12,50 +11,158 @@ import argparse
 import asyncio
 import json
 import os
+import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import uvloop
 
 from benchmarks.api import APIS
-from benchmarks.comparison import Comparison, Ground, Side
 from benchmarks.connection import ServerUnavailable
-from benchmarks.floor import Machine, ModelCost
-from benchmarks.load_arguments import add_load_arguments, chosen_loads
-from benchmarks.servers import OURS, PEERS, ServerCommand, ServerFailed
-from benchmarks.workloads import WORKLOADS, Workload
+from benchmarks.floor import Machine, ModelCost, times_floor
+from benchmarks.load import Server
+from benchmarks.report import LATENCIES, Summary, finish, number, table, tell
+from benchmarks.serve import first_model, measure
+from benchmarks.servers import OURS, PEERS, ServerCommand, ServerFailed, running
+from benchmarks.workloads import WORKLOADS, Workload, add_load_arguments, chosen_loads, positive
 
+_LOGS = Path("runs/logs")
 _BUSY = 0.5
 """Running threads, on average over a minute, that disturb a measurement."""
+_LATENCIES = ("latency_p50", "latency_p99", "first_token_p50_ms", "first_token_p99_ms", "gap_p50_ms", "gap_p99_ms")
 
 
-def measure_ground(model: Path, workloads: Sequence[Workload]) -> Ground:
-    """Measures the machine, in a process of its own: torch shall not stay loaded beside the servers.
+@dataclass(frozen=True, slots=True)
+class Round:
+    """What one start of a server gave: the summaries are in the order of the workloads."""
 
-    Raises ValueError.
-    """
+    start_seconds: float
+    summaries: list[Summary]
+
+
+@dataclass(slots=True)
+class Side:
+    """One of the two servers, and what was measured of it."""
+
+    command: ServerCommand
+    rounds: list[Round] = field(default_factory=list)
+
+    def median(self, load: int, value: str) -> float | None:
+        """Returns the median over the rounds of a number in a load's summaries; None where there is none."""
+        return _median(getattr(one.summaries[load], value) for one in self.rounds)
+
+    def failures(self, load: int) -> int:
+        return sum(one.summaries[load].failures for one in self.rounds)
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Ratios say how many times better `ours` is than `peer`: above 1 it is ahead."""
+
+    model: Path
+    machine: Machine
+    cost: ModelCost
+    workloads: Sequence[Workload]
+    ours: Side
+    peer: Side
+
+    async def run(self, rounds: int, start_limit: float) -> None:
+        """Adds `rounds` rounds. Raises ServerFailed, ServerUnavailable; rounds that are complete by then stay."""
+        for seed in range(rounds):
+            tell(f"{self.model.name}, round {seed + 1} of {rounds}")
+            ours = await self._measure(self.ours.command, seed, start_limit)
+            peer = await self._measure(self.peer.command, seed, start_limit)
+            self.ours.rounds.append(ours)
+            self.peer.rounds.append(peer)
+
+    async def _measure(self, command: ServerCommand, seed: int, start_limit: float) -> Round:
+        log = _LOGS / f"{command.name}-{self.model.name}.log"
+        tell(f"{command.name}: starting, log in {log}")
+        async with running(command, self.model, log, start_limit) as server:
+            tell(f"{command.name}: up after {server.start_seconds:.0f} s")
+            api = APIS[command.api](await first_model(server.url, None))
+            return Round(
+                server.start_seconds, await measure(Server(server.url, api), self.workloads, seed, warm_up=True)
+            )
+
+    @property
+    def failures(self) -> int:
+        return sum(side.failures(load) for side in (self.ours, self.peer) for load in range(len(self.workloads)))
+
+    def ratios(self, load: int, value: str) -> list[float]:
+        """Returns the ratio of every round in which both sides have the value."""
+        higher_is_better = value.endswith("_per_s")
+        pairs = [
+            (getattr(ours.summaries[load], value), getattr(peer.summaries[load], value))
+            for ours, peer in zip(self.ours.rounds, self.peer.rounds, strict=True)
+        ]
+        return [mine / theirs if higher_is_better else theirs / mine for mine, theirs in pairs if mine and theirs]
+
+    def times_floor(self, side: Side, load: int) -> float | None:
+        workload = self.workloads[load]
+        return _median(times_floor(one.summaries[load], workload, self.cost, self.machine) for one in side.rounds)
+
+    def print(self) -> None:
+        """Prints the medians over the rounds, as two tables."""
+        sides = (self.ours, self.peer)
+        names = [side.command.name for side in sides]
+        rounds = f"median of {len(self.ours.rounds)} rounds" if len(self.ours.rounds) > 1 else "one round"
+        print(f"\n{self.model.name}, {rounds}; {self.machine.describe()}")
+        for side in sides:
+            print(f"{side.command.name} was up after {number(_median(one.start_seconds for one in side.rounds))} s")
+        rates = [f"{unit} {name}" for unit in ("requests/s", "tokens/s") for name in names]
+        floors, failures = [f"x floor {name}" for name in names], [f"failed {name}" for name in names]
+        loads = range(len(self.workloads))
+        columns = ("load", *rates, "ratio", "range", *floors, *failures)
+        print("\n" + table(columns, [self._throughput(load) for load in loads]))
+        print(f"\n{names[0]} / {names[1]} (ratio)")
+        print(table(("load", *LATENCIES), [self._latencies(load) for load in loads]))
+
+    def _throughput(self, load: int) -> list[str]:
+        sides = (self.ours, self.peer)
+        rates = [number(side.median(load, value)) for value in ("requests_per_s", "tokens_per_s") for side in sides]
+        ratios = self.ratios(load, "tokens_per_s")
+        spread = f"{number(min(ratios))}-{number(max(ratios))}" if ratios else "-"
+        floors = [number(self.times_floor(side, load)) for side in sides]
+        failures = [str(side.failures(load)) for side in sides]
+        return [self.workloads[load].name, *rates, number(_median(ratios)), spread, *floors, *failures]
+
+    def _latencies(self, load: int) -> list[str]:
+        cells = [self.workloads[load].name]
+        for value in _LATENCIES:
+            ours, peer = self.ours.median(load, value), self.peer.median(load, value)
+            ratio = number(_median(self.ratios(load, value)))
+            cells.append("-" if ours is None and peer is None else f"{number(ours)} / {number(peer)} ({ratio})")
+        return cells
+
+
+def _median(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if known else None
+
+
+def measure_machine(model: Path) -> tuple[Machine, ModelCost]:
+    """Measures in a process of its own: torch shall not stay loaded beside the servers. Raises ValueError."""
     command = [sys.executable, "-m", "benchmarks.machine", "--model", str(model)]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode != 0:
-        raise ValueError(
-            (result.stderr.strip().splitlines() or ["the machine could not be measured"])[-1].removeprefix("error: ")
-        )
+        lines = result.stderr.strip().splitlines() or ["the machine could not be measured"]
+        raise ValueError(lines[-1].removeprefix("error: "))
     measured = json.loads(result.stdout)
-    return Ground(model, Machine(**measured["machine"]), ModelCost(**measured["cost"]), workloads)
+    return Machine(**measured["machine"]), ModelCost(**measured["cost"])
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, nargs="+", required=True, help="model folders, one after the other")
-    parser.add_argument("--rounds", type=int, default=3, help="default: %(default)s")
+    parser.add_argument("--rounds", type=positive, default=3, help="default: %(default)s")
     parser.add_argument("--start-limit", type=float, default=600, help="seconds for a server to get healthy")
     parser.add_argument("--output", type=Path, metavar="FILE", help="where to write the JSON as well")
-    ours = parser.add_argument_group("Oatmill")
-    ours.add_argument("--our-command", default=OURS.command, help="default: %(default)s")
-    ours.add_argument("--our-api", choices=APIS, default="openai", help="default: %(default)s")
+    parser.add_argument("--our-command", default=OURS.command, help="default: %(default)s")
+    parser.add_argument("--our-api", choices=APIS, default="openai", help="default: %(default)s")
     peer = parser.add_argument_group("peer")
     which = peer.add_mutually_exclusive_group(required=True)
     which.add_argument("--peer", choices=PEERS, help="a server that this command knows how to start")
@@ -65,8 +172,6 @@ def _arguments() -> argparse.Namespace:
     peer.add_argument("--peer-api", choices=APIS, default="openai", help="default: %(default)s")
     add_load_arguments(parser, default=list(WORKLOADS))
     arguments = parser.parse_args()
-    if arguments.rounds < 1:
-        parser.error("--rounds is at least 1")
     if wrong := [pair for pair in arguments.peer_env if "=" not in pair]:
         parser.error(f"--peer-env: {wrong[0]!r} is not NAME=VALUE")
     return arguments
@@ -74,9 +179,8 @@ def _arguments() -> argparse.Namespace:
 
 def _peer(arguments: argparse.Namespace) -> ServerCommand:
     known = PEERS[arguments.peer] if arguments.peer else ServerCommand("peer", arguments.peer_command)
-    environment = dict(pair.split("=", 1) for pair in arguments.peer_env)
+    environment = {**known.environment, **dict(pair.split("=", 1) for pair in arguments.peer_env)}
     programs = arguments.peer_programs.resolve() if arguments.peer_programs else known.programs
-    environment = {**known.environment, **environment}
     return replace(known, environment=environment, programs=programs, api=arguments.peer_api)
 
 
@@ -96,25 +200,21 @@ def main() -> None:
     arguments = _arguments()
     ours = replace(OURS, command=arguments.our_command, api=arguments.our_api)
     peer, workloads = _peer(arguments), chosen_loads(arguments)
-    load = os.getloadavg()[0]
-    if load > _BUSY:
+    if (load := os.getloadavg()[0]) > _BUSY:
         print(f"this machine is busy (load {load:.1f}): what it measures now is not its best", file=sys.stderr)
-    comparisons, problems = [], []
+    comparisons: list[Comparison] = []
+    problems = []
     try:
         for model in arguments.model:
             for side in (ours, peer):
                 side.arguments(model, port=0)
-            comparison = Comparison(measure_ground(model, workloads), Side(ours), Side(peer))
-            problems.append(_compare(comparison, arguments))
-            comparisons.append(comparison.as_json())
+            comparisons.append(Comparison(model, *measure_machine(model), workloads, Side(ours), Side(peer)))
+            problems.append(_compare(comparisons[-1], arguments))
     except ValueError as error:
         sys.exit(f"error: {error}")
     except (KeyboardInterrupt, asyncio.CancelledError):
         sys.exit("interrupted")
-    result = json.dumps(comparisons, default=str)
-    print("\n" + result)
-    if arguments.output:
-        arguments.output.write_text(result + "\n")
+    finish(comparisons, arguments.output)
     if any(problems):
         sys.exit("error: " + "; ".join(problem for problem in problems if problem))
 

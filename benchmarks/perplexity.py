@@ -3,60 +3,58 @@
     python -m benchmarks.perplexity tgi_server/demo_model/weights
     python -m benchmarks.perplexity MODEL --text a.txt b.txt
 
-The demo model is asked about the answers in documents of its corpus that it was not trained on; with --text, any model
-about every token of some texts. Tokens go through the engine's own path, as prompts whose logprobs are reported.
+The demo model is asked about the answers in documents that it was not trained on; with --text, any model about every
+token of some texts. Tokens go through the engine's own path, as prompts whose logprobs are reported.
 """
 
 import argparse
 import json
 import math
 import sys
-from collections.abc import Iterator, Sequence
-from itertools import islice
+from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from benchmarks.report import number, table
+from benchmarks.report import finish, number, table, tell
+from tgi_server import demo_model
 from tgi_server.contract import ReportParameters, StoppingParameters
-from tgi_server.engine import Engine, EngineConfig
-from tgi_server.engine import Sequence as Prompt
+from tgi_server.engine import Engine, EngineConfig, RunningSequence
 from tgi_server.engine.config import DTYPES
 from tgi_server.engine.errors import EngineError
-from tools.demo_model.corpus import Split
-from tools.demo_model.packing import encoded
 
 _BATCH_ID = 1
-_SEED = 1
-_TURNS = 6
 
 Document = tuple[list[int], list[bool]]
 """Token ids, and which of them count."""
 
 
-def demo_documents(tokenizer: Tokenizer, count: int) -> list[Document]:
-    return list(islice(encoded(tokenizer, _SEED, Split.HELD_OUT, _TURNS), count))
+def held_out_documents(tokenizer: Tokenizer, count: int) -> list[Document]:
+    documents: list[Document] = []
+    for line in demo_model.HELD_OUT.read_text(encoding="utf-8").splitlines()[:count]:
+        texts = [encoding.ids for encoding in tokenizer.encode_batch(json.loads(line), add_special_tokens=False)]
+        counts = [place % 2 == 1 for place, ids in enumerate(texts) for _ in ids]
+        documents.append(([token for ids in texts for token in ids], counts))
+    return documents
 
 
-def text_documents(tokenizer: Tokenizer, files: Sequence[Path], length: int) -> Iterator[Document]:
-    """Pieces of at most `length` tokens."""
-    for file in files:
-        ids = tokenizer.encode(file.read_text(encoding="utf-8")).ids
-        for start in range(0, len(ids), length):
-            piece = ids[start : start + length]
-            yield piece, [True] * len(piece)
+def text_documents(tokenizer: Tokenizer, files: Sequence[Path], length: int) -> list[Document]:
+    """Cuts the texts into pieces of at most `length` tokens."""
+    texts = [tokenizer.encode(file.read_text(encoding="utf-8")).ids for file in files]
+    pieces = [ids[start : start + length] for ids in texts for start in range(0, len(ids), length)]
+    return [(piece, [True] * len(piece)) for piece in pieces]
 
 
 def perplexity(engine: Engine, documents: Sequence[Document]) -> tuple[float, int]:
-    """Of the tokens that count, and how many they are. The first of a document is known, so it does not."""
+    """Returns the perplexity of the tokens that count, and their number. A document's first token does not count."""
     longest = max(len(ids) for ids, _ in documents)
     capacity = engine.warm_up(max_batch_size=1, max_prefill_tokens=longest, max_total_tokens=longest + 1)
     blocks = list(range(1, 2 + longest // capacity.block_size)) if engine.info.paged else []
     loss, tokens = 0.0, 0
     for index, (ids, counts) in enumerate(documents):
         report = ReportParameters(prefill_logprobs=True)
-        prompt = Prompt(index, ids, StoppingParameters(1), report=report, blocks=blocks)
-        (generation,) = engine.prefill(_BATCH_ID, [prompt], [(index, len(ids))]).collect().generations
+        prompt = RunningSequence(index, ids, StoppingParameters(1), report=report, blocks=blocks)
+        (generation,) = engine.step(_BATCH_ID, [prompt], [(index, len(ids))]).collect().generations
         assert generation.prompt_tokens is not None
         logprobs = generation.prompt_tokens.logprobs
         loss -= sum(logprob for logprob, counted in zip(logprobs[1:], counts[1:], strict=True) if counted)
@@ -64,40 +62,34 @@ def perplexity(engine: Engine, documents: Sequence[Document]) -> tuple[float, in
     return math.exp(loss / tokens), tokens
 
 
-def _arguments() -> argparse.Namespace:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path, help="a model folder")
-    parser.add_argument(
-        "--text", type=Path, nargs="+", metavar="FILE", help="texts to score instead of the demo corpus"
-    )
-    parser.add_argument("--documents", type=int, default=300, help="of the demo corpus (default: %(default)s)")
+    parser.add_argument("--text", type=Path, nargs="+", metavar="FILE", help="texts instead of the demo model's")
+    parser.add_argument("--documents", type=int, default=300, help="held-out documents (default: %(default)s)")
     parser.add_argument("--length", type=int, default=1024, help="tokens of a piece of text (default: %(default)s)")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="default: %(default)s")
-    return parser.parse_args()
-
-
-def _run(arguments: argparse.Namespace) -> list[dict[str, object]]:
-    tokenizer = Tokenizer.from_file(str(arguments.model / "tokenizer.json"))
-    documents = (
-        list(text_documents(tokenizer, arguments.text, arguments.length))
-        if arguments.text
-        else demo_documents(tokenizer, arguments.documents)
-    )
-    results: list[dict[str, object]] = []
-    for quantize in (None, "int8"):
-        engine = Engine(EngineConfig(arguments.model, dtype=DTYPES[arguments.dtype], quantize=quantize))
-        value, tokens = perplexity(engine, documents)
-        results.append({"weights": quantize or arguments.dtype, "perplexity": value, "tokens": tokens})
-    rows = [[str(each["weights"]), f"{each['perplexity']:.4f}", number(float(str(each["tokens"])))] for each in results]
-    print(table(("weights", "perplexity", "tokens"), rows))
-    return results
-
-
-def main() -> None:
+    parser.add_argument("--output", type=Path, metavar="FILE", help="where to write the JSON as well")
+    arguments = parser.parse_args()
+    results: dict[str, tuple[float, int]] = {}
     try:
-        print(json.dumps(_run(_arguments())))
-    except (EngineError, OSError) as error:
+        tokenizer = Tokenizer.from_file(str(arguments.model / "tokenizer.json"))
+        if arguments.text:
+            documents = text_documents(tokenizer, arguments.text, arguments.length)
+        else:
+            documents = held_out_documents(tokenizer, arguments.documents)
+    except OSError as error:
         sys.exit(f"error: {error}")
+    for quantize in (None, "int8"):
+        try:
+            engine = Engine(EngineConfig(arguments.model, dtype=DTYPES[arguments.dtype], quantize=quantize))
+        except EngineError as error:
+            tell(f"{quantize or arguments.dtype} is left out: {error}")
+        else:
+            results[quantize or arguments.dtype] = perplexity(engine, documents)
+    rows = [[weights, f"{value:.4f}", number(tokens)] for weights, (value, tokens) in results.items()]
+    print(table(("weights", "perplexity", "tokens"), rows))
+    finish(results, arguments.output)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,11 @@
-"""Numbers from measurements, and tables from numbers."""
+"""Numbers from measurements, tables from numbers, and how a command ends."""
 
+import json
 import math
+import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, is_dataclass
+from pathlib import Path
 
 from benchmarks.load import Outcome
 
@@ -16,7 +19,6 @@ class Summary:
     """
 
     workload: str
-    description: str
     requests: int
     failures: int
     short_replies: int
@@ -43,7 +45,6 @@ def summarise(outcome: Outcome) -> Summary:
     new_tokens = sum(record.new_tokens for record in records)
     return Summary(
         workload=workload.name,
-        description=workload.describe(),
         requests=len(records),
         failures=len(outcome.failures),
         short_replies=sum(record.new_tokens < workload.new_tokens for record in records),
@@ -63,43 +64,25 @@ def summarise(outcome: Outcome) -> Summary:
 
 
 def percentile(values: Iterable[float], percent: float) -> float | None:
-    """The smallest value that at least `percent` % of the values do not exceed; None when there are none."""
+    """Returns the smallest value that at least `percent` % of the values do not exceed; None when there are none."""
     ordered = sorted(values)
     return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)] if ordered else None
 
 
-COLUMNS = (
-    "load",
-    "requests/s",
-    "tokens/s",
-    "latency p50, s",
-    "p99, s",
-    "first token p50, ms",
-    "p99, ms",
-    "inter-token p50, ms",
-    "p99, ms",
-    "client CPU",
-)
+LATENCIES = ("latency p50, s", "p99, s", "first token p50, ms", "p99, ms", "inter-token p50, ms", "p99, ms")
+COLUMNS = ("load", "requests/s", "tokens/s", *LATENCIES, "client CPU")
 
 
 def row(summary: Summary) -> list[str]:
-    """The cells for COLUMNS."""
-    return [
-        summary.workload,
-        number(summary.requests_per_s),
-        number(summary.tokens_per_s),
-        number(summary.latency_p50),
-        number(summary.latency_p99),
-        number(summary.first_token_p50_ms),
-        number(summary.first_token_p99_ms),
-        number(summary.gap_p50_ms),
-        number(summary.gap_p99_ms),
-        f"{summary.client_cpu:.1%}",
-    ]
+    """Returns the cells for COLUMNS."""
+    rates = (summary.requests_per_s, summary.tokens_per_s)
+    latencies = (summary.latency_p50, summary.latency_p99)
+    streams = (summary.first_token_p50_ms, summary.first_token_p99_ms, summary.gap_p50_ms, summary.gap_p99_ms)
+    return [summary.workload, *map(number, (*rates, *latencies, *streams)), f"{summary.client_cpu:.1%}"]
 
 
 def number(value: float | None) -> str:
-    """Three digits, or all those in front of the point."""
+    """Writes a number with three digits, or all those in front of the point."""
     if value is None:
         return "-"
     digits = 0 if value >= 100 else 1 if value >= 10 else 2 if value >= 1 else 3
@@ -107,7 +90,20 @@ def number(value: float | None) -> str:
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table whose columns line up."""
+    """Makes a Markdown table whose columns line up."""
     widths = [max(map(len, cells)) for cells in zip(columns, *rows, strict=True)]
     lines = [columns, ["-" * (width - 1) + ":" for width in widths], *rows]
     return "\n".join("| " + " | ".join(map(str.rjust, line, widths)) + " |" for line in lines)
+
+
+def finish(results: object, output: Path | None) -> None:
+    """Prints what a command has measured as one line of JSON, and writes it to the file where one is given."""
+    line = json.dumps(results, default=lambda value: asdict(value) if is_dataclass(value) else str(value))
+    print(line)
+    if output is not None:
+        output.write_text(line + "\n")
+
+
+def tell(line: str) -> None:
+    """Prints a line about how far a command has come."""
+    print(line, file=sys.stderr, flush=True)

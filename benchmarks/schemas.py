@@ -7,9 +7,13 @@ from benchmarks.words import text
 
 Schema = dict[str, Any]
 
-KNOWN_KEYS: Schema = {
-    "type": "object",
-    "properties": {
+
+def _object(properties: dict[str, Schema]) -> Schema:
+    return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
+
+
+KNOWN_KEYS = _object(
+    {
         "is the customer satisfied with the answer": {"type": "boolean"},
         "how many items are in the order": {"type": "integer", "minimum": 0, "maximum": 9},
         "the kitchen that the recipe belongs to": {"enum": ["italian", "french", "indian"]},
@@ -18,33 +22,18 @@ KNOWN_KEYS: Schema = {
         "does the assistant have to ask once more": {"type": "boolean"},
         "the month in which it tastes best": {"enum": ["may", "june", "july"]},
         "does any of the ingredients contain nuts": {"type": "boolean"},
-    },
-    "required": [
-        "is the customer satisfied with the answer",
-        "how many items are in the order",
-        "the kitchen that the recipe belongs to",
-        "can the work be done without electric tools",
-        "the number of people that it is enough for",
-        "does the assistant have to ask once more",
-        "the month in which it tastes best",
-        "does any of the ingredients contain nuts",
-    ],
-    "additionalProperties": False,
-}
+    }
+)
 """An object of which the model chooses little but short values."""
 
 
 def large_schema(random: Random, members: int = 60) -> Schema:
-    """An object with so many members, all of them required: texts, choices, numbers, dates, lists and objects.
+    """Makes an object with so many members, all of them required: texts, choices, numbers, dates, lists and objects.
 
     Every one has names and choices of its own, so that nothing of it can have been compiled before.
     """
     makers = (_words, _choice, _number, _date, _words, _list, _record)
     return _object({_name(random, i): makers[i % len(makers)](random) for i in range(members)})
-
-
-def _object(properties: dict[str, Schema]) -> Schema:
-    return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
 
 
 def _name(random: Random, number: int) -> str:

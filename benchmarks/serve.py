@@ -2,15 +2,17 @@
 
     python -m benchmarks.serve --url http://127.0.0.1:8080 --load W1 W4
     python -m benchmarks.serve --url http://127.0.0.1:8080 --load W3 --users 20 --new-tokens 128
+    python -m benchmarks.serve --start runs/synthetic/opt-125m      starts Oatmill, and stops it in the end
 
 Prints a table and, as the last line, the same and more as JSON.
 """
 
 import argparse
+import asyncio
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from contextlib import closing
 from pathlib import Path
 
 import uvloop
@@ -18,9 +20,12 @@ import uvloop
 from benchmarks.api import APIS
 from benchmarks.connection import Connection, ServerUnavailable
 from benchmarks.load import Outcome, Server, run_workload
-from benchmarks.load_arguments import add_load_arguments, chosen_loads
-from benchmarks.report import COLUMNS, Summary, row, summarise, table
-from benchmarks.workloads import Workload
+from benchmarks.report import COLUMNS, Summary, finish, row, summarise, table, tell
+from benchmarks.servers import OURS, ServerFailed, running
+from benchmarks.workloads import Workload, add_load_arguments, chosen_loads
+
+_LOG = Path("runs/logs/serve.log")
+_START_SECONDS = 600.0
 
 
 async def first_model(url: str, api_key: str | None) -> str:
@@ -28,21 +33,19 @@ async def first_model(url: str, api_key: str | None) -> str:
 
     Raises ServerUnavailable.
     """
-    connection = Connection(url, api_key)
-    try:
+    with closing(Connection(url, api_key)) as connection:
         response = await connection.request("GET", "/v1/models", limit=10)
+    try:
         return str(json.loads(response.body)["data"][0]["id"]) if response.status == 200 else "tgi"
     except (ValueError, LookupError, TypeError):
         return "tgi"
-    finally:
-        connection.close()
 
 
 async def measure(server: Server, workloads: Sequence[Workload], seed: int, *, warm_up: bool) -> list[Summary]:
     """Runs the workloads one after the other; what goes wrong is told on standard error."""
     summaries = []
     for workload in workloads:
-        print(f"{workload.name}: {workload.describe()}, {workload.requests} requests", file=sys.stderr, flush=True)
+        tell(f"{workload.name}: {workload.describe()}, {workload.requests} requests")
         outcome = await run_workload(server, workload, seed, warm_up=warm_up)
         _tell_problems(outcome)
         summaries.append(summarise(outcome))
@@ -52,15 +55,17 @@ async def measure(server: Server, workloads: Sequence[Workload], seed: int, *, w
 def _tell_problems(outcome: Outcome) -> None:
     name = outcome.workload.name
     if outcome.failures:
-        print(f"  {name}: {len(outcome.failures)} requests failed, first: {outcome.failures[0]}", file=sys.stderr)
+        tell(f"  {name}: {len(outcome.failures)} requests failed, first: {outcome.failures[0]}")
     short = sum(record.new_tokens < outcome.workload.new_tokens for record in outcome.records)
     if short:
-        print(f"  {name}: {short} replies ended early; does the server know `ignore_eos`?", file=sys.stderr)
+        tell(f"  {name}: {short} replies ended early; does the server know `ignore_eos`?")
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--url", required=True, help="of the server, such as http://127.0.0.1:8080")
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--url", help="of the server, such as http://127.0.0.1:8080")
+    which.add_argument("--start", type=Path, metavar="MODEL", help="a model folder: starts Oatmill with it")
     parser.add_argument("--api", choices=APIS, default="openai", help="default: %(default)s")
     parser.add_argument("--model", help="its name in requests; default: the first that the server lists")
     parser.add_argument("--api-key")
@@ -73,8 +78,15 @@ def _arguments() -> argparse.Namespace:
 
 
 async def _run(arguments: argparse.Namespace) -> list[Summary]:
-    model = arguments.model or await first_model(arguments.url, arguments.api_key)
-    server = Server(arguments.url, APIS[arguments.api](model), arguments.api_key, arguments.timeout)
+    if arguments.start is None:
+        return await _measure(arguments, arguments.url)
+    async with running(OURS, arguments.start, _LOG, _START_SECONDS) as server:
+        return await _measure(arguments, server.url)
+
+
+async def _measure(arguments: argparse.Namespace, url: str) -> list[Summary]:
+    model = arguments.model or await first_model(url, arguments.api_key)
+    server = Server(url, APIS[arguments.api](model), arguments.api_key, arguments.timeout)
     return await measure(server, chosen_loads(arguments), arguments.seed, warm_up=not arguments.no_warm_up)
 
 
@@ -82,15 +94,12 @@ def main() -> None:
     arguments = _arguments()
     try:
         summaries = uvloop.run(_run(arguments))
-    except (ServerUnavailable, ValueError) as error:
+    except (ServerFailed, ServerUnavailable, ValueError) as error:
         sys.exit(f"error: {error}")
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, asyncio.CancelledError):
         sys.exit("interrupted")
-    result = json.dumps({"url": arguments.url, "api": arguments.api, "loads": [asdict(one) for one in summaries]})
     print(table(COLUMNS, [row(summary) for summary in summaries]))
-    print(result)
-    if arguments.output:
-        arguments.output.write_text(result + "\n")
+    finish({"server": arguments.url or arguments.start, "api": arguments.api, "loads": summaries}, arguments.output)
     if any(summary.failures for summary in summaries):
         sys.exit(1)
 

@@ -5,7 +5,6 @@ import contextlib
 import os
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.connection import Connection, ServerUnavailable
+from tgi_server.launcher.preflight import free_port
 
 _PROGRAMS = Path(sys.executable).parent
 _STOP_SECONDS = 30
@@ -56,10 +56,6 @@ PEERS = {
         "vllm serve {model} --dtype bfloat16 --max-model-len 2048 --host 127.0.0.1 --port {port}",
         {"VLLM_CPU_OMP_THREADS_BIND": f"0-{(os.cpu_count() or 1) - 1}", "VLLM_CPU_KVCACHE_SPACE": "4"},
     ),
-    "openvino": ServerCommand(
-        "openvino", "python -m benchmarks.openvino_server /opt/peers/models/{model.name}-int8 --port {port}"
-    ),
-    "naive": ServerCommand("naive", "python -m benchmarks.naive_server {model} --port {port}"),
 }
 """Servers to compare with."""
 
@@ -83,7 +79,7 @@ async def running(command: ServerCommand, model: Path, log: Path, limit: float) 
     """
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
-    port = _free_port()
+    port = free_port()
     url = f"http://127.0.0.1:{port}"
     log.parent.mkdir(parents=True, exist_ok=True)
     started = time.perf_counter()
@@ -91,7 +87,7 @@ async def running(command: ServerCommand, model: Path, log: Path, limit: float) 
         process = _start(command, command.arguments(model, port), output.fileno())
     loop.add_signal_handler(signal.SIGTERM, task.cancel)
     try:
-        await _wait_until_healthy(command.name, url, process, log, limit)
+        await wait_until_healthy(command.name, url, process, log, limit)
         yield RunningServer(url, time.perf_counter() - started)
     finally:
         await asyncio.to_thread(_stop, process)
@@ -114,7 +110,9 @@ def _start(command: ServerCommand, arguments: list[str], output: int) -> "subpro
         raise ServerFailed(f"{command.name} cannot be started: {error}") from error
 
 
-async def _wait_until_healthy(name: str, url: str, process: "subprocess.Popen[bytes]", log: Path, limit: float) -> None:
+async def wait_until_healthy(name: str, url: str, process: "subprocess.Popen[bytes]", log: Path, limit: float) -> None:
+    """Returns when the server's `/health` answers with 200. Raises ServerFailed after `limit` seconds, or when the
+    process ends."""
     connection = Connection(url)
     deadline = time.monotonic() + limit
     while time.monotonic() < deadline:
@@ -136,12 +134,6 @@ def _stop(process: "subprocess.Popen[bytes]") -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 def _last_line(log: Path) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig, PretrainedConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig, PretrainedConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from benchmarks.synthetic_tokenizer import build_tokenizer, save_tokenizer
@@ -25,42 +25,61 @@ class SyntheticModel:
     special_tokens: tuple[str, ...]
 
 
-def _opt_125m() -> SyntheticModel:
-    """The shape of facebook/opt-125m."""
-    config = OPTConfig(
-        vocab_size=50272,
-        hidden_size=768,
-        num_hidden_layers=12,
-        ffn_dim=3072,
-        num_attention_heads=12,
-        max_position_embeddings=2048,
-        word_embed_proj_dim=768,
-        pad_token_id=1,
-        bos_token_id=2,
-        eos_token_id=2,
-    )
-    return SyntheticModel(config, ("<s>", "<pad>", "</s>", "<unk>"))
+# The shape of facebook/opt-125m.
+_OPT_125M = OPTConfig(
+    vocab_size=50272,
+    hidden_size=768,
+    num_hidden_layers=12,
+    ffn_dim=3072,
+    num_attention_heads=12,
+    max_position_embeddings=2048,
+    word_embed_proj_dim=768,
+    pad_token_id=1,
+    bos_token_id=2,
+    eos_token_id=2,
+)
+# A Llama with grouped-query attention, of the shape that small assistants of 360M parameters have.
+_LLAMA_360M = LlamaConfig(
+    vocab_size=49152,
+    hidden_size=960,
+    num_hidden_layers=32,
+    intermediate_size=2560,
+    num_attention_heads=15,
+    num_key_value_heads=5,
+    max_position_embeddings=2048,
+    tie_word_embeddings=True,
+    pad_token_id=2,
+    bos_token_id=1,
+    eos_token_id=2,
+)
+# The shape of Llama 3.1 8B, without its scaling of positions.
+_LLAMA_8B = LlamaConfig(
+    vocab_size=128256,
+    hidden_size=4096,
+    num_hidden_layers=32,
+    intermediate_size=14336,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    max_position_embeddings=131072,
+    rope_theta=500000.0,
+    pad_token_id=2,
+    bos_token_id=1,
+    eos_token_id=2,
+)
+MODELS = {
+    "opt-125m": SyntheticModel(_OPT_125M, ("<s>", "<pad>", "</s>", "<unk>")),
+    "llama-360m": SyntheticModel(_LLAMA_360M, ("<unk>", "<s>", "</s>")),
+    "llama-8b": SyntheticModel(_LLAMA_8B, ("<unk>", "<s>", "</s>")),
+}
+WRITTEN = ("opt-125m", "llama-360m")
 
 
-def _llama_360m() -> SyntheticModel:
-    """A Llama with grouped-query attention, of the shape that small assistants of 360M parameters have."""
-    config = LlamaConfig(
-        vocab_size=49152,
-        hidden_size=960,
-        num_hidden_layers=32,
-        intermediate_size=2560,
-        num_attention_heads=15,
-        num_key_value_heads=5,
-        max_position_embeddings=2048,
-        tie_word_embeddings=True,
-        pad_token_id=2,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
-    return SyntheticModel(config, ("<unk>", "<s>", "</s>"))
-
-
-MODELS = {"opt-125m": _opt_125m, "llama-360m": _llama_360m}
+def build_model(config: PretrainedConfig, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
+    """Makes a model with random weights where it runs, in evaluation mode; nothing of it is ever in a file."""
+    torch.manual_seed(0)
+    with device:
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    return model.eval().requires_grad_(False)
 
 
 def write_model(model: SyntheticModel, folder: Path) -> None:
@@ -89,7 +108,7 @@ def write_model(model: SyntheticModel, folder: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("models", nargs="*", metavar="MODEL", default=list(MODELS), help=", ".join(MODELS))
+    parser.add_argument("models", nargs="*", metavar="MODEL", default=list(WRITTEN), help=", ".join(MODELS))
     parser.add_argument("--folder", type=Path, default=FOLDER, help="where to (default: %(default)s)")
     arguments = parser.parse_args()
     if unknown := [name for name in arguments.models if name not in MODELS]:
@@ -97,7 +116,7 @@ def main() -> None:
     for name in arguments.models:
         folder = arguments.folder / name
         print(f"writing {folder}", flush=True)
-        write_model(MODELS[name](), folder)
+        write_model(MODELS[name], folder)
         size = sum(file.stat().st_size for file in folder.iterdir())
         print(f"wrote {folder}: {size / 1e6:.0f} MB")
 

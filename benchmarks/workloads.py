@@ -1,12 +1,14 @@
 """What users ask of a server: how many they are, how long their prompts and the replies."""
 
+import argparse
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 from benchmarks.words import text
 
 GREETING = "Hello World, what is your name dog?"
+_CHANGEABLE = ("users", "words", "new_tokens", "turns", "repeat", "stream")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,3 +56,27 @@ WORKLOADS = {
         Workload("W6", users=16, words=64, new_tokens=64, turns=5, repeat=1),
     )
 }
+
+
+def add_load_arguments(parser: argparse.ArgumentParser, default: list[str]) -> None:
+    """Adds the flags that choose loads and change them, the same ones for every command."""
+    loads = parser.add_argument_group("loads", "; ".join(f"{w.name}: {w.describe()}" for w in WORKLOADS.values()))
+    loads.add_argument("--load", nargs="+", default=default, choices=WORKLOADS, help=f"default: {' '.join(default)}")
+    loads.add_argument("--users", type=positive, help="this and the following instead of the load's own")
+    loads.add_argument("--words", type=positive, help="of a prompt, or of a turn of a chat")
+    loads.add_argument("--new-tokens", type=positive, help="of a reply")
+    loads.add_argument("--turns", type=positive, help="of a chat; 1: single prompts")
+    loads.add_argument("--repeat", type=positive, help="prompts, or chats, of each user")
+    loads.add_argument("--stream", action=argparse.BooleanOptionalAction, help="whether replies come token by token")
+
+
+def chosen_loads(arguments: argparse.Namespace) -> list[Workload]:
+    changes = {name: getattr(arguments, name) for name in _CHANGEABLE if getattr(arguments, name) is not None}
+    return [replace(WORKLOADS[name], **changes) for name in arguments.load]
+
+
+def positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is less than 1")
+    return value

@@ -3,7 +3,8 @@
     python deploy/ray_serve.py --gpus-per-replica 1 --max-replicas 8 -- --model-id OWNER/NAME --quantize int8
 
 Every replica runs `text-generation-launcher`, which has to be on the PATH of every node; what follows `--` goes to it.
-Ray's own Python needs nothing of this project, only `ray[serve]`.
+Ray's own Python needs nothing of this project, only `ray[serve]`. The variable API_KEY of this command reaches the
+replicas, in no command line and no log.
 
     client --HTTP--> Ray's proxy -> Front -> Server (one for each replica) --HTTP on loopback--> launcher's router
 """
@@ -18,13 +19,14 @@ import shutil
 import signal
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import AsyncIterator
 from typing import Any, Literal
 
 import aiohttp
 import ray
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
 from ray import serve
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 from ray.serve.exceptions import BackPressureError
@@ -66,12 +68,15 @@ class Options(BaseModel):
     )
     max_requests: int = Field(128, gt=0, description="requests that a replica computes at a time; more wait")
     max_waiting: int = Field(1024, gt=0, description="requests that wait for a replica; more get status 429")
+    payload_limit: int = Field(2_000_000, gt=0, description="bytes of a request's body; larger ones get status 413")
+    client_timeout: float = Field(75, gt=0, description="seconds in which a request's body has to have come")
     upscale_delay: float = Field(30, ge=0, description="seconds of load after which a replica is added")
     downscale_delay: float = Field(900, ge=0, description="seconds of quiet after which a replica is ended")
     start_timeout: float = Field(3600, gt=0, description="seconds for fetching and loading the model")
     drain_timeout: float = Field(90, ge=0, description="seconds for running requests when a replica is ended")
     launcher: str = Field("text-generation-launcher", description="the server's command, on every node")
     launcher_flags: list[str] = []
+    api_key: SecretStr | None = None
     detach: bool = Field(False, description="leave the replicas running on the cluster, and return")
 
     @model_validator(mode="after")
@@ -82,33 +87,65 @@ class Options(BaseModel):
             raise ValueError("--gpus-per-replica: a share of a GPU, or whole ones")
         if self.detach and self.address is None:
             raise ValueError("--detach needs --address: a cluster that stays")
+        if any(flag.partition("=")[0] == "--api-key" for flag in self.launcher_flags):
+            raise ValueError("--api-key can be read by every user of a node; set the variable API_KEY instead")
+        if self.api_key is not None and not self.api_key.get_secret_value().strip():
+            raise ValueError("API_KEY is set, but empty; give it a value, or unset it to serve without a key")
         return self
 
     def command(self, port: int) -> list[str]:
         """The launcher's. It takes in all that Ray sends it, so what waits, waits in front of the replicas."""
         shards = int(self.gpus_per_replica)
         return [
-            *(self.launcher, f"--max-concurrent-requests={self.max_requests}"),
+            *(self.launcher, f"--max-concurrent-requests={self.max_requests}", f"--payload-limit={self.payload_limit}"),
             *((f"--num-shard={shards}",) if shards > 1 else ()),
             f"--graceful-termination-timeout={self.drain_timeout}",
             *self.launcher_flags,
             *("--hostname=127.0.0.1", f"--port={port}", "--prometheus-port=0"),
         ]
 
+    def environment(self) -> dict[str, str]:
+        """Of the launcher: this process's, with the key of the one that deployed it, and a place for Triton's kernels
+        where the home folder takes none."""
+        environment = {name: value for name, value in os.environ.items() if name != "API_KEY"}
+        if self.api_key is not None:
+            environment["API_KEY"] = self.api_key.get_secret_value()
+        if not os.access(os.path.expanduser("~"), os.W_OK):
+            environment.setdefault("TRITON_HOME", tempfile.mkdtemp(prefix="oatmill-triton-"))
+        return environment
+
 
 class Call(BaseModel):
-    """A client's request. path: with its query."""
+    """A client's request. path: with its query. What is private of it shows in no log."""
 
     method: str
-    path: str
-    headers: list[tuple[str, str]]
-    body: bytes
+    path: str = Field(repr=False)
+    headers: list[tuple[str, str]] = Field(repr=False)
+    body: bytes = Field(b"", repr=False)
 
     @classmethod
-    async def of(cls, request: Request) -> "Call":
+    def of(cls, request: Request) -> "Call":
+        """Returns the request without its body."""
         path = request.url.path + (f"?{request.url.query}" if request.url.query else "")
         headers = [(name, value) for name, value in request.headers.items() if name not in HOP_BY_HOP]
-        return cls(method=request.method, path=path, headers=headers, body=await request.body())
+        return cls(method=request.method, path=path, headers=headers)
+
+
+class BodyTooLarge(Exception):
+    """A request's body has more bytes than `--payload-limit`."""
+
+
+async def read_body(request: Request, limit: int) -> bytes:
+    """Raises BodyTooLarge as soon as it is certain, having kept no more than `limit` bytes."""
+    announced = request.headers.get("content-length", "")
+    if announced.isdigit() and int(announced) > limit:
+        raise BodyTooLarge
+    body = bytearray()
+    async for chunk in request.stream():
+        if len(body) + len(chunk) > limit:
+            raise BodyTooLarge
+        body += chunk
+    return bytes(body)
 
 
 class Part(BaseModel):
@@ -178,7 +215,11 @@ class Server:
             raise RuntimeError(f"there is no {command[0]} on the PATH of {socket.gethostname()}; see --launcher")
         logger.info("starting %s", " ".join(command))
         return await asyncio.create_subprocess_exec(
-            program, *command[1:], stdin=asyncio.subprocess.DEVNULL, preexec_fn=_end_with_parent(os.getpid())
+            program,
+            *command[1:],
+            stdin=asyncio.subprocess.DEVNULL,
+            preexec_fn=_end_with_parent(os.getpid()),
+            env=self._options.environment(),
         )
 
     async def _until_ready(self) -> None:
@@ -241,11 +282,23 @@ class Front:
     server that dies of it is the last one.
     """
 
-    def __init__(self, server: DeploymentHandle) -> None:
+    def __init__(self, server: DeploymentHandle, payload_limit: int, client_timeout: float) -> None:
+        """payload_limit: bytes of a request's body. client_timeout: seconds in which it has to have come."""
         self._server = server.options(stream=True)
+        self._payload_limit = payload_limit
+        self._client_timeout = client_timeout
 
     async def __call__(self, request: Request) -> Response:
-        call = await Call.of(request)
+        call = Call.of(request)
+        try:
+            async with asyncio.timeout(self._client_timeout):
+                call.body = await read_body(request, self._payload_limit)
+        except BodyTooLarge:
+            message = f"the request has more than {self._payload_limit} bytes (--payload-limit)"
+            return _error(call, 413, message, "payload_too_large")
+        except TimeoutError:
+            message = f"the request took more than {self._client_timeout:g} s to come (--client-timeout)"
+            return _error(call, 408, message, "timeout")
         deadline = time.monotonic() + RETRY_SECONDS
         losses = 0
         while losses < 2 and time.monotonic() < deadline:
@@ -327,7 +380,7 @@ def application(options: Options) -> serve.Application:
         ray_actor_options={"num_cpus": 0},
         max_ongoing_requests=options.max_waiting + options.max_replicas * options.max_requests,
     )(Front)
-    return front.bind(server.bind(options))
+    return front.bind(server.bind(options), options.payload_limit, options.client_timeout)
 
 
 def read_options(arguments: list[str]) -> Options:
@@ -338,7 +391,7 @@ def read_options(arguments: list[str]) -> Options:
         own, flags = arguments[:end], arguments[end + 1 :]
     parser = argparse.ArgumentParser(description=Options.__doc__, allow_abbrev=False)
     for name, field in Options.model_fields.items():
-        if name == "launcher_flags":
+        if name in ("launcher_flags", "api_key"):
             continue
         flag, text = f"--{name.replace('_', '-')}", (field.description or "").replace("%", "%%")
         if field.annotation is bool:
@@ -347,7 +400,7 @@ def read_options(arguments: list[str]) -> Options:
             shown = "" if field.default is None else f" (default: {field.default})"
             parser.add_argument(flag, metavar="", default=field.default, help=text + shown)
     try:
-        return Options(**vars(parser.parse_args(own)), launcher_flags=flags)
+        return Options(**vars(parser.parse_args(own)), launcher_flags=flags, api_key=os.environ.get("API_KEY"))
     except ValidationError as error:
         for detail in error.errors():
             name = "--" + str(detail["loc"][0]).replace("_", "-") + ": " if detail["loc"] else ""

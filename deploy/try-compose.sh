@@ -1,6 +1,6 @@
 #!/bin/bash
-# Builds the images, runs the compose stack on the bundled demo model, and tries it: answers, tests, a killed model
-# server, recovery. Needs no network but a package index for pip and apt, and no image registry: where the base image
+# Builds the images, runs the compose stack on the bundled demo model with an API key, and tries it: answers, tests, a
+# killed model server, recovery, an empty key. Needs no network but a package index for pip and apt, and no image registry: where the base image
 # cannot be pulled, one is made with debootstrap.
 #
 # Usage: deploy/try-compose.sh [--keep]      --keep leaves the stack running
@@ -17,6 +17,8 @@ keep=${1:-}
 engine_pid=
 wheels_pid=
 build_flags=(--network host)
+stack=tests/integration/stack
+export API_KEY=${API_KEY:-$(od -An -N16 -tx1 /dev/urandom | tr -d ' \n')}
 
 say() { printf '\n== %s\n' "$*"; }
 skip() { echo "skipped: $*"; exit 0; }
@@ -108,14 +110,19 @@ wait_until_healthy tgi
 wait_until_healthy llm_functionalities
 say "over HTTP, on port ${TGI_PORT:-8081}"
 curl -sS -m 20 "http://127.0.0.1:${TGI_PORT:-8081}/generate" -H 'content-type: application/json' \
+    -H "authorization: Bearer $API_KEY" \
     -d '{"inputs": "### Instruction:\nHow long do I boil an egg?\n\n### Response:\n", "parameters": {"max_new_tokens": 40}}'
 echo
 say "the tests of the running stack"
-compose run --rm tester --runslow -k test_llm
+compose run --rm tester --runslow $stack/test_llm.py $stack/test_key.py
 say "killing the model server: calls come back empty, and full again once it is back"
 docker kill "$(compose ps -q tgi)" >/dev/null
-compose run --rm tester --runslow -k test_away
+compose run --rm tester --runslow $stack/test_away.py
 compose up -d --no-build tgi >/dev/null
 wait_until_healthy tgi
-compose run --rm tester --runslow -k test_llm
+compose run --rm tester --runslow $stack/test_llm.py $stack/test_key.py
+say "a server whose key is empty does not start"
+status=0
+API_KEY='' compose run --rm --no-deps tgi || status=$?
+[ "$status" = 2 ] || { echo "it ended with $status" >&2; exit 1; }
 say "everything that was tried works"

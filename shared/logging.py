@@ -1,10 +1,19 @@
-"""Log lines that a person can follow, or one JSON object a line for machines."""
+"""Log lines that a person can follow, or one JSON object a line for machines.
+
+Whatever a client has put into a message, one event stays one line of bounded length.
+"""
 
 import json
 import logging
 import sys
 import time
 from typing import Any
+
+LONGEST_MESSAGE = 4_000
+"""Characters of a log line's message; more are cut off."""
+
+_LONGEST_FIELD = 1_000
+_LONGEST_TRACEBACK = 32_000
 
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
@@ -21,8 +30,31 @@ def configure_logging(service: str, *, level: str = "INFO", json_output: bool = 
         logging.getLogger(chatty).setLevel(logging.WARNING)
 
 
+def one_line(text: str, limit: int) -> str:
+    """Returns the text on one line, cut after `limit` characters; what cannot be printed is escaped, as in `\\n`."""
+    if len(text) > limit:
+        text = f"{text[:limit]}... ({len(text) - limit} more characters)"
+    if text.isprintable():
+        return text
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
+
+
+def _message(record: logging.LogRecord) -> str:
+    return one_line(record.getMessage(), LONGEST_MESSAGE)
+
+
 def _extra(record: logging.LogRecord) -> dict[str, Any]:
-    return {name: value for name, value in vars(record).items() if name not in _STANDARD}
+    return {
+        name: one_line(value, _LONGEST_FIELD) if isinstance(value, str) else value
+        for name, value in vars(record).items()
+        if name not in _STANDARD
+    }
+
+
+def _traceback(text: str) -> str:
+    """A traceback, indented: no line of it, whatever the exception says, begins like a log line."""
+    lines = "\n".join(f"  {one_line(line, LONGEST_MESSAGE)}" for line in text.splitlines())
+    return lines if len(lines) <= _LONGEST_TRACEBACK else f"{lines[:_LONGEST_TRACEBACK]}\n  ..."
 
 
 def _timestamp(record: logging.LogRecord) -> str:
@@ -36,8 +68,8 @@ class _LineFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         fields = "".join(f" {name}={value}" for name, value in _extra(record).items())
-        line = f"{_timestamp(record)} {record.levelname:<7} {self._service}: {record.getMessage()}{fields}"
-        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+        line = f"{_timestamp(record)} {record.levelname:<7} {self._service}: {_message(record)}{fields}"
+        return f"{line}\n{_traceback(self.formatException(record.exc_info))}" if record.exc_info else line
 
 
 class _JsonFormatter(logging.Formatter):
@@ -50,9 +82,9 @@ class _JsonFormatter(logging.Formatter):
             "timestamp": _timestamp(record),
             "level": record.levelname,
             "service": self._service,
-            "message": record.getMessage(),
+            "message": _message(record),
             **_extra(record),
         }
         if record.exc_info:
-            entry["exception"] = self.formatException(record.exc_info)
+            entry["exception"] = _traceback(self.formatException(record.exc_info))
         return json.dumps(entry, default=str)

@@ -5,6 +5,7 @@ variable, a variable over the default.
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from typing import Annotated, Any, NoReturn, TypeVar
@@ -14,6 +15,8 @@ from pydantic_settings import BaseSettings, CliApp, CliSettingsSource, NoDecode,
 
 USAGE_ERROR = 2
 SECRETS = frozenset({"api_key", "endpoint_token", "hf_token"})
+# Who sets one of these, even to nothing, means that callers need a key.
+NEVER_EMPTY = frozenset({"api_key"})
 
 
 T = TypeVar("T")
@@ -76,11 +79,32 @@ def read_settings(settings: type[S], program: str, arguments: Sequence[str]) -> 
     parser = _OneLineParser(prog=program, description=settings.__doc__)
     try:
         source = CliSettingsSource[_OneLineParser](settings, cli_prog_name=program, root_parser=parser)
-        return CliApp.run(settings, cli_args=list(arguments), cli_settings_source=source)
+        result = CliApp.run(settings, cli_args=list(arguments), cli_settings_source=source)
     except ValidationError as error:
         fail(program, *(_explain(detail["loc"], detail["msg"], detail["input"]) for detail in error.errors()))
     except SettingsError as error:
         fail(program, str(error))
+    for name in sorted(NEVER_EMPTY & settings.model_fields.keys()):
+        given = _given(name, arguments)
+        if given is not None and not given.strip():
+            fail(program, f"{_flag_and_variable(name)} is set, but empty; give it a value, or leave it out")
+    return result
+
+
+def _given(name: str, arguments: Sequence[str]) -> str | None:
+    """Returns a setting as it was written: by the last flag, or else by the variable; None when it was not given."""
+    flag = f"--{name.replace('_', '-')}"
+    value = os.environ.get(name.upper())
+    for argument, following in zip(arguments, [*arguments[1:], ""], strict=False):
+        if argument == flag:
+            value = following
+        elif argument.startswith(f"{flag}="):
+            value = argument.removeprefix(f"{flag}=")
+    return value
+
+
+def _flag_and_variable(name: str) -> str:
+    return f"--{name.replace('_', '-')} (or {name.upper()})"
 
 
 def _explain(location: tuple[int | str, ...], message: str, value: object) -> str:
@@ -88,4 +112,4 @@ def _explain(location: tuple[int | str, ...], message: str, value: object) -> st
     if not location:
         return reason
     name = str(location[0]).replace("-", "_")
-    return f"--{name.replace('_', '-')} (or {name.upper()}): {reason}, got {value!r}"
+    return f"{_flag_and_variable(name)}: {reason}, got {value!r}"

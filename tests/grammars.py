@@ -5,9 +5,8 @@ from functools import cache
 from transformers import AutoConfig
 
 from tgi_server import demo_model
-from tgi_server.engine import parameters
+from tgi_server.contract import Grammar
 from tgi_server.engine.grammar import GrammarCompiler, InvalidGrammar
-from tgi_server.router.messages import Grammar
 
 
 @cache
@@ -17,11 +16,9 @@ def demo_compiler() -> GrammarCompiler:
 
 
 def compiler_fault(grammar: Grammar) -> str | None:
-    """Why the shards would refuse it."""
+    """Returns why the shards would refuse it; None when they take it."""
     try:
-        demo_compiler().check(
-            parameters.Grammar(parameters.GrammarType[grammar.type.name], grammar.value, grammar.text)
-        )
+        demo_compiler().check(grammar)
     except InvalidGrammar as error:
         return str(error)
     return None

@@ -4,8 +4,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from shared.stubs.generate_pb2 import Generation
+from tgi_server.contract import FinishReason
 from tgi_server.router.errors import RouterError
-from tgi_server.router.messages import FinishReason, ValidRequest
+from tgi_server.router.request import ValidRequest
 
 
 class RecordingSink:

@@ -22,7 +22,7 @@ from shared.stubs.generate_pb2_grpc import (
     add_GrammarServiceServicer_to_server,
     add_TextGenerationServiceServicer_to_server,
 )
-from tgi_server.router.messages import ValidRequest
+from tgi_server.router.request import ValidRequest
 
 EOS = 0
 VOCABULARY = 24
@@ -96,6 +96,7 @@ class SimulatedShard:
 
     late_end: a sequence that ended takes part, unseen, in the steps that arrive before `collected`, as on a device
     that has started the next step before the tokens of the last one are known.
+    broken: requests that fail with their next token. Those that are True get that token all the same.
     """
 
     num_blocks: int
@@ -107,6 +108,7 @@ class SimulatedShard:
     rows: dict[int, _Row] = field(default_factory=dict)
     kv: list[list[int]] = field(init=False)
     largest_step: int = 0
+    broken: dict[int, bool] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.kv = [[-1] * self.block_size for _ in range(self.num_blocks + 1)]
@@ -151,7 +153,7 @@ class SimulatedShard:
     def collected(self, step: pb.StepResponse) -> None:
         """The step's tokens are known."""
         for generation in step.generations:
-            if generation.finish_reason:
+            if generation.finish_reason or generation.error:
                 self.rows.pop(generation.request_id, None)
 
     def _enter(self, batch_id: int) -> None:
@@ -231,6 +233,12 @@ class SimulatedShard:
 
     def _sample(self, row: _Row) -> pb.Generation:
         entries = [self._entry(row, position) for position in range(row.computed)]
+        if (with_token := self.broken.get(row.request.id)) is not None:
+            row.ended = True
+            row.tokens.append(EOS + 1)
+            return pb.Generation(
+                request_id=row.request.id, token_ids=row.tokens[-1:] if with_token else [], error="no token fits"
+            )
         token = _next_token(entries, row.computed, row.seed)
         tokens = [token, *self._forced(row, entries, token)]
         row.tokens += tokens

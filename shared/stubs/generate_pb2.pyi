@@ -182,10 +182,12 @@ class Grammar(_message.Message):
     def __init__(self, type: _Optional[_Union[Grammar.Type, str]] = ..., value: _Optional[str] = ..., text: _Optional[str] = ...) -> None: ...
 
 class CompileRequest(_message.Message):
-    __slots__ = ("grammar",)
+    __slots__ = ("grammar", "tried")
     GRAMMAR_FIELD_NUMBER: _ClassVar[int]
+    TRIED_FIELD_NUMBER: _ClassVar[int]
     grammar: Grammar
-    def __init__(self, grammar: _Optional[_Union[Grammar, _Mapping]] = ...) -> None: ...
+    tried: bool
+    def __init__(self, grammar: _Optional[_Union[Grammar, _Mapping]] = ..., tried: _Optional[bool] = ...) -> None: ...
 
 class CompileResponse(_message.Message):
     __slots__ = ("error",)

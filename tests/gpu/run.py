@@ -67,7 +67,7 @@ CHECKS = [
     _tests("graphs on and off, no waiting, memory", 150, "tests/gpu/test_decode_graphs.py"),
     _tests("parity per architecture", 200, "tests/gpu/test_models.py"),
     _tests("grammars on every path", 60, f"{_UNIT}/grammar/test_model_paths.py"),
-    _tests("lengths that choose frequencies", 60, f"{_UNIT}/models/test_rope.py"),
+    _tests("lengths that choose frequencies", 60, f"{_UNIT}/runners/test_rope.py"),
     _tests("memory that runs out, a lost device", 60, "tests/gpu/test_faults.py"),
     _tests("the whole server over HTTP", 150, "tests/gpu/test_server.py", needs=SHARD + ROUTER),
 ]
@@ -77,9 +77,14 @@ def _measurement(name: str, seconds: float, *arguments: str, needs: tuple[str, .
     return Job(name, ("-m", *arguments, f"--output={_out() / name}.json"), needs, seconds)
 
 
+_SHAPE = ("--batch", "1", "32", "256", "--context=1024", "--prefill-tokens=8192")
+_OPT = "runs/synthetic/opt-125m"
 BENCHMARKS = [
-    _measurement("llama-8b", 330, "benchmarks.gpu"),
-    _measurement("opt-125m-http", 200, "benchmarks.gpu_server", needs=ENGINE + SHARD + ROUTER),
+    _measurement("llama-8b", 300, "benchmarks.engine", "llama-8b", *_SHAPE),
+    Job("opt-125m", ("-m", "benchmarks.synthetic", "opt-125m"), ENGINE, 60),
+    _measurement(
+        "opt-125m-http", 200, "benchmarks.serve", f"--start={_OPT}", "--repeat=200", needs=ENGINE + SHARD + ROUTER
+    ),
 ]
 
 

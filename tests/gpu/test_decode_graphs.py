@@ -7,10 +7,10 @@ import torch
 
 from tests.gpu.marks import NEEDS_GPU
 from tests.tiny_models import ARCHITECTURES, make
-from tests.unit.engine.models.driver import generate_together, load_engine, prompts
-from tests.unit.engine.models.test_parity import ELSEWHERE, PADDED
+from tests.unit.engine.runners.driver import generate_together, load_engine, prompts
+from tests.unit.engine.runners.test_parity import ELSEWHERE, PADDED
 from tgi_server.contract import StoppingParameters
-from tgi_server.engine import Sequence
+from tgi_server.engine import RunningSequence
 
 pytestmark = NEEDS_GPU
 
@@ -51,12 +51,12 @@ def test_steps_are_started_without_waiting_for_the_device(graphs, tmp_path) -> N
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        started.append(engine.prefill(1, [Sequence(1, first, stopping, blocks=[1])], [(1, 20)]))
-        started.append(engine.prefill(1, [Sequence(2, second, stopping, blocks=[3, 4])], [(2, 30)]))
-        started.append(engine.prefill(1, [], [(2, 10)], grants=[(1, [2])]))
-        started += [engine.decode(1) for _ in range(12)]
+        started.append(engine.step(1, [RunningSequence(1, first, stopping, blocks=[1])], [(1, 20)]))
+        started.append(engine.step(1, [RunningSequence(2, second, stopping, blocks=[3, 4])], [(2, 30)]))
+        started.append(engine.step(1, [], [(2, 10)], grants=[(1, [2])]))
+        started += [engine.step(1) for _ in range(12)]
         engine.keep(1, [2])
-        started.append(engine.decode(1))
+        started.append(engine.step(1))
     finally:
         torch.cuda.set_sync_debug_mode("default")
     counts = [len(step.collect().generations) for step in started]
@@ -72,9 +72,9 @@ def test_what_is_left_of_the_memory_is_enough_for_the_graphs(tmp_path) -> None:
     free, total = torch.cuda.mem_get_info()
     assert 0.01 * total < free < 0.25 * total
     (text,) = prompts((100,))
-    sequence = Sequence(1, text, StoppingParameters(3, ignore_eos=True), blocks=[1, 2, 3, 4])
-    engine.prefill(1, [sequence], [(1, 100)]).collect()
-    assert len(engine.decode(1).collect().generations) == 1
+    sequence = RunningSequence(1, text, StoppingParameters(3, ignore_eos=True), blocks=[1, 2, 3, 4])
+    engine.step(1, [sequence], [(1, 100)]).collect()
+    assert len(engine.step(1).collect().generations) == 1
 
 
 def _recorded(caplog: pytest.LogCaptureFixture) -> bool:

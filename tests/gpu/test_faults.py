@@ -8,9 +8,9 @@ import torch
 
 from tests.gpu.marks import NEEDS_GPU
 from tests.tiny_models import make
-from tests.unit.engine.models.driver import load_engine, prompts
+from tests.unit.engine.runners.driver import load_engine, prompts
 from tgi_server.contract import ReportParameters, StoppingParameters
-from tgi_server.engine import Sequence
+from tgi_server.engine import RunningSequence
 
 pytestmark = NEEDS_GPU
 
@@ -42,12 +42,12 @@ def test_a_step_that_memory_does_not_suffice_for_leaves_the_engine_working(tmp_p
     free, _ = torch.cuda.mem_get_info()
     filling = torch.empty(max(0, free - (1 << 30)), dtype=torch.uint8, device="cuda")
     with pytest.raises(torch.cuda.OutOfMemoryError):
-        engine.prefill(1, [Sequence(1, text, stopping, report=report, blocks=blocks)], [(1, 4000)]).collect()
+        engine.step(1, [RunningSequence(1, text, stopping, report=report, blocks=blocks)], [(1, 4000)]).collect()
     assert engine.batch is None
     del filling
     torch.cuda.empty_cache()
-    engine.prefill(1, [Sequence(2, text[:50], stopping, blocks=blocks)], [(2, 50)]).collect()
-    assert len(engine.decode(1).collect().generations) == 1
+    engine.step(1, [RunningSequence(2, text[:50], stopping, blocks=blocks)], [(2, 50)]).collect()
+    assert len(engine.step(1).collect().generations) == 1
 
 
 def test_a_poisoned_device_is_noticed(tmp_path) -> None:

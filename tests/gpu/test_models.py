@@ -6,8 +6,8 @@ from transformers import AutoModelForCausalLM
 
 from tests.gpu.marks import NEEDS_GPU
 from tests.tiny_models import ARCHITECTURES, make
-from tests.unit.engine.models.driver import LENGTHS, NEW, prompts
-from tests.unit.engine.models.test_parity import ELSEWHERE, PADDED, check, lost, overlap
+from tests.unit.engine.runners.driver import LENGTHS, NEW, prompts
+from tests.unit.engine.runners.test_parity import ELSEWHERE, PADDED, check, lost, overlap
 
 pytestmark = NEEDS_GPU
 

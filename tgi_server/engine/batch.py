@@ -4,16 +4,16 @@ from collections.abc import Iterable
 from itertools import chain
 
 from tgi_server.engine.errors import InvalidCall
-from tgi_server.engine.models.runner import Runner
+from tgi_server.engine.runners.base import Runner
 from tgi_server.engine.sampling import Sampler
-from tgi_server.engine.sequence import Sequence
+from tgi_server.engine.sequence import RunningSequence
 
 _FORCED_AT_ONCE = 32
 """Forced tokens of a step in which everybody has a grammar: more make nobody's text faster, and keep whoever comes
 meanwhile waiting."""
 
 
-class Batch:
+class RunningBatch:
     """Keeps the rows dense: when a sequence leaves, the last row moves into its place.
 
     rows: the sequences past their prompt, in row order. prefilling: the others, by request id; among
@@ -23,8 +23,8 @@ class Batch:
     def __init__(self, batch_id: int, runner: Runner, sampler: Sampler, max_size: int, cheap_tokens: int) -> None:
         """cheap_tokens: up to so many in all, a step takes about as long as for one."""
         self.id = batch_id
-        self.rows: list[Sequence] = []
-        self.prefilling: dict[int, Sequence] = {}
+        self.rows: list[RunningSequence] = []
+        self.prefilling: dict[int, RunningSequence] = {}
         self._row_of: dict[int, int] = {}
         self._runner = runner
         self._sampler = sampler
@@ -40,7 +40,7 @@ class Batch:
     def request_ids(self) -> list[int]:
         return [*self._row_of, *self.prefilling]
 
-    def join(self, sequence: Sequence) -> None:
+    def join(self, sequence: RunningSequence) -> None:
         """Raises InvalidCall when the request is there already, or the batch is full."""
         if sequence.request_id in self:
             raise InvalidCall(f"request {sequence.request_id} is in the batch already")
@@ -49,7 +49,7 @@ class Batch:
         self.prefilling[sequence.request_id] = sequence
         self._runner.join(sequence)
 
-    def promote(self, sequence: Sequence) -> None:
+    def promote(self, sequence: RunningSequence) -> None:
         """The sequence's prompt is computed: it takes the next row."""
         del self.prefilling[sequence.request_id]
         sequence.catching_up = False
@@ -69,11 +69,15 @@ class Batch:
             return max(_FORCED_AT_ONCE, cheap)
         return cheap
 
-    def room(self, sequence: Sequence) -> int:
+    def room(self, sequence: RunningSequence) -> int:
         """How many forced tokens the sequence may get at once behind its next token."""
         return sequence.room(self._runner.block_size) if self._runner.paged else 0
 
-    def step_aside(self, sequence: Sequence, tokens: int) -> None:
+    def jumping(self) -> list[RunningSequence]:
+        """Returns the sequences that have jump-forward tokens to compute before they take a row again."""
+        return [sequence for sequence in self.prefilling.values() if sequence.catching_up and sequence.remaining]
+
+    def step_aside(self, sequence: RunningSequence, tokens: int) -> None:
         """The sequence leaves its row until its last `tokens` tokens, all but one of them forced, are computed."""
         self._vacate(self._row_of.pop(sequence.request_id))
         self._runner.truncate(len(self.rows))
@@ -97,7 +101,7 @@ class Batch:
         rows = len(self.rows)
         for request_id in request_ids:
             if request_id in self.prefilling:
-                self._runner.leave(self.prefilling.pop(request_id))
+                del self.prefilling[request_id]
             elif request_id in self._row_of:
                 self._vacate(self._row_of.pop(request_id))
         if len(self.rows) < rows:

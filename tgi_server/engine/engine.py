@@ -3,22 +3,23 @@
 import logging
 import math
 import time
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
-from tgi_server.engine.batch import Batch
+from tgi_server.engine.attention.base import GreedyOnly
+from tgi_server.engine.batch import RunningBatch
 from tgi_server.engine.config import EngineConfig
 from tgi_server.engine.errors import EngineError, InvalidCall
-from tgi_server.engine.grammar import Constraint, GrammarCompiler, InvalidGrammar, MaskBuilder, PendingMask
+from tgi_server.engine.grammar import GrammarCompiler, InvalidGrammar
+from tgi_server.engine.grammar.masks import MaskBuilder, PendingMask
 from tgi_server.engine.grammar.tokenizer import has_tokenizer
-from tgi_server.engine.models import create_runner
-from tgi_server.engine.models.limits import position_limit
-from tgi_server.engine.models.runner import Capacity, Likeliest, PromptChunk
-from tgi_server.engine.results import PromptTokens
+from tgi_server.engine.memory import copy_to_device, to_device
+from tgi_server.engine.runners import create_runner
+from tgi_server.engine.runners.base import CacheCapacity, PromptChunk, position_limit
 from tgi_server.engine.sampling import (
     PendingTokens,
     Sampler,
@@ -27,9 +28,8 @@ from tgi_server.engine.sampling import (
     is_plain,
     prompt_logprobs,
 )
-from tgi_server.engine.sequence import Sequence
+from tgi_server.engine.sequence import PromptTokens, RunningSequence
 from tgi_server.engine.step import Step
-from tgi_server.engine.transfer import copy_to_device, to_device
 from tgi_server.engine.weights import load_model
 
 logger = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ _CHEAP_TOKENS = {"cuda": 128, "cpu": 4}
 
 
 @dataclass(frozen=True, slots=True)
-class ModelInfo:
+class LoadedModel:
     """What was loaded. max_position_embeddings: None when nothing but memory bounds a sequence.
 
     grammars: whether sequences may have one.
@@ -63,8 +63,8 @@ class Engine:
     """Runs a model on a batch whose sequences join and leave at every step.
 
     The caller owns the KV blocks: it says which blocks a sequence has, and grants more before they are needed.
-    `prefill` and `decode` start a step and return it; `Step.collect` waits for it. On a GPU the next step can be
-    started before the last one has been collected. Not thread-safe.
+    `step` starts a step and returns it; `Step.collect` waits for it. On a GPU the next step can be started before the
+    last one has been collected. Not thread-safe.
 
     grammars: compiles grammars, in any thread; None where the model's folder has no tokenizer.
     """
@@ -81,10 +81,10 @@ class Engine:
         self._group = config.group
         self._runner = create_runner(model, config)
         self._watermark = WatermarkSettings(config.watermark_gamma, config.watermark_delta)
-        self._batch: Batch | None = None
-        self._capacity: Capacity | None = None
+        self._batch: RunningBatch | None = None
+        self._capacity: CacheCapacity | None = None
         self._max_batch_size = 0
-        self.info = ModelInfo(
+        self.info = LoadedModel(
             model_type=model.config.model_type,
             dtype=str(model.dtype).removeprefix("torch."),
             device_type=device.type,
@@ -105,7 +105,9 @@ class Engine:
         logger.info("loaded %s in %.1f s", config.model_path, time.perf_counter() - started)
 
     @torch.inference_mode()
-    def warm_up(self, max_batch_size: int, max_prefill_tokens: int, max_total_tokens: int | None = None) -> Capacity:
+    def warm_up(
+        self, max_batch_size: int, max_prefill_tokens: int, max_total_tokens: int | None = None
+    ) -> CacheCapacity:
         """Sizes the cache for at most `max_batch_size` sequences and runs the largest step once.
 
         max_prefill_tokens: prompt tokens of one step. max_total_tokens: of one sequence; None: as many as the model
@@ -129,15 +131,19 @@ class Engine:
         assert int(torch.ones(2, device=self._device).sum()) == 2
 
     @torch.inference_mode()
-    def prefill(
+    def step(
         self,
         batch_id: int,
-        joining: SequenceOf[Sequence],
-        chunks: SequenceOf[tuple[int, int]],
-        grants: SequenceOf[tuple[int, list[int]]] = (),
+        joining: Sequence[RunningSequence] = (),
+        chunks: Sequence[tuple[int, int]] = (),
+        grants: Sequence[tuple[int, list[int]]] = (),
+        *,
         decode: bool = True,
     ) -> Step:
-        """Sequences join, prompt chunks, (request id, tokens), are computed, and running sequences may decode along.
+        """Starts a step, and returns it without waiting for its tokens.
+
+        joining: sequences that join the batch. chunks: prompts to compute, (request id, tokens). grants: KV blocks for
+        sequences that grow, (request id, blocks). decode: every sequence past its prompt advances by a token.
 
         Raises InvalidCall, and whatever the device raises. After an error the batch is gone.
         """
@@ -147,29 +153,19 @@ class Engine:
             for sequence in joining:
                 self._constrain(sequence)
                 batch.join(sequence)
-            self._grant(batch, grants)
-            spans = [self._chunk(batch, request_id, tokens) for request_id, tokens in chunks]
+            for request_id, blocks in grants:
+                batch.grant(request_id, blocks)
+            prompts = [self._chunk(batch, request_id, tokens) for request_id, tokens in chunks]
             if decode:
-                spans += self._forced(batch)
-            return self._start(batch, len(batch.rows) if decode else 0, spans)
+                prompts += [PromptChunk.next_of(sequence, sequence.remaining) for sequence in batch.jumping()]
+            self._last = self._start(batch, _Pass.of(batch, prompts, decode=decode))
         except BaseException:
             self.clear()
             raise
+        return self._last
 
     @torch.inference_mode()
-    def decode(self, batch_id: int, grants: SequenceOf[tuple[int, list[int]]] = ()) -> Step:
-        """Every sequence past its prompt advances by one token. Errors as in `prefill`."""
-        batch = self._batch_for(batch_id)
-        try:
-            self._settle(batch)
-            self._grant(batch, grants)
-            return self._start(batch, len(batch.rows), self._forced(batch))
-        except BaseException:
-            self.clear()
-            raise
-
-    @torch.inference_mode()
-    def keep(self, batch_id: int, request_ids: SequenceOf[int]) -> None:
+    def keep(self, batch_id: int, request_ids: Sequence[int]) -> None:
         """Forgets all of a batch's sequences but these."""
         self._batch_for(batch_id).keep(request_ids)
 
@@ -181,37 +177,31 @@ class Engine:
             self._batch = None
 
     @property
-    def batch(self) -> Batch | None:
+    def batch(self) -> RunningBatch | None:
         """The running batch; None when no sequence is left."""
         return self._batch if self._batch else None
 
-    def _batch_for(self, batch_id: int) -> Batch:
+    def _batch_for(self, batch_id: int) -> RunningBatch:
         if self._capacity is None:
             raise InvalidCall("warm up before the first step")
         if self._batch and self._batch.id != batch_id:
             raise InvalidCall(f"batch {self._batch.id} is running; clear it before batch {batch_id}")
         if not self._batch:
             cheap = _CHEAP_TOKENS.get(self._device.type, 1)
-            self._batch = Batch(batch_id, self._runner, self._sampler, self._max_batch_size, cheap)
+            self._batch = RunningBatch(batch_id, self._runner, self._sampler, self._max_batch_size, cheap)
         return self._batch
 
-    @staticmethod
-    def _grant(batch: Batch, grants: SequenceOf[tuple[int, list[int]]]) -> None:
-        for request_id, blocks in grants:
-            batch.grant(request_id, blocks)
-
-    def _chunk(self, batch: Batch, request_id: int, tokens: int) -> PromptChunk:
+    def _chunk(self, batch: RunningBatch, request_id: int, tokens: int) -> PromptChunk:
         if request_id not in batch.prefilling:
             raise InvalidCall(f"request {request_id} has no prompt left to compute")
         sequence = batch.prefilling[request_id]
-        start = sequence.computed
         all_logits = sequence.report.prefill_logprobs and not self.info.encoder_decoder
-        return PromptChunk(sequence, sequence.next_chunk(tokens), start, all_logits)
+        return PromptChunk.next_of(sequence, tokens, all_logits=all_logits)
 
     def _grammar_compiler(self, config: EngineConfig) -> GrammarCompiler:
         return GrammarCompiler(config.model_path, self.info.vocab_size, self.info.eos_token_ids)
 
-    def _constrain(self, sequence: Sequence) -> None:
+    def _constrain(self, sequence: RunningSequence) -> None:
         if sequence.grammar is None:
             return
         if self.grammars is None:
@@ -224,69 +214,53 @@ class Engine:
         except InvalidGrammar as error:
             raise InvalidCall(f"the grammar of request {sequence.request_id} cannot be used: {error}") from error
 
-    def _settle(self, batch: Batch) -> None:
+    def _settle(self, batch: RunningBatch) -> None:
         """What a grammar allows next depends on the last token, so the host has to know it before the next step."""
         if self._last is not None and any(sequence.constraint is not None for sequence in batch.rows):
             self._last.resolve()
 
-    @staticmethod
-    def _forced(batch: Batch) -> list[PromptChunk]:
-        """What the sequences compute that have forced tokens."""
-        return [
-            PromptChunk(sequence, sequence.next_chunk(sequence.remaining), len(sequence.known) - remaining, False)
-            for sequence in batch.prefilling.values()
-            if sequence.catching_up and (remaining := sequence.remaining)
-        ]
-
-    def _start(self, batch: Batch, decoding: int, chunks: list[PromptChunk]) -> Step:
+    def _start(self, batch: RunningBatch, step: "_Pass") -> Step:
         started = time.perf_counter_ns()
-        first = 0 if decoding else len(batch.rows)
-        expected = [*batch.rows[first:], *(chunk.sequence for chunk in chunks if chunk.completes)]
-        constraints = {i: each.constraint for i, each in enumerate(expected) if each.constraint is not None}
-        mask = self._start_mask(constraints) if constraints else None
-        if decoding or chunks:
-            logits = self._forward(decoding, chunks, mask)
+        mask = self._start_mask(step.sequences)
+        logits = self._forward(step, mask) if step.decoding or step.chunks else None
         forwarded = time.perf_counter_ns()
-        picked = self._finish_chunks(batch, decoding, chunks, logits) if chunks else list(range(decoding))
-        sequences = batch.rows[first:]
+        if step.chunks:
+            assert logits is not None
+            self._finish_chunks(batch, step, logits)
         pending = None
-        if sequences:
-            if len(picked) != len(logits):
-                logits = logits.index_select(0, to_device(picked, torch.int64, self._device))
-            pending = self._sample(logits, first, len(sequences), mask.wait() if mask else None)
-        self._last = Step(batch, sequences, pending, self._eos, forwarded - started, started)
-        return self._last
+        if step.sequences:
+            assert logits is not None
+            pending = self._sample(logits, step, mask.wait() if mask else None)
+        return Step(batch, step.sequences, pending, self._eos, forwarded - started, started)
 
-    def _only_likeliest(self, decoding: int, chunks: list[PromptChunk]) -> bool:
-        """Whether a step needs no logits but the largest of each row, of those that its mask allows."""
-        greedy = all(is_plain(chunk.sequence.sampling, chunk.sequence.report) for chunk in chunks)
-        return greedy and not any(chunk.all_logits for chunk in chunks) and not (decoding and self._sampler.processes)
-
-    def _forward(self, decoding: int, chunks: list[PromptChunk], mask: PendingMask | None) -> Tensor:
-        likeliest = Likeliest(mask) if self._only_likeliest(decoding, chunks) else None
+    def _forward(self, step: "_Pass", mask: PendingMask | None) -> Tensor:
+        greedy = GreedyOnly(mask) if step.is_greedy and not (step.decoding and self._sampler.processes) else None
         if self._group is None:
-            return self._runner.forward(decoding, chunks, likeliest)
+            return self._runner.forward(step.decoding, step.chunks, greedy)
         self._group.check()
         try:
-            return self._runner.forward(decoding, chunks, likeliest)
+            return self._runner.forward(step.decoding, step.chunks, greedy)
         except EngineError:
             raise
         except BaseException as error:
             self._group.abandon(f"{type(error).__name__} in shard {self._group.rank}")
             raise
 
-    def _start_mask(self, constraints: dict[int, Constraint]) -> PendingMask:
-        """constraints: by row of the logits. Computed while the model runs, where there are cores for it."""
+    def _start_mask(self, sequences: Sequence[RunningSequence]) -> PendingMask | None:
+        """Starts the masks of the sequences with a grammar. Computed while the model runs, where there are cores."""
+        constraints = {i: each.constraint for i, each in enumerate(sequences) if each.constraint is not None}
+        if not constraints:
+            return None
         assert self.grammars is not None
         self._masks = self._masks or MaskBuilder(self._device)
         return self._masks.start(
             list(constraints.values()), list(constraints), self.grammars.tokenizer.lookup.vocab_size
         )
 
-    def _finish_chunks(self, batch: Batch, decoding: int, chunks: list[PromptChunk], logits: Tensor) -> list[int]:
-        """Sequences whose prompt is complete take their rows. Returns the indices of the logits to sample from."""
-        picked, start = list(range(decoding)), decoding
-        for chunk in chunks:
+    def _finish_chunks(self, batch: RunningBatch, step: "_Pass", logits: Tensor) -> None:
+        """Reports what was asked about prompts, and gives rows to the sequences whose prompt is complete."""
+        start = step.decoding
+        for chunk in step.chunks:
             end = start + chunk.logits
             if chunk.all_logits:
                 _report_prompt(chunk, logits[start:end])
@@ -294,21 +268,56 @@ class Engine:
                 self._report_start(chunk.sequence)
             if chunk.completes:
                 batch.promote(chunk.sequence)
-                picked.append(end - 1)
             start = end
-        return picked
 
-    def _report_start(self, sequence: Sequence) -> None:
+    def _report_start(self, sequence: RunningSequence) -> None:
         """What an encoder reads has no likelihood; a decoder's own prompt is the token that it starts with."""
         assert self.info.decoder_start_token_id is not None
         sequence.prompt_report = PromptTokens([self.info.decoder_start_token_id], [math.nan])
 
-    def _sample(self, logits: Tensor, first: int, count: int, mask: TokenMask | None) -> PendingTokens:
-        rows = range(first, first + count)
+    def _sample(self, logits: Tensor, step: "_Pass", mask: TokenMask | None) -> PendingTokens:
+        if len(step.picked) != len(logits):
+            logits = logits.index_select(0, to_device(step.picked, torch.int64, self._device))
+        rows = range(step.first_row, step.first_row + len(step.sequences))
         sampled = self._sampler.sample(logits, rows, mask)
         self._sampler.accept(sampled.token_ids, rows)
-        self._runner.accept(first, sampled.token_ids)
+        self._runner.accept(step.first_row, sampled.token_ids)
         return sampled.start_copy()
+
+
+@dataclass(frozen=True, slots=True)
+class _Pass:
+    """A forward pass, and the sequences that get a token from it.
+
+    decoding: the first so many rows decode. chunks: what is computed beside them. sequences: those that get a token, in
+    the order of the rows that they have, or take once their prompt is complete. first_row: of the first of them.
+    picked: the indices of their logits among those that the pass yields.
+    """
+
+    decoding: int
+    chunks: list[PromptChunk]
+    sequences: list[RunningSequence]
+    first_row: int
+    picked: list[int]
+
+    @classmethod
+    def of(cls, batch: RunningBatch, chunks: list[PromptChunk], *, decode: bool) -> "_Pass":
+        decoding = len(batch.rows) if decode else 0
+        sequences = batch.rows[:decoding]
+        picked, end = list(range(decoding)), decoding
+        for chunk in chunks:
+            end += chunk.logits
+            if chunk.completes:
+                sequences.append(chunk.sequence)
+                picked.append(end - 1)
+        return cls(decoding, chunks, sequences, 0 if decode else len(batch.rows), picked)
+
+    @property
+    def is_greedy(self) -> bool:
+        """Returns True if no chunk needs more logits than the largest of its sequence's last token."""
+        return all(
+            is_plain(chunk.sequence.sampling, chunk.sequence.report) and not chunk.all_logits for chunk in self.chunks
+        )
 
 
 def _report_prompt(chunk: PromptChunk, logits: Tensor) -> None:

@@ -12,7 +12,7 @@ import argparse
 import logging
 import time
 from collections import deque
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Sequence
 from pathlib import Path
 
 from transformers import AutoTokenizer
@@ -22,15 +22,15 @@ from tgi_server.contract import SamplingParameters, StoppingParameters
 from tgi_server.engine.config import DTYPES, EngineConfig
 from tgi_server.engine.engine import Engine, Step
 from tgi_server.engine.errors import InvalidCall
-from tgi_server.engine.models.runner import Capacity
-from tgi_server.engine.sequence import Sequence
+from tgi_server.engine.runners.base import CacheCapacity
+from tgi_server.engine.sequence import RunningSequence
 
 BATCH_ID = 1
 
 
 def generate(
     engine: Engine,
-    prompts: SequenceOf[SequenceOf[int]],
+    prompts: Sequence[Sequence[int]],
     stopping: StoppingParameters,
     sampling: SamplingParameters | None = None,
     *,
@@ -45,24 +45,24 @@ def generate(
     capacity = engine.warm_up(max_batch_size, max_prefill_tokens)
     run = _Run(engine, capacity, max_batch_size, max_prefill_tokens)
     for index, prompt in enumerate(prompts):
-        run.add(Sequence(index, list(prompt), stopping, sampling or SamplingParameters()))
+        run.add(RunningSequence(index, list(prompt), stopping, sampling or SamplingParameters()))
     return run.finish()
 
 
 class _Run:
     """First come, first served: the oldest waiting prompt joins as soon as a row and its blocks are free."""
 
-    def __init__(self, engine: Engine, capacity: Capacity, max_batch_size: int, max_prefill_tokens: int) -> None:
+    def __init__(self, engine: Engine, capacity: CacheCapacity, max_batch_size: int, max_prefill_tokens: int) -> None:
         self._engine = engine
         self._capacity = capacity
         self._max_batch_size = max_batch_size
         self._max_prefill_tokens = max_prefill_tokens
         self._free = list(range(capacity.num_blocks, 0, -1))
-        self._waiting: deque[Sequence] = deque()
+        self._waiting: deque[RunningSequence] = deque()
         self._outputs: list[list[int]] = []
         self._blocks: dict[int, list[int]] = {}
 
-    def add(self, sequence: Sequence) -> None:
+    def add(self, sequence: RunningSequence) -> None:
         total = len(sequence.input_ids) + sequence.stopping.max_new_tokens
         if total > self._capacity.max_total_tokens:
             raise InvalidCall(
@@ -77,13 +77,13 @@ class _Run:
             joining = self._admit()
             if joining:
                 chunks = [(sequence.request_id, sequence.remaining) for sequence in joining]
-                self._collect(self._engine.prefill(BATCH_ID, joining, chunks))
+                self._collect(self._engine.step(BATCH_ID, joining, chunks))
             else:
-                self._collect(self._engine.decode(BATCH_ID))
+                self._collect(self._engine.step(BATCH_ID))
         return self._outputs
 
-    def _admit(self) -> list[Sequence]:
-        joining: list[Sequence] = []
+    def _admit(self) -> list[RunningSequence]:
+        joining: list[RunningSequence] = []
         tokens = 0
         while self._waiting and len(self._blocks) < self._max_batch_size:
             sequence = self._waiting[0]
@@ -96,7 +96,7 @@ class _Run:
             joining.append(self._waiting.popleft())
         return joining
 
-    def _blocks_needed(self, sequence: Sequence) -> int:
+    def _blocks_needed(self, sequence: RunningSequence) -> int:
         if not self._engine.info.paged:
             return 0
         return -(-(len(sequence.input_ids) + sequence.stopping.max_new_tokens) // self._capacity.block_size)

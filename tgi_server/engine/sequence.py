@@ -8,11 +8,18 @@ from torch import Tensor
 from tgi_server.contract import BlockCopy, Grammar, ReportParameters, SamplingParameters, StoppingParameters
 from tgi_server.engine.errors import InvalidCall
 from tgi_server.engine.grammar.constraint import Constraint
-from tgi_server.engine.results import PromptTokens
+
+
+@dataclass(frozen=True, slots=True)
+class PromptTokens:
+    """The prompt and how likely each of its tokens was after those before it; NaN for the first."""
+
+    ids: list[int]
+    logprobs: list[float]
 
 
 @dataclass(slots=True)
-class Sequence:
+class RunningSequence:
     """A request in a batch.
 
     input_ids: the prompt, which an encoder reads where there is one. generated_ids: what had been generated before a

@@ -2,14 +2,50 @@
 
 import time
 from collections.abc import Collection
+from dataclasses import dataclass, field
 
 import torch
 
 from tgi_server.contract import FinishReason
-from tgi_server.engine.batch import Batch
-from tgi_server.engine.results import Generation, StepResult, TopTokens
+from tgi_server.engine.batch import RunningBatch
 from tgi_server.engine.sampling import PendingTokens, Tokens
-from tgi_server.engine.sequence import Sequence
+from tgi_server.engine.sequence import PromptTokens, RunningSequence
+
+
+@dataclass(frozen=True, slots=True)
+class TopTokens:
+    """The most likely tokens at one position, most likely first."""
+
+    ids: list[int]
+    logprobs: list[float]
+
+
+@dataclass(slots=True)
+class Generation:
+    """What one request got from a step.
+
+    forced: tokens behind `token_id` that the request's grammar left no choice about. hidden: which of all these are
+    no part of the text; 0 is `token_id`. error: why the request cannot go on.
+    """
+
+    request_id: int
+    token_id: int
+    forced: list[int] = field(default_factory=list)
+    hidden: list[int] = field(default_factory=list)
+    error: str | None = None
+    logprob: float | None = None
+    top_tokens: TopTokens | None = None
+    prompt_tokens: PromptTokens | None = None
+    finish_reason: FinishReason | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """generations: one for each sequence that got a token. Times in nanoseconds."""
+
+    generations: list[Generation]
+    forward_ns: int
+    total_ns: int
 
 
 class Step:
@@ -17,8 +53,8 @@ class Step:
 
     def __init__(
         self,
-        batch: Batch,
-        sequences: list[Sequence],
+        batch: RunningBatch,
+        sequences: list[RunningSequence],
         pending: PendingTokens | None,
         eos: Collection[int],
         forward_ns: int,
@@ -78,7 +114,7 @@ class Step:
                 self._batch.step_aside(sequence, 1 + len(generation.forced))
         return [generation for generation, _ in alive]
 
-    def _follow_grammar(self, generation: Generation, sequence: Sequence) -> bool:
+    def _follow_grammar(self, generation: Generation, sequence: RunningSequence) -> bool:
         """Adds the tokens that the grammar leaves no choice about. Whether the text is whole with them."""
         constraint = sequence.constraint
         assert constraint is not None
@@ -92,7 +128,7 @@ class Step:
         return constraint.ended
 
 
-def _generations(tokens: Tokens, sequences: list[Sequence]) -> list[Generation]:
+def _generations(tokens: Tokens, sequences: list[RunningSequence]) -> list[Generation]:
     generations = [
         Generation(sequence.request_id, token_id) for sequence, token_id in zip(sequences, tokens.ids, strict=True)
     ]

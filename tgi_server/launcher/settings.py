@@ -90,12 +90,19 @@ class LauncherSettings(ServiceSettings):
     max_batch_size: Count | None = None
     max_client_batch_size: Count = 4
     payload_limit: Count = Field(2_000_000, description="of a request's body, in bytes")
-    client_timeout: Count = Field(75, description="seconds that a client may be silent, asking or reading")
+    client_timeout: Count = Field(75, description="seconds that a client may take to ask, and to read")
+    max_connections: Count | None = Field(None, description="default: as the limit of open files allows")
+    max_connections_per_address: Count | None = Field(None, description="default: half of all")
     tokenizer_config_path: Path | None = Field(None, description="a tokenizer_config.json with a chat template")
+    allow_special_tokens: bool = Field(False, description="also where chat messages spell them, as TGI does")
     disable_grammar_support: bool = False
     enable_prefill_logprobs: bool = Field(False, description="for TGI's sake: a prompt's logprobs can always be had")
     cors_allow_origin: CommaSeparated[str] | None = None
+    allowed_hosts: CommaSeparated[str] | None = Field(
+        None, description="names of this server, for when it listens on loopback without a key"
+    )
     api_key: str | None = Field(None, description="generating then takes `Authorization: Bearer KEY`")
+    api_key_file: Path | None = Field(None, description="a file of such keys, one a line")
 
     cuda_memory_fraction: float = Field(1.0, gt=0, le=1, description="share of a GPU's memory that may be used")
     cuda_graphs: CommaSeparated[NonNegativeInt] | None = Field(

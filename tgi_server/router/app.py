@@ -1,6 +1,5 @@
 """The ASGI application: all routes, errors, and who may call."""
 
-from collections.abc import Sequence
 from functools import partial
 
 from fastapi import FastAPI
@@ -10,7 +9,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tgi_server.router.api.access import ApiKeyMiddleware
+from tgi_server.router.api.access import AccessRules, ApiKeyMiddleware, ForeignPageMiddleware
 from tgi_server.router.api.answers import error_answer
 from tgi_server.router.api.chat import chat_routes
 from tgi_server.router.api.compatibility import compatibility_routes
@@ -34,8 +33,8 @@ _ROUTES = (
 )
 
 
-def create_app(service: Service, *, api_key: str | None = None, cors_origins: Sequence[str] = ()) -> FastAPI:
-    """api_key: what generation wants as a bearer token; None: nothing. cors_origins: who may call from a browser."""
+def create_app(service: Service, rules: AccessRules) -> FastAPI:
+    """Returns the application. rules: who may call it."""
     app = FastAPI(
         title="Oatmill text generation",
         description="A text-generation server with TGI's interface.",
@@ -43,7 +42,7 @@ def create_app(service: Service, *, api_key: str | None = None, cors_origins: Se
         docs_url=None,
         redoc_url=None,
         openapi_url=None,
-        middleware=_middleware(api_key, cors_origins),
+        middleware=_middleware(rules),
         # Requests have spans of their own, in `tgi_server.router.tracing`.
         telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
     )
@@ -57,16 +56,15 @@ def create_app(service: Service, *, api_key: str | None = None, cors_origins: Se
     return app
 
 
-def _middleware(api_key: str | None, cors_origins: Sequence[str]) -> list[Middleware]:
+def _middleware(rules: AccessRules) -> list[Middleware]:
     middleware: list[Middleware] = []
-    if cors_origins:
+    if rules.origins:
         middleware.append(
             Middleware(
-                CORSMiddleware, allow_origins=list(cors_origins), allow_methods=["GET", "POST"], allow_headers=["*"]
+                CORSMiddleware, allow_origins=list(rules.origins), allow_methods=["GET", "POST"], allow_headers=["*"]
             )
         )
-    if api_key:
-        middleware.append(Middleware(ApiKeyMiddleware, api_key=api_key))
+    middleware.append(Middleware(ApiKeyMiddleware if rules.keys else ForeignPageMiddleware, rules=rules))
     return middleware
 
 

@@ -8,12 +8,12 @@ from importlib.metadata import PackageNotFoundError, version
 from time import monotonic
 
 from shared.stubs import generate_pb2 as pb
+from tgi_server.contract import Grammar
 from tgi_server.router.capacity import Capacity
 from tgi_server.router.chat_template import ChatTemplate
 from tgi_server.router.errors import GenerationFailed, RouterError, StartupError, Unhealthy
-from tgi_server.router.grammar_message import grammar_message
-from tgi_server.router.messages import Grammar, Limits
 from tgi_server.router.metrics import Metrics
+from tgi_server.router.request import Limits
 from tgi_server.router.scheduler import Scheduler
 from tgi_server.router.scheduling.settings import SchedulerSettings
 from tgi_server.router.service import ModelDescription, Service
@@ -23,6 +23,7 @@ from tgi_server.router.tokenization import TokenizerThreads, load_tokenizer
 from tgi_server.router.tokenizer_config import read_tokenizer_config
 from tgi_server.router.tracing import RequestTracer
 from tgi_server.router.validation import Validator, grammar_refusal
+from tgi_server.wire import grammar_to_message
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +44,7 @@ async def assembled(settings: RouterSettings) -> AsyncIterator[Service]:
     config = await asyncio.to_thread(read_tokenizer_config, model, settings.tokenizer_config_path)
     template = ChatTemplate(config)
     threads = TokenizerThreads(await asyncio.to_thread(load_tokenizer, model, config), settings.validation_workers)
+    guard = None if settings.allow_special_tokens else await asyncio.to_thread(threads.tokenizer.special_token_guard)
     shards = await _connect(settings.master_shard_uds_path)
     try:
         info, capacity = await _warm_up(shards, settings)
@@ -52,7 +54,7 @@ async def assembled(settings: RouterSettings) -> AsyncIterator[Service]:
 
         async def grammar_fault(grammar: Grammar) -> str | None:
             try:
-                return await shards.compile(grammar_message(grammar))
+                return await shards.compile(grammar_to_message(grammar))
             except Unhealthy as error:
                 raise GenerationFailed(str(error)) from error
 
@@ -73,6 +75,7 @@ async def assembled(settings: RouterSettings) -> AsyncIterator[Service]:
                 check_health=_HealthCheck(scheduler, shards),
                 payload_limit=settings.payload_limit,
                 validation_workers=settings.validation_workers,
+                special_tokens=guard,
             )
         finally:
             await scheduler.stop()

@@ -4,16 +4,26 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from pydantic_core import from_json
+
+from shared.logging import one_line
 from tgi_server.router.chat_template import ChatTemplate
 from tgi_server.router.errors import InvalidRequest
 from tgi_server.router.schemas.chat import Message, TextChunk, Tool, ToolCall
+from tgi_server.router.special_tokens import RenderedPrompt, SpecialTokens
 from tgi_server.router.tool_grammar import DEFAULT_TOOL_PROMPT
 
 
 def render_conversation(
-    template: ChatTemplate, messages: Sequence[Message], tools: Sequence[Tool], tool_prompt: str | None
-) -> str:
-    """The prompt. A template that knows nothing of tools has them told at the end of the last message.
+    template: ChatTemplate,
+    messages: Sequence[Message],
+    tools: Sequence[Tool],
+    tool_prompt: str | None,
+    special_tokens: SpecialTokens | None = None,
+) -> RenderedPrompt:
+    """Returns the prompt. A template that knows nothing of tools has them told at the end of the last message.
+
+    special_tokens: that only the template may write; None: messages may, too.
 
     Raises InvalidTemplate, or InvalidRequest for what the model cannot read.
     """
@@ -25,7 +35,10 @@ def render_conversation(
         prompt = tool_prompt or ("" if native else DEFAULT_TOOL_PROMPT)
         if prompt:
             shown[-1]["content"] += "\n".join(["\n---", *told, prompt])
-    return template.render(shown, described or None)
+    conversation = shown, described or None
+    if special_tokens is None:
+        return RenderedPrompt(template.render(*conversation))
+    return special_tokens.render(template.render, conversation)
 
 
 def _message(message: Message) -> dict[str, Any]:
@@ -57,9 +70,11 @@ def _tool_call(call: ToolCall) -> dict[str, Any]:
     arguments = call.function.arguments
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments)
+            arguments = from_json(arguments)  # which bounds how deep it may nest, and takes no lone surrogates
         except ValueError as error:
-            raise InvalidRequest(f"the `arguments` of the tool call {call.id!r} are not JSON: {error}") from error
+            raise InvalidRequest(
+                f"the `arguments` of the tool call `{one_line(call.id, 100)}` are not JSON: {error}"
+            ) from error
     return {"id": call.id, "type": call.type, "function": {"name": call.function.name, "arguments": arguments or {}}}
 
 

@@ -1,15 +1,23 @@
 """What can go wrong with a request, and the HTTP status and TGI error type of each."""
 
+from shared.logging import one_line
+
+# Characters: a message may repeat what a client sent.
+_LONGEST_MESSAGE = 1_000
+
 
 class StartupError(Exception):
     """The router cannot start; `str()` of it is the one line that says why."""
 
 
 class RouterError(Exception):
-    """Base of all errors that a client is told about. `str()` of it is the message."""
+    """Base of all errors that a client is told about. `str()` of it is the message: one line of bounded length."""
 
     status = 500
     error_type = "internal"
+
+    def __init__(self, message: str) -> None:
+        super().__init__(one_line(message, _LONGEST_MESSAGE))
 
 
 class InvalidRequest(RouterError):
@@ -80,11 +88,29 @@ class Unauthorized(RouterError):
     error_type = "unauthorized"
 
 
+class Forbidden(RouterError):
+    """A browser asks on behalf of a page that may not call the server."""
+
+    status = 403
+    error_type = "forbidden"
+
+
+class UnsupportedMediaType(RouterError):
+    """The body is said to be something else than JSON."""
+
+    status = 415
+    error_type = "unsupported_media_type"
+
+
 class ClientGone(RouterError):
     """The client closed its connection; nobody reads the answer any more."""
 
     status = 499
     error_type = "cancelled"
+
+
+class SlowReader(ClientGone):
+    """The client takes its answer so slowly that too much of it waits."""
 
 
 class NoSuchRoute(RouterError):

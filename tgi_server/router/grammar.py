@@ -6,8 +6,8 @@ from typing import Any
 
 from pydantic_core import from_json
 
+from tgi_server.contract import Grammar, GrammarType
 from tgi_server.router.errors import InvalidRequest
-from tgi_server.router.messages import Grammar, GrammarType
 from tgi_server.router.schemas import grammar as schemas
 
 _ANY_OBJECT = {"type": "object"}

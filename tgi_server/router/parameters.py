@@ -1,18 +1,19 @@
 """The rules that generation parameters keep (TGI's), each with the one line that a client gets for breaking it."""
 
-import math
 import random
 from collections.abc import Callable
 from struct import Struct
 from typing import TypeVar
 
+from tgi_server.contract import SamplingParameters
 from tgi_server.router.errors import InvalidRequest
-from tgi_server.router.messages import Limits, SamplingParameters
+from tgi_server.router.request import Limits
 from tgi_server.router.schemas.generate import GenerateParameters
 
 T = TypeVar("T")
 
 _FLOAT32 = Struct("<f")
+_LARGEST_FLOAT32 = 2.0**128 - 2.0**104
 _SEED_BITS = 64
 _LARGEST_BIAS = 100.0
 
@@ -103,16 +104,18 @@ def _logit_bias(biases: dict[str, float], vocab_size: int) -> dict[int, float]:
 
 
 def _require(name: str, value: float | None, rule: Callable[[float], bool], fault: str) -> None:
-    if value is not None and not rule(_as_float32(value)):
+    if value is None:
+        return
+    if abs(value) > _LARGEST_FLOAT32:
+        bound = f"at most {_LARGEST_FLOAT32:.2g}" if value > 0 else f"at least -{_LARGEST_FLOAT32:.2g}"
+        raise InvalidRequest(f"`{name}` must be {bound}, not {value}")
+    if not rule(_as_float32(value)):
         raise InvalidRequest(f"`{name}` {fault}, not {value}")
 
 
 def _as_float32(value: float) -> float:
-    """The value as the shards get it; NaN, which keeps no rule, when there is none."""
-    try:
-        (rounded,) = _FLOAT32.unpack(_FLOAT32.pack(value))
-    except OverflowError:
-        return math.nan
+    """The value as the shards get it."""
+    (rounded,) = _FLOAT32.unpack(_FLOAT32.pack(value))
     return float(rounded)
 
 

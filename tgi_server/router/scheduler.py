@@ -11,8 +11,8 @@ from typing import Any
 
 from shared.stubs import generate_pb2 as pb
 from tgi_server.router.errors import GenerationFailed, InvalidRequest, RouterError
-from tgi_server.router.messages import ValidRequest
 from tgi_server.router.metrics import ConcatReason, Method, Metrics
+from tgi_server.router.request import ValidRequest
 from tgi_server.router.scheduling.admission import AdmissionPolicy, Reason
 from tgi_server.router.scheduling.batch import Batch
 from tgi_server.router.scheduling.delivery import Delivery, tell_failure
@@ -45,7 +45,7 @@ class _Sent:
 
 
 class Scheduler:
-    """Takes requests from the API (`messages.Submitter`), and pushes their tokens into their sinks.
+    """Takes requests from the API (`request.Submitter`), and pushes their tokens into their sinks.
 
     While nothing is left to do its task sleeps. When a call fails, all requests in the batch fail with
     GenerationFailed; once the shards have shown that they are well, it goes on with those that wait.
@@ -71,16 +71,22 @@ class Scheduler:
             else PaddedMemory(settings.max_batch_total_tokens)
         )
         self._batch = Batch(self._memory.block_size)
+        self._delivery = Delivery(self._queue, self._batch, self._memory)
         self._planner = Planner(
-            self._queue, self._batch, self._memory, AdmissionPolicy.of(settings), settings.pipeline_depth
+            self._queue,
+            self._batch,
+            self._memory,
+            AdmissionPolicy.of(settings),
+            settings.pipeline_depth,
+            self._delivery.fault,
         )
-        self._delivery = Delivery(self._batch, self._memory)
         self._in_flight: deque[_Sent] = deque()
         self._steps_in_flight = 0
         self._work = asyncio.Event()
         self._answered = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._unhealthy: RouterError | None = None
+        self._unchecked = True  # something may have run since the books were checked last
 
     @property
     def healthy(self) -> bool:
@@ -93,15 +99,15 @@ class Scheduler:
         await self._answered.wait()
 
     def submit(self, request: ValidRequest) -> None:
-        """Queues the request; fails it at once when the shards are not there, or could never hold it."""
-        sequence = Sequence(request)
+        """Queues the request; fails it at once when the shards are not there, or could never take or hold it."""
         if self._unhealthy is not None:
-            tell_failure(sequence, self._unhealthy)
-        elif not self._memory.can_ever_hold(sequence):
-            needed = sequence.max_total_tokens
-            tell_failure(
-                sequence, InvalidRequest(f"the request needs {needed} tokens of KV cache: there are not so many")
-            )
+            tell_failure(request, self._unhealthy)
+            return
+        try:
+            sequence = Sequence(request)
+            self._memory.check_length(sequence)
+        except InvalidRequest as error:
+            tell_failure(request, error)
         else:
             self._queue.add(sequence)
             self._work.set()
@@ -154,11 +160,27 @@ class Scheduler:
     async def _sleep(self) -> None:
         if len(self._batch) or len(self._queue):
             raise GenerationFailed("the shards owe tokens to requests that they do not know any more")
-        if self._settings.check_when_idle:
-            self.check()
         self._work.clear()
+        if self._unchecked and not await self._work_within(self._settings.idle_check_after_s):
+            self._check_books()
         await self._work.wait()
+        self._unchecked = True
         await asyncio.sleep(0)  # requests that come together are admitted together
+
+    async def _work_within(self, seconds: float) -> bool:
+        """Returns False if there is still nothing to do after so long."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._work.wait(), seconds)
+        return self._work.is_set()
+
+    def _check_books(self) -> None:
+        """Looks for blocks that nobody holds or that are held wrongly. Nobody waits for it, and no more than once."""
+        self._unchecked = False
+        try:
+            self.check()
+        except AssertionError:
+            logger.exception("the books of the KV blocks are wrong; they are made anew, without the prefix cache")
+            self._memory.rebuild(self._batch)
 
     def _send_calls(self) -> None:
         while call := self._planner.next_call(self._steps_in_flight):
@@ -183,10 +205,9 @@ class Scheduler:
         self._metrics.batches.admitted(len(call.joined), _CONCAT[call.concat] if call.concat else None)
         for sequence in call.joined:
             if not sequence.started:
-                sequence.started = True
                 self._metrics.requests.skipped(sequence.cached)
                 self._metrics.batches.looked_up(len(sequence.request.input_ids), sequence.cached)
-                sequence.request.sink.started()
+                self._delivery.started(sequence)
 
     async def _receive(self) -> None:
         sent = self._in_flight[0]
@@ -237,6 +258,7 @@ class Scheduler:
             sent.pending.cancel()
         self._in_flight.clear()
         self._steps_in_flight = 0
+        self._planner.reset()
         self._delivery.fail_all(error)
         self._show_state()
 
@@ -247,4 +269,4 @@ class Scheduler:
 
     def _fail(self, sequences: Iterable[Sequence], error: RouterError) -> None:
         for sequence in sequences:
-            tell_failure(sequence, error)
+            tell_failure(sequence.request, error)

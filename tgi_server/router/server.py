@@ -1,6 +1,7 @@
 """Serving HTTP, and a graceful end."""
 
 import asyncio
+import ipaddress
 import logging
 import math
 import socket
@@ -15,9 +16,11 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from shared.stop_signals import ignore_stop_signals, on_stop_signal
+from tgi_server.router.api.access import AccessRules
 from tgi_server.router.app import create_app
 from tgi_server.router.assembly import assembled
 from tgi_server.router.connection import ClientConnection, bound_silence
+from tgi_server.router.connections import Acceptor, Connections, connection_limits
 from tgi_server.router.errors import StartupError
 from tgi_server.router.metrics import CONTENT_TYPE, Metrics
 from tgi_server.router.settings import RouterSettings
@@ -26,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 _BACKLOG = 2048
 _METRICS_GRACE_SECONDS = 1
+_METRICS_CONNECTIONS = 32
 
 
 async def run(settings: RouterSettings) -> None:
@@ -36,16 +40,19 @@ async def run(settings: RouterSettings) -> None:
     task = asyncio.current_task()
     assert task is not None
     on_stop_signal(task.cancel)
+    limits = connection_limits(settings.max_connections, settings.max_connections_per_address)
     listener = _listen(settings.hostname, settings.port, "--port")
     metrics_listener = None
     if settings.prometheus_port:
         metrics_listener = _listen(settings.hostname, settings.prometheus_port, "--prometheus-port")
     async with assembled(settings) as service:
-        app = create_app(service, api_key=settings.api_key, cors_origins=settings.cors_allow_origin)
+        app: ASGIApp = create_app(service, access_rules(settings, listener))
         patience = settings.client_timeout
-        servers = {HttpServer(app, settings.graceful_termination_timeout, patience): listener}
+        servers = {HttpServer(app, settings.graceful_termination_timeout, patience, Connections(*limits)): listener}
         if metrics_listener is not None:
-            servers[HttpServer(_metrics_app(service.metrics), _METRICS_GRACE_SECONDS, patience)] = metrics_listener
+            scrapers = Connections(_METRICS_CONNECTIONS, _METRICS_CONNECTIONS)
+            app = _metrics_app(service.metrics)
+            servers[HttpServer(app, _METRICS_GRACE_SECONDS, patience, scrapers)] = metrics_listener
         on_stop_signal(lambda: _drain(servers))
         logger.info("ready on http://%s:%d", settings.hostname, listener.getsockname()[1])
         await asyncio.gather(*(server.serve([each]) for server, each in servers.items()))
@@ -56,10 +63,11 @@ async def run(settings: RouterSettings) -> None:
 class HttpServer(uvicorn.Server):
     """Serves `app`; its end is asked for with `should_exit`, after which requests have `grace` seconds left.
 
-    patience: seconds that a client may be silent when it is its turn.
+    patience: seconds that a client may take to send a request, and to take what is sent. connections: how many may be.
     """
 
-    def __init__(self, app: ASGIApp, grace: float, patience: int) -> None:
+    def __init__(self, app: ASGIApp, grace: float, patience: int, connections: Connections) -> None:
+        self.open_connections = connections
         config = uvicorn.Config(
             app,
             loop="none",
@@ -72,7 +80,6 @@ class HttpServer(uvicorn.Server):
             log_level="warning",
             server_header=False,
             proxy_headers=False,
-            backlog=_BACKLOG,
             timeout_keep_alive=patience,
             timeout_graceful_shutdown=math.ceil(grace),
         )
@@ -82,10 +89,29 @@ class HttpServer(uvicorn.Server):
         bound_silence(sockets or (), self.config.timeout_keep_alive)
         await super().serve(sockets)
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        def connection() -> ClientConnection:
+            return ClientConnection(self.config, self.server_state, app_state={})
+
+        acceptors = [Acceptor(each, _BACKLOG, connection, self.open_connections) for each in sockets or ()]
+        self.servers = acceptors  # type: ignore[assignment]  # they are closed in the same way
+        self.started = True
+
+    async def on_tick(self, counter: int) -> bool:
+        self.open_connections.shed()
+        return await super().on_tick(counter)
+
     @contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
         """Signals are for all servers of the process together."""
         yield
+
+
+def access_rules(settings: RouterSettings, listener: socket.socket) -> AccessRules:
+    """Returns who may call the server that listens there."""
+    loopback = ipaddress.ip_address(listener.getsockname()[0]).is_loopback
+    hosts = {settings.hostname.lower(), *settings.allowed_hosts} if loopback else None
+    return AccessRules(settings.api_keys, settings.cors_allow_origin, hosts)
 
 
 def _drain(servers: Iterable[uvicorn.Server]) -> None:

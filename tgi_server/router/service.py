@@ -6,8 +6,9 @@ from itertools import count
 
 from tgi_server.router.capacity import Capacity
 from tgi_server.router.chat_template import ChatTemplate
-from tgi_server.router.messages import Limits, Submitter
 from tgi_server.router.metrics import Metrics
+from tgi_server.router.request import Limits, Submitter
+from tgi_server.router.special_tokens import SpecialTokens
 from tgi_server.router.tokenization import TextTokenizer, TokenizerThreads
 from tgi_server.router.tracing import RequestTracer
 from tgi_server.router.validation import Validator
@@ -39,6 +40,7 @@ class Service:
 
     check_health: raises Unhealthy when the shards do not answer.
     payload_limit: bytes of a request's body.
+    special_tokens: that only the chat template may write; None: messages may, too.
     """
 
     model: ModelDescription
@@ -54,4 +56,5 @@ class Service:
     check_health: Callable[[], Awaitable[None]]
     payload_limit: int
     validation_workers: int
+    special_tokens: SpecialTokens | None
     request_ids: Iterator[int] = field(default_factory=lambda: count(1))

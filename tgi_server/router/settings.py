@@ -53,11 +53,26 @@ class RouterSettings(ServiceSettings):
     validation_workers: PositiveInt = Field(default=2, description="Threads that tokenise.")
     payload_limit: PositiveInt = Field(default=2_000_000, description="Bytes of a request's body.")
     client_timeout: PositiveInt = Field(
-        default=75, description="Seconds that a client may be silent, in its request or in taking the answer."
+        default=75, description="Seconds that a client may take to send a request, and to take what it is sent."
+    )
+    max_connections: PositiveInt | None = Field(
+        default=None, description="Connections of all clients; unset: as the limit of open files allows."
+    )
+    max_connections_per_address: PositiveInt | None = Field(
+        default=None, description="Connections of one address, which may be a proxy's; unset: half of all."
+    )
+    allow_special_tokens: bool = Field(
+        default=False, description="Take special tokens that chat messages spell as such, as TGI does, not as text."
     )
     disable_grammar_support: bool = Field(default=False, description="Refuse requests with a grammar.")
     api_key: str | None = Field(default=None, description="Requests must carry it: Authorization: Bearer KEY.")
+    api_key_file: Path | None = Field(
+        default=None, description="A file of API keys, one a line; each has a prefix cache of its own."
+    )
     cors_allow_origin: CommaSeparated[str] = Field(default=[], description="Origins that browsers may call from.")
+    allowed_hosts: CommaSeparated[str] = Field(
+        default=[], description="Names of this server, for when it listens on loopback without a key; *: any."
+    )
     json_output: bool = Field(default=False, description="Log lines as JSON.")
     log_level: str = Field(default="INFO", description="Least severity of log lines; prompts are logged by none.")
     otlp_endpoint: str | None = Field(default=None, description="OpenTelemetry collector (gRPC); unset: no tracing.")
@@ -74,6 +89,19 @@ class RouterSettings(ServiceSettings):
             raise ValueError("must be DEBUG, INFO, WARNING or ERROR")
         return value.upper()
 
+    @field_validator("api_key_file")
+    @classmethod
+    def _has_keys(cls, file: Path | None) -> Path | None:
+        if file is not None:
+            _read_keys(file)
+        return file
+
+    @property
+    def api_keys(self) -> list[str]:
+        """Keys of which a request must carry one; none: it need not."""
+        keys = [self.api_key] if self.api_key else []
+        return list(dict.fromkeys([*keys, *(_read_keys(self.api_key_file) if self.api_key_file else ())]))
+
     @model_validator(mode="after")
     def _fits_together(self) -> "RouterSettings":
         if self.max_input_tokens and self.max_total_tokens and self.max_input_tokens >= self.max_total_tokens:
@@ -84,3 +112,19 @@ class RouterSettings(ServiceSettings):
         if self.prometheus_port and self.prometheus_port == self.port:
             raise ValueError(f"--port and --prometheus-port are both {self.port}")
         return self
+
+
+def _read_keys(file: Path) -> list[str]:
+    """Returns the keys of a file. Raises ValueError with one line that tells none of them."""
+    try:
+        lines = [line.strip() for line in file.read_text(encoding="utf-8").splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise ValueError(f"the file cannot be read: {reason}") from None
+    for number, line in enumerate(lines, 1):
+        if " " in line or not line.isprintable():
+            raise ValueError(f"line {number} of the file is no key: a key has no spaces")
+    keys = [line for line in lines if line]
+    if not keys:
+        raise ValueError("the file has no keys; it wants one a line")
+    return keys

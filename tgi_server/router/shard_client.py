@@ -8,7 +8,7 @@ import grpc
 
 from shared.stubs import generate_pb2 as pb
 from shared.stubs.generate_pb2_grpc import GrammarServiceStub, TextGenerationServiceStub
-from tgi_server.router.errors import GenerationFailed, Unhealthy
+from tgi_server.router.errors import GenerationFailed, Overloaded, Unhealthy
 
 _CHANNEL_OPTIONS = [
     ("grpc.max_receive_message_length", -1),
@@ -51,6 +51,16 @@ class ShardClient:
         except grpc.aio.AioRpcError as error:
             raise self.explain(error) from error
         return list(zip(found.urls, found.grammar_urls, strict=True))
+
+    async def compile(self, request: pb.CompileRequest, timeout_s: float) -> str:
+        """Returns why the grammar cannot be used, or nothing. Raises Overloaded, and what else gRPC raises."""
+        try:
+            response: pb.CompileResponse = await self.grammar_stub.Compile(request, timeout=timeout_s)
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
+                raise Overloaded(f"the grammar cannot be compiled now: {error.details()}") from error
+            raise
+        return response.error
 
     def explain(self, error: grpc.aio.AioRpcError) -> Unhealthy:
         """One line for the client and the log."""
@@ -204,15 +214,19 @@ class ShardedClient:
         await self._ask("Health", pb.HealthRequest(), timeout_s)
 
     async def compile(self, grammar: pb.Grammar, timeout_s: float = 60.0) -> str | None:
-        """Has every shard compile a grammar; steps go on meanwhile. Why it cannot be used, in one line; None: it can.
+        """Has every shard compile a grammar; steps go on meanwhile. Returns why it cannot be used, or None if it can.
 
-        Raises Unhealthy.
+        The first shard tries it before the others, which take its word, so that all of them decide alike. Raises
+        Overloaded when too many grammars are being compiled, and Unhealthy.
         """
-        request = pb.CompileRequest(grammar=grammar)
-        answers: list[pb.CompileResponse] = await self._ask_each(
-            lambda shard: shard.grammar_stub.Compile(request, timeout=timeout_s)
-        )
-        return next((answer.error for answer in answers if answer.error), None)
+
+        async def ask(shards: Sequence[ShardClient], *, tried: bool) -> str | None:
+            request = pb.CompileRequest(grammar=grammar, tried=tried)
+            faults: list[str] = await self._ask_each(lambda shard: shard.compile(request, timeout_s), shards)
+            return next(filter(None, faults), None)
+
+        fault = await ask(self._shards[:1], tried=False)
+        return await ask(self._shards[1:], tried=True) if fault is None and self._shards[1:] else fault
 
     def prefill(self, request: pb.PrefillRequest) -> PendingAnswer[pb.StepResponse]:
         return self._send(pb.Call(prefill=request), _agreed_step)
@@ -239,14 +253,18 @@ class ShardedClient:
     async def _ask(self, method: str, request: Any, timeout_s: float | None) -> list[Any]:
         return await self._ask_each(lambda shard: getattr(shard.stub, method)(request, timeout=timeout_s))
 
-    async def _ask_each(self, call: Callable[[ShardClient], Awaitable[Any]]) -> list[Any]:
+    async def _ask_each(
+        self, call: Callable[[ShardClient], Awaitable[Any]], shards: Sequence[ShardClient] | None = None
+    ) -> list[Any]:
+        """shards: None: all."""
+
         async def ask(shard: ShardClient) -> Any:
             try:
                 return await call(shard)
             except grpc.aio.AioRpcError as error:
                 raise shard.explain(error) from error
 
-        return await _all(map(ask, self._shards))
+        return await _all(map(ask, self._shards if shards is None else shards))
 
 
 async def _all(answers: Iterable[Awaitable[Response]]) -> list[Response]:

@@ -5,18 +5,12 @@ from collections.abc import Callable
 from time import perf_counter
 
 from shared.stubs import generate_pb2 as pb
+from tgi_server.contract import FinishReason
 from tgi_server.router.detokenization import Detokenizer
 from tgi_server.router.errors import IncompleteGeneration, RouterError
-from tgi_server.router.messages import FinishReason
 from tgi_server.router.stopping import StopSequences
 from tgi_server.router.tokenization import TextTokenizer
-
-_REASONS = {
-    pb.FINISH_REASON_NONE: None,
-    pb.FINISH_REASON_LENGTH: FinishReason.LENGTH,
-    pb.FINISH_REASON_EOS_TOKEN: FinishReason.EOS_TOKEN,
-    pb.FINISH_REASON_STOP_SEQUENCE: FinishReason.STOP_SEQUENCE,
-}
+from tgi_server.wire import finish_reason_from_message
 
 OnEnd = Callable[[RouterError | None], None]
 
@@ -75,7 +69,7 @@ class SequenceSink(ABC):
         for position, token_id in enumerate(generation.token_ids):
             self.generated_tokens += 1
             self._last_id = token_id
-            reason = _REASONS[generation.finish_reason] if position == last else None
+            reason = finish_reason_from_message(generation.finish_reason) if position == last else None
             special = token_id in self._tokenizer.special_tokens
             text, visible, stopped = self._special(token_id) if special else self._plain(token_id)
             if stopped:

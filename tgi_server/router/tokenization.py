@@ -13,6 +13,7 @@ from tokenizers import Encoding, Tokenizer
 from tokenizers.processors import TemplateProcessing
 
 from tgi_server.router.errors import StartupError
+from tgi_server.router.special_tokens import SpecialTokens
 from tgi_server.router.tokenizer_config import TokenizerConfig
 
 T = TypeVar("T")
@@ -33,6 +34,10 @@ class TextTokenizer:
         self.special_tokens = {
             token_id: token.content for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special
         }
+
+    def special_token_guard(self) -> SpecialTokens:
+        """Returns what tells special tokens of the chat template from those that clients spell."""
+        return SpecialTokens(self._tokenizer)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> Encoding:
         if len(text) <= _SHORT:

@@ -7,9 +7,9 @@ choose to call nothing, it says so by calling `no_tool`.
 from collections.abc import Sequence
 from typing import Any
 
+from tgi_server.contract import Grammar
 from tgi_server.router.errors import InvalidTool
 from tgi_server.router.grammar import json_grammar
-from tgi_server.router.messages import Grammar
 from tgi_server.router.schemas.chat import NamedTool, Tool, ToolChoice
 
 NO_TOOL = "no_tool"

@@ -3,11 +3,13 @@
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 
+from tgi_server.contract import Grammar, SamplingParameters
 from tgi_server.router.errors import InvalidRequest
 from tgi_server.router.grammar import requested_grammar, with_text
-from tgi_server.router.messages import Grammar, Limits, SamplingParameters
 from tgi_server.router.parameters import check_amounts, check_best_of, check_streaming, random_seed, sampling_parameters
+from tgi_server.router.request import Limits
 from tgi_server.router.schemas.generate import GenerateParameters
+from tgi_server.router.special_tokens import RenderedPrompt
 from tgi_server.router.stopping import StopSequences
 from tgi_server.router.tokenization import TokenizerThreads
 
@@ -28,6 +30,7 @@ class CheckedRequest:
     prefill_logprobs: bool
     ignore_eos: bool
     grammar: Grammar | None
+    cache_salt: str | None
 
     @property
     def seed(self) -> int | None:
@@ -74,8 +77,10 @@ class Validator:
         streaming: bool = False,
         grammar: Grammar | None = None,
         spans_of: str | None = None,
+        rendered: RenderedPrompt | None = None,
     ) -> CheckedRequest:
         """grammar: in place of the parameters' own. spans_of: the text that `x-span` takes spans of; None: `inputs`.
+        rendered: what `inputs` come from, if that is a conversation.
 
         Raises InvalidRequest with one line that says what is wrong.
         """
@@ -90,6 +95,8 @@ class Validator:
             raise InvalidRequest("`inputs` must not be empty")
         grammar = await self._checked(grammar or requested_grammar(parameters.grammar), spans_of or inputs)
         encoding = await self._threads.encode(inputs, add_special_tokens=add_special_tokens)
+        if rendered is not None:
+            _, encoding = await self._threads.handle_text(len(inputs), lambda: rendered.checked(encoding))
         input_ids = encoding.ids
         if parameters.truncate:
             input_ids = input_ids[-parameters.truncate :]
@@ -102,6 +109,7 @@ class Validator:
             prefill_logprobs=parameters.decoder_input_details,
             ignore_eos=parameters.ignore_eos,
             grammar=grammar,
+            cache_salt=parameters.cache_salt,
         )
 
     def _max_new_tokens(self, input_length: int, asked: int | None) -> int:

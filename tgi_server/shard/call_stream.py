@@ -64,7 +64,7 @@ class CallStream:
     def _start(self, call: pb.Call) -> Step | pb.Answer:
         kind = call.WhichOneof("call")
         if kind == "decode":
-            return self._engine.decode(call.decode.batch_id, conversion.grants(call.decode.grants))
+            return self._engine.step(call.decode.batch_id, grants=conversion.grants(call.decode.grants))
         if kind == "prefill":
             return self._prefill(call.prefill)
         if kind == "filter_batch":
@@ -79,7 +79,7 @@ class CallStream:
     def _prefill(self, request: pb.PrefillRequest) -> Step:
         if self._spans is not None:
             self._spans.joining(request.requests)
-        return self._engine.prefill(
+        return self._engine.step(
             request.batch_id,
             joining=[conversion.sequence(joining) for joining in request.requests],
             chunks=[(chunk.request_id, chunk.tokens) for chunk in request.chunks],

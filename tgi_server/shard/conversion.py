@@ -4,10 +4,10 @@ from collections.abc import Iterable
 
 from shared.stubs import generate_pb2 as pb
 from tgi_server.contract import ReportParameters, StoppingParameters
-from tgi_server.engine.engine import ModelInfo
-from tgi_server.engine.models.runner import Capacity
-from tgi_server.engine.results import Generation, StepResult
-from tgi_server.engine.sequence import Sequence
+from tgi_server.engine.engine import LoadedModel
+from tgi_server.engine.runners.base import CacheCapacity
+from tgi_server.engine.sequence import RunningSequence
+from tgi_server.engine.step import Generation, StepResult
 from tgi_server.wire import (
     block_copy_from_message,
     finish_reason_to_message,
@@ -16,7 +16,7 @@ from tgi_server.wire import (
 )
 
 
-def info(model: ModelInfo, model_id: str, revision: str | None, world_size: int) -> pb.InfoResponse:
+def info(model: LoadedModel, model_id: str, revision: str | None, world_size: int) -> pb.InfoResponse:
     return pb.InfoResponse(
         model_id=model_id,
         revision=revision or "",
@@ -36,7 +36,7 @@ def info(model: ModelInfo, model_id: str, revision: str | None, world_size: int)
     )
 
 
-def capacity(capacity: Capacity) -> pb.WarmupResponse:
+def capacity(capacity: CacheCapacity) -> pb.WarmupResponse:
     return pb.WarmupResponse(
         num_blocks=capacity.num_blocks,
         max_total_tokens=capacity.max_total_tokens,
@@ -44,9 +44,9 @@ def capacity(capacity: Capacity) -> pb.WarmupResponse:
     )
 
 
-def sequence(request: pb.Request) -> Sequence:
+def sequence(request: pb.Request) -> RunningSequence:
     """Raises InvalidCall for a request without tokens to compute."""
-    return Sequence(
+    return RunningSequence(
         request_id=request.id,
         input_ids=list(request.input_ids),
         generated_ids=list(request.generated_ids),

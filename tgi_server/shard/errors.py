@@ -1,4 +1,4 @@
-"""What can go wrong before a model is served. `str()` of an error is one line that says what to do."""
+"""What can go wrong in a shard beside its engine. `str()` of an error is one line that says what to do."""
 
 
 class ShardError(Exception):
@@ -7,3 +7,7 @@ class ShardError(Exception):
 
 class ModelUnavailable(ShardError):
     """The model's files are not there and cannot be fetched, or are of a kind that is not loaded."""
+
+
+class GrammarsBusy(ShardError):
+    """A grammar cannot be compiled now. The same may be compiled soon."""

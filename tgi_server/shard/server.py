@@ -5,6 +5,7 @@ import gc
 import logging
 import os
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import grpc
@@ -22,7 +23,9 @@ from shared.tracing import configure_tracing, stop_tracing
 from tgi_server.engine import Engine, EngineConfig, EngineError
 from tgi_server.engine.config import DTYPES
 from tgi_server.engine.errors import CannotConnect
+from tgi_server.engine.grammar import Sandbox
 from tgi_server.engine.sharding import ShardGroup, connect
+from tgi_server.shard.grammar_queue import GrammarQueue
 from tgi_server.shard.grammar_service import GrammarService
 from tgi_server.shard.service import Place, TextGenerationService
 from tgi_server.shard.settings import ShardSettings
@@ -33,8 +36,8 @@ logger = logging.getLogger(__name__)
 
 UNBOUNDED_MESSAGES = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
 STOP_SECONDS = 5
-_GRAMMAR_CALLS = 64
-"""At once; each waits in a thread. Others wait for one of them."""
+_GRAMMAR_CALLS = 256
+"""At once, each in a thread: more than grammars that may wait. Others are refused."""
 FATAL_STATUS = 70  # EX_SOFTWARE of sysexits.h: the device is lost
 
 
@@ -48,7 +51,7 @@ def serve(settings: ShardSettings, model_path: Path) -> None:
     # What was made while loading lives as long as the process: the collector need not walk it again and again.
     gc.collect()
     gc.freeze()
-    uvloop.run(_serve(settings, engine, group))
+    uvloop.run(_serve(settings, model_path, engine, group))
 
 
 def engine_config(settings: ShardSettings, model_path: Path, group: ShardGroup | None = None) -> EngineConfig:
@@ -108,16 +111,16 @@ def _listen(server: grpc.aio.Server | grpc.Server, socket: Path, settings: Shard
     return address
 
 
-async def _serve(settings: ShardSettings, engine: Engine, group: ShardGroup | None) -> None:
+async def _serve(settings: ShardSettings, model_path: Path, engine: Engine, group: ShardGroup | None) -> None:
     stop = asyncio.Event()
     on_stop_signal(stop.set)
     socket = shard_socket(settings.uds_path, settings.rank)
     server = grpc.aio.server(options=UNBOUNDED_MESSAGES)
     grammar_threads = ThreadPoolExecutor(_GRAMMAR_CALLS, thread_name_prefix="grammar-calls")
-    grammar_server = grpc.server(grammar_threads, options=UNBOUNDED_MESSAGES)
+    grammar_server = grpc.server(grammar_threads, options=UNBOUNDED_MESSAGES, maximum_concurrent_rpcs=_GRAMMAR_CALLS)
     place = Place(_listen(server, socket, settings), _listen(grammar_server, grammar_socket(socket), settings))
-    grammars = GrammarService(engine.grammars)
-    add_GrammarServiceServicer_to_server(grammars, grammar_server)
+    grammars = _grammar_queue(engine, model_path)
+    add_GrammarServiceServicer_to_server(GrammarService(grammars), grammar_server)
     configure_tracing(settings.otlp_service_name, settings.otlp_endpoint)
     service = TextGenerationService(
         engine,
@@ -143,6 +146,15 @@ async def _serve(settings: ShardSettings, engine: Engine, group: ShardGroup | No
         stop_tracing()
     ignore_stop_signals()
     logger.info("shard %d has stopped", settings.rank)
+
+
+def _grammar_queue(engine: Engine, model_path: Path) -> GrammarQueue | None:
+    """None where the model's folder has no tokenizer."""
+    if engine.grammars is None:
+        return None
+    return GrammarQueue(
+        engine.grammars, partial(Sandbox, model_path, engine.info.vocab_size, engine.info.eos_token_ids)
+    )
 
 
 def _all_places(own: Place, group: ShardGroup | None) -> list[Place]:

@@ -15,7 +15,7 @@ from tgi_server.engine import Engine
 from tgi_server.engine.errors import EngineError, InvalidCall
 from tgi_server.shard import conversion
 from tgi_server.shard.call_stream import CallStream
-from tgi_server.shard.grammar_service import GrammarService
+from tgi_server.shard.grammar_queue import GrammarQueue
 from tgi_server.shard.idle_time import IdleTime
 from tgi_server.shard.tracing import RequestSpans
 
@@ -43,11 +43,12 @@ class TextGenerationService(TextGenerationServiceServicer):
         model_id: str,
         revision: str | None,
         places: Sequence[Place],
-        grammars: GrammarService,
+        grammars: GrammarQueue | None,
         on_fatal: Callable[[], None],
         spans: RequestSpans | None = None,
     ) -> None:
-        """places: of all shards, in rank order. grammars: of this one. on_fatal: called when the device can compute no
+        """places: of all shards, in rank order. grammars: of this one,
+        None where it takes none. on_fatal: called when the device can compute no
         more. spans: of the requests, when somebody collects them.
         """
         self._engine = engine
@@ -75,13 +76,14 @@ class TextGenerationService(TextGenerationServiceServicer):
         return pb.HealthResponse()
 
     async def Warmup(self, request: pb.WarmupRequest, context: grpc.aio.ServicerContext) -> pb.WarmupResponse:
-        self._grammars.prepare()
         async with self._errors(context):
             capacity = self._engine.warm_up(
                 max_batch_size=request.max_batch_size,
                 max_prefill_tokens=request.max_prefill_tokens,
                 max_total_tokens=request.max_total_tokens if request.HasField("max_total_tokens") else None,
             )
+        if self._grammars is not None:
+            self._grammars.start()
         self._idle.begins()
         return conversion.capacity(capacity)
 

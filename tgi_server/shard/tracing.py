@@ -8,7 +8,7 @@ from opentelemetry.trace import Span, Status, StatusCode, Tracer
 
 from shared.stubs import generate_pb2 as pb
 from shared.tracing import extract_context
-from tgi_server.engine.results import Generation
+from tgi_server.engine.step import Generation
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""Two replicas on a Ray cluster of this machine; each of the ways in which one can die, under load.
+"""Two replicas on a Ray cluster of this machine, with an API key; each of the ways in which one can die, under load.
 
 Ray comes from the package index, into an environment of its own.
 """
@@ -29,6 +29,8 @@ SCRIPT = Path(__file__).parents[3] / "deploy" / "ray_serve.py"
 MARK = "RAY_SERVE_TEST"
 BATCH, CLIENTS = 3, 8
 START_SECONDS, REPLACE_SECONDS, LOAD_SECONDS = 240, 120, 3
+KEY = "ray-s3cret"
+LIMIT = 100_000
 BODY = {"inputs": "### Instruction:\nHow long do I boil an egg?\n\n### Response:\n"}
 
 
@@ -43,10 +45,16 @@ class Cluster:
         with log.open("w") as output:
             self.process = subprocess.Popen(
                 [python, SCRIPT, "--host=127.0.0.1", f"--port={port}", *flags],
-                env={**os.environ, "PATH": path, MARK: self.mark, "RAY_USAGE_STATS_ENABLED": "0"},
+                env={**os.environ, "PATH": path, MARK: self.mark, "RAY_USAGE_STATS_ENABLED": "0", "API_KEY": KEY},
                 stdout=output,
                 stderr=output,
             )
+
+    def answers(self) -> bool:
+        try:
+            return httpx.get(f"{self.url}/health", timeout=5).status_code == 200
+        except httpx.HTTPError:
+            return False
 
     def processes(self) -> list[psutil.Process]:
         """All that belong to it."""
@@ -93,6 +101,11 @@ def is_healthy(launcher: psutil.Process) -> bool:
         return False
 
 
+def client_of(url: str, key: str = KEY) -> httpx.AsyncClient:
+    limits = httpx.Limits(max_connections=None)
+    return httpx.AsyncClient(base_url=url, timeout=120, limits=limits, headers={"Authorization": f"Bearer {key}"})
+
+
 @dataclass
 class Load:
     """Clients that ask one thing after another, half of them for streams. texts: all answers that came whole."""
@@ -106,7 +119,7 @@ class Load:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        async with httpx.AsyncClient(timeout=120, limits=httpx.Limits(max_connections=None)) as client:
+        async with client_of(self.url) as client:
             tasks = [asyncio.create_task(self._ask(client, streamed=bool(each % 2))) for each in range(CLIENTS)]
             try:
                 yield
@@ -126,14 +139,14 @@ class Load:
                 self.texts.append(text)
 
     async def _generate(self, client: httpx.AsyncClient, body: dict[str, object]) -> str:
-        response = await client.post(f"{self.url}/generate", json=body)
+        response = await client.post("/generate", json=body)
         if response.status_code != 200:
             raise ValueError(f"{response.status_code} {response.text}")
         return response.json()["generated_text"]
 
     async def _stream(self, client: httpx.AsyncClient, body: dict[str, object]) -> str:
         last = ""
-        async with client.stream("POST", f"{self.url}/generate_stream", json=body) as response:
+        async with client.stream("POST", "/generate_stream", json=body) as response:
             async for data in response.aiter_text():
                 self.chunks += 1
                 last += data
@@ -144,13 +157,19 @@ class Load:
         return answer["generated_text"]
 
 
-@pytest.fixture
-def cluster(pytestconfig: pytest.Config, free_port: FreePort, tmp_path: Path) -> Iterator[Cluster]:
+@pytest.fixture(scope="module")
+def python(pytestconfig: pytest.Config) -> Path:
+    """An interpreter that has Ray."""
     folder = pytestconfig.rootpath / ".pytest_cache" / "client-environments" / "ray"
     folder.parent.mkdir(parents=True, exist_ok=True)
     Environment(folder, ["ray[serve]"])
-    flags = ("--min-replicas=2", "--max-replicas=2", f"--max-requests={BATCH}", "--", "--dtype=float32")
-    running = Cluster(folder / "bin" / "python", free_port(), tmp_path / "ray.log", *flags)
+    return folder / "bin" / "python"
+
+
+@pytest.fixture
+def cluster(python: Path, free_port: FreePort, tmp_path: Path) -> Iterator[Cluster]:
+    flags = ("--min-replicas=2", "--max-replicas=2", f"--max-requests={BATCH}", f"--payload-limit={LIMIT}")
+    running = Cluster(python, free_port(), tmp_path / "ray.log", *flags, "--client-timeout=5", "--", "--dtype=float32")
     yield running
     if running.process.poll() is None:
         running.stop()
@@ -175,10 +194,59 @@ def its_replica(launcher: psutil.Process) -> psutil.Process:
 
 async def test_a_replica_that_dies_takes_no_request_with_it_but_those_in_its_batch(cluster: Cluster) -> None:
     await cluster.wait_until(lambda: "ready on" in cluster.log.read_text(), START_SECONDS)
+    await cluster.wait_until(cluster.answers, START_SECONDS)  # Ray's proxy may be a moment behind
+    await large_and_slow_bodies_are_refused(cluster)
+    await the_key_is_wanted_and_kept_to_itself(cluster)
     for victim in (the_launcher, its_shard, its_replica):
         await die_under_load(cluster, victim)
     assert cluster.stop() == 0
     assert not [process.name() for process in cluster.processes()]
+
+
+async def large_and_slow_bodies_are_refused(cluster: Cluster) -> None:
+    async def unannounced() -> AsyncIterator[bytes]:
+        for _ in range(2 * LIMIT // 1000):
+            yield b" " * 1000
+
+    async with client_of(cluster.url) as client:
+        for body in (b" " * (LIMIT + 1), unannounced()):
+            response = await client.post("/generate", content=body)
+            assert (response.status_code, response.json()["error_type"]) == (413, "payload_too_large")
+    reader, writer = await asyncio.open_connection("127.0.0.1", httpx.URL(cluster.url).port)
+    writer.write(b"POST /generate HTTP/1.1\r\nHost: here\r\nContent-Length: 100\r\n\r\nonly the beginning")
+    async with asyncio.timeout(60):
+        assert b" 408 " in await reader.readline()
+    writer.close()
+
+
+async def the_key_is_wanted_and_kept_to_itself(cluster: Cluster) -> None:
+    for key, status in ((KEY, 200), ("another", 401)):
+        async with client_of(cluster.url, key) as client:
+            assert (await client.post("/generate", json=BODY)).status_code == status
+    assert not [log for log in logs_of(cluster) if KEY in log.read_text(errors="replace")]
+    assert not [process for process in cluster.processes() if KEY in " ".join(process.cmdline())]
+
+
+def logs_of(cluster: Cluster) -> list[Path]:
+    """The script's own, and those of Ray."""
+    folder = Path("/tmp/ray/session_latest/logs").resolve()
+    return [cluster.log, *(log for log in folder.rglob("*.*") if log.is_file())]
+
+
+@pytest.mark.parametrize(
+    ("key", "flags", "reason"),
+    [
+        ("", [], "API_KEY is set, but empty"),
+        (KEY, ["--", f"--api-key={KEY}"], "--api-key can be read by every user of a node"),
+        (KEY, ["--", "--api-key", KEY], "--api-key can be read by every user of a node"),
+    ],
+)
+def test_a_key_that_is_empty_or_in_the_open_is_refused(python: Path, key: str, flags: list[str], reason: str) -> None:
+    command = [python, SCRIPT, *flags]
+    result = subprocess.run(command, env={**os.environ, "API_KEY": key}, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 2
+    assert reason in result.stderr
+    assert KEY not in result.stderr
 
 
 async def die_under_load(cluster: Cluster, victim: Callable[[psutil.Process], psutil.Process]) -> None:
@@ -186,8 +254,7 @@ async def die_under_load(cluster: Cluster, victim: Callable[[psutil.Process], ps
     before = cluster.servers()
     load = Load(cluster.url)
     async with load.running():
-        await asyncio.sleep(LOAD_SECONDS)
-        assert len(load.texts) > CLIENTS
+        await cluster.wait_until(lambda: len(load.texts) > CLIENTS, REPLACE_SECONDS)
         victim(psutil.Process(min(before))).kill()
         killed = time.monotonic()
         answered = len(load.texts)

@@ -14,14 +14,15 @@ from typing import Any
 import httpx
 import pytest
 
-from benchmarks.instant_shard import InstantShard
-from benchmarks.instant_shard import start as start_shard
 from tests.conftest import FreePort
+from tests.fakes.instant_shard import InstantShard
+from tests.fakes.instant_shard import start as start_shard
 from tests.integration.router.process import Process, Start
 from tgi_server import demo_model
 from tgi_server.router.app import create_app
 from tgi_server.router.assembly import assembled
-from tgi_server.router.server import HttpServer
+from tgi_server.router.connections import Connections, connection_limits
+from tgi_server.router.server import HttpServer, access_rules
 from tgi_server.router.service import Service
 from tgi_server.router.settings import RouterSettings
 
@@ -30,12 +31,13 @@ EOS = 1
 
 @dataclass(slots=True)
 class Router:
-    """A running router. http: a client of it."""
+    """A running router. http: a client of it. connections: of all its clients."""
 
     url: str
     shard: InstantShard
     service: Service
     http: httpx.AsyncClient
+    connections: Connections
 
     def say(self, text: str, *, end: bool = True) -> int:
         """Makes `text` what every request gets; returns how many tokens that is, with the one that ends it."""
@@ -73,20 +75,31 @@ RouterFactory = Callable[..., Any]
 
 
 @asynccontextmanager
-async def running_router(folder: Path, shard_options: dict[str, Any], **settings: Any) -> AsyncIterator[Router]:
+async def running_router(
+    folder: Path, shard_options: dict[str, Any], send_buffer: int | None = None, **settings: Any
+) -> AsyncIterator[Router]:
+    """send_buffer: bytes that the system keeps for each client."""
     path = folder / "shard"
     shard = InstantShard(f"unix://{path}", None, end=EOS, **shard_options)
     shards = await start_shard(shard, path)
     listener = socket.create_server(("127.0.0.1", 0))
+    if send_buffer is not None:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    values = {"tokenizer_name": demo_model.PATH, "master_shard_uds_path": str(path), **settings}
+    values = {
+        "tokenizer_name": demo_model.PATH,
+        "master_shard_uds_path": str(path),
+        "allowed_hosts": ["*"],  # it listens on loopback
+        **settings,
+    }
     chosen = RouterSettings.model_validate(values)
     async with assembled(chosen) as service:
-        app = create_app(service, api_key=chosen.api_key, cors_origins=chosen.cors_allow_origin)
-        server = HttpServer(app, grace=1, patience=chosen.client_timeout)
+        app = create_app(service, access_rules(chosen, listener))
+        limits = connection_limits(chosen.max_connections, chosen.max_connections_per_address)
+        server = HttpServer(app, grace=1, patience=chosen.client_timeout, connections=Connections(*limits))
         serving = asyncio.create_task(server.serve([listener]))
         async with httpx.AsyncClient(base_url=url, timeout=20) as http:
-            router = Router(url, shard, service, http)
+            router = Router(url, shard, service, http, server.open_connections)
             await router.until(lambda: server.started)
             router.say("Rinse the rice. Then boil it.")
             try:
@@ -128,8 +141,9 @@ def start(tmp_path: Path) -> Iterator[Start]:
     """Starts routers; whatever is left of them is killed afterwards."""
     started: list[Process] = []
 
-    def begin(*flags: str) -> Process:
-        started.append(Process(tmp_path / f"router-{len(started)}.log", "--prometheus-port=0", *flags))
+    def begin(*flags: str, open_files: int | None = None) -> Process:
+        log = tmp_path / f"router-{len(started)}.log"
+        started.append(Process(log, "--prometheus-port=0", *flags, open_files=open_files))
         return started[-1]
 
     yield begin
@@ -143,7 +157,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 def shard_path(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The socket of a shard that needs 20 ms for each token."""
     path = tmp_path_factory.mktemp("shard") / "socket"
-    command = [sys.executable, "-m", "benchmarks.instant_shard", f"--uds-path={path}", "--step-seconds=0.02"]
+    command = [sys.executable, "-m", "tests.fakes.instant_shard", f"--uds-path={path}", "--step-seconds=0.02"]
     shard = subprocess.Popen(command)
     yield path
     shard.send_signal(signal.SIGTERM)

@@ -13,14 +13,15 @@ Start = Callable[..., "Process"]
 
 
 class Process:
-    """A router; its lines go to a file."""
+    """A router; its lines go to a file. open_files: how many it may have; None: as many as the tests."""
 
-    def __init__(self, log: Path, *flags: str) -> None:
+    def __init__(self, log: Path, *flags: str, open_files: int | None = None) -> None:
         self.log = log
+        command = [sys.executable, "-m", "tgi_server.router.cli", *flags]
+        if open_files is not None:
+            command = ["prlimit", f"--nofile={open_files}:{open_files}", *command]
         with log.open("w") as output:
-            self.popen = subprocess.Popen(
-                [sys.executable, "-m", "tgi_server.router.cli", *flags], stdout=output, stderr=output
-            )
+            self.popen = subprocess.Popen(command, stdout=output, stderr=output)
 
     def lines(self) -> list[str]:
         return self.log.read_text().splitlines()

@@ -2,13 +2,22 @@
 
 import asyncio
 import json
+import resource
 import socket
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
+from typing import Any
 
+import httpx
+import psutil
 import pytest
 
+from tests.conftest import FreePort
 from tests.integration.router.conftest import Router, RouterFactory
+from tests.integration.router.process import Start
+from tgi_server.router import connections
+from tgi_server.router.errors import StartupError
 
 HEAD = b"POST /generate HTTP/1.1\r\nhost: here\r\ncontent-length: 19\r\n\r\n"
 BODY = b'{"inputs": "Hello"}'
@@ -20,7 +29,8 @@ BEGINNINGS = {
     "half a body": HEAD + BODY[:7],
     "a second request": HEAD + BODY + HEAD + BODY[:7],
 }
-LONG_STREAM = {"inputs": "Hello", "parameters": {"max_new_tokens": 20_000, "ignore_eos": True, "top_n_tokens": 5}}
+LONG: dict[str, Any] = {"ignore_eos": True, "top_n_tokens": 5}
+MUCH = {"max_total_tokens": 30_000}
 
 
 @asynccontextmanager
@@ -58,23 +68,47 @@ async def test_who_does_not_go_on_is_not_waited_for(routers: RouterFactory):
     await router.idle()
 
 
-@pytest.mark.slow
-async def test_who_goes_on_slowly_is_waited_for_and_may_wait(routers: RouterFactory):
+async def trickle(router: Router, beginning: bytes, drop: bytes) -> bytes:
+    """Sends `drop` again and again, and gives back what came until the server ended the connection."""
+    async with connection(router) as (reader, writer):
+        writer.write(beginning)
+        receiving = asyncio.create_task(ended(reader))
+        while not receiving.done():
+            writer.write(drop)
+            await asyncio.sleep(0.2)
+        return await receiving
+
+
+TRICKLES = {
+    "a head": (b"POST /generate HTTP/1.1\r\nx-header: ", b"x"),
+    "headers": (b"POST /generate HTTP/1.1\r\n", b"x: y\r\n"),
+    "a body": (HEAD.replace(b"19", b"1900"), b" "),
+    "lines before a request": (b"", b"\r\n"),
+    "lines after a request": (HEAD + BODY, b"\r\n"),
+    "a second request": (HEAD + BODY + HEAD.replace(b"19", b"1900"), b" "),
+    "the body of a request that is refused": (HEAD.replace(b"/generate", b"/absent").replace(b"19", b"1900"), b" "),
+}
+
+
+@pytest.mark.parametrize("name", TRICKLES)
+async def test_bytes_that_trickle_in_put_nothing_off(routers: RouterFactory, name: str):
+    router = await routers(client_timeout=1)
+    answered = await trickle(router, *TRICKLES[name])
+    assert (b"HTTP/1.1 " in answered) == ("request" in name.replace("before a request", ""))
+    await router.idle()
+    await router.until(lambda: len(router.connections) == 1)  # the test's own
+
+
+async def test_who_waits_for_a_long_answer_may_wait(routers: RouterFactory):
     router = await routers(client_timeout=1, shard={"step_seconds": 0.4})
-
-    async def ask_slowly() -> bytes:
-        async with connection(router) as (reader, writer):
-            for part in (HEAD[:20], HEAD[20:] + BODY[:5], BODY[5:10], BODY[10:]):
-                writer.write(part)
-                await asyncio.sleep(0.5)
-            return await reader.readline()
-
-    async def ask_for_much() -> int:
-        return (await router.post("/generate", inputs="Hello", parameters={"max_new_tokens": 4})).status_code
-
-    slow, long = await asyncio.gather(ask_slowly(), ask_for_much())
-    assert slow.startswith(b"HTTP/1.1 200")
-    assert long == 200
+    router.say("Rinse the rice. Then boil it.", end=False)
+    async with connection(router) as (reader, writer):
+        body = b'{"inputs": "Hello", "parameters": {"max_new_tokens": 5}}'
+        head = HEAD.replace(b"19", str(len(body)).encode())
+        for part in (head[:20], head[20:], body[:9], body[9:]):
+            writer.write(part)
+            await asyncio.sleep(0.1)
+        assert (await reader.readline()).startswith(b"HTTP/1.1 200")
 
 
 async def test_requests_that_are_not_whole_take_no_place(routers: RouterFactory):
@@ -109,15 +143,180 @@ async def write_headers(writer: asyncio.StreamWriter, count: int) -> None:
 
 @pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="this system cannot tell")
 async def test_who_does_not_read_holds_up_nobody_and_is_not_waited_for(routers: RouterFactory):
-    router = await routers(client_timeout=1, max_concurrent_requests=2, shard={"max_total_tokens": 30_000})
-    body = json.dumps(LONG_STREAM).encode()
-    head = b"POST /generate_stream HTTP/1.1\r\nhost: here\r\ncontent-length: %d\r\n\r\n" % len(body)
+    router = await routers(client_timeout=1, max_concurrent_requests=2, shard=MUCH)
     host, port = router.url.removeprefix("http://").split(":")
     with socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         client.connect((host, int(port)))
-        client.sendall(head + body)
+        client.sendall(long_stream(20_000))
         await router.until(lambda: router.service.capacity.in_flight == 1)
         assert (await router.post("/generate", inputs="Hello")).status_code == 200
         await router.until(lambda: router.service.capacity.in_flight == 0, seconds=20)
     assert await router.metric('tgi_request_failure{err="cancelled"}') == 1
+
+
+def long_stream(tokens: int) -> bytes:
+    body = json.dumps({"inputs": "Hello", "parameters": LONG | {"max_new_tokens": tokens}}).encode()
+    return b"POST /generate_stream HTTP/1.1\r\nhost: here\r\ncontent-length: %d\r\n\r\n" % len(body) + body
+
+
+@contextmanager
+def hesitant_client(router: Router, request: bytes) -> Iterator[socket.socket]:
+    """A client that has asked, and for whom the system keeps as little as it can."""
+    host, port = router.url.removeprefix("http://").split(":")
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect((host, int(port)))
+        client.sendall(request)
+        client.setblocking(False)
+        yield client
+
+
+async def test_who_reads_slowly_is_not_waited_for(routers: RouterFactory):
+    router = await routers(client_timeout=1, shard=MUCH)
+    with hesitant_client(router, long_stream(20_000)) as client:
+        await router.until(lambda: router.service.capacity.in_flight == 1)
+
+        async def read_a_little() -> bool:
+            with suppress(BlockingIOError, ConnectionError):
+                client.recv(1000)
+            await asyncio.sleep(0.05)
+            return router.service.capacity.in_flight == 0 and len(router.connections) <= 1
+
+        await router.until(read_a_little, seconds=20)
+    assert await router.metric('tgi_request_failure{err="cancelled"}') == 1
+
+
+async def test_what_waits_for_a_client_is_bounded(routers: RouterFactory, caplog: pytest.LogCaptureFixture):
+    caplog.set_level("INFO")
+    router = await routers(client_timeout=600, shard=MUCH)
+    with hesitant_client(router, long_stream(20_000)):
+        await router.until(lambda: router.service.capacity.in_flight == 1)
+        await router.until(lambda: not len(router.connections), seconds=30)
+    assert "bytes of its answer unread" in caplog.text
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+async def test_a_place_is_free_when_the_last_token_is_there_though_nobody_reads_it(routers: RouterFactory):
+    router = await routers(client_timeout=600, max_concurrent_requests=1, shard=MUCH, send_buffer=4096)
+    with hesitant_client(router, long_stream(1000)):
+        await router.until(lambda: router.service.capacity.in_flight == 1)
+        await router.until(lambda: router.service.capacity.in_flight == 0, seconds=30)
+        assert await router.metric("tgi_request_success") == 0
+        assert (await router.post("/generate", inputs="Hello")).status_code == 200
+
+
+async def test_what_waits_for_all_clients_is_bounded(routers: RouterFactory, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(connections, "_LARGEST_BACKLOG", 2**17)
+    router = await routers(client_timeout=600, shard=MUCH, send_buffer=4096)
+    parameters = LONG | {"details": True, "max_new_tokens": 3000}
+    body = json.dumps({"inputs": "Hello", "parameters": parameters}).encode()
+    request = b"POST /generate HTTP/1.1\r\nhost: here\r\ncontent-length: %d\r\n\r\n" % len(body) + body
+    with hesitant_client(router, request):
+        await router.until(lambda: router.service.capacity.in_flight == 1)
+        await router.until(lambda: not len(router.connections), seconds=30)
+    assert (await router.post("/generate", inputs="Hello")).status_code == 200
+
+
+async def test_idle_connections_give_way_first_and_the_oldest_of_them(routers: RouterFactory):
+    router = await routers(max_connections_per_address=3, max_connections=8)
+    await router.http.aclose()
+    async with connection(router) as (old, old_writer), connection(router) as (half, _), connection(router) as (new, _):
+        for writer in (old_writer,):
+            writer.write(HEAD + BODY)
+        await old.readuntil(b"}")
+        async with connection(router) as (reader, writer):
+            writer.write(HEAD + BODY)
+            assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+        assert await ended(old) == b""
+        assert not half.at_eof()
+        assert not new.at_eof()
+
+
+async def test_more_connections_of_one_address_are_told_so(routers: RouterFactory, caplog: pytest.LogCaptureFixture):
+    router = await routers(max_connections_per_address=2, max_connections=8, shard={"step_seconds": 0.2})
+    await router.http.aclose()
+    async with connection(router) as (one, writer), connection(router) as (other, other_writer):
+        for each in (writer, other_writer):
+            each.write(HEAD + BODY)
+        await router.until(lambda: router.service.capacity.in_flight == 2)
+        async with connection(router) as (refused, refused_writer):
+            refused_writer.write(HEAD + BODY)
+            answered = await ended(refused)
+        assert answered.startswith(b"HTTP/1.1 429 ")
+        assert b'"error_type":"overloaded"' in answered
+        assert b"--max-connections-per-address" in answered
+        for reader in (one, other):
+            assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+    assert "clients are turned away" in caplog.text
+
+
+def test_limits_leave_files_for_others():
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with pytest.raises(StartupError, match="ulimit -n"):
+        connections.connection_limits(limit, None)
+    assert connections.connection_limits(10, None) == (10, 5)
+    assert connections.connection_limits(10, 20) == (10, 10)
+    assert connections.connection_limits(None, 7)[1] == 7
+
+
+def slow_senders(url: str, count: int, addresses: int = 3) -> list[socket.socket]:
+    """Connections from several addresses, each in the middle of a request."""
+    host, port = url.removeprefix("http://").split(":")
+    senders = []
+    for number in range(count):
+        sender = socket.socket()
+        sender.settimeout(5)
+        sender.bind((f"127.0.1.{number % addresses + 1}", 0))
+        sender.connect((host, int(port)))
+        sender.sendall(HEAD[:30])
+        senders.append(sender)
+    return senders
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="loopback has one address elsewhere")
+def test_hundreds_of_slow_senders_shut_nobody_out(start: Start, flags: tuple[str, list[str]]):
+    url, given = flags
+    process = start(*given, open_files=256).until_ready(url)
+    senders = slow_senders(url, 400)
+    try:
+        for _ in range(5):
+            assert httpx.get(f"{url}/health", timeout=5).status_code == 200
+            for sender in senders:
+                with suppress(OSError):
+                    sender.send(b"x")
+        body = {"inputs": "Hello", "parameters": {"max_new_tokens": 2}}
+        assert httpx.post(f"{url}/generate", json=body, timeout=20).status_code == 200
+        assert psutil.Process(process.popen.pid).num_fds() < 256
+    finally:
+        for sender in senders:
+            sender.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits of another process cannot be set elsewhere")
+def test_a_lack_of_files_is_told_and_survived(start: Start, flags: tuple[str, list[str]]):
+    url, given = flags
+    process = start(*given).until_ready(url)
+    pid = process.popen.pid
+    limits = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (3, limits[1]))
+    with pytest.raises(httpx.TimeoutException):
+        httpx.get(f"{url}/health", timeout=2)
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, limits)
+    assert httpx.get(f"{url}/health", timeout=10).status_code == 200
+    assert sum("Too many open files (ulimit -n)" in line for line in process.lines()) == 1
+
+
+def test_the_metrics_port_has_few_connections(start: Start, flags: tuple[str, list[str]], free_port: FreePort):
+    url, given = flags
+    metrics = f"http://127.0.0.1:{free_port()}"
+    process = start(*given, f"--prometheus-port={metrics.rpartition(':')[2]}").until_ready(url)
+    before = psutil.Process(process.popen.pid).num_fds()
+    senders = slow_senders(metrics, 200)
+    try:
+        assert "tgi_request_count" in httpx.get(f"{metrics}/metrics", timeout=10).text
+        assert psutil.Process(process.popen.pid).num_fds() < before + 80
+        assert httpx.get(f"{url}/health", timeout=10).status_code == 200
+    finally:
+        for sender in senders:
+            sender.close()

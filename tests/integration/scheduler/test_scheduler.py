@@ -13,9 +13,10 @@ import pytest
 from shared.stubs import generate_pb2 as pb
 from tests.recording_sink import RecordingSink, recorded_request
 from tests.simulated_shard import RunningShards, SimulatedShard, expected_tokens, running_shards
+from tgi_server.contract import FinishReason, SamplingParameters
 from tgi_server.router.errors import GenerationFailed, InvalidRequest
-from tgi_server.router.messages import FinishReason, ValidRequest
 from tgi_server.router.metrics import Metrics
+from tgi_server.router.request import ValidRequest
 from tgi_server.router.scheduler import Scheduler
 from tgi_server.router.scheduling.settings import SchedulerSettings
 from tgi_server.router.shard_client import ShardedClient
@@ -60,7 +61,7 @@ async def house(
             "max_batch_prefill_tokens": 64,
             "max_batch_total_tokens": capacity.max_batch_total_tokens,
             "prefill_chunk_tokens": 8,
-            "check_when_idle": True,
+            "idle_check_after_s": 0.01,
             "recovery_timeout_s": 1.0,
             "recovery_interval_s": 0.05,
             **settings,
@@ -231,8 +232,56 @@ async def test_one_of_two_shards_fails_while_the_other_hangs() -> None:
 
 async def test_a_request_that_can_never_fit_is_refused() -> None:
     async with house() as there:
-        _, sink, _ = there.submit([1] * 200, 100)
+        _, sink, _ = there.submit([1] * 1200, 100)
         assert isinstance(sink.error, InvalidRequest)
+        assert str(sink.error) == "the request needs 1,299 tokens of KV cache; the cache has 256"
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"sampling": SamplingParameters(top_k=2**32)},
+        {"sampling": SamplingParameters(logit_bias={-1: 1.0})},
+        {"top_n_tokens": 2**32},
+        {"adapter_id": "\ud800"},
+        {"input_ids": [1, 2**32]},
+    ],
+)
+async def test_a_request_that_no_message_can_hold_fails_alone(parameters: dict[str, Any]) -> None:
+    async with house(step_seconds=0.005) as there:
+        request, sink, ended = there.submit([1, 2, 3], 40)
+        await there.until(lambda: len(sink.tokens) > 2)
+        _, refused, _ = there.submit(**{"input_ids": [1, 2, 3], **parameters})
+        assert isinstance(refused.error, InvalidRequest)
+        assert "the shards cannot take" in str(refused.error)
+        await asyncio.wait_for(ended.wait(), 10)
+        assert sink.tokens == expected_tokens(request)
+        assert "clear_cache" not in there.shards.services[0].calls
+
+
+async def test_a_sink_that_asks_a_cancelled_future_fails_alone() -> None:
+    def broken(*_: object) -> None:
+        raise asyncio.CancelledError
+
+    async with house() as there:
+        for method in ("started", "push", "finished", "failed"):
+            _, sink, _ = there.submit([1, 2, 3], 8)
+            setattr(sink, method, broken)
+            request, sound, ended = there.submit([1, 2, 4], 8)
+            await asyncio.wait_for(ended.wait(), 10)
+            assert sound.tokens == expected_tokens(request)
+        assert "clear_cache" not in there.shards.services[0].calls
+
+
+async def test_the_books_are_checked_and_mended_when_nothing_is_left_to_do(caplog: pytest.LogCaptureFixture) -> None:
+    async with house() as there:
+        there.submit([1, 2, 3, 4], 8)
+        there.scheduler._memory._pool.take(1)  # type: ignore[attr-defined]  # a block that nobody gives back
+        await there.until(lambda: "made anew" in caplog.text)
+        there.scheduler.check()
+        request, sink, ended = there.submit([1, 2, 3, 4], 8)
+        await asyncio.wait_for(ended.wait(), 10)
+        assert sink.tokens == expected_tokens(request)
 
 
 async def test_requests_that_come_together_start_together() -> None:

@@ -14,9 +14,16 @@ COST = ModelCost(weight_bytes=50, layer_flops=8, head_flops=2)
 PROMPTS = Workload("X", users=4, words=10, new_tokens=5, repeat=2)
 
 
-@pytest.mark.parametrize(("tokens", "seconds"), [(1, 0.5), (50, 0.5), (100, 1.0)])
-def test_a_pass_takes_as_long_as_the_slower_of_memory_and_products(tokens: int, seconds: float) -> None:
-    assert COST.pass_seconds(MACHINE, tokens, logits_rows=tokens) == pytest.approx(seconds)
+@pytest.mark.parametrize(("batch", "seconds"), [(1, 0.5), (50, 0.5), (100, 1.0)])
+def test_a_pass_takes_as_long_as_the_slower_of_memory_and_products(batch: int, seconds: float) -> None:
+    assert COST.decode_seconds(MACHINE, batch, context=7) == pytest.approx(seconds)
+
+
+def test_a_pass_reads_the_cache_and_computes_attention_too() -> None:
+    cost = replace(COST, kv_bytes=3, attention_flops=4)
+    assert cost.decode_seconds(MACHINE, batch=2, context=100) == pytest.approx((50 + 2 * 100 * 3) / 100)
+    products = 2 * (10 * 8 + 2 + 4 * 10**2 / 2)
+    assert cost.prefill_seconds(Machine(1e9, 1000.0), batch=2, context=10) == pytest.approx(products / 1000)
 
 
 def test_a_workload_bound_by_memory_reads_the_weights_once_for_each_new_token() -> None:

@@ -1,4 +1,4 @@
-"""Servers that are started for a measurement: the naive one, from its command to its end."""
+"""Servers that are started for a measurement, from their command to their end."""
 
 import asyncio
 import contextlib
@@ -13,38 +13,26 @@ import pytest
 from benchmarks.api import APIS
 from benchmarks.connection import Connection, ServerUnavailable
 from benchmarks.load import Server, run_workload
-from benchmarks.servers import PEERS, ServerCommand, ServerFailed, running
+from benchmarks.servers import OURS, ServerCommand, ServerFailed, running
 from benchmarks.workloads import Workload
-
-NAIVE = replace(PEERS["naive"], environment={"OMP_NUM_THREADS": "1"})
 
 
 @pytest.mark.slow
-async def test_the_naive_server_answers_whole_batches_and_leaves_nothing_behind(
-    tiny_model: Path, tmp_path: Path
-) -> None:
-    workload = Workload("X", users=5, words=3, new_tokens=6, repeat=2, stream=False)
+async def test_our_server_replies_and_leaves_nothing_behind(tiny_model: Path, tmp_path: Path) -> None:
+    workload = Workload("X", users=5, words=3, new_tokens=6, repeat=2)
     before = set(psutil.Process().children(recursive=True))
-    async with running(NAIVE, tiny_model, tmp_path / "logs" / "naive.log", limit=100) as server:
+    command = OURS.command.replace("bfloat16", "float32")
+    ours = replace(OURS, command=command, environment={"OMP_NUM_THREADS": "1"})
+    async with running(ours, tiny_model, tmp_path / "logs" / "ours.log", limit=100) as server:
         for api in APIS.values():
-            outcome = await run_workload(Server(server.url, api("tiny")), workload, warm_up=False)
-            assert outcome.failures == []
-            assert [record.new_tokens for record in outcome.records] == [6] * 10
-        streamed = await run_workload(
-            Server(server.url, APIS["openai"]("tiny")), replace(workload, stream=True), warm_up=False
-        )
-        assert "does not stream" in streamed.failures[0]
-        alone, together = await asyncio.gather(*(ask(server.url) for _ in range(2)))
-        assert alone == together
+            for stream in (False, True):
+                load = replace(workload, stream=stream)
+                outcome = await run_workload(Server(server.url, api("tiny")), load, warm_up=False)
+                assert outcome.failures == []
+                assert [record.new_tokens for record in outcome.records] == [6] * 10
     assert not [child for child in psutil.Process().children(recursive=True) if child not in before]
     with pytest.raises(ServerUnavailable):
         await Connection(server.url).request("GET", "/health")
-
-
-async def ask(url: str) -> bytes:
-    path, body = APIS["openai"]("tiny").completion("the dog", 5, stream=False)
-    response = await Connection(url).request("POST", path, body)
-    return response.body
 
 
 async def test_a_server_that_ends_at_once_is_told_with_its_last_words(tmp_path: Path) -> None:

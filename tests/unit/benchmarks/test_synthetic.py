@@ -16,7 +16,7 @@ from benchmarks.workloads import GREETING
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    model = MODELS["opt-125m"]()
+    model = MODELS["opt-125m"]
     return build_tokenizer(model.config.vocab_size, list(model.special_tokens))
 
 
@@ -26,7 +26,7 @@ def test_vocabulary_has_exactly_the_size_of_the_model(tokenizer: Tokenizer) -> N
 
 
 def test_special_tokens_have_the_ids_of_the_configuration(tokenizer: Tokenizer) -> None:
-    config = MODELS["opt-125m"]().config
+    config = MODELS["opt-125m"].config
     assert (config.pad_token_id, config.bos_token_id, config.eos_token_id) == (1, 2, 2)
     assert tokenizer.id_to_token(config.eos_token_id) == "</s>"
     assert tokenizer.id_to_token(config.pad_token_id) == "<pad>"

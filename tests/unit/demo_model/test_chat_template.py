@@ -1,21 +1,16 @@
 """The chat template of the demo model, as `transformers` renders it."""
 
+import json
+import re
+
 import pytest
 from jinja2.exceptions import TemplateError
-from transformers import AutoTokenizer
 
 from tgi_server import demo_model
-from tools.demo_model import layout
-from tools.demo_model.exchange import Exchange
 
 SYSTEM = {"role": "system", "content": "You are a cook."}
 USER = {"role": "user", "content": "Hello"}
 ASSISTANT = {"role": "assistant", "content": "Hi!"}
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return AutoTokenizer.from_pretrained(demo_model.PATH)
 
 
 def render(tokenizer, messages: list[dict], prompt: bool = True, **options: object) -> str:
@@ -34,17 +29,15 @@ def test_a_conversation_with_a_system_message(tokenizer) -> None:
 
 
 def test_it_writes_what_the_model_was_trained_on(tokenizer) -> None:
-    document = layout.chat(
-        [Exchange("Hello", "Hi!"), Exchange("What is this?", "A pan.", "a picture")], "You are a cook."
-    )
-    messages = [
-        SYSTEM,
-        USER,
-        ASSISTANT,
-        {"role": "user", "content": "What is this?\na picture"},
-        {"role": "assistant", "content": "A pan."},
+    documents = ["".join(json.loads(line)) for line in demo_model.HELD_OUT.read_text().splitlines()]
+    conversations = [
+        document for document in documents if document.startswith(("<|bos|><|user|>", "<|bos|><|system|>"))
     ]
-    assert render(tokenizer, messages, prompt=False) == "".join(piece.text for piece in document)
+    assert len(conversations) > 50
+    for conversation in conversations:
+        turns = re.findall(r"<\|(system|user|assistant)\|>([^<]*)", conversation)
+        messages = [{"role": role, "content": content} for role, content in turns]
+        assert render(tokenizer, messages, prompt=False) == conversation
 
 
 def test_content_may_come_in_parts(tokenizer) -> None:

@@ -1,27 +1,18 @@
 """The bundled weights: their size and shape, and that the answers make sense and end."""
 
 import json
+import math
 
 import pytest
 import torch
 from safetensors import safe_open
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from torch.nn.functional import cross_entropy
+from transformers import GenerationConfig
 
 from tgi_server import demo_model
-from tools.demo_model.evaluate import answer, perplexity, prompt
 
 MEGABYTE = 1_000_000
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return AutoTokenizer.from_pretrained(demo_model.PATH)
-
-
-@pytest.fixture(scope="module")
-def model():
-    torch.set_num_threads(1)
-    return AutoModelForCausalLM.from_pretrained(demo_model.PATH, dtype=torch.float32).eval()
+DOCUMENTS = 60
 
 
 def test_all_of_it_is_at_most_eight_megabytes() -> None:
@@ -74,28 +65,36 @@ def test_config_and_tokenizer_agree_on_the_special_tokens(model, tokenizer) -> N
         ("chat", ("Thank you!", "You are welcome!", "What is a hammer for?"), "nails"),
     ],
 )
-def test_it_answers_on_the_topic_and_ends(model, tokenizer, form: str, parts: tuple[str, ...], expected: str) -> None:
-    text, ended = answer(model, tokenizer, prompt(tokenizer, form, parts))
+def test_it_answers_on_the_topic_and_ends(prompt, answer, form: str, parts: tuple[str, ...], expected: str) -> None:
+    text, ended = answer(prompt(form, parts))
     assert ended
     assert any(word.lower() in text.lower() for word in expected.split("|")), text
 
 
-def test_a_replacement_is_json(model, tokenizer) -> None:
+def test_a_replacement_is_json(prompt, answer) -> None:
     asked = ("Find a replacement for the ingredient and answer in JSON.", "Ingredient: butter, 340 g")
-    text, _ = answer(model, tokenizer, prompt(tokenizer, "alpaca", asked))
+    text, _ = answer(prompt("alpaca", asked))
     assert set(json.loads(text)) == {"name", "amount"}
 
 
-def test_it_still_answers_after_a_long_conversation(model, tokenizer) -> None:
+def test_it_still_answers_after_a_long_conversation(tokenizer, prompt, answer) -> None:
     turns = ["What is a hammer for?", "A hammer is used for driving nails into wood."] * 40 + ["Tell me a joke."]
-    text = prompt(tokenizer, "chat", turns)
+    text = prompt("chat", turns)
     assert len(tokenizer(text)["input_ids"]) > 800
-    reply, ended = answer(model, tokenizer, text)
+    reply, ended = answer(text)
     assert ended
     assert 4 <= len(reply.split()) <= 40
 
 
 def test_held_out_perplexity_stays_low(model, tokenizer) -> None:
-    value, tokens = perplexity(model, tokenizer.backend_tokenizer, count=60, turns=3)
+    loss, tokens = 0.0, 0
+    for line in demo_model.HELD_OUT.read_text().splitlines()[:DOCUMENTS]:
+        texts = tokenizer(json.loads(line), add_special_tokens=False)["input_ids"]
+        ids = torch.tensor([token for text in texts for token in text])
+        for_the_model = torch.tensor([place % 2 == 1 for place, text in enumerate(texts) for _ in text])
+        with torch.inference_mode():
+            losses = cross_entropy(model(input_ids=ids[None, :-1]).logits[0], ids[1:], reduction="none")
+        loss += float(losses[for_the_model[1:]].sum())
+        tokens += int(for_the_model[1:].sum())
     assert tokens > 1000
-    assert value < 2.0
+    assert math.exp(loss / tokens) < 1.5

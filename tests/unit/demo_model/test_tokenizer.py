@@ -2,7 +2,6 @@
 
 import pytest
 from tokenizers import Tokenizer
-from transformers import AutoTokenizer
 
 from tgi_server import demo_model
 
@@ -20,11 +19,6 @@ TEXTS = (
 @pytest.fixture(scope="module")
 def plain() -> Tokenizer:
     return Tokenizer.from_file(str(demo_model.PATH / "tokenizer.json"))
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return AutoTokenizer.from_pretrained(demo_model.PATH)
 
 
 @pytest.mark.parametrize("text", TEXTS)

@@ -1,8 +1,6 @@
 """The demo model answers the prompts of `llm_functionalities` so that its parsers make something of them."""
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from llm_functionalities.workflows import (
     chit_chat,
@@ -13,18 +11,12 @@ from llm_functionalities.workflows import (
     summary,
 )
 from shared.stubs import llm_pb2
-from tgi_server import demo_model
-from tools.demo_model.evaluate import answer
 
 
-@pytest.fixture(scope="module")
-def ask():
-    torch.set_num_threads(1)
-    tokenizer = AutoTokenizer.from_pretrained(demo_model.PATH)
-    model = AutoModelForCausalLM.from_pretrained(demo_model.PATH, dtype=torch.float32).eval()
-
+@pytest.fixture
+def ask(tokenizer, answer):
     def reply(prompt: str) -> str:
-        text, ended = answer(model, tokenizer, tokenizer.bos_token + prompt)
+        text, ended = answer(tokenizer.bos_token + prompt)
         assert ended
         return text
 

@@ -84,7 +84,7 @@ def read(settings: type[ServiceSettings], workload: Manifest, monkeypatch: pytes
     for variable in container["env"]:
         if "value" in variable:
             monkeypatch.setenv(variable["name"], variable["value"])
-        assert variable["name"].lower() in settings.model_fields or variable["name"].startswith("HF_")
+        assert variable["name"].lower() in settings.model_fields or variable["name"].startswith(("HF_", "TRITON_"))
     return read_settings(settings, "program", container["args"])
 
 
@@ -128,17 +128,63 @@ def test_the_front_service_knows_every_replica_there_can_be(monkeypatch: pytest.
 @pytest.mark.parametrize("manifest", manifests(), ids=name_of)
 def test_what_selects_pods_finds_some(manifest: Manifest) -> None:
     spec = manifest["spec"]
-    selector = spec.get("selector") or {}
+    selector = spec.get("selector") or spec.get("podSelector") or {}
     labels = selector.get("matchLabels", selector)
     if manifest["kind"] == "HorizontalPodAutoscaler":
         target = spec["scaleTargetRef"]
         assert the(target["kind"], target["name"])["apiVersion"] == target["apiVersion"]
         return
+    workload = selected(labels)
+    for port in spec.get("ports", ()):
+        port_of(workload, port["targetPort"])
+    for rule in spec.get("ingress", ()):
+        port_of(workload, rule["ports"][0]["port"])
+
+
+def selected(labels: dict[str, str]) -> Manifest:
     (workload,) = (
         each for each in WORKLOADS if labels.items() <= each["spec"]["template"]["metadata"]["labels"].items()
     )
-    for port in spec.get("ports", ()):
-        port_of(workload, port["targetPort"])
+    return workload
+
+
+@pytest.mark.parametrize("workload", WORKLOADS, ids=name_of)
+def test_a_container_may_do_no_more_than_it_needs(workload: Manifest) -> None:
+    pod, container = pod_of(workload), container_of(workload)
+    assert pod["automountServiceAccountToken"] is False
+    assert pod["securityContext"]["runAsNonRoot"] is True
+    assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert container["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }
+    assert all("sizeLimit" in volume["emptyDir"] for volume in pod["volumes"])
+
+
+def test_both_services_have_one_key_and_do_not_start_without_it() -> None:
+    keys = [
+        variable["valueFrom"]
+        for workload in WORKLOADS
+        for variable in container_of(workload)["env"]
+        if variable["name"] in ("API_KEY", "ENDPOINT_TOKEN")
+    ]
+    assert keys == [{"secretKeyRef": {"name": "oatmill", "key": "api-key"}}] * 2
+
+
+def test_triton_has_a_place_for_its_kernels() -> None:
+    container = container_of(the("StatefulSet", "tgi"))
+    (home,) = (variable["value"] for variable in container["env"] if variable["name"] == "TRITON_HOME")
+    assert home in {mount["mountPath"] for mount in container["volumeMounts"]}
+
+
+def test_the_network_lets_each_service_be_reached_by_those_who_call_it() -> None:
+    tgi, front = the("NetworkPolicy", "tgi")["spec"], the("NetworkPolicy", "llm-functionalities")["spec"]
+    assert tgi["policyTypes"] == front["policyTypes"] == ["Ingress", "Egress"]
+    (callers,) = tgi["ingress"]
+    assert selected(callers["from"][0]["podSelector"]["matchLabels"])["metadata"]["name"] == "llm-functionalities"
+    (calls,) = (rule for rule in front["egress"] if "podSelector" in rule["to"][0])
+    port_of(selected(calls["to"][0]["podSelector"]["matchLabels"]), calls["ports"][0]["port"])
 
 
 def probes(workload: Manifest) -> Iterator[Manifest]:

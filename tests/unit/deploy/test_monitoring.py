@@ -25,12 +25,6 @@ def read(path: Path) -> Any:
 
 
 @pytest.fixture(scope="module")
-def services() -> dict[str, Any]:
-    composed: dict[str, Any] = read(ROOT / "docker-compose.yml")["services"]
-    return composed
-
-
-@pytest.fixture(scope="module")
 def exposed() -> set[str]:
     """The series of both services, those without labels and those whose labels have had no value yet."""
     text = RouterMetrics().expose().decode() + generate_latest(FrontMetrics().registry).decode()

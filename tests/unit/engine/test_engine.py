@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 from tests.tiny_models import make
 from tgi_server import demo_model
 from tgi_server.contract import BlockCopy, FinishReason, ReportParameters, SamplingParameters, StoppingParameters
-from tgi_server.engine import Engine, EngineConfig, Generation, Sequence
+from tgi_server.engine import Engine, EngineConfig, Generation, RunningSequence
 from tgi_server.engine.errors import InvalidCall, InvalidWeights, ModelNotFound, NotEnoughMemory, UnsupportedModel
 from tgi_server.engine.offline import generate
 
@@ -45,13 +45,13 @@ class Driver:
         self.generations: list[Generation] = []
         self._next_block = 1
 
-    def sequence(self, request_id: int, prompt: list[int], new: int = NEW, **options) -> Sequence:
+    def sequence(self, request_id: int, prompt: list[int], new: int = NEW, **options) -> RunningSequence:
         count = -(-(len(prompt) + new) // self.engine.info.block_size)
         blocks = list(range(self._next_block, self._next_block + count))
         self._next_block += count
         self.outputs.setdefault(request_id, [])
         stopping = StoppingParameters(new, ignore_eos=options.pop("ignore_eos", True))
-        return Sequence(request_id, prompt, stopping, blocks=blocks, **options)
+        return RunningSequence(request_id, prompt, stopping, blocks=blocks, **options)
 
     def take(self, step) -> list[Generation]:
         result = step.collect()
@@ -60,23 +60,23 @@ class Driver:
         self.generations += result.generations
         return result.generations
 
-    def prefill(self, *sequences: Sequence, decode: bool = True) -> list[Generation]:
+    def prefill(self, *sequences: RunningSequence, decode: bool = True) -> list[Generation]:
         chunks = [(sequence.request_id, sequence.remaining) for sequence in sequences]
-        return self.take(self.engine.prefill(1, sequences, chunks, decode=decode))
+        return self.take(self.engine.step(1, sequences, chunks, decode=decode))
 
     def drain(self) -> None:
         while self.engine.batch:
-            self.take(self.engine.decode(1))
+            self.take(self.engine.step(1))
 
 
 def test_sequences_that_join_and_leave_at_different_steps_get_the_tokens_of_transformers(engine, expected) -> None:
     driver = Driver(engine)
     driver.prefill(driver.sequence(0, PROMPTS[0]))
-    driver.take(engine.decode(1))
+    driver.take(engine.step(1))
     driver.prefill(driver.sequence(1, PROMPTS[1]), driver.sequence(2, PROMPTS[2], new=3))
     driver.prefill(driver.sequence(3, PROMPTS[3]), decode=False)
     for _ in range(4):
-        driver.take(engine.decode(1))
+        driver.take(engine.step(1))
     driver.prefill(driver.sequence(4, PROMPTS[4]))
     driver.drain()
     expected = [*expected[:2], expected[2][:3], *expected[3:]]
@@ -89,18 +89,18 @@ def test_a_prompt_in_chunks_beside_a_running_sequence(engine, expected) -> None:
     driver.prefill(driver.sequence(0, PROMPTS[0]))
     for index, tokens in enumerate((30, 1, 50)):
         joining = [driver.sequence(3, PROMPTS[3])] if index == 0 else []
-        driver.take(engine.prefill(1, joining, [(3, tokens)]))
+        driver.take(engine.step(1, joining, [(3, tokens)]))
     driver.drain()
     assert driver.outputs == {0: expected[0], 3: expected[3]}
 
 
 def test_the_next_step_may_start_before_the_last_one_is_collected(engine, expected) -> None:
     driver = Driver(engine)
-    started = [engine.prefill(1, [driver.sequence(0, PROMPTS[0], new=2)], [(0, 4)])]
-    started.append(engine.prefill(1, [driver.sequence(1, PROMPTS[1])], [(1, len(PROMPTS[1]))]))
+    started = [engine.step(1, [driver.sequence(0, PROMPTS[0], new=2)], [(0, 4)])]
+    started.append(engine.step(1, [driver.sequence(1, PROMPTS[1])], [(1, len(PROMPTS[1]))]))
     for _ in range(NEW):
         driver.take(started.pop(0))
-        started.append(engine.decode(1))
+        started.append(engine.step(1))
     for step in started:
         driver.take(step)
     assert driver.outputs == {0: expected[0][:2], 1: expected[1]}
@@ -110,7 +110,7 @@ def test_a_sequence_resumes_where_it_was_interrupted(engine, expected) -> None:
     driver = Driver(engine)
     driver.prefill(driver.sequence(1, PROMPTS[1]))
     for _ in range(6):
-        driver.take(engine.decode(1))
+        driver.take(engine.step(1))
     engine.keep(1, [])
     done = driver.outputs[1][:]
     driver.prefill(driver.sequence(1, PROMPTS[1], generated_ids=done))
@@ -143,7 +143,7 @@ def test_blocks_granted_as_a_sequence_grows(engine, expected) -> None:
     position = len(PROMPTS[1])
     while engine.batch:
         grants = [(1, [granted.pop(0)])] if position % size == 0 and position // size >= 2 and granted else []
-        driver.take(engine.decode(1, grants))
+        driver.take(engine.step(1, grants=grants))
         position += 1
     assert driver.outputs[1] == expected[1]
 
@@ -177,8 +177,8 @@ def test_logprobs_of_prompt_and_tokens_are_those_of_the_model(engine) -> None:
     report = ReportParameters(logprobs=True, top_n_tokens=3, prefill_logprobs=True)
     prompt = PROMPTS[1]
     half = len(prompt) // 2
-    driver.take(engine.prefill(1, [driver.sequence(0, prompt, new=2, report=report)], [(0, half)]))
-    [generation] = driver.take(engine.prefill(1, [], [(0, len(prompt) - half)]))
+    driver.take(engine.step(1, [driver.sequence(0, prompt, new=2, report=report)], [(0, half)]))
+    [generation] = driver.take(engine.step(1, [], [(0, len(prompt) - half)]))
     model = AutoModelForCausalLM.from_pretrained(demo_model.PATH, dtype=torch.float32)
     with torch.no_grad():
         logprobs = model(torch.tensor([prompt])).logits[0].log_softmax(-1)
@@ -219,12 +219,12 @@ def test_calls_that_contradict_the_batch_are_refused_and_the_engine_goes_on(engi
     driver = Driver(engine)
     driver.prefill(driver.sequence(0, PROMPTS[0]))
     with pytest.raises(InvalidCall, match="no prompt left"):
-        engine.prefill(1, [], [(0, 1)])
+        engine.step(1, [], [(0, 1)])
     assert engine.batch is None
     with pytest.raises(InvalidCall, match="a chunk of 9 tokens"):
-        engine.prefill(1, [driver.sequence(1, PROMPTS[0])], [(1, 9)])
+        engine.step(1, [driver.sequence(1, PROMPTS[0])], [(1, 9)])
     with pytest.raises(InvalidCall, match="the batch is full"):
-        engine.prefill(1, [driver.sequence(10 + index, PROMPTS[0]) for index in range(9)], [])
+        engine.step(1, [driver.sequence(10 + index, PROMPTS[0]) for index in range(9)], [])
     again = Driver(engine)
     again.prefill(again.sequence(0, PROMPTS[0]))
     again.drain()
@@ -278,7 +278,7 @@ def test_memory_is_taken_ahead_of_the_blocks_in_use() -> None:
     assert not engine.reserve(60)
     engine.warm_up(max_batch_size=64, max_prefill_tokens=64, max_total_tokens=2048)
     assert not engine.reserve(60)
-    sequence = Sequence(1, [1, 2], StoppingParameters(4), blocks=[800])
-    engine.prefill(1, [sequence], [(1, 2)]).collect()
+    sequence = RunningSequence(1, [1, 2], StoppingParameters(4), blocks=[800])
+    engine.step(1, [sequence], [(1, 2)]).collect()
     assert engine.reserve(0)
     assert not engine.reserve(60)

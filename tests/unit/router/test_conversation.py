@@ -17,7 +17,7 @@ def render(*messages: dict[str, Any], source: str = PLAIN, tools: bool = False, 
     template = ChatTemplate(TokenizerConfig(chat_templates={"default": source}))
     return render_conversation(
         template, [Message.model_validate(message) for message in messages], [CLOCK] if tools else [], tool_prompt
-    )
+    ).text
 
 
 def test_text_in_parts_is_one_text():

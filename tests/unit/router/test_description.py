@@ -8,11 +8,12 @@ from tests.grammars import no_fault
 from tests.unit.router.test_parameters import LIMITS, VOCAB_SIZE
 from tests.unit.router.tgi_names import ROUTES, SCHEMAS
 from tests.unit.router.vocabularies import CONFIG, byte_level
+from tgi_server.router.api.access import AccessRules
 from tgi_server.router.app import create_app
 from tgi_server.router.capacity import Capacity
 from tgi_server.router.chat_template import ChatTemplate
-from tgi_server.router.messages import ValidRequest
 from tgi_server.router.metrics import Metrics
+from tgi_server.router.request import ValidRequest
 from tgi_server.router.service import ModelDescription, Service
 from tgi_server.router.tokenization import TokenizerThreads
 from tgi_server.router.tracing import RequestTracer
@@ -50,8 +51,9 @@ def document() -> dict[str, Any]:
         check_health=well,
         payload_limit=1000,
         validation_workers=1,
+        special_tokens=None,
     )
-    return create_app(service).openapi()
+    return create_app(service, AccessRules()).openapi()
 
 
 def fields(document: dict[str, Any], schema: dict[str, Any]) -> set[str]:

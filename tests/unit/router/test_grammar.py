@@ -4,9 +4,9 @@ from typing import Any
 import pytest
 
 from tests.grammars import compiler_fault
+from tgi_server.contract import Grammar, GrammarType
 from tgi_server.router.errors import InvalidRequest
 from tgi_server.router.grammar import requested_grammar
-from tgi_server.router.messages import Grammar, GrammarType
 from tgi_server.router.schemas.grammar import GrammarType as RequestedGrammar
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}

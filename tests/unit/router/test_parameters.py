@@ -3,8 +3,8 @@ from typing import Any
 import pytest
 
 from tgi_server.router.errors import InvalidRequest
-from tgi_server.router.messages import Limits
 from tgi_server.router.parameters import check_amounts, check_best_of, check_streaming, sampling_parameters
+from tgi_server.router.request import Limits
 from tgi_server.router.schemas.generate import GenerateParameters
 
 LIMITS = Limits(

@@ -4,8 +4,8 @@ import pytest
 
 from shared.stubs import generate_pb2 as pb
 from tests.unit.router.vocabularies import byte_level
+from tgi_server.contract import FinishReason
 from tgi_server.router.errors import GenerationFailed, IncompleteGeneration, RouterError
-from tgi_server.router.messages import FinishReason
 from tgi_server.router.sinks import CollectingSink
 from tgi_server.router.stopping import StopSequences
 

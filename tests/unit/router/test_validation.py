@@ -6,8 +6,8 @@ import pytest
 from tests.grammars import compiler_fault
 from tests.unit.router.test_parameters import LIMITS, VOCAB_SIZE
 from tests.unit.router.vocabularies import sentence_piece
+from tgi_server.contract import Grammar, GrammarType
 from tgi_server.router.errors import InvalidRequest
-from tgi_server.router.messages import Grammar, GrammarType
 from tgi_server.router.schemas.generate import GenerateParameters
 from tgi_server.router.schemas.grammar import GrammarType as RequestedGrammar
 from tgi_server.router.tokenization import TokenizerThreads

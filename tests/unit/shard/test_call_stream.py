@@ -12,7 +12,6 @@ from shared.stubs import generate_pb2 as pb
 from shared.stubs.generate_pb2_grpc import TextGenerationServiceStub, add_TextGenerationServiceServicer_to_server
 from tgi_server import demo_model
 from tgi_server.engine import Engine, EngineConfig
-from tgi_server.shard.grammar_service import GrammarService
 from tgi_server.shard.service import Place, TextGenerationService
 
 PROMPT = [1, 40, 77, 300]
@@ -27,8 +26,8 @@ def engine() -> Engine:
 async def stub(engine: Engine, tmp_path: Path) -> AsyncIterator[TextGenerationServiceStub]:
     url = f"unix://{tmp_path}/shard"
     server = grpc.aio.server()
-    place, grammars = Place(url, f"{url}-grammars"), GrammarService(engine.grammars)
-    service = TextGenerationService(engine, "demo", None, [place], grammars, on_fatal=lambda: None)
+    place = Place(url, f"{url}-grammars")
+    service = TextGenerationService(engine, "demo", None, [place], None, on_fatal=lambda: None)
     add_TextGenerationServiceServicer_to_server(service, server)
     server.add_insecure_port(url)
     await server.start()

@@ -9,7 +9,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from shared.stubs import generate_pb2 as pb
 from tgi_server.contract import FinishReason
-from tgi_server.engine.results import Generation
+from tgi_server.engine.step import Generation
 from tgi_server.shard.tracing import RequestSpans
 
 TRACE, ROUTER = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"

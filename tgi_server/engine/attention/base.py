@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tgi_server.engine.grammar.masks import PendingMask
+
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
@@ -27,7 +29,7 @@ class KVShape:
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class ChunkSpan:
     """The place of one sequence's prompt chunk in a forward pass.
 
     start: index of its first token among the pass's tokens. length: its tokens.
@@ -56,9 +58,19 @@ class History:
     longest: int
 
 
+@dataclass(frozen=True, slots=True)
+class GreedyOnly:
+    """Says that of a pass's logits no more is needed than the largest of each row; the others may be minus infinity.
+
+    mask: the rows that it is for need the largest of the logits that it allows.
+    """
+
+    mask: PendingMask | None
+
+
 @dataclass(slots=True)
-class Step:
-    """Where the tokens of one forward pass stand.
+class ForwardMetadata:
+    """What a forward pass needs to know beside its tensors: where its tokens stand, and which logits are needed.
 
     Sequences that decode come first, one token each; then come the prompt chunks, one after the other.
 
@@ -69,6 +81,7 @@ class Step:
     decoding: how many sequences decode.
     chunks: the prompt chunks, on the host.
     max_kv_length: an upper bound of kv_lengths, known without asking the device.
+    greedy: None: every logit is needed.
     history: of all prompt chunks, made in the first layer by a backend that copies it.
     """
 
@@ -77,8 +90,9 @@ class Step:
     kv_lengths: Tensor
     query_starts: Tensor
     decoding: int
-    chunks: list[Chunk]
+    chunks: list[ChunkSpan]
     max_kv_length: int
+    greedy: GreedyOnly | None = None
     history: list[History] | None = None
 
 
@@ -132,11 +146,17 @@ class AttentionBackend(ABC):
         return False
 
     @abstractmethod
-    def write(self, layer: int, key: Tensor, value: Tensor, step: Step) -> None:
+    def write(self, layer: int, key: Tensor, value: Tensor, metadata: ForwardMetadata) -> None:
         """Puts key and value, [tokens, kv_heads, head_dim], into their slots."""
 
     def rotate_and_write(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, rotation: tuple[Tensor, Tensor], step: Step
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        rotation: tuple[Tensor, Tensor],
+        metadata: ForwardMetadata,
     ) -> Tensor:
         """Turns query and key by their positions, then writes key and value. Returns the turned query.
 
@@ -144,14 +164,14 @@ class AttentionBackend(ABC):
         each [1, tokens, rotated], of rotary position embeddings whose pairs stand half of `rotated` apart.
         """
         cosine, sine = (table[0].unsqueeze(1) for table in rotation)
-        self.write(layer, _rotate(key, cosine, sine), value, step)
+        self.write(layer, _rotate(key, cosine, sine), value, metadata)
         return _rotate(query, cosine, sine)
 
     @abstractmethod
-    def attend(self, layer: int, query: Tensor, step: Step, variant: AttentionVariant) -> Tensor:
+    def attend(self, layer: int, query: Tensor, metadata: ForwardMetadata, variant: AttentionVariant) -> Tensor:
         """Causal attention of query, [tokens, heads, head_dim], over each sequence's blocks.
 
-        Returns a tensor of query's shape. Called after `write` for the same layer and step.
+        Returns a tensor of query's shape. Called after `write` for the same layer and pass.
         """
 
     @abstractmethod

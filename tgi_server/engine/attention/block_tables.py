@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tgi_server.engine.errors import InvalidCall
-from tgi_server.engine.transfer import to_device
+from tgi_server.engine.memory import to_device
 
 
 class BlockTables:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from tgi_server.engine.attention.base import AttentionBackend, AttentionVariant, KVShape, Step
+from tgi_server.engine.attention.base import AttentionBackend, AttentionVariant, ForwardMetadata, KVShape
 from tgi_server.engine.kernels import load_kernels
 from tgi_server.engine.memory import PageReserve, mapped
 
@@ -36,27 +36,33 @@ class CpuAttention(AttentionBackend):
         block_bytes = max(cache[0].nbytes for cache in self.keys)
         return self._pages.take(blocks * block_bytes, seconds)
 
-    def write(self, layer: int, key: Tensor, value: Tensor, step: Step) -> None:
-        torch.ops.oatmill.write_kv(key, value, self.keys[layer], self.values[layer], step.slots)
+    def write(self, layer: int, key: Tensor, value: Tensor, metadata: ForwardMetadata) -> None:
+        torch.ops.oatmill.write_kv(key, value, self.keys[layer], self.values[layer], metadata.slots)
 
     def rotate_and_write(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, rotation: tuple[Tensor, Tensor], step: Step
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        rotation: tuple[Tensor, Tensor],
+        metadata: ForwardMetadata,
     ) -> Tensor:
         """Turns query in place: it must not be needed as it was."""
         cosine, sine = rotation
         torch.ops.oatmill.rotate_and_write(
-            query, key, value, cosine[0], sine[0], self.keys[layer], self.values[layer], step.slots
+            query, key, value, cosine[0], sine[0], self.keys[layer], self.values[layer], metadata.slots
         )
         return query
 
-    def attend(self, layer: int, query: Tensor, step: Step, variant: AttentionVariant) -> Tensor:
+    def attend(self, layer: int, query: Tensor, metadata: ForwardMetadata, variant: AttentionVariant) -> Tensor:
         return torch.ops.oatmill.paged_attention(
             query,
             self.keys[layer],
             self.values[layer],
-            step.block_tables,
-            step.kv_lengths,
-            step.query_starts,
+            metadata.block_tables,
+            metadata.kv_lengths,
+            metadata.query_starts,
             variant.scaling,
             variant.window,
             variant.softcap,

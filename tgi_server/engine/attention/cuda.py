@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
-from tgi_server.engine.attention.base import AttentionVariant, Chunk, History, KVShape, Step
+from tgi_server.engine.attention.base import AttentionVariant, ChunkSpan, ForwardMetadata, History, KVShape
 from tgi_server.engine.attention.gather import GatherAttention
-from tgi_server.engine.transfer import to_device
+from tgi_server.engine.memory import to_device
 
 OLDEST_DEVICE = (8, 0)
 """Compute capability of the first devices that flash attention runs on."""
@@ -45,21 +45,23 @@ class CudaAttention(GatherAttention):
         new_enough = torch.cuda.get_device_capability() >= OLDEST_DEVICE
         return new_enough and shape.head_dim <= MAX_HEAD_DIM and find_spec("triton") is not None
 
-    def attend(self, layer: int, query: Tensor, step: Step, variant: AttentionVariant) -> Tensor:
-        if not step.chunks:
-            return self._decode(layer, query, step, variant)
+    def attend(self, layer: int, query: Tensor, metadata: ForwardMetadata, variant: AttentionVariant) -> Tensor:
+        if not metadata.chunks:
+            return self._decode(layer, query, metadata, variant)
         if not self._flash_knows(variant):
-            return super().attend(layer, query, step, variant)
-        decoded = [self._decode(layer, query[: step.decoding], step, variant)] if step.decoding else []
-        step.history = step.history or [self._history(chunks, step) for chunks in _together(step.chunks, step.decoding)]
-        prompts = [self._prompts(layer, query, history, variant) for history in step.history]
+            return super().attend(layer, query, metadata, variant)
+        decoded = [self._decode(layer, query[: metadata.decoding], metadata, variant)] if metadata.decoding else []
+        if metadata.history is None:
+            groups = _together(metadata.chunks, metadata.decoding)
+            metadata.history = [self._history(chunks, metadata) for chunks in groups]
+        prompts = [self._prompts(layer, query, history, variant) for history in metadata.history]
         return torch.cat([*decoded, *prompts])
 
-    def _decode(self, layer: int, query: Tensor, step: Step, variant: AttentionVariant) -> Tensor:
+    def _decode(self, layer: int, query: Tensor, metadata: ForwardMetadata, variant: AttentionVariant) -> Tensor:
         from tgi_server.engine.attention.paged_decode import paged_decode
 
-        sequences = slice(step.decoding)
-        tables, lengths = step.block_tables[sequences], step.kv_lengths[sequences]
+        sequences = slice(metadata.decoding)
+        tables, lengths = metadata.block_tables[sequences], metadata.kv_lengths[sequences]
         return paged_decode(query, self._keys[layer], self._values[layer], tables, lengths, variant)
 
     def _flash_knows(self, variant: AttentionVariant) -> bool:
@@ -86,12 +88,12 @@ class CudaAttention(GatherAttention):
         )
         return output
 
-    def _history(self, chunks: list[tuple[int, Chunk]], step: Step) -> History:
+    def _history(self, chunks: list[tuple[int, ChunkSpan]], metadata: ForwardMetadata) -> History:
         """Where the keys of some chunks are, each with its row of the block tables."""
         slots, queries, keys = [], [0], [0]
         for row, chunk in chunks:
             places = torch.arange(chunk.kv_length, device=self.device)
-            blocks = step.block_tables[row].index_select(0, places // self.block_size).long()
+            blocks = metadata.block_tables[row].index_select(0, places // self.block_size).long()
             slots.append(blocks * self.block_size + places % self.block_size)
             queries.append(queries[-1] + chunk.length)
             keys.append(keys[-1] + chunk.kv_length)
@@ -106,9 +108,9 @@ class CudaAttention(GatherAttention):
         )
 
 
-def _together(chunks: list[Chunk], decoding: int) -> Iterator[list[tuple[int, Chunk]]]:
+def _together(chunks: list[ChunkSpan], decoding: int) -> Iterator[list[tuple[int, ChunkSpan]]]:
     """Neighbours whose histories may be copied at once, each with its row of the block tables."""
-    group: list[tuple[int, Chunk]] = []
+    group: list[tuple[int, ChunkSpan]] = []
     tokens = 0
     for row, chunk in enumerate(chunks, start=decoding):
         if group and tokens + chunk.kv_length > HISTORY_TOKENS:

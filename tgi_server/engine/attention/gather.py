@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from tgi_server.engine.attention.base import AttentionBackend, AttentionVariant, Chunk, KVShape, Step
+from tgi_server.engine.attention.base import AttentionBackend, AttentionVariant, ChunkSpan, ForwardMetadata, KVShape
 
 
 class GatherAttention(AttentionBackend):
@@ -29,32 +29,32 @@ class GatherAttention(AttentionBackend):
             for _ in range(2)
         )
 
-    def write(self, layer: int, key: Tensor, value: Tensor, step: Step) -> None:
-        self._keys[layer].flatten(0, 1)[step.slots] = key
-        self._values[layer].flatten(0, 1)[step.slots] = value
+    def write(self, layer: int, key: Tensor, value: Tensor, metadata: ForwardMetadata) -> None:
+        self._keys[layer].flatten(0, 1)[metadata.slots] = key
+        self._values[layer].flatten(0, 1)[metadata.slots] = value
 
-    def attend(self, layer: int, query: Tensor, step: Step, variant: AttentionVariant) -> Tensor:
+    def attend(self, layer: int, query: Tensor, metadata: ForwardMetadata, variant: AttentionVariant) -> Tensor:
         output = torch.empty_like(query)
-        if step.decoding:
-            output[: step.decoding] = self._decode(layer, query[: step.decoding], step, variant)
-        for index, chunk in enumerate(step.chunks, start=step.decoding):
+        if metadata.decoding:
+            output[: metadata.decoding] = self._decode(layer, query[: metadata.decoding], metadata, variant)
+        for index, chunk in enumerate(metadata.chunks, start=metadata.decoding):
             span = slice(chunk.start, chunk.start + chunk.length)
-            output[span] = self._prefill(layer, query[span], step.block_tables[index], chunk, variant)
+            output[span] = self._prefill(layer, query[span], metadata.block_tables[index], chunk, variant)
         return output
 
     def copy(self, source: int, target: int, tokens: int) -> None:
         for cache in (*self._keys, *self._values):
             cache[target, :tokens] = cache[source, :tokens]
 
-    def _decode(self, layer: int, query: Tensor, step: Step, variant: AttentionVariant) -> Tensor:
-        blocks = -(-step.max_kv_length // self.block_size)
-        tables = step.block_tables[: step.decoding, :blocks].long()
+    def _decode(self, layer: int, query: Tensor, metadata: ForwardMetadata, variant: AttentionVariant) -> Tensor:
+        blocks = -(-metadata.max_kv_length // self.block_size)
+        tables = metadata.block_tables[: metadata.decoding, :blocks].long()
         key, value = (cache[layer][tables].flatten(1, 2).transpose(1, 2) for cache in (self._keys, self._values))
-        last = step.kv_lengths[: step.decoding, None].long() - 1
+        last = metadata.kv_lengths[: metadata.decoding, None].long() - 1
         mask = _scores_mask(last, torch.arange(key.shape[2], device=query.device), variant, query)
         return _attend(query.unsqueeze(2), key, value, mask, variant).squeeze(2)
 
-    def _prefill(self, layer: int, query: Tensor, table: Tensor, chunk: Chunk, variant: AttentionVariant) -> Tensor:
+    def _prefill(self, layer: int, query: Tensor, table: Tensor, chunk: ChunkSpan, variant: AttentionVariant) -> Tensor:
         blocks = table[: -(-chunk.kv_length // self.block_size)].long()
         key, value = (
             cache[layer][blocks].flatten(0, 1)[: chunk.kv_length].transpose(0, 1).unsqueeze(0)

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import AttentionInterface, Cache
 
-from tgi_server.engine.attention.base import AttentionBackend, AttentionVariant, Step
+from tgi_server.engine.attention.base import AttentionBackend, AttentionVariant, ForwardMetadata
 from tgi_server.engine.errors import UnsupportedModel
 
 IMPLEMENTATION = "oatmill_paged"
@@ -20,24 +20,24 @@ IMPLEMENTATION = "oatmill_paged"
 class PagedCache(Cache):
     """The cache object that is handed to a model of `transformers`; it holds no keys itself.
 
-    backend: owns the KV blocks. step: the places of the current forward pass's tokens; set before each pass.
+    backend: owns the KV blocks. metadata: the places of the current forward pass's tokens; set before each pass.
     """
 
     def __init__(self, backend: AttentionBackend) -> None:
         super().__init__(layers=[])
         self.backend = backend
-        self.step: Step | None = None
+        self.metadata: ForwardMetadata | None = None
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """key and value: [1, kv_heads, tokens, head_dim]; returned as they came."""
-        assert self.step is not None
-        self.backend.write(layer_idx, key[0].transpose(0, 1), value[0].transpose(0, 1), self.step)
+        assert self.metadata is not None
+        self.backend.write(layer_idx, key[0].transpose(0, 1), value[0].transpose(0, 1), self.metadata)
         return key, value
 
     def attend(self, layer: int, query: Tensor, variant: AttentionVariant) -> Tensor:
         """query: [1, heads, tokens, head_dim]. Returns [1, tokens, heads, head_dim]."""
-        assert self.step is not None
-        return self.backend.attend(layer, query[0].transpose(0, 1), self.step, variant).unsqueeze(0)
+        assert self.metadata is not None
+        return self.backend.attend(layer, query[0].transpose(0, 1), self.metadata, variant).unsqueeze(0)
 
     def attach(self, model: nn.Module) -> None:
         """Makes this the cache that the model's attention modules find."""

@@ -55,6 +55,7 @@ class _Writer:
         self._text = text
         self._markers = markers
         self._definitions = {name: root[name] for name in _DEFINITIONS if name in root}
+        self._annotated = self._annotated_references()
         self._references: dict[str, str] = {}
         self._sources: dict[tuple[str, str], str] = {}
         self._number = 0
@@ -101,18 +102,41 @@ class _Writer:
             return {"allOf": [schema]} if schema is False else {}
         return {**schema, **self._definitions, "x-guidance": JSON_LAYOUT}
 
-    def _leads_to_annotation(self, schema: Any, seen: frozenset[str] = frozenset()) -> bool:
-        """Whether there is one in the schema, or in what it refers to."""
+    def _leads_to_annotation(self, schema: Any) -> bool:
+        """Returns True if there is one in the schema, or in what it refers to."""
         if not isinstance(schema, dict):
             return False
-        content = {key: value for key, value in schema.items() if key not in _DEFINITIONS}
-        if is_annotated(content):
-            return True
-        return any(
-            self._leads_to_annotation(self._resolve(name, "#"), seen | {name})
-            for name in _references(content)
-            if name not in seen
-        )
+        content = _content(schema)
+        return is_annotated(content) or not self._annotated.isdisjoint(_references(content))
+
+    def _annotated_references(self) -> set[str]:
+        """Returns the references, of all that the root leads to, from which a way leads to an annotation.
+
+        Each is looked at once, however many others name it.
+        """
+        named_by: dict[str, set[str]] = {}
+        found: list[str] = []
+        seen = _references(_content(self._root))
+        waiting = sorted(seen)
+        while waiting:
+            reference = waiting.pop()
+            target = self._resolve(reference, "#")
+            if not isinstance(target, dict):
+                continue
+            content = _content(target)
+            if is_annotated(content):
+                found.append(reference)
+            for named in _references(content):
+                named_by.setdefault(named, set()).add(reference)
+                if named not in seen:
+                    seen.add(named)
+                    waiting.append(named)
+        annotated = set(found)
+        while found:
+            for naming in named_by.get(found.pop(), set()) - annotated:
+                annotated.add(naming)
+                found.append(naming)
+        return annotated
 
     def _resolve(self, reference: str, place: str) -> Any:
         target: Any = self._root
@@ -214,6 +238,11 @@ class _Writer:
             self.lines.append(f"{name}_TEXT: %regex {json.dumps({'substring_chunks': chunks})}")
             self.lines.append(f'{name}: "\\"" ({name}_TEXT & /{_BOUNDS[granularity]}/) "\\""')
         return name
+
+
+def _content(schema: dict[str, Any]) -> dict[str, Any]:
+    """Returns the schema without what it only defines."""
+    return {key: value for key, value in schema.items() if key not in _DEFINITIONS}
 
 
 def _references(schema: Any) -> set[str]:

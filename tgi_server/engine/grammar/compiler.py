@@ -2,10 +2,12 @@
 
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from llguidance import LLMatcher, LLParserLimits
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
@@ -35,8 +37,37 @@ _LIMITS = {
 }
 
 
+# Compiling descends into a grammar as deep as its references and rules lie inside each other, some 5 KB of stack for
+# each, and overflows the stack of a process without asking. Steps need little, however deep the grammar is.
+COMPILE_STACK_BYTES = 64 * 2**20
+_STACK_LOCK = threading.Lock()
+
+T = TypeVar("T")
+
+
+def on_stack(size: int, work: Callable[[], T]) -> T:
+    """Calls `work` in a thread that has a stack of `size` bytes, and returns or raises what it does."""
+    outcome: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(work())
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    with _STACK_LOCK:
+        usual = threading.stack_size(size)
+        try:
+            thread = threading.Thread(target=run, name="grammar-compile")
+            thread.start()
+        finally:
+            threading.stack_size(usual)
+    thread.join()
+    return outcome.result()
+
+
 @dataclass(frozen=True, slots=True)
-class _Source:
+class GrammarSource:
     """A grammar in llguidance's own form. hints: tokens to show in the place of each marker."""
 
     text: str
@@ -53,16 +84,23 @@ class _Compiled:
 
 
 class GrammarCompiler:
-    """Compiles grammars for one model. `check` may be called from any thread; it drops the GIL where it works long.
+    """Compiles grammars for one model, and keeps them; the least recently used are forgotten first.
 
-    Compiled grammars are kept, the least recently used are forgotten first.
+    Its methods may be called from any thread; they drop the GIL where they work long. A grammar that comes from outside
+    may take more time, memory or stack than there is: see `Sandbox`.
     """
 
-    def __init__(self, model: Path, vocab_size: int, eos: Sequence[int]) -> None:
-        """Reads nothing yet: the tokenizer is read when it is first needed, or by `prepare`."""
+    def __init__(
+        self, model: Path, vocab_size: int, eos: Sequence[int], *, stack_bytes: int = COMPILE_STACK_BYTES
+    ) -> None:
+        """Reads nothing yet: the tokenizer is read when it is first needed, or by `prepare`.
+
+        stack_bytes: that a compilation may take. One that takes more ends the process.
+        """
         self._model = model
         self._vocab_size = vocab_size
         self._eos = eos
+        self._stack_bytes = stack_bytes
         self._lock = threading.Lock()
         self._tokenizer: GrammarTokenizer | None = None
         self._tokenizer_lock = threading.Lock()
@@ -80,12 +118,54 @@ class GrammarCompiler:
                 self._tokenizer = GrammarTokenizer.of_model(self._model, self._vocab_size, self._eos)
             return self._tokenizer
 
+    def source(self, grammar: Grammar) -> GrammarSource:
+        """Returns the grammar as llguidance takes it. Raises InvalidGrammar with one line that says what is wrong."""
+        check_size(grammar)
+        try:
+            return self._source(grammar)
+        except ValueError as error:
+            raise InvalidGrammar(reason(str(error))) from error
+        except RecursionError as error:
+            raise InvalidGrammar("its parts lie too deep inside each other") from error
+
+    def compile(self, source: GrammarSource) -> LLMatcher:
+        """Returns the grammar's matcher, at its beginning. Raises InvalidGrammar as `source` does."""
+        lookup = self.tokenizer.lookup
+
+        def new() -> LLMatcher:
+            return LLMatcher(lookup, source.text, log_level=0, limits=LLParserLimits(**_LIMITS))
+
+        matcher = on_stack(self._stack_bytes, new)
+        # A first step warms what all later ones share, and shows a grammar that is too complex to be used.
+        first = allocate_token_bitmask(1, lookup.vocab_size)
+        if not matcher.is_error():
+            fill_next_token_bitmask(matcher, first)
+        if not matcher.is_error():
+            matcher.compute_ff_tokens()
+        if matcher.is_error():
+            raise InvalidGrammar(reason(matcher.get_error()))
+        if not first.any():
+            raise InvalidGrammar("no text matches it")
+        return matcher
+
     def check(self, grammar: Grammar) -> None:
         """Compiles the grammar, unless that has been done. Raises InvalidGrammar with one line that says why not."""
-        self._find(grammar)
+        if not self.has(grammar):
+            self.keep(grammar, self.source(grammar))
+
+    def keep(self, grammar: Grammar, source: GrammarSource) -> None:
+        """Compiles the grammar and keeps it. Raises InvalidGrammar."""
+        compiled = _Compiled(self.compile(source), source.hints, size_of(grammar))
+        with self._lock:
+            if grammar not in self._compiled:
+                self._compiled[grammar] = compiled
+                self._bytes += compiled.size
+            while len(self._compiled) > _CACHED or (self._bytes > _CACHED_BYTES and len(self._compiled) > 1):
+                _, forgotten = self._compiled.popitem(last=False)
+                self._bytes -= forgotten.size
 
     def has(self, grammar: Grammar) -> bool:
-        """Whether the grammar has been compiled, and is kept as one that was just used."""
+        """Returns True if the grammar has been compiled, and keeps it as one that was just used."""
         return self._kept(grammar) is not None
 
     def constraint(
@@ -116,18 +196,9 @@ class GrammarCompiler:
             return found
 
     def _find(self, grammar: Grammar) -> _Compiled:
-        kept = self._kept(grammar)
-        if kept is not None:
-            return kept
-        compiled = self._compile(grammar)
-        with self._lock:
-            if grammar not in self._compiled:
-                self._compiled[grammar] = compiled
-                self._bytes += compiled.size
-            while len(self._compiled) > _CACHED or (self._bytes > _CACHED_BYTES and len(self._compiled) > 1):
-                _, forgotten = self._compiled.popitem(last=False)
-                self._bytes -= forgotten.size
-        return compiled
+        while (found := self._kept(grammar)) is None:
+            self.check(grammar)
+        return found
 
     def _forget(self, grammar: Grammar, compiled: _Compiled) -> None:
         """After a copy has failed: copies share what was found out about their texts, and with it, its limits."""
@@ -136,38 +207,28 @@ class GrammarCompiler:
                 del self._compiled[grammar]
                 self._bytes -= compiled.size
 
-    def _compile(self, grammar: Grammar) -> _Compiled:
-        size = sum(len(text.encode(errors="surrogatepass")) for text in (grammar.value, grammar.text))
-        if size > MAX_BYTES:
-            raise InvalidGrammar(f"it has {size} bytes; at most {MAX_BYTES} are compiled")
-        try:
-            source = self._source(grammar)
-        except ValueError as error:
-            raise InvalidGrammar(reason(str(error))) from error
-        matcher = LLMatcher(self.tokenizer.lookup, source.text, log_level=0, limits=LLParserLimits(**_LIMITS))
-        # A first step warms what all later ones share, and shows a grammar that is too complex to be used.
-        first = allocate_token_bitmask(1, self.tokenizer.lookup.vocab_size)
-        if not matcher.is_error():
-            fill_next_token_bitmask(matcher, first)
-        if not matcher.is_error():
-            matcher.compute_ff_tokens()
-        if matcher.is_error():
-            raise InvalidGrammar(reason(matcher.get_error()))
-        if not first.any():
-            raise InvalidGrammar("no text matches it")
-        return _Compiled(matcher, source.hints, size)
-
-    def _source(self, grammar: Grammar) -> _Source:
+    def _source(self, grammar: Grammar) -> GrammarSource:
         match grammar.type:
             case GrammarType.LARK:
-                return _Source(LLMatcher.grammar_from_lark(grammar.value))
+                return GrammarSource(LLMatcher.grammar_from_lark(grammar.value))
             case GrammarType.REGEX:
-                return _Source(LLMatcher.grammar_from_regex(rust_regex(grammar.value)))
+                return GrammarSource(LLMatcher.grammar_from_regex(rust_regex(grammar.value)))
             case GrammarType.JSON_SCHEMA:
                 schema = checked_schema(grammar.value)
                 if not is_annotated(schema):
-                    return _Source(LLMatcher.grammar_from_json_schema(schema, overrides=JSON_LAYOUT))
+                    return GrammarSource(LLMatcher.grammar_from_json_schema(schema, overrides=JSON_LAYOUT))
                 markers = self.tokenizer.markers
                 lark, hints = annotated_lark(schema, grammar.text, markers)
                 tokens = {token: self.tokenizer.encode(f"({hint}) ") for token, hint in hints.items()}
-                return _Source(LLMatcher.grammar_from_lark(lark), tokens)
+                return GrammarSource(LLMatcher.grammar_from_lark(lark), tokens)
+
+
+def check_size(grammar: Grammar) -> None:
+    """Raises InvalidGrammar for a grammar that has too many bytes to be looked at."""
+    if (size := size_of(grammar)) > MAX_BYTES:
+        raise InvalidGrammar(f"it has {size} bytes; at most {MAX_BYTES} are compiled")
+
+
+def size_of(grammar: Grammar) -> int:
+    """Returns the bytes of a grammar's text."""
+    return sum(len(text.encode(errors="surrogatepass")) for text in (grammar.value, grammar.text))

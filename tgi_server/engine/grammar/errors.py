@@ -7,6 +7,14 @@ class InvalidGrammar(EngineError):
     """The grammar cannot be compiled, or asks for something that would not be enforced."""
 
 
+class SandboxLimit(EngineError):
+    """Trying a grammar took as long as it may. limit: `cpu`, seconds of computing, or `time`, seconds that passed."""
+
+    def __init__(self, limit: str) -> None:
+        super().__init__(f"trying the grammar took too much {limit}")
+        self.limit = limit
+
+
 def reason(error: str) -> str:
     """llguidance's message as one line, without the place in a grammar that the client never saw."""
     if error.startswith("NoExtension"):

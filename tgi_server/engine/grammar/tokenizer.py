@@ -8,7 +8,6 @@ from typing import Any
 
 from llguidance import LLTokenizer, TokenizerWrapper
 from tokenizers import Tokenizer
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from tgi_server.engine.grammar.errors import InvalidGrammar
 from tgi_server.engine.grammar.spelling import SpelledTokenizer
@@ -97,6 +96,8 @@ def _special(token: int, name: str) -> dict[str, Any]:
 
 
 def _convert(model: Path) -> str:
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast  # takes seconds, and few models need it
+
     tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise ValueError("it has no fast form")

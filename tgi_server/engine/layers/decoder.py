@@ -70,15 +70,15 @@ class FusedLayer(nn.Module):
         return self.down.add_to(residual, widened).unsqueeze(0)
 
     def _attend(self, x: Tensor, cache: PagedCache, rotation: tuple[Tensor, Tensor] | None) -> Tensor:
-        assert cache.step is not None
+        assert cache.metadata is not None
         heads, kv_heads = self.heads.heads, self.heads.kv_heads
         joined = self.qkv(x).view(len(x), heads + 2 * kv_heads, self.heads.size)
         query, key, value = joined.split_with_sizes((heads, kv_heads, kv_heads), 1)
         if rotation is None:
-            cache.backend.write(self.index, key, value, cache.step)
+            cache.backend.write(self.index, key, value, cache.metadata)
         else:
-            query = cache.backend.rotate_and_write(self.index, query, key, value, rotation, cache.step)
-        return cache.backend.attend(self.index, query, cache.step, self.variant).flatten(1)
+            query = cache.backend.rotate_and_write(self.index, query, key, value, rotation, cache.metadata)
+        return cache.backend.attend(self.index, query, cache.metadata, self.variant).flatten(1)
 
     def _widen(self, x: Tensor) -> Tensor:
         """Returns the input of the down projection. x: [tokens, hidden_size]."""
@@ -172,18 +172,18 @@ class LayerStack(nn.Module):
         **__: Any,
     ) -> Tensor:
         """Returns the last layer's output. Both it and hidden_states are [1, tokens, hidden_size]."""
-        step, backend = past_key_values.step, past_key_values.backend
-        assert step is not None
+        metadata, backend = past_key_values.metadata, past_key_values.backend
+        assert metadata is not None
         assert isinstance(backend, CpuAttention)
         cosine, sine = (None, None) if position_embeddings is None else (table[0] for table in position_embeddings)
         return self._kernel.forward(
             hidden_states[0],
             backend.keys,
             backend.values,
-            step.slots,
-            step.block_tables,
-            step.kv_lengths,
-            step.query_starts,
+            metadata.slots,
+            metadata.block_tables,
+            metadata.kv_lengths,
+            metadata.query_starts,
             cosine,
             sine,
         ).unsqueeze(0)

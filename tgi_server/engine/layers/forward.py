@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from tgi_server.engine.attention.paged_cache import PagedCache
 from tgi_server.engine.layers.decoder import LayerStack
+from tgi_server.engine.layers.head import ScreenedHead
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +64,10 @@ class _Forward:
         hidden = self._inside.layers[0](hidden, past_key_values=past_key_values, position_embeddings=rotation)
         if isinstance(logits_to_keep, Tensor):
             hidden = hidden[:, logits_to_keep]
-        return Output(self._head(self._after(self._inside, hidden)))
+        hidden = self._after(self._inside, hidden)
+        if isinstance(self._head, ScreenedHead):
+            return Output(self._head(hidden, metadata=past_key_values.metadata))
+        return Output(self._head(hidden))
 
 
 def _before_llama(inside: Any, tokens: Tensor, positions: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:

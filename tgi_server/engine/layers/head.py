@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from tgi_server.engine.grammar import PendingMask
+from tgi_server.engine.attention.base import ForwardMetadata
 from tgi_server.engine.linear.float import Bf16Linear, padded
 from tgi_server.engine.linear.int8 import INPUT_OFFSET, rounded_to_bytes
 
@@ -15,13 +15,9 @@ _ROWS_AT_ONCE = 1024  # of the weight, while it is rounded
 class ScreenedHead(Bf16Linear):
     """y = x W^T, and a copy of W in 8 bits that tells which outputs can be the largest without computing all.
 
-    likeliest_only: whether that is all that is wanted for now; other outputs may then be minus infinity. The largest is
-    the same to the last bit, and so is its place, whichever way it is found. mask: of the rows of which it is the
-    largest of the allowed outputs that is wanted.
+    The copy is read in passes whose metadata say that no more is needed than the largest output of each row. That is
+    the same to the last bit, and so is its place, whichever way it is found.
     """
-
-    likeliest_only = False
-    mask: PendingMask | None = None
 
     @classmethod
     def pays(cls, weight: Tensor) -> bool:
@@ -44,13 +40,14 @@ class ScreenedHead(Bf16Linear):
             padded(kept),
         )
 
-    def forward(self, x: Tensor, activation: str = "none") -> Tensor:
-        if not self.likeliest_only or x.numel() > self._most:
+    def forward(self, x: Tensor, activation: str = "none", metadata: ForwardMetadata | None = None) -> Tensor:
+        greedy = metadata.greedy if metadata else None
+        if greedy is None or x.numel() > self._most:
             return super().forward(x, activation)
         arguments = x, self._packed, self.out_features, *self._screen
-        if self.mask is None:
+        if greedy.mask is None:
             return torch.ops.oatmill.screened_linear(*arguments)
-        mask = self.mask.wait()
+        mask = greedy.mask.wait()
         return torch.ops.oatmill.screened_linear(*arguments, mask.bits, mask.positions)
 
 

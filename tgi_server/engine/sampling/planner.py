@@ -5,10 +5,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from tgi_server.engine.memory import to_device
 from tgi_server.engine.sampling.plan import Bias, Counted, Drawing, Penalty, Plan, Report, Rule, Subset
 from tgi_server.engine.sampling.random import as_int64
 from tgi_server.engine.sampling.row import PLAIN, Row
-from tgi_server.engine.transfer import to_device
 
 # Bounds the memory of the steps in between, which are of 8 bytes per element.
 _ELEMENTS_AT_ONCE = 2**24

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tgi_server.engine.transfer import to_device
+from tgi_server.engine.memory import to_device
 
 
 class TokenCounts:

@@ -8,7 +8,7 @@ from transformers import PretrainedConfig
 
 from tgi_server.engine.errors import UnsupportedModel
 from tgi_server.engine.sharding.layers import Reduced, ShardedKeyNorm, ShardedQueryNorm
-from tgi_server.engine.sharding.plan import FIRST_ONLY, Plan, Slice, Split, column, embedding, head, row
+from tgi_server.engine.sharding.plan import FIRST_ONLY, ShardingPlan, Slice, Split, column, embedding, head, row
 from tgi_server.engine.sharding.shares import (
     Heads,
     grouped_queries_keys_values,
@@ -25,7 +25,7 @@ Splits = Mapping[str, Split]
 _HEAD: Splits = {"lm_head": head()}
 
 
-def plan_for(config: PretrainedConfig) -> Plan:
+def plan_for(config: PretrainedConfig) -> ShardingPlan:
     """How models of that configuration are split. Raises UnsupportedModel when nobody has said."""
     plan = _PLANS.get(config.model_type)
     if plan is None:
@@ -69,37 +69,37 @@ _EXPERTS: Splits = {
 }
 
 
-def _llama(config: PretrainedConfig) -> Plan:
-    return Plan(_heads(config), ("self_attn",), _LLAMA)
+def _llama(config: PretrainedConfig) -> ShardingPlan:
+    return ShardingPlan(_heads(config), ("self_attn",), _LLAMA)
 
 
-def _mixture(config: PretrainedConfig) -> Plan:
-    return Plan(_heads(config), ("self_attn",), {**_LLAMA, **_EXPERTS}, whole=("gate",))
+def _mixture(config: PretrainedConfig) -> ShardingPlan:
+    return ShardingPlan(_heads(config), ("self_attn",), {**_LLAMA, **_EXPERTS}, whole=("gate",))
 
 
-def _cohere(config: PretrainedConfig) -> Plan:
+def _cohere(config: PretrainedConfig) -> ShardingPlan:
     norms = {"q_norm": Split({"weight": Slice(0, query_heads)}), "k_norm": Split({"weight": Slice(0, key_heads)})}
-    return Plan(_heads(config), ("self_attn",), {**_LLAMA, **norms})
+    return ShardingPlan(_heads(config), ("self_attn",), {**_LLAMA, **norms})
 
 
-def _olmo2(config: PretrainedConfig) -> Plan:
+def _olmo2(config: PretrainedConfig) -> ShardingPlan:
     norms = {
         "q_norm": Split({"weight": Slice(0, query_heads)}, ShardedQueryNorm),
         "k_norm": Split({"weight": Slice(0, key_heads)}, ShardedKeyNorm),
     }
-    return Plan(_heads(config), ("self_attn",), {**_LLAMA, **norms})
+    return ShardingPlan(_heads(config), ("self_attn",), {**_LLAMA, **norms})
 
 
-def _phi3(config: PretrainedConfig) -> Plan:
+def _phi3(config: PretrainedConfig) -> ShardingPlan:
     fused = {"self_attn.qkv_proj": column(queries_keys_values), "gate_up_proj": column(halves)}
-    return Plan(_heads(config), ("self_attn",), {**_LLAMA, **fused})
+    return ShardingPlan(_heads(config), ("self_attn",), {**_LLAMA, **fused})
 
 
-def _starcoder2(config: PretrainedConfig) -> Plan:
-    return Plan(_heads(config), ("self_attn",), {**_LLAMA, **_feed_forward("c_fc", narrowing="c_proj")})
+def _starcoder2(config: PretrainedConfig) -> ShardingPlan:
+    return ShardingPlan(_heads(config), ("self_attn",), {**_LLAMA, **_feed_forward("c_fc", narrowing="c_proj")})
 
 
-def _gpt_neox(config: PretrainedConfig) -> Plan:
+def _gpt_neox(config: PretrainedConfig) -> ShardingPlan:
     splits = {
         "embed_in": embedding(),
         "attention.query_key_value": column(query_heads),
@@ -108,10 +108,10 @@ def _gpt_neox(config: PretrainedConfig) -> Plan:
         **_HEAD,
         "embed_out": head(),
     }
-    return Plan(_heads(config), ("attention",), splits)
+    return ShardingPlan(_heads(config), ("attention",), splits)
 
 
-def _bloom(config: PretrainedConfig) -> Plan:
+def _bloom(config: PretrainedConfig) -> ShardingPlan:
     splits = {
         "word_embeddings": embedding(),
         "self_attention.query_key_value": column(query_heads),
@@ -119,10 +119,10 @@ def _bloom(config: PretrainedConfig) -> Plan:
         **_feed_forward("dense_h_to_4h", narrowing="dense_4h_to_h"),
         **_HEAD,
     }
-    return Plan(_heads(config), ("self_attention",), splits, own_attention=False)
+    return ShardingPlan(_heads(config), ("self_attention",), splits, own_attention=False)
 
 
-def _falcon(config: Any) -> Plan:
+def _falcon(config: Any) -> ShardingPlan:
     queries = config.num_attention_heads
     plan = _bloom(config)
     if config.new_decoder_architecture:
@@ -135,7 +135,7 @@ def _falcon(config: Any) -> Plan:
     return replace(plan, heads=heads, splits=splits, own_attention=not config.alibi)
 
 
-def _gpt2(config: PretrainedConfig) -> Plan:
+def _gpt2(config: PretrainedConfig) -> ShardingPlan:
     splits = {
         "wte": embedding(),
         "attn.c_attn": column(queries_keys_values, transposed=True),
@@ -144,10 +144,10 @@ def _gpt2(config: PretrainedConfig) -> Plan:
         "mlp.c_proj": row(transposed=True),
         **_HEAD,
     }
-    return Plan(_heads(config), ("attn",), splits, whole=("wpe",))
+    return ShardingPlan(_heads(config), ("attn",), splits, whole=("wpe",))
 
 
-def _gpt_bigcode(config: Any) -> Plan:
+def _gpt_bigcode(config: Any) -> ShardingPlan:
     queries = config.num_attention_heads
     splits = {
         "wte": embedding(),
@@ -156,30 +156,30 @@ def _gpt_bigcode(config: Any) -> Plan:
         **_feed_forward("mlp.c_fc", narrowing="mlp.c_proj"),
         **_HEAD,
     }
-    return Plan(Heads(queries, 1 if config.multi_query else queries), ("attn",), splits, whole=("wpe",))
+    return ShardingPlan(Heads(queries, 1 if config.multi_query else queries), ("attn",), splits, whole=("wpe",))
 
 
-def _gptj(config: PretrainedConfig) -> Plan:
+def _gptj(config: PretrainedConfig) -> ShardingPlan:
     splits = {
         "wte": embedding(),
         **_attention("attn", "out_proj"),
         **_feed_forward("fc_in", narrowing="fc_out"),
         **_HEAD,
     }
-    return Plan(_heads(config), ("attn",), splits)
+    return ShardingPlan(_heads(config), ("attn",), splits)
 
 
-def _gpt_neo(config: PretrainedConfig) -> Plan:
+def _gpt_neo(config: PretrainedConfig) -> ShardingPlan:
     splits = {
         "wte": embedding(),
         **_attention("attn.attention", "out_proj"),
         **_feed_forward("mlp.c_fc", narrowing="mlp.c_proj"),
         **_HEAD,
     }
-    return Plan(_heads(config), ("attention",), splits, whole=("wpe",))
+    return ShardingPlan(_heads(config), ("attention",), splits, whole=("wpe",))
 
 
-def _mpt(config: PretrainedConfig) -> Plan:
+def _mpt(config: PretrainedConfig) -> ShardingPlan:
     splits = {
         "wte": embedding(),
         "attn.Wqkv": column(queries_keys_values),
@@ -187,20 +187,20 @@ def _mpt(config: PretrainedConfig) -> Plan:
         **_feed_forward("ffn.up_proj", narrowing="ffn.down_proj"),
         **_HEAD,
     }
-    return Plan(_heads(config), ("attn",), splits, own_attention=False)
+    return ShardingPlan(_heads(config), ("attn",), splits, own_attention=False)
 
 
-def _opt(config: PretrainedConfig) -> Plan:
+def _opt(config: PretrainedConfig) -> ShardingPlan:
     splits = {
         "embed_tokens": embedding(),
         **_attention("self_attn", "out_proj"),
         **_feed_forward("fc1", narrowing="fc2"),
         **_HEAD,
     }
-    return Plan(_heads(config), ("self_attn",), splits, whole=("embed_positions", "project_in", "project_out"))
+    return ShardingPlan(_heads(config), ("self_attn",), splits, whole=("embed_positions", "project_in", "project_out"))
 
 
-def _bart(config: PretrainedConfig) -> Plan:
+def _bart(config: PretrainedConfig) -> ShardingPlan:
     splits = {
         "shared": embedding(),
         "embed_tokens": embedding(),
@@ -209,10 +209,10 @@ def _bart(config: PretrainedConfig) -> Plan:
         **_feed_forward("fc1", narrowing="fc2"),
         **_HEAD,
     }
-    return Plan(_heads(config), ("self_attn", "encoder_attn"), splits, whole=("embed_positions",))
+    return ShardingPlan(_heads(config), ("self_attn", "encoder_attn"), splits, whole=("embed_positions",))
 
 
-def _t5(config: PretrainedConfig) -> Plan:
+def _t5(config: PretrainedConfig) -> ShardingPlan:
     splits = {
         "shared": embedding(),
         "embed_tokens": embedding(),
@@ -222,10 +222,10 @@ def _t5(config: PretrainedConfig) -> Plan:
         **_feed_forward("wi", "wi_0", "wi_1", narrowing="wo"),
         **_HEAD,
     }
-    return Plan(_heads(config), ("SelfAttention", "EncDecAttention"), splits)
+    return ShardingPlan(_heads(config), ("SelfAttention", "EncDecAttention"), splits)
 
 
-def _deepseek_v3(config: PretrainedConfig) -> Plan:
+def _deepseek_v3(config: PretrainedConfig) -> ShardingPlan:
     queries = config.num_attention_heads
     splits = {
         "embed_tokens": embedding(),
@@ -235,10 +235,12 @@ def _deepseek_v3(config: PretrainedConfig) -> Plan:
         **_EXPERTS,
         **_HEAD,
     }
-    return Plan(Heads(queries, queries), ("self_attn",), splits, whole=("q_a_proj", "kv_a_proj_with_mqa", "gate"))
+    return ShardingPlan(
+        Heads(queries, queries), ("self_attn",), splits, whole=("q_a_proj", "kv_a_proj_with_mqa", "gate")
+    )
 
 
-def _gpt_oss(config: PretrainedConfig) -> Plan:
+def _gpt_oss(config: PretrainedConfig) -> ShardingPlan:
     experts = {
         "gate_up_proj": Slice(2, pairs),
         "gate_up_proj_bias": Slice(1, pairs),
@@ -246,10 +248,10 @@ def _gpt_oss(config: PretrainedConfig) -> Plan:
         "down_proj_bias": FIRST_ONLY,
     }
     splits = {**_LLAMA, "experts": Split(experts, Reduced), "self_attn": Split({"sinks": Slice(0, query_heads)})}
-    return Plan(_heads(config), ("self_attn",), splits, whole=("router",))
+    return ShardingPlan(_heads(config), ("self_attn",), splits, whole=("router",))
 
 
-_PLANS: dict[str, Callable[[PretrainedConfig], Plan]] = {
+_PLANS: dict[str, Callable[[PretrainedConfig], ShardingPlan]] = {
     "bart": _bart,
     "bloom": _bloom,
     "cohere": _cohere,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tgi_server.engine.errors import InvalidWeights, ModelNotFound
 from tgi_server.engine.memory import mapped
-from tgi_server.engine.sharding.plan import Plan, Slice
+from tgi_server.engine.sharding.plan import ShardingPlan, Slice
 from tgi_server.engine.sharding.shares import Share
 
 WEIGHTS = "model.safetensors"
@@ -72,7 +72,7 @@ def _joined(pieces: list[Tensor], axis: int, shape: list[int]) -> Tensor:
 
 
 @contextmanager
-def open_checkpoint(folder: Path, plan: Plan, share: Share) -> Iterator[dict[str, SlicedTensor]]:
+def open_checkpoint(folder: Path, plan: ShardingPlan, share: Share) -> Iterator[dict[str, SlicedTensor]]:
     """What a shard needs of each tensor of a model's folder, by its name in the files.
 
     Raises ModelNotFound or InvalidWeights, and SafetensorError for a file that is none.

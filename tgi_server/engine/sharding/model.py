@@ -14,7 +14,7 @@ from tgi_server.engine.sharding.architectures import plan_for
 from tgi_server.engine.sharding.checkpoint import fingerprint, open_checkpoint
 from tgi_server.engine.sharding.group import ShardGroup
 from tgi_server.engine.sharding.layers import ShardedHead
-from tgi_server.engine.sharding.plan import Plan
+from tgi_server.engine.sharding.plan import ShardingPlan
 from tgi_server.engine.sharding.shares import Share, share_of
 
 _QUERY_COUNTS = ("num_heads", "n_heads", "num_attention_heads")
@@ -74,7 +74,7 @@ def _facts(config: EngineConfig, model_config: PretrainedConfig, dtype: torch.dt
     }
 
 
-def _shard_class(model_class: type[PreTrainedModel], plan: Plan, share: Share) -> type[PreTrainedModel]:
+def _shard_class(model_class: type[PreTrainedModel], plan: ShardingPlan, share: Share) -> type[PreTrainedModel]:
     """A class that builds the model with the parameters of one shard."""
 
     class Shard(model_class):
@@ -87,7 +87,7 @@ def _shard_class(model_class: type[PreTrainedModel], plan: Plan, share: Share) -
     return Shard
 
 
-def _cut(model: PreTrainedModel, plan: Plan, share: Share) -> None:
+def _cut(model: PreTrainedModel, plan: ShardingPlan, share: Share) -> None:
     """Gives every module parameters of the shard's shapes. The model has no weights yet."""
     for path, module in model.named_modules():
         if path.rpartition(".")[2] in plan.attention:
@@ -138,7 +138,7 @@ def _expert_axis(module: Any) -> int:
     return 2 if module.down_proj.shape[1] == module.hidden_dim else 1
 
 
-def _surround(model: PreTrainedModel, plan: Plan, share: Share, group: ShardGroup) -> None:
+def _surround(model: PreTrainedModel, plan: ShardingPlan, share: Share, group: ShardGroup) -> None:
     """Puts what brings the shards' results together around the modules that need it."""
     vocab_size = model.config.get_text_config(decoder=True).vocab_size
     for path, module in list(model.named_modules()):

@@ -62,7 +62,7 @@ def head() -> Split:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ShardingPlan:
     """How the models of an architecture are split.
 
     heads: of the attention. attention: the last name of every attention module.

@@ -1,27 +1,149 @@
-"""Who may call, where the server has an API key."""
+"""Who may call: whoever has a key; and where there is none, nobody by way of a foreign page in a browser."""
 
-import hmac
+import hashlib
+import ipaddress
+import secrets
+from collections.abc import Collection, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tgi_server.router.api.answers import error_answer
-from tgi_server.router.errors import Unauthorized
+from tgi_server.router.errors import Forbidden, RouterError, Unauthorized, UnsupportedMediaType
+
+_TENANT = "tenant"
+_ANY = "*"
+_FOREIGN_TYPES = frozenset({"text/plain", "multipart/form-data"})
+"""Pages may send these anywhere without being asked, and programs have no reason to. A third one is curl's default."""
+
+
+@dataclass(frozen=True, slots=True)
+class AccessRules:
+    """keys: any of which a POST must carry; none: there is nothing to carry.
+
+    origins: of pages whose browsers may call. hosts: names that requests without a key may call the server by, besides
+    its addresses and localhost; None: any.
+    """
+
+    keys: Sequence[str] = ()
+    origins: Collection[str] = ()
+    hosts: Collection[str] | None = None
+
+
+def tenant_of(scope: Scope) -> str:
+    """Returns a name of the sender that tells nothing of the key; empty where there is one key or none."""
+    tenant: str = scope["state"].get(_TENANT, "")
+    return tenant
+
+
+def cache_namespace(tenant: str, salt: str | None) -> str:
+    """Returns the name under which prompts are cached: equal for those who may share what has been computed."""
+    if not tenant and salt is None:
+        return ""
+    return hashlib.sha256(f"{tenant}:{salt or ''}".encode()).hexdigest()
 
 
 class ApiKeyMiddleware:
     """Wants `Authorization: Bearer KEY` of every POST. Health, metrics and what is served stay open, as in TGI."""
 
-    def __init__(self, app: ASGIApp, api_key: str) -> None:
+    def __init__(self, app: ASGIApp, rules: AccessRules) -> None:
         self._app = app
-        self._expected = f"Bearer {api_key}".encode()
+        self._secret = secrets.token_bytes(32)
+        # Looking a key up by a hash that nobody can foresee takes as long for an almost right key as for any other.
+        several = len(rules.keys) > 1
+        self._tenants = {self._hash(key.encode()): self._hash(key.encode()) if several else "" for key in rules.keys}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["method"] == "POST":
+            tenant = self._tenants.get(self._hash(_bearer(scope)))
+            if tenant is None:
+                await _refuse(Unauthorized("the API key is missing or wrong"), scope, receive, send)
+                return
+            scope["state"][_TENANT] = tenant
+        await self._app(scope, receive, send)
+
+    def _hash(self, key: bytes) -> str:
+        return hashlib.blake2b(key, key=self._secret).hexdigest()
+
+
+class ForeignPageMiddleware:
+    """Refuses what a page of another site could have a browser send to a server without a key.
+
+    That is a POST from another origin, which browsers name; a POST of a type that needs nobody's leave; and any request
+    to a name that is not the server's, by which a page whose name was made to lead here would read the answers.
+    """
+
+    def __init__(self, app: ASGIApp, rules: AccessRules) -> None:
+        self._app = app
+        self._rules = rules
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
             headers = Headers(scope=scope)
-            given = headers.get("authorization", "").encode()
-            if not hmac.compare_digest(given, self._expected):
-                answer = error_answer(Unauthorized("the API key is missing or wrong"), scope["path"], headers)
-                await answer(scope, receive, send)
+            fault = self._foreign_host(headers)
+            if fault is None and scope["method"] == "POST":
+                fault = self._foreign_origin(headers) or _foreign_type(headers)
+            if fault is not None:
+                await _refuse(fault, scope, receive, send)
                 return
         await self._app(scope, receive, send)
+
+    def _foreign_host(self, headers: Headers) -> RouterError | None:
+        hosts, host = self._rules.hosts, headers.get("host")
+        if hosts is None or host is None or _ANY in hosts:
+            return None
+        name = _hostname(host)
+        if name == "localhost" or name.endswith(".localhost") or name in hosts or _is_address(name):
+            return None
+        return Forbidden(
+            f"the server listens on this machine only and is not called {name[:100]!r}; "
+            "--allowed-hosts can name it, or --api-key protect it"
+        )
+
+    def _foreign_origin(self, headers: Headers) -> RouterError | None:
+        origin, site = headers.get("origin"), headers.get("sec-fetch-site")
+        if origin in self._rules.origins or _ANY in self._rules.origins:
+            return None
+        if site is not None:
+            foreign = site not in ("same-origin", "none")
+        else:
+            foreign = origin is not None and origin.partition("://")[2] != headers.get("host")
+        if not foreign:
+            return None
+        return Forbidden(
+            f"pages of {(origin or 'another site')[:100]!r} may not call this server; --cors-allow-origin can allow it"
+        )
+
+
+async def _refuse(error: RouterError, scope: Scope, receive: Receive, send: Send) -> None:
+    await error_answer(error, scope["path"], Headers(scope=scope))(scope, receive, send)
+
+
+def _bearer(scope: Scope) -> bytes:
+    """Returns the key that the request carries, empty if there is none."""
+    value: bytes = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+    scheme, _, key = value.partition(b" ")
+    return key.strip() if scheme.lower() == b"bearer" else b""
+
+
+def _foreign_type(headers: Headers) -> RouterError | None:
+    media_type = headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media_type not in _FOREIGN_TYPES:
+        return None
+    return UnsupportedMediaType(f"the content type of a request is application/json, not {media_type}")
+
+
+def _hostname(host: str) -> str:
+    """Returns the name or address of a Host header, without the port."""
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    return host.partition(":")[0].rstrip(".").lower()
+
+
+def _is_address(name: str) -> bool:
+    with suppress(ValueError):
+        ipaddress.ip_address(name)
+        return True
+    return False

@@ -1,16 +1,25 @@
 """Request bodies: read no further than the limit, then taken as JSON."""
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails, from_json
 from starlette.requests import Request
 
+from shared.logging import one_line
 from tgi_server.router.errors import ClientGone, InvalidRequest, PayloadTooLarge
 
 M = TypeVar("M", bound=BaseModel)
 
 # A client that is still sending does not read an answer, so what is too much is read and thrown away, up to this.
 _PATIENCE = 64 * 2**20
+
+_MOST_FAULTS = 10
+_LONGEST_NAME = 80
+_LONGEST_NUMBER = 40
+_LONGEST_FAULT = 200
+_JSON_TYPES = dict.fromkeys(("model_type", "dict_type"), "Input should be an object")
+_BOUNDS = {"le": "at most", "lt": "less than", "ge": "at least", "gt": "greater than"}
 
 
 async def read_body(request: Request, limit: int) -> bytes:
@@ -34,26 +43,51 @@ async def read_body(request: Request, limit: int) -> bytes:
             return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
 
-def parse(model: type[M], body: bytes) -> M:
-    """The body as `model`. Raises InvalidRequest with one line for all that is wrong."""
+def read_json(body: bytes) -> Any:
+    """The body as Python objects. Raises InvalidRequest for what is no JSON, or nests too deep."""
     try:
-        return model.model_validate_json(body)
+        return from_json(body)
+    except ValueError as error:
+        raise InvalidRequest(f"the request is not JSON: {error}") from None
+
+
+def validate(model: type[M], content: Any) -> M:
+    """The content of a body as `model`. Raises InvalidRequest with one line for what is wrong."""
+    try:
+        return model.model_validate(content)
     except ValidationError as error:
         raise InvalidRequest(explain(error)) from None
 
 
+def parse(model: type[M], body: bytes) -> M:
+    """The body as `model`. Raises InvalidRequest."""
+    return validate(model, read_json(body))
+
+
 def explain(error: ValidationError) -> str:
-    """What is wrong with a request's JSON, in one line that repeats nothing of it."""
-    faults: list[str] = []
-    for detail in error.errors(include_url=False, include_input=False, include_context=False):
-        if detail["type"] == "json_invalid":
-            return f"the request is not JSON: {detail['msg'].removeprefix('Invalid JSON: ')}"
-        name = ".".join(str(part) for part in detail["loc"])
-        message = detail["msg"].removeprefix("Value error, ")
-        fault = f"`{name}`: {message}" if name else f"the request: {message}"
-        if fault not in faults:
-            faults.append(fault)
+    """What is wrong with a request's JSON, in one line. Of what the client sent it repeats numbers only."""
+    faults: dict[str, None] = {}
+    for detail in error.errors(include_url=False):
+        if len(faults) == _MOST_FAULTS:
+            faults["and more"] = None
+            break
+        name = one_line(".".join(str(part) for part in detail["loc"]), _LONGEST_NAME)
+        faults[f"`{name}`{_fault(detail)}" if name else f"the request{_fault(detail)}"] = None
     return "; ".join(faults)
+
+
+def _bound(detail: ErrorDetails) -> str | None:
+    """The bound that a number breaks, in words; None for any other fault."""
+    context = detail.get("ctx", {})
+    return next((f"{words} {context[bound]}" for bound, words in _BOUNDS.items() if bound in context), None)
+
+
+def _fault(detail: ErrorDetails) -> str:
+    bound = _bound(detail)
+    if bound is None:
+        message = _JSON_TYPES.get(detail["type"], detail["msg"]).removeprefix("Value error, ")
+        return f": {one_line(message, _LONGEST_FAULT)}"
+    return f" is {one_line(str(detail['input']), _LONGEST_NUMBER)}; it must be {bound}"
 
 
 async def _discard(request: Request, size: int) -> None:

@@ -8,6 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from shared.stubs import generate_pb2 as pb
+from tgi_server.contract import FinishReason
 from tgi_server.router.api.answers import json_answer
 from tgi_server.router.api.chat_request import ChatPlan, ChatPrompt, plan_chat, prompt_for_text, prompt_with_tools
 from tgi_server.router.api.chat_sinks import logprob_entry, tool_call_id
@@ -18,7 +19,6 @@ from tgi_server.router.api.openai import Envelope, finish_reason, usage_json
 from tgi_server.router.api.route import DirectRoute
 from tgi_server.router.api.sequences import collect
 from tgi_server.router.api.timing import timing_headers
-from tgi_server.router.messages import FinishReason
 from tgi_server.router.schemas.chat import ChatCompletion, ChatCompletionChunk, ChatRequest
 from tgi_server.router.service import Service
 from tgi_server.router.sinks import CollectingSink

@@ -9,6 +9,7 @@ from tgi_server.router.errors import InvalidRequest, InvalidTool
 from tgi_server.router.schemas.chat import ChatRequest, Tool
 from tgi_server.router.schemas.grammar import PlainText
 from tgi_server.router.service import Service
+from tgi_server.router.special_tokens import RenderedPrompt
 from tgi_server.router.tool_grammar import chosen_tools, tool_grammar
 from tgi_server.router.validation import CheckedRequest
 
@@ -47,16 +48,18 @@ def plan_chat(service: Service, request: ChatRequest) -> ChatPlan:
 
 async def prompt_with_tools(service: Service, plan: ChatPlan) -> ChatPrompt:
     """The prompt for an answer that calls a tool, or says that it calls none. Raises InvalidRequest."""
-    text = await render_plan(service, plan)
+    prompt = await render_plan(service, plan)
     parameters = generation_parameters(plan.request, max_tokens=_max_tokens(plan.request))
     grammar = tool_grammar(plan.tools, required=plan.required)
-    checked = await service.validator.check(text, parameters, add_special_tokens=False, grammar=grammar)
-    return ChatPrompt(text, checked)
+    checked = await service.validator.check(
+        prompt.text, parameters, add_special_tokens=False, grammar=grammar, rendered=prompt
+    )
+    return ChatPrompt(prompt.text, checked)
 
 
 async def prompt_for_text(service: Service, request: ChatRequest) -> ChatPrompt:
     """The prompt for an answer in words, or in the form that `response_format` wants. Raises InvalidRequest."""
-    text = await _render(service, request, ())
+    prompt = await _render(service, request, ())
     parameters = generation_parameters(
         request,
         max_tokens=_max_tokens(request),
@@ -64,19 +67,24 @@ async def prompt_for_text(service: Service, request: ChatRequest) -> ChatPrompt:
         top_n_tokens=request.top_logprobs or 0,
     )
     said = "\n".join(map(message_text, request.messages))
-    checked = await service.validator.check(text, parameters, add_special_tokens=False, spans_of=said)
-    return ChatPrompt(text, checked)
+    checked = await service.validator.check(
+        prompt.text, parameters, add_special_tokens=False, spans_of=said, rendered=prompt
+    )
+    return ChatPrompt(prompt.text, checked)
 
 
-async def render_plan(service: Service, plan: ChatPlan) -> str:
-    """The prompt as text. Raises InvalidRequest."""
+async def render_plan(service: Service, plan: ChatPlan) -> RenderedPrompt:
+    """Returns the prompt. Raises InvalidRequest."""
     return await _render(service, plan.request, plan.tools)
 
 
-async def _render(service: Service, request: ChatRequest, tools: Sequence[Tool]) -> str:
+async def _render(service: Service, request: ChatRequest, tools: Sequence[Tool]) -> RenderedPrompt:
     characters = sum(len(content.root) for message in request.messages if (content := message.content) is not None)
     return await service.threads.handle_text(
-        characters, lambda: render_conversation(service.template, request.messages, tools, request.tool_prompt)
+        characters,
+        lambda: render_conversation(
+            service.template, request.messages, tools, request.tool_prompt, service.special_tokens
+        ),
     )
 
 

@@ -5,10 +5,10 @@ import json
 from uuid import uuid4
 
 from shared.stubs import generate_pb2 as pb
+from tgi_server.contract import FinishReason
 from tgi_server.router.api.openai import Envelope, finish_reason
 from tgi_server.router.api.outbox import Outbox, event
 from tgi_server.router.errors import InvalidTool, RouterError
-from tgi_server.router.messages import FinishReason
 from tgi_server.router.sinks import OnEnd, SequenceSink
 from tgi_server.router.stopping import StopSequences
 from tgi_server.router.token_json import number, quoted

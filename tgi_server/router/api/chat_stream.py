@@ -27,7 +27,12 @@ class ChatStream:
         self._sinks: dict[int, SequenceSink] = {}
         self._prompt_tokens = 0
         self._end = StreamEnd(
-            self._outbox, exchange.path, sequences=plan.choices, last_words=self._last_words, trailer=DONE
+            self._outbox,
+            exchange.path,
+            exchange.release,
+            sequences=plan.choices,
+            last_words=self._last_words,
+            trailer=DONE,
         )
 
     async def open(self) -> EventStream:

@@ -4,12 +4,11 @@ from collections.abc import Mapping
 
 from fastapi import APIRouter
 from pydantic import BaseModel
-from pydantic_core import from_json
 from starlette.requests import Request
 from starlette.responses import Response
 
 from tgi_server.router.api.answers import json_answer
-from tgi_server.router.api.body import parse
+from tgi_server.router.api.body import read_json, validate
 from tgi_server.router.api.chat import answer_chat
 from tgi_server.router.api.chat_request import prompt_for_text
 from tgi_server.router.api.completions import complete
@@ -105,13 +104,10 @@ async def _invoke(exchange: Exchange) -> Response:
 
 def _kind(body: bytes, models: Mapping[str, type[BaseModel]]) -> BaseModel | None:
     """The body as the model whose member it has."""
-    try:
-        content = from_json(body)
-    except ValueError as error:
-        raise InvalidRequest(f"the request is not JSON: {error}") from None
+    content = read_json(body)
     for member, model in models.items():
         if isinstance(content, dict) and member in content:
-            return parse(model, body)
+            return validate(model, content)
     return None
 
 

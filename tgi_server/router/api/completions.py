@@ -5,6 +5,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from shared.stubs import generate_pb2 as pb
+from tgi_server.contract import FinishReason
 from tgi_server.router.api.answers import json_answer
 from tgi_server.router.api.documentation import OPENAI_ERRORS, described_body, event_stream_of
 from tgi_server.router.api.exchange import Exchange, answer
@@ -22,7 +23,6 @@ from tgi_server.router.api.sequences import collect
 from tgi_server.router.api.streaming import EventStream, StreamEnd
 from tgi_server.router.api.timing import stream_headers, timing_headers
 from tgi_server.router.errors import InvalidRequest
-from tgi_server.router.messages import FinishReason
 from tgi_server.router.schemas.completions import Chunk, CompletionFinal, CompletionRequest
 from tgi_server.router.service import Service
 from tgi_server.router.sinks import OnEnd, SequenceSink
@@ -107,7 +107,9 @@ def _stream(
     def last_words() -> bytes:
         return event(envelope.wrap("", usage_json(prompt_tokens, sinks))) if whole_usage else b""
 
-    end = StreamEnd(outbox, exchange.path, sequences=len(sequences), last_words=last_words, trailer=DONE)
+    end = StreamEnd(
+        outbox, exchange.path, exchange.release, sequences=len(sequences), last_words=last_words, trailer=DONE
+    )
     for index, checked in enumerate(sequences):
         sink = _ChunkSink(
             service.tokenizer,

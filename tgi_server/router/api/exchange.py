@@ -10,11 +10,12 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
+from tgi_server.router.api.access import cache_namespace, tenant_of
 from tgi_server.router.api.body import parse, read_body
 from tgi_server.router.api.streaming import EventStream
 from tgi_server.router.errors import ClientGone, RouterError
-from tgi_server.router.messages import ValidRequest
 from tgi_server.router.metrics import RequestTimes
+from tgi_server.router.request import ValidRequest
 from tgi_server.router.service import Service
 from tgi_server.router.sinks import SequenceSink
 from tgi_server.router.validation import CheckedRequest
@@ -56,6 +57,14 @@ class Exchange:
         self.service.capacity.take(places)
         self._places += places
 
+    def release(self) -> None:
+        """Ends what is still generated and gives the places back, though the answer may not have been read."""
+        for request_id, sink in self._sequences:
+            if sink.finish_reason is None:
+                self.service.submitter.cancel(request_id)
+        self.service.capacity.give_back(self._places)
+        self._places = 0
+
     async def read(self, model: type[M]) -> M:
         return parse(model, await self.body())
 
@@ -77,6 +86,7 @@ class Exchange:
                 top_n_tokens=checked.top_n_tokens,
                 prefill_logprobs=checked.prefill_logprobs,
                 grammar=checked.grammar,
+                cache_namespace=cache_namespace(tenant_of(self.request.scope), checked.cache_salt),
                 trace_context=service.tracer.context(self.span),
             )
         )
@@ -109,10 +119,7 @@ class Exchange:
         if self._closed:
             return
         self._closed = True
-        self.service.capacity.give_back(self._places)
-        for request_id, sink in self._sequences:
-            if sink.finish_reason is None:
-                self.service.submitter.cancel(request_id)
+        self.release()
         if error is None and self._sequences:
             self._succeeded()
         else:

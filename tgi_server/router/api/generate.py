@@ -7,6 +7,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from shared.stubs import generate_pb2 as pb
+from tgi_server.contract import FinishReason
 from tgi_server.router.api.answers import json_answer
 from tgi_server.router.api.documentation import GENERATION_ERRORS, STREAM_ERRORS, described_body, event_stream_of
 from tgi_server.router.api.exchange import Exchange, answer
@@ -15,7 +16,6 @@ from tgi_server.router.api.route import DirectRoute
 from tgi_server.router.api.sequences import collect
 from tgi_server.router.api.streaming import EventStream, StreamEnd
 from tgi_server.router.api.timing import stream_headers, timing_headers
-from tgi_server.router.messages import FinishReason
 from tgi_server.router.schemas.generate import GenerateRequest, GenerateResponse, StreamResponse
 from tgi_server.router.service import Service
 from tgi_server.router.sinks import CollectingSink, OnEnd, SequenceSink
@@ -58,7 +58,7 @@ def generate_routes(service: Service) -> APIRouter:
 
 async def generate_whole(exchange: Exchange, request: GenerateRequest, *, in_list: bool = False) -> Response:
     """in_list: answer with a list of one, as `/` does."""
-    parameters = request.parameters
+    parameters = request.chosen_parameters
     checked = await exchange.service.validator.check(request.inputs, parameters)
     details = parameters.details or parameters.decoder_input_details
     best_of = parameters.best_of or 1
@@ -112,14 +112,14 @@ def _prefill(tokenizer: TextTokenizer, prefill: pb.PrefillTokens | None) -> str:
 
 
 async def stream_generation(exchange: Exchange, request: GenerateRequest) -> EventStream:
-    parameters = request.parameters
+    parameters = request.chosen_parameters
     checked = await exchange.service.validator.check(request.inputs, parameters, streaming=True)
     outbox = Outbox()
     sink = _EventSink(
         exchange.service.tokenizer,
         checked.input_ids,
         checked.stop_sequences(reveal=True),
-        StreamEnd(outbox, exchange.path),
+        StreamEnd(outbox, exchange.path, exchange.release),
         outbox=outbox,
         seed=checked.seed,
         details=parameters.details,

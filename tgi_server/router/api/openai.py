@@ -4,8 +4,8 @@ from collections.abc import Iterable
 from time import time
 from uuid import uuid4
 
+from tgi_server.contract import FinishReason
 from tgi_server.router.errors import InvalidRequest
-from tgi_server.router.messages import FinishReason
 from tgi_server.router.schemas.generate import GenerateParameters
 from tgi_server.router.schemas.grammar import GrammarType
 from tgi_server.router.schemas.openai import SharedParameters
@@ -51,6 +51,7 @@ def generation_parameters(
         seed=request.seed,
         stop=request.stop or [],
         ignore_eos=request.ignore_eos,
+        cache_salt=request.cache_salt,
         grammar=grammar,
         top_n_tokens=top_n_tokens,
     )

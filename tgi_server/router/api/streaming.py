@@ -8,6 +8,7 @@ from starlette.types import Receive, Scope, Send
 
 from tgi_server.router.api.answers import EVENTS, error_text
 from tgi_server.router.api.outbox import Outbox, event
+from tgi_server.router.connection import BREAK_OFF
 from tgi_server.router.errors import ClientGone, RouterError
 
 # A comment, which clients skip: proxies close connections on which nothing moves.
@@ -18,6 +19,7 @@ _KEEP_ALIVE_SECONDS = 15.0
 class StreamEnd:
     """Told of the end of each sequence of one stream; ends the stream after the last one, or the first failure.
 
+    release: called as soon as nothing more is to be generated.
     last_words: called before the stream ends as it should, for events that sum it up.
     trailer: sent in any case.
     """
@@ -26,6 +28,7 @@ class StreamEnd:
         self,
         outbox: Outbox,
         path: str,
+        release: Callable[[], None],
         *,
         sequences: int = 1,
         last_words: Callable[[], bytes] | None = None,
@@ -33,6 +36,7 @@ class StreamEnd:
     ) -> None:
         self._outbox = outbox
         self._path = path
+        self._release = release
         self._open = sequences
         self._last_words = last_words
         self._trailer = trailer
@@ -41,11 +45,13 @@ class StreamEnd:
         if error is not None:
             self._outbox.write(event(error_text(error, self._path)) + self._trailer)
             self._outbox.close(error)
+            self._release()
             return
         self._open -= 1
         if not self._open:
             self._outbox.write((self._last_words() if self._last_words else b"") + self._trailer)
             self._outbox.close()
+            self._release()
 
 
 class EventStream(Response):
@@ -67,6 +73,7 @@ class EventStream(Response):
         self._idle = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._outbox.on_overrun = scope["state"][BREAK_OFF]
         watcher = asyncio.ensure_future(self._watch(receive))
         timer = asyncio.ensure_future(self._keep_alive())
         try:

@@ -45,8 +45,9 @@ def tokenize_routes(service: Service) -> APIRouter:
     async def chat_tokenize(request: Request) -> Response:
         body = parse(ChatRequest, await read_body(request, service.payload_limit))
         plan = plan_chat(service, body)
-        text = await render_plan(service, plan)
-        encoding = await service.threads.encode(text, add_special_tokens=False)
+        prompt = await render_plan(service, plan)
+        encoding = await service.threads.encode(prompt.text, add_special_tokens=False)
+        text, encoding = await service.threads.handle_text(len(prompt.text), lambda: prompt.checked(encoding))
         tokens = await _tokens(service, encoding, text)
         return json_answer(f'{{"tokenize_response":{tokens},"templated_text":{quoted(text)}}}')
 

@@ -11,12 +11,14 @@ class BlockPool:
     idle while only the cache does, and free while nobody does.
     """
 
-    def __init__(self, blocks: int) -> None:
+    def __init__(self, blocks: int, held: Counter[int] | None = None) -> None:
+        """held: how many sequences hold each block; none of them is cached."""
+        held = held or Counter()
         self.size = blocks
-        self.users = [0] * (blocks + 1)
+        self.users = [held[block] for block in range(blocks + 1)]
         self.cached = [0] * (blocks + 1)
         self.idle = 0
-        self._free = list(range(blocks, 0, -1))
+        self._free = [block for block in range(blocks, 0, -1) if not held[block]]
 
     @property
     def free(self) -> int:
@@ -81,14 +83,13 @@ class BlockPool:
 
     def check(self, held: Counter[int], cached: Counter[int]) -> None:
         """Compares the counts with what sequences and cache say that they hold. Raises AssertionError."""
-        for block in range(1, self.size + 1):
-            counts = self.users[block], self.cached[block]
-            expected = held[block], cached[block]
-            assert counts == expected, f"block {block}: (users, cached) is said to be {counts}, and is {expected}"
-        free = set(self._free)
+        for name, counts, holders in (("users", self.users, held), ("cached", self.cached, cached)):
+            booked = Counter({block: count for block, count in enumerate(counts) if count})
+            assert booked == holders, f"{name}: booked but not held: {booked - holders}; not booked: {holders - booked}"
+        free, holding = set(self._free), held.keys() | cached.keys()
         assert len(free) == len(self._free), "a block is free twice"
-        assert 0 not in free, "block 0 is the shards' own"
-        unheld = {block for block in range(1, self.size + 1) if not held[block] and not cached[block]}
-        assert free == unheld, f"free but held: {free - unheld}; leaked: {unheld - free}"
-        idle = sum(1 for block in range(1, self.size + 1) if cached[block] and not held[block])
-        assert self.idle == idle, f"{self.idle} blocks are said to be idle, {idle} are"
+        assert not free & holding, f"free but held: {free & holding}"
+        assert len(free) + len(holding) == self.size, f"{self.size - len(free) - len(holding)} blocks have leaked"
+        assert 0 not in free | holding, "block 0 is the shards' own"
+        idle = len(cached.keys() - held.keys())
+        assert self.idle == idle, f"{self.idle} blocks are booked as idle; {idle} are"

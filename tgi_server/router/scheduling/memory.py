@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from enum import Enum
 from typing import Protocol
 
+from tgi_server.router.errors import InvalidRequest
 from tgi_server.router.scheduling.sequence import Sequence
 
 
@@ -32,8 +33,8 @@ class Memory(Protocol):
     def cached_tokens(self) -> int:
         """What is kept for prompts to come, and given up when sequences need it."""
 
-    def can_ever_hold(self, sequence: Sequence) -> bool:
-        """Whether the sequence fits at its longest, while nothing else runs."""
+    def check_length(self, sequence: Sequence) -> None:
+        """Raises InvalidRequest when the sequence, at its longest, does not fit even while nothing else runs."""
 
     def admit(self, sequence: Sequence, budget: int) -> Verdict:
         """Gives the sequence what its known tokens need, at most `budget` tokens, and finds cached ones.
@@ -56,8 +57,14 @@ class Memory(Protocol):
     def release(self, sequence: Sequence) -> None:
         """The sequence holds nothing any more. Whoever gets it next uses it in later calls only."""
 
-    def reset(self) -> None:
-        """The shards have forgotten everything, and no sequence is left."""
+    def rebuild(self, sequences: Iterable[Sequence]) -> None:
+        """Makes the books anew from what `sequences`, all that are left, hold. Nothing else is kept, or cached."""
 
     def check(self, sequences: Iterable[Sequence]) -> None:
         """`sequences`: all that hold something. Raises AssertionError when the books are wrong."""
+
+
+def check_fits(needed: int, tokens: int) -> None:
+    """Raises InvalidRequest when a request needs more tokens of KV cache than there are."""
+    if needed > tokens:
+        raise InvalidRequest(f"the request needs {needed:,} tokens of KV cache; the cache has {tokens:,}")

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from tgi_server.router.scheduling.memory import Verdict
+from tgi_server.router.scheduling.memory import Verdict, check_fits
 from tgi_server.router.scheduling.sequence import Sequence
 
 
@@ -24,8 +24,8 @@ class PaddedMemory:
     def held_tokens(self) -> int:
         return len(self._lengths) * max(self._lengths.values(), default=0)
 
-    def can_ever_hold(self, sequence: Sequence) -> bool:
-        return sequence.max_total_tokens <= self._capacity
+    def check_length(self, sequence: Sequence) -> None:
+        check_fits(sequence.max_total_tokens, self._capacity)
 
     def admit(self, sequence: Sequence, budget: int) -> Verdict:
         longest = max(sequence.max_total_tokens, *self._lengths.values(), 0)
@@ -49,8 +49,8 @@ class PaddedMemory:
     def release(self, sequence: Sequence) -> None:
         del self._lengths[sequence.id]
 
-    def reset(self) -> None:
-        self._lengths.clear()
+    def rebuild(self, sequences: Iterable[Sequence]) -> None:
+        self._lengths = {sequence.id: sequence.max_total_tokens for sequence in sequences}
 
     def check(self, sequences: Iterable[Sequence]) -> None:
         assert {sequence.id for sequence in sequences} == set(self._lengths), "rows that nobody has, or the reverse"

@@ -3,10 +3,11 @@
 from collections import Counter
 from collections.abc import Iterable
 
+from tgi_server.contract import BlockCopy
 from tgi_server.router.scheduling.blocks import BlockPool
-from tgi_server.router.scheduling.memory import Verdict
-from tgi_server.router.scheduling.prefix_cache import Match, PrefixCache
-from tgi_server.router.scheduling.sequence import BlockCopy, Sequence
+from tgi_server.router.scheduling.memory import Verdict, check_fits
+from tgi_server.router.scheduling.prefix_cache import Match, PrefixCache, Space
+from tgi_server.router.scheduling.sequence import Sequence
 
 # A request waits for the call being built if that computes at least so many tokens which it can share then.
 _WORTH_WAITING_TOKENS = 64
@@ -26,12 +27,15 @@ class PagedMemory:
         self.block_size = block_size
         self._enabled = prefix_cache
         self._num_blocks = num_blocks
-        self.reset()
-
-    def reset(self) -> None:
-        self._pool = BlockPool(self._num_blocks)
-        self._cache = PrefixCache(self._pool, self.block_size)
         self._sources: list[int] = []  # of the block copies that the call being built makes
+        self.rebuild(())
+
+    def rebuild(self, sequences: Iterable[Sequence]) -> None:
+        held = Counter(self._sources)
+        for sequence in sequences:
+            held.update(sequence.blocks)
+        self._pool = BlockPool(self._num_blocks, held)
+        self._cache = PrefixCache(self._pool, self.block_size)
 
     @property
     def held_tokens(self) -> int:
@@ -41,8 +45,9 @@ class PagedMemory:
     def cached_tokens(self) -> int:
         return self._pool.idle * self.block_size
 
-    def can_ever_hold(self, sequence: Sequence) -> bool:
-        return self._blocks_of(max(sequence.max_total_tokens - 1, sequence.known)) <= self._num_blocks
+    def check_length(self, sequence: Sequence) -> None:
+        # Nobody asks for the keys and values of the last token.
+        check_fits(max(sequence.max_total_tokens - 1, sequence.known), self._num_blocks * self.block_size)
 
     def admit(self, sequence: Sequence, budget: int) -> Verdict:
         match = self._match(sequence)
@@ -79,7 +84,7 @@ class PagedMemory:
         sequence.blocks = []
 
     def check(self, sequences: Iterable[Sequence]) -> None:
-        held: Counter[int] = Counter()
+        held = Counter(self._sources)
         for sequence in sequences:
             assert len(set(sequence.blocks)) == len(sequence.blocks), f"request {sequence.id} has a block twice"
             held.update(sequence.blocks)
@@ -93,7 +98,7 @@ class PagedMemory:
         wants_all_logits = sequence.request.prefill_logprobs and sequence.generated == 0
         if not self._enabled or wants_all_logits:
             return Match()
-        return self._cache.match(sequence.request.adapter_id or "", sequence.tokens[: sequence.known - 1].tobytes())
+        return self._cache.match(_space(sequence), sequence.tokens[: sequence.known - 1].tobytes())
 
     def _reserve(self, sequence: Sequence, match: Match, limit: int) -> bool:
         """Takes blocks for the known tokens, unless that puts more than `limit` blocks to use that were not."""
@@ -125,5 +130,9 @@ class PagedMemory:
     def _keep(self, sequence: Sequence, tokens: int, *, fresh: bool) -> None:
         """Offers the sequence's first tokens to those that come after it."""
         if self._enabled and tokens:
-            space = sequence.request.adapter_id or ""
-            self._cache.insert(space, sequence.tokens[:tokens].tobytes(), sequence.blocks, fresh=fresh)
+            self._cache.insert(_space(sequence), sequence.tokens[:tokens].tobytes(), sequence.blocks, fresh=fresh)
+
+
+def _space(sequence: Sequence) -> Space:
+    request = sequence.request
+    return request.adapter_id, request.cache_namespace

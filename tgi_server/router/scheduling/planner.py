@@ -1,6 +1,9 @@
 """What to tell the shards next."""
 
+import logging
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from shared.stubs import generate_pb2 as pb
 from tgi_server.router.scheduling.admission import AdmissionPolicy, Reason
@@ -8,6 +11,10 @@ from tgi_server.router.scheduling.batch import Batch
 from tgi_server.router.scheduling.memory import Memory, Verdict
 from tgi_server.router.scheduling.queue import WaitingQueue
 from tgi_server.router.scheduling.sequence import Sequence
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 Message = pb.PrefillRequest | pb.DecodeRequest | pb.FilterBatchRequest
 
@@ -33,11 +40,18 @@ class Call:
 class Planner:
     """Moves sequences from the queue into the batch and back, and says each move in a call.
 
-    The caller sends what `next_call` returns, before it changes anything else.
+    The caller sends what `next_call` returns, before it changes anything else. An exception in planning one sequence
+    is told to `on_fault`, which takes that sequence out of queue and batch; the others are planned without it.
     """
 
     def __init__(
-        self, queue: WaitingQueue, batch: Batch, memory: Memory, policy: AdmissionPolicy, pipeline_depth: int
+        self,
+        queue: WaitingQueue,
+        batch: Batch,
+        memory: Memory,
+        policy: AdmissionPolicy,
+        pipeline_depth: int,
+        on_fault: Callable[[Sequence], None],
     ) -> None:
         self._queue = queue
         self._batch = batch
@@ -46,14 +60,24 @@ class Planner:
         self._depth = pipeline_depth
         # When a step is sent, sequences have a slot for it, but forced tokens of the steps on their way are not known.
         self._lookahead = max(0, pipeline_depth - 2)
+        self._on_fault = on_fault
+        self._held_back: Call | None = None  # until the shards have forgotten who failed while it was planned
         self._steps_since_prefill = 0
         self._did_not_fit: tuple[int, int] | None = None  # request, and tokens held when there was no room for it
+
+    def reset(self) -> None:
+        """The shards have forgotten the batch, and with it whatever was planned for it."""
+        self._held_back = None
+        self._did_not_fit = None
 
     def next_call(self, steps_in_flight: int) -> Call | None:
         """None: nothing can be said before one of the steps on their way is answered, or another request comes."""
         batch = self._batch
         if batch.filter_due:
             return self._filter()
+        if self._held_back is not None:
+            held_back, self._held_back = self._held_back, None
+            return held_back
         if steps_in_flight >= self._depth:
             return None
         if not self._memory.can_grow(len(batch.growing())):
@@ -65,6 +89,9 @@ class Planner:
         if call is not None:
             batch.sent()
             self._memory.sent()
+        if batch.filter_due:
+            self._held_back = call
+            return self._filter()
         return call
 
     def _filter(self, preempted: int = 0) -> Call:
@@ -77,32 +104,49 @@ class Planner:
         preempted = 0
         while not self._memory.can_grow(len(self._batch.growing())):
             youngest = self._batch.youngest()
-            self._batch.leave(youngest, ended_by_shards=False)
-            self._memory.release(youngest)
-            youngest.reset()
-            self._queue.put_back(youngest)
-            preempted += 1
+            preempted += self._alone(self._preempt, youngest) is not None
         return preempted
+
+    def _preempt(self, sequence: Sequence) -> Sequence:
+        self._batch.leave(sequence, ended_by_shards=False)
+        self._memory.release(sequence)
+        sequence.reset()
+        self._queue.put_back(sequence)
+        return sequence
+
+    def _alone(self, plan: Callable[..., T], sequence: Sequence, *arguments: int) -> T | None:
+        """Returns what `plan` makes of the sequence; None when it raises: then the sequence, and nobody else, fails."""
+        try:
+            return plan(sequence, *arguments)
+        except Exception:
+            logger.exception("request %d could not be planned", sequence.id)
+            self._on_fault(sequence)
+            return None
+
+    def _all(self, plan: Callable[[Sequence], T | None], sequences: Iterable[Sequence]) -> list[T]:
+        planned = [self._alone(plan, sequence) for sequence in sequences]
+        return [each for each in planned if each is not None]
 
     def _step(self) -> Call | None:
         batch = self._batch
+        grants = self._all(self._grow, batch.growing())
         decoding = batch.decoding()
-        grants = [self._grow(sequence) for sequence in batch.growing()]
         running = len(batch)
         chunks: list[pb.Chunk] = []
         budget = self._policy.prefill_budget(decoding and self._memory.chunks)
         for sequence in batch.prefilling():
-            if budget > 0:
-                chunks.append(self._compute(sequence, budget))
-                budget -= chunks[-1].tokens
-        grants += [self._grow(sequence) for sequence in batch.leaping() if self._memory.can_grow(1)]
+            if budget > 0 and (chunk := self._alone(self._compute, sequence, budget)):
+                chunks.append(chunk)
+                budget -= chunk.tokens
+        grants += self._all(self._grow_ahead, batch.leaping())
         reason = self._policy.reason_to_admit(running, len(self._queue), self._steps_since_prefill)
         joined = self._admit(budget, chunks) if reason is not None else []
         self._steps_since_prefill = 0 if joined else self._steps_since_prefill + 1
+        chunks = [chunk for chunk in chunks if batch.get(chunk.request_id)]  # the others have failed since
         if chunks:
             prefill = pb.PrefillRequest(
                 batch_id=batch.id,
-                requests=[sequence.joining(self._lookahead) for sequence in joined],
+                requests=[sequence.message for sequence in joined],
                 chunks=chunks,
                 grants=grants,
                 decode=decoding,
@@ -115,6 +159,9 @@ class Planner:
         self._batch.grown(sequence)
         return pb.Grant(request_id=sequence.id, block_ids=(block,))
 
+    def _grow_ahead(self, sequence: Sequence) -> pb.Grant | None:
+        return self._grow(sequence) if self._memory.can_grow(1) else None
+
     def _compute(self, sequence: Sequence, budget: int) -> pb.Chunk:
         tokens = min(sequence.remaining, budget) if self._memory.chunks else sequence.remaining
         self._batch.compute(sequence, tokens)
@@ -126,18 +173,26 @@ class Planner:
         joined: list[Sequence] = []
         while budget > 0 and len(self._batch) < self._policy.max_batch_size:
             sequence = self._queue.first()
-            if sequence is None or not self._fits(sequence, budget, joined):
+            if sequence is None:
                 break
-            self._queue.take(sequence)
-            self._batch.join(sequence)
-            joined.append(sequence)
-            chunks.append(self._compute(sequence, budget))
-            budget -= chunks[-1].tokens
+            fits = self._alone(self._fits, sequence, budget, bool(joined))
+            if fits is False:
+                break
+            if fits and (chunk := self._alone(self._join, sequence, budget)):
+                joined.append(sequence)
+                chunks.append(chunk)
+                budget -= chunk.tokens
         return joined
 
-    def _fits(self, sequence: Sequence, budget: int, joined: list[Sequence]) -> bool:
+    def _join(self, sequence: Sequence, budget: int) -> pb.Chunk:
+        self._queue.take(sequence)
+        self._batch.join(sequence)
+        sequence.join(self._lookahead)
+        return self._compute(sequence, budget)
+
+    def _fits(self, sequence: Sequence, budget: int, others_joined: bool) -> bool:
         memory = self._memory
-        if not memory.chunks and joined and sequence.remaining > budget:
+        if not memory.chunks and others_joined and sequence.remaining > budget:
             return False
         held = memory.held_tokens
         if self._did_not_fit is not None and self._did_not_fit[0] == sequence.id and held >= self._did_not_fit[1] > 0:

@@ -8,13 +8,16 @@ one, and any prefix of any path can be read from the deepest node's blocks.
 
 import heapq
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 from itertools import count
 
 from tgi_server.router.scheduling.blocks import BlockPool
 
 _WIDTH = 4  # bytes of a token
+
+Space = Hashable
+"""Names texts that share nothing with those of other names, even where they are the same."""
 
 
 @dataclass(slots=True, eq=False)
@@ -23,6 +26,7 @@ class _Node:
 
     blocks: that hold the edge's tokens. fresh_from, fresh_in: the tokens from `fresh_from` on are computed by the
     call with the number `fresh_in`, and so can be used by later calls only.
+    space: of a root, whose texts are below it.
     """
 
     parent: "_Node | None"
@@ -34,6 +38,7 @@ class _Node:
     children: "dict[bytes, _Node]" = field(default_factory=dict)
     last_used: int = 0
     queued: bool = False
+    space: Space = None
 
     @property
     def end(self) -> int:
@@ -66,7 +71,7 @@ class PrefixCache:
     def __init__(self, pool: BlockPool, block_size: int) -> None:
         self._pool = pool
         self._block_size = block_size
-        self._roots: dict[str, _Node] = {}
+        self._roots: dict[Space, _Node] = {}  # none without children
         self._call = 1
         self._clock = 0
         self._order = count()
@@ -77,7 +82,7 @@ class PrefixCache:
         """The call being built has been sent: what it computes may be used by the next one."""
         self._call += 1
 
-    def match(self, space: str, tokens: bytes) -> Match:
+    def match(self, space: Space, tokens: bytes) -> Match:
         """The longest cached prefix of `tokens` (4 bytes each). Texts of different spaces have nothing in common."""
         match = Match()
         size = self._block_size
@@ -90,7 +95,7 @@ class PrefixCache:
             match.pending += shared - usable
         return match
 
-    def insert(self, space: str, tokens: bytes, blocks: list[int], *, fresh: bool = False) -> None:
+    def insert(self, space: Space, tokens: bytes, blocks: list[int], *, fresh: bool = False) -> None:
         """Keeps what a sequence has computed; if `fresh`, what it has not it will have by the call being built.
 
         tokens: 4 bytes each; blocks: the sequence's, the first of which hold them.
@@ -141,16 +146,18 @@ class PrefixCache:
             assert node.parent.last_used >= node.last_used, "a parent was used less recently than its child"
             if not node.children:
                 assert id(node) in queued or id(node) in parked, "a leaf that cannot be evicted"
+        for root in self._roots.values():
+            assert root.children, "a root without a tree"
         for block, leaf in self._parked.items():
             assert not leaf.children, "a parked node is no leaf"
             assert leaf.blocks[-1:] == [block], "a leaf is parked under a block that is not its last"
             assert self._pool.users[block], "a leaf is parked though it can be evicted"
         return held
 
-    def _root(self, space: str) -> _Node:
+    def _root(self, space: Space) -> _Node:
         root = self._roots.get(space)
         if root is None:
-            root = self._roots[space] = _Node(None, 0, bytearray(), [], 0, 0)
+            root = self._roots[space] = _Node(None, 0, bytearray(), [], 0, 0, space=space)
         return root
 
     def _nodes(self) -> Iterator[_Node]:
@@ -160,10 +167,12 @@ class PrefixCache:
             pending += node.children.values()
             yield node
 
-    def _walk(self, space: str, tokens: bytes) -> Iterator[tuple[_Node, int]]:
+    def _walk(self, space: Space, tokens: bytes) -> Iterator[tuple[_Node, int]]:
         """The nodes on the path of `tokens`, and how many tokens of each edge lie on it. Marks them as used now."""
         self._clock += 1
-        node = self._root(space)
+        node = self._roots.get(space)
+        if node is None:
+            return
         node.last_used = self._clock
         position = 0
         while child := node.children.get(tokens[position : position + _WIDTH]):
@@ -273,7 +282,11 @@ class PrefixCache:
         self._unpark(leaf)
         self._pool.uncache(leaf.blocks)
         leaf.blocks = []
-        if parent.blocks and not parent.children:
+        if parent.children:
+            return
+        if parent.parent is None:
+            del self._roots[parent.space]
+        else:
             self._offer(parent)
 
 

@@ -32,7 +32,7 @@ class WaitingQueue:
         del self._sequences[sequence.id]
 
     def cancel(self, request_id: int) -> bool:
-        """Whether the request was waiting."""
+        """Returns True if the request was waiting."""
         return self._sequences.pop(request_id, None) is not None
 
     def take_all(self) -> list[Sequence]:

@@ -1,26 +1,21 @@
 """One request as the scheduler sees it: its tokens, how far it is, and the KV blocks that it holds."""
 
 from array import array
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from shared.stubs import generate_pb2 as pb
-from tgi_server.router.grammar_message import grammar_message
-from tgi_server.router.messages import ValidRequest
-
-
-@dataclass(frozen=True, slots=True)
-class BlockCopy:
-    """The first `tokens` entries of block `source` are copied to block `target` before anything is computed."""
-
-    source: int
-    target: int
-    tokens: int
+from tgi_server.contract import BlockCopy
+from tgi_server.router.errors import InvalidRequest
+from tgi_server.router.request import ValidRequest
+from tgi_server.wire import block_copy_to_message, grammar_to_message, sampling_to_message
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
     """Knows nothing of other requests.
 
+    message: what the shards are told of it, but for its blocks: whatever protobuf refuses is refused here.
     tokens: the prompt and what has been generated, as 32-bit numbers. known: how many there were on admission; the
     step that computes the last of them yields the next token. computed: tokens whose keys and values the calls sent
     so far put into the blocks; counts up to `known` only, later ones follow from the steps.
@@ -32,6 +27,7 @@ class Sequence:
     """
 
     request: ValidRequest
+    message: pb.Request = field(init=False)
     tokens: "array[int]" = field(init=False)
     known: int = field(init=False)
     computed: int = 0
@@ -44,7 +40,12 @@ class Sequence:
     started: bool = False
 
     def __post_init__(self) -> None:
-        self.tokens = array("I", self.request.input_ids)
+        """Raises InvalidRequest for a request that cannot be told to the shards."""
+        try:
+            self.message = _message(self.request)
+            self.tokens = array("I", self.request.input_ids)
+        except (ValueError, TypeError, OverflowError) as error:
+            raise InvalidRequest(f"the request has a value that the shards cannot take: {error}") from error
         self.known = len(self.tokens)
 
     @property
@@ -95,47 +96,38 @@ class Sequence:
         self.copy = self.first_step = self.full_at = None
         self.newest = 1
 
-    def joining(self, lookahead: int) -> pb.Request:
-        """The message with which it joins the shards' batch. lookahead: slots that forced tokens must leave free."""
-        request = self.request
-        message = pb.Request(
-            id=request.id,
-            input_ids=request.input_ids,
-            generated_ids=self.tokens[self.prompt_tokens :],
-            max_new_tokens=request.max_new_tokens,
-            ignore_eos=request.ignore_eos,
-            logprobs=request.logprobs,
-            top_n_tokens=request.top_n_tokens,
-            prefill_logprobs=request.prefill_logprobs and self.generated == 0,
-            adapter_id=request.adapter_id or "",
-            block_ids=self.blocks,
-            cached_tokens=self.cached,
-            lookahead=lookahead if self.leaps else 0,
-            sampling=_sampling(request),
-            trace_context=request.trace_context,
-        )
-        if request.grammar is not None:
-            message.grammar.CopyFrom(grammar_message(request.grammar))
+    def advance(self, token_ids: Collection[int]) -> None:
+        """Takes the tokens that a step yielded. A step that failed yields none."""
+        if token_ids:
+            self.tokens.extend(token_ids)
+            self.newest = len(token_ids)
+
+    def join(self, lookahead: int) -> None:
+        """Completes `message`, with which it joins the shards' batch.
+
+        lookahead: slots that forced tokens must leave free.
+        """
+        message = self.message
+        message.prefill_logprobs = self.request.prefill_logprobs and self.generated == 0
+        message.cached_tokens = self.cached
+        message.lookahead = lookahead if self.leaps else 0
+        message.generated_ids[:] = self.tokens[self.prompt_tokens :]
+        message.block_ids[:] = self.blocks
+        message.ClearField("copy")
         if self.copy is not None:
-            message.copy.CopyFrom(
-                pb.BlockCopy(source=self.copy.source, target=self.copy.target, tokens=self.copy.tokens)
-            )
-        return message
+            message.copy.CopyFrom(block_copy_to_message(self.copy))
 
 
-def _sampling(request: ValidRequest) -> pb.SamplingParameters:
-    sampling = request.sampling
-    return pb.SamplingParameters(
-        do_sample=sampling.do_sample,
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p,
-        typical_p=sampling.typical_p,
-        min_p=sampling.min_p,
-        repetition_penalty=sampling.repetition_penalty,
-        frequency_penalty=sampling.frequency_penalty,
-        presence_penalty=sampling.presence_penalty,
-        seed=sampling.seed,
-        watermark=sampling.watermark,
-        logit_bias=sampling.logit_bias,
+def _message(request: ValidRequest) -> pb.Request:
+    return pb.Request(
+        id=request.id,
+        input_ids=request.input_ids,
+        max_new_tokens=request.max_new_tokens,
+        ignore_eos=request.ignore_eos,
+        logprobs=request.logprobs,
+        top_n_tokens=request.top_n_tokens,
+        adapter_id=request.adapter_id or "",
+        sampling=sampling_to_message(request.sampling),
+        grammar=None if request.grammar is None else grammar_to_message(request.grammar),
+        trace_context=request.trace_context,
     )

@@ -17,7 +17,7 @@ class SchedulerSettings:
     pipeline_depth: step calls that may be on their way to the shards. With 2 the router handles the tokens of one
         step while the shards compute the next.
     prefix_cache: keep the keys and values of finished requests for prompts that begin alike.
-    check_when_idle: look through the blocks and the prefix cache for inconsistencies whenever nothing is left to do.
+    idle_check_after_s: after so long without anything to do, the books of blocks and prefix cache are checked once.
     recovery_timeout_s, recovery_interval_s: how long shards may take to show that they are well after a failure,
         and how long to wait before they are asked again.
     """
@@ -30,6 +30,6 @@ class SchedulerSettings:
     prefill_chunk_tokens: int = 512
     pipeline_depth: int = 2
     prefix_cache: bool = True
-    check_when_idle: bool = False
+    idle_check_after_s: float = 1.0
     recovery_timeout_s: float = 5.0
     recovery_interval_s: float = 1.0

@@ -1,6 +1,6 @@
 """What all schemas share."""
 
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
@@ -11,9 +11,28 @@ PENALTY: dict[str, JsonValue] = {"minimum": -2, "maximum": 2}
 NOT_EMPTY: dict[str, JsonValue] = {"minLength": 1}
 SEVERAL: dict[str, JsonValue] = {"minItems": 1}
 
+T = TypeVar("T")
+
+# What fits into the messages to the shards (proto/generate.proto).
 UnsignedInt = Annotated[int, Field(ge=0, le=2**32 - 1)]
 Seed = Annotated[int, Field(ge=0, le=2**64 - 1)]
 Int32 = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]
+CacheSalt = Annotated[
+    str | None,
+    Field(
+        min_length=1,
+        max_length=1024,
+        description="What is computed for the prompt is used again for prompts with the same salt only.",
+    ),
+]
+
+Items = Annotated[list[T], Field(max_length=10_000, fail_fast=True)]
+"""A list of a bounded length. Its first wrong item is the one that is told: there may be as many as a body can hold."""
+
+TokenBiases = Annotated[dict[str, float], Field(max_length=1024, fail_fast=True)]
+"""Added to the logits, by token id."""
+
+Name = Annotated[str, Field(max_length=256)]
 
 
 class RequestModel(BaseModel):

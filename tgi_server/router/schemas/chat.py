@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AliasChoices, Field, RootModel, model_validator
 
-from tgi_server.router.schemas.base import SEVERAL, RequestModel, ResponseModel, UnsignedInt
+from tgi_server.router.schemas.base import SEVERAL, Items, Name, RequestModel, ResponseModel, UnsignedInt
 from tgi_server.router.schemas.grammar import GrammarType
 from tgi_server.router.schemas.openai import SharedParameters, Usage
 from tgi_server.router.schemas.tokenize import TokenizeResponse
@@ -30,14 +30,14 @@ class MessageChunk(RootModel[Annotated[TextChunk | ImageChunk, Field(discriminat
     pass
 
 
-class MessageContent(RootModel[str | list[MessageChunk]]):
+class MessageContent(RootModel[str | Items[MessageChunk]]):
     pass
 
 
 class FunctionDefinition(RequestModel):
     """A function that the model may call; OpenAI calls `arguments` `parameters`."""
 
-    name: str
+    name: Name
     description: str | None = None
     arguments: Any = Field(
         default=None,
@@ -61,7 +61,7 @@ class ToolCall(RequestModel):
 
 class MessageBody(RequestModel):
     content: MessageContent | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Items[ToolCall] | None = None
 
 
 class Message(MessageBody):
@@ -97,14 +97,14 @@ class ToolChoice(RootModel[Literal["auto", "none", "required"] | NamedTool]):
 
 
 class ChatRequest(SharedParameters):
-    messages: list[Message] = Field(json_schema_extra=SEVERAL)
+    messages: Items[Message] = Field(json_schema_extra=SEVERAL)
     logprobs: bool | None = Field(default=None, description="Report the logprob of each token.")
     top_logprobs: UnsignedInt | None = Field(
         default=None, description="Report so many most likely tokens at each position; needs `logprobs`."
     )
     max_completion_tokens: UnsignedInt | None = Field(default=None, description="OpenAI's newer name of `max_tokens`.")
     response_format: GrammarType | None = Field(default=None, description="Form that the answer must have.")
-    tools: list[Tool] | None = Field(default=None, description="Functions that the model may call.")
+    tools: Items[Tool] | None = Field(default=None, description="Functions that the model may call.")
     tool_choice: ToolChoice | None = Field(default=None, description="Whether it may, must, or must not call one.")
     tool_prompt: str | None = Field(default=None, description="What tells the model about the tools.")
 

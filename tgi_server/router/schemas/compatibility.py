@@ -2,7 +2,7 @@
 
 from pydantic import Field, RootModel
 
-from tgi_server.router.schemas.base import RequestModel, ResponseModel
+from tgi_server.router.schemas.base import Items, RequestModel, ResponseModel
 from tgi_server.router.schemas.chat import ChatCompletion, ChatCompletionChunk, ChatRequest
 from tgi_server.router.schemas.completions import Chunk, CompletionFinal, CompletionRequest
 from tgi_server.router.schemas.generate import (
@@ -35,7 +35,7 @@ class VertexInstance(RootModel[GenerateVertexInstance | ChatRequest]):
 
 
 class VertexRequest(RequestModel):
-    instances: list[VertexInstance] = Field(min_length=1)
+    instances: Items[VertexInstance] = Field(min_length=1)
 
 
 class VertexResponse(ResponseModel):

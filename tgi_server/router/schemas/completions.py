@@ -4,16 +4,16 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, RootModel
 
-from tgi_server.router.schemas.base import ResponseModel, UnsignedInt
+from tgi_server.router.schemas.base import Items, ResponseModel, UnsignedInt
 from tgi_server.router.schemas.openai import SharedParameters, Usage
 
 
 class Prompt(
     RootModel[
         Annotated[
-            list[str],
+            Items[str],
             BeforeValidator(
-                lambda value: [value] if isinstance(value, str) else value, json_schema_input_type=str | list[str]
+                lambda value: [value] if isinstance(value, str) else value, json_schema_input_type=str | Items[str]
             ),
         ]
     ]

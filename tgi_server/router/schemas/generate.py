@@ -2,28 +2,32 @@
 
 from pydantic import Field
 
-from tgi_server.router.messages import FinishReason
+from tgi_server.contract import FinishReason
 from tgi_server.router.schemas.base import (
     NOT_EMPTY,
     PENALTY,
     POSITIVE,
     PROBABILITY,
+    CacheSalt,
     Int32,
+    Items,
     RequestModel,
     ResponseModel,
     Seed,
+    TokenBiases,
     UnsignedInt,
 )
 from tgi_server.router.schemas.grammar import GrammarType
 
 
 class GenerateParameters(RequestModel):
-    """How to generate. `min_p`, `presence_penalty`, `logit_bias` and `ignore_eos` go beyond TGI's parameters."""
+    """How to generate. `min_p`, `presence_penalty`, `logit_bias`, `ignore_eos` and `cache_salt` are not TGI's."""
 
     adapter_id: str | None = Field(default=None, description="Adapter to use.")
     best_of: UnsignedInt | None = Field(
         json_schema_extra=POSITIVE, default=None, description="Generate so many sequences, answer with the most likely."
     )
+    cache_salt: CacheSalt = None
     decoder_input_details: bool = Field(default=False, description="Report the prompt's tokens and logprobs.")
     details: bool = Field(default=False, description="Report tokens, logprobs, finish reason and seed.")
     do_sample: bool = Field(default=False, description="Sample, rather than take the most likely token.")
@@ -34,7 +38,7 @@ class GenerateParameters(RequestModel):
     )
     grammar: GrammarType | None = Field(default=None, description="Form that the text must have.")
     ignore_eos: bool = Field(default=False, description="Go on to `max_new_tokens` whatever the model says.")
-    logit_bias: dict[str, float] | None = Field(default=None, description="Added to the logits, by token id.")
+    logit_bias: TokenBiases | None = Field(default=None, description="Added to the logits, by token id.")
     max_new_tokens: Int32 | None = Field(
         json_schema_extra=POSITIVE, default=None, description="Tokens to generate; unset: as many as fit."
     )
@@ -51,7 +55,7 @@ class GenerateParameters(RequestModel):
     )
     return_full_text: bool | None = Field(default=None, description="Put the prompt in front of the text.")
     seed: Seed | None = Field(default=None, description="Seed of sampling; unset: random.")
-    stop: list[str] = Field(default=[], description="Texts that end the generation.")
+    stop: Items[str] = Field(default=[], description="Texts that end the generation.")
     temperature: float | None = Field(json_schema_extra=POSITIVE, default=None, description="Divides the logits.")
     top_k: Int32 | None = Field(
         json_schema_extra=POSITIVE, default=None, description="Sample from so many most likely tokens."
@@ -79,6 +83,14 @@ _NO_PARAMETERS = GenerateParameters()
 class GenerateRequest(RequestModel):
     inputs: str = Field(json_schema_extra=NOT_EMPTY)
     parameters: GenerateParameters = _NO_PARAMETERS
+    cache_salt: CacheSalt = Field(default=None, description="Wins over the one in `parameters`.")
+
+    @property
+    def chosen_parameters(self) -> GenerateParameters:
+        """The parameters, with the salt of the request itself."""
+        if self.cache_salt is None:
+            return self.parameters
+        return self.parameters.model_copy(update={"cache_salt": self.cache_salt})
 
 
 class CompatGenerateRequest(GenerateRequest):

@@ -4,7 +4,18 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
 
-from tgi_server.router.schemas.base import PENALTY, POSITIVE, RequestModel, ResponseModel, Seed, UnsignedInt
+from tgi_server.router.schemas.base import (
+    PENALTY,
+    POSITIVE,
+    CacheSalt,
+    Int32,
+    Items,
+    RequestModel,
+    ResponseModel,
+    Seed,
+    TokenBiases,
+    UnsignedInt,
+)
 
 
 class StreamOptions(RequestModel):
@@ -32,9 +43,9 @@ class OpenAIErrorResponse(ResponseModel):
 
 
 Stop = Annotated[
-    list[str] | None,
+    Items[str] | None,
     BeforeValidator(
-        lambda value: [value] if isinstance(value, str) else value, json_schema_input_type=str | list[str] | None
+        lambda value: [value] if isinstance(value, str) else value, json_schema_input_type=str | Items[str] | None
     ),
 ]
 
@@ -44,7 +55,7 @@ def _by_token_id(biases: Any) -> Any:
 
 
 LogitBias = Annotated[
-    dict[str, float] | None,
+    TokenBiases | None,
     BeforeValidator(_by_token_id, json_schema_input_type=dict[str, float] | list[float] | None),
 ]
 
@@ -53,6 +64,7 @@ class SharedParameters(RequestModel):
     """`repetition_penalty`, `top_k`, `min_p` and `ignore_eos` go beyond OpenAI's parameters."""
 
     model: str | None = Field(default=None, description="Not used: the server has one model.")
+    cache_salt: CacheSalt = None
     frequency_penalty: float | None = Field(
         json_schema_extra=PENALTY, default=None, description="-2 to 2: penalty of a token for each time."
     )
@@ -76,7 +88,7 @@ class SharedParameters(RequestModel):
     stream: bool = False
     stream_options: StreamOptions | None = None
     temperature: float | None = Field(default=None, description="Divides the logits; 0: always the likeliest token.")
-    top_k: int | None = Field(default=None, description="Sample from so many most likely tokens.")
+    top_k: Int32 | None = Field(default=None, description="Sample from so many most likely tokens.")
     top_p: float | None = Field(default=None, description="Sample from the likeliest tokens of this total probability.")
     min_p: float | None = Field(default=None, description="Drop tokens less likely than this share of the likeliest.")
     ignore_eos: bool = Field(default=False, description="Go on to `max_tokens` whatever the model says.")

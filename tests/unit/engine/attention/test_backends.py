@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tgi_server.engine.attention.base import AttentionBackend, AttentionVariant, Chunk, KVShape, Step
+from tgi_server.engine.attention.base import AttentionBackend, AttentionVariant, ChunkSpan, ForwardMetadata, KVShape
 from tgi_server.engine.attention.cpu import CpuAttention
 from tgi_server.engine.attention.gather import GatherAttention
 
@@ -68,17 +68,17 @@ def run(
         places = torch.arange(total)
         slot = blocks[places // size] * size + places % size
         empty = torch.zeros(0)
-        whole = Step(slot.to(backend.device), tables, empty, empty, 0, [], 0)
+        whole = ForwardMetadata(slot.to(backend.device), tables, empty, empty, 0, [], 0)
         backend.write(0, *(part.to(backend.device, backend.dtype) for part in (key, value)), whole)
         query = torch.randn(count, heads, head_dim, generator=torch.Generator().manual_seed(100 + index))
         if index >= len(decodes):
-            chunks.append(Chunk(starts[-1], count, total))
+            chunks.append(ChunkSpan(starts[-1], count, total))
         queries.append(query)
         outcomes.append(expected(query, key, value, variant))
         slots.append(slot[before:])
         starts.append(starts[-1] + count)
     device = backend.device
-    step = Step(
+    metadata = ForwardMetadata(
         slots=torch.cat(slots).to(device),
         block_tables=tables.to(device),
         kv_lengths=torch.tensor([before + count for before, count in spans], dtype=torch.int32, device=device),
@@ -90,7 +90,7 @@ def run(
     query = torch.cat(queries).to(device, backend.dtype)
     slopes = variant.alibi_slopes
     there = replace(variant, alibi_slopes=None if slopes is None else slopes.to(device))
-    return backend.attend(0, query, step, there).float().cpu(), torch.cat(outcomes)
+    return backend.attend(0, query, metadata, there).float().cpu(), torch.cat(outcomes)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -126,14 +126,14 @@ def test_a_copied_block_serves_as_the_original(backend) -> None:
     key, value = history(10, 2, seed=3)
     slots = 2 * instance.block_size + torch.arange(10)
     empty = torch.zeros(0)
-    instance.write(0, key, value, Step(slots, empty, empty, empty, 0, [], 0))
+    instance.write(0, key, value, ForwardMetadata(slots, empty, empty, empty, 0, [], 0))
     instance.copy(source=2, target=3, tokens=10)
     query = torch.randn(1, 4, HEAD_DIM)
     outputs = [
         instance.attend(
             0,
             query,
-            Step(
+            ForwardMetadata(
                 slots[9:],
                 torch.tensor([[block]], dtype=torch.int32),
                 torch.tensor([10], dtype=torch.int32),

@@ -1,11 +1,11 @@
 """Runs sequences with grammars through an engine, as a server does."""
 
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from tgi_server.contract import FinishReason, Grammar, SamplingParameters, StoppingParameters
-from tgi_server.engine import Engine, Sequence
+from tgi_server.engine import Engine, RunningSequence
 from tgi_server.engine.grammar.tokenizer import GrammarTokenizer
 from tgi_server.engine.step import Step
 
@@ -32,7 +32,7 @@ class Driver:
         self.engine = engine
         self.outputs: dict[int, Output] = {}
         self._scarce = scarce
-        self._running: dict[int, Sequence] = {}
+        self._running: dict[int, RunningSequence] = {}
         self._next_block = 1
 
     @property
@@ -41,32 +41,32 @@ class Driver:
         return self.engine.grammars.tokenizer
 
     def sequence(
-        self, prompt: SequenceOf[int], grammar: Grammar | None, new: int = 100, *, seed: int = 0, **options: Any
-    ) -> Sequence:
+        self, prompt: Sequence[int], grammar: Grammar | None, new: int = 100, *, seed: int = 0, **options: Any
+    ) -> RunningSequence:
         """It samples, with a seed of its own."""
         stopping = StoppingParameters(new, ignore_eos=options.pop("ignore_eos", False))
         sampling = options.pop("sampling", SamplingParameters(do_sample=True, seed=seed))
         request = len(self.outputs)
-        sequence = Sequence(request, list(prompt), stopping, sampling, grammar=grammar, **options)
+        sequence = RunningSequence(request, list(prompt), stopping, sampling, grammar=grammar, **options)
         known = len(sequence.known)
         sequence.blocks = self._blocks(known if self._scarce else len(prompt) + new)
         self.outputs[request] = Output()
         return sequence
 
-    def run(self, *sequences: Sequence) -> list[Output]:
+    def run(self, *sequences: RunningSequence) -> list[Output]:
         """Until all have ended."""
         self.join(*sequences)
         while self.engine.batch:
             self.step()
         return [self.outputs[sequence.request_id] for sequence in sequences]
 
-    def join(self, *sequences: Sequence) -> None:
+    def join(self, *sequences: RunningSequence) -> None:
         self._running |= {sequence.request_id: sequence for sequence in sequences}
         chunks = [(sequence.request_id, sequence.remaining) for sequence in sequences]
-        self._take(self.engine.prefill(BATCH, sequences, chunks))
+        self._take(self.engine.step(BATCH, sequences, chunks))
 
     def step(self) -> None:
-        self._take(self.engine.decode(BATCH, self._grants()))
+        self._take(self.engine.step(BATCH, grants=self._grants()))
 
     def text(self, output: Output) -> str:
         return self.tokenizer.decode(output.visible)

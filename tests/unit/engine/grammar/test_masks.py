@@ -8,7 +8,7 @@ import torch
 
 from tests.grammars import demo_compiler
 from tgi_server.contract import Grammar, GrammarType
-from tgi_server.engine.grammar import MaskBuilder
+from tgi_server.engine.grammar.masks import MaskBuilder
 
 
 @pytest.fixture(params=["a core to spare", "no core to spare"])

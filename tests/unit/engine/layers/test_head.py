@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from tgi_server.engine.grammar import PendingMask
+from tgi_server.engine.attention.base import ForwardMetadata, GreedyOnly
+from tgi_server.engine.grammar.masks import PendingMask
 from tgi_server.engine.kernels import load_kernels
 from tgi_server.engine.layers.head import ScreenedHead
 from tgi_server.engine.sampling.token_mask import TokenMask
@@ -32,6 +33,12 @@ _INPUTS = {
 }
 
 
+def greedy_pass(mask: PendingMask | None) -> ForwardMetadata:
+    """Returns the metadata of a pass of which no more is needed than the largest logit of each row."""
+    empty = torch.empty(0, dtype=torch.int32)
+    return ForwardMetadata(empty, empty, empty, empty, 0, [], 0, greedy=GreedyOnly(mask))
+
+
 SCREENING = pytest.mark.skipif(
     not ScreenedHead.pays(torch.zeros(1 << 14, 1 << 10).bfloat16()), reason="needs AVX-512 BF16, VNNI"
 )
@@ -49,10 +56,7 @@ def test_a_screened_head_finds_the_largest_output_as_if_it_had_computed_all(weig
     head = ScreenedHead(weight.bfloat16())
     for rows in (1, 2, 7, 8, 9):
         x = _INPUTS[inputs](rows, 96).bfloat16()
-        head.likeliest_only = False
-        wanted = head(x)
-        head.likeliest_only = True
-        actual = head(x)
+        wanted, actual = head(x), head(x, metadata=greedy_pass(None))
         torch.testing.assert_close(torch.ops.oatmill.argmax(actual), torch.ops.oatmill.argmax(wanted))
         left_out = actual == -torch.inf
         torch.testing.assert_close(actual[~left_out], wanted[~left_out], rtol=0, atol=0, equal_nan=True)
@@ -75,9 +79,7 @@ def test_a_screened_head_finds_the_largest_of_what_masks_allow(words, inputs) ->
         chosen = [i for i, position in enumerate(positions) if position < rows]
         mask = TokenMask(bits[chosen], [positions[i] for i in chosen])
         x = _INPUTS[inputs](rows, 96).bfloat16()
-        head.likeliest_only = False
-        wanted = head(x)
-        head.likeliest_only, head.mask = True, PendingMask(mask.bits, mask.positions, None, x.device)
-        actual = head(x)
+        pending = PendingMask(mask.bits, mask.positions, None, x.device)
+        wanted, actual = head(x), head(x, metadata=greedy_pass(pending))
         largest = [torch.ops.oatmill.argmax(each, mask.bits, mask.positions) for each in (actual, wanted)]
         torch.testing.assert_close(*largest)

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from tests.tiny_models import build, make
-from tests.unit.engine.models.driver import Driver, generate_together, load_engine, prompts
+from tests.unit.engine.runners.driver import Driver, generate_together, load_engine, prompts
 from tests.unit.engine.sharding.conftest import RanksOf
 from tgi_server.contract import ReportParameters, SamplingParameters, StoppingParameters
-from tgi_server.engine import Capacity, Engine, EngineConfig, EngineError, Sequence
+from tgi_server.engine import CacheCapacity, Engine, EngineConfig, EngineError, RunningSequence
 from tgi_server.engine.errors import UnsupportedModel
 from tgi_server.engine.linear.int8 import Int8Linear
 from tgi_server.engine.offline import generate
@@ -39,8 +39,8 @@ def prompt_logprobs(group: ShardGroup, folder: Path) -> list[float]:
     engine = load_engine(folder, group=group)
     engine.warm_up(max_batch_size=1, max_prefill_tokens=64, max_total_tokens=64)
     report = ReportParameters(prefill_logprobs=True)
-    sequence = Sequence(0, TEXTS[3], STOPPING, report=report, blocks=[1, 2])
-    (generation,) = engine.prefill(1, [sequence], [(0, len(TEXTS[3]))]).collect().generations
+    sequence = RunningSequence(0, TEXTS[3], STOPPING, report=report, blocks=[1, 2])
+    (generation,) = engine.step(1, [sequence], [(0, len(TEXTS[3]))]).collect().generations
     assert generation.prompt_tokens is not None
     return generation.prompt_tokens.logprobs[1:]
 
@@ -53,7 +53,7 @@ def test_every_shard_has_the_same_bits(ranks_of: RanksOf, tmp_path: Path) -> Non
     assert first == second
 
 
-def capacity(group: ShardGroup, folder: Path) -> Capacity:
+def capacity(group: ShardGroup, folder: Path) -> CacheCapacity:
     engine = load_engine(folder, group=group, cpu_memory=(1 + group.rank) << 20)
     return engine.warm_up(max_batch_size=64, max_prefill_tokens=64)
 

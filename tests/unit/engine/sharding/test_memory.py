@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.tiny_models import make
-from tests.unit.engine.models.driver import load_engine
+from tests.unit.engine.runners.driver import load_engine
 from tests.unit.engine.sharding.ranks import Ranks
 from tgi_server.engine.sharding import ShardGroup
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.tiny_models import ARCHITECTURES, make
-from tests.unit.engine.models.driver import generate_together, load_engine, prompts
+from tests.unit.engine.runners.driver import generate_together, load_engine, prompts
 from tests.unit.engine.sharding.conftest import RanksOf
 from tests.unit.engine.sharding.ranks import Ranks
 from tgi_server.engine.sharding import ShardGroup

@@ -1,12 +1,14 @@
 """Scheduling without a network: the planner's calls are executed by a simulated shard at once, and answered later."""
 
 from collections import deque
+from collections.abc import Callable
+from typing import Any
 
 from shared.stubs import generate_pb2 as pb
 from tests.recording_sink import RecordingSink, recorded_request
 from tests.simulated_shard import SimulatedShard, expected_tokens
 from tgi_server.router.errors import GenerationFailed
-from tgi_server.router.messages import ValidRequest
+from tgi_server.router.request import ValidRequest
 from tgi_server.router.scheduling.admission import AdmissionPolicy
 from tgi_server.router.scheduling.batch import Batch
 from tgi_server.router.scheduling.delivery import Delivery
@@ -16,6 +18,10 @@ from tgi_server.router.scheduling.paged_memory import PagedMemory
 from tgi_server.router.scheduling.planner import Call, Planner
 from tgi_server.router.scheduling.queue import WaitingQueue
 from tgi_server.router.scheduling.sequence import Sequence
+
+
+class Fault(Exception):
+    """Raised where a test wants the scheduling of one request to break."""
 
 
 class Simulation:
@@ -51,8 +57,16 @@ class Simulation:
         )
         self.queue = WaitingQueue()
         self.batch = Batch(self.memory.block_size)
-        self.planner = Planner(self.queue, self.batch, self.memory, self.policy, pipeline_depth)
-        self.delivery = Delivery(self.batch, self.memory)
+        self.delivery = Delivery(self.queue, self.batch, self.memory)
+        self.planner = Planner(self.queue, self.batch, self.memory, self.policy, pipeline_depth, self.delivery.fault)
+        self.faults: dict[int, tuple[str, bool]] = {}
+        for part, methods in (
+            (self.memory, ("admit", "grow", "computed", "release")),
+            (self.batch, ("join", "compute", "grown")),
+            (self.queue, ("take", "put_back")),
+        ):
+            for method in methods:
+                setattr(part, method, self._breakable(method, getattr(part, method)))
         self.answers: deque[pb.StepResponse | None] = deque()  # None: of a FilterBatch
         self.sent: list[Call] = []
         self.requests: dict[int, tuple[ValidRequest, RecordingSink, int | None]] = {}
@@ -65,9 +79,25 @@ class Simulation:
         )
         self.requests[request.id] = (request, sink, stop_after)
         sequence = Sequence(request)
-        assert self.memory.can_ever_hold(sequence), "the test asks for too much"
+        self.memory.check_length(sequence)
         self.queue.add(sequence)
         return sink
+
+    def break_scheduling(self, request_id: int, method: str, *, done: bool) -> None:
+        """From now on `method` raises for the request: after it has done its work if `done`, else before it begins."""
+        self.faults[request_id] = (method, done)
+
+    def _breakable(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(sequence: Sequence, *arguments: Any) -> Any:
+            fault, done = self.faults.get(sequence.id, ("", False))
+            if fault == name and not done:
+                raise Fault(name)
+            result = method(sequence, *arguments)
+            if fault == name:
+                raise Fault(name)
+            return result
+
+        return call
 
     def cancel(self, request_id: int) -> None:
         sequence = self.batch.get(request_id)
@@ -82,8 +112,7 @@ class Simulation:
         self.sent.append(call)
         for sequence in call.joined:
             if not sequence.started:
-                sequence.started = True
-                sequence.request.sink.started()
+                self.delivery.started(sequence)
         message = call.message
         if isinstance(message, pb.PrefillRequest):
             self.answers.append(self.shard.prefill(message))
@@ -108,6 +137,7 @@ class Simulation:
         """A step fails: the shard loses its batch."""
         self.answers.clear()
         self.shard.clear_cache(pb.ClearCacheRequest())
+        self.planner.reset()
         self.delivery.fail_all(GenerationFailed("a step failed"))
 
     def turn(self) -> bool:

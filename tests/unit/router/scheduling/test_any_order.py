@@ -1,5 +1,7 @@
 """Whatever happens in whatever order, requests get the tokens that they would have got alone, and no block is lost."""
 
+import asyncio
+
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -12,12 +14,28 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from tests.unit.router.scheduling.simulation import Simulation
-from tgi_server.router.messages import Grammar, GrammarType, SamplingParameters
+from tests.unit.router.scheduling.simulation import Fault, Simulation
+from tgi_server.contract import Grammar, GrammarType, SamplingParameters
 
 # Few different tokens and prompts that continue each other: prefixes are shared, part inside blocks, and part again.
 TOKENS = st.integers(1, 2)
 PROMPTS = st.lists(TOKENS, min_size=1, max_size=30)
+
+
+SINK_METHODS = ("started", "push", "finished", "failed")
+PLACES = (
+    *("admit", "grow", "computed", "release", "join", "compute", "grown", "take", "put_back"),
+    *SINK_METHODS,
+    "shard",
+)
+
+
+def _raise(*_: object) -> None:
+    raise Fault("a sink breaks")
+
+
+def _raise_cancelled(*_: object) -> None:
+    raise asyncio.CancelledError
 
 
 class AnyOrder(RuleBasedStateMachine):
@@ -42,6 +60,7 @@ class AnyOrder(RuleBasedStateMachine):
         late_end: bool,
         prefix_cache: bool,
     ) -> None:
+        self.harmed: set[int] = set()  # requests that need not end as they should
         self.largest = num_blocks * block_size
         self.simulation = Simulation(
             num_blocks,
@@ -112,12 +131,29 @@ class AnyOrder(RuleBasedStateMachine):
     @precondition(lambda self: self.simulation.requests)
     @rule(data=st.data())
     def cancel(self, data: st.DataObject) -> None:
-        self.simulation.cancel(data.draw(st.sampled_from(sorted(self.simulation.requests))))
+        request_id = data.draw(st.sampled_from(sorted(self.simulation.requests)))
+        self.harmed.add(request_id)
+        self.simulation.cancel(request_id)
 
     @rule(really=st.sampled_from((False, False, False, True)))
     def fail(self, really: bool) -> None:
         if really:
             self.simulation.fail()
+            self.harmed |= set(self.simulation.requests)
+
+    @precondition(lambda self: self.simulation.requests)
+    @rule(data=st.data(), place=st.sampled_from(PLACES), done=st.booleans())
+    def break_one(self, data: st.DataObject, place: str, done: bool) -> None:
+        """Something raises for one request, in the planner, in its sink, or in the shard."""
+        request_id = data.draw(st.sampled_from(sorted(self.simulation.requests)))
+        self.harmed.add(request_id)
+        if place == "shard":
+            self.simulation.shard.broken[request_id] = done
+        elif place in SINK_METHODS:
+            _, sink, _ = self.simulation.requests[request_id]
+            setattr(sink, place, _raise_cancelled if done else _raise)
+        else:
+            self.simulation.break_scheduling(request_id, place, done=done)
 
     @invariant()
     def books_are_in_order(self) -> None:
@@ -143,6 +179,9 @@ class AnyOrder(RuleBasedStateMachine):
         simulation = self.simulation
         simulation.run()
         simulation.check_tokens()
+        for request_id, (_, sink, _) in simulation.requests.items():
+            assert sink.reason is not None or request_id in self.harmed, f"request {request_id} was harmed by another"
+        assert not simulation.shard.rows
         assert simulation.memory.held_tokens == 0
         assert len(simulation.batch) == len(simulation.queue) == 0
         simulation.memory.check(())

@@ -5,7 +5,7 @@ import pytest
 
 from shared.stubs import generate_pb2 as pb
 from tests.unit.router.scheduling.simulation import Simulation
-from tgi_server.router.messages import FinishReason, SamplingParameters
+from tgi_server.contract import FinishReason, SamplingParameters
 
 
 def chunks(message: pb.PrefillRequest) -> dict[int, int]:

@@ -164,6 +164,16 @@ def test_idle_blocks_above_those_in_use_can_be_had() -> None:
     sharer.check()
 
 
+def test_spaces_that_come_and_go_leave_nothing_behind() -> None:
+    sharer = Sharer()
+    for number in range(1000):
+        sharer.match([1, 2, 3], space=f"looked up {number}")
+        sharer.compute([1, 2, 3], keep=False, space=f"kept {number}")
+    assert len(sharer.cache._roots) <= sharer.pool.size
+    assert len(sharer.cache._leaves) <= sharer.pool.size
+    sharer.check()
+
+
 def test_a_long_prompt_is_matched_quickly() -> None:
     tokens = [1 + position % 5000 for position in range(30_000)]
     sharer = Sharer(blocks=4000, block_size=16)

@@ -1,0 +1,209 @@
+"""A shard that answers at once, without a model: what remains of a request's time is the router's.
+
+    python -m tests.fakes.instant_shard --uds-path /tmp/instant
+
+Its text is made of the tokens that it is given, or of the prompt's, over and over. It keeps the contract of
+proto/generate.proto: batches, lengths, logprobs where they are asked for; blocks and samplers it takes at their word.
+"""
+
+import argparse
+import asyncio
+import signal
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from shared.stubs import generate_pb2 as pb
+from shared.stubs.generate_pb2_grpc import (
+    GrammarServiceServicer,
+    TextGenerationServiceServicer,
+    add_GrammarServiceServicer_to_server,
+    add_TextGenerationServiceServicer_to_server,
+)
+
+_BLOCK_SIZE = 16
+_VOCAB_SIZE = 2**16
+_LOGPROB = -0.25
+
+
+class _Row:
+    """A request in the batch: how much of its prompt, and of its text, is done."""
+
+    __slots__ = ("computed", "generated", "length", "request", "template")
+
+    def __init__(self, request: pb.Request) -> None:
+        self.request = request
+        self.length = len(request.input_ids) + len(request.generated_ids)
+        self.computed = request.cached_tokens
+        self.generated = len(request.generated_ids)
+        self.template = pb.Generation(request_id=request.id, token_ids=[0])
+        if request.logprobs:
+            self.template.logprobs.append(_LOGPROB)
+
+
+class InstantShard(TextGenerationServiceServicer, GrammarServiceServicer):
+    """tokens: what is generated; None: the prompt, without its first token.
+
+    end: the token that ends a text; None: texts end by their length only.
+    step_seconds: how long each step takes. fail: every call that computes fails with this message, while it is set.
+    health: health checks get no answer while it is cleared.
+    grammar_error: why no grammar can be used, when it is not empty.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        tokens: Sequence[int] | None,
+        *,
+        end: int | None = None,
+        step_seconds: float = 0.0,
+        max_total_tokens: int = 4096,
+        num_blocks: int = 65_536,
+        grammars: bool = True,
+    ) -> None:
+        self.tokens = tokens
+        self.step_seconds = step_seconds
+        self.fail: str | None = None
+        self.health = asyncio.Event()
+        self.health.set()
+        self.grammar_error = ""
+        self.received: deque[pb.Request] = deque(maxlen=1_000)
+        self._url = url
+        self._end = end
+        self._max_total_tokens = max_total_tokens
+        self._num_blocks = num_blocks
+        self._grammars = grammars
+        self._rows: dict[int, _Row] = {}
+
+    async def Info(self, request: pb.InfoRequest, context: Any) -> pb.InfoResponse:
+        return pb.InfoResponse(
+            model_id="instant",
+            model_type="instant",
+            dtype="float32",
+            device_type="cpu",
+            world_size=1,
+            vocab_size=_VOCAB_SIZE,
+            paged=True,
+            block_size=_BLOCK_SIZE,
+            grammars=self._grammars,
+        )
+
+    async def ServiceDiscovery(self, request: pb.ServiceDiscoveryRequest, context: Any) -> pb.ServiceDiscoveryResponse:
+        return pb.ServiceDiscoveryResponse(urls=[self._url], grammar_urls=[self._url])
+
+    async def Health(self, request: pb.HealthRequest, context: Any) -> pb.HealthResponse:
+        await self.health.wait()
+        await self._perhaps_fail(context)
+        return pb.HealthResponse()
+
+    async def Warmup(self, request: pb.WarmupRequest, context: Any) -> pb.WarmupResponse:
+        return pb.WarmupResponse(
+            num_blocks=self._num_blocks,
+            max_total_tokens=min(request.max_total_tokens or self._max_total_tokens, self._max_total_tokens),
+            max_batch_total_tokens=self._num_blocks * _BLOCK_SIZE,
+        )
+
+    async def Compile(self, request: pb.CompileRequest, context: Any) -> pb.CompileResponse:
+        await self._perhaps_fail(context)
+        return pb.CompileResponse(error=self.grammar_error)
+
+    async def Run(self, calls: AsyncIterator[pb.Call], context: Any) -> AsyncIterator[pb.Answer]:
+        async for call in calls:
+            if self.fail is not None:
+                yield pb.Answer(failure=pb.Failure(reason=self.fail))
+                await asyncio.Event().wait()
+            kind = call.WhichOneof("call")
+            if kind == "decode":
+                yield await self._answer([self._next(row) for row in self._running()])
+            elif kind == "prefill":
+                yield await self._answer(self._prefill(call.prefill))
+            elif kind == "filter_batch":
+                keep = set(call.filter_batch.keep_request_ids)
+                self._rows = {request_id: row for request_id, row in self._rows.items() if request_id in keep}
+                yield pb.Answer(filter_batch=pb.FilterBatchResponse())
+            else:
+                self._rows.clear()
+                yield pb.Answer(clear_cache=pb.ClearCacheResponse())
+
+    async def _perhaps_fail(self, context: Any) -> None:
+        if self.fail is not None:
+            await context.abort(grpc.StatusCode.INTERNAL, self.fail)
+
+    def _prefill(self, request: pb.PrefillRequest) -> list[pb.Generation]:
+        generations = [self._next(row) for row in self._running()] if request.decode else []
+        for joining in request.requests:
+            self.received.append(joining)
+            self._rows[joining.id] = _Row(joining)
+        for chunk in request.chunks:
+            row = self._rows[chunk.request_id]
+            row.computed += chunk.tokens
+            if row.computed >= row.length:
+                generations.append(self._first(row))
+        return generations
+
+    def _running(self) -> list[_Row]:
+        return [row for row in self._rows.values() if row.computed >= row.length]
+
+    def _first(self, row: _Row) -> pb.Generation:
+        generation = self._next(row)
+        if row.request.prefill_logprobs:
+            ids = row.request.input_ids
+            generation.prefill_tokens.ids.extend(ids)
+            generation.prefill_tokens.logprobs.extend([float("nan")] + [_LOGPROB] * (len(ids) - 1))
+        return generation
+
+    def _next(self, row: _Row) -> pb.Generation:
+        request, generation = row.request, pb.Generation()
+        generation.CopyFrom(row.template)
+        tokens = self.tokens or request.input_ids[1:]
+        token = tokens[row.generated % len(tokens)]
+        row.generated += 1
+        generation.token_ids[0] = token
+        if request.top_n_tokens:
+            top = generation.top_tokens.add()
+            top.ids.extend(range(request.top_n_tokens))
+            top.logprobs.extend([_LOGPROB] * request.top_n_tokens)
+        if token == self._end and not request.ignore_eos:
+            generation.finish_reason = pb.FINISH_REASON_EOS_TOKEN
+        elif row.generated >= request.max_new_tokens:
+            generation.finish_reason = pb.FINISH_REASON_LENGTH
+        if generation.finish_reason:
+            del self._rows[request.id]
+        return generation
+
+    async def _answer(self, generations: list[pb.Generation]) -> pb.Answer:
+        if self.step_seconds:
+            await asyncio.sleep(self.step_seconds)
+        return pb.Answer(step=pb.StepResponse(generations=generations))
+
+
+async def start(shard: InstantShard, path: Path) -> grpc.aio.Server:
+    """Serves `shard` on the Unix socket `path`."""
+    server = grpc.aio.server(options=[("grpc.max_receive_message_length", -1)])
+    add_TextGenerationServiceServicer_to_server(shard, server)
+    add_GrammarServiceServicer_to_server(shard, server)
+    server.add_insecure_port(f"unix://{path}")
+    await server.start()
+    return server
+
+
+async def _serve(arguments: argparse.Namespace) -> None:
+    shard = InstantShard(f"unix://{arguments.uds_path}", arguments.tokens, step_seconds=arguments.step_seconds)
+    server = await start(shard, arguments.uds_path)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, lambda: asyncio.ensure_future(server.stop(0)))
+    await server.wait_for_termination()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--uds-path", type=Path, required=True)
+    parser.add_argument("--tokens", type=int, nargs="+", default=list(range(100, 164)), help="ids that are generated")
+    parser.add_argument("--step-seconds", type=float, default=0.0, help="how long a step takes (default: %(default)s)")
+    asyncio.run(_serve(parser.parse_args()))
+
+
+if __name__ == "__main__":
+    main()

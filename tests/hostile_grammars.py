@@ -1,0 +1,58 @@
+"""Grammars that are made to harm a server: deep, slow or large ones, as `parameters.grammar` of a request."""
+
+import json
+from typing import Any
+
+from tgi_server.contract import Grammar, GrammarType
+
+
+def references(levels: int) -> dict[str, Any]:
+    """A JSON schema of definitions that each refer to the next one."""
+    chain: dict[str, Any] = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(levels)}
+    return {"$ref": "#/$defs/d0", "$defs": {**chain, f"d{levels}": {"type": "string", "maxLength": 8}}}
+
+
+def arrays(levels: int) -> dict[str, Any]:
+    """A JSON schema of lists in lists, each of them a definition."""
+    chain: dict[str, Any] = {f"d{i}": {"type": "array", "items": {"$ref": f"#/$defs/d{i + 1}"}} for i in range(levels)}
+    return {"$ref": "#/$defs/d0", "$defs": {**chain, f"d{levels}": {"type": "boolean"}}}
+
+
+def rules(levels: int, body: str = "NEXT") -> str:
+    """A Lark grammar of rules that each name the next one. body: of each rule, with the next one's name in it."""
+    lines = [f"r{i}: {body.replace('NEXT', f'r{i + 1}')}" for i in range(levels)]
+    return "\n".join(["start: r0", *lines, f"r{levels}: /[a-z]+/"])
+
+
+def spans(members: int) -> dict[str, Any]:
+    """A JSON schema of so many properties that are taken from the input."""
+    return {"type": "object", "properties": {f"p{i}": {"type": "string", "x-span": True} for i in range(members)}}
+
+
+def mutual(definitions: int, note: str = "") -> dict[str, Any]:
+    """A JSON schema of definitions that all refer to each other, and to no span; one stands beside them."""
+    names = [f"d{i}" for i in range(definitions)]
+    members = {name: {"$ref": f"#/$defs/{name}"} for name in names}
+    return {
+        "type": "object",
+        "properties": {"taken": {"type": "string", "x-span": True}, "free": {"$ref": "#/$defs/d0"}},
+        "required": ["taken"],
+        "$defs": {name: {"type": "object", "title": note, "properties": members} for name in names},
+    }
+
+
+def optional_letters(count: int) -> str:
+    """A regular expression that takes minutes to compile."""
+    return r"\w?" * count
+
+
+def schema(value: Any, text: str = "some words") -> Grammar:
+    return Grammar(GrammarType.JSON_SCHEMA, json.dumps(value), text)
+
+
+def regex(value: str) -> Grammar:
+    return Grammar(GrammarType.REGEX, value)
+
+
+def lark(value: str) -> Grammar:
+    return Grammar(GrammarType.LARK, value)

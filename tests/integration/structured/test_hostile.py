@@ -1,0 +1,70 @@
+"""Grammars made to harm the server, beside streams that must not notice."""
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+
+from tests import hostile_grammars as hostile
+from tests.integration.structured.test_generate import GRAMMARS, PROMPT
+from tests.servers import TextGenerationServer
+
+HOSTILE: dict[str, dict[str, Any]] = {
+    "1,000 references": {"type": "json", "value": hostile.references(1_000)},
+    "9,000 references": {"type": "json", "value": hostile.references(9_000)},
+    "2,750 rules": {"type": "lark", "value": hostile.rules(2_750)},
+    "3,000 spans": {"type": "json", "value": hostile.spans(3_000)},
+    "mutual definitions": {"type": "json", "value": hostile.mutual(11)},
+    "more mutual definitions": {"type": "json", "value": hostile.mutual(12)},
+    **{f"optional letters {i}": {"type": "regex", "value": hostile.optional_letters(300_000 + i)} for i in range(4)},
+}
+
+
+def text_of(server: TextGenerationServer) -> str:
+    """A long answer to a request without a grammar."""
+    return str(server.generate(PROMPT, max_new_tokens=600, ignore_eos=True)["generated_text"])
+
+
+@pytest.fixture(scope="module")
+def alone(demo_server: TextGenerationServer) -> str:
+    return text_of(demo_server)
+
+
+def ask(server: TextGenerationServer, grammar: dict[str, Any]) -> httpx.Response:
+    body = {"inputs": PROMPT, "parameters": {"grammar": grammar, "max_new_tokens": 60}}
+    return httpx.post(f"{server.url}/generate", json=body, timeout=60)
+
+
+def test_they_are_refused_or_followed_and_others_go_on(demo_server: TextGenerationServer, alone: str) -> None:
+    with ThreadPoolExecutor(len(HOSTILE) + 2) as pool:
+        neighbours = [pool.submit(text_of, demo_server) for _ in range(2)]
+        answers = {name: pool.submit(ask, demo_server, grammar) for name, grammar in HOSTILE.items()}
+    for name, answer in answers.items():
+        assert answer.result().status_code in (200, 422, 429), (name, answer.result().text[:500])
+        assert len(answer.result().content) < 2_000, name
+    assert [neighbour.result() for neighbour in neighbours] == [alone, alone]
+    grammar, fits = GRAMMARS["json"]
+    answer = ask(demo_server, {**grammar, "value": {**grammar["value"], "title": "not seen before"}})
+    assert fits(answer.json()["generated_text"]), answer.text
+
+
+@pytest.mark.parametrize("name", ["1,000 references", "2,750 rules", "mutual definitions"])
+def test_a_deep_one_is_followed_to_its_end(demo_server: TextGenerationServer, name: str) -> None:
+    answer = ask(demo_server, HOSTILE[name])
+    assert answer.status_code == 200, answer.text
+
+
+def test_a_grammar_abandoned_by_its_client_is_ended(demo_server: TextGenerationServer) -> None:
+    """Those who ask after it need not wait for it."""
+    for i in range(4):
+        grammar = {"type": "regex", "value": hostile.optional_letters(290_000 + i)}
+        with pytest.raises(httpx.TimeoutException):
+            httpx.post(
+                f"{demo_server.url}/generate",
+                json={"inputs": PROMPT, "parameters": {"grammar": grammar}},
+                timeout=httpx.Timeout(30, read=0.3),
+            )
+    answer = ask(demo_server, {"type": "json", "value": {"enum": [json.dumps(i) for i in range(40)]}})
+    assert answer.status_code == 200, answer.text

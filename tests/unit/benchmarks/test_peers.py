@@ -1,0 +1,63 @@
+"""Two sides of a comparison."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.floor import Machine, ModelCost
+from benchmarks.load import Outcome, Record
+from benchmarks.peers import Comparison, Round, Side
+from benchmarks.report import Summary, finish, summarise
+from benchmarks.servers import ServerCommand, ServerFailed
+from benchmarks.workloads import Workload
+
+WORKLOAD = Workload("X", users=2, words=3, new_tokens=4, repeat=1, stream=False)
+
+
+def comparison(model: Path, ours: Side, peer: Side) -> Comparison:
+    return Comparison(model, Machine(bandwidth=100, matrix_rate=1e9), ModelCost(50, 8, 2), [WORKLOAD], ours, peer)
+
+
+def taking(seconds: float, failures: int = 0) -> Summary:
+    records = [Record(latency=seconds, first_token=None, gaps=[], new_tokens=4, prompt_tokens=5)] * 2
+    return summarise(Outcome(WORKLOAD, records, ["refused"] * failures, seconds=seconds))
+
+
+def comparison_of(ours: list[Summary], peer: list[Summary]) -> Comparison:
+    sides = [
+        Side(ServerCommand(name, "serve"), [Round(1.0, [one]) for one in every])
+        for name, every in (("a", ours), ("b", peer))
+    ]
+    return comparison(Path("model"), *sides)
+
+
+def test_ratios_are_taken_within_rounds_and_above_one_where_ours_is_ahead(capsys: pytest.CaptureFixture[str]) -> None:
+    compared = comparison_of([taking(1), taking(4), taking(8)], [taking(2), taking(4), taking(24)])
+    assert compared.ratios(0, "tokens_per_s") == pytest.approx([2, 1, 3])
+    assert compared.ratios(0, "latency_p50") == pytest.approx([2, 1, 3])
+    compared.print()
+    printed = capsys.readouterr().out
+    assert "median of 3 rounds" in printed
+    assert "| 1.00-3.00 |" in printed
+    assert "4.00 / 4.00 (2.00)" in printed
+    assert [compared.times_floor(side, 0) for side in (compared.ours, compared.peer)] == pytest.approx([2, 2])
+    finish([compared], None)
+    (result,) = json.loads(capsys.readouterr().out)
+    assert [one["summaries"][0]["latency_p50"] for one in result["ours"]["rounds"]] == [1, 4, 8]
+
+
+def test_failed_requests_of_both_sides_are_counted() -> None:
+    assert comparison_of([taking(1, failures=2)], [taking(1, failures=1)]).failures == 3
+
+
+async def test_a_round_that_one_server_does_not_survive_is_left_out(tmp_path: Path) -> None:
+    (tmp_path / "health").touch()
+    files = ServerCommand("files", "python -m http.server --directory {model} {port}")
+    compared = comparison(tmp_path, Side(files), Side(files))
+    await compared.run(rounds=1, start_limit=60)
+    assert compared.failures == 4, "a server of files generates nothing"
+    compared.peer.command = ServerCommand("peer", "false")
+    with pytest.raises(ServerFailed, match="peer ended with status 1"):
+        await compared.run(rounds=1, start_limit=60)
+    assert (len(compared.ours.rounds), len(compared.peer.rounds)) == (1, 1)

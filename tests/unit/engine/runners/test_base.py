@@ -1,0 +1,32 @@
+import pytest
+import torch
+
+from tests.tiny_models import build
+from tgi_server.engine.runners.base import position_limit, warm_up_tokens
+
+UNBOUNDED = {"bloom", "bloom_6_heads", "falcon_rw", "flan_t5", "mpt", "mpt_6_heads", "t5"}
+
+
+@pytest.mark.parametrize(
+    "architecture", ["falcon_7b", "galactica", "gpt2", "gptj", "llama", "starcoder", *sorted(UNBOUNDED)]
+)
+def test_a_model_has_as_many_positions_as_it_can_compute(architecture) -> None:
+    assert position_limit(build(architecture).config) == (None if architecture in UNBOUNDED else 256)
+
+
+def test_every_learned_position_can_be_used() -> None:
+    for architecture in ("opt", "gpt2", "starcoder"):
+        model = build(architecture, max_position_embeddings=16)
+        limit = position_limit(model.config)
+        assert limit == 16
+        model(input_ids=torch.zeros(1, limit, dtype=torch.int64))
+        with pytest.raises(IndexError):
+            model(input_ids=torch.zeros(1, limit + 1, dtype=torch.int64))
+
+
+def test_the_warm_up_leaves_room_for_a_token_more() -> None:
+    config = build("gpt2").config
+    assert warm_up_tokens(config, torch.device("cuda"), 4096) == 255
+    assert warm_up_tokens(config, torch.device("cuda"), 100) == 100
+    assert warm_up_tokens(config, torch.device("cpu"), 4096) == 32
+    assert warm_up_tokens(build("bloom").config, torch.device("cuda"), 4096) == 4096

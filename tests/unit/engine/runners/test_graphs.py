@@ -1,0 +1,98 @@
+"""Steps that are padded to the number of rows of a recorded one; what records them on a GPU stands aside here."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.tiny_models import make
+from tests.unit.engine.runners.driver import load_engine, prompts
+from tests.unit.engine.runners.test_parity import check, overlap
+from tgi_server.contract import StoppingParameters
+from tgi_server.engine import Engine, RunningSequence
+from tgi_server.engine.runners import paged
+from tgi_server.engine.runners.graphs import DecodeGraphs, graph_batch_sizes, record_decoding
+
+
+class Recorder:
+    """Computes a step anew at every call, and like a graph, into the tensor that it returned before."""
+
+    def __init__(self) -> None:
+        self.replayed: list[int] = []
+
+    def __call__(self, step):
+        output = step().clone()
+
+        def replay() -> torch.Tensor:
+            self.replayed.append(len(output))
+            return output.copy_(step())
+
+        return replay
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    recorder = Recorder()
+    monkeypatch.setattr(paged, "recorder_for", lambda backend: recorder)
+    return recorder
+
+
+@pytest.mark.parametrize("architecture", ["bloom_6_heads", "gemma2", "llama", "opt", "starcoder"])
+@pytest.mark.parametrize("custom_kernels", [True, False])
+def test_padded_steps_give_the_tokens_of_transformers(architecture, custom_kernels, recorder, tmp_path: Path) -> None:
+    driver, expected = overlap(make(architecture, tmp_path), custom_kernels=custom_kernels, cuda_graphs=(4, 12, 999))
+    check(driver, expected)
+    assert {4, 12} <= set(recorder.replayed), "both were used"
+    assert max(recorder.replayed) == 12, "no larger one than there are rows"
+
+
+def test_rows_that_were_left_write_nowhere(recorder, tmp_path: Path) -> None:
+    """Their blocks have gone to another sequence, whose steps they pad."""
+    engine = load_engine(make("llama", tmp_path), cuda_graphs=(8,))
+    engine.warm_up(max_batch_size=8, max_prefill_tokens=64, max_total_tokens=64)
+    first, second, third = prompts((9, 7, 20))
+    alone = _run(engine, {2: third})
+    _run(engine, {1: first, 2: second})
+    assert _run(engine, {2: third}) == alone
+    assert set(recorder.replayed) == {8}
+    assert len(recorder.replayed) > 10
+
+
+def _run(engine: Engine, prompt_of_block: dict[int, list[int]]) -> list[int]:
+    """The tokens of all sequences, each of which has one block."""
+    stopping = StoppingParameters(6, ignore_eos=True)
+    sequences = [RunningSequence(block, prompt, stopping, blocks=[block]) for block, prompt in prompt_of_block.items()]
+    step = engine.step(1, sequences, [(sequence.request_id, len(sequence.input_ids)) for sequence in sequences])
+    tokens: list[int] = []
+    while True:
+        tokens += [generation.token_id for generation in step.collect().generations]
+        if not engine.batch:
+            return tokens
+        step = engine.step(1)
+
+
+def test_the_ladder() -> None:
+    assert graph_batch_sizes(None, 1) == [1]
+    assert graph_batch_sizes(None, 40) == [1, 2, 4, 8, 16, 32, 40]
+    assert graph_batch_sizes(None, 1000)[-2:] == [224, 256]
+    assert graph_batch_sizes((16, 2, 2, 0), 8) == [2]
+    assert graph_batch_sizes((), 8) == []
+
+
+def test_a_step_takes_the_next_larger_graph_or_none() -> None:
+    graphs = DecodeGraphs([2, 8], lambda rows: torch.arange(rows), lambda step: step)
+    assert [len(graphs.run(rows)) for rows in (1, 2, 3, 8)] == [1, 2, 3, 8]
+    assert graphs.run(9) is None
+
+
+def test_what_cannot_be_recorded_runs_without(caplog: pytest.LogCaptureFixture) -> None:
+    def step(rows: int) -> torch.Tensor:
+        raise RuntimeError("called a synchronizing CUDA operation\nat length")
+
+    assert record_decoding([2], step, Recorder()) is None
+    assert caplog.messages == ["decoding goes without CUDA graphs: called a synchronizing CUDA operation"]
+
+
+def test_a_cpu_that_is_told_to_record_says_so(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    load_engine(make("llama", tmp_path), cuda_graphs=(4,))
+    assert "--cuda-graphs changes nothing: decoding on a CPU goes without them" in caplog.messages

@@ -1,0 +1,157 @@
+"""A model that does not attend as it is asked to is noticed at load, and never answers wrongly."""
+
+import logging
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+)
+from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotary_pos_emb, repeat_kv
+
+from tests.tiny_models import build, make
+from tests.unit.engine.runners.driver import expected_tokens, generate_together, load_engine, prompts
+from tgi_server.engine import Engine, EngineConfig
+from tgi_server.engine.runners.probe import logits_error, probe_kv_shape
+
+TEXTS = prompts((1, 70, 5, 33, 2, 17))
+
+
+class DeafAttention(LlamaAttention):
+    """Attends in its own way, whatever is registered."""
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        attention_mask: Tensor | None,
+        past_key_values: Any = None,
+        **_: Any,
+    ) -> tuple[Tensor, None]:
+        heads = (*hidden_states.shape[:-1], -1, self.head_dim)
+        query, key, value = (
+            projection(hidden_states).view(heads).transpose(1, 2)
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
+        if past_key_values is not None:
+            key, value = past_key_values.update(key, value, self.layer_idx)
+        key, value = repeat_kv(key, self.num_key_value_groups), repeat_kv(value, self.num_key_value_groups)
+        causal = attention_mask is None and query.shape[2] > 1
+        output = scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, is_causal=causal)
+        return self.o_proj(output.transpose(1, 2).flatten(2)), None
+
+
+class DeafConfig(LlamaConfig):
+    model_type = "deaf"
+
+
+class DeafForCausalLM(LlamaForCausalLM):
+    config_class = DeafConfig
+
+    def __init__(self, config: DeafConfig) -> None:
+        super().__init__(config)
+        for layer in self.model.layers:
+            layer.self_attn.__class__ = DeafAttention
+
+
+class Windowless:
+    """A configuration as an attention module sees it that leaves its window to the mask."""
+
+    sliding_window = None
+
+    def __init__(self, config: MistralConfig) -> None:
+        self._config = config
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._config, name)
+
+
+class SilentConfig(MistralConfig):
+    model_type = "silent"
+
+
+class SilentForCausalLM(MistralForCausalLM):
+    config_class = SilentConfig
+
+    def __init__(self, config: SilentConfig) -> None:
+        super().__init__(config)
+        for layer in self.model.layers:
+            layer.self_attn.config = Windowless(config)
+
+
+AutoConfig.register("deaf", DeafConfig)
+AutoConfig.register("silent", SilentConfig)
+AutoModelForCausalLM.register(DeafConfig, DeafForCausalLM)
+AutoModelForCausalLM.register(SilentConfig, SilentForCausalLM)
+
+
+def save(config_class: type, like: str, folder: Any) -> None:
+    source = build(like)
+    model = AutoModelForCausalLM.from_config(config_class(**source.config.to_dict() | {"model_type": None}))
+    model.load_state_dict(source.state_dict())
+    model.save_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    ("config_class", "like", "reason"),
+    [
+        (DeafConfig, "llama", "it called the attention function 0 times in 2 layers"),
+        (SilentConfig, "mistral", "its layers look at other tokens than they tell the attention function"),
+    ],
+)
+def test_what_would_be_wrong_on_the_paged_path_takes_the_padded_one(
+    config_class, like, reason, tmp_path, caplog
+) -> None:
+    save(config_class, like, tmp_path)
+    with caplog.at_level(logging.INFO, "tgi_server.engine"):
+        engine = load_engine(tmp_path)
+    assert not engine.info.paged
+    assert f"{config_class.model_type} takes the padded path: {reason}" in caplog.text
+    assert generate_together(engine, TEXTS) == expected_tokens(tmp_path, TEXTS)
+
+
+def test_a_model_that_takes_positions_from_elsewhere_is_noticed() -> None:
+    model = build("llama")
+    forward = model.forward
+
+    def counts_from_zero(*args: Any, position_ids: Tensor | None = None, **kwargs: Any) -> Any:
+        return forward(*args, **kwargs)
+
+    model.forward = counts_from_zero  # type: ignore[method-assign]
+    with torch.inference_mode():
+        assert probe_kv_shape(model) is None
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_the_shape_of_keys_is_that_of_the_model() -> None:
+    with torch.inference_mode():
+        shape = probe_kv_shape(build("falcon_40b"))
+    assert shape is not None
+    assert (shape.heads, shape.head_dim) == ((2, 2), 16)
+
+
+def test_one_row_may_differ_where_the_last_bit_may_choose_an_expert() -> None:
+    expected = torch.randn(4, 50, generator=torch.Generator().manual_seed(0))
+    actual = expected.clone()
+    actual[1] *= 1.5
+    assert logits_error(expected, actual) == pytest.approx(0.5)
+    assert logits_error(expected.bfloat16(), actual.bfloat16()) == 0
+    actual[3] *= 1.25
+    assert logits_error(expected.bfloat16(), actual.bfloat16()) == pytest.approx(0.25, abs=0.01)
+    actual[0, 0] = torch.nan
+    assert math.isnan(logits_error(expected.bfloat16(), actual.bfloat16()))
+
+
+@pytest.mark.parametrize("architecture", ["bloom", "falcon_rw", "gemma2", "mixtral", "qwen3_moe"])
+def test_in_bfloat16_a_model_takes_the_same_path(architecture, tmp_path) -> None:
+    assert Engine(EngineConfig(make(architecture, tmp_path), dtype=torch.bfloat16)).info.paged

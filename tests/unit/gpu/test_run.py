@@ -1,0 +1,58 @@
+"""tests/gpu/run.sh, as far as it runs without a GPU."""
+
+import importlib.util
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.gpu import run as script
+from tests.gpu.run import Job, Result
+
+
+def test_jobs_pass_fail_are_skipped_and_are_ended(monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("OUT", str(tmp_path))
+    deadline = script.time.monotonic() + 60
+    good = Job("good", ("-c", "print('3 passed in 1s')"), ("json",), 60)
+    results = [
+        script.run(good, deadline),
+        script.run(replace(good, arguments=("-c", "raise SystemExit(4)")), deadline),
+        script.run(replace(good, needs=("json", "no_such_module", "no_such.part")), deadline),
+        script.run(replace(good, arguments=("-c", "import time; time.sleep(60)"), seconds=0.5), deadline),
+        script.run(good, script.time.monotonic() + 1),
+    ]
+    assert [result.state for result in results] == [
+        "passed",
+        "failed (4)",
+        "skipped",
+        "failed (not done after 0 s)",
+        "not run",
+    ]
+    assert (results[0].detail, results[2].detail) == ("3 passed in 1s", "missing: no_such_module, no_such.part")
+    assert "3 passed" in (tmp_path / "log.txt").read_text()
+
+
+def test_the_exit_code_tells_what_became_of_the_jobs() -> None:
+    passed, failed, skipped = (Result("it", state, 1.0, "") for state in ("passed", "failed (1)", "skipped"))
+    assert script.verdict([passed, skipped]) == 0
+    assert script.verdict([passed, failed]) == 1
+    assert script.verdict([skipped]) == 3
+
+
+def test_every_job_names_what_is_there() -> None:
+    for job in (*script.CHECKS, *script.BENCHMARKS):
+        assert all(Path(part).exists() for part in job.arguments if part.startswith("tests/")), job.name
+        assert importlib.util.find_spec(job.arguments[1]) is not None, job.name
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="would check the GPU")
+def test_without_a_gpu_the_script_says_so(tmp_path: Path) -> None:
+    wheels = {"WHEELS": str(tmp_path / "none")}  # those in runs/ may be of another Python
+    environment = {"PYTHON": sys.executable, "OUT": str(tmp_path), "PATH": "/usr/bin:/bin", **wheels}
+    command = ["tests/gpu/run.sh", "check"]
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert result.returncode == 3
+    assert "finds no CUDA device on this machine; nothing was run" in result.stderr

@@ -1,0 +1,74 @@
+"""Ways to run a `transformers` model on batches that change at every step."""
+
+import logging
+
+import torch
+from transformers import PreTrainedModel
+
+from tgi_server.engine.attention import create_attention_backend
+from tgi_server.engine.attention.base import AttentionBackend
+from tgi_server.engine.attention.gather import GatherAttention
+from tgi_server.engine.config import EngineConfig
+from tgi_server.engine.errors import UnsupportedModel
+from tgi_server.engine.layers import limit_threads, optimise, unpack
+from tgi_server.engine.linear import linear_layer
+from tgi_server.engine.runners.base import Runner
+from tgi_server.engine.runners.padded import PaddedRunner
+from tgi_server.engine.runners.paged import PagedRunner
+from tgi_server.engine.runners.probe import backend_fault, probe_kv_shape, same_logits
+from tgi_server.engine.sharding import ShardGroup
+
+logger = logging.getLogger(__name__)
+
+
+@torch.inference_mode()
+def create_runner(model: PreTrainedModel, config: EngineConfig) -> Runner:
+    """The paged way when the model can take it, else the padded one.
+
+    Raises UnsupportedModel when the engine's own layers do not compute what the model's did, or when the weights
+    cannot be quantised as asked. All shards of a model come to the same decision.
+    """
+    group = config.group
+    weight_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    on_cpu = model.device.type == "cpu" and config.custom_kernels
+    linear = linear_layer(config.quantize, model.dtype, custom_kernels=on_cpu)
+    if on_cpu:
+        limit_threads(model)
+    shape = probe_kv_shape(model, group)
+    if shape is None:
+        _tell_no_graphs(config, "on the padded path")
+        if on_cpu:
+            optimise(model, linear=linear)
+        try:
+            return PaddedRunner(model, config.memory_fraction, config.cpu_memory, group)
+        except UnsupportedModel:
+            if not on_cpu or config.quantize:
+                raise
+            unpack(model)
+        return PaddedRunner(model, config.memory_fraction, config.cpu_memory, group)
+    backend = create_attention_backend(shape, model.device, model.dtype, custom_kernels=config.custom_kernels)
+    if model.device.type == "cuda":
+        backend = _proven(model, backend, group)
+    if model.device.type != "cuda" or not backend.any_lengths:
+        _tell_no_graphs(config, f"on {'a CPU' if model.device.type == 'cpu' else 'a GPU in plain torch'}")
+    if on_cpu:
+        with same_logits(model, backend, linear.rounding, group) as variants:
+            optimise(model, backend, variants, linear)
+    memory = config.memory_fraction, config.cpu_memory
+    return PagedRunner(model, backend, *memory, group, config.cuda_graphs, weight_bytes)
+
+
+def _tell_no_graphs(config: EngineConfig, where: str) -> None:
+    if config.cuda_graphs:
+        logger.warning("--cuda-graphs changes nothing: decoding %s goes without them", where)
+
+
+def _proven(model: PreTrainedModel, backend: AttentionBackend, group: ShardGroup | None) -> AttentionBackend:
+    """Attention in plain torch in the backend's place, where that does not run or computes something else."""
+    if type(backend) is GatherAttention:
+        return backend
+    fault = backend_fault(model, backend, group)
+    if fault is None:
+        return backend
+    logger.warning("attention goes in plain torch, which is slow: %s", fault)
+    return GatherAttention(backend.shape, backend.device, backend.dtype)

@@ -1,0 +1,145 @@
+"""What the engine needs of a way to run a model: the paged one and the padded one."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from tgi_server.contract import StoppingParameters
+from tgi_server.engine.attention.base import GreedyOnly
+from tgi_server.engine.sequence import RunningSequence
+
+UNBOUNDED_POSITIONS = 1 << 20
+CPU_WARM_UP_TOKENS = 32
+
+_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx", "seq_length")
+_UNBOUNDED = frozenset({"bloom", "mpt", "t5", "mt5", "umt5"})  # relative positions: any length is computable
+
+
+@dataclass(frozen=True, slots=True)
+class CacheCapacity:
+    """What fits beside the weights.
+
+    num_blocks: KV blocks that may be granted, with ids 1 .. num_blocks. max_total_tokens: of one sequence.
+    max_batch_total_tokens: of all sequences together.
+    """
+
+    num_blocks: int
+    block_size: int
+    max_total_tokens: int
+    max_batch_total_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class PromptChunk:
+    """Known tokens of one sequence that a pass computes.
+
+    tokens: [length] int64, on the host. start: position of the first one.
+    all_logits: whether the logits of every token are wanted; else only those of the sequence's last known token.
+    """
+
+    sequence: RunningSequence
+    tokens: Tensor
+    start: int
+    all_logits: bool
+
+    @classmethod
+    def next_of(cls, sequence: RunningSequence, tokens: int, *, all_logits: bool = False) -> Self:
+        """Takes the next `tokens` known tokens of a sequence; they count as computed from here on."""
+        start = sequence.computed
+        return cls(sequence, sequence.next_chunk(tokens), start, all_logits)
+
+    @property
+    def completes(self) -> bool:
+        return self.start + len(self.tokens) == len(self.sequence.known)
+
+    @property
+    def logits(self) -> int:
+        """How many rows of logits this chunk yields."""
+        return len(self.tokens) if self.all_logits else int(self.completes)
+
+
+class Runner(ABC):
+    """Runs the model for one batch. Sequences past their prompt stand in dense rows 0 .. n - 1.
+
+    paged: whether prompts may be computed in chunks, and keys and values live in blocks that the caller grants.
+    block_size: tokens of a KV block.
+    """
+
+    paged: bool
+    block_size: int
+
+    @abstractmethod
+    def warm_up(self, max_batch_size: int, max_prefill_tokens: int, max_total_tokens: int | None) -> CacheCapacity:
+        """Sizes the cache and runs the largest pass. Raises NotEnoughMemory."""
+
+    def reserve(self, seconds: float) -> bool:
+        """Spends about so much time, now that there is some, on memory for what may come. Whether more is left to do.
+
+        Always stays ahead of what has been used by the same amount.
+        """
+        return False
+
+    @abstractmethod
+    def forward(self, decoding: int, chunks: list[PromptChunk], greedy: GreedyOnly | None = None) -> Tensor:
+        """One pass: rows 0 .. decoding - 1 advance by a token, and the chunks are computed.
+
+        Returns logits, [rows, vocab_size] in the model's dtype: those of the decoding rows, then each chunk's.
+        greedy: None: every logit is needed.
+        """
+
+    @abstractmethod
+    def join(self, sequence: RunningSequence) -> None:
+        """A sequence, not yet computed, will have chunks from now on."""
+
+    @abstractmethod
+    def promote(self, sequence: RunningSequence, row: int) -> None:
+        """A sequence whose known tokens are all computed takes a row."""
+
+    @abstractmethod
+    def accept(self, first_row: int, token_ids: Tensor) -> None:
+        """token_ids, [rows] int64 on the device, are the next inputs of the rows from `first_row` on."""
+
+    @abstractmethod
+    def grant(self, sequence: RunningSequence, row: int | None, blocks: list[int]) -> None:
+        """Appends blocks to a sequence's block table."""
+
+    @abstractmethod
+    def move(self, source: int, target: int) -> None:
+        """The sequence in row `source` stands in row `target` from now on; what was there is forgotten."""
+
+    @abstractmethod
+    def truncate(self, rows: int) -> None:
+        """Rows from `rows` on are forgotten."""
+
+    def run_prompt(self, tokens: int, blocks: list[int]) -> None:
+        """Computes a prompt of `tokens` tokens, and the decode step after it, as the warm-up does. Its row stays."""
+        sequence = RunningSequence(0, [0] * tokens, StoppingParameters(2), blocks=blocks)
+        self.forward(0, [PromptChunk.next_of(sequence, tokens)])
+        self.promote(sequence, 0)
+        self.forward(1, [])
+
+
+def position_limit(config: PretrainedConfig) -> int | None:
+    """The most positions the model has; None when its positions are relative and nothing bounds them."""
+    config = config.get_text_config(decoder=True)
+    if config.model_type in _UNBOUNDED or getattr(config, "alibi", False):
+        return None
+    for name in _NAMES:
+        if value := getattr(config, name, None):
+            return int(value)
+    return None
+
+
+def warm_up_tokens(config: PretrainedConfig, device: torch.device, max_prefill_tokens: int) -> int:
+    """How long a prompt to run before the first request, so that what is free afterwards is free for good.
+
+    On a CPU a short one does: memory is not fixed there, and only first-use work is to be got out of the way. There is
+    always room for one more token after it.
+    """
+    tokens = max_prefill_tokens if device.type == "cuda" else min(max_prefill_tokens, CPU_WARM_UP_TOKENS)
+    limit = position_limit(config)
+    return min(tokens, limit - 1) if limit else tokens

@@ -1,0 +1,109 @@
+"""Steps in which sequences only decode, recorded as CUDA graphs: the host starts one of them with a single call.
+
+Kernels of a recorded step read and write where they did when it was recorded, and there are as many of them, for as
+many rows. So there is one graph for each of some numbers of rows, and a step of fewer rows is padded: the rows
+behind the last sequence have the scratch block, and what is computed for them is thrown away.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from tgi_server.engine.attention.base import AttentionBackend
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256)
+"""The batch sizes of TGI and some more: the host saves as much with a large batch as with a small one."""
+
+Recorder = Callable[[Callable[[], Tensor]], Callable[[], Tensor]]
+"""Takes a step, and returns what does the same again and returns the same tensor, with what it then holds."""
+
+
+def graph_batch_sizes(wanted: Sequence[int] | None, max_rows: int) -> list[int]:
+    """Returns the batch sizes to record, smallest first. wanted: None: the default ones, and all rows."""
+    if wanted is not None:
+        return sorted({size for size in wanted if 0 < size <= max_rows})
+    return sorted({*(size for size in DEFAULT_SIZES if size < max_rows), min(max_rows, DEFAULT_SIZES[-1])})
+
+
+class DecodeGraphs:
+    """Recorded steps. What `run` returns is overwritten by the next one."""
+
+    def __init__(self, sizes: Iterable[int], step: Callable[[int], Tensor], record: Recorder) -> None:
+        """step: computes the logits, [rows, vocab_size], of so many rows. Raises RuntimeError if it cannot be recorded.
+
+        The largest one is recorded first: the others find room in the memory that it has taken.
+        """
+        self._steps: dict[int, Callable[[], Tensor]] = {}
+        for size in sorted(sizes, reverse=True):
+            self._steps[size] = record(lambda rows=size: step(rows))  # type: ignore[misc]
+        self.sizes = sorted(self._steps)
+
+    def run(self, rows: int) -> Tensor | None:
+        """The logits of the first `rows` rows; None for more rows than any recorded step has."""
+        size = next((size for size in self.sizes if size >= rows), None)
+        return None if size is None else self._steps[size]()[:rows]
+
+
+def recorder_for(backend: AttentionBackend) -> Recorder | None:
+    """What records steps on the backend's device; None where a recorded one would not hold for other lengths."""
+    if backend.device.type != "cuda" or not backend.any_lengths:
+        return None
+    return _CudaRecorder(backend.device)
+
+
+def record_decoding(sizes: Sequence[int], step: Callable[[int], Tensor], record: Recorder) -> DecodeGraphs | None:
+    """None, after one line in the log, when the model's steps cannot be recorded."""
+    started = time.perf_counter()
+    try:
+        graphs = DecodeGraphs(sizes, step, record)
+    except RuntimeError as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        logger.warning("decoding goes without CUDA graphs: %s", reason)
+        return None
+    seconds = time.perf_counter() - started
+    logger.info("recorded CUDA graphs for %s sequences in %.1f s", ", ".join(map(str, graphs.sizes)), seconds)
+    return graphs
+
+
+class _CudaRecorder:
+    """Records into one memory pool: a step's tensors may be overwritten by any other step's."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, step: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        current = torch.cuda.current_stream()
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            step()  # compiles kernels, and makes libraries take their workspaces
+            _without_waiting(step)
+        current.wait_stream(self._stream)
+        graph = torch.cuda.CUDAGraph()
+        # Other threads, such as NCCL's, may ask for the state of their events meanwhile.
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            output = step()
+
+        def replay() -> Tensor:
+            graph.replay()
+            return output
+
+        return replay
+
+
+def _without_waiting(step: Callable[[], Tensor]) -> None:
+    """Raises RuntimeError when the host looks at what the device computes: a recorded step could not do that.
+
+    Found out here, it leaves nothing behind; in the middle of a recording it is an error of the device's.
+    """
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode(before)

@@ -1,0 +1,101 @@
+"""Finds out, before any request, how a model can run in the padded way and be right.
+
+Three texts of different lengths join one after another, advance, change places and leave. Their logits have to be
+those that the model computes from each whole text alone, without any cache.
+"""
+
+import logging
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from tgi_server.contract import StoppingParameters
+from tgi_server.engine.errors import UnsupportedModel
+from tgi_server.engine.runners.base import PromptChunk
+from tgi_server.engine.runners.padded.passes import Passes
+from tgi_server.engine.runners.padded.rows import OneByOne, Rows, SideBySide
+from tgi_server.engine.runners.probe import TOLERANCE, logits_error, probe_tokens
+from tgi_server.engine.sequence import RunningSequence
+from tgi_server.engine.sharding import ShardGroup
+
+logger = logging.getLogger(__name__)
+
+TEXTS = ((8, 0), (5, 2), (6, 1))
+"""Tokens of each text's prompt, and tokens generated before it joins."""
+STEPS = 2
+"""By how many tokens a text advances."""
+
+
+def choose_rows(model: PreTrainedModel, passes: Passes, group: ShardGroup | None = None) -> Rows:
+    """The fastest way to keep rows with which the model is right. Raises UnsupportedModel when there is none.
+
+    group: the shards of the model, when this is one of them; all of them choose the same.
+    """
+    together = _objection(model, passes, SideBySide(passes), group)
+    if together is None:
+        return SideBySide(passes)
+    alone = _objection(model, passes, OneByOne(passes), group)
+    if alone is None:
+        logger.info("%s computes one sequence at a time: side by side, %s", model.config.model_type, together)
+        return OneByOne(passes)
+    raise UnsupportedModel(f"{model.config.model_type} models are not supported: {alone}")
+
+
+def _objection(model: PreTrainedModel, passes: Passes, rows: Rows, group: ShardGroup | None) -> str | None:
+    """Why this way of keeping rows would be wrong for the model, or any shard; None when nothing speaks against it."""
+    own = _own_objection(model, passes, rows)
+    return own if group is None else next(filter(None, group.ask(own or "")), None)
+
+
+def _own_objection(model: PreTrainedModel, passes: Passes, rows: Rows) -> str | None:
+    try:
+        error = _error(model, passes, rows)
+    except UnsupportedModel as refusal:
+        return str(refusal)
+    except (TypeError, ValueError, AttributeError, RuntimeError, LookupError) as failure:
+        return f"{type(failure).__name__}: {failure}".splitlines()[0]
+    if not error <= TOLERANCE[model.dtype]:
+        return f"its logits change by {error:.2g} when a text is computed in steps"
+    return None
+
+
+def _error(model: PreTrainedModel, passes: Passes, rows: Rows) -> float:
+    """The largest relative error of any row's logits."""
+    sequences = [_sequence(model, index, *text) for index, text in enumerate(TEXTS)]
+    alone = [passes.alone(_sequence(model, 0, prompt, generated + STEPS)) for prompt, generated in TEXTS]
+    expected: list[Tensor] = []
+    actual: list[Tensor] = []
+    order: list[int] = []
+    advanced = [generated for _, generated in TEXTS]
+
+    def prefill(*indices: int) -> None:
+        actual.extend(rows.prefill([_whole(sequences[index]) for index in indices]))
+        rows.commit()
+        order.extend(indices)
+        expected.extend(alone[index][advanced[index]] for index in indices)
+
+    def decode() -> None:
+        texts = [(index, TEXTS[index][0] + advanced[index]) for index in order]
+        tokens = torch.stack([probe_tokens(model, length + 1)[-1] for _, length in texts])
+        actual.extend(rows.decode(tokens).split(1))
+        for index in order:
+            advanced[index] += 1
+            expected.append(alone[index][advanced[index]])
+
+    prefill(0, 1)
+    decode()
+    prefill(2)
+    rows.select([2, 1])
+    order[:] = [2, 1]
+    decode()
+    return logits_error(torch.stack(expected), torch.cat(actual))
+
+
+def _sequence(model: PreTrainedModel, request_id: int, prompt: int, generated: int) -> RunningSequence:
+    tokens = probe_tokens(model, prompt + generated).tolist()
+    return RunningSequence(request_id, tokens[:prompt], StoppingParameters(STEPS), generated_ids=tokens[prompt:])
+
+
+def _whole(sequence: RunningSequence) -> PromptChunk:
+    return PromptChunk.next_of(sequence, sequence.remaining)

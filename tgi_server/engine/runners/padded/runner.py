@@ -1,0 +1,120 @@
+"""The padded way to run a model: with its own attention and cache, on sequences of different lengths."""
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from tgi_server.engine.attention.base import GreedyOnly
+from tgi_server.engine.errors import InvalidCall, NotEnoughMemory
+from tgi_server.engine.memory import cache_bytes
+from tgi_server.engine.runners.base import (
+    UNBOUNDED_POSITIONS,
+    CacheCapacity,
+    PromptChunk,
+    Runner,
+    position_limit,
+    warm_up_tokens,
+)
+from tgi_server.engine.runners.padded.passes import CausalPasses, Seq2SeqPasses
+from tgi_server.engine.runners.padded.probe import choose_rows
+from tgi_server.engine.runners.rope import LengthDependentRope
+from tgi_server.engine.sequence import RunningSequence
+from tgi_server.engine.sharding import ShardGroup
+
+
+class PaddedRunner(Runner):
+    """Prompts are computed whole, apart from the running rows, and then stand below those.
+
+    A pass costs as much memory and time as if every sequence were as long as the longest one. Rows that move or go are
+    only noted; what the model remembers is rearranged once, before the next pass.
+    """
+
+    paged = False
+    block_size = 1
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        memory_fraction: float,
+        cpu_memory: int | None,
+        group: ShardGroup | None = None,
+    ) -> None:
+        """group: the shards of the model, when this is one of them.
+
+        Raises UnsupportedModel for a model that answers wrongly when it continues what it has computed before.
+        """
+        self._model = model
+        self._device = model.device
+        self._memory_fraction = memory_fraction
+        self._cpu_memory = cpu_memory
+        self._group = group
+        self._rope = LengthDependentRope(model)
+        passes = (Seq2SeqPasses if model.config.is_encoder_decoder else CausalPasses)(model)
+        self._rows = choose_rows(model, passes, group)
+        self._order: list[int] = []  # for each row, which of self._rows it is
+        self._promoted = 0  # of the prompts computed last
+        self._joining = 0  # how many those are
+
+    def warm_up(self, max_batch_size: int, max_prefill_tokens: int, max_total_tokens: int | None) -> CacheCapacity:
+        limit = max_total_tokens or position_limit(self._model.config) or UNBOUNDED_POSITIONS
+        self._tokens = torch.zeros(max_batch_size, dtype=torch.int64, device=self._device)
+        token_bytes, fixed_bytes = self._run_largest(max_prefill_tokens)
+        processes = self._group.local_world_size if self._group else 1
+        free = cache_bytes(self._device, self._memory_fraction, self._cpu_memory, processes)
+        tokens = min(max_batch_size * limit, (free - max_batch_size * fixed_bytes) // token_bytes)
+        if self._group:
+            tokens = self._group.minimum(tokens)
+        needed = max_total_tokens or 1
+        if tokens < needed:
+            raise NotEnoughMemory(
+                f"the memory left holds what the model remembers of {max(0, tokens)} tokens, but one sequence needs "
+                f"{needed}; lower --max-total-tokens, or give the cache more memory"
+            )
+        total = min(limit, tokens)
+        self._rope.fix(total)
+        return CacheCapacity(tokens, self.block_size, max_total_tokens=total, max_batch_total_tokens=tokens)
+
+    def forward(self, decoding: int, chunks: list[PromptChunk], greedy: GreedyOnly | None = None) -> Tensor:
+        self._rows.select(self._order)
+        self._order = list(range(len(self._order)))
+        logits = [self._rows.decode(self._tokens[:decoding])] if decoding else []
+        if chunks:
+            for chunk in chunks:
+                if chunk.start or not chunk.completes:
+                    raise InvalidCall(f"request {chunk.sequence.request_id}: this model computes a prompt in one step")
+            logits += self._rows.prefill(chunks)
+            self._joining, self._promoted = len(chunks), 0
+        return torch.cat(logits)
+
+    def join(self, sequence: RunningSequence) -> None:
+        if sequence.computed or sequence.copy or sequence.blocks:
+            raise InvalidCall(f"request {sequence.request_id}: this model keeps no KV blocks")
+
+    def promote(self, sequence: RunningSequence, row: int) -> None:
+        self._promoted += 1
+        if self._promoted == self._joining:
+            self._rows.commit()
+            self._order = list(range(row + 1))
+
+    def accept(self, first_row: int, token_ids: Tensor) -> None:
+        self._tokens[first_row : first_row + len(token_ids)] = token_ids
+
+    def grant(self, sequence: RunningSequence, row: int | None, blocks: list[int]) -> None:
+        raise InvalidCall(f"request {sequence.request_id}: this model keeps no KV blocks")
+
+    def move(self, source: int, target: int) -> None:
+        self._order[target] = self._order[source]
+        self._tokens[target] = self._tokens[source]
+
+    def truncate(self, rows: int) -> None:
+        del self._order[rows:]
+        if not rows:
+            self._rows.select([])
+
+    def _run_largest(self, max_prefill_tokens: int) -> tuple[int, int]:
+        """Runs a prompt as long as a step may compute, and a step after it. Returns what the row took up."""
+        tokens = warm_up_tokens(self._model.config, self._device, max_prefill_tokens)
+        self.run_prompt(tokens, blocks=[])
+        row_bytes = self._rows.row_bytes()
+        self.truncate(0)
+        return row_bytes

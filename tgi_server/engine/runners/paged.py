@@ -1,0 +1,188 @@
+"""The paged way to run a model: packed batches, keys and values in blocks, nothing rebuilt per token."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from tgi_server.engine.attention.base import AttentionBackend, GreedyOnly
+from tgi_server.engine.attention.paged_cache import PagedCache
+from tgi_server.engine.errors import InvalidCall, NotEnoughMemory
+from tgi_server.engine.memory import cache_bytes, forget_peak, taken_by
+from tgi_server.engine.runners.base import (
+    UNBOUNDED_POSITIONS,
+    CacheCapacity,
+    PromptChunk,
+    Runner,
+    position_limit,
+    warm_up_tokens,
+)
+from tgi_server.engine.runners.graphs import DecodeGraphs, graph_batch_sizes, record_decoding, recorder_for
+from tgi_server.engine.runners.paged_batch import PagedBatch, PassInput
+from tgi_server.engine.runners.rope import LengthDependentRope
+from tgi_server.engine.sequence import RunningSequence
+from tgi_server.engine.sharding import ShardGroup
+
+_RESERVED_TOKENS = 1 << 15
+"""Tokens for whose keys and values memory is taken before they come."""
+_RESERVED_WEIGHTS = 4
+"""No more memory is reserved than the weights take, times this: a small model shall stay small."""
+_RESERVE_SECONDS = 1.0
+"""Seconds that the start spends on reserving memory."""
+
+
+class PagedRunner(Runner):
+    """Runs a model over a KV cache of blocks, sequences that decode and chunks of prompts in the same pass."""
+
+    paged = True
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        backend: AttentionBackend,
+        memory_fraction: float,
+        cpu_memory: int | None,
+        group: ShardGroup | None = None,
+        graph_sizes: Sequence[int] | None = None,
+        weight_bytes: int = 0,
+    ) -> None:
+        """group: the shards of the model, when this is one of them. graph_sizes: CUDA-graph batch sizes, where decoding
+        can be recorded; None: the default ones. weight_bytes: of the model.
+        """
+        self._model = model
+        self._backend = backend
+        self._device = backend.device
+        self.block_size = backend.block_size
+        self._memory_fraction = memory_fraction
+        self._cpu_memory = cpu_memory
+        self._group = group
+        self._graph_sizes = graph_sizes
+        self._weight_bytes = weight_bytes
+        self._highest_block = 0  # that a sequence has had
+        self._reserved = 0  # blocks whose memory is taken before they are needed
+        self._recordable = True  # until it turns out that steps cannot be recorded
+        self._graphs: DecodeGraphs | None = None
+        self._rope = LengthDependentRope(model)
+        self._cache = PagedCache(backend)
+        self._cache.attach(model)
+
+    def warm_up(self, max_batch_size: int, max_prefill_tokens: int, max_total_tokens: int | None) -> CacheCapacity:
+        size = self._backend.block_size
+        limit = max_total_tokens or position_limit(self._model.config) or UNBOUNDED_POSITIONS
+        self._graphs = None
+        self._run_largest(max_batch_size, max_prefill_tokens)
+        with taken_by(self._device) as graphs:
+            self._record()
+        self._graphs = None
+        token_bytes = self._backend.shape.bytes_per_token(self._backend.dtype)
+        processes = self._group.local_world_size if self._group else 1
+        free = cache_bytes(self._device, self._memory_fraction, self._cpu_memory, processes) - graphs.bytes
+        affordable = free // (size * token_bytes)
+        if self._group:
+            affordable = self._group.minimum(affordable)
+        useful = max_batch_size * -(-limit // size)
+        num_blocks = min(useful, affordable - 1)
+        needed = max_total_tokens or size
+        if num_blocks * size < needed:
+            raise NotEnoughMemory(
+                f"the memory left holds the keys and values of {max(0, num_blocks) * size} tokens, but one sequence "
+                f"needs {needed}; lower --max-total-tokens, or give the cache more memory"
+            )
+        total = min(limit, num_blocks * size)
+        self._allocate(max_batch_size, num_blocks, total)
+        self._reserved = min(_RESERVED_TOKENS, _RESERVED_WEIGHTS * self._weight_bytes // token_bytes) // size
+        self.reserve(_RESERVE_SECONDS)
+        self._rope.fix(total)
+        self._record()
+        return CacheCapacity(num_blocks, size, max_total_tokens=total, max_batch_total_tokens=num_blocks * size)
+
+    def reserve(self, seconds: float) -> bool:
+        return self._backend.reserve(min(self._batch.num_blocks, self._highest_block + self._reserved) + 1, seconds)
+
+    def forward(self, decoding: int, chunks: list[PromptChunk], greedy: GreedyOnly | None = None) -> Tensor:
+        self._batch.block_tables.flush()
+        if chunks:
+            logits = self._run(self._batch.mixed_input(decoding, chunks, greedy))
+        else:
+            logits = self._decode(decoding, greedy)
+        self._batch.advance(decoding)
+        return logits
+
+    def join(self, sequence: RunningSequence) -> None:
+        self._check(sequence, sequence.blocks)
+        if sequence.copy:
+            self._backend.copy(sequence.copy.source, sequence.copy.target, sequence.copy.tokens)
+
+    def promote(self, sequence: RunningSequence, row: int) -> None:
+        self._batch.place(row, len(sequence.known), sequence.blocks)
+
+    def accept(self, first_row: int, token_ids: Tensor) -> None:
+        self._batch.tokens[first_row : first_row + len(token_ids)] = token_ids
+
+    def grant(self, sequence: RunningSequence, row: int | None, blocks: list[int]) -> None:
+        self._check(sequence, blocks)
+        first = len(sequence.blocks)
+        sequence.blocks.extend(blocks)
+        if row is not None:
+            self._batch.block_tables.extend(row, first, blocks)
+
+    def move(self, source: int, target: int) -> None:
+        self._batch.move(source, target)
+
+    def truncate(self, rows: int) -> None:
+        self._batch.truncate(rows)
+
+    def _check(self, sequence: RunningSequence, blocks: list[int]) -> None:
+        """Raises InvalidCall for blocks that were never handed out: kernels write wherever they are told to."""
+        if not blocks:
+            return
+        highest = max(blocks)
+        if not 0 < min(blocks) <= highest <= self._batch.num_blocks:
+            raise InvalidCall(
+                f"request {sequence.request_id} was given block {min(blocks) if min(blocks) < 1 else highest}; "
+                f"blocks go from 1 to {self._batch.num_blocks}"
+            )
+        self._highest_block = max(self._highest_block, highest)
+
+    def _decode(self, rows: int, greedy: GreedyOnly | None) -> Tensor:
+        logits = self._graphs.run(rows) if self._graphs else None
+        return self._run(self._batch.decode_input(rows, greedy)) if logits is None else logits
+
+    def _run(self, inputs: PassInput) -> Tensor:
+        self._cache.metadata = inputs.metadata
+        output = self._model(
+            input_ids=inputs.tokens.unsqueeze(0),
+            position_ids=inputs.positions.unsqueeze(0),
+            past_key_values=self._cache,
+            use_cache=True,
+            logits_to_keep=0 if inputs.wanted is None else inputs.wanted,
+        )
+        return output.logits[0]
+
+    def _allocate(self, max_batch_size: int, num_blocks: int, max_total_tokens: int) -> None:
+        self._highest_block = 0
+        self._backend.allocate(num_blocks + 1)
+        self._batch = PagedBatch(max_batch_size, num_blocks, max_total_tokens, self.block_size, self._device)
+
+    def _record(self) -> None:
+        """Records decoding as CUDA graphs. All shards do, or none."""
+        record = recorder_for(self._backend)
+        sizes = graph_batch_sizes(self._graph_sizes, len(self._batch))
+        if record is None or not sizes or not self._recordable:
+            return
+        longest = self._batch.max_total_tokens
+        self._graphs = record_decoding(
+            sizes, lambda rows: self._run(self._batch.decode_input(rows, longest=longest)), record
+        )
+        self._recordable = self._graphs is not None
+        if self._group and not self._group.minimum(int(self._recordable)):
+            self._recordable, self._graphs = False, None
+
+    def _run_largest(self, max_batch_size: int, max_prefill_tokens: int) -> None:
+        tokens = warm_up_tokens(self._model.config, self._device, max_prefill_tokens)
+        blocks = -(-tokens // self.block_size)
+        self._allocate(max_batch_size, blocks, tokens + 1)
+        forget_peak(self._device)
+        self._rope.fix(tokens + 1)
+        self.run_prompt(tokens, list(range(1, blocks + 1)))
+        self.truncate(0)

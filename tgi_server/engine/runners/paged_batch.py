@@ -1,0 +1,189 @@
+"""The tensors of the batch that runs on the paged path, and the input of each forward pass made from them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tgi_server.engine.attention.base import ChunkSpan, ForwardMetadata, GreedyOnly
+from tgi_server.engine.attention.block_tables import BlockTables
+from tgi_server.engine.memory import copy_to_device
+from tgi_server.engine.runners.base import PromptChunk
+
+
+@dataclass(frozen=True, slots=True)
+class PassInput:
+    """What the model is called with.
+
+    tokens, positions: [tokens] int64. wanted: [rows] int64, indices of the tokens whose logits are wanted; None: all.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    metadata: ForwardMetadata
+    wanted: Tensor | None
+
+
+class PagedBatch:
+    """Preallocated tensors, updated in place; nothing is rebuilt per token.
+
+    tokens: [rows] int64; the next input of each row. positions: [rows] int64; where it stands in its sequence.
+    A row that no sequence has stands at position 0 of the scratch block.
+
+    A row advances by one position a pass. So the host knows every position without asking the device: it is the number
+    of passes so far plus the row's position offset.
+    """
+
+    def __init__(
+        self, rows: int, num_blocks: int, max_total_tokens: int, block_size: int, device: torch.device
+    ) -> None:
+        """num_blocks: KV blocks that sequences may have, ids 1 .. num_blocks. max_total_tokens: of one sequence."""
+        self.num_blocks = num_blocks
+        self.max_total_tokens = max_total_tokens
+        self.tokens = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.positions = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.block_tables = BlockTables(rows, -(-max_total_tokens // block_size) + 1, device)
+        self._row_numbers = torch.arange(rows + 1, dtype=torch.int32, device=device)
+        self._position_offsets = [0] * rows
+        self._passes = 0
+        self._rows = 0  # that sequences have
+        self._block_size = block_size
+        self._device = device
+
+    def __len__(self) -> int:
+        """Returns the number of rows, those that no sequence has included."""
+        return len(self.tokens)
+
+    def place(self, row: int, position: int, blocks: Sequence[int]) -> None:
+        """Gives the row behind the last one to a sequence whose next token stands at `position`."""
+        self.positions[row] = position
+        self._position_offsets[row] = position - self._passes
+        self.block_tables.extend(row, 0, blocks)
+        self._rows = row + 1
+
+    def move(self, source: int, target: int) -> None:
+        self.tokens[target] = self.tokens[source]
+        self.positions[target] = self.positions[source]
+        self._position_offsets[target] = self._position_offsets[source]
+        self.block_tables.move(source, target)
+
+    def truncate(self, rows: int) -> None:
+        """Clears the rows from `rows` on: padded passes compute them, too, and write where they point to."""
+        self.positions[rows : self._rows] = 0
+        self.block_tables.clear(rows, self._rows)
+        self._rows = rows
+
+    def advance(self, rows: int) -> None:
+        """Notes that a pass is done in which the first `rows` rows decoded."""
+        self.positions[:rows] += 1
+        self._passes += 1
+
+    def decode_input(self, rows: int, greedy: GreedyOnly | None = None, longest: int | None = None) -> PassInput:
+        """Returns the input of a pass in which the first `rows` rows decode, and nothing else is computed.
+
+        longest: at least the most tokens that any row has, the one of this pass included; None: as many as it is.
+        """
+        positions, tables = self.positions[:rows], self.block_tables.table[:rows]
+        metadata = ForwardMetadata(
+            slots=self._slots(positions, tables),
+            block_tables=tables,
+            kv_lengths=(positions + 1).to(torch.int32),
+            query_starts=self._row_numbers[: rows + 1],
+            decoding=rows,
+            chunks=[],
+            max_kv_length=self._longest(rows) if longest is None else longest,
+            greedy=greedy,
+        )
+        return PassInput(self.tokens[:rows], positions, metadata, None)
+
+    def mixed_input(self, decoding: int, chunks: Sequence[PromptChunk], greedy: GreedyOnly | None) -> PassInput:
+        """Returns the input of a pass in which `decoding` rows decode, and behind them prompt chunks are computed."""
+        prompts = _on_device(chunks, decoding, self._block_size, self._device)
+        positions, running = self.positions[:decoding], self.block_tables.table[:decoding]
+        tables = running.new_zeros(decoding + len(chunks), running.shape[1])
+        tables[:decoding] = running
+        tables[decoding:, : prompts.tables.shape[1]] = prompts.tables
+        metadata = ForwardMetadata(
+            slots=torch.cat([self._slots(positions, running), prompts.slots]),
+            block_tables=tables,
+            kv_lengths=torch.cat([(positions + 1).to(torch.int32), prompts.kv_lengths]),
+            query_starts=torch.cat([self._row_numbers[: decoding + 1], prompts.ends]),
+            decoding=decoding,
+            chunks=prompts.spans,
+            max_kv_length=max(self._longest(decoding), *(span.kv_length for span in prompts.spans)),
+            greedy=greedy,
+        )
+        tokens = torch.cat([self.tokens[:decoding], prompts.tokens])
+        return PassInput(tokens, torch.cat([positions, prompts.positions]), metadata, prompts.wanted)
+
+    def _slots(self, positions: Tensor, tables: Tensor) -> Tensor:
+        """Returns the slot of a token at each row's position: [rows] int64."""
+        size = self._block_size
+        blocks = tables.gather(1, (positions // size).unsqueeze(1)).squeeze(1)
+        return blocks * size + positions % size
+
+    def _longest(self, rows: int) -> int:
+        """Returns the most tokens that one of the first `rows` rows has in the cache after this pass."""
+        return self._passes + max(self._position_offsets[:rows], default=0) + 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Prompts:
+    """The prompt chunks of a pass.
+
+    tokens, positions, slots: [tokens] int64; of all chunks, one after the other.
+    kv_lengths, ends: [chunks] int32; tokens of each sequence once its chunk is written, and the index behind the
+    chunk's last token in the pass. tables: [chunks, blocks] int32, no wider than they need to be. wanted: [rows]
+    int64; indices of the tokens of the whole pass whose logits are wanted. spans: the chunks' places, on the host.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    slots: Tensor
+    kv_lengths: Tensor
+    ends: Tensor
+    tables: Tensor
+    wanted: Tensor
+    spans: list[ChunkSpan]
+
+
+def _on_device(chunks: Sequence[PromptChunk], decoding: int, block_size: int, device: torch.device) -> _Prompts:
+    """Brings all that a pass needs of its prompt chunks to the device in one copy.
+
+    decoding: sequences that decode in the same pass. Their tokens come first, and all their logits are wanted.
+    """
+    tables = _tables(chunks)
+    tokens = torch.cat([chunk.tokens for chunk in chunks])
+    positions, slots, spans, wanted, start = [], [], [], list(range(decoding)), decoding
+    for chunk, table in zip(chunks, tables, strict=True):
+        length = len(chunk.tokens)
+        place = torch.arange(chunk.start, chunk.start + length)
+        positions.append(place)
+        slots.append(table[place // block_size] * block_size + place % block_size)
+        spans.append(ChunkSpan(start=start, length=length, kv_length=chunk.start + length))
+        start += length
+        wanted.extend(range(start - chunk.logits, start))
+    numbers = [span.kv_length for span in spans] + [span.start + span.length for span in spans] + wanted
+    parts = [tokens, *positions, *slots, torch.tensor(numbers), tables.flatten()]
+    count, rows = len(tokens), len(chunks)
+    sizes = [count, count, count, rows, rows, len(wanted), tables.numel()]
+    on_device = copy_to_device(torch.cat(parts), device).split(sizes)
+    return _Prompts(
+        tokens=on_device[0],
+        positions=on_device[1],
+        slots=on_device[2],
+        kv_lengths=on_device[3].to(torch.int32),
+        ends=on_device[4].to(torch.int32),
+        tables=on_device[6].to(torch.int32).view(tables.shape),
+        wanted=on_device[5],
+        spans=spans,
+    )
+
+
+def _tables(chunks: Sequence[PromptChunk]) -> Tensor:
+    """Returns the block tables of the chunks' sequences on the host: [chunks, blocks] int64."""
+    tables = torch.zeros(len(chunks), max(len(chunk.sequence.blocks) for chunk in chunks), dtype=torch.int64)
+    for table, chunk in zip(tables, chunks, strict=True):
+        table[: len(chunk.sequence.blocks)] = torch.tensor(chunk.sequence.blocks)
+    return tables

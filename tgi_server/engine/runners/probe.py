@@ -1,0 +1,250 @@
+"""Finds out, before any request, whether a model can take the paged path, and what its keys look like.
+
+The model runs a short prompt with its own attention, then two packed prompts and a decode step in the paged way, with
+every key, value and query caught on the way. A model that silently ignores a registered attention function shows no
+calls; one that does more in its attention than the paged path knows, or looks past its own sequence, shows other
+logits. Both are noticed here, and never answer a request.
+
+Of a model that is split, every shard does so with its slices, together with the others. What that cannot show, whether
+the slices are the right ones, is settled by the plan of the architecture. Alibi's biases in `transformers` are those of
+all heads; such a model's logits are compared with those of one text on the paged path instead.
+"""
+
+import logging
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from tgi_server.engine.attention.base import AttentionBackend, AttentionVariant, ChunkSpan, ForwardMetadata, KVShape
+from tgi_server.engine.attention.gather import GatherAttention
+from tgi_server.engine.attention.paged_cache import PagedCache
+from tgi_server.engine.errors import EngineError, UnsupportedModel
+from tgi_server.engine.runners.families import install_paged_attention
+from tgi_server.engine.sharding import ShardGroup
+from tgi_server.engine.sharding.architectures import plan_for
+
+logger = logging.getLogger(__name__)
+
+LONG, SHORT = 8, 5
+"""Tokens of the two prompts; both are the start of the same text."""
+_BLOCKS = 3  # of the KV cache: one for each prompt, and the scratch block
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+
+
+class _Recorder(GatherAttention):
+    """Makes room for a layer when its first keys come, and remembers their shapes and how each layer attends."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__(KVShape(heads=(), head_dim=0), model.device, model.dtype)
+        self._keys: dict[int, Tensor] = {}  # type: ignore[assignment]
+        self._values: dict[int, Tensor] = {}  # type: ignore[assignment]
+        self.variants: dict[int, AttentionVariant] = {}
+        self.written = 0
+        self.attended = 0
+
+    def write(self, layer: int, key: Tensor, value: Tensor, metadata: ForwardMetadata) -> None:
+        if layer not in self._keys:
+            self._keys[layer] = key.new_zeros(_BLOCKS, self.block_size, *key.shape[1:])
+            self._values[layer] = value.new_zeros(_BLOCKS, self.block_size, *value.shape[1:])
+        self.written += 1
+        super().write(layer, key, value, metadata)
+
+    def attend(self, layer: int, query: Tensor, metadata: ForwardMetadata, variant: AttentionVariant) -> Tensor:
+        self.attended += 1
+        self.variants[layer] = variant
+        return super().attend(layer, query, metadata, variant)
+
+    @property
+    def heads(self) -> dict[int, int]:
+        """KV heads by layer."""
+        return {layer: keys.shape[2] for layer, keys in sorted(self._keys.items())}
+
+    @property
+    def head_dims(self) -> set[int]:
+        return {cache.shape[3] for cache in (*self._keys.values(), *self._values.values())}
+
+
+def probe_kv_shape(model: PreTrainedModel, group: ShardGroup | None = None) -> KVShape | None:
+    """The shape of the model's keys and values, or None when it has to take the padded path.
+
+    group: the shards of the model, when this is one of them. Leaves the model with paged attention when it returns a
+    shape, else with its own.
+    """
+    if getattr(model.config.get_text_config(decoder=True), "attn_logit_softcapping", None):
+        model.set_attn_implementation("eager")  # the default of transformers 5.17 leaves the cap out
+    if model.config.is_encoder_decoder:
+        return None
+    own = group is None or plan_for(model.config).own_attention
+    expected = _own_logits(model) if own else None
+    recorder = _Recorder(model)
+    restore = install_paged_attention(model)
+    try:
+        if expected is None:
+            expected = _paged_logits(model)
+        actual = _run(model, recorder)
+    except (EngineError, TypeError, ValueError, AttributeError, RuntimeError, LookupError) as error:
+        reason: str | None = f"its attention cannot be replaced ({type(error).__name__}: {error})"
+    else:
+        reason = _objection(model, recorder, expected, actual)
+    if group is not None:
+        reason = next(filter(None, group.ask(reason or "")), None)
+    if reason is None:
+        return KVShape(heads=tuple(recorder.heads.values()), head_dim=recorder.head_dims.pop())
+    logger.info("%s takes the padded path: %s", model.config.model_type, reason)
+    restore()
+    return None
+
+
+@contextmanager
+def same_logits(
+    model: PreTrainedModel, backend: AttentionBackend, rounding: float = 0.0, group: ShardGroup | None = None
+) -> Iterator[dict[int, AttentionVariant]]:
+    """Checks that what is done to a model on the paged path leaves its logits as they were.
+
+    backend: what the model attends with afterwards; its blocks are allocated anew. rounding: what weights that were
+    quantised may add to the difference. group: the shards of the model, when this is one of them. Yields how each
+    layer attends.
+
+    Raises UnsupportedModel when they differ by more than rounding.
+    """
+    recorder = _Recorder(model)
+    before = _run(model, recorder)
+    yield recorder.variants
+    backend.allocate(_BLOCKS)
+    error = logits_error(before, _run(model, backend))
+    if group is not None:
+        error = max(map(float, group.ask(str(error))), key=lambda other: (math.isnan(other), other))
+    if not error <= TOLERANCE[model.dtype] + rounding:
+        raise UnsupportedModel(
+            f"this {model.config.model_type} model's logits change by {error:.2g} with the CPU kernels; "
+            "start with --disable-custom-kernels"
+        )
+
+
+def backend_fault(model: PreTrainedModel, backend: AttentionBackend, group: ShardGroup | None = None) -> str | None:
+    """Why the model should not attend with the backend, for a person to read; None when it computes what it should.
+
+    The backend's blocks are allocated anew. All shards come to the same answer.
+    """
+    expected = _run(model, _Recorder(model))
+    backend.allocate(_BLOCKS)
+    fault = ""
+    try:
+        error = logits_error(expected, _run(model, backend))
+    except Exception as failure:  # of a compiler, of a driver, of a library that is too old
+        fault = f"{type(backend).__name__} fails ({type(failure).__name__}: {failure})"
+    else:
+        if not error <= TOLERANCE[model.dtype]:
+            fault = f"logits change by {error:.2g} with {type(backend).__name__}"
+    faults = group.ask(fault) if group is not None else [fault]
+    return next(filter(None, faults), None)
+
+
+def probe_tokens(model: PreTrainedModel, count: int) -> Tensor:
+    """[count] int64: some tokens of the model's vocabulary."""
+    return torch.arange(count, device=model.device) % model.config.get_text_config(decoder=True).vocab_size
+
+
+def logits_error(expected: Tensor, actual: Tensor) -> float:
+    """How far logits, [rows, vocab_size], are from what they should be: the largest relative difference of any row.
+
+    In less than float32 the second largest, since the last bit may choose another expert in a mixture of experts; a
+    wrong way to run a model shows in several rows. NaN when there is any NaN.
+    """
+    difference = (expected.float() - actual.float()).norm(dim=-1) / expected.float().norm(dim=-1)
+    if expected.dtype is torch.float32 or difference.isnan().any():
+        return float(difference.max())
+    return float(difference.sort().values[-2])
+
+
+def _own_logits(model: PreTrainedModel) -> Tensor:
+    """What the logits of `_run` have to be: [4, vocab_size]. A prompt's logits are those of any text it starts."""
+    tokens = probe_tokens(model, LONG + 1)
+    return model(input_ids=tokens[None], use_cache=False).logits[0, [LONG - 1, SHORT - 1, LONG, SHORT]]
+
+
+def _paged_logits(model: PreTrainedModel) -> Tensor:
+    """As `_own_logits`, with the paged attention that is installed already: one text, in one pass."""
+    cache = PagedCache(_Recorder(model))
+    cache.attach(model)
+    tokens, device = probe_tokens(model, LONG + 1), model.device
+    places = torch.arange(LONG + 1, device=device)
+    cache.metadata = ForwardMetadata(
+        slots=cache.backend.block_size + places,
+        block_tables=torch.tensor([[1]], dtype=torch.int32, device=device),
+        kv_lengths=torch.tensor([LONG + 1], dtype=torch.int32, device=device),
+        query_starts=torch.tensor([0, LONG + 1], dtype=torch.int32, device=device),
+        decoding=0,
+        chunks=[ChunkSpan(0, LONG + 1, LONG + 1)],
+        max_kv_length=LONG + 1,
+    )
+    logits = model(input_ids=tokens[None], position_ids=places[None], past_key_values=cache, use_cache=True).logits
+    return logits[0, [LONG - 1, SHORT - 1, LONG, SHORT]]
+
+
+def _run(model: PreTrainedModel, backend: AttentionBackend) -> Tensor:
+    """The last logits of both prompts, then those of one more token of each: [4, vocab_size]."""
+    cache = PagedCache(backend)
+    cache.attach(model)
+    tokens, size, device = probe_tokens(model, LONG + 1), backend.block_size, model.device
+    places = torch.arange(LONG + 1, device=device)
+    tables = torch.tensor([[1], [2]], dtype=torch.int32, device=device)
+
+    def logits(positions: list[Tensor], lengths: list[int], decoding: int, chunks: list[ChunkSpan]) -> Tensor:
+        ends = torch.tensor([0, *(len(place) for place in positions)], dtype=torch.int32, device=device).cumsum(0)
+        cache.metadata = ForwardMetadata(
+            slots=torch.cat([size * block + place for block, place in enumerate(positions, start=1)]),
+            block_tables=tables,
+            kv_lengths=torch.tensor(lengths, dtype=torch.int32, device=device),
+            query_starts=ends.to(torch.int32),
+            decoding=decoding,
+            chunks=chunks,
+            max_kv_length=max(lengths),
+        )
+        position_ids = torch.cat(positions)
+        return model(
+            input_ids=tokens[position_ids][None],
+            position_ids=position_ids[None],
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=ends[1:] - 1,
+        ).logits[0]
+
+    prompts = [ChunkSpan(0, LONG, LONG), ChunkSpan(LONG, SHORT, SHORT)]
+    first = logits([places[:LONG], places[:SHORT]], [LONG, SHORT], 0, prompts)
+    second = logits([places[LONG:], places[SHORT : SHORT + 1]], [LONG + 1, SHORT + 1], 2, [])
+    return torch.cat([first, second])
+
+
+def _objection(model: PreTrainedModel, recorder: _Recorder, expected: Tensor, actual: Tensor) -> str | None:
+    """Why the paged path would be wrong for the model; None when nothing speaks against it."""
+    layers = len(recorder.heads)
+    if not layers or not recorder.attended == recorder.written == 2 * layers:
+        return f"it called the attention function {recorder.attended} times in {layers} layers with keys"
+    if list(recorder.heads) != list(range(layers)) or len(recorder.head_dims) != 1:
+        return "its layers have keys of different kinds"
+    if {layer: variant.window for layer, variant in recorder.variants.items()} != _windows(model):
+        return "its layers look at other tokens than they tell the attention function"
+    if expected.shape != actual.shape:
+        return "it does not compute the logits of chosen tokens only"
+    error = logits_error(expected, actual)
+    if not error <= TOLERANCE[model.dtype]:
+        return f"its logits differ by {error:.2g} from those with its own attention"
+    return None
+
+
+def _windows(model: PreTrainedModel) -> dict[int, int | None]:
+    """How many tokens each layer looks at, from the model's configuration; 0: all; None: something else again.
+
+    A probe is too short to show a window, so what a layer says of itself is compared with this.
+    """
+    windows = {DynamicLayer: lambda _: 0, DynamicSlidingWindowLayer: lambda layer: int(layer.sliding_window)}
+    layers = DynamicCache(config=model.config).layers
+    return {
+        index: windows[type(layer)](layer) if type(layer) in windows else None for index, layer in enumerate(layers)
+    }

@@ -1,0 +1,223 @@
+"""Special tokens in conversations: the chat template may write them; in what clients write they are text.
+
+A template mixes both into one text, trims it, or looks into it, so that nobody can tell afterwards who wrote what.
+Therefore a conversation in which clients use characters that special tokens begin with is rendered twice: once as it
+is, and once with these characters masked, so that all special tokens in it are the template's. Mostly the plain text
+has the same special tokens; then it is the prompt. Otherwise the masked one is: its special tokens get private
+spellings, which a second tokenizer takes for them, the masks are taken off, and the rest is text whatever it looks
+like.
+"""
+
+import json
+import logging
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tokenizers import Encoding, Tokenizer
+
+from tgi_server.router.errors import InvalidRequest
+
+logger = logging.getLogger(__name__)
+
+_SPELLINGS, _MASKS = 0xF0000, 0x100000
+"""Where private characters for the tokens' spellings begin, and for masks; Unicode gives them no meaning."""
+_MOST = 65_000
+_PRIVATE = re.compile("[\U000f0000-\U0010ffff]")
+
+Conversation = tuple[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]] | None]
+"""Messages and tools as the template gets them."""
+Render = Callable[[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]] | None], str]
+
+
+@dataclass(frozen=True, slots=True)
+class Literal:
+    """A prompt in which special tokens are the template's alone.
+
+    hidden: the prompt with private spellings for them; None where clients use private characters themselves.
+    token_ids: of these tokens, in their order. spelled: clients spell special tokens, too.
+    """
+
+    tokens: "SpecialTokens"
+    hidden: str | None
+    token_ids: list[int]
+    spelled: bool
+
+    def describes(self, ids: Iterable[int]) -> bool:
+        """Returns True if all special tokens among `ids` are the template's."""
+        return self.tokens.in_ids(ids, unknown=self.spelled) == self.token_ids
+
+
+@dataclass(frozen=True, slots=True)
+class RenderedPrompt:
+    """A conversation as text. literal: None where nothing in it could be taken for a special token."""
+
+    text: str
+    literal: Literal | None = None
+
+    def checked(self, encoding: Encoding) -> tuple[str, Encoding]:
+        """Returns a prompt and its tokens: the text and `encoding`, unless that has special tokens of clients.
+
+        Raises InvalidRequest when these cannot be told apart.
+        """
+        literal = self.literal
+        if literal is None or literal.describes(encoding.ids):
+            return self.text, encoding
+        if literal.hidden is None:
+            raise InvalidRequest(
+                "the messages spell special tokens of the model, and have characters for private use (U+F0000 and "
+                "above), which stand in for them: leave out the one or the other"
+            )
+        return literal.tokens.encode(literal.hidden)
+
+
+class SpecialTokens:
+    """The special tokens of a model, and a tokenizer that knows them by private spellings only."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        spelled = {
+            token.content: token_id
+            for token_id, token in tokenizer.get_added_tokens_decoder().items()
+            if token.special and token.content
+        }
+        self._ids = frozenset(spelled.values())
+        self._spelled = spelled
+        self._pattern = re.compile(_trie(spelled)) if spelled else None
+        firsts = sorted({content[0] for content in spelled})
+        self._all_masks = {ord(character): chr(_MASKS + index) for index, character in enumerate(firsts)}
+        self._unmasks = {ord(mask): chr(character) for character, mask in self._all_masks.items()}
+        # Letters are masked in whole spellings only: templates compare words.
+        self._masks = {first: mask for first, mask in self._all_masks.items() if not chr(first).isalnum()}
+        words = [content for content in spelled if content[0].isalnum()]
+        self._suspicious = re.compile("|".join(map(re.escape, [*map(chr, self._masks), *words])))
+        self._hidden = {content: chr(_SPELLINGS + index) * len(content) for index, content in enumerate(spelled)}
+        self._shown = {ord(hidden[0]): content for content, hidden in self._hidden.items()}
+        content = json.loads(tokenizer.to_str())
+        self._unknown = tokenizer.token_to_id(_unknown_token(content["model"]) or "")
+        self._literal = _renamed(tokenizer, content, self._hidden) if 0 < len(spelled) < _MOST else None
+
+    def in_ids(self, ids: Iterable[int], *, unknown: bool = True) -> list[int]:
+        """Returns the special tokens among `ids`. unknown: also the one that stands for what the model cannot read."""
+        return [token_id for token_id in ids if token_id in self._ids and (unknown or token_id != self._unknown)]
+
+    def render(self, render: Render, conversation: Conversation) -> RenderedPrompt:
+        """Returns the prompt that `render` makes of the conversation."""
+        text = render(*conversation)
+        texts = list(_texts(conversation))
+        if self._pattern is None or not any(map(self._suspicious.search, texts)):
+            return RenderedPrompt(text)
+        masked = render(*_mapped(conversation, self._masked))
+        token_ids = self._template_tokens(masked)
+        spelled = any(map(self._pattern.search, texts))
+        if spelled:
+            # The fewer characters are masked, the less the template can go astray over it.
+            sparing = render(*_mapped(conversation, self._sparingly_masked))
+            masked = sparing if self._template_tokens(sparing) == token_ids else masked
+        usable = self._literal is not None and not any(map(_PRIVATE.search, texts))
+        return RenderedPrompt(text, Literal(self, self._hide(masked) if usable else None, token_ids, spelled))
+
+    def encode(self, hidden: str) -> tuple[str, Encoding]:
+        """Returns a prompt with private spellings as it is read, and its tokens."""
+        assert self._literal is not None
+        shown = re.sub(
+            "([\U000f0000-\U000fffff])\\1*",
+            lambda run: self._shown[ord(run[1])] * (len(run[0]) // len(self._shown[ord(run[1])])),
+            hidden,
+        )
+        return shown, self._literal.encode_batch([hidden], add_special_tokens=False)[0]
+
+    def _template_tokens(self, masked: str) -> list[int]:
+        assert self._pattern is not None
+        return [self._spelled[content] for content in self._pattern.findall(masked)]
+
+    def _hide(self, masked: str) -> str:
+        assert self._pattern is not None
+        return self._pattern.sub(lambda found: self._hidden[found[0]], masked).translate(self._unmasks)
+
+    def _masked(self, text: str) -> str:
+        return self._sparingly_masked(text).translate(self._masks)
+
+    def _sparingly_masked(self, text: str) -> str:
+        assert self._pattern is not None
+        return self._pattern.sub(lambda found: self._all_masks[ord(found[0][0])] + found[0][1:], text)
+
+
+def _unknown_token(model: Mapping[str, Any]) -> str | None:
+    """Returns the token that a model of `tokenizer.json` has for what it cannot read; None if it has none."""
+    if model.get("unk_id") is not None:
+        return model["vocab"][model["unk_id"]][0]
+    return model.get("unk_token")
+
+
+def _renamed(tokenizer: Tokenizer, content: dict[str, Any], names: Mapping[str, str]) -> Tokenizer | None:
+    """Returns a copy in which some tokens are spelled differently; None if they cannot keep their ids.
+
+    content: the tokenizer as JSON, which is changed.
+    """
+    for token in content["added_tokens"]:
+        token["content"] = names.get(token["content"], token["content"])
+    model = content["model"]
+    vocabulary = model["vocab"]
+    if isinstance(vocabulary, dict):
+        model["vocab"] = {names.get(piece, piece): token_id for piece, token_id in vocabulary.items()}
+    else:
+        model["vocab"] = [[names.get(piece, piece), score] for piece, score in vocabulary]
+    if model.get("unk_token") in names:
+        model["unk_token"] = names[model["unk_token"]]
+    try:
+        copy = Tokenizer.from_str(json.dumps(content))
+    except Exception as error:  # the library raises plain exceptions
+        logger.warning("messages that spell special tokens will be refused: %s", error)
+        return None
+    for token_id, token in tokenizer.get_added_tokens_decoder().items():
+        if copy.token_to_id(names.get(token.content, token.content)) != token_id:
+            logger.warning("messages that spell special tokens will be refused: %r has no fixed id", token.content)
+            return None
+    return copy
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """All strings in a value, names of members included."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for name, member in value.items():
+            yield name
+            yield from _texts(member)
+    elif isinstance(value, list | tuple):
+        for member in value:
+            yield from _texts(member)
+
+
+def _mapped(value: Any, change: Callable[[str], str]) -> Any:
+    """Returns the value with each string in it changed, but for the names of the template's own members."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {change(name): _mapped(member, change) for name, member in value.items()}
+    if isinstance(value, list | tuple):
+        return [_mapped(member, change) for member in value]
+    return value
+
+
+def _trie(words: Iterable[str]) -> str:
+    """Returns a regular expression of the words, the longest first, that looks at each character once."""
+    root: dict[str, Any] = {}
+    for word in words:
+        node = root
+        for character in word:
+            node = node.setdefault(character, {})
+        node[""] = {}
+    return _expression(root)
+
+
+def _expression(node: Mapping[str, Any]) -> str:
+    prefix = ""
+    while len(node) == 1 and "" not in node:
+        ((character, node),) = node.items()
+        prefix += re.escape(character)
+    if len(node) == 1:  # the end of a word
+        return prefix
+    branches = "|".join(re.escape(character) + _expression(child) for character, child in node.items() if character)
+    return f"{prefix}(?:{branches}){'?' if '' in node else ''}"

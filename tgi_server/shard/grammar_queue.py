@@ -1,0 +1,190 @@
+"""Grammars on their way to be compiled: cheap ones first, none without a trial, no more than can be worked off."""
+
+import hashlib
+import logging
+import threading
+from bisect import insort
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from itertools import count
+
+from tgi_server.contract import Grammar
+from tgi_server.engine.grammar import GrammarCompiler, InvalidGrammar, Sandbox, SandboxLimit
+from tgi_server.engine.grammar.compiler import check_size, size_of
+from tgi_server.shard.errors import GrammarsBusy
+
+logger = logging.getLogger(__name__)
+
+_REMEMBERED_FAULTS = 1_024
+
+
+class _Job:
+    """A grammar to be compiled. waiting: the number of requests that wait for it."""
+
+    def __init__(self, grammar: Grammar, *, tried: bool) -> None:
+        self.grammar = grammar
+        self.tried = tried
+        self.done: Future[None] = Future()
+        self.waiting = 0
+
+
+class _Lane:
+    """The grammars that may each take so much time, those with the fewest bytes first."""
+
+    def __init__(self, cpu_seconds: float, niceness: int, threads: int, room: int) -> None:
+        """cpu_seconds: that a trial may take. niceness: of the processes that try. room: how many grammars may wait."""
+        self.cpu_seconds = cpu_seconds
+        self.niceness = niceness
+        self.threads = threads
+        self._room = room
+        self._jobs: list[tuple[int, int, _Job]] = []
+        self._numbers = count()
+        self._changed = threading.Condition()
+
+    def put(self, job: _Job) -> _Job | None:
+        """Returns the job that is turned away, when more would wait than may: the one with the most bytes."""
+        with self._changed:
+            insort(self._jobs, (size_of(job.grammar), next(self._numbers), job))
+            self._changed.notify()
+            return self._jobs.pop()[-1] if len(self._jobs) > self._room else None
+
+    def take(self) -> _Job:
+        """Waits for one."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._jobs)
+            return self._jobs.pop(0)[-1]
+
+
+class GrammarQueue:
+    """Has each grammar tried in a sandbox, and compiles it when that went well.
+
+    Almost all are tried within milliseconds, in the quick lane. Those that take longer go on in the slow one, where
+    they are in the way of their like only. Requests for the same grammar that come together share its turn, and
+    grammars that were found wrong are remembered.
+    """
+
+    def __init__(self, compiler: GrammarCompiler, sandbox: Callable[[int], Sandbox]) -> None:
+        """sandbox: makes one whose process has a niceness."""
+        self._compiler = compiler
+        self._sandbox = sandbox
+        self._slow = _Lane(cpu_seconds=2.0, niceness=19, threads=1, room=4)
+        self._quick = _Lane(cpu_seconds=0.25, niceness=10, threads=2, room=32)
+        self._lock = threading.Lock()
+        self._started = False
+        self._running: dict[Grammar, _Job] = {}
+        self._faults: OrderedDict[bytes, str] = OrderedDict()
+
+    def start(self) -> None:
+        """Starts the threads and their sandboxes, unless they are there, so that the first grammar need not wait."""
+        with self._lock:
+            started, self._started = self._started, True
+        if not started:
+            for lane in (self._quick, self._slow):
+                for _ in range(lane.threads):
+                    threading.Thread(target=self._work, args=(lane,), name="grammars", daemon=True).start()
+
+    def compile(self, grammar: Grammar, seconds: float, gone: Future[None], *, tried: bool) -> None:
+        """Returns when the grammar is compiled, or `gone` is done: the request that wanted it has left.
+
+        tried: another shard has tried the grammar. Raises InvalidGrammar with one line that says what is wrong with
+        it, and GrammarsBusy when it is not compiled within `seconds`.
+        """
+        check_size(grammar)
+        if (fault := self._known_fault(grammar)) is not None:
+            raise InvalidGrammar(fault)
+        if self._compiler.has(grammar):
+            return
+        self.start()
+        job, turned_away = self._join(grammar, tried=tried)
+        if turned_away is not None:
+            self._finish(turned_away, GrammarsBusy("too many grammars are waiting to be compiled; try again soon"))
+        try:
+            wait((job.done, gone), seconds, FIRST_COMPLETED)
+        finally:
+            with self._lock:
+                job.waiting -= 1
+        if job.done.done():
+            job.done.result()
+        elif not gone.done():
+            raise GrammarsBusy(f"it was not its turn within {seconds:g} s; try again soon")
+
+    def _join(self, grammar: Grammar, *, tried: bool) -> tuple[_Job, _Job | None]:
+        """Returns the grammar's job, and the one that is turned away for it."""
+        with self._lock:
+            job, turned_away = self._running.get(grammar), None
+            if job is None:
+                job = self._running[grammar] = _Job(grammar, tried=tried)
+                turned_away = self._quick.put(job)
+            job.waiting += 1
+            return job, turned_away
+
+    def _work(self, lane: _Lane) -> None:
+        """What each thread does."""
+        sandbox = self._sandbox(lane.niceness)
+        sandbox.start()
+        while True:
+            job = lane.take()
+            if self._abandoned(job):
+                continue
+            try:
+                self._compile(job, lane, sandbox)
+            except SandboxLimit as error:
+                self._overrun(job, lane, error)
+            except InvalidGrammar as error:
+                self._remember(job.grammar, str(error))
+                self._finish(job, error)
+            except Exception as error:
+                logger.exception("a grammar could not be compiled")
+                self._finish(job, InvalidGrammar(f"compiling it fails: {type(error).__name__}"))
+            else:
+                self._finish(job, None)
+
+    def _compile(self, job: _Job, lane: _Lane, sandbox: Sandbox) -> None:
+        if job.tried:
+            self._compiler.check(job.grammar)
+        else:
+            self._compiler.keep(job.grammar, sandbox.try_grammar(job.grammar, lane.cpu_seconds))
+
+    def _overrun(self, job: _Job, lane: _Lane, limit: SandboxLimit) -> None:
+        if limit.limit == "time":
+            self._finish(job, GrammarsBusy("trying it took too long on a busy machine; try again soon"))
+        elif lane is self._quick:
+            turned_away = self._slow.put(job)
+            if turned_away is not None:
+                self._finish(turned_away, GrammarsBusy("too many large grammars are waiting; try again soon"))
+        else:
+            fault = f"compiling it takes more than {lane.cpu_seconds:g} s"
+            self._remember(job.grammar, fault)
+            self._finish(job, InvalidGrammar(fault))
+
+    def _abandoned(self, job: _Job) -> bool:
+        """Returns True if nobody waits for it any more."""
+        with self._lock:
+            if not job.waiting:
+                del self._running[job.grammar]
+            return not job.waiting
+
+    def _finish(self, job: _Job, error: Exception | None) -> None:
+        with self._lock:
+            del self._running[job.grammar]
+        if error is None:
+            job.done.set_result(None)
+        else:
+            job.done.set_exception(error)
+
+    def _remember(self, grammar: Grammar, fault: str) -> None:
+        with self._lock:
+            self._faults[_digest(grammar)] = fault
+            if len(self._faults) > _REMEMBERED_FAULTS:
+                self._faults.popitem(last=False)
+
+    def _known_fault(self, grammar: Grammar) -> str | None:
+        with self._lock:
+            return self._faults.get(_digest(grammar))
+
+
+def _digest(grammar: Grammar) -> bytes:
+    """Takes the place of a grammar that need not be kept."""
+    parts = (grammar.type.value, grammar.value, grammar.text)
+    return hashlib.sha256(b"\0".join(part.encode(errors="surrogatepass") for part in parts)).digest()

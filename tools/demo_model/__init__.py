@@ -1,1 +1,0 @@
-"""Makes the bundled demo model: corpus, tokenizer, training and evaluation. See docs/demo-model.md."""

@@ -1,1 +1,0 @@
-"""What the demo model learns about cooking."""
