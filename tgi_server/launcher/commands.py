@@ -16,6 +16,7 @@ SHARD_FLAGS = (
     "cuda_memory_fraction",
     "cuda_graphs",
     "quantize",
+    "linear_kernels",
     "disable_custom_kernels",
     "kv_cache_dtype",
     "speculate",

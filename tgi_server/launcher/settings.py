@@ -49,6 +49,11 @@ class LauncherSettings(ServiceSettings):
     revision: str | None = Field(None, description="branch, tag or commit of the model on the hub")
     dtype: Literal["float32", "float16", "bfloat16"] | None = Field(None, description="default: the checkpoint's")
     quantize: str | None = Field(None, description="int8: round the weights to 8 bits while loading, on a CPU")
+    linear_kernels: str | None = Field(
+        None,
+        description="kernels of linear layers on a CPU, as the log tells them at load, such as fma or "
+        "avx512_bf16,amx@16; default: those that are measured to be the fastest",
+    )
     disable_custom_kernels: bool = Field(False, description="use only what torch and transformers have")
     trust_remote_code: bool = Field(False, description="run the Python code that comes with the model")
     huggingface_hub_cache: Path | None = Field(None, description="where downloads from the hub are kept")

@@ -28,6 +28,11 @@ class ShardSettings(CommandSettings):
     uds_path: Path = Field(Path("/tmp/text-generation-server"), description="the socket is UDS_PATH-RANK")  # noqa: S108
     dtype: Literal["float32", "float16", "bfloat16"] | None = Field(None, description="default: the checkpoint's")
     quantize: str | None = Field(None, description="int8: round the weights to 8 bits while loading, on a CPU")
+    linear_kernels: str | None = Field(
+        None,
+        description="kernels of linear layers on a CPU, as the log tells them at load, such as fma or "
+        "avx512_bf16,amx@16; default: those that are measured to be the fastest",
+    )
     disable_custom_kernels: bool = Field(False, description="use only what torch and transformers have")
     cpu_memory: ByteSize | None = Field(
         None, gt=0, description="RAM for the KV cache on a CPU, such as 4GiB; default: a share of what is free"

@@ -251,11 +251,12 @@ def test_a_cache_too_small_for_one_sequence_is_refused() -> None:
         ("config", UnsupportedModel, "not valid JSON|cannot be used"),
         ("no weights", ModelNotFound, "no \\*.safetensors"),
         ("truncated", InvalidWeights, "corrupt or incomplete"),
-        ("float16", UnsupportedModel, "--dtype bfloat16"),
+        ("float16 without kernels", UnsupportedModel, "--dtype bfloat16"),
     ],
 )
 def test_a_folder_that_cannot_be_loaded_says_why(tmp_path, broken, error, message) -> None:
     folder = tmp_path / "model"
+    without_kernels = broken == "float16 without kernels"
     if broken != "absent":
         folder.mkdir()
         for file in demo_model.PATH.iterdir():
@@ -270,7 +271,9 @@ def test_a_folder_that_cannot_be_loaded_says_why(tmp_path, broken, error, messag
         weights = folder / "model.safetensors"
         weights.write_bytes(weights.read_bytes()[:-1000])
     with pytest.raises(error, match=message):
-        Engine(EngineConfig(folder, dtype=torch.float16 if broken == "float16" else None))
+        Engine(
+            EngineConfig(folder, dtype=torch.float16 if without_kernels else None, custom_kernels=not without_kernels)
+        )
 
 
 def test_memory_is_taken_ahead_of_the_blocks_in_use() -> None:

@@ -110,6 +110,12 @@ class Decoder : public torch::CustomClassHolder {
 
 TORCH_LIBRARY_FRAGMENT(oatmill, library) {
   using namespace oatmill;
+  // before Decoder, whose methods take it
+  library.class_<Linear>("Linear")
+      .def(torch::init<at::Tensor, int64_t, int64_t, std::optional<at::Tensor>, std::optional<at::Tensor>,
+                       std::optional<at::Tensor>, std::vector<std::string>, std::vector<int64_t>>())
+      .def("forward", &Linear::operator())
+      .def("screened", &Linear::screened);
   library.class_<Norm>("Norm").def(torch::init<at::Tensor, MaybeTensor, double>());
   library.class_<Decoder>("Decoder")
       .def(torch::init<int64_t, int64_t, int64_t, bool>())

@@ -161,15 +161,9 @@ const Way& Linear::way(int64_t rows) const {
 }  // namespace oatmill
 
 TORCH_LIBRARY_FRAGMENT(oatmill, library) {
-  using namespace oatmill;
   library.def("linear_pack(Tensor weight) -> Tensor");
   library.def("linear_unpack(Tensor packed, int outputs, int inputs) -> Tensor");
   library.def("linear_kernels(Tensor packed) -> str[]");
-  library.class_<Linear>("Linear")
-      .def(torch::init<at::Tensor, int64_t, int64_t, std::optional<at::Tensor>, std::optional<at::Tensor>,
-                       std::optional<at::Tensor>, std::vector<std::string>, std::vector<int64_t>>())
-      .def("forward", &Linear::operator())
-      .def("screened", &Linear::screened);
 }
 
 TORCH_LIBRARY_IMPL(oatmill, CPU, library) {
