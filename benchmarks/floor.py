@@ -8,7 +8,7 @@ from benchmarks.workloads import Workload
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What the machine was measured to do. bandwidth: bytes/s from memory; matrix_rate: FLOP/s of a large product."""
+    """Measured speeds of the machine. bandwidth: bytes/s from memory; matrix_rate: FLOP/s of a large product."""
 
     bandwidth: float
     matrix_rate: float
@@ -19,7 +19,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class ModelCost:
-    """What a model's linear layers and its attention cost. weight_bytes: read in every pass.
+    """Costs of a model's linear layers and of its attention. weight_bytes: read in every pass.
 
     layer_flops: of one token in all layers. head_flops: of one row of logits. kv_bytes: that a token leaves in the KV
     cache. attention_flops: of one query with one key, in all layers.

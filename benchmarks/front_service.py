@@ -1,4 +1,4 @@
-"""What a call costs on its way through llm_functionalities, and how many calls a second it carries.
+"""Measures the cost of a call on its way through llm_functionalities, and the calls a second that it carries.
 
     python -m benchmarks.front_service
     python -m benchmarks.front_service --rate 500 --seconds 30 --cores 0,1

@@ -1,4 +1,4 @@
-"""What grammars cost those who have none, and what they cost and save those who have one.
+"""Measures the cost of grammars for requests without one, and cost and savings for those with one.
 
     python -m benchmarks.grammars --model runs/synthetic/opt-125m
 

@@ -37,7 +37,7 @@ class Record:
 
 @dataclass(slots=True)
 class Outcome:
-    """What came of a workload. seconds: from the first request to the last reply. cpu_seconds: of this process."""
+    """The results of a workload. seconds: from the first request to the last reply. cpu_seconds: of this process."""
 
     workload: Workload
     records: list[Record] = field(default_factory=list)

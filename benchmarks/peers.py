@@ -37,7 +37,7 @@ _LATENCIES = ("latency_p50", "latency_p99", "first_token_p50_ms", "first_token_p
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """What one start of a server gave: the summaries are in the order of the workloads."""
+    """The results of one start of a server; the summaries are in the order of the workloads."""
 
     start_seconds: float
     summaries: list[Summary]

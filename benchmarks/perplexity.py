@@ -21,9 +21,8 @@ from tgi_server import demo_model
 from tgi_server.contract import ReportParameters, StoppingParameters
 from tgi_server.engine import Engine, EngineConfig, RunningSequence
 from tgi_server.engine.config import DTYPES
+from tgi_server.engine.driver import Driver
 from tgi_server.engine.errors import EngineError
-
-_BATCH_ID = 1
 
 Document = tuple[list[int], list[bool]]
 """Token ids, and which of them count."""
@@ -48,13 +47,13 @@ def text_documents(tokenizer: Tokenizer, files: Sequence[Path], length: int) -> 
 def perplexity(engine: Engine, documents: Sequence[Document]) -> tuple[float, int]:
     """Returns the perplexity of the tokens that count, and their number. A document's first token does not count."""
     longest = max(len(ids) for ids, _ in documents)
-    capacity = engine.warm_up(max_batch_size=1, max_prefill_tokens=longest, max_total_tokens=longest + 1)
-    blocks = list(range(1, 2 + longest // capacity.block_size)) if engine.info.paged else []
+    engine.warm_up(max_batch_size=1, max_prefill_tokens=longest, max_total_tokens=longest + 1)
+    driver = Driver(engine)
     loss, tokens = 0.0, 0
     for index, (ids, counts) in enumerate(documents):
         report = ReportParameters(prefill_logprobs=True)
-        prompt = RunningSequence(index, ids, StoppingParameters(1), report=report, blocks=blocks)
-        (generation,) = engine.step(_BATCH_ID, [prompt], [(index, len(ids))]).collect().generations
+        (output,) = driver.run(RunningSequence(index, ids, StoppingParameters(1), report=report))
+        (generation,) = output.generations
         assert generation.prompt_tokens is not None
         logprobs = generation.prompt_tokens.logprobs
         loss -= sum(logprob for logprob, counted in zip(logprobs[1:], counts[1:], strict=True) if counted)

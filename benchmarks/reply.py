@@ -1,4 +1,4 @@
-"""What a server answered, whole or streamed, in OpenAI's form or TGI's."""
+"""The response of a server, whole or streamed, in OpenAI's form or TGI's."""
 
 import json
 from collections.abc import Iterator
@@ -66,7 +66,7 @@ def _streamed(response: Response) -> Reply:
 
 
 def _events(response: Response) -> Iterator[tuple[float, dict[str, Any]]]:
-    """The server-sent events that are JSON objects, each with the moment in which it was complete."""
+    """Yields the server-sent events that are JSON objects, each with the moment in which it was complete."""
     rest = b""
     for moment, piece in response.pieces:
         *lines, rest = (rest + piece).split(b"\n")
@@ -84,7 +84,7 @@ def _count_usage(reply: Reply, event: dict[str, Any]) -> None:
 
 
 def _token_text(event: dict[str, Any]) -> str | None:
-    """The text of an event that stands for a token; None for one that tells the role, or the usage, or the end."""
+    """Returns the text of an event that stands for a token; None for one of the role, the usage, or the end."""
     if "token" in event:
         return event["token"]["text"]
     if not event["choices"]:

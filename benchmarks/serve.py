@@ -29,7 +29,7 @@ _START_SECONDS = 600.0
 
 
 async def first_model(url: str, api_key: str | None) -> str:
-    """The name of the first model that the server lists; "tgi", which TGI takes, when it lists none.
+    """Returns the name of the first model that the server lists; "tgi", which TGI takes, when it lists none.
 
     Raises ServerUnavailable.
     """

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.connection import Connection, ServerUnavailable
-from tgi_server.launcher.preflight import free_port
+from tgi_server.launcher.machine import free_port
 
 _PROGRAMS = Path(sys.executable).parent
 _STOP_SECONDS = 30

@@ -21,7 +21,7 @@ CHAT_TEMPLATE = (
 
 
 def build_tokenizer(vocab_size: int, special_tokens: list[str]) -> Tokenizer:
-    """A byte-level BPE tokenizer with exactly `vocab_size` tokens; the special tokens have the ids from 0 on.
+    """Makes a byte-level BPE tokenizer with exactly `vocab_size` tokens; the special ones have the ids from 0 on.
 
     It knows every byte, every beginning of the common words, and beginnings of made-up words for the rest: a token is
     the longest known beginning of what is left of a word. It adds no token of its own to a text.

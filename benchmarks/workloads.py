@@ -1,4 +1,4 @@
-"""What users ask of a server: how many they are, how long their prompts and the replies."""
+"""Loads: numbers of users, and lengths of their prompts and of the replies."""
 
 import argparse
 from collections.abc import Iterator
@@ -39,7 +39,7 @@ class Workload:
         return self.users * self.repeat * self.turns
 
     def prompts(self, seed: int, user: int) -> Iterator[list[str]]:
-        """For each of a user's prompts or chats, what the user says at each turn. The same seed says the same."""
+        """Yields, for each prompt or chat of a user, the texts of its turns. The same seed gives the same texts."""
         for index in range(self.repeat):
             random = Random(f"{seed}/{user}/{index}")
             yield [GREETING if self.words is None else text(random, self.words) for _ in range(self.turns)]

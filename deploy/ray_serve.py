@@ -13,6 +13,7 @@ import argparse
 import asyncio
 import contextlib
 import ctypes
+import ipaddress
 import logging
 import os
 import shutil
@@ -38,15 +39,15 @@ logger = logging.getLogger("ray.serve")
 
 PR_SET_PDEATHSIG = 1
 POLL_SECONDS = 0.1
+# More than the server's own /health may take.
 HEALTH_SECONDS = 15.0
-"""More than the server's own /health may take."""
 LAST_WORDS_SECONDS = 3.0
 RETRY_SECONDS = 60.0
+# Statuses of the server whose shards fail, be it once or for good.
 UNHEALTHY = frozenset({424, 503})
-"""What the server answers when its shards fail, be it once or for good."""
-HOP_BY_HOP = frozenset({"connection", "content-length", "host", "keep-alive", "te", "trailer", "transfer-encoding"})
+HOP_BY_HOP = frozenset({"connection", "content-length", "keep-alive", "te", "trailer", "transfer-encoding"})
+# Headers of responses that Ray's proxy adds by itself.
 PROXY = frozenset({"date", "server"})
-"""Headers of answers that Ray's proxy adds by itself."""
 
 
 class Options(BaseModel):
@@ -94,19 +95,25 @@ class Options(BaseModel):
         return self
 
     def command(self, port: int) -> list[str]:
-        """The launcher's. It takes in all that Ray sends it, so what waits, waits in front of the replicas."""
+        """Returns the launcher's. It takes in all that Ray sends it, so what waits, waits in front of the replicas.
+
+        It listens on loopback, where it would know no names but localhost; its clients call it by the proxies' names.
+        """
         shards = int(self.gpus_per_replica)
         return [
             *(self.launcher, f"--max-concurrent-requests={self.max_requests}", f"--payload-limit={self.payload_limit}"),
             *((f"--num-shard={shards}",) if shards > 1 else ()),
             f"--graceful-termination-timeout={self.drain_timeout}",
+            *(("--allowed-hosts=*",) if not _is_loopback(self.host) else ()),
             *self.launcher_flags,
             *("--hostname=127.0.0.1", f"--port={port}", "--prometheus-port=0"),
         ]
 
     def environment(self) -> dict[str, str]:
-        """Of the launcher: this process's, with the key of the one that deployed it, and a place for Triton's kernels
-        where the home folder takes none."""
+        """Returns the launcher's variables: this process's, and the key of the one that deployed it.
+
+        Where the home folder is read-only, Triton gets another place for its kernels.
+        """
         environment = {name: value for name, value in os.environ.items() if name != "API_KEY"}
         if self.api_key is not None:
             environment["API_KEY"] = self.api_key.get_secret_value()
@@ -116,7 +123,7 @@ class Options(BaseModel):
 
 
 class Call(BaseModel):
-    """A client's request. path: with its query. What is private of it shows in no log."""
+    """A client's request. path: with its query. No log shows its headers and its body."""
 
     method: str
     path: str = Field(repr=False)
@@ -149,7 +156,7 @@ async def read_body(request: Request, limit: int) -> bytes:
 
 
 class Part(BaseModel):
-    """What a replica sends back for a call: `accepted`, then `head`, then any number of `body`.
+    """A part of a replica's response to a call: `accepted`, then `head`, then any number of `body`.
 
     away: nothing was sent to its server, which is gone. broken: the server failed while it had the request.
     """
@@ -199,7 +206,7 @@ class Server:
                 self._idle.set()
 
     async def check_health(self) -> None:
-        """Ray ends the replica and starts another one when this raises."""
+        """Raises RuntimeError when the server is ill; Ray then ends the replica and starts another one."""
         if not await self._is_healthy():
             raise RuntimeError(f"the server at {self._url} is not healthy")
 
@@ -233,7 +240,7 @@ class Server:
             await asyncio.sleep(POLL_SECONDS)
 
     async def _serves(self) -> bool:
-        """False when the server has ended. While it is ill it recovers or ends, and its callers wait for either."""
+        """Returns False when the server has ended. While it is ill, callers wait until it recovers or ends."""
         while self._ill and self._process.returncode is None:
             self._ill = not await self._is_healthy()
             await asyncio.sleep(POLL_SECONDS)
@@ -276,7 +283,7 @@ class Server:
 
 
 class Front:
-    """Passes requests to replicas. What a replica has not begun when it dies is given to another one.
+    """Passes requests to replicas. A request that a replica has not begun when it dies is given to another one.
 
     A request that a server had when it died is sent once more if nothing of its answer was passed on yet: the second
     server that dies of it is the last one.
@@ -318,7 +325,7 @@ class Front:
 
 
 async def _head(parts: Any) -> Part:
-    """The first part that says how it went: `head`, `away` or `broken`."""
+    """Returns the first part that tells the outcome: `head`, `away` or `broken`."""
     accepted = False
     try:
         async for part in parts:
@@ -344,12 +351,12 @@ async def _body(parts: Any, call: Call) -> AsyncIterator[bytes]:
 
 
 def _cut(call: Call) -> bytes:
-    """The last event of a stream that broke off."""
+    """Returns the last event of a stream that broke off."""
     return b"data:" + _error(call, 424, "the replica that had the request died", "generation").body + b"\n\n"
 
 
 def _error(call: Call, status: int, message: str, kind: str, headers: dict[str, str] | None = None) -> JSONResponse:
-    """In the form that the server's own errors have."""
+    """Returns an error in the form that the server's own have."""
     error = (
         {"message": message, "type": kind, "param": None, "code": status} if call.path.startswith("/v1/") else message
     )
@@ -357,7 +364,7 @@ def _error(call: Call, status: int, message: str, kind: str, headers: dict[str, 
 
 
 def application(options: Options) -> serve.Application:
-    """What `serve.run` runs."""
+    """Returns the application for `serve.run`."""
     server = serve.deployment(
         name="server",
         ray_actor_options={"num_cpus": options.cpus_per_replica, "num_gpus": options.gpus_per_replica},
@@ -430,6 +437,13 @@ def main() -> None:
     print("stopped", flush=True)
 
 
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:  # a name
+        return host == "localhost"
+
+
 def _free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port: int = probe.getsockname()[1]
@@ -437,7 +451,7 @@ def _free_port() -> int:
 
 
 def _end_with_parent(parent: int) -> Any:
-    """What the launcher's process runs first, so that it never outlives its replica: see prctl(2)."""
+    """Returns what the launcher's process runs first (`preexec_fn`), so that it ends with its replica: prctl(2)."""
     prctl = ctypes.CDLL(None).prctl
 
     def bind() -> None:

@@ -1,10 +1,12 @@
-"""What can go wrong between this service and a model. Each kind has a `reason`, its label in metrics and logs."""
+"""The errors of this service: those of the model become empty responses, those of the caller become gRPC statuses."""
 
 from typing import ClassVar
 
+import grpc
+
 
 class ModelError(Exception):
-    """No answer came from the model. Turned into an empty answer in one place, `Model`."""
+    """No answer came from the model. `Model` turns it into an empty response with `reason`."""
 
     reason: ClassVar[str] = "error"
 
@@ -28,7 +30,7 @@ class Cancelled(ModelError):
 
 
 class EndpointDown(ModelError):
-    """Nothing was sent: the endpoint could not be reached. Another endpoint may be tried."""
+    """The endpoint could not be reached, so nothing was sent, and another endpoint may be tried."""
 
     reason = "down"
 
@@ -52,43 +54,73 @@ class CircuitOpen(EndpointDown):
 
 
 class EndpointFailed(ModelError):
-    """The endpoint took the request and did not answer it. It is never sent again."""
+    """The endpoint took the request and gave no answer. The request is never sent again."""
 
     reason = "failed"
 
 
 class ConnectionLost(EndpointFailed):
-    """The connection broke before the answer was whole."""
+    """The connection broke before the response was whole."""
 
     reason = "connection_lost"
 
 
 class Overloaded(EndpointFailed):
-    """The endpoint answered 429."""
+    """The endpoint responded with 429."""
 
     reason = "overloaded"
 
 
 class ServerFailed(EndpointFailed):
-    """The endpoint answered with a 5xx status, or reported a failed generation."""
+    """The endpoint responded with a 5xx status, or reported a failed generation."""
 
     reason = "server_error"
 
 
-class BadAnswer(EndpointFailed):
-    """The endpoint's answer is not one of the text-generation API."""
+class BadResponse(EndpointFailed):
+    """The endpoint's response is not one of the text-generation API."""
 
     reason = "bad_answer"
 
 
 class Rejected(ModelError):
-    """The endpoint refused this request (4xx): the request's fault, not the endpoint's."""
+    """The endpoint refused this request with a 4xx status. The request is at fault, not the endpoint."""
 
     reason = "rejected"
 
 
-class InvalidGrammar(ValueError):
-    """A request's grammar that no answer could follow: INVALID_ARGUMENT, the one error that a caller can see."""
+class Refused(Exception):
+    """A call that this service refuses. Its caller sees `status` and the message."""
+
+    status: ClassVar[grpc.StatusCode]
+
+
+class InvalidRequest(Refused):
+    """A request that cannot be meant as it is."""
+
+    status = grpc.StatusCode.INVALID_ARGUMENT
+
+
+class InvalidGrammar(InvalidRequest):
+    """A request's grammar that no answer could follow."""
+
+
+class TooBusy(Refused):
+    """The service works on as many calls as it may."""
+
+    status = grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+class CallerGone(Refused):
+    """The caller has closed its connection or cancelled the call."""
+
+    status = grpc.StatusCode.CANCELLED
+
+
+class TooSlow(Refused):
+    """The caller does not send its request, or does not read the response, in time."""
+
+    status = grpc.StatusCode.DEADLINE_EXCEEDED
 
 
 class StartupError(Exception):

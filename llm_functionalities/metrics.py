@@ -1,14 +1,28 @@
-"""What Prometheus is told: calls, empty answers by reason, latency, and the endpoints' state."""
+"""The metrics for Prometheus: calls, empty responses by reason, latency, the endpoints' state; and who serves them."""
 
+import logging
+import time
 from collections.abc import Callable
-from threading import Thread
-from wsgiref.simple_server import WSGIServer
+from contextlib import suppress
+from socket import AF_INET, AF_INET6, SHUT_RDWR, socket
+from socketserver import ThreadingMixIn
+from threading import Lock, Thread
+from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, make_wsgi_app
 from prometheus_client.process_collector import ProcessCollector
 
-from llm_functionalities.endpoint import Endpoint
-from llm_functionalities.pool import FairPool
+from llm_functionalities.endpoint.endpoint import Endpoint
+from llm_functionalities.model.pool import FairPool
+
+logger = logging.getLogger(__name__)
+
+# Each connection to the metrics has a thread. More connections are closed at once.
+MOST_SCRAPES = 8
+
+# A connection to the metrics lasts this long at most.
+SCRAPE_SECONDS = 5.0
 
 LATENCY_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40)
 
@@ -28,7 +42,7 @@ class Metrics:
             buckets=LATENCY_SECONDS,
             registry=self.registry,
         )
-        self.running = Gauge("llm_functionalities_calls_running", "Calls under way.", registry=self.registry)
+        self._running = Gauge("llm_functionalities_calls_running", "Calls under way.", registry=self.registry)
         self.empties = Counter(
             "llm_functionalities_empty_answers", "Empty answers.", ["reason"], registry=self.registry
         )
@@ -41,24 +55,34 @@ class Metrics:
         self._waiting = Gauge(
             "llm_functionalities_prompts_waiting", "Prompts that wait for a thread.", registry=self.registry
         )
+        self.event_loop_lag = Histogram(
+            "llm_functionalities_event_loop_lag_seconds",
+            "How late the event loop came to what was due.",
+            buckets=LATENCY_SECONDS,
+            registry=self.registry,
+        )
         ProcessCollector(registry=self.registry)
 
     def count_empty(self, reason: str) -> None:
         self.empties.labels(reason).inc()
 
     def watch_endpoint(self, endpoint: Endpoint) -> None:
-        """Shows the endpoint's state from now on."""
+        """Shows the endpoint's state and load from now on."""
         self._up.labels(endpoint.name).set_function(lambda: float(endpoint.breaker.closed))
         self._in_flight.labels(endpoint.name).set_function(lambda: endpoint.in_flight)
+
+    def watch_calls(self, running: Callable[[], int]) -> None:
+        self._running.set_function(running)
 
     def watch_pool(self, pool: FairPool) -> None:
         self._waiting.set_function(lambda: pool.waiting)
 
     def serve(self, host: str, port: int) -> tuple[int, Callable[[], None]]:
-        """Serves them over HTTP. Returns the port and what stops it. Raises OSError when the port is in use."""
-        server: WSGIServer
-        thread: Thread
-        server, thread = start_http_server(port, addr=host, registry=self.registry)
+        """Serves the metrics over HTTP. Returns the port and what stops it. Raises OSError when the port is in use."""
+        server = _MetricsServer((host, port))
+        server.set_app(make_wsgi_app(self.registry))
+        thread = Thread(target=server.serve_forever, name="metrics", daemon=True)
+        thread.start()
 
         def stop() -> None:
             server.shutdown()
@@ -66,3 +90,47 @@ class Metrics:
             thread.join()
 
         return server.server_port, stop
+
+
+class _MetricsServer(ThreadingMixIn, WSGIServer):
+    """Serves a few scrapes at a time, and ends those that take long."""
+
+    daemon_threads = True
+    block_on_close = False
+
+    def __init__(self, address: tuple[str, int]) -> None:
+        self.address_family = AF_INET6 if ":" in address[0] else AF_INET
+        self._begun: dict[socket, float] = {}
+        self._lock = Lock()
+        super().__init__(address, _QuietHandler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        with self._lock:
+            full = len(self._begun) >= MOST_SCRAPES
+            if not full:
+                self._begun[request] = time.monotonic()
+        if full:
+            self.shutdown_request(request)
+        else:
+            super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        with self._lock:
+            self._begun.pop(request, None)
+        super().shutdown_request(request)
+
+    def service_actions(self) -> None:
+        """Ends connections that last too long. Called about twice a second."""
+        with self._lock:
+            for request, begun in self._begun.items():
+                if time.monotonic() - begun > SCRAPE_SECONDS:
+                    with suppress(OSError):
+                        request.shutdown(SHUT_RDWR)  # its thread sees the end, and closes it
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        logger.debug("a scrape of the metrics by %s failed", client_address, exc_info=True)
+
+
+class _QuietHandler(WSGIRequestHandler):
+    def log_message(self, format: str, *arguments: object) -> None:  # noqa: A002
+        """Logs nothing: whoever asks for metrics asks often."""

@@ -1,7 +1,8 @@
-"""The gRPC server: what it is made of, how it starts, and how it stops."""
+"""Builds the gRPC server from settings, starts it, and stops it."""
 
 import asyncio
 import logging
+import resource
 import ssl
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,53 +11,68 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from llm_functionalities.address import Address
-from llm_functionalities.admission import Admission
-from llm_functionalities.caller import Front
-from llm_functionalities.empties import EmptyAnswers
-from llm_functionalities.endpoint import Endpoint
-from llm_functionalities.endpoints import Endpoints
+from llm_functionalities.endpoint.address import Address, parse_name_server
+from llm_functionalities.endpoint.balancer import Balancer
+from llm_functionalities.endpoint.endpoint import Endpoint
+from llm_functionalities.endpoint.resolver import Resolver
+from llm_functionalities.endpoint.transport import BoundedBackend, BoundedTransport, install
 from llm_functionalities.errors import StartupError
 from llm_functionalities.metrics import Metrics
-from llm_functionalities.model import Model
-from llm_functionalities.network import BoundedBackend
-from llm_functionalities.pool import FairPool
-from llm_functionalities.resolver import Resolver
-from llm_functionalities.runner import LLMRunner
-from llm_functionalities.settings import Settings, split_name_server
-from llm_functionalities.transport import BoundedTransport, install
-from llm_functionalities.workflows.chit_chat import LLMChitChat
-from llm_functionalities.workflows.description import LLMDescriptionGeneration
-from llm_functionalities.workflows.execution_search import LLMExecutionSearchManager
-from llm_functionalities.workflows.proactive_question import LLMProactiveQuestionGeneration
-from llm_functionalities.workflows.replacement import LLMReplacementGeneration
-from llm_functionalities.workflows.summary import LLMSummaryGeneration
+from llm_functionalities.model.empty_responses import EmptyResponses
+from llm_functionalities.model.model import Model
+from llm_functionalities.model.pool import FairPool
+from llm_functionalities.services.admission import Admission
+from llm_functionalities.services.context import ModelClient
+from llm_functionalities.services.runner import LLMRunner
+from llm_functionalities.services.workflows.chit_chat import LLMChitChat
+from llm_functionalities.services.workflows.description import LLMDescriptionGeneration
+from llm_functionalities.services.workflows.execution_search import LLMExecutionSearchManager
+from llm_functionalities.services.workflows.proactive_question import LLMProactiveQuestionGeneration
+from llm_functionalities.services.workflows.replacement import LLMReplacementGeneration
+from llm_functionalities.services.workflows.summary import LLMSummaryGeneration
+from llm_functionalities.settings import Settings
+from shared.event_loop import watch_event_loop
 from shared.stubs import llm_pb2, llm_pb2_grpc
 
 logger = logging.getLogger(__name__)
 
 SERVICES = tuple(service.full_name for service in llm_pb2.DESCRIPTOR.services_by_name.values())
+
+# The threads get this long to end after the last call has ended.
 STOP_SECONDS = 2.0
-"""How long the threads get to end after the last call has."""
+
+# Open files besides the connections of callers and those to model servers.
+OTHER_FILES = 128
+
+# Bytes of a call's metadata.
+LONGEST_METADATA = 16 * 1024
+
+# A connection without a call is closed after this time. gRPC clients make another by themselves when they need one.
+IDLE_SECONDS = 5 * 60
+
+# After this time clients make a new connection for new calls, so that stuck connections end and load is spread anew.
+CONNECTION_SECONDS = 10 * 60
 
 
 class Server:
-    """The service in one process. `start` listens; nothing is connected before the first call needs it."""
+    """The service in one process. It connects to no model server before the first call needs one."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._metrics = Metrics()
         self._http = install(_transport(settings))
-        self._endpoints = Endpoints([self._endpoint(url) for url in settings.inference_endpoint_url])
+        self._balancer = Balancer([self._endpoint(url) for url in settings.inference_endpoint_url])
         self._pool = FairPool(settings.threads, settings.batch_threads or settings.threads)
         self._metrics.watch_pool(self._pool)
         self._health = health.aio.HealthServicer()
         self._stop_metrics: Callable[[], None] | None = None
+        self._watch: asyncio.Task[None] | None = None
         self._server = self._grpc_server()
 
     async def start(self) -> int:
-        """Listens. Returns the port. Raises StartupError when that cannot be."""
+        """Listens for calls. Returns the port. Raises StartupError, which says what to change."""
         settings = self._settings
+        _allow_open_files(settings.max_connections + settings.threads + OTHER_FILES)
         if settings.metrics_port is not None:
             port, self._stop_metrics = self._serve_metrics(settings.metrics_port)
             logger.info("metrics on http://%s:%d/metrics", settings.listen_address, port)
@@ -69,17 +85,20 @@ class Server:
         except RuntimeError:
             raise StartupError(f"cannot listen on {address}: is the port in use? choose another with --port") from None
         await self._server.start()
+        self._watch = asyncio.create_task(watch_event_loop(self._metrics.event_loop_lag.observe))
         for name in ("", *SERVICES):
             await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
         return port
 
     async def stop(self) -> None:
-        """Refuses new calls, lets the running ones end within the grace time, and leaves no thread or socket."""
+        """Refuses new calls, lets the running ones end within the grace time, and closes all threads and sockets."""
         await self._health.enter_graceful_shutdown()
         await self._server.stop(self._settings.grace)
-        # Not on the loop: it is the loop that ends the calls on which the threads still work.
+        # These wait in a thread, because the loop has to end the calls on which the workers still work.
         await asyncio.to_thread(self._pool.stop, STOP_SECONDS)
-        await asyncio.to_thread(self._endpoints.stop, STOP_SECONDS)
+        await asyncio.to_thread(self._balancer.stop, STOP_SECONDS)
+        if self._watch is not None:
+            self._watch.cancel()
         self._http.close()
         if self._stop_metrics is not None:
             self._stop_metrics()
@@ -98,20 +117,27 @@ class Server:
 
     def _grpc_server(self) -> Any:
         settings = self._settings
-        server = grpc.aio.server(
-            interceptors=[Admission(settings.max_concurrent_calls, self._metrics)], options=_options(settings)
+        admission = Admission(
+            settings.max_concurrent_calls,
+            self._metrics,
+            max_entries=settings.max_batch_prompts,
+            receive_timeout=settings.receive_timeout,
         )
-        empties = EmptyAnswers(self._metrics.count_empty)
-        model = Model(self._endpoints, self._pool, empties)
-        front = Front(model, empties, settings.default_timeout, settings.max_tokens)
-        llm_pb2_grpc.add_LLMRunnerServicer_to_server(LLMRunner(front), server)
-        llm_pb2_grpc.add_LLMChitChatServicer_to_server(LLMChitChat(front), server)
-        llm_pb2_grpc.add_LLMSummaryGenerationServicer_to_server(LLMSummaryGeneration(front), server)
-        llm_pb2_grpc.add_LLMDescriptionGenerationServicer_to_server(LLMDescriptionGeneration(front), server)
-        questions = LLMProactiveQuestionGeneration(front)
+        server = grpc.aio.server(
+            interceptors=[admission],
+            options=_options(settings, admission.max_rpcs),
+            maximum_concurrent_rpcs=admission.max_rpcs,
+        )
+        model = Model(self._balancer, self._pool, EmptyResponses(self._metrics.count_empty))
+        client = ModelClient(model, settings.default_timeout, settings.max_timeout, settings.max_tokens)
+        llm_pb2_grpc.add_LLMRunnerServicer_to_server(LLMRunner(client), server)
+        llm_pb2_grpc.add_LLMChitChatServicer_to_server(LLMChitChat(client), server)
+        llm_pb2_grpc.add_LLMSummaryGenerationServicer_to_server(LLMSummaryGeneration(client), server)
+        llm_pb2_grpc.add_LLMDescriptionGenerationServicer_to_server(LLMDescriptionGeneration(client), server)
+        questions = LLMProactiveQuestionGeneration(client)
         llm_pb2_grpc.add_LLMProactiveQuestionGenerationServicer_to_server(questions, server)
-        llm_pb2_grpc.add_LLMReplacementGenerationServicer_to_server(LLMReplacementGeneration(front), server)
-        llm_pb2_grpc.add_LLMExecutionSearchManagerServicer_to_server(LLMExecutionSearchManager(front), server)
+        llm_pb2_grpc.add_LLMReplacementGenerationServicer_to_server(LLMReplacementGeneration(client), server)
+        llm_pb2_grpc.add_LLMExecutionSearchManagerServicer_to_server(LLMExecutionSearchManager(client), server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         reflection.enable_server_reflection([*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
         return server
@@ -123,8 +149,20 @@ class Server:
             raise StartupError(f"cannot serve metrics on port {port}: {error.strerror}; see --metrics-port") from None
 
 
+def _allow_open_files(needed: int) -> None:
+    """Allows this process to have `needed` files open. Raises StartupError when the system forbids that."""
+    allowed, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if most != resource.RLIM_INFINITY and most < needed:
+        raise StartupError(
+            f"this process may have {most} files open and needs {needed}: "
+            "allow more (ulimit -n), or take fewer with --max-connections and --threads"
+        )
+    if allowed != resource.RLIM_INFINITY and allowed < needed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, most))
+
+
 def _transport(settings: Settings) -> BoundedTransport:
-    servers = [split_name_server(text) for text in settings.name_servers] or None
+    servers = [parse_name_server(text) for text in settings.name_servers] or None
     backend = BoundedBackend(
         Resolver(settings.resolve_timeout, servers=servers), settings.connect_timeout, settings.connect_attempts
     )
@@ -135,12 +173,19 @@ def _transport(settings: Settings) -> BoundedTransport:
     return BoundedTransport(backend, tls, settings.max_message_bytes)
 
 
-def _options(settings: Settings) -> Sequence[tuple[str, int]]:
-    """https://grpc.github.io/grpc/core/group__grpc__arg__keys.html"""
+def _options(settings: Settings, max_streams: int) -> Sequence[tuple[str, int]]:
+    """Returns the options of https://grpc.github.io/grpc/core/group__grpc__arg__keys.html."""
     return (
         ("grpc.so_reuseport", 0),  # a port in use is an error, not a share of its calls
         ("grpc.max_receive_message_length", settings.max_message_bytes),
         ("grpc.max_send_message_length", settings.max_message_bytes),
+        ("grpc.max_metadata_size", LONGEST_METADATA),
+        ("grpc.max_concurrent_streams", max_streams),  # of one connection
+        ("grpc.max_allowed_incoming_connections", settings.max_connections),
+        ("grpc.server_handshake_timeout_ms", int(settings.receive_timeout * 1000)),
+        ("grpc.max_connection_idle_ms", IDLE_SECONDS * 1000),
+        ("grpc.max_connection_age_ms", CONNECTION_SECONDS * 1000),
+        ("grpc.max_connection_age_grace_ms", int((settings.max_timeout + settings.receive_timeout) * 1000)),
         ("grpc.keepalive_time_ms", int(settings.keepalive_time * 1000)),
         ("grpc.keepalive_timeout_ms", 20_000),
         ("grpc.keepalive_permit_without_calls", 1),

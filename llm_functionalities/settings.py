@@ -6,8 +6,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field, model_validator
 from pydantic_settings import SettingsConfigDict
 
-from llm_functionalities.address import Address
-from llm_functionalities.hosts_file import is_address
+from llm_functionalities.endpoint.address import Address, parse_name_server
 from shared.settings import CommaSeparated, ServiceSettings
 
 
@@ -16,19 +15,8 @@ def _endpoint(text: str) -> str:
 
 
 def _name_server(text: str) -> str:
-    split_name_server(text)
+    parse_name_server(text)
     return text
-
-
-def split_name_server(text: str) -> tuple[str, int]:
-    """`127.0.0.1`, `127.0.0.1:5353`, `::1` or `[::1]:5353` as address and port. Raises ValueError."""
-    if is_address(text):
-        return text, 53
-    host, _, port = text.rpartition(":")
-    host = host.removeprefix("[").removesuffix("]")
-    if not is_address(host) or not port.isdigit() or not 0 < int(port) < 65536:
-        raise ValueError("give the address of a name server, with its port unless that is 53")
-    return host, int(port)
 
 
 Seconds = Annotated[float, Field(gt=0)]
@@ -53,20 +41,26 @@ class Settings(ServiceSettings):
     endpoint_ca: Path | None = Field(None, description="certificates (PEM) to check https:// model servers with")
 
     default_timeout: Seconds = Field(10.0, description="seconds for a call that sets no time-out of its own")
-    max_tokens: Annotated[int, Field(gt=0)] = Field(128, description="length of an answer unless the call says")
+    max_timeout: Seconds = Field(300.0, description="most seconds for a call, whatever time-out it sets")
+    max_tokens: Annotated[int, Field(gt=0)] = Field(128, description="tokens of an answer unless the call says")
     threads: Annotated[int, Field(gt=0)] = Field(64, description="requests to the model servers at a time")
     batch_threads: Annotated[int, Field(gt=0)] | None = Field(
-        None, description="how many of these batches may hold; unset: half of them"
+        None, description="requests of batches among these at a time; unset: half of them"
     )
     max_concurrent_calls: Annotated[int, Field(gt=0)] = Field(
         512, description="calls at a time; those beyond it are refused with RESOURCE_EXHAUSTED"
     )
-    max_message_bytes: Annotated[int, Field(gt=0)] = Field(16 * 2**20, description="largest request, answer, and reply")
+    max_batch_prompts: Annotated[int, Field(gt=0)] = Field(
+        256, description="most prompts of a batch, and entries of any other list in a request"
+    )
+    max_message_bytes: Annotated[int, Field(gt=0)] = Field(4 * 2**20, description="largest request and response")
+    max_connections: Annotated[int, Field(gt=0)] = Field(1024, description="connections of callers at a time")
+    receive_timeout: Seconds = Field(20.0, description="seconds in which a call's request has to arrive")
 
     resolve_timeout: Seconds = Field(1.0, description="seconds in which a host name has to be resolved")
     connect_timeout: Seconds = Field(1.0, description="seconds in which a connection has to be made")
     connect_attempts: Annotated[int, Field(gt=0)] = Field(2, description="attempts to connect")
-    retry_after: Seconds = Field(1.0, description="seconds for which an endpoint that is away is left alone")
+    retry_after: Seconds = Field(1.0, description="seconds between two looks at an endpoint that is away")
     failures_tolerated: Annotated[int, Field(gt=0)] = Field(5, description="failures in a row that mean it is away")
     name_servers: CommaSeparated[NameServer] = Field(
         default=[], description="name servers to ask in place of those in /etc/resolv.conf"
@@ -92,6 +86,8 @@ class Settings(ServiceSettings):
         for path in (self.tls_cert, self.tls_key, self.tls_client_ca, self.endpoint_ca):
             if path is not None and not path.is_file():
                 raise ValueError(f"there is no file {path}")
+        if self.default_timeout > self.max_timeout:
+            raise ValueError("--default-timeout cannot be more than --max-timeout")
         if self.batch_threads is None:
             self.batch_threads = (self.threads + 1) // 2
         if self.batch_threads > self.threads:

@@ -1,1 +1,1 @@
-"""What both services use: compiled contracts, settings, logging, tracing."""
+"""Shared by both services: compiled contracts, settings, logging, tracing, signals, the watch over event loops."""

@@ -9,8 +9,8 @@ import sys
 import time
 from typing import Any
 
+# Characters. What is longer is cut.
 LONGEST_MESSAGE = 4_000
-"""Characters of a log line's message; more are cut off."""
 
 _LONGEST_FIELD = 1_000
 _LONGEST_TRACEBACK = 32_000
@@ -31,7 +31,7 @@ def configure_logging(service: str, *, level: str = "INFO", json_output: bool = 
 
 
 def one_line(text: str, limit: int) -> str:
-    """Returns the text on one line, cut after `limit` characters; what cannot be printed is escaped, as in `\\n`."""
+    """Returns the text on one line, cut after `limit` characters, with unprintable characters escaped, as in `\\n`."""
     if len(text) > limit:
         text = f"{text[:limit]}... ({len(text) - limit} more characters)"
     if text.isprintable():
@@ -52,7 +52,7 @@ def _extra(record: logging.LogRecord) -> dict[str, Any]:
 
 
 def _traceback(text: str) -> str:
-    """A traceback, indented: no line of it, whatever the exception says, begins like a log line."""
+    """Returns a traceback, indented, so that no line of it begins like a log line whatever the exception says."""
     lines = "\n".join(f"  {one_line(line, LONGEST_MESSAGE)}" for line in text.splitlines())
     return lines if len(lines) <= _LONGEST_TRACEBACK else f"{lines[:_LONGEST_TRACEBACK]}\n  ..."
 

@@ -8,6 +8,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, NoReturn, TypeVar
 
 from pydantic import BeforeValidator, ValidationError
@@ -15,8 +16,9 @@ from pydantic_settings import BaseSettings, CliApp, CliSettingsSource, NoDecode,
 
 USAGE_ERROR = 2
 SECRETS = frozenset({"api_key", "endpoint_token", "hf_token"})
-# Who sets one of these, even to nothing, means that callers need a key.
-NEVER_EMPTY = frozenset({"api_key"})
+
+# Whoever sets one of these, even to an empty value, means that callers need a key.
+NEVER_EMPTY = frozenset({"api_key", "api_key_file"})
 
 
 T = TypeVar("T")
@@ -26,8 +28,19 @@ def _split(value: object) -> object:
     return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
 
 
+# A list that is written as `1,2,4`, both on the command line and in the environment.
 CommaSeparated = Annotated[list[T], NoDecode, BeforeValidator(_split)]
-"""A list given as `1,2,4`, both on the command line and in the environment."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """Marks a setting that is known by name and not supported: `Annotated[str | None, Refused("why")]`.
+
+    harmless: values that are let through, like the default, because they ask for nothing or for what exists.
+    """
+
+    reason: str
+    harmless: tuple[object, ...] = ()
 
 
 class ServiceSettings(BaseSettings):
@@ -44,7 +57,7 @@ class ServiceSettings(BaseSettings):
     )
 
     def describe(self) -> str:
-        """One line of `name=value` pairs for the log at start-up; secrets are masked."""
+        """Returns one line of `name=value` pairs for the log at start-up, with secrets masked."""
         values = {
             name: "***" if name in SECRETS and value else value for name, value in self.model_dump(mode="json").items()
         }
@@ -52,7 +65,7 @@ class ServiceSettings(BaseSettings):
 
 
 class _OneLineParser(argparse.ArgumentParser):
-    """Answers a wrong flag with one line instead of the whole usage text."""
+    """Responds to a wrong flag with one line instead of the whole usage text."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **{**kwargs, "allow_abbrev": False})
@@ -74,7 +87,8 @@ S = TypeVar("S", bound=ServiceSettings)
 def read_settings(settings: type[S], program: str, arguments: Sequence[str]) -> S:
     """Reads a process's settings from `arguments` (without the program's name) and the environment.
 
-    Raises SystemExit(2) after one line per mistake that names the flag and the variable.
+    Raises SystemExit(2) after one line for each mistake, and for each setting that is not supported, that names the
+    flag and the variable.
     """
     parser = _OneLineParser(prog=program, description=settings.__doc__)
     try:
@@ -88,7 +102,19 @@ def read_settings(settings: type[S], program: str, arguments: Sequence[str]) -> 
         given = _given(name, arguments)
         if given is not None and not given.strip():
             fail(program, f"{_flag_and_variable(name)} is set, but empty; give it a value, or leave it out")
+    if refusals := _refusals(result):
+        fail(program, *refusals)
     return result
+
+
+def _refusals(settings: ServiceSettings) -> list[str]:
+    """Returns a line for each setting that was set and is not supported."""
+    lines = []
+    for name, field in type(settings).model_fields.items():
+        for mark in field.metadata:
+            if isinstance(mark, Refused) and getattr(settings, name) not in (field.default, *mark.harmless):
+                lines.append(f"{_flag_and_variable(name)}: {mark.reason}")
+    return lines
 
 
 def _given(name: str, arguments: Sequence[str]) -> str | None:

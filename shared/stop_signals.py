@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT: what asks a program to stop."""
+"""SIGTERM and SIGINT, which ask a program to stop."""
 
 import asyncio
 import signal
@@ -8,9 +8,9 @@ _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 def on_stop_signal(act: Callable[[], object]) -> None:
-    """Has the running event loop call `act` at each of the signals, instead of what it called before.
+    """Makes the running event loop call `act` at each of the signals, and nothing that it called before.
 
-    Without the loop's own handlers: to take one of these away is to be killed by a signal that comes right then.
+    The loop's own signal handlers are not used, because a signal that comes while one is replaced kills the process.
     """
     loop = asyncio.get_running_loop()
 
@@ -23,6 +23,6 @@ def on_stop_signal(act: Callable[[], object]) -> None:
 
 
 def ignore_stop_signals() -> None:
-    """For a program that has stopped: whoever asks again would only turn its good end into a bad one."""
+    """Ignores the signals from now on. A program that has stopped calls this, so that it exits with its own status."""
     for number in _STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)

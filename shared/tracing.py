@@ -4,9 +4,10 @@ from collections.abc import Mapping
 
 from opentelemetry import context, propagate, trace
 from opentelemetry.context import Context
+from opentelemetry.trace import Span
 
+# One export may take this long, so that a collector that is away delays nothing.
 EXPORT_SECONDS = 5
-"""How long one export may take, so that a collector that is away delays nothing."""
 
 
 def configure_tracing(service: str, otlp_endpoint: str | None) -> None:
@@ -31,18 +32,18 @@ def configure_tracing(service: str, otlp_endpoint: str | None) -> None:
 
 
 def stop_tracing() -> None:
-    """Sends the spans that are left."""
+    """Sends the spans that have not been sent yet."""
     if shutdown := getattr(trace.get_tracer_provider(), "shutdown", None):
         shutdown()
 
 
 def extract_context(headers: Mapping[str, str]) -> Context:
-    """The caller's trace context, from its HTTP headers or gRPC metadata (keys in lower case)."""
+    """Returns the caller's trace context, from its HTTP headers or gRPC metadata (keys in lower case)."""
     return propagate.extract(headers, context=context.get_current())
 
 
-def trace_headers() -> dict[str, str]:
-    """Headers that carry the current span on to the next service; empty when nothing is traced."""
+def trace_headers(span: Span) -> dict[str, str]:
+    """Returns the headers that carry `span` on to the next service; none when nothing is traced."""
     headers: dict[str, str] = {}
-    propagate.inject(headers)
+    propagate.inject(headers, context=trace.set_span_in_context(span))
     return headers

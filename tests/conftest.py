@@ -1,5 +1,6 @@
-"""What all tests share: the option --runslow, model folders, and servers on free ports."""
+"""Shared by all tests: the option --runslow, a watch over logs, model folders, and servers on free ports."""
 
+import logging
 import os
 import random
 import socket
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.logs import Tracebacks
 from tests.servers import TextGenerationServer
 from tests.tiny_models import make_llama
 from tgi_server import demo_model
@@ -24,6 +26,7 @@ os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--runslow", action="store_true", help="run the tests that take long, too")
+    parser.addoption("--soak-seconds", type=float, default=600.0, help="how long test_soak.py loads both services")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -32,6 +35,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if "slow" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="slow: needs --runslow"))
+
+
+@pytest.fixture(autouse=True)
+def no_traceback_is_logged(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fails tests during which this process logs a traceback, unless they are marked as `logs_tracebacks`."""
+    seen = Tracebacks()
+    logging.getLogger().addHandler(seen)
+    yield
+    logging.getLogger().removeHandler(seen)
+    if not request.node.get_closest_marker("logs_tracebacks"):
+        assert not seen.lines, "\n".join(seen.lines)
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,8 @@ from typing import Any
 import httpx
 import psutil
 
-from tgi_server.launcher.processes.parent import die_with_parent
+from tests.logs import assert_no_traceback
+from tgi_server.launcher.processes.child import die_with_parent
 
 READY_SECONDS = 90.0
 STOP_SECONDS = 30.0
@@ -78,10 +79,13 @@ class TextGenerationServer:
         return self.process.wait(seconds)
 
     def stop(self) -> int:
+        """Stops it unless it has ended. Returns its exit status; fails when its log has a traceback."""
         if self.process.poll() is None:
             self.terminate()
         try:
-            return self.wait()
+            status = self.wait()
         except subprocess.TimeoutExpired:
             self.process.kill()
             raise AssertionError(f"it did not stop within {STOP_SECONDS} s:\n{self.lines()}") from None
+        assert_no_traceback(self.lines())
+        return status

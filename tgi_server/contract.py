@@ -1,6 +1,6 @@
-"""The terms that router and engine share: how a token is chosen, when a text ends, and which form it must have.
+"""The terms that router and engine share: sampling and stopping parameters, grammar, finish reason, block copy.
 
-Defined here once. `wire.py` turns them into the messages of `generate.proto` and back.
+They are defined here once. `wire.py` turns them into the messages of `generate.proto` and back.
 """
 
 from dataclasses import dataclass, field
@@ -8,7 +8,7 @@ from enum import Enum
 
 
 class FinishReason(Enum):
-    """Why a request ended. Named as in TGI's HTTP interface; the values are what clients see."""
+    """The reason why a request ended. Named as in TGI's HTTP interface; the values are what clients see."""
 
     LENGTH = "length"
     EOS_TOKEN = "eos_token"
@@ -23,7 +23,7 @@ class GrammarType(Enum):
     LARK = "lark"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class Grammar:
     """The form that generated text must have.
 
@@ -38,7 +38,7 @@ class Grammar:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParameters:
-    """How the next token is chosen. The defaults are greedy decoding.
+    """The rules by which the next token is chosen. The defaults are greedy decoding.
 
     Each parameter is named as in TGI's HTTP interface, and its default switches its rule off.
     """
@@ -59,7 +59,7 @@ class SamplingParameters:
 
 @dataclass(frozen=True, slots=True)
 class StoppingParameters:
-    """When generation ends.
+    """The end of generation.
 
     max_new_tokens: tokens to generate, those generated before a preemption included.
     ignore_eos: an end-of-sequence token is a token like any other.
@@ -71,7 +71,7 @@ class StoppingParameters:
 
 @dataclass(frozen=True, slots=True)
 class ReportParameters:
-    """What a response holds beside the tokens themselves. Each item costs a softmax over the vocabulary.
+    """The extras of a response beside its tokens. Each item costs a softmax over the vocabulary.
 
     logprobs: of the generated tokens. top_n_tokens: most likely tokens to report at each position.
     prefill_logprobs: of the prompt's tokens.

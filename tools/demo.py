@@ -70,7 +70,7 @@ def main() -> int:
 
 @contextlib.contextmanager
 def _services(logs: Path) -> Iterator[tuple[list[Service], str, llm_pb2_grpc.LLMRunnerStub]]:
-    """Both services, the model server's URL, and a channel to the gRPC service once that one serves."""
+    """Runs both services. Gives them, the model server's URL, and a channel to the gRPC service that serves."""
     http_port, grpc_port = _free_ports(2)
     url = f"http://127.0.0.1:{http_port}"
     services: list[Service] = []
@@ -101,7 +101,7 @@ def _ask_too_early(stub: llm_pb2_grpc.LLMRunnerStub) -> None:
 
 
 def _is_answered(url: str, stub: llm_pb2_grpc.LLMRunnerStub) -> bool:
-    """Whether the answer comes from the model. The front service looks for a model that was away once a second."""
+    """Returns True if the answer comes from the model. The front service asks for one that is away every second."""
     return is_ready(url) and bool(stub.call_model(_request(QUESTION)).text)
 
 
@@ -134,7 +134,7 @@ def _request(question: str) -> llm_pb2.ModelRequest:
 
 
 def _prompt(question: str) -> str:
-    """In the form that the callers of this service use."""
+    """Returns a prompt in the form that callers of this service use."""
     return (
         "Below is an instruction that describes a task. Write a response that appropriately completes the request."
         f"\n\n### Instruction:\n{question}\n\n### Response:\n"
@@ -147,7 +147,7 @@ def _timed(call: Callable[[], T]) -> tuple[T, float]:
 
 
 def _wait_until(what: str, condition: Callable[[], bool], services: list[Service]) -> float:
-    """Seconds until `condition` holds. Raises DemoError when a service ends before, or it takes too long."""
+    """Returns the seconds until `condition` holds. Raises DemoError when a service ends, or it takes too long."""
     start = time.monotonic()
     report = start + PROGRESS_SECONDS
     while not condition():

@@ -10,7 +10,7 @@ import urllib.request
 from collections.abc import Sequence
 from typing import IO
 
-from tgi_server.launcher.processes.parent import die_with_parent
+from tgi_server.launcher.processes.child import die_with_parent
 
 STOP_SECONDS = 20.0
 
@@ -31,11 +31,11 @@ class Service:
         )
 
     def exit_code(self) -> int | None:
-        """None while it is running."""
+        """Returns None while the service is running."""
         return self._process.poll()
 
     def stop(self) -> int:
-        """Asks it to end and waits for that; returns the exit code."""
+        """Asks the service to end and waits for that. Returns the exit code."""
         if self.exit_code() is None:
             self._process.send_signal(signal.SIGTERM)
         try:
@@ -56,14 +56,14 @@ def llm_functionalities(port: int, endpoint: str, *arguments: str, output: IO[st
 
 
 def is_listening(port: int) -> bool:
-    """Whether something on this machine accepts connections on the port."""
+    """Returns True if something on this machine accepts connections on the port."""
     with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
         return True
     return False
 
 
 def is_ready(url: str) -> bool:
-    """Whether the model server's /health answers with 200."""
+    """Returns True if the model server's /health answers with 200."""
     try:
         with urllib.request.urlopen(f"{url}/health", timeout=5) as response:
             return bool(response.status == 200)
@@ -81,6 +81,6 @@ def first_to_end(services: Sequence[Service], poll_seconds: float = 0.2) -> Serv
 
 
 def interrupt_on_signals() -> None:
-    """SIGTERM and SIGINT raise KeyboardInterrupt, also where a shell has made its background jobs ignore SIGINT."""
+    """Makes SIGTERM and SIGINT raise KeyboardInterrupt, also in background jobs, for which shells ignore SIGINT."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.default_int_handler)

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import httpx2
 
-from llm_functionalities.download.config import Downloads, Source, read_downloads
-from llm_functionalities.download.errors import DownloadError
+from llm_functionalities.download.config import DownloadError, Downloads, Source, read_downloads
 from llm_functionalities.download.source import fetch_source
 
 PROGRAM = "llm_functionalities.download"
@@ -19,18 +18,21 @@ def main() -> None:
     parser.add_argument("sources", nargs="*", metavar="ID", help="sources to fetch; all enabled ones unless named")
     parser.add_argument("--config", type=Path, default=CONFIG, help="what to fetch (default: %(default)s)")
     parser.add_argument("--force", action="store_true", help="fetch anew what is already there")
+    parser.add_argument(
+        "--allow-http", action="store_true", help="fetch over http://, too, what has no sha256 that tells what it is"
+    )
     arguments = parser.parse_args()
     try:
         downloads = read_downloads(arguments.config)
         chosen = _choose(downloads, arguments.sources)
     except DownloadError as error:
         _fail(error)
-    if not _fetch(downloads, chosen, arguments.force):
+    if not _fetch(downloads, chosen, arguments.force, arguments.allow_http):
         sys.exit(1)
 
 
 def _choose(downloads: Downloads, ids: list[str]) -> list[Source]:
-    """The sources with these ids, enabled or not; all enabled ones when there are none."""
+    """Returns the sources with these ids, enabled or not; without ids, all enabled sources."""
     if not ids:
         return [source for source in downloads.sources if source.enabled] if downloads.enabled else []
     known = {source.id: source for source in downloads.sources}
@@ -39,8 +41,8 @@ def _choose(downloads: Downloads, ids: list[str]) -> list[Source]:
     return [known[name] for name in ids]
 
 
-def _fetch(downloads: Downloads, chosen: list[Source], force: bool) -> bool:
-    """Fetches one source after another; one that fails does not keep the others from being fetched."""
+def _fetch(downloads: Downloads, chosen: list[Source], force: bool, allow_http: bool) -> bool:
+    """Fetches one source after another, also after one that failed. Returns True if none failed."""
     if not chosen:
         _say(f"{downloads.name}: nothing is enabled")
     whole = True
@@ -48,7 +50,9 @@ def _fetch(downloads: Downloads, chosen: list[Source], force: bool) -> bool:
         for source in chosen:
             folder = downloads.folder(source)
             try:
-                fetched = fetch_source(source, folder, client, force=force or source.force, log=_say)
+                fetched = fetch_source(
+                    source, folder, client, force=force or source.force, allow_http=allow_http, log=_say
+                )
             except DownloadError as error:
                 whole = False
                 _say(str(error))

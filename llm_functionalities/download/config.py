@@ -1,4 +1,4 @@
-"""`downloads.toml`: what to fetch, and where it goes."""
+"""`downloads.toml`: which files to fetch, and where to put them."""
 
 import tomllib
 from pathlib import Path, PurePosixPath
@@ -7,11 +7,17 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from llm_functionalities.download.errors import DownloadError
+
+class DownloadError(Exception):
+    """A download cannot be done. The message says why and what to do."""
+
+
+class ChecksumError(DownloadError):
+    """The bytes that came are not those that were asked for."""
 
 
 def _inside(text: str) -> str:
-    """A relative path that stays inside the folder that it is relative to."""
+    """Returns a relative path that stays inside its folder. Raises ValueError for another."""
     path = PurePosixPath(text)
     if not path.name or path.is_absolute() or ".." in path.parts or "\\" in text or "\0" in text:
         raise ValueError(f"{text!r} is no path inside a folder")
@@ -78,7 +84,7 @@ class Source(BaseModel):
 
 
 class Downloads(BaseModel):
-    """A whole file. `http_timeout` is in seconds, and bounds a server's silence, not a download."""
+    """A whole `downloads.toml`. `http_timeout` bounds, in seconds, how long a server may send nothing."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -96,11 +102,11 @@ class Downloads(BaseModel):
         return self
 
     def folder(self, source: Source) -> Path:
-        """Where the files of a source go."""
+        """Returns the folder that the files of a source go to."""
         return (source.base_path or self.base_path) / source.local_path
 
     def artefact(self, name: str) -> Path:
-        """The path of the file or folder that `name` stands for. Raises DownloadError when nothing has that name."""
+        """Returns the path of the file or folder that `name` stands for. Raises DownloadError without one."""
         for source in self.sources:
             for artefact, path in source.artefacts:
                 if artefact == name:
@@ -109,7 +115,7 @@ class Downloads(BaseModel):
 
 
 def read_downloads(path: Path) -> Downloads:
-    """Raises DownloadError, with one line per mistake."""
+    """Reads a `downloads.toml`. Raises DownloadError, with one line per mistake."""
     try:
         return Downloads.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""One file over HTTP, resumed where an earlier attempt stopped."""
+"""Fetches one file over HTTP, and goes on where an earlier attempt stopped."""
 
 import hashlib
 import sys
@@ -9,8 +9,7 @@ import httpx2
 from tenacity import RetryCallState, Retrying, retry_if_exception_type, stop_after_attempt, wait_exponential
 from tqdm import tqdm
 
-from llm_functionalities.download.config import RemoteFile
-from llm_functionalities.download.errors import ChecksumError, DownloadError
+from llm_functionalities.download.config import ChecksumError, DownloadError, RemoteFile
 
 ATTEMPTS = 5
 LONGEST_PAUSE_SECONDS = 10.0
@@ -19,11 +18,16 @@ TRANSIENT = frozenset({408, 429, 500, 502, 503, 504})
 
 
 class _Interrupted(Exception):
-    """The server or the way to it failed; another attempt may go on from here."""
+    """The server or the connection failed. Another attempt may go on from here."""
 
 
-def fetch(client: httpx2.Client, file: RemoteFile, target: Path, log: Callable[[str], None]) -> None:
-    """Fetches `file` to `target`, whose folder exists; verified where its checksum is known.
+def fetch(
+    client: httpx2.Client, file: RemoteFile, target: Path, log: Callable[[str], None], *, allow_http: bool = False
+) -> None:
+    """Fetches `file` to `target`, whose folder exists, and verifies its checksum where that is known.
+
+    A file without a checksum has to come over https://, redirects included, unless `allow_http`: over http:// whoever
+    is on the way could have put another in its place.
 
     Until it is whole its name is `target` and `.part`. What is there of it is kept when this fails, together with the
     server's mark for that version (`.etag`), and the next attempt goes on from it, as long as the server still has
@@ -33,6 +37,8 @@ def fetch(client: httpx2.Client, file: RemoteFile, target: Path, log: Callable[[
     """
     if target.exists():
         return
+    trusted = allow_http or file.sha256 is not None
+    _check_scheme(file, file.url, trusted)
 
     def tell(state: RetryCallState) -> None:
         log(f"{file.path}: {state.outcome.exception() if state.outcome else ''}; trying again")
@@ -47,7 +53,7 @@ def fetch(client: httpx2.Client, file: RemoteFile, target: Path, log: Callable[[
     part = target.with_name(f"{target.name}.part")
     mark = target.with_name(f"{target.name}.etag")
     try:
-        retrying(_attempt, client, file, part, mark)
+        retrying(_attempt, client, file, part, mark, trusted)
         _verify(file, part)
     except _Interrupted as error:
         raise DownloadError(f"{file.url}: {error}; run it again to go on from here") from None
@@ -61,7 +67,7 @@ def fetch(client: httpx2.Client, file: RemoteFile, target: Path, log: Callable[[
     mark.unlink(missing_ok=True)
 
 
-def _attempt(client: httpx2.Client, file: RemoteFile, part: Path, mark: Path) -> None:
+def _attempt(client: httpx2.Client, file: RemoteFile, part: Path, mark: Path, trusted: bool) -> None:
     have = part.stat().st_size if part.exists() else 0
     version = mark.read_text() if mark.exists() else ""
     if have and not version and file.sha256 is None:
@@ -73,6 +79,8 @@ def _attempt(client: httpx2.Client, file: RemoteFile, part: Path, mark: Path) ->
             headers["if-range"] = version
     try:
         with client.stream("GET", file.url, headers=headers) as response:
+            for each in (*response.history, response):
+                _check_scheme(file, str(each.url), trusted)
             if response.status_code == CONTENT_RANGE_UNSATISFIABLE and have:
                 if response.headers.get("content-range") == f"bytes */{have}":
                     return  # it was whole
@@ -92,6 +100,15 @@ def _attempt(client: httpx2.Client, file: RemoteFile, part: Path, mark: Path) ->
         raise DownloadError(f"{file.url}: {error}") from None
     except httpx2.TransportError as error:
         raise _Interrupted(str(error) or type(error).__name__) from None
+
+
+def _check_scheme(file: RemoteFile, url: str, trusted: bool) -> None:
+    """Raises DownloadError unless `url` is https://, or `trusted` says that http:// will do."""
+    if not trusted and not url.startswith("https://"):
+        raise DownloadError(
+            f"{file.path} would come over http:// from {url}, and nothing says what it has to be: "
+            "use https://, add its sha256, or pass --allow-http"
+        )
 
 
 def _check_status(response: httpx2.Response) -> None:
@@ -124,7 +141,7 @@ def _receive(response: httpx2.Response, file: RemoteFile, part: Path, have: int)
 
 
 def _refresh() -> float:
-    """Seconds between two states of a progress bar: each is a line of its own where nobody watches."""
+    """Returns the seconds between two states of a progress bar. Without a terminal, each state is a line of its own."""
     return 0.1 if sys.stderr.isatty() else 10.0
 
 

@@ -6,19 +6,27 @@ import json
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import httpx2
 
-from llm_functionalities.download.config import Source
-from llm_functionalities.download.errors import DownloadError
+from llm_functionalities.download.config import DownloadError, Source
 from llm_functionalities.download.fetch import fetch
-from llm_functionalities.download.record import KEPT, is_present, read_record, urls_of, write_record
 from llm_functionalities.download.unpack import is_archive, unpack
+
+# The downloader's own folder inside a source's folder.
+KEPT = ".downloads"
 
 
 def fetch_source(
-    source: Source, folder: Path, client: httpx2.Client, *, force: bool = False, log: Callable[[str], None] = print
+    source: Source,
+    folder: Path,
+    client: httpx2.Client,
+    *,
+    force: bool = False,
+    allow_http: bool = False,
+    log: Callable[[str], None] = print,
 ) -> bool:
     """Brings the files of `source` into `folder`. Returns False when they were there already.
 
@@ -34,7 +42,7 @@ def fetch_source(
             if not force and is_present(source, folder):
                 return False
             aside = kept / f"{source.id}-{_version(source)}"
-            _fetch_all(source, aside, client, log)
+            _fetch_all(source, aside, client, log, allow_http)
             _publish(source, aside, folder)
     except OSError as error:
         raise DownloadError(f"{source.id}: {error}") from None
@@ -42,15 +50,17 @@ def fetch_source(
 
 
 def _version(source: Source) -> str:
-    """Eight digits that change with the source's URLs, so that parts of different files never meet."""
+    """Returns eight digits that change with the source's URLs, so that parts of different files never meet."""
     return hashlib.sha256(json.dumps(urls_of(source)).encode()).hexdigest()[:8]
 
 
-def _fetch_all(source: Source, aside: Path, client: httpx2.Client, log: Callable[[str], None]) -> None:
+def _fetch_all(
+    source: Source, aside: Path, client: httpx2.Client, log: Callable[[str], None], allow_http: bool
+) -> None:
     for file in source.urls:
         target = aside / file.path
         target.parent.mkdir(parents=True, exist_ok=True)
-        fetch(client, file, target, log)
+        fetch(client, file, target, log, allow_http=allow_http)
     if source.decompress:
         for file in source.urls:
             if is_archive(file.path):
@@ -72,7 +82,7 @@ def _publish(source: Source, aside: Path, folder: Path) -> None:
 
 
 def _move(entry: Path, target: Path, own: set[str], folder: Path) -> None:
-    """Renames `entry` to `target`. What is at `target` goes, unless it is a folder with files of somebody else."""
+    """Renames `entry` to `target`. Replaces what is there, unless it is a folder with files of somebody else."""
     if not target.exists():
         entry.rename(target)
     elif not entry.is_dir():
@@ -100,3 +110,49 @@ def _alone(lock: Path, log: Callable[[str], None]) -> Iterator[None]:
             log(f"{lock.stem}: another process is fetching it; waiting")
             fcntl.flock(handle, fcntl.LOCK_EX)
         yield
+
+
+@dataclass(frozen=True)
+class Record:
+    """The `files` (relative paths) that a source has put into its folder, and the `urls` that they came from."""
+
+    urls: list[list[str | None]]
+    files: list[str]
+
+
+def urls_of(source: Source) -> list[list[str | None]]:
+    return [[file.url, file.path, file.sha256] for file in source.urls]
+
+
+def write_record(source: Source, folder: Path, files: list[str]) -> None:
+    path = _path(source, folder)
+    fresh = path.with_suffix(".new")
+    fresh.write_text(json.dumps({"urls": urls_of(source), "files": files}, indent=1))
+    fresh.replace(path)
+
+
+def read_record(source: Source, folder: Path) -> Record | None:
+    """Returns None when nothing is known about the source, or nothing that can be read."""
+    try:
+        kept = json.loads(_path(source, folder).read_text())
+        return Record(kept["urls"], kept["files"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def is_present(source: Source, folder: Path) -> bool:
+    """Returns True if all files of the source are in its folder.
+
+    Files that somebody put there by hand count, too.
+    """
+    if (record := read_record(source, folder)) is not None:
+        return record.urls == urls_of(source) and all((folder / path).exists() for path in record.files)
+    unpacked = [file for file in source.urls if source.decompress and is_archive(file.path)]
+    if unpacked and not source.artefacts:
+        return False  # nothing says what was in them
+    wanted = [file.path for file in source.urls if file not in unpacked] + [path for _, path in source.artefacts]
+    return all((folder / path).exists() for path in wanted)
+
+
+def _path(source: Source, folder: Path) -> Path:
+    return folder / KEPT / f"{source.id}.json"

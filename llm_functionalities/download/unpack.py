@@ -1,18 +1,27 @@
-"""Archives, unpacked without leaving their folder."""
+"""Unpacks archives, only into their folder, and only as far as an archive of a model goes."""
 
 import bz2
 import gzip
 import lzma
+import os
 import shutil
 import tarfile
 import zipfile
 import zlib
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from typing import IO
 
-from llm_functionalities.download.errors import DownloadError
+from llm_functionalities.download.config import DownloadError
 
+# An archive may unpack to FREE_BYTES and LARGEST_RATIO times its own size, but to no more than LARGEST_BYTES. Weights
+# hardly get smaller by packing, vocabularies about ten times.
 LARGEST_BYTES = 1 << 40
-"""More than any model: an archive that unpacks to more is a bomb."""
+LARGEST_RATIO = 20
+FREE_BYTES = 64 << 20
+MAX_MEMBERS = 10_000
+
+# Bytes that are taken into memory at once. No honest archive has a header of this size.
+LONGEST_READ = 1 << 24
 
 PIECE_BYTES = 1 << 20
 _BROKEN = (
@@ -23,7 +32,7 @@ TARS = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
 
 
 def is_archive(name: str) -> bool:
-    """By its local name, as the format of `downloads.toml` has it."""
+    """Returns True if the local name of a file is that of an archive."""
     return name.endswith((*TARS, ".zip", ".gz", ".bz2"))
 
 
@@ -35,18 +44,15 @@ def unpack(archive: Path) -> None:
     """
     folder = archive.parent
     try:
-        if archive.name.endswith(TARS):
-            with tarfile.open(archive) as tar:
-                _check_size(sum(member.size for member in tar.getmembers()), archive)
-                tar.extractall(folder, filter="data")
-        elif archive.name.endswith(".zip"):
-            _unpack_zip(archive, folder)
-        elif archive.name.endswith(".gz"):
-            with gzip.open(archive) as content:
-                _copy(content, archive.with_suffix(""))
+        limit = _Limit(archive)
+        if archive.name.endswith(".zip"):
+            _unpack_zip(archive, folder, limit)
         else:
-            with bz2.open(archive) as content:
-                _copy(content, archive.with_suffix(""))
+            with _open(archive) as content:
+                if archive.name.endswith(TARS):
+                    _unpack_tar(_Content(content, limit), folder, limit)
+                else:
+                    _copy(_Content(content, limit), archive.with_suffix(""))
     except tarfile.FilterError as error:
         raise DownloadError(f"{archive.name} would write outside of its folder: {error}") from None
     except _BROKEN as error:
@@ -54,14 +60,98 @@ def unpack(archive: Path) -> None:
     archive.unlink()
 
 
-def _unpack_zip(archive: Path, folder: Path) -> None:
+class _Limit:
+    """The bounds of one archive. Its methods raise DownloadError beyond them."""
+
+    def __init__(self, archive: Path) -> None:
+        self.name = archive.name
+        self._bytes = min(LARGEST_BYTES, FREE_BYTES + LARGEST_RATIO * archive.stat().st_size)
+        self._free = shutil.disk_usage(archive.parent).free
+        self._members = 0
+
+    def check_bytes(self, size: int) -> None:
+        if size > self._bytes:
+            raise DownloadError(
+                f"{self.name} unpacks to more than {self._bytes} bytes, which no archive of a model of its size does; "
+                "unpack it by hand if you trust it, or set decompress = false"
+            )
+        if size > self._free:
+            raise DownloadError(f"{self.name} unpacks to more than the {self._free} bytes that the disk has left")
+
+    def check_member(self, name: str) -> None:
+        self._members += 1
+        if self._members > MAX_MEMBERS:
+            raise DownloadError(f"{self.name} has more than {MAX_MEMBERS} members")
+        if ".." in PurePosixPath(name).parts or "\\" in name or "\0" in name:
+            raise self.outside(name)
+
+    def outside(self, name: str) -> DownloadError:
+        return DownloadError(f"{self.name} would write outside of its folder: {name[:200]!r}")
+
+
+class _Content:
+    """The unpacked bytes of a file. Reading them raises DownloadError beyond the limit."""
+
+    def __init__(self, file: IO[bytes] | gzip.GzipFile | bz2.BZ2File | lzma.LZMAFile, limit: _Limit) -> None:
+        self._file = file
+        self._limit = limit
+
+    def read(self, size: int = -1) -> bytes:
+        if not 0 <= size <= LONGEST_READ:
+            raise DownloadError(f"{self._limit.name} has a header of {size} bytes; it is damaged, or meant to do harm")
+        piece = self._file.read(size)
+        self._limit.check_bytes(self._file.tell())
+        return piece
+
+    def seek(self, position: int) -> int:
+        self._limit.check_bytes(position)
+        return self._file.seek(position)
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+
+def _open(archive: Path) -> IO[bytes] | gzip.GzipFile | bz2.BZ2File | lzma.LZMAFile:
+    if archive.name.endswith((".gz", ".tgz")):
+        return gzip.open(archive)
+    if archive.name.endswith(".bz2"):
+        return bz2.open(archive)
+    return lzma.open(archive) if archive.name.endswith(".xz") else archive.open("rb")
+
+
+def _unpack_tar(content: _Content, folder: Path, limit: _Limit) -> None:
+    size = 0
+    with tarfile.open(fileobj=content, mode="r:") as tar:  # type: ignore[call-overload]
+        for member in tar:
+            limit.check_member(member.name)
+            size += member.size
+            limit.check_bytes(size)
+            # Python's own check of links can be led astray by long paths (CVE-2025-4517): nothing goes through a link
+            # here, and a link's `..` come first, so each step of it stays in the folder.
+            if any((folder / parent).is_symlink() for parent in PurePosixPath(member.name.lstrip("/")).parents):
+                raise limit.outside(member.name)
+            if member.issym() or member.islnk():
+                _check_link(member, limit)
+            tar.extract(member, folder, filter="data")
+
+
+def _check_link(member: tarfile.TarInfo, limit: _Limit) -> None:
+    parts = PurePosixPath(member.linkname).parts
+    upwards = next((number for number, part in enumerate(parts) if part != ".."), len(parts))
+    depth = len(PurePosixPath(os.path.normpath(member.name.lstrip("/"))).parts) - 1 if member.issym() else 0
+    if member.linkname.startswith("/") or ".." in parts[upwards:] or upwards > depth:
+        raise limit.outside(member.name)
+
+
+def _unpack_zip(archive: Path, folder: Path, limit: _Limit) -> None:
     with zipfile.ZipFile(archive) as content:
-        _check_size(sum(member.file_size for member in content.infolist()), archive)
+        limit.check_bytes(sum(member.file_size for member in content.infolist()))
         root = folder.resolve()
         for member in content.infolist():
-            target = (root / member.filename).resolve()
-            if not target.is_relative_to(root) or "\\" in member.filename:
-                raise DownloadError(f"{archive.name} would write outside of its folder: {member.filename!r}")
+            limit.check_member(member.filename)
+            target = root / member.filename
+            if not target.resolve().is_relative_to(root):
+                raise limit.outside(member.filename)
             if member.is_dir():
                 target.mkdir(parents=True, exist_ok=True)
                 continue
@@ -70,15 +160,7 @@ def _unpack_zip(archive: Path, folder: Path) -> None:
                 shutil.copyfileobj(source, output, PIECE_BYTES)
 
 
-def _copy(content: gzip.GzipFile | bz2.BZ2File, target: Path) -> None:
-    written = 0
+def _copy(content: _Content, target: Path) -> None:
     with target.open("wb") as output:
         while piece := content.read(PIECE_BYTES):
-            written += len(piece)
-            _check_size(written, target)
             output.write(piece)
-
-
-def _check_size(size: int, archive: Path) -> None:
-    if size > LARGEST_BYTES:
-        raise DownloadError(f"{archive.name} unpacks to more than {LARGEST_BYTES} bytes")

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bshared/stubs/generate.proto\x12\x0bgenerate.v1\"\xdc\x01\n\x04\x43\x61ll\x12.\n\x07prefill\x18\x01 \x01(\x0b\x32\x1b.generate.v1.PrefillRequestH\x00\x12,\n\x06\x64\x65\x63ode\x18\x02 \x01(\x0b\x32\x1a.generate.v1.DecodeRequestH\x00\x12\x37\n\x0c\x66ilter_batch\x18\x03 \x01(\x0b\x32\x1f.generate.v1.FilterBatchRequestH\x00\x12\x35\n\x0b\x63lear_cache\x18\x04 \x01(\x0b\x32\x1e.generate.v1.ClearCacheRequestH\x00\x42\x06\n\x04\x63\x61ll\"\xd8\x01\n\x06\x41nswer\x12)\n\x04step\x18\x01 \x01(\x0b\x32\x19.generate.v1.StepResponseH\x00\x12\x38\n\x0c\x66ilter_batch\x18\x02 \x01(\x0b\x32 .generate.v1.FilterBatchResponseH\x00\x12\x36\n\x0b\x63lear_cache\x18\x03 \x01(\x0b\x32\x1f.generate.v1.ClearCacheResponseH\x00\x12\'\n\x07\x66\x61ilure\x18\x04 \x01(\x0b\x32\x14.generate.v1.FailureH\x00\x42\x08\n\x06\x61nswer\"\x19\n\x07\x46\x61ilure\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\r\n\x0bInfoRequest\"\xce\x02\n\x0cInfoResponse\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12\x10\n\x08revision\x18\x02 \x01(\t\x12\x12\n\nmodel_type\x18\x03 \x01(\t\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x13\n\x0b\x64\x65vice_type\x18\x05 \x01(\t\x12\x12\n\nworld_size\x18\x06 \x01(\r\x12\x12\n\nvocab_size\x18\x07 \x01(\r\x12\x1f\n\x17max_position_embeddings\x18\x08 \x01(\r\x12\x15\n\reos_token_ids\x18\t \x03(\r\x12\r\n\x05paged\x18\n \x01(\x08\x12\x17\n\x0f\x65ncoder_decoder\x18\x0b \x01(\x08\x12\x12\n\nblock_size\x18\x0c \x01(\r\x12\x14\n\x0c\x62os_token_id\x18\r \x01(\r\x12\x1e\n\x16\x64\x65\x63oder_start_token_id\x18\x0e \x01(\r\x12\x10\n\x08grammars\x18\x14 \x01(\x08\"\x19\n\x17ServiceDiscoveryRequest\">\n\x18ServiceDiscoveryResponse\x12\x0c\n\x04urls\x18\x01 \x03(\t\x12\x14\n\x0cgrammar_urls\x18\x02 \x03(\t\"\x0f\n\rHealthRequest\"\x10\n\x0eHealthResponse\"\xb7\x01\n\rWarmupRequest\x12\x1a\n\x12max_prefill_tokens\x18\x01 \x01(\r\x12\x16\n\x0emax_batch_size\x18\x02 \x01(\r\x12\x1d\n\x10max_total_tokens\x18\x03 \x01(\rH\x00\x88\x01\x01\x12#\n\x16max_batch_total_tokens\x18\x04 \x01(\rH\x01\x88\x01\x01\x42\x13\n\x11_max_total_tokensB\x19\n\x17_max_batch_total_tokens\"^\n\x0eWarmupResponse\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\x12\x18\n\x10max_total_tokens\x18\x02 \x01(\r\x12\x1e\n\x16max_batch_total_tokens\x18\x03 \x01(\r\"\xe4\x02\n\x12SamplingParameters\x12\x11\n\tdo_sample\x18\x01 \x01(\x08\x12\x13\n\x0btemperature\x18\x02 \x01(\x02\x12\r\n\x05top_k\x18\x03 \x01(\r\x12\r\n\x05top_p\x18\x04 \x01(\x02\x12\x11\n\ttypical_p\x18\x05 \x01(\x02\x12\r\n\x05min_p\x18\x06 \x01(\x02\x12\x1a\n\x12repetition_penalty\x18\x07 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x08 \x01(\x02\x12\x18\n\x10presence_penalty\x18\t \x01(\x02\x12\x0c\n\x04seed\x18\n \x01(\x04\x12\x11\n\twatermark\x18\x0b \x01(\x08\x12\x42\n\nlogit_bias\x18\x0c \x03(\x0b\x32..generate.v1.SamplingParameters.LogitBiasEntry\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\"}\n\x07Grammar\x12\'\n\x04type\x18\x01 \x01(\x0e\x32\x19.generate.v1.Grammar.Type\x12\r\n\x05value\x18\x02 \x01(\t\x12\x0c\n\x04text\x18\x03 \x01(\t\",\n\x04Type\x12\t\n\x05REGEX\x10\x00\x12\x0f\n\x0bJSON_SCHEMA\x10\x01\x12\x08\n\x04LARK\x10\x02\"F\n\x0e\x43ompileRequest\x12%\n\x07grammar\x18\x01 \x01(\x0b\x32\x14.generate.v1.Grammar\x12\r\n\x05tried\x18\x02 \x01(\x08\" \n\x0f\x43ompileResponse\x12\r\n\x05\x65rror\x18\x01 \x01(\t\"\xf2\x03\n\x07Request\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x11\n\tinput_ids\x18\x02 \x03(\r\x12\x15\n\rgenerated_ids\x18\x03 \x03(\r\x12\x31\n\x08sampling\x18\x04 \x01(\x0b\x32\x1f.generate.v1.SamplingParameters\x12\x16\n\x0emax_new_tokens\x18\x05 \x01(\r\x12\x12\n\nignore_eos\x18\x06 \x01(\x08\x12\x10\n\x08logprobs\x18\x07 \x01(\x08\x12\x14\n\x0ctop_n_tokens\x18\x08 \x01(\r\x12\x18\n\x10prefill_logprobs\x18\t \x01(\x08\x12%\n\x07grammar\x18\n \x01(\x0b\x32\x14.generate.v1.Grammar\x12\x12\n\nadapter_id\x18\x0b \x01(\t\x12\x11\n\tblock_ids\x18\x0c \x03(\r\x12\x15\n\rcached_tokens\x18\r \x01(\r\x12$\n\x04\x63opy\x18\x0e \x01(\x0b\x32\x16.generate.v1.BlockCopy\x12\x11\n\tlookahead\x18\x0f \x01(\r\x12=\n\rtrace_context\x18\x10 \x03(\x0b\x32&.generate.v1.Request.TraceContextEntry\x1a\x33\n\x11TraceContextEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\";\n\tBlockCopy\x12\x0e\n\x06source\x18\x01 \x01(\r\x12\x0e\n\x06target\x18\x02 \x01(\r\x12\x0e\n\x06tokens\x18\x03 \x01(\r\"+\n\x05\x43hunk\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x0e\n\x06tokens\x18\x02 \x01(\r\".\n\x05Grant\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x11\n\tblock_ids\x18\x02 \x03(\r\"\xa8\x01\n\x0ePrefillRequest\x12\x10\n\x08\x62\x61tch_id\x18\x01 \x01(\x04\x12&\n\x08requests\x18\x02 \x03(\x0b\x32\x14.generate.v1.Request\x12\"\n\x06\x63hunks\x18\x03 \x03(\x0b\x32\x12.generate.v1.Chunk\x12\"\n\x06grants\x18\x04 \x03(\x0b\x32\x12.generate.v1.Grant\x12\x0e\n\x06\x64\x65\x63ode\x18\x05 \x01(\x08J\x04\x08\x06\x10\x07\"K\n\rDecodeRequest\x12\x10\n\x08\x62\x61tch_id\x18\x01 \x01(\x04\x12\"\n\x06grants\x18\x02 \x03(\x0b\x32\x12.generate.v1.GrantJ\x04\x08\x03\x10\x04\"i\n\x0cStepResponse\x12,\n\x0bgenerations\x18\x01 \x03(\x0b\x32\x17.generate.v1.Generation\x12%\n\x07timings\x18\x03 \x01(\x0b\x32\x14.generate.v1.TimingsJ\x04\x08\x02\x10\x03\"D\n\x07Timings\x12\x12\n\nforward_ns\x18\x01 \x01(\x04\x12\x13\n\x0bsampling_ns\x18\x02 \x01(\x04\x12\x10\n\x08total_ns\x18\x03 \x01(\x04\"\xf6\x01\n\nGeneration\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x10\n\x08logprobs\x18\x03 \x03(\x02\x12*\n\ntop_tokens\x18\x04 \x03(\x0b\x32\x16.generate.v1.TopTokens\x12\x30\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x19.generate.v1.FinishReason\x12\x32\n\x0eprefill_tokens\x18\x06 \x01(\x0b\x32\x1a.generate.v1.PrefillTokens\x12\x0e\n\x06hidden\x18\x07 \x03(\r\x12\r\n\x05\x65rror\x18\x08 \x01(\t\"*\n\tTopTokens\x12\x0b\n\x03ids\x18\x01 \x03(\r\x12\x10\n\x08logprobs\x18\x02 \x03(\x02\".\n\rPrefillTokens\x12\x0b\n\x03ids\x18\x01 \x03(\r\x12\x10\n\x08logprobs\x18\x02 \x03(\x02\"F\n\x12\x46ilterBatchRequest\x12\x10\n\x08\x62\x61tch_id\x18\x01 \x01(\x04\x12\x18\n\x10keep_request_ids\x18\x02 \x03(\x04J\x04\x08\x03\x10\x04\"\x1b\n\x13\x46ilterBatchResponseJ\x04\x08\x01\x10\x02\"=\n\x11\x43learCacheRequest\x12\x15\n\x08\x62\x61tch_id\x18\x01 \x01(\x04H\x00\x88\x01\x01\x42\x0b\n\t_batch_idJ\x04\x08\x02\x10\x03\"\x14\n\x12\x43learCacheResponse*~\n\x0c\x46inishReason\x12\x16\n\x12\x46INISH_REASON_NONE\x10\x00\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x01\x12\x1b\n\x17\x46INISH_REASON_EOS_TOKEN\x10\x02\x12\x1f\n\x1b\x46INISH_REASON_STOP_SEQUENCE\x10\x03\x32\xee\x02\n\x15TextGenerationService\x12;\n\x04Info\x12\x18.generate.v1.InfoRequest\x1a\x19.generate.v1.InfoResponse\x12_\n\x10ServiceDiscovery\x12$.generate.v1.ServiceDiscoveryRequest\x1a%.generate.v1.ServiceDiscoveryResponse\x12\x41\n\x06Health\x12\x1a.generate.v1.HealthRequest\x1a\x1b.generate.v1.HealthResponse\x12\x41\n\x06Warmup\x12\x1a.generate.v1.WarmupRequest\x1a\x1b.generate.v1.WarmupResponse\x12\x31\n\x03Run\x12\x11.generate.v1.Call\x1a\x13.generate.v1.Answer(\x01\x30\x01\x32V\n\x0eGrammarService\x12\x44\n\x07\x43ompile\x12\x1b.generate.v1.CompileRequest\x1a\x1c.generate.v1.CompileResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bshared/stubs/generate.proto\x12\x0bgenerate.v1\"\xdc\x01\n\x04\x43\x61ll\x12.\n\x07prefill\x18\x01 \x01(\x0b\x32\x1b.generate.v1.PrefillRequestH\x00\x12,\n\x06\x64\x65\x63ode\x18\x02 \x01(\x0b\x32\x1a.generate.v1.DecodeRequestH\x00\x12\x37\n\x0c\x66ilter_batch\x18\x03 \x01(\x0b\x32\x1f.generate.v1.FilterBatchRequestH\x00\x12\x35\n\x0b\x63lear_cache\x18\x04 \x01(\x0b\x32\x1e.generate.v1.ClearCacheRequestH\x00\x42\x06\n\x04\x63\x61ll\"\xd8\x01\n\x06\x41nswer\x12)\n\x04step\x18\x01 \x01(\x0b\x32\x19.generate.v1.StepResponseH\x00\x12\x38\n\x0c\x66ilter_batch\x18\x02 \x01(\x0b\x32 .generate.v1.FilterBatchResponseH\x00\x12\x36\n\x0b\x63lear_cache\x18\x03 \x01(\x0b\x32\x1f.generate.v1.ClearCacheResponseH\x00\x12\'\n\x07\x66\x61ilure\x18\x04 \x01(\x0b\x32\x14.generate.v1.FailureH\x00\x42\x08\n\x06\x61nswer\"\x19\n\x07\x46\x61ilure\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\r\n\x0bInfoRequest\"\xce\x02\n\x0cInfoResponse\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12\x10\n\x08revision\x18\x02 \x01(\t\x12\x12\n\nmodel_type\x18\x03 \x01(\t\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x13\n\x0b\x64\x65vice_type\x18\x05 \x01(\t\x12\x12\n\nworld_size\x18\x06 \x01(\r\x12\x12\n\nvocab_size\x18\x07 \x01(\r\x12\x1f\n\x17max_position_embeddings\x18\x08 \x01(\r\x12\x15\n\reos_token_ids\x18\t \x03(\r\x12\r\n\x05paged\x18\n \x01(\x08\x12\x17\n\x0f\x65ncoder_decoder\x18\x0b \x01(\x08\x12\x12\n\nblock_size\x18\x0c \x01(\r\x12\x14\n\x0c\x62os_token_id\x18\r \x01(\r\x12\x1e\n\x16\x64\x65\x63oder_start_token_id\x18\x0e \x01(\r\x12\x10\n\x08grammars\x18\x14 \x01(\x08\"\x19\n\x17ServiceDiscoveryRequest\">\n\x18ServiceDiscoveryResponse\x12\x0c\n\x04urls\x18\x01 \x03(\t\x12\x14\n\x0cgrammar_urls\x18\x02 \x03(\t\"\x0f\n\rHealthRequest\"\x10\n\x0eHealthResponse\"\xb7\x01\n\rWarmupRequest\x12\x1a\n\x12max_prefill_tokens\x18\x01 \x01(\r\x12\x16\n\x0emax_batch_size\x18\x02 \x01(\r\x12\x1d\n\x10max_total_tokens\x18\x03 \x01(\rH\x00\x88\x01\x01\x12#\n\x16max_batch_total_tokens\x18\x04 \x01(\rH\x01\x88\x01\x01\x42\x13\n\x11_max_total_tokensB\x19\n\x17_max_batch_total_tokens\"^\n\x0eWarmupResponse\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\x12\x18\n\x10max_total_tokens\x18\x02 \x01(\r\x12\x1e\n\x16max_batch_total_tokens\x18\x03 \x01(\r\"\xe4\x02\n\x12SamplingParameters\x12\x11\n\tdo_sample\x18\x01 \x01(\x08\x12\x13\n\x0btemperature\x18\x02 \x01(\x02\x12\r\n\x05top_k\x18\x03 \x01(\r\x12\r\n\x05top_p\x18\x04 \x01(\x02\x12\x11\n\ttypical_p\x18\x05 \x01(\x02\x12\r\n\x05min_p\x18\x06 \x01(\x02\x12\x1a\n\x12repetition_penalty\x18\x07 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x08 \x01(\x02\x12\x18\n\x10presence_penalty\x18\t \x01(\x02\x12\x0c\n\x04seed\x18\n \x01(\x04\x12\x11\n\twatermark\x18\x0b \x01(\x08\x12\x42\n\nlogit_bias\x18\x0c \x03(\x0b\x32..generate.v1.SamplingParameters.LogitBiasEntry\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\"}\n\x07Grammar\x12\'\n\x04type\x18\x01 \x01(\x0e\x32\x19.generate.v1.Grammar.Type\x12\r\n\x05value\x18\x02 \x01(\t\x12\x0c\n\x04text\x18\x03 \x01(\t\",\n\x04Type\x12\t\n\x05REGEX\x10\x00\x12\x0f\n\x0bJSON_SCHEMA\x10\x01\x12\x08\n\x04LARK\x10\x02\"\x7f\n\x0e\x43ompileRequest\x12%\n\x07grammar\x18\x01 \x01(\x0b\x32\x14.generate.v1.Grammar\x12\x11\n\x04size\x18\x02 \x01(\x04H\x00\x88\x01\x01\x12\x10\n\x03pin\x18\x03 \x01(\x04H\x01\x88\x01\x01\x12\x10\n\x08released\x18\x04 \x03(\x04\x42\x07\n\x05_sizeB\x06\n\x04_pin\".\n\x0f\x43ompileResponse\x12\r\n\x05\x65rror\x18\x01 \x01(\t\x12\x0c\n\x04size\x18\x02 \x01(\x04\"\xe5\x03\n\x07Request\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x11\n\tinput_ids\x18\x02 \x03(\r\x12\x15\n\rgenerated_ids\x18\x03 \x03(\r\x12\x31\n\x08sampling\x18\x04 \x01(\x0b\x32\x1f.generate.v1.SamplingParameters\x12\x16\n\x0emax_new_tokens\x18\x05 \x01(\r\x12\x12\n\nignore_eos\x18\x06 \x01(\x08\x12\x10\n\x08logprobs\x18\x07 \x01(\x08\x12\x14\n\x0ctop_n_tokens\x18\x08 \x01(\r\x12\x18\n\x10prefill_logprobs\x18\t \x01(\x08\x12%\n\x07grammar\x18\n \x01(\x0b\x32\x14.generate.v1.Grammar\x12\x12\n\nadapter_id\x18\x0b \x01(\t\x12\x11\n\tblock_ids\x18\x0c \x03(\r\x12\x15\n\rcached_tokens\x18\r \x01(\r\x12$\n\x04\x63opy\x18\x0e \x01(\x0b\x32\x16.generate.v1.BlockCopy\x12=\n\rtrace_context\x18\x10 \x03(\x0b\x32&.generate.v1.Request.TraceContextEntry\x1a\x33\n\x11TraceContextEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01J\x04\x08\x0f\x10\x10\";\n\tBlockCopy\x12\x0e\n\x06source\x18\x01 \x01(\r\x12\x0e\n\x06target\x18\x02 \x01(\r\x12\x0e\n\x06tokens\x18\x03 \x01(\r\"+\n\x05\x43hunk\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x0e\n\x06tokens\x18\x02 \x01(\r\".\n\x05Grant\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x11\n\tblock_ids\x18\x02 \x03(\r\"\xa8\x01\n\x0ePrefillRequest\x12\x10\n\x08\x62\x61tch_id\x18\x01 \x01(\x04\x12&\n\x08requests\x18\x02 \x03(\x0b\x32\x14.generate.v1.Request\x12\"\n\x06\x63hunks\x18\x03 \x03(\x0b\x32\x12.generate.v1.Chunk\x12\"\n\x06grants\x18\x04 \x03(\x0b\x32\x12.generate.v1.Grant\x12\x0e\n\x06\x64\x65\x63ode\x18\x05 \x01(\x08J\x04\x08\x06\x10\x07\"K\n\rDecodeRequest\x12\x10\n\x08\x62\x61tch_id\x18\x01 \x01(\x04\x12\"\n\x06grants\x18\x02 \x03(\x0b\x32\x12.generate.v1.GrantJ\x04\x08\x03\x10\x04\"i\n\x0cStepResponse\x12,\n\x0bgenerations\x18\x01 \x03(\x0b\x32\x17.generate.v1.Generation\x12%\n\x07timings\x18\x03 \x01(\x0b\x32\x14.generate.v1.TimingsJ\x04\x08\x02\x10\x03\"D\n\x07Timings\x12\x12\n\nforward_ns\x18\x01 \x01(\x04\x12\x13\n\x0bsampling_ns\x18\x02 \x01(\x04\x12\x10\n\x08total_ns\x18\x03 \x01(\x04\"\xf6\x01\n\nGeneration\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x10\n\x08logprobs\x18\x03 \x03(\x02\x12*\n\ntop_tokens\x18\x04 \x03(\x0b\x32\x16.generate.v1.TopTokens\x12\x30\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x19.generate.v1.FinishReason\x12\x32\n\x0eprefill_tokens\x18\x06 \x01(\x0b\x32\x1a.generate.v1.PrefillTokens\x12\x0e\n\x06hidden\x18\x07 \x03(\r\x12\r\n\x05\x65rror\x18\x08 \x01(\t\"*\n\tTopTokens\x12\x0b\n\x03ids\x18\x01 \x03(\r\x12\x10\n\x08logprobs\x18\x02 \x03(\x02\".\n\rPrefillTokens\x12\x0b\n\x03ids\x18\x01 \x03(\r\x12\x10\n\x08logprobs\x18\x02 \x03(\x02\"F\n\x12\x46ilterBatchRequest\x12\x10\n\x08\x62\x61tch_id\x18\x01 \x01(\x04\x12\x18\n\x10keep_request_ids\x18\x02 \x03(\x04J\x04\x08\x03\x10\x04\"\x1b\n\x13\x46ilterBatchResponseJ\x04\x08\x01\x10\x02\"=\n\x11\x43learCacheRequest\x12\x15\n\x08\x62\x61tch_id\x18\x01 \x01(\x04H\x00\x88\x01\x01\x42\x0b\n\t_batch_idJ\x04\x08\x02\x10\x03\"\x14\n\x12\x43learCacheResponse*~\n\x0c\x46inishReason\x12\x16\n\x12\x46INISH_REASON_NONE\x10\x00\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x01\x12\x1b\n\x17\x46INISH_REASON_EOS_TOKEN\x10\x02\x12\x1f\n\x1b\x46INISH_REASON_STOP_SEQUENCE\x10\x03\x32\xee\x02\n\x15TextGenerationService\x12;\n\x04Info\x12\x18.generate.v1.InfoRequest\x1a\x19.generate.v1.InfoResponse\x12_\n\x10ServiceDiscovery\x12$.generate.v1.ServiceDiscoveryRequest\x1a%.generate.v1.ServiceDiscoveryResponse\x12\x41\n\x06Health\x12\x1a.generate.v1.HealthRequest\x1a\x1b.generate.v1.HealthResponse\x12\x41\n\x06Warmup\x12\x1a.generate.v1.WarmupRequest\x1a\x1b.generate.v1.WarmupResponse\x12\x31\n\x03Run\x12\x11.generate.v1.Call\x1a\x13.generate.v1.Answer(\x01\x30\x01\x32V\n\x0eGrammarService\x12\x44\n\x07\x43ompile\x12\x1b.generate.v1.CompileRequest\x1a\x1c.generate.v1.CompileResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,8 +35,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SAMPLINGPARAMETERS_LOGITBIASENTRY']._serialized_options = b'8\001'
   _globals['_REQUEST_TRACECONTEXTENTRY']._loaded_options = None
   _globals['_REQUEST_TRACECONTEXTENTRY']._serialized_options = b'8\001'
-  _globals['_FINISHREASON']._serialized_start=3472
-  _globals['_FINISHREASON']._serialized_end=3598
+  _globals['_FINISHREASON']._serialized_start=3530
+  _globals['_FINISHREASON']._serialized_end=3656
   _globals['_CALL']._serialized_start=45
   _globals['_CALL']._serialized_end=265
   _globals['_ANSWER']._serialized_start=268
@@ -68,43 +68,43 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GRAMMAR_TYPE']._serialized_start=1713
   _globals['_GRAMMAR_TYPE']._serialized_end=1757
   _globals['_COMPILEREQUEST']._serialized_start=1759
-  _globals['_COMPILEREQUEST']._serialized_end=1829
-  _globals['_COMPILERESPONSE']._serialized_start=1831
-  _globals['_COMPILERESPONSE']._serialized_end=1863
-  _globals['_REQUEST']._serialized_start=1866
-  _globals['_REQUEST']._serialized_end=2364
-  _globals['_REQUEST_TRACECONTEXTENTRY']._serialized_start=2313
-  _globals['_REQUEST_TRACECONTEXTENTRY']._serialized_end=2364
-  _globals['_BLOCKCOPY']._serialized_start=2366
-  _globals['_BLOCKCOPY']._serialized_end=2425
-  _globals['_CHUNK']._serialized_start=2427
-  _globals['_CHUNK']._serialized_end=2470
-  _globals['_GRANT']._serialized_start=2472
-  _globals['_GRANT']._serialized_end=2518
-  _globals['_PREFILLREQUEST']._serialized_start=2521
-  _globals['_PREFILLREQUEST']._serialized_end=2689
-  _globals['_DECODEREQUEST']._serialized_start=2691
-  _globals['_DECODEREQUEST']._serialized_end=2766
-  _globals['_STEPRESPONSE']._serialized_start=2768
-  _globals['_STEPRESPONSE']._serialized_end=2873
-  _globals['_TIMINGS']._serialized_start=2875
-  _globals['_TIMINGS']._serialized_end=2943
-  _globals['_GENERATION']._serialized_start=2946
-  _globals['_GENERATION']._serialized_end=3192
-  _globals['_TOPTOKENS']._serialized_start=3194
-  _globals['_TOPTOKENS']._serialized_end=3236
-  _globals['_PREFILLTOKENS']._serialized_start=3238
-  _globals['_PREFILLTOKENS']._serialized_end=3284
-  _globals['_FILTERBATCHREQUEST']._serialized_start=3286
-  _globals['_FILTERBATCHREQUEST']._serialized_end=3356
-  _globals['_FILTERBATCHRESPONSE']._serialized_start=3358
-  _globals['_FILTERBATCHRESPONSE']._serialized_end=3385
-  _globals['_CLEARCACHEREQUEST']._serialized_start=3387
-  _globals['_CLEARCACHEREQUEST']._serialized_end=3448
-  _globals['_CLEARCACHERESPONSE']._serialized_start=3450
-  _globals['_CLEARCACHERESPONSE']._serialized_end=3470
-  _globals['_TEXTGENERATIONSERVICE']._serialized_start=3601
-  _globals['_TEXTGENERATIONSERVICE']._serialized_end=3967
-  _globals['_GRAMMARSERVICE']._serialized_start=3969
-  _globals['_GRAMMARSERVICE']._serialized_end=4055
+  _globals['_COMPILEREQUEST']._serialized_end=1886
+  _globals['_COMPILERESPONSE']._serialized_start=1888
+  _globals['_COMPILERESPONSE']._serialized_end=1934
+  _globals['_REQUEST']._serialized_start=1937
+  _globals['_REQUEST']._serialized_end=2422
+  _globals['_REQUEST_TRACECONTEXTENTRY']._serialized_start=2365
+  _globals['_REQUEST_TRACECONTEXTENTRY']._serialized_end=2416
+  _globals['_BLOCKCOPY']._serialized_start=2424
+  _globals['_BLOCKCOPY']._serialized_end=2483
+  _globals['_CHUNK']._serialized_start=2485
+  _globals['_CHUNK']._serialized_end=2528
+  _globals['_GRANT']._serialized_start=2530
+  _globals['_GRANT']._serialized_end=2576
+  _globals['_PREFILLREQUEST']._serialized_start=2579
+  _globals['_PREFILLREQUEST']._serialized_end=2747
+  _globals['_DECODEREQUEST']._serialized_start=2749
+  _globals['_DECODEREQUEST']._serialized_end=2824
+  _globals['_STEPRESPONSE']._serialized_start=2826
+  _globals['_STEPRESPONSE']._serialized_end=2931
+  _globals['_TIMINGS']._serialized_start=2933
+  _globals['_TIMINGS']._serialized_end=3001
+  _globals['_GENERATION']._serialized_start=3004
+  _globals['_GENERATION']._serialized_end=3250
+  _globals['_TOPTOKENS']._serialized_start=3252
+  _globals['_TOPTOKENS']._serialized_end=3294
+  _globals['_PREFILLTOKENS']._serialized_start=3296
+  _globals['_PREFILLTOKENS']._serialized_end=3342
+  _globals['_FILTERBATCHREQUEST']._serialized_start=3344
+  _globals['_FILTERBATCHREQUEST']._serialized_end=3414
+  _globals['_FILTERBATCHRESPONSE']._serialized_start=3416
+  _globals['_FILTERBATCHRESPONSE']._serialized_end=3443
+  _globals['_CLEARCACHEREQUEST']._serialized_start=3445
+  _globals['_CLEARCACHEREQUEST']._serialized_end=3506
+  _globals['_CLEARCACHERESPONSE']._serialized_start=3508
+  _globals['_CLEARCACHERESPONSE']._serialized_end=3528
+  _globals['_TEXTGENERATIONSERVICE']._serialized_start=3659
+  _globals['_TEXTGENERATIONSERVICE']._serialized_end=4025
+  _globals['_GRAMMARSERVICE']._serialized_start=4027
+  _globals['_GRAMMARSERVICE']._serialized_end=4113
 # @@protoc_insertion_point(module_scope)

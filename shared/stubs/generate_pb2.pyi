@@ -182,21 +182,27 @@ class Grammar(_message.Message):
     def __init__(self, type: _Optional[_Union[Grammar.Type, str]] = ..., value: _Optional[str] = ..., text: _Optional[str] = ...) -> None: ...
 
 class CompileRequest(_message.Message):
-    __slots__ = ("grammar", "tried")
+    __slots__ = ("grammar", "size", "pin", "released")
     GRAMMAR_FIELD_NUMBER: _ClassVar[int]
-    TRIED_FIELD_NUMBER: _ClassVar[int]
+    SIZE_FIELD_NUMBER: _ClassVar[int]
+    PIN_FIELD_NUMBER: _ClassVar[int]
+    RELEASED_FIELD_NUMBER: _ClassVar[int]
     grammar: Grammar
-    tried: bool
-    def __init__(self, grammar: _Optional[_Union[Grammar, _Mapping]] = ..., tried: _Optional[bool] = ...) -> None: ...
+    size: int
+    pin: int
+    released: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, grammar: _Optional[_Union[Grammar, _Mapping]] = ..., size: _Optional[int] = ..., pin: _Optional[int] = ..., released: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class CompileResponse(_message.Message):
-    __slots__ = ("error",)
+    __slots__ = ("error", "size")
     ERROR_FIELD_NUMBER: _ClassVar[int]
+    SIZE_FIELD_NUMBER: _ClassVar[int]
     error: str
-    def __init__(self, error: _Optional[str] = ...) -> None: ...
+    size: int
+    def __init__(self, error: _Optional[str] = ..., size: _Optional[int] = ...) -> None: ...
 
 class Request(_message.Message):
-    __slots__ = ("id", "input_ids", "generated_ids", "sampling", "max_new_tokens", "ignore_eos", "logprobs", "top_n_tokens", "prefill_logprobs", "grammar", "adapter_id", "block_ids", "cached_tokens", "copy", "lookahead", "trace_context")
+    __slots__ = ("id", "input_ids", "generated_ids", "sampling", "max_new_tokens", "ignore_eos", "logprobs", "top_n_tokens", "prefill_logprobs", "grammar", "adapter_id", "block_ids", "cached_tokens", "copy", "trace_context")
     class TraceContextEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -218,7 +224,6 @@ class Request(_message.Message):
     BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     COPY_FIELD_NUMBER: _ClassVar[int]
-    LOOKAHEAD_FIELD_NUMBER: _ClassVar[int]
     TRACE_CONTEXT_FIELD_NUMBER: _ClassVar[int]
     id: int
     input_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -234,9 +239,8 @@ class Request(_message.Message):
     block_ids: _containers.RepeatedScalarFieldContainer[int]
     cached_tokens: int
     copy: BlockCopy
-    lookahead: int
     trace_context: _containers.ScalarMap[str, str]
-    def __init__(self, id: _Optional[int] = ..., input_ids: _Optional[_Iterable[int]] = ..., generated_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[SamplingParameters, _Mapping]] = ..., max_new_tokens: _Optional[int] = ..., ignore_eos: _Optional[bool] = ..., logprobs: _Optional[bool] = ..., top_n_tokens: _Optional[int] = ..., prefill_logprobs: _Optional[bool] = ..., grammar: _Optional[_Union[Grammar, _Mapping]] = ..., adapter_id: _Optional[str] = ..., block_ids: _Optional[_Iterable[int]] = ..., cached_tokens: _Optional[int] = ..., copy: _Optional[_Union[BlockCopy, _Mapping]] = ..., lookahead: _Optional[int] = ..., trace_context: _Optional[_Mapping[str, str]] = ...) -> None: ...
+    def __init__(self, id: _Optional[int] = ..., input_ids: _Optional[_Iterable[int]] = ..., generated_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[SamplingParameters, _Mapping]] = ..., max_new_tokens: _Optional[int] = ..., ignore_eos: _Optional[bool] = ..., logprobs: _Optional[bool] = ..., top_n_tokens: _Optional[int] = ..., prefill_logprobs: _Optional[bool] = ..., grammar: _Optional[_Union[Grammar, _Mapping]] = ..., adapter_id: _Optional[str] = ..., block_ids: _Optional[_Iterable[int]] = ..., cached_tokens: _Optional[int] = ..., copy: _Optional[_Union[BlockCopy, _Mapping]] = ..., trace_context: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class BlockCopy(_message.Message):
     __slots__ = ("source", "target", "tokens")

@@ -297,7 +297,7 @@ class GrammarServiceServicer:
 
     def Compile(self, request, context):
         """Compiles a grammar, or says why it cannot be used. Steps go on meanwhile. RESOURCE_EXHAUSTED: too many are being
-        compiled; the same may be compiled soon.
+        compiled, or kept for requests; the same may be compiled soon.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

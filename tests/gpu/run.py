@@ -60,10 +60,8 @@ def _tests(name: str, seconds: float, *arguments: str, needs: tuple[str, ...] = 
 _UNIT = "tests/unit/engine"
 CHECKS = [
     _tests("attention kernels", 150, "tests/gpu/test_attention.py"),
-    _tests("sampling: as on a CPU, no waiting", 60, f"{_UNIT}/sampling/test_cuda.py", "tests/gpu/test_sampling.py"),
-    _tests(
-        "engine: chunks, prefix cache, preemption", 60, f"{_UNIT}/test_engine.py", "-k", "not float16 and not too_small"
-    ),
+    _tests("sampling: as on a CPU, no waiting", 60, "tests/gpu/test_sampling.py"),
+    _tests("engine: chunks, prefix cache, preemption", 60, f"{_UNIT}/test_engine.py"),
     _tests("graphs on and off, no waiting, memory", 150, "tests/gpu/test_decode_graphs.py"),
     _tests("parity per architecture", 200, "tests/gpu/test_models.py"),
     _tests("grammars on every path", 60, f"{_UNIT}/grammar/test_model_paths.py"),

@@ -7,7 +7,7 @@ import torch
 
 from tests.gpu.marks import NEEDS_GPU
 from tests.tiny_models import ARCHITECTURES, make
-from tests.unit.engine.runners.driver import generate_together, load_engine, prompts
+from tests.unit.engine.requests import generate_together, load_engine, prompts
 from tests.unit.engine.runners.test_parity import ELSEWHERE, PADDED
 from tgi_server.contract import StoppingParameters
 from tgi_server.engine import RunningSequence

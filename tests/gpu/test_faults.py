@@ -8,7 +8,7 @@ import torch
 
 from tests.gpu.marks import NEEDS_GPU
 from tests.tiny_models import make
-from tests.unit.engine.runners.driver import load_engine, prompts
+from tests.unit.engine.requests import load_engine, prompts
 from tgi_server.contract import ReportParameters, StoppingParameters
 from tgi_server.engine import RunningSequence
 

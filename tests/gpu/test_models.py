@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.gpu.marks import NEEDS_GPU
 from tests.tiny_models import ARCHITECTURES, make
-from tests.unit.engine.runners.driver import LENGTHS, NEW, prompts
+from tests.unit.engine.requests import LENGTHS, NEW, prompts
 from tests.unit.engine.runners.test_parity import ELSEWHERE, PADDED, check, lost, overlap
 
 pytestmark = NEEDS_GPU
@@ -18,19 +18,19 @@ LIKELY = 0.15
 
 @pytest.mark.parametrize("architecture", sorted(ARCHITECTURES.keys() - ELSEWHERE))
 def test_overlapping_requests_get_the_tokens_of_transformers(architecture, tmp_path) -> None:
-    driver, expected = overlap(make(architecture, tmp_path), device=CUDA)
-    assert driver.engine.info.device_type == "cuda"
-    assert driver.engine.info.paged is (architecture not in PADDED)
-    check(driver, expected)
+    requests, expected = overlap(make(architecture, tmp_path), device=CUDA)
+    assert requests.engine.info.device_type == "cuda"
+    assert requests.engine.info.paged is (architecture not in PADDED)
+    check(requests, expected)
 
 
 @pytest.mark.parametrize("architecture", sorted(ARCHITECTURES.keys() - ELSEWHERE - PADDED))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_in_half_precision_tokens_are_as_likely_or_nearly_so(architecture, dtype, tmp_path) -> None:
     folder = make(architecture, tmp_path)
-    driver, _ = overlap(folder, dtype=dtype, device=CUDA)
+    requests, _ = overlap(folder, dtype=dtype, device=CUDA)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).float()
-    behind = torch.cat([lost(model, text, output) for text, output in zip(prompts(), driver.outputs, strict=True)])
+    behind = torch.cat([lost(model, text, output) for text, output in zip(prompts(), requests.outputs, strict=True)])
     assert len(behind) > len(LENGTHS) * NEW / 2
     assert behind.max() < LIKELY
 

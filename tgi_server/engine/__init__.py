@@ -5,11 +5,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tgi_server.engine.config import EngineConfig
-    from tgi_server.engine.engine import Engine, LoadedModel, Step
+    from tgi_server.engine.engine import Engine, LoadedModel
     from tgi_server.engine.errors import EngineError
     from tgi_server.engine.runners.base import CacheCapacity
     from tgi_server.engine.sequence import RunningSequence
-    from tgi_server.engine.step import Generation, StepResult
+    from tgi_server.engine.step import Generation, Step, StepResult
 
 __all__ = [
     "CacheCapacity",

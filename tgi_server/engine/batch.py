@@ -1,27 +1,51 @@
-"""The sequences that run together: which are still in their prompt, and which row each other one has."""
+"""The sequences that run together: those in their prompt, and those that decode, each in its row."""
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from itertools import chain
 
 from tgi_server.engine.errors import InvalidCall
-from tgi_server.engine.runners.base import Runner
-from tgi_server.engine.sampling import Sampler
+from tgi_server.engine.runners.base import PromptChunk, Runner
+from tgi_server.engine.sampling import Sampler, is_plain
 from tgi_server.engine.sequence import RunningSequence
 
-_FORCED_AT_ONCE = 32
-"""Forced tokens of a step in which everybody has a grammar: more make nobody's text faster, and keep whoever comes
-meanwhile waiting."""
+# Jump-forward tokens of a step in which every sequence has a grammar. More make no text faster, and keep requests that
+# come meanwhile waiting.
+_JUMP_FORWARD_AT_ONCE = 32
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """The forward pass of a step, and the sequences that get a token from it.
+
+    decoding: the first so many rows decode. chunks: what is computed beside them. sequences: those that get a token, in
+    the order of the rows that they have, or take once their prompt is complete. first_row: of the first of them.
+    picked: the indices of their logits among those that the pass yields.
+    """
+
+    decoding: int
+    chunks: list[PromptChunk]
+    sequences: list[RunningSequence]
+    first_row: int
+    picked: list[int]
+
+    @property
+    def is_greedy(self) -> bool:
+        """Returns True if no chunk needs more logits than the largest of its sequence's last token."""
+        return all(
+            is_plain(chunk.sequence.sampling, chunk.sequence.report) and not chunk.all_logits for chunk in self.chunks
+        )
 
 
 class RunningBatch:
-    """Keeps the rows dense: when a sequence leaves, the last row moves into its place.
+    """The rows of the running batch. They stay dense: when a sequence leaves, the last row moves into its place.
 
-    rows: the sequences past their prompt, in row order. prefilling: the others, by request id; among
-    them those that have forced tokens to compute before they take a row again.
+    rows: the sequences past their prompt, in row order. prefilling: the others, by request id; among them those that
+    have jump-forward tokens to compute before they take a row again.
     """
 
     def __init__(self, batch_id: int, runner: Runner, sampler: Sampler, max_size: int, cheap_tokens: int) -> None:
-        """cheap_tokens: up to so many in all, a step takes about as long as for one."""
+        """cheap_tokens: a step that computes up to so many tokens takes about as long as one that computes one."""
         self.id = batch_id
         self.rows: list[RunningSequence] = []
         self.prefilling: dict[int, RunningSequence] = {}
@@ -50,42 +74,54 @@ class RunningBatch:
         self._runner.join(sequence)
 
     def promote(self, sequence: RunningSequence) -> None:
-        """The sequence's prompt is computed: it takes the next row."""
+        """Gives the next row to a sequence whose prompt is computed."""
         del self.prefilling[sequence.request_id]
-        sequence.catching_up = False
+        sequence.jumping = False
         row = len(self.rows)
         self.rows.append(sequence)
         self._row_of[sequence.request_id] = row
         self._runner.promote(sequence, row)
         self._sampler.add(row, sequence.sampling, sequence.report, sequence.input_ids, sequence.generated_ids)
 
-    def forced_budget(self) -> int:
-        """How many forced tokens the next step may compute beside one token of each sequence.
+    def jump_forward_budget(self) -> int:
+        """Returns how many jump-forward tokens the next step may compute beside one token of each sequence.
 
-        Those that do not fit are chosen one at a time, as if they were not forced.
+        Those that do not fit are chosen one at a time, like any other token.
         """
         cheap = max(0, self._cheap_tokens - len(self))
         if all(sequence.constraint is not None for sequence in chain(self.rows, self.prefilling.values())):
-            return max(_FORCED_AT_ONCE, cheap)
+            return max(_JUMP_FORWARD_AT_ONCE, cheap)
         return cheap
 
-    def room(self, sequence: RunningSequence) -> int:
-        """How many forced tokens the sequence may get at once behind its next token."""
-        return sequence.room(self._runner.block_size) if self._runner.paged else 0
+    def jump_forward_room(self, sequence: RunningSequence) -> int:
+        """Returns how many jump-forward tokens the sequence may get at once behind its next token."""
+        return sequence.jump_forward_room(self._runner.block_size) if self._runner.paged else 0
 
     def jumping(self) -> list[RunningSequence]:
         """Returns the sequences that have jump-forward tokens to compute before they take a row again."""
-        return [sequence for sequence in self.prefilling.values() if sequence.catching_up and sequence.remaining]
+        return [sequence for sequence in self.prefilling.values() if sequence.jumping and sequence.remaining]
 
-    def step_aside(self, sequence: RunningSequence, tokens: int) -> None:
-        """The sequence leaves its row until its last `tokens` tokens, all but one of them forced, are computed."""
+    def leave_row(self, sequence: RunningSequence, tokens: int) -> None:
+        """Takes a sequence from its row until its last `tokens` tokens, all but one jump-forward ones, are computed."""
         self._vacate(self._row_of.pop(sequence.request_id))
         self._runner.truncate(len(self.rows))
-        sequence.catch_up(tokens)
+        sequence.jump(tokens)
         self.prefilling[sequence.request_id] = sequence
 
+    def plan(self, chunks: list[PromptChunk], *, decode: bool) -> StepPlan:
+        """Plans a step that computes some chunks, and in which every row advances by a token if `decode`."""
+        decoding = len(self.rows) if decode else 0
+        sequences = self.rows[:decoding]
+        picked, end = list(range(decoding)), decoding
+        for chunk in chunks:
+            end += chunk.logits
+            if chunk.completes:
+                sequences.append(chunk.sequence)
+                picked.append(end - 1)
+        return StepPlan(decoding, chunks, sequences, 0 if decode else len(self.rows), picked)
+
     def grant(self, request_id: int, blocks: list[int]) -> None:
-        """Appends blocks to a sequence; one that has ended already needs none, and is passed over."""
+        """Appends blocks to a sequence. A sequence that has ended already needs none, and is passed over."""
         row = self._row_of.get(request_id)
         sequence = self.prefilling.get(request_id) if row is None else self.rows[row]
         if sequence is not None:

@@ -1,16 +1,13 @@
-"""What the engine is told before it loads a model."""
+"""Settings of an engine, and the dtype that follows from them."""
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
 from tgi_server.engine.errors import UnsupportedModel
 from tgi_server.engine.kernels import load_kernels
-
-if TYPE_CHECKING:
-    from tgi_server.engine.sharding import ShardGroup
+from tgi_server.engine.sharding import ShardGroup
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -23,14 +20,14 @@ class EngineConfig:
     dtype: of weights, activations and KV cache; None: as the checkpoint says, or what the device computes fast.
     device: None: CUDA when there is one, else the CPU.
     memory_fraction: share of a GPU's memory that weights, activations and KV cache may use together.
-    custom_kernels: whether kernels and layers of the engine's own may stand in for those of torch and transformers.
+    custom_kernels: kernels and layers of the engine's own may stand in for those of torch and transformers.
     linear_kernels: the kernels of linear layers on a CPU, such as "fma" or "avx512_bf16,amx@16"; None: those that are
         measured to be the fastest.
     quantize: "int8" rounds the weights of linear layers to 8 bits while loading (on CPUs).
     cpu_memory: bytes of RAM for the KV cache on a CPU, of all shards on a machine; None: a share of what is free.
-    cuda_graphs: numbers of sequences for which decoding is recorded as CUDA graphs; empty: none; None: those that are
-        usual. On a CPU, and for models whose steps cannot be recorded, there are none.
-    group: the shards that compute the model together, this one among them; None: it is computed here alone.
+    cuda_graphs: CUDA-graph batch sizes, for which decoding is recorded; empty: none; None: the default ones. On a CPU,
+        and for models whose steps cannot be recorded, there are none.
+    group: the shards that compute the model together, this one among them; None: this process computes it alone.
     """
 
     model_path: Path
@@ -45,7 +42,7 @@ class EngineConfig:
     watermark_gamma: float = 0.5
     watermark_delta: float = 2.0
     cuda_graphs: tuple[int, ...] | None = None
-    group: "ShardGroup | None" = None
+    group: ShardGroup | None = None
 
     def resolve_device(self) -> torch.device:
         return self.device or torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -11,10 +11,10 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
 from tgi_server.engine.attention.base import GreedyOnly
-from tgi_server.engine.batch import RunningBatch
+from tgi_server.engine.batch import RunningBatch, StepPlan
 from tgi_server.engine.config import EngineConfig
 from tgi_server.engine.errors import EngineError, InvalidCall
-from tgi_server.engine.grammar import GrammarCompiler, InvalidGrammar
+from tgi_server.engine.grammar import GrammarCompiler
 from tgi_server.engine.grammar.masks import MaskBuilder, PendingMask
 from tgi_server.engine.grammar.tokenizer import has_tokenizer
 from tgi_server.engine.memory import copy_to_device, to_device
@@ -25,7 +25,6 @@ from tgi_server.engine.sampling import (
     Sampler,
     TokenMask,
     WatermarkSettings,
-    is_plain,
     prompt_logprobs,
 )
 from tgi_server.engine.sequence import PromptTokens, RunningSequence
@@ -34,15 +33,15 @@ from tgi_server.engine.weights import load_model
 
 logger = logging.getLogger(__name__)
 
-# Tokens that a step computes in the time that it waits for the weights.
+# Tokens that a step computes while it waits for the weights, by device.
 _CHEAP_TOKENS = {"cuda": 128, "cpu": 4}
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """What was loaded. max_position_embeddings: None when nothing but memory bounds a sequence.
+    """The facts about a model that has been loaded.
 
-    grammars: whether sequences may have one.
+    max_position_embeddings: None when nothing but memory bounds a sequence. grammars: sequences may have a grammar.
     """
 
     model_type: str
@@ -83,7 +82,6 @@ class Engine:
         self._watermark = WatermarkSettings(config.watermark_gamma, config.watermark_delta)
         self._batch: RunningBatch | None = None
         self._capacity: CacheCapacity | None = None
-        self._max_batch_size = 0
         self.info = LoadedModel(
             model_type=model.config.model_type,
             dtype=str(model.dtype).removeprefix("torch."),
@@ -98,7 +96,11 @@ class Engine:
             block_size=self._runner.block_size,
             grammars=has_tokenizer(config.model_path),
         )
-        self.grammars = self._grammar_compiler(config) if self.info.grammars else None
+        self.grammars = (
+            GrammarCompiler(config.model_path, self.info.vocab_size, self.info.eos_token_ids)
+            if self.info.grammars
+            else None
+        )
         self._masks: MaskBuilder | None = None
         self._last: Step | None = None
         self._eos = frozenset(self.info.eos_token_ids)
@@ -115,17 +117,19 @@ class Engine:
         """
         self.clear()
         self._capacity = self._runner.warm_up(max_batch_size, max_prefill_tokens, max_total_tokens)
-        self._max_batch_size = max_batch_size
         self._sampler = Sampler(max_batch_size, self.info.vocab_size, self._device, self._watermark)
         return self._capacity
 
     def reserve(self, seconds: float) -> bool:
-        """For when there is nothing else to do: takes memory that may soon be needed. Whether more could be taken."""
+        """Takes memory that may soon be needed, for about `seconds`; for times when there is nothing else to do.
+
+        Returns True if more could be taken.
+        """
         return self._capacity is not None and self._runner.reserve(seconds)
 
     @torch.inference_mode()
     def check_device(self) -> None:
-        """Computes something small; raises whatever a poisoned device raises, or shards that are out of step."""
+        """Computes something small. Raises RuntimeError for a poisoned device, and for shards that are out of step."""
         if self._group is not None:
             self._group.check()
         assert int(torch.ones(2, device=self._device).sum()) == 2
@@ -158,7 +162,7 @@ class Engine:
             prompts = [self._chunk(batch, request_id, tokens) for request_id, tokens in chunks]
             if decode:
                 prompts += [PromptChunk.next_of(sequence, sequence.remaining) for sequence in batch.jumping()]
-            self._last = self._start(batch, _Pass.of(batch, prompts, decode=decode))
+            self._last = self._start(batch, batch.plan(prompts, decode=decode))
         except BaseException:
             self.clear()
             raise
@@ -171,10 +175,17 @@ class Engine:
 
     @torch.inference_mode()
     def clear(self, batch_id: int | None = None) -> None:
-        """Forgets a batch, or whatever batch there is. What is in the KV blocks stays."""
+        """Forgets a batch; None: whichever is running. The contents of the KV blocks stay."""
         if self._batch is not None and batch_id in (None, self._batch.id):
             self._batch.keep(())
             self._batch = None
+
+    @property
+    def capacity(self) -> CacheCapacity:
+        """The room that the last warm-up found. Raises InvalidCall before the first one."""
+        if self._capacity is None:
+            raise InvalidCall("warm up before the first step")
+        return self._capacity
 
     @property
     def batch(self) -> RunningBatch | None:
@@ -182,13 +193,12 @@ class Engine:
         return self._batch if self._batch else None
 
     def _batch_for(self, batch_id: int) -> RunningBatch:
-        if self._capacity is None:
-            raise InvalidCall("warm up before the first step")
         if self._batch and self._batch.id != batch_id:
             raise InvalidCall(f"batch {self._batch.id} is running; clear it before batch {batch_id}")
         if not self._batch:
+            max_batch_size = self.capacity.max_batch_size
             cheap = _CHEAP_TOKENS.get(self._device.type, 1)
-            self._batch = RunningBatch(batch_id, self._runner, self._sampler, self._max_batch_size, cheap)
+            self._batch = RunningBatch(batch_id, self._runner, self._sampler, max_batch_size, cheap)
         return self._batch
 
     def _chunk(self, batch: RunningBatch, request_id: int, tokens: int) -> PromptChunk:
@@ -198,48 +208,42 @@ class Engine:
         all_logits = sequence.report.prefill_logprobs and not self.info.encoder_decoder
         return PromptChunk.next_of(sequence, tokens, all_logits=all_logits)
 
-    def _grammar_compiler(self, config: EngineConfig) -> GrammarCompiler:
-        return GrammarCompiler(config.model_path, self.info.vocab_size, self.info.eos_token_ids)
-
     def _constrain(self, sequence: RunningSequence) -> None:
         if sequence.grammar is None:
             return
         if self.grammars is None:
             raise InvalidCall("grammars need a tokenizer in the model's folder, and there is none")
         stopping = sequence.stopping
-        try:
-            sequence.constraint = self.grammars.constraint(
-                sequence.grammar, sequence.generated_ids, stopping.max_new_tokens, ignore_eos=stopping.ignore_eos
-            )
-        except InvalidGrammar as error:
-            raise InvalidCall(f"the grammar of request {sequence.request_id} cannot be used: {error}") from error
+        sequence.constraint = self.grammars.constraint(
+            sequence.grammar, sequence.generated_ids, stopping.max_new_tokens, ignore_eos=stopping.ignore_eos
+        )
 
     def _settle(self, batch: RunningBatch) -> None:
-        """What a grammar allows next depends on the last token, so the host has to know it before the next step."""
+        """Waits for the last step's tokens if a sequence has a grammar, whose next mask depends on them."""
         if self._last is not None and any(sequence.constraint is not None for sequence in batch.rows):
             self._last.resolve()
 
-    def _start(self, batch: RunningBatch, step: "_Pass") -> Step:
+    def _start(self, batch: RunningBatch, plan: StepPlan) -> Step:
         started = time.perf_counter_ns()
-        mask = self._start_mask(step.sequences)
-        logits = self._forward(step, mask) if step.decoding or step.chunks else None
+        mask = self._start_mask(plan.sequences)
+        logits = self._forward(plan, mask) if plan.decoding or plan.chunks else None
         forwarded = time.perf_counter_ns()
-        if step.chunks:
+        if plan.chunks:
             assert logits is not None
-            self._finish_chunks(batch, step, logits)
+            self._finish_chunks(batch, plan, logits)
         pending = None
-        if step.sequences:
+        if plan.sequences:
             assert logits is not None
-            pending = self._sample(logits, step, mask.wait() if mask else None)
-        return Step(batch, step.sequences, pending, self._eos, forwarded - started, started)
+            pending = self._sample(logits, plan, mask.wait() if mask else None)
+        return Step(batch, plan.sequences, pending, self._eos, forwarded - started, started)
 
-    def _forward(self, step: "_Pass", mask: PendingMask | None) -> Tensor:
-        greedy = GreedyOnly(mask) if step.is_greedy and not (step.decoding and self._sampler.processes) else None
+    def _forward(self, plan: StepPlan, mask: PendingMask | None) -> Tensor:
+        greedy = GreedyOnly(mask) if plan.is_greedy and not (plan.decoding and self._sampler.processes) else None
         if self._group is None:
-            return self._runner.forward(step.decoding, step.chunks, greedy)
+            return self._runner.forward(plan.decoding, plan.chunks, greedy)
         self._group.check()
         try:
-            return self._runner.forward(step.decoding, step.chunks, greedy)
+            return self._runner.forward(plan.decoding, plan.chunks, greedy)
         except EngineError:
             raise
         except BaseException as error:
@@ -257,10 +261,10 @@ class Engine:
             list(constraints.values()), list(constraints), self.grammars.tokenizer.lookup.vocab_size
         )
 
-    def _finish_chunks(self, batch: RunningBatch, step: "_Pass", logits: Tensor) -> None:
+    def _finish_chunks(self, batch: RunningBatch, plan: StepPlan, logits: Tensor) -> None:
         """Reports what was asked about prompts, and gives rows to the sequences whose prompt is complete."""
-        start = step.decoding
-        for chunk in step.chunks:
+        start = plan.decoding
+        for chunk in plan.chunks:
             end = start + chunk.logits
             if chunk.all_logits:
                 _report_prompt(chunk, logits[start:end])
@@ -271,53 +275,18 @@ class Engine:
             start = end
 
     def _report_start(self, sequence: RunningSequence) -> None:
-        """What an encoder reads has no likelihood; a decoder's own prompt is the token that it starts with."""
+        """Reports the token that the decoder starts with: a prompt that an encoder reads has no log-probabilities."""
         assert self.info.decoder_start_token_id is not None
         sequence.prompt_report = PromptTokens([self.info.decoder_start_token_id], [math.nan])
 
-    def _sample(self, logits: Tensor, step: "_Pass", mask: TokenMask | None) -> PendingTokens:
-        if len(step.picked) != len(logits):
-            logits = logits.index_select(0, to_device(step.picked, torch.int64, self._device))
-        rows = range(step.first_row, step.first_row + len(step.sequences))
+    def _sample(self, logits: Tensor, plan: StepPlan, mask: TokenMask | None) -> PendingTokens:
+        if len(plan.picked) != len(logits):
+            logits = logits.index_select(0, to_device(plan.picked, torch.int64, self._device))
+        rows = range(plan.first_row, plan.first_row + len(plan.sequences))
         sampled = self._sampler.sample(logits, rows, mask)
         self._sampler.accept(sampled.token_ids, rows)
-        self._runner.accept(step.first_row, sampled.token_ids)
+        self._runner.accept(plan.first_row, sampled.token_ids)
         return sampled.start_copy()
-
-
-@dataclass(frozen=True, slots=True)
-class _Pass:
-    """A forward pass, and the sequences that get a token from it.
-
-    decoding: the first so many rows decode. chunks: what is computed beside them. sequences: those that get a token, in
-    the order of the rows that they have, or take once their prompt is complete. first_row: of the first of them.
-    picked: the indices of their logits among those that the pass yields.
-    """
-
-    decoding: int
-    chunks: list[PromptChunk]
-    sequences: list[RunningSequence]
-    first_row: int
-    picked: list[int]
-
-    @classmethod
-    def of(cls, batch: RunningBatch, chunks: list[PromptChunk], *, decode: bool) -> "_Pass":
-        decoding = len(batch.rows) if decode else 0
-        sequences = batch.rows[:decoding]
-        picked, end = list(range(decoding)), decoding
-        for chunk in chunks:
-            end += chunk.logits
-            if chunk.completes:
-                sequences.append(chunk.sequence)
-                picked.append(end - 1)
-        return cls(decoding, chunks, sequences, 0 if decode else len(batch.rows), picked)
-
-    @property
-    def is_greedy(self) -> bool:
-        """Returns True if no chunk needs more logits than the largest of its sequence's last token."""
-        return all(
-            is_plain(chunk.sequence.sampling, chunk.sequence.report) and not chunk.all_logits for chunk in self.chunks
-        )
 
 
 def _report_prompt(chunk: PromptChunk, logits: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""What can go wrong in the engine. `str()` of an error is one line that says what to do."""
+"""The engine's errors. `str()` of an error is one line that says what to do."""
 
 
 class EngineError(Exception):
@@ -18,7 +18,7 @@ class UnsupportedModel(EngineError):
 
 
 class NotEnoughMemory(EngineError):
-    """What was asked for does not fit beside the model's weights."""
+    """The KV cache or the sequences asked for do not fit beside the model's weights."""
 
 
 class InvalidCall(EngineError):
@@ -26,4 +26,8 @@ class InvalidCall(EngineError):
 
 
 class CannotConnect(EngineError):
-    """The shards of a model could not meet."""
+    """The shards of a model could not connect to each other."""
+
+
+class PeerLost(RuntimeError):
+    """Another shard has ended in the middle of a step, or does not come to the same point of it."""

@@ -1,4 +1,4 @@
-"""How much memory the KV cache may take, and memory that comes straight from the system."""
+"""Memory: how much of it the KV cache may take, pages straight from the system, copies from host to device."""
 
 import contextlib
 import ctypes
@@ -14,18 +14,17 @@ import psutil
 import torch
 from torch import Tensor
 
+# Of the GPU memory that may be used. The rest is left to sampling, to logits of whole prompts, to the copies of long
+# histories, and to gaps between tensors: the largest pass has none of that.
 CUDA_SHARE = 0.95
-"""Of what a GPU's memory may be used for. The rest is left to sampling, to logits of whole prompts, to the copies of
-long histories, and to what lies between tensors: nothing of that is in the largest pass.
-"""
+# Of the RAM that is free after loading. The rest is left to activations and to other processes.
 CPU_SHARE = 0.3
-"""Of the RAM that is free after loading. The rest is left to activations and to whatever else runs there."""
 
 
 def cache_bytes(device: torch.device, memory_fraction: float, cpu_memory: int | None, processes: int = 1) -> int:
-    """Bytes for keys and values on `device`, once the weights are loaded and the largest pass has run.
+    """Returns the bytes for keys and values on `device`, once the weights are loaded and the largest pass has run.
 
-    processes: how many share the RAM, and what is given of it.
+    cpu_memory: bytes of RAM; None: a share of what is free. processes: that share the RAM, or `cpu_memory`.
     """
     if device.type == "cuda":
         gc.collect()
@@ -39,21 +38,21 @@ def cache_bytes(device: torch.device, memory_fraction: float, cpu_memory: int | 
 
 
 def forget_peak(device: torch.device) -> None:
-    """The most that `cache_bytes` leaves to passes is counted from here on."""
+    """Starts counting anew the most memory that passes take, which `cache_bytes` leaves to them."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
 
 
 @dataclass(slots=True)
 class Taken:
-    """bytes: what a GPU has less of since."""
+    """The bytes by which a GPU's free memory has shrunk."""
 
     bytes: int = 0
 
 
 @contextlib.contextmanager
 def taken_by(device: torch.device) -> Iterator[Taken]:
-    """Measures what is taken of a GPU's memory in the block and kept beyond it; 0 on a CPU."""
+    """Measures the GPU memory that the block takes and keeps; 0 on a CPU."""
     taken = Taken()
     if device.type != "cuda":
         yield taken
@@ -66,7 +65,7 @@ def taken_by(device: torch.device) -> Iterator[Taken]:
 
 
 def available_ram() -> int:
-    """Bytes of RAM that this process may still take: of the machine, or of its control group if that has less."""
+    """Returns the bytes of RAM that this process may still take: of the machine, or of its control group."""
     available = psutil.virtual_memory().available
     limit, used = (Path("/sys/fs/cgroup") / name for name in ("memory.max", "memory.current"))
     try:
@@ -76,12 +75,12 @@ def available_ram() -> int:
 
 
 def to_device(values: Sequence[int] | Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """`values` as a tensor `[len(values)]` on `device`."""
+    """Returns `values` as a tensor `[len(values)]` on `device`. The host does not wait for the copy."""
     return copy_to_device(torch.tensor(values, dtype=dtype), device)
 
 
 def copy_to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """`tensor`, which is on the host, on `device`; on a CPU it may be the same one.
+    """Copies a tensor from the host to `device`; on a CPU it may return the same one.
 
     From pageable memory CUDA copies synchronously; from pinned memory the copy joins the stream.
     """
@@ -91,9 +90,9 @@ def copy_to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def mapped(shape: tuple[int, ...], dtype: torch.dtype, *, large_pages: bool = False) -> Tensor:
-    """Zeros in pages of their own, which are taken when they are written, and go back to the system with the tensor.
+    """Returns zeros in pages of their own, which are taken when they are written, and freed with the tensor.
 
-    large_pages: as large as the system has, for what is read a little here and a little there.
+    large_pages: as large as the system has, for a tensor that is read a little here and a little there.
     """
     memory = mmap.mmap(-1, max(1, math.prod(shape) * dtype.itemsize), flags=mmap.MAP_PRIVATE)
     if large_pages and hasattr(mmap, "MADV_HUGEPAGE"):
@@ -105,8 +104,7 @@ def mapped(shape: tuple[int, ...], dtype: torch.dtype, *, large_pages: bool = Fa
 class PageReserve:
     """Takes the pages of mapped memory before they are written, a little of each tensor in turn.
 
-    To take a page can cost more than what is written into it, above all in a virtual machine, whose host may have to
-    find it first.
+    To take a page can cost more than to write it, above all in a virtual machine, whose host may have to find it first.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
@@ -115,9 +113,9 @@ class PageReserve:
         self._next = 0  # of the tensors
 
     def take(self, limit: int, seconds: float) -> bool:
-        """Goes on until the first `limit` bytes of each tensor are taken, or `seconds` are over: whether more are left.
+        """Goes on until the first `limit` bytes of each tensor are taken, or `seconds` are over.
 
-        Takes a whole piece at least once; a piece is 2 MiB of a tensor.
+        Returns True if some of them are left. Takes a whole piece at least once; a piece is 2 MiB of a tensor.
         """
         deadline = time.monotonic() + seconds
         limit = min(limit, max((tensor.nbytes for tensor in self._tensors), default=0))
@@ -140,7 +138,7 @@ _MADV_POPULATE_WRITE = 23  # Linux 5.14
 
 
 def _take_pages(address: int, length: int) -> bool:
-    """Whether the system knows how to."""
+    """Takes the pages at an address. Returns False if the system has no call for that."""
     start = address // mmap.PAGESIZE * mmap.PAGESIZE
     result: int = _LIBC.madvise(ctypes.c_void_p(start), ctypes.c_size_t(address + length - start), _MADV_POPULATE_WRITE)
     return result == 0

@@ -1,4 +1,4 @@
-"""One request as the engine sees it: what to generate and how far it is. Knows nothing about tensors on devices."""
+"""One request in the engine: its tokens, its KV blocks, and how far it is. Knows nothing about tensors on devices."""
 
 from dataclasses import dataclass, field, replace
 
@@ -12,7 +12,7 @@ from tgi_server.engine.grammar.constraint import Constraint
 
 @dataclass(frozen=True, slots=True)
 class PromptTokens:
-    """The prompt and how likely each of its tokens was after those before it; NaN for the first."""
+    """The prompt, and the log-probability of each of its tokens after those before it; NaN for the first."""
 
     ids: list[int]
     logprobs: list[float]
@@ -22,13 +22,13 @@ class PromptTokens:
 class RunningSequence:
     """A request in a batch.
 
-    input_ids: the prompt, which an encoder reads where there is one. generated_ids: what had been generated before a
-    preemption; of a sequence with a grammar, all that has been. known: both, in this order.
+    input_ids: the prompt, which an encoder reads where there is one. generated_ids: the tokens generated before a
+    preemption; of a sequence with a grammar, all that were generated so far. known: both, in this order.
     blocks: the block table so far. computed: tokens whose keys and values are in the cache.
     generated: tokens generated so far, those before a preemption included.
-    lookahead: slots of its blocks that forced tokens must leave free. constraint: what its grammar makes of its text.
-    catching_up: whether its known tokens that are left to compute are forced ones.
-    prompt_report: what is reported of the prompt, until it has been.
+    constraint: its grammar at work on its text; None without a grammar.
+    jumping: the known tokens that are left to compute are jump-forward tokens.
+    prompt_report: the report on the prompt, until it has been handed out.
     """
 
     request_id: int
@@ -39,14 +39,13 @@ class RunningSequence:
     grammar: Grammar | None = None
     generated_ids: list[int] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
-    lookahead: int = 0
     computed: int = 0
     copy: BlockCopy | None = None
     generated: int = 0
     known: Tensor = field(init=False)
     prompt_report: PromptTokens | None = None
     constraint: Constraint | None = None
-    catching_up: bool = False
+    jumping: bool = False
 
     def __post_init__(self) -> None:
         if not self.input_ids:
@@ -59,30 +58,30 @@ class RunningSequence:
 
     @property
     def remaining(self) -> int:
-        """Known tokens that have not been computed yet."""
+        """The number of known tokens that have not been computed yet."""
         return len(self.known) - self.computed
 
     def append(self, tokens: list[int]) -> None:
-        """The tokens of a step, which the host has to know of a sequence with a grammar."""
+        """Adds the tokens of a step, which the host has to know of a sequence with a grammar."""
         self.generated_ids.extend(tokens)
         self.generated += len(tokens)
 
-    def room(self, block_size: int) -> int:
-        """How many forced tokens may follow now: as many as have a slot beside that of the last token."""
-        slots = len(self.blocks) * block_size - self.lookahead
+    def jump_forward_room(self, block_size: int) -> int:
+        """Returns how many jump-forward tokens have a slot behind that of the last token."""
+        slots = len(self.blocks) * block_size
         return max(0, slots - len(self.input_ids) - self.generated - 1)
 
-    def catch_up(self, tokens: int) -> None:
-        """Its last `tokens` tokens, forced ones behind one that was chosen, are to be computed together, as known."""
+    def jump(self, tokens: int) -> None:
+        """Makes the last `tokens` tokens known ones: one that was chosen, and the jump-forward tokens behind it."""
         known = len(self.known)
         total = len(self.input_ids) + self.generated
         self.known = torch.cat([self.known, torch.tensor(self.generated_ids[known - total :], dtype=torch.int64)])
         self.report = replace(self.report, prefill_logprobs=False)
         self.computed = total - tokens
-        self.catching_up = True
+        self.jumping = True
 
     def next_chunk(self, tokens: int) -> Tensor:
-        """The next `tokens` known tokens, [tokens] int64; they count as computed from here on."""
+        """Returns the next `tokens` known tokens, [tokens] int64; they count as computed from here on."""
         if not 0 < tokens <= self.remaining:
             raise InvalidCall(f"request {self.request_id}: a chunk of {tokens} tokens, but {self.remaining} are left")
         chunk = self.known[self.computed : self.computed + tokens]

@@ -1,4 +1,4 @@
-"""A step that has been started, and what becomes of its sequences when it is done."""
+"""A step that has been started, its results, and the end of sequences whose last token it brings."""
 
 import time
 from collections.abc import Collection
@@ -22,15 +22,15 @@ class TopTokens:
 
 @dataclass(slots=True)
 class Generation:
-    """What one request got from a step.
+    """The tokens that one request got from a step.
 
-    forced: tokens behind `token_id` that the request's grammar left no choice about. hidden: which of all these are
-    no part of the text; 0 is `token_id`. error: why the request cannot go on.
+    jump_forward: tokens behind `token_id` that the request's grammar left no choice about. hidden: the places, among
+    all of them, of tokens that are no part of the text; 0 is `token_id`. error: why the request cannot go on.
     """
 
     request_id: int
     token_id: int
-    forced: list[int] = field(default_factory=list)
+    jump_forward: list[int] = field(default_factory=list)
     hidden: list[int] = field(default_factory=list)
     error: str | None = None
     logprob: float | None = None
@@ -41,7 +41,7 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """generations: one for each sequence that got a token. Times in nanoseconds."""
+    """The generations of a step, one for each sequence that got a token, and its times in nanoseconds."""
 
     generations: list[Generation]
     forward_ns: int
@@ -85,7 +85,7 @@ class Step:
         return StepResult(generations, self._forward_ns, time.perf_counter_ns() - self._started_ns)
 
     def resolve(self) -> list[Generation]:
-        """What `collect` does, as soon as the tokens are needed: the first time, it waits for them."""
+        """Takes the step's tokens, and waits for them if that has not been done. `collect` returns the same ones."""
         if self._generations is None:
             self._generations = [] if self._pending is None else self._take(self._pending.wait())
         return self._generations
@@ -94,7 +94,7 @@ class Step:
         rows = zip(_generations(tokens, self._sequences), self._sequences, strict=True)
         alive = [(row, sequence) for row, sequence in rows if sequence.request_id in self._batch]
         ended = []
-        self._budget = self._batch.forced_budget()
+        self._budget = self._batch.jump_forward_budget()
         for generation, sequence in alive:
             if sequence.constraint is None:
                 sequence.generated += 1
@@ -110,21 +110,21 @@ class Step:
         if ended:
             self._batch.drop(ended)
         for generation, sequence in alive:
-            if generation.forced and not generation.finish_reason and not generation.error:
-                self._batch.step_aside(sequence, 1 + len(generation.forced))
+            if generation.jump_forward and not generation.finish_reason and not generation.error:
+                self._batch.leave_row(sequence, 1 + len(generation.jump_forward))
         return [generation for generation, _ in alive]
 
     def _follow_grammar(self, generation: Generation, sequence: RunningSequence) -> bool:
-        """Adds the tokens that the grammar leaves no choice about. Whether the text is whole with them."""
+        """Adds the tokens that the grammar leaves no choice about. Returns True if the text is whole with them."""
         constraint = sequence.constraint
         assert constraint is not None
-        room = min(self._batch.room(sequence), self._budget)
+        room = min(self._batch.jump_forward_room(sequence), self._budget)
         advance = constraint.advance(generation.token_id, room)
         if not constraint.ended:
-            self._budget -= len(advance.following)
-        generation.forced, generation.hidden = advance.following, advance.hidden
+            self._budget -= len(advance.jump_forward)
+        generation.jump_forward, generation.hidden = advance.jump_forward, advance.hidden
         generation.error = constraint.error
-        sequence.append([generation.token_id, *advance.following])
+        sequence.append([generation.token_id, *advance.jump_forward])
         return constraint.ended
 
 

@@ -12,6 +12,7 @@ from transformers.utils import logging as transformers_logging
 
 from tgi_server.engine.config import EngineConfig, resolve_dtype
 from tgi_server.engine.errors import EngineError, InvalidWeights, ModelNotFound, UnsupportedModel
+from tgi_server.engine.sharding import ShardGroup
 from tgi_server.engine.sharding.model import load_shard
 
 
@@ -46,10 +47,10 @@ def load_model(config: EngineConfig, device: torch.device) -> PreTrainedModel:
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
     group = config.group
-    if group is not None:
-        model, report = _load(config.model_path, lambda: load_shard(config, model_config, factory, dtype, group))
-    else:
+    if group is None:
         model, report = _load(config.model_path, lambda: _load_whole(config, factory, dtype))
+    else:
+        model, report = _load(config.model_path, lambda: _load_shard(config, model_config, factory, dtype, group))
     if missing := sorted(report["missing_keys"]):
         raise InvalidWeights(f"{config.model_path}: weights are missing: {_some(missing)}")
     if mismatched := [key for key, *_ in report.get("mismatched_keys", ())]:
@@ -66,6 +67,18 @@ def _load_whole(config: EngineConfig, factory: Any, dtype: torch.dtype) -> tuple
         use_safetensors=True,
         output_loading_info=True,
     )
+
+
+def _load_shard(
+    config: EngineConfig, model_config: PretrainedConfig, factory: Any, dtype: torch.dtype, group: ShardGroup
+) -> tuple[PreTrainedModel, dict]:
+    facts = {
+        "--quantize": str(config.quantize),
+        "--disable-custom-kernels": str(not config.custom_kernels),
+        "the kind of device": config.resolve_device().type,
+    }
+    path, trust = config.model_path, config.trust_remote_code
+    return load_shard(path, model_config, factory, dtype, group, trust_remote_code=trust, facts=facts)
 
 
 def check_weight_files(path: Path) -> None:

@@ -4,24 +4,20 @@ import asyncio
 import logging
 import sys
 from collections.abc import Coroutine
-from pathlib import Path
 from typing import TypeVar
 
 from shared.logging import configure_logging
 from shared.settings import fail, read_settings
 from shared.stop_signals import ignore_stop_signals, on_stop_signal
 from tgi_server.launcher import commands
-from tgi_server.launcher.devices import shard_count
 from tgi_server.launcher.environment import describe_environment
 from tgi_server.launcher.errors import CannotStartError, ModelMissingError, ProcessEndedError
-from tgi_server.launcher.model import find_model
-from tgi_server.launcher.nodes.meeting import meet
-from tgi_server.launcher.preflight import check_address, check_port, check_tokenizer
+from tgi_server.launcher.machine import check_address, check_port, shard_count
+from tgi_server.launcher.nodes.rendezvous import rendezvous
 from tgi_server.launcher.processes.sockets import shard_sockets
 from tgi_server.launcher.processes.supervisor import Supervisor
 from tgi_server.launcher.settings import LauncherSettings
-from tgi_server.router.settings import RouterSettings
-from tgi_server.unsupported import refuse_unsupported
+from tgi_server.launcher.weights import check_tokenizer, find_model
 
 PROGRAM = "text-generation-launcher"
 T = TypeVar("T")
@@ -30,14 +26,15 @@ logger = logging.getLogger(__name__)
 
 
 def main() -> None:
-    """Exit codes: 0 stopped as asked, 1 the server cannot start or has failed, 2 a mistake on the command line."""
+    """Runs the launcher.
+
+    Exit codes: 0 stopped as asked, 1 the server cannot start or has failed, 2 a mistake on the command line.
+    """
     settings = read_settings(LauncherSettings, PROGRAM, sys.argv[1:])
-    refuse_unsupported(settings, PROGRAM)
-    # The router would refuse these just the same, but only after the model has been fetched.
-    read_settings(RouterSettings, PROGRAM, commands.router_flags(settings, Path(settings.model_id)))
     configure_logging("launcher", level=settings.log_level, json_output=settings.json_output)
     if settings.env:
-        logger.info("environment:\n%s", describe_environment())
+        for line in describe_environment().splitlines():
+            logger.info("%s", line)
     logger.info("settings: %s", settings.describe())
     try:
         asyncio.run(_launch(settings))
@@ -52,7 +49,7 @@ def main() -> None:
 
 
 async def _launch(settings: LauncherSettings) -> None:
-    """Returns once the server was asked to stop and has stopped. Raises LauncherError."""
+    """Runs the server until it was asked to stop and has stopped. Raises LauncherError."""
     stop = asyncio.Event()
     on_stop_signal(stop.set)
     shards = shard_count(settings)
@@ -63,7 +60,7 @@ async def _launch(settings: LauncherSettings) -> None:
     check_tokenizer(folder)
     peers = None
     if settings.num_nodes > 1:
-        peers = await _unless_stopped(meet(settings, shards), stop)
+        peers = await _unless_stopped(rendezvous(settings, shards), stop)
         if peers is None:
             return
     first = settings.node_rank * shards
@@ -82,7 +79,7 @@ async def _launch(settings: LauncherSettings) -> None:
 
 
 def _check_addresses(settings: LauncherSettings) -> None:
-    """Raises CannotStartError."""
+    """Raises CannotStartError when an address or a port of the settings cannot be used on this machine."""
     if settings.node_rank == 0:
         check_port(settings.hostname, settings.port, "--port")
         check_port(settings.hostname, settings.prometheus_port, "--prometheus-port")
@@ -91,7 +88,7 @@ def _check_addresses(settings: LauncherSettings) -> None:
 
 
 async def _unless_stopped(work: Coroutine[None, None, T], stop: asyncio.Event) -> T | None:
-    """What `work` returns; None, with the work cancelled, when `stop` is set before."""
+    """Returns what `work` returns; None, with the work cancelled, when `stop` is set before."""
     tasks = asyncio.create_task(work), asyncio.create_task(stop.wait())
     await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     for task in tasks:

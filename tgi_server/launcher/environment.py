@@ -1,4 +1,4 @@
-"""What a bug report needs to know of the machine and of what is installed. Imports none of it."""
+"""Facts for a bug report: the machine, and the versions of what is installed, of which nothing is imported."""
 
 import os
 import platform
@@ -25,7 +25,7 @@ UNKNOWN = "unknown"
 
 
 def describe_environment() -> str:
-    """Lines of `name: value`."""
+    """Returns lines of `name: value`."""
     facts = {
         "revision": _output("git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD") or UNKNOWN,
         "system": _system(),
@@ -54,7 +54,7 @@ def _system() -> str:
 
 
 def _cpu() -> str:
-    """Model, the cores that this process may use, and what they can do that matters for speed."""
+    """Returns the CPU's model, the cores that this process may use, and the features that matter for speed."""
     facts = _table(Path("/proc/cpuinfo"))
     features = set((facts.get("flags") or facts.get("Features") or "").split())
     known = " ".join(name for name in CPU_FEATURES if name in features)
@@ -67,7 +67,7 @@ def _memory() -> str:
 
 
 def _table(path: Path) -> dict[str, str]:
-    """The `name: value` lines of a file of /proc; of lines with one name the first."""
+    """Returns the `name: value` lines of a file of /proc; of lines with one name the first."""
     try:
         lines = path.read_text().splitlines()
     except OSError:
@@ -77,7 +77,7 @@ def _table(path: Path) -> dict[str, str]:
 
 
 def _output(*command: str) -> str:
-    """What a program prints, empty when it is not there or fails."""
+    """Returns what a program prints; nothing when it is not there or fails."""
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):

@@ -1,18 +1,18 @@
-"""What ends the launcher. `str()` of an error is the one line that the user reads."""
+"""Errors that end the launcher. `str()` of an error is the one line that the user reads."""
 
 
 class LauncherError(Exception):
-    """Base of the launcher's errors; `status` is the exit code."""
+    """Base of the launcher's errors. status: the exit code."""
 
     status = 1
 
 
 class CannotStartError(LauncherError):
-    """Found out before anything was started."""
+    """A mistake that was found before anything was started."""
 
 
 class ModelMissingError(LauncherError):
-    """The model is neither here nor could it be fetched; whoever tried has said why."""
+    """The model is not here and could not be fetched; the process that tried has said why."""
 
     def __init__(self, status: int) -> None:
         super().__init__("")

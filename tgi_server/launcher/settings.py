@@ -1,25 +1,17 @@
-"""Settings of `text-generation-launcher`: TGI's, under TGI's names."""
+"""Settings of `text-generation-launcher`: what the router takes, what a shard takes, and the launcher's own."""
 
 import ipaddress
 import socket
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, AliasChoices, BeforeValidator, ByteSize, Field, NonNegativeInt, model_validator
+from pydantic import AfterValidator, Field, PositiveInt, field_validator, model_validator
 from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
-from shared.settings import CommaSeparated, ServiceSettings
+from shared.settings import Refused
 from tgi_server import demo_model
-
-
-def _address(hostname: str) -> str:
-    """Containers have their own name in HOSTNAME, which nobody meant as an address to listen on."""
-    return "0.0.0.0" if hostname == socket.gethostname() else hostname
-
-
-def _level(name: object) -> object:
-    """TGI spells them `info` and `warn`."""
-    return {"WARN": "WARNING"}.get(name.upper(), name.upper()) if isinstance(name, str) else name
+from tgi_server.router.settings import ServingSettings
+from tgi_server.shard.settings import ModelSettings
 
 
 def _chosen(address: str) -> str:
@@ -33,113 +25,66 @@ def _chosen(address: str) -> str:
     return address
 
 
-LogLevel = Annotated[Literal["DEBUG", "INFO", "WARNING", "ERROR"], BeforeValidator(_level)]
 Port = Annotated[int, Field(gt=0, lt=65536)]
-Count = Annotated[int, Field(gt=0)]
+# That of torch's own launchers.
 MEETING_PORT = 29500
-"""That of torch's own launchers."""
 
 
-class LauncherSettings(ServiceSettings):
+class LauncherSettings(ServingSettings, ModelSettings):
     """Starts a text-generation server: shards that run the model, and a router that serves HTTP."""
 
     model_config = SettingsConfigDict(cli_shortcuts={"port": "p", "env": "e"})
 
     model_id: str = Field(str(demo_model.PATH), description="a local folder, or an id of the hub")
-    revision: str | None = Field(None, description="branch, tag or commit of the model on the hub")
-    dtype: Literal["float32", "float16", "bfloat16"] | None = Field(None, description="default: the checkpoint's")
-    quantize: str | None = Field(None, description="int8: round the weights to 8 bits while loading, on a CPU")
-    linear_kernels: str | None = Field(
-        None,
-        description="kernels of linear layers on a CPU, as the log tells them at load, such as fma or "
-        "avx512_bf16,amx@16; default: those that are measured to be the fastest",
-    )
-    disable_custom_kernels: bool = Field(False, description="use only what torch and transformers have")
-    trust_remote_code: bool = Field(False, description="run the Python code that comes with the model")
     huggingface_hub_cache: Path | None = Field(None, description="where downloads from the hub are kept")
-    num_shard: Count | None = Field(
+    num_shard: PositiveInt | None = Field(
         None,
         description="processes that run the model together, one for each GPU; on each machine, if there are several",
     )
     sharded: Literal["true", "false"] | None = Field(
         None, description="whether there are several shards; without --num-shard, one for each GPU that is visible"
     )
-
-    hostname: Annotated[str, AfterValidator(_address)] = Field("0.0.0.0", description="address to listen on")
-    port: Port = 3000
-    prometheus_port: int = Field(9000, ge=0, lt=65536, description="where /metrics is served, too; 0: nowhere")
     shard_uds_path: Path | None = Field(
         None, description="shards listen on the sockets PATH-0, PATH-1, ...; default: in a folder of their own"
     )
     master_addr: str = Field("localhost", description="where shards meet: with several machines, that of node 0")
     master_port: Port | None = Field(None, description="default: a free one; with several machines, 29500")
-    num_nodes: Count = Field(1, description="machines that run the model together, each with a launcher")
+    num_nodes: PositiveInt = Field(1, description="machines that run the model together, each with a launcher")
     node_rank: int = Field(0, ge=0, description="which of them this is; node 0 serves HTTP")
     node_address: Annotated[str, AfterValidator(_chosen)] | None = Field(
         None, description="address of this machine at which the others reach it"
     )
-
-    validation_workers: Count = Field(2, description="threads that turn text into tokens")
-    max_concurrent_requests: Count = 128
-    max_best_of: Count = 2
-    max_stop_sequences: int = Field(4, ge=0)
-    max_top_n_tokens: int = Field(5, ge=0)
-    max_input_tokens: Count | None = Field(
-        None, validation_alias=AliasChoices("max_input_tokens", "max_input_length"), description="of one prompt"
-    )
-    max_total_tokens: Count | None = Field(None, description="of one prompt and its answer")
-    waiting_served_ratio: float = Field(0.3, ge=0)
-    max_batch_prefill_tokens: Count | None = Field(None, description="prompt tokens that are computed in one step")
-    max_batch_total_tokens: Count | None = Field(None, description="tokens of all running requests together")
-    max_waiting_tokens: int = Field(20, ge=0, description="steps after which waiting requests are taken in")
-    max_batch_size: Count | None = None
-    max_client_batch_size: Count = 4
-    payload_limit: Count = Field(2_000_000, description="of a request's body, in bytes")
-    client_timeout: Count = Field(75, description="seconds that a client may take to ask, and to read")
-    max_connections: Count | None = Field(None, description="default: as the limit of open files allows")
-    max_connections_per_address: Count | None = Field(None, description="default: half of all")
-    tokenizer_config_path: Path | None = Field(None, description="a tokenizer_config.json with a chat template")
-    allow_special_tokens: bool = Field(False, description="also where chat messages spell them, as TGI does")
-    disable_grammar_support: bool = False
     enable_prefill_logprobs: bool = Field(False, description="for TGI's sake: a prompt's logprobs can always be had")
-    cors_allow_origin: CommaSeparated[str] | None = None
-    allowed_hosts: CommaSeparated[str] | None = Field(
-        None, description="names of this server, for when it listens on loopback without a key"
-    )
-    api_key: str | None = Field(None, description="generating then takes `Authorization: Bearer KEY`")
-    api_key_file: Path | None = Field(None, description="a file of such keys, one a line")
-
-    cuda_memory_fraction: float = Field(1.0, gt=0, le=1, description="share of a GPU's memory that may be used")
-    cuda_graphs: CommaSeparated[NonNegativeInt] | None = Field(
-        None, description="numbers of sequences to record CUDA graphs for; 0: none; default: a ladder up to 256"
-    )
-    cpu_memory: ByteSize | None = Field(
-        None, gt=0, description="RAM for the KV cache on a CPU, such as 4GiB; default: a share of what is free"
-    )
-    watermark_gamma: float | None = Field(None, gt=0, lt=1, description="share of the vocabulary that it favours")
-    watermark_delta: float | None = Field(None, ge=0, description="how much it favours it, added to the logits")
-    graceful_termination_timeout: float = Field(90, ge=0, description="seconds for running requests after SIGTERM")
-
-    json_output: bool = Field(False, description="log lines as JSON objects")
-    log_level: LogLevel = "INFO"
-    otlp_endpoint: str | None = Field(None, description="where OpenTelemetry spans go")
     otlp_service_name: str | None = Field(
         None, description="in traces; default: text-generation-inference.router, and .server for shards"
     )
     env: bool = Field(False, description="print what a bug report needs")
+    weights_cache_override: Annotated[
+        str | None, Refused("not supported; give the folder that has the weights as the model id")
+    ] = None
 
-    # What follows is refused when set: see tgi_server/unsupported.py.
-    speculate: int | None = None
-    kv_cache_dtype: str | None = None
-    rope_scaling: str | None = None
-    rope_factor: float | None = None
-    lora_adapters: str | None = None
-    weights_cache_override: str | None = None
-    usage_stats: str | None = None
+    @field_validator("hostname")
+    @classmethod
+    def _address(cls, hostname: str) -> str:
+        """Passes over the name of a container, which stands in HOSTNAME and which nobody meant as an address."""
+        return "0.0.0.0" if hostname == socket.gethostname() else hostname
+
+    @field_validator("port")
+    @classmethod
+    def _fixed(cls, port: int) -> int:
+        if port == 0:
+            raise ValueError("the launcher needs a port that it knows; give one from 1 to 65535")
+        return port
+
+    @field_validator("log_level", mode="before")
+    @classmethod
+    def _level(cls, name: object) -> object:
+        """Takes `warn`, too, as TGI spells it."""
+        return "WARNING" if isinstance(name, str) and name.upper() == "WARN" else name
 
     @property
     def meeting_address(self) -> str:
-        """Of node 0, where the launchers of several machines meet."""
+        """Returns the address of node 0, where the launchers of several machines meet."""
         return self.node_address if self.node_rank == 0 and self.node_address else self.master_addr
 
     @property
@@ -169,7 +114,7 @@ class LauncherSettings(ServiceSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """`--env` is a flag only: on many machines a variable ENV says something else."""
+        """Leaves the variable ENV out, which says something else on many machines: `--env` is a flag only."""
         assert isinstance(env_settings, EnvSettingsSource)
         env_settings.env_vars = {name: value for name, value in env_settings.env_vars.items() if name != "env"}
         return init_settings, env_settings

@@ -10,9 +10,8 @@ from shared.logging import configure_logging
 from shared.settings import fail, read_settings
 from shared.tracing import configure_tracing, stop_tracing
 from tgi_server.router.errors import StartupError
-from tgi_server.router.server import run
 from tgi_server.router.settings import RouterSettings
-from tgi_server.unsupported import refuse_unsupported
+from tgi_server.router.startup import run
 
 _PROGRAM = "text-generation-router"
 _STARTUP_FAILED = 1
@@ -22,7 +21,6 @@ logger = logging.getLogger(__name__)
 
 def main() -> None:
     settings = read_settings(RouterSettings, _PROGRAM, sys.argv[1:])
-    refuse_unsupported(settings, _PROGRAM)
     configure_logging("router", level=settings.log_level, json_output=settings.json_output)
     configure_tracing(settings.otlp_service_name, settings.otlp_endpoint)
     logger.info("settings: %s", settings.describe())

@@ -1,12 +1,14 @@
 """What Prometheus is told, under TGI's names. Durations are in seconds, lengths in tokens.
 
-Everything here is called from the event loop's thread; one observation costs about a microsecond.
+What is observed is told from the event loop's thread; one observation costs about a microsecond.
 """
 
+import asyncio
 import re
 from dataclasses import dataclass
 from enum import Enum
 from itertools import accumulate, repeat
+from time import perf_counter
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 
@@ -208,10 +210,38 @@ class Metrics:
         self._registry = CollectorRegistry()
         self.requests = RequestMetrics(self._registry)
         self.batches = BatchMetrics(self._registry)
+        self._event_loop_lag = _seconds(
+            self._registry, "tgi_event_loop_lag_seconds", "How late the event loop came to what was due."
+        )
+        self._writing = asyncio.Lock()
+        self._next: asyncio.Task[bytes] | None = None
+        self._not_before = 0.0
+
+    def event_loop_lag(self, seconds: float) -> None:
+        self._event_loop_lag.observe(seconds)
 
     def expose(self) -> bytes:
         """The text that `/metrics` answers with (Prometheus text format 0.0.4)."""
         return _TOTAL.sub(rb"\1", generate_latest(self._registry))
+
+    async def exposed(self) -> bytes:
+        """Returns what `expose` does, from a thread; all who ask while one text is written share the next.
+
+        Writing takes milliseconds and anybody may ask, so it may take no more than a fifth of the time.
+        """
+        if self._next is None:
+            self._next = asyncio.ensure_future(self._write())
+        return await asyncio.shield(self._next)
+
+    async def _write(self) -> bytes:
+        async with self._writing:
+            await asyncio.sleep(self._not_before - perf_counter())
+            self._next = None
+            began = perf_counter()
+            text = await asyncio.to_thread(self.expose)
+            ended = perf_counter()
+            self._not_before = ended + 4 * (ended - began)
+            return text
 
 
 def _seconds(registry: CollectorRegistry, name: str, description: str, *labels: str) -> Histogram:

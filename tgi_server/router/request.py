@@ -1,4 +1,4 @@
-"""What crosses the border between the HTTP API and the scheduler.
+"""Requests as the HTTP API hands them to the scheduler, and the sinks that their tokens go to.
 
 The API validates and tokenises a request and hands it over with a sink. The scheduler puts the request into batches
 and pushes each step's tokens into the sink, from its own task, while the shards compute the next step. So a sink
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from shared.stubs.generate_pb2 import Generation
-from tgi_server.contract import FinishReason, Grammar, SamplingParameters
+from tgi_server.contract import FinishReason, Grammar, ReportParameters, SamplingParameters, StoppingParameters
 from tgi_server.router.errors import RouterError
 
 
@@ -17,7 +17,7 @@ class Sink(Protocol):
     """Where a request's tokens go. Called by the scheduler's task only, in order, and by nobody after the last call."""
 
     def started(self) -> None:
-        """The request left the queue for the first time. Not called again after a preemption."""
+        """Hears that the request left the queue for the first time. Not called again after a preemption."""
 
     def push(self, generation: Generation) -> FinishReason | None:
         """Takes the tokens of one step.
@@ -27,10 +27,10 @@ class Sink(Protocol):
         """
 
     def finished(self, reason: FinishReason) -> None:
-        """Nothing more comes; the request ended as it should."""
+        """Hears that nothing more comes; the request ended as it should."""
 
     def failed(self, error: RouterError) -> None:
-        """Nothing more comes; the request did not end as it should."""
+        """Hears that nothing more comes; the request did not end as it should."""
 
 
 @dataclass(slots=True)
@@ -43,13 +43,10 @@ class ValidRequest:
 
     id: int
     input_ids: list[int]
-    max_new_tokens: int
+    stopping: StoppingParameters
     sink: Sink
     sampling: SamplingParameters = field(default_factory=SamplingParameters)
-    ignore_eos: bool = False
-    logprobs: bool = False
-    top_n_tokens: int = 0
-    prefill_logprobs: bool = False
+    report: ReportParameters = field(default_factory=ReportParameters)
     grammar: Grammar | None = None
     adapter_id: str | None = None
     cache_namespace: str = ""
@@ -57,7 +54,7 @@ class ValidRequest:
 
 
 class Submitter(Protocol):
-    """What the API needs of the scheduler."""
+    """The part of the scheduler that the API uses."""
 
     def submit(self, request: ValidRequest) -> None:
         """Queues the request; its sink hears of it from then on. Never waits."""
@@ -68,7 +65,7 @@ class Submitter(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the server accepts, known once the shards have warmed up. All in tokens or requests."""
+    """The limits of the server, known once the shards have warmed up. All in tokens or requests."""
 
     max_concurrent_requests: int
     max_best_of: int

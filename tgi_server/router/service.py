@@ -1,17 +1,18 @@
-"""What the HTTP routes work with."""
+"""Everything that the HTTP routes work with."""
 
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
 
-from tgi_server.router.capacity import Capacity
-from tgi_server.router.chat_template import ChatTemplate
+from tgi_server.router.errors import Overloaded
 from tgi_server.router.metrics import Metrics
 from tgi_server.router.request import Limits, Submitter
-from tgi_server.router.special_tokens import SpecialTokens
-from tgi_server.router.tokenization import TextTokenizer, TokenizerThreads
+from tgi_server.router.text.chat_template import ChatTemplate
+from tgi_server.router.text.special_tokens import SpecialTokens
+from tgi_server.router.text.tokenizer import TextTokenizer, TokenizerThreads
+from tgi_server.router.text.validation import Validator
 from tgi_server.router.tracing import RequestTracer
-from tgi_server.router.validation import Validator
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,32 @@ class ModelDescription:
     def fingerprint(self) -> str:
         """What OpenAI's answers call `system_fingerprint`."""
         return f"{self.version}-native"
+
+
+class Capacity:
+    """Counts the sequences that clients wait for; whoever comes when it is full is turned away at once."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self.in_flight = 0
+
+    def take(self, sequences: int) -> None:
+        """Raises Overloaded."""
+        if self.in_flight + sequences > self._limit:
+            raise Overloaded(f"the server is busy: {self._limit} requests are in flight; try again later")
+        self.in_flight += sequences
+
+    @contextmanager
+    def places(self, sequences: int) -> Iterator[None]:
+        """Holds places within the context. Raises Overloaded."""
+        self.take(sequences)
+        try:
+            yield
+        finally:
+            self.give_back(sequences)
+
+    def give_back(self, sequences: int) -> None:
+        self.in_flight -= sequences
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,27 +1,21 @@
 """The router's settings: TGI's flags and environment variables."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Self
 
 from pydantic import AliasChoices, Field, PositiveInt, field_validator, model_validator
 
-from shared.settings import CommaSeparated, ServiceSettings
+from shared.settings import CommaSeparated, Refused, ServiceSettings
 
 Port = Annotated[int, Field(ge=0, le=65535)]
 
 
-class RouterSettings(ServiceSettings):
-    """HTTP front of a text-generation server: checks and queues requests, and drives the shards."""
+class ServingSettings(ServiceSettings):
+    """What router and launcher both take; the launcher passes it on."""
 
-    tokenizer_name: Path = Field(description="Folder of the model; its tokenizer files are read.")
-    model_id: str | None = Field(default=None, description="Name of the model in answers; default: as the shards say.")
     revision: str | None = Field(default=None, description="Revision of the model, as /info reports it.")
     tokenizer_config_path: Path | None = Field(
         default=None, description="A tokenizer_config.json, or a bare chat template, in place of the model's own."
-    )
-    master_shard_uds_path: str = Field(
-        default="/tmp/text-generation-server-0",  # noqa: S108  # TGI's default, shared with the launcher
-        description="Socket of the first shard.",
     )
     hostname: str = Field(default="0.0.0.0", description="Address to listen on.")
     port: Port = Field(default=3000, description="Port of the HTTP API.")
@@ -76,11 +70,12 @@ class RouterSettings(ServiceSettings):
     json_output: bool = Field(default=False, description="Log lines as JSON.")
     log_level: str = Field(default="INFO", description="Least severity of log lines; prompts are logged by none.")
     otlp_endpoint: str | None = Field(default=None, description="OpenTelemetry collector (gRPC); unset: no tracing.")
-    otlp_service_name: str = Field(default="text-generation-inference.router", description="Name in traces.")
     graceful_termination_timeout: float = Field(
         default=90, ge=0, description="Seconds that running requests have left after SIGTERM."
     )
-    usage_stats: str = Field(default="off", description="Only off: no usage statistics are sent to anyone.")
+    usage_stats: Annotated[str, Refused("this server sends no usage statistics to anyone")] = Field(
+        default="off", description="Only off: no usage statistics are sent to anyone."
+    )
 
     @field_validator("log_level")
     @classmethod
@@ -103,7 +98,7 @@ class RouterSettings(ServiceSettings):
         return list(dict.fromkeys([*keys, *(_read_keys(self.api_key_file) if self.api_key_file else ())]))
 
     @model_validator(mode="after")
-    def _fits_together(self) -> "RouterSettings":
+    def _fits_together(self) -> Self:
         if self.max_input_tokens and self.max_total_tokens and self.max_input_tokens >= self.max_total_tokens:
             raise ValueError(
                 f"--max-input-tokens ({self.max_input_tokens}) must be less than "
@@ -112,6 +107,18 @@ class RouterSettings(ServiceSettings):
         if self.prometheus_port and self.prometheus_port == self.port:
             raise ValueError(f"--port and --prometheus-port are both {self.port}")
         return self
+
+
+class RouterSettings(ServingSettings):
+    """HTTP front of a text-generation server: checks and queues requests, and drives the shards."""
+
+    tokenizer_name: Path = Field(description="Folder of the model; its tokenizer files are read.")
+    model_id: str | None = Field(default=None, description="Name of the model in answers; default: as the shards say.")
+    master_shard_uds_path: str = Field(
+        default="/tmp/text-generation-server-0",  # noqa: S108  # TGI's default, shared with the launcher
+        description="Socket of the first shard.",
+    )
+    otlp_service_name: str = Field(default="text-generation-inference.router", description="Name in traces.")
 
 
 def _read_keys(file: Path) -> list[str]:

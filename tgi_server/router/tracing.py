@@ -28,8 +28,7 @@ class RequestTracer:
         """What a shard needs to carry the trace on."""
         if span is None:
             return {}
-        with trace.use_span(span):
-            return trace_headers()
+        return trace_headers(span)
 
     def phases(self, span: Span | None, phases: Mapping[str, tuple[Moment, Moment]]) -> None:
         """Children of `span` for what is over: name, begin, end."""

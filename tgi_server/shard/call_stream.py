@@ -1,18 +1,38 @@
 """The stream on which the router has batches run."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 
 from shared.stubs import generate_pb2 as pb
-from tgi_server.engine import Engine
-from tgi_server.engine.engine import Step
+from tgi_server.engine import Engine, Step
 from tgi_server.engine.errors import InvalidCall
 from tgi_server.shard import conversion
-from tgi_server.shard.idle_time import IdleTime
 from tgi_server.shard.tracing import RequestSpans
 
+_IDLE_SECONDS = 0.02
+_AT_ONCE_SECONDS = 0.001
+
+# A call that was started: a step on its way, or its answer, or why it failed. None: no more calls come.
 Started = Step | pb.Answer | Exception | None
-"""A call that was started: a step on its way, or its answer, or why it failed. None: no more calls come."""
+
+
+class IdleTime:
+    """Spends idle time on work that can be done a little at a time. What comes meanwhile waits for a little of it."""
+
+    def __init__(self, work: Callable[[float], bool]) -> None:
+        """work: works for so many seconds, and returns True if there is more to do."""
+        self._work = work
+        self._next: asyncio.Handle | None = None
+
+    def begins(self) -> None:
+        """Waits a moment for the next call, then begins to work. To be called after every call, on the event loop."""
+        if self._next is not None:
+            self._next.cancel()
+        self._next = asyncio.get_running_loop().call_later(_IDLE_SECONDS, self._go_on)
+
+    def _go_on(self) -> None:
+        more = self._work(_AT_ONCE_SECONDS)
+        self._next = asyncio.get_running_loop().call_soon(self._go_on) if more else None
 
 
 class CallStream:
@@ -101,7 +121,7 @@ class CallStream:
         return pb.Answer(step=conversion.step_response(result))
 
     def _end_spans(self, error: str | None = None) -> None:
-        """Of the requests that have left the batch. error: why they did, unless the router wanted it."""
+        """Ends the spans of requests that have left the batch. error: the reason, unless the router wanted it."""
         if self._spans is not None:
             batch = self._engine.batch
             self._spans.keep(batch.request_ids() if batch is not None else (), error)

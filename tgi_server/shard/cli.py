@@ -9,7 +9,6 @@ from shared.logging import configure_logging
 from shared.settings import fail, read_settings
 from tgi_server.shard.errors import ModelUnavailable
 from tgi_server.shard.settings import CommandSettings, DownloadSettings, ShardSettings
-from tgi_server.unsupported import refuse_unsupported
 
 PROGRAM = "text-generation-server"
 FAILED = 1
@@ -40,7 +39,6 @@ def main() -> None:
 def serve(arguments: Sequence[str]) -> None:
     program = f"{PROGRAM} serve"
     settings = read_settings(ShardSettings, program, arguments)
-    refuse_unsupported(settings, program)
     service = f"shard-{settings.rank}"
     _configure_logging(settings, service)
     _let_idle_threads_sleep()

@@ -55,7 +55,6 @@ def sequence(request: pb.Request) -> RunningSequence:
         report=ReportParameters(request.logprobs, request.top_n_tokens, request.prefill_logprobs),
         grammar=grammar_from_message(request.grammar) if request.HasField("grammar") else None,
         blocks=list(request.block_ids),
-        lookahead=request.lookahead,
         computed=request.cached_tokens,
         copy=block_copy_from_message(request.copy) if request.HasField("copy") else None,
     )
@@ -79,17 +78,17 @@ def step_response(result: StepResult) -> pb.StepResponse:
 def _generation(generation: Generation) -> pb.Generation:
     message = pb.Generation(
         request_id=generation.request_id,
-        token_ids=(generation.token_id, *generation.forced),
+        token_ids=(generation.token_id, *generation.jump_forward),
         hidden=generation.hidden,
         error=generation.error or "",
         finish_reason=finish_reason_to_message(generation.finish_reason),
     )
     if generation.logprob is not None:
         # Of a token that there is no choice about, the probability is 1.
-        message.logprobs.extend((generation.logprob, *(0.0 for _ in generation.forced)))
+        message.logprobs.extend((generation.logprob, *(0.0 for _ in generation.jump_forward)))
     if top := generation.top_tokens:
         message.top_tokens.add(ids=top.ids, logprobs=top.logprobs)
-        for token in generation.forced:
+        for token in generation.jump_forward:
             message.top_tokens.add(ids=(token,), logprobs=(0.0,))
     if prompt := generation.prompt_tokens:
         message.prefill_tokens.CopyFrom(pb.PrefillTokens(ids=prompt.ids, logprobs=prompt.logprobs))

@@ -1,4 +1,4 @@
-"""What can go wrong in a shard beside its engine. `str()` of an error is one line that says what to do."""
+"""Errors of a shard beside those of its engine. `str()` of one is a line that says what to do."""
 
 
 class ShardError(Exception):

@@ -8,10 +8,11 @@ from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from itertools import count
+from typing import Any
 
 from tgi_server.contract import Grammar
-from tgi_server.engine.grammar import GrammarCompiler, InvalidGrammar, Sandbox, SandboxLimit
-from tgi_server.engine.grammar.compiler import check_size, size_of
+from tgi_server.engine.grammar import GrammarCompiler, InvalidGrammar, NoRoomForGrammar, Sandbox, SandboxLimit
+from tgi_server.engine.grammar.compiler import check_size, text_bytes
 from tgi_server.shard.errors import GrammarsBusy
 
 logger = logging.getLogger(__name__)
@@ -20,12 +21,12 @@ _REMEMBERED_FAULTS = 1_024
 
 
 class _Job:
-    """A grammar to be compiled. waiting: the number of requests that wait for it."""
+    """A grammar to be compiled. size: bytes that it may take, if that is known. waiting: requests that wait for it."""
 
-    def __init__(self, grammar: Grammar, *, tried: bool) -> None:
+    def __init__(self, grammar: Grammar, size: int | None) -> None:
         self.grammar = grammar
-        self.tried = tried
-        self.done: Future[None] = Future()
+        self.size = size
+        self.done: Future[Any] = Future()
         self.waiting = 0
 
 
@@ -45,7 +46,7 @@ class _Lane:
     def put(self, job: _Job) -> _Job | None:
         """Returns the job that is turned away, when more would wait than may: the one with the most bytes."""
         with self._changed:
-            insort(self._jobs, (size_of(job.grammar), next(self._numbers), job))
+            insort(self._jobs, (text_bytes(job.grammar), next(self._numbers), job))
             self._changed.notify()
             return self._jobs.pop()[-1] if len(self._jobs) > self._room else None
 
@@ -65,13 +66,14 @@ class GrammarQueue:
     """
 
     def __init__(self, compiler: GrammarCompiler, sandbox: Callable[[int], Sandbox]) -> None:
-        """sandbox: makes one whose process has a niceness."""
-        self._compiler = compiler
+        """sandbox: makes one whose trials have a niceness."""
+        self.compiler = compiler
         self._sandbox = sandbox
         self._slow = _Lane(cpu_seconds=2.0, niceness=19, threads=1, room=4)
-        self._quick = _Lane(cpu_seconds=0.25, niceness=10, threads=2, room=32)
+        self._quick = _Lane(cpu_seconds=0.1, niceness=10, threads=2, room=64)
         self._lock = threading.Lock()
         self._started = False
+        self._sandboxes: list[Sandbox] = []
         self._running: dict[Grammar, _Job] = {}
         self._faults: OrderedDict[bytes, str] = OrderedDict()
 
@@ -84,19 +86,26 @@ class GrammarQueue:
                 for _ in range(lane.threads):
                     threading.Thread(target=self._work, args=(lane,), name="grammars", daemon=True).start()
 
-    def compile(self, grammar: Grammar, seconds: float, gone: Future[None], *, tried: bool) -> None:
-        """Returns when the grammar is compiled, or `gone` is done: the request that wanted it has left.
+    def close(self) -> None:
+        """Ends the processes. What waits is not compiled any more."""
+        with self._lock:
+            sandboxes, self._started = self._sandboxes, True
+        for sandbox in sandboxes:
+            sandbox.close()
 
-        tried: another shard has tried the grammar. Raises InvalidGrammar with one line that says what is wrong with
-        it, and GrammarsBusy when it is not compiled within `seconds`.
+    def compile(self, grammar: Grammar, seconds: float, gone: Future[Any], size: int | None = None) -> int:
+        """Returns the bytes that the compiled grammar may take; or 0, when `gone` is done before: nobody waits for it.
+
+        size: what another shard returned, which has tried it. Raises InvalidGrammar with one line that says what is
+        wrong with the grammar, and GrammarsBusy when it is not compiled within `seconds`.
         """
         check_size(grammar)
         if (fault := self._known_fault(grammar)) is not None:
             raise InvalidGrammar(fault)
-        if self._compiler.has(grammar):
-            return
+        if (known := self.compiler.size_of(grammar)) is not None:
+            return known
         self.start()
-        job, turned_away = self._join(grammar, tried=tried)
+        job, turned_away = self._join(grammar, size)
         if turned_away is not None:
             self._finish(turned_away, GrammarsBusy("too many grammars are waiting to be compiled; try again soon"))
         try:
@@ -105,30 +114,36 @@ class GrammarQueue:
             with self._lock:
                 job.waiting -= 1
         if job.done.done():
-            job.done.result()
-        elif not gone.done():
+            compiled: int = job.done.result()
+            return compiled
+        if not gone.done():
             raise GrammarsBusy(f"it was not its turn within {seconds:g} s; try again soon")
+        return 0
 
-    def _join(self, grammar: Grammar, *, tried: bool) -> tuple[_Job, _Job | None]:
+    def _join(self, grammar: Grammar, size: int | None) -> tuple[_Job, _Job | None]:
         """Returns the grammar's job, and the one that is turned away for it."""
         with self._lock:
             job, turned_away = self._running.get(grammar), None
             if job is None:
-                job = self._running[grammar] = _Job(grammar, tried=tried)
+                job = self._running[grammar] = _Job(grammar, size)
                 turned_away = self._quick.put(job)
             job.waiting += 1
             return job, turned_away
 
     def _work(self, lane: _Lane) -> None:
-        """What each thread does."""
+        """Runs in each thread."""
         sandbox = self._sandbox(lane.niceness)
+        with self._lock:
+            self._sandboxes.append(sandbox)
         sandbox.start()
         while True:
             job = lane.take()
             if self._abandoned(job):
                 continue
             try:
-                self._compile(job, lane, sandbox)
+                self._finish(job, self._compile(job, lane, sandbox))
+            except NoRoomForGrammar as error:
+                self._finish(job, GrammarsBusy(str(error)))
             except SandboxLimit as error:
                 self._overrun(job, lane, error)
             except InvalidGrammar as error:
@@ -137,14 +152,14 @@ class GrammarQueue:
             except Exception as error:
                 logger.exception("a grammar could not be compiled")
                 self._finish(job, InvalidGrammar(f"compiling it fails: {type(error).__name__}"))
-            else:
-                self._finish(job, None)
 
-    def _compile(self, job: _Job, lane: _Lane, sandbox: Sandbox) -> None:
-        if job.tried:
-            self._compiler.check(job.grammar)
-        else:
-            self._compiler.keep(job.grammar, sandbox.try_grammar(job.grammar, lane.cpu_seconds))
+    def _compile(self, job: _Job, lane: _Lane, sandbox: Sandbox) -> int:
+        if job.size is not None:
+            self.compiler.keep(job.grammar, self.compiler.source(job.grammar), job.size)
+            return job.size
+        trial = sandbox.try_grammar(job.grammar, lane.cpu_seconds)
+        self.compiler.keep(job.grammar, trial.source, trial.size)
+        return trial.size
 
     def _overrun(self, job: _Job, lane: _Lane, limit: SandboxLimit) -> None:
         if limit.limit == "time":
@@ -165,13 +180,14 @@ class GrammarQueue:
                 del self._running[job.grammar]
             return not job.waiting
 
-    def _finish(self, job: _Job, error: Exception | None) -> None:
+    def _finish(self, job: _Job, outcome: int | Exception) -> None:
+        """outcome: bytes that the compiled grammar may take, or why there is none."""
         with self._lock:
             del self._running[job.grammar]
-        if error is None:
-            job.done.set_result(None)
+        if isinstance(outcome, Exception):
+            job.done.set_exception(outcome)
         else:
-            job.done.set_exception(error)
+            job.done.set_result(outcome)
 
     def _remember(self, grammar: Grammar, fault: str) -> None:
         with self._lock:

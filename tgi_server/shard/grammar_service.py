@@ -1,18 +1,17 @@
 """The gRPC service that compiles grammars beside the steps of the engine, without delaying them."""
 
-import logging
+import threading
 from concurrent.futures import Future
 
 import grpc
 
 from shared.stubs import generate_pb2 as pb
 from shared.stubs.generate_pb2_grpc import GrammarServiceServicer
-from tgi_server.engine.grammar import InvalidGrammar
+from tgi_server.contract import Grammar
+from tgi_server.engine.grammar import GrammarCompiler, InvalidGrammar
 from tgi_server.shard.errors import GrammarsBusy
 from tgi_server.shard.grammar_queue import GrammarQueue
 from tgi_server.wire import grammar_from_message
-
-logger = logging.getLogger(__name__)
 
 _SECONDS = 10.0
 
@@ -23,18 +22,43 @@ class GrammarService(GrammarServiceServicer):
     def __init__(self, queue: GrammarQueue | None) -> None:
         """queue: None where the model's folder has no tokenizer."""
         self._queue = queue
+        self._lock = threading.Lock()
+        self._pins: dict[int, Grammar] = {}
 
     def Compile(self, request: pb.CompileRequest, context: grpc.ServicerContext) -> pb.CompileResponse:
-        """Answers a grammar that is not compiled in time with RESOURCE_EXHAUSTED: it may be soon."""
+        """Answers a grammar that is not compiled in time with RESOURCE_EXHAUSTED: it may be soon.
+
+        A grammar has its pin before it is compiled, so that nothing is forgotten in between. Without success there is
+        none left; a client that has gone may have released it before it was there.
+        """
         if self._queue is None:
             return pb.CompileResponse(error="the model's folder has no tokenizer")
         gone: Future[None] = Future()
         context.add_callback(lambda: gone.set_result(None))
+        grammar = grammar_from_message(request.grammar)
+        for pin in request.released:
+            self._unpin(self._queue.compiler, pin)
+        if request.HasField("pin"):
+            self._pin(self._queue.compiler, request.pin, grammar)
+        size = 0
         try:
-            self._queue.compile(grammar_from_message(request.grammar), _SECONDS, gone, tried=request.tried)
+            size = self._queue.compile(grammar, _SECONDS, gone, request.size if request.HasField("size") else None)
         except InvalidGrammar as error:
             return pb.CompileResponse(error=str(error))
         except GrammarsBusy as error:
-            logger.warning("a grammar of %d bytes was not compiled: %s", len(request.grammar.value), error)
             context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
-        return pb.CompileResponse()
+        finally:
+            if gone.done() or not size:
+                self._unpin(self._queue.compiler, request.pin)
+        return pb.CompileResponse(size=size)
+
+    def _pin(self, compiler: GrammarCompiler, pin: int, grammar: Grammar) -> None:
+        with self._lock:
+            self._pins[pin] = grammar
+        compiler.pin(grammar)
+
+    def _unpin(self, compiler: GrammarCompiler, pin: int) -> None:
+        with self._lock:
+            grammar = self._pins.pop(pin, None)
+        if grammar is not None:
+            compiler.unpin(grammar)

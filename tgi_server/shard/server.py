@@ -22,15 +22,15 @@ from shared.stubs.generate_pb2_grpc import (
 from shared.tracing import configure_tracing, stop_tracing
 from tgi_server.engine import Engine, EngineConfig, EngineError
 from tgi_server.engine.config import DTYPES
-from tgi_server.engine.errors import CannotConnect
+from tgi_server.engine.errors import CannotConnect, PeerLost
 from tgi_server.engine.grammar import Sandbox
 from tgi_server.engine.sharding import ShardGroup, connect
 from tgi_server.shard.grammar_queue import GrammarQueue
 from tgi_server.shard.grammar_service import GrammarService
 from tgi_server.shard.service import Place, TextGenerationService
 from tgi_server.shard.settings import ShardSettings
+from tgi_server.shard.sockets import grammar_socket, shard_socket
 from tgi_server.shard.tracing import RequestSpans
-from tgi_server.shard_sockets import grammar_socket, shard_socket
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +48,8 @@ def serve(settings: ShardSettings, model_path: Path) -> None:
         engine = Engine(engine_config(settings, model_path, group))
     except EngineError as error:
         fail(f"shard {settings.rank}", str(error), status=1)
+    except PeerLost as error:
+        fail(f"shard {settings.rank}", f"another shard was lost while loading: {error}", status=FATAL_STATUS)
     # What was made while loading lives as long as the process: the collector need not walk it again and again.
     gc.collect()
     gc.freeze()
@@ -140,6 +142,8 @@ async def _serve(settings: ShardSettings, model_path: Path, engine: Engine, grou
         await stop.wait()
         service.end_run("the shard is shutting down")
         grammar_server.stop(0)
+        if grammars is not None:
+            grammars.close()
         await server.stop(STOP_SECONDS)
     finally:
         for each in (socket, grammar_socket(socket)):
@@ -150,7 +154,7 @@ async def _serve(settings: ShardSettings, model_path: Path, engine: Engine, grou
 
 
 def _grammar_queue(engine: Engine, model_path: Path) -> GrammarQueue | None:
-    """None where the model's folder has no tokenizer."""
+    """Returns None where the model's folder has no tokenizer."""
     if engine.grammars is None:
         return None
     return GrammarQueue(
@@ -159,7 +163,7 @@ def _grammar_queue(engine: Engine, model_path: Path) -> GrammarQueue | None:
 
 
 def _all_places(own: Place, group: ShardGroup | None) -> list[Place]:
-    """Of all shards, in rank order."""
+    """Returns the addresses of all shards, in rank order."""
     if group is None:
         return [own]
-    return [Place(*urls) for urls in zip(group.ask(own.url), group.ask(own.grammar_url), strict=True)]
+    return [Place(*urls) for urls in zip(group.exchange(own.url), group.exchange(own.grammar_url), strict=True)]

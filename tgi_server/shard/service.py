@@ -12,11 +12,10 @@ import torch
 from shared.stubs import generate_pb2 as pb
 from shared.stubs.generate_pb2_grpc import TextGenerationServiceServicer
 from tgi_server.engine import Engine
-from tgi_server.engine.errors import EngineError, InvalidCall
+from tgi_server.engine.errors import EngineError, InvalidCall, PeerLost
 from tgi_server.shard import conversion
-from tgi_server.shard.call_stream import CallStream
+from tgi_server.shard.call_stream import CallStream, IdleTime
 from tgi_server.shard.grammar_queue import GrammarQueue
-from tgi_server.shard.idle_time import IdleTime
 from tgi_server.shard.tracing import RequestSpans
 
 logger = logging.getLogger(__name__)
@@ -24,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a shard listens, as gRPC spells it. grammar_url: where its GrammarService does."""
+    """The address of a shard, in gRPC's spelling. grammar_url: the address of its GrammarService."""
 
     url: str
     grammar_url: str
@@ -119,7 +118,7 @@ class TextGenerationService(TextGenerationServiceServicer):
             await context.abort(*self._explain(error))
 
     def _explain(self, error: Exception) -> tuple[grpc.StatusCode, str]:
-        """What the router is told about an engine's error; what the log has to know is logged."""
+        """Returns what the router is told about an engine's error, and logs what an operator has to know."""
         if isinstance(error, EngineError):
             invalid = isinstance(error, InvalidCall)
             status = grpc.StatusCode.FAILED_PRECONDITION if invalid else grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -128,7 +127,10 @@ class TextGenerationService(TextGenerationServiceServicer):
             torch.cuda.empty_cache()
             logger.error("out of device memory in a step; the batch is dropped: %s", error)
             return grpc.StatusCode.RESOURCE_EXHAUSTED, "out of device memory; the batch was dropped"
-        logger.error("a step failed; the batch is dropped", exc_info=error)
+        if isinstance(error, PeerLost):
+            logger.error("a step failed because of another shard; the batch is dropped: %s", error)
+        else:
+            logger.error("a step failed; the batch is dropped", exc_info=error)
         if self._device_is_lost():
             logger.critical("the device computes no more; this shard ends")
             self._on_fatal()

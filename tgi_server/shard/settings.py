@@ -1,33 +1,33 @@
-"""Settings of `text-generation-server`: one class for each of its commands."""
+"""Settings of `text-generation-server`: one class for each of its commands, made of what the launcher takes, too."""
 
 from pathlib import Path
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import ByteSize, Field, NonNegativeInt, model_validator
 from pydantic_settings import CliPositionalArg
 
-from shared.settings import CommaSeparated, ServiceSettings
+from shared.settings import CommaSeparated, Refused, ServiceSettings
 from tgi_server import demo_model
 
 LogLevel = Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]
+IN_CONFIG_ONLY = Refused("not supported yet; set rope_parameters in the model's config.json")
 
 
-class CommandSettings(ServiceSettings):
-    """What every command takes."""
+class CheckpointSettings(ServiceSettings):
+    """What every command takes, and the launcher: which model it is, beside its name."""
 
-    model_id: CliPositionalArg[str] = Field(str(demo_model.PATH), description="a local folder, or an id of the hub")
     revision: str | None = Field(None, description="branch, tag or commit of the model on the hub")
-    logger_level: LogLevel = "INFO"
     json_output: bool = Field(False, description="log lines as JSON objects")
     trust_remote_code: bool = Field(False, description="run the Python code that comes with the model")
 
 
-class ShardSettings(CommandSettings):
-    """Serves one shard of a model on a Unix socket, for the router."""
+class ModelSettings(CheckpointSettings):
+    """What a shard and the launcher take: how the model is loaded and computed."""
 
-    uds_path: Path = Field(Path("/tmp/text-generation-server"), description="the socket is UDS_PATH-RANK")  # noqa: S108
     dtype: Literal["float32", "float16", "bfloat16"] | None = Field(None, description="default: the checkpoint's")
-    quantize: str | None = Field(None, description="int8: round the weights to 8 bits while loading, on a CPU")
+    quantize: Annotated[
+        str | None, Refused("of the ways to quantise, int8 is supported, on CPUs", harmless=("int8",))
+    ] = Field(None, description="int8: round the weights to 8 bits while loading, on a CPU")
     linear_kernels: str | None = Field(
         None,
         description="kernels of linear layers on a CPU, as the log tells them at load, such as fma or "
@@ -42,6 +42,33 @@ class ShardSettings(CommandSettings):
         None, description="numbers of sequences to record CUDA graphs for; 0: none; default: a ladder up to 256"
     )
 
+    watermark_gamma: float = Field(0.5, gt=0, lt=1, description="share of the vocabulary that a watermark favours")
+    watermark_delta: float = Field(2.0, ge=0, description="how much it favours it, added to the logits")
+
+    otlp_endpoint: str | None = Field(None, description="where OpenTelemetry spans go")
+
+    speculate: Annotated[int | None, Refused("speculative decoding is not supported yet", harmless=(0,))] = None
+    kv_cache_dtype: Annotated[
+        str | None, Refused("the KV cache has the dtype of the model; 8-bit caches are not supported yet")
+    ] = None
+    rope_scaling: Annotated[str | None, IN_CONFIG_ONLY] = None
+    rope_factor: Annotated[float | None, IN_CONFIG_ONLY] = None
+    lora_adapters: Annotated[
+        str | None, Refused("adapters are not supported yet; merge the adapter into the model and serve that")
+    ] = None
+
+
+class CommandSettings(CheckpointSettings):
+    """What every command takes."""
+
+    model_id: CliPositionalArg[str] = Field(str(demo_model.PATH), description="a local folder, or an id of the hub")
+    logger_level: LogLevel = "INFO"
+
+
+class ShardSettings(CommandSettings, ModelSettings):
+    """Serves one shard of a model on a Unix socket, for the router."""
+
+    uds_path: Path = Field(Path("/tmp/text-generation-server"), description="the socket is UDS_PATH-RANK")  # noqa: S108
     sharded: bool = Field(False, description="this is one of several shards; needs RANK and WORLD_SIZE")
     rank: int = Field(0, ge=0, description="which shard this is")
     world_size: int = Field(1, ge=1, description="how many shards there are")
@@ -53,18 +80,7 @@ class ShardSettings(CommandSettings):
     master_addr: str = Field("localhost", description="where shard 0 meets the others")
     master_port: int = Field(29500, gt=0, lt=65536)
 
-    watermark_gamma: float = Field(0.5, gt=0, lt=1, description="share of the vocabulary that a watermark favours")
-    watermark_delta: float = Field(2.0, ge=0, description="how much it favours it, added to the logits")
-
-    otlp_endpoint: str | None = Field(None, description="where OpenTelemetry spans go")
     otlp_service_name: str = Field("text-generation-inference.server", description="this shard's name in traces")
-
-    # What follows is refused when set: see tgi_server/unsupported.py.
-    speculate: int | None = None
-    kv_cache_dtype: str | None = None
-    rope_scaling: str | None = None
-    rope_factor: float | None = None
-    lora_adapters: str | None = None
 
     @model_validator(mode="after")
     def _knows_its_place(self) -> Self:

@@ -36,7 +36,7 @@ class RequestSpans:
         self._requests: dict[int, _Traced] = {}
 
     def joining(self, requests: Iterable[pb.Request]) -> None:
-        """Call it before the step that they join with."""
+        """Opens the spans of requests that join the batch, before the step that they join with."""
         for request in requests:
             if request.trace_context:
                 context = extract_context(request.trace_context)
@@ -46,7 +46,7 @@ class RequestSpans:
                 self._requests[request.id] = _Traced(context, span)
 
     def stepped(self, generations: Iterable[Generation], batch_size: int) -> None:
-        """What a step gave the requests. batch_size: how many were in it."""
+        """Notes the tokens that a step gave the requests. batch_size: requests in that step."""
         for generation in generations:
             traced = self._requests.get(generation.request_id)
             if traced is None:
@@ -56,7 +56,7 @@ class RequestSpans:
             else:
                 traced.steps += 1
                 traced.in_batch += batch_size
-            traced.tokens += 1 + len(generation.forced)
+            traced.tokens += 1 + len(generation.jump_forward)
             if generation.error or generation.finish_reason:
                 reason = generation.finish_reason.value if generation.finish_reason else None
                 self._end(generation.request_id, reason, generation.error)

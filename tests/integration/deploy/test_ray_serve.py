@@ -197,6 +197,7 @@ async def test_a_replica_that_dies_takes_no_request_with_it_but_those_in_its_bat
     await cluster.wait_until(cluster.answers, START_SECONDS)  # Ray's proxy may be a moment behind
     await large_and_slow_bodies_are_refused(cluster)
     await the_key_is_wanted_and_kept_to_itself(cluster)
+    await it_is_called_by_any_name(cluster)
     for victim in (the_launcher, its_shard, its_replica):
         await die_under_load(cluster, victim)
     assert cluster.stop() == 0
@@ -217,6 +218,12 @@ async def large_and_slow_bodies_are_refused(cluster: Cluster) -> None:
     async with asyncio.timeout(60):
         assert b" 408 " in await reader.readline()
     writer.close()
+
+
+async def it_is_called_by_any_name(cluster: Cluster) -> None:
+    headers = {"Host": "ray.example:8080", "Origin": "http://ray.example:8080"}
+    async with client_of(cluster.url) as client:
+        assert (await client.post("/generate", json=BODY, headers=headers)).status_code == 200
 
 
 async def the_key_is_wanted_and_kept_to_itself(cluster: Cluster) -> None:

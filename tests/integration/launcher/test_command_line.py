@@ -44,7 +44,7 @@ def test_an_unknown_flag() -> None:
     [
         ("--num-shard=0", "--num-shard (or NUM_SHARD): Input should be greater than 0, got '0'"),
         ("--quantize=gptq", "--quantize (or QUANTIZE):"),
-        ("--port=99999", "--port (or PORT): Input should be less than 65536, got '99999'"),
+        ("--port=99999", "--port (or PORT): Input should be less than or equal to 65535, got '99999'"),
         ("--dtype=int4", "--dtype (or DTYPE): Input should be 'float32', 'float16' or 'bfloat16', got 'int4'"),
     ],
 )
@@ -107,7 +107,7 @@ def test_an_address_of_another_machine() -> None:
 def test_env_tells_what_a_bug_report_needs(tmp_path: Path) -> None:
     result = launch("--env", f"--model-id={tmp_path}/absent")
     for name in ("revision: ", "system: Linux", "python: 3.", "torch: 2.", "transformers: 5.", "cpu: ", "nvidia-smi: "):
-        assert f"\n{name}" in result.stderr
+        assert f" launcher: {name}" in result.stderr
 
 
 def test_a_variable_env_is_not_the_flag(tmp_path: Path) -> None:

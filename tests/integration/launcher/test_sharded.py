@@ -63,7 +63,9 @@ def test_a_shard_that_is_killed_while_idle_is_named(server: ServerFactory) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("moment", ["launcher: settings", "waiting for 2 shards", "shard 1 of 2 has met the others"])
+@pytest.mark.parametrize(
+    "moment", ["launcher: settings", "waiting for 2 shards", "shard 1 of 2 is connected to the others"]
+)
 def test_a_shard_that_is_killed_while_loading_is_named(server: ServerFactory, moment: str) -> None:
     running = server(*FLAGS)
     running.wait_until(lambda: moment in running.lines() and len(psutil.Process(running.process.pid).children()) == 3)

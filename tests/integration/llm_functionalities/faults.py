@@ -1,4 +1,4 @@
-"""What callers see while a model server or the way to it fails, and how soon they have answers again.
+"""Measures what callers see while a model server or the way to it fails, and how soon they have answers again.
 
     python -m tests.integration.llm_functionalities.faults
 
@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 import grpc
 
 from shared.stubs import llm_pb2, llm_pb2_grpc
-from tests.integration.llm_functionalities.model_server import ModelServer
-from tests.integration.llm_functionalities.name_server import NameServer
+from tests.fakes.model_server import ModelServer
+from tests.fakes.name_server import NameServer
 from tests.integration.llm_functionalities.service import Service, running_service
 
 CALLERS = 64
@@ -174,9 +174,9 @@ class Measured:
     median: float = 0.0
     longest: float = 0.0
     late: float = 0.0
-    """How long after its deadline the latest answer came; negative when all came before."""
+    """Seconds from its deadline to the latest answer; negative when all came before."""
     own_lag: float = 0.0
-    """How late the measuring process itself was at times: no answer can be seen sooner."""
+    """Seconds by which the measuring process itself was late at times: no answer can be seen sooner."""
     recovery: float = float("inf")
     """From the fault's end to the first text."""
     all_recovered: float = float("inf")
@@ -281,7 +281,7 @@ async def _measure(service: Service, fault: Fault) -> Measured:
 def measure(name: str) -> Measured:
     """Runs the service, its callers, and one fault."""
     with (
-        _priority(),
+        priority(),
         contextmanager(FAULTS[name])() as fault,
         running_service(*fault.flags, *FLAGS) as service,
     ):
@@ -289,7 +289,7 @@ def measure(name: str) -> Measured:
 
 
 @contextmanager
-def _priority() -> Iterator[None]:
+def priority() -> Iterator[None]:
     """Runs before whatever else the machine has to do, where that is allowed: the times are to be the service's own."""
     try:
         os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))

@@ -6,21 +6,17 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import wraps
 from pathlib import Path
-from typing import Any, ParamSpec
+from typing import Any
 
 import grpc
 
 from shared.stubs import llm_pb2, llm_pb2_grpc
+from tests.logs import assert_no_traceback
 
 START_SECONDS = 60
-ATTEMPTS = 5
-
-P = ParamSpec("P")
 
 
 class Service:
@@ -96,7 +92,7 @@ def running_service(*flags: str, **environment: str) -> Iterator[Service]:
         assert service.port
         yield service
         assert service.stop() == 0, "\n".join(service.log)
-        assert not [line for line in service.log if "Traceback" in line], "\n".join(service.log)
+        assert_no_traceback("\n".join(service.log))
     finally:
         if process.poll() is None:
             process.kill()
@@ -113,27 +109,3 @@ def reason(runner: llm_pb2_grpc.LLMRunnerStub, prompt: str = "hello", timeout_ms
     request = llm_pb2.ModelRequest(formatted_prompt=prompt, timeout=timeout_ms)
     response, call = runner.call_model.with_call(request)
     return response.text, dict(call.trailing_metadata()).get("empty-reason", "")
-
-
-def on_a_busy_machine(test: Callable[P, None]) -> Callable[P, None]:
-    """For tests of short times: what else runs may make an attempt late; a service that is late is so every time."""
-
-    @wraps(test)
-    def repeated(*arguments: P.args, **named: P.kwargs) -> None:
-        for _ in range(ATTEMPTS - 1):
-            try:
-                return test(*arguments, **named)
-            except (AssertionError, grpc.RpcError):
-                time.sleep(0.5)
-        return test(*arguments, **named)
-
-    return repeated
-
-
-def until(condition: Callable[[], bool], seconds: float = 5.0) -> float:
-    """Waits for the condition. Returns how long that took; fails after `seconds`."""
-    started = time.monotonic()
-    while not condition():
-        assert time.monotonic() - started < seconds, "it did not come true in time"
-        time.sleep(0.005)
-    return time.monotonic() - started

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import grpc
 import pytest
 
-from llm_functionalities.workflows import chit_chat, description, execution_search, proactive_question, summary
+from llm_functionalities.services.workflows import chit_chat, description, execution_search, proactive_question, summary
 from shared.stubs import llm_pb2, llm_pb2_grpc
 from tests.integration.llm_functionalities.service import running_service
 from tests.servers import TextGenerationServer

@@ -10,19 +10,13 @@ import pytest
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
 from shared.stubs import llm_pb2, llm_pb2_grpc
-from tests.integration.llm_functionalities.model_server import ModelServer
-from tests.integration.llm_functionalities.service import (
-    Service,
-    ask,
-    on_a_busy_machine,
-    reason,
-    running_service,
-    until,
-)
+from tests.fakes.model_server import ModelServer
+from tests.integration.llm_functionalities.service import Service, ask, reason, running_service
+from tests.timing import on_a_busy_machine, until
 
 Runner = llm_pb2_grpc.LLMRunnerStub
+# A caller may have its response this long after its deadline.
 SLACK_SECONDS = 0.05
-"""How long after its deadline a caller may have its answer."""
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +27,9 @@ def shared_server() -> Iterator[ModelServer]:
 
 @pytest.fixture(scope="module")
 def service(shared_server: ModelServer) -> Iterator[Service]:
-    with running_service("--endpoint", shared_server.url, "--threads", "8", "--batch-threads", "4") as service:
+    with running_service(
+        "--endpoint", shared_server.url, "--threads", "8", "--batch-threads", "4", "--max-batch-prompts", "1000"
+    ) as service:
         yield service
 
 

@@ -16,16 +16,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from shared.stubs import llm_pb2, llm_pb2_grpc
-from tests.integration.llm_functionalities.model_server import ModelServer
-from tests.integration.llm_functionalities.name_server import NameServer
-from tests.integration.llm_functionalities.service import (
-    Service,
-    ask,
-    on_a_busy_machine,
-    reason,
-    running_service,
-    until,
-)
+from tests.fakes.model_server import ModelServer
+from tests.fakes.name_server import NameServer
+from tests.integration.llm_functionalities.service import Service, ask, reason, running_service
+from tests.timing import on_a_busy_machine, until
 
 
 @pytest.fixture
@@ -283,6 +277,7 @@ def test_metrics(server: ModelServer, free_port: Callable[[], int]) -> None:
         "llm_functionalities_prompts_waiting 0.0",
     ):
         assert line in metrics.splitlines(), metrics
+    assert "llm_functionalities_event_loop_lag_seconds_count " in metrics
 
 
 def test_logs_for_machines() -> None:

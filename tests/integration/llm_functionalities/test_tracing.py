@@ -6,7 +6,7 @@ import pytest
 
 from shared.stubs import llm_pb2, llm_pb2_grpc
 from tests.collector import running_collector
-from tests.integration.llm_functionalities.model_server import ModelServer
+from tests.fakes.model_server import ModelServer
 from tests.integration.llm_functionalities.service import running_service
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"

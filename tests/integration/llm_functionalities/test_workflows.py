@@ -8,8 +8,9 @@ import grpc
 import pytest
 
 from shared.stubs import llm_pb2, llm_pb2_grpc
-from tests.integration.llm_functionalities.model_server import ModelServer
-from tests.integration.llm_functionalities.service import running_service, until
+from tests.fakes.model_server import ModelServer
+from tests.integration.llm_functionalities.service import running_service
+from tests.timing import until
 
 COOKING = llm_pb2.Session.COOKING
 
@@ -135,6 +136,27 @@ def test_a_server_that_takes_no_grammars_is_asked_without_and_its_answers_are_pa
         strict = llm_pb2.ModelRequest(formatted_prompt="x", grammar=llm_pb2.Grammar(regex="yes|no"), timeout=2000)
         _, call = llm_pb2_grpc.LLMRunnerStub(channel).call_model.with_call(strict)
         assert dict(call.trailing_metadata())["empty-reason"] == "rejected"
+
+
+@pytest.mark.parametrize(
+    "refusal",
+    [
+        (422, "Input validation error: the grammar cannot be used: compiling it takes more than 2 s"),
+        (422, "Input validation error: the grammar could not be followed: lexer error"),
+        (429, "the grammar cannot be compiled now: too many grammars are waiting to be compiled; try again soon"),
+    ],
+)
+def test_one_grammar_that_is_refused_says_nothing_about_others(
+    channel: grpc.Channel, server: ModelServer, refusal: tuple[int, str]
+) -> None:
+    """Each is answered without its grammar, the next is sent with one; and the server counts as healthy."""
+    request = llm_pb2.ExecutionSearchRequest(user_question="I want pizza", timeout=2000)
+    server.fault, server.refusal = "no grammars", refusal
+    server.answer = '{"intent": "recommend_new_search", "ai_response": "Shall we look for pizza?"}'
+    stub = llm_pb2_grpc.LLMExecutionSearchManagerStub(channel)
+    responses = [stub.generate_decision(request) for _ in range(8)]
+    assert {each.intent_classification for each in responses} == {"recommend_new_search"}
+    assert ["grammar" in each.body["parameters"] for each in server.requests] == [True, False] * 8
 
 
 def test_a_prompt_that_is_refused_without_its_grammar_too_says_nothing_about_grammars(

@@ -18,13 +18,14 @@ from tests.conftest import FreePort
 from tests.fakes.instant_shard import InstantShard
 from tests.fakes.instant_shard import start as start_shard
 from tests.integration.router.process import Process, Start
+from tests.logs import assert_no_traceback
 from tgi_server import demo_model
-from tgi_server.router.app import create_app
-from tgi_server.router.assembly import assembled
-from tgi_server.router.connections import Connections, connection_limits
-from tgi_server.router.server import HttpServer, access_rules
+from tgi_server.router.api.app import create_app
+from tgi_server.router.api.connections import Connections, connection_limits
+from tgi_server.router.api.server import HttpServer
 from tgi_server.router.service import Service
 from tgi_server.router.settings import RouterSettings
+from tgi_server.router.startup import access_rules, assembled
 
 EOS = 1
 
@@ -151,6 +152,8 @@ def start(tmp_path: Path) -> Iterator[Start]:
         if process.popen.poll() is None:
             process.popen.kill()
             process.wait()
+    for process in started:
+        assert_no_traceback(process.log.read_text())
 
 
 @pytest.fixture(scope="module")

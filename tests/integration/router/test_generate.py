@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from tests.integration.router.conftest import Router, RouterFactory, events
-from tgi_server.router.api import streaming
+from tgi_server.router.api import event_stream
 from tgi_server.router.schemas.generate import GenerateResponse, StreamResponse
 
 TEXT = "Rinse the rice. Then boil it."
@@ -292,7 +292,7 @@ async def test_a_client_that_leaves_before_its_answer_frees_its_place_at_once(ro
 
 
 async def test_a_silent_stream_is_kept_open(routers: RouterFactory, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(streaming, "_KEEP_ALIVE_SECONDS", 0.05)
+    monkeypatch.setattr(event_stream, "_KEEP_ALIVE_SECONDS", 0.05)
     router = await routers(shard={"step_seconds": 0.3})
     response = await router.post("/generate_stream", inputs="Hello", parameters={"max_new_tokens": 2})
     assert ":\n\n" in response.text

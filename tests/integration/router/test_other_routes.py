@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from tests.integration.router.conftest import Router, RouterFactory, events
-from tgi_server.router import assembly
+from tgi_server.router import startup
+from tgi_server.router.metrics import Metrics
 
 TEXT = "Rinse the rice. Then boil it."
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -87,7 +88,7 @@ async def test_steps_that_are_answered_show_health_before_the_shards_find_time_f
 
 
 async def test_shards_that_answer_nothing_are_not_well(router: Router, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(assembly, "HEALTH_SECONDS", 0.5)
+    monkeypatch.setattr(startup, "HEALTH_SECONDS", 0.5)
     router.shard.health.clear()
     response = await router.http.get("/health")
     assert response.status_code == 503
@@ -193,3 +194,42 @@ async def test_prompts_are_not_logged(routers: RouterFactory, caplog: pytest.Log
     answered = vars(lines[0])
     for name in ("total_time", "validation_time", "queue_time", "inference_time", "time_per_token"):
         assert answered[name].endswith("ms")
+
+
+async def test_no_series_is_named_by_a_client(router: Router):
+    async def series() -> set[str]:
+        lines = (await router.http.get("/metrics")).text.splitlines()
+        return {line.rsplit(" ", 1)[0] for line in lines if not line.startswith("#")}
+
+    async def odd_requests(number: int) -> None:
+        headers = {"x-odd": f"{number}", "traceparent": f"00-{number:032x}-{number:016x}-01", "user-agent": f"{number}"}
+        await router.http.post(f"/odd/{number}", headers=headers)
+        await router.http.get(f"/v1/models/{number}", headers=headers)
+        await router.http.request(f"ODD{number}", "/generate", headers=headers)
+        await router.http.post("/generate", json={"inputs": "Hello", "parameters": {"top_k": -number}}, headers=headers)
+        body = {"messages": HELLO, "model": f"odd-{number}", "cache_salt": f"{number}", "max_tokens": 1}
+        assert (await router.http.post("/v1/chat/completions", json=body, headers=headers)).status_code == 200
+
+    await odd_requests(1)
+    before = await series()
+    for number in range(2, 20):
+        await odd_requests(number)
+    assert await series() == before
+
+
+async def test_metrics_that_many_ask_for_are_written_for_all_of_them(router: Router, monkeypatch: pytest.MonkeyPatch):
+    written: list[bytes] = []
+    expose = Metrics.expose
+
+    def counted(metrics: Metrics) -> bytes:
+        written.append(expose(metrics))
+        return written[-1]
+
+    monkeypatch.setattr(Metrics, "expose", counted)
+    answers = await asyncio.gather(*(router.http.get("/metrics") for _ in range(50)))
+    assert {answer.status_code for answer in answers} == {200}
+    assert len(written) < 25
+    before = await router.metric("tgi_request_success")
+    for number in range(1, 6):
+        await router.post("/generate", inputs="Hello", parameters={"max_new_tokens": 1})
+        assert await router.metric("tgi_request_success") == before + number

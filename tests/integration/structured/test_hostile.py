@@ -56,6 +56,27 @@ def test_a_deep_one_is_followed_to_its_end(demo_server: TextGenerationServer, na
     assert answer.status_code == 200, answer.text
 
 
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        {"type": "lark", "value": 'start: text\ntext: text text text | text text | "" | /[a-z]/'},
+        {"type": "regex", "value": "(.*a.{12}|.*b.{11}|.*c.{13}){1,50}"},
+    ],
+    ids=["items of the parser", "states of the lexer"],
+)
+def test_one_that_fails_after_many_steps_fails_alone(
+    demo_server: TextGenerationServer, alone: str, grammar: dict[str, Any]
+) -> None:
+    parameters = {"grammar": grammar, "max_new_tokens": 500, "ignore_eos": True, "do_sample": True, "seed": 1}
+    body = {"inputs": PROMPT, "parameters": {**parameters, "temperature": 5.0}}
+    with ThreadPoolExecutor(3) as pool:
+        neighbours = [pool.submit(text_of, demo_server) for _ in range(2)]
+        failing = pool.submit(httpx.post, f"{demo_server.url}/generate", json=body, timeout=60)
+    assert failing.result().status_code == 422
+    assert "could not be followed" in failing.result().json()["error"]
+    assert [neighbour.result() for neighbour in neighbours] == [alone, alone]
+
+
 def test_a_grammar_abandoned_by_its_client_is_ended(demo_server: TextGenerationServer) -> None:
     """Those who ask after it need not wait for it."""
     for i in range(4):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from llm_functionalities.workflows import (
+from llm_functionalities.services.workflows import (
     chit_chat,
     description,
     execution_search,

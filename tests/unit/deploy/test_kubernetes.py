@@ -13,11 +13,10 @@ import yaml
 
 from llm_functionalities.settings import Settings as FrontSettings
 from shared.settings import ServiceSettings, read_settings
-from tgi_server.launcher.processes.supervisor import CUT_SECONDS, SHARD_SECONDS
+from tgi_server.launcher.processes.supervisor import ABORT_SECONDS, SHARD_SECONDS
 from tgi_server.launcher.settings import LauncherSettings
-from tgi_server.router.assembly import HEALTH_SECONDS
 from tgi_server.router.metrics import Metrics
-from tgi_server.unsupported import refuse_unsupported
+from tgi_server.router.startup import HEALTH_SECONDS
 
 FOLDER = Path(__file__).parents[3] / "deploy" / "kubernetes"
 VERSIONS = ("1.29", "1.37")
@@ -91,10 +90,9 @@ def read(settings: type[ServiceSettings], workload: Manifest, monkeypatch: pytes
 def test_the_launcher_takes_what_it_is_given_and_has_time_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
     workload = the("StatefulSet", "tgi")
     settings = read(LauncherSettings, workload, monkeypatch)
-    refuse_unsupported(settings, "program")
     assert settings.port == port_of(workload, "http")
     assert settings.num_shard == int(container_of(workload)["resources"]["limits"]["nvidia.com/gpu"])
-    ending = settings.graceful_termination_timeout + CUT_SECONDS + SHARD_SECONDS
+    ending = settings.graceful_termination_timeout + ABORT_SECONDS + SHARD_SECONDS
     assert pod_of(workload)["terminationGracePeriodSeconds"] > pause_before_the_end(workload) + ending
 
 

@@ -35,6 +35,7 @@ HISTOGRAMS = {
     "tgi_batch_forward_duration": ("method",),
     "tgi_batch_decode_duration": ("method",),
     "tgi_batch_filter_duration": ("method",),
+    "tgi_event_loop_lag_seconds": (),
 }
 
 

@@ -50,7 +50,7 @@ def test_a_request_from_its_first_token_to_its_last(traced: Traced) -> None:
     traced.spans.stepped([], 1)
     assert traced.ended() == []
     traced.spans.stepped([Generation(7, 5)], 2)
-    traced.spans.stepped([Generation(7, 5, forced=[6, 8]), Generation(9, 4)], 4)
+    traced.spans.stepped([Generation(7, 5, jump_forward=[6, 8]), Generation(9, 4)], 4)
     traced.spans.stepped([Generation(7, 5, finish_reason=FinishReason.EOS_TOKEN)], 1)
     assert traced.ended() == [
         ("prefill", {"prompt_tokens": 3, "cached_tokens": 2, "batch_size": 2}, None),

@@ -7,7 +7,7 @@ work, `masks.py` what the sampler is told of it. Grammars from outside are tried
 
 from tgi_server.engine.grammar.compiler import GrammarCompiler
 from tgi_server.engine.grammar.constraint import Constraint
-from tgi_server.engine.grammar.errors import InvalidGrammar, SandboxLimit
+from tgi_server.engine.grammar.errors import InvalidGrammar, NoRoomForGrammar, SandboxLimit
 from tgi_server.engine.grammar.sandbox import Sandbox
 
-__all__ = ["Constraint", "GrammarCompiler", "InvalidGrammar", "Sandbox", "SandboxLimit"]
+__all__ = ["Constraint", "GrammarCompiler", "InvalidGrammar", "NoRoomForGrammar", "Sandbox", "SandboxLimit"]

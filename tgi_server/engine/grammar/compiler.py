@@ -1,7 +1,6 @@
-"""From what a request asks for to a matcher, and a memory of what has been compiled."""
+"""Compiles the grammars of requests to matchers."""
 
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -14,16 +13,17 @@ from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 
 from tgi_server.contract import Grammar, GrammarType
 from tgi_server.engine.grammar.annotated_schema import annotated_lark
+from tgi_server.engine.grammar.compiled import GROWTH_BYTES, CompiledGrammar, CompiledGrammars
 from tgi_server.engine.grammar.constraint import Constraint
 from tgi_server.engine.grammar.errors import InvalidGrammar, reason
 from tgi_server.engine.grammar.json_schema import JSON_LAYOUT, checked_schema, is_annotated
 from tgi_server.engine.grammar.python_regex import rust_regex
 from tgi_server.engine.grammar.tokenizer import GrammarTokenizer
 
+# The bytes of one grammar's text, and of the text that its spans come from. The largest compile in a few seconds.
 MAX_BYTES = 1_000_000
-"""Of one grammar, the text that its spans come from included. The largest compile in a few seconds."""
-_CACHED = 512
-_CACHED_BYTES = 16_000_000  # compiled, a grammar takes up to a hundred times its text
+# The bytes of all compiled grammars, each with what it may come to take: there is room for about 120 small ones.
+KEPT_BYTES = 3 * 2**30
 
 # Each bounds a part of the work that a grammar may cause, when it is compiled or in one step (0.1 s at most).
 _LIMITS = {
@@ -74,15 +74,6 @@ class GrammarSource:
     hints: Mapping[int, list[int]] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class _Compiled:
-    """matcher: at its beginning; copied for each sequence. size: bytes of the grammar."""
-
-    matcher: LLMatcher
-    hints: Mapping[int, list[int]]
-    size: int
-
-
 class GrammarCompiler:
     """Compiles grammars for one model, and keeps them; the least recently used are forgotten first.
 
@@ -91,21 +82,26 @@ class GrammarCompiler:
     """
 
     def __init__(
-        self, model: Path, vocab_size: int, eos: Sequence[int], *, stack_bytes: int = COMPILE_STACK_BYTES
+        self,
+        model: Path,
+        vocab_size: int,
+        eos: Sequence[int],
+        *,
+        stack_bytes: int = COMPILE_STACK_BYTES,
+        kept_bytes: int = KEPT_BYTES,
     ) -> None:
         """Reads nothing yet: the tokenizer is read when it is first needed, or by `prepare`.
 
-        stack_bytes: that a compilation may take. One that takes more ends the process.
+        stack_bytes: that a compilation may take. One that takes more ends the process. kept_bytes: that all grammars
+        may take that are kept.
         """
         self._model = model
         self._vocab_size = vocab_size
         self._eos = eos
         self._stack_bytes = stack_bytes
-        self._lock = threading.Lock()
+        self._kept = CompiledGrammars(kept_bytes)
         self._tokenizer: GrammarTokenizer | None = None
         self._tokenizer_lock = threading.Lock()
-        self._compiled: OrderedDict[Grammar, _Compiled] = OrderedDict()
-        self._bytes = 0
 
     def prepare(self) -> None:
         """Reads the tokenizer now. Raises InvalidGrammar when it is of no use."""
@@ -150,62 +146,53 @@ class GrammarCompiler:
 
     def check(self, grammar: Grammar) -> None:
         """Compiles the grammar, unless that has been done. Raises InvalidGrammar with one line that says why not."""
-        if not self.has(grammar):
+        if self.size_of(grammar) is None:
             self.keep(grammar, self.source(grammar))
 
-    def keep(self, grammar: Grammar, source: GrammarSource) -> None:
-        """Compiles the grammar and keeps it. Raises InvalidGrammar."""
-        compiled = _Compiled(self.compile(source), source.hints, size_of(grammar))
-        with self._lock:
-            if grammar not in self._compiled:
-                self._compiled[grammar] = compiled
-                self._bytes += compiled.size
-            while len(self._compiled) > _CACHED or (self._bytes > _CACHED_BYTES and len(self._compiled) > 1):
-                _, forgotten = self._compiled.popitem(last=False)
-                self._bytes -= forgotten.size
+    def keep(self, grammar: Grammar, source: GrammarSource, size: int = GROWTH_BYTES) -> None:
+        """Compiles the grammar and keeps it.
 
-    def has(self, grammar: Grammar) -> bool:
-        """Returns True if the grammar has been compiled, and keeps it as one that was just used."""
-        return self._kept(grammar) is not None
+        size: bytes that it may come to take. Raises InvalidGrammar, and NoRoomForGrammar when requests need all that
+        are kept.
+        """
+        self._kept.add(grammar, CompiledGrammar(self.compile(source), source.hints, size))
+
+    def size_of(self, grammar: Grammar) -> int | None:
+        """Returns the bytes that the compiled grammar may take, or None for one that has to be compiled first."""
+        found = self._kept.find(grammar)
+        return None if found is None or found.spent else found.size
+
+    def pin(self, grammar: Grammar) -> None:
+        """Has the grammar kept, once it is compiled, for as long as a request needs it: until `unpin`."""
+        self._kept.pin(grammar)
+
+    def unpin(self, grammar: Grammar) -> None:
+        self._kept.unpin(grammar)
 
     def constraint(
         self, grammar: Grammar, generated_ids: Sequence[int], max_new_tokens: int, *, ignore_eos: bool
     ) -> Constraint:
-        """What a sequence has to match from here on; generated_ids: what it had generated before a preemption.
+        """Returns what a sequence has to match from here on. Quick: nothing is compiled.
 
-        Quick for a grammar that has been checked. Raises InvalidGrammar for one that cannot be compiled.
+        generated_ids: what the sequence had generated before a preemption. The constraint of a grammar that is not kept
+        has an error from the beginning.
         """
-        compiled = self._find(grammar)
+        compiled = self._kept.find(grammar)
+        if compiled is None:
+            nothing = LLMatcher(self.tokenizer.lookup, "", log_level=0)
+            constraint = Constraint(nothing, {}, self.tokenizer.eos, max_new_tokens, ignore_eos=ignore_eos)
+            constraint.error = "it has not been compiled"
+            return constraint
         constraint = Constraint(
             compiled.matcher.deep_copy(),
             compiled.hints,
             self.tokenizer.eos,
             max_new_tokens,
             ignore_eos=ignore_eos,
-            on_fault=partial(self._forget, grammar, compiled),
+            on_fault=partial(setattr, compiled, "spent", True),
         )
         constraint.replay(generated_ids)
         return constraint
-
-    def _kept(self, grammar: Grammar) -> _Compiled | None:
-        """Of what has been compiled, as what was just used."""
-        with self._lock:
-            found = self._compiled.get(grammar)
-            if found is not None:
-                self._compiled.move_to_end(grammar)
-            return found
-
-    def _find(self, grammar: Grammar) -> _Compiled:
-        while (found := self._kept(grammar)) is None:
-            self.check(grammar)
-        return found
-
-    def _forget(self, grammar: Grammar, compiled: _Compiled) -> None:
-        """After a copy has failed: copies share what was found out about their texts, and with it, its limits."""
-        with self._lock:
-            if self._compiled.get(grammar) is compiled:
-                del self._compiled[grammar]
-                self._bytes -= compiled.size
 
     def _source(self, grammar: Grammar) -> GrammarSource:
         match grammar.type:
@@ -225,10 +212,10 @@ class GrammarCompiler:
 
 def check_size(grammar: Grammar) -> None:
     """Raises InvalidGrammar for a grammar that has too many bytes to be looked at."""
-    if (size := size_of(grammar)) > MAX_BYTES:
+    if (size := text_bytes(grammar)) > MAX_BYTES:
         raise InvalidGrammar(f"it has {size} bytes; at most {MAX_BYTES} are compiled")
 
 
-def size_of(grammar: Grammar) -> int:
+def text_bytes(grammar: Grammar) -> int:
     """Returns the bytes of a grammar's text."""
     return sum(len(text.encode(errors="surrogatepass")) for text in (grammar.value, grammar.text))

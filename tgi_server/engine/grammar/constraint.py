@@ -1,4 +1,4 @@
-"""One sequence's text and what it still has to match."""
+"""One sequence's text, and the rest of its grammar."""
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -10,8 +10,8 @@ from tgi_server.engine.grammar.errors import reason
 
 
 @dataclass(frozen=True, slots=True)
-class Forced:
-    """A token that there is no choice about. hidden: the model sees it, whoever reads the text does not."""
+class JumpForward:
+    """A token that the grammar leaves no choice about. hidden: the model sees it, but no reader of the text."""
 
     token: int
     hidden: bool = False
@@ -19,9 +19,12 @@ class Forced:
 
 @dataclass(slots=True)
 class Advance:
-    """What follows from a token. following: forced tokens taken along with it. hidden: which of all are; 0: itself."""
+    """The result of taking a token.
 
-    following: list[int] = field(default_factory=list)
+    jump_forward: tokens that were taken behind it. hidden: the places of hidden tokens; 0 is the token itself.
+    """
+
+    jump_forward: list[int] = field(default_factory=list)
     hidden: list[int] = field(default_factory=list)
 
 
@@ -29,11 +32,11 @@ class Constraint:
     """Walks through a grammar token by token.
 
     Where the grammar leaves one continuation, llguidance says which tokens the model's tokenizer would make of it,
-    as far as that is certain. They wait in a queue, at which the matcher already stands behind: whether they are
-    appended many at once or chosen one at a time makes no difference to the text or its tokens. The same queue holds
-    the tokens of hints, and the end-of-sequence token once nothing else can follow.
+    as far as that is certain. These jump-forward tokens wait in a queue, and the matcher already stands behind them:
+    the text and its tokens are the same when they are taken together and when they are taken one at a time. The same
+    queue holds the tokens of hints, and the end-of-sequence token once nothing else can follow.
 
-    error: why the sequence cannot go on; None while it can. ended: whether the last token said that the text is whole.
+    error: the reason why the sequence cannot go on; None while it can. ended: the last token ended the text.
     """
 
     def __init__(
@@ -48,8 +51,8 @@ class Constraint:
     ) -> None:
         """matcher: this sequence's own. hints: tokens by the marker that they stand for. eos: the first is preferred.
 
-        max_new_tokens: after which the sequence ends in any case, hints included. ignore_eos: whether the text goes on
-        for as long as the grammar lets it. on_fault: called when the matcher has failed.
+        max_new_tokens: the sequence ends after so many, hints included. ignore_eos: the text goes on for as long as the
+        grammar lets it. on_fault: called when the matcher has failed.
         """
         self.error: str | None = None
         self.ended = False
@@ -60,17 +63,17 @@ class Constraint:
         self._hints = hints
         self._on_fault = on_fault
         self._left = max_new_tokens
-        self._queue: deque[Forced] = deque()
+        self._queue: deque[JumpForward] = deque()
         self._look_ahead()
 
     @property
     def matcher(self) -> LLMatcher:
-        """Whose mask says what may follow, unless a token is forced."""
+        """The matcher that computes the mask of the next token, unless there is a jump-forward token."""
         return self._matcher
 
     @property
-    def forced(self) -> int | None:
-        """The only token that may follow; None: the mask says."""
+    def jump_forward(self) -> int | None:
+        """The only token that may follow; None where the mask says which may."""
         return self._queue[0].token if self._queue else None
 
     def replay(self, tokens: Sequence[int]) -> None:
@@ -79,17 +82,17 @@ class Constraint:
             self._take(token)
 
     def advance(self, token: int, room: int) -> Advance:
-        """Takes a token that was chosen, and at most `room` forced ones behind it; the end needs no room."""
+        """Takes a token that was chosen, and at most `room` jump-forward tokens behind it; the end needs no room."""
         advance = Advance()
         if self._take(token):
             advance.hidden.append(0)
         while self._queue and self._left > 0 and self.error is None:
-            if len(advance.following) >= room and self._queue[0].token not in self.eos:
+            if len(advance.jump_forward) >= room and self._queue[0].token not in self.eos:
                 break
             following = self._queue[0].token
-            advance.following.append(following)
+            advance.jump_forward.append(following)
             if self._take(following):
-                advance.hidden.append(len(advance.following))
+                advance.hidden.append(len(advance.jump_forward))
         return advance
 
     def check(self) -> None:
@@ -99,16 +102,16 @@ class Constraint:
             self._on_fault()
 
     def _take(self, token: int) -> bool:
-        """Whether the token is hidden."""
+        """Returns True if the token is hidden."""
         if self.error is not None:
             return False
         self._left -= 1
         if self._queue:
-            forced = self._queue.popleft()
-            if forced.token != token:
-                self.error = f"token {token} came where the grammar wants token {forced.token}"
+            expected = self._queue.popleft()
+            if expected.token != token:
+                self.error = f"token {token} came where the grammar wants token {expected.token}"
             self.ended = token in self.eos
-            return forced.hidden
+            return expected.hidden
         if self._matcher.consume_token(token):
             self.ended = token in self.eos
             if not self.ended:
@@ -124,17 +127,17 @@ class Constraint:
                 self._append(token)
         self.check()
         if self.error is None and self._matcher.is_stopped():
-            self._queue.append(Forced(self._first_eos))
+            self._queue.append(JumpForward(self._first_eos))
 
     def _only_continuation(self) -> list[int]:
-        """What must come next, already taken; nothing where there is a choice, or after an error."""
+        """Takes and returns the tokens that must come next; none where there is a choice, or after an error."""
         following = self._matcher.compute_ff_tokens()
         if following:
             self._matcher.consume_tokens(following)
         return following or self._marker()
 
     def _marker(self) -> list[int]:
-        """The marker that must come next, for tokenizers of which llguidance does not say what is forced."""
+        """Takes and returns the marker that must come next, for tokenizers without jump-forward tokens."""
         for marker in self._hints:
             if self._matcher.try_consume_tokens([marker]):
                 return [marker]
@@ -143,7 +146,7 @@ class Constraint:
     def _append(self, token: int) -> None:
         hint = self._hints.get(token)
         if hint is None:
-            self._queue.append(Forced(token))
+            self._queue.append(JumpForward(token))
         elif self._left - len(self._queue) > len(hint):
             # Hints count as generated tokens; one that leaves no room for anything behind it is not shown.
-            self._queue.extend(Forced(each, hidden=True) for each in hint)
+            self._queue.extend(JumpForward(each, hidden=True) for each in hint)

@@ -1,4 +1,4 @@
-"""What can be wrong with a grammar."""
+"""Errors of grammars. `str()` of one is a line for the client."""
 
 from tgi_server.engine.errors import EngineError
 
@@ -7,8 +7,15 @@ class InvalidGrammar(EngineError):
     """The grammar cannot be compiled, or asks for something that would not be enforced."""
 
 
+class NoRoomForGrammar(EngineError):
+    """The compiled grammars that requests need leave no room for another one."""
+
+
 class SandboxLimit(EngineError):
-    """Trying a grammar took as long as it may. limit: `cpu`, seconds of computing, or `time`, seconds that passed."""
+    """Trying a grammar came to no end.
+
+    limit: `cpu`, it computed as long as it may; or `time`, it waited too long to compute, or its process was ended.
+    """
 
     def __init__(self, limit: str) -> None:
         super().__init__(f"trying the grammar took too much {limit}")

@@ -70,14 +70,14 @@ def checked_schema(text: str) -> dict[str, Any]:
 
 
 def is_annotated(schema: Any) -> bool:
-    """Whether a span or a hint is anywhere in the schema."""
+    """Returns True if a span or a hint is anywhere in the schema."""
     return isinstance(schema, dict) and (
         SPAN in schema or HINT in schema or any(is_annotated(each) for _, each in subschemas(schema))
     )
 
 
 def subschemas(schema: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Where each schema inside a schema is, and what it is."""
+    """Yields the place of each schema directly inside a schema, and the schema there."""
     for name in _SUBSCHEMA:
         if name in schema and not isinstance(schema[name], list):
             yield name, schema[name]

@@ -1,4 +1,4 @@
-"""What grammars allow next."""
+"""Masks of the tokens that grammars allow next."""
 
 import os
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tgi_server.engine.grammar.constraint import Constraint
-from tgi_server.engine.sampling.token_mask import TokenMask
+from tgi_server.engine.sampling.processors import TokenMask
 
 Words = NDArray[np.int32]  # [masks, words]
 
@@ -66,7 +66,7 @@ class MaskBuilder:
         for row, constraint in enumerate(constraints):
             if constraint.error is not None:
                 words[row] = -1  # what is chosen does not matter: the sequence fails
-            elif (token := constraint.forced) is not None:
+            elif (token := constraint.jump_forward) is not None:
                 words[row] = 0
                 words[row, token // _BITS] = _bit(token)
             else:
@@ -96,11 +96,11 @@ class MaskBuilder:
 
 
 def _cores() -> int:
-    """That this process may use."""
+    """Returns the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _bit(token: int) -> int:
-    """As a signed word."""
+    """Returns the token's bit of its word, which is signed."""
     bit: int = 1 << token % _BITS
     return bit - 2**_BITS if bit >= 2 ** (_BITS - 1) else bit

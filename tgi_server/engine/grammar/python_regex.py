@@ -58,7 +58,7 @@ class _Writer:
         self._flags = flags
 
     def whole(self, tree: Any) -> str:
-        """The expression matches the whole text, so an anchor at its beginning or its end says nothing more."""
+        """Leaves out anchors at both ends: the expression matches the whole text in any case."""
         nodes = _unwrapped(list(tree))
         while nodes and nodes[0][0] is op.AT and nodes[0][1] in _STARTS:
             nodes = nodes[1:]
@@ -96,7 +96,7 @@ class _Writer:
         return f"[{'^' if negated else ''}{''.join(map(_member, members[negated:]))}]"
 
     def _negated_set(self, members: Sequence[_Node]) -> str:
-        """What is in none of the members: the complement of a category is smaller here than Python's."""
+        """Returns a set of the characters in no member. The complement of a category is smaller than Python's."""
         parts = [
             f"[{_CLASSES[_opposite(argument)]}]" if kind is op.CATEGORY else f"[^{_member((kind, argument))}]"
             for kind, argument in members
@@ -120,7 +120,7 @@ class _Writer:
 
 
 def _unwrapped(nodes: list[_Node]) -> list[_Node]:
-    """What is inside a group around everything."""
+    """Returns the nodes without the groups that stand around all of them."""
     while len(nodes) == 1 and nodes[0][0] is op.SUBPATTERN and not nodes[0][1][1] and not nodes[0][1][2]:
         nodes = list(nodes[0][1][3])
     return nodes

@@ -5,34 +5,57 @@ import logging
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tgi_server.contract import Grammar
+from tgi_server.engine.grammar.compiled import GROWTH_BYTES
 from tgi_server.engine.grammar.compiler import GrammarSource
 from tgi_server.engine.grammar.errors import InvalidGrammar, SandboxLimit
 
 logger = logging.getLogger(__name__)
 
+MEMORY_BYTES = 512 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """A grammar that has been seen to compile and to be followed. size: bytes that it may come to take."""
+
+    source: GrammarSource
+    size: int
+
 
 class Sandbox:
     """Tries one grammar after the other. Its process is started when it is needed, and again when it has died.
 
-    Not thread-safe.
+    For one thread, but for `close`.
     """
 
-    def __init__(self, model: Path, vocab_size: int, eos: Sequence[int], niceness: int) -> None:
-        """niceness: of its process; 0: as every other, 19: only where nobody else wants to compute."""
-        arguments = (str(model), str(niceness), str(vocab_size), *map(str, eos))
+    def __init__(
+        self,
+        model: Path,
+        vocab_size: int,
+        eos: Sequence[int],
+        niceness: int,
+        memory_bytes: int = MEMORY_BYTES,
+    ) -> None:
+        """niceness: of a trial; 0: as every other process, 19: only where nobody else wants to compute.
+
+        memory_bytes: that trying a grammar may take.
+        """
+        arguments = (str(model), *map(str, (niceness, memory_bytes, vocab_size, *eos)))
         self._command = [sys.executable, "-m", "tgi_server.engine.grammar.trial", *arguments]
         self._process: subprocess.Popen[bytes] | None = None
+        self._closed = False
 
     def start(self) -> None:
         """Has the process read the tokenizer, so that the first grammar need not wait for it."""
         self._running()
 
-    def try_grammar(self, grammar: Grammar, cpu_seconds: float) -> GrammarSource:
-        """Returns the grammar as llguidance takes it, once it has been seen to compile and to be followed.
+    def try_grammar(self, grammar: Grammar, cpu_seconds: float) -> Trial:
+        """Compiles the grammar and follows it for some steps.
 
         Raises InvalidGrammar with one line that says what is wrong, and SandboxLimit when it takes more than
         `cpu_seconds` of computing, or longer than somebody would wait.
@@ -40,22 +63,26 @@ class Sandbox:
         line = json.dumps([grammar.type.value, grammar.value, grammar.text, cpu_seconds]).encode() + b"\n"
         outcome = self._ask(line) or self._ask(line)
         if outcome is None:
-            raise InvalidGrammar("the process that compiles it ends")
+            raise SandboxLimit("time")
         if "error" in outcome:
             raise InvalidGrammar(outcome["error"])
         if "limit" in outcome:
             raise SandboxLimit(outcome["limit"])
-        return GrammarSource(outcome["text"], dict(map(tuple, outcome["hints"])))
+        return Trial(
+            GrammarSource(outcome["text"], dict(map(tuple, outcome["hints"]))), outcome["bytes"] + GROWTH_BYTES
+        )
 
     def close(self) -> None:
-        """Ends the process."""
+        """Ends the process, and with it what is being tried; any thread may do so. There is no other one after it."""
+        self._closed = True
         if self._process is not None:
             self._process.kill()
-            self._process.communicate()
-            self._process = None
+            self._process.wait()
 
     def _ask(self, line: bytes) -> dict[str, Any] | None:
         """Returns the answer, or None when the process has died."""
+        if self._closed:
+            return None
         process = self._running()
         assert process.stdin is not None
         assert process.stdout is not None
@@ -66,8 +93,11 @@ class Sandbox:
         except BrokenPipeError:
             answer = b""
         if not answer.endswith(b"\n"):
-            self.close()
-            logger.warning("the process that tries grammars has died; the next one is started")
+            process.kill()
+            process.communicate()
+            self._process = None
+            if not self._closed:
+                logger.warning("the process that tries grammars has died; the next one is started")
             return None
         outcome: dict[str, Any] = json.loads(answer)
         return outcome

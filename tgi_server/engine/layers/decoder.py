@@ -17,7 +17,7 @@ from tgi_server.engine.attention.cpu import CpuAttention
 from tgi_server.engine.attention.paged_cache import PagedCache
 from tgi_server.engine.layers.norm import Norm
 from tgi_server.engine.linear import LinearFactory, PackedLinear
-from tgi_server.engine.sharding.layers import Reduced
+from tgi_server.engine.sharding.layers import RowParallel
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +40,10 @@ class FusedLayer(nn.Module):
     attention_norm: Norm
     feed_forward_norm: Norm
     up: PackedLinear
-    down: PackedLinear | Reduced
+    down: PackedLinear | RowParallel
 
     def __init__(
-        self, layer: Any, output: nn.Linear | Reduced, variant: AttentionVariant, linear: LinearFactory
+        self, layer: Any, output: nn.Linear | RowParallel, variant: AttentionVariant, linear: LinearFactory
     ) -> None:
         super().__init__()
         attention = layer.self_attn
@@ -123,9 +123,9 @@ class FusedOptLayer(FusedLayer):
         return bool(layer.do_layer_norm_before) and isinstance(layer.activation_fn, nn.ReLU) and plain_norms
 
 
-def _packed(layer: nn.Linear | Reduced, linear: LinearFactory) -> PackedLinear | Reduced:
-    if isinstance(layer, Reduced):
-        return Reduced(linear(layer.weight, layer.bias), layer.group, layer.share)
+def _packed(layer: nn.Linear | RowParallel, linear: LinearFactory) -> PackedLinear | RowParallel:
+    if isinstance(layer, RowParallel):
+        return RowParallel(linear(layer.weight, layer.bias), layer.group, layer.share)
     return linear(layer.weight, layer.bias)
 
 

@@ -19,7 +19,7 @@ from tgi_server.engine.layers.head import ScreenedHead
 
 
 @dataclass(frozen=True, slots=True)
-class Output:
+class ForwardOutput:
     """The result of a pass. logits: [1, tokens, vocab_size]."""
 
     logits: Tensor
@@ -59,15 +59,15 @@ class _Forward:
         past_key_values: PagedCache,
         logits_to_keep: int | Tensor = 0,
         **_: Any,
-    ) -> Output:
+    ) -> ForwardOutput:
         hidden, rotation = self._before(self._inside, input_ids, position_ids)
         hidden = self._inside.layers[0](hidden, past_key_values=past_key_values, position_embeddings=rotation)
         if isinstance(logits_to_keep, Tensor):
             hidden = hidden[:, logits_to_keep]
         hidden = self._after(self._inside, hidden)
         if isinstance(self._head, ScreenedHead):
-            return Output(self._head(hidden, metadata=past_key_values.metadata))
-        return Output(self._head(hidden))
+            return ForwardOutput(self._head(hidden, metadata=past_key_values.metadata))
+        return ForwardOutput(self._head(hidden))
 
 
 def _before_llama(inside: Any, tokens: Tensor, positions: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:

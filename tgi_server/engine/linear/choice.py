@@ -51,7 +51,7 @@ Times = Mapping[int, float]
 def choose_kernels(model: nn.Module, layer: type[FloatLinear], group: ShardGroup | None) -> KernelTable:
     """Returns the table for a model that is about to be packed in layers of this kind, the same for all its shards."""
     answer = str(_chosen(model, layer)) if group is None or group.rank == 0 else ""
-    return KernelTable.of(group.ask(answer)[0] if group else answer)
+    return KernelTable.of(group.exchange(answer)[0] if group else answer)
 
 
 def _chosen(model: nn.Module, layer: type[FloatLinear]) -> KernelTable:

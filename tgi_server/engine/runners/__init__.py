@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 @torch.inference_mode()
 def create_runner(model: PreTrainedModel, config: EngineConfig) -> Runner:
-    """The paged way when the model can take it, else the padded one.
+    """Returns a paged runner when the model can take that path, else a padded one.
 
     Raises UnsupportedModel when the engine's own layers do not compute what the model's did, or when the weights
     cannot be quantised as asked. All shards of a model come to the same decision.
@@ -44,7 +44,7 @@ def create_runner(model: PreTrainedModel, config: EngineConfig) -> Runner:
     )
     shape = probe_kv_shape(model, group)
     if shape is None:
-        _tell_no_graphs(config, "on the padded path")
+        _warn_no_graphs(config, "on the padded path")
         if on_cpu:
             optimise(model, linear=linear)
             if not has_products(model.dtype):  # then torch has no fast attention of this dtype either
@@ -60,7 +60,7 @@ def create_runner(model: PreTrainedModel, config: EngineConfig) -> Runner:
     if model.device.type == "cuda":
         backend = _proven(model, backend, group)
     if model.device.type != "cuda" or not backend.any_lengths:
-        _tell_no_graphs(config, f"on {'a CPU' if model.device.type == 'cpu' else 'a GPU in plain torch'}")
+        _warn_no_graphs(config, f"on {'a CPU' if model.device.type == 'cpu' else 'a GPU in plain torch'}")
     if on_cpu:
         with same_logits(model, backend, linear.rounding, group) as variants:
             optimise(model, backend, variants, linear=linear)
@@ -68,17 +68,17 @@ def create_runner(model: PreTrainedModel, config: EngineConfig) -> Runner:
     return PagedRunner(model, backend, *memory, group, config.cuda_graphs, weight_bytes)
 
 
-def _tell_no_graphs(config: EngineConfig, where: str) -> None:
+def _warn_no_graphs(config: EngineConfig, where: str) -> None:
     if config.cuda_graphs:
-        logger.warning("--cuda-graphs changes nothing: decoding %s goes without them", where)
+        logger.warning("--cuda-graphs changes nothing: decoding %s runs without CUDA graphs", where)
 
 
 def _proven(model: PreTrainedModel, backend: AttentionBackend, group: ShardGroup | None) -> AttentionBackend:
-    """Attention in plain torch in the backend's place, where that does not run or computes something else."""
+    """Returns the backend, or attention in plain torch where the backend fails or computes something else."""
     if type(backend) is GatherAttention:
         return backend
     fault = backend_fault(model, backend, group)
     if fault is None:
         return backend
-    logger.warning("attention goes in plain torch, which is slow: %s", fault)
+    logger.warning("attention runs in plain torch, which is slow: %s", fault)
     return GatherAttention(backend.shape, backend.device, backend.dtype)

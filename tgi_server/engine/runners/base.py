@@ -1,4 +1,4 @@
-"""What the engine needs of a way to run a model: the paged one and the padded one."""
+"""The interface of a way to run a model, of which there are two: the paged and the padded one."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -21,12 +21,13 @@ _UNBOUNDED = frozenset({"bloom", "mpt", "t5", "mt5", "umt5"})  # relative positi
 
 @dataclass(frozen=True, slots=True)
 class CacheCapacity:
-    """What fits beside the weights.
+    """The room that there is beside the weights.
 
-    num_blocks: KV blocks that may be granted, with ids 1 .. num_blocks. max_total_tokens: of one sequence.
-    max_batch_total_tokens: of all sequences together.
+    max_batch_size: sequences of one batch. num_blocks: KV blocks that may be granted, with ids 1 .. num_blocks.
+    max_total_tokens: of one sequence. max_batch_total_tokens: of all sequences together.
     """
 
+    max_batch_size: int
     num_blocks: int
     block_size: int
     max_total_tokens: int
@@ -38,7 +39,7 @@ class PromptChunk:
     """Known tokens of one sequence that a pass computes.
 
     tokens: [length] int64, on the host. start: position of the first one.
-    all_logits: whether the logits of every token are wanted; else only those of the sequence's last known token.
+    all_logits: the logits of every token are wanted; else only those of the sequence's last known token.
     """
 
     sequence: RunningSequence
@@ -58,14 +59,14 @@ class PromptChunk:
 
     @property
     def logits(self) -> int:
-        """How many rows of logits this chunk yields."""
+        """The number of rows of logits that this chunk yields."""
         return len(self.tokens) if self.all_logits else int(self.completes)
 
 
 class Runner(ABC):
     """Runs the model for one batch. Sequences past their prompt stand in dense rows 0 .. n - 1.
 
-    paged: whether prompts may be computed in chunks, and keys and values live in blocks that the caller grants.
+    paged: prompts may be computed in chunks, and keys and values live in blocks that the caller grants.
     block_size: tokens of a KV block.
     """
 
@@ -77,15 +78,15 @@ class Runner(ABC):
         """Sizes the cache and runs the largest pass. Raises NotEnoughMemory."""
 
     def reserve(self, seconds: float) -> bool:
-        """Spends about so much time, now that there is some, on memory for what may come. Whether more is left to do.
+        """Spends about `seconds` on taking memory that requests may need, always the same amount ahead of those so far.
 
-        Always stays ahead of what has been used by the same amount.
+        Returns True if more of it could be taken.
         """
         return False
 
     @abstractmethod
     def forward(self, decoding: int, chunks: list[PromptChunk], greedy: GreedyOnly | None = None) -> Tensor:
-        """One pass: rows 0 .. decoding - 1 advance by a token, and the chunks are computed.
+        """Runs one pass: rows 0 .. decoding - 1 advance by a token, and the chunks are computed.
 
         Returns logits, [rows, vocab_size] in the model's dtype: those of the decoding rows, then each chunk's.
         greedy: None: every logit is needed.
@@ -93,15 +94,15 @@ class Runner(ABC):
 
     @abstractmethod
     def join(self, sequence: RunningSequence) -> None:
-        """A sequence, not yet computed, will have chunks from now on."""
+        """Takes in a sequence of which nothing is computed yet."""
 
     @abstractmethod
     def promote(self, sequence: RunningSequence, row: int) -> None:
-        """A sequence whose known tokens are all computed takes a row."""
+        """Gives a row to a sequence whose known tokens are all computed."""
 
     @abstractmethod
     def accept(self, first_row: int, token_ids: Tensor) -> None:
-        """token_ids, [rows] int64 on the device, are the next inputs of the rows from `first_row` on."""
+        """Sets the next inputs of the rows from `first_row` on. token_ids: [rows] int64 on the device."""
 
     @abstractmethod
     def grant(self, sequence: RunningSequence, row: int | None, blocks: list[int]) -> None:
@@ -109,11 +110,11 @@ class Runner(ABC):
 
     @abstractmethod
     def move(self, source: int, target: int) -> None:
-        """The sequence in row `source` stands in row `target` from now on; what was there is forgotten."""
+        """Moves the sequence in row `source` to row `target`, and forgets the one that stood there."""
 
     @abstractmethod
     def truncate(self, rows: int) -> None:
-        """Rows from `rows` on are forgotten."""
+        """Forgets the rows from `rows` on."""
 
     def run_prompt(self, tokens: int, blocks: list[int]) -> None:
         """Computes a prompt of `tokens` tokens, and the decode step after it, as the warm-up does. Its row stays."""
@@ -124,7 +125,7 @@ class Runner(ABC):
 
 
 def position_limit(config: PretrainedConfig) -> int | None:
-    """The most positions the model has; None when its positions are relative and nothing bounds them."""
+    """Returns the most positions the model has; None when its positions are relative and nothing bounds them."""
     config = config.get_text_config(decoder=True)
     if config.model_type in _UNBOUNDED or getattr(config, "alibi", False):
         return None
@@ -135,7 +136,7 @@ def position_limit(config: PretrainedConfig) -> int | None:
 
 
 def warm_up_tokens(config: PretrainedConfig, device: torch.device, max_prefill_tokens: int) -> int:
-    """How long a prompt to run before the first request, so that what is free afterwards is free for good.
+    """Returns the tokens of the prompt that the warm-up runs: the longest one, so that memory free after it stays free.
 
     On a CPU a short one does: memory is not fixed there, and only first-use work is to be got out of the way. There is
     always room for one more token after it.

@@ -16,11 +16,11 @@ from tgi_server.engine.attention.base import AttentionBackend
 
 logger = logging.getLogger(__name__)
 
+# The batch sizes of TGI and some more: the host saves as much with a large batch as with a small one.
 DEFAULT_SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256)
-"""The batch sizes of TGI and some more: the host saves as much with a large batch as with a small one."""
 
+# Takes a step, and returns a function that does the same again and returns the same tensor, with its new contents.
 Recorder = Callable[[Callable[[], Tensor]], Callable[[], Tensor]]
-"""Takes a step, and returns what does the same again and returns the same tensor, with what it then holds."""
 
 
 def graph_batch_sizes(wanted: Sequence[int] | None, max_rows: int) -> list[int]:
@@ -31,7 +31,7 @@ def graph_batch_sizes(wanted: Sequence[int] | None, max_rows: int) -> list[int]:
 
 
 class DecodeGraphs:
-    """Recorded steps. What `run` returns is overwritten by the next one."""
+    """Recorded steps. The logits that `run` returns are overwritten by the next run."""
 
     def __init__(self, sizes: Iterable[int], step: Callable[[int], Tensor], record: Recorder) -> None:
         """step: computes the logits, [rows, vocab_size], of so many rows. Raises RuntimeError if it cannot be recorded.
@@ -44,26 +44,26 @@ class DecodeGraphs:
         self.sizes = sorted(self._steps)
 
     def run(self, rows: int) -> Tensor | None:
-        """The logits of the first `rows` rows; None for more rows than any recorded step has."""
+        """Returns the logits of the first `rows` rows; None for more rows than any recorded step has."""
         size = next((size for size in self.sizes if size >= rows), None)
         return None if size is None else self._steps[size]()[:rows]
 
 
 def recorder_for(backend: AttentionBackend) -> Recorder | None:
-    """What records steps on the backend's device; None where a recorded one would not hold for other lengths."""
+    """Returns a recorder for the backend's device; None where a recorded step would not hold for other lengths."""
     if backend.device.type != "cuda" or not backend.any_lengths:
         return None
     return _CudaRecorder(backend.device)
 
 
 def record_decoding(sizes: Sequence[int], step: Callable[[int], Tensor], record: Recorder) -> DecodeGraphs | None:
-    """None, after one line in the log, when the model's steps cannot be recorded."""
+    """Records steps. Returns None, after one line in the log, when the model's steps cannot be recorded."""
     started = time.perf_counter()
     try:
         graphs = DecodeGraphs(sizes, step, record)
     except RuntimeError as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        logger.warning("decoding goes without CUDA graphs: %s", reason)
+        logger.warning("decoding runs without CUDA graphs: %s", reason)
         return None
     seconds = time.perf_counter() - started
     logger.info("recorded CUDA graphs for %s sequences in %.1f s", ", ".join(map(str, graphs.sizes)), seconds)

@@ -23,12 +23,12 @@ from tgi_server.engine.runners.rope import LengthDependentRope
 from tgi_server.engine.sequence import RunningSequence
 from tgi_server.engine.sharding import ShardGroup
 
+# Tokens for whose keys and values memory is taken before they come.
 _RESERVED_TOKENS = 1 << 15
-"""Tokens for whose keys and values memory is taken before they come."""
+# No more memory is reserved than the weights take, times this: a small model shall stay small.
 _RESERVED_WEIGHTS = 4
-"""No more memory is reserved than the weights take, times this: a small model shall stay small."""
+# Seconds that the start spends on reserving memory.
 _RESERVE_SECONDS = 1.0
-"""Seconds that the start spends on reserving memory."""
 
 
 class PagedRunner(Runner):
@@ -94,7 +94,9 @@ class PagedRunner(Runner):
         self.reserve(_RESERVE_SECONDS)
         self._rope.fix(total)
         self._record()
-        return CacheCapacity(num_blocks, size, max_total_tokens=total, max_batch_total_tokens=num_blocks * size)
+        return CacheCapacity(
+            max_batch_size, num_blocks, size, max_total_tokens=total, max_batch_total_tokens=num_blocks * size
+        )
 
     def reserve(self, seconds: float) -> bool:
         return self._backend.reserve(min(self._batch.num_blocks, self._highest_block + self._reserved) + 1, seconds)

@@ -14,7 +14,7 @@ from tgi_server.engine.runners.base import PromptChunk
 
 @dataclass(frozen=True, slots=True)
 class PassInput:
-    """What the model is called with.
+    """The arguments of a call of the model.
 
     tokens, positions: [tokens] int64. wanted: [rows] int64, indices of the tokens whose logits are wanted; None: all.
     """

@@ -1,4 +1,4 @@
-"""Finds out, before any request, whether a model can take the paged path, and what its keys look like.
+"""Finds out, before any request, if a model can take the paged path, and the shape of its keys.
 
 The model runs a short prompt with its own attention, then two packed prompts and a decode step in the paged way, with
 every key, value and query caught on the way. A model that silently ignores a registered attention function shows no
@@ -30,8 +30,8 @@ from tgi_server.engine.sharding.architectures import plan_for
 
 logger = logging.getLogger(__name__)
 
+# Tokens of the two prompts; both are the start of the same text.
 LONG, SHORT = 8, 5
-"""Tokens of the two prompts; both are the start of the same text."""
 _BLOCKS = 3  # of the KV cache: one for each prompt, and the scratch block
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
@@ -70,7 +70,7 @@ class _Recorder(GatherAttention):
 
 
 def probe_kv_shape(model: PreTrainedModel, group: ShardGroup | None = None) -> KVShape | None:
-    """The shape of the model's keys and values, or None when it has to take the padded path.
+    """Returns the shape of the model's keys and values, or None when it has to take the padded path.
 
     group: the shards of the model, when this is one of them. Leaves the model with paged attention when it returns a
     shape, else with its own.
@@ -92,7 +92,7 @@ def probe_kv_shape(model: PreTrainedModel, group: ShardGroup | None = None) -> K
     else:
         reason = _objection(model, recorder, expected, actual)
     if group is not None:
-        reason = next(filter(None, group.ask(reason or "")), None)
+        reason = next(filter(None, group.exchange(reason or "")), None)
     if reason is None:
         return KVShape(heads=tuple(recorder.heads.values()), head_dim=recorder.head_dims.pop())
     logger.info("%s takes the padded path: %s", model.config.model_type, reason)
@@ -118,7 +118,7 @@ def same_logits(
     backend.allocate(_BLOCKS)
     error = logits_error(before, _run(model, backend))
     if group is not None:
-        error = max(map(float, group.ask(str(error))), key=lambda other: (math.isnan(other), other))
+        error = max(map(float, group.exchange(str(error))), key=lambda other: (math.isnan(other), other))
     if not error <= TOLERANCE[model.dtype] + rounding:
         raise UnsupportedModel(
             f"this {model.config.model_type} model's logits change by {error:.2g} with the CPU kernels; "
@@ -127,7 +127,7 @@ def same_logits(
 
 
 def backend_fault(model: PreTrainedModel, backend: AttentionBackend, group: ShardGroup | None = None) -> str | None:
-    """Why the model should not attend with the backend, for a person to read; None when it computes what it should.
+    """Returns why the model must not attend with the backend, in words; None when it computes what it should.
 
     The backend's blocks are allocated anew. All shards come to the same answer.
     """
@@ -141,20 +141,20 @@ def backend_fault(model: PreTrainedModel, backend: AttentionBackend, group: Shar
     else:
         if not error <= TOLERANCE[model.dtype]:
             fault = f"logits change by {error:.2g} with {type(backend).__name__}"
-    faults = group.ask(fault) if group is not None else [fault]
+    faults = group.exchange(fault) if group is not None else [fault]
     return next(filter(None, faults), None)
 
 
 def probe_tokens(model: PreTrainedModel, count: int) -> Tensor:
-    """[count] int64: some tokens of the model's vocabulary."""
+    """Returns some tokens of the model's vocabulary: [count] int64."""
     return torch.arange(count, device=model.device) % model.config.get_text_config(decoder=True).vocab_size
 
 
 def logits_error(expected: Tensor, actual: Tensor) -> float:
-    """How far logits, [rows, vocab_size], are from what they should be: the largest relative difference of any row.
+    """Returns the largest relative difference of any row of logits, [rows, vocab_size], from the expected ones.
 
-    In less than float32 the second largest, since the last bit may choose another expert in a mixture of experts; a
-    wrong way to run a model shows in several rows. NaN when there is any NaN.
+    In less than float32 it is the second largest, since the last bit may choose another expert in a mixture of experts.
+    A wrong way to run a model shows in several rows. NaN when there is any NaN.
     """
     difference = (expected.float() - actual.float()).norm(dim=-1) / expected.float().norm(dim=-1)
     if expected.dtype is torch.float32 or difference.isnan().any():
@@ -163,13 +163,13 @@ def logits_error(expected: Tensor, actual: Tensor) -> float:
 
 
 def _own_logits(model: PreTrainedModel) -> Tensor:
-    """What the logits of `_run` have to be: [4, vocab_size]. A prompt's logits are those of any text it starts."""
+    """Returns what `_run` has to compute: [4, vocab_size]. A prompt's logits are those of any text that it starts."""
     tokens = probe_tokens(model, LONG + 1)
     return model(input_ids=tokens[None], use_cache=False).logits[0, [LONG - 1, SHORT - 1, LONG, SHORT]]
 
 
 def _paged_logits(model: PreTrainedModel) -> Tensor:
-    """As `_own_logits`, with the paged attention that is installed already: one text, in one pass."""
+    """Returns the logits of `_own_logits`, of one text in one pass with the paged attention installed already."""
     cache = PagedCache(_Recorder(model))
     cache.attach(model)
     tokens, device = probe_tokens(model, LONG + 1), model.device
@@ -188,7 +188,7 @@ def _paged_logits(model: PreTrainedModel) -> Tensor:
 
 
 def _run(model: PreTrainedModel, backend: AttentionBackend) -> Tensor:
-    """The last logits of both prompts, then those of one more token of each: [4, vocab_size]."""
+    """Returns the last logits of both prompts, then those of one more token of each: [4, vocab_size]."""
     cache = PagedCache(backend)
     cache.attach(model)
     tokens, size, device = probe_tokens(model, LONG + 1), backend.block_size, model.device
@@ -222,7 +222,7 @@ def _run(model: PreTrainedModel, backend: AttentionBackend) -> Tensor:
 
 
 def _objection(model: PreTrainedModel, recorder: _Recorder, expected: Tensor, actual: Tensor) -> str | None:
-    """Why the paged path would be wrong for the model; None when nothing speaks against it."""
+    """Returns why the paged path is wrong for the model; None when it is right."""
     layers = len(recorder.heads)
     if not layers or not recorder.attended == recorder.written == 2 * layers:
         return f"it called the attention function {recorder.attended} times in {layers} layers with keys"
@@ -239,7 +239,7 @@ def _objection(model: PreTrainedModel, recorder: _Recorder, expected: Tensor, ac
 
 
 def _windows(model: PreTrainedModel) -> dict[int, int | None]:
-    """How many tokens each layer looks at, from the model's configuration; 0: all; None: something else again.
+    """Returns how many tokens each layer looks at by the model's configuration; 0: all; None: another kind of layer.
 
     A probe is too short to show a window, so what a layer says of itself is compared with this.
     """

@@ -1,4 +1,4 @@
-"""Rotary position embeddings whose frequencies depend on how long a text is: the types "dynamic" and "longrope".
+"""Rotary position embeddings whose frequencies depend on a text's length: the types "dynamic" and "longrope".
 
 `transformers` chooses their frequencies anew in every pass, by the furthest position in it. In a batch one request's
 length would so change another's tokens, and cached keys would stand beside keys of other frequencies. Here they are
@@ -23,7 +23,7 @@ class LengthDependentRope:
         ]
 
     def fix(self, length: int) -> None:
-        """From here on the frequencies are those of a text of `length` tokens, whatever a pass holds."""
+        """Fixes the frequencies to those of a text of `length` tokens, whatever a pass holds."""
         for module, kind in self._modules:
             module.rope_type = kind
             for layer_type in kind if isinstance(kind, dict) else (None,):
@@ -33,7 +33,7 @@ class LengthDependentRope:
 
 
 def _kind(module: nn.Module) -> Any:
-    """A type, or with Gemma's models one for each type of layer."""
+    """Returns the type of an embedding, or with Gemma's models one for each type of layer."""
     return getattr(module, "rope_type", None)
 
 

@@ -1,4 +1,8 @@
-"""Log-probabilities of tokens: those chosen, those most likely, those of the prompt."""
+"""The tokens of a step and their log-probabilities, on the device and on the host."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -9,7 +13,7 @@ _CHUNK_ELEMENTS = 2**25
 
 
 def prompt_logprobs(logits: Tensor, next_ids: Tensor) -> Tensor:
-    """Log-probability of each prompt token after those before it: float32 `[tokens]`.
+    """Returns the log-probability of each prompt token after those before it: float32 `[tokens]`.
 
     logits: `[tokens, vocab]` in any float type; next_ids: int64 `[tokens]`, what follows each position. Works in
     pieces, so that a long prompt does not take a float32 copy of all its logits.
@@ -23,21 +27,21 @@ def prompt_logprobs(logits: Tensor, next_ids: Tensor) -> Tensor:
 
 
 def chosen_logprobs(logprobs: Tensor, token_ids: Tensor) -> Tensor:
-    """`[rows, vocab]`, `[rows]` -> `[rows]`."""
+    """Returns the log-probability of each row's token: `[rows, vocab]`, `[rows]` -> `[rows]`."""
     return logprobs.gather(1, token_ids.unsqueeze(1)).squeeze(1)
 
 
 def top_logprobs(logprobs: Tensor, most: int) -> tuple[Tensor, Tensor]:
-    """The ids and log-probabilities of the `most` likeliest tokens and some more, best first: `[rows, width]` each.
+    """Returns the ids and log-probabilities of the `most` likeliest tokens and some more, best first: `[rows, width]`.
 
-    How many of them are ties with a row's n-th is not known before they are on the host; see `keep_top`.
+    The number of ties with a row's n-th is not known before they are on the host; see `keep_top`.
     """
     top = logprobs.topk(min(most + ROOM_FOR_TIES, logprobs.shape[1]))
     return top.indices, top.values
 
 
 def keep_top(ids: list[int], logprobs: list[float], n: int) -> list[tuple[int, float]]:
-    """The first n of one row of `top_logprobs` with those equal to the n-th, as TGI reports them.
+    """Returns the first n of one row of `top_logprobs` with those equal to the n-th, as TGI reports them.
 
     Tokens that cannot be chosen are left out.
     """
@@ -48,3 +52,90 @@ def keep_top(ids: list[int], logprobs: list[float], n: int) -> list[tuple[int, f
         if logprob >= last and logprob != float("-inf")
     ]
     return sorted(kept, key=lambda pair: (-pair[1], pair[0]))
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenReport:
+    """Log-probabilities, float32 `[k]`, of the tokens chosen at `positions`, which are rows of the logits."""
+
+    positions: Sequence[int]
+    logprobs: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class TopReport:
+    """The likeliest tokens, `[k, width]`, of which the row at positions[i] wants the best counts[i]."""
+
+    positions: Sequence[int]
+    counts: Sequence[int]
+    ids: Tensor
+    logprobs: Tensor
+
+
+@dataclass(slots=True)
+class Sampled:
+    """The tokens of a step, int64 `[n]` on the device. They may be replaced before they are accepted or copied."""
+
+    token_ids: Tensor
+    chosen: list[ChosenReport] = field(default_factory=list)
+    top: list[TopReport] = field(default_factory=list)
+
+    def start_copy(self) -> "PendingTokens":
+        """Starts one copy of everything to the host, and returns at once."""
+        parts = [report.logprobs for report in self.chosen]
+        parts.extend(part.flatten() for report in self.top for part in (report.ids, report.logprobs))
+        packed = self.token_ids
+        if parts:
+            # float64 holds token ids and float32 numbers alike without loss.
+            packed = torch.cat([part.to(torch.float64) for part in (packed, *parts)])
+        if packed.device.type != "cuda":
+            return PendingTokens(self, packed, None)
+        host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
+        host.copy_(packed, non_blocking=True)
+        done = torch.cuda.Event()
+        done.record()
+        return PendingTokens(self, host, done)
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """The tokens of a step on the host, one id for each row of the logits.
+
+    logprobs, top_tokens (id, logprob): by row, where asked for.
+    """
+
+    ids: list[int]
+    logprobs: dict[int, float]
+    top_tokens: dict[int, list[tuple[int, float]]]
+
+
+class PendingTokens:
+    """A copy under way."""
+
+    def __init__(self, sampled: Sampled, host: Tensor, done: torch.cuda.Event | None) -> None:
+        self._sampled = sampled
+        self._host = host
+        self._done = done
+
+    def synchronize(self) -> None:
+        """Waits for the copy, not for what the device was given to do after it. May be called in any thread."""
+        if self._done is not None:
+            self._done.synchronize()
+
+    def wait(self) -> Tokens:
+        """Waits as `synchronize` does."""
+        self.synchronize()
+        values = iter(self._host.tolist())
+        tokens = Tokens([int(value) for value in islice(values, self._sampled.token_ids.shape[0])], {}, {})
+        for report in self._sampled.chosen:
+            tokens.logprobs.update(zip(report.positions, islice(values, len(report.positions)), strict=True))
+        for top in self._sampled.top:
+            ids, logprobs = _matrix(values, top.ids), _matrix(values, top.logprobs)
+            for row, position in enumerate(top.positions):
+                tokens.top_tokens[position] = keep_top([int(i) for i in ids[row]], logprobs[row], top.counts[row])
+        return tokens
+
+
+def _matrix(values: Iterator[float], like: Tensor) -> list[list[float]]:
+    rows, width = like.shape
+    return [list(islice(values, width)) for _ in range(rows)]

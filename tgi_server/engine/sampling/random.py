@@ -1,17 +1,28 @@
-"""Random numbers that are a function of a request's seed and of how many tokens it has generated.
+"""Random numbers and draws that are a function of a request's seed and of how many tokens it has generated.
 
 A generator with state gives a request numbers that depend on when it was called, so on the rest of the batch
 and on preemptions. Here the number for token `step` is a hash of (seed, step), which any batch on any device
 computes alike: SplitMix64 (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators", 2014) read
 at position `step` of the sequence that begins at the hash of the seed.
+
+Sums of floats depend on the order of addition, and that order depends on the device and on the number of rows in the
+batch. Sums of integers do not. So all decisions between tokens (how many fill `top_p`, which one is drawn) are taken on
+probabilities as integers, the tokens' weights.
 """
 
 import torch
 from torch import Tensor
 
+# The likeliest token weighs 2**40, so 2**22 tokens can be added up without overflow, and what rounds to zero (a
+# token 2**40 times less likely than the best) could not be told apart in float32 either.
+_SCALE = 2.0**40
+# Its exponential rounds to a weight of zero, as does that of all below it. On a CPU exp(-inf) takes five times as long.
+WEIGHTLESS = -28.0
+_BLOCK = 256
+
 
 def as_int64(value: int) -> int:
-    """The int64 with the same 64 bits as the unsigned `value`; torch computes with signed integers only."""
+    """Returns the int64 with the same 64 bits as the unsigned `value`; torch computes with signed integers only."""
     value &= 2**64 - 1
     return value - 2**64 if value >= 2**63 else value
 
@@ -29,7 +40,7 @@ def mix64(bits: Tensor) -> Tensor:
 
 
 def uniform(seeds: Tensor, steps: Tensor) -> Tensor:
-    """Numbers in [0, 1), float64 `[rows]`, for int64 `seeds` and `steps` `[rows]`."""
+    """Returns numbers in [0, 1), float64 `[rows]`, for int64 `seeds` and `steps` `[rows]`."""
     bits = mix64(mix64(seeds + _GOLDEN_GAMMA) + steps * _GOLDEN_GAMMA)
     return _shift_right(bits, 11).to(torch.float64) * 2.0**-53
 
@@ -37,3 +48,45 @@ def uniform(seeds: Tensor, steps: Tensor) -> Tensor:
 def _shift_right(bits: Tensor, places: int) -> Tensor:
     # torch shifts int64 arithmetically; the mask removes the copies of the sign.
     return (bits >> places) & (2 ** (64 - places) - 1)
+
+
+def below_peak(scores: Tensor) -> Tensor:
+    """Returns `scores` less the highest of their row, float32 `[rows, tokens]`: 0 for the likeliest token."""
+    peak = scores.amax(-1, keepdim=True)
+    # A row without any possible token stays a row of -inf instead of becoming NaN.
+    return scores - peak.clamp_min(torch.finfo(scores.dtype).min)
+
+
+def fixed_point(numbers: Tensor) -> Tensor:
+    """Returns non-negative numbers not above 1, times 2**40, rounded down to int64. Overwrites `numbers`."""
+    return numbers.mul_(_SCALE).to(torch.int64)
+
+
+def token_weights(scores: Tensor) -> Tensor:
+    """Returns int64 `[rows, tokens]` proportional to the softmax of `scores` float32 `[rows, tokens]`."""
+    return fixed_point(below_peak(scores).clamp_min_(WEIGHTLESS).exp_())
+
+
+def draw(scores: Tensor, numbers: Tensor) -> Tensor:
+    """Inverts the cumulative distribution of softmax(scores) at `numbers`.
+
+    scores: float32 `[rows, tokens]`; numbers: float64 `[rows]` in [0, 1). Returns int64 `[rows]`: the first token,
+    in the vocabulary's order, at which the running sum of weights exceeds `number * sum`. The sums are taken block
+    by block, and only the block that holds the token is looked into.
+    """
+    weights = token_weights(scores)
+    tokens = weights.shape[1]
+    whole = tokens - tokens % _BLOCK
+    blocks = weights[:, :whole].unflatten(1, (whole // _BLOCK, _BLOCK)).sum(2)
+    if whole < tokens:
+        blocks = torch.cat((blocks, weights[:, whole:].sum(1, keepdim=True)), dim=1)
+    running = blocks.cumsum(1)
+    total = running[:, -1]
+    # Below the sum however it is rounded: a number is at most 1 - 2**-53, the sum below 2**63.
+    aim = (numbers * total.to(torch.float64)).to(torch.int64).unsqueeze(1)
+    block = (running <= aim).sum(1, keepdim=True).clamp_max_(blocks.shape[1] - 1)
+    aim = aim - (running - blocks).gather(1, block)
+    ids = block * _BLOCK + torch.arange(_BLOCK, device=scores.device)
+    within = weights.gather(1, ids.clamp_max(tokens - 1)).masked_fill_(ids >= tokens, 0).cumsum(1)
+    token = block * _BLOCK + (within <= aim).sum(1, keepdim=True)
+    return token.squeeze(1).clamp_max_(tokens - 1)

@@ -7,25 +7,38 @@ import torch
 from torch import Tensor
 
 from tgi_server.contract import ReportParameters, SamplingParameters
+from tgi_server.engine.kernels import load_kernels
 from tgi_server.engine.sampling import warpers
-from tgi_server.engine.sampling.draw import best, best_logprobs, draw, has_kernels
-from tgi_server.engine.sampling.logprobs import chosen_logprobs, top_logprobs
-from tgi_server.engine.sampling.penalties import frequency_penalty, presence_penalty, repetition_penalty
-from tgi_server.engine.sampling.plan import Drawing, Plan
-from tgi_server.engine.sampling.planner import Planner
-from tgi_server.engine.sampling.random import uniform
-from tgi_server.engine.sampling.row import Row, counts_generated, counts_sequence, is_greedy, is_plain
-from tgi_server.engine.sampling.sampled import ChosenReport, Sampled, TopReport
-from tgi_server.engine.sampling.token_counts import TokenCounts
-from tgi_server.engine.sampling.token_mask import TokenMask, forbid
-from tgi_server.engine.sampling.watermark import WatermarkSettings, raise_green
+from tgi_server.engine.sampling.logprobs import ChosenReport, Sampled, TopReport, chosen_logprobs, top_logprobs
+from tgi_server.engine.sampling.metadata import (
+    Drawing,
+    MetadataBuilder,
+    Row,
+    SamplingMetadata,
+    counts_generated,
+    counts_sequence,
+    is_greedy,
+    is_plain,
+)
+from tgi_server.engine.sampling.processors import (
+    TokenCounts,
+    TokenMask,
+    WatermarkSettings,
+    frequency_penalty,
+    presence_penalty,
+    raise_green,
+    repetition_penalty,
+)
+from tgi_server.engine.sampling.random import draw, uniform
+
+_KERNEL_DTYPES = (torch.float32, torch.bfloat16)
 
 
 class Sampler:
-    """Sampling state of a batch: one row for each sequence.
+    """The sampling state of a batch: one row for each sequence.
 
-    A step is `sample`, then `accept` with the tokens that were really taken. Neither waits for the device. What a
-    row does is a function of its request and of its tokens alone, whatever the other rows are.
+    A step is `sample`, then `accept` with the tokens that were really taken. Neither waits for the device. A row's
+    tokens are a function of its request and of its tokens so far alone, whatever the other rows are.
     """
 
     def __init__(
@@ -35,15 +48,14 @@ class Sampler:
         self._device = device
         self._watermark = watermark or WatermarkSettings()
         self._rows: dict[int, Row] = {}  # those that are not plain: a batch of plain rows has none
-        self._kernels = False  # whether rows that are only reported have a kernel, and need no plan
+        self._kernels = False  # True: rows that are only reported have a kernel, and need no metadata
         self._sequences = TokenCounts(vocab_size, device)
         self._generated = TokenCounts(vocab_size, device)
         self._steps = torch.zeros(max_rows, dtype=torch.int64, device=device)  # tokens generated
         self._previous = torch.zeros(max_rows, dtype=torch.int64, device=device)  # the last token
-        self._planner = Planner(vocab_size, device)
-        self._plans: tuple[Plan, ...] = ()
-        self._planned_rows: tuple[int, ...] | None = None
-        self._planned_masks: tuple[int, ...] = ()
+        self._builder = MetadataBuilder(vocab_size, device)
+        self._metadata: tuple[SamplingMetadata, ...] = ()
+        self._described_rows: tuple[int, ...] | None = None  # those that the metadata are of
 
     def add(
         self,
@@ -74,20 +86,20 @@ class Sampler:
         self._steps[row] = len(generated_ids)
         text = generated_ids if len(generated_ids) else prompt_ids
         self._previous[row] = text[-1] if len(text) else 0
-        self._planned_rows = None
+        self._described_rows = None
 
     def move(self, source: int, target: int) -> None:
-        """The request at `source` stands at `target` from now on, and `source` is free."""
+        """Moves the request at `source` to `target`, and frees `source`."""
         self.clear(target)
         moved = self._rows.pop(source, None)
         if moved is not None:
             self._rows[target] = moved
             self._steps[target] = self._steps[source]
             self._previous[target] = self._previous[source]
-            self._planned_rows = None
+            self._described_rows = None
 
     def clear(self, row: int) -> None:
-        """Frees `row`, whether it was taken or not."""
+        """Frees `row`; a row that is free already stays so."""
         cleared = self._rows.pop(row, None)
         if cleared is None:
             return
@@ -95,36 +107,35 @@ class Sampler:
             self._sequences.release(cleared.sequence_slot)
         if cleared.generated_slot is not None:
             self._generated.release(cleared.generated_slot)
-        self._planned_rows = None
+        self._described_rows = None
 
     @property
     def processes(self) -> bool:
-        """Whether a row wants more than the token with the highest logit."""
+        """Returns True if a row wants more than the token with the highest logit."""
         return bool(self._rows)
 
     def sample(self, logits: Tensor, rows: Sequence[int], mask: TokenMask | None = None) -> Sampled:
         """Chooses a token for each of `logits` `[n, vocab]`, in any float type; logits[i] are those of `rows[i]`.
 
-        Changes neither the logits nor the state; see `accept`.
+        mask: of some of the rows; their logits may be overwritten. Changes the state in no way; see `accept`.
         """
-        only_masked = None
-        self._use_kernels(has_kernels(logits))
-        if mask is not None and self._kernels:
-            processed = [self._needs_plan(rows[position]) for position in mask.positions]
-            only_masked, mask = mask.part([not each for each in processed]), mask.part(processed)
-        reported = [i for i, row in enumerate(rows) if row in self._rows and not self._needs_plan(row)]
-        plans = self._plans_for(rows, () if mask is None else mask.positions)
-        rest_is_greedy = sum(plan.state_rows.shape[0] for plan in plans) < logits.shape[0]
-        sampled = Sampled(best(logits, only_masked) if rest_is_greedy else self._steps.new_empty(logits.shape[0]))
+        self._use_kernels(_have_kernels(logits))
+        if mask is not None and not (self._kernels and all(self._only_reported(rows[i]) for i in mask.positions)):
+            mask.apply(logits)
+            mask = None  # otherwise the kernels that look for the largest logit skip forbidden ones
+        metadata = self._metadata_for(rows)
+        reported = [i for i, row in enumerate(rows) if row in self._rows and self._only_reported(row)]
+        processed = sum(piece.state_rows.shape[0] for piece in metadata)
+        greedy = processed < logits.shape[0]
+        sampled = Sampled(best(logits, mask) if greedy else self._steps.new_empty(logits.shape[0]))
         if reported:
-            logprobs = best_logprobs(logits, sampled.token_ids, reported, only_masked)
-            sampled.chosen.append(ChosenReport(reported, logprobs))
-        for plan in plans:
-            taken = plan.processed.take(logits)
-            scores = self._process(taken.to(torch.float32, copy=taken is logits), plan, mask)
-            scores, chosen = self._choose(scores, plan)
-            sampled.token_ids = plan.processed.put(sampled.token_ids, chosen)
-            _report(scores, chosen, plan, sampled)
+            sampled.chosen.append(ChosenReport(reported, _best_logprobs(logits, sampled.token_ids, reported, mask)))
+        for piece in metadata:
+            taken = piece.processed.take(logits)
+            scores = self._process(taken.to(torch.float32, copy=taken is logits), piece)
+            scores, chosen = self._choose(scores, piece)
+            sampled.token_ids = piece.processed.put(sampled.token_ids, chosen)
+            _report(scores, chosen, piece, sampled)
         return sampled
 
     def accept(self, token_ids: Tensor, rows: Sequence[int], active: Tensor | None = None) -> None:
@@ -132,62 +143,65 @@ class Sampler:
 
         active: bool `[n]`; rows where it is false stay as they are, for draft tokens that may turn out refused.
         """
-        for plan in self._plans_for(rows, None):
-            taken = plan.processed.take(token_ids)
-            amounts = torch.ones_like(taken) if active is None else plan.processed.take(active).to(torch.int64)
-            for counted, pool in ((plan.sequence_counts, self._sequences), (plan.generated_counts, self._generated)):
+        for metadata in self._metadata_for(rows):
+            taken = metadata.processed.take(token_ids)
+            amounts = torch.ones_like(taken) if active is None else metadata.processed.take(active).to(torch.int64)
+            for counted, pool in (
+                (metadata.sequence_counts, self._sequences),
+                (metadata.generated_counts, self._generated),
+            ):
                 if counted is not None:
                     pool.record(counted.slots, counted.subset.take(taken), counted.subset.take(amounts))
             if active is not None:
-                taken = torch.where(amounts > 0, taken, self._previous[plan.state_rows])
-            self._previous.index_copy_(0, plan.state_rows, taken)
-            self._steps.index_add_(0, plan.state_rows, amounts)
+                taken = torch.where(amounts > 0, taken, self._previous[metadata.state_rows])
+            self._previous.index_copy_(0, metadata.state_rows, taken)
+            self._steps.index_add_(0, metadata.state_rows, amounts)
 
     def _use_kernels(self, there: bool) -> None:
         if there != self._kernels:
-            self._kernels, self._planned_rows = there, None
+            self._kernels, self._described_rows = there, None
 
-    def _needs_plan(self, row: int) -> bool:
+    def _only_reported(self, row: int) -> bool:
+        """Returns True if a row needs no metadata: it is greedy, and kernels tell how likely its token is."""
         entry = self._rows.get(row)
-        return entry is not None and not (self._kernels and entry.only_reported)
+        return entry is None or (self._kernels and entry.only_reported)
 
-    def _plans_for(self, rows: Sequence[int], masked_positions: Sequence[int] | None) -> tuple[Plan, ...]:
-        """masked_positions: the rows of the logits that have a mask; None: it does not matter."""
-        if not self._rows and not masked_positions:
+    def _metadata_for(self, rows: Sequence[int]) -> tuple[SamplingMetadata, ...]:
+        if not self._rows:
             return ()
-        wanted, masked = tuple(rows), None if masked_positions is None else tuple(masked_positions)
-        if wanted != self._planned_rows or masked not in (None, self._planned_masks):
-            self._planned_rows, self._planned_masks = wanted, masked or ()
-            state = {row: entry for row, entry in self._rows.items() if self._needs_plan(row)}
-            self._plans = self._planner.plans(wanted, self._planned_masks, state)
-        return self._plans
+        wanted = tuple(rows)
+        if wanted != self._described_rows:
+            self._described_rows = wanted
+            state = {row: entry for row, entry in self._rows.items() if not self._only_reported(row)}
+            self._metadata = self._builder.build(wanted, state)
+        return self._metadata
 
-    def _process(self, scores: Tensor, plan: Plan, mask: TokenMask | None) -> Tensor:
-        """Masks, watermark, penalties and bias, which concern greedy rows too."""
-        if mask is not None and plan.masked is not None:
-            scores = plan.masked.put(scores, forbid(plan.masked.take(scores), plan.masks.take(mask.bits)))
-        if plan.watermark is not None:
-            previous = plan.watermark.take(self._previous[plan.state_rows])
-            scores = plan.watermark.put(scores, raise_green(plan.watermark.take(scores), previous, self._watermark))
-        if plan.repetition is not None:
-            scores = plan.repetition.apply(scores, self._sequences.counts, repetition_penalty)
-        if plan.frequency is not None:
-            lengths = plan.frequency.rule.subset.take(plan.prompt_lengths + self._steps[plan.state_rows])
+    def _process(self, scores: Tensor, metadata: SamplingMetadata) -> Tensor:
+        """Applies watermark, penalties and bias, which concern greedy rows too."""
+        if metadata.watermark is not None:
+            previous = metadata.watermark.take(self._previous[metadata.state_rows])
+            scores = metadata.watermark.put(
+                scores, raise_green(metadata.watermark.take(scores), previous, self._watermark)
+            )
+        if metadata.repetition is not None:
+            scores = metadata.repetition.apply(scores, self._sequences.counts, repetition_penalty)
+        if metadata.frequency is not None:
+            lengths = metadata.frequency.rule.subset.take(metadata.prompt_lengths + self._steps[metadata.state_rows])
             penalise = partial(frequency_penalty, lengths=lengths.unsqueeze(1))
-            scores = plan.frequency.apply(scores, self._sequences.counts, penalise)
-        if plan.presence is not None:
-            scores = plan.presence.apply(scores, self._generated.counts, presence_penalty)
-        if plan.bias is not None:
-            scores.view(-1).scatter_add_(0, plan.bias.places, plan.bias.values)
+            scores = metadata.frequency.apply(scores, self._sequences.counts, penalise)
+        if metadata.presence is not None:
+            scores = metadata.presence.apply(scores, self._generated.counts, presence_penalty)
+        if metadata.bias is not None:
+            scores.view(-1).scatter_add_(0, metadata.bias.places, metadata.bias.values)
         return scores
 
-    def _choose(self, scores: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
-        """The scores after the warpers of the rows that sample, and the ids chosen by them: `[processed]`."""
-        drawing = plan.drawing
+    def _choose(self, scores: Tensor, metadata: SamplingMetadata) -> tuple[Tensor, Tensor]:
+        """Returns the scores after the warpers of the rows that sample, and the chosen ids: `[processed]`."""
+        drawing = metadata.drawing
         if drawing is None:
             return scores, best(scores)
         warped = _warp(drawing.subset.take(scores), drawing)
-        steps = drawing.subset.take(self._steps[plan.state_rows])
+        steps = drawing.subset.take(self._steps[metadata.state_rows])
         chosen = draw(warped, uniform(drawing.seeds, steps))
         if drawing.subset.index is not None:
             chosen = drawing.subset.put(best(scores), chosen)
@@ -195,7 +209,7 @@ class Sampler:
 
 
 def _warp(scores: Tensor, drawing: Drawing) -> Tensor:
-    """TGI's order, which is that of transformers; `min_p`, which TGI does not have, comes last."""
+    """Applies the warpers in TGI's order, that of transformers; `min_p`, which TGI does not have, comes last."""
     if drawing.temperature is not None:
         scores = drawing.temperature.apply(scores, warpers.temperature)
     if drawing.top_k is not None:
@@ -209,11 +223,40 @@ def _warp(scores: Tensor, drawing: Drawing) -> Tensor:
     return scores
 
 
-def _report(scores: Tensor, chosen: Tensor, plan: Plan, sampled: Sampled) -> None:
-    """Adds what rows asked to know. As in TGI, probabilities are those after all processors and warpers."""
-    if (wish := plan.logprobs) is not None:
-        logprobs = torch.log_softmax(wish.subset.take(scores), -1)
-        sampled.chosen.append(ChosenReport(wish.positions, chosen_logprobs(logprobs, wish.subset.take(chosen))))
-    if (wish := plan.top_tokens) is not None:
-        logprobs = torch.log_softmax(wish.subset.take(scores), -1)
-        sampled.top.append(TopReport(wish.positions, wish.counts, *top_logprobs(logprobs, max(wish.counts))))
+def _report(scores: Tensor, chosen: Tensor, metadata: SamplingMetadata, sampled: Sampled) -> None:
+    """Adds what requests asked to know. In TGI, too, probabilities are those after all processors and warpers."""
+    if (wanted := metadata.logprobs) is not None:
+        logprobs = torch.log_softmax(wanted.subset.take(scores), -1)
+        sampled.chosen.append(ChosenReport(wanted.positions, chosen_logprobs(logprobs, wanted.subset.take(chosen))))
+    if (wanted := metadata.top_tokens) is not None:
+        logprobs = torch.log_softmax(wanted.subset.take(scores), -1)
+        sampled.top.append(TopReport(wanted.positions, wanted.counts, *top_logprobs(logprobs, max(wanted.counts))))
+
+
+def best(scores: Tensor, mask: TokenMask | None = None) -> Tensor:
+    """Returns the argmax `[rows]` of `[rows, tokens]` in any float type, the first of equals.
+
+    mask: for scores that have kernels.
+    """
+    if _have_kernels(scores):
+        if mask is None:
+            return torch.ops.oatmill.argmax(scores)
+        return torch.ops.oatmill.argmax(scores, mask.bits, mask.positions)
+    assert mask is None
+    # What argmax gives; on a CPU argmax converts bfloat16 element by element, and takes six times as long.
+    return scores.max(-1).indices
+
+
+def _best_logprobs(scores: Tensor, chosen: Tensor, wanted: Sequence[int], mask: TokenMask | None) -> Tensor:
+    """Returns the log-probabilities, float32 `[wanted]`, of the tokens that `best` chose in the rows `wanted`.
+
+    scores: such that have kernels. Of rows with a mask, probabilities are those among the allowed tokens.
+    """
+    if mask is None:
+        return torch.ops.oatmill.peak_logprobs(scores, chosen, wanted)
+    return torch.ops.oatmill.peak_logprobs(scores, chosen, wanted, mask.bits, mask.positions)
+
+
+def _have_kernels(scores: Tensor) -> bool:
+    """Returns True if kernels of the engine's own look for the largest of such scores."""
+    return scores.device.type == "cpu" and scores.dtype in _KERNEL_DTYPES and load_kernels()

@@ -3,16 +3,23 @@
 Each takes scores float32 `[rows, tokens]` and one value per row `[rows, 1]`, may overwrite the scores, and returns
 them with excluded tokens at minus infinity. Each excludes the same tokens as the class of its name in
 `transformers.generation.logits_process`, ties included.
+
+None of them sorts. Where sorted weights add up to a target is found by radix selection: a histogram of the values'
+leading bits says in which bin the target is reached, a second histogram of the next bits of that bin's values narrows
+it down, a third one finds the value itself. Three passes over the vocabulary, each in linear time.
 """
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from tgi_server.engine.sampling.selection import weighted_threshold
-from tgi_server.engine.sampling.weights import WEIGHTLESS, below_peak, fixed_point, token_weights
+from tgi_server.engine.sampling.random import WEIGHTLESS, below_peak, fixed_point, token_weights
 
 # Above it, selection without sorting is cheaper than `torch.topk`.
 LARGEST_SORTED_TOP_K = 512
+_DIGITS = ((21, 11), (10, 11), (0, 10))  # (lowest bit, number of bits), highest digit first
+_SIGN = -(2**31)
 
 
 def temperature(scores: Tensor, temperatures: Tensor) -> Tensor:
@@ -68,7 +75,54 @@ def min_p(scores: Tensor, shares: Tensor) -> Tensor:
 
 
 def _share(weights: Tensor, masses: Tensor) -> Tensor:
-    """The weight that makes up `masses` `[rows, 1]` of each row, rounded up, at least 1: int64 `[rows, 1]`."""
+    """Returns the weight that is `masses` `[rows, 1]` of each row, rounded up, at least 1: int64 `[rows, 1]`."""
     total = weights.sum(1, keepdim=True)
     share = (total.to(torch.float64) * masses).ceil_().to(torch.int64)
     return share.clamp_min_(1).minimum(total)
+
+
+class Threshold(NamedTuple):
+    """A value, float32 `[rows, 1]`, and the weights of the values below it and equal to it, int64 `[rows, 1]`."""
+
+    value: Tensor
+    below: Tensor
+    at: Tensor
+
+
+def weighted_threshold(values: Tensor, weights: Tensor, target: Tensor) -> Threshold:
+    """Returns the smallest value such that the weights of all values up to it reach the target.
+
+    values: float32 `[rows, tokens]`; weights: int64, non-negative, same shape; target: int64 `[rows, 1]`, between 1
+    and the sum of the row's weights.
+    """
+    keys = _ordered_keys(values)
+    chosen = torch.zeros_like(target)
+    below = torch.zeros_like(target)
+    for lowest, bits in _DIGITS:
+        digits = ((keys >> lowest) & (2**bits - 1)).to(torch.int64)
+        higher = lowest + bits
+        inside = weights if higher == 32 else torch.where(keys >> higher == _as_int32(chosen) >> higher, weights, 0)
+        bins = torch.zeros(keys.shape[0], 2**bits, dtype=torch.int64, device=keys.device)
+        bins.scatter_add_(1, digits, inside)
+        reached = below + bins.cumsum(1)
+        digit = (reached < target).sum(1, keepdim=True).clamp_max_(2**bits - 1)
+        at = bins.gather(1, digit)
+        below = reached.gather(1, digit) - at
+        chosen = chosen | (digit << lowest)
+    return Threshold(_values_of_keys(_as_int32(chosen)), below, at)
+
+
+def _ordered_keys(values: Tensor) -> Tensor:
+    """Returns int32 whose unsigned order is that of the float32 values. Adding zero makes one zero of the two."""
+    bits = (values + 0.0).view(torch.int32)
+    # Negative floats grow in magnitude with their bits: all bits are turned round. Others get the sign bit.
+    return bits ^ ((bits >> 31) | _SIGN)
+
+
+def _values_of_keys(keys: Tensor) -> Tensor:
+    return (keys ^ (~(keys >> 31) | _SIGN)).view(torch.float32)
+
+
+def _as_int32(bits: Tensor) -> Tensor:
+    """Returns the lower 32 bits of int64 as int32."""
+    return torch.where(bits >= 2**31, bits - 2**32, bits).to(torch.int32)

@@ -1,5 +1,5 @@
 """Tensor parallelism: one model over several processes, each with its own slices of the weights."""
 
-from tgi_server.engine.sharding.group import ShardGroup, Timing, connect
+from tgi_server.engine.sharding.group import ShardGroup, connect
 
-__all__ = ["ShardGroup", "Timing", "connect"]
+__all__ = ["ShardGroup", "connect"]

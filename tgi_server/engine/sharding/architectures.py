@@ -1,4 +1,4 @@
-"""The plans: for each architecture how its modules are split."""
+"""The sharding plans: which modules of each architecture are column-parallel, row-parallel, or whole."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -7,8 +7,17 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from tgi_server.engine.errors import UnsupportedModel
-from tgi_server.engine.sharding.layers import Reduced, ShardedKeyNorm, ShardedQueryNorm
-from tgi_server.engine.sharding.plan import FIRST_ONLY, ShardingPlan, Slice, Split, column, embedding, head, row
+from tgi_server.engine.sharding.layers import RowParallel, ShardedKeyNorm, ShardedQueryNorm
+from tgi_server.engine.sharding.plan import (
+    FIRST_ONLY,
+    ShardingPlan,
+    Slice,
+    Split,
+    column_parallel,
+    row_parallel,
+    vocab_parallel_embedding,
+    vocab_parallel_head,
+)
 from tgi_server.engine.sharding.shares import (
     Heads,
     grouped_queries_keys_values,
@@ -22,11 +31,11 @@ from tgi_server.engine.sharding.shares import (
 
 Splits = Mapping[str, Split]
 
-_HEAD: Splits = {"lm_head": head()}
+_HEAD: Splits = {"lm_head": vocab_parallel_head()}
 
 
 def plan_for(config: PretrainedConfig) -> ShardingPlan:
-    """How models of that configuration are split. Raises UnsupportedModel when nobody has said."""
+    """Returns how models of that configuration are split. Raises UnsupportedModel for an unknown architecture."""
     plan = _PLANS.get(config.model_type)
     if plan is None:
         raise UnsupportedModel(
@@ -48,24 +57,24 @@ def _heads(config: PretrainedConfig) -> Heads:
 
 def _attention(name: str, output: str = "o_proj", q: str = "q_proj", k: str = "k_proj", v: str = "v_proj") -> Splits:
     return {
-        f"{name}.{q}": column(query_heads),
-        f"{name}.{k}": column(key_heads),
-        f"{name}.{v}": column(key_heads),
-        f"{name}.{output}": row(query_heads),
+        f"{name}.{q}": column_parallel(query_heads),
+        f"{name}.{k}": column_parallel(key_heads),
+        f"{name}.{v}": column_parallel(key_heads),
+        f"{name}.{output}": row_parallel(query_heads),
     }
 
 
 def _feed_forward(*widening: str, narrowing: str) -> Splits:
-    return {name: column() for name in widening} | {narrowing: row()}
+    return {name: column_parallel() for name in widening} | {narrowing: row_parallel()}
 
 
 _GATED = _feed_forward("gate_proj", "up_proj", narrowing="down_proj")
-_LLAMA: Splits = {"embed_tokens": embedding(), **_attention("self_attn"), **_GATED, **_HEAD}
+_LLAMA: Splits = {"embed_tokens": vocab_parallel_embedding(), **_attention("self_attn"), **_GATED, **_HEAD}
 _EXPERTS: Splits = {
-    "experts": Split({"gate_up_proj": Slice(1, halves), "down_proj": Slice(2)}, Reduced),
-    "experts.*.w1": column(),
-    "experts.*.w3": column(),
-    "experts.*.w2": row(),
+    "experts": Split({"gate_up_proj": Slice(1, halves), "down_proj": Slice(2)}, RowParallel),
+    "experts.*.w1": column_parallel(),
+    "experts.*.w3": column_parallel(),
+    "experts.*.w2": row_parallel(),
 }
 
 
@@ -91,7 +100,7 @@ def _olmo2(config: PretrainedConfig) -> ShardingPlan:
 
 
 def _phi3(config: PretrainedConfig) -> ShardingPlan:
-    fused = {"self_attn.qkv_proj": column(queries_keys_values), "gate_up_proj": column(halves)}
+    fused = {"self_attn.qkv_proj": column_parallel(queries_keys_values), "gate_up_proj": column_parallel(halves)}
     return ShardingPlan(_heads(config), ("self_attn",), {**_LLAMA, **fused})
 
 
@@ -101,21 +110,21 @@ def _starcoder2(config: PretrainedConfig) -> ShardingPlan:
 
 def _gpt_neox(config: PretrainedConfig) -> ShardingPlan:
     splits = {
-        "embed_in": embedding(),
-        "attention.query_key_value": column(query_heads),
-        "attention.dense": row(query_heads),
+        "embed_in": vocab_parallel_embedding(),
+        "attention.query_key_value": column_parallel(query_heads),
+        "attention.dense": row_parallel(query_heads),
         **_feed_forward("dense_h_to_4h", narrowing="dense_4h_to_h"),
         **_HEAD,
-        "embed_out": head(),
+        "embed_out": vocab_parallel_head(),
     }
     return ShardingPlan(_heads(config), ("attention",), splits)
 
 
 def _bloom(config: PretrainedConfig) -> ShardingPlan:
     splits = {
-        "word_embeddings": embedding(),
-        "self_attention.query_key_value": column(query_heads),
-        "self_attention.dense": row(query_heads),
+        "word_embeddings": vocab_parallel_embedding(),
+        "self_attention.query_key_value": column_parallel(query_heads),
+        "self_attention.dense": row_parallel(query_heads),
         **_feed_forward("dense_h_to_4h", narrowing="dense_4h_to_h"),
         **_HEAD,
     }
@@ -131,17 +140,17 @@ def _falcon(config: Any) -> ShardingPlan:
         heads, layout = Heads(queries, 1), queries_keys_values
     else:
         heads, layout = Heads(queries, queries), query_heads
-    splits = {**plan.splits, "self_attention.query_key_value": column(layout)}
+    splits = {**plan.splits, "self_attention.query_key_value": column_parallel(layout)}
     return replace(plan, heads=heads, splits=splits, own_attention=not config.alibi)
 
 
 def _gpt2(config: PretrainedConfig) -> ShardingPlan:
     splits = {
-        "wte": embedding(),
-        "attn.c_attn": column(queries_keys_values, transposed=True),
-        "attn.c_proj": row(query_heads, transposed=True),
-        "mlp.c_fc": column(transposed=True),
-        "mlp.c_proj": row(transposed=True),
+        "wte": vocab_parallel_embedding(),
+        "attn.c_attn": column_parallel(queries_keys_values, transposed=True),
+        "attn.c_proj": row_parallel(query_heads, transposed=True),
+        "mlp.c_fc": column_parallel(transposed=True),
+        "mlp.c_proj": row_parallel(transposed=True),
         **_HEAD,
     }
     return ShardingPlan(_heads(config), ("attn",), splits, whole=("wpe",))
@@ -150,9 +159,9 @@ def _gpt2(config: PretrainedConfig) -> ShardingPlan:
 def _gpt_bigcode(config: Any) -> ShardingPlan:
     queries = config.num_attention_heads
     splits = {
-        "wte": embedding(),
-        "attn.c_attn": column(queries_keys_values if config.multi_query else query_heads),
-        "attn.c_proj": row(query_heads),
+        "wte": vocab_parallel_embedding(),
+        "attn.c_attn": column_parallel(queries_keys_values if config.multi_query else query_heads),
+        "attn.c_proj": row_parallel(query_heads),
         **_feed_forward("mlp.c_fc", narrowing="mlp.c_proj"),
         **_HEAD,
     }
@@ -161,7 +170,7 @@ def _gpt_bigcode(config: Any) -> ShardingPlan:
 
 def _gptj(config: PretrainedConfig) -> ShardingPlan:
     splits = {
-        "wte": embedding(),
+        "wte": vocab_parallel_embedding(),
         **_attention("attn", "out_proj"),
         **_feed_forward("fc_in", narrowing="fc_out"),
         **_HEAD,
@@ -171,7 +180,7 @@ def _gptj(config: PretrainedConfig) -> ShardingPlan:
 
 def _gpt_neo(config: PretrainedConfig) -> ShardingPlan:
     splits = {
-        "wte": embedding(),
+        "wte": vocab_parallel_embedding(),
         **_attention("attn.attention", "out_proj"),
         **_feed_forward("mlp.c_fc", narrowing="mlp.c_proj"),
         **_HEAD,
@@ -181,9 +190,9 @@ def _gpt_neo(config: PretrainedConfig) -> ShardingPlan:
 
 def _mpt(config: PretrainedConfig) -> ShardingPlan:
     splits = {
-        "wte": embedding(),
-        "attn.Wqkv": column(queries_keys_values),
-        "attn.out_proj": row(query_heads),
+        "wte": vocab_parallel_embedding(),
+        "attn.Wqkv": column_parallel(queries_keys_values),
+        "attn.out_proj": row_parallel(query_heads),
         **_feed_forward("ffn.up_proj", narrowing="ffn.down_proj"),
         **_HEAD,
     }
@@ -192,7 +201,7 @@ def _mpt(config: PretrainedConfig) -> ShardingPlan:
 
 def _opt(config: PretrainedConfig) -> ShardingPlan:
     splits = {
-        "embed_tokens": embedding(),
+        "embed_tokens": vocab_parallel_embedding(),
         **_attention("self_attn", "out_proj"),
         **_feed_forward("fc1", narrowing="fc2"),
         **_HEAD,
@@ -202,8 +211,8 @@ def _opt(config: PretrainedConfig) -> ShardingPlan:
 
 def _bart(config: PretrainedConfig) -> ShardingPlan:
     splits = {
-        "shared": embedding(),
-        "embed_tokens": embedding(),
+        "shared": vocab_parallel_embedding(),
+        "embed_tokens": vocab_parallel_embedding(),
         **_attention("self_attn", "out_proj"),
         **_attention("encoder_attn", "out_proj"),
         **_feed_forward("fc1", narrowing="fc2"),
@@ -214,8 +223,8 @@ def _bart(config: PretrainedConfig) -> ShardingPlan:
 
 def _t5(config: PretrainedConfig) -> ShardingPlan:
     splits = {
-        "shared": embedding(),
-        "embed_tokens": embedding(),
+        "shared": vocab_parallel_embedding(),
+        "embed_tokens": vocab_parallel_embedding(),
         **_attention("SelfAttention", "o", "q", "k", "v"),
         **_attention("EncDecAttention", "o", "q", "k", "v"),
         "relative_attention_bias": Split({"weight": Slice(1, query_heads)}),
@@ -228,9 +237,9 @@ def _t5(config: PretrainedConfig) -> ShardingPlan:
 def _deepseek_v3(config: PretrainedConfig) -> ShardingPlan:
     queries = config.num_attention_heads
     splits = {
-        "embed_tokens": embedding(),
-        **{f"self_attn.{name}": column(query_heads) for name in ("q_proj", "q_b_proj", "kv_b_proj")},
-        "self_attn.o_proj": row(query_heads),
+        "embed_tokens": vocab_parallel_embedding(),
+        **{f"self_attn.{name}": column_parallel(query_heads) for name in ("q_proj", "q_b_proj", "kv_b_proj")},
+        "self_attn.o_proj": row_parallel(query_heads),
         **_GATED,
         **_EXPERTS,
         **_HEAD,
@@ -247,7 +256,7 @@ def _gpt_oss(config: PretrainedConfig) -> ShardingPlan:
         "down_proj": Slice(1, parts),
         "down_proj_bias": FIRST_ONLY,
     }
-    splits = {**_LLAMA, "experts": Split(experts, Reduced), "self_attn": Split({"sinks": Slice(0, query_heads)})}
+    splits = {**_LLAMA, "experts": Split(experts, RowParallel), "self_attn": Split({"sinks": Slice(0, query_heads)})}
     return ShardingPlan(_heads(config), ("self_attn",), splits, whole=("router",))
 
 

@@ -58,10 +58,10 @@ class SlicedTensor:
 
 
 def _joined(pieces: list[Tensor], axis: int, shape: list[int]) -> Tensor:
-    """The pieces along an axis, and zeros for what is missing of the shape.
+    """Joins pieces along an axis, with zeros for what is missing of the shape.
 
-    In pages of their own, which go back to the system when the tensor does: what malloc gets back it may keep, and
-    weights are often arranged anew once they are loaded.
+    The result is in pages of its own, which go back to the system with the tensor: malloc may keep what it gets back,
+    and weights are often arranged anew once they are loaded.
     """
     whole = mapped(tuple(shape), pieces[0].dtype)
     start = 0
@@ -73,9 +73,9 @@ def _joined(pieces: list[Tensor], axis: int, shape: list[int]) -> Tensor:
 
 @contextmanager
 def open_checkpoint(folder: Path, plan: ShardingPlan, share: Share) -> Iterator[dict[str, SlicedTensor]]:
-    """What a shard needs of each tensor of a model's folder, by its name in the files.
+    """Yields what a shard needs of each tensor in a model's folder, by its name in the files.
 
-    Raises ModelNotFound or InvalidWeights, and SafetensorError for a file that is none.
+    Raises ModelNotFound or InvalidWeights, and SafetensorError for a file in another format.
     """
     with ExitStack() as stack:
         tensors = {}
@@ -87,7 +87,7 @@ def open_checkpoint(folder: Path, plan: ShardingPlan, share: Share) -> Iterator[
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files that make up the model. Raises ModelNotFound when one is missing."""
+    """Returns the safetensors files that make up the model. Raises ModelNotFound when one is missing."""
     index = folder / INDEX
     if not index.is_file():
         names = {WEIGHTS}
@@ -102,7 +102,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def fingerprint(folder: Path) -> str:
-    """The same for the same tensors in the same files, whatever their values."""
+    """Returns the same text for the same tensors in the same files, whatever their values."""
     digest = hashlib.sha256()
     for path in weight_files(folder):
         with path.open("rb") as file:

@@ -1,12 +1,12 @@
-"""The shards of one model, and what they tell each other: NCCL on GPUs, shared memory and gloo on CPUs."""
+"""The shards of one model, and their messages to each other: NCCL on GPUs, shared memory and gloo on CPUs."""
 
 import errno
 import ipaddress
 import logging
 import os
 import socket
-import time
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 
 import psutil
@@ -14,27 +14,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tgi_server.engine.errors import CannotConnect, UnsupportedModel
+from tgi_server.engine.errors import CannotConnect, PeerLost, UnsupportedModel
 from tgi_server.engine.sharding.shared_memory import SharedMemory, share_memory
 
 logger = logging.getLogger(__name__)
 
+# Seconds that shards wait for each other at start-up. Each has to import torch first.
 CONNECT_SECONDS = 120.0
-"""How long shards wait for each other at start-up. Each has to import torch first."""
+# Seconds that a shard waits for the others in a pass. A lost peer is noticed at once; this is for one that hangs. It
+# has to be longer than shards are apart in loading.
 COLLECTIVE_SECONDS = 600.0
-"""How long a shard waits for the others in a pass. One that has died is noticed at once; this is for one that hangs. It
-has to be longer than shards are apart in loading.
-"""
+# Environment variables by which gloo and NCCL learn the network interface that the other shards can reach.
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-"""They tell the libraries which network interface the other shards can reach."""
-
-
-@dataclass(slots=True)
-class Timing:
-    """What collectives took, once `ShardGroup.timing` is set. On a GPU, that measures only their start."""
-
-    seconds: float = 0.0
-    calls: int = 0
 
 
 class ShardGroup:
@@ -45,59 +36,54 @@ class ShardGroup:
     """
 
     def __init__(self, rank: int, world_size: int, local_world_size: int, store: dist.Store) -> None:
-        """local_world_size: how many of the shards run on this machine. store: holds what they tell each other."""
+        """local_world_size: shards that run on this machine. store: holds their messages at start-up."""
         self.rank = rank
         self.world_size = world_size
         self.local_world_size = local_world_size
-        self.timing: Timing | None = None
         self.fault: str | None = None
         self._store = store
-        self._questions = 0
+        self._exchanges = 0
         self._memory: SharedMemory | None = None
 
     def share_memory(self) -> None:
-        """From here on, what is small goes through memory that all shards have; they have to be on one machine."""
-        self._memory = share_memory(self.rank, self.world_size, self.ask, COLLECTIVE_SECONDS)
+        """Sends small tensors through shared memory from now on. All shards have to be on one machine."""
+        self._memory = share_memory(self.rank, self.world_size, self.exchange, COLLECTIVE_SECONDS)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """The sum of every shard's tensor, all of one shape. `tensor` itself becomes it; it has to be contiguous."""
-        started = time.perf_counter()
+        """Sums every shard's tensor, all of one shape, into `tensor`, which has to be contiguous. Returns it."""
         if self._memory is not None and self._memory.fits(tensor):
             self._memory.all_reduce(tensor)
         else:
-            dist.all_reduce(tensor)
-        self._count(started)
+            with _peers_of(tensor):
+                dist.all_reduce(tensor)
         return tensor
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """Every shard's tensor, all of one shape, beside each other along the last axis, in the order of ranks."""
-        started = time.perf_counter()
+        """Joins every shard's tensor, all of one shape, along the last axis, in the order of ranks."""
         tensor = tensor.contiguous()
         if self._memory is not None and self._memory.fits(tensor):
-            gathered = self._memory.all_gather(tensor)
-        else:
-            parts = [torch.empty_like(tensor) for _ in range(self.world_size)]
+            return self._memory.all_gather(tensor)
+        parts = [torch.empty_like(tensor) for _ in range(self.world_size)]
+        with _peers_of(tensor):
             dist.all_gather(parts, tensor)
-            gathered = torch.cat(parts, dim=-1)
-        self._count(started)
-        return gathered
+        return torch.cat(parts, dim=-1)
 
     def minimum(self, number: int) -> int:
-        """The smallest of every shard's number."""
-        return min(int(answer) for answer in self.ask(str(number)))
+        """Returns the smallest of every shard's number."""
+        return min(int(message) for message in self.exchange(str(number)))
 
-    def ask(self, answer: str) -> list[str]:
-        """What every shard answers, in the order of ranks. Takes milliseconds: for start-up, not for steps."""
-        self._questions += 1
-        keys = [f"answer/{self._questions}/{rank}" for rank in range(self.world_size)]
-        self._store.set(keys[self.rank], answer)
+    def exchange(self, message: str) -> list[str]:
+        """Returns every shard's message, in the order of ranks. Takes milliseconds: for start-up, not for steps."""
+        self._exchanges += 1
+        keys = [f"message/{self._exchanges}/{rank}" for rank in range(self.world_size)]
+        self._store.set(keys[self.rank], message)
         self._store.wait(keys, timedelta(seconds=COLLECTIVE_SECONDS))
         return [self._store.get(key).decode() for key in keys]
 
     def check_same(self, facts: dict[str, str]) -> None:
         """Raises UnsupportedModel when a fact, by its name, is not the same for all shards."""
         for name, value in facts.items():
-            for rank, other in enumerate(self.ask(value)):
+            for rank, other in enumerate(self.exchange(value)):
                 if other != value:
                     raise UnsupportedModel(
                         f"shard {self.rank} and shard {rank} differ in {name} ({_short(value)} here, {_short(other)} "
@@ -105,7 +91,7 @@ class ShardGroup:
                     )
 
     def abandon(self, fault: str) -> None:
-        """Something went wrong in a pass. The others may be in another place of it, so none may be started again."""
+        """Refuses every further pass after a fault in one: the other shards may have stopped at another place of it."""
         self.fault = self.fault or fault
 
     def check(self) -> None:
@@ -113,10 +99,16 @@ class ShardGroup:
         if self.fault is not None:
             raise RuntimeError(f"the shards are out of step: {self.fault}")
 
-    def _count(self, started: float) -> None:
-        if self.timing is not None:
-            self.timing.seconds += time.perf_counter() - started
-            self.timing.calls += 1
+
+@contextmanager
+def _peers_of(tensor: Tensor) -> Iterator[None]:
+    """Raises PeerLost in place of gloo's own errors; NCCL's come later, and are those of the device."""
+    try:
+        yield
+    except RuntimeError as error:
+        if tensor.device.type == "cpu":
+            raise PeerLost(str(error).splitlines()[0]) from error
+        raise
 
 
 def connect(
@@ -129,7 +121,7 @@ def connect(
     local_world_size: int | None = None,
     timeout: float = CONNECT_SECONDS,
 ) -> ShardGroup:
-    """Meets the other shards where shard 0 listens, and shares this machine's cores among those that run on it.
+    """Connects to the other shards where shard 0 listens, and shares this machine's cores among those on it.
 
     device: what this shard computes on. timeout: seconds. Raises CannotConnect.
     """
@@ -149,7 +141,7 @@ def connect(
         )
     except (OSError, RuntimeError, ValueError) as error:
         raise CannotConnect(_explain(error, rank, world_size, master_addr, master_port, timeout)) from error
-    logger.info("shard %d of %d has met the others", rank, world_size)
+    logger.info("shard %d of %d is connected to the others", rank, world_size)
     group = ShardGroup(rank, world_size, local_world_size, store)
     if device.type == "cpu" and local_world_size == world_size:
         group.share_memory()
@@ -157,7 +149,7 @@ def connect(
 
 
 def _store(rank: int, world_size: int, master_addr: str, master_port: int, timeout: timedelta) -> dist.TCPStore:
-    """Shard 0 listens on this one address; left to itself, torch would listen on all that the machine has."""
+    """Connects to shard 0, which listens on this one address; by itself, torch would listen on all of the machine."""
     if rank != 0:
         return dist.TCPStore(master_addr, master_port, world_size, False, timeout)
     (family, *_, address), *_ = socket.getaddrinfo(master_addr, master_port, type=socket.SOCK_STREAM)
@@ -171,7 +163,7 @@ def _share_cores(processes: int) -> None:
 
 
 def _choose_interface(master_addr: str, master_port: int) -> None:
-    """By default gloo takes the address that the host's own name stands for, which others often cannot reach."""
+    """Tells gloo and NCCL the interface to use. Gloo's default, the host name's address, is often out of reach."""
     try:
         (family, _, _, _, address), *_ = socket.getaddrinfo(master_addr, master_port, type=socket.SOCK_DGRAM)
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -191,8 +183,9 @@ def _explain(error: Exception, rank: int, world_size: int, master_addr: str, mas
     if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
         return f"port {master_port} is in use on {master_addr}; choose another with --master-port (or MASTER_PORT)"
     return (
-        f"shard {rank} could not meet the {world_size - 1} others at {master_addr}:{master_port} within {timeout:g} s; "
-        f"are all {world_size} started, and is that an address of shard 0 that this machine reaches? ({reason})"
+        f"shard {rank} could not connect to the {world_size - 1} others at {master_addr}:{master_port} within "
+        f"{timeout:g} s; are all {world_size} started, and is that an address of shard 0 that this machine reaches? "
+        f"({reason})"
     )
 
 

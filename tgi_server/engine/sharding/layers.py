@@ -1,4 +1,4 @@
-"""Layers that stand around a slice of a layer, and bring together what the shards computed."""
+"""Layers around a slice of a layer, which bring together what the shards computed."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from tgi_server.engine.sharding.shares import Share
 
 
 class ShardedLayer(nn.Module):
-    """inner: the layer of `transformers` or of the engine, with this shard's slice of its weights."""
+    """A layer around `inner`, which is of `transformers` or of the engine, with this shard's slice of its weights."""
 
     def __init__(self, inner: Any, group: ShardGroup, share: Share) -> None:
         super().__init__()
@@ -20,7 +20,7 @@ class ShardedLayer(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """Some models ask for its dtype or device."""
+        """The inner layer's weight; some models ask for its dtype or device."""
         return self.inner.weight
 
     @property
@@ -28,21 +28,21 @@ class ShardedLayer(nn.Module):
         return getattr(self.inner, "bias", None)
 
 
-class Reduced(ShardedLayer):
-    """Every shard computes a part of the sum. A bias is in the first shard's part alone."""
+class RowParallel(ShardedLayer):
+    """A row-parallel layer: every shard computes a part of the sum. A bias is in the first shard's part alone."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         return self.group.all_reduce(self.inner(*args, **kwargs).contiguous())
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
-        """residual + forward(x), where `inner` is a linear layer that has this as well."""
+        """Returns residual + forward(x), where `inner` is a linear layer that has this method as well."""
         if self.share.rank == 0:
             return self.group.all_reduce(self.inner.add_to(residual, x).contiguous())
         return self.group.all_reduce(self.inner(x).contiguous())
 
 
-class ShardedEmbedding(ShardedLayer):
-    """Every shard knows the embeddings of a part of the vocabulary."""
+class VocabParallelEmbedding(ShardedLayer):
+    """An embedding of which every shard has a part of the vocabulary."""
 
     def forward(self, token_ids: Tensor) -> Tensor:
         """token_ids: [...] int64. Returns [..., hidden_size]."""
@@ -53,8 +53,8 @@ class ShardedEmbedding(ShardedLayer):
         return self.group.all_reduce(hidden.masked_fill(elsewhere.unsqueeze(-1), 0))
 
 
-class ShardedHead(ShardedLayer):
-    """Every shard computes the logits of a part of the vocabulary, and gets all of them."""
+class VocabParallelHead(ShardedLayer):
+    """A head of which every shard computes the logits of a part of the vocabulary, and gets all of them."""
 
     vocab_size: int
 

@@ -1,6 +1,8 @@
 """Builds and loads one shard of a model."""
 
 import json
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -8,18 +10,17 @@ import transformers
 from torch import nn
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
-from tgi_server.engine.config import EngineConfig
 from tgi_server.engine.errors import UnsupportedModel
 from tgi_server.engine.sharding.architectures import plan_for
 from tgi_server.engine.sharding.checkpoint import fingerprint, open_checkpoint
 from tgi_server.engine.sharding.group import ShardGroup
-from tgi_server.engine.sharding.layers import ShardedHead
+from tgi_server.engine.sharding.layers import VocabParallelHead
 from tgi_server.engine.sharding.plan import ShardingPlan
 from tgi_server.engine.sharding.shares import Share, share_of
 
+# Names that attention modules of `transformers` have for the number of heads that they compute.
 _QUERY_COUNTS = ("num_heads", "n_heads", "num_attention_heads")
 _KEY_COUNTS = ("num_key_value_heads", "num_kv_heads", "kv_heads")
-"""Names that attention modules of `transformers` have for how many heads they compute."""
 
 
 class LocalConfig:
@@ -35,42 +36,47 @@ class LocalConfig:
 
 
 def load_shard(
-    config: EngineConfig, model_config: PretrainedConfig, factory: Any, dtype: torch.dtype, group: ShardGroup
+    folder: Path,
+    config: PretrainedConfig,
+    factory: Any,
+    dtype: torch.dtype,
+    group: ShardGroup,
+    *,
+    trust_remote_code: bool,
+    facts: Mapping[str, str],
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """This shard of the model in a folder, with what `transformers` reports of loading it.
+    """Loads this shard of the model in a folder. Returns it with what `transformers` reports of loading it.
 
-    Nothing but the shard is ever in memory. Raises UnsupportedModel for a model that cannot be split over so many
-    shards, or when the shards differ in what they are to load.
+    Nothing but the shard is ever in memory. config: the model's. facts: what all shards have to agree on beside the
+    model and the versions of libraries, by its name. Raises UnsupportedModel for a model that cannot be split over so
+    many shards, or when the shards differ in what they are to load.
     """
-    plan = plan_for(model_config)
+    plan = plan_for(config)
     share = share_of(group.rank, group.world_size, plan.heads)
-    group.check_same(_facts(config, model_config, dtype))
+    group.check_same(_facts(folder, config, dtype) | dict(facts))
     with torch.device("meta"):
-        model_class = type(factory.from_config(model_config, trust_remote_code=config.trust_remote_code))
+        model_class = type(factory.from_config(config, trust_remote_code=trust_remote_code))
     shard_class = _shard_class(model_class, plan, share)
-    with open_checkpoint(config.model_path, plan, share) as tensors:
+    with open_checkpoint(folder, plan, share) as tensors:
         model, report = shard_class.from_pretrained(
-            None, config=model_config, state_dict=tensors, dtype=dtype, output_loading_info=True
+            None, config=config, state_dict=tensors, dtype=dtype, output_loading_info=True
         )
     model.__class__ = model_class
-    model.name_or_path = model.config.name_or_path = str(config.model_path)
-    if (config.model_path / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(config.model_path, local_files_only=True)
+    model.name_or_path = model.config.name_or_path = str(folder)
+    if (folder / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
     _surround(model, plan, share, group)
     return model, report
 
 
-def _facts(config: EngineConfig, model_config: PretrainedConfig, dtype: torch.dtype) -> dict[str, str]:
-    """What all shards have to agree on."""
+def _facts(folder: Path, config: PretrainedConfig, dtype: torch.dtype) -> dict[str, str]:
+    """Returns what shards have to agree on, by its name."""
     return {
         "the version of torch": torch.__version__,
         "the version of transformers": transformers.__version__,
-        "the model's config.json": json.dumps(model_config.to_diff_dict(), sort_keys=True, default=str),
-        "the model's safetensors files": fingerprint(config.model_path),
+        "the model's config.json": json.dumps(config.to_diff_dict(), sort_keys=True, default=str),
+        "the model's safetensors files": fingerprint(folder),
         "--dtype": str(dtype),
-        "--quantize": str(config.quantize),
-        "--disable-custom-kernels": str(not config.custom_kernels),
-        "the kind of device": config.resolve_device().type,
     }
 
 
@@ -88,7 +94,7 @@ def _shard_class(model_class: type[PreTrainedModel], plan: ShardingPlan, share: 
 
 
 def _cut(model: PreTrainedModel, plan: ShardingPlan, share: Share) -> None:
-    """Gives every module parameters of the shard's shapes. The model has no weights yet."""
+    """Gives every module parameters of the shard's shapes, before the model has weights."""
     for path, module in model.named_modules():
         if path.rpartition(".")[2] in plan.attention:
             _count_heads(module, share)
@@ -100,7 +106,7 @@ def _cut(model: PreTrainedModel, plan: ShardingPlan, share: Share) -> None:
             elif parameter.dim() > 1 and not plan.is_whole(path):
                 raise UnsupportedModel(
                     f"this {model.config.model_type} model cannot be split over several shards: "
-                    f"it has {path}.{name}, of which nobody has said how"
+                    f"its plan does not say how to split {path}.{name}"
                 )
         if plan.split(path) is not None:
             _count_features(module)
@@ -134,19 +140,19 @@ def _count_features(module: Any) -> None:
 
 
 def _expert_axis(module: Any) -> int:
-    """Which axis of down_proj, [experts, ...], has the intermediate features."""
+    """Returns the axis of down_proj, [experts, ...], that has the intermediate features."""
     return 2 if module.down_proj.shape[1] == module.hidden_dim else 1
 
 
 def _surround(model: PreTrainedModel, plan: ShardingPlan, share: Share, group: ShardGroup) -> None:
-    """Puts what brings the shards' results together around the modules that need it."""
+    """Puts layers that bring the shards' results together around the modules that need them."""
     vocab_size = model.config.get_text_config(decoder=True).vocab_size
     for path, module in list(model.named_modules()):
         split = plan.split(path)
         if split is None or split.layer is None:
             continue
         layer = split.layer(module, group, share)
-        if isinstance(layer, ShardedHead):
+        if isinstance(layer, VocabParallelHead):
             layer.vocab_size = vocab_size
         parent, _, name = path.rpartition(".")
         setattr(model.get_submodule(parent), name, layer)

@@ -1,4 +1,4 @@
-"""How a model is split: what becomes of each of its modules."""
+"""The plan by which a model is split: column- and row-parallel modules, and the slices of their tensors."""
 
 import re
 from collections.abc import Mapping
@@ -6,17 +6,17 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from tgi_server.engine.sharding.layers import (
-    Reduced,
-    ShardedEmbedding,
-    ShardedHead,
+    RowParallel,
     ShardedLayer,
+    VocabParallelEmbedding,
+    VocabParallelHead,
 )
 from tgi_server.engine.sharding.shares import Heads, Layout, Share, parts, vocabulary
 
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """A shard has a slice of the tensor along `axis`; where that is None, the first shard has all, the others zeros."""
+    """A shard's slice of a tensor along `axis`. Where that is None, the first shard has all, the others have zeros."""
 
     axis: int | None
     layout: Layout = parts
@@ -25,7 +25,7 @@ class Slice:
         return self.layout(share, size)
 
     def shape(self, share: Share, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Of the slice of a tensor of that shape."""
+        """Returns the shape of the slice of a tensor of shape `shape`."""
         if self.axis is None:
             return shape
         size = sum(map(len, self.ranges(share, shape[self.axis])))
@@ -37,28 +37,28 @@ FIRST_ONLY = Slice(None)
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """What becomes of a module. tensors: of its parameters, by name. layer: what is put around it, if anything."""
+    """How a module is split. tensors: slices of its parameters, by name. layer: put around the module, if any."""
 
     tensors: Mapping[str, Slice]
     layer: type[ShardedLayer] | None = None
 
 
-def column(layout: Layout = parts, *, transposed: bool = False) -> Split:
+def column_parallel(layout: Layout = parts, *, transposed: bool = False) -> Split:
     """A linear layer of which each shard computes some outputs. transposed: weights are [inputs, outputs]."""
     return Split({"weight": Slice(1 if transposed else 0, layout), "bias": Slice(0, layout)})
 
 
-def row(layout: Layout = parts, *, transposed: bool = False) -> Split:
+def row_parallel(layout: Layout = parts, *, transposed: bool = False) -> Split:
     """A linear layer of which each shard has some inputs."""
-    return Split({"weight": Slice(0 if transposed else 1, layout), "bias": FIRST_ONLY}, Reduced)
+    return Split({"weight": Slice(0 if transposed else 1, layout), "bias": FIRST_ONLY}, RowParallel)
 
 
-def embedding() -> Split:
-    return Split({"weight": Slice(0, vocabulary)}, ShardedEmbedding)
+def vocab_parallel_embedding() -> Split:
+    return Split({"weight": Slice(0, vocabulary)}, VocabParallelEmbedding)
 
 
-def head() -> Split:
-    return Split({"weight": Slice(0, vocabulary), "bias": Slice(0, vocabulary)}, ShardedHead)
+def vocab_parallel_head() -> Split:
+    return Split({"weight": Slice(0, vocabulary), "bias": Slice(0, vocabulary)}, VocabParallelHead)
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class ShardingPlan:
     splits: by the end of a module's path; `*` stands for a number. Paths may also be those of a checkpoint, where it
     has other names than the model.
     whole: modules with matrices that every shard has, by the end of their path.
-    own_attention: whether the split model still computes the right thing with the attention of `transformers`.
+    own_attention: with the attention of `transformers`, the split model still computes the right thing.
     """
 
     heads: Heads
@@ -79,12 +79,12 @@ class ShardingPlan:
     own_attention: bool = True
 
     def split(self, path: str) -> Split | None:
-        """What becomes of the module at a path."""
+        """Returns how the module at a path is split; None: not at all."""
         match = self._pattern.search(path)
         return list(self.splits.values())[int(str(match.lastgroup)[1:])] if match else None
 
     def slice(self, name: str) -> Slice | None:
-        """Of the tensor of that name, in a model or a checkpoint; None: every shard has all of it."""
+        """Returns the slice of a tensor by its name in a model or a checkpoint; None: every shard has all of it."""
         path, _, tensor = name.rpartition(".")
         split = self.split(path)
         return split.tensors.get(tensor) if split else None

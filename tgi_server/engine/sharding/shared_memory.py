@@ -20,18 +20,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tgi_server.engine.errors import PeerLost
+
 logger = logging.getLogger(__name__)
 
 FOLDER = Path("/dev/shm")  # noqa: S108
+# Larger tensors take so long to send that another way costs little more.
 PLACE_BYTES = 4 << 20
-"""What is larger takes so long to send that another way costs little more."""
 PLACES = 2
+# Counters of different shards stand so far apart that a write of one does not slow down readers of the others.
 LINE_BYTES = 64
-"""Counters of different shards stand so far apart, or each write of one would slow down readers of the others."""
+# Looks at the counters without a pause. After that, another thread that needs this core gets it at every look.
 SPINS = 100
-"""How often the counters are looked at without a pause. After that, whoever needs this core gets it at every look."""
+# Further looks after which a shard checks that its peers are alive, and that time is not up.
 LOOKS = 1000
-"""After so many more looks it is asked whether the others are alive, and whether time is up."""
 
 
 class SharedMemory:
@@ -54,18 +56,18 @@ class SharedMemory:
         return tensor.nbytes <= PLACE_BYTES
 
     def all_reduce(self, tensor: Tensor) -> None:
-        """`tensor`, contiguous, becomes the sum over all shards, the same bits everywhere."""
+        """Sums a contiguous tensor over all shards, in place; the result has the same bits everywhere."""
         first, *others = self._exchange(tensor)
         torch.add(first, others[0], out=tensor)
         for other in others[1:]:
             tensor.add_(other)
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """Every shard's tensor beside each other along the last axis. tensor: contiguous."""
+        """Joins every shard's tensor along the last axis. tensor: contiguous."""
         return torch.cat(self._exchange(tensor), dim=-1)
 
     def _exchange(self, tensor: Tensor) -> list[Tensor]:
-        """Every shard's tensor; theirs until the call after the next."""
+        """Returns every shard's tensor. The tensors of others are theirs again from the call after the next on."""
         places = self._places[self._calls % PLACES, :, : tensor.nbytes].view(tensor.dtype)
         parts = [place.view(tensor.shape) for place in places]
         parts[self._rank].copy_(tensor)
@@ -90,21 +92,24 @@ class SharedMemory:
     def _check_others(self, deadline: float) -> None:
         for rank, process in enumerate(self._processes):
             if not _is_alive(process):
-                raise RuntimeError(f"shard {rank} has ended")
+                raise PeerLost(f"peer lost: shard {rank} has ended")
         if time.monotonic() > deadline:
             late = [rank for rank, count in enumerate(self._counters) if count < self._calls]
-            raise RuntimeError(f"shard {late[0]} has not come to the same point within {self._timeout:g} s")
+            raise PeerLost(f"shard {late[0]} has not come to the same point within {self._timeout:g} s")
 
 
-def share_memory(rank: int, world_size: int, ask: Callable[[str], list[str]], timeout: float) -> SharedMemory | None:
-    """Memory that all shards have, if they are on one machine that can have some; None, after a line in the log, else.
+def share_memory(
+    rank: int, world_size: int, exchange: Callable[[str], list[str]], timeout: float
+) -> SharedMemory | None:
+    """Returns memory that all shards share; None, after a line in the log, on machines that cannot share any.
 
-    ask: gets every shard's answer; all shards call this together. timeout: seconds that `SharedMemory` waits.
+    exchange: returns every shard's message; all shards call this function together. timeout: seconds that
+    `SharedMemory` waits.
     """
     own = _create(_size(world_size)) if rank == 0 and platform.machine() in ("x86_64", "AMD64") else None
-    path = Path(ask(str(own or ""))[0])
+    path = Path(exchange(str(own or ""))[0])
     file = _open(path) if path.name else None
-    processes = ask(str(os.getpid() if file is not None else 0))
+    processes = exchange(str(os.getpid() if file is not None else 0))
     if own is not None:
         own.unlink()
     if "0" in processes or file is None:
@@ -120,7 +125,7 @@ def _size(world_size: int) -> int:
 
 
 def _create(size: int) -> Path | None:
-    """An empty file of that size, which has all its memory already: what is missing later would kill the process."""
+    """Creates an empty file that has all its memory already: memory missing later would kill the process."""
     try:
         file, name = tempfile.mkstemp(prefix="oatmill-", dir=FOLDER)
     except OSError:

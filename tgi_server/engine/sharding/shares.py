@@ -1,4 +1,4 @@
-"""What one shard has of a model: which attention heads, and which rows or columns of its matrices."""
+"""The share of one shard in a model: attention heads, and rows or columns of matrices."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,9 +16,9 @@ class Heads:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What shard `rank` of `world_size` has.
+    """The share of shard `rank` of `world_size`.
 
-    heads: all of the model's. queries, keys: which of its query and KV heads this shard computes. Where there are more
+    heads: all of the model's. queries, keys: the query and KV heads that this shard computes. Where there are more
     shards than KV heads, several shards have the same one.
     """
 
@@ -30,12 +30,12 @@ class Share:
 
     @property
     def copies(self) -> int:
-        """How many shards have the same KV heads as this one."""
+        """The number of shards that have the same KV heads as this one, itself included."""
         return max(1, self.world_size // self.heads.keys)
 
 
+# Returns the indices of an axis of a given size that a shard has, in their order.
 Layout = Callable[[Share, int], list[range]]
-"""Which indices of an axis of that size a shard has, in their order."""
 
 
 def share_of(rank: int, world_size: int, heads: Heads) -> Share:
@@ -89,7 +89,7 @@ def queries_keys_values(share: Share, size: int) -> list[range]:
 
 
 def grouped_queries_keys_values(share: Share, size: int) -> list[range]:
-    """For each KV head its query heads, its key, and its value."""
+    """Each KV head's query heads, its key, and its value."""
     group = share.heads.queries // share.heads.keys
     unit = size // (share.heads.queries + 2 * share.heads.keys)
     places = []
@@ -102,7 +102,7 @@ def grouped_queries_keys_values(share: Share, size: int) -> list[range]:
 
 
 def vocabulary(share: Share, size: int) -> list[range]:
-    """As many tokens for every shard; the last one's may go past the end."""
+    """An equal number of tokens for every shard; the last shard's may go past the end."""
     count = -(-size // share.world_size)
     return [range(share.rank * count, (share.rank + 1) * count)]
 

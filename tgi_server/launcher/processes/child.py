@@ -1,29 +1,38 @@
-"""One child process: a shard or the router."""
+"""One child process, a shard or the router: its command, its life, and the lines that it prints."""
 
 import asyncio
 import contextlib
+import ctypes
+import json
+import logging
 import math
 import os
+import re
 import signal
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from tgi_server.launcher.processes.output import ProcessLog
-from tgi_server.launcher.processes.parent import die_with_parent
+logger = logging.getLogger(__name__)
 
+# Seconds for which a dead child's last lines are waited for.
 OUTPUT_SECONDS = 1.0
-"""How long a dead child's last lines are waited for."""
-
-
-AFTERMATH_STATUS = 70
-"""With which a shard ends that computes no more (EX_SOFTWARE of sysexits.h)."""
-SECOND_GUESS, AFTERMATH = 1, 2
+# Exit code of a shard whose device or peers are lost (EX_SOFTWARE of sysexits.h).
+LOST_PEER_STATUS = 70
+# Ranks of deaths at one moment, see Child.cause_rank.
+KILLED, ENDED_BY_ITSELF, LOST_A_PEER = 0, 1, 2
+# See prctl(2).
+PR_SET_PDEATHSIG = 1
+READ_BYTES = 65536
+# As shared/logging.py writes it.
+LOG_LINE = re.compile(r"\d{4}-\d\d-\d\dT[\d:.]+Z (?P<level>[A-Z]+) +[\w.-]+: (?P<message>.*)")
+ERROR_LEVELS = frozenset({"ERROR", "CRITICAL"})
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """What to run under which name. `environment` is added to the launcher's own."""
+    """A program to run, and its name in the log. environment: variables that are added to the launcher's own."""
 
     name: str
     arguments: Sequence[str]
@@ -38,15 +47,14 @@ class Child:
     """
 
     def __init__(self, command: Command, process: asyncio.subprocess.Process, output: int) -> None:
-        """output: the pipe's end from which its lines are read."""
+        """output: the end of the pipe from which the lines are read."""
         self.name = command.name
         self.log = ProcessLog(command.name)
-        self.ended_at = math.inf
-        """When the process ended, on the monotonic clock."""
+        self.ended_at = math.inf  # on the monotonic clock, seconds
         self._process = process
         self._output = asyncio.create_task(self.log.follow(output))
+        # Done, with the exit code as `Popen.returncode` has it, once the process is gone and its output is read.
         self.ended = asyncio.create_task(self._wait(), name=command.name)
-        """Done, with the exit code as `Popen.returncode` has it, once the process is gone and its output is read."""
 
     @classmethod
     async def start(cls, command: Command) -> "Child":
@@ -65,7 +73,7 @@ class Child:
         return cls(command, process, read_end)
 
     async def stop(self, grace: float) -> None:
-        """Asks it to end, and kills it when it has not done so after `grace` seconds."""
+        """Asks the process to end, and kills it when it has not done so after `grace` seconds."""
         if not self.ended.done():
             self._process.terminate()
             await asyncio.wait([self.ended], timeout=grace)
@@ -73,28 +81,28 @@ class Child:
         await self.ended
 
     def kill(self) -> None:
-        """Ends it at once, with all that it has started."""
+        """Ends the process at once, with all that it has started."""
         if not self.ended.done():
             self._kill_group()
 
-    def epitaph(self) -> str:
-        """How it ended, and the last thing that it complained about."""
+    def exit_message(self) -> str:
+        """Returns how the process ended, and the last error that it logged."""
         code = self.ended.result()
         how = f"ended with exit code {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
         if code == -signal.SIGKILL:
             how += ", as happens when memory runs out"
-        return f"{self.name} {how}: {self.log.complaint}" if self.log.complaint else f"{self.name} {how}"
+        return f"{self.name} {how}: {self.log.last_error}" if self.log.last_error else f"{self.name} {how}"
 
-    def suspicion(self) -> tuple[int, float]:
-        """The less, the more likely it is that other deaths of the same moment follow from this one.
+    def cause_rank(self) -> tuple[int, float]:
+        """Returns a key by which deaths of one moment are ordered: the least is the likeliest cause of the others.
 
-        A shard that misses another one ends with AFTERMATH_STATUS, or is aborted by NCCL. That it is missed may be seen
-        before the one that was killed has ended as a process.
+        A shard that loses a peer ends with LOST_PEER_STATUS, or is aborted by NCCL. It may do so before the peer that
+        was killed has ended as a process.
         """
         code = self.ended.result()
-        if code in (AFTERMATH_STATUS, -signal.SIGABRT):
-            return AFTERMATH, self.ended_at
-        return (SECOND_GUESS if code >= 0 else 0), self.ended_at
+        if code in (LOST_PEER_STATUS, -signal.SIGABRT):
+            return LOST_A_PEER, self.ended_at
+        return (ENDED_BY_ITSELF if code >= 0 else KILLED), self.ended_at
 
     async def _wait(self) -> int:
         code = await self._process.wait()
@@ -107,3 +115,71 @@ class Child:
     def _kill_group(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
+
+
+class ProcessLog:
+    """Passes a child's lines on to standard error, and keeps the last one that tells of an error.
+
+    Log lines name their process already and pass as they are; anything else gets the name put before it.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.last_error = ""
+        self._name = name
+
+    async def follow(self, pipe: int) -> None:
+        """Reads the pipe until its other end is closed, then closes it. A line may have any length."""
+        stream = asyncio.StreamReader()
+        transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(stream), os.fdopen(pipe, "rb", buffering=0)
+        )
+        rest = b""
+        try:
+            while chunk := await stream.read(READ_BYTES):
+                *lines, rest = (rest + chunk).split(b"\n")
+                for line in lines:
+                    self._take(line.decode(errors="replace").rstrip())
+            self._take(rest.decode(errors="replace").rstrip())
+        finally:
+            transport.close()
+
+    def _take(self, line: str) -> None:
+        if not line:
+            return
+        level, message = _parse(line)
+        if level is None:
+            logger.info("%s: %s", self._name, line.removeprefix(f"{self._name}: "))
+        else:
+            print(line, file=sys.stderr, flush=True)
+        if level is None or level in ERROR_LEVELS:
+            self.last_error = message.removeprefix(f"{self._name}: ").strip()
+
+
+def _parse(line: str) -> tuple[str | None, str]:
+    """Returns level and message of a log line; None and the whole line for any other."""
+    if line.startswith("{"):
+        try:
+            entry = json.loads(line)
+            return entry["level"], entry["message"]
+        except (ValueError, KeyError):
+            return None, line
+    match = LOG_LINE.fullmatch(line)
+    return (match["level"], match["message"]) if match else (None, line)
+
+
+def die_with_parent() -> Callable[[], None] | None:
+    """Returns a function for a new process to run first (`preexec_fn`): the kernel then kills it when this one ends.
+
+    Returns None on systems without prctl(2).
+    """
+    if sys.platform != "linux":
+        return None
+    parent = os.getpid()
+    prctl = ctypes.CDLL(None).prctl
+
+    def bind() -> None:
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
+
+    return bind

@@ -8,17 +8,17 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tgi_server.launcher.errors import CannotStartError
-from tgi_server.shard_sockets import grammar_socket, shard_socket
+from tgi_server.shard.sockets import grammar_socket, shard_socket
 
+# Bytes that the kernel has for a socket's path (unix(7)).
 MAX_PATH = 107
-"""Bytes that the kernel has for a socket's path (unix(7))."""
 
 
 @contextmanager
 def shard_sockets(path: Path | None, ranks: Iterable[int]) -> Iterator[list[Path]]:
-    """The paths PATH-0, PATH-1, ... of the sockets of these ranks; nothing of them is left behind.
+    """Gives the paths PATH-0, PATH-1, ... of the sockets of these ranks, and removes the sockets in the end.
 
-    Without a path they are put in a folder of their own, so that servers on one machine do not meet.
+    Without a path they are in a folder of their own, which no other server and no other user has.
     Raises CannotStartError when another process listens on one of them.
     """
     folder = None if path else Path(tempfile.mkdtemp(prefix="text-generation-server-"))
@@ -37,7 +37,7 @@ def shard_sockets(path: Path | None, ranks: Iterable[int]) -> Iterator[list[Path
 
 
 def is_listening(path: Path) -> bool:
-    """Whether a process accepts connections on the socket."""
+    """Returns True if a process accepts connections on the socket."""
     with socket.socket(socket.AF_UNIX) as probe:
         try:
             probe.connect(str(path))
@@ -47,17 +47,18 @@ def is_listening(path: Path) -> bool:
 
 
 def _make_way(path: Path) -> None:
-    """Removes a socket that a dead process left."""
+    """Removes a socket that a dead process left. Raises CannotStartError when the path cannot be used."""
     if len(str(grammar_socket(path)).encode()) > MAX_PATH:
         raise CannotStartError(
-            f"--shard-uds-path: {grammar_socket(path)} is longer than the {MAX_PATH} bytes a socket's path may have"
+            f"--shard-uds-path: {grammar_socket(path)} is longer than the {MAX_PATH} bytes of a socket's path; "
+            "give a shorter one"
         )
     if not path.parent.is_dir():
-        raise CannotStartError(f"--shard-uds-path: there is no folder {path.parent}")
+        raise CannotStartError(f"--shard-uds-path: there is no folder {path.parent}; make it, or give another path")
     if not path.exists():
         return
     if not path.is_socket():
-        raise CannotStartError(f"--shard-uds-path: {path} is there already, and is not a socket")
+        raise CannotStartError(f"--shard-uds-path: {path} is there already, and is not a socket; give another path")
     if is_listening(path):
         raise CannotStartError(f"--shard-uds-path: another server listens on {path}; give each its own path")
     path.unlink()

@@ -9,28 +9,28 @@ from typing import Any
 
 from tgi_server.launcher.errors import ProcessEndedError
 from tgi_server.launcher.nodes.peers import Peers
-from tgi_server.launcher.processes.child import AFTERMATH, SECOND_GUESS, Child, Command
-from tgi_server.launcher.processes.health import authority, is_healthy
+from tgi_server.launcher.processes.child import ENDED_BY_ITSELF, LOST_A_PEER, Child, Command
 from tgi_server.launcher.processes.sockets import is_listening
 
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.05
 REPORT_SECONDS = 10
-CUT_SECONDS = 3.0
-"""What the router has for ending requests that were still running when their time was over."""
+HEALTH_SECONDS = 5.0
+# Seconds that the router has, after the drain, for aborting requests that still run.
+ABORT_SECONDS = 3.0
+# Seconds that processes have for ending once one of them has died: enough to tell clients.
 FAILURE_SECONDS = 3.0
-"""What processes have for ending once one of them has died: time enough to tell clients."""
+# After a death, seconds in which others of the same moment are waited for; more, when the first to die may only have
+# lost a peer.
 SETTLE_SECONDS = 0.2
-"""After a death, others of the same moment are waited for."""
-AFTERMATH_SECONDS = 1.5
-"""How long they are when what has died may only have missed another shard."""
+LOST_PEER_SECONDS = 1.5
+# Seconds that shards have for ending once the router has ended.
 SHARD_SECONDS = 7.0
-"""What shards have for ending once the router has ended."""
 
 
 class Supervisor:
-    """One run of a server."""
+    """Runs a server once: starts its processes, drains and stops them."""
 
     def __init__(
         self,
@@ -44,8 +44,8 @@ class Supervisor:
         """sockets: where each of the shards listens once its model is loaded.
 
         router: None where another machine has it. address: where it serves HTTP. graceful_termination_timeout: seconds
-        that it has for finishing running requests. peers: the other machines that run the model with this one; they
-        are closed in the end.
+        that it has for draining, that is, for finishing running requests. peers: the launchers of the other machines
+        that run the model with this one; they are closed in the end.
         """
         self._shards = shards
         self._sockets = sockets
@@ -72,14 +72,14 @@ class Supervisor:
             self._graceful_termination_timeout,
         )
         if self._peers is not None and not self._peers.first:
-            self._peers.say_stop()  # the router may still need these shards, so its machine says when to end
+            self._peers.send_stop()  # the router may still need these shards, so its machine says when to end
         else:
             self._stopping.set()
 
     def _stop_for_peers(self) -> None:
         if not self._asked:
             self._asked = True
-            logger.info("stopping, as another node says")
+            logger.info("stopping, because another node asked for it")
         self._stopping.set()
 
     async def run(self) -> None:
@@ -98,7 +98,7 @@ class Supervisor:
             await self._all_alive_until(ready, stopping)
             ready.cancel()
             await self._all_alive_until(stopping)
-            grace, failure = self._graceful_termination_timeout + CUT_SECONDS, None
+            grace, failure = self._graceful_termination_timeout + ABORT_SECONDS, None
         except ProcessEndedError as error:
             failure = str(error)
             raise
@@ -110,7 +110,7 @@ class Supervisor:
         """Returns when one of `events` is done. Raises ProcessEndedError when a child, or another node, ends before."""
         deaths: list[asyncio.Future[Any]] = [child.ended for child in self._children]
         if self._peers is not None:
-            deaths.append(self._peers.lost)
+            deaths.append(self._peers.failure)
         await asyncio.wait([*events, *deaths], return_when=asyncio.FIRST_COMPLETED)
         for event in events:
             if event.done():
@@ -118,32 +118,35 @@ class Supervisor:
         raise await self._first_death()
 
     async def _first_death(self) -> BaseException:
-        """When one shard dies others fail soon after it, here and elsewhere. The one with which it began is named."""
+        """Returns the error of the process whose death caused the others.
+
+        When one shard dies, others fail soon after it, on this node and on others.
+        """
         await asyncio.sleep(SETTLE_SECONDS)
-        deadline = time.monotonic() + AFTERMATH_SECONDS
+        deadline = time.monotonic() + LOST_PEER_SECONDS
         while time.monotonic() < deadline:
-            if self._lost or self._first_dead_child().suspicion()[0] != AFTERMATH:
+            if self._peer_failed or self._first_dead_child().cause_rank()[0] != LOST_A_PEER:
                 break
             await asyncio.sleep(POLL_SECONDS)
-        if self._peers is not None and self._lost:
-            elsewhere = SECOND_GUESS, self._peers.lost_at
-            if not self._any_dead or elsewhere < self._first_dead_child().suspicion():
-                return self._peers.lost.exception() or ProcessEndedError("another node has gone")
-        return ProcessEndedError(self._first_dead_child().epitaph())
+        if self._peers is not None and self._peer_failed:
+            elsewhere = ENDED_BY_ITSELF, self._peers.failed_at
+            if not self._any_dead or elsewhere < self._first_dead_child().cause_rank():
+                return self._peers.failure.exception() or ProcessEndedError("another node has ended")
+        return ProcessEndedError(self._first_dead_child().exit_message())
 
     @property
-    def _lost(self) -> bool:
-        return self._peers is not None and self._peers.lost.done()
+    def _peer_failed(self) -> bool:
+        return self._peers is not None and self._peers.failure.done()
 
     @property
     def _any_dead(self) -> bool:
         return any(child.ended.done() for child in self._children)
 
     def _first_dead_child(self) -> Child:
-        return min((child for child in self._children if child.ended.done()), key=Child.suspicion)
+        return min((child for child in self._children if child.ended.done()), key=Child.cause_rank)
 
     async def _ready(self) -> None:
-        """Returns when the router serves. Says now and then what it is waiting for."""
+        """Returns when the router serves. Logs now and then what is waited for."""
         start = time.monotonic()
         report = start + REPORT_SECONDS
         waiting = dict(zip((shard.name for shard in self._shards), self._sockets, strict=True))
@@ -165,13 +168,34 @@ class Supervisor:
         await self._stopping.wait()
 
     async def _stop(self, grace: float, failure: str | None) -> None:
+        """Ends the router, then the shards. failure: what died, for the other nodes; None: nothing did."""
         if self._peers is not None and failure is not None:
-            self._peers.say_failed(failure)
+            self._peers.send_failed(failure)
         shards = self._children[: len(self._shards)]
         for router in self._children[len(self._shards) :]:
             await router.stop(grace)
         if self._peers is not None and failure is None:
-            self._peers.say_stop()
+            self._peers.send_stop()
         await asyncio.gather(*(shard.stop(min(grace, SHARD_SECONDS)) for shard in shards))
         if self._peers is not None:
             await self._peers.close()
+
+
+async def is_healthy(host: str, port: int) -> bool:
+    """Returns True if `GET /health` gets status 200. So little HTTP needs no client library."""
+    try:
+        async with asyncio.timeout(HEALTH_SECONDS):
+            reader, writer = await asyncio.open_connection(host, port)
+            try:
+                head = f"GET /health HTTP/1.1\r\nHost: {authority(host, port)}\r\nConnection: close\r\n\r\n"
+                writer.write(head.encode())
+                return (await reader.readline()).split()[1:2] == [b"200"]
+            finally:
+                writer.close()
+    except OSError:
+        return False
+
+
+def authority(host: str, port: int) -> str:
+    """Returns host and port in the form that URLs have (RFC 3986)."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from tgi_server.router.api.answers import error_answer
+from tgi_server.router.api.responses import error_answer
 from tgi_server.router.errors import Forbidden, RouterError, Unauthorized, UnsupportedMediaType
 
 _TENANT = "tenant"

@@ -1,5 +1,6 @@
 """Request bodies: read no further than the limit, then taken as JSON."""
 
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -8,11 +9,16 @@ from starlette.requests import Request
 
 from shared.logging import one_line
 from tgi_server.router.errors import ClientGone, InvalidRequest, PayloadTooLarge
+from tgi_server.router.text.tokenizer import TokenizerThreads
 
 M = TypeVar("M", bound=BaseModel)
+T = TypeVar("T")
 
 # A client that is still sending does not read an answer, so what is too much is read and thrown away, up to this.
 _PATIENCE = 64 * 2**20
+
+# A body of so many bytes takes less than a millisecond to read, whatever is in it.
+_SMALL = 8_192
 
 _MOST_FAULTS = 10
 _LONGEST_NAME = 80
@@ -62,6 +68,11 @@ def validate(model: type[M], content: Any) -> M:
 def parse(model: type[M], body: bytes) -> M:
     """The body as `model`. Raises InvalidRequest."""
     return validate(model, read_json(body))
+
+
+async def read_beside_loop(threads: TokenizerThreads, body: bytes, read: Callable[[bytes], T]) -> T:
+    """What `read` makes of the body: at once of a small one, in a thread of a large one."""
+    return await threads.handle_text(len(body), lambda: read(body), at_once=_SMALL)
 
 
 def explain(error: ValidationError) -> str:

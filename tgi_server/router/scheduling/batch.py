@@ -1,47 +1,86 @@
-"""The sequences that the shards hold, and what each step does to them."""
+"""The sequences that wait for the shards, and those that the shards hold."""
 
-from collections import defaultdict
+import logging
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterator
 
+from tgi_server.router.scheduling.memory import Memory, Verdict
 from tgi_server.router.scheduling.sequence import Sequence
 
-# Tokens for which leaping sequences get blocks ahead: more than most of the keys of an object.
+logger = logging.getLogger(__name__)
+
+# Tokens for which sequences with a grammar get blocks ahead: more than most of the keys of an object.
 _AHEAD = 32
 
 
+class WaitingQueue:
+    """First come, first served; a preempted request goes before all others, which came after it."""
+
+    def __init__(self) -> None:
+        self._sequences: OrderedDict[int, Sequence] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._sequences.values())
+
+    def get(self, request_id: int) -> Sequence | None:
+        return self._sequences.get(request_id)
+
+    def add(self, sequence: Sequence) -> None:
+        self._sequences[sequence.id] = sequence
+
+    def put_back(self, sequence: Sequence) -> None:
+        """Puts a sequence that is older than all that wait to the front."""
+        self._sequences[sequence.id] = sequence
+        self._sequences.move_to_end(sequence.id, last=False)
+
+    def first(self) -> Sequence | None:
+        return next(iter(self._sequences.values()), None)
+
+    def leave(self, sequence: Sequence) -> None:
+        """Takes the sequence out, if it waits."""
+        self._sequences.pop(sequence.id, None)
+
+
 class Batch:
-    """Steps are numbered as they are sent; every step advances each sequence past its prompt by one token.
+    """The sequences that the shards hold, with their memory, and the effect of each step on them.
 
-    So what a sequence needs at which step is known in advance, without waiting for its tokens: nothing here is looked
-    at for each sequence in each step. Sequences with a grammar are the exception: they leap ahead by the tokens that
-    the grammar forces, as far as they have blocks, so they are looked at, and given some blocks ahead.
+    Steps are numbered as they are sent; every step advances each sequence past its prompt by one token. So the step at
+    which a sequence needs its next block is known in advance, without waiting for its tokens, and no sequence is looked
+    at in each step. Sequences with a grammar are the exception: they jump ahead by the tokens that the grammar forces,
+    as far as they have blocks, so they are looked at, and given some blocks ahead.
 
-    step: the number of the next step. answered: of the last one whose tokens are known. filter_due: the shards hold
-    sequences that have left.
+    id: of the batch, as the shards know it. step: the number of the next step. answered: of the last one whose tokens
+    are known. filter_due: the shards hold sequences that have left.
     """
 
-    def __init__(self, block_size: int) -> None:
-        """block_size: tokens of a block; 0 where there are no blocks."""
+    def __init__(self, memory: Memory) -> None:
+        self.memory = memory
         self.id = 0
-        self._block_size = block_size
         self.reset()
 
     def reset(self) -> None:
-        """The shards have forgotten the batch: starts another, empty one."""
+        """Starts another batch, an empty one, once the shards have forgotten this one and all that is cached."""
         self.id += 1
         self.step = 1
         self.answered = 0
         self.filter_due = False
         self._members: dict[int, Sequence] = {}  # oldest first: they join in the order in which they came
         self._prefilling: dict[int, Sequence] = {}
-        self._leaping: dict[int, Sequence] = {}
-        self._full_at: defaultdict[int, dict[int, Sequence]] = defaultdict(dict)  # by step and request
+        self._jumping: dict[int, Sequence] = {}
+        self._full_at: defaultdict[int, list[Sequence]] = defaultdict(list)  # by step
+        self.memory.rebuild(())
 
     def __len__(self) -> int:
         return len(self._members)
 
     def __iter__(self) -> Iterator[Sequence]:
         return iter(self._members.values())
+
+    def __contains__(self, sequence: Sequence) -> bool:
+        return self._members.get(sequence.id) is sequence
 
     def get(self, request_id: int) -> Sequence | None:
         return self._members.get(request_id)
@@ -53,75 +92,104 @@ class Batch:
         return next(reversed(self._members.values()))
 
     def prefilling(self) -> list[Sequence]:
-        """Those whose known tokens have not all been computed, oldest first."""
+        """Returns the sequences whose known tokens have not all been computed, oldest first."""
         return list(self._prefilling.values())
 
     def decoding(self) -> bool:
-        """Whether the next step yields tokens of sequences past their prompt. They may have ended unknown to us."""
+        """Returns True if the next step may yield tokens of sequences past their prompt: if they have not ended."""
         return any(
             sequence.first_step is not None and sequence.last_step >= self.step for sequence in self._members.values()
         )
 
-    def join(self, sequence: Sequence) -> None:
-        self._members[sequence.id] = sequence
-        self._prefilling[sequence.id] = sequence
+    def admit(self, sequence: Sequence, budget: int) -> Verdict:
+        """Lets a sequence join, if it can have the blocks of its known tokens. budget: tokens that it may take."""
+        verdict = self.memory.admit(sequence, budget)
+        if verdict is Verdict.ADMITTED:
+            self._members[sequence.id] = sequence
+            self._prefilling[sequence.id] = sequence
+        return verdict
 
-    def compute(self, sequence: Sequence, tokens: int) -> None:
-        """The next step computes so many of the sequence's known tokens."""
-        sequence.computed += tokens
+    def compute(self, sequence: Sequence, budget: int) -> int:
+        """Has the next step compute known tokens of the sequence. Returns how many: `budget`, or what is left.
+
+        Models without KV blocks compute all at once, whatever the budget.
+        """
+        tokens = min(sequence.remaining, budget) if self.memory.chunks else sequence.remaining
+        sequence.compute(tokens, self.step)
         if sequence.remaining == 0:
             del self._prefilling[sequence.id]
-            sequence.first_step = self.step
-            if sequence.leaps:
-                self._leaping[sequence.id] = sequence
+            if sequence.jumps:
+                self._jumping[sequence.id] = sequence
             self._await_full(sequence)
+        self.memory.computed(sequence)
+        return tokens
 
     def growing(self) -> list[Sequence]:
-        """Those that need a block more for the next step."""
-        return [*self._short_of(0), *self._filling()]
+        """Returns the sequences that need a block more for the next step."""
+        size = self.memory.block_size
+        filling = (each for each in self._full_at.get(self.step, ()) if each in self)
+        # A sequence that was preempted meanwhile is here twice, or too early.
+        full = {each.id: each for each in filling if each.first_step and each.full_step(size) == self.step}
+        return [*self._short_of(0), *full.values()]
 
-    def leaping(self) -> list[Sequence]:
-        """Those that may soon have a use for a block more."""
+    def jumping(self) -> list[Sequence]:
+        """Returns the sequences that may soon have a use for a block more."""
         return self._short_of(_AHEAD)
 
-    def _filling(self) -> list[Sequence]:
-        return [
-            sequence
-            for sequence in self._full_at.get(self.step, {}).values()
-            if sequence.full_at == self.step and self._members.get(sequence.id) is sequence
-        ]
+    def can_grow(self) -> bool:
+        """Returns True if all that need a block for the next step can have one."""
+        return self.memory.can_grow(len(self.growing()))
 
-    def grown(self, sequence: Sequence) -> None:
-        """The sequence got the block that it needs for the next step."""
+    def grow(self, sequence: Sequence) -> int:
+        """Gives the sequence a block more. Returns the block."""
+        block = self.memory.grow(sequence)
         self._await_full(sequence)
+        return block
 
     def sent(self) -> None:
-        """The next step has been sent."""
+        """Notes that the next step has been sent."""
         self._full_at.pop(self.step, None)
         self.step += 1
+        self.memory.sent()
 
-    def leave(self, sequence: Sequence, *, ended_by_shards: bool) -> bool:
-        """Whether the sequence was there. What steps on their way still yield for it is passed over."""
-        if self._members.get(sequence.id) is not sequence:
+    def leave(self, sequence: Sequence, *, dropped_by_shards: bool = False) -> None:
+        """Takes the sequence out, if it is there, with what it holds. Tokens that are on their way are passed over."""
+        if self._remove(sequence):
+            self.filter_due |= not dropped_by_shards
+            try:
+                self.memory.release(sequence)
+            except Exception:
+                logger.exception("the blocks of request %d could not be given back one by one", sequence.id)
+                self.memory.rebuild(self)
+
+    def disown(self, sequence: Sequence) -> None:
+        """Takes out a sequence of which it is not certain what it holds, or has computed: nothing of it is kept."""
+        self.filter_due |= self._remove(sequence)
+        self.memory.rebuild(self)
+
+    def check(self) -> None:
+        """Compares the books of blocks with what the sequences and the prefix cache hold. Raises AssertionError."""
+        self.memory.check(self)
+
+    def _remove(self, sequence: Sequence) -> bool:
+        if sequence not in self:
             return False
         del self._members[sequence.id]
         self._prefilling.pop(sequence.id, None)
-        self._leaping.pop(sequence.id, None)
-        if not ended_by_shards:
-            self.filter_due = True
+        self._jumping.pop(sequence.id, None)
         return True
 
     def _short_of(self, tokens: int) -> list[Sequence]:
-        """Leaping sequences without blocks for the next step and so many tokens more.
+        """Returns the jumping sequences without blocks for the next step and so many tokens more.
 
         Each step after the last answered one computes the token that the one before it yielded; and what more that
         yields fits into the blocks that the sequence had then.
         """
-        size = self._block_size
+        size = self.memory.block_size
         if not size:
             return []
         short = []
-        for sequence in self._leaping.values():
+        for sequence in self._jumping.values():
             assert sequence.first_step is not None
             unanswered = self.step - 1 - max(self.answered, sequence.first_step - 1)
             needed = min(len(sequence.tokens) + unanswered + tokens, sequence.max_total_tokens - 1)
@@ -130,14 +198,8 @@ class Batch:
         return short
 
     def _await_full(self, sequence: Sequence) -> None:
-        """Notes at which step the sequence's blocks are full, if it goes on for so long.
-
-        `first_step` computes position `known` - 1, each later step the position after.
-        """
-        assert sequence.first_step is not None
-        if not self._block_size or sequence.leaps:
-            return
-        step = sequence.first_step + len(sequence.blocks) * self._block_size - (sequence.known - 1)
-        if step <= sequence.last_step:
-            sequence.full_at = step
-            self._full_at[step][sequence.id] = sequence
+        """Notes at which step the sequence's blocks are full, if it goes on for so long."""
+        size = self.memory.block_size
+        step = sequence.full_step(size) if size and not sequence.jumps else None
+        if step is not None:
+            self._full_at[step].append(sequence)

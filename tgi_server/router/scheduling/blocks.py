@@ -7,8 +7,8 @@ from collections.abc import Iterable
 class BlockPool:
     """Blocks 1 .. `blocks`; 0 is the shards' own.
 
-    A block is held by sequences (`users`) and by the prefix cache (`cached`). It is in use while a sequence holds it,
-    idle while only the cache does, and free while nobody does.
+    `users` counts the sequences that hold a block, `cached` how often the prefix cache does. A block is in use while a
+    sequence holds it, idle while only the cache does, and free while nobody does.
     """
 
     def __init__(self, blocks: int, held: Counter[int] | None = None) -> None:
@@ -26,7 +26,7 @@ class BlockPool:
 
     @property
     def available(self) -> int:
-        """Blocks that can be had: free ones, and idle ones once the cache gives them up."""
+        """Blocks that sequences can get: free ones, and idle ones once the cache gives them up."""
         return len(self._free) + self.idle
 
     @property
@@ -34,7 +34,7 @@ class BlockPool:
         return self.size - self.available
 
     def take(self, blocks: int) -> list[int]:
-        """Free blocks, now in use once each. The caller has made sure that there are enough."""
+        """Returns free blocks, now in use once each. The caller has made sure that there are enough."""
         if blocks == 0:
             return []
         taken = self._free[-blocks:]
@@ -45,7 +45,7 @@ class BlockPool:
         return taken
 
     def use(self, blocks: Iterable[int]) -> None:
-        """One more sequence holds each of these; they are in use or idle."""
+        """Notes that one more sequence holds each of these; they are in use or idle."""
         users = self.users
         for block in blocks:
             if users[block] == 0:
@@ -53,7 +53,7 @@ class BlockPool:
             users[block] += 1
 
     def release(self, blocks: Iterable[int]) -> list[int]:
-        """One sequence fewer holds each of these. Returns those that became idle."""
+        """Notes that one sequence fewer holds each of these. Returns those that became idle."""
         users, cached = self.users, self.cached
         idle = []
         for block in blocks:
@@ -67,13 +67,13 @@ class BlockPool:
         return idle
 
     def cache(self, blocks: Iterable[int]) -> None:
-        """The prefix cache holds each of these once more; they are in use, or in the cache already."""
+        """Notes that the prefix cache holds each of these once more; they are in use, or in the cache already."""
         cached = self.cached
         for block in blocks:
             cached[block] += 1
 
     def uncache(self, blocks: Iterable[int]) -> None:
-        """The prefix cache holds each of these once less; the last holder frees a block."""
+        """Notes that the prefix cache holds each of these once less; the last holder frees a block."""
         users, cached = self.users, self.cached
         for block in blocks:
             cached[block] -= 1

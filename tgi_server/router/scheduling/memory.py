@@ -1,15 +1,22 @@
-"""What the running batch may hold in the shards' memory; `PagedMemory` and `PaddedMemory` are the two kinds."""
+"""The shards' memory, as sequences hold it: KV blocks for most models, rectangles for the others."""
 
+from collections import Counter
 from collections.abc import Iterable
 from enum import Enum
 from typing import Protocol
 
+from tgi_server.contract import BlockCopy
 from tgi_server.router.errors import InvalidRequest
+from tgi_server.router.scheduling.blocks import BlockPool
+from tgi_server.router.scheduling.prefix_cache import Match, PrefixCache, Space
 from tgi_server.router.scheduling.sequence import Sequence
+
+# A request waits for the call being built if that computes at least so many tokens which it can share then.
+_WORTH_WAITING_TOKENS = 64
 
 
 class Verdict(Enum):
-    """What became of a request that asked to be admitted."""
+    """The result of asking for a request's admission."""
 
     ADMITTED = "admitted"
     FULL = "full"  # there is no room now
@@ -19,7 +26,7 @@ class Verdict(Enum):
 class Memory(Protocol):
     """Memory of the shards, in KV slots (tokens). Sequences hold some from `admit` to `release`.
 
-    block_size: tokens of a block, 0 where there are no blocks. chunks: whether a prompt may be computed in parts.
+    block_size: tokens of a block, 0 where there are no blocks. chunks: prompts may be computed in parts.
     """
 
     block_size: int
@@ -27,11 +34,11 @@ class Memory(Protocol):
 
     @property
     def held_tokens(self) -> int:
-        """What sequences hold."""
+        """Tokens that sequences hold."""
 
     @property
     def cached_tokens(self) -> int:
-        """What is kept for prompts to come, and given up when sequences need it."""
+        """Tokens that are kept for prompts to come, and given up when sequences need the memory."""
 
     def check_length(self, sequence: Sequence) -> None:
         """Raises InvalidRequest when the sequence, at its longest, does not fit even while nothing else runs."""
@@ -39,32 +46,210 @@ class Memory(Protocol):
     def admit(self, sequence: Sequence, budget: int) -> Verdict:
         """Gives the sequence what its known tokens need, at most `budget` tokens, and finds cached ones.
 
-        A sequence that can ever be held is admitted, whatever the budget, while no other holds anything.
+        A sequence of a length that has been checked is admitted, whatever the budget, while no other holds anything.
         """
 
     def can_grow(self, sequences: int) -> bool:
-        """Whether that many sequences can have one block more each."""
+        """Returns True if that many sequences can have one block more each."""
 
     def grow(self, sequence: Sequence) -> int:
-        """One block more for a sequence; `can_grow` has been asked. Returns the block."""
+        """Gives a sequence one block more; `can_grow` has been asked. Returns the block."""
 
     def computed(self, sequence: Sequence) -> None:
-        """The call being built computes tokens of the sequence's prompt, as its `computed` says."""
+        """Notes that the call being built computes tokens of the sequence's prompt, as its `computed` says."""
 
     def sent(self) -> None:
-        """The call being built has been sent; the shards run later calls after it."""
+        """Notes that the call being built has been sent; the shards run later calls after it."""
 
     def release(self, sequence: Sequence) -> None:
-        """The sequence holds nothing any more. Whoever gets it next uses it in later calls only."""
+        """Takes back what the sequence holds. Whoever gets it next uses it in later calls only."""
 
     def rebuild(self, sequences: Iterable[Sequence]) -> None:
         """Makes the books anew from what `sequences`, all that are left, hold. Nothing else is kept, or cached."""
 
     def check(self, sequences: Iterable[Sequence]) -> None:
-        """`sequences`: all that hold something. Raises AssertionError when the books are wrong."""
+        """Compares the books with what `sequences`, all that hold something, have. Raises AssertionError."""
 
 
-def check_fits(needed: int, tokens: int) -> None:
-    """Raises InvalidRequest when a request needs more tokens of KV cache than there are."""
+class PagedMemory:
+    """A sequence holds the blocks of its known tokens from admission on, and gets one more whenever it fills its last.
+
+    The rule that makes sharing safe: the shards run calls in the order in which they were sent. So a block that is
+    given up after one call was sent may be granted in the next, and what one call computes may be shared by the next,
+    before either has been answered. The source of a block copy stays in use until the call that copies it is sent.
+    """
+
+    chunks = True
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.block_size = block_size
+        self._num_blocks = num_blocks
+        self._sources: dict[Sequence, list[int]] = {}  # of the block copies that the call being built makes
+        self.rebuild(())
+
+    def rebuild(self, sequences: Iterable[Sequence]) -> None:
+        left = list(sequences)
+        self._sources = {each: self._sources[each] for each in left if each in self._sources}
+        self._pool = BlockPool(self._num_blocks, self._held(left))
+        self._cache = PrefixCache(self._pool, self.block_size)
+
+    @property
+    def held_tokens(self) -> int:
+        return self._pool.in_use * self.block_size
+
+    @property
+    def cached_tokens(self) -> int:
+        return self._pool.idle * self.block_size
+
+    def check_length(self, sequence: Sequence) -> None:
+        # Nobody asks for the keys and values of the last token.
+        _check_fits(max(sequence.max_total_tokens - 1, sequence.known), self._num_blocks * self.block_size)
+
+    def admit(self, sequence: Sequence, budget: int) -> Verdict:
+        match = self._match(sequence)
+        if match.pending >= _WORTH_WAITING_TOKENS:
+            return Verdict.LATER
+        alone = self._pool.in_use == 0
+        if not self._reserve(sequence, match, self._num_blocks if alone else budget // self.block_size):
+            if not alone:
+                return Verdict.FULL
+            # The source of a copy was one block too many.
+            match = Match(match.tokens // self.block_size * self.block_size, blocks=match.blocks)
+            self._reserve(sequence, match, self._num_blocks)
+        return Verdict.ADMITTED
+
+    def can_grow(self, sequences: int) -> bool:
+        return self._pool.available >= sequences
+
+    def grow(self, sequence: Sequence) -> int:
+        (block,) = self._take(1)
+        sequence.grow(block)
+        return block
+
+    def computed(self, sequence: Sequence) -> None:
+        self._keep(sequence, sequence.computed, fresh=True)
+
+    def sent(self) -> None:
+        self._cache.sent()
+        for blocks in self._sources.values():
+            self._give_up(blocks)
+        self._sources.clear()
+
+    def release(self, sequence: Sequence) -> None:
+        self._keep(sequence, sequence.settled, fresh=False)
+        self._give_up(sequence.blocks)
+
+    def check(self, sequences: Iterable[Sequence]) -> None:
+        holding = list(sequences)
+        for sequence in holding:
+            assert len(set(sequence.blocks)) == len(sequence.blocks), f"request {sequence.id} has a block twice"
+        self._pool.check(self._held(holding), self._cache.check())
+
+    def _held(self, sequences: Iterable[Sequence]) -> Counter[int]:
+        """Returns how often each block is held by `sequences`, and by block copies that are to be made."""
+        held = Counter(block for blocks in self._sources.values() for block in blocks)
+        for sequence in sequences:
+            held.update(sequence.blocks)
+        return held
+
+    def _blocks_of(self, tokens: int) -> int:
+        return -(-tokens // self.block_size)
+
+    def _match(self, sequence: Sequence) -> Match:
+        """Finds what is cached of the known tokens, but for the last: computing that one yields the next."""
+        if sequence.reports_prompt:
+            return Match()
+        return self._cache.match(_space(sequence), sequence.tokens[: sequence.known - 1].tobytes())
+
+    def _reserve(self, sequence: Sequence, match: Match, limit: int) -> bool:
+        """Takes blocks for the known tokens, unless that puts more than `limit` blocks to use that were not."""
+        pool = self._pool
+        shared, partial = divmod(match.tokens, self.block_size)
+        new = self._blocks_of(sequence.known) - shared
+        found = match.blocks[: shared + 1] if partial else match.blocks[:shared]
+        available = pool.available
+        pool.use(found)
+        if new > pool.available or new + available - pool.available > limit:
+            self._give_up(found)
+            return False
+        own = self._take(new)
+        copy = BlockCopy(found[shared], own[0], partial) if partial else None
+        sequence.admit(found[:shared] + own, match.tokens, copy)
+        if partial:
+            self._sources[sequence] = found[shared:]
+        return True
+
+    def _take(self, blocks: int) -> list[int]:
+        short = blocks - self._pool.free
+        if short > 0:
+            self._cache.evict(short)
+        return self._pool.take(blocks)
+
+    def _give_up(self, blocks: list[int]) -> None:
+        self._cache.released(self._pool.release(blocks))
+
+    def _keep(self, sequence: Sequence, tokens: int, *, fresh: bool) -> None:
+        """Offers the sequence's first tokens to those that come after it."""
+        if tokens:
+            self._cache.insert(_space(sequence), sequence.tokens[:tokens].tobytes(), sequence.blocks, fresh=fresh)
+
+
+class PaddedMemory:
+    """Counts rows times the longest sequence at its end, so that a batch that was admitted always fits.
+
+    Nothing is shared or preempted, and prompts are computed whole.
+    """
+
+    block_size = 0
+    chunks = False
+    cached_tokens = 0
+
+    def __init__(self, max_batch_total_tokens: int) -> None:
+        self._capacity = max_batch_total_tokens
+        self._lengths: dict[int, int] = {}  # of each sequence at its end, in tokens
+
+    @property
+    def held_tokens(self) -> int:
+        return len(self._lengths) * max(self._lengths.values(), default=0)
+
+    def check_length(self, sequence: Sequence) -> None:
+        _check_fits(sequence.max_total_tokens, self._capacity)
+
+    def admit(self, sequence: Sequence, budget: int) -> Verdict:
+        longest = max(sequence.max_total_tokens, *self._lengths.values(), 0)
+        if self._lengths and (len(self._lengths) + 1) * longest - self.held_tokens > budget:
+            return Verdict.FULL
+        self._lengths[sequence.id] = sequence.max_total_tokens
+        sequence.admit()
+        return Verdict.ADMITTED
+
+    def can_grow(self, sequences: int) -> bool:
+        return True
+
+    def grow(self, sequence: Sequence) -> int:
+        raise AssertionError("padded sequences have their memory from the start")
+
+    def computed(self, sequence: Sequence) -> None:
+        """Nothing is kept for others."""
+
+    def sent(self) -> None:
+        """Nothing depends on the order of calls."""
+
+    def release(self, sequence: Sequence) -> None:
+        del self._lengths[sequence.id]
+
+    def rebuild(self, sequences: Iterable[Sequence]) -> None:
+        self._lengths = {sequence.id: sequence.max_total_tokens for sequence in sequences}
+
+    def check(self, sequences: Iterable[Sequence]) -> None:
+        assert {sequence.id for sequence in sequences} == set(self._lengths), "rows that nobody has, or the reverse"
+
+
+def _check_fits(needed: int, tokens: int) -> None:
     if needed > tokens:
         raise InvalidRequest(f"the request needs {needed:,} tokens of KV cache; the cache has {tokens:,}")
+
+
+def _space(sequence: Sequence) -> Space:
+    request = sequence.request
+    return request.adapter_id, request.cache_namespace

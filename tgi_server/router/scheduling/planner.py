@@ -1,118 +1,236 @@
-"""What to tell the shards next."""
+"""The next call to the shards: who joins, what is computed, which blocks are granted."""
 
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import TypeVar
 
 from shared.stubs import generate_pb2 as pb
-from tgi_server.router.scheduling.admission import AdmissionPolicy, Reason
-from tgi_server.router.scheduling.batch import Batch
-from tgi_server.router.scheduling.memory import Memory, Verdict
-from tgi_server.router.scheduling.queue import WaitingQueue
+from tgi_server.router.request import Limits
+from tgi_server.router.scheduling import wire
+from tgi_server.router.scheduling.batch import Batch, WaitingQueue
+from tgi_server.router.scheduling.memory import Verdict
 from tgi_server.router.scheduling.sequence import Sequence
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-Message = pb.PrefillRequest | pb.DecodeRequest | pb.FilterBatchRequest
+STEPS_IN_FLIGHT = 2
+"""Steps that may be on their way to the shards.
+
+With two, the router handles the tokens of one step while the shards compute the next. With three, tokens that a grammar
+forces could take the slots of steps that have been sent already.
+"""
+
+
+class Reason(Enum):
+    """Why waiting requests are taken in."""
+
+    ROOM = "the running batch is at most half full"
+    BACKPRESSURE = "the waiting requests outnumber the running ones by waiting_served_ratio"
+    WAIT_EXCEEDED = "max_waiting_tokens decode steps have passed without a prefill"
+
+
+@dataclass(frozen=True, slots=True)
+class AdmissionPolicy:
+    """TGI's policy: when waiting requests join the running ones, and how much of them at once.
+
+    It keeps no state. Its clock is the count of decode steps.
+
+    prefill_chunk_tokens: prompt tokens that one step computes while streams are running; bounds how long a stream may
+        pause for somebody else's prompt.
+    """
+
+    limits: Limits
+    prefill_chunk_tokens: int
+
+    def reason_to_admit(self, running: int, waiting: int, steps_since_prefill: int) -> Reason | None:
+        """Returns None if the waiting requests go on waiting."""
+        limits = self.limits
+        if waiting == 0 or running >= limits.max_batch_size:
+            return None
+        if 2 * running <= limits.max_batch_size:
+            return Reason.ROOM
+        if waiting > running * limits.waiting_served_ratio:
+            return Reason.BACKPRESSURE
+        if steps_since_prefill >= limits.max_waiting_tokens:
+            return Reason.WAIT_EXCEEDED
+        return None
+
+    def prefill_budget(self, decoding: bool) -> int:
+        """Returns how many prompt tokens the next step may compute."""
+        if decoding:
+            return min(self.prefill_chunk_tokens, self.limits.max_batch_prefill_tokens)
+        return self.limits.max_batch_prefill_tokens
+
+    def total_budget(self, held_tokens: int, growth_tokens: int) -> int:
+        """Returns the KV slots that a request may take on admission, so that the running ones can go on growing."""
+        return self.limits.max_batch_total_tokens - held_tokens - growth_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class FilterPlan:
+    """The shards forget all sequences but `keep`. preempted: how many of the others go back to the queue."""
+
+    batch_id: int
+    keep: list[int]
+    preempted: int = 0
+
+    def call(self) -> pb.Call:
+        return wire.filter_call(self.batch_id, self.keep)
 
 
 @dataclass(slots=True)
-class Call:
-    """A call to be sent now.
+class StepPlan:
+    """One step of the shards.
 
-    joined: the sequences that it takes from the queue. concat: why, when others were running already. preempted: how
-    many sequences go back to the queue.
+    decode: sequences past their prompt advance by a token. grants: blocks that sequences get, by request id.
+    chunks: prompt tokens to compute, by request id. joined: the sequences that leave the queue.
+    reason: why they do while others run; None where none runs.
     """
 
-    message: Message
+    batch_id: int
+    decode: bool = False
+    grants: list[tuple[int, int]] = field(default_factory=list)
+    chunks: list[tuple[int, int]] = field(default_factory=list)
     joined: list[Sequence] = field(default_factory=list)
-    concat: Reason | None = None
-    preempted: int = 0
+    reason: Reason | None = None
 
     @property
-    def is_step(self) -> bool:
-        return not isinstance(self.message, pb.FilterBatchRequest)
+    def is_prefill(self) -> bool:
+        return bool(self.chunks)
+
+    def call(self) -> pb.Call:
+        if not self.is_prefill:
+            return wire.decode_call(self.batch_id, self.grants)
+        joining = [sequence.message for sequence in self.joined]
+        return wire.prefill_call(self.batch_id, joining, self.chunks, self.grants, decode=self.decode)
 
 
-class Planner:
-    """Moves sequences from the queue into the batch and back, and says each move in a call.
+class StepPlanner:
+    """Moves sequences from the queue into the batch and back, and says each move in a plan.
 
-    The caller sends what `next_call` returns, before it changes anything else. An exception in planning one sequence
-    is told to `on_fault`, which takes that sequence out of queue and batch; the others are planned without it.
+    The caller sends what `plan` returns, in this order, before it changes anything else. An exception in planning one
+    sequence is told to `on_fault`, which takes that sequence out of queue and batch; the others are planned without it.
     """
 
     def __init__(
         self,
-        queue: WaitingQueue,
+        waiting: WaitingQueue,
         batch: Batch,
-        memory: Memory,
         policy: AdmissionPolicy,
-        pipeline_depth: int,
         on_fault: Callable[[Sequence], None],
     ) -> None:
-        self._queue = queue
+        self._waiting = waiting
         self._batch = batch
-        self._memory = memory
         self._policy = policy
-        self._depth = pipeline_depth
-        # When a step is sent, sequences have a slot for it, but forced tokens of the steps on their way are not known.
-        self._lookahead = max(0, pipeline_depth - 2)
         self._on_fault = on_fault
-        self._held_back: Call | None = None  # until the shards have forgotten who failed while it was planned
         self._steps_since_prefill = 0
         self._did_not_fit: tuple[int, int] | None = None  # request, and tokens held when there was no room for it
 
-    def reset(self) -> None:
-        """The shards have forgotten the batch, and with it whatever was planned for it."""
-        self._held_back = None
-        self._did_not_fit = None
+    def plan(self, steps_in_flight: int) -> list[FilterPlan | StepPlan]:
+        """Returns the next call; none if there is none before a step in flight is answered, or another request comes.
 
-    def next_call(self, steps_in_flight: int) -> Call | None:
-        """None: nothing can be said before one of the steps on their way is answered, or another request comes."""
+        Returns two if a sequence fails while a step is planned: the shards forget it first.
+        """
         batch = self._batch
         if batch.filter_due:
-            return self._filter()
-        if self._held_back is not None:
-            held_back, self._held_back = self._held_back, None
-            return held_back
-        if steps_in_flight >= self._depth:
-            return None
-        if not self._memory.can_grow(len(batch.growing())):
+            return [self._filter()]
+        if steps_in_flight >= STEPS_IN_FLIGHT:
+            return []
+        if not batch.can_grow():
             if steps_in_flight:
-                return None  # they may free blocks, and their tokens belong to a sequence that must give way
-            preempted = self._make_room()
-            return self._filter(preempted)
-        call = self._step()
-        if call is not None:
+                return []  # they may free blocks, and their tokens belong to a sequence that must give way
+            return [self._filter(self._make_room())]
+        step = self._step()
+        if step is not None:
             batch.sent()
-            self._memory.sent()
-        if batch.filter_due:
-            self._held_back = call
-            return self._filter()
-        return call
+        plans: list[FilterPlan | StepPlan] = [self._filter()] if batch.filter_due else []
+        return plans if step is None else [*plans, step]
 
-    def _filter(self, preempted: int = 0) -> Call:
+    def _filter(self, preempted: int = 0) -> FilterPlan:
         self._batch.filter_due = False
-        message = pb.FilterBatchRequest(batch_id=self._batch.id, keep_request_ids=self._batch.ids())
-        return Call(message, preempted=preempted)
+        return FilterPlan(self._batch.id, self._batch.ids(), preempted)
 
     def _make_room(self) -> int:
-        """Preempts the youngest until all others can grow: how many. One that is alone always can."""
+        """Preempts the youngest sequences until all others can grow. Returns how many were preempted.
+
+        One that is alone can always grow.
+        """
         preempted = 0
-        while not self._memory.can_grow(len(self._batch.growing())):
-            youngest = self._batch.youngest()
-            preempted += self._alone(self._preempt, youngest) is not None
+        while not self._batch.can_grow():
+            preempted += self._alone(self._preempt, self._batch.youngest()) is not None
         return preempted
 
     def _preempt(self, sequence: Sequence) -> Sequence:
-        self._batch.leave(sequence, ended_by_shards=False)
-        self._memory.release(sequence)
-        sequence.reset()
-        self._queue.put_back(sequence)
+        self._batch.leave(sequence)
+        sequence.preempt()
+        self._waiting.put_back(sequence)
         return sequence
+
+    def _step(self) -> StepPlan | None:
+        batch = self._batch
+        plan = StepPlan(batch.id)
+        self._grow(plan, batch.growing())
+        plan.decode = batch.decoding()
+        running = len(batch)
+        budget = self._policy.prefill_budget(plan.decode and batch.memory.chunks)
+        budget = self._prefill(plan, batch.prefilling(), budget)
+        self._grow(plan, (sequence for sequence in batch.jumping() if batch.memory.can_grow(1)))
+        reason = self._policy.reason_to_admit(running, len(self._waiting), self._steps_since_prefill)
+        if reason is not None:
+            self._admit(plan, budget)
+        self._steps_since_prefill = 0 if plan.joined else self._steps_since_prefill + 1
+        plan.reason = reason if running else None
+        plan.chunks = [chunk for chunk in plan.chunks if batch.get(chunk[0])]  # the others have failed since
+        return plan if plan.chunks or plan.decode else None
+
+    def _grow(self, plan: StepPlan, sequences: Iterable[Sequence]) -> None:
+        for sequence in sequences:
+            block = self._alone(self._batch.grow, sequence)
+            if block is not None:
+                plan.grants.append((sequence.id, block))
+
+    def _prefill(self, plan: StepPlan, sequences: Iterable[Sequence], budget: int) -> int:
+        """Adds chunks of prompts that have begun. Returns what is left of the budget."""
+        for sequence in sequences:
+            if budget > 0 and (tokens := self._alone(self._batch.compute, sequence, budget)):
+                plan.chunks.append((sequence.id, tokens))
+                budget -= tokens
+        return budget
+
+    def _admit(self, plan: StepPlan, budget: int) -> None:
+        """Takes requests from the queue, in order, as long as there is room, and adds their first chunks."""
+        while budget > 0 and len(self._batch) < self._policy.limits.max_batch_size:
+            sequence = self._waiting.first()
+            if sequence is None:
+                return
+            admitted = self._alone(self._fits, sequence, budget, bool(plan.joined))
+            if admitted is False:
+                return
+            if admitted and (tokens := self._alone(self._batch.compute, sequence, budget)):
+                plan.joined.append(sequence)
+                plan.chunks.append((sequence.id, tokens))
+                budget -= tokens
+
+    def _fits(self, sequence: Sequence, budget: int, others_joined: bool) -> bool:
+        """Lets the sequence join, if there is room for it. Returns False if there is none."""
+        memory = self._batch.memory
+        if not memory.chunks and others_joined and sequence.remaining > budget:
+            return False
+        held = memory.held_tokens
+        if self._did_not_fit is not None and self._did_not_fit[0] == sequence.id and held >= self._did_not_fit[1] > 0:
+            return False
+        # Each running sequence is left room to grow by a block, so that the newcomer is not preempted at once.
+        growth = len(self._batch) * memory.block_size
+        verdict = self._batch.admit(sequence, self._policy.total_budget(held, growth))
+        self._did_not_fit = (sequence.id, held) if verdict is Verdict.FULL else None
+        if verdict is not Verdict.ADMITTED:
+            return False
+        self._waiting.leave(sequence)
+        return True
 
     def _alone(self, plan: Callable[..., T], sequence: Sequence, *arguments: int) -> T | None:
         """Returns what `plan` makes of the sequence; None when it raises: then the sequence, and nobody else, fails."""
@@ -122,83 +240,3 @@ class Planner:
             logger.exception("request %d could not be planned", sequence.id)
             self._on_fault(sequence)
             return None
-
-    def _all(self, plan: Callable[[Sequence], T | None], sequences: Iterable[Sequence]) -> list[T]:
-        planned = [self._alone(plan, sequence) for sequence in sequences]
-        return [each for each in planned if each is not None]
-
-    def _step(self) -> Call | None:
-        batch = self._batch
-        grants = self._all(self._grow, batch.growing())
-        decoding = batch.decoding()
-        running = len(batch)
-        chunks: list[pb.Chunk] = []
-        budget = self._policy.prefill_budget(decoding and self._memory.chunks)
-        for sequence in batch.prefilling():
-            if budget > 0 and (chunk := self._alone(self._compute, sequence, budget)):
-                chunks.append(chunk)
-                budget -= chunk.tokens
-        grants += self._all(self._grow_ahead, batch.leaping())
-        reason = self._policy.reason_to_admit(running, len(self._queue), self._steps_since_prefill)
-        joined = self._admit(budget, chunks) if reason is not None else []
-        self._steps_since_prefill = 0 if joined else self._steps_since_prefill + 1
-        chunks = [chunk for chunk in chunks if batch.get(chunk.request_id)]  # the others have failed since
-        if chunks:
-            prefill = pb.PrefillRequest(
-                batch_id=batch.id,
-                requests=[sequence.message for sequence in joined],
-                chunks=chunks,
-                grants=grants,
-                decode=decoding,
-            )
-            return Call(prefill, joined, reason if joined and running else None)
-        return Call(pb.DecodeRequest(batch_id=batch.id, grants=grants)) if decoding else None
-
-    def _grow(self, sequence: Sequence) -> pb.Grant:
-        block = self._memory.grow(sequence)
-        self._batch.grown(sequence)
-        return pb.Grant(request_id=sequence.id, block_ids=(block,))
-
-    def _grow_ahead(self, sequence: Sequence) -> pb.Grant | None:
-        return self._grow(sequence) if self._memory.can_grow(1) else None
-
-    def _compute(self, sequence: Sequence, budget: int) -> pb.Chunk:
-        tokens = min(sequence.remaining, budget) if self._memory.chunks else sequence.remaining
-        self._batch.compute(sequence, tokens)
-        self._memory.computed(sequence)
-        return pb.Chunk(request_id=sequence.id, tokens=tokens)
-
-    def _admit(self, budget: int, chunks: list[pb.Chunk]) -> list[Sequence]:
-        """Takes requests from the queue, in order, as long as there is room, and adds their chunks."""
-        joined: list[Sequence] = []
-        while budget > 0 and len(self._batch) < self._policy.max_batch_size:
-            sequence = self._queue.first()
-            if sequence is None:
-                break
-            fits = self._alone(self._fits, sequence, budget, bool(joined))
-            if fits is False:
-                break
-            if fits and (chunk := self._alone(self._join, sequence, budget)):
-                joined.append(sequence)
-                chunks.append(chunk)
-                budget -= chunk.tokens
-        return joined
-
-    def _join(self, sequence: Sequence, budget: int) -> pb.Chunk:
-        self._queue.take(sequence)
-        self._batch.join(sequence)
-        sequence.join(self._lookahead)
-        return self._compute(sequence, budget)
-
-    def _fits(self, sequence: Sequence, budget: int, others_joined: bool) -> bool:
-        memory = self._memory
-        if not memory.chunks and others_joined and sequence.remaining > budget:
-            return False
-        held = memory.held_tokens
-        if self._did_not_fit is not None and self._did_not_fit[0] == sequence.id and held >= self._did_not_fit[1] > 0:
-            return False
-        # Each running sequence is left room to grow by a block, so that the newcomer is not preempted at once.
-        growth = len(self._batch) * memory.block_size
-        verdict = memory.admit(sequence, self._policy.total_budget(held, growth))
-        self._did_not_fit = (sequence.id, held) if verdict is Verdict.FULL else None
-        return verdict is Verdict.ADMITTED

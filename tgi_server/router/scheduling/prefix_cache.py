@@ -22,8 +22,9 @@ Space = Hashable
 
 @dataclass(slots=True, eq=False)
 class _Node:
-    """tokens: of the edge that leads here, 4 bytes each. start: how many tokens lie before it on its path.
+    """A node of the radix tree, with the edge that leads to it.
 
+    tokens: of the edge, 4 bytes each. start: how many tokens lie before it on its path.
     blocks: that hold the edge's tokens. fresh_from, fresh_in: the tokens from `fresh_from` on are computed by the
     call with the number `fresh_in`, and so can be used by later calls only.
     space: of a root, whose texts are below it.
@@ -45,15 +46,15 @@ class _Node:
         return self.start + len(self.tokens) // _WIDTH
 
     def usable(self, call: int) -> int:
-        """Tokens on the edge that the call with this number may use."""
+        """Returns how many tokens on the edge the call with this number may use."""
         return len(self.tokens) // _WIDTH if self.fresh_in < call else self.fresh_from - self.start
 
 
 @dataclass(slots=True)
 class Match:
-    """tokens: how many leading tokens are cached. blocks: that hold them.
+    """A cached prefix.
 
-    pending: tokens beyond those that the call being built computes for somebody else.
+    tokens: its length. blocks: that hold it. pending: tokens beyond it that the call being built computes for another.
     """
 
     tokens: int = 0
@@ -79,11 +80,11 @@ class PrefixCache:
         self._parked: dict[int, _Node] = {}  # leaves that cannot be evicted, by the block in use that is their last
 
     def sent(self) -> None:
-        """The call being built has been sent: what it computes may be used by the next one."""
+        """Notes that the call being built has been sent: what it computes may be used by the next one."""
         self._call += 1
 
     def match(self, space: Space, tokens: bytes) -> Match:
-        """The longest cached prefix of `tokens` (4 bytes each). Texts of different spaces have nothing in common."""
+        """Finds the longest cached prefix of `tokens` (4 bytes each). Different spaces have nothing in common."""
         match = Match()
         size = self._block_size
         for node, shared in self._walk(space, tokens):
@@ -96,7 +97,7 @@ class PrefixCache:
         return match
 
     def insert(self, space: Space, tokens: bytes, blocks: list[int], *, fresh: bool = False) -> None:
-        """Keeps what a sequence has computed; if `fresh`, what it has not it will have by the call being built.
+        """Keeps what a sequence has computed; if `fresh`, some of it only by the call being built.
 
         tokens: 4 bytes each; blocks: the sequence's, the first of which hold them.
         """
@@ -111,7 +112,7 @@ class PrefixCache:
             self._append(node, tokens[matched * _WIDTH :], holding, self._call if fresh else 0)
 
     def released(self, idle: list[int]) -> None:
-        """No sequence holds these cached blocks any more."""
+        """Notes that no sequence holds these cached blocks any more."""
         for block in idle:
             leaf = self._parked.pop(block, None)
             if leaf is not None:
@@ -131,7 +132,7 @@ class PrefixCache:
                 self._trim(leaf, goal)
 
     def check(self) -> Counter[int]:
-        """How often each block is held. Raises AssertionError when the tree is not sound."""
+        """Returns how often each block is held. Raises AssertionError when the tree is not sound."""
         held: Counter[int] = Counter()
         size = self._block_size
         queued = {id(leaf) for _, _, leaf in self._leaves}
@@ -168,7 +169,7 @@ class PrefixCache:
             yield node
 
     def _walk(self, space: Space, tokens: bytes) -> Iterator[tuple[_Node, int]]:
-        """The nodes on the path of `tokens`, and how many tokens of each edge lie on it. Marks them as used now."""
+        """Yields the nodes on the path of `tokens`, and how many tokens of each edge lie on it. Marks them as used."""
         self._clock += 1
         node = self._roots.get(space)
         if node is None:
@@ -259,7 +260,7 @@ class PrefixCache:
         self._offer(leaf)
 
     def _uncover_idle(self) -> bool:
-        """Cuts off leaves in use that stand below idle blocks. Whether there were any."""
+        """Cuts off leaves in use that stand below idle blocks. Returns True if that uncovered any."""
         covering = [leaf for leaf in self._parked.values() if self._covers_idle(leaf)]
         for leaf in covering:
             self._cut_off(leaf)
@@ -291,7 +292,7 @@ class PrefixCache:
 
 
 def _common_prefix(edge: bytearray, tokens: bytes, offset: int) -> int:
-    """Bytes, whole tokens only, that `edge` and `tokens` from `offset` on have in common.
+    """Returns how many bytes, of whole tokens, `edge` and `tokens` from `offset` on have in common.
 
     Compares slices, halving them where they differ: a long prompt costs a few memory compares, not a loop.
     """

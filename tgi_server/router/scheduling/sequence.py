@@ -1,29 +1,40 @@
 """One request as the scheduler sees it: its tokens, how far it is, and the KV blocks that it holds."""
 
+import asyncio
+import logging
 from array import array
-from collections.abc import Collection
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from shared.stubs import generate_pb2 as pb
-from tgi_server.contract import BlockCopy
-from tgi_server.router.errors import InvalidRequest
+from tgi_server.contract import BlockCopy, FinishReason
+from tgi_server.router.errors import GrammarFailed, InvalidRequest, RouterError
 from tgi_server.router.request import ValidRequest
-from tgi_server.wire import block_copy_to_message, grammar_to_message, sampling_to_message
+from tgi_server.router.scheduling import wire
+from tgi_server.wire import finish_reason_from_message
+
+logger = logging.getLogger(__name__)
+
+Outcome = FinishReason | RouterError
+"""How a request ends."""
+
+# A sink that asks a cancelled future raises CancelledError, which must not end the scheduler's task.
+SINK_FAULTS = (Exception, asyncio.CancelledError)
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """Knows nothing of other requests.
+    """Knows nothing of other requests. Its state changes only through its methods.
 
-    message: what the shards are told of it, but for its blocks: whatever protobuf refuses is refused here.
+    message: what the shards are told of it when it joins their batch.
     tokens: the prompt and what has been generated, as 32-bit numbers. known: how many there were on admission; the
-    step that computes the last of them yields the next token. computed: tokens whose keys and values the calls sent
-    so far put into the blocks; counts up to `known` only, later ones follow from the steps.
+        step that computes the last of them yields the next token.
+    computed: tokens whose keys and values the calls sent so far put into the blocks; counts up to `known` only, later
+        ones follow from the steps.
     blocks: the block table as the shards know it. cached: tokens that were found in its first blocks on admission.
-    copy: for the call that admits it.
     first_step: the step that computes the last known token and yields the next; from then on each step computes the
-    token that the one before it yielded. full_at: the step for which it needs its next block. newest: how many tokens
-    its last answered step yielded.
+        token that the one before it yielded.
+    newest: tokens that its last answered step yielded.
     """
 
     request: ValidRequest
@@ -33,16 +44,14 @@ class Sequence:
     computed: int = 0
     blocks: list[int] = field(default_factory=list)
     cached: int = 0
-    copy: BlockCopy | None = None
     first_step: int | None = None
-    full_at: int | None = None
     newest: int = 1
     started: bool = False
 
     def __post_init__(self) -> None:
-        """Raises InvalidRequest for a request that cannot be told to the shards."""
+        """Raises InvalidRequest for a request that no message to the shards can hold."""
         try:
-            self.message = _message(self.request)
+            self.message = wire.request_message(self.request)
             self.tokens = array("I", self.request.input_ids)
         except (ValueError, TypeError, OverflowError) as error:
             raise InvalidRequest(f"the request has a value that the shards cannot take: {error}") from error
@@ -62,12 +71,17 @@ class Sequence:
 
     @property
     def max_total_tokens(self) -> int:
-        return self.prompt_tokens + self.request.max_new_tokens
+        return self.prompt_tokens + self.request.stopping.max_new_tokens
 
     @property
-    def leaps(self) -> bool:
-        """Whether one step may yield several tokens."""
+    def jumps(self) -> bool:
+        """True if one step may yield several tokens, those that the sequence's grammar leaves no choice about."""
         return self.request.grammar is not None
+
+    @property
+    def reports_prompt(self) -> bool:
+        """True if the logprobs of its prompt are still to be reported, so that all of it has to be computed."""
+        return self.request.report.prefill_logprobs and self.generated == 0
 
     @property
     def remaining(self) -> int:
@@ -88,46 +102,100 @@ class Sequence:
         """
         return self.computed if self.first_step is None else len(self.tokens) - self.newest
 
-    def reset(self) -> None:
-        """Back to the queue: everything is to be computed anew, what was generated too."""
+    def full_step(self, block_size: int) -> int | None:
+        """Returns the step for which it needs its next block; None if it ends before.
+
+        `first_step` computes position `known` - 1, each later step the position after.
+        """
+        assert self.first_step is not None
+        step = self.first_step + len(self.blocks) * block_size - (self.known - 1)
+        return step if step <= self.last_step else None
+
+    def admit(self, blocks: Iterable[int] = (), cached: int = 0, copy: BlockCopy | None = None) -> None:
+        """Gets the blocks of its known tokens, with which it joins the shards' batch.
+
+        cached: known tokens that are in them already. copy: made before anything is computed.
+        """
+        self.blocks = list(blocks)
+        self.cached = self.computed = cached
+        wire.complete_request(
+            self.message,
+            generated_ids=self.tokens[self.prompt_tokens :],
+            block_ids=self.blocks,
+            cached_tokens=cached,
+            copy=copy,
+            prefill_logprobs=self.reports_prompt,
+        )
+
+    def start(self) -> bool:
+        """Tells the sink that the request has left the queue. Returns False after a preemption: it knows already."""
+        if self.started:
+            return False
+        self.started = True
+        self.request.sink.started()
+        return True
+
+    def compute(self, tokens: int, step: int) -> None:
+        """Step `step` computes the next `tokens` known tokens."""
+        self.computed += tokens
+        if self.remaining == 0:
+            self.first_step = step
+
+    def grow(self, block: int) -> None:
+        """Gets one block more."""
+        self.blocks.append(block)
+
+    def advance(self, generation: pb.Generation) -> Outcome | None:
+        """Takes the tokens that a step yielded, and pushes those that are part of the text into the sink.
+
+        Returns how the request ends with them; None if it goes on.
+        """
+        if generation.token_ids:  # a sequence may fail without any
+            self.tokens.extend(generation.token_ids)
+            self.newest = len(generation.token_ids)
+        if generation.error:
+            return GrammarFailed(f"the grammar could not be followed: {generation.error}")
+        if generation.hidden:
+            _drop_hidden(generation)
+        try:
+            stop = self.request.sink.push(generation)
+        except SINK_FAULTS:
+            logger.exception("the tokens of request %d could not be handled", self.id)
+            return RouterError("the generated tokens could not be handled")
+        return finish_reason_from_message(generation.finish_reason) or stop
+
+    def preempt(self) -> None:
+        """Goes back to the queue: everything is to be computed anew, what was generated too."""
         self.known = len(self.tokens)
         self.computed = self.cached = 0
         self.blocks = []
-        self.copy = self.first_step = self.full_at = None
+        self.first_step = None
         self.newest = 1
 
-    def advance(self, token_ids: Collection[int]) -> None:
-        """Takes the tokens that a step yielded. A step that failed yields none."""
-        if token_ids:
-            self.tokens.extend(token_ids)
-            self.newest = len(token_ids)
-
-    def join(self, lookahead: int) -> None:
-        """Completes `message`, with which it joins the shards' batch.
-
-        lookahead: slots that forced tokens must leave free.
-        """
-        message = self.message
-        message.prefill_logprobs = self.request.prefill_logprobs and self.generated == 0
-        message.cached_tokens = self.cached
-        message.lookahead = lookahead if self.leaps else 0
-        message.generated_ids[:] = self.tokens[self.prompt_tokens :]
-        message.block_ids[:] = self.blocks
-        message.ClearField("copy")
-        if self.copy is not None:
-            message.copy.CopyFrom(block_copy_to_message(self.copy))
+    def finish(self, outcome: Outcome | None) -> None:
+        """Tells the sink how the request ended; None: nobody waits for it any more."""
+        if outcome is not None:
+            tell_end(self.request, outcome)
 
 
-def _message(request: ValidRequest) -> pb.Request:
-    return pb.Request(
-        id=request.id,
-        input_ids=request.input_ids,
-        max_new_tokens=request.max_new_tokens,
-        ignore_eos=request.ignore_eos,
-        logprobs=request.logprobs,
-        top_n_tokens=request.top_n_tokens,
-        adapter_id=request.adapter_id or "",
-        sampling=sampling_to_message(request.sampling),
-        grammar=None if request.grammar is None else grammar_to_message(request.grammar),
-        trace_context=request.trace_context,
-    )
+def tell_end(request: ValidRequest, outcome: Outcome) -> None:
+    """Tells a request's sink how it ended. A sink that raises harms nobody else."""
+    try:
+        if isinstance(outcome, FinishReason):
+            request.sink.finished(outcome)
+        else:
+            request.sink.failed(outcome)
+    except SINK_FAULTS:
+        logger.exception("the end of request %d could not be handled", request.id)
+        if isinstance(outcome, FinishReason):
+            tell_end(request, RouterError("the end of the generation could not be handled"))
+
+
+def _drop_hidden(generation: pb.Generation) -> None:
+    """Takes out the tokens that only the model sees."""
+    for place in reversed(generation.hidden):
+        del generation.token_ids[place]
+        if generation.logprobs:
+            del generation.logprobs[place]
+        if generation.top_tokens:
+            del generation.top_tokens[place]

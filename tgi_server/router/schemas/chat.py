@@ -5,9 +5,9 @@ from typing import Annotated, Any, Literal
 from pydantic import AliasChoices, Field, RootModel, model_validator
 
 from tgi_server.router.schemas.base import SEVERAL, Items, Name, RequestModel, ResponseModel, UnsignedInt
+from tgi_server.router.schemas.generate import TokenizeResponse
 from tgi_server.router.schemas.grammar import GrammarType
 from tgi_server.router.schemas.openai import SharedParameters, Usage
-from tgi_server.router.schemas.tokenize import TokenizeResponse
 
 
 class Url(RequestModel):

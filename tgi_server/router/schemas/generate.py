@@ -1,6 +1,6 @@
-"""/generate, /generate_stream and /, as TGI has them."""
+"""Bodies of /generate, /generate_stream, / and /tokenize, as TGI has them."""
 
-from pydantic import Field
+from pydantic import Field, RootModel
 
 from tgi_server.contract import FinishReason
 from tgi_server.router.schemas.base import (
@@ -148,3 +148,14 @@ class StreamResponse(ResponseModel):
     top_tokens: list[Token] = Field(default=[])
     generated_text: str | None = None
     details: StreamDetails | None = None
+
+
+class SimpleToken(ResponseModel):
+    id: UnsignedInt
+    text: str
+    start: UnsignedInt
+    stop: UnsignedInt
+
+
+class TokenizeResponse(RootModel[list[SimpleToken]]):
+    """`start` and `stop` count characters of the input."""

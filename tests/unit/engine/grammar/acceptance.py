@@ -9,10 +9,11 @@ _ENOUGH = 100_000
 def accepts(compiler: GrammarCompiler, grammar: Grammar, text: str) -> bool:
     """Whether `text`, and then its end, may be generated. Raises InvalidGrammar."""
     tokenizer = compiler.tokenizer
+    compiler.check(grammar)
     constraint = compiler.constraint(grammar, [], _ENOUGH, ignore_eos=False)
     rest = text.encode()
     while True:
-        token = constraint.forced
+        token = constraint.jump_forward
         if token is None:
             token = tokenizer.lookup.tokenize_bytes(rest)[0] if rest else tokenizer.eos[0]
         advance = constraint.advance(token, room=0)

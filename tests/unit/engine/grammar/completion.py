@@ -20,6 +20,7 @@ def completed(compiler: GrammarCompiler, grammar: Grammar, tokens: Sequence[int]
     Raises AssertionError when there is no way.
     """
     tokenizer = compiler.tokenizer
+    compiler.check(grammar)
     constraint = compiler.constraint(grammar, tokens, _ENOUGH, ignore_eos=False)
     assert constraint.error is None, constraint.error
     closing = [*tokenizer.eos, *(tokenizer.encode(character)[0] for character in _CLOSING)]
@@ -29,7 +30,7 @@ def completed(compiler: GrammarCompiler, grammar: Grammar, tokens: Sequence[int]
     for _ in range(_ENOUGH):
         if constraint.ended:
             return tokenizer.decode([token for token in written if token not in tokenizer.eos])
-        token = constraint.forced
+        token = constraint.jump_forward
         if token is None:
             token = _shortest(constraint, closing, sure, chooser, tokenizer.lookup.vocab_size)
         constraint.advance(token, room=0)

@@ -44,7 +44,7 @@ def check_regex(engine: Engine, pattern: str, seed: int) -> bool:
     (output,) = driver.run(driver.sequence(PROMPT, Grammar(GrammarType.REGEX, pattern), NEW, seed=seed))
     assert output.error is None
     text = driver.text(output)
-    if output.reason is FinishReason.EOS_TOKEN:
+    if output.finish_reason is FinishReason.EOS_TOKEN:
         assert re.fullmatch(pattern, text), (pattern, text)
         return True
     whole = text.rstrip("\ufffd")  # a character may have been cut
@@ -62,10 +62,10 @@ def check_schema(engine: Engine, schema: Any, seed: int) -> bool | None:
         return None
     assert output.error is None
     text = driver.text(output)
-    ended = output.reason is FinishReason.EOS_TOKEN
+    ended = output.finish_reason is FinishReason.EOS_TOKEN
     if not ended:
         assert engine.grammars is not None
-        whole = completed(engine.grammars, grammar, output.visible)
+        whole = completed(engine.grammars, grammar, driver.visible(output))
         assert whole.startswith(text.rstrip("\ufffd")), (text, whole)
         text = whole
     jsonschema.validate(json.loads(text), schema, format_checker=FORMATS)

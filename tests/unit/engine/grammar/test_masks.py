@@ -29,6 +29,7 @@ def test_each_mask_allows_what_may_follow_in_its_own_text(builder) -> None:
     constraints = []
     for pattern, begun, ignore_eos in wishes:
         tokens = compiler.tokenizer.encode(begun)
+        compiler.check(Grammar(GrammarType.REGEX, pattern))
         constraint = compiler.constraint(Grammar(GrammarType.REGEX, pattern), tokens, 50, ignore_eos=ignore_eos)
         constraints.append(constraint)
     mask = builder.start(constraints, [3, 0, 1, 2], size).wait()

@@ -31,11 +31,11 @@ def test_structured_generation(architecture: str, tmp_path: Path) -> None:
     sequences = [driver.sequence(PROMPT, grammar if seed % 2 else None, 90, seed=seed) for seed in range(6)]
     for output in driver.run(*sequences)[1::2]:
         assert output.error is None
-        assert output.reason is FinishReason.EOS_TOKEN or len(output.tokens) == 90
-        assert output.visible
-        if output.reason is FinishReason.EOS_TOKEN:
+        assert output.finish_reason is FinishReason.EOS_TOKEN or len(output.tokens) == 90
+        assert driver.visible(output)
+        if output.finish_reason is FinishReason.EOS_TOKEN:
             assert json.loads(driver.text(output))["name"] in SCHEMA["properties"]["name"]["enum"]
-    assert any(driver.outputs[i].reason is FinishReason.EOS_TOKEN for i in (1, 3, 5))
+    assert any(driver.outputs[i].finish_reason is FinishReason.EOS_TOKEN for i in (1, 3, 5))
 
 
 def test_greedy_tokens_are_the_same_whether_all_logits_are_computed_or_only_the_likeliest_found(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from tgi_server.engine.attention.base import ForwardMetadata, GreedyOnly
 from tgi_server.engine.grammar.masks import PendingMask
 from tgi_server.engine.kernels import load_kernels
 from tgi_server.engine.layers.head import ScreenedHead
-from tgi_server.engine.sampling.token_mask import TokenMask
+from tgi_server.engine.sampling.processors import TokenMask
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

@@ -88,8 +88,8 @@ class Group:
         self.rank = rank
         self._first = first
 
-    def ask(self, answer: str) -> list[str]:
-        return [answer, ""] if self.rank == 0 else [self._first, answer]
+    def exchange(self, message: str) -> list[str]:
+        return [message, ""] if self.rank == 0 else [self._first, message]
 
 
 def test_all_shards_take_what_the_first_has_measured(cache) -> None:

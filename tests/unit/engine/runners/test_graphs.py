@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.tiny_models import make
-from tests.unit.engine.runners.driver import load_engine, prompts
+from tests.unit.engine.requests import load_engine, prompts
 from tests.unit.engine.runners.test_parity import check, overlap
 from tgi_server.contract import StoppingParameters
 from tgi_server.engine import Engine, RunningSequence
@@ -40,8 +40,8 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
 @pytest.mark.parametrize("architecture", ["bloom_6_heads", "gemma2", "llama", "opt", "starcoder"])
 @pytest.mark.parametrize("custom_kernels", [True, False])
 def test_padded_steps_give_the_tokens_of_transformers(architecture, custom_kernels, recorder, tmp_path: Path) -> None:
-    driver, expected = overlap(make(architecture, tmp_path), custom_kernels=custom_kernels, cuda_graphs=(4, 12, 999))
-    check(driver, expected)
+    requests, expected = overlap(make(architecture, tmp_path), custom_kernels=custom_kernels, cuda_graphs=(4, 12, 999))
+    check(requests, expected)
     assert {4, 12} <= set(recorder.replayed), "both were used"
     assert max(recorder.replayed) == 12, "no larger one than there are rows"
 
@@ -71,7 +71,7 @@ def _run(engine: Engine, prompt_of_block: dict[int, list[int]]) -> list[int]:
         step = engine.step(1)
 
 
-def test_the_ladder() -> None:
+def test_graph_batch_sizes_go_up_to_the_number_of_rows() -> None:
     assert graph_batch_sizes(None, 1) == [1]
     assert graph_batch_sizes(None, 40) == [1, 2, 4, 8, 16, 32, 40]
     assert graph_batch_sizes(None, 1000)[-2:] == [224, 256]
@@ -90,9 +90,9 @@ def test_what_cannot_be_recorded_runs_without(caplog: pytest.LogCaptureFixture) 
         raise RuntimeError("called a synchronizing CUDA operation\nat length")
 
     assert record_decoding([2], step, Recorder()) is None
-    assert caplog.messages == ["decoding goes without CUDA graphs: called a synchronizing CUDA operation"]
+    assert caplog.messages == ["decoding runs without CUDA graphs: called a synchronizing CUDA operation"]
 
 
 def test_a_cpu_that_is_told_to_record_says_so(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     load_engine(make("llama", tmp_path), cuda_graphs=(4,))
-    assert "--cuda-graphs changes nothing: decoding on a CPU goes without them" in caplog.messages
+    assert "--cuda-graphs changes nothing: decoding on a CPU runs without CUDA graphs" in caplog.messages

@@ -9,11 +9,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from tests.tiny_models import ARCHITECTURES, make
-from tests.unit.engine.runners.driver import LENGTHS, NEW, Driver, expected_tokens, load_engine, prompts
+from tests.unit.engine.requests import LENGTHS, NEW, Requests, expected_tokens, load_engine, prompts
 
 PADDED = {"bart", "deepseek_v3", "flan_t5", "gpt_neo", "gpt_oss", "llama4_text", "mamba", "qwen3_next", "t5"}
+# The answers of the first two depend on the limits: see test_rope.py. The third is refused: see padded/test_probe.py.
 ELSEWHERE = {"llama_dynamic", "phi3_longrope", "rwkv"}
-"""What the first two answer depends on the limits: see test_rope.py. The third is refused: see test_padded.py."""
 VARIANTS = {
     *("bloom_6_heads", "code_llama", "cohere_qk_norm", "falcon_11b", "gpt_bigcode_multi_head", "gpt_neox_serial"),
     *("llama_head_dim_24", "llama_linear", "llama_yarn", "mpt_6_heads", "qwen2_windows", "santacoder"),
@@ -25,44 +25,44 @@ def with_slow_variants(names: Iterable[str]) -> list[object]:
     return [pytest.param(name, marks=pytest.mark.slow if name in VARIANTS else ()) for name in names]
 
 
-def overlap(folder: Path, **settings) -> tuple[Driver, list[list[int]]]:
+def overlap(folder: Path, **settings) -> tuple[Requests, list[list[int]]]:
     """Requests join two at a time, prompts in chunks; two leave for good, one leaves and comes back."""
     texts = prompts()
-    driver = Driver(load_engine(folder, **settings), texts)
+    requests = Requests(load_engine(folder, **settings), texts)
     for step in range(len(LENGTHS) // 2):
-        driver.join(2 * step)
-        driver.join(2 * step + 1)
-        driver.step(decode=step != 3)
+        requests.join(2 * step)
+        requests.join(2 * step + 1)
+        requests.step(decode=step != 3)
         if step == 5:
-            driver.leave(4, 5)
+            requests.leave(4, 5)
         if step == 6:
-            driver.leave(1)
-    driver.step()
-    driver.join(1)
-    driver.finish()
-    return driver, expected_tokens(folder, texts)
+            requests.leave(1)
+    requests.step()
+    requests.join(1)
+    requests.finish()
+    return requests, expected_tokens(folder, texts)
 
 
-def check(driver: Driver, expected: list[list[int]]) -> None:
+def check(requests: Requests, expected: list[list[int]]) -> None:
     assert len({token for tokens in expected for token in tokens}) > 10, "a model that says nothing proves nothing"
     for index, tokens in enumerate(expected):
         if index in (4, 5):
-            assert 0 < len(driver.outputs[index]) < NEW
-            tokens = tokens[: len(driver.outputs[index])]
-        assert driver.outputs[index] == tokens, f"request {index}, of {LENGTHS[index]} tokens"
+            assert 0 < len(requests.outputs[index]) < NEW
+            tokens = tokens[: len(requests.outputs[index])]
+        assert requests.outputs[index] == tokens, f"request {index}, of {LENGTHS[index]} tokens"
 
 
 @pytest.mark.parametrize("architecture", with_slow_variants(sorted(ARCHITECTURES.keys() - ELSEWHERE)))
 def test_overlapping_requests_get_the_tokens_of_transformers(architecture, tmp_path) -> None:
-    driver, expected = overlap(make(architecture, tmp_path))
-    assert driver.engine.info.paged is (architecture not in PADDED)
-    check(driver, expected)
+    requests, expected = overlap(make(architecture, tmp_path))
+    assert requests.engine.info.paged is (architecture not in PADDED)
+    check(requests, expected)
 
 
 @pytest.mark.parametrize(
     "architecture", with_slow_variants(["bloom_6_heads", "falcon_rw", "flan_t5", "gemma2", "mistral", "starcoder"])
 )
-def test_so_they_do_without_kernels_of_the_engines_own(architecture, tmp_path) -> None:
+def test_overlapping_requests_get_the_tokens_of_transformers_without_custom_kernels(architecture, tmp_path) -> None:
     check(*overlap(make(architecture, tmp_path), custom_kernels=False))
 
 
@@ -72,15 +72,15 @@ def test_in_16_bits_each_token_is_as_likely_as_the_likeliest_or_nearly_so(
     architecture, dtype, quantize, tmp_path
 ) -> None:
     folder = make(architecture, tmp_path)
-    driver, _ = overlap(folder, dtype=getattr(torch, dtype), quantize=quantize)
+    requests, _ = overlap(folder, dtype=getattr(torch, dtype), quantize=quantize)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).float()
-    behind = torch.cat([lost(model, text, output) for text, output in zip(prompts(), driver.outputs, strict=True)])
+    behind = torch.cat([lost(model, text, output) for text, output in zip(prompts(), requests.outputs, strict=True)])
     assert len(behind) > len(LENGTHS) * NEW / 2
     assert behind.max() < (0.06 if quantize is None else 0.4)
 
 
 def lost(model: torch.nn.Module, prompt: list[int], output: list[int]) -> Tensor:
-    """How far the logit of each token of the output is below the largest, in standard deviations: [tokens]."""
+    """Returns how far each output token's logit is below the largest, in standard deviations: [tokens]."""
     logits = model(torch.tensor([prompt + output])).logits[0, len(prompt) - 1 : -1]
     chosen = logits.gather(1, torch.tensor(output).unsqueeze(1)).squeeze(1)
     return (logits.max(1).values - chosen) / logits.std(1)

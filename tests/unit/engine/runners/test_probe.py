@@ -19,7 +19,7 @@ from transformers import (
 from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotary_pos_emb, repeat_kv
 
 from tests.tiny_models import build, make
-from tests.unit.engine.runners.driver import expected_tokens, generate_together, load_engine, prompts
+from tests.unit.engine.requests import expected_tokens, generate_together, load_engine, prompts
 from tgi_server.engine import Engine, EngineConfig
 from tgi_server.engine.runners.probe import logits_error, probe_kv_shape
 

@@ -5,8 +5,8 @@ import torch
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RotaryEmbedding
 
 from tests.tiny_models import build, make
-from tests.unit.engine.runners.driver import (
-    Driver,
+from tests.unit.engine.requests import (
+    Requests,
     expected_tokens,
     generate_alone,
     generate_together,
@@ -47,15 +47,15 @@ def test_prompts_beyond_the_original_length_get_the_long_factors_as_in_transform
 def test_a_resumed_request_goes_on_as_if_it_had_never_left(tmp_path) -> None:
     engine = load_engine(make("llama_dynamic", tmp_path))
     texts = prompts((30, 25))
-    driver = Driver(engine, texts)
-    driver.join(0)
-    driver.join(1)
+    requests = Requests(engine, texts)
+    requests.join(0)
+    requests.join(1)
     for _ in range(5):
-        driver.step()
-    driver.leave(0)
-    driver.step()
-    driver.join(0)
-    assert driver.finish() == generate_alone(engine, texts)
+        requests.step()
+    requests.leave(0)
+    requests.step()
+    requests.join(0)
+    assert requests.finish() == generate_alone(engine, texts)
 
 
 def test_frequencies_follow_the_last_length_they_were_fixed_for() -> None:

@@ -1,4 +1,4 @@
-"""What transformers makes of one row's logits, rule by rule."""
+"""The processors and warpers of transformers, applied to one row's logits."""
 
 from collections.abc import Sequence
 

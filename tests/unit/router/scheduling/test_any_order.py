@@ -14,7 +14,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from tests.unit.router.scheduling.simulation import Fault, Simulation
+from tests.fakes.simulation import BREAKABLE, Fault, Simulation
 from tgi_server.contract import Grammar, GrammarType, SamplingParameters
 
 # Few different tokens and prompts that continue each other: prefixes are shared, part inside blocks, and part again.
@@ -24,7 +24,7 @@ PROMPTS = st.lists(TOKENS, min_size=1, max_size=30)
 
 SINK_METHODS = ("started", "push", "finished", "failed")
 PLACES = (
-    *("admit", "grow", "computed", "release", "join", "compute", "grown", "take", "put_back"),
+    *BREAKABLE,
     *SINK_METHODS,
     "shard",
 )
@@ -42,23 +42,19 @@ class AnyOrder(RuleBasedStateMachine):
     @initialize(
         num_blocks=st.integers(3, 20),
         block_size=st.integers(1, 5),
-        depth=st.integers(1, 3),
         max_batch_size=st.integers(1, 6),
         chunk=st.integers(1, 12),
         prefill=st.integers(1, 30),
         late_end=st.booleans(),
-        prefix_cache=st.sampled_from((True, True, True, False)),
     )
     def start(
         self,
         num_blocks: int,
         block_size: int,
-        depth: int,
         max_batch_size: int,
         chunk: int,
         prefill: int,
         late_end: bool,
-        prefix_cache: bool,
     ) -> None:
         self.harmed: set[int] = set()  # requests that need not end as they should
         self.largest = num_blocks * block_size
@@ -66,8 +62,6 @@ class AnyOrder(RuleBasedStateMachine):
             num_blocks,
             block_size,
             late_end=late_end,
-            prefix_cache=prefix_cache,
-            pipeline_depth=depth,
             max_batch_size=max_batch_size,
             max_batch_prefill_tokens=prefill,
             prefill_chunk_tokens=chunk,
@@ -160,15 +154,15 @@ class AnyOrder(RuleBasedStateMachine):
         if not hasattr(self, "simulation"):
             return
         simulation = self.simulation
-        simulation.memory.check(simulation.batch)
-        waiting = [request_id for request_id in simulation.requests if request_id in simulation.queue]
+        simulation.batch.check()
+        waiting = [sequence.id for sequence in simulation.waiting]
         if waiting:
-            first = simulation.queue.first()
+            first = simulation.waiting.first()
             assert first is not None
             assert first.id == min(waiting), "the queue is out of order"
             assert max(simulation.batch.ids(), default=0) < first.id, "somebody was overtaken"
         for sequence in simulation.batch:
-            if sequence.first_step is not None and not sequence.leaps:
+            if sequence.first_step is not None and not sequence.jumps:
                 longest = min(sequence.known + simulation.batch.step - sequence.first_step, sequence.max_total_tokens)
                 blocks = -(-longest // simulation.memory.block_size)
                 assert len(sequence.blocks) <= blocks, f"request {sequence.id} has more blocks than it needs"
@@ -183,8 +177,8 @@ class AnyOrder(RuleBasedStateMachine):
             assert sink.reason is not None or request_id in self.harmed, f"request {request_id} was harmed by another"
         assert not simulation.shard.rows
         assert simulation.memory.held_tokens == 0
-        assert len(simulation.batch) == len(simulation.queue) == 0
-        simulation.memory.check(())
+        assert len(simulation.batch) == len(simulation.waiting) == 0
+        simulation.batch.check()
 
 
 def _run(examples: int, steps: int) -> None:
@@ -199,11 +193,13 @@ def _run(examples: int, steps: int) -> None:
     )
 
 
+@pytest.mark.logs_tracebacks
 def test_any_order() -> None:
     _run(examples=100, steps=40)
 
 
 @pytest.mark.slow
+@pytest.mark.logs_tracebacks
 @pytest.mark.timeout(1200)
 def test_any_order_at_length() -> None:
     _run(examples=800, steps=80)

@@ -1,11 +1,117 @@
 import sys
+from collections.abc import Iterable
 from types import FrameType
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from shared.stubs import generate_pb2 as pb
-from tests.unit.router.scheduling.simulation import Simulation
+from tests.fakes.simulation import Simulation, batch_limits
 from tgi_server.contract import FinishReason, SamplingParameters
+from tgi_server.router.scheduling.planner import STEPS_IN_FLIGHT, AdmissionPolicy, FilterPlan, Reason
+
+POLICY = AdmissionPolicy(
+    batch_limits(
+        max_batch_size=10,
+        max_batch_prefill_tokens=4096,
+        max_batch_total_tokens=1000,
+        max_waiting_tokens=20,
+        waiting_served_ratio=0.5,
+    ),
+    prefill_chunk_tokens=512,
+)
+
+
+@pytest.mark.parametrize(
+    ("running", "waiting", "steps", "reason"),
+    [
+        (0, 0, 100, None),
+        (0, 1, 0, Reason.ROOM),
+        (5, 1, 0, Reason.ROOM),
+        (6, 1, 0, None),
+        (6, 3, 0, None),
+        (6, 4, 0, Reason.BACKPRESSURE),
+        (6, 1, 19, None),
+        (6, 1, 20, Reason.WAIT_EXCEEDED),
+        (9, 1, 20, Reason.WAIT_EXCEEDED),
+        (10, 100, 1000, None),
+    ],
+)
+def test_when_waiting_requests_are_taken_in(running: int, waiting: int, steps: int, reason: Reason | None) -> None:
+    assert POLICY.reason_to_admit(running, waiting, steps) is reason
+
+
+def test_streams_bound_what_a_step_computes_of_prompts() -> None:
+    assert POLICY.prefill_budget(decoding=False) == 4096
+    assert POLICY.prefill_budget(decoding=True) == 512
+
+
+def test_a_newcomer_leaves_the_others_room_to_grow() -> None:
+    assert POLICY.total_budget(held_tokens=700, growth_tokens=100) == 200
+
+
+class Clock:
+    """Steps of a batch whose requests all take `length` steps. One request comes at each of the steps in `arrivals`."""
+
+    def __init__(self, policy: AdmissionPolicy, arrivals: Iterable[int], length: int) -> None:
+        self.policy = policy
+        self.arrivals = sorted(arrivals)
+        self.length = length
+        self.waits: list[int] = []
+        self.sizes: list[int] = []
+
+    def run(self) -> None:
+        waiting: list[int] = []
+        running: list[int] = []
+        step = since_prefill = 0
+        arrivals = list(self.arrivals)
+        while arrivals or waiting or running:
+            while arrivals and arrivals[0] <= step:
+                waiting.append(arrivals.pop(0))
+            reason = self.policy.reason_to_admit(len(running), len(waiting), since_prefill)
+            joining = waiting[: self.policy.limits.max_batch_size - len(running)] if reason else []
+            del waiting[: len(joining)]
+            self.waits += [step - arrival for arrival in joining]
+            running = [left - 1 for left in running if left > 1] + [self.length] * len(joining)
+            self.sizes.append(len(running))
+            since_prefill = 0 if joining else since_prefill + 1
+            step += 1
+
+
+def test_a_lone_request_waits_no_longer_than_max_waiting_tokens() -> None:
+    clock = Clock(POLICY, [0] * 6 + [1], length=1000)
+    clock.run()
+    assert clock.waits[:6] == [0] * 6
+    assert clock.waits[6] == POLICY.limits.max_waiting_tokens
+
+
+def test_a_crowd_is_taken_in_at_once() -> None:
+    clock = Clock(POLICY, [0] * 6 + [1] * 4, length=1000)
+    clock.run()
+    assert clock.waits == [0] * 10
+
+
+@given(
+    arrivals=st.lists(st.integers(0, 60), max_size=40),
+    length=st.integers(1, 30),
+    max_batch_size=st.integers(1, 12),
+    max_waiting_tokens=st.integers(0, 10),
+    ratio=st.floats(0, 3),
+)
+def test_nobody_starves_and_no_batch_is_too_large(
+    arrivals: list[int], length: int, max_batch_size: int, max_waiting_tokens: int, ratio: float
+) -> None:
+    limits = batch_limits(
+        max_batch_size=max_batch_size, max_waiting_tokens=max_waiting_tokens, waiting_served_ratio=ratio
+    )
+    clock = Clock(AdmissionPolicy(limits, prefill_chunk_tokens=1), arrivals, length)
+    clock.run()
+    assert len(clock.waits) == len(arrivals)
+    assert max(clock.sizes, default=0) <= max_batch_size
+    # Each wave of at most `max_batch_size` requests before it costs a wait and a generation.
+    waves = len(arrivals) // max_batch_size + 1
+    assert max(clock.waits, default=0) <= waves * (max_waiting_tokens + length + 1)
 
 
 def chunks(message: pb.PrefillRequest) -> dict[int, int]:
@@ -38,21 +144,20 @@ def test_requests_join_and_leave_the_running_batch_at_every_step() -> None:
 
 
 def test_no_more_steps_are_on_their_way_than_the_pipeline_holds() -> None:
-    for depth in (1, 2, 3):
-        simulation = Simulation(pipeline_depth=depth)
-        simulation.submit([1, 2, 3], max_new_tokens=20)
-        sent = 0
-        while simulation.send():
-            sent += 1
-        assert sent == depth
+    simulation = Simulation()
+    simulation.submit([1, 2, 3], max_new_tokens=20)
+    sent = 0
+    while simulation.send():
+        sent += 1
+    assert sent == STEPS_IN_FLIGHT
 
 
 def test_no_step_is_sent_for_tokens_that_are_not_due() -> None:
-    simulation = Simulation(pipeline_depth=3)
-    simulation.submit([1, 2, 3], max_new_tokens=2)
+    simulation = Simulation()
+    simulation.submit([1, 2, 3], max_new_tokens=1)
     while simulation.send():
         pass
-    assert len(simulation.sent) == 2
+    assert len(simulation.sent) == 1
 
 
 def test_a_long_prompt_rides_along_in_chunks_and_no_stream_misses_a_step() -> None:
@@ -99,10 +204,9 @@ def test_a_client_that_goes_away_frees_its_slot_at_once() -> None:
     tokens = len(gone.tokens)
     simulation.cancel(1)
     assert len(simulation.batch) == 1
-    call = simulation.send()
-    assert call is not None
-    assert isinstance(call.message, pb.FilterBatchRequest)
-    assert list(call.message.keep_request_ids) == [2]
+    (plan,) = simulation.send()
+    assert isinstance(plan, FilterPlan)
+    assert plan.keep == [2]
     assert list(simulation.shard.rows) == [2]
     simulation.run()
     assert (len(gone.tokens), gone.ended) == (tokens, False)
@@ -116,7 +220,7 @@ def test_after_a_stop_sequence_nothing_more_is_delivered() -> None:
     sink = simulation.submit([1, 2, 3], max_new_tokens=50, stop_after=3)
     simulation.run()
     assert (len(sink.tokens), sink.reason) == (3, FinishReason.STOP_SEQUENCE)
-    assert isinstance(simulation.sent[-1].message, pb.FilterBatchRequest)
+    assert isinstance(simulation.sent[-1], FilterPlan)
     assert not simulation.shard.rows
 
 
@@ -126,7 +230,7 @@ def test_the_youngest_gives_way_and_resumes_unnoticed() -> None:
     oldest = simulation.submit([1, 2, 3, 4], max_new_tokens=24, sampling=sampling)
     youngest = simulation.submit([5, 6, 7, 8], max_new_tokens=24, sampling=sampling)
     simulation.run()
-    assert sum(call.preempted for call in simulation.sent) >= 1
+    assert sum(plan.preempted for plan in simulation.sent if isinstance(plan, FilterPlan)) >= 1
     resumed = [
         request for message in simulation.prefills() for request in message.requests if len(request.generated_ids)
     ]
@@ -218,15 +322,6 @@ def test_whoever_wants_the_prompts_logprobs_has_it_computed() -> None:
     assert [message.requests[0].cached_tokens for message in simulation.prefills()] == [0, 0]
 
 
-def test_without_the_prefix_cache_nothing_is_kept() -> None:
-    simulation = Simulation(prefix_cache=False)
-    for _ in range(2):
-        simulation.submit([1, 2, 3, 4, 5], max_new_tokens=2)
-        simulation.run()
-        assert simulation.memory.cached_tokens == 0
-    assert [message.requests[0].cached_tokens for message in simulation.prefills()] == [0, 0]
-
-
 def test_a_failed_batch_fails_all_its_requests_and_no_other() -> None:
     simulation = Simulation(max_batch_size=2)
     sinks = [simulation.submit([1, 2, 3, token], max_new_tokens=9) for token in range(3)]
@@ -240,6 +335,7 @@ def test_a_failed_batch_fails_all_its_requests_and_no_other() -> None:
     simulation.check_tokens()
 
 
+@pytest.mark.logs_tracebacks
 def test_a_sink_that_breaks_harms_nobody_else() -> None:
     simulation = Simulation()
     broken = simulation.submit([1, 2, 3], max_new_tokens=9)
@@ -251,9 +347,8 @@ def test_a_sink_that_breaks_harms_nobody_else() -> None:
     assert simulation.memory.held_tokens == 0
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-def test_padded_models_get_whole_prompts_and_no_blocks(depth: int) -> None:
-    simulation = Simulation(num_blocks=50, paged=False, pipeline_depth=depth, prefill_chunk_tokens=8)
+def test_padded_models_get_whole_prompts_and_no_blocks() -> None:
+    simulation = Simulation(num_blocks=50, paged=False, prefill_chunk_tokens=8)
     for length in (5, 30, 12):
         simulation.submit([1 + position % 5 for position in range(length)], max_new_tokens=6)
         simulation.turn()
@@ -294,7 +389,7 @@ def test_a_step_costs_as_much_with_a_long_context_as_with_a_short_one() -> None:
         simulation = Simulation(num_blocks=1000, block_size=16, max_batch_prefill_tokens=9000)
         for first in range(1, 5):
             simulation.submit([first] * length, max_new_tokens=40)
-        while simulation.queue.first() or simulation.batch.prefilling():
+        while simulation.waiting.first() or simulation.batch.prefilling():
             simulation.turn()
         costs.append(sum(_calls_of_a_turn(simulation) for _ in range(16)))  # each fills a block once
     assert costs[0] == costs[1]

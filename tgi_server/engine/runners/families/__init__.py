@@ -12,14 +12,14 @@ from transformers import PreTrainedModel
 
 from tgi_server.engine.attention.paged_cache import IMPLEMENTATION
 
+# Modules of this package, named as in config.json. SUBSTITUTES of each: the class that takes the place of each class.
 _FAMILIES = ("bloom", "falcon", "gptj", "mpt")
-"""Each is a module here, named as in config.json, with SUBSTITUTES: the class that takes the place of each class."""
 
 
 def install_paged_attention(model: PreTrainedModel) -> Callable[[], None]:
-    """Makes the model attend through its modules' `paged_cache`. Returns what takes that back.
+    """Makes the model attend through its modules' `paged_cache`. Returns a function that takes that back.
 
-    Whether the model then does it, and rightly, is for the caller to find out: it may ignore what is set here.
+    A model may ignore what is set here: the caller has to find out if it attends in this way, and rightly.
     """
     own = model.config._attn_implementation
     if model.config.model_type not in _FAMILIES:

@@ -10,7 +10,7 @@ from tgi_server.engine.sharding.shares import Share
 
 
 def slopes_of(attention: nn.Module, heads: int, slopes: Callable[[int], Tensor]) -> Tensor:
-    """[heads] float32: the slopes of the heads that an attention module computes, which may be a shard's."""
+    """Returns the slopes of the heads that an attention module computes, which may be a shard's: [heads] float32."""
     share = getattr(attention, "share", None)
     if not isinstance(share, Share):
         return slopes(heads)
@@ -18,7 +18,7 @@ def slopes_of(attention: nn.Module, heads: int, slopes: Callable[[int], Tensor])
 
 
 def geometric_slopes(heads: int) -> Tensor:
-    """[heads] float32: 2^(-8/n), 2^(-16/n), ... for n heads.
+    """Returns 2^(-8/n), 2^(-16/n), ... for n heads: [heads] float32.
 
     When n is no power of two: those of the largest power of two below it, then every other one of twice as many.
     """
@@ -30,7 +30,7 @@ def geometric_slopes(heads: int) -> Tensor:
 
 
 def interleaved_slopes(heads: int, bias_max: float) -> Tensor:
-    """[heads] float32: 2^(-bias_max/n), 2^(-2*bias_max/n), ... for n heads.
+    """Returns 2^(-bias_max/n), 2^(-2*bias_max/n), ... for n heads: [heads] float32.
 
     When n is no power of two: of the next power of two's slopes, first every second one, then the ones between.
     """

@@ -16,7 +16,7 @@ IMPLEMENTATION = "oatmill_paged_mpt"
 
 
 def _placeholder_mask(device: torch.device, **_: Any) -> Tensor:
-    """MPT converts its mask to bool without asking whether there is one."""
+    """Returns a mask that nothing reads: MPT converts its mask to bool even when there is none."""
     return torch.zeros(1, dtype=torch.bool, device=device)
 
 

@@ -15,10 +15,10 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from tgi_server.engine.errors import UnsupportedModel
 
+# The axis of keys and values, [rows, heads, tokens, head_dim], along which sequences differ.
 LENGTH_OF_KEYS = 2
-"""The axis of keys and values, [rows, heads, tokens, head_dim], along which sequences differ."""
+# Layers of a cache that remember nothing but keys and values, states of fixed size, or both.
 _JOINABLE = ("DynamicLayer", "LinearAttentionLayer", "LinearAttentionAndFullAttentionLayer", "DummyLayer")
-"""Layers of a cache that remember nothing but keys and values, states of fixed size, or both."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class _Place:
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """What an encoder made of some prompts. states: [rows, longest, hidden_size]; mask: [rows, longest] int64."""
+    """An encoder's states of some prompts, [rows, longest, hidden_size], and their mask, [rows, longest] int64."""
 
     states: Tensor
     mask: Tensor
@@ -41,11 +41,11 @@ class Encoded:
 
 
 class PaddedBatch:
-    """What a model remembers of each sequence, and how long each is.
+    """The memory that a model has of each sequence, and the length of each.
 
-    cache: what the model's own code reads and extends. lengths: tokens of each row in it.
+    cache: read and extended by the model's own code. lengths: tokens of each row in it.
     mask: [rows, longest] int64; 0 where a row is padded.
-    encoder_lengths, encoder_mask, encoder_states: of what an encoder read; empty without an encoder.
+    encoder_lengths, encoder_mask, encoder_states: of the prompts that an encoder read; empty without an encoder.
     """
 
     def __init__(self, cache: Cache, lengths: list[int], mask: Tensor, encoded: Encoded | None = None) -> None:
@@ -77,14 +77,14 @@ class PaddedBatch:
         return self._encoder_tensors["states"]
 
     def grow(self) -> None:
-        """Every row gets one more token: call it when the model is about to compute that."""
+        """Adds one token to every row. Call it when the model is about to compute that token."""
         ones = self.mask.new_ones(len(self), 1)
         self._tensors["mask"] = torch.cat([self.mask, ones], dim=1)
         self._tensors["positions"] = self.positions + 1
         self.lengths = [length + 1 for length in self.lengths]
 
     def append(self, other: "PaddedBatch") -> None:
-        """The other batch's rows come after this one's."""
+        """Adds the other batch's rows behind this one's."""
         for mine, theirs in zip(self._places(), other._places(), strict=True):
             own, new = mine.owner[mine.key], theirs.owner[theirs.key]
             if mine.axis is not None:
@@ -95,7 +95,7 @@ class PaddedBatch:
         self.encoder_lengths = self.encoder_lengths + other.encoder_lengths
 
     def select(self, rows: list[int]) -> None:
-        """Row i is what was row rows[i]; padding that no row needs any more goes."""
+        """Makes row i of what was row rows[i], and removes padding that no row needs any more."""
         index = torch.tensor(rows, device=self.mask.device)
         self.lengths = [self.lengths[row] for row in rows]
         self.encoder_lengths = [self.encoder_lengths[row] for row in rows] if self.encoder_lengths else []
@@ -109,11 +109,11 @@ class PaddedBatch:
 
     @property
     def has_keys(self) -> bool:
-        """Whether anything is remembered of each token; some models only have a state of fixed size."""
+        """Returns True if the model has keys of each token; some models only have a state of fixed size."""
         return any(getattr(layer, "keys", None) is not None for layer in self.cache.layers)
 
     def row_bytes(self) -> tuple[int, int]:
-        """What a row takes up: bytes for each token, and bytes whatever its length.
+        """Returns the bytes that a row takes for each token, and those that it takes whatever its length.
 
         Where an encoder reads the prompt, a token is one of the prompt or a generated one, whichever takes more.
         """
@@ -141,7 +141,7 @@ class PaddedBatch:
 
 
 def joinable_cache(config: PretrainedConfig) -> DynamicCache:
-    """A cache whose rows can be padded, joined and taken out.
+    """Returns a cache whose rows can be padded, joined and taken out.
 
     Layers that only see a window keep everything: rows of different lengths have their windows at different places.
     Raises UnsupportedModel for a model with another kind of memory.

@@ -28,24 +28,24 @@ class Passes(ABC):
     ) -> tuple[PaddedBatch, Tensor]:
         """Computes all known tokens of some sequences, which become the rows of a batch.
 
-        joinable: whether that batch will be joined with others, and rows be taken out of it.
+        joinable: that batch will be joined with others, and rows be taken out of it.
         Returns it with logits, [rows, tokens, vocab_size]: of every token when `all_logits`, else at least of each
         row's last one; the last token of every row is the last there.
         """
 
     @abstractmethod
     def decode(self, batch: PaddedBatch, tokens: Tensor) -> Tensor:
-        """Every row advances by its token. tokens: [rows] int64. Returns logits, [rows, vocab_size]."""
+        """Advances every row by its token. tokens: [rows] int64. Returns logits, [rows, vocab_size]."""
 
     @abstractmethod
     def alone(self, sequence: RunningSequence) -> Tensor:
-        """Computes a text at once, without a cache.
+        """Computes a whole text in one pass, without a cache.
 
         Returns logits, [1 + generated, vocab_size]: after its prompt, and after each token generated so far.
         """
 
     def _padded(self, texts: list[list[int]], left: bool) -> tuple[Tensor, Tensor]:
-        """Token ids, the padding being 0, and their mask: [rows, longest] int64 each."""
+        """Returns token ids, the padding being 0, and their mask: [rows, longest] int64 each."""
         longest = max(map(len, texts))
         tokens = torch.zeros(len(texts), longest, dtype=torch.int64)
         mask = torch.zeros_like(tokens)
@@ -60,7 +60,7 @@ class Passes(ABC):
 
 
 class CausalPasses(Passes):
-    """Of a decoder: the prompt and what is generated are one text."""
+    """Passes of a decoder: the prompt and the generated tokens are one text."""
 
     def prefill(
         self, sequences: Sequence[RunningSequence], *, all_logits: bool, joinable: bool
@@ -98,7 +98,7 @@ class CausalPasses(Passes):
 
 
 class Seq2SeqPasses(Passes):
-    """Of an encoder that reads the prompt once, and a decoder whose text begins with a token of the model's own."""
+    """Passes of an encoder that reads the prompt once, and of a decoder whose text begins with a token of its own."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(model)

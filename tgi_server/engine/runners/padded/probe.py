@@ -21,14 +21,14 @@ from tgi_server.engine.sharding import ShardGroup
 
 logger = logging.getLogger(__name__)
 
+# Tokens of each text's prompt, and tokens generated before it joins.
 TEXTS = ((8, 0), (5, 2), (6, 1))
-"""Tokens of each text's prompt, and tokens generated before it joins."""
+# Tokens by which a text advances.
 STEPS = 2
-"""By how many tokens a text advances."""
 
 
 def choose_rows(model: PreTrainedModel, passes: Passes, group: ShardGroup | None = None) -> Rows:
-    """The fastest way to keep rows with which the model is right. Raises UnsupportedModel when there is none.
+    """Returns the fastest way to keep rows with which the model is right. Raises UnsupportedModel when there is none.
 
     group: the shards of the model, when this is one of them; all of them choose the same.
     """
@@ -43,9 +43,9 @@ def choose_rows(model: PreTrainedModel, passes: Passes, group: ShardGroup | None
 
 
 def _objection(model: PreTrainedModel, passes: Passes, rows: Rows, group: ShardGroup | None) -> str | None:
-    """Why this way of keeping rows would be wrong for the model, or any shard; None when nothing speaks against it."""
+    """Returns why this way of keeping rows is wrong for the model, or any shard of it; None when it is right."""
     own = _own_objection(model, passes, rows)
-    return own if group is None else next(filter(None, group.ask(own or "")), None)
+    return own if group is None else next(filter(None, group.exchange(own or "")), None)
 
 
 def _own_objection(model: PreTrainedModel, passes: Passes, rows: Rows) -> str | None:
@@ -61,7 +61,7 @@ def _own_objection(model: PreTrainedModel, passes: Passes, rows: Rows) -> str | 
 
 
 def _error(model: PreTrainedModel, passes: Passes, rows: Rows) -> float:
-    """The largest relative error of any row's logits."""
+    """Returns the largest relative error of any row's logits."""
     sequences = [_sequence(model, index, *text) for index, text in enumerate(TEXTS)]
     alone = [passes.alone(_sequence(model, 0, prompt, generated + STEPS)) for prompt, generated in TEXTS]
     expected: list[Tensor] = []

@@ -1,4 +1,4 @@
-"""How running sequences are kept when a model runs in the padded way: side by side, or each on its own."""
+"""The rows of the sequences that run in the padded way: side by side in one batch, or each on its own."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -10,8 +10,8 @@ from tgi_server.engine.runners.base import PromptChunk
 from tgi_server.engine.runners.padded.batch import PaddedBatch
 from tgi_server.engine.runners.padded.passes import Passes
 
+# Prompts are computed side by side as long as that makes at most this many times as many tokens as they have.
 PADDING_LIMIT = 2
-"""Prompts are computed side by side as long as that makes at most this many times as many tokens as they have."""
 
 
 class Rows(ABC):
@@ -22,11 +22,11 @@ class Rows(ABC):
 
     @abstractmethod
     def __len__(self) -> int:
-        """Rows, without the prompts that have not joined."""
+        """Returns the number of rows, without the prompts that have not joined."""
 
     @abstractmethod
     def decode(self, tokens: Tensor) -> Tensor:
-        """Every row advances by its token. tokens: [rows] int64. Returns logits, [rows, vocab_size]."""
+        """Advances every row by its token. tokens: [rows] int64. Returns logits, [rows, vocab_size]."""
 
     @abstractmethod
     def prefill(self, chunks: Sequence[PromptChunk]) -> list[Tensor]:
@@ -34,15 +34,15 @@ class Rows(ABC):
 
     @abstractmethod
     def commit(self) -> None:
-        """The prompts computed last become the last rows, in their order."""
+        """Makes the prompts computed last the last rows, in their order."""
 
     @abstractmethod
     def select(self, rows: list[int]) -> None:
-        """Row i is what was row rows[i]; the others are forgotten."""
+        """Makes row i of what was row rows[i], and forgets the others."""
 
     @abstractmethod
     def row_bytes(self) -> tuple[int, int]:
-        """What a row takes up: bytes for each token, and bytes whatever its length."""
+        """Returns the bytes that a row takes for each token, and those that it takes whatever its length."""
 
     def _compute(self, chunks: Sequence[PromptChunk], *, joinable: bool) -> tuple[PaddedBatch, list[Tensor]]:
         sequences = [chunk.sequence for chunk in chunks]
@@ -131,7 +131,7 @@ def _joined(batch: PaddedBatch | None, other: PaddedBatch) -> PaddedBatch:
 
 
 def _groups(lengths: list[int]) -> list[list[int]]:
-    """Indices of prompts that are computed side by side, so that long ones do not make short ones costly."""
+    """Groups prompts to compute side by side, so that long ones do not make short ones costly. Returns indices."""
     groups: list[list[int]] = []
     for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
         if groups:

@@ -72,7 +72,9 @@ class PaddedRunner(Runner):
             )
         total = min(limit, tokens)
         self._rope.fix(total)
-        return CacheCapacity(tokens, self.block_size, max_total_tokens=total, max_batch_total_tokens=tokens)
+        return CacheCapacity(
+            max_batch_size, tokens, self.block_size, max_total_tokens=total, max_batch_total_tokens=tokens
+        )
 
     def forward(self, decoding: int, chunks: list[PromptChunk], greedy: GreedyOnly | None = None) -> Tensor:
         self._rows.select(self._order)

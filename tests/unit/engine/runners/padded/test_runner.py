@@ -5,14 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import AutoModelForCausalLM
 
 from tests.tiny_models import make
-from tests.unit.engine.runners.driver import MAX_TOTAL_TOKENS, NEW, Driver, expected_tokens, load_engine, prompts
+from tests.unit.engine.requests import MAX_TOTAL_TOKENS, NEW, Requests, expected_tokens, load_engine, prompts
 from tgi_server.contract import ReportParameters, StoppingParameters
 from tgi_server.engine import Engine, RunningSequence
-from tgi_server.engine.errors import InvalidCall, NotEnoughMemory, UnsupportedModel
-from tgi_server.engine.runners.padded.batch import PaddedBatch
+from tgi_server.engine.errors import InvalidCall, NotEnoughMemory
 
 ALL_AT_ONCE = (3, 70, 1, 2, 5, 64, 4, 1, 30, 2, 6, 1, 3, 2, 40, 1)
 STOPPING = StoppingParameters(NEW, ignore_eos=True)
@@ -38,10 +37,10 @@ def warm(folder: Path, **settings) -> Engine:
 def test_long_and_short_prompts_computed_in_one_step_keep_their_order(family, request) -> None:
     folder = request.getfixturevalue(family)
     texts = prompts(ALL_AT_ONCE)
-    driver = Driver(load_engine(folder), texts)
+    requests = Requests(load_engine(folder), texts)
     for index in range(len(texts)):
-        driver.join(index)
-    assert driver.finish() == expected_tokens(folder, texts)
+        requests.join(index)
+    assert requests.finish() == expected_tokens(folder, texts)
 
 
 def test_a_prompt_is_computed_whole_or_not_at_all(gpt_neo) -> None:
@@ -53,14 +52,14 @@ def test_a_prompt_is_computed_whole_or_not_at_all(gpt_neo) -> None:
 
 def test_a_failed_step_leaves_nothing_behind(gpt_neo) -> None:
     texts = prompts((9, 30))
-    driver = Driver(load_engine(gpt_neo), texts)
+    requests = Requests(load_engine(gpt_neo), texts)
     with pytest.raises(InvalidCall):
-        driver.engine.step(
+        requests.engine.step(
             1, [RunningSequence(7, [5, 6], STOPPING), RunningSequence(8, [5, 6], STOPPING)], [(7, 2), (8, 1)]
         )
-    driver.join(0)
-    driver.join(1)
-    assert driver.finish() == expected_tokens(gpt_neo, texts)
+    requests.join(0)
+    requests.join(1)
+    assert requests.finish() == expected_tokens(gpt_neo, texts)
 
 
 def test_there_are_no_blocks_to_hand_out(gpt_neo) -> None:
@@ -107,43 +106,3 @@ def test_an_encoder_decoder_reports_what_its_decoder_starts_with(flan_t5) -> Non
     assert math.isnan(generation.prompt_tokens.logprobs[0])
     (generation,) = engine.step(1).collect().generations
     assert generation.prompt_tokens is None
-
-
-def test_a_model_that_cannot_go_on_from_what_it_computed_is_refused_by_name(tmp_path) -> None:
-    with pytest.raises(UnsupportedModel, match="rwkv models are not supported: "):
-        load_engine(make("rwkv", tmp_path))
-
-
-def batch(*lengths: int) -> PaddedBatch:
-    """Rows whose keys are their own length at the row's tokens, and 0 in the padding."""
-    longest = max(lengths)
-    mask = torch.tensor([[0] * (longest - length) + [1] * length for length in lengths])
-    keys = (mask * torch.tensor(lengths)[:, None])[:, None, :, None].float()
-    cache = DynamicCache()
-    cache.update(keys, keys, 0)
-    return PaddedBatch(cache, list(lengths), mask)
-
-
-def rows(padded: PaddedBatch) -> list[list[float]]:
-    keys = padded.cache.layers[0].keys
-    assert keys.shape[2] == padded.mask.shape[1] == max(padded.lengths)
-    assert torch.equal(keys[:, 0, :, 0] > 0, padded.mask == 1)
-    return keys[:, 0, :, 0].tolist()
-
-
-def test_batches_are_joined_at_the_length_of_the_longest_row() -> None:
-    padded = batch(2, 1)
-    padded.append(batch(3))
-    assert rows(padded) == [[0, 2, 2], [0, 0, 1], [3, 3, 3]]
-    padded.append(batch(1))
-    assert rows(padded) == [[0, 2, 2], [0, 0, 1], [3, 3, 3], [0, 0, 1]]
-    assert padded.positions.tolist() == [2, 1, 3, 1]
-
-
-def test_padding_goes_when_the_longest_row_does() -> None:
-    padded = batch(2, 4, 1)
-    padded.select([2, 0])
-    assert rows(padded) == [[0, 1], [2, 2]]
-    padded.grow()
-    assert padded.mask.tolist() == [[0, 1, 1], [1, 1, 1]]
-    assert padded.positions.tolist() == [2, 3]

@@ -1,0 +1,219 @@
+"""One text-generation server: requests to it, its health, and how many requests it works on."""
+
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import httpx2
+from huggingface_hub import InferenceClient
+from huggingface_hub.errors import (
+    GenerationError,
+    HfHubHTTPError,
+    IncompleteGenerationError,
+    OverloadedError,
+    TextGenerationError,
+    ValidationError,
+)
+
+from llm_functionalities.endpoint.address import Address
+from llm_functionalities.endpoint.breaker import CircuitBreaker
+from llm_functionalities.endpoint.call import Call, Deadline, working_on
+from llm_functionalities.endpoint.generation import Generation
+from llm_functionalities.errors import (
+    BadResponse,
+    DeadlineExceeded,
+    EndpointDown,
+    EndpointFailed,
+    ModelError,
+    Overloaded,
+    Rejected,
+    ServerFailed,
+)
+
+logger = logging.getLogger(__name__)
+
+PROBE_SECONDS = 1.0
+REFUSED_REQUEST = frozenset({400, 413, 422})
+UNHEALTHY = frozenset({429, 500, 502, 503, 504})
+LONGEST_MESSAGE = 300
+
+# Another server, which takes grammars, may have come in the place of one that takes none.
+TRY_GRAMMAR_AGAIN_SECONDS = 300.0
+
+# Oatmill's server says so of a grammar that is too complex, and when it has too many to compile. It may take others.
+_ONE_GRAMMAR = (
+    "the grammar cannot be used",
+    "the grammar could not be followed",
+    "the grammar cannot be compiled now",
+)
+
+
+class Endpoint:
+    """Sends requests to one text-generation server. Its methods block, no longer than their `call` lasts."""
+
+    def __init__(self, address: Address, http: httpx2.Client, token: str | None = None, **breaker: Any) -> None:
+        self.name = str(address)
+        self.breaker = CircuitBreaker(f"endpoint {self.name}", self._probe, **breaker)
+        self._http = http
+        self._token = token
+        self._grammars = _GrammarSupport(self.name)
+        self._lock = threading.Lock()
+        self._in_flight = 0
+
+    @property
+    def in_flight(self) -> int:
+        return self._in_flight
+
+    def generate(self, prompt: str, generation: Generation, call: Call) -> str:
+        """Returns the model's answer, without the prompt. Raises ModelError.
+
+        An optional grammar is left out where the server takes none. A server generates nothing for a request that it
+        refuses, so the prompt may be sent again.
+        """
+        if not (generation.grammar_is_optional and generation.grammar):
+            return self._generate(prompt, generation, call)
+        if self._grammars.worth_a_try():
+            try:
+                answer = self._generate(prompt, generation, call)
+            except Rejected as error:
+                call.allow_another()
+                answer = self._generate(prompt, generation.without_grammar(), call)
+                self._grammars.refused(error)
+            else:
+                self._grammars.taken()
+            return answer
+        return self._generate(prompt, generation.without_grammar(), call)
+
+    def _generate(self, prompt: str, generation: Generation, call: Call) -> str:
+        with self._serving(call):
+            answer = self._client(call, "/generate").text_generation(prompt, **generation.parameters())
+            if not isinstance(answer, str):
+                raise BadResponse(f"generated_text is a {type(answer).__name__}")
+            return answer
+
+    def stream(self, prompt: str, generation: Generation, call: Call) -> Iterator[str]:
+        """Yields the answer in pieces, as they come. Closing the iterator stops the generation. Raises ModelError."""
+        with self._serving(call), self._client(call, "/generate_stream") as client:
+            whole = False
+            for output in client.text_generation(prompt, stream=True, details=True, **generation.parameters()):
+                if not output.token.special:
+                    yield output.token.text
+                whole = output.generated_text is not None
+            if not whole:
+                raise ServerFailed("the stream ended before the answer did")
+
+    def _client(self, call: Call, path: str) -> InferenceClient:
+        # The header is set either way, because the client would send the machine's Hugging Face token without it.
+        bearer = f"Bearer {self._token}" if self._token else None
+        headers = cast(dict[str, str], {**call.headers, "authorization": bearer})
+        return InferenceClient(model=self.name + path, token=self._token, headers=headers)
+
+    def _probe(self) -> None:
+        call = Call(Deadline.after(PROBE_SECONDS))
+        headers = {"authorization": f"Bearer {self._token}"} if self._token else {}
+        with working_on(call), _model_errors():
+            status = self._http.get(f"{self.name}/health", headers=headers).status_code
+            if status in UNHEALTHY:
+                raise ServerFailed(f"/health responded with {status}")
+
+    @contextmanager
+    def _serving(self, call: Call) -> Iterator[None]:
+        self.breaker.check()
+        with self._lock:
+            self._in_flight += 1
+        try:
+            with working_on(call), _model_errors():
+                yield
+            self.breaker.succeeded()
+        except EndpointDown as error:
+            self.breaker.unreachable(error)
+            raise
+        except EndpointFailed as error:
+            self.breaker.failed(error)
+            raise
+        except DeadlineExceeded:
+            self.breaker.suspect()
+            raise
+        except Rejected:
+            self.breaker.succeeded()
+            raise
+        finally:
+            with self._lock:
+                self._in_flight -= 1
+
+
+class _GrammarSupport:
+    """Remembers whether an endpoint takes grammars. Used from many threads."""
+
+    def __init__(self, endpoint: str) -> None:
+        self._endpoint = endpoint
+        self._lock = threading.Lock()
+        self._try_at = 0.0
+        self._is_known_to_lack_it = False
+
+    def worth_a_try(self) -> bool:
+        return time.monotonic() >= self._try_at
+
+    def refused(self, reason: Exception) -> None:
+        """Notes that a request was refused with a grammar and answered without. Logs that the first time."""
+        if _concerns_one_grammar(str(reason)):
+            return
+        self._try_at = time.monotonic() + TRY_GRAMMAR_AGAIN_SECONDS
+        with self._lock:
+            known, self._is_known_to_lack_it = self._is_known_to_lack_it, True
+        if not known:
+            logger.warning("endpoint %s takes no grammars, answers are only parsed: %s", self._endpoint, reason)
+
+    def taken(self) -> None:
+        self._is_known_to_lack_it = False
+
+
+def _concerns_one_grammar(message: str) -> bool:
+    """Returns True if a server's message says nothing of the grammars of other requests."""
+    return any(words in message for words in _ONE_GRAMMAR)
+
+
+@contextmanager
+def _model_errors() -> Iterator[None]:
+    """Turns whatever the client raises into a ModelError."""
+    try:
+        yield
+    except ModelError:
+        raise
+    except HfHubHTTPError as error:
+        raise _of_status(error.response.status_code, str(error)) from None
+    except TextGenerationError as error:
+        cause = error.__cause__
+        if isinstance(cause, HfHubHTTPError):
+            raise _of_status(cause.response.status_code, str(error)) from None
+        raise _of_report(error) from None
+    except Exception as error:
+        # The client parses the response as it comes, and a malformed one may fail anywhere, with any exception.
+        raise BadResponse(_short(f"{type(error).__name__}: {error}")) from None
+
+
+def _of_status(status: int, message: str) -> ModelError:
+    text = _short(f"{status}: {message}")
+    if _concerns_one_grammar(text):
+        return Rejected(text)
+    if status == 429:
+        return Overloaded(text)
+    return Rejected(text) if status in REFUSED_REQUEST else ServerFailed(text)
+
+
+def _of_report(error: TextGenerationError) -> ModelError:
+    """Returns the error that came as an event of a stream."""
+    if isinstance(error, OverloadedError):
+        return Overloaded(_short(str(error)))
+    if isinstance(error, ValidationError):
+        return Rejected(_short(str(error)))
+    kind = "" if isinstance(error, GenerationError | IncompleteGenerationError) else f"{type(error).__name__}: "
+    return ServerFailed(_short(f"{kind}{error}"))
+
+
+def _short(message: str) -> str:
+    line = " ".join(message.split())
+    return line if len(line) <= LONGEST_MESSAGE else f"{line[:LONGEST_MESSAGE]}..."

@@ -1,0 +1,56 @@
+"""The parameters of a generation: what a text-generation server is sent beside the prompt."""
+
+import json
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """The form that the model server enforces on an answer: a JSON schema, or a regular expression."""
+
+    json_schema: dict[str, Any] | None = None
+    regex: str | None = None
+
+    @cached_property
+    def payload(self) -> dict[str, Any]:
+        """The grammar as the text-generation API takes it."""
+        if self.regex is not None:
+            return {"type": "regex", "value": self.regex}
+        # InferenceClient drops every null of its request, but `"const": null` means something. Text keeps it.
+        value = json.dumps(self.json_schema) if _has_null(self.json_schema) else self.json_schema
+        return {"type": "json", "value": value}
+
+
+@dataclass(frozen=True)
+class Generation:
+    """`max_tokens` bounds the answer's length.
+
+    grammar_is_optional: a server that takes no grammars may answer without it.
+    """
+
+    max_tokens: int
+    grammar: Grammar | None = None
+    grammar_is_optional: bool = False
+
+    def parameters(self) -> dict[str, Any]:
+        """Returns the keyword arguments of `InferenceClient.text_generation`."""
+        return {
+            "max_new_tokens": self.max_tokens,
+            "grammar": self.grammar.payload if self.grammar else None,
+            "return_full_text": False,
+        }
+
+    def without_grammar(self) -> "Generation":
+        return replace(self, grammar=None, grammar_is_optional=False)
+
+
+def _has_null(value: Any) -> bool:
+    left = [value]
+    while left:
+        part = left.pop()
+        if part is None:
+            return True
+        left.extend(part.values() if isinstance(part, dict) else part if isinstance(part, list) else ())
+    return False

@@ -1,0 +1,200 @@
+"""The HTTP transport of `huggingface_hub.InferenceClient`: every wait is bounded by the call that waits.
+
+An HTTP client's read time-out bounds the pause between two pieces of a response, so a server that sends one byte a
+second is never late. Here each read asks the current `Call` how much of its time is left, so their sum is bounded.
+"""
+
+import ssl
+from collections.abc import Iterable, Iterator
+from typing import Any, cast
+
+import httpcore2
+import httpx2
+from huggingface_hub import constants, set_client_factory
+from tenacity import Retrying, retry_if_exception_type, stop_after_attempt, wait_random_exponential
+
+from llm_functionalities.endpoint.call import Call, current_call
+from llm_functionalities.endpoint.resolver import Resolver
+from llm_functionalities.errors import BadResponse, ConnectionLost, DeadlineExceeded, Unreachable
+
+# Servers keep an idle connection longer (uvicorn: 5 s), so none is picked just as its server closes it.
+KEEP_ALIVE_SECONDS = 3.0
+
+FIRST_PAUSE_SECONDS = 0.05
+LONGEST_PAUSE_SECONDS = 0.2
+
+
+class BoundedBackend(httpcore2.NetworkBackend):
+    """Connects to host names that `resolver` finds. Each attempt takes at most `connect_timeout` seconds.
+
+    An attempt that fails is made again, up to `attempts` times in all, always within the call's time.
+    """
+
+    def __init__(self, resolver: Resolver, connect_timeout: float, attempts: int) -> None:
+        self._resolver = resolver
+        self._connect_timeout = connect_timeout
+        self._attempts = attempts
+        self._tcp = httpcore2.SyncBackend()
+
+    def connect_tcp(
+        self,
+        host: str,
+        port: int,
+        timeout: float | None = None,
+        local_address: str | None = None,
+        socket_options: Iterable[httpcore2.SOCKET_OPTION] | None = None,
+    ) -> httpcore2.NetworkStream:
+        """Returns a connection. Raises Unresolvable, Unreachable, DeadlineExceeded or Cancelled."""
+        call = current_call()
+        retrying = Retrying(
+            stop=stop_after_attempt(self._attempts),
+            wait=wait_random_exponential(multiplier=FIRST_PAUSE_SECONDS, max=LONGEST_PAUSE_SECONDS),
+            retry=retry_if_exception_type(Unreachable),
+            sleep=call.pause,
+            reraise=True,
+        )
+        return retrying(self._connect, host, port, call)
+
+    def _connect(self, host: str, port: int, call: Call) -> httpcore2.NetworkStream:
+        problem = "no address"
+        for address in self._resolver.resolve(host, call):
+            remaining = call.remaining()
+            try:
+                stream = self._tcp.connect_tcp(address, port, min(self._connect_timeout, remaining))
+            except httpcore2.ConnectTimeout:
+                call.remaining()  # the call's own time may have been the shorter one
+                problem = f"no connection to {address} port {port} within {self._connect_timeout:g} s"
+            except httpcore2.ConnectError as error:
+                problem = f"{address} port {port}: {error}"
+            else:
+                return BoundedStream(stream)
+        self._resolver.forget(host)
+        raise Unreachable(problem)
+
+
+class BoundedStream(httpcore2.NetworkStream):
+    """A connection that serves one call after another. No wait of it outlasts the call that it serves."""
+
+    def __init__(self, stream: httpcore2.NetworkStream) -> None:
+        self._stream = stream
+
+    def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
+        try:
+            data = self._stream.read(max_bytes, self._hold())
+        except httpcore2.ReadTimeout:
+            raise DeadlineExceeded("the time was up before the response came") from None
+        except httpcore2.ReadError as error:
+            current_call().remaining()  # a cancelled call's connection was shut down on purpose
+            raise ConnectionLost(str(error) or type(error).__name__) from None
+        if not data:
+            current_call().remaining()  # a connection that was shut down looks like the end of a response
+        return data
+
+    def write(self, buffer: bytes, timeout: float | None = None) -> None:
+        try:
+            self._stream.write(buffer, self._hold())
+        except httpcore2.WriteTimeout:
+            raise DeadlineExceeded("the time was up while the request was sent") from None
+
+    def start_tls(
+        self, ssl_context: ssl.SSLContext, server_hostname: str | None = None, timeout: float | None = None
+    ) -> httpcore2.NetworkStream:
+        try:
+            return BoundedStream(self._stream.start_tls(ssl_context, server_hostname, self._hold()))
+        except httpcore2.ConnectTimeout:
+            raise DeadlineExceeded("the time was up during the TLS handshake") from None
+        except httpcore2.ConnectError as error:
+            raise Unreachable(f"TLS handshake with {server_hostname} failed: {error}") from None
+        finally:
+            current_call().release()
+
+    def close(self) -> None:
+        self._stream.close()
+
+    def get_extra_info(self, info: str) -> Any:
+        return self._stream.get_extra_info(info)
+
+    def _hold(self) -> float:
+        return current_call().hold(self._stream.get_extra_info("socket"))
+
+
+class BoundedTransport(httpx2.BaseTransport):
+    """Sends each request within the current `Call`, once, over connections that outlive it.
+
+    No redirect is followed and no proxy of the environment is used: the endpoint is what it was configured to be.
+    """
+
+    def __init__(self, backend: BoundedBackend, tls: ssl.SSLContext | None, max_response_bytes: int) -> None:
+        self._pool = httpcore2.ConnectionPool(
+            ssl_context=tls,
+            max_connections=None,  # as many as there are workers
+            keepalive_expiry=KEEP_ALIVE_SECONDS,
+            network_backend=backend,
+        )
+        self._max_response_bytes = max_response_bytes
+
+    def handle_request(self, request: httpx2.Request) -> httpx2.Response:
+        """Sends the request and returns the response. Raises ModelError."""
+        call = current_call()
+        call.send_once()
+        try:
+            response = self._pool.handle_request(
+                httpcore2.Request(
+                    method=request.method,
+                    url=httpcore2.URL(
+                        scheme=request.url.raw_scheme,
+                        host=request.url.raw_host,
+                        port=request.url.port,
+                        target=request.url.raw_path,
+                    ),
+                    headers=request.headers.raw,
+                    content=cast(Iterable[bytes], request.stream),
+                )
+            )
+        except (httpcore2.NetworkError, httpcore2.ProtocolError) as error:
+            call.remaining()
+            raise ConnectionLost(str(error)) from None
+        return httpx2.Response(
+            status_code=response.status,
+            headers=response.headers,
+            stream=_BoundedBody(cast(httpx2.SyncByteStream, response.stream), call, self._max_response_bytes),
+            extensions=response.extensions,
+        )
+
+    def close(self) -> None:
+        self._pool.close()
+
+
+class _BoundedBody(httpx2.SyncByteStream):
+    """The bytes of a response. Raises BadResponse when there are more than `limit`."""
+
+    def __init__(self, stream: httpx2.SyncByteStream, call: Call, limit: int) -> None:
+        self._stream = stream
+        self._call = call
+        self._limit = limit
+
+    def __iter__(self) -> Iterator[bytes]:
+        received = 0
+        try:
+            for piece in self._stream:
+                received += len(piece)
+                if received > self._limit:
+                    raise BadResponse(f"the response is longer than {self._limit} bytes")
+                yield piece
+        except (httpcore2.NetworkError, httpcore2.ProtocolError) as error:
+            self._call.remaining()
+            raise ConnectionLost(str(error)) from None
+
+    def close(self) -> None:
+        # The connection goes back to the pool after this, and a late `cancel` must not hit the next call.
+        self._call.release()
+        self._stream.close()
+
+
+def install(transport: BoundedTransport) -> httpx2.Client:
+    """Makes every InferenceClient of the process use `transport`. Returns the HTTP client that they share."""
+    # With telemetry on, the first request would fetch a list from huggingface.co to describe this machine.
+    constants.HF_HUB_DISABLE_TELEMETRY = True
+    client = httpx2.Client(transport=transport, timeout=None, follow_redirects=False, trust_env=False)
+    set_client_factory(lambda: client)
+    return client

@@ -1,0 +1,262 @@
+"""Asks the model for the services. Every question is answered by its deadline, if need be with nothing."""
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+from llm_functionalities.endpoint.balancer import Balancer
+from llm_functionalities.endpoint.call import Call, Deadline
+from llm_functionalities.endpoint.generation import Generation
+from llm_functionalities.errors import DeadlineExceeded, ModelError
+from llm_functionalities.model.empty_responses import SAID_NOTHING, UNUSABLE, EmptyResponses
+from llm_functionalities.model.pool import FairPool
+
+logger = logging.getLogger(__name__)
+
+# Workers are stopped this long after a deadline. Many that wake at once must not delay the response.
+ANSWER_FIRST_SECONDS = 0.02
+
+# A worker that nobody stops stops by itself this long after its deadline.
+WORKER_GRACE_SECONDS = 0.2
+
+# Work on text that takes no longer than this is not followed by a pause.
+QUICK_SECONDS = 0.0005
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Question(Generic[T]):
+    """One thing to ask the model. `prompt` is None when there is nothing to ask.
+
+    Questions are made, and answers parsed, by the worker thread that asks: both may take milliseconds. `parse` returns
+    None when it can make no use of the answer. Neither raises.
+    """
+
+    prompt: str | None
+    parse: Callable[[str], T | None]
+
+    @classmethod
+    def verbatim(cls, prompt: str | None) -> "Question[str]":
+        """Returns the question whose answer is taken as it is."""
+        return Question(prompt, str)
+
+
+@dataclass(frozen=True)
+class Answer(Generic[T]):
+    """The outcome of a question. `value` is None without an answer; then `reason` and `message` say why.
+
+    Nothing was asked when both `value` and `reason` are None.
+    """
+
+    value: T | None
+    reason: str | None = None
+    message: str = ""
+
+    @property
+    def nothing_asked(self) -> bool:
+        return self.value is None and self.reason is None
+
+    @classmethod
+    def without(cls, error: ModelError) -> "Answer[T]":
+        return cls(None, error.reason, str(error))
+
+
+TOO_LATE: Answer[Any] = Answer.without(DeadlineExceeded("the time was up"))
+
+
+class Model:
+    """Asks endpoints, which `balancer` chooses, on the threads of `pool`. Its methods run on the event loop."""
+
+    def __init__(self, balancer: Balancer, pool: FairPool, empty_responses: EmptyResponses) -> None:
+        self._balancer = balancer
+        self._pool = pool
+        self._empty_responses = empty_responses
+        self._batch_text = threading.Lock()
+
+    async def answer(
+        self, ask: Callable[[], Question[T]], generation: Generation, deadline: Deadline, headers: Mapping[str, str]
+    ) -> Answer[T]:
+        """Returns the model's answer, at the latest when the deadline passes."""
+        pending = _PendingAnswers[T](1, deadline, headers)
+        self._pool.run(lambda: pending.work(0, partial(self._ask, ask, generation, nullcontext)))
+        await pending.wait()
+        return self._counted(pending.answers)[0]
+
+    async def answers(
+        self,
+        count: int,
+        ask: Callable[[int], Question[T]],
+        generation: Generation,
+        deadline: Deadline,
+        headers: Mapping[str, str],
+    ) -> list[Answer[T]]:
+        """Returns the answers to questions 0 to `count` - 1. The deadline holds for all of them together."""
+        if not count:
+            return []
+        pending = _PendingAnswers[T](count, deadline, headers)
+
+        def job(place: int) -> None:
+            pending.work(place, partial(self._ask, partial(ask, place), generation, self._turn))
+
+        drop_waiting = self._pool.run_batch(count, job)
+        try:
+            await pending.wait()
+        finally:
+            drop_waiting()
+        return self._counted(pending.answers)
+
+    async def stream(
+        self, prompt: str, generation: Generation, deadline: Deadline, headers: Mapping[str, str]
+    ) -> AsyncGenerator[Answer[str], None]:
+        """Yields the answer in pieces. When the model fails, the last one is empty and has the reason.
+
+        Closing the iterator stops the generation.
+        """
+        loop = asyncio.get_running_loop()
+        call = _call(deadline, headers)
+        pieces: asyncio.Queue[Answer[str] | None] = asyncio.Queue()
+        put = partial(_tell, loop, pieces.put_nowait)
+        self._pool.run(lambda: self._write(prompt, generation, call, put))
+        timer = loop.call_later(deadline.remaining(), pieces.put_nowait, TOO_LATE)
+        end = call.cancel
+        try:
+            while (piece := await pieces.get()) is not None:
+                if piece is TOO_LATE:
+                    end = call.expire
+                yield self._counted([piece])[0]
+                if piece.reason is not None:
+                    return
+        finally:
+            timer.cancel()
+            end()
+
+    def _ask(
+        self,
+        ask: Callable[[], Question[T]],
+        generation: Generation,
+        text_work: Callable[[], AbstractContextManager[None]],
+        call: Call,
+    ) -> Answer[T]:
+        """text_work: what the worker enters to make the question or to parse the answer."""
+        try:
+            with text_work():
+                call.remaining()  # it may have waited until now
+                question = ask()
+            if question.prompt is None:
+                return Answer(None)
+            text = self._balancer.generate(question.prompt, generation, call).strip()
+        except ModelError as error:
+            return Answer.without(error)
+        if not text:
+            return Answer(None, SAID_NOTHING, "the model's answer is empty")
+        with text_work():
+            value = question.parse(text)
+        if value is None:
+            logger.debug("no use can be made of the answer %r", text)
+            return Answer(None, UNUSABLE, f"no use can be made of the model's answer of {len(text)} characters")
+        return Answer(value)
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Lets one batch's worker at a time work on text, for at most half of the time.
+
+        The event loop needs the interpreter several times for each answer, and waits for it for milliseconds each time
+        next to threads that compute without a pause.
+        """
+        with self._batch_text:
+            begun = time.perf_counter()
+            try:
+                yield
+            finally:
+                if (took := time.perf_counter() - begun) > QUICK_SECONDS:
+                    time.sleep(took)
+
+    def _write(
+        self, prompt: str, generation: Generation, call: Call, tell: Callable[[Answer[str] | None], None]
+    ) -> None:
+        try:
+            call.remaining()
+            for text in self._balancer.stream(prompt, generation, call):
+                tell(Answer(text))
+        except ModelError as error:
+            tell(Answer.without(error))
+        finally:
+            tell(None)
+
+    def _counted(self, answers: Sequence[Answer[T] | None]) -> list[Answer[T]]:
+        whole = [TOO_LATE if answer is None else answer for answer in answers]
+        for answer in whole:
+            if answer.reason is not None:
+                self._empty_responses.count(answer.reason, answer.message)
+        return whole
+
+
+class _PendingAnswers(Generic[T]):
+    """Answers that worker threads put in their places while the event loop waits for the last of them.
+
+    A `Call` exists only for a question that a worker works on, so a long batch costs little until its turn comes.
+    """
+
+    def __init__(self, size: int, deadline: Deadline, headers: Mapping[str, str]) -> None:
+        self.answers: list[Answer[T] | None] = [None] * size
+        self._deadline = deadline
+        self._headers = headers
+        self._missing = size
+        self._lock = threading.Lock()
+        self._calls: set[Call] = set()
+        self._ended = False
+        self._loop = asyncio.get_running_loop()
+        self._complete = self._loop.create_future()
+
+    def work(self, place: int, ask: Callable[[Call], Answer[T]]) -> None:
+        """Puts what `ask` returns into its place. Called by a worker thread."""
+        call = _call(self._deadline, self._headers)
+        with self._lock:
+            if self._ended:
+                return  # nobody waits any more
+            self._calls.add(call)
+        try:
+            self.answers[place] = ask(call)
+        finally:
+            with self._lock:
+                self._calls.discard(call)
+                self._missing -= 1
+                complete = not self._missing
+            if complete:
+                _tell(self._loop, self._complete.set_result, None)
+
+    async def wait(self) -> None:
+        """Returns once all answers are there or the deadline has passed. Ends the calls that are left then."""
+        end = Call.cancel
+        try:
+            await asyncio.wait([self._complete], timeout=max(0.0, self._deadline.remaining()))
+            end = Call.expire
+        finally:
+            if not self._complete.done():
+                self._loop.call_later(ANSWER_FIRST_SECONDS, self._end_all, end)
+
+    def _end_all(self, end: Callable[[Call], None]) -> None:
+        with self._lock:
+            self._ended = True
+            calls = list(self._calls)
+        for call in calls:
+            end(call)
+
+
+def _call(deadline: Deadline, headers: Mapping[str, str]) -> Call:
+    return Call(Deadline(deadline.at + WORKER_GRACE_SECONDS), headers)
+
+
+def _tell(loop: asyncio.AbstractEventLoop, callback: Callable[..., Any], *arguments: Any) -> None:
+    """Calls `callback` on the loop's thread."""
+    try:
+        loop.call_soon_threadsafe(callback, *arguments)
+    except RuntimeError:
+        return  # the loop has ended, and with it whoever waited

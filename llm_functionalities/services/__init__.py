@@ -1,0 +1,1 @@
+"""The gRPC services, and what happens around each of their calls."""

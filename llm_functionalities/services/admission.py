@@ -1,0 +1,239 @@
+"""Wraps every method of the gRPC server: limits, metrics, traces, and errors that become statuses.
+
+A call has its place before its message is received, so memory never holds more messages than calls may run. This is why
+messages are read here and not by gRPC.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import aclosing, contextmanager, suppress
+from typing import Any, TypeAlias
+
+import grpc
+from google.protobuf.message import DecodeError
+from opentelemetry import trace
+
+from llm_functionalities.errors import CallerGone, InvalidRequest, Refused, TooBusy, TooSlow
+from llm_functionalities.metrics import Metrics
+from llm_functionalities.services.context import CallContext
+from llm_functionalities.services.wire import check_fields
+from shared.stubs import llm_pb2
+from shared.tracing import extract_context, trace_headers
+
+logger = logging.getLogger(__name__)
+
+Rpc: TypeAlias = grpc.aio.ServicerContext
+Handler: TypeAlias = grpc.RpcMethodHandler
+Behaviour: TypeAlias = Callable[[Any, Rpc], Awaitable[Any]]
+
+HEALTH_CHECK = "/grpc.health.v1.Health/Check"
+
+# These services have places of their own, so that they respond however busy the others are.
+ABOUT_THE_SERVER = ("/grpc.health.", "/grpc.reflection.")
+
+# Health checks at a time, and streams of health and reflection at a time, which may last long.
+MAX_CHECKS = 64
+MAX_WATCHERS = 64
+
+# A stream whose caller does not read ends this long after its deadline.
+UNREAD_SECONDS = 1.0
+
+_REQUESTS = {
+    f"/{service.full_name}/{method.name}": method.input_type
+    for service in llm_pb2.DESCRIPTOR.services_by_name.values()
+    for method in service.methods
+}
+
+
+class ConcurrencyLimit:
+    """Counts what runs at a time, and refuses what would be more than `limit`."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.taken = 0
+
+    @contextmanager
+    def place(self) -> Iterator[None]:
+        """Takes a place and gives it back at the end. Raises TooBusy when there is none."""
+        if self.taken >= self.limit:
+            raise TooBusy(f"{self.limit} calls are under way; try again")
+        self.taken += 1
+        try:
+            yield
+        finally:
+            self.taken -= 1
+
+
+class Admission(grpc.aio.ServerInterceptor):
+    """Lets at most `limit` calls in at a time; more are refused with RESOURCE_EXHAUSTED.
+
+    max_entries: of each list in a request. receive_timeout: seconds in which a request's message has to arrive.
+    """
+
+    def __init__(self, limit: int, metrics: Metrics, *, max_entries: int, receive_timeout: float) -> None:
+        self._calls = ConcurrencyLimit(limit)
+        self._checks = ConcurrencyLimit(MAX_CHECKS)
+        self._watchers = ConcurrencyLimit(MAX_WATCHERS)
+        self._metrics = metrics
+        self._max_entries = max_entries
+        self._receive_timeout = receive_timeout
+        self._tracer = trace.get_tracer(__name__)
+        self._wrapped: dict[str, Handler] = {}
+        metrics.watch_calls(lambda: self._calls.taken)
+
+    @property
+    def max_rpcs(self) -> int:
+        """The number of calls that gRPC may hold: those with a place, and some that are being refused."""
+        return self._calls.limit + self._checks.limit + self._watchers.limit + MAX_CHECKS
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
+        details: grpc.HandlerCallDetails,
+    ) -> Handler | None:
+        method = details.method
+        if (wrapped := self._wrapped.get(method)) is not None:
+            return wrapped
+        handler = await continuation(details)
+        if handler is None:
+            return None
+        self._wrapped[method] = wrapped = self._wrap(method, handler)
+        return wrapped
+
+    def _wrap(self, method: str, handler: Handler) -> Handler:
+        if handler.request_streaming:
+            return grpc.stream_stream_rpc_method_handler(
+                _aborting(self._wrap_conversation(handler)), handler.request_deserializer, handler.response_serializer
+            )
+        behaviour = (
+            self._wrap_health(method, handler)
+            if method.startswith(ABOUT_THE_SERVER)
+            else self._wrap_call(method, handler)
+        )
+        make = (
+            grpc.stream_stream_rpc_method_handler
+            if handler.response_streaming
+            else grpc.stream_unary_rpc_method_handler
+        )
+        return make(_aborting(behaviour), None, handler.response_serializer)
+
+    def _wrap_conversation(self, handler: Handler) -> Behaviour:
+        """Wraps the method of the reflection service. gRPC reads its requests, one at a time."""
+
+        async def admitted(requests: AsyncIterator[Any], rpc: Rpc) -> None:
+            with self._watchers.place():
+                async with aclosing(handler.stream_stream(requests, rpc)) as responses:
+                    async for response in responses:
+                        await _send(rpc, response, self._receive_timeout)
+
+        return admitted
+
+    def _wrap_health(self, method: str, handler: Handler) -> Behaviour:
+        """Wraps a method of the health service."""
+        places = self._checks if method == HEALTH_CHECK else self._watchers
+        behaviour = handler.unary_stream if handler.response_streaming else handler.unary_unary
+
+        async def admitted(_: object, rpc: Rpc) -> Any:
+            with places.place():
+                return await behaviour(handler.request_deserializer(await self._receive(rpc)), rpc)
+
+        return admitted
+
+    def _wrap_call(self, method: str, handler: Handler) -> Behaviour:
+        """Wraps a method of the services of `llm.proto`."""
+        kind = _REQUESTS[method]
+
+        async def admitted(_: object, rpc: Rpc) -> Any:
+            with self._observed(method, rpc) as context:
+                message = await self._receive(rpc)
+                check_fields(message, kind, self._max_entries)
+                try:
+                    request = handler.request_deserializer(message)
+                except DecodeError as error:
+                    raise InvalidRequest(f"the message is no {kind.name}: {error}") from None
+                del message
+                if handler.response_streaming:
+                    return await _stream(handler.unary_stream(request, context), context, rpc)
+                return await handler.unary_unary(request, context)
+
+        return admitted
+
+    async def _receive(self, rpc: Rpc) -> bytes:
+        """Returns the bytes of the request's message. Raises TooSlow or InvalidRequest."""
+        try:
+            async with asyncio.timeout(self._receive_timeout):
+                message = await rpc.read()
+        except TimeoutError:
+            raise TooSlow(f"the request's message did not arrive within {self._receive_timeout:g} s") from None
+        if message is grpc.aio.EOF:
+            raise InvalidRequest("the request has no message")
+        received: bytes = message
+        return received
+
+    @contextmanager
+    def _observed(self, method: str, rpc: Rpc) -> Iterator[CallContext]:
+        """Takes a place for a call, and tells metrics and traces about the call."""
+        started = time.monotonic()
+        status = "OK"
+        span = self._tracer.start_span(
+            method.removeprefix("/"), extract_context(_text_metadata(rpc)), trace.SpanKind.SERVER
+        )
+        try:
+            with self._calls.place():
+                yield CallContext(rpc, trace_headers(span))
+        except Refused as error:
+            status = error.status.name
+            raise
+        except Exception as error:
+            status = "INTERNAL"
+            span.record_exception(error)
+            span.set_status(trace.StatusCode.ERROR, str(error))
+            logger.exception("%s failed; this is a fault of the service", method)
+            raise
+        except BaseException:
+            status = "CANCELLED"
+            raise
+        finally:
+            span.end()
+            self._metrics.calls.labels(method, status).inc()
+            if status != TooBusy.status.name:
+                self._metrics.seconds.labels(method).observe(time.monotonic() - started)
+
+
+def _aborting(behaviour: Behaviour) -> Behaviour:
+    """Returns `behaviour` with refusals turned into gRPC statuses."""
+
+    async def aborting(requests: Any, rpc: Rpc) -> Any:
+        try:
+            return await behaviour(requests, rpc)
+        except Refused as error:
+            with suppress(grpc.aio.InternalError):  # nobody reads the status once the caller has gone
+                await rpc.abort(error.status, str(error))
+
+    return aborting
+
+
+async def _stream(responses: AsyncGenerator[Any, None], context: CallContext, rpc: Rpc) -> None:
+    """Sends the parts of a stream. Raises TooSlow when the call's time is up and its caller still does not read."""
+    async with aclosing(responses):
+        async for response in responses:
+            left = max(0.0, context.deadline.remaining()) if context.deadline else 0.0
+            await _send(rpc, response, left + UNREAD_SECONDS)
+
+
+async def _send(rpc: Rpc, response: object, seconds: float) -> None:
+    """Sends a part of a stream. Raises TooSlow when that takes longer than `seconds`, and CallerGone."""
+    try:
+        async with asyncio.timeout(seconds):
+            await rpc.write(response)
+    except TimeoutError:
+        raise TooSlow("the stream was not read in time") from None
+    except grpc.aio.InternalError as error:  # gRPC's word for a stream that the caller has closed
+        raise CallerGone(str(error)) from None
+
+
+def _text_metadata(rpc: Rpc) -> dict[str, str]:
+    metadata = rpc.invocation_metadata() or ()
+    return {key: value for key, value in metadata if isinstance(value, str)}

@@ -1,0 +1,88 @@
+"""`LLMExecutionSearchManager`: decides if somebody who asks for something during a task wants another task."""
+
+import re
+
+from llm_functionalities.endpoint.generation import Grammar
+from llm_functionalities.model.model import Question
+from llm_functionalities.services.context import CallContext, ModelClient
+from llm_functionalities.services.prompts import alpaca, is_blank, labelled
+from llm_functionalities.services.workflows.answers import first_object, speakable
+from shared.stubs import llm_pb2, llm_pb2_grpc
+
+# Assistants compare the decision with these names.
+INTENTS = ("recommend_new_search", "continue_current_task", "ask_clarifying_question")
+
+LONGEST_REPLY = 200
+
+# More than the longest object that the schema allows, so that none is cut.
+MAX_TOKENS = 288
+
+INSTRUCTION = (
+    "Decide what the user wants, who is in the middle of a task. Answer in JSON with the keys intent and ai_response. "
+    "The intents are: recommend_new_search, if the user wants to do something else; continue_current_task, if what the "
+    "user says belongs to the task; ask_clarifying_question, if it could be either. In ai_response, write the one "
+    "sentence that the assistant says next."
+)
+
+DECISION = Grammar(
+    json_schema={
+        "type": "object",
+        "properties": {
+            "intent": {"type": "string", "enum": list(INTENTS)},
+            "ai_response": {"type": "string", "maxLength": LONGEST_REPLY},
+        },
+        "required": ["intent", "ai_response"],
+        "additionalProperties": False,
+    }
+)
+
+_DOMAINS = {llm_pb2.Session.COOKING: "cooking", llm_pb2.Session.DIY: "DIY"}
+_INTENT = re.compile(rf"\b(?:{'|'.join(INTENTS)})\b")
+
+
+def prompt(request: llm_pb2.ExecutionSearchRequest) -> str | None:
+    """Returns None when the user has said nothing."""
+    if is_blank(request.user_question) and is_blank(request.last_user_response):
+        return None
+    return alpaca(
+        INSTRUCTION,
+        labelled(
+            ("Domain", _DOMAINS.get(request.domain, "")),
+            ("Task", request.taskmap.title),
+            ("Description", request.taskmap.description),
+            ("Assistant", request.last_last_agent_response),
+            ("User", request.last_user_response),
+            ("Assistant", request.last_agent_response),
+            ("User", request.user_question),
+        ),
+    )
+
+
+def parse(text: str) -> llm_pb2.ExecutionSearchResponse | None:
+    """Returns the decision of an answer; None without one. An intent that stands alone, without JSON, is one, too."""
+    found = first_object(text)
+    if found is None:
+        named = set(_INTENT.findall(text[:LONGEST_REPLY]))
+        return llm_pb2.ExecutionSearchResponse(intent_classification=named.pop()) if len(named) == 1 else None
+    intent, reply = found.get("intent"), found.get("ai_response")
+    if intent not in INTENTS:
+        return None
+    said = speakable(reply, sentences=2, characters=LONGEST_REPLY) if isinstance(reply, str) else ""
+    return llm_pb2.ExecutionSearchResponse(intent_classification=intent, ai_response=said)
+
+
+class LLMExecutionSearchManager(llm_pb2_grpc.LLMExecutionSearchManagerServicer):
+    def __init__(self, model: ModelClient) -> None:
+        self._model = model
+
+    async def generate_decision(
+        self, request: llm_pb2.ExecutionSearchRequest, context: CallContext
+    ) -> llm_pb2.ExecutionSearchResponse:
+        deadline = self._model.deadline(context, request.timeout)
+        generation = self._model.generation(MAX_TOKENS, DECISION, grammar_is_optional=True)
+
+        def ask() -> Question[llm_pb2.ExecutionSearchResponse]:
+            return Question(prompt(request), parse)
+
+        decision = await self._model.answer(context, ask, generation, deadline)
+        return decision or llm_pb2.ExecutionSearchResponse()

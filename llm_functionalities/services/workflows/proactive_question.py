@@ -1,0 +1,53 @@
+"""`LLMProactiveQuestionGeneration`: a question that keeps the talk going while somebody works on a step."""
+
+from llm_functionalities.endpoint.generation import Grammar
+from llm_functionalities.model.model import Question
+from llm_functionalities.services.context import CallContext, ModelClient
+from llm_functionalities.services.prompts import alpaca, is_blank, labelled, value_at
+from llm_functionalities.services.workflows.answers import CLOSING, plain, split
+from shared.stubs import llm_pb2, llm_pb2_grpc
+
+MAX_TOKENS = 64
+CHARACTERS = 160
+
+INSTRUCTION = (
+    "Ask the user one short question that fits the current step: about how the work goes, or about what has been made "
+    "so far. It must be easy to answer, and must not ask for what the steps already say."
+)
+
+QUESTION = Grammar(regex=r"[A-Z][^?!.\n\"]{8,150}\?")
+
+
+def prompt(title: str, previous: str, current: str) -> str | None:
+    """Returns None when nothing is known to ask about."""
+    if is_blank(title) and is_blank(previous) and is_blank(current):
+        return None
+    return alpaca(INSTRUCTION, labelled(("Task", title), ("Previous steps", previous), ("Current step", current)))
+
+
+def parse(text: str) -> str | None:
+    """Returns the first question of an answer; None when it has none, or a long one."""
+    questions = (sentence for sentence in split(plain(text)) if sentence.rstrip(CLOSING).endswith("?"))
+    return next((question for question in questions if len(question) <= CHARACTERS), None)
+
+
+class LLMProactiveQuestionGeneration(llm_pb2_grpc.LLMProactiveQuestionGenerationServicer):
+    def __init__(self, model: ModelClient) -> None:
+        self._model = model
+
+    async def generate_proactive_question(
+        self, request: llm_pb2.ProactiveQuestionGenerationRequest, context: CallContext
+    ) -> llm_pb2.ProactiveQuestionGenerationResponse:
+        """Returns one question for each title, in their order. Its text is empty where the model has none."""
+        deadline = self._model.deadline(context)
+        titles, previous, current = request.task_title, request.previous_steps, request.current_step
+
+        def ask(place: int) -> Question[str]:
+            return Question(prompt(value_at(titles, place), value_at(previous, place), value_at(current, place)), parse)
+
+        generation = self._model.generation(MAX_TOKENS, QUESTION, grammar_is_optional=True)
+        answers = await self._model.answers(context, max(len(titles), len(current)), ask, generation, deadline)
+        kind = llm_pb2.ExtraInfo.QUESTION
+        return llm_pb2.ProactiveQuestionGenerationResponse(
+            questions=[llm_pb2.ExtraInfo(type=kind, text=answer.value or "") for answer in answers]
+        )

@@ -1,0 +1,199 @@
+"""The scheduler without a network: its calls are executed by a simulated shard at once, and answered later."""
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any, cast
+
+from shared.stubs import generate_pb2 as pb
+from tests.fakes.recording_sink import RecordingSink, recorded_request
+from tests.fakes.simulated_shard import SimulatedShard, expected_tokens
+from tgi_server.router.errors import GenerationFailed
+from tgi_server.router.metrics import Metrics
+from tgi_server.router.request import Limits, ValidRequest
+from tgi_server.router.scheduling.planner import FilterPlan, StepPlan
+from tgi_server.router.scheduling.scheduler import Scheduler
+from tgi_server.router.scheduling.sequence import Sequence
+from tgi_server.router.scheduling.shard_client import ShardedClient
+
+BREAKABLE = ("admit", "grow", "computed", "release", "compute", "put_back")
+"""Methods of memory, batch and queue that a simulation can break for one request."""
+
+
+def batch_limits(**limits: Any) -> Limits:
+    """The limits that the scheduler works with, as given; the others are those of no test."""
+    chosen: dict[str, Any] = {
+        "max_batch_prefill_tokens": 64,
+        "max_batch_total_tokens": 64,
+        "max_batch_size": 8,
+        "max_waiting_tokens": 4,
+        "waiting_served_ratio": 0.3,
+        **limits,
+    }
+    others = dict.fromkeys(set(Limits.__slots__) - chosen.keys(), 0)
+    return Limits(**others, **chosen)
+
+
+class Fault(Exception):
+    """Raised where a test wants the scheduling of one request to break."""
+
+
+class _Pending:
+    """A call that has been executed, and whose response is taken when the test wants it."""
+
+    def __init__(self, response: pb.Answer, on_taken: Callable[[], None]) -> None:
+        self._response = response
+        self._on_taken = on_taken
+
+    async def response(self) -> pb.Answer:
+        self._on_taken()
+        return self._response
+
+    def cancel(self) -> None:
+        pass
+
+
+class _InProcess:
+    """Stands for `ShardedClient`, in front of one shard in this process.
+
+    The shard runs calls in the order in which they were sent, so it makes no difference when it runs them.
+    """
+
+    def __init__(self, shard: SimulatedShard) -> None:
+        self.shard = shard
+        self.calls: deque[pb.Call] = deque()
+
+    def send(self, call: pb.Call, timeout_s: float | None = None) -> _Pending:
+        self.calls.append(call)
+        kind = call.WhichOneof("call")
+        result = getattr(self.shard, kind)(getattr(call, kind))
+        if isinstance(result, pb.StepResponse):
+            return _Pending(pb.Answer(step=result), lambda: self.shard.collected(result))
+        return _Pending(pb.Answer(**{kind: result}), lambda: None)
+
+
+class Simulation:
+    """A scheduler that a test drives by hand, call by call."""
+
+    _metrics = Metrics()
+
+    def __init__(
+        self,
+        num_blocks: int = 16,
+        block_size: int = 4,
+        *,
+        paged: bool = True,
+        late_end: bool = False,
+        prefill_chunk_tokens: int = 16,
+        max_batch_size: int = 8,
+        **limits: Any,
+    ) -> None:
+        self.shard = SimulatedShard(num_blocks, block_size, max_batch_size, paged=paged, late_end=late_end)
+        self._shards = _InProcess(self.shard)
+        total = num_blocks * block_size
+        self.scheduler = Scheduler(
+            cast(ShardedClient, self._shards),
+            pb.InfoResponse(paged=paged, block_size=block_size),
+            pb.WarmupResponse(num_blocks=num_blocks, max_total_tokens=total, max_batch_total_tokens=total),
+            batch_limits(max_batch_total_tokens=total, max_batch_size=max_batch_size, **limits),
+            self._metrics,
+            prefill_chunk_tokens=prefill_chunk_tokens,
+        )
+        self.waiting, self.batch = self.scheduler.waiting, self.scheduler.batch
+        self.memory = self.batch.memory
+        self.in_flight = 0
+        self.sent: list[StepPlan | FilterPlan] = []
+        self.requests: dict[int, tuple[ValidRequest, RecordingSink, int | None]] = {}
+        self._faults: dict[int, tuple[str, bool]] = {}
+        for part in (self.memory, self.batch, self.waiting):
+            for method in BREAKABLE:
+                if hasattr(part, method):
+                    setattr(part, method, self._breakable(method, getattr(part, method)))
+
+    def submit(
+        self, input_ids: list[int], max_new_tokens: int = 8, *, stop_after: int | None = None, **parameters: object
+    ) -> RecordingSink:
+        request, sink = recorded_request(
+            len(self.requests) + 1, input_ids, max_new_tokens, stop_after=stop_after, **parameters
+        )
+        self.requests[request.id] = (request, sink, stop_after)
+        self.scheduler.submit(request)
+        assert sink.error is None, f"the test asks for too much: {sink.error}"
+        return sink
+
+    def break_scheduling(self, request_id: int, method: str, *, done: bool) -> None:
+        """From now on `method` raises for the request: after it has done its work if `done`, else before it begins."""
+        self._faults[request_id] = (method, done)
+
+    def cancel(self, request_id: int) -> None:
+        self.scheduler.cancel(request_id)
+
+    def send(self) -> list[FilterPlan | StepPlan]:
+        """Sends the next call, if there is one. Returns what was sent."""
+        plans = self.scheduler.send()
+        self.sent += plans
+        self.in_flight += len(plans)
+        return plans
+
+    def receive(self) -> bool:
+        """Delivers the oldest response. Returns False if none is due."""
+        if not self.in_flight:
+            return False
+        self.in_flight -= 1
+        try:
+            self.scheduler.receive().send(None)
+        except StopIteration:
+            return True
+        raise AssertionError("a response that is there was waited for")
+
+    def fail(self) -> None:
+        """A step fails: the shard loses its batch."""
+        self.in_flight = 0
+        self.shard.clear_cache(pb.ClearCacheRequest())
+        self.scheduler.fail_running(GenerationFailed("a step failed"))
+
+    def turn(self) -> bool:
+        """Does once what the scheduler's task does again and again. Returns False if there was nothing to do."""
+        sent = False
+        while self.send():
+            sent = True
+        return self.receive() or sent
+
+    def run(self, turns: int = 10_000) -> None:
+        """Goes on until nothing is left to do."""
+        for _ in range(turns):
+            if not self.turn():
+                assert not self.in_flight
+                return
+        raise AssertionError("the requests do not end")
+
+    def check_tokens(self) -> None:
+        """Every request that ended as it should has the tokens that it would have had alone."""
+        for request, sink, stop_after in self.requests.values():
+            expected = expected_tokens(request, stop_after=stop_after)
+            if sink.reason is not None:
+                assert sink.tokens == expected, f"request {request.id}"
+                if request.report.prefill_logprobs:
+                    assert sink.prefill_ids == request.input_ids
+            else:
+                assert sink.tokens == expected[: len(sink.tokens)], f"request {request.id}"
+
+    def steps(self) -> list[pb.PrefillRequest | pb.DecodeRequest]:
+        """Returns the messages of all steps that were sent."""
+        return [
+            getattr(call, call.WhichOneof("call")) for call in self._shards.calls if not call.HasField("filter_batch")
+        ]
+
+    def prefills(self) -> list[pb.PrefillRequest]:
+        return [message for message in self.steps() if isinstance(message, pb.PrefillRequest)]
+
+    def _breakable(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(sequence: Sequence, *arguments: Any, **named: Any) -> Any:
+            fault, done = self._faults.get(sequence.id, ("", False))
+            if fault == name and not done:
+                raise Fault(name)
+            result = method(sequence, *arguments, **named)
+            if fault == name:
+                raise Fault(name)
+            return result
+
+        return call

@@ -1,0 +1,68 @@
+"""How late this process comes to what is due, for no fault of those that it measures."""
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+PAUSE_SECONDS = 0.002
+NOTED_SECONDS = 0.001
+
+
+class Delays:
+    """The delays of an idle thread, which the machine causes, and of the event loop, which its tasks cause, too."""
+
+    def __init__(self) -> None:
+        self._of_thread: list[tuple[float, float]] = []
+        self._of_loop: list[tuple[float, float]] = []
+
+    @asynccontextmanager
+    async def watched(self) -> AsyncIterator[None]:
+        over = threading.Event()
+        thread = threading.Thread(target=self._watch_thread, args=(over,))
+        thread.start()
+        loop = asyncio.create_task(self._watch_loop())
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+            loop.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await loop
+
+    def _watch_thread(self, over: threading.Event) -> None:
+        while not over.is_set():
+            due = time.monotonic() + PAUSE_SECONDS
+            time.sleep(PAUSE_SECONDS)
+            _note(self._of_thread, due)
+
+    async def _watch_loop(self) -> None:
+        while True:
+            due = time.monotonic() + PAUSE_SECONDS
+            await asyncio.sleep(PAUSE_SECONDS)
+            _note(self._of_loop, due)
+
+    def between(self, begun: float, ended: float) -> float:
+        """The most that an answer due at `begun` and seen at `ended` can have been delayed by others than its sender.
+
+        Its sender may wait for the processor as long as the idle thread did at that time, and this process may take
+        its answer as late as its event loop came to other things.
+        """
+        return _longest(self._of_thread, begun, ended) + _longest(self._of_loop, begun, ended)
+
+    def worst(self) -> float:
+        """The longest that the idle thread has waited, in seconds."""
+        return max((until - due for due, until in self._of_thread), default=0.0)
+
+
+def _note(delays: list[tuple[float, float]], due: float) -> None:
+    now = time.monotonic()
+    if now - due > NOTED_SECONDS:
+        delays.append((due, now))
+
+
+def _longest(delays: list[tuple[float, float]], begun: float, ended: float) -> float:
+    return max((until - due for due, until in delays if due < ended and until > begun), default=0.0)

@@ -1,0 +1,230 @@
+"""Mixed load on llm_functionalities over gRPC, from a process of its own, which times the answers.
+
+`python -m tests.integration.soak.front_load HOST:PORT SECONDS` prints what became of the calls, as JSON.
+"""
+
+import asyncio
+import json
+import random
+import sys
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import grpc
+
+from shared.stubs import llm_pb2
+from tests.integration.soak.delays import Delays
+from tests.integration.soak.tally import Tally
+from tests.integration.structured.test_generate import PROMPT, REGEX, SCHEMA
+
+WORKERS = 16
+PAUSE_SECONDS = 0.4
+CANCELLED = 0.15
+"""Share of the calls that are cancelled at some time before their deadline."""
+DEFAULT_SECONDS = 2.0
+"""The service's `--default-timeout`."""
+SLACK_SECONDS = 0.05
+GUARD_SECONDS = 30.0
+"""No gRPC deadline, which the service would take for one."""
+TIMEOUTS = (100, 300, 1000, 2000, 5000)
+"""Milliseconds."""
+
+OK, REFUSED = grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT
+STEP = "Melt the butter in a pan, then add the milk and the sugar."
+
+
+@dataclass(frozen=True)
+class Call:
+    """A method, a message for it, and the status that it has to end with. timed: the message may set a `timeout`."""
+
+    method: str
+    message: Any
+    status: grpc.StatusCode = OK
+    timed: bool = False
+    share: int = 4
+
+
+def _steps(count: int, ingredients: int) -> llm_pb2.AdjustedStepGenerationRequest:
+    spoken = llm_pb2.OutputInteraction(speech_text=STEP)
+    pair = llm_pb2.ReplacedIngredient(
+        original=llm_pb2.Ingredient(name="butter"), replacement=llm_pb2.Ingredient(name="margarine")
+    )
+    return llm_pb2.AdjustedStepGenerationRequest(
+        step=[llm_pb2.ExecutionStep(unique_id=str(number), response=spoken) for number in range(count)],
+        ingredient=[pair] * ingredients,
+    )
+
+
+def _prompt(**fields: Any) -> llm_pb2.ModelRequest:
+    return llm_pb2.ModelRequest(formatted_prompt=PROMPT, max_tokens=40, **fields)
+
+
+_SCHEMA = llm_pb2.Grammar(json_schema=json.dumps(SCHEMA))
+_EGGS = {"task_title": "Eggs", "step_text": STEP, "more_details": "Use a timer."}
+CALLS = {
+    "call_model": Call("LLMRunner/call_model", _prompt(), timed=True, share=16),
+    "call_model, schema": Call("LLMRunner/call_model", _prompt(grammar=_SCHEMA), timed=True),
+    "call_model, regex": Call("LLMRunner/call_model", _prompt(grammar=llm_pb2.Grammar(regex=REGEX)), timed=True),
+    "batch_call_model": Call(
+        "LLMRunner/batch_call_model",
+        llm_pb2.ModelBatchRequest(formatted_prompts=[PROMPT] * 8, max_tokens=20),
+        timed=True,
+    ),
+    "stream_model": Call("LLMRunner/stream_model", _prompt(), timed=True, share=12),
+    "stream_model, read slowly": Call("LLMRunner/stream_model", _prompt(), timed=True),
+    "shorten": Call("LLMRunner/generate_summary", llm_pb2.TGISummaryRequest(input_text=STEP)),
+    "shorten several": Call("LLMRunner/generate_summaries", llm_pb2.TGIMultipleSummaryRequest(input_text=[STEP] * 3)),
+    "chit chat": Call(
+        "LLMChitChat/generate_chit_chat", llm_pb2.LLMChitChatRequest(user_question="How are you?"), timed=True
+    ),
+    "summary": Call("LLMSummaryGeneration/generate_summary", llm_pb2.SummaryGenerationRequest(**_EGGS)),
+    "summaries": Call(
+        "LLMSummaryGeneration/generate_summaries",
+        llm_pb2.MultipleSummaryGenerationRequest(**{name: [value] * 3 for name, value in _EGGS.items()}),
+    ),
+    "description": Call(
+        "LLMDescriptionGeneration/generate_description", llm_pb2.LLMDescriptionGenerationRequest(task_title="Soup")
+    ),
+    "descriptions": Call(
+        "LLMDescriptionGeneration/generate_descriptions",
+        llm_pb2.LLMMultipleDescriptionGenerationRequest(task_title=["Soup", "Cake"], domains=["COOKING"] * 2),
+    ),
+    "question": Call(
+        "LLMProactiveQuestionGeneration/generate_proactive_question",
+        llm_pb2.ProactiveQuestionGenerationRequest(task_title=["Soup"], previous_steps=[STEP], current_step=[STEP]),
+    ),
+    "replacement": Call(
+        "LLMReplacementGeneration/generate_replacement",
+        llm_pb2.IngredientReplacementRequest(original_ingredient=llm_pb2.Ingredient(name="butter", amount="100 g")),
+    ),
+    "rewrite_steps": Call("LLMReplacementGeneration/rewrite_steps", _steps(3, 1)),
+    "decision": Call(
+        "LLMExecutionSearchManager/generate_decision",
+        llm_pb2.ExecutionSearchRequest(user_question="I want to make pizza instead"),
+        timed=True,
+    ),
+    "bad: batch of 300,000": Call(
+        "LLMRunner/batch_call_model", llm_pb2.ModelBatchRequest(formatted_prompts=[""] * 300_000), REFUSED, share=1
+    ),
+    "bad: many steps": Call("LLMReplacementGeneration/rewrite_steps", _steps(250, 250), share=1),
+    "bad: 600 ingredients": Call("LLMReplacementGeneration/rewrite_steps", _steps(600, 600), REFUSED, share=1),
+    "bad: grammar": Call("LLMRunner/call_model", _prompt(grammar=llm_pb2.Grammar(json_schema="[1")), REFUSED, share=1),
+    "bad: message": Call("LLMRunner/call_model", b"\x0a\x05ab", REFUSED, share=1),
+    "bad: long prompt": Call(
+        "LLMRunner/call_model", llm_pb2.ModelRequest(formatted_prompt="rice " * 700_000), timed=True, share=1
+    ),
+}
+
+
+@dataclass
+class Report:
+    """Times in seconds, beyond the deadlines."""
+
+    outcomes: dict[str, dict[str, int]]
+    wrong: list[str]
+    calls: int
+    """Those that nobody cancelled."""
+    late: int
+    """Calls that were answered more than 50 ms after their deadline, as their caller saw it."""
+    worst: float
+    """The latest answer; below 0 when all came before."""
+    worst_but_delays: float
+    """The same less what the machine and this process delayed it by."""
+    latest: list[str]
+    """The five latest: how late in milliseconds, less those delays, and the kind."""
+    worst_delay: float
+    """The longest time that an idle thread of this process waited for the processor."""
+
+
+class FrontLoad:
+    """Workers that each make one call after the other."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self.tally = Tally()
+        self.delays = Delays()
+        self._channel = channel
+        self._times: list[tuple[str, float, float]] = []
+        """The kind of a call, when its answer was due, and when it came."""
+
+    async def run(self, seconds: float) -> Report:
+        over = time.monotonic() + seconds
+        async with self.delays.watched():
+            await asyncio.gather(*(self._work(over) for _ in range(WORKERS)))
+        past = sorted(
+            (
+                (ended - due, self.delays.between(due, ended) if ended > due else 0.0, kind)
+                for kind, due, ended in self._times
+            ),
+            reverse=True,
+        )
+        return Report(
+            outcomes={kind: dict(outcomes) for kind, outcomes in self.tally.outcomes.items()},
+            wrong=self.tally.wrong,
+            calls=len(past),
+            late=sum(late > SLACK_SECONDS for late, _, _ in past),
+            worst=past[0][0],
+            worst_but_delays=max(late - delay for late, delay, _ in past),
+            latest=[f"{late * 1000:.0f} ({(late - delay) * 1000:.0f}) {kind}" for late, delay, kind in past[:5]],
+            worst_delay=self.delays.worst(),
+        )
+
+    async def _work(self, over: float) -> None:
+        calls = list(CALLS.items())
+        shares = [call.share for _, call in calls]
+        while time.monotonic() < over:
+            ((kind, call),) = random.choices(calls, shares)
+            await self._make(kind, call)
+            await asyncio.sleep(random.uniform(0, PAUSE_SECONDS))
+
+    async def _make(self, kind: str, call: Call) -> None:
+        message, seconds = call.message, DEFAULT_SECONDS
+        if call.timed:
+            timeout = random.choice(TIMEOUTS)
+            message, seconds = type(message)(), timeout / 1000
+            message.CopyFrom(call.message)
+            message.timeout = timeout
+        sent = message if isinstance(message, bytes) else message.SerializeToString()
+        cancelled = random.random() < CANCELLED
+        begun = time.monotonic()
+        try:
+            async with asyncio.timeout(random.uniform(0, seconds) if cancelled else GUARD_SECONDS):
+                outcome = await self._answer(call.method, sent, slowly="slowly" in kind)
+        except TimeoutError:
+            if cancelled:
+                self.tally.note(kind, "cancelled")
+            else:
+                self.tally.fault(kind, f"no answer within {GUARD_SECONDS} s")
+            return
+        except grpc.aio.AioRpcError as error:
+            outcome = error.code().name
+            if error.code() != call.status:
+                self.tally.fault(kind, f"{outcome} {error.details()}")
+                return
+        if "slowly" not in kind:
+            self._times.append((kind, begun + seconds, time.monotonic()))
+        self.tally.note(kind, outcome)
+
+    async def _answer(self, method: str, sent: bytes, slowly: bool) -> str:
+        """Returns "answered", or why the answer is empty."""
+        if "stream" in method:
+            stream = self._channel.unary_stream(f"/{method}")(sent)
+            async for _ in stream:
+                await asyncio.sleep(random.uniform(0, 0.5) if slowly else 0)
+            trailing = await stream.trailing_metadata()
+        else:
+            call = self._channel.unary_unary(f"/{method}")(sent)
+            await call
+            trailing = await call.trailing_metadata()
+        reason = dict(trailing).get("empty-reason", "")
+        return f"empty: {reason}" if reason else "answered"
+
+
+async def main() -> None:
+    async with grpc.aio.insecure_channel(sys.argv[1]) as channel:
+        report = await FrontLoad(channel).run(float(sys.argv[2]))
+    print(json.dumps(asdict(report)), flush=True)
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

@@ -1,0 +1,199 @@
+"""Both services under mixed load for ten minutes: afterwards they hold what they held before, and nobody was harmed.
+
+make test ARGS="--runslow -n 0 -s -k test_soak"                     as long as it takes
+make test ARGS="--runslow -n 0 -s -k test_soak --soak-seconds 60"   shorter
+"""
+
+import asyncio
+import contextlib
+import json
+import re
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+import grpc
+import httpx
+import psutil
+import pytest
+
+from shared.stubs import llm_pb2, llm_pb2_grpc
+from tests.conftest import FreePort, ServerFactory
+from tests.integration.llm_functionalities.faults import priority
+from tests.integration.llm_functionalities.service import Service, running_service
+from tests.integration.soak.flapping_proxy import FlappingProxy
+from tests.integration.soak.front_load import DEFAULT_SECONDS, SLACK_SECONDS, Report
+from tests.integration.soak.http_load import HttpLoad
+from tests.integration.soak.tally import Tally
+from tests.integration.soak.vitals import Vitals, table, vitals
+from tests.integration.structured.test_generate import PROMPT
+from tests.servers import TextGenerationServer
+from tgi_server import demo_model
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+
+WARM_UP_SECONDS = 30.0
+SETTLE_SECONDS = 90.0
+IDLE_SECONDS = 4.0
+"""Longer than llm_functionalities keeps idle connections."""
+PLACES = 32
+"""Of the text-generation server, and as many threads of llm_functionalities."""
+CALLS = 64
+KV_TOKENS = 16_384
+CLIENT_SECONDS = 3
+"""The text-generation server's `--client-timeout`, so that it cuts off slow readers before they leave."""
+MORE_DESCRIPTORS = 0
+MORE_THREADS = 2
+"""Pools of threads start one when all others have something to do, which the warm-up need not have seen."""
+MORE_MEMORY = 100
+"""MiB: what the C library keeps of the largest bodies that came together, and caches that were not yet full."""
+SERVER = (
+    *(f"--model-id={demo_model.PATH}", "--dtype=float32", f"--max-concurrent-requests={PLACES}"),
+    *(f"--max-batch-total-tokens={KV_TOKENS}", f"--client-timeout={CLIENT_SECONDS}"),
+)
+FRONT = (
+    *("--default-timeout", str(DEFAULT_SECONDS)),
+    *("--threads", str(PLACES), "--max-concurrent-calls", str(CALLS)),
+)
+
+
+class Stack:
+    """A text-generation server, and llm_functionalities, which reaches it through a proxy."""
+
+    def __init__(self, server: TextGenerationServer, front: Service, proxy: FlappingProxy, metrics_port: int) -> None:
+        self.server = server
+        self.front = front
+        self.proxy = proxy
+        self.metrics = {"tgi": f"{server.url}/metrics", "llm": f"http://127.0.0.1:{metrics_port}/metrics"}
+
+    def vitals(self) -> dict[str, Vitals]:
+        server = {role: self.server.child(role) for role in ("router", "shard")}
+        launcher = psutil.Process(self.server.process.pid)
+        return vitals({"launcher": launcher, **server, "llm_functionalities": psutil.Process(self.front.process.pid)})
+
+    def value(self, of: str, metric: str) -> float:
+        text = httpx.get(self.metrics[of], timeout=30).text
+        found = re.search(rf"^{metric} (\S+)$", text, re.MULTILINE)
+        assert found, f"{metric} is not among the metrics:\n{text}"
+        return float(found.group(1))
+
+    def held(self) -> dict[str, float]:
+        """Places and KV blocks that requests have."""
+        return {
+            "requests waiting": self.value("tgi", "tgi_queue_size"),
+            "requests running": self.value("tgi", "tgi_batch_current_size"),
+            "KV slots held": self.value("tgi", "tgi_batch_current_max_tokens"),
+            "calls running": self.value("llm", "llm_functionalities_calls_running"),
+        }
+
+
+@contextlib.contextmanager
+def stack(server: TextGenerationServer, free_port: FreePort) -> Iterator[Stack]:
+    proxy, metrics_port = FlappingProxy(free_port(), int(server.url.rpartition(":")[2])), free_port()
+    flags = ("--endpoint", f"http://127.0.0.1:{proxy.port}", *FRONT, f"--metrics-port={metrics_port}")
+    with contextlib.ExitStack() as running:
+        with priority():
+            front = running.enter_context(running_service(*flags))
+        yield Stack(server, front, proxy, metrics_port)
+
+
+def start_callers(address: str, seconds: float) -> "subprocess.Popen[str]":
+    command = [sys.executable, "-m", "tests.integration.soak.front_load", address, str(seconds)]
+    with priority():
+        return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+async def load(stack: Stack, seconds: float) -> tuple[Tally, Report]:
+    """Everything at once; afterwards the proxy is well, and no client is connected."""
+    callers = start_callers(stack.front.address, seconds)
+    http = HttpLoad(stack.server.url)
+    await http.begin()
+    flapping = asyncio.create_task(stack.proxy.flap())
+    try:
+        await http.run(seconds)
+        output, _ = await asyncio.to_thread(callers.communicate, timeout=60)
+    finally:
+        callers.kill()
+        callers.wait()
+        flapping.cancel()
+        await asyncio.gather(flapping, return_exceptions=True)
+        await http.close()
+    return http.tally, Report(**json.loads(output))
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    """Returns when it is true, or when nobody would wait any longer."""
+    deadline = time.monotonic() + SETTLE_SECONDS
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.5)
+
+
+async def settled(stack: Stack) -> None:
+    """Waits until nothing runs and idle connections are gone; a call makes llm_functionalities drop its own."""
+    await asyncio.to_thread(wait_for, lambda: not any(stack.held().values()))
+    await asyncio.sleep(max(IDLE_SECONDS, CLIENT_SECONDS + 1))
+    await places_of_the_front(stack, 1)
+    await asyncio.sleep(1)
+
+
+async def places_of_the_front(stack: Stack, calls: int) -> Counter[str]:
+    """As many calls at once as there are places. Returns what became of them."""
+    async with grpc.aio.insecure_channel(stack.front.address) as channel:
+        stub = llm_pb2_grpc.LLMRunnerStub(channel)
+        request = llm_pb2.ModelRequest(formatted_prompt=PROMPT, max_tokens=10, timeout=20_000)
+        answers = await asyncio.gather(*(stub.call_model(request) for _ in range(calls)), return_exceptions=True)
+    return Counter(type(answer).__name__ if isinstance(answer, Exception) else "answered" for answer in answers)
+
+
+async def places_of_the_server(stack: Stack) -> Counter[int]:
+    """As many requests at once as there are places. Returns their statuses."""
+    body = {"inputs": PROMPT, "parameters": {"max_new_tokens": 60, "ignore_eos": True}}
+    async with httpx.AsyncClient(base_url=stack.server.url, timeout=60) as http:
+        answers = await asyncio.gather(*(http.post("/generate", json=body) for _ in range(PLACES)))
+    return Counter(answer.status_code for answer in answers)
+
+
+def grown(before: dict[str, Vitals], after: dict[str, Vitals]) -> dict[str, tuple[Vitals | None, Vitals]]:
+    """Processes that hold more than before, or that were not there."""
+    return {
+        name: (old, new)
+        for name, new in after.items()
+        if (old := before.get(name)) is None
+        or new.descriptors > old.descriptors + MORE_DESCRIPTORS
+        or new.threads > old.threads + MORE_THREADS
+        or new.resident > old.resident + MORE_MEMORY
+    }
+
+
+async def test_nobody_is_harmed_and_nothing_is_kept(
+    server: ServerFactory, free_port: FreePort, pytestconfig: pytest.Config
+) -> None:
+    seconds = float(pytestconfig.getoption("--soak-seconds"))
+    with stack(server(*SERVER).wait_until_ready(), free_port) as running:
+        await running.proxy.start()
+        await load(running, min(WARM_UP_SECONDS, seconds / 2))
+        await places_of_the_front(running, CALLS)
+        await settled(running)
+        before = await asyncio.to_thread(running.vitals)
+        running.proxy.faults.clear()
+        tally, report = await load(running, seconds)
+        await settled(running)
+        await asyncio.to_thread(wait_for, lambda: not grown(before, running.vitals()))
+        after, held = await asyncio.to_thread(running.vitals), await asyncio.to_thread(running.held)
+        places = await places_of_the_server(running), await places_of_the_front(running, CALLS)
+        await running.proxy.stop()
+        front = Tally()
+        for kind, outcomes in report.outcomes.items():
+            front.outcomes[kind].update(outcomes)
+        print(f"\n{seconds:.0f} s\n\n{tally.table()}\n\n{front.table()}\n\n{table(before, after)}\n")
+        print(f"faults of the way: {dict(running.proxy.faults)}; held: {held}; places: {places}")
+        print(f"calls: {report.calls}, later than 50 ms: {report.late}, worst: {report.worst * 1000:.0f} ms, ")
+        print(f"latest: {report.latest}")
+        print(f"less delays: {report.worst_but_delays * 1000:.0f} ms, idle thread: {report.worst_delay * 1000:.0f} ms")
+    assert tally.wrong == report.wrong == []
+    assert report.worst_but_delays < SLACK_SECONDS, report
+    assert not any(held.values()), held
+    assert places == ({200: PLACES}, {"answered": CALLS})
+    assert not grown(before, after)

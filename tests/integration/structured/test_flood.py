@@ -1,0 +1,166 @@
+"""Many hostile grammars every second: plain streams go on, and a new grammar that is good is soon compiled.
+
+    python -m tests.integration.structured.test_flood
+
+prints what it measures.
+"""
+
+import asyncio
+import json
+import random
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import httpx
+import pytest
+
+from tests import hostile_grammars as hostile
+from tests.integration.structured.test_generate import PROMPT
+from tests.servers import TextGenerationServer
+from tgi_server import demo_model
+
+STREAMS = 8
+HOSTILE_A_SECOND = 64
+SECONDS = 12.0
+
+
+@dataclass
+class Measured:
+    """Plain tokens per second, alone and beside the flood; seconds of each new grammar beside it; hostile answers."""
+
+    alone: float
+    beside: float
+    good: list[float]
+    answers: dict[int, int]
+
+
+def hostile_grammar(number: int) -> dict[str, Any]:
+    """No two are alike."""
+    kinds = (
+        lambda: {"type": "json", "value": hostile.references(1_000 + number)},
+        lambda: {"type": "lark", "value": hostile.rules(2_750 + number)},
+        lambda: {"type": "json", "value": hostile.spans(3_000 + number)},
+        lambda: {"type": "json", "value": hostile.mutual(11, f"{number}")},
+        lambda: {"type": "regex", "value": hostile.optional_letters(100_000 + number)},
+        lambda: {"type": "regex", "value": hostile.optional_letters(700 + number)},
+        lambda: {"type": "regex", "value": f"(.*a.{{12}}|.*b.{{11}}){{1,{50 + number}}}"},
+    )
+    return kinds[number % len(kinds)]()
+
+
+def good_grammar(number: int) -> dict[str, Any]:
+    schema = {
+        "type": "object",
+        "properties": {f"member {number} {i}": {"type": "string", "maxLength": 4} for i in range(8)},
+        "required": [f"member {number} {i}" for i in range(2)],
+    }
+    return {"type": "json", "value": schema}
+
+
+async def tokens_of_streams(client: httpx.AsyncClient, counted: list[float]) -> None:
+    """Notes when each token comes, for ever."""
+    body = {"inputs": PROMPT, "parameters": {"max_new_tokens": 200, "ignore_eos": True, "do_sample": True}}
+    while True:
+        async with client.stream("POST", "/generate_stream", json=body) as response:
+            async for line in response.aiter_lines():
+                if line.startswith("data:"):
+                    counted.append(time.perf_counter())
+
+
+def _body(grammar: dict[str, Any]) -> bytes:
+    return json.dumps({"inputs": "x", "parameters": {"grammar": grammar, "max_new_tokens": 1}}).encode()
+
+
+async def ask(client: httpx.AsyncClient, grammar: dict[str, Any]) -> httpx.Response:
+    return await client.post("/generate", content=_body(grammar), headers={"content-type": "application/json"})
+
+
+async def flood(client: httpx.AsyncClient, answers: dict[int, int]) -> None:
+    """Starts so many requests a second, whether the last ones are answered or not."""
+
+    async def attack(number: int) -> None:
+        response = await client.post(
+            "/generate", content=bodies[number % len(bodies)], headers={"content-type": "application/json"}
+        )
+        answers[response.status_code] = answers.get(response.status_code, 0) + 1
+
+    first = random.randrange(1_000)
+    bodies = [_body(hostile_grammar(first + i)) for i in range(7 * 60)]  # made before, as it takes time
+    async with asyncio.TaskGroup() as group:
+        for number in range(10**9):
+            group.create_task(attack(number))
+            await asyncio.sleep(1 / HOSTILE_A_SECOND)
+
+
+@asynccontextmanager
+async def running(*works: Any) -> AsyncIterator[None]:
+    tasks = [asyncio.create_task(work) for work in works]
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def measured(url: str) -> Measured:
+    tokens: list[float] = []
+    good: list[float] = []
+    answers: dict[int, int] = {}
+    limits = httpx.Limits(max_connections=1_000)
+    async with httpx.AsyncClient(base_url=url, timeout=60, limits=limits) as client:
+        await ask(client, good_grammar(0))
+        async with running(*(tokens_of_streams(client, tokens) for _ in range(STREAMS))):
+            await asyncio.sleep(2)
+            rates = []
+            for attacked in (False, True):
+                async with running(*([flood(client, answers)] if attacked else [])):
+                    await asyncio.sleep(3)  # until as many wait as ever do
+                    began, before = time.perf_counter(), len(tokens)
+                    while time.perf_counter() - began < SECONDS:
+                        started = time.perf_counter()
+                        response = await ask(client, good_grammar(int(started * 1000)))
+                        if attacked:
+                            good.append(time.perf_counter() - started)
+                            assert response.status_code == 200, response.text
+                        await asyncio.sleep(0.5)
+                    rates.append((len(tokens) - before) / (time.perf_counter() - began))
+    return Measured(*rates, good, answers)
+
+
+@pytest.mark.slow
+async def test_plain_streams_and_good_grammars_go_on_beside_a_flood(demo_server: TextGenerationServer) -> None:
+    """On a quiet machine the streams lose a few percent; the bounds are for a busy one."""
+    found = await measured(demo_server.url)
+    assert found.beside > 0.7 * found.alone, found
+    assert max(found.good) < 2, found
+    assert set(found.answers) <= {200, 422, 429}, found
+
+
+if __name__ == "__main__":
+    with TemporaryDirectory() as folder:
+        server = TextGenerationServer(28_123, Path(folder) / "log", f"--model-id={demo_model.PATH}", "--dtype=float32")
+        try:
+            found = asyncio.run(measured(server.wait_until_ready().url))
+        finally:
+            server.stop()
+        times = sorted(found.good)
+        print(
+            json.dumps(
+                {
+                    "tokens/s alone": round(found.alone),
+                    "tokens/s beside": round(found.beside),
+                    "lost": f"{1 - found.beside / found.alone:.1%}",
+                    "good grammars": len(times),
+                    "median s": round(times[len(times) // 2], 3),
+                    "slowest s": round(times[-1], 3),
+                    "hostile answers": found.answers,
+                },
+                indent=1,
+            )
+        )

@@ -1,0 +1,36 @@
+"""Waiting for what happens beside a test, on machines that have other things to do."""
+
+import time
+from collections.abc import Callable
+from functools import wraps
+from typing import ParamSpec
+
+import grpc
+
+ATTEMPTS = 5
+
+P = ParamSpec("P")
+
+
+def until(condition: Callable[[], bool], seconds: float = 5.0) -> float:
+    """Waits for the condition. Returns the seconds that it took; fails after `seconds`."""
+    started = time.monotonic()
+    while not condition():
+        assert time.monotonic() - started < seconds, "it did not come true in time"
+        time.sleep(0.005)
+    return time.monotonic() - started
+
+
+def on_a_busy_machine(test: Callable[P, None]) -> Callable[P, None]:
+    """Repeats a test of short times: other programs may make an attempt late, but a slow service is late each time."""
+
+    @wraps(test)
+    def repeated(*arguments: P.args, **named: P.kwargs) -> None:
+        for _ in range(ATTEMPTS - 1):
+            try:
+                return test(*arguments, **named)
+            except (AssertionError, grpc.RpcError):
+                time.sleep(0.5)
+        return test(*arguments, **named)
+
+    return repeated

@@ -1,0 +1,66 @@
+"""A shard has its part of the model in memory, and never more than that."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.tiny_models import make
+from tests.unit.engine.requests import load_engine
+from tests.unit.engine.sharding.ranks import Ranks
+from tgi_server.engine.sharding import ShardGroup
+
+SETTINGS = {"vocab_size": 32_000, "hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 6}
+HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4}
+MARGIN = 1.1
+
+
+class Peak:
+    """The most bytes of RAM that this process had for itself; pages of files it maps do not count."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        self._thread.start()
+        try:
+            yield
+        finally:
+            self._done.set()
+            self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._done.wait(0.002):
+            self.bytes = max(self.bytes, own_bytes())
+
+
+def own_bytes() -> int:
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
+    return int(line.split()[1]) * 1024
+
+
+def peak_of_loading(group: ShardGroup, folder: Path, small: Path) -> int:
+    """Bytes that loading adds; what any model brings along is there already, from a small one."""
+    load_engine(small, group=group)
+    before, peak = own_bytes(), Peak()
+    with peak.watching():
+        engine = load_engine(folder, group=group)
+    assert engine.info.paged
+    return peak.bytes - before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [2, 4])
+def test_a_shard_takes_its_part_of_the_memory(count: int, tmp_path: Path) -> None:
+    folder = make("llama", tmp_path / "large", **SETTINGS, **HEADS)
+    small = make("llama", tmp_path / "small")
+    size = (folder / "model.safetensors").stat().st_size
+    assert size > 200_000_000
+    with Ranks(count) as ranks:
+        for peak in ranks.run(peak_of_loading, folder, small):
+            assert peak < MARGIN * size / count

@@ -1,0 +1,40 @@
+"""Loading a model from a folder."""
+
+import pytest
+import torch
+
+from tgi_server import demo_model
+from tgi_server.engine import Engine, EngineConfig
+from tgi_server.engine.errors import InvalidWeights, ModelNotFound, UnsupportedModel
+
+
+@pytest.mark.parametrize(
+    ("broken", "error", "message"),
+    [
+        ("absent", ModelNotFound, "no model folder"),
+        ("no config", ModelNotFound, "no config.json"),
+        ("config", UnsupportedModel, "not valid JSON|cannot be used"),
+        ("no weights", ModelNotFound, "no \\*.safetensors"),
+        ("truncated", InvalidWeights, "corrupt or incomplete"),
+        ("float16 without kernels", UnsupportedModel, "--dtype bfloat16"),
+    ],
+)
+def test_a_folder_that_cannot_be_loaded_says_why(tmp_path, broken, error, message) -> None:
+    folder = tmp_path / "model"
+    if broken != "absent":
+        folder.mkdir()
+        for file in demo_model.PATH.iterdir():
+            (folder / file.name).write_bytes(file.read_bytes())
+    if broken == "no config":
+        (folder / "config.json").unlink()
+    if broken == "config":
+        (folder / "config.json").write_text("{")
+    if broken == "no weights":
+        (folder / "model.safetensors").unlink()
+    if broken == "truncated":
+        weights = folder / "model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:-1000])
+    without_kernels = broken == "float16 without kernels"
+    dtype = torch.float16 if without_kernels else None
+    with pytest.raises(error, match=message):
+        Engine(EngineConfig(folder, dtype=dtype, custom_kernels=not without_kernels))

@@ -1,0 +1,45 @@
+import json
+import os
+
+import pytest
+
+from tgi_server.launcher.processes.child import ProcessLog
+
+LINE = "2026-01-02T03:04:05.678Z INFO    shard-0: loaded"
+ERROR = "2026-01-02T03:04:05.678Z ERROR   shard-0: no memory"
+
+
+async def follow(name: str, output: bytes) -> ProcessLog:
+    read_end, write_end = os.pipe()
+    os.set_blocking(write_end, False)
+    os.write(write_end, output)
+    os.close(write_end)
+    log = ProcessLog(name)
+    await log.follow(read_end)
+    return log
+
+
+async def test_log_lines_pass_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    log = await follow("shard-0", f"{LINE}\n{ERROR}\n{LINE}\n".encode())
+    assert capsys.readouterr().err == f"{LINE}\n{ERROR}\n{LINE}\n"
+    assert log.last_error == "no memory"
+
+
+async def test_json_lines_pass_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    line = json.dumps({"level": "CRITICAL", "service": "router", "message": "lost"})
+    log = await follow("router", line.encode())
+    assert capsys.readouterr().err == f"{line}\n"
+    assert log.last_error == "lost"
+
+
+async def test_other_lines_get_a_name(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    log = await follow("shard-0", b"Killed\n\n{not json}\nshard-0: out of luck \xff")
+    assert caplog.messages == ["shard-0: Killed", "shard-0: {not json}", "shard-0: out of luck \ufffd"]
+    assert log.last_error == "out of luck \ufffd"
+
+
+async def test_a_line_may_be_long(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    await follow("router", b"a" * 65_000)
+    assert caplog.messages == ["router: " + "a" * 65_000]

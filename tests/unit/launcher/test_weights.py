@@ -1,0 +1,35 @@
+"""The model's folder, where it lies on this machine; downloads are tested in tests/integration/shard."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from shared.settings import read_settings
+from tgi_server import demo_model
+from tgi_server.launcher.errors import CannotStartError, ModelMissingError
+from tgi_server.launcher.settings import LauncherSettings
+from tgi_server.launcher.weights import check_tokenizer, find_model
+
+
+def settings(model_id: object) -> LauncherSettings:
+    return read_settings(LauncherSettings, "launcher", [f"--model-id={model_id}"])
+
+
+async def test_a_folder_with_weights_is_the_model() -> None:
+    assert await find_model(settings(demo_model.PATH)) == demo_model.PATH
+
+
+async def test_a_folder_that_is_not_there_cannot_be_fetched(tmp_path: Path) -> None:
+    with pytest.raises(ModelMissingError) as error:
+        await find_model(settings(tmp_path / "absent"))
+    assert error.value.status == 1
+
+
+def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(demo_model.PATH, folder)
+    check_tokenizer(folder)
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(CannotStartError, match=r"has no tokenizer\.json"):
+        check_tokenizer(folder)

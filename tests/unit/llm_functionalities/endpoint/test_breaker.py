@@ -1,0 +1,118 @@
+"""A breaker around an endpoint that is a flag."""
+
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from llm_functionalities.endpoint.breaker import CircuitBreaker
+from llm_functionalities.errors import CircuitOpen, ServerFailed, Unreachable
+from tests.timing import until
+
+INTERVAL = 0.1
+
+
+class Patient:
+    """An endpoint that is healthy or not."""
+
+    def __init__(self) -> None:
+        self.healthy = True
+        self.probes = 0
+
+    def probe(self) -> None:
+        self.probes += 1
+        if not self.healthy:
+            raise Unreachable("still away")
+
+
+@pytest.fixture
+def patient() -> Patient:
+    return Patient()
+
+
+@pytest.fixture
+def breaker(patient: Patient) -> Iterator[CircuitBreaker]:
+    breaker = CircuitBreaker("it", patient.probe, interval=INTERVAL, tolerance=3, patience=0.5)
+    yield breaker
+    breaker.stop(2)
+
+
+def test_it_opens_at_once_when_no_connection_can_be_made_and_says_why(
+    breaker: CircuitBreaker, patient: Patient
+) -> None:
+    patient.healthy = False
+    breaker.check()
+    breaker.unreachable(Unreachable("refused"))
+    assert not breaker.closed
+    with pytest.raises(CircuitOpen, match="refused"):
+        breaker.check()
+
+
+def test_it_tolerates_failures_unless_they_follow_each_other(breaker: CircuitBreaker) -> None:
+    for _ in range(5):
+        breaker.failed(ServerFailed("500"))
+        breaker.failed(ServerFailed("500"))
+        breaker.succeeded()
+    assert breaker.closed
+    for _ in range(3):
+        breaker.failed(ServerFailed("500"))
+    assert not breaker.closed
+
+
+def test_it_closes_by_itself_once_the_endpoint_is_back(breaker: CircuitBreaker, patient: Patient) -> None:
+    patient.healthy = False
+    breaker.unreachable(Unreachable("refused"))
+    time.sleep(INTERVAL * 2.5)
+    assert not breaker.closed
+    patient.healthy = True
+    assert until(lambda: breaker.closed) < INTERVAL * 2
+    breaker.check()
+
+
+def test_it_leaves_the_endpoint_alone_for_an_interval(breaker: CircuitBreaker, patient: Patient) -> None:
+    breaker.unreachable(Unreachable("refused"))
+    time.sleep(INTERVAL / 2)
+    assert patient.probes == 0
+    assert not breaker.closed
+
+
+def test_a_suspicion_is_looked_into_before_anything_is_refused(breaker: CircuitBreaker, patient: Patient) -> None:
+    breaker.suspect()
+    until(lambda: patient.probes == 1)
+    time.sleep(INTERVAL)
+    assert breaker.closed
+    patient.healthy = False
+    time.sleep(INTERVAL)
+    breaker.suspect()
+    until(lambda: not breaker.closed)
+    patient.healthy = True
+    until(lambda: breaker.closed)
+
+
+def test_many_suspicions_make_few_probes(breaker: CircuitBreaker, patient: Patient) -> None:
+    ends = time.monotonic() + INTERVAL * 3
+    while time.monotonic() < ends:
+        breaker.suspect()
+    assert patient.probes <= 4
+
+
+def test_nobody_is_probed_for_ever(breaker: CircuitBreaker, patient: Patient) -> None:
+    patient.healthy = False
+    breaker.unreachable(Unreachable("refused"))
+    until(lambda: breaker.closed)
+    probes = patient.probes
+    time.sleep(INTERVAL * 3)
+    assert patient.probes == probes
+    assert not [thread for thread in threading.enumerate() if thread.name == "watch it"]
+
+
+def test_stopping_ends_the_watch(patient: Patient) -> None:
+    patient.healthy = False
+    breaker = CircuitBreaker("it", patient.probe, interval=INTERVAL)
+    breaker.unreachable(Unreachable("refused"))
+    breaker.stop(2)
+    assert not [thread for thread in threading.enumerate() if thread.name == "watch it"]
+    breaker.suspect()
+    breaker.unreachable(Unreachable("refused"))
+    assert not [thread for thread in threading.enumerate() if thread.name == "watch it"]

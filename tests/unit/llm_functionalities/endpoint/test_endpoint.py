@@ -1,0 +1,111 @@
+"""Requests to one text-generation server, and what becomes of its responses."""
+
+from collections.abc import Iterator
+
+import httpx2
+import pytest
+
+from llm_functionalities.endpoint.address import Address
+from llm_functionalities.endpoint.call import Call, Deadline
+from llm_functionalities.endpoint.endpoint import Endpoint
+from llm_functionalities.endpoint.generation import Generation, Grammar
+from llm_functionalities.errors import (
+    BadResponse,
+    CircuitOpen,
+    ConnectionLost,
+    DeadlineExceeded,
+    ModelError,
+    Overloaded,
+    Rejected,
+    ServerFailed,
+    Unreachable,
+)
+from tests.fakes.model_server import ModelServer
+from tests.timing import until
+
+PLAIN = Generation(8)
+GRAMMAR = Generation(8, Grammar(regex="[a-z]+"), grammar_is_optional=True)
+
+
+@pytest.fixture
+def endpoint(server: ModelServer, http: httpx2.Client) -> Iterator[Endpoint]:
+    endpoint = Endpoint(Address.parse(server.url), http, "s3cret", interval=0.05)
+    yield endpoint
+    endpoint.breaker.stop(2)
+
+
+def generate(endpoint: Endpoint, generation: Generation = PLAIN, seconds: float = 5) -> str:
+    return endpoint.generate("hello", generation, Call(Deadline.after(seconds), {"traceparent": "00-1"}))
+
+
+def test_a_request_has_the_token_and_the_trace(endpoint: Endpoint, server: ModelServer) -> None:
+    assert generate(endpoint) == "a fine answer"
+    (request,) = server.requests
+    assert request.headers["authorization"] == "Bearer s3cret"
+    assert request.headers["traceparent"] == "00-1"
+    assert request.body == {
+        "inputs": "hello",
+        "parameters": {"max_new_tokens": 8, "return_full_text": False},
+    }
+
+
+@pytest.mark.parametrize(
+    ("fault", "error"),
+    [
+        (429, Overloaded),
+        (500, ServerFailed),
+        (503, ServerFailed),
+        (422, Rejected),
+        (413, Rejected),
+        ("garbage", BadResponse),
+        ("endless", BadResponse),
+        ("reset", ConnectionLost),
+        ("hang", DeadlineExceeded),
+        ("trickle", DeadlineExceeded),
+    ],
+)
+def test_each_failure_has_its_error(
+    fault: str | int, error: type[ModelError], endpoint: Endpoint, server: ModelServer
+) -> None:
+    server.fault, server.sick = fault, False
+    with pytest.raises(error):
+        generate(endpoint, seconds=0.3)
+    assert endpoint.in_flight == 0
+    assert len(server.requests) == 1
+
+
+def test_a_server_that_is_gone_opens_the_circuit_until_it_is_back(endpoint: Endpoint, server: ModelServer) -> None:
+    server.kill()
+    with pytest.raises(Unreachable):
+        generate(endpoint)
+    with pytest.raises(CircuitOpen):
+        generate(endpoint)
+    server.start()
+    until(lambda: endpoint.breaker.closed)
+    assert generate(endpoint) == "a fine answer"
+
+
+def test_an_optional_grammar_is_left_out_where_the_server_takes_none(
+    endpoint: Endpoint, server: ModelServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    server.fault = "no grammars"
+    assert [generate(endpoint, GRAMMAR) for _ in range(3)] == ["a fine answer"] * 3
+    assert ["grammar" in request.body["parameters"] for request in server.requests] == [True, False, False, False]
+    assert sum("takes no grammars" in record.getMessage() for record in caplog.records) == 1
+
+
+@pytest.mark.parametrize("status", [429, 503])
+def test_a_server_that_is_busy_with_grammars_still_takes_them(
+    status: int, endpoint: Endpoint, server: ModelServer
+) -> None:
+    server.fault, server.sick = status, False
+    with pytest.raises(ModelError):
+        generate(endpoint, GRAMMAR)
+    server.fault = None
+    generate(endpoint, GRAMMAR)
+    assert ["grammar" in request.body["parameters"] for request in server.requests] == [True, True]
+
+
+def test_a_stream_comes_in_pieces(endpoint: Endpoint) -> None:
+    assert list(endpoint.stream("hello", Generation(8), Call(Deadline.after(5)))) == ["a", " fine", " answer"]
+    assert endpoint.in_flight == 0

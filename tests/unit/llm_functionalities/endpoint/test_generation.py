@@ -1,0 +1,23 @@
+"""The parameters of a generation, as the text-generation API takes them."""
+
+import json
+
+from llm_functionalities.endpoint.generation import Generation, Grammar
+
+
+def test_the_parameters_of_a_request() -> None:
+    assert Generation(7).parameters() == {"max_new_tokens": 7, "grammar": None, "return_full_text": False}
+    with_grammar = Generation(7, Grammar(regex="[0-9]+"), grammar_is_optional=True)
+    assert with_grammar.parameters()["grammar"] == {"type": "regex", "value": "[0-9]+"}
+    assert with_grammar.without_grammar() == Generation(7)
+
+
+def test_a_schema_is_sent_as_it_is() -> None:
+    assert Grammar(json_schema={"type": "object"}).payload == {"type": "json", "value": {"type": "object"}}
+
+
+def test_a_null_in_a_schema_is_not_lost() -> None:
+    schema = {"properties": {"a": {"const": None}}}
+    value = Grammar(json_schema=schema).payload["value"]
+    assert isinstance(value, str)
+    assert json.loads(value) == schema

@@ -1,0 +1,65 @@
+"""HTTP whose every wait is bounded, against real sockets."""
+
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+import httpx2
+import pytest
+
+from llm_functionalities.endpoint.call import Call, Deadline, working_on
+from llm_functionalities.errors import BadResponse, Cancelled, DeadlineExceeded, Unreachable
+from tests.fakes.model_server import ModelServer
+
+
+def post(http: httpx2.Client, url: str, seconds: float = 5) -> httpx2.Response:
+    with working_on(Call(Deadline.after(seconds))):
+        return http.post(f"{url}/generate", json={"inputs": "hello"})
+
+
+def test_connections_are_used_again(http: httpx2.Client, server: ModelServer) -> None:
+    for _ in range(3):
+        assert post(http, server.url).json() == {"generated_text": "a fine answer"}
+    assert server.connections == 1
+
+
+@pytest.mark.parametrize("fault", ["hang", "trickle"])
+def test_no_number_of_short_waits_outlasts_the_deadline(fault: str, http: httpx2.Client, server: ModelServer) -> None:
+    server.fault = fault
+    started = time.monotonic()
+    with pytest.raises(DeadlineExceeded):
+        post(http, server.url, 0.3)
+    assert 0.25 < time.monotonic() - started < 2
+
+
+def test_a_call_can_be_cancelled_while_it_waits(http: httpx2.Client, server: ModelServer) -> None:
+    server.fault = "hang"
+    call = Call(Deadline.after(30))
+    threading.Timer(0.1, call.cancel).start()
+    with working_on(call), pytest.raises(Cancelled):
+        http.get(f"{server.url}/health")
+
+
+def test_a_response_without_end_is_refused(http: httpx2.Client, server: ModelServer) -> None:
+    server.fault = "endless"
+    with pytest.raises(BadResponse, match="longer than 50000 bytes"):
+        post(http, server.url)
+
+
+def test_nobody_listens(http: httpx2.Client, free_port: Callable[[], int]) -> None:
+    with pytest.raises(Unreachable, match=r"127\.0\.0\.1 port"):
+        post(http, f"http://127.0.0.1:{free_port()}")
+
+
+def test_a_redirect_is_not_followed(http: httpx2.Client) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def redirect() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(65536)
+                connection.sendall(b"HTTP/1.1 302 Found\r\nlocation: http://example.com/\r\ncontent-length: 0\r\n\r\n")
+
+        threading.Thread(target=redirect).start()
+        assert post(http, f"http://127.0.0.1:{listener.getsockname()[1]}").status_code == 302

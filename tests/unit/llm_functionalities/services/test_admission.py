@@ -1,0 +1,161 @@
+"""Calls through the interceptor of a real gRPC server whose one method does as it is told."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import pytest
+from prometheus_client import generate_latest
+
+from llm_functionalities.endpoint.call import Deadline
+from llm_functionalities.errors import InvalidRequest
+from llm_functionalities.metrics import Metrics
+from llm_functionalities.services.admission import Admission
+from llm_functionalities.services.context import CallContext
+from shared.stubs import llm_pb2, llm_pb2_grpc
+
+
+class Servicer(llm_pb2_grpc.LLMRunnerServicer):
+    """Responds with the prompt. `fault` is raised instead; `gate` is awaited first."""
+
+    def __init__(self) -> None:
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.fault: Exception | None = None
+        self.ended = 0
+
+    async def call_model(self, request: llm_pb2.ModelRequest, context: CallContext) -> llm_pb2.ModelResponse:
+        await self.gate.wait()
+        if self.fault is not None:
+            raise self.fault
+        return llm_pb2.ModelResponse(text=request.formatted_prompt)
+
+    async def stream_model(
+        self, request: llm_pb2.ModelRequest, context: CallContext
+    ) -> AsyncIterator[llm_pb2.ModelResponse]:
+        context.deadline = Deadline.after(5)
+        try:
+            for word in request.formatted_prompt.split():
+                yield llm_pb2.ModelResponse(text=word)
+                await self.gate.wait()
+        finally:
+            self.ended += 1
+
+
+@pytest.fixture
+def metrics() -> Metrics:
+    return Metrics()
+
+
+@pytest.fixture
+async def servicer() -> Servicer:
+    return Servicer()
+
+
+@pytest.fixture
+async def channel(servicer: Servicer, metrics: Metrics) -> AsyncIterator[grpc.aio.Channel]:
+    server = grpc.aio.server(interceptors=[Admission(2, metrics, max_entries=3, receive_timeout=0.3)])
+    llm_pb2_grpc.add_LLMRunnerServicer_to_server(servicer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        yield channel
+    await server.stop(None)
+
+
+@pytest.fixture
+def runner(channel: grpc.aio.Channel) -> Any:
+    return llm_pb2_grpc.LLMRunnerStub(channel)
+
+
+def counted(metrics: Metrics, method: str, status: str) -> float:
+    return metrics.calls.labels(f"/LLMRunner/{method}", status)._value.get()
+
+
+async def refusal(call: Any) -> tuple[grpc.StatusCode, str]:
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        await call
+    return error.value.code(), error.value.details()
+
+
+async def test_a_call_and_a_stream(runner: Any, metrics: Metrics) -> None:
+    assert (await runner.call_model(llm_pb2.ModelRequest(formatted_prompt="hello"))).text == "hello"
+    request = llm_pb2.ModelRequest(formatted_prompt="one two three")
+    assert [part.text async for part in runner.stream_model(request)] == ["one", "two", "three"]
+    assert counted(metrics, "call_model", "OK") == 1
+    assert counted(metrics, "stream_model", "OK") == 1
+
+
+async def test_more_calls_than_there_are_places_are_refused(runner: Any, servicer: Servicer, metrics: Metrics) -> None:
+    servicer.gate.clear()
+    calls = [runner.call_model(llm_pb2.ModelRequest(formatted_prompt="x")) for _ in range(2)]
+    await asyncio.sleep(0.2)
+    assert b"llm_functionalities_calls_running 2.0" in generate_latest(metrics.registry)
+    code, details = await refusal(runner.call_model(llm_pb2.ModelRequest()))
+    assert code == grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert details == "2 calls are under way; try again"
+    servicer.gate.set()
+    assert [(await call).text for call in calls] == ["x", "x"]
+    assert (await runner.call_model(llm_pb2.ModelRequest(formatted_prompt="y"))).text == "y"
+    assert counted(metrics, "call_model", "RESOURCE_EXHAUSTED") == 1
+
+
+async def test_a_call_without_a_place_is_refused_before_its_message_is_received(
+    channel: grpc.aio.Channel, runner: Any, servicer: Servicer
+) -> None:
+    servicer.gate.clear()
+    calls = [runner.call_model(llm_pb2.ModelRequest(formatted_prompt="x")) for _ in range(2)]
+    await asyncio.sleep(0.2)
+    no_message_yet = channel.stream_unary("/LLMRunner/call_model")()
+    assert await no_message_yet.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+    servicer.gate.set()
+    assert [(await call).text for call in calls] == ["x", "x"]
+
+
+async def test_a_refusal_of_the_service_is_a_status(runner: Any, servicer: Servicer, metrics: Metrics) -> None:
+    servicer.fault = InvalidRequest("the number is too large")
+    code, details = await refusal(runner.call_model(llm_pb2.ModelRequest()))
+    assert (code, details) == (grpc.StatusCode.INVALID_ARGUMENT, "the number is too large")
+    assert counted(metrics, "call_model", "INVALID_ARGUMENT") == 1
+
+
+@pytest.mark.logs_tracebacks
+async def test_a_fault_of_the_service_is_counted_and_logged(
+    runner: Any, servicer: Servicer, metrics: Metrics, caplog: pytest.LogCaptureFixture
+) -> None:
+    servicer.fault = ZeroDivisionError("a fault")
+    assert (await refusal(runner.call_model(llm_pb2.ModelRequest())))[0] == grpc.StatusCode.UNKNOWN
+    assert counted(metrics, "call_model", "INTERNAL") == 1
+    assert "ZeroDivisionError: a fault" in caplog.text
+
+
+async def test_an_abandoned_stream_is_closed_and_gives_its_place_back(
+    runner: Any, servicer: Servicer, metrics: Metrics
+) -> None:
+    servicer.gate.clear()
+    for _ in range(5):
+        stream = runner.stream_model(llm_pb2.ModelRequest(formatted_prompt="one two"))
+        assert (await stream.read()).text == "one"
+        stream.cancel()
+        await asyncio.sleep(0.1)
+    assert servicer.ended == 5
+    assert counted(metrics, "stream_model", "CANCELLED") == 5
+
+
+async def test_a_request_that_does_not_arrive_is_given_up(channel: grpc.aio.Channel, metrics: Metrics) -> None:
+    call = channel.stream_unary("/LLMRunner/call_model")()
+    assert await call.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+    assert await call.details() == "the request's message did not arrive within 0.3 s"
+    assert counted(metrics, "call_model", "DEADLINE_EXCEEDED") == 1
+
+
+@pytest.mark.parametrize("message", [None, b"\x0a\x05ab"])
+async def test_a_call_without_a_message_of_its_kind_is_refused(
+    message: bytes | None, channel: grpc.aio.Channel
+) -> None:
+    call = channel.stream_unary("/LLMRunner/call_model")()
+    if message is not None:
+        await call.write(message)
+    await call.done_writing()
+    assert await call.code() == grpc.StatusCode.INVALID_ARGUMENT

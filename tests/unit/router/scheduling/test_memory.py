@@ -1,0 +1,110 @@
+import pytest
+
+from tests.fakes.recording_sink import recorded_request
+from tgi_server.router.errors import InvalidRequest
+from tgi_server.router.scheduling.memory import Memory, PaddedMemory, PagedMemory, Verdict
+from tgi_server.router.scheduling.sequence import Sequence
+
+PLENTY = 10_000
+
+
+def _sequence(request_id: int, prompt: list[int], max_new_tokens: int = 8) -> Sequence:
+    return Sequence(recorded_request(request_id, prompt, max_new_tokens)[0])
+
+
+def _computed(memory: PagedMemory, sequence: Sequence) -> Sequence:
+    """Admits a sequence, and has a step compute its whole prompt."""
+    assert memory.admit(sequence, PLENTY) is Verdict.ADMITTED
+    sequence.compute(sequence.remaining, step=1)
+    memory.computed(sequence)
+    memory.sent()
+    return sequence
+
+
+@pytest.mark.parametrize(("memory", "longest"), [(PagedMemory(8, 4), 33), (PaddedMemory(32), 32)])
+def test_a_request_that_never_fits_is_refused_with_its_need(memory: Memory, longest: int) -> None:
+    memory.check_length(_sequence(1, [1], longest - 1))
+    with pytest.raises(InvalidRequest, match="the request needs 33 tokens of KV cache; the cache has 32"):
+        memory.check_length(_sequence(1, [1], longest))
+
+
+def test_a_sequence_gets_the_blocks_of_its_prompt_and_grows() -> None:
+    memory = PagedMemory(8, 4)
+    sequence = _computed(memory, _sequence(1, [1, 2, 3, 4, 5]))
+    assert (len(sequence.blocks), memory.held_tokens) == (2, 8)
+    assert memory.grow(sequence) == sequence.blocks[-1]
+    assert (len(sequence.blocks), memory.held_tokens) == (3, 12)
+    memory.check([sequence])
+
+
+def test_there_is_no_room_beyond_the_budget() -> None:
+    memory = PagedMemory(8, 4)
+    first = _computed(memory, _sequence(1, [1] * 9))
+    second = _sequence(2, [2] * 9)
+    assert memory.admit(second, budget=11) is Verdict.FULL
+    assert memory.admit(second, budget=12) is Verdict.ADMITTED
+    memory.check([first, second])
+
+
+def test_alone_a_sequence_is_admitted_whatever_the_budget() -> None:
+    assert PagedMemory(8, 4).admit(_sequence(1, [1] * 20), budget=0) is Verdict.ADMITTED
+
+
+def test_what_a_call_computes_is_waited_for_if_it_is_long() -> None:
+    memory = PagedMemory(100, 4)
+    first = _sequence(1, [1] * 80)
+    memory.admit(first, PLENTY)
+    first.compute(80, step=1)
+    memory.computed(first)
+    second = _sequence(2, [1] * 80)
+    assert memory.admit(second, PLENTY) is Verdict.LATER
+    memory.sent()
+    assert memory.admit(second, PLENTY) is Verdict.ADMITTED
+    assert second.cached == 79
+
+
+def test_the_source_of_a_copy_is_held_until_the_call_is_sent() -> None:
+    memory = PagedMemory(3, 4)
+    first = _computed(memory, _sequence(1, [1, 2, 3, 4, 5, 6]))
+    memory.release(first)
+    second = _sequence(2, [1, 2, 3, 4, 5, 7])
+    assert memory.admit(second, PLENTY) is Verdict.ADMITTED
+    assert second.message.copy.tokens == 1
+    assert memory.held_tokens == 12  # two blocks of its own, one of them shared, and the source
+    memory.check([second])
+    memory.sent()
+    assert memory.held_tokens == 8
+    memory.check([second])
+
+
+def test_rebuilt_books_have_what_the_sequences_hold_and_nothing_more() -> None:
+    memory = PagedMemory(8, 4)
+    prompt = [1, 2, 3, 4, 5, 6]
+    kept = _computed(memory, _sequence(1, prompt))
+    broken = _sequence(2, [*prompt[:5], 9])
+    memory.admit(broken, PLENTY)
+    memory.rebuild([kept])
+    memory.check([kept])
+    assert (memory.held_tokens, memory.cached_tokens) == (8, 0)
+    copying = _sequence(3, [*prompt[:5], 9])
+    memory.release(kept)
+    memory.admit(copying, PLENTY)
+    memory.rebuild([copying])
+    memory.check([copying])
+    assert memory.held_tokens == 12  # the source of its copy is still to be read
+    memory.sent()
+    memory.check([copying])
+
+
+def test_a_padded_batch_is_as_long_as_its_longest_sequence_in_every_row() -> None:
+    memory = PaddedMemory(40)
+    first, second, third = (_sequence(each, [1, 2, 3], tokens) for each, tokens in ((1, 7), (2, 7), (3, 17)))
+    assert memory.admit(first, budget=40) is Verdict.ADMITTED
+    assert memory.admit(second, budget=30) is Verdict.ADMITTED
+    assert memory.held_tokens == 20
+    assert memory.admit(third, budget=20) is Verdict.FULL
+    memory.release(second)
+    assert memory.admit(third, budget=30) is Verdict.ADMITTED
+    assert memory.held_tokens == 40
+    memory.rebuild([first])
+    memory.check([first])

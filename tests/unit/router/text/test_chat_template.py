@@ -1,0 +1,197 @@
+from datetime import datetime
+from typing import Any
+
+import pytest
+
+from tgi_server import demo_model
+from tgi_server.router.errors import InvalidRequest, InvalidTemplate, StartupError
+from tgi_server.router.schemas.chat import Message, Tool
+from tgi_server.router.text import chat_template
+from tgi_server.router.text.chat_template import ChatTemplate, render_conversation
+from tgi_server.router.text.tokenizer_config import TokenizerConfig, read_tokenizer_config
+
+CHATML = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+HELLO = [{"role": "user", "content": "Hello"}]
+
+
+def template(source: str = CHATML, **others: str) -> ChatTemplate:
+    return ChatTemplate(
+        TokenizerConfig(bos_token="<s>", eos_token="</s>", chat_templates={"default": source, **others})
+    )
+
+
+def test_a_conversation():
+    assert template().render(HELLO, None) == "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_tokens_are_known_to_the_template():
+    assert template("{{ bos_token }}|{{ eos_token }}").render(HELLO, None) == "<s>|</s>"
+
+
+def test_a_last_message_of_the_assistant_is_left_open():
+    messages = [*HELLO, {"role": "assistant", "content": "Well, "}]
+    expected = "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\nWell,"
+    assert template().render(messages, None) == expected
+
+
+def test_templates_may_refuse():
+    source = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(InvalidTemplate, match="roles must alternate"):
+        template(source).render(HELLO, None)
+
+
+def test_templates_may_trip():
+    with pytest.raises(InvalidTemplate, match="cannot show"):
+        template("{{ messages[0]['content'] + 3 }}").render(HELLO, None)
+
+
+def test_a_model_without_a_template_is_told():
+    with pytest.raises(InvalidTemplate, match="--tokenizer-config-path"):
+        ChatTemplate(TokenizerConfig()).render(HELLO, None)
+
+
+def test_no_messages():
+    with pytest.raises(InvalidTemplate, match="must not be empty"):
+        template().render([], None)
+
+
+def test_what_is_no_template_is_told_at_start_up():
+    with pytest.raises(StartupError, match="not valid Jinja"):
+        template("{% for %}")
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ messages.append('x') }}",
+        "{{ cycler.__init__.__globals__ }}",
+    ],
+)
+def test_templates_are_in_a_sandbox(source: str):
+    with pytest.raises(InvalidTemplate):
+        template(source).render(HELLO, None)
+
+
+def test_what_templates_of_the_hub_use():
+    source = (
+        "{%- for message in messages %}\n    {%- if loop.index > 1 %}{% break %}{% endif %}\n"
+        "    {%- generation %}{{ message | tojson }}{% endgeneration %}\n{%- endfor %} {{ strftime_now('%Y') }}"
+    )
+    rendered = template(source).render([*HELLO, *HELLO], None)
+    assert rendered == f'{{"role": "user", "content": "Hello"}} {datetime.now().year}'
+
+
+def test_json_is_not_escaped_for_html():
+    assert template("{{ messages[0] | tojson }}").render([{"role": "user", "content": "<é>"}], None).endswith('"<é>"}')
+
+
+def test_a_template_of_its_own_for_tools():
+    both = template("plain", tool_use="tools: {{ tools | length }}")
+    assert both.render(HELLO, None) == "plain"
+    assert both.render(HELLO, [{"type": "function"}]) == "tools: 1"
+    assert both.shows_tools()
+    assert not template().shows_tools()
+
+
+def test_the_demo_models_template():
+    demo = ChatTemplate(read_tokenizer_config(demo_model.PATH, None))
+    assert demo.render(HELLO, None) == "<|bos|><|user|>Hello<|assistant|>"
+    assert demo.shows_tools()
+
+
+LOOPS = {
+    "{% for m in messages %}{{ loop.index }}/{{ loop.length }}{{ '.' if loop.last else ',' }}{% endfor %}": "1/2,2/2.",
+    "{% for m in messages if m.role == 'user' %}{{ m.content }}{% else %}none{% endfor %}": "Hellothere",
+    "{% for m in [] %}{% else %}none{% endfor %}{% for m in absent %}x{% endfor %}": "none",
+    "{% for k, v in messages[0].items() %}{{ k }}={{ loop.nextitem[0] if loop.nextitem }};{% endfor %}": "role=content;"
+    "content=;",
+    "{% macro all(x) %}{% for c in x %}{{ c }}{% endfor %}{% endmacro %}{{ all('ab') }}": "ab",
+    "{% for x in [[1, [2]]] recursive %}{{ loop(x) if x is iterable else x }}{% endfor %}": "12",
+    "{% for x in range(9) %}{% if x == 1 %}{% continue %}{% elif x == 3 %}{% break %}{% endif %}{{ x }}{% endfor %}": (
+        "02"
+    ),
+}
+
+
+@pytest.mark.parametrize("source", LOOPS)
+def test_loops_are_jinjas_own(source: str):
+    assert template(source).render([*HELLO, {"role": "user", "content": "there"}], None) == LOOPS[source]
+
+
+def test_a_template_that_loops_for_too_long_is_ended(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(chat_template, "RENDER_SECONDS", 0.2)
+    source = "{% for m in messages %}{% for n in messages %}{% for o in messages %}{% endfor %}{% endfor %}{% endfor %}"
+    assert template(source).render(HELLO, None) == ""
+    with pytest.raises(InvalidTemplate, match=r"more than 0\.2 s"):
+        template(source).render(HELLO * 1_000, None)
+
+
+def test_a_long_last_message_that_the_template_changes_takes_no_longer():
+    """Searching for it from the end, character by character, would take minutes."""
+    thought = [{"role": "user", "content": "a" * 600_000}, {"role": "assistant", "content": "a<t>" + "a" * 300_000}]
+    source = "{% for m in messages %}{{ m.content.split('<t>')[-1] }}{% endfor %}"
+    assert template(source).render(thought, None) == "a" * 900_000
+
+
+PLAIN = "{% for message in messages %}{{ message | tojson }}{% if not loop.last %}\n{% endif %}{% endfor %}"
+WITH_TOOLS = "{{ tools | tojson if tools }}#" + PLAIN
+CLOCK = Tool.model_validate({"type": "function", "function": {"name": "clock", "description": "Tells the time."}})
+
+
+def render(*messages: dict[str, Any], source: str = PLAIN, tools: bool = False, tool_prompt: str | None = None) -> str:
+    template = ChatTemplate(TokenizerConfig(chat_templates={"default": source}))
+    return render_conversation(
+        template, [Message.model_validate(message) for message in messages], [CLOCK] if tools else [], tool_prompt
+    ).text
+
+
+def test_text_in_parts_is_one_text():
+    parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
+    assert render({"role": "user", "content": parts}) == '{"role": "user", "content": "one two"}'
+
+
+def test_images_are_refused():
+    image = [{"type": "image_url", "image_url": {"url": "http://x/y.png"}}]
+    with pytest.raises(InvalidRequest, match="images"):
+        render({"role": "user", "content": image})
+
+
+def test_names_and_tool_results_are_kept():
+    shown = render({"role": "tool", "content": "12:00", "tool_call_id": "a", "name": "clock"})
+    assert shown == '{"role": "tool", "content": "12:00", "name": "clock", "tool_call_id": "a"}'
+
+
+@pytest.mark.parametrize("arguments", ['{"zone": "UTC"}', {"zone": "UTC"}])
+def test_arguments_of_earlier_calls_are_objects(arguments: Any):
+    call = {"id": "a", "type": "function", "function": {"name": "clock", "arguments": arguments}}
+    shown = render({"role": "assistant", "tool_calls": [call]}, {"role": "user", "content": "and?"})
+    assert '"function": {"name": "clock", "arguments": {"zone": "UTC"}}' in shown
+
+
+def test_arguments_that_are_no_json_are_refused():
+    call = {"id": "a", "type": "function", "function": {"name": "clock", "arguments": "{"}}
+    with pytest.raises(InvalidRequest, match="not JSON"):
+        render({"role": "assistant", "tool_calls": [call]}, {"role": "user", "content": "and?"})
+
+
+def test_a_template_that_knows_tools_tells_them_itself():
+    shown = render({"role": "user", "content": "time?"}, source=WITH_TOOLS, tools=True)
+    assert shown.startswith('[{"type": "function", "function": {"name": "clock", "description": "Tells the time."')
+    assert shown.endswith('#{"role": "user", "content": "time?"}')
+
+
+def test_otherwise_the_last_message_tells_them():
+    shown = render({"role": "user", "content": "time?"}, tools=True)
+    assert "time?\\n---\\n[{" in shown
+    assert "clock" in shown
+    assert "JSON" in shown
+
+
+def test_the_tool_prompt_may_be_another():
+    for source in (PLAIN, WITH_TOOLS):
+        shown = render({"role": "user", "content": "time?"}, source=source, tools=True, tool_prompt="Call one!")
+        assert "Call one!" in shown

@@ -1,0 +1,80 @@
+import json
+from typing import Any
+
+import pytest
+
+from tests.grammars import compiler_fault
+from tgi_server.contract import Grammar, GrammarType
+from tgi_server.router.errors import InvalidRequest
+from tgi_server.router.schemas.grammar import GrammarType as RequestedGrammar
+from tgi_server.router.text.grammar import requested_grammar
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+
+
+def grammar(**fields: Any) -> Grammar | None:
+    return requested_grammar(RequestedGrammar.model_validate(fields))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"type": "json", "value": SCHEMA},
+        {"type": "json", "value": json.dumps(SCHEMA)},
+        {"type": "json_object", "value": SCHEMA},
+        {"type": "json_schema", "value": {"name": "x", "schema": SCHEMA}},
+        {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}},
+    ],
+)
+def test_a_json_schema_in_all_its_forms(fields: dict[str, Any]):
+    made = grammar(**fields)
+    assert made is not None
+    assert made.type is GrammarType.JSON_SCHEMA
+    assert json.loads(made.value) == SCHEMA
+    assert compiler_fault(made) is None
+
+
+def test_any_json_object():
+    made = grammar(type="json_object")
+    assert made is not None
+    assert json.loads(made.value) == {"type": "object"}
+
+
+def test_a_schema_without_properties_is_welcome():
+    made = grammar(type="json", value={"type": "array", "items": {"type": "string"}})
+    assert made is not None
+    assert compiler_fault(made) is None
+
+
+def test_regex_lark_and_plain_text():
+    assert grammar(type="regex", value="a+") == Grammar(GrammarType.REGEX, "a+")
+    assert grammar(type="lark", value='start: "a"') == Grammar(GrammarType.LARK, 'start: "a"')
+    assert grammar(type="text") is None
+    assert requested_grammar(None) is None
+
+
+@pytest.mark.parametrize("value", ["{", 3, ["a"], "[]", "null", "[" * 5000])
+def test_what_is_no_schema(value: Any):
+    with pytest.raises(InvalidRequest, match="JSON"):
+        grammar(type="json", value=value)
+
+
+def test_a_json_schema_must_be_there():
+    with pytest.raises(InvalidRequest, match="needs the schema"):
+        grammar(type="json_schema")
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        Grammar(GrammarType.REGEX, "["),
+        Grammar(GrammarType.REGEX, "(?=a)"),
+        Grammar(GrammarType.LARK, "start: absent"),
+        Grammar(GrammarType.JSON_SCHEMA, '{"type": "strange"}'),
+        Grammar(GrammarType.JSON_SCHEMA, '{"$ref": "http://127.0.0.1:1/schema"}'),
+    ],
+)
+def test_what_cannot_be_compiled_is_told_in_one_line(broken: Grammar):
+    fault = compiler_fault(broken)
+    assert fault
+    assert "\n" not in fault

@@ -1,0 +1,106 @@
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.fakes.vocabularies import sentence_piece
+from tests.grammars import compiler_fault
+from tests.unit.router.text.test_parameters import LIMITS, VOCAB_SIZE
+from tgi_server.contract import Grammar, GrammarType
+from tgi_server.router.errors import InvalidRequest
+from tgi_server.router.schemas.generate import GenerateParameters
+from tgi_server.router.schemas.grammar import GrammarType as RequestedGrammar
+from tgi_server.router.text.tokenizer import TokenizerThreads
+from tgi_server.router.text.validation import CheckedRequest, Validator, grammar_refusal
+
+
+async def fault(grammar: Grammar) -> str | None:
+    """The shards' answer."""
+    return compiler_fault(grammar)
+
+
+async def check(inputs: str, *, refusal: str | None = None, streaming: bool = False, **fields: Any) -> CheckedRequest:
+    threads = TokenizerThreads(sentence_piece(), 1)
+    try:
+        validator = Validator(LIMITS, threads, VOCAB_SIZE, refusal, fault)
+        return await validator.check(inputs, GenerateParameters(**fields), streaming=streaming)
+    finally:
+        threads.close()
+
+
+async def test_the_prompt_becomes_tokens():
+    checked = await check("hello world", max_new_tokens=5)
+    assert checked.input_ids[0] == 0
+    assert checked.max_new_tokens == 5
+
+
+async def test_without_a_length_as_many_tokens_as_fit():
+    checked = await check("hello")
+    assert checked.max_new_tokens == LIMITS.max_total_tokens - len(checked.input_ids)
+
+
+async def test_the_end_of_a_prompt_survives_truncation():
+    whole = (await check("hello hello world")).input_ids
+    assert (await check("hello hello world", truncate=2)).input_ids == whole[-2:]
+    assert len((await check("a" * 100, truncate=20)).input_ids) == 20
+
+
+@pytest.mark.parametrize(
+    ("inputs", "fields", "fault"),
+    [
+        ("", {}, "must not be empty"),
+        ("a" * 21, {}, "at most 20"),
+        ("hello", {"max_new_tokens": 30}, "together they may be at most 30"),
+        ("hello", {"adapter_id": "mine"}, "adapter_id"),
+        ("hello", {"temperature": 0.0}, "temperature"),
+    ],
+)
+async def test_what_is_refused(inputs: str, fields: dict[str, Any], fault: str):
+    with pytest.raises(InvalidRequest, match=fault):
+        await check(inputs, **fields)
+
+
+async def test_streams_have_rules_of_their_own():
+    with pytest.raises(InvalidRequest, match="streaming"):
+        await check("hello", streaming=True, decoder_input_details=True)
+
+
+async def test_grammars_are_checked():
+    regex = RequestedGrammar.model_validate({"type": "regex", "value": "[a-z]+"})
+    assert (await check("hello", grammar=regex)).grammar == Grammar(GrammarType.REGEX, "[a-z]+")
+    broken = RequestedGrammar.model_validate({"type": "regex", "value": "["})
+    with pytest.raises(InvalidRequest, match="the grammar cannot be used"):
+        await check("hello", grammar=broken)
+
+
+async def test_spans_are_taken_from_the_prompt():
+    schema = RequestedGrammar.model_validate({"type": "json", "value": {"type": "string", "x-span": True}})
+    grammar = (await check("hello world", grammar=schema)).grammar
+    assert grammar is not None
+    assert grammar.text == "hello world"
+
+
+async def test_grammars_may_be_refused():
+    regex = RequestedGrammar.model_validate({"type": "regex", "value": "[a-z]+"})
+    with pytest.raises(InvalidRequest, match="none here"):
+        await check("hello", grammar=regex, refusal="none here")
+    text = RequestedGrammar.model_validate({"type": "text"})
+    assert (await check("hello", grammar=text, refusal="none here")).grammar is None
+
+
+def test_why_grammars_are_refused():
+    assert grammar_refusal(disabled=False, supported=True) is None
+    assert "--disable-grammar-support" in (grammar_refusal(disabled=True, supported=True) or "")
+    assert "shards" in (grammar_refusal(disabled=False, supported=False) or "")
+
+
+async def test_several_sequences_have_seeds_of_their_own():
+    checked = await check("hello", do_sample=True, seed=7)
+    sequences = checked.times(3)
+    assert sequences[0].seed == 7
+    assert len({each.seed for each in sequences}) == 3
+    assert replace(sequences[1], sampling=checked.sampling) == checked
+
+
+async def test_greedy_requests_report_no_seed():
+    assert (await check("hello", seed=7)).seed is None

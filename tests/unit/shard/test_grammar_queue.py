@@ -1,0 +1,115 @@
+"""Grammars that wait to be compiled: which goes first, which are turned away, which are remembered."""
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import pytest
+
+from tests import hostile_grammars as hostile
+from tgi_server import demo_model
+from tgi_server.contract import Grammar
+from tgi_server.engine.grammar import GrammarCompiler, InvalidGrammar, Sandbox
+from tgi_server.shard.errors import GrammarsBusy
+from tgi_server.shard.grammar_queue import GrammarQueue
+
+SECONDS = 60.0
+
+
+class Tried(Sandbox):
+    """Notes what is tried. On a machine that many tests keep busy, it has no niceness."""
+
+    def __init__(self, niceness: int, tried: list[Grammar]) -> None:
+        super().__init__(demo_model.PATH, 3072, [1], niceness=0)
+        self._tried = tried
+
+    def try_grammar(self, grammar: Grammar, cpu_seconds: float) -> Any:
+        self._tried.append(grammar)
+        return super().try_grammar(grammar, cpu_seconds)
+
+
+@pytest.fixture
+def tried() -> list[Grammar]:
+    return []
+
+
+@pytest.fixture
+def queue(tried: list[Grammar]) -> Iterator[GrammarQueue]:
+    queue = GrammarQueue(GrammarCompiler(demo_model.PATH, 3072, [1]), partial(Tried, tried=tried))
+    yield queue
+    queue.close()
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(200) as pool:
+        yield pool
+
+
+def slow(number: int) -> Grammar:
+    return hostile.regex(hostile.optional_letters(100_000 + number))
+
+
+def compile_now(queue: GrammarQueue, grammar: Grammar, seconds: float = SECONDS) -> int:
+    return queue.compile(grammar, seconds, Future())
+
+
+def test_those_who_want_the_same_share_one_turn(
+    queue: GrammarQueue, pool: ThreadPoolExecutor, tried: list[Grammar]
+) -> None:
+    grammar = hostile.schema(hostile.references(300))
+    sizes = {future.result() for future in [pool.submit(compile_now, queue, grammar) for _ in range(20)]}
+    assert len(sizes) == 1
+    assert min(sizes) > 0
+    assert tried == [grammar]
+    assert compile_now(queue, grammar) in sizes
+    assert tried == [grammar]
+
+
+def test_what_is_wrong_is_remembered(queue: GrammarQueue, tried: list[Grammar]) -> None:
+    def refused() -> None:
+        with pytest.raises(InvalidGrammar, match="too deep"):
+            compile_now(queue, hostile.lark(hostile.rules(20_000)))
+
+    refused()
+    trials = len(tried)
+    refused()
+    assert len(tried) == trials
+
+
+def test_slow_ones_do_not_keep_others_waiting(queue: GrammarQueue, pool: ThreadPoolExecutor) -> None:
+    """However many of them wait; those beyond are turned away, and what nobody waits for is not tried."""
+    compile_now(queue, hostile.regex("first"))
+    attackers = [pool.submit(compile_now, queue, slow(i), 5.0) for i in range(96)]
+    started = time.perf_counter()
+    for i in range(5):
+        compile_now(queue, hostile.regex(f"[a-z]{{{i},9}}"))
+    assert time.perf_counter() - started < 20
+    assert {type(attacker.exception()) for attacker in attackers} <= {GrammarsBusy, InvalidGrammar}
+    assert sum(isinstance(attacker.exception(), GrammarsBusy) for attacker in attackers) > 20
+
+
+def test_one_that_takes_too_long_is_refused_for_good(queue: GrammarQueue, tried: list[Grammar]) -> None:
+    """It has a second trial, with more time, and no third."""
+    for _ in range(2):
+        with pytest.raises(InvalidGrammar, match="more than 2 s"):
+            compile_now(queue, slow(0))
+    assert tried == [slow(0)] * 2
+
+
+def test_who_leaves_waits_no_longer(queue: GrammarQueue, tried: list[Grammar]) -> None:
+    gone: Future[None] = Future()
+    gone.set_result(None)
+    started = time.perf_counter()
+    for i in range(40):
+        assert queue.compile(slow(i), SECONDS, gone) == 0
+    assert time.perf_counter() - started < 20
+    assert compile_now(queue, hostile.regex("[0-9]+")) > 0
+    assert len(tried) < 10
+
+
+def test_a_shard_that_takes_another_ones_word_tries_nothing(queue: GrammarQueue, tried: list[Grammar]) -> None:
+    assert queue.compile(hostile.lark(hostile.rules(2_000)), SECONDS, Future(), size=12_345) == 12_345
+    assert not tried

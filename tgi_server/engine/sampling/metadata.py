@@ -1,0 +1,266 @@
+"""Sampling metadata: the rows that each rule of sampling concerns, ready on the device.
+
+They hold as long as the same rows are sampled, which is for most steps of a batch, and keep the steps themselves free
+of loops over rows and of copies from the host.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tgi_server.contract import ReportParameters, SamplingParameters
+from tgi_server.engine.memory import to_device
+from tgi_server.engine.sampling.random import as_int64
+
+# Bounds the memory of the steps in between, which are of 8 bytes per element.
+_ELEMENTS_AT_ONCE = 2**24
+# So few that they stay in a core's cache: three times as fast as all rows at once.
+_CPU_ELEMENTS_AT_ONCE = 2**17
+
+# A lower one would make scores infinite; this one is greedy already.
+_LOWEST_TEMPERATURE = 1e-20
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A row's request. sequence_slot: of the counts of prompt and generated tokens; generated_slot: of generated ones.
+
+    only_reported: the row is greedy, and no more is asked of it than the log-probabilities of its tokens.
+    """
+
+    parameters: SamplingParameters
+    report: ReportParameters
+    prompt_length: int
+    sequence_slot: int | None
+    generated_slot: int | None
+    only_reported: bool
+
+
+def is_plain(parameters: SamplingParameters, report: ReportParameters) -> bool:
+    """Returns True if a request wants the token with the highest logit and nothing else."""
+    return is_greedy(parameters) and not (report.logprobs or report.top_n_tokens)
+
+
+def is_greedy(parameters: SamplingParameters) -> bool:
+    """Returns True if the token with the highest logit is taken, as the model gives it."""
+    return not (
+        parameters.do_sample
+        or parameters.watermark
+        or parameters.logit_bias
+        or counts_sequence(parameters)
+        or counts_generated(parameters)
+    )
+
+
+def counts_sequence(parameters: SamplingParameters) -> bool:
+    return parameters.repetition_penalty != 1.0 or parameters.frequency_penalty != 0.0
+
+
+def counts_generated(parameters: SamplingParameters) -> bool:
+    return parameters.presence_penalty != 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Subset:
+    """Some rows of a tensor. index: int64 `[k]` on the device; None: all rows."""
+
+    index: Tensor | None
+
+    def take(self, rows: Tensor) -> Tensor:
+        return rows if self.index is None else rows.index_select(0, self.index)
+
+    def put(self, rows: Tensor, part: Tensor) -> Tensor:
+        """`rows` with `part` in this subset's places; overwrites `rows`."""
+        return part if self.index is None else rows.index_copy_(0, self.index, part)
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """The rows of the scores that a rule concerns, its parameter for each `[k, 1]`, and the highest of these."""
+
+    subset: Subset
+    values: Tensor
+    largest: float
+
+    def apply(self, scores: Tensor, change: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        return self.subset.put(scores, change(self.subset.take(scores), self.values))
+
+
+@dataclass(frozen=True, slots=True)
+class Penalty:
+    """A rule about counted tokens. slots: of the rows in the pool of counts, int64 `[k]`."""
+
+    rule: Rule
+    slots: Tensor
+
+    def apply(self, scores: Tensor, pool: Tensor, change: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
+        counts = pool.index_select(0, self.slots)
+        return self.rule.apply(scores, lambda part, penalties: change(part, counts, penalties))
+
+
+@dataclass(frozen=True, slots=True)
+class Bias:
+    """places: of the biased tokens in the flattened scores, int64; values: float32, one for each."""
+
+    places: Tensor
+    values: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """The rows whose tokens are counted, and their slots in the pool, int64 `[k]`."""
+
+    subset: Subset
+    slots: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Drawing:
+    """The warpers and seeds of the rows that sample. The rules' subsets are of these rows; seeds: int64 `[k]`."""
+
+    subset: Subset
+    seeds: Tensor
+    temperature: Rule | None
+    top_k: Rule | None
+    top_p: Rule | None
+    typical_p: Rule | None
+    min_p: Rule | None
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The rows that something is reported of; positions: those rows among the logits; counts: how much of each."""
+
+    subset: Subset
+    positions: tuple[int, ...]
+    counts: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingMetadata:
+    """The rules for those rows of the logits that need more than an argmax, or for some of them.
+
+    processed: those rows of the logits; they become the scores, and all other subsets are of these. state_rows: their
+    rows in the sampler's state, int64. prompt_lengths: tokens, int64. None: a rule concerns no row.
+    """
+
+    processed: Subset
+    state_rows: Tensor
+    prompt_lengths: Tensor
+    watermark: Subset | None
+    repetition: Penalty | None
+    frequency: Penalty | None
+    presence: Penalty | None
+    bias: Bias | None
+    drawing: Drawing | None
+    logprobs: Report | None
+    top_tokens: Report | None
+    sequence_counts: Counted | None
+    generated_counts: Counted | None
+
+
+class MetadataBuilder:
+    """Loops over rows once, on the host, and puts what the steps need on the device."""
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self._vocab_size = vocab_size
+        self._device = device
+        elements = _ELEMENTS_AT_ONCE if device.type == "cuda" else _CPU_ELEMENTS_AT_ONCE * torch.get_num_threads()
+        self._rows_at_once = max(1, elements // vocab_size)
+
+    def build(self, rows: Sequence[int], state: Mapping[int, Row]) -> tuple[SamplingMetadata, ...]:
+        """Returns the metadata of `rows`, so many at once as memory allows; nothing when an argmax will do.
+
+        state: the rows that need more than an argmax.
+        """
+        positions = [i for i, row in enumerate(rows) if row in state]
+        size = self._rows_at_once
+        pieces = [positions[i : i + size] for i in range(0, len(positions), size)]
+        return tuple(self._piece(piece, rows, state) for piece in pieces)
+
+    def _piece(self, positions: Sequence[int], rows: Sequence[int], state: Mapping[int, Row]) -> SamplingMetadata:
+        entries = [state[rows[i]] for i in positions]
+        parameters = [entry.parameters for entry in entries]
+        sequence_slots = [entry.sequence_slot for entry in entries]
+        generated_slots = [entry.generated_slot for entry in entries]
+        return SamplingMetadata(
+            processed=self._in_order(positions, len(rows)),
+            state_rows=self._integers([rows[i] for i in positions]),
+            prompt_lengths=self._integers([entry.prompt_length for entry in entries]),
+            watermark=self._subset([p.watermark for p in parameters]),
+            repetition=self._penalty([p.repetition_penalty for p in parameters], 1.0, sequence_slots),
+            frequency=self._penalty([p.frequency_penalty for p in parameters], 0.0, sequence_slots),
+            presence=self._penalty([p.presence_penalty for p in parameters], 0.0, generated_slots),
+            bias=self._bias([p.logit_bias for p in parameters]),
+            drawing=self._drawing(entries),
+            logprobs=self._report([int(entry.report.logprobs) for entry in entries], positions),
+            top_tokens=self._report([entry.report.top_n_tokens for entry in entries], positions),
+            sequence_counts=self._counted(sequence_slots),
+            generated_counts=self._counted(generated_slots),
+        )
+
+    def _drawing(self, entries: Sequence[Row]) -> Drawing | None:
+        subset = self._subset([entry.parameters.do_sample for entry in entries])
+        if subset is None:
+            return None
+        drawn = [entry.parameters for entry in entries if entry.parameters.do_sample]
+        top_k = [min(p.top_k, self._vocab_size) for p in drawn]
+        return Drawing(
+            subset=subset,
+            seeds=self._integers([as_int64(p.seed) for p in drawn]),
+            temperature=self._rule([max(p.temperature, _LOWEST_TEMPERATURE) for p in drawn], 1.0, torch.float32),
+            top_k=self._rule(top_k, 0, torch.int64),
+            top_p=self._rule([p.top_p for p in drawn], 1.0, torch.float64),
+            typical_p=self._rule([p.typical_p for p in drawn], 1.0, torch.float64),
+            min_p=self._rule([p.min_p for p in drawn], 0.0, torch.float32),
+        )
+
+    def _penalty(self, values: Sequence[float], off: float, slots: Sequence[int | None]) -> Penalty | None:
+        rule = self._rule(values, off, torch.float32)
+        if rule is None:
+            return None
+        concerned = [slot for slot, value in zip(slots, values, strict=True) if slot is not None and value != off]
+        return Penalty(rule, self._integers(concerned))
+
+    def _rule(self, values: Sequence[float], off: float, dtype: torch.dtype) -> Rule | None:
+        subset = self._subset([value != off for value in values])
+        if subset is None:
+            return None
+        concerned = [value for value in values if value != off]
+        return Rule(subset, to_device(concerned, dtype, self._device).unsqueeze(1), max(concerned))
+
+    def _bias(self, biases: Sequence[Mapping[int, float]]) -> Bias | None:
+        entries = [(row * self._vocab_size + i, value) for row, bias in enumerate(biases) for i, value in bias.items()]
+        if not entries:
+            return None
+        places, values = zip(*entries, strict=True)
+        return Bias(self._integers(places), to_device(values, torch.float32, self._device))
+
+    def _report(self, counts: Sequence[int], positions: Sequence[int]) -> Report | None:
+        subset = self._subset([count > 0 for count in counts])
+        if subset is None:
+            return None
+        return Report(
+            subset,
+            positions=tuple(position for position, count in zip(positions, counts, strict=True) if count),
+            counts=tuple(count for count in counts if count),
+        )
+
+    def _counted(self, slots: Sequence[int | None]) -> Counted | None:
+        subset = self._subset([slot is not None for slot in slots])
+        if subset is None:
+            return None
+        return Counted(subset, self._integers([slot for slot in slots if slot is not None]))
+
+    def _subset(self, members: Sequence[bool]) -> Subset | None:
+        if not any(members):
+            return None
+        return self._in_order([i for i, member in enumerate(members) if member], len(members))
+
+    def _in_order(self, indices: Sequence[int], count: int) -> Subset:
+        return Subset(None if list(indices) == list(range(count)) else self._integers(indices))
+
+    def _integers(self, values: Sequence[int]) -> Tensor:
+        return to_device(values, torch.int64, self._device)

@@ -1,0 +1,100 @@
+"""GPUs, addresses and ports of this machine. No torch, whose import takes seconds."""
+
+import errno
+import os
+import socket
+from pathlib import Path
+
+from tgi_server.launcher.errors import CannotStartError
+from tgi_server.launcher.settings import LauncherSettings
+
+# The first variable that is set says which GPUs may be used: a list, `all`, or one of NONE.
+VARIABLES = ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES")
+NONE = frozenset({"", "-1", "none", "void", "NoDevFiles"})
+# This folder has an entry for each GPU that the kernel's driver knows.
+DRIVER = Path("/proc/driver/nvidia/gpus")
+
+
+def shard_count(settings: LauncherSettings) -> int:
+    """Returns the number of shards of this machine.
+
+    Without --num-shard and --sharded, the GPUs that a variable lists are counted, and there is one shard if none does.
+    Raises CannotStartError when `--sharded=true` leaves the number to the GPUs, and there are not several.
+    """
+    if settings.num_shard is not None:
+        if settings.sharded == "true" and settings.num_shard * settings.num_nodes == 1:
+            raise CannotStartError("--sharded: one shard is none; give --num-shard more than 1, or leave --sharded out")
+        return settings.num_shard
+    if settings.sharded == "false":
+        return 1
+    if settings.sharded is None:
+        return max(1, len(_listed() or ()))
+    count = visible_gpus()
+    if count == 0:
+        raise CannotStartError(
+            "--sharded: no GPU is visible here; say with --num-shard how many processes are to share the CPUs"
+        )
+    if count == 1 and settings.num_nodes == 1:
+        raise CannotStartError("--sharded: only one GPU is visible; leave --sharded out, or make more of them visible")
+    return count
+
+
+def visible_gpus() -> int:
+    """Returns the number of GPUs that this process may use."""
+    listed = _listed()
+    if listed is not None:
+        return len(listed)
+    return len(list(DRIVER.iterdir())) if DRIVER.is_dir() else 0
+
+
+def _listed() -> list[str] | None:
+    """Returns the GPUs that a variable lists; None when all may be used."""
+    value = next((os.environ[name].strip() for name in VARIABLES if name in os.environ), "all")
+    if value == "all":
+        return None
+    return [] if value in NONE else [part for part in value.split(",") if part.strip()]
+
+
+def check_port(hostname: str, port: int, flag: str, address_flag: str = "--hostname") -> None:
+    """Raises CannotStartError when `hostname` is not of this machine, or the port cannot be listened on.
+
+    flag, address_flag: the flags that the user would change. Port 0 stands for none.
+    """
+    if port != 0:
+        _bind(hostname, port, flag, address_flag)
+
+
+def check_address(hostname: str, flag: str) -> None:
+    """Raises CannotStartError when `hostname` is not an address of this machine."""
+    _bind(hostname, 0, flag, flag)
+
+
+def free_port(hostname: str = "127.0.0.1") -> int:
+    """Returns a port of that address that nobody listens on at the moment."""
+    (family, *_, address), *_ = socket.getaddrinfo(hostname, 0, type=socket.SOCK_STREAM)
+    with socket.create_server(address[:2], family=family) as probe:
+        return probe.getsockname()[1]
+
+
+def _bind(hostname: str, port: int, flag: str, address_flag: str) -> None:
+    try:
+        (family, kind, protocol, _, address), *_ = socket.getaddrinfo(hostname, port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise CannotStartError(f"{address_flag}: {hostname} is not an address that is known here") from error
+    with socket.socket(family, kind, protocol) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(address)
+        except OSError as error:
+            raise CannotStartError(_explain(error, hostname, port, flag, address_flag)) from error
+
+
+def _explain(error: OSError, hostname: str, port: int, flag: str, address_flag: str) -> str:
+    match error.errno:
+        case errno.EADDRINUSE:
+            return f"port {port} is in use; choose another with {flag}"
+        case errno.EACCES:
+            return f"port {port} may not be used by this user; choose one above 1023 with {flag}"
+        case errno.EADDRNOTAVAIL:
+            return f"{address_flag}: {hostname} is not an address of this machine"
+    return f"port {port} of {hostname} cannot be listened on: {os.strerror(error.errno or 0)}"

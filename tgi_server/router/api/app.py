@@ -1,0 +1,91 @@
+"""The ASGI application: all routes, errors, and who may call."""
+
+from functools import partial
+
+from fastapi import FastAPI
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from tgi_server.router.api.access import AccessRules, ApiKeyMiddleware, ForeignPageMiddleware
+from tgi_server.router.api.documentation import describe, document_routes
+from tgi_server.router.api.responses import error_answer
+from tgi_server.router.api.routes.chat import chat_routes
+from tgi_server.router.api.routes.compatibility import compatibility_routes
+from tgi_server.router.api.routes.completions import completion_routes
+from tgi_server.router.api.routes.generate import generate_routes
+from tgi_server.router.api.routes.info import probe_routes
+from tgi_server.router.api.routes.page import page_routes
+from tgi_server.router.api.routes.tokenize import tokenize_routes
+from tgi_server.router.errors import NoSuchRoute, RouterError
+from tgi_server.router.metrics import CONTENT_TYPE, Metrics
+from tgi_server.router.service import Service
+
+# The busiest first: routes are tried in this order.
+_ROUTES = (
+    generate_routes,
+    chat_routes,
+    completion_routes,
+    compatibility_routes,
+    tokenize_routes,
+    probe_routes,
+)
+
+
+def create_app(service: Service, rules: AccessRules) -> FastAPI:
+    """Returns the application. rules: who may call it."""
+    app = FastAPI(
+        title="Oatmill text generation",
+        description="A text-generation server with TGI's interface.",
+        version=service.model.version,
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
+        middleware=_middleware(rules),
+        # Requests have spans of their own, in `tgi_server.router.tracing`.
+        telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
+    )
+    for routes in _ROUTES:
+        app.include_router(routes(service), tags=["Text generation"])
+    app.include_router(document_routes(app))
+    app.include_router(page_routes())
+    app.openapi = partial(describe, app)  # type: ignore[method-assign]
+    app.add_exception_handler(RouterError, _answer_error)
+    app.add_exception_handler(HTTPException, _answer_http_error)
+    return app
+
+
+def metrics_app(metrics: Metrics) -> ASGIApp:
+    async def expose(_: Request) -> Response:
+        return Response(await metrics.exposed(), media_type=CONTENT_TYPE)
+
+    return Starlette(routes=[Route("/metrics", expose), Route("/", expose)])
+
+
+def _middleware(rules: AccessRules) -> list[Middleware]:
+    middleware: list[Middleware] = []
+    if rules.origins:
+        middleware.append(
+            Middleware(
+                CORSMiddleware, allow_origins=list(rules.origins), allow_methods=["GET", "POST"], allow_headers=["*"]
+            )
+        )
+    middleware.append(Middleware(ApiKeyMiddleware if rules.keys else ForeignPageMiddleware, rules=rules))
+    return middleware
+
+
+async def _answer_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RouterError)
+    return error_answer(error, request.url.path, request.headers)
+
+
+async def _answer_http_error(request: Request, error: Exception) -> Response:
+    """A path or method that is not there."""
+    assert isinstance(error, HTTPException)
+    told = NoSuchRoute(f"{request.method} {request.url.path}: {error.detail}", error.status_code)
+    return error_answer(told, request.url.path, request.headers)

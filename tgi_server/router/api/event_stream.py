@@ -1,0 +1,163 @@
+"""Server-sent events: what is written for a client, how a stream ends, and how it is sent."""
+
+import asyncio
+from collections.abc import Callable
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from tgi_server.router.api.connections import BREAK_OFF
+from tgi_server.router.api.responses import EVENTS, error_text, event
+from tgi_server.router.errors import ClientGone, RouterError, SlowReader
+
+_KEEP_ALIVE = b":\n\n"
+"""A comment, which clients skip: proxies close connections on which nothing moves."""
+_KEEP_ALIVE_SECONDS = 15.0
+_LARGEST_BACKLOG = 2**20
+"""Bytes that may wait for a client: some thousand tokens."""
+
+
+class Outbox:
+    """What is to be sent, written by the scheduler's task and read by the response.
+
+    Never waits on a slow client: it is given up when too much waits for it.
+
+    on_overrun: called then; it should end what waits for the client to read.
+    """
+
+    __slots__ = ("_closed", "_pending", "_reader", "_waiting", "error", "on_overrun")
+
+    def __init__(self) -> None:
+        self._pending: list[bytes] = []
+        self._waiting = 0
+        self._reader: asyncio.Future[None] | None = None
+        self._closed = False
+        self.error: RouterError | None = None
+        self.on_overrun: Callable[[], None] | None = None
+
+    def write(self, data: bytes) -> None:
+        if self._closed:
+            return
+        if self._waiting > _LARGEST_BACKLOG:
+            self.abandon(SlowReader(f"the client left {self._waiting} bytes of its answer unread"))
+            if self.on_overrun is not None:
+                self.on_overrun()
+            return
+        self._pending.append(data)
+        self._waiting += len(data)
+        self._wake()
+
+    def close(self, error: RouterError | None = None) -> None:
+        """Nothing more comes. error: why the stream does not end as it should."""
+        if not self._closed:
+            self._closed, self.error = True, error
+            self._wake()
+
+    def abandon(self, error: RouterError) -> None:
+        """Nobody reads any more: what was not sent is dropped."""
+        self._pending.clear()
+        self.close(error)
+
+    async def read(self) -> bytes:
+        """Everything written since the last read; empty once all is read and the outbox is closed."""
+        while not self._pending and not self._closed:
+            self._reader = asyncio.get_running_loop().create_future()
+            await self._reader
+        data = b"".join(self._pending)
+        self._pending.clear()
+        self._waiting = 0
+        return data
+
+    def _wake(self) -> None:
+        if self._reader is not None:
+            if not self._reader.done():
+                self._reader.set_result(None)
+            self._reader = None
+
+
+class StreamEnd:
+    """Told of the end of each sequence of one stream; ends the stream after the last one, or the first failure.
+
+    release: called as soon as nothing more is to be generated.
+    last_words: called before the stream ends as it should, for events that sum it up.
+    trailer: sent in any case.
+    """
+
+    def __init__(
+        self,
+        outbox: Outbox,
+        path: str,
+        release: Callable[[], None],
+        *,
+        sequences: int = 1,
+        last_words: Callable[[], bytes] | None = None,
+        trailer: bytes = b"",
+    ) -> None:
+        self._outbox = outbox
+        self._path = path
+        self._release = release
+        self._open = sequences
+        self._last_words = last_words
+        self._trailer = trailer
+
+    def __call__(self, error: RouterError | None) -> None:
+        if error is not None:
+            self._outbox.write(event(error_text(error, self._path)) + self._trailer)
+            self._outbox.close(error)
+            self._release()
+            return
+        self._open -= 1
+        if not self._open:
+            self._outbox.write((self._last_words() if self._last_words else b"") + self._trailer)
+            self._outbox.close()
+            self._release()
+
+
+class EventStream(Response):
+    """Sends what is written into `outbox` until it is closed, or the client is gone.
+
+    on_close: called once, with the reason if the stream did not end as it should.
+    """
+
+    media_type = EVENTS
+
+    def __init__(
+        self, outbox: Outbox, headers: dict[str, str], on_close: Callable[[BaseException | None], None]
+    ) -> None:
+        self.status_code = 200
+        self.background = None
+        self.init_headers({**headers, "cache-control": "no-cache", "x-accel-buffering": "no"})
+        self._outbox = outbox
+        self._on_close = on_close
+        self._idle = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._outbox.on_overrun = scope["state"][BREAK_OFF]
+        watcher = asyncio.ensure_future(self._watch(receive))
+        timer = asyncio.ensure_future(self._keep_alive())
+        try:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            while data := await self._outbox.read():
+                self._idle = False
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        except BaseException as error:
+            self._outbox.abandon(ClientGone("the stream was broken off"))
+            self._on_close(error)
+            raise
+        finally:
+            watcher.cancel()
+            timer.cancel()
+        self._on_close(self._outbox.error)
+
+    async def _watch(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._outbox.abandon(ClientGone("the client left"))
+
+    async def _keep_alive(self) -> None:
+        while True:
+            self._idle = True
+            await asyncio.sleep(_KEEP_ALIVE_SECONDS)
+            if self._idle:
+                self._outbox.write(_KEEP_ALIVE)

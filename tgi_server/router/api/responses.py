@@ -1,0 +1,95 @@
+"""Responses as bytes: JSON of tokens and texts, and errors as the client's protocol has them."""
+
+import json
+from collections.abc import Callable, Sequence
+from json.encoder import encode_basestring
+from math import isfinite
+
+from starlette.datastructures import Headers
+from starlette.responses import Response
+
+from shared.stubs.generate_pb2 import TopTokens
+from tgi_server.router.errors import Overloaded, RouterError, Unauthorized
+from tgi_server.router.text.tokenizer import TextTokenizer
+
+JSON = "application/json"
+EVENTS = "text/event-stream"
+_OPENAI = "/v1/"
+_RETRY_SECONDS = "1"
+_STREAMS = frozenset({"/generate_stream"})
+
+
+def json_answer(text: str, headers: dict[str, str] | None = None) -> Response:
+    return Response(text.encode(), media_type=JSON, headers=headers)
+
+
+def error_text(error: RouterError, path: str) -> str:
+    """The error as JSON: TGI's object, or OpenAI's below /v1/."""
+    message = str(error)
+    if error.error_type == "validation":
+        message = f"Input validation error: {message}"
+    if path.startswith(_OPENAI):
+        return json.dumps(
+            {
+                "error": {"message": message, "type": error.error_type, "param": None, "code": None},
+                "error_type": error.error_type,
+            },
+            ensure_ascii=False,
+        )
+    return f'{{"error":{quoted(message)},"error_type":{quoted(error.error_type)}}}'
+
+
+def error_answer(error: RouterError, path: str, headers: Headers) -> Response:
+    """The answer to a request that failed before anything of its answer was sent.
+
+    A client of /generate_stream that says that it reads events gets an event; all others get JSON.
+    """
+    extra: dict[str, str] = {}
+    if isinstance(error, Overloaded):
+        extra["retry-after"] = _RETRY_SECONDS
+    if isinstance(error, Unauthorized):
+        extra["www-authenticate"] = "Bearer"
+    text = error_text(error, path)
+    if path in _STREAMS and EVENTS in headers.get("accept", ""):
+        return Response(event(text), status_code=error.status, media_type=EVENTS, headers=extra)
+    return Response(text.encode(), status_code=error.status, media_type=JSON, headers=extra)
+
+
+quoted: Callable[[str], str] = encode_basestring
+"""A string as JSON, characters beyond ASCII left as they are."""
+
+
+def number(value: float | None) -> str:
+    """A logprob as JSON, with the digits that a 32-bit float has; null when there is none."""
+    return f"{value:.8g}" if value is not None and isfinite(value) else "null"
+
+
+def optional(value: int | None) -> str:
+    return "null" if value is None else str(value)
+
+
+def token_json(token_id: int, text: str, logprob: float | None, *, special: bool) -> str:
+    flag = "true" if special else "false"
+    return f'{{"id":{token_id},"text":{quoted(text)},"logprob":{number(logprob)},"special":{flag}}}'
+
+
+def top_tokens_json(tokenizer: TextTokenizer, top: TopTokens) -> str:
+    """The most likely tokens at one position, as a JSON array."""
+    return f"[{','.join(_top(tokenizer, top.ids, top.logprobs))}]"
+
+
+def _top(tokenizer: TextTokenizer, ids: Sequence[int], logprobs: Sequence[float]) -> list[str]:
+    return [
+        token_json(each, tokenizer.token_text(each), logprob, special=each in tokenizer.special_tokens)
+        for each, logprob in zip(ids, logprobs, strict=True)
+    ]
+
+
+def event(json_text: str) -> bytes:
+    """One server-sent event."""
+    return f"data:{json_text}\n\n".encode()
+
+
+# A comment, which clients skip: proxies close connections on which nothing moves.
+_KEEP_ALIVE = b":\n\n"
+_KEEP_ALIVE_SECONDS = 15.0

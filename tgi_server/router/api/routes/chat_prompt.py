@@ -1,0 +1,93 @@
+"""What a chat request asks for, ready to be generated."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tgi_server.router.api.routes.openai import check_sequences, generation_parameters
+from tgi_server.router.errors import InvalidRequest, InvalidTool
+from tgi_server.router.schemas.chat import ChatRequest, Tool
+from tgi_server.router.schemas.grammar import PlainText
+from tgi_server.router.service import Service
+from tgi_server.router.text.chat_template import message_text, render_conversation
+from tgi_server.router.text.special_tokens import RenderedPrompt
+from tgi_server.router.text.tools import chosen_tools, tool_grammar
+from tgi_server.router.text.validation import CheckedRequest
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPlan:
+    """tools: those that the answer may call. required: it must call one. size: bytes of the request."""
+
+    request: ChatRequest
+    size: int
+    choices: int
+    tools: Sequence[Tool]
+    required: bool
+
+    @property
+    def logprobs(self) -> bool:
+        return bool(self.request.logprobs)
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    text: str
+    checked: CheckedRequest
+
+
+def plan_chat(service: Service, request: ChatRequest, size: int) -> ChatPlan:
+    """Raises InvalidRequest."""
+    choices = 1 if request.n is None else request.n
+    check_sequences(choices, service.limits.max_client_batch_size, "`n`")
+    if request.top_logprobs and not request.logprobs:
+        raise InvalidRequest("`top_logprobs` needs `logprobs`")
+    tools, required = chosen_tools(request.tools, request.tool_choice)
+    if tools and request.response_format is not None and not isinstance(request.response_format.root, PlainText):
+        raise InvalidTool("`response_format` cannot be used together with `tools`")
+    return ChatPlan(request, size, choices, tools, required)
+
+
+async def prompt_with_tools(service: Service, plan: ChatPlan) -> ChatPrompt:
+    """The prompt for an answer that calls a tool, or says that it calls none. Raises InvalidRequest."""
+    prompt = await render_plan(service, plan)
+    parameters = generation_parameters(plan.request, max_tokens=_max_tokens(plan.request))
+    grammar = await service.threads.run(plan.size, lambda: tool_grammar(plan.tools, required=plan.required))
+    check = service.validator.check
+    checked = await check(
+        prompt.text, parameters, add_special_tokens=False, grammar=grammar, rendered=prompt, size=plan.size
+    )
+    return ChatPrompt(prompt.text, checked)
+
+
+async def prompt_for_text(service: Service, request: ChatRequest, size: int) -> ChatPrompt:
+    """The prompt for an answer in words, or in the form that `response_format` wants. Raises InvalidRequest.
+
+    size: bytes of the request.
+    """
+    parameters = generation_parameters(
+        request,
+        max_tokens=_max_tokens(request),
+        grammar=request.response_format,
+        top_n_tokens=request.top_logprobs or 0,
+    )
+
+    def render() -> tuple[RenderedPrompt, str]:
+        return _render(service, request, ()), "\n".join(map(message_text, request.messages))
+
+    prompt, said = await service.threads.run(size, render)
+    check = service.validator.check
+    checked = await check(prompt.text, parameters, add_special_tokens=False, spans_of=said, rendered=prompt, size=size)
+    return ChatPrompt(prompt.text, checked)
+
+
+async def render_plan(service: Service, plan: ChatPlan) -> RenderedPrompt:
+    """Returns the prompt. Raises InvalidRequest."""
+    return await service.threads.run(plan.size, lambda: _render(service, plan.request, plan.tools))
+
+
+def _render(service: Service, request: ChatRequest, tools: Sequence[Tool]) -> RenderedPrompt:
+    return render_conversation(service.template, request.messages, tools, request.tool_prompt, service.special_tokens)
+
+
+def _max_tokens(request: ChatRequest) -> int | None:
+    return request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens

@@ -1,0 +1,134 @@
+"""Other services' routes: `/` (Hugging Face endpoints), /invocations (SageMaker), /vertex (Vertex AI)."""
+
+from fastapi import APIRouter
+from pydantic import BaseModel
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tgi_server.router.api.body import read_json, validate
+from tgi_server.router.api.documentation import GENERATION_ERRORS, described_body, event_stream_of
+from tgi_server.router.api.requests import DirectRoute, Exchange, answer, collect, timing_headers
+from tgi_server.router.api.responses import json_answer, quoted
+from tgi_server.router.api.routes.chat import answer_chat
+from tgi_server.router.api.routes.chat_prompt import prompt_for_text
+from tgi_server.router.api.routes.completions import complete
+from tgi_server.router.api.routes.generate import generate_whole, stream_generation
+from tgi_server.router.errors import InvalidRequest
+from tgi_server.router.schemas.chat import ChatRequest
+from tgi_server.router.schemas.compatibility import (
+    GenerateVertexInstance,
+    SagemakerRequest,
+    SagemakerResponse,
+    SagemakerStreamResponse,
+    VertexInstance,
+    VertexRequest,
+    VertexResponse,
+)
+from tgi_server.router.schemas.completions import CompletionRequest
+from tgi_server.router.schemas.generate import (
+    CompatGenerateRequest,
+    GenerateParameters,
+    GenerateResponse,
+    StreamResponse,
+)
+from tgi_server.router.service import Service
+from tgi_server.router.text.validation import CheckedRequest
+
+
+def compatibility_routes(service: Service) -> APIRouter:
+    router = APIRouter(route_class=DirectRoute)
+
+    @router.post(
+        "/",
+        summary="Generate text, in one piece or as server-sent events",
+        response_model=list[GenerateResponse],
+        responses=GENERATION_ERRORS | event_stream_of(StreamResponse),
+        openapi_extra=described_body(CompatGenerateRequest),
+    )
+    async def compat_generate(request: Request) -> Response:
+        async def handle(exchange: Exchange) -> Response:
+            return await _generate(exchange, await exchange.read(CompatGenerateRequest))
+
+        return await answer(service, request, handle)
+
+    @router.post(
+        "/invocations",
+        summary="Generate text as SageMaker asks for it",
+        response_model=SagemakerResponse,
+        responses=GENERATION_ERRORS | event_stream_of(SagemakerStreamResponse),
+        openapi_extra=described_body(SagemakerRequest),
+    )
+    async def invocations(request: Request) -> Response:
+        return await answer(service, request, _invoke)
+
+    @router.post(
+        "/vertex",
+        summary="Generate texts as Vertex AI asks for them",
+        response_model=VertexResponse,
+        responses=GENERATION_ERRORS,
+        openapi_extra=described_body(VertexRequest),
+    )
+    async def vertex(request: Request) -> Response:
+        async def handle(exchange: Exchange) -> Response:
+            return await _predict(exchange, (await exchange.read(VertexRequest)).instances)
+
+        return await answer(service, request, handle)
+
+    return router
+
+
+async def _generate(exchange: Exchange, request: CompatGenerateRequest) -> Response:
+    if request.stream:
+        return await stream_generation(exchange, request)
+    return await generate_whole(exchange, request, in_list=True)
+
+
+_KINDS: dict[str, type[BaseModel]] = {
+    "inputs": CompatGenerateRequest,
+    "messages": ChatRequest,
+    "prompt": CompletionRequest,
+}
+
+
+async def _invoke(exchange: Exchange) -> Response:
+    match await exchange.read_by(_any_kind):
+        case CompatGenerateRequest() as request:
+            return await _generate(exchange, request)
+        case ChatRequest() as request:
+            return await answer_chat(exchange, request)
+        case CompletionRequest() as request:
+            return await complete(exchange, request)
+        case _:
+            raise InvalidRequest("the request needs `inputs`, `messages` or `prompt`")
+
+
+def _any_kind(body: bytes) -> BaseModel | None:
+    """The body as the model whose member it has. Raises InvalidRequest."""
+    content = read_json(body)
+    for member, model in _KINDS.items():
+        if isinstance(content, dict) and member in content:
+            return validate(model, content)
+    return None
+
+
+async def _predict(exchange: Exchange, instances: list[VertexInstance]) -> Response:
+    exchange.reserve(len(instances) - 1)
+    sequences: list[CheckedRequest] = []
+    characters = 0
+    for instance in instances:
+        text, checked = await _checked(exchange, instance.root)
+        sequences.append(checked)
+        characters += len(text)
+    sinks = await collect(exchange, sequences, reveal_stop=True, logprobs=False)
+    predictions = ",".join(quoted(sink.text) for sink in sinks)
+    headers = timing_headers(exchange, characters=characters, sinks=sinks)
+    return json_answer(f'{{"predictions":[{predictions}]}}', headers)
+
+
+async def _checked(exchange: Exchange, instance: GenerateVertexInstance | ChatRequest) -> tuple[str, CheckedRequest]:
+    if isinstance(instance, ChatRequest):
+        prompt = await prompt_for_text(exchange.service, instance, exchange.size)
+        return prompt.text, prompt.checked
+    parameters = instance.parameters or GenerateParameters()
+    check = exchange.service.validator.check
+    return instance.inputs, await check(instance.inputs, parameters, size=exchange.size)

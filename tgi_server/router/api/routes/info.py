@@ -1,0 +1,89 @@
+"""What monitoring and clients ask about the server: health, metrics, what is served."""
+
+from time import time
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tgi_server.router.api.documentation import Responses
+from tgi_server.router.api.routes.page import page, wants_page
+from tgi_server.router.errors import NoSuchRoute
+from tgi_server.router.metrics import CONTENT_TYPE
+from tgi_server.router.schemas.base import ErrorResponse
+from tgi_server.router.schemas.info import Info, ModelInfo, ModelsInfo
+from tgi_server.router.schemas.openai import OpenAIErrorResponse
+from tgi_server.router.service import Service
+
+_UNHEALTHY: Responses = {503: {"description": "The shards do not answer", "model": ErrorResponse}}
+
+_NO_SUCH_MODEL: Responses = {404: {"description": "The server has another model", "model": OpenAIErrorResponse}}
+
+
+def probe_routes(service: Service) -> APIRouter:
+    router = APIRouter()
+
+    async def health() -> Response:
+        await service.check_health()
+        return Response()
+
+    async def root(request: Request) -> Response:
+        return page() if wants_page(request) else await health()
+
+    for path, endpoint in (("/health", health), ("/ping", health), ("/", root)):
+        router.add_api_route(
+            path,
+            endpoint,
+            methods=["GET"],
+            summary="Whether the server can generate",
+            responses=_UNHEALTHY,
+            response_class=Response,
+            operation_id=f"health_{path.strip('/') or 'root'}",
+        )
+        router.add_api_route(path, health, methods=["HEAD"], include_in_schema=False)
+
+    @router.get("/info", summary="What is served, and with which limits", response_model_exclude_none=False)
+    async def info() -> Info:
+        return _info(service)
+
+    @router.get(
+        "/metrics",
+        summary="Metrics in Prometheus' text format",
+        response_class=Response,
+        responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}},
+    )
+    async def metrics() -> Response:
+        return Response(await service.metrics.exposed(), media_type=CONTENT_TYPE)
+
+    name = service.model.model_id
+    model = ModelInfo(id=name, object="model", created=int(time()), owned_by=name)
+
+    @router.get("/v1/models", summary="The models: there is one")
+    async def models() -> ModelsInfo:
+        return ModelsInfo(object="list", data=[model])
+
+    @router.get("/v1/models/{model_id:path}", summary="One model", responses=_NO_SUCH_MODEL)
+    async def one_model(model_id: str) -> ModelInfo:
+        if model_id != name:
+            raise NoSuchRoute(f"there is no model {model_id!r} here, only {name!r}")
+        return model
+
+    return router
+
+
+def _info(service: Service) -> Info:
+    limits = service.limits
+    return Info(
+        model_id=service.model.model_id,
+        model_sha=service.model.revision,
+        model_pipeline_tag="text2text-generation" if service.model.encoder_decoder else "text-generation",
+        max_concurrent_requests=limits.max_concurrent_requests,
+        max_best_of=limits.max_best_of,
+        max_stop_sequences=limits.max_stop_sequences,
+        max_input_tokens=limits.max_input_tokens,
+        max_total_tokens=limits.max_total_tokens,
+        validation_workers=service.validation_workers,
+        max_client_batch_size=limits.max_client_batch_size,
+        router="text-generation-router",
+        version=service.model.version,
+    )

@@ -1,0 +1,82 @@
+"""/tokenize and /chat_tokenize."""
+
+from functools import partial
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+from tokenizers import Encoding
+
+from tgi_server.router.api.body import parse, read_beside_loop, read_body
+from tgi_server.router.api.documentation import REQUEST_ERRORS, described_body
+from tgi_server.router.api.requests import DirectRoute
+from tgi_server.router.api.responses import json_answer, quoted
+from tgi_server.router.api.routes.chat_prompt import plan_chat, render_plan
+from tgi_server.router.errors import InvalidRequest
+from tgi_server.router.schemas.chat import ChatRequest, ChatTokenizeResponse
+from tgi_server.router.schemas.generate import GenerateRequest, TokenizeResponse
+from tgi_server.router.service import Service
+from tgi_server.router.text.special_tokens import RenderedPrompt
+
+MOST_TOKENS = 65_536
+"""Of one answer, unless a prompt may have more."""
+
+
+def tokenize_routes(service: Service) -> APIRouter:
+    router = APIRouter(route_class=DirectRoute)
+
+    @router.post(
+        "/tokenize",
+        summary="The tokens of a prompt",
+        response_model=TokenizeResponse,
+        responses=REQUEST_ERRORS,
+        openapi_extra=described_body(GenerateRequest),
+    )
+    async def tokenize(request: Request) -> Response:
+        body = await read_body(request, service.payload_limit)
+        with service.capacity.places(1):
+            asked = await read_beside_loop(service.threads, body, partial(parse, GenerateRequest))
+            if not asked.inputs:
+                raise InvalidRequest("`inputs` must not be empty")
+            _, tokens = await _tokens(service, RenderedPrompt(asked.inputs), add_special_tokens=True)
+            return json_answer(tokens)
+
+    @router.post(
+        "/chat_tokenize",
+        summary="The prompt that a conversation becomes, and its tokens",
+        response_model=ChatTokenizeResponse,
+        responses=REQUEST_ERRORS,
+        openapi_extra=described_body(ChatRequest),
+    )
+    async def chat_tokenize(request: Request) -> Response:
+        body = await read_body(request, service.payload_limit)
+        with service.capacity.places(1):
+            asked = await read_beside_loop(service.threads, body, partial(parse, ChatRequest))
+            prompt = await render_plan(service, plan_chat(service, asked, len(body)))
+            text, tokens = await _tokens(service, prompt, add_special_tokens=False)
+            return json_answer(f'{{"tokenize_response":{tokens},"templated_text":{quoted(text)}}}')
+
+    return router
+
+
+async def _tokens(service: Service, prompt: RenderedPrompt, *, add_special_tokens: bool) -> tuple[str, str]:
+    """The prompt's text, and its tokens as JSON. Raises InvalidRequest when there are more than one answer holds."""
+    most = max(MOST_TOKENS, service.limits.max_input_tokens)
+
+    def tokenize() -> tuple[str, str]:
+        if not service.tokenizer.exceeds(prompt.text, most):
+            encoding = service.tokenizer.encode(prompt.text, add_special_tokens=add_special_tokens)
+            text, encoding = prompt.checked(encoding)
+            if len(encoding) <= most:
+                return text, _json(encoding, text)
+        raise InvalidRequest(f"the text has more than {most} tokens; cut it into pieces, and ask for each")
+
+    return await service.threads.handle_text(len(prompt.text), tokenize)
+
+
+def _json(encoding: Encoding, text: str) -> str:
+    entries = (
+        f'{{"id":{token_id},"text":{quoted(text[start:stop])},"start":{start},"stop":{stop}}}'
+        for token_id, (start, stop) in zip(encoding.ids, encoding.offsets, strict=True)
+    )
+    return f"[{','.join(entries)}]"

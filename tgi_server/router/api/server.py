@@ -1,0 +1,228 @@
+"""Serving HTTP, and a graceful end."""
+
+import asyncio
+import contextlib
+import errno
+import logging
+import math
+import socket
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
+
+import uvicorn
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from tgi_server.router.api.connections import ClientConnection, Connections
+from tgi_server.router.api.responses import error_text
+from tgi_server.router.errors import Overloaded, StartupError
+
+logger = logging.getLogger(__name__)
+
+_BACKLOG = 2048
+_TICKS_OF_A_SECOND = 10
+_TAKEN_AT_ONCE = 16
+_REFUSALS_AT_ONCE = 32
+_REFUSAL_SECONDS = 0.5
+_PAUSE_SECONDS = 0.1
+_OUT_OF_FILES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+
+
+class HttpServer(uvicorn.Server):
+    """Serves `app`; its end is asked for with `should_exit`, after which requests have `grace` seconds left.
+
+    patience: seconds that a client may take to send a request, and to take what is sent. connections: how many may be.
+    """
+
+    def __init__(self, app: ASGIApp, grace: float, patience: int, connections: Connections) -> None:
+        self.open_connections = connections
+        config = uvicorn.Config(
+            _cut_quietly(app),
+            loop="none",
+            http=ClientConnection,
+            ws="none",
+            lifespan="off",
+            interface="asgi3",
+            access_log=False,
+            log_config=None,
+            log_level="warning",
+            server_header=False,
+            proxy_headers=False,
+            timeout_keep_alive=patience,
+            timeout_graceful_shutdown=math.ceil(grace),
+        )
+        super().__init__(config)
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        _bound_silence(sockets or (), self.config.timeout_keep_alive)
+        await super().serve(sockets)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        def connection() -> ClientConnection:
+            return ClientConnection(self.config, self.server_state, app_state={})
+
+        acceptors = [Acceptor(each, _BACKLOG, connection, self.open_connections) for each in sockets or ()]
+        self.servers = acceptors  # type: ignore[assignment]  # they are closed in the same way
+        self.started = True
+
+    async def on_tick(self, counter: int) -> bool:
+        if counter % _TICKS_OF_A_SECOND == 0:
+            self.open_connections.shed()
+        return await super().on_tick(counter)
+
+    @contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        """Signals are for all servers of the process together."""
+        yield
+
+
+def _cut_quietly(app: ASGIApp) -> ASGIApp:
+    """Returns `app`, of which a request that is cancelled after the drain ends without a traceback in the log."""
+
+    async def cut(scope: Scope, receive: Receive, send: Send) -> None:
+        with contextlib.suppress(asyncio.CancelledError):
+            await app(scope, receive, send)
+
+    return cut
+
+
+def drain(servers: Iterable[uvicorn.Server]) -> None:
+    """Has the servers take no more, and finish what runs; a second signal breaks that off."""
+    first = False
+    for server in servers:
+        if server.should_exit:
+            server.force_exit = True
+        else:
+            server.should_exit = first = True
+    if first:
+        logger.info("stopping: no new requests are taken, running ones are finished")
+
+
+class Acceptor:
+    """Takes clients in from a listening socket; goes on when the process has run out of files.
+
+    The event loop's own way of accepting would count nobody, and uvloop's closes the listener on such an error.
+    """
+
+    def __init__(
+        self, listener: socket.socket, backlog: int, make: Callable[[], ClientConnection], connections: Connections
+    ) -> None:
+        self._listener = listener
+        self._make = make
+        self._connections = connections
+        self._loop = asyncio.get_running_loop()
+        self._opening: set[asyncio.Task[None]] = set()
+        self._refused: set[socket.socket] = set()
+        self._paused: asyncio.TimerHandle | None = None
+        listener.setblocking(False)
+        listener.listen(backlog)
+        self._resume()
+
+    def close(self) -> None:
+        """Takes nobody in any more."""
+        if self._paused is not None:
+            self._paused.cancel()
+        if self._listener.fileno() >= 0:
+            self._loop.remove_reader(self._listener)
+            self._listener.close()
+
+    async def wait_closed(self) -> None:
+        """Returns at once: connections are waited for by their server."""
+
+    def _resume(self) -> None:
+        self._paused = None
+        self._loop.add_reader(self._listener, self._accept)
+
+    def _accept(self) -> None:
+        for _ in range(_TAKEN_AT_ONCE):
+            try:
+                client, address = self._listener.accept()
+            except (BlockingIOError, InterruptedError):
+                return
+            except ConnectionError:  # it is gone already
+                continue
+            except OSError as error:
+                self._pause(error)
+                return
+            client.setblocking(False)
+            fault = self._connections.fault(address[0])
+            if fault is None:
+                self._open(address[0], client)
+            else:
+                self._refuse(client, fault)
+
+    def _pause(self, error: OSError) -> None:
+        """Waits a little: the client is still in the listener's queue, and the error would come again at once."""
+        self._connections.warn(f"{error.strerror} (ulimit -n)" if error.errno in _OUT_OF_FILES else str(error))
+        self._connections.relieve()
+        self._loop.remove_reader(self._listener)
+        self._paused = self._loop.call_later(_PAUSE_SECONDS, self._resume)
+
+    def _open(self, host: str, client: socket.socket) -> None:
+        connection = self._make()
+        self._connections.add(host, connection)
+        task = self._loop.create_task(self._connect(host, connection, client))
+        self._opening.add(task)
+        task.add_done_callback(self._opening.discard)
+
+    async def _connect(self, host: str, connection: ClientConnection, client: socket.socket) -> None:
+        try:
+            await self._loop.connect_accepted_socket(lambda: connection, client)
+        except OSError as error:
+            self._connections.remove(host, connection)
+            client.close()
+            logger.debug("a client was gone before it was taken in: %s", error)
+
+    def _refuse(self, client: socket.socket, fault: str) -> None:
+        """Tells the client why, and closes a little later: bytes that nobody has read would take the words back."""
+        self._connections.warn(fault)
+        if len(self._refused) >= _REFUSALS_AT_ONCE:
+            client.close()
+            return
+        body = error_text(Overloaded(f"{fault}; try again later"), "/").encode()
+        head = (
+            "HTTP/1.1 429 Too Many Requests\r\ncontent-type: application/json\r\nretry-after: 1\r\n"
+            f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
+        )
+        try:
+            client.send(head.encode() + body)
+            client.shutdown(socket.SHUT_WR)
+        except OSError:
+            client.close()
+            return
+        self._refused.add(client)
+        self._loop.call_later(_REFUSAL_SECONDS, self._forget, client)
+
+    def _forget(self, client: socket.socket) -> None:
+        self._refused.discard(client)
+        client.close()
+
+
+def _bound_silence(listeners: Iterable[socket.socket], seconds: int) -> None:
+    """Has the system break off connections, taken from now on, whose client takes nothing of what is sent for so long.
+
+    Only Linux can tell; it passes a listener's options on to its connections.
+    """
+    if hasattr(socket, "TCP_USER_TIMEOUT"):
+        for listener in listeners:
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, seconds * 1000)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, seconds)
+
+
+def listen(hostname: str, port: int, flag: str) -> socket.socket:
+    """Takes the port before anything is loaded, so that a port in use is told at once."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            hostname, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except OSError as error:
+        raise StartupError(f"cannot listen on {hostname!r} (--hostname): {error.strerror}") from error
+    listener = socket.socket(family, kind, protocol)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        raise StartupError(f"cannot listen on {hostname}:{port} ({flag}): {error.strerror}") from error
+    listener.setblocking(False)
+    return listener

@@ -1,0 +1,35 @@
+"""The grammars of requests, compiled by the shards before they join a batch."""
+
+import weakref
+from itertools import count
+
+from tgi_server.contract import Grammar
+from tgi_server.router.errors import GenerationFailed, Unhealthy
+from tgi_server.router.scheduling.shard_client import ShardedClient
+from tgi_server.wire import grammar_to_message
+
+
+class PinnedGrammars:
+    """Has the shards compile grammars and keep them for as long as a request needs them.
+
+    A request needs its grammar for as long as anything refers to the object. The shards are told that they may forget
+    it when the next one is compiled, which is when they need the room.
+    """
+
+    def __init__(self, shards: ShardedClient) -> None:
+        self._shards = shards
+        self._pins = count(1)
+
+    async def fault(self, grammar: Grammar) -> str | None:
+        """Returns why the grammar cannot be used, in one line, or None: it is compiled.
+
+        Raises Overloaded when the shards cannot compile it now, and GenerationFailed when they do not answer.
+        """
+        pin = next(self._pins)
+        try:
+            fault = await self._shards.compile(grammar_to_message(grammar), pin)
+        except Unhealthy as error:
+            raise GenerationFailed(str(error)) from error
+        if fault is None:
+            weakref.finalize(grammar, self._shards.release, pin).atexit = False
+        return fault

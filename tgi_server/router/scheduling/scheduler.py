@@ -1,0 +1,298 @@
+"""The one task that owns all batching state and drives the shards."""
+
+import asyncio
+import logging
+from collections import deque
+from contextlib import suppress
+from dataclasses import dataclass
+from time import perf_counter
+
+from shared.stubs import generate_pb2 as pb
+from tgi_server.router.errors import GenerationFailed, InvalidRequest, RouterError
+from tgi_server.router.metrics import ConcatReason, Method, Metrics
+from tgi_server.router.request import Limits, ValidRequest
+from tgi_server.router.scheduling import wire
+from tgi_server.router.scheduling.batch import Batch, WaitingQueue
+from tgi_server.router.scheduling.memory import PaddedMemory, PagedMemory
+from tgi_server.router.scheduling.planner import AdmissionPolicy, FilterPlan, Reason, StepPlan, StepPlanner
+from tgi_server.router.scheduling.sequence import SINK_FAULTS, Outcome, Sequence, tell_end
+from tgi_server.router.scheduling.shard_client import PendingResponse, ShardedClient
+
+logger = logging.getLogger(__name__)
+
+_CONCAT = {
+    Reason.ROOM: ConcatReason.CHUNKING,
+    Reason.BACKPRESSURE: ConcatReason.BACKPRESSURE,
+    Reason.WAIT_EXCEEDED: ConcatReason.WAIT_EXCEEDED,
+}
+
+
+@dataclass(slots=True)
+class _Sent:
+    """A call on its way. at: when it was sent, in seconds of `perf_counter`."""
+
+    plan: StepPlan | FilterPlan
+    pending: PendingResponse
+    method: Method
+    at: float
+
+
+class Scheduler:
+    """Takes requests from the API (`request.Submitter`), and pushes their tokens into their sinks.
+
+    While nothing is left to do its task sleeps. Whatever goes wrong with one request ends that one. When a call fails,
+    all requests in the batch fail with GenerationFailed; once the shards have shown that they are well, it goes on with
+    those that wait.
+    """
+
+    def __init__(
+        self,
+        shards: ShardedClient,
+        info: pb.InfoResponse,
+        capacity: pb.WarmupResponse,
+        limits: Limits,
+        metrics: Metrics,
+        *,
+        prefill_chunk_tokens: int = 512,
+        idle_check_after_s: float = 1.0,
+        recovery_timeout_s: float = 5.0,
+        recovery_interval_s: float = 1.0,
+    ) -> None:
+        """info, capacity: what the shards responded to Info and Warmup.
+
+        prefill_chunk_tokens: prompt tokens that one step computes while streams are running.
+        idle_check_after_s: after so long without anything to do, the books of blocks and prefix cache are checked once.
+        recovery_timeout_s, recovery_interval_s: how long shards may take to show that they are well after a failure,
+            and how long to wait before they are asked again.
+        """
+        self._shards = shards
+        self._metrics = metrics
+        self._metrics.batches.kv_capacity(capacity.max_batch_total_tokens)
+        self._idle_check_after_s = idle_check_after_s
+        self._recovery_timeout_s = recovery_timeout_s
+        self._recovery_interval_s = recovery_interval_s
+        self.waiting = WaitingQueue()
+        self.batch = Batch(
+            PagedMemory(capacity.num_blocks, info.block_size)
+            if info.paged
+            else PaddedMemory(limits.max_batch_total_tokens)
+        )
+        self._planner = StepPlanner(
+            self.waiting, self.batch, AdmissionPolicy(limits, prefill_chunk_tokens), self._drop_broken
+        )
+        self._in_flight: deque[_Sent] = deque()
+        self._steps_in_flight = 0
+        self._work = asyncio.Event()
+        self._answered = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._unhealthy: RouterError | None = None
+        self._unchecked = True  # something may have run since the books were checked last
+
+    @property
+    def healthy(self) -> bool:
+        """True if the shards were well when they were last heard of."""
+        return self._unhealthy is None
+
+    async def next_response(self) -> None:
+        """Returns when the shards have answered a step."""
+        self._answered.clear()
+        await self._answered.wait()
+
+    def submit(self, request: ValidRequest) -> None:
+        """Queues the request; fails it at once when the shards are not there, or could never take or hold it."""
+        if self._unhealthy is not None:
+            tell_end(request, self._unhealthy)
+            return
+        try:
+            sequence = Sequence(request)
+            self.batch.memory.check_length(sequence)
+        except InvalidRequest as error:
+            tell_end(request, error)
+        else:
+            self.waiting.add(sequence)
+            self._work.set()
+
+    def cancel(self, request_id: int) -> None:
+        """Forgets the request; its sink hears nothing more. Unknown ids are ignored."""
+        sequence = self.waiting.get(request_id) or self.batch.get(request_id)
+        if sequence is not None:
+            self._end(sequence, None)
+            self._show_state()
+
+    def start(self) -> None:
+        """Starts the task, on the running event loop."""
+        self._task = asyncio.get_running_loop().create_task(self._run(), name="scheduler")
+
+    async def stop(self) -> None:
+        """Ends the task; whatever has not ended fails."""
+        if self._task is not None:
+            self._task.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._task
+        self._unhealthy = GenerationFailed("the server is shutting down")
+        self.fail_running(self._unhealthy)
+        self._fail_waiting(self._unhealthy)
+
+    async def _run(self) -> None:
+        while True:
+            try:
+                while True:
+                    await self._step()
+            except RouterError as error:
+                await self._recover(error)
+            except Exception as error:
+                logger.exception("the scheduler failed")
+                await self._recover(GenerationFailed(f"the scheduler failed: {error}"))
+
+    async def _step(self) -> None:
+        """Sends all calls that can be planned, then takes the oldest response; sleeps if none is due."""
+        while self.send():
+            pass
+        self._show_state()
+        if self._in_flight:
+            await self.receive()
+        elif len(self.batch) or len(self.waiting):
+            raise GenerationFailed("the shards owe tokens to requests that they do not know any more")
+        else:
+            await self._sleep()
+
+    def send(self) -> list[FilterPlan | StepPlan]:
+        """Plans the next call and sends it, without waiting for its response. Returns what was sent."""
+        plans = self._planner.plan(self._steps_in_flight)
+        for plan in plans:
+            self._send(plan)
+        return plans
+
+    def _send(self, plan: FilterPlan | StepPlan) -> None:
+        method = Method.PREFILL if isinstance(plan, StepPlan) and plan.is_prefill else Method.DECODE
+        self._in_flight.append(_Sent(plan, self._shards.send(plan.call()), method, perf_counter()))
+        if isinstance(plan, StepPlan):
+            self._steps_in_flight += 1
+            self._metrics.batches.called(method)
+            self._start(plan)
+        else:
+            self._metrics.batches.preempted(plan.preempted)
+
+    def _start(self, plan: StepPlan) -> None:
+        """Tells the requests that leave the queue with a step."""
+        if plan.joined:
+            self._metrics.batches.admitted(len(plan.joined), _CONCAT[plan.reason] if plan.reason else None)
+        for sequence in plan.joined:
+            try:
+                first = sequence.start()
+            except SINK_FAULTS:
+                logger.exception("the start of request %d could not be handled", sequence.id)
+                self._end(sequence, RouterError("the start of the generation could not be handled"))
+            else:
+                if first:
+                    self._metrics.requests.skipped(sequence.cached)
+                    self._metrics.batches.looked_up(sequence.prompt_tokens, sequence.cached)
+
+    async def receive(self) -> None:
+        """Waits for the response to the oldest call, and hands out its tokens. Raises GenerationFailed."""
+        sent = self._in_flight[0]
+        response = await sent.pending.response()
+        self._in_flight.popleft()
+        seconds = perf_counter() - sent.at
+        if isinstance(sent.plan, FilterPlan):
+            self._metrics.batches.filtered(sent.method, seconds)
+            return
+        self._steps_in_flight -= 1
+        self._answered.set()
+        timings = response.step.timings
+        self._metrics.batches.answered(sent.method, seconds, timings.forward_ns / 1e9, timings.sampling_ns / 1e9)
+        self._deliver(response.step)
+
+    def _deliver(self, step: pb.StepResponse) -> None:
+        """Hands out the tokens of a step, and ends the requests that end with them."""
+        self.batch.answered += 1
+        for generation in step.generations:
+            sequence = self.batch.get(generation.request_id)
+            if sequence is None:
+                continue  # it has left meanwhile: nobody waits for its tokens
+            try:
+                outcome = sequence.advance(generation)
+            except Exception:
+                logger.exception("the tokens of request %d could not be booked", sequence.id)
+                self._drop_broken(sequence)
+                continue
+            if outcome is not None:
+                self._end(sequence, outcome, dropped_by_shards=bool(generation.finish_reason))
+
+    def _end(self, sequence: Sequence, outcome: Outcome | None, *, dropped_by_shards: bool = False) -> None:
+        """Ends a request, the one way there is, whether it waits or runs. outcome: None if nobody waits for it."""
+        self.waiting.leave(sequence)
+        self.batch.leave(sequence, dropped_by_shards=dropped_by_shards)
+        sequence.finish(outcome)
+
+    def _drop_broken(self, sequence: Sequence) -> None:
+        """Ends a request in the middle of whose planning something was raised."""
+        self.batch.disown(sequence)
+        self._end(sequence, GenerationFailed("the request could not be scheduled"))
+
+    async def _sleep(self) -> None:
+        """Returns when requests have come. Checks the books, if there is time for it before they come."""
+        self._work.clear()
+        if self._unchecked and not await self._work_within(self._idle_check_after_s):
+            self._check_books()
+        await self._work.wait()
+        self._unchecked = True
+        await asyncio.sleep(0)  # requests that come together are admitted together
+
+    async def _work_within(self, seconds: float) -> bool:
+        """Returns False if nothing comes within so many seconds."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._work.wait(), seconds)
+        return self._work.is_set()
+
+    def _check_books(self) -> None:
+        """Looks for blocks that nobody holds, or that are held but free."""
+        self._unchecked = False
+        try:
+            self.batch.check()
+        except AssertionError:
+            logger.exception("the books of the KV blocks are wrong; they are made anew, without the prefix cache")
+            self.batch.memory.rebuild(self.batch)
+
+    def _show_state(self) -> None:
+        batches, memory = self._metrics.batches, self.batch.memory
+        batches.queue_size(len(self.waiting))
+        batches.current(len(self.batch), memory.held_tokens)
+        batches.kv_cached(memory.cached_tokens)
+
+    async def _recover(self, error: RouterError) -> None:
+        """Fails the batch. Returns when the shards have forgotten it and compute; until then all requests fail."""
+        logger.error("a batch of %d requests failed: %s", len(self.batch), error)
+        self.fail_running(error if isinstance(error, GenerationFailed) else GenerationFailed(str(error)))
+        while True:
+            try:
+                await self._shards.send(wire.clear_call(), self._recovery_timeout_s).response()
+                await self._shards.health(self._recovery_timeout_s)
+            except RouterError as still:
+                if self._unhealthy is None:
+                    logger.error("the shards do not recover, so requests fail from now on: %s", still)
+                self._unhealthy = GenerationFailed(str(still))
+                self._fail_waiting(self._unhealthy)
+                await asyncio.sleep(self._recovery_interval_s)
+            else:
+                if self._unhealthy is not None:
+                    logger.info("the shards have recovered")
+                self._unhealthy = None
+                return
+
+    def fail_running(self, error: RouterError) -> None:
+        """Waits for no call any more, and fails the batch: the shards have lost it, and with it all that is cached."""
+        for sent in self._in_flight:
+            sent.pending.cancel()
+        self._in_flight.clear()
+        self._steps_in_flight = 0
+        lost = list(self.batch)
+        self.batch.reset()
+        for sequence in lost:
+            self._end(sequence, error)
+        self._show_state()
+
+    def _fail_waiting(self, error: RouterError) -> None:
+        for sequence in list(self.waiting):
+            self._end(sequence, error)
+        self._show_state()

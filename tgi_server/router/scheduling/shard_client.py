@@ -1,0 +1,313 @@
+"""The router's end of its contract with the shards (proto/generate.proto)."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+import grpc
+
+from shared.stubs import generate_pb2 as pb
+from shared.stubs.generate_pb2_grpc import GrammarServiceStub, TextGenerationServiceStub
+from tgi_server.router.errors import GenerationFailed, Overloaded, Unhealthy
+
+_CHANNEL_OPTIONS = [
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.max_send_message_length", -1),
+    ("grpc.use_local_subchannel_pool", 1),
+    # A shard that is not there yet may be there any moment.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 200),
+    ("grpc.enable_http_proxy", 0),
+]
+
+Response = TypeVar("Response")
+
+
+class ShardClient:
+    """Channels to one shard, and its methods.
+
+    stub: of its TextGenerationService. grammar_stub: of its GrammarService.
+    """
+
+    def __init__(self, url: str, rank: int, grammar_url: str | None = None) -> None:
+        """url: as gRPC spells it, unix:///path or ipv4:ADDRESS:PORT. grammar_url: of the GrammarService, if known."""
+        self.rank = rank
+        self._released: list[int] = []
+        self._channels = [grpc.aio.insecure_channel(url, options=_CHANNEL_OPTIONS)]
+        self.stub = TextGenerationServiceStub(self._channels[0])
+        if grammar_url is not None:
+            self._channels.append(grpc.aio.insecure_channel(grammar_url, options=_CHANNEL_OPTIONS))
+            self.grammar_stub = GrammarServiceStub(self._channels[1])
+
+    async def close(self) -> None:
+        for channel in self._channels:
+            await channel.close()
+
+    async def siblings(self, timeout_s: float) -> list[tuple[str, str]]:
+        """Returns the addresses of all shards' two services in rank order, once this one listens. Raises Unhealthy."""
+        try:
+            found: pb.ServiceDiscoveryResponse = await self.stub.ServiceDiscovery(
+                pb.ServiceDiscoveryRequest(), timeout=timeout_s, wait_for_ready=True
+            )
+        except grpc.aio.AioRpcError as error:
+            raise self.explain(error) from error
+        return list(zip(found.urls, found.grammar_urls, strict=True))
+
+    async def compile(self, grammar: pb.Grammar, pin: int, size: int | None, timeout_s: float) -> pb.CompileResponse:
+        """Has the grammar compiled, and kept until its pin is released. size: what another shard answered.
+
+        Raises Overloaded, and what else gRPC raises.
+        """
+        released, self._released = self._released, []
+        request = pb.CompileRequest(grammar=grammar, size=size, pin=pin, released=released)
+        try:
+            response: pb.CompileResponse = await self.grammar_stub.Compile(request, timeout=timeout_s)
+        except BaseException as error:
+            self._released += released  # it is not known whether the shard has heard of them
+            if isinstance(error, grpc.aio.AioRpcError) and error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
+                raise Overloaded(f"the grammar cannot be compiled now: {error.details()}") from error
+            raise
+        return response
+
+    def release(self, pin: int) -> None:
+        """The shard may forget the grammar. It is told with the next one that it compiles, which may need the room."""
+        self._released.append(pin)
+
+    def explain(self, error: grpc.aio.AioRpcError) -> Unhealthy:
+        """Returns the error as one line for the client and the log."""
+        code = error.code()
+        if code is grpc.StatusCode.UNAVAILABLE:
+            return Unhealthy(f"shard {self.rank} cannot be reached")
+        if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+            return Unhealthy(f"shard {self.rank} did not answer in time")
+        return Unhealthy(f"shard {self.rank} failed: {error.details() or code.name}")
+
+
+class CallStreams:
+    """A stream to each of some shards, for calls that go to all of them and are answered in turn."""
+
+    def __init__(self, shards: Sequence[ShardClient]) -> None:
+        self.open = True
+        self._shards = shards
+        self._outgoing: list[asyncio.Queue[pb.Call]] = [asyncio.Queue() for _ in shards]
+        self._streams = [shard.stub.Run(_all_of(out)) for shard, out in zip(shards, self._outgoing, strict=True)]
+        self._turn = asyncio.Lock()
+        self._silent: set[int] = set()
+
+    @property
+    def silent(self) -> str:
+        """The first of the shards that have not answered the call whose responses were asked for last."""
+        return f"shard {min(self._silent)}"
+
+    def send(self, call: pb.Call) -> None:
+        for outgoing in self._outgoing:
+            outgoing.put_nowait(call)
+
+    async def responses(self) -> list[pb.Answer]:
+        """Returns the responses to the next call, in rank order. Raises GenerationFailed as soon as one shard fails."""
+        async with self._turn:
+            self._silent = set(range(len(self._streams)))
+            if len(self._streams) == 1:
+                return [await self._response_of(0)]
+            return await _all(map(self._response_of, range(len(self._streams))))
+
+    def close(self) -> None:
+        """Makes the shards forget what they hold; calls that have not been answered never are."""
+        self.open = False
+        for stream in self._streams:
+            stream.cancel()
+
+    async def _response_of(self, rank: int) -> pb.Answer:
+        try:
+            response: pb.Answer = await self._streams[rank].read()
+        except grpc.aio.AioRpcError as error:
+            raise GenerationFailed(f"shard {rank} cannot be reached") from error
+        if response is grpc.aio.EOF:
+            raise GenerationFailed(f"shard {rank} ended the stream")
+        if response.HasField("failure"):
+            raise GenerationFailed(f"shard {rank} failed: {response.failure.reason}")
+        self._silent.discard(rank)
+        return response
+
+
+class PendingResponse:
+    """A call that has been sent to every shard. Wait for its response in the order of sending, or cancel it."""
+
+    __slots__ = ("_streams", "_timeout")
+
+    def __init__(self, streams: CallStreams, timeout_s: float) -> None:
+        self._streams = streams
+        self._timeout = timeout_s
+
+    async def response(self) -> pb.Answer:
+        """Returns what all shards agree on. Raises GenerationFailed when one of them fails, or when they disagree.
+
+        After a failure nothing else that was sent to them is answered.
+        """
+        try:
+            async with asyncio.timeout(self._timeout):
+                return _agreed(await self._streams.responses())
+        except TimeoutError as error:
+            self.cancel()
+            raise GenerationFailed(f"{self._streams.silent} did not answer in time") from error
+        except BaseException:
+            self.cancel()
+            raise
+
+    def cancel(self) -> None:
+        """Cancels all that was sent with it, too: shards do one thing after the other."""
+        self._streams.close()
+
+
+class ShardedClient:
+    """Sends every call to all shards, in the same order, and gives back the one response that they agree on.
+
+    Calls that change the batch share one stream to each shard, which is opened with the first of them, and again with
+    the next one after a failure.
+    """
+
+    def __init__(self, shards: Sequence[ShardClient], *, call_timeout_s: float = 300.0) -> None:
+        """call_timeout_s: after so many seconds a call counts as failed."""
+        self._shards = tuple(shards)
+        self._timeout = call_timeout_s
+        self._streams: CallStreams | None = None
+
+    @classmethod
+    async def connect(
+        cls, master_uds_path: str, *, timeout_s: float = 30.0, call_timeout_s: float = 300.0
+    ) -> "ShardedClient":
+        """Asks the shard behind `master_uds_path` for its siblings, and opens a channel to each.
+
+        Raises Unhealthy when one of them does not answer within `timeout_s` seconds.
+        """
+        master = ShardClient(f"unix://{master_uds_path.removeprefix('unix://')}", 0)
+        try:
+            places = await master.siblings(timeout_s)
+        finally:
+            await master.close()
+        shards = [ShardClient(url, rank, grammar_url) for rank, (url, grammar_url) in enumerate(places)]
+        client = cls(shards, call_timeout_s=call_timeout_s)
+        try:
+            await client._meet(timeout_s)
+        except BaseException:
+            await client.close()
+            raise
+        return client
+
+    async def close(self) -> None:
+        if self._streams is not None:
+            self._streams.close()
+        for shard in self._shards:
+            await shard.close()
+
+    async def _meet(self, timeout_s: float) -> None:
+        """Waits until all shards listen. Raises Unhealthy."""
+        await asyncio.gather(*(shard.siblings(timeout_s) for shard in self._shards))
+
+    async def info(self, timeout_s: float = 30.0) -> pb.InfoResponse:
+        """Returns what the first shard loaded. Raises Unhealthy."""
+        responses: list[pb.InfoResponse] = await self._ask("Info", pb.InfoRequest(), timeout_s)
+        return responses[0]
+
+    async def warmup(self, request: pb.WarmupRequest, timeout_s: float | None = None) -> pb.WarmupResponse:
+        """Returns what fits on every shard. Takes as long as the largest step does. Raises Unhealthy."""
+        responses: list[pb.WarmupResponse] = await self._ask("Warmup", request, timeout_s)
+        return pb.WarmupResponse(
+            num_blocks=min(response.num_blocks for response in responses),
+            max_total_tokens=min(response.max_total_tokens for response in responses),
+            max_batch_total_tokens=min(response.max_batch_total_tokens for response in responses),
+        )
+
+    async def health(self, timeout_s: float) -> None:
+        """Has every shard compute something. Raises Unhealthy when one of them cannot, within `timeout_s` seconds."""
+        await self._ask("Health", pb.HealthRequest(), timeout_s)
+
+    async def compile(self, grammar: pb.Grammar, pin: int, timeout_s: float = 60.0) -> str | None:
+        """Has every shard compile a grammar; steps go on meanwhile. Returns why it cannot be used, or None if it can.
+
+        The first shard tries it before the others, which take its word, so that all of them decide alike. They keep it
+        until `pin`, a number that no other has, is released. Raises Overloaded when too many grammars are being
+        compiled, and Unhealthy.
+        """
+        size, fault = None, None
+        asked: list[ShardClient] = []
+        try:
+            for shards in filter(None, (self._shards[:1], self._shards[1:])):
+                asked += shards
+                ask = partial(ShardClient.compile, grammar=grammar, pin=pin, size=size, timeout_s=timeout_s)
+                responses: list[pb.CompileResponse] = await self._ask_each(ask, shards)
+                size = responses[0].size
+                fault = next((response.error for response in responses if response.error), None)
+                if fault is not None:
+                    return fault
+            return None
+        except BaseException as error:
+            fault = str(error)
+            raise
+        finally:
+            if fault is not None:
+                for shard in asked:
+                    shard.release(pin)
+
+    def release(self, pin: int) -> None:
+        """The grammar with this pin is not needed any more, if it was compiled at all."""
+        for shard in self._shards:
+            shard.release(pin)
+
+    def send(self, call: pb.Call, timeout_s: float | None = None) -> PendingResponse:
+        """Sends at once. The response may take `timeout_s` seconds; None: as long as any call."""
+        if self._streams is None or not self._streams.open:
+            self._streams = CallStreams(self._shards)
+        self._streams.send(call)
+        return PendingResponse(self._streams, self._timeout if timeout_s is None else timeout_s)
+
+    async def _ask(self, method: str, request: Any, timeout_s: float | None) -> list[Any]:
+        return await self._ask_each(lambda shard: getattr(shard.stub, method)(request, timeout=timeout_s))
+
+    async def _ask_each(
+        self, call: Callable[[ShardClient], Awaitable[Any]], shards: Sequence[ShardClient] | None = None
+    ) -> list[Any]:
+        """shards: None: all."""
+
+        async def ask(shard: ShardClient) -> Any:
+            try:
+                return await call(shard)
+            except grpc.aio.AioRpcError as error:
+                raise shard.explain(error) from error
+
+        return await _all(map(ask, self._shards if shards is None else shards))
+
+
+async def _all(responses: Iterable[Awaitable[Response]]) -> list[Response]:
+    """Returns all of them in order. The first failure ends the wait: the other shards may hang in a collective."""
+    waits = [asyncio.ensure_future(response) for response in responses]
+    try:
+        done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_EXCEPTION)
+        for wait in waits:
+            if wait in done:
+                wait.result()  # raises what failed
+        return [wait.result() for wait in waits]
+    except BaseException:
+        for wait in waits:
+            wait.cancel()
+        await asyncio.gather(*waits, return_exceptions=True)
+        raise
+
+
+async def _all_of(queue: asyncio.Queue[pb.Call]) -> AsyncIterator[pb.Call]:
+    while True:
+        yield await queue.get()
+
+
+def _agreed(responses: list[pb.Answer]) -> pb.Answer:
+    first = responses[0]
+    expected = _tokens(first.step) if len(responses) > 1 else None
+    for rank, response in enumerate(responses[1:], start=1):
+        if _tokens(response.step) != expected:
+            raise GenerationFailed(f"shard {rank} computed other tokens than shard 0: the shards are out of step")
+    return first
+
+
+def _tokens(step: pb.StepResponse) -> list[tuple[int, list[int], int]]:
+    return [(item.request_id, list(item.token_ids), item.finish_reason) for item in step.generations]

@@ -1,0 +1,83 @@
+"""The scheduler's calls to the shards as messages of `generate.proto`."""
+
+from collections.abc import Iterable
+
+from shared.stubs import generate_pb2 as pb
+from tgi_server.contract import BlockCopy
+from tgi_server.router.request import ValidRequest
+from tgi_server.wire import block_copy_to_message, grammar_to_message, sampling_to_message
+
+
+def request_message(request: ValidRequest) -> pb.Request:
+    """Returns everything about a request that does not change while it is scheduled.
+
+    Raises ValueError, TypeError or OverflowError for a value that the message cannot hold.
+    """
+    return pb.Request(
+        id=request.id,
+        input_ids=request.input_ids,
+        max_new_tokens=request.stopping.max_new_tokens,
+        ignore_eos=request.stopping.ignore_eos,
+        logprobs=request.report.logprobs,
+        top_n_tokens=request.report.top_n_tokens,
+        adapter_id=request.adapter_id or "",
+        sampling=sampling_to_message(request.sampling),
+        grammar=None if request.grammar is None else grammar_to_message(request.grammar),
+        trace_context=request.trace_context,
+    )
+
+
+def complete_request(
+    message: pb.Request,
+    *,
+    generated_ids: Iterable[int],
+    block_ids: Iterable[int],
+    cached_tokens: int,
+    copy: BlockCopy | None,
+    prefill_logprobs: bool,
+) -> None:
+    """Adds what a request has, or has become, when it joins the shards' batch."""
+    message.generated_ids[:] = generated_ids
+    message.block_ids[:] = block_ids
+    message.cached_tokens = cached_tokens
+    message.prefill_logprobs = prefill_logprobs
+    message.ClearField("copy")
+    if copy is not None:
+        message.copy.CopyFrom(block_copy_to_message(copy))
+
+
+def prefill_call(
+    batch_id: int,
+    joining: Iterable[pb.Request],
+    chunks: Iterable[tuple[int, int]],
+    grants: Iterable[tuple[int, int]],
+    *,
+    decode: bool,
+) -> pb.Call:
+    """chunks: request ids and tokens to compute. grants: request ids and blocks."""
+    return pb.Call(
+        prefill=pb.PrefillRequest(
+            batch_id=batch_id,
+            requests=joining,
+            chunks=[pb.Chunk(request_id=request_id, tokens=tokens) for request_id, tokens in chunks],
+            grants=_grants(grants),
+            decode=decode,
+        )
+    )
+
+
+def decode_call(batch_id: int, grants: Iterable[tuple[int, int]]) -> pb.Call:
+    return pb.Call(decode=pb.DecodeRequest(batch_id=batch_id, grants=_grants(grants)))
+
+
+def filter_call(batch_id: int, keep: Iterable[int]) -> pb.Call:
+    return pb.Call(filter_batch=pb.FilterBatchRequest(batch_id=batch_id, keep_request_ids=keep))
+
+
+def clear_call() -> pb.Call:
+    """Returns the call that makes the shards forget whatever batch they hold."""
+    return pb.Call(clear_cache=pb.ClearCacheRequest())
+
+
+def _grants(grants: Iterable[tuple[int, int]]) -> list[pb.Grant]:
+    return [pb.Grant(request_id=request_id, block_ids=(block,)) for request_id, block in grants]

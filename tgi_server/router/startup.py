@@ -1,0 +1,241 @@
+"""Start-up: from settings to everything that answers requests."""
+
+import asyncio
+import gc
+import ipaddress
+import logging
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from importlib.metadata import PackageNotFoundError, version
+from time import monotonic
+
+from starlette.types import ASGIApp
+
+from shared.event_loop import watch_event_loop
+from shared.stop_signals import ignore_stop_signals, on_stop_signal
+from shared.stubs import generate_pb2 as pb
+from tgi_server.router.api.access import AccessRules
+from tgi_server.router.api.app import create_app, metrics_app
+from tgi_server.router.api.connections import Connections, connection_limits
+from tgi_server.router.api.server import HttpServer, drain, listen
+from tgi_server.router.errors import RouterError, StartupError, Unhealthy
+from tgi_server.router.metrics import Metrics
+from tgi_server.router.request import Limits
+from tgi_server.router.scheduling import wire
+from tgi_server.router.scheduling.grammars import PinnedGrammars
+from tgi_server.router.scheduling.scheduler import Scheduler
+from tgi_server.router.scheduling.shard_client import ShardedClient
+from tgi_server.router.service import Capacity, ModelDescription, Service
+from tgi_server.router.settings import RouterSettings
+from tgi_server.router.text.chat_template import ChatTemplate
+from tgi_server.router.text.tokenizer import TokenizerThreads, load_tokenizer
+from tgi_server.router.text.tokenizer_config import read_tokenizer_config
+from tgi_server.router.text.validation import Validator, grammar_refusal
+from tgi_server.router.tracing import RequestTracer
+
+logger = logging.getLogger(__name__)
+
+_REPORT_SECONDS = 10.0
+HEALTH_SECONDS = 10.0
+"""What a health check may take."""
+
+_CLEAR_SECONDS = 60.0
+_METRICS_GRACE_SECONDS = 1
+_METRICS_CONNECTIONS = 32
+
+
+async def run(settings: RouterSettings) -> None:
+    """Serves until SIGTERM or SIGINT, then lets running requests finish. Raises StartupError.
+
+    A signal before the server is ready ends it at once: the task is cancelled.
+    """
+    task = asyncio.current_task()
+    assert task is not None
+    on_stop_signal(task.cancel)
+    limits = connection_limits(settings.max_connections, settings.max_connections_per_address)
+    listener = listen(settings.hostname, settings.port, "--port")
+    metrics_listener = None
+    if settings.prometheus_port:
+        metrics_listener = listen(settings.hostname, settings.prometheus_port, "--prometheus-port")
+    async with assembled(settings) as service:
+        _collect_garbage_seldom()
+        app: ASGIApp = create_app(service, access_rules(settings, listener))
+        patience = settings.client_timeout
+        servers = {HttpServer(app, settings.graceful_termination_timeout, patience, Connections(*limits)): listener}
+        if metrics_listener is not None:
+            scrapers = Connections(_METRICS_CONNECTIONS, _METRICS_CONNECTIONS)
+            app = metrics_app(service.metrics)
+            servers[HttpServer(app, _METRICS_GRACE_SECONDS, patience, scrapers)] = metrics_listener
+        on_stop_signal(lambda: drain(servers))
+        logger.info("ready on http://%s:%d", settings.hostname, listener.getsockname()[1])
+        await asyncio.gather(*(server.serve([each]) for server, each in servers.items()))
+    ignore_stop_signals()
+    logger.info("stopped")
+
+
+@asynccontextmanager
+async def assembled(settings: RouterSettings) -> AsyncIterator[Service]:
+    """Reads the tokenizer, connects to the shards, warms them up, and runs the scheduler while the context is open.
+
+    Raises StartupError with one line that says what is missing.
+    """
+    model = settings.tokenizer_name
+    config = await asyncio.to_thread(read_tokenizer_config, model, settings.tokenizer_config_path)
+    template = ChatTemplate(config)
+    threads = TokenizerThreads(await asyncio.to_thread(load_tokenizer, model, config), settings.validation_workers)
+    guard = None if settings.allow_special_tokens else await asyncio.to_thread(threads.tokenizer.special_token_guard)
+    shards = await _connect(settings.master_shard_uds_path)
+    try:
+        info, capacity = await _warm_up(shards, settings)
+        limits = _limits(settings, capacity)
+        metrics = Metrics()
+        scheduler = Scheduler(shards, info, capacity, limits, metrics)
+
+        refusal = grammar_refusal(disabled=settings.disable_grammar_support, supported=info.grammars)
+        scheduler.start()
+        watch = asyncio.create_task(watch_event_loop(metrics.event_loop_lag), name="event loop watch")
+        try:
+            yield Service(
+                model=_describe(settings, info),
+                limits=limits,
+                tokenizer=threads.tokenizer,
+                threads=threads,
+                template=template,
+                validator=Validator(limits, threads, info.vocab_size, refusal, PinnedGrammars(shards).fault),
+                submitter=scheduler,
+                capacity=Capacity(limits.max_concurrent_requests),
+                metrics=metrics,
+                tracer=RequestTracer(enabled=settings.otlp_endpoint is not None),
+                check_health=_HealthCheck(scheduler, shards),
+                payload_limit=settings.payload_limit,
+                validation_workers=settings.validation_workers,
+                special_tokens=guard,
+            )
+        finally:
+            watch.cancel()
+            await scheduler.stop()
+    finally:
+        await shards.close()
+        threads.close()
+
+
+class _HealthCheck:
+    """Has the shards compute something; checks that come together share one answer.
+
+    Shards that compute a step hear the question late, so the step's answer is one to it, too.
+    """
+
+    def __init__(self, scheduler: Scheduler, shards: ShardedClient) -> None:
+        self._scheduler = scheduler
+        self._shards = shards
+        self._running: asyncio.Task[None] | None = None
+
+    async def __call__(self) -> None:
+        """Raises Unhealthy."""
+        if self._running is None or self._running.done():
+            self._running = asyncio.ensure_future(self._check())
+        await asyncio.shield(self._running)
+
+    async def _check(self) -> None:
+        asked = asyncio.ensure_future(self._shards.health(HEALTH_SECONDS))
+        step = asyncio.ensure_future(self._scheduler.next_response())
+        try:
+            await asyncio.wait((asked, step), return_when=asyncio.FIRST_COMPLETED)
+            if asked.done() or not self._scheduler.healthy:
+                await asked
+        finally:
+            asked.cancel()
+            step.cancel()
+
+
+async def _connect(path: str) -> ShardedClient:
+    """Waits for the shards for as long as they take to load; whoever started them knows when there is no more hope."""
+    started = monotonic()
+    while True:
+        try:
+            return await ShardedClient.connect(path, timeout_s=_REPORT_SECONDS)
+        except Unhealthy:
+            logger.info("waiting for the shard at %s (%.0f s)", path, monotonic() - started)
+
+
+async def _warm_up(shards: ShardedClient, settings: RouterSettings) -> tuple[pb.InfoResponse, pb.WarmupResponse]:
+    try:
+        info = await shards.info()
+        # A router that was here before may have left requests behind.
+        await shards.send(wire.clear_call(), _CLEAR_SECONDS).response()
+        capacity = await shards.warmup(
+            pb.WarmupRequest(
+                max_prefill_tokens=settings.max_batch_prefill_tokens,
+                max_batch_size=settings.max_batch_size or settings.max_concurrent_requests,
+                max_total_tokens=settings.max_total_tokens,
+                max_batch_total_tokens=settings.max_batch_total_tokens,
+            )
+        )
+    except RouterError as error:
+        raise StartupError(f"the shards could not warm up: {error}") from error
+    return info, capacity
+
+
+def _limits(settings: RouterSettings, capacity: pb.WarmupResponse) -> Limits:
+    max_total_tokens = capacity.max_total_tokens
+    if settings.max_total_tokens and settings.max_total_tokens > max_total_tokens:
+        raise StartupError(
+            f"--max-total-tokens {settings.max_total_tokens} is more than the model and the memory allow: "
+            f"{max_total_tokens}"
+        )
+    max_input_tokens = settings.max_input_tokens or max_total_tokens - 1
+    if max_input_tokens >= max_total_tokens:
+        raise StartupError(
+            f"--max-input-tokens {max_input_tokens} must be less than the {max_total_tokens} tokens "
+            "that a prompt and its answer may have together"
+        )
+    return Limits(
+        max_concurrent_requests=settings.max_concurrent_requests,
+        max_best_of=settings.max_best_of,
+        max_stop_sequences=settings.max_stop_sequences,
+        max_top_n_tokens=settings.max_top_n_tokens,
+        max_input_tokens=max_input_tokens,
+        max_total_tokens=max_total_tokens,
+        max_batch_prefill_tokens=settings.max_batch_prefill_tokens,
+        max_batch_total_tokens=capacity.max_batch_total_tokens,
+        max_waiting_tokens=settings.max_waiting_tokens,
+        waiting_served_ratio=settings.waiting_served_ratio,
+        max_batch_size=settings.max_batch_size or settings.max_concurrent_requests,
+        max_client_batch_size=settings.max_client_batch_size,
+    )
+
+
+def _describe(settings: RouterSettings, info: pb.InfoResponse) -> ModelDescription:
+    return ModelDescription(
+        model_id=settings.model_id or info.model_id,
+        revision=settings.revision or info.revision or None,
+        compute_type="cpu" if info.device_type == "cpu" else "gpu+optimized",
+        encoder_decoder=info.encoder_decoder,
+        version=_version(),
+    )
+
+
+def _version() -> str:
+    try:
+        return version("oatmill")
+    except PackageNotFoundError:  # runs from a checkout that is not installed
+        return "0+checkout"
+
+
+def _collect_garbage_seldom() -> None:
+    """Spares the collector what start-up has left, and the loop most collections: one large body would cause hundreds.
+
+    A body of two megabytes becomes up to a million objects, which take eight times as long to make otherwise, with all
+    else standing still.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 10, 10)
+
+
+def access_rules(settings: RouterSettings, listener: socket.socket) -> AccessRules:
+    """Returns who may call the server that listens there."""
+    loopback = ipaddress.ip_address(listener.getsockname()[0]).is_loopback
+    hosts = {settings.hostname.lower(), *settings.allowed_hosts} if loopback else None
+    return AccessRules(settings.api_keys, settings.cors_allow_origin, hosts)

@@ -1,0 +1,58 @@
+"""What clients ask a text to look like, as the grammar that the shards compile."""
+
+import json
+from dataclasses import replace
+from typing import Any
+
+from pydantic_core import from_json
+
+from tgi_server.contract import Grammar, GrammarType
+from tgi_server.router.errors import InvalidRequest
+from tgi_server.router.schemas import grammar as schemas
+
+_ANY_OBJECT = {"type": "object"}
+_SPAN = '"x-span"'
+
+
+def requested_grammar(requested: schemas.GrammarType | None) -> Grammar | None:
+    """The grammar of `parameters.grammar` or `response_format`; None when any text will do.
+
+    Raises InvalidRequest for a JSON schema that is none.
+    """
+    if requested is None:
+        return None
+    match requested.root:
+        case schemas.PlainText():
+            return None
+        case schemas.RegexGrammar(value=regex):
+            return Grammar(GrammarType.REGEX, regex)
+        case schemas.LarkGrammar(value=lark):
+            return Grammar(GrammarType.LARK, lark)
+        case schemas.JsonGrammar(value=value):
+            return json_grammar(_ANY_OBJECT if value is None else value)
+        case schemas.JsonSchemaGrammar(value=value, json_schema=json_schema):
+            config = value or json_schema
+            if config is None:
+                raise InvalidRequest("a grammar of type `json_schema` needs the schema in `value`, or in `json_schema`")
+            return json_grammar(config.definition)
+
+
+def json_grammar(schema: Any) -> Grammar:
+    """The grammar of JSON that fits `schema`: an object, a boolean, or a string of JSON that is one of them."""
+    if isinstance(schema, str):
+        try:
+            schema = from_json(schema)  # which bounds how deep it may nest
+        except ValueError as error:
+            raise InvalidRequest(f"the JSON schema of the grammar is not JSON: {error}") from error
+    if not isinstance(schema, dict | bool):
+        raise InvalidRequest("the JSON schema of a grammar must be an object")
+    return Grammar(GrammarType.JSON_SCHEMA, json.dumps(schema, ensure_ascii=False))
+
+
+def with_text(grammar: Grammar, text: str) -> Grammar:
+    """Returns a copy of the grammar, with the text that its spans are taken from.
+
+    One without spans is the same for every text.
+    """
+    wants_text = grammar.type is GrammarType.JSON_SCHEMA and _SPAN in grammar.value
+    return replace(grammar, text=text if wants_text else "")

@@ -1,0 +1,180 @@
+"""Where tokens go on their way back to a client: text, stop sequences, timings. The scheduler calls all of it."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from time import perf_counter
+
+from shared.stubs import generate_pb2 as pb
+from tgi_server.contract import FinishReason
+from tgi_server.router.errors import IncompleteGeneration, RouterError
+from tgi_server.router.text.detokenizer import Detokenizer, StopSequences
+from tgi_server.router.text.tokenizer import TextTokenizer
+from tgi_server.wire import finish_reason_from_message
+
+OnEnd = Callable[[RouterError | None], None]
+
+
+class SequenceSink(ABC):
+    """One sequence as it grows.
+
+    input_ids: the prompt; the first generated token may read differently behind it.
+    stops: stop sequences, if the request has any.
+    on_end: told once that nothing more comes, with the error if the sequence did not end as it should.
+
+    prefill: the prompt's tokens and logprobs, when they were asked for.
+
+    Times are `perf_counter` seconds.
+    """
+
+    __slots__ = (
+        "_detokenizer",
+        "_last_id",
+        "_on_end",
+        "_stops",
+        "_tokenizer",
+        "ended_at",
+        "finish_reason",
+        "generated_tokens",
+        "input_length",
+        "prefill",
+        "queued_at",
+        "started_at",
+    )
+
+    def __init__(
+        self, tokenizer: TextTokenizer, input_ids: list[int], stops: StopSequences | None, on_end: OnEnd
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._detokenizer = Detokenizer(tokenizer, input_ids)
+        self._stops = stops
+        self._on_end = on_end
+        self.input_length = len(input_ids)
+        self._last_id = 0
+        self.generated_tokens = 0
+        self.finish_reason: FinishReason | None = None
+        self.prefill: pb.PrefillTokens | None = None
+        self.queued_at = self.started_at = self.ended_at = perf_counter()
+
+    def started(self) -> None:
+        self.started_at = perf_counter()
+
+    def push(self, generation: pb.Generation) -> FinishReason | None:
+        """Takes the tokens of one step; tokens behind a complete stop sequence are dropped."""
+        if self.finish_reason is not None:
+            return self.finish_reason
+        if generation.HasField("prefill_tokens"):
+            self.prefill = generation.prefill_tokens
+        last = len(generation.token_ids) - 1
+        for position, token_id in enumerate(generation.token_ids):
+            self.generated_tokens += 1
+            self._last_id = token_id
+            reason = finish_reason_from_message(generation.finish_reason) if position == last else None
+            special = token_id in self._tokenizer.special_tokens
+            text, visible, stopped = self._special(token_id) if special else self._plain(token_id)
+            if stopped:
+                reason = FinishReason.STOP_SEQUENCE
+            if reason is not None:
+                self.ended_at = perf_counter()
+                self.finish_reason = reason
+                rest = "" if stopped else self._rest()
+                visible += rest
+                text = text if special else text + rest
+            logprob = generation.logprobs[position] if generation.logprobs else None
+            top = generation.top_tokens[position] if generation.top_tokens else None
+            self._take(token_id, text, visible, logprob, top, special=special)
+            if stopped:
+                return reason
+        return None
+
+    def finished(self, reason: FinishReason) -> None:
+        if self.finish_reason is None:
+            if not self.generated_tokens:
+                self._on_end(IncompleteGeneration(f"the generation ended ({reason.value}) before its first token"))
+                return
+            # The last tokens were none that anybody sees.
+            self.ended_at = perf_counter()
+            self.finish_reason = reason
+            self._end(self._rest())
+        self._on_end(None)
+
+    def failed(self, error: RouterError) -> None:
+        self.ended_at = perf_counter()
+        self._on_end(error)
+
+    @abstractmethod
+    def _take(
+        self, token_id: int, text: str, visible: str, logprob: float | None, top: pb.TopTokens | None, *, special: bool
+    ) -> None:
+        """Takes a token. `finish_reason` is set when it is the last one.
+
+        text: what became complete with this token; of a special token, its name.
+        visible: what the sequence's text grows by.
+        """
+
+    def _end(self, rest: str) -> None:
+        """The end comes without a token; `rest` is what was held back."""
+        self._take(self._last_id, rest, rest, None, None, special=False)
+
+    def _plain(self, token_id: int) -> tuple[str, str, bool]:
+        text = self._detokenizer.step(token_id)
+        if self._stops is None:
+            return text, text, False
+        text, stopped = self._stops.feed(text)
+        return text, text, stopped
+
+    def _special(self, token_id: int) -> tuple[str, str, bool]:
+        """Special tokens are no text of the sequence, but a stop sequence may name one."""
+        name = self._tokenizer.special_tokens[token_id]
+        if self._stops is None or not self._stops.contain(name):
+            return name, "", False
+        shown, stopped = self._stops.feed(name)
+        return name, "" if self._stops.reveal else shown, stopped
+
+    def _rest(self) -> str:
+        """The text that waited for more to come."""
+        rest = self._detokenizer.flush()
+        if self._stops is None:
+            return rest
+        shown, stopped = self._stops.feed(rest)
+        return shown if stopped else shown + self._stops.flush()
+
+
+class CollectingSink(SequenceSink):
+    """Keeps everything until the end, for an answer in one piece."""
+
+    __slots__ = ("_visible", "logprobs", "special", "texts", "token_ids", "top_tokens")
+
+    def __init__(
+        self, tokenizer: TextTokenizer, input_ids: list[int], stops: StopSequences | None, on_end: OnEnd
+    ) -> None:
+        super().__init__(tokenizer, input_ids, stops, on_end)
+        self.token_ids: list[int] = []
+        self.texts: list[str] = []
+        self.special: list[bool] = []
+        self.logprobs: list[float | None] = []
+        self.top_tokens: list[pb.TopTokens] = []
+        self._visible: list[str] = []
+
+    @property
+    def text(self) -> str:
+        """The generated text."""
+        return "".join(self._visible)
+
+    def _end(self, rest: str) -> None:
+        self._visible.append(rest)
+
+    def mean_logprob(self) -> float:
+        """How likely the model finds the sequence, by its tokens."""
+        known = [value for value in self.logprobs if value is not None]
+        return sum(known) / len(known) if known else float("-inf")
+
+    def _take(
+        self, token_id: int, text: str, visible: str, logprob: float | None, top: pb.TopTokens | None, *, special: bool
+    ) -> None:
+        self.token_ids.append(token_id)
+        self.texts.append(text)
+        self.special.append(special)
+        self.logprobs.append(logprob)
+        self._visible.append(visible)
+        if top is not None:
+            self.top_tokens.append(top)

@@ -1,0 +1,158 @@
+"""Tokens from text: the model's tokenizer, and the threads that it runs in."""
+
+import asyncio
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+from tokenizers import Encoding, Tokenizer
+from tokenizers.processors import TemplateProcessing
+
+from tgi_server.router.errors import StartupError
+from tgi_server.router.text.special_tokens import SpecialTokens
+from tgi_server.router.text.tokenizer_config import TokenizerConfig
+
+T = TypeVar("T")
+
+# Tokenising this many characters takes less time than waking a thread for it (about 0.1 ms).
+_SHORT = 1_000
+# Texts with more characters have threads of their own: shorter ones do not wait behind them.
+_LONG = 32_768
+# Texts with more characters for each token that is allowed are tokenised in pieces first, until there are too many.
+_PLAUSIBLE = 4
+_PIECE = 65_536
+# A cut through a text may add so many tokens.
+_CUT = 128
+_CONVERSION_SECONDS = 300
+_CONVERSION = """
+import sys
+from transformers import AutoTokenizer
+tokenizer = AutoTokenizer.from_pretrained(sys.argv[1], local_files_only=True)
+tokenizer.backend_tokenizer.save(sys.argv[2])
+"""
+
+
+class TextTokenizer:
+    """The model's tokenizer. `special_tokens` maps the ids of special tokens to their text."""
+
+    def __init__(self, tokenizer: Tokenizer, config: TokenizerConfig) -> None:
+        _obey(tokenizer, config)
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        self._tokenizer = tokenizer
+        self.special_tokens = {
+            token_id: token.content for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special
+        }
+
+    def special_token_guard(self) -> SpecialTokens:
+        """Returns what tells special tokens of the chat template from those that clients spell."""
+        return SpecialTokens(self._tokenizer)
+
+    def encode(self, text: str, *, add_special_tokens: bool, offsets: bool = True) -> Encoding:
+        """The tokens. offsets: with their places in the text, which takes longer."""
+        if len(text) <= _SHORT:
+            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        # Only the methods for batches let other threads run meanwhile.
+        encode = self._tokenizer.encode_batch if offsets else self._tokenizer.encode_batch_fast
+        return encode([text], add_special_tokens=add_special_tokens)[0]
+
+    def exceeds(self, text: str, tokens: int) -> bool:
+        """Returns True if a long text has more than `tokens` tokens, without tokenising much more than those."""
+        if len(text) <= max(_PLAUSIBLE * tokens, _PIECE):
+            return False
+        found = 0
+        for start in range(0, len(text), _PIECE):
+            piece = text[start : start + _PIECE]
+            found += max(len(self.encode(piece, add_special_tokens=False, offsets=False)) - _CUT, 0)
+            if found > tokens:
+                return True
+        return False
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of `token_ids`, special tokens included."""
+        return self._tokenizer.decode(token_ids, skip_special_tokens=False)
+
+    def token_text(self, token_id: int) -> str:
+        """A token's text, looked at alone."""
+        return self.special_tokens.get(token_id) or self.decode([token_id])
+
+
+class TokenizerThreads:
+    """Runs tokenising, and what else takes time, outside the event loop."""
+
+    def __init__(self, tokenizer: TextTokenizer, workers: int) -> None:
+        self.tokenizer = tokenizer
+        self._pool = ThreadPoolExecutor(max_workers=workers, thread_name_prefix="validation")
+        self._long = ThreadPoolExecutor(max_workers=max(1, workers // 2), thread_name_prefix="validation-long")
+
+    async def handle_text(self, characters: int, work: Callable[[], T], *, at_once: int = _SHORT) -> T:
+        """Runs what takes time in proportion to a text; of one with `at_once` characters at most, at once."""
+        return work() if characters <= at_once else await self.run(characters, work)
+
+    async def run(self, characters: int, work: Callable[[], T]) -> T:
+        """Runs `work` on a text in a thread."""
+        pool = self._pool if characters <= _LONG else self._long
+        return await asyncio.get_running_loop().run_in_executor(pool, work)
+
+    def close(self) -> None:
+        for pool in (self._pool, self._long):
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def load_tokenizer(model: Path, config: TokenizerConfig) -> TextTokenizer:
+    """Loads `tokenizer.json` of the model folder; where there is none, makes one of the files that there are.
+
+    Raises StartupError when there is no tokenizer that can be used.
+    """
+    file = model / "tokenizer.json"
+    if file.is_file():
+        return TextTokenizer(_read(file), config)
+    with tempfile.TemporaryDirectory() as folder:
+        return TextTokenizer(_read(_convert(model, Path(folder))), config)
+
+
+def _read(file: Path) -> Tokenizer:
+    try:
+        return Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises plain exceptions
+        raise StartupError(f"cannot read the tokenizer {file}: {error}") from error
+
+
+def _convert(model: Path, folder: Path) -> Path:
+    """Has `transformers` write a `tokenizer.json` into `folder`.
+
+    In a process of its own, because `transformers` loads torch as soon as it is there.
+    """
+    if not model.is_dir():
+        raise StartupError(f"{model} is not a folder; --tokenizer-name wants the folder of a downloaded model")
+    file = folder / "tokenizer.json"
+    command = [sys.executable, "-c", _CONVERSION, str(model), str(file)]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=_CONVERSION_SECONDS, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise StartupError(f"converting the tokenizer of {model} took more than {_CONVERSION_SECONDS} s") from error
+    if result.returncode != 0 or not file.is_file():
+        reason = (result.stderr.strip().splitlines() or ["no tokenizer.json came out"])[-1]
+        raise StartupError(f"{model} has no tokenizer.json and none could be made of its other files: {reason}")
+    return file
+
+
+def _obey(tokenizer: Tokenizer, config: TokenizerConfig) -> None:
+    """Makes `tokenizer` add BOS and EOS as `tokenizer_config.json` says, where it says so."""
+    plain = tokenizer.encode("", add_special_tokens=True).ids
+    bos = config.bos_token and tokenizer.token_to_id(config.bos_token)
+    eos = config.eos_token and tokenizer.token_to_id(config.eos_token)
+    has_bos = bool(plain) and plain[0] == bos
+    has_eos = bool(plain) and plain[-1] == eos and (bos != eos or len(plain) > 1)
+    want_bos = has_bos if config.add_bos_token is None or not isinstance(bos, int) else config.add_bos_token
+    want_eos = has_eos if config.add_eos_token is None or not isinstance(eos, int) else config.add_eos_token
+    if (want_bos, want_eos) == (has_bos, has_eos):
+        return
+    before = [(str(config.bos_token), bos)] * want_bos
+    after = [(str(config.eos_token), eos)] * want_eos
+    single = " ".join([*(name for name, _ in before), "$A", *(name for name, _ in after)])
+    tokenizer.post_processor = TemplateProcessing(single=single, special_tokens=before + after)

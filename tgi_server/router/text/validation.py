@@ -1,0 +1,166 @@
+"""From what a client asks for to what the scheduler takes: every limit checked, the prompt as tokens."""
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+
+from tgi_server.contract import Grammar, SamplingParameters
+from tgi_server.router.errors import InvalidRequest
+from tgi_server.router.request import Limits
+from tgi_server.router.schemas.generate import GenerateParameters
+from tgi_server.router.text.detokenizer import StopSequences
+from tgi_server.router.text.grammar import requested_grammar, with_text
+from tgi_server.router.text.parameters import (
+    check_amounts,
+    check_best_of,
+    check_streaming,
+    random_seed,
+    sampling_parameters,
+)
+from tgi_server.router.text.special_tokens import RenderedPrompt
+from tgi_server.router.text.tokenizer import TokenizerThreads
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedRequest:
+    """A prompt and parameters that keep every rule.
+
+    input_ids: the prompt, cut to `truncate`.
+    seed: what `details` reports; None when tokens are not sampled.
+    """
+
+    input_ids: list[int]
+    max_new_tokens: int
+    sampling: SamplingParameters
+    stop: Sequence[str]
+    top_n_tokens: int
+    prefill_logprobs: bool
+    ignore_eos: bool
+    grammar: Grammar | None
+    cache_salt: str | None
+
+    @property
+    def seed(self) -> int | None:
+        return self.sampling.seed if self.sampling.do_sample else None
+
+    def stop_sequences(self, *, reveal: bool) -> StopSequences | None:
+        """What watches the text; None when nothing but its end ends it. reveal: a stop sequence is part of it."""
+        return StopSequences(self.stop, reveal=reveal) if self.stop else None
+
+    def times(self, sequences: int) -> "list[CheckedRequest]":
+        """The request so many times over; all but the first with seeds of their own."""
+        others = (replace(self.sampling, seed=random_seed()) for _ in range(sequences - 1))
+        return [self, *(replace(self, sampling=sampling) for sampling in others)]
+
+
+class Validator:
+    """Checks requests against the server's limits.
+
+    vocab_size: tokens that the model can generate.
+    grammar_refusal: why this server takes no grammars; None when it does.
+    grammar_fault: has the shards compile a grammar; why that cannot be done, in one line, or None.
+    """
+
+    def __init__(
+        self,
+        limits: Limits,
+        threads: TokenizerThreads,
+        vocab_size: int,
+        grammar_refusal: str | None,
+        grammar_fault: Callable[[Grammar], Awaitable[str | None]],
+    ) -> None:
+        self._limits = limits
+        self._threads = threads
+        self._vocab_size = vocab_size
+        self._grammar_refusal = grammar_refusal
+        self._grammar_fault = grammar_fault
+
+    async def check(
+        self,
+        inputs: str,
+        parameters: GenerateParameters,
+        *,
+        add_special_tokens: bool = True,
+        streaming: bool = False,
+        grammar: Grammar | None = None,
+        spans_of: str | None = None,
+        rendered: RenderedPrompt | None = None,
+        size: int = 0,
+    ) -> CheckedRequest:
+        """grammar: in place of the parameters' own. spans_of: the text that `x-span` takes spans of; None: `inputs`.
+        rendered: what `inputs` come from, if that is a conversation. size: bytes of the whole request; work on a large
+        one leaves the event loop.
+
+        Raises InvalidRequest with one line that says what is wrong.
+        """
+        if streaming:
+            check_streaming(parameters)
+        sampling = sampling_parameters(parameters, self._vocab_size)
+        check_amounts(parameters, self._limits)
+        check_best_of(parameters, sampling, self._limits)
+        if parameters.adapter_id:
+            raise InvalidRequest("`adapter_id` is not supported: this server has no adapters")
+        if not inputs:
+            raise InvalidRequest("`inputs` must not be empty")
+        prompt = rendered or RenderedPrompt(inputs)
+
+        def prepare() -> tuple[Grammar | None, list[int]]:
+            wanted = grammar or requested_grammar(parameters.grammar)
+            input_ids = self._input_ids(prompt, parameters.truncate, add_special_tokens=add_special_tokens)
+            return (with_text(wanted, spans_of or inputs) if wanted else None), input_ids
+
+        prepared, input_ids = await self._threads.handle_text(max(size, len(inputs)), prepare)
+        max_new_tokens = self._max_new_tokens(len(input_ids), parameters.max_new_tokens)
+        await self._compile(prepared)
+        return CheckedRequest(
+            input_ids=input_ids,
+            max_new_tokens=max_new_tokens,
+            sampling=sampling,
+            stop=parameters.stop,
+            top_n_tokens=parameters.top_n_tokens or 0,
+            prefill_logprobs=parameters.decoder_input_details,
+            ignore_eos=parameters.ignore_eos,
+            grammar=prepared,
+            cache_salt=parameters.cache_salt,
+        )
+
+    def _input_ids(self, prompt: RenderedPrompt, truncate: int | None, *, add_special_tokens: bool) -> list[int]:
+        """The prompt's tokens, cut to `truncate`. A text that cannot fit is not tokenised as a whole."""
+        tokenizer, most = self._threads.tokenizer, self._limits.max_input_tokens
+        if not truncate and tokenizer.exceeds(prompt.text, most):
+            raise InvalidRequest(f"`inputs` has more than {most} tokens; at most {most} are allowed")
+        encoding = tokenizer.encode(prompt.text, add_special_tokens=add_special_tokens, offsets=False)
+        _, encoding = prompt.checked(encoding)
+        return encoding.ids[-truncate:] if truncate else encoding.ids
+
+    def _max_new_tokens(self, input_length: int, asked: int | None) -> int:
+        limits = self._limits
+        if not input_length:
+            raise InvalidRequest("`inputs` has no tokens")
+        if input_length > limits.max_input_tokens:
+            raise InvalidRequest(f"`inputs` has {input_length} tokens; at most {limits.max_input_tokens} are allowed")
+        if asked is None:
+            return limits.max_total_tokens - input_length
+        if input_length + asked > limits.max_total_tokens:
+            raise InvalidRequest(
+                f"`inputs` has {input_length} tokens and `max_new_tokens` is {asked}: "
+                f"together they may be at most {limits.max_total_tokens}"
+            )
+        return asked
+
+    async def _compile(self, grammar: Grammar | None) -> None:
+        """Has the shards compile the grammar: the request waits for it, and for nobody else's."""
+        if grammar is None:
+            return
+        if self._grammar_refusal is not None:
+            raise InvalidRequest(self._grammar_refusal)
+        if fault := await self._grammar_fault(grammar):
+            raise InvalidRequest(f"the grammar cannot be used: {fault}")
+
+
+def grammar_refusal(*, disabled: bool, supported: bool) -> str | None:
+    """Why requests with a grammar are refused. The one place that decides it."""
+    if disabled:
+        return "grammars are switched off on this server (--disable-grammar-support)"
+    if not supported:
+        return "grammars are not supported by this server's shards for this model"
+    return None
