@@ -17,7 +17,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from benchmarks.floor import Machine, ModelCost
 from tgi_server.engine.config import DTYPES
-from tgi_server.engine.linear.float import PackedLinear
+from tgi_server.engine.linear.float import FloatLinear
+from tgi_server.engine.linear.onednn import OneDnnLinear, has_products
 
 _READ_BYTES = {"cpu": 1 << 30, "cuda": 1 << 33}
 _MATRIX = {"cpu": 4096, "cuda": 8192}
@@ -75,10 +76,15 @@ def _matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
     """Returns FLOP/s of a square product; on a CPU with the weights as they are, or packed, whichever is faster."""
     size = _MATRIX[device.type]
     left, right = torch.randn(2, size, size, device=device).to(dtype)
-    ways: list[Callable[[], object]] = [lambda: left @ right]
+    ways: list[Callable[[], object]] = []
+    if device.type != "cpu" or has_products(dtype):
+        ways.append(lambda: left @ right)
     if device.type == "cpu":
-        packed = PackedLinear(right)
+        packed = OneDnnLinear(right)
         ways.append(lambda: packed(left))
+        if FloatLinear.supports(dtype):
+            own = FloatLinear(right)
+            ways.append(lambda: own(left))
     return 2 * size**3 / min(_seconds(way, device) for way in ways)
 
 

@@ -21,13 +21,14 @@ COPY tgi_server tgi_server
 RUN pip install --no-deps --no-build-isolation .
 
 FROM ${BASE} AS tgi
-# The compiler makes the CPU kernels for the machine that the container runs on, where the image's do not fit it.
+# Triton calls the compiler on GPUs; the CPU kernels are compiled below.
 RUN apt-get update -qq && apt-get install -y -qq --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
 COPY --from=build /opt/oatmill /opt/oatmill
 ENV PATH=/opt/oatmill/bin:$PATH PYTHONUNBUFFERED=1 HOME=/home/oatmill HUGGINGFACE_HUB_CACHE=/data
 RUN useradd --uid 1000 --create-home --home-dir /home/oatmill oatmill && mkdir /models /data && chown oatmill /models /data
 USER oatmill
-RUN python -m tgi_server.engine.kernels
+# For each kind of CPU, from x86-64-v2 (or any aarch64) on; the best one that runs is chosen at start.
+RUN python -m tgi_server.engine.kernels all
 WORKDIR /home/oatmill
 COPY deploy/docker/tgi-entrypoint.sh /usr/local/bin/tgi-entrypoint
 EXPOSE 80

@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 
 from tgi_server.engine.errors import UnsupportedModel
+from tgi_server.engine.kernels import load_kernels
 from tgi_server.engine.sharding import ShardGroup
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -20,6 +21,8 @@ class EngineConfig:
     device: None: CUDA when there is one, else the CPU.
     memory_fraction: share of a GPU's memory that weights, activations and KV cache may use together.
     custom_kernels: kernels and layers of the engine's own may stand in for those of torch and transformers.
+    linear_kernels: the kernels of linear layers on a CPU, such as "fma" or "avx512_bf16,amx@16"; None: those that are
+        measured to be the fastest.
     quantize: "int8" rounds the weights of linear layers to 8 bits while loading (on CPUs).
     cpu_memory: bytes of RAM for the KV cache on a CPU, of all shards on a machine; None: a share of what is free.
     cuda_graphs: CUDA-graph batch sizes, for which decoding is recorded; empty: none; None: the default ones. On a CPU,
@@ -33,6 +36,7 @@ class EngineConfig:
     memory_fraction: float = 0.9
     cpu_memory: int | None = None
     custom_kernels: bool = True
+    linear_kernels: str | None = None
     quantize: str | None = None
     trust_remote_code: bool = False
     watermark_gamma: float = 0.5
@@ -44,21 +48,27 @@ class EngineConfig:
         return self.device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def resolve_dtype(requested: torch.dtype | None, checkpoint: torch.dtype | None, device: torch.device) -> torch.dtype:
+def resolve_dtype(
+    requested: torch.dtype | None, checkpoint: torch.dtype | None, device: torch.device, *, custom_kernels: bool = True
+) -> torch.dtype:
     """Returns the dtype to compute in.
 
-    A CPU has no fast float16: a float16 checkpoint runs in bfloat16 where the CPU multiplies it natively, else in
-    float32. Asking for float16 on a CPU by name is refused rather than silently slow.
+    With the engine's CPU kernels that is the checkpoint's own, except that a float16 checkpoint runs in bfloat16 where
+    the CPU multiplies that natively. Without them, 16-bit checkpoints run in float32 on other CPUs, and asking for
+    float16 by name is refused rather than silently slow.
     """
+    kernels = device.type == "cpu" and custom_kernels and load_kernels()
     if requested is not None:
-        if requested is torch.float16 and device.type == "cpu":
-            raise UnsupportedModel("dtype float16 is not supported on a CPU; use --dtype bfloat16 or --dtype float32")
+        if requested is torch.float16 and device.type == "cpu" and not kernels:
+            raise UnsupportedModel("dtype float16 on a CPU needs the CPU kernels; use --dtype bfloat16 or float32")
         return requested
     dtype = checkpoint or torch.float32
     if dtype not in DTYPES.values():
         dtype = torch.bfloat16
     if device.type == "cpu" and dtype is not torch.float32:
-        return torch.bfloat16 if has_native_bfloat16() else torch.float32
+        if has_native_bfloat16():
+            return torch.bfloat16
+        return dtype if kernels else torch.float32
     return dtype
 
 

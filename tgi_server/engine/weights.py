@@ -41,7 +41,8 @@ def load_model(config: EngineConfig, device: torch.device) -> PreTrainedModel:
     """
     model_config = load_config(config)
     check_weight_files(config.model_path)
-    dtype = resolve_dtype(config.dtype, getattr(model_config.get_text_config(decoder=True), "dtype", None), device)
+    checkpoint_dtype = getattr(model_config.get_text_config(decoder=True), "dtype", None)
+    dtype = resolve_dtype(config.dtype, checkpoint_dtype, device, custom_kernels=config.custom_kernels)
     factory = AutoModelForSeq2SeqLM if model_config.is_encoder_decoder else AutoModelForCausalLM
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()

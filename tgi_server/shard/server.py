@@ -66,6 +66,7 @@ def engine_config(settings: ShardSettings, model_path: Path, group: ShardGroup |
         cpu_memory=settings.cpu_memory,
         custom_kernels=not settings.disable_custom_kernels,
         quantize=settings.quantize,
+        linear_kernels=settings.linear_kernels,
         trust_remote_code=settings.trust_remote_code,
         watermark_gamma=settings.watermark_gamma,
         watermark_delta=settings.watermark_delta,

@@ -28,6 +28,11 @@ class ModelSettings(CheckpointSettings):
     quantize: Annotated[
         str | None, Refused("of the ways to quantise, int8 is supported, on CPUs", harmless=("int8",))
     ] = Field(None, description="int8: round the weights to 8 bits while loading, on a CPU")
+    linear_kernels: str | None = Field(
+        None,
+        description="kernels of linear layers on a CPU, as the log tells them at load, such as fma or "
+        "avx512_bf16,amx@16; default: those that are measured to be the fastest",
+    )
     disable_custom_kernels: bool = Field(False, description="use only what torch and transformers have")
     cpu_memory: ByteSize | None = Field(
         None, gt=0, description="RAM for the KV cache on a CPU, such as 4GiB; default: a share of what is free"

@@ -7,7 +7,7 @@ from tgi_server.engine.config import has_native_bfloat16, resolve_dtype
 from tgi_server.engine.errors import UnsupportedModel
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-FAST_ON_CPU = torch.bfloat16 if has_native_bfloat16() else torch.float32
+HALF_ON_CPU = torch.bfloat16 if has_native_bfloat16() else torch.float16
 
 
 @pytest.mark.parametrize(
@@ -17,8 +17,9 @@ FAST_ON_CPU = torch.bfloat16 if has_native_bfloat16() else torch.float32
         (torch.float16, torch.float32, CUDA, torch.float16),
         (None, torch.float32, CPU, torch.float32),
         (None, None, CPU, torch.float32),
-        (None, torch.float16, CPU, FAST_ON_CPU),
-        (None, torch.bfloat16, CPU, FAST_ON_CPU),
+        (None, torch.float16, CPU, HALF_ON_CPU),
+        (None, torch.bfloat16, CPU, torch.bfloat16),
+        (torch.float16, torch.bfloat16, CPU, torch.float16),
         (None, torch.float16, CUDA, torch.float16),
         (None, torch.float64, CUDA, torch.bfloat16),
     ],
@@ -29,6 +30,11 @@ def test_the_dtype_is_the_requested_one_or_one_that_the_device_is_fast_at(
     assert resolve_dtype(requested, checkpoint, device) is expected
 
 
-def test_float16_on_a_cpu_is_refused_by_name() -> None:
-    with pytest.raises(UnsupportedModel, match="dtype float16 is not supported on a CPU; use --dtype bfloat16"):
-        resolve_dtype(torch.float16, torch.float16, CPU)
+def test_without_the_cpu_kernels_float16_is_refused_by_name() -> None:
+    with pytest.raises(UnsupportedModel, match="dtype float16 on a CPU needs the CPU kernels; use --dtype bfloat16"):
+        resolve_dtype(torch.float16, torch.float16, CPU, custom_kernels=False)
+
+
+def test_without_the_cpu_kernels_16_bits_are_computed_in_what_torch_is_fast_at() -> None:
+    fast = torch.bfloat16 if has_native_bfloat16() else torch.float32
+    assert resolve_dtype(None, torch.bfloat16, CPU, custom_kernels=False) is fast

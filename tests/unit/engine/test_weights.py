@@ -16,7 +16,7 @@ from tgi_server.engine.errors import InvalidWeights, ModelNotFound, UnsupportedM
         ("config", UnsupportedModel, "not valid JSON|cannot be used"),
         ("no weights", ModelNotFound, "no \\*.safetensors"),
         ("truncated", InvalidWeights, "corrupt or incomplete"),
-        ("float16", UnsupportedModel, "--dtype bfloat16"),
+        ("float16 without kernels", UnsupportedModel, "--dtype bfloat16"),
     ],
 )
 def test_a_folder_that_cannot_be_loaded_says_why(tmp_path, broken, error, message) -> None:
@@ -34,5 +34,7 @@ def test_a_folder_that_cannot_be_loaded_says_why(tmp_path, broken, error, messag
     if broken == "truncated":
         weights = folder / "model.safetensors"
         weights.write_bytes(weights.read_bytes()[:-1000])
+    without_kernels = broken == "float16 without kernels"
+    dtype = torch.float16 if without_kernels else None
     with pytest.raises(error, match=message):
-        Engine(EngineConfig(folder, dtype=torch.float16 if broken == "float16" else None))
+        Engine(EngineConfig(folder, dtype=dtype, custom_kernels=not without_kernels))

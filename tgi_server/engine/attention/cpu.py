@@ -23,7 +23,7 @@ class CpuAttention(AttentionBackend):
     @classmethod
     def supports(cls, shape: KVShape, dtype: torch.dtype) -> bool:
         fits = shape.head_dim % LANES == 0 and shape.head_dim <= MAX_HEAD_DIM
-        return fits and dtype in (torch.float32, torch.bfloat16) and load_kernels()
+        return fits and dtype in (torch.float32, torch.bfloat16, torch.float16) and load_kernels()
 
     def allocate(self, num_blocks: int) -> None:
         """Takes address space only: a page of memory is taken when its first token is written."""

@@ -8,10 +8,12 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <utility>
 #include <vector>
 
 #include "dtypes.h"
@@ -19,14 +21,15 @@
 #include "lanes.h"
 #include "ops.h"
 #include "parallel.h"
+#include "registers.h"
 
 namespace oatmill {
 
 namespace {
 
-constexpr int ROWS = 8;        // rows that one pass over a tile serves: their sums stay in registers
-constexpr int ITEM_ROWS = 32;  // rows of one work item: queries times the query heads that share a KV head
-constexpr int COLUMNS = BLOCK / LANES;
+constexpr int ROWS = WIDTH == 16 ? 8 : 6;  // rows that one pass over a tile serves: their sums stay in registers
+constexpr int ITEM_ROWS = 4 * ROWS;        // of one work item: queries times the query heads that share a KV head
+constexpr int COLUMNS = BLOCK / LANES;  // vectors of a tile's tokens
 constexpr float MASKED = -std::numeric_limits<float>::infinity();
 constexpr float SLACK = 8;  // weights are e^SLACK at most: what they are divided by in the end changes only then
 
@@ -40,42 +43,83 @@ inline float rounded(float x) { return static_cast<float>(c10::BFloat16(x)); }
 template <int R>
 constexpr int PARTS = R <= 2 ? 4 : R <= 4 ? 2 : 1;
 
-// scores[r][j] = sum over d of query[r][d] * keys[d][j]. wanted: a tile that is needed soon; as much of it is asked for
-// as is read of this one, since the processor itself does not guess which tile comes next.
+// sums[r][v] += sum over k below depth of rows[r][k] * columns[k], V registers of it. Rows are `stride` apart, and `step`
+// is from columns of one k to the next. wanted: a tile that is needed soon; as much of it is asked for as is read of this
+// one, since the processor itself does not guess which tile comes next. P: partial sums; depth is a multiple of it.
+//
+// Loops over registers must be unrolled before the compiler decides what is kept in registers, hence the pragmas.
+template <int R, int V, int P, typename T>
+inline void accumulate(const float* rows, int stride, const T* columns, const T* wanted, int step, int depth,
+                       Floats (&sums)[R][V]) {
+  constexpr int IN_LINE = std::max<int>(1, 64 / (WIDTH * sizeof(T)));  // registers
+  Floats partial[P][R][V];
+#pragma GCC unroll 4
+  for (int p = 0; p < P; ++p)
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+      for (int v = 0; v < V; ++v) partial[p][r][v] = p == 0 ? sums[r][v] : Floats{};
+  for (int k = 0; k < depth; k += P)
+#pragma GCC unroll 4
+    for (int p = 0; p < P; ++p) {
+      Floats column[V];
+#pragma GCC unroll 8
+      for (int v = 0; v < V; ++v) {
+        column[v] = widened(columns + (k + p) * step + v * WIDTH);
+        if (v % IN_LINE == 0) want(wanted + (k + p) * step + v * WIDTH);
+      }
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) {
+        const Floats row = Floats{} + rows[r * stride + k + p];
+#pragma GCC unroll 8
+        for (int v = 0; v < V; ++v) partial[p][r][v] = multiply_add(row, column[v], partial[p][r][v]);
+      }
+    }
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+    for (int v = 0; v < V; ++v) {
+      sums[r][v] = partial[0][r][v];
+#pragma GCC unroll 4
+      for (int p = 1; p < P; ++p) sums[r][v] += partial[p][r][v];
+    }
+}
+
+// scores[r][j] = sum over d of query[r][d] * keys[d][j]
 template <int R, typename T>
   requires(PAIR<T> == 1)
 void score_tile(const float* query, const T* keys, const T* wanted, int head_dim, float* scores) {
-  Lanes sums[PARTS<R>][R][COLUMNS] = {};
-  for (int d = 0; d < head_dim; d += PARTS<R>)
-    for (int p = 0; p < PARTS<R>; ++p)
-      for (int c = 0; c < COLUMNS; ++c) {
-        const Lanes key = load(keys + (d + p) * BLOCK + c * LANES);
-        want(wanted + (d + p) * BLOCK + c * LANES);
-        for (int r = 0; r < R; ++r) sums[p][r][c] += key * query[r * head_dim + d + p];
-      }
-  for (int p = 1; p < PARTS<R>; ++p)
+  constexpr int V = std::min(BLOCK / WIDTH, WIDTH == 16 || R > 3 ? 2 : 4);
+  constexpr int P = std::max(1, 8 / (R * V));
+  for (int j = 0; j < BLOCK; j += V * WIDTH) {
+    Floats sums[R][V] = {};
+    accumulate<R, V, P>(query, head_dim, keys + j, wanted + j, BLOCK, head_dim, sums);
+#pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
-      for (int c = 0; c < COLUMNS; ++c) sums[0][r][c] += sums[p][r][c];
-  for (int r = 0; r < R; ++r)
-    for (int c = 0; c < COLUMNS; ++c) store(scores + r * BLOCK + c * LANES, sums[0][r][c]);
+#pragma GCC unroll 8
+      for (int v = 0; v < V; ++v) store_as(scores + r * BLOCK + j + v * WIDTH, sums[r][v]);
+  }
 }
 
-// C registers' worth of columns of value_tile.
+// C vectors' worth of columns of value_tile.
 template <int R, int C, typename T>
   requires(PAIR<T> == 1)
 void value_columns(const float* weights, const float* decay, const T* values, const T* wanted, int tokens, int head_dim,
                    float* output) {
-  Lanes sums[R][C];
-  for (int r = 0; r < R; ++r)
-    for (int c = 0; c < C; ++c) sums[r][c] = load(output + r * head_dim + c * LANES) * decay[r];
-  for (int j = 0; j < tokens; ++j)
-    for (int c = 0; c < C; ++c) {
-      const Lanes value = load(values + j * head_dim + c * LANES);
-      want(wanted + j * head_dim + c * LANES);
-      for (int r = 0; r < R; ++r) sums[r][c] += value * weights[r * BLOCK + j];
-    }
-  for (int r = 0; r < R; ++r)
-    for (int c = 0; c < C; ++c) store(output + r * head_dim + c * LANES, sums[r][c]);
+  constexpr int V = WIDTH == 16 ? C : std::min(C * LANES / WIDTH, R > 3 ? 2 : 4);
+  for (int d = 0; d < C * LANES; d += V * WIDTH) {
+    Floats sums[R][V];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+      for (int v = 0; v < V; ++v)
+        sums[r][v] = load_as<Floats>(output + r * head_dim + d + v * WIDTH) * decay[r];
+    accumulate<R, V, 1>(weights, BLOCK, values + d, wanted + d, head_dim, tokens, sums);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+      for (int v = 0; v < V; ++v) store_as(output + r * head_dim + d + v * WIDTH, sums[r][v]);
+  }
 }
 
 #if defined(__AVX512BF16__)
@@ -179,11 +223,13 @@ template <typename T>
 using ValueTile = void (*)(const Operand<T>*, const float*, const T*, const T*, int, int, float*);
 
 template <typename T>
-constexpr ScoreTile<T> SCORE_TILES[ROWS] = {score_tile<1, T>, score_tile<2, T>, score_tile<3, T>, score_tile<4, T>,
-                                            score_tile<5, T>, score_tile<6, T>, score_tile<7, T>, score_tile<8, T>};
+constexpr auto SCORE_TILES = []<int... R>(std::integer_sequence<int, R...>) {
+  return std::array<ScoreTile<T>, ROWS>{score_tile<R + 1, T>...};
+}(std::make_integer_sequence<int, ROWS>());
 template <typename T>
-constexpr ValueTile<T> VALUE_TILES[ROWS] = {value_tile<1, T>, value_tile<2, T>, value_tile<3, T>, value_tile<4, T>,
-                                            value_tile<5, T>, value_tile<6, T>, value_tile<7, T>, value_tile<8, T>};
+constexpr auto VALUE_TILES = []<int... R>(std::integer_sequence<int, R...>) {
+  return std::array<ValueTile<T>, ROWS>{value_tile<R + 1, T>...};
+}(std::make_integer_sequence<int, ROWS>());
 
 struct Variant {
   float scaling;

@@ -1,6 +1,7 @@
 """Compiles the CPU kernels and loads them into torch as `torch.ops.oatmill.*`.
 
-`python -m tgi_server.engine.kernels` compiles them ahead of time; `make install` and the container image do.
+`python -m tgi_server.engine.kernels` compiles them ahead of time; `make install` does so for the machine at hand, and
+the container image for the kinds of CPUs that it may run on.
 """
 
 import functools
@@ -11,6 +12,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -23,28 +25,74 @@ SOURCES = sorted(Path(__file__).parent.glob("*.cpp"))
 HEADERS = sorted(Path(__file__).parent.glob("*.h"))
 CACHE = Path.home() / ".cache" / "oatmill" / "kernels"
 FLAGS = [
-    *("-O3", "-march=native", "-std=c++20", "-fPIC", "-fopenmp", "-DAT_PARALLEL_OPENMP=1"),
-    *("-fno-math-errno", "-fno-trapping-math", "-fassociative-math", "-fno-signed-zeros"),
+    *("-O3", "-std=c++20", "-fPIC", "-fopenmp", "-DAT_PARALLEL_OPENMP=1"),
+    *("-fno-math-errno", "-fno-trapping-math", "-fassociative-math", "-fno-signed-zeros", "-Wno-psabi"),
 ]
 COMPILE_SECONDS = 300
+
+NATIVE = "native"
+_AVX512 = frozenset({"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"})
+_BF16 = _AVX512 | {"avx512_bf16", "avx512_vnni"}
+# Kinds of CPUs by the compiler's names, and what Linux calls the features that they must have; the fastest first.
+TARGETS: Mapping[str, frozenset[str]] = (
+    {"armv8-a": frozenset({"asimd"})}
+    if platform.machine() == "aarch64"
+    else {
+        "sapphirerapids": _BF16 | {"amx_tile", "amx_bf16", "amx_int8", "avx512_fp16", "avx_vnni"},
+        "cooperlake": _BF16,
+        "cascadelake": _AVX512 | {"avx512_vnni"},
+        "skylake-avx512": _AVX512,
+        "x86-64-v3": frozenset({"avx2", "fma", "f16c", "bmi1", "bmi2", "movbe", "abm"}),
+        "x86-64-v2": frozenset({"sse4_1", "sse4_2", "ssse3", "popcnt", "cx16"}),
+    }
+)
 
 
 @functools.cache
 def load_kernels() -> bool:
-    """Makes the kernels available, compiling them if that has not been done on this kind of machine.
+    """Makes the kernels available, compiling them if that has not been done for this kind of machine.
 
     Returns False, after a warning that says why, when they cannot be had; plain torch then does their work, slower.
     """
     try:
-        torch.ops.load_library(_compiled())
+        library = _find() or _compiled(NATIVE)
+        torch.ops.load_library(library)
     except (OSError, subprocess.SubprocessError) as error:
         logger.warning("CPU kernels are not available, so generation will be slower: %s", error)
+        return False
+    logger.debug("CPU kernels: %s", library)
+    return True
+
+
+def prepare(targets: Iterable[str]) -> bool:
+    """Compiles the kernels for some targets. Returns False, after a warning that says why, when that fails."""
+    try:
+        for target in targets:
+            _compiled(target)
+    except (OSError, subprocess.SubprocessError) as error:
+        logger.warning("the CPU kernels cannot be compiled: %s", error)
         return False
     return True
 
 
-def _compiled() -> Path:
-    library = CACHE / f"{_key()}.so"
+def cache_path(name: str) -> Path:
+    """Returns where to keep what was found out about these kernels on this machine."""
+    return CACHE / f"{_key(NATIVE)}-{name}"
+
+
+def _find() -> Path | None:
+    """Returns the best library that is compiled already and runs on this machine."""
+    features = set(_cpu_features().split())
+    fitting = [NATIVE, *(target for target, needed in TARGETS.items() if needed <= features)]
+    return next((path for path in map(_library, fitting) if path.exists()), None)
+
+
+def _library(target: str) -> Path:
+    return CACHE / f"{_key(target)}.so"
+
+
+def _compiled(target: str) -> Path:
+    library = _library(target)
     if not library.exists():
         try:
             library.parent.mkdir(parents=True, exist_ok=True)
@@ -54,27 +102,28 @@ def _compiled() -> Path:
         if not writable:
             logger.info("%s cannot be written to, so the kernels are compiled for this process alone", CACHE)
             library = Path(tempfile.mkdtemp(prefix="oatmill-kernels-")) / library.name
-        _compile(library)
+        _compile(library, target)
     return library
 
 
-def _compile(library: Path) -> None:
+def _compile(library: Path, target: str) -> None:
     compiler = shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         raise OSError("no C++ compiler was found; install g++ and start again")
-    logger.info("compiling the CPU kernels for this machine, once")
+    logger.info("compiling the CPU kernels for %s, once", "this machine" if target == NATIVE else target)
+    flags = [*FLAGS, f"-march={target}"]
     includes = [f"-I{path}" for path in cpp_extension.include_paths()]
     libraries = [*(f"-L{path}" for path in cpp_extension.library_paths()), "-ltorch_cpu", "-lc10"]
     with tempfile.TemporaryDirectory(dir=library.parent) as scratch, ThreadPoolExecutor(os.cpu_count()) as threads:
         objects = [Path(scratch) / f"{source.stem}.o" for source in SOURCES]
         commands = [
-            [compiler, *FLAGS, *includes, "-c", str(source), "-o", str(target)]
-            for source, target in zip(SOURCES, objects, strict=True)
+            [compiler, *flags, *includes, "-c", str(source), "-o", str(compiled)]
+            for source, compiled in zip(SOURCES, objects, strict=True)
         ]
         for _ in threads.map(_run, commands):  # raises what one of them raised
             pass
         linked = Path(scratch) / library.name
-        _run([compiler, *FLAGS, "-shared", *map(str, objects), *libraries, "-o", str(linked)])
+        _run([compiler, *flags, "-shared", *map(str, objects), *libraries, "-o", str(linked)])
         os.replace(linked, library)
 
 
@@ -86,13 +135,14 @@ def _run(command: list[str]) -> None:
         raise OSError(f"{command[0]} failed: {next((line for line in lines if 'error' in line), lines[0])}")
 
 
-def _key() -> str:
-    """Differs wherever the same library might not run, or not do the same."""
+def _key(target: str) -> str:
+    """Returns a name that differs wherever the same library might not run, or not do the same."""
     digest = hashlib.sha256()
     for source in [*SOURCES, *HEADERS]:
         digest.update(source.read_bytes())
-    digest.update(" ".join([torch.__version__, platform.machine(), *FLAGS]).encode())
-    digest.update(_cpu_features().encode())
+    digest.update(" ".join([torch.__version__, platform.machine(), *FLAGS, target]).encode())
+    if target == NATIVE:
+        digest.update(_cpu_features().encode())
     return digest.hexdigest()[:20]
 
 

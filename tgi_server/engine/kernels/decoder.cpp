@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "linear_layer.h"
 #include "ops.h"
 
 namespace oatmill {
@@ -17,22 +18,6 @@ namespace oatmill {
 namespace {
 
 using MaybeTensor = std::optional<at::Tensor>;
-
-// A linear layer as bf16_pack or int8_pack has arranged its weights; scales and corrections: of 8-bit ones.
-struct Linear : torch::CustomClassHolder {
-  at::Tensor packed;
-  int64_t outputs;
-  MaybeTensor bias, scales, corrections;
-
-  Linear(at::Tensor packed, int64_t outputs, MaybeTensor bias, MaybeTensor scales, MaybeTensor corrections)
-      : packed(std::move(packed)), outputs(outputs), bias(std::move(bias)), scales(std::move(scales)),
-        corrections(std::move(corrections)) {}
-
-  at::Tensor operator()(const at::Tensor& x, bool relu = false, const MaybeTensor& residual = {}) const {
-    return scales ? int8_linear(x, packed, outputs, *scales, *corrections, bias, relu, residual)
-                  : bf16_linear(x, packed, outputs, bias, relu, residual);
-  }
-};
 
 // A layer norm, or, without a bias, the root mean square kind.
 struct Norm : torch::CustomClassHolder {
@@ -48,7 +33,6 @@ struct Norm : torch::CustomClassHolder {
   }
 };
 
-using LinearPtr = c10::intrusive_ptr<Linear>;
 using NormPtr = c10::intrusive_ptr<Norm>;
 
 // qkv: query, key and value side by side. up: with the gate before it where the feed-forward part is gated.
@@ -126,8 +110,12 @@ class Decoder : public torch::CustomClassHolder {
 
 TORCH_LIBRARY_FRAGMENT(oatmill, library) {
   using namespace oatmill;
+  // before Decoder, whose methods take it
   library.class_<Linear>("Linear")
-      .def(torch::init<at::Tensor, int64_t, MaybeTensor, MaybeTensor, MaybeTensor>());
+      .def(torch::init<at::Tensor, int64_t, int64_t, std::optional<at::Tensor>, std::optional<at::Tensor>,
+                       std::optional<at::Tensor>, std::vector<std::string>, std::vector<int64_t>>())
+      .def("forward", &Linear::operator())
+      .def("screened", &Linear::screened);
   library.class_<Norm>("Norm").def(torch::init<at::Tensor, MaybeTensor, double>());
   library.class_<Decoder>("Decoder")
       .def(torch::init<int64_t, int64_t, int64_t, bool>())

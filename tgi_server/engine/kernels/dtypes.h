@@ -4,17 +4,23 @@
 
 #include <ATen/core/Tensor.h>
 #include <c10/util/BFloat16.h>
+#include <c10/util/Half.h>
 
 namespace oatmill {
 
 // Calls run with a null pointer of the tensor's number type.
 template <typename F>
 void by_dtype(const at::Tensor& like, const F& run) {
-  TORCH_CHECK(like.scalar_type() == at::kBFloat16 || like.scalar_type() == at::kFloat, "float32 or bfloat16 only");
-  if (like.scalar_type() == at::kBFloat16)
-    run(static_cast<c10::BFloat16*>(nullptr));
-  else
-    run(static_cast<float*>(nullptr));
+  switch (like.scalar_type()) {
+    case at::kBFloat16:
+      return run(static_cast<c10::BFloat16*>(nullptr));
+    case at::kHalf:
+      return run(static_cast<c10::Half*>(nullptr));
+    case at::kFloat:
+      return run(static_cast<float*>(nullptr));
+    default:
+      TORCH_CHECK(false, "tensors are float32, bfloat16 or float16 here, and not ", like.scalar_type());
+  }
 }
 
 }  // namespace oatmill

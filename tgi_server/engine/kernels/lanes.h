@@ -3,17 +3,20 @@
 #pragma once
 
 #include <c10/util/BFloat16.h>
+#include <c10/util/Half.h>
 
 #include <cstdint>
 #include <cstring>
 
-#if defined(__AVX512F__)
+#if defined(__x86_64__)
 #include <immintrin.h>
 #endif
 
 namespace oatmill {
 
-constexpr int LANES = 16;  // floats of a vector register
+// Floats of a vector, which is one register with AVX-512, and several of them with other instruction sets. Layouts in
+// memory are made for this number, on every CPU.
+constexpr int LANES = 16;
 
 using Lanes = float __attribute__((vector_size(LANES * sizeof(float))));
 using Ints = int32_t __attribute__((vector_size(LANES * sizeof(int32_t))));
@@ -33,6 +36,23 @@ inline Lanes load(const c10::BFloat16* from) {
   return reinterpret_cast<const Lanes&>(bits);
 }
 
+inline Lanes load(const c10::Half* from) {
+#if defined(__AVX512F__)
+  const __m512 lanes = _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+  return reinterpret_cast<const Lanes&>(lanes);
+#else
+  Lanes lanes;
+#if defined(__F16C__)
+  for (int i = 0; i < LANES; i += 8)
+    _mm256_storeu_ps(reinterpret_cast<float*>(&lanes) + i,
+                     _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i))));
+#else
+  for (int i = 0; i < LANES; ++i) lanes[i] = static_cast<float>(from[i]);
+#endif
+  return lanes;
+#endif
+}
+
 inline void store(float* to, Lanes lanes) { std::memcpy(to, &lanes, sizeof(lanes)); }
 
 // Rounds to the nearest bfloat16, ties to even. NaN stays NaN.
@@ -46,6 +66,19 @@ inline void store(c10::BFloat16* to, Lanes lanes) {
   const Halves halves = __builtin_convertvector(chosen >> 16, Halves);
 #endif
   std::memcpy(to, &halves, sizeof(halves));
+}
+
+// Rounds to the nearest half, ties to even.
+inline void store(c10::Half* to, Lanes lanes) {
+#if defined(__AVX512F__)
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtps_ph(reinterpret_cast<const __m512&>(lanes), 0));
+#elif defined(__F16C__)
+  for (int i = 0; i < LANES; i += 8)
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to + i),
+                     _mm256_cvtps_ph(_mm256_loadu_ps(reinterpret_cast<const float*>(&lanes) + i), 0));
+#else
+  for (int i = 0; i < LANES; ++i) to[i] = static_cast<c10::Half>(lanes[i]);
+#endif
 }
 
 inline Lanes larger(Lanes a, Lanes b) { return a > b ? a : b; }

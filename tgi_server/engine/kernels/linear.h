@@ -1,58 +1,104 @@
-// The product of rows with weights that were arranged for it once, for instructions that multiply and add several
-// numbers of four bytes in all: four of a byte, or two of bfloat16. Those four bytes are a word here.
+// The product of rows with weights that were arranged for it once.
 //
-// Weights stand in tiles of COLUMNS outputs, each a stream of words that is read from beginning to end: for every word
-// of the input, one of each output.
+// Weights stand in tiles of COLUMNS outputs, each a stream of words of four bytes that is read from beginning to end:
+// one float, two numbers of 16 bits or four of 8. For every word of the input a tile has one of each output. All
+// kernels read this layout, so one copy of the weights serves whichever kernel is the fastest for a number of rows.
 
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
-#include <c10/util/BFloat16.h>
+#include <c10/core/CPUAllocator.h>
 
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
-#include <optional>
-
-#if defined(__AVX512F__)
-#include <immintrin.h>
-#endif
+#include <vector>
 
 #include "lanes.h"
 #include "parallel.h"
 
 namespace oatmill {
 
-constexpr int64_t WORD = 4;                   // bytes
-constexpr int64_t VECTORS = 3;                // registers of outputs that are computed together
-constexpr int64_t COLUMNS = VECTORS * LANES;  // outputs of a tile
-constexpr int64_t VECTOR = LANES * WORD;      // bytes, as is the next one
-constexpr int64_t TILE_WORD = VECTORS * VECTOR;
-constexpr int64_t ROWS = 8;                   // rows that share a pass over a tile's words: their sums fill the registers
-constexpr int64_t CHUNK_ROWS = 12 * ROWS;     // rows of one work item
-constexpr int64_t CHUNK_DEPTH = 1536;         // words of a tile that stay in a core's cache from one pass to the next
-constexpr int64_t AHEAD = 32;                 // words; what is read from memory is asked for that much earlier
+constexpr int64_t WORD = 4;                    // bytes
+constexpr int64_t COLUMNS = 48;                // outputs of a tile
+constexpr int64_t TILE_WORD = COLUMNS * WORD;  // bytes, a word of each output
+constexpr int64_t CHUNK_ROWS = 96;             // rows of one work item; a multiple of what every kernel takes at once
 
-// weight: [outputs, inputs]. Returns [outputs / COLUMNS, inputs / DEPTH, COLUMNS, DEPTH], padded with zeros, where
-// DEPTH numbers make a word.
-template <typename T>
+// Kinds of weights: DEPTH numbers make a word; place(n, k) is where number k of output n's word stands in a tile's.
+struct FloatWeights {
+  using Number = float;
+  static constexpr int64_t DEPTH = 1;
+  static constexpr int64_t place(int64_t n, int64_t) { return n; }
+};
+
+struct Bf16Weights {
+  using Number = c10::BFloat16;
+  static constexpr int64_t DEPTH = 2;
+  static constexpr int64_t place(int64_t n, int64_t k) { return n * DEPTH + k; }
+};
+
+// Not in pairs: instructions turn neighbouring halves into floats.
+struct HalfWeights {
+  using Number = c10::Half;
+  static constexpr int64_t DEPTH = 2;
+  static constexpr int64_t place(int64_t n, int64_t k) { return k * COLUMNS + n; }
+};
+
+struct Int8Weights {
+  using Number = int8_t;
+  static constexpr int64_t DEPTH = 4;
+  static constexpr int64_t place(int64_t n, int64_t k) { return n * DEPTH + k; }
+};
+
+// weight: [outputs, inputs]. Returns [outputs / COLUMNS, inputs / DEPTH, COLUMNS * DEPTH], padded with zeros.
+template <typename Weights>
 at::Tensor pack_weight(const at::Tensor& weight) {
-  constexpr int64_t DEPTH = WORD / sizeof(T);
+  using Number = typename Weights::Number;
+  constexpr int64_t DEPTH = Weights::DEPTH;
   const int64_t outputs = weight.size(0), inputs = weight.size(1), depth = parts(inputs, DEPTH);
-  at::Tensor packed = at::zeros({parts(outputs, COLUMNS), depth, COLUMNS, DEPTH}, weight.options());
+  at::Tensor packed = at::zeros({parts(outputs, COLUMNS), depth, COLUMNS * DEPTH}, weight.options());
   const at::Tensor dense = weight.contiguous();
-  const T* from = dense.const_data_ptr<T>();
-  T* to = packed.mutable_data_ptr<T>();
-  for_each_item(outputs, [&](int64_t n) {
+  const Number* from = dense.const_data_ptr<Number>();
+  Number* to = packed.mutable_data_ptr<Number>();
+  for_each_item(parts(outputs, COLUMNS), [&](int64_t tile) {
+    const int64_t first = tile * COLUMNS, last = std::min(first + COLUMNS, outputs);
     for (int64_t k = 0; k < inputs; ++k)
-      to[((n / COLUMNS * depth + k / DEPTH) * COLUMNS + n % COLUMNS) * DEPTH + k % DEPTH] = from[n * inputs + k];
+      for (int64_t n = first; n < last; ++n)
+        to[(tile * depth + k / DEPTH) * COLUMNS * DEPTH + Weights::place(n - first, k % DEPTH)] = from[n * inputs + k];
   });
   return packed;
 }
 
+// What pack_weight was given.
+template <typename Weights>
+at::Tensor unpack_weight(const at::Tensor& packed, int64_t outputs, int64_t inputs) {
+  using Number = typename Weights::Number;
+  constexpr int64_t DEPTH = Weights::DEPTH;
+  const int64_t depth = packed.size(1);
+  at::Tensor weight = at::empty({outputs, inputs}, packed.options());
+  const Number* from = packed.const_data_ptr<Number>();
+  Number* to = weight.mutable_data_ptr<Number>();
+  for_each_item(outputs, [&](int64_t n) {
+    for (int64_t k = 0; k < inputs; ++k)
+      to[n * inputs + k] =
+          from[(n / COLUMNS * depth + k / DEPTH) * COLUMNS * DEPTH + Weights::place(n % COLUMNS, k % DEPTH)];
+  });
+  return weight;
+}
+
+// Rows as a kernel reads them, `row_bytes` from one to the next. scales: of rows that were rounded to bytes.
+struct Input {
+  const char* data;
+  int64_t row_bytes;
+  c10::DataPtr buffer;  // where they are, if they had to be copied
+  std::vector<float> scales;
+};
+
 struct Product {
-  const char* input;    // [rows, depth] words
+  const char* input;
+  int64_t row_bytes;
   const char* weights;  // [tiles, depth, COLUMNS] words
   int64_t rows, depth, outputs;
 };
@@ -67,70 +113,35 @@ struct Finish {
   T* output;          // [rows, outputs]
 };
 
-#if defined(__AVX512F__)
-
-// Adds the products of `depth` words of R rows to totals: [R, COLUMNS], which are numbers of the instruction's kind.
-// Add: a type with add(total, row, column), the instruction. next: the weights that are needed after these.
+// Rows from first_row on times one tile. next_tile: the one that this thread will probably need next. Totals are
+// [rows, COLUMNS] words.
 //
-// Weights are asked for into the second cache only: the first one has so few requests on the way to memory that half
-// of the bandwidth is all they could use.
-// Loops over registers must be unrolled before the compiler decides what is kept in registers, hence the pragmas.
-template <typename Add, int R>
-void multiply(const char* input, int64_t row_words, const char* weights, const char* next, int64_t depth,
-              bool from_zero, char* totals) {
-  __m512i sums[R][VECTORS];
-#pragma GCC unroll 8
-  for (int r = 0; r < R; ++r)
-#pragma GCC unroll 4
-    for (int v = 0; v < VECTORS; ++v)
-      sums[r][v] = from_zero ? _mm512_setzero_si512() : _mm512_loadu_si512(totals + (r * VECTORS + v) * VECTOR);
-  const int64_t own = std::max<int64_t>(depth - AHEAD, 0);
-  for (int64_t k = 0, end = own; k < depth; end = depth) {
-    const char* wanted = k < own ? weights + AHEAD * TILE_WORD : next - own * TILE_WORD;
-    for (; k < end; ++k) {
-      __m512i columns[VECTORS];
-#pragma GCC unroll 4
-      for (int v = 0; v < VECTORS; ++v) {
-        columns[v] = _mm512_loadu_si512(weights + k * TILE_WORD + v * VECTOR);
-        _mm_prefetch(wanted + k * TILE_WORD + v * VECTOR, _MM_HINT_T1);
-      }
-#pragma GCC unroll 8
-      for (int r = 0; r < R; ++r) {
-        int32_t word;
-        std::memcpy(&word, input + (r * row_words + k) * WORD, WORD);
-        const __m512i row = _mm512_set1_epi32(word);
-#pragma GCC unroll 4
-        for (int v = 0; v < VECTORS; ++v) Add::add(sums[r][v], row, columns[v]);
-      }
-    }
-  }
-#pragma GCC unroll 8
-  for (int r = 0; r < R; ++r)
-#pragma GCC unroll 4
-    for (int v = 0; v < VECTORS; ++v) _mm512_storeu_si512(totals + (r * VECTORS + v) * VECTOR, sums[r][v]);
-}
-
-using Multiply = void (*)(const char*, int64_t, const char*, const char*, int64_t, bool, char*);
-template <typename Add>
-constexpr Multiply MULTIPLY[ROWS] = {multiply<Add, 1>, multiply<Add, 2>, multiply<Add, 3>, multiply<Add, 4>,
-                                     multiply<Add, 5>, multiply<Add, 6>, multiply<Add, 7>, multiply<Add, 8>};
-
-// Rows from first_row on times one tile. next_tile: the one that this thread will probably need next.
-template <typename Add>
+// Kernel: a type with
+//   Weights, the kind that it reads;
+//   INPUT_WORD, the bytes of input for a word of weights;
+//   CHUNK_DEPTH, the words of a tile that stay in a core's cache while all rows are multiplied by them;
+//   multiply(input, row_bytes, rows, weights, next, depth, from_zero, totals), where `next` is what is needed later;
+//   prepare(from, rows, inputs, depth), which returns the rows as the kernel reads them: an Input.
+template <typename Kernel>
 void multiply_rows(const Product& product, int64_t first_row, int64_t rows, int64_t tile, int64_t next_tile,
                    char* totals) {
-  const int64_t blocks = parts(rows, ROWS);
-  for (int64_t k = 0; k < product.depth; k += CHUNK_DEPTH) {
-    const int64_t depth = std::min(CHUNK_DEPTH, product.depth - k);
+  for (int64_t k = 0; k < product.depth; k += Kernel::CHUNK_DEPTH) {
+    const int64_t depth = std::min(Kernel::CHUNK_DEPTH, product.depth - k);
     const char* weights = product.weights + (tile * product.depth + k) * TILE_WORD;
-    const char* input = product.input + (first_row * product.depth + k) * WORD;
     const bool last = k + depth == product.depth;
     const char* next = last ? product.weights + next_tile * product.depth * TILE_WORD : weights + depth * TILE_WORD;
-    for (int64_t b = 0; b < blocks; ++b) {  // of nearly the same size
-      const int64_t begin = rows * b / blocks, end = rows * (b + 1) / blocks;
-      MULTIPLY<Add>[end - begin - 1](input + begin * product.depth * WORD, product.depth, weights, next, depth, k == 0,
-                                     totals + begin * COLUMNS * WORD);
-    }
+    const char* input = product.input + first_row * product.row_bytes + k * Kernel::INPUT_WORD;
+    Kernel::multiply(input, product.row_bytes, rows, weights, next, depth, k == 0, totals);
+  }
+}
+
+// Calls work(first, count) for blocks of rows of nearly the same size, at most `most` each.
+template <typename Work>
+void for_each_block(int64_t rows, int64_t most, const Work& work) {
+  const int64_t blocks = parts(rows, most);
+  for (int64_t b = 0; b < blocks; ++b) {
+    const int64_t begin = rows * b / blocks;
+    work(begin, rows * (b + 1) / blocks - begin);
   }
 }
 
@@ -166,24 +177,59 @@ void finish_row(const Product& product, const Finish<T>& finish, const char* tot
   }
 }
 
-template <typename Add, typename T, typename Number>
-void run_product(const Product& product, const Finish<T>& finish, const Number& number) {
-  const int64_t chunks = parts(product.rows, CHUNK_ROWS), tiles = parts(product.outputs, COLUMNS);
+// chosen: the tiles to compute, or null for all.
+template <typename Kernel, typename T, typename Number>
+void run_product(const Product& product, const Finish<T>& finish, const std::vector<int64_t>* chosen,
+                 const Number& number) {
+  constexpr int64_t EARLIER = 8;  // rows
+  const int64_t chunks = parts(product.rows, CHUNK_ROWS);
+  const int64_t tiles = chosen ? static_cast<int64_t>(chosen->size()) : parts(product.outputs, COLUMNS);
+  const auto tile_at = [&](int64_t i) { return chosen ? (*chosen)[i] : i; };
   for_each_item(tiles * chunks, [&](int64_t item) {
     alignas(64) static thread_local char totals[CHUNK_ROWS * COLUMNS * WORD];
-    const int64_t tile = item / chunks, chunk = item % chunks;
+    const int64_t chunk = item % chunks, tile = tile_at(item / chunks);
     const int64_t begin = chunk * CHUNK_ROWS, end = std::min(begin + CHUNK_ROWS, product.rows);
-    const int64_t next_tile = std::min(tile + at::get_num_threads(), tiles - 1);
-    for (int64_t row = begin; row < std::min(begin + ROWS, end); ++row)
+    const int64_t next_tile = tile_at(std::min(item / chunks + at::get_num_threads(), tiles - 1));
+    for (int64_t row = begin; row < std::min(begin + EARLIER, end); ++row)
       want_row(product, finish, row, tile * COLUMNS);
-    multiply_rows<Add>(product, begin, end - begin, tile, next_tile, totals);
+    multiply_rows<Kernel>(product, begin, end - begin, tile, next_tile, totals);
     for (int64_t row = begin; row < end; ++row) {
-      if (row + ROWS < end) want_row(product, finish, row + ROWS, tile * COLUMNS);
-      finish_row(product, finish, totals + (row - begin) * COLUMNS * WORD, row, tile * COLUMNS, number);
+      if (row + EARLIER < end) want_row(product, finish, row + EARLIER, tile * COLUMNS);
+      finish_row(product, finish, totals + (row - begin) * TILE_WORD, row, tile * COLUMNS, number);
     }
   });
 }
 
-#endif
+constexpr int64_t WORTH_A_THREAD = 1 << 14;  // numbers of the input
+
+// Calls work(first, last) for rows of `size` numbers, on several threads where that is worth it.
+template <typename Work>
+void for_rows(int64_t rows, int64_t size, const Work& work) {
+  const int64_t together = std::max<int64_t>(1, WORTH_A_THREAD / size);
+  for_each_item(parts(rows, together),
+                [&](int64_t item) { work(item * together, std::min(rows, (item + 1) * together)); });
+}
+
+// Rows of numbers of type T as rows of type To, [padded_rows, padded]; zeros behind the last input and the last row.
+// Where they would be a copy they stay where they are.
+template <typename To, typename T>
+Input converted_rows(const T* from, int64_t rows, int64_t inputs, int64_t padded_rows, int64_t padded) {
+  const int64_t row_bytes = padded * sizeof(To);
+  if (std::is_same_v<To, T> && inputs == padded && padded_rows == rows)
+    return {reinterpret_cast<const char*>(from), row_bytes, {}, {}};
+  Input input{nullptr, row_bytes, c10::GetCPUAllocator()->allocate(padded_rows * row_bytes), {}};
+  To* to = static_cast<To*>(input.buffer.get());
+  input.data = reinterpret_cast<const char*>(to);
+  for_rows(padded_rows, padded, [&](int64_t first, int64_t last) {
+    for (int64_t r = first; r < last; ++r) {
+      const int64_t size = r < rows ? inputs : 0;
+      int64_t k = 0;
+      for (; k + LANES <= size; k += LANES) store(to + r * padded + k, load(from + r * inputs + k));
+      for (; k < size; ++k) to[r * padded + k] = static_cast<To>(static_cast<float>(from[r * inputs + k]));
+      std::fill(to + r * padded + k, to + (r + 1) * padded, To(0.0f));
+    }
+  });
+  return input;
+}
 
 }  // namespace oatmill

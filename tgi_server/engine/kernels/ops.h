@@ -9,13 +9,6 @@
 
 namespace oatmill {
 
-at::Tensor bf16_linear(const at::Tensor& input, const at::Tensor& packed, int64_t outputs,
-                       const std::optional<at::Tensor>& bias, bool relu, const std::optional<at::Tensor>& residual);
-
-at::Tensor int8_linear(const at::Tensor& input, const at::Tensor& packed, int64_t outputs, const at::Tensor& scales,
-                       const at::Tensor& corrections, const std::optional<at::Tensor>& bias, bool relu,
-                       const std::optional<at::Tensor>& residual);
-
 at::Tensor rms_norm(const at::Tensor& input, const at::Tensor& weight, double eps);
 
 at::Tensor layer_norm(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& bias, double eps);

@@ -1,8 +1,8 @@
 """Decoder layers fused into a handful of CPU kernels, for the architectures that most models on CPUs have.
 
 A fused layer takes the weights of a layer of `transformers` and stands in its place, with the same inputs and output.
-A check at load compares the logits of the whole model with those of the original. `linear` is the kind of linear layer
-that holds the weights. Where no other code has to run between the layers, LayerStack computes all of them in one call.
+A check at load compares the logits of the whole model with those of the original. `linear` makes the linear layers
+that hold the weights. Where no other code has to run between the layers, LayerStack computes all of them in one call.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from tgi_server.engine.attention.base import AttentionVariant
 from tgi_server.engine.attention.cpu import CpuAttention
 from tgi_server.engine.attention.paged_cache import PagedCache
 from tgi_server.engine.layers.norm import Norm
-from tgi_server.engine.linear.float import PackedLinear
+from tgi_server.engine.linear import LinearFactory, PackedLinear
 from tgi_server.engine.sharding.layers import RowParallel
 
 
@@ -43,7 +43,7 @@ class FusedLayer(nn.Module):
     down: PackedLinear | RowParallel
 
     def __init__(
-        self, layer: Any, output: nn.Linear | RowParallel, variant: AttentionVariant, linear: type[PackedLinear]
+        self, layer: Any, output: nn.Linear | RowParallel, variant: AttentionVariant, linear: LinearFactory
     ) -> None:
         super().__init__()
         attention = layer.self_attn
@@ -90,7 +90,7 @@ class FusedLlamaLayer(FusedLayer):
 
     gated = True
 
-    def __init__(self, layer: Any, variant: AttentionVariant, linear: type[PackedLinear]) -> None:
+    def __init__(self, layer: Any, variant: AttentionVariant, linear: LinearFactory) -> None:
         super().__init__(layer, layer.self_attn.o_proj, variant, linear)
         self.attention_norm = Norm.of_rms_norm(layer.input_layernorm)
         self.feed_forward_norm = Norm.of_rms_norm(layer.post_attention_layernorm)
@@ -110,7 +110,7 @@ class FusedOptLayer(FusedLayer):
 
     gated = False
 
-    def __init__(self, layer: Any, variant: AttentionVariant, linear: type[PackedLinear]) -> None:
+    def __init__(self, layer: Any, variant: AttentionVariant, linear: LinearFactory) -> None:
         super().__init__(layer, layer.self_attn.out_proj, replace(variant, scaling=layer.self_attn.scaling), linear)
         self.attention_norm = Norm.of_layer_norm(layer.self_attn_layer_norm)
         self.feed_forward_norm = Norm.of_layer_norm(layer.final_layer_norm)
@@ -123,7 +123,7 @@ class FusedOptLayer(FusedLayer):
         return bool(layer.do_layer_norm_before) and isinstance(layer.activation_fn, nn.ReLU) and plain_norms
 
 
-def _packed(layer: nn.Linear | RowParallel, linear: type[PackedLinear]) -> PackedLinear | RowParallel:
+def _packed(layer: nn.Linear | RowParallel, linear: LinearFactory) -> PackedLinear | RowParallel:
     if isinstance(layer, RowParallel):
         return RowParallel(linear(layer.weight, layer.bias), layer.group, layer.share)
     return linear(layer.weight, layer.bias)

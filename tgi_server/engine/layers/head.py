@@ -4,15 +4,16 @@ import torch
 from torch import Tensor
 
 from tgi_server.engine.attention.base import ForwardMetadata
-from tgi_server.engine.linear.float import Bf16Linear, padded
+from tgi_server.engine.linear.float import FloatLinear, padded
 from tgi_server.engine.linear.int8 import INPUT_OFFSET, rounded_to_bytes
+from tgi_server.engine.linear.kernel_table import KernelTable
 
 # Smaller weights are read so fast that screening saves nothing.
 _LARGE_BYTES = 8 << 20
 _ROWS_AT_ONCE = 1024  # of the weight, while it is rounded
 
 
-class ScreenedHead(Bf16Linear):
+class ScreenedHead(FloatLinear):
     """y = x W^T, and a copy of W in 8 bits that tells which outputs can be the largest without computing all.
 
     The copy is read in passes whose metadata say that no more is needed than the largest output of each row. That is
@@ -21,19 +22,17 @@ class ScreenedHead(Bf16Linear):
 
     @classmethod
     def pays(cls, weight: Tensor) -> bool:
-        """Returns True if a weight, [outputs, inputs], is large enough and this CPU has the instructions."""
-        if weight.nbytes < _LARGE_BYTES or weight.shape[1] % 16:
-            return False
-        return cls.supports(weight.dtype) and torch.ops.oatmill.screened_rows() > 0
+        """Returns True if a weight, [outputs, inputs], is large enough and the kernels take it."""
+        return weight.nbytes >= _LARGE_BYTES and weight.shape[1] % 16 == 0 and cls.supports(weight.dtype)
 
-    def _pack(self, weight: Tensor, bias: Tensor | None) -> None:
+    def _pack(self, weight: Tensor, bias: Tensor | None, kernels: KernelTable | None) -> None:
         assert bias is None
         self._most = torch.ops.oatmill.screened_rows() * self.in_features
-        super()._pack(weight, bias)
+        super()._pack(weight, bias, kernels)
         parts = [_rounded(part) for part in weight.split(_ROWS_AT_ONCE)]
         rounded, scales, sums, lost, kept = (torch.cat(part) for part in zip(*parts, strict=True))
         self._screen = (
-            torch.ops.oatmill.int8_pack(rounded),
+            torch.ops.oatmill.linear_pack(rounded),
             padded(scales),
             padded(sums * INPUT_OFFSET, torch.int32),
             padded(lost),
@@ -44,11 +43,10 @@ class ScreenedHead(Bf16Linear):
         greedy = metadata.greedy if metadata else None
         if greedy is None or x.numel() > self._most:
             return super().forward(x, activation)
-        arguments = x, self._packed, self.out_features, *self._screen
-        if greedy.mask is None:
-            return torch.ops.oatmill.screened_linear(*arguments)
-        mask = greedy.mask.wait()
-        return torch.ops.oatmill.screened_linear(*arguments, mask.bits, mask.positions)
+        mask = greedy.mask.wait() if greedy.mask else None
+        bits, positions = (mask.bits, mask.positions) if mask else (None, [])
+        y: Tensor = self._layer.screened(x, *self._screen, bits, positions)
+        return y
 
 
 def _rounded(weight: Tensor) -> tuple[Tensor, ...]:

@@ -14,7 +14,8 @@ from tgi_server.engine.attention.cpu import CpuAttention
 from tgi_server.engine.layers.decoder import FUSED_LAYERS, LayerStack
 from tgi_server.engine.layers.forward import shorten_forward
 from tgi_server.engine.layers.head import ScreenedHead
-from tgi_server.engine.linear.float import Bf16Linear, PackedLinear
+from tgi_server.engine.linear import LinearFactory, PackedLinear
+from tgi_server.engine.linear.float import FloatLinear
 
 logger = logging.getLogger(__name__)
 
@@ -26,15 +27,14 @@ def optimise(
     model: PreTrainedModel,
     backend: AttentionBackend | None = None,
     variants: Mapping[int, AttentionVariant] | None = None,
-    linear: type[PackedLinear] = PackedLinear,
+    *,
+    linear: LinearFactory,
 ) -> None:
     """Packs the weights of all linear layers, and fuses the decoder layers that are known.
 
     backend, variants: the attention backend of a model on the paged path, and the attention variant of each layer.
-    Layers are fused only with the CPU's own backend. linear: the kind of linear layer that replaces torch's.
+    Layers are fused only with the CPU's own backend. linear: makes the layers that replace torch's.
     """
-    if model.dtype not in (torch.float32, torch.bfloat16):
-        return
     if variants and isinstance(backend, CpuAttention):
         _replace(model, partial(_fused_layer, variants, linear))
         _replace(model, _stacked_layers)
@@ -49,7 +49,7 @@ def unpack(model: PreTrainedModel) -> None:
 
 
 def _fused_layer(
-    variants: Mapping[int, AttentionVariant], linear: type[PackedLinear], module: nn.Module
+    variants: Mapping[int, AttentionVariant], linear: LinearFactory, module: nn.Module
 ) -> nn.Module | None:
     fused = FUSED_LAYERS.get(type(module).__name__)
     if fused is None or not fused.fits(module):
@@ -62,7 +62,7 @@ def _stacked_layers(module: nn.Module) -> nn.Module | None:
     return None if stack is None else nn.ModuleList([stack])
 
 
-def _screen_head(model: PreTrainedModel, linear: type[PackedLinear]) -> None:
+def _screen_head(model: PreTrainedModel, linear: LinearFactory) -> None:
     """Replaces the head by a ScreenedHead, where the model takes the head's outputs as its logits without change.
 
     The architectures whose layers are stacked do so.
@@ -70,11 +70,11 @@ def _screen_head(model: PreTrainedModel, linear: type[PackedLinear]) -> None:
     head = model.get_output_embeddings()
     stacked = any(isinstance(module, LayerStack) for module in model.modules())
     plain = type(head) is nn.Linear and head.bias is None
-    if stacked and plain and linear is Bf16Linear and ScreenedHead.pays(head.weight):
-        model.set_output_embeddings(ScreenedHead(head.weight))
+    if stacked and plain and linear.layer is FloatLinear and ScreenedHead.pays(head.weight):
+        model.set_output_embeddings(ScreenedHead(head.weight, None, linear.kernels))
 
 
-def _packed_linear(linear: type[PackedLinear], module: nn.Module) -> nn.Module | None:
+def _packed_linear(linear: LinearFactory, module: nn.Module) -> nn.Module | None:
     return linear(module.weight, module.bias) if type(module) is nn.Linear else None
 
 

@@ -1,18 +1,16 @@
 """Linear layers with 8-bit weights, one scale for each output."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from tgi_server.engine.kernels import load_kernels
-from tgi_server.engine.linear.float import PackedLinear, padded
+from tgi_server.engine.linear.float import FloatLinear, padded
+from tgi_server.engine.linear.kernel_table import KernelTable
 
 LEVELS = 127
-INPUT_OFFSET = 128  # as in kernels/int8.h
+INPUT_OFFSET = 128  # UNSIGNED_OFFSET of kernels/products.h
 
 
-class Int8Linear(PackedLinear):
+class Int8Linear(FloatLinear):
     """y = x W^T + b with W rounded to 8 bits, a scale for each output, and x rounded to 8 bits, a scale for each row.
 
     Sums are exact; the result has the dtype of x.
@@ -20,33 +18,15 @@ class Int8Linear(PackedLinear):
 
     rounding = 0.3
 
-    @staticmethod
-    def supported() -> bool:
-        """Returns True if this CPU has the instructions."""
-        return load_kernels() and bool(torch.ops.oatmill.int8_supported())
-
-    def _pack(self, weight: Tensor, bias: Tensor | None) -> None:
+    def _pack(self, weight: Tensor, bias: Tensor | None, kernels: KernelTable | None) -> None:
         rounded, scales, sums = rounded_to_bytes(weight)
         self._scales = padded(scales)
-        self._corrections = padded(sums * INPUT_OFFSET)
-        self._packed = torch.ops.oatmill.int8_pack(rounded)
-        self._bias = None if bias is None else padded(bias)
+        packed = torch.ops.oatmill.linear_pack(rounded)
+        self._set(packed, bias, kernels, self._scales, padded(sums * INPUT_OFFSET))
 
-    def kernel(self) -> Any:
-        return torch.classes.oatmill.Linear(
-            self._packed, self.out_features, self._bias, self._scales, self._corrections
-        )
-
-    def forward(self, x: Tensor, activation: str = "none") -> Tensor:
-        return self._multiply(x, activation == "relu", None)
-
-    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
-        return self._multiply(x, False, residual)
-
-    def _multiply(self, x: Tensor, relu: bool, residual: Tensor | None) -> Tensor:
-        return torch.ops.oatmill.int8_linear(
-            x, self._packed, self.out_features, self._scales, self._corrections, self._bias, relu, residual
-        )
+    def _dense(self) -> tuple[Tensor, Tensor | None]:
+        rounded, bias = super()._dense()
+        return (rounded * self._scales[: self.out_features, None]).to(self.weight.dtype), bias
 
 
 def rounded_to_bytes(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:

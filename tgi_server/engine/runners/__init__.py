@@ -11,7 +11,8 @@ from tgi_server.engine.attention.gather import GatherAttention
 from tgi_server.engine.config import EngineConfig
 from tgi_server.engine.errors import UnsupportedModel
 from tgi_server.engine.layers import limit_threads, optimise, unpack
-from tgi_server.engine.linear import linear_layer
+from tgi_server.engine.linear import linear_factory
+from tgi_server.engine.linear.onednn import has_products
 from tgi_server.engine.runners.base import Runner
 from tgi_server.engine.runners.padded import PaddedRunner
 from tgi_server.engine.runners.paged import PagedRunner
@@ -31,14 +32,23 @@ def create_runner(model: PreTrainedModel, config: EngineConfig) -> Runner:
     group = config.group
     weight_bytes = sum(parameter.nbytes for parameter in model.parameters())
     on_cpu = model.device.type == "cpu" and config.custom_kernels
-    linear = linear_layer(config.quantize, model.dtype, custom_kernels=on_cpu)
     if on_cpu:
         limit_threads(model)
+    linear = linear_factory(
+        model,
+        model.dtype,
+        config.quantize,
+        custom_kernels=on_cpu,
+        group=group,
+        pinned=config.linear_kernels,
+    )
     shape = probe_kv_shape(model, group)
     if shape is None:
         _warn_no_graphs(config, "on the padded path")
         if on_cpu:
             optimise(model, linear=linear)
+            if not has_products(model.dtype):  # then torch has no fast attention of this dtype either
+                model.float()
         try:
             return PaddedRunner(model, config.memory_fraction, config.cpu_memory, group)
         except UnsupportedModel:
@@ -53,7 +63,7 @@ def create_runner(model: PreTrainedModel, config: EngineConfig) -> Runner:
         _warn_no_graphs(config, f"on {'a CPU' if model.device.type == 'cpu' else 'a GPU in plain torch'}")
     if on_cpu:
         with same_logits(model, backend, linear.rounding, group) as variants:
-            optimise(model, backend, variants, linear)
+            optimise(model, backend, variants, linear=linear)
     memory = config.memory_fraction, config.cpu_memory
     return PagedRunner(model, backend, *memory, group, config.cuda_graphs, weight_bytes)
 

@@ -113,8 +113,9 @@ def test_backend_equals_attention_over_the_whole_history(backend, heads, kv_head
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_bfloat16_is_as_exact_as_its_inputs(backend) -> None:
-    instance = create(backend, 2, torch.bfloat16)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bits_are_as_exact_as_their_inputs(backend, dtype) -> None:
+    instance = create(backend, 2, dtype)
     actual, wanted = run(instance, 4, 2, [5, 64], [(0, 70), (31, 2)], AttentionVariant(0.2))
     torch.testing.assert_close(actual, wanted, rtol=3e-2, atol=3e-2)
 

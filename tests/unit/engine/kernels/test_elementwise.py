@@ -6,7 +6,7 @@ from torch.nn.functional import layer_norm, silu
 
 from tgi_server.engine.kernels import load_kernels
 
-DTYPES = [torch.float32, torch.bfloat16]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 @pytest.fixture(scope="module", autouse=True)

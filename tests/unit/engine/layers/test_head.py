@@ -9,6 +9,8 @@ from tgi_server.engine.kernels import load_kernels
 from tgi_server.engine.layers.head import ScreenedHead
 from tgi_server.engine.sampling.processors import TokenMask
 
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
 
 @pytest.fixture(scope="module", autouse=True)
 def _kernels() -> None:
@@ -39,23 +41,18 @@ def greedy_pass(mask: PendingMask | None) -> ForwardMetadata:
     return ForwardMetadata(empty, empty, empty, empty, 0, [], 0, greedy=GreedyOnly(mask))
 
 
-SCREENING = pytest.mark.skipif(
-    not ScreenedHead.pays(torch.zeros(1 << 14, 1 << 10).bfloat16()), reason="needs AVX-512 BF16, VNNI"
-)
-
-
-@SCREENING
 @pytest.mark.parametrize("inputs", _INPUTS)
 @pytest.mark.parametrize("weights", ["random", "alike", "outliers", "with no numbers"])
-def test_a_screened_head_finds_the_largest_output_as_if_it_had_computed_all(weights, inputs) -> None:
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_screened_head_finds_the_largest_output_as_if_it_had_computed_all(dtype, weights, inputs) -> None:
     weight = (_outliers if weights == "outliers" else torch.randn)(7001, 96)
     if weights == "alike":  # so close to each other that many outputs are equal once they are rounded
         weight = weight[:1] + torch.randn(7001, 96) * 1e-3
     if weights == "with no numbers":
         weight[5000, 3] = torch.nan
-    head = ScreenedHead(weight.bfloat16())
+    head = ScreenedHead(weight.to(dtype))
     for rows in (1, 2, 7, 8, 9):
-        x = _INPUTS[inputs](rows, 96).bfloat16()
+        x = _INPUTS[inputs](rows, 96).to(dtype)
         wanted, actual = head(x), head(x, metadata=greedy_pass(None))
         torch.testing.assert_close(torch.ops.oatmill.argmax(actual), torch.ops.oatmill.argmax(wanted))
         left_out = actual == -torch.inf
@@ -64,7 +61,6 @@ def test_a_screened_head_finds_the_largest_output_as_if_it_had_computed_all(weig
             assert bool(left_out.any()) == (rows <= 8)
 
 
-@SCREENING
 @pytest.mark.parametrize("inputs", ["random", "outliers", "infinite", "no numbers"])
 @pytest.mark.parametrize("words", [1, 150, 219])
 def test_a_screened_head_finds_the_largest_of_what_masks_allow(words, inputs) -> None:

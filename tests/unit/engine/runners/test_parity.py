@@ -67,11 +67,13 @@ def test_overlapping_requests_get_the_tokens_of_transformers_without_custom_kern
 
 
 @pytest.mark.parametrize("architecture", with_slow_variants(["llama", "mistral", "opt", "qwen2", "qwen2_windows"]))
-@pytest.mark.parametrize("quantize", [None, "int8"])
-def test_in_bfloat16_each_token_is_as_likely_as_the_likeliest_or_nearly_so(architecture, quantize, tmp_path) -> None:
+@pytest.mark.parametrize(("dtype", "quantize"), [("bfloat16", None), ("bfloat16", "int8"), ("float16", None)])
+def test_in_16_bits_each_token_is_as_likely_as_the_likeliest_or_nearly_so(
+    architecture, dtype, quantize, tmp_path
+) -> None:
     folder = make(architecture, tmp_path)
-    requests, _ = overlap(folder, dtype=torch.bfloat16, quantize=quantize)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).float()
+    requests, _ = overlap(folder, dtype=getattr(torch, dtype), quantize=quantize)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).float()
     behind = torch.cat([lost(model, text, output) for text, output in zip(prompts(), requests.outputs, strict=True)])
     assert len(behind) > len(LENGTHS) * NEW / 2
     assert behind.max() < (0.06 if quantize is None else 0.4)

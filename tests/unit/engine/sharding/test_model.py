@@ -14,7 +14,6 @@ from tests.unit.engine.sharding.conftest import RanksOf
 from tgi_server.contract import ReportParameters, SamplingParameters, StoppingParameters
 from tgi_server.engine import CacheCapacity, Engine, EngineConfig, EngineError, RunningSequence
 from tgi_server.engine.errors import UnsupportedModel
-from tgi_server.engine.linear.int8 import Int8Linear
 from tgi_server.engine.offline import generate
 from tgi_server.engine.sharding import ShardGroup
 from tgi_server.engine.sharding.checkpoint import weight_files
@@ -151,7 +150,6 @@ def test_after_an_error_in_a_pass_a_shard_is_good_for_nothing(ranks_of: RanksOf,
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not Int8Linear.supported(), reason="this CPU has no AVX-512 VNNI")
 def test_weights_may_be_quantised(ranks_of: RanksOf, tmp_path: Path) -> None:
     folder = make("opt", tmp_path, hidden_size=128, word_embed_proj_dim=128, ffn_dim=256)
     exact = generate_together(load_engine(folder), TEXTS)

@@ -1,0 +1,57 @@
+"""Kernels that are compiled for other kinds of CPUs than this one."""
+
+import subprocess
+import sys
+
+import pytest
+
+from tgi_server.engine.kernels import build
+
+FEATURES = {
+    "a first x86-64": "fpu sse sse2",
+    "Nehalem": "sse2 ssse3 sse4_1 sse4_2 popcnt cx16",
+    "Zen 3": "sse2 ssse3 sse4_1 sse4_2 popcnt cx16 avx avx2 fma f16c bmi1 bmi2 movbe abm",
+    "Ice Lake": "avx2 fma f16c bmi1 bmi2 movbe abm avx512f avx512bw avx512cd avx512dq avx512vl avx512_vnni",
+}
+BEST = {"a first x86-64": None, "Nehalem": "x86-64-v2", "Zen 3": "x86-64-v3", "Ice Lake": "cascadelake"}
+
+X86 = pytest.mark.skipif("x86-64-v2" not in build.TARGETS, reason="the targets are those of x86-64")
+
+
+@X86
+@pytest.mark.parametrize("machine", FEATURES)
+def test_the_best_of_the_compiled_libraries_is_taken(machine, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(build, "CACHE", tmp_path)
+    monkeypatch.setattr(build, "_cpu_features", lambda: FEATURES[machine])
+    for target in build.TARGETS:
+        build._library(target).touch()
+    best = BEST[machine]
+    assert build._find() == (None if best is None else build._library(best))
+    build._library(build.NATIVE).touch()
+    assert build._find() == build._library(build.NATIVE)
+
+
+def test_an_unknown_target_is_named() -> None:
+    command = [sys.executable, "-m", "tgi_server.engine.kernels", "x86-64-v9"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 2
+    assert "no such target: x86-64-v9" in result.stderr
+
+
+@X86
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("target", ["x86-64-v2", "x86-64-v3"])
+def test_kernels_for_older_cpus_compute_the_same(target) -> None:
+    if not build.TARGETS[target] <= set(build._cpu_features().split()):
+        pytest.skip(f"this CPU is older than {target}")
+    script = f"""
+import pytest, sys
+from tgi_server.engine.kernels import build
+build.NATIVE = {target!r}
+sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "tests/unit/engine/linear", "tests/unit/engine/layers",
+                      "tests/unit/engine/kernels/test_elementwise.py", "tests/unit/engine/attention/test_backends.py"]))
+"""
+    assert build.prepare([target])
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout[-3000:]

@@ -1,0 +1,112 @@
+"""The choice of kernels from made-up times, from real ones, and by name."""
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+from tgi_server.engine.errors import UnsupportedModel
+from tgi_server.engine.kernels import build, load_kernels
+from tgi_server.engine.linear import choice, linear_factory
+from tgi_server.engine.linear.float import FloatLinear
+from tgi_server.engine.linear.int8 import Int8Linear
+from tgi_server.engine.linear.kernel_table import KernelTable
+from tgi_server.engine.linear.onednn import OneDnnLinear
+
+
+def times(**by_kernel: list[float]) -> dict[str, dict[int, float]]:
+    """Returns times at 1, 16 and 64 rows."""
+    return {name: dict(zip((1, 16, 64), seconds, strict=True)) for name, seconds in by_kernel.items()}
+
+
+@pytest.mark.parametrize(
+    ("measured", "chosen"),
+    [
+        (times(fma=[1, 2, 3]), "fma"),
+        (times(fma=[1, 9, 30], onednn=[2, 9, 28]), "fma"),
+        (times(fma=[1, 9, 30], onednn=[1.5, 4, 8]), "onednn"),
+        (times(avx512_bf16=[1, 9, 30], fma=[1, 15, 60], amx=[3, 4, 5]), "avx512_bf16,amx@16"),
+        (times(avx512_bf16=[1, 9, 30], fma=[1, 15, 60], amx=[3, 9, 5], onednn=[2, 5, 7]), "avx512_bf16,amx@64"),
+        (times(avx512_bf16=[1, 9, 30], amx=[0.98, 8.8, 29]), "avx512_bf16"),  # no more than noise
+        (times(avx512_bf16=[2, 2, 2], fma=[1, 3, 3]), "fma,avx512_bf16@16"),
+    ],
+)
+def test_each_number_of_rows_gets_its_fastest_kernel(measured, chosen) -> None:
+    assert str(choice.choose(measured)) == chosen
+
+
+@pytest.mark.parametrize("text", ["fma", "avx512_bf16,amx@16", "onednn"])
+def test_a_table_is_read_as_it_is_written(text) -> None:
+    assert str(KernelTable.of(text)) == text
+
+
+@pytest.mark.parametrize("text", ["", "fma@2", "fma,amx@1", "fma,amx@x", "amx,fma@32,amx@16", "onednn,fma@2", "f ma"])
+def test_text_that_is_no_table_is_refused(text) -> None:
+    with pytest.raises(ValueError, match=r"kernel|rows"):
+        KernelTable.of(text)
+
+
+class Model(nn.Module):
+    """Linear layers that are large enough to be measured."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.up = nn.Linear(1024, 8192, dtype=dtype)
+        self.down = nn.Linear(8192, 1024, bias=False, dtype=dtype)
+        self.wide = nn.Linear(1024, 3072, dtype=dtype)
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch) -> None:
+    assert load_kernels()
+    monkeypatch.setattr(build, "CACHE", tmp_path)
+
+
+@pytest.mark.parametrize("layer", [FloatLinear, Int8Linear])
+def test_a_model_is_measured_once_on_a_machine_and_the_log_says_it(cache, caplog, layer) -> None:
+    caplog.set_level(logging.INFO)
+    model = Model(torch.bfloat16)
+    first = choice.choose_kernels(model, layer, None)
+    assert f"linear layers: {first}, measured in" in caplog.text
+    assert choice.choose_kernels(model, layer, None) == first
+    assert f"linear layers: {first}, as measured on this machine before" in caplog.text
+    assert first.onednn or set(first.kernels) <= set(choice.own_kernels(layer, torch.bfloat16))
+
+
+def test_small_models_are_not_measured(cache, caplog) -> None:
+    caplog.set_level(logging.INFO)
+    chosen = choice.choose_kernels(nn.Sequential(nn.Linear(64, 64)), FloatLinear, None)
+    assert chosen.kernels == (choice.own_kernels(FloatLinear, torch.float32)[0],)
+    assert "measured" not in caplog.text
+
+
+class Group:
+    """The first of two shards, or the second."""
+
+    def __init__(self, rank: int, first: str) -> None:
+        self.rank = rank
+        self._first = first
+
+    def exchange(self, message: str) -> list[str]:
+        return [message, ""] if self.rank == 0 else [self._first, message]
+
+
+def test_all_shards_take_what_the_first_has_measured(cache) -> None:
+    model = Model(torch.float32)
+    first = choice.choose_kernels(model, FloatLinear, Group(0, ""))
+    assert choice.choose_kernels(nn.Sequential(), FloatLinear, Group(1, str(first))) == first
+    assert str(choice.choose_kernels(model, FloatLinear, Group(1, "fma,amx@16"))) == "fma,amx@16"
+
+
+def test_kernels_can_be_pinned() -> None:
+    model = Model(torch.bfloat16)
+    pinned = linear_factory(model, torch.bfloat16, None, custom_kernels=True, pinned="fma")
+    assert pinned(torch.zeros(48, 64).bfloat16())(torch.zeros(1, 64)).shape == (1, 48)
+    assert str(pinned.kernels) == "fma"
+    assert linear_factory(model, torch.bfloat16, None, custom_kernels=True, pinned="onednn").layer is OneDnnLinear
+    for wrong, said in (("magic", "this CPU has no magic"), ("fma@3", "begins at 1 row")):
+        with pytest.raises(UnsupportedModel, match=said):
+            linear_factory(model, torch.bfloat16, None, custom_kernels=True, pinned=wrong)
+    with pytest.raises(UnsupportedModel, match="this CPU has no onednn"):
+        linear_factory(model, torch.bfloat16, "int8", custom_kernels=True, pinned="onednn")

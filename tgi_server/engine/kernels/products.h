@@ -1,0 +1,272 @@
+// Kernels that multiply rows with a tile of weights in vector registers, and the instructions that they are made of.
+//
+// An instruction set is a type with
+//   Weights, the kind of weights; Register, what sums are kept in;
+//   STEPS, the instructions for a word of weights, and NUMBER, the bytes of input for each;
+//   column(words, column, step), the weights of WIDTH outputs; row(input), numbers of a row, in all lanes;
+//   add(row, column, sum); OFFSET, how much higher than they are 8-bit inputs are stored;
+//   CHUNK_DEPTH and AHEAD, in words, see below; prepare as in linear.h.
+//
+// Every one adds up a sum in the same order whatever the number of rows is, so a row's result does not depend on the
+// rows beside it.
+
+#pragma once
+
+#include <array>
+#include <cmath>
+#include <cstdint>
+#include <utility>
+
+#include "linear.h"
+#include "registers.h"
+
+namespace oatmill {
+
+// Products of floats, for weights of any float type: they are widened on their way from memory. Every CPU has these.
+template <typename Kind>
+struct FloatProducts {
+  using Weights = Kind;
+  using Register = Floats;
+  static constexpr int64_t STEPS = Kind::DEPTH, NUMBER = sizeof(float);
+  // What a chunk takes, and the rows beside it, fit a first cache of 32 KiB.
+  static constexpr int64_t CHUNK_DEPTH = 96, AHEAD = 96;
+  static constexpr int OFFSET = 0;
+
+  static Floats column(const char* words, int64_t column, int64_t step) {
+    if constexpr (std::is_same_v<Kind, FloatWeights>) return load_as<Floats>(words + column * WORD);
+    if constexpr (std::is_same_v<Kind, HalfWeights>)
+      return widened(reinterpret_cast<const c10::Half*>(words) + Kind::place(column, step));
+    const Words pairs = load_as<Words>(words + column * WORD);  // the lower half is the first number
+    return as_floats(step == 0 ? pairs << 16 : pairs & 0xffff0000);
+  }
+
+  static Floats row(const char* input) { return Floats{} + load_as<float>(input); }
+
+  static void add(Floats row, Floats column, Floats& sum) { sum = multiply_add(row, column, sum); }
+
+  template <typename T>
+  static Input prepare(const T* from, int64_t rows, int64_t inputs, int64_t depth) {
+    return converted_rows<float>(from, rows, inputs, rows, depth * Kind::DEPTH);
+  }
+};
+
+// Rounds a row to whole numbers of 8 bits, a register at a time: keep(k, numbers). Returns its scale.
+template <typename T, typename Keep>
+float round_row(const T* from, int64_t size, const Keep& keep) {
+  Lanes peaks = {};
+  int64_t k = 0;
+  for (; k + LANES <= size; k += LANES) {
+    const Lanes values = load(from + k);
+    peaks = larger(larger(values, -values), peaks);
+  }
+  float peak = largest(peaks);
+  for (; k < size; ++k) peak = std::max(peak, std::abs(static_cast<float>(from[k])));
+  const float factor = peak > 0 ? 127.0f / peak : 0.0f;
+  for (k = 0; k < size; k += LANES) {
+    Lanes values = {};
+    if (k + LANES <= size) {
+      values = load(from + k);
+    } else {
+      for (int64_t i = k; i < size; ++i) values[i - k] = static_cast<float>(from[i]);
+    }
+    keep(k, nearest(values * factor));
+  }
+  return peak / 127.0f;
+}
+
+// Rows rounded to 8 bits, in numbers of type To: [padded_rows, padded], `empty` behind the last. keep(to, numbers):
+// writes LANES of them.
+template <typename To, typename T, typename Keep>
+Input rounded_rows(const T* from, int64_t rows, int64_t inputs, int64_t padded_rows, int64_t padded, To empty,
+                   const Keep& keep) {
+  const int64_t room = parts(padded, LANES) * LANES;
+  Input input{nullptr, room * static_cast<int64_t>(sizeof(To)),
+              c10::GetCPUAllocator()->allocate(padded_rows * room * sizeof(To)), std::vector<float>(rows)};
+  To* to = static_cast<To*>(input.buffer.get());
+  input.data = reinterpret_cast<const char*>(to);
+  for_rows(padded_rows, room, [&](int64_t first, int64_t last) {
+    for (int64_t r = first; r < last; ++r) {
+      To* row = to + r * room;
+      if (r < rows)
+        input.scales[r] =
+            round_row(from + r * inputs, inputs, [&](int64_t k, Ints numbers) { keep(row + k, numbers); });
+      const int64_t done = r < rows ? parts(inputs, LANES) * LANES : 0;
+      std::fill(row + done, row + room, empty);
+    }
+  });
+  return input;
+}
+
+// Products of numbers of 16 bits, two at a time, summed exactly. Weights of 8 bits are widened on their way from memory:
+// of a word's bytes the first and third make one register, the others a second one; rows stand in the same order.
+struct ShortProducts {
+  using Weights = Int8Weights;
+  using Register = Whole;
+  static constexpr int64_t STEPS = 2, NUMBER = 2 * sizeof(int16_t);
+  static constexpr int64_t CHUNK_DEPTH = 96, AHEAD = 96;
+  static constexpr int OFFSET = 0;
+
+  static Whole column(const char* words, int64_t column, int64_t step) {
+    using Shorts = int16_t __attribute__((vector_size(WIDTH * 4)));
+    const Shorts pairs = load_as<Shorts>(words + column * WORD);
+    const Shorts numbers = step == 0 ? (pairs << 8) >> 8 : pairs >> 8;
+    return reinterpret_cast<const Whole&>(numbers);
+  }
+
+  static Whole row(const char* input) { return Whole{} + load_as<int32_t>(input); }
+
+  static void add(Whole row, Whole column, Whole& sum) { sum += multiply_pairs(row, column); }
+
+  static void keep(int16_t* to, Ints numbers) {
+    using Shorts = int16_t __attribute__((vector_size(LANES * 2)));
+    store_as(to, __builtin_convertvector(
+                     __builtin_shufflevector(numbers, numbers, 0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15),
+                     Shorts));
+  }
+
+  template <typename T>
+  static Input prepare(const T* from, int64_t rows, int64_t inputs, int64_t depth) {
+    return rounded_rows<int16_t>(from, rows, inputs, rows, depth * Weights::DEPTH, int16_t{0}, keep);
+  }
+};
+
+// The two below add as an instruction rather than by its intrinsic, around which compilers copy the sums to and fro
+// until they no longer fit the registers. Weights are asked for into the second cache only: the first one has so few
+// requests on the way to memory that half of the bandwidth is all they could use.
+
+#if defined(__AVX512BF16__)
+
+// Products of bfloat16 numbers, two at a time.
+struct PairProducts {
+  using Weights = Bf16Weights;
+  using Register = Words;
+  static constexpr int64_t STEPS = 1, NUMBER = WORD, CHUNK_DEPTH = 1536, AHEAD = 32;
+  static constexpr int OFFSET = 0;
+
+  static Words column(const char* words, int64_t column, int64_t) { return load_as<Words>(words + column * WORD); }
+  static Words row(const char* input) { return Words{} + load_as<uint32_t>(input); }
+  static void add(Words row, Words column, Words& sum) { asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(row), "v"(column)); }
+
+  template <typename T>
+  static Input prepare(const T* from, int64_t rows, int64_t inputs, int64_t depth) {
+    return converted_rows<c10::BFloat16>(from, rows, inputs, rows, depth * Weights::DEPTH);
+  }
+};
+
+#endif
+
+// Inputs of instructions that multiply unsigned by signed bytes: stored OFFSET higher than they are. OFFSET times the
+// sum of an output's weights is taken off again at the end.
+constexpr int UNSIGNED_OFFSET = 128;
+
+inline void keep_unsigned(uint8_t* to, Ints numbers) {
+  using Bytes = uint8_t __attribute__((vector_size(LANES)));
+  store_as(to, __builtin_convertvector(numbers + UNSIGNED_OFFSET, Bytes));
+}
+
+#if defined(__AVX512VNNI__)
+
+// Products of bytes, four at a time, summed exactly.
+struct ByteProducts {
+  using Weights = Int8Weights;
+  using Register = Words;
+  static constexpr int64_t STEPS = 1, NUMBER = WORD, CHUNK_DEPTH = 1536, AHEAD = 32;
+  static constexpr int OFFSET = UNSIGNED_OFFSET;
+
+  static Words column(const char* words, int64_t column, int64_t) { return load_as<Words>(words + column * WORD); }
+  static Words row(const char* input) { return Words{} + load_as<uint32_t>(input); }
+  static void add(Words row, Words column, Words& sum) { asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(row), "v"(column)); }
+
+  template <typename T>
+  static Input prepare(const T* from, int64_t rows, int64_t inputs, int64_t depth) {
+    return rounded_rows<uint8_t>(from, rows, inputs, rows, depth * Weights::DEPTH, uint8_t{OFFSET}, keep_unsigned);
+  }
+};
+
+#endif
+
+// The kernel made of an instruction set, see multiply_rows.
+template <typename Set>
+struct Products {
+  using Instructions = Set;
+  using Weights = typename Set::Weights;
+  static constexpr int64_t INPUT_WORD = Set::STEPS * Set::NUMBER, CHUNK_DEPTH = Set::CHUNK_DEPTH;
+  static constexpr int OFFSET = Set::OFFSET;  // of the inputs, see UNSIGNED_OFFSET
+  static constexpr int ROWS = WIDTH == 16 ? 8 : 6;  // that one pass over a tile's words serves
+
+  // Registers of outputs that are computed together: as many as leave room for the weights beside the sums.
+  static constexpr int vectors(int rows) {
+    if (WIDTH == 16) return 3;
+    if (REGISTERS == 32) return rows <= 2 ? 6 : 4;
+    return rows <= 2 ? 6 : rows <= 3 ? 3 : 2;
+  }
+
+  template <typename T>
+  static Input prepare(const T* from, int64_t rows, int64_t inputs, int64_t depth) {
+    return Set::prepare(from, rows, inputs, depth);
+  }
+
+  static void multiply(const char* input, int64_t row_bytes, int64_t rows, const char* weights, const char* next,
+                       int64_t depth, bool from_zero, char* totals) {
+    for_each_block(rows, ROWS, [&](int64_t first, int64_t count) {
+      BLOCKS[count - 1](input + first * row_bytes, row_bytes, weights, next, depth, from_zero,
+                        totals + first * TILE_WORD);
+    });
+  }
+
+ private:
+  using Register = typename Set::Register;
+  using Block = void (*)(const char*, int64_t, const char*, const char*, int64_t, bool, char*);
+
+  template <int R>
+  static void multiply_block(const char* input, int64_t row_bytes, const char* weights, const char* next, int64_t depth,
+                             bool from_zero, char* totals) {
+    constexpr int V = vectors(R);
+    for (int column = 0; column < COLUMNS; column += V * WIDTH)
+      multiply_columns<R, V>(input, row_bytes, weights, next, depth, from_zero, column, totals + column * WORD);
+  }
+
+  // next: asked for meanwhile, as soon as no more than AHEAD words of these are left.
+  //
+  // Loops over registers must be unrolled before the compiler decides what is kept in registers, hence the pragmas.
+  template <int R, int V>
+  static void multiply_columns(const char* input, int64_t row_bytes, const char* weights, const char* next,
+                               int64_t depth, bool from_zero, int64_t column, char* totals) {
+    Register sums[R][V];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 6
+      for (int v = 0; v < V; ++v)
+        sums[r][v] = from_zero ? Register{} : load_as<Register>(totals + r * TILE_WORD + v * WIDTH * WORD);
+    const int64_t own = std::max<int64_t>(depth - Set::AHEAD, 0);
+    for (int64_t k = 0, end = own; k < depth; end = depth) {
+      const char* wanted = (k < own ? weights + Set::AHEAD * TILE_WORD : next - own * TILE_WORD) + column * WORD;
+      for (; k < end; ++k) {
+#pragma GCC unroll 6
+        for (int v = 0; v < V; v += 16 / WIDTH) __builtin_prefetch(wanted + k * TILE_WORD + v * WIDTH * WORD, 0, 2);
+#pragma GCC unroll 2
+        for (int step = 0; step < Set::STEPS; ++step) {
+          Register columns[V];
+#pragma GCC unroll 6
+          for (int v = 0; v < V; ++v) columns[v] = Set::column(weights + k * TILE_WORD, column + v * WIDTH, step);
+#pragma GCC unroll 8
+          for (int r = 0; r < R; ++r) {
+            const Register row = Set::row(input + r * row_bytes + k * INPUT_WORD + step * Set::NUMBER);
+#pragma GCC unroll 6
+            for (int v = 0; v < V; ++v) Set::add(row, columns[v], sums[r][v]);
+          }
+        }
+      }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 6
+      for (int v = 0; v < V; ++v) store_as(totals + r * TILE_WORD + v * WIDTH * WORD, sums[r][v]);
+  }
+
+  static constexpr auto BLOCKS = []<int... R>(std::integer_sequence<int, R...>) {
+    return std::array<Block, ROWS>{&multiply_block<R + 1>...};
+  }(std::make_integer_sequence<int, ROWS>());
+};
+
+}  // namespace oatmill

@@ -1,0 +1,96 @@
+// Vector registers as wide as this instruction set has them, for loops that keep sums in registers.
+
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "lanes.h"
+
+#if defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+namespace oatmill {
+
+#if defined(__AVX512BW__)
+constexpr int WIDTH = 16;  // floats of a register
+constexpr int REGISTERS = 32;
+#elif defined(__AVX2__)
+constexpr int WIDTH = 8;
+constexpr int REGISTERS = 16;
+#elif defined(__aarch64__)
+constexpr int WIDTH = 4;
+constexpr int REGISTERS = 32;
+#else
+constexpr int WIDTH = 4;
+constexpr int REGISTERS = 16;
+#endif
+
+using Floats = float __attribute__((vector_size(WIDTH * 4)));
+using Words = uint32_t __attribute__((vector_size(WIDTH * 4)));
+using Whole = int32_t __attribute__((vector_size(WIDTH * 4)));
+
+template <typename Register>
+Register load_as(const void* from) {
+  Register loaded;
+  std::memcpy(&loaded, from, sizeof(loaded));
+  return loaded;
+}
+
+template <typename Register>
+void store_as(void* to, Register value) {
+  std::memcpy(to, &value, sizeof(value));
+}
+
+inline Floats as_floats(Words bits) { return reinterpret_cast<Floats&>(bits); }
+
+// sum + a * b. As an intrinsic, because compilers that may reorder sums would first add up several products.
+inline Floats multiply_add(Floats a, Floats b, Floats sum) {
+#if defined(__AVX512F__)
+  return reinterpret_cast<Floats>(_mm512_fmadd_ps(reinterpret_cast<__m512>(a), reinterpret_cast<__m512>(b), reinterpret_cast<__m512>(sum)));
+#elif defined(__FMA__)
+  return reinterpret_cast<Floats>(_mm256_fmadd_ps(reinterpret_cast<__m256>(a), reinterpret_cast<__m256>(b), reinterpret_cast<__m256>(sum)));
+#elif defined(__aarch64__)
+  return reinterpret_cast<Floats>(vfmaq_f32(reinterpret_cast<float32x4_t>(sum), reinterpret_cast<float32x4_t>(a), reinterpret_cast<float32x4_t>(b)));
+#else
+  return sum + a * b;
+#endif
+}
+
+// Products of numbers of 16 bits, the two of each lane added up.
+inline Whole multiply_pairs(Whole a, Whole b) {
+#if defined(__AVX512BW__)
+  return reinterpret_cast<Whole>(_mm512_madd_epi16(reinterpret_cast<__m512i>(a), reinterpret_cast<__m512i>(b)));
+#elif defined(__AVX2__)
+  return reinterpret_cast<Whole>(_mm256_madd_epi16(reinterpret_cast<__m256i>(a), reinterpret_cast<__m256i>(b)));
+#elif defined(__SSE2__)
+  return reinterpret_cast<Whole>(_mm_madd_epi16(reinterpret_cast<__m128i>(a), reinterpret_cast<__m128i>(b)));
+#else
+  return (a << 16 >> 16) * (b << 16 >> 16) + (a >> 16) * (b >> 16);
+#endif
+}
+
+// WIDTH numbers that stand side by side, as floats.
+inline Floats widened(const float* from) { return load_as<Floats>(from); }
+
+inline Floats widened(const c10::BFloat16* from) {
+  using Short = uint16_t __attribute__((vector_size(WIDTH * 2)));
+  return as_floats(__builtin_convertvector(load_as<Short>(from), Words) << 16);
+}
+
+inline Floats widened(const c10::Half* from) {
+#if defined(__AVX512F__)
+  const __m512 floats = _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+  return reinterpret_cast<const Floats&>(floats);
+#elif defined(__F16C__)
+  const __m256 floats = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+  return reinterpret_cast<const Floats&>(floats);
+#else
+  Floats floats;
+  for (int i = 0; i < WIDTH; ++i) floats[i] = static_cast<float>(from[i]);
+  return floats;
+#endif
+}
+
+}  // namespace oatmill

@@ -1,0 +1,66 @@
+"""What every kind of linear layer has in common."""
+
+from abc import abstractmethod
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from tgi_server.engine.linear.kernel_table import KernelTable
+
+
+class PackedLinear(nn.Module):
+    """y = x W^T + b, with W arranged once for the kernels that read it.
+
+    weight: [out_features, in_features]; the layer keeps no reference to it. bias: [out_features].
+    kernels: which kernel computes how many rows, where the layer has several.
+    rounding: how much this kind of layer may change a model's logits, relative to their norm.
+    """
+
+    rounding = 0.0
+    weight: Tensor
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, kernels: KernelTable | None = None) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        # empty: some models of `transformers` ask for its dtype
+        self.register_buffer("weight", weight.new_empty(0), persistent=False)
+        self._pack(weight, bias, kernels)
+
+    @classmethod
+    def joined(cls, *linears: nn.Linear, kernels: KernelTable | None = None) -> Self:
+        """Returns one layer for linears with the same input; it gives their outputs side by side."""
+        weight = torch.cat(tuple(linear.weight for linear in linears))
+        if all(linear.bias is None for linear in linears):
+            return cls(weight, None, kernels)
+        biases = [weight.new_zeros(len(linear.weight)) if linear.bias is None else linear.bias for linear in linears]
+        return cls(weight, torch.cat(tuple(biases)), kernels)
+
+    def unpacked(self) -> nn.Linear:
+        """Returns the plain linear layer that this one replaced."""
+        weight, bias = self._dense()
+        linear = nn.Linear(self.in_features, self.out_features, bias=bias is not None, device="meta")
+        linear.weight = nn.Parameter(weight, requires_grad=False)
+        if bias is not None:
+            linear.bias = nn.Parameter(bias.to(weight.dtype), requires_grad=False)
+        return linear
+
+    def kernel(self) -> Any:
+        """Returns this layer in the form that `torch.classes.oatmill.Decoder` takes, or None if it cannot take it."""
+        return None
+
+    @abstractmethod
+    def _pack(self, weight: Tensor, bias: Tensor | None, kernels: KernelTable | None) -> None:
+        """Arranges the weights."""
+
+    @abstractmethod
+    def _dense(self) -> tuple[Tensor, Tensor | None]:
+        """Returns weight and bias as they were, or as they were rounded."""
+
+    @abstractmethod
+    def forward(self, x: Tensor, activation: str = "none") -> Tensor:
+        """Returns y, [..., out_features], for x, [..., in_features]. activation: "none" or "relu"."""
+
+    @abstractmethod
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        """Returns residual + forward(x), computed in one kernel. residual: [..., out_features]."""

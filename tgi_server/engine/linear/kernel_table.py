@@ -1,0 +1,42 @@
+"""The table that says which kernel computes how many rows."""
+
+from dataclasses import dataclass
+from typing import Self
+
+ONEDNN = "onednn"
+
+
+@dataclass(frozen=True, slots=True)
+class KernelTable:
+    """kernels: names of kernels. from_rows: for each, the fewest rows from which on it is taken; ascending from 1.
+
+    As text it is "avx512_bf16,amx@16": the first kernel up to 15 rows, the second from 16 rows on. "onednn" stands
+    alone: oneDNN has a layout of its own, and weights are kept once.
+    """
+
+    kernels: tuple[str, ...]
+    from_rows: tuple[int, ...]
+
+    @classmethod
+    def of(cls, text: str) -> Self:
+        """Reads a table. Raises ValueError for text that is none."""
+        kernels, from_rows = [], []
+        for part in text.split(","):
+            name, at, rows = part.strip().partition("@")
+            if not name.replace("_", "").isalnum() or (at and not rows.isdecimal()):
+                raise ValueError(f"`{part}` is not a kernel and its rows; write NAME or NAME@ROWS")
+            kernels.append(name)
+            from_rows.append(int(rows) if at else 1)
+        if from_rows[0] != 1 or sorted(set(from_rows)) != from_rows:
+            raise ValueError(f"`{text}`: the first kernel begins at 1 row, and each later one at more rows")
+        if ONEDNN in kernels and len(kernels) > 1:
+            raise ValueError(f"`{text}`: onednn has a layout of its own and cannot be mixed with other kernels")
+        return cls(tuple(kernels), tuple(from_rows))
+
+    def __str__(self) -> str:
+        pairs = zip(self.kernels, self.from_rows, strict=True)
+        return ",".join(name if rows == 1 else f"{name}@{rows}" for name, rows in pairs)
+
+    @property
+    def onednn(self) -> bool:
+        return self.kernels == (ONEDNN,)
