@@ -1,4 +1,4 @@
-"""How to ask for text: the two HTTP interfaces that text-generation servers have, OpenAI's and that of TGI.
+"""Asks for text by the two HTTP interfaces that text-generation servers have, OpenAI's and TGI's.
 
 Decoding is greedy, and `ignore_eos` asks for replies of full length. It is an extension of both interfaces, which a
 server that does not have it passes over: its replies may be shorter then.
@@ -7,8 +7,8 @@ server that does not have it passes over: its replies may be shorter then.
 import json
 from typing import Any
 
+# {"role": "user" or "assistant", "content": text}
 Message = dict[str, str]
-"""{"role": "user" or "assistant", "content": text}"""
 
 
 class OpenAi:

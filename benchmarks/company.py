@@ -17,8 +17,8 @@ from benchmarks.words import text
 _WORDS = 64
 _QUIET_SECONDS = 1.0
 _POLL_SECONDS = 0.005
+# So many tokens of a companion for each of a plain request: what is forced goes fast.
 _COMPANION_TOKENS = 12
-"""So many tokens of a companion for each of a plain request: what is forced goes fast."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ _WARM_UP_SEED = -1
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """Where the users send their requests, and in which form. timeout: seconds for one request."""
+    """The server that the users ask, and the form of their requests. timeout: seconds for one request."""
 
     url: str
     api: OpenAi

@@ -30,8 +30,8 @@ from benchmarks.servers import OURS, PEERS, ServerCommand, ServerFailed, running
 from benchmarks.workloads import WORKLOADS, Workload, add_load_arguments, chosen_loads, positive
 
 _LOGS = Path("runs/logs")
+# Running threads, on average over a minute, that disturb a measurement.
 _BUSY = 0.5
-"""Running threads, on average over a minute, that disturb a measurement."""
 _LATENCIES = ("latency_p50", "latency_p99", "first_token_p50_ms", "first_token_p99_ms", "gap_p50_ms", "gap_p99_ms")
 
 

@@ -24,8 +24,8 @@ from tgi_server.engine.config import DTYPES
 from tgi_server.engine.driver import Driver
 from tgi_server.engine.errors import EngineError
 
+# Token ids, and which of them count.
 Document = tuple[list[int], list[bool]]
-"""Token ids, and which of them count."""
 
 
 def held_out_documents(tokenizer: Tokenizer, count: int) -> list[Document]:

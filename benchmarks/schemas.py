@@ -12,6 +12,7 @@ def _object(properties: dict[str, Schema]) -> Schema:
     return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
 
 
+# An object of which the model chooses little but short values.
 KNOWN_KEYS = _object(
     {
         "is the customer satisfied with the answer": {"type": "boolean"},
@@ -24,7 +25,6 @@ KNOWN_KEYS = _object(
         "does any of the ingredients contain nuts": {"type": "boolean"},
     }
 )
-"""An object of which the model chooses little but short values."""
 
 
 def large_schema(random: Random, members: int = 60) -> Schema:

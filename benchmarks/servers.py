@@ -26,7 +26,7 @@ class ServerFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ServerCommand:
-    """How to start a server. command: may hold {model}, {model.name} and {port}.
+    """A server and the command that starts it. command: may hold {model}, {model.name} and {port}.
 
     programs: a folder to look for programs in first. environment: variables besides those of this process. api: the
     interface that it is asked by.
@@ -50,6 +50,7 @@ OURS = ServerCommand(
     "oatmill",
     "text-generation-launcher --model-id {model} --port {port} --hostname 127.0.0.1 --dtype bfloat16",
 )
+# Servers to compare with.
 PEERS = {
     "vllm": ServerCommand(
         "vllm",
@@ -57,7 +58,6 @@ PEERS = {
         {"VLLM_CPU_OMP_THREADS_BIND": f"0-{(os.cpu_count() or 1) - 1}", "VLLM_CPU_KVCACHE_SPACE": "4"},
     ),
 }
-"""Servers to compare with."""
 
 
 @dataclass(frozen=True, slots=True)

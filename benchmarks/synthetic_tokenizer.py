@@ -9,8 +9,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from benchmarks.words import COMMON, made_up
 
+# The character that byte-level tokenizers write for the space in front of a word.
 _SPACE = "Ġ"
-"""How byte-level tokenizers write the space in front of a word."""
 _UNSPACED = ("Hello", "World", *COMMON)
 _SPACED = ("World", "Hello", *COMMON)
 

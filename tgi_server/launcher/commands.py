@@ -10,7 +10,7 @@ from tgi_server.launcher.settings import LauncherSettings
 from tgi_server.router.settings import ServingSettings
 from tgi_server.shard.settings import CheckpointSettings, ModelSettings
 
-# What is passed on under the same name. The API key is not: see `router`.
+# Settings that are passed on under the same name. The API key is not: see `router`.
 DOWNLOAD_FLAGS = tuple(CheckpointSettings.model_fields)
 SHARD_FLAGS = (*ModelSettings.model_fields, "otlp_service_name")
 ROUTER_FLAGS = (*(name for name in ServingSettings.model_fields if name != "api_key"), "otlp_service_name")

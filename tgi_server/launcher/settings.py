@@ -26,7 +26,7 @@ def _chosen(address: str) -> str:
 
 
 Port = Annotated[int, Field(gt=0, lt=65536)]
-# That of torch's own launchers.
+# The port that torch's own launchers take.
 MEETING_PORT = 29500
 
 

@@ -14,7 +14,7 @@ from tgi_server.router.errors import RouterError
 
 
 class Sink(Protocol):
-    """Where a request's tokens go. Called by the scheduler's task only, in order, and by nobody after the last call."""
+    """The receiver of a request's tokens. Only the scheduler's task calls it, in order, and not after the last call."""
 
     def started(self) -> None:
         """Hears that the request left the queue for the first time. Not called again after a preemption."""

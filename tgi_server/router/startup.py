@@ -37,8 +37,8 @@ from tgi_server.router.tracing import RequestTracer
 logger = logging.getLogger(__name__)
 
 _REPORT_SECONDS = 10.0
+# The time that a health check may take.
 HEALTH_SECONDS = 10.0
-"""The time that a health check may take."""
 
 _CLEAR_SECONDS = 60.0
 _METRICS_GRACE_SECONDS = 1

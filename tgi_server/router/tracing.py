@@ -8,8 +8,8 @@ from opentelemetry.trace import Span, SpanKind, Status, StatusCode
 
 from shared.tracing import extract_context, trace_headers
 
+# Seconds of `time.perf_counter`.
 Moment = float
-"""Seconds of `time.perf_counter`."""
 
 
 class RequestTracer:

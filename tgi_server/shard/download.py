@@ -25,10 +25,10 @@ logger = logging.getLogger(__name__)
 
 METADATA = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
 CODE = ["*.py"]
+# They hold the same weights in other formats.
 SUBFOLDERS = ["*/*"]
-"""They hold the same weights in other formats."""
+# The same weights under another layout, and what training leaves behind.
 NOT_THE_MODEL = ["consolidated*", "training_args*", "optimizer*", "scheduler*", "rng_state*", "openvino*"]
-"""The same weights under another layout, and what training leaves behind."""
 
 
 def find_model(model_id: str, revision: str | None, *, trust_remote_code: bool = False) -> Path:

@@ -36,8 +36,8 @@ logger = logging.getLogger(__name__)
 
 UNBOUNDED_MESSAGES = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
 STOP_SECONDS = 5
+# At once, each in a thread: more than grammars that may wait. Others are refused.
 _GRAMMAR_CALLS = 256
-"""At once, each in a thread: more than grammars that may wait. Others are refused."""
 FATAL_STATUS = 70  # EX_SOFTWARE of sysexits.h: the device is lost
 
 

@@ -14,7 +14,7 @@ IN_CONFIG_ONLY = Refused("not supported yet; set rope_parameters in the model's 
 
 
 class CheckpointSettings(ServiceSettings):
-    """What every command takes, and the launcher: which model it is, beside its name."""
+    """Settings of every command and of the launcher that say which model it is, beside its name."""
 
     revision: str | None = Field(None, description="branch, tag or commit of the model on the hub")
     json_output: bool = Field(False, description="log lines as JSON objects")
@@ -22,7 +22,7 @@ class CheckpointSettings(ServiceSettings):
 
 
 class ModelSettings(CheckpointSettings):
-    """What a shard and the launcher take: how the model is loaded and computed."""
+    """Settings of a shard and of the launcher that say how the model is loaded and computed."""
 
     dtype: Literal["float32", "float16", "bfloat16"] | None = Field(None, description="default: the checkpoint's")
     quantize: Annotated[
@@ -39,7 +39,7 @@ class ModelSettings(CheckpointSettings):
     )
     cuda_memory_fraction: float = Field(1.0, gt=0, le=1, description="share of a GPU's memory that may be used")
     cuda_graphs: CommaSeparated[NonNegativeInt] | None = Field(
-        None, description="numbers of sequences to record CUDA graphs for; 0: none; default: a ladder up to 256"
+        None, description="numbers of sequences to record CUDA graphs for; 0: none; default: sizes up to 256"
     )
 
     watermark_gamma: float = Field(0.5, gt=0, lt=1, description="share of the vocabulary that a watermark favours")
@@ -59,7 +59,7 @@ class ModelSettings(CheckpointSettings):
 
 
 class CommandSettings(CheckpointSettings):
-    """What every command takes."""
+    """Settings of every command."""
 
     model_id: CliPositionalArg[str] = Field(str(demo_model.PATH), description="a local folder, or an id of the hub")
     logger_level: LogLevel = "INFO"

@@ -1,4 +1,4 @@
-"""What every attention backend does, and what a forward pass tells it."""
+"""The interface of attention backends, and the metadata that a forward pass hands them."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -43,7 +43,7 @@ class ChunkSpan:
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """Where the keys and values are that some neighbouring prompt chunks look at, those of their own tokens included.
+    """The places of the keys and values that neighbouring prompt chunks attend to, their own tokens included.
 
     tokens: the chunks' tokens among the pass's. slots: [kv tokens] int64; of all keys, one chunk's after the other's.
     query_starts, key_starts: [chunks + 1] int32; where each chunk's tokens and keys begin. longest_chunk, longest:
@@ -70,7 +70,7 @@ class GreedyOnly:
 
 @dataclass(slots=True)
 class ForwardMetadata:
-    """What a forward pass needs to know beside its tensors: where its tokens stand, and which logits are needed.
+    """Facts that a forward pass needs beside its tensors: the places of its tokens, and which logits are needed.
 
     Sequences that decode come first, one token each; then come the prompt chunks, one after the other.
 
@@ -98,7 +98,7 @@ class ForwardMetadata:
 
 @dataclass(frozen=True, slots=True)
 class AttentionVariant:
-    """How one layer's attention differs from plain causal attention.
+    """The differences of one layer's attention from plain causal attention.
 
     scaling: factor of the scores before softmax. window: how many tokens are seen, the own one included; 0: all.
     softcap: scores become softcap * tanh(score / softcap); 0: off.

@@ -13,18 +13,18 @@ from tgi_server.engine.attention.base import AttentionVariant, ChunkSpan, Forwar
 from tgi_server.engine.attention.gather import GatherAttention
 from tgi_server.engine.memory import to_device
 
+# Compute capability of the first devices that flash attention runs on.
 OLDEST_DEVICE = (8, 0)
-"""Compute capability of the first devices that flash attention runs on."""
 FLASH_DTYPES = (torch.bfloat16, torch.float16)
 FLASH_HEAD_DIM = 256
 FLASH_HEAD_DIM_STEP = 8
 MAX_HEAD_DIM = 256
+# Prompts with a longer history than this, in tokens, are not attended together with others: it bounds the copies.
 HISTORY_TOKENS = 1 << 16
-"""Prompts with a longer history than this, in tokens, are not attended together with others: it bounds the copies."""
 
 _flash: Callable[..., Any] = varlen_attn  # its arguments are not the same in all versions of torch
+# True where `varlen_attn` has to be told that there are fewer KV heads than heads.
 _SAYS_GROUPED = "enable_gqa" in inspect.signature(varlen_attn).parameters
-"""Whether it wants to be told that there are fewer KV heads than heads."""
 
 
 class CudaAttention(GatherAttention):
@@ -89,7 +89,7 @@ class CudaAttention(GatherAttention):
         return output
 
     def _history(self, chunks: list[tuple[int, ChunkSpan]], metadata: ForwardMetadata) -> History:
-        """Where the keys of some chunks are, each with its row of the block tables."""
+        """Returns the places of the keys of some chunks, each given with its row of the block tables."""
         slots, queries, keys = [], [0], [0]
         for row, chunk in chunks:
             places = torch.arange(chunk.kv_length, device=self.device)

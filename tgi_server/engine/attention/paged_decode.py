@@ -19,10 +19,10 @@ from tgi_server.engine.attention.base import AttentionVariant
 
 _MAX_SPLITS = 32
 _PROGRAMS_PER_PROCESSOR = 2
+# Rows of a product that tensor cores compute; where fewer heads share their keys, the other rows are empty.
 _FEWEST_ROWS = 16
-"""Of a product that tensor cores compute: where fewer heads share their keys, the other rows are empty."""
+# Elements of the output that a program holds, from which on more warps share them.
 _LARGE = 64 * 128
-"""Elements of the output that a program holds, from which on more warps share them."""
 
 
 def paged_decode(

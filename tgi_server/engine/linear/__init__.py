@@ -27,7 +27,7 @@ class LinearFactory:
 
     @property
     def rounding(self) -> float:
-        """How much the layers may change a model's logits, relative to their norm."""
+        """Returns the share of their norm by which the layers may change a model's logits."""
         return self.layer.rounding
 
     def __call__(self, weight: Tensor, bias: Tensor | None = None) -> PackedLinear:

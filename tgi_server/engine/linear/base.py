@@ -1,4 +1,4 @@
-"""What every kind of linear layer has in common."""
+"""The interface that every kind of linear layer has."""
 
 from abc import abstractmethod
 from typing import Any, Self

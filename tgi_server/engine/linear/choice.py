@@ -34,9 +34,9 @@ ROWS = (1, 2, 4, 8, 16, 32, 64, 256)
 # below that it may be noise.
 WORTH = 1.05
 BUDGET_SECONDS = 1.5
-# Of one depth's weights: they come from memory as the model's do, not from a cache.
+# Bytes of weights that are timed: enough that they come from memory, as the model's do, not from a cache.
 _WEIGHT_BYTES = 16 << 20
-# Of one measurement with many rows: more would not change which kernel is the fastest.
+# Operations of one measurement with many rows: more would not change which kernel is the fastest.
 _OPERATIONS = 2e8
 _REPEATS = 5
 # Models with fewer weights than this compute for so short a time that any kernel will do.
@@ -44,8 +44,8 @@ _SMALL_BYTES = 32 << 20
 # Kernels that stand in for instructions this CPU has not; tests choose them by name.
 _EMULATED = "amx_emulated"
 
+# Seconds of all layers together, by the number of rows.
 Times = Mapping[int, float]
-"""Seconds of all layers together, by the number of rows."""
 
 
 def choose_kernels(model: nn.Module, layer: type[FloatLinear], group: ShardGroup | None) -> KernelTable:

@@ -37,7 +37,7 @@ FIRST_ONLY = Slice(None)
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """How a module is split. tensors: slices of its parameters, by name. layer: put around the module, if any."""
+    """The way one module is split. tensors: slices of its parameters, by name. layer: put around the module, if any."""
 
     tensors: Mapping[str, Slice]
     layer: type[ShardedLayer] | None = None
@@ -63,7 +63,7 @@ def vocab_parallel_head() -> Split:
 
 @dataclass(frozen=True)
 class ShardingPlan:
-    """How the models of an architecture are split.
+    """The way the models of an architecture are split.
 
     heads: of the attention. attention: the last name of every attention module.
     splits: by the end of a module's path; `*` stands for a number. Paths may also be those of a checkpoint, where it

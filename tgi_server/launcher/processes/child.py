@@ -25,7 +25,7 @@ KILLED, ENDED_BY_ITSELF, LOST_A_PEER = 0, 1, 2
 # See prctl(2).
 PR_SET_PDEATHSIG = 1
 READ_BYTES = 65536
-# As shared/logging.py writes it.
+# The form in which shared/logging.py writes it.
 LOG_LINE = re.compile(r"\d{4}-\d\d-\d\dT[\d:.]+Z (?P<level>[A-Z]+) +[\w.-]+: (?P<message>.*)")
 ERROR_LEVELS = frozenset({"ERROR", "CRITICAL"})
 

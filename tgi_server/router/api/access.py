@@ -1,4 +1,4 @@
-"""Who may call: whoever has a key; and where there is none, nobody by way of a foreign page in a browser."""
+"""Access: clients need a key where the server has one; where it has none, foreign web pages are kept out."""
 
 import hashlib
 import ipaddress
@@ -16,8 +16,8 @@ from tgi_server.router.errors import Forbidden, RouterError, Unauthorized, Unsup
 
 _TENANT = "tenant"
 _ANY = "*"
+# Pages may send these anywhere without being asked, and programs have no reason to. A third one is curl's default.
 _FOREIGN_TYPES = frozenset({"text/plain", "multipart/form-data"})
-"""Pages may send these anywhere without being asked, and programs have no reason to. A third one is curl's default."""
 
 
 @dataclass(frozen=True, slots=True)

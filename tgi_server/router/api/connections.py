@@ -13,17 +13,17 @@ from tgi_server.router.errors import StartupError
 
 logger = logging.getLogger(__name__)
 
+# For shards, logs, the metrics' port, refusals on their way, and whatever the libraries open.
 _RESERVED_FILES = 192
-"""For shards, logs, the metrics' port, refusals on their way, and whatever the libraries open."""
 _MOST_CONNECTIONS = 4096
+# Bytes that all clients of a server together may have it hold: of requests to come, and of answers to be taken.
 _LARGEST_BACKLOG = 256 * 2**20
-"""Bytes that all clients of a server together may have it hold: of requests to come, and of answers to be taken."""
 _QUIET_SECONDS = 10.0
 _LARGEST_HEAD = 65_536
 _TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 
+# In the state of a request's scope: ends the connection at once, whatever is still to be sent.
 BREAK_OFF = "break_off"
-"""In the state of a request's scope: ends the connection at once, whatever is still to be sent."""
 
 
 class ClientConnection(HttpToolsProtocol):

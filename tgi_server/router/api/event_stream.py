@@ -10,11 +10,11 @@ from tgi_server.router.api.connections import BREAK_OFF
 from tgi_server.router.api.responses import EVENTS, error_text, event
 from tgi_server.router.errors import ClientGone, RouterError, SlowReader
 
+# A comment, which clients skip: proxies close connections on which nothing moves.
 _KEEP_ALIVE = b":\n\n"
-"""A comment, which clients skip: proxies close connections on which nothing moves."""
 _KEEP_ALIVE_SECONDS = 15.0
+# Bytes that may wait for a client: some thousand tokens.
 _LARGEST_BACKLOG = 2**20
-"""Bytes that may wait for a client: some thousand tokens."""
 
 
 class Outbox:

@@ -56,8 +56,8 @@ def error_response(error: RouterError, path: str, headers: Headers) -> Response:
     return Response(text.encode(), status_code=error.status, media_type=JSON, headers=extra)
 
 
+# A string as JSON, characters beyond ASCII left as they are.
 quoted: Callable[[str], str] = encode_basestring
-"""A string as JSON, characters beyond ASCII left as they are."""
 
 
 def number(value: float | None) -> str:

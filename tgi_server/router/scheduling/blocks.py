@@ -1,4 +1,4 @@
-"""Who holds which KV block: the free list and the reference counts."""
+"""The books of KV blocks: the free list and the reference counts."""
 
 from collections import Counter
 from collections.abc import Iterable

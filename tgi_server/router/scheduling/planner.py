@@ -17,12 +17,9 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+# Steps that may be on their way to the shards. With two, the router handles the tokens of one step while the shards
+# compute the next. With three, tokens that a grammar forces could take the slots of steps that have been sent already.
 STEPS_IN_FLIGHT = 2
-"""Steps that may be on their way to the shards.
-
-With two, the router handles the tokens of one step while the shards compute the next. With three, tokens that a grammar
-forces could take the slots of steps that have been sent already.
-"""
 
 
 class Reason(Enum):

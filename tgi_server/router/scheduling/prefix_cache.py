@@ -16,8 +16,8 @@ from tgi_server.router.scheduling.blocks import BlockPool
 
 _WIDTH = 4  # bytes of a token
 
+# Names texts that share nothing with those of other names, even where they are the same.
 Space = Hashable
-"""Names texts that share nothing with those of other names, even where they are the same."""
 
 
 @dataclass(slots=True, eq=False)

@@ -15,8 +15,8 @@ from tgi_server.wire import finish_reason_from_message
 
 logger = logging.getLogger(__name__)
 
+# The end of a request: the reason, or the error that it failed with.
 Outcome = FinishReason | RouterError
-"""How a request ends."""
 
 # A sink that asks a cancelled future raises CancelledError, which must not end the scheduler's task.
 SINK_FAULTS = (Exception, asyncio.CancelledError)

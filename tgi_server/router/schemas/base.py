@@ -13,7 +13,7 @@ SEVERAL: dict[str, JsonValue] = {"minItems": 1}
 
 T = TypeVar("T")
 
-# What fits into the messages to the shards (proto/generate.proto).
+# Numbers that fit into the messages to the shards (proto/generate.proto).
 UnsignedInt = Annotated[int, Field(ge=0, le=2**32 - 1)]
 Seed = Annotated[int, Field(ge=0, le=2**64 - 1)]
 Int32 = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]
@@ -26,11 +26,11 @@ CacheSalt = Annotated[
     ),
 ]
 
+# A list of a bounded length. Its first wrong item is the one that is told: there may be as many as a body can hold.
 Items = Annotated[list[T], Field(max_length=10_000, fail_fast=True)]
-"""A list of a bounded length. Its first wrong item is the one that is told: there may be as many as a body can hold."""
 
+# Added to the logits, by token id.
 TokenBiases = Annotated[dict[str, float], Field(max_length=1024, fail_fast=True)]
-"""Added to the logits, by token id."""
 
 Name = Annotated[str, Field(max_length=256)]
 

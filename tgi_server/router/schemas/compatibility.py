@@ -18,7 +18,7 @@ class SagemakerRequest(RootModel[CompatGenerateRequest | ChatRequest | Completio
 
 
 class SagemakerResponse(RootModel[list[GenerateResponse] | GenerateResponse | ChatCompletion | CompletionFinal]):
-    """What the route that takes such a request answers with; `inputs` as `/` does."""
+    """The response of the route that takes the same request; for `inputs`, that of `/`."""
 
 
 class SagemakerStreamResponse(RootModel[StreamResponse | ChatCompletionChunk | Chunk]):

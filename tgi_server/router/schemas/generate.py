@@ -21,7 +21,7 @@ from tgi_server.router.schemas.grammar import GrammarType
 
 
 class GenerateParameters(RequestModel):
-    """How to generate. `min_p`, `presence_penalty`, `logit_bias`, `ignore_eos` and `cache_salt` are not TGI's."""
+    """Parameters; `min_p`, `presence_penalty`, `logit_bias`, `ignore_eos` and `cache_salt` are not TGI's."""
 
     adapter_id: str | None = Field(default=None, description="Adapter to use.")
     best_of: UnsignedInt | None = Field(

@@ -20,8 +20,8 @@ from tgi_server.router.text.special_tokens import RenderedPrompt, SpecialTokens
 from tgi_server.router.text.tokenizer_config import DEFAULT_TEMPLATE, TOOL_TEMPLATE, TokenizerConfig
 from tgi_server.router.text.tools import DEFAULT_TOOL_PROMPT
 
+# Seconds that the loops of a template may take.
 RENDER_SECONDS = 5.0
-"""How long a template may loop."""
 
 _DEADLINE = "_deadline"
 

@@ -21,13 +21,13 @@ from tgi_server.router.errors import InvalidRequest
 
 logger = logging.getLogger(__name__)
 
+# The first private characters for the tokens' spellings, and for masks; Unicode gives them no meaning.
 _SPELLINGS, _MASKS = 0xF0000, 0x100000
-"""Where private characters for the tokens' spellings begin, and for masks; Unicode gives them no meaning."""
 _MOST = 65_000
 _PRIVATE = re.compile("[\U000f0000-\U0010ffff]")
 
+# Messages and tools as the template gets them.
 Conversation = tuple[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]] | None]
-"""Messages and tools as the template gets them."""
 Render = Callable[[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]] | None], str]
 
 

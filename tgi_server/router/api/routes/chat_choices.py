@@ -12,8 +12,8 @@ from tgi_server.router.errors import InvalidTool, RouterError
 from tgi_server.router.text.token_stream import AnyStream, Formatter, OnEnd
 from tgi_server.router.text.tools import NO_TOOL, ToolCallReader
 
+# Takes the next piece of a call: its id, the name with the first piece, arguments, the finish reason with the last.
 Write = Callable[[str, str | None, str, str | None], None]
-"""Takes the next piece of a call: its id, the name with the first piece, arguments, the finish reason with the last."""
 
 
 class ToolCallFormatter:

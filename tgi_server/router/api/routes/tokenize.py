@@ -18,8 +18,8 @@ from tgi_server.router.schemas.generate import GenerateRequest, TokenizeResponse
 from tgi_server.router.service import Service
 from tgi_server.router.text.special_tokens import RenderedPrompt
 
+# Most tokens of one response, unless a prompt may have more.
 MOST_TOKENS = 65_536
-"""Most tokens of one response, unless a prompt may have more."""
 
 
 def tokenize_routes(service: Service) -> APIRouter:
