@@ -1,4 +1,4 @@
-"""What can go wrong with a request, and the HTTP status and TGI error type of each."""
+"""Errors of requests, each with its HTTP status and TGI error type."""
 
 from shared.logging import one_line
 
@@ -103,14 +103,14 @@ class UnsupportedMediaType(RouterError):
 
 
 class ClientGone(RouterError):
-    """The client closed its connection; nobody reads the answer any more."""
+    """The client closed its connection; nobody reads the response any more."""
 
     status = 499
     error_type = "cancelled"
 
 
 class SlowReader(ClientGone):
-    """The client takes its answer so slowly that too much of it waits."""
+    """The client takes its response so slowly that too much of it waits."""
 
 
 class NoSuchRoute(RouterError):

@@ -1,4 +1,4 @@
-"""What Prometheus is told, under TGI's names. Durations are in seconds, lengths in tokens.
+"""The metrics of the router, under TGI's names. Durations are in seconds, lengths in tokens.
 
 What is observed is told from the event loop's thread; one observation costs about a microsecond.
 """
@@ -31,7 +31,7 @@ class Method(Enum):
 
 
 class ConcatReason(Enum):
-    """Why waiting requests joined a running batch; the values are label values."""
+    """The reason why waiting requests joined a running batch; the values are label values."""
 
     BACKPRESSURE = "backpressure"
     WAIT_EXCEEDED = "wait_exceeded"
@@ -40,7 +40,7 @@ class ConcatReason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class RequestTimes:
-    """Where the time of one request that succeeded went."""
+    """The seconds that one request that succeeded spent in each phase."""
 
     total: float
     validation: float
@@ -221,7 +221,7 @@ class Metrics:
         self._event_loop_lag.observe(seconds)
 
     def expose(self) -> bytes:
-        """The text that `/metrics` answers with (Prometheus text format 0.0.4)."""
+        """Returns the text of `/metrics` (Prometheus text format 0.0.4)."""
         return _TOTAL.sub(rb"\1", generate_latest(self._registry))
 
     async def exposed(self) -> bytes:

@@ -17,10 +17,9 @@ from tgi_server.router.tracing import RequestTracer
 
 @dataclass(frozen=True, slots=True)
 class ModelDescription:
-    """What is served, by what.
+    """The model that is served, and the version of the server.
 
-    compute_type: what `x-compute-type` says.
-    version: of this server.
+    compute_type: the value of the header `x-compute-type`.
     """
 
     model_id: str
@@ -31,7 +30,7 @@ class ModelDescription:
 
     @property
     def fingerprint(self) -> str:
-        """What OpenAI's answers call `system_fingerprint`."""
+        """The `system_fingerprint` of OpenAI's responses."""
         return f"{self.version}-native"
 
 
@@ -43,7 +42,7 @@ class Capacity:
         self.in_flight = 0
 
     def take(self, sequences: int) -> None:
-        """Raises Overloaded."""
+        """Takes places. Raises Overloaded when there are not enough."""
         if self.in_flight + sequences > self._limit:
             raise Overloaded(f"the server is busy: {self._limit} requests are in flight; try again later")
         self.in_flight += sequences
@@ -58,6 +57,7 @@ class Capacity:
             self.give_back(sequences)
 
     def give_back(self, sequences: int) -> None:
+        """Gives places back."""
         self.in_flight -= sequences
 
 

@@ -11,7 +11,7 @@ Port = Annotated[int, Field(ge=0, le=65535)]
 
 
 class ServingSettings(ServiceSettings):
-    """What router and launcher both take; the launcher passes it on."""
+    """Settings that router and launcher both take; the launcher passes them on."""
 
     revision: str | None = Field(default=None, description="Revision of the model, as /info reports it.")
     tokenizer_config_path: Path | None = Field(

@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 _REPORT_SECONDS = 10.0
 HEALTH_SECONDS = 10.0
-"""What a health check may take."""
+"""The time that a health check may take."""
 
 _CLEAR_SECONDS = 60.0
 _METRICS_GRACE_SECONDS = 1
@@ -121,9 +121,9 @@ async def assembled(settings: RouterSettings) -> AsyncIterator[Service]:
 
 
 class _HealthCheck:
-    """Has the shards compute something; checks that come together share one answer.
+    """Has the shards compute something; checks that come together share one call.
 
-    Shards that compute a step hear the question late, so the step's answer is one to it, too.
+    Shards that compute a step get the call late, so the step's response counts, too.
     """
 
     def __init__(self, scheduler: Scheduler, shards: ShardedClient) -> None:

@@ -19,19 +19,19 @@ class RequestTracer:
         self._tracer = trace.get_tracer("tgi_server.router") if enabled else None
 
     def start(self, name: str, headers: Mapping[str, str]) -> Span | None:
-        """headers: of the caller's request, keys in lower case."""
+        """Begins a span. headers: of the caller's request, keys in lower case."""
         if self._tracer is None:
             return None
         return self._tracer.start_span(name, context=extract_context(headers), kind=SpanKind.SERVER)
 
     def context(self, span: Span | None) -> dict[str, str]:
-        """What a shard needs to carry the trace on."""
+        """Returns what a shard needs to carry the trace on."""
         if span is None:
             return {}
         return trace_headers(span)
 
     def phases(self, span: Span | None, phases: Mapping[str, tuple[Moment, Moment]]) -> None:
-        """Children of `span` for what is over: name, begin, end."""
+        """Adds children to `span` for what is over: name, begin, end."""
         if span is None or self._tracer is None:
             return
         offset = time_ns() - perf_counter_ns()
@@ -42,6 +42,7 @@ class RequestTracer:
             child.end(offset + int(end * 1e9))
 
     def end(self, span: Span | None, attributes: Mapping[str, str | int | float], error: str | None) -> None:
+        """Ends a span. error: why the request failed."""
         if span is None:
             return
         span.set_attributes(attributes)

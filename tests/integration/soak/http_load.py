@@ -22,6 +22,8 @@ LEAVERS = 0.2
 STAY_SECONDS = 1.0
 """They leave after as long at most."""
 ANSWER_SECONDS = 120.0
+KEPT_SECONDS = 0.5
+"""Idle connections are given up long before the server does so, which it might while a request is on its way."""
 SLOW_READER_SECONDS = 8.0
 SMALL_BUFFER = 16_384
 FINE = frozenset({200, 429})
@@ -121,7 +123,8 @@ class HttpLoad:
     def __init__(self, url: str) -> None:
         self.tally = Tally()
         self._url = url
-        self._http = httpx.AsyncClient(base_url=url, timeout=ANSWER_SECONDS, limits=httpx.Limits(max_connections=None))
+        limits = httpx.Limits(max_connections=None, keepalive_expiry=KEPT_SECONDS)
+        self._http = httpx.AsyncClient(base_url=url, timeout=ANSWER_SECONDS, limits=limits)
         self._compared = ""
         """What the request that is made time and again was answered with when nobody else asked."""
 
@@ -180,7 +183,11 @@ class HttpLoad:
 
     async def _compare(self) -> None:
         """Nobody's answer depends on what else runs."""
-        response = await self._http.post("/generate", json=COMPARED)
+        try:
+            response = await self._http.post("/generate", json=COMPARED)
+        except httpx.HTTPError as error:
+            self.tally.fault("generate, compared", repr(error))
+            return
         if response.status_code == 429:
             self.tally.note("generate, compared", "429")
         elif response.status_code == 200 and response.json()["generated_text"] == self._compared:

@@ -42,7 +42,7 @@ PLACES = 32
 """Of the text-generation server, and as many threads of llm_functionalities."""
 CALLS = 64
 KV_TOKENS = 16_384
-CLIENT_SECONDS = 3
+CLIENT_SECONDS = 5
 """The text-generation server's `--client-timeout`, so that it cuts off slow readers before they leave."""
 MORE_DESCRIPTORS = 0
 MORE_THREADS = 2

@@ -137,6 +137,14 @@ def test_a_tool_without_parameters(client: OpenAI) -> None:
     assert (call.function.name, json.loads(call.function.arguments)) == ("stop_everything", {})
 
 
+def test_the_usage_of_a_streamed_call_that_comes_at_once(client: OpenAI) -> None:
+    """All of it is forced by the grammar, so that its name and its end are known in the same step."""
+    tools: Any = [{"type": "function", "function": {"name": "stop_everything"}}]
+    whole = ask(client, tools=tools, tool_choice="required").usage
+    chunks = ask(client, tools=tools, tool_choice="required", stream=True, stream_options={"include_usage": True})
+    assert [chunk.usage for chunk in chunks][-1].prompt_tokens == whole.prompt_tokens
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     ("options", "told"),

@@ -1,1 +1,1 @@
-"""The HTTP routes: one file for each family, and what they share."""
+"""HTTP: the server and its connections, requests on their way in, responses on their way out, and the routes."""

@@ -8,9 +8,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from starlette.datastructures import Headers
+from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from tgi_server.router.api.responses import error_answer
+from tgi_server.router.api.responses import error_response
 from tgi_server.router.errors import Forbidden, RouterError, Unauthorized, UnsupportedMediaType
 
 _TENANT = "tenant"
@@ -32,9 +33,9 @@ class AccessRules:
     hosts: Collection[str] | None = None
 
 
-def tenant_of(scope: Scope) -> str:
+def tenant_of(request: Request) -> str:
     """Returns a name of the sender that tells nothing of the key; empty where there is one key or none."""
-    tenant: str = scope["state"].get(_TENANT, "")
+    tenant: str = request.scope["state"].get(_TENANT, "")
     return tenant
 
 
@@ -118,7 +119,7 @@ class ForeignPageMiddleware:
 
 
 async def _refuse(error: RouterError, scope: Scope, receive: Receive, send: Send) -> None:
-    await error_answer(error, scope["path"], Headers(scope=scope))(scope, receive, send)
+    await error_response(error, scope["path"], Headers(scope=scope))(scope, receive, send)
 
 
 def _bearer(scope: Scope) -> bytes:

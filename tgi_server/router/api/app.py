@@ -14,7 +14,7 @@ from starlette.types import ASGIApp
 
 from tgi_server.router.api.access import AccessRules, ApiKeyMiddleware, ForeignPageMiddleware
 from tgi_server.router.api.documentation import describe, document_routes
-from tgi_server.router.api.responses import error_answer
+from tgi_server.router.api.responses import error_response
 from tgi_server.router.api.routes.chat import chat_routes
 from tgi_server.router.api.routes.compatibility import compatibility_routes
 from tgi_server.router.api.routes.completions import completion_routes
@@ -55,8 +55,8 @@ def create_app(service: Service, rules: AccessRules) -> FastAPI:
     app.include_router(document_routes(app))
     app.include_router(page_routes())
     app.openapi = partial(describe, app)  # type: ignore[method-assign]
-    app.add_exception_handler(RouterError, _answer_error)
-    app.add_exception_handler(HTTPException, _answer_http_error)
+    app.add_exception_handler(RouterError, _respond_with_error)
+    app.add_exception_handler(HTTPException, _respond_with_http_error)
     return app
 
 
@@ -79,13 +79,13 @@ def _middleware(rules: AccessRules) -> list[Middleware]:
     return middleware
 
 
-async def _answer_error(request: Request, error: Exception) -> Response:
+async def _respond_with_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RouterError)
-    return error_answer(error, request.url.path, request.headers)
+    return error_response(error, request.url.path, request.headers)
 
 
-async def _answer_http_error(request: Request, error: Exception) -> Response:
-    """A path or method that is not there."""
+async def _respond_with_http_error(request: Request, error: Exception) -> Response:
+    """Responds for a path or method that is not there."""
     assert isinstance(error, HTTPException)
     told = NoSuchRoute(f"{request.method} {request.url.path}: {error.detail}", error.status_code)
-    return error_answer(told, request.url.path, request.headers)
+    return error_response(told, request.url.path, request.headers)

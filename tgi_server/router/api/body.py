@@ -50,7 +50,7 @@ async def read_body(request: Request, limit: int) -> bytes:
 
 
 def read_json(body: bytes) -> Any:
-    """The body as Python objects. Raises InvalidRequest for what is no JSON, or nests too deep."""
+    """Returns the body as Python objects. Raises InvalidRequest for what is no JSON, or nests too deep."""
     try:
         return from_json(body)
     except ValueError as error:
@@ -58,7 +58,7 @@ def read_json(body: bytes) -> Any:
 
 
 def validate(model: type[M], content: Any) -> M:
-    """The content of a body as `model`. Raises InvalidRequest with one line for what is wrong."""
+    """Returns the content of a body as `model`. Raises InvalidRequest with one line for what is wrong."""
     try:
         return model.model_validate(content)
     except ValidationError as error:
@@ -66,17 +66,17 @@ def validate(model: type[M], content: Any) -> M:
 
 
 def parse(model: type[M], body: bytes) -> M:
-    """The body as `model`. Raises InvalidRequest."""
+    """Returns the body as `model`. Raises InvalidRequest."""
     return validate(model, read_json(body))
 
 
 async def read_beside_loop(threads: TokenizerThreads, body: bytes, read: Callable[[bytes], T]) -> T:
-    """What `read` makes of the body: at once of a small one, in a thread of a large one."""
+    """Returns what `read` makes of the body; a large one is read in a thread."""
     return await threads.handle_text(len(body), lambda: read(body), at_once=_SMALL)
 
 
 def explain(error: ValidationError) -> str:
-    """What is wrong with a request's JSON, in one line. Of what the client sent it repeats numbers only."""
+    """Returns what is wrong with a request's JSON, in one line. Of what the client sent it repeats numbers only."""
     faults: dict[str, None] = {}
     for detail in error.errors(include_url=False):
         if len(faults) == _MOST_FAULTS:
@@ -88,7 +88,7 @@ def explain(error: ValidationError) -> str:
 
 
 def _bound(detail: ErrorDetails) -> str | None:
-    """The bound that a number breaks, in words; None for any other fault."""
+    """Returns the bound that a number breaks, in words; None for any other fault."""
     context = detail.get("ctx", {})
     return next((f"{words} {context[bound]}" for bound, words in _BOUNDS.items() if bound in context), None)
 

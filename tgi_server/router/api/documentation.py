@@ -44,13 +44,13 @@ STREAM_ERRORS: Responses = {
 
 
 def described_body(model: type[BaseModel]) -> dict[str, Any]:
-    """A request body that the endpoint reads itself."""
+    """Describes a request body that the endpoint reads itself."""
     reference = {"$ref": f"#/components/schemas/{model.__name__}"}
     return {"requestBody": {"required": True, "content": {JSON: {"schema": reference}}}}
 
 
 def event_stream_of(model: type[BaseModel]) -> Responses:
-    """An answer whose events are `model`."""
+    """Describes a response whose events are `model`."""
     reference = {"$ref": f"#/components/schemas/{model.__name__}"}
     return {200: {"description": "Generated text", "content": {EVENTS: {"schema": reference}}}}
 
@@ -69,7 +69,7 @@ _REQUESTS: list[type[BaseModel]] = [
     compatibility.SagemakerRequest,
     compatibility.VertexRequest,
 ]
-_ANSWERS: list[type[BaseModel]] = [
+_RESPONSES: list[type[BaseModel]] = [
     generate.StreamResponse,
     chat.ChatCompletionChunk,
     completions.Chunk,
@@ -115,7 +115,7 @@ def _asset(name: str, media_type: str) -> Any:
 
 
 def describe(app: FastAPI) -> dict[str, Any]:
-    """The OpenAPI document of `app`; made once."""
+    """Returns the OpenAPI document of `app`; it is made once."""
     if app.openapi_schema is None:
         document = get_openapi(
             title=app.title,
@@ -131,18 +131,18 @@ def describe(app: FastAPI) -> dict[str, Any]:
 
 
 def _definitions() -> dict[str, Any]:
-    """Schemas of what endpoints read and write themselves."""
+    """Returns schemas of what endpoints read and write themselves."""
     _, requests = models_json_schema(
         [(model, "validation") for model in _REQUESTS], ref_template="#/components/schemas/{model}"
     )
-    _, answers = models_json_schema(
-        [(model, "serialization") for model in _ANSWERS], ref_template="#/components/schemas/{model}"
+    _, responses = models_json_schema(
+        [(model, "serialization") for model in _RESPONSES], ref_template="#/components/schemas/{model}"
     )
-    return {**answers["$defs"], **requests["$defs"]}
+    return {**responses["$defs"], **requests["$defs"]}
 
 
 def _as_3_0(node: Any) -> Any:
-    """JSON Schema as OpenAPI 3.0 has it: `nullable` for null among the types, `enum` for `const`, flags for bounds."""
+    """Returns JSON Schema as OpenAPI 3.0 has it: `nullable` for null, `enum` for `const`, flags for bounds."""
     if isinstance(node, list):
         return [_as_3_0(each) for each in node]
     if not isinstance(node, dict):

@@ -18,7 +18,7 @@ _LARGEST_BACKLOG = 2**20
 
 
 class Outbox:
-    """What is to be sent, written by the scheduler's task and read by the response.
+    """The events of one response, written by the scheduler's task and sent by the response's.
 
     Never waits on a slow client: it is given up when too much waits for it.
 
@@ -48,18 +48,18 @@ class Outbox:
         self._wake()
 
     def close(self, error: RouterError | None = None) -> None:
-        """Nothing more comes. error: why the stream does not end as it should."""
+        """Takes no more. error: why the stream does not end as it should."""
         if not self._closed:
             self._closed, self.error = True, error
             self._wake()
 
     def abandon(self, error: RouterError) -> None:
-        """Nobody reads any more: what was not sent is dropped."""
+        """Drops what has not been sent, and takes no more: nobody reads it."""
         self._pending.clear()
         self.close(error)
 
     async def read(self) -> bytes:
-        """Everything written since the last read; empty once all is read and the outbox is closed."""
+        """Returns everything written since the last read; nothing once all is read and the outbox is closed."""
         while not self._pending and not self._closed:
             self._reader = asyncio.get_running_loop().create_future()
             await self._reader
@@ -88,10 +88,9 @@ class StreamEnd:
         outbox: Outbox,
         path: str,
         release: Callable[[], None],
-        *,
-        sequences: int = 1,
-        last_words: Callable[[], bytes] | None = None,
-        trailer: bytes = b"",
+        sequences: int,
+        last_words: Callable[[], bytes],
+        trailer: bytes,
     ) -> None:
         self._outbox = outbox
         self._path = path
@@ -108,7 +107,7 @@ class StreamEnd:
             return
         self._open -= 1
         if not self._open:
-            self._outbox.write((self._last_words() if self._last_words else b"") + self._trailer)
+            self._outbox.write(self._last_words() + self._trailer)
             self._outbox.close()
             self._release()
 

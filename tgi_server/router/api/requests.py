@@ -15,22 +15,24 @@ from starlette.responses import Response
 from tgi_server.contract import ReportParameters, StoppingParameters
 from tgi_server.router.api.access import cache_namespace, tenant_of
 from tgi_server.router.api.body import parse, read_beside_loop, read_body
-from tgi_server.router.api.event_stream import EventStream
+from tgi_server.router.api.event_stream import EventStream, Outbox, StreamEnd
+from tgi_server.router.api.responses import compute_headers, json_response, timing_headers
 from tgi_server.router.errors import ClientGone, RouterError
 from tgi_server.router.metrics import RequestTimes
 from tgi_server.router.request import ValidRequest
 from tgi_server.router.service import Service
-from tgi_server.router.text.token_stream import CollectingSink, SequenceSink
+from tgi_server.router.text.token_stream import AnyStream, CollectedTokens, Formatter, OnEnd, TokenStream
 from tgi_server.router.text.validation import CheckedRequest
 
 logger = logging.getLogger(__name__)
 
 M = TypeVar("M", bound=BaseModel)
 T = TypeVar("T")
+F = TypeVar("F", bound=Formatter)
 
 
 class Exchange:
-    """Holds a request's places among those in flight, its clock, its span, and the sequences generated for it.
+    """A request's places among those in flight, its clock, its span, and the sequences generated for it.
 
     Every exchange that was opened is closed once: then its unfinished sequences are cancelled, its places given
     back, and its metrics and its log line written.
@@ -41,15 +43,17 @@ class Exchange:
         self.service = service
         self.request = request
         self.path: str = request.scope["path"]
+        self.tenant = tenant_of(request)
         self.arrived = perf_counter()
         self.span = service.tracer.start(self.path, request.headers)
-        self._sequences: list[tuple[int, SequenceSink]] = []
+        self._sequences: list[tuple[int, AnyStream]] = []
         self._places = 0
         self.size = 0
         self._closed = False
+        self._streams = False
 
     async def body(self) -> bytes:
-        """What the client sent. From then on the request has a place among those in flight.
+        """Returns what the client sent. From then on the request has a place among those in flight.
 
         Raises Overloaded when as many are in flight as may be.
         """
@@ -66,54 +70,124 @@ class Exchange:
 
     def release(self) -> None:
         """Ends what is still generated and gives the places back, though the answer may not have been read."""
-        for request_id, sink in self._sequences:
-            if sink.finish_reason is None:
+        for request_id, stream in self._sequences:
+            if stream.finish_reason is None:
                 self.service.submitter.cancel(request_id)
         self.service.capacity.give_back(self._places)
         self._places = 0
 
     async def read(self, model: type[M]) -> M:
-        """The body as `model`. Raises InvalidRequest; Overloaded when as many are in flight as may be."""
+        """Returns the body as `model`. Raises InvalidRequest; Overloaded when as many are in flight as may be."""
         return await self.read_by(partial(parse, model))
 
     async def read_by(self, read: Callable[[bytes], T]) -> T:
-        """What `read` makes of the body. Raises InvalidRequest; Overloaded when as many are in flight as may be."""
+        """Returns what `read` makes of the body. Raises InvalidRequest, or Overloaded when too many are in flight."""
         return await read_beside_loop(self.service.threads, await self.body(), read)
 
-    def submit(self, checked: CheckedRequest, sink: SequenceSink, *, logprobs: bool) -> None:
-        """Queues a sequence; its tokens go to `sink`."""
+    def generate(
+        self, checked: CheckedRequest, output: F, on_end: OnEnd, *, reveal_stop: bool, logprobs: bool
+    ) -> TokenStream[F]:
+        """Queues a sequence, which `output` writes. reveal_stop: a stop sequence is part of the text that it ends."""
         service = self.service
+        stops = checked.stop_sequences(reveal=reveal_stop)
+        stream = TokenStream(service.tokenizer, checked.input_ids, stops, output, on_end)
         request_id = next(service.request_ids)
-        self._sequences.append((request_id, sink))
+        self._sequences.append((request_id, stream))
         service.metrics.requests.validated(len(checked.input_ids), checked.max_new_tokens)
         service.submitter.submit(
             ValidRequest(
                 id=request_id,
                 input_ids=checked.input_ids,
                 stopping=StoppingParameters(checked.max_new_tokens, checked.ignore_eos),
-                sink=sink,
+                sink=stream,
                 sampling=checked.sampling,
                 report=ReportParameters(logprobs, checked.top_n_tokens, checked.prefill_logprobs),
                 grammar=checked.grammar,
-                cache_namespace=cache_namespace(tenant_of(self.request.scope), checked.cache_salt),
+                cache_namespace=cache_namespace(self.tenant, checked.cache_salt),
                 trace_context=service.tracer.context(self.span),
             )
         )
+        return stream
 
-    def cancel(self, sink: SequenceSink) -> None:
+    async def collect(
+        self, requests: Sequence[CheckedRequest], *, reveal_stop: bool, logprobs: bool
+    ) -> list[TokenStream[CollectedTokens]]:
+        """Generates one sequence for each request, all at once, and returns them once all have ended.
+
+        Raises GenerationFailed, or ClientGone.
+        """
+        end = AllEnded(len(requests))
+        streams = [
+            self.generate(checked, CollectedTokens(), end, reveal_stop=reveal_stop, logprobs=logprobs)
+            for checked in requests
+        ]
+        await self.wait_for(end.future)
+        return streams
+
+    async def wait_for(self, future: asyncio.Future[T]) -> T:
+        """Returns the result of `future`. Raises ClientGone as soon as the client closes its connection."""
+
+        def give_up(_: asyncio.Task[None]) -> None:
+            if not future.done():
+                future.set_exception(ClientGone("the client left"))
+
+        watcher = asyncio.ensure_future(self._disconnected())
+        watcher.add_done_callback(give_up)
+        try:
+            return await future
+        finally:
+            watcher.remove_done_callback(give_up)
+            watcher.cancel()
+
+    async def _disconnected(self) -> None:
+        while (await self.request.receive())["type"] != "http.disconnect":
+            pass
+
+    def cancel(self, stream: AnyStream) -> None:
         """Forgets one sequence."""
         for request_id, each in self._sequences:
-            if each is sink:
+            if each is stream:
                 self.service.submitter.cancel(request_id)
-        self._sequences = [pair for pair in self._sequences if pair[1] is not sink]
+        self._sequences = [pair for pair in self._sequences if pair[1] is not stream]
+
+    def respond(self, text: str, *, characters: int, streams: Sequence[AnyStream]) -> Response:
+        """Returns a response in one piece. characters: of the prompts. streams: the sequences that it shows."""
+        headers = timing_headers(
+            self.service.model.compute_type,
+            self.times(),
+            characters=characters,
+            prompt_tokens=sum(stream.input_length for stream in streams),
+            generated_tokens=sum(stream.generated_tokens for stream in streams),
+        )
+        return json_response(text, headers)
+
+    def stream_end(
+        self,
+        outbox: Outbox,
+        *,
+        sequences: int = 1,
+        last_words: Callable[[], bytes] = bytes,
+        trailer: bytes = b"",
+    ) -> StreamEnd:
+        """Returns what is told of the end of each sequence; after the last one nothing more is generated."""
+        return StreamEnd(outbox, self.path, self.release, sequences, last_words, trailer)
+
+    def stream(self, outbox: Outbox, *, characters: int) -> EventStream:
+        """Returns the response that sends what is written into `outbox`; at its end the exchange is closed.
+
+        characters: of the prompts.
+        """
+        self._streams = True
+        headers = compute_headers(self.service.model.compute_type, characters=characters)
+        return EventStream(outbox, headers, self.close)
 
     @property
-    def _slowest(self) -> SequenceSink:
-        """Of several sequences, the one that the client waited for."""
-        return max((sink for _, sink in self._sequences), key=lambda sink: sink.ended_at)
+    def _slowest(self) -> AnyStream:
+        """The sequence that the client waited for longest."""
+        return max((stream for _, stream in self._sequences), key=lambda stream: stream.ended_at)
 
     def times(self) -> RequestTimes:
-        """Where the time went."""
+        """Returns where the time went."""
         slowest = self._slowest
         inference = slowest.ended_at - slowest.started_at
         return RequestTimes(
@@ -124,7 +198,13 @@ class Exchange:
             per_token=inference / max(slowest.generated_tokens, 1),
         )
 
+    def responded(self) -> None:
+        """Closes the exchange, unless the response is a stream, which has its end before it."""
+        if not self._streams:
+            self.close()
+
     def close(self, error: BaseException | None = None) -> None:
+        """Ends everything; later calls do nothing. error: why the request was not answered as it should be."""
         if self._closed:
             return
         self._closed = True
@@ -136,7 +216,7 @@ class Exchange:
 
     def _succeeded(self) -> None:
         times = self.times()
-        generated = sum(sink.generated_tokens for _, sink in self._sequences)
+        generated = sum(stream.generated_tokens for _, stream in self._sequences)
         self.service.metrics.requests.succeeded(times, generated)
         fields: dict[str, str | int | float] = {
             "total_time": _milliseconds(times.total),
@@ -144,7 +224,7 @@ class Exchange:
             "queue_time": _milliseconds(times.queue),
             "inference_time": _milliseconds(times.inference),
             "time_per_token": _milliseconds(times.per_token),
-            "prompt_tokens": sum(sink.input_length for _, sink in self._sequences),
+            "prompt_tokens": sum(stream.input_length for _, stream in self._sequences),
             "generated_tokens": generated,
         }
         logger.info("%s answered", self.path, extra=fields)
@@ -168,81 +248,7 @@ class Exchange:
         self.service.tracer.end(self.span, fields, str(told))
 
 
-async def answer(service: Service, request: Request, handle: Callable[[Exchange], Awaitable[Response]]) -> Response:
-    """Runs `handle` in an exchange. A stream goes on after it, and closes the exchange itself.
-
-    Raises RouterError.
-    """
-    exchange = Exchange(service, request)
-    try:
-        response = await handle(exchange)
-    except asyncio.CancelledError as error:
-        exchange.close(error)
-        raise
-    except RouterError as error:
-        exchange.close(error)
-        raise
-    except Exception:
-        logger.exception("%s could not be handled", exchange.path)
-        failure = RouterError("the server failed to handle the request")
-        exchange.close(failure)
-        raise failure from None
-    if not isinstance(response, EventStream):
-        exchange.close()
-    return response
-
-
-def _milliseconds(seconds: float) -> str:
-    return f"{seconds * 1000:.3f}ms"
-
-
-def stream_headers(exchange: Exchange, *, characters: int) -> dict[str, str]:
-    """What is known before the first token. characters: of the prompts."""
-    return {"x-compute-type": exchange.service.model.compute_type, "x-compute-characters": str(characters)}
-
-
-def timing_headers(exchange: Exchange, *, characters: int, sinks: Sequence[SequenceSink]) -> dict[str, str]:
-    """`sinks`: the sequences that the answer shows. Times are in milliseconds, but for `x-compute-time` (seconds)."""
-    times = exchange.times()
-    return {
-        **stream_headers(exchange, characters=characters),
-        "x-compute-time": f"{times.total:.6f}",
-        "x-total-time": _whole_milliseconds(times.total),
-        "x-validation-time": _whole_milliseconds(times.validation),
-        "x-queue-time": _whole_milliseconds(times.queue),
-        "x-inference-time": _whole_milliseconds(times.inference),
-        "x-time-per-token": _whole_milliseconds(times.per_token),
-        "x-prompt-tokens": str(sum(sink.input_length for sink in sinks)),
-        "x-generated-tokens": str(sum(sink.generated_tokens for sink in sinks)),
-    }
-
-
-def _whole_milliseconds(seconds: float) -> str:
-    return str(int(seconds * 1000))
-
-
-async def unless_client_leaves(exchange: Exchange, future: asyncio.Future[T]) -> T:
-    """The result of `future`. Raises ClientGone as soon as the client closes its connection."""
-
-    def give_up(_: asyncio.Task[None]) -> None:
-        if not future.done():
-            future.set_exception(ClientGone("the client left"))
-
-    watcher = asyncio.ensure_future(_disconnected(exchange))
-    watcher.add_done_callback(give_up)
-    try:
-        return await future
-    finally:
-        watcher.remove_done_callback(give_up)
-        watcher.cancel()
-
-
-async def _disconnected(exchange: Exchange) -> None:
-    while (await exchange.request.receive())["type"] != "http.disconnect":
-        pass
-
-
-class _Ending:
+class AllEnded:
     """Waits for the end of several sequences; the first failure ends the wait."""
 
     def __init__(self, sequences: int) -> None:
@@ -255,28 +261,40 @@ class _Ending:
             return
         if error is not None:
             self.future.set_exception(error)
+            self.future.exception()  # nobody may wait for it any more
         elif not self._open:
             self.future.set_result(None)
 
 
-async def collect(
-    exchange: Exchange, requests: Sequence[CheckedRequest], *, reveal_stop: bool, logprobs: bool
-) -> list[CollectingSink]:
-    """Generates one sequence for each request, all at once, and waits for all of them.
+async def respond(service: Service, request: Request, handle: Callable[[Exchange], Awaitable[Response]]) -> Response:
+    """Returns what `handle` makes of the request. A stream goes on after it, and then closes the exchange.
 
-    reveal_stop: whether a stop sequence is part of the text that it ends.
-
-    Raises GenerationFailed, or ClientGone.
+    Raises RouterError.
     """
-    ending = _Ending(len(requests))
-    tokenizer = exchange.service.tokenizer
-    sinks: list[CollectingSink] = []
-    for checked in requests:
-        sink = CollectingSink(tokenizer, checked.input_ids, checked.stop_sequences(reveal=reveal_stop), ending)
-        sinks.append(sink)
-        exchange.submit(checked, sink, logprobs=logprobs)
-    await unless_client_leaves(exchange, ending.future)
-    return sinks
+    exchange = Exchange(service, request)
+    try:
+        response = await handle(exchange)
+    except (asyncio.CancelledError, RouterError) as error:
+        exchange.close(error)
+        raise
+    except Exception:
+        logger.exception("%s could not be handled", exchange.path)
+        failure = RouterError("the server failed to handle the request")
+        exchange.close(failure)
+        raise failure from None
+    exchange.responded()
+    return response
+
+
+async def respond_to(
+    service: Service, request: Request, model: type[M], handle: Callable[[Exchange, M], Awaitable[Response]]
+) -> Response:
+    """Returns what `handle` makes of the request, whose body is a `model`. Raises RouterError."""
+
+    async def read_and_handle(exchange: Exchange) -> Response:
+        return await handle(exchange, await exchange.read(model))
+
+    return await respond(service, request, read_and_handle)
 
 
 class DirectRoute(APIRoute):
@@ -287,3 +305,7 @@ class DirectRoute(APIRoute):
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         return self.endpoint
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1000:.3f}ms"

@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from shared.stubs.generate_pb2 import TopTokens
 from tgi_server.router.errors import Overloaded, RouterError, Unauthorized
+from tgi_server.router.metrics import RequestTimes
 from tgi_server.router.text.tokenizer import TextTokenizer
 
 JSON = "application/json"
@@ -19,12 +20,12 @@ _RETRY_SECONDS = "1"
 _STREAMS = frozenset({"/generate_stream"})
 
 
-def json_answer(text: str, headers: dict[str, str] | None = None) -> Response:
+def json_response(text: str, headers: dict[str, str] | None = None) -> Response:
     return Response(text.encode(), media_type=JSON, headers=headers)
 
 
 def error_text(error: RouterError, path: str) -> str:
-    """The error as JSON: TGI's object, or OpenAI's below /v1/."""
+    """Returns the error as JSON: TGI's object, or OpenAI's below /v1/."""
     message = str(error)
     if error.error_type == "validation":
         message = f"Input validation error: {message}"
@@ -39,8 +40,8 @@ def error_text(error: RouterError, path: str) -> str:
     return f'{{"error":{quoted(message)},"error_type":{quoted(error.error_type)}}}'
 
 
-def error_answer(error: RouterError, path: str, headers: Headers) -> Response:
-    """The answer to a request that failed before anything of its answer was sent.
+def error_response(error: RouterError, path: str, headers: Headers) -> Response:
+    """Returns the response to a request that failed before anything of its response was sent.
 
     A client of /generate_stream that says that it reads events gets an event; all others get JSON.
     """
@@ -60,7 +61,7 @@ quoted: Callable[[str], str] = encode_basestring
 
 
 def number(value: float | None) -> str:
-    """A logprob as JSON, with the digits that a 32-bit float has; null when there is none."""
+    """Returns a logprob as JSON, with the digits that a 32-bit float has; null when there is none."""
     return f"{value:.8g}" if value is not None and isfinite(value) else "null"
 
 
@@ -74,7 +75,7 @@ def token_json(token_id: int, text: str, logprob: float | None, *, special: bool
 
 
 def top_tokens_json(tokenizer: TextTokenizer, top: TopTokens) -> str:
-    """The most likely tokens at one position, as a JSON array."""
+    """Returns the most likely tokens at one position, as a JSON array."""
     return f"[{','.join(_top(tokenizer, top.ids, top.logprobs))}]"
 
 
@@ -86,10 +87,31 @@ def _top(tokenizer: TextTokenizer, ids: Sequence[int], logprobs: Sequence[float]
 
 
 def event(json_text: str) -> bytes:
-    """One server-sent event."""
+    """Returns one server-sent event."""
     return f"data:{json_text}\n\n".encode()
 
 
-# A comment, which clients skip: proxies close connections on which nothing moves.
-_KEEP_ALIVE = b":\n\n"
-_KEEP_ALIVE_SECONDS = 15.0
+def compute_headers(compute_type: str, *, characters: int) -> dict[str, str]:
+    """Returns those of TGI's headers that are known before the first token. characters: of the prompts."""
+    return {"x-compute-type": compute_type, "x-compute-characters": str(characters)}
+
+
+def timing_headers(
+    compute_type: str, times: RequestTimes, *, characters: int, prompt_tokens: int, generated_tokens: int
+) -> dict[str, str]:
+    """Returns TGI's headers. Times are in milliseconds, but for `x-compute-time` (seconds)."""
+    return {
+        **compute_headers(compute_type, characters=characters),
+        "x-compute-time": f"{times.total:.6f}",
+        "x-total-time": _milliseconds(times.total),
+        "x-validation-time": _milliseconds(times.validation),
+        "x-queue-time": _milliseconds(times.queue),
+        "x-inference-time": _milliseconds(times.inference),
+        "x-time-per-token": _milliseconds(times.per_token),
+        "x-prompt-tokens": str(prompt_tokens),
+        "x-generated-tokens": str(generated_tokens),
+    }
+
+
+def _milliseconds(seconds: float) -> str:
+    return str(int(seconds * 1000))

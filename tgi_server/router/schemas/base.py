@@ -1,10 +1,10 @@
-"""What all schemas share."""
+"""Base classes and types of all bodies."""
 
 from typing import Annotated, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
-# Bounds of parameters, for the API's description: `parameters.py` enforces them, with a message of its own.
+# Bounds of parameters, for the API's description: `text/parameters.py` enforces them, with a message of its own.
 POSITIVE: dict[str, JsonValue] = {"exclusiveMinimum": 0}
 PROBABILITY: dict[str, JsonValue] = {"exclusiveMinimum": 0, "exclusiveMaximum": 1}
 PENALTY: dict[str, JsonValue] = {"minimum": -2, "maximum": 2}

@@ -1,4 +1,4 @@
-"""What /v1/completions and /v1/chat/completions have in common."""
+"""The members that bodies of /v1/completions and /v1/chat/completions share."""
 
 from typing import Annotated, Any
 

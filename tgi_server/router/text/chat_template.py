@@ -74,11 +74,11 @@ class ChatTemplate:
             raise StartupError(f"the model's chat template is not valid Jinja: {error}") from error
 
     def shows_tools(self) -> bool:
-        """Whether the template itself tells the model about tools."""
+        """Returns True if the template itself tells the model about tools."""
         return self._names_tools.get(self._name(tools=True), False)
 
     def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> str:
-        """The prompt. A last message of the assistant is left open, for the model to go on with.
+        """Returns the prompt. A last message of the assistant is left open, for the model to go on with.
 
         Raises InvalidTemplate when there is no template, or it refuses the messages.
         """
@@ -117,7 +117,7 @@ def _leave_open(prompt: str, prefix: str) -> str:
 
 
 def _to_json(value: Any, indent: int | None = None, **options: Any) -> str:
-    """As `transformers` has it: characters as they are, nothing escaped for HTML."""
+    """Returns JSON as `transformers` writes it: characters as they are, nothing escaped for HTML."""
     return json.dumps(value, ensure_ascii=False, indent=indent, **options)
 
 
@@ -153,7 +153,7 @@ def render_conversation(
 
 
 def _message(message: Message) -> dict[str, Any]:
-    """As templates expect it: absent members are left out, content is text, arguments are objects."""
+    """Returns the message as templates expect it: without absent members, content as text, arguments as objects."""
     shown: dict[str, Any] = {"role": message.role, "content": message_text(message)}
     if message.tool_calls:
         shown["tool_calls"] = [_tool_call(call) for call in message.tool_calls]
@@ -165,7 +165,7 @@ def _message(message: Message) -> dict[str, Any]:
 
 
 def message_text(message: Message) -> str:
-    """What a message says. Raises InvalidRequest for what is no text."""
+    """Returns the text of a message. Raises InvalidRequest for what is no text."""
     content = message.content.root if message.content is not None else ""
     if isinstance(content, str):
         return content

@@ -29,7 +29,7 @@ class Detokenizer:
         self._pending: list[int] = []
 
     def step(self, token_id: int) -> str:
-        """The text that is complete with this token."""
+        """Returns the text that is complete with this token."""
         self._pending.append(token_id)
         text = self._tokenizer.decode(self._known + self._pending)
         if text.endswith(_INCOMPLETE) and len(self._pending) < _PATIENCE:
@@ -40,7 +40,7 @@ class Detokenizer:
         return new
 
     def flush(self) -> str:
-        """The text of tokens that never became a whole character, with a replacement mark for what is missing."""
+        """Returns the text of tokens that never became a whole character, with a mark for what is missing."""
         if not self._pending:
             return ""
         text = self._tokenizer.decode(self._known + self._pending)
@@ -65,7 +65,7 @@ class StopSequences:
         self._buffer = ""
 
     def contain(self, text: str) -> bool:
-        """Whether `text` may be part of a stop sequence; asked of special tokens, whose text is not shown."""
+        """Returns True if `text` may be part of a stop sequence. Special tokens are looked at: they are not shown."""
         return any(text in sequence or sequence in text for sequence in self._sequences)
 
     def feed(self, text: str) -> tuple[str, bool]:
@@ -87,12 +87,12 @@ class StopSequences:
         return seen[: len(seen) - held], False
 
     def flush(self) -> str:
-        """What was held back, once nothing more comes."""
+        """Returns what was held back, once nothing more comes."""
         held, self._buffer = ("" if self.reveal else self._buffer), ""
         return held
 
     def _first(self, text: str) -> tuple[int, str] | None:
-        """The stop sequence that is complete first; of those, the one that begins first."""
+        """Returns the stop sequence that is complete first; of those, the one that begins first."""
         matches = [(start + len(each), start, each) for each in self._sequences if (start := text.find(each)) >= 0]
         if not matches:
             return None
@@ -100,7 +100,7 @@ class StopSequences:
         return start, sequence
 
     def _held(self, text: str) -> int:
-        """Length of the longest end of `text` that begins a stop sequence."""
+        """Returns the length of the longest end of `text` that begins a stop sequence."""
         for length in range(min(self._longest - 1, len(text)), 0, -1):
             end = text[-length:]
             if any(sequence.startswith(end) for sequence in self._sequences):

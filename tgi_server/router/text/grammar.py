@@ -1,4 +1,4 @@
-"""What clients ask a text to look like, as the grammar that the shards compile."""
+"""Grammars: the form that clients ask a text to have, as the shards compile it."""
 
 import json
 from dataclasses import replace
@@ -15,7 +15,7 @@ _SPAN = '"x-span"'
 
 
 def requested_grammar(requested: schemas.GrammarType | None) -> Grammar | None:
-    """The grammar of `parameters.grammar` or `response_format`; None when any text will do.
+    """Returns the grammar of `parameters.grammar` or `response_format`; None when any text will do.
 
     Raises InvalidRequest for a JSON schema that is none.
     """
@@ -38,7 +38,7 @@ def requested_grammar(requested: schemas.GrammarType | None) -> Grammar | None:
 
 
 def json_grammar(schema: Any) -> Grammar:
-    """The grammar of JSON that fits `schema`: an object, a boolean, or a string of JSON that is one of them."""
+    """Returns the grammar of JSON that fits `schema`: an object, a boolean, or a string of JSON that is one of them."""
     if isinstance(schema, str):
         try:
             schema = from_json(schema)  # which bounds how deep it may nest

@@ -20,7 +20,7 @@ _LONGEST_STOP = 1_000
 
 
 def sampling_parameters(parameters: GenerateParameters, vocab_size: int) -> SamplingParameters:
-    """How to choose tokens. Sampling is on when it is asked for, or when anything is set that only shapes sampling.
+    """Returns how to choose tokens. Sampling is on when it is asked for, or anything is set that only shapes sampling.
 
     vocab_size: tokens that the model can generate.
 
@@ -55,7 +55,7 @@ def sampling_parameters(parameters: GenerateParameters, vocab_size: int) -> Samp
 
 
 def check_amounts(parameters: GenerateParameters, limits: Limits) -> None:
-    """The rules about how much may be asked for. Raises InvalidRequest."""
+    """Checks how much is asked for. Raises InvalidRequest."""
     if parameters.max_new_tokens is not None and parameters.max_new_tokens <= 0:
         raise InvalidRequest(f"`max_new_tokens` must be greater than 0, not {parameters.max_new_tokens}")
     if len(parameters.stop) > limits.max_stop_sequences:
@@ -74,7 +74,7 @@ def check_amounts(parameters: GenerateParameters, limits: Limits) -> None:
 
 
 def check_best_of(parameters: GenerateParameters, sampling: SamplingParameters, limits: Limits) -> None:
-    """Raises InvalidRequest."""
+    """Checks whether several sequences may be generated. Raises InvalidRequest."""
     best_of = 1 if parameters.best_of is None else parameters.best_of
     if best_of == 1:
         return
@@ -87,7 +87,7 @@ def check_best_of(parameters: GenerateParameters, sampling: SamplingParameters, 
 
 
 def check_streaming(parameters: GenerateParameters) -> None:
-    """What only an answer in one piece can have. Raises InvalidRequest."""
+    """Refuses parameters that only a response in one piece can have. Raises InvalidRequest."""
     if parameters.best_of not in (None, 1):
         raise InvalidRequest("`best_of` cannot be used when streaming: the best sequence is known at the end only")
     if parameters.decoder_input_details:
@@ -118,7 +118,7 @@ def _require(name: str, value: float | None, rule: Callable[[float], bool], faul
 
 
 def _as_float32(value: float) -> float:
-    """The value as the shards get it."""
+    """Returns the value as the shards get it."""
     (rounded,) = _FLOAT32.unpack(_FLOAT32.pack(value))
     return float(rounded)
 

@@ -1,8 +1,8 @@
-"""Where tokens go on their way back to a client: text, stop sequences, timings. The scheduler calls all of it."""
+"""The one way of tokens back to a client: text, stop sequences, the finish reason, and when all of it happened."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from time import perf_counter
+from typing import Generic, Protocol, TypeVar
 
 from shared.stubs import generate_pb2 as pb
 from tgi_server.contract import FinishReason
@@ -14,48 +14,81 @@ from tgi_server.wire import finish_reason_from_message
 OnEnd = Callable[[RouterError | None], None]
 
 
-class SequenceSink(ABC):
-    """One sequence as it grows.
+class Formatter(Protocol):
+    """Writes a sequence in the form that its route has. Called once for each token, so no object is made for one."""
 
-    input_ids: the prompt; the first generated token may read differently behind it.
-    stops: stop sequences, if the request has any.
-    on_end: told once that nothing more comes, with the error if the sequence did not end as it should.
+    def token(
+        self,
+        stream: "TokenStream[Formatter]",
+        token_id: int,
+        text: str,
+        visible: str,
+        logprob: float | None,
+        top: pb.TopTokens | None,
+    ) -> None:
+        """Takes a token. `stream.finish_reason` is set when it is the last one.
 
-    prefill: the prompt's tokens and logprobs, when they were asked for.
+        text: what became complete with this token; of a special token, its name.
+        visible: what the sequence's text grows by.
+        """
+
+    def rest(self, stream: "TokenStream[Formatter]", text: str) -> None:
+        """Takes an end that comes without a token. text: what was held back, by which the sequence's text grows."""
+
+
+F = TypeVar("F", bound=Formatter, covariant=True)
+
+
+class TokenStream(Generic[F]):
+    """One sequence as it grows; the scheduler pushes its tokens, and `output` writes them.
+
+    prefill: the prompt's tokens and logprobs, when they were asked for. last_id: of the last token.
 
     Times are `perf_counter` seconds.
     """
 
     __slots__ = (
         "_detokenizer",
-        "_last_id",
         "_on_end",
+        "_output",
+        "_special_tokens",
         "_stops",
-        "_tokenizer",
         "ended_at",
         "finish_reason",
         "generated_tokens",
         "input_length",
+        "last_id",
         "prefill",
         "queued_at",
         "started_at",
     )
 
     def __init__(
-        self, tokenizer: TextTokenizer, input_ids: list[int], stops: StopSequences | None, on_end: OnEnd
+        self, tokenizer: TextTokenizer, input_ids: list[int], stops: StopSequences | None, output: F, on_end: OnEnd
     ) -> None:
-        self._tokenizer = tokenizer
+        """input_ids: the prompt; the first generated token may read differently behind it.
+        stops: stop sequences, if the request has any.
+        on_end: told once that nothing more comes, with the error if the sequence did not end as it should.
+        """
         self._detokenizer = Detokenizer(tokenizer, input_ids)
+        self._special_tokens = tokenizer.special_tokens
         self._stops = stops
+        self._output = output
         self._on_end = on_end
         self.input_length = len(input_ids)
-        self._last_id = 0
+        self.last_id = 0
         self.generated_tokens = 0
         self.finish_reason: FinishReason | None = None
         self.prefill: pb.PrefillTokens | None = None
         self.queued_at = self.started_at = self.ended_at = perf_counter()
 
+    @property
+    def output(self) -> F:
+        """The formatter that writes the sequence."""
+        return self._output
+
     def started(self) -> None:
+        """Notes that the sequence left the queue."""
         self.started_at = perf_counter()
 
     def push(self, generation: pb.Generation) -> FinishReason | None:
@@ -67,9 +100,9 @@ class SequenceSink(ABC):
         last = len(generation.token_ids) - 1
         for position, token_id in enumerate(generation.token_ids):
             self.generated_tokens += 1
-            self._last_id = token_id
+            self.last_id = token_id
             reason = finish_reason_from_message(generation.finish_reason) if position == last else None
-            special = token_id in self._tokenizer.special_tokens
+            special = token_id in self._special_tokens
             text, visible, stopped = self._special(token_id) if special else self._plain(token_id)
             if stopped:
                 reason = FinishReason.STOP_SEQUENCE
@@ -81,12 +114,13 @@ class SequenceSink(ABC):
                 text = text if special else text + rest
             logprob = generation.logprobs[position] if generation.logprobs else None
             top = generation.top_tokens[position] if generation.top_tokens else None
-            self._take(token_id, text, visible, logprob, top, special=special)
+            self._output.token(self, token_id, text, visible, logprob, top)
             if stopped:
                 return reason
         return None
 
     def finished(self, reason: FinishReason) -> None:
+        """Ends the sequence as it should end; one without any token fails."""
         if self.finish_reason is None:
             if not self.generated_tokens:
                 self._on_end(IncompleteGeneration(f"the generation ended ({reason.value}) before its first token"))
@@ -94,26 +128,13 @@ class SequenceSink(ABC):
             # The last tokens were none that anybody sees.
             self.ended_at = perf_counter()
             self.finish_reason = reason
-            self._end(self._rest())
+            self._output.rest(self, self._rest())
         self._on_end(None)
 
     def failed(self, error: RouterError) -> None:
+        """Ends the sequence with an error."""
         self.ended_at = perf_counter()
         self._on_end(error)
-
-    @abstractmethod
-    def _take(
-        self, token_id: int, text: str, visible: str, logprob: float | None, top: pb.TopTokens | None, *, special: bool
-    ) -> None:
-        """Takes a token. `finish_reason` is set when it is the last one.
-
-        text: what became complete with this token; of a special token, its name.
-        visible: what the sequence's text grows by.
-        """
-
-    def _end(self, rest: str) -> None:
-        """The end comes without a token; `rest` is what was held back."""
-        self._take(self._last_id, rest, rest, None, None, special=False)
 
     def _plain(self, token_id: int) -> tuple[str, str, bool]:
         text = self._detokenizer.step(token_id)
@@ -124,14 +145,14 @@ class SequenceSink(ABC):
 
     def _special(self, token_id: int) -> tuple[str, str, bool]:
         """Special tokens are no text of the sequence, but a stop sequence may name one."""
-        name = self._tokenizer.special_tokens[token_id]
+        name = self._special_tokens[token_id]
         if self._stops is None or not self._stops.contain(name):
             return name, "", False
         shown, stopped = self._stops.feed(name)
         return name, "" if self._stops.reveal else shown, stopped
 
     def _rest(self) -> str:
-        """The text that waited for more to come."""
+        """Returns the text that waited for more to come."""
         rest = self._detokenizer.flush()
         if self._stops is None:
             return rest
@@ -139,42 +160,46 @@ class SequenceSink(ABC):
         return shown if stopped else shown + self._stops.flush()
 
 
-class CollectingSink(SequenceSink):
-    """Keeps everything until the end, for an answer in one piece."""
+AnyStream = TokenStream[Formatter]
 
-    __slots__ = ("_visible", "logprobs", "special", "texts", "token_ids", "top_tokens")
 
-    def __init__(
-        self, tokenizer: TextTokenizer, input_ids: list[int], stops: StopSequences | None, on_end: OnEnd
-    ) -> None:
-        super().__init__(tokenizer, input_ids, stops, on_end)
+class CollectedTokens:
+    """Keeps everything until the end, for a response in one piece."""
+
+    __slots__ = ("_visible", "logprobs", "texts", "token_ids", "top_tokens")
+
+    def __init__(self) -> None:
         self.token_ids: list[int] = []
         self.texts: list[str] = []
-        self.special: list[bool] = []
         self.logprobs: list[float | None] = []
         self.top_tokens: list[pb.TopTokens] = []
         self._visible: list[str] = []
+
+    def token(
+        self,
+        stream: AnyStream,
+        token_id: int,
+        text: str,
+        visible: str,
+        logprob: float | None,
+        top: pb.TopTokens | None,
+    ) -> None:
+        self.token_ids.append(token_id)
+        self.texts.append(text)
+        self.logprobs.append(logprob)
+        self._visible.append(visible)
+        if top is not None:
+            self.top_tokens.append(top)
+
+    def rest(self, stream: AnyStream, text: str) -> None:
+        self._visible.append(text)
 
     @property
     def text(self) -> str:
         """The generated text."""
         return "".join(self._visible)
 
-    def _end(self, rest: str) -> None:
-        self._visible.append(rest)
-
     def mean_logprob(self) -> float:
-        """How likely the model finds the sequence, by its tokens."""
+        """Returns how likely the model finds the sequence, by its tokens."""
         known = [value for value in self.logprobs if value is not None]
         return sum(known) / len(known) if known else float("-inf")
-
-    def _take(
-        self, token_id: int, text: str, visible: str, logprob: float | None, top: pb.TopTokens | None, *, special: bool
-    ) -> None:
-        self.token_ids.append(token_id)
-        self.texts.append(text)
-        self.special.append(special)
-        self.logprobs.append(logprob)
-        self._visible.append(visible)
-        if top is not None:
-            self.top_tokens.append(top)

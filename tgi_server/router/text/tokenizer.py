@@ -53,7 +53,7 @@ class TextTokenizer:
         return SpecialTokens(self._tokenizer)
 
     def encode(self, text: str, *, add_special_tokens: bool, offsets: bool = True) -> Encoding:
-        """The tokens. offsets: with their places in the text, which takes longer."""
+        """Returns the tokens. offsets: with their places in the text, which takes longer."""
         if len(text) <= _SHORT:
             return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         # Only the methods for batches let other threads run meanwhile.
@@ -73,11 +73,11 @@ class TextTokenizer:
         return False
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of `token_ids`, special tokens included."""
+        """Returns the text of `token_ids`, special tokens included."""
         return self._tokenizer.decode(token_ids, skip_special_tokens=False)
 
     def token_text(self, token_id: int) -> str:
-        """A token's text, looked at alone."""
+        """Returns a token's text, looked at alone."""
         return self.special_tokens.get(token_id) or self.decode([token_id])
 
 

@@ -1,4 +1,4 @@
-"""What a model's folder says about its tokenizer besides `tokenizer.json`: special tokens and chat templates."""
+"""Special tokens and chat templates of a model's folder: what it has for its tokenizer besides `tokenizer.json`."""
 
 import json
 from collections.abc import Mapping
@@ -53,7 +53,7 @@ def _parse(config: dict[str, Any], files: Mapping[str, str]) -> TokenizerConfig:
 
 
 def _inline_templates(value: Any) -> dict[str, str]:
-    """One template, or a list of `{"name": ..., "template": ...}`."""
+    """Takes one template, or a list of `{"name": ..., "template": ...}`."""
     if isinstance(value, str):
         return {DEFAULT_TEMPLATE: value}
     if isinstance(value, list):
@@ -62,7 +62,7 @@ def _inline_templates(value: Any) -> dict[str, str]:
 
 
 def _template_files(model: Path) -> dict[str, str]:
-    """`chat_template.jinja` and `additional_chat_templates/NAME.jinja`; they win over the inline ones."""
+    """Reads `chat_template.jinja` and `additional_chat_templates/NAME.jinja`; they win over the inline ones."""
     templates = {path.stem: _read_text(path) for path in sorted((model / "additional_chat_templates").glob("*.jinja"))}
     main = model / "chat_template.jinja"
     if main.is_file():

@@ -25,7 +25,7 @@ DEFAULT_TOOL_PROMPT = (
 
 
 def chosen_tools(tools: Sequence[Tool] | None, choice: ToolChoice | None) -> tuple[Sequence[Tool], bool]:
-    """The tools that this answer may call, and whether it must call one.
+    """Returns the tools that this answer may call, and whether it must call one.
 
     Raises InvalidTool for a choice that names no tool, or tools that cannot be told apart.
     """
@@ -49,7 +49,7 @@ def chosen_tools(tools: Sequence[Tool] | None, choice: ToolChoice | None) -> tup
 
 
 def tool_grammar(tools: Sequence[Tool], *, required: bool) -> Grammar:
-    """JSON that calls one of `tools`; or `no_tool`, unless a call is required."""
+    """Returns the grammar of JSON that calls one of `tools`; or `no_tool`, unless a call is required."""
     functions = {tool.function.name: _parameters(tool) for tool in tools}
     calls = [_call(name, parameters) for name, parameters in functions.items()]
     if not required:
@@ -66,7 +66,7 @@ def tool_grammar(tools: Sequence[Tool], *, required: bool) -> Grammar:
 
 
 def _parameters(tool: Tool) -> dict[str, Any]:
-    """The schema of a tool's arguments, at home under `$defs`."""
+    """Returns the schema of a tool's arguments, at home under `$defs`."""
     name, parameters = tool.function.name, tool.function.arguments
     if parameters is None:
         return {}
@@ -80,7 +80,7 @@ def _parameters(tool: Tool) -> dict[str, Any]:
 
 
 def _call(name: str, parameters: dict[str, Any]) -> dict[str, Any]:
-    """The schema of a call's members: the name first, then the arguments."""
+    """Returns the schema of a call's members: the name first, then the arguments."""
     properties = parameters.get("properties")
     required = parameters.get("required")
     return {
@@ -95,7 +95,7 @@ def _call(name: str, parameters: dict[str, Any]) -> dict[str, Any]:
 
 
 def _moved(schema: Any, root: str) -> Any:
-    """`schema` with references to its own document (`#/$defs/...`) led to where that document now is."""
+    """Returns `schema` with references to its own document (`#/$defs/...`) led to where that document now is."""
     if isinstance(schema, list):
         return [_moved(each, root) for each in schema]
     if not isinstance(schema, dict):
@@ -143,7 +143,7 @@ class ToolCallReader:
         return self._hold_back(text)
 
     def end(self) -> str:
-        """What is left of the arguments at the end of the text; they are whole if the text is."""
+        """Returns what is left of the arguments at the end of the text; they are whole if the text is."""
         tail, self._tail = self._tail.rstrip(), ""
         return tail if self._complete else tail.removesuffix("}").rstrip()
 
@@ -155,15 +155,3 @@ class ToolCallReader:
             return ""
         held, self._tail = self._tail, text[len(certain) :]
         return held + certain
-
-
-def read_tool_call(text: str) -> tuple[str, str]:
-    """The name and the arguments (JSON text) of the call that `text` is.
-
-    Raises InvalidTool when the text ends before its name does.
-    """
-    reader = ToolCallReader()
-    arguments = reader.feed(text) + reader.end()
-    if reader.name is None:
-        raise InvalidTool("the answer ended before it named a tool; more `max_tokens` may help")
-    return reader.name, arguments

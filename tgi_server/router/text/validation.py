@@ -1,4 +1,4 @@
-"""From what a client asks for to what the scheduler takes: every limit checked, the prompt as tokens."""
+"""Checks what a client asks for against every limit, and makes the prompt tokens."""
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
@@ -43,11 +43,11 @@ class CheckedRequest:
         return self.sampling.seed if self.sampling.do_sample else None
 
     def stop_sequences(self, *, reveal: bool) -> StopSequences | None:
-        """What watches the text; None when nothing but its end ends it. reveal: a stop sequence is part of it."""
+        """Returns what watches the text; None without stop sequences. reveal: a stop sequence is part of the text."""
         return StopSequences(self.stop, reveal=reveal) if self.stop else None
 
     def times(self, sequences: int) -> "list[CheckedRequest]":
-        """The request so many times over; all but the first with seeds of their own."""
+        """Returns the request so many times over; all but the first with seeds of their own."""
         others = (replace(self.sampling, seed=random_seed()) for _ in range(sequences - 1))
         return [self, *(replace(self, sampling=sampling) for sampling in others)]
 
@@ -76,19 +76,19 @@ class Validator:
 
     async def check(
         self,
-        inputs: str,
+        prompt: RenderedPrompt,
         parameters: GenerateParameters,
         *,
         add_special_tokens: bool = True,
         streaming: bool = False,
         grammar: Grammar | None = None,
         spans_of: str | None = None,
-        rendered: RenderedPrompt | None = None,
         size: int = 0,
     ) -> CheckedRequest:
-        """grammar: in place of the parameters' own. spans_of: the text that `x-span` takes spans of; None: `inputs`.
-        rendered: what `inputs` come from, if that is a conversation. size: bytes of the whole request; work on a large
-        one leaves the event loop.
+        """Returns what the scheduler takes. Work on a large request leaves the event loop.
+
+        grammar: in place of the parameters' own. spans_of: the text that `x-span` takes spans of; None: the prompt.
+        size: bytes of the whole request.
 
         Raises InvalidRequest with one line that says what is wrong.
         """
@@ -99,16 +99,15 @@ class Validator:
         check_best_of(parameters, sampling, self._limits)
         if parameters.adapter_id:
             raise InvalidRequest("`adapter_id` is not supported: this server has no adapters")
-        if not inputs:
+        if not prompt.text:
             raise InvalidRequest("`inputs` must not be empty")
-        prompt = rendered or RenderedPrompt(inputs)
 
         def prepare() -> tuple[Grammar | None, list[int]]:
             wanted = grammar or requested_grammar(parameters.grammar)
             input_ids = self._input_ids(prompt, parameters.truncate, add_special_tokens=add_special_tokens)
-            return (with_text(wanted, spans_of or inputs) if wanted else None), input_ids
+            return (with_text(wanted, spans_of or prompt.text) if wanted else None), input_ids
 
-        prepared, input_ids = await self._threads.handle_text(max(size, len(inputs)), prepare)
+        prepared, input_ids = await self._threads.handle_text(max(size, len(prompt.text)), prepare)
         max_new_tokens = self._max_new_tokens(len(input_ids), parameters.max_new_tokens)
         await self._compile(prepared)
         return CheckedRequest(
@@ -124,7 +123,7 @@ class Validator:
         )
 
     def _input_ids(self, prompt: RenderedPrompt, truncate: int | None, *, add_special_tokens: bool) -> list[int]:
-        """The prompt's tokens, cut to `truncate`. A text that cannot fit is not tokenised as a whole."""
+        """Returns the prompt's tokens, cut to `truncate`. A text that cannot fit is not tokenised as a whole."""
         tokenizer, most = self._threads.tokenizer, self._limits.max_input_tokens
         if not truncate and tokenizer.exceeds(prompt.text, most):
             raise InvalidRequest(f"`inputs` has more than {most} tokens; at most {most} are allowed")
@@ -158,7 +157,7 @@ class Validator:
 
 
 def grammar_refusal(*, disabled: bool, supported: bool) -> str | None:
-    """Why requests with a grammar are refused. The one place that decides it."""
+    """Returns why requests with a grammar are refused; None if they are not."""
     if disabled:
         return "grammars are switched off on this server (--disable-grammar-support)"
     if not supported:

@@ -15,7 +15,7 @@ def ranks_of() -> Iterator[RanksOf]:
     started: dict[int, Ranks] = {}
 
     def ranks(count: int) -> Ranks:
-        if count not in started:
+        if count not in started or started[count].ended:
             started[count] = Ranks(count)
         return started[count]
 

@@ -26,6 +26,7 @@ class Ranks:
     def __init__(self, count: int) -> None:
         context = multiprocessing.get_context("spawn")
         port = _free_port()
+        self.ended = False
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(count):
@@ -41,6 +42,7 @@ class Ranks:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.ended = True
         for pipe in self._pipes:
             pipe.close()
         for process in self._processes:
@@ -69,7 +71,9 @@ class Ranks:
         for rank, pipe in enumerate(self._pipes):
             if ranks is not None and rank not in ranks:
                 continue
-            assert pipe.poll(seconds), f"rank {rank} does not answer"
+            if not pipe.poll(seconds):
+                self.__exit__()  # a late answer would be taken for that to the next call
+                raise TimeoutError(f"rank {rank} has not answered within {seconds} s")
             answers.append(pipe.recv())
         for error, trace, _ in answers:
             if error is not None:

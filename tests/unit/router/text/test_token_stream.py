@@ -7,7 +7,7 @@ from tests.fakes.vocabularies import byte_level
 from tgi_server.contract import FinishReason
 from tgi_server.router.errors import GenerationFailed, IncompleteGeneration, RouterError
 from tgi_server.router.text.detokenizer import StopSequences
-from tgi_server.router.text.token_stream import CollectingSink
+from tgi_server.router.text.token_stream import CollectedTokens, TokenStream
 
 TOKENIZER = byte_level()
 EOS = 1
@@ -18,10 +18,10 @@ class Ends(list[RouterError | None]):
         self.append(error)
 
 
-def sink(stop: list[str] | None = None, *, reveal: bool = True) -> tuple[CollectingSink, Ends]:
+def stream(stop: list[str] | None = None, *, reveal: bool = True) -> tuple[TokenStream[CollectedTokens], Ends]:
     ends = Ends()
     stops = StopSequences(stop, reveal=reveal) if stop else None
-    return CollectingSink(TOKENIZER, [0, 40], stops, ends), ends
+    return TokenStream(TOKENIZER, [0, 40], stops, CollectedTokens(), ends), ends
 
 
 def ids(text: str) -> list[int]:
@@ -32,8 +32,8 @@ def generation(*token_ids: int, finish: int = pb.FINISH_REASON_NONE, **fields: A
     return pb.Generation(request_id=1, token_ids=token_ids, finish_reason=finish, **fields)
 
 
-def push_all(target: CollectingSink, token_ids: list[int], finish: int = pb.FINISH_REASON_LENGTH) -> Any:
-    """One token a step, until the sink or the last token ends it."""
+def push_all(target: TokenStream[CollectedTokens], token_ids: list[int], finish: int = pb.FINISH_REASON_LENGTH) -> Any:
+    """One token a step, until the stream or the last token ends it."""
     for position, token_id in enumerate(token_ids):
         last = position == len(token_ids) - 1
         stop = target.push(generation(token_id, finish=finish if last else pb.FINISH_REASON_NONE))
@@ -43,104 +43,104 @@ def push_all(target: CollectingSink, token_ids: list[int], finish: int = pb.FINI
 
 
 def test_a_text_and_its_length():
-    target, ends = sink()
+    target, ends = stream()
     assert push_all(target, ids("hello world")) is None
     target.finished(FinishReason.LENGTH)
-    assert (target.text, target.texts) == ("hello world", ["hello", " world"])
+    assert (target.output.text, target.output.texts) == ("hello world", ["hello", " world"])
     assert (target.finish_reason, target.generated_tokens, ends) == (FinishReason.LENGTH, 2, [None])
 
 
 def test_several_tokens_in_one_step():
-    target, _ = sink()
+    target, _ = stream()
     first, second = ids("hello world")
     target.push(generation(first, second, finish=pb.FINISH_REASON_LENGTH, logprobs=[-1.0, -3.0]))
-    assert target.text == "hello world"
-    assert target.mean_logprob() == -2.0
+    assert target.output.text == "hello world"
+    assert target.output.mean_logprob() == -2.0
 
 
 def test_special_tokens_are_told_but_are_no_text():
-    target, _ = sink()
+    target, _ = stream()
     push_all(target, [*ids("hello"), EOS], pb.FINISH_REASON_EOS_TOKEN)
-    assert target.texts == ["hello", "</s>"]
-    assert target.special == [False, True]
-    assert (target.text, target.generated_tokens) == ("hello", 2)
+    assert target.output.texts == ["hello", "</s>"]
+    assert target.output.token_ids == [*ids("hello"), EOS]
+    assert (target.output.text, target.generated_tokens) == ("hello", 2)
     assert target.finish_reason is FinishReason.EOS_TOKEN
 
 
 def test_a_stop_sequence_ends_it():
-    target, _ = sink(["or"])
+    target, _ = stream(["or"])
     assert push_all(target, ids("hello world")) is FinishReason.STOP_SEQUENCE
-    assert target.text == "hello wor"
-    assert target.texts[-1] == " wor"
+    assert target.output.text == "hello wor"
+    assert target.output.texts[-1] == " wor"
     assert target.finish_reason is FinishReason.STOP_SEQUENCE
 
 
 def test_a_stop_sequence_may_be_hidden():
-    target, _ = sink(["or"], reveal=False)
+    target, _ = stream(["or"], reveal=False)
     assert push_all(target, ids("hello world")) is FinishReason.STOP_SEQUENCE
-    assert target.text == "hello w"
+    assert target.output.text == "hello w"
 
 
 def test_tokens_behind_a_stop_sequence_are_dropped():
-    target, _ = sink(["hello"])
+    target, _ = stream(["hello"])
     first, second = ids("hello world")
     assert target.push(generation(first, second)) is FinishReason.STOP_SEQUENCE
-    assert (target.text, target.generated_tokens) == ("hello", 1)
+    assert (target.output.text, target.generated_tokens) == ("hello", 1)
     assert target.push(generation(second)) is FinishReason.STOP_SEQUENCE
     assert target.generated_tokens == 1
 
 
 def test_held_back_text_comes_with_the_last_token():
-    target, _ = sink([" world!"], reveal=False)
+    target, _ = stream([" world!"], reveal=False)
     push_all(target, ids("hello world"))
-    assert target.text == "hello world"
+    assert target.output.text == "hello world"
 
 
 def test_a_stop_sequence_may_name_a_special_token():
     for reveal in (True, False):
-        target, _ = sink(["</s>"], reveal=reveal)
+        target, _ = stream(["</s>"], reveal=reveal)
         assert push_all(target, [*ids("hello"), EOS, *ids("hello")]) is FinishReason.STOP_SEQUENCE
-        assert target.text == "hello"
+        assert target.output.text == "hello"
 
 
 def test_an_incomplete_character_at_the_end_is_part_of_the_last_token():
-    target, _ = sink()
+    target, _ = stream()
     push_all(target, ids("a🍕")[:2])
-    assert target.texts == ["a", "\ufffd"]
-    assert target.text == "a\ufffd"
+    assert target.output.texts == ["a", "\ufffd"]
+    assert target.output.text == "a\ufffd"
 
 
 def test_an_end_before_the_first_token_is_a_failure():
-    target, ends = sink()
+    target, ends = stream()
     target.finished(FinishReason.LENGTH)
     assert isinstance(ends[0], IncompleteGeneration)
 
 
 def test_the_last_tokens_may_be_such_that_nobody_sees():
-    target, ends = sink([" world"], reveal=False)
+    target, ends = stream([" world"], reveal=False)
     target.push(generation(*ids("hello"), *ids(" w")))
     target.push(generation(finish=pb.FINISH_REASON_LENGTH))
     target.finished(FinishReason.LENGTH)
     assert ends == [None]
-    assert (target.text, target.finish_reason) == ("hello w", FinishReason.LENGTH)
+    assert (target.output.text, target.finish_reason) == ("hello w", FinishReason.LENGTH)
 
 
 def test_failures_are_passed_on():
-    target, ends = sink()
+    target, ends = stream()
     error = GenerationFailed("no shard")
     target.failed(error)
     assert ends == [error]
 
 
 def test_times_go_forward():
-    target, _ = sink()
+    target, _ = stream()
     target.started()
     push_all(target, ids("hello"))
     assert target.queued_at <= target.started_at <= target.ended_at
 
 
 def test_what_details_need():
-    target, _ = sink()
+    target, _ = stream()
     (hello,) = ids("hello")
     target.push(
         generation(
@@ -151,15 +151,15 @@ def test_what_details_need():
             prefill_tokens=pb.PrefillTokens(ids=[0, 40], logprobs=[float("nan"), -2.0]),
         )
     )
-    assert target.logprobs == [-0.5]
-    assert list(target.top_tokens[0].ids) == [hello]
+    assert target.output.logprobs == [-0.5]
+    assert list(target.output.top_tokens[0].ids) == [hello]
     assert target.prefill is not None
     assert list(target.prefill.ids) == [0, 40]
 
 
 @pytest.mark.parametrize("stop", [None, ["zzz"]])
-def test_a_sink_without_logprobs(stop: list[str] | None):
-    target, _ = sink(stop)
+def test_a_stream_without_logprobs(stop: list[str] | None):
+    target, _ = stream(stop)
     push_all(target, ids("hello"))
-    assert target.logprobs == [None]
-    assert target.mean_logprob() == float("-inf")
+    assert target.output.logprobs == [None]
+    assert target.output.mean_logprob() == float("-inf")

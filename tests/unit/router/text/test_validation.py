@@ -10,6 +10,7 @@ from tgi_server.contract import Grammar, GrammarType
 from tgi_server.router.errors import InvalidRequest
 from tgi_server.router.schemas.generate import GenerateParameters
 from tgi_server.router.schemas.grammar import GrammarType as RequestedGrammar
+from tgi_server.router.text.special_tokens import RenderedPrompt
 from tgi_server.router.text.tokenizer import TokenizerThreads
 from tgi_server.router.text.validation import CheckedRequest, Validator, grammar_refusal
 
@@ -23,7 +24,7 @@ async def check(inputs: str, *, refusal: str | None = None, streaming: bool = Fa
     threads = TokenizerThreads(sentence_piece(), 1)
     try:
         validator = Validator(LIMITS, threads, VOCAB_SIZE, refusal, fault)
-        return await validator.check(inputs, GenerateParameters(**fields), streaming=streaming)
+        return await validator.check(RenderedPrompt(inputs), GenerateParameters(**fields), streaming=streaming)
     finally:
         threads.close()
 

@@ -1,4 +1,4 @@
-"""What a chat request asks for, ready to be generated."""
+"""A chat request checked and rendered: its plan, and the prompts for a call of a tool or for a text."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +16,10 @@ from tgi_server.router.text.validation import CheckedRequest
 
 @dataclass(frozen=True, slots=True)
 class ChatPlan:
-    """tools: those that the answer may call. required: it must call one. size: bytes of the request."""
+    """A chat request that keeps the rules.
+
+    tools: those that the answer may call. required: it must call one. size: bytes of the request.
+    """
 
     request: ChatRequest
     size: int
@@ -31,12 +34,14 @@ class ChatPlan:
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
+    """A conversation as text, and as what the scheduler takes."""
+
     text: str
     checked: CheckedRequest
 
 
 def plan_chat(service: Service, request: ChatRequest, size: int) -> ChatPlan:
-    """Raises InvalidRequest."""
+    """Returns what the request asks for. Raises InvalidRequest."""
     choices = 1 if request.n is None else request.n
     check_sequences(choices, service.limits.max_client_batch_size, "`n`")
     if request.top_logprobs and not request.logprobs:
@@ -48,19 +53,17 @@ def plan_chat(service: Service, request: ChatRequest, size: int) -> ChatPlan:
 
 
 async def prompt_with_tools(service: Service, plan: ChatPlan) -> ChatPrompt:
-    """The prompt for an answer that calls a tool, or says that it calls none. Raises InvalidRequest."""
+    """Returns the prompt for an answer that calls a tool, or says that it calls none. Raises InvalidRequest."""
     prompt = await render_plan(service, plan)
     parameters = generation_parameters(plan.request, max_tokens=_max_tokens(plan.request))
     grammar = await service.threads.run(plan.size, lambda: tool_grammar(plan.tools, required=plan.required))
     check = service.validator.check
-    checked = await check(
-        prompt.text, parameters, add_special_tokens=False, grammar=grammar, rendered=prompt, size=plan.size
-    )
+    checked = await check(prompt, parameters, add_special_tokens=False, grammar=grammar, size=plan.size)
     return ChatPrompt(prompt.text, checked)
 
 
 async def prompt_for_text(service: Service, request: ChatRequest, size: int) -> ChatPrompt:
-    """The prompt for an answer in words, or in the form that `response_format` wants. Raises InvalidRequest.
+    """Returns the prompt for an answer in words, or in the form that `response_format` wants. Raises InvalidRequest.
 
     size: bytes of the request.
     """
@@ -76,7 +79,7 @@ async def prompt_for_text(service: Service, request: ChatRequest, size: int) -> 
 
     prompt, said = await service.threads.run(size, render)
     check = service.validator.check
-    checked = await check(prompt.text, parameters, add_special_tokens=False, spans_of=said, rendered=prompt, size=size)
+    checked = await check(prompt, parameters, add_special_tokens=False, spans_of=said, size=size)
     return ChatPrompt(prompt.text, checked)
 
 

@@ -7,8 +7,8 @@ from starlette.responses import Response
 
 from tgi_server.router.api.body import read_json, validate
 from tgi_server.router.api.documentation import GENERATION_ERRORS, described_body, event_stream_of
-from tgi_server.router.api.requests import DirectRoute, Exchange, answer, collect, timing_headers
-from tgi_server.router.api.responses import json_answer, quoted
+from tgi_server.router.api.requests import DirectRoute, Exchange, respond, respond_to
+from tgi_server.router.api.responses import quoted
 from tgi_server.router.api.routes.chat import answer_chat
 from tgi_server.router.api.routes.chat_prompt import prompt_for_text
 from tgi_server.router.api.routes.completions import complete
@@ -20,7 +20,6 @@ from tgi_server.router.schemas.compatibility import (
     SagemakerRequest,
     SagemakerResponse,
     SagemakerStreamResponse,
-    VertexInstance,
     VertexRequest,
     VertexResponse,
 )
@@ -32,6 +31,7 @@ from tgi_server.router.schemas.generate import (
     StreamResponse,
 )
 from tgi_server.router.service import Service
+from tgi_server.router.text.special_tokens import RenderedPrompt
 from tgi_server.router.text.validation import CheckedRequest
 
 
@@ -46,10 +46,7 @@ def compatibility_routes(service: Service) -> APIRouter:
         openapi_extra=described_body(CompatGenerateRequest),
     )
     async def compat_generate(request: Request) -> Response:
-        async def handle(exchange: Exchange) -> Response:
-            return await _generate(exchange, await exchange.read(CompatGenerateRequest))
-
-        return await answer(service, request, handle)
+        return await respond_to(service, request, CompatGenerateRequest, _generate)
 
     @router.post(
         "/invocations",
@@ -59,7 +56,7 @@ def compatibility_routes(service: Service) -> APIRouter:
         openapi_extra=described_body(SagemakerRequest),
     )
     async def invocations(request: Request) -> Response:
-        return await answer(service, request, _invoke)
+        return await respond(service, request, _invoke)
 
     @router.post(
         "/vertex",
@@ -69,10 +66,7 @@ def compatibility_routes(service: Service) -> APIRouter:
         openapi_extra=described_body(VertexRequest),
     )
     async def vertex(request: Request) -> Response:
-        async def handle(exchange: Exchange) -> Response:
-            return await _predict(exchange, (await exchange.read(VertexRequest)).instances)
-
-        return await answer(service, request, handle)
+        return await respond_to(service, request, VertexRequest, _predict)
 
     return router
 
@@ -103,7 +97,7 @@ async def _invoke(exchange: Exchange) -> Response:
 
 
 def _any_kind(body: bytes) -> BaseModel | None:
-    """The body as the model whose member it has. Raises InvalidRequest."""
+    """Returns the body as the model whose member it has. Raises InvalidRequest."""
     content = read_json(body)
     for member, model in _KINDS.items():
         if isinstance(content, dict) and member in content:
@@ -111,7 +105,8 @@ def _any_kind(body: bytes) -> BaseModel | None:
     return None
 
 
-async def _predict(exchange: Exchange, instances: list[VertexInstance]) -> Response:
+async def _predict(exchange: Exchange, request: VertexRequest) -> Response:
+    instances = request.instances
     exchange.reserve(len(instances) - 1)
     sequences: list[CheckedRequest] = []
     characters = 0
@@ -119,10 +114,9 @@ async def _predict(exchange: Exchange, instances: list[VertexInstance]) -> Respo
         text, checked = await _checked(exchange, instance.root)
         sequences.append(checked)
         characters += len(text)
-    sinks = await collect(exchange, sequences, reveal_stop=True, logprobs=False)
-    predictions = ",".join(quoted(sink.text) for sink in sinks)
-    headers = timing_headers(exchange, characters=characters, sinks=sinks)
-    return json_answer(f'{{"predictions":[{predictions}]}}', headers)
+    streams = await exchange.collect(sequences, reveal_stop=True, logprobs=False)
+    predictions = ",".join(quoted(stream.output.text) for stream in streams)
+    return exchange.respond(f'{{"predictions":[{predictions}]}}', characters=characters, streams=streams)
 
 
 async def _checked(exchange: Exchange, instance: GenerateVertexInstance | ChatRequest) -> tuple[str, CheckedRequest]:
@@ -131,4 +125,4 @@ async def _checked(exchange: Exchange, instance: GenerateVertexInstance | ChatRe
         return prompt.text, prompt.checked
     parameters = instance.parameters or GenerateParameters()
     check = exchange.service.validator.check
-    return instance.inputs, await check(instance.inputs, parameters, size=exchange.size)
+    return instance.inputs, await check(RenderedPrompt(instance.inputs), parameters, size=exchange.size)

@@ -7,9 +7,9 @@ from starlette.responses import Response
 from shared.stubs import generate_pb2 as pb
 from tgi_server.contract import FinishReason
 from tgi_server.router.api.documentation import OPENAI_ERRORS, described_body, event_stream_of
-from tgi_server.router.api.event_stream import EventStream, Outbox, StreamEnd, event
-from tgi_server.router.api.requests import DirectRoute, Exchange, answer, collect, stream_headers, timing_headers
-from tgi_server.router.api.responses import json_answer, quoted
+from tgi_server.router.api.event_stream import Outbox
+from tgi_server.router.api.requests import DirectRoute, Exchange, respond_to
+from tgi_server.router.api.responses import event, quoted
 from tgi_server.router.api.routes.openai import (
     DONE,
     Envelope,
@@ -21,9 +21,8 @@ from tgi_server.router.api.routes.openai import (
 from tgi_server.router.errors import InvalidRequest
 from tgi_server.router.schemas.completions import Chunk, CompletionFinal, CompletionRequest
 from tgi_server.router.service import Service
-from tgi_server.router.text.detokenizer import StopSequences
-from tgi_server.router.text.token_stream import OnEnd, SequenceSink
-from tgi_server.router.text.tokenizer import TextTokenizer
+from tgi_server.router.text.special_tokens import RenderedPrompt
+from tgi_server.router.text.token_stream import AnyStream
 from tgi_server.router.text.validation import CheckedRequest
 
 
@@ -38,10 +37,7 @@ def completion_routes(service: Service) -> APIRouter:
         openapi_extra=described_body(CompletionRequest),
     )
     async def completions(request: Request) -> Response:
-        async def handle(exchange: Exchange) -> Response:
-            return await complete(exchange, await exchange.read(CompletionRequest))
-
-        return await answer(service, request, handle)
+        return await respond_to(service, request, CompletionRequest, complete)
 
     return router
 
@@ -54,7 +50,8 @@ async def complete(exchange: Exchange, request: CompletionRequest) -> Response:
     check_sequences(len(prompts), limit, "the number of prompts")
     check_sequences(len(prompts) * choices, limit, "the number of prompts times `n`")
     parameters = generation_parameters(request, max_tokens=request.max_tokens)
-    checked = [await exchange.service.validator.check(each, parameters, size=exchange.size) for each in prompts]
+    check = exchange.service.validator.check
+    checked = [await check(RenderedPrompt(each), parameters, size=exchange.size) for each in prompts]
     exchange.reserve(len(prompts) * choices - 1)
     sequences = [each for prompt in checked for each in prompt.times(choices)]
     prompt_tokens = sum(len(prompt.input_ids) for prompt in checked)
@@ -76,14 +73,11 @@ def _refuse(request: CompletionRequest) -> None:
 
 
 async def _whole(exchange: Exchange, sequences: list[CheckedRequest], prompt_tokens: int, characters: int) -> Response:
-    sinks = await collect(exchange, sequences, reveal_stop=False, logprobs=False)
-    choices = ",".join(
-        _choice(index, sink.text, finish_reason(sink.finish_reason) if sink.finish_reason else "")
-        for index, sink in enumerate(sinks)
-    )
+    streams = await exchange.collect(sequences, reveal_stop=False, logprobs=False)
+    choices = ",".join(_choice(index, stream.output.text, stream.finish_reason) for index, stream in enumerate(streams))
     envelope = Envelope("text_completion", "cmpl", exchange.service.model)
-    text = envelope.wrap(choices, usage_json(prompt_tokens, sinks))
-    return json_answer(text, timing_headers(exchange, characters=characters, sinks=sinks))
+    text = envelope.wrap(choices, usage_json(prompt_tokens, streams))
+    return exchange.respond(text, characters=characters, streams=streams)
 
 
 def _stream(
@@ -92,72 +86,56 @@ def _stream(
     sequences: list[CheckedRequest],
     prompt_tokens: int,
     characters: int,
-) -> EventStream:
-    service = exchange.service
+) -> Response:
     outbox = Outbox()
-    envelope = Envelope("text_completion", "cmpl", service.model)
+    envelope = Envelope("text_completion", "cmpl", exchange.service.model)
     whole_usage = request.stream_options is not None and request.stream_options.include_usage
-    sinks: list[SequenceSink] = []
+    streams: list[AnyStream] = []
 
     def last_words() -> bytes:
-        return event(envelope.wrap("", usage_json(prompt_tokens, sinks))) if whole_usage else b""
+        return event(envelope.wrap("", usage_json(prompt_tokens, streams))) if whole_usage else b""
 
-    end = StreamEnd(
-        outbox, exchange.path, exchange.release, sequences=len(sequences), last_words=last_words, trailer=DONE
-    )
+    end = exchange.stream_end(outbox, sequences=len(sequences), last_words=last_words, trailer=DONE)
     for index, checked in enumerate(sequences):
-        sink = _ChunkSink(
-            service.tokenizer,
-            checked.input_ids,
-            checked.stop_sequences(reveal=False),
-            end,
-            outbox=outbox,
-            envelope=envelope,
-            index=index,
-            whole_usage=whole_usage,
-        )
-        sinks.append(sink)
-        exchange.submit(checked, sink, logprobs=False)
-    return EventStream(outbox, stream_headers(exchange, characters=characters), exchange.close)
+        chunks = _CompletionChunks(outbox, envelope, index, whole_usage=whole_usage)
+        streams.append(exchange.generate(checked, chunks, end, reveal_stop=False, logprobs=False))
+    return exchange.stream(outbox, characters=characters)
 
 
-class _ChunkSink(SequenceSink):
+class _CompletionChunks:
     """Writes a chunk for each token that shows something. The last one has the sequence's usage, as TGI's has."""
 
     __slots__ = ("_envelope", "_index", "_outbox", "_whole_usage")
 
-    def __init__(
-        self,
-        tokenizer: TextTokenizer,
-        input_ids: list[int],
-        stops: StopSequences | None,
-        on_end: OnEnd,
-        *,
-        outbox: Outbox,
-        envelope: Envelope,
-        index: int,
-        whole_usage: bool,
-    ) -> None:
+    def __init__(self, outbox: Outbox, envelope: Envelope, index: int, *, whole_usage: bool) -> None:
         """whole_usage: usage comes once, for all sequences of the stream, behind the last of them."""
-        super().__init__(tokenizer, input_ids, stops, on_end)
         self._outbox = outbox
         self._envelope = envelope
         self._index = index
         self._whole_usage = whole_usage
 
-    def _take(
-        self, token_id: int, text: str, visible: str, logprob: float | None, top: pb.TopTokens | None, *, special: bool
+    def token(
+        self,
+        stream: AnyStream,
+        token_id: int,
+        text: str,
+        visible: str,
+        logprob: float | None,
+        top: pb.TopTokens | None,
     ) -> None:
-        if not visible and self.finish_reason is None:
-            return
-        choice = _choice(self._index, visible, finish_reason(self.finish_reason) if self.finish_reason else "")
-        self._outbox.write(event(self._envelope.wrap(choice, self._usage(self.finish_reason))))
+        if visible or stream.finish_reason is not None:
+            self.rest(stream, visible)
 
-    def _usage(self, reason: FinishReason | None) -> str | None:
+    def rest(self, stream: AnyStream, text: str) -> None:
+        choice = _choice(self._index, text, stream.finish_reason)
+        self._outbox.write(event(self._envelope.wrap(choice, self._usage(stream))))
+
+    def _usage(self, stream: AnyStream) -> str | None:
         if self._whole_usage:
             return "null"
-        return None if reason is None else usage_json(self.input_length, [self])
+        return None if stream.finish_reason is None else usage_json(stream.input_length, [stream])
 
 
-def _choice(index: int, text: str, reason: str) -> str:
-    return f'{{"index":{index},"text":{quoted(text)},"logprobs":null,"finish_reason":"{reason}"}}'
+def _choice(index: int, text: str, reason: FinishReason | None) -> str:
+    name = "" if reason is None else finish_reason(reason)
+    return f'{{"index":{index},"text":{quoted(text)},"logprobs":null,"finish_reason":"{name}"}}'

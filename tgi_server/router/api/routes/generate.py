@@ -9,13 +9,13 @@ from starlette.responses import Response
 from shared.stubs import generate_pb2 as pb
 from tgi_server.contract import FinishReason
 from tgi_server.router.api.documentation import GENERATION_ERRORS, STREAM_ERRORS, described_body, event_stream_of
-from tgi_server.router.api.event_stream import EventStream, Outbox, StreamEnd, event
-from tgi_server.router.api.requests import DirectRoute, Exchange, answer, collect, stream_headers, timing_headers
-from tgi_server.router.api.responses import json_answer, number, optional, quoted, token_json, top_tokens_json
+from tgi_server.router.api.event_stream import Outbox
+from tgi_server.router.api.requests import DirectRoute, Exchange, respond_to
+from tgi_server.router.api.responses import event, number, optional, quoted, token_json, top_tokens_json
 from tgi_server.router.schemas.generate import GenerateRequest, GenerateResponse, StreamResponse
 from tgi_server.router.service import Service
-from tgi_server.router.text.detokenizer import StopSequences
-from tgi_server.router.text.token_stream import CollectingSink, OnEnd, SequenceSink
+from tgi_server.router.text.special_tokens import RenderedPrompt
+from tgi_server.router.text.token_stream import AnyStream, CollectedTokens, TokenStream
 from tgi_server.router.text.tokenizer import TextTokenizer
 
 
@@ -30,10 +30,7 @@ def generate_routes(service: Service) -> APIRouter:
         openapi_extra=described_body(GenerateRequest),
     )
     async def generate(request: Request) -> Response:
-        async def handle(exchange: Exchange) -> Response:
-            return await generate_whole(exchange, await exchange.read(GenerateRequest))
-
-        return await answer(service, request, handle)
+        return await respond_to(service, request, GenerateRequest, generate_whole)
 
     @router.post(
         "/generate_stream",
@@ -43,55 +40,50 @@ def generate_routes(service: Service) -> APIRouter:
         openapi_extra=described_body(GenerateRequest),
     )
     async def generate_stream(request: Request) -> Response:
-        async def handle(exchange: Exchange) -> Response:
-            return await stream_generation(exchange, await exchange.read(GenerateRequest))
-
-        return await answer(service, request, handle)
+        return await respond_to(service, request, GenerateRequest, stream_generation)
 
     return router
 
 
 async def generate_whole(exchange: Exchange, request: GenerateRequest, *, in_list: bool = False) -> Response:
-    """in_list: answer with a list of one, as `/` does."""
+    """Responds in one piece. in_list: with a list of one, as `/` does."""
     parameters = request.chosen_parameters
-    checked = await exchange.service.validator.check(request.inputs, parameters, size=exchange.size)
+    checked = await exchange.service.validator.check(RenderedPrompt(request.inputs), parameters, size=exchange.size)
     details = parameters.details or parameters.decoder_input_details
     best_of = parameters.best_of or 1
     if best_of > 1:
         exchange.reserve(best_of - 1)
     requests = checked.times(best_of)
-    sinks = await collect(exchange, requests, reveal_stop=True, logprobs=details or best_of > 1)
-    order = sorted(range(best_of), key=lambda each: sinks[each].mean_logprob(), reverse=True)
+    streams = await exchange.collect(requests, reveal_stop=True, logprobs=details or best_of > 1)
+    order = sorted(range(best_of), key=lambda each: streams[each].output.mean_logprob(), reverse=True)
     prompt = request.inputs if parameters.return_full_text else ""
     tokenizer = exchange.service.tokenizer
-    best = sinks[order[0]]
-    text = f'{{"generated_text":{quoted(prompt + best.text)}'
+    best = streams[order[0]]
+    text = f'{{"generated_text":{quoted(prompt + best.output.text)}'
     if details:
         others = ",".join(
-            f'{{"generated_text":{quoted(prompt + sinks[each].text)},'
-            f"{_details(tokenizer, sinks[each], requests[each].seed)}}}"
+            f'{{"generated_text":{quoted(prompt + streams[each].output.text)},'
+            f"{_details(tokenizer, streams[each], requests[each].seed)}}}"
             for each in order[1:]
         )
         sequences = f',"best_of_sequences":[{others}]' if best_of > 1 else ""
         text += f',"details":{{{_details(tokenizer, best, requests[order[0]].seed)}{sequences}}}'
     text += "}"
-    headers = timing_headers(exchange, characters=len(request.inputs), sinks=[best])
-    return json_answer(f"[{text}]" if in_list else text, headers)
+    return exchange.respond(f"[{text}]" if in_list else text, characters=len(request.inputs), streams=[best])
 
 
-def _details(tokenizer: TextTokenizer, sink: CollectingSink, seed: int | None) -> str:
-    """The members of a JSON object that tell how a sequence came about."""
-    assert sink.finish_reason is not None
+def _details(tokenizer: TextTokenizer, stream: TokenStream[CollectedTokens], seed: int | None) -> str:
+    """Returns the members of a JSON object that tell how a sequence came about."""
+    assert stream.finish_reason is not None
+    output = stream.output
     tokens = ",".join(
-        token_json(token_id, text, logprob, special=special)
-        for token_id, text, logprob, special in zip(
-            sink.token_ids, sink.texts, sink.logprobs, sink.special, strict=True
-        )
+        token_json(token_id, text, logprob, special=token_id in tokenizer.special_tokens)
+        for token_id, text, logprob in zip(output.token_ids, output.texts, output.logprobs, strict=True)
     )
-    top = ",".join(top_tokens_json(tokenizer, each) for each in sink.top_tokens)
+    top = ",".join(top_tokens_json(tokenizer, each) for each in output.top_tokens)
     return (
-        f'"finish_reason":"{sink.finish_reason.value}","generated_tokens":{sink.generated_tokens},'
-        f'"seed":{optional(seed)},"prefill":{_prefill(tokenizer, sink.prefill)},"tokens":[{tokens}]'
+        f'"finish_reason":"{stream.finish_reason.value}","generated_tokens":{stream.generated_tokens},'
+        f'"seed":{optional(seed)},"prefill":{_prefill(tokenizer, stream.prefill)},"tokens":[{tokens}]'
         + (f',"top_tokens":[{top}]' if top else "")
     )
 
@@ -106,66 +98,66 @@ def _prefill(tokenizer: TextTokenizer, prefill: pb.PrefillTokens | None) -> str:
     return f"[{','.join(entries)}]"
 
 
-async def stream_generation(exchange: Exchange, request: GenerateRequest) -> EventStream:
+async def stream_generation(exchange: Exchange, request: GenerateRequest) -> Response:
+    """Responds with an event for each token."""
     parameters = request.chosen_parameters
     check = exchange.service.validator.check
-    checked = await check(request.inputs, parameters, streaming=True, size=exchange.size)
+    checked = await check(RenderedPrompt(request.inputs), parameters, streaming=True, size=exchange.size)
     outbox = Outbox()
-    sink = _EventSink(
-        exchange.service.tokenizer,
-        checked.input_ids,
-        checked.stop_sequences(reveal=True),
-        StreamEnd(outbox, exchange.path, exchange.release),
-        outbox=outbox,
-        seed=checked.seed,
-        details=parameters.details,
-        prompt=request.inputs if parameters.return_full_text else "",
+    prompt = request.inputs if parameters.return_full_text else ""
+    events = _TokenEvents(
+        outbox, exchange.service.tokenizer, seed=checked.seed, details=parameters.details, prompt=prompt
     )
-    exchange.submit(checked, sink, logprobs=True)
-    return EventStream(outbox, stream_headers(exchange, characters=len(request.inputs)), exchange.close)
+    exchange.generate(checked, events, exchange.stream_end(outbox), reveal_stop=True, logprobs=True)
+    return exchange.stream(outbox, characters=len(request.inputs))
 
 
-class _EventSink(SequenceSink):
+class _TokenEvents:
     """Writes TGI's events: one for each token, the last with the whole text."""
 
-    __slots__ = ("_details", "_outbox", "_seed", "_texts")
+    __slots__ = ("_details", "_outbox", "_seed", "_texts", "_tokenizer")
 
     def __init__(
-        self,
-        tokenizer: TextTokenizer,
-        input_ids: list[int],
-        stops: StopSequences | None,
-        on_end: OnEnd,
-        *,
-        outbox: Outbox,
-        seed: int | None,
-        details: bool,
-        prompt: str,
+        self, outbox: Outbox, tokenizer: TextTokenizer, *, seed: int | None, details: bool, prompt: str
     ) -> None:
-        super().__init__(tokenizer, input_ids, stops, on_end)
+        """prompt: what the whole text begins with. details: the last event has them."""
         self._outbox = outbox
+        self._tokenizer = tokenizer
         self._seed = seed
         self._details = details
         self._texts = [prompt]
 
-    def _take(
-        self, token_id: int, text: str, visible: str, logprob: float | None, top: pb.TopTokens | None, *, special: bool
+    def token(
+        self,
+        stream: AnyStream,
+        token_id: int,
+        text: str,
+        visible: str,
+        logprob: float | None,
+        top: pb.TopTokens | None,
     ) -> None:
-        self._texts.append(visible)
-        token = token_json(token_id, text, logprob, special=special)
+        special = token_id in self._tokenizer.special_tokens
         tops = f'"top_tokens":{top_tokens_json(self._tokenizer, top)},' if top is not None else ""
+        self._write(stream, token_json(token_id, text, logprob, special=special), tops, visible)
+
+    def rest(self, stream: AnyStream, text: str) -> None:
+        self._write(stream, token_json(stream.last_id, text, None, special=False), "", text)
+
+    def _write(self, stream: AnyStream, token: str, tops: str, visible: str) -> None:
+        self._texts.append(visible)
         whole, details = "null", "null"
-        if self.finish_reason is not None:
+        if stream.finish_reason is not None:
             whole = quoted("".join(self._texts))
-            details = self._stream_details(self.finish_reason) if self._details else details
+            details = self._stream_details(stream, stream.finish_reason) if self._details else details
         self._outbox.write(
             event(
-                f'{{"index":{self.generated_tokens},"token":{token},{tops}"generated_text":{whole},"details":{details}}}'
+                f'{{"index":{stream.generated_tokens},"token":{token},{tops}'
+                f'"generated_text":{whole},"details":{details}}}'
             )
         )
 
-    def _stream_details(self, reason: FinishReason) -> str:
+    def _stream_details(self, stream: AnyStream, reason: FinishReason) -> str:
         return (
-            f'{{"finish_reason":"{reason.value}","generated_tokens":{self.generated_tokens},'
-            f'"seed":{optional(self._seed)},"input_length":{self.input_length}}}'
+            f'{{"finish_reason":"{reason.value}","generated_tokens":{stream.generated_tokens},'
+            f'"seed":{optional(self._seed)},"input_length":{stream.input_length}}}'
         )

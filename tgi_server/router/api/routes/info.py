@@ -1,4 +1,4 @@
-"""What monitoring and clients ask about the server: health, metrics, what is served."""
+"""/health, /metrics, /info and /v1/models: the server's state, and what it serves."""
 
 from time import time
 

@@ -1,4 +1,4 @@
-"""What the OpenAI routes have in common: parameters, envelopes, usage, finish reasons."""
+"""Parameters, envelopes, usage and finish reasons of the OpenAI routes."""
 
 from collections.abc import Iterable
 from time import time
@@ -11,7 +11,7 @@ from tgi_server.router.schemas.generate import GenerateParameters
 from tgi_server.router.schemas.grammar import GrammarType
 from tgi_server.router.schemas.openai import SharedParameters
 from tgi_server.router.service import ModelDescription
-from tgi_server.router.text.token_stream import SequenceSink
+from tgi_server.router.text.token_stream import AnyStream
 
 DONE = b"data: [DONE]\n\n"
 
@@ -23,14 +23,14 @@ _FINISH_REASONS = {
 
 
 def finish_reason(reason: FinishReason) -> str:
-    """OpenAI's name of it."""
+    """Returns OpenAI's name of it."""
     return _FINISH_REASONS[reason]
 
 
 def generation_parameters(
     request: SharedParameters, *, max_tokens: int | None, grammar: GrammarType | None = None, top_n_tokens: int = 0
 ) -> GenerateParameters:
-    """OpenAI's parameters as TGI's. Sampling is on unless the temperature is 0; a `top_p` of 1 switches it off.
+    """Returns OpenAI's parameters as TGI's. Sampling is on unless the temperature is 0; a `top_p` of 1 switches it off.
 
     Raises InvalidRequest.
     """
@@ -64,7 +64,7 @@ def check_sequences(sequences: int, limit: int, what: str) -> None:
 
 
 class Envelope:
-    """What every object of one answer has around its choices."""
+    """The members that every object of one response has around its choices."""
 
     def __init__(self, kind: str, identity: str, model: ModelDescription) -> None:
         """kind: the `object`. identity: the beginning of the `id`."""
@@ -74,12 +74,12 @@ class Envelope:
         )
 
     def wrap(self, choices: str, usage: str | None = None) -> str:
-        """JSON of choices, comma-separated, as an answer or a chunk. usage: JSON of it; None leaves it out."""
+        """Returns a response or a chunk. choices: JSON, comma-separated. usage: JSON of it; None leaves it out."""
         return f"{self._head}{choices}]}}" if usage is None else f'{self._head}{choices}],"usage":{usage}}}'
 
 
-def usage_json(prompt_tokens: int, sinks: Iterable[SequenceSink]) -> str:
-    completion_tokens = sum(sink.generated_tokens for sink in sinks)
+def usage_json(prompt_tokens: int, streams: Iterable[AnyStream]) -> str:
+    completion_tokens = sum(stream.generated_tokens for stream in streams)
     return (
         f'{{"prompt_tokens":{prompt_tokens},"completion_tokens":{completion_tokens},'
         f'"total_tokens":{prompt_tokens + completion_tokens}}}'

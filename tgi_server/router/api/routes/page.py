@@ -25,7 +25,7 @@ _HEADERS = {
 
 
 def wants_page(request: Request) -> bool:
-    """Whether a browser asks: it names text/html, which programs do not."""
+    """Returns True if a browser asks: it names text/html, which programs do not."""
     return "text/html" in request.headers.get("accept", "")
 
 
@@ -34,7 +34,7 @@ def page() -> Response:
 
 
 def page_routes() -> APIRouter:
-    """What the page consists of."""
+    """Serves the files that the page consists of."""
     router = APIRouter()
 
     @router.get("/static/{name}", include_in_schema=False)

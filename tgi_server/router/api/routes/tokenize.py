@@ -10,7 +10,7 @@ from tokenizers import Encoding
 from tgi_server.router.api.body import parse, read_beside_loop, read_body
 from tgi_server.router.api.documentation import REQUEST_ERRORS, described_body
 from tgi_server.router.api.requests import DirectRoute
-from tgi_server.router.api.responses import json_answer, quoted
+from tgi_server.router.api.responses import json_response, quoted
 from tgi_server.router.api.routes.chat_prompt import plan_chat, render_plan
 from tgi_server.router.errors import InvalidRequest
 from tgi_server.router.schemas.chat import ChatRequest, ChatTokenizeResponse
@@ -19,7 +19,7 @@ from tgi_server.router.service import Service
 from tgi_server.router.text.special_tokens import RenderedPrompt
 
 MOST_TOKENS = 65_536
-"""Of one answer, unless a prompt may have more."""
+"""Most tokens of one response, unless a prompt may have more."""
 
 
 def tokenize_routes(service: Service) -> APIRouter:
@@ -39,7 +39,7 @@ def tokenize_routes(service: Service) -> APIRouter:
             if not asked.inputs:
                 raise InvalidRequest("`inputs` must not be empty")
             _, tokens = await _tokens(service, RenderedPrompt(asked.inputs), add_special_tokens=True)
-            return json_answer(tokens)
+            return json_response(tokens)
 
     @router.post(
         "/chat_tokenize",
@@ -54,13 +54,13 @@ def tokenize_routes(service: Service) -> APIRouter:
             asked = await read_beside_loop(service.threads, body, partial(parse, ChatRequest))
             prompt = await render_plan(service, plan_chat(service, asked, len(body)))
             text, tokens = await _tokens(service, prompt, add_special_tokens=False)
-            return json_answer(f'{{"tokenize_response":{tokens},"templated_text":{quoted(text)}}}')
+            return json_response(f'{{"tokenize_response":{tokens},"templated_text":{quoted(text)}}}')
 
     return router
 
 
 async def _tokens(service: Service, prompt: RenderedPrompt, *, add_special_tokens: bool) -> tuple[str, str]:
-    """The prompt's text, and its tokens as JSON. Raises InvalidRequest when there are more than one answer holds."""
+    """Returns the prompt's text, and its tokens as JSON. Raises InvalidRequest when there are too many of them."""
     most = max(MOST_TOKENS, service.limits.max_input_tokens)
 
     def tokenize() -> tuple[str, str]:
