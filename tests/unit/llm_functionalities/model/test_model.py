@@ -89,7 +89,7 @@ async def test_questions_are_made_when_their_turn_comes(model: Model, server: Mo
 
     batch = asyncio.create_task(model.answers(20, question, GENERATION, Deadline.after(10), {}))
     await asyncio.sleep(0.2)
-    assert sorted(made) == [0, 1]
+    assert made == [0]
     may_go_on.set()
     assert len(await batch) == 20
     assert sorted(made) == list(range(20))
