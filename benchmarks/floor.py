@@ -33,8 +33,7 @@ class ModelCost:
 
     def prefill_seconds(self, machine: Machine, batch: int, context: int) -> float:
         """Returns the floor of computing `batch` prompts of `context` tokens in one pass."""
-        pairs = batch * context**2 / 2
-        return self._seconds(machine, 1, batch * context, batch, pairs=pairs)
+        return self._seconds(machine, 1, batch * context, batch, pairs=batch * context**2 / 2)
 
     def decode_seconds(self, machine: Machine, batch: int, context: int) -> float:
         """Returns the floor of a pass in which each of `batch` sequences with `context` tokens gets one more."""

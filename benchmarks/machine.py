@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -67,9 +68,7 @@ def _bandwidth(device: torch.device) -> float:
     size = _READ_BYTES[device.type]
     source = torch.ones(size // 4, device=device)
     target = torch.empty_like(source)
-    reading = size / _seconds(source.sum, device)
-    copying = 2 * size / _seconds(lambda: target.copy_(source), device)
-    return max(reading, copying)
+    return size * max(1 / _seconds(source.sum, device), 2 / _seconds(lambda: target.copy_(source), device))
 
 
 def _matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
@@ -80,11 +79,8 @@ def _matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
     if device.type != "cpu" or has_products(dtype):
         ways.append(lambda: left @ right)
     if device.type == "cpu":
-        packed = OneDnnLinear(right)
-        ways.append(lambda: packed(left))
-        if FloatLinear.supports(dtype):
-            own = FloatLinear(right)
-            ways.append(lambda: own(left))
+        layers = [OneDnnLinear(right), *([FloatLinear(right)] if FloatLinear.supports(dtype) else [])]
+        ways += [partial(layer, left) for layer in layers]
     return 2 * size**3 / min(_seconds(way, device) for way in ways)
 
 
@@ -111,8 +107,7 @@ def main() -> None:
         cost = cost_of(read_config(arguments.model), dtype)
     except ValueError as error:
         sys.exit(f"error: {error}")
-    machine = measure_machine(torch.device(arguments.device), dtype)
-    print(json.dumps({"machine": asdict(machine), "cost": asdict(cost)}))
+    print(json.dumps({"machine": asdict(measure_machine(torch.device(arguments.device), dtype)), "cost": asdict(cost)}))
 
 
 if __name__ == "__main__":
