@@ -77,42 +77,75 @@ inline bool amx_permitted() {
   return permitted;
 }
 
+// The compiler wants the numbers of registers as literals: calls DO(0) where I is 0, and so on.
+#define OATMILL_WITH_REGISTER(I, DO) \
+  if constexpr (I == 0) {            \
+    DO(0);                           \
+  } else if constexpr (I == 1) {     \
+    DO(1);                           \
+  } else if constexpr (I == 2) {     \
+    DO(2);                           \
+  } else if constexpr (I == 3) {     \
+    DO(3);                           \
+  } else if constexpr (I == 4) {     \
+    DO(4);                           \
+  } else if constexpr (I == 5) {     \
+    DO(5);                           \
+  } else if constexpr (I == 6) {     \
+    DO(6);                           \
+  } else {                           \
+    static_assert(I == 7);           \
+    DO(7);                           \
+  }
+
+// All registers are whole. A constant in memory: of what the instruction reads, the compiler knows only the beginning,
+// and might leave out stores to the rest.
+struct alignas(64) AmxLayout {
+  uint8_t palette = 1, start_row = 0, reserved[14] = {};
+  uint16_t row_bytes[16] = {SIDE_BYTES, SIDE_BYTES, SIDE_BYTES, SIDE_BYTES,
+                            SIDE_BYTES, SIDE_BYTES, SIDE_BYTES, SIDE_BYTES};
+  uint8_t rows[16] = {SIDE, SIDE, SIDE, SIDE, SIDE, SIDE, SIDE, SIDE};
+};
+inline const AmxLayout AMX_LAYOUT;
+
 // A thread's matrices while this lives.
 template <typename Kind>
 class AmxMatrices {
  public:
   using Weights = Kind;
-  AmxMatrices() {
-    struct alignas(64) {
-      uint8_t palette = 1, start_row = 0, reserved[14] = {};
-      uint16_t row_bytes[16] = {};
-      uint8_t rows[16] = {};
-    } layout;
-    for (int i = 0; i < 8; ++i) {
-      layout.row_bytes[i] = SIDE_BYTES;
-      layout.rows[i] = SIDE;
-    }
-    _tile_loadconfig(&layout);
-  }
+  AmxMatrices() { _tile_loadconfig(&AMX_LAYOUT); }
   ~AmxMatrices() { _tile_release(); }
+  AmxMatrices(const AmxMatrices&) = delete;
+  AmxMatrices& operator=(const AmxMatrices&) = delete;
+
   template <int I>
   void zero() {
-    _tile_zero(I);
+#define OATMILL_DO(n) _tile_zero(n)
+    OATMILL_WITH_REGISTER(I, OATMILL_DO)
+#undef OATMILL_DO
   }
   template <int I>
   void load(const void* from, int64_t stride) {
-    _tile_loadd(I, from, stride);
+#define OATMILL_DO(n) _tile_loadd(n, from, stride)
+    OATMILL_WITH_REGISTER(I, OATMILL_DO)
+#undef OATMILL_DO
   }
   template <int I>
   void store(void* to, int64_t stride) {
-    _tile_stored(I, to, stride);
+#define OATMILL_DO(n) _tile_stored(n, to, stride)
+    OATMILL_WITH_REGISTER(I, OATMILL_DO)
+#undef OATMILL_DO
   }
   template <int I>
   void add() {
-    if constexpr (std::is_same_v<Kind, Int8Weights>)
-      _tile_dpbusd(I, 6, 7);
-    else
-      _tile_dpbf16ps(I, 6, 7);
+#define OATMILL_DO(n)                                  \
+  if constexpr (std::is_same_v<Kind, Int8Weights>) {   \
+    _tile_dpbusd(n, 6, 7);                             \
+  } else {                                             \
+    _tile_dpbf16ps(n, 6, 7);                           \
+  }
+    OATMILL_WITH_REGISTER(I, OATMILL_DO)
+#undef OATMILL_DO
   }
 };
 
