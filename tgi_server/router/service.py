@@ -19,7 +19,8 @@ from tgi_server.router.tracing import RequestTracer
 class ModelDescription:
     """The model that is served, and the version of the server.
 
-    compute_type: the value of the header `x-compute-type`.
+    compute_type: the value of the header `x-compute-type`. quantization: of the weights. linear_kernels: what computes
+    linear layers on a CPU.
     """
 
     model_id: str
@@ -27,6 +28,8 @@ class ModelDescription:
     compute_type: str
     encoder_decoder: bool
     version: str
+    quantization: str | None = None
+    linear_kernels: str | None = None
 
     @property
     def fingerprint(self) -> str:

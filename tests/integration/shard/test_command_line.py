@@ -26,7 +26,11 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
     [
         ((), "usage: text-generation-server {serve,download-weights,quantize} MODEL_ID"),
         (("sing",), "there is no command 'sing'"),
-        (("quantize", "model", "folder"), "quantising a model is not supported yet"),
+        (("quantize", "model", "folder", "--bits=5"), "--bits (or BITS): Input should be 4 or 8"),
+        (
+            ("quantize", "model", "folder", "--upload-to-model-id=me/it"),
+            "not supported; upload the folder with `hf upload",
+        ),
         (("serve", "--no-such-flag"), "unrecognized arguments: --no-such-flag"),
         (("serve", "--rank=2"), "RANK is 2, so WORLD_SIZE must be more than 1"),
         (("serve", "--cpu-memory=lots"), "--cpu-memory (or CPU_MEMORY):"),
@@ -52,7 +56,7 @@ def test_a_model_that_is_not_here_is_not_fetched_behind_ones_back(tmp_path: Path
 
 
 def test_every_command_has_help() -> None:
-    for arguments in (["--help"], ["serve", "--help"], ["download-weights", "--help"]):
+    for arguments in (["--help"], ["serve", "--help"], ["download-weights", "--help"], ["quantize", "--help"]):
         result = run(*arguments)
         assert result.returncode == 0
         assert "usage: text-generation-server" in result.stdout

@@ -11,7 +11,7 @@ from tgi_server.engine.attention.gather import GatherAttention
 from tgi_server.engine.config import EngineConfig
 from tgi_server.engine.errors import UnsupportedModel
 from tgi_server.engine.layers import limit_threads, optimise, unpack
-from tgi_server.engine.linear import linear_factory
+from tgi_server.engine.linear import LinearFactory, linear_factory
 from tgi_server.engine.linear.onednn import has_products
 from tgi_server.engine.runners.base import Runner
 from tgi_server.engine.runners.padded import PaddedRunner
@@ -29,8 +29,6 @@ def create_runner(model: PreTrainedModel, config: EngineConfig) -> Runner:
     Raises UnsupportedModel when the engine's own layers do not compute what the model's did, or when the weights
     cannot be quantised as asked. All shards of a model come to the same decision.
     """
-    group = config.group
-    weight_bytes = sum(parameter.nbytes for parameter in model.parameters())
     on_cpu = model.device.type == "cpu" and config.custom_kernels
     if on_cpu:
         limit_threads(model)
@@ -39,9 +37,17 @@ def create_runner(model: PreTrainedModel, config: EngineConfig) -> Runner:
         model.dtype,
         config.quantize,
         custom_kernels=on_cpu,
-        group=group,
+        group=config.group,
         pinned=config.linear_kernels,
     )
+    runner = _runner(model, config, linear, on_cpu=on_cpu)
+    runner.linear_kernels = str(linear) if on_cpu else "torch"
+    return runner
+
+
+def _runner(model: PreTrainedModel, config: EngineConfig, linear: LinearFactory, *, on_cpu: bool) -> Runner:
+    group = config.group
+    weight_bytes = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
     shape = probe_kv_shape(model, group)
     if shape is None:
         _warn_no_graphs(config, "on the padded path")

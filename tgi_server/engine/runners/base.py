@@ -67,11 +67,12 @@ class Runner(ABC):
     """Runs the model for one batch. Sequences past their prompt stand in dense rows 0 .. n - 1.
 
     paged: prompts may be computed in chunks, and keys and values live in blocks that the caller grants.
-    block_size: tokens of a KV block.
+    block_size: tokens of a KV block. linear_kernels: what computes linear layers, for people.
     """
 
     paged: bool
     block_size: int
+    linear_kernels = "torch"
 
     @abstractmethod
     def warm_up(self, max_batch_size: int, max_prefill_tokens: int, max_total_tokens: int | None) -> CacheCapacity:

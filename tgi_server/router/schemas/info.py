@@ -20,6 +20,8 @@ class Info(ResponseModel):
     version: str
     sha: str | None = None
     docker_label: str | None = None
+    quantization: str | None = None
+    linear_kernels: str | None = None
 
 
 class ModelInfo(ResponseModel):
