@@ -41,7 +41,8 @@ class Event:
 def test_who_waits_for_a_gpu_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
     """A wait for a device that has died never ends, and must not keep a core busy."""
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch, "empty", lambda shape, dtype, pin_memory: torch.zeros(shape, dtype=dtype))
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *shape, pin_memory=False, **options: empty(*shape, **options))
     with FakeTensorMode(allow_non_fake_inputs=True):
         pending = Sampled(torch.zeros(2, dtype=torch.int64, device="cuda")).start_copy()
     assert (pending._done.blocking, pending._done.recorded) == (True, True)
