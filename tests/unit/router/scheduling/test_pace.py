@@ -35,7 +35,7 @@ def test_before_anything_is_measured_a_fixed_number_rides_along() -> None:
     assert PromptPace(64, 16).tokens_beside(3, 3) == 64
 
 
-@pytest.mark.parametrize(("machine", "tokens"), [(CPU, 96), (GPU, 992)])
+@pytest.mark.parametrize(("machine", "tokens"), [(CPU, 96), (GPU, 1008)])
 def test_a_step_with_prompts_takes_three_times_as_long_as_one_without(machine: Machine, tokens: int) -> None:
     pace = _used(_default_pace(), machine, 16)
     assert pace.tokens_beside(16, 16) == tokens
@@ -119,7 +119,7 @@ def test_replies_keep_their_pace_while_long_prompts_are_computed(target_s: float
     gaps = _gaps_while_a_prompt_is_computed(CPU, PromptPace(4096, 16, target_s))
     # A step of unmeasured cost comes first, and has been sent twice before it is measured.
     assert sum(gap > (target_s or 3 * CPU(4, 0)) for gap in gaps) <= 2
-    assert max(gaps) >= CPU(3, UNMEASURED_TOKENS)
+    assert max(gaps) > 0.25
 
 
 def test_alone_prompts_are_computed_in_as_large_steps_as_before() -> None:
