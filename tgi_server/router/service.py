@@ -19,8 +19,8 @@ from tgi_server.router.tracing import RequestTracer
 class ModelDescription:
     """The model that is served, and the version of the server.
 
-    compute_type: the value of the header `x-compute-type`. quantization: of the weights. linear_kernels: what computes
-    linear layers on a CPU.
+    compute_type: the value of the header `x-compute-type`. fallbacks: why parts of the model are computed in a slower
+    way than the device has. quantization: of the weights. linear_kernels: what computes linear layers on a CPU.
     """
 
     model_id: str
@@ -30,6 +30,7 @@ class ModelDescription:
     version: str
     quantization: str | None = None
     linear_kernels: str | None = None
+    fallbacks: tuple[str, ...] = ()
 
     @property
     def fingerprint(self) -> str:

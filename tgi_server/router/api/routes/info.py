@@ -88,4 +88,5 @@ def _info(service: Service) -> Info:
         version=service.model.version,
         quantization=service.model.quantization,
         linear_kernels=service.model.linear_kernels,
+        fallbacks=list(service.model.fallbacks),
     )
