@@ -31,9 +31,6 @@ def create_runner(model: PreTrainedModel, config: EngineConfig) -> Runner:
     cannot be quantised as asked. All shards of a model come to the same decision.
     """
     on_cpu = model.device.type == "cpu" and config.custom_kernels
-    fallbacks = []
-    if on_cpu and not load_kernels():
-        fallbacks.append("the CPU kernels are not available, so plain torch does their work")
     if on_cpu:
         limit_threads(model)
     linear = linear_factory(
@@ -51,6 +48,9 @@ def create_runner(model: PreTrainedModel, config: EngineConfig) -> Runner:
 
 def _runner(model: PreTrainedModel, config: EngineConfig, linear: LinearFactory, *, on_cpu: bool) -> Runner:
     group = config.group
+    fallbacks = []
+    if on_cpu and not load_kernels():
+        fallbacks.append("the CPU kernels are not available, so plain torch does their work")
     weight_bytes = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
     shape = probe_kv_shape(model, group)
     if shape is None:
