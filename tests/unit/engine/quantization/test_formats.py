@@ -1,4 +1,4 @@
-"""Readers of quantised checkpoints on files written by hand: the weights, and the tokens of whole and split models."""
+"""Readers of quantised checkpoints on files written by hand: the weights, and the tokens that they lead to."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,9 +11,7 @@ from transformers import AutoConfig
 
 from tests.quantized_models import LAYOUTS, make_quantized
 from tests.unit.engine.requests import generate_together, load_engine, prompts
-from tests.unit.engine.sharding.conftest import RanksOf
 from tgi_server.engine.quantization import find_quantization
-from tgi_server.engine.sharding import ShardGroup
 from tgi_server.engine.sharding.checkpoint import open_checkpoint
 
 TEXTS = prompts((1, 20, 5, 33))
@@ -27,8 +25,8 @@ def slow(values: Sequence[str], *but: str) -> list[Any]:
     return [value if value in but else pytest.param(value, marks=pytest.mark.slow) for value in values]
 
 
-def tokens(group: ShardGroup | None, folder: Path) -> list[list[int]]:
-    return generate_together(load_engine(folder, group=group), TEXTS)
+def tokens(folder: Path, **settings: Any) -> list[list[int]]:
+    return generate_together(load_engine(folder, **settings), TEXTS)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -45,7 +43,7 @@ def test_weights_are_read_as_what_they_stand_for(layout, tmp_path) -> None:
 @pytest.mark.parametrize("layout", slow(LINEAR_LAYOUTS, *KINDS))
 def test_tokens_are_those_of_the_dense_weights(layout, tmp_path) -> None:
     quantized, dense = make_quantized(layout, tmp_path)
-    assert tokens(None, quantized) == tokens(None, dense)
+    assert tokens(quantized) == tokens(dense)
 
 
 @pytest.mark.parametrize(
@@ -65,33 +63,9 @@ def test_tokens_are_those_of_the_dense_weights(layout, tmp_path) -> None:
 )
 def test_other_architectures_and_mixtures_of_experts(layout, architecture, tmp_path) -> None:
     quantized, dense = make_quantized(layout, tmp_path, architecture)
-    assert tokens(None, quantized) == tokens(None, dense)
-
-
-@pytest.mark.parametrize(
-    ("layout", "architecture"),
-    [
-        (layout, "llama") if layout == KINDS[0] else pytest.param(layout, "llama", marks=pytest.mark.slow)
-        for layout in LINEAR_LAYOUTS
-    ]
-    + [
-        pytest.param(layout, architecture, marks=pytest.mark.slow)
-        for layout, architecture in [
-            ("gptq", "gpt2"),
-            ("nf4", "gpt_neox"),
-            ("w4a16", "phi3"),
-            ("gptq", "mixtral"),
-            ("mxfp4", "gpt_oss"),
-        ]
-    ],
-)
-def test_two_shards_say_the_same(layout, architecture, ranks_of: RanksOf, tmp_path) -> None:
-    quantized, dense = make_quantized(layout, tmp_path, architecture)
-    expected = tokens(None, dense)
-    assert ranks_of(2).run(tokens, quantized) == [expected, expected]
+    assert tokens(quantized) == tokens(dense)
 
 
 def test_without_kernels_plain_torch_computes_the_same(tmp_path) -> None:
     quantized, dense = make_quantized("gptq_act_order", tmp_path)
-    plain = generate_together(load_engine(quantized, custom_kernels=False), TEXTS)
-    assert plain == tokens(None, dense)
+    assert tokens(quantized, custom_kernels=False) == tokens(dense)
