@@ -4,7 +4,7 @@ import asyncio
 import logging
 import sys
 
-from llm_functionalities.errors import StartupError
+from llm_functionalities.errors import CannotStart
 from llm_functionalities.server import Server
 from llm_functionalities.settings import Settings
 from shared.logging import configure_logging
@@ -25,7 +25,7 @@ def main() -> None:
     logger.info("settings: %s", settings.describe())
     try:
         asyncio.run(_serve(settings))
-    except StartupError as error:
+    except CannotStart as error:
         fail(PROGRAM, str(error), status=STARTUP_FAILURE)
     finally:
         stop_tracing()

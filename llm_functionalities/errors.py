@@ -65,7 +65,7 @@ class ConnectionLost(EndpointFailed):
     reason = "connection_lost"
 
 
-class Overloaded(EndpointFailed):
+class EndpointOverloaded(EndpointFailed):
     """The endpoint responded with 429."""
 
     reason = "overloaded"
@@ -89,39 +89,39 @@ class Rejected(ModelError):
     reason = "rejected"
 
 
-class Refused(Exception):
+class CallRefused(Exception):
     """A call that this service refuses. Its caller sees `status` and the message."""
 
     status: ClassVar[grpc.StatusCode]
 
 
-class InvalidRequest(Refused):
+class InvalidArgument(CallRefused):
     """A request that cannot be meant as it is."""
 
     status = grpc.StatusCode.INVALID_ARGUMENT
 
 
-class InvalidGrammar(InvalidRequest):
+class UnusableGrammar(InvalidArgument):
     """A request's grammar that no answer could follow."""
 
 
-class TooBusy(Refused):
+class TooBusy(CallRefused):
     """The service works on as many calls as it may."""
 
     status = grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
-class CallerGone(Refused):
+class CallerGone(CallRefused):
     """The caller has closed its connection or cancelled the call."""
 
     status = grpc.StatusCode.CANCELLED
 
 
-class TooSlow(Refused):
+class TooSlow(CallRefused):
     """The caller does not send its request, or does not read the response, in time."""
 
     status = grpc.StatusCode.DEADLINE_EXCEEDED
 
 
-class StartupError(Exception):
+class CannotStart(Exception):
     """The service cannot start; the message says what to do."""

@@ -25,7 +25,6 @@ def _chosen(address: str) -> str:
     return address
 
 
-Port = Annotated[int, Field(gt=0, lt=65536)]
 # The port that torch's own launchers take.
 MEETING_PORT = 29500
 
@@ -48,7 +47,9 @@ class LauncherSettings(ServingSettings, ModelSettings):
         None, description="shards listen on the sockets PATH-0, PATH-1, ...; default: in a folder of their own"
     )
     master_addr: str = Field("localhost", description="where shards meet: with several machines, that of node 0")
-    master_port: Port | None = Field(None, description="default: a free one; with several machines, 29500")
+    master_port: int | None = Field(
+        None, gt=0, lt=65536, description="default: a free one; with several machines, 29500"
+    )
     num_nodes: PositiveInt = Field(1, description="machines that run the model together, each with a launcher")
     node_rank: int = Field(0, ge=0, description="which of them this is; node 0 serves HTTP")
     node_address: Annotated[str, AfterValidator(_chosen)] | None = Field(

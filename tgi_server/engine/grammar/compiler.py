@@ -11,7 +11,7 @@ from typing import TypeVar
 from llguidance import LLMatcher, LLParserLimits
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 
-from tgi_server.contract import Grammar, GrammarType
+from tgi_server.contract import Grammar, GrammarKind
 from tgi_server.engine.grammar.annotated_schema import annotated_lark
 from tgi_server.engine.grammar.compiled import GROWTH_BYTES, CompiledGrammar, CompiledGrammars
 from tgi_server.engine.grammar.constraint import Constraint
@@ -196,11 +196,11 @@ class GrammarCompiler:
 
     def _source(self, grammar: Grammar) -> GrammarSource:
         match grammar.type:
-            case GrammarType.LARK:
+            case GrammarKind.LARK:
                 return GrammarSource(LLMatcher.grammar_from_lark(grammar.value))
-            case GrammarType.REGEX:
+            case GrammarKind.REGEX:
                 return GrammarSource(LLMatcher.grammar_from_regex(rust_regex(grammar.value)))
-            case GrammarType.JSON_SCHEMA:
+            case GrammarKind.JSON_SCHEMA:
                 schema = checked_schema(grammar.value)
                 if not is_annotated(schema):
                     return GrammarSource(LLMatcher.grammar_from_json_schema(schema, overrides=JSON_LAYOUT))

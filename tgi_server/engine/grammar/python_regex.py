@@ -50,10 +50,10 @@ def rust_regex(pattern: str) -> str:
         raise InvalidGrammar(f"the regular expression is none: {error}") from error
     if tree.state.flags & ~_KNOWN_FLAGS:
         raise InvalidGrammar("of the flags of regular expressions, only i, s, x, a and u are supported")
-    return _Writer(tree.state.flags).whole(tree)
+    return _RegexWriter(tree.state.flags).whole(tree)
 
 
-class _Writer:
+class _RegexWriter:
     def __init__(self, flags: int) -> None:
         self._flags = flags
 
@@ -66,7 +66,7 @@ class _Writer:
             nodes = nodes[:-1]
         prefix = "(?i)" if self._flags & re.IGNORECASE else ""
         if len(nodes) == 1 and nodes[0][0] is op.BRANCH:
-            return prefix + "|".join(_Writer(self._flags).whole(branch) for branch in nodes[0][1][1])
+            return prefix + "|".join(_RegexWriter(self._flags).whole(branch) for branch in nodes[0][1][1])
         return prefix + self._sequence(nodes)
 
     def _sequence(self, nodes: Sequence[_Node]) -> str:
@@ -107,7 +107,7 @@ class _Writer:
         _, added, removed, content = argument
         if (added | removed) & ~_KNOWN_FLAGS:
             raise InvalidGrammar("of the flags of regular expressions, only i, s, x, a and u are supported")
-        inner = _Writer((self._flags | added) & ~removed)._sequence(content)
+        inner = _RegexWriter((self._flags | added) & ~removed)._sequence(content)
         on = "i" if added & re.IGNORECASE else ""
         off = "-i" if removed & re.IGNORECASE else ""
         return f"(?{on}{off}:{inner})"

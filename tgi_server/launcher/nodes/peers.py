@@ -34,7 +34,7 @@ class Kind(StrEnum):
     FAILED = "failed"
 
 
-class PeerLost(Exception):
+class NodeLost(Exception):
     """The other side is gone, or does not speak this protocol."""
 
 
@@ -59,23 +59,23 @@ class Link:
             self._writer.write(json.dumps({"word": kind, **details}).encode() + b"\n")
 
     async def receive(self) -> tuple[Kind, dict[str, Any]]:
-        """Returns the next message that is no heartbeat, and its fields. Raises PeerLost."""
+        """Returns the next message that is no heartbeat, and its fields. Raises NodeLost."""
         while True:
             try:
                 async with asyncio.timeout(SILENCE_SECONDS):
                     line = await self._reader.readline()
                 if not line:
-                    raise PeerLost(f"{self.name} closed its connection")
+                    raise NodeLost(f"{self.name} closed its connection")
                 message: dict[str, Any] = json.loads(line)
                 kind = Kind(message["word"])
                 if kind is not Kind.HEARTBEAT:
                     return kind, message
             except TimeoutError as error:
-                raise PeerLost(f"{self.name} has sent nothing for {SILENCE_SECONDS:.0f} s") from error
+                raise NodeLost(f"{self.name} has sent nothing for {SILENCE_SECONDS:.0f} s") from error
             except OSError as error:
-                raise PeerLost(f"{self.name} cannot be reached any more: {error.strerror or error}") from error
+                raise NodeLost(f"{self.name} cannot be reached any more: {error.strerror or error}") from error
             except (ValueError, KeyError, TypeError) as error:
-                raise PeerLost(f"{self.name} sent what is no message of a launcher") from error
+                raise NodeLost(f"{self.name} sent what is no message of a launcher") from error
 
     async def close(self) -> None:
         """Closes the connection; what was sent before still arrives."""
@@ -139,7 +139,7 @@ class Peers:
                     self._stop()
                     if not self.first:
                         return  # node 0 closes its end after that
-        except PeerLost as error:
+        except NodeLost as error:
             self._fail(str(error))
 
     def _stop(self) -> None:

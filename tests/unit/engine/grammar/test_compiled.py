@@ -4,13 +4,13 @@ import pytest
 from llguidance import LLMatcher
 
 from tests.grammars import demo_compiler
-from tgi_server.contract import Grammar, GrammarType
+from tgi_server.contract import Grammar, GrammarKind
 from tgi_server.engine.grammar import NoRoomForGrammar
 from tgi_server.engine.grammar.compiled import CompiledGrammar, CompiledGrammars
 
 
 def grammar(number: int) -> Grammar:
-    return Grammar(GrammarType.REGEX, f"[a-z]{{{number}}}")
+    return Grammar(GrammarKind.REGEX, f"[a-z]{{{number}}}")
 
 
 def compiled(size: int) -> CompiledGrammar:

@@ -6,7 +6,7 @@ import pytest
 from tests.fakes.vocabularies import sentence_piece
 from tests.grammars import compiler_fault
 from tests.unit.router.text.test_parameters import LIMITS, VOCAB_SIZE
-from tgi_server.contract import Grammar, GrammarType
+from tgi_server.contract import Grammar, GrammarKind
 from tgi_server.router.errors import InvalidRequest
 from tgi_server.router.schemas.generate import GenerateParameters
 from tgi_server.router.schemas.grammar import GrammarType as RequestedGrammar
@@ -68,7 +68,7 @@ async def test_streams_have_rules_of_their_own():
 
 async def test_grammars_are_checked():
     regex = RequestedGrammar.model_validate({"type": "regex", "value": "[a-z]+"})
-    assert (await check("hello", grammar=regex)).grammar == Grammar(GrammarType.REGEX, "[a-z]+")
+    assert (await check("hello", grammar=regex)).grammar == Grammar(GrammarKind.REGEX, "[a-z]+")
     broken = RequestedGrammar.model_validate({"type": "regex", "value": "["})
     with pytest.raises(InvalidRequest, match="the grammar cannot be used"):
         await check("hello", grammar=broken)
