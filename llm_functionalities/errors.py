@@ -6,7 +6,7 @@ import grpc
 
 
 class ModelError(Exception):
-    """No answer came from the model. `Model` turns it into an empty response with `reason`."""
+    """The model gave no answer. `Model` turns the error into an empty response with `reason`."""
 
     reason: ClassVar[str] = "error"
 
@@ -42,7 +42,7 @@ class Unresolvable(EndpointDown):
 
 
 class Unreachable(EndpointDown):
-    """No connection to the endpoint could be made in time."""
+    """The service could not connect to the endpoint in time."""
 
     reason = "unreachable"
 
@@ -96,17 +96,17 @@ class CallRefused(Exception):
 
 
 class InvalidArgument(CallRefused):
-    """A request that cannot be meant as it is."""
+    """The request contradicts the service's contract, such as a message that is none of the method's type."""
 
     status = grpc.StatusCode.INVALID_ARGUMENT
 
 
 class UnusableGrammar(InvalidArgument):
-    """A request's grammar that no answer could follow."""
+    """The request has a grammar that no answer could follow."""
 
 
 class TooBusy(CallRefused):
-    """The service works on as many calls as it may."""
+    """The service already works on as many calls as it may."""
 
     status = grpc.StatusCode.RESOURCE_EXHAUSTED
 

@@ -91,7 +91,7 @@ class Endpoint:
         with self._serving(call):
             answer = self._client(call, "/generate").text_generation(prompt, **generation.parameters())
             if not isinstance(answer, str):
-                raise BadResponse(f"generated_text is a {type(answer).__name__}")
+                raise BadResponse(f"generated_text is a {type(answer).__name__}, not a text")
             return answer
 
     def stream(self, prompt: str, generation: GenerationParameters, call: Call) -> Iterator[str]:
@@ -165,7 +165,7 @@ class _GrammarSupport:
         with self._lock:
             known, self._is_known_to_lack_it = self._is_known_to_lack_it, True
         if not known:
-            logger.warning("endpoint %s takes no grammars, answers are only parsed: %s", self._endpoint, reason)
+            logger.warning("endpoint %s takes no grammars; requests go without: %s", self._endpoint, reason)
 
     def taken(self) -> None:
         self._is_known_to_lack_it = False

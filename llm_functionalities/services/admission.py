@@ -58,7 +58,7 @@ class ConcurrencyLimit:
     def place(self) -> Iterator[None]:
         """Takes a place and gives it back at the end. Raises TooBusy when there is none."""
         if self.taken >= self.limit:
-            raise TooBusy(f"{self.limit} calls are under way; try again")
+            raise TooBusy(f"the service works on {self.limit} calls, the most that it may; try again later")
         self.taken += 1
         try:
             yield
@@ -152,7 +152,7 @@ class Admission(grpc.aio.ServerInterceptor):
                 try:
                     request = handler.request_deserializer(message)
                 except DecodeError as error:
-                    raise InvalidArgument(f"the message is no {kind.name}: {error}") from None
+                    raise InvalidArgument(f"the message is not a valid {kind.name}: {error}") from None
                 del message
                 if handler.response_streaming:
                     return await _stream(handler.unary_stream(request, context), context, rpc)
@@ -168,7 +168,7 @@ class Admission(grpc.aio.ServerInterceptor):
         except TimeoutError:
             raise TooSlow(f"the request's message did not arrive within {self._receive_timeout:g} s") from None
         if message is grpc.aio.EOF:
-            raise InvalidArgument("the request has no message")
+            raise InvalidArgument("the request has no message; send one")
         received: bytes = message
         return received
 
@@ -190,7 +190,7 @@ class Admission(grpc.aio.ServerInterceptor):
             status = "INTERNAL"
             span.record_exception(error)
             span.set_status(trace.StatusCode.ERROR, str(error))
-            logger.exception("%s failed; this is a fault of the service", method)
+            logger.exception("%s failed; this is a fault of the service, please report it", method)
             raise
         except BaseException:
             status = "CANCELLED"
@@ -229,7 +229,7 @@ async def _send(rpc: Rpc, response: object, seconds: float) -> None:
         async with asyncio.timeout(seconds):
             await rpc.write(response)
     except TimeoutError:
-        raise TooSlow("the stream was not read in time") from None
+        raise TooSlow("the caller did not read the stream in time") from None
     except grpc.aio.InternalError as error:  # gRPC's word for a stream that the caller has closed
         raise CallerGone(str(error)) from None
 

@@ -17,7 +17,7 @@ from shared.stubs import llm_pb2
 # Trailing metadata that says why a response is empty.
 EMPTY_REASON = "empty-reason"
 
-# Characters. Model servers take no longer grammars, and these are read within milliseconds.
+# Characters of a grammar. Model servers take no longer ones, and this many are read within milliseconds.
 LONGEST_GRAMMAR = 128 * 1024
 
 T = TypeVar("T")
@@ -66,7 +66,7 @@ class ModelClient:
     async def answer(
         self, context: CallContext, ask: Callable[[], Question[T]], generation: GenerationParameters, deadline: Deadline
     ) -> T | None:
-        """Returns the parsed answer of the model; None when there is none, or none of use."""
+        """Returns the parsed answer of the model; None when there is none, or it is of no use."""
         answer = await self.model.answer(ask, generation, deadline, context.trace_headers)
         context.tell_reasons([answer])
         return answer.value
@@ -104,12 +104,12 @@ def grammar_of(grammar: llm_pb2.Grammar) -> Grammar | None:
         raise UnusableGrammar(f"grammar.{form} has {length} characters; it must have at most {LONGEST_GRAMMAR}")
     if form == "regex":
         if not grammar.regex:
-            raise UnusableGrammar("grammar.regex is empty")
+            raise UnusableGrammar("grammar.regex is empty; give a regular expression, or leave the grammar out")
         return Grammar(regex=grammar.regex)
     try:
         schema = json.loads(grammar.json_schema)
     except (ValueError, RecursionError) as error:
         raise UnusableGrammar(f"grammar.json_schema is not JSON: {error}") from None
     if not isinstance(schema, dict):
-        raise UnusableGrammar("grammar.json_schema is not a JSON object")
+        raise UnusableGrammar("grammar.json_schema is JSON, but not an object; give a JSON schema")
     return Grammar(json_schema=schema)

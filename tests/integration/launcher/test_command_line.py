@@ -1,4 +1,4 @@
-"""What a user meets who makes a mistake: one clear line and the right exit code."""
+"""A mistake on the command line is answered with one clear line and the right exit code."""
 
 import os
 import socket
@@ -89,8 +89,8 @@ def test_a_port_in_use() -> None:
 def test_shards_for_all_gpus_where_there_is_none() -> None:
     line = complaint(launch("--sharded=true", CUDA_VISIBLE_DEVICES=""), FAILED)
     assert line == (
-        "text-generation-launcher: --sharded: no GPU is visible here; "
-        "say with --num-shard how many processes are to share the CPUs"
+        "text-generation-launcher: --sharded: no GPU is visible; "
+        "give --num-shard the number of processes that share the CPUs"
     )
 
 

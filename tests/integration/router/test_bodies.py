@@ -1,4 +1,4 @@
-"""What a client may write into a body: it gets a clear error, and nobody else notices."""
+"""A client that sends a wrong body gets a clear error, and nobody else notices."""
 
 import json
 from typing import Any

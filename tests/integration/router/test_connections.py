@@ -53,7 +53,7 @@ async def connection(router: Router) -> AsyncIterator[tuple[asyncio.StreamReader
 
 
 async def ended(reader: asyncio.StreamReader) -> bytes:
-    """What comes before the server ends the connection."""
+    """Returns the bytes that come before the server ends the connection."""
     received = b""
     async with asyncio.timeout(10):
         try:

@@ -1,4 +1,4 @@
-"""What Prometheus is to fetch and Grafana is to show exists."""
+"""Every series that Prometheus is to fetch and Grafana is to show exists."""
 
 import json
 import re

@@ -92,7 +92,7 @@ def test_slow_ones_do_not_keep_others_waiting(queue: GrammarQueue, pool: ThreadP
 
 
 def test_one_that_takes_too_long_is_refused_for_good(queue: GrammarQueue, tried: list[Grammar]) -> None:
-    """It has a second trial, with more time, and no third."""
+    """A grammar has a second trial, with more time, and no third."""
     for _ in range(2):
         with pytest.raises(InvalidGrammar, match="more than 2 s"):
             compile_now(queue, slow(0))

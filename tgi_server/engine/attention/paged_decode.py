@@ -65,7 +65,7 @@ def paged_decode(
 
 
 def _splits(programs: int, tiles: int, device: torch.device) -> int:
-    """Into how many parts a sequence is cut, so that the device has work for all its processors: a power of two."""
+    """Returns the number of parts, a power of two, into which a sequence is cut so that all processors have work."""
     wanted = -(-_PROGRAMS_PER_PROCESSOR * _processors(device) // programs)
     return int(triton.next_power_of_2(max(1, min(wanted, tiles, _MAX_SPLITS))))
 
@@ -142,7 +142,7 @@ def _attend_part(
 
 @triton.jit
 def _rounded(x):
-    """float32 with the precision of bfloat16, to nearest, ties to even."""
+    """Rounds float32 to the precision of bfloat16: to nearest, ties to even."""
     bits = x.to(tl.int32, bitcast=True)
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) & -65536).to(tl.float32, bitcast=True)
 

@@ -46,7 +46,7 @@ T = TypeVar("T")
 
 
 def on_stack(size: int, work: Callable[[], T]) -> T:
-    """Calls `work` in a thread that has a stack of `size` bytes, and returns or raises what it does."""
+    """Calls `work` in a thread with a stack of `size` bytes, and returns or raises what `work` does."""
     outcome: Future[T] = Future()
 
     def run() -> None:
@@ -122,7 +122,7 @@ class GrammarCompiler:
         except ValueError as error:
             raise InvalidGrammar(reason(str(error))) from error
         except RecursionError as error:
-            raise InvalidGrammar("its parts lie too deep inside each other") from error
+            raise InvalidGrammar("its parts are nested too deep") from error
 
     def compile(self, source: GrammarSource) -> LLMatcher:
         """Returns the grammar's matcher, at its beginning. Raises InvalidGrammar as `source` does."""

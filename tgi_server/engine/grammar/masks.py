@@ -31,7 +31,7 @@ class PendingMask:
         self._device = device
 
     def wait(self) -> TokenMask:
-        """The masks on the device."""
+        """Returns the masks on the device."""
         if self._work is not None:
             self._work.result()
         return TokenMask(self._bits.to(self._device, non_blocking=True), self._positions)
@@ -51,7 +51,7 @@ class MaskBuilder:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar-masks") if spare > 0 else None
 
     def start(self, constraints: Sequence[Constraint], positions: Sequence[int], vocab_size: int) -> PendingMask:
-        """One mask for each, which is for the row of logits at its position. vocab_size: of the masks."""
+        """Starts one mask for each constraint, for the row of logits at its position. vocab_size: tokens of a mask."""
         words = -(-vocab_size // _BITS)
         bits = torch.empty(len(constraints), words, dtype=torch.int32, pin_memory=self._device.type == "cuda")
         if self._thread is not None:

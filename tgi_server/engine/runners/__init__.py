@@ -70,7 +70,7 @@ def create_runner(model: PreTrainedModel, config: EngineConfig) -> Runner:
 
 def _warn_no_graphs(config: EngineConfig, where: str) -> None:
     if config.cuda_graphs:
-        logger.warning("--cuda-graphs changes nothing: decoding %s runs without CUDA graphs", where)
+        logger.warning("--cuda-graphs has no effect: decoding %s runs without CUDA graphs", where)
 
 
 def _proven(model: PreTrainedModel, backend: AttentionBackend, group: ShardGroup | None) -> AttentionBackend:
@@ -80,5 +80,5 @@ def _proven(model: PreTrainedModel, backend: AttentionBackend, group: ShardGroup
     fault = backend_fault(model, backend, group)
     if fault is None:
         return backend
-    logger.warning("attention runs in plain torch, which is slow: %s", fault)
+    logger.warning("attention runs in plain torch, which is slower: %s", fault)
     return GatherAttention(backend.shape, backend.device, backend.dtype)

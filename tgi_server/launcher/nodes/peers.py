@@ -30,19 +30,19 @@ class Kind(StrEnum):
     HEARTBEAT = "alive"
     # To node 0: the user asked a node to stop. From node 0: all requests are done, so the shards may end.
     STOP = "stop"
-    # Something died, and what.
+    # A process died; the field `reason` names it.
     FAILED = "failed"
 
 
 class NodeLost(Exception):
-    """The other side is gone, or does not speak this protocol."""
+    """The launcher at the other end is gone, or does not speak this protocol."""
 
 
 class Link:
     """One end of a connection between two launchers. Messages are JSON objects, a line each."""
 
     def __init__(self, name: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """name: of the other side, for log lines and errors."""
+        """name: the name of the other end, for log lines and errors."""
         self.name = name
         self._reader = reader
         self._writer = writer
@@ -50,7 +50,7 @@ class Link:
 
     @classmethod
     async def connect(cls, name: str, host: str, port: int) -> "Link":
-        """Raises OSError."""
+        """Connects to a listening launcher. Raises OSError."""
         return cls(name, *await asyncio.open_connection(host, port, limit=MAX_LINE))
 
     def send(self, kind: Kind, **details: Any) -> None:
@@ -75,7 +75,9 @@ class Link:
             except OSError as error:
                 raise NodeLost(f"{self.name} cannot be reached any more: {error.strerror or error}") from error
             except (ValueError, KeyError, TypeError) as error:
-                raise NodeLost(f"{self.name} sent what is no message of a launcher") from error
+                raise NodeLost(
+                    f"{self.name} sent no message of a launcher; start the same version on all machines"
+                ) from error
 
     async def close(self) -> None:
         """Closes the connection; what was sent before still arrives."""
@@ -115,7 +117,7 @@ class Peers:
             link.send(Kind.STOP)
 
     def send_failed(self, reason: str) -> None:
-        """Tells the other nodes what died on this node, or on another one."""
+        """Tells the other nodes which process died, on this node or on another one."""
         for link in self._links:
             link.send(Kind.FAILED, reason=reason)
 

@@ -162,7 +162,7 @@ def test_a_request_that_met_a_limit_leaves_the_grammar_usable_for_later_ones() -
 
 
 def fault_within(own: GrammarCompiler, grammar: Grammar, tokens: int) -> str | None:
-    """What goes wrong when the letter a is generated so many times."""
+    """Returns the error of generating the letter a so many times; None if there is none."""
     own.check(grammar)
     constraint = own.constraint(grammar, [], tokens + 1, ignore_eos=False)
     letter = own.tokenizer.lookup.tokenize_bytes(b"a")[0]

@@ -1,4 +1,4 @@
-"""Where a grammar leaves no choice, tokens are appended without a pass of their own, and nothing else changes."""
+"""Jump-forward tokens are appended without a forward pass of their own, and nothing else changes."""
 
 import json
 
@@ -50,7 +50,7 @@ def test_json_takes_fewer_steps_than_it_has_tokens(random_engine: Engine) -> Non
 
 
 def test_forced_tokens_are_those_of_the_tokenizer(random_engine: Engine) -> None:
-    """What the model would have been shown of such a text in its training."""
+    """The tokens are those that the model was shown of such a text in its training."""
     driver = Driver(random_engine)
     grammar = Grammar(GrammarKind.REGEX, "the quick brown fox (jumps|sleeps) over the lazy dog")
     (output,) = driver.run(driver.sequence(PROMPT, grammar))
@@ -62,7 +62,7 @@ def test_forced_tokens_are_those_of_the_tokenizer(random_engine: Engine) -> None
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=range(len(SAMPLINGS)))
 def test_the_tokens_do_not_depend_on_the_blocks(random_engine: Engine, sampling: SamplingParameters) -> None:
-    """With one block at a time fewer tokens can be appended at once; they are the same."""
+    """Fewer tokens are appended at once when a sequence gets one block at a time; they are the same ones."""
     plenty = Driver(random_engine)
     expected = plenty.run(plenty.sequence(PROMPT, JSON, 200, sampling=sampling))[0]
     scarce = Driver(random_engine, scarce=True)
@@ -157,7 +157,7 @@ def test_a_grammar_that_fails_ends_its_request_and_no_other(random_engine: Engin
 
 
 def test_a_grammar_that_has_not_been_compiled_ends_its_request_and_no_other(random_engine: Engine) -> None:
-    """It would hold up everybody's step to be compiled there."""
+    """Compiling the grammar in a step would hold up every sequence."""
     driver = Driver(random_engine)
     missing = driver.sequence(PROMPT, None, 20)
     missing.grammar = Grammar(GrammarKind.REGEX, "never seen before")

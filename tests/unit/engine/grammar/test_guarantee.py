@@ -39,7 +39,7 @@ def as_regex(parts: list[tuple[str, str]]) -> str:
 
 
 def check_regex(engine: Engine, pattern: str, seed: int) -> bool:
-    """Whether the text ended."""
+    """Returns True if the text ended."""
     driver = Driver(engine)
     (output,) = driver.run(driver.sequence(PROMPT, Grammar(GrammarKind.REGEX, pattern), NEW, seed=seed))
     assert output.error is None
@@ -53,7 +53,7 @@ def check_regex(engine: Engine, pattern: str, seed: int) -> bool:
 
 
 def check_schema(engine: Engine, schema: Any, seed: int) -> bool | None:
-    """Whether the text ended; None for a schema that is refused."""
+    """Returns True if the text ended; None for a schema that is refused."""
     driver = Driver(engine)
     grammar = Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema))
     try:

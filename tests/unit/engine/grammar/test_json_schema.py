@@ -1,4 +1,4 @@
-"""What of JSON Schema is enforced and what is refused: nothing is passed over."""
+"""Every keyword of JSON Schema is enforced or refused: none is passed over."""
 
 import json
 from typing import Any

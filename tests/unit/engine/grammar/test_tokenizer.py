@@ -28,7 +28,7 @@ SCHEMA = {
 
 
 def sentence_piece() -> Tokenizer:
-    """As in Llama 2: spaces are letters, and bytes have tokens of their own."""
+    """Returns a tokenizer of Llama 2's kind: spaces are letters, and bytes have tokens of their own."""
     tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     tokenizer.decoder = decoders.Sequence(
@@ -45,7 +45,7 @@ def sentence_piece() -> Tokenizer:
 
 
 def unigram() -> Tokenizer:
-    """As in T5."""
+    """Returns a tokenizer of T5's kind."""
     tokenizer = Tokenizer(models.Unigram())
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.decoder = decoders.Metaspace()
@@ -58,7 +58,7 @@ def unigram() -> Tokenizer:
 
 
 def word_piece() -> Tokenizer:
-    """As in BERT."""
+    """Returns a tokenizer of BERT's kind."""
     tokenizer = Tokenizer(models.WordPiece(unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = decoders.WordPiece()

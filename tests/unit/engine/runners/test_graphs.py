@@ -95,4 +95,4 @@ def test_what_cannot_be_recorded_runs_without(caplog: pytest.LogCaptureFixture) 
 
 def test_a_cpu_that_is_told_to_record_says_so(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     load_engine(make("llama", tmp_path), cuda_graphs=(4,))
-    assert "--cuda-graphs changes nothing: decoding on a CPU runs without CUDA graphs" in caplog.messages
+    assert "--cuda-graphs has no effect: decoding on a CPU runs without CUDA graphs" in caplog.messages

@@ -14,7 +14,7 @@ Ends = tuple[Link, Link]
 
 @pytest.fixture
 async def ends(free_port: Callable[[], int]) -> AsyncIterator[Ends]:
-    """Both ends of a connection: node 0's and node 1's."""
+    """The two ends of a connection: node 0's and node 1's."""
     accepted: asyncio.Future[Link] = asyncio.get_running_loop().create_future()
     port = free_port()
 
@@ -57,7 +57,7 @@ async def test_a_peer_that_is_silent_is_lost(ends: Ends, monkeypatch: pytest.Mon
 async def test_a_peer_that_is_no_launcher_is_lost(ends: Ends) -> None:
     here, there = ends
     there._writer.write(b"GET / HTTP/1.1\r\n")
-    with pytest.raises(NodeLost, match=r"^node 1 sent what is no message of a launcher$"):
+    with pytest.raises(NodeLost, match=r"^node 1 sent no message of a launcher"):
         await here.receive()
 
 

@@ -20,7 +20,7 @@ from tgi_server.router.tracing import RequestTracer
 
 
 class Nobody:
-    """No request is ever made here."""
+    """A service of which nothing is ever asked."""
 
     def submit(self, request: ValidRequest) -> None:
         raise AssertionError
@@ -56,7 +56,7 @@ def document() -> dict[str, Any]:
 
 
 def fields(document: dict[str, Any], schema: dict[str, Any]) -> set[str]:
-    """Of an object; of a union, the fields of all its members."""
+    """Returns the fields of an object; of a union, those of all its members."""
     found = set(schema.get("properties", {}))
     for member in (member for kind in ("allOf", "oneOf", "anyOf") for member in schema.get(kind, [])):
         name = member.get("$ref", "").rsplit("/", 1)[-1]

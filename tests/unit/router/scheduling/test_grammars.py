@@ -22,7 +22,7 @@ from tgi_server.shard.grammar_service import GrammarService
 
 @pytest.fixture
 async def client(tmp_path: Path) -> AsyncIterator[ShardedClient]:
-    """Of two shards, each with room for two small grammars."""
+    """A client of two shards, each with room for two small grammars."""
     servers, queues, shards = [], [], []
     for rank in range(2):
         compiler = GrammarCompiler(demo_model.PATH, 3072, [1], kept_bytes=2 * (GROWTH_BYTES + 2**22))

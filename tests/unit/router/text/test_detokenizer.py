@@ -83,7 +83,7 @@ def test_special_tokens_of_the_prompt_are_no_context(tokenizer: TextTokenizer):
 
 
 def feed(sequences: list[str], pieces: list[str], *, reveal: bool) -> tuple[list[str], bool]:
-    """What is shown after each piece (the last entry: what is flushed), and whether a stop sequence came."""
+    """Returns the text shown after each piece, last what is flushed, and True if a stop sequence came."""
     stops = StopSequences(sequences, reveal=reveal)
     shown: list[str] = []
     for piece in pieces:
