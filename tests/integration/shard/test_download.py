@@ -107,7 +107,9 @@ def test_offline_it_finds_what_was_fetched_before(download: Download, hub: Hub) 
 
 
 def test_offline_it_says_what_is_missing(download: Download) -> None:
-    assert f"{ID} is not complete on this machine, and HF_HUB_OFFLINE" in complaint_of(download(ID, HF_HUB_OFFLINE="1"))
+    assert f"{ID} is not complete on this machine; unset HF_HUB_OFFLINE" in complaint_of(
+        download(ID, HF_HUB_OFFLINE="1")
+    )
 
 
 def test_a_revision(download: Download, hub: Hub) -> None:

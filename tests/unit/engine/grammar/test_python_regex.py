@@ -116,7 +116,7 @@ def test_what_rust_knows_and_python_does_not() -> None:
         ("a++", "possessive"),
         ("(?>a)", "atomic"),
         ("(?m)^a$", "flags"),
-        ("(?L)a", "expression is none"),
+        ("(?L)a", "expression cannot be read"),
         ("\ud800", "surrogates"),
     ],
 )
