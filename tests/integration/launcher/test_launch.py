@@ -63,6 +63,7 @@ def test_who_asks_it_to_stop_again_and_again_does_not_make_it_fail(server: Serve
     assert "Traceback" not in running.lines()
 
 
+@pytest.mark.slow
 def test_a_killed_shard_fails_health_and_ends_the_launcher(server: ServerFactory, llama_folder: Path) -> None:
     running = server(f"--model-id={llama_folder}", "--dtype=float32").wait_until_ready()
     children = psutil.Process(running.process.pid).children(recursive=True)

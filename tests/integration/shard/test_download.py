@@ -77,6 +77,7 @@ def test_what_is_there_is_not_fetched_again(download: Download, hub: Hub) -> Non
     assert hub.fetched() == []
 
 
+@pytest.mark.slow
 def test_the_same_weights_in_other_formats_are_left_alone(download: Download, hub: Hub) -> None:
     others = ("pytorch_model.bin", "consolidated.safetensors", "onnx/model.safetensors", "modeling_tiny.py", "logo.png")
     hub.models[ID].files |= dict.fromkeys(others, b"other")
@@ -84,6 +85,7 @@ def test_the_same_weights_in_other_formats_are_left_alone(download: Download, hu
     assert sorted(hub.fetched()) == ["config.json", "model.safetensors", "tokenizer.json"]
 
 
+@pytest.mark.slow
 def test_code_is_fetched_for_those_who_trust_it(download: Download, hub: Hub) -> None:
     hub.models[ID].files["modeling_tiny.py"] = b""
     assert (folder_of(download(ID, "--trust-remote-code")) / "modeling_tiny.py").exists()
@@ -106,12 +108,14 @@ def test_offline_it_finds_what_was_fetched_before(download: Download, hub: Hub) 
     assert hub.requests == []
 
 
+@pytest.mark.slow
 def test_offline_it_says_what_is_missing(download: Download) -> None:
     assert f"{ID} is not complete on this machine; unset HF_HUB_OFFLINE" in complaint_of(
         download(ID, HF_HUB_OFFLINE="1")
     )
 
 
+@pytest.mark.slow
 def test_a_revision(download: Download, hub: Hub) -> None:
     hub.models[ID].revisions = ("v2", COMMIT)
     assert folder_of(download(ID, "--revision", "v2")).name == COMMIT
@@ -124,6 +128,7 @@ def test_a_private_model_needs_its_token(download: Download, hub: Hub) -> None:
     folder_of(download(ID, HF_TOKEN="secret"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "complaint"),
     [
@@ -139,11 +144,13 @@ def test_what_cannot_be_had_is_told_in_one_line(download: Download, hub: Hub, na
     assert complaint in complaint_of(download(name))
 
 
+@pytest.mark.slow
 def test_a_hub_that_is_not_reachable(download: Download, free_port: Callable[[], int]) -> None:
     result = download(ID, HF_ENDPOINT=f"http://127.0.0.1:{free_port()}")
     assert f"{ID} is not on this machine, and the hub cannot be reached" in complaint_of(result)
 
 
+@pytest.mark.slow
 def test_bin_weights_are_converted(download: Download, hub: Hub) -> None:
     hub.models[ID].files = CONFIG | {"pytorch_model.bin": pickled(WEIGHTS), "training_args.bin": b"not for us"}
     folder = folder_of(download(ID))

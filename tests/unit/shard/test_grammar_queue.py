@@ -91,6 +91,7 @@ def test_slow_ones_do_not_keep_others_waiting(queue: GrammarQueue, pool: ThreadP
     assert sum(isinstance(attacker.exception(), GrammarsBusy) for attacker in attackers) > 20
 
 
+@pytest.mark.slow
 def test_one_that_takes_too_long_is_refused_for_good(queue: GrammarQueue, tried: list[Grammar]) -> None:
     """A grammar has a second trial, with more time, and no third."""
     for _ in range(2):

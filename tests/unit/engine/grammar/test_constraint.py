@@ -143,6 +143,7 @@ def test_prompt_logprobs_are_reported_once(random_engine: Engine) -> None:
     assert driver.outputs[0].finish_reason is not None
 
 
+@pytest.mark.slow
 def test_a_grammar_that_fails_ends_its_request_and_no_other(random_engine: Engine) -> None:
     """The longer the text, the more ways there are to read it: that is not seen when the grammar is compiled."""
     driver = Driver(random_engine)
