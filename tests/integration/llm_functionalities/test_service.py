@@ -36,7 +36,7 @@ def absent() -> ModelServer:
     return server
 
 
-def test_it_starts_without_an_endpoint_and_answers_empty() -> None:
+def test_a_service_without_an_endpoint_starts_and_answers_empty() -> None:
     with running_service() as service, service.runner() as runner:
         assert reason(runner) == ("", "no_endpoint")
         batch = runner.batch_call_model(llm_pb2.ModelBatchRequest(formatted_prompts=["a", "b", "c"]))

@@ -62,7 +62,7 @@ def complaint_of(result: subprocess.CompletedProcess[str]) -> str:
     return line
 
 
-def test_it_fetches_a_model_and_shows_progress(download: Download) -> None:
+def test_a_download_fetches_a_model_and_shows_progress(download: Download) -> None:
     result = download(ID)
     folder = folder_of(result)
     assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors", "tokenizer.json"]
@@ -70,7 +70,7 @@ def test_it_fetches_a_model_and_shows_progress(download: Download) -> None:
     assert "100%" in result.stderr
 
 
-def test_what_is_there_is_not_fetched_again(download: Download, hub: Hub) -> None:
+def test_files_that_are_there_are_not_fetched_again(download: Download, hub: Hub) -> None:
     first = folder_of(download(ID))
     hub.requests.clear()
     assert folder_of(download(ID)) == first
@@ -101,7 +101,7 @@ def test_a_broken_connection_is_resumed_where_it_broke(download: Download, hub: 
     assert int(resumed.removeprefix("bytes=").removesuffix("-")) > 1_000_000
 
 
-def test_offline_it_finds_what_was_fetched_before(download: Download, hub: Hub) -> None:
+def test_an_earlier_download_is_found_offline(download: Download, hub: Hub) -> None:
     first = folder_of(download(ID))
     hub.requests.clear()
     assert folder_of(download(ID, HF_HUB_OFFLINE="1")) == first
@@ -109,14 +109,14 @@ def test_offline_it_finds_what_was_fetched_before(download: Download, hub: Hub) 
 
 
 @pytest.mark.slow
-def test_offline_it_says_what_is_missing(download: Download) -> None:
+def test_a_model_that_is_missing_offline_is_named(download: Download) -> None:
     assert f"{ID} is not complete on this machine; unset HF_HUB_OFFLINE" in complaint_of(
         download(ID, HF_HUB_OFFLINE="1")
     )
 
 
 @pytest.mark.slow
-def test_a_revision(download: Download, hub: Hub) -> None:
+def test_a_revision_is_fetched_if_the_hub_has_it(download: Download, hub: Hub) -> None:
     hub.models[ID].revisions = ("v2", COMMIT)
     assert folder_of(download(ID, "--revision", "v2")).name == COMMIT
     assert f"the hub has no {ID} at revision v3" in complaint_of(download(ID, "--revision", "v3"))

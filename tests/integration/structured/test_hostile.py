@@ -60,7 +60,7 @@ def test_hostile_grammars_are_refused_or_followed_and_others_go_on(
         *(pytest.param(name, marks=pytest.mark.slow) for name in ("1,000 references", "2,750 rules")),
     ],
 )
-def test_a_deep_one_is_followed_to_its_end(demo_server: TextGenerationServer, name: str) -> None:
+def test_a_deep_grammar_is_followed_to_its_end(demo_server: TextGenerationServer, name: str) -> None:
     answer = ask(demo_server, HOSTILE[name])
     assert answer.status_code == 200, answer.text
 
@@ -74,7 +74,7 @@ def test_a_deep_one_is_followed_to_its_end(demo_server: TextGenerationServer, na
     ids=["items of the parser", "states of the lexer"],
 )
 @pytest.mark.slow
-def test_one_that_fails_after_many_steps_fails_alone(
+def test_a_grammar_that_fails_after_many_steps_fails_alone(
     demo_server: TextGenerationServer, alone: str, grammar: dict[str, Any]
 ) -> None:
     parameters = {"grammar": grammar, "max_new_tokens": 500, "ignore_eos": True, "do_sample": True, "seed": 1}

@@ -89,7 +89,7 @@ def test_a_preempted_sequence_goes_on_where_it_was(
     assert before + after.tokens == expected.tokens
 
 
-def test_others_in_the_batch_change_nothing(random_engine: Engine) -> None:
+def test_other_sequences_of_the_batch_change_nothing(random_engine: Engine) -> None:
     alone = []
     for seed in SEEDS:
         driver = Driver(random_engine)
