@@ -76,7 +76,7 @@ def test_a_folder_without_a_model(tmp_path: Path) -> None:
 def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").write_bytes(b"")
-    assert f"{tmp_path} has no tokenizer.json" in complaint(launch(f"--model-id={tmp_path}"), FAILED)
+    assert f"{tmp_path} has neither a tokenizer.json" in complaint(launch(f"--model-id={tmp_path}"), FAILED)
 
 
 def test_a_port_in_use() -> None:

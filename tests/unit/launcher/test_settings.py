@@ -45,7 +45,7 @@ def test_every_flag_of_tgi_is_known(capsys: pytest.CaptureFixture[str]) -> None:
         ("usage-stats", "on", "this server sends no usage statistics to anyone"),
     ],
 )
-def test_what_is_not_supported_is_refused_by_name(
+def test_a_setting_that_is_not_supported_is_refused_by_name(
     flag: str, value: str, reason: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as end:
@@ -54,7 +54,7 @@ def test_what_is_not_supported_is_refused_by_name(
     assert capsys.readouterr().err == f"launcher: --{flag} (or {flag.replace('-', '_').upper()}): {reason}\n"
 
 
-def test_what_asks_for_nothing_is_let_through() -> None:
+def test_a_value_that_asks_for_nothing_is_let_through() -> None:
     assert read("--speculate=0", "--usage-stats=off", "--quantize=int8").quantize == "int8"
 
 

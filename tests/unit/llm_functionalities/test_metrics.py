@@ -33,7 +33,7 @@ def is_served(port: int) -> bool:
         return False
 
 
-def test_what_is_counted_is_shown(port: int) -> None:
+def test_everything_that_is_counted_is_shown(port: int) -> None:
     assert 'llm_functionalities_empty_answers_total{reason="deadline"} 1.0' in scrape(port)
 
 

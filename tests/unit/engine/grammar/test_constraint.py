@@ -89,7 +89,7 @@ def test_a_preempted_sequence_goes_on_where_it_was(
     assert before + after.tokens == expected.tokens
 
 
-def test_others_in_the_batch_change_nothing(random_engine: Engine) -> None:
+def test_other_sequences_of_the_batch_change_nothing(random_engine: Engine) -> None:
     alone = []
     for seed in SEEDS:
         driver = Driver(random_engine)
@@ -143,6 +143,7 @@ def test_prompt_logprobs_are_reported_once(random_engine: Engine) -> None:
     assert driver.outputs[0].finish_reason is not None
 
 
+@pytest.mark.slow
 def test_a_grammar_that_fails_ends_its_request_and_no_other(random_engine: Engine) -> None:
     """The longer the text, the more ways there are to read it: that is not seen when the grammar is compiled."""
     driver = Driver(random_engine)

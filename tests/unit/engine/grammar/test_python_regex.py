@@ -116,10 +116,10 @@ def test_what_rust_knows_and_python_does_not() -> None:
         ("a++", "possessive"),
         ("(?>a)", "atomic"),
         ("(?m)^a$", "flags"),
-        ("(?L)a", "expression is none"),
+        ("(?L)a", "expression cannot be read"),
         ("\ud800", "surrogates"),
     ],
 )
-def test_what_is_refused(pattern: str, told: str) -> None:
+def test_an_expression_that_cannot_be_matched_token_by_token_is_refused(pattern: str, told: str) -> None:
     with pytest.raises(InvalidGrammar, match=told):
         demo_compiler().check(Grammar(GrammarKind.REGEX, pattern))

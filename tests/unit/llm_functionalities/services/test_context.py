@@ -19,7 +19,7 @@ def test_a_grammar_is_a_schema_or_a_regular_expression() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{", "7", "[]", '"text"', "[" * 100_000, '{"a": "' + "x" * 200_000 + '"}'])
-def test_what_is_no_schema_is_refused(text: str) -> None:
+def test_a_grammar_that_is_no_schema_is_refused(text: str) -> None:
     with pytest.raises(UnusableGrammar, match="json_schema"):
         grammar_of(llm_pb2.Grammar(json_schema=text))
 

@@ -52,7 +52,7 @@ def test_every_reference_leads_somewhere(document: dict[str, Any]):
             node = node[part]
 
 
-def test_it_is_an_openapi_3_0_document(document: dict[str, Any]):
+def test_the_document_is_openapi_3_0(document: dict[str, Any]):
     def check(node: Any) -> None:
         if isinstance(node, list):
             for each in node:

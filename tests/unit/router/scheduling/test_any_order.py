@@ -195,7 +195,7 @@ def _run(examples: int, steps: int) -> None:
 
 @pytest.mark.logs_tracebacks
 def test_any_order() -> None:
-    _run(examples=100, steps=40)
+    _run(settings().max_examples, steps=40)
 
 
 @pytest.mark.slow

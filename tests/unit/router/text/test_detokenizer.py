@@ -102,7 +102,7 @@ def test_a_hidden_stop_sequence_is_not_part_of_the_text():
     assert feed(["stop"], ["do ", "stop it"], reveal=False) == (["do ", ""], True)
 
 
-def test_it_is_found_across_pieces():
+def test_a_stop_sequence_is_found_across_pieces():
     assert feed(["stop"], ["a s", "t", "op!"], reveal=True) == (["a s", "t", "op"], True)
 
 

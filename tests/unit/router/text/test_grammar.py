@@ -54,7 +54,7 @@ def test_regex_lark_and_plain_text():
 
 
 @pytest.mark.parametrize("value", ["{", 3, ["a"], "[]", "null", "[" * 5000])
-def test_what_is_no_schema(value: Any):
+def test_a_grammar_whose_schema_is_none_is_refused(value: Any):
     with pytest.raises(InvalidRequest, match="JSON"):
         grammar(type="json", value=value)
 

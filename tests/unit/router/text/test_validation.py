@@ -56,7 +56,7 @@ async def test_the_end_of_a_prompt_survives_truncation():
         ("hello", {"temperature": 0.0}, "temperature"),
     ],
 )
-async def test_what_is_refused(inputs: str, fields: dict[str, Any], fault: str):
+async def test_a_request_that_breaks_a_rule_is_refused(inputs: str, fields: dict[str, Any], fault: str):
     with pytest.raises(InvalidRequest, match=fault):
         await check(inputs, **fields)
 
