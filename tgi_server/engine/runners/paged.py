@@ -1,13 +1,16 @@
 """The paged way to run a model: packed batches, keys and values in blocks, nothing rebuilt per token."""
 
+import logging
 from collections.abc import Iterable, Sequence
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from tgi_server.engine.attention.base import AttentionBackend, GreedyOnly
+from tgi_server.engine.attention.gather import GatherAttention
 from tgi_server.engine.attention.paged_cache import PagedCache
-from tgi_server.engine.errors import InvalidCall, NotEnoughMemory
+from tgi_server.engine.errors import EngineError, InvalidCall, NotEnoughMemory
 from tgi_server.engine.memory import cache_bytes, forget_peak, taken_by
 from tgi_server.engine.runners.base import (
     UNBOUNDED_POSITIONS,
@@ -22,6 +25,8 @@ from tgi_server.engine.runners.paged_batch import PagedBatch, PassInput
 from tgi_server.engine.runners.rope import LengthDependentRope
 from tgi_server.engine.sequence import RunningSequence
 from tgi_server.engine.sharding import ShardGroup
+
+logger = logging.getLogger(__name__)
 
 # Tokens for whose keys and values memory is taken before they come.
 _RESERVED_TOKENS = 1 << 15
@@ -69,6 +74,28 @@ class PagedRunner(Runner):
         self._cache.attach(model)
 
     def warm_up(self, max_batch_size: int, max_prefill_tokens: int, max_total_tokens: int | None) -> CacheCapacity:
+        try:
+            return self._warm_up(max_batch_size, max_prefill_tokens, max_total_tokens)
+        except (EngineError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # of a compiler, of a driver: a kernel that cannot be had for some sizes
+            plain = type(self._backend) is GatherAttention or not isinstance(self._backend, GatherAttention)
+            if plain or self._group is not None:
+                raise
+            self._attend_in_plain_torch(error)
+        return self._warm_up(max_batch_size, max_prefill_tokens, max_total_tokens)
+
+    def _attend_in_plain_torch(self, fault: Exception) -> None:
+        name = type(self._backend).__name__
+        fallback = f"attention runs in plain torch, which is slow: {name} fails ({type(fault).__name__}: {fault})"
+        logger.warning(fallback)
+        self.fallbacks.append(fallback)
+        self._backend = GatherAttention(self._backend.shape, self._device, self._backend.dtype)
+        self._backend.block_size = self.block_size  # which has been told already
+        self._cache = PagedCache(self._backend)
+        self._cache.attach(self._model)
+
+    def _warm_up(self, max_batch_size: int, max_prefill_tokens: int, max_total_tokens: int | None) -> CacheCapacity:
         size = self._backend.block_size
         limit = max_total_tokens or position_limit(self._model.config) or UNBOUNDED_POSITIONS
         self._graphs = None
