@@ -15,6 +15,7 @@ from triton.compiler import ASTSource
 
 from tgi_server.engine.attention import paged_attention, rotary_write
 from tgi_server.engine.attention.paged_attention import LaunchShape, tokens_of_a_tile
+from tgi_server.engine.layers import elementwise
 
 SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10}
 """That one program may have, by compute capability (CUDA C++ Programming Guide, technical specifications)."""
@@ -117,3 +118,14 @@ def test_the_plan_and_the_writing_fit(capability: int, tmp_path: Path) -> None:
         queries = 32 if rotated else 0
         constants = {"queries": queries, "kv_heads": 8, "head_dim": 128, "width": 128, "rotated": rotated}
         check(compiled(rotary_write._turn_and_write, types, constants, capability, 1), capability, tmp_path)
+
+
+@pytest.mark.parametrize("capability", SHARED_BYTES)
+def test_norms_and_the_gate_fit(capability: int, tmp_path: Path) -> None:
+    types = dict.fromkeys(("x", "weight", "bias", "output"), "*bf16") | {"eps": "fp32", "size": "i32"}
+    for size in (768, 4096, 8192):
+        for centred in (False, True):
+            constants = {"size": size, "width": triton.next_power_of_2(size), "centred": centred}
+            warps = 4 if size <= 2048 else 8
+            check(compiled(elementwise._norm, types, constants, capability, warps), capability, tmp_path)
+    check(compiled(elementwise._gate, types, {"at_once": 1024}, capability, 4), capability, tmp_path)

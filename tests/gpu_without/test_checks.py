@@ -41,7 +41,7 @@ def python(pytestconfig: pytest.Config) -> str:
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in FOLDER.glob("check_*.py")))
 def test_check(name: str, python: str) -> None:
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "TRITON_INTERPRET": str(int(name == "check_kernels"))}
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "TRITON_INTERPRET": str(int(name != "check_compiled"))}
     options = ("-c", os.devnull, "--rootdir", ROOT, "--noconftest", "-p", "no:cacheprovider", "--tb=short", "-q")
     done = subprocess.run(
         [python, "-m", "pytest", *options, "--import-mode=importlib", FOLDER / f"{name}.py"],

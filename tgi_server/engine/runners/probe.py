@@ -12,7 +12,7 @@ all heads; such a model's logits are compared with those of one text on the page
 
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -136,17 +136,49 @@ def backend_fault(model: PreTrainedModel, backend: AttentionBackend, group: Shar
 
     The backend's blocks are allocated anew. All shards come to the same answer.
     """
-    length = min(_LONG_RUN, position_limit(model.config) or _LONG_RUN)
-    expected = _run_long(model, _Recorder(model, _LONG_RUN), length)
+    expected = _run_long(model, _Recorder(model, _LONG_RUN), _long_run(model))
+    return _fault(model, backend, expected, type(backend).__name__, group)
+
+
+def fault_since(
+    model: PreTrainedModel, backend: AttentionBackend, name: str, group: ShardGroup | None = None
+) -> Callable[[], str | None]:
+    """Returns a function that returns what has gone wrong with the model since, as `backend_fault` does.
+
+    name: of what is done to the model meanwhile.
+    """
+    _allocate(model, backend)
+    before = _run_long(model, backend, _long_run(model))
+    return lambda: _fault(model, backend, before, name, group)
+
+
+def attention_variants(model: PreTrainedModel) -> dict[int, AttentionVariant]:
+    """Returns how each layer of a model on the paged path attends."""
+    recorder = _Recorder(model)
+    _run(model, recorder)
+    return recorder.variants
+
+
+def _long_run(model: PreTrainedModel) -> int:
+    return min(_LONG_RUN, position_limit(model.config) or _LONG_RUN)
+
+
+def _allocate(model: PreTrainedModel, backend: AttentionBackend) -> None:
+    backend.allocate(2 * _blocks_of(_long_run(model), backend.block_size) + 1)
+
+
+def _fault(
+    model: PreTrainedModel, backend: AttentionBackend, expected: Tensor, name: str, group: ShardGroup | None
+) -> str | None:
     fault = ""
     try:
-        backend.allocate(2 * _blocks_of(length, backend.block_size) + 1)
-        error = logits_error(expected, _run_long(model, backend, length))
+        _allocate(model, backend)
+        error = logits_error(expected, _run_long(model, backend, _long_run(model)))
     except Exception as failure:  # of a compiler, of a driver, of a library that is too old
-        fault = f"{type(backend).__name__} fails ({type(failure).__name__}: {failure})"
+        fault = f"{name} fails ({type(failure).__name__}: {failure})"
     else:
         if not error <= TOLERANCE[model.dtype]:
-            fault = f"logits change by {error:.2g} with {type(backend).__name__}"
+            fault = f"logits change by {error:.2g} with {name}"
     faults = group.exchange(fault) if group is not None else [fault]
     return next(filter(None, faults), None)
 
