@@ -13,9 +13,9 @@ from tgi_server.engine.attention import paged_attention
 from tgi_server.engine.attention.cuda import CudaAttention
 from tgi_server.engine.layers import decoder, elementwise, fuse, norm
 from tgi_server.engine.layers.decoder import FusedLayer
-from tgi_server.engine.linear import LinearFactory
 from tgi_server.engine.linear.blas import BlasLinear
 from tgi_server.engine.runners import probe
+from tgi_server.engine.runners.fusion import fuse_layers
 from tgi_server.engine.runners.probe import attention_variants, backend_fault, fault_since, probe_kv_shape
 
 ERROR = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
@@ -62,7 +62,7 @@ def fused(architecture: str, **settings: Any) -> tuple[Any, CudaAttention]:
     backend = CudaAttention(shape, model.device, model.dtype)
     assert backend_fault(model, backend) is None
     fault = fault_since(model, backend, "fused layers")
-    assert fuse(model, attention_variants(model), LinearFactory(BlasLinear), fault) is None
+    assert fuse_layers(model, backend) == []
     assert fault() is None
     return model, backend
 
@@ -124,7 +124,7 @@ def test_a_layer_that_computes_something_else_is_put_back() -> None:
         def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
             return super().add_to(residual, 2 * x)
 
-    reason = fuse(model, attention_variants(model), LinearFactory(Wrong), fault)
+    reason = fuse(model, attention_variants(model), fault, Wrong)
     assert reason is not None
     assert reason.startswith("logits change by")
     assert not any(isinstance(module, FusedLayer) for module in model.modules())

@@ -15,6 +15,7 @@ from tgi_server.engine.layers.decoder import FUSED_LAYERS, LayerStack
 from tgi_server.engine.layers.forward import shorten_forward
 from tgi_server.engine.layers.head import ScreenedHead
 from tgi_server.engine.linear import LinearFactory, PackedLinear
+from tgi_server.engine.linear.blas import BlasLinear
 from tgi_server.engine.linear.float import FloatLinear
 
 logger = logging.getLogger(__name__)
@@ -46,14 +47,15 @@ def optimise(
 def fuse(
     model: PreTrainedModel,
     variants: Mapping[int, AttentionVariant],
-    linear: LinearFactory,
     fault: Callable[[], str | None],
+    layer: type[PackedLinear] = BlasLinear,
 ) -> str | None:
     """Fuses the decoder layers that are known, and leaves all else as it is. Returns why not, if it does not.
 
     variants: the attention variant of each layer. fault: computes some tokens, and returns what is wrong with the
-    model; it is asked when one layer is fused, while the others are as they were.
+    model; it is asked when one layer is fused, while the others are as they were. layer: what linear layers become.
     """
+    linear = LinearFactory(layer)
     places = [
         (parent, name, child)
         for parent in model.modules()

@@ -11,20 +11,14 @@ from tgi_server.engine.attention.gather import GatherAttention
 from tgi_server.engine.config import EngineConfig
 from tgi_server.engine.errors import UnsupportedModel
 from tgi_server.engine.kernels import load_kernels
-from tgi_server.engine.layers import fuse, limit_threads, optimise, unpack
-from tgi_server.engine.linear import LinearFactory, linear_factory
-from tgi_server.engine.linear.blas import BlasLinear
+from tgi_server.engine.layers import limit_threads, optimise, unpack
+from tgi_server.engine.linear import linear_factory
 from tgi_server.engine.linear.onednn import has_products
 from tgi_server.engine.runners.base import Runner
+from tgi_server.engine.runners.fusion import fuse_layers
 from tgi_server.engine.runners.padded import PaddedRunner
 from tgi_server.engine.runners.paged import PagedRunner
-from tgi_server.engine.runners.probe import (
-    attention_variants,
-    backend_fault,
-    fault_since,
-    probe_kv_shape,
-    same_logits,
-)
+from tgi_server.engine.runners.probe import backend_fault, probe_kv_shape, same_logits
 from tgi_server.engine.sharding import ShardGroup
 
 logger = logging.getLogger(__name__)
@@ -71,8 +65,8 @@ def create_runner(model: PreTrainedModel, config: EngineConfig) -> Runner:
     if model.device.type == "cuda" and config.custom_kernels:
         backend, fault = _proven(model, backend, group)
         fallbacks += [fault] if fault else []
-        if fault is None and (fault := _fused(model, backend, group)):
-            fallbacks.append(fault)
+        if fault is None:
+            fallbacks += fuse_layers(model, backend, group)
     if model.device.type != "cuda" or not backend.any_lengths:
         _warn_no_graphs(config, f"on {'a CPU' if model.device.type == 'cpu' else 'a GPU in plain torch'}")
     if on_cpu:
@@ -80,17 +74,6 @@ def create_runner(model: PreTrainedModel, config: EngineConfig) -> Runner:
             optimise(model, backend, variants, linear=linear)
     memory = config.memory_fraction, config.cpu_memory
     return PagedRunner(model, backend, *memory, group, config.cuda_graphs, weight_bytes, fallbacks)
-
-
-def _fused(model: PreTrainedModel, backend: AttentionBackend, group: ShardGroup | None) -> str | None:
-    """Fuses the model's layers for a GPU. Returns the fall-back, if their kernels fail or compute something else."""
-    linear = LinearFactory(BlasLinear)
-    fault = fuse(model, attention_variants(model), linear, fault_since(model, backend, "fused layers", group))
-    if fault is None:
-        return None
-    fallback = f"decoder layers are not fused, which is slow: {fault}"
-    logger.warning(fallback)
-    return fallback
 
 
 def _warn_no_graphs(config: EngineConfig, where: str) -> None:

@@ -74,28 +74,6 @@ class PagedRunner(Runner):
         self._cache.attach(model)
 
     def warm_up(self, max_batch_size: int, max_prefill_tokens: int, max_total_tokens: int | None) -> CacheCapacity:
-        try:
-            return self._warm_up(max_batch_size, max_prefill_tokens, max_total_tokens)
-        except (EngineError, torch.OutOfMemoryError):
-            raise
-        except Exception as error:  # of a compiler, of a driver: a kernel that cannot be had for some sizes
-            plain = type(self._backend) is GatherAttention or not isinstance(self._backend, GatherAttention)
-            if plain or self._group is not None:
-                raise
-            self._attend_in_plain_torch(error)
-        return self._warm_up(max_batch_size, max_prefill_tokens, max_total_tokens)
-
-    def _attend_in_plain_torch(self, fault: Exception) -> None:
-        name = type(self._backend).__name__
-        fallback = f"attention runs in plain torch, which is slow: {name} fails ({type(fault).__name__}: {fault})"
-        logger.warning(fallback)
-        self.fallbacks.append(fallback)
-        self._backend = GatherAttention(self._backend.shape, self._device, self._backend.dtype)
-        self._backend.block_size = self.block_size  # which has been told already
-        self._cache = PagedCache(self._backend)
-        self._cache.attach(self._model)
-
-    def _warm_up(self, max_batch_size: int, max_prefill_tokens: int, max_total_tokens: int | None) -> CacheCapacity:
         size = self._backend.block_size
         limit = max_total_tokens or position_limit(self._model.config) or UNBOUNDED_POSITIONS
         self._graphs = None
@@ -212,6 +190,29 @@ class PagedRunner(Runner):
             self.fallbacks.append(f"decoding runs without CUDA graphs: {fault}")
 
     def _run_largest(self, max_batch_size: int, max_prefill_tokens: int) -> None:
+        """Runs the largest pass with the backend, or where its kernels fail, with attention in plain torch."""
+        try:
+            self._run_prompt_of(max_prefill_tokens, max_batch_size)
+        except (EngineError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # of a compiler, of a driver: a kernel that cannot be had for some sizes
+            plain = type(self._backend) is GatherAttention or not isinstance(self._backend, GatherAttention)
+            if plain or self._group is not None:
+                raise
+            self._attend_in_plain_torch(error)
+            self._run_prompt_of(max_prefill_tokens, max_batch_size)
+
+    def _attend_in_plain_torch(self, fault: Exception) -> None:
+        name = type(self._backend).__name__
+        fallback = f"attention runs in plain torch, which is slow: {name} fails ({type(fault).__name__}: {fault})"
+        logger.warning(fallback)
+        self.fallbacks.append(fallback)
+        self._backend = GatherAttention(self._backend.shape, self._device, self._backend.dtype)
+        self._backend.block_size = self.block_size  # which has been told already
+        self._cache = PagedCache(self._backend)
+        self._cache.attach(self._model)
+
+    def _run_prompt_of(self, max_prefill_tokens: int, max_batch_size: int) -> None:
         tokens = warm_up_tokens(self._model.config, self._device, max_prefill_tokens)
         blocks = -(-tokens // self.block_size)
         self._allocate(max_batch_size, blocks, tokens + 1)

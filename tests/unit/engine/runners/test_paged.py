@@ -27,12 +27,6 @@ def test_memory_is_taken_ahead_of_the_blocks_in_use() -> None:
     assert not engine.reserve(60)
 
 
-def test_a_cache_too_small_for_one_sequence_is_refused() -> None:
-    small = Engine(EngineConfig(demo_model.PATH, dtype=torch.float32, cpu_memory=100_000))
-    with pytest.raises(NotEnoughMemory, match="lower --max-total-tokens"):
-        small.warm_up(max_batch_size=1, max_prefill_tokens=64, max_total_tokens=512)
-
-
 class Failing(GatherAttention):
     """Computes what it should, but not for the long prompts that the probe at load has none of."""
 
@@ -81,3 +75,9 @@ def test_the_probe_of_a_backend_continues_prompts(tmp_path: Path) -> None:
         fault = backend_fault(model, Wrong(shape, model.device, model.dtype))
     assert fault is not None
     assert fault.startswith("logits change by")
+
+
+def test_a_cache_too_small_for_one_sequence_is_refused() -> None:
+    small = Engine(EngineConfig(demo_model.PATH, dtype=torch.float32, cpu_memory=100_000))
+    with pytest.raises(NotEnoughMemory, match="lower --max-total-tokens"):
+        small.warm_up(max_batch_size=1, max_prefill_tokens=64, max_total_tokens=512)
