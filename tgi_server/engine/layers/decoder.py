@@ -106,8 +106,9 @@ class FusedLlamaLayer(FusedLayer):
 
     @staticmethod
     def fits(layer: Any, linear: LinearFactory) -> bool:
-        joined = _joins(layer.self_attn, linear) and linear.joins(layer.mlp.gate_proj, layer.mlp.up_proj)
-        return joined and (isinstance(layer.mlp.act_fn, nn.SiLU) or type(layer.mlp.act_fn).__name__ == "SiLUActivation")
+        attention, mlp = layer.self_attn, layer.mlp
+        known = _takes(linear, attention, attention.o_proj, mlp.down_proj) and linear.joins(mlp.gate_proj, mlp.up_proj)
+        return known and (isinstance(layer.mlp.act_fn, nn.SiLU) or type(layer.mlp.act_fn).__name__ == "SiLUActivation")
 
 
 class FusedOptLayer(FusedLayer):
@@ -129,11 +130,13 @@ class FusedOptLayer(FusedLayer):
     def fits(layer: Any, linear: LinearFactory) -> bool:
         plain_norms = layer.final_layer_norm.weight is not None and layer.final_layer_norm.bias is not None
         known = bool(layer.do_layer_norm_before) and isinstance(layer.activation_fn, nn.ReLU) and plain_norms
-        return known and _joins(layer.self_attn, linear)
+        return known and _takes(linear, layer.self_attn, layer.self_attn.out_proj, layer.fc1, layer.fc2)
 
 
-def _joins(attention: Any, linear: LinearFactory) -> bool:
-    return linear.joins(attention.q_proj, attention.k_proj, attention.v_proj)
+def _takes(linear: LinearFactory, attention: Any, *modules: nn.Module) -> bool:
+    """Returns True if it makes one layer of an attention's projections, and one of each of these modules."""
+    inner = [module.inner if isinstance(module, RowParallel) else module for module in modules]
+    return linear.joins(attention.q_proj, attention.k_proj, attention.v_proj) and all(map(linear.takes, inner))
 
 
 def _packed(layer: nn.Linear | RowParallel, linear: LinearFactory) -> PackedLinear | RowParallel:
