@@ -39,7 +39,7 @@ def test_an_unknown_flag() -> None:
     )
 
 
-@pytest.mark.parametrize(("flag", "expected"), [("--quantize=gptq", "--quantize (or QUANTIZE):")])
+@pytest.mark.parametrize(("flag", "expected"), [("--quantize=exl2", "--quantize (or QUANTIZE):")])
 def test_a_value_that_cannot_be(flag: str, expected: str) -> None:
     assert complaint(launch(flag), USAGE).startswith(f"text-generation-launcher: {expected}")
 
