@@ -41,3 +41,12 @@ def test_one_variable_is_the_key_of_both_services(services: Services, monkeypatc
     monkeypatch.setenv("ENDPOINT_TOKEN", "secret")
     assert read_settings(LauncherSettings, "launcher", []).api_key == "secret"
     assert read_settings(FrontSettings, "llm-functionalities", []).endpoint_token == "secret"
+
+
+def test_models_are_fetched_before_the_server_that_loads_them_starts(services: Services) -> None:
+    assert services["tgi"]["depends_on"] == {"download": {"condition": "service_completed_successfully"}}
+    download = services["download"]
+    assert "profiles" not in download
+    assert download["command"] == "${DOWNLOAD:-}"
+    (folder,) = (volume.partition(":")[0] for volume in download["volumes"] if volume.endswith("/tgi/local"))
+    assert any(volume == f"{folder}:/models:ro" for volume in services["tgi"]["volumes"])
