@@ -11,10 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from llm_functionalities.settings import Settings as FrontSettings
 from tests.logs import Tracebacks
 from tests.servers import TextGenerationServer
 from tests.tiny_models import make_llama
 from tgi_server import demo_model
+from tgi_server.launcher.settings import LauncherSettings
+from tgi_server.shard.settings import DownloadSettings, ShardSettings
 
 FreePort = Callable[[], int]
 ServerFactory = Callable[..., TextGenerationServer]
@@ -22,6 +25,11 @@ ServerFactory = Callable[..., TextGenerationServer]
 # Processes are started from this one while gRPC's threads run in it, and gRPC's handling of forks, meant for children
 # that go on to use it, may leave such a child hanging or break it. Read when gRPC is first used.
 os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
+
+# Variables that the programs read, such as those of a container image. Tests set what they mean.
+for settings in (LauncherSettings, ShardSettings, DownloadSettings, FrontSettings):
+    for setting in settings.model_fields:
+        os.environ.pop(setting.upper(), None)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
