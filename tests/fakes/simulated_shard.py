@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import grpc
 
@@ -280,7 +281,7 @@ class SimulatedShardService(TextGenerationServiceServicer, GrammarServiceService
     """Serves a simulated shard.
 
     step_seconds: how long a step takes. failing: raised by every step, while it is set. hanging: steps never end.
-    ill: Health fails. calls: the methods that were executed, in order.
+    ill: Health fails. calls: the methods that were executed, in order. warmups: limits and capacity of each.
     """
 
     def __init__(self, shard: SimulatedShard, urls: list[str], step_seconds: float = 0.0) -> None:
@@ -290,11 +291,17 @@ class SimulatedShardService(TextGenerationServiceServicer, GrammarServiceService
         self.hanging = False
         self.ill = False
         self.calls: list[str] = []
+        self.warmups: list[dict[str, Any]] = []
         self._urls = urls
 
     async def Info(self, request, context):
         return pb.InfoResponse(
-            model_id="simulated", paged=self.shard.paged, block_size=self.shard.block_size, eos_token_ids=[EOS]
+            model_id="simulated",
+            paged=self.shard.paged,
+            block_size=self.shard.block_size,
+            eos_token_ids=[EOS],
+            vocab_size=VOCABULARY,
+            **(self.warmups[-1] if self.warmups else {}),
         )
 
     async def Compile(self, request, context):
@@ -310,9 +317,11 @@ class SimulatedShardService(TextGenerationServiceServicer, GrammarServiceService
 
     async def Warmup(self, request, context):
         tokens = self.shard.num_blocks * self.shard.block_size
-        return pb.WarmupResponse(
+        capacity = pb.WarmupResponse(
             num_blocks=self.shard.num_blocks, max_total_tokens=tokens, max_batch_total_tokens=tokens
         )
+        self.warmups.append({"limits": request, "capacity": capacity})
+        return capacity
 
     async def Run(self, calls, context):
         try:

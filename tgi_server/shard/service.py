@@ -84,7 +84,10 @@ class TextGenerationService(TextGenerationServiceServicer):
         if self._grammars is not None:
             self._grammars.start()
         self._idle.begins()
-        return conversion.capacity(capacity)
+        response = conversion.capacity(capacity)
+        self._info.limits.CopyFrom(request)
+        self._info.capacity.CopyFrom(response)
+        return response
 
     async def Run(self, calls: AsyncIterator[pb.Call], context: grpc.aio.ServicerContext) -> AsyncIterator[pb.Answer]:
         """One stream at a time: the last one that was opened."""
