@@ -47,8 +47,8 @@ def fetch_source(
             _publish(source, aside, folder)
     except PermissionError as error:
         raise DownloadError(
-            f"{source.id}: {error}; run `sudo chown -R {os.getuid()}:{os.getgid()} {folder}`, with the host's name of the "
-            "folder where it is a volume of a container"
+            f"{source.id}: {error}; run `sudo chown -R {os.getuid()}:{os.getgid()} {folder}`, with the host's name of "
+            "the folder where it is a volume of a container"
         ) from None
     except OSError as error:
         raise DownloadError(f"{source.id}: {error}") from None

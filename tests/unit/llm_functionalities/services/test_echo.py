@@ -78,6 +78,12 @@ def test_a_whole_prompt_comes_back_with_its_object_closed(prompt: str, written: 
     assert EchoedAnswer(prompt, "prompt", has_grammar=False).whole(written) == answer
 
 
+@pytest.mark.parametrize("echo", ["object", "prompt"])
+def test_a_caller_finds_the_object_behind_the_last_brace(echo) -> None:
+    text = EchoedAnswer(FORMAT + '{"intent":', echo, has_grammar=False).whole(' "go_on"}\n### Input: {')
+    assert json.loads(text[text.rindex("{") :]) == {"intent": "go_on"}
+
+
 @given(
     st.sampled_from(["object", "prompt", "none"]),
     st.sampled_from(["Hello", FORMAT + '{"intent":', FORMAT + "{", FORMAT + '{"a": "']),
