@@ -43,7 +43,7 @@ class BenchmarkApp(App[None]):
     """Shows `bench` at work. Ends with it, or when the user wants it to; `results` then has what was measured."""
 
     ENABLE_COMMAND_PALETTE = False
-    CSS = "#case { padding: 0 1; } ProgressBar { padding: 0 1; } #charts { height: 9; } Latency { width: 1fr; }"
+    CSS = "#model, #case { padding: 0 1; } ProgressBar { padding: 0 1; } #charts { height: 9; } Latency { width: 1fr; }"
     BINDINGS: ClassVar[list[BindingType]] = [("q,escape,ctrl+c", "quit", "Stop, and show what has been measured")]
 
     def __init__(self, bench: Bench, runs: int) -> None:
@@ -55,8 +55,8 @@ class BenchmarkApp(App[None]):
         self._runs = runs * len(bench.cases)
 
     def compose(self) -> ComposeResult:
-        yield Label(self.title, id="model")
-        yield Label("", id="case")
+        yield Label(self.title, id="model", markup=False)
+        yield Label("", id="case", markup=False)
         yield ProgressBar(self._runs, show_eta=False)
         with Horizontal(id="charts"):
             yield Latency("prefill")

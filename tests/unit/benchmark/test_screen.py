@@ -40,3 +40,16 @@ async def test_q_ends_it_with_what_has_been_measured() -> None:
             await pilot.press("q")
         await bench.close()
     assert 0 < app.results[0].runs < 1000
+
+
+async def test_an_error_is_shown_as_it_is() -> None:
+    async with running_shards(SimulatedShard(64, 4)) as running:
+        bench = await Bench.connect(running.path, settings("-b", "1", "--runs", "1", "--warmups", "0"))
+        app = BenchmarkApp(bench, runs=1)
+        running.services[0].failing = RuntimeError("out of memory [/red")
+        async with app.run_test(size=(120, 40)) as pilot:
+            while not app.results:
+                await pilot.pause(0.02)
+            assert "out of memory [/red" in str(app.query_one("#case", Label).content)
+        await bench.close()
+    assert app.results[0].error.endswith("out of memory [/red")
