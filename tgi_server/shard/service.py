@@ -84,7 +84,7 @@ class TextGenerationService(TextGenerationServiceServicer):
         if self._grammars is not None:
             self._grammars.start()
         self._idle.begins()
-        response = conversion.capacity(capacity)
+        response = conversion.capacity(capacity, self._engine.fallbacks)
         self._info.limits.CopyFrom(request)
         self._info.capacity.CopyFrom(response)
         return response
@@ -92,7 +92,7 @@ class TextGenerationService(TextGenerationServiceServicer):
     async def Run(self, calls: AsyncIterator[pb.Call], context: grpc.aio.ServicerContext) -> AsyncIterator[pb.Answer]:
         """One stream at a time: the last one that was opened."""
         self.end_run("another stream has taken this one's place")
-        self._running = running = CallStream(self._engine, self._spans, self._idle)
+        self._running = running = CallStream(self._engine, self._spans, self._idle, alone=len(self._places) == 1)
         try:
             async with aclosing(running.answers(calls)) as answers:
                 async for answer in answers:
