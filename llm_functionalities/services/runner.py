@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing
 from functools import partial
 
-from llm_functionalities.endpoint.generation import Generation
+from llm_functionalities.endpoint.generation import GenerationParameters
 from llm_functionalities.model.model import Question
 from llm_functionalities.services.context import CallContext, ModelClient, grammar_of
 from llm_functionalities.services.echo import EchoedAnswer
@@ -80,7 +80,7 @@ class LLMRunner(llm_pb2_grpc.LLMRunnerServicer):
                 if answer.ended:
                     return
 
-    def _as_it_is(self, prompt: str, generation: Generation) -> Question[str]:
+    def _as_it_is(self, prompt: str, generation: GenerationParameters) -> Question[str]:
         return Question(prompt, EchoedAnswer(prompt, self._echo, has_grammar=generation.grammar is not None).whole)
 
 

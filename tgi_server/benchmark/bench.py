@@ -69,7 +69,7 @@ class Result:
         return self.decoded_tokens / sum(self.decode) if self.decode else 0.0
 
 
-class Bench:
+class ShardBench:
     """Measures cases one after the other. `info` is what the shards say of their model and their limits."""
 
     def __init__(self, shards: ShardedClient, info: pb.InfoResponse, settings: BenchmarkSettings) -> None:
@@ -82,7 +82,7 @@ class Bench:
         self._ids = count(1)
 
     @classmethod
-    async def connect(cls, socket: str, settings: BenchmarkSettings) -> "Bench":
+    async def connect(cls, socket: str, settings: BenchmarkSettings) -> "ShardBench":
         """Connects to the shards, and warms them up if nobody has. Raises RouterError and StartupError."""
         shards = await ShardedClient.connect(socket, timeout_s=_CONNECT_SECONDS)
         try:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from shared.settings import fail, read_settings
-from tgi_server.benchmark.bench import Bench, Result
+from tgi_server.benchmark.bench import Result, ShardBench
 from tgi_server.benchmark.report import describe, line, table, write
 from tgi_server.benchmark.settings import USUAL_SOCKET, BenchmarkSettings
 from tgi_server.router.errors import RouterError, StartupError
@@ -49,7 +49,7 @@ async def _measure(settings: BenchmarkSettings, socket: str) -> list[Result]:
     """Raises RouterError and StartupError, and OSError when the output cannot be written."""
     if settings.output is not None:
         settings.output.touch()  # better now than when everything has been measured
-    bench = await Bench.connect(socket, settings)
+    bench = await ShardBench.connect(socket, settings)
     try:
         on_terminal = sys.stdin.isatty() and sys.stderr.isatty() and not settings.plain
         results = await (_on_screen(bench, settings) if on_terminal else _in_lines(bench))
@@ -60,7 +60,7 @@ async def _measure(settings: BenchmarkSettings, socket: str) -> list[Result]:
     return results
 
 
-async def _on_screen(bench: Bench, settings: BenchmarkSettings) -> list[Result]:
+async def _on_screen(bench: ShardBench, settings: BenchmarkSettings) -> list[Result]:
     from tgi_server.benchmark.screen import BenchmarkApp  # imports textual, which takes a moment
 
     screen = BenchmarkApp(bench, settings.warmups + settings.runs)
@@ -68,7 +68,7 @@ async def _on_screen(bench: Bench, settings: BenchmarkSettings) -> list[Result]:
     return screen.results
 
 
-async def _in_lines(bench: Bench) -> list[Result]:
+async def _in_lines(bench: ShardBench) -> list[Result]:
     print(describe(bench.info), file=sys.stderr, flush=True)
     results: list[Result] = []
     async for result in bench.results():

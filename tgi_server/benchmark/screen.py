@@ -8,7 +8,7 @@ from textual.binding import BindingType
 from textual.containers import Horizontal, Vertical
 from textual.widgets import DataTable, Footer, Label, ProgressBar, Sparkline
 
-from tgi_server.benchmark.bench import Bench, Result
+from tgi_server.benchmark.bench import Result, ShardBench
 from tgi_server.benchmark.report import COLUMNS, PERCENTILES, cells, describe, percentiles
 
 # The screen is drawn in this time before the next run is measured, which would wait for it otherwise.
@@ -46,7 +46,7 @@ class BenchmarkApp(App[None]):
     CSS = "#model, #case { padding: 0 1; } ProgressBar { padding: 0 1; } #charts { height: 9; } Latency { width: 1fr; }"
     BINDINGS: ClassVar[list[BindingType]] = [("q,escape,ctrl+c", "quit", "Stop, and show what has been measured")]
 
-    def __init__(self, bench: Bench, runs: int) -> None:
+    def __init__(self, bench: ShardBench, runs: int) -> None:
         """runs: of each case, warm-ups included."""
         super().__init__()
         self.results: list[Result] = []

@@ -5,7 +5,7 @@ import pytest
 from shared.settings import read_settings
 from tests.fakes.simulated_shard import RunningShards, SimulatedShard, running_shards
 from tgi_server import demo_model
-from tgi_server.benchmark.bench import Bench, Case, Result
+from tgi_server.benchmark.bench import Case, Result, ShardBench
 from tgi_server.benchmark.settings import BenchmarkSettings
 from tgi_server.router.errors import StartupError
 
@@ -15,7 +15,7 @@ def settings(*flags: str) -> BenchmarkSettings:
 
 
 async def measured(running: RunningShards, *flags: str) -> list[Result]:
-    bench = await Bench.connect(running.path, settings(*flags))
+    bench = await ShardBench.connect(running.path, settings(*flags))
     results: list[Result] = []
     try:
         async for result in bench.results():
@@ -81,7 +81,7 @@ async def test_what_cannot_be_is_refused_before_anything_runs(flags: tuple[str, 
 
 async def test_a_case_that_fails_is_named_and_the_next_one_measured() -> None:
     async with running_shards(SimulatedShard(64, 4)) as running:
-        bench = await Bench.connect(running.path, settings("-b", "1,2", "--runs", "1", "--warmups", "0"))
+        bench = await ShardBench.connect(running.path, settings("-b", "1,2", "--runs", "1", "--warmups", "0"))
         results = []
         running.services[0].failing = RuntimeError("out of memory")
         async for result in bench.results():

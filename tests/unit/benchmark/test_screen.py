@@ -4,7 +4,7 @@ from textual.widgets import DataTable, Label, ProgressBar, Sparkline
 
 from shared.settings import read_settings
 from tests.fakes.simulated_shard import SimulatedShard, running_shards
-from tgi_server.benchmark.bench import Bench
+from tgi_server.benchmark.bench import ShardBench
 from tgi_server.benchmark.screen import BenchmarkApp
 from tgi_server.benchmark.settings import BenchmarkSettings
 
@@ -15,7 +15,7 @@ def settings(*flags: str) -> BenchmarkSettings:
 
 async def test_the_screen_shows_what_is_measured_and_ends_with_it() -> None:
     async with running_shards(SimulatedShard(64, 4)) as running:
-        bench = await Bench.connect(running.path, settings("-b", "1", "-b", "2", "--runs", "2"))
+        bench = await ShardBench.connect(running.path, settings("-b", "1", "-b", "2", "--runs", "2"))
         app = BenchmarkApp(bench, runs=3)
         async with app.run_test(size=(120, 40)) as pilot:
             while len(app.results) < 2 or not app.results[1].runs:
@@ -32,7 +32,7 @@ async def test_the_screen_shows_what_is_measured_and_ends_with_it() -> None:
 
 async def test_q_ends_it_with_what_has_been_measured() -> None:
     async with running_shards(SimulatedShard(64, 4), step_seconds=0.01) as running:
-        bench = await Bench.connect(running.path, settings("-b", "1", "--runs", "1000", "--warmups", "0"))
+        bench = await ShardBench.connect(running.path, settings("-b", "1", "--runs", "1000", "--warmups", "0"))
         app = BenchmarkApp(bench, runs=1000)
         async with app.run_test(size=(120, 40)) as pilot:
             while not app.results:
@@ -44,7 +44,7 @@ async def test_q_ends_it_with_what_has_been_measured() -> None:
 
 async def test_an_error_is_shown_as_it_is() -> None:
     async with running_shards(SimulatedShard(64, 4)) as running:
-        bench = await Bench.connect(running.path, settings("-b", "1", "--runs", "1", "--warmups", "0"))
+        bench = await ShardBench.connect(running.path, settings("-b", "1", "--runs", "1", "--warmups", "0"))
         app = BenchmarkApp(bench, runs=1)
         running.services[0].failing = RuntimeError("out of memory [/red")
         async with app.run_test(size=(120, 40)) as pilot:
