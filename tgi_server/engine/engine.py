@@ -43,6 +43,7 @@ class LoadedModel:
     """The facts about a model that has been loaded.
 
     max_position_embeddings: None when nothing but memory bounds a sequence. grammars: sequences may have a grammar.
+    quantization: of the weights, for people; empty: none. linear_kernels: what computes linear layers, for people.
     """
 
     model_type: str
@@ -57,6 +58,8 @@ class LoadedModel:
     paged: bool
     block_size: int
     grammars: bool
+    quantization: str
+    linear_kernels: str
 
 
 class Engine:
@@ -96,6 +99,8 @@ class Engine:
             paged=self._runner.paged,
             block_size=self._runner.block_size,
             grammars=has_tokenizer(config.model_path),
+            quantization=getattr(model, "quantization", ""),
+            linear_kernels=self._runner.linear_kernels,
         )
         self.grammars = (
             GrammarCompiler(config.model_path, self.info.vocab_size, self.info.eos_token_ids)
@@ -105,7 +110,13 @@ class Engine:
         self._masks: MaskBuilder | None = None
         self._steps: deque[Step] = deque()  # whose ended sequences may still be in the batch, in the order of starting
         self._eos = frozenset(self.info.eos_token_ids)
-        logger.info("loaded %s in %.1f s", config.model_path, time.perf_counter() - started)
+        logger.info(
+            "loaded %s in %.1f s; weights: %s; linear layers: %s",
+            config.model_path,
+            time.perf_counter() - started,
+            self.info.quantization or self.info.dtype,
+            self.info.linear_kernels,
+        )
 
     @torch.inference_mode()
     def warm_up(

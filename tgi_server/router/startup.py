@@ -221,6 +221,8 @@ def _describe(settings: RouterSettings, info: pb.InfoResponse, capacity: pb.Warm
         compute_type="cpu" if info.device_type == "cpu" else "gpu+optimized",
         encoder_decoder=info.encoder_decoder,
         version=_version(),
+        quantization=info.quantization or None,
+        linear_kernels=info.linear_kernels or None,
         fallbacks=tuple(capacity.fallbacks),
     )
 

@@ -33,6 +33,8 @@ def info(model: LoadedModel, model_id: str, revision: str | None, world_size: in
         bos_token_id=model.bos_token_id or 0,
         decoder_start_token_id=model.decoder_start_token_id or 0,
         grammars=model.grammars,
+        quantization=model.quantization,
+        linear_kernels=model.linear_kernels,
     )
 
 

@@ -86,5 +86,7 @@ def _info(service: Service) -> Info:
         max_client_batch_size=limits.max_client_batch_size,
         router="text-generation-router",
         version=service.model.version,
+        quantization=service.model.quantization,
+        linear_kernels=service.model.linear_kernels,
         fallbacks=list(service.model.fallbacks),
     )
