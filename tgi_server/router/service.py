@@ -20,12 +20,14 @@ class ModelDescription:
     """The model that is served, and the version of the server.
 
     compute_type: the value of the header `x-compute-type`.
+    speculate: tokens drafted for a sequence in one step, at most.
     """
 
     model_id: str
     revision: str | None
     compute_type: str
     encoder_decoder: bool
+    speculate: int
     version: str
 
     @property

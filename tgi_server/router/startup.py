@@ -219,6 +219,7 @@ def _describe(settings: RouterSettings, info: pb.InfoResponse) -> ModelDescripti
         revision=settings.revision or info.revision or None,
         compute_type="cpu" if info.device_type == "cpu" else "gpu+optimized",
         encoder_decoder=info.encoder_decoder,
+        speculate=info.speculate,
         version=_version(),
     )
 

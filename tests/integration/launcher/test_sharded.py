@@ -4,6 +4,7 @@ import re
 import time
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 
@@ -20,15 +21,22 @@ PROMPTS = (
 END_SECONDS = 10
 
 
-def test_two_shards_write_what_one_writes(server: ServerFactory, demo_server: TextGenerationServer) -> None:
-    running = server(*FLAGS).wait_until_ready()
-    for prompt in PROMPTS:
+@pytest.mark.parametrize("speculate", [pytest.param(0, marks=pytest.mark.slow), 3])
+def test_two_shards_write_what_one_writes(
+    server: ServerFactory, demo_server: TextGenerationServer, speculate: int
+) -> None:
+    running = server(*FLAGS, f"--speculate={speculate}").wait_until_ready()
+    assert httpx.get(f"{running.url}/info").json()["speculate"] == speculate
+    for prompt in (*PROMPTS, PROMPTS[0]):
         expected = demo_server.generate(prompt, max_new_tokens=40, details=True, top_n_tokens=1)
         answer = running.generate(prompt, max_new_tokens=40, details=True, top_n_tokens=1)
         assert answer["generated_text"] == expected["generated_text"]
         assert ids(answer) == ids(expected)
     digits = running.generate(PROMPTS[0], max_new_tokens=40, grammar={"type": "regex", "value": "[0-9]{3}"})
     assert re.fullmatch("[0-9]{3}", digits["generated_text"])
+    accepted = re.search(r"^tgi_batch_accepted_tokens (\d+)", httpx.get(f"{running.url}/metrics").text, re.MULTILINE)
+    assert accepted is not None
+    assert (int(accepted[1]) > 0) is (speculate > 0)  # the prompt that was asked again
     children = psutil.Process(running.process.pid).children(recursive=True)
     folder = socket_folder(shard_of(running, 0))
     assert folder == socket_folder(shard_of(running, 1))

@@ -37,7 +37,7 @@ async def well() -> None:
 def document() -> dict[str, Any]:
     threads = TokenizerThreads(byte_level(), 1)
     service = Service(
-        model=ModelDescription("model", None, "cpu", encoder_decoder=False, version="1.2.3"),
+        model=ModelDescription("model", None, "cpu", encoder_decoder=False, speculate=0, version="1.2.3"),
         limits=LIMITS,
         tokenizer=threads.tokenizer,
         threads=threads,
