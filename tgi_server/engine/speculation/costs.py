@@ -15,7 +15,7 @@ from tgi_server.engine.sharding import ShardGroup
 
 # Tokens of the steps that are measured, and how often each is: the fastest counts.
 _MEASURED_TOKENS = (1, 2, 4, 8, 16, 32, 64)
-_TIMES = 2
+_TIMES = 3
 
 
 class StepCosts:
@@ -56,7 +56,9 @@ class _Line:
 
     def __init__(self, points: Mapping[int, float]) -> None:
         self._tokens = sorted(points)
-        self._seconds = list(accumulate((points[tokens] for tokens in self._tokens), max))
+        # What was held up while it was measured cannot take longer than what is larger and was not.
+        falling = accumulate((points[tokens] for tokens in reversed(self._tokens)), min)
+        self._seconds = list(falling)[::-1]
 
     def seconds(self, tokens: int) -> float:
         if len(self._tokens) == 1:

@@ -35,9 +35,11 @@ def test_steps_with_drafts_may_cost_more() -> None:
     assert StepCosts(same, dearer).worth([1], [0.5], rows=1, expected=1) == [0]
 
 
-def test_a_measurement_that_was_held_up_makes_no_larger_step_cheaper() -> None:
-    costs = StepCosts({1: 10.0}, {2: 10.0, 4: 50.0, 8: 20.0})
-    assert costs.worth([7], [0.9], rows=1, expected=1) == [1]
+def test_a_measurement_that_was_held_up_does_not_count() -> None:
+    costs = StepCosts({1: 90.0, 2: 10.0}, {2: 10.0, 4: 90.0, 8: 20.0})
+    assert costs.worth([3], [0.9], rows=1, expected=1) == StepCosts({1: 10.0}, {2: 10.0, 4: 20.0}).worth(
+        [3], [0.9], rows=1, expected=1
+    )
 
 
 def test_without_drafts_there_is_nothing_to_choose() -> None:
