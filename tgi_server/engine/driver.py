@@ -110,6 +110,8 @@ class Driver:
         self.drafted += result.drafted
         self.accepted += result.accepted
         for generation in result.generations:
+            if generation.request_id not in self._running:
+                continue  # it has left meanwhile
             self.outputs[generation.request_id].generations.append(generation)
             if generation.finish_reason or generation.error:
                 self._release(generation.request_id)

@@ -3,6 +3,7 @@
 import logging
 import math
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -117,7 +118,7 @@ class Engine:
             else None
         )
         self._masks: MaskBuilder | None = None
-        self._last: Step | None = None
+        self._steps: deque[Step] = deque()  # whose ended sequences may still be in the batch, in the order of starting
         self._eos = frozenset(self.info.eos_token_ids)
         logger.info("loaded %s in %.1f s", config.model_path, time.perf_counter() - started)
 
@@ -188,16 +189,19 @@ class Engine:
             if decode:
                 prompts += [PromptChunk.next_of(sequence, sequence.remaining) for sequence in batch.jumping()]
             plan = batch.plan(prompts, decode=decode)
-            self._last = self._start(batch, plan, self._drafts(plan))
+            step = self._start(batch, plan, self._drafts(plan))
         except BaseException:
             self.clear()
             raise
-        return self._last
+        self._steps.append(step)
+        return step
 
     @torch.inference_mode()
     def keep(self, batch_id: int, request_ids: Sequence[int]) -> None:
         """Forgets all of a batch's sequences but these."""
-        self._batch_for(batch_id).keep(request_ids)
+        batch = self._batch_for(batch_id)
+        self._settle(batch)
+        batch.keep(request_ids)
 
     @torch.inference_mode()
     def clear(self, batch_id: int | None = None) -> None:
@@ -205,6 +209,7 @@ class Engine:
         if self._batch is not None and batch_id in (None, self._batch.id):
             self._batch.keep(())
             self._batch = None
+            self._steps.clear()
 
     @property
     def capacity(self) -> CacheCapacity:
@@ -212,6 +217,11 @@ class Engine:
         if self._capacity is None:
             raise InvalidCall("warm up before the first step")
         return self._capacity
+
+    @property
+    def fallbacks(self) -> tuple[str, ...]:
+        """The reasons why parts of the model are computed in a slower way than the device has."""
+        return tuple(self._runner.fallbacks)
 
     @property
     def batch(self) -> RunningBatch | None:
@@ -245,11 +255,15 @@ class Engine:
         )
 
     def _settle(self, batch: RunningBatch) -> None:
-        """Waits for the last step's tokens if drafts depend on them, or the next mask of a sequence with a grammar."""
-        if self._last is None:
-            return
+        """Waits for the tokens of all steps if drafts depend on them, or the next mask of a sequence with a grammar.
+
+        The batch is then the same whether or not they had been waited for: shards that compute together depend on it.
+        """
         if self.speculation is not None or any(sequence.constraint is not None for sequence in batch.rows):
-            self._last.resolve()
+            for step in self._steps:
+                step.resolve()
+                step.retire()
+        self._steps = deque(step for step in self._steps if not step.retired)
 
     def _drafts(self, plan: StepPlan) -> list[Draft]:
         if self.speculation is None:

@@ -58,7 +58,10 @@ class StepResult:
 
 
 class Step:
-    """A step that has been started."""
+    """A step that has been started.
+
+    batch_size: sequences in the batch. retired: those that ended with this step have left it.
+    """
 
     def __init__(
         self,
@@ -75,6 +78,9 @@ class Step:
         self._sequences = sequences
         self._pending = pending
         self._eos = eos
+        self._ended: list[RunningSequence] = []
+        self.batch_size = len(batch)
+        self.retired = False
         self._forward_ns = forward_ns
         self._started_ns = started_ns
         self._check = check
@@ -86,11 +92,17 @@ class Step:
         if self._pending is not None:
             self._pending.synchronize()
 
-    @torch.inference_mode()
     def collect(self) -> StepResult:
-        """Waits for the step's tokens, and lets the sequences that end with them leave the batch.
+        """Returns `result`, and lets the sequences that end with it leave the batch."""
+        result = self.result()
+        self.retire()
+        return result
 
-        Sequences that left after the step was started get nothing from it. Call it once, in the order of starting.
+    def result(self) -> StepResult:
+        """Waits for the step's tokens. Call it once, in the order of starting.
+
+        It has tokens of sequences that were taken from the batch after the step was started, too, but none of those
+        that ended with an earlier step.
         """
         generations = self.resolve()
         drafts = self._check.drafts if self._check else ()
@@ -102,8 +114,18 @@ class Step:
             accepted=sum(draft.accepted for draft in drafts),
         )
 
+    @torch.inference_mode()
+    def retire(self) -> None:
+        """Lets the sequences that ended with this step, whose tokens have been waited for, leave the batch.
+
+        Shards that compute a model together have to do so between the same two steps.
+        """
+        self.retired = True
+        self._batch.drop([each.request_id for each in self._ended if self._batch.holds(each)])
+
+    @torch.inference_mode()
     def resolve(self) -> list[Generation]:
-        """Takes the step's tokens, and waits for them if that has not been done. `collect` returns the same ones."""
+        """Takes the step's tokens, and waits for them if that has not been done. `result` has the same ones."""
         if self._generations is None:
             self._generations = [] if self._pending is None else self._take(self._pending.wait())
         return self._generations
@@ -112,25 +134,22 @@ class Step:
         """Takes the step's tokens, and those behind drafted tokens that were right."""
         self._budget = self._batch.jump_forward_budget()
         taken = newest = self._advance(self._sequences, tokens)
-        while self._check is not None and (following := self._check.proceed(_going_on(newest))):
+        while self._check is not None and (following := self._check.proceed(self._going_on(newest))):
             newest = self._advance(*following)
             taken = taken + newest
         for draft in self._check.drafts if self._check else ():
             draft.learn()
             if draft.accepted:
                 self._batch.skip(draft.sequence, draft.accepted)
-        ended = [sequence.request_id for generation, sequence in taken if generation.finish_reason or generation.error]
-        if ended:
-            self._batch.drop(ended)
         for generation, sequence in taken:
-            if generation.jump_forward and not generation.finish_reason and not generation.error:
+            if generation.jump_forward and not sequence.ended and self._batch.holds(sequence):
                 self._batch.leave_row(sequence, 1 + len(generation.jump_forward))
         return [generation for generation, _ in taken]
 
     def _advance(self, sequences: Sequence[RunningSequence], tokens: Tokens) -> list[_Taken]:
-        """Gives each sequence its next token, and looks for its end. Returns what those got that are still there."""
+        """Gives each sequence its next token, and looks for its end. Returns what those got that had not ended."""
         rows = zip(_generations(tokens, sequences), sequences, strict=True)
-        alive = [(row, sequence) for row, sequence in rows if sequence.request_id in self._batch]
+        alive = [(row, sequence) for row, sequence in rows if not sequence.ended]
         for generation, sequence in alive:
             if sequence.constraint is None:
                 sequence.append([generation.token_id])
@@ -141,7 +160,18 @@ class Step:
                 generation.finish_reason = FinishReason.EOS_TOKEN
             elif sequence.generated >= sequence.stopping.max_new_tokens:
                 generation.finish_reason = FinishReason.LENGTH
+            if generation.finish_reason or generation.error:
+                sequence.ended = True
+                self._ended.append(sequence)
         return alive
+
+    def _going_on(self, taken: Iterable[_Taken]) -> dict[int, int]:
+        """Returns the tokens, by request id, of the sequences of which another may be chosen at once."""
+        return {
+            sequence.request_id: generation.token_id
+            for generation, sequence in taken
+            if not sequence.ended and not generation.jump_forward and self._batch.holds(sequence)
+        }
 
     def _follow_grammar(self, generation: Generation, sequence: RunningSequence) -> bool:
         """Adds the tokens that the grammar leaves no choice about. Returns True if the text is whole with them."""
@@ -155,15 +185,6 @@ class Step:
         generation.error = constraint.error
         sequence.append([generation.token_id, *advance.jump_forward])
         return constraint.ended
-
-
-def _going_on(taken: Iterable[_Taken]) -> dict[int, int]:
-    """Returns the tokens, by request id, of the sequences of which another may be chosen at once."""
-    return {
-        generation.request_id: generation.token_id
-        for generation, _ in taken
-        if not (generation.finish_reason or generation.error or generation.jump_forward)
-    }
 
 
 def _generations(tokens: Tokens, sequences: Sequence[RunningSequence]) -> list[Generation]:

@@ -19,8 +19,8 @@ from tgi_server.router.tracing import RequestTracer
 class ModelDescription:
     """The model that is served, and the version of the server.
 
-    compute_type: the value of the header `x-compute-type`.
-    speculate: tokens drafted for a sequence in one step, at most.
+    compute_type: the value of the header `x-compute-type`. fallbacks: why parts of the model are computed in a slower
+    way than the device has. speculate: tokens drafted for a sequence in one step, at most.
     """
 
     model_id: str
@@ -29,6 +29,7 @@ class ModelDescription:
     encoder_decoder: bool
     speculate: int
     version: str
+    fallbacks: tuple[str, ...] = ()
 
     @property
     def fingerprint(self) -> str:

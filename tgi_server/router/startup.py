@@ -91,13 +91,14 @@ async def assembled(settings: RouterSettings) -> AsyncIterator[Service]:
         info, capacity = await _warm_up(shards, settings)
         limits = _limits(settings, capacity)
         metrics = Metrics()
+        metrics.fallbacks(len(capacity.fallbacks))
         scheduler = Scheduler(shards, info, capacity, limits, metrics, _pace(settings, limits, info))
         refusal = grammar_refusal(disabled=settings.disable_grammar_support, supported=info.grammars)
         scheduler.start()
         watch = asyncio.create_task(watch_event_loop(metrics.event_loop_lag), name="event loop watch")
         try:
             yield Service(
-                model=_describe(settings, info),
+                model=_describe(settings, info, capacity),
                 limits=limits,
                 tokenizer=threads.tokenizer,
                 threads=threads,
@@ -213,7 +214,7 @@ def _pace(settings: RouterSettings, limits: Limits, info: pb.InfoResponse) -> Pr
     )
 
 
-def _describe(settings: RouterSettings, info: pb.InfoResponse) -> ModelDescription:
+def _describe(settings: RouterSettings, info: pb.InfoResponse, capacity: pb.WarmupResponse) -> ModelDescription:
     return ModelDescription(
         model_id=settings.model_id or info.model_id,
         revision=settings.revision or info.revision or None,
@@ -221,6 +222,7 @@ def _describe(settings: RouterSettings, info: pb.InfoResponse) -> ModelDescripti
         encoder_decoder=info.encoder_decoder,
         speculate=info.speculate,
         version=_version(),
+        fallbacks=tuple(capacity.fallbacks),
     )
 
 

@@ -87,4 +87,5 @@ def _info(service: Service) -> Info:
         speculate=service.model.speculate,
         router="text-generation-router",
         version=service.model.version,
+        fallbacks=list(service.model.fallbacks),
     )
