@@ -321,7 +321,7 @@ class Timings(_message.Message):
     def __init__(self, forward_ns: _Optional[int] = ..., sampling_ns: _Optional[int] = ..., total_ns: _Optional[int] = ...) -> None: ...
 
 class Generation(_message.Message):
-    __slots__ = ("request_id", "token_ids", "logprobs", "top_tokens", "finish_reason", "prefill_tokens", "hidden", "error")
+    __slots__ = ("request_id", "token_ids", "logprobs", "top_tokens", "finish_reason", "prefill_tokens", "hidden", "error", "drafted")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
@@ -330,6 +330,7 @@ class Generation(_message.Message):
     PREFILL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     HIDDEN_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
+    DRAFTED_FIELD_NUMBER: _ClassVar[int]
     request_id: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     logprobs: _containers.RepeatedScalarFieldContainer[float]
@@ -338,7 +339,8 @@ class Generation(_message.Message):
     prefill_tokens: PrefillTokens
     hidden: _containers.RepeatedScalarFieldContainer[int]
     error: str
-    def __init__(self, request_id: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., top_tokens: _Optional[_Iterable[_Union[TopTokens, _Mapping]]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., prefill_tokens: _Optional[_Union[PrefillTokens, _Mapping]] = ..., hidden: _Optional[_Iterable[int]] = ..., error: _Optional[str] = ...) -> None: ...
+    drafted: bool
+    def __init__(self, request_id: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., top_tokens: _Optional[_Iterable[_Union[TopTokens, _Mapping]]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., prefill_tokens: _Optional[_Union[PrefillTokens, _Mapping]] = ..., hidden: _Optional[_Iterable[int]] = ..., error: _Optional[str] = ..., drafted: _Optional[bool] = ...) -> None: ...
 
 class TopTokens(_message.Message):
     __slots__ = ("ids", "logprobs")

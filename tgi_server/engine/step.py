@@ -27,6 +27,7 @@ class Generation:
 
     jump_forward: tokens behind `token_id` that the request's grammar left no choice about. hidden: the places, among
     all of them, of tokens that are no part of the text; 0 is `token_id`. error: why the request cannot go on.
+    drafted: the token had been drafted, and was right.
     """
 
     request_id: int
@@ -34,6 +35,7 @@ class Generation:
     jump_forward: list[int] = field(default_factory=list)
     hidden: list[int] = field(default_factory=list)
     error: str | None = None
+    drafted: bool = False
     logprob: float | None = None
     top_tokens: TopTokens | None = None
     prompt_tokens: PromptTokens | None = None
@@ -135,6 +137,9 @@ class Step:
         self._budget = self._batch.jump_forward_budget()
         taken = newest = self._advance(self._sequences, tokens)
         while self._check is not None and (following := self._check.proceed(self._going_on(newest))):
+            right = set(following[0])
+            for generation, sequence in newest:
+                generation.drafted = sequence in right
             newest = self._advance(*following)
             taken = taken + newest
         for draft in self._check.drafts if self._check else ():

@@ -86,6 +86,7 @@ def _generation(generation: Generation) -> pb.Generation:
         token_ids=(generation.token_id, *generation.jump_forward),
         hidden=generation.hidden,
         error=generation.error or "",
+        drafted=generation.drafted,
         finish_reason=finish_reason_to_message(generation.finish_reason),
     )
     if generation.logprob is not None:

@@ -68,6 +68,25 @@ def test_a_prompt_is_answered_token_by_token_with_probabilities(page, mode) -> N
     assert page.inner_text("#total").endswith("s")
 
 
+def test_without_drafts_nothing_is_said_of_them(page) -> None:
+    page.wait_for_selector("#limits dd")
+    assert page.locator("#drafted-legend").is_hidden()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["chat", "plain"])
+def test_drafted_tokens_are_marked(browser, server, mode) -> None:
+    running = server("--dtype=float32", "--speculate=4").wait_until_ready()
+    with opened(browser, running.url) as page:
+        page.select_option("#mode", mode)
+        page.fill("#max-new-tokens", "24")
+        for again in (False, True):  # the second reply is that of the first
+            page.click("#generate")
+            assert answered(page).strip()
+            assert not again or page.locator("#answer .drafted").count() > 5
+        assert page.locator("#drafted-legend").is_visible()
+
+
 @pytest.mark.slow
 def test_stop_frees_the_slot(browser, server, tmp_path) -> None:
     never_done = make_llama(tmp_path / "model", max_position_embeddings=32768, eos_token_id=None)
