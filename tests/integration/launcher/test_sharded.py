@@ -34,9 +34,6 @@ def test_two_shards_write_what_one_writes(
         assert ids(answer) == ids(expected)
     digits = running.generate(PROMPTS[0], max_new_tokens=40, grammar={"type": "regex", "value": "[0-9]{3}"})
     assert re.fullmatch("[0-9]{3}", digits["generated_text"])
-    accepted = re.search(r"^tgi_batch_accepted_tokens (\d+)", httpx.get(f"{running.url}/metrics").text, re.MULTILINE)
-    assert accepted is not None
-    assert (int(accepted[1]) > 0) is (speculate > 0)  # the prompt that was asked again
     children = psutil.Process(running.process.pid).children(recursive=True)
     folder = socket_folder(shard_of(running, 0))
     assert folder == socket_folder(shard_of(running, 1))

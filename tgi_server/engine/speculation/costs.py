@@ -1,6 +1,7 @@
 """The time that steps take, by the tokens that they compute."""
 
 import json
+import math
 import time
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
@@ -85,9 +86,13 @@ def measure_costs(runner: Runner, capacity: CacheCapacity, group: ShardGroup | N
     runner.forward(0, [PromptChunk.next_of(sequence, 1)])
     for row in range(rows[-1]):
         runner.promote(sequence, row)
-    without_drafts = {each: _fastest(runner, each) for each in rows}
     drafts = {each: PromptChunk(sequence, torch.zeros(each - 1, dtype=torch.int64), start, True) for each in tokens}
-    with_drafts = {each: _fastest(runner, 1, draft) for each, draft in drafts.items()}
+    without_drafts, with_drafts = dict.fromkeys(rows, math.inf), dict.fromkeys(tokens, math.inf)
+    for _ in range(_TIMES):  # one after the other, so that a busy moment spoils no size for good
+        for each in rows:
+            without_drafts[each] = min(without_drafts[each], _seconds(runner, each))
+        for each, draft in drafts.items():
+            with_drafts[each] = min(with_drafts[each], _seconds(runner, 1, draft))
     runner.truncate(0)
     measured = json.dumps([without_drafts, with_drafts])
     if group is not None:
@@ -95,11 +100,8 @@ def measure_costs(runner: Runner, capacity: CacheCapacity, group: ShardGroup | N
     return StepCosts(*({int(each): seconds for each, seconds in line.items()} for line in json.loads(measured)))
 
 
-def _fastest(runner: Runner, rows: int, *drafts: PromptChunk) -> float:
-    """Returns the seconds of the fastest of some equal passes."""
-    seconds = []
-    for _ in range(_TIMES):
-        started = time.perf_counter()
-        float(runner.forward(rows, list(drafts))[0, 0])  # waits for the device
-        seconds.append(time.perf_counter() - started)
-    return min(seconds)
+def _seconds(runner: Runner, rows: int, *drafts: PromptChunk) -> float:
+    """Returns the seconds of a pass."""
+    started = time.perf_counter()
+    float(runner.forward(rows, list(drafts))[0, 0])  # waits for the device
+    return time.perf_counter() - started
