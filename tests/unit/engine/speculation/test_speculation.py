@@ -1,7 +1,12 @@
 from collections.abc import Sequence
+from pathlib import Path
 
+import pytest
+
+from tests.tiny_models import make
 from tgi_server.contract import StoppingParameters
-from tgi_server.engine import RunningSequence
+from tgi_server.engine import Engine, EngineConfig, RunningSequence
+from tgi_server.engine.errors import UnsupportedModel
 from tgi_server.engine.speculation import Speculation
 from tgi_server.engine.speculation.costs import StepCosts
 from tgi_server.engine.speculation.draft import Draft
@@ -97,3 +102,9 @@ def test_a_draft_is_right_up_to_the_first_token_that_was_not_chosen() -> None:
     whole = Draft(_sequence(), [5])
     assert [whole.accept(token) for token in (5, 9)] == [True, False]
     assert (whole.accepted, whole.refused) == (1, False)
+
+
+def test_models_that_cannot_speculate_refuse_to(tmp_path: Path) -> None:
+    folder = make("mamba", tmp_path)
+    with pytest.raises(UnsupportedModel, match=r"mamba models run in padded batches.*leave out --speculate"):
+        Engine(EngineConfig(folder, speculate=2))
