@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
 from tgi_server.engine.attention.base import GreedyOnly
-from tgi_server.engine.batch import RunningBatch, StepPlan
+from tgi_server.engine.batch import ForwardPlan, RunningBatch
 from tgi_server.engine.config import EngineConfig
 from tgi_server.engine.errors import EngineError, InvalidCall, UnsupportedModel
 from tgi_server.engine.grammar import GrammarCompiler
@@ -265,13 +265,13 @@ class Engine:
                 step.retire()
         self._steps = deque(step for step in self._steps if not step.retired)
 
-    def _drafts(self, plan: StepPlan) -> list[Draft]:
+    def _drafts(self, plan: ForwardPlan) -> list[Draft]:
         if self.speculation is None:
             return []
         rows = plan.decoding + sum(len(chunk.tokens) for chunk in plan.chunks)
         return self.speculation.plan(plan.sequences, rows, self._runner.block_size)
 
-    def _start(self, batch: RunningBatch, plan: StepPlan, drafts: list[Draft]) -> Step:
+    def _start(self, batch: RunningBatch, plan: ForwardPlan, drafts: list[Draft]) -> Step:
         started = time.perf_counter_ns()
         mask = self._start_mask(plan.sequences)
         logits = self._forward(plan, drafts, mask) if plan.decoding or plan.chunks else None
@@ -291,7 +291,7 @@ class Engine:
             pending = self._sample(logits, plan, mask.wait() if mask else None)
         return Step(batch, plan.sequences, pending, self._eos, forwarded - started, started, check)
 
-    def _forward(self, plan: StepPlan, drafts: list[Draft], mask: PendingMask | None) -> Tensor:
+    def _forward(self, plan: ForwardPlan, drafts: list[Draft], mask: PendingMask | None) -> Tensor:
         plain = plan.is_greedy and all(draft.is_greedy for draft in drafts)
         greedy = GreedyOnly(mask) if plain and not (plan.decoding and self._sampler.processes) else None
         chunks = [*plan.chunks, *(draft.chunk for draft in drafts)]
@@ -317,7 +317,7 @@ class Engine:
             list(constraints.values()), list(constraints), self.grammars.tokenizer.lookup.vocab_size
         )
 
-    def _finish_chunks(self, batch: RunningBatch, plan: StepPlan, logits: Tensor) -> None:
+    def _finish_chunks(self, batch: RunningBatch, plan: ForwardPlan, logits: Tensor) -> None:
         """Reports what was asked about prompts, and gives rows to the sequences whose prompt is complete."""
         start = plan.decoding
         for chunk in plan.chunks:
@@ -343,7 +343,7 @@ class Engine:
         self._sampler.accept(sampled.token_ids, rows)
         return sampled.start_copy().wait()
 
-    def _sample(self, logits: Tensor, plan: StepPlan, mask: TokenMask | None) -> PendingTokens:
+    def _sample(self, logits: Tensor, plan: ForwardPlan, mask: TokenMask | None) -> PendingTokens:
         if len(plan.picked) != len(logits):
             logits = logits.index_select(0, to_device(plan.picked, torch.int64, self._device))
         rows = range(plan.first_row, plan.first_row + len(plan.sequences))

@@ -27,8 +27,8 @@ class ModelDescription:
     revision: str | None
     compute_type: str
     encoder_decoder: bool
-    speculate: int
     version: str
+    speculate: int = 0
     fallbacks: tuple[str, ...] = ()
 
     @property

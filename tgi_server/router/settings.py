@@ -5,9 +5,7 @@ from typing import Annotated, Self
 
 from pydantic import AliasChoices, Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
-from shared.settings import CommaSeparated, Refused, ServiceSettings
-
-Port = Annotated[int, Field(ge=0, le=65535)]
+from shared.settings import CommaSeparated, Port, Refused, ServiceSettings
 
 
 class ServingSettings(ServiceSettings):

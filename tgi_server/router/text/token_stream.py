@@ -148,7 +148,7 @@ class TokenStream(Generic[F]):
         return text, text, stopped
 
     def _special(self, token_id: int) -> tuple[str, str, bool]:
-        """Special tokens are no text of the sequence, but a stop sequence may name one."""
+        """Handles a special token, which is not part of the text, though a stop sequence may name one."""
         name = self._special_tokens[token_id]
         if self._stops is None or not self._stops.contain(name):
             return name, "", False
