@@ -54,6 +54,7 @@ class LoadedModel:
 
     max_position_embeddings: None when nothing but memory bounds a sequence. grammars: sequences may have a grammar.
     speculate: tokens that are drafted for a sequence in one step, at most.
+    quantization: of the weights, for people; empty: none. linear_kernels: what computes linear layers, for people.
     """
 
     model_type: str
@@ -69,6 +70,8 @@ class LoadedModel:
     block_size: int
     grammars: bool
     speculate: int
+    quantization: str
+    linear_kernels: str
 
 
 class Engine:
@@ -110,6 +113,8 @@ class Engine:
             block_size=self._runner.block_size,
             grammars=has_tokenizer(config.model_path),
             speculate=config.speculate,
+            quantization=getattr(model, "quantization", ""),
+            linear_kernels=self._runner.linear_kernels,
         )
         self.speculation = self._drafting(config.speculate) if config.speculate else None
         self.grammars = (
@@ -120,7 +125,13 @@ class Engine:
         self._masks: MaskBuilder | None = None
         self._steps: deque[Step] = deque()  # whose ended sequences may still be in the batch, in the order of starting
         self._eos = frozenset(self.info.eos_token_ids)
-        logger.info("loaded %s in %.1f s", config.model_path, time.perf_counter() - started)
+        logger.info(
+            "loaded %s in %.1f s; weights: %s; linear layers: %s",
+            config.model_path,
+            time.perf_counter() - started,
+            self.info.quantization or self.info.dtype,
+            self.info.linear_kernels,
+        )
 
     def _drafting(self, most: int) -> Speculation:
         if not self._runner.paged:

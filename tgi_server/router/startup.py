@@ -222,6 +222,8 @@ def _describe(settings: RouterSettings, info: pb.InfoResponse, capacity: pb.Warm
         encoder_decoder=info.encoder_decoder,
         speculate=info.speculate,
         version=_version(),
+        quantization=info.quantization or None,
+        linear_kernels=info.linear_kernels or None,
         fallbacks=tuple(capacity.fallbacks),
     )
 

@@ -34,6 +34,8 @@ def info(model: LoadedModel, model_id: str, revision: str | None, world_size: in
         decoder_start_token_id=model.decoder_start_token_id or 0,
         speculate=model.speculate,
         grammars=model.grammars,
+        quantization=model.quantization,
+        linear_kernels=model.linear_kernels,
     )
 
 

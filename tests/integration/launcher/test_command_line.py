@@ -43,7 +43,7 @@ def test_an_unknown_flag() -> None:
     ("flag", "expected"),
     [
         ("--num-shard=0", "--num-shard (or NUM_SHARD): Input should be greater than 0, got '0'"),
-        ("--quantize=gptq", "--quantize (or QUANTIZE):"),
+        ("--quantize=exl2", "--quantize (or QUANTIZE):"),
         ("--port=99999", "--port (or PORT): Input should be less than or equal to 65535, got '99999'"),
         ("--dtype=int4", "--dtype (or DTYPE): Input should be 'float32', 'float16' or 'bfloat16', got 'int4'"),
     ],

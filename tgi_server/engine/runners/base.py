@@ -70,11 +70,12 @@ class Runner(ABC):
 
     paged: prompts may be computed in chunks, and keys and values live in blocks that the caller grants.
     block_size: tokens of a KV block. fallbacks: why parts of the model are computed in a slower way than the device
-    has.
+    has. linear_kernels: what computes linear layers, for people.
     """
 
     paged: bool
     block_size: int
+    linear_kernels = "torch"
 
     def __init__(self, fallbacks: Iterable[str] = ()) -> None:
         self.fallbacks = list(fallbacks)

@@ -23,6 +23,8 @@ class Info(ResponseModel):
     version: str
     sha: str | None = None
     docker_label: str | None = None
+    quantization: str | None = None
+    linear_kernels: str | None = None
     fallbacks: list[str] = Field(
         default_factory=list, description="why parts of the model are computed in a slower way than the device has"
     )

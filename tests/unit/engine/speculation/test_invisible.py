@@ -11,7 +11,7 @@ import torch
 from tgi_server import demo_model
 from tgi_server.contract import (
     Grammar,
-    GrammarType,
+    GrammarKind,
     ReportParameters,
     SamplingParameters,
     StoppingParameters,
@@ -24,7 +24,7 @@ from tgi_server.engine.speculation.drafters import Drafter, HistoryDrafter, Ngra
 NEW = 40
 PROMPTS = [[1, 40, 77, 300], [1, *range(50, 90), *range(50, 60)], [1, 5, 6, 5, 6, 5], [1, *range(400, 480)]]
 SCHEMA = Grammar(
-    GrammarType.JSON_SCHEMA,
+    GrammarKind.JSON_SCHEMA,
     json.dumps(
         {
             "type": "object",
@@ -59,7 +59,7 @@ REQUESTS: dict[str, dict[str, Any]] = {
     "grammar": {"grammar": SCHEMA},
     "sampled grammar": {"grammar": SCHEMA, "sampling": SamplingParameters(do_sample=True, temperature=2.0, seed=6)},
     "grammar with reports": {"grammar": SCHEMA, "report": ReportParameters(logprobs=True, top_n_tokens=2)},
-    "endless grammar": {"grammar": Grammar(GrammarType.REGEX, "([a-d] )+"), "ignore_eos": True},
+    "endless grammar": {"grammar": Grammar(GrammarKind.REGEX, "([a-d] )+"), "ignore_eos": True},
 }
 
 

@@ -87,5 +87,7 @@ def _info(service: Service) -> Info:
         speculate=service.model.speculate,
         router="text-generation-router",
         version=service.model.version,
+        quantization=service.model.quantization,
+        linear_kernels=service.model.linear_kernels,
         fallbacks=list(service.model.fallbacks),
     )
