@@ -98,6 +98,8 @@ class SimulatedShard:
     late_end: a sequence that ended takes part, unseen, in the steps that arrive before `collected`, as on a device
     that has started the next step before the tokens of the last one are known.
     broken: requests that fail with their next token. Those that are True get that token all the same.
+    speculate: tokens drafted for a sequence in one step, at most. Some are right; what is computed of the others stays
+    in the sequence's blocks.
     """
 
     num_blocks: int
@@ -105,6 +107,7 @@ class SimulatedShard:
     max_batch_size: int = 256
     paged: bool = True
     late_end: bool = False
+    speculate: int = 0
     batch_id: int | None = None
     rows: dict[int, _Row] = field(default_factory=dict)
     kv: list[list[int]] = field(init=False)
@@ -124,21 +127,19 @@ class SimulatedShard:
         if not call.chunks:
             raise ProtocolViolation("a prefill without chunks")
         self.largest_step = max(self.largest_step, sum(chunk.tokens for chunk in call.chunks))
-        generations = [self._decode(row) for row in running]
+        generations = [generation for row in running for generation in self._decode(row)]
         for chunk in call.chunks:
             row = self.rows.get(chunk.request_id)
             if row is None or row.past_prompt:
                 raise ProtocolViolation(f"request {chunk.request_id} has no prompt to compute")
-            generation = self._compute(row, chunk.tokens)
-            if generation is not None:
-                generations.append(generation)
+            generations += self._compute(row, chunk.tokens)
         return self._leave(generations, late)
 
     def decode(self, call: pb.DecodeRequest) -> pb.StepResponse:
         self._enter(call.batch_id)
         late = self._late_rows()
         self._grant(call.grants)
-        return self._leave([self._decode(row) for row in self._running()], late)
+        return self._leave([generation for row in self._running() for generation in self._decode(row)], late)
 
     def filter_batch(self, call: pb.FilterBatchRequest) -> pb.FilterBatchResponse:
         self._enter(call.batch_id)
@@ -211,7 +212,7 @@ class SimulatedShard:
         block, offset = self._slot(row, position)
         block[offset] = _mix(before, row.tokens[position])
 
-    def _compute(self, row: _Row, tokens: int) -> pb.Generation | None:
+    def _compute(self, row: _Row, tokens: int) -> list[pb.Generation]:
         if not 0 < tokens <= len(row.tokens) - row.computed:
             raise ProtocolViolation(f"{tokens} tokens of request {row.request.id}: so many are not left")
         if not self.paged and tokens < len(row.tokens):
@@ -220,17 +221,50 @@ class SimulatedShard:
             self._write(row, row.computed)
             row.computed += 1
         if row.computed < len(row.tokens):
-            return None
-        generation = self._sample(row)
+            return []
+        generations = self._yield(row)
         if row.request.prefill_logprobs:
-            generation.prefill_tokens.ids.extend(row.request.input_ids)
-        return generation
+            generations[0].prefill_tokens.ids.extend(row.request.input_ids)
+        return generations
 
-    def _decode(self, row: _Row) -> pb.Generation:
+    def _decode(self, row: _Row) -> list[pb.Generation]:
         for _ in range(len(row.tokens) - row.computed):
             self._write(row, row.computed)
             row.computed += 1
-        return self._sample(row)
+        return self._yield(row)
+
+    def _yield(self, row: _Row) -> list[pb.Generation]:
+        """Computes drafted tokens with the others, then samples for as long as they turn out to be right."""
+        drafted = self._drafted(row)
+        before = self._entry(row, row.computed - 1)
+        for place, token in enumerate(drafted, start=row.computed):
+            block, offset = self._slot(row, place)
+            before = block[offset] = _mix(before, token)
+        generations = [self._sample(row)]
+        for token in drafted:
+            last = generations[-1]
+            if last.finish_reason or last.error or list(last.token_ids) != [token]:
+                break
+            row.computed += 1
+            generations.append(self._sample(row))
+        return generations
+
+    def _drafted(self, row: _Row) -> list[int]:
+        """Guesses what comes next; each guess is right, or not, for no reason."""
+        if not self.speculate or not self.paged:
+            return []
+        room = min(
+            self.speculate,
+            len(row.blocks) * self.block_size - len(row.tokens) - 1,
+            row.request.max_new_tokens - row.generated - 1,
+        )
+        entries = [self._entry(row, position) for position in range(row.computed)]
+        drafted: list[int] = []
+        while len(drafted) < room:
+            token = _next_token(entries, len(entries), row.seed)
+            drafted.append((token + (_mix(token, len(entries)) % 4 == 0)) % VOCABULARY)
+            entries.append(_mix(entries[-1], drafted[-1]))
+        return drafted
 
     def _sample(self, row: _Row) -> pb.Generation:
         entries = [self._entry(row, position) for position in range(row.computed)]
