@@ -18,6 +18,7 @@ class Info(ResponseModel):
     max_total_tokens: UnsignedInt
     validation_workers: UnsignedInt
     max_client_batch_size: UnsignedInt
+    speculate: UnsignedInt
     router: str
     version: str
     sha: str | None = None
