@@ -87,17 +87,17 @@ class _Layers:
         """Returns the model with these layers; the others pass their input on."""
         left_out = [path for path in self.paths if path not in paths]
 
-        class Part(self._class):  # type: ignore[name-defined]
+        class SomeLayers(self._class):  # type: ignore[name-defined]
             def __init__(self, config: PretrainedConfig) -> None:
                 super().__init__(config)
                 for path in left_out:
-                    self.set_submodule(path, _Recorder(self.get_submodule(path)))
+                    self.set_submodule(path, _LayerRecorder(self.get_submodule(path)))
 
-        Part.__name__ = self._class.__name__
-        Part.__module__ = self._class.__module__
+        SomeLayers.__name__ = self._class.__name__
+        SomeLayers.__module__ = self._class.__module__
         with open_checkpoint(self._folder) as tensors:
             wanted = {name: each for name, each in tensors.items() if not self._is_of(name, left_out)}
-            model, report = Part.from_pretrained(
+            model, report = SomeLayers.from_pretrained(
                 None, config=copy.deepcopy(self._config), state_dict=wanted, dtype=self._dtype, output_loading_info=True
             )
         if missing := sorted(report["missing_keys"]):
@@ -133,7 +133,7 @@ def _ending(path: str) -> str:
     return ".".join(path.split(".")[-2:])
 
 
-class _Recorder(nn.Module):
+class _LayerRecorder(nn.Module):
     """Stands in for a decoder layer, remembers what it is called with, and passes its input on."""
 
     def __init__(self, layer: nn.Module) -> None:
@@ -174,7 +174,7 @@ def _quantized_layer(
 
 def _dequantize(layer: nn.Module, tensors: Tensors, settings: GptqSettings) -> None:
     """Gives a layer the weights that an earlier run has written for it."""
-    read = gptq_format.Settings(settings.bits, settings.group_size if settings.group_size > 0 else None, 1)
+    read = gptq_format.GptqFormat(settings.bits, settings.group_size if settings.group_size > 0 else None, 1)
     files = {name: _InMemory(tensor) for name, tensor in tensors.items()}
     for source in gptq_format.sources(files, read):
         module: Any = layer.get_submodule(source.name.removesuffix(".weight"))

@@ -116,6 +116,8 @@ async def test_info(routers: RouterFactory):
         "version": info["version"],
         "sha": None,
         "docker_label": None,
+        "quantization": None,
+        "linear_kernels": None,
         "fallbacks": [],
     }
 

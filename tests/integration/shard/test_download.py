@@ -103,6 +103,7 @@ def test_a_broken_connection_is_resumed_where_it_broke(download: Download, hub: 
     assert int(resumed.removeprefix("bytes=").removesuffix("-")) > 1_000_000
 
 
+@pytest.mark.slow
 def test_an_earlier_download_is_found_offline(download: Download, hub: Hub) -> None:
     first = folder_of(download(ID))
     hub.requests.clear()
@@ -124,6 +125,7 @@ def test_a_revision_is_fetched_if_the_hub_has_it(download: Download, hub: Hub) -
     assert f"the hub has no {ID} at revision v3" in complaint_of(download(ID, "--revision", "v3"))
 
 
+@pytest.mark.slow
 def test_a_private_model_needs_its_token(download: Download, hub: Hub) -> None:
     hub.models[ID].token = "secret"
     assert "for a private model set HF_TOKEN" in complaint_of(download(ID))

@@ -113,13 +113,13 @@ def _settings_of_tensors(folder: Path) -> Mapping[str, Any] | None:
 
 
 def _gptq(settings: Mapping[str, Any]) -> Quantization:
-    read = gptq.Settings.of(settings)
+    read = gptq.GptqFormat.of(settings)
     order = ", act-order" if settings.get("desc_act") else ""
     return Quantization(frozenset({"gptq", "marlin"}), f"{read}{order}", partial(gptq.sources, settings=read))
 
 
 def _awq(settings: Mapping[str, Any]) -> Quantization:
-    read = awq.Settings.of(settings)
+    read = awq.AwqFormat.of(settings)
     return Quantization(frozenset({"awq"}), str(read), partial(awq.sources, settings=read))
 
 

@@ -84,13 +84,13 @@ ROUNDINGS: dict[str, tuple[str, Rounding]] = {
 def sources(files: Files, rounding: Rounding) -> list[QuantizedSource]:
     """Returns a source for every matrix of a checkpoint."""
     return [
-        _Source(name, files, rounding)
+        _RoundedSource(name, files, rounding)
         for name, file in files.items()
         if name.endswith(".weight") and len(file.get_shape()) == 2
     ]
 
 
-class _Source(QuantizedSource):
+class _RoundedSource(QuantizedSource):
     def __init__(self, name: str, files: Files, rounding: Rounding) -> None:
         super().__init__(name, (name,), files)
         self._rounding = rounding

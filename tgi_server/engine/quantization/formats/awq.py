@@ -22,13 +22,13 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class AwqFormat:
     """group_size: inputs that share a scale; None: all."""
 
     group_size: int | None
 
     @classmethod
-    def of(cls, settings: Mapping[str, Any]) -> "Settings":
+    def of(cls, settings: Mapping[str, Any]) -> "AwqFormat":
         """Raises UnsupportedModel for what is not read."""
         version = str(settings.get("version", "gemm")).lower()
         if version != "gemm":
@@ -45,12 +45,12 @@ class Settings:
         return f"AWQ, {BITS} bits, " + (f"groups of {self.group_size}" if self.group_size else "one group")
 
 
-def sources(files: Files, settings: Settings) -> list[QuantizedSource]:
-    return [_Source(name.removesuffix(".qweight"), files, settings) for name in files if name.endswith(".qweight")]
+def sources(files: Files, settings: AwqFormat) -> list[QuantizedSource]:
+    return [_AwqSource(name.removesuffix(".qweight"), files, settings) for name in files if name.endswith(".qweight")]
 
 
-class _Source(QuantizedSource):
-    def __init__(self, path: str, files: Files, settings: Settings) -> None:
+class _AwqSource(QuantizedSource):
+    def __init__(self, path: str, files: Files, settings: AwqFormat) -> None:
         self._path = path
         self._settings = settings
         names = tuple(f"{path}.{part}" for part in ("qweight", "qzeros", "scales"))

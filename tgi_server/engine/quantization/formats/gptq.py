@@ -22,7 +22,7 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class GptqFormat:
     """bits: of a code. group_size: inputs that share a scale; None: all. stored_zeros: 1 where zeros are one lower."""
 
     bits: int
@@ -30,7 +30,7 @@ class Settings:
     stored_zeros: int
 
     @classmethod
-    def of(cls, settings: Mapping[str, Any]) -> "Settings":
+    def of(cls, settings: Mapping[str, Any]) -> "GptqFormat":
         """Raises UnsupportedModel for what is not read."""
         layout = "marlin" if settings.get("is_marlin_format") else str(settings.get("checkpoint_format") or "gptq")
         if layout not in ("gptq", "gptq_v2"):
@@ -48,8 +48,8 @@ class Settings:
         return f"GPTQ, {self.bits} bits, {groups}"
 
 
-def sources(files: Files, settings: Settings) -> list[QuantizedSource]:
-    return [_Source(name.removesuffix(".qweight"), files, settings) for name in files if name.endswith(".qweight")]
+def sources(files: Files, settings: GptqFormat) -> list[QuantizedSource]:
+    return [_GptqSource(name.removesuffix(".qweight"), files, settings) for name in files if name.endswith(".qweight")]
 
 
 def tensors(weight: QuantizedWeight, bits: int) -> dict[str, Tensor]:
@@ -79,8 +79,8 @@ def _packed(numbers: Tensor, bits: int) -> Tensor:
     return words
 
 
-class _Source(QuantizedSource):
-    def __init__(self, path: str, files: Files, settings: Settings) -> None:
+class _GptqSource(QuantizedSource):
+    def __init__(self, path: str, files: Files, settings: GptqFormat) -> None:
         self._path = path
         self._settings = settings
         names = [f"{path}.{part}" for part in ("qweight", "qzeros", "scales", "g_idx")]

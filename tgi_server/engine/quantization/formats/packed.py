@@ -17,10 +17,10 @@ _PACKED = ".weight_packed"
 
 def sources(files: Files, bits: frozenset[int]) -> list[QuantizedSource]:
     """bits: those that the settings of the checkpoint name; each layer has one of them."""
-    return [_Source(name.removesuffix(_PACKED), files, bits) for name in files if name.endswith(_PACKED)]
+    return [_PackedSource(name.removesuffix(_PACKED), files, bits) for name in files if name.endswith(_PACKED)]
 
 
-class _Source(QuantizedSource):
+class _PackedSource(QuantizedSource):
     def __init__(self, path: str, files: Files, bits: frozenset[int]) -> None:
         self._path = path
         kinds = ("packed", "scale", "shape", "zero_point", "g_idx")

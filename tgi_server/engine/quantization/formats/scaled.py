@@ -23,11 +23,11 @@ def sources(files: Files, block: Block | None = None) -> list[QuantizedSource]:
     for name in files:
         path, dot, kind = name.rpartition(".")
         if dot + kind in _SUFFIXES and f"{path}.weight" in files:
-            found.append(_Source(f"{path}.weight", name, files, block))
+            found.append(_ScaledSource(f"{path}.weight", name, files, block))
     return found
 
 
-class _Source(QuantizedSource):
+class _ScaledSource(QuantizedSource):
     def __init__(self, name: str, scales: str, files: Files, block: Block | None) -> None:
         zeros = f"{name}_zero_point"
         super().__init__(name, (name, scales, *([zeros] if zeros in files else [])), files)
