@@ -29,11 +29,14 @@ class Grammar:
 
     value: the grammar, in the notation that `type` names.
     text: the source of spans (`x-span` in a JSON schema) where the schema names none itself.
+    lenient: places in a JSON schema (JSON pointers that begin with #) below which constraints that cannot be enforced
+    are left to the model; elsewhere they are refused.
     """
 
     type: GrammarType
     value: str
     text: str = ""
+    lenient: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

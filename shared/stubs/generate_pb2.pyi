@@ -164,7 +164,7 @@ class SamplingParameters(_message.Message):
     def __init__(self, do_sample: _Optional[bool] = ..., temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., typical_p: _Optional[float] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., seed: _Optional[int] = ..., watermark: _Optional[bool] = ..., logit_bias: _Optional[_Mapping[int, float]] = ...) -> None: ...
 
 class Grammar(_message.Message):
-    __slots__ = ("type", "value", "text")
+    __slots__ = ("type", "value", "text", "lenient")
     class Type(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         REGEX: _ClassVar[Grammar.Type]
@@ -176,30 +176,38 @@ class Grammar(_message.Message):
     TYPE_FIELD_NUMBER: _ClassVar[int]
     VALUE_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
+    LENIENT_FIELD_NUMBER: _ClassVar[int]
     type: Grammar.Type
     value: str
     text: str
-    def __init__(self, type: _Optional[_Union[Grammar.Type, str]] = ..., value: _Optional[str] = ..., text: _Optional[str] = ...) -> None: ...
+    lenient: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, type: _Optional[_Union[Grammar.Type, str]] = ..., value: _Optional[str] = ..., text: _Optional[str] = ..., lenient: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class CompileRequest(_message.Message):
-    __slots__ = ("grammar", "size", "pin", "released")
+    __slots__ = ("grammar", "size", "pin", "leniency", "released")
     GRAMMAR_FIELD_NUMBER: _ClassVar[int]
     SIZE_FIELD_NUMBER: _ClassVar[int]
     PIN_FIELD_NUMBER: _ClassVar[int]
+    LENIENCY_FIELD_NUMBER: _ClassVar[int]
     RELEASED_FIELD_NUMBER: _ClassVar[int]
     grammar: Grammar
     size: int
     pin: int
+    leniency: int
     released: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, grammar: _Optional[_Union[Grammar, _Mapping]] = ..., size: _Optional[int] = ..., pin: _Optional[int] = ..., released: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, grammar: _Optional[_Union[Grammar, _Mapping]] = ..., size: _Optional[int] = ..., pin: _Optional[int] = ..., leniency: _Optional[int] = ..., released: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class CompileResponse(_message.Message):
-    __slots__ = ("error", "size")
+    __slots__ = ("error", "size", "unenforced", "leniency")
     ERROR_FIELD_NUMBER: _ClassVar[int]
     SIZE_FIELD_NUMBER: _ClassVar[int]
+    UNENFORCED_FIELD_NUMBER: _ClassVar[int]
+    LENIENCY_FIELD_NUMBER: _ClassVar[int]
     error: str
     size: int
-    def __init__(self, error: _Optional[str] = ..., size: _Optional[int] = ...) -> None: ...
+    unenforced: _containers.RepeatedScalarFieldContainer[str]
+    leniency: int
+    def __init__(self, error: _Optional[str] = ..., size: _Optional[int] = ..., unenforced: _Optional[_Iterable[str]] = ..., leniency: _Optional[int] = ...) -> None: ...
 
 class Request(_message.Message):
     __slots__ = ("id", "input_ids", "generated_ids", "sampling", "max_new_tokens", "ignore_eos", "logprobs", "top_n_tokens", "prefill_logprobs", "grammar", "adapter_id", "block_ids", "cached_tokens", "copy", "trace_context")

@@ -102,7 +102,7 @@ async def assembled(settings: RouterSettings) -> AsyncIterator[Service]:
                 tokenizer=threads.tokenizer,
                 threads=threads,
                 template=template,
-                validator=Validator(limits, threads, info.vocab_size, refusal, PinnedGrammars(shards).fault),
+                validator=Validator(limits, threads, info.vocab_size, refusal, PinnedGrammars(shards).compile),
                 submitter=scheduler,
                 capacity=Capacity(limits.max_concurrent_requests),
                 metrics=metrics,

@@ -11,14 +11,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from tgi_server.engine.grammar.errors import InvalidGrammar
-from tgi_server.engine.grammar.json_schema import (
+from tgi_server.engine.grammar.json_schema.keywords import (
     HINT,
     ITEM_SEPARATOR,
     JSON_LAYOUT,
     KEY_SEPARATOR,
     SPAN,
     SPAN_SOURCE,
-    is_annotated,
+    subschemas,
 )
 
 _DEFINITIONS = ("$defs", "definitions")
@@ -107,7 +107,7 @@ class _Writer:
         if not isinstance(schema, dict):
             return False
         content = _content(schema)
-        return is_annotated(content) or not self._annotated.isdisjoint(_references(content))
+        return _is_annotated(content) or not self._annotated.isdisjoint(_references(content))
 
     def _annotated_references(self) -> set[str]:
         """Returns the references, of all that the root leads to, from which a way leads to an annotation.
@@ -124,7 +124,7 @@ class _Writer:
             if not isinstance(target, dict):
                 continue
             content = _content(target)
-            if is_annotated(content):
+            if _is_annotated(content):
                 found.append(reference)
             for named in _references(content):
                 named_by.setdefault(named, set()).add(reference)
@@ -238,6 +238,13 @@ class _Writer:
             self.lines.append(f"{name}_TEXT: %regex {json.dumps({'substring_chunks': chunks})}")
             self.lines.append(f'{name}: "\\"" ({name}_TEXT & /{_BOUNDS[granularity]}/) "\\""')
         return name
+
+
+def _is_annotated(schema: Any) -> bool:
+    """Returns True if a span or a hint is anywhere in the schema."""
+    return isinstance(schema, dict) and (
+        SPAN in schema or HINT in schema or any(_is_annotated(each) for _, each in subschemas(schema))
+    )
 
 
 def _content(schema: dict[str, Any]) -> dict[str, Any]:

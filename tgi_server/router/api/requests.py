@@ -16,7 +16,13 @@ from tgi_server.contract import ReportParameters, StoppingParameters
 from tgi_server.router.api.access import cache_namespace, tenant_of
 from tgi_server.router.api.body import parse, read_beside_loop, read_body
 from tgi_server.router.api.event_stream import EventStream, Outbox, StreamEnd
-from tgi_server.router.api.responses import compute_headers, json_response, timing_headers
+from tgi_server.router.api.responses import (
+    compute_headers,
+    json_response,
+    shortened,
+    timing_headers,
+    unenforced_headers,
+)
 from tgi_server.router.errors import ClientGone, RouterError
 from tgi_server.router.metrics import RequestTimes
 from tgi_server.router.request import ValidRequest
@@ -48,6 +54,7 @@ class Exchange:
         self.span = service.tracer.start(self.path, request.headers)
         self._sequences: list[tuple[int, AnyStream]] = []
         self._places = 0
+        self._unenforced: list[str] = []
         self.size = 0
         self._closed = False
         self._streams = False
@@ -89,6 +96,7 @@ class Exchange:
     ) -> TokenStream[F]:
         """Queues a sequence, which `output` writes. reveal_stop: a stop sequence is part of the text that it ends."""
         service = self.service
+        self._note_unenforced(checked.unenforced)
         stops = checked.stop_sequences(reveal=reveal_stop)
         stream = TokenStream(service.tokenizer, checked.input_ids, stops, output, on_end)
         request_id = next(service.request_ids)
@@ -108,6 +116,13 @@ class Exchange:
             )
         )
         return stream
+
+    def _note_unenforced(self, constraints: Sequence[str]) -> None:
+        """Takes note of constraints that are left to the model, for the response's headers and the log."""
+        new = [each for each in constraints if each not in self._unenforced]
+        if new:
+            self._unenforced += new
+            logger.info("%s: constraints are left to the model: %s", self.path, shortened(new))
 
     async def collect(
         self, requests: Sequence[CheckedRequest], *, reveal_stop: bool, logprobs: bool
@@ -159,7 +174,7 @@ class Exchange:
             prompt_tokens=sum(stream.input_length for stream in streams),
             generated_tokens=sum(stream.generated_tokens for stream in streams),
         )
-        return json_response(text, headers)
+        return json_response(text, headers | unenforced_headers(self._unenforced))
 
     def stream_end(
         self,
@@ -179,7 +194,7 @@ class Exchange:
         """
         self._streams = True
         headers = compute_headers(self.service.model.compute_type, characters=characters)
-        return EventStream(outbox, headers, self.close)
+        return EventStream(outbox, headers | unenforced_headers(self._unenforced), self.close)
 
     @property
     def _slowest(self) -> AnyStream:

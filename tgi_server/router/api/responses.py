@@ -17,6 +17,8 @@ JSON = "application/json"
 EVENTS = "text/event-stream"
 _OPENAI = "/v1/"
 _RETRY_SECONDS = "1"
+# Of what a header tells: proxies take some kilobytes of all headers.
+_LINES, _LONGEST_LINE = 10, 200
 _STREAMS = frozenset({"/generate_stream"})
 
 
@@ -111,6 +113,17 @@ def timing_headers(
         "x-prompt-tokens": str(prompt_tokens),
         "x-generated-tokens": str(generated_tokens),
     }
+
+
+def unenforced_headers(constraints: Sequence[str]) -> dict[str, str]:
+    """Returns the header that names the constraints of a JSON schema that are left to the model, if there are any."""
+    return {"x-unenforced-constraints": shortened(constraints)} if constraints else {}
+
+
+def shortened(lines: Sequence[str]) -> str:
+    """Returns the lines as one, in ASCII as headers are, and the number of those that have no room."""
+    shown = [ascii(line[:_LONGEST_LINE])[1:-1] for line in lines[:_LINES]]
+    return "; ".join([*shown, *([f"and {len(lines) - _LINES} more"] if len(lines) > _LINES else [])])
 
 
 def _milliseconds(seconds: float) -> str:

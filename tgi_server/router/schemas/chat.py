@@ -44,6 +44,9 @@ class FunctionDefinition(RequestModel):
         validation_alias=AliasChoices("arguments", "parameters"),
         description="JSON schema of the arguments.",
     )
+    strict: bool | None = Field(
+        default=None, description="Refuse a JSON schema of which not all can be enforced; otherwise a header tells."
+    )
 
 
 class Tool(RequestModel):

@@ -12,10 +12,13 @@ from tgi_server.router.text.grammar import json_grammar
 
 NO_TOOL = "no_tool"
 
-# A call is one object: the name and the arguments. More than members cannot be asked of it.
-_KNOWN_OF_ARGUMENTS = {
-    *("type", "properties", "required", "additionalProperties", "$defs", "definitions"),
-    *("title", "description", "$schema", "$comment", "examples", "default"),
+# A call is one object: the name, and the arguments beside it. Where the arguments' schema says more than which members
+# there are, they are a member of their own.
+_BESIDE_NAME = {"type", "properties", "required", "additionalProperties"}
+_ROOT_KEYWORDS = {
+    *("$ref", "$dynamicRef", "$recursiveRef", "allOf", "anyOf", "oneOf", "not", "if", "enum", "const", "nullable"),
+    *("patternProperties", "propertyNames", "minProperties", "maxProperties", "unevaluatedProperties"),
+    *("dependentRequired", "dependentSchemas", "dependencies", "$id", "id", "$anchor", "$dynamicAnchor"),
 }
 
 DEFAULT_TOOL_PROMPT = (
@@ -49,19 +52,26 @@ def chosen_tools(tools: Sequence[Tool] | None, choice: ToolChoice | None) -> tup
 
 
 def tool_grammar(tools: Sequence[Tool], *, required: bool) -> Grammar:
-    """Returns the grammar of JSON that calls one of `tools`; or `no_tool`, unless a call is required."""
-    functions = {tool.function.name: _parameters(tool) for tool in tools}
-    calls = [_call(name, parameters) for name, parameters in functions.items()]
+    """Returns the grammar of JSON that calls one of `tools`; or `no_tool`, unless a call is required.
+
+    Of a tool that is not `strict`, constraints that cannot be enforced are left to the model. Raises InvalidTool.
+    """
+    parameters = {tool.function.name: _parameters(tool) for tool in tools}
+    members = {name: _members(each) for name, each in parameters.items() if _is_list_of_members(each)}
+    calls = [_call(name, beside=name in members) for name in parameters]
     if not required:
-        calls.append(_call(NO_TOOL, {}))
+        calls.append({**_object({"_name": {"const": NO_TOOL}}), "additionalProperties": False})
+    lenient = [_escaped(tool.function.name) for tool in tools if not tool.function.strict]
     return json_grammar(
         {
-            "$defs": functions,
+            "$defs": parameters,
+            "definitions": members,
             "type": "object",
             "properties": {"function": {"anyOf": calls}},
             "required": ["function"],
             "additionalProperties": False,
-        }
+        },
+        tuple(f"#/{home}/{name}" for name in lenient for home in ("$defs", "definitions")),
     )
 
 
@@ -69,29 +79,46 @@ def _parameters(tool: Tool) -> dict[str, Any]:
     """Returns the schema of a tool's arguments, at home under `$defs`."""
     name, parameters = tool.function.name, tool.function.arguments
     if parameters is None:
-        return {}
+        return {"type": "object", "properties": {}}
     if not isinstance(parameters, dict):
         raise InvalidTool(f"the parameters of the tool {name!r} must be a JSON schema of an object")
-    unknown = sorted(set(parameters) - _KNOWN_OF_ARGUMENTS)
-    if unknown:
-        raise InvalidTool(f"{unknown[0]!r} is not supported at the top of a tool's parameters ({name!r})")
-    moved: dict[str, Any] = _moved(parameters, f"#/$defs/{name.replace('~', '~0').replace('/', '~1')}")
-    return moved
+    moved: dict[str, Any] = _moved(parameters, f"#/$defs/{_escaped(name)}")
+    return {"type": "object", **moved}
 
 
-def _call(name: str, parameters: dict[str, Any]) -> dict[str, Any]:
-    """Returns the schema of a call's members: the name first, then the arguments."""
-    properties = parameters.get("properties")
-    required = parameters.get("required")
+def _is_list_of_members(parameters: dict[str, Any]) -> bool:
+    """Returns True if a schema of arguments says which members they have, and nothing more of them as a whole."""
+    properties, required = parameters.get("properties", {}), parameters.get("required", [])
+    return not _ROOT_KEYWORDS & parameters.keys() and isinstance(properties, dict) and isinstance(required, list)
+
+
+def _members(parameters: dict[str, Any]) -> dict[str, Any]:
+    """Returns the schema of arguments that stand beside the name: it has room for that. Others are named only."""
+    properties = parameters.get("properties", {})
+    missing = {name: True for name in parameters.get("required", []) if name not in properties}
     return {
-        "type": "object",
-        "properties": {
-            "_name": {"const": name},
-            **(properties if isinstance(properties, dict) else {}),
-        },
-        "required": ["_name", *(required if isinstance(required, list) else [])],
-        "additionalProperties": parameters.get("additionalProperties") is True,
+        **{keyword: value for keyword, value in parameters.items() if keyword in _BESIDE_NAME},
+        "properties": {"_name": True, **properties, **missing},
+        "additionalProperties": parameters.get("additionalProperties", False),
     }
+
+
+def _call(name: str, *, beside: bool) -> dict[str, Any]:
+    """Returns the schema of a call's members. beside: the arguments stand beside the name."""
+    if beside:
+        return {**_object({"_name": {"const": name}}), "allOf": [{"$ref": f"#/definitions/{_escaped(name)}"}]}
+    arguments = {"$ref": f"#/$defs/{_escaped(name)}"}
+    return {**_object({"_tool": {"const": name}, "_arguments": arguments}), "additionalProperties": False}
+
+
+def _object(members: dict[str, Any]) -> dict[str, Any]:
+    """Returns the schema of an object that has these members."""
+    return {"type": "object", "properties": members, "required": list(members)}
+
+
+def _escaped(name: str) -> str:
+    """Returns a name as a part of a JSON pointer."""
+    return name.replace("~", "~0").replace("/", "~1")
 
 
 def _moved(schema: Any, root: str) -> Any:
@@ -107,7 +134,10 @@ def _moved(schema: Any, root: str) -> Any:
     return moved
 
 
-_HEAD = re.compile(r'\s*\{\s*"function"\s*:\s*\{\s*"_name"\s*:\s*("(?:[^"\\]|\\.)*")\s*(?:(\})|,\s*(?=\S))')
+_HEAD = re.compile(
+    r'\s*\{\s*"function"\s*:\s*\{\s*(?:"_name"\s*:\s*(?P<name>"(?:[^"\\]|\\.)*")\s*(?:(?P<none>\})|,\s*(?=\S))'
+    r'|"_tool"\s*:\s*(?P<tool>"(?:[^"\\]|\\.)*")\s*,\s*"_arguments"\s*:\s*(?=\S))'
+)
 # JSON's white space.
 _BLANK = " \t\n\r"
 
@@ -115,13 +145,15 @@ _BLANK = " \t\n\r"
 class ToolCallReader:
     """Takes `{"function": {"_name": NAME, ...}}` piece by piece; gives the name, then the arguments as JSON text.
 
-    The arguments are what remains of the inner object without its `_name`.
+    The arguments are what remains of the inner object without its `_name`; or they are a member of their own:
+    `{"function": {"_tool": NAME, "_arguments": ...}}`.
     """
 
     def __init__(self) -> None:
         self._text = ""
         self._tail = ""
         self._complete = False
+        self._around = 1
         self.name: str | None = None
 
     def feed(self, text: str) -> str:
@@ -135,20 +167,24 @@ class ToolCallReader:
             head = _HEAD.match(self._text)
             if head is None:
                 return ""
-            self.name = json.loads(head[1])
-            if head[2]:
+            self.name = json.loads(head["name"] or head["tool"])
+            if head["none"]:
                 self._complete = True
                 return "{}"
-            text = "{" + self._text[head.end() :]
+            self._around = 2 if head["tool"] else 1
+            text = ("" if head["tool"] else "{") + self._text[head.end() :]
         return self._hold_back(text)
 
     def end(self) -> str:
         """Returns what is left of the arguments at the end of the text; they are whole if the text is."""
         tail, self._tail = self._tail.rstrip(), ""
-        return tail if self._complete else tail.removesuffix("}").rstrip()
+        if not self._complete:
+            for _ in range(self._around):
+                tail = tail.removesuffix("}").rstrip()
+        return tail
 
     def _hold_back(self, text: str) -> str:
-        """Keeps closing braces: the last of them closes what is around the arguments."""
+        """Keeps closing braces: the last of them close what is around the arguments."""
         certain = text.rstrip(_BLANK + "}")
         if not certain:
             self._tail += text

@@ -25,6 +25,7 @@ class CheckedRequest:
     """A prompt and parameters that keep every rule.
 
     input_ids: the prompt, cut to `truncate`.
+    unenforced: constraints of the grammar that are left to the model, each as a line.
     seed: what `details` reports; None when tokens are not sampled.
     """
 
@@ -37,6 +38,7 @@ class CheckedRequest:
     ignore_eos: bool
     grammar: Grammar | None
     cache_salt: str | None
+    unenforced: tuple[str, ...] = ()
 
     @property
     def seed(self) -> int | None:
@@ -57,7 +59,8 @@ class Validator:
 
     vocab_size: tokens that the model can generate.
     grammar_refusal: why this server takes no grammars; None when it does.
-    grammar_fault: has the shards compile a grammar; why that cannot be done, in one line, or None.
+    compile_grammar: has the shards compile a grammar, and returns the constraints that are left to the model, each as
+    a line; raises InvalidRequest for one that cannot be used.
     """
 
     def __init__(
@@ -66,13 +69,13 @@ class Validator:
         threads: TokenizerThreads,
         vocab_size: int,
         grammar_refusal: str | None,
-        grammar_fault: Callable[[Grammar], Awaitable[str | None]],
+        compile_grammar: Callable[[Grammar], Awaitable[tuple[str, ...]]],
     ) -> None:
         self._limits = limits
         self._threads = threads
         self._vocab_size = vocab_size
         self._grammar_refusal = grammar_refusal
-        self._grammar_fault = grammar_fault
+        self._compile_grammar = compile_grammar
 
     async def check(
         self,
@@ -109,7 +112,7 @@ class Validator:
 
         prepared, input_ids = await self._threads.handle_text(max(size, len(prompt.text)), prepare)
         max_new_tokens = self._max_new_tokens(len(input_ids), parameters.max_new_tokens)
-        await self._compile(prepared)
+        unenforced = await self._compile(prepared)
         return CheckedRequest(
             input_ids=input_ids,
             max_new_tokens=max_new_tokens,
@@ -120,6 +123,7 @@ class Validator:
             ignore_eos=parameters.ignore_eos,
             grammar=prepared,
             cache_salt=parameters.cache_salt,
+            unenforced=unenforced,
         )
 
     def _input_ids(self, prompt: RenderedPrompt, truncate: int | None, *, add_special_tokens: bool) -> list[int]:
@@ -146,14 +150,13 @@ class Validator:
             )
         return asked
 
-    async def _compile(self, grammar: Grammar | None) -> None:
+    async def _compile(self, grammar: Grammar | None) -> tuple[str, ...]:
         """Has the shards compile the grammar: the request waits for it, and for nobody else's."""
         if grammar is None:
-            return
+            return ()
         if self._grammar_refusal is not None:
             raise InvalidRequest(self._grammar_refusal)
-        if fault := await self._grammar_fault(grammar):
-            raise InvalidRequest(f"the grammar cannot be used: {fault}")
+        return await self._compile_grammar(grammar)
 
 
 def grammar_refusal(*, disabled: bool, supported: bool) -> str | None:

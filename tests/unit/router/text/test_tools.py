@@ -87,6 +87,22 @@ def test_references_within_the_parameters_hold():
     assert not accepts([travel], {"_name": "a/b~c", "stop": {"town": "Rome"}})
 
 
+def test_roots_that_are_more_than_a_list_of_members():
+    pick = tool("pick", {"oneOf": [{"required": ["a"]}, {"required": ["b"]}]})
+    assert accepts([pick], {"_tool": "pick", "_arguments": {"a": 1}})
+    assert not accepts([pick], {"_tool": "pick", "_arguments": {"a": 1, "b": 1}})
+    assert not accepts([pick], {"_tool": "pick", "_arguments": 3})
+    counts = tool("counts", {"type": "object", "additionalProperties": {"type": "integer"}})
+    assert accepts([counts], {"_name": "counts", "anything": 1})
+    assert not accepts([counts], {"_name": "counts", "anything": "1"})
+
+
+def test_tools_are_lenient_unless_they_are_strict():
+    strict = Tool.model_validate({"type": "function", "function": {"name": "s/t", "strict": True, "parameters": {}}})
+    assert tool_grammar([strict], required=True).lenient == ()
+    assert tool_grammar([strict, CLOCK], required=True).lenient == ("#/$defs/clock", "#/definitions/clock")
+
+
 def test_the_grammar_compiles():
     assert compiler_fault(tool_grammar([WEATHER, CLOCK], required=False)) is None
 
@@ -119,6 +135,15 @@ def read(text: str) -> tuple[str | None, str]:
 @given(arguments_of_calls, st.sampled_from([None, 2]), st.integers(1, 9))
 def test_however_it_is_cut_and_spaced(arguments: dict[str, Any], indent: int | None, size: int):
     text = json.dumps({"function": {"_name": "look up", **arguments}}, indent=indent)
+    reader = ToolCallReader()
+    pieces = [reader.feed(text[start : start + size]) for start in range(0, len(text), size)]
+    assert reader.name == "look up"
+    assert json.loads("".join(pieces) + reader.end()) == arguments
+
+
+@given(values, st.integers(1, 9))
+def test_arguments_that_are_a_member_of_their_own(arguments: Any, size: int):
+    text = json.dumps({"function": {"_tool": "look up", "_arguments": arguments}})
     reader = ToolCallReader()
     pieces = [reader.feed(text[start : start + size]) for start in range(0, len(text), size)]
     assert reader.name == "look up"

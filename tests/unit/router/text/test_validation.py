@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 
 from tests.fakes.vocabularies import sentence_piece
-from tests.grammars import compiler_fault
+from tests.grammars import compiler_fault, demo_compiler
 from tests.unit.router.text.test_parameters import LIMITS, VOCAB_SIZE
 from tgi_server.contract import Grammar, GrammarType
 from tgi_server.router.errors import InvalidRequest
@@ -15,15 +15,17 @@ from tgi_server.router.text.tokenizer import TokenizerThreads
 from tgi_server.router.text.validation import CheckedRequest, Validator, grammar_refusal
 
 
-async def fault(grammar: Grammar) -> str | None:
+async def compile_grammar(grammar: Grammar) -> tuple[str, ...]:
     """The shards' answer."""
-    return compiler_fault(grammar)
+    if told := compiler_fault(grammar):
+        raise InvalidRequest(f"the grammar cannot be used: {told}")
+    return demo_compiler().left_to_model(grammar)[0]
 
 
 async def check(inputs: str, *, refusal: str | None = None, streaming: bool = False, **fields: Any) -> CheckedRequest:
     threads = TokenizerThreads(sentence_piece(), 1)
     try:
-        validator = Validator(LIMITS, threads, VOCAB_SIZE, refusal, fault)
+        validator = Validator(LIMITS, threads, VOCAB_SIZE, refusal, compile_grammar)
         return await validator.check(RenderedPrompt(inputs), GenerateParameters(**fields), streaming=streaming)
     finally:
         threads.close()
