@@ -77,12 +77,13 @@ class ReportParameters:
     """The extras of a response beside its tokens. Each item costs a softmax over the vocabulary.
 
     logprobs: of the generated tokens. top_n_tokens: most likely tokens to report at each position.
-    prefill_logprobs: of the prompt's tokens.
+    prefill_logprobs: of the prompt's tokens. prefill_top_n: most likely tokens to report in the place of each of them.
     """
 
     logprobs: bool = False
     top_n_tokens: int = 0
     prefill_logprobs: bool = False
+    prefill_top_n: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -292,11 +292,13 @@ class Engine:
 def _report_prompt(chunk: PromptChunk, logits: Tensor) -> None:
     sequence = chunk.sequence
     following = sequence.known[chunk.start + 1 : chunk.start + 1 + len(chunk.tokens)]
+    most = sequence.report.prefill_top_n
     if sequence.prompt_report is None:
-        sequence.prompt_report = PromptTokens(sequence.input_ids, [math.nan])
+        sequence.prompt_report = PromptTokens(sequence.input_ids, [math.nan], [[]] if most else [])
     if len(following):
-        logprobs = prompt_logprobs(logits[: len(following)], copy_to_device(following, logits.device))
+        logprobs, top = prompt_logprobs(logits[: len(following)], copy_to_device(following, logits.device), most)
         sequence.prompt_report.logprobs.extend(logprobs.tolist())
+        sequence.prompt_report.top.extend(top)
 
 
 def _eos_token_ids(config: GenerationConfig) -> tuple[int, ...]:
