@@ -29,6 +29,7 @@ from tgi_server.router.scheduling.shard_client import ShardedClient
 from tgi_server.router.service import Capacity, ModelDescription, Service
 from tgi_server.router.settings import RouterSettings
 from tgi_server.router.text.chat_template import ChatTemplate
+from tgi_server.router.text.generation_config import read_sampling_defaults
 from tgi_server.router.text.tokenizer import TokenizerThreads, load_tokenizer
 from tgi_server.router.text.tokenizer_config import read_tokenizer_config
 from tgi_server.router.text.validation import Validator, grammar_refusal
@@ -82,6 +83,7 @@ async def assembled(settings: RouterSettings) -> AsyncIterator[Service]:
     """
     model = settings.tokenizer_name
     config = await asyncio.to_thread(read_tokenizer_config, model, settings.tokenizer_config_path)
+    defaults = read_sampling_defaults(model) if settings.generation_config == "auto" else {}
     template = ChatTemplate(config)
     threads = TokenizerThreads(await asyncio.to_thread(load_tokenizer, model, config), settings.validation_workers)
     guard = None if settings.allow_special_tokens else await asyncio.to_thread(threads.tokenizer.special_token_guard)
@@ -90,7 +92,7 @@ async def assembled(settings: RouterSettings) -> AsyncIterator[Service]:
         info, capacity = await _warm_up(shards, settings)
         limits = _limits(settings, capacity)
         metrics = Metrics()
-        scheduler = Scheduler(shards, info, capacity, limits, metrics)
+        scheduler = Scheduler(shards, info, capacity, limits, metrics, prefix_caching=settings.prefix_caching)
 
         refusal = grammar_refusal(disabled=settings.disable_grammar_support, supported=info.grammars)
         scheduler.start()
@@ -102,7 +104,9 @@ async def assembled(settings: RouterSettings) -> AsyncIterator[Service]:
                 tokenizer=threads.tokenizer,
                 threads=threads,
                 template=template,
-                validator=Validator(limits, threads, info.vocab_size, refusal, PinnedGrammars(shards).fault),
+                validator=Validator(
+                    limits, threads, info.vocab_size, refusal, PinnedGrammars(shards).fault, info.eos_token_ids
+                ),
                 submitter=scheduler,
                 capacity=Capacity(limits.max_concurrent_requests),
                 metrics=metrics,
@@ -111,6 +115,8 @@ async def assembled(settings: RouterSettings) -> AsyncIterator[Service]:
                 payload_limit=settings.payload_limit,
                 validation_workers=settings.validation_workers,
                 special_tokens=guard,
+                openai_limits=limits.of_openai(),
+                sampling_defaults=defaults,
             )
         finally:
             watch.cancel()
@@ -207,8 +213,10 @@ def _limits(settings: RouterSettings, capacity: pb.WarmupResponse) -> Limits:
 
 
 def _describe(settings: RouterSettings, info: pb.InfoResponse) -> ModelDescription:
+    model_id = settings.model_id or info.model_id
     return ModelDescription(
-        model_id=settings.model_id or info.model_id,
+        model_id=model_id,
+        names=settings.served_model_name or [model_id],
         revision=settings.revision or info.revision or None,
         compute_type="cpu" if info.device_type == "cpu" else "gpu+optimized",
         encoder_decoder=info.encoder_decoder,
