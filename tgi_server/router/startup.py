@@ -24,6 +24,7 @@ from tgi_server.router.metrics import Metrics
 from tgi_server.router.request import Limits
 from tgi_server.router.scheduling import wire
 from tgi_server.router.scheduling.grammars import PinnedGrammars
+from tgi_server.router.scheduling.pace import PromptPace
 from tgi_server.router.scheduling.scheduler import Scheduler
 from tgi_server.router.scheduling.shard_client import ShardedClient
 from tgi_server.router.service import Capacity, ModelDescription, Service
@@ -92,8 +93,8 @@ async def assembled(settings: RouterSettings) -> AsyncIterator[Service]:
         info, capacity = await _warm_up(shards, settings)
         limits = _limits(settings, capacity)
         metrics = Metrics()
-        scheduler = Scheduler(shards, info, capacity, limits, metrics, prefix_caching=settings.prefix_caching)
-
+        pace = _pace(settings, limits, info)
+        scheduler = Scheduler(shards, info, capacity, limits, metrics, pace, prefix_caching=settings.prefix_caching)
         refusal = grammar_refusal(disabled=settings.disable_grammar_support, supported=info.grammars)
         scheduler.start()
         watch = asyncio.create_task(watch_event_loop(metrics.event_loop_lag), name="event loop watch")
@@ -209,6 +210,13 @@ def _limits(settings: RouterSettings, capacity: pb.WarmupResponse) -> Limits:
         waiting_served_ratio=settings.waiting_served_ratio,
         max_batch_size=settings.max_batch_size or settings.max_concurrent_requests,
         max_client_batch_size=settings.max_client_batch_size,
+    )
+
+
+def _pace(settings: RouterSettings, limits: Limits, info: pb.InfoResponse) -> PromptPace:
+    target_ms = settings.target_token_gap_ms
+    return PromptPace(
+        limits.max_batch_prefill_tokens, info.block_size or 1, None if target_ms is None else target_ms / 1000
     )
 
 
