@@ -44,6 +44,8 @@ class SamplingParameters:
     """The rules by which the next token is chosen. The defaults are greedy decoding.
 
     Each parameter is named as in TGI's HTTP interface, and its default switches its rule off.
+
+    min_tokens: so many tokens are generated before any of `late_tokens` may be, which end the text.
     """
 
     do_sample: bool = False
@@ -58,6 +60,8 @@ class SamplingParameters:
     seed: int = 0
     watermark: bool = False
     logit_bias: dict[int, float] = field(default_factory=dict)
+    min_tokens: int = 0
+    late_tokens: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,6 +52,8 @@ def sampling_to_message(sampling: SamplingParameters) -> pb.SamplingParameters:
         seed=sampling.seed,
         watermark=sampling.watermark,
         logit_bias=sampling.logit_bias,
+        min_tokens=sampling.min_tokens,
+        late_tokens=sampling.late_tokens,
     )
 
 
@@ -72,6 +74,8 @@ def sampling_from_message(message: pb.SamplingParameters) -> SamplingParameters:
         seed=message.seed,
         watermark=message.watermark,
         logit_bias=dict(message.logit_bias),
+        min_tokens=message.min_tokens,
+        late_tokens=tuple(message.late_tokens),
     )
 
 

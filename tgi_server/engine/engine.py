@@ -108,15 +108,21 @@ class Engine:
 
     @torch.inference_mode()
     def warm_up(
-        self, max_batch_size: int, max_prefill_tokens: int, max_total_tokens: int | None = None
+        self,
+        max_batch_size: int,
+        max_prefill_tokens: int,
+        max_total_tokens: int | None = None,
+        max_batch_total_tokens: int | None = None,
     ) -> CacheCapacity:
         """Sizes the cache for at most `max_batch_size` sequences and runs the largest step once.
 
-        max_prefill_tokens: prompt tokens of one step. max_total_tokens: of one sequence; None: as many as the model
-        and the memory allow. Raises NotEnoughMemory.
+        max_prefill_tokens: prompt tokens of one step. max_total_tokens: of one sequence; max_batch_total_tokens: of all
+        sequences together; None: as many as the model and the memory allow. Raises NotEnoughMemory.
         """
         self.clear()
-        self._capacity = self._runner.warm_up(max_batch_size, max_prefill_tokens, max_total_tokens)
+        self._capacity = self._runner.warm_up(
+            max_batch_size, max_prefill_tokens, max_total_tokens, max_batch_total_tokens
+        )
         self._sampler = Sampler(max_batch_size, self.info.vocab_size, self._device, self._watermark)
         return self._capacity
 

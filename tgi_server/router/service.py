@@ -1,6 +1,6 @@
 """Everything that the HTTP routes work with."""
 
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
@@ -19,10 +19,12 @@ from tgi_server.router.tracing import RequestTracer
 class ModelDescription:
     """The model that is served, and the version of the server.
 
-    compute_type: the value of the header `x-compute-type`.
+    names: by which OpenAI's routes call it; answers have the first. compute_type: the value of the header
+    `x-compute-type`.
     """
 
     model_id: str
+    names: Sequence[str]
     revision: str | None
     compute_type: str
     encoder_decoder: bool
@@ -68,6 +70,7 @@ class Service:
     check_health: raises Unhealthy when the shards do not answer.
     payload_limit: bytes of a request's body.
     special_tokens: that only the chat template may write; None: messages may, too.
+    openai_limits: limits of OpenAI's routes. sampling_defaults: what those take for parameters that are not given.
     """
 
     model: ModelDescription
@@ -84,4 +87,6 @@ class Service:
     payload_limit: int
     validation_workers: int
     special_tokens: SpecialTokens | None
+    openai_limits: Limits
+    sampling_defaults: Mapping[str, float]
     request_ids: Iterator[int] = field(default_factory=lambda: count(1))

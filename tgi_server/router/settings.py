@@ -1,9 +1,10 @@
 """The router's settings: TGI's flags and environment variables."""
 
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import AliasChoices, Field, PositiveInt, field_validator, model_validator
+from pydantic import AliasChoices, Field, PositiveFloat, PositiveInt, field_validator, model_validator
+from pydantic_settings import SettingsConfigDict
 
 from shared.settings import CommaSeparated, Refused, ServiceSettings
 
@@ -13,9 +14,18 @@ Port = Annotated[int, Field(ge=0, le=65535)]
 class ServingSettings(ServiceSettings):
     """Settings that router and launcher both take; the launcher passes them on."""
 
+    model_config = SettingsConfigDict(cli_shortcuts={"port": "p", "graceful-termination-timeout": "g"})
+
     revision: str | None = Field(default=None, description="Revision of the model, as /info reports it.")
+    served_model_name: CommaSeparated[str] = Field(
+        default=[], description="Names of the model on OpenAI's routes; answers have the first. Unset: the model id."
+    )
     tokenizer_config_path: Path | None = Field(
         default=None, description="A tokenizer_config.json, or a bare chat template, in place of the model's own."
+    )
+    generation_config: Literal["auto", "none"] = Field(
+        default="auto",
+        description="Whether OpenAI's routes take the defaults of sampling from the model's generation_config.json.",
     )
     hostname: str = Field(default="0.0.0.0", description="Address to listen on.")
     port: Port = Field(default=3000, description="Port of the HTTP API.")
@@ -36,12 +46,20 @@ class ServingSettings(ServiceSettings):
     max_batch_total_tokens: PositiveInt | None = Field(
         default=None, description="Tokens of all running requests; unset: as the memory allows."
     )
+    prefix_caching: bool = Field(
+        default=True, description="Keep what is computed for a prompt, for others that begin with the same tokens."
+    )
     max_batch_size: PositiveInt | None = Field(
         default=None, description="Requests that run at once; unset: max-concurrent-requests."
     )
     max_waiting_tokens: int = Field(default=20, ge=0, description="Decode steps before waiting requests are taken in.")
     waiting_served_ratio: float = Field(
         default=0.3, ge=0, description="Waiting requests for each running one that are taken in at once."
+    )
+    target_token_gap_ms: PositiveFloat | None = Field(
+        default=None,
+        description="Milliseconds between two tokens of a reply, for whose sake the prompts of others are computed in "
+        "parts; unset: three times as long as a step without prompts.",
     )
     max_client_batch_size: PositiveInt = Field(default=4, description="Prompts of one request, times n.")
     validation_workers: PositiveInt = Field(default=2, description="Threads that tokenise.")
@@ -102,6 +120,11 @@ class ServingSettings(ServiceSettings):
         if self.max_input_tokens and self.max_total_tokens and self.max_input_tokens >= self.max_total_tokens:
             raise ValueError(
                 f"--max-input-tokens ({self.max_input_tokens}) must be less than "
+                f"--max-total-tokens ({self.max_total_tokens})"
+            )
+        if self.max_batch_total_tokens and self.max_batch_total_tokens < (self.max_total_tokens or 0):
+            raise ValueError(
+                f"--max-batch-total-tokens ({self.max_batch_total_tokens}) must be at least "
                 f"--max-total-tokens ({self.max_total_tokens})"
             )
         if self.prometheus_port and self.prometheus_port == self.port:

@@ -24,11 +24,13 @@ from tgi_server.router.metrics import Metrics
 from tgi_server.router.request import Limits
 from tgi_server.router.scheduling import wire
 from tgi_server.router.scheduling.grammars import PinnedGrammars
+from tgi_server.router.scheduling.pace import PromptPace
 from tgi_server.router.scheduling.scheduler import Scheduler
 from tgi_server.router.scheduling.shard_client import ShardedClient
 from tgi_server.router.service import Capacity, ModelDescription, Service
 from tgi_server.router.settings import RouterSettings
 from tgi_server.router.text.chat_template import ChatTemplate
+from tgi_server.router.text.generation_config import read_sampling_defaults
 from tgi_server.router.text.tokenizer import TokenizerThreads, load_tokenizer
 from tgi_server.router.text.tokenizer_config import read_tokenizer_config
 from tgi_server.router.text.validation import Validator, grammar_refusal
@@ -82,6 +84,7 @@ async def assembled(settings: RouterSettings) -> AsyncIterator[Service]:
     """
     model = settings.tokenizer_name
     config = await asyncio.to_thread(read_tokenizer_config, model, settings.tokenizer_config_path)
+    defaults = read_sampling_defaults(model) if settings.generation_config == "auto" else {}
     template = ChatTemplate(config)
     threads = TokenizerThreads(await asyncio.to_thread(load_tokenizer, model, config), settings.validation_workers)
     guard = None if settings.allow_special_tokens else await asyncio.to_thread(threads.tokenizer.special_token_guard)
@@ -90,8 +93,8 @@ async def assembled(settings: RouterSettings) -> AsyncIterator[Service]:
         info, capacity = await _warm_up(shards, settings)
         limits = _limits(settings, capacity)
         metrics = Metrics()
-        scheduler = Scheduler(shards, info, capacity, limits, metrics)
-
+        pace = _pace(settings, limits, info)
+        scheduler = Scheduler(shards, info, capacity, limits, metrics, pace, prefix_caching=settings.prefix_caching)
         refusal = grammar_refusal(disabled=settings.disable_grammar_support, supported=info.grammars)
         scheduler.start()
         watch = asyncio.create_task(watch_event_loop(metrics.event_loop_lag), name="event loop watch")
@@ -102,7 +105,9 @@ async def assembled(settings: RouterSettings) -> AsyncIterator[Service]:
                 tokenizer=threads.tokenizer,
                 threads=threads,
                 template=template,
-                validator=Validator(limits, threads, info.vocab_size, refusal, PinnedGrammars(shards).compile),
+                validator=Validator(
+                    limits, threads, info.vocab_size, refusal, PinnedGrammars(shards).compile, info.eos_token_ids
+                ),
                 submitter=scheduler,
                 capacity=Capacity(limits.max_concurrent_requests),
                 metrics=metrics,
@@ -111,6 +116,8 @@ async def assembled(settings: RouterSettings) -> AsyncIterator[Service]:
                 payload_limit=settings.payload_limit,
                 validation_workers=settings.validation_workers,
                 special_tokens=guard,
+                openai_limits=limits.of_openai(),
+                sampling_defaults=defaults,
             )
         finally:
             watch.cancel()
@@ -206,9 +213,18 @@ def _limits(settings: RouterSettings, capacity: pb.WarmupResponse) -> Limits:
     )
 
 
+def _pace(settings: RouterSettings, limits: Limits, info: pb.InfoResponse) -> PromptPace:
+    target_ms = settings.target_token_gap_ms
+    return PromptPace(
+        limits.max_batch_prefill_tokens, info.block_size or 1, None if target_ms is None else target_ms / 1000
+    )
+
+
 def _describe(settings: RouterSettings, info: pb.InfoResponse) -> ModelDescription:
+    model_id = settings.model_id or info.model_id
     return ModelDescription(
-        model_id=settings.model_id or info.model_id,
+        model_id=model_id,
+        names=settings.served_model_name or [model_id],
         revision=settings.revision or info.revision or None,
         compute_type="cpu" if info.device_type == "cpu" else "gpu+optimized",
         encoder_decoder=info.encoder_decoder,

@@ -68,6 +68,7 @@ async def test_an_answer(router: Router):
         "prompt_tokens": prompt,
         "completion_tokens": length,
         "total_tokens": prompt + length,
+        "prompt_tokens_details": {"cached_tokens": 0},
     }
 
 
@@ -134,7 +135,8 @@ async def test_several_answers(router: Router):
     assert len({request.sampling.seed for request in router.shard.received}) == 3
     chunks = await chat_stream(router, n=2)
     assert text(chunks, 0) == text(chunks, 1) == TEXT
-    assert "`n` must be 1 to 4" in (await refusal(router, n=5))["error"]["message"]
+    assert len((await chat(router, n=128, max_tokens=1))["choices"]) == 128
+    assert "`n` must be 1 to 128" in (await refusal(router, n=129))["error"]["message"]
 
 
 async def test_logprobs(router: Router):
@@ -235,10 +237,10 @@ async def test_no_tools_are_told_when_none_may_be_called(router: Router):
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "validation"),
         ({"max_tokens": 0}, "validation"),
         ({"top_logprobs": 2}, "validation"),
-        ({"logprobs": True, "top_logprobs": 6}, "validation"),
+        ({"logprobs": True, "top_logprobs": 21}, "validation"),
         ({"tools": [WEATHER], "tool_choice": {"function": {"name": "radio"}}}, "tool_error"),
         ({"tools": [WEATHER], "response_format": {"type": "json_object"}}, "tool_error"),
-        ({"stop": ["a", "b", "c", "d", "e"]}, "validation"),
+        ({"stop": list("abcdefghijklmnopq")}, "validation"),
         ({"temperature": -1.0}, "validation"),
     ],
 )

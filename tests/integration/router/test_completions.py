@@ -53,7 +53,7 @@ async def test_several_completions_of_each(router: Router):
 
 
 async def test_more_than_one_request_may_ask_for(router: Router):
-    for body in ({"prompt": ["a"] * 5}, {"prompt": ["a"] * 3, "n": 2}, {"prompt": []}, {"prompt": "a", "n": 0}):
+    for body in ({"prompt": ["a"] * 129}, {"prompt": ["a"] * 3, "n": 43}, {"prompt": []}, {"prompt": "a", "n": 0}):
         response = await router.post("/v1/completions", **body)
         assert response.status_code == 422
         assert "--max-client-batch-size" in response.json()["error"]["message"]
@@ -65,7 +65,7 @@ async def test_a_stream_of_several_prompts(router: Router):
     for index in (0, 1):
         mine = [chunk for chunk in chunks if chunk["choices"][0]["index"] == index]
         assert "".join(chunk["choices"][0]["text"] for chunk in mine) == TEXT
-        assert [chunk["choices"][0]["finish_reason"] for chunk in mine] == [""] * (len(mine) - 1) + ["stop"]
+        assert [chunk["choices"][0]["finish_reason"] for chunk in mine] == [None] * (len(mine) - 1) + ["stop"]
         assert mine[-1]["usage"]["completion_tokens"] == length
         assert "usage" not in mine[0]
 

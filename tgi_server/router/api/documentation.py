@@ -63,6 +63,7 @@ _NULL = {"type": "null"}
 _REQUESTS: list[type[BaseModel]] = [
     generate.GenerateRequest,
     generate.CompatGenerateRequest,
+    generate.DetokenizeRequest,
     chat.ChatRequest,
     chat.MessageBody,
     completions.CompletionRequest,

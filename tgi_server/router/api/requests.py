@@ -98,7 +98,16 @@ class Exchange:
         service = self.service
         self._note_unenforced(checked.unenforced)
         stops = checked.stop_sequences(reveal=reveal_stop)
-        stream = TokenStream(service.tokenizer, checked.input_ids, stops, output, on_end)
+        stream = TokenStream(
+            service.tokenizer,
+            checked.input_ids,
+            stops,
+            output,
+            on_end,
+            stop_ids=checked.stop_token_ids,
+            min_tokens=checked.sampling.min_tokens,
+            shown=service.tokenizer.special_tokens if checked.show_special else (),
+        )
         request_id = next(service.request_ids)
         self._sequences.append((request_id, stream))
         service.metrics.requests.validated(len(checked.input_ids), checked.max_new_tokens)

@@ -9,7 +9,7 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 
 from shared.stubs.generate_pb2 import TopTokens
-from tgi_server.router.errors import Overloaded, RouterError, Unauthorized
+from tgi_server.router.errors import ContextOverflow, NoSuchRoute, Overloaded, RouterError, Unauthorized
 from tgi_server.router.metrics import RequestTimes
 from tgi_server.router.text.tokenizer import TextTokenizer
 
@@ -28,13 +28,15 @@ def json_response(text: str, headers: dict[str, str] | None = None) -> Response:
 
 def error_text(error: RouterError, path: str) -> str:
     """Returns the error as JSON: TGI's object, or OpenAI's below /v1/."""
-    message = str(error)
+    message, kind = str(error), error.error_type
     if error.error_type == "validation":
         message = f"Input validation error: {message}"
     if path.startswith(_OPENAI):
+        if isinstance(error, ContextOverflow):
+            message, kind = error.openai_message, error.openai_type
         return json.dumps(
             {
-                "error": {"message": message, "type": error.error_type, "param": None, "code": None},
+                "error": {"message": message, "type": kind, "param": None, "code": error.code},
                 "error_type": error.error_type,
             },
             ensure_ascii=False,
@@ -52,10 +54,15 @@ def error_response(error: RouterError, path: str, headers: Headers) -> Response:
         extra["retry-after"] = _RETRY_SECONDS
     if isinstance(error, Unauthorized):
         extra["www-authenticate"] = "Bearer"
+    if isinstance(error, NoSuchRoute) and error.allowed:
+        extra["allow"] = ", ".join(error.allowed)
+    status = error.status
+    if isinstance(error, ContextOverflow) and path.startswith(_OPENAI):
+        status = error.openai_status
     text = error_text(error, path)
     if path in _STREAMS and EVENTS in headers.get("accept", ""):
-        return Response(event(text), status_code=error.status, media_type=EVENTS, headers=extra)
-    return Response(text.encode(), status_code=error.status, media_type=JSON, headers=extra)
+        return Response(event(text), status_code=status, media_type=EVENTS, headers=extra)
+    return Response(text.encode(), status_code=status, media_type=JSON, headers=extra)
 
 
 # A string as JSON, characters beyond ASCII left as they are.

@@ -32,6 +32,8 @@ Items = Annotated[list[T], Field(max_length=10_000, fail_fast=True)]
 # Added to the logits, by token id.
 TokenBiases = Annotated[dict[str, float], Field(max_length=1024, fail_fast=True)]
 
+TokenIds = Annotated[list[UnsignedInt], Field(max_length=1024, fail_fast=True)]
+
 Name = Annotated[str, Field(max_length=256)]
 
 

@@ -1,12 +1,12 @@
 """/v1/chat/completions and /chat_tokenize."""
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AliasChoices, Field, RootModel, model_validator
 
 from tgi_server.router.schemas.base import SEVERAL, Items, Name, RequestModel, ResponseModel, UnsignedInt
 from tgi_server.router.schemas.generate import TokenizeResponse
-from tgi_server.router.schemas.grammar import GrammarType
 from tgi_server.router.schemas.openai import SharedParameters, Usage
 
 
@@ -100,15 +100,36 @@ class ToolChoice(RootModel[Literal["auto", "none", "required"] | NamedTool]):
 
 
 class ChatRequest(SharedParameters):
+    refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **SharedParameters.refused,
+        "add_special_tokens": (False,),
+        "audio": (),
+        "chat_template": (),
+        "echo": (False,),
+        "function_call": ("none",),
+        "functions": ([],),
+        "modalities": (["text"],),
+        "verbosity": ("medium",),
+        "web_search_options": (),
+    }
+
     messages: Items[Message] = Field(json_schema_extra=SEVERAL)
     logprobs: bool | None = Field(default=None, description="Report the logprob of each token.")
     top_logprobs: UnsignedInt | None = Field(
         default=None, description="Report so many most likely tokens at each position; needs `logprobs`."
     )
     max_completion_tokens: UnsignedInt | None = Field(default=None, description="OpenAI's newer name of `max_tokens`.")
-    response_format: GrammarType | None = Field(default=None, description="Form that the answer must have.")
     tools: Items[Tool] | None = Field(default=None, description="Functions that the model may call.")
     tool_choice: ToolChoice | None = Field(default=None, description="Whether it may, must, or must not call one.")
+    chat_template_kwargs: dict[str, Any] | None = Field(default=None, description="Variables of the chat template.")
+    documents: Items[dict[str, Any]] | None = Field(default=None, description="Documents that the template shows.")
+    reasoning_effort: str | None = Field(
+        default=None, description="How much to think, for templates that know it; `none`: not at all."
+    )
+    add_generation_prompt: bool = Field(default=True, description="Have the template begin the answer.")
+    continue_final_message: bool | None = Field(
+        default=None, description="Go on with the last message; unset: if it is the assistant's."
+    )
     tool_prompt: str | None = Field(default=None, description="What tells the model about the tools.")
 
 

@@ -32,7 +32,7 @@ class CompletionRequest(SharedParameters):
 class CompletionComplete(ResponseModel):
     index: UnsignedInt
     text: str
-    finish_reason: str
+    finish_reason: str | None
     logprobs: list[float] | None = None
 
 

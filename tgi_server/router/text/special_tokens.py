@@ -26,9 +26,9 @@ _SPELLINGS, _MASKS = 0xF0000, 0x100000
 _MOST = 65_000
 _PRIVATE = re.compile("[\U000f0000-\U0010ffff]")
 
-# Messages and tools as the template gets them.
-Conversation = tuple[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]] | None]
-Render = Callable[[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]] | None], str]
+# Messages, tools, and further variables, as the template gets them.
+Conversation = tuple[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]] | None, Mapping[str, Any]]
+Render = Callable[[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]] | None, Mapping[str, Any]], str]
 
 
 @dataclass(frozen=True, slots=True)

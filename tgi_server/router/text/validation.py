@@ -4,7 +4,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 
 from tgi_server.contract import Grammar, SamplingParameters
-from tgi_server.router.errors import InvalidRequest
+from tgi_server.router.errors import ContextOverflow, InvalidRequest
 from tgi_server.router.request import Limits
 from tgi_server.router.schemas.generate import GenerateParameters
 from tgi_server.router.text.detokenizer import StopSequences
@@ -39,6 +39,8 @@ class CheckedRequest:
     grammar: Grammar | None
     cache_salt: str | None
     unenforced: tuple[str, ...] = ()
+    stop_token_ids: frozenset[int] = frozenset()
+    show_special: bool = False
 
     @property
     def seed(self) -> int | None:
@@ -61,6 +63,7 @@ class Validator:
     grammar_refusal: why this server takes no grammars; None when it does.
     compile_grammar: has the shards compile a grammar, and returns the constraints that are left to the model, each as
     a line; raises InvalidRequest for one that cannot be used.
+    end_tokens: that the model ends a text with.
     """
 
     def __init__(
@@ -70,12 +73,14 @@ class Validator:
         vocab_size: int,
         grammar_refusal: str | None,
         compile_grammar: Callable[[Grammar], Awaitable[tuple[str, ...]]],
+        end_tokens: Sequence[int] = (),
     ) -> None:
         self._limits = limits
         self._threads = threads
         self._vocab_size = vocab_size
         self._grammar_refusal = grammar_refusal
         self._compile_grammar = compile_grammar
+        self._end_tokens = tuple(end_tokens)
 
     async def check(
         self,
@@ -87,18 +92,19 @@ class Validator:
         grammar: Grammar | None = None,
         spans_of: str | None = None,
         size: int = 0,
+        limits: Limits | None = None,
     ) -> CheckedRequest:
         """Returns what the scheduler takes. Work on a large request leaves the event loop.
 
         grammar: in place of the parameters' own. spans_of: the text that `x-span` takes spans of; None: the prompt.
-        size: bytes of the whole request.
+        size: bytes of the whole request. limits: other amounts than those of TGI's routes.
 
         Raises InvalidRequest with one line that says what is wrong.
         """
         if streaming:
             check_streaming(parameters)
-        sampling = sampling_parameters(parameters, self._vocab_size)
-        check_amounts(parameters, self._limits)
+        sampling = sampling_parameters(parameters, self._vocab_size, self._end_tokens)
+        check_amounts(parameters, limits or self._limits)
         check_best_of(parameters, sampling, self._limits)
         if parameters.adapter_id:
             raise InvalidRequest("`adapter_id` is not supported: this server has no adapters")
@@ -110,6 +116,8 @@ class Validator:
             input_ids = self._input_ids(prompt, parameters.truncate, add_special_tokens=add_special_tokens)
             return (with_text(wanted, spans_of or prompt.text) if wanted else None), input_ids
 
+        if parameters.min_tokens and (grammar or requested_grammar(parameters.grammar)):
+            raise InvalidRequest("`min_tokens` cannot be used with a grammar, which says when the text ends")
         prepared, input_ids = await self._threads.handle_text(max(size, len(prompt.text)), prepare)
         max_new_tokens = self._max_new_tokens(len(input_ids), parameters.max_new_tokens)
         unenforced = await self._compile(prepared)
@@ -124,13 +132,15 @@ class Validator:
             grammar=prepared,
             cache_salt=parameters.cache_salt,
             unenforced=unenforced,
+            stop_token_ids=frozenset(parameters.stop_token_ids or ()),
+            show_special=not parameters.skip_special_tokens,
         )
 
     def _input_ids(self, prompt: RenderedPrompt, truncate: int | None, *, add_special_tokens: bool) -> list[int]:
         """Returns the prompt's tokens, cut to `truncate`. A text that cannot fit is not tokenised as a whole."""
         tokenizer, most = self._threads.tokenizer, self._limits.max_input_tokens
         if not truncate and tokenizer.exceeds(prompt.text, most):
-            raise InvalidRequest(f"`inputs` has more than {most} tokens; at most {most} are allowed")
+            raise ContextOverflow.of_prompt(most + 1, most, at_least=True)
         encoding = tokenizer.encode(prompt.text, add_special_tokens=add_special_tokens, offsets=False)
         _, encoding = prompt.checked(encoding)
         return encoding.ids[-truncate:] if truncate else encoding.ids
@@ -140,14 +150,11 @@ class Validator:
         if not input_length:
             raise InvalidRequest("`inputs` has no tokens")
         if input_length > limits.max_input_tokens:
-            raise InvalidRequest(f"`inputs` has {input_length} tokens; at most {limits.max_input_tokens} are allowed")
+            raise ContextOverflow.of_prompt(input_length, limits.max_input_tokens)
         if asked is None:
             return limits.max_total_tokens - input_length
         if input_length + asked > limits.max_total_tokens:
-            raise InvalidRequest(
-                f"`inputs` has {input_length} tokens and `max_new_tokens` is {asked}: "
-                f"together they may be at most {limits.max_total_tokens}"
-            )
+            raise ContextOverflow.of_total(input_length, asked, limits.max_total_tokens)
         return asked
 
     async def _compile(self, grammar: Grammar | None) -> tuple[str, ...]:

@@ -37,7 +37,7 @@ async def well() -> None:
 def document() -> dict[str, Any]:
     threads = TokenizerThreads(byte_level(), 1)
     service = Service(
-        model=ModelDescription("model", None, "cpu", encoder_decoder=False, version="1.2.3"),
+        model=ModelDescription("model", ["model"], None, "cpu", encoder_decoder=False, version="1.2.3"),
         limits=LIMITS,
         tokenizer=threads.tokenizer,
         threads=threads,
@@ -51,6 +51,8 @@ def document() -> dict[str, Any]:
         payload_limit=1000,
         validation_workers=1,
         special_tokens=None,
+        openai_limits=LIMITS.of_openai(),
+        sampling_defaults={},
     )
     return create_app(service, AccessRules()).openapi()
 

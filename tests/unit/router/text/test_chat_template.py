@@ -5,7 +5,7 @@ import pytest
 
 from tgi_server import demo_model
 from tgi_server.router.errors import InvalidRequest, InvalidTemplate, StartupError
-from tgi_server.router.schemas.chat import Message, Tool
+from tgi_server.router.schemas.chat import ChatRequest, Tool
 from tgi_server.router.text import chat_template
 from tgi_server.router.text.chat_template import ChatTemplate, render_conversation
 from tgi_server.router.text.tokenizer_config import TokenizerConfig, read_tokenizer_config
@@ -144,9 +144,8 @@ CLOCK = Tool.model_validate({"type": "function", "function": {"name": "clock", "
 
 def render(*messages: dict[str, Any], source: str = PLAIN, tools: bool = False, tool_prompt: str | None = None) -> str:
     template = ChatTemplate(TokenizerConfig(chat_templates={"default": source}))
-    return render_conversation(
-        template, [Message.model_validate(message) for message in messages], [CLOCK] if tools else [], tool_prompt
-    ).text
+    request = ChatRequest.model_validate({"messages": list(messages), "tool_prompt": tool_prompt})
+    return render_conversation(template, request, [CLOCK] if tools else []).text
 
 
 def test_text_in_parts_is_one_text():

@@ -14,7 +14,7 @@ from tgi_server.router.api.requests import AllEnded, DirectRoute, Exchange, resp
 from tgi_server.router.api.responses import event, number, quoted
 from tgi_server.router.api.routes.chat_choices import ChatChoices, ToolCallFormatter, Write, tool_finish_reason
 from tgi_server.router.api.routes.chat_prompt import ChatPlan, plan_chat
-from tgi_server.router.api.routes.openai import DONE, Envelope, finish_reason, usage_json
+from tgi_server.router.api.routes.openai import DONE, Envelope, finish_reason
 from tgi_server.router.schemas.chat import ChatCompletion, ChatCompletionChunk, ChatRequest
 from tgi_server.router.service import Service
 from tgi_server.router.text.token_stream import AnyStream, CollectedTokens
@@ -51,16 +51,14 @@ async def _whole(exchange: Exchange, plan: ChatPlan) -> Response:
     prompt = await choices.begin(lambda index: CollectedTokens())
     await exchange.wait_for(end.future)
     streams = [choices.streams[index] for index in range(plan.choices)]
-    shown = ",".join(
-        _choice(service.tokenizer, index, stream, logprobs=plan.logprobs) for index, stream in enumerate(streams)
-    )
+    shown = ",".join(_choice(service.tokenizer, index, stream, plan.logprobs) for index, stream in enumerate(streams))
     envelope = Envelope("chat.completion", "chatcmpl", service.model)
-    text = envelope.wrap(shown, usage_json(choices.prompt_tokens, streams))
+    text = envelope.wrap(shown, choices.usage())
     return exchange.respond(text, characters=len(prompt), streams=streams)
 
 
-def _choice(tokenizer: TextTokenizer, index: int, stream: AnyStream, *, logprobs: bool) -> str:
-    """Returns JSON of a choice that has ended."""
+def _choice(tokenizer: TextTokenizer, index: int, stream: AnyStream, logprobs: int | None) -> str:
+    """Returns JSON of a choice that has ended. logprobs: alternatives that are told of each token; None: nothing is."""
     output = stream.output
     assert stream.finish_reason is not None
     entries = "null"
@@ -73,16 +71,16 @@ def _choice(tokenizer: TextTokenizer, index: int, stream: AnyStream, *, logprobs
         assert isinstance(output, CollectedTokens)
         message = f'{{"role":"assistant","content":{quoted(output.text)}}}'
         reason = finish_reason(stream.finish_reason)
-        if logprobs:
+        if logprobs is not None:
             tops: Sequence[pb.TopTokens | None] = output.top_tokens or [None] * len(output.texts)
             tokens = zip(output.texts, output.logprobs, tops, strict=True)
-            entries = f'{{"content":[{",".join(_logprobs(tokenizer, *token) for token in tokens)}]}}'
+            entries = f'{{"content":[{",".join(_logprobs(tokenizer, logprobs, *token) for token in tokens)}]}}'
     return f'{{"index":{index},"message":{message},"logprobs":{entries},"finish_reason":"{reason}"}}'
 
 
-def _logprobs(tokenizer: TextTokenizer, text: str, logprob: float | None, top: pb.TopTokens | None) -> str:
-    """Returns one token of `logprobs.content`."""
-    tops = [] if top is None else list(zip(top.ids, top.logprobs, strict=True))
+def _logprobs(tokenizer: TextTokenizer, most: int, text: str, logprob: float | None, top: pb.TopTokens | None) -> str:
+    """Returns one token of `logprobs.content`. most: of the alternatives; shards tell those that are as likely, too."""
+    tops = [] if top is None else list(zip(top.ids, top.logprobs, strict=True))[:most]
     alternatives = ",".join(f"{{{_logprob(tokenizer.token_text(each), value)}}}" for each, value in tops)
     return f'{{{_logprob(text, logprob)},"top_logprobs":[{alternatives}]}}'
 
@@ -100,15 +98,13 @@ async def _stream(exchange: Exchange, plan: ChatPlan) -> Response:
     def last_words() -> bytes:
         if not whole_usage:
             return b""
-        return event(envelope.wrap("", usage_json(choices.prompt_tokens, choices.streams.values())))
+        return event(envelope.wrap("", choices.usage()))
 
     end = exchange.stream_end(outbox, sequences=plan.choices, last_words=last_words, trailer=DONE)
     choices = ChatChoices(exchange, plan, end)
     chunks = _Chunks(outbox, envelope, usage="null" if whole_usage else None)
     tokenizer = exchange.service.tokenizer
-    prompt = await choices.begin(
-        lambda index: _TextChunks(chunks, index, tokenizer if plan.logprobs else None), chunks.tool_call
-    )
+    prompt = await choices.begin(lambda index: _TextChunks(chunks, index, tokenizer, plan.logprobs), chunks.tool_call)
     return exchange.stream(outbox, characters=len(prompt))
 
 
@@ -142,13 +138,14 @@ class _Chunks:
 class _TextChunks:
     """Writes a chunk for each token that shows something; of the others, the logprobs wait for the next chunk."""
 
-    __slots__ = ("_chunks", "_index", "_logprobs", "_tokenizer")
+    __slots__ = ("_chunks", "_index", "_logprobs", "_most", "_tokenizer")
 
-    def __init__(self, chunks: _Chunks, index: int, tokenizer: TextTokenizer | None) -> None:
-        """index: of the choice. tokenizer: names the tokens of logprobs; None: there are none to report."""
+    def __init__(self, chunks: _Chunks, index: int, tokenizer: TextTokenizer, most: int | None) -> None:
+        """index: of the choice. most: alternatives that are told of each token; None: no logprobs are."""
         self._chunks = chunks
         self._index = index
         self._tokenizer = tokenizer
+        self._most = most
         self._logprobs: list[str] = []
 
     def token(
@@ -160,18 +157,18 @@ class _TextChunks:
         logprob: float | None,
         top: pb.TopTokens | None,
     ) -> None:
-        if self._tokenizer is not None:
-            self._logprobs.append(_logprobs(self._tokenizer, text, logprob, top))
+        if self._most is not None:
+            self._logprobs.append(_logprobs(self._tokenizer, self._most, text, logprob, top))
         if visible or stream.finish_reason is not None:
             self._write(stream, visible)
 
     def rest(self, stream: AnyStream, text: str) -> None:
-        if self._tokenizer is not None:
-            self._logprobs.append(_logprobs(self._tokenizer, text, None, None))
+        if self._most is not None:
+            self._logprobs.append(_logprobs(self._tokenizer, self._most, text, None, None))
         self._write(stream, text)
 
     def _write(self, stream: AnyStream, visible: str) -> None:
-        logprobs = "null" if self._tokenizer is None else f'{{"content":[{",".join(self._logprobs)}]}}'
+        logprobs = "null" if self._most is None else f'{{"content":[{",".join(self._logprobs)}]}}'
         self._logprobs.clear()
         reason = None if stream.finish_reason is None else finish_reason(stream.finish_reason)
         self._chunks.write(self._index, f'{{"role":"assistant","content":{quoted(visible)}}}', logprobs, reason)

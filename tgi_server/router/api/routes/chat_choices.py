@@ -8,6 +8,7 @@ from shared.stubs import generate_pb2 as pb
 from tgi_server.contract import FinishReason
 from tgi_server.router.api.requests import Exchange
 from tgi_server.router.api.routes.chat_prompt import ChatPlan, ChatPrompt, prompt_for_text, prompt_with_tools
+from tgi_server.router.api.routes.openai import usage_json
 from tgi_server.router.errors import InvalidTool, RouterError
 from tgi_server.router.text.token_stream import AnyStream, Formatter, OnEnd
 from tgi_server.router.text.tools import NO_TOOL, ToolCallReader
@@ -113,10 +114,19 @@ class ChatChoices:
             self.prompt_tokens = len(prompt.checked.input_ids)
             for index, checked in zip(undecided, prompt.checked.times(len(undecided)), strict=True):
                 self.streams[index] = self._exchange.generate(
-                    checked, text(index), self._on_end, reveal_stop=False, logprobs=plan.logprobs
+                    checked,
+                    text(index),
+                    self._on_end,
+                    reveal_stop=plan.request.include_stop_str_in_output,
+                    logprobs=plan.logprobs is not None,
                 )
         assert prompt is not None
         return prompt.text
+
+    def usage(self) -> str:
+        """Returns JSON of what the choices have used. The prompt is one for all of them."""
+        cached = self.streams[0].cached_tokens if 0 in self.streams else 0
+        return usage_json(self.prompt_tokens, self.streams.values(), cached)
 
     async def _call_tools(self, prompt: ChatPrompt, write: Callable[[int], Write] | None) -> list[int]:
         """Begins a call for each choice. Returns the choices that call no tool, once that is known of all."""

@@ -28,8 +28,9 @@ class ChatPlan:
     required: bool
 
     @property
-    def logprobs(self) -> bool:
-        return bool(self.request.logprobs)
+    def logprobs(self) -> int | None:
+        """How many alternatives are told of each token; None: no log-probabilities are."""
+        return (self.request.top_logprobs or 0) if self.request.logprobs else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,10 @@ class ChatPrompt:
 def plan_chat(service: Service, request: ChatRequest, size: int) -> ChatPlan:
     """Returns what the request asks for. Raises InvalidRequest."""
     choices = 1 if request.n is None else request.n
-    check_sequences(choices, service.limits.max_client_batch_size, "`n`")
+    limits = service.openai_limits
+    check_sequences(choices, limits.max_client_batch_size, "`n`")
+    if (request.top_logprobs or 0) > limits.max_top_n_tokens:
+        raise InvalidRequest(f"`top_logprobs` must be 0 to {limits.max_top_n_tokens}, not {request.top_logprobs}")
     if request.top_logprobs and not request.logprobs:
         raise InvalidRequest("`top_logprobs` needs `logprobs`")
     tools, required = chosen_tools(request.tools, request.tool_choice)
@@ -55,10 +59,12 @@ def plan_chat(service: Service, request: ChatRequest, size: int) -> ChatPlan:
 async def prompt_with_tools(service: Service, plan: ChatPlan) -> ChatPrompt:
     """Returns the prompt for an answer that calls a tool, or says that it calls none. Raises InvalidRequest."""
     prompt = await render_plan(service, plan)
-    parameters = generation_parameters(plan.request, max_tokens=_max_tokens(plan.request))
+    parameters = generation_parameters(plan.request, service, max_tokens=_max_tokens(plan.request))
     grammar = await service.threads.run(plan.size, lambda: tool_grammar(plan.tools, required=plan.required))
     check = service.validator.check
-    checked = await check(prompt, parameters, add_special_tokens=False, grammar=grammar, size=plan.size)
+    checked = await check(
+        prompt, parameters, add_special_tokens=False, grammar=grammar, size=plan.size, limits=service.openai_limits
+    )
     return ChatPrompt(prompt.text, checked)
 
 
@@ -69,8 +75,8 @@ async def prompt_for_text(service: Service, request: ChatRequest, size: int) -> 
     """
     parameters = generation_parameters(
         request,
+        service,
         max_tokens=_max_tokens(request),
-        grammar=request.response_format,
         top_n_tokens=request.top_logprobs or 0,
     )
 
@@ -79,7 +85,8 @@ async def prompt_for_text(service: Service, request: ChatRequest, size: int) -> 
 
     prompt, said = await service.threads.run(size, render)
     check = service.validator.check
-    checked = await check(prompt, parameters, add_special_tokens=False, spans_of=said, size=size)
+    limits = service.openai_limits
+    checked = await check(prompt, parameters, add_special_tokens=False, spans_of=said, size=size, limits=limits)
     return ChatPrompt(prompt.text, checked)
 
 
@@ -89,7 +96,7 @@ async def render_plan(service: Service, plan: ChatPlan) -> RenderedPrompt:
 
 
 def _render(service: Service, request: ChatRequest, tools: Sequence[Tool]) -> RenderedPrompt:
-    return render_conversation(service.template, request.messages, tools, request.tool_prompt, service.special_tokens)
+    return render_conversation(service.template, request, tools, service.special_tokens)
 
 
 def _max_tokens(request: ChatRequest) -> int | None:

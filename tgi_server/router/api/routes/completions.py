@@ -1,5 +1,7 @@
 """/v1/completions."""
 
+from collections.abc import Sequence
+
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
@@ -46,19 +48,20 @@ async def complete(exchange: Exchange, request: CompletionRequest) -> Response:
     prompts = request.prompt.root
     choices = 1 if request.n is None else request.n
     _refuse(request)
-    limit = exchange.service.limits.max_client_batch_size
+    service, limits = exchange.service, exchange.service.openai_limits
+    limit = limits.max_client_batch_size
     check_sequences(len(prompts), limit, "the number of prompts")
     check_sequences(len(prompts) * choices, limit, "the number of prompts times `n`")
-    parameters = generation_parameters(request, max_tokens=request.max_tokens)
-    check = exchange.service.validator.check
-    checked = [await check(RenderedPrompt(each), parameters, size=exchange.size) for each in prompts]
+    parameters = generation_parameters(request, service, max_tokens=request.max_tokens)
+    check = service.validator.check
+    checked = [await check(RenderedPrompt(each), parameters, size=exchange.size, limits=limits) for each in prompts]
     exchange.reserve(len(prompts) * choices - 1)
     sequences = [each for prompt in checked for each in prompt.times(choices)]
     prompt_tokens = sum(len(prompt.input_ids) for prompt in checked)
     characters = sum(map(len, prompts))
     if request.stream:
         return _stream(exchange, request, sequences, prompt_tokens, characters)
-    return await _whole(exchange, sequences, prompt_tokens, characters)
+    return await _whole(exchange, request, sequences, prompt_tokens, characters)
 
 
 def _refuse(request: CompletionRequest) -> None:
@@ -72,11 +75,18 @@ def _refuse(request: CompletionRequest) -> None:
         raise InvalidRequest("`best_of` is not supported here: /generate has it")
 
 
-async def _whole(exchange: Exchange, sequences: list[CheckedRequest], prompt_tokens: int, characters: int) -> Response:
-    streams = await exchange.collect(sequences, reveal_stop=False, logprobs=False)
+async def _whole(
+    exchange: Exchange,
+    request: CompletionRequest,
+    sequences: list[CheckedRequest],
+    prompt_tokens: int,
+    characters: int,
+) -> Response:
+    reveal = request.include_stop_str_in_output
+    streams = await exchange.collect(sequences, reveal_stop=reveal, logprobs=False)
     choices = ",".join(_choice(index, stream.output.text, stream.finish_reason) for index, stream in enumerate(streams))
     envelope = Envelope("text_completion", "cmpl", exchange.service.model)
-    text = envelope.wrap(choices, usage_json(prompt_tokens, streams))
+    text = envelope.wrap(choices, usage_json(prompt_tokens, streams, _cached(request, streams)))
     return exchange.respond(text, characters=characters, streams=streams)
 
 
@@ -93,13 +103,22 @@ def _stream(
     streams: list[AnyStream] = []
 
     def last_words() -> bytes:
-        return event(envelope.wrap("", usage_json(prompt_tokens, streams))) if whole_usage else b""
+        if not whole_usage:
+            return b""
+        return event(envelope.wrap("", usage_json(prompt_tokens, streams, _cached(request, streams))))
 
     end = exchange.stream_end(outbox, sequences=len(sequences), last_words=last_words, trailer=DONE)
     for index, checked in enumerate(sequences):
         chunks = _CompletionChunks(outbox, envelope, index, whole_usage=whole_usage)
-        streams.append(exchange.generate(checked, chunks, end, reveal_stop=False, logprobs=False))
+        streams.append(
+            exchange.generate(checked, chunks, end, reveal_stop=request.include_stop_str_in_output, logprobs=False)
+        )
     return exchange.stream(outbox, characters=characters)
+
+
+def _cached(request: CompletionRequest, streams: Sequence[AnyStream]) -> int:
+    """Returns how many tokens of the prompts had been computed for others; each prompt counts once."""
+    return sum(stream.cached_tokens for stream in streams[:: request.n or 1])
 
 
 class _CompletionChunks:
@@ -133,9 +152,9 @@ class _CompletionChunks:
     def _usage(self, stream: AnyStream) -> str | None:
         if self._whole_usage:
             return "null"
-        return None if stream.finish_reason is None else usage_json(stream.input_length, [stream])
+        return None if stream.finish_reason is None else usage_json(stream.input_length, [stream], stream.cached_tokens)
 
 
 def _choice(index: int, text: str, reason: FinishReason | None) -> str:
-    name = "" if reason is None else finish_reason(reason)
-    return f'{{"index":{index},"text":{quoted(text)},"logprobs":null,"finish_reason":"{name}"}}'
+    name = "null" if reason is None else f'"{finish_reason(reason)}"'
+    return f'{{"index":{index},"text":{quoted(text)},"logprobs":null,"finish_reason":{name}}}'
