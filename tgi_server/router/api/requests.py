@@ -118,7 +118,9 @@ class Exchange:
                 stopping=StoppingParameters(checked.max_new_tokens, checked.ignore_eos),
                 sink=stream,
                 sampling=checked.sampling,
-                report=ReportParameters(logprobs, checked.top_n_tokens, checked.prefill_logprobs),
+                report=ReportParameters(
+                    logprobs, checked.top_n_tokens, checked.prefill_logprobs, checked.prefill_top_n
+                ),
                 grammar=checked.grammar,
                 cache_namespace=cache_namespace(self.tenant, checked.cache_salt),
                 trace_context=service.tracer.context(self.span),

@@ -51,10 +51,14 @@ class Literal:
 
 @dataclass(frozen=True, slots=True)
 class RenderedPrompt:
-    """A conversation as text. literal: None where nothing in it could be taken for a special token."""
+    """A conversation as text. literal: None where nothing in it could be taken for a special token.
+
+    token_ids: of a prompt that came as tokens.
+    """
 
     text: str
     literal: Literal | None = None
+    token_ids: Sequence[int] | None = None
 
     def checked(self, encoding: Encoding) -> tuple[str, Encoding]:
         """Returns a prompt and its tokens: the text and `encoding`, unless that has special tokens of clients.

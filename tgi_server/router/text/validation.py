@@ -25,6 +25,7 @@ class CheckedRequest:
     """A prompt and parameters that keep every rule.
 
     input_ids: the prompt, cut to `truncate`.
+    prefill_top_n: most likely tokens to report in the place of each token of the prompt.
     unenforced: constraints of the grammar that are left to the model, each as a line.
     seed: what `details` reports; None when tokens are not sampled.
     """
@@ -38,6 +39,7 @@ class CheckedRequest:
     ignore_eos: bool
     grammar: Grammar | None
     cache_salt: str | None
+    prefill_top_n: int = 0
     unenforced: tuple[str, ...] = ()
     stop_token_ids: frozenset[int] = frozenset()
     show_special: bool = False
@@ -108,7 +110,7 @@ class Validator:
         check_best_of(parameters, sampling, self._limits)
         if parameters.adapter_id:
             raise InvalidRequest("`adapter_id` is not supported: this server has no adapters")
-        if not prompt.text:
+        if not prompt.text and not prompt.token_ids:
             raise InvalidRequest("`inputs` must not be empty")
 
         def prepare() -> tuple[Grammar | None, list[int]]:
@@ -139,6 +141,10 @@ class Validator:
     def _input_ids(self, prompt: RenderedPrompt, truncate: int | None, *, add_special_tokens: bool) -> list[int]:
         """Returns the prompt's tokens, cut to `truncate`. A text that cannot fit is not tokenised as a whole."""
         tokenizer, most = self._threads.tokenizer, self._limits.max_input_tokens
+        if prompt.token_ids is not None:
+            if (highest := max(prompt.token_ids)) >= self._vocab_size:
+                raise InvalidRequest(f"the prompt has the token {highest}; the model knows 0 to {self._vocab_size - 1}")
+            return list(prompt.token_ids[-truncate:] if truncate else prompt.token_ids)
         if not truncate and tokenizer.exceeds(prompt.text, most):
             raise ContextOverflow.of_prompt(most + 1, most, at_least=True)
         encoding = tokenizer.encode(prompt.text, add_special_tokens=add_special_tokens, offsets=False)
