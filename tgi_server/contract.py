@@ -29,11 +29,13 @@ class Grammar:
 
     value: the grammar, in the notation that `type` names.
     text: the source of spans (`x-span` in a JSON schema) where the schema names none itself.
+    frame: a Lark grammar around a JSON schema, in which `%schema POINTER` stands for JSON that fits the schema there.
     """
 
     type: GrammarType
     value: str
     text: str = ""
+    frame: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,11 +19,11 @@ _FINISH_REASONS_BACK = {message: reason for reason, message in _FINISH_REASONS.i
 
 
 def grammar_to_message(grammar: Grammar) -> pb.Grammar:
-    return pb.Grammar(type=_GRAMMAR_TYPES[grammar.type], value=grammar.value, text=grammar.text)
+    return pb.Grammar(type=_GRAMMAR_TYPES[grammar.type], value=grammar.value, text=grammar.text, frame=grammar.frame)
 
 
 def grammar_from_message(message: pb.Grammar) -> Grammar:
-    return Grammar(_GRAMMAR_TYPES_BACK[message.type], message.value, message.text)
+    return Grammar(_GRAMMAR_TYPES_BACK[message.type], message.value, message.text, message.frame)
 
 
 def finish_reason_to_message(reason: FinishReason | None) -> pb.FinishReason:

@@ -31,8 +31,11 @@ from tgi_server.router.service import Capacity, ModelDescription, Service
 from tgi_server.router.settings import RouterSettings
 from tgi_server.router.text.chat_template import ChatTemplate
 from tgi_server.router.text.generation_config import read_sampling_defaults
-from tgi_server.router.text.tokenizer import TokenizerThreads, load_tokenizer
+from tgi_server.router.text.reasoning import reasoning_tags
+from tgi_server.router.text.tokenizer import TextTokenizer, TokenizerThreads, load_tokenizer
 from tgi_server.router.text.tokenizer_config import read_tokenizer_config
+from tgi_server.router.text.tool_formats import tool_format
+from tgi_server.router.text.tools import AnswerForm
 from tgi_server.router.text.validation import Validator, grammar_refusal
 from tgi_server.router.tracing import RequestTracer
 
@@ -116,6 +119,7 @@ async def assembled(settings: RouterSettings) -> AsyncIterator[Service]:
                 payload_limit=settings.payload_limit,
                 validation_workers=settings.validation_workers,
                 special_tokens=guard,
+                answer_form=_answer_form(settings, template, threads.tokenizer),
                 openai_limits=limits.of_openai(),
                 sampling_defaults=defaults,
             )
@@ -218,6 +222,13 @@ def _pace(settings: RouterSettings, limits: Limits, info: pb.InfoResponse) -> Pr
     return PromptPace(
         limits.max_batch_prefill_tokens, info.block_size or 1, None if target_ms is None else target_ms / 1000
     )
+
+
+def _answer_form(settings: RouterSettings, template: ChatTemplate, tokenizer: TextTokenizer) -> AnswerForm:
+    calls = tool_format(settings.tool_call_parser, template.source)
+    thoughts = reasoning_tags(settings.reasoning_parser, template.source)
+    logger.info("tools are called in the form %r; thoughts are %s", calls.name, "told apart" if thoughts else "text")
+    return AnswerForm(calls, thoughts, tokenizer.special_tokens)
 
 
 def _describe(settings: RouterSettings, info: pb.InfoResponse) -> ModelDescription:

@@ -202,10 +202,10 @@ class GrammarCompiler:
                 return GrammarSource(LLMatcher.grammar_from_regex(rust_regex(grammar.value)))
             case GrammarType.JSON_SCHEMA:
                 schema = checked_schema(grammar.value)
-                if not is_annotated(schema):
+                if not is_annotated(schema) and not grammar.frame:
                     return GrammarSource(LLMatcher.grammar_from_json_schema(schema, overrides=JSON_LAYOUT))
                 markers = self.tokenizer.markers
-                lark, hints = annotated_lark(schema, grammar.text, markers)
+                lark, hints = annotated_lark(schema, grammar.text, markers, grammar.frame)
                 tokens = {token: self.tokenizer.encode(f"({hint}) ") for token, hint in hints.items()}
                 return GrammarSource(LLMatcher.grammar_from_lark(lark), tokens)
 
@@ -218,4 +218,4 @@ def check_size(grammar: Grammar) -> None:
 
 def text_bytes(grammar: Grammar) -> int:
     """Returns the bytes of a grammar's text."""
-    return sum(len(text.encode(errors="surrogatepass")) for text in (grammar.value, grammar.text))
+    return sum(len(text.encode(errors="surrogatepass")) for text in (grammar.value, grammar.text, grammar.frame))
