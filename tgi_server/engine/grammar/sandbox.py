@@ -60,7 +60,8 @@ class Sandbox:
         Raises InvalidGrammar with one line that says what is wrong, and SandboxLimit when it takes more than
         `cpu_seconds` of computing, or longer than somebody would wait.
         """
-        line = json.dumps([grammar.type.value, grammar.value, grammar.text, grammar.frame, cpu_seconds]).encode() + b"\n"
+        asked = [grammar.type.value, grammar.value, grammar.text, grammar.frame, cpu_seconds]
+        line = json.dumps(asked).encode() + b"\n"
         outcome = self._ask(line) or self._ask(line)
         if outcome is None:
             raise SandboxLimit("time")
