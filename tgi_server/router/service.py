@@ -21,7 +21,7 @@ class ModelDescription:
     """The model that is served, and the version of the server.
 
     names: by which OpenAI's routes call it; answers have the first. compute_type: the value of the header
-    `x-compute-type`.
+    `x-compute-type`. fallbacks: why parts of the model are computed in a slower way than the device has.
     """
 
     model_id: str
@@ -30,6 +30,7 @@ class ModelDescription:
     compute_type: str
     encoder_decoder: bool
     version: str
+    fallbacks: tuple[str, ...] = ()
 
     @property
     def fingerprint(self) -> str:

@@ -96,6 +96,7 @@ async def assembled(settings: RouterSettings) -> AsyncIterator[Service]:
         info, capacity = await _warm_up(shards, settings)
         limits = _limits(settings, capacity)
         metrics = Metrics()
+        metrics.fallbacks(len(capacity.fallbacks))
         pace = _pace(settings, limits, info)
         scheduler = Scheduler(shards, info, capacity, limits, metrics, pace, prefix_caching=settings.prefix_caching)
         refusal = grammar_refusal(disabled=settings.disable_grammar_support, supported=info.grammars)
@@ -103,7 +104,7 @@ async def assembled(settings: RouterSettings) -> AsyncIterator[Service]:
         watch = asyncio.create_task(watch_event_loop(metrics.event_loop_lag), name="event loop watch")
         try:
             yield Service(
-                model=_describe(settings, info),
+                model=_describe(settings, info, capacity),
                 limits=limits,
                 tokenizer=threads.tokenizer,
                 threads=threads,
@@ -231,7 +232,7 @@ def _answer_form(settings: RouterSettings, template: ChatTemplate, tokenizer: Te
     return AnswerForm(calls, thoughts, tokenizer.special_tokens)
 
 
-def _describe(settings: RouterSettings, info: pb.InfoResponse) -> ModelDescription:
+def _describe(settings: RouterSettings, info: pb.InfoResponse, capacity: pb.WarmupResponse) -> ModelDescription:
     model_id = settings.model_id or info.model_id
     return ModelDescription(
         model_id=model_id,
@@ -240,6 +241,7 @@ def _describe(settings: RouterSettings, info: pb.InfoResponse) -> ModelDescripti
         compute_type="cpu" if info.device_type == "cpu" else "gpu+optimized",
         encoder_decoder=info.encoder_decoder,
         version=_version(),
+        fallbacks=tuple(capacity.fallbacks),
     )
 
 
