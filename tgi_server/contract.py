@@ -29,6 +29,7 @@ class Grammar:
 
     value: the grammar, in the notation that `type` names.
     text: the source of spans (`x-span` in a JSON schema) where the schema names none itself.
+    frame: a Lark grammar around a JSON schema, in which `%schema POINTER` stands for JSON that fits the schema there.
     lenient: places in a JSON schema (JSON pointers that begin with #) below which constraints that cannot be enforced
     are left to the model; elsewhere they are refused.
     """
@@ -36,6 +37,7 @@ class Grammar:
     type: GrammarType
     value: str
     text: str = ""
+    frame: str = ""
     lenient: tuple[str, ...] = ()
 
 

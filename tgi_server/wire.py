@@ -20,12 +20,18 @@ _FINISH_REASONS_BACK = {message: reason for reason, message in _FINISH_REASONS.i
 
 def grammar_to_message(grammar: Grammar) -> pb.Grammar:
     return pb.Grammar(
-        type=_GRAMMAR_TYPES[grammar.type], value=grammar.value, text=grammar.text, lenient=grammar.lenient
+        type=_GRAMMAR_TYPES[grammar.type],
+        value=grammar.value,
+        text=grammar.text,
+        frame=grammar.frame,
+        lenient=grammar.lenient,
     )
 
 
 def grammar_from_message(message: pb.Grammar) -> Grammar:
-    return Grammar(_GRAMMAR_TYPES_BACK[message.type], message.value, message.text, tuple(message.lenient))
+    return Grammar(
+        _GRAMMAR_TYPES_BACK[message.type], message.value, message.text, message.frame, tuple(message.lenient)
+    )
 
 
 def finish_reason_to_message(reason: FinishReason | None) -> pb.FinishReason:

@@ -11,6 +11,7 @@ from tgi_server.router.request import Limits, Submitter
 from tgi_server.router.text.chat_template import ChatTemplate
 from tgi_server.router.text.special_tokens import SpecialTokens
 from tgi_server.router.text.tokenizer import TextTokenizer, TokenizerThreads
+from tgi_server.router.text.tools import AnswerForm
 from tgi_server.router.text.validation import Validator
 from tgi_server.router.tracing import RequestTracer
 
@@ -20,7 +21,7 @@ class ModelDescription:
     """The model that is served, and the version of the server.
 
     names: by which OpenAI's routes call it; answers have the first. compute_type: the value of the header
-    `x-compute-type`.
+    `x-compute-type`. fallbacks: why parts of the model are computed in a slower way than the device has.
     """
 
     model_id: str
@@ -29,6 +30,7 @@ class ModelDescription:
     compute_type: str
     encoder_decoder: bool
     version: str
+    fallbacks: tuple[str, ...] = ()
 
     @property
     def fingerprint(self) -> str:
@@ -70,6 +72,7 @@ class Service:
     check_health: raises Unhealthy when the shards do not answer.
     payload_limit: bytes of a request's body.
     special_tokens: that only the chat template may write; None: messages may, too.
+    answer_form: form in which the model thinks and calls tools.
     openai_limits: limits of OpenAI's routes. sampling_defaults: what those take for parameters that are not given.
     """
 
@@ -87,6 +90,7 @@ class Service:
     payload_limit: int
     validation_workers: int
     special_tokens: SpecialTokens | None
+    answer_form: AnswerForm
     openai_limits: Limits
     sampling_defaults: Mapping[str, float]
     request_ids: Iterator[int] = field(default_factory=lambda: count(1))

@@ -8,6 +8,19 @@ from pydantic_settings import SettingsConfigDict
 
 from shared.settings import CommaSeparated, Refused, ServiceSettings
 
+# `router/text/tool_formats.py` has these forms.
+ToolCallParser = Literal[
+    "auto",
+    "tgi",
+    "hermes",
+    "mistral",
+    "mistral_args",
+    "llama3_json",
+    "deepseek_v3",
+    "deepseek_v31",
+    "functionary",
+    "json",
+]
 Port = Annotated[int, Field(ge=0, le=65535)]
 
 
@@ -26,6 +39,12 @@ class ServingSettings(ServiceSettings):
     generation_config: Literal["auto", "none"] = Field(
         default="auto",
         description="Whether OpenAI's routes take the defaults of sampling from the model's generation_config.json.",
+    )
+    tool_call_parser: ToolCallParser = Field(
+        default="auto", description="Form in which the model calls tools; auto: as its chat template shows."
+    )
+    reasoning_parser: Literal["auto", "none", "deepseek_r1", "qwen3"] = Field(
+        default="auto", description="How the model's thoughts are told from its answer; auto: by its chat template."
     )
     hostname: str = Field(default="0.0.0.0", description="Address to listen on.")
     port: Port = Field(default=3000, description="Port of the HTTP API.")

@@ -31,8 +31,11 @@ from tgi_server.router.service import Capacity, ModelDescription, Service
 from tgi_server.router.settings import RouterSettings
 from tgi_server.router.text.chat_template import ChatTemplate
 from tgi_server.router.text.generation_config import read_sampling_defaults
-from tgi_server.router.text.tokenizer import TokenizerThreads, load_tokenizer
+from tgi_server.router.text.reasoning import reasoning_tags
+from tgi_server.router.text.tokenizer import TextTokenizer, TokenizerThreads, load_tokenizer
 from tgi_server.router.text.tokenizer_config import read_tokenizer_config
+from tgi_server.router.text.tool_formats import tool_format
+from tgi_server.router.text.tools import AnswerForm
 from tgi_server.router.text.validation import Validator, grammar_refusal
 from tgi_server.router.tracing import RequestTracer
 
@@ -93,6 +96,7 @@ async def assembled(settings: RouterSettings) -> AsyncIterator[Service]:
         info, capacity = await _warm_up(shards, settings)
         limits = _limits(settings, capacity)
         metrics = Metrics()
+        metrics.fallbacks(len(capacity.fallbacks))
         pace = _pace(settings, limits, info)
         scheduler = Scheduler(shards, info, capacity, limits, metrics, pace, prefix_caching=settings.prefix_caching)
         refusal = grammar_refusal(disabled=settings.disable_grammar_support, supported=info.grammars)
@@ -100,7 +104,7 @@ async def assembled(settings: RouterSettings) -> AsyncIterator[Service]:
         watch = asyncio.create_task(watch_event_loop(metrics.event_loop_lag), name="event loop watch")
         try:
             yield Service(
-                model=_describe(settings, info),
+                model=_describe(settings, info, capacity),
                 limits=limits,
                 tokenizer=threads.tokenizer,
                 threads=threads,
@@ -116,6 +120,7 @@ async def assembled(settings: RouterSettings) -> AsyncIterator[Service]:
                 payload_limit=settings.payload_limit,
                 validation_workers=settings.validation_workers,
                 special_tokens=guard,
+                answer_form=_answer_form(settings, template, threads.tokenizer),
                 openai_limits=limits.of_openai(),
                 sampling_defaults=defaults,
             )
@@ -220,7 +225,14 @@ def _pace(settings: RouterSettings, limits: Limits, info: pb.InfoResponse) -> Pr
     )
 
 
-def _describe(settings: RouterSettings, info: pb.InfoResponse) -> ModelDescription:
+def _answer_form(settings: RouterSettings, template: ChatTemplate, tokenizer: TextTokenizer) -> AnswerForm:
+    calls = tool_format(settings.tool_call_parser, template.source)
+    thoughts = reasoning_tags(settings.reasoning_parser, template.source)
+    logger.info("tools are called in the form %r; thoughts are %s", calls.name, "told apart" if thoughts else "text")
+    return AnswerForm(calls, thoughts, tokenizer.special_tokens)
+
+
+def _describe(settings: RouterSettings, info: pb.InfoResponse, capacity: pb.WarmupResponse) -> ModelDescription:
     model_id = settings.model_id or info.model_id
     return ModelDescription(
         model_id=model_id,
@@ -229,6 +241,7 @@ def _describe(settings: RouterSettings, info: pb.InfoResponse) -> ModelDescripti
         compute_type="cpu" if info.device_type == "cpu" else "gpu+optimized",
         encoder_decoder=info.encoder_decoder,
         version=_version(),
+        fallbacks=tuple(capacity.fallbacks),
     )
 
 

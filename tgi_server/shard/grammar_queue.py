@@ -213,5 +213,5 @@ class GrammarQueue:
 
 def _digest(grammar: Grammar) -> bytes:
     """Takes the place of a grammar that need not be kept."""
-    parts = (grammar.type.value, grammar.value, grammar.text, *grammar.lenient)
+    parts = (grammar.type.value, grammar.value, grammar.text, grammar.frame, *grammar.lenient)
     return hashlib.sha256(b"\0".join(part.encode(errors="surrogatepass") for part in parts)).digest()

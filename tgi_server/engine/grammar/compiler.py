@@ -146,7 +146,8 @@ class GrammarCompiler:
         return [place for place in places if not self._compiles(schema, place)] or places
 
     def _compiles(self, schema: dict[str, Any], place: str) -> bool:
-        alone = Grammar(GrammarType.JSON_SCHEMA, json.dumps({"$defs": schema.get("$defs"), "$ref": place}))
+        homes = {home: schema[home] for home in ("$defs", "definitions") if home in schema}
+        alone = Grammar(GrammarType.JSON_SCHEMA, json.dumps({**homes, "$ref": place}))
         try:
             self.compile(self.source(alone, {place: 0}))
         except InvalidGrammar:
@@ -253,11 +254,11 @@ class GrammarCompiler:
                 return GrammarSource(LLMatcher.grammar_from_regex(rust_regex(grammar.value)))
             case GrammarType.JSON_SCHEMA:
                 schema = enforced_schema(grammar.value, lenient)
-                if not schema.annotated:
+                if not schema.annotated and not grammar.frame:
                     text = LLMatcher.grammar_from_json_schema(schema.definition, overrides=JSON_LAYOUT)
                     return GrammarSource(text, unenforced=schema.left)
                 markers = self.tokenizer.markers
-                lark, hints = annotated_lark(schema.definition, grammar.text, markers)
+                lark, hints = annotated_lark(schema.definition, grammar.text, markers, grammar.frame, schema.places)
                 tokens = {token: self.tokenizer.encode(f"({hint}) ") for token, hint in hints.items()}
                 return GrammarSource(LLMatcher.grammar_from_lark(lark), tokens, schema.left)
 
@@ -270,4 +271,4 @@ def check_size(grammar: Grammar) -> None:
 
 def text_bytes(grammar: Grammar) -> int:
     """Returns the bytes of a grammar's text."""
-    return sum(len(text.encode(errors="surrogatepass")) for text in (grammar.value, grammar.text))
+    return sum(len(text.encode(errors="surrogatepass")) for text in (grammar.value, grammar.text, grammar.frame))

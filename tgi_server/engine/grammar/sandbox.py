@@ -62,7 +62,10 @@ class Sandbox:
         Raises InvalidGrammar with one line that says what is wrong, and SandboxLimit when it takes more than
         `cpu_seconds` of computing, or longer than somebody would wait.
         """
-        asked = [grammar.type.value, grammar.value, grammar.text, grammar.lenient, leniency, cpu_seconds]
+        asked = [
+            *(grammar.type.value, grammar.value, grammar.text, grammar.frame, grammar.lenient),
+            *(leniency, cpu_seconds),
+        ]
         line = json.dumps(asked).encode() + b"\n"
         outcome = self._ask(line) or self._ask(line)
         if outcome is None:

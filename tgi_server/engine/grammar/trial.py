@@ -50,9 +50,9 @@ def main() -> None:
     gc.collect()
     gc.freeze()  # a collection would have each child copy what it shares with this process
     for line in sys.stdin.buffer:
-        kind, value, text, lenient, leniency, cpu_seconds = json.loads(line)
+        kind, value, text, frame, lenient, leniency, cpu_seconds = json.loads(line)
         bounds = _Bounds(int(niceness), int(memory_bytes), cpu_seconds)
-        grammar = Grammar(GrammarType(kind), value, text, tuple(lenient))
+        grammar = Grammar(GrammarType(kind), value, text, frame, tuple(lenient))
         sys.stdout.write(f"{json.dumps(fault or _outcome(compiler, grammar, leniency, bounds))}\n")
         sys.stdout.flush()
 

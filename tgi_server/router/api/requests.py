@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from functools import partial
 from time import perf_counter
 from typing import Any, TypeVar
@@ -92,9 +92,19 @@ class Exchange:
         return await read_beside_loop(self.service.threads, await self.body(), read)
 
     def generate(
-        self, checked: CheckedRequest, output: F, on_end: OnEnd, *, reveal_stop: bool, logprobs: bool
+        self,
+        checked: CheckedRequest,
+        output: F,
+        on_end: OnEnd,
+        *,
+        reveal_stop: bool,
+        logprobs: bool,
+        shown: Collection[int] = (),
     ) -> TokenStream[F]:
-        """Queues a sequence, which `output` writes. reveal_stop: a stop sequence is part of the text that it ends."""
+        """Queues a sequence, which `output` writes.
+
+        reveal_stop: a stop sequence is part of the text that it ends. shown: special tokens that are part of the text.
+        """
         service = self.service
         self._note_unenforced(checked.unenforced)
         stops = checked.stop_sequences(reveal=reveal_stop)
@@ -106,7 +116,7 @@ class Exchange:
             on_end,
             stop_ids=checked.stop_token_ids,
             min_tokens=checked.sampling.min_tokens,
-            shown=service.tokenizer.special_tokens if checked.show_special else (),
+            shown=service.tokenizer.special_tokens if checked.show_special else shown,
         )
         request_id = next(service.request_ids)
         self._sequences.append((request_id, stream))
@@ -168,13 +178,6 @@ class Exchange:
     async def _disconnected(self) -> None:
         while (await self.request.receive())["type"] != "http.disconnect":
             pass
-
-    def cancel(self, stream: AnyStream) -> None:
-        """Forgets one sequence."""
-        for request_id, each in self._sequences:
-            if each is stream:
-                self.service.submitter.cancel(request_id)
-        self._sequences = [pair for pair in self._sequences if pair[1] is not stream]
 
     def respond(self, text: str, *, characters: int, streams: Sequence[AnyStream]) -> Response:
         """Returns a response in one piece. characters: of the prompts. streams: the sequences that it shows."""

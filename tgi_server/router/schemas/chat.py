@@ -63,6 +63,7 @@ class ToolCall(RequestModel):
 
 
 class MessageBody(RequestModel):
+    reasoning_content: str | None = Field(default=None, description="Thoughts before an answer; templates show them.")
     content: MessageContent | None = None
     tool_calls: Items[ToolCall] | None = None
 
@@ -88,7 +89,19 @@ class NamedTool(RequestModel):
     function: FunctionName
 
 
-class ToolChoice(RootModel[Literal["auto", "none", "required"] | NamedTool]):
+class AllowedToolNames(RequestModel):
+    mode: Literal["auto", "required"] = "auto"
+    tools: Items[NamedTool] = Field(min_length=1)
+
+
+class AllowedTools(RequestModel):
+    """Some of the tools, of which one may or must be called."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedToolNames
+
+
+class ToolChoice(RootModel[Literal["auto", "none", "required"] | NamedTool | AllowedTools]):
     """A tool's name alone, which TGI takes too, is the choice of that tool."""
 
     @model_validator(mode="before")
@@ -121,6 +134,7 @@ class ChatRequest(SharedParameters):
     max_completion_tokens: UnsignedInt | None = Field(default=None, description="OpenAI's newer name of `max_tokens`.")
     tools: Items[Tool] | None = Field(default=None, description="Functions that the model may call.")
     tool_choice: ToolChoice | None = Field(default=None, description="Whether it may, must, or must not call one.")
+    parallel_tool_calls: bool = Field(default=True, description="An answer may have several calls.")
     chat_template_kwargs: dict[str, Any] | None = Field(default=None, description="Variables of the chat template.")
     documents: Items[dict[str, Any]] | None = Field(default=None, description="Documents that the template shows.")
     reasoning_effort: str | None = Field(
@@ -136,6 +150,7 @@ class ChatRequest(SharedParameters):
 class TextMessage(ResponseModel):
     role: str
     content: str
+    reasoning_content: str | None = None
     tool_call_id: str | None = None
 
 
@@ -152,7 +167,8 @@ class MadeToolCall(ResponseModel):
 
 class ToolCallMessage(ResponseModel):
     role: str
-    content: None = None
+    content: str | None = None
+    reasoning_content: str | None = None
     tool_calls: list[MadeToolCall]
 
 
@@ -200,9 +216,11 @@ class Function(ResponseModel):
 
 
 class DeltaToolCall(ResponseModel):
+    """The first piece of a call has its id and the name."""
+
     index: UnsignedInt
-    id: str
-    type: str
+    id: str | None = None
+    type: str | None = None
     function: Function
 
 
@@ -211,7 +229,12 @@ class ToolCallDelta(ResponseModel):
     tool_calls: list[DeltaToolCall]
 
 
-class ChatCompletionDelta(RootModel[TextMessage | ToolCallDelta]):
+class ReasoningDelta(ResponseModel):
+    role: str
+    reasoning_content: str
+
+
+class ChatCompletionDelta(RootModel[TextMessage | ToolCallDelta | ReasoningDelta]):
     pass
 
 

@@ -21,7 +21,6 @@ from tgi_server.router.errors import InvalidRequest, InvalidTemplate, StartupErr
 from tgi_server.router.schemas.chat import ChatRequest, Message, TextChunk, Tool, ToolCall
 from tgi_server.router.text.special_tokens import RenderedPrompt, SpecialTokens
 from tgi_server.router.text.tokenizer_config import DEFAULT_TEMPLATE, TOOL_TEMPLATE, TokenizerConfig
-from tgi_server.router.text.tools import DEFAULT_TOOL_PROMPT
 
 # Seconds that the loops of a template may take.
 RENDER_SECONDS = 5.0
@@ -116,7 +115,12 @@ class ChatTemplate:
 
     def shows_tools(self) -> bool:
         """Returns True if the template itself tells the model about tools."""
-        return "tools" in self._sources.get(self._name(tools=True), "")
+        return "tools" in self.source
+
+    @property
+    def source(self) -> str:
+        """The source of the template for conversations with tools; empty without one."""
+        return self._sources.get(self._name(tools=True), "")
 
     def knows_role(self, role: str, *, tools: bool) -> bool:
         """Returns True if the template names the role."""
@@ -183,10 +187,12 @@ def render_conversation(
     request: ChatRequest,
     tools: Sequence[Tool],
     special_tokens: SpecialTokens | None = None,
+    tool_prompt: str = "",
 ) -> RenderedPrompt:
     """Returns the prompt. A template that knows nothing of tools has them told at the end of the last message.
 
-    special_tokens: that only the template may write; None: messages may, too.
+    special_tokens: that only the template may write; None: messages may, too. tool_prompt: what tells the model how to
+    call a tool, unless the request has one.
 
     Raises InvalidTemplate, or InvalidRequest for what the model cannot read.
     """
@@ -194,10 +200,9 @@ def render_conversation(
     shown = [_message(message, developer) for message in request.messages]
     described = [_tool(tool) for tool in tools]
     if shown and described:
-        native = template.shows_tools()
-        told = [] if native else [json.dumps(described, ensure_ascii=False)]
-        prompt = request.tool_prompt or ("" if native else DEFAULT_TOOL_PROMPT)
-        if prompt:
+        told = [] if template.shows_tools() else [json.dumps(described, ensure_ascii=False)]
+        prompt = request.tool_prompt or tool_prompt
+        if told or prompt:
             shown[-1]["content"] += "\n".join(["\n---", *told, prompt])
     conversation = shown, described or None, _variables(request)
     render = partial(
@@ -230,6 +235,8 @@ def _message(message: Message, developer: str) -> dict[str, Any]:
     """
     role = developer if message.role == _DEVELOPER else message.role
     shown: dict[str, Any] = {"role": role, "content": message_text(message)}
+    if message.reasoning_content is not None:
+        shown["reasoning_content"] = message.reasoning_content
     if message.tool_calls:
         shown["tool_calls"] = [_tool_call(call) for call in message.tool_calls]
     if message.name is not None:

@@ -15,6 +15,8 @@ from tgi_server.router.request import ValidRequest
 from tgi_server.router.service import Capacity, ModelDescription, Service
 from tgi_server.router.text.chat_template import ChatTemplate
 from tgi_server.router.text.tokenizer import TokenizerThreads
+from tgi_server.router.text.tool_formats import TGI_FORMAT
+from tgi_server.router.text.tools import AnswerForm
 from tgi_server.router.text.validation import Validator
 from tgi_server.router.tracing import RequestTracer
 
@@ -51,6 +53,7 @@ def document() -> dict[str, Any]:
         payload_limit=1000,
         validation_workers=1,
         special_tokens=None,
+        answer_form=AnswerForm(TGI_FORMAT, None, {}),
         openai_limits=LIMITS.of_openai(),
         sampling_defaults={},
     )

@@ -43,11 +43,13 @@ _COSTLY = frozenset(
 class EnforcedSchema:
     """definition: in keywords that llguidance enforces. annotated: there is a span or a hint in it.
 
+    places: references to what references named before, by their places then.
     left: the constraints that are left to the model, each as a line that names the keyword and its place.
     """
 
     definition: dict[str, Any]
     annotated: bool
+    places: Mapping[str, str]
     left: tuple[str, ...]
 
 
@@ -68,16 +70,21 @@ def enforced_schema(text: str, lenient: Mapping[str, int]) -> EnforcedSchema:
     definition: dict[str, Any] = {} if root is True else root
     if definitions := translation.definitions():
         definition = {**definition, "$defs": definitions}
-    return EnforcedSchema(definition, document.annotated, tuple(translation.left))
+    return EnforcedSchema(definition, document.annotated, translation.places, tuple(translation.left))
 
 
 class _Translation:
-    """A document on its way. left: lines of constraints that are left to the model."""
+    """A document on its way.
+
+    places: references to what has been translated, by its place in the document. left: lines of constraints that are
+    left to the model.
+    """
 
     def __init__(self, document: Document, lenient: Mapping[str, int]) -> None:
         self.document = document
         self.negation = Negation(document)
         self.disjointness = Disjointness(document)
+        self.places: dict[str, str] = {}
         self.left: list[str] = []
         self._lenient = lenient
         self._names: dict[int, str] = {}
@@ -128,7 +135,8 @@ class _Translation:
             self._names[id(target)] = name
             self._taken.add(name)
             self._waiting.append((name, target, place))
-        return f"#/$defs/{name}"
+        self.places[place] = f"#/$defs/{name}"
+        return self.places[place]
 
     def check_pattern(self, pattern: str) -> None:
         """Raises Unenforceable for a regular expression that llguidance cannot follow."""
