@@ -15,7 +15,7 @@ class FinishReason(Enum):
     STOP_SEQUENCE = "stop_sequence"
 
 
-class GrammarType(Enum):
+class GrammarKind(Enum):
     """The notation of a grammar."""
 
     REGEX = "regex"
@@ -34,7 +34,7 @@ class Grammar:
     are left to the model; elsewhere they are refused.
     """
 
-    type: GrammarType
+    type: GrammarKind
     value: str
     text: str = ""
     frame: str = ""

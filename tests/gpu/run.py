@@ -1,4 +1,4 @@
-"""What `run.sh` runs, one after the other, each in a process of its own, until the time is over."""
+"""Runs the checks of `run.sh`, one after the other, each in a process of its own, until the time is over."""
 
 import argparse
 import contextlib

@@ -1,4 +1,4 @@
-"""Grammars on their way to be compiled: cheap ones first, none without a trial, no more than can be worked off."""
+"""The queue of grammars to compile: cheap ones first, each tried in a sandbox before, and a bounded number of them."""
 
 import hashlib
 import logging
@@ -36,10 +36,10 @@ class _Job:
 
 
 class _Lane:
-    """The grammars that may each take so much time, those with the fewest bytes first."""
+    """The waiting grammars with one limit of time, those with the fewest bytes first."""
 
     def __init__(self, cpu_seconds: float, niceness: int, threads: int, room: int) -> None:
-        """cpu_seconds: that a trial may take. niceness: of the processes that try. room: how many grammars may wait."""
+        """cpu_seconds: limit of one trial. niceness: of the trials' processes. room: grammars that may wait."""
         self.cpu_seconds = cpu_seconds
         self.niceness = niceness
         self.threads = threads
@@ -56,22 +56,22 @@ class _Lane:
             return self._jobs.pop()[-1] if turn_away and len(self._jobs) > self._room else None
 
     def take(self) -> _Job:
-        """Waits for one."""
+        """Waits for a job, and takes it out of the queue."""
         with self._changed:
             self._changed.wait_for(lambda: self._jobs)
             return self._jobs.pop(0)[-1]
 
 
 class GrammarQueue:
-    """Has each grammar tried in a sandbox, and compiles it when that went well.
+    """Has each grammar tried in a sandbox, and compiles those that pass.
 
     Almost all are tried within milliseconds, in the quick lane. Those that take longer go on in the slow one, where
-    they are in the way of their like only. Requests for the same grammar that come together share its turn, and
-    grammars that were found wrong are remembered.
+    they delay only each other. Requests for the same grammar that come together share its turn, and grammars that
+    were found wrong are remembered.
     """
 
     def __init__(self, compiler: GrammarCompiler, sandbox: Callable[[int], Sandbox]) -> None:
-        """sandbox: makes one whose trials have a niceness."""
+        """sandbox: makes a Sandbox whose trials run with the given niceness."""
         self.compiler = compiler
         self._sandbox = sandbox
         self._slow = _Lane(cpu_seconds=2.0, niceness=19, threads=1, room=4)
@@ -92,7 +92,7 @@ class GrammarQueue:
                     threading.Thread(target=self._work, args=(lane,), name="grammars", daemon=True).start()
 
     def close(self) -> None:
-        """Ends the processes. What waits is not compiled any more."""
+        """Ends the sandboxes' processes. Grammars that still wait are not compiled."""
         with self._lock:
             sandboxes, self._started = self._sandboxes, True
         for sandbox in sandboxes:
@@ -124,7 +124,7 @@ class GrammarQueue:
             compiled: int = job.done.result()
             return compiled
         if not gone.done():
-            raise GrammarsBusy(f"it was not its turn within {seconds:g} s; try again soon")
+            raise GrammarsBusy(f"the grammar was not compiled within {seconds:g} s; try again soon")
         return 0
 
     def _join(self, grammar: Grammar, size: int | None, leniency: int) -> tuple[_Job, _Job | None]:
@@ -138,7 +138,7 @@ class GrammarQueue:
             return job, turned_away
 
     def _work(self, lane: _Lane) -> None:
-        """Runs in each thread."""
+        """Compiles one grammar after another. Runs in each of the lane's threads, without end."""
         sandbox = self._sandbox(lane.niceness)
         with self._lock:
             self._sandboxes.append(sandbox)
@@ -157,7 +157,7 @@ class GrammarQueue:
                 self._remember(job.grammar, str(error))
                 self._finish(job, error)
             except Exception as error:
-                logger.exception("a grammar could not be compiled")
+                logger.exception("compiling a grammar failed; this is a fault of the server, please report it")
                 self._finish(job, InvalidGrammar(f"compiling it fails: {type(error).__name__}"))
 
     def _compile(self, job: _Job, lane: _Lane, sandbox: Sandbox) -> int:
@@ -171,7 +171,7 @@ class GrammarQueue:
 
     def _overrun(self, job: _Job, lane: _Lane, limit: SandboxLimit) -> None:
         if limit.limit == "time":
-            self._finish(job, GrammarsBusy("trying it took too long on a busy machine; try again soon"))
+            self._finish(job, GrammarsBusy("the grammar could not be tried in time on a busy machine; try again soon"))
         elif lane is self._quick:
             turned_away = self._slow.put(job)
             if turned_away is not None:
@@ -185,14 +185,14 @@ class GrammarQueue:
             self._finish(job, InvalidGrammar(fault))
 
     def _abandoned(self, job: _Job) -> bool:
-        """Returns True if nobody waits for it any more."""
+        """Returns True, and forgets the job, if no request waits for it any more."""
         with self._lock:
             if not job.waiting:
                 del self._running[job.grammar]
             return not job.waiting
 
     def _finish(self, job: _Job, outcome: int | Exception) -> None:
-        """outcome: bytes that the compiled grammar may take, or why there is none."""
+        """Ends a job. outcome: bytes that the compiled grammar may take, or the error."""
         with self._lock:
             del self._running[job.grammar]
         if isinstance(outcome, Exception):

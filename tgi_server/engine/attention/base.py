@@ -60,7 +60,7 @@ class History:
 
 @dataclass(frozen=True, slots=True)
 class GreedyOnly:
-    """Says that of a pass's logits no more is needed than the largest of each row; the others may be minus infinity.
+    """Says that a pass needs only the largest logit of each row; the others may be minus infinity.
 
     mask: the rows that it is for need the largest of the logits that it allows.
     """
@@ -118,7 +118,7 @@ class AttentionBackend(ABC):
 
     Block 0 is scratch: tokens of sequences that have ended are written there.
 
-    any_lengths: whether a step in which sequences only decode is the same work on the device however long they are.
+    any_lengths: True if a decode step is the same work on the device however long its sequences are.
     """
 
     block_size: int

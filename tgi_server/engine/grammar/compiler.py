@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from llguidance import LLMatcher, LLParserLimits
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 
-from tgi_server.contract import Grammar, GrammarType
+from tgi_server.contract import Grammar, GrammarKind
 from tgi_server.engine.grammar.annotated_schema import annotated_lark
 from tgi_server.engine.grammar.compiled import GROWTH_BYTES, CompiledGrammar, CompiledGrammars
 from tgi_server.engine.grammar.constraint import Constraint
@@ -47,7 +47,7 @@ T = TypeVar("T")
 
 
 def on_stack(size: int, work: Callable[[], T]) -> T:
-    """Calls `work` in a thread that has a stack of `size` bytes, and returns or raises what it does."""
+    """Calls `work` in a thread with a stack of `size` bytes, and returns or raises what `work` does."""
     outcome: Future[T] = Future()
 
     def run() -> None:
@@ -147,7 +147,7 @@ class GrammarCompiler:
 
     def _compiles(self, schema: dict[str, Any], place: str) -> bool:
         homes = {home: schema[home] for home in ("$defs", "definitions") if home in schema}
-        alone = Grammar(GrammarType.JSON_SCHEMA, json.dumps({**homes, "$ref": place}))
+        alone = Grammar(GrammarKind.JSON_SCHEMA, json.dumps({**homes, "$ref": place}))
         try:
             self.compile(self.source(alone, {place: 0}))
         except InvalidGrammar:
@@ -166,7 +166,7 @@ class GrammarCompiler:
         except ValueError as error:
             raise InvalidGrammar(reason(str(error))) from error
         except RecursionError as error:
-            raise InvalidGrammar("its parts lie too deep inside each other") from error
+            raise InvalidGrammar("its parts are nested too deep") from error
 
     def compile(self, source: GrammarSource) -> LLMatcher:
         """Returns the grammar's matcher, at its beginning. Raises InvalidGrammar as `source` does."""
@@ -248,11 +248,11 @@ class GrammarCompiler:
 
     def _source(self, grammar: Grammar, lenient: Mapping[str, int]) -> GrammarSource:
         match grammar.type:
-            case GrammarType.LARK:
+            case GrammarKind.LARK:
                 return GrammarSource(LLMatcher.grammar_from_lark(grammar.value))
-            case GrammarType.REGEX:
+            case GrammarKind.REGEX:
                 return GrammarSource(LLMatcher.grammar_from_regex(rust_regex(grammar.value)))
-            case GrammarType.JSON_SCHEMA:
+            case GrammarKind.JSON_SCHEMA:
                 schema = enforced_schema(grammar.value, lenient)
                 if not schema.annotated and not grammar.frame:
                     text = LLMatcher.grammar_from_json_schema(schema.definition, overrides=JSON_LAYOUT)

@@ -75,7 +75,7 @@ def create_runner(model: PreTrainedModel, config: EngineConfig) -> Runner:
 
 def _warn_no_graphs(config: EngineConfig, where: str) -> None:
     if config.cuda_graphs:
-        logger.warning("--cuda-graphs changes nothing: decoding %s runs without CUDA graphs", where)
+        logger.warning("--cuda-graphs has no effect: decoding %s runs without CUDA graphs", where)
 
 
 def _proven(
@@ -88,6 +88,6 @@ def _proven(
         fault = backend_fault(model, backend, group)
     if fault is None:
         return backend, None
-    fallback = f"attention runs in plain torch, which is slow: {fault}"
+    fallback = f"attention runs in plain torch, which is slower: {fault}"
     logger.warning(fallback)
     return GatherAttention(backend.shape, backend.device, backend.dtype), fallback

@@ -41,7 +41,7 @@ def flash(
     window_size: tuple[int, int],
     enable_gqa: bool,
 ) -> Tensor:
-    """As `varlen_attn` is documented. A window of (w, 0) is the token itself and w before it."""
+    """Stands in for `varlen_attn`, as documented: a window of (w, 0) is the token itself and w before it."""
     assert enable_gqa is (query.shape[1] != keys.shape[1])
     assert (query_starts.dtype, key_starts.dtype) == (torch.int32, torch.int32)
     assert longest_query == query_starts.diff().max()

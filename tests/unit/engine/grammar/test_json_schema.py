@@ -10,7 +10,7 @@ from tests.grammars import compiler_fault, demo_compiler
 from tests.unit.engine.grammar.acceptance import accepts
 from tests.unit.engine.grammar.keyword_cases import ANNOTATIONS, ENFORCED, REFUSED, Group
 from tests.unit.engine.grammar.keyword_table import keyword_table, table_in_document
-from tgi_server.contract import Grammar, GrammarType
+from tgi_server.contract import Grammar, GrammarKind
 from tgi_server.engine.grammar import InvalidGrammar, json_schema
 
 ENFORCED_CASES = [
@@ -19,7 +19,7 @@ ENFORCED_CASES = [
 
 
 def grammar(schema: Any, *lenient: str) -> Grammar:
-    return Grammar(GrammarType.JSON_SCHEMA, json.dumps(schema), lenient=lenient)
+    return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema), lenient=lenient)
 
 
 def left_to_model(schema: Any, *lenient: str) -> tuple[str, ...]:
@@ -155,7 +155,7 @@ def test_the_table_in_the_documentation_is_this_one() -> None:
     ],
 )
 def test_what_cannot_be_used_is_told_in_one_line(schema: Any, told: str) -> None:
-    line = fault(schema) if not isinstance(schema, str) else compiler_fault(Grammar(GrammarType.JSON_SCHEMA, schema))
+    line = fault(schema) if not isinstance(schema, str) else compiler_fault(Grammar(GrammarKind.JSON_SCHEMA, schema))
     assert line is not None
     assert told in line
     assert "\n" not in line

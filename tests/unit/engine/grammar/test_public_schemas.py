@@ -21,7 +21,7 @@ from tests.grammars import demo_compiler
 from tests.unit.engine.grammar.acceptance import accepts
 from tests.unit.engine.grammar.completion import random_text
 from tests.unit.engine.grammar.test_guarantee import FORMATS
-from tgi_server.contract import Grammar, GrammarType
+from tgi_server.contract import Grammar, GrammarKind
 from tgi_server.engine.grammar import InvalidGrammar
 
 _DRAFTS = {
@@ -48,7 +48,7 @@ class Tally:
 
     def take(self, schema: Any, tests: list[dict[str, Any]], validator: Any, name: str) -> None:
         """Tries instances on a schema, and texts that follow it on the validator."""
-        grammar = Grammar(GrammarType.JSON_SCHEMA, json.dumps(schema))
+        grammar = Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema))
         compiler = demo_compiler()
         try:
             compiler.check(grammar)

@@ -11,7 +11,7 @@ import pytest
 
 from shared.stubs.generate_pb2_grpc import add_GrammarServiceServicer_to_server
 from tgi_server import demo_model
-from tgi_server.contract import Grammar, GrammarType
+from tgi_server.contract import Grammar, GrammarKind
 from tgi_server.engine.grammar import GrammarCompiler, Sandbox
 from tgi_server.engine.grammar.compiled import GROWTH_BYTES
 from tgi_server.router.errors import InvalidRequest, Overloaded
@@ -23,7 +23,7 @@ from tgi_server.shard.grammar_service import GrammarService
 
 @pytest.fixture
 async def client(tmp_path: Path) -> AsyncIterator[ShardedClient]:
-    """Of two shards, each with room for two small grammars."""
+    """A client of two shards, each with room for two small grammars."""
     servers, queues, shards = [], [], []
     for rank in range(2):
         compiler = GrammarCompiler(demo_model.PATH, 3072, [1], kept_bytes=2 * (GROWTH_BYTES + 2**22))
@@ -43,7 +43,7 @@ async def client(tmp_path: Path) -> AsyncIterator[ShardedClient]:
 
 
 def repeated(count: int) -> Grammar:
-    return Grammar(GrammarType.REGEX, f"[a-z]{{{count}}}")
+    return Grammar(GrammarKind.REGEX, f"[a-z]{{{count}}}")
 
 
 async def test_a_grammar_is_kept_while_a_request_refers_to_it(client: ShardedClient) -> None:
@@ -55,7 +55,7 @@ async def test_a_grammar_is_kept_while_a_request_refers_to_it(client: ShardedCli
         with pytest.raises(Overloaded, match="cannot be compiled now"):
             await grammars.compile(repeated(3))
     with pytest.raises(InvalidRequest, match="cannot be used"):
-        await grammars.compile(Grammar(GrammarType.REGEX, "("))
+        await grammars.compile(Grammar(GrammarKind.REGEX, "("))
     again = repeated(1)
     assert await grammars.compile(again) == ()
     del grammar, needed[0]
@@ -68,7 +68,7 @@ async def test_a_grammar_is_kept_while_a_request_refers_to_it(client: ShardedCli
 
 async def test_what_is_left_to_the_model_is_told_by_all_shards_alike(client: ShardedClient) -> None:
     schema = json.dumps({"type": "object", "properties": {"a": {"type": "string", "pattern": "(?=x)y"}}})
-    lenient = Grammar(GrammarType.JSON_SCHEMA, schema, lenient=("#",))
+    lenient = Grammar(GrammarKind.JSON_SCHEMA, schema, lenient=("#",))
     assert await PinnedGrammars(client).compile(lenient) == ("pattern at #/properties/a",)
     with pytest.raises(InvalidRequest, match="'pattern'"):
-        await PinnedGrammars(client).compile(Grammar(GrammarType.JSON_SCHEMA, schema))
+        await PinnedGrammars(client).compile(Grammar(GrammarKind.JSON_SCHEMA, schema))
