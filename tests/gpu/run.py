@@ -59,7 +59,7 @@ def _tests(name: str, seconds: float, *arguments: str, needs: tuple[str, ...] = 
 
 _UNIT = "tests/unit/engine"
 CHECKS = [
-    _tests("attention kernels", 150, "tests/gpu/test_attention.py"),
+    _tests("attention kernels", 200, "tests/gpu/test_attention.py"),
     _tests("sampling: as on a CPU, no waiting", 60, "tests/gpu/test_sampling.py"),
     _tests("engine: chunks, prefix cache, preemption", 60, f"{_UNIT}/test_engine.py"),
     _tests("graphs on and off, no waiting, memory", 150, "tests/gpu/test_decode_graphs.py"),
