@@ -54,6 +54,7 @@ def document() -> dict[str, Any]:
         validation_workers=1,
         special_tokens=None,
         answer_form=AnswerForm(TGI_FORMAT, None, {}),
+        max_stored_responses=1,
         openai_limits=LIMITS.of_openai(),
         sampling_defaults={},
     )
