@@ -35,8 +35,10 @@ def _errors(model: type[BaseModel]) -> Responses:
 
 
 GENERATION_ERRORS = _errors(ErrorResponse)
-OPENAI_ERRORS = _errors(OpenAIErrorResponse)
-NOT_SUPPORTED: Responses = {501: {"description": "This server does not do that", "model": OpenAIErrorResponse}}
+OPENAI_ERRORS = {
+    400: {"description": "The context is too long", "model": OpenAIErrorResponse},
+    **_errors(OpenAIErrorResponse),
+}
 REQUEST_ERRORS: Responses = {status: GENERATION_ERRORS[status] for status in (401, 413, 422, 429)}
 STREAM_ERRORS: Responses = {
     status: {**entry, "content": {EVENTS: {"schema": {"$ref": "#/components/schemas/ErrorResponse"}}}}
@@ -64,6 +66,7 @@ _NULL = {"type": "null"}
 _REQUESTS: list[type[BaseModel]] = [
     generate.GenerateRequest,
     generate.CompatGenerateRequest,
+    generate.TokenizeRequest,
     generate.DetokenizeRequest,
     chat.ChatRequest,
     chat.MessageBody,

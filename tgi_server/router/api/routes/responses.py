@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tgi_server.router.api.access import tenant_of
-from tgi_server.router.api.documentation import NOT_SUPPORTED, OPENAI_ERRORS, described_body, event_stream_of
+from tgi_server.router.api.documentation import OPENAI_ERRORS, Responses, described_body, event_stream_of
 from tgi_server.router.api.event_stream import Outbox
 from tgi_server.router.api.requests import AllEnded, DirectRoute, Exchange, respond_to
 from tgi_server.router.api.responses import json_response, named_event
@@ -20,8 +20,15 @@ from tgi_server.router.api.routes.response_items import ResponseItems
 from tgi_server.router.api.routes.response_request import chat_request, input_messages, output_messages
 from tgi_server.router.api.stored_responses import StoredResponses, new_id
 from tgi_server.router.errors import NoSuchResponse, NotSupported, PreviousResponseNotFound
+from tgi_server.router.schemas.openai import OpenAIErrorResponse
 from tgi_server.router.schemas.responses import DeletedResponse, ResponseObject, ResponsesRequest
 from tgi_server.router.service import Service
+
+_KEPT_ERRORS: Responses = {
+    401: OPENAI_ERRORS[401],
+    404: {"description": "The response is not kept", "model": OpenAIErrorResponse},
+}
+_ID = {"parameters": [{"name": "response_id", "in": "path", "required": True, "schema": {"type": "string"}}]}
 
 
 def response_routes(service: Service) -> APIRouter:
@@ -42,7 +49,8 @@ def response_routes(service: Service) -> APIRouter:
         "/v1/responses/{response_id}",
         summary="A response that is kept",
         response_model=ResponseObject,
-        responses=OPENAI_ERRORS,
+        responses=_KEPT_ERRORS,
+        openapi_extra=_ID,
     )
     async def retrieve(request: Request) -> Response:
         stored = kept.get(tenant_of(request), request.path_params["response_id"])
@@ -52,14 +60,15 @@ def response_routes(service: Service) -> APIRouter:
         "/v1/responses/{response_id}",
         summary="Forget a response",
         response_model=DeletedResponse,
-        responses=OPENAI_ERRORS,
+        responses=_KEPT_ERRORS,
+        openapi_extra=_ID,
     )
     async def delete(request: Request) -> Response:
         response_id = request.path_params["response_id"]
         kept.delete(tenant_of(request), response_id)
         return json_response(json.dumps({"id": response_id, "object": "response.deleted", "deleted": True}))
 
-    @router.post("/v1/embeddings", summary="Not supported", responses=NOT_SUPPORTED, response_class=Response)
+    @router.post("/v1/embeddings", include_in_schema=False)
     async def embed(request: Request) -> Response:
         raise NotSupported("this server has no embeddings: it serves a model that generates text")
 
