@@ -56,7 +56,7 @@ async def test_more_than_one_request_may_ask_for(router: Router):
     for body in ({"prompt": ["a"] * 129}, {"prompt": ["a"] * 3, "n": 43}, {"prompt": []}, {"prompt": "a", "n": 0}):
         response = await router.post("/v1/completions", **body)
         assert response.status_code == 422
-        assert "--max-client-batch-size" in response.json()["error"]["message"]
+        assert "must be 1 to 128" in response.json()["error"]["message"]
 
 
 async def test_a_stream_of_several_prompts(router: Router):
