@@ -7,7 +7,7 @@ from pydantic import AfterValidator, Field, model_validator
 from pydantic_settings import SettingsConfigDict
 
 from llm_functionalities.endpoint.address import Address, parse_name_server
-from shared.settings import CommaSeparated, ServiceSettings
+from shared.settings import CommaSeparated, Port, ServiceSettings
 
 
 def _endpoint(text: str) -> str:
@@ -20,8 +20,7 @@ def _name_server(text: str) -> str:
 
 
 Seconds = Annotated[float, Field(gt=0)]
-Port = Annotated[int, Field(ge=0, le=65535)]
-Endpoint = Annotated[str, AfterValidator(_endpoint)]
+EndpointUrl = Annotated[str, AfterValidator(_endpoint)]
 NameServer = Annotated[str, AfterValidator(_name_server)]
 
 
@@ -34,7 +33,7 @@ class Settings(ServiceSettings):
     port: Port = Field(8000, description="port of the gRPC service; 0 picks a free one")
     metrics_port: Port | None = Field(None, description="port for Prometheus metrics over HTTP; unset: none")
 
-    inference_endpoint_url: CommaSeparated[Endpoint] = Field(
+    inference_endpoint_url: CommaSeparated[EndpointUrl] = Field(
         default=[], description="model servers, such as tgi:80 or https://host/path, separated by commas"
     )
     endpoint_token: str | None = Field(None, description="bearer token for the model servers")

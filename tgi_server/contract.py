@@ -15,7 +15,7 @@ class FinishReason(Enum):
     STOP_SEQUENCE = "stop_sequence"
 
 
-class GrammarType(Enum):
+class GrammarKind(Enum):
     """The notation of a grammar."""
 
     REGEX = "regex"
@@ -32,7 +32,7 @@ class Grammar:
     frame: a Lark grammar around a JSON schema, in which `%schema POINTER` stands for JSON that fits the schema there.
     """
 
-    type: GrammarType
+    type: GrammarKind
     value: str
     text: str = ""
     frame: str = ""

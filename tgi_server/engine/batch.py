@@ -15,7 +15,7 @@ _JUMP_FORWARD_AT_ONCE = 32
 
 
 @dataclass(frozen=True, slots=True)
-class StepPlan:
+class ForwardPlan:
     """The forward pass of a step, and the sequences that get a token from it.
 
     decoding: the first so many rows decode. chunks: what is computed beside them. sequences: those that get a token, in
@@ -113,7 +113,7 @@ class RunningBatch:
         sequence.jump(tokens)
         self.prefilling[sequence.request_id] = sequence
 
-    def plan(self, chunks: list[PromptChunk], *, decode: bool) -> StepPlan:
+    def plan(self, chunks: list[PromptChunk], *, decode: bool) -> ForwardPlan:
         """Plans a step that computes some chunks, and in which every row advances by a token if `decode`."""
         decoding = len(self.rows) if decode else 0
         sequences = self.rows[:decoding]
@@ -123,7 +123,7 @@ class RunningBatch:
             if chunk.completes:
                 sequences.append(chunk.sequence)
                 picked.append(end - 1)
-        return StepPlan(decoding, chunks, sequences, 0 if decode else len(self.rows), picked)
+        return ForwardPlan(decoding, chunks, sequences, 0 if decode else len(self.rows), picked)
 
     def grant(self, request_id: int, blocks: list[int]) -> None:
         """Appends blocks to a sequence. A sequence that has ended already needs none, and is passed over."""

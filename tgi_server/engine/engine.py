@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
 from tgi_server.engine.attention.base import GreedyOnly
-from tgi_server.engine.batch import RunningBatch, StepPlan
+from tgi_server.engine.batch import ForwardPlan, RunningBatch
 from tgi_server.engine.config import EngineConfig
 from tgi_server.engine.errors import EngineError, InvalidCall
 from tgi_server.engine.grammar import GrammarCompiler
@@ -245,7 +245,7 @@ class Engine:
                 step.retire()
         self._steps = deque(step for step in self._steps if not step.retired)
 
-    def _start(self, batch: RunningBatch, plan: StepPlan) -> Step:
+    def _start(self, batch: RunningBatch, plan: ForwardPlan) -> Step:
         started = time.perf_counter_ns()
         mask = self._start_mask(plan.sequences)
         logits = self._forward(plan, mask) if plan.decoding or plan.chunks else None
@@ -259,7 +259,7 @@ class Engine:
             pending = self._sample(logits, plan, mask.wait() if mask else None)
         return Step(batch, plan.sequences, pending, self._eos, forwarded - started, started)
 
-    def _forward(self, plan: StepPlan, mask: PendingMask | None) -> Tensor:
+    def _forward(self, plan: ForwardPlan, mask: PendingMask | None) -> Tensor:
         greedy = GreedyOnly(mask) if plan.is_greedy and not (plan.decoding and self._sampler.processes) else None
         if self._group is None:
             return self._runner.forward(plan.decoding, plan.chunks, greedy)
@@ -283,7 +283,7 @@ class Engine:
             list(constraints.values()), list(constraints), self.grammars.tokenizer.lookup.vocab_size
         )
 
-    def _finish_chunks(self, batch: RunningBatch, plan: StepPlan, logits: Tensor) -> None:
+    def _finish_chunks(self, batch: RunningBatch, plan: ForwardPlan, logits: Tensor) -> None:
         """Reports what was asked about prompts, and gives rows to the sequences whose prompt is complete."""
         start = plan.decoding
         for chunk in plan.chunks:
@@ -301,7 +301,7 @@ class Engine:
         assert self.info.decoder_start_token_id is not None
         sequence.prompt_report = PromptTokens([self.info.decoder_start_token_id], [math.nan])
 
-    def _sample(self, logits: Tensor, plan: StepPlan, mask: TokenMask | None) -> PendingTokens:
+    def _sample(self, logits: Tensor, plan: ForwardPlan, mask: TokenMask | None) -> PendingTokens:
         if len(plan.picked) != len(logits):
             logits = logits.index_select(0, to_device(plan.picked, torch.int64, self._device))
         rows = range(plan.first_row, plan.first_row + len(plan.sequences))

@@ -17,7 +17,7 @@ from tgi_server.engine.sharding.model import load_shard
 
 
 def load_config(config: EngineConfig) -> PretrainedConfig:
-    """The model's own configuration. Raises ModelNotFound or UnsupportedModel."""
+    """Returns the model's own configuration. Raises ModelNotFound or UnsupportedModel."""
     path = config.model_path
     if not path.is_dir():
         raise ModelNotFound(f"no model folder at {path}; give a folder in transformers format, or a hub model id")
@@ -32,7 +32,7 @@ def load_config(config: EngineConfig) -> PretrainedConfig:
 
 
 def load_model(config: EngineConfig, device: torch.device) -> PreTrainedModel:
-    """The model in evaluation mode on `device`, or this shard of it; all its weights checked to be there.
+    """Returns the model, or this shard of it, in evaluation mode on `device`, after a check that no weight is missing.
 
     Only safetensors files are read; `.bin` files are converted beforehand by `text-generation-server
     download-weights`.

@@ -1,6 +1,6 @@
 """The metrics of the router, under TGI's names. Durations are in seconds, lengths in tokens.
 
-What is observed is told from the event loop's thread; one observation costs about a microsecond.
+Observations are made on the event loop's thread; each takes about a microsecond.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ _TOTAL = re.compile(rb"^((?:# (?:HELP|TYPE) )?tgi_\w+?)_total(?=[ {])", re.MULTI
 
 
 class Method(Enum):
-    """The call that a batch is in; the values are label values."""
+    """The call that computes a batch; the values are label values."""
 
     PREFILL = "prefill"
     DECODE = "decode"

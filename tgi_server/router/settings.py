@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 from pydantic import AliasChoices, Field, PositiveFloat, PositiveInt, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
-from shared.settings import CommaSeparated, Refused, ServiceSettings
+from shared.settings import CommaSeparated, Port, Refused, ServiceSettings
 
 # `router/text/tool_formats.py` has these forms.
 ToolCallParser = Literal[
@@ -21,7 +21,6 @@ ToolCallParser = Literal[
     "functionary",
     "json",
 ]
-Port = Annotated[int, Field(ge=0, le=65535)]
 
 
 class ServingSettings(ServiceSettings):

@@ -46,7 +46,7 @@ def capacity(capacity: CacheCapacity, fallbacks: Iterable[str]) -> pb.WarmupResp
 
 
 def sequence(request: pb.Request) -> RunningSequence:
-    """Raises InvalidCall for a request without tokens to compute."""
+    """Returns the request as the engine takes it. Raises InvalidCall for one without tokens to compute."""
     return RunningSequence(
         request_id=request.id,
         input_ids=list(request.input_ids),
@@ -85,7 +85,7 @@ def _generation(generation: Generation) -> pb.Generation:
         finish_reason=finish_reason_to_message(generation.finish_reason),
     )
     if generation.logprob is not None:
-        # Of a token that there is no choice about, the probability is 1.
+        # The grammar leaves no choice about a jump-forward token, so its probability is 1.
         message.logprobs.extend((generation.logprob, *(0.0 for _ in generation.jump_forward)))
     if top := generation.top_tokens:
         message.top_tokens.add(ids=top.ids, logprobs=top.logprobs)

@@ -1,4 +1,4 @@
-"""Settings of `text-generation-server`: one class for each of its commands, made of what the launcher takes, too."""
+"""Settings of `text-generation-server`: one class for each command, built from those that the launcher also takes."""
 
 from pathlib import Path
 from typing import Annotated, Literal, Self
@@ -14,7 +14,7 @@ IN_CONFIG_ONLY = Refused("not supported yet; set rope_parameters in the model's 
 
 
 class CheckpointSettings(ServiceSettings):
-    """Settings of every command and of the launcher that say which model it is, beside its name."""
+    """Settings of every command and of the launcher that identify the model, beside its name."""
 
     revision: str | None = Field(None, description="branch, tag or commit of the model on the hub")
     json_output: bool = Field(False, description="log lines as JSON objects")
@@ -22,7 +22,7 @@ class CheckpointSettings(ServiceSettings):
 
 
 class ModelSettings(CheckpointSettings):
-    """Settings of a shard and of the launcher that say how the model is loaded and computed."""
+    """Settings of a shard and of the launcher that control how the model is loaded and computed."""
 
     dtype: Literal["float32", "float16", "bfloat16"] | None = Field(None, description="default: the checkpoint's")
     quantize: Annotated[

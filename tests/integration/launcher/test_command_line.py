@@ -1,4 +1,4 @@
-"""What a user meets who makes a mistake: one clear line and the right exit code."""
+"""A mistake on the command line is answered with one clear line and the right exit code."""
 
 import os
 import socket
@@ -76,7 +76,7 @@ def test_a_folder_without_a_model(tmp_path: Path) -> None:
 def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").write_bytes(b"")
-    assert f"{tmp_path} has no tokenizer.json" in complaint(launch(f"--model-id={tmp_path}"), FAILED)
+    assert f"{tmp_path} has neither a tokenizer.json" in complaint(launch(f"--model-id={tmp_path}"), FAILED)
 
 
 def test_a_port_in_use() -> None:
@@ -89,8 +89,8 @@ def test_a_port_in_use() -> None:
 def test_shards_for_all_gpus_where_there_is_none() -> None:
     line = complaint(launch("--sharded=true", CUDA_VISIBLE_DEVICES=""), FAILED)
     assert line == (
-        "text-generation-launcher: --sharded: no GPU is visible here; "
-        "say with --num-shard how many processes are to share the CPUs"
+        "text-generation-launcher: --sharded: no GPU is visible; "
+        "give --num-shard the number of processes that share the CPUs"
     )
 
 

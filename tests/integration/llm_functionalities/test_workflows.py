@@ -149,7 +149,7 @@ def test_a_server_that_takes_no_grammars_is_asked_without_and_its_answers_are_pa
 def test_one_grammar_that_is_refused_says_nothing_about_others(
     channel: grpc.Channel, server: ModelServer, refusal: tuple[int, str]
 ) -> None:
-    """Each is answered without its grammar, the next is sent with one; and the server counts as healthy."""
+    """A call is answered without its refused grammar; the next one is sent with its grammar to a healthy server."""
     request = llm_pb2.ExecutionSearchRequest(user_question="I want pizza", timeout=2000)
     server.fault, server.refusal = "no grammars", refusal
     server.answer = '{"intent": "recommend_new_search", "ai_response": "Shall we look for pizza?"}'

@@ -72,7 +72,7 @@ async def test_an_answer(router: Router):
     }
 
 
-async def test_it_is_sampled_unless_the_temperature_is_zero(router: Router):
+async def test_chats_are_sampled_unless_the_temperature_is_zero(router: Router):
     await chat(router)
     await chat(router, temperature=0, top_p=0.5, top_k=3)
     await chat(router, temperature=0.7, top_p=1.0, presence_penalty=0.5, logit_bias={"7": 3})
@@ -288,7 +288,9 @@ async def test_no_tools_are_told_when_none_may_be_called(router: Router):
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
-async def test_what_is_refused(router: Router, body: dict[str, Any], error_type: str, stream: bool):
+async def test_a_chat_request_that_breaks_a_rule_is_refused(
+    router: Router, body: dict[str, Any], error_type: str, stream: bool
+):
     assert (await refusal(router, stream=stream, **body))["error_type"] == error_type
 
 

@@ -197,7 +197,7 @@ async def test_what_reaches_the_shard(router: Router):
         ('{"inputs": "Hello", "parameters": {"max_new_tokens": 4096}}', "must be <= 4096"),
     ],
 )
-async def test_what_is_refused(router: Router, body: str, told: str):
+async def test_a_generate_request_that_breaks_a_rule_is_refused(router: Router, body: str, told: str):
     for path in ("/generate", "/generate_stream"):
         response = await router.http.post(path, content=body)
         assert response.status_code == 422

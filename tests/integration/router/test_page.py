@@ -110,7 +110,7 @@ def test_markup_in_prompts_and_answers_is_text(page) -> None:
     assert page.eval_on_selector_all("#answer img", "images => images.length") == 0
 
 
-def test_what_is_wrong_is_told(browser, demo_server) -> None:
+def test_the_page_tells_what_is_wrong(browser, demo_server) -> None:
     context = browser.new_context()
     page = context.new_page()
     page.goto(demo_server.url)
@@ -122,7 +122,7 @@ def test_what_is_wrong_is_told(browser, demo_server) -> None:
 
 @pytest.mark.parametrize("width", [360, 768, 1440])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_it_fits_narrow_and_wide_light_and_dark(browser, demo_server, width, scheme) -> None:
+def test_the_page_fits_narrow_and_wide_light_and_dark(browser, demo_server, width, scheme) -> None:
     context = browser.new_context(viewport={"width": width, "height": 800}, color_scheme=scheme)
     page = context.new_page()
     page.goto(demo_server.url)

@@ -62,7 +62,7 @@ def complaint_of(result: subprocess.CompletedProcess[str]) -> str:
     return line
 
 
-def test_it_fetches_a_model_and_shows_progress(download: Download) -> None:
+def test_a_download_fetches_a_model_and_shows_progress(download: Download) -> None:
     result = download(ID)
     folder = folder_of(result)
     assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors", "tokenizer.json"]
@@ -70,13 +70,14 @@ def test_it_fetches_a_model_and_shows_progress(download: Download) -> None:
     assert "100%" in result.stderr
 
 
-def test_what_is_there_is_not_fetched_again(download: Download, hub: Hub) -> None:
+def test_files_that_are_there_are_not_fetched_again(download: Download, hub: Hub) -> None:
     first = folder_of(download(ID))
     hub.requests.clear()
     assert folder_of(download(ID)) == first
     assert hub.fetched() == []
 
 
+@pytest.mark.slow
 def test_the_same_weights_in_other_formats_are_left_alone(download: Download, hub: Hub) -> None:
     others = ("pytorch_model.bin", "consolidated.safetensors", "onnx/model.safetensors", "modeling_tiny.py", "logo.png")
     hub.models[ID].files |= dict.fromkeys(others, b"other")
@@ -84,6 +85,7 @@ def test_the_same_weights_in_other_formats_are_left_alone(download: Download, hu
     assert sorted(hub.fetched()) == ["config.json", "model.safetensors", "tokenizer.json"]
 
 
+@pytest.mark.slow
 def test_code_is_fetched_for_those_who_trust_it(download: Download, hub: Hub) -> None:
     hub.models[ID].files["modeling_tiny.py"] = b""
     assert (folder_of(download(ID, "--trust-remote-code")) / "modeling_tiny.py").exists()
@@ -99,18 +101,22 @@ def test_a_broken_connection_is_resumed_where_it_broke(download: Download, hub: 
     assert int(resumed.removeprefix("bytes=").removesuffix("-")) > 1_000_000
 
 
-def test_offline_it_finds_what_was_fetched_before(download: Download, hub: Hub) -> None:
+def test_an_earlier_download_is_found_offline(download: Download, hub: Hub) -> None:
     first = folder_of(download(ID))
     hub.requests.clear()
     assert folder_of(download(ID, HF_HUB_OFFLINE="1")) == first
     assert hub.requests == []
 
 
-def test_offline_it_says_what_is_missing(download: Download) -> None:
-    assert f"{ID} is not complete on this machine, and HF_HUB_OFFLINE" in complaint_of(download(ID, HF_HUB_OFFLINE="1"))
+@pytest.mark.slow
+def test_a_model_that_is_missing_offline_is_named(download: Download) -> None:
+    assert f"{ID} is not complete on this machine; unset HF_HUB_OFFLINE" in complaint_of(
+        download(ID, HF_HUB_OFFLINE="1")
+    )
 
 
-def test_a_revision(download: Download, hub: Hub) -> None:
+@pytest.mark.slow
+def test_a_revision_is_fetched_if_the_hub_has_it(download: Download, hub: Hub) -> None:
     hub.models[ID].revisions = ("v2", COMMIT)
     assert folder_of(download(ID, "--revision", "v2")).name == COMMIT
     assert f"the hub has no {ID} at revision v3" in complaint_of(download(ID, "--revision", "v3"))
@@ -122,6 +128,7 @@ def test_a_private_model_needs_its_token(download: Download, hub: Hub) -> None:
     folder_of(download(ID, HF_TOKEN="secret"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "complaint"),
     [
@@ -137,11 +144,13 @@ def test_what_cannot_be_had_is_told_in_one_line(download: Download, hub: Hub, na
     assert complaint in complaint_of(download(name))
 
 
+@pytest.mark.slow
 def test_a_hub_that_is_not_reachable(download: Download, free_port: Callable[[], int]) -> None:
     result = download(ID, HF_ENDPOINT=f"http://127.0.0.1:{free_port()}")
     assert f"{ID} is not on this machine, and the hub cannot be reached" in complaint_of(result)
 
 
+@pytest.mark.slow
 def test_bin_weights_are_converted(download: Download, hub: Hub) -> None:
     hub.models[ID].files = CONFIG | {"pytorch_model.bin": pickled(WEIGHTS), "training_args.bin": b"not for us"}
     folder = folder_of(download(ID))

@@ -13,7 +13,7 @@ def test_every_prompt_is_different_and_has_the_number_of_words_asked_for() -> No
     assert {len(text.split()) for text in said} == {12}
 
 
-def test_the_same_seed_says_the_same_and_another_one_does_not() -> None:
+def test_the_same_seed_makes_the_same_prompts_and_another_seed_others() -> None:
     assert list(CHAT.prompts(1, 0)) == list(CHAT.prompts(1, 0))
     assert list(CHAT.prompts(1, 0)) != list(CHAT.prompts(2, 0))
 

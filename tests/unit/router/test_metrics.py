@@ -41,7 +41,7 @@ HISTOGRAMS = {
 
 
 def samples(metrics: Metrics) -> dict[str, float]:
-    """Each series, as it is written, with its value."""
+    """Returns the value of each series by the name under which it is exposed."""
     lines = (line for line in metrics.expose().decode().splitlines() if not line.startswith("#"))
     return {series: float(value) for series, value in (line.rsplit(" ", 1) for line in lines)}
 

@@ -75,7 +75,7 @@ def test_code_in_a_file_is_not_run(tmp_path: Path) -> None:
 
 def test_what_is_not_named_tensors_is_refused(tmp_path: Path) -> None:
     torch.save([torch.ones(3)], tmp_path / "pytorch_model.bin")
-    with pytest.raises(ModelUnavailable, match="something else than named tensors"):
+    with pytest.raises(ModelUnavailable, match="something other than named tensors"):
         convert_folder(tmp_path)
 
 

@@ -88,7 +88,7 @@ def test_an_error_of_one_request(traced: Traced) -> None:
     assert traced.ended()[1][2] == "the grammar is too complex"
 
 
-def test_nobody_asks_for_a_trace(traced: Traced) -> None:
+def test_a_request_without_a_trace_has_no_spans(traced: Traced) -> None:
     traced.spans.joining([pb.Request(id=1, input_ids=[1])])
     traced.spans.stepped([Generation(1, 5, finish_reason=FinishReason.LENGTH)], 1)
     traced.spans.keep([])

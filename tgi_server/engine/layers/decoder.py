@@ -1,8 +1,9 @@
-"""Decoder layers fused into a handful of CPU kernels, for the architectures that most models on CPUs have.
+"""Decoder layers fused into a handful of kernels, on CPUs and GPUs, for the architectures that most models have.
 
 A fused layer takes the weights of a layer of `transformers` and stands in its place, with the same inputs and output.
 A check at load compares the logits of the whole model with those of the original. `linear` makes the linear layers
-that hold the weights. Where no other code has to run between the layers, LayerStack computes all of them in one call.
+that hold the weights. On a CPU, where no other code has to run between the layers, LayerStack computes all of them in
+one call.
 """
 
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from tgi_server.engine.attention.base import AttentionVariant
 from tgi_server.engine.attention.cpu import CpuAttention
 from tgi_server.engine.attention.paged_cache import PagedCache
-from tgi_server.engine.layers.norm import Norm
+from tgi_server.engine.layers.norm import Norm, on_gpu
 from tgi_server.engine.linear import LinearFactory, PackedLinear
 from tgi_server.engine.sharding.layers import RowParallel
 
@@ -82,7 +83,13 @@ class FusedLayer(nn.Module):
 
     def _widen(self, x: Tensor) -> Tensor:
         """Returns the input of the down projection. x: [tokens, hidden_size]."""
-        return torch.ops.oatmill.silu_mul(self.up(x)) if self.gated else self.up(x, activation="relu")
+        if not self.gated:
+            return self.up(x, activation="relu")
+        if on_gpu(x):
+            from tgi_server.engine.layers import elementwise
+
+            return elementwise.silu_mul(self.up(x))
+        return torch.ops.oatmill.silu_mul(self.up(x))
 
 
 class FusedLlamaLayer(FusedLayer):

@@ -1,4 +1,4 @@
-"""Rebuilds a model of `transformers` for a CPU, in place."""
+"""Rebuilds a model of `transformers` for a device, in place."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -15,6 +15,7 @@ from tgi_server.engine.layers.decoder import FUSED_LAYERS, LayerStack
 from tgi_server.engine.layers.forward import shorten_forward
 from tgi_server.engine.layers.head import ScreenedHead
 from tgi_server.engine.linear import LinearFactory, PackedLinear
+from tgi_server.engine.linear.blas import BlasLinear
 from tgi_server.engine.linear.float import FloatLinear
 
 logger = logging.getLogger(__name__)
@@ -41,6 +42,35 @@ def optimise(
         _screen_head(model, linear)
     _replace(model, partial(_packed_linear, linear))
     shorten_forward(model)
+
+
+def fuse(
+    model: PreTrainedModel,
+    variants: Mapping[int, AttentionVariant],
+    fault: Callable[[], str | None],
+    layer: type[PackedLinear] = BlasLinear,
+) -> str | None:
+    """Fuses the decoder layers that are known, and leaves all else as it is. Returns why not, if it does not.
+
+    variants: the attention variant of each layer. fault: computes some tokens, and returns what is wrong with the
+    model; it is asked when one layer is fused, while the others are as they were. layer: what linear layers become.
+    """
+    linear = LinearFactory(layer)
+    places = [
+        (parent, name, child)
+        for parent in model.modules()
+        for name, child in parent.named_children()
+        if type(child).__name__ in FUSED_LAYERS
+    ]
+    for number, (parent, name, child) in enumerate(places):
+        fused = _fused_layer(variants, linear, child)
+        if fused is None:
+            continue
+        setattr(parent, name, fused)
+        if number == 0 and (reason := fault()) is not None:
+            setattr(parent, name, child)
+            return reason
+    return None
 
 
 def unpack(model: PreTrainedModel) -> None:

@@ -15,6 +15,7 @@ from tgi_server.engine.layers import limit_threads, optimise, unpack
 from tgi_server.engine.linear import linear_factory
 from tgi_server.engine.linear.onednn import has_products
 from tgi_server.engine.runners.base import Runner
+from tgi_server.engine.runners.fusion import fuse_layers
 from tgi_server.engine.runners.padded import PaddedRunner
 from tgi_server.engine.runners.paged import PagedRunner
 from tgi_server.engine.runners.probe import backend_fault, probe_kv_shape, same_logits
@@ -64,6 +65,8 @@ def create_runner(model: PreTrainedModel, config: EngineConfig) -> Runner:
     if model.device.type == "cuda" and config.custom_kernels:
         backend, fault = _proven(model, backend, group)
         fallbacks += [fault] if fault else []
+        if fault is None:
+            fallbacks += fuse_layers(model, backend, group)
     if model.device.type != "cuda" or not backend.any_lengths:
         _warn_no_graphs(config, f"on {'a CPU' if model.device.type == 'cpu' else 'a GPU in plain torch'}")
     if on_cpu:
@@ -75,7 +78,7 @@ def create_runner(model: PreTrainedModel, config: EngineConfig) -> Runner:
 
 def _warn_no_graphs(config: EngineConfig, where: str) -> None:
     if config.cuda_graphs:
-        logger.warning("--cuda-graphs changes nothing: decoding %s runs without CUDA graphs", where)
+        logger.warning("--cuda-graphs has no effect: decoding %s runs without CUDA graphs", where)
 
 
 def _proven(
@@ -88,6 +91,6 @@ def _proven(
         fault = backend_fault(model, backend, group)
     if fault is None:
         return backend, None
-    fallback = f"attention runs in plain torch, which is slow: {fault}"
+    fallback = f"attention runs in plain torch, which is slower: {fault}"
     logger.warning(fallback)
     return GatherAttention(backend.shape, backend.device, backend.dtype), fallback

@@ -229,13 +229,13 @@ class PaddedMemory:
         return True
 
     def grow(self, sequence: Sequence) -> int:
-        raise AssertionError("padded sequences have their memory from the start")
+        raise AssertionError("a padded sequence has its memory from the start; the planner must not grow it")
 
     def computed(self, sequence: Sequence) -> None:
-        """Nothing is kept for others."""
+        """Does nothing: no tokens are kept for other sequences."""
 
     def sent(self) -> None:
-        """Nothing depends on the order of calls."""
+        """Does nothing: no memory depends on the order of calls."""
 
     def release(self, sequence: Sequence) -> None:
         del self._lengths[sequence.id]

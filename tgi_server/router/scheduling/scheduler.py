@@ -158,7 +158,7 @@ class Scheduler:
         if self._in_flight:
             await self.receive()
         elif len(self.batch) or len(self.waiting):
-            raise GenerationFailed("the shards owe tokens to requests that they do not know any more")
+            raise GenerationFailed("requests still wait for tokens, but the shards have no step to compute for them")
         else:
             await self._sleep()
 
@@ -278,7 +278,7 @@ class Scheduler:
                 await self._shards.health(self._recovery_timeout_s)
             except RouterError as still:
                 if self._unhealthy is None:
-                    logger.error("the shards do not recover, so requests fail from now on: %s", still)
+                    logger.error("the shards do not recover; requests fail until they do, or are restarted: %s", still)
                 self._unhealthy = GenerationFailed(str(still))
                 self._fail_waiting(self._unhealthy)
                 await asyncio.sleep(self._recovery_interval_s)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tgi_server.contract import Grammar, GrammarType
+from tgi_server.contract import Grammar, GrammarKind
 from tgi_server.router.errors import InvalidTool
 from tgi_server.router.schemas.chat import AllowedTools, NamedTool, Tool, ToolChoice
 from tgi_server.router.text.answer_reader import AnswerReader
@@ -89,7 +89,7 @@ class AnswerForm:
 
         answer: the grammar that a request asks for. Thoughts come before JSON only.
         """
-        return self._thoughts if answer is None or answer.type is GrammarType.JSON_SCHEMA else None
+        return self._thoughts if answer is None or answer.type is GrammarKind.JSON_SCHEMA else None
 
     def grammar(self, use: ToolUse, answer: Grammar | None, *, thinking: bool) -> Grammar | None:
         """Returns the grammar of an answer that may think first, call tools, or have a form of its own.
@@ -100,7 +100,7 @@ class AnswerForm:
         thoughts = self.thoughts(answer)
         if not use.tools and (answer is None or thoughts is None):
             return answer
-        if answer is not None and answer.type is not GrammarType.JSON_SCHEMA:
+        if answer is not None and answer.type is not GrammarKind.JSON_SCHEMA:
             raise InvalidTool("together with `tools` the form of an answer can be JSON only")
         homes = _homes(use.names)
         schemas = (_parameters(tool, f"#/$defs/{home}") for tool, home in zip(use.tools, homes, strict=True))
@@ -113,7 +113,7 @@ class AnswerForm:
         if use.tools:
             calls = Calls(self._calls, dict(zip(use.names, places, strict=True)), use.required, use.parallel)
         frame = self._frames.frame(calls, None if answer is None else _ANSWER, thoughts, open_=thinking)
-        return Grammar(GrammarType.JSON_SCHEMA, json.dumps(document, ensure_ascii=False), frame=frame)
+        return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(document, ensure_ascii=False), frame=frame)
 
     def reader(self, use: ToolUse, answer: Grammar | None, *, thinking: bool) -> AnswerReader | None:
         """Returns what takes such an answer apart; None where all of it is text."""

@@ -105,4 +105,4 @@ def test_a_model_that_cannot_be_recorded_says_so(monkeypatch: pytest.MonkeyPatch
 
 def test_a_cpu_that_is_told_to_record_says_so(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     load_engine(make("llama", tmp_path), cuda_graphs=(4,))
-    assert "--cuda-graphs changes nothing: decoding on a CPU runs without CUDA graphs" in caplog.messages
+    assert "--cuda-graphs has no effect: decoding on a CPU runs without CUDA graphs" in caplog.messages

@@ -15,7 +15,7 @@ from hypothesis.stateful import (
 )
 
 from tests.fakes.simulation import BREAKABLE, Fault, Simulation
-from tgi_server.contract import Grammar, GrammarType, SamplingParameters
+from tgi_server.contract import Grammar, GrammarKind, SamplingParameters
 
 # Few different tokens and prompts that continue each other: prefixes are shared, part inside blocks, and part again.
 TOKENS = st.integers(1, 2)
@@ -75,7 +75,7 @@ class AnyOrder(RuleBasedStateMachine):
         seed=st.none() | st.integers(0, 3),
         prefill_logprobs=st.sampled_from((False, False, False, True)),
         adapter=st.sampled_from((None, None, "a")),
-        grammar=st.sampled_from((None, Grammar(GrammarType.REGEX, "a*"))),
+        grammar=st.sampled_from((None, Grammar(GrammarKind.REGEX, "a*"))),
     )
     def submit(
         self,
@@ -195,7 +195,7 @@ def _run(examples: int, steps: int) -> None:
 
 @pytest.mark.logs_tracebacks
 def test_any_order() -> None:
-    _run(examples=100, steps=40)
+    _run(settings().max_examples, steps=40)
 
 
 @pytest.mark.slow

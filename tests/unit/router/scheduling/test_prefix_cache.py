@@ -241,4 +241,4 @@ def _in_common(first: list[int], second: list[int]) -> int:
 
 
 TestTexts = Texts.TestCase
-TestTexts.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
+TestTexts.settings = settings(stateful_step_count=30, deadline=None)

@@ -1,6 +1,6 @@
 from shared.stubs import generate_pb2 as pb
 from tests.fakes.recording_sink import recorded_request
-from tgi_server.contract import BlockCopy, Grammar, GrammarType, SamplingParameters
+from tgi_server.contract import BlockCopy, Grammar, GrammarKind, SamplingParameters
 from tgi_server.router.scheduling import wire
 
 
@@ -12,7 +12,7 @@ def test_a_request_s_message_has_all_that_does_not_change() -> None:
         ignore_eos=False,
         top_n_tokens=3,
         sampling=SamplingParameters(do_sample=True, seed=11, logit_bias={4: -2.0}),
-        grammar=Grammar(GrammarType.LARK, "start: /a/"),
+        grammar=Grammar(GrammarKind.LARK, "start: /a/"),
         adapter_id="chef",
         trace_context={"traceparent": "00-1"},
     )

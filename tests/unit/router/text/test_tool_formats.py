@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.grammars import compiler_fault, demo_compiler
-from tgi_server.contract import Grammar, GrammarType
+from tgi_server.contract import Grammar, GrammarKind
 from tgi_server.router.errors import InvalidTool
 from tgi_server.router.schemas.chat import Tool, ToolChoice
 from tgi_server.router.settings import ToolCallParser
@@ -138,7 +138,7 @@ def test_special_tokens_of_a_form_are_tokens_in_its_grammar():
 
 
 def test_an_answer_with_a_form_of_its_own_beside_tools():
-    answer = Grammar(GrammarType.JSON_SCHEMA, json.dumps({"$ref": "#/$defs/a", "$defs": {"a": {"type": "boolean"}}}))
+    answer = Grammar(GrammarKind.JSON_SCHEMA, json.dumps({"$ref": "#/$defs/a", "$defs": {"a": {"type": "boolean"}}}))
     for name in ("hermes", "llama3_json", "tgi"):
         form = AnswerForm(tool_format(name, ""), None, {})
         grammar = form.grammar(MAY, answer, thinking=False)
@@ -146,15 +146,15 @@ def test_an_answer_with_a_form_of_its_own_beside_tools():
         assert takes(grammar, WRITTEN[name])
         assert not takes(grammar, "Sunny, I think.")
         assert read(form.reader(MAY, answer, thinking=False), "true", 2) == ("", "true", [])
-    like_a_call = Grammar(GrammarType.JSON_SCHEMA, json.dumps({"type": "object", "properties": {"n": {"const": 1}}}))
+    like_a_call = Grammar(GrammarKind.JSON_SCHEMA, json.dumps({"type": "object", "properties": {"n": {"const": 1}}}))
     assert takes(form.grammar(MAY, like_a_call, thinking=False), '{"n": 1}')
     assert read(form.reader(MAY, like_a_call, thinking=False), '{"n": 1}', 3) == ("", '{"n": 1}', [])
     with pytest.raises(InvalidTool, match="JSON only"):
-        form.grammar(MAY, Grammar(GrammarType.REGEX, "a"), thinking=False)
+        form.grammar(MAY, Grammar(GrammarKind.REGEX, "a"), thinking=False)
 
 
 def test_thoughts_come_before_calls_and_before_json():
-    answer = Grammar(GrammarType.JSON_SCHEMA, '{"type": "boolean"}')
+    answer = Grammar(GrammarKind.JSON_SCHEMA, '{"type": "boolean"}')
     form = AnswerForm(tool_format("hermes", ""), THINK, {})
     for use, asked, text in ((MUST, None, WRITTEN["hermes"]), (ToolUse(), answer, "true"), (MAY, None, "Sunny.")):
         for thinking in (True, False):
@@ -167,7 +167,7 @@ def test_thoughts_come_before_calls_and_before_json():
             assert told == ("Hm, <tool_call> or { is\ngood.", "" if calls else text, calls)
     assert not takes(form.grammar(MUST, None, thinking=True), WRITTEN["hermes"])
     assert form.grammar(ToolUse(), None, thinking=True) is None
-    regex = Grammar(GrammarType.REGEX, "a")
+    regex = Grammar(GrammarKind.REGEX, "a")
     assert form.grammar(ToolUse(), regex, thinking=True) is regex
     assert form.reader(ToolUse(), regex, thinking=True) is None
     assert read(form.reader(ToolUse(), None, thinking=True), "only thoughts", 4) == ("only thoughts", "", [])
