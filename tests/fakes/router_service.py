@@ -22,7 +22,7 @@ from tgi_server.router.service import Capacity, ModelDescription, Service
 from tgi_server.router.text.chat_template import ChatTemplate
 from tgi_server.router.text.tokenizer import TextTokenizer, TokenizerThreads
 from tgi_server.router.text.tokenizer_config import DEFAULT_TEMPLATE, TokenizerConfig
-from tgi_server.router.text.tool_formats import TGI_FORMAT
+from tgi_server.router.text.tool_formats import tool_format
 from tgi_server.router.text.tools import AnswerForm
 from tgi_server.router.text.validation import Validator
 from tgi_server.router.tracing import RequestTracer
@@ -76,7 +76,7 @@ class ScriptedScheduler:
         return self.texts.pop(0) if len(self.texts) > 1 else self.texts[0]
 
     def _answer(self, request: ValidRequest, text: str) -> None:
-        request.sink.started()
+        request.sink.started(0)
         if self.error is not None:
             request.sink.failed(self.error)
             return
@@ -132,7 +132,8 @@ class RouterService:
             "payload_limit": PAYLOAD_LIMIT,
             "validation_workers": 1,
             "special_tokens": None,
-            "answer_form": AnswerForm(TGI_FORMAT, None, {}),
+            "answer_form": AnswerForm(tool_format("json", ""), None, self.tokenizer.special_tokens),
+            "max_stored_responses": 10,
             "openai_limits": LIMITS.of_openai(),
             "sampling_defaults": {},
         }

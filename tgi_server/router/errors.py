@@ -69,6 +69,13 @@ class ContextOverflow(InvalidRequest):
         )
 
 
+class PreviousResponseNotFound(InvalidRequest):
+    """The response that another one should follow is not kept, or not any more."""
+
+    status = 400
+    code = "previous_response_not_found"
+
+
 class InvalidTemplate(InvalidRequest):
     """The chat template is missing, or refuses the messages."""
 
@@ -157,7 +164,7 @@ class SlowReader(ClientGone):
 
 
 class NoSuchRoute(RouterError):
-    """No such path, or not with this method.
+    """The server has no such path, or not with this method.
 
     allowed: the methods that the path has.
     """
@@ -176,3 +183,22 @@ class NoSuchModel(RouterError):
     status = 404
     error_type = "not_found"
     code = "model_not_found"
+
+
+class NoSuchResponse(RouterError):
+    """A response that is not kept, or not any more."""
+
+    status = 404
+    error_type = "not_found"
+    code = "response_not_found"
+
+    def __init__(self, response_id: str) -> None:
+        super().__init__(f"there is no response {response_id[:100]!r} here: it was never kept, or given up for others")
+
+
+class NotSupported(RouterError):
+    """Something of OpenAI's that this server does not do."""
+
+    status = 501
+    error_type = "not_supported"
+    code = "not_supported"

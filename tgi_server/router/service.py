@@ -72,7 +72,7 @@ class Service:
     check_health: raises Unhealthy when the shards do not answer.
     payload_limit: bytes of a request's body.
     special_tokens: that only the chat template may write; None: messages may, too.
-    answer_form: form in which the model thinks and calls tools.
+    max_stored_responses: that are kept for /v1/responses. answer_form: form in which the model thinks and calls tools.
     openai_limits: limits of OpenAI's routes. sampling_defaults: what those take for parameters that are not given.
     """
 
@@ -91,6 +91,7 @@ class Service:
     validation_workers: int
     special_tokens: SpecialTokens | None
     answer_form: AnswerForm
+    max_stored_responses: int
     openai_limits: Limits
     sampling_defaults: Mapping[str, float]
     request_ids: Iterator[int] = field(default_factory=lambda: count(1))

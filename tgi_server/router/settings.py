@@ -80,6 +80,9 @@ class ServingSettings(ServiceSettings):
         "parts; unset: three times as long as a step without prompts.",
     )
     max_client_batch_size: PositiveInt = Field(default=4, description="Prompts of one request, times n.")
+    max_stored_responses: int = Field(
+        default=1000, ge=0, description="Responses of /v1/responses that are kept in memory; 0: none."
+    )
     validation_workers: PositiveInt = Field(default=2, description="Threads that tokenise.")
     payload_limit: PositiveInt = Field(default=2_000_000, description="Bytes of a request's body.")
     client_timeout: PositiveInt = Field(

@@ -121,6 +121,7 @@ async def assembled(settings: RouterSettings) -> AsyncIterator[Service]:
                 validation_workers=settings.validation_workers,
                 special_tokens=guard,
                 answer_form=_answer_form(settings, template, threads.tokenizer),
+                max_stored_responses=settings.max_stored_responses,
                 openai_limits=limits.of_openai(),
                 sampling_defaults=defaults,
             )

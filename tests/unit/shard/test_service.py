@@ -37,6 +37,7 @@ class Engine:
             grammars=False,
         )
         self.batch = None
+        self.fallbacks = ["attention runs in plain torch"]
         self.fault: Exception | None = None
         self.poisoned = False
         self.asked: dict[str, Any] = {}
@@ -101,6 +102,7 @@ async def test_the_router_learns_what_is_served_and_where(stub: Any):
 async def test_warming_up_tells_what_fits(stub: Any, engine: Engine):
     capacity = await stub.Warmup(pb.WarmupRequest(max_batch_size=4, max_prefill_tokens=64))
     assert (capacity.num_blocks, capacity.max_total_tokens, capacity.max_batch_total_tokens) == (9, 64, 144)
+    assert list(capacity.fallbacks) == ["attention runs in plain torch"]
     assert engine.asked == {"max_batch_size": 4, "max_prefill_tokens": 64, "max_total_tokens": None}
 
 

@@ -22,6 +22,7 @@ from tgi_server.router.api.routes.completions import completion_routes
 from tgi_server.router.api.routes.generate import generate_routes
 from tgi_server.router.api.routes.info import probe_routes
 from tgi_server.router.api.routes.page import page_routes
+from tgi_server.router.api.routes.responses import response_routes
 from tgi_server.router.api.routes.tokenize import tokenize_routes
 from tgi_server.router.errors import NoSuchRoute, RouterError
 from tgi_server.router.metrics import CONTENT_TYPE, Metrics
@@ -32,6 +33,7 @@ _ROUTES = (
     generate_routes,
     chat_routes,
     completion_routes,
+    response_routes,
     compatibility_routes,
     tokenize_routes,
     probe_routes,
@@ -73,7 +75,10 @@ def _middleware(rules: AccessRules) -> list[Middleware]:
     if rules.origins:
         middleware.append(
             Middleware(
-                CORSMiddleware, allow_origins=list(rules.origins), allow_methods=["GET", "POST"], allow_headers=["*"]
+                CORSMiddleware,
+                allow_origins=list(rules.origins),
+                allow_methods=["GET", "POST", "DELETE"],
+                allow_headers=["*"],
             )
         )
     middleware.append(Middleware(ApiKeyMiddleware if rules.keys else ForeignPageMiddleware, rules=rules))
@@ -96,7 +101,7 @@ async def _respond_with_http_error(request: Request, error: Exception) -> Respon
 def _allowed_methods(request: Request) -> list[str]:
     """Returns the methods that some route has for the request's path."""
     routes = request.app.routes
-    scopes = {method: {**request.scope, "method": method} for method in ("GET", "HEAD", "POST")}
+    scopes = {method: {**request.scope, "method": method} for method in ("DELETE", "GET", "HEAD", "POST")}
     return [
         method for method, scope in scopes.items() if any(route.matches(scope)[0] is Match.FULL for route in routes)
     ]

@@ -100,6 +100,11 @@ def event(json_text: str) -> bytes:
     return f"data:{json_text}\n\n".encode()
 
 
+def named_event(name: str, json_text: str) -> bytes:
+    """Returns one server-sent event with a name."""
+    return f"event: {name}\ndata: {json_text}\n\n".encode()
+
+
 def compute_headers(compute_type: str, *, characters: int) -> dict[str, str]:
     """Returns those of TGI's headers that are known before the first token. characters: of the prompts."""
     return {"x-compute-type": compute_type, "x-compute-characters": str(characters)}

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AliasChoices, Field, RootModel, model_validator
+from pydantic import AliasChoices, ConfigDict, Field, RootModel, model_validator
 
 from tgi_server.router.schemas.base import SEVERAL, Items, Name, RequestModel, ResponseModel, UnsignedInt
 from tgi_server.router.schemas.generate import TokenizeResponse
@@ -69,6 +69,8 @@ class MessageBody(RequestModel):
 
 
 class Message(MessageBody):
+    model_config = ConfigDict(json_schema_extra={"anyOf": [{"required": ["content"]}, {"required": ["tool_calls"]}]})
+
     role: str
     name: str | None = None
     tool_call_id: str | None = None

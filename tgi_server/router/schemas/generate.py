@@ -168,6 +168,12 @@ class SimpleToken(ResponseModel):
     stop: UnsignedInt
 
 
+class TokenizeRequest(RequestModel):
+    """Parameters of a generation are passed over."""
+
+    inputs: str = Field(json_schema_extra=NOT_EMPTY)
+
+
 class DetokenizeRequest(RequestModel):
     tokens: Annotated[list[UnsignedInt], Field(max_length=1_000_000, fail_fast=True)]
 

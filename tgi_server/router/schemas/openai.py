@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field
 
 from tgi_server.router.schemas.base import (
     PENALTY,
@@ -11,6 +11,7 @@ from tgi_server.router.schemas.base import (
     CacheSalt,
     Int32,
     Items,
+    RefusingModel,
     RequestModel,
     ResponseModel,
     TokenBiases,
@@ -85,12 +86,8 @@ class StructuredOutputs(RequestModel):
     whitespace_pattern: None = Field(default=None, description="Not supported: the layout of JSON is fixed.")
 
 
-class SharedParameters(RequestModel):
-    """Parameters of OpenAI and of vLLM.
-
-    refused: fields that would change the answer and are not supported, with the values of them that ask for nothing.
-    What only says something about the request, such as `user`, is passed over.
-    """
+class SharedParameters(RefusingModel):
+    """Parameters of OpenAI and of vLLM. What only says something about the request, such as `user`, is passed over."""
 
     refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "allowed_token_ids": ([],),
@@ -147,12 +144,3 @@ class SharedParameters(RequestModel):
     guided_regex: str | None = Field(default=None, description="Regular expression of the answer: as above.")
     guided_choice: Items[str] | None = Field(default=None, description="Answers to choose from: as above.")
     guided_grammar: str | None = Field(default=None, description="Lark grammar of the answer: as above.")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse(cls, body: Any) -> Any:
-        if isinstance(body, dict):
-            for name in cls.refused.keys() & body.keys():
-                if body[name] is not None and body[name] not in cls.refused[name]:
-                    raise ValueError(f"`{name}` is not supported by this server; leave it out")
-        return body

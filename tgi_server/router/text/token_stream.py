@@ -174,7 +174,7 @@ class TokenStream(Generic[F]):
         return text, text, stopped
 
     def _special(self, token_id: int, *, ends: bool) -> tuple[str, str, bool]:
-        """Special tokens are no text of the sequence, but for some, and a stop sequence may name any.
+        """Handles a special token, which is not part of the text unless it is shown; a stop sequence may name any.
 
         ends: the token ends the text, and is no part of it.
         """

@@ -95,6 +95,7 @@ def _info(service: Service) -> Info:
         max_client_batch_size=limits.max_client_batch_size,
         router="text-generation-router",
         version=_comparable(service.model.version),
+        fallbacks=list(service.model.fallbacks),
     )
 
 
