@@ -21,7 +21,9 @@ class ModelDescription:
     """The model that is served, and the version of the server.
 
     names: by which OpenAI's routes call it; answers have the first. compute_type: the value of the header
-    `x-compute-type`. fallbacks: why parts of the model are computed in a slower way than the device has.
+    `x-compute-type`. fallbacks: why parts of the model are computed in a slower way than the device has. quantization:
+    of the weights. linear_kernels: what computes linear layers on a CPU. speculate: tokens drafted for a sequence in
+    one step, at most.
     """
 
     model_id: str
@@ -30,6 +32,9 @@ class ModelDescription:
     compute_type: str
     encoder_decoder: bool
     version: str
+    speculate: int = 0
+    quantization: str | None = None
+    linear_kernels: str | None = None
     fallbacks: tuple[str, ...] = ()
 
     @property

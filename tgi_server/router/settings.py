@@ -77,7 +77,7 @@ class ServingSettings(ServiceSettings):
     target_token_gap_ms: PositiveFloat | None = Field(
         default=None,
         description="Milliseconds between two tokens of a reply, for whose sake the prompts of others are computed in "
-        "parts; unset: three times as long as a step without prompts.",
+        "parts; unset: three times as long as a step without prompts, more if few replies run and many wait.",
     )
     max_client_batch_size: PositiveInt = Field(default=4, description="Prompts of one request, times n.")
     max_stored_responses: int = Field(

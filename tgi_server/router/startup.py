@@ -241,7 +241,10 @@ def _describe(settings: RouterSettings, info: pb.InfoResponse, capacity: pb.Warm
         revision=settings.revision or info.revision or None,
         compute_type="cpu" if info.device_type == "cpu" else "gpu+optimized",
         encoder_decoder=info.encoder_decoder,
+        speculate=info.speculate,
         version=_version(),
+        quantization=info.quantization or None,
+        linear_kernels=info.linear_kernels or None,
         fallbacks=tuple(capacity.fallbacks),
     )
 

@@ -3,12 +3,11 @@
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import NoReturn
 
 from shared.logging import configure_logging
 from shared.settings import fail, read_settings
 from tgi_server.shard.errors import ModelUnavailable
-from tgi_server.shard.settings import CommandSettings, DownloadSettings, ShardSettings
+from tgi_server.shard.settings import CommandSettings, DownloadSettings, QuantizeSettings, ShardSettings
 
 PROGRAM = "text-generation-server"
 FAILED = 1
@@ -84,8 +83,25 @@ def download_weights(arguments: Sequence[str]) -> None:
     print(folder)
 
 
-def quantize(arguments: Sequence[str]) -> NoReturn:
-    fail(f"{PROGRAM} quantize", "quantising a model is not supported yet; serve it as it was published")
+def quantize(arguments: Sequence[str]) -> None:
+    """Standard output has one line, the folder that was written."""
+    program = f"{PROGRAM} quantize"
+    settings = read_settings(QuantizeSettings, program, arguments)
+    _configure_logging(settings, "quantize")
+
+    from tgi_server.shard.download import find_model
+
+    try:
+        folder = find_model(settings.model_id, settings.revision, trust_remote_code=settings.trust_remote_code)
+
+        from tgi_server.shard.quantize import quantize_model  # imports torch and transformers, which takes seconds
+
+        quantize_model(settings, folder)
+    except ModelUnavailable as error:
+        fail(program, str(error), status=FAILED)
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
+    print(settings.output_dir)
 
 
 def _let_idle_threads_sleep() -> None:

@@ -84,7 +84,10 @@ class TextGenerationService(TextGenerationServiceServicer):
         if self._grammars is not None:
             self._grammars.start()
         self._idle.begins()
-        return conversion.capacity(capacity, self._engine.fallbacks)
+        response = conversion.capacity(capacity, self._engine.fallbacks)
+        self._info.limits.CopyFrom(request)
+        self._info.capacity.CopyFrom(response)
+        return response
 
     async def Run(self, calls: AsyncIterator[pb.Call], context: grpc.aio.ServicerContext) -> AsyncIterator[pb.Answer]:
         """Runs the calls of one stream. A stream that is opened ends the one before it."""

@@ -219,6 +219,7 @@ def test_abandoned_streams_leave_no_trace(server: ModelServer) -> None:
         assert ask(runner) != ""
 
 
+@pytest.mark.slow
 def test_a_stream_that_nobody_reads_gives_its_place_back(server: ModelServer) -> None:
     server.answer = " ".join(["x" * 20_000] * 60)
     flags = ("--endpoint", server.url, "--max-concurrent-calls", "2")
@@ -321,6 +322,7 @@ def test_neither_prompts_nor_answers_are_logged(server: ModelServer) -> None:
     assert SECRET not in "\n".join(service.log)
 
 
+@pytest.mark.slow
 def test_control_characters_of_an_endpoint_do_not_reach_the_log(server: ModelServer) -> None:
     server.raw = b'{"error": "\\u001b[31mred\\nforged line\\u0007\\u2028x", "error_type": "validation"}'
     server.raw_status = "422 Unprocessable"

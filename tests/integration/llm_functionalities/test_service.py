@@ -70,6 +70,7 @@ def test_a_dead_endpoint_costs_the_next_caller_nothing(absent: ModelServer) -> N
         assert time.monotonic() - started < 1.0
 
 
+@pytest.mark.slow
 def test_nothing_is_tried_before_the_first_request(server: ModelServer) -> None:
     with running_service("--endpoint", server.url) as service:
         time.sleep(0.5)
@@ -80,6 +81,7 @@ def test_nothing_is_tried_before_the_first_request(server: ModelServer) -> None:
         assert server.health_checks == 0
 
 
+@pytest.mark.slow
 def test_connections_are_kept_for_the_next_request(server: ModelServer) -> None:
     with running_service("--endpoint", server.url) as service, service.runner() as runner:
         for _ in range(10):
@@ -149,6 +151,7 @@ def test_a_hugging_face_token_of_the_machine_stays_there(server: ModelServer) ->
     assert "hf_private" not in str(server.requests[0].headers)
 
 
+@pytest.mark.slow
 def test_two_endpoints_share_the_prompts_by_their_beginnings() -> None:
     with (
         ModelServer() as one,
@@ -288,6 +291,7 @@ def test_metrics(server: ModelServer, free_port: Callable[[], int]) -> None:
     assert "llm_functionalities_event_loop_lag_seconds_count " in metrics
 
 
+@pytest.mark.slow
 def test_logs_for_machines() -> None:
     with running_service("--json-output") as service:
         assert service.port
@@ -295,6 +299,7 @@ def test_logs_for_machines() -> None:
     assert [line["message"].split()[0] for line in lines] == ["settings:", "listening", "stopping", "stopped"]
 
 
+@pytest.mark.slow
 def test_a_running_call_may_end_before_the_service_does(server: ModelServer) -> None:
     server.delay = 1
     with running_service("--endpoint", server.url) as service, service.runner() as runner:

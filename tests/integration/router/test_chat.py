@@ -118,6 +118,14 @@ async def test_a_stream(router: Router):
     assert all("usage" not in chunk for chunk in chunks)
 
 
+async def test_a_streams_logprobs_tell_which_tokens_had_been_drafted(router: Router):
+    router.say("Rinse the rice.")
+    router.shard.drafted = {router.shard.tokens[1]}
+    chunks = await chat_stream(router, logprobs=True)
+    told = [token.get("drafted") for chunk in chunks for token in chunk["choices"][0]["logprobs"]["content"]]
+    assert told[:3] == [None, True, None]
+
+
 async def test_the_usage_of_a_stream(router: Router):
     length = router.say(TEXT)
     *chunks, last = await chat_stream(router, stream_options={"include_usage": True})

@@ -160,6 +160,7 @@ async def check_health(process: tuple[str, Process], shapes: list[tuple[str, str
     assert max(map(len, log.splitlines())) < 5_000
 
 
+@pytest.mark.slow
 async def test_prompts_do_not_wait_behind_long_texts(process: tuple[str, Process]):
     """Nor does the memory that long texts took stay."""
     url, router = process

@@ -20,6 +20,7 @@ def last_line(process: Process) -> str:
     return line
 
 
+@pytest.mark.slow
 def test_limits_that_do_not_fit(start: Start, flags: tuple[str, list[str]]):
     process = start(*flags[1], "--max-total-tokens=1000000")
     assert process.wait() == 1

@@ -35,8 +35,12 @@ def test_every_flag_of_tgi_is_known(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("flag", "value", "reason"),
     [
-        ("quantize", "gptq", "of the ways to quantise, int8 is supported, on CPUs"),
-        ("speculate", "3", "speculative decoding is not supported yet"),
+        (
+            "quantize",
+            "exl2",
+            "it may be awq, compressed-tensors, gptq, marlin, bitsandbytes, bitsandbytes-fp4, bitsandbytes-nf4, eetq, "
+            "fp8, int4, int8; of other formats take the same model as GPTQ",
+        ),
         ("kv-cache-dtype", "fp8_e4m3fn", "the KV cache has the dtype of the model; 8-bit caches are not supported yet"),
         ("lora-adapters", "a", "adapters are not supported yet; merge the adapter into the model and serve that"),
         ("rope-scaling", "linear", "not supported yet; set rope_parameters in the model's config.json"),
@@ -55,7 +59,7 @@ def test_a_setting_that_is_not_supported_is_refused_by_name(
 
 
 def test_a_value_that_asks_for_nothing_is_let_through() -> None:
-    assert read("--speculate=0", "--usage-stats=off", "--quantize=int8").quantize == "int8"
+    assert read("--usage-stats=off", "--quantize=gptq").quantize == "gptq"
 
 
 def test_limits_that_do_not_fit_together_are_found_before_anything_is_fetched(

@@ -9,6 +9,7 @@ from tgi_server.shard import cli, download
 from tgi_server.shard.errors import ModelUnavailable
 
 USAGE, FAILED = 2, 1
+COMMANDS = ("serve", "download-weights", "quantize")
 
 
 @pytest.fixture(autouse=True)
@@ -41,6 +42,8 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
         (("serve", "--world-size=2"), "WORLD_SIZE is 2, which takes --sharded"),
         (("serve", "--sharded", "--world-size=2", "--local-world-size=3"), "LOCAL_WORLD_SIZE is 3, more than"),
         (("download-weights", "--extension=.pt"), "--extension (or EXTENSION):"),
+        (("quantize", "model", "folder", "--groupsize=-2"), "--groupsize (or GROUPSIZE): Input should be greater than"),
+        (("quantize", "model", "folder", "--upload-to-model-id=me/it"), "not supported; upload the folder with"),
     ],
 )
 def test_a_mistake_gets_one_clear_line(
@@ -50,7 +53,7 @@ def test_a_mistake_gets_one_clear_line(
     assert expected in capsys.readouterr().err.splitlines()[0]
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["-h"], ["serve", "--help"], ["download-weights", "--help"]])
+@pytest.mark.parametrize("arguments", [["--help"], ["-h"], *([name, "--help"] for name in COMMANDS)])
 def test_every_command_has_help(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str]
 ):

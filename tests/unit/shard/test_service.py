@@ -35,6 +35,8 @@ class Engine:
             encoder_decoder=False,
             block_size=16,
             grammars=False,
+            quantization="",
+            linear_kernels="float32: fma",
         )
         self.batch = None
         self.fallbacks = ["attention runs in plain torch"]

@@ -17,6 +17,7 @@ from tgi_server.engine.layers.head import ScreenedHead
 from tgi_server.engine.linear import LinearFactory, PackedLinear
 from tgi_server.engine.linear.blas import BlasLinear
 from tgi_server.engine.linear.float import FloatLinear
+from tgi_server.engine.quantization import QuantizedLinear
 
 logger = logging.getLogger(__name__)
 
@@ -75,14 +76,14 @@ def fuse(
 
 def unpack(model: PreTrainedModel) -> None:
     """Puts plain linear layers back, for a model that reads its weights itself."""
-    _replace(model, lambda module: module.unpacked() if isinstance(module, PackedLinear) else None)
+    _replace(model, lambda module: module.unpacked() if isinstance(module, PackedLinear | QuantizedLinear) else None)
 
 
 def _fused_layer(
     variants: Mapping[int, AttentionVariant], linear: LinearFactory, module: nn.Module
 ) -> nn.Module | None:
     fused = FUSED_LAYERS.get(type(module).__name__)
-    if fused is None or not fused.fits(module):
+    if fused is None or not fused.fits(module, linear):
         return None
     return fused(module, variants[int(cast(Any, module).self_attn.layer_idx)], linear)
 
@@ -105,7 +106,7 @@ def _screen_head(model: PreTrainedModel, linear: LinearFactory) -> None:
 
 
 def _packed_linear(linear: LinearFactory, module: nn.Module) -> nn.Module | None:
-    return linear(module.weight, module.bias) if type(module) is nn.Linear else None
+    return linear(cast(Any, module)) if linear.takes(module) else None
 
 
 def _replace(module: nn.Module, replacement: Callable[[nn.Module], nn.Module | None]) -> None:
@@ -124,6 +125,7 @@ def limit_threads(model: nn.Module) -> None:
     the slowest. Call it before the weights are packed.
     """
     sizes = [module.weight.nbytes for module in model.modules() if isinstance(module, nn.Linear)]
+    sizes += [module.nbytes for module in model.modules() if isinstance(module, QuantizedLinear)]
     if sizes and sum(sizes) / len(sizes) < SMALL_LAYER_BYTES and torch.get_num_threads() > 1:
         logger.info("the model is small: it runs in one thread")
         torch.set_num_threads(1)

@@ -136,6 +136,9 @@ class PagedRunner(Runner):
     def accept(self, first_row: int, token_ids: Tensor) -> None:
         self._batch.tokens[first_row : first_row + len(token_ids)] = token_ids
 
+    def skip(self, row: int, tokens: int, token_id: int) -> None:
+        self._batch.skip(row, tokens, token_id)
+
     def grant(self, sequence: RunningSequence, row: int | None, blocks: list[int]) -> None:
         self._check(sequence, blocks)
         first = len(sequence.blocks)

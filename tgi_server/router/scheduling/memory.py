@@ -1,5 +1,6 @@
 """The shards' memory, as sequences hold it: KV blocks for most models, rectangles for the others."""
 
+from array import array
 from collections import Counter
 from collections.abc import Iterable
 from enum import Enum
@@ -176,10 +177,17 @@ class PagedMemory:
             return False
         own = self._take(new)
         copy = BlockCopy(found[shared], own[0], partial) if partial else None
-        sequence.admit(found[:shared] + own, match.tokens, copy)
+        sequence.admit(found[:shared] + own, match.tokens, copy, self._earlier_reply(sequence))
         if partial:
             self._sources[sequence] = found[shared:]
         return True
+
+    def _earlier_reply(self, sequence: Sequence) -> Iterable[int]:
+        """Returns what was written for an earlier request with the same prompt, where the shards draft from it."""
+        if not sequence.speculates:
+            return ()
+        prompt = sequence.tokens[: sequence.prompt_tokens].tobytes()
+        return array("I", self._cache.continuation(_space(sequence), prompt, sequence.request.stopping.max_new_tokens))
 
     def _take(self, blocks: int) -> list[int]:
         short = blocks - self._pool.free

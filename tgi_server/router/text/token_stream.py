@@ -43,7 +43,8 @@ class TokenStream(Generic[F]):
     """One sequence as it grows; the scheduler pushes its tokens, and `output` writes them.
 
     prefill: the prompt's tokens and logprobs, when they were asked for. last_id: of the last token. cached_tokens: of
-    the prompt, those that had been computed for another request.
+    the prompt, those that had been computed for another request. drafted: the last token had been drafted before it was
+    chosen.
 
     Times are `perf_counter` seconds.
     """
@@ -59,6 +60,7 @@ class TokenStream(Generic[F]):
         "_stops",
         "_tokenizer",
         "cached_tokens",
+        "drafted",
         "ended_at",
         "finish_reason",
         "generated_tokens",
@@ -99,6 +101,7 @@ class TokenStream(Generic[F]):
         self.input_length = len(input_ids)
         self.last_id = 0
         self.cached_tokens = 0
+        self.drafted = False
         self.generated_tokens = 0
         self.finish_reason: FinishReason | None = None
         self.prefill: pb.PrefillTokens | None = None
@@ -124,6 +127,7 @@ class TokenStream(Generic[F]):
         for position, token_id in enumerate(generation.token_ids):
             self.generated_tokens += 1
             self.last_id = token_id
+            self.drafted = generation.drafted and position == 0
             reason = finish_reason_from_message(generation.finish_reason) if position == last else None
             special = token_id in self._special_tokens
             stop_token = token_id in self._stop_ids and self.generated_tokens > self._min_tokens

@@ -158,16 +158,26 @@ def test_many_logical_schemas() -> None:
     run_logical_schemas(2 * MANY)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-def test_many_regexes(random_engine: Engine) -> None:
-    run_regexes(random_engine, MANY)
+def test_regexes_with_drafts(drafting_engine: Engine) -> None:
+    run_regexes(drafting_engine, FEW // 2)
+
+
+def test_schemas_with_drafts(drafting_engine: Engine) -> None:
+    run_schemas(drafting_engine, FEW // 2)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_many_schemas(random_engine: Engine) -> None:
-    run_schemas(random_engine, MANY)
+@pytest.mark.parametrize("engine", ["random_engine", "drafting_engine"])
+def test_many_regexes(engine: str, request: pytest.FixtureRequest) -> None:
+    run_regexes(request.getfixturevalue(engine), MANY)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("engine", ["random_engine", "drafting_engine"])
+def test_many_schemas(engine: str, request: pytest.FixtureRequest) -> None:
+    run_schemas(request.getfixturevalue(engine), MANY)
 
 
 @pytest.mark.parametrize("pattern", [as_regex([(atom, "{2,4}")]) for atom in ATOMS])

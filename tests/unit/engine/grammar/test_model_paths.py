@@ -22,7 +22,10 @@ SCHEMA = {
 }
 
 
-@pytest.mark.parametrize("architecture", ["mistral", "bloom", "gpt2", "mamba", "t5", "bart"])
+@pytest.mark.parametrize(
+    "architecture",
+    ["mistral", "mamba", "t5", *(pytest.param(name, marks=pytest.mark.slow) for name in ("bloom", "gpt2", "bart"))],
+)
 def test_structured_generation(architecture: str, tmp_path: Path) -> None:
     folder = make(architecture, tmp_path, vocab_size=TOKENIZER_VOCAB_SIZE)
     make_tokenizer().save(str(folder / "tokenizer.json"))

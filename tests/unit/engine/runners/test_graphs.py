@@ -37,7 +37,13 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     return recorder
 
 
-@pytest.mark.parametrize("architecture", ["bloom_6_heads", "gemma2", "llama", "opt", "starcoder"])
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        "llama",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("bloom_6_heads", "gemma2", "opt", "starcoder")),
+    ],
+)
 @pytest.mark.parametrize("custom_kernels", [True, False])
 def test_padded_steps_give_the_tokens_of_transformers(architecture, custom_kernels, recorder, tmp_path: Path) -> None:
     requests, expected = overlap(make(architecture, tmp_path), custom_kernels=custom_kernels, cuda_graphs=(4, 12, 999))

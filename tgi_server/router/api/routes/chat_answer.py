@@ -48,7 +48,7 @@ class ChatAnswer:
         top: pb.TopTokens | None,
     ) -> None:
         if self._most is not None:
-            self._logprobs.append(_logprobs(self._tokenizer, self._most, text, logprob, top))
+            self._logprobs.append(_logprobs(self._tokenizer, self._most, text, logprob, top, drafted=stream.drafted))
         if visible or stream.finish_reason is not None:
             self._take(stream, visible)
 
@@ -153,11 +153,23 @@ def delta_json(piece: Piece) -> str:
     return f'{{"role":"assistant","tool_calls":[{{"index":{piece.call},{call}}}]}}'
 
 
-def _logprobs(tokenizer: TextTokenizer, most: int, text: str, logprob: float | None, top: pb.TopTokens | None) -> str:
-    """Returns one token of `logprobs.content`. most: of the alternatives; shards tell those that are as likely, too."""
+def _logprobs(
+    tokenizer: TextTokenizer,
+    most: int,
+    text: str,
+    logprob: float | None,
+    top: pb.TopTokens | None,
+    *,
+    drafted: bool = False,
+) -> str:
+    """Returns one token of `logprobs.content`. That it had been drafted is a member that OpenAI does not have.
+
+    most: of the alternatives; shards tell those that are as likely, too.
+    """
     tops = [] if top is None else list(zip(top.ids, top.logprobs, strict=True))[:most]
     alternatives = ",".join(f"{{{_logprob(tokenizer.token_text(each), value)}}}" for each, value in tops)
-    return f'{{{_logprob(text, logprob)},"top_logprobs":[{alternatives}]}}'
+    more = ',"drafted":true' if drafted else ""
+    return f'{{{_logprob(text, logprob)},"top_logprobs":[{alternatives}]{more}}}'
 
 
 def _logprob(text: str, logprob: float | None) -> str:
