@@ -50,9 +50,12 @@ class HistoryDrafter(Drafter):
 
     def _continuation(self, sequence: RunningSequence, most: int) -> list[int]:
         earlier, written = sequence.earlier_reply, sequence.generated_ids
+        if not earlier:
+            return []
         repeated = self._repeated.get(sequence, 0)
         if earlier[repeated : len(written)] != written[repeated:]:
-            return []  # from here on it is another reply
+            sequence.earlier_reply = []  # from here on it is another reply, and nothing is compared any more
+            return []
         self._repeated[sequence] = len(written)
         return earlier[len(written) : len(written) + most]
 
