@@ -170,7 +170,7 @@ def _arguments() -> argparse.Namespace:
     peer.add_argument("--peer-programs", type=Path, metavar="FOLDER", help="where to look for its programs first")
     peer.add_argument("--peer-env", nargs="+", default=[], metavar="NAME=VALUE", help="environment variables for it")
     peer.add_argument("--peer-api", choices=APIS, default="openai", help="default: %(default)s")
-    add_load_arguments(parser, default=list(WORKLOADS))
+    add_load_arguments(parser, default=[name for name, load in WORKLOADS.items() if not load.copied])
     arguments = parser.parse_args()
     if wrong := [pair for pair in arguments.peer_env if "=" not in pair]:
         parser.error(f"--peer-env: {wrong[0]!r} is not NAME=VALUE")

@@ -130,7 +130,7 @@ class Server:
         )
         model = Model(self._balancer, self._pool, EmptyResponses(self._metrics.count_empty))
         client = ModelClient(model, settings.default_timeout, settings.max_timeout, settings.max_tokens)
-        llm_pb2_grpc.add_LLMRunnerServicer_to_server(LLMRunner(client), server)
+        llm_pb2_grpc.add_LLMRunnerServicer_to_server(LLMRunner(client, settings.prompt_echo), server)
         llm_pb2_grpc.add_LLMChitChatServicer_to_server(LLMChitChat(client), server)
         llm_pb2_grpc.add_LLMSummaryGenerationServicer_to_server(LLMSummaryGeneration(client), server)
         llm_pb2_grpc.add_LLMDescriptionGenerationServicer_to_server(LLMDescriptionGeneration(client), server)

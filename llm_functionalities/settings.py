@@ -22,6 +22,7 @@ def _name_server(text: str) -> str:
 Seconds = Annotated[float, Field(gt=0)]
 EndpointUrl = Annotated[str, AfterValidator(_endpoint)]
 NameServer = Annotated[str, AfterValidator(_name_server)]
+PromptEcho = Literal["object", "prompt", "none"]
 
 
 class Settings(ServiceSettings):
@@ -42,6 +43,10 @@ class Settings(ServiceSettings):
     default_timeout: Seconds = Field(10.0, description="seconds for a call that sets no time-out of its own")
     max_timeout: Seconds = Field(300.0, description="most seconds for a call, whatever time-out it sets")
     max_tokens: Annotated[int, Field(gt=0)] = Field(128, description="tokens of an answer unless the call says")
+    prompt_echo: PromptEcho = Field(
+        "object",
+        description="what answers repeat of prompts: a JSON object that the prompt leaves open, all of it, or nothing",
+    )
     threads: Annotated[int, Field(gt=0)] = Field(64, description="requests to the model servers at a time")
     batch_threads: Annotated[int, Field(gt=0)] | None = Field(
         None, description="requests of batches among these at a time; unset: half of them"

@@ -12,9 +12,12 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from llm_functionalities.settings import Settings as FrontSettings
 from tests.logs import Tracebacks
 from tests.servers import TextGenerationServer
 from tgi_server import demo_model
+from tgi_server.launcher.settings import LauncherSettings
+from tgi_server.shard.settings import DownloadSettings, ShardSettings
 
 FreePort = Callable[[], int]
 ServerFactory = Callable[..., TextGenerationServer]
@@ -26,6 +29,11 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # Processes are started from this one while gRPC's threads run in it, and gRPC's handling of forks, meant for children
 # that go on to use it, may leave such a child hanging or break it. Read when gRPC is first used.
 os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
+
+# Variables that the programs read, such as those of a container image. Tests set what they mean.
+for program in (LauncherSettings, ShardSettings, DownloadSettings, FrontSettings):
+    for setting in program.model_fields:
+        os.environ.pop(setting.upper(), None)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

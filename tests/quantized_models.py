@@ -7,7 +7,7 @@ The dense model has, in float32, the very weights that the quantised one stands 
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +29,13 @@ _FP8_LARGEST = 448.0
 _NOT_QUANTIZED = ("embed", "lm_head", "norm", "router", "wte", "wpe", "mlp.gate.weight", "block_sparse_moe.gate.weight")
 
 
-def make_quantized(layout: str, folder: Path, architecture: str = "llama", **overrides: Any) -> tuple[Path, Path]:
-    """Returns the folders of a quantised model and of its dense twin. layout: one of LAYOUTS."""
+def make_quantized(
+    layout: str, folder: Path, architecture: str = "llama", *, keep: Sequence[str] = (), **overrides: Any
+) -> tuple[Path, Path]:
+    """Returns the folders of a quantised model and of its dense twin.
+
+    layout: one of LAYOUTS. keep: parts of the names of tensors that are not quantised.
+    """
     packer, settings = LAYOUTS[layout]
     quantized, dense = folder / "quantized", folder / "dense"
     make(architecture, dense, **overrides)
@@ -38,7 +43,11 @@ def make_quantized(layout: str, folder: Path, architecture: str = "llama", **ove
     written: Tensors = {}
     equal: Tensors = {}
     for name, tensor in load_file(dense / "model.safetensors").items():
-        if not name.endswith(("weight", "_proj")) or tensor.dim() < 2 or any(part in name for part in _NOT_QUANTIZED):
+        if (
+            not name.endswith(("weight", "_proj"))
+            or tensor.dim() < 2
+            or any(part in name for part in (*_NOT_QUANTIZED, *keep))
+        ):
             written[name] = equal[name] = tensor
         elif (tensor.dim() == 3) == (layout == "mxfp4"):
             tensors, equal[name] = packer(name.removesuffix(".weight"), tensor)

@@ -44,8 +44,8 @@ class Question(Generic[T]):
 
     @classmethod
     def verbatim(cls, prompt: str | None) -> "Question[str]":
-        """Returns the question whose answer is taken as it is."""
-        return Question(prompt, str)
+        """Returns the question whose answer is taken as it is, without white space around it."""
+        return Question(prompt, str.strip)
 
 
 @dataclass(frozen=True)
@@ -155,10 +155,10 @@ class Model:
                 question = ask()
             if question.prompt is None:
                 return Answer(None)
-            text = self._balancer.generate(question.prompt, generation, call).strip()
+            text = self._balancer.generate(question.prompt, generation, call)
         except ModelError as error:
             return Answer.without(error)
-        if not text:
+        if not text.strip():
             return Answer(None, SAID_NOTHING, "the model's answer is empty")
         with text_work():
             value = question.parse(text)

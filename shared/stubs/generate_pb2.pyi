@@ -55,7 +55,7 @@ class InfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class InfoResponse(_message.Message):
-    __slots__ = ("model_id", "revision", "model_type", "dtype", "device_type", "world_size", "vocab_size", "max_position_embeddings", "eos_token_ids", "paged", "encoder_decoder", "block_size", "bos_token_id", "decoder_start_token_id", "grammars", "quantization", "linear_kernels")
+    __slots__ = ("model_id", "revision", "model_type", "dtype", "device_type", "world_size", "vocab_size", "max_position_embeddings", "eos_token_ids", "paged", "encoder_decoder", "block_size", "bos_token_id", "decoder_start_token_id", "speculate", "grammars", "quantization", "linear_kernels", "limits", "capacity")
     MODEL_ID_FIELD_NUMBER: _ClassVar[int]
     REVISION_FIELD_NUMBER: _ClassVar[int]
     MODEL_TYPE_FIELD_NUMBER: _ClassVar[int]
@@ -70,9 +70,12 @@ class InfoResponse(_message.Message):
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
     BOS_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
     DECODER_START_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    SPECULATE_FIELD_NUMBER: _ClassVar[int]
     GRAMMARS_FIELD_NUMBER: _ClassVar[int]
     QUANTIZATION_FIELD_NUMBER: _ClassVar[int]
     LINEAR_KERNELS_FIELD_NUMBER: _ClassVar[int]
+    LIMITS_FIELD_NUMBER: _ClassVar[int]
+    CAPACITY_FIELD_NUMBER: _ClassVar[int]
     model_id: str
     revision: str
     model_type: str
@@ -87,10 +90,13 @@ class InfoResponse(_message.Message):
     block_size: int
     bos_token_id: int
     decoder_start_token_id: int
+    speculate: int
     grammars: bool
     quantization: str
     linear_kernels: str
-    def __init__(self, model_id: _Optional[str] = ..., revision: _Optional[str] = ..., model_type: _Optional[str] = ..., dtype: _Optional[str] = ..., device_type: _Optional[str] = ..., world_size: _Optional[int] = ..., vocab_size: _Optional[int] = ..., max_position_embeddings: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., paged: _Optional[bool] = ..., encoder_decoder: _Optional[bool] = ..., block_size: _Optional[int] = ..., bos_token_id: _Optional[int] = ..., decoder_start_token_id: _Optional[int] = ..., grammars: _Optional[bool] = ..., quantization: _Optional[str] = ..., linear_kernels: _Optional[str] = ...) -> None: ...
+    limits: WarmupRequest
+    capacity: WarmupResponse
+    def __init__(self, model_id: _Optional[str] = ..., revision: _Optional[str] = ..., model_type: _Optional[str] = ..., dtype: _Optional[str] = ..., device_type: _Optional[str] = ..., world_size: _Optional[int] = ..., vocab_size: _Optional[int] = ..., max_position_embeddings: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., paged: _Optional[bool] = ..., encoder_decoder: _Optional[bool] = ..., block_size: _Optional[int] = ..., bos_token_id: _Optional[int] = ..., decoder_start_token_id: _Optional[int] = ..., speculate: _Optional[int] = ..., grammars: _Optional[bool] = ..., quantization: _Optional[str] = ..., linear_kernels: _Optional[str] = ..., limits: _Optional[_Union[WarmupRequest, _Mapping]] = ..., capacity: _Optional[_Union[WarmupResponse, _Mapping]] = ...) -> None: ...
 
 class ServiceDiscoveryRequest(_message.Message):
     __slots__ = ()
@@ -137,7 +143,7 @@ class WarmupResponse(_message.Message):
     def __init__(self, num_blocks: _Optional[int] = ..., max_total_tokens: _Optional[int] = ..., max_batch_total_tokens: _Optional[int] = ..., fallbacks: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class SamplingParameters(_message.Message):
-    __slots__ = ("do_sample", "temperature", "top_k", "top_p", "typical_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty", "seed", "watermark", "logit_bias")
+    __slots__ = ("do_sample", "temperature", "top_k", "top_p", "typical_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty", "seed", "watermark", "logit_bias", "min_tokens", "late_tokens")
     class LogitBiasEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -157,6 +163,8 @@ class SamplingParameters(_message.Message):
     SEED_FIELD_NUMBER: _ClassVar[int]
     WATERMARK_FIELD_NUMBER: _ClassVar[int]
     LOGIT_BIAS_FIELD_NUMBER: _ClassVar[int]
+    MIN_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LATE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     do_sample: bool
     temperature: float
     top_k: int
@@ -169,10 +177,12 @@ class SamplingParameters(_message.Message):
     seed: int
     watermark: bool
     logit_bias: _containers.ScalarMap[int, float]
-    def __init__(self, do_sample: _Optional[bool] = ..., temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., typical_p: _Optional[float] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., seed: _Optional[int] = ..., watermark: _Optional[bool] = ..., logit_bias: _Optional[_Mapping[int, float]] = ...) -> None: ...
+    min_tokens: int
+    late_tokens: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, do_sample: _Optional[bool] = ..., temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., typical_p: _Optional[float] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., seed: _Optional[int] = ..., watermark: _Optional[bool] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., min_tokens: _Optional[int] = ..., late_tokens: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Grammar(_message.Message):
-    __slots__ = ("type", "value", "text")
+    __slots__ = ("type", "value", "text", "lenient", "frame")
     class Type(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         REGEX: _ClassVar[Grammar.Type]
@@ -184,33 +194,43 @@ class Grammar(_message.Message):
     TYPE_FIELD_NUMBER: _ClassVar[int]
     VALUE_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
+    LENIENT_FIELD_NUMBER: _ClassVar[int]
+    FRAME_FIELD_NUMBER: _ClassVar[int]
     type: Grammar.Type
     value: str
     text: str
-    def __init__(self, type: _Optional[_Union[Grammar.Type, str]] = ..., value: _Optional[str] = ..., text: _Optional[str] = ...) -> None: ...
+    lenient: _containers.RepeatedScalarFieldContainer[str]
+    frame: str
+    def __init__(self, type: _Optional[_Union[Grammar.Type, str]] = ..., value: _Optional[str] = ..., text: _Optional[str] = ..., lenient: _Optional[_Iterable[str]] = ..., frame: _Optional[str] = ...) -> None: ...
 
 class CompileRequest(_message.Message):
-    __slots__ = ("grammar", "size", "pin", "released")
+    __slots__ = ("grammar", "size", "pin", "leniency", "released")
     GRAMMAR_FIELD_NUMBER: _ClassVar[int]
     SIZE_FIELD_NUMBER: _ClassVar[int]
     PIN_FIELD_NUMBER: _ClassVar[int]
+    LENIENCY_FIELD_NUMBER: _ClassVar[int]
     RELEASED_FIELD_NUMBER: _ClassVar[int]
     grammar: Grammar
     size: int
     pin: int
+    leniency: int
     released: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, grammar: _Optional[_Union[Grammar, _Mapping]] = ..., size: _Optional[int] = ..., pin: _Optional[int] = ..., released: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, grammar: _Optional[_Union[Grammar, _Mapping]] = ..., size: _Optional[int] = ..., pin: _Optional[int] = ..., leniency: _Optional[int] = ..., released: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class CompileResponse(_message.Message):
-    __slots__ = ("error", "size")
+    __slots__ = ("error", "size", "unenforced", "leniency")
     ERROR_FIELD_NUMBER: _ClassVar[int]
     SIZE_FIELD_NUMBER: _ClassVar[int]
+    UNENFORCED_FIELD_NUMBER: _ClassVar[int]
+    LENIENCY_FIELD_NUMBER: _ClassVar[int]
     error: str
     size: int
-    def __init__(self, error: _Optional[str] = ..., size: _Optional[int] = ...) -> None: ...
+    unenforced: _containers.RepeatedScalarFieldContainer[str]
+    leniency: int
+    def __init__(self, error: _Optional[str] = ..., size: _Optional[int] = ..., unenforced: _Optional[_Iterable[str]] = ..., leniency: _Optional[int] = ...) -> None: ...
 
 class Request(_message.Message):
-    __slots__ = ("id", "input_ids", "generated_ids", "sampling", "max_new_tokens", "ignore_eos", "logprobs", "top_n_tokens", "prefill_logprobs", "grammar", "adapter_id", "block_ids", "cached_tokens", "copy", "trace_context")
+    __slots__ = ("id", "input_ids", "generated_ids", "sampling", "max_new_tokens", "ignore_eos", "logprobs", "top_n_tokens", "prefill_logprobs", "grammar", "adapter_id", "prefill_top_n", "block_ids", "cached_tokens", "copy", "trace_context", "earlier_reply")
     class TraceContextEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -229,10 +249,12 @@ class Request(_message.Message):
     PREFILL_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     GRAMMAR_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_ID_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_TOP_N_FIELD_NUMBER: _ClassVar[int]
     BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     COPY_FIELD_NUMBER: _ClassVar[int]
     TRACE_CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    EARLIER_REPLY_FIELD_NUMBER: _ClassVar[int]
     id: int
     input_ids: _containers.RepeatedScalarFieldContainer[int]
     generated_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -244,11 +266,13 @@ class Request(_message.Message):
     prefill_logprobs: bool
     grammar: Grammar
     adapter_id: str
+    prefill_top_n: int
     block_ids: _containers.RepeatedScalarFieldContainer[int]
     cached_tokens: int
     copy: BlockCopy
     trace_context: _containers.ScalarMap[str, str]
-    def __init__(self, id: _Optional[int] = ..., input_ids: _Optional[_Iterable[int]] = ..., generated_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[SamplingParameters, _Mapping]] = ..., max_new_tokens: _Optional[int] = ..., ignore_eos: _Optional[bool] = ..., logprobs: _Optional[bool] = ..., top_n_tokens: _Optional[int] = ..., prefill_logprobs: _Optional[bool] = ..., grammar: _Optional[_Union[Grammar, _Mapping]] = ..., adapter_id: _Optional[str] = ..., block_ids: _Optional[_Iterable[int]] = ..., cached_tokens: _Optional[int] = ..., copy: _Optional[_Union[BlockCopy, _Mapping]] = ..., trace_context: _Optional[_Mapping[str, str]] = ...) -> None: ...
+    earlier_reply: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, id: _Optional[int] = ..., input_ids: _Optional[_Iterable[int]] = ..., generated_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[SamplingParameters, _Mapping]] = ..., max_new_tokens: _Optional[int] = ..., ignore_eos: _Optional[bool] = ..., logprobs: _Optional[bool] = ..., top_n_tokens: _Optional[int] = ..., prefill_logprobs: _Optional[bool] = ..., grammar: _Optional[_Union[Grammar, _Mapping]] = ..., adapter_id: _Optional[str] = ..., prefill_top_n: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ..., cached_tokens: _Optional[int] = ..., copy: _Optional[_Union[BlockCopy, _Mapping]] = ..., trace_context: _Optional[_Mapping[str, str]] = ..., earlier_reply: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class BlockCopy(_message.Message):
     __slots__ = ("source", "target", "tokens")
@@ -299,12 +323,16 @@ class DecodeRequest(_message.Message):
     def __init__(self, batch_id: _Optional[int] = ..., grants: _Optional[_Iterable[_Union[Grant, _Mapping]]] = ...) -> None: ...
 
 class StepResponse(_message.Message):
-    __slots__ = ("generations", "timings")
+    __slots__ = ("generations", "timings", "drafted_tokens", "accepted_tokens")
     GENERATIONS_FIELD_NUMBER: _ClassVar[int]
     TIMINGS_FIELD_NUMBER: _ClassVar[int]
+    DRAFTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     generations: _containers.RepeatedCompositeFieldContainer[Generation]
     timings: Timings
-    def __init__(self, generations: _Optional[_Iterable[_Union[Generation, _Mapping]]] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ...) -> None: ...
+    drafted_tokens: int
+    accepted_tokens: int
+    def __init__(self, generations: _Optional[_Iterable[_Union[Generation, _Mapping]]] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ..., drafted_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ...) -> None: ...
 
 class Timings(_message.Message):
     __slots__ = ("forward_ns", "sampling_ns", "total_ns")
@@ -317,7 +345,7 @@ class Timings(_message.Message):
     def __init__(self, forward_ns: _Optional[int] = ..., sampling_ns: _Optional[int] = ..., total_ns: _Optional[int] = ...) -> None: ...
 
 class Generation(_message.Message):
-    __slots__ = ("request_id", "token_ids", "logprobs", "top_tokens", "finish_reason", "prefill_tokens", "hidden", "error")
+    __slots__ = ("request_id", "token_ids", "logprobs", "top_tokens", "finish_reason", "prefill_tokens", "hidden", "error", "drafted")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
@@ -326,6 +354,7 @@ class Generation(_message.Message):
     PREFILL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     HIDDEN_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
+    DRAFTED_FIELD_NUMBER: _ClassVar[int]
     request_id: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     logprobs: _containers.RepeatedScalarFieldContainer[float]
@@ -334,7 +363,8 @@ class Generation(_message.Message):
     prefill_tokens: PrefillTokens
     hidden: _containers.RepeatedScalarFieldContainer[int]
     error: str
-    def __init__(self, request_id: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., top_tokens: _Optional[_Iterable[_Union[TopTokens, _Mapping]]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., prefill_tokens: _Optional[_Union[PrefillTokens, _Mapping]] = ..., hidden: _Optional[_Iterable[int]] = ..., error: _Optional[str] = ...) -> None: ...
+    drafted: bool
+    def __init__(self, request_id: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., top_tokens: _Optional[_Iterable[_Union[TopTokens, _Mapping]]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., prefill_tokens: _Optional[_Union[PrefillTokens, _Mapping]] = ..., hidden: _Optional[_Iterable[int]] = ..., error: _Optional[str] = ..., drafted: _Optional[bool] = ...) -> None: ...
 
 class TopTokens(_message.Message):
     __slots__ = ("ids", "logprobs")
@@ -345,12 +375,14 @@ class TopTokens(_message.Message):
     def __init__(self, ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class PrefillTokens(_message.Message):
-    __slots__ = ("ids", "logprobs")
+    __slots__ = ("ids", "logprobs", "top_tokens")
     IDS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    TOP_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ids: _containers.RepeatedScalarFieldContainer[int]
     logprobs: _containers.RepeatedScalarFieldContainer[float]
-    def __init__(self, ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
+    top_tokens: _containers.RepeatedCompositeFieldContainer[TopTokens]
+    def __init__(self, ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., top_tokens: _Optional[_Iterable[_Union[TopTokens, _Mapping]]] = ...) -> None: ...
 
 class FilterBatchRequest(_message.Message):
     __slots__ = ("batch_id", "keep_request_ids")

@@ -21,7 +21,7 @@ SHORTEST = 5.0
 """Seconds: a job is not started for less."""
 LINES = 30
 """Of each job's output that are printed; all of them are in $OUT/log.txt."""
-ENGINE = ("torch", "transformers", "safetensors", "tokenizers", "psutil", "llguidance")
+ENGINE = ("torch", "transformers", "accelerate", "safetensors", "tokenizers", "psutil", "llguidance")
 SHARD = (
     "grpc",
     "grpc_health",

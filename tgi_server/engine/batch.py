@@ -30,6 +30,11 @@ class ForwardPlan:
     picked: list[int]
 
     @property
+    def logits(self) -> int:
+        """The number of rows of logits that the pass yields, those of drafts left out."""
+        return self.decoding + sum(chunk.logits for chunk in self.chunks)
+
+    @property
     def is_greedy(self) -> bool:
         """Returns True if no chunk needs more logits than the largest of its sequence's last token."""
         return all(
@@ -112,6 +117,14 @@ class RunningBatch:
         self._runner.truncate(len(self.rows))
         sequence.jump(tokens)
         self.prefilling[sequence.request_id] = sequence
+
+    def row_of(self, sequence: RunningSequence) -> int:
+        """Returns the row of a sequence past its prompt."""
+        return self._row_of[sequence.request_id]
+
+    def skip(self, sequence: RunningSequence, tokens: int) -> None:
+        """Advances a sequence by `tokens` drafted tokens more, which are computed; its last token is computed next."""
+        self._runner.skip(self.row_of(sequence), tokens, sequence.generated_ids[-1])
 
     def plan(self, chunks: list[PromptChunk], *, decode: bool) -> ForwardPlan:
         """Plans a step that computes some chunks, and in which every row advances by a token if `decode`."""

@@ -28,6 +28,8 @@ class EngineConfig:
     cpu_memory: bytes of RAM for the KV cache on a CPU, of all shards on a machine; None: a share of what is free.
     cuda_graphs: CUDA-graph batch sizes, for which decoding is recorded; empty: none; None: the default ones. On a CPU,
         and for models whose steps cannot be recorded, there are none.
+    speculate: tokens that are drafted for a sequence in one step, at most; 0: none are. Only for models whose batches
+        are paged.
     group: the shards that compute the model together, this one among them; None: this process computes it alone.
     """
 
@@ -43,6 +45,7 @@ class EngineConfig:
     watermark_gamma: float = 0.5
     watermark_delta: float = 2.0
     cuda_graphs: tuple[int, ...] | None = None
+    speculate: int = 0
     group: ShardGroup | None = None
 
     def resolve_device(self) -> torch.device:

@@ -14,7 +14,7 @@ from tgi_server.engine.config import EngineConfig, resolve_dtype
 from tgi_server.engine.errors import EngineError, InvalidWeights, ModelNotFound, UnsupportedModel
 from tgi_server.engine.quantization import Quantization, find_quantization
 from tgi_server.engine.sharding import ShardGroup
-from tgi_server.engine.sharding.model import load_quantized, load_shard
+from tgi_server.engine.sharding.model import load_quantized, load_shard, placement
 
 
 def load_config(config: EngineConfig) -> PretrainedConfig:
@@ -47,7 +47,7 @@ def load_model(config: EngineConfig, device: torch.device) -> PreTrainedModel:
     factory = AutoModelForSeq2SeqLM if model_config.is_encoder_decoder else AutoModelForCausalLM
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
-    model, report = _load(config.model_path, lambda: _load_part(config, model_config, factory, dtype))
+    model, report = _load(config.model_path, lambda: _load_part(config, model_config, factory, dtype, device))
     if missing := sorted(report["missing_keys"]):
         raise InvalidWeights(f"{config.model_path}: weights are missing: {_some(missing)}")
     if mismatched := [key for key, *_ in report.get("mismatched_keys", ())]:
@@ -56,25 +56,30 @@ def load_model(config: EngineConfig, device: torch.device) -> PreTrainedModel:
 
 
 def _load_part(
-    config: EngineConfig, model_config: PretrainedConfig, factory: Any, dtype: torch.dtype
+    config: EngineConfig, model_config: PretrainedConfig, factory: Any, dtype: torch.dtype, device: torch.device
 ) -> tuple[PreTrainedModel, dict]:
-    """Loads the whole model, or this shard of it."""
+    """Loads the whole model, or this shard of it. A GPU gets each tensor as it is read, so that the host holds few."""
     quantization = find_quantization(config.model_path, model_config, config.quantize)
     if config.group is not None:
-        model, report = _load_shard(config, model_config, factory, dtype, config.group, quantization)
+        model, report = _load_shard(config, model_config, factory, dtype, device, config.group, quantization)
     elif quantization is not None:
         path, trust = config.model_path, config.trust_remote_code
-        model, report = load_quantized(path, model_config, factory, dtype, quantization, trust_remote_code=trust)
+        model, report = load_quantized(
+            path, model_config, factory, dtype, device, quantization, trust_remote_code=trust
+        )
     else:
-        model, report = _load_whole(config, factory, dtype)
+        model, report = _load_whole(config, factory, dtype, device)
     model.quantization = quantization.text if quantization else ""
     return model, report
 
 
-def _load_whole(config: EngineConfig, factory: Any, dtype: torch.dtype) -> tuple[PreTrainedModel, dict]:
+def _load_whole(
+    config: EngineConfig, factory: Any, dtype: torch.dtype, device: torch.device
+) -> tuple[PreTrainedModel, dict]:
     return factory.from_pretrained(
         config.model_path,
         dtype=dtype,
+        device_map=placement(device),
         trust_remote_code=config.trust_remote_code,
         local_files_only=True,
         use_safetensors=True,
@@ -87,6 +92,7 @@ def _load_shard(
     model_config: PretrainedConfig,
     factory: Any,
     dtype: torch.dtype,
+    device: torch.device,
     group: ShardGroup,
     quantization: Quantization | None,
 ) -> tuple[PreTrainedModel, dict]:
@@ -100,6 +106,7 @@ def _load_shard(
         model_config,
         factory,
         dtype,
+        device,
         group,
         quantization=quantization,
         trust_remote_code=config.trust_remote_code,

@@ -32,6 +32,7 @@ def info(model: LoadedModel, model_id: str, revision: str | None, world_size: in
         block_size=model.block_size,
         bos_token_id=model.bos_token_id or 0,
         decoder_start_token_id=model.decoder_start_token_id or 0,
+        speculate=model.speculate,
         grammars=model.grammars,
         quantization=model.quantization,
         linear_kernels=model.linear_kernels,
@@ -55,10 +56,13 @@ def sequence(request: pb.Request) -> RunningSequence:
         generated_ids=list(request.generated_ids),
         sampling=sampling_from_message(request.sampling),
         stopping=StoppingParameters(request.max_new_tokens, request.ignore_eos),
-        report=ReportParameters(request.logprobs, request.top_n_tokens, request.prefill_logprobs),
+        report=ReportParameters(
+            request.logprobs, request.top_n_tokens, request.prefill_logprobs, request.prefill_top_n
+        ),
         grammar=grammar_from_message(request.grammar) if request.HasField("grammar") else None,
         blocks=list(request.block_ids),
         computed=request.cached_tokens,
+        earlier_reply=list(request.earlier_reply),
         copy=block_copy_from_message(request.copy) if request.HasField("copy") else None,
     )
 
@@ -70,6 +74,8 @@ def grants(messages: Iterable[pb.Grant]) -> list[tuple[int, list[int]]]:
 def step_response(result: StepResult) -> pb.StepResponse:
     return pb.StepResponse(
         generations=[_generation(generation) for generation in result.generations],
+        drafted_tokens=result.drafted,
+        accepted_tokens=result.accepted,
         timings=pb.Timings(
             forward_ns=result.forward_ns,
             sampling_ns=result.total_ns - result.forward_ns,
@@ -84,6 +90,7 @@ def _generation(generation: Generation) -> pb.Generation:
         token_ids=(generation.token_id, *generation.jump_forward),
         hidden=generation.hidden,
         error=generation.error or "",
+        drafted=generation.drafted,
         finish_reason=finish_reason_to_message(generation.finish_reason),
     )
     if generation.logprob is not None:
@@ -95,4 +102,8 @@ def _generation(generation: Generation) -> pb.Generation:
             message.top_tokens.add(ids=(token,), logprobs=(0.0,))
     if prompt := generation.prompt_tokens:
         message.prefill_tokens.CopyFrom(pb.PrefillTokens(ids=prompt.ids, logprobs=prompt.logprobs))
+        for each in prompt.top:
+            message.prefill_tokens.top_tokens.add(
+                ids=[token for token, _ in each], logprobs=[value for _, value in each]
+            )
     return message

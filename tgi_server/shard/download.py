@@ -6,7 +6,7 @@ The hub's client itself reads the variables HF_TOKEN, HF_HUB_OFFLINE, HF_ENDPOIN
 import logging
 from pathlib import Path
 
-from huggingface_hub import snapshot_download
+from huggingface_hub import constants, snapshot_download
 from huggingface_hub.errors import (
     GatedRepoError,
     HFValidationError,
@@ -19,12 +19,11 @@ from huggingface_hub.errors import (
     XetDownloadError,
 )
 
+from tgi_server.shard.converted_models import CODE, METADATA, convert, converted_copy, permission_hint
 from tgi_server.shard.errors import ModelUnavailable
 
 logger = logging.getLogger(__name__)
 
-METADATA = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
-CODE = ["*.py"]
 # Subfolders hold the same weights in other formats.
 SUBFOLDERS = ["*/*"]
 # Files with the same weights in another layout, and files that training leaves behind.
@@ -33,9 +32,9 @@ NOT_THE_MODEL = ["consolidated*", "training_args*", "optimizer*", "scheduler*", 
 
 def find_model(model_id: str, revision: str | None, *, trust_remote_code: bool = False) -> Path:
     """Returns the model's folder, without using the network. Raises ModelUnavailable if it is not on this machine."""
-    return _local_folder(model_id) or _snapshot(
-        model_id, revision, ".safetensors", trust_remote_code=trust_remote_code, local_files_only=True
-    )
+    if (folder := _local_folder(model_id)) is not None:
+        return folder if _has_weights(folder, ".safetensors") else converted_copy(folder) or folder
+    return _snapshot(model_id, revision, ".safetensors", trust_remote_code=trust_remote_code, local_files_only=True)
 
 
 def download_model(
@@ -52,9 +51,8 @@ def download_model(
             logger.info("%s has no safetensors files; fetching its .bin files", model_id)
             folder = _snapshot(model_id, revision, ".bin", trust_remote_code=trust_remote_code)
     if auto_convert and not _has_weights(folder, ".safetensors") and _has_weights(folder, ".bin"):
-        from tgi_server.shard.pickled_weights import convert_folder  # imports torch, which takes a second
-
-        convert_folder(folder)
+        converted = convert(folder)
+        folder = converted if _has_weights(converted, extension) else folder
     if not _has_weights(folder, extension):
         raise ModelUnavailable(f"{model_id} has no *{extension} files; name another model, or another --extension")
     return folder
@@ -112,7 +110,7 @@ def _explain(error: Exception, named: str) -> str:
             return f"{named} is not complete on this machine; run `text-generation-server download-weights` first"
         case LocalEntryNotFoundError():
             return f"{named} is not on this machine, and the hub cannot be reached: {_first_line(error.__cause__)}"
-    return f"{named} could not be fetched: {_first_line(error)}"
+    return f"{named} could not be fetched: {_first_line(error)}{permission_hint(error, constants.HF_HUB_CACHE)}"
 
 
 def _first_line(error: BaseException | None) -> str:

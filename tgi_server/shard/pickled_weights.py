@@ -24,8 +24,8 @@ INDEX = "pytorch_model.bin.index.json"
 NEW_INDEX = "model.safetensors.index.json"
 
 
-def convert_folder(folder: Path) -> None:
-    """Writes a safetensors file beside each `.bin` file of the model, and the index that several files need.
+def convert_weights(folder: Path, target_folder: Path) -> None:
+    """Writes a safetensors file for each `.bin` file of the model, and the index that several files need.
 
     The new files get their names once all of them are whole, so an interrupted conversion is never served.
     Raises ModelUnavailable when a file is missing, corrupt, or holds more than tensors, and when the disk is full.
@@ -37,7 +37,7 @@ def convert_folder(folder: Path) -> None:
         for number, source in enumerate(sources, start=1):
             logger.info("converting %s to safetensors (%d of %d)", source.name, number, len(sources))
             tensors = _without_shared_memory(_load(source))
-            target = folder / source.name.replace("pytorch_model", "model").replace(".bin", ".safetensors")
+            target = target_folder / source.name.replace("pytorch_model", "model").replace(".bin", ".safetensors")
             unfinished[target] = target.with_suffix(".partial")
             _write(tensors, unfinished[target])
             locations |= dict.fromkeys(tensors, target.name)
@@ -46,7 +46,7 @@ def convert_folder(folder: Path) -> None:
             os.replace(partial, target)
     if len(sources) > 1:
         index = {"metadata": {"total_size": total_bytes}, "weight_map": locations}
-        (folder / NEW_INDEX).write_text(json.dumps(index, indent=2, sort_keys=True))
+        (target_folder / NEW_INDEX).write_text(json.dumps(index, indent=2, sort_keys=True))
 
 
 def _weight_files(folder: Path) -> list[Path]:

@@ -71,6 +71,7 @@ def engine_config(settings: ShardSettings, model_path: Path, group: ShardGroup |
         trust_remote_code=settings.trust_remote_code,
         watermark_gamma=settings.watermark_gamma,
         watermark_delta=settings.watermark_delta,
+        speculate=settings.speculate,
         cuda_graphs=None if settings.cuda_graphs is None else tuple(size for size in settings.cuda_graphs if size),
     )
 

@@ -78,12 +78,16 @@ class TextGenerationService(TextGenerationServiceServicer):
             capacity = self._engine.warm_up(
                 max_batch_size=request.max_batch_size,
                 max_prefill_tokens=request.max_prefill_tokens,
-                max_total_tokens=request.max_total_tokens if request.HasField("max_total_tokens") else None,
+                max_total_tokens=request.max_total_tokens or None,
+                max_batch_total_tokens=request.max_batch_total_tokens or None,
             )
         if self._grammars is not None:
             self._grammars.start()
         self._idle.begins()
-        return conversion.capacity(capacity, self._engine.fallbacks)
+        response = conversion.capacity(capacity, self._engine.fallbacks)
+        self._info.limits.CopyFrom(request)
+        self._info.capacity.CopyFrom(response)
+        return response
 
     async def Run(self, calls: AsyncIterator[pb.Call], context: grpc.aio.ServicerContext) -> AsyncIterator[pb.Answer]:
         """Runs the calls of one stream. A stream that is opened ends the one before it."""

@@ -52,12 +52,15 @@ class ModelSettings(CheckpointSettings):
         None, description="numbers of sequences to record CUDA graphs for; 0: none; default: sizes up to 256"
     )
 
+    speculate: NonNegativeInt = Field(
+        0, description="tokens drafted for a sequence in one step, at most, from its own text and from earlier replies"
+    )
+
     watermark_gamma: float = Field(0.5, gt=0, lt=1, description="share of the vocabulary that a watermark favours")
     watermark_delta: float = Field(2.0, ge=0, description="how much it favours it, added to the logits")
 
     otlp_endpoint: str | None = Field(None, description="where OpenTelemetry spans go")
 
-    speculate: Annotated[int | None, Refused("speculative decoding is not supported yet", harmless=(0,))] = None
     kv_cache_dtype: Annotated[
         str | None, Refused("the KV cache has the dtype of the model; 8-bit caches are not supported yet")
     ] = None

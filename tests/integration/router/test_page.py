@@ -1,5 +1,6 @@
 """The page at `/`, in headless Chromium."""
 
+import json
 import re
 import shutil
 from collections.abc import Iterator
@@ -66,6 +67,31 @@ def test_a_prompt_is_answered_token_by_token_with_probabilities(page, mode) -> N
     assert len(titles) > 1
     assert all(title.endswith("%") for title in titles)
     assert page.inner_text("#total").endswith("s")
+
+
+def test_without_drafts_nothing_is_said_of_them(page) -> None:
+    page.wait_for_selector("#limits dd")
+    assert page.locator("#drafted-legend").is_hidden()
+
+
+@pytest.mark.parametrize("mode", ["chat", "plain"])
+def test_drafted_tokens_are_marked(browser, demo_server, mode) -> None:
+    tokens = [{"token": text, "text": text, "special": False, "logprob": -0.1} for text in "abc"]
+    tokens[1]["drafted"] = True
+    contents = [{"delta": {"content": each["text"]}, "logprobs": {"content": [each]}} for each in tokens]
+    replies = [{"choices": [each]} for each in contents] if mode == "chat" else [{"token": each} for each in tokens]
+    with opened(browser, demo_server.url) as page:
+        info = httpx.get(f"{demo_server.url}/info").json()
+        page.route("**/info", lambda route: route.fulfill(json={**info, "speculate": 3}))
+        body = "".join(f"data: {json.dumps(reply)}\n\n" for reply in replies)
+        for path in ("generate_stream", "v1/chat/completions"):
+            page.route(f"**/{path}", lambda route: route.fulfill(body=body, content_type="text/event-stream"))
+        page.reload()
+        page.select_option("#mode", mode)
+        page.click("#generate")
+        assert answered(page) == "abc"
+        assert page.eval_on_selector_all("#answer .drafted", "tokens => tokens.map(token => token.innerText)") == ["b"]
+        assert page.locator("#drafted-legend").is_visible()
 
 
 @pytest.mark.slow

@@ -1,6 +1,8 @@
 """`text-generation-server download-weights` against a stand-in for the hub."""
 
 import io
+import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -170,3 +172,40 @@ def test_a_local_folder_is_converted_in_place(download: Download, tmp_path: Path
     (local / "pytorch_model.bin").write_bytes(pickled(WEIGHTS))
     assert folder_of(download(str(local))) == local
     assert torch.equal(load_file(local / "model.safetensors")["weight"], WEIGHTS["weight"])
+
+
+def on_read_only(folder: Path, *command: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Runs the command where the folder, and everything below it, cannot be written to by anybody."""
+    quoted = shlex.quote(str(folder))
+    mount = f"mount --bind {quoted} {quoted} && mount -o remount,bind,ro {quoted}"
+    script = f"{mount} || exit 77; exec {shlex.join(command)}"
+    result = subprocess.run(
+        ["unshare", "--map-root-user", "--mount", "sh", "-c", script],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    if result.returncode == 77 or result.stderr.startswith("unshare:"):
+        pytest.skip(f"no folder can be made read-only here: {result.stderr.strip()}")
+    return result
+
+
+@pytest.mark.slow
+def test_a_read_only_folder_is_converted_into_the_cache(tmp_path: Path) -> None:
+    local, cache = tmp_path / "model", tmp_path / "hub"
+    local.mkdir()
+    (local / "config.json").write_text("{}")
+    (local / "pytorch_model.bin").write_bytes(pickled(WEIGHTS))
+    command = (sys.executable, "-m", "tgi_server.shard.cli", "download-weights", str(local))
+    folder = folder_of(on_read_only(local, *command, HF_HUB_CACHE=str(cache)))
+    assert folder.is_relative_to(cache)
+    assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors"]
+    assert sorted(path.name for path in local.iterdir()) == ["config.json", "pytorch_model.bin"]
+    before = (folder / "model.safetensors").stat().st_mtime_ns
+    assert folder_of(on_read_only(local, *command, HF_HUB_CACHE=str(cache))) == folder
+    assert (folder / "model.safetensors").stat().st_mtime_ns == before
+    line = complaint_of(on_read_only(tmp_path, *command, HF_HUB_CACHE=str(tmp_path / "absent")))
+    assert f"{local} has .bin weights only, and cannot be written to" in line
+    assert f"chown -R 0:0 {tmp_path}/absent" in line

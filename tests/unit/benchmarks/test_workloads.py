@@ -1,7 +1,9 @@
 """The loads: who sends what."""
 
 from dataclasses import replace
+from itertools import pairwise
 
+from benchmarks.words import COMMON
 from benchmarks.workloads import GREETING, WORKLOADS, Workload
 
 CHAT = Workload("chat", users=2, words=12, new_tokens=4, turns=3, repeat=2)
@@ -20,6 +22,20 @@ def test_the_same_seed_makes_the_same_prompts_and_another_seed_others() -> None:
 
 def test_a_load_without_words_sends_the_greeting() -> None:
     assert list(WORKLOADS["W1"].prompts(5, 3)) == [[GREETING]] * WORKLOADS["W1"].repeat
+
+
+def test_a_model_that_says_successors_repeats_what_stands_in_the_prompt() -> None:
+    load = WORKLOADS["W8"]
+    ((prompt,), (other,), *_) = load.prompts(0, 0)
+    words = prompt.split()
+    assert (len(words), len(set(words))) == (300, 298)
+    assert prompt != other
+    said = words[-1:]
+    while len(said) <= load.new_tokens:
+        said.append(COMMON[(COMMON.index(said[-1]) + 1) % len(COMMON)])
+    assert set(said) <= set(words)
+    steps = list(pairwise(words))
+    assert sum(pair in steps for pair in pairwise(said)) >= 0.9 * load.new_tokens
 
 
 def test_a_shorter_run_begins_as_the_longer_one_does() -> None:

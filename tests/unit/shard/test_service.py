@@ -37,6 +37,7 @@ class Engine:
             grammars=False,
             quantization="",
             linear_kernels="float32: fma",
+            speculate=0,
         )
         self.batch = None
         self.fallbacks = ["attention runs in plain torch"]

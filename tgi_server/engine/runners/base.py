@@ -11,6 +11,7 @@ from transformers import PretrainedConfig
 
 from tgi_server.contract import StoppingParameters
 from tgi_server.engine.attention.base import GreedyOnly
+from tgi_server.engine.errors import InvalidCall
 from tgi_server.engine.sequence import RunningSequence
 
 UNBOUNDED_POSITIONS = 1 << 20
@@ -80,7 +81,13 @@ class Runner(ABC):
         self.fallbacks = list(fallbacks)
 
     @abstractmethod
-    def warm_up(self, max_batch_size: int, max_prefill_tokens: int, max_total_tokens: int | None) -> CacheCapacity:
+    def warm_up(
+        self,
+        max_batch_size: int,
+        max_prefill_tokens: int,
+        max_total_tokens: int | None,
+        max_batch_total_tokens: int | None,
+    ) -> CacheCapacity:
         """Sizes the cache and runs the largest pass. Raises NotEnoughMemory."""
 
     def reserve(self, seconds: float) -> bool:
@@ -109,6 +116,13 @@ class Runner(ABC):
     @abstractmethod
     def accept(self, first_row: int, token_ids: Tensor) -> None:
         """Sets the next inputs of the rows from `first_row` on. token_ids: [rows] int64 on the device."""
+
+    def skip(self, row: int, tokens: int, token_id: int) -> None:
+        """Advances a row by `tokens` tokens more than the one of the last pass. token_id: its next input.
+
+        The pass has computed them as a chunk behind the row's own token. Only for paged models.
+        """
+        raise InvalidCall("a padded row advances by one token a pass")
 
     @abstractmethod
     def grant(self, sequence: RunningSequence, row: int | None, blocks: list[int]) -> None:

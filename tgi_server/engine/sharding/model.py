@@ -42,6 +42,7 @@ def load_shard(
     config: PretrainedConfig,
     factory: Any,
     dtype: torch.dtype,
+    device: torch.device,
     group: ShardGroup,
     *,
     quantization: Quantization | None,
@@ -58,7 +59,7 @@ def load_shard(
     plan = plan_for(config)
     share = share_of(group.rank, group.world_size, plan.heads)
     group.check_same(_facts(folder, config, dtype) | dict(facts))
-    model, report = _load(folder, config, factory, dtype, plan, share, quantization, trust_remote_code)
+    model, report = _load(folder, config, factory, dtype, device, plan, share, quantization, trust_remote_code)
     _surround(model, plan, share, group)
     return model, report
 
@@ -68,12 +69,13 @@ def load_quantized(
     config: PretrainedConfig,
     factory: Any,
     dtype: torch.dtype,
+    device: torch.device,
     quantization: Quantization,
     *,
     trust_remote_code: bool,
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """Loads a whole model with quantised weights. Returns it with what `transformers` reports of loading it."""
-    return _load(folder, config, factory, dtype, None, None, quantization, trust_remote_code)
+    return _load(folder, config, factory, dtype, device, None, None, quantization, trust_remote_code)
 
 
 def _load(
@@ -81,6 +83,7 @@ def _load(
     config: PretrainedConfig,
     factory: Any,
     dtype: torch.dtype,
+    device: torch.device,
     plan: ShardingPlan | None,
     share: Share | None,
     quantization: Quantization | None,
@@ -98,7 +101,12 @@ def _load(
         taken = {id(tensor) for tensor in quantized.values()}
         rest = {name: tensor for name, tensor in tensors.items() if id(tensor) not in taken}
         model, report = part_class.from_pretrained(
-            None, config=config, state_dict=rest, dtype=dtype, output_loading_info=True
+            None,
+            config=config,
+            state_dict=rest,
+            dtype=dtype,
+            device_map=placement(device),
+            output_loading_info=True,
         )
         for path, tensor in quantized.items():
             layer = model.get_submodule(path)
@@ -113,6 +121,14 @@ def _load(
     if (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
     return model, report
+
+
+def placement(device: torch.device) -> dict[str, torch.device] | None:
+    """Returns the `device_map` with which `transformers` puts each weight on the device as soon as it is read.
+
+    On a CPU weights may stay where they are: in the pages of their files.
+    """
+    return None if device.type == "cpu" else {"": device}
 
 
 def _linears(model: PreTrainedModel, tensors: Checkpoint) -> dict[str, QuantizedTensor]:

@@ -1,5 +1,6 @@
 """The shards' memory, as sequences hold it: KV blocks for most models, rectangles for the others."""
 
+from array import array
 from collections import Counter
 from collections.abc import Iterable
 from enum import Enum
@@ -81,8 +82,10 @@ class PagedMemory:
 
     chunks = True
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, *, prefix_caching: bool = True) -> None:
+        """prefix_caching: what one sequence has computed is kept for others."""
         self.block_size = block_size
+        self._prefix_caching = prefix_caching
         self._num_blocks = num_blocks
         self._sources: dict[Sequence, list[int]] = {}  # of the block copies that the call being built makes
         self.rebuild(())
@@ -174,10 +177,17 @@ class PagedMemory:
             return False
         own = self._take(new)
         copy = BlockCopy(found[shared], own[0], partial) if partial else None
-        sequence.admit(found[:shared] + own, match.tokens, copy)
+        sequence.admit(found[:shared] + own, match.tokens, copy, self._earlier_reply(sequence))
         if partial:
             self._sources[sequence] = found[shared:]
         return True
+
+    def _earlier_reply(self, sequence: Sequence) -> Iterable[int]:
+        """Returns what was written for an earlier request with the same prompt, where the shards draft from it."""
+        if not sequence.speculates:
+            return ()
+        prompt = sequence.tokens[: sequence.prompt_tokens].tobytes()
+        return array("I", self._cache.continuation(_space(sequence), prompt, sequence.request.stopping.max_new_tokens))
 
     def _take(self, blocks: int) -> list[int]:
         short = blocks - self._pool.free
@@ -190,7 +200,7 @@ class PagedMemory:
 
     def _keep(self, sequence: Sequence, tokens: int, *, fresh: bool) -> None:
         """Offers the sequence's first tokens to those that come after it."""
-        if tokens:
+        if tokens and self._prefix_caching:
             self._cache.insert(_space(sequence), sequence.tokens[:tokens].tobytes(), sequence.blocks, fresh=fresh)
 
 

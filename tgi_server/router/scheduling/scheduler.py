@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -56,6 +56,7 @@ class Scheduler:
         metrics: Metrics,
         pace: PromptPace,
         *,
+        prefix_caching: bool = True,
         clock: Callable[[], float] = perf_counter,
         idle_check_after_s: float = 1.0,
         recovery_timeout_s: float = 5.0,
@@ -63,6 +64,7 @@ class Scheduler:
     ) -> None:
         """info, capacity: what the shards responded to Info and Warmup.
 
+        prefix_caching: what one request has computed is kept for others.
         pace: says how many prompt tokens ride along with running replies. clock: in seconds.
         idle_check_after_s: after so long without anything to do, the books of blocks and prefix cache are checked once.
         recovery_timeout_s, recovery_interval_s: how long shards may take to show that they are well after a failure,
@@ -70,6 +72,7 @@ class Scheduler:
         """
         self._shards = shards
         self._metrics = metrics
+        self._speculates = info.speculate > 0
         self._pace = pace
         self._clock = clock
         self._answered_at = clock()  # when the last response came
@@ -79,7 +82,7 @@ class Scheduler:
         self._recovery_interval_s = recovery_interval_s
         self.waiting = WaitingQueue()
         self.batch = Batch(
-            PagedMemory(capacity.num_blocks, info.block_size)
+            PagedMemory(capacity.num_blocks, info.block_size, prefix_caching=prefix_caching)
             if info.paged
             else PaddedMemory(limits.max_batch_total_tokens)
         )
@@ -108,7 +111,7 @@ class Scheduler:
             tell_end(request, self._unhealthy)
             return
         try:
-            sequence = Sequence(request)
+            sequence = Sequence(request, self._speculates)
             self.batch.memory.check_length(sequence)
         except InvalidRequest as error:
             tell_end(request, error)
@@ -189,7 +192,6 @@ class Scheduler:
                 self._end(sequence, RouterError("the start of the generation could not be handled"))
             else:
                 if first:
-                    self._metrics.requests.skipped(sequence.cached)
                     self._metrics.batches.looked_up(sequence.prompt_tokens, sequence.cached)
 
     async def receive(self) -> None:
@@ -207,7 +209,14 @@ class Scheduler:
         self._pace.observe(sent.plan.replies, sent.plan.prompt_tokens, self._answered_at - started)
         timings = response.step.timings
         self._metrics.batches.answered(sent.method, seconds, timings.forward_ns / 1e9, timings.sampling_ns / 1e9)
+        if self._speculates:
+            self._show_speculation(response.step)
         self._deliver(response.step)
+
+    def _show_speculation(self, step: pb.StepResponse) -> None:
+        self._metrics.batches.speculated(step.drafted_tokens, step.accepted_tokens)
+        for generations in Counter(generation.request_id for generation in step.generations).values():
+            self._metrics.requests.skipped(generations - 1)
 
     def _deliver(self, step: pb.StepResponse) -> None:
         """Hands out the tokens of a step, and ends the requests that end with them."""

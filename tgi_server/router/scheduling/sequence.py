@@ -26,6 +26,7 @@ SINK_FAULTS = (Exception, asyncio.CancelledError)
 class Sequence:
     """Knows nothing of other requests. Its state changes only through its methods.
 
+    speculates: one step may yield several tokens, those that the shards drafted and found right.
     message: what the shards are told of it when it joins their batch.
     tokens: the prompt and what has been generated, as 32-bit numbers. known: how many there were on admission; the
         step that computes the last of them yields the next token.
@@ -34,10 +35,11 @@ class Sequence:
     blocks: the block table as the shards know it. cached: tokens that were found in its first blocks on admission.
     first_step: the step that computes the last known token and yields the next; from then on each step computes the
         token that the one before it yielded.
-    newest: tokens that its last answered step yielded.
+    newest: tokens of its last generation, of which no step may have computed any.
     """
 
     request: ValidRequest
+    speculates: bool = False
     message: pb.Request = field(init=False)
     tokens: "array[int]" = field(init=False)
     known: int = field(init=False)
@@ -75,8 +77,8 @@ class Sequence:
 
     @property
     def jumps(self) -> bool:
-        """True if one step may yield several tokens, because a grammar may leave no choice about some."""
-        return self.request.grammar is not None
+        """True if one step may yield several tokens: drafted ones, or such as its grammar leaves no choice about."""
+        return self.speculates or self.request.grammar is not None
 
     @property
     def reports_prompt(self) -> bool:
@@ -111,10 +113,17 @@ class Sequence:
         step = self.first_step + len(self.blocks) * block_size - (self.known - 1)
         return step if step <= self.last_step else None
 
-    def admit(self, blocks: Iterable[int] = (), cached: int = 0, copy: BlockCopy | None = None) -> None:
+    def admit(
+        self,
+        blocks: Iterable[int] = (),
+        cached: int = 0,
+        copy: BlockCopy | None = None,
+        earlier_reply: Iterable[int] = (),
+    ) -> None:
         """Gives the sequence the blocks of its known tokens, with which it joins the shards' batch.
 
         cached: known tokens that are in them already. copy: made before anything is computed.
+        earlier_reply: the beginning of a reply to the same prompt.
         """
         self.blocks = list(blocks)
         self.cached = self.computed = cached
@@ -125,6 +134,7 @@ class Sequence:
             cached_tokens=cached,
             copy=copy,
             prefill_logprobs=self.reports_prompt,
+            earlier_reply=earlier_reply,
         )
 
     def start(self) -> bool:
@@ -132,7 +142,7 @@ class Sequence:
         if self.started:
             return False
         self.started = True
-        self.request.sink.started()
+        self.request.sink.started(self.cached)
         return True
 
     def compute(self, tokens: int, step: int) -> None:

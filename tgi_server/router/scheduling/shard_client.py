@@ -54,13 +54,17 @@ class ShardClient:
             raise self.explain(error) from error
         return list(zip(found.urls, found.grammar_urls, strict=True))
 
-    async def compile(self, grammar: pb.Grammar, pin: int, size: int | None, timeout_s: float) -> pb.CompileResponse:
-        """Has the grammar compiled, and kept until its pin is released. size: what another shard answered.
+    async def compile(
+        self, grammar: pb.Grammar, pin: int, tried: pb.CompileResponse | None, timeout_s: float
+    ) -> pb.CompileResponse:
+        """Has the grammar compiled, and kept until its pin is released. tried: what another shard answered.
 
         Raises Overloaded, and what else gRPC raises.
         """
         released, self._released = self._released, []
-        request = pb.CompileRequest(grammar=grammar, size=size, pin=pin, released=released)
+        request = pb.CompileRequest(grammar=grammar, pin=pin, released=released)
+        if tried is not None:
+            request.size, request.leniency = tried.size, tried.leniency
         try:
             response: pb.CompileResponse = await self.grammar_stub.Compile(request, timeout=timeout_s)
         except BaseException as error:
@@ -211,43 +215,44 @@ class ShardedClient:
         await asyncio.gather(*(shard.siblings(timeout_s) for shard in self._shards))
 
     async def info(self, timeout_s: float = 30.0) -> pb.InfoResponse:
-        """Returns what the first shard loaded. Raises Unhealthy."""
+        """Returns what the first shard loaded; once all are warmed up, what fits on each, too. Raises Unhealthy."""
         responses: list[pb.InfoResponse] = await self._ask("Info", pb.InfoRequest(), timeout_s)
+        if all(response.HasField("capacity") for response in responses):
+            responses[0].capacity.CopyFrom(_smallest(response.capacity for response in responses))
+        else:
+            responses[0].ClearField("limits")
         return responses[0]
 
     async def warmup(self, request: pb.WarmupRequest, timeout_s: float | None = None) -> pb.WarmupResponse:
         """Returns what fits on every shard. Takes as long as the largest step does. Raises Unhealthy."""
         responses: list[pb.WarmupResponse] = await self._ask("Warmup", request, timeout_s)
-        return pb.WarmupResponse(
-            num_blocks=min(response.num_blocks for response in responses),
-            max_total_tokens=min(response.max_total_tokens for response in responses),
-            max_batch_total_tokens=min(response.max_batch_total_tokens for response in responses),
-            fallbacks=dict.fromkeys(reason for response in responses for reason in response.fallbacks),
-        )
+        return _smallest(responses)
 
     async def health(self, timeout_s: float) -> None:
         """Has every shard compute something. Raises Unhealthy when one of them cannot, within `timeout_s` seconds."""
         await self._ask("Health", pb.HealthRequest(), timeout_s)
 
-    async def compile(self, grammar: pb.Grammar, pin: int, timeout_s: float = 60.0) -> str | None:
-        """Has every shard compile a grammar; steps go on meanwhile. Returns why it cannot be used, or None if it can.
+    async def compile(self, grammar: pb.Grammar, pin: int, timeout_s: float = 60.0) -> pb.CompileResponse:
+        """Has every shard compile a grammar; steps go on meanwhile. Returns the response of the first that refuses it.
 
         The first shard tries it before the others, which take its word, so that all of them decide alike. They keep it
         until `pin`, a number that no other has, is released. Raises Overloaded when too many grammars are being
         compiled, and Unhealthy.
         """
-        size, fault = None, None
+        tried, fault = None, None
         asked: list[ShardClient] = []
         try:
             for shards in filter(None, (self._shards[:1], self._shards[1:])):
                 asked += shards
-                ask = partial(ShardClient.compile, grammar=grammar, pin=pin, size=size, timeout_s=timeout_s)
+                ask = partial(ShardClient.compile, grammar=grammar, pin=pin, tried=tried, timeout_s=timeout_s)
                 responses: list[pb.CompileResponse] = await self._ask_each(ask, shards)
-                size = responses[0].size
-                fault = next((response.error for response in responses if response.error), None)
-                if fault is not None:
-                    return fault
-            return None
+                tried = tried or responses[0]
+                refusal = next((response for response in responses if response.error), None)
+                if refusal is not None:
+                    fault = refusal.error
+                    return refusal
+            assert tried is not None
+            return tried
         except BaseException as error:
             fault = str(error)
             raise
@@ -304,6 +309,16 @@ async def _all(responses: Iterable[Awaitable[Response]]) -> list[Response]:
 async def _all_of(queue: asyncio.Queue[pb.Call]) -> AsyncIterator[pb.Call]:
     while True:
         yield await queue.get()
+
+
+def _smallest(capacities: Iterable[pb.WarmupResponse]) -> pb.WarmupResponse:
+    all_of_them = list(capacities)
+    return pb.WarmupResponse(
+        num_blocks=min(capacity.num_blocks for capacity in all_of_them),
+        max_total_tokens=min(capacity.max_total_tokens for capacity in all_of_them),
+        max_batch_total_tokens=min(capacity.max_batch_total_tokens for capacity in all_of_them),
+        fallbacks=dict.fromkeys(reason for capacity in all_of_them for reason in capacity.fallbacks),
+    )
 
 
 def _agreed(responses: list[pb.Answer]) -> pb.Answer:

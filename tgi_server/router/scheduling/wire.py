@@ -20,6 +20,7 @@ def request_message(request: ValidRequest) -> pb.Request:
         ignore_eos=request.stopping.ignore_eos,
         logprobs=request.report.logprobs,
         top_n_tokens=request.report.top_n_tokens,
+        prefill_top_n=request.report.prefill_top_n,
         adapter_id=request.adapter_id or "",
         sampling=sampling_to_message(request.sampling),
         grammar=None if request.grammar is None else grammar_to_message(request.grammar),
@@ -35,12 +36,14 @@ def complete_request(
     cached_tokens: int,
     copy: BlockCopy | None,
     prefill_logprobs: bool,
+    earlier_reply: Iterable[int],
 ) -> None:
     """Adds what a request has, or has become, when it joins the shards' batch."""
     message.generated_ids[:] = generated_ids
     message.block_ids[:] = block_ids
     message.cached_tokens = cached_tokens
     message.prefill_logprobs = prefill_logprobs
+    message.earlier_reply[:] = earlier_reply
     message.ClearField("copy")
     if copy is not None:
         message.copy.CopyFrom(block_copy_to_message(copy))

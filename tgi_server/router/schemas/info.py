@@ -18,6 +18,7 @@ class Info(ResponseModel):
     max_total_tokens: UnsignedInt
     validation_workers: UnsignedInt
     max_client_batch_size: UnsignedInt
+    speculate: UnsignedInt
     router: str
     version: str
     sha: str | None = None
@@ -27,6 +28,12 @@ class Info(ResponseModel):
     fallbacks: list[str] = Field(
         default_factory=list, description="why parts of the model are computed in a slower way than the device has"
     )
+
+
+class VersionInfo(ResponseModel):
+    """The version of the server itself; /info has one that can be compared with TGI's."""
+
+    version: str
 
 
 class ModelInfo(ResponseModel):

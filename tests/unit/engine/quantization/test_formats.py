@@ -66,6 +66,12 @@ def test_other_architectures_and_mixtures_of_experts(layout, architecture, tmp_p
     assert tokens(quantized) == tokens(dense)
 
 
+@pytest.mark.parametrize("kept", [("layers.0.self_attn.q_proj", "layers.1.mlp.gate_proj"), ("down_proj", "o_proj")])
+def test_some_layers_of_a_model_may_be_left_as_they_were(kept, tmp_path) -> None:
+    quantized, dense = make_quantized("w4a16", tmp_path, keep=kept)
+    assert tokens(quantized) == tokens(dense)
+
+
 def test_without_kernels_plain_torch_computes_the_same(tmp_path) -> None:
     quantized, dense = make_quantized("gptq_act_order", tmp_path)
     assert tokens(quantized, custom_kernels=False) == tokens(dense)

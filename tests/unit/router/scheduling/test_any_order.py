@@ -46,6 +46,7 @@ class AnyOrder(RuleBasedStateMachine):
         chunk=st.integers(1, 12),
         prefill=st.integers(1, 30),
         late_end=st.booleans(),
+        speculate=st.sampled_from((0, 0, 1, 4)),
     )
     def start(
         self,
@@ -55,6 +56,7 @@ class AnyOrder(RuleBasedStateMachine):
         chunk: int,
         prefill: int,
         late_end: bool,
+        speculate: int,
     ) -> None:
         self.harmed: set[int] = set()  # requests that need not end as they should
         self.largest = num_blocks * block_size
@@ -65,6 +67,7 @@ class AnyOrder(RuleBasedStateMachine):
             max_batch_size=max_batch_size,
             max_batch_prefill_tokens=prefill,
             prefill_chunk_tokens=chunk,
+            speculate=speculate,
         )
 
     @rule(
