@@ -92,14 +92,26 @@ async def test_lm_eval(demo_server: TextGenerationServer, environments: Path):
         assert told == tokenizer.decode(made, skip_special_tokens=True).split("\n\n")[0]
 
 
+@pytest.mark.parametrize(
+    "packages", [["instructor"], ["langchain-openai"], ["litellm", "mcp"], ["pydantic-ai-slim[openai]"]], ids=" ".join
+)
+async def test_frameworks_get_calls_of_tools(router: Router, environments: Path, packages: list[str]):
+    router.say('{"name": "Rice", "arguments": {"minutes": 12}}')
+    environment = Environment(environments / packages[0].partition("[")[0], packages)
+    assert await environment.ask("frameworks_script.py", router.url, packages[0]) == {"minutes": 12}
+
+
 async def test_schemathesis(router: Router, environments: Path, tmp_path: Path):
     """Whatever is sent, nothing but what the API's description allows comes back, and never a 5xx."""
     environment = Environment(environments / "schemathesis", ["schemathesis"])
-    checks = "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance"
+    checks = [
+        *("not_a_server_error", "status_code_conformance", "content_type_conformance", "response_schema_conformance"),
+        *("response_headers_conformance", "unsupported_method", "missing_required_header", "negative_data_rejection"),
+    ]
     report = tmp_path / "report.json"
     _, output = await environment.run(
         "schemathesis",
-        *("run", f"{router.url}/openapi.json", "--max-examples=10", f"--checks={checks}", "--no-color"),
+        *("run", f"{router.url}/openapi.json", "--max-time=300", f"--checks={','.join(checks)}", "--no-color"),
         *("--suppress-health-check=all", "--report=json", f"--report-json-path={report}"),
     )
     result = json.loads(report.read_text())
