@@ -50,7 +50,9 @@ def make_quantized(
         ):
             written[name] = equal[name] = tensor
         elif (tensor.dim() == 3) == (layout == "mxfp4"):
-            tensors, equal[name] = packer(name.removesuffix(".weight"), tensor)
+            outputs_last = architecture == "gpt2"
+            tensors, weight = packer(name.removesuffix(".weight"), tensor.T if outputs_last else tensor)
+            equal[name] = weight.T if outputs_last else weight
             written |= tensors
         else:
             written[name] = equal[name] = tensor

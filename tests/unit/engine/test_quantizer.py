@@ -51,7 +51,7 @@ def test_a_weight_loses_less_of_its_outputs_than_by_rounding(settings) -> None:
         ("llama", GptqSettings(group_size=32, act_order=True)),
         pytest.param("opt", GptqSettings(8, -1), marks=pytest.mark.slow),
         pytest.param("gemma3_text", SETTINGS, marks=pytest.mark.slow),
-        pytest.param("falcon_7b", SETTINGS, marks=pytest.mark.slow),
+        pytest.param("gpt_neox", SETTINGS, marks=pytest.mark.slow),
     ],
 )
 def test_what_is_written_is_read_and_near_to_the_model(architecture, settings, tmp_path) -> None:

@@ -18,7 +18,6 @@ class QuantizedLinear(nn.Module):
     It takes the place of a plain layer before there are weights, and holds one once it was `filled`.
     """
 
-    weight: Tensor
     codes: Tensor
     scales: Tensor
     groups: Tensor
@@ -29,14 +28,17 @@ class QuantizedLinear(nn.Module):
         super().__init__()
         self.in_features, self.out_features = plain.in_features, plain.out_features
         self.bias = plain.bias
-        # empty: some models of `transformers` ask for its dtype
-        self.register_buffer("weight", plain.weight.new_empty(0), persistent=False)
+        self._dense_dtype = plain.weight.dtype
+
+    @property
+    def weight(self) -> Tensor:
+        """The dense weight, made anew at every call, for models that read it themselves."""
+        return self.quantized().dense(self._dense_dtype)
 
     def fill(self, weight: QuantizedWeight) -> None:
         """Takes the weight, [out_features, in_features]."""
         codes = weight.codes
         self._dtype = codes.dtype
-        self.weight = torch.empty(0, dtype=self.weight.dtype)
         if weight.codebook is not None:  # two codes of 4 bits in a byte
             pairs = nn.functional.pad(codes, (0, codes.shape[1] % 2))
             codes = pairs[:, ::2] | pairs[:, 1::2] << 4
@@ -63,7 +65,7 @@ class QuantizedLinear(nn.Module):
     def unpacked(self) -> nn.Linear:
         """Returns the plain linear layer that this one replaced."""
         plain = nn.Linear(self.in_features, self.out_features, bias=self.bias is not None, device="meta")
-        plain.weight = nn.Parameter(self.quantized().dense(self.weight.dtype), requires_grad=False)
+        plain.weight = nn.Parameter(self.weight, requires_grad=False)
         plain.bias = self.bias
         return plain
 

@@ -63,7 +63,7 @@ def _runner(model: PreTrainedModel, config: EngineConfig, linear: LinearFactory,
         try:
             return PaddedRunner(model, config.memory_fraction, config.cpu_memory, group, fallbacks)
         except UnsupportedModel:
-            if not on_cpu or config.quantize:
+            if not on_cpu:
                 raise
             unpack(model)
         return PaddedRunner(model, config.memory_fraction, config.cpu_memory, group, fallbacks)
