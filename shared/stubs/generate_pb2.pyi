@@ -19,16 +19,18 @@ FINISH_REASON_EOS_TOKEN: FinishReason
 FINISH_REASON_STOP_SEQUENCE: FinishReason
 
 class Call(_message.Message):
-    __slots__ = ("prefill", "decode", "filter_batch", "clear_cache")
+    __slots__ = ("prefill", "decode", "filter_batch", "clear_cache", "answered")
     PREFILL_FIELD_NUMBER: _ClassVar[int]
     DECODE_FIELD_NUMBER: _ClassVar[int]
     FILTER_BATCH_FIELD_NUMBER: _ClassVar[int]
     CLEAR_CACHE_FIELD_NUMBER: _ClassVar[int]
+    ANSWERED_FIELD_NUMBER: _ClassVar[int]
     prefill: PrefillRequest
     decode: DecodeRequest
     filter_batch: FilterBatchRequest
     clear_cache: ClearCacheRequest
-    def __init__(self, prefill: _Optional[_Union[PrefillRequest, _Mapping]] = ..., decode: _Optional[_Union[DecodeRequest, _Mapping]] = ..., filter_batch: _Optional[_Union[FilterBatchRequest, _Mapping]] = ..., clear_cache: _Optional[_Union[ClearCacheRequest, _Mapping]] = ...) -> None: ...
+    answered: int
+    def __init__(self, prefill: _Optional[_Union[PrefillRequest, _Mapping]] = ..., decode: _Optional[_Union[DecodeRequest, _Mapping]] = ..., filter_batch: _Optional[_Union[FilterBatchRequest, _Mapping]] = ..., clear_cache: _Optional[_Union[ClearCacheRequest, _Mapping]] = ..., answered: _Optional[int] = ...) -> None: ...
 
 class Answer(_message.Message):
     __slots__ = ("step", "filter_batch", "clear_cache", "failure")
@@ -119,14 +121,16 @@ class WarmupRequest(_message.Message):
     def __init__(self, max_prefill_tokens: _Optional[int] = ..., max_batch_size: _Optional[int] = ..., max_total_tokens: _Optional[int] = ..., max_batch_total_tokens: _Optional[int] = ...) -> None: ...
 
 class WarmupResponse(_message.Message):
-    __slots__ = ("num_blocks", "max_total_tokens", "max_batch_total_tokens")
+    __slots__ = ("num_blocks", "max_total_tokens", "max_batch_total_tokens", "fallbacks")
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     MAX_TOTAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MAX_BATCH_TOTAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FALLBACKS_FIELD_NUMBER: _ClassVar[int]
     num_blocks: int
     max_total_tokens: int
     max_batch_total_tokens: int
-    def __init__(self, num_blocks: _Optional[int] = ..., max_total_tokens: _Optional[int] = ..., max_batch_total_tokens: _Optional[int] = ...) -> None: ...
+    fallbacks: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, num_blocks: _Optional[int] = ..., max_total_tokens: _Optional[int] = ..., max_batch_total_tokens: _Optional[int] = ..., fallbacks: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class SamplingParameters(_message.Message):
     __slots__ = ("do_sample", "temperature", "top_k", "top_p", "typical_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty", "seed", "watermark", "logit_bias")

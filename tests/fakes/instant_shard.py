@@ -63,6 +63,7 @@ class InstantShard(TextGenerationServiceServicer, GrammarServiceServicer):
         max_total_tokens: int = 4096,
         num_blocks: int = 65_536,
         grammars: bool = True,
+        fallbacks: Sequence[str] = (),
     ) -> None:
         self.tokens = tokens
         self.step_seconds = step_seconds
@@ -76,6 +77,7 @@ class InstantShard(TextGenerationServiceServicer, GrammarServiceServicer):
         self._max_total_tokens = max_total_tokens
         self._num_blocks = num_blocks
         self._grammars = grammars
+        self._fallbacks = fallbacks
         self._rows: dict[int, _Row] = {}
 
     async def Info(self, request: pb.InfoRequest, context: Any) -> pb.InfoResponse:
@@ -104,6 +106,7 @@ class InstantShard(TextGenerationServiceServicer, GrammarServiceServicer):
             num_blocks=self._num_blocks,
             max_total_tokens=min(request.max_total_tokens or self._max_total_tokens, self._max_total_tokens),
             max_batch_total_tokens=self._num_blocks * _BLOCK_SIZE,
+            fallbacks=self._fallbacks,
         )
 
     async def Compile(self, request: pb.CompileRequest, context: Any) -> pb.CompileResponse:

@@ -10,6 +10,7 @@ from tests.fakes.simulated_shard import SimulatedShard, expected_tokens
 from tgi_server.router.errors import GenerationFailed
 from tgi_server.router.metrics import Metrics
 from tgi_server.router.request import Limits, ValidRequest
+from tgi_server.router.scheduling.pace import PromptPace
 from tgi_server.router.scheduling.planner import FilterPlan, StepPlan
 from tgi_server.router.scheduling.scheduler import Scheduler
 from tgi_server.router.scheduling.sequence import Sequence
@@ -31,6 +32,19 @@ def batch_limits(**limits: Any) -> Limits:
     }
     others = dict.fromkeys(set(Limits.__slots__) - chosen.keys(), 0)
     return Limits(**others, **chosen)
+
+
+class FixedPace(PromptPace):
+    """Lets as many prompt tokens ride along in every step, whatever steps take."""
+
+    def __init__(self, tokens: int) -> None:
+        self._tokens = tokens
+
+    def observe(self, replies: int, prompt_tokens: int, seconds: float) -> None:
+        pass
+
+    def tokens_beside(self, replies: int, expected: int) -> int:
+        return self._tokens
 
 
 class Fault(Exception):
@@ -72,7 +86,11 @@ class _InProcess:
 
 
 class Simulation:
-    """A scheduler that a test drives by hand, call by call."""
+    """A scheduler that a test drives by hand, call by call.
+
+    seconds: its clock, which goes on when a response is taken, by what `step_seconds` says of a step's replies and
+    prompt tokens.
+    """
 
     _metrics = Metrics()
 
@@ -84,9 +102,14 @@ class Simulation:
         paged: bool = True,
         late_end: bool = False,
         prefill_chunk_tokens: int = 16,
+        pace: PromptPace | None = None,
+        step_seconds: Callable[[int, int], float] = lambda replies, prompt_tokens: 1.0,
         max_batch_size: int = 8,
         **limits: Any,
     ) -> None:
+        """prefill_chunk_tokens: that ride along, unless there is a `pace`."""
+        self.seconds = 0.0
+        self._step_seconds = step_seconds
         self.shard = SimulatedShard(num_blocks, block_size, max_batch_size, paged=paged, late_end=late_end)
         self._shards = _InProcess(self.shard)
         total = num_blocks * block_size
@@ -96,11 +119,12 @@ class Simulation:
             pb.WarmupResponse(num_blocks=num_blocks, max_total_tokens=total, max_batch_total_tokens=total),
             batch_limits(max_batch_total_tokens=total, max_batch_size=max_batch_size, **limits),
             self._metrics,
-            prefill_chunk_tokens=prefill_chunk_tokens,
+            pace or FixedPace(prefill_chunk_tokens),
+            clock=lambda: self.seconds,
         )
         self.waiting, self.batch = self.scheduler.waiting, self.scheduler.batch
         self.memory = self.batch.memory
-        self.in_flight = 0
+        self._unanswered: deque[StepPlan | FilterPlan] = deque()
         self.sent: list[StepPlan | FilterPlan] = []
         self.requests: dict[int, tuple[ValidRequest, RecordingSink, int | None]] = {}
         self._faults: dict[int, tuple[str, bool]] = {}
@@ -131,14 +155,16 @@ class Simulation:
         """Sends the next call, if there is one. Returns what was sent."""
         plans = self.scheduler.send()
         self.sent += plans
-        self.in_flight += len(plans)
+        self._unanswered += plans
         return plans
 
     def receive(self) -> bool:
         """Delivers the oldest response. Returns False if none is due."""
-        if not self.in_flight:
+        if not self._unanswered:
             return False
-        self.in_flight -= 1
+        plan = self._unanswered.popleft()
+        if isinstance(plan, StepPlan):
+            self.seconds += self._step_seconds(plan.replies, plan.prompt_tokens)
         try:
             self.scheduler.receive().send(None)
         except StopIteration:
@@ -147,7 +173,7 @@ class Simulation:
 
     def fail(self) -> None:
         """A step fails: the shard loses its batch."""
-        self.in_flight = 0
+        self._unanswered.clear()
         self.shard.clear_cache(pb.ClearCacheRequest())
         self.scheduler.fail_running(GenerationFailed("a step failed"))
 
@@ -162,7 +188,7 @@ class Simulation:
         """Goes on until nothing is left to do."""
         for _ in range(turns):
             if not self.turn():
-                assert not self.in_flight
+                assert not self._unanswered
                 return
         raise AssertionError("the requests do not end")
 

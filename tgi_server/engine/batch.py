@@ -61,6 +61,11 @@ class RunningBatch:
     def __contains__(self, request_id: int) -> bool:
         return request_id in self._row_of or request_id in self.prefilling
 
+    def holds(self, sequence: RunningSequence) -> bool:
+        """Returns True if this very sequence is here, and not one that came back under its id."""
+        row = self._row_of.get(sequence.request_id)
+        return (self.prefilling.get(sequence.request_id) if row is None else self.rows[row]) is sequence
+
     def request_ids(self) -> list[int]:
         return [*self._row_of, *self.prefilling]
 

@@ -106,6 +106,8 @@ class Driver:
         """Waits for a step's tokens. Call it in the order of starting."""
         generations = step.collect().generations
         for generation in generations:
+            if generation.request_id not in self._running:
+                continue  # it has left meanwhile
             self.outputs[generation.request_id].generations.append(generation)
             if generation.finish_reason or generation.error:
                 self._release(generation.request_id)

@@ -3,6 +3,7 @@
 import logging
 import math
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -102,7 +103,7 @@ class Engine:
             else None
         )
         self._masks: MaskBuilder | None = None
-        self._last: Step | None = None
+        self._steps: deque[Step] = deque()  # whose ended sequences may still be in the batch, in the order of starting
         self._eos = frozenset(self.info.eos_token_ids)
         logger.info("loaded %s in %.1f s", config.model_path, time.perf_counter() - started)
 
@@ -162,16 +163,19 @@ class Engine:
             prompts = [self._chunk(batch, request_id, tokens) for request_id, tokens in chunks]
             if decode:
                 prompts += [PromptChunk.next_of(sequence, sequence.remaining) for sequence in batch.jumping()]
-            self._last = self._start(batch, batch.plan(prompts, decode=decode))
+            step = self._start(batch, batch.plan(prompts, decode=decode))
         except BaseException:
             self.clear()
             raise
-        return self._last
+        self._steps.append(step)
+        return step
 
     @torch.inference_mode()
     def keep(self, batch_id: int, request_ids: Sequence[int]) -> None:
         """Forgets all of a batch's sequences but these."""
-        self._batch_for(batch_id).keep(request_ids)
+        batch = self._batch_for(batch_id)
+        self._settle(batch)
+        batch.keep(request_ids)
 
     @torch.inference_mode()
     def clear(self, batch_id: int | None = None) -> None:
@@ -179,6 +183,7 @@ class Engine:
         if self._batch is not None and batch_id in (None, self._batch.id):
             self._batch.keep(())
             self._batch = None
+            self._steps.clear()
 
     @property
     def capacity(self) -> CacheCapacity:
@@ -186,6 +191,11 @@ class Engine:
         if self._capacity is None:
             raise InvalidCall("warm up before the first step")
         return self._capacity
+
+    @property
+    def fallbacks(self) -> tuple[str, ...]:
+        """The reasons why parts of the model are computed in a slower way than the device has."""
+        return tuple(self._runner.fallbacks)
 
     @property
     def batch(self) -> RunningBatch | None:
@@ -219,9 +229,15 @@ class Engine:
         )
 
     def _settle(self, batch: RunningBatch) -> None:
-        """Waits for the last step's tokens if a sequence has a grammar, whose next mask depends on them."""
-        if self._last is not None and any(sequence.constraint is not None for sequence in batch.rows):
-            self._last.resolve()
+        """Waits for the tokens of all steps if a sequence has a grammar, whose next mask depends on them.
+
+        The batch is then the same whether or not they had been waited for: shards that compute together depend on it.
+        """
+        if any(sequence.constraint is not None for sequence in batch.rows):
+            for step in self._steps:
+                step.resolve()
+                step.retire()
+        self._steps = deque(step for step in self._steps if not step.retired)
 
     def _start(self, batch: RunningBatch, plan: StepPlan) -> Step:
         started = time.perf_counter_ns()

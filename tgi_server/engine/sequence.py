@@ -27,6 +27,7 @@ class RunningSequence:
     blocks: the block table so far. computed: tokens whose keys and values are in the cache.
     generated: tokens generated so far, those before a preemption included.
     constraint: its grammar at work on its text; None without a grammar.
+    ended: its last token is known; it may be in the batch for a step or two more.
     jumping: the known tokens that are left to compute are jump-forward tokens.
     prompt_report: the report on the prompt, until it has been handed out.
     """
@@ -46,6 +47,7 @@ class RunningSequence:
     prompt_report: PromptTokens | None = None
     constraint: Constraint | None = None
     jumping: bool = False
+    ended: bool = False
 
     def __post_init__(self) -> None:
         if not self.input_ids:

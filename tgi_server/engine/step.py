@@ -49,7 +49,10 @@ class StepResult:
 
 
 class Step:
-    """A step that has been started."""
+    """A step that has been started.
+
+    batch_size: sequences in the batch. retired: those that ended with this step have left it.
+    """
 
     def __init__(
         self,
@@ -65,6 +68,9 @@ class Step:
         self._sequences = sequences
         self._pending = pending
         self._eos = eos
+        self._ended: list[RunningSequence] = []
+        self.batch_size = len(batch)
+        self.retired = False
         self._forward_ns = forward_ns
         self._started_ns = started_ns
         self._generations: list[Generation] | None = None
@@ -75,25 +81,40 @@ class Step:
         if self._pending is not None:
             self._pending.synchronize()
 
-    @torch.inference_mode()
     def collect(self) -> StepResult:
-        """Waits for the step's tokens, and lets the sequences that end with them leave the batch.
+        """Returns `result`, and lets the sequences that end with it leave the batch."""
+        result = self.result()
+        self.retire()
+        return result
 
-        Sequences that left after the step was started get nothing from it. Call it once, in the order of starting.
+    def result(self) -> StepResult:
+        """Waits for the step's tokens. Call it once, in the order of starting.
+
+        It has tokens of sequences that were taken from the batch after the step was started, too, but none of those
+        that ended with an earlier step.
         """
         generations = self.resolve()
         return StepResult(generations, self._forward_ns, time.perf_counter_ns() - self._started_ns)
 
+    @torch.inference_mode()
+    def retire(self) -> None:
+        """Lets the sequences that ended with this step, whose tokens have been waited for, leave the batch.
+
+        Shards that compute a model together have to do so between the same two steps.
+        """
+        self.retired = True
+        self._batch.drop([each.request_id for each in self._ended if self._batch.holds(each)])
+
+    @torch.inference_mode()
     def resolve(self) -> list[Generation]:
-        """Takes the step's tokens, and waits for them if that has not been done. `collect` returns the same ones."""
+        """Takes the step's tokens, and waits for them if that has not been done. `result` has the same ones."""
         if self._generations is None:
             self._generations = [] if self._pending is None else self._take(self._pending.wait())
         return self._generations
 
     def _take(self, tokens: Tokens) -> list[Generation]:
         rows = zip(_generations(tokens, self._sequences), self._sequences, strict=True)
-        alive = [(row, sequence) for row, sequence in rows if sequence.request_id in self._batch]
-        ended = []
+        alive = [(row, sequence) for row, sequence in rows if not sequence.ended]
         self._budget = self._batch.jump_forward_budget()
         for generation, sequence in alive:
             if sequence.constraint is None:
@@ -106,11 +127,10 @@ class Step:
             elif sequence.generated >= sequence.stopping.max_new_tokens:
                 generation.finish_reason = FinishReason.LENGTH
             if generation.finish_reason or generation.error:
-                ended.append(sequence.request_id)
-        if ended:
-            self._batch.drop(ended)
+                sequence.ended = True
+                self._ended.append(sequence)
         for generation, sequence in alive:
-            if generation.jump_forward and not generation.finish_reason and not generation.error:
+            if generation.jump_forward and not sequence.ended and self._batch.holds(sequence):
                 self._batch.leave_row(sequence, 1 + len(generation.jump_forward))
         return [generation for generation, _ in alive]
 

@@ -213,12 +213,20 @@ class Metrics:
         self._event_loop_lag = _seconds(
             self._registry, "tgi_event_loop_lag_seconds", "How late the event loop came to what was due."
         )
+        self._fallbacks = Gauge(
+            "tgi_engine_fallbacks",
+            "Parts of the model that are computed in a slower way than the device has; /info says why.",
+            registry=self._registry,
+        )
         self._writing = asyncio.Lock()
         self._next: asyncio.Task[bytes] | None = None
         self._not_before = 0.0
 
     def event_loop_lag(self, seconds: float) -> None:
         self._event_loop_lag.observe(seconds)
+
+    def fallbacks(self, count: int) -> None:
+        self._fallbacks.set(count)
 
     def expose(self) -> bytes:
         """Returns the text of `/metrics` (Prometheus text format 0.0.4)."""

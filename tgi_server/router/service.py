@@ -19,7 +19,8 @@ from tgi_server.router.tracing import RequestTracer
 class ModelDescription:
     """The model that is served, and the version of the server.
 
-    compute_type: the value of the header `x-compute-type`.
+    compute_type: the value of the header `x-compute-type`. fallbacks: why parts of the model are computed in a slower
+    way than the device has.
     """
 
     model_id: str
@@ -27,6 +28,7 @@ class ModelDescription:
     compute_type: str
     encoder_decoder: bool
     version: str
+    fallbacks: tuple[str, ...] = ()
 
     @property
     def fingerprint(self) -> str:

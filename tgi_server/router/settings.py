@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated, Self
 
-from pydantic import AliasChoices, Field, PositiveInt, field_validator, model_validator
+from pydantic import AliasChoices, Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from shared.settings import CommaSeparated, Refused, ServiceSettings
 
@@ -42,6 +42,11 @@ class ServingSettings(ServiceSettings):
     max_waiting_tokens: int = Field(default=20, ge=0, description="Decode steps before waiting requests are taken in.")
     waiting_served_ratio: float = Field(
         default=0.3, ge=0, description="Waiting requests for each running one that are taken in at once."
+    )
+    target_token_gap_ms: PositiveFloat | None = Field(
+        default=None,
+        description="Milliseconds between two tokens of a reply, for whose sake the prompts of others are computed in "
+        "parts; unset: three times as long as a step without prompts.",
     )
     max_client_batch_size: PositiveInt = Field(default=4, description="Prompts of one request, times n.")
     validation_workers: PositiveInt = Field(default=2, description="Threads that tokenise.")

@@ -24,6 +24,7 @@ from tgi_server.router.metrics import Metrics
 from tgi_server.router.request import Limits
 from tgi_server.router.scheduling import wire
 from tgi_server.router.scheduling.grammars import PinnedGrammars
+from tgi_server.router.scheduling.pace import PromptPace
 from tgi_server.router.scheduling.scheduler import Scheduler
 from tgi_server.router.scheduling.shard_client import ShardedClient
 from tgi_server.router.service import Capacity, ModelDescription, Service
@@ -90,14 +91,14 @@ async def assembled(settings: RouterSettings) -> AsyncIterator[Service]:
         info, capacity = await _warm_up(shards, settings)
         limits = _limits(settings, capacity)
         metrics = Metrics()
-        scheduler = Scheduler(shards, info, capacity, limits, metrics)
-
+        metrics.fallbacks(len(capacity.fallbacks))
+        scheduler = Scheduler(shards, info, capacity, limits, metrics, _pace(settings, limits, info))
         refusal = grammar_refusal(disabled=settings.disable_grammar_support, supported=info.grammars)
         scheduler.start()
         watch = asyncio.create_task(watch_event_loop(metrics.event_loop_lag), name="event loop watch")
         try:
             yield Service(
-                model=_describe(settings, info),
+                model=_describe(settings, info, capacity),
                 limits=limits,
                 tokenizer=threads.tokenizer,
                 threads=threads,
@@ -206,13 +207,21 @@ def _limits(settings: RouterSettings, capacity: pb.WarmupResponse) -> Limits:
     )
 
 
-def _describe(settings: RouterSettings, info: pb.InfoResponse) -> ModelDescription:
+def _pace(settings: RouterSettings, limits: Limits, info: pb.InfoResponse) -> PromptPace:
+    target_ms = settings.target_token_gap_ms
+    return PromptPace(
+        limits.max_batch_prefill_tokens, info.block_size or 1, None if target_ms is None else target_ms / 1000
+    )
+
+
+def _describe(settings: RouterSettings, info: pb.InfoResponse, capacity: pb.WarmupResponse) -> ModelDescription:
     return ModelDescription(
         model_id=settings.model_id or info.model_id,
         revision=settings.revision or info.revision or None,
         compute_type="cpu" if info.device_type == "cpu" else "gpu+optimized",
         encoder_decoder=info.encoder_decoder,
         version=_version(),
+        fallbacks=tuple(capacity.fallbacks),
     )
 
 

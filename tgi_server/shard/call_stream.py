@@ -1,6 +1,7 @@
 """The stream on which the router has batches run."""
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 
 from shared.stubs import generate_pb2 as pb
@@ -42,13 +43,19 @@ class CallStream:
     started is done.
     """
 
-    def __init__(self, engine: Engine, spans: RequestSpans | None, idle: IdleTime) -> None:
-        """spans: of the requests, when somebody collects them."""
+    def __init__(self, engine: Engine, spans: RequestSpans | None, idle: IdleTime, *, alone: bool = True) -> None:
+        """spans: of the requests, when somebody collects them. alone: no other shard computes the same steps.
+
+        A shard that is alone forgets sequences as soon as they have ended.
+        """
         self._engine = engine
         self._idle = idle
         self._spans = spans
         self._started: asyncio.Queue[Started] = asyncio.Queue()
         self._ended = False
+        self._alone = alone
+        self._calls = 0
+        self._unseen: deque[tuple[int, Step]] = deque()  # by the number of their calls
         self._device_is_ahead = engine.info.device_type == "cuda"
 
     async def answers(self, calls: AsyncIterator[pb.Call]) -> AsyncGenerator[pb.Answer]:
@@ -82,6 +89,15 @@ class CallStream:
             self._started.put_nowait(error)
 
     def _start(self, call: pb.Call) -> Step | pb.Answer:
+        self._calls += 1
+        while self._unseen and self._unseen[0][0] <= call.answered:
+            self._unseen.popleft()[1].retire()
+        started = self._execute(call)
+        if isinstance(started, Step) and not self._alone:
+            self._unseen.append((self._calls, started))
+        return started
+
+    def _execute(self, call: pb.Call) -> Step | pb.Answer:
         kind = call.WhichOneof("call")
         if kind == "decode":
             return self._engine.step(call.decode.batch_id, grants=conversion.grants(call.decode.grants))
@@ -114,10 +130,9 @@ class CallStream:
             return started
         if self._device_is_ahead:
             await asyncio.to_thread(started.synchronize)
-        size = len(self._engine.batch or ())
-        result = started.collect()
+        result = started.collect() if self._alone else started.result()
         if self._spans is not None:
-            self._spans.stepped(result.generations, size)
+            self._spans.stepped(result.generations, started.batch_size)
         return pb.Answer(step=conversion.step_response(result))
 
     def _end_spans(self, error: str | None = None) -> None:

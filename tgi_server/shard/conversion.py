@@ -36,11 +36,12 @@ def info(model: LoadedModel, model_id: str, revision: str | None, world_size: in
     )
 
 
-def capacity(capacity: CacheCapacity) -> pb.WarmupResponse:
+def capacity(capacity: CacheCapacity, fallbacks: Iterable[str]) -> pb.WarmupResponse:
     return pb.WarmupResponse(
         num_blocks=capacity.num_blocks,
         max_total_tokens=capacity.max_total_tokens,
         max_batch_total_tokens=capacity.max_batch_total_tokens,
+        fallbacks=fallbacks,
     )
 
 

@@ -84,12 +84,12 @@ class TextGenerationService(TextGenerationServiceServicer):
         if self._grammars is not None:
             self._grammars.start()
         self._idle.begins()
-        return conversion.capacity(capacity)
+        return conversion.capacity(capacity, self._engine.fallbacks)
 
     async def Run(self, calls: AsyncIterator[pb.Call], context: grpc.aio.ServicerContext) -> AsyncIterator[pb.Answer]:
         """One stream at a time: the last one that was opened."""
         self.end_run("another stream has taken this one's place")
-        self._running = running = CallStream(self._engine, self._spans, self._idle)
+        self._running = running = CallStream(self._engine, self._spans, self._idle, alone=len(self._places) == 1)
         try:
             async with aclosing(running.answers(calls)) as answers:
                 async for answer in answers:

@@ -115,7 +115,18 @@ async def test_info(routers: RouterFactory):
         "version": info["version"],
         "sha": None,
         "docker_label": None,
+        "fallbacks": [],
     }
+
+
+async def test_what_is_computed_in_a_slower_way_is_told(routers: RouterFactory):
+    reasons = [
+        "attention runs in plain torch, which is slow: PermissionError",
+        "decoding runs without CUDA graphs: why",
+    ]
+    router = await routers(shard={"fallbacks": reasons})
+    assert (await router.http.get("/info")).json()["fallbacks"] == reasons
+    assert await router.metric("tgi_engine_fallbacks") == 2
 
 
 async def test_models(router: Router):

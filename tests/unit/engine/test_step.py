@@ -31,11 +31,25 @@ def test_a_sequence_with_its_last_token_leaves_the_batch(engine) -> None:
     assert engine.batch.request_ids() == [1]
 
 
-def test_a_sequence_that_left_meanwhile_gets_nothing(engine) -> None:
+def test_a_sequence_that_left_meanwhile_gets_its_token_but_none_after_its_last(engine) -> None:
     engine.clear()
-    step = engine.step(BATCH_ID, [sequence(0, 5), sequence(1, 5)], [(0, 2), (1, 2)])
+    step = engine.step(BATCH_ID, [sequence(0, 1), sequence(1, 5)], [(0, 2), (1, 2)])
+    after = engine.step(BATCH_ID)
+    engine.keep(BATCH_ID, [])
+    assert [generation.request_id for generation in step.collect().generations] == [0, 1]
+    assert [generation.request_id for generation in after.collect().generations] == [1]
+
+
+def test_a_result_leaves_the_batch_as_it_is_until_its_step_is_retired(engine) -> None:
+    engine.clear()
+    step = engine.step(BATCH_ID, [sequence(0, 1), sequence(1, 5)], [(0, 2), (1, 2)])
+    step.result()
+    assert engine.batch.request_ids() == [0, 1]
     engine.keep(BATCH_ID, [1])
-    assert [generation.request_id for generation in step.collect().generations] == [1]
+    again = engine.step(BATCH_ID, [sequence(0, 3)], [(0, 2)])
+    step.retire()  # the sequence that has come back under the same id stays
+    assert engine.batch.request_ids() == [1, 0]
+    assert [generation.request_id for generation in again.collect().generations] == [1, 0]
 
 
 def test_a_step_is_resolved_once(engine) -> None:

@@ -19,6 +19,7 @@ GAUGES = (
     "tgi_batch_current_max_tokens",
     "tgi_kv_capacity_tokens",
     "tgi_kv_cached_tokens",
+    "tgi_engine_fallbacks",
 )
 HISTOGRAMS = {
     "tgi_request_duration": (),

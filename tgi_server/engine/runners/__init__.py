@@ -10,6 +10,7 @@ from tgi_server.engine.attention.base import AttentionBackend
 from tgi_server.engine.attention.gather import GatherAttention
 from tgi_server.engine.config import EngineConfig
 from tgi_server.engine.errors import UnsupportedModel
+from tgi_server.engine.kernels import load_kernels
 from tgi_server.engine.layers import limit_threads, optimise, unpack
 from tgi_server.engine.linear import linear_factory
 from tgi_server.engine.linear.onednn import has_products
@@ -32,6 +33,9 @@ def create_runner(model: PreTrainedModel, config: EngineConfig) -> Runner:
     group = config.group
     weight_bytes = sum(parameter.nbytes for parameter in model.parameters())
     on_cpu = model.device.type == "cpu" and config.custom_kernels
+    fallbacks = []
+    if on_cpu and not load_kernels():
+        fallbacks.append("the CPU kernels are not available, so plain torch does their work")
     if on_cpu:
         limit_threads(model)
     linear = linear_factory(
@@ -50,22 +54,23 @@ def create_runner(model: PreTrainedModel, config: EngineConfig) -> Runner:
             if not has_products(model.dtype):  # then torch has no fast attention of this dtype either
                 model.float()
         try:
-            return PaddedRunner(model, config.memory_fraction, config.cpu_memory, group)
+            return PaddedRunner(model, config.memory_fraction, config.cpu_memory, group, fallbacks)
         except UnsupportedModel:
             if not on_cpu or config.quantize:
                 raise
             unpack(model)
-        return PaddedRunner(model, config.memory_fraction, config.cpu_memory, group)
+        return PaddedRunner(model, config.memory_fraction, config.cpu_memory, group, fallbacks)
     backend = create_attention_backend(shape, model.device, model.dtype, custom_kernels=config.custom_kernels)
-    if model.device.type == "cuda":
-        backend = _proven(model, backend, group)
+    if model.device.type == "cuda" and config.custom_kernels:
+        backend, fault = _proven(model, backend, group)
+        fallbacks += [fault] if fault else []
     if model.device.type != "cuda" or not backend.any_lengths:
         _warn_no_graphs(config, f"on {'a CPU' if model.device.type == 'cpu' else 'a GPU in plain torch'}")
     if on_cpu:
         with same_logits(model, backend, linear.rounding, group) as variants:
             optimise(model, backend, variants, linear=linear)
     memory = config.memory_fraction, config.cpu_memory
-    return PagedRunner(model, backend, *memory, group, config.cuda_graphs, weight_bytes)
+    return PagedRunner(model, backend, *memory, group, config.cuda_graphs, weight_bytes, fallbacks)
 
 
 def _warn_no_graphs(config: EngineConfig, where: str) -> None:
@@ -73,12 +78,16 @@ def _warn_no_graphs(config: EngineConfig, where: str) -> None:
         logger.warning("--cuda-graphs changes nothing: decoding %s runs without CUDA graphs", where)
 
 
-def _proven(model: PreTrainedModel, backend: AttentionBackend, group: ShardGroup | None) -> AttentionBackend:
-    """Returns the backend, or attention in plain torch where the backend fails or computes something else."""
+def _proven(
+    model: PreTrainedModel, backend: AttentionBackend, group: ShardGroup | None
+) -> tuple[AttentionBackend, str | None]:
+    """Returns the backend, or attention in plain torch and why, where the backend fails or computes something else."""
     if type(backend) is GatherAttention:
-        return backend
-    fault = backend_fault(model, backend, group)
+        fault: str | None = "the attention kernels are not for this device or model, or Triton is missing"
+    else:
+        fault = backend_fault(model, backend, group)
     if fault is None:
-        return backend
-    logger.warning("attention runs in plain torch, which is slow: %s", fault)
-    return GatherAttention(backend.shape, backend.device, backend.dtype)
+        return backend, None
+    fallback = f"attention runs in plain torch, which is slow: {fault}"
+    logger.warning(fallback)
+    return GatherAttention(backend.shape, backend.device, backend.dtype), fallback

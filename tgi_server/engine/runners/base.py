@@ -1,6 +1,7 @@
 """The interface of a way to run a model, of which there are two: the paged and the padded one."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Self
 
@@ -67,11 +68,15 @@ class Runner(ABC):
     """Runs the model for one batch. Sequences past their prompt stand in dense rows 0 .. n - 1.
 
     paged: prompts may be computed in chunks, and keys and values live in blocks that the caller grants.
-    block_size: tokens of a KV block.
+    block_size: tokens of a KV block. fallbacks: why parts of the model are computed in a slower way than the device
+    has.
     """
 
     paged: bool
     block_size: int
+
+    def __init__(self, fallbacks: Iterable[str] = ()) -> None:
+        self.fallbacks = list(fallbacks)
 
     @abstractmethod
     def warm_up(self, max_batch_size: int, max_prefill_tokens: int, max_total_tokens: int | None) -> CacheCapacity:

@@ -56,18 +56,20 @@ def recorder_for(backend: AttentionBackend) -> Recorder | None:
     return _CudaRecorder(backend.device)
 
 
-def record_decoding(sizes: Sequence[int], step: Callable[[int], Tensor], record: Recorder) -> DecodeGraphs | None:
-    """Records steps. Returns None, after one line in the log, when the model's steps cannot be recorded."""
+def record_decoding(
+    sizes: Sequence[int], step: Callable[[int], Tensor], record: Recorder
+) -> tuple[DecodeGraphs | None, str | None]:
+    """Records steps. Returns None and the reason, after a line in the log, when they cannot be recorded."""
     started = time.perf_counter()
     try:
         graphs = DecodeGraphs(sizes, step, record)
     except RuntimeError as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         logger.warning("decoding runs without CUDA graphs: %s", reason)
-        return None
+        return None, reason
     seconds = time.perf_counter() - started
     logger.info("recorded CUDA graphs for %s sequences in %.1f s", ", ".join(map(str, graphs.sizes)), seconds)
-    return graphs
+    return graphs, None
 
 
 class _CudaRecorder:

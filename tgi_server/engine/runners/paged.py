@@ -1,6 +1,6 @@
 """The paged way to run a model: packed batches, keys and values in blocks, nothing rebuilt per token."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -45,10 +45,12 @@ class PagedRunner(Runner):
         group: ShardGroup | None = None,
         graph_sizes: Sequence[int] | None = None,
         weight_bytes: int = 0,
+        fallbacks: Iterable[str] = (),
     ) -> None:
         """group: the shards of the model, when this is one of them. graph_sizes: CUDA-graph batch sizes, where decoding
-        can be recorded; None: the default ones. weight_bytes: of the model.
+        can be recorded; None: the default ones. weight_bytes: of the model. fallbacks: those so far.
         """
+        super().__init__(fallbacks)
         self._model = model
         self._backend = backend
         self._device = backend.device
@@ -173,12 +175,14 @@ class PagedRunner(Runner):
         if record is None or not sizes or not self._recordable:
             return
         longest = self._batch.max_total_tokens
-        self._graphs = record_decoding(
+        self._graphs, fault = record_decoding(
             sizes, lambda rows: self._run(self._batch.decode_input(rows, longest=longest)), record
         )
-        self._recordable = self._graphs is not None
-        if self._group and not self._group.minimum(int(self._recordable)):
+        faults = self._group.exchange(fault or "") if self._group else [fault]
+        fault = next(filter(None, faults), None)
+        if fault:
             self._recordable, self._graphs = False, None
+            self.fallbacks.append(f"decoding runs without CUDA graphs: {fault}")
 
     def _run_largest(self, max_batch_size: int, max_prefill_tokens: int) -> None:
         tokens = warm_up_tokens(self._model.config, self._device, max_prefill_tokens)

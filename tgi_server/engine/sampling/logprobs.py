@@ -92,7 +92,7 @@ class Sampled:
             return PendingTokens(self, packed, None)
         host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
         host.copy_(packed, non_blocking=True)
-        done = torch.cuda.Event()
+        done = torch.cuda.Event(blocking=True)  # whoever waits for it sleeps, and keeps no core busy
         done.record()
         return PendingTokens(self, host, done)
 

@@ -95,6 +95,11 @@ class Batch:
         """Returns the sequences whose known tokens have not all been computed, oldest first."""
         return list(self._prefilling.values())
 
+    @property
+    def replies(self) -> int:
+        """The number of sequences past their prompt."""
+        return len(self._members) - len(self._prefilling)
+
     def decoding(self) -> bool:
         """Returns True if the next step may yield tokens of sequences past their prompt: if they have not ended."""
         return any(

@@ -11,6 +11,7 @@ from tgi_server.router.request import Limits
 from tgi_server.router.scheduling import wire
 from tgi_server.router.scheduling.batch import Batch, WaitingQueue
 from tgi_server.router.scheduling.memory import Verdict
+from tgi_server.router.scheduling.pace import PromptPace
 from tgi_server.router.scheduling.sequence import Sequence
 
 logger = logging.getLogger(__name__)
@@ -32,16 +33,12 @@ class Reason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class AdmissionPolicy:
-    """TGI's policy: when waiting requests join the running ones, and how much of them at once.
+    """TGI's policy: when waiting requests join the running ones.
 
     It keeps no state. Its clock is the count of decode steps.
-
-    prefill_chunk_tokens: prompt tokens that one step computes while streams are running; bounds how long a stream may
-        pause for somebody else's prompt.
     """
 
     limits: Limits
-    prefill_chunk_tokens: int
 
     def reason_to_admit(self, running: int, waiting: int, steps_since_prefill: int) -> Reason | None:
         """Returns None if the waiting requests go on waiting."""
@@ -55,12 +52,6 @@ class AdmissionPolicy:
         if steps_since_prefill >= limits.max_waiting_tokens:
             return Reason.WAIT_EXCEEDED
         return None
-
-    def prefill_budget(self, decoding: bool) -> int:
-        """Returns how many prompt tokens the next step may compute."""
-        if decoding:
-            return min(self.prefill_chunk_tokens, self.limits.max_batch_prefill_tokens)
-        return self.limits.max_batch_prefill_tokens
 
     def total_budget(self, held_tokens: int, growth_tokens: int) -> int:
         """Returns the KV slots that a request may take on admission, so that the running ones can go on growing."""
@@ -83,13 +74,15 @@ class FilterPlan:
 class StepPlan:
     """One step of the shards.
 
-    decode: sequences past their prompt advance by a token. grants: blocks that sequences get, by request id.
+    decode: sequences past their prompt advance by a token. replies: how many of these there are, those that have ended
+    unknown to the router included. grants: blocks that sequences get, by request id.
     chunks: prompt tokens to compute, by request id. joined: the sequences that leave the queue.
     reason: why they do while others run; None where none runs.
     """
 
     batch_id: int
     decode: bool = False
+    replies: int = 0
     grants: list[tuple[int, int]] = field(default_factory=list)
     chunks: list[tuple[int, int]] = field(default_factory=list)
     joined: list[Sequence] = field(default_factory=list)
@@ -98,6 +91,10 @@ class StepPlan:
     @property
     def is_prefill(self) -> bool:
         return bool(self.chunks)
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(tokens for _, tokens in self.chunks)
 
     def call(self) -> pb.Call:
         if not self.is_prefill:
@@ -118,11 +115,13 @@ class StepPlanner:
         waiting: WaitingQueue,
         batch: Batch,
         policy: AdmissionPolicy,
+        pace: PromptPace,
         on_fault: Callable[[Sequence], None],
     ) -> None:
         self._waiting = waiting
         self._batch = batch
         self._policy = policy
+        self._pace = pace
         self._on_fault = on_fault
         self._steps_since_prefill = 0
         self._did_not_fit: tuple[int, int] | None = None  # request, and tokens held when there was no room for it
@@ -172,9 +171,9 @@ class StepPlanner:
         plan = StepPlan(batch.id)
         self._grow(plan, batch.growing())
         plan.decode = batch.decoding()
+        plan.replies = batch.replies if plan.decode else 0
         running = len(batch)
-        budget = self._policy.prefill_budget(plan.decode and batch.memory.chunks)
-        budget = self._prefill(plan, batch.prefilling(), budget)
+        budget = self._prefill(plan, batch.prefilling(), self._prefill_budget(plan.replies))
         self._grow(plan, (sequence for sequence in batch.jumping() if batch.memory.can_grow(1)))
         reason = self._policy.reason_to_admit(running, len(self._waiting), self._steps_since_prefill)
         if reason is not None:
@@ -183,6 +182,13 @@ class StepPlanner:
         plan.reason = reason if running else None
         plan.chunks = [chunk for chunk in plan.chunks if batch.get(chunk[0])]  # the others have failed since
         return plan if plan.chunks or plan.decode else None
+
+    def _prefill_budget(self, replies: int) -> int:
+        """Returns how many prompt tokens the next step may compute, beside so many replies that it continues."""
+        limits = self._policy.limits
+        if not replies or not self._batch.memory.chunks:
+            return limits.max_batch_prefill_tokens
+        return self._pace.tokens_beside(replies, min(len(self._batch) + len(self._waiting), limits.max_batch_size))
 
     def _grow(self, plan: StepPlan, sequences: Iterable[Sequence]) -> None:
         for sequence in sequences:

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from time import perf_counter
@@ -14,6 +15,7 @@ from tgi_server.router.request import Limits, ValidRequest
 from tgi_server.router.scheduling import wire
 from tgi_server.router.scheduling.batch import Batch, WaitingQueue
 from tgi_server.router.scheduling.memory import PaddedMemory, PagedMemory
+from tgi_server.router.scheduling.pace import PromptPace
 from tgi_server.router.scheduling.planner import AdmissionPolicy, FilterPlan, Reason, StepPlan, StepPlanner
 from tgi_server.router.scheduling.sequence import SINK_FAULTS, Outcome, Sequence, tell_end
 from tgi_server.router.scheduling.shard_client import PendingResponse, ShardedClient
@@ -29,7 +31,7 @@ _CONCAT = {
 
 @dataclass(slots=True)
 class _Sent:
-    """A call on its way. at: when it was sent, in seconds of `perf_counter`."""
+    """A call on its way. at: when it was sent, in seconds of the scheduler's clock."""
 
     plan: StepPlan | FilterPlan
     pending: PendingResponse
@@ -52,21 +54,25 @@ class Scheduler:
         capacity: pb.WarmupResponse,
         limits: Limits,
         metrics: Metrics,
+        pace: PromptPace,
         *,
-        prefill_chunk_tokens: int = 512,
+        clock: Callable[[], float] = perf_counter,
         idle_check_after_s: float = 1.0,
         recovery_timeout_s: float = 5.0,
         recovery_interval_s: float = 1.0,
     ) -> None:
         """info, capacity: what the shards responded to Info and Warmup.
 
-        prefill_chunk_tokens: prompt tokens that one step computes while streams are running.
+        pace: says how many prompt tokens ride along with running replies. clock: in seconds.
         idle_check_after_s: after so long without anything to do, the books of blocks and prefix cache are checked once.
         recovery_timeout_s, recovery_interval_s: how long shards may take to show that they are well after a failure,
             and how long to wait before they are asked again.
         """
         self._shards = shards
         self._metrics = metrics
+        self._pace = pace
+        self._clock = clock
+        self._answered_at = clock()  # when the last response came
         self._metrics.batches.kv_capacity(capacity.max_batch_total_tokens)
         self._idle_check_after_s = idle_check_after_s
         self._recovery_timeout_s = recovery_timeout_s
@@ -77,9 +83,7 @@ class Scheduler:
             if info.paged
             else PaddedMemory(limits.max_batch_total_tokens)
         )
-        self._planner = StepPlanner(
-            self.waiting, self.batch, AdmissionPolicy(limits, prefill_chunk_tokens), self._drop_broken
-        )
+        self._planner = StepPlanner(self.waiting, self.batch, AdmissionPolicy(limits), pace, self._drop_broken)
         self._in_flight: deque[_Sent] = deque()
         self._steps_in_flight = 0
         self._work = asyncio.Event()
@@ -165,7 +169,7 @@ class Scheduler:
 
     def _send(self, plan: FilterPlan | StepPlan) -> None:
         method = Method.PREFILL if isinstance(plan, StepPlan) and plan.is_prefill else Method.DECODE
-        self._in_flight.append(_Sent(plan, self._shards.send(plan.call()), method, perf_counter()))
+        self._in_flight.append(_Sent(plan, self._shards.send(plan.call()), method, self._clock()))
         if isinstance(plan, StepPlan):
             self._steps_in_flight += 1
             self._metrics.batches.called(method)
@@ -193,12 +197,14 @@ class Scheduler:
         sent = self._in_flight[0]
         response = await sent.pending.response()
         self._in_flight.popleft()
-        seconds = perf_counter() - sent.at
+        started, self._answered_at = max(sent.at, self._answered_at), self._clock()
+        seconds = self._answered_at - sent.at
         if isinstance(sent.plan, FilterPlan):
             self._metrics.batches.filtered(sent.method, seconds)
             return
         self._steps_in_flight -= 1
         self._answered.set()
+        self._pace.observe(sent.plan.replies, sent.plan.prompt_tokens, self._answered_at - started)
         timings = response.step.timings
         self._metrics.batches.answered(sent.method, seconds, timings.forward_ns / 1e9, timings.sampling_ns / 1e9)
         self._deliver(response.step)

@@ -93,6 +93,7 @@ class CallStreams:
         self._outgoing: list[asyncio.Queue[pb.Call]] = [asyncio.Queue() for _ in shards]
         self._streams = [shard.stub.Run(_all_of(out)) for shard, out in zip(shards, self._outgoing, strict=True)]
         self._turn = asyncio.Lock()
+        self._answered = 0  # calls, by all shards
         self._silent: set[int] = set()
 
     @property
@@ -101,6 +102,7 @@ class CallStreams:
         return f"shard {min(self._silent)}"
 
     def send(self, call: pb.Call) -> None:
+        call.answered = self._answered
         for outgoing in self._outgoing:
             outgoing.put_nowait(call)
 
@@ -109,8 +111,11 @@ class CallStreams:
         async with self._turn:
             self._silent = set(range(len(self._streams)))
             if len(self._streams) == 1:
-                return [await self._response_of(0)]
-            return await _all(map(self._response_of, range(len(self._streams))))
+                responses = [await self._response_of(0)]
+            else:
+                responses = await _all(map(self._response_of, range(len(self._streams))))
+            self._answered += 1
+            return responses
 
     def close(self) -> None:
         """Makes the shards forget what they hold; calls that have not been answered never are."""
@@ -217,6 +222,7 @@ class ShardedClient:
             num_blocks=min(response.num_blocks for response in responses),
             max_total_tokens=min(response.max_total_tokens for response in responses),
             max_batch_total_tokens=min(response.max_batch_total_tokens for response in responses),
+            fallbacks=dict.fromkeys(reason for response in responses for reason in response.fallbacks),
         )
 
     async def health(self, timeout_s: float) -> None:

@@ -2,6 +2,8 @@
 
 from typing import Literal
 
+from pydantic import Field
+
 from tgi_server.router.schemas.base import ResponseModel, UnsignedInt
 
 
@@ -20,6 +22,9 @@ class Info(ResponseModel):
     version: str
     sha: str | None = None
     docker_label: str | None = None
+    fallbacks: list[str] = Field(
+        default_factory=list, description="why parts of the model are computed in a slower way than the device has"
+    )
 
 
 class ModelInfo(ResponseModel):

@@ -89,8 +89,18 @@ def test_what_cannot_be_recorded_runs_without(caplog: pytest.LogCaptureFixture) 
     def step(rows: int) -> torch.Tensor:
         raise RuntimeError("called a synchronizing CUDA operation\nat length")
 
-    assert record_decoding([2], step, Recorder()) is None
+    assert record_decoding([2], step, Recorder()) == (None, "called a synchronizing CUDA operation")
     assert caplog.messages == ["decoding runs without CUDA graphs: called a synchronizing CUDA operation"]
+
+
+def test_a_model_that_cannot_be_recorded_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def refuse(step) -> None:
+        raise RuntimeError("called a synchronizing CUDA operation")
+
+    monkeypatch.setattr(paged, "recorder_for", lambda backend: refuse)
+    engine = load_engine(make("llama", tmp_path))
+    engine.warm_up(max_batch_size=2, max_prefill_tokens=16, max_total_tokens=32)
+    assert engine.fallbacks == ("decoding runs without CUDA graphs: called a synchronizing CUDA operation",)
 
 
 def test_a_cpu_that_is_told_to_record_says_so(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:

@@ -2,8 +2,9 @@ import math
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tgi_server.engine.sampling import logprobs, prompt_logprobs
+from tgi_server.engine.sampling import Sampled, logprobs, prompt_logprobs
 from tgi_server.engine.sampling.logprobs import keep_top
 
 
@@ -24,3 +25,24 @@ def test_ties_with_the_last_are_kept_and_the_impossible_is_not() -> None:
     assert keep_top(ids, values, 2) == [(5, -0.5), (2, -1.0), (9, -1.0)]
     assert keep_top(ids, values, 5) == [(5, -0.5), (2, -1.0), (9, -1.0), (7, -2.0)]
     assert keep_top(ids, values, 50) == [(5, -0.5), (2, -1.0), (9, -1.0), (7, -2.0)]
+
+
+class Event:
+    """Stands in for an event of CUDA, in whose wait nothing of the device can be seen here."""
+
+    def __init__(self, blocking: bool = False) -> None:
+        self.blocking = blocking
+        self.recorded = False
+
+    def record(self) -> None:
+        self.recorded = True
+
+
+def test_who_waits_for_a_gpu_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wait for a device that has died never ends, and must not keep a core busy."""
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *shape, pin_memory=False, **options: empty(*shape, **options))
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        pending = Sampled(torch.zeros(2, dtype=torch.int64, device="cuda")).start_copy()
+    assert (pending._done.blocking, pending._done.recorded) == (True, True)

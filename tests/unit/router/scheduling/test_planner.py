@@ -18,8 +18,7 @@ POLICY = AdmissionPolicy(
         max_batch_total_tokens=1000,
         max_waiting_tokens=20,
         waiting_served_ratio=0.5,
-    ),
-    prefill_chunk_tokens=512,
+    )
 )
 
 
@@ -40,11 +39,6 @@ POLICY = AdmissionPolicy(
 )
 def test_when_waiting_requests_are_taken_in(running: int, waiting: int, steps: int, reason: Reason | None) -> None:
     assert POLICY.reason_to_admit(running, waiting, steps) is reason
-
-
-def test_streams_bound_what_a_step_computes_of_prompts() -> None:
-    assert POLICY.prefill_budget(decoding=False) == 4096
-    assert POLICY.prefill_budget(decoding=True) == 512
 
 
 def test_a_newcomer_leaves_the_others_room_to_grow() -> None:
@@ -105,7 +99,7 @@ def test_nobody_starves_and_no_batch_is_too_large(
     limits = batch_limits(
         max_batch_size=max_batch_size, max_waiting_tokens=max_waiting_tokens, waiting_served_ratio=ratio
     )
-    clock = Clock(AdmissionPolicy(limits, prefill_chunk_tokens=1), arrivals, length)
+    clock = Clock(AdmissionPolicy(limits), arrivals, length)
     clock.run()
     assert len(clock.waits) == len(arrivals)
     assert max(clock.sizes, default=0) <= max_batch_size

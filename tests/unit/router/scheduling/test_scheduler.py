@@ -13,7 +13,7 @@ import pytest
 from shared.stubs import generate_pb2 as pb
 from tests.fakes.recording_sink import RecordingSink, recorded_request
 from tests.fakes.simulated_shard import RunningShards, SimulatedShard, expected_tokens, running_shards
-from tests.fakes.simulation import batch_limits
+from tests.fakes.simulation import FixedPace, batch_limits
 from tgi_server.contract import FinishReason, SamplingParameters
 from tgi_server.router.errors import GenerationFailed, InvalidRequest
 from tgi_server.router.metrics import Metrics
@@ -72,7 +72,7 @@ async def house(
                 max_batch_size=max_batch_size,
             ),
             metrics,
-            prefill_chunk_tokens=8,
+            FixedPace(8),
             idle_check_after_s=0.01,
             recovery_timeout_s=1.0,
             recovery_interval_s=0.05,

@@ -1,5 +1,7 @@
 """The padded way to run a model: with its own attention and cache, on sequences of different lengths."""
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -38,11 +40,13 @@ class PaddedRunner(Runner):
         memory_fraction: float,
         cpu_memory: int | None,
         group: ShardGroup | None = None,
+        fallbacks: Iterable[str] = (),
     ) -> None:
-        """group: the shards of the model, when this is one of them.
+        """group: the shards of the model, when this is one of them. fallbacks: those so far.
 
         Raises UnsupportedModel for a model that answers wrongly when it continues what it has computed before.
         """
+        super().__init__(fallbacks)
         self._model = model
         self._device = model.device
         self._memory_fraction = memory_fraction

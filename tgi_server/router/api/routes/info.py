@@ -86,4 +86,5 @@ def _info(service: Service) -> Info:
         max_client_batch_size=limits.max_client_batch_size,
         router="text-generation-router",
         version=service.model.version,
+        fallbacks=list(service.model.fallbacks),
     )

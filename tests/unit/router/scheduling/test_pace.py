@@ -1,0 +1,131 @@
+"""What steps take is made up here: seconds for the replies that they continue, and for each prompt token."""
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.fakes.simulation import Simulation
+from tgi_server.router.scheduling.pace import UNMEASURED_TOKENS, PromptPace
+
+Machine = Callable[[int, int], float]
+
+
+def _machine(step: float, reply: float, token: float) -> Machine:
+    return lambda replies, prompt_tokens: step + reply * replies + token * prompt_tokens
+
+
+CPU = _machine(0.010, 0.001, 0.0005)
+GPU = _machine(0.010, 0.00001, 0.00002)
+
+
+def _used(pace: PromptPace, machine: Machine, *replies: int, tokens: int = 256) -> PromptPace:
+    """Lets steps pass, for each number of replies some without prompts and some with so many prompt tokens."""
+    for each in replies:
+        for prompt_tokens in (0, 0, 0, tokens, tokens, tokens):
+            pace.observe(each, prompt_tokens, machine(each, prompt_tokens))
+    return pace
+
+
+def _default_pace(block_size: int = 16) -> PromptPace:
+    return PromptPace(4096, block_size)
+
+
+def test_before_anything_is_measured_a_fixed_number_rides_along() -> None:
+    assert _default_pace().tokens_beside(3, 3) == UNMEASURED_TOKENS
+    assert PromptPace(64, 16).tokens_beside(3, 3) == 64
+
+
+@pytest.mark.parametrize(("machine", "tokens"), [(CPU, 96), (GPU, 1008)])
+def test_a_step_with_prompts_takes_three_times_as_long_as_one_without(machine: Machine, tokens: int) -> None:
+    pace = _used(_default_pace(), machine, 16)
+    assert pace.tokens_beside(16, 16) == tokens
+    assert machine(16, tokens) <= 3 * machine(16, 0) < machine(16, tokens + 16)
+
+
+@pytest.mark.parametrize(("target_ms", "tokens"), [(60, 64), (200, 336), (20, 16), (5, 16), (10_000, 4096)])
+def test_a_target_is_kept_as_far_as_a_step_without_prompts_lets_it(target_ms: int, tokens: int) -> None:
+    pace = _used(PromptPace(4096, 16, target_ms / 1000), CPU, 16)
+    assert pace.tokens_beside(16, 16) == tokens
+
+
+def test_whole_blocks_ride_along_and_one_at_least() -> None:
+    assert _used(_default_pace(block_size=32), CPU, 16).tokens_beside(16, 16) == 96
+    assert _used(_default_pace(block_size=64), CPU, 16).tokens_beside(16, 16) == 64
+    assert _used(_default_pace(block_size=128), CPU, 16).tokens_beside(16, 16) == 128
+
+
+def test_when_many_join_few_the_target_is_that_of_many() -> None:
+    pace = _used(_default_pace(), CPU, 1, 40)
+    assert pace.tokens_beside(1, 1) < pace.tokens_beside(1, 40)
+    assert CPU(1, pace.tokens_beside(1, 40)) <= 3 * CPU(40, 0)
+
+
+def test_a_step_that_was_held_up_changes_nothing() -> None:
+    pace = _used(_default_pace(), CPU, 16, 16)
+    before = pace.tokens_beside(16, 16)
+    pace.observe(16, 0, 5.0)
+    pace.observe(16, 256, 5.0)
+    pace.observe(16, 0, 0.0)
+    assert pace.tokens_beside(16, 16) == before
+
+
+def test_a_few_prompt_tokens_tell_nothing() -> None:
+    pace = _used(_default_pace(), CPU, 16)
+    before = pace.tokens_beside(16, 16)
+    for _ in range(100):
+        pace.observe(16, 1, CPU(16, 0) + 0.005)
+    assert pace.tokens_beside(16, 16) == before
+
+
+def test_where_prompt_tokens_cost_nothing_a_step_takes_all_it_may() -> None:
+    pace = _used(_default_pace(), _machine(0.010, 0.0, 0.0), 4)
+    assert pace.tokens_beside(4, 4) == 4096
+
+
+def test_a_machine_that_becomes_slower_is_noticed_within_seconds() -> None:
+    pace = PromptPace(4096, 16, target_gap_s=0.2)
+    before = _used(pace, CPU, 16).tokens_beside(16, 16)
+    slower = _machine(0.030, 0.003, 0.0015)
+    _used(pace, slower, *[16] * 6)
+    after = pace.tokens_beside(16, 16)
+    assert slower(16, after) <= 0.2 < CPU(16, before) * 3
+
+
+def _gaps_while_a_prompt_is_computed(machine: Machine, pace: PromptPace) -> list[float]:
+    """Returns the gaps between the tokens of three replies, beside which long prompts come one after the other."""
+    simulation = Simulation(
+        num_blocks=4000, block_size=16, pace=pace, step_seconds=machine, max_batch_prefill_tokens=4096
+    )
+    reply = simulation.submit([1, 2, 3], max_new_tokens=900)
+    for first in (4, 5):
+        simulation.submit([first, 2, 3], max_new_tokens=900)
+    for _ in range(20):
+        simulation.turn()
+    gaps, at = [], simulation.seconds
+    for round_ in range(6):
+        prompt = simulation.submit([6 + round_] * 1000, max_new_tokens=1)
+        while not prompt.ended:
+            tokens = len(reply.tokens)
+            simulation.turn()
+            if len(reply.tokens) > tokens:
+                gaps.append(simulation.seconds - at)
+                at = simulation.seconds
+    simulation.check_tokens()
+    return gaps
+
+
+@pytest.mark.parametrize("target_s", [None, 0.1])
+def test_replies_keep_their_pace_while_long_prompts_are_computed(target_s: float | None) -> None:
+    gaps = _gaps_while_a_prompt_is_computed(CPU, PromptPace(4096, 16, target_s))
+    # A step of unmeasured cost comes first, and has been sent twice before it is measured.
+    assert sum(gap > (target_s or 3 * CPU(4, 0)) for gap in gaps) <= 2
+    assert max(gaps) > 0.25
+
+
+def test_alone_prompts_are_computed_in_as_large_steps_as_before() -> None:
+    simulation = Simulation(
+        num_blocks=400, block_size=16, pace=_used(_default_pace(), CPU, 1), max_batch_prefill_tokens=4096
+    )
+    simulation.submit([1 + position % 7 for position in range(5000)], max_new_tokens=2)
+    simulation.run()
+    assert [chunk.tokens for message in simulation.prefills() for chunk in message.chunks] == [4096, 904]

@@ -1,0 +1,71 @@
+"""A bound of the prompt tokens that ride along with running replies, so that these keep their pace."""
+
+from collections import defaultdict, deque
+from functools import partial
+from statistics import median
+
+# Prompt tokens that ride along until it has been measured what they cost.
+UNMEASURED_TOKENS = 512
+# The target for the gap between two tokens of a reply, in steps without prompts. Two thirds of such a step are left to
+# prompts, so these are computed nearly as fast as alone.
+_TARGET_STEPS = 3.0
+# Steps that an estimate is the median of: a step that something else held up does not count, and a change soon does.
+_RECENT_STEPS = 15
+
+
+class PromptPace:
+    """Estimates what steps take, from the last ones, and bounds the prompt tokens of the next one.
+
+    A step takes as long as one without prompts, which depends on the number of replies that it continues, and a time
+    for each prompt token besides. Both are measured while serving. The time of a token is what it was in chunks of the
+    size in use: the first few cost less than others, where a step waits for the weights, and long prompts cost more.
+    """
+
+    def __init__(self, max_tokens: int, block_size: int, target_gap_s: float | None = None) -> None:
+        """max_tokens: prompt tokens of any step. block_size: tokens of a KV block; 1 where there are none.
+
+        target_gap_s: for the gap between two tokens of a reply; None: a multiple of a step without prompts.
+        """
+        self._max_tokens = max_tokens
+        self._block_size = block_size
+        self._target_gap_s = target_gap_s
+        recent = partial(deque[float], maxlen=_RECENT_STEPS)
+        self._decode_s: defaultdict[int, deque[float]] = defaultdict(recent)  # by the binary digits of the replies
+        self._token_s = recent()
+
+    def observe(self, replies: int, prompt_tokens: int, seconds: float) -> None:
+        """Notes how long a step took that continued so many replies, and computed so many prompt tokens beside them."""
+        if not replies:
+            return
+        if not prompt_tokens:
+            self._decode_s[replies.bit_length()].append(seconds)
+        elif prompt_tokens >= self._block_size and (decode_s := self._decoding(replies)) is not None:
+            self._token_s.append(max(0.0, seconds - decode_s) / prompt_tokens)
+
+    def tokens_beside(self, replies: int, expected: int) -> int:
+        """Returns how many prompt tokens a step may compute that continues so many replies.
+
+        They fill whole KV blocks, at least one, so that prompts always progress.
+
+        expected: replies once all that wait for their first token have it. The default target is that of so many:
+        when many join few, the few do not make all others wait.
+        """
+        decode_s, goal_s = self._decoding(replies), self._target_gap_s
+        if goal_s is None and (expected_s := self._decoding(max(replies, expected))) is not None:
+            goal_s = _TARGET_STEPS * expected_s
+        if decode_s is None or goal_s is None or not self._token_s:
+            return min(UNMEASURED_TOKENS, self._max_tokens)
+        token_s = median(self._token_s)
+        spare_s = max(0.0, goal_s - decode_s)
+        if spare_s >= token_s * self._max_tokens:
+            return self._max_tokens
+        return min(self._max_tokens, max(1, int(spare_s / token_s) // self._block_size) * self._block_size)
+
+    def _decoding(self, replies: int) -> float | None:
+        """Returns the seconds of a step that only continues replies; None as long as there has been none.
+
+        Where none of as many replies has been measured, the next larger one counts, or else the largest.
+        """
+        digits = replies.bit_length()
+        known = min((each for each in self._decode_s if each >= digits), default=max(self._decode_s, default=None))
+        return None if known is None else median(self._decode_s[known])
