@@ -8,7 +8,7 @@ import json
 from typing import Any
 
 # {"role": "user" or "assistant", "content": text}
-Message = dict[str, str]
+ChatMessage = dict[str, str]
 
 
 class OpenAi:
@@ -20,7 +20,7 @@ class OpenAi:
     def completion(self, prompt: str, new_tokens: int, stream: bool) -> tuple[str, bytes]:
         return "/v1/completions", self._body({"prompt": prompt}, new_tokens, stream)
 
-    def chat(self, messages: list[Message], new_tokens: int, stream: bool) -> tuple[str, bytes]:
+    def chat(self, messages: list[ChatMessage], new_tokens: int, stream: bool) -> tuple[str, bytes]:
         return "/v1/chat/completions", self._body({"messages": messages}, new_tokens, stream)
 
     def _body(self, content: dict[str, Any], new_tokens: int, stream: bool) -> bytes:

@@ -8,7 +8,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from random import Random
 
-from benchmarks.connection import Connection, Response
+from benchmarks.connection import Connection, TimedResponse
 from benchmarks.reply import read_reply
 from benchmarks.report import percentile
 from benchmarks.schemas import Schema, large_schema
@@ -64,13 +64,13 @@ async def keep_company(
     return _together(responses)
 
 
-def _raise_failure(companions: Sequence[asyncio.Task[Response]]) -> None:
+def _raise_failure(companions: Sequence[asyncio.Task[TimedResponse]]) -> None:
     for task in companions:
         if task.done():
             task.result()
 
 
-def _together(responses: Sequence[Response]) -> Together:
+def _together(responses: Sequence[TimedResponse]) -> Together:
     seconds = max(each.ended for each in responses) - min(each.started for each in responses)
     times = [read_reply(each).token_times for each in responses]
     gaps = [b - a for moments in times for a, b in itertools.pairwise(moments)]
@@ -81,7 +81,7 @@ def _together(responses: Sequence[Response]) -> Together:
     )
 
 
-async def _ask(connection: Connection, body: bytes) -> Response:
+async def _ask(connection: Connection, body: bytes) -> TimedResponse:
     """Raises BadReply, too, where the response tells of an error."""
     with closing(connection):
         response = await connection.request("POST", "/generate_stream", body)

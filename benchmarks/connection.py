@@ -14,7 +14,7 @@ class ServerUnavailable(Exception):
 
 
 @dataclass(slots=True)
-class Response:
+class TimedResponse:
     """started: when the request was sent; pieces: of the body, each with when it came (time.perf_counter, seconds)."""
 
     started: float
@@ -45,7 +45,7 @@ class Connection:
         self._headers = f"Host: {parts.netloc}\r\nContent-Type: application/json\r\n{authorization}"
         self._exchange: _Exchange | None = None
 
-    async def request(self, method: str, path: str, body: bytes = b"", limit: float = 300.0) -> Response:
+    async def request(self, method: str, path: str, body: bytes = b"", limit: float = 300.0) -> TimedResponse:
         """Sends a request and waits, for at most `limit` seconds, for the whole response.
 
         Raises ServerUnavailable when there is no response. A status that tells of an error is a response.
@@ -86,9 +86,9 @@ class _Exchange(asyncio.Protocol):
 
     def __init__(self) -> None:
         self._transport: asyncio.Transport | None = None
-        self._waiter: asyncio.Future[Response] | None = None
+        self._waiter: asyncio.Future[TimedResponse] | None = None
         self._now = 0.0
-        self._response = Response(0.0)
+        self._response = TimedResponse(0.0)
 
     @property
     def pieces(self) -> list[tuple[float, bytes]]:
@@ -98,11 +98,11 @@ class _Exchange(asyncio.Protocol):
     def closed(self) -> bool:
         return self._transport is None or self._transport.is_closing()
 
-    def send(self, request: bytes) -> asyncio.Future[Response]:
+    def send(self, request: bytes) -> asyncio.Future[TimedResponse]:
         assert self._transport is not None
         self._parser = httptools.HttpResponseParser(self)
         self._waiter = asyncio.get_running_loop().create_future()
-        self._response = Response(time.perf_counter())
+        self._response = TimedResponse(time.perf_counter())
         self._transport.write(request)
         return self._waiter
 

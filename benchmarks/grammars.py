@@ -31,7 +31,7 @@ from benchmarks.connection import Connection, ServerUnavailable
 from benchmarks.reply import BadReply, read_reply
 from benchmarks.report import finish, number, percentile, table, tell
 from benchmarks.schemas import KNOWN_KEYS, Schema, large_schema
-from benchmarks.servers import OURS, ServerFailed, running
+from benchmarks.servers import OURS, ServerDidNotStart, running
 from benchmarks.words import text
 from benchmarks.workloads import positive
 
@@ -42,7 +42,7 @@ _PROMPT_WORDS = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class GrammarCost:
     """One way of arriving. lost: the median over the rounds of the share that plain requests lose to grammars."""
 
     arrival: str
@@ -60,7 +60,7 @@ class Comparison:
         return rows
 
 
-async def compare(url: str, arrival: str, requests: int, new_tokens: int, rounds: int) -> Comparison:
+async def compare(url: str, arrival: str, requests: int, new_tokens: int, rounds: int) -> GrammarCost:
     """Measures both kinds of companions in each round, in turns first; one round before the first is not counted.
 
     Raises ServerUnavailable, BadReply.
@@ -76,7 +76,7 @@ async def compare(url: str, arrival: str, requests: int, new_tokens: int, rounds
             if turn >= 0:
                 sides[grammars].append(together)
     losses = [1 - b.tokens_per_s / a.tokens_per_s for a, b in zip(sides[False], sides[True], strict=True)]
-    return Comparison(arrival, statistics.median(losses), sides[False], sides[True])
+    return GrammarCost(arrival, statistics.median(losses), sides[False], sides[True])
 
 
 async def measure_forced(url: str, repeat: int) -> dict[str, float]:
@@ -165,7 +165,7 @@ def main() -> None:
     arguments = _arguments()
     try:
         results = uvloop.run(_run(arguments))
-    except (ServerFailed, ServerUnavailable, BadReply, ValueError) as error:
+    except (ServerDidNotStart, ServerUnavailable, BadReply, ValueError) as error:
         sys.exit(f"error: {error}")
     except (KeyboardInterrupt, asyncio.CancelledError):
         sys.exit("interrupted")

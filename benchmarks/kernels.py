@@ -43,8 +43,8 @@ def linear_times(config: PretrainedConfig, dtype: torch.dtype) -> dict[str, dict
     for layer in model.modules():
         if type(layer) is nn.Linear and layer is not head:
             outputs[layer.in_features] += layer.out_features
-    kernels = [*choice.own_kernels(FloatLinear, dtype), ONEDNN]
-    return choice.measure(outputs, FloatLinear, dtype, kernels, seconds=_BUDGET_SECONDS)
+    weights = choice.Weights.plain(FloatLinear, dtype)
+    return choice.measure(outputs, weights, [*weights.kernels, ONEDNN], seconds=_BUDGET_SECONDS)
 
 
 def attention_times(config: PretrainedConfig, dtype: torch.dtype, tokens: int) -> dict[str, float]:

@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
-from benchmarks.api import Message, OpenAi
+from benchmarks.api import ChatMessage, OpenAi
 from benchmarks.connection import Connection, ServerUnavailable
 from benchmarks.reply import BadReply, Reply, read_reply
 from benchmarks.workloads import Workload
@@ -15,7 +15,7 @@ _WARM_UP_SEED = -1
 
 
 @dataclass(frozen=True, slots=True)
-class Server:
+class Target:
     """The server that the users ask, and the form of their requests. timeout: seconds for one request."""
 
     url: str
@@ -25,7 +25,7 @@ class Server:
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class RequestRecord:
     """One request. Times in seconds; first_token: None unless streamed; gaps: between a stream's tokens."""
 
     latency: float
@@ -36,17 +36,17 @@ class Record:
 
 
 @dataclass(slots=True)
-class Outcome:
+class WorkloadResult:
     """The results of a workload. seconds: from the first request to the last reply. cpu_seconds: of this process."""
 
     workload: Workload
-    records: list[Record] = field(default_factory=list)
+    records: list[RequestRecord] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
     seconds: float = 0.0
     cpu_seconds: float = 0.0
 
 
-async def run_workload(server: Server, workload: Workload, seed: int = 0, *, warm_up: bool = True) -> Outcome:
+async def run_workload(server: Target, workload: Workload, seed: int = 0, *, warm_up: bool = True) -> WorkloadResult:
     """Lets all users of the workload send all their requests. A failed request is noted, and its chat given up.
 
     warm_up: lets every user send one unmeasured request first.
@@ -61,8 +61,8 @@ async def run_workload(server: Server, workload: Workload, seed: int = 0, *, war
             connection.close()
 
 
-async def _run(server: Server, workload: Workload, seed: int, connections: list[Connection]) -> Outcome:
-    outcome = Outcome(workload)
+async def _run(server: Target, workload: Workload, seed: int, connections: list[Connection]) -> WorkloadResult:
+    outcome = WorkloadResult(workload)
     progress = asyncio.create_task(_show_progress(outcome))
     started, cpu_started = time.perf_counter(), time.process_time()
     users = (_User(server, connection, outcome) for connection in connections)
@@ -76,7 +76,7 @@ async def _run(server: Server, workload: Workload, seed: int, connections: list[
 
 
 class _User:
-    def __init__(self, server: Server, connection: Connection, outcome: Outcome) -> None:
+    def __init__(self, server: Target, connection: Connection, outcome: WorkloadResult) -> None:
         self._server = server
         self._connection = connection
         self._outcome = outcome
@@ -90,7 +90,7 @@ class _User:
 
     async def _converse(self, turns: list[str]) -> None:
         workload, api = self._outcome.workload, self._server.api
-        history: list[Message] = []
+        history: list[ChatMessage] = []
         for text in turns:
             history.append({"role": "user", "content": text})
             if workload.turns == 1:
@@ -105,7 +105,7 @@ class _User:
         reply = read_reply(response)
         times = reply.token_times
         self._outcome.records.append(
-            Record(
+            RequestRecord(
                 latency=response.ended - response.started,
                 first_token=times[0] - response.started if times else None,
                 gaps=[later - earlier for earlier, later in pairwise(times)],
@@ -116,7 +116,7 @@ class _User:
         return reply
 
 
-async def _show_progress(outcome: Outcome) -> None:
+async def _show_progress(outcome: WorkloadResult) -> None:
     while True:
         await asyncio.sleep(5)
         failed = f", {len(outcome.failures)} failed" if outcome.failures else ""

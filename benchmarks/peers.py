@@ -23,10 +23,10 @@ import uvloop
 from benchmarks.api import APIS
 from benchmarks.connection import ServerUnavailable
 from benchmarks.floor import Machine, ModelCost, times_floor
-from benchmarks.load import Server
+from benchmarks.load import Target
 from benchmarks.report import LATENCIES, Summary, finish, number, table, tell
 from benchmarks.serve import first_model, measure
-from benchmarks.servers import OURS, PEERS, ServerCommand, ServerFailed, running
+from benchmarks.servers import OURS, PEERS, ServerCommand, ServerDidNotStart, running
 from benchmarks.workloads import WORKLOADS, Workload, add_load_arguments, chosen_loads, positive
 
 _LOGS = Path("runs/logs")
@@ -70,7 +70,7 @@ class Comparison:
     peer: Side
 
     async def run(self, rounds: int, start_limit: float) -> None:
-        """Adds `rounds` rounds. Raises ServerFailed, ServerUnavailable; rounds that are complete by then stay."""
+        """Adds `rounds` rounds. Raises ServerDidNotStart, ServerUnavailable; rounds that are complete by then stay."""
         for seed in range(rounds):
             tell(f"{self.model.name}, round {seed + 1} of {rounds}")
             ours = await self._measure(self.ours.command, seed, start_limit)
@@ -85,7 +85,7 @@ class Comparison:
             tell(f"{command.name}: up after {server.start_seconds:.0f} s")
             api = APIS[command.api](await first_model(server.url, None))
             return Round(
-                server.start_seconds, await measure(Server(server.url, api), self.workloads, seed, warm_up=True)
+                server.start_seconds, await measure(Target(server.url, api), self.workloads, seed, warm_up=True)
             )
 
     @property
@@ -170,7 +170,7 @@ def _arguments() -> argparse.Namespace:
     peer.add_argument("--peer-programs", type=Path, metavar="FOLDER", help="where to look for its programs first")
     peer.add_argument("--peer-env", nargs="+", default=[], metavar="NAME=VALUE", help="environment variables for it")
     peer.add_argument("--peer-api", choices=APIS, default="openai", help="default: %(default)s")
-    add_load_arguments(parser, default=list(WORKLOADS))
+    add_load_arguments(parser, default=[name for name, load in WORKLOADS.items() if not load.copied])
     arguments = parser.parse_args()
     if wrong := [pair for pair in arguments.peer_env if "=" not in pair]:
         parser.error(f"--peer-env: {wrong[0]!r} is not NAME=VALUE")
@@ -189,7 +189,7 @@ def _compare(comparison: Comparison, arguments: argparse.Namespace) -> str | Non
     problem = None
     try:
         uvloop.run(comparison.run(arguments.rounds, arguments.start_limit))
-    except (ServerFailed, ServerUnavailable) as error:
+    except (ServerDidNotStart, ServerUnavailable) as error:
         problem = str(error)
     if comparison.ours.rounds:
         comparison.print()

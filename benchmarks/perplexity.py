@@ -1,7 +1,8 @@
-"""Measures what 8-bit weights cost: the perplexity of a model with them, and without.
+"""Measures what quantised weights cost: the perplexity of a model with them, and without.
 
     python -m benchmarks.perplexity tgi_server/demo_model/weights
-    python -m benchmarks.perplexity MODEL --text a.txt b.txt
+    python -m benchmarks.perplexity MODEL --text a.txt b.txt --quantize int4 bitsandbytes-nf4
+    python -m benchmarks.perplexity QUANTISED_MODEL --text a.txt --quantize none
 
 The demo model is asked about the answers in documents that it was not trained on; with --text, any model about every
 token of some texts. Tokens go through the engine's own path, as prompts whose logprobs are reported.
@@ -23,6 +24,7 @@ from tgi_server.engine import Engine, EngineConfig, RunningSequence
 from tgi_server.engine.config import DTYPES
 from tgi_server.engine.driver import Driver
 from tgi_server.engine.errors import EngineError
+from tgi_server.engine.quantization.rounding import ROUNDINGS
 
 # Token ids, and which of them count.
 Document = tuple[list[int], list[bool]]
@@ -68,6 +70,14 @@ def main() -> None:
     parser.add_argument("--documents", type=int, default=300, help="held-out documents (default: %(default)s)")
     parser.add_argument("--length", type=int, default=1024, help="tokens of a piece of text (default: %(default)s)")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="default: %(default)s")
+    parser.add_argument(
+        "--quantize",
+        nargs="+",
+        choices=("none", *ROUNDINGS),
+        default=("none", *ROUNDINGS),
+        metavar="WAY",
+        help="values of --quantize, and none for the weights as they are (default: all)",
+    )
     parser.add_argument("--output", type=Path, metavar="FILE", help="where to write the JSON as well")
     arguments = parser.parse_args()
     results: dict[str, tuple[float, int]] = {}
@@ -79,13 +89,14 @@ def main() -> None:
             documents = held_out_documents(tokenizer, arguments.documents)
     except OSError as error:
         sys.exit(f"error: {error}")
-    for quantize in (None, "int8"):
+    for way in arguments.quantize:
+        quantize = None if way == "none" else way
         try:
             engine = Engine(EngineConfig(arguments.model, dtype=DTYPES[arguments.dtype], quantize=quantize))
         except EngineError as error:
-            tell(f"{quantize or arguments.dtype} is left out: {error}")
+            tell(f"{way} is left out: {error}")
         else:
-            results[quantize or arguments.dtype] = perplexity(engine, documents)
+            results[quantize or engine.info.quantization or arguments.dtype] = perplexity(engine, documents)
     rows = [[weights, f"{value:.4f}", number(tokens)] for weights, (value, tokens) in results.items()]
     print(table(("weights", "perplexity", "tokens"), rows))
     finish(results, arguments.output)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks.connection import Response
+from benchmarks.connection import TimedResponse
 
 
 class BadReply(Exception):
@@ -22,7 +22,7 @@ class Reply:
     token_times: list[float] = field(default_factory=list)
 
 
-def read_reply(response: Response) -> Reply:
+def read_reply(response: TimedResponse) -> Reply:
     """Raises BadReply."""
     if response.status != 200:
         raise BadReply(f"status {response.status}: {response.body[:300].decode(errors='replace')}")
@@ -41,13 +41,13 @@ def _whole(answer: dict[str, Any]) -> Reply:
     return Reply(text or "", usage["completion_tokens"], usage.get("prompt_tokens"))
 
 
-def _whole_tgi(answer: dict[str, Any], response: Response) -> Reply:
+def _whole_tgi(answer: dict[str, Any], response: TimedResponse) -> Reply:
     prompt_tokens = response.headers.get("x-prompt-tokens")
     new_tokens = answer["details"]["generated_tokens"]
     return Reply(answer["generated_text"], new_tokens, int(prompt_tokens) if prompt_tokens else None)
 
 
-def _streamed(response: Response) -> Reply:
+def _streamed(response: TimedResponse) -> Reply:
     reply = Reply("", 0)
     texts: list[str] = []
     for moment, event in _events(response):
@@ -65,7 +65,7 @@ def _streamed(response: Response) -> Reply:
     return reply
 
 
-def _events(response: Response) -> Iterator[tuple[float, dict[str, Any]]]:
+def _events(response: TimedResponse) -> Iterator[tuple[float, dict[str, Any]]]:
     """Yields the server-sent events that are JSON objects, each with the moment in which it was complete."""
     rest = b""
     for moment, piece in response.pieces:

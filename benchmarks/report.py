@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
 
-from benchmarks.load import Outcome
+from benchmarks.load import WorkloadResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Summary:
     client_cpu: float
 
 
-def summarise(outcome: Outcome) -> Summary:
+def summarise(outcome: WorkloadResult) -> Summary:
     records, workload = outcome.records, outcome.workload
     latencies = [record.latency for record in records]
     first_tokens = [record.first_token * 1e3 for record in records if record.first_token is not None]

@@ -23,7 +23,7 @@ import uvloop
 
 from benchmarks.connection import Connection, ServerUnavailable
 from benchmarks.report import finish, number, table
-from benchmarks.servers import ServerFailed, wait_until_healthy
+from benchmarks.servers import ServerDidNotStart, wait_until_healthy
 from tgi_server import demo_model
 
 _READY_SECONDS = 60.0
@@ -134,7 +134,7 @@ def main() -> None:
     arguments = parser.parse_args()
     try:
         finish(uvloop.run(_run(arguments)), arguments.output)
-    except (ServerFailed, ServerUnavailable) as error:
+    except (ServerDidNotStart, ServerUnavailable) as error:
         sys.exit(f"error: {error}")
 
 

@@ -19,9 +19,9 @@ import uvloop
 
 from benchmarks.api import APIS
 from benchmarks.connection import Connection, ServerUnavailable
-from benchmarks.load import Outcome, Server, run_workload
+from benchmarks.load import Target, WorkloadResult, run_workload
 from benchmarks.report import COLUMNS, Summary, finish, row, summarise, table, tell
-from benchmarks.servers import OURS, ServerFailed, running
+from benchmarks.servers import OURS, ServerDidNotStart, running
 from benchmarks.workloads import Workload, add_load_arguments, chosen_loads
 
 _LOG = Path("runs/logs/serve.log")
@@ -41,7 +41,7 @@ async def first_model(url: str, api_key: str | None) -> str:
         return "tgi"
 
 
-async def measure(server: Server, workloads: Sequence[Workload], seed: int, *, warm_up: bool) -> list[Summary]:
+async def measure(server: Target, workloads: Sequence[Workload], seed: int, *, warm_up: bool) -> list[Summary]:
     """Runs the workloads one after the other; what goes wrong is told on standard error."""
     summaries = []
     for workload in workloads:
@@ -52,7 +52,7 @@ async def measure(server: Server, workloads: Sequence[Workload], seed: int, *, w
     return summaries
 
 
-def _tell_problems(outcome: Outcome) -> None:
+def _tell_problems(outcome: WorkloadResult) -> None:
     name = outcome.workload.name
     if outcome.failures:
         tell(f"  {name}: {len(outcome.failures)} requests failed, first: {outcome.failures[0]}")
@@ -86,7 +86,7 @@ async def _run(arguments: argparse.Namespace) -> list[Summary]:
 
 async def _measure(arguments: argparse.Namespace, url: str) -> list[Summary]:
     model = arguments.model or await first_model(url, arguments.api_key)
-    server = Server(url, APIS[arguments.api](model), arguments.api_key, arguments.timeout)
+    server = Target(url, APIS[arguments.api](model), arguments.api_key, arguments.timeout)
     return await measure(server, chosen_loads(arguments), arguments.seed, warm_up=not arguments.no_warm_up)
 
 
@@ -94,7 +94,7 @@ def main() -> None:
     arguments = _arguments()
     try:
         summaries = uvloop.run(_run(arguments))
-    except (ServerFailed, ServerUnavailable, ValueError) as error:
+    except (ServerDidNotStart, ServerUnavailable, ValueError) as error:
         sys.exit(f"error: {error}")
     except (KeyboardInterrupt, asyncio.CancelledError):
         sys.exit("interrupted")

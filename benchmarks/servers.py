@@ -20,7 +20,7 @@ _PROGRAMS = Path(sys.executable).parent
 _STOP_SECONDS = 30
 
 
-class ServerFailed(Exception):
+class ServerDidNotStart(Exception):
     """The server did not come up. The message says why, as far as its log tells."""
 
 
@@ -75,7 +75,7 @@ async def running(command: ServerCommand, model: Path, log: Path, limit: float) 
     log: where its output goes. limit: seconds until its `/health` has to answer. SIGTERM cancels the task that is in
     the block, so that the server ends, too.
 
-    Raises ServerFailed.
+    Raises ServerDidNotStart.
     """
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
@@ -107,23 +107,23 @@ def _start(command: ServerCommand, arguments: list[str], output: int) -> "subpro
             start_new_session=True,
         )
     except OSError as error:
-        raise ServerFailed(f"{command.name} cannot be started: {error}") from error
+        raise ServerDidNotStart(f"{command.name} cannot be started: {error}") from error
 
 
 async def wait_until_healthy(name: str, url: str, process: "subprocess.Popen[bytes]", log: Path, limit: float) -> None:
-    """Returns when the server's `/health` answers with 200. Raises ServerFailed after `limit` seconds, or when the
+    """Returns when the server's `/health` answers with 200. Raises ServerDidNotStart after `limit` seconds, or when the
     process ends."""
     connection = Connection(url)
     deadline = time.monotonic() + limit
     while time.monotonic() < deadline:
         if process.poll() is not None:
-            raise ServerFailed(f"{name} ended with status {process.returncode}: {_last_line(log)} (see {log})")
+            raise ServerDidNotStart(f"{name} ended with status {process.returncode}: {_last_line(log)} (see {log})")
         with contextlib.suppress(ServerUnavailable):
             if (await connection.request("GET", "/health", limit=5)).status == 200:
                 connection.close()
                 return
         await asyncio.sleep(0.1)
-    raise ServerFailed(f"{name} did not get healthy within {limit:g} s (see {log})")
+    raise ServerDidNotStart(f"{name} did not get healthy within {limit:g} s (see {log})")
 
 
 def _stop(process: "subprocess.Popen[bytes]") -> None:

@@ -5,24 +5,33 @@ python -m benchmarks.synthetic opt-125m llama-360m
 
 import argparse
 import shutil
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig, PretrainedConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from benchmarks.synthetic_tokenizer import build_tokenizer, save_tokenizer
+from benchmarks.words import COMMON
 
 FOLDER = Path("runs/synthetic")
+# Weights of what is added to the residual stream.
+_ADDING = ("o_proj.weight", "out_proj.weight", "down_proj.weight", "fc2.weight", "embed_positions.weight")
 
 
 @dataclass(frozen=True)
 class SyntheticModel:
-    """A model's shape, its special tokens in the order of their ids, and which of them begins, ends and pads."""
+    """A model's shape, its special tokens in the order of their ids, and which of them begins, ends and pads.
+
+    copies: its greedy replies repeat the prompts of W8.
+    """
 
     config: PretrainedConfig
     special_tokens: tuple[str, ...]
+    copies: bool = False
 
 
 # The shape of facebook/opt-125m.
@@ -69,6 +78,8 @@ _LLAMA_8B = LlamaConfig(
 MODELS = {
     "opt-125m": SyntheticModel(_OPT_125M, ("<s>", "<pad>", "</s>", "<unk>")),
     "llama-360m": SyntheticModel(_LLAMA_360M, ("<unk>", "<s>", "</s>")),
+    "opt-125m-copying": SyntheticModel(_OPT_125M, ("<s>", "<pad>", "</s>", "<unk>"), copies=True),
+    "llama-360m-copying": SyntheticModel(_LLAMA_360M, ("<unk>", "<s>", "</s>"), copies=True),
     "llama-8b": SyntheticModel(_LLAMA_8B, ("<unk>", "<s>", "</s>")),
 }
 WRITTEN = ("opt-125m", "llama-360m")
@@ -84,11 +95,15 @@ def build_model(config: PretrainedConfig, device: torch.device, dtype: torch.dty
 
 def write_model(model: SyntheticModel, folder: Path) -> None:
     """Writes config, weights (bfloat16, standard deviation 0.02, the same ones every time) and tokenizer."""
-    config = model.config
+    config = deepcopy(model.config)
+    config.tie_word_embeddings &= not model.copies
     disable_progress_bar()
     torch.manual_seed(0)
     weights = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     weights.generation_config.do_sample = False
+    tokenizer = build_tokenizer(config.vocab_size, list(model.special_tokens))
+    if model.copies:
+        _make_copying(weights, tokenizer)
     partial = folder.with_name(folder.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -100,10 +115,23 @@ def write_model(model: SyntheticModel, folder: Path) -> None:
         "pad_token": names[config.pad_token_id],
         "unk_token": "<unk>",
     }
-    tokenizer = build_tokenizer(config.vocab_size, list(names))
     save_tokenizer(tokenizer, roles, config.max_position_embeddings, partial)
     shutil.rmtree(folder, ignore_errors=True)
     partial.rename(folder)
+
+
+@torch.no_grad()
+def _make_copying(weights: PreTrainedModel, tokenizer: Tokenizer) -> None:
+    """Makes the likeliest token after a common word the one that follows it in their list, whatever came before.
+
+    Layers compute as ever, but add nothing; the head's row of a word is the embedding of the word before it.
+    """
+    for name, parameter in weights.named_parameters():
+        if name.endswith(_ADDING):
+            parameter.zero_()
+    ids = torch.tensor([tokenizer.encode(f" {word}").ids[0] for word in COMMON])
+    head, embedding = weights.get_output_embeddings().weight, weights.get_input_embeddings().weight
+    head[ids.roll(-1)] = embedding[ids]
 
 
 def main() -> None:

@@ -1,6 +1,7 @@
 """The words of prompts: common ones, which most tokenizers know whole, and made-up ones that sound English."""
 
 from collections.abc import Iterator
+from itertools import pairwise
 from random import Random
 
 _COMMON = """
@@ -49,6 +50,18 @@ def made_up(random: Random) -> Iterator[str]:
         syllables = random.choice((1, 2, 2, 3))
         parts = [random.choice(sounds) for _ in range(syllables) for sounds in (onsets, vowels, codas)]
         yield "".join([*parts, random.choice(endings)]).replace("-", "")
+
+
+def shuffled_chain(random: Random, words: int) -> str:
+    """Common words in the order of their list, cut into pieces that are shuffled, and the beginning of one of them.
+
+    A model that says each word's successor repeats the pieces then, one after the other.
+    """
+    start = random.randrange(len(COMMON))
+    chain = [COMMON[(start + place) % len(COMMON)] for place in range(words - 2)]
+    cuts = [0, *sorted(random.sample(range(8, len(chain), 4), len(chain) // 30)), len(chain)]
+    pieces = [chain[low:high] for low, high in pairwise(cuts)]
+    return " ".join([*(word for piece in random.sample(pieces, len(pieces)) for word in piece), *chain[:2]])
 
 
 def text(random: Random, words: int) -> str:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from random import Random
 
-from benchmarks.words import text
+from benchmarks.words import shuffled_chain, text
 
 GREETING = "Hello World, what is your name dog?"
 _CHANGEABLE = ("users", "words", "new_tokens", "turns", "repeat", "stream")
@@ -18,6 +18,7 @@ class Workload:
     words: of a prompt, or of each turn of a chat; every one is different. None: all prompts are the greeting.
     new_tokens: of every reply; the end-of-sequence token is ignored. turns: more than 1 makes it a chat, in which the
     history is sent along. repeat: prompts, or whole chats, that each user sends. stream: token by token.
+    copied: a model that copies repeats pieces of the prompt in its reply.
     """
 
     name: str
@@ -27,6 +28,7 @@ class Workload:
     turns: int = 1
     repeat: int = 3
     stream: bool = True
+    copied: bool = False
 
     def describe(self) -> str:
         users = f"{self.users} user{'s' * (self.users > 1)}"
@@ -42,7 +44,8 @@ class Workload:
         """Yields, for each prompt or chat of a user, the texts of its turns. The same seed gives the same texts."""
         for index in range(self.repeat):
             random = Random(f"{seed}/{user}/{index}")
-            yield [GREETING if self.words is None else text(random, self.words) for _ in range(self.turns)]
+            write = shuffled_chain if self.copied else text
+            yield [GREETING if self.words is None else write(random, self.words) for _ in range(self.turns)]
 
 
 WORKLOADS = {
@@ -54,6 +57,7 @@ WORKLOADS = {
         Workload("W4", users=32, words=64, new_tokens=64, repeat=3),
         Workload("W5", users=8, words=700, new_tokens=16, repeat=3),
         Workload("W6", users=16, words=64, new_tokens=64, turns=5, repeat=1),
+        Workload("W8", users=1, words=300, new_tokens=128, repeat=4, copied=True),
     )
 }
 

@@ -1,7 +1,8 @@
 #!/bin/bash
 # Builds the images, runs the compose stack on the bundled demo model with an API key, and tries it: answers, tests, a
-# killed model server, recovery, an empty key. Needs no network but a package index for pip and apt, and no image registry: where the base image
-# cannot be pulled, one is made with debootstrap.
+# killed model server, recovery, an empty key, a wrong flag, a model of .bin files, the unit tests in the tester. Needs no
+# network but a package index for pip and apt, and no image registry: where the base image cannot be pulled, one is made
+# with debootstrap, with Debian's own Python 3.11.2.
 #
 # Usage: deploy/try-compose.sh [--keep]      --keep leaves the stack running
 # Skips with a message, and status 0, where no container engine can be had.
@@ -12,12 +13,15 @@ BASE=$(sed -n 's/^ARG BASE=//p' deploy/docker/tgi.Dockerfile)
 STATE=${STATE:-/var/tmp/oatmill-compose}
 ENGINE_SECONDS=60
 HEALTHY_SECONDS=180
+GIVEN_UP_SECONDS=120
 WHEELS_PORT=${WHEELS_PORT:-18765}
 keep=${1:-}
 engine_pid=
 wheels_pid=
 build_flags=(--network host)
 stack=tests/integration/stack
+models=shared/file_system/downloads/tgi
+bin_model=$models/local/try-compose-bin
 export API_KEY=${API_KEY:-$(od -An -N16 -tx1 /dev/urandom | tr -d ' \n')}
 
 say() { printf '\n== %s\n' "$*"; }
@@ -30,6 +34,7 @@ compose() {
 finish() {
     status=$?
     [ "$keep" = --keep ] || { compose --profile test down --volumes --timeout 30 >/dev/null 2>&1 || true; }
+    rm -rf "$bin_model"
     [ -z "$wheels_pid" ] || kill "$wheels_pid"
     if [ -n "$engine_pid" ] && [ "$keep" != --keep ]; then kill "$engine_pid"; wait "$engine_pid" 2>/dev/null || true; fi
     exit $status
@@ -99,30 +104,68 @@ wait_until_healthy() {
     return 1
 }
 
+state_of() { docker inspect --format "{{$2}}" "$(compose ps -aq "$1" 2>/dev/null || compose ps -q "$1")"; }
+
+# Writes the demo model with .bin weights into the folder that the server sees as /models, and lets the container's user
+# write what it converts.
+make_bin_model() {
+    mkdir -p "$bin_model"
+    chown 1000 "$bin_model" "$models/hub"
+    docker run --rm --user 1000 -v "$PWD/$bin_model:/target" --entrypoint python oatmill-tgi -c '
+import shutil
+import torch
+from safetensors.torch import load_file
+from tgi_server import demo_model
+for file in demo_model.PATH.iterdir():
+    if file.suffix != ".safetensors":
+        shutil.copyfile(file, f"/target/{file.name}")
+torch.save(load_file(demo_model.PATH / "model.safetensors"), "/target/pytorch_model.bin")'
+}
+
 need_engine
 trap finish EXIT
 mkdir -p "$STATE"
 need_base_image
 build
-say "starting the stack"
+say "starting the stack, as a user who may not write to this folder's files"
 compose up -d --no-build
 wait_until_healthy tgi
 wait_until_healthy llm_functionalities
+compose logs tgi | grep -i 'compiling' && { echo "it compiles kernels, which the image should have" >&2; exit 1; }
 say "over HTTP, on port ${TGI_PORT:-8081}"
 curl -sS -m 20 "http://127.0.0.1:${TGI_PORT:-8081}/generate" -H 'content-type: application/json' \
     -H "authorization: Bearer $API_KEY" \
     -d '{"inputs": "### Instruction:\nHow long do I boil an egg?\n\n### Response:\n", "parameters": {"max_new_tokens": 40}}'
 echo
 say "the tests of the running stack"
-compose run --rm tester --runslow $stack/test_llm.py $stack/test_key.py
+compose run --rm tester --runslow -vk test_llm
+compose run --rm tester --runslow $stack/test_key.py
 say "killing the model server: calls come back empty, and full again once it is back"
 docker kill "$(compose ps -q tgi)" >/dev/null
 compose run --rm tester --runslow $stack/test_away.py
 compose up -d --no-build tgi >/dev/null
 wait_until_healthy tgi
-compose run --rm tester --runslow $stack/test_llm.py $stack/test_key.py
+compose run --rm tester --runslow -k test_llm
 say "a server whose key is empty does not start"
 status=0
 API_KEY='' compose run --rm --no-deps tgi || status=$?
 [ "$status" = 2 ] || { echo "it ended with $status" >&2; exit 1; }
+say "a wrong flag does not restart for ever"
+TGI_PARAMS=--no-such-flag compose up -d --no-build tgi >/dev/null
+for _ in $(seq $GIVEN_UP_SECONDS); do
+    [ "$(state_of tgi .State.Status)" != exited ] || break
+    sleep 1
+done
+compose logs --tail 1 tgi
+echo "$(state_of tgi .State.Status) with $(state_of tgi .State.ExitCode) after $(state_of tgi .RestartCount) restarts"
+[ "$(state_of tgi .State.Status) $(state_of tgi .State.ExitCode)" = "exited 2" ]
+say "a model of .bin files on the read-only /models is converted into /data"
+make_bin_model
+MODEL_ID=/models/$(basename "$bin_model") compose up -d --no-build tgi >/dev/null
+wait_until_healthy tgi
+compose logs tgi | grep 'converted into /data'
+compose run --rm tester --runslow -k test_llm
+rm -rf "$models/hub/converted"
+say "the unit tests, in the tester"
+compose run --rm tester
 say "everything that was tried works"

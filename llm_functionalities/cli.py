@@ -5,7 +5,7 @@ import gc
 import logging
 import sys
 
-from llm_functionalities.errors import StartupError
+from llm_functionalities.errors import CannotStart
 from llm_functionalities.server import Server
 from llm_functionalities.settings import Settings
 from shared.logging import configure_logging
@@ -26,7 +26,7 @@ def main() -> None:
     logger.info("settings: %s", settings.describe())
     try:
         asyncio.run(_serve(settings))
-    except StartupError as error:
+    except CannotStart as error:
         fail(PROGRAM, str(error), status=STARTUP_FAILURE)
     finally:
         stop_tracing()

@@ -6,7 +6,7 @@ import grpc
 
 
 class ModelError(Exception):
-    """No answer came from the model. `Model` turns it into an empty response with `reason`."""
+    """The model gave no answer. `Model` turns the error into an empty response with `reason`."""
 
     reason: ClassVar[str] = "error"
 
@@ -42,7 +42,7 @@ class Unresolvable(EndpointDown):
 
 
 class Unreachable(EndpointDown):
-    """No connection to the endpoint could be made in time."""
+    """The service could not connect to the endpoint in time."""
 
     reason = "unreachable"
 
@@ -65,7 +65,7 @@ class ConnectionLost(EndpointFailed):
     reason = "connection_lost"
 
 
-class Overloaded(EndpointFailed):
+class EndpointOverloaded(EndpointFailed):
     """The endpoint responded with 429."""
 
     reason = "overloaded"
@@ -89,39 +89,39 @@ class Rejected(ModelError):
     reason = "rejected"
 
 
-class Refused(Exception):
+class CallRefused(Exception):
     """A call that this service refuses. Its caller sees `status` and the message."""
 
     status: ClassVar[grpc.StatusCode]
 
 
-class InvalidRequest(Refused):
-    """A request that cannot be meant as it is."""
+class InvalidArgument(CallRefused):
+    """The request contradicts the service's contract, such as a message that is none of the method's type."""
 
     status = grpc.StatusCode.INVALID_ARGUMENT
 
 
-class InvalidGrammar(InvalidRequest):
-    """A request's grammar that no answer could follow."""
+class UnusableGrammar(InvalidArgument):
+    """The request has a grammar that no answer could follow."""
 
 
-class TooBusy(Refused):
-    """The service works on as many calls as it may."""
+class TooBusy(CallRefused):
+    """The service already works on as many calls as it may."""
 
     status = grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
-class CallerGone(Refused):
+class CallerGone(CallRefused):
     """The caller has closed its connection or cancelled the call."""
 
     status = grpc.StatusCode.CANCELLED
 
 
-class TooSlow(Refused):
+class TooSlow(CallRefused):
     """The caller does not send its request, or does not read the response, in time."""
 
     status = grpc.StatusCode.DEADLINE_EXCEEDED
 
 
-class StartupError(Exception):
+class CannotStart(Exception):
     """The service cannot start; the message says what to do."""

@@ -27,7 +27,7 @@ SCRAPE_SECONDS = 5.0
 LATENCY_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40)
 
 
-class Metrics:
+class ServiceMetrics:
     """The service's metrics, in a registry of their own."""
 
     def __init__(self) -> None:

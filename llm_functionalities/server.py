@@ -16,8 +16,8 @@ from llm_functionalities.endpoint.balancer import Balancer
 from llm_functionalities.endpoint.endpoint import Endpoint
 from llm_functionalities.endpoint.resolver import Resolver
 from llm_functionalities.endpoint.transport import BoundedBackend, BoundedTransport, install
-from llm_functionalities.errors import StartupError
-from llm_functionalities.metrics import Metrics
+from llm_functionalities.errors import CannotStart
+from llm_functionalities.metrics import ServiceMetrics
 from llm_functionalities.model.empty_responses import EmptyResponses
 from llm_functionalities.model.model import Model
 from llm_functionalities.model.pool import FairPool
@@ -59,7 +59,7 @@ class Server:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._metrics = Metrics()
+        self._metrics = ServiceMetrics()
         self._http = install(_transport(settings))
         self._balancer = Balancer([self._endpoint(url) for url in settings.inference_endpoint_url])
         self._pool = FairPool(settings.threads, settings.batch_threads or settings.threads)
@@ -70,7 +70,7 @@ class Server:
         self._server = self._grpc_server()
 
     async def start(self) -> int:
-        """Listens for calls. Returns the port. Raises StartupError, which says what to change."""
+        """Listens for calls. Returns the port. Raises CannotStart, which says what to change."""
         settings = self._settings
         _allow_open_files(settings.max_connections + settings.threads + OTHER_FILES)
         if settings.metrics_port is not None:
@@ -83,7 +83,7 @@ class Server:
             else:
                 port = self._server.add_secure_port(address, _server_credentials(settings))
         except RuntimeError:
-            raise StartupError(f"cannot listen on {address}: is the port in use? choose another with --port") from None
+            raise CannotStart(f"cannot listen on {address}: is the port in use? choose another with --port") from None
         await self._server.start()
         self._watch = asyncio.create_task(watch_event_loop(self._metrics.event_loop_lag.observe))
         for name in ("", *SERVICES):
@@ -130,7 +130,7 @@ class Server:
         )
         model = Model(self._balancer, self._pool, EmptyResponses(self._metrics.count_empty))
         client = ModelClient(model, settings.default_timeout, settings.max_timeout, settings.max_tokens)
-        llm_pb2_grpc.add_LLMRunnerServicer_to_server(LLMRunner(client), server)
+        llm_pb2_grpc.add_LLMRunnerServicer_to_server(LLMRunner(client, settings.prompt_echo), server)
         llm_pb2_grpc.add_LLMChitChatServicer_to_server(LLMChitChat(client), server)
         llm_pb2_grpc.add_LLMSummaryGenerationServicer_to_server(LLMSummaryGeneration(client), server)
         llm_pb2_grpc.add_LLMDescriptionGenerationServicer_to_server(LLMDescriptionGeneration(client), server)
@@ -146,14 +146,14 @@ class Server:
         try:
             return self._metrics.serve(self._settings.listen_address.strip("[]"), port)
         except OSError as error:
-            raise StartupError(f"cannot serve metrics on port {port}: {error.strerror}; see --metrics-port") from None
+            raise CannotStart(f"cannot serve metrics on port {port}: {error.strerror}; see --metrics-port") from None
 
 
 def _allow_open_files(needed: int) -> None:
-    """Allows this process to have `needed` files open. Raises StartupError when the system forbids that."""
+    """Allows this process to have `needed` files open. Raises CannotStart when the system forbids that."""
     allowed, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if most != resource.RLIM_INFINITY and most < needed:
-        raise StartupError(
+        raise CannotStart(
             f"this process may have {most} files open and needs {needed}: "
             "allow more (ulimit -n), or take fewer with --max-connections and --threads"
         )
@@ -169,7 +169,7 @@ def _transport(settings: Settings) -> BoundedTransport:
     try:
         tls = ssl.create_default_context(cafile=settings.endpoint_ca)
     except ssl.SSLError as error:
-        raise StartupError(f"--endpoint-ca {settings.endpoint_ca} holds no certificate: {error.reason}") from None
+        raise CannotStart(f"--endpoint-ca {settings.endpoint_ca} holds no certificate: {error.reason}") from None
     return BoundedTransport(backend, tls, settings.max_message_bytes)
 
 

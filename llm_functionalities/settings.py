@@ -7,7 +7,7 @@ from pydantic import AfterValidator, Field, model_validator
 from pydantic_settings import SettingsConfigDict
 
 from llm_functionalities.endpoint.address import Address, parse_name_server
-from shared.settings import CommaSeparated, ServiceSettings
+from shared.settings import CommaSeparated, Port, ServiceSettings
 
 
 def _endpoint(text: str) -> str:
@@ -20,9 +20,9 @@ def _name_server(text: str) -> str:
 
 
 Seconds = Annotated[float, Field(gt=0)]
-Port = Annotated[int, Field(ge=0, le=65535)]
-Endpoint = Annotated[str, AfterValidator(_endpoint)]
+EndpointUrl = Annotated[str, AfterValidator(_endpoint)]
 NameServer = Annotated[str, AfterValidator(_name_server)]
+PromptEcho = Literal["object", "prompt", "none"]
 
 
 class Settings(ServiceSettings):
@@ -34,7 +34,7 @@ class Settings(ServiceSettings):
     port: Port = Field(8000, description="port of the gRPC service; 0 picks a free one")
     metrics_port: Port | None = Field(None, description="port for Prometheus metrics over HTTP; unset: none")
 
-    inference_endpoint_url: CommaSeparated[Endpoint] = Field(
+    inference_endpoint_url: CommaSeparated[EndpointUrl] = Field(
         default=[], description="model servers, such as tgi:80 or https://host/path, separated by commas"
     )
     endpoint_token: str | None = Field(None, description="bearer token for the model servers")
@@ -43,6 +43,10 @@ class Settings(ServiceSettings):
     default_timeout: Seconds = Field(10.0, description="seconds for a call that sets no time-out of its own")
     max_timeout: Seconds = Field(300.0, description="most seconds for a call, whatever time-out it sets")
     max_tokens: Annotated[int, Field(gt=0)] = Field(128, description="tokens of an answer unless the call says")
+    prompt_echo: PromptEcho = Field(
+        "object",
+        description="what answers repeat of prompts: a JSON object that the prompt leaves open, all of it, or nothing",
+    )
     threads: Annotated[int, Field(gt=0)] = Field(64, description="requests to the model servers at a time")
     batch_threads: Annotated[int, Field(gt=0)] | None = Field(
         None, description="requests of batches among these at a time; unset: half of them"

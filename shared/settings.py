@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, NoReturn, TypeVar
 
-from pydantic import BeforeValidator, ValidationError
+from pydantic import BeforeValidator, Field, ValidationError
 from pydantic_settings import BaseSettings, CliApp, CliSettingsSource, NoDecode, SettingsConfigDict, SettingsError
 
 USAGE_ERROR = 2
@@ -30,6 +30,9 @@ def _split(value: object) -> object:
 
 # A list that is written as `1,2,4`, both on the command line and in the environment.
 CommaSeparated = Annotated[list[T], NoDecode, BeforeValidator(_split)]
+
+# Port 0 means none, or a free one; the setting says which.
+Port = Annotated[int, Field(ge=0, le=65535)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,23 +10,49 @@ from itertools import count
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
+from llm_functionalities.settings import Settings as FrontSettings
 from tests.logs import Tracebacks
 from tests.servers import TextGenerationServer
-from tests.tiny_models import make_llama
 from tgi_server import demo_model
+from tgi_server.launcher.settings import LauncherSettings
+from tgi_server.shard.settings import DownloadSettings, ShardSettings
 
 FreePort = Callable[[], int]
 ServerFactory = Callable[..., TextGenerationServer]
+
+# Several processes of tests share the cores: a thread of torch that waits must not keep a core busy. Read when torch is
+# imported, so nothing that this module imports may import torch.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 # Processes are started from this one while gRPC's threads run in it, and gRPC's handling of forks, meant for children
 # that go on to use it, may leave such a child hanging or break it. Read when gRPC is first used.
 os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
 
+# Variables that the programs read, such as those of a container image. Tests set what they mean.
+for program in (LauncherSettings, ShardSettings, DownloadSettings, FrontSettings):
+    for setting in program.model_fields:
+        os.environ.pop(setting.upper(), None)
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--runslow", action="store_true", help="run the tests that take long, too")
     parser.addoption("--soak-seconds", type=float, default=600.0, help="how long test_soak.py loads both services")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Has hypothesis make few examples, unless the slow tests run too."""
+    settings.register_profile("quick", max_examples=20)
+    settings.load_profile("default" if config.getoption("--runslow") else "quick")
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Compiles the CPU kernels, if that has not been done, before a test waits for them that may not take so long."""
+    if not hasattr(session.config, "workerinput"):
+        from tgi_server.engine.kernels import load_kernels
+
+        load_kernels()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -73,6 +99,8 @@ def free_port() -> FreePort:
 @pytest.fixture(scope="session")
 def llama_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Llama with random weights. Not to be written to."""
+    from tests.tiny_models import make_llama  # imports torch, which takes seconds
+
     return make_llama(tmp_path_factory.mktemp("llama"))
 
 

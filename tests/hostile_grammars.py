@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from tgi_server.contract import Grammar, GrammarType
+from tgi_server.contract import Grammar, GrammarKind
 
 
 def references(levels: int) -> dict[str, Any]:
@@ -47,12 +47,12 @@ def optional_letters(count: int) -> str:
 
 
 def schema(value: Any, text: str = "some words") -> Grammar:
-    return Grammar(GrammarType.JSON_SCHEMA, json.dumps(value), text)
+    return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(value), text)
 
 
 def regex(value: str) -> Grammar:
-    return Grammar(GrammarType.REGEX, value)
+    return Grammar(GrammarKind.REGEX, value)
 
 
 def lark(value: str) -> Grammar:
-    return Grammar(GrammarType.LARK, value)
+    return Grammar(GrammarKind.LARK, value)

@@ -25,7 +25,7 @@ class Repository:
 
 @dataclass
 class Hub:
-    """What it serves, and what it was asked for."""
+    """A stand-in for the hub: the files that it serves, and the requests that it got."""
 
     url: str = ""
     models: dict[str, Repository] = field(default_factory=dict)

@@ -15,7 +15,7 @@ class FinishReason(Enum):
     STOP_SEQUENCE = "stop_sequence"
 
 
-class GrammarType(Enum):
+class GrammarKind(Enum):
     """The notation of a grammar."""
 
     REGEX = "regex"
@@ -31,7 +31,7 @@ class Grammar:
     text: the source of spans (`x-span` in a JSON schema) where the schema names none itself.
     """
 
-    type: GrammarType
+    type: GrammarKind
     value: str
     text: str = ""
 

@@ -1,12 +1,12 @@
 """The contract's types as messages of `generate.proto`, and back."""
 
 from shared.stubs import generate_pb2 as pb
-from tgi_server.contract import BlockCopy, FinishReason, Grammar, GrammarType, SamplingParameters
+from tgi_server.contract import BlockCopy, FinishReason, Grammar, GrammarKind, SamplingParameters
 
 _GRAMMAR_TYPES = {
-    GrammarType.REGEX: pb.Grammar.REGEX,
-    GrammarType.JSON_SCHEMA: pb.Grammar.JSON_SCHEMA,
-    GrammarType.LARK: pb.Grammar.LARK,
+    GrammarKind.REGEX: pb.Grammar.REGEX,
+    GrammarKind.JSON_SCHEMA: pb.Grammar.JSON_SCHEMA,
+    GrammarKind.LARK: pb.Grammar.LARK,
 }
 _GRAMMAR_TYPES_BACK = {message: kind for kind, message in _GRAMMAR_TYPES.items()}
 _FINISH_REASONS = {

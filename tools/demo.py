@@ -14,7 +14,7 @@ import grpc
 from shared.stubs import llm_pb2, llm_pb2_grpc
 from tgi_server import demo_model
 from tools.services import (
-    Service,
+    RunningService,
     interrupt_on_signals,
     is_listening,
     is_ready,
@@ -69,11 +69,11 @@ def main() -> int:
 
 
 @contextlib.contextmanager
-def _services(logs: Path) -> Iterator[tuple[list[Service], str, llm_pb2_grpc.LLMRunnerStub]]:
+def _services(logs: Path) -> Iterator[tuple[list[RunningService], str, llm_pb2_grpc.LLMRunnerStub]]:
     """Runs both services. Gives them, the model server's URL, and a channel to the gRPC service that serves."""
     http_port, grpc_port = _free_ports(2)
     url = f"http://127.0.0.1:{http_port}"
-    services: list[Service] = []
+    services: list[RunningService] = []
     with (logs / "llm_functionalities.log").open("w") as front_log, (logs / "model server.log").open("w") as model_log:
         try:
             print(f"starting: llm_functionalities (gRPC) on port {grpc_port}", flush=True)
@@ -146,7 +146,7 @@ def _timed(call: Callable[[], T]) -> tuple[T, float]:
     return call(), time.monotonic() - start
 
 
-def _wait_until(what: str, condition: Callable[[], bool], services: list[Service]) -> float:
+def _wait_until(what: str, condition: Callable[[], bool], services: list[RunningService]) -> float:
     """Returns the seconds until `condition` holds. Raises DemoError when a service ends, or it takes too long."""
     start = time.monotonic()
     report = start + PROGRESS_SECONDS

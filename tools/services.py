@@ -15,7 +15,7 @@ from tgi_server.launcher.processes.child import die_with_parent
 STOP_SECONDS = 20.0
 
 
-class Service:
+class RunningService:
     """One running service. It has a session of its own, so that Ctrl-C reaches only the tool that started it."""
 
     def __init__(self, name: str, module: str, arguments: Sequence[str], output: IO[str] | None = None) -> None:
@@ -45,14 +45,14 @@ class Service:
             return self._process.wait()
 
 
-def text_generation_server(port: int, *arguments: str, output: IO[str] | None = None) -> Service:
+def text_generation_server(port: int, *arguments: str, output: IO[str] | None = None) -> RunningService:
     flags = [f"--port={port}", *arguments]
-    return Service("model server", "tgi_server.launcher.cli", flags, output)
+    return RunningService("model server", "tgi_server.launcher.cli", flags, output)
 
 
-def llm_functionalities(port: int, endpoint: str, *arguments: str, output: IO[str] | None = None) -> Service:
+def llm_functionalities(port: int, endpoint: str, *arguments: str, output: IO[str] | None = None) -> RunningService:
     flags = [f"--port={port}", f"--endpoint={endpoint}", *arguments]
-    return Service("llm_functionalities", "llm_functionalities", flags, output)
+    return RunningService("llm_functionalities", "llm_functionalities", flags, output)
 
 
 def is_listening(port: int) -> bool:
@@ -71,7 +71,7 @@ def is_ready(url: str) -> bool:
         return False
 
 
-def first_to_end(services: Sequence[Service], poll_seconds: float = 0.2) -> Service:
+def first_to_end(services: Sequence[RunningService], poll_seconds: float = 0.2) -> RunningService:
     """Waits until one of them ends by itself."""
     while True:
         for service in services:

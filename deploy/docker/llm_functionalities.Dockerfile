@@ -23,7 +23,7 @@ RUN site=$(python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') \
 FROM ${BASE}
 COPY --from=build /opt/oatmill /opt/oatmill
 ENV PATH=/opt/oatmill/bin:$PATH PYTHONUNBUFFERED=1 HOME=/home/oatmill
-RUN useradd --uid 1000 --create-home --home-dir /home/oatmill oatmill
+RUN useradd --uid 1000 --create-home --home-dir /home/oatmill oatmill && chmod 755 /home/oatmill
 USER oatmill
 WORKDIR /home/oatmill
 EXPOSE 8000

@@ -1,6 +1,12 @@
 #!/bin/sh
-# MODEL_ID and the other settings reach the launcher through the environment; TGI_PARAMS holds more flags, which is
-# why it is left to be split into words.
+# The launcher reads its settings from the environment (a flag --a-b is the variable A_B); TGI_PARAMS holds more flags,
+# which is why it is left to be split into words, and flags win. Here are the defaults of a container.
 set -eu
+export PORT="${PORT:-80}"
+[ -n "${NUM_SHARD:-}${SHARDED:-}" ] || export NUM_SHARD="${GPU_COUNT:-1}"
+if [ ! -w "${HUGGINGFACE_HUB_CACHE:-/data}" ]; then
+    echo "tgi: user $(id -u):$(id -g) cannot write to ${HUGGINGFACE_HUB_CACHE:-/data}, so nothing can be downloaded or" \
+        "converted; on the host, run: sudo chown -R $(id -u):$(id -g) shared/file_system/downloads/tgi" >&2
+fi
 # shellcheck disable=SC2086
-exec text-generation-launcher --hostname 0.0.0.0 --port 80 --num-shard "${GPU_COUNT:-1}" ${TGI_PARAMS:-} "$@"
+exec text-generation-launcher ${TGI_PARAMS:-} "$@"

@@ -24,8 +24,11 @@ FROM ${BASE} AS tgi
 # Triton calls the compiler on GPUs; the CPU kernels are compiled below.
 RUN apt-get update -qq && apt-get install -y -qq --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
 COPY --from=build /opt/oatmill /opt/oatmill
-ENV PATH=/opt/oatmill/bin:$PATH PYTHONUNBUFFERED=1 HOME=/home/oatmill HUGGINGFACE_HUB_CACHE=/data
-RUN useradd --uid 1000 --create-home --home-dir /home/oatmill oatmill && mkdir /models /data && chown oatmill /models /data
+# Triton's kernels are compiled into a place where any user may write, also below a read-only root.
+ENV PATH=/opt/oatmill/bin:$PATH PYTHONUNBUFFERED=1 HOME=/home/oatmill USER=oatmill HUGGINGFACE_HUB_CACHE=/data TRITON_HOME=/tmp
+# Any user may read the kernels that are compiled below.
+RUN useradd --uid 1000 --create-home --home-dir /home/oatmill oatmill && chmod 755 /home/oatmill \
+ && mkdir /models /data && chown oatmill /models /data
 USER oatmill
 # For each kind of CPU, from x86-64-v2 (or any aarch64) on; the best one that runs is chosen at start.
 RUN python -m tgi_server.engine.kernels all

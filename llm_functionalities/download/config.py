@@ -20,9 +20,9 @@ def _inside(text: str) -> str:
     """Returns a relative path that stays inside its folder. Raises ValueError for another."""
     path = PurePosixPath(text)
     if not path.name or path.is_absolute() or ".." in path.parts or "\\" in text or "\0" in text:
-        raise ValueError(f"{text!r} is no path inside a folder")
+        raise ValueError(f"{text!r} is not a path inside a folder; give a relative path without `..`")
     if path.parts[0].startswith(".downloads"):
-        raise ValueError(f"{text!r} is a name that the downloader keeps for itself")
+        raise ValueError(f"{text!r} is a name that the downloader keeps for itself; choose another")
     return str(path)
 
 
@@ -57,7 +57,7 @@ class RemoteFile(BaseModel):
     def _http(cls, url: str) -> str:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(f"{url!r} is no http:// or https:// URL")
+            raise ValueError(f"{url!r} is not an http:// or https:// URL")
         return url
 
 
@@ -79,7 +79,7 @@ class Source(BaseModel):
     def _no_two_alike(self) -> "Source":
         paths = [file.path for file in self.urls]
         if repeated := next((path for path in paths if paths.count(path) > 1), None):
-            raise ValueError(f"two files would be {repeated!r}")
+            raise ValueError(f"two files have the local name {repeated!r}; give each its own")
         return self
 
 

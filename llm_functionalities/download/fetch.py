@@ -85,17 +85,17 @@ def _attempt(client: httpx2.Client, file: RemoteFile, part: Path, mark: Path, tr
                 if response.headers.get("content-range") == f"bytes */{have}":
                     return  # it was whole
                 part.unlink()
-                raise _Interrupted("what was there does not fit")
+                raise _Interrupted("the part that was fetched before does not fit the file")
             _check_status(response)
             resumed = response.status_code == 206
             if resumed and not response.headers.get("content-range", "").startswith(f"bytes {have}-"):
                 part.unlink()
-                raise _Interrupted("the server sent another part than was asked for")
+                raise _Interrupted("the server sent a part that was not asked for")
             if not resumed:
                 _remember_version(response, mark)
             _receive(response, file, part, have if resumed else 0)
     except httpx2.TimeoutException:
-        raise _Interrupted("the server fell silent") from None
+        raise _Interrupted("the server sent nothing any more") from None
     except httpx2.UnsupportedProtocol as error:
         raise DownloadError(f"{file.url}: {error}") from None
     except httpx2.TransportError as error:
@@ -113,9 +113,11 @@ def _check_scheme(file: RemoteFile, url: str, trusted: bool) -> None:
 
 def _check_status(response: httpx2.Response) -> None:
     if response.status_code in TRANSIENT:
-        raise _Interrupted(f"the server answered {response.status_code}")
+        raise _Interrupted(f"the server responded with {response.status_code}")
     if response.status_code not in (200, 206):
-        raise DownloadError(f"{response.url}: the server answered {response.status_code} {response.reason_phrase}")
+        raise DownloadError(
+            f"{response.url}: the server responded with {response.status_code} {response.reason_phrase}"
+        )
 
 
 def _remember_version(response: httpx2.Response, mark: Path) -> None:

@@ -3,6 +3,7 @@
 import fcntl
 import hashlib
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -44,6 +45,11 @@ def fetch_source(
             aside = kept / f"{source.id}-{_version(source)}"
             _fetch_all(source, aside, client, log, allow_http)
             _publish(source, aside, folder)
+    except PermissionError as error:
+        raise DownloadError(
+            f"{source.id}: {error}; run `sudo chown -R {os.getuid()}:{os.getgid()} {folder}`, with the host's name of "
+            "the folder where it is a volume of a container"
+        ) from None
     except OSError as error:
         raise DownloadError(f"{source.id}: {error}") from None
     return True

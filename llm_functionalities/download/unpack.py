@@ -53,8 +53,6 @@ def unpack(archive: Path) -> None:
                     _unpack_tar(_Content(content, limit), folder, limit)
                 else:
                     _copy(_Content(content, limit), archive.with_suffix(""))
-    except tarfile.FilterError as error:
-        raise DownloadError(f"{archive.name} would write outside of its folder: {error}") from None
     except _BROKEN as error:
         raise DownloadError(f"{archive.name} cannot be unpacked: {error}") from None
     archive.unlink()
@@ -126,13 +124,38 @@ def _unpack_tar(content: _Content, folder: Path, limit: _Limit) -> None:
             limit.check_member(member.name)
             size += member.size
             limit.check_bytes(size)
-            # Python's own check of links can be led astray by long paths (CVE-2025-4517): nothing goes through a link
-            # here, and a link's `..` come first, so each step of it stays in the folder.
+            # Nothing goes through a link, and a link's `..` come first, so each step of it stays in the folder.
             if any((folder / parent).is_symlink() for parent in PurePosixPath(member.name.lstrip("/")).parents):
                 raise limit.outside(member.name)
             if member.issym() or member.islnk():
                 _check_link(member, limit)
-            tar.extract(member, folder, filter="data")
+            _extract(tar, member, folder, limit)
+
+
+def _extract(tar: tarfile.TarFile, member: tarfile.TarInfo, folder: Path, limit: _Limit) -> None:
+    """Puts a member into the folder, with the owner, the permissions and the time of any new file.
+
+    Python's own `filter="data"` does more, but is not in every Python 3.11, and long paths can lead its check of links
+    astray (CVE-2025-4517).
+    """
+    target = folder / member.name.lstrip("/")
+    if member.isdir():
+        target.mkdir(parents=True, exist_ok=True)
+        return
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.unlink(missing_ok=True)
+    if member.issym():
+        target.symlink_to(member.linkname)
+    elif member.islnk():
+        linked = PurePosixPath(member.linkname)
+        if any((folder / path).is_symlink() for path in (linked, *linked.parents)):
+            raise limit.outside(member.linkname)
+        target.hardlink_to(folder / linked)
+    elif (content := tar.extractfile(member)) is not None:
+        with content, target.open("xb") as output:
+            shutil.copyfileobj(content, output, PIECE_BYTES)
+    else:
+        raise limit.outside(member.name)  # a device, or another special file
 
 
 def _check_link(member: tarfile.TarInfo, limit: _Limit) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 
 from llm_functionalities.endpoint.call import Call
 from llm_functionalities.endpoint.endpoint import Endpoint
-from llm_functionalities.endpoint.generation import Generation
+from llm_functionalities.endpoint.generation import GenerationParameters
 from llm_functionalities.errors import EndpointDown, NoEndpoint
 
 PREFIX_CHARACTERS = 512
@@ -27,7 +27,7 @@ class Balancer:
     def __init__(self, endpoints: Sequence[Endpoint]) -> None:
         self._endpoints = tuple(endpoints)
 
-    def generate(self, prompt: str, generation: Generation, call: Call) -> str:
+    def generate(self, prompt: str, generation: GenerationParameters, call: Call) -> str:
         """Returns the answer of the first endpoint that can be reached. Raises ModelError."""
         problem: EndpointDown | None = None
         for endpoint in self.choices(prompt):
@@ -37,7 +37,7 @@ class Balancer:
                 problem = error  # nothing was sent, so the next one may have it
         raise problem or NoEndpoint("no endpoint is configured: set INFERENCE_ENDPOINT_URL")
 
-    def stream(self, prompt: str, generation: Generation, call: Call) -> Iterator[str]:
+    def stream(self, prompt: str, generation: GenerationParameters, call: Call) -> Iterator[str]:
         """Yields the answer of the first endpoint that can be reached, in pieces. Raises ModelError."""
         problem: EndpointDown | None = None
         for endpoint in self.choices(prompt):

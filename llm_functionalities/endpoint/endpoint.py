@@ -21,14 +21,14 @@ from huggingface_hub.errors import (
 from llm_functionalities.endpoint.address import Address
 from llm_functionalities.endpoint.breaker import CircuitBreaker
 from llm_functionalities.endpoint.call import Call, Deadline, working_on
-from llm_functionalities.endpoint.generation import Generation
+from llm_functionalities.endpoint.generation import GenerationParameters
 from llm_functionalities.errors import (
     BadResponse,
     DeadlineExceeded,
     EndpointDown,
     EndpointFailed,
+    EndpointOverloaded,
     ModelError,
-    Overloaded,
     Rejected,
     ServerFailed,
 )
@@ -67,7 +67,7 @@ class Endpoint:
     def in_flight(self) -> int:
         return self._in_flight
 
-    def generate(self, prompt: str, generation: Generation, call: Call) -> str:
+    def generate(self, prompt: str, generation: GenerationParameters, call: Call) -> str:
         """Returns the model's answer, without the prompt. Raises ModelError.
 
         An optional grammar is left out where the server takes none. A server generates nothing for a request that it
@@ -87,14 +87,14 @@ class Endpoint:
             return answer
         return self._generate(prompt, generation.without_grammar(), call)
 
-    def _generate(self, prompt: str, generation: Generation, call: Call) -> str:
+    def _generate(self, prompt: str, generation: GenerationParameters, call: Call) -> str:
         with self._serving(call):
             answer = self._client(call, "/generate").text_generation(prompt, **generation.parameters())
             if not isinstance(answer, str):
-                raise BadResponse(f"generated_text is a {type(answer).__name__}")
+                raise BadResponse(f"generated_text is a {type(answer).__name__}, not a text")
             return answer
 
-    def stream(self, prompt: str, generation: Generation, call: Call) -> Iterator[str]:
+    def stream(self, prompt: str, generation: GenerationParameters, call: Call) -> Iterator[str]:
         """Yields the answer in pieces, as they come. Closing the iterator stops the generation. Raises ModelError."""
         with self._serving(call), self._client(call, "/generate_stream") as client:
             whole = False
@@ -165,7 +165,7 @@ class _GrammarSupport:
         with self._lock:
             known, self._is_known_to_lack_it = self._is_known_to_lack_it, True
         if not known:
-            logger.warning("endpoint %s takes no grammars, answers are only parsed: %s", self._endpoint, reason)
+            logger.warning("endpoint %s takes no grammars; requests go without: %s", self._endpoint, reason)
 
     def taken(self) -> None:
         self._is_known_to_lack_it = False
@@ -200,14 +200,14 @@ def _of_status(status: int, message: str) -> ModelError:
     if _concerns_one_grammar(text):
         return Rejected(text)
     if status == 429:
-        return Overloaded(text)
+        return EndpointOverloaded(text)
     return Rejected(text) if status in REFUSED_REQUEST else ServerFailed(text)
 
 
 def _of_report(error: TextGenerationError) -> ModelError:
     """Returns the error that came as an event of a stream."""
     if isinstance(error, OverloadedError):
-        return Overloaded(_short(str(error)))
+        return EndpointOverloaded(_short(str(error)))
     if isinstance(error, ValidationError):
         return Rejected(_short(str(error)))
     kind = "" if isinstance(error, GenerationError | IncompleteGenerationError) else f"{type(error).__name__}: "

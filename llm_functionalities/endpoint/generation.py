@@ -24,10 +24,10 @@ class Grammar:
 
 
 @dataclass(frozen=True)
-class Generation:
-    """`max_tokens` bounds the answer's length.
+class GenerationParameters:
+    """The parameters that a text-generation server is sent beside the prompt.
 
-    grammar_is_optional: a server that takes no grammars may answer without it.
+    max_tokens: most tokens of the answer. grammar_is_optional: a server that takes no grammars may answer without it.
     """
 
     max_tokens: int
@@ -42,7 +42,7 @@ class Generation:
             "return_full_text": False,
         }
 
-    def without_grammar(self) -> "Generation":
+    def without_grammar(self) -> "GenerationParameters":
         return replace(self, grammar=None, grammar_is_optional=False)
 
 

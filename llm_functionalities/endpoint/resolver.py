@@ -170,7 +170,7 @@ class _NoSuchName(Exception):
 
 
 class _NoResponse(Exception):
-    """No name server gave a response that can be used."""
+    """All name servers failed to give a response that can be used."""
 
 
 def _ask(

@@ -1,4 +1,4 @@
-"""Empty responses are never silent: each is counted by its reason, and the log says why, at most every five seconds."""
+"""Counts empty responses by their reason, and logs why, at most every five seconds: none is ever silent."""
 
 import logging
 import time
@@ -17,7 +17,7 @@ class EmptyResponses:
     """Counts empty responses by reason. Used from the event loop only."""
 
     def __init__(self, on_empty: Callable[[str], None]) -> None:
-        """on_empty: called with the reason of each."""
+        """on_empty: called with the reason of each empty response."""
         self._on_empty = on_empty
         self._unlogged: dict[str, int] = {}
         self._logged_at: dict[str, float] = {}

@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 
 from llm_functionalities.endpoint.balancer import Balancer
 from llm_functionalities.endpoint.call import Call, Deadline
-from llm_functionalities.endpoint.generation import Generation
+from llm_functionalities.endpoint.generation import GenerationParameters
 from llm_functionalities.errors import DeadlineExceeded, ModelError
 from llm_functionalities.model.empty_responses import SAID_NOTHING, UNUSABLE, EmptyResponses
 from llm_functionalities.model.pool import FairPool
@@ -44,8 +44,8 @@ class Question(Generic[T]):
 
     @classmethod
     def verbatim(cls, prompt: str | None) -> "Question[str]":
-        """Returns the question whose answer is taken as it is."""
-        return Question(prompt, str)
+        """Returns the question whose answer is taken as it is, without white space around it."""
+        return Question(prompt, str.strip)
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,11 @@ class Model:
         self._batch_text = threading.Lock()
 
     async def answer(
-        self, ask: Callable[[], Question[T]], generation: Generation, deadline: Deadline, headers: Mapping[str, str]
+        self,
+        ask: Callable[[], Question[T]],
+        generation: GenerationParameters,
+        deadline: Deadline,
+        headers: Mapping[str, str],
     ) -> Answer[T]:
         """Returns the model's answer, at the latest when the deadline passes."""
         pending = _PendingAnswers[T](1, deadline, headers)
@@ -93,7 +97,7 @@ class Model:
         self,
         count: int,
         ask: Callable[[int], Question[T]],
-        generation: Generation,
+        generation: GenerationParameters,
         deadline: Deadline,
         headers: Mapping[str, str],
     ) -> list[Answer[T]]:
@@ -113,7 +117,7 @@ class Model:
         return self._counted(pending.answers)
 
     async def stream(
-        self, prompt: str, generation: Generation, deadline: Deadline, headers: Mapping[str, str]
+        self, prompt: str, generation: GenerationParameters, deadline: Deadline, headers: Mapping[str, str]
     ) -> AsyncGenerator[Answer[str], None]:
         """Yields the answer in pieces. When the model fails, the last one is empty and has the reason.
 
@@ -140,7 +144,7 @@ class Model:
     def _ask(
         self,
         ask: Callable[[], Question[T]],
-        generation: Generation,
+        generation: GenerationParameters,
         text_work: Callable[[], AbstractContextManager[None]],
         call: Call,
     ) -> Answer[T]:
@@ -151,10 +155,10 @@ class Model:
                 question = ask()
             if question.prompt is None:
                 return Answer(None)
-            text = self._balancer.generate(question.prompt, generation, call).strip()
+            text = self._balancer.generate(question.prompt, generation, call)
         except ModelError as error:
             return Answer.without(error)
-        if not text:
+        if not text.strip():
             return Answer(None, SAID_NOTHING, "the model's answer is empty")
         with text_work():
             value = question.parse(text)
@@ -179,7 +183,7 @@ class Model:
                     time.sleep(took)
 
     def _write(
-        self, prompt: str, generation: Generation, call: Call, tell: Callable[[Answer[str] | None], None]
+        self, prompt: str, generation: GenerationParameters, call: Call, tell: Callable[[Answer[str] | None], None]
     ) -> None:
         try:
             call.remaining()

@@ -15,8 +15,8 @@ import grpc
 from google.protobuf.message import DecodeError
 from opentelemetry import trace
 
-from llm_functionalities.errors import CallerGone, InvalidRequest, Refused, TooBusy, TooSlow
-from llm_functionalities.metrics import Metrics
+from llm_functionalities.errors import CallerGone, CallRefused, InvalidArgument, TooBusy, TooSlow
+from llm_functionalities.metrics import ServiceMetrics
 from llm_functionalities.services.context import CallContext
 from llm_functionalities.services.wire import check_fields
 from shared.stubs import llm_pb2
@@ -58,7 +58,7 @@ class ConcurrencyLimit:
     def place(self) -> Iterator[None]:
         """Takes a place and gives it back at the end. Raises TooBusy when there is none."""
         if self.taken >= self.limit:
-            raise TooBusy(f"{self.limit} calls are under way; try again")
+            raise TooBusy(f"the service works on {self.limit} calls, the most that it may; try again later")
         self.taken += 1
         try:
             yield
@@ -72,7 +72,7 @@ class Admission(grpc.aio.ServerInterceptor):
     max_entries: of each list in a request. receive_timeout: seconds in which a request's message has to arrive.
     """
 
-    def __init__(self, limit: int, metrics: Metrics, *, max_entries: int, receive_timeout: float) -> None:
+    def __init__(self, limit: int, metrics: ServiceMetrics, *, max_entries: int, receive_timeout: float) -> None:
         self._calls = ConcurrencyLimit(limit)
         self._checks = ConcurrencyLimit(MAX_CHECKS)
         self._watchers = ConcurrencyLimit(MAX_WATCHERS)
@@ -152,7 +152,7 @@ class Admission(grpc.aio.ServerInterceptor):
                 try:
                     request = handler.request_deserializer(message)
                 except DecodeError as error:
-                    raise InvalidRequest(f"the message is no {kind.name}: {error}") from None
+                    raise InvalidArgument(f"the message is not a valid {kind.name}: {error}") from None
                 del message
                 if handler.response_streaming:
                     return await _stream(handler.unary_stream(request, context), context, rpc)
@@ -161,14 +161,14 @@ class Admission(grpc.aio.ServerInterceptor):
         return admitted
 
     async def _receive(self, rpc: Rpc) -> bytes:
-        """Returns the bytes of the request's message. Raises TooSlow or InvalidRequest."""
+        """Returns the bytes of the request's message. Raises TooSlow or InvalidArgument."""
         try:
             async with asyncio.timeout(self._receive_timeout):
                 message = await rpc.read()
         except TimeoutError:
             raise TooSlow(f"the request's message did not arrive within {self._receive_timeout:g} s") from None
         if message is grpc.aio.EOF:
-            raise InvalidRequest("the request has no message")
+            raise InvalidArgument("the request has no message; send one")
         received: bytes = message
         return received
 
@@ -183,14 +183,14 @@ class Admission(grpc.aio.ServerInterceptor):
         try:
             with self._calls.place():
                 yield CallContext(rpc, trace_headers(span))
-        except Refused as error:
+        except CallRefused as error:
             status = error.status.name
             raise
         except Exception as error:
             status = "INTERNAL"
             span.record_exception(error)
             span.set_status(trace.StatusCode.ERROR, str(error))
-            logger.exception("%s failed; this is a fault of the service", method)
+            logger.exception("%s failed; this is a fault of the service, please report it", method)
             raise
         except BaseException:
             status = "CANCELLED"
@@ -208,7 +208,7 @@ def _aborting(behaviour: Behaviour) -> Behaviour:
     async def aborting(requests: Any, rpc: Rpc) -> Any:
         try:
             return await behaviour(requests, rpc)
-        except Refused as error:
+        except CallRefused as error:
             with suppress(grpc.aio.InternalError):  # nobody reads the status once the caller has gone
                 await rpc.abort(error.status, str(error))
 
@@ -229,7 +229,7 @@ async def _send(rpc: Rpc, response: object, seconds: float) -> None:
         async with asyncio.timeout(seconds):
             await rpc.write(response)
     except TimeoutError:
-        raise TooSlow("the stream was not read in time") from None
+        raise TooSlow("the caller did not read the stream in time") from None
     except grpc.aio.InternalError as error:  # gRPC's word for a stream that the caller has closed
         raise CallerGone(str(error)) from None
 

@@ -9,15 +9,15 @@ from typing import TypeVar
 import grpc
 
 from llm_functionalities.endpoint.call import Deadline
-from llm_functionalities.endpoint.generation import Generation, Grammar
-from llm_functionalities.errors import InvalidGrammar
+from llm_functionalities.endpoint.generation import GenerationParameters, Grammar
+from llm_functionalities.errors import UnusableGrammar
 from llm_functionalities.model.model import Answer, Model, Question
 from shared.stubs import llm_pb2
 
 # Trailing metadata that says why a response is empty.
 EMPTY_REASON = "empty-reason"
 
-# Characters. Model servers take no longer grammars, and these are read within milliseconds.
+# Characters of a grammar. Model servers take no longer ones, and this many are read within milliseconds.
 LONGEST_GRAMMAR = 128 * 1024
 
 T = TypeVar("T")
@@ -59,14 +59,14 @@ class ModelClient:
 
     def generation(
         self, max_tokens: int, grammar: Grammar | None = None, *, grammar_is_optional: bool = False
-    ) -> Generation:
+    ) -> GenerationParameters:
         """Returns the parameters of a generation. With a `max_tokens` of 0 the default holds."""
-        return Generation(max_tokens if max_tokens > 0 else self.max_tokens, grammar, grammar_is_optional)
+        return GenerationParameters(max_tokens if max_tokens > 0 else self.max_tokens, grammar, grammar_is_optional)
 
     async def answer(
-        self, context: CallContext, ask: Callable[[], Question[T]], generation: Generation, deadline: Deadline
+        self, context: CallContext, ask: Callable[[], Question[T]], generation: GenerationParameters, deadline: Deadline
     ) -> T | None:
-        """Returns the parsed answer of the model; None when there is none, or none of use."""
+        """Returns the parsed answer of the model; None when there is none, or it is of no use."""
         answer = await self.model.answer(ask, generation, deadline, context.trace_headers)
         context.tell_reasons([answer])
         return answer.value
@@ -76,7 +76,7 @@ class ModelClient:
         context: CallContext,
         count: int,
         ask: Callable[[int], Question[T]],
-        generation: Generation,
+        generation: GenerationParameters,
         deadline: Deadline,
     ) -> list[Answer[T]]:
         """Returns the answers to questions 0 to `count` - 1. The deadline holds for all of them together."""
@@ -85,7 +85,7 @@ class ModelClient:
         return answers
 
     async def pieces(
-        self, context: CallContext, prompt: str, generation: Generation, deadline: Deadline
+        self, context: CallContext, prompt: str, generation: GenerationParameters, deadline: Deadline
     ) -> AsyncGenerator[str, None]:
         """Yields the model's answer in pieces, as it writes them."""
         async with aclosing(self.model.stream(prompt, generation, deadline, context.trace_headers)) as answers:
@@ -96,20 +96,20 @@ class ModelClient:
 
 
 def grammar_of(grammar: llm_pb2.Grammar) -> Grammar | None:
-    """Returns the grammar of a request; None when it has none. Raises InvalidGrammar when no answer could follow it."""
+    """Returns the grammar of a request; None when it has none. Raises UnusableGrammar if no answer could follow it."""
     form = grammar.WhichOneof("form")
     if form is None:
         return None
     if (length := len(getattr(grammar, form))) > LONGEST_GRAMMAR:
-        raise InvalidGrammar(f"grammar.{form} has {length} characters; it must have at most {LONGEST_GRAMMAR}")
+        raise UnusableGrammar(f"grammar.{form} has {length} characters; it must have at most {LONGEST_GRAMMAR}")
     if form == "regex":
         if not grammar.regex:
-            raise InvalidGrammar("grammar.regex is empty")
+            raise UnusableGrammar("grammar.regex is empty; give a regular expression, or leave the grammar out")
         return Grammar(regex=grammar.regex)
     try:
         schema = json.loads(grammar.json_schema)
     except (ValueError, RecursionError) as error:
-        raise InvalidGrammar(f"grammar.json_schema is not JSON: {error}") from None
+        raise UnusableGrammar(f"grammar.json_schema is not JSON: {error}") from None
     if not isinstance(schema, dict):
-        raise InvalidGrammar("grammar.json_schema is not a JSON object")
+        raise UnusableGrammar("grammar.json_schema is JSON, but not an object; give a JSON schema")
     return Grammar(json_schema=schema)

@@ -7,7 +7,7 @@ from collections import Counter
 
 from google.protobuf.descriptor import Descriptor
 
-from llm_functionalities.errors import InvalidRequest
+from llm_functionalities.errors import InvalidArgument
 
 # A message may have this many fields for each entry that its lists may have: far more than any of `llm.proto` has.
 FIELDS_PER_ENTRY = 64
@@ -16,7 +16,7 @@ _VARINT, _FIXED_64, _BYTES, _GROUP_BEGIN, _GROUP_END, _FIXED_32 = range(6)
 
 
 def check_fields(message: bytes, kind: Descriptor, max_entries: int) -> None:
-    """Raises InvalidRequest when a list in the message, which is of `kind`, has more than `max_entries` entries.
+    """Raises InvalidArgument when a list in the message, which is of `kind`, has more than `max_entries` entries.
 
     Stops where the bytes are no message, because parsing them will fail at the same place.
     """
@@ -40,7 +40,7 @@ class _Check:
         while at < end:
             self._left -= 1
             if self._left < 0:
-                raise InvalidRequest("the request has too many fields; send less in one call")
+                raise InvalidArgument("the request has too many fields; send less in one call")
             tag, at = self._varint(at)
             begin, at = self._skip(tag & 7, at)
             field = kind.fields_by_number.get(tag >> 3)
@@ -49,7 +49,7 @@ class _Check:
             if field.is_repeated:
                 entries[field.name] += 1
                 if entries[field.name] > self._max_entries:
-                    raise InvalidRequest(
+                    raise InvalidArgument(
                         f"`{place}{field.name}` has more than {self._max_entries} entries, which is the most that "
                         "one call may have; send several calls, or start the service with a larger --max-batch-prompts"
                     )

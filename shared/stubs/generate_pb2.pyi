@@ -55,7 +55,7 @@ class InfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class InfoResponse(_message.Message):
-    __slots__ = ("model_id", "revision", "model_type", "dtype", "device_type", "world_size", "vocab_size", "max_position_embeddings", "eos_token_ids", "paged", "encoder_decoder", "block_size", "bos_token_id", "decoder_start_token_id", "grammars")
+    __slots__ = ("model_id", "revision", "model_type", "dtype", "device_type", "world_size", "vocab_size", "max_position_embeddings", "eos_token_ids", "paged", "encoder_decoder", "block_size", "bos_token_id", "decoder_start_token_id", "speculate", "grammars", "quantization", "linear_kernels", "limits", "capacity")
     MODEL_ID_FIELD_NUMBER: _ClassVar[int]
     REVISION_FIELD_NUMBER: _ClassVar[int]
     MODEL_TYPE_FIELD_NUMBER: _ClassVar[int]
@@ -70,7 +70,12 @@ class InfoResponse(_message.Message):
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
     BOS_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
     DECODER_START_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    SPECULATE_FIELD_NUMBER: _ClassVar[int]
     GRAMMARS_FIELD_NUMBER: _ClassVar[int]
+    QUANTIZATION_FIELD_NUMBER: _ClassVar[int]
+    LINEAR_KERNELS_FIELD_NUMBER: _ClassVar[int]
+    LIMITS_FIELD_NUMBER: _ClassVar[int]
+    CAPACITY_FIELD_NUMBER: _ClassVar[int]
     model_id: str
     revision: str
     model_type: str
@@ -85,8 +90,13 @@ class InfoResponse(_message.Message):
     block_size: int
     bos_token_id: int
     decoder_start_token_id: int
+    speculate: int
     grammars: bool
-    def __init__(self, model_id: _Optional[str] = ..., revision: _Optional[str] = ..., model_type: _Optional[str] = ..., dtype: _Optional[str] = ..., device_type: _Optional[str] = ..., world_size: _Optional[int] = ..., vocab_size: _Optional[int] = ..., max_position_embeddings: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., paged: _Optional[bool] = ..., encoder_decoder: _Optional[bool] = ..., block_size: _Optional[int] = ..., bos_token_id: _Optional[int] = ..., decoder_start_token_id: _Optional[int] = ..., grammars: _Optional[bool] = ...) -> None: ...
+    quantization: str
+    linear_kernels: str
+    limits: WarmupRequest
+    capacity: WarmupResponse
+    def __init__(self, model_id: _Optional[str] = ..., revision: _Optional[str] = ..., model_type: _Optional[str] = ..., dtype: _Optional[str] = ..., device_type: _Optional[str] = ..., world_size: _Optional[int] = ..., vocab_size: _Optional[int] = ..., max_position_embeddings: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., paged: _Optional[bool] = ..., encoder_decoder: _Optional[bool] = ..., block_size: _Optional[int] = ..., bos_token_id: _Optional[int] = ..., decoder_start_token_id: _Optional[int] = ..., speculate: _Optional[int] = ..., grammars: _Optional[bool] = ..., quantization: _Optional[str] = ..., linear_kernels: _Optional[str] = ..., limits: _Optional[_Union[WarmupRequest, _Mapping]] = ..., capacity: _Optional[_Union[WarmupResponse, _Mapping]] = ...) -> None: ...
 
 class ServiceDiscoveryRequest(_message.Message):
     __slots__ = ()
@@ -206,7 +216,7 @@ class CompileResponse(_message.Message):
     def __init__(self, error: _Optional[str] = ..., size: _Optional[int] = ...) -> None: ...
 
 class Request(_message.Message):
-    __slots__ = ("id", "input_ids", "generated_ids", "sampling", "max_new_tokens", "ignore_eos", "logprobs", "top_n_tokens", "prefill_logprobs", "grammar", "adapter_id", "block_ids", "cached_tokens", "copy", "trace_context")
+    __slots__ = ("id", "input_ids", "generated_ids", "sampling", "max_new_tokens", "ignore_eos", "logprobs", "top_n_tokens", "prefill_logprobs", "grammar", "adapter_id", "block_ids", "cached_tokens", "copy", "trace_context", "earlier_reply")
     class TraceContextEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -229,6 +239,7 @@ class Request(_message.Message):
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     COPY_FIELD_NUMBER: _ClassVar[int]
     TRACE_CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    EARLIER_REPLY_FIELD_NUMBER: _ClassVar[int]
     id: int
     input_ids: _containers.RepeatedScalarFieldContainer[int]
     generated_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -244,7 +255,8 @@ class Request(_message.Message):
     cached_tokens: int
     copy: BlockCopy
     trace_context: _containers.ScalarMap[str, str]
-    def __init__(self, id: _Optional[int] = ..., input_ids: _Optional[_Iterable[int]] = ..., generated_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[SamplingParameters, _Mapping]] = ..., max_new_tokens: _Optional[int] = ..., ignore_eos: _Optional[bool] = ..., logprobs: _Optional[bool] = ..., top_n_tokens: _Optional[int] = ..., prefill_logprobs: _Optional[bool] = ..., grammar: _Optional[_Union[Grammar, _Mapping]] = ..., adapter_id: _Optional[str] = ..., block_ids: _Optional[_Iterable[int]] = ..., cached_tokens: _Optional[int] = ..., copy: _Optional[_Union[BlockCopy, _Mapping]] = ..., trace_context: _Optional[_Mapping[str, str]] = ...) -> None: ...
+    earlier_reply: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, id: _Optional[int] = ..., input_ids: _Optional[_Iterable[int]] = ..., generated_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[SamplingParameters, _Mapping]] = ..., max_new_tokens: _Optional[int] = ..., ignore_eos: _Optional[bool] = ..., logprobs: _Optional[bool] = ..., top_n_tokens: _Optional[int] = ..., prefill_logprobs: _Optional[bool] = ..., grammar: _Optional[_Union[Grammar, _Mapping]] = ..., adapter_id: _Optional[str] = ..., block_ids: _Optional[_Iterable[int]] = ..., cached_tokens: _Optional[int] = ..., copy: _Optional[_Union[BlockCopy, _Mapping]] = ..., trace_context: _Optional[_Mapping[str, str]] = ..., earlier_reply: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class BlockCopy(_message.Message):
     __slots__ = ("source", "target", "tokens")
@@ -295,12 +307,16 @@ class DecodeRequest(_message.Message):
     def __init__(self, batch_id: _Optional[int] = ..., grants: _Optional[_Iterable[_Union[Grant, _Mapping]]] = ...) -> None: ...
 
 class StepResponse(_message.Message):
-    __slots__ = ("generations", "timings")
+    __slots__ = ("generations", "timings", "drafted_tokens", "accepted_tokens")
     GENERATIONS_FIELD_NUMBER: _ClassVar[int]
     TIMINGS_FIELD_NUMBER: _ClassVar[int]
+    DRAFTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     generations: _containers.RepeatedCompositeFieldContainer[Generation]
     timings: Timings
-    def __init__(self, generations: _Optional[_Iterable[_Union[Generation, _Mapping]]] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ...) -> None: ...
+    drafted_tokens: int
+    accepted_tokens: int
+    def __init__(self, generations: _Optional[_Iterable[_Union[Generation, _Mapping]]] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ..., drafted_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ...) -> None: ...
 
 class Timings(_message.Message):
     __slots__ = ("forward_ns", "sampling_ns", "total_ns")
@@ -313,7 +329,7 @@ class Timings(_message.Message):
     def __init__(self, forward_ns: _Optional[int] = ..., sampling_ns: _Optional[int] = ..., total_ns: _Optional[int] = ...) -> None: ...
 
 class Generation(_message.Message):
-    __slots__ = ("request_id", "token_ids", "logprobs", "top_tokens", "finish_reason", "prefill_tokens", "hidden", "error")
+    __slots__ = ("request_id", "token_ids", "logprobs", "top_tokens", "finish_reason", "prefill_tokens", "hidden", "error", "drafted")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
@@ -322,6 +338,7 @@ class Generation(_message.Message):
     PREFILL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     HIDDEN_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
+    DRAFTED_FIELD_NUMBER: _ClassVar[int]
     request_id: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     logprobs: _containers.RepeatedScalarFieldContainer[float]
@@ -330,7 +347,8 @@ class Generation(_message.Message):
     prefill_tokens: PrefillTokens
     hidden: _containers.RepeatedScalarFieldContainer[int]
     error: str
-    def __init__(self, request_id: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., top_tokens: _Optional[_Iterable[_Union[TopTokens, _Mapping]]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., prefill_tokens: _Optional[_Union[PrefillTokens, _Mapping]] = ..., hidden: _Optional[_Iterable[int]] = ..., error: _Optional[str] = ...) -> None: ...
+    drafted: bool
+    def __init__(self, request_id: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., top_tokens: _Optional[_Iterable[_Union[TopTokens, _Mapping]]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., prefill_tokens: _Optional[_Union[PrefillTokens, _Mapping]] = ..., hidden: _Optional[_Iterable[int]] = ..., error: _Optional[str] = ..., drafted: _Optional[bool] = ...) -> None: ...
 
 class TopTokens(_message.Message):
     __slots__ = ("ids", "logprobs")

@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Session(_message.Message):
-    __slots__ = ()
+    __slots__ = ("turn", "task")
     class Domain(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         UNKNOWN: _ClassVar[Session.Domain]
@@ -17,13 +17,65 @@ class Session(_message.Message):
     UNKNOWN: Session.Domain
     COOKING: Session.Domain
     DIY: Session.Domain
-    def __init__(self) -> None: ...
+    TURN_FIELD_NUMBER: _ClassVar[int]
+    TASK_FIELD_NUMBER: _ClassVar[int]
+    turn: _containers.RepeatedCompositeFieldContainer[ConversationTurn]
+    task: Task
+    def __init__(self, turn: _Optional[_Iterable[_Union[ConversationTurn, _Mapping]]] = ..., task: _Optional[_Union[Task, _Mapping]] = ...) -> None: ...
+
+class ConversationTurn(_message.Message):
+    __slots__ = ("user_request",)
+    USER_REQUEST_FIELD_NUMBER: _ClassVar[int]
+    user_request: UserRequest
+    def __init__(self, user_request: _Optional[_Union[UserRequest, _Mapping]] = ...) -> None: ...
+
+class UserRequest(_message.Message):
+    __slots__ = ("interaction",)
+    INTERACTION_FIELD_NUMBER: _ClassVar[int]
+    interaction: InputInteraction
+    def __init__(self, interaction: _Optional[_Union[InputInteraction, _Mapping]] = ...) -> None: ...
+
+class InputInteraction(_message.Message):
+    __slots__ = ("text",)
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    text: str
+    def __init__(self, text: _Optional[str] = ...) -> None: ...
+
+class Task(_message.Message):
+    __slots__ = ("taskmap", "phase")
+    class TaskPhase(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        DOMAIN: _ClassVar[Task.TaskPhase]
+        PLANNING: _ClassVar[Task.TaskPhase]
+        VALIDATING: _ClassVar[Task.TaskPhase]
+        EXECUTING: _ClassVar[Task.TaskPhase]
+        CLOSING: _ClassVar[Task.TaskPhase]
+    DOMAIN: Task.TaskPhase
+    PLANNING: Task.TaskPhase
+    VALIDATING: Task.TaskPhase
+    EXECUTING: Task.TaskPhase
+    CLOSING: Task.TaskPhase
+    TASKMAP_FIELD_NUMBER: _ClassVar[int]
+    PHASE_FIELD_NUMBER: _ClassVar[int]
+    taskmap: TaskMap
+    phase: Task.TaskPhase
+    def __init__(self, taskmap: _Optional[_Union[TaskMap, _Mapping]] = ..., phase: _Optional[_Union[Task.TaskPhase, str]] = ...) -> None: ...
+
+class ScreenInteraction(_message.Message):
+    __slots__ = ("paragraphs", "requirements")
+    PARAGRAPHS_FIELD_NUMBER: _ClassVar[int]
+    REQUIREMENTS_FIELD_NUMBER: _ClassVar[int]
+    paragraphs: _containers.RepeatedScalarFieldContainer[str]
+    requirements: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, paragraphs: _Optional[_Iterable[str]] = ..., requirements: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class OutputInteraction(_message.Message):
-    __slots__ = ("speech_text",)
+    __slots__ = ("speech_text", "screen")
     SPEECH_TEXT_FIELD_NUMBER: _ClassVar[int]
+    SCREEN_FIELD_NUMBER: _ClassVar[int]
     speech_text: str
-    def __init__(self, speech_text: _Optional[str] = ...) -> None: ...
+    screen: ScreenInteraction
+    def __init__(self, speech_text: _Optional[str] = ..., screen: _Optional[_Union[ScreenInteraction, _Mapping]] = ...) -> None: ...
 
 class ExecutionStep(_message.Message):
     __slots__ = ("unique_id", "response", "active_duration_minutes", "total_duration_minutes")
@@ -37,17 +89,29 @@ class ExecutionStep(_message.Message):
     total_duration_minutes: int
     def __init__(self, unique_id: _Optional[str] = ..., response: _Optional[_Union[OutputInteraction, _Mapping]] = ..., active_duration_minutes: _Optional[int] = ..., total_duration_minutes: _Optional[int] = ...) -> None: ...
 
+class Requirement(_message.Message):
+    __slots__ = ("name", "amount")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    AMOUNT_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    amount: str
+    def __init__(self, name: _Optional[str] = ..., amount: _Optional[str] = ...) -> None: ...
+
 class TaskMap(_message.Message):
-    __slots__ = ("taskmap_id", "title", "description", "steps")
+    __slots__ = ("taskmap_id", "title", "description", "requirement_list", "steps", "replaced_ingredients")
     TASKMAP_ID_FIELD_NUMBER: _ClassVar[int]
     TITLE_FIELD_NUMBER: _ClassVar[int]
     DESCRIPTION_FIELD_NUMBER: _ClassVar[int]
+    REQUIREMENT_LIST_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
+    REPLACED_INGREDIENTS_FIELD_NUMBER: _ClassVar[int]
     taskmap_id: str
     title: str
     description: str
+    requirement_list: _containers.RepeatedCompositeFieldContainer[Requirement]
     steps: _containers.RepeatedCompositeFieldContainer[ExecutionStep]
-    def __init__(self, taskmap_id: _Optional[str] = ..., title: _Optional[str] = ..., description: _Optional[str] = ..., steps: _Optional[_Iterable[_Union[ExecutionStep, _Mapping]]] = ...) -> None: ...
+    replaced_ingredients: _containers.RepeatedCompositeFieldContainer[ReplacedIngredient]
+    def __init__(self, taskmap_id: _Optional[str] = ..., title: _Optional[str] = ..., description: _Optional[str] = ..., requirement_list: _Optional[_Iterable[_Union[Requirement, _Mapping]]] = ..., steps: _Optional[_Iterable[_Union[ExecutionStep, _Mapping]]] = ..., replaced_ingredients: _Optional[_Iterable[_Union[ReplacedIngredient, _Mapping]]] = ...) -> None: ...
 
 class ExtraInfo(_message.Message):
     __slots__ = ("type", "text", "unique_id", "keyword", "image_url")

@@ -664,6 +664,11 @@ class LLMReplacementGenerationStub:
                 request_serializer=shared_dot_stubs_dot_llm__pb2.AdjustedStepGenerationRequest.SerializeToString,
                 response_deserializer=shared_dot_stubs_dot_llm__pb2.AdjustedStepGenerationResponse.FromString,
                 _registered_method=True)
+        self.adjust_step_texts = channel.unary_unary(
+                '/LLMReplacementGeneration/adjust_step_texts',
+                request_serializer=shared_dot_stubs_dot_llm__pb2.Session.SerializeToString,
+                response_deserializer=shared_dot_stubs_dot_llm__pb2.Session.FromString,
+                _registered_method=True)
 
 
 class LLMReplacementGenerationServicer:
@@ -681,6 +686,13 @@ class LLMReplacementGenerationServicer:
         context.set_details('Method not implemented!')
         raise RuntimeError('Method not implemented!')
 
+    def adjust_step_texts(self, request, context):
+        """The session with its replaced ingredients put into the steps and requirements of its task.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise RuntimeError('Method not implemented!')
+
 
 def add_LLMReplacementGenerationServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -693,6 +705,11 @@ def add_LLMReplacementGenerationServicer_to_server(servicer, server):
                     servicer.rewrite_steps,
                     request_deserializer=shared_dot_stubs_dot_llm__pb2.AdjustedStepGenerationRequest.FromString,
                     response_serializer=shared_dot_stubs_dot_llm__pb2.AdjustedStepGenerationResponse.SerializeToString,
+            ),
+            'adjust_step_texts': grpc.unary_unary_rpc_method_handler(
+                    servicer.adjust_step_texts,
+                    request_deserializer=shared_dot_stubs_dot_llm__pb2.Session.FromString,
+                    response_serializer=shared_dot_stubs_dot_llm__pb2.Session.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -749,6 +766,33 @@ class LLMReplacementGeneration:
             '/LLMReplacementGeneration/rewrite_steps',
             shared_dot_stubs_dot_llm__pb2.AdjustedStepGenerationRequest.SerializeToString,
             shared_dot_stubs_dot_llm__pb2.AdjustedStepGenerationResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def adjust_step_texts(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/LLMReplacementGeneration/adjust_step_texts',
+            shared_dot_stubs_dot_llm__pb2.Session.SerializeToString,
+            shared_dot_stubs_dot_llm__pb2.Session.FromString,
             options,
             channel_credentials,
             insecure,

@@ -68,6 +68,7 @@ class InstantShard(TextGenerationServiceServicer, GrammarServiceServicer):
         self.tokens = tokens
         self.step_seconds = step_seconds
         self.fail: str | None = None
+        self.drafted: set[int] = set()  # tokens that are said to have been drafted
         self.health = asyncio.Event()
         self.health.set()
         self.grammar_error = ""
@@ -165,6 +166,7 @@ class InstantShard(TextGenerationServiceServicer, GrammarServiceServicer):
         token = tokens[row.generated % len(tokens)]
         row.generated += 1
         generation.token_ids[0] = token
+        generation.drafted = token in self.drafted
         if request.top_n_tokens:
             top = generation.top_tokens.add()
             top.ids.extend(range(request.top_n_tokens))

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import grpc
 
@@ -97,6 +98,8 @@ class SimulatedShard:
     late_end: a sequence that ended takes part, unseen, in the steps that arrive before `collected`, as on a device
     that has started the next step before the tokens of the last one are known.
     broken: requests that fail with their next token. Those that are True get that token all the same.
+    speculate: tokens drafted for a sequence in one step, at most. Some are right; what is computed of the others stays
+    in the sequence's blocks.
     """
 
     num_blocks: int
@@ -104,6 +107,7 @@ class SimulatedShard:
     max_batch_size: int = 256
     paged: bool = True
     late_end: bool = False
+    speculate: int = 0
     batch_id: int | None = None
     rows: dict[int, _Row] = field(default_factory=dict)
     kv: list[list[int]] = field(init=False)
@@ -123,21 +127,19 @@ class SimulatedShard:
         if not call.chunks:
             raise ProtocolViolation("a prefill without chunks")
         self.largest_step = max(self.largest_step, sum(chunk.tokens for chunk in call.chunks))
-        generations = [self._decode(row) for row in running]
+        generations = [generation for row in running for generation in self._decode(row)]
         for chunk in call.chunks:
             row = self.rows.get(chunk.request_id)
             if row is None or row.past_prompt:
                 raise ProtocolViolation(f"request {chunk.request_id} has no prompt to compute")
-            generation = self._compute(row, chunk.tokens)
-            if generation is not None:
-                generations.append(generation)
+            generations += self._compute(row, chunk.tokens)
         return self._leave(generations, late)
 
     def decode(self, call: pb.DecodeRequest) -> pb.StepResponse:
         self._enter(call.batch_id)
         late = self._late_rows()
         self._grant(call.grants)
-        return self._leave([self._decode(row) for row in self._running()], late)
+        return self._leave([generation for row in self._running() for generation in self._decode(row)], late)
 
     def filter_batch(self, call: pb.FilterBatchRequest) -> pb.FilterBatchResponse:
         self._enter(call.batch_id)
@@ -210,7 +212,7 @@ class SimulatedShard:
         block, offset = self._slot(row, position)
         block[offset] = _mix(before, row.tokens[position])
 
-    def _compute(self, row: _Row, tokens: int) -> pb.Generation | None:
+    def _compute(self, row: _Row, tokens: int) -> list[pb.Generation]:
         if not 0 < tokens <= len(row.tokens) - row.computed:
             raise ProtocolViolation(f"{tokens} tokens of request {row.request.id}: so many are not left")
         if not self.paged and tokens < len(row.tokens):
@@ -219,17 +221,50 @@ class SimulatedShard:
             self._write(row, row.computed)
             row.computed += 1
         if row.computed < len(row.tokens):
-            return None
-        generation = self._sample(row)
+            return []
+        generations = self._yield(row)
         if row.request.prefill_logprobs:
-            generation.prefill_tokens.ids.extend(row.request.input_ids)
-        return generation
+            generations[0].prefill_tokens.ids.extend(row.request.input_ids)
+        return generations
 
-    def _decode(self, row: _Row) -> pb.Generation:
+    def _decode(self, row: _Row) -> list[pb.Generation]:
         for _ in range(len(row.tokens) - row.computed):
             self._write(row, row.computed)
             row.computed += 1
-        return self._sample(row)
+        return self._yield(row)
+
+    def _yield(self, row: _Row) -> list[pb.Generation]:
+        """Computes drafted tokens with the others, then samples for as long as they turn out to be right."""
+        drafted = self._drafted(row)
+        before = self._entry(row, row.computed - 1)
+        for place, token in enumerate(drafted, start=row.computed):
+            block, offset = self._slot(row, place)
+            before = block[offset] = _mix(before, token)
+        generations = [self._sample(row)]
+        for token in drafted:
+            last = generations[-1]
+            if last.finish_reason or last.error or list(last.token_ids) != [token]:
+                break
+            row.computed += 1
+            generations.append(self._sample(row))
+        return generations
+
+    def _drafted(self, row: _Row) -> list[int]:
+        """Guesses what comes next; each guess is right, or not, for no reason."""
+        if not self.speculate or not self.paged:
+            return []
+        room = min(
+            self.speculate,
+            len(row.blocks) * self.block_size - len(row.tokens) - 1,
+            row.request.max_new_tokens - row.generated - 1,
+        )
+        entries = [self._entry(row, position) for position in range(row.computed)]
+        drafted: list[int] = []
+        while len(drafted) < room:
+            token = _next_token(entries, len(entries), row.seed)
+            drafted.append((token + (_mix(token, len(entries)) % 4 == 0)) % VOCABULARY)
+            entries.append(_mix(entries[-1], drafted[-1]))
+        return drafted
 
     def _sample(self, row: _Row) -> pb.Generation:
         entries = [self._entry(row, position) for position in range(row.computed)]
@@ -280,7 +315,7 @@ class SimulatedShardService(TextGenerationServiceServicer, GrammarServiceService
     """Serves a simulated shard.
 
     step_seconds: how long a step takes. failing: raised by every step, while it is set. hanging: steps never end.
-    ill: Health fails. calls: the methods that were executed, in order.
+    ill: Health fails. calls: the methods that were executed, in order. warmups: limits and capacity of each.
     """
 
     def __init__(self, shard: SimulatedShard, urls: list[str], step_seconds: float = 0.0) -> None:
@@ -290,11 +325,17 @@ class SimulatedShardService(TextGenerationServiceServicer, GrammarServiceService
         self.hanging = False
         self.ill = False
         self.calls: list[str] = []
+        self.warmups: list[dict[str, Any]] = []
         self._urls = urls
 
     async def Info(self, request, context):
         return pb.InfoResponse(
-            model_id="simulated", paged=self.shard.paged, block_size=self.shard.block_size, eos_token_ids=[EOS]
+            model_id="simulated",
+            paged=self.shard.paged,
+            block_size=self.shard.block_size,
+            eos_token_ids=[EOS],
+            vocab_size=VOCABULARY,
+            **(self.warmups[-1] if self.warmups else {}),
         )
 
     async def Compile(self, request, context):
@@ -310,9 +351,11 @@ class SimulatedShardService(TextGenerationServiceServicer, GrammarServiceService
 
     async def Warmup(self, request, context):
         tokens = self.shard.num_blocks * self.shard.block_size
-        return pb.WarmupResponse(
+        capacity = pb.WarmupResponse(
             num_blocks=self.shard.num_blocks, max_total_tokens=tokens, max_batch_total_tokens=tokens
         )
+        self.warmups.append({"limits": request, "capacity": capacity})
+        return capacity
 
     async def Run(self, calls, context):
         try:

@@ -105,17 +105,20 @@ class Simulation:
         pace: PromptPace | None = None,
         step_seconds: Callable[[int, int], float] = lambda replies, prompt_tokens: 1.0,
         max_batch_size: int = 8,
+        speculate: int = 0,
         **limits: Any,
     ) -> None:
         """prefill_chunk_tokens: that ride along, unless there is a `pace`."""
         self.seconds = 0.0
         self._step_seconds = step_seconds
-        self.shard = SimulatedShard(num_blocks, block_size, max_batch_size, paged=paged, late_end=late_end)
+        self.shard = SimulatedShard(
+            num_blocks, block_size, max_batch_size, paged=paged, late_end=late_end, speculate=speculate
+        )
         self._shards = _InProcess(self.shard)
         total = num_blocks * block_size
         self.scheduler = Scheduler(
             cast(ShardedClient, self._shards),
-            pb.InfoResponse(paged=paged, block_size=block_size),
+            pb.InfoResponse(paged=paged, block_size=block_size, speculate=speculate),
             pb.WarmupResponse(num_blocks=num_blocks, max_total_tokens=total, max_batch_total_tokens=total),
             batch_limits(max_batch_total_tokens=total, max_batch_size=max_batch_size, **limits),
             self._metrics,

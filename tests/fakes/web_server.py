@@ -56,4 +56,4 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self.close_connection = True
 
     def log_message(self, *arguments: Any) -> None:
-        """Nothing."""
+        """Logs nothing."""

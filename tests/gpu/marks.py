@@ -1,4 +1,4 @@
-"""What the tests of this folder have in common."""
+"""Marks that the tests of this folder share."""
 
 import pytest
 import torch

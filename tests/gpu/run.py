@@ -1,4 +1,4 @@
-"""What `run.sh` runs, one after the other, each in a process of its own, until the time is over."""
+"""Runs the checks of `run.sh`, one after the other, each in a process of its own, until the time is over."""
 
 import argparse
 import contextlib
@@ -21,7 +21,7 @@ SHORTEST = 5.0
 """Seconds: a job is not started for less."""
 LINES = 30
 """Of each job's output that are printed; all of them are in $OUT/log.txt."""
-ENGINE = ("torch", "transformers", "safetensors", "tokenizers", "psutil", "llguidance")
+ENGINE = ("torch", "transformers", "accelerate", "safetensors", "tokenizers", "psutil", "llguidance")
 SHARD = (
     "grpc",
     "grpc_health",
@@ -59,7 +59,7 @@ def _tests(name: str, seconds: float, *arguments: str, needs: tuple[str, ...] = 
 
 _UNIT = "tests/unit/engine"
 CHECKS = [
-    _tests("attention kernels", 150, "tests/gpu/test_attention.py"),
+    _tests("attention kernels", 200, "tests/gpu/test_attention.py"),
     _tests("sampling: as on a CPU, no waiting", 60, "tests/gpu/test_sampling.py"),
     _tests("engine: chunks, prefix cache, preemption", 60, f"{_UNIT}/test_engine.py"),
     _tests("graphs on and off, no waiting, memory", 150, "tests/gpu/test_decode_graphs.py"),

@@ -15,21 +15,20 @@ ERROR = {torch.float32: 1e-4, torch.bfloat16: 4e-2, torch.float16: 1e-2}
 SLOPES = torch.linspace(0.02, 0.6, 8)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("head_dim", [16, 24, 64, 80, 128, 256])
-@pytest.mark.parametrize("kv_heads", [1, 2, 8])
-@pytest.mark.parametrize(
-    "variant",
-    [
-        AttentionVariant(0.1),
-        AttentionVariant(0.1, window=5),
-        AttentionVariant(0.1, window=700),
-        AttentionVariant(0.1, softcap=3.0),
-        AttentionVariant(0.1, alibi_slopes=SLOPES),
-        AttentionVariant(0.1, alibi_slopes=SLOPES.bfloat16().float(), rounded_alibi=True),
-    ],
-    ids=["plain", "window", "wide window", "softcap", "alibi", "rounded alibi"],
-)
+VARIANTS = {
+    "window": AttentionVariant(0.1, window=5),
+    "wide window": AttentionVariant(0.1, window=700),
+    "soft cap": AttentionVariant(0.1, softcap=3.0),
+    "alibi": AttentionVariant(0.1, alibi_slopes=SLOPES),
+    "rounded alibi": AttentionVariant(0.1, alibi_slopes=SLOPES.bfloat16().float(), rounded_alibi=True),
+}
+# Every combination is compiled anew, which takes seconds: so not all of them are tried.
+CASES = [(dtype, head_dim, 2, AttentionVariant(0.1)) for dtype in DTYPES for head_dim in (24, 64, 128, 256)]
+CASES += [(torch.bfloat16, 64, kv_heads, AttentionVariant(0.1)) for kv_heads in (1, 8)]
+CASES += [(torch.bfloat16, 64, 2, variant) for variant in VARIANTS.values()]
+
+
+@pytest.mark.parametrize(("dtype", "head_dim", "kv_heads", "variant"), CASES)
 def test_whatever_a_layer_asks_for(dtype, head_dim, kv_heads, variant) -> None:
     """Sequences of one token and of thousands, which are attended in parts; prompts new, continued, and together."""
     backend = create_attention_backend(KVShape((kv_heads,), head_dim), torch.device("cuda"), dtype)
@@ -37,6 +36,13 @@ def test_whatever_a_layer_asks_for(dtype, head_dim, kv_heads, variant) -> None:
     actual, wanted = run(backend, 8, kv_heads, [1, 33, 900, 5000], [(0, 1), (0, 70), (1500, 100)], variant)
     tolerance = ERROR[dtype] * (4 if variant.alibi_slopes is not None else 1)
     torch.testing.assert_close(actual, wanted, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sequences_that_decode_alone(dtype) -> None:
+    backend = create_attention_backend(KVShape((2,), 128), torch.device("cuda"), dtype)
+    actual, wanted = run(backend, 8, 2, [1, *[40] * 62, 9000], [], AttentionVariant(0.1))
+    torch.testing.assert_close(actual, wanted, rtol=ERROR[dtype], atol=ERROR[dtype])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -36,5 +36,5 @@ def test_in_half_precision_tokens_are_as_likely_or_nearly_so(architecture, dtype
 
 
 @pytest.mark.parametrize("architecture", ["gemma2", "llama", "opt", "starcoder"])
-def test_so_they_are_without_kernels_of_the_engines_own(architecture, tmp_path) -> None:
+def test_models_without_the_engines_kernels_give_the_same_tokens(architecture, tmp_path) -> None:
     check(*overlap(make(architecture, tmp_path), device=CUDA, custom_kernels=False))

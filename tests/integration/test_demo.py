@@ -12,7 +12,7 @@ STAGES = ("starting", "loading", "ready", "stopping", "stopped")
 
 
 def processes_of(run: str) -> list[psutil.Process]:
-    """What has inherited the mark `run` in its environment."""
+    """Returns the processes that have inherited the mark `run` in their environment."""
     found = []
     for process in psutil.process_iter():
         try:

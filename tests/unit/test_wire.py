@@ -1,11 +1,11 @@
 import pytest
 
 from tgi_server import wire
-from tgi_server.contract import BlockCopy, FinishReason, Grammar, GrammarType, SamplingParameters
+from tgi_server.contract import BlockCopy, FinishReason, Grammar, GrammarKind, SamplingParameters
 
 
-@pytest.mark.parametrize("kind", GrammarType)
-def test_a_grammar_survives_the_wire(kind: GrammarType) -> None:
+@pytest.mark.parametrize("kind", GrammarKind)
+def test_a_grammar_survives_the_wire(kind: GrammarKind) -> None:
     grammar = Grammar(kind, "value", "text")
     assert wire.grammar_from_message(wire.grammar_to_message(grammar)) == grammar
 

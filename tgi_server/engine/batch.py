@@ -15,7 +15,7 @@ _JUMP_FORWARD_AT_ONCE = 32
 
 
 @dataclass(frozen=True, slots=True)
-class StepPlan:
+class ForwardPlan:
     """The forward pass of a step, and the sequences that get a token from it.
 
     decoding: the first so many rows decode. chunks: what is computed beside them. sequences: those that get a token, in
@@ -28,6 +28,11 @@ class StepPlan:
     sequences: list[RunningSequence]
     first_row: int
     picked: list[int]
+
+    @property
+    def logits(self) -> int:
+        """The number of rows of logits that the pass yields, those of drafts left out."""
+        return self.decoding + sum(chunk.logits for chunk in self.chunks)
 
     @property
     def is_greedy(self) -> bool:
@@ -113,7 +118,15 @@ class RunningBatch:
         sequence.jump(tokens)
         self.prefilling[sequence.request_id] = sequence
 
-    def plan(self, chunks: list[PromptChunk], *, decode: bool) -> StepPlan:
+    def row_of(self, sequence: RunningSequence) -> int:
+        """Returns the row of a sequence past its prompt."""
+        return self._row_of[sequence.request_id]
+
+    def skip(self, sequence: RunningSequence, tokens: int) -> None:
+        """Advances a sequence by `tokens` drafted tokens more, which are computed; its last token is computed next."""
+        self._runner.skip(self.row_of(sequence), tokens, sequence.generated_ids[-1])
+
+    def plan(self, chunks: list[PromptChunk], *, decode: bool) -> ForwardPlan:
         """Plans a step that computes some chunks, and in which every row advances by a token if `decode`."""
         decoding = len(self.rows) if decode else 0
         sequences = self.rows[:decoding]
@@ -123,7 +136,7 @@ class RunningBatch:
             if chunk.completes:
                 sequences.append(chunk.sequence)
                 picked.append(end - 1)
-        return StepPlan(decoding, chunks, sequences, 0 if decode else len(self.rows), picked)
+        return ForwardPlan(decoding, chunks, sequences, 0 if decode else len(self.rows), picked)
 
     def grant(self, request_id: int, blocks: list[int]) -> None:
         """Appends blocks to a sequence. A sequence that has ended already needs none, and is passed over."""

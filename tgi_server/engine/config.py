@@ -23,10 +23,13 @@ class EngineConfig:
     custom_kernels: kernels and layers of the engine's own may stand in for those of torch and transformers.
     linear_kernels: the kernels of linear layers on a CPU, such as "fma" or "avx512_bf16,amx@16"; None: those that are
         measured to be the fastest.
-    quantize: "int8" rounds the weights of linear layers to 8 bits while loading (on CPUs).
+    quantize: how the weights of linear layers are rounded while they are loaded, or how the checkpoint is quantised
+        (`quantization/recognition.py`); None: as the checkpoint is.
     cpu_memory: bytes of RAM for the KV cache on a CPU, of all shards on a machine; None: a share of what is free.
     cuda_graphs: CUDA-graph batch sizes, for which decoding is recorded; empty: none; None: the default ones. On a CPU,
         and for models whose steps cannot be recorded, there are none.
+    speculate: tokens that are drafted for a sequence in one step, at most; 0: none are. Only for models whose batches
+        are paged.
     group: the shards that compute the model together, this one among them; None: this process computes it alone.
     """
 
@@ -42,6 +45,7 @@ class EngineConfig:
     watermark_gamma: float = 0.5
     watermark_delta: float = 2.0
     cuda_graphs: tuple[int, ...] | None = None
+    speculate: int = 0
     group: ShardGroup | None = None
 
     def resolve_device(self) -> torch.device:

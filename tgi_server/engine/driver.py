@@ -35,7 +35,8 @@ class Output:
 class Driver:
     """First come, first served: the oldest waiting sequence joins as soon as a row and its blocks are free.
 
-    outputs: by request id, of sequences that have ended as well.
+    outputs: by request id, of sequences that have ended as well. drafted, accepted: how many tokens were drafted, and
+    how many of them were right.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class Driver:
         engine.clear()
         self.engine = engine
         self.outputs: dict[int, Output] = {}
+        self.drafted = self.accepted = 0
         self._max_prefill_tokens = max_prefill_tokens
         self._grow = grow
         self._free = deque(range(1, engine.capacity.num_blocks + 1) if blocks is None else blocks)
@@ -104,14 +106,16 @@ class Driver:
 
     def take(self, step: Step) -> list[Generation]:
         """Waits for a step's tokens. Call it in the order of starting."""
-        generations = step.collect().generations
-        for generation in generations:
+        result = step.collect()
+        self.drafted += result.drafted
+        self.accepted += result.accepted
+        for generation in result.generations:
             if generation.request_id not in self._running:
                 continue  # it has left meanwhile
             self.outputs[generation.request_id].generations.append(generation)
             if generation.finish_reason or generation.error:
                 self._release(generation.request_id)
-        return generations
+        return result.generations
 
     def leave(self, *request_ids: int) -> None:
         """Has running sequences leave the batch before their end."""

@@ -6,15 +6,16 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
 from tgi_server.engine.attention.base import GreedyOnly
-from tgi_server.engine.batch import RunningBatch, StepPlan
+from tgi_server.engine.batch import ForwardPlan, RunningBatch
 from tgi_server.engine.config import EngineConfig
-from tgi_server.engine.errors import EngineError, InvalidCall
+from tgi_server.engine.errors import EngineError, InvalidCall, UnsupportedModel
 from tgi_server.engine.grammar import GrammarCompiler
 from tgi_server.engine.grammar.masks import MaskBuilder, PendingMask
 from tgi_server.engine.grammar.tokenizer import has_tokenizer
@@ -25,10 +26,19 @@ from tgi_server.engine.sampling import (
     PendingTokens,
     Sampler,
     TokenMask,
+    Tokens,
     WatermarkSettings,
     prompt_logprobs,
 )
 from tgi_server.engine.sequence import PromptTokens, RunningSequence
+from tgi_server.engine.speculation import (
+    Draft,
+    DraftCheck,
+    HistoryDrafter,
+    NgramDrafter,
+    Speculation,
+    measure_costs,
+)
 from tgi_server.engine.step import Step
 from tgi_server.engine.weights import load_model
 
@@ -43,6 +53,8 @@ class LoadedModel:
     """The facts about a model that has been loaded.
 
     max_position_embeddings: None when nothing but memory bounds a sequence. grammars: sequences may have a grammar.
+    speculate: tokens that are drafted for a sequence in one step, at most.
+    quantization: of the weights, for people; empty: none. linear_kernels: what computes linear layers, for people.
     """
 
     model_type: str
@@ -57,6 +69,9 @@ class LoadedModel:
     paged: bool
     block_size: int
     grammars: bool
+    speculate: int
+    quantization: str
+    linear_kernels: str
 
 
 class Engine:
@@ -67,6 +82,7 @@ class Engine:
     last one has been collected. Not thread-safe.
 
     grammars: compiles grammars, in any thread; None where the model's folder has no tokenizer.
+    speculation: plans drafts; None where none are wanted.
     """
 
     def __init__(self, config: EngineConfig, model: PreTrainedModel | None = None) -> None:
@@ -96,7 +112,11 @@ class Engine:
             paged=self._runner.paged,
             block_size=self._runner.block_size,
             grammars=has_tokenizer(config.model_path),
+            speculate=config.speculate,
+            quantization=getattr(model, "quantization", ""),
+            linear_kernels=self._runner.linear_kernels,
         )
+        self.speculation = self._drafting(config.speculate) if config.speculate else None
         self.grammars = (
             GrammarCompiler(config.model_path, self.info.vocab_size, self.info.eos_token_ids)
             if self.info.grammars
@@ -105,7 +125,21 @@ class Engine:
         self._masks: MaskBuilder | None = None
         self._steps: deque[Step] = deque()  # whose ended sequences may still be in the batch, in the order of starting
         self._eos = frozenset(self.info.eos_token_ids)
-        logger.info("loaded %s in %.1f s", config.model_path, time.perf_counter() - started)
+        logger.info(
+            "loaded %s in %.1f s; weights: %s; linear layers: %s",
+            config.model_path,
+            time.perf_counter() - started,
+            self.info.quantization or self.info.dtype,
+            self.info.linear_kernels,
+        )
+
+    def _drafting(self, most: int) -> Speculation:
+        if not self._runner.paged:
+            raise UnsupportedModel(
+                f"{self.info.model_type} models run in padded batches, where no tokens can be drafted; "
+                "leave out --speculate"
+            )
+        return Speculation(most, [HistoryDrafter(), NgramDrafter()])
 
     @torch.inference_mode()
     def warm_up(
@@ -119,6 +153,8 @@ class Engine:
         self.clear()
         self._capacity = self._runner.warm_up(max_batch_size, max_prefill_tokens, max_total_tokens)
         self._sampler = Sampler(max_batch_size, self.info.vocab_size, self._device, self._watermark)
+        if self.speculation is not None:
+            self.speculation.costs = measure_costs(self._runner, self._capacity, self._group)
         return self._capacity
 
     def reserve(self, seconds: float) -> bool:
@@ -163,7 +199,8 @@ class Engine:
             prompts = [self._chunk(batch, request_id, tokens) for request_id, tokens in chunks]
             if decode:
                 prompts += [PromptChunk.next_of(sequence, sequence.remaining) for sequence in batch.jumping()]
-            step = self._start(batch, batch.plan(prompts, decode=decode))
+            plan = batch.plan(prompts, decode=decode)
+            step = self._start(batch, plan, self._drafts(plan))
         except BaseException:
             self.clear()
             raise
@@ -229,21 +266,33 @@ class Engine:
         )
 
     def _settle(self, batch: RunningBatch) -> None:
-        """Waits for the tokens of all steps if a sequence has a grammar, whose next mask depends on them.
+        """Waits for the tokens of all steps if drafts depend on them, or the next mask of a sequence with a grammar.
 
         The batch is then the same whether or not they had been waited for: shards that compute together depend on it.
         """
-        if any(sequence.constraint is not None for sequence in batch.rows):
+        if self.speculation is not None or any(sequence.constraint is not None for sequence in batch.rows):
             for step in self._steps:
                 step.resolve()
                 step.retire()
         self._steps = deque(step for step in self._steps if not step.retired)
 
-    def _start(self, batch: RunningBatch, plan: StepPlan) -> Step:
+    def _drafts(self, plan: ForwardPlan) -> list[Draft]:
+        if self.speculation is None:
+            return []
+        rows = plan.decoding + sum(len(chunk.tokens) for chunk in plan.chunks)
+        return self.speculation.plan(plan.sequences, rows, self._runner.block_size)
+
+    def _start(self, batch: RunningBatch, plan: ForwardPlan, drafts: list[Draft]) -> Step:
         started = time.perf_counter_ns()
         mask = self._start_mask(plan.sequences)
-        logits = self._forward(plan, mask) if plan.decoding or plan.chunks else None
+        logits = self._forward(plan, drafts, mask) if plan.decoding or plan.chunks else None
         forwarded = time.perf_counter_ns()
+        check = None
+        if drafts:
+            assert logits is not None
+            own = plan.logits
+            check = DraftCheck(drafts, logits[own:], partial(self._choose, batch))
+            logits = logits[:own]
         if plan.chunks:
             assert logits is not None
             self._finish_chunks(batch, plan, logits)
@@ -251,15 +300,17 @@ class Engine:
         if plan.sequences:
             assert logits is not None
             pending = self._sample(logits, plan, mask.wait() if mask else None)
-        return Step(batch, plan.sequences, pending, self._eos, forwarded - started, started)
+        return Step(batch, plan.sequences, pending, self._eos, forwarded - started, started, check)
 
-    def _forward(self, plan: StepPlan, mask: PendingMask | None) -> Tensor:
-        greedy = GreedyOnly(mask) if plan.is_greedy and not (plan.decoding and self._sampler.processes) else None
+    def _forward(self, plan: ForwardPlan, drafts: list[Draft], mask: PendingMask | None) -> Tensor:
+        plain = plan.is_greedy and all(draft.is_greedy for draft in drafts)
+        greedy = GreedyOnly(mask) if plain and not (plan.decoding and self._sampler.processes) else None
+        chunks = [*plan.chunks, *(draft.chunk for draft in drafts)]
         if self._group is None:
-            return self._runner.forward(plan.decoding, plan.chunks, greedy)
+            return self._runner.forward(plan.decoding, chunks, greedy)
         self._group.check()
         try:
-            return self._runner.forward(plan.decoding, plan.chunks, greedy)
+            return self._runner.forward(plan.decoding, chunks, greedy)
         except EngineError:
             raise
         except BaseException as error:
@@ -277,7 +328,7 @@ class Engine:
             list(constraints.values()), list(constraints), self.grammars.tokenizer.lookup.vocab_size
         )
 
-    def _finish_chunks(self, batch: RunningBatch, plan: StepPlan, logits: Tensor) -> None:
+    def _finish_chunks(self, batch: RunningBatch, plan: ForwardPlan, logits: Tensor) -> None:
         """Reports what was asked about prompts, and gives rows to the sequences whose prompt is complete."""
         start = plan.decoding
         for chunk in plan.chunks:
@@ -295,7 +346,15 @@ class Engine:
         assert self.info.decoder_start_token_id is not None
         sequence.prompt_report = PromptTokens([self.info.decoder_start_token_id], [math.nan])
 
-    def _sample(self, logits: Tensor, plan: StepPlan, mask: TokenMask | None) -> PendingTokens:
+    def _choose(self, batch: RunningBatch, logits: Tensor, sequences: Sequence[RunningSequence]) -> Tokens:
+        """Chooses another token for some sequences, whose last one had been drafted, and waits for it."""
+        mask = self._start_mask(sequences)
+        rows = [batch.row_of(sequence) for sequence in sequences]
+        sampled = self._sampler.sample(logits, rows, mask.wait() if mask else None)
+        self._sampler.accept(sampled.token_ids, rows)
+        return sampled.start_copy().wait()
+
+    def _sample(self, logits: Tensor, plan: ForwardPlan, mask: TokenMask | None) -> PendingTokens:
         if len(plan.picked) != len(logits):
             logits = logits.index_select(0, to_device(plan.picked, torch.int64, self._device))
         rows = range(plan.first_row, plan.first_row + len(plan.sequences))

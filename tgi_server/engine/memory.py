@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 # The share that the KV cache takes of the GPU memory that may be used. The rest is left to sampling, to logits of whole
-# prompts, to the copies of long histories, and to gaps between tensors: the largest pass has none of that.
+# prompts, and to gaps between tensors: the largest pass has none of that.
 CUDA_SHARE = 0.95
 # The share that the KV cache takes of the RAM that is free after loading. The rest is left to activations and to other
 # processes.

@@ -18,14 +18,14 @@ class PromptTokens:
     logprobs: list[float]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class RunningSequence:
     """A request in a batch.
 
-    input_ids: the prompt, which an encoder reads where there is one. generated_ids: the tokens generated before a
-    preemption; of a sequence with a grammar, all that were generated so far. known: both, in this order.
+    input_ids: the prompt, which an encoder reads where there is one. generated_ids: the tokens generated so far, those
+    before a preemption included. known: the prompt and those before a preemption, in this order.
     blocks: the block table so far. computed: tokens whose keys and values are in the cache.
-    generated: tokens generated so far, those before a preemption included.
+    earlier_reply: the beginning of a reply to an earlier request with the same prompt, if there is one.
     constraint: its grammar at work on its text; None without a grammar.
     ended: its last token is known; it may be in the batch for a step or two more.
     jumping: the known tokens that are left to compute are jump-forward tokens.
@@ -42,7 +42,7 @@ class RunningSequence:
     blocks: list[int] = field(default_factory=list)
     computed: int = 0
     copy: BlockCopy | None = None
-    generated: int = 0
+    earlier_reply: list[int] = field(default_factory=list)
     known: Tensor = field(init=False)
     prompt_report: PromptTokens | None = None
     constraint: Constraint | None = None
@@ -54,7 +54,6 @@ class RunningSequence:
             raise InvalidCall(f"request {self.request_id} has no input tokens")
         self.generated_ids = list(self.generated_ids)
         self.known = torch.tensor(self.input_ids + self.generated_ids, dtype=torch.int64)
-        self.generated = len(self.generated_ids)
         if self.computed >= len(self.known):
             raise InvalidCall(f"request {self.request_id}: at least its last token must be computed")
 
@@ -63,15 +62,23 @@ class RunningSequence:
         """The number of known tokens that have not been computed yet."""
         return len(self.known) - self.computed
 
+    @property
+    def generated(self) -> int:
+        """The number of tokens generated so far."""
+        return len(self.generated_ids)
+
     def append(self, tokens: list[int]) -> None:
-        """Adds the tokens of a step, which the host has to know of a sequence with a grammar."""
+        """Adds tokens that were chosen."""
         self.generated_ids.extend(tokens)
-        self.generated += len(tokens)
 
     def jump_forward_room(self, block_size: int) -> int:
         """Returns how many jump-forward tokens have a slot behind that of the last token."""
         slots = len(self.blocks) * block_size
         return max(0, slots - len(self.input_ids) - self.generated - 1)
+
+    def draft_room(self, block_size: int) -> int:
+        """Returns how many tokens may be drafted: they have slots, and the last one is not among them."""
+        return min(self.jump_forward_room(block_size), self.stopping.max_new_tokens - self.generated - 1)
 
     def jump(self, tokens: int) -> None:
         """Makes the last `tokens` tokens known ones: one that was chosen, and the jump-forward tokens behind it."""

@@ -1,7 +1,7 @@
 """A step that has been started, its results, and the end of sequences whose last token it brings."""
 
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -10,6 +10,7 @@ from tgi_server.contract import FinishReason
 from tgi_server.engine.batch import RunningBatch
 from tgi_server.engine.sampling import PendingTokens, Tokens
 from tgi_server.engine.sequence import PromptTokens, RunningSequence
+from tgi_server.engine.speculation import DraftCheck
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,10 +23,11 @@ class TopTokens:
 
 @dataclass(slots=True)
 class Generation:
-    """The tokens that one request got from a step.
+    """A token that one request got from a step. Where drafts were right, there are several of one request, in order.
 
     jump_forward: tokens behind `token_id` that the request's grammar left no choice about. hidden: the places, among
     all of them, of tokens that are no part of the text; 0 is `token_id`. error: why the request cannot go on.
+    drafted: the token had been drafted, and was right.
     """
 
     request_id: int
@@ -33,19 +35,28 @@ class Generation:
     jump_forward: list[int] = field(default_factory=list)
     hidden: list[int] = field(default_factory=list)
     error: str | None = None
+    drafted: bool = False
     logprob: float | None = None
     top_tokens: TopTokens | None = None
     prompt_tokens: PromptTokens | None = None
     finish_reason: FinishReason | None = None
 
 
+_Taken = tuple[Generation, RunningSequence]
+
+
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """The generations of a step, one for each sequence that got a token, and its times in nanoseconds."""
+    """The generations of a step, and its times in nanoseconds.
+
+    drafted, accepted: how many tokens were drafted, and how many of them were right.
+    """
 
     generations: list[Generation]
     forward_ns: int
     total_ns: int
+    drafted: int = 0
+    accepted: int = 0
 
 
 class Step:
@@ -62,8 +73,9 @@ class Step:
         eos: Collection[int],
         forward_ns: int,
         started_ns: int,
+        check: DraftCheck | None = None,
     ) -> None:
-        """sequences: those that get a token. eos: tokens that end a sequence."""
+        """sequences: those that get a token. eos: tokens that end a sequence. check: of drafts, if there are any."""
         self._batch = batch
         self._sequences = sequences
         self._pending = pending
@@ -73,6 +85,7 @@ class Step:
         self.retired = False
         self._forward_ns = forward_ns
         self._started_ns = started_ns
+        self._check = check
         self._generations: list[Generation] | None = None
         self._budget = 0
 
@@ -94,7 +107,14 @@ class Step:
         that ended with an earlier step.
         """
         generations = self.resolve()
-        return StepResult(generations, self._forward_ns, time.perf_counter_ns() - self._started_ns)
+        drafts = self._check.drafts if self._check else ()
+        return StepResult(
+            generations,
+            self._forward_ns,
+            time.perf_counter_ns() - self._started_ns,
+            drafted=sum(len(draft.tokens) for draft in drafts),
+            accepted=sum(draft.accepted for draft in drafts),
+        )
 
     @torch.inference_mode()
     def retire(self) -> None:
@@ -113,12 +133,31 @@ class Step:
         return self._generations
 
     def _take(self, tokens: Tokens) -> list[Generation]:
-        rows = zip(_generations(tokens, self._sequences), self._sequences, strict=True)
-        alive = [(row, sequence) for row, sequence in rows if not sequence.ended]
+        """Takes the step's tokens, and those behind drafted tokens that were right."""
         self._budget = self._batch.jump_forward_budget()
+        taken = newest = self._advance(self._sequences, tokens)
+        while self._check is not None and (following := self._check.proceed(self._going_on(newest))):
+            right = set(following[0])
+            for generation, sequence in newest:
+                generation.drafted = sequence in right
+            newest = self._advance(*following)
+            taken = taken + newest
+        for draft in self._check.drafts if self._check else ():
+            draft.learn()
+            if draft.accepted:
+                self._batch.skip(draft.sequence, draft.accepted)
+        for generation, sequence in taken:
+            if generation.jump_forward and not sequence.ended and self._batch.holds(sequence):
+                self._batch.leave_row(sequence, 1 + len(generation.jump_forward))
+        return [generation for generation, _ in taken]
+
+    def _advance(self, sequences: Sequence[RunningSequence], tokens: Tokens) -> list[_Taken]:
+        """Gives each sequence its next token, and looks for its end. Returns what those got that had not ended."""
+        rows = zip(_generations(tokens, sequences), sequences, strict=True)
+        alive = [(row, sequence) for row, sequence in rows if not sequence.ended]
         for generation, sequence in alive:
             if sequence.constraint is None:
-                sequence.generated += 1
+                sequence.append([generation.token_id])
                 whole = generation.token_id in self._eos and not sequence.stopping.ignore_eos
             else:
                 whole = self._follow_grammar(generation, sequence)
@@ -129,10 +168,15 @@ class Step:
             if generation.finish_reason or generation.error:
                 sequence.ended = True
                 self._ended.append(sequence)
-        for generation, sequence in alive:
-            if generation.jump_forward and not sequence.ended and self._batch.holds(sequence):
-                self._batch.leave_row(sequence, 1 + len(generation.jump_forward))
-        return [generation for generation, _ in alive]
+        return alive
+
+    def _going_on(self, taken: Iterable[_Taken]) -> dict[int, int]:
+        """Returns the tokens, by request id, of the sequences of which another may be chosen at once."""
+        return {
+            sequence.request_id: generation.token_id
+            for generation, sequence in taken
+            if not sequence.ended and not generation.jump_forward and self._batch.holds(sequence)
+        }
 
     def _follow_grammar(self, generation: Generation, sequence: RunningSequence) -> bool:
         """Adds the tokens that the grammar leaves no choice about. Returns True if the text is whole with them."""
@@ -148,7 +192,7 @@ class Step:
         return constraint.ended
 
 
-def _generations(tokens: Tokens, sequences: list[RunningSequence]) -> list[Generation]:
+def _generations(tokens: Tokens, sequences: Sequence[RunningSequence]) -> list[Generation]:
     generations = [
         Generation(sequence.request_id, token_id) for sequence, token_id in zip(sequences, tokens.ids, strict=True)
     ]

@@ -12,12 +12,13 @@ from transformers.utils import logging as transformers_logging
 
 from tgi_server.engine.config import EngineConfig, resolve_dtype
 from tgi_server.engine.errors import EngineError, InvalidWeights, ModelNotFound, UnsupportedModel
+from tgi_server.engine.quantization import Quantization, find_quantization
 from tgi_server.engine.sharding import ShardGroup
-from tgi_server.engine.sharding.model import load_shard
+from tgi_server.engine.sharding.model import load_quantized, load_shard, placement
 
 
 def load_config(config: EngineConfig) -> PretrainedConfig:
-    """The model's own configuration. Raises ModelNotFound or UnsupportedModel."""
+    """Returns the model's own configuration. Raises ModelNotFound or UnsupportedModel."""
     path = config.model_path
     if not path.is_dir():
         raise ModelNotFound(f"no model folder at {path}; give a folder in transformers format, or a hub model id")
@@ -32,7 +33,7 @@ def load_config(config: EngineConfig) -> PretrainedConfig:
 
 
 def load_model(config: EngineConfig, device: torch.device) -> PreTrainedModel:
-    """The model in evaluation mode on `device`, or this shard of it; all its weights checked to be there.
+    """Returns the model, or this shard of it, in evaluation mode on `device`, after a check that no weight is missing.
 
     Only safetensors files are read; `.bin` files are converted beforehand by `text-generation-server
     download-weights`.
@@ -46,11 +47,7 @@ def load_model(config: EngineConfig, device: torch.device) -> PreTrainedModel:
     factory = AutoModelForSeq2SeqLM if model_config.is_encoder_decoder else AutoModelForCausalLM
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
-    group = config.group
-    if group is None:
-        model, report = _load(config.model_path, lambda: _load_whole(config, factory, dtype))
-    else:
-        model, report = _load(config.model_path, lambda: _load_shard(config, model_config, factory, dtype, group))
+    model, report = _load(config.model_path, lambda: _load_part(config, model_config, factory, dtype, device))
     if missing := sorted(report["missing_keys"]):
         raise InvalidWeights(f"{config.model_path}: weights are missing: {_some(missing)}")
     if mismatched := [key for key, *_ in report.get("mismatched_keys", ())]:
@@ -58,10 +55,31 @@ def load_model(config: EngineConfig, device: torch.device) -> PreTrainedModel:
     return model.to(device).eval().requires_grad_(False)
 
 
-def _load_whole(config: EngineConfig, factory: Any, dtype: torch.dtype) -> tuple[PreTrainedModel, dict]:
+def _load_part(
+    config: EngineConfig, model_config: PretrainedConfig, factory: Any, dtype: torch.dtype, device: torch.device
+) -> tuple[PreTrainedModel, dict]:
+    """Loads the whole model, or this shard of it. A GPU gets each tensor as it is read, so that the host holds few."""
+    quantization = find_quantization(config.model_path, model_config, config.quantize)
+    if config.group is not None:
+        model, report = _load_shard(config, model_config, factory, dtype, device, config.group, quantization)
+    elif quantization is not None:
+        path, trust = config.model_path, config.trust_remote_code
+        model, report = load_quantized(
+            path, model_config, factory, dtype, device, quantization, trust_remote_code=trust
+        )
+    else:
+        model, report = _load_whole(config, factory, dtype, device)
+    model.quantization = quantization.text if quantization else ""
+    return model, report
+
+
+def _load_whole(
+    config: EngineConfig, factory: Any, dtype: torch.dtype, device: torch.device
+) -> tuple[PreTrainedModel, dict]:
     return factory.from_pretrained(
         config.model_path,
         dtype=dtype,
+        device_map=placement(device),
         trust_remote_code=config.trust_remote_code,
         local_files_only=True,
         use_safetensors=True,
@@ -70,15 +88,30 @@ def _load_whole(config: EngineConfig, factory: Any, dtype: torch.dtype) -> tuple
 
 
 def _load_shard(
-    config: EngineConfig, model_config: PretrainedConfig, factory: Any, dtype: torch.dtype, group: ShardGroup
+    config: EngineConfig,
+    model_config: PretrainedConfig,
+    factory: Any,
+    dtype: torch.dtype,
+    device: torch.device,
+    group: ShardGroup,
+    quantization: Quantization | None,
 ) -> tuple[PreTrainedModel, dict]:
     facts = {
         "--quantize": str(config.quantize),
         "--disable-custom-kernels": str(not config.custom_kernels),
         "the kind of device": config.resolve_device().type,
     }
-    path, trust = config.model_path, config.trust_remote_code
-    return load_shard(path, model_config, factory, dtype, group, trust_remote_code=trust, facts=facts)
+    return load_shard(
+        config.model_path,
+        model_config,
+        factory,
+        dtype,
+        device,
+        group,
+        quantization=quantization,
+        trust_remote_code=config.trust_remote_code,
+        facts=facts,
+    )
 
 
 def check_weight_files(path: Path) -> None:

@@ -23,7 +23,9 @@ def shard_count(settings: LauncherSettings) -> int:
     """
     if settings.num_shard is not None:
         if settings.sharded == "true" and settings.num_shard * settings.num_nodes == 1:
-            raise CannotStartError("--sharded: one shard is none; give --num-shard more than 1, or leave --sharded out")
+            raise CannotStartError(
+                "--sharded needs several shards; give --num-shard more than 1, or leave --sharded out"
+            )
         return settings.num_shard
     if settings.sharded == "false":
         return 1
@@ -32,7 +34,7 @@ def shard_count(settings: LauncherSettings) -> int:
     count = visible_gpus()
     if count == 0:
         raise CannotStartError(
-            "--sharded: no GPU is visible here; say with --num-shard how many processes are to share the CPUs"
+            "--sharded: no GPU is visible; give --num-shard the number of processes that share the CPUs"
         )
     if count == 1 and settings.num_nodes == 1:
         raise CannotStartError("--sharded: only one GPU is visible; leave --sharded out, or make more of them visible")
@@ -80,7 +82,9 @@ def _bind(hostname: str, port: int, flag: str, address_flag: str) -> None:
     try:
         (family, kind, protocol, _, address), *_ = socket.getaddrinfo(hostname, port, type=socket.SOCK_STREAM)
     except OSError as error:
-        raise CannotStartError(f"{address_flag}: {hostname} is not an address that is known here") from error
+        raise CannotStartError(
+            f"{address_flag}: the host name {hostname} is not known; give an address of this machine"
+        ) from error
     with socket.socket(family, kind, protocol) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

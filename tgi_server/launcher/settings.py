@@ -15,7 +15,7 @@ from tgi_server.shard.settings import ModelSettings
 
 
 def _chosen(address: str) -> str:
-    """Shards on other machines are not protected by a key, so where they listen is not left to chance."""
+    """Refuses to listen everywhere: no key protects shards that listen for other machines."""
     try:
         everywhere = ipaddress.ip_address(address).is_unspecified
     except ValueError:  # a name
@@ -25,7 +25,6 @@ def _chosen(address: str) -> str:
     return address
 
 
-Port = Annotated[int, Field(gt=0, lt=65536)]
 # The port that torch's own launchers take.
 MEETING_PORT = 29500
 
@@ -48,7 +47,9 @@ class LauncherSettings(ServingSettings, ModelSettings):
         None, description="shards listen on the sockets PATH-0, PATH-1, ...; default: in a folder of their own"
     )
     master_addr: str = Field("localhost", description="where shards meet: with several machines, that of node 0")
-    master_port: Port | None = Field(None, description="default: a free one; with several machines, 29500")
+    master_port: int | None = Field(
+        None, gt=0, lt=65536, description="default: a free one; with several machines, 29500"
+    )
     num_nodes: PositiveInt = Field(1, description="machines that run the model together, each with a launcher")
     node_rank: int = Field(0, ge=0, description="which of them this is; node 0 serves HTTP")
     node_address: Annotated[str, AfterValidator(_chosen)] | None = Field(
@@ -66,20 +67,20 @@ class LauncherSettings(ServingSettings, ModelSettings):
     @field_validator("hostname")
     @classmethod
     def _address(cls, hostname: str) -> str:
-        """Passes over the name of a container, which stands in HOSTNAME and which nobody meant as an address."""
+        """Ignores a container's name, which container engines put into HOSTNAME and nobody meant as an address."""
         return "0.0.0.0" if hostname == socket.gethostname() else hostname
 
     @field_validator("port")
     @classmethod
     def _fixed(cls, port: int) -> int:
         if port == 0:
-            raise ValueError("the launcher needs a port that it knows; give one from 1 to 65535")
+            raise ValueError("the launcher has to know the port of the router; give one from 1 to 65535")
         return port
 
     @field_validator("log_level", mode="before")
     @classmethod
     def _level(cls, name: object) -> object:
-        """Takes `warn`, too, as TGI spells it."""
+        """Accepts `warn` too, which is TGI's spelling of `warning`."""
         return "WARNING" if isinstance(name, str) and name.upper() == "WARN" else name
 
     @property
@@ -98,7 +99,9 @@ class LauncherSettings(ServingSettings, ModelSettings):
                 raise ValueError(f"--node-rank is {self.node_rank}, so --num-nodes must be more than {self.node_rank}")
             return self
         if self.node_rank >= self.num_nodes:
-            raise ValueError(f"--node-rank must be less than --num-nodes, which is {self.num_nodes}")
+            raise ValueError(
+                f"--node-rank is {self.node_rank}; it must be less than --num-nodes, which is {self.num_nodes}"
+            )
         if self.node_address is None:
             raise ValueError("--num-nodes needs --node-address: where the other machines reach this one")
         if self.node_rank and self.master_addr == "localhost":

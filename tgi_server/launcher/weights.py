@@ -24,7 +24,9 @@ async def find_model(settings: LauncherSettings) -> Path:
 def check_tokenizer(folder: Path) -> None:
     """Raises CannotStartError when the model's folder has no tokenizer."""
     if not any((folder / name).is_file() for name in TOKENIZERS):
-        raise CannotStartError(f"{folder} has no tokenizer.json, nor a tokenizer of an older kind")
+        raise CannotStartError(
+            f"{folder} has neither a tokenizer.json nor a tokenizer of an older kind; add the tokenizer's files"
+        )
 
 
 def _ready_folder(model_id: str) -> Path | None:

@@ -7,7 +7,7 @@ _LONGEST_MESSAGE = 1_000
 
 
 class StartupError(Exception):
-    """The router cannot start; `str()` of it is the one line that says why."""
+    """The router cannot start. `str()` of the error is one line that says why."""
 
 
 class RouterError(Exception):
@@ -34,7 +34,7 @@ class InvalidTemplate(InvalidRequest):
 
 
 class InvalidTool(InvalidRequest):
-    """Tools or tool choice that cannot be served."""
+    """The tools, or the choice among them, cannot be served."""
 
     error_type = "tool_error"
 
@@ -68,7 +68,7 @@ class IncompleteGeneration(RouterError):
 
 
 class Unhealthy(RouterError):
-    """The shards do not answer."""
+    """The shards do not respond."""
 
     status = 503
     error_type = "healthcheck"
@@ -96,7 +96,7 @@ class Forbidden(RouterError):
 
 
 class UnsupportedMediaType(RouterError):
-    """The body is said to be something else than JSON."""
+    """The request's headers declare a body that is not JSON."""
 
     status = 415
     error_type = "unsupported_media_type"
@@ -114,7 +114,7 @@ class SlowReader(ClientGone):
 
 
 class NoSuchRoute(RouterError):
-    """No such path, or not with this method; or no such model."""
+    """The server has no such path, not with this method, or no such model."""
 
     error_type = "not_found"
 

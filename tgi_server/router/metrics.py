@@ -1,6 +1,6 @@
 """The metrics of the router, under TGI's names. Durations are in seconds, lengths in tokens.
 
-What is observed is told from the event loop's thread; one observation costs about a microsecond.
+Observations are made on the event loop's thread; each takes about a microsecond.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ _TOTAL = re.compile(rb"^((?:# (?:HELP|TYPE) )?tgi_\w+?)_total(?=[ {])", re.MULTI
 
 
 class Method(Enum):
-    """The call that a batch is in; the values are label values."""
+    """The call that computes a batch; the values are label values."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -69,7 +69,7 @@ class RequestMetrics:
         self._max_new_tokens = _tokens(registry, "tgi_request_max_new_tokens", "Tokens asked for at most.")
         self._generated_tokens = _tokens(registry, "tgi_request_generated_tokens", "Tokens generated.")
         self._skipped_tokens = _tokens(
-            registry, "tgi_request_skipped_tokens", "Prompt tokens that were found in the prefix cache."
+            registry, "tgi_request_skipped_tokens", "Drafted tokens that a request got from a step besides its own."
         )
 
     def received(self) -> None:
@@ -80,7 +80,7 @@ class RequestMetrics:
         self._max_new_tokens.observe(max_new_tokens)
 
     def skipped(self, tokens: int) -> None:
-        """Told by the scheduler once a request, when it leaves the queue; 0 when nothing was cached."""
+        """Told by the scheduler, where shards speculate, for each request in each step."""
         self._skipped_tokens.observe(tokens)
 
     def succeeded(self, times: RequestTimes, generated_tokens: int) -> None:
@@ -132,6 +132,14 @@ class BatchMetrics:
         self._prefix_hits = Counter(
             "tgi_prefix_cache_hit_tokens", "Prompt tokens found in the prefix cache.", registry=registry
         )
+        self._speculated = Counter(
+            "tgi_batch_speculated_tokens", "Drafted tokens that steps computed.", registry=registry
+        )
+        self._accepted = Counter(
+            "tgi_batch_accepted_tokens",
+            "Drafted tokens that were right, and so became part of a text.",
+            registry=registry,
+        )
         self._concat = Counter(
             "tgi_batch_concat", "Times that waiting requests joined a running batch.", ["reason"], registry=registry
         )
@@ -180,6 +188,11 @@ class BatchMetrics:
         """A prompt of `tokens` tokens was looked up in the prefix cache, and so many of them were found."""
         self._prefix_lookups.inc(tokens)
         self._prefix_hits.inc(hits)
+
+    def speculated(self, drafted: int, accepted: int) -> None:
+        """A step computed so many drafted tokens, and so many of them were right."""
+        self._speculated.inc(drafted)
+        self._accepted.inc(accepted)
 
     def admitted(self, requests: int, concat: ConcatReason | None) -> None:
         """Requests left the queue together; `concat` is None when no batch was running."""

@@ -20,7 +20,8 @@ class ModelDescription:
     """The model that is served, and the version of the server.
 
     compute_type: the value of the header `x-compute-type`. fallbacks: why parts of the model are computed in a slower
-    way than the device has.
+    way than the device has. quantization: of the weights. linear_kernels: what computes linear layers on a CPU.
+    speculate: tokens drafted for a sequence in one step, at most.
     """
 
     model_id: str
@@ -28,6 +29,9 @@ class ModelDescription:
     compute_type: str
     encoder_decoder: bool
     version: str
+    speculate: int = 0
+    quantization: str | None = None
+    linear_kernels: str | None = None
     fallbacks: tuple[str, ...] = ()
 
     @property

@@ -5,9 +5,7 @@ from typing import Annotated, Self
 
 from pydantic import AliasChoices, Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
-from shared.settings import CommaSeparated, Refused, ServiceSettings
-
-Port = Annotated[int, Field(ge=0, le=65535)]
+from shared.settings import CommaSeparated, Port, Refused, ServiceSettings
 
 
 class ServingSettings(ServiceSettings):
@@ -46,7 +44,7 @@ class ServingSettings(ServiceSettings):
     target_token_gap_ms: PositiveFloat | None = Field(
         default=None,
         description="Milliseconds between two tokens of a reply, for whose sake the prompts of others are computed in "
-        "parts; unset: three times as long as a step without prompts.",
+        "parts; unset: three times as long as a step without prompts, more if few replies run and many wait.",
     )
     max_client_batch_size: PositiveInt = Field(default=4, description="Prompts of one request, times n.")
     validation_workers: PositiveInt = Field(default=2, description="Threads that tokenise.")

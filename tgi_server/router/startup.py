@@ -38,7 +38,7 @@ from tgi_server.router.tracing import RequestTracer
 logger = logging.getLogger(__name__)
 
 _REPORT_SECONDS = 10.0
-# The time that a health check may take.
+# Seconds that a health check may take.
 HEALTH_SECONDS = 10.0
 
 _CLEAR_SECONDS = 60.0
@@ -151,7 +151,7 @@ class _HealthCheck:
 
 
 async def _connect(path: str) -> ShardedClient:
-    """Waits for the shards for as long as they take to load; whoever started them knows when there is no more hope."""
+    """Waits for the shards for as long as they take to load; the launcher ends the router if one of them fails."""
     started = monotonic()
     while True:
         try:
@@ -163,7 +163,7 @@ async def _connect(path: str) -> ShardedClient:
 async def _warm_up(shards: ShardedClient, settings: RouterSettings) -> tuple[pb.InfoResponse, pb.WarmupResponse]:
     try:
         info = await shards.info()
-        # A router that was here before may have left requests behind.
+        # An earlier router may have left requests behind.
         await shards.send(wire.clear_call(), _CLEAR_SECONDS).response()
         capacity = await shards.warmup(
             pb.WarmupRequest(
@@ -182,14 +182,14 @@ def _limits(settings: RouterSettings, capacity: pb.WarmupResponse) -> Limits:
     max_total_tokens = capacity.max_total_tokens
     if settings.max_total_tokens and settings.max_total_tokens > max_total_tokens:
         raise StartupError(
-            f"--max-total-tokens {settings.max_total_tokens} is more than the model and the memory allow: "
-            f"{max_total_tokens}"
+            f"--max-total-tokens is {settings.max_total_tokens}; "
+            f"the model and the memory allow at most {max_total_tokens}"
         )
     max_input_tokens = settings.max_input_tokens or max_total_tokens - 1
     if max_input_tokens >= max_total_tokens:
         raise StartupError(
-            f"--max-input-tokens {max_input_tokens} must be less than the {max_total_tokens} tokens "
-            "that a prompt and its answer may have together"
+            f"--max-input-tokens is {max_input_tokens}; it must be less than the {max_total_tokens} tokens "
+            "that a prompt and its answer may have together (--max-total-tokens)"
         )
     return Limits(
         max_concurrent_requests=settings.max_concurrent_requests,
@@ -220,7 +220,10 @@ def _describe(settings: RouterSettings, info: pb.InfoResponse, capacity: pb.Warm
         revision=settings.revision or info.revision or None,
         compute_type="cpu" if info.device_type == "cpu" else "gpu+optimized",
         encoder_decoder=info.encoder_decoder,
+        speculate=info.speculate,
         version=_version(),
+        quantization=info.quantization or None,
+        linear_kernels=info.linear_kernels or None,
         fallbacks=tuple(capacity.fallbacks),
     )
 

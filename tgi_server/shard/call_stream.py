@@ -13,20 +13,21 @@ from tgi_server.shard.tracing import RequestSpans
 _IDLE_SECONDS = 0.02
 _AT_ONCE_SECONDS = 0.001
 
-# A call that was started: a step on its way, or its answer, or why it failed. None: no more calls come.
+# A call that was started: a step that has yet to be collected, an answer, or the error of the call. None: the last
+# call was the one before.
 Started = Step | pb.Answer | Exception | None
 
 
 class IdleTime:
-    """Spends idle time on work that can be done a little at a time. What comes meanwhile waits for a little of it."""
+    """Spends idle time on work that is done in small pieces. A call that comes meanwhile waits for one piece."""
 
     def __init__(self, work: Callable[[float], bool]) -> None:
-        """work: works for so many seconds, and returns True if there is more to do."""
+        """work: works for the number of seconds that it is given, and returns True if there is more to do."""
         self._work = work
         self._next: asyncio.Handle | None = None
 
     def begins(self) -> None:
-        """Waits a moment for the next call, then begins to work. To be called after every call, on the event loop."""
+        """Waits a moment for the next call, then begins to work. Must be called after every call, on the event loop."""
         if self._next is not None:
             self._next.cancel()
         self._next = asyncio.get_running_loop().call_later(_IDLE_SECONDS, self._go_on)
@@ -59,7 +60,7 @@ class CallStream:
         self._device_is_ahead = engine.info.device_type == "cuda"
 
     async def answers(self, calls: AsyncIterator[pb.Call]) -> AsyncGenerator[pb.Answer]:
-        """Raises what a call raises. What came behind that call is not executed."""
+        """Yields the answers in order. Raises the error of a call that fails; the calls behind it are not executed."""
         starting = asyncio.create_task(self._start_all(calls))
         try:
             while (started := await self._started.get()) is not None:
@@ -68,9 +69,9 @@ class CallStream:
             starting.cancel()
 
     def end(self, reason: str | None) -> None:
-        """Nothing more is executed, and the batch is forgotten.
+        """Ends the stream: no further call is executed, and the engine forgets the batch.
 
-        reason: why, unless the router wanted it: `answers` raises it as an InvalidCall, and the traces tell it.
+        reason: the reason, which `answers` raises as an InvalidCall and the spans report; None if the router wanted it.
         """
         if not self._ended:
             self._ended = True
@@ -136,7 +137,7 @@ class CallStream:
         return pb.Answer(step=conversion.step_response(result))
 
     def _end_spans(self, error: str | None = None) -> None:
-        """Ends the spans of requests that have left the batch. error: the reason, unless the router wanted it."""
+        """Ends the spans of requests that have left the batch. error: the reason; None if the router wanted it."""
         if self._spans is not None:
             batch = self._engine.batch
             self._spans.keep(batch.request_ids() if batch is not None else (), error)

@@ -3,12 +3,11 @@
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import NoReturn
 
 from shared.logging import configure_logging
 from shared.settings import fail, read_settings
 from tgi_server.shard.errors import ModelUnavailable
-from tgi_server.shard.settings import CommandSettings, DownloadSettings, ShardSettings
+from tgi_server.shard.settings import CommandSettings, DownloadSettings, QuantizeSettings, ShardSettings
 
 PROGRAM = "text-generation-server"
 FAILED = 1
@@ -16,7 +15,7 @@ INTERRUPTED = 130
 
 
 def main() -> None:
-    """Exit codes: 0 done, 1 the model cannot be had or served, 2 a mistake on the command line."""
+    """Runs the command. Exit codes: 0 done, 1 the model cannot be fetched or served, 2 a wrong command line."""
     commands: dict[str, Callable[[Sequence[str]], None]] = {
         "serve": serve,
         "download-weights": download_weights,
@@ -58,7 +57,7 @@ def serve(arguments: Sequence[str]) -> None:
 
 
 def download_weights(arguments: Sequence[str]) -> None:
-    """Logs and progress bars go to standard error; standard output has one line, the model's folder."""
+    """Fetches a model. Prints its folder on standard output; logs and progress bars go to standard error."""
     program = f"{PROGRAM} download-weights"
     settings = read_settings(DownloadSettings, program, arguments)
     _configure_logging(settings, "download")
@@ -84,15 +83,32 @@ def download_weights(arguments: Sequence[str]) -> None:
     print(folder)
 
 
-def quantize(arguments: Sequence[str]) -> NoReturn:
-    fail(f"{PROGRAM} quantize", "quantising a model is not supported yet; serve it as it was published")
+def quantize(arguments: Sequence[str]) -> None:
+    """Standard output has one line, the folder that was written."""
+    program = f"{PROGRAM} quantize"
+    settings = read_settings(QuantizeSettings, program, arguments)
+    _configure_logging(settings, "quantize")
+
+    from tgi_server.shard.download import find_model
+
+    try:
+        folder = find_model(settings.model_id, settings.revision, trust_remote_code=settings.trust_remote_code)
+
+        from tgi_server.shard.quantize import quantize_model  # imports torch and transformers, which takes seconds
+
+        quantize_model(settings, folder)
+    except ModelUnavailable as error:
+        fail(program, str(error), status=FAILED)
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
+    print(settings.output_dir)
 
 
 def _let_idle_threads_sleep() -> None:
-    """Threads that compute look for more work in a loop before they sleep: for a tenth of a millisecond, enough for the
-    next kernel of a step to come. By default it is a whole one, in which the router would like to have their core.
+    """Shortens the loop in which GNU OpenMP's idle threads look for work before they sleep, from about 1 ms to 0.1 ms.
 
-    Of GNU OpenMP, which reads this once, when torch is loaded. What the user has set stays as it is.
+    0.1 ms is enough for the next kernel of a step to come; after that the router should have the core. OpenMP reads the
+    variable once, when torch is loaded. A value that the user has set is kept.
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")

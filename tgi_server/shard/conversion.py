@@ -32,7 +32,10 @@ def info(model: LoadedModel, model_id: str, revision: str | None, world_size: in
         block_size=model.block_size,
         bos_token_id=model.bos_token_id or 0,
         decoder_start_token_id=model.decoder_start_token_id or 0,
+        speculate=model.speculate,
         grammars=model.grammars,
+        quantization=model.quantization,
+        linear_kernels=model.linear_kernels,
     )
 
 
@@ -46,7 +49,7 @@ def capacity(capacity: CacheCapacity, fallbacks: Iterable[str]) -> pb.WarmupResp
 
 
 def sequence(request: pb.Request) -> RunningSequence:
-    """Raises InvalidCall for a request without tokens to compute."""
+    """Returns the request as the engine takes it. Raises InvalidCall for one without tokens to compute."""
     return RunningSequence(
         request_id=request.id,
         input_ids=list(request.input_ids),
@@ -57,6 +60,7 @@ def sequence(request: pb.Request) -> RunningSequence:
         grammar=grammar_from_message(request.grammar) if request.HasField("grammar") else None,
         blocks=list(request.block_ids),
         computed=request.cached_tokens,
+        earlier_reply=list(request.earlier_reply),
         copy=block_copy_from_message(request.copy) if request.HasField("copy") else None,
     )
 
@@ -68,6 +72,8 @@ def grants(messages: Iterable[pb.Grant]) -> list[tuple[int, list[int]]]:
 def step_response(result: StepResult) -> pb.StepResponse:
     return pb.StepResponse(
         generations=[_generation(generation) for generation in result.generations],
+        drafted_tokens=result.drafted,
+        accepted_tokens=result.accepted,
         timings=pb.Timings(
             forward_ns=result.forward_ns,
             sampling_ns=result.total_ns - result.forward_ns,
@@ -82,10 +88,11 @@ def _generation(generation: Generation) -> pb.Generation:
         token_ids=(generation.token_id, *generation.jump_forward),
         hidden=generation.hidden,
         error=generation.error or "",
+        drafted=generation.drafted,
         finish_reason=finish_reason_to_message(generation.finish_reason),
     )
     if generation.logprob is not None:
-        # Of a token that there is no choice about, the probability is 1.
+        # The grammar leaves no choice about a jump-forward token, so its probability is 1.
         message.logprobs.extend((generation.logprob, *(0.0 for _ in generation.jump_forward)))
     if top := generation.top_tokens:
         message.top_tokens.add(ids=top.ids, logprobs=top.logprobs)

@@ -1,12 +1,12 @@
 """Finds a model's folder: a local one, or one in the Hugging Face hub's cache, fetched if need be.
 
-What steers the hub's client (HF_TOKEN, HF_HUB_OFFLINE, HF_ENDPOINT, HF_HUB_CACHE, proxies) it reads itself.
+The hub's client itself reads the variables HF_TOKEN, HF_HUB_OFFLINE, HF_ENDPOINT, HF_HUB_CACHE, and those of proxies.
 """
 
 import logging
 from pathlib import Path
 
-from huggingface_hub import snapshot_download
+from huggingface_hub import constants, snapshot_download
 from huggingface_hub.errors import (
     GatedRepoError,
     HFValidationError,
@@ -19,29 +19,28 @@ from huggingface_hub.errors import (
     XetDownloadError,
 )
 
+from tgi_server.shard.converted_models import CODE, METADATA, convert, converted_copy, permission_hint
 from tgi_server.shard.errors import ModelUnavailable
 
 logger = logging.getLogger(__name__)
 
-METADATA = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
-CODE = ["*.py"]
-# They hold the same weights in other formats.
+# Subfolders hold the same weights in other formats.
 SUBFOLDERS = ["*/*"]
-# The same weights under another layout, and what training leaves behind.
+# Files with the same weights in another layout, and files that training leaves behind.
 NOT_THE_MODEL = ["consolidated*", "training_args*", "optimizer*", "scheduler*", "rng_state*", "openvino*"]
 
 
 def find_model(model_id: str, revision: str | None, *, trust_remote_code: bool = False) -> Path:
-    """The model's folder, without using the network. Raises ModelUnavailable when it is not on this machine."""
-    return _local_folder(model_id) or _snapshot(
-        model_id, revision, ".safetensors", trust_remote_code=trust_remote_code, local_files_only=True
-    )
+    """Returns the model's folder, without using the network. Raises ModelUnavailable if it is not on this machine."""
+    if (folder := _local_folder(model_id)) is not None:
+        return folder if _has_weights(folder, ".safetensors") else converted_copy(folder) or folder
+    return _snapshot(model_id, revision, ".safetensors", trust_remote_code=trust_remote_code, local_files_only=True)
 
 
 def download_model(
     model_id: str, revision: str | None, *, extension: str, auto_convert: bool, trust_remote_code: bool
 ) -> Path:
-    """The model's folder, with all its files in it; `.bin` weights converted to safetensors where there are no others.
+    """Returns the model's folder, complete; `.bin` weights are converted if there are no safetensors files.
 
     Files that are there already are not fetched again. Raises ModelUnavailable.
     """
@@ -52,16 +51,15 @@ def download_model(
             logger.info("%s has no safetensors files; fetching its .bin files", model_id)
             folder = _snapshot(model_id, revision, ".bin", trust_remote_code=trust_remote_code)
     if auto_convert and not _has_weights(folder, ".safetensors") and _has_weights(folder, ".bin"):
-        from tgi_server.shard.pickled_weights import convert_folder  # imports torch, which takes a second
-
-        convert_folder(folder)
+        converted = convert(folder)
+        folder = converted if _has_weights(converted, extension) else folder
     if not _has_weights(folder, extension):
-        raise ModelUnavailable(f"{model_id} has no *{extension} files")
+        raise ModelUnavailable(f"{model_id} has no *{extension} files; name another model, or another --extension")
     return folder
 
 
 def _local_folder(model_id: str) -> Path | None:
-    """The folder that `model_id` names, None for an id of the hub. Raises ModelUnavailable for any other path."""
+    """Returns the folder that `model_id` names; None if it is an id of the hub. Raises ModelUnavailable otherwise."""
     path = Path(model_id).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
@@ -81,7 +79,7 @@ def _has_weights(folder: Path, extension: str) -> bool:
 def _snapshot(
     model_id: str, revision: str | None, extension: str, *, trust_remote_code: bool, local_files_only: bool = False
 ) -> Path:
-    """The folder of one commit in the hub's cache, complete. Raises ModelUnavailable."""
+    """Returns the folder of one commit in the hub's cache, complete. Raises ModelUnavailable."""
     try:
         folder = snapshot_download(
             model_id,
@@ -99,20 +97,20 @@ def _snapshot(
 def _explain(error: Exception, named: str) -> str:
     match error:
         case HFValidationError():
-            return f"{named} is neither a local folder nor an id of the hub"
+            return f"{named} is neither a local folder nor an id of the hub; give a folder, or OWNER/NAME"
         case GatedRepoError():
             return f"{named} is gated: ask for access on its page at the hub, then set HF_TOKEN"
         case RevisionNotFoundError():
-            return f"the hub has no {named}"
+            return f"the hub has no {named}; see the model's page at the hub for its revisions"
         case RepositoryNotFoundError():
             return f"the hub has no model {named}, and there is no such folder here; for a private model set HF_TOKEN"
         case LocalEntryNotFoundError(__cause__=OfflineModeIsEnabled()):
-            return f"{named} is not complete on this machine, and HF_HUB_OFFLINE forbids to fetch it"
+            return f"{named} is not complete on this machine; unset HF_HUB_OFFLINE to have it fetched"
         case IncompleteSnapshotError() | LocalEntryNotFoundError(__cause__=None):
             return f"{named} is not complete on this machine; run `text-generation-server download-weights` first"
         case LocalEntryNotFoundError():
             return f"{named} is not on this machine, and the hub cannot be reached: {_first_line(error.__cause__)}"
-    return f"{named} could not be fetched: {_first_line(error)}"
+    return f"{named} could not be fetched: {_first_line(error)}{permission_hint(error, constants.HF_HUB_CACHE)}"
 
 
 def _first_line(error: BaseException | None) -> str:

@@ -1,4 +1,4 @@
-"""Grammars on their way to be compiled: cheap ones first, none without a trial, no more than can be worked off."""
+"""The queue of grammars to compile: cheap ones first, each tried in a sandbox before, and a bounded number of them."""
 
 import hashlib
 import logging
@@ -21,7 +21,7 @@ _REMEMBERED_FAULTS = 1_024
 
 
 class _Job:
-    """A grammar to be compiled. size: bytes that it may take, if that is known. waiting: requests that wait for it."""
+    """A grammar to compile. size: bytes that it may take, if known. waiting: how many requests wait for it."""
 
     def __init__(self, grammar: Grammar, size: int | None) -> None:
         self.grammar = grammar
@@ -31,10 +31,10 @@ class _Job:
 
 
 class _Lane:
-    """The grammars that may each take so much time, those with the fewest bytes first."""
+    """The waiting grammars with one limit of time, those with the fewest bytes first."""
 
     def __init__(self, cpu_seconds: float, niceness: int, threads: int, room: int) -> None:
-        """cpu_seconds: that a trial may take. niceness: of the processes that try. room: how many grammars may wait."""
+        """cpu_seconds: limit of one trial. niceness: of the trials' processes. room: grammars that may wait."""
         self.cpu_seconds = cpu_seconds
         self.niceness = niceness
         self.threads = threads
@@ -44,29 +44,29 @@ class _Lane:
         self._changed = threading.Condition()
 
     def put(self, job: _Job) -> _Job | None:
-        """Returns the job that is turned away, when more would wait than may: the one with the most bytes."""
+        """Queues a job. Returns the one with the most bytes, to be turned away, if more than `room` would wait."""
         with self._changed:
             insort(self._jobs, (text_bytes(job.grammar), next(self._numbers), job))
             self._changed.notify()
             return self._jobs.pop()[-1] if len(self._jobs) > self._room else None
 
     def take(self) -> _Job:
-        """Waits for one."""
+        """Waits for a job, and takes it out of the queue."""
         with self._changed:
             self._changed.wait_for(lambda: self._jobs)
             return self._jobs.pop(0)[-1]
 
 
 class GrammarQueue:
-    """Has each grammar tried in a sandbox, and compiles it when that went well.
+    """Has each grammar tried in a sandbox, and compiles those that pass.
 
     Almost all are tried within milliseconds, in the quick lane. Those that take longer go on in the slow one, where
-    they are in the way of their like only. Requests for the same grammar that come together share its turn, and
-    grammars that were found wrong are remembered.
+    they delay only each other. Requests for the same grammar that come together share its turn, and grammars that
+    were found wrong are remembered.
     """
 
     def __init__(self, compiler: GrammarCompiler, sandbox: Callable[[int], Sandbox]) -> None:
-        """sandbox: makes one whose trials have a niceness."""
+        """sandbox: makes a Sandbox whose trials run with the given niceness."""
         self.compiler = compiler
         self._sandbox = sandbox
         self._slow = _Lane(cpu_seconds=2.0, niceness=19, threads=1, room=4)
@@ -87,17 +87,18 @@ class GrammarQueue:
                     threading.Thread(target=self._work, args=(lane,), name="grammars", daemon=True).start()
 
     def close(self) -> None:
-        """Ends the processes. What waits is not compiled any more."""
+        """Ends the sandboxes' processes. Grammars that still wait are not compiled."""
         with self._lock:
             sandboxes, self._started = self._sandboxes, True
         for sandbox in sandboxes:
             sandbox.close()
 
     def compile(self, grammar: Grammar, seconds: float, gone: Future[Any], size: int | None = None) -> int:
-        """Returns the bytes that the compiled grammar may take; or 0, when `gone` is done before: nobody waits for it.
+        """Compiles a grammar. Returns the bytes that it may take; 0 if `gone`, the end of the request, comes first.
 
-        size: what another shard returned, which has tried it. Raises InvalidGrammar with one line that says what is
-        wrong with the grammar, and GrammarsBusy when it is not compiled within `seconds`.
+        size: the bytes that another shard found when it tried the grammar; None: no shard has. Raises InvalidGrammar
+        with one line that says what is wrong with the grammar, and GrammarsBusy when it is not compiled within
+        `seconds`.
         """
         check_size(grammar)
         if (fault := self._known_fault(grammar)) is not None:
@@ -117,11 +118,11 @@ class GrammarQueue:
             compiled: int = job.done.result()
             return compiled
         if not gone.done():
-            raise GrammarsBusy(f"it was not its turn within {seconds:g} s; try again soon")
+            raise GrammarsBusy(f"the grammar was not compiled within {seconds:g} s; try again soon")
         return 0
 
     def _join(self, grammar: Grammar, size: int | None) -> tuple[_Job, _Job | None]:
-        """Returns the grammar's job, and the one that is turned away for it."""
+        """Returns the grammar's job, and the job that is turned away for it, if any."""
         with self._lock:
             job, turned_away = self._running.get(grammar), None
             if job is None:
@@ -131,7 +132,7 @@ class GrammarQueue:
             return job, turned_away
 
     def _work(self, lane: _Lane) -> None:
-        """Runs in each thread."""
+        """Compiles one grammar after another. Runs in each of the lane's threads, without end."""
         sandbox = self._sandbox(lane.niceness)
         with self._lock:
             self._sandboxes.append(sandbox)
@@ -150,7 +151,7 @@ class GrammarQueue:
                 self._remember(job.grammar, str(error))
                 self._finish(job, error)
             except Exception as error:
-                logger.exception("a grammar could not be compiled")
+                logger.exception("compiling a grammar failed; this is a fault of the server, please report it")
                 self._finish(job, InvalidGrammar(f"compiling it fails: {type(error).__name__}"))
 
     def _compile(self, job: _Job, lane: _Lane, sandbox: Sandbox) -> int:
@@ -163,7 +164,7 @@ class GrammarQueue:
 
     def _overrun(self, job: _Job, lane: _Lane, limit: SandboxLimit) -> None:
         if limit.limit == "time":
-            self._finish(job, GrammarsBusy("trying it took too long on a busy machine; try again soon"))
+            self._finish(job, GrammarsBusy("the grammar could not be tried in time on a busy machine; try again soon"))
         elif lane is self._quick:
             turned_away = self._slow.put(job)
             if turned_away is not None:
@@ -174,14 +175,14 @@ class GrammarQueue:
             self._finish(job, InvalidGrammar(fault))
 
     def _abandoned(self, job: _Job) -> bool:
-        """Returns True if nobody waits for it any more."""
+        """Returns True, and forgets the job, if no request waits for it any more."""
         with self._lock:
             if not job.waiting:
                 del self._running[job.grammar]
             return not job.waiting
 
     def _finish(self, job: _Job, outcome: int | Exception) -> None:
-        """outcome: bytes that the compiled grammar may take, or why there is none."""
+        """Ends a job. outcome: bytes that the compiled grammar may take, or the error."""
         with self._lock:
             del self._running[job.grammar]
         if isinstance(outcome, Exception):
@@ -201,6 +202,6 @@ class GrammarQueue:
 
 
 def _digest(grammar: Grammar) -> bytes:
-    """Takes the place of a grammar that need not be kept."""
+    """Returns a hash by which a grammar is recognised without being kept."""
     parts = (grammar.type.value, grammar.value, grammar.text)
     return hashlib.sha256(b"\0".join(part.encode(errors="surrogatepass") for part in parts)).digest()

@@ -17,19 +17,19 @@ _SECONDS = 10.0
 
 
 class GrammarService(GrammarServiceServicer):
-    """Calls come in threads of their own: the event loop stands still while a step computes."""
+    """Compiles grammars in threads of its own, because the event loop stands still while a step computes."""
 
     def __init__(self, queue: GrammarQueue | None) -> None:
-        """queue: None where the model's folder has no tokenizer."""
+        """queue: None if the model's folder has no tokenizer."""
         self._queue = queue
         self._lock = threading.Lock()
         self._pins: dict[int, Grammar] = {}
 
     def Compile(self, request: pb.CompileRequest, context: grpc.ServicerContext) -> pb.CompileResponse:
-        """Answers a grammar that is not compiled in time with RESOURCE_EXHAUSTED: it may be soon.
+        """Compiles a grammar. Responds with RESOURCE_EXHAUSTED if that takes too long: a later attempt may succeed.
 
-        A grammar has its pin before it is compiled, so that nothing is forgotten in between. Without success there is
-        none left; a client that has gone may have released it before it was there.
+        A grammar is pinned before it is compiled, so that it is not forgotten in between. It is unpinned if compiling
+        fails, and if the client has gone, which may have released the pin before it was set.
         """
         if self._queue is None:
             return pb.CompileResponse(error="the model's folder has no tokenizer")

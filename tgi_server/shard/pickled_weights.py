@@ -24,8 +24,8 @@ INDEX = "pytorch_model.bin.index.json"
 NEW_INDEX = "model.safetensors.index.json"
 
 
-def convert_folder(folder: Path) -> None:
-    """Writes a safetensors file beside each `.bin` file of the model, and the index that several files need.
+def convert_weights(folder: Path, target_folder: Path) -> None:
+    """Writes a safetensors file for each `.bin` file of the model, and the index that several files need.
 
     The new files get their names once all of them are whole, so an interrupted conversion is never served.
     Raises ModelUnavailable when a file is missing, corrupt, or holds more than tensors, and when the disk is full.
@@ -37,7 +37,7 @@ def convert_folder(folder: Path) -> None:
         for number, source in enumerate(sources, start=1):
             logger.info("converting %s to safetensors (%d of %d)", source.name, number, len(sources))
             tensors = _without_shared_memory(_load(source))
-            target = folder / source.name.replace("pytorch_model", "model").replace(".bin", ".safetensors")
+            target = target_folder / source.name.replace("pytorch_model", "model").replace(".bin", ".safetensors")
             unfinished[target] = target.with_suffix(".partial")
             _write(tensors, unfinished[target])
             locations |= dict.fromkeys(tensors, target.name)
@@ -46,7 +46,7 @@ def convert_folder(folder: Path) -> None:
             os.replace(partial, target)
     if len(sources) > 1:
         index = {"metadata": {"total_size": total_bytes}, "weight_map": locations}
-        (folder / NEW_INDEX).write_text(json.dumps(index, indent=2, sort_keys=True))
+        (target_folder / NEW_INDEX).write_text(json.dumps(index, indent=2, sort_keys=True))
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -56,10 +56,10 @@ def _weight_files(folder: Path) -> list[Path]:
         try:
             names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
         except (ValueError, KeyError, AttributeError) as error:
-            raise ModelUnavailable(f"{index} is not an index of weight files") from error
+            raise ModelUnavailable(f"{index} is not an index of weight files; download it again") from error
     for name in names:
         if Path(name).name != name:
-            raise ModelUnavailable(f"{index} names {name!r}, which is not a file of this folder")
+            raise ModelUnavailable(f"{index} names {name!r}, which is not a file of its folder; it is not loaded")
         if not (folder / name).is_file():
             raise ModelUnavailable(f"{folder} has no {name}; is the download complete?")
     return [folder / name for name in names]
@@ -73,12 +73,12 @@ def _load(path: Path) -> dict[str, torch.Tensor]:
     except (OSError, RuntimeError, EOFError, ValueError) as error:
         raise ModelUnavailable(f"{path} is corrupt or incomplete; download it again") from error
     if not isinstance(content, dict) or not all(isinstance(value, torch.Tensor) for value in content.values()):
-        raise ModelUnavailable(f"{path} holds something else than named tensors; it is not loaded")
+        raise ModelUnavailable(f"{path} holds something other than named tensors; it is not loaded")
     return content
 
 
 def _without_shared_memory(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Contiguous tensors, each with memory of its own: safetensors has no way to say that two are the same."""
+    """Returns the tensors contiguous, each with memory of its own: safetensors cannot say that two are the same."""
     seen: set[int] = set()
     separate = {}
     for name, tensor in tensors.items():
@@ -98,7 +98,7 @@ def _write(tensors: dict[str, torch.Tensor], path: Path) -> None:
 
 @contextmanager
 def _unfinished_files() -> Iterator[dict[Path, Path]]:
-    """Final names and the temporary names under which the files are written; what is left of these is deleted."""
+    """Gives a table from final names to temporary ones; files left under a temporary name are deleted at the end."""
     files: dict[Path, Path] = {}
     try:
         yield files

@@ -36,9 +36,10 @@ logger = logging.getLogger(__name__)
 
 UNBOUNDED_MESSAGES = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
 STOP_SECONDS = 5
-# At once, each in a thread: more than grammars that may wait. Others are refused.
+# Calls to compile a grammar that run at once, each in a thread; gRPC refuses more. GrammarQueue has fewer places.
 _GRAMMAR_CALLS = 256
-FATAL_STATUS = 70  # EX_SOFTWARE of sysexits.h: the device is lost
+# EX_SOFTWARE of sysexits.h: the device, or another shard, is lost.
+FATAL_STATUS = 70
 
 
 def serve(settings: ShardSettings, model_path: Path) -> None:
@@ -50,7 +51,7 @@ def serve(settings: ShardSettings, model_path: Path) -> None:
         fail(f"shard {settings.rank}", str(error), status=1)
     except PeerLost as error:
         fail(f"shard {settings.rank}", f"another shard was lost while loading: {error}", status=FATAL_STATUS)
-    # What was made while loading lives as long as the process: the collector need not walk it again and again.
+    # Objects made while loading live as long as the process: the garbage collector need not walk them again and again.
     gc.collect()
     gc.freeze()
     uvloop.run(_serve(settings, model_path, engine, group))
@@ -70,6 +71,7 @@ def engine_config(settings: ShardSettings, model_path: Path, group: ShardGroup |
         trust_remote_code=settings.trust_remote_code,
         watermark_gamma=settings.watermark_gamma,
         watermark_delta=settings.watermark_delta,
+        speculate=settings.speculate,
         cuda_graphs=None if settings.cuda_graphs is None else tuple(size for size in settings.cuda_graphs if size),
     )
 
@@ -88,7 +90,7 @@ def _connect(settings: ShardSettings) -> ShardGroup | None:
 
 
 def _device(settings: ShardSettings) -> torch.device:
-    """Raises CannotConnect when this machine has fewer GPUs than shards."""
+    """Returns the device of this shard. Raises CannotConnect when this machine has fewer GPUs than shards."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     index = settings.rank if settings.local_rank is None else settings.local_rank
@@ -102,7 +104,7 @@ def _device(settings: ShardSettings) -> torch.device:
 
 
 def _listen(server: grpc.aio.Server | grpc.Server, socket: Path, settings: ShardSettings) -> str:
-    """Has the server listen on its socket, and on a port if it is to. Returns where the router reaches it."""
+    """Makes the server listen on its socket, and on a port if settings say so. Returns the address for the router."""
     url = f"unix://{socket}"
     socket.unlink(missing_ok=True)
     server.add_insecure_port(url)
@@ -110,7 +112,7 @@ def _listen(server: grpc.aio.Server | grpc.Server, socket: Path, settings: Shard
         return url
     host = f"[{settings.listen_address}]" if ":" in settings.listen_address else settings.listen_address
     address = f"{host}:{server.add_insecure_port(f'{host}:0')}"
-    logger.info("shard %d listens on %s, too", settings.rank, address)
+    logger.info("shard %d also listens on %s", settings.rank, address)
     return address
 
 
@@ -154,7 +156,7 @@ async def _serve(settings: ShardSettings, model_path: Path, engine: Engine, grou
 
 
 def _grammar_queue(engine: Engine, model_path: Path) -> GrammarQueue | None:
-    """Returns None where the model's folder has no tokenizer."""
+    """Returns the queue of grammars to compile; None if the model's folder has no tokenizer."""
     if engine.grammars is None:
         return None
     return GrammarQueue(

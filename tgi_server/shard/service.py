@@ -30,7 +30,7 @@ class Place:
 
 
 class TextGenerationService(TextGenerationServiceServicer):
-    """Calls run on the event loop itself, one at a time.
+    """Runs the router's calls on the event loop itself, one at a time.
 
     Nothing else has to run on that loop while a step computes, so a thread of its own for the engine would only add
     hand-overs.
@@ -46,9 +46,8 @@ class TextGenerationService(TextGenerationServiceServicer):
         on_fatal: Callable[[], None],
         spans: RequestSpans | None = None,
     ) -> None:
-        """places: of all shards, in rank order. grammars: of this one,
-        None where it takes none. on_fatal: called when the device can compute no
-        more. spans: of the requests, when somebody collects them.
+        """places: the addresses of all shards, in rank order. grammars: None if the model has no tokenizer. on_fatal:
+        called when the device can compute no more. spans: None if no traces are collected.
         """
         self._engine = engine
         self._info = conversion.info(engine.info, model_id, revision, world_size=len(places))
@@ -84,10 +83,13 @@ class TextGenerationService(TextGenerationServiceServicer):
         if self._grammars is not None:
             self._grammars.start()
         self._idle.begins()
-        return conversion.capacity(capacity, self._engine.fallbacks)
+        response = conversion.capacity(capacity, self._engine.fallbacks)
+        self._info.limits.CopyFrom(request)
+        self._info.capacity.CopyFrom(response)
+        return response
 
     async def Run(self, calls: AsyncIterator[pb.Call], context: grpc.aio.ServicerContext) -> AsyncIterator[pb.Answer]:
-        """One stream at a time: the last one that was opened."""
+        """Runs the calls of one stream. A stream that is opened ends the one before it."""
         self.end_run("another stream has taken this one's place")
         self._running = running = CallStream(self._engine, self._spans, self._idle, alone=len(self._places) == 1)
         try:
@@ -98,7 +100,8 @@ class TextGenerationService(TextGenerationServiceServicer):
             _, reason = self._explain(error)
             running.end(reason)
             yield pb.Answer(failure=pb.Failure(reason=reason))
-            await asyncio.Event().wait()  # until the router closes the stream: if we did, the reason might get lost
+            # The router closes the stream: if the shard did, the reason might get lost.
+            await asyncio.Event().wait()
         finally:
             running.end(None)
             if self._running is running:
@@ -111,33 +114,35 @@ class TextGenerationService(TextGenerationServiceServicer):
 
     @asynccontextmanager
     async def _errors(self, context: grpc.aio.ServicerContext) -> AsyncIterator[None]:
-        """Answers an engine's error with a status; the service goes on, unless the device itself is lost."""
+        """Turns an engine's error into a gRPC status; the service goes on, unless the device itself is lost."""
         try:
             yield
         except (EngineError, RuntimeError) as error:
             await context.abort(*self._explain(error))
 
     def _explain(self, error: Exception) -> tuple[grpc.StatusCode, str]:
-        """Returns what the router is told about an engine's error, and logs what an operator has to know."""
+        """Returns status and message for the router, and logs what an operator has to know."""
         if isinstance(error, EngineError):
             invalid = isinstance(error, InvalidCall)
             status = grpc.StatusCode.FAILED_PRECONDITION if invalid else grpc.StatusCode.RESOURCE_EXHAUSTED
             return status, str(error)
         if isinstance(error, torch.cuda.OutOfMemoryError):
             torch.cuda.empty_cache()
-            logger.error("out of device memory in a step; the batch is dropped: %s", error)
-            return grpc.StatusCode.RESOURCE_EXHAUSTED, "out of device memory; the batch was dropped"
+            logger.error(
+                "a step ran out of device memory; lower --cuda-memory-fraction. Its batch is dropped: %s", error
+            )
+            return grpc.StatusCode.RESOURCE_EXHAUSTED, "a step ran out of device memory, and its batch was dropped"
         if isinstance(error, PeerLost):
             logger.error("a step failed because of another shard; the batch is dropped: %s", error)
         else:
             logger.error("a step failed; the batch is dropped", exc_info=error)
         if self._device_is_lost():
-            logger.critical("the device computes no more; this shard ends")
+            logger.critical("the device computes nothing any more, so this shard ends")
             self._on_fatal()
         return grpc.StatusCode.INTERNAL, str(error).splitlines()[0]
 
     def _device_is_lost(self) -> bool:
-        """A CUDA error may poison the process's context: nothing computes after it, whatever is asked."""
+        """Returns True if the device computes nothing any more: a CUDA error may poison the process's context."""
         try:
             self._engine.check_device()
         except RuntimeError:

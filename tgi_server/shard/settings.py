@@ -1,4 +1,4 @@
-"""Settings of `text-generation-server`: one class for each of its commands, made of what the launcher takes, too."""
+"""Settings of `text-generation-server`: one class for each command, built from those that the launcher also takes."""
 
 from pathlib import Path
 from typing import Annotated, Literal, Self
@@ -9,12 +9,17 @@ from pydantic_settings import CliPositionalArg
 from shared.settings import CommaSeparated, Refused, ServiceSettings
 from tgi_server import demo_model
 
+# Formats of checkpoints, and ways to round weights while loading.
+QUANTIZE = (
+    *("awq", "compressed-tensors", "gptq", "marlin"),
+    *("bitsandbytes", "bitsandbytes-fp4", "bitsandbytes-nf4", "eetq", "fp8", "int4", "int8"),
+)
 LogLevel = Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]
 IN_CONFIG_ONLY = Refused("not supported yet; set rope_parameters in the model's config.json")
 
 
 class CheckpointSettings(ServiceSettings):
-    """Settings of every command and of the launcher that say which model it is, beside its name."""
+    """Settings of every command and of the launcher that identify the model, beside its name."""
 
     revision: str | None = Field(None, description="branch, tag or commit of the model on the hub")
     json_output: bool = Field(False, description="log lines as JSON objects")
@@ -22,12 +27,17 @@ class CheckpointSettings(ServiceSettings):
 
 
 class ModelSettings(CheckpointSettings):
-    """Settings of a shard and of the launcher that say how the model is loaded and computed."""
+    """Settings of a shard and of the launcher that control how the model is loaded and computed."""
 
     dtype: Literal["float32", "float16", "bfloat16"] | None = Field(None, description="default: the checkpoint's")
     quantize: Annotated[
-        str | None, Refused("of the ways to quantise, int8 is supported, on CPUs", harmless=("int8",))
-    ] = Field(None, description="int8: round the weights to 8 bits while loading, on a CPU")
+        str | None,
+        Refused(f"it may be {', '.join(QUANTIZE)}; of other formats take the same model as GPTQ", harmless=QUANTIZE),
+    ] = Field(
+        None,
+        description="round the weights while loading: int4, int8, fp8, eetq, bitsandbytes, bitsandbytes-nf4 or "
+        "bitsandbytes-fp4; how a model is quantised already need not be said",
+    )
     linear_kernels: str | None = Field(
         None,
         description="kernels of linear layers on a CPU, as the log tells them at load, such as fma or "
@@ -42,12 +52,15 @@ class ModelSettings(CheckpointSettings):
         None, description="numbers of sequences to record CUDA graphs for; 0: none; default: sizes up to 256"
     )
 
+    speculate: NonNegativeInt = Field(
+        0, description="tokens drafted for a sequence in one step, at most, from its own text and from earlier replies"
+    )
+
     watermark_gamma: float = Field(0.5, gt=0, lt=1, description="share of the vocabulary that a watermark favours")
     watermark_delta: float = Field(2.0, ge=0, description="how much it favours it, added to the logits")
 
     otlp_endpoint: str | None = Field(None, description="where OpenTelemetry spans go")
 
-    speculate: Annotated[int | None, Refused("speculative decoding is not supported yet", harmless=(0,))] = None
     kv_cache_dtype: Annotated[
         str | None, Refused("the KV cache has the dtype of the model; 8-bit caches are not supported yet")
     ] = None
@@ -98,3 +111,23 @@ class DownloadSettings(CommandSettings):
 
     extension: Literal[".safetensors", ".bin"] = Field(".safetensors", description="the kind of weight files")
     auto_convert: bool = Field(True, description="fetch and convert .bin files where there are no safetensors files")
+
+
+class QuantizeSettings(CommandSettings):
+    """Writes a model to another folder, with 4-bit weights by GPTQ. It goes on where an interrupted run has stopped."""
+
+    output_dir: CliPositionalArg[Path] = Field(description="the folder to write, which does not exist yet")
+    bits: Literal[4, 8] = Field(4, description="of a weight")
+    groupsize: int = Field(128, ge=-1, description="inputs that share a scale; -1: all")
+    percdamp: float = Field(0.01, gt=0, lt=1, description="share of the Hessian's mean diagonal to add for stability")
+    act_order: bool = Field(False, description="round the inputs with the largest activations first")
+    calibration: Path | None = Field(
+        None,
+        description="a text file, or JSONL with `text` in each line, of the kind that the model will read; "
+        "default: English household advice",
+    )
+    samples: int = Field(128, gt=0, description="pieces of the calibration text to take")
+    length: int = Field(512, gt=0, description="tokens of a piece")
+    upload_to_model_id: Annotated[
+        str | None, Refused("not supported; upload the folder with `hf upload REPOSITORY FOLDER`")
+    ] = None

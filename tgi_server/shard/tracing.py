@@ -47,15 +47,17 @@ class RequestSpans:
 
     def stepped(self, generations: Iterable[Generation], batch_size: int) -> None:
         """Notes the tokens that a step gave the requests. batch_size: requests in that step."""
+        counted = set()  # requests that have several tokens of this step
         for generation in generations:
             traced = self._requests.get(generation.request_id)
             if traced is None:
                 continue
             if not traced.decoding:
                 self._begin_decode(traced, batch_size)
-            else:
+            elif generation.request_id not in counted:
                 traced.steps += 1
                 traced.in_batch += batch_size
+            counted.add(generation.request_id)
             traced.tokens += 1 + len(generation.jump_forward)
             if generation.error or generation.finish_reason:
                 reason = generation.finish_reason.value if generation.finish_reason else None

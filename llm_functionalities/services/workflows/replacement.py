@@ -1,34 +1,27 @@
 """`LLMReplacementGeneration`: another ingredient in the place of one, and the steps rewritten for it."""
 
-import re
-from collections.abc import Sequence
 from functools import partial
 
 from llm_functionalities.endpoint.generation import Grammar
 from llm_functionalities.model.model import Question
 from llm_functionalities.services.context import CallContext, ModelClient
-from llm_functionalities.services.prompts import LONGEST_VALUE, alpaca, is_blank, labelled
-from llm_functionalities.services.workflows.answers import first_object, speakable, words
+from llm_functionalities.services.prompts import alpaca, is_blank, labelled
+from llm_functionalities.services.workflows.answers import first_object, words
+from llm_functionalities.services.workflows.rewriting import Replacement, SessionRewriting, rewriting
 from shared.stubs import llm_pb2, llm_pb2_grpc
 
 LONGEST_NAME = 60
 LONGEST_AMOUNT = 40
 
-# Characters of an ingredient's name that are looked for in a step.
-LONGEST_INGREDIENT = 200
-
 # More than the longest object that the schema allows, so that none is cut.
 OBJECT_TOKENS = 160
 
 STEP_TOKENS = 256
-STEP_SENTENCES = 8
-STEP_CHARACTERS = 1000
 
 REPLACE = (
     "Find a replacement for the ingredient and answer in JSON, with the keys name and amount. Where the assistant has "
     "already proposed one, take that. Give the amount that stands for the original amount."
 )
-REWRITE = "Rewrite the step with the new ingredients. Change nothing else."
 
 REPLACEMENT = Grammar(
     json_schema={
@@ -41,10 +34,6 @@ REPLACEMENT = Grammar(
         "additionalProperties": False,
     }
 )
-
-_WORD = re.compile(r"\w+")
-
-Replaced = Sequence[llm_pb2.ReplacedIngredient]
 
 
 def replacement_prompt(request: llm_pb2.IngredientReplacementRequest) -> str | None:
@@ -75,63 +64,6 @@ def parse_replacement(text: str, original: str = "") -> llm_pb2.Ingredient | Non
     return llm_pb2.Ingredient(name=name, amount=words(found.get("amount"), LONGEST_AMOUNT))
 
 
-def step_prompt(title: str, step: str, replaced: Replaced) -> str:
-    changes = [
-        (label, f"{ingredient.name} ({ingredient.amount})" if ingredient.amount else ingredient.name)
-        for pair in replaced
-        for label, ingredient in (("Original", pair.original), ("Replacement", pair.replacement))
-    ]
-    return alpaca(REWRITE, labelled(("Task", title), ("Step", step), *changes))
-
-
-class Words:
-    """The words of a text, among which the words of another text can be found quickly.
-
-    Letter case, and the characters between the words, do not count.
-    """
-
-    def __init__(self, text: str, longest: int = LONGEST_VALUE) -> None:
-        # Two spaces between the words, so that each has one of its own on either side.
-        self._line = f" {'  '.join(_WORD.findall(text[:longest].casefold()))} "
-        self._forms = [f" {self._line.strip()}{plural} " for plural in ("", "s", "es")] if self._line.strip() else []
-
-    def mention(self, name: "Words") -> bool:
-        """Returns True if `name`, in the singular or the plural, is among the words."""
-        return any(form in self._line for form in name._forms)
-
-    def mention_beside(self, name: "Words", other: "Words") -> bool:
-        """Returns True if `name` is among the words other than as a part of `other`."""
-        if not self.mention(name):
-            return False
-        line = self._line
-        for form in other._forms:
-            line = line.replace(form, "")
-        return any(form in line for form in name._forms)
-
-
-def parse_step(text: str, replaced: Replaced) -> str | None:
-    """Returns the rewritten step; None when it still mentions an ingredient that was to go."""
-    step = speakable(text, sentences=STEP_SENTENCES, characters=STEP_CHARACTERS)
-    words = Words(step)
-    gone = all(not words.mention_beside(_name(pair.original), _name(pair.replacement)) for pair in replaced)
-    return step if step and gone else None
-
-
-def rewriting(title: str, text: str, ingredients: Sequence[tuple[Words, llm_pb2.ReplacedIngredient]]) -> Question[str]:
-    """Returns the question for a step; there is nothing to ask when it mentions none of the ingredients.
-
-    ingredients: those that are replaced, each with the name of the original one.
-    """
-    words = Words(text)
-    replaced = [pair for name, pair in ingredients if words.mention(name)]
-    prompt = step_prompt(title, text, replaced) if replaced else None
-    return Question(prompt, partial(parse_step, replaced=replaced))
-
-
-def _name(ingredient: llm_pb2.Ingredient) -> Words:
-    return Words(ingredient.name, LONGEST_INGREDIENT)
-
-
 class LLMReplacementGeneration(llm_pb2_grpc.LLMReplacementGenerationServicer):
     def __init__(self, model: ModelClient) -> None:
         self._model = model
@@ -156,10 +88,10 @@ class LLMReplacementGeneration(llm_pb2_grpc.LLMReplacementGenerationServicer):
         """Returns a text for each step, in their order: unchanged without a replaced ingredient, empty on failure."""
         deadline = self._model.deadline(context)
         steps = request.step
-        ingredients = [(_name(pair.original), pair) for pair in request.ingredient]
+        replacements = [Replacement(pair) for pair in request.ingredient]
 
         def ask(place: int) -> Question[str]:
-            return rewriting(request.task_title, steps[place].response.speech_text, ingredients)
+            return rewriting(request.task_title, steps[place].response.speech_text, replacements)
 
         answers = await self._model.answers(context, len(steps), ask, self._model.generation(STEP_TOKENS), deadline)
         rewritten = [
@@ -168,3 +100,16 @@ class LLMReplacementGeneration(llm_pb2_grpc.LLMReplacementGenerationServicer):
         ]
         ids = [step.unique_id for step in steps]
         return llm_pb2.AdjustedStepGenerationResponse(step_text=rewritten, ids=ids)
+
+    async def adjust_step_texts(self, request: llm_pb2.Session, context: CallContext) -> llm_pb2.Session:
+        """Returns the session with the ingredients that its task has replaced put into its steps and requirements.
+
+        It is as it was where no task is being validated, and so is the text of a step that the model cannot rewrite.
+        """
+        deadline = self._model.deadline(context)
+        work = SessionRewriting(request)
+        answers = await self._model.answers(
+            context, work.parts, work.ask, self._model.generation(STEP_TOKENS), deadline
+        )
+        work.put([answer.value for answer in answers])
+        return request

@@ -14,7 +14,7 @@ from tests.conftest import ServerFactory
 from tests.integration.launcher.processes import Stream, alive, socket_folder
 
 
-def test_it_serves_a_folder_and_on_sigterm_ends_without_a_trace(server: ServerFactory, llama_folder: Path) -> None:
+def test_a_server_of_a_folder_ends_on_sigterm_without_a_trace(server: ServerFactory, llama_folder: Path) -> None:
     running = server(f"--model-id={llama_folder}", "--dtype=float32").wait_until_ready()
     assert running.generate("the quick", max_new_tokens=5, details=True)["details"]["generated_tokens"] == 5
     assert httpx.get(f"{running.url}/info").json()["model_id"] == str(llama_folder)
@@ -63,6 +63,7 @@ def test_who_asks_it_to_stop_again_and_again_does_not_make_it_fail(server: Serve
     assert "Traceback" not in running.lines()
 
 
+@pytest.mark.slow
 def test_a_killed_shard_fails_health_and_ends_the_launcher(server: ServerFactory, llama_folder: Path) -> None:
     running = server(f"--model-id={llama_folder}", "--dtype=float32").wait_until_ready()
     children = psutil.Process(running.process.pid).children(recursive=True)

@@ -4,6 +4,7 @@ import re
 import time
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 
@@ -20,9 +21,13 @@ PROMPTS = (
 END_SECONDS = 10
 
 
-def test_two_shards_write_what_one_writes(server: ServerFactory, demo_server: TextGenerationServer) -> None:
-    running = server(*FLAGS).wait_until_ready()
-    for prompt in PROMPTS:
+@pytest.mark.parametrize("speculate", [pytest.param(0, marks=pytest.mark.slow), 3])
+def test_two_shards_write_what_one_writes(
+    server: ServerFactory, demo_server: TextGenerationServer, speculate: int
+) -> None:
+    running = server(*FLAGS, f"--speculate={speculate}").wait_until_ready()
+    assert httpx.get(f"{running.url}/info").json()["speculate"] == speculate
+    for prompt in (*PROMPTS, PROMPTS[0]):
         expected = demo_server.generate(prompt, max_new_tokens=40, details=True, top_n_tokens=1)
         answer = running.generate(prompt, max_new_tokens=40, details=True, top_n_tokens=1)
         assert answer["generated_text"] == expected["generated_text"]

@@ -96,7 +96,7 @@ def _refused() -> Iterator[Fault]:
 
 
 def _silent_host() -> Iterator[Fault]:
-    """Nobody answers a SYN: a listener whose backlog is full stands for a host that is off."""
+    """Gives the address of a host that answers no SYN: a listener whose backlog is full stands for it."""
     with _model_server() as server, ExitStack() as blocked:
 
         def inflict() -> None:

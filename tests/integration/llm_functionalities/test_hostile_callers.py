@@ -65,6 +65,7 @@ def test_many_steps_and_ingredients_hold_nobody_up(server: ModelServer) -> None:
 
 
 @on_a_busy_machine
+@pytest.mark.slow
 def test_worker_threads_leave_the_event_loop_its_share_of_the_interpreter() -> None:
     """Work of whole seconds in all threads at once: a call that needs nothing of it is answered within milliseconds."""
     request, small = many_replacements(200), llm_pb2.ModelRequest(formatted_prompt="x")
@@ -169,6 +170,7 @@ def resident_bytes(service: Service) -> int:
         return int(file.read().split()[1]) * 4096
 
 
+@pytest.mark.slow
 def test_a_batch_costs_memory_only_as_it_is_worked_on(server: ModelServer) -> None:
     server.fault, server.sick = "hang", False
     count = 50_000
@@ -198,6 +200,7 @@ def test_a_call_may_not_take_longer_than_the_longest_time(server: ModelServer) -
         assert time.monotonic() - started < 0.9
 
 
+@pytest.mark.slow
 def test_abandoned_streams_leave_no_trace(server: ModelServer) -> None:
     server.answer, server.delay = " ".join(["word"] * 200), 0.05
     flags = ("--endpoint", server.url, "--threads", "200")
@@ -216,6 +219,7 @@ def test_abandoned_streams_leave_no_trace(server: ModelServer) -> None:
         assert ask(runner) != ""
 
 
+@pytest.mark.slow
 def test_a_stream_that_nobody_reads_gives_its_place_back(server: ModelServer) -> None:
     server.answer = " ".join(["x" * 20_000] * 60)
     flags = ("--endpoint", server.url, "--max-concurrent-calls", "2")
@@ -318,6 +322,7 @@ def test_neither_prompts_nor_answers_are_logged(server: ModelServer) -> None:
     assert SECRET not in "\n".join(service.log)
 
 
+@pytest.mark.slow
 def test_control_characters_of_an_endpoint_do_not_reach_the_log(server: ModelServer) -> None:
     server.raw = b'{"error": "\\u001b[31mred\\nforged line\\u0007\\u2028x", "error_type": "validation"}'
     server.raw_status = "422 Unprocessable"
@@ -339,9 +344,8 @@ LONG = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [name if name == "abbreviations" else pytest.param(name, marks=pytest.mark.slow) for name in LONG]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LONG)
 @on_a_busy_machine
 def test_the_largest_requests_and_answers_hold_nobody_up(name: str, server: ModelServer) -> None:
     text = LONG[name]

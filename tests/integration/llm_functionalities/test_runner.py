@@ -7,10 +7,10 @@ from itertools import pairwise
 
 import grpc
 import pytest
-from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
 from shared.stubs import llm_pb2, llm_pb2_grpc
 from tests.fakes.model_server import ModelServer
+from tests.integration.llm_functionalities.contracts import messages
 from tests.integration.llm_functionalities.service import Service, ask, reason, running_service
 from tests.timing import on_a_busy_machine, until
 
@@ -59,6 +59,40 @@ def test_a_prompt_goes_to_the_model_as_it_is_and_its_answer_comes_back(runner: R
     assert request.prompt == prompt
     assert request.body["parameters"] == {"max_new_tokens": 7, "return_full_text": False}
     assert "authorization" not in request.headers
+
+
+OBJECT_PROMPT = '### Instruction:\nAnswer like {"intent": ""}.\n\n### Response: Your response:{"intent":'
+
+
+def test_a_prompt_that_ends_inside_an_object_gets_the_object(runner: Runner, server: ModelServer) -> None:
+    server.answer = ' "continue_current_task"}\n\n### Instruction:\n{"intent": "x"}'
+    whole = '{"intent": "continue_current_task"}'
+    request = llm_pb2.ModelRequest(formatted_prompt=OBJECT_PROMPT)
+    assert runner.call_model(request).text == whole
+    batch = llm_pb2.ModelBatchRequest(formatted_prompts=[OBJECT_PROMPT, "x"])
+    assert list(runner.batch_call_model(batch).text) == [whole, server.answer.strip()]
+    assert "".join(each.text for each in runner.stream_model(request)) == whole
+    assert {each.prompt for each in server.requests} == {OBJECT_PROMPT, "x"}
+    server.answer = "  "
+    assert reason(runner, OBJECT_PROMPT) == ("", "no_text")
+    server.answer = '{"intent": "x"}'
+    request.grammar.json_schema = '{"type": "object"}'
+    assert runner.call_model(request).text == server.answer
+
+
+@pytest.mark.parametrize(
+    ("echo", "answer"),
+    [
+        ("prompt", OBJECT_PROMPT + ' "continue_current_task"}'),
+        ("none", '"continue_current_task"} and so on'),
+    ],
+)
+def test_what_is_repeated_of_a_prompt_is_a_setting(echo: str, answer: str, server: ModelServer) -> None:
+    server.answer = ' "continue_current_task"} and so on'
+    request = llm_pb2.ModelRequest(formatted_prompt=OBJECT_PROMPT)
+    with running_service("--endpoint", server.url, "--prompt-echo", echo) as service, service.runner() as runner:
+        assert runner.call_model(request).text == answer
+        assert "".join(each.text for each in runner.stream_model(request)).strip() == answer
 
 
 def test_max_tokens_has_a_default(runner: Runner, server: ModelServer) -> None:
@@ -293,37 +327,13 @@ def test_many_callers_at_once(runner: Runner, server: ModelServer) -> None:
 OLD_CONTRACT = """
 ModelRequest: formatted_prompt=1 string, max_tokens=2 int32, timeout=3 int32
 ModelResponse: text=1 string
-ModelBatchRequest: formatted_prompts=1 repeated, max_tokens=2 int32, timeout=3 int32
-ModelBatchResponse: text=1 repeated
+ModelBatchRequest: formatted_prompts=1 repeated string, max_tokens=2 int32, timeout=3 int32
+ModelBatchResponse: text=1 repeated string
 TGISummaryRequest: input_text=1 string
 TGISummaryResponse: summary_text=1 string
-TGIMultipleSummaryRequest: input_text=1 repeated
-TGIMultipleSummaryResponse: summary_text=1 repeated
+TGIMultipleSummaryRequest: input_text=1 repeated string
+TGIMultipleSummaryResponse: summary_text=1 repeated string
 """
-
-
-def old_messages() -> dict[str, type]:
-    """Messages as assistants compiled them, from a contract that knows nothing of what came later."""
-    field = descriptor_pb2.FieldDescriptorProto
-    file = descriptor_pb2.FileDescriptorProto(name="old_llm.proto", syntax="proto3")
-    for line in OLD_CONTRACT.strip().splitlines():
-        name, _, fields = line.partition(": ")
-        message = file.message_type.add(name=name)
-        for text in fields.split(", "):
-            (field_name, _, number), kind = text.split()[0].partition("="), text.split()[1]
-            message.field.add(
-                name=field_name,
-                number=int(number),
-                type=field.TYPE_INT32 if kind == "int32" else field.TYPE_STRING,
-                label=field.LABEL_REPEATED if kind == "repeated" else field.LABEL_OPTIONAL,
-            )
-    pool = descriptor_pool.DescriptorPool()
-    pool.Add(file)
-    return {name: message_factory.GetMessageClass(pool.FindMessageTypeByName(name)) for name in file_names(file)}
-
-
-def file_names(file: descriptor_pb2.FileDescriptorProto) -> list[str]:
-    return [message.name for message in file.message_type]
 
 
 @pytest.mark.parametrize(
@@ -362,14 +372,14 @@ def test_a_client_of_long_ago_is_understood(
     service: Service,
     server: ModelServer,
 ) -> None:
-    messages = old_messages()
+    kinds = messages(OLD_CONTRACT)
     with service.channel() as channel:
         call = channel.unary_unary(
             f"/LLMRunner/{method}",
-            request_serializer=messages[request_type].SerializeToString,
-            response_deserializer=messages[response_type].FromString,
+            request_serializer=kinds[request_type].SerializeToString,
+            response_deserializer=kinds[response_type].FromString,
         )
-        response = call(messages[request_type](**fields))
+        response = call(kinds[request_type](**fields))
     for name, value in answer.items():
         found = getattr(response, name)
         assert (found if isinstance(found, str) else list(found)) == value

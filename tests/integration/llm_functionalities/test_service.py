@@ -36,7 +36,7 @@ def absent() -> ModelServer:
     return server
 
 
-def test_it_starts_without_an_endpoint_and_answers_empty() -> None:
+def test_a_service_without_an_endpoint_starts_and_answers_empty() -> None:
     with running_service() as service, service.runner() as runner:
         assert reason(runner) == ("", "no_endpoint")
         batch = runner.batch_call_model(llm_pb2.ModelBatchRequest(formatted_prompts=["a", "b", "c"]))
@@ -59,6 +59,7 @@ def test_an_endpoint_that_comes_later_is_used_without_a_restart(absent: ModelSer
     assert ["back" if "is back" in line else "away" for line in news] == ["away", "back", "away", "back"]
 
 
+@pytest.mark.slow
 @on_a_busy_machine
 def test_a_dead_endpoint_costs_the_next_caller_nothing(absent: ModelServer) -> None:
     with running_service("--endpoint", absent.url) as service, service.runner() as runner:
@@ -69,6 +70,7 @@ def test_a_dead_endpoint_costs_the_next_caller_nothing(absent: ModelServer) -> N
         assert time.monotonic() - started < 1.0
 
 
+@pytest.mark.slow
 def test_nothing_is_tried_before_the_first_request(server: ModelServer) -> None:
     with running_service("--endpoint", server.url) as service:
         time.sleep(0.5)
@@ -79,6 +81,7 @@ def test_nothing_is_tried_before_the_first_request(server: ModelServer) -> None:
         assert server.health_checks == 0
 
 
+@pytest.mark.slow
 def test_connections_are_kept_for_the_next_request(server: ModelServer) -> None:
     with running_service("--endpoint", server.url) as service, service.runner() as runner:
         for _ in range(10):
@@ -94,6 +97,7 @@ def test_a_host_name_is_resolved_by_the_name_server_it_is_told(server: ModelServ
         assert server.requests[0].headers["host"] == f"tgi:{server.port}"
 
 
+@pytest.mark.slow
 @on_a_busy_machine
 def test_a_resolver_that_never_answers_is_bounded(server: ModelServer) -> None:
     with NameServer() as names:
@@ -111,6 +115,7 @@ def test_a_resolver_that_never_answers_is_bounded(server: ModelServer) -> None:
             assert until(lambda: ask(runner) == "a fine answer") < 2
 
 
+@pytest.mark.slow
 def test_an_ipv6_endpoint() -> None:
     with (
         ModelServer(host="::1") as server,
@@ -120,6 +125,7 @@ def test_an_ipv6_endpoint() -> None:
         assert ask(runner) == "a fine answer"
 
 
+@pytest.mark.slow
 def test_localhost_is_tried_at_both_addresses() -> None:
     with ModelServer(host="::1") as server, running_service("--endpoint", f"localhost:{server.port}") as service:
         hosts = Path("/etc/hosts").read_text()
@@ -129,6 +135,7 @@ def test_localhost_is_tried_at_both_addresses() -> None:
             assert ask(runner) == "a fine answer"
 
 
+@pytest.mark.slow
 def test_of_the_environment_only_what_is_meant_for_it_is_used(server: ModelServer) -> None:
     environment = {"ENDPOINT_TOKEN": "s3cret", "HF_TOKEN": "hf_private", "HTTP_PROXY": "http://127.0.0.1:9"}
     with running_service("--endpoint", server.url, **environment) as service, service.runner() as runner:
@@ -137,12 +144,14 @@ def test_of_the_environment_only_what_is_meant_for_it_is_used(server: ModelServe
     assert "s3cret" not in "\n".join(service.log)
 
 
+@pytest.mark.slow
 def test_a_hugging_face_token_of_the_machine_stays_there(server: ModelServer) -> None:
     with running_service("--endpoint", server.url, HF_TOKEN="hf_private") as service, service.runner() as runner:
         assert ask(runner) == "a fine answer"
     assert "hf_private" not in str(server.requests[0].headers)
 
 
+@pytest.mark.slow
 def test_two_endpoints_share_the_prompts_by_their_beginnings() -> None:
     with (
         ModelServer() as one,
@@ -159,7 +168,9 @@ def test_two_endpoints_share_the_prompts_by_their_beginnings() -> None:
         assert not beginnings & {prompt.split("\n")[0] for prompt in there.prompts}
 
 
-@pytest.mark.parametrize("fault", [pytest.param("absent", marks=pytest.mark.slow), "hang", 503])
+@pytest.mark.parametrize(
+    "fault", [pytest.param("absent", marks=pytest.mark.slow), pytest.param("hang", marks=pytest.mark.slow), 503]
+)
 def test_requests_move_away_from_an_endpoint_that_fails(fault: str | int) -> None:
     with (
         ModelServer() as good,
@@ -280,6 +291,7 @@ def test_metrics(server: ModelServer, free_port: Callable[[], int]) -> None:
     assert "llm_functionalities_event_loop_lag_seconds_count " in metrics
 
 
+@pytest.mark.slow
 def test_logs_for_machines() -> None:
     with running_service("--json-output") as service:
         assert service.port
@@ -287,6 +299,7 @@ def test_logs_for_machines() -> None:
     assert [line["message"].split()[0] for line in lines] == ["settings:", "listening", "stopping", "stopped"]
 
 
+@pytest.mark.slow
 def test_a_running_call_may_end_before_the_service_does(server: ModelServer) -> None:
     server.delay = 1
     with running_service("--endpoint", server.url) as service, service.runner() as runner:
@@ -296,6 +309,7 @@ def test_a_running_call_may_end_before_the_service_does(server: ModelServer) -> 
         assert call.result().text == "a fine answer"
 
 
+@pytest.mark.slow
 def test_who_asks_it_to_stop_again_and_again_does_not_make_it_fail() -> None:
     with running_service() as service:
         while service.process.poll() is None:
@@ -389,6 +403,7 @@ def test_tls_and_mutual_tls(certificates: Certificates) -> None:
         assert status(service, anonymous) == grpc.StatusCode.UNAVAILABLE
 
 
+@pytest.mark.slow
 @on_a_busy_machine
 def test_an_https_endpoint_is_checked_with_its_own_authority(certificates: Certificates) -> None:
     certificate, key = certificates.issue("endpoint")

@@ -9,6 +9,7 @@ import pytest
 
 from shared.stubs import llm_pb2, llm_pb2_grpc
 from tests.fakes.model_server import ModelServer
+from tests.integration.llm_functionalities.contracts import messages
 from tests.integration.llm_functionalities.service import running_service
 from tests.timing import until
 
@@ -109,6 +110,86 @@ def test_steps_are_rewritten_where_the_ingredient_is(channel: grpc.Channel, serv
     assert len(server.requests) == 2
 
 
+# A session as an assistant declares it, with more fields than this service knows, in messages of every depth.
+SESSION_OF_AN_ASSISTANT = """
+Session: session_id=1 string, turn=2 repeated Turn, task=3 Task, headless=6 int32, greetings=900 string
+Turn: user_request=1 Request, agent_response=2 string, id=3 string
+Request: interaction=3 Input, user_id=2 string
+Input: text=1 string, intents=2 repeated string
+Task: taskmap=1 TaskMap, state=2 string, phase=3 int32
+TaskMap: title=2 string, date=3 string, description=5 string, requirement_list=12 repeated Requirement, \
+steps=16 repeated Step, replaced_ingredients=30 repeated Replaced, difficulty=26 string
+Requirement: unique_id=1 string, name=4 string, amount=5 string, linked_taskmap_id=6 string
+Step: unique_id=1 string, response=3 Output, extra=90 string
+Output: speech_text=1 string, screen=5 Screen, reprompt=13 string
+Screen: headline=2 string, paragraphs=3 repeated string, buttons=8 repeated string, requirements=10 repeated string
+Replaced: original=1 Ingredient, replacement=2 Ingredient
+Ingredient: name=1 string, amount=2 string
+"""
+
+
+def test_a_session_comes_back_with_its_ingredient_replaced_and_all_else_as_it_was(
+    channel: grpc.Channel, server: ModelServer
+) -> None:
+    kind = messages(SESSION_OF_AN_ASSISTANT)["Session"]
+    server.answer = "Whisk the oat milk."
+    whisk = {"speech_text": "Whisk the milk.", "reprompt": "Well?"}
+    whisk["screen"] = {
+        "headline": "1",
+        "paragraphs": ["Whisk the milk."],
+        "buttons": ["Next"],
+        "requirements": ["milk"],
+    }
+    session = kind(
+        session_id="7",
+        headless=1,
+        greetings="Hi",
+        turn=[
+            {"id": "a", "user_request": {"interaction": {"text": "I have no milk", "intents": ["X"]}, "user_id": "u"}},
+            {"id": "b", "user_request": {"interaction": {"text": "yes"}}, "agent_response": "Good."},
+        ],
+        task={
+            "phase": 2,
+            "state": "s",
+            "taskmap": {
+                "title": "Pancakes",
+                "date": "2024-01-01",
+                "description": "Fine pancakes.",
+                "difficulty": "easy",
+                "requirement_list": [{"unique_id": "r", "name": "milk", "amount": "1 l", "linked_taskmap_id": "l"}],
+                "steps": [{"unique_id": "1", "response": whisk, "extra": "e"}],
+                "replaced_ingredients": [{"original": {"name": "milk"}, "replacement": {"name": "oat milk"}}],
+            },
+        },
+    )
+    call = channel.unary_unary(
+        "/LLMReplacementGeneration/adjust_step_texts",
+        request_serializer=kind.SerializeToString,
+        response_deserializer=kind.FromString,
+    )
+    taskmap = session.task.taskmap
+    answered = call(session)
+    taskmap.steps[0].response.speech_text = taskmap.steps[0].response.screen.paragraphs[0] = "Whisk the oat milk."
+    taskmap.steps[0].response.screen.requirements[0] = taskmap.requirement_list[0].name = "oat milk"
+    assert answered == session
+    assert "Task: Pancakes" in server.requests[0].prompt
+
+
+def test_a_task_is_described_by_its_description(channel: grpc.Channel, server: ModelServer) -> None:
+    kinds = messages(
+        """
+        Request: taskmap=2 TaskMap, user_question=5 string
+        TaskMap: date=3 string, description=5 string
+        """
+    )
+    call = channel.unary_unary(
+        "/LLMExecutionSearchManager/generate_decision", request_serializer=kinds["Request"].SerializeToString
+    )
+    call(kinds["Request"](taskmap={"date": "2024-01-01", "description": "Fine pancakes."}, user_question="Pizza!"))
+    assert "Description: Fine pancakes." in server.requests[0].prompt
+    assert "2024" not in server.requests[0].prompt
+
+
 def test_decisions(channel: grpc.Channel, server: ModelServer) -> None:
     stub = llm_pb2_grpc.LLMExecutionSearchManagerStub(channel)
     server.answer = json.dumps({"intent": "recommend_new_search", "ai_response": "Shall we look for pizza?"})
@@ -149,7 +230,7 @@ def test_a_server_that_takes_no_grammars_is_asked_without_and_its_answers_are_pa
 def test_one_grammar_that_is_refused_says_nothing_about_others(
     channel: grpc.Channel, server: ModelServer, refusal: tuple[int, str]
 ) -> None:
-    """Each is answered without its grammar, the next is sent with one; and the server counts as healthy."""
+    """A call is answered without its refused grammar; the next one is sent with its grammar to a healthy server."""
     request = llm_pb2.ExecutionSearchRequest(user_question="I want pizza", timeout=2000)
     server.fault, server.refusal = "no grammars", refusal
     server.answer = '{"intent": "recommend_new_search", "ai_response": "Shall we look for pizza?"}'
@@ -173,6 +254,19 @@ def test_a_prompt_that_is_refused_without_its_grammar_too_says_nothing_about_gra
     assert "grammar" in server.requests[-1].body["parameters"]
 
 
+SESSION = llm_pb2.Session(
+    task=llm_pb2.Task(
+        phase=llm_pb2.Task.VALIDATING,
+        taskmap=llm_pb2.TaskMap(
+            steps=[step("1", "Whisk the milk.")],
+            replaced_ingredients=[
+                llm_pb2.ReplacedIngredient(
+                    original=llm_pb2.Ingredient(name="milk"), replacement=llm_pb2.Ingredient(name="oat milk")
+                )
+            ],
+        ),
+    )
+)
 CALLS: dict[str, tuple[Callable[[grpc.Channel], Any], Any, Any]] = {
     "chit chat": (
         lambda channel: llm_pb2_grpc.LLMChitChatStub(channel).generate_chit_chat,
@@ -216,6 +310,11 @@ CALLS: dict[str, tuple[Callable[[grpc.Channel], Any], Any, Any]] = {
             ingredient=[llm_pb2.ReplacedIngredient(original=llm_pb2.Ingredient(name="milk"))],
         ),
         llm_pb2.AdjustedStepGenerationResponse(step_text=[""], ids=["1"]),
+    ),
+    "session": (
+        lambda channel: llm_pb2_grpc.LLMReplacementGenerationStub(channel).adjust_step_texts,
+        SESSION,
+        SESSION,
     ),
     "decision": (
         lambda channel: llm_pb2_grpc.LLMExecutionSearchManagerStub(channel).generate_decision,

@@ -81,7 +81,8 @@ async def running_router(
 ) -> AsyncIterator[Router]:
     """send_buffer: bytes that the system keeps for each client."""
     path = folder / "shard"
-    shard = InstantShard(f"unix://{path}", None, end=EOS, **shard_options)
+    # Books of the usual number of blocks would take most of the time of a start.
+    shard = InstantShard(f"unix://{path}", None, end=EOS, **{"num_blocks": 8_192, **shard_options})
     shards = await start_shard(shard, path)
     listener = socket.create_server(("127.0.0.1", 0))
     if send_buffer is not None:

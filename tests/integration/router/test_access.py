@@ -57,7 +57,7 @@ async def test_a_salt_among_tgis_parameters(router: Router):
 
 
 @pytest.mark.parametrize("salt", ["", 3, "x" * 1025])
-async def test_what_is_no_salt_is_refused(router: Router, salt: Any):
+async def test_a_cache_salt_of_a_wrong_type_or_length_is_refused(router: Router, salt: Any):
     response = await router.post("/v1/chat/completions", messages=MESSAGES, cache_salt=salt)
     assert response.status_code == 422
     assert "cache_salt" in response.text
@@ -139,7 +139,7 @@ async def test_pages_of_other_sites_may_not_post(router: Router, page: dict[str,
     assert await router.metric("tgi_request_count") == 0
 
 
-async def test_its_own_page_and_programs_may_post(router: Router):
+async def test_the_servers_own_page_and_programs_may_post(router: Router):
     host = router.url.removeprefix("http://")
     callers: list[dict[str, str]] = [
         {},

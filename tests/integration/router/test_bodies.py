@@ -1,4 +1,4 @@
-"""What a client may write into a body: it gets a clear error, and nobody else notices."""
+"""A client that sends a wrong body gets a clear error, and nobody else notices."""
 
 import json
 from typing import Any
@@ -129,5 +129,7 @@ FORGED = "\n2026-01-01T00:00:00.000Z INFO    router: all is well"
         ("/v1/chat/completions", {"messages": HELLO, "response_format": {"type": FORGED}}),
     ],
 )
-async def test_what_is_no_part_of_a_line_is_escaped_in_errors(router: Router, path: str, body: dict[str, Any]):
+async def test_characters_that_are_no_part_of_a_line_are_escaped_in_errors(
+    router: Router, path: str, body: dict[str, Any]
+):
     await refused(router, path, json.dumps(body))

@@ -71,7 +71,7 @@ async def test_an_answer(router: Router):
     }
 
 
-async def test_it_is_sampled_unless_the_temperature_is_zero(router: Router):
+async def test_chats_are_sampled_unless_the_temperature_is_zero(router: Router):
     await chat(router)
     await chat(router, temperature=0, top_p=0.5, top_k=3)
     await chat(router, temperature=0.7, top_p=1.0, presence_penalty=0.5, logit_bias={"7": 3})
@@ -115,6 +115,14 @@ async def test_a_stream(router: Router):
     assert all(chunk["object"] == "chat.completion.chunk" for chunk in chunks)
     assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == [None] * (len(chunks) - 1) + ["stop"]
     assert all("usage" not in chunk for chunk in chunks)
+
+
+async def test_a_streams_logprobs_tell_which_tokens_had_been_drafted(router: Router):
+    router.say("Rinse the rice.")
+    router.shard.drafted = {router.shard.tokens[1]}
+    chunks = await chat_stream(router, logprobs=True)
+    told = [token.get("drafted") for chunk in chunks for token in chunk["choices"][0]["logprobs"]["content"]]
+    assert told[:3] == [None, True, None]
 
 
 async def test_the_usage_of_a_stream(router: Router):
@@ -243,7 +251,9 @@ async def test_no_tools_are_told_when_none_may_be_called(router: Router):
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
-async def test_what_is_refused(router: Router, body: dict[str, Any], error_type: str, stream: bool):
+async def test_a_chat_request_that_breaks_a_rule_is_refused(
+    router: Router, body: dict[str, Any], error_type: str, stream: bool
+):
     assert (await refusal(router, stream=stream, **body))["error_type"] == error_type
 
 

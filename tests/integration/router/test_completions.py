@@ -98,7 +98,9 @@ async def test_a_stop_sequence_is_not_shown(router: Router):
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
-async def test_what_is_refused(router: Router, body: dict[str, Any], told: str, stream: bool):
+async def test_a_completion_request_that_breaks_a_rule_is_refused(
+    router: Router, body: dict[str, Any], told: str, stream: bool
+):
     response = await router.post("/v1/completions", **body, stream=stream)
     assert response.status_code == 422
     assert told in response.json()["error"]["message"]

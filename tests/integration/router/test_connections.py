@@ -53,7 +53,7 @@ async def connection(router: Router) -> AsyncIterator[tuple[asyncio.StreamReader
 
 
 async def ended(reader: asyncio.StreamReader) -> bytes:
-    """What comes before the server ends the connection."""
+    """Returns the bytes that come before the server ends the connection."""
     received = b""
     async with asyncio.timeout(10):
         try:
@@ -191,7 +191,12 @@ def long_answer(tokens: int, header: bytes = b"") -> bytes:
     [
         pytest.param(long_stream(20_000), "cancelled", id="a stream"),
         pytest.param(long_answer(2000), None, id="a whole answer"),
-        pytest.param(long_answer(2000, b"connection: close\r\n"), None, id="the last answer of a connection"),
+        pytest.param(
+            long_answer(2000, b"connection: close\r\n"),
+            None,
+            id="the last answer of a connection",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 async def test_who_reads_slowly_is_not_waited_for(routers: RouterFactory, request_: bytes, outcome: str | None):
@@ -209,6 +214,7 @@ async def test_who_reads_slowly_is_not_waited_for(routers: RouterFactory, reques
     assert await router.metric('tgi_request_failure{err="cancelled"}') == (outcome is not None)
 
 
+@pytest.mark.slow
 async def test_what_waits_for_a_client_is_bounded(routers: RouterFactory, caplog: pytest.LogCaptureFixture):
     caplog.set_level("INFO")
     router = await routers(client_timeout=600, shard=MUCH)
@@ -307,6 +313,7 @@ def slow_senders(url: str, count: int, addresses: int = 3) -> list[socket.socket
     return senders
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="loopback has one address elsewhere")
 def test_hundreds_of_slow_senders_shut_nobody_out(start: Start, flags: tuple[str, list[str]]):
     url, given = flags
@@ -340,6 +347,7 @@ def test_a_lack_of_files_is_told_and_survived(start: Start, flags: tuple[str, li
     assert sum("Too many open files (ulimit -n)" in line for line in process.lines()) == 1
 
 
+@pytest.mark.slow
 def test_the_metrics_port_has_few_connections(start: Start, flags: tuple[str, list[str]], free_port: FreePort):
     url, given = flags
     metrics = f"http://127.0.0.1:{free_port()}"

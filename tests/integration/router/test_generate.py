@@ -105,6 +105,16 @@ async def test_a_stream(router: Router):
     assert "top_tokens" not in received[0]
 
 
+async def test_a_stream_tells_which_tokens_had_been_drafted(router: Router):
+    router.say(TEXT)
+    router.shard.drafted = set(router.shard.tokens[1:3])
+    tokens = [event["token"] for event in await stream(router)]
+    assert [token.get("drafted") for token in tokens] == [
+        True if token["id"] in router.shard.drafted else None for token in tokens
+    ]
+    assert sum("drafted" in token for token in tokens) >= 2
+
+
 async def test_a_stream_with_top_tokens(router: Router):
     assert all(len(event["top_tokens"]) == 3 for event in await stream(router, top_n_tokens=3))
 
@@ -197,7 +207,7 @@ async def test_what_reaches_the_shard(router: Router):
         ('{"inputs": "Hello", "parameters": {"max_new_tokens": 4096}}', "at most 4096"),
     ],
 )
-async def test_what_is_refused(router: Router, body: str, told: str):
+async def test_a_generate_request_that_breaks_a_rule_is_refused(router: Router, body: str, told: str):
     for path in ("/generate", "/generate_stream"):
         response = await router.http.post(path, content=body)
         assert response.status_code == 422

@@ -111,10 +111,13 @@ async def test_info(routers: RouterFactory):
         "max_total_tokens": 200,
         "validation_workers": 2,
         "max_client_batch_size": 4,
+        "speculate": 0,
         "router": "text-generation-router",
         "version": info["version"],
         "sha": None,
         "docker_label": None,
+        "quantization": None,
+        "linear_kernels": None,
         "fallbacks": [],
     }
 

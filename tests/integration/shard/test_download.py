@@ -1,6 +1,8 @@
 """`text-generation-server download-weights` against a stand-in for the hub."""
 
 import io
+import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -62,7 +64,7 @@ def complaint_of(result: subprocess.CompletedProcess[str]) -> str:
     return line
 
 
-def test_it_fetches_a_model_and_shows_progress(download: Download) -> None:
+def test_a_download_fetches_a_model_and_shows_progress(download: Download) -> None:
     result = download(ID)
     folder = folder_of(result)
     assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors", "tokenizer.json"]
@@ -70,13 +72,14 @@ def test_it_fetches_a_model_and_shows_progress(download: Download) -> None:
     assert "100%" in result.stderr
 
 
-def test_what_is_there_is_not_fetched_again(download: Download, hub: Hub) -> None:
+def test_files_that_are_there_are_not_fetched_again(download: Download, hub: Hub) -> None:
     first = folder_of(download(ID))
     hub.requests.clear()
     assert folder_of(download(ID)) == first
     assert hub.fetched() == []
 
 
+@pytest.mark.slow
 def test_the_same_weights_in_other_formats_are_left_alone(download: Download, hub: Hub) -> None:
     others = ("pytorch_model.bin", "consolidated.safetensors", "onnx/model.safetensors", "modeling_tiny.py", "logo.png")
     hub.models[ID].files |= dict.fromkeys(others, b"other")
@@ -84,6 +87,7 @@ def test_the_same_weights_in_other_formats_are_left_alone(download: Download, hu
     assert sorted(hub.fetched()) == ["config.json", "model.safetensors", "tokenizer.json"]
 
 
+@pytest.mark.slow
 def test_code_is_fetched_for_those_who_trust_it(download: Download, hub: Hub) -> None:
     hub.models[ID].files["modeling_tiny.py"] = b""
     assert (folder_of(download(ID, "--trust-remote-code")) / "modeling_tiny.py").exists()
@@ -99,29 +103,36 @@ def test_a_broken_connection_is_resumed_where_it_broke(download: Download, hub: 
     assert int(resumed.removeprefix("bytes=").removesuffix("-")) > 1_000_000
 
 
-def test_offline_it_finds_what_was_fetched_before(download: Download, hub: Hub) -> None:
+@pytest.mark.slow
+def test_an_earlier_download_is_found_offline(download: Download, hub: Hub) -> None:
     first = folder_of(download(ID))
     hub.requests.clear()
     assert folder_of(download(ID, HF_HUB_OFFLINE="1")) == first
     assert hub.requests == []
 
 
-def test_offline_it_says_what_is_missing(download: Download) -> None:
-    assert f"{ID} is not complete on this machine, and HF_HUB_OFFLINE" in complaint_of(download(ID, HF_HUB_OFFLINE="1"))
+@pytest.mark.slow
+def test_a_model_that_is_missing_offline_is_named(download: Download) -> None:
+    assert f"{ID} is not complete on this machine; unset HF_HUB_OFFLINE" in complaint_of(
+        download(ID, HF_HUB_OFFLINE="1")
+    )
 
 
-def test_a_revision(download: Download, hub: Hub) -> None:
+@pytest.mark.slow
+def test_a_revision_is_fetched_if_the_hub_has_it(download: Download, hub: Hub) -> None:
     hub.models[ID].revisions = ("v2", COMMIT)
     assert folder_of(download(ID, "--revision", "v2")).name == COMMIT
     assert f"the hub has no {ID} at revision v3" in complaint_of(download(ID, "--revision", "v3"))
 
 
+@pytest.mark.slow
 def test_a_private_model_needs_its_token(download: Download, hub: Hub) -> None:
     hub.models[ID].token = "secret"
     assert "for a private model set HF_TOKEN" in complaint_of(download(ID))
     folder_of(download(ID, HF_TOKEN="secret"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "complaint"),
     [
@@ -137,11 +148,13 @@ def test_what_cannot_be_had_is_told_in_one_line(download: Download, hub: Hub, na
     assert complaint in complaint_of(download(name))
 
 
+@pytest.mark.slow
 def test_a_hub_that_is_not_reachable(download: Download, free_port: Callable[[], int]) -> None:
     result = download(ID, HF_ENDPOINT=f"http://127.0.0.1:{free_port()}")
     assert f"{ID} is not on this machine, and the hub cannot be reached" in complaint_of(result)
 
 
+@pytest.mark.slow
 def test_bin_weights_are_converted(download: Download, hub: Hub) -> None:
     hub.models[ID].files = CONFIG | {"pytorch_model.bin": pickled(WEIGHTS), "training_args.bin": b"not for us"}
     folder = folder_of(download(ID))
@@ -159,3 +172,40 @@ def test_a_local_folder_is_converted_in_place(download: Download, tmp_path: Path
     (local / "pytorch_model.bin").write_bytes(pickled(WEIGHTS))
     assert folder_of(download(str(local))) == local
     assert torch.equal(load_file(local / "model.safetensors")["weight"], WEIGHTS["weight"])
+
+
+def on_read_only(folder: Path, *command: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Runs the command where the folder, and everything below it, cannot be written to by anybody."""
+    quoted = shlex.quote(str(folder))
+    mount = f"mount --bind {quoted} {quoted} && mount -o remount,bind,ro {quoted}"
+    script = f"{mount} || exit 77; exec {shlex.join(command)}"
+    result = subprocess.run(
+        ["unshare", "--map-root-user", "--mount", "sh", "-c", script],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    if result.returncode == 77 or result.stderr.startswith("unshare:"):
+        pytest.skip(f"no folder can be made read-only here: {result.stderr.strip()}")
+    return result
+
+
+@pytest.mark.slow
+def test_a_read_only_folder_is_converted_into_the_cache(tmp_path: Path) -> None:
+    local, cache = tmp_path / "model", tmp_path / "hub"
+    local.mkdir()
+    (local / "config.json").write_text("{}")
+    (local / "pytorch_model.bin").write_bytes(pickled(WEIGHTS))
+    command = (sys.executable, "-m", "tgi_server.shard.cli", "download-weights", str(local))
+    folder = folder_of(on_read_only(local, *command, HF_HUB_CACHE=str(cache)))
+    assert folder.is_relative_to(cache)
+    assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors"]
+    assert sorted(path.name for path in local.iterdir()) == ["config.json", "pytorch_model.bin"]
+    before = (folder / "model.safetensors").stat().st_mtime_ns
+    assert folder_of(on_read_only(local, *command, HF_HUB_CACHE=str(cache))) == folder
+    assert (folder / "model.safetensors").stat().st_mtime_ns == before
+    line = complaint_of(on_read_only(tmp_path, *command, HF_HUB_CACHE=str(tmp_path / "absent")))
+    assert f"{local} has .bin weights only, and cannot be written to" in line
+    assert f"chown -R 0:0 {tmp_path}/absent" in line

@@ -51,6 +51,7 @@ def compile_request(regex: str) -> pb.CompileRequest:
     return pb.CompileRequest(grammar=pb.Grammar(type=pb.Grammar.REGEX, value=regex))
 
 
+@pytest.mark.slow
 def test_a_grammar_is_compiled_while_a_step_computes(shard) -> None:
     url, process = shard
     calls: Queue[pb.Call | None] = Queue()

@@ -1,4 +1,4 @@
-"""How late this process comes to what is due, for no fault of those that it measures."""
+"""Measures how late this process gets to act, which is no fault of the services that it measures."""
 
 import asyncio
 import contextlib

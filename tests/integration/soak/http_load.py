@@ -182,7 +182,7 @@ class HttpLoad:
             self.tally.fault(kind, f"{status} {text[-500:]}")
 
     async def _compare(self) -> None:
-        """Nobody's answer depends on what else runs."""
+        """Checks that an answer does not depend on the other requests that run."""
         try:
             response = await self._http.post("/generate", json=COMPARED)
         except httpx.HTTPError as error:

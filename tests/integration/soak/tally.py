@@ -1,4 +1,4 @@
-"""What became of requests, by their kind."""
+"""Counts the outcomes of requests, by their kind."""
 
 from collections import Counter, defaultdict
 

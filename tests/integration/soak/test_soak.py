@@ -139,7 +139,7 @@ async def settled(stack: Stack) -> None:
 
 
 async def places_of_the_front(stack: Stack, calls: int) -> Counter[str]:
-    """As many calls at once as there are places. Returns what became of them."""
+    """Makes as many calls at once as there are places. Returns their outcomes."""
     async with grpc.aio.insecure_channel(stack.front.address) as channel:
         stub = llm_pb2_grpc.LLMRunnerStub(channel)
         request = llm_pb2.ModelRequest(formatted_prompt=PROMPT, max_tokens=10, timeout=20_000)
@@ -159,7 +159,7 @@ async def fill_kv_cache(stack: Stack) -> None:
 
 
 async def places_of_the_server(stack: Stack) -> Counter[int]:
-    """As many requests at once as there are places. Returns their statuses."""
+    """Sends as many requests at once as there are places. Returns their statuses."""
     body = {"inputs": PROMPT, "parameters": {"max_new_tokens": 60, "ignore_eos": True}}
     async with httpx.AsyncClient(base_url=stack.server.url, timeout=60) as http:
         answers = await asyncio.gather(*(http.post("/generate", json=body) for _ in range(PLACES)))

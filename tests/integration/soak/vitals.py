@@ -1,4 +1,4 @@
-"""What a service holds: its processes, their file descriptors, threads and memory."""
+"""The resources that a service holds: processes, their file descriptors, threads and memory."""
 
 from dataclasses import dataclass
 
@@ -22,7 +22,7 @@ class Vitals:
 
 
 def vitals(roots: dict[str, psutil.Process]) -> dict[str, Vitals]:
-    """Of each process by its name, and of its children's children, by what they run."""
+    """Returns the resources of each process by its name, and of its children's children by what they run."""
     found: dict[str, Vitals] = {}
     for name, root in roots.items():
         found[name] = Vitals.of(root)

@@ -98,7 +98,7 @@ def test_tools_that_must_not_be_called(client: OpenAI) -> None:
 
 
 def test_tools_that_may_be_called(client: OpenAI) -> None:
-    """What the model decides is its own: either comes in the right form, and with the same seed streamed or not."""
+    """The model calls a tool or writes a text: either has the right form, and is the same streamed and whole."""
     for seed in range(3):
         options = {"tools": TOOLS, "temperature": 1.5, "seed": seed}
         choice = ask(client, **options).choices[0]

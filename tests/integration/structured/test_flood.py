@@ -40,7 +40,7 @@ class Measured:
 
 
 def hostile_grammar(number: int) -> dict[str, Any]:
-    """No two are alike."""
+    """Returns a hostile grammar that no other call returns."""
     kinds = (
         lambda: {"type": "json", "value": hostile.references(1_000 + number)},
         lambda: {"type": "lark", "value": hostile.rules(2_750 + number)},

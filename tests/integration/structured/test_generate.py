@@ -67,8 +67,14 @@ def generate(server: TextGenerationServer, prompt: str = PROMPT, **parameters: A
     return server.generate(prompt, **{"max_new_tokens": 200, "details": True, **parameters})
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("name", GRAMMARS)
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        pytest.param(name, options, marks=() if name == "json" or options == "greedy" else pytest.mark.slow)
+        for name in GRAMMARS
+        for options in OPTIONS
+    ],
+)
 def test_a_text_that_ended_matches(demo_server: TextGenerationServer, name: str, options: str) -> None:
     grammar, check = GRAMMARS[name]
     answer = generate(demo_server, grammar=grammar, **OPTIONS[options])

@@ -37,7 +37,10 @@ def ask(server: TextGenerationServer, grammar: dict[str, Any]) -> httpx.Response
     return httpx.post(f"{server.url}/generate", json=body, timeout=60)
 
 
-def test_they_are_refused_or_followed_and_others_go_on(demo_server: TextGenerationServer, alone: str) -> None:
+@pytest.mark.slow
+def test_hostile_grammars_are_refused_or_followed_and_others_go_on(
+    demo_server: TextGenerationServer, alone: str
+) -> None:
     with ThreadPoolExecutor(len(HOSTILE) + 2) as pool:
         neighbours = [pool.submit(text_of, demo_server) for _ in range(2)]
         answers = {name: pool.submit(ask, demo_server, grammar) for name, grammar in HOSTILE.items()}
@@ -50,8 +53,14 @@ def test_they_are_refused_or_followed_and_others_go_on(demo_server: TextGenerati
     assert fits(answer.json()["generated_text"]), answer.text
 
 
-@pytest.mark.parametrize("name", ["1,000 references", "2,750 rules", "mutual definitions"])
-def test_a_deep_one_is_followed_to_its_end(demo_server: TextGenerationServer, name: str) -> None:
+@pytest.mark.parametrize(
+    "name",
+    [
+        "mutual definitions",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("1,000 references", "2,750 rules")),
+    ],
+)
+def test_a_deep_grammar_is_followed_to_its_end(demo_server: TextGenerationServer, name: str) -> None:
     answer = ask(demo_server, HOSTILE[name])
     assert answer.status_code == 200, answer.text
 
@@ -64,7 +73,8 @@ def test_a_deep_one_is_followed_to_its_end(demo_server: TextGenerationServer, na
     ],
     ids=["items of the parser", "states of the lexer"],
 )
-def test_one_that_fails_after_many_steps_fails_alone(
+@pytest.mark.slow
+def test_a_grammar_that_fails_after_many_steps_fails_alone(
     demo_server: TextGenerationServer, alone: str, grammar: dict[str, Any]
 ) -> None:
     parameters = {"grammar": grammar, "max_new_tokens": 500, "ignore_eos": True, "do_sample": True, "seed": 1}

@@ -32,8 +32,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("route", ["/generate", "/generate_stream", "/"])
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize(
+    ("name", "route"),
+    [
+        pytest.param(name, route, marks=() if route == "/generate" or name == "look-ahead" else pytest.mark.slow)
+        for name in REFUSED
+        for route in ("/generate", "/generate_stream", "/")
+    ],
+)
 def test_what_cannot_be_compiled_is_refused(demo_server: TextGenerationServer, name: str, route: str) -> None:
     grammar, told = REFUSED[name]
     body = {"inputs": PROMPT, "parameters": {"grammar": grammar, "max_new_tokens": 20}}

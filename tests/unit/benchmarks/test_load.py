@@ -11,7 +11,7 @@ from aiohttp import web
 
 from benchmarks.api import OpenAi, Tgi
 from benchmarks.connection import Connection, ServerUnavailable
-from benchmarks.load import Server, run_workload
+from benchmarks.load import Target, run_workload
 from benchmarks.report import summarise
 from benchmarks.workloads import GREETING, Workload
 
@@ -102,7 +102,7 @@ async def serve() -> AsyncIterator[Any]:
 async def test_times_and_tokens_of_streams(serve: Any, api: OpenAi, turns: int) -> None:
     url = await serve(SlowServer().app)
     workload = Workload("X", users=3, words=5, new_tokens=4, turns=turns, repeat=2)
-    outcome = await run_workload(Server(url, api), workload, warm_up=False)
+    outcome = await run_workload(Target(url, api), workload, warm_up=False)
     assert outcome.failures == []
     assert [record.new_tokens for record in outcome.records] == [4] * 3 * 2 * turns
     for record in outcome.records:
@@ -120,7 +120,7 @@ async def test_times_and_tokens_of_streams(serve: Any, api: OpenAi, turns: int) 
 async def test_whole_replies_have_no_token_times(serve: Any, api: OpenAi) -> None:
     url = await serve(SlowServer().app)
     workload = Workload("X", users=2, words=None, new_tokens=4, repeat=2, stream=False)
-    outcome = await run_workload(Server(url, api), workload)
+    outcome = await run_workload(Target(url, api), workload)
     assert len(outcome.records) == 4, "what warms up is not counted"
     assert {(record.first_token, record.new_tokens, record.prompt_tokens) for record in outcome.records} == {
         (None, 4, 9)
@@ -130,7 +130,7 @@ async def test_whole_replies_have_no_token_times(serve: Any, api: OpenAi) -> Non
 async def test_all_users_wait_for_their_own_replies_only(serve: Any) -> None:
     server = SlowServer()
     url = await serve(server.app)
-    await run_workload(Server(url, OpenAi("m")), Workload("X", users=5, words=3, new_tokens=2, repeat=3))
+    await run_workload(Target(url, OpenAi("m")), Workload("X", users=5, words=3, new_tokens=2, repeat=3))
     assert server.most_at_once == 5
 
 
@@ -138,8 +138,8 @@ async def test_requests_ask_for_greedy_replies_of_full_length(serve: Any) -> Non
     server = SlowServer()
     url = await serve(server.app)
     workload = Workload("X", users=1, words=None, new_tokens=2, repeat=1, stream=False)
-    await run_workload(Server(url, OpenAi("m")), workload, warm_up=False)
-    await run_workload(Server(url, Tgi("m")), workload, warm_up=False)
+    await run_workload(Target(url, OpenAi("m")), workload, warm_up=False)
+    await run_workload(Target(url, Tgi("m")), workload, warm_up=False)
     openai, tgi = server.bodies
     assert openai == {"model": "m", "prompt": GREETING, "max_tokens": 2, "temperature": 0, "ignore_eos": True}
     assert tgi["inputs"] == GREETING
@@ -150,7 +150,7 @@ async def test_a_chat_sends_its_history_along(serve: Any) -> None:
     server = SlowServer()
     url = await serve(server.app)
     workload = Workload("X", users=1, words=3, new_tokens=2, turns=3, repeat=1)
-    await run_workload(Server(url, OpenAi("m")), workload, warm_up=False)
+    await run_workload(Target(url, OpenAi("m")), workload, warm_up=False)
     (said,) = workload.prompts(0, 0)
     reply = {"role": "assistant", "content": " tok tok"}
     messages = [{"role": "user", "content": text} for text in said]
@@ -169,7 +169,7 @@ async def test_refusals_and_errors_within_streams_are_failures(serve: Any) -> No
     for handler, message in ((refuse, "status 429: .*too busy"), (break_off, "the shard is gone")):
         app = web.Application()
         app.router.add_post("/v1/completions", handler)
-        outcome = await run_workload(Server(await serve(app), OpenAi("m")), workload, warm_up=False)
+        outcome = await run_workload(Target(await serve(app), OpenAi("m")), workload, warm_up=False)
         assert outcome.records == []
         assert len(outcome.failures) == 4
         assert re.search(message, outcome.failures[0])
@@ -182,7 +182,7 @@ async def test_short_replies_are_counted(serve: Any) -> None:
     app = web.Application()
     app.router.add_post("/v1/completions", be_brief)
     workload = Workload("X", users=1, words=3, new_tokens=2, repeat=2, stream=False)
-    outcome = await run_workload(Server(await serve(app), OpenAi("m")), workload, warm_up=False)
+    outcome = await run_workload(Target(await serve(app), OpenAi("m")), workload, warm_up=False)
     summary = summarise(outcome)
     assert (summary.requests, summary.short_replies, summary.prompt_tokens) == (2, 2, None)
 
@@ -196,7 +196,7 @@ async def test_a_server_that_closes_connections_is_asked_over_a_new_one(serve: A
     app = web.Application()
     app.router.add_post("/v1/completions", answer)
     workload = Workload("X", users=2, words=3, new_tokens=2, repeat=3, stream=False)
-    outcome = await run_workload(Server(await serve(app), OpenAi("m")), workload, warm_up=False)
+    outcome = await run_workload(Target(await serve(app), OpenAi("m")), workload, warm_up=False)
     assert (len(outcome.records), outcome.failures) == (6, [])
 
 

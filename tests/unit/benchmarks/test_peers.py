@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks.floor import Machine, ModelCost
-from benchmarks.load import Outcome, Record
+from benchmarks.load import RequestRecord, WorkloadResult
 from benchmarks.peers import Comparison, Round, Side
 from benchmarks.report import Summary, finish, summarise
-from benchmarks.servers import ServerCommand, ServerFailed
+from benchmarks.servers import ServerCommand, ServerDidNotStart
 from benchmarks.workloads import Workload
 
 WORKLOAD = Workload("X", users=2, words=3, new_tokens=4, repeat=1, stream=False)
@@ -20,8 +20,8 @@ def comparison(model: Path, ours: Side, peer: Side) -> Comparison:
 
 
 def taking(seconds: float, failures: int = 0) -> Summary:
-    records = [Record(latency=seconds, first_token=None, gaps=[], new_tokens=4, prompt_tokens=5)] * 2
-    return summarise(Outcome(WORKLOAD, records, ["refused"] * failures, seconds=seconds))
+    records = [RequestRecord(latency=seconds, first_token=None, gaps=[], new_tokens=4, prompt_tokens=5)] * 2
+    return summarise(WorkloadResult(WORKLOAD, records, ["refused"] * failures, seconds=seconds))
 
 
 def comparison_of(ours: list[Summary], peer: list[Summary]) -> Comparison:
@@ -58,6 +58,6 @@ async def test_a_round_that_one_server_does_not_survive_is_left_out(tmp_path: Pa
     await compared.run(rounds=1, start_limit=60)
     assert compared.failures == 4, "a server of files generates nothing"
     compared.peer.command = ServerCommand("peer", "false")
-    with pytest.raises(ServerFailed, match="peer ended with status 1"):
+    with pytest.raises(ServerDidNotStart, match="peer ended with status 1"):
         await compared.run(rounds=1, start_limit=60)
     assert (len(compared.ours.rounds), len(compared.peer.rounds)) == (1, 1)

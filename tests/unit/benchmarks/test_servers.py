@@ -12,8 +12,8 @@ import pytest
 
 from benchmarks.api import APIS
 from benchmarks.connection import Connection, ServerUnavailable
-from benchmarks.load import Server, run_workload
-from benchmarks.servers import OURS, ServerCommand, ServerFailed, running
+from benchmarks.load import Target, run_workload
+from benchmarks.servers import OURS, ServerCommand, ServerDidNotStart, running
 from benchmarks.workloads import Workload
 
 
@@ -27,7 +27,7 @@ async def test_our_server_replies_and_leaves_nothing_behind(tiny_model: Path, tm
         for api in APIS.values():
             for stream in (False, True):
                 load = replace(workload, stream=stream)
-                outcome = await run_workload(Server(server.url, api("tiny")), load, warm_up=False)
+                outcome = await run_workload(Target(server.url, api("tiny")), load, warm_up=False)
                 assert outcome.failures == []
                 assert [record.new_tokens for record in outcome.records] == [6] * 10
     assert not [child for child in psutil.Process().children(recursive=True) if child not in before]
@@ -38,20 +38,20 @@ async def test_our_server_replies_and_leaves_nothing_behind(tiny_model: Path, tm
 async def test_a_server_that_ends_at_once_is_told_with_its_last_words(tmp_path: Path) -> None:
     log = tmp_path / "peer.log"
     command = ServerCommand("peer", """python -c 'import sys; sys.exit("no such port: " + sys.argv[1])' {port}""")
-    with pytest.raises(ServerFailed, match=r"peer ended with status 1: no such port: \d+ \(see .*/peer\.log\)"):
+    with pytest.raises(ServerDidNotStart, match=r"peer ended with status 1: no such port: \d+ \(see .*/peer\.log\)"):
         async with running(command, tmp_path, log, limit=60):
             pass
 
 
 async def test_a_program_that_is_not_there_is_told(tmp_path: Path) -> None:
-    with pytest.raises(ServerFailed, match=r"peer cannot be started: .*no-such-server"):
+    with pytest.raises(ServerDidNotStart, match=r"peer cannot be started: .*no-such-server"):
         async with running(ServerCommand("peer", "no-such-server {model}"), tmp_path, tmp_path / "log", limit=1):
             pass
 
 
 async def test_a_server_that_never_gets_healthy_is_given_up_and_stopped(tmp_path: Path) -> None:
     before = set(psutil.Process().children(recursive=True))
-    with pytest.raises(ServerFailed, match=r"peer did not get healthy within 0\.2 s"):
+    with pytest.raises(ServerDidNotStart, match=r"peer did not get healthy within 0\.2 s"):
         async with running(ServerCommand("peer", "sleep 60"), tmp_path, tmp_path / "log", limit=0.2):
             pass
     with contextlib.suppress(psutil.NoSuchProcess):

@@ -1,7 +1,9 @@
 """The loads: who sends what."""
 
 from dataclasses import replace
+from itertools import pairwise
 
+from benchmarks.words import COMMON
 from benchmarks.workloads import GREETING, WORKLOADS, Workload
 
 CHAT = Workload("chat", users=2, words=12, new_tokens=4, turns=3, repeat=2)
@@ -13,13 +15,27 @@ def test_every_prompt_is_different_and_has_the_number_of_words_asked_for() -> No
     assert {len(text.split()) for text in said} == {12}
 
 
-def test_the_same_seed_says_the_same_and_another_one_does_not() -> None:
+def test_the_same_seed_makes_the_same_prompts_and_another_seed_others() -> None:
     assert list(CHAT.prompts(1, 0)) == list(CHAT.prompts(1, 0))
     assert list(CHAT.prompts(1, 0)) != list(CHAT.prompts(2, 0))
 
 
 def test_a_load_without_words_sends_the_greeting() -> None:
     assert list(WORKLOADS["W1"].prompts(5, 3)) == [[GREETING]] * WORKLOADS["W1"].repeat
+
+
+def test_a_model_that_says_successors_repeats_what_stands_in_the_prompt() -> None:
+    load = WORKLOADS["W8"]
+    ((prompt,), (other,), *_) = load.prompts(0, 0)
+    words = prompt.split()
+    assert (len(words), len(set(words))) == (300, 298)
+    assert prompt != other
+    said = words[-1:]
+    while len(said) <= load.new_tokens:
+        said.append(COMMON[(COMMON.index(said[-1]) + 1) % len(COMMON)])
+    assert set(said) <= set(words)
+    steps = list(pairwise(words))
+    assert sum(pair in steps for pair in pairwise(said)) >= 0.9 * load.new_tokens
 
 
 def test_a_shorter_run_begins_as_the_longer_one_does() -> None:

@@ -28,7 +28,7 @@ def test_a_conversation_with_a_system_message(tokenizer) -> None:
     )
 
 
-def test_it_writes_what_the_model_was_trained_on(tokenizer) -> None:
+def test_the_template_writes_what_the_model_was_trained_on(tokenizer) -> None:
     documents = ["".join(json.loads(line)) for line in demo_model.HELD_OUT.read_text().splitlines()]
     conversations = [
         document for document in documents if document.startswith(("<|bos|><|user|>", "<|bos|><|system|>"))

@@ -30,7 +30,7 @@ def test_the_folder_holds_what_a_loader_looks_for() -> None:
     }
 
 
-def test_it_is_a_llama_that_divides_among_four_ranks() -> None:
+def test_the_model_is_a_llama_that_divides_among_four_ranks() -> None:
     config = json.loads((demo_model.PATH / "config.json").read_text())
     assert config["architectures"] == ["LlamaForCausalLM"]
     assert config["num_key_value_heads"] < config["num_attention_heads"]
@@ -65,7 +65,9 @@ def test_config_and_tokenizer_agree_on_the_special_tokens(model, tokenizer) -> N
         ("chat", ("Thank you!", "You are welcome!", "What is a hammer for?"), "nails"),
     ],
 )
-def test_it_answers_on_the_topic_and_ends(prompt, answer, form: str, parts: tuple[str, ...], expected: str) -> None:
+def test_the_model_answers_on_the_topic_and_ends(
+    prompt, answer, form: str, parts: tuple[str, ...], expected: str
+) -> None:
     text, ended = answer(prompt(form, parts))
     assert ended
     assert any(word.lower() in text.lower() for word in expected.split("|")), text
@@ -77,7 +79,7 @@ def test_a_replacement_is_json(prompt, answer) -> None:
     assert set(json.loads(text)) == {"name", "amount"}
 
 
-def test_it_still_answers_after_a_long_conversation(tokenizer, prompt, answer) -> None:
+def test_the_model_still_answers_after_a_long_conversation(tokenizer, prompt, answer) -> None:
     turns = ["What is a hammer for?", "A hammer is used for driving nails into wood."] * 40 + ["Tell me a joke."]
     text = prompt("chat", turns)
     assert len(tokenizer(text)["input_ids"]) > 800

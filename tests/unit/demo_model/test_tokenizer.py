@@ -49,6 +49,6 @@ def test_the_vocabulary_has_the_size_that_was_promised(plain: Tokenizer) -> None
     assert plain.get_vocab_size() % 64 == 0
 
 
-def test_its_own_domain_takes_few_tokens(plain: Tokenizer) -> None:
+def test_texts_of_the_models_domain_take_few_tokens(plain: Tokenizer) -> None:
     text = "Peel and slice the carrots, then boil them for about 8 minutes, until they are just tender."
     assert len(plain.encode(text, add_special_tokens=False).ids) <= 24

@@ -8,6 +8,7 @@ from llm_functionalities.services.workflows import (
     execution_search,
     proactive_question,
     replacement,
+    rewriting,
     summary,
 )
 from shared.stubs import llm_pb2
@@ -60,8 +61,10 @@ def test_step_rewrite(ask) -> None:
     pair = llm_pb2.ReplacedIngredient(
         original=llm_pb2.Ingredient(name="cream"), replacement=llm_pb2.Ingredient(name="yoghurt")
     )
-    prompt = replacement.step_prompt("Mushroom pasta", "Stir in the cream and a splash of pasta water.", [pair])
-    assert replacement.parse_step(ask(prompt), [pair]) == "Stir in the yoghurt and a splash of pasta water."
+    question = rewriting.rewriting(
+        "Mushroom pasta", "Stir in the cream and a splash of pasta water.", [rewriting.Replacement(pair)]
+    )
+    assert question.parse(ask(question.prompt)) == "Stir in the yoghurt and a splash of pasta water."
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What docker-compose.yml says."""
+"""The contents of docker-compose.yml."""
 
 from pathlib import Path
 from typing import Any

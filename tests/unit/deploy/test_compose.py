@@ -1,12 +1,20 @@
 """docker-compose.yml: what its containers may do, and the key that they share."""
 
+import os
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from llm_functionalities.settings import Settings as FrontSettings
 from shared.settings import read_settings
+from tests.unit.deploy.conftest import COMPOSE
 from tgi_server.launcher.settings import LauncherSettings
+
+DOCKER = COMPOSE.parent / "deploy" / "docker"
 
 Services = dict[str, Any]
 
@@ -29,8 +37,72 @@ def test_a_service_writes_to_a_folder_of_limited_size_only(services: Services, n
 def test_triton_keeps_its_kernels_where_it_may_write_and_run_them(services: Services) -> None:
     (tmp,) = services["tgi"]["tmpfs"]
     path, _, options = tmp.partition(":")
-    assert services["tgi"]["environment"]["TRITON_HOME"] == path
+    assert f"TRITON_HOME={path}" in (DOCKER / "tgi.Dockerfile").read_text().split()
+    assert "TRITON_HOME" not in services["tgi"]["environment"]
     assert "exec" in options.split(",")
+
+
+def test_what_cannot_start_is_not_started_for_ever(services: Services) -> None:
+    for name in ("tgi", "llm_functionalities"):
+        policy, _, most = services[name]["restart"].partition(":")
+        assert policy == "on-failure"
+        assert int(most) > 0
+
+
+def test_torch_comes_without_cuda_unless_there_are_gpus(services: Services) -> None:
+    gpu = yaml.safe_load((COMPOSE.parent / "docker-compose.gpu.yml").read_text())["services"]
+    for name in ("tgi", "tester"):
+        assert services[name]["build"]["args"]["TORCH"].endswith("/whl/cpu}")
+    assert "cpu" not in gpu["tgi"]["build"]["args"]["TORCH"]
+    assert gpu["tgi"]["image"] != services["tgi"]["image"]
+
+
+def test_the_tester_has_shared_memory_and_a_process_that_adopts_orphans(services: Services) -> None:
+    assert services["tester"]["shm_size"] == "1gb"
+    assert services["tester"]["init"] is True
+
+
+@pytest.fixture
+def entrypoint(tmp_path: Path) -> Callable[..., list[str]]:
+    """Runs the container's entrypoint with a launcher that prints its settings: port, shards, flags."""
+    launcher = tmp_path / "text-generation-launcher"
+    launcher.write_text('#!/bin/sh\necho "$PORT ${NUM_SHARD:-} $*"\n')
+    launcher.chmod(0o755)
+
+    def run(*flags: str, **environment: str) -> list[str]:
+        path = f"{tmp_path}:{os.environ['PATH']}"
+        result = subprocess.run(
+            ["sh", str(DOCKER / "tgi-entrypoint.sh"), *flags],
+            env={"PATH": path, "HUGGINGFACE_HUB_CACHE": str(tmp_path), **environment},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        return [result.stdout.rstrip("\n"), result.stderr]
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("environment", "settings"),
+    [
+        ({}, "80 1 "),
+        ({"GPU_COUNT": "2"}, "80 2 "),
+        ({"GPU_COUNT": "1", "NUM_SHARD": "4", "PORT": "8080"}, "8080 4 "),
+        ({"GPU_COUNT": "1", "NUM_SHARD": ""}, "80 1 "),
+        ({"GPU_COUNT": "1", "SHARDED": "true"}, "80  "),
+        ({"TGI_PARAMS": "--dtype float32  --port 81"}, "80 1 --dtype float32 --port 81"),
+    ],
+)
+def test_variables_win_over_the_defaults_of_a_container(entrypoint, environment: dict[str, str], settings: str) -> None:
+    assert entrypoint(**environment) == [settings, ""]
+    assert entrypoint("--env", **environment)[0].split() == [*settings.split(), "--env"]
+
+
+def test_a_folder_that_cannot_be_written_to_is_named_with_the_command_that_helps(entrypoint) -> None:
+    settings, warning = entrypoint(HUGGINGFACE_HUB_CACHE="/absent")
+    assert settings == "80 1 "
+    assert f"sudo chown -R {os.getuid()}:{os.getgid()} shared/file_system/downloads/tgi" in warning
 
 
 def test_one_variable_is_the_key_of_both_services(services: Services, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,3 +113,12 @@ def test_one_variable_is_the_key_of_both_services(services: Services, monkeypatc
     monkeypatch.setenv("ENDPOINT_TOKEN", "secret")
     assert read_settings(LauncherSettings, "launcher", []).api_key == "secret"
     assert read_settings(FrontSettings, "llm-functionalities", []).endpoint_token == "secret"
+
+
+def test_models_are_fetched_before_the_server_that_loads_them_starts(services: Services) -> None:
+    assert services["tgi"]["depends_on"] == {"download": {"condition": "service_completed_successfully"}}
+    download = services["download"]
+    assert "profiles" not in download
+    assert download["command"] == "${DOWNLOAD:-}"
+    (folder,) = (volume.partition(":")[0] for volume in download["volumes"] if volume.endswith("/tgi/local"))
+    assert any(volume == f"{folder}:/models:ro" for volume in services["tgi"]["volumes"])

@@ -78,7 +78,7 @@ def test_kustomize_makes_valid_manifests(variant: str) -> None:
 
 
 def read(settings: type[ServiceSettings], workload: Manifest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """What the container's program makes of its arguments and variables."""
+    """Returns the settings that the container's program makes of its arguments and variables."""
     container = container_of(workload)
     for variable in container["env"]:
         if "value" in variable:

@@ -1,4 +1,4 @@
-"""What Prometheus is to fetch and Grafana is to show exists."""
+"""Every series that Prometheus is to fetch and Grafana is to show exists."""
 
 import json
 import re
@@ -9,7 +9,7 @@ import pytest
 import yaml
 from prometheus_client import generate_latest
 
-from llm_functionalities.metrics import Metrics as FrontMetrics
+from llm_functionalities.metrics import ServiceMetrics
 from llm_functionalities.settings import Settings as FrontSettings
 from shared.settings import read_settings
 from tgi_server.launcher.settings import LauncherSettings
@@ -27,7 +27,7 @@ def read(path: Path) -> Any:
 @pytest.fixture(scope="module")
 def exposed() -> set[str]:
     """The series of both services, those without labels and those whose labels have had no value yet."""
-    text = RouterMetrics().expose().decode() + generate_latest(FrontMetrics().registry).decode()
+    text = RouterMetrics().expose().decode() + generate_latest(ServiceMetrics().registry).decode()
     names = set()
     for name, kind in re.findall(r"^# TYPE (\S+) (\w+)$", text, re.MULTILINE):
         names |= {f"{name}_{part}" for part in ("bucket", "sum", "count")} if kind == "histogram" else {name}

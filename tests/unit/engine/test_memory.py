@@ -30,7 +30,7 @@ def test_the_first_bytes_of_each_tensor_are_taken_and_no_more() -> None:
     assert not any(tensor.any() for tensor in tensors)
 
 
-def test_it_goes_on_where_its_time_was_over() -> None:
+def test_taking_pages_goes_on_where_the_time_was_over() -> None:
     tensors = [mapped((8 * MIB,), torch.int8) for _ in range(2)]
     reserve = PageReserve(tensors)
     assert reserve.take(6 * MIB, seconds=-1)

@@ -1,14 +1,11 @@
 """Generating for a list of prompts at once."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 
 from tgi_server import demo_model
 from tgi_server.contract import SamplingParameters, StoppingParameters
-from tgi_server.engine import Engine, EngineConfig
+from tgi_server.engine import Engine, EngineConfig, offline
 from tgi_server.engine.errors import InvalidCall
 from tgi_server.engine.offline import generate
 
@@ -34,9 +31,12 @@ def test_a_prompt_that_cannot_fit_is_named(engine) -> None:
         generate(engine, [[1], [1, 2]], StoppingParameters(100_000))
 
 
-def test_the_command_prints_an_answer_to_each_prompt() -> None:
-    command = [sys.executable, "-m", "tgi_server.engine.offline", "One", "Two", "--max-new-tokens=3", "--dtype=float32"]
-    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+def test_the_command_prints_an_answer_to_each_prompt(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["offline", "One", "Two", "--max-new-tokens=3", "--dtype=float32"])
+    offline.main()
+    output = capsys.readouterr().out
     assert output.startswith("One\n-> ")
     assert "\nTwo\n-> " in output
     assert "tokens in" in output.splitlines()[-1]

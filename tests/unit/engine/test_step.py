@@ -1,4 +1,4 @@
-"""What becomes of sequences when a step's tokens are there."""
+"""A step hands out its tokens, and ends the sequences whose last token it brings."""
 
 import pytest
 import torch

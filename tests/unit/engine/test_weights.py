@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from tgi_server import demo_model
 from tgi_server.engine import Engine, EngineConfig
 from tgi_server.engine.errors import InvalidWeights, ModelNotFound, UnsupportedModel
+from tgi_server.engine.weights import load_model
 
 
 @pytest.mark.parametrize(
@@ -38,3 +40,18 @@ def test_a_folder_that_cannot_be_loaded_says_why(tmp_path, broken, error, messag
     dtype = torch.float16 if without_kernels else None
     with pytest.raises(error, match=message):
         Engine(EngineConfig(folder, dtype=dtype, custom_kernels=not without_kernels))
+
+
+def test_weights_go_to_the_device_as_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device that only knows shapes stands in for a GPU: what has been there never was in host memory."""
+    before: list[set[str]] = []
+    move = PreTrainedModel.to
+
+    def moved(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
+        before.append({parameter.device.type for parameter in model.parameters()})
+        return move(model, device)
+
+    monkeypatch.setattr(PreTrainedModel, "to", moved)
+    for device in ("meta", "cpu"):
+        load_model(EngineConfig(demo_model.PATH, dtype=torch.bfloat16), torch.device(device))
+    assert before == [{"meta"}, {"cpu"}]

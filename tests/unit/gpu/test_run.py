@@ -48,6 +48,7 @@ def test_every_job_names_what_is_there() -> None:
         assert importlib.util.find_spec(job.arguments[1]) is not None, job.name
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="would check the GPU")
 def test_without_a_gpu_the_script_says_so(tmp_path: Path) -> None:
     wheels = {"WHEELS": str(tmp_path / "none")}  # those in runs/ may be of another Python

@@ -38,7 +38,7 @@ def test_no_setting_is_ignored() -> None:
     assert set(LauncherSettings.model_fields) - passed_on - OWN == set()
 
 
-def test_what_is_passed_on_is_known_there() -> None:
+def test_every_flag_that_is_passed_on_is_known_to_the_program() -> None:
     assert set(commands.ROUTER_FLAGS) <= set(RouterSettings.model_fields)
     assert set(commands.SHARD_FLAGS) <= set(ShardSettings.model_fields)
 

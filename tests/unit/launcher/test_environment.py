@@ -17,6 +17,6 @@ def test_every_fact_has_a_line() -> None:
     assert "available" in facts["memory"]
 
 
-def test_what_is_not_installed_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environment, "PACKAGES", ("no-such-package",))
     assert "no-such-package: not installed" in describe_environment()

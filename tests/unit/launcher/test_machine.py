@@ -20,7 +20,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def gpus(count: int) -> None:
-    """As many as the driver knows."""
+    """Makes the driver list so many GPUs."""
     for each in range(count):
         (machine.DRIVER / f"0000:0{each}:00.0").mkdir(parents=True)
 
@@ -56,12 +56,12 @@ def test_sharded_takes_all_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_sharded_without_gpus_says_what_to_do() -> None:
-    with pytest.raises(CannotStartError, match=r"^--sharded: no GPU is visible here; say with --num-shard how many"):
+    with pytest.raises(CannotStartError, match=r"^--sharded: no GPU is visible; give --num-shard the number"):
         count("--sharded=true")
     gpus(1)
     with pytest.raises(CannotStartError, match=r"^--sharded: only one GPU is visible; leave --sharded out"):
         count("--sharded=true")
-    with pytest.raises(CannotStartError, match=r"^--sharded: one shard is none; give --num-shard more than 1"):
+    with pytest.raises(CannotStartError, match=r"^--sharded needs several shards; give --num-shard more than 1"):
         count("--sharded=true", "--num-shard=1")
 
 
@@ -78,7 +78,7 @@ def test_a_port_in_use_is_told_with_its_flag() -> None:
     ("address", "reason"),
     [
         ("192.0.2.1", "--node-address: 192.0.2.1 is not an address of this machine"),
-        ("no such name", "--node-address: no such name is not an address that is known here"),
+        ("no such name", "--node-address: the host name no such name is not known"),
     ],
 )
 def test_an_address_of_another_machine_is_refused(address: str, reason: str) -> None:

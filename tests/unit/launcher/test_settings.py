@@ -35,8 +35,12 @@ def test_every_flag_of_tgi_is_known(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("flag", "value", "reason"),
     [
-        ("quantize", "gptq", "of the ways to quantise, int8 is supported, on CPUs"),
-        ("speculate", "3", "speculative decoding is not supported yet"),
+        (
+            "quantize",
+            "exl2",
+            "it may be awq, compressed-tensors, gptq, marlin, bitsandbytes, bitsandbytes-fp4, bitsandbytes-nf4, eetq, "
+            "fp8, int4, int8; of other formats take the same model as GPTQ",
+        ),
         ("kv-cache-dtype", "fp8_e4m3fn", "the KV cache has the dtype of the model; 8-bit caches are not supported yet"),
         ("lora-adapters", "a", "adapters are not supported yet; merge the adapter into the model and serve that"),
         ("rope-scaling", "linear", "not supported yet; set rope_parameters in the model's config.json"),
@@ -45,7 +49,7 @@ def test_every_flag_of_tgi_is_known(capsys: pytest.CaptureFixture[str]) -> None:
         ("usage-stats", "on", "this server sends no usage statistics to anyone"),
     ],
 )
-def test_what_is_not_supported_is_refused_by_name(
+def test_a_setting_that_is_not_supported_is_refused_by_name(
     flag: str, value: str, reason: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as end:
@@ -54,8 +58,8 @@ def test_what_is_not_supported_is_refused_by_name(
     assert capsys.readouterr().err == f"launcher: --{flag} (or {flag.replace('-', '_').upper()}): {reason}\n"
 
 
-def test_what_asks_for_nothing_is_let_through() -> None:
-    assert read("--speculate=0", "--usage-stats=off", "--quantize=int8").quantize == "int8"
+def test_a_value_that_asks_for_nothing_is_let_through() -> None:
+    assert read("--usage-stats=off", "--quantize=gptq").quantize == "gptq"
 
 
 def test_limits_that_do_not_fit_together_are_found_before_anything_is_fetched(
@@ -69,7 +73,7 @@ def test_limits_that_do_not_fit_together_are_found_before_anything_is_fetched(
 def test_a_port_that_nobody_would_know_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         read("--port=0")
-    assert "--port (or PORT): the launcher needs a port that it knows" in capsys.readouterr().err
+    assert "--port (or PORT): the launcher has to know the port" in capsys.readouterr().err
 
 
 def test_the_demo_model_is_the_default() -> None:
@@ -97,7 +101,7 @@ def test_a_containers_own_name_is_no_address(monkeypatch: pytest.MonkeyPatch) ->
     [
         (["--node-rank=1"], "--node-rank is 1, so --num-nodes must be more than 1"),
         (["--num-nodes=2"], "--num-nodes needs --node-address: where the other machines reach this one"),
-        (["--num-nodes=2", "--node-rank=2"], "--node-rank must be less than --num-nodes, which is 2"),
+        (["--num-nodes=2", "--node-rank=2"], "--node-rank is 2; it must be less than --num-nodes, which is 2"),
         (
             ["--num-nodes=2", "--node-rank=1", "--node-address=10.0.0.2"],
             "--node-rank needs --master-addr: the --node-address of node 0",

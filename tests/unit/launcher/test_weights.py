@@ -31,5 +31,5 @@ def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     shutil.copytree(demo_model.PATH, folder)
     check_tokenizer(folder)
     (folder / "tokenizer.json").unlink()
-    with pytest.raises(CannotStartError, match=r"has no tokenizer\.json"):
+    with pytest.raises(CannotStartError, match=r"has neither a tokenizer\.json"):
         check_tokenizer(folder)

@@ -7,14 +7,14 @@ from collections.abc import Iterator
 import pytest
 
 from llm_functionalities import metrics
-from llm_functionalities.metrics import Metrics
+from llm_functionalities.metrics import ServiceMetrics
 from tests.timing import until
 
 
 @pytest.fixture
 def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     monkeypatch.setattr(metrics, "SCRAPE_SECONDS", 0.5)
-    collected = Metrics()
+    collected = ServiceMetrics()
     collected.count_empty("deadline")
     port, stop = collected.serve("127.0.0.1", 0)
     yield port
@@ -33,7 +33,7 @@ def is_served(port: int) -> bool:
         return False
 
 
-def test_what_is_counted_is_shown(port: int) -> None:
+def test_everything_that_is_counted_is_shown(port: int) -> None:
     assert 'llm_functionalities_empty_answers_total{reason="deadline"} 1.0' in scrape(port)
 
 

@@ -11,6 +11,8 @@ COUNTERS = {
     "tgi_batch_concat": ("reason",),
     "tgi_batch_preemption_count": (),
     "tgi_prefix_cache_hit_tokens": (),
+    "tgi_batch_speculated_tokens": (),
+    "tgi_batch_accepted_tokens": (),
     "tgi_prefix_cache_lookup_tokens": (),
 }
 GAUGES = (
@@ -41,7 +43,7 @@ HISTOGRAMS = {
 
 
 def samples(metrics: Metrics) -> dict[str, float]:
-    """Each series, as it is written, with its value."""
+    """Returns the value of each series by the name under which it is exposed."""
     lines = (line for line in metrics.expose().decode().splitlines() if not line.startswith("#"))
     return {series: float(value) for series, value in (line.rsplit(" ", 1) for line in lines)}
 
@@ -59,6 +61,7 @@ def everything() -> Metrics:
     metrics.batches.kv_cached(20)
     metrics.batches.preempted(2)
     metrics.batches.looked_up(10, 4)
+    metrics.batches.speculated(5, 2)
     metrics.batches.admitted(3, ConcatReason.BACKPRESSURE)
     metrics.batches.called(Method.PREFILL)
     metrics.batches.answered(Method.PREFILL, 0.5, 0.3, 0.1)
@@ -90,6 +93,7 @@ def test_values():
     assert (values["tgi_batch_current_size"], values["tgi_batch_current_max_tokens"]) == (3, 48)
     assert (values["tgi_kv_capacity_tokens"], values["tgi_kv_cached_tokens"]) == (100, 20)
     assert (values["tgi_prefix_cache_lookup_tokens"], values["tgi_prefix_cache_hit_tokens"]) == (10, 4)
+    assert (values["tgi_batch_speculated_tokens"], values["tgi_batch_accepted_tokens"]) == (5, 2)
     assert values["tgi_batch_preemption_count"] == 2
     assert values['tgi_batch_concat{reason="backpressure"}'] == 1
     assert values["tgi_request_duration_sum"] == 1.0
@@ -103,6 +107,7 @@ def test_a_first_batch_joins_none():
     metrics.batches.kv_cached(20)
     metrics.batches.preempted(2)
     metrics.batches.looked_up(10, 4)
+    metrics.batches.speculated(5, 2)
     metrics.batches.admitted(3, None)
     assert "tgi_batch_concat{" not in metrics.expose().decode()
 

@@ -112,7 +112,7 @@ async def test_a_router_that_leaves_leaves_nothing_behind(stub, engine) -> None:
 
 
 class Work:
-    """So many pieces, each of which leaves the event loop to others."""
+    """Work in so many pieces, each of which leaves the event loop to others."""
 
     def __init__(self, pieces: int) -> None:
         self.left = pieces

@@ -56,7 +56,7 @@ def compile_now(queue: GrammarQueue, grammar: Grammar, seconds: float = SECONDS)
     return queue.compile(grammar, seconds, Future())
 
 
-def test_those_who_want_the_same_share_one_turn(
+def test_requests_for_the_same_grammar_share_one_turn(
     queue: GrammarQueue, pool: ThreadPoolExecutor, tried: list[Grammar]
 ) -> None:
     grammar = hostile.schema(hostile.references(300))
@@ -68,7 +68,7 @@ def test_those_who_want_the_same_share_one_turn(
     assert tried == [grammar]
 
 
-def test_what_is_wrong_is_remembered(queue: GrammarQueue, tried: list[Grammar]) -> None:
+def test_a_wrong_grammar_is_remembered(queue: GrammarQueue, tried: list[Grammar]) -> None:
     def refused() -> None:
         with pytest.raises(InvalidGrammar, match="too deep"):
             compile_now(queue, hostile.lark(hostile.rules(20_000)))
@@ -79,7 +79,7 @@ def test_what_is_wrong_is_remembered(queue: GrammarQueue, tried: list[Grammar]) 
     assert len(tried) == trials
 
 
-def test_slow_ones_do_not_keep_others_waiting(queue: GrammarQueue, pool: ThreadPoolExecutor) -> None:
+def test_slow_grammars_do_not_keep_others_waiting(queue: GrammarQueue, pool: ThreadPoolExecutor) -> None:
     """However many of them wait; those beyond are turned away, and what nobody waits for is not tried."""
     compile_now(queue, hostile.regex("first"))
     attackers = [pool.submit(compile_now, queue, slow(i), 5.0) for i in range(96)]
@@ -91,15 +91,16 @@ def test_slow_ones_do_not_keep_others_waiting(queue: GrammarQueue, pool: ThreadP
     assert sum(isinstance(attacker.exception(), GrammarsBusy) for attacker in attackers) > 20
 
 
-def test_one_that_takes_too_long_is_refused_for_good(queue: GrammarQueue, tried: list[Grammar]) -> None:
-    """It has a second trial, with more time, and no third."""
+@pytest.mark.slow
+def test_a_grammar_that_takes_too_long_is_refused_for_good(queue: GrammarQueue, tried: list[Grammar]) -> None:
+    """A grammar has a second trial, with more time, and no third."""
     for _ in range(2):
         with pytest.raises(InvalidGrammar, match="more than 2 s"):
             compile_now(queue, slow(0))
     assert tried == [slow(0)] * 2
 
 
-def test_who_leaves_waits_no_longer(queue: GrammarQueue, tried: list[Grammar]) -> None:
+def test_a_request_whose_client_leaves_waits_no_longer(queue: GrammarQueue, tried: list[Grammar]) -> None:
     gone: Future[None] = Future()
     gone.set_result(None)
     started = time.perf_counter()
@@ -110,6 +111,6 @@ def test_who_leaves_waits_no_longer(queue: GrammarQueue, tried: list[Grammar]) -
     assert len(tried) < 10
 
 
-def test_a_shard_that_takes_another_ones_word_tries_nothing(queue: GrammarQueue, tried: list[Grammar]) -> None:
+def test_a_shard_that_is_told_the_size_tries_nothing(queue: GrammarQueue, tried: list[Grammar]) -> None:
     assert queue.compile(hostile.lark(hostile.rules(2_000)), SECONDS, Future(), size=12_345) == 12_345
     assert not tried

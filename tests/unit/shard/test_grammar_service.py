@@ -24,7 +24,7 @@ ROOM = 3
 
 @pytest.fixture
 def compiler() -> GrammarCompiler:
-    """It has room for three small grammars."""
+    """A compiler with room for three small grammars."""
     return GrammarCompiler(demo_model.PATH, 3072, [1], kept_bytes=ROOM * (GROWTH_BYTES + 2**22))
 
 

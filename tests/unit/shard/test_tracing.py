@@ -58,6 +58,14 @@ def test_a_request_from_its_first_token_to_its_last(traced: Traced) -> None:
     ]
 
 
+def test_a_step_that_gives_a_request_several_tokens_is_one_step(traced: Traced) -> None:
+    traced.spans.joining([request(7)])
+    traced.spans.stepped([Generation(7, 5), Generation(7, 6)], 2)
+    traced.spans.stepped([Generation(7, 5), Generation(7, 6), Generation(7, 8, finish_reason=FinishReason.LENGTH)], 4)
+    decode = traced.ended()[1][1]
+    assert (decode["generated_tokens"], decode["steps"], decode["mean_batch_size"]) == (5, 1, 4)
+
+
 def test_one_token_alone(traced: Traced) -> None:
     traced.spans.joining([request(7)])
     traced.spans.stepped([Generation(7, 5, finish_reason=FinishReason.LENGTH)], 1)
@@ -88,7 +96,7 @@ def test_an_error_of_one_request(traced: Traced) -> None:
     assert traced.ended()[1][2] == "the grammar is too complex"
 
 
-def test_nobody_asks_for_a_trace(traced: Traced) -> None:
+def test_a_request_without_a_trace_has_no_spans(traced: Traced) -> None:
     traced.spans.joining([pb.Request(id=1, input_ids=[1])])
     traced.spans.stepped([Generation(1, 5, finish_reason=FinishReason.LENGTH)], 1)
     traced.spans.keep([])

@@ -1,12 +1,16 @@
 """The interface of attention backends, and the metadata that a forward pass hands them."""
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from tgi_server.engine.grammar.masks import PendingMask
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,25 +46,22 @@ class ChunkSpan:
 
 
 @dataclass(frozen=True, slots=True)
-class History:
-    """The places of the keys and values that neighbouring prompt chunks attend to, their own tokens included.
+class QueryTiles:
+    """Tokens of a pass that kernels attend for together: neighbours in one sequence. Each field is [tiles] int32.
 
-    tokens: the chunks' tokens among the pass's. slots: [kv tokens] int64; of all keys, one chunk's after the other's.
-    query_starts, key_starts: [chunks + 1] int32; where each chunk's tokens and keys begin. longest_chunk, longest:
-    tokens of the longest chunk, and of the longest history.
+    first: index of a tile's first token among the pass's. counts: its tokens; 0: nothing is attended.
+    kv_lengths: keys that its last token sees, its own included. sequences: its row of the block tables.
     """
 
-    tokens: slice
-    slots: Tensor
-    query_starts: Tensor
-    key_starts: Tensor
-    longest_chunk: int
-    longest: int
+    first: Tensor
+    counts: Tensor
+    kv_lengths: Tensor
+    sequences: Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class GreedyOnly:
-    """Says that of a pass's logits no more is needed than the largest of each row; the others may be minus infinity.
+    """Says that a pass needs only the largest logit of each row; the others may be minus infinity.
 
     mask: the rows that it is for need the largest of the logits that it allows.
     """
@@ -82,7 +83,7 @@ class ForwardMetadata:
     chunks: the prompt chunks, on the host.
     max_kv_length: an upper bound of kv_lengths, known without asking the device.
     greedy: None: every logit is needed.
-    history: of all prompt chunks, made in the first layer by a backend that copies it.
+    kept: what a backend made for this pass in an earlier layer; see `made`.
     """
 
     slots: Tensor
@@ -93,7 +94,14 @@ class ForwardMetadata:
     chunks: list[ChunkSpan]
     max_kv_length: int
     greedy: GreedyOnly | None = None
-    history: list[History] | None = None
+    kept: dict[Hashable, Any] = field(default_factory=dict)
+
+    def made(self, key: Hashable, make: Callable[[], T]) -> T:
+        """Returns what `make` returned when it was first called for this pass and key."""
+        if key not in self.kept:
+            self.kept[key] = make()
+        made: T = self.kept[key]
+        return made
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +126,7 @@ class AttentionBackend(ABC):
 
     Block 0 is scratch: tokens of sequences that have ended are written there.
 
-    any_lengths: whether a step in which sequences only decode is the same work on the device however long they are.
+    any_lengths: True if a decode step is the same work on the device however long its sequences are.
     """
 
     block_size: int

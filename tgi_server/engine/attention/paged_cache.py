@@ -63,10 +63,10 @@ def paged_attention(
 ) -> tuple[Tensor, None]:
     """Computes attention for the models of `transformers`, which call it through `AttentionInterface`.
 
-    Raises UnsupportedModel for arguments that would change the result and are not known here.
+    Raises UnsupportedModel for an argument that would change the result and is not supported.
     """
     if kwargs.get("s_aux") is not None or kwargs.get("position_bias") is not None:
-        raise UnsupportedModel("attention sinks and position biases are not supported on the paged path")
+        raise UnsupportedModel("the paged path does not support attention sinks or position biases")
     variant = AttentionVariant(
         scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
         window=sliding_window or 0,

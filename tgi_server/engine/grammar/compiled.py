@@ -52,7 +52,7 @@ class CompiledGrammars:
             return found
 
     def add(self, grammar: Grammar, compiled: CompiledGrammar) -> None:
-        """Takes the place of one that was compiled before. Raises NoRoomForGrammar when requests need all the room."""
+        """Keeps a compiled grammar in place of an earlier one. Raises NoRoomForGrammar if requests need all room."""
         with self._lock:
             self._remove(grammar)
             unpinned = [each for each in self._grammars if not self._pins[each]]
@@ -67,7 +67,7 @@ class CompiledGrammars:
             self._size += compiled.size
 
     def pin(self, grammar: Grammar) -> None:
-        """A request needs the grammar, compiled or about to be, until it is unpinned as often."""
+        """Keeps the grammar, compiled or about to be, until it is unpinned as often as it was pinned."""
         with self._lock:
             self._pins[grammar] += 1
 

@@ -11,7 +11,7 @@ from typing import TypeVar
 from llguidance import LLMatcher, LLParserLimits
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 
-from tgi_server.contract import Grammar, GrammarType
+from tgi_server.contract import Grammar, GrammarKind
 from tgi_server.engine.grammar.annotated_schema import annotated_lark
 from tgi_server.engine.grammar.compiled import GROWTH_BYTES, CompiledGrammar, CompiledGrammars
 from tgi_server.engine.grammar.constraint import Constraint
@@ -46,7 +46,7 @@ T = TypeVar("T")
 
 
 def on_stack(size: int, work: Callable[[], T]) -> T:
-    """Calls `work` in a thread that has a stack of `size` bytes, and returns or raises what it does."""
+    """Calls `work` in a thread with a stack of `size` bytes, and returns or raises what `work` does."""
     outcome: Future[T] = Future()
 
     def run() -> None:
@@ -122,7 +122,7 @@ class GrammarCompiler:
         except ValueError as error:
             raise InvalidGrammar(reason(str(error))) from error
         except RecursionError as error:
-            raise InvalidGrammar("its parts lie too deep inside each other") from error
+            raise InvalidGrammar("its parts are nested too deep") from error
 
     def compile(self, source: GrammarSource) -> LLMatcher:
         """Returns the grammar's matcher, at its beginning. Raises InvalidGrammar as `source` does."""
@@ -196,11 +196,11 @@ class GrammarCompiler:
 
     def _source(self, grammar: Grammar) -> GrammarSource:
         match grammar.type:
-            case GrammarType.LARK:
+            case GrammarKind.LARK:
                 return GrammarSource(LLMatcher.grammar_from_lark(grammar.value))
-            case GrammarType.REGEX:
+            case GrammarKind.REGEX:
                 return GrammarSource(LLMatcher.grammar_from_regex(rust_regex(grammar.value)))
-            case GrammarType.JSON_SCHEMA:
+            case GrammarKind.JSON_SCHEMA:
                 schema = checked_schema(grammar.value)
                 if not is_annotated(schema):
                     return GrammarSource(LLMatcher.grammar_from_json_schema(schema, overrides=JSON_LAYOUT))

@@ -81,6 +81,12 @@ class Constraint:
         for token in tokens:
             self._take(token)
 
+    def allowed(self, tokens: Sequence[int]) -> int:
+        """Returns how many of the tokens may follow, one after the other. Where another is forced, none may."""
+        if self._queue or self.error is not None:
+            return 0
+        return self._matcher.validate_tokens(list(tokens))
+
     def advance(self, token: int, room: int) -> Advance:
         """Takes a token that was chosen, and at most `room` jump-forward tokens behind it; the end needs no room."""
         advance = Advance()

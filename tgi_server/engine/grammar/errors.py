@@ -23,7 +23,7 @@ class SandboxLimit(EngineError):
 
 
 def reason(error: str) -> str:
-    """llguidance's message as one line, without the place in a grammar that the client never saw."""
+    """Returns llguidance's message as one line, without the place in a grammar that the client never saw."""
     if error.startswith("NoExtension"):
         return "no text matches it"
     error = error.replace("<non-verbose/>", "")

@@ -114,7 +114,7 @@ def _map_schema(schema: Any, change: Callable[[dict[str, Any], str], dict[str, A
 
 
 def _checked(schema: dict[str, Any], place: str) -> dict[str, Any]:
-    """The keywords of one schema, without those that say nothing about which texts are valid."""
+    """Returns the keywords of one schema, without those that say nothing about which texts are valid."""
     checked: dict[str, Any] = {}
     for keyword, value in schema.items():
         if keyword == "uniqueItems" and value is False:

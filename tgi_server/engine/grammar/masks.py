@@ -14,7 +14,7 @@ from torch import Tensor
 from tgi_server.engine.grammar.constraint import Constraint
 from tgi_server.engine.sampling.processors import TokenMask
 
-Words = NDArray[np.int32]  # [masks, words]
+MaskWords = NDArray[np.int32]  # [masks, words]
 
 _BITS = 32
 _MAX_THREADS = 8
@@ -31,7 +31,7 @@ class PendingMask:
         self._device = device
 
     def wait(self) -> TokenMask:
-        """The masks on the device."""
+        """Returns the masks on the device."""
         if self._work is not None:
             self._work.result()
         return TokenMask(self._bits.to(self._device, non_blocking=True), self._positions)
@@ -51,7 +51,7 @@ class MaskBuilder:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar-masks") if spare > 0 else None
 
     def start(self, constraints: Sequence[Constraint], positions: Sequence[int], vocab_size: int) -> PendingMask:
-        """One mask for each, which is for the row of logits at its position. vocab_size: of the masks."""
+        """Starts one mask for each constraint, for the row of logits at its position. vocab_size: tokens of a mask."""
         words = -(-vocab_size // _BITS)
         bits = torch.empty(len(constraints), words, dtype=torch.int32, pin_memory=self._device.type == "cuda")
         if self._thread is not None:
@@ -61,7 +61,7 @@ class MaskBuilder:
 
     @torch.inference_mode()
     def _fill(self, constraints: Sequence[Constraint], bits: Tensor) -> None:
-        words: Words = bits.numpy()  # torch takes longer for a few numbers, or starts threads for them
+        words: MaskWords = bits.numpy()  # torch takes longer for a few numbers, or starts threads for them
         open_rows = []
         for row, constraint in enumerate(constraints):
             if constraint.error is not None:
@@ -76,7 +76,7 @@ class MaskBuilder:
         self._settle([row for _, row in open_rows], [constraint for constraint, _ in open_rows], words)
 
     @staticmethod
-    def _settle(rows: list[int], constraints: list[Constraint], bits: Words) -> None:
+    def _settle(rows: list[int], constraints: list[Constraint], bits: MaskWords) -> None:
         """Notes where nothing may follow, and forbids the end of a text that may and shall go on."""
         somewhere: NDArray[np.bool_] = bits.any(1)  # type: ignore[assignment]
         going_on = []

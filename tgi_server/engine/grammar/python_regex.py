@@ -37,7 +37,7 @@ _KNOWN_FLAGS = re.IGNORECASE | re.DOTALL | re.VERBOSE | re.UNICODE | re.ASCII
 
 
 def rust_regex(pattern: str) -> str:
-    """Raises InvalidGrammar for what is no regular expression, or none that can be matched token by token.
+    """Returns the expression as Rust's `regex` reads it. Raises InvalidGrammar if it cannot be matched token by token.
 
     A pattern that Python does not know but Rust does, such as `\\p{Greek}`, is taken as Rust reads it.
     """
@@ -47,18 +47,18 @@ def rust_regex(pattern: str) -> str:
     except (re.error, OverflowError, RecursionError) as error:
         if r"\p" in pattern or r"\P" in pattern:
             return pattern
-        raise InvalidGrammar(f"the regular expression is none: {error}") from error
+        raise InvalidGrammar(f"the regular expression cannot be read: {error}") from error
     if tree.state.flags & ~_KNOWN_FLAGS:
         raise InvalidGrammar("of the flags of regular expressions, only i, s, x, a and u are supported")
-    return _Writer(tree.state.flags).whole(tree)
+    return _RegexWriter(tree.state.flags).whole(tree)
 
 
-class _Writer:
+class _RegexWriter:
     def __init__(self, flags: int) -> None:
         self._flags = flags
 
     def whole(self, tree: Any) -> str:
-        """Leaves out anchors at both ends: the expression matches the whole text in any case."""
+        """Writes the expression without anchors at both ends: it matches the whole text in any case."""
         nodes = _unwrapped(list(tree))
         while nodes and nodes[0][0] is op.AT and nodes[0][1] in _STARTS:
             nodes = nodes[1:]
@@ -66,7 +66,7 @@ class _Writer:
             nodes = nodes[:-1]
         prefix = "(?i)" if self._flags & re.IGNORECASE else ""
         if len(nodes) == 1 and nodes[0][0] is op.BRANCH:
-            return prefix + "|".join(_Writer(self._flags).whole(branch) for branch in nodes[0][1][1])
+            return prefix + "|".join(_RegexWriter(self._flags).whole(branch) for branch in nodes[0][1][1])
         return prefix + self._sequence(nodes)
 
     def _sequence(self, nodes: Sequence[_Node]) -> str:
@@ -107,13 +107,13 @@ class _Writer:
         _, added, removed, content = argument
         if (added | removed) & ~_KNOWN_FLAGS:
             raise InvalidGrammar("of the flags of regular expressions, only i, s, x, a and u are supported")
-        inner = _Writer((self._flags | added) & ~removed)._sequence(content)
+        inner = _RegexWriter((self._flags | added) & ~removed)._sequence(content)
         on = "i" if added & re.IGNORECASE else ""
         off = "-i" if removed & re.IGNORECASE else ""
         return f"(?{on}{off}:{inner})"
 
     def _repeat(self, argument: Any) -> str:
-        """Greedy or not makes no difference to what is matched as a whole."""
+        """Writes a repetition. It is greedy or not: that changes nothing of what is matched as a whole."""
         low, high, content = argument
         upper = "" if high is op.MAXREPEAT else str(high)
         return f"(?:{self._sequence(content)}){{{low},{upper}}}"
@@ -140,6 +140,6 @@ def _opposite(category: Any) -> Any:
 
 def _literal(character: int) -> str:
     if 0xD800 <= character <= 0xDFFF:
-        raise InvalidGrammar("surrogates are no characters, and not supported in regular expressions")
+        raise InvalidGrammar("surrogates (U+D800 to U+DFFF) are not supported in regular expressions")
     text = chr(character)
     return text if text.isascii() and (text.isalnum() or text == " ") else f"\\x{{{character:x}}}"

@@ -97,7 +97,7 @@ class Sandbox:
             process.communicate()
             self._process = None
             if not self._closed:
-                logger.warning("the process that tries grammars has died; the next one is started")
+                logger.warning("the process that tries grammars has died; another one is started")
             return None
         outcome: dict[str, Any] = json.loads(answer)
         return outcome

@@ -72,11 +72,11 @@ class GrammarTokenizer:
 
     @cached_property
     def _plain(self) -> LLTokenizer:
-        """Without markers, whose names a hint may contain."""
+        """Encodes a text without markers, whose names a hint may contain."""
         return LLTokenizer(self._definition)
 
     def encode(self, text: str) -> list[int]:
-        """Tokens of a text that stands inside another."""
+        """Returns the tokens of a text that stands inside another."""
         tokens: list[int] = self._plain.tokenize_str(text)
         return tokens
 
@@ -109,7 +109,7 @@ class SpelledTokenizer:
         self._longest = max(map(len, self._by_spelling), default=1)
 
     def __call__(self, text: bytes) -> list[int]:
-        """The model's own tokens for a text where they spell it; else the longest tokens that do, from the left."""
+        """Returns the model's own tokens for a text if they spell it, else the longest that do, from the left."""
         try:
             tokens: list[int] = self._tokenizer.encode(text.decode(), add_special_tokens=False).ids
         except UnicodeDecodeError:
@@ -149,7 +149,7 @@ class SpelledTokenizer:
 
 
 def _size(content: dict[str, Any]) -> int:
-    """Ids up to the highest that the tokenizer knows."""
+    """Returns the number of ids up to the highest that the tokenizer knows."""
     vocab = content["model"]["vocab"]
     highest = len(vocab) - 1 if isinstance(vocab, list) else max(vocab.values(), default=-1)
     return 1 + max([highest, *(token["id"] for token in content["added_tokens"])])
@@ -165,7 +165,7 @@ def _convert(model: Path) -> str:
 
     tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
-        raise ValueError("it has no fast form")
+        raise ValueError("transformers has no fast form of it")
     definition: str = tokenizer.backend_tokenizer.to_str()
     return definition
 

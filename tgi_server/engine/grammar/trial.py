@@ -22,7 +22,7 @@ import numpy as np
 from llguidance import LLMatcher
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 
-from tgi_server.contract import Grammar, GrammarType
+from tgi_server.contract import Grammar, GrammarKind
 from tgi_server.engine.grammar.compiler import COMPILE_STACK_BYTES, GrammarCompiler, on_stack
 from tgi_server.engine.grammar.errors import InvalidGrammar, reason
 
@@ -52,7 +52,7 @@ def main() -> None:
     for line in sys.stdin.buffer:
         kind, value, text, cpu_seconds = json.loads(line)
         bounds = _Bounds(int(niceness), int(memory_bytes), cpu_seconds)
-        grammar = Grammar(GrammarType(kind), value, text)
+        grammar = Grammar(GrammarKind(kind), value, text)
         sys.stdout.write(f"{json.dumps(fault or _outcome(compiler, grammar, bounds))}\n")
         sys.stdout.flush()
 

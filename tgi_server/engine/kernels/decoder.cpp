@@ -110,10 +110,13 @@ class Decoder : public torch::CustomClassHolder {
 
 TORCH_LIBRARY_FRAGMENT(oatmill, library) {
   using namespace oatmill;
-  // before Decoder, whose methods take it
+  // each before those whose methods take it
+  library.class_<Codes>("Codes").def(
+      torch::init<std::string, at::Tensor, at::Tensor, MaybeTensor, MaybeTensor, MaybeTensor>());
   library.class_<Linear>("Linear")
       .def(torch::init<at::Tensor, int64_t, int64_t, std::optional<at::Tensor>, std::optional<at::Tensor>,
-                       std::optional<at::Tensor>, std::vector<std::string>, std::vector<int64_t>>())
+                       std::optional<at::Tensor>, std::vector<std::string>, std::vector<int64_t>,
+                       std::optional<CodesPtr>>())
       .def("forward", &Linear::operator())
       .def("screened", &Linear::screened);
   library.class_<Norm>("Norm").def(torch::init<at::Tensor, MaybeTensor, double>());

@@ -123,12 +123,11 @@ std::vector<std::string> linear_kernels(const at::Tensor& packed) {
 
 Linear::Linear(at::Tensor packed, int64_t inputs, int64_t outputs, std::optional<at::Tensor> bias,
                std::optional<at::Tensor> scales, std::optional<at::Tensor> corrections,
-               std::vector<std::string> kernels, std::vector<int64_t> from_rows)
+               std::vector<std::string> kernels, std::vector<int64_t> from_rows, std::optional<CodesPtr> codes)
     : packed(std::move(packed)), inputs(inputs), outputs(outputs), bias(std::move(bias)), scales(std::move(scales)),
-      corrections(std::move(corrections)), from_rows_(std::move(from_rows)) {
+      corrections(std::move(corrections)), codes(codes ? *codes : CodesPtr()), from_rows_(std::move(from_rows)) {
   TORCH_CHECK(!kernels.empty() && kernels.size() == from_rows_.size(), "each kernel needs its number of rows");
-  by_weights(this->packed.scalar_type(), [&]<typename Weights>(Weights*, std::span<const Way> ways) {
-    TORCH_CHECK(parts(inputs, Weights::DEPTH) == this->packed.size(1), "weights of ", inputs, " inputs are expected");
+  const auto choose = [&](std::span<const Way> ways) {
     for (const std::string& name : kernels) {
       const auto found = std::find_if(ways.begin(), ways.end(), [&](const Way& way) {
         return way.name == name && serves(way, this->packed);
@@ -136,6 +135,14 @@ Linear::Linear(at::Tensor packed, int64_t inputs, int64_t outputs, std::optional
       // A kernel that has no use for this one layer's depth leaves it to the one that every CPU has.
       ways_.push_back(found != ways.end() ? &*found : &ways[0]);
     }
+  };
+  if (this->codes) {
+    choose(code_ways(this->codes->kind));
+    return;
+  }
+  by_weights(this->packed.scalar_type(), [&]<typename Weights>(Weights*, std::span<const Way> ways) {
+    TORCH_CHECK(parts(inputs, Weights::DEPTH) == this->packed.size(1), "weights of ", inputs, " inputs are expected");
+    choose(ways);
   });
 }
 

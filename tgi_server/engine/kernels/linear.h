@@ -177,9 +177,9 @@ void finish_row(const Product& product, const Finish<T>& finish, const char* tot
   }
 }
 
-// chosen: the tiles to compute, or null for all.
-template <typename Kernel, typename T, typename Number>
-void run_product(const Product& product, const Finish<T>& finish, const std::vector<int64_t>* chosen,
+// chosen: the tiles to compute, or null for all. Task: a Product, or one that has its own multiply_rows.
+template <typename Kernel, typename Task, typename T, typename Number>
+void run_product(const Task& product, const Finish<T>& finish, const std::vector<int64_t>* chosen,
                  const Number& number) {
   constexpr int64_t EARLIER = 8;  // rows
   const int64_t chunks = parts(product.rows, CHUNK_ROWS);

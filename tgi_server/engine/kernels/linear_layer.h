@@ -7,6 +7,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -24,17 +25,35 @@ struct Way {
               const std::vector<int64_t>* tiles, at::Tensor& output);
 };
 
+// Codes of 4 or 8 bits, beside the words that codes_pack makes of them; codes.h says how they are multiplied.
+// kind: "int4", "codebook", "int8" or "fp8". starts: [groups + 1] int32, in words. scales, offsets: [tiles, groups,
+// COLUMNS] float32. codebook: [16] float32, of that kind only. order: as given to codes_pack; none where it changes
+// nothing.
+struct Codes : torch::CustomClassHolder {
+  std::string kind;
+  at::Tensor starts, scales;
+  std::optional<at::Tensor> offsets, codebook, order;
+
+  Codes(std::string kind, at::Tensor starts, at::Tensor scales, std::optional<at::Tensor> offsets,
+        std::optional<at::Tensor> codebook, std::optional<at::Tensor> order);
+};
+
+using CodesPtr = c10::intrusive_ptr<Codes>;
+
+std::span<const Way> code_ways(const std::string& kind);
+
 // packed: the weights as linear_pack arranges them, whose dtype says of which kind they are. bias, and of 8-bit weights
 // scales and corrections: [outputs, padded to a tile] float32; corrections are UNSIGNED_OFFSET times the sum of an
-// output's weights. kernels: their names, each with the fewest rows from which on it is taken, from_rows, ascending.
+// output's weights. codes: of words that codes_pack made. kernels: their names, each with the fewest rows from which on it is taken, from_rows, ascending.
 struct Linear : torch::CustomClassHolder {
   at::Tensor packed;
   int64_t inputs, outputs;
   std::optional<at::Tensor> bias, scales, corrections;
+  CodesPtr codes;
 
   Linear(at::Tensor packed, int64_t inputs, int64_t outputs, std::optional<at::Tensor> bias,
          std::optional<at::Tensor> scales, std::optional<at::Tensor> corrections, std::vector<std::string> kernels,
-         std::vector<int64_t> from_rows);
+         std::vector<int64_t> from_rows, std::optional<CodesPtr> codes);
 
   // x: [..., inputs] float32, bfloat16 or float16; residual: [..., outputs], added last. Returns [..., outputs]. Both
   // have the dtype of x.

@@ -1,6 +1,6 @@
-"""Decoder layers, norms and heads fused for a device (today: CPUs), which replace those of `transformers`."""
+"""Decoder layers, norms and heads fused for a device, which replace those of `transformers`."""
 
 from tgi_server.engine.layers.head import ScreenedHead
-from tgi_server.engine.layers.optimise import limit_threads, optimise, unpack
+from tgi_server.engine.layers.optimise import fuse, limit_threads, optimise, unpack
 
-__all__ = ["ScreenedHead", "limit_threads", "optimise", "unpack"]
+__all__ = ["ScreenedHead", "fuse", "limit_threads", "optimise", "unpack"]

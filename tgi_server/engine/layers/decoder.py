@@ -1,8 +1,9 @@
-"""Decoder layers fused into a handful of CPU kernels, for the architectures that most models on CPUs have.
+"""Decoder layers fused into a handful of kernels, on CPUs and GPUs, for the architectures that most models have.
 
 A fused layer takes the weights of a layer of `transformers` and stands in its place, with the same inputs and output.
 A check at load compares the logits of the whole model with those of the original. `linear` makes the linear layers
-that hold the weights. Where no other code has to run between the layers, LayerStack computes all of them in one call.
+that hold the weights. On a CPU, where no other code has to run between the layers, LayerStack computes all of them in
+one call.
 """
 
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from tgi_server.engine.attention.base import AttentionVariant
 from tgi_server.engine.attention.cpu import CpuAttention
 from tgi_server.engine.attention.paged_cache import PagedCache
-from tgi_server.engine.layers.norm import Norm
+from tgi_server.engine.layers.norm import Norm, on_gpu
 from tgi_server.engine.linear import LinearFactory, PackedLinear
 from tgi_server.engine.sharding.layers import RowParallel
 
@@ -82,7 +83,13 @@ class FusedLayer(nn.Module):
 
     def _widen(self, x: Tensor) -> Tensor:
         """Returns the input of the down projection. x: [tokens, hidden_size]."""
-        return torch.ops.oatmill.silu_mul(self.up(x)) if self.gated else self.up(x, activation="relu")
+        if not self.gated:
+            return self.up(x, activation="relu")
+        if on_gpu(x):
+            from tgi_server.engine.layers import elementwise
+
+            return elementwise.silu_mul(self.up(x))
+        return torch.ops.oatmill.silu_mul(self.up(x))
 
 
 class FusedLlamaLayer(FusedLayer):
@@ -98,8 +105,10 @@ class FusedLlamaLayer(FusedLayer):
         self.down = _packed(layer.mlp.down_proj, linear)
 
     @staticmethod
-    def fits(layer: Any) -> bool:
-        return isinstance(layer.mlp.act_fn, nn.SiLU) or type(layer.mlp.act_fn).__name__ == "SiLUActivation"
+    def fits(layer: Any, linear: LinearFactory) -> bool:
+        attention, mlp = layer.self_attn, layer.mlp
+        known = _takes(linear, attention, attention.o_proj, mlp.down_proj) and linear.joins(mlp.gate_proj, mlp.up_proj)
+        return known and (isinstance(layer.mlp.act_fn, nn.SiLU) or type(layer.mlp.act_fn).__name__ == "SiLUActivation")
 
 
 class FusedOptLayer(FusedLayer):
@@ -114,19 +123,26 @@ class FusedOptLayer(FusedLayer):
         super().__init__(layer, layer.self_attn.out_proj, replace(variant, scaling=layer.self_attn.scaling), linear)
         self.attention_norm = Norm.of_layer_norm(layer.self_attn_layer_norm)
         self.feed_forward_norm = Norm.of_layer_norm(layer.final_layer_norm)
-        self.up = linear(layer.fc1.weight, layer.fc1.bias)
+        self.up = linear(layer.fc1)
         self.down = _packed(layer.fc2, linear)
 
     @staticmethod
-    def fits(layer: Any) -> bool:
+    def fits(layer: Any, linear: LinearFactory) -> bool:
         plain_norms = layer.final_layer_norm.weight is not None and layer.final_layer_norm.bias is not None
-        return bool(layer.do_layer_norm_before) and isinstance(layer.activation_fn, nn.ReLU) and plain_norms
+        known = bool(layer.do_layer_norm_before) and isinstance(layer.activation_fn, nn.ReLU) and plain_norms
+        return known and _takes(linear, layer.self_attn, layer.self_attn.out_proj, layer.fc1, layer.fc2)
+
+
+def _takes(linear: LinearFactory, attention: Any, *modules: nn.Module) -> bool:
+    """Returns True if it makes one layer of an attention's projections, and one of each of these modules."""
+    inner = [module.inner if isinstance(module, RowParallel) else module for module in modules]
+    return linear.joins(attention.q_proj, attention.k_proj, attention.v_proj) and all(map(linear.takes, inner))
 
 
 def _packed(layer: nn.Linear | RowParallel, linear: LinearFactory) -> PackedLinear | RowParallel:
     if isinstance(layer, RowParallel):
-        return RowParallel(linear(layer.weight, layer.bias), layer.group, layer.share)
-    return linear(layer.weight, layer.bias)
+        return RowParallel(linear(layer.inner), layer.group, layer.share)
+    return linear(layer)
 
 
 # By the class of `transformers` whose place they take.

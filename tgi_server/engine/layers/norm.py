@@ -33,6 +33,17 @@ class Norm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns the normalised x, of the same shape [..., size]."""
+        if on_gpu(x):
+            from tgi_server.engine.layers import elementwise
+
+            if self._bias is None:
+                return elementwise.rms_norm(x, self._weight, self._eps)
+            return elementwise.layer_norm(x, self._weight, self._bias, self._eps)
         if self._bias is None:
             return torch.ops.oatmill.rms_norm(x, self._weight, self._eps)
         return torch.ops.oatmill.layer_norm(x, self._weight, self._bias, self._eps)
+
+
+def on_gpu(x: Tensor) -> bool:
+    """Returns True if x is for the kernels in Triton, False for those of the CPU."""
+    return x.device.type == "cuda"

@@ -1,4 +1,4 @@
-"""Rebuilds a model of `transformers` for a CPU, in place."""
+"""Rebuilds a model of `transformers` for a device, in place."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -15,7 +15,9 @@ from tgi_server.engine.layers.decoder import FUSED_LAYERS, LayerStack
 from tgi_server.engine.layers.forward import shorten_forward
 from tgi_server.engine.layers.head import ScreenedHead
 from tgi_server.engine.linear import LinearFactory, PackedLinear
+from tgi_server.engine.linear.blas import BlasLinear
 from tgi_server.engine.linear.float import FloatLinear
+from tgi_server.engine.quantization import QuantizedLinear
 
 logger = logging.getLogger(__name__)
 
@@ -43,16 +45,45 @@ def optimise(
     shorten_forward(model)
 
 
+def fuse(
+    model: PreTrainedModel,
+    variants: Mapping[int, AttentionVariant],
+    fault: Callable[[], str | None],
+    layer: type[PackedLinear] = BlasLinear,
+) -> str | None:
+    """Fuses the decoder layers that are known, and leaves all else as it is. Returns why not, if it does not.
+
+    variants: the attention variant of each layer. fault: computes some tokens, and returns what is wrong with the
+    model; it is asked when one layer is fused, while the others are as they were. layer: what linear layers become.
+    """
+    linear = LinearFactory(layer)
+    places = [
+        (parent, name, child)
+        for parent in model.modules()
+        for name, child in parent.named_children()
+        if type(child).__name__ in FUSED_LAYERS
+    ]
+    for number, (parent, name, child) in enumerate(places):
+        fused = _fused_layer(variants, linear, child)
+        if fused is None:
+            continue
+        setattr(parent, name, fused)
+        if number == 0 and (reason := fault()) is not None:
+            setattr(parent, name, child)
+            return reason
+    return None
+
+
 def unpack(model: PreTrainedModel) -> None:
     """Puts plain linear layers back, for a model that reads its weights itself."""
-    _replace(model, lambda module: module.unpacked() if isinstance(module, PackedLinear) else None)
+    _replace(model, lambda module: module.unpacked() if isinstance(module, PackedLinear | QuantizedLinear) else None)
 
 
 def _fused_layer(
     variants: Mapping[int, AttentionVariant], linear: LinearFactory, module: nn.Module
 ) -> nn.Module | None:
     fused = FUSED_LAYERS.get(type(module).__name__)
-    if fused is None or not fused.fits(module):
+    if fused is None or not fused.fits(module, linear):
         return None
     return fused(module, variants[int(cast(Any, module).self_attn.layer_idx)], linear)
 
@@ -75,7 +106,7 @@ def _screen_head(model: PreTrainedModel, linear: LinearFactory) -> None:
 
 
 def _packed_linear(linear: LinearFactory, module: nn.Module) -> nn.Module | None:
-    return linear(module.weight, module.bias) if type(module) is nn.Linear else None
+    return linear(cast(Any, module)) if linear.takes(module) else None
 
 
 def _replace(module: nn.Module, replacement: Callable[[nn.Module], nn.Module | None]) -> None:
@@ -94,6 +125,7 @@ def limit_threads(model: nn.Module) -> None:
     the slowest. Call it before the weights are packed.
     """
     sizes = [module.weight.nbytes for module in model.modules() if isinstance(module, nn.Linear)]
+    sizes += [module.nbytes for module in model.modules() if isinstance(module, QuantizedLinear)]
     if sizes and sum(sizes) / len(sizes) < SMALL_LAYER_BYTES and torch.get_num_threads() > 1:
         logger.info("the model is small: it runs in one thread")
         torch.set_num_threads(1)

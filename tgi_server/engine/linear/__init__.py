@@ -1,40 +1,94 @@
 """Linear layers, y = x W^T + b: one file for each kind of weights, and the choice among kernels."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from tgi_server.engine.errors import UnsupportedModel
 from tgi_server.engine.kernels import load_kernels
 from tgi_server.engine.linear.base import PackedLinear
-from tgi_server.engine.linear.choice import choose_kernels, own_kernels
+from tgi_server.engine.linear.choice import Weights, choose_kernels, coded_shapes, plain_shapes
+from tgi_server.engine.linear.coded import CodedLinear, kind_of
 from tgi_server.engine.linear.float import FloatLinear
 from tgi_server.engine.linear.int8 import Int8Linear
 from tgi_server.engine.linear.kernel_table import KernelTable
 from tgi_server.engine.linear.onednn import OneDnnLinear
+from tgi_server.engine.quantization import QuantizedLinear, QuantizedWeight
 from tgi_server.engine.sharding import ShardGroup
 
 __all__ = ["KernelTable", "LinearFactory", "PackedLinear", "linear_factory"]
 
+Linear = nn.Linear | QuantizedLinear
+
 
 @dataclass(frozen=True, slots=True)
 class LinearFactory:
-    """Makes the linear layers of one model: all of a kind, with the same kernels."""
+    """Makes the linear layers of one model: all of a kind of weights with the same kernels.
+
+    layer: what layers with dense weights become, and kernels theirs. coded: the kernels of codes, by their kind;
+    quantised layers of another kind become `layer` where that has 8 bits, or stay what they are. dtype: of the model.
+    """
 
     layer: type[PackedLinear]
     kernels: KernelTable | None = None
+    coded: Mapping[str, KernelTable] = field(default_factory=dict)
+    dtype: torch.dtype = torch.float32
 
     @property
     def rounding(self) -> float:
         """Returns the share of their norm by which the layers may change a model's logits."""
         return self.layer.rounding
 
-    def __call__(self, weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
-        return self.layer(weight, bias, self.kernels)
+    def __str__(self) -> str:
+        """Returns the kernels, for people."""
+        coded = [f"{table} ({kind})" for kind, table in self.coded.items()]
+        own = str(self.kernels) if self.kernels else "onednn" if self.layer is OneDnnLinear else "torch"
+        return ", ".join([*coded, own])
 
-    def joined(self, *linears: nn.Linear) -> PackedLinear:
-        return self.layer.joined(*linears, kernels=self.kernels)
+    def takes(self, module: nn.Module) -> bool:
+        """Returns True for a layer that it makes another one of."""
+        if isinstance(module, QuantizedLinear):
+            return self.layer is Int8Linear or kind_of(module.quantized(0, 1)) in self.coded
+        return type(module) is nn.Linear
+
+    def joins(self, *modules: nn.Module) -> bool:
+        """Returns True if it can make one layer of those with the same input."""
+        quantized = [module for module in modules if isinstance(module, QuantizedLinear)]
+        if not all(map(self.takes, modules)) or 0 < len(quantized) < len(modules):
+            return False
+        weights = [module.quantized(0, 1) for module in quantized]
+        return all(weights[0].joins(weight) for weight in weights)
+
+    def __call__(self, module: Linear) -> PackedLinear:
+        if isinstance(module, QuantizedLinear):
+            return self._coded(module.quantized(), module)
+        return self.layer(module.weight, module.bias, self.kernels)
+
+    def joined(self, *modules: Linear) -> PackedLinear:
+        """Returns one layer for those with the same input; it gives their outputs side by side."""
+        quantized = [module for module in modules if isinstance(module, QuantizedLinear)]
+        if quantized:
+            return self._coded(QuantizedWeight.joined([module.quantized() for module in quantized]), *quantized)
+        plain = [module for module in modules if isinstance(module, nn.Linear)]
+        return self.layer.joined(*plain, kernels=self.kernels)
+
+    def _coded(self, weight: QuantizedWeight, *modules: QuantizedLinear) -> PackedLinear:
+        """Returns a layer of codes for the weight and the biases of modules, or one that rounds its inputs, too."""
+        biases = [module.bias for module in modules]
+        bias = None
+        if any(each is not None for each in biases):
+            filled = [
+                torch.zeros(module.out_features) if each is None else each.float()
+                for module, each in zip(modules, biases, strict=True)
+            ]
+            bias = torch.cat(filled)
+        if self.layer is Int8Linear:
+            layer = Int8Linear(weight.dense(), bias, self.kernels)
+            layer.weight = layer.weight.to(self.dtype)
+            return layer
+        return CodedLinear(weight, bias, self.coded[kind_of(weight)], self.dtype)
 
 
 def linear_factory(
@@ -48,28 +102,37 @@ def linear_factory(
 ) -> LinearFactory:
     """Returns what makes a model's linear layers on a CPU, quantised as asked.
 
-    pinned: the kernels to take, as KernelTable has them as text; None: those that are measured to be the fastest.
-    Raises UnsupportedModel when there are none.
+    pinned: the kernels to take, as KernelTable has them as text, of codes where the model has any; None: those that are
+    measured to be the fastest. Raises UnsupportedModel for kernels that there are not. Without the engine's own kernels
+    quantised layers stay what they are.
     """
-    if quantize not in (None, "int8"):
-        raise UnsupportedModel(f"--quantize {quantize} is not supported; on a CPU, int8 is")
     if not (custom_kernels and load_kernels()):
-        if quantize:
-            raise UnsupportedModel("--quantize int8 needs the CPU kernels, which are not available; leave it out")
         return LinearFactory(OneDnnLinear)
-    layer = Int8Linear if quantize else FloatLinear
-    table = choose_kernels(model, layer, group) if pinned is None else _pinned(pinned, layer, dtype)
+    shapes, of_codes = plain_shapes(model), coded_shapes(model)
+    layer = FloatLinear
+    if quantize == "int8":  # inputs are rounded as well
+        layer = Int8Linear
+        for each in of_codes.values():
+            shapes += each
+        of_codes = {}
+    coded = {}
+    for kind in sorted(of_codes):
+        weights = Weights.coded(kind, dtype)
+        coded[kind] = choose_kernels(of_codes[kind], weights, group) if pinned is None else _pinned(pinned, weights)
+    weights = Weights.plain(layer, dtype)
+    measured = pinned is None or bool(coded)
+    table = choose_kernels(shapes, weights, group) if measured else _pinned(str(pinned), weights)
     if table.onednn:
-        return LinearFactory(OneDnnLinear)
-    return LinearFactory(layer, table)
+        return LinearFactory(OneDnnLinear, None, coded, dtype)
+    return LinearFactory(layer, table, coded, dtype)
 
 
-def _pinned(text: str, layer: type[FloatLinear], dtype: torch.dtype) -> KernelTable:
+def _pinned(text: str, weights: Weights) -> KernelTable:
     try:
         table = KernelTable.of(text)
     except ValueError as error:
         raise UnsupportedModel(f"--linear-kernels: {error}") from error
-    known = own_kernels(layer, dtype) + ([] if layer is Int8Linear else ["onednn"])
+    known = [*weights.kernels, "onednn"] if weights.has_onednn else weights.kernels
     if unknown := [name for name in table.kernels if name not in known]:
         raise UnsupportedModel(
             f"--linear-kernels: this CPU has no {', '.join(unknown)} for these weights; it has {', '.join(known)}"

@@ -14,16 +14,20 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 import torch
 from torch import Tensor, nn
 
 from tgi_server.engine.kernels import cache_path
 from tgi_server.engine.linear.base import PackedLinear
+from tgi_server.engine.linear.coded import CodedLinear, kind_of
 from tgi_server.engine.linear.float import TILE, FloatLinear
 from tgi_server.engine.linear.int8 import Int8Linear
 from tgi_server.engine.linear.kernel_table import ONEDNN, KernelTable
 from tgi_server.engine.linear.onednn import OneDnnLinear
+from tgi_server.engine.quantization import QuantizedLinear, QuantizedWeight
+from tgi_server.engine.quantization.weight import CODES, LINE
 from tgi_server.engine.sharding import ShardGroup
 
 logger = logging.getLogger(__name__)
@@ -41,47 +45,105 @@ _OPERATIONS = 2e8
 _REPEATS = 5
 # Models with fewer weights than this compute for so short a time that any kernel will do.
 _SMALL_BYTES = 32 << 20
-# Kernels that stand in for instructions this CPU has not; tests choose them by name.
+# Kernels that stand in for instructions this CPU has not end so; tests choose them by name.
 _EMULATED = "amx_emulated"
+# Inputs of a group in weights of codes that are timed.
+_GROUP = 128
 
 # Seconds of all layers together, by the number of rows.
 Times = Mapping[int, float]
 
 
-def choose_kernels(model: nn.Module, layer: type[FloatLinear], group: ShardGroup | None) -> KernelTable:
-    """Returns the table for a model that is about to be packed in layers of this kind, the same for all its shards."""
-    answer = str(_chosen(model, layer)) if group is None or group.rank == 0 else ""
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """A kind of weights, all of which are multiplied by the same kernels.
+
+    name: tells it from others. dtype: of the inputs. bits: of a weight. kernels: those of the engine's own that run on
+    this CPU, the one to begin with first. has_onednn: oneDNN takes them, too.
+    make: returns a layer of so many outputs and inputs, with these kernels.
+    """
+
+    name: str
+    dtype: torch.dtype
+    bits: int
+    kernels: tuple[str, ...]
+    has_onednn: bool
+    make: Callable[[int, int, KernelTable], PackedLinear]
+
+    @classmethod
+    def plain(cls, layer: type[FloatLinear], dtype: torch.dtype) -> Self:
+        """Weights that are dense, and become what such layers have."""
+        int8 = layer is Int8Linear
+        stored = torch.int8 if int8 else dtype
+        packed = torch.ops.oatmill.linear_pack(torch.zeros(1, 64, dtype=stored))
+
+        def make(outputs: int, inputs: int, table: KernelTable) -> PackedLinear:
+            weight = torch.full((outputs, inputs), 0.01, dtype=dtype)
+            return OneDnnLinear(weight) if table.onednn else layer(weight, None, table)
+
+        name, bits = f"{layer.__name__} {dtype}", stored.itemsize * 8
+        return cls(name, dtype, bits, _real(torch.ops.oatmill.linear_kernels(packed)), not int8, make)
+
+    @classmethod
+    def coded(cls, kind: str, dtype: torch.dtype) -> Self:
+        """Codes of a kind. dtype: of the model."""
+        bits = 4 if kind in ("int4", "codebook") else 8
+        codebook = {"int4": LINE, "codebook": LINE.flip(0)}.get(kind)
+        codes = {4: torch.uint8, 8: torch.float8_e4m3fn if kind == "fp8" else torch.int8}[bits]
+
+        def make(outputs: int, inputs: int, table: KernelTable) -> PackedLinear:
+            scales = torch.full((outputs, -(-inputs // _GROUP)), 0.01)
+            numbers = torch.full((outputs, inputs), 3, dtype=torch.uint8).view(codes)
+            zeros = torch.full(scales.shape, CODES / 2) if kind == "int4" else None
+            weight = QuantizedWeight.of(numbers, scales, zeros, codebook=codebook)
+            return CodedLinear(weight, None, table)
+
+        return cls(f"{kind} {dtype}", dtype, bits, _real(torch.ops.oatmill.codes_kernels(kind)), False, make)
+
+
+def _real(kernels: Sequence[str]) -> tuple[str, ...]:
+    return tuple(name for name in kernels if not name.endswith(_EMULATED))
+
+
+def plain_shapes(model: nn.Module) -> Counter[tuple[int, int]]:
+    """Returns how many linear layers of each shape, (outputs, inputs), have dense weights."""
+    shapes = (module.weight.shape for module in model.modules() if isinstance(module, nn.Linear))
+    return Counter((outputs, inputs) for outputs, inputs in shapes)
+
+
+def coded_shapes(model: nn.Module) -> dict[str, Counter[tuple[int, int]]]:
+    """Returns how many linear layers of each shape have codes, by their kind."""
+    found: dict[str, Counter[tuple[int, int]]] = {}
+    for module in model.modules():
+        if isinstance(module, QuantizedLinear):
+            kind = kind_of(module.quantized(0, 1))
+            found.setdefault(kind, Counter())[module.out_features, module.in_features] += 1
+    return found
+
+
+def choose_kernels(shapes: Counter[tuple[int, int]], weights: Weights, group: ShardGroup | None) -> KernelTable:
+    """Returns the table for layers that are about to be packed, the same for all shards of a model."""
+    answer = str(_chosen(shapes, weights)) if group is None or group.rank == 0 else ""
     return KernelTable.of(group.exchange(answer)[0] if group else answer)
 
 
-def _chosen(model: nn.Module, layer: type[FloatLinear]) -> KernelTable:
-    shapes = Counter(tuple(module.weight.shape) for module in model.modules() if isinstance(module, nn.Linear))
-    dtypes = {module.weight.dtype for module in model.modules() if isinstance(module, nn.Linear)}
+def _chosen(shapes: Counter[tuple[int, int]], weights: Weights) -> KernelTable:
     outputs_by_depth: Counter[int] = Counter()
     for (outputs, inputs), count in shapes.items():
         outputs_by_depth[inputs] += outputs * count
-    weights = sum(outputs * inputs for inputs, outputs in outputs_by_depth.items())
-    dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
-    own = own_kernels(layer, dtype)
-    if weights * dtype.itemsize < _SMALL_BYTES:
-        return KernelTable.of(own[0])
-    place = _cache_file(outputs_by_depth, layer, dtype)
+    numbers = sum(outputs * inputs for inputs, outputs in outputs_by_depth.items())
+    if numbers * weights.bits // 8 < _SMALL_BYTES:
+        return KernelTable.of(weights.kernels[0])
+    place = _cache_file(outputs_by_depth, weights)
     if (cached := _read(place)) is not None:
         logger.info("linear layers: %s, as measured on this machine before (%s)", cached, place)
         return cached
     started = time.perf_counter()
-    candidates = own if layer is Int8Linear else [*own, ONEDNN]
-    table = choose(measure(outputs_by_depth, layer, dtype, candidates))
+    candidates = [*weights.kernels, ONEDNN] if weights.has_onednn else weights.kernels
+    table = choose(measure(outputs_by_depth, weights, candidates))
     logger.info("linear layers: %s, measured in %.1f s", table, time.perf_counter() - started)
     _write(place, table)
     return table
-
-
-def own_kernels(layer: type[FloatLinear], dtype: torch.dtype) -> list[str]:
-    """Returns the names of the engine's own kernels for such layers on this CPU, the one to begin with first."""
-    stored = torch.int8 if layer is Int8Linear else dtype
-    packed = torch.ops.oatmill.linear_pack(torch.zeros(1, 64, dtype=stored))
-    return [name for name in torch.ops.oatmill.linear_kernels(packed) if name != _EMULATED]
 
 
 def choose(times: Mapping[str, Times]) -> KernelTable:
@@ -103,12 +165,7 @@ def choose(times: Mapping[str, Times]) -> KernelTable:
 
 
 def measure(
-    outputs_by_depth: Mapping[int, int],
-    layer: type[FloatLinear],
-    dtype: torch.dtype,
-    candidates: Sequence[str],
-    *,
-    seconds: float = BUDGET_SECONDS,
+    outputs_by_depth: Mapping[int, int], weights: Weights, candidates: Sequence[str], *, seconds: float = BUDGET_SECONDS
 ) -> dict[str, dict[int, float]]:
     """Returns the times of candidates: seconds of all layers together, by the number of rows.
 
@@ -117,9 +174,9 @@ def measure(
     deadline = time.perf_counter() + seconds
     times = {name: dict.fromkeys(ROWS, 0.0) for name in candidates}
     for depth, outputs in outputs_by_depth.items():
-        trials = {name: _Trial.of(name, depth, layer, dtype) for name in candidates}
+        trials = {name: _Trial.of(name, depth, weights) for name in candidates}
         for rows in ROWS:
-            x = torch.full((rows, depth), 0.01, dtype=dtype)
+            x = torch.full((rows, depth), 0.01, dtype=weights.dtype)
             best = dict.fromkeys(candidates, math.inf)
             for repeat in range(_REPEATS):
                 if repeat and time.perf_counter() > deadline:
@@ -139,15 +196,13 @@ class _Trial:
     most: int  # outputs
 
     @classmethod
-    def of(cls, name: str, depth: int, layer: type[FloatLinear], dtype: torch.dtype) -> "_Trial":
-        itemsize = 1 if layer is Int8Linear else dtype.itemsize
-        most = max(TILE, _WEIGHT_BYTES // (depth * itemsize) // TILE * TILE)
+    def of(cls, name: str, depth: int, weights: Weights) -> Self:
+        most = max(TILE, _WEIGHT_BYTES * 8 // (depth * weights.bits) // TILE * TILE)
         layers: dict[int, PackedLinear] = {}
 
         def by_outputs(outputs: int) -> PackedLinear:
             if outputs not in layers:
-                weight = torch.full((outputs, depth), 0.01, dtype=dtype)
-                layers[outputs] = OneDnnLinear(weight) if name == ONEDNN else layer(weight, None, KernelTable.of(name))
+                layers[outputs] = weights.make(outputs, depth, KernelTable.of(name))
             return layers[outputs]
 
         return cls(by_outputs, most)
@@ -163,8 +218,8 @@ class _Trial:
         return (time.perf_counter() - started) / outputs
 
 
-def _cache_file(outputs_by_depth: Mapping[int, int], layer: type[FloatLinear], dtype: torch.dtype) -> Path:
-    facts = [sorted(outputs_by_depth.items()), layer.__name__, str(dtype), torch.get_num_threads(), ROWS]
+def _cache_file(outputs_by_depth: Mapping[int, int], weights: Weights) -> Path:
+    facts = [sorted(outputs_by_depth.items()), weights.name, torch.get_num_threads(), ROWS]
     return cache_path("linear-" + hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:12] + ".txt")
 
 

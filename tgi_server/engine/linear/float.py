@@ -47,6 +47,7 @@ class FloatLinear(PackedLinear):
             corrections,
             list(table.kernels),
             list(table.from_rows),
+            None,
         )
 
     def _dense(self) -> tuple[Tensor, Tensor | None]:

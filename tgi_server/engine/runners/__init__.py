@@ -12,9 +12,10 @@ from tgi_server.engine.config import EngineConfig
 from tgi_server.engine.errors import UnsupportedModel
 from tgi_server.engine.kernels import load_kernels
 from tgi_server.engine.layers import limit_threads, optimise, unpack
-from tgi_server.engine.linear import linear_factory
+from tgi_server.engine.linear import LinearFactory, linear_factory
 from tgi_server.engine.linear.onednn import has_products
 from tgi_server.engine.runners.base import Runner
+from tgi_server.engine.runners.fusion import fuse_layers
 from tgi_server.engine.runners.padded import PaddedRunner
 from tgi_server.engine.runners.paged import PagedRunner
 from tgi_server.engine.runners.probe import backend_fault, probe_kv_shape, same_logits
@@ -30,12 +31,7 @@ def create_runner(model: PreTrainedModel, config: EngineConfig) -> Runner:
     Raises UnsupportedModel when the engine's own layers do not compute what the model's did, or when the weights
     cannot be quantised as asked. All shards of a model come to the same decision.
     """
-    group = config.group
-    weight_bytes = sum(parameter.nbytes for parameter in model.parameters())
     on_cpu = model.device.type == "cpu" and config.custom_kernels
-    fallbacks = []
-    if on_cpu and not load_kernels():
-        fallbacks.append("the CPU kernels are not available, so plain torch does their work")
     if on_cpu:
         limit_threads(model)
     linear = linear_factory(
@@ -43,9 +39,20 @@ def create_runner(model: PreTrainedModel, config: EngineConfig) -> Runner:
         model.dtype,
         config.quantize,
         custom_kernels=on_cpu,
-        group=group,
+        group=config.group,
         pinned=config.linear_kernels,
     )
+    runner = _runner(model, config, linear, on_cpu=on_cpu)
+    runner.linear_kernels = str(linear) if on_cpu else "torch"
+    return runner
+
+
+def _runner(model: PreTrainedModel, config: EngineConfig, linear: LinearFactory, *, on_cpu: bool) -> Runner:
+    group = config.group
+    fallbacks = []
+    if on_cpu and not load_kernels():
+        fallbacks.append("the CPU kernels are not available, so plain torch does their work")
+    weight_bytes = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
     shape = probe_kv_shape(model, group)
     if shape is None:
         _warn_no_graphs(config, "on the padded path")
@@ -64,6 +71,8 @@ def create_runner(model: PreTrainedModel, config: EngineConfig) -> Runner:
     if model.device.type == "cuda" and config.custom_kernels:
         backend, fault = _proven(model, backend, group)
         fallbacks += [fault] if fault else []
+        if fault is None:
+            fallbacks += fuse_layers(model, backend, group)
     if model.device.type != "cuda" or not backend.any_lengths:
         _warn_no_graphs(config, f"on {'a CPU' if model.device.type == 'cpu' else 'a GPU in plain torch'}")
     if on_cpu:
@@ -75,7 +84,7 @@ def create_runner(model: PreTrainedModel, config: EngineConfig) -> Runner:
 
 def _warn_no_graphs(config: EngineConfig, where: str) -> None:
     if config.cuda_graphs:
-        logger.warning("--cuda-graphs changes nothing: decoding %s runs without CUDA graphs", where)
+        logger.warning("--cuda-graphs has no effect: decoding %s runs without CUDA graphs", where)
 
 
 def _proven(
@@ -88,6 +97,6 @@ def _proven(
         fault = backend_fault(model, backend, group)
     if fault is None:
         return backend, None
-    fallback = f"attention runs in plain torch, which is slow: {fault}"
+    fallback = f"attention runs in plain torch, which is slower: {fault}"
     logger.warning(fallback)
     return GatherAttention(backend.shape, backend.device, backend.dtype), fallback

@@ -11,6 +11,7 @@ from transformers import PretrainedConfig
 
 from tgi_server.contract import StoppingParameters
 from tgi_server.engine.attention.base import GreedyOnly
+from tgi_server.engine.errors import InvalidCall
 from tgi_server.engine.sequence import RunningSequence
 
 UNBOUNDED_POSITIONS = 1 << 20
@@ -69,11 +70,12 @@ class Runner(ABC):
 
     paged: prompts may be computed in chunks, and keys and values live in blocks that the caller grants.
     block_size: tokens of a KV block. fallbacks: why parts of the model are computed in a slower way than the device
-    has.
+    has. linear_kernels: what computes linear layers, for people.
     """
 
     paged: bool
     block_size: int
+    linear_kernels = "torch"
 
     def __init__(self, fallbacks: Iterable[str] = ()) -> None:
         self.fallbacks = list(fallbacks)
@@ -108,6 +110,13 @@ class Runner(ABC):
     @abstractmethod
     def accept(self, first_row: int, token_ids: Tensor) -> None:
         """Sets the next inputs of the rows from `first_row` on. token_ids: [rows] int64 on the device."""
+
+    def skip(self, row: int, tokens: int, token_id: int) -> None:
+        """Advances a row by `tokens` tokens more than the one of the last pass. token_id: its next input.
+
+        The pass has computed them as a chunk behind the row's own token. Only for paged models.
+        """
+        raise InvalidCall("a padded row advances by one token a pass")
 
     @abstractmethod
     def grant(self, sequence: RunningSequence, row: int | None, blocks: list[int]) -> None:

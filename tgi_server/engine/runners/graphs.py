@@ -63,7 +63,7 @@ def record_decoding(
     started = time.perf_counter()
     try:
         graphs = DecodeGraphs(sizes, step, record)
-    except RuntimeError as error:
+    except Exception as error:  # of the device, of a compiler
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         logger.warning("decoding runs without CUDA graphs: %s", reason)
         return None, reason

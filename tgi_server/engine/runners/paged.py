@@ -1,13 +1,16 @@
 """The paged way to run a model: packed batches, keys and values in blocks, nothing rebuilt per token."""
 
+import logging
 from collections.abc import Iterable, Sequence
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from tgi_server.engine.attention.base import AttentionBackend, GreedyOnly
+from tgi_server.engine.attention.gather import GatherAttention
 from tgi_server.engine.attention.paged_cache import PagedCache
-from tgi_server.engine.errors import InvalidCall, NotEnoughMemory
+from tgi_server.engine.errors import EngineError, InvalidCall, NotEnoughMemory
 from tgi_server.engine.memory import cache_bytes, forget_peak, taken_by
 from tgi_server.engine.runners.base import (
     UNBOUNDED_POSITIONS,
@@ -22,6 +25,8 @@ from tgi_server.engine.runners.paged_batch import PagedBatch, PassInput
 from tgi_server.engine.runners.rope import LengthDependentRope
 from tgi_server.engine.sequence import RunningSequence
 from tgi_server.engine.sharding import ShardGroup
+
+logger = logging.getLogger(__name__)
 
 # Tokens for whose keys and values memory is taken before they come.
 _RESERVED_TOKENS = 1 << 15
@@ -123,6 +128,9 @@ class PagedRunner(Runner):
     def accept(self, first_row: int, token_ids: Tensor) -> None:
         self._batch.tokens[first_row : first_row + len(token_ids)] = token_ids
 
+    def skip(self, row: int, tokens: int, token_id: int) -> None:
+        self._batch.skip(row, tokens, token_id)
+
     def grant(self, sequence: RunningSequence, row: int | None, blocks: list[int]) -> None:
         self._check(sequence, blocks)
         first = len(sequence.blocks)
@@ -185,6 +193,29 @@ class PagedRunner(Runner):
             self.fallbacks.append(f"decoding runs without CUDA graphs: {fault}")
 
     def _run_largest(self, max_batch_size: int, max_prefill_tokens: int) -> None:
+        """Runs the largest pass with the backend, or where its kernels fail, with attention in plain torch."""
+        try:
+            self._run_prompt_of(max_prefill_tokens, max_batch_size)
+        except (EngineError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # of a compiler, of a driver: a kernel that cannot be had for some sizes
+            plain = type(self._backend) is GatherAttention or not isinstance(self._backend, GatherAttention)
+            if plain or self._group is not None:
+                raise
+            self._attend_in_plain_torch(error)
+            self._run_prompt_of(max_prefill_tokens, max_batch_size)
+
+    def _attend_in_plain_torch(self, fault: Exception) -> None:
+        name = type(self._backend).__name__
+        fallback = f"attention runs in plain torch, which is slow: {name} fails ({type(fault).__name__}: {fault})"
+        logger.warning(fallback)
+        self.fallbacks.append(fallback)
+        self._backend = GatherAttention(self._backend.shape, self._device, self._backend.dtype)
+        self._backend.block_size = self.block_size  # which has been told already
+        self._cache = PagedCache(self._backend)
+        self._cache.attach(self._model)
+
+    def _run_prompt_of(self, max_prefill_tokens: int, max_batch_size: int) -> None:
         tokens = warm_up_tokens(self._model.config, self._device, max_prefill_tokens)
         blocks = -(-tokens // self.block_size)
         self._allocate(max_batch_size, blocks, tokens + 1)

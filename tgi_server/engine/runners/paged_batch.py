@@ -31,8 +31,8 @@ class PagedBatch:
     tokens: [rows] int64; the next input of each row. positions: [rows] int64; where it stands in its sequence.
     A row that no sequence has stands at position 0 of the scratch block.
 
-    A row advances by one position a pass. So the host knows every position without asking the device: it is the number
-    of passes so far plus the row's position offset.
+    A row advances by one position a pass, and by those of drafted tokens that the host knows to be right. So the host
+    knows every position without asking the device: it is the number of passes so far plus the row's position offset.
     """
 
     def __init__(
@@ -78,6 +78,12 @@ class PagedBatch:
         """Notes that a pass is done in which the first `rows` rows decoded."""
         self.positions[:rows] += 1
         self._passes += 1
+
+    def skip(self, row: int, tokens: int, token_id: int) -> None:
+        """Advances a row by `tokens` positions. token_id: its next input."""
+        self.positions[row] += tokens
+        self._position_offsets[row] += tokens
+        self.tokens[row] = token_id
 
     def decode_input(self, rows: int, greedy: GreedyOnly | None = None, longest: int | None = None) -> PassInput:
         """Returns the input of a pass in which the first `rows` rows decode, and nothing else is computed.

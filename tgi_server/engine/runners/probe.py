@@ -12,7 +12,7 @@ all heads; such a model's logits are compared with those of one text on the page
 
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -24,6 +24,7 @@ from tgi_server.engine.attention.base import AttentionBackend, AttentionVariant,
 from tgi_server.engine.attention.gather import GatherAttention
 from tgi_server.engine.attention.paged_cache import PagedCache
 from tgi_server.engine.errors import EngineError, UnsupportedModel
+from tgi_server.engine.runners.base import position_limit
 from tgi_server.engine.runners.families import install_paged_attention
 from tgi_server.engine.sharding import ShardGroup
 from tgi_server.engine.sharding.architectures import plan_for
@@ -33,14 +34,18 @@ logger = logging.getLogger(__name__)
 # Tokens of the two prompts; both are the start of the same text.
 LONG, SHORT = 8, 5
 _BLOCKS = 3  # of the KV cache: one for each prompt, and the scratch block
+# Tokens of the text on which a backend is proved: several blocks, and several parts for whoever cuts keys into parts.
+_LONG_RUN = 300
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
 
 class _Recorder(GatherAttention):
     """Makes room for a layer when its first keys come, and remembers their shapes and how each layer attends."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, tokens: int = 1) -> None:
+        """tokens: of the longer of two texts."""
         super().__init__(KVShape(heads=(), head_dim=0), model.device, model.dtype)
+        self._blocks = 2 * _blocks_of(tokens, self.block_size) + 1
         self._keys: dict[int, Tensor] = {}  # type: ignore[assignment]
         self._values: dict[int, Tensor] = {}  # type: ignore[assignment]
         self.variants: dict[int, AttentionVariant] = {}
@@ -49,8 +54,8 @@ class _Recorder(GatherAttention):
 
     def write(self, layer: int, key: Tensor, value: Tensor, metadata: ForwardMetadata) -> None:
         if layer not in self._keys:
-            self._keys[layer] = key.new_zeros(_BLOCKS, self.block_size, *key.shape[1:])
-            self._values[layer] = value.new_zeros(_BLOCKS, self.block_size, *value.shape[1:])
+            self._keys[layer] = key.new_zeros(self._blocks, self.block_size, *key.shape[1:])
+            self._values[layer] = value.new_zeros(self._blocks, self.block_size, *value.shape[1:])
         self.written += 1
         super().write(layer, key, value, metadata)
 
@@ -131,16 +136,49 @@ def backend_fault(model: PreTrainedModel, backend: AttentionBackend, group: Shar
 
     The backend's blocks are allocated anew. All shards come to the same answer.
     """
-    expected = _run(model, _Recorder(model))
-    backend.allocate(_BLOCKS)
+    expected = _run_long(model, _Recorder(model, _LONG_RUN), _long_run(model))
+    return _fault(model, backend, expected, type(backend).__name__, group)
+
+
+def fault_since(
+    model: PreTrainedModel, backend: AttentionBackend, name: str, group: ShardGroup | None = None
+) -> Callable[[], str | None]:
+    """Returns a function that returns what has gone wrong with the model since, as `backend_fault` does.
+
+    name: of what is done to the model meanwhile.
+    """
+    _allocate(model, backend)
+    before = _run_long(model, backend, _long_run(model))
+    return lambda: _fault(model, backend, before, name, group)
+
+
+def attention_variants(model: PreTrainedModel) -> dict[int, AttentionVariant]:
+    """Returns how each layer of a model on the paged path attends."""
+    recorder = _Recorder(model)
+    _run(model, recorder)
+    return recorder.variants
+
+
+def _long_run(model: PreTrainedModel) -> int:
+    return min(_LONG_RUN, position_limit(model.config) or _LONG_RUN)
+
+
+def _allocate(model: PreTrainedModel, backend: AttentionBackend) -> None:
+    backend.allocate(2 * _blocks_of(_long_run(model), backend.block_size) + 1)
+
+
+def _fault(
+    model: PreTrainedModel, backend: AttentionBackend, expected: Tensor, name: str, group: ShardGroup | None
+) -> str | None:
     fault = ""
     try:
-        error = logits_error(expected, _run(model, backend))
+        _allocate(model, backend)
+        error = logits_error(expected, _run_long(model, backend, _long_run(model)))
     except Exception as failure:  # of a compiler, of a driver, of a library that is too old
-        fault = f"{type(backend).__name__} fails ({type(failure).__name__}: {failure})"
+        fault = f"{name} fails ({type(failure).__name__}: {failure})"
     else:
         if not error <= TOLERANCE[model.dtype]:
-            fault = f"logits change by {error:.2g} with {type(backend).__name__}"
+            fault = f"logits change by {error:.2g} with {name}"
     faults = group.exchange(fault) if group is not None else [fault]
     return next(filter(None, faults), None)
 
@@ -189,36 +227,73 @@ def _paged_logits(model: PreTrainedModel) -> Tensor:
 
 def _run(model: PreTrainedModel, backend: AttentionBackend) -> Tensor:
     """Returns the last logits of both prompts, then those of one more token of each: [4, vocab_size]."""
+    tables = torch.tensor([[1], [2]], device=model.device)
+    passes = [([(0, 0, LONG), (1, 0, SHORT)], 0), ([(0, LONG, 1), (1, SHORT, 1)], 2)]
+    return torch.cat([_pass(model, backend, tables, *each) for each in passes])
+
+
+def _run_long(model: PreTrainedModel, backend: AttentionBackend, length: int) -> Tensor:
+    """Returns the last logits of every part of a run in which a prompt of several blocks is computed in two chunks.
+
+    length: of its longest text. The second chunk is computed while a shorter text decodes. The longer text is then
+    attended in several parts where a backend has such.
+    """
+    half, shorter = length // 2, max(1, length // 3)
+    count = _blocks_of(length, backend.block_size)
+    tables = torch.arange(2 * count, device=model.device).flip(0).view(2, count) + 1
+    passes = [
+        ([(0, 0, half), (1, 0, shorter)], 0),
+        ([(1, shorter, 1), (0, half, length - 1 - half)], 1),
+        ([(0, length - 1, 1), (1, shorter + 1, 1)], 2),
+    ]
+    return torch.cat([_pass(model, backend, tables, *each) for each in passes])
+
+
+def _blocks_of(tokens: int, block_size: int) -> int:
+    return -(-tokens // block_size)
+
+
+def _pass(
+    model: PreTrainedModel,
+    backend: AttentionBackend,
+    tables: Tensor,
+    spans: list[tuple[int, int, int]],
+    decoding: int,
+) -> Tensor:
+    """Computes parts of two texts. Returns the logits of the last token of each: [spans, vocab_size].
+
+    spans: (row of the tables, first position, tokens) of each part. decoding: so many of them decode; the others are
+    chunks of prompts.
+    """
     cache = PagedCache(backend)
     cache.attach(model)
-    tokens, size, device = probe_tokens(model, LONG + 1), backend.block_size, model.device
-    places = torch.arange(LONG + 1, device=device)
-    tables = torch.tensor([[1], [2]], dtype=torch.int32, device=device)
-
-    def logits(positions: list[Tensor], lengths: list[int], decoding: int, chunks: list[ChunkSpan]) -> Tensor:
-        ends = torch.tensor([0, *(len(place) for place in positions)], dtype=torch.int32, device=device).cumsum(0)
-        cache.metadata = ForwardMetadata(
-            slots=torch.cat([size * block + place for block, place in enumerate(positions, start=1)]),
-            block_tables=tables,
-            kv_lengths=torch.tensor(lengths, dtype=torch.int32, device=device),
-            query_starts=ends.to(torch.int32),
-            decoding=decoding,
-            chunks=chunks,
-            max_kv_length=max(lengths),
-        )
-        position_ids = torch.cat(positions)
-        return model(
-            input_ids=tokens[position_ids][None],
-            position_ids=position_ids[None],
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=ends[1:] - 1,
-        ).logits[0]
-
-    prompts = [ChunkSpan(0, LONG, LONG), ChunkSpan(LONG, SHORT, SHORT)]
-    first = logits([places[:LONG], places[:SHORT]], [LONG, SHORT], 0, prompts)
-    second = logits([places[LONG:], places[SHORT : SHORT + 1]], [LONG + 1, SHORT + 1], 2, [])
-    return torch.cat([first, second])
+    device, size = model.device, backend.block_size
+    places = [torch.arange(start, start + count, device=device) for _, start, count in spans]
+    ends = torch.tensor([0, *(count for *_, count in spans)], device=device).cumsum(0)
+    first = ends.tolist()
+    lengths = [start + count for _, start, count in spans]
+    cache.metadata = ForwardMetadata(
+        slots=torch.cat(
+            [tables[row, place // size] * size + place % size for (row, *_), place in zip(spans, places, strict=True)]
+        ),
+        block_tables=tables[[row for row, *_ in spans]].to(torch.int32),
+        kv_lengths=torch.tensor(lengths, dtype=torch.int32, device=device),
+        query_starts=ends.to(torch.int32),
+        decoding=decoding,
+        chunks=[
+            ChunkSpan(begin, count, length) for begin, (*_, count), length in zip(first, spans, lengths, strict=False)
+        ][decoding:],
+        max_kv_length=max(lengths),
+    )
+    position_ids = torch.cat(places)
+    logits: Tensor = model(
+        input_ids=probe_tokens(model, max(lengths))[position_ids][None],
+        position_ids=position_ids[None],
+        past_key_values=cache,
+        use_cache=True,
+        logits_to_keep=ends[1:] - 1,
+    ).logits[0]
+    return logits
 
 
 def _objection(model: PreTrainedModel, recorder: _Recorder, expected: Tensor, actual: Tensor) -> str | None:

@@ -72,7 +72,7 @@ class Subset:
         return rows if self.index is None else rows.index_select(0, self.index)
 
     def put(self, rows: Tensor, part: Tensor) -> Tensor:
-        """`rows` with `part` in this subset's places; overwrites `rows`."""
+        """Returns `rows` with `part` in this subset's places; overwrites `rows`."""
         return part if self.index is None else rows.index_copy_(0, self.index, part)
 
 

@@ -33,7 +33,7 @@ _SECOND_MULTIPLIER = as_int64(0x94D049BB133111EB)
 
 
 def mix64(bits: Tensor) -> Tensor:
-    """SplitMix64's finaliser on int64 of any shape: a bijection in which each input bit sways each output bit."""
+    """Returns SplitMix64's finaliser of int64 of any shape: a bijection, each bit of which depends on all bits."""
     bits = (bits ^ _shift_right(bits, 30)) * _FIRST_MULTIPLIER
     bits = (bits ^ _shift_right(bits, 27)) * _SECOND_MULTIPLIER
     return bits ^ _shift_right(bits, 31)

@@ -42,11 +42,6 @@ def plan_for(config: PretrainedConfig) -> ShardingPlan:
             f"{config.model_type} models cannot be split over several shards; leave out --num-shard and --sharded. "
             f"Those that can: {', '.join(sorted(_PLANS))}"
         )
-    if getattr(config, "quantization_config", None) is not None:
-        raise UnsupportedModel(
-            "a checkpoint that is quantised already cannot be split over several shards; take the model as it was "
-            "before, and --quantize where it is to be quantised"
-        )
     return plan(config)
 
 

@@ -1,4 +1,4 @@
-"""Reads a shard's slices of a model's safetensors files, and nothing else of them."""
+"""Reads a model's safetensors files, or a shard's slices of them and nothing else; quantised weights as such."""
 
 import hashlib
 import json
@@ -14,6 +14,8 @@ from torch import Tensor
 
 from tgi_server.engine.errors import InvalidWeights, ModelNotFound
 from tgi_server.engine.memory import mapped
+from tgi_server.engine.quantization import Quantization, QuantizedWeight
+from tgi_server.engine.quantization.source import QuantizedSource, TensorSource
 from tgi_server.engine.sharding.plan import ShardingPlan, Slice
 from tgi_server.engine.sharding.shares import Share
 
@@ -24,8 +26,8 @@ INDEX = "model.safetensors.index.json"
 class SlicedTensor:
     """A tensor of a file of which a shard needs a slice; `[...]` reads it, as with the slices of safetensors."""
 
-    def __init__(self, source: Any, slice_: Slice | None, share: Share) -> None:
-        """source: what `get_slice` of an open safetensors file returns."""
+    def __init__(self, source: Any, slice_: Slice | None, share: Share | None) -> None:
+        """source: what `get_slice` of an open safetensors file returns. share: needed with a slice."""
         self._source = source
         self._slice = slice_
         self._share = share
@@ -33,10 +35,10 @@ class SlicedTensor:
     @property
     def shape(self) -> tuple[int, ...]:
         shape = tuple(self._source.get_shape())
-        return self._slice.shape(self._share, shape) if self._slice else shape
+        return self._slice.shape(self._share, shape) if self._slice and self._share else shape
 
     def __getitem__(self, _: EllipsisType) -> Tensor:
-        if self._slice is None:
+        if self._slice is None or self._share is None:
             return self._source[...]
         if self._slice.axis is None:
             whole = self._source[...]
@@ -45,6 +47,7 @@ class SlicedTensor:
 
     def _read(self, axis: int) -> Tensor:
         assert self._slice is not None
+        assert self._share is not None
         size = self._source.get_shape()[axis]
         ranges = self._slice.ranges(self._share, size)
         before = (slice(None),) * axis
@@ -71,19 +74,93 @@ def _joined(pieces: list[Tensor], axis: int, shape: list[int]) -> Tensor:
     return whole
 
 
-@contextmanager
-def open_checkpoint(folder: Path, plan: ShardingPlan, share: Share) -> Iterator[dict[str, SlicedTensor]]:
-    """Yields what a shard needs of each tensor in a model's folder, by its name in the files.
+class QuantizedTensor:
+    """A tensor of a quantised checkpoint of which a shard needs a slice.
 
-    Raises ModelNotFound or InvalidWeights, and SafetensorError for a file in another format.
+    `[...]` reads it as a dense tensor, `quantized` as it is stored. plain: the tensor in a checkpoint that is not
+    quantised itself, which `[...]` then reads. transposed: the model has it as [inputs, outputs].
+    """
+
+    def __init__(
+        self, source: TensorSource, slice_: Slice | None, share: Share | None, plain: SlicedTensor | None = None
+    ) -> None:
+        self._source = source
+        self._slice = slice_
+        self._share = share
+        self.plain = plain
+        self.transposed = False
+
+    @property
+    def packable(self) -> bool:
+        """True for the weight of a linear layer."""
+        return isinstance(self._source, QuantizedSource)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        if self.plain is not None:
+            return self.plain.shape
+        shape = self._source.shape[::-1] if self.transposed else self._source.shape
+        return self._slice.shape(self._share, shape) if self._slice and self._share else shape
+
+    def quantized(self) -> QuantizedWeight:
+        """Returns this shard's part of the weight, [outputs, inputs]. Raises InvalidWeights."""
+        assert isinstance(self._source, QuantizedSource)
+        weight = self._source.read()
+        if self._slice is None or self._slice.axis is None:
+            return weight
+        outputs = self._slice.axis == (1 if self.transposed else 0)
+        ranges = self._ranges(weight.shape[0 if outputs else 1])
+        return weight.outputs(ranges) if outputs else weight.inputs(ranges)
+
+    def __getitem__(self, _: EllipsisType) -> Tensor:
+        if self.plain is not None:
+            return self.plain[...]
+        if isinstance(self._source, QuantizedSource):
+            dense = self.quantized().dense()
+            return dense.T.contiguous() if self.transposed else dense
+        dense = self._source.dense()
+        if self._slice is None or self._slice.axis is None:
+            return dense
+        axis = self._slice.axis
+        pieces = [dense.narrow(axis, each.start, len(each)) for each in self._ranges(dense.shape[axis])]
+        return torch.cat(pieces, axis)
+
+    def _ranges(self, size: int) -> list[range]:
+        assert self._slice is not None
+        assert self._share is not None
+        return self._slice.ranges(self._share, size)
+
+
+Checkpoint = dict[str, SlicedTensor | QuantizedTensor]
+
+
+@contextmanager
+def open_checkpoint(
+    folder: Path,
+    plan: ShardingPlan | None = None,
+    share: Share | None = None,
+    quantization: Quantization | None = None,
+) -> Iterator[Checkpoint]:
+    """Yields the tensors in a model's folder, by their names in the files; of a shard what it needs of each.
+
+    The parts of quantised weights are yielded as the tensors that they stand for. Raises ModelNotFound or
+    InvalidWeights, and SafetensorError for a file in another format.
     """
     with ExitStack() as stack:
-        tensors = {}
+        files: dict[str, Any] = {}
         for path in weight_files(folder):
             file = stack.enter_context(safe_open(path, framework="pt"))
-            for name in file.keys():  # noqa: SIM118
-                tensors[name] = SlicedTensor(file.get_slice(name), plan.slice(name), share)
-        yield tensors
+            files |= {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+        sources = quantization.sources(files) if quantization else []
+        slices = plan.slice if plan else lambda _: None
+        tensors: Checkpoint = {}
+        plain = {name: SlicedTensor(file, slices(name), share) for name, file in files.items()}
+        for source in sources:
+            rounded = plain[source.name] if quantization and quantization.rounds else None
+            tensors[source.name] = QuantizedTensor(source, slices(source.name), share, rounded)
+            for part in source.parts:
+                del plain[part]
+        yield {**plain, **tensors}
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -1,4 +1,4 @@
-"""Builds and loads one shard of a model."""
+"""Builds and loads one shard of a model, or a whole one whose weights are quantised."""
 
 import json
 from collections.abc import Mapping
@@ -9,10 +9,12 @@ import torch
 import transformers
 from torch import nn
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
-from tgi_server.engine.errors import UnsupportedModel
+from tgi_server.engine.errors import InvalidWeights, UnsupportedModel
+from tgi_server.engine.quantization import Quantization, QuantizedLinear
 from tgi_server.engine.sharding.architectures import plan_for
-from tgi_server.engine.sharding.checkpoint import fingerprint, open_checkpoint
+from tgi_server.engine.sharding.checkpoint import Checkpoint, QuantizedTensor, fingerprint, open_checkpoint
 from tgi_server.engine.sharding.group import ShardGroup
 from tgi_server.engine.sharding.layers import VocabParallelHead
 from tgi_server.engine.sharding.plan import ShardingPlan
@@ -40,33 +42,113 @@ def load_shard(
     config: PretrainedConfig,
     factory: Any,
     dtype: torch.dtype,
+    device: torch.device,
     group: ShardGroup,
     *,
+    quantization: Quantization | None,
     trust_remote_code: bool,
     facts: Mapping[str, str],
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """Loads this shard of the model in a folder. Returns it with what `transformers` reports of loading it.
 
-    Nothing but the shard is ever in memory. config: the model's. facts: what all shards have to agree on beside the
-    model and the versions of libraries, by its name. Raises UnsupportedModel for a model that cannot be split over so
-    many shards, or when the shards differ in what they are to load.
+    Nothing but the shard is ever in memory, and one quantised weight. config: the model's. quantization: of its
+    weights. facts: what all shards have to agree on beside the model and the versions of libraries, by its name. Raises
+    UnsupportedModel for a model that cannot be split over so many shards, or when the shards differ in what they are to
+    load.
     """
     plan = plan_for(config)
     share = share_of(group.rank, group.world_size, plan.heads)
     group.check_same(_facts(folder, config, dtype) | dict(facts))
+    model, report = _load(folder, config, factory, dtype, device, plan, share, quantization, trust_remote_code)
+    _surround(model, plan, share, group)
+    return model, report
+
+
+def load_quantized(
+    folder: Path,
+    config: PretrainedConfig,
+    factory: Any,
+    dtype: torch.dtype,
+    device: torch.device,
+    quantization: Quantization,
+    *,
+    trust_remote_code: bool,
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """Loads a whole model with quantised weights. Returns it with what `transformers` reports of loading it."""
+    return _load(folder, config, factory, dtype, device, None, None, quantization, trust_remote_code)
+
+
+def _load(
+    folder: Path,
+    config: PretrainedConfig,
+    factory: Any,
+    dtype: torch.dtype,
+    device: torch.device,
+    plan: ShardingPlan | None,
+    share: Share | None,
+    quantization: Quantization | None,
+    trust_remote_code: bool,
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    for part in (config, config.get_text_config(decoder=True)):  # or transformers would want to read them
+        if getattr(part, "quantization_config", None) is not None:
+            del part.quantization_config
     with torch.device("meta"):
-        model_class = type(factory.from_config(config, trust_remote_code=trust_remote_code))
-    shard_class = _shard_class(model_class, plan, share)
-    with open_checkpoint(folder, plan, share) as tensors:
-        model, report = shard_class.from_pretrained(
-            None, config=config, state_dict=tensors, dtype=dtype, output_loading_info=True
+        empty = factory.from_config(config, trust_remote_code=trust_remote_code)
+    model_class = type(empty)
+    with open_checkpoint(folder, plan, share, quantization) as tensors:
+        quantized = _linears(empty, tensors)
+        part_class = _part_class(model_class, plan, share, list(quantized))
+        taken = {id(tensor) for tensor in quantized.values()}
+        rest = {name: tensor for name, tensor in tensors.items() if id(tensor) not in taken}
+        model, report = part_class.from_pretrained(
+            None,
+            config=config,
+            state_dict=rest,
+            dtype=dtype,
+            device_map=placement(device),
+            output_loading_info=True,
         )
+        for path, tensor in quantized.items():
+            layer = model.get_submodule(path)
+            if tensor.shape != (wanted := (layer.out_features, layer.in_features)):
+                raise InvalidWeights(
+                    f"{folder}: the tensors of {path}.weight are of the shape {list(tensor.shape)}, where config.json "
+                    f"wants {list(wanted)}"
+                )
+            layer.fill(tensor.quantized())
     model.__class__ = model_class
     model.name_or_path = model.config.name_or_path = str(folder)
     if (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
-    _surround(model, plan, share, group)
     return model, report
+
+
+def placement(device: torch.device) -> dict[str, torch.device] | None:
+    """Returns the `device_map` with which `transformers` puts each weight on the device as soon as it is read.
+
+    On a CPU weights may stay where they are: in the pages of their files.
+    """
+    return None if device.type == "cpu" else {"": device}
+
+
+def _linears(model: PreTrainedModel, tensors: Checkpoint) -> dict[str, QuantizedTensor]:
+    """Returns the weights that stay quantised, by the path of the linear layer in the model that each is of.
+
+    Others, of layers of another kind or with another name in the model, become dense as they are read. The head is not
+    rounded.
+    """
+    prefix = f"{model.base_model_prefix}."
+    head = model.get_output_embeddings()
+    found = {}
+    for path, module in model.named_modules():
+        for name in (path, path.removeprefix(prefix)):
+            tensor = tensors.get(f"{name}.weight")
+            if isinstance(tensor, QuantizedTensor) and tensor.packable:
+                if type(module) is nn.Linear and not (tensor.plain and module is head):
+                    found[path] = tensor
+                tensor.transposed = type(module) is Conv1D
+                break
+    return found
 
 
 def _facts(folder: Path, config: PretrainedConfig, dtype: torch.dtype) -> dict[str, str]:
@@ -80,17 +162,22 @@ def _facts(folder: Path, config: PretrainedConfig, dtype: torch.dtype) -> dict[s
     }
 
 
-def _shard_class(model_class: type[PreTrainedModel], plan: ShardingPlan, share: Share) -> type[PreTrainedModel]:
-    """A class that builds the model with the parameters of one shard."""
+def _part_class(
+    model_class: type[PreTrainedModel], plan: ShardingPlan | None, share: Share | None, quantized: list[str]
+) -> type[PreTrainedModel]:
+    """A class that builds the model with the parameters of one shard, and with quantised layers at some paths."""
 
-    class Shard(model_class):
+    class Part(model_class):
         def __init__(self, config: PretrainedConfig) -> None:
             super().__init__(config)
-            _cut(self, plan, share)
+            if plan is not None and share is not None:
+                _cut(self, plan, share)
+            for path in quantized:
+                self.set_submodule(path, QuantizedLinear(self.get_submodule(path)))
 
-    Shard.__name__ = model_class.__name__
-    Shard.__module__ = model_class.__module__
-    return Shard
+    Part.__name__ = model_class.__name__
+    Part.__module__ = model_class.__module__
+    return Part
 
 
 def _cut(model: PreTrainedModel, plan: ShardingPlan, share: Share) -> None:

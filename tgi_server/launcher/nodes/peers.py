@@ -30,19 +30,19 @@ class Kind(StrEnum):
     HEARTBEAT = "alive"
     # To node 0: the user asked a node to stop. From node 0: all requests are done, so the shards may end.
     STOP = "stop"
-    # Something died, and what.
+    # A process died; the field `reason` names it.
     FAILED = "failed"
 
 
-class PeerLost(Exception):
-    """The other side is gone, or does not speak this protocol."""
+class NodeLost(Exception):
+    """The launcher at the other end is gone, or does not speak this protocol."""
 
 
 class Link:
     """One end of a connection between two launchers. Messages are JSON objects, a line each."""
 
     def __init__(self, name: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """name: of the other side, for log lines and errors."""
+        """name: the name of the other end, for log lines and errors."""
         self.name = name
         self._reader = reader
         self._writer = writer
@@ -50,7 +50,7 @@ class Link:
 
     @classmethod
     async def connect(cls, name: str, host: str, port: int) -> "Link":
-        """Raises OSError."""
+        """Connects to a listening launcher. Raises OSError."""
         return cls(name, *await asyncio.open_connection(host, port, limit=MAX_LINE))
 
     def send(self, kind: Kind, **details: Any) -> None:
@@ -59,23 +59,25 @@ class Link:
             self._writer.write(json.dumps({"word": kind, **details}).encode() + b"\n")
 
     async def receive(self) -> tuple[Kind, dict[str, Any]]:
-        """Returns the next message that is no heartbeat, and its fields. Raises PeerLost."""
+        """Returns the next message that is no heartbeat, and its fields. Raises NodeLost."""
         while True:
             try:
                 async with asyncio.timeout(SILENCE_SECONDS):
                     line = await self._reader.readline()
                 if not line:
-                    raise PeerLost(f"{self.name} closed its connection")
+                    raise NodeLost(f"{self.name} closed its connection")
                 message: dict[str, Any] = json.loads(line)
                 kind = Kind(message["word"])
                 if kind is not Kind.HEARTBEAT:
                     return kind, message
             except TimeoutError as error:
-                raise PeerLost(f"{self.name} has sent nothing for {SILENCE_SECONDS:.0f} s") from error
+                raise NodeLost(f"{self.name} has sent nothing for {SILENCE_SECONDS:.0f} s") from error
             except OSError as error:
-                raise PeerLost(f"{self.name} cannot be reached any more: {error.strerror or error}") from error
+                raise NodeLost(f"{self.name} cannot be reached any more: {error.strerror or error}") from error
             except (ValueError, KeyError, TypeError) as error:
-                raise PeerLost(f"{self.name} sent what is no message of a launcher") from error
+                raise NodeLost(
+                    f"{self.name} sent no message of a launcher; start the same version on all machines"
+                ) from error
 
     async def close(self) -> None:
         """Closes the connection; what was sent before still arrives."""
@@ -115,7 +117,7 @@ class Peers:
             link.send(Kind.STOP)
 
     def send_failed(self, reason: str) -> None:
-        """Tells the other nodes what died on this node, or on another one."""
+        """Tells the other nodes which process died, on this node or on another one."""
         for link in self._links:
             link.send(Kind.FAILED, reason=reason)
 
@@ -139,7 +141,7 @@ class Peers:
                     self._stop()
                     if not self.first:
                         return  # node 0 closes its end after that
-        except PeerLost as error:
+        except NodeLost as error:
             self._fail(str(error))
 
     def _stop(self) -> None:

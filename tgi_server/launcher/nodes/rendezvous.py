@@ -9,7 +9,7 @@ from typing import Any
 
 from tgi_server.launcher.errors import CannotStartError
 from tgi_server.launcher.machine import check_port, free_port
-from tgi_server.launcher.nodes.peers import Kind, Link, PeerLost, Peers
+from tgi_server.launcher.nodes.peers import Kind, Link, NodeLost, Peers
 from tgi_server.launcher.settings import LauncherSettings
 
 logger = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ class Rendezvous:
         try:
             async with asyncio.timeout(JOIN_SECONDS):
                 _, message = await link.receive()
-        except (PeerLost, TimeoutError):
+        except (NodeLost, TimeoutError):
             await link.close()
             return
         reason = self._mismatch(message)
@@ -91,7 +91,7 @@ class Rendezvous:
         try:
             while True:
                 await link.receive()
-        except PeerLost as error:
+        except NodeLost as error:
             logger.warning("%s", error)
             del self._joined[node]
             await link.close()
@@ -123,7 +123,7 @@ async def join(settings: LauncherSettings, shards: int) -> Peers:
             link.send(Kind.JOIN, node=settings.node_rank, nodes=settings.num_nodes, shards=shards)
             try:
                 kind, message = await link.receive()
-            except PeerLost:
+            except NodeLost:
                 await link.close()
                 await asyncio.sleep(RETRY_SECONDS)
                 continue

@@ -79,7 +79,7 @@ class Supervisor:
     def _stop_for_peers(self) -> None:
         if not self._asked:
             self._asked = True
-            logger.info("stopping, because another node asked for it")
+            logger.info("stopping, because another node was asked to stop")
         self._stopping.set()
 
     async def run(self) -> None:

@@ -69,9 +69,11 @@ def optional(value: int | None) -> str:
     return "null" if value is None else str(value)
 
 
-def token_json(token_id: int, text: str, logprob: float | None, *, special: bool) -> str:
+def token_json(token_id: int, text: str, logprob: float | None, *, special: bool, drafted: bool = False) -> str:
+    """Returns a token as a JSON object. That it had been drafted is a member that TGI does not have."""
     flag = "true" if special else "false"
-    return f'{{"id":{token_id},"text":{quoted(text)},"logprob":{number(logprob)},"special":{flag}}}'
+    more = ',"drafted":true' if drafted else ""
+    return f'{{"id":{token_id},"text":{quoted(text)},"logprob":{number(logprob)},"special":{flag}{more}}}'
 
 
 def top_tokens_json(tokenizer: TextTokenizer, top: TopTokens) -> str:

@@ -1,1 +1,1 @@
-"""Which requests run, on which KV blocks, and what the shards are told; nothing here does I/O."""
+"""Scheduling: the requests that run, their KV blocks, and the calls to the shards."""

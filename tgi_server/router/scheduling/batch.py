@@ -9,7 +9,7 @@ from tgi_server.router.scheduling.sequence import Sequence
 
 logger = logging.getLogger(__name__)
 
-# Tokens for which sequences with a grammar get blocks ahead: more than most of the keys of an object.
+# Tokens for which sequences that jump get blocks ahead: more than most of the keys of an object, or drafts, have.
 _AHEAD = 32
 
 
@@ -50,7 +50,7 @@ class Batch:
     Steps are numbered as they are sent; every step advances each sequence past its prompt by one token. So the step at
     which a sequence needs its next block is known in advance, without waiting for its tokens, and no sequence is looked
     at in each step. Sequences with a grammar are the exception: they jump ahead by the tokens that the grammar forces,
-    as far as they have blocks, so they are looked at, and given some blocks ahead.
+    as far as they have blocks, so they are looked at, and given some blocks ahead. So are all where shards speculate.
 
     id: of the batch, as the shards know it. step: the number of the next step. answered: of the last one whose tokens
     are known. filter_due: the shards hold sequences that have left.

@@ -1,5 +1,6 @@
 """The shards' memory, as sequences hold it: KV blocks for most models, rectangles for the others."""
 
+from array import array
 from collections import Counter
 from collections.abc import Iterable
 from enum import Enum
@@ -174,10 +175,17 @@ class PagedMemory:
             return False
         own = self._take(new)
         copy = BlockCopy(found[shared], own[0], partial) if partial else None
-        sequence.admit(found[:shared] + own, match.tokens, copy)
+        sequence.admit(found[:shared] + own, match.tokens, copy, self._earlier_reply(sequence))
         if partial:
             self._sources[sequence] = found[shared:]
         return True
+
+    def _earlier_reply(self, sequence: Sequence) -> Iterable[int]:
+        """Returns what was written for an earlier request with the same prompt, where the shards draft from it."""
+        if not sequence.speculates:
+            return ()
+        prompt = sequence.tokens[: sequence.prompt_tokens].tobytes()
+        return array("I", self._cache.continuation(_space(sequence), prompt, sequence.request.stopping.max_new_tokens))
 
     def _take(self, blocks: int) -> list[int]:
         short = blocks - self._pool.free
@@ -227,13 +235,13 @@ class PaddedMemory:
         return True
 
     def grow(self, sequence: Sequence) -> int:
-        raise AssertionError("padded sequences have their memory from the start")
+        raise AssertionError("a padded sequence has its memory from the start; the planner must not grow it")
 
     def computed(self, sequence: Sequence) -> None:
-        """Nothing is kept for others."""
+        """Does nothing: no tokens are kept for other sequences."""
 
     def sent(self) -> None:
-        """Nothing depends on the order of calls."""
+        """Does nothing: no memory depends on the order of calls."""
 
     def release(self, sequence: Sequence) -> None:
         del self._lengths[sequence.id]

@@ -24,7 +24,7 @@ STEPS_IN_FLIGHT = 2
 
 
 class Reason(Enum):
-    """Why waiting requests are taken in."""
+    """The reason why waiting requests join the batch."""
 
     ROOM = "the running batch is at most half full"
     BACKPRESSURE = "the waiting requests outnumber the running ones by waiting_served_ratio"
@@ -41,7 +41,7 @@ class AdmissionPolicy:
     limits: Limits
 
     def reason_to_admit(self, running: int, waiting: int, steps_since_prefill: int) -> Reason | None:
-        """Returns None if the waiting requests go on waiting."""
+        """Returns the reason why waiting requests should join now; None if they go on waiting."""
         limits = self.limits
         if waiting == 0 or running >= limits.max_batch_size:
             return None
@@ -77,7 +77,7 @@ class StepPlan:
     decode: sequences past their prompt advance by a token. replies: how many of these there are, those that have ended
     unknown to the router included. grants: blocks that sequences get, by request id.
     chunks: prompt tokens to compute, by request id. joined: the sequences that leave the queue.
-    reason: why they do while others run; None where none runs.
+    reason: the reason why they join running ones; None if none runs.
     """
 
     batch_id: int

@@ -96,6 +96,20 @@ class PrefixCache:
             match.pending += shared - usable
         return match
 
+    def continuation(self, space: Space, tokens: bytes, most: int) -> bytes:
+        """Returns what follows `tokens` where they were kept last, at most `most` tokens (4 bytes each)."""
+        node, matched = None, 0
+        for node, shared in self._walk(space, tokens):
+            matched = node.start + shared
+        if node is None or matched * _WIDTH < len(tokens):
+            return b""
+        following = node.tokens[(matched - node.start) * _WIDTH :]
+        while len(following) < most * _WIDTH and node.children:
+            # Of those used at the same time the younger: where texts part, the older was passed by just now.
+            node = max(reversed(node.children.values()), key=lambda child: child.last_used)
+            following += node.tokens
+        return bytes(following[: most * _WIDTH])
+
     def insert(self, space: Space, tokens: bytes, blocks: list[int], *, fresh: bool = False) -> None:
         """Keeps what a sequence has computed; if `fresh`, some of it only by the call being built.
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -70,6 +70,7 @@ class Scheduler:
         """
         self._shards = shards
         self._metrics = metrics
+        self._speculates = info.speculate > 0
         self._pace = pace
         self._clock = clock
         self._answered_at = clock()  # when the last response came
@@ -108,7 +109,7 @@ class Scheduler:
             tell_end(request, self._unhealthy)
             return
         try:
-            sequence = Sequence(request)
+            sequence = Sequence(request, self._speculates)
             self.batch.memory.check_length(sequence)
         except InvalidRequest as error:
             tell_end(request, error)
@@ -156,7 +157,7 @@ class Scheduler:
         if self._in_flight:
             await self.receive()
         elif len(self.batch) or len(self.waiting):
-            raise GenerationFailed("the shards owe tokens to requests that they do not know any more")
+            raise GenerationFailed("requests still wait for tokens, but the shards have no step to compute for them")
         else:
             await self._sleep()
 
@@ -189,7 +190,6 @@ class Scheduler:
                 self._end(sequence, RouterError("the start of the generation could not be handled"))
             else:
                 if first:
-                    self._metrics.requests.skipped(sequence.cached)
                     self._metrics.batches.looked_up(sequence.prompt_tokens, sequence.cached)
 
     async def receive(self) -> None:
@@ -207,7 +207,14 @@ class Scheduler:
         self._pace.observe(sent.plan.replies, sent.plan.prompt_tokens, self._answered_at - started)
         timings = response.step.timings
         self._metrics.batches.answered(sent.method, seconds, timings.forward_ns / 1e9, timings.sampling_ns / 1e9)
+        if self._speculates:
+            self._show_speculation(response.step)
         self._deliver(response.step)
+
+    def _show_speculation(self, step: pb.StepResponse) -> None:
+        self._metrics.batches.speculated(step.drafted_tokens, step.accepted_tokens)
+        for generations in Counter(generation.request_id for generation in step.generations).values():
+            self._metrics.requests.skipped(generations - 1)
 
     def _deliver(self, step: pb.StepResponse) -> None:
         """Hands out the tokens of a step, and ends the requests that end with them."""
@@ -276,7 +283,7 @@ class Scheduler:
                 await self._shards.health(self._recovery_timeout_s)
             except RouterError as still:
                 if self._unhealthy is None:
-                    logger.error("the shards do not recover, so requests fail from now on: %s", still)
+                    logger.error("the shards do not recover; requests fail until they do, or are restarted: %s", still)
                 self._unhealthy = GenerationFailed(str(still))
                 self._fail_waiting(self._unhealthy)
                 await asyncio.sleep(self._recovery_interval_s)

@@ -26,6 +26,7 @@ SINK_FAULTS = (Exception, asyncio.CancelledError)
 class Sequence:
     """Knows nothing of other requests. Its state changes only through its methods.
 
+    speculates: one step may yield several tokens, those that the shards drafted and found right.
     message: what the shards are told of it when it joins their batch.
     tokens: the prompt and what has been generated, as 32-bit numbers. known: how many there were on admission; the
         step that computes the last of them yields the next token.
@@ -34,10 +35,11 @@ class Sequence:
     blocks: the block table as the shards know it. cached: tokens that were found in its first blocks on admission.
     first_step: the step that computes the last known token and yields the next; from then on each step computes the
         token that the one before it yielded.
-    newest: tokens that its last answered step yielded.
+    newest: tokens of its last generation, of which no step may have computed any.
     """
 
     request: ValidRequest
+    speculates: bool = False
     message: pb.Request = field(init=False)
     tokens: "array[int]" = field(init=False)
     known: int = field(init=False)
@@ -75,8 +77,8 @@ class Sequence:
 
     @property
     def jumps(self) -> bool:
-        """True if one step may yield several tokens, those that the sequence's grammar leaves no choice about."""
-        return self.request.grammar is not None
+        """True if one step may yield several tokens: drafted ones, or such as its grammar leaves no choice about."""
+        return self.speculates or self.request.grammar is not None
 
     @property
     def reports_prompt(self) -> bool:
@@ -90,7 +92,7 @@ class Sequence:
 
     @property
     def last_step(self) -> int:
-        """The step that yields its last token at the latest, unless it ends before."""
+        """The step that yields the sequence's last token, unless it ends before."""
         assert self.first_step is not None
         return self.first_step + self.max_total_tokens - self.known - 1
 
@@ -103,7 +105,7 @@ class Sequence:
         return self.computed if self.first_step is None else len(self.tokens) - self.newest
 
     def full_step(self, block_size: int) -> int | None:
-        """Returns the step for which it needs its next block; None if it ends before.
+        """Returns the step for which the sequence needs its next block; None if it ends before.
 
         `first_step` computes position `known` - 1, each later step the position after.
         """
@@ -111,10 +113,17 @@ class Sequence:
         step = self.first_step + len(self.blocks) * block_size - (self.known - 1)
         return step if step <= self.last_step else None
 
-    def admit(self, blocks: Iterable[int] = (), cached: int = 0, copy: BlockCopy | None = None) -> None:
-        """Gets the blocks of its known tokens, with which it joins the shards' batch.
+    def admit(
+        self,
+        blocks: Iterable[int] = (),
+        cached: int = 0,
+        copy: BlockCopy | None = None,
+        earlier_reply: Iterable[int] = (),
+    ) -> None:
+        """Gives the sequence the blocks of its known tokens, with which it joins the shards' batch.
 
         cached: known tokens that are in them already. copy: made before anything is computed.
+        earlier_reply: the beginning of a reply to the same prompt.
         """
         self.blocks = list(blocks)
         self.cached = self.computed = cached
@@ -125,10 +134,11 @@ class Sequence:
             cached_tokens=cached,
             copy=copy,
             prefill_logprobs=self.reports_prompt,
+            earlier_reply=earlier_reply,
         )
 
     def start(self) -> bool:
-        """Tells the sink that the request has left the queue. Returns False after a preemption: it knows already."""
+        """Tells the sink that the request has left the queue. Returns False after a preemption: then it knows."""
         if self.started:
             return False
         self.started = True
@@ -136,13 +146,13 @@ class Sequence:
         return True
 
     def compute(self, tokens: int, step: int) -> None:
-        """Step `step` computes the next `tokens` known tokens."""
+        """Notes that step `step` computes the next `tokens` known tokens."""
         self.computed += tokens
         if self.remaining == 0:
             self.first_step = step
 
     def grow(self, block: int) -> None:
-        """Gets one block more."""
+        """Gives the sequence one block more."""
         self.blocks.append(block)
 
     def advance(self, generation: pb.Generation) -> Outcome | None:
@@ -165,7 +175,7 @@ class Sequence:
         return finish_reason_from_message(generation.finish_reason) or stop
 
     def preempt(self) -> None:
-        """Goes back to the queue: everything is to be computed anew, what was generated too."""
+        """Sends the sequence back to the queue. All of its tokens, generated ones too, are to be computed anew."""
         self.known = len(self.tokens)
         self.computed = self.cached = 0
         self.blocks = []
@@ -173,7 +183,7 @@ class Sequence:
         self.newest = 1
 
     def finish(self, outcome: Outcome | None) -> None:
-        """Tells the sink how the request ended; None: nobody waits for it any more."""
+        """Tells the sink how the request ended. outcome: None if nobody waits for it any more."""
         if outcome is not None:
             tell_end(self.request, outcome)
 
@@ -192,7 +202,7 @@ def tell_end(request: ValidRequest, outcome: Outcome) -> None:
 
 
 def _drop_hidden(generation: pb.Generation) -> None:
-    """Takes out the tokens that only the model sees."""
+    """Returns the step's tokens without those that only the model sees."""
     for place in reversed(generation.hidden):
         del generation.token_ids[place]
         if generation.logprobs:

@@ -211,19 +211,18 @@ class ShardedClient:
         await asyncio.gather(*(shard.siblings(timeout_s) for shard in self._shards))
 
     async def info(self, timeout_s: float = 30.0) -> pb.InfoResponse:
-        """Returns what the first shard loaded. Raises Unhealthy."""
+        """Returns what the first shard loaded; once all are warmed up, what fits on each, too. Raises Unhealthy."""
         responses: list[pb.InfoResponse] = await self._ask("Info", pb.InfoRequest(), timeout_s)
+        if all(response.HasField("capacity") for response in responses):
+            responses[0].capacity.CopyFrom(_smallest(response.capacity for response in responses))
+        else:
+            responses[0].ClearField("limits")
         return responses[0]
 
     async def warmup(self, request: pb.WarmupRequest, timeout_s: float | None = None) -> pb.WarmupResponse:
         """Returns what fits on every shard. Takes as long as the largest step does. Raises Unhealthy."""
         responses: list[pb.WarmupResponse] = await self._ask("Warmup", request, timeout_s)
-        return pb.WarmupResponse(
-            num_blocks=min(response.num_blocks for response in responses),
-            max_total_tokens=min(response.max_total_tokens for response in responses),
-            max_batch_total_tokens=min(response.max_batch_total_tokens for response in responses),
-            fallbacks=dict.fromkeys(reason for response in responses for reason in response.fallbacks),
-        )
+        return _smallest(responses)
 
     async def health(self, timeout_s: float) -> None:
         """Has every shard compute something. Raises Unhealthy when one of them cannot, within `timeout_s` seconds."""
@@ -304,6 +303,16 @@ async def _all(responses: Iterable[Awaitable[Response]]) -> list[Response]:
 async def _all_of(queue: asyncio.Queue[pb.Call]) -> AsyncIterator[pb.Call]:
     while True:
         yield await queue.get()
+
+
+def _smallest(capacities: Iterable[pb.WarmupResponse]) -> pb.WarmupResponse:
+    all_of_them = list(capacities)
+    return pb.WarmupResponse(
+        num_blocks=min(capacity.num_blocks for capacity in all_of_them),
+        max_total_tokens=min(capacity.max_total_tokens for capacity in all_of_them),
+        max_batch_total_tokens=min(capacity.max_batch_total_tokens for capacity in all_of_them),
+        fallbacks=dict.fromkeys(reason for capacity in all_of_them for reason in capacity.fallbacks),
+    )
 
 
 def _agreed(responses: list[pb.Answer]) -> pb.Answer:

@@ -35,12 +35,14 @@ def complete_request(
     cached_tokens: int,
     copy: BlockCopy | None,
     prefill_logprobs: bool,
+    earlier_reply: Iterable[int],
 ) -> None:
     """Adds what a request has, or has become, when it joins the shards' batch."""
     message.generated_ids[:] = generated_ids
     message.block_ids[:] = block_ids
     message.cached_tokens = cached_tokens
     message.prefill_logprobs = prefill_logprobs
+    message.earlier_reply[:] = earlier_reply
     message.ClearField("copy")
     if copy is not None:
         message.copy.CopyFrom(block_copy_to_message(copy))

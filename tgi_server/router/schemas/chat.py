@@ -147,6 +147,7 @@ class ChatCompletionLogprob(ResponseModel):
     logprob: float
     bytes: list[int] | None = None
     top_logprobs: list[ChatCompletionTopLogprob]
+    drafted: bool = Field(default=False, description="The token had been drafted; told in streams only.")
 
 
 class ChatCompletionLogprobs(ResponseModel):

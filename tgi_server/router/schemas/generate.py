@@ -108,6 +108,7 @@ class Token(ResponseModel):
     text: str
     logprob: float | None
     special: bool
+    drafted: bool = Field(default=False, description="The token had been drafted; told in streams only.")
 
 
 class BestOfSequence(ResponseModel):

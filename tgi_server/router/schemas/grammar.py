@@ -1,4 +1,4 @@
-"""Ways of asking for text of a certain form."""
+"""Ways to ask for text of a certain form."""
 
 from typing import Annotated, Any, Literal
 

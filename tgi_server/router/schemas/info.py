@@ -18,10 +18,13 @@ class Info(ResponseModel):
     max_total_tokens: UnsignedInt
     validation_workers: UnsignedInt
     max_client_batch_size: UnsignedInt
+    speculate: UnsignedInt
     router: str
     version: str
     sha: str | None = None
     docker_label: str | None = None
+    quantization: str | None = None
+    linear_kernels: str | None = None
     fallbacks: list[str] = Field(
         default_factory=list, description="why parts of the model are computed in a slower way than the device has"
     )

@@ -27,7 +27,7 @@ _DEADLINE = "_deadline"
 
 
 class _GenerationTag(Extension):
-    """`{% generation %}` marks what a model wrote, for training; here it says nothing."""
+    """The tag `{% generation %}`, which marks for training what a model wrote. Here it changes nothing."""
 
     tags = {"generation"}  # noqa: RUF012  # jinja2 declares it so
 
@@ -37,7 +37,7 @@ class _GenerationTag(Extension):
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """Templates whose loops end in time: what they loop over comes from clients, too."""
+    """A Jinja sandbox whose loops end in time, because clients decide what is looped over."""
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         tree = super()._parse(source, name, filename)
@@ -48,16 +48,16 @@ class _Environment(ImmutableSandboxedEnvironment):
 
 @pass_context
 def _in_time(context: Context, items: Iterable[Any]) -> Iterator[Any]:
-    """The items of a loop, until the time of the rendering is over. Raises TemplateError then."""
+    """Yields the items of a loop. Raises TemplateError once the time for rendering is over."""
     deadline = context[_DEADLINE]
     for item in items:
         if monotonic() > deadline:
-            raise TemplateError(f"rendering takes more than {RENDER_SECONDS} s")
+            raise TemplateError(f"rendering takes more than {RENDER_SECONDS} s; send fewer or shorter messages")
         yield item
 
 
 class ChatTemplate:
-    """Renders conversations. A model without a template can be served; only its chat routes refuse."""
+    """Renders conversations. A model without a template is served, but its chat routes refuse every request."""
 
     def __init__(self, config: TokenizerConfig) -> None:
         """Raises StartupError for a template that is not Jinja."""

@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from tgi_server.contract import Grammar, GrammarType
+from tgi_server.contract import Grammar, GrammarKind
 from tgi_server.router.errors import InvalidRequest
 from tgi_server.router.schemas import grammar as schemas
 
@@ -25,9 +25,9 @@ def requested_grammar(requested: schemas.GrammarType | None) -> Grammar | None:
         case schemas.PlainText():
             return None
         case schemas.RegexGrammar(value=regex):
-            return Grammar(GrammarType.REGEX, regex)
+            return Grammar(GrammarKind.REGEX, regex)
         case schemas.LarkGrammar(value=lark):
-            return Grammar(GrammarType.LARK, lark)
+            return Grammar(GrammarKind.LARK, lark)
         case schemas.JsonGrammar(value=value):
             return json_grammar(_ANY_OBJECT if value is None else value)
         case schemas.JsonSchemaGrammar(value=value, json_schema=json_schema):
@@ -46,7 +46,7 @@ def json_grammar(schema: Any) -> Grammar:
             raise InvalidRequest(f"the JSON schema of the grammar is not JSON: {error}") from error
     if not isinstance(schema, dict | bool):
         raise InvalidRequest("the JSON schema of a grammar must be an object")
-    return Grammar(GrammarType.JSON_SCHEMA, json.dumps(schema, ensure_ascii=False))
+    return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema, ensure_ascii=False))
 
 
 def with_text(grammar: Grammar, text: str) -> Grammar:
@@ -54,5 +54,5 @@ def with_text(grammar: Grammar, text: str) -> Grammar:
 
     One without spans is the same for every text.
     """
-    wants_text = grammar.type is GrammarType.JSON_SCHEMA and _SPAN in grammar.value
+    wants_text = grammar.type is GrammarKind.JSON_SCHEMA and _SPAN in grammar.value
     return replace(grammar, text=text if wants_text else "")

@@ -168,7 +168,7 @@ def _renamed(tokenizer: Tokenizer, content: dict[str, Any], names: Mapping[str, 
     try:
         copy = Tokenizer.from_str(json.dumps(content))
     except Exception as error:  # the library raises plain exceptions
-        logger.warning("messages that spell special tokens will be refused: %s", error)
+        logger.warning("no copy of the tokenizer, so messages that spell special tokens will be refused: %s", error)
         return None
     for token_id, token in tokenizer.get_added_tokens_decoder().items():
         if copy.token_to_id(names.get(token.content, token.content)) != token_id:
@@ -178,7 +178,7 @@ def _renamed(tokenizer: Tokenizer, content: dict[str, Any], names: Mapping[str, 
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """All strings in a value, names of members included."""
+    """Yields all strings in a value, names of members included."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):

@@ -42,7 +42,8 @@ F = TypeVar("F", bound=Formatter, covariant=True)
 class TokenStream(Generic[F]):
     """One sequence as it grows; the scheduler pushes its tokens, and `output` writes them.
 
-    prefill: the prompt's tokens and logprobs, when they were asked for. last_id: of the last token.
+    prefill: the prompt's tokens and logprobs, when they were asked for. last_id: of the last token. drafted: that token
+    had been drafted before it was chosen.
 
     Times are `perf_counter` seconds.
     """
@@ -53,6 +54,7 @@ class TokenStream(Generic[F]):
         "_output",
         "_special_tokens",
         "_stops",
+        "drafted",
         "ended_at",
         "finish_reason",
         "generated_tokens",
@@ -77,6 +79,7 @@ class TokenStream(Generic[F]):
         self._on_end = on_end
         self.input_length = len(input_ids)
         self.last_id = 0
+        self.drafted = False
         self.generated_tokens = 0
         self.finish_reason: FinishReason | None = None
         self.prefill: pb.PrefillTokens | None = None
@@ -101,6 +104,7 @@ class TokenStream(Generic[F]):
         for position, token_id in enumerate(generation.token_ids):
             self.generated_tokens += 1
             self.last_id = token_id
+            self.drafted = generation.drafted and position == 0
             reason = finish_reason_from_message(generation.finish_reason) if position == last else None
             special = token_id in self._special_tokens
             text, visible, stopped = self._special(token_id) if special else self._plain(token_id)
@@ -144,7 +148,7 @@ class TokenStream(Generic[F]):
         return text, text, stopped
 
     def _special(self, token_id: int) -> tuple[str, str, bool]:
-        """Special tokens are no text of the sequence, but a stop sequence may name one."""
+        """Handles a special token, which is not part of the text, though a stop sequence may name one."""
         name = self._special_tokens[token_id]
         if self._stops is None or not self._stops.contain(name):
             return name, "", False

@@ -56,7 +56,7 @@ class Validator:
     """Checks requests against the server's limits.
 
     vocab_size: tokens that the model can generate.
-    grammar_refusal: why this server takes no grammars; None when it does.
+    grammar_refusal: the reason why this server takes no grammars; None if it does.
     grammar_fault: has the shards compile a grammar; why that cannot be done, in one line, or None.
     """
 

@@ -1,88 +1,66 @@
-"""The CUDA backend where there is no GPU: torch's own kernel has a stand-in, which reads the same arguments.
-
-Its other kernels run here only where Triton is installed, in its interpreter (TRITON_INTERPRET=1); else their stand-in
-is attention in plain torch. On a GPU, tests/gpu runs the real ones.
-"""
-
-import os
-from collections.abc import Iterator
-from importlib.util import find_spec
+"""What the CUDA backend tells its kernels, which tests/gpu_without checks. They have a stand-in here."""
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.unit.engine.attention.test_backends import HEAD_DIM, expected, run
-from tgi_server.engine.attention import cuda
-from tgi_server.engine.attention.base import AttentionVariant, KVShape
-from tgi_server.engine.attention.cuda import CudaAttention
-from tgi_server.engine.attention.gather import GatherAttention
-
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton") is not None
-VARIANTS = {
-    "plain": AttentionVariant(0.2),
-    "window": AttentionVariant(0.2, window=5),
-    "wide window": AttentionVariant(0.2, window=90),
-    "softcap": AttentionVariant(0.2, softcap=3.0),
-    "alibi": AttentionVariant(0.2, alibi_slopes=torch.linspace(0.02, 0.6, 6)),
-}
+from tests.unit.engine.attention.test_backends import expected
+from tgi_server.engine.attention.base import AttentionVariant, ChunkSpan, ForwardMetadata
+from tgi_server.engine.attention.cuda import _tiles
 
 
-def flash(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    query_starts: Tensor,
-    key_starts: Tensor,
-    longest_query: int,
-    longest_key: int,
-    *,
-    scale: float,
-    window_size: tuple[int, int],
-    enable_gqa: bool,
-) -> Tensor:
-    """As `varlen_attn` is documented. A window of (w, 0) is the token itself and w before it."""
-    assert enable_gqa is (query.shape[1] != keys.shape[1])
-    assert (query_starts.dtype, key_starts.dtype) == (torch.int32, torch.int32)
-    assert longest_query == query_starts.diff().max()
-    assert longest_key == key_starts.diff().max()
-    assert window_size[1] == 0
-    queries, spans = query_starts.tolist(), key_starts.tolist()
-    assert (queries[-1], spans[-1]) == (len(query), len(keys))
-    variant = AttentionVariant(scale, window=window_size[0] + 1)
-    parts = [
-        expected(
-            query[queries[i] : queries[i + 1]],
-            keys[spans[i] : spans[i + 1]],
-            values[spans[i] : spans[i + 1]],
-            variant,
-        )
-        for i in range(len(queries) - 1)
+def metadata(decodes: list[int], prompts: list[tuple[int, int]]) -> ForwardMetadata:
+    """decodes: tokens of each sequence. prompts: (tokens before, tokens of the chunk)."""
+    counts = [1] * len(decodes) + [count for _, count in prompts]
+    starts = torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    lengths = decodes + [before + count for before, count in prompts]
+    chunks = [
+        ChunkSpan(int(start), count, before + count)
+        for start, (before, count) in zip(starts[len(decodes) :], prompts, strict=False)
     ]
-    return torch.cat(parts)
+    return ForwardMetadata(
+        slots=torch.zeros(sum(counts), dtype=torch.int64),
+        block_tables=torch.zeros(len(lengths), 1, dtype=torch.int32),
+        kv_lengths=torch.tensor(lengths, dtype=torch.int32),
+        query_starts=starts,
+        decoding=len(decodes),
+        chunks=chunks,
+        max_kv_length=max(lengths),
+    )
 
 
-@pytest.fixture
-def backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[CudaAttention]:
-    monkeypatch.setattr(cuda, "_flash", flash)
-    monkeypatch.setattr(cuda, "_SAYS_GROUPED", True)
-    monkeypatch.setattr(cuda, "FLASH_DTYPES", (torch.float32,))
-    if not INTERPRETED:
-        monkeypatch.setattr(CudaAttention, "_decode", GatherAttention._decode)
-    return CudaAttention(KVShape((2,), HEAD_DIM), torch.device("cpu"), torch.float32)
+def attended(queries: Tensor, keys: list[Tensor], values: list[Tensor], tokens: int, passed: ForwardMetadata) -> Tensor:
+    """Attends tile by tile, as the kernels are told to."""
+    tiles = _tiles(passed, tokens)
+    output = torch.full_like(queries, torch.nan)
+    for first, count, length, sequence in zip(
+        tiles.first.tolist(), tiles.counts.tolist(), tiles.kv_lengths.tolist(), tiles.sequences.tolist(), strict=True
+    ):
+        assert 0 < count <= tokens
+        span = slice(first, first + count)
+        output[span] = expected(
+            queries[span], keys[sequence][:length], values[sequence][:length], AttentionVariant(0.3)
+        )
+    return output
 
 
-@pytest.mark.parametrize("kind", VARIANTS)
-@pytest.mark.parametrize("together", [1, 60, 1000])
+@pytest.mark.parametrize("tokens", [1, 16, 64])
 @pytest.mark.parametrize(
-    ("decodes", "prompts"),
-    [
-        ([1, 7, 33, 100], [(0, 1), (0, 50), (40, 37), (96, 3)]),
-        ([], [(0, 40), (31, 2)]),
-        ([1, 64, 300], []),
-    ],
+    ("decodes", "prompts"), [([1, 7, 100], [(0, 1), (0, 50), (40, 37), (96, 64)]), ([], [(0, 40), (31, 2)])]
 )
-def test_keys_are_found_wherever_they_are(backend, kind, together, decodes, prompts, monkeypatch) -> None:
-    monkeypatch.setattr(cuda, "HISTORY_TOKENS", together)
-    actual, wanted = run(backend, 6, 2, decodes, prompts, VARIANTS[kind])
-    torch.testing.assert_close(actual, wanted, rtol=1e-4, atol=1e-4)
+def test_tiles_cover_every_token_once(tokens: int, decodes: list[int], prompts: list[tuple[int, int]]) -> None:
+    passed = metadata(decodes, prompts)
+    lengths = passed.kv_lengths.tolist()
+    keys = [torch.randn(length, 2, 8) for length in lengths]
+    values = [torch.randn(length, 2, 8) for length in lengths]
+    queries = torch.randn(len(passed.slots), 4, 8)
+    parts = queries.split(passed.query_starts.diff().tolist())
+    wanted = torch.cat([expected(*each, AttentionVariant(0.3)) for each in zip(parts, keys, values, strict=True)])
+    torch.testing.assert_close(attended(queries, keys, values, tokens, passed), wanted)
+
+
+def test_sequences_that_decode_are_tiles_of_their_own() -> None:
+    tiles = _tiles(metadata([5, 9], []), 1)
+    fields = (tiles.first, tiles.counts, tiles.kv_lengths, tiles.sequences)
+    assert [field.tolist() for field in fields] == [[0, 1], [1, 1], [5, 9], [0, 1]]
+    assert {field.dtype for field in fields} == {torch.int32}

@@ -1,4 +1,4 @@
-"""Whether a text can be what a model generates under a grammar."""
+"""Says if a model may generate a text under a grammar."""
 
 from tgi_server.contract import Grammar
 from tgi_server.engine.grammar import GrammarCompiler
@@ -7,7 +7,7 @@ _ENOUGH = 100_000
 
 
 def accepts(compiler: GrammarCompiler, grammar: Grammar, text: str) -> bool:
-    """Whether `text`, and then its end, may be generated. Raises InvalidGrammar."""
+    """Returns True if `text`, and then its end, may be generated. Raises InvalidGrammar."""
     tokenizer = compiler.tokenizer
     compiler.check(grammar)
     constraint = compiler.constraint(grammar, [], _ENOUGH, ignore_eos=False)

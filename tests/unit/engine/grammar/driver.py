@@ -24,7 +24,7 @@ class Driver(driver.Driver):
     def sequence(
         self, prompt: Sequence[int], grammar: Grammar | None, new: int = 100, *, seed: int = 0, **options: Any
     ) -> RunningSequence:
-        """It samples, with a seed of its own."""
+        """Returns a sequence that samples, with a seed of its own."""
         if grammar is not None:
             assert self.engine.grammars is not None
             self.engine.grammars.check(grammar)

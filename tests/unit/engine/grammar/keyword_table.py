@@ -9,7 +9,7 @@ _BEGIN, _END = "<!-- keywords: begin -->\n", "<!-- keywords: end -->\n"
 
 
 def keyword_table() -> str:
-    """What the tests show of each keyword."""
+    """Returns the table of keywords, with what the tests show of each."""
     counts = {keyword: sum(len(group["tests"]) for group in groups) for keyword, groups in ENFORCED.items()}
     rows = [f"| `{keyword}` | enforced | {count} |" for keyword, count in counts.items()]
     rows += [f"| `{keyword}` | says nothing about validity | 2 |" for keyword in ANNOTATIONS]

@@ -77,8 +77,8 @@ def values_of(schema: Schema) -> st.SearchStrategy[Any]:
         members = {name: values_of(value) for name, value in schema["properties"].items()}
         chosen = st.sets(st.sampled_from(sorted(members))).map(lambda names: names | set(schema["required"]))
         return chosen.flatmap(
-            lambda names: st.fixed_dictionaries({name: value for name, value in members.items() if name in names})
-        )
+            lambda names: st.tuples(*(st.tuples(st.just(name), members[name]) for name in members if name in names))
+        ).map(dict)
     if "items" in schema:
         return st.lists(values_of(schema["items"]), min_size=schema["minItems"], max_size=schema["maxItems"])
     return from_schema(schema)

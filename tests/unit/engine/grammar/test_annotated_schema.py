@@ -8,7 +8,7 @@ import pytest
 from tests.grammars import demo_compiler
 from tests.unit.engine.grammar.acceptance import accepts
 from tests.unit.engine.grammar.driver import Driver
-from tgi_server.contract import FinishReason, Grammar, GrammarType, SamplingParameters
+from tgi_server.contract import FinishReason, Grammar, GrammarKind, SamplingParameters
 from tgi_server.engine import Engine
 from tgi_server.engine.grammar import InvalidGrammar
 
@@ -19,7 +19,7 @@ CHARACTERS = {"type": "string", "x-span": "characters"}
 
 
 def grammar(schema: dict[str, Any], text: str = TEXT) -> Grammar:
-    return Grammar(GrammarType.JSON_SCHEMA, json.dumps(schema), text)
+    return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema), text)
 
 
 def members(**properties: Any) -> dict[str, Any]:

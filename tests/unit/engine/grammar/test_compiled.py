@@ -4,13 +4,13 @@ import pytest
 from llguidance import LLMatcher
 
 from tests.grammars import demo_compiler
-from tgi_server.contract import Grammar, GrammarType
+from tgi_server.contract import Grammar, GrammarKind
 from tgi_server.engine.grammar import NoRoomForGrammar
 from tgi_server.engine.grammar.compiled import CompiledGrammar, CompiledGrammars
 
 
 def grammar(number: int) -> Grammar:
-    return Grammar(GrammarType.REGEX, f"[a-z]{{{number}}}")
+    return Grammar(GrammarKind.REGEX, f"[a-z]{{{number}}}")
 
 
 def compiled(size: int) -> CompiledGrammar:
@@ -27,7 +27,7 @@ def test_the_least_recently_used_make_room() -> None:
     assert kept.size == 100
 
 
-def test_one_that_is_compiled_again_counts_once() -> None:
+def test_a_grammar_that_is_compiled_again_counts_once() -> None:
     kept = CompiledGrammars(limit=100)
     for size in (50, 90, 60):
         kept.add(grammar(1), compiled(size))

@@ -11,7 +11,7 @@ from llguidance.torch import allocate_token_bitmask, fill_next_token_bitmask
 
 from tests.grammars import demo_compiler
 from tgi_server import demo_model
-from tgi_server.contract import Grammar, GrammarType
+from tgi_server.contract import Grammar, GrammarKind
 from tgi_server.engine.grammar import GrammarCompiler, InvalidGrammar, NoRoomForGrammar, compiler
 from tgi_server.engine.grammar.compiled import GROWTH_BYTES
 
@@ -27,31 +27,31 @@ def large_schema(seed: int, members: int = 200) -> Grammar:
         for i in range(members)
     }
     schema = {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
-    return Grammar(GrammarType.JSON_SCHEMA, json.dumps(schema))
+    return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema))
 
 
 @pytest.mark.parametrize(
     ("grammar", "told"),
     [
-        (Grammar(GrammarType.REGEX, "["), "character set"),
-        (Grammar(GrammarType.REGEX, "a(?=b)"), "look-ahead"),
-        (Grammar(GrammarType.LARK, "start: absent"), "absent"),
-        (Grammar(GrammarType.LARK, "nothing"), "Expected token"),
-        (Grammar(GrammarType.JSON_SCHEMA, "{"), "not JSON"),
-        (Grammar(GrammarType.REGEX, "a" * (compiler.MAX_BYTES + 1)), "bytes"),
-        (Grammar(GrammarType.LARK, "start: X\nX: /a/ & /b/"), "no text matches"),
+        (Grammar(GrammarKind.REGEX, "["), "character set"),
+        (Grammar(GrammarKind.REGEX, "a(?=b)"), "look-ahead"),
+        (Grammar(GrammarKind.LARK, "start: absent"), "absent"),
+        (Grammar(GrammarKind.LARK, "nothing"), "Expected token"),
+        (Grammar(GrammarKind.JSON_SCHEMA, "{"), "not JSON"),
+        (Grammar(GrammarKind.REGEX, "a" * (compiler.MAX_BYTES + 1)), "bytes"),
+        (Grammar(GrammarKind.LARK, "start: X\nX: /a/ & /b/"), "no text matches"),
         (
-            Grammar(GrammarType.LARK, "start: X\nX: " + " & ".join(f"/(.*{c}.{{12}}.*){{4}}/" for c in "abcdef")),
+            Grammar(GrammarKind.LARK, "start: X\nX: " + " & ".join(f"/(.*{c}.{{12}}.*){{4}}/" for c in "abcdef")),
             "lexer",
         ),
         (
             Grammar(
-                GrammarType.JSON_SCHEMA,
+                GrammarKind.JSON_SCHEMA,
                 json.dumps({"type": "object", "properties": {f"p{i}": {} for i in range(3_000)}}),
             ),
             "items",
         ),
-        (Grammar(GrammarType.JSON_SCHEMA, '{"items":' * 200 + "{}" + "}" * 200), "levels deep"),
+        (Grammar(GrammarKind.JSON_SCHEMA, '{"items":' * 200 + "{}" + "}" * 200), "levels deep"),
     ],
 )
 def test_what_cannot_be_compiled_is_told_in_one_line_and_soon(grammar: Grammar, told: str) -> None:
@@ -118,7 +118,7 @@ def test_a_grammar_that_is_not_kept_fails_its_sequence_and_is_not_compiled(compi
 
 
 def test_sequences_do_not_disturb_each_other() -> None:
-    grammar = Grammar(GrammarType.REGEX, "[ab]{3}")
+    grammar = Grammar(GrammarKind.REGEX, "[ab]{3}")
     ours = demo_compiler()
     a, b = (ours.tokenizer.encode(letter)[0] for letter in "ab")
     ours.check(grammar)
@@ -156,13 +156,13 @@ def test_the_interpreter_goes_on_while_a_grammar_is_compiled() -> None:
 
 def test_a_request_that_met_a_limit_leaves_the_grammar_usable_for_later_ones() -> None:
     own = fresh_compiler()
-    grammar = Grammar(GrammarType.REGEX, "((a{1,500}){1,500}){1,500}")
+    grammar = Grammar(GrammarKind.REGEX, "((a{1,500}){1,500}){1,500}")
     assert fault_within(own, grammar, 3000) is not None
     assert fault_within(own, grammar, 5) is None
 
 
 def fault_within(own: GrammarCompiler, grammar: Grammar, tokens: int) -> str | None:
-    """What goes wrong when the letter a is generated so many times."""
+    """Returns the error of generating the letter a so many times; None if there is none."""
     own.check(grammar)
     constraint = own.constraint(grammar, [], tokens + 1, ignore_eos=False)
     letter = own.tokenizer.lookup.tokenize_bytes(b"a")[0]

@@ -1,11 +1,11 @@
-"""Where a grammar leaves no choice, tokens are appended without a pass of their own, and nothing else changes."""
+"""Jump-forward tokens are appended without a forward pass of their own, and nothing else changes."""
 
 import json
 
 import pytest
 
 from tests.unit.engine.grammar.driver import Driver, Output
-from tgi_server.contract import FinishReason, Grammar, GrammarType, ReportParameters, SamplingParameters
+from tgi_server.contract import FinishReason, Grammar, GrammarKind, ReportParameters, SamplingParameters
 from tgi_server.engine import Engine
 
 PROMPT = [1, 40, 41, 42, 43]
@@ -20,7 +20,7 @@ SCHEMA = {
     "required": ["first name", "date of birth", "favourite animal", "legs"],
     "additionalProperties": False,
 }
-JSON = Grammar(GrammarType.JSON_SCHEMA, json.dumps(SCHEMA))
+JSON = Grammar(GrammarKind.JSON_SCHEMA, json.dumps(SCHEMA))
 SEEDS = range(6)
 SAMPLINGS = [
     SamplingParameters(),
@@ -50,9 +50,9 @@ def test_json_takes_fewer_steps_than_it_has_tokens(random_engine: Engine) -> Non
 
 
 def test_forced_tokens_are_those_of_the_tokenizer(random_engine: Engine) -> None:
-    """What the model would have been shown of such a text in its training."""
+    """The tokens are those that the model was shown of such a text in its training."""
     driver = Driver(random_engine)
-    grammar = Grammar(GrammarType.REGEX, "the quick brown fox (jumps|sleeps) over the lazy dog")
+    grammar = Grammar(GrammarKind.REGEX, "the quick brown fox (jumps|sleeps) over the lazy dog")
     (output,) = driver.run(driver.sequence(PROMPT, grammar))
     head = driver.tokenizer.encode("the quick brown fox ")
     assert output.tokens[: len(head) - 1] == head[:-1]
@@ -62,7 +62,7 @@ def test_forced_tokens_are_those_of_the_tokenizer(random_engine: Engine) -> None
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=range(len(SAMPLINGS)))
 def test_the_tokens_do_not_depend_on_the_blocks(random_engine: Engine, sampling: SamplingParameters) -> None:
-    """With one block at a time fewer tokens can be appended at once; they are the same."""
+    """Fewer tokens are appended at once when a sequence gets one block at a time; they are the same ones."""
     plenty = Driver(random_engine)
     expected = plenty.run(plenty.sequence(PROMPT, JSON, 200, sampling=sampling))[0]
     scarce = Driver(random_engine, scarce=True)
@@ -89,7 +89,7 @@ def test_a_preempted_sequence_goes_on_where_it_was(
     assert before + after.tokens == expected.tokens
 
 
-def test_others_in_the_batch_change_nothing(random_engine: Engine) -> None:
+def test_other_sequences_of_the_batch_change_nothing(random_engine: Engine) -> None:
     alone = []
     for seed in SEEDS:
         driver = Driver(random_engine)
@@ -112,7 +112,7 @@ def test_the_end_of_the_text_may_be_the_last_token_that_is_allowed(random_engine
     length = len(driver.tokenizer.encode("the quick brown fox")) + 1
     whole, cut = driver.run(
         *(
-            driver.sequence(PROMPT, Grammar(GrammarType.REGEX, "the quick brown fox"), new)
+            driver.sequence(PROMPT, Grammar(GrammarKind.REGEX, "the quick brown fox"), new)
             for new in (length, length - 1)
         )
     )
@@ -125,8 +125,8 @@ def test_ignored_ends_of_sequence(random_engine: Engine) -> None:
     """The text goes on for as long as the grammar lets it, and ends when it lets nothing else."""
     driver = Driver(random_engine)
     endless, bounded = driver.run(
-        driver.sequence(PROMPT, Grammar(GrammarType.REGEX, "[ab]+"), 60, ignore_eos=True),
-        driver.sequence(PROMPT, Grammar(GrammarType.REGEX, "[ab]{1,5}"), 60, ignore_eos=True),
+        driver.sequence(PROMPT, Grammar(GrammarKind.REGEX, "[ab]+"), 60, ignore_eos=True),
+        driver.sequence(PROMPT, Grammar(GrammarKind.REGEX, "[ab]{1,5}"), 60, ignore_eos=True),
     )
     assert endless.finish_reason is FinishReason.LENGTH
     assert len(driver.visible(endless)) == 60
@@ -143,10 +143,11 @@ def test_prompt_logprobs_are_reported_once(random_engine: Engine) -> None:
     assert driver.outputs[0].finish_reason is not None
 
 
+@pytest.mark.slow
 def test_a_grammar_that_fails_ends_its_request_and_no_other(random_engine: Engine) -> None:
     """The longer the text, the more ways there are to read it: that is not seen when the grammar is compiled."""
     driver = Driver(random_engine)
-    grammar = Grammar(GrammarType.LARK, 'start: text\ntext: text text text | text text | "" | /[a-z]/')
+    grammar = Grammar(GrammarKind.LARK, 'start: text\ntext: text text text | text text | "" | /[a-z]/')
     failed, plain = driver.run(
         driver.sequence(PROMPT, grammar, 400, ignore_eos=True), driver.sequence(PROMPT, JSON, 200)
     )
@@ -157,10 +158,10 @@ def test_a_grammar_that_fails_ends_its_request_and_no_other(random_engine: Engin
 
 
 def test_a_grammar_that_has_not_been_compiled_ends_its_request_and_no_other(random_engine: Engine) -> None:
-    """It would hold up everybody's step to be compiled there."""
+    """Compiling the grammar in a step would hold up every sequence."""
     driver = Driver(random_engine)
     missing = driver.sequence(PROMPT, None, 20)
-    missing.grammar = Grammar(GrammarType.REGEX, "never seen before")
+    missing.grammar = Grammar(GrammarKind.REGEX, "never seen before")
     failed, plain = driver.run(missing, driver.sequence(PROMPT, JSON, 200))
     assert failed.error is not None
     assert "not been compiled" in failed.error

@@ -17,7 +17,7 @@ from tests.unit.engine.grammar.acceptance import accepts
 from tests.unit.engine.grammar.completion import completed
 from tests.unit.engine.grammar.driver import Driver
 from tests.unit.engine.grammar.schemas import SCHEMAS, values_of
-from tgi_server.contract import FinishReason, Grammar, GrammarType
+from tgi_server.contract import FinishReason, Grammar, GrammarKind
 from tgi_server.engine import Engine
 from tgi_server.engine.errors import InvalidCall
 
@@ -39,9 +39,9 @@ def as_regex(parts: list[tuple[str, str]]) -> str:
 
 
 def check_regex(engine: Engine, pattern: str, seed: int) -> bool:
-    """Whether the text ended."""
+    """Returns True if the text ended."""
     driver = Driver(engine)
-    (output,) = driver.run(driver.sequence(PROMPT, Grammar(GrammarType.REGEX, pattern), NEW, seed=seed))
+    (output,) = driver.run(driver.sequence(PROMPT, Grammar(GrammarKind.REGEX, pattern), NEW, seed=seed))
     assert output.error is None
     text = driver.text(output)
     if output.finish_reason is FinishReason.EOS_TOKEN:
@@ -53,9 +53,9 @@ def check_regex(engine: Engine, pattern: str, seed: int) -> bool:
 
 
 def check_schema(engine: Engine, schema: Any, seed: int) -> bool | None:
-    """Whether the text ended; None for a schema that is refused."""
+    """Returns True if the text ended; None for a schema that is refused."""
     driver = Driver(engine)
-    grammar = Grammar(GrammarType.JSON_SCHEMA, json.dumps(schema))
+    grammar = Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema))
     try:
         (output,) = driver.run(driver.sequence(PROMPT, grammar, NEW, seed=seed))
     except InvalidCall:
@@ -130,16 +130,26 @@ def test_schemas(random_engine: Engine) -> None:
     run_schemas(random_engine, FEW)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-def test_many_regexes(random_engine: Engine) -> None:
-    run_regexes(random_engine, MANY)
+def test_regexes_with_drafts(drafting_engine: Engine) -> None:
+    run_regexes(drafting_engine, FEW // 2)
+
+
+def test_schemas_with_drafts(drafting_engine: Engine) -> None:
+    run_schemas(drafting_engine, FEW // 2)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_many_schemas(random_engine: Engine) -> None:
-    run_schemas(random_engine, MANY)
+@pytest.mark.parametrize("engine", ["random_engine", "drafting_engine"])
+def test_many_regexes(engine: str, request: pytest.FixtureRequest) -> None:
+    run_regexes(request.getfixturevalue(engine), MANY)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("engine", ["random_engine", "drafting_engine"])
+def test_many_schemas(engine: str, request: pytest.FixtureRequest) -> None:
+    run_schemas(request.getfixturevalue(engine), MANY)
 
 
 @pytest.mark.parametrize("pattern", [as_regex([(atom, "{2,4}")]) for atom in ATOMS])
@@ -151,7 +161,7 @@ def test_no_expression_is_stricter_than_it_has_to_be(random_engine: Engine, patt
     texts = [made.xeger(pattern) for _ in range(20)]
     for text in texts:
         if text.isprintable() and (text.isascii() or "é" in pattern):
-            assert accepts(compiler, Grammar(GrammarType.REGEX, pattern), text), text
+            assert accepts(compiler, Grammar(GrammarKind.REGEX, pattern), text), text
 
 
 @many(FEW)
@@ -164,4 +174,4 @@ def test_no_schema_is_stricter_than_it_has_to_be(random_engine: Engine, case: tu
     compiler = random_engine.grammars
     assert compiler is not None
     text = json.dumps(value, ensure_ascii=False)
-    assert accepts(compiler, Grammar(GrammarType.JSON_SCHEMA, described), text), text
+    assert accepts(compiler, Grammar(GrammarKind.JSON_SCHEMA, described), text), text

@@ -1,4 +1,4 @@
-"""What of JSON Schema is enforced and what is refused: nothing is passed over."""
+"""Every keyword of JSON Schema is enforced or refused: none is passed over."""
 
 import json
 from typing import Any
@@ -10,7 +10,7 @@ from tests.grammars import demo_compiler
 from tests.unit.engine.grammar.acceptance import accepts
 from tests.unit.engine.grammar.keyword_cases import ANNOTATIONS, ENFORCED, REFUSED, REFUSED_FORMATS, Group
 from tests.unit.engine.grammar.keyword_table import keyword_table, table_in_document
-from tgi_server.contract import Grammar, GrammarType
+from tgi_server.contract import Grammar, GrammarKind
 from tgi_server.engine.grammar import InvalidGrammar, json_schema
 
 ENFORCED_CASES = [
@@ -19,7 +19,7 @@ ENFORCED_CASES = [
 
 
 def grammar(schema: Any) -> Grammar:
-    return Grammar(GrammarType.JSON_SCHEMA, json.dumps(schema))
+    return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema))
 
 
 def fault(schema: Any) -> str:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.grammars import demo_compiler
-from tgi_server.contract import Grammar, GrammarType
+from tgi_server.contract import Grammar, GrammarKind
 from tgi_server.engine.grammar.masks import MaskBuilder
 
 
@@ -29,8 +29,8 @@ def test_each_mask_allows_what_may_follow_in_its_own_text(builder) -> None:
     constraints = []
     for pattern, begun, ignore_eos in wishes:
         tokens = compiler.tokenizer.encode(begun)
-        compiler.check(Grammar(GrammarType.REGEX, pattern))
-        constraint = compiler.constraint(Grammar(GrammarType.REGEX, pattern), tokens, 50, ignore_eos=ignore_eos)
+        compiler.check(Grammar(GrammarKind.REGEX, pattern))
+        constraint = compiler.constraint(Grammar(GrammarKind.REGEX, pattern), tokens, 50, ignore_eos=ignore_eos)
         constraints.append(constraint)
     mask = builder.start(constraints, [3, 0, 1, 2], size).wait()
     assert mask.positions == [3, 0, 1, 2]

@@ -9,7 +9,7 @@ import torch
 from tests.tiny_models import TOKENIZER_VOCAB_SIZE, make, make_tokenizer
 from tests.unit.engine.grammar.conftest import load
 from tests.unit.engine.grammar.driver import Driver
-from tgi_server.contract import FinishReason, Grammar, GrammarType, ReportParameters, SamplingParameters
+from tgi_server.contract import FinishReason, Grammar, GrammarKind, ReportParameters, SamplingParameters
 
 PROMPT = [5, 40, 41, 42]
 SCHEMA = {
@@ -22,12 +22,15 @@ SCHEMA = {
 }
 
 
-@pytest.mark.parametrize("architecture", ["mistral", "bloom", "gpt2", "mamba", "t5", "bart"])
+@pytest.mark.parametrize(
+    "architecture",
+    ["mistral", "mamba", "t5", *(pytest.param(name, marks=pytest.mark.slow) for name in ("bloom", "gpt2", "bart"))],
+)
 def test_structured_generation(architecture: str, tmp_path: Path) -> None:
     folder = make(architecture, tmp_path, vocab_size=TOKENIZER_VOCAB_SIZE)
     make_tokenizer().save(str(folder / "tokenizer.json"))
     driver = Driver(load(folder))
-    grammar = Grammar(GrammarType.JSON_SCHEMA, json.dumps(SCHEMA))
+    grammar = Grammar(GrammarKind.JSON_SCHEMA, json.dumps(SCHEMA))
     sequences = [driver.sequence(PROMPT, grammar if seed % 2 else None, 90, seed=seed) for seed in range(6)]
     for output in driver.run(*sequences)[1::2]:
         assert output.error is None
@@ -46,8 +49,8 @@ def test_greedy_tokens_are_the_same_whether_all_logits_are_computed_or_only_the_
     make_tokenizer().save(str(folder / "tokenizer.json"))
     engine = load(folder, torch.bfloat16)
     grammars = [
-        *(Grammar(GrammarType.JSON_SCHEMA, json.dumps(SCHEMA)), None),
-        *(Grammar(GrammarType.REGEX, "([a-z]+ )+[A-Z]{50}"), Grammar(GrammarType.REGEX, "[^é]+"), None),
+        *(Grammar(GrammarKind.JSON_SCHEMA, json.dumps(SCHEMA)), None),
+        *(Grammar(GrammarKind.REGEX, "([a-z]+ )+[A-Z]{50}"), Grammar(GrammarKind.REGEX, "[^é]+"), None),
     ]
     texts = []
     for logprobs in (True, False):

@@ -6,7 +6,7 @@ import pytest
 
 from tests.grammars import demo_compiler
 from tests.unit.engine.grammar.acceptance import accepts
-from tgi_server.contract import Grammar, GrammarType
+from tgi_server.contract import Grammar, GrammarKind
 from tgi_server.engine.grammar import InvalidGrammar
 
 TEXTS = [
@@ -89,7 +89,7 @@ TEXTS = [
     ],
 )
 def test_texts_match_only_if_python_says_so(pattern: str) -> None:
-    grammar = Grammar(GrammarType.REGEX, pattern)
+    grammar = Grammar(GrammarKind.REGEX, pattern)
     for text in TEXTS:
         accepted, matches = accepts(demo_compiler(), grammar, text), re.fullmatch(pattern, text) is not None
         assert matches or not accepted, f"{text!r} is accepted"
@@ -98,7 +98,7 @@ def test_texts_match_only_if_python_says_so(pattern: str) -> None:
 
 
 def test_what_rust_knows_and_python_does_not() -> None:
-    greek = Grammar(GrammarType.REGEX, r"\p{Greek}+")
+    greek = Grammar(GrammarKind.REGEX, r"\p{Greek}+")
     assert accepts(demo_compiler(), greek, "αβγ")
     assert not accepts(demo_compiler(), greek, "abc")
 
@@ -106,7 +106,7 @@ def test_what_rust_knows_and_python_does_not() -> None:
 @pytest.mark.parametrize(
     ("pattern", "told"),
     [
-        ("(", "the regular expression is none"),
+        ("(", "the regular expression cannot be read"),
         ("a(?=b)", "look-ahead"),
         ("(?<!a)b", "look-behind"),
         (r"(a)\1", "back-references"),
@@ -116,10 +116,10 @@ def test_what_rust_knows_and_python_does_not() -> None:
         ("a++", "possessive"),
         ("(?>a)", "atomic"),
         ("(?m)^a$", "flags"),
-        ("(?L)a", "expression is none"),
+        ("(?L)a", "expression cannot be read"),
         ("\ud800", "surrogates"),
     ],
 )
-def test_what_is_refused(pattern: str, told: str) -> None:
+def test_an_expression_that_cannot_be_matched_token_by_token_is_refused(pattern: str, told: str) -> None:
     with pytest.raises(InvalidGrammar, match=told):
-        demo_compiler().check(Grammar(GrammarType.REGEX, pattern))
+        demo_compiler().check(Grammar(GrammarKind.REGEX, pattern))

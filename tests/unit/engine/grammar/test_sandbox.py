@@ -47,13 +47,13 @@ def sandbox() -> Iterator[Sandbox]:
     ],
     ids=["references", "rules", "spans"],
 )
-def test_one_that_overflows_a_stack_is_refused_and_the_next_is_tried(sandbox: Sandbox, grammar: Grammar) -> None:
+def test_a_grammar_that_overflows_a_stack_is_refused_and_the_next_is_tried(sandbox: Sandbox, grammar: Grammar) -> None:
     with pytest.raises(InvalidGrammar, match="too deep"):
         sandbox.try_grammar(grammar, SECONDS)
     assert sandbox.try_grammar(hostile.regex("[a-z]+"), SECONDS).source.text
 
 
-def test_one_that_takes_too_long_is_ended(sandbox: Sandbox) -> None:
+def test_a_trial_that_takes_too_long_is_ended(sandbox: Sandbox) -> None:
     started = time.perf_counter()
     with pytest.raises(SandboxLimit):
         sandbox.try_grammar(hostile.regex(hostile.optional_letters(300_000)), 0.25)
@@ -65,7 +65,7 @@ def test_definitions_that_all_refer_to_each_other_are_walked_once(sandbox: Sandb
     assert sandbox.try_grammar(hostile.schema(hostile.mutual(11)), SECONDS).source.text
 
 
-def test_one_that_takes_too_much_memory_is_refused() -> None:
+def test_a_grammar_that_takes_too_much_memory_is_refused() -> None:
     small = Sandbox(demo_model.PATH, 3072, [1], niceness=0, memory_bytes=16 * 2**20)
     with pytest.raises(InvalidGrammar, match="memory"):
         small.try_grammar(hostile.regex("|".join(f"a{i}" for i in range(90_000))), 60)

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from tests.tiny_models import TOKENIZER_VOCAB_SIZE, make_llama
 from tests.unit.engine.grammar.conftest import load
 from tests.unit.engine.grammar.driver import Driver
-from tgi_server.contract import FinishReason, Grammar, GrammarType
+from tgi_server.contract import FinishReason, Grammar, GrammarKind
 from tgi_server.engine import Engine
 from tgi_server.engine.grammar.tokenizer import GrammarTokenizer
 
@@ -28,7 +28,7 @@ SCHEMA = {
 
 
 def sentence_piece() -> Tokenizer:
-    """As in Llama 2: spaces are letters, and bytes have tokens of their own."""
+    """Returns a tokenizer of Llama 2's kind: spaces are letters, and bytes have tokens of their own."""
     tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     tokenizer.decoder = decoders.Sequence(
@@ -45,7 +45,7 @@ def sentence_piece() -> Tokenizer:
 
 
 def unigram() -> Tokenizer:
-    """As in T5."""
+    """Returns a tokenizer of T5's kind."""
     tokenizer = Tokenizer(models.Unigram())
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.decoder = decoders.Metaspace()
@@ -58,7 +58,7 @@ def unigram() -> Tokenizer:
 
 
 def word_piece() -> Tokenizer:
-    """As in BERT."""
+    """Returns a tokenizer of BERT's kind."""
     tokenizer = Tokenizer(models.WordPiece(unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = decoders.WordPiece()
@@ -98,7 +98,7 @@ def test_regexes(kind: tuple[Tokenizer, Engine]) -> None:
     tokenizer, engine = kind
     pattern = r" ?(quick|brown)( ?[a-z]){1,8}( ?\d){2}"
     driver = Driver(engine)
-    grammar = Grammar(GrammarType.REGEX, pattern)
+    grammar = Grammar(GrammarKind.REGEX, pattern)
     for output in driver.run(*(driver.sequence(PROMPT, grammar, 60, seed=seed) for seed in range(8))):
         assert output.error is None
         if output.finish_reason is FinishReason.EOS_TOKEN:
@@ -111,7 +111,7 @@ def test_json(kind: tuple[Tokenizer, Engine]) -> None:
     if isinstance(tokenizer.model, models.WordPiece):
         pytest.skip("its tokens cannot be put side by side without a space between them")
     driver = Driver(engine)
-    grammar = Grammar(GrammarType.JSON_SCHEMA, json.dumps(SCHEMA))
+    grammar = Grammar(GrammarKind.JSON_SCHEMA, json.dumps(SCHEMA))
     ended = 0
     for output in driver.run(*(driver.sequence(PROMPT, grammar, 100, seed=seed) for seed in range(8))):
         assert output.error is None
@@ -126,7 +126,7 @@ def test_json(kind: tuple[Tokenizer, Engine]) -> None:
 def test_characters_of_several_tokens(random_engine: Engine, tmp_path: Path) -> None:
     for engine in (random_engine, engine_of(sentence_piece(), tmp_path)):
         driver = Driver(engine)
-        grammar = Grammar(GrammarType.REGEX, "[ößé€🌳]{6}")
+        grammar = Grammar(GrammarKind.REGEX, "[ößé€🌳]{6}")
         for output in driver.run(*(driver.sequence(PROMPT, grammar, 60, seed=seed) for seed in range(4))):
             assert output.finish_reason is FinishReason.EOS_TOKEN
             assert re.fullmatch("[ößé€🌳]{6}", driver.text(output))

@@ -1,6 +1,7 @@
 """The choice of kernels from made-up times, from real ones, and by name."""
 
 import logging
+from collections import Counter
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 from tgi_server.engine.errors import UnsupportedModel
 from tgi_server.engine.kernels import build, load_kernels
 from tgi_server.engine.linear import choice, linear_factory
+from tgi_server.engine.linear.choice import Weights
 from tgi_server.engine.linear.float import FloatLinear
 from tgi_server.engine.linear.int8 import Int8Linear
 from tgi_server.engine.linear.kernel_table import KernelTable
@@ -63,21 +65,35 @@ def cache(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(build, "CACHE", tmp_path)
 
 
-@pytest.mark.parametrize("layer", [FloatLinear, Int8Linear])
-def test_a_model_is_measured_once_on_a_machine_and_the_log_says_it(cache, caplog, layer) -> None:
+def float_weights(dtype: torch.dtype) -> Weights:
+    return Weights.plain(FloatLinear, dtype)
+
+
+@pytest.mark.parametrize(
+    "weights",
+    [
+        float_weights,
+        lambda dtype: Weights.plain(Int8Linear, dtype),
+        lambda dtype: Weights.coded("int4", dtype),
+        lambda dtype: Weights.coded("fp8", dtype),
+    ],
+)
+def test_a_model_is_measured_once_on_a_machine_and_the_log_says_it(cache, caplog, monkeypatch, weights) -> None:
     caplog.set_level(logging.INFO)
-    model = Model(torch.bfloat16)
-    first = choice.choose_kernels(model, layer, None)
+    monkeypatch.setattr(choice, "_SMALL_BYTES", 8 << 20)
+    shapes, kind = choice.plain_shapes(Model(torch.bfloat16)), weights(torch.bfloat16)
+    first = choice.choose_kernels(shapes, kind, None)
     assert f"linear layers: {first}, measured in" in caplog.text
-    assert choice.choose_kernels(model, layer, None) == first
+    assert choice.choose_kernels(shapes, kind, None) == first
     assert f"linear layers: {first}, as measured on this machine before" in caplog.text
-    assert first.onednn or set(first.kernels) <= set(choice.own_kernels(layer, torch.bfloat16))
+    assert set(first.kernels) <= {*kind.kernels, "onednn"}
 
 
 def test_small_models_are_not_measured(cache, caplog) -> None:
     caplog.set_level(logging.INFO)
-    chosen = choice.choose_kernels(nn.Sequential(nn.Linear(64, 64)), FloatLinear, None)
-    assert chosen.kernels == (choice.own_kernels(FloatLinear, torch.float32)[0],)
+    weights = float_weights(torch.float32)
+    chosen = choice.choose_kernels(choice.plain_shapes(nn.Sequential(nn.Linear(64, 64))), weights, None)
+    assert chosen.kernels == weights.kernels[:1]
     assert "measured" not in caplog.text
 
 
@@ -93,16 +109,16 @@ class Group:
 
 
 def test_all_shards_take_what_the_first_has_measured(cache) -> None:
-    model = Model(torch.float32)
-    first = choice.choose_kernels(model, FloatLinear, Group(0, ""))
-    assert choice.choose_kernels(nn.Sequential(), FloatLinear, Group(1, str(first))) == first
-    assert str(choice.choose_kernels(model, FloatLinear, Group(1, "fma,amx@16"))) == "fma,amx@16"
+    shapes, weights = choice.plain_shapes(Model(torch.float32)), float_weights(torch.float32)
+    first = choice.choose_kernels(shapes, weights, Group(0, ""))
+    assert choice.choose_kernels(Counter(), weights, Group(1, str(first))) == first
+    assert str(choice.choose_kernels(shapes, weights, Group(1, "fma,amx@16"))) == "fma,amx@16"
 
 
 def test_kernels_can_be_pinned() -> None:
     model = Model(torch.bfloat16)
     pinned = linear_factory(model, torch.bfloat16, None, custom_kernels=True, pinned="fma")
-    assert pinned(torch.zeros(48, 64).bfloat16())(torch.zeros(1, 64)).shape == (1, 48)
+    assert pinned(nn.Linear(64, 48).bfloat16())(torch.zeros(1, 64)).shape == (1, 48)
     assert str(pinned.kernels) == "fma"
     assert linear_factory(model, torch.bfloat16, None, custom_kernels=True, pinned="onednn").layer is OneDnnLinear
     for wrong, said in (("magic", "this CPU has no magic"), ("fma@3", "begins at 1 row")):

@@ -37,7 +37,13 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     return recorder
 
 
-@pytest.mark.parametrize("architecture", ["bloom_6_heads", "gemma2", "llama", "opt", "starcoder"])
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        "llama",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("bloom_6_heads", "gemma2", "opt", "starcoder")),
+    ],
+)
 @pytest.mark.parametrize("custom_kernels", [True, False])
 def test_padded_steps_give_the_tokens_of_transformers(architecture, custom_kernels, recorder, tmp_path: Path) -> None:
     requests, expected = overlap(make(architecture, tmp_path), custom_kernels=custom_kernels, cuda_graphs=(4, 12, 999))
@@ -105,4 +111,4 @@ def test_a_model_that_cannot_be_recorded_says_so(monkeypatch: pytest.MonkeyPatch
 
 def test_a_cpu_that_is_told_to_record_says_so(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     load_engine(make("llama", tmp_path), cuda_graphs=(4,))
-    assert "--cuda-graphs changes nothing: decoding on a CPU runs without CUDA graphs" in caplog.messages
+    assert "--cuda-graphs has no effect: decoding on a CPU runs without CUDA graphs" in caplog.messages

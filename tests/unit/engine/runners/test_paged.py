@@ -1,12 +1,19 @@
 """The memory of the paged path."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
+from tests.tiny_models import make
 from tgi_server import demo_model
 from tgi_server.contract import StoppingParameters
 from tgi_server.engine import Engine, EngineConfig, RunningSequence
+from tgi_server.engine.attention.gather import GatherAttention
 from tgi_server.engine.errors import NotEnoughMemory
+from tgi_server.engine.runners import paged
+from tgi_server.engine.runners.probe import backend_fault, probe_kv_shape
+from tgi_server.engine.weights import load_model
 
 
 def test_memory_is_taken_ahead_of_the_blocks_in_use() -> None:
@@ -18,6 +25,56 @@ def test_memory_is_taken_ahead_of_the_blocks_in_use() -> None:
     engine.step(1, [sequence], [(1, 2)]).collect()
     assert engine.reserve(0)
     assert not engine.reserve(60)
+
+
+class Failing(GatherAttention):
+    """Computes what it should, but not for the long prompts that the probe at load has none of."""
+
+    block_size = 32
+
+    def attend(self, layer, query, metadata, variant) -> torch.Tensor:
+        if len(query) > 310:
+            raise TypeError("the kernel wants more shared memory than there is")
+        return super().attend(layer, query, metadata, variant)
+
+
+def test_a_kernel_that_fails_while_warming_up_is_replaced(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(paged, "warm_up_tokens", lambda config, device, tokens: tokens)
+    model = load_model(EngineConfig(make("llama", tmp_path, max_position_embeddings=512)), torch.device("cpu"))
+    with torch.inference_mode():
+        shape = probe_kv_shape(model)
+        assert shape is not None
+        backend = Failing(shape, model.device, model.dtype)
+        assert backend_fault(model, backend) is None
+        runner = paged.PagedRunner(model, backend, memory_fraction=0.9, cpu_memory=1 << 24)
+        capacity = runner.warm_up(max_batch_size=4, max_prefill_tokens=400, max_total_tokens=500)
+    assert (capacity.block_size, capacity.max_total_tokens) == (32, 500)
+    (fallback,) = runner.fallbacks
+    assert fallback.startswith("attention runs in plain torch, which is slow: Failing fails (TypeError: the kernel")
+    assert fallback in caplog.messages
+
+
+class Wrong(GatherAttention):
+    """Attends wrongly to whatever stands in a second chunk of a prompt."""
+
+    def attend(self, layer, query, metadata, variant) -> torch.Tensor:
+        output = super().attend(layer, query, metadata, variant)
+        for chunk in metadata.chunks:
+            if chunk.kv_length > chunk.length:
+                output[chunk.start : chunk.start + chunk.length] = 0
+        return output
+
+
+def test_the_probe_of_a_backend_continues_prompts(tmp_path: Path) -> None:
+    model = load_model(EngineConfig(make("llama", tmp_path)), torch.device("cpu"))
+    with torch.inference_mode():
+        shape = probe_kv_shape(model)
+        assert shape is not None
+        fault = backend_fault(model, Wrong(shape, model.device, model.dtype))
+    assert fault is not None
+    assert fault.startswith("logits change by")
 
 
 def test_a_cache_too_small_for_one_sequence_is_refused() -> None:

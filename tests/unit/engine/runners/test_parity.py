@@ -14,15 +14,14 @@ from tests.unit.engine.requests import LENGTHS, NEW, Requests, expected_tokens, 
 PADDED = {"bart", "deepseek_v3", "flan_t5", "gpt_neo", "gpt_oss", "llama4_text", "mamba", "qwen3_next", "t5"}
 # The answers of the first two depend on the limits: see test_rope.py. The third is refused: see padded/test_probe.py.
 ELSEWHERE = {"llama_dynamic", "phi3_longrope", "rwkv"}
-VARIANTS = {
-    *("bloom_6_heads", "code_llama", "cohere_qk_norm", "falcon_11b", "gpt_bigcode_multi_head", "gpt_neox_serial"),
-    *("llama_head_dim_24", "llama_linear", "llama_yarn", "mpt_6_heads", "qwen2_windows", "santacoder"),
-}
-"""Of architectures that are there anyway: slow tests only."""
+# One of each kind: attention modules of our own, soft caps, windows, experts, one KV head, states of fixed size, and an
+# encoder. The others are slow tests.
+QUICK = {"bloom", "falcon_rw", "gemma2", "llama", "mamba", "mistral", "mixtral", "mpt", "opt", "starcoder", "t5"}
 
 
-def with_slow_variants(names: Iterable[str]) -> list[object]:
-    return [pytest.param(name, marks=pytest.mark.slow if name in VARIANTS else ()) for name in names]
+def quick(names: Iterable[str], chosen: Iterable[str] = QUICK) -> list[object]:
+    """Returns the names as parameters; those that are not chosen are slow."""
+    return [pytest.param(name, marks=() if name in chosen else pytest.mark.slow) for name in names]
 
 
 def overlap(folder: Path, **settings) -> tuple[Requests, list[list[int]]]:
@@ -52,7 +51,7 @@ def check(requests: Requests, expected: list[list[int]]) -> None:
         assert requests.outputs[index] == tokens, f"request {index}, of {LENGTHS[index]} tokens"
 
 
-@pytest.mark.parametrize("architecture", with_slow_variants(sorted(ARCHITECTURES.keys() - ELSEWHERE)))
+@pytest.mark.parametrize("architecture", quick(sorted(ARCHITECTURES.keys() - ELSEWHERE)))
 def test_overlapping_requests_get_the_tokens_of_transformers(architecture, tmp_path) -> None:
     requests, expected = overlap(make(architecture, tmp_path))
     assert requests.engine.info.paged is (architecture not in PADDED)
@@ -60,13 +59,13 @@ def test_overlapping_requests_get_the_tokens_of_transformers(architecture, tmp_p
 
 
 @pytest.mark.parametrize(
-    "architecture", with_slow_variants(["bloom_6_heads", "falcon_rw", "flan_t5", "gemma2", "mistral", "starcoder"])
+    "architecture", quick(["bloom_6_heads", "falcon_rw", "flan_t5", "gemma2", "mistral", "starcoder"], ["mistral"])
 )
 def test_overlapping_requests_get_the_tokens_of_transformers_without_custom_kernels(architecture, tmp_path) -> None:
     check(*overlap(make(architecture, tmp_path), custom_kernels=False))
 
 
-@pytest.mark.parametrize("architecture", with_slow_variants(["llama", "mistral", "opt", "qwen2", "qwen2_windows"]))
+@pytest.mark.parametrize("architecture", quick(["llama", "mistral", "opt", "qwen2", "qwen2_windows"], ["llama"]))
 @pytest.mark.parametrize(("dtype", "quantize"), [("bfloat16", None), ("bfloat16", "int8"), ("float16", None)])
 def test_in_16_bits_each_token_is_as_likely_as_the_likeliest_or_nearly_so(
     architecture, dtype, quantize, tmp_path

@@ -30,27 +30,32 @@ def check(ranks: Ranks, folder: Path, **settings: object) -> None:
         assert paged is whole.info.paged
 
 
-@pytest.mark.parametrize("architecture", ["falcon_40b", "gpt_neox", "llama"])
-def test_two_shards_generate_what_the_whole_model_does(architecture: str, ranks_of: RanksOf, tmp_path: Path) -> None:
-    check(ranks_of(2), make(architecture, tmp_path))
+def test_two_shards_generate_what_the_whole_model_does(ranks_of: RanksOf, tmp_path: Path) -> None:
+    check(ranks_of(2), make("llama", tmp_path))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.parametrize("architecture", sorted(ARCHITECTURES.keys() - UNSPLIT))
-def test_so_does_every_architecture(architecture: str, count: int, ranks_of: RanksOf, tmp_path: Path) -> None:
+def test_shards_of_every_architecture_generate_what_the_whole_model_does(
+    architecture: str, count: int, ranks_of: RanksOf, tmp_path: Path
+) -> None:
     check(ranks_of(count), make(architecture, tmp_path))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["bloom", "gpt_bigcode_multi_head", "llama", "opt", "t5"])
-def test_so_they_do_without_kernels_of_the_engines_own(architecture: str, ranks_of: RanksOf, tmp_path: Path) -> None:
+def test_shards_without_the_engines_kernels_generate_what_the_whole_model_does(
+    architecture: str, ranks_of: RanksOf, tmp_path: Path
+) -> None:
     check(ranks_of(2), make(architecture, tmp_path), custom_kernels=False)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["gpt2", "opt", "gpt_neox", "t5"])
-def test_three_shards_have_different_numbers_of_heads(architecture: str, ranks_of: RanksOf, tmp_path: Path) -> None:
+def test_three_shards_with_different_numbers_of_heads_generate_what_the_whole_model_does(
+    architecture: str, ranks_of: RanksOf, tmp_path: Path
+) -> None:
     check(ranks_of(3), make(architecture, tmp_path))
 
 

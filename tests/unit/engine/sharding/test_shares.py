@@ -1,4 +1,4 @@
-"""Which heads and which rows or columns each shard has; all shards together have everything once."""
+"""Each shard has its own heads, rows or columns; all shards together have everything once."""
 
 from itertools import chain
 

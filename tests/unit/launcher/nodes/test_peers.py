@@ -7,14 +7,14 @@ import pytest
 
 from tgi_server.launcher.errors import ProcessEndedError
 from tgi_server.launcher.nodes import peers
-from tgi_server.launcher.nodes.peers import Kind, Link, PeerLost, Peers
+from tgi_server.launcher.nodes.peers import Kind, Link, NodeLost, Peers
 
 Ends = tuple[Link, Link]
 
 
 @pytest.fixture
 async def ends(free_port: Callable[[], int]) -> AsyncIterator[Ends]:
-    """Both ends of a connection: node 0's and node 1's."""
+    """The two ends of a connection: node 0's and node 1's."""
     accepted: asyncio.Future[Link] = asyncio.get_running_loop().create_future()
     port = free_port()
 
@@ -42,7 +42,7 @@ async def test_messages_arrive_in_order_and_heartbeats_do_not_show(ends: Ends) -
 async def test_a_peer_that_closes_is_lost(ends: Ends) -> None:
     here, there = ends
     await there.close()
-    with pytest.raises(PeerLost, match=r"^node 1 (closed its connection|cannot be reached any more)"):
+    with pytest.raises(NodeLost, match=r"^node 1 (closed its connection|cannot be reached any more)"):
         await here.receive()
 
 
@@ -50,14 +50,14 @@ async def test_a_peer_that_is_silent_is_lost(ends: Ends, monkeypatch: pytest.Mon
     here, there = ends
     there._heartbeat.cancel()
     monkeypatch.setattr(peers, "SILENCE_SECONDS", 1)
-    with pytest.raises(PeerLost, match=r"^node 1 has sent nothing for 1 s$"):
+    with pytest.raises(NodeLost, match=r"^node 1 has sent nothing for 1 s$"):
         await here.receive()
 
 
 async def test_a_peer_that_is_no_launcher_is_lost(ends: Ends) -> None:
     here, there = ends
     there._writer.write(b"GET / HTTP/1.1\r\n")
-    with pytest.raises(PeerLost, match=r"^node 1 sent what is no message of a launcher$"):
+    with pytest.raises(NodeLost, match=r"^node 1 sent no message of a launcher"):
         await here.receive()
 
 

@@ -106,6 +106,7 @@ async def test_a_shard_that_only_missed_another_one_is_not_the_one_that_is_named
         await Supervisor(server.shards, server.sockets, server.router, ("127.0.0.1", server.port), 5).run()
 
 
+@pytest.mark.slow
 async def test_a_process_that_ignores_the_request_to_stop_is_killed(server: Server) -> None:
     server.router = processes.router(server.port, server.marker, drain=60)
     server.grace = 0.5
@@ -127,6 +128,7 @@ async def test_grandchildren_end_too(server: Server, tmp_path: Path) -> None:
         assert psutil.Process(int(pid.read_text())).status() == psutil.STATUS_ZOMBIE
 
 
+@pytest.mark.slow
 async def test_waiting_is_reported(server: Server, caplog: pytest.LogCaptureFixture, monkeypatch) -> None:
     monkeypatch.setattr("tgi_server.launcher.processes.supervisor.REPORT_SECONDS", 0.3)
     server.shards[2] = processes.shard(2, server.sockets[2], server.marker, seconds=1.5)

@@ -36,7 +36,7 @@ def test_a_mistake_in_the_configuration_is_named(text: str, complaint: str, tmp_
     assert str(path) in str(failure.value)
 
 
-def test_what_is_shipped_can_be_read() -> None:
+def test_the_shipped_configuration_can_be_read() -> None:
     downloads = read_downloads(CONFIG)
     assert not [source for source in downloads.sources if source.enabled]
     assert downloads.artefact("smollm2").name == "smollm2"

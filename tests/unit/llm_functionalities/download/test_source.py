@@ -1,5 +1,8 @@
 """All files of a source appear, or none, beside those of others."""
 
+import os
+from pathlib import Path
+
 import pytest
 
 from llm_functionalities.download.config import DownloadError
@@ -51,3 +54,16 @@ def test_a_missing_artefact_is_named(model: Model) -> None:
     with pytest.raises(DownloadError, match=r"tokenizer.*model/tokenizer\.json"):
         model.fetch()
     assert model.content() == {}
+
+
+def test_a_folder_that_cannot_be_written_to_is_named_with_the_command_that_helps(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def mkdir(path: Path, *arguments: object, **options: object) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "mkdir", mkdir)
+    with pytest.raises(
+        DownloadError, match=rf"model: .*; run `sudo chown -R {os.getuid()}:{os.getgid()} {model.folder}`"
+    ):
+        model.fetch()

@@ -168,7 +168,9 @@ LINKS = {
     "upwards": links(("a/b", "../..", tarfile.SYMTYPE)),
     "upwards later": links(("a/b/c", "../..", tarfile.SYMTYPE), ("v", "a/b/c/../..", tarfile.SYMTYPE)),
     "hard": links(("a", "../../../etc/passwd", tarfile.LNKTYPE)),
+    "hard, of a link": links(("a", "b", tarfile.SYMTYPE), ("b", "a", tarfile.LNKTYPE)),
     "device": links(("a", "", tarfile.CHRTYPE)),
+    "pipe": links(("a", "", tarfile.FIFOTYPE)),
 }
 
 
@@ -186,3 +188,17 @@ def test_a_link_that_stays_inside_is_kept(model: Model) -> None:
     model.urls = [[model.web.url("archive"), "model.tar.gz"]]
     model.fetch()
     assert model.content() == {"model/blobs/1": b"w", "model/weights.bin": b"w"}
+
+
+def test_a_hard_link_is_the_file_that_it_names(model: Model) -> None:
+    output = io.BytesIO()
+    with tarfile.open(fileobj=output, mode="w:gz") as archive:
+        folder, file, link = (tarfile.TarInfo(name) for name in ("./", "./model/weights.bin", "./model/again.bin"))
+        folder.type, file.size, file.mode = tarfile.DIRTYPE, 1, 0o4777
+        link.type, link.linkname = tarfile.LNKTYPE, "./model/weights.bin"
+        for member in (folder, file, link):
+            archive.addfile(member, io.BytesIO(b"w"))
+    model.web.files["archive"] = output.getvalue()
+    model.urls = [[model.web.url("archive"), "model.tar.gz"]]
+    model.fetch()
+    assert model.content() == {"model/weights.bin": b"w", "model/again.bin": b"w"}

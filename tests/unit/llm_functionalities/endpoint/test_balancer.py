@@ -9,7 +9,7 @@ from llm_functionalities.endpoint.address import Address
 from llm_functionalities.endpoint.balancer import Balancer
 from llm_functionalities.endpoint.call import Call, Deadline
 from llm_functionalities.endpoint.endpoint import Endpoint
-from llm_functionalities.endpoint.generation import Generation
+from llm_functionalities.endpoint.generation import GenerationParameters
 from llm_functionalities.errors import CircuitOpen, NoEndpoint, Unreachable
 
 NAMES = ["a:80", "b:80", "c:80"]
@@ -66,9 +66,9 @@ def test_an_endpoint_that_is_away_comes_last(three: list[Endpoint]) -> None:
 def test_what_nobody_can_answer_tells_why(three: list[Endpoint]) -> None:
     call = Call(Deadline.after(1))
     with pytest.raises(NoEndpoint, match="INFERENCE_ENDPOINT_URL"):
-        Balancer([]).generate("prompt", Generation(5), call)
+        Balancer([]).generate("prompt", GenerationParameters(5), call)
     for endpoint in three:
         endpoint.breaker.unreachable(Unreachable("refused"))
     with pytest.raises(CircuitOpen, match="refused"):
-        Balancer(three).generate("prompt", Generation(5), call)
+        Balancer(three).generate("prompt", GenerationParameters(5), call)
     Balancer(three).stop(1)

@@ -38,7 +38,7 @@ def breaker(patient: Patient) -> Iterator[CircuitBreaker]:
     breaker.stop(2)
 
 
-def test_it_opens_at_once_when_no_connection_can_be_made_and_says_why(
+def test_the_breaker_opens_at_once_when_no_connection_can_be_made_and_says_why(
     breaker: CircuitBreaker, patient: Patient
 ) -> None:
     patient.healthy = False
@@ -49,7 +49,7 @@ def test_it_opens_at_once_when_no_connection_can_be_made_and_says_why(
         breaker.check()
 
 
-def test_it_tolerates_failures_unless_they_follow_each_other(breaker: CircuitBreaker) -> None:
+def test_the_breaker_tolerates_failures_unless_they_follow_each_other(breaker: CircuitBreaker) -> None:
     for _ in range(5):
         breaker.failed(ServerFailed("500"))
         breaker.failed(ServerFailed("500"))
@@ -60,7 +60,7 @@ def test_it_tolerates_failures_unless_they_follow_each_other(breaker: CircuitBre
     assert not breaker.closed
 
 
-def test_it_closes_by_itself_once_the_endpoint_is_back(breaker: CircuitBreaker, patient: Patient) -> None:
+def test_the_breaker_closes_by_itself_once_the_endpoint_is_back(breaker: CircuitBreaker, patient: Patient) -> None:
     patient.healthy = False
     breaker.unreachable(Unreachable("refused"))
     time.sleep(INTERVAL * 2.5)
@@ -70,7 +70,7 @@ def test_it_closes_by_itself_once_the_endpoint_is_back(breaker: CircuitBreaker, 
     breaker.check()
 
 
-def test_it_leaves_the_endpoint_alone_for_an_interval(breaker: CircuitBreaker, patient: Patient) -> None:
+def test_the_breaker_leaves_the_endpoint_alone_for_an_interval(breaker: CircuitBreaker, patient: Patient) -> None:
     breaker.unreachable(Unreachable("refused"))
     time.sleep(INTERVAL / 2)
     assert patient.probes == 0
@@ -97,7 +97,7 @@ def test_many_suspicions_make_few_probes(breaker: CircuitBreaker, patient: Patie
     assert patient.probes <= 4
 
 
-def test_nobody_is_probed_for_ever(breaker: CircuitBreaker, patient: Patient) -> None:
+def test_an_endpoint_is_not_probed_for_ever(breaker: CircuitBreaker, patient: Patient) -> None:
     patient.healthy = False
     breaker.unreachable(Unreachable("refused"))
     until(lambda: breaker.closed)

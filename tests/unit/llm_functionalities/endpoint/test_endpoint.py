@@ -8,14 +8,14 @@ import pytest
 from llm_functionalities.endpoint.address import Address
 from llm_functionalities.endpoint.call import Call, Deadline
 from llm_functionalities.endpoint.endpoint import Endpoint
-from llm_functionalities.endpoint.generation import Generation, Grammar
+from llm_functionalities.endpoint.generation import GenerationParameters, Grammar
 from llm_functionalities.errors import (
     BadResponse,
     CircuitOpen,
     ConnectionLost,
     DeadlineExceeded,
+    EndpointOverloaded,
     ModelError,
-    Overloaded,
     Rejected,
     ServerFailed,
     Unreachable,
@@ -23,8 +23,8 @@ from llm_functionalities.errors import (
 from tests.fakes.model_server import ModelServer
 from tests.timing import until
 
-PLAIN = Generation(8)
-GRAMMAR = Generation(8, Grammar(regex="[a-z]+"), grammar_is_optional=True)
+PLAIN = GenerationParameters(8)
+GRAMMAR = GenerationParameters(8, Grammar(regex="[a-z]+"), grammar_is_optional=True)
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def endpoint(server: ModelServer, http: httpx2.Client) -> Iterator[Endpoint]:
     endpoint.breaker.stop(2)
 
 
-def generate(endpoint: Endpoint, generation: Generation = PLAIN, seconds: float = 5) -> str:
+def generate(endpoint: Endpoint, generation: GenerationParameters = PLAIN, seconds: float = 5) -> str:
     return endpoint.generate("hello", generation, Call(Deadline.after(seconds), {"traceparent": "00-1"}))
 
 
@@ -52,7 +52,7 @@ def test_a_request_has_the_token_and_the_trace(endpoint: Endpoint, server: Model
 @pytest.mark.parametrize(
     ("fault", "error"),
     [
-        (429, Overloaded),
+        (429, EndpointOverloaded),
         (500, ServerFailed),
         (503, ServerFailed),
         (422, Rejected),
@@ -107,5 +107,5 @@ def test_a_server_that_is_busy_with_grammars_still_takes_them(
 
 
 def test_a_stream_comes_in_pieces(endpoint: Endpoint) -> None:
-    assert list(endpoint.stream("hello", Generation(8), Call(Deadline.after(5)))) == ["a", " fine", " answer"]
+    assert list(endpoint.stream("hello", GenerationParameters(8), Call(Deadline.after(5)))) == ["a", " fine", " answer"]
     assert endpoint.in_flight == 0

@@ -2,14 +2,14 @@
 
 import json
 
-from llm_functionalities.endpoint.generation import Generation, Grammar
+from llm_functionalities.endpoint.generation import GenerationParameters, Grammar
 
 
 def test_the_parameters_of_a_request() -> None:
-    assert Generation(7).parameters() == {"max_new_tokens": 7, "grammar": None, "return_full_text": False}
-    with_grammar = Generation(7, Grammar(regex="[0-9]+"), grammar_is_optional=True)
+    assert GenerationParameters(7).parameters() == {"max_new_tokens": 7, "grammar": None, "return_full_text": False}
+    with_grammar = GenerationParameters(7, Grammar(regex="[0-9]+"), grammar_is_optional=True)
     assert with_grammar.parameters()["grammar"] == {"type": "regex", "value": "[0-9]+"}
-    assert with_grammar.without_grammar() == Generation(7)
+    assert with_grammar.without_grammar() == GenerationParameters(7)
 
 
 def test_a_schema_is_sent_as_it_is() -> None:

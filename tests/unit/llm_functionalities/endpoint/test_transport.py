@@ -47,7 +47,7 @@ def test_a_response_without_end_is_refused(http: httpx2.Client, server: ModelSer
         post(http, server.url)
 
 
-def test_nobody_listens(http: httpx2.Client, free_port: Callable[[], int]) -> None:
+def test_a_port_that_nobody_listens_on_is_unreachable(http: httpx2.Client, free_port: Callable[[], int]) -> None:
     with pytest.raises(Unreachable, match=r"127\.0\.0\.1 port"):
         post(http, f"http://127.0.0.1:{free_port()}")
 

@@ -12,14 +12,14 @@ from llm_functionalities.endpoint.address import Address
 from llm_functionalities.endpoint.balancer import Balancer
 from llm_functionalities.endpoint.call import Deadline
 from llm_functionalities.endpoint.endpoint import Endpoint
-from llm_functionalities.endpoint.generation import Generation
+from llm_functionalities.endpoint.generation import GenerationParameters
 from llm_functionalities.model.empty_responses import EmptyResponses
 from llm_functionalities.model.model import Model, Question
 from llm_functionalities.model.pool import FairPool
 from tests.fakes.model_server import ModelServer
 from tests.timing import until
 
-GENERATION = Generation(8)
+GENERATION = GenerationParameters(8)
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ import pytest
 from prometheus_client import generate_latest
 
 from llm_functionalities.endpoint.call import Deadline
-from llm_functionalities.errors import InvalidRequest
-from llm_functionalities.metrics import Metrics
+from llm_functionalities.errors import InvalidArgument
+from llm_functionalities.metrics import ServiceMetrics
 from llm_functionalities.services.admission import Admission
 from llm_functionalities.services.context import CallContext
 from shared.stubs import llm_pb2, llm_pb2_grpc
@@ -44,8 +44,8 @@ class Servicer(llm_pb2_grpc.LLMRunnerServicer):
 
 
 @pytest.fixture
-def metrics() -> Metrics:
-    return Metrics()
+def metrics() -> ServiceMetrics:
+    return ServiceMetrics()
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ async def servicer() -> Servicer:
 
 
 @pytest.fixture
-async def channel(servicer: Servicer, metrics: Metrics) -> AsyncIterator[grpc.aio.Channel]:
+async def channel(servicer: Servicer, metrics: ServiceMetrics) -> AsyncIterator[grpc.aio.Channel]:
     server = grpc.aio.server(interceptors=[Admission(2, metrics, max_entries=3, receive_timeout=0.3)])
     llm_pb2_grpc.add_LLMRunnerServicer_to_server(servicer, server)
     port = server.add_insecure_port("127.0.0.1:0")
@@ -69,7 +69,7 @@ def runner(channel: grpc.aio.Channel) -> Any:
     return llm_pb2_grpc.LLMRunnerStub(channel)
 
 
-def counted(metrics: Metrics, method: str, status: str) -> float:
+def counted(metrics: ServiceMetrics, method: str, status: str) -> float:
     return metrics.calls.labels(f"/LLMRunner/{method}", status)._value.get()
 
 
@@ -79,7 +79,7 @@ async def refusal(call: Any) -> tuple[grpc.StatusCode, str]:
     return error.value.code(), error.value.details()
 
 
-async def test_a_call_and_a_stream(runner: Any, metrics: Metrics) -> None:
+async def test_a_call_and_a_stream(runner: Any, metrics: ServiceMetrics) -> None:
     assert (await runner.call_model(llm_pb2.ModelRequest(formatted_prompt="hello"))).text == "hello"
     request = llm_pb2.ModelRequest(formatted_prompt="one two three")
     assert [part.text async for part in runner.stream_model(request)] == ["one", "two", "three"]
@@ -87,14 +87,16 @@ async def test_a_call_and_a_stream(runner: Any, metrics: Metrics) -> None:
     assert counted(metrics, "stream_model", "OK") == 1
 
 
-async def test_more_calls_than_there_are_places_are_refused(runner: Any, servicer: Servicer, metrics: Metrics) -> None:
+async def test_more_calls_than_there_are_places_are_refused(
+    runner: Any, servicer: Servicer, metrics: ServiceMetrics
+) -> None:
     servicer.gate.clear()
     calls = [runner.call_model(llm_pb2.ModelRequest(formatted_prompt="x")) for _ in range(2)]
     await asyncio.sleep(0.2)
     assert b"llm_functionalities_calls_running 2.0" in generate_latest(metrics.registry)
     code, details = await refusal(runner.call_model(llm_pb2.ModelRequest()))
     assert code == grpc.StatusCode.RESOURCE_EXHAUSTED
-    assert details == "2 calls are under way; try again"
+    assert details == "the service works on 2 calls, the most that it may; try again later"
     servicer.gate.set()
     assert [(await call).text for call in calls] == ["x", "x"]
     assert (await runner.call_model(llm_pb2.ModelRequest(formatted_prompt="y"))).text == "y"
@@ -113,8 +115,8 @@ async def test_a_call_without_a_place_is_refused_before_its_message_is_received(
     assert [(await call).text for call in calls] == ["x", "x"]
 
 
-async def test_a_refusal_of_the_service_is_a_status(runner: Any, servicer: Servicer, metrics: Metrics) -> None:
-    servicer.fault = InvalidRequest("the number is too large")
+async def test_a_refusal_of_the_service_is_a_status(runner: Any, servicer: Servicer, metrics: ServiceMetrics) -> None:
+    servicer.fault = InvalidArgument("the number is too large")
     code, details = await refusal(runner.call_model(llm_pb2.ModelRequest()))
     assert (code, details) == (grpc.StatusCode.INVALID_ARGUMENT, "the number is too large")
     assert counted(metrics, "call_model", "INVALID_ARGUMENT") == 1
@@ -122,7 +124,7 @@ async def test_a_refusal_of_the_service_is_a_status(runner: Any, servicer: Servi
 
 @pytest.mark.logs_tracebacks
 async def test_a_fault_of_the_service_is_counted_and_logged(
-    runner: Any, servicer: Servicer, metrics: Metrics, caplog: pytest.LogCaptureFixture
+    runner: Any, servicer: Servicer, metrics: ServiceMetrics, caplog: pytest.LogCaptureFixture
 ) -> None:
     servicer.fault = ZeroDivisionError("a fault")
     assert (await refusal(runner.call_model(llm_pb2.ModelRequest())))[0] == grpc.StatusCode.UNKNOWN
@@ -131,7 +133,7 @@ async def test_a_fault_of_the_service_is_counted_and_logged(
 
 
 async def test_an_abandoned_stream_is_closed_and_gives_its_place_back(
-    runner: Any, servicer: Servicer, metrics: Metrics
+    runner: Any, servicer: Servicer, metrics: ServiceMetrics
 ) -> None:
     servicer.gate.clear()
     for _ in range(5):
@@ -143,7 +145,7 @@ async def test_an_abandoned_stream_is_closed_and_gives_its_place_back(
     assert counted(metrics, "stream_model", "CANCELLED") == 5
 
 
-async def test_a_request_that_does_not_arrive_is_given_up(channel: grpc.aio.Channel, metrics: Metrics) -> None:
+async def test_a_request_that_does_not_arrive_is_given_up(channel: grpc.aio.Channel, metrics: ServiceMetrics) -> None:
     call = channel.stream_unary("/LLMRunner/call_model")()
     assert await call.code() == grpc.StatusCode.DEADLINE_EXCEEDED
     assert await call.details() == "the request's message did not arrive within 0.3 s"

@@ -3,7 +3,7 @@
 import pytest
 
 from llm_functionalities.endpoint.generation import Grammar
-from llm_functionalities.errors import InvalidGrammar
+from llm_functionalities.errors import UnusableGrammar
 from llm_functionalities.services.context import grammar_of
 from shared.stubs import llm_pb2
 
@@ -19,16 +19,16 @@ def test_a_grammar_is_a_schema_or_a_regular_expression() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{", "7", "[]", '"text"', "[" * 100_000, '{"a": "' + "x" * 200_000 + '"}'])
-def test_what_is_no_schema_is_refused(text: str) -> None:
-    with pytest.raises(InvalidGrammar, match="json_schema"):
+def test_a_grammar_that_is_no_schema_is_refused(text: str) -> None:
+    with pytest.raises(UnusableGrammar, match="json_schema"):
         grammar_of(llm_pb2.Grammar(json_schema=text))
 
 
 def test_an_empty_regex_is_refused() -> None:
-    with pytest.raises(InvalidGrammar, match="regex"):
+    with pytest.raises(UnusableGrammar, match="regex"):
         grammar_of(llm_pb2.Grammar(regex=""))
 
 
 def test_a_grammar_that_is_very_long_is_refused() -> None:
-    with pytest.raises(InvalidGrammar, match="200000 characters; it must have at most 131072"):
+    with pytest.raises(UnusableGrammar, match="200000 characters; it must have at most 131072"):
         grammar_of(llm_pb2.Grammar(regex="x" * 200_000))

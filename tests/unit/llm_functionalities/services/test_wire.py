@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llm_functionalities.errors import InvalidRequest
+from llm_functionalities.errors import InvalidArgument
 from llm_functionalities.services.wire import check_fields
 from shared.stubs import llm_pb2
 
@@ -38,24 +38,24 @@ def test_lists_up_to_the_limit_are_let_through(message: object) -> None:
     ],
 )
 def test_a_longer_list_is_refused_by_its_name(message: object, field: str) -> None:
-    with pytest.raises(InvalidRequest, match=rf"`{field}` has more than 3 entries"):
+    with pytest.raises(InvalidArgument, match=rf"`{field}` has more than 3 entries"):
         check_fields(message.SerializeToString(), message.DESCRIPTOR, 3)
 
 
 def test_fields_that_nobody_knows_are_counted_too() -> None:
-    with pytest.raises(InvalidRequest, match="too many fields"):
+    with pytest.raises(InvalidArgument, match="too many fields"):
         check_fields(b"\xa0\x06\x01" * 1000, llm_pb2.ModelRequest.DESCRIPTOR, 3)
 
 
 def test_millions_of_entries_take_no_time() -> None:
     message = llm_pb2.ModelBatchRequest(formatted_prompts=[""] * 1_000_000).SerializeToString()
     started = time.monotonic()
-    with pytest.raises(InvalidRequest):
+    with pytest.raises(InvalidArgument):
         check_fields(message, llm_pb2.ModelBatchRequest.DESCRIPTOR, 256)
     assert time.monotonic() - started < 0.1
 
 
 @given(st.binary(max_size=200))
 def test_bytes_that_are_no_message_are_left_to_the_parser(message: bytes) -> None:
-    with suppress(InvalidRequest):
+    with suppress(InvalidArgument):
         check_fields(message, llm_pb2.ExecutionSearchRequest.DESCRIPTOR, 3)

@@ -4,59 +4,19 @@ from typing import Any
 
 import pytest
 
-from tests.fakes.vocabularies import CONFIG, byte_level
-from tests.grammars import no_fault
+from tests.fakes.router_service import RouterService
 from tests.unit.router.api.tgi_names import ROUTES, SCHEMAS
-from tests.unit.router.text.test_parameters import LIMITS, VOCAB_SIZE
 from tgi_server.router.api.access import AccessRules
 from tgi_server.router.api.app import create_app
-from tgi_server.router.metrics import Metrics
-from tgi_server.router.request import ValidRequest
-from tgi_server.router.service import Capacity, ModelDescription, Service
-from tgi_server.router.text.chat_template import ChatTemplate
-from tgi_server.router.text.tokenizer import TokenizerThreads
-from tgi_server.router.text.validation import Validator
-from tgi_server.router.tracing import RequestTracer
-
-
-class Nobody:
-    """No request is ever made here."""
-
-    def submit(self, request: ValidRequest) -> None:
-        raise AssertionError
-
-    def cancel(self, request_id: int) -> None:
-        raise AssertionError
-
-
-async def well() -> None:
-    """The shards are."""
 
 
 @pytest.fixture(scope="module")
 def document() -> dict[str, Any]:
-    threads = TokenizerThreads(byte_level(), 1)
-    service = Service(
-        model=ModelDescription("model", None, "cpu", encoder_decoder=False, version="1.2.3"),
-        limits=LIMITS,
-        tokenizer=threads.tokenizer,
-        threads=threads,
-        template=ChatTemplate(CONFIG),
-        validator=Validator(LIMITS, threads, VOCAB_SIZE, None, no_fault),
-        submitter=Nobody(),
-        capacity=Capacity(1),
-        metrics=Metrics(),
-        tracer=RequestTracer(enabled=False),
-        check_health=well,
-        payload_limit=1000,
-        validation_workers=1,
-        special_tokens=None,
-    )
-    return create_app(service, AccessRules()).openapi()
+    return create_app(RouterService().service, AccessRules()).openapi()
 
 
 def fields(document: dict[str, Any], schema: dict[str, Any]) -> set[str]:
-    """Of an object; of a union, the fields of all its members."""
+    """Returns the fields of an object; of a union, those of all its members."""
     found = set(schema.get("properties", {}))
     for member in (member for kind in ("allOf", "oneOf", "anyOf") for member in schema.get(kind, [])):
         name = member.get("$ref", "").rsplit("/", 1)[-1]
@@ -92,7 +52,7 @@ def test_every_reference_leads_somewhere(document: dict[str, Any]):
             node = node[part]
 
 
-def test_it_is_an_openapi_3_0_document(document: dict[str, Any]):
+def test_the_document_is_openapi_3_0(document: dict[str, Any]):
     def check(node: Any) -> None:
         if isinstance(node, list):
             for each in node:

@@ -15,7 +15,7 @@ from hypothesis.stateful import (
 )
 
 from tests.fakes.simulation import BREAKABLE, Fault, Simulation
-from tgi_server.contract import Grammar, GrammarType, SamplingParameters
+from tgi_server.contract import Grammar, GrammarKind, SamplingParameters
 
 # Few different tokens and prompts that continue each other: prefixes are shared, part inside blocks, and part again.
 TOKENS = st.integers(1, 2)
@@ -46,6 +46,7 @@ class AnyOrder(RuleBasedStateMachine):
         chunk=st.integers(1, 12),
         prefill=st.integers(1, 30),
         late_end=st.booleans(),
+        speculate=st.sampled_from((0, 0, 1, 4)),
     )
     def start(
         self,
@@ -55,6 +56,7 @@ class AnyOrder(RuleBasedStateMachine):
         chunk: int,
         prefill: int,
         late_end: bool,
+        speculate: int,
     ) -> None:
         self.harmed: set[int] = set()  # requests that need not end as they should
         self.largest = num_blocks * block_size
@@ -65,6 +67,7 @@ class AnyOrder(RuleBasedStateMachine):
             max_batch_size=max_batch_size,
             max_batch_prefill_tokens=prefill,
             prefill_chunk_tokens=chunk,
+            speculate=speculate,
         )
 
     @rule(
@@ -75,7 +78,7 @@ class AnyOrder(RuleBasedStateMachine):
         seed=st.none() | st.integers(0, 3),
         prefill_logprobs=st.sampled_from((False, False, False, True)),
         adapter=st.sampled_from((None, None, "a")),
-        grammar=st.sampled_from((None, Grammar(GrammarType.REGEX, "a*"))),
+        grammar=st.sampled_from((None, Grammar(GrammarKind.REGEX, "a*"))),
     )
     def submit(
         self,
@@ -195,7 +198,7 @@ def _run(examples: int, steps: int) -> None:
 
 @pytest.mark.logs_tracebacks
 def test_any_order() -> None:
-    _run(examples=100, steps=40)
+    _run(settings().max_examples, steps=40)
 
 
 @pytest.mark.slow

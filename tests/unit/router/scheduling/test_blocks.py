@@ -104,4 +104,4 @@ class Holders(RuleBasedStateMachine):
 
 
 TestHolders = Holders.TestCase
-TestHolders.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestHolders.settings = settings(stateful_step_count=40, deadline=None)

@@ -10,7 +10,7 @@ import pytest
 
 from shared.stubs.generate_pb2_grpc import add_GrammarServiceServicer_to_server
 from tgi_server import demo_model
-from tgi_server.contract import Grammar, GrammarType
+from tgi_server.contract import Grammar, GrammarKind
 from tgi_server.engine.grammar import GrammarCompiler, Sandbox
 from tgi_server.engine.grammar.compiled import GROWTH_BYTES
 from tgi_server.router.errors import Overloaded
@@ -22,7 +22,7 @@ from tgi_server.shard.grammar_service import GrammarService
 
 @pytest.fixture
 async def client(tmp_path: Path) -> AsyncIterator[ShardedClient]:
-    """Of two shards, each with room for two small grammars."""
+    """A client of two shards, each with room for two small grammars."""
     servers, queues, shards = [], [], []
     for rank in range(2):
         compiler = GrammarCompiler(demo_model.PATH, 3072, [1], kept_bytes=2 * (GROWTH_BYTES + 2**22))
@@ -42,7 +42,7 @@ async def client(tmp_path: Path) -> AsyncIterator[ShardedClient]:
 
 
 def repeated(count: int) -> Grammar:
-    return Grammar(GrammarType.REGEX, f"[a-z]{{{count}}}")
+    return Grammar(GrammarKind.REGEX, f"[a-z]{{{count}}}")
 
 
 async def test_a_grammar_is_kept_while_a_request_refers_to_it(client: ShardedClient) -> None:
@@ -53,7 +53,7 @@ async def test_a_grammar_is_kept_while_a_request_refers_to_it(client: ShardedCli
     for _ in range(2):
         with pytest.raises(Overloaded, match="cannot be compiled now"):
             await grammars.fault(repeated(3))
-    assert await grammars.fault(Grammar(GrammarType.REGEX, "(")) is not None
+    assert await grammars.fault(Grammar(GrammarKind.REGEX, "(")) is not None
     again = repeated(1)
     assert await grammars.fault(again) is None
     del grammar, needed[0]

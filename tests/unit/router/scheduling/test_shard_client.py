@@ -132,6 +132,6 @@ async def test_health_names_the_shard_that_is_ill() -> None:
             await client.health(10)
 
 
-async def test_nobody_behind_the_socket() -> None:
+async def test_a_socket_that_nobody_listens_on_is_unhealthy() -> None:
     with pytest.raises(Unhealthy, match="shard 0"):
         await ShardedClient.connect("/nonexistent/shard-0", timeout_s=0.3)

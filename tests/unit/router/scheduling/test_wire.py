@@ -1,6 +1,6 @@
 from shared.stubs import generate_pb2 as pb
 from tests.fakes.recording_sink import recorded_request
-from tgi_server.contract import BlockCopy, Grammar, GrammarType, SamplingParameters
+from tgi_server.contract import BlockCopy, Grammar, GrammarKind, SamplingParameters
 from tgi_server.router.scheduling import wire
 
 
@@ -12,7 +12,7 @@ def test_a_request_s_message_has_all_that_does_not_change() -> None:
         ignore_eos=False,
         top_n_tokens=3,
         sampling=SamplingParameters(do_sample=True, seed=11, logit_bias={4: -2.0}),
-        grammar=Grammar(GrammarType.LARK, "start: /a/"),
+        grammar=Grammar(GrammarKind.LARK, "start: /a/"),
         adapter_id="chef",
         trace_context={"traceparent": "00-1"},
     )
@@ -26,13 +26,13 @@ def test_a_request_s_message_has_all_that_does_not_change() -> None:
 
 def test_a_message_is_completed_anew_each_time_the_request_joins() -> None:
     message = wire.request_message(recorded_request(7, [1, 2])[0])
-    wire.complete_request(
-        message, generated_ids=(), block_ids=(3,), cached_tokens=1, copy=BlockCopy(2, 3, 1), prefill_logprobs=True
-    )
+    first = {"generated_ids": (), "block_ids": (3,), "cached_tokens": 1, "copy": BlockCopy(2, 3, 1)}
+    wire.complete_request(message, **first, prefill_logprobs=True, earlier_reply=(7, 8))
     assert (list(message.block_ids), message.cached_tokens, message.copy.source) == ([3], 1, 2)
-    wire.complete_request(
-        message, generated_ids=(9,), block_ids=(4, 5), cached_tokens=0, copy=None, prefill_logprobs=False
-    )
+    assert list(message.earlier_reply) == [7, 8]
+    again = {"generated_ids": (9,), "block_ids": (4, 5), "cached_tokens": 0, "copy": None}
+    wire.complete_request(message, **again, prefill_logprobs=False, earlier_reply=())
+    assert not message.earlier_reply
     assert (list(message.generated_ids), list(message.block_ids), message.cached_tokens) == ([9], [4, 5], 0)
     assert not message.HasField("copy")
     assert not message.prefill_logprobs

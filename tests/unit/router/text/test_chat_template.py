@@ -58,7 +58,7 @@ def test_no_messages():
         template().render([], None)
 
 
-def test_what_is_no_template_is_told_at_start_up():
+def test_a_template_that_is_not_jinja_is_told_at_start_up():
     with pytest.raises(StartupError, match="not valid Jinja"):
         template("{% for %}")
 

@@ -83,7 +83,7 @@ def test_special_tokens_of_the_prompt_are_no_context(tokenizer: TextTokenizer):
 
 
 def feed(sequences: list[str], pieces: list[str], *, reveal: bool) -> tuple[list[str], bool]:
-    """What is shown after each piece (the last entry: what is flushed), and whether a stop sequence came."""
+    """Returns the text shown after each piece, last what is flushed, and True if a stop sequence came."""
     stops = StopSequences(sequences, reveal=reveal)
     shown: list[str] = []
     for piece in pieces:
@@ -102,7 +102,7 @@ def test_a_hidden_stop_sequence_is_not_part_of_the_text():
     assert feed(["stop"], ["do ", "stop it"], reveal=False) == (["do ", ""], True)
 
 
-def test_it_is_found_across_pieces():
+def test_a_stop_sequence_is_found_across_pieces():
     assert feed(["stop"], ["a s", "t", "op!"], reveal=True) == (["a s", "t", "op"], True)
 
 

@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 
 from tests.grammars import compiler_fault
-from tgi_server.contract import Grammar, GrammarType
+from tgi_server.contract import Grammar, GrammarKind
 from tgi_server.router.errors import InvalidRequest
 from tgi_server.router.schemas.grammar import GrammarType as RequestedGrammar
 from tgi_server.router.text.grammar import requested_grammar
@@ -29,7 +29,7 @@ def grammar(**fields: Any) -> Grammar | None:
 def test_a_json_schema_in_all_its_forms(fields: dict[str, Any]):
     made = grammar(**fields)
     assert made is not None
-    assert made.type is GrammarType.JSON_SCHEMA
+    assert made.type is GrammarKind.JSON_SCHEMA
     assert json.loads(made.value) == SCHEMA
     assert compiler_fault(made) is None
 
@@ -47,14 +47,14 @@ def test_a_schema_without_properties_is_welcome():
 
 
 def test_regex_lark_and_plain_text():
-    assert grammar(type="regex", value="a+") == Grammar(GrammarType.REGEX, "a+")
-    assert grammar(type="lark", value='start: "a"') == Grammar(GrammarType.LARK, 'start: "a"')
+    assert grammar(type="regex", value="a+") == Grammar(GrammarKind.REGEX, "a+")
+    assert grammar(type="lark", value='start: "a"') == Grammar(GrammarKind.LARK, 'start: "a"')
     assert grammar(type="text") is None
     assert requested_grammar(None) is None
 
 
 @pytest.mark.parametrize("value", ["{", 3, ["a"], "[]", "null", "[" * 5000])
-def test_what_is_no_schema(value: Any):
+def test_a_grammar_whose_schema_is_none_is_refused(value: Any):
     with pytest.raises(InvalidRequest, match="JSON"):
         grammar(type="json", value=value)
 
@@ -67,11 +67,11 @@ def test_a_json_schema_must_be_there():
 @pytest.mark.parametrize(
     "broken",
     [
-        Grammar(GrammarType.REGEX, "["),
-        Grammar(GrammarType.REGEX, "(?=a)"),
-        Grammar(GrammarType.LARK, "start: absent"),
-        Grammar(GrammarType.JSON_SCHEMA, '{"type": "strange"}'),
-        Grammar(GrammarType.JSON_SCHEMA, '{"$ref": "http://127.0.0.1:1/schema"}'),
+        Grammar(GrammarKind.REGEX, "["),
+        Grammar(GrammarKind.REGEX, "(?=a)"),
+        Grammar(GrammarKind.LARK, "start: absent"),
+        Grammar(GrammarKind.JSON_SCHEMA, '{"type": "strange"}'),
+        Grammar(GrammarKind.JSON_SCHEMA, '{"$ref": "http://127.0.0.1:1/schema"}'),
     ],
 )
 def test_what_cannot_be_compiled_is_told_in_one_line(broken: Grammar):

@@ -130,7 +130,7 @@ PIECES = [
 ]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=3 * settings().max_examples, deadline=None)
 @given(ANY_TOKENIZER, ANY_TEMPLATE, st.lists(st.lists(st.sampled_from(PIECES)).map("".join), min_size=1, max_size=3))
 def test_text_without_special_tokens_is_tokenised_as_ever(name: str, template: str, contents: list[str]):
     prompt = render(name, template, contents)
@@ -150,7 +150,7 @@ def hostile(draw: st.DrawFn) -> tuple[str, list[str]]:
     return name, draw(st.lists(st.lists(pieces, max_size=8).map("".join), min_size=1, max_size=3))
 
 
-@settings(max_examples=500, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=5 * settings().max_examples, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(hostile(), ANY_TEMPLATE)
 def test_clients_cannot_write_special_tokens(case: tuple[str, list[str]], template: str):
     name, contents = case

@@ -55,7 +55,7 @@ def test_a_tokenizer_that_truncates_is_told_not_to(tmp_path: Path):
     assert len(ids(load_tokenizer(tmp_path, TokenizerConfig()), "a b c d")) > 2
 
 
-def test_what_is_no_tokenizer_is_told(tmp_path: Path):
+def test_a_folder_without_a_usable_tokenizer_is_named(tmp_path: Path):
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(StartupError, match="cannot read the tokenizer"):
         load_tokenizer(tmp_path, TokenizerConfig())

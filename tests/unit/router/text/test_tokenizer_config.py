@@ -56,7 +56,7 @@ def test_a_bare_template_keeps_the_models_tokens(tmp_path: Path):
 
 
 @pytest.mark.parametrize("content", ["{", "[]"])
-def test_what_is_no_config_is_told(tmp_path: Path, content: str):
+def test_a_file_that_is_no_tokenizer_config_is_named(tmp_path: Path, content: str):
     (tmp_path / "tokenizer_config.json").write_text(content)
     with pytest.raises(StartupError, match=r"tokenizer_config\.json is not"):
         read_tokenizer_config(tmp_path, None)

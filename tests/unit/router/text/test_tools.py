@@ -32,7 +32,7 @@ def accepts(tools: list[Tool], answer: dict[str, Any], *, required: bool = True)
     return jsonschema.Draft202012Validator(schema).is_valid({"function": answer})
 
 
-def test_the_choice():
+def test_the_choice_among_tools_says_which_may_and_must_be_called():
     tools = [WEATHER, CLOCK]
     assert chosen_tools(tools, None) == (tools, False)
     assert chosen_tools(tools, choice("auto")) == (tools, False)

@@ -6,7 +6,7 @@ import pytest
 from tests.fakes.vocabularies import sentence_piece
 from tests.grammars import compiler_fault
 from tests.unit.router.text.test_parameters import LIMITS, VOCAB_SIZE
-from tgi_server.contract import Grammar, GrammarType
+from tgi_server.contract import Grammar, GrammarKind
 from tgi_server.router.errors import InvalidRequest
 from tgi_server.router.schemas.generate import GenerateParameters
 from tgi_server.router.schemas.grammar import GrammarType as RequestedGrammar
@@ -56,7 +56,7 @@ async def test_the_end_of_a_prompt_survives_truncation():
         ("hello", {"temperature": 0.0}, "temperature"),
     ],
 )
-async def test_what_is_refused(inputs: str, fields: dict[str, Any], fault: str):
+async def test_a_request_that_breaks_a_rule_is_refused(inputs: str, fields: dict[str, Any], fault: str):
     with pytest.raises(InvalidRequest, match=fault):
         await check(inputs, **fields)
 
@@ -68,7 +68,7 @@ async def test_streams_have_rules_of_their_own():
 
 async def test_grammars_are_checked():
     regex = RequestedGrammar.model_validate({"type": "regex", "value": "[a-z]+"})
-    assert (await check("hello", grammar=regex)).grammar == Grammar(GrammarType.REGEX, "[a-z]+")
+    assert (await check("hello", grammar=regex)).grammar == Grammar(GrammarKind.REGEX, "[a-z]+")
     broken = RequestedGrammar.model_validate({"type": "regex", "value": "["})
     with pytest.raises(InvalidRequest, match="the grammar cannot be used"):
         await check("hello", grammar=broken)

@@ -93,7 +93,7 @@ class SideBySide(Rows):
 
 
 class OneByOne(Rows):
-    """Each row in a pass of its own: for models whose answer depends on the padding beside a sequence."""
+    """Runs each row in a pass of its own, for models whose answer depends on the padding beside a sequence."""
 
     def __init__(self, passes: Passes) -> None:
         super().__init__(passes)

@@ -87,7 +87,9 @@ class PaddedRunner(Runner):
         if chunks:
             for chunk in chunks:
                 if chunk.start or not chunk.completes:
-                    raise InvalidCall(f"request {chunk.sequence.request_id}: this model computes a prompt in one step")
+                    raise InvalidCall(
+                        f"request {chunk.sequence.request_id}: this model computes a whole prompt in one step"
+                    )
             logits += self._rows.prefill(chunks)
             self._joining, self._promoted = len(chunks), 0
         return torch.cat(logits)

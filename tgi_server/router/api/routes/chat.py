@@ -80,11 +80,14 @@ def _choice(tokenizer: TextTokenizer, index: int, stream: AnyStream, *, logprobs
     return f'{{"index":{index},"message":{message},"logprobs":{entries},"finish_reason":"{reason}"}}'
 
 
-def _logprobs(tokenizer: TextTokenizer, text: str, logprob: float | None, top: pb.TopTokens | None) -> str:
-    """Returns one token of `logprobs.content`."""
+def _logprobs(
+    tokenizer: TextTokenizer, text: str, logprob: float | None, top: pb.TopTokens | None, *, drafted: bool = False
+) -> str:
+    """Returns one token of `logprobs.content`. That it had been drafted is a member that OpenAI does not have."""
     tops = [] if top is None else list(zip(top.ids, top.logprobs, strict=True))
     alternatives = ",".join(f"{{{_logprob(tokenizer.token_text(each), value)}}}" for each, value in tops)
-    return f'{{{_logprob(text, logprob)},"top_logprobs":[{alternatives}]}}'
+    more = ',"drafted":true' if drafted else ""
+    return f'{{{_logprob(text, logprob)},"top_logprobs":[{alternatives}]{more}}}'
 
 
 def _logprob(text: str, logprob: float | None) -> str:
@@ -161,7 +164,7 @@ class _TextChunks:
         top: pb.TopTokens | None,
     ) -> None:
         if self._tokenizer is not None:
-            self._logprobs.append(_logprobs(self._tokenizer, text, logprob, top))
+            self._logprobs.append(_logprobs(self._tokenizer, text, logprob, top, drafted=stream.drafted))
         if visible or stream.finish_reason is not None:
             self._write(stream, visible)
 

@@ -138,7 +138,8 @@ class _TokenEvents:
     ) -> None:
         special = token_id in self._tokenizer.special_tokens
         tops = f'"top_tokens":{top_tokens_json(self._tokenizer, top)},' if top is not None else ""
-        self._write(stream, token_json(token_id, text, logprob, special=special), tops, visible)
+        token = token_json(token_id, text, logprob, special=special, drafted=stream.drafted)
+        self._write(stream, token, tops, visible)
 
     def rest(self, stream: AnyStream, text: str) -> None:
         self._write(stream, token_json(stream.last_id, text, None, special=False), "", text)

@@ -84,7 +84,10 @@ def _info(service: Service) -> Info:
         max_total_tokens=limits.max_total_tokens,
         validation_workers=service.validation_workers,
         max_client_batch_size=limits.max_client_batch_size,
+        speculate=service.model.speculate,
         router="text-generation-router",
         version=service.model.version,
+        quantization=service.model.quantization,
+        linear_kernels=service.model.linear_kernels,
         fallbacks=list(service.model.fallbacks),
     )

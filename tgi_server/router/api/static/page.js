@@ -29,6 +29,7 @@ async function showInfo() {
     entry.append(term, value);
     element("limits").append(entry);
   }
+  element("drafted-legend").hidden = !info.speculate;
 }
 
 function showLoad() {
@@ -69,10 +70,10 @@ function wish() {
   };
 }
 
-/** The less likely a token was, the more of the colour of doubt is behind it. */
+/** The less likely a token was, the more of the colour of doubt is behind it. Drafted ones are marked below. */
 function shaded(token) {
   const span = document.createElement("span");
-  span.className = "token";
+  span.className = token.drafted ? "token drafted" : "token";
   span.textContent = token.text;
   if (token.logprob !== null && Number.isFinite(token.logprob)) {
     const probability = Math.exp(token.logprob);

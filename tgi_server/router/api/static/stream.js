@@ -1,7 +1,7 @@
 // Generation, token by token, over the server's own API.
 
 /**
- * Yields {text, logprob} for each token. wish: {prompt, chat, maxNewTokens, temperature, topP, seed, apiKey}.
+ * Yields {text, logprob, drafted} for each token. wish: {prompt, chat, maxNewTokens, temperature, topP, seed, apiKey}.
  * Throws an Error whose message is the server's; its `status` is the HTTP status.
  */
 export async function* generate(wish, signal) {
@@ -19,7 +19,7 @@ export async function* generate(wish, signal) {
     if (data === "[DONE]") return;
     const event = JSON.parse(data);
     if (event.error) throw new Error(event.error.message ?? event.error);
-    yield* wish.chat ? chatTokens(event) : [{ text: event.token.special ? "" : event.token.text, logprob: event.token.logprob }];
+    yield* wish.chat ? chatTokens(event) : plainTokens(event);
   }
 }
 
@@ -43,12 +43,17 @@ function chatRequest(wish) {
   };
 }
 
+function* plainTokens(event) {
+  const { text, special, logprob, drafted = false } = event.token;
+  yield { text: special ? "" : text, logprob, drafted };
+}
+
 function* chatTokens(event) {
   const choice = event.choices?.[0];
   if (!choice) return;
-  const logprob = choice.logprobs?.content?.[0]?.logprob ?? null;
+  const { logprob = null, drafted = false } = choice.logprobs?.content?.[0] ?? {};
   const text = choice.delta?.content ?? "";
-  if (text || logprob !== null) yield { text, logprob };
+  if (text || logprob !== null) yield { text, logprob, drafted };
 }
 
 async function failure(response) {

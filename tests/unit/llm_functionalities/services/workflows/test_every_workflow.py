@@ -14,12 +14,15 @@ from llm_functionalities.services.workflows import (
     execution_search,
     proactive_question,
     replacement,
+    rewriting,
     summary,
 )
 from shared.stubs import llm_pb2
 
-BUTTER = llm_pb2.ReplacedIngredient(
-    original=llm_pb2.Ingredient(name="butter"), replacement=llm_pb2.Ingredient(name="peanut butter")
+BUTTER = rewriting.Replacement(
+    llm_pb2.ReplacedIngredient(
+        original=llm_pb2.Ingredient(name="butter"), replacement=llm_pb2.Ingredient(name="peanut butter")
+    )
 )
 PARSERS: list[Callable[[str], Any]] = [
     chit_chat.parse,
@@ -28,7 +31,7 @@ PARSERS: list[Callable[[str], Any]] = [
     proactive_question.parse,
     replacement.parse_replacement,
     execution_search.parse,
-    lambda text: replacement.parse_step(text, [BUTTER]),
+    lambda text: rewriting.parse_step(text, [BUTTER]),
 ]
 PIECES = [
     '{"name": "',
@@ -78,8 +81,14 @@ PROMPTS = {
             task_title=text, user_question=text, agent_response=text, original_ingredient=INGREDIENT
         )
     ),
-    "step": lambda text: replacement.step_prompt(
-        text, text, [llm_pb2.ReplacedIngredient(original=INGREDIENT, replacement=llm_pb2.Ingredient(name=text))]
+    "step": lambda text: rewriting.step_prompt(
+        text,
+        text,
+        [
+            rewriting.Replacement(
+                llm_pb2.ReplacedIngredient(original=INGREDIENT, replacement=llm_pb2.Ingredient(name=text))
+            )
+        ],
     ),
     "decision": lambda text: execution_search.prompt(
         llm_pb2.ExecutionSearchRequest(user_question=text, taskmap=llm_pb2.TaskMap(title=text))

@@ -1,0 +1,131 @@
+"""Every kernel compiled for each kind of device, ahead of time: what it needs fits, and nothing is spilled."""
+
+import re
+import subprocess
+from collections.abc import Mapping
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from tgi_server.engine.attention import paged_attention, rotary_write
+from tgi_server.engine.attention.paged_attention import LaunchShape, tokens_of_a_tile
+from tgi_server.engine.layers import elementwise
+
+SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10}
+"""That one program may have, by compute capability (CUDA C++ Programming Guide, technical specifications)."""
+CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+INTS = "*i32"
+
+
+def compiled(
+    kernel: Any, types: Mapping[str, str], constants: Mapping[str, Any], capability: int, warps: int, stages: int = 3
+) -> Any:
+    """Compiles as the launcher does for addresses and strides that are multiples of 16."""
+    signature = {name: "constexpr" if name in constants else types[name] for name in kernel.arg_names}
+    aligned = [
+        i for i, (name, kind) in enumerate(signature.items()) if kind.startswith("*") or name.endswith("_stride")
+    ]
+    source = ASTSource(
+        kernel, signature, constexprs=dict(constants), attrs={(i,): [["tt.divisibility", 16]] for i in aligned}
+    )
+    options = {"num_warps": warps, "num_stages": stages}
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+def check(program: Any, capability: int, tmp_path: Path) -> None:
+    assert program.metadata.shared <= SHARED_BYTES[capability]
+    binary = tmp_path / "kernel.cubin"
+    binary.write_bytes(program.asm["cubin"])
+    usage = subprocess.run([CUOBJDUMP, "-res-usage", binary], capture_output=True, text=True, check=True).stdout
+    (local,) = re.findall(r"STACK:(\d+)", usage)
+    assert local == "0", f"registers are spilled: {usage}"
+
+
+def attention(
+    capability: int, dtype: torch.dtype, head_dim: int, group: int, *, prompts: bool, **kinds: bool
+) -> list[Any]:
+    itemsize = dtype.itemsize
+    tokens = tokens_of_a_tile(group, head_dim, itemsize) if prompts else 1
+    shape = LaunchShape.of(group, head_dim, itemsize, tokens)
+    kinds = dict.fromkeys(("windowed", "capped", "alibi", "rounded_alibi"), False) | kinds
+    data = f"*{NAMES[dtype]}"
+    pointers = dict.fromkeys(("query", "keys", "values", "output"), data) | {"parts": "*fp32", "weights": "*fp32"}
+    tables = ("tables", "firsts", "counts", "kv_lengths", "sequences", "tile_of", "starts", "places", "share")
+    numbers = dict.fromkeys(("tiles", "query_stride", "head_stride", "table_stride", "window"), "i32")
+    types = pointers | dict.fromkeys(tables, INTS) | numbers | {"scaling": "fp32", "softcap": "fp32"}
+    types["slopes"] = "*fp32" if kinds["alibi"] else data
+    sizes = {"kv_heads": 8, "group": group, "head_dim": head_dim, "rows": shape.rows, "width": shape.width}
+    constants = sizes | kinds | {"block_size": 32, "key_tile": shape.key_tile}
+    attend, join = paged_attention._attend_part, paged_attention._join_parts
+    return [
+        compiled(attend, types, constants, capability, shape.warps, shape.stages),
+        compiled(join, types, sizes, capability, shape.warps),
+    ]
+
+
+@pytest.mark.parametrize("capability", SHARED_BYTES)
+@pytest.mark.parametrize("prompts", [False, True], ids=["decode", "prompts"])
+@pytest.mark.parametrize(("dtype", "head_dim"), list(product([torch.bfloat16, torch.float32], [64, 128, 256])))
+def test_attention_fits(capability: int, prompts: bool, dtype: torch.dtype, head_dim: int, tmp_path: Path) -> None:
+    for program in attention(capability, dtype, head_dim, 4, prompts=prompts):
+        check(program, capability, tmp_path)
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("prompts", [False, True], ids=["decode", "prompts"])
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        {"windowed": True},
+        {"windowed": True, "capped": True},
+        {"alibi": True},
+        {"alibi": True, "rounded_alibi": True},
+    ],
+    ids=["window", "soft cap", "alibi", "rounded alibi"],
+)
+def test_every_variant_of_attention_fits(
+    capability: int, prompts: bool, kinds: dict[str, bool], tmp_path: Path
+) -> None:
+    head_dim = 256 if "capped" in kinds else 128
+    for program in attention(capability, torch.bfloat16, head_dim, 2, prompts=prompts, **kinds):
+        check(program, capability, tmp_path)
+
+
+@pytest.mark.parametrize("capability", SHARED_BYTES)
+def test_one_key_head_of_71_queries_fits(capability: int, tmp_path: Path) -> None:
+    for prompts in (False, True):
+        for program in attention(capability, torch.bfloat16, 64, 71, prompts=prompts):
+            check(program, capability, tmp_path)
+
+
+@pytest.mark.parametrize("capability", SHARED_BYTES)
+def test_the_plan_and_the_writing_fit(capability: int, tmp_path: Path) -> None:
+    pointers = dict.fromkeys(("counts", "kv_lengths", "tile_of", "starts", "places", "share"), INTS)
+    types = pointers | dict.fromkeys(("tiles", "target", "window"), "i32")
+    constants = {"key_tile": 64, "windowed": True, "at_once": paged_attention._PLANNED_AT_ONCE}
+    check(compiled(paged_attention._plan, types, constants, capability, 8), capability, tmp_path)
+    data = ("query", "turned", "key", "value", "cosine", "sine", "keys", "values")
+    strides = [f"{name}_{part}" for name in ("query", "key", "value") for part in ("token", "head")]
+    types = dict.fromkeys(data, "*bf16") | {"slots": "*i64"} | dict.fromkeys(strides, "i32")
+    for rotated in (0, 64, 128):
+        queries = 32 if rotated else 0
+        constants = {"queries": queries, "kv_heads": 8, "head_dim": 128, "width": 128, "rotated": rotated}
+        check(compiled(rotary_write._turn_and_write, types, constants, capability, 1), capability, tmp_path)
+
+
+@pytest.mark.parametrize("capability", SHARED_BYTES)
+def test_norms_and_the_gate_fit(capability: int, tmp_path: Path) -> None:
+    types = dict.fromkeys(("x", "weight", "bias", "output"), "*bf16") | {"eps": "fp32", "size": "i32"}
+    for size in (768, 4096, 8192):
+        for centred in (False, True):
+            constants = {"size": size, "width": triton.next_power_of_2(size), "centred": centred}
+            warps = 4 if size <= 2048 else 8
+            check(compiled(elementwise._norm, types, constants, capability, warps), capability, tmp_path)
+    check(compiled(elementwise._gate, types, {"at_once": 1024}, capability, 4), capability, tmp_path)

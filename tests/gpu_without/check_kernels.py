@@ -1,0 +1,160 @@
+"""Every kernel in Triton's interpreter against plain torch. TRITON_INTERPRET has to be 1 before Triton is imported."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import triton.language as tl
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+from tests.unit.engine.attention.test_backends import expected, run
+from tgi_server.engine.attention import paged_attention, rotary_write
+from tgi_server.engine.attention.base import AttentionBackend, AttentionVariant, KVShape, QueryTiles
+from tgi_server.engine.attention.cuda import CudaAttention
+from tgi_server.engine.attention.paged_attention import plan_parts
+
+ERROR = {torch.float32: 1e-4, torch.bfloat16: 4e-2, torch.float16: 1e-2}
+SLOPES = torch.linspace(0.02, 0.6, 6)
+VARIANTS = {
+    "plain": AttentionVariant(0.2),
+    "window": AttentionVariant(0.2, window=5),
+    "wide window": AttentionVariant(0.2, window=90),
+    "soft cap": AttentionVariant(0.2, softcap=3.0),
+    "alibi": AttentionVariant(0.2, alibi_slopes=SLOPES),
+    "rounded alibi": AttentionVariant(0.2, alibi_slopes=SLOPES.bfloat16().float(), rounded_alibi=True),
+}
+
+
+@pytest.fixture(autouse=True)
+def products_of_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter keeps bfloat16 as bare bits, which its products take for integers."""
+    product = InterpreterBuilder.create_dot
+
+    def create_dot(builder: Any, left: TensorHandle, right: TensorHandle, *rest: Any) -> TensorHandle:
+        return product(builder, _widened(left), _widened(right), *rest)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", create_dot)
+
+
+def _widened(handle: TensorHandle) -> TensorHandle:
+    if handle.dtype.scalar != tl.bfloat16:
+        return handle
+    return TensorHandle((handle.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+
+
+@pytest.fixture(params=[1, 64], ids=lambda count: f"{count} processors")
+def processors(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Keys are cut into as many parts as keep these busy: 1 to 64 for each tile."""
+    monkeypatch.setattr(paged_attention, "_processors", lambda device: request.param)
+    return request.param
+
+
+def backend(kv_heads: int, head_dim: int, dtype: torch.dtype = torch.float32) -> CudaAttention:
+    return CudaAttention(KVShape((kv_heads,), head_dim), torch.device("cpu"), dtype)
+
+
+@pytest.mark.parametrize("kind", VARIANTS)
+def test_whatever_a_layer_asks_for(kind: str, processors: int) -> None:
+    actual, wanted = run(backend(2, 32), 6, 2, [1, 7, 33, 300], [(0, 1), (0, 50), (150, 37), (96, 3)], VARIANTS[kind])
+    torch.testing.assert_close(actual, wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim"), [(4, 4, 64), (8, 2, 80), (4, 1, 128), (2, 1, 256), (5, 1, 24)]
+)
+def test_heads_of_all_sizes(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
+    variant = AttentionVariant(head_dim**-0.5)
+    actual, wanted = run(backend(kv_heads, head_dim, dtype), heads, kv_heads, [1, 130], [(70, 40)], variant)
+    torch.testing.assert_close(actual, wanted, rtol=ERROR[dtype], atol=ERROR[dtype])
+
+
+def test_more_heads_than_a_program_holds_tokens() -> None:
+    actual, wanted = run(backend(1, 64), 71, 1, [7, 130], [(0, 3)], AttentionVariant(0.1))
+    torch.testing.assert_close(actual, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_prompts_without_sequences_that_decode() -> None:
+    actual, wanted = run(backend(2, 32), 4, 2, [], [(0, 40), (31, 2)], AttentionVariant(0.2))
+    torch.testing.assert_close(actual, wanted, rtol=1e-4, atol=1e-4)
+
+
+def tiles(lengths: list[int], counts: list[int] | None = None) -> QueryTiles:
+    numbers = torch.arange(len(lengths), dtype=torch.int32)
+    return QueryTiles(
+        numbers,
+        torch.ones_like(numbers) if counts is None else torch.tensor(counts, dtype=torch.int32),
+        torch.tensor(lengths, dtype=torch.int32),
+        numbers,
+    )
+
+
+@pytest.mark.parametrize("at_once", [4, 64])
+@pytest.mark.parametrize("window", [0, 200])
+def test_a_plan_gives_every_key_to_one_part(at_once: int, window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paged_attention, "_processors", lambda device: 66)
+    monkeypatch.setattr(paged_attention, "_PLANNED_AT_ONCE", at_once)
+    lengths = [1, 64, 65, 40_000, 500, 0, 3, 900, 128]
+    planned = tiles(lengths, [0 if length == 0 else 1 for length in lengths])
+    plan = plan_parts(planned, kv_heads=4, key_tile=64, window=window)
+    seen = [-(-length // 64) - (max(0, length - window) // 64 if window else 0) for length in lengths]
+    share, parts = int(plan.share), plan.starts.diff().tolist()
+    assert parts == [-(-count // share) for count in seen]
+    assert plan.tile_of[: plan.starts[-1]].tolist() == [tile for tile, count in enumerate(parts) for _ in range(count)]
+    kept = [
+        place
+        for tile, count in enumerate(parts)
+        if count > 1
+        for place in range(plan.places[tile], plan.places[tile] + count)
+    ]
+    assert kept == list(range(len(kept)))
+    assert len(kept) <= plan.most_kept
+    assert plan.starts[-1] <= len(plan.tile_of)
+
+
+def test_a_long_sequence_among_short_ones_is_cut_as_if_it_were_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paged_attention, "_processors", lambda device: 132)
+    alone = plan_parts(tiles([100_000]), kv_heads=8, key_tile=64, window=0)
+    among = plan_parts(tiles([100, *[100] * 32, 100_000, *[100] * 31]), kv_heads=8, key_tile=64, window=0)
+    assert int(alone.starts[-1]) == 33
+    assert 31 <= int(among.starts[34] - among.starts[33]) <= 33
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("head_dim", "rotated"), [(64, 64), (80, 32), (24, 24), (128, 0)])
+def test_rotation_and_writing(dtype: torch.dtype, head_dim: int, rotated: int) -> None:
+    tokens, heads, kv_heads, blocks, size = 5, 6, 2, 3, 32
+    joined = torch.randn(tokens, heads + 2 * kv_heads, head_dim).to(dtype)
+    query, key, value = joined.split((heads, kv_heads, kv_heads), dim=1)
+    angles = torch.randn(tokens, rotated // 2).repeat(1, 2)
+    cosine, sine = angles.cos().to(dtype), angles.sin().to(dtype)
+    slots = torch.tensor([33, 2, 64, 95, 31])
+    keys, values = (torch.zeros(blocks, size, kv_heads, head_dim, dtype=dtype) for _ in range(2))
+    if rotated:
+        turned = rotary_write.rotate_and_write(query, key, value, (cosine, sine), keys, values, slots)
+        plain = AttentionBackend.rotate_and_write
+        kept: list[torch.Tensor] = []
+
+        class Plain:
+            def write(self, layer, key, value, metadata) -> None:
+                kept.append(key)
+
+        wanted = plain(Plain(), 0, query.float(), key.float(), value, (cosine.float()[None], sine.float()[None]), None)
+        torch.testing.assert_close(turned.float(), wanted, rtol=ERROR[dtype], atol=ERROR[dtype])
+        key = kept[0]
+    else:
+        rotary_write.write(key, value, keys, values, slots)
+    torch.testing.assert_close(keys.flatten(0, 1)[slots].float(), key.float(), rtol=ERROR[dtype], atol=ERROR[dtype])
+    assert torch.equal(values.flatten(0, 1)[slots], value)
+    written = torch.zeros(blocks * size, dtype=torch.bool).index_fill_(0, slots, True)
+    assert not keys.flatten(0, 1)[~written].any()
+    assert not values.flatten(0, 1)[~written].any()
+
+
+def test_what_kernels_are_compared_with_is_attention() -> None:
+    query, key, value = torch.randn(3, 2, 8), torch.randn(3, 2, 8), torch.randn(3, 2, 8)
+    wanted = torch.nn.functional.scaled_dot_product_attention(
+        query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1), is_causal=True, scale=0.3
+    ).transpose(0, 1)
+    torch.testing.assert_close(expected(query, key, value, AttentionVariant(0.3)), wanted)

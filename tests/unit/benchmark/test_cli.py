@@ -1,0 +1,76 @@
+"""The command line: exit codes, one line for each mistake, and what goes where."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.fakes.simulated_shard import SimulatedShard, running_shards
+from tgi_server.benchmark import cli
+from tgi_server.benchmark.settings import USUAL_SOCKET
+
+
+def benchmark(*flags: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "tgi_server.benchmark.cli", *flags],
+        env={**os.environ, **environment},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "status", "complaint"),
+    [
+        (("--runs=0",), 2, "--runs (or RUNS): Input should be greater than 0, got '0'"),
+        (("--output=results.txt",), 2, "--output (or OUTPUT): the name of the file must end with one of .json, .csv"),
+        (("-m", "/absent/socket"), 1, "there is no socket /absent/socket; start `text-generation-launcher`"),
+    ],
+)
+def test_a_mistake_gets_one_line(flags: tuple[str, ...], status: int, complaint: str) -> None:
+    result = benchmark(*flags)
+    assert result.returncode == status
+    assert result.stderr.startswith(f"text-generation-benchmark: {complaint}")
+    assert result.stderr.count("\n") == 1
+    assert result.stdout == ""
+
+
+async def test_a_table_goes_to_standard_output_and_progress_to_the_log(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = tmp_path / "results.csv"
+    async with running_shards(SimulatedShard(64, 4)) as running:
+        monkeypatch.setenv("MASTER_SHARD_UDS_PATH", running.path)
+        flags = ("--batch-size", "1", "-b", "2", "--runs", "1", "--plain", "-o", str(output))
+        settings = cli.read_settings(cli.BenchmarkSettings, cli.PROGRAM, flags)
+        results = await cli._measure(settings, cli._socket(settings.sockets()))
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert [line.partition(":")[0] for line in captured.err.splitlines()[1:]] == [
+        "batch of 1, 10 + 8 tokens",
+        "batch of 2, 10 + 8 tokens",
+    ]
+    assert len(results) == 2
+    assert len(output.read_text().splitlines()) == 3
+
+
+@pytest.mark.skipif(USUAL_SOCKET.is_socket(), reason="a server of this machine listens at the usual place")
+async def test_the_socket_of_the_one_server_that_runs_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    settings = cli.BenchmarkSettings()
+    with pytest.raises(cli.StartupError, match="there is no socket"):
+        cli._socket(settings.sockets())
+    folders = [tmp_path / f"text-generation-server-{name}" for name in ("a", "b")]
+    async with running_shards(SimulatedShard(8, 4)) as running:
+        for folder in folders:
+            folder.mkdir()
+        (folders[0] / "shard-0").hardlink_to(running.path)
+        assert cli._socket(settings.sockets()) == str(folders[0] / "shard-0")
+        (folders[1] / "shard-0").hardlink_to(running.path)
+        with pytest.raises(cli.StartupError, match=r"several servers run here; choose one: -m .*a/shard-0 -m .*b/"):
+            cli._socket(settings.sockets())

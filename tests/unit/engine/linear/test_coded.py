@@ -1,0 +1,96 @@
+"""Linear layers with codes against torch in float64, by every kernel of this CPU."""
+
+import pytest
+import torch
+from torch.nn.functional import linear
+
+from tgi_server.engine.kernels import load_kernels
+from tgi_server.engine.linear.coded import CodedLinear, kind_of
+from tgi_server.engine.linear.kernel_table import KernelTable
+from tgi_server.engine.quantization import QuantizedWeight
+from tgi_server.engine.quantization.weight import LINE
+
+ROWS = [1, 2, 3, 4, 5, 6, 7, 9, 17, 33, 100]
+SHAPES = [(64, 48), (60, 131), (352, 70)]
+KINDS = ["int4", "int4 without offsets", "codebook", "int8", "int8 with offsets", "fp8"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _kernels() -> None:
+    assert load_kernels()
+    torch.manual_seed(0)
+
+
+def random_weight(kind: str, inputs: int, outputs: int, groups: torch.Tensor | None = None) -> QuantizedWeight:
+    count = -(-inputs // 32) if groups is None else int(groups.max()) + 1
+    scales = torch.rand(outputs, count) * inputs**-0.5 / 8
+    groups = torch.arange(inputs) // 32 if groups is None else groups
+    codes = torch.randint(0, 16, (outputs, inputs), dtype=torch.uint8)
+    if kind.startswith("int4"):
+        zeros = torch.full(scales.shape, 8.0) if "without" in kind else torch.randint(0, 16, scales.shape).float()
+        return QuantizedWeight.of(codes, scales, zeros, codebook=LINE, groups=groups)
+    if kind == "codebook":
+        return QuantizedWeight.of(codes, scales, codebook=torch.randn(16) * 4, groups=groups)
+    if kind == "fp8":
+        small = torch.cat([torch.randn(outputs, inputs - 8), torch.randn(outputs, 8) * 2**-8], 1)  # some are subnormal
+        return QuantizedWeight.of(small.to(torch.float8_e4m3fn), scales, groups=groups)
+    codes = torch.randint(-128, 128, (outputs, inputs)).to(torch.int8)
+    zeros = torch.randint(-9, 9, scales.shape).float() if "with" in kind else None
+    return QuantizedWeight.of(codes, scales / 16, zeros, groups=groups)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("inputs", "outputs"), SHAPES)
+def test_every_kernel_is_the_linear_of_torch_for_any_number_of_rows(kind, inputs, outputs) -> None:
+    weight, bias = random_weight(kind, inputs, outputs), torch.randn(outputs)
+    dense = weight.dense().double()
+    for name in torch.ops.oatmill.codes_kernels(kind_of(weight)):
+        layer = CodedLinear(weight, bias, KernelTable.of(name))
+        rounded = "bf16" in name or "amx" in name
+        close = {"rtol": 1e-2, "atol": 2e-2} if rounded else {"rtol": 1e-5, "atol": 1e-5}
+        for rows in ROWS if not name.endswith("emulated") else ROWS[::4]:
+            x, residual = torch.randn(rows, inputs), torch.randn(rows, outputs)
+            wanted = linear(x.double(), dense, bias.double())
+            for actual, expected in (
+                (layer(x), wanted),
+                (layer(x, activation="relu"), wanted.relu()),
+                (layer.add_to(residual, x), wanted + residual),
+            ):
+                torch.testing.assert_close(actual.double(), expected, **close, msg=lambda text, n=name: f"{n}: {text}")
+        torch.testing.assert_close(layer.unpacked().weight, weight.dense(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_activations_of_16_bits_are_taken_as_they_are(dtype) -> None:
+    weight, x = random_weight("codebook", 96, 70), torch.randn(5, 96).to(dtype)
+    actual = CodedLinear(weight, dtype=dtype)(x)
+    assert actual.dtype == dtype
+    assert torch.equal(actual, CodedLinear(weight)(x.float()).to(dtype))
+
+
+@pytest.mark.parametrize("name", ["codes", "expanded"])
+@pytest.mark.parametrize("kind", ["int4", "codebook", "fp8"])
+def test_groups_may_have_any_inputs_in_any_order(kind, name) -> None:
+    groups = torch.randint(0, 5, (77,))
+    weight, x = random_weight(kind, 77, 50, groups), torch.randn(3, 77)
+    actual = CodedLinear(weight, None, KernelTable.of(name))(x)
+    torch.testing.assert_close(actual, linear(x, weight.dense()), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["codes", "expanded"])
+def test_a_row_is_the_same_to_the_last_bit_whatever_is_beside_it(name) -> None:
+    layer = CodedLinear(random_weight("int4", 200, 100), None, KernelTable.of(name))
+    x = torch.randn(40, 200)
+    whole = layer(x)
+    for rows in (1, 2, 3, 4, 5, 6, 7, 13):
+        assert torch.equal(layer(x[:rows]), whole[:rows])
+
+
+def test_weights_joined_are_the_layers_side_by_side() -> None:
+    first, second, x = random_weight("int4", 64, 50), random_weight("int4 without offsets", 64, 70), torch.randn(3, 64)
+    assert first.joins(second)
+    assert not first.joins(random_weight("codebook", 64, 50))
+    assert not first.joins(random_weight("int4", 64, 50, torch.arange(64) % 2))
+    joined = CodedLinear(QuantizedWeight.joined([first, second]))(x)
+    wanted = torch.cat([linear(x, first.dense()), linear(x, second.dense())], -1)
+    torch.testing.assert_close(joined, wanted, rtol=1e-5, atol=1e-5)

@@ -1,0 +1,43 @@
+"""Weights that are rounded while they are read: what is lost, and models that go on saying sensible things."""
+
+import pytest
+import torch
+
+from tests.tiny_models import make
+from tests.unit.engine.requests import generate_together, load_engine, prompts
+from tgi_server.engine import EngineConfig
+from tgi_server.engine.errors import UnsupportedModel
+from tgi_server.engine.quantization import QuantizedLinear
+from tgi_server.engine.quantization.rounding import ROUNDINGS
+from tgi_server.engine.weights import load_model
+
+TEXTS = prompts((1, 20, 5, 33))
+LOST = {"int4": 0.1, "int8": 0.01, "eetq": 0.01, "bitsandbytes": 0.01, "fp8": 0.04, "bitsandbytes-fp4": 0.15}
+
+
+@pytest.mark.parametrize("name", ROUNDINGS)
+def test_rounding_loses_no_more_than_its_bits_must(name) -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(50, 200)
+    weight[3] = 0
+    rounded = ROUNDINGS[name][1](weight).dense()
+    assert float((rounded - weight).norm() / weight.norm()) < LOST.get(name, 0.12)
+    assert not rounded[3].any()
+
+
+@pytest.mark.parametrize(
+    "name", [name if name == "int4" else pytest.param(name, marks=pytest.mark.slow) for name in ROUNDINGS]
+)
+def test_all_but_the_head_is_rounded_and_runs(name, tmp_path) -> None:
+    folder = make("llama", tmp_path, num_hidden_layers=1)
+    model = load_model(EngineConfig(folder, dtype=torch.float32, quantize=name), torch.device("cpu"))
+    assert sum(isinstance(module, QuantizedLinear) for module in model.modules()) == 7
+    assert type(model.lm_head) is torch.nn.Linear
+    engine = load_engine(folder, quantize=name)
+    assert engine.info.quantization == ROUNDINGS[name][0]
+    assert all(len(tokens) == 12 for tokens in generate_together(engine, TEXTS))
+
+
+def test_a_format_of_checkpoints_does_not_round(tmp_path) -> None:
+    with pytest.raises(UnsupportedModel, match="--quantize gptq is for checkpoints that are quantised so"):
+        load_engine(make("llama", tmp_path, num_hidden_layers=1), quantize="gptq")

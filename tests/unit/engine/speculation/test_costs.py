@@ -1,0 +1,55 @@
+import pytest
+import torch
+
+from tgi_server import demo_model
+from tgi_server.engine import Engine, EngineConfig
+from tgi_server.engine.speculation.costs import StepCosts
+
+# Milliseconds by tokens: up to eight cost what one does, from there on each costs as much.
+FLAT_TO_EIGHT = StepCosts(*[{1: 10.0, 8: 10.0, 16: 20.0, 64: 80.0}] * 2)
+
+
+def test_where_tokens_cost_nothing_all_are_checked() -> None:
+    assert FLAT_TO_EIGHT.worth([5], [0.1], rows=1, expected=1) == [5]
+
+
+def test_tokens_that_cost_more_than_they_bring_are_left_out() -> None:
+    assert FLAT_TO_EIGHT.worth([12], [0.9], rows=1, expected=1) == [7]
+    assert FLAT_TO_EIGHT.worth([3] * 8, [0.5] * 8, rows=8, expected=8) == [0] * 8
+    assert FLAT_TO_EIGHT.worth([3] * 64, [0.9] * 64, rows=64, expected=64) == [0] * 64
+
+
+def test_the_surer_drafts_come_first() -> None:
+    assert FLAT_TO_EIGHT.worth([4, 4], [0.3, 0.9], rows=4, expected=4) == [0, 4]
+
+
+def test_a_dear_first_token_is_taken_for_the_sake_of_more() -> None:
+    costs = StepCosts({1: 10.0}, {2: 19.0, 8: 19.5})
+    assert costs.worth([1], [0.8], rows=1, expected=1) == [0]
+    assert costs.worth([7], [0.8], rows=1, expected=1) == [7]
+
+
+def test_steps_with_drafts_may_cost_more() -> None:
+    same, dearer = {1: 10.0, 64: 12.0}, {2: 30.0, 64: 32.0}
+    assert StepCosts(same, same).worth([1], [0.5], rows=1, expected=1) == [1]
+    assert StepCosts(same, dearer).worth([1], [0.5], rows=1, expected=1) == [0]
+
+
+def test_a_measurement_that_was_held_up_does_not_count() -> None:
+    costs = StepCosts({1: 90.0, 2: 10.0}, {2: 10.0, 4: 90.0, 8: 20.0})
+    assert costs.worth([3], [0.9], rows=1, expected=1) == StepCosts({1: 10.0}, {2: 10.0, 4: 20.0}).worth(
+        [3], [0.9], rows=1, expected=1
+    )
+
+
+def test_without_drafts_there_is_nothing_to_choose() -> None:
+    assert FLAT_TO_EIGHT.worth([], [], rows=3, expected=3) == []
+
+
+@pytest.mark.parametrize(("max_total_tokens", "measured"), [(512, True), (16, False)])
+def test_costs_are_measured_at_the_warm_up_where_there_is_room(max_total_tokens: int, measured: bool) -> None:
+    engine = Engine(EngineConfig(demo_model.PATH, dtype=torch.float32, speculate=3))
+    engine.warm_up(max_batch_size=3, max_prefill_tokens=64, max_total_tokens=max_total_tokens)
+    assert engine.speculation is not None
+    assert (engine.speculation.costs is not None) is measured
+    assert engine.batch is None

@@ -1,0 +1,94 @@
+"""`text-generation-launcher`: a mistake gets one clear line, and an exit code that tells what kind of mistake it is."""
+
+import signal
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from tgi_server.launcher import cli
+
+USAGE, FAILED = 2, 1
+
+
+@pytest.fixture(autouse=True)
+def own_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Leaves this process's log and signal handlers as they are."""
+    monkeypatch.setattr(cli, "configure_logging", lambda *arguments, **keywords: None)
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def complaint(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[int, str]:
+    """Returns the exit code, and the one line on standard error without the program's name."""
+    usual = ("--hostname=127.0.0.1", "--prometheus-port=0")
+    monkeypatch.setattr("sys.argv", ["text-generation-launcher", *usual, *flags])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert isinstance(end.value.code, int)
+    return end.value.code, line.removeprefix("text-generation-launcher: ")
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ("--num-shard=0", "--num-shard (or NUM_SHARD): Input should be greater than 0, got '0'"),
+        ("--port=99999", "--port (or PORT): Input should be less than or equal to 65535, got '99999'"),
+        ("--dtype=int4", "--dtype (or DTYPE): Input should be 'float32', 'float16' or 'bfloat16', got 'int4'"),
+        (
+            "--max-input-tokens=9 --max-total-tokens=9",
+            "--max-input-tokens (9) must be less than --max-total-tokens (9)",
+        ),
+    ],
+)
+def test_a_value_that_cannot_be_is_told_with_its_flag(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], flags: str, told: str
+):
+    code, line = complaint(monkeypatch, capsys, *flags.split())
+    assert code == USAGE
+    assert line.startswith(told)
+
+
+def test_a_variable_that_cannot_be_is_told_with_its_flag(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setenv("MAX_BEST_OF", "none")
+    code, line = complaint(monkeypatch, capsys)
+    assert code == USAGE
+    assert line.startswith("--max-best-of (or MAX_BEST_OF): Input should be a valid integer")
+
+
+def test_a_port_in_use_is_told_before_anything_is_started(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        told = complaint(monkeypatch, capsys, f"--port={port}")
+    assert told == (FAILED, f"port {port} is in use; choose another with --port")
+
+
+def test_shards_for_all_gpus_need_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    code, line = complaint(monkeypatch, capsys, "--sharded=true")
+    assert code == FAILED
+    assert line == "--sharded: no GPU is visible; give --num-shard the number of processes that share the CPUs"
+
+
+@pytest.mark.parametrize("flags", ["--hostname=192.0.2.1", "--num-nodes=2 --node-address=192.0.2.1"])
+def test_an_address_of_another_machine_is_told_with_its_flag(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], flags: str
+):
+    flag = flags.split()[-1].partition("=")[0]
+    told = complaint(monkeypatch, capsys, *flags.split())
+    assert told == (FAILED, f"{flag}: 192.0.2.1 is not an address of this machine")
+
+
+def test_help_lists_the_flags(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setattr("sys.argv", ["text-generation-launcher", "--help"])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    assert not end.value.code
+    assert "--max-total-tokens" in capsys.readouterr().out

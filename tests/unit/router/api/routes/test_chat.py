@@ -1,0 +1,74 @@
+"""/v1/chat/completions over a scheduler that answers at once."""
+
+import json
+from typing import Any
+
+import httpx
+
+from tests.fakes.router_service import ScriptedScheduler
+from tests.fakes.vocabularies import EOS
+
+MESSAGES = [{"role": "user", "content": "hello"}]
+TOOLS = [{"type": "function", "function": {"name": "clock", "parameters": {"type": "object"}}}]
+CALL = '{"function": {"_name": "clock", "zone": "UTC"}}'
+NO_CALL = '{"function": {"_name": "no_tool", "content": ""}}'
+
+
+async def chat(client: httpx.AsyncClient, **body: Any) -> dict[str, Any]:
+    response = await client.post("/v1/chat/completions", json={"model": "m", "messages": MESSAGES, **body})
+    assert response.status_code == 200, response.text
+    answer: dict[str, Any] = response.json()
+    return answer
+
+
+async def chunks(client: httpx.AsyncClient, **body: Any) -> list[dict[str, Any]]:
+    request = {"model": "m", "messages": MESSAGES, "stream": True, **body}
+    text = (await client.post("/v1/chat/completions", json=request)).text
+    *events, done = [event.removeprefix("data:").strip() for event in text.split("\n\n") if event]
+    assert done == "[DONE]"
+    return [json.loads(event)["choices"][0] for event in events]
+
+
+async def test_the_prompt_is_the_rendered_conversation(client: httpx.AsyncClient, scheduler: ScriptedScheduler):
+    answer = await chat(client)
+    assert answer["choices"][0]["message"] == {"role": "assistant", "content": "hello world"}
+    (request,) = scheduler.submitted
+    prompt = "".join(scheduler._tokenizer.decode([each]) for each in request.input_ids)
+    assert prompt == "user: hello\nassistant:"
+    assert answer["usage"]["prompt_tokens"] == len(request.input_ids)
+
+
+async def test_logprobs_tell_the_bytes_of_each_token(client: httpx.AsyncClient):
+    (choice,) = (await chat(client, logprobs=True))["choices"]
+    told = choice["logprobs"]["content"]
+    assert [each["token"] for each in told] == ["hello", " world", EOS]
+    assert bytes(told[0]["bytes"]).decode() == "hello"
+
+
+async def test_a_tool_is_called_alike_whole_and_streamed(client: httpx.AsyncClient, scheduler: ScriptedScheduler):
+    scheduler.texts = [CALL]
+    (choice,) = (await chat(client, tools=TOOLS))["choices"]
+    function = choice["message"]["tool_calls"][0]["function"]
+    assert (function["name"], json.loads(function["arguments"])) == ("clock", {"zone": "UTC"})
+    assert choice["finish_reason"] == "tool_calls"
+    streamed = await chunks(client, tools=TOOLS)
+    pieces = [each["delta"]["tool_calls"][0]["function"] for each in streamed]
+    assert pieces[0]["name"] == "clock"
+    assert json.loads("".join(each["arguments"] for each in pieces)) == {"zone": "UTC"}
+    assert streamed[-1]["finish_reason"] == "tool_calls"
+
+
+async def test_a_choice_that_calls_no_tool_is_generated_again_as_a_text(
+    client: httpx.AsyncClient, scheduler: ScriptedScheduler
+):
+    scheduler.texts = [NO_CALL, CALL, "hello world"]
+    choices = (await chat(client, tools=TOOLS, n=2))["choices"]
+    assert choices[0]["message"]["content"] == "hello world"
+    assert choices[1]["message"]["tool_calls"][0]["function"]["name"] == "clock"
+    assert len(scheduler.submitted) == 3
+
+
+async def test_a_conversation_without_tools_streams_its_text(client: httpx.AsyncClient):
+    streamed = await chunks(client)
+    assert "".join(each["delta"]["content"] for each in streamed) == "hello world"
+    assert [each["finish_reason"] for each in streamed] == [None, None, "stop"]

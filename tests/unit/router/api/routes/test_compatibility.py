@@ -1,0 +1,54 @@
+"""Other services' routes take the requests of TGI's and OpenAI's routes."""
+
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.fakes.router_service import ScriptedScheduler
+
+CHAT = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
+
+
+async def test_the_root_answers_with_a_list_or_streams(client: httpx.AsyncClient):
+    assert (await client.post("/", json={"inputs": "hello"})).json() == [{"generated_text": "hello world"}]
+    streamed = await client.post("/", json={"inputs": "hello", "stream": True})
+    assert streamed.headers["content-type"].startswith("text/event-stream")
+
+
+@pytest.mark.parametrize(
+    ("body", "kind"),
+    [
+        ({"inputs": "hello"}, list),
+        (CHAT, "chat.completion"),
+        ({"model": "m", "prompt": "hello"}, "text_completion"),
+    ],
+)
+async def test_sagemaker_requests_are_told_apart_by_their_members(
+    client: httpx.AsyncClient, body: dict[str, Any], kind: Any
+):
+    answer = (await client.post("/invocations", json=body)).json()
+    assert isinstance(answer, list) if kind is list else answer["object"] == kind
+
+
+@pytest.mark.parametrize("body", [{}, {"input": "hello"}, [], "inputs"])
+async def test_a_sagemaker_request_without_such_a_member_is_refused(client: httpx.AsyncClient, body: Any):
+    response = await client.post("/invocations", json=body)
+    assert response.status_code == 422
+    assert "the request needs `inputs`, `messages` or `prompt`" in response.json()["error"]
+
+
+async def test_vertex_predicts_for_each_instance(client: httpx.AsyncClient, scheduler: ScriptedScheduler):
+    scheduler.texts = ["a", "b"]
+    instances = [{"inputs": "hello", "parameters": {"max_new_tokens": 9}}, CHAT]
+    answer = (await client.post("/vertex", json={"instances": instances})).json()
+    assert answer == {"predictions": ["a", "b"]}
+    assert scheduler.submitted[0].stopping.max_new_tokens == 9
+
+
+async def test_vertex_refuses_a_request_whose_second_instance_is_wrong(
+    client: httpx.AsyncClient, scheduler: ScriptedScheduler
+):
+    body = {"instances": [{"inputs": "hello"}, {"inputs": ""}]}
+    assert (await client.post("/vertex", json=body)).status_code == 422
+    assert not scheduler.submitted

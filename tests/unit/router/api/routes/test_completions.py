@@ -1,0 +1,62 @@
+"""/v1/completions over a scheduler that answers at once."""
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.fakes.router_service import RouterService, ScriptedScheduler
+
+
+async def complete(client: httpx.AsyncClient, **body: Any) -> httpx.Response:
+    return await client.post("/v1/completions", json={"model": "m", "prompt": "hello", **body})
+
+
+async def test_each_prompt_has_as_many_choices_as_were_asked_for(
+    client: httpx.AsyncClient, scheduler: ScriptedScheduler
+):
+    scheduler.texts = ["a", "b", "c", "d"]
+    answer = (await complete(client, prompt=["hello", "hello world"], n=2)).json()
+    assert [(each["index"], each["text"]) for each in answer["choices"]] == [(0, "a"), (1, "b"), (2, "c"), (3, "d")]
+    assert {each["finish_reason"] for each in answer["choices"]} == {"stop"}
+    assert answer["usage"] == {"prompt_tokens": 3, "completion_tokens": 8, "total_tokens": 11}
+    assert answer["model"] == "maker/model"
+
+
+async def test_a_stream_tells_its_usage_once_if_asked_to(client: httpx.AsyncClient):
+    text = (await complete(client, stream=True, stream_options={"include_usage": True})).text
+    *events, done = [event.removeprefix("data:").strip() for event in text.split("\n\n") if event]
+    assert done == "[DONE]"
+    *chunks, last = [json.loads(event) for event in events]
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "hello world"
+    assert {chunk["usage"] for chunk in chunks} == {None}
+    assert (last["choices"], last["usage"]["completion_tokens"]) == ([], 3)
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        ({"n": 5}, "the number of prompts times `n` must be 1 to 4 (--max-client-batch-size), not 5"),
+        ({"prompt": []}, "the number of prompts must be 1 to 4 (--max-client-batch-size), not 0"),
+        ({"max_tokens": 0}, "`max_tokens` must be greater than 0, not 0"),
+        ({"prompt": ["hello", ""]}, "`inputs` must not be empty"),
+    ],
+)
+async def test_what_breaks_a_rule_is_refused_before_anything_is_generated(
+    client: httpx.AsyncClient, scheduler: ScriptedScheduler, body: dict[str, Any], told: str
+):
+    response = await complete(client, **body)
+    assert response.status_code == 422
+    assert response.json()["error"]["message"] == f"Input validation error: {told}"
+    assert not scheduler.submitted
+
+
+async def test_a_request_whose_sequences_do_not_all_fit_is_refused_whole(
+    router: RouterService, client: httpx.AsyncClient, scheduler: ScriptedScheduler
+):
+    router.service.capacity.take(5)
+    assert (await complete(client, n=4)).status_code == 429
+    assert not scheduler.submitted
+    assert router.service.capacity.in_flight == 5
+    assert (await complete(client, n=3)).status_code == 200

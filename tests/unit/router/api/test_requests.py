@@ -1,0 +1,137 @@
+"""An exchange takes places, generates, and gives everything back once, however it ends."""
+
+import asyncio
+import logging
+
+import httpx
+import pytest
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Message
+
+from tests.fakes.router_service import RouterService, ScriptedScheduler
+from tgi_server.router.api.requests import AllEnded, Exchange, respond
+from tgi_server.router.errors import ClientGone, GenerationFailed, Overloaded, RouterError
+from tgi_server.router.schemas.generate import GenerateRequest
+from tgi_server.router.text.special_tokens import RenderedPrompt
+
+
+class Client:
+    """Sends one request, and then waits for its response until it leaves."""
+
+    def __init__(self, body: bytes = b'{"inputs": "hello"}') -> None:
+        self._body: bytes | None = body
+        self.left = asyncio.Event()
+        scope = {"type": "http", "path": "/generate", "headers": [], "state": {}}
+        self.request = Request(scope, self._receive)
+
+    async def _receive(self) -> Message:
+        if self._body is not None:
+            body, self._body = self._body, None
+            return {"type": "http.request", "body": body, "more_body": False}
+        await self.left.wait()
+        return {"type": "http.disconnect"}
+
+
+async def collect(exchange: Exchange) -> Response:
+    """Responds with the text that is generated for the request's prompt."""
+    asked = await exchange.read(GenerateRequest)
+    checked = await exchange.service.validator.check(RenderedPrompt(asked.inputs), asked.parameters)
+    (stream,) = await exchange.collect([checked], reveal_stop=True, logprobs=False)
+    return exchange.respond(stream.output.text, characters=len(asked.inputs), streams=[stream])
+
+
+async def test_a_request_that_succeeds_gives_its_place_back_and_is_counted(
+    router: RouterService, caplog: pytest.LogCaptureFixture
+):
+    with caplog.at_level(logging.INFO):
+        response = await respond(router.service, Client().request, collect)
+    assert response.body == b"hello world"
+    assert response.headers["x-generated-tokens"] == "3"
+    assert router.service.capacity.in_flight == 0
+    assert "tgi_request_success 1.0" in router.service.metrics.expose().decode()
+    (line,) = [record for record in caplog.records if record.message == "/generate answered"]
+    assert line.generated_tokens == 3
+
+
+async def test_a_request_that_fails_in_the_shards_is_counted_by_its_error(
+    router: RouterService, scheduler: ScriptedScheduler, caplog: pytest.LogCaptureFixture
+):
+    scheduler.error = GenerationFailed("the shards are gone")
+    with pytest.raises(GenerationFailed, match="the shards are gone"):
+        await respond(router.service, Client().request, collect)
+    assert router.service.capacity.in_flight == 0
+    assert 'tgi_request_failure{err="generation"} 1.0' in router.service.metrics.expose().decode()
+    assert "/generate failed: the shards are gone" in caplog.messages
+
+
+async def test_a_client_that_leaves_has_its_generation_cancelled(router: RouterService, scheduler: ScriptedScheduler):
+    scheduler.held = True
+    client = Client()
+    responding = asyncio.ensure_future(respond(router.service, client.request, collect))
+    while not scheduler.submitted:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    client.left.set()
+    with pytest.raises(ClientGone):
+        await responding
+    assert scheduler.cancelled == [scheduler.submitted[0].id]
+    assert router.service.capacity.in_flight == 0
+
+
+async def test_beyond_the_limit_a_request_is_refused_and_takes_nothing(router: RouterService):
+    router.service.capacity.take(8)
+    with pytest.raises(Overloaded, match="8 requests are in flight"):
+        await respond(router.service, Client().request, collect)
+    assert router.service.capacity.in_flight == 8
+
+
+@pytest.mark.logs_tracebacks
+async def test_a_fault_of_the_server_is_logged_and_tells_the_client_nothing_of_it(
+    router: RouterService, caplog: pytest.LogCaptureFixture
+):
+    async def fail(exchange: Exchange) -> Response:
+        await exchange.body()
+        raise KeyError("a secret")
+
+    with pytest.raises(RouterError) as told:
+        await respond(router.service, Client().request, fail)
+    assert str(told.value) == "the server failed to handle the request"
+    assert "/generate could not be handled" in caplog.messages
+    assert router.service.capacity.in_flight == 0
+
+
+async def test_one_sequence_of_several_can_be_forgotten(router: RouterService, scheduler: ScriptedScheduler):
+    scheduler.held = True
+    exchange = Exchange(router.service, Client().request)
+    exchange.reserve(2)
+    checked = await router.service.validator.check(RenderedPrompt("hello"), GenerateRequest(inputs="hello").parameters)
+    collecting = asyncio.ensure_future(exchange.collect([checked] * 2, reveal_stop=True, logprobs=False))
+    await asyncio.sleep(0)
+    (_, first), (second_id, _) = exchange._sequences
+    exchange.cancel(first)
+    assert scheduler.cancelled == [scheduler.submitted[0].id]
+    exchange.close(ClientGone("the client left"))
+    assert scheduler.cancelled == [scheduler.submitted[0].id, second_id]
+    collecting.cancel()
+
+
+async def test_the_first_failure_ends_the_wait_for_several_sequences():
+    end, error = AllEnded(3), GenerationFailed("no")
+    end(None)
+    end(error)
+    end(None)
+    with pytest.raises(GenerationFailed, match="no"):
+        await end.future
+    end = AllEnded(2)
+    end(None)
+    assert not end.future.done()
+    end(None)
+    assert await end.future is None
+
+
+async def test_a_stream_holds_its_place_until_its_last_byte(router: RouterService, client: httpx.AsyncClient):
+    body = {"inputs": "hello"}
+    response = await client.post("/generate_stream", json=body)
+    assert response.text.count("data:") == 3
+    assert router.service.capacity.in_flight == 0
+    assert "tgi_request_success 1.0" in router.service.metrics.expose().decode()

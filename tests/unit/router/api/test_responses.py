@@ -1,0 +1,83 @@
+"""Responses are JSON as TGI and OpenAI write it, errors included."""
+
+import json
+import math
+
+import pytest
+from starlette.datastructures import Headers
+
+from shared.stubs.generate_pb2 import TopTokens
+from tests.fakes.vocabularies import EOS, byte_level
+from tgi_server.router.api.responses import error_response, error_text, event, number, token_json, top_tokens_json
+from tgi_server.router.api.responses import timing_headers as headers_of
+from tgi_server.router.errors import GenerationFailed, InvalidRequest, Overloaded, Unauthorized
+from tgi_server.router.metrics import RequestTimes
+
+REFUSED = InvalidRequest('"top_k" is -1, wärme')
+
+
+def test_a_validation_error_reads_as_tgis():
+    assert json.loads(error_text(REFUSED, "/generate")) == {
+        "error": 'Input validation error: "top_k" is -1, wärme',
+        "error_type": "validation",
+    }
+    assert json.loads(error_text(GenerationFailed("no"), "/generate")) == {"error": "no", "error_type": "generation"}
+
+
+def test_an_error_below_v1_is_openais_object_too():
+    told = json.loads(error_text(REFUSED, "/v1/completions"))
+    assert told["error"]["message"] == 'Input validation error: "top_k" is -1, wärme'
+    assert told["error"]["type"] == told["error_type"] == "validation"
+
+
+def test_a_stream_that_failed_early_gets_an_event_if_it_reads_events():
+    reads_events = Headers({"accept": "text/event-stream"})
+    response = error_response(REFUSED, "/generate_stream", reads_events)
+    assert (response.status_code, response.media_type) == (422, "text/event-stream")
+    assert response.body == event(error_text(REFUSED, "/generate_stream"))
+    assert error_response(REFUSED, "/generate_stream", Headers({})).media_type == "application/json"
+    assert error_response(REFUSED, "/generate", reads_events).media_type == "application/json"
+
+
+def test_refusals_say_how_to_go_on():
+    assert error_response(Overloaded("full"), "/generate", Headers({})).headers["retry-after"] == "1"
+    assert error_response(Unauthorized("no"), "/generate", Headers({})).headers["www-authenticate"] == "Bearer"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(-0.25, "-0.25"), (0.1, "0.1"), (1 / 3, "0.33333333"), (None, "null"), (-math.inf, "null"), (math.nan, "null")],
+)
+def test_a_logprob_that_json_cannot_say_is_null(value: float | None, text: str):
+    assert number(value) == text
+
+
+@pytest.mark.parametrize("text", ["plain", 'q"uo\\te', "line\nend\x00", "ü🌳", "\u2028"])
+def test_a_tokens_text_survives_json(text: str):
+    told = json.loads(token_json(7, text, -0.5, special=False))
+    assert told == {"id": 7, "text": text, "logprob": -0.5, "special": False}
+
+
+def test_the_most_likely_tokens_name_special_ones():
+    tokenizer = byte_level()
+    (end,) = (token_id for token_id, name in tokenizer.special_tokens.items() if name == EOS)
+    hello = tokenizer.encode("hello", add_special_tokens=False).ids[0]
+    told = json.loads(top_tokens_json(tokenizer, TopTokens(ids=[hello, end], logprobs=[-0.5, -1.5])))
+    assert [(each["text"], each["special"]) for each in told] == [("hello", False), (EOS, True)]
+
+
+def test_times_are_told_in_milliseconds_and_the_compute_time_in_seconds():
+    times = RequestTimes(total=1.5, validation=0.25, queue=0.5, inference=0.75, per_token=0.125)
+    headers = headers_of("cpu", times, characters=5, prompt_tokens=3, generated_tokens=6)
+    assert headers == {
+        "x-compute-type": "cpu",
+        "x-compute-characters": "5",
+        "x-compute-time": "1.500000",
+        "x-total-time": "1500",
+        "x-validation-time": "250",
+        "x-queue-time": "500",
+        "x-inference-time": "750",
+        "x-time-per-token": "125",
+        "x-prompt-tokens": "3",
+        "x-generated-tokens": "6",
+    }

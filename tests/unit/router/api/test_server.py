@@ -1,0 +1,120 @@
+"""The server says at once when it cannot listen, ends in two steps, and goes on when a client cannot be taken in."""
+
+import asyncio
+import errno
+import socket
+
+import pytest
+import uvicorn
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from tgi_server.router.api.connections import ClientConnection, Connections
+from tgi_server.router.api.server import Acceptor, HttpServer, drain, listen
+from tgi_server.router.errors import StartupError
+
+
+def test_a_port_in_use_is_told_with_its_flag():
+    with listen("127.0.0.1", 0, "--port") as listener:
+        port = listener.getsockname()[1]
+        listener.listen()
+        with pytest.raises(StartupError, match=rf"^cannot listen on 127\.0\.0\.1:{port} \(--port\): "):
+            listen("127.0.0.1", port, "--port")
+
+
+def test_an_unknown_host_name_is_told_with_its_flag():
+    with pytest.raises(StartupError, match=r"^cannot listen on 'no such host' \(--hostname\): "):
+        listen("no such host", 0, "--port")
+
+
+def test_a_second_signal_breaks_the_drain_off():
+    servers = [uvicorn.Server(uvicorn.Config(app="")) for _ in range(2)]
+    drain(servers)
+    assert [(each.should_exit, each.force_exit) for each in servers] == [(True, False)] * 2
+    drain(servers)
+    assert [each.force_exit for each in servers] == [True, True]
+
+
+class Listener:
+    """A listening socket whose next attempts to accept fail with these errors."""
+
+    def __init__(self, *errors: OSError) -> None:
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self.errors = list(errors)
+        self.address = self._socket.getsockname()
+
+    def accept(self) -> tuple[socket.socket, tuple[str, int]]:
+        if self.errors:
+            raise self.errors.pop(0)
+        return self._socket.accept()
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._socket, name)
+
+
+async def respond(scope: Scope, receive: Receive, send: Send) -> None:
+    """Sends an empty response."""
+    await Response()(scope, receive, send)
+
+
+def acceptor(listener: Listener, connections: Connections, app: ASGIApp = respond) -> Acceptor:
+    server = HttpServer(app, 1.0, 5, connections)
+    server.config.load()
+
+    def connection() -> ClientConnection:
+        return ClientConnection(server.config, server.server_state, app_state={})
+
+    return Acceptor(listener, 8, connection, connections)  # type: ignore[arg-type]
+
+
+async def first_line(address: tuple[str, int]) -> bytes:
+    """Sends a request and returns the first line of the response; empty if the connection ends without one."""
+    reader, writer = await asyncio.open_connection(*address)
+    writer.write(b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n")
+    try:
+        return await asyncio.wait_for(reader.readline(), 5)
+    finally:
+        writer.close()
+
+
+async def test_a_process_without_open_files_left_takes_clients_in_a_little_later(caplog: pytest.LogCaptureFixture):
+    listener = Listener(OSError(errno.EMFILE, "Too many open files"), ConnectionAbortedError())
+    accepting = acceptor(listener, Connections(8, 8))
+    try:
+        assert await first_line(listener.address) == b"HTTP/1.1 200 OK\r\n"
+        assert "clients are turned away: Too many open files (ulimit -n)" in caplog.messages
+        assert not listener.errors
+    finally:
+        accepting.close()
+
+
+async def test_a_client_too_many_is_told_so():
+    asked, answer = asyncio.Event(), asyncio.Event()
+
+    async def respond_late(scope: Scope, receive: Receive, send: Send) -> None:
+        asked.set()
+        await answer.wait()
+        await respond(scope, receive, send)
+
+    listener = Listener()
+    connections = Connections(1, 1)
+    accepting = acceptor(listener, connections, respond_late)
+    try:
+        first = asyncio.ensure_future(first_line(listener.address))
+        await asked.wait()
+        assert await first_line(listener.address) == b"HTTP/1.1 429 Too Many Requests\r\n"
+        assert len(connections) == 1
+        answer.set()
+        assert await first == b"HTTP/1.1 200 OK\r\n"
+    finally:
+        accepting.close()
+
+
+async def test_a_closed_acceptor_takes_nobody_in():
+    listener = Listener()
+    accepting = acceptor(listener, Connections(8, 8))
+    accepting.close()
+    accepting.close()
+    await accepting.wait_closed()
+    with pytest.raises(ConnectionRefusedError):
+        await first_line(listener.address)

@@ -1,0 +1,31 @@
+"""Bodies of /v1/completions have one prompt or several, and OpenAI's parameters."""
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from tgi_server.router.schemas.completions import CompletionRequest
+
+
+def request(**fields: Any) -> CompletionRequest:
+    return CompletionRequest.model_validate({"prompt": "hello", **fields})
+
+
+def test_one_prompt_is_a_list_of_one():
+    assert request().prompt.root == ["hello"]
+    assert request(prompt=["hello", "world"]).prompt.root == ["hello", "world"]
+
+
+@pytest.mark.parametrize("stop", ["###", ["###"]])
+def test_one_stop_sequence_is_a_list_of_one(stop: Any):
+    assert request(stop=stop).stop == ["###"]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("prompt", None), ("prompt", [1, 2]), ("n", "2"), ("max_tokens", -1), ("temperature", "hot")]
+)
+def test_a_value_of_another_type_is_refused(field: str, value: Any):
+    with pytest.raises(ValidationError) as refusal:
+        request(**{field: value})
+    assert refusal.value.errors()[0]["loc"][0] == field

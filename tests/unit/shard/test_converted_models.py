@@ -1,0 +1,64 @@
+"""Copies of models whose folders cannot be written to."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from huggingface_hub import constants
+from safetensors.torch import load_file
+
+from tgi_server.shard import converted_models, download
+from tgi_server.shard.errors import ModelUnavailable
+
+WEIGHTS = {"weight": torch.arange(6.0)}
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that says of itself that it cannot be written to."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for name in ("config.json", "tokenizer.json", "modeling.py", "pytorch_model.bin.index.json", "notes.md"):
+        (folder / name).write_text('{"weight_map": {"weight": "pytorch_model.bin"}}')
+    torch.save(WEIGHTS, folder / "pytorch_model.bin")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(converted_models.os, "access", lambda path, mode: False)
+    return folder
+
+
+def test_a_shard_finds_the_copy_by_the_name_of_the_model(model: Path) -> None:
+    assert download.find_model(str(model), None) == model
+    before = sorted(path.name for path in model.iterdir())
+    copy = download.download_model(
+        str(model), None, extension=".safetensors", auto_convert=True, trust_remote_code=False
+    )
+    assert download.find_model(str(model), None) == copy != model
+    names = ["config.json", "model.safetensors", "modeling.py", "tokenizer.json"]
+    assert sorted(path.name for path in copy.iterdir()) == names
+    assert torch.equal(load_file(copy / "model.safetensors")["weight"], WEIGHTS["weight"])
+    assert sorted(path.name for path in model.iterdir()) == before
+    assert converted_models.convert(model) == copy
+
+
+def test_a_model_that_has_changed_is_converted_anew(model: Path) -> None:
+    copy = converted_models.convert(model)
+    torch.save({"weight": torch.zeros(7)}, model / "pytorch_model.bin")
+    assert converted_models.converted_copy(model) is None
+    assert converted_models.convert(model) != copy
+
+
+def test_of_a_conversion_that_fails_nothing_is_left(model: Path) -> None:
+    (model / "pytorch_model.bin").write_bytes(b"not tensors")
+    with pytest.raises(ModelUnavailable, match="corrupt"):
+        converted_models.convert(model)
+    assert list((model.parent / "hub" / "converted").iterdir()) == []
+    (model.parent / "file").write_text("")
+    constants.HF_HUB_CACHE = str(model.parent / "file")
+    with pytest.raises(ModelUnavailable, match=r"cannot be made in .*/file/converted: (Not a directory|File exists)$"):
+        converted_models.convert(model)
+
+
+def test_bin_files_that_were_asked_for_are_what_is_found(model: Path) -> None:
+    assert model == download.download_model(
+        str(model), None, extension=".bin", auto_convert=True, trust_remote_code=False
+    )

@@ -1,0 +1,65 @@
+"""A shard's process makes its engine from its settings, and says in one line why it cannot."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from shared.settings import read_settings
+from tgi_server.engine.errors import PeerLost
+from tgi_server.shard import server
+from tgi_server.shard.server import FATAL_STATUS, engine_config, serve
+from tgi_server.shard.settings import ShardSettings
+
+
+def settings(*flags: str) -> ShardSettings:
+    return read_settings(ShardSettings, "text-generation-server serve", flags)
+
+
+def test_flags_become_the_engines_settings(tmp_path: Path):
+    flags = ["--dtype=bfloat16", "--cpu-memory=1GiB", "--disable-custom-kernels", "--watermark-delta=3"]
+    config = engine_config(settings(*flags), tmp_path)
+    assert (config.model_path, config.dtype, config.cpu_memory) == (tmp_path, torch.bfloat16, 2**30)
+    assert (config.custom_kernels, config.watermark_delta, config.group) == (False, 3.0, None)
+
+
+@pytest.mark.parametrize(("flags", "sizes"), [([], None), (["--cuda-graphs=0"], ()), (["--cuda-graphs=1,8"], (1, 8))])
+def test_no_sizes_of_cuda_graphs_are_told_apart_from_the_usual_ones(
+    tmp_path: Path, flags: list[str], sizes: tuple[int, ...] | None
+):
+    assert engine_config(settings(*flags), tmp_path).cuda_graphs == sizes
+
+
+def test_a_model_that_cannot_be_loaded_ends_the_process_with_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    with pytest.raises(SystemExit) as end:
+        serve(settings(), tmp_path)
+    assert end.value.code == 1
+    assert capsys.readouterr().err == (
+        f"shard 0: {tmp_path} has no config.json; is it a model folder in transformers format?\n"
+    )
+
+
+def test_a_shard_that_loses_another_while_loading_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    def lose(_: ShardSettings) -> None:
+        raise PeerLost("shard 0 has ended")
+
+    monkeypatch.setattr(server, "_connect", lose)
+    with pytest.raises(SystemExit) as end:
+        serve(settings("--sharded", "--world-size=2", "--rank=1"), tmp_path)
+    assert end.value.code == FATAL_STATUS
+    assert capsys.readouterr().err == "shard 1: another shard was lost while loading: shard 0 has ended\n"
+
+
+def test_more_shards_than_gpus_are_refused_before_anything_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(SystemExit) as end:
+        serve(settings("--sharded", "--world-size=2", "--rank=1"), tmp_path)
+    assert end.value.code == 1
+    assert "shard 1 is to run on GPU 1, but this machine has 1; lower --num-shard" in capsys.readouterr().err

@@ -1,0 +1,148 @@
+"""The gRPC service turns an engine's errors into statuses, and ends its process only when the device is lost."""
+
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import torch
+
+from shared.stubs import generate_pb2 as pb
+from shared.stubs.generate_pb2_grpc import TextGenerationServiceStub, add_TextGenerationServiceServicer_to_server
+from tgi_server.engine.engine import LoadedModel
+from tgi_server.engine.errors import InvalidCall, NotEnoughMemory, PeerLost
+from tgi_server.engine.runners.base import CacheCapacity
+from tgi_server.shard.service import Place, TextGenerationService
+
+PLACES = [Place("unix:///a", "unix:///a-grammars"), Place("ipv4:10.0.0.2:1", "ipv4:10.0.0.2:2")]
+
+
+class Engine:
+    """Stands in for an engine. fault: what warming up raises. poisoned: the device computes nothing any more."""
+
+    def __init__(self) -> None:
+        self.info = LoadedModel(
+            model_type="llama",
+            dtype="float32",
+            device_type="cpu",
+            vocab_size=100,
+            max_position_embeddings=64,
+            eos_token_ids=(2,),
+            bos_token_id=1,
+            decoder_start_token_id=None,
+            paged=True,
+            encoder_decoder=False,
+            block_size=16,
+            grammars=False,
+            quantization="",
+            linear_kernels="float32: fma",
+        )
+        self.batch = None
+        self.fallbacks = ["attention runs in plain torch"]
+        self.fault: Exception | None = None
+        self.poisoned = False
+        self.asked: dict[str, Any] = {}
+
+    def warm_up(self, **asked: Any) -> CacheCapacity:
+        self.asked = asked
+        if self.fault is not None:
+            raise self.fault
+        return CacheCapacity(
+            block_size=16, max_batch_size=4, num_blocks=9, max_total_tokens=64, max_batch_total_tokens=144
+        )
+
+    def check_device(self) -> None:
+        if self.poisoned:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    def reserve(self, seconds: float) -> bool:
+        return False
+
+    def clear(self, batch_id: int | None = None) -> None:
+        pass
+
+
+@pytest.fixture
+def engine() -> Engine:
+    return Engine()
+
+
+@pytest.fixture
+def ended() -> list[bool]:
+    """Has an entry once the service has asked for the end of its process."""
+    return []
+
+
+@pytest.fixture
+async def stub(engine: Engine, ended: list[bool], tmp_path: Path) -> AsyncIterator[TextGenerationServiceStub]:
+    server = grpc.aio.server()
+    on_fatal: Callable[[], None] = lambda: ended.append(True)  # noqa: E731
+    service = TextGenerationService(engine, "maker/tiny", "v2", PLACES, None, on_fatal)  # type: ignore[arg-type]
+    add_TextGenerationServiceServicer_to_server(service, server)
+    server.add_insecure_port(f"unix://{tmp_path}/shard")
+    await server.start()
+    async with grpc.aio.insecure_channel(f"unix://{tmp_path}/shard") as channel:
+        yield TextGenerationServiceStub(channel)
+    await server.stop(0)
+
+
+async def refusal(call: Any) -> tuple[grpc.StatusCode, str]:
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        await call
+    return error.value.code(), error.value.details() or ""
+
+
+async def test_the_router_learns_what_is_served_and_where(stub: Any):
+    info = await stub.Info(pb.InfoRequest())
+    assert (info.model_id, info.revision, info.world_size, info.vocab_size) == ("maker/tiny", "v2", 2, 100)
+    places = await stub.ServiceDiscovery(pb.ServiceDiscoveryRequest())
+    assert list(places.urls) == ["unix:///a", "ipv4:10.0.0.2:1"]
+    assert list(places.grammar_urls) == ["unix:///a-grammars", "ipv4:10.0.0.2:2"]
+
+
+async def test_warming_up_tells_what_fits(stub: Any, engine: Engine):
+    capacity = await stub.Warmup(pb.WarmupRequest(max_batch_size=4, max_prefill_tokens=64))
+    assert (capacity.num_blocks, capacity.max_total_tokens, capacity.max_batch_total_tokens) == (9, 64, 144)
+    assert list(capacity.fallbacks) == ["attention runs in plain torch"]
+    assert engine.asked == {"max_batch_size": 4, "max_prefill_tokens": 64, "max_total_tokens": None}
+
+
+@pytest.mark.parametrize(
+    ("fault", "status", "told"),
+    [
+        (InvalidCall("a chunk past the end"), grpc.StatusCode.FAILED_PRECONDITION, "a chunk past the end"),
+        (NotEnoughMemory("no room"), grpc.StatusCode.RESOURCE_EXHAUSTED, "no room"),
+        (torch.cuda.OutOfMemoryError("6 GiB"), grpc.StatusCode.RESOURCE_EXHAUSTED, "out of device memory"),
+        (PeerLost("shard 1 has ended"), grpc.StatusCode.INTERNAL, "shard 1 has ended"),
+    ],
+)
+async def test_an_error_of_the_engine_becomes_a_status(
+    stub: Any, engine: Engine, ended: list[bool], fault: Exception, status: grpc.StatusCode, told: str
+):
+    engine.fault = fault
+    code, details = await refusal(stub.Warmup(pb.WarmupRequest()))
+    assert code is status
+    assert told in details
+    engine.fault = None
+    await stub.Warmup(pb.WarmupRequest())
+    assert not ended
+
+
+@pytest.mark.logs_tracebacks
+async def test_a_fault_of_the_code_is_logged_whole_and_told_in_one_line(
+    stub: Any, engine: Engine, ended: list[bool], caplog: pytest.LogCaptureFixture
+):
+    engine.fault = RuntimeError("shapes differ\nat line 7")
+    assert await refusal(stub.Warmup(pb.WarmupRequest())) == (grpc.StatusCode.INTERNAL, "shapes differ")
+    assert "a step failed; the batch is dropped" in caplog.messages
+    assert not ended
+
+
+@pytest.mark.logs_tracebacks
+async def test_a_lost_device_ends_the_process(stub: Any, engine: Engine, ended: list[bool]):
+    engine.poisoned = True
+    code, details = await refusal(stub.Health(pb.HealthRequest()))
+    assert code is grpc.StatusCode.INTERNAL
+    assert "illegal memory access" in details
+    assert ended == [True]

@@ -1,0 +1,1 @@
+"""`text-generation-benchmark`: how fast the shards of a model compute, without router and HTTP. No torch."""

@@ -1,0 +1,191 @@
+// Linear layers with weights of 4 or 8 bits and sums in float.
+
+#include "codes.h"
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+#include <torch/library.h>
+
+#include <array>
+#include <cstdint>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "dtypes.h"
+#include "linear_layer.h"
+#include "tiles.h"
+
+namespace oatmill {
+
+namespace {
+
+constexpr int64_t BITS_OF_WORD = 32;
+
+// codes: [outputs, inputs] uint8, of so many bits. order: the input that stands at each place, or -1 for none.
+// Returns words, [outputs / COLUMNS, places * bits / 32, COLUMNS] int32.
+at::Tensor codes_pack(const at::Tensor& codes, const at::Tensor& order, int64_t bits) {
+  const int64_t outputs = codes.size(0), inputs = codes.size(1), places = order.size(0), of_word = BITS_OF_WORD / bits;
+  TORCH_CHECK(codes.scalar_type() == at::kByte && order.scalar_type() == at::kInt && places % of_word == 0);
+  const int64_t depth = places / of_word;
+  at::Tensor packed = at::zeros({parts(outputs, COLUMNS), depth, COLUMNS}, codes.options().dtype(at::kInt));
+  const at::Tensor dense = codes.contiguous();
+  const uint8_t* from = dense.const_data_ptr<uint8_t>();
+  const int32_t* input = order.const_data_ptr<int32_t>();
+  int32_t* to = packed.mutable_data_ptr<int32_t>();
+  for_each_item(outputs, [&](int64_t n) {
+    for (int64_t word = 0; word < depth; ++word) {
+      uint32_t value = 0;
+      for (int64_t step = 0; step < of_word; ++step) {
+        const int32_t k = input[word * of_word + step];
+        if (k >= 0) value |= static_cast<uint32_t>(from[n * inputs + k]) << (step * bits);
+      }
+      to[(n / COLUMNS * depth + word) * COLUMNS + n % COLUMNS] = static_cast<int32_t>(value);
+    }
+  });
+  return packed;
+}
+
+// The codes that codes_pack was given.
+at::Tensor codes_unpack(const at::Tensor& packed, const at::Tensor& order, int64_t outputs, int64_t inputs,
+                        int64_t bits) {
+  const int64_t depth = packed.size(1), of_word = BITS_OF_WORD / bits;
+  at::Tensor codes = at::empty({outputs, inputs}, packed.options().dtype(at::kByte));
+  const int32_t* from = packed.const_data_ptr<int32_t>();
+  const int32_t* input = order.const_data_ptr<int32_t>();
+  uint8_t* to = codes.mutable_data_ptr<uint8_t>();
+  for_each_item(outputs, [&](int64_t n) {
+    for (int64_t place = 0; place < depth * of_word; ++place) {
+      if (input[place] < 0) continue;
+      const auto word =
+          static_cast<uint32_t>(from[(n / COLUMNS * depth + place / of_word) * COLUMNS + n % COLUMNS]);
+      to[n * inputs + input[place]] = word >> (place % of_word * bits) & ((1u << bits) - 1);
+    }
+  });
+  return codes;
+}
+
+// Rows with their numbers in the order in which the weights have them, and zeros where they have none.
+template <typename T>
+std::vector<T> ordered_rows(const T* from, int64_t rows, int64_t inputs, const at::Tensor& order) {
+  const int64_t places = order.size(0);
+  const int32_t* input = order.const_data_ptr<int32_t>();
+  std::vector<T> to(rows * places);
+  for_rows(rows, places, [&](int64_t first, int64_t last) {
+    for (int64_t r = first; r < last; ++r)
+      for (int64_t k = 0; k < places; ++k)
+        if (input[k] >= 0) to[r * places + k] = from[r * inputs + input[k]];
+  });
+  return to;
+}
+
+// The sums of the inputs of each group: [rows, groups].
+template <typename Kind, typename T>
+std::vector<float> group_sums(const T* from, int64_t rows, int64_t inputs, const int32_t* starts, int64_t groups) {
+  std::vector<float> sums(rows * groups);
+  for_rows(rows, inputs, [&](int64_t first, int64_t last) {
+    for (int64_t r = first; r < last; ++r)
+      for (int64_t g = 0; g < groups; ++g) {
+        const int64_t end = std::min(starts[g + 1] * Kind::DEPTH, inputs);
+        float sum = 0;
+        for (int64_t k = starts[g] * Kind::DEPTH; k < end; ++k) sum += static_cast<float>(from[r * inputs + k]);
+        sums[r * groups + g] = sum;
+      }
+  });
+  return sums;
+}
+
+template <typename Kind, typename Kernel>
+void run_codes(const Linear& layer, const at::Tensor& x, bool relu, const at::Tensor* residual,
+               const std::vector<int64_t>* tiles, at::Tensor& output) {
+  const Codes& codes = *layer.codes;
+  const int64_t rows = x.numel() / layer.inputs, depth = layer.packed.size(1), groups = codes.starts.size(0) - 1;
+  const int32_t* starts = codes.starts.const_data_ptr<int32_t>();
+  by_dtype(x, [&]<typename T>(T*) {
+    const T* from = x.const_data_ptr<T>();
+    int64_t inputs = layer.inputs;
+    std::vector<T> ordered;
+    if (codes.order) {
+      ordered = ordered_rows(from, rows, inputs, *codes.order);
+      from = ordered.data();
+      inputs = codes.order->size(0);
+    }
+    std::vector<float> sums;
+    if (codes.offsets) sums = group_sums<Kind>(from, rows, inputs, starts, groups);
+    const Input input = Kernel::prepare(from, rows, inputs, depth);
+    const CodedProduct product{
+        {input.data, input.row_bytes, static_cast<const char*>(layer.packed.const_data_ptr()), rows, depth,
+         layer.outputs},
+        codes.scales.const_data_ptr<float>(),
+        codes.offsets ? codes.offsets->const_data_ptr<float>() : nullptr,
+        starts,
+        groups,
+        codes.codebook ? codes.codebook->const_data_ptr<float>() : nullptr,
+        sums.data()};
+    const Finish<T> finish{layer.bias ? layer.bias->const_data_ptr<float>() : nullptr, relu,
+                           residual ? residual->const_data_ptr<T>() : nullptr, output.mutable_data_ptr<T>()};
+    run_product<Kernel>(product, finish, tiles,
+                        [](const char* totals, int64_t, int64_t) { return load_as<Lanes>(totals); });
+  });
+}
+
+bool always() { return true; }
+
+template <typename Kind, typename Kernel>
+constexpr Way way(const char* name, bool (*available)() = always) {
+  return {name, available, 1, run_codes<Kind, Kernel>};
+}
+
+// The best to begin with is the first. The last one stands in for AMX in tests; it is slow.
+template <typename Kind>
+constexpr std::array WAYS{
+    way<Kind, CodeProducts<Kind>>("codes"),
+    way<Kind, ExpandedProducts<Kind, Products<FloatProducts<FloatWeights>>>>("expanded"),
+#if defined(__AVX512BF16__)
+    way<Kind, ExpandedProducts<Kind, Products<PairProducts>>>("expanded_avx512_bf16"),
+#endif
+#if OATMILL_AMX
+    way<Kind, ExpandedProducts<Kind, TileProducts<AmxMatrices<Bf16Weights>>>>("expanded_amx", amx_permitted),
+#endif
+    way<Kind, ExpandedProducts<Kind, TileProducts<PlainMatrices<Bf16Weights>>>>("expanded_amx_emulated")};
+
+std::vector<std::string> codes_kernels(const std::string& kind) {
+  std::vector<std::string> names;
+  for (const Way& way : code_ways(kind))
+    if (way.available()) names.emplace_back(way.name);
+  return names;
+}
+
+}  // namespace
+
+Codes::Codes(std::string kind, at::Tensor starts, at::Tensor scales, std::optional<at::Tensor> offsets,
+             std::optional<at::Tensor> codebook, std::optional<at::Tensor> order)
+    : kind(std::move(kind)), starts(std::move(starts)), scales(std::move(scales)), offsets(std::move(offsets)),
+      codebook(std::move(codebook)), order(std::move(order)) {
+  TORCH_CHECK(this->starts.scalar_type() == at::kInt && this->scales.scalar_type() == at::kFloat);
+  TORCH_CHECK(this->scales.dim() == 3 && this->scales.size(1) == this->starts.size(0) - 1 &&
+              this->scales.size(2) == COLUMNS && this->scales.is_contiguous());
+  TORCH_CHECK(!this->offsets || (this->offsets->sizes() == this->scales.sizes() && this->offsets->is_contiguous()));
+}
+
+std::span<const Way> code_ways(const std::string& kind) {
+  if (kind == "int4") return WAYS<Nibbles>;
+  if (kind == "codebook") return WAYS<Book>;
+  if (kind == "int8") return WAYS<Bytes>;
+  if (kind == "fp8") return WAYS<SmallFloats>;
+  TORCH_CHECK(false, "codes are int4, codebook, int8 or fp8, and not ", kind);
+}
+
+}  // namespace oatmill
+
+TORCH_LIBRARY_FRAGMENT(oatmill, library) {
+  library.def("codes_pack(Tensor codes, Tensor order, int bits) -> Tensor");
+  library.def("codes_unpack(Tensor packed, Tensor order, int outputs, int inputs, int bits) -> Tensor");
+  library.def("codes_kernels(str kind) -> str[]", &oatmill::codes_kernels);
+}
+
+TORCH_LIBRARY_IMPL(oatmill, CPU, library) {
+  library.impl("codes_pack", &oatmill::codes_pack);
+  library.impl("codes_unpack", &oatmill::codes_unpack);
+}

@@ -1,0 +1,70 @@
+"""The work between a decoder layer's products on a GPU, one Triton kernel for each: norms, and the gate."""
+
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+# (arguments of kernels are what Triton makes of them)
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_GATED_AT_ONCE = 1024
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Returns x, [rows, size], divided by the root mean square of each row and times weight, [size]."""
+    return _normalise(x, weight, weight, eps, centred=False)
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """Returns x, [rows, size], with each row's mean at 0 and its deviation at 1, times weight, plus bias, [size]."""
+    return _normalise(x, weight, bias, eps, centred=True)
+
+
+def _normalise(x: Tensor, weight: Tensor, bias: Tensor, eps: float, *, centred: bool) -> Tensor:
+    x = x.contiguous()
+    size = x.shape[-1]
+    output = x.new_empty(x.shape)
+    width = triton.next_power_of_2(size)
+    _norm[x.numel() // size,](
+        x, weight, bias, output, eps, size=size, width=width, centred=centred, num_warps=4 if width <= 2048 else 8
+    )
+    return output
+
+
+def silu_mul(x: Tensor) -> Tensor:
+    """Returns SiLU(gate) * up, [rows, size], of x, [rows, 2 * size], whose first half is the gate."""
+    x = x.contiguous()
+    rows, size = x.shape[0], x.shape[1] // 2
+    output = x.new_empty(rows, size)
+    _gate[rows, triton.cdiv(size, _GATED_AT_ONCE)](x, output, size, at_once=_GATED_AT_ONCE, num_warps=4)
+    return output
+
+
+@triton.jit
+def _norm(x, weight, bias, output, eps, size: tl.constexpr, width: tl.constexpr, centred: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, width)
+    real = column < size
+    values = tl.load(x + row * size + column, mask=real, other=0.0).to(tl.float32)
+    if centred:
+        values = tl.where(real, values - tl.sum(values, 0) / size, 0.0)
+    values = values * tl.rsqrt(tl.sum(values * values, 0) / size + eps)
+    scale = tl.load(weight + column, mask=real, other=0.0)
+    if centred:
+        values = values * scale.to(tl.float32) + tl.load(bias + column, mask=real, other=0.0).to(tl.float32)
+    else:
+        # `transformers` rounds before it multiplies
+        values = values.to(output.dtype.element_ty).to(tl.float32) * scale.to(tl.float32)
+    tl.store(output + row * size + column, values.to(output.dtype.element_ty), mask=real)
+
+
+@triton.jit
+def _gate(x, output, size, at_once: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * at_once + tl.arange(0, at_once)
+    real = column < size
+    gate = tl.load(x + row * 2 * size + column, mask=real, other=0.0).to(tl.float32)
+    up = tl.load(x + row * 2 * size + size + column, mask=real, other=0.0).to(tl.float32)
+    # `transformers` rounds what SiLU gives before it multiplies
+    opened = (gate / (1.0 + tl.exp(-gate))).to(output.dtype.element_ty).to(tl.float32)
+    tl.store(output + row * size + column, (opened * up).to(output.dtype.element_ty), mask=real)

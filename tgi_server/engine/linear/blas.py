@@ -1,0 +1,28 @@
+"""Linear layers by torch's own products, which on a GPU are those of cuBLAS."""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from tgi_server.engine.linear.base import PackedLinear
+from tgi_server.engine.linear.kernel_table import KernelTable
+
+
+class BlasLinear(PackedLinear):
+    """y = x W^T + b, with W as it is in the checkpoint."""
+
+    def _pack(self, weight: Tensor, bias: Tensor | None, kernels: KernelTable | None) -> None:
+        self._weight = weight
+        self._bias = bias
+
+    def _dense(self) -> tuple[Tensor, Tensor | None]:
+        return self._weight, self._bias
+
+    def forward(self, x: Tensor, activation: str = "none") -> Tensor:
+        y = linear(x, self._weight, self._bias)
+        return torch.relu_(y) if activation == "relu" else y
+
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        """Adds to `residual` in place, as the product does by itself: it must not be needed as it was."""
+        residual.addmm_(x, self._weight.t())
+        return residual if self._bias is None else residual.add_(self._bias)

@@ -1,0 +1,135 @@
+"""Linear layers with weights of 4 or 8 bits that are read as they are, by the engine's own kernels."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from tgi_server.engine.linear.base import PackedLinear
+from tgi_server.engine.linear.float import TILE, padded
+from tgi_server.engine.linear.kernel_table import KernelTable
+from tgi_server.engine.quantization import QuantizedWeight
+
+_WORD_BITS = 32
+# A layer has a multiple of so many inputs, some of them empty: then every kernel can take it.
+_UNIT = 32
+_SIGN = 8  # of a whole number of 4 bits
+
+
+class CodedLinear(PackedLinear):
+    """y = x W^T + b with W as codes, and a scale and maybe an offset for each group of inputs; sums are in float32.
+
+    x is taken as it is; y has its dtype. bits: of a code. dtype: of the weights, where somebody asks for it.
+    """
+
+    def __init__(
+        self,
+        weight: QuantizedWeight,
+        bias: Tensor | None = None,
+        kernels: KernelTable | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        nn.Module.__init__(self)
+        self.out_features, self.in_features = weight.shape
+        self.register_buffer("weight", torch.empty(0, dtype=dtype), persistent=False)
+        self._pack(weight.compact(), bias, kernels)
+
+    def _pack(self, weight: QuantizedWeight, bias: Tensor | None, kernels: KernelTable | None) -> None:  # type: ignore[override]
+        self.kind = kind_of(weight)
+        self._bits = 8 if weight.codebook is None else 4
+        self._codebook, self._groups = weight.codebook, weight.groups
+        codes, zeros = weight.codes.view(torch.uint8), weight.zeros
+        if self.kind == "int4":  # numbers from -8 to 7, in two's complement
+            codes = codes ^ _SIGN
+            zeros = (torch.zeros_like(weight.scales) if zeros is None else zeros) - _SIGN
+        offsets = None if zeros is None or not bool(zeros.any()) else _by_tile(-zeros * weight.scales)
+        self._order, starts = _arrangement(weight, _WORD_BITS // self._bits)
+        self._packed = torch.ops.oatmill.codes_pack(codes, self._order, self._bits)
+        self._scales, self._offsets = _by_tile(weight.scales), offsets
+        self._bias = None if bias is None else padded(bias)
+        table = kernels or KernelTable.of(torch.ops.oatmill.codes_kernels(self.kind)[0])
+        self._layer = torch.classes.oatmill.Linear(
+            self._packed,
+            self.in_features,
+            self.out_features,
+            self._bias,
+            None,
+            None,
+            list(table.kernels),
+            list(table.from_rows),
+            torch.classes.oatmill.Codes(
+                self.kind,
+                starts,
+                self._scales,
+                offsets,
+                self._codebook if self.kind == "codebook" else None,
+                None if _keeps_order(self._order, self.in_features) else self._order,
+            ),
+        )
+
+    def _dense(self) -> tuple[Tensor, Tensor | None]:
+        shape = self.out_features, self.in_features
+        codes = torch.ops.oatmill.codes_unpack(self._packed, self._order, *shape, self._bits)
+        if self.kind == "codebook":
+            assert self._codebook is not None
+            numbers = self._codebook[codes.long()]
+        elif self.kind == "int4":
+            numbers = (codes ^ _SIGN).float() - _SIGN
+        else:
+            numbers = codes.view(torch.int8 if self.kind == "int8" else torch.float8_e4m3fn).float()
+        dense = numbers * self._by_input(self._scales)
+        if self._offsets is not None:
+            dense += self._by_input(self._offsets)
+        return dense.to(self.weight.dtype), None if self._bias is None else self._bias[: self.out_features]
+
+    def _by_input(self, by_tile: Tensor) -> Tensor:
+        """Returns [outputs, inputs] of what `_by_tile` made."""
+        return by_tile.transpose(1, 2).flatten(0, 1)[: self.out_features, self._groups]
+
+    def kernel(self) -> Any:
+        return self._layer
+
+    def forward(self, x: Tensor, activation: str = "none") -> Tensor:
+        y: Tensor = self._layer.forward(x, activation == "relu", None)
+        return y
+
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        y: Tensor = self._layer.forward(x, False, residual)
+        return y
+
+
+def kind_of(weight: QuantizedWeight) -> str:
+    """Returns the name that the kernels have for codes of this kind."""
+    if weight.codebook is not None:
+        return "int4" if weight.on_a_line else "codebook"
+    return "int8" if weight.codes.dtype == torch.int8 else "fp8"
+
+
+def _arrangement(weight: QuantizedWeight, of_word: int) -> tuple[Tensor, Tensor]:
+    """Arranges inputs so that those of a group follow each other and begin a word.
+
+    of_word: codes of a word. Returns the input that stands at each place, -1 for none, and the word with which each
+    group begins, followed by the number of words; both int32.
+    """
+    order: list[Tensor] = []
+    starts, size = [], 0
+    for group in weight.groups.argsort(stable=True).split(weight.groups.bincount().tolist()):
+        starts.append(size // of_word)
+        order.append(pad(group, (0, -len(group) % of_word), value=-1))
+        size += len(order[-1])
+    order.append(torch.full((-size % _UNIT,), -1))
+    places = torch.cat(order).to(torch.int32)
+    return places, torch.tensor([*starts, len(places) // of_word], dtype=torch.int32)
+
+
+def _keeps_order(order: Tensor, inputs: int) -> bool:
+    """Returns True if all inputs stand where they were, and what is empty stands behind them."""
+    return torch.equal(order[:inputs], torch.arange(inputs, dtype=torch.int32))
+
+
+def _by_tile(values: Tensor) -> Tensor:
+    """Returns [tiles, groups, TILE] of [outputs, groups], with zeros for the outputs that a tile lacks."""
+    outputs, groups = values.shape
+    whole = pad(values, (0, 0, 0, -outputs % TILE))
+    return whole.view(-1, TILE, groups).transpose(1, 2).contiguous()

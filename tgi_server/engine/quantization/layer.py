@@ -1,0 +1,85 @@
+"""A linear layer whose weight stays quantised, in plain torch: what every device computes where there is no kernel."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from tgi_server.engine.quantization.weight import QuantizedWeight
+
+# Numbers of the weight that are dense at a time.
+_DENSE_AT_ONCE = 1 << 22
+
+
+class QuantizedLinear(nn.Module):
+    """y = x W^T + b with W as its checkpoint has it; parts of it become dense while they are needed.
+
+    It takes the place of a plain layer before there are weights, and holds one once it was `filled`.
+    """
+
+    weight: Tensor
+    codes: Tensor
+    scales: Tensor
+    groups: Tensor
+    codebook: Tensor | None
+    zeros: Tensor | None
+
+    def __init__(self, plain: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = plain.in_features, plain.out_features
+        self.bias = plain.bias
+        # empty: some models of `transformers` ask for its dtype
+        self.register_buffer("weight", plain.weight.new_empty(0), persistent=False)
+
+    def fill(self, weight: QuantizedWeight) -> None:
+        """Takes the weight, [out_features, in_features]."""
+        codes = weight.codes
+        self._dtype = codes.dtype
+        self.weight = torch.empty(0, dtype=self.weight.dtype)
+        if weight.codebook is not None:  # two codes of 4 bits in a byte
+            pairs = nn.functional.pad(codes, (0, codes.shape[1] % 2))
+            codes = pairs[:, ::2] | pairs[:, 1::2] << 4
+        buffers = {
+            "codes": codes.view(torch.uint8).contiguous(),
+            "codebook": weight.codebook,
+            "scales": weight.scales.contiguous(),
+            "zeros": None if weight.zeros is None else weight.zeros.contiguous(),
+            "groups": weight.groups,
+        }
+        for name, buffer in buffers.items():
+            self.register_buffer(name, buffer, persistent=False)
+
+    def quantized(self, first: int = 0, last: int | None = None) -> QuantizedWeight:
+        """Returns the weight of the outputs from `first` up to, but without, `last`."""
+        codes = self.codes[first:last]
+        if self.codebook is None:
+            codes = codes.view(self._dtype)
+        else:
+            codes = torch.stack((codes & 15, codes >> 4), -1).flatten(1)[:, : self.in_features]
+        zeros = None if self.zeros is None else self.zeros[first:last]
+        return QuantizedWeight(codes, self.codebook, self.scales[first:last], zeros, self.groups)
+
+    def unpacked(self) -> nn.Linear:
+        """Returns the plain linear layer that this one replaced."""
+        plain = nn.Linear(self.in_features, self.out_features, bias=self.bias is not None, device="meta")
+        plain.weight = nn.Parameter(self.quantized().dense(self.weight.dtype), requires_grad=False)
+        plain.bias = self.bias
+        return plain
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the weight."""
+        return sum(buffer.nbytes for buffer in self.buffers())
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns y, [..., out_features], for x, [..., in_features]."""
+        return torch.cat([self._part(x, first, last) for first, last in self._parts()], -1)
+
+    def _parts(self) -> Sequence[tuple[int, int]]:
+        size = max(1, _DENSE_AT_ONCE // self.in_features)
+        return [(first, min(first + size, self.out_features)) for first in range(0, self.out_features, size)]
+
+    def _part(self, x: Tensor, first: int, last: int) -> Tensor:
+        bias = None if self.bias is None else self.bias[first:last]
+        return linear(x, self.quantized(first, last).dense(x.dtype), bias)

@@ -1,0 +1,99 @@
+"""Where a quantised weight comes from: the tensors of a checkpoint that make it up."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tgi_server.engine.errors import InvalidWeights
+from tgi_server.engine.quantization.weight import LINE, QuantizedWeight
+
+# What `get_slice` of open safetensors files returns, by the name of the tensor.
+Files = Mapping[str, Any]
+
+
+class TensorSource(ABC):
+    """The tensors of one quantised weight, which are read when they are asked for.
+
+    name: of the dense tensor that they stand for. parts: the names of the tensors.
+    """
+
+    def __init__(self, name: str, parts: tuple[str, ...], files: Files) -> None:
+        self.name = name
+        self.parts = parts
+        self._files = files
+
+    @property
+    @abstractmethod
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the dense tensor."""
+
+    @abstractmethod
+    def dense(self) -> Tensor:
+        """Returns the dense tensor. Raises InvalidWeights, which names the tensor, for what does not fit together."""
+
+    def tensor(self, name: str, *shapes: tuple[int, ...], dtypes: tuple[torch.dtype, ...] = ()) -> Tensor:
+        """Reads a tensor that has one of these shapes and dtypes, where any are given. Raises InvalidWeights."""
+        found: Tensor = self._files[name][...]
+        if shapes and tuple(found.shape) not in shapes:
+            wanted = " or ".join(str(list(shape)) for shape in shapes)
+            raise InvalidWeights(f"tensor {name} has the shape {list(found.shape)}, where {wanted} is expected")
+        if dtypes and found.dtype not in dtypes:
+            wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+            raise InvalidWeights(
+                f"tensor {name} is of {str(found.dtype).removeprefix('torch.')}, where {wanted} is expected"
+            )
+        return found
+
+    def size(self, name: str) -> tuple[int, ...]:
+        """Returns the shape of a tensor without reading it."""
+        return tuple(self._files[name].get_shape())
+
+
+class QuantizedSource(TensorSource):
+    """The tensors of the weight of a linear layer, [outputs, inputs]."""
+
+    @abstractmethod
+    def read(self) -> QuantizedWeight:
+        """Returns the whole weight. Raises InvalidWeights, which names the tensor, for what does not fit together."""
+
+    def dense(self) -> Tensor:
+        return self.read().dense()
+
+
+def words_of(numbers: int, bits: int) -> int:
+    """Returns the words of 32 bits that so many numbers take."""
+    return -(-numbers * bits // 32)
+
+
+def unpacked(words: Tensor, bits: int, count: int) -> Tensor:
+    """Returns `count` numbers of so many bits each, low bits first: [count, n] uint8 from words, [words, n] int32.
+
+    A number of 3, 5, 6 or 7 bits may begin in one word and end in the next one.
+    """
+    mask = 2**bits - 1
+    if 32 % bits == 0:
+        numbers = torch.empty(len(words), 32 // bits, words.shape[1], dtype=torch.uint8)
+        for place in range(32 // bits):
+            numbers[:, place] = (words >> place * bits) & mask
+        return numbers.flatten(0, 1)[:count]
+    first = torch.arange(count) * bits
+    wide = words.long() & 0xFFFFFFFF
+    pairs = wide | torch.cat([wide[1:], wide.new_zeros(1, wide.shape[1])]) << 32
+    return ((pairs[first // 32] >> (first % 32).unsqueeze(1)) & mask).to(torch.uint8)
+
+
+def whole_numbers(
+    codes: Tensor, zeros: Tensor | None, scales: Tensor, bits: int, groups: Tensor | None = None
+) -> QuantizedWeight:
+    """Returns the weight (codes - zeros) * scales, of codes from 0 to 2^bits - 1.
+
+    codes: [outputs, inputs] uint8. zeros, scales: [outputs, groups]; zeros None: half of the codes are below 0.
+    """
+    zeros = torch.full(scales.shape, float(2 ** (bits - 1))) if zeros is None else zeros.float()
+    if bits <= 4:
+        return QuantizedWeight.of(codes, scales, zeros, codebook=LINE, groups=groups)
+    signed = (codes.to(torch.int16) - 128).to(torch.int8)
+    return QuantizedWeight.of(signed, scales, zeros - 128, groups=groups)

@@ -1,0 +1,123 @@
+"""The one representation of a quantised weight: codes, and what makes numbers of them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Self
+
+import torch
+from torch import Tensor
+
+CODES = 16
+"""The number of codes of 4 bits."""
+LINE = torch.arange(CODES, dtype=torch.float32)
+"""The codebook of weights whose codes are numbers already."""
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedWeight:
+    """A weight W, [outputs, inputs], as W[n, k] = (number(codes[n, k]) - zeros[n, g]) * scales[n, g], g = groups[k].
+
+    codes: [outputs, inputs]: uint8 numbers below 16, which choose from the codebook; or int8 or float8_e4m3fn, which
+    are numbers themselves.
+    codebook: [16] float32, with uint8 codes only.
+    scales: [outputs, groups] float32. zeros: the same, or None where all are 0.
+    groups: [inputs] int64, the group of each input, in any order.
+    """
+
+    codes: Tensor
+    codebook: Tensor | None
+    scales: Tensor
+    zeros: Tensor | None
+    groups: Tensor
+
+    @classmethod
+    def of(
+        cls,
+        codes: Tensor,
+        scales: Tensor,
+        zeros: Tensor | None = None,
+        *,
+        codebook: Tensor | None = None,
+        groups: Tensor | None = None,
+    ) -> Self:
+        """Makes groups of equal size where none are given, and leaves out zeros that are all 0."""
+        if groups is None:
+            inputs, count = codes.shape[1], scales.shape[1]
+            groups = torch.arange(inputs) // -(-inputs // count)
+        if zeros is not None:
+            zeros = zeros.float() if bool(zeros.any()) else None
+        return cls(codes, codebook, scales.float(), zeros, groups.long())
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        outputs, inputs = self.codes.shape
+        return outputs, inputs
+
+    @property
+    def on_a_line(self) -> bool:
+        """True if the codes are whole numbers, so that no codebook has to be read."""
+        return self.codebook is None or torch.equal(self.codebook.cpu(), LINE)
+
+    def dense(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Returns W, computed in float32 and rounded once. [outputs, inputs]"""
+        numbers = self.codes.float() if self.codebook is None else self.codebook[self.codes.long()]
+        if self.zeros is not None:
+            numbers -= self.zeros[:, self.groups]
+        return numbers.mul_(self.scales[:, self.groups]).to(dtype)
+
+    def outputs(self, ranges: Sequence[range]) -> Self:
+        """Returns the weight of some outputs."""
+        if _is_all(ranges, self.shape[0]):
+            return self
+        zeros = None if self.zeros is None else _taken(self.zeros, ranges, 0)
+        return replace(self, codes=_taken(self.codes, ranges, 0), scales=_taken(self.scales, ranges, 0), zeros=zeros)
+
+    def inputs(self, ranges: Sequence[range]) -> Self:
+        """Returns the weight of some inputs. It has the groups of all inputs, also those that lost all of theirs."""
+        if _is_all(ranges, self.shape[1]):
+            return self
+        return replace(self, codes=_taken(self.codes, ranges, 1), groups=_taken(self.groups, ranges, 0))
+
+    def compact(self) -> Self:
+        """Returns the same weight without groups that have no inputs."""
+        used, groups = self.groups.unique(return_inverse=True)
+        if len(used) == self.scales.shape[1]:
+            return self
+        zeros = None if self.zeros is None else self.zeros[:, used]
+        return replace(self, scales=self.scales[:, used], zeros=zeros, groups=groups)
+
+    def joins(self, other: "QuantizedWeight") -> bool:
+        """Returns True if both can stand in one weight: the same kind of codes, and the same groups."""
+        return (
+            self.codes.dtype == other.codes.dtype
+            and (self.codebook is None or (other.codebook is not None and torch.equal(self.codebook, other.codebook)))
+            and torch.equal(self.groups, other.groups)
+        )
+
+    @classmethod
+    def joined(cls, weights: Sequence["QuantizedWeight"]) -> Self:
+        """Returns the weight that gives the outputs of all these, side by side."""
+        first = weights[0]
+        zeros = None
+        if any(weight.zeros is not None for weight in weights):
+            zeros = torch.cat([torch.zeros_like(w.scales) if w.zeros is None else w.zeros for w in weights])
+        codes = torch.cat([weight.codes.view(torch.uint8) for weight in weights]).view(first.codes.dtype)
+        scales = torch.cat([weight.scales for weight in weights])
+        return cls(codes, first.codebook, scales, zeros, first.groups)
+
+
+def _is_all(ranges: Sequence[range], size: int) -> bool:
+    return len(ranges) == 1 and ranges[0] == range(size)
+
+
+def _taken(tensor: Tensor, ranges: Sequence[range], axis: int) -> Tensor:
+    """Returns parts of a tensor along an axis, with zeros behind its end."""
+    raw = tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor
+    size = raw.shape[axis]
+    parts = [raw.narrow(axis, each.start, max(0, min(each.stop, size) - each.start)) for each in ranges]
+    missing = sum(map(len, ranges)) - sum(part.shape[axis] for part in parts)
+    if missing:
+        shape = list(raw.shape)
+        shape[axis] = missing
+        parts.append(raw.new_zeros(shape))
+    return torch.cat(parts, axis).view(tensor.dtype)

@@ -1,0 +1,107 @@
+"""The time that steps take, by the tokens that they compute."""
+
+import json
+import math
+import time
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+
+import torch
+
+from tgi_server.contract import StoppingParameters
+from tgi_server.engine.runners.base import CacheCapacity, PromptChunk, Runner
+from tgi_server.engine.sequence import RunningSequence
+from tgi_server.engine.sharding import ShardGroup
+
+# Tokens of the steps that are measured, and how often each is: the fastest counts.
+_MEASURED_TOKENS = (1, 2, 4, 8, 16, 32, 64)
+_TIMES = 3
+
+
+class StepCosts:
+    """Seconds of a step, measured for some numbers of tokens; in between and beyond they lie on straight lines.
+
+    On a machine with bandwidth to spare, eight tokens take hardly longer than one. Sixty-four do.
+    """
+
+    def __init__(self, without_drafts: Mapping[int, float], with_drafts: Mapping[int, float]) -> None:
+        """Both: seconds by the tokens of a step; they differ where a step with drafts runs another way."""
+        self._without = _Line(without_drafts)
+        self._with = _Line(with_drafts)
+
+    def worth(self, lengths: Sequence[int], chances: Sequence[float], rows: int, expected: float) -> list[int]:
+        """Returns how many of the tokens of each draft to check, so that tokens come fastest.
+
+        lengths: tokens of each draft. chances: the probability of each of its tokens to be right if those before it
+        are. rows: tokens that the step computes besides. expected: those that it yields besides.
+        """
+        gains = sorted(
+            ((chance**place, draft) for draft, chance in enumerate(chances) for place in range(1, lengths[draft] + 1)),
+            reverse=True,
+        )
+        fastest, kept = expected / self._without.seconds(rows), 0
+        for count, (gain, _) in enumerate(gains, start=1):
+            expected += gain
+            speed = expected / self._with.seconds(rows + count)
+            if speed > fastest:
+                fastest, kept = speed, count
+        worth = [0] * len(lengths)
+        for _, draft in gains[:kept]:
+            worth[draft] += 1
+        return worth
+
+
+class _Line:
+    """A function that never falls, through some points."""
+
+    def __init__(self, points: Mapping[int, float]) -> None:
+        self._tokens = sorted(points)
+        # What was held up while it was measured cannot take longer than what is larger and was not.
+        falling = accumulate((points[tokens] for tokens in reversed(self._tokens)), min)
+        self._seconds = list(falling)[::-1]
+
+    def seconds(self, tokens: int) -> float:
+        if len(self._tokens) == 1:
+            return self._seconds[0]
+        place = min(max(bisect_left(self._tokens, tokens), 1), len(self._tokens) - 1)
+        low, high = self._tokens[place - 1], self._tokens[place]
+        slope = (self._seconds[place] - self._seconds[place - 1]) / (high - low)
+        return self._seconds[place - 1] + slope * (tokens - low)
+
+
+def measure_costs(runner: Runner, capacity: CacheCapacity, group: ShardGroup | None) -> StepCosts | None:
+    """Measures steps at the warm-up, in a cache that nobody uses yet. All shards go by what the first one measured.
+
+    Returns None where a sequence has no room for the tokens of the smallest step with drafts.
+    """
+    start = 1 + 2 * _TIMES * len(_MEASURED_TOKENS)  # the passes move rows ahead; drafts begin behind that
+    blocks = list(range(1, capacity.num_blocks + 1))[: -(-(start + _MEASURED_TOKENS[-1]) // capacity.block_size)]
+    room = min(len(blocks) * capacity.block_size, capacity.max_total_tokens) - start
+    rows = [each for each in _MEASURED_TOKENS if each <= capacity.max_batch_size]
+    tokens = [each for each in _MEASURED_TOKENS if 1 < each <= room]
+    if not tokens:
+        return None
+    sequence = RunningSequence(0, [0], StoppingParameters(1), blocks=blocks)
+    runner.forward(0, [PromptChunk.next_of(sequence, 1)])
+    for row in range(rows[-1]):
+        runner.promote(sequence, row)
+    drafts = {each: PromptChunk(sequence, torch.zeros(each - 1, dtype=torch.int64), start, True) for each in tokens}
+    without_drafts, with_drafts = dict.fromkeys(rows, math.inf), dict.fromkeys(tokens, math.inf)
+    for _ in range(_TIMES):  # one after the other, so that a busy moment spoils no size for good
+        for each in rows:
+            without_drafts[each] = min(without_drafts[each], _seconds(runner, each))
+        for each, draft in drafts.items():
+            with_drafts[each] = min(with_drafts[each], _seconds(runner, 1, draft))
+    runner.truncate(0)
+    measured = json.dumps([without_drafts, with_drafts])
+    if group is not None:
+        measured = group.exchange(measured)[0]
+    return StepCosts(*({int(each): seconds for each, seconds in line.items()} for line in json.loads(measured)))
+
+
+def _seconds(runner: Runner, rows: int, *drafts: PromptChunk) -> float:
+    """Returns the seconds of a pass."""
+    started = time.perf_counter()
+    float(runner.forward(rows, list(drafts))[0, 0])  # waits for the device
+    return time.perf_counter() - started

@@ -1,0 +1,131 @@
+"""A sequence's drafted tokens, and which of them are those that would have been chosen."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from tgi_server.engine.memory import to_device
+from tgi_server.engine.runners.base import PromptChunk
+from tgi_server.engine.sampling import Tokens, is_plain
+from tgi_server.engine.sequence import RunningSequence
+
+# Of what earlier drafts have shown, so much counts after another draft, and after a step in which none was worth it:
+# sooner or later it is tried again.
+_KEPT_WHEN_CHECKED = 0.9
+_KEPT_WHEN_PASSED_OVER = 0.99
+# A sequence begins as if half a drafted token had been checked, and half of that accepted.
+_PRIOR_CHECKED = 0.5
+_PRIOR_ACCEPTED = 0.25
+
+
+@dataclass(slots=True)
+class Acceptance:
+    """The share of a sequence's drafted tokens that were accepted lately. Those behind a wrong one do not count."""
+
+    accepted: float = 0.0
+    checked: float = 0.0
+
+    @property
+    def chance(self) -> float:
+        """Returns the probability that a drafted token is right, if those before it are."""
+        return (self.accepted + _PRIOR_ACCEPTED) / (self.checked + _PRIOR_CHECKED)
+
+    def learn(self, accepted: int, refused: int) -> None:
+        self._forget(_KEPT_WHEN_CHECKED)
+        self.accepted += accepted
+        self.checked += accepted + refused
+
+    def pass_over(self) -> None:
+        """Notes that a draft was not worth checking."""
+        self._forget(_KEPT_WHEN_PASSED_OVER)
+
+    def _forget(self, kept: float) -> None:
+        self.accepted *= kept
+        self.checked *= kept
+
+
+@dataclass(slots=True)
+class Draft:
+    """Tokens that may follow all that a sequence has, computed in the step that chooses its next token.
+
+    accepted: how many of them are known to be right. refused: the one behind those is known to be wrong.
+    """
+
+    sequence: RunningSequence
+    tokens: list[int]
+    acceptance: Acceptance = field(default_factory=Acceptance)
+    accepted: int = 0
+    refused: bool = False
+
+    @property
+    def chunk(self) -> PromptChunk:
+        """The drafted tokens as the forward pass takes them: behind the sequence's last token, each with its logits."""
+        sequence = self.sequence
+        start = len(sequence.input_ids) + sequence.generated
+        return PromptChunk(sequence, torch.tensor(self.tokens), start, all_logits=True)
+
+    @property
+    def is_greedy(self) -> bool:
+        """Returns True if the largest of each token's logits is all that is needed to check it."""
+        return self.sequence.constraint is None and is_plain(self.sequence.sampling, self.sequence.report)
+
+    def cut(self) -> None:
+        """Drops the tokens from the first one on that the sequence's grammar forbids."""
+        if self.sequence.constraint is not None:
+            del self.tokens[self.sequence.constraint.allowed(self.tokens) :]
+
+    def accept(self, token: int) -> bool:
+        """Takes the token that was chosen. Returns True if it is the one that was drafted next."""
+        if self.accepted == len(self.tokens):
+            return False
+        self.refused = self.tokens[self.accepted] != token
+        self.accepted += not self.refused
+        return not self.refused
+
+    def learn(self) -> None:
+        """Has the sequence's next drafts profit from what became of this one."""
+        self.acceptance.learn(self.accepted, int(self.refused))
+
+
+# Chooses the next token of some sequences from their logits, [sequences, vocab_size], as any step does.
+Choose = Callable[[Tensor, Sequence[RunningSequence]], Tokens]
+
+
+class DraftCheck:
+    """Goes through the drafts of a step, one token at a time.
+
+    A drafted token is right when it is the one that was chosen. Then the logits behind it are those that the next step
+    would have had, and the next token is chosen from them in the same way as any other. So the text is the same with
+    drafts and without, whatever the rules are by which its tokens are chosen.
+    """
+
+    def __init__(self, drafts: Sequence[Draft], logits: Tensor, choose: Choose) -> None:
+        """logits: [drafted tokens, vocab_size], one draft's after the other's."""
+        self.drafts = drafts
+        self._logits = logits
+        self._choose = choose
+        self._going = list(drafts)
+        self._first: dict[int, int] = {}  # row of the logits of each draft's first token, by request id
+        row = 0
+        for draft in drafts:
+            self._first[draft.sequence.request_id] = row
+            row += len(draft.tokens)
+
+    def proceed(self, chosen: dict[int, int]) -> tuple[list[RunningSequence], Tokens] | None:
+        """Takes the tokens that were chosen last, by request id, of the sequences that go on.
+
+        Returns the sequences whose drafts were right, with their next tokens; None if no draft was.
+        """
+        self._going = [
+            draft
+            for draft in self._going
+            if (token := chosen.get(draft.sequence.request_id)) is not None and draft.accept(token)
+        ]
+        if not self._going:
+            return None
+        rows = [self._first[draft.sequence.request_id] + draft.accepted - 1 for draft in self._going]
+        logits = self._logits.index_select(0, to_device(rows, torch.int64, self._logits.device))
+        sequences = [draft.sequence for draft in self._going]
+        return sequences, self._choose(logits, sequences)

@@ -1,0 +1,89 @@
+"""The interface of drafters, and those that find their drafts in texts."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from weakref import WeakKeyDictionary
+
+from tgi_server.engine.sequence import RunningSequence
+
+# A text is looked up by so many of its last tokens, first by more of them: what follows those is surer.
+_LOOKUP_TOKENS = (4, 2)
+
+
+class Drafter(ABC):
+    """Proposes tokens that may come next. A proposal changes no text: it saves time if it is right, and costs some."""
+
+    @abstractmethod
+    def propose(self, sequences: Sequence[RunningSequence], most: Sequence[int]) -> list[list[int]]:
+        """Returns a draft for each sequence: at most so many tokens, which may follow all that it has; maybe none."""
+
+
+class NgramDrafter(Drafter):
+    """Proposes what followed the last few tokens when they came before, in the prompt or in the reply.
+
+    Saxena, "Prompt Lookup Decoding", 2023.
+    """
+
+    def __init__(self) -> None:
+        self._texts: WeakKeyDictionary[RunningSequence, TextIndex] = WeakKeyDictionary()
+
+    def propose(self, sequences: Sequence[RunningSequence], most: Sequence[int]) -> list[list[int]]:
+        return [self._text_of(each).continuation(tokens) for each, tokens in zip(sequences, most, strict=True)]
+
+    def _text_of(self, sequence: RunningSequence) -> "TextIndex":
+        text = self._texts.get(sequence)
+        if text is None:
+            text = self._texts[sequence] = TextIndex()
+            text.extend(sequence.input_ids)
+        text.extend(sequence.generated_ids[len(text) - len(sequence.input_ids) :])
+        return text
+
+
+class HistoryDrafter(Drafter):
+    """Proposes what this server wrote for an earlier request after the same prompt, for as long as that is right."""
+
+    def __init__(self) -> None:
+        self._repeated: WeakKeyDictionary[RunningSequence, int] = WeakKeyDictionary()  # tokens, as far as is known
+
+    def propose(self, sequences: Sequence[RunningSequence], most: Sequence[int]) -> list[list[int]]:
+        return [self._continuation(each, tokens) for each, tokens in zip(sequences, most, strict=True)]
+
+    def _continuation(self, sequence: RunningSequence, most: int) -> list[int]:
+        earlier, written = sequence.earlier_reply, sequence.generated_ids
+        if not earlier:
+            return []
+        repeated = self._repeated.get(sequence, 0)
+        if earlier[repeated : len(written)] != written[repeated:]:
+            sequence.earlier_reply = []  # from here on it is another reply, and nothing is compared any more
+            return []
+        self._repeated[sequence] = len(written)
+        return earlier[len(written) : len(written) + most]
+
+
+class TextIndex:
+    """A text that grows, and where its last few tokens came before."""
+
+    def __init__(self) -> None:
+        self._text: list[int] = []
+        self._behind: dict[tuple[int, ...], int] = {}  # by neighbouring tokens, the place behind their last occurrence
+
+    def __len__(self) -> int:
+        return len(self._text)
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Adds tokens. It takes as long as they are many, however long the text is."""
+        before, text = len(self._text), self._text
+        text += tokens
+        for count in _LOOKUP_TOKENS:
+            # The last tokens of the text are left out: nothing follows them yet.
+            for end in range(max(before, count), len(text)):
+                self._behind[tuple(text[end - count : end])] = end
+
+    def continuation(self, tokens: int) -> list[int]:
+        """Returns what followed the last tokens when they came before; repeats it where it reaches the text's end."""
+        for count in _LOOKUP_TOKENS:
+            start = self._behind.get(tuple(self._text[-count:]))
+            if start is not None:
+                period = len(self._text) - start
+                return [self._text[start + place % period] for place in range(tokens)]
+        return []
