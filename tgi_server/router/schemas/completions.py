@@ -8,7 +8,7 @@ from tgi_server.router.schemas.base import Items, ResponseModel, UnsignedInt
 from tgi_server.router.schemas.openai import SharedParameters, Usage
 
 # A prompt as tokens, which may be as long as a body can be.
-TokenIds = Annotated[list[UnsignedInt], Field(min_length=1, max_length=10_000_000, fail_fast=True)]
+PromptIds = Annotated[list[UnsignedInt], Field(min_length=1, max_length=10_000_000, fail_fast=True)]
 
 
 def _several(prompt: Any) -> Any:
@@ -21,8 +21,8 @@ def _several(prompt: Any) -> Any:
 class Prompt(
     RootModel[
         Annotated[
-            Items[str] | Items[TokenIds],
-            BeforeValidator(_several, json_schema_input_type=str | Items[str] | TokenIds | Items[TokenIds]),
+            Items[str] | Items[PromptIds],
+            BeforeValidator(_several, json_schema_input_type=str | Items[str] | PromptIds | Items[PromptIds]),
         ]
     ]
 ):

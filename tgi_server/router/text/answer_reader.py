@@ -11,7 +11,7 @@ from tgi_server.router.text.tool_formats import ToolFormat
 _STRUCTURE = re.compile(r'["\\{}\[\]]')
 
 
-class Part(Enum):
+class AnswerPart(Enum):
     """The kinds of pieces that an answer has."""
 
     THOUGHT = "thought"
@@ -24,7 +24,7 @@ class Part(Enum):
 class Piece:
     """A piece of an answer. text: of a CALL, the name of the tool. call: which of the calls it belongs to."""
 
-    part: Part
+    part: AnswerPart
     text: str
     call: int = 0
 
@@ -57,11 +57,11 @@ class AnswerReader:
 
     def feed(self, text: str) -> list[Piece]:
         """Returns the pieces that are certain with `text`."""
-        return [piece for piece in self._read(text, last=False) if piece.text or piece.part is Part.CALL]
+        return [piece for piece in self._read(text, last=False) if piece.text or piece.part is AnswerPart.CALL]
 
     def end(self) -> list[Piece]:
         """Returns what was held back, once nothing more comes."""
-        return [piece for piece in self._read("", last=True) if piece.text or piece.part is Part.CALL]
+        return [piece for piece in self._read("", last=True) if piece.text or piece.part is AnswerPart.CALL]
 
     def _read(self, text: str, *, last: bool) -> Iterator[Piece]:
         self._buffer += text
@@ -76,7 +76,7 @@ class AnswerReader:
             thought, end, rest = self._buffer.partition(self._thoughts.end)
             held = 0 if end or last else _held(thought, self._thoughts.end)
             self._buffer = rest if end else thought[len(thought) - held :]
-            yield Piece(Part.THOUGHT, thought[: len(thought) - held])
+            yield Piece(AnswerPart.THOUGHT, thought[: len(thought) - held])
             if not end:
                 return
             self._thinking, self._trim = False, True
@@ -85,12 +85,12 @@ class AnswerReader:
             rest = rest.lstrip("\n")
             self._trim = not rest
         if self._calls is None:
-            yield Piece(Part.TEXT, rest)
+            yield Piece(AnswerPart.TEXT, rest)
         else:
             yield from self._calls.read(rest, last=last)
 
 
-class _Place(Enum):
+class _ReaderPlace(Enum):
     """Where a reader of calls is."""
 
     TEXT = "before the first call"
@@ -108,7 +108,7 @@ class _CallReader:
         self._form = form
         self._first = {form.first_head(name): name for name in names}
         self._next = {form.next_head(name): name for name in names}
-        self._place = _Place.TEXT
+        self._place = _ReaderPlace.TEXT
         self._buffer = ""
         self._nesting = _Nesting()
         self.number = 0
@@ -120,51 +120,51 @@ class _CallReader:
         while place is not self._place:
             place = self._place
             match place:
-                case _Place.TEXT:
+                case _ReaderPlace.TEXT:
                     yield from self._text(last=last)
-                case _Place.FIRST_HEAD:
+                case _ReaderPlace.FIRST_HEAD:
                     yield from self._head(self._first, last=last)
-                case _Place.ARGUMENTS:
+                case _ReaderPlace.ARGUMENTS:
                     yield from self._arguments()
-                case _Place.TAIL:
+                case _ReaderPlace.TAIL:
                     self._tail()
-                case _Place.BETWEEN:
+                case _ReaderPlace.BETWEEN:
                     yield from self._head(self._next, last=last)
-                case _Place.PLAIN:
+                case _ReaderPlace.PLAIN:
                     rest, self._buffer = self._buffer, ""
-                    yield Piece(Part.TEXT, rest)
+                    yield Piece(AnswerPart.TEXT, rest)
 
     def _text(self, *, last: bool) -> Iterator[Piece]:
         trigger = self._form.trigger
         if not self._form.anywhere:
             if self._buffer.startswith(trigger):
                 self._buffer = self._buffer.removeprefix(trigger)
-                self._place = _Place.FIRST_HEAD
+                self._place = _ReaderPlace.FIRST_HEAD
             elif last or not trigger.startswith(self._buffer):
-                self._place = _Place.PLAIN
+                self._place = _ReaderPlace.PLAIN
             return
         before, found, rest = self._buffer.partition(trigger)
         held = 0 if found or last else _held(before, trigger)
         if found:
             # The lines before a call are no text.
-            yield Piece(Part.TEXT, before.rstrip())
-            self._buffer, self._place = rest, _Place.FIRST_HEAD
+            yield Piece(AnswerPart.TEXT, before.rstrip())
+            self._buffer, self._place = rest, _ReaderPlace.FIRST_HEAD
             return
         blank = 0 if last else len(before[: len(before) - held]) - len(before[: len(before) - held].rstrip())
         held += blank
         self._buffer = before[len(before) - held :]
-        yield Piece(Part.TEXT, before[: len(before) - held])
+        yield Piece(AnswerPart.TEXT, before[: len(before) - held])
 
     def _head(self, heads: dict[str, str], *, last: bool) -> Iterator[Piece]:
         """Reads up to the arguments of a call. Behind a trigger there may also be a text that only looks like one."""
         seen = self._buffer
         found = next((head for head in heads if seen.startswith(head)), None)
         if found is not None:
-            yield Piece(Part.CALL, heads[found], self.number)
+            yield Piece(AnswerPart.CALL, heads[found], self.number)
             self.number += 1
-            self._buffer, self._place, self._nesting = seen.removeprefix(found), _Place.ARGUMENTS, _Nesting()
-        elif self._place is _Place.FIRST_HEAD and not any(head.startswith(seen) for head in heads):
-            self._buffer, self._place = self._form.trigger + seen, _Place.PLAIN
+            self._buffer, self._place, self._nesting = seen.removeprefix(found), _ReaderPlace.ARGUMENTS, _Nesting()
+        elif self._place is _ReaderPlace.FIRST_HEAD and not any(head.startswith(seen) for head in heads):
+            self._buffer, self._place = self._form.trigger + seen, _ReaderPlace.PLAIN
 
     def _arguments(self) -> Iterator[Piece]:
         end = self._nesting.end(self._buffer)
@@ -172,13 +172,13 @@ class _CallReader:
             rest, self._buffer = self._buffer, ""
         else:
             rest, self._buffer = self._buffer[:end], self._buffer[end:]
-            self._place = _Place.TAIL
-        yield Piece(Part.ARGUMENTS, rest, self.number - 1)
+            self._place = _ReaderPlace.TAIL
+        yield Piece(AnswerPart.ARGUMENTS, rest, self.number - 1)
 
     def _tail(self) -> None:
         if self._buffer.startswith(self._form.tail):
             self._buffer = self._buffer.removeprefix(self._form.tail)
-            self._place = _Place.BETWEEN
+            self._place = _ReaderPlace.BETWEEN
 
 
 class _Nesting:

@@ -12,7 +12,7 @@ from tgi_server.contract import Grammar, GrammarKind
 from tgi_server.router.errors import InvalidTool
 from tgi_server.router.schemas.chat import Tool, ToolChoice
 from tgi_server.router.settings import ToolCallParser
-from tgi_server.router.text.answer_reader import AnswerReader, Part
+from tgi_server.router.text.answer_reader import AnswerPart, AnswerReader
 from tgi_server.router.text.reasoning import reasoning_tags
 from tgi_server.router.text.tool_formats import FORMAT_NAMES, ToolFormat, tool_format
 from tgi_server.router.text.tools import AnswerForm, ToolUse, chosen_tools
@@ -73,14 +73,17 @@ def read(reader: AnswerReader | None, text: str, size: int) -> tuple[str, str, l
     assert reader is not None
     pieces = [piece for start in range(0, len(text), size) for piece in reader.feed(text[start : start + size])]
     pieces += reader.end()
-    told = {part: "".join(piece.text for piece in pieces if piece.part is part) for part in (Part.THOUGHT, Part.TEXT)}
-    names = [piece.text for piece in pieces if piece.part is Part.CALL]
+    told = {
+        part: "".join(piece.text for piece in pieces if piece.part is part)
+        for part in (AnswerPart.THOUGHT, AnswerPart.TEXT)
+    }
+    names = [piece.text for piece in pieces if piece.part is AnswerPart.CALL]
     arguments = [""] * len(names)
     for piece in pieces:
-        if piece.part is Part.ARGUMENTS:
+        if piece.part is AnswerPart.ARGUMENTS:
             arguments[piece.call] += piece.text
     assert reader.calls == len(names)
-    return told[Part.THOUGHT], told[Part.TEXT], list(zip(names, arguments, strict=True))
+    return told[AnswerPart.THOUGHT], told[AnswerPart.TEXT], list(zip(names, arguments, strict=True))
 
 
 def test_the_flag_names_every_form():
@@ -272,5 +275,6 @@ def test_long_arguments_take_no_longer_than_others(form: ToolFormat):
     reader.feed(form.trigger + form.first_head("weather"))
     pieces = [reader.feed(part) for part in ('{"place": "', tail, tail, '"}')]
     assert (
-        sum(len(piece.text) for each in pieces for piece in each if piece.part is Part.ARGUMENTS) == 2 * len(tail) + 13
+        sum(len(piece.text) for each in pieces for piece in each if piece.part is AnswerPart.ARGUMENTS)
+        == 2 * len(tail) + 13
     )

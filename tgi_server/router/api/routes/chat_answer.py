@@ -9,7 +9,7 @@ from shared.stubs import generate_pb2 as pb
 from tgi_server.contract import FinishReason
 from tgi_server.router.api.responses import number, quoted
 from tgi_server.router.api.routes.openai import finish_reason
-from tgi_server.router.text.answer_reader import AnswerReader, Part, Piece
+from tgi_server.router.text.answer_reader import AnswerPart, AnswerReader, Piece
 from tgi_server.router.text.token_stream import AnyStream
 from tgi_server.router.text.tokenizer import TextTokenizer
 
@@ -60,12 +60,12 @@ class ChatAnswer:
     def _take(self, stream: AnyStream, visible: str) -> None:
         ended = stream.finish_reason
         if self._reader is None:
-            pieces = [Piece(Part.TEXT, visible)]
+            pieces = [Piece(AnswerPart.TEXT, visible)]
         else:
             pieces = self._reader.feed(visible)
             if ended is not None:
                 calls = self._reader.calls
-                nothing = Piece(Part.ARGUMENTS, "", calls - 1) if calls else Piece(Part.TEXT, "")
+                nothing = Piece(AnswerPart.ARGUMENTS, "", calls - 1) if calls else Piece(AnswerPart.TEXT, "")
                 pieces = [*pieces, *self._reader.end()] or [nothing]
         for place, piece in enumerate(pieces, 1):
             last = ended is not None and place == len(pieces)
@@ -84,7 +84,7 @@ class WholeChoice:
     """Collects the pieces of a choice."""
 
     def __init__(self) -> None:
-        self._texts: dict[Part, list[str]] = {part: [] for part in Part}
+        self._texts: dict[AnswerPart, list[str]] = {part: [] for part in AnswerPart}
         self._arguments: list[list[str]] = []
         self._logprobs: list[str] = []
         self._reason = ""
@@ -92,20 +92,20 @@ class WholeChoice:
     def piece(self, piece: Piece, logprobs: Sequence[str], reason: str | None) -> None:
         self._logprobs += logprobs
         self._texts[piece.part].append(piece.text)
-        if piece.part is Part.CALL:
+        if piece.part is AnswerPart.CALL:
             self._arguments.append([])
-        elif piece.part is Part.ARGUMENTS:
+        elif piece.part is AnswerPart.ARGUMENTS:
             self._arguments[piece.call].append(piece.text)
         if reason is not None:
             self._reason = reason
 
     @property
     def text(self) -> str:
-        return "".join(self._texts[Part.TEXT])
+        return "".join(self._texts[AnswerPart.TEXT])
 
     @property
     def thoughts(self) -> str:
-        return "".join(self._texts[Part.THOUGHT])
+        return "".join(self._texts[AnswerPart.THOUGHT])
 
     @property
     def finish_reason(self) -> str:
@@ -115,7 +115,7 @@ class WholeChoice:
     def calls(self) -> list[tuple[str, str]]:
         """The calls: the name of each, and its arguments as JSON."""
         arguments = map("".join, self._arguments)
-        return list(zip(self._texts[Part.CALL], arguments, strict=True))
+        return list(zip(self._texts[AnswerPart.CALL], arguments, strict=True))
 
     def json(self, index: int, *, logprobs: bool) -> str:
         """Returns the choice as JSON. logprobs: they were asked for."""
@@ -142,13 +142,13 @@ def call_id() -> str:
 def delta_json(piece: Piece) -> str:
     """Returns a piece as the `delta` of a chunk."""
     match piece.part:
-        case Part.TEXT:
+        case AnswerPart.TEXT:
             return f'{{"role":"assistant","content":{quoted(piece.text)}}}'
-        case Part.THOUGHT:
+        case AnswerPart.THOUGHT:
             return f'{{"role":"assistant","reasoning_content":{quoted(piece.text)}}}'
-        case Part.CALL:
+        case AnswerPart.CALL:
             call = f'"id":"{call_id()}","type":"function","function":{{"name":{quoted(piece.text)},"arguments":""}}'
-        case Part.ARGUMENTS:
+        case AnswerPart.ARGUMENTS:
             call = f'"function":{{"arguments":{quoted(piece.text)}}}'
     return f'{{"role":"assistant","tool_calls":[{{"index":{piece.call},{call}}}]}}'
 

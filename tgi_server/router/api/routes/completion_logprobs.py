@@ -8,7 +8,7 @@ from tgi_server.router.text.detokenizer import Detokenizer
 from tgi_server.router.text.tokenizer import TextTokenizer
 
 
-class CompletionLogprobs:
+class LogprobEntries:
     """Collects entries until they are written. `top_logprobs` has the token itself, and the likeliest in its place.
 
     A token of which the text shows nothing (a special token, a part of a character) takes no room in it.

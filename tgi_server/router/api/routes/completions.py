@@ -13,7 +13,7 @@ from tgi_server.router.api.documentation import OPENAI_ERRORS, described_body, e
 from tgi_server.router.api.event_stream import Outbox
 from tgi_server.router.api.requests import DirectRoute, Exchange, respond_to
 from tgi_server.router.api.responses import event, quoted
-from tgi_server.router.api.routes.completion_logprobs import CompletionLogprobs
+from tgi_server.router.api.routes.completion_logprobs import LogprobEntries
 from tgi_server.router.api.routes.openai import (
     DONE,
     Envelope,
@@ -160,7 +160,7 @@ async def _whole(exchange: Exchange, plan: _Plan) -> Response:
 
 def _logprobs(exchange: Exchange, stream: TokenStream[CollectedTokens], echo: str, *, answer: bool) -> str:
     """Returns JSON of `logprobs`: of the prompt's tokens where they were asked for, and of the answer's."""
-    entries, output = CompletionLogprobs(exchange.service.tokenizer), stream.output
+    entries, output = LogprobEntries(exchange.service.tokenizer), stream.output
     if stream.prefill is not None:
         entries.prompt(stream.prefill, echo)
     if answer:
@@ -184,7 +184,7 @@ def _stream(exchange: Exchange, plan: _Plan) -> Response:
     end = exchange.stream_end(outbox, sequences=len(plan.sequences), last_words=last_words, trailer=DONE)
     logprobs = request.logprobs is not None
     for index, checked in enumerate(plan.sequences):
-        entries = CompletionLogprobs(exchange.service.tokenizer) if logprobs else None
+        entries = LogprobEntries(exchange.service.tokenizer) if logprobs else None
         chunks = _CompletionChunks(outbox, envelope, plan, index, entries, whole_usage=whole_usage)
         streams.append(
             exchange.generate(checked, chunks, end, reveal_stop=request.include_stop_str_in_output, logprobs=logprobs)
@@ -206,7 +206,7 @@ class _CompletionChunks:
         envelope: Envelope,
         plan: _Plan,
         index: int,
-        entries: CompletionLogprobs | None,
+        entries: LogprobEntries | None,
         *,
         whole_usage: bool,
     ) -> None:

@@ -6,12 +6,17 @@ from typing import Any
 
 from tgi_server.router.api.routes.chat_answer import call_id
 from tgi_server.router.api.stored_responses import new_id
-from tgi_server.router.text.answer_reader import Part, Piece
+from tgi_server.router.text.answer_reader import AnswerPart, Piece
 
 # Takes the type of an event, and its members.
 Emit = Callable[[str, dict[str, Any]], None]
 
-_KINDS = {Part.TEXT: "message", Part.THOUGHT: "reasoning", Part.CALL: "function_call", Part.ARGUMENTS: "function_call"}
+_KINDS = {
+    AnswerPart.TEXT: "message",
+    AnswerPart.THOUGHT: "reasoning",
+    AnswerPart.CALL: "function_call",
+    AnswerPart.ARGUMENTS: "function_call",
+}
 # What each kind is written as: the kind of id, and the events of its pieces.
 _IDS = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
 _EVENTS = {
@@ -35,7 +40,7 @@ class ResponseItems:
 
     def piece(self, piece: Piece, logprobs: Sequence[str], reason: str | None) -> None:
         told = [json.loads(entry) for entry in logprobs]
-        if piece.text or piece.part is Part.CALL or not self.items:
+        if piece.text or piece.part is AnswerPart.CALL or not self.items:
             self._take(piece, told)
         else:
             self._logprobs += told
@@ -45,11 +50,11 @@ class ResponseItems:
 
     def _take(self, piece: Piece, logprobs: list[Any]) -> None:
         kind = _KINDS[piece.part]
-        if piece.part is Part.CALL or self._open is None or self._open["type"] != kind:
+        if piece.part is AnswerPart.CALL or self._open is None or self._open["type"] != kind:
             self._close("completed")
             self._begin(kind, piece)
-        self.thoughts += piece.part is Part.THOUGHT
-        if piece.part is not Part.CALL and piece.text:
+        self.thoughts += piece.part is AnswerPart.THOUGHT
+        if piece.part is not AnswerPart.CALL and piece.text:
             self._pieces.append(piece.text)
             told = {"logprobs": logprobs} if kind == "message" else {}
             self._tell(f"{_EVENTS[kind]}.delta", {**self._place(), "delta": piece.text, **told})
