@@ -11,7 +11,7 @@ from random import Random
 from benchmarks.connection import Connection, TimedResponse
 from benchmarks.reply import read_reply
 from benchmarks.report import percentile
-from benchmarks.schemas import Schema, large_schema
+from benchmarks.schemas import JsonSchema, large_schema
 from benchmarks.words import text
 
 _WORDS = 64
@@ -89,7 +89,7 @@ async def _ask(connection: Connection, body: bytes) -> TimedResponse:
     return response
 
 
-def _body(random: Random, new_tokens: int, schema: Schema | None = None) -> bytes:
+def _body(random: Random, new_tokens: int, schema: JsonSchema | None = None) -> bytes:
     grammar = None if schema is None else {"type": "json", "value": schema}
     parameters = {"max_new_tokens": new_tokens, "ignore_eos": True, "grammar": grammar}
     return json.dumps({"inputs": text(random, _WORDS), "parameters": parameters}).encode()

@@ -30,7 +30,7 @@ from benchmarks.company import Together, keep_company
 from benchmarks.connection import Connection, ServerUnavailable
 from benchmarks.reply import BadReply, read_reply
 from benchmarks.report import finish, number, percentile, table, tell
-from benchmarks.schemas import KNOWN_KEYS, Schema, large_schema
+from benchmarks.schemas import KNOWN_KEYS, JsonSchema, large_schema
 from benchmarks.servers import OURS, ServerDidNotStart, running
 from benchmarks.words import text
 from benchmarks.workloads import positive
@@ -116,7 +116,7 @@ async def _ask(connection: Connection, body: bytes) -> tuple[int, float]:
     return reply.new_tokens, time.perf_counter() - begun
 
 
-def _body(random: Random, new_tokens: int, grammar: Schema | None = None, **options: Any) -> bytes:
+def _body(random: Random, new_tokens: int, grammar: JsonSchema | None = None, **options: Any) -> bytes:
     form = None if grammar is None else {"type": "json", "value": grammar}
     parameters = {"max_new_tokens": new_tokens, "details": True, "grammar": form, **options}
     return json.dumps({"inputs": text(random, _PROMPT_WORDS), "parameters": parameters}).encode()

@@ -27,11 +27,11 @@ from tgi_server.engine.errors import EngineError
 from tgi_server.engine.quantization.rounding import ROUNDINGS
 
 # Token ids, and which of them count.
-Document = tuple[list[int], list[bool]]
+TokenisedDocument = tuple[list[int], list[bool]]
 
 
-def held_out_documents(tokenizer: Tokenizer, count: int) -> list[Document]:
-    documents: list[Document] = []
+def held_out_documents(tokenizer: Tokenizer, count: int) -> list[TokenisedDocument]:
+    documents: list[TokenisedDocument] = []
     for line in demo_model.HELD_OUT.read_text(encoding="utf-8").splitlines()[:count]:
         texts = [encoding.ids for encoding in tokenizer.encode_batch(json.loads(line), add_special_tokens=False)]
         counts = [place % 2 == 1 for place, ids in enumerate(texts) for _ in ids]
@@ -39,14 +39,14 @@ def held_out_documents(tokenizer: Tokenizer, count: int) -> list[Document]:
     return documents
 
 
-def text_documents(tokenizer: Tokenizer, files: Sequence[Path], length: int) -> list[Document]:
+def text_documents(tokenizer: Tokenizer, files: Sequence[Path], length: int) -> list[TokenisedDocument]:
     """Cuts the texts into pieces of at most `length` tokens."""
     texts = [tokenizer.encode(file.read_text(encoding="utf-8")).ids for file in files]
     pieces = [ids[start : start + length] for ids in texts for start in range(0, len(ids), length)]
     return [(piece, [True] * len(piece)) for piece in pieces]
 
 
-def perplexity(engine: Engine, documents: Sequence[Document]) -> tuple[float, int]:
+def perplexity(engine: Engine, documents: Sequence[TokenisedDocument]) -> tuple[float, int]:
     """Returns the perplexity of the tokens that count, and their number. A document's first token does not count."""
     longest = max(len(ids) for ids, _ in documents)
     engine.warm_up(max_batch_size=1, max_prefill_tokens=longest, max_total_tokens=longest + 1)

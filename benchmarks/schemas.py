@@ -5,10 +5,10 @@ from typing import Any
 
 from benchmarks.words import text
 
-Schema = dict[str, Any]
+JsonSchema = dict[str, Any]
 
 
-def _object(properties: dict[str, Schema]) -> Schema:
+def _object(properties: dict[str, JsonSchema]) -> JsonSchema:
     return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
 
 
@@ -27,7 +27,7 @@ KNOWN_KEYS = _object(
 )
 
 
-def large_schema(random: Random, members: int = 60) -> Schema:
+def large_schema(random: Random, members: int = 60) -> JsonSchema:
     """Makes an object with so many members, all of them required: texts, choices, numbers, dates, lists and objects.
 
     Every one has names and choices of its own, so that nothing of it can have been compiled before.
@@ -40,27 +40,27 @@ def _name(random: Random, number: int) -> str:
     return f"{text(random, 2).replace(' ', '_')}_{number}"
 
 
-def _words(random: Random) -> Schema:
+def _words(random: Random) -> JsonSchema:
     low = random.randint(20, 60)
     return {"type": "string", "description": text(random, 8), "minLength": low, "maxLength": 2 * low}
 
 
-def _choice(random: Random) -> Schema:
+def _choice(random: Random) -> JsonSchema:
     return {"enum": sorted({text(random, 2) for _ in range(20)})}
 
 
-def _number(random: Random) -> Schema:
+def _number(random: Random) -> JsonSchema:
     low = random.randint(-1000, 1000)
     return {"type": "number", "minimum": low, "maximum": low + random.randint(1, 5000)}
 
 
-def _date(random: Random) -> Schema:
+def _date(random: Random) -> JsonSchema:
     return {"type": "string", "format": random.choice(["date", "date-time", "uuid", "email"])}
 
 
-def _list(random: Random) -> Schema:
+def _list(random: Random) -> JsonSchema:
     return {"type": "array", "items": _words(random), "minItems": 1, "maxItems": random.randint(2, 6)}
 
 
-def _record(random: Random) -> Schema:
+def _record(random: Random) -> JsonSchema:
     return _object({_name(random, i): maker(random) for i, maker in enumerate((_words, _choice, _number))})

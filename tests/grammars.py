@@ -24,5 +24,5 @@ def compiler_fault(grammar: Grammar) -> str | None:
     return None
 
 
-async def no_fault(_: Grammar) -> None:
-    return None
+async def no_fault(_: Grammar) -> tuple[str, ...]:
+    return ()

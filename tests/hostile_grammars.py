@@ -41,6 +41,23 @@ def mutual(definitions: int, note: str = "") -> dict[str, Any]:
     }
 
 
+def opposites(levels: int) -> dict[str, Any]:
+    """A JSON schema whose opposite names each definition twice, and so the last of them 2^levels times."""
+    chain: dict[str, Any] = {
+        f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}, {"not": {"$ref": f"#/$defs/d{i + 1}"}}]}
+        for i in range(levels)
+    }
+    return {"not": {"$ref": "#/$defs/d0"}, "$defs": {**chain, f"d{levels}": {"type": "boolean"}}}
+
+
+def variants(count: int) -> dict[str, Any]:
+    """A JSON schema of variants that are hard to tell apart: each comparison leads to all the others."""
+    everything = {"anyOf": [{"$ref": f"#/$defs/d{i}"} for i in range(count)]}
+    members = {f"m{i}": everything for i in range(10)}
+    definitions = {f"d{i}": {"type": "object", "properties": members, "required": list(members)} for i in range(count)}
+    return {"oneOf": [{"$ref": f"#/$defs/d{i}"} for i in range(count)], "$defs": definitions}
+
+
 def optional_letters(count: int) -> str:
     """A regular expression that takes minutes to compile."""
     return r"\w?" * count

@@ -29,11 +29,16 @@ class Grammar:
 
     value: the grammar, in the notation that `type` names.
     text: the source of spans (`x-span` in a JSON schema) where the schema names none itself.
+    frame: a Lark grammar around a JSON schema, in which `%schema POINTER` stands for JSON that fits the schema there.
+    lenient: places in a JSON schema (JSON pointers that begin with #) below which constraints that cannot be enforced
+    are left to the model; elsewhere they are refused.
     """
 
     type: GrammarKind
     value: str
     text: str = ""
+    frame: str = ""
+    lenient: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +46,8 @@ class SamplingParameters:
     """The rules by which the next token is chosen. The defaults are greedy decoding.
 
     Each parameter is named as in TGI's HTTP interface, and its default switches its rule off.
+
+    min_tokens: so many tokens are generated before any of `late_tokens` may be, which end the text.
     """
 
     do_sample: bool = False
@@ -55,6 +62,8 @@ class SamplingParameters:
     seed: int = 0
     watermark: bool = False
     logit_bias: dict[int, float] = field(default_factory=dict)
+    min_tokens: int = 0
+    late_tokens: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,12 +83,13 @@ class ReportParameters:
     """The extras of a response beside its tokens. Each item costs a softmax over the vocabulary.
 
     logprobs: of the generated tokens. top_n_tokens: most likely tokens to report at each position.
-    prefill_logprobs: of the prompt's tokens.
+    prefill_logprobs: of the prompt's tokens. prefill_top_n: most likely tokens to report in the place of each of them.
     """
 
     logprobs: bool = False
     top_n_tokens: int = 0
     prefill_logprobs: bool = False
+    prefill_top_n: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,11 +19,19 @@ _FINISH_REASONS_BACK = {message: reason for reason, message in _FINISH_REASONS.i
 
 
 def grammar_to_message(grammar: Grammar) -> pb.Grammar:
-    return pb.Grammar(type=_GRAMMAR_TYPES[grammar.type], value=grammar.value, text=grammar.text)
+    return pb.Grammar(
+        type=_GRAMMAR_TYPES[grammar.type],
+        value=grammar.value,
+        text=grammar.text,
+        frame=grammar.frame,
+        lenient=grammar.lenient,
+    )
 
 
 def grammar_from_message(message: pb.Grammar) -> Grammar:
-    return Grammar(_GRAMMAR_TYPES_BACK[message.type], message.value, message.text)
+    return Grammar(
+        _GRAMMAR_TYPES_BACK[message.type], message.value, message.text, message.frame, tuple(message.lenient)
+    )
 
 
 def finish_reason_to_message(reason: FinishReason | None) -> pb.FinishReason:
@@ -50,6 +58,8 @@ def sampling_to_message(sampling: SamplingParameters) -> pb.SamplingParameters:
         seed=sampling.seed,
         watermark=sampling.watermark,
         logit_bias=sampling.logit_bias,
+        min_tokens=sampling.min_tokens,
+        late_tokens=sampling.late_tokens,
     )
 
 
@@ -70,6 +80,8 @@ def sampling_from_message(message: pb.SamplingParameters) -> SamplingParameters:
         seed=message.seed,
         watermark=message.watermark,
         logit_bias=dict(message.logit_bias),
+        min_tokens=message.min_tokens,
+        late_tokens=tuple(message.late_tokens),
     )
 
 

@@ -143,7 +143,7 @@ class WarmupResponse(_message.Message):
     def __init__(self, num_blocks: _Optional[int] = ..., max_total_tokens: _Optional[int] = ..., max_batch_total_tokens: _Optional[int] = ..., fallbacks: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class SamplingParameters(_message.Message):
-    __slots__ = ("do_sample", "temperature", "top_k", "top_p", "typical_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty", "seed", "watermark", "logit_bias")
+    __slots__ = ("do_sample", "temperature", "top_k", "top_p", "typical_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty", "seed", "watermark", "logit_bias", "min_tokens", "late_tokens")
     class LogitBiasEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -163,6 +163,8 @@ class SamplingParameters(_message.Message):
     SEED_FIELD_NUMBER: _ClassVar[int]
     WATERMARK_FIELD_NUMBER: _ClassVar[int]
     LOGIT_BIAS_FIELD_NUMBER: _ClassVar[int]
+    MIN_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LATE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     do_sample: bool
     temperature: float
     top_k: int
@@ -175,10 +177,12 @@ class SamplingParameters(_message.Message):
     seed: int
     watermark: bool
     logit_bias: _containers.ScalarMap[int, float]
-    def __init__(self, do_sample: _Optional[bool] = ..., temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., typical_p: _Optional[float] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., seed: _Optional[int] = ..., watermark: _Optional[bool] = ..., logit_bias: _Optional[_Mapping[int, float]] = ...) -> None: ...
+    min_tokens: int
+    late_tokens: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, do_sample: _Optional[bool] = ..., temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., typical_p: _Optional[float] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., seed: _Optional[int] = ..., watermark: _Optional[bool] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., min_tokens: _Optional[int] = ..., late_tokens: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Grammar(_message.Message):
-    __slots__ = ("type", "value", "text")
+    __slots__ = ("type", "value", "text", "lenient", "frame")
     class Type(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         REGEX: _ClassVar[Grammar.Type]
@@ -190,33 +194,43 @@ class Grammar(_message.Message):
     TYPE_FIELD_NUMBER: _ClassVar[int]
     VALUE_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
+    LENIENT_FIELD_NUMBER: _ClassVar[int]
+    FRAME_FIELD_NUMBER: _ClassVar[int]
     type: Grammar.Type
     value: str
     text: str
-    def __init__(self, type: _Optional[_Union[Grammar.Type, str]] = ..., value: _Optional[str] = ..., text: _Optional[str] = ...) -> None: ...
+    lenient: _containers.RepeatedScalarFieldContainer[str]
+    frame: str
+    def __init__(self, type: _Optional[_Union[Grammar.Type, str]] = ..., value: _Optional[str] = ..., text: _Optional[str] = ..., lenient: _Optional[_Iterable[str]] = ..., frame: _Optional[str] = ...) -> None: ...
 
 class CompileRequest(_message.Message):
-    __slots__ = ("grammar", "size", "pin", "released")
+    __slots__ = ("grammar", "size", "pin", "leniency", "released")
     GRAMMAR_FIELD_NUMBER: _ClassVar[int]
     SIZE_FIELD_NUMBER: _ClassVar[int]
     PIN_FIELD_NUMBER: _ClassVar[int]
+    LENIENCY_FIELD_NUMBER: _ClassVar[int]
     RELEASED_FIELD_NUMBER: _ClassVar[int]
     grammar: Grammar
     size: int
     pin: int
+    leniency: int
     released: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, grammar: _Optional[_Union[Grammar, _Mapping]] = ..., size: _Optional[int] = ..., pin: _Optional[int] = ..., released: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, grammar: _Optional[_Union[Grammar, _Mapping]] = ..., size: _Optional[int] = ..., pin: _Optional[int] = ..., leniency: _Optional[int] = ..., released: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class CompileResponse(_message.Message):
-    __slots__ = ("error", "size")
+    __slots__ = ("error", "size", "unenforced", "leniency")
     ERROR_FIELD_NUMBER: _ClassVar[int]
     SIZE_FIELD_NUMBER: _ClassVar[int]
+    UNENFORCED_FIELD_NUMBER: _ClassVar[int]
+    LENIENCY_FIELD_NUMBER: _ClassVar[int]
     error: str
     size: int
-    def __init__(self, error: _Optional[str] = ..., size: _Optional[int] = ...) -> None: ...
+    unenforced: _containers.RepeatedScalarFieldContainer[str]
+    leniency: int
+    def __init__(self, error: _Optional[str] = ..., size: _Optional[int] = ..., unenforced: _Optional[_Iterable[str]] = ..., leniency: _Optional[int] = ...) -> None: ...
 
 class Request(_message.Message):
-    __slots__ = ("id", "input_ids", "generated_ids", "sampling", "max_new_tokens", "ignore_eos", "logprobs", "top_n_tokens", "prefill_logprobs", "grammar", "adapter_id", "block_ids", "cached_tokens", "copy", "trace_context", "earlier_reply")
+    __slots__ = ("id", "input_ids", "generated_ids", "sampling", "max_new_tokens", "ignore_eos", "logprobs", "top_n_tokens", "prefill_logprobs", "grammar", "adapter_id", "prefill_top_n", "block_ids", "cached_tokens", "copy", "trace_context", "earlier_reply")
     class TraceContextEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -235,6 +249,7 @@ class Request(_message.Message):
     PREFILL_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     GRAMMAR_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_ID_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_TOP_N_FIELD_NUMBER: _ClassVar[int]
     BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     COPY_FIELD_NUMBER: _ClassVar[int]
@@ -251,12 +266,13 @@ class Request(_message.Message):
     prefill_logprobs: bool
     grammar: Grammar
     adapter_id: str
+    prefill_top_n: int
     block_ids: _containers.RepeatedScalarFieldContainer[int]
     cached_tokens: int
     copy: BlockCopy
     trace_context: _containers.ScalarMap[str, str]
     earlier_reply: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, id: _Optional[int] = ..., input_ids: _Optional[_Iterable[int]] = ..., generated_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[SamplingParameters, _Mapping]] = ..., max_new_tokens: _Optional[int] = ..., ignore_eos: _Optional[bool] = ..., logprobs: _Optional[bool] = ..., top_n_tokens: _Optional[int] = ..., prefill_logprobs: _Optional[bool] = ..., grammar: _Optional[_Union[Grammar, _Mapping]] = ..., adapter_id: _Optional[str] = ..., block_ids: _Optional[_Iterable[int]] = ..., cached_tokens: _Optional[int] = ..., copy: _Optional[_Union[BlockCopy, _Mapping]] = ..., trace_context: _Optional[_Mapping[str, str]] = ..., earlier_reply: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, id: _Optional[int] = ..., input_ids: _Optional[_Iterable[int]] = ..., generated_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[SamplingParameters, _Mapping]] = ..., max_new_tokens: _Optional[int] = ..., ignore_eos: _Optional[bool] = ..., logprobs: _Optional[bool] = ..., top_n_tokens: _Optional[int] = ..., prefill_logprobs: _Optional[bool] = ..., grammar: _Optional[_Union[Grammar, _Mapping]] = ..., adapter_id: _Optional[str] = ..., prefill_top_n: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ..., cached_tokens: _Optional[int] = ..., copy: _Optional[_Union[BlockCopy, _Mapping]] = ..., trace_context: _Optional[_Mapping[str, str]] = ..., earlier_reply: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class BlockCopy(_message.Message):
     __slots__ = ("source", "target", "tokens")
@@ -359,12 +375,14 @@ class TopTokens(_message.Message):
     def __init__(self, ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class PrefillTokens(_message.Message):
-    __slots__ = ("ids", "logprobs")
+    __slots__ = ("ids", "logprobs", "top_tokens")
     IDS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    TOP_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ids: _containers.RepeatedScalarFieldContainer[int]
     logprobs: _containers.RepeatedScalarFieldContainer[float]
-    def __init__(self, ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
+    top_tokens: _containers.RepeatedCompositeFieldContainer[TopTokens]
+    def __init__(self, ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., top_tokens: _Optional[_Iterable[_Union[TopTokens, _Mapping]]] = ...) -> None: ...
 
 class FilterBatchRequest(_message.Message):
     __slots__ = ("batch_id", "keep_request_ids")

@@ -28,7 +28,7 @@ class RecordingSink:
     def ended(self) -> bool:
         return self.reason is not None or self.error is not None
 
-    def started(self) -> None:
+    def started(self, cached_tokens: int) -> None:
         assert not self.ended
         self.starts += 1
 

@@ -22,6 +22,8 @@ from tgi_server.router.service import Capacity, ModelDescription, Service
 from tgi_server.router.text.chat_template import ChatTemplate
 from tgi_server.router.text.tokenizer import TextTokenizer, TokenizerThreads
 from tgi_server.router.text.tokenizer_config import DEFAULT_TEMPLATE, TokenizerConfig
+from tgi_server.router.text.tool_formats import tool_format
+from tgi_server.router.text.tools import AnswerForm
 from tgi_server.router.text.validation import Validator
 from tgi_server.router.tracing import RequestTracer
 from tgi_server.wire import finish_reason_to_message
@@ -74,7 +76,7 @@ class ScriptedScheduler:
         return self.texts.pop(0) if len(self.texts) > 1 else self.texts[0]
 
     def _answer(self, request: ValidRequest, text: str) -> None:
-        request.sink.started()
+        request.sink.started(0)
         if self.error is not None:
             request.sink.failed(self.error)
             return
@@ -114,7 +116,9 @@ class RouterService:
         self.scheduler = ScriptedScheduler(self.tokenizer)
         self.shards = Shards()
         usual: dict[str, Any] = {
-            "model": ModelDescription("maker/model", None, "cpu", encoder_decoder=False, version="1.2.3"),
+            "model": ModelDescription(
+                "maker/model", ["maker/model"], None, "cpu", encoder_decoder=False, version="1.2.3"
+            ),
             "limits": LIMITS,
             "tokenizer": self.tokenizer,
             "threads": self.threads,
@@ -128,6 +132,10 @@ class RouterService:
             "payload_limit": PAYLOAD_LIMIT,
             "validation_workers": 1,
             "special_tokens": None,
+            "answer_form": AnswerForm(tool_format("json", ""), None, self.tokenizer.special_tokens),
+            "max_stored_responses": 10,
+            "openai_limits": LIMITS.of_openai(),
+            "sampling_defaults": {},
         }
         self.service = Service(**(usual | changes))
 

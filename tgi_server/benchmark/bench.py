@@ -23,7 +23,7 @@ _CONNECT_SECONDS = 10.0
 _CLEAR_SECONDS = 60.0
 
 # A part of a prompt, or all of it: the request that joins with it or None, its id, the tokens that are computed.
-Chunk = tuple[pb.Request | None, int, int]
+PromptPart = tuple[pb.Request | None, int, int]
 
 
 class DoesNotFit(StartupError):
@@ -193,10 +193,10 @@ class ShardBench:
                 block_ids=range(1 + place * blocks, 1 + (place + 1) * blocks),
             )
 
-    def _prefill_steps(self, requests: Sequence[pb.Request]) -> Iterator[list[Chunk]]:
+    def _prefill_steps(self, requests: Sequence[pb.Request]) -> Iterator[list[PromptPart]]:
         """Yields what each step computes of the prompts: as much as the server's limit allows."""
         limit = self.info.limits.max_prefill_tokens
-        step: list[Chunk] = []
+        step: list[PromptPart] = []
         room = limit
         for request in requests:
             joining: pb.Request | None = request
@@ -211,7 +211,7 @@ class ShardBench:
                 joining, left, room = None, left - tokens, max(0, room - tokens)
         yield step
 
-    def _send_prefill(self, chunks: Sequence[Chunk]) -> PendingResponse:
+    def _send_prefill(self, chunks: Sequence[PromptPart]) -> PendingResponse:
         joining = [request for request, _, _ in chunks if request is not None]
         parts = [(request_id, tokens) for _, request_id, tokens in chunks]
         return self._shards.send(wire.prefill_call(_BATCH, joining, parts, (), decode=False))

@@ -143,15 +143,21 @@ class Engine:
 
     @torch.inference_mode()
     def warm_up(
-        self, max_batch_size: int, max_prefill_tokens: int, max_total_tokens: int | None = None
+        self,
+        max_batch_size: int,
+        max_prefill_tokens: int,
+        max_total_tokens: int | None = None,
+        max_batch_total_tokens: int | None = None,
     ) -> CacheCapacity:
         """Sizes the cache for at most `max_batch_size` sequences and runs the largest step once.
 
-        max_prefill_tokens: prompt tokens of one step. max_total_tokens: of one sequence; None: as many as the model
-        and the memory allow. Raises NotEnoughMemory.
+        max_prefill_tokens: prompt tokens of one step. max_total_tokens: of one sequence; max_batch_total_tokens: of all
+        sequences together; None: as many as the model and the memory allow. Raises NotEnoughMemory.
         """
         self.clear()
-        self._capacity = self._runner.warm_up(max_batch_size, max_prefill_tokens, max_total_tokens)
+        self._capacity = self._runner.warm_up(
+            max_batch_size, max_prefill_tokens, max_total_tokens, max_batch_total_tokens
+        )
         self._sampler = Sampler(max_batch_size, self.info.vocab_size, self._device, self._watermark)
         if self.speculation is not None:
             self.speculation.costs = measure_costs(self._runner, self._capacity, self._group)
@@ -367,11 +373,13 @@ class Engine:
 def _report_prompt(chunk: PromptChunk, logits: Tensor) -> None:
     sequence = chunk.sequence
     following = sequence.known[chunk.start + 1 : chunk.start + 1 + len(chunk.tokens)]
+    most = sequence.report.prefill_top_n
     if sequence.prompt_report is None:
-        sequence.prompt_report = PromptTokens(sequence.input_ids, [math.nan])
+        sequence.prompt_report = PromptTokens(sequence.input_ids, [math.nan], [[]] if most else [])
     if len(following):
-        logprobs = prompt_logprobs(logits[: len(following)], copy_to_device(following, logits.device))
+        logprobs, top = prompt_logprobs(logits[: len(following)], copy_to_device(following, logits.device), most)
         sequence.prompt_report.logprobs.extend(logprobs.tolist())
+        sequence.prompt_report.top.extend(top)
 
 
 def _eos_token_ids(config: GenerationConfig) -> tuple[int, ...]:

@@ -12,10 +12,14 @@ from tgi_server.engine.grammar.constraint import Constraint
 
 @dataclass(frozen=True, slots=True)
 class PromptTokens:
-    """The prompt, and the log-probability of each of its tokens after those before it; NaN for the first."""
+    """The prompt, and the log-probability of each of its tokens after those before it; NaN for the first.
+
+    top: the likeliest tokens (id, logprob) in the place of each, if they were asked for; none for the first.
+    """
 
     ids: list[int]
     logprobs: list[float]
+    top: list[list[tuple[int, float]]] = field(default_factory=list)
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)

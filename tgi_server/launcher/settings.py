@@ -25,6 +25,16 @@ def _chosen(address: str) -> str:
     return address
 
 
+# SageMaker's variables, which stand for others. It counts the GPUs of a machine without any as 0.
+_SAGEMAKER = {
+    "hf_model_id": "model_id",
+    "hf_model_revision": "revision",
+    "hf_model_quantize": "quantize",
+    "hf_model_trust_remote_code": "trust_remote_code",
+    "sm_num_gpus": "num_shard",
+}
+_UNSET = (None, "", "0")
+
 # The port that torch's own launchers take.
 MEETING_PORT = 29500
 
@@ -32,7 +42,7 @@ MEETING_PORT = 29500
 class LauncherSettings(ServingSettings, ModelSettings):
     """Starts a text-generation server: shards that run the model, and a router that serves HTTP."""
 
-    model_config = SettingsConfigDict(cli_shortcuts={"port": "p", "env": "e"})
+    model_config = SettingsConfigDict(cli_shortcuts={"port": "p", "graceful-termination-timeout": "g", "env": "e"})
 
     model_id: str = Field(str(demo_model.PATH), description="a local folder, or an id of the hub")
     huggingface_hub_cache: Path | None = Field(None, description="where downloads from the hub are kept")
@@ -117,7 +127,12 @@ class LauncherSettings(ServingSettings, ModelSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Leaves the variable ENV out, which says something else on many machines: `--env` is a flag only."""
+        """Leaves the variable ENV out, which says something else on many machines: `--env` is a flag only.
+
+        SageMaker's variables stand for those of TGI that are not set, as in TGI's container for it.
+        """
         assert isinstance(env_settings, EnvSettingsSource)
-        env_settings.env_vars = {name: value for name, value in env_settings.env_vars.items() if name != "env"}
+        variables = {name: value for name, value in env_settings.env_vars.items() if name != "env"}
+        sagemaker = {own: variables[name] for name, own in _SAGEMAKER.items() if variables.get(name) not in _UNSET}
+        env_settings.env_vars = {**sagemaker, **{name: value for name, value in variables.items() if value}}
         return init_settings, env_settings

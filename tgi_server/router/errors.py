@@ -1,5 +1,8 @@
 """Errors of requests, each with its HTTP status and TGI error type."""
 
+from collections.abc import Collection
+from typing import Self
+
 from shared.logging import one_line
 
 # Characters: a message may repeat what a client sent.
@@ -15,6 +18,8 @@ class RouterError(Exception):
 
     status = 500
     error_type = "internal"
+    # OpenAI's name of the fault, for clients that look for it.
+    code: str | None = None
 
     def __init__(self, message: str) -> None:
         super().__init__(one_line(message, _LONGEST_MESSAGE))
@@ -25,6 +30,50 @@ class InvalidRequest(RouterError):
 
     status = 422
     error_type = "validation"
+
+
+class ContextOverflow(InvalidRequest):
+    """The prompt, or the prompt with the answer that is asked for, has more tokens than there may be.
+
+    Clients look for the words: `str()` has those of TGI, `openai_message` those of OpenAI, whose routes answer with
+    `openai_status`.
+    """
+
+    code = "context_length_exceeded"
+    openai_status = 400
+    openai_type = "invalid_request_error"
+
+    def __init__(self, message: str, openai_message: str) -> None:
+        super().__init__(message)
+        self.openai_message = openai_message
+
+    @classmethod
+    def of_prompt(cls, tokens: int, max_input_tokens: int, *, at_least: bool = False) -> Self:
+        """Returns the error of a prompt that is too long. at_least: it may have more tokens than that."""
+        given = f"at least {tokens}" if at_least else str(tokens)
+        return cls(
+            f"`inputs` must have less than {max_input_tokens + 1} tokens. Given: {given}",
+            f"This model's maximum context length is {max_input_tokens} tokens of input. However, your messages "
+            f"resulted in {given} tokens. Please reduce the length of the messages.",
+        )
+
+    @classmethod
+    def of_total(cls, tokens: int, max_new_tokens: int, max_total_tokens: int) -> Self:
+        """Returns the error of a prompt that leaves no room for the answer that is asked for."""
+        return cls(
+            f"`inputs` tokens + `max_new_tokens` must be <= {max_total_tokens}. "
+            f"Given: {tokens} `inputs` tokens and {max_new_tokens} `max_new_tokens`",
+            f"This model's maximum context length is {max_total_tokens} tokens. However, you requested "
+            f"{tokens + max_new_tokens} tokens ({tokens} in the messages, {max_new_tokens} in the completion). "
+            "Please reduce the length of the messages or completion.",
+        )
+
+
+class PreviousResponseNotFound(InvalidRequest):
+    """The response that another one should follow is not kept, or not any more."""
+
+    status = 400
+    code = "previous_response_not_found"
 
 
 class InvalidTemplate(InvalidRequest):
@@ -86,6 +135,7 @@ class Unauthorized(RouterError):
 
     status = 401
     error_type = "unauthorized"
+    code = "invalid_api_key"
 
 
 class Forbidden(RouterError):
@@ -114,10 +164,41 @@ class SlowReader(ClientGone):
 
 
 class NoSuchRoute(RouterError):
-    """The server has no such path, not with this method, or no such model."""
+    """The server has no such path, or not with this method.
+
+    allowed: the methods that the path has.
+    """
 
     error_type = "not_found"
 
-    def __init__(self, message: str, status: int = 404) -> None:
+    def __init__(self, message: str, status: int = 404, allowed: Collection[str] = ()) -> None:
         super().__init__(message)
         self.status = status
+        self.allowed = allowed
+
+
+class NoSuchModel(RouterError):
+    """The server has another model."""
+
+    status = 404
+    error_type = "not_found"
+    code = "model_not_found"
+
+
+class NoSuchResponse(RouterError):
+    """A response that is not kept, or not any more."""
+
+    status = 404
+    error_type = "not_found"
+    code = "response_not_found"
+
+    def __init__(self, response_id: str) -> None:
+        super().__init__(f"there is no response {response_id[:100]!r} here: it was never kept, or given up for others")
+
+
+class NotSupported(RouterError):
+    """Something of OpenAI's that this server does not do."""
+
+    status = 501
+    error_type = "not_supported"
+    code = "not_supported"

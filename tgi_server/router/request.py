@@ -5,8 +5,8 @@ and pushes each step's tokens into the sink, from its own task, while the shards
 must be quick: it appends, detokenises, formats; it never waits.
 """
 
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass, field, replace
+from typing import Protocol, Self
 
 from shared.stubs.generate_pb2 import Generation
 from tgi_server.contract import FinishReason, Grammar, ReportParameters, SamplingParameters, StoppingParameters
@@ -16,8 +16,11 @@ from tgi_server.router.errors import RouterError
 class Sink(Protocol):
     """The receiver of a request's tokens. Only the scheduler's task calls it, in order, and not after the last call."""
 
-    def started(self) -> None:
-        """Hears that the request left the queue for the first time. Not called again after a preemption."""
+    def started(self, cached_tokens: int) -> None:
+        """Hears that the request left the queue for the first time. Not called again after a preemption.
+
+        cached_tokens: of the prompt, those that had been computed for another request.
+        """
 
     def push(self, generation: Generation) -> FinishReason | None:
         """Takes the tokens of one step.
@@ -63,6 +66,13 @@ class Submitter(Protocol):
         """Forgets the request within one decode step; its sink hears nothing more. Unknown ids are ignored."""
 
 
+# Limits of OpenAI's interface: answers to one prompt, and the likeliest tokens that are told at each position. It takes
+# 4 stop sequences; evaluation suites send more.
+_OPENAI_CHOICES = 128
+_OPENAI_TOP_LOGPROBS = 20
+_OPENAI_STOPS = 16
+
+
 @dataclass(frozen=True, slots=True)
 class Limits:
     """The limits of the server, known once the shards have warmed up. All in tokens or requests."""
@@ -79,3 +89,12 @@ class Limits:
     waiting_served_ratio: float
     max_batch_size: int
     max_client_batch_size: int
+
+    def of_openai(self) -> Self:
+        """Returns the limits of OpenAI's routes, which are OpenAI's where TGI's are lower."""
+        return replace(
+            self,
+            max_stop_sequences=max(self.max_stop_sequences, _OPENAI_STOPS),
+            max_top_n_tokens=max(self.max_top_n_tokens, _OPENAI_TOP_LOGPROBS),
+            max_client_batch_size=min(max(self.max_client_batch_size, _OPENAI_CHOICES), self.max_concurrent_requests),
+        )

@@ -1,6 +1,6 @@
 """Everything that the HTTP routes work with."""
 
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
@@ -11,6 +11,7 @@ from tgi_server.router.request import Limits, Submitter
 from tgi_server.router.text.chat_template import ChatTemplate
 from tgi_server.router.text.special_tokens import SpecialTokens
 from tgi_server.router.text.tokenizer import TextTokenizer, TokenizerThreads
+from tgi_server.router.text.tools import AnswerForm
 from tgi_server.router.text.validation import Validator
 from tgi_server.router.tracing import RequestTracer
 
@@ -19,12 +20,14 @@ from tgi_server.router.tracing import RequestTracer
 class ModelDescription:
     """The model that is served, and the version of the server.
 
-    compute_type: the value of the header `x-compute-type`. fallbacks: why parts of the model are computed in a slower
-    way than the device has. quantization: of the weights. linear_kernels: what computes linear layers on a CPU.
-    speculate: tokens drafted for a sequence in one step, at most.
+    names: by which OpenAI's routes call it; answers have the first. compute_type: the value of the header
+    `x-compute-type`. fallbacks: why parts of the model are computed in a slower way than the device has. quantization:
+    of the weights. linear_kernels: what computes linear layers on a CPU. speculate: tokens drafted for a sequence in
+    one step, at most.
     """
 
     model_id: str
+    names: Sequence[str]
     revision: str | None
     compute_type: str
     encoder_decoder: bool
@@ -74,6 +77,8 @@ class Service:
     check_health: raises Unhealthy when the shards do not answer.
     payload_limit: bytes of a request's body.
     special_tokens: that only the chat template may write; None: messages may, too.
+    max_stored_responses: that are kept for /v1/responses. answer_form: form in which the model thinks and calls tools.
+    openai_limits: limits of OpenAI's routes. sampling_defaults: what those take for parameters that are not given.
     """
 
     model: ModelDescription
@@ -90,4 +95,8 @@ class Service:
     payload_limit: int
     validation_workers: int
     special_tokens: SpecialTokens | None
+    answer_form: AnswerForm
+    max_stored_responses: int
+    openai_limits: Limits
+    sampling_defaults: Mapping[str, float]
     request_ids: Iterator[int] = field(default_factory=lambda: count(1))

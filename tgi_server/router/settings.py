@@ -1,19 +1,49 @@
 """The router's settings: TGI's flags and environment variables."""
 
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import AliasChoices, Field, PositiveFloat, PositiveInt, field_validator, model_validator
+from pydantic_settings import SettingsConfigDict
 
 from shared.settings import CommaSeparated, Port, Refused, ServiceSettings
+
+# `router/text/tool_formats.py` has these forms.
+ToolCallParser = Literal[
+    "auto",
+    "tgi",
+    "hermes",
+    "mistral",
+    "mistral_args",
+    "llama3_json",
+    "deepseek_v3",
+    "deepseek_v31",
+    "functionary",
+    "json",
+]
 
 
 class ServingSettings(ServiceSettings):
     """Settings that router and launcher both take; the launcher passes them on."""
 
+    model_config = SettingsConfigDict(cli_shortcuts={"port": "p", "graceful-termination-timeout": "g"})
+
     revision: str | None = Field(default=None, description="Revision of the model, as /info reports it.")
+    served_model_name: CommaSeparated[str] = Field(
+        default=[], description="Names of the model on OpenAI's routes; answers have the first. Unset: the model id."
+    )
     tokenizer_config_path: Path | None = Field(
         default=None, description="A tokenizer_config.json, or a bare chat template, in place of the model's own."
+    )
+    generation_config: Literal["auto", "none"] = Field(
+        default="auto",
+        description="Whether OpenAI's routes take the defaults of sampling from the model's generation_config.json.",
+    )
+    tool_call_parser: ToolCallParser = Field(
+        default="auto", description="Form in which the model calls tools; auto: as its chat template shows."
+    )
+    reasoning_parser: Literal["auto", "none", "deepseek_r1", "qwen3"] = Field(
+        default="auto", description="How the model's thoughts are told from its answer; auto: by its chat template."
     )
     hostname: str = Field(default="0.0.0.0", description="Address to listen on.")
     port: Port = Field(default=3000, description="Port of the HTTP API.")
@@ -34,6 +64,9 @@ class ServingSettings(ServiceSettings):
     max_batch_total_tokens: PositiveInt | None = Field(
         default=None, description="Tokens of all running requests; unset: as the memory allows."
     )
+    prefix_caching: bool = Field(
+        default=True, description="Keep what is computed for a prompt, for others that begin with the same tokens."
+    )
     max_batch_size: PositiveInt | None = Field(
         default=None, description="Requests that run at once; unset: max-concurrent-requests."
     )
@@ -47,6 +80,9 @@ class ServingSettings(ServiceSettings):
         "parts; unset: three times as long as a step without prompts, more if few replies run and many wait.",
     )
     max_client_batch_size: PositiveInt = Field(default=4, description="Prompts of one request, times n.")
+    max_stored_responses: int = Field(
+        default=1000, ge=0, description="Responses of /v1/responses that are kept in memory; 0: none."
+    )
     validation_workers: PositiveInt = Field(default=2, description="Threads that tokenise.")
     payload_limit: PositiveInt = Field(default=2_000_000, description="Bytes of a request's body.")
     client_timeout: PositiveInt = Field(
@@ -105,6 +141,11 @@ class ServingSettings(ServiceSettings):
         if self.max_input_tokens and self.max_total_tokens and self.max_input_tokens >= self.max_total_tokens:
             raise ValueError(
                 f"--max-input-tokens ({self.max_input_tokens}) must be less than "
+                f"--max-total-tokens ({self.max_total_tokens})"
+            )
+        if self.max_batch_total_tokens and self.max_batch_total_tokens < (self.max_total_tokens or 0):
+            raise ValueError(
+                f"--max-batch-total-tokens ({self.max_batch_total_tokens}) must be at least "
                 f"--max-total-tokens ({self.max_total_tokens})"
             )
         if self.prometheus_port and self.prometheus_port == self.port:

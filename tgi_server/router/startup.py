@@ -30,8 +30,12 @@ from tgi_server.router.scheduling.shard_client import ShardedClient
 from tgi_server.router.service import Capacity, ModelDescription, Service
 from tgi_server.router.settings import RouterSettings
 from tgi_server.router.text.chat_template import ChatTemplate
-from tgi_server.router.text.tokenizer import TokenizerThreads, load_tokenizer
+from tgi_server.router.text.generation_config import read_sampling_defaults
+from tgi_server.router.text.reasoning import reasoning_tags
+from tgi_server.router.text.tokenizer import TextTokenizer, TokenizerThreads, load_tokenizer
 from tgi_server.router.text.tokenizer_config import read_tokenizer_config
+from tgi_server.router.text.tool_formats import tool_format
+from tgi_server.router.text.tools import AnswerForm
 from tgi_server.router.text.validation import Validator, grammar_refusal
 from tgi_server.router.tracing import RequestTracer
 
@@ -83,6 +87,7 @@ async def assembled(settings: RouterSettings) -> AsyncIterator[Service]:
     """
     model = settings.tokenizer_name
     config = await asyncio.to_thread(read_tokenizer_config, model, settings.tokenizer_config_path)
+    defaults = read_sampling_defaults(model) if settings.generation_config == "auto" else {}
     template = ChatTemplate(config)
     threads = TokenizerThreads(await asyncio.to_thread(load_tokenizer, model, config), settings.validation_workers)
     guard = None if settings.allow_special_tokens else await asyncio.to_thread(threads.tokenizer.special_token_guard)
@@ -92,7 +97,8 @@ async def assembled(settings: RouterSettings) -> AsyncIterator[Service]:
         limits = _limits(settings, capacity)
         metrics = Metrics()
         metrics.fallbacks(len(capacity.fallbacks))
-        scheduler = Scheduler(shards, info, capacity, limits, metrics, _pace(settings, limits, info))
+        pace = _pace(settings, limits, info)
+        scheduler = Scheduler(shards, info, capacity, limits, metrics, pace, prefix_caching=settings.prefix_caching)
         refusal = grammar_refusal(disabled=settings.disable_grammar_support, supported=info.grammars)
         scheduler.start()
         watch = asyncio.create_task(watch_event_loop(metrics.event_loop_lag), name="event loop watch")
@@ -103,7 +109,9 @@ async def assembled(settings: RouterSettings) -> AsyncIterator[Service]:
                 tokenizer=threads.tokenizer,
                 threads=threads,
                 template=template,
-                validator=Validator(limits, threads, info.vocab_size, refusal, PinnedGrammars(shards).fault),
+                validator=Validator(
+                    limits, threads, info.vocab_size, refusal, PinnedGrammars(shards).compile, info.eos_token_ids
+                ),
                 submitter=scheduler,
                 capacity=Capacity(limits.max_concurrent_requests),
                 metrics=metrics,
@@ -112,6 +120,10 @@ async def assembled(settings: RouterSettings) -> AsyncIterator[Service]:
                 payload_limit=settings.payload_limit,
                 validation_workers=settings.validation_workers,
                 special_tokens=guard,
+                answer_form=_answer_form(settings, template, threads.tokenizer),
+                max_stored_responses=settings.max_stored_responses,
+                openai_limits=limits.of_openai(),
+                sampling_defaults=defaults,
             )
         finally:
             watch.cancel()
@@ -214,9 +226,18 @@ def _pace(settings: RouterSettings, limits: Limits, info: pb.InfoResponse) -> Pr
     )
 
 
+def _answer_form(settings: RouterSettings, template: ChatTemplate, tokenizer: TextTokenizer) -> AnswerForm:
+    calls = tool_format(settings.tool_call_parser, template.source)
+    thoughts = reasoning_tags(settings.reasoning_parser, template.source)
+    logger.info("tools are called in the form %r; thoughts are %s", calls.name, "told apart" if thoughts else "text")
+    return AnswerForm(calls, thoughts, tokenizer.special_tokens)
+
+
 def _describe(settings: RouterSettings, info: pb.InfoResponse, capacity: pb.WarmupResponse) -> ModelDescription:
+    model_id = settings.model_id or info.model_id
     return ModelDescription(
-        model_id=settings.model_id or info.model_id,
+        model_id=model_id,
+        names=settings.served_model_name or [model_id],
         revision=settings.revision or info.revision or None,
         compute_type="cpu" if info.device_type == "cpu" else "gpu+optimized",
         encoder_decoder=info.encoder_decoder,

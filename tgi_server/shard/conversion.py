@@ -56,7 +56,9 @@ def sequence(request: pb.Request) -> RunningSequence:
         generated_ids=list(request.generated_ids),
         sampling=sampling_from_message(request.sampling),
         stopping=StoppingParameters(request.max_new_tokens, request.ignore_eos),
-        report=ReportParameters(request.logprobs, request.top_n_tokens, request.prefill_logprobs),
+        report=ReportParameters(
+            request.logprobs, request.top_n_tokens, request.prefill_logprobs, request.prefill_top_n
+        ),
         grammar=grammar_from_message(request.grammar) if request.HasField("grammar") else None,
         blocks=list(request.block_ids),
         computed=request.cached_tokens,
@@ -100,4 +102,8 @@ def _generation(generation: Generation) -> pb.Generation:
             message.top_tokens.add(ids=(token,), logprobs=(0.0,))
     if prompt := generation.prompt_tokens:
         message.prefill_tokens.CopyFrom(pb.PrefillTokens(ids=prompt.ids, logprobs=prompt.logprobs))
+        for each in prompt.top:
+            message.prefill_tokens.top_tokens.add(
+                ids=[token for token, _ in each], logprobs=[value for _, value in each]
+            )
     return message

@@ -13,6 +13,7 @@ from typing import Any
 from tgi_server.contract import Grammar
 from tgi_server.engine.grammar import GrammarCompiler, InvalidGrammar, NoRoomForGrammar, Sandbox, SandboxLimit
 from tgi_server.engine.grammar.compiler import check_size, text_bytes
+from tgi_server.engine.grammar.json_schema import MOST_LENIENT
 from tgi_server.shard.errors import GrammarsBusy
 
 logger = logging.getLogger(__name__)
@@ -21,11 +22,15 @@ _REMEMBERED_FAULTS = 1_024
 
 
 class _Job:
-    """A grammar to compile. size: bytes that it may take, if known. waiting: how many requests wait for it."""
+    """A grammar to be compiled. size: bytes that it may take, if that is known. waiting: requests that wait for it.
 
-    def __init__(self, grammar: Grammar, size: int | None) -> None:
+    leniency: how much of a lenient schema is left to the model from the beginning.
+    """
+
+    def __init__(self, grammar: Grammar, size: int | None, leniency: int) -> None:
         self.grammar = grammar
         self.size = size
+        self.leniency = leniency
         self.done: Future[Any] = Future()
         self.waiting = 0
 
@@ -43,12 +48,12 @@ class _Lane:
         self._numbers = count()
         self._changed = threading.Condition()
 
-    def put(self, job: _Job) -> _Job | None:
-        """Queues a job. Returns the one with the most bytes, to be turned away, if more than `room` would wait."""
+    def put(self, job: _Job, *, turn_away: bool = True) -> _Job | None:
+        """Returns the job that is turned away, when more would wait than may: the one with the most bytes."""
         with self._changed:
             insort(self._jobs, (text_bytes(job.grammar), next(self._numbers), job))
             self._changed.notify()
-            return self._jobs.pop()[-1] if len(self._jobs) > self._room else None
+            return self._jobs.pop()[-1] if turn_away and len(self._jobs) > self._room else None
 
     def take(self) -> _Job:
         """Waits for a job, and takes it out of the queue."""
@@ -93,12 +98,13 @@ class GrammarQueue:
         for sandbox in sandboxes:
             sandbox.close()
 
-    def compile(self, grammar: Grammar, seconds: float, gone: Future[Any], size: int | None = None) -> int:
-        """Compiles a grammar. Returns the bytes that it may take; 0 if `gone`, the end of the request, comes first.
+    def compile(
+        self, grammar: Grammar, seconds: float, gone: Future[Any], size: int | None = None, leniency: int = 0
+    ) -> int:
+        """Returns the bytes that the compiled grammar may take; or 0, when `gone` is done before: nobody waits for it.
 
-        size: the bytes that another shard found when it tried the grammar; None: no shard has. Raises InvalidGrammar
-        with one line that says what is wrong with the grammar, and GrammarsBusy when it is not compiled within
-        `seconds`.
+        size, leniency: what another shard found, which has tried it. Raises InvalidGrammar with one line that says
+        what is wrong with the grammar, and GrammarsBusy when it is not compiled within `seconds`.
         """
         check_size(grammar)
         if (fault := self._known_fault(grammar)) is not None:
@@ -106,7 +112,7 @@ class GrammarQueue:
         if (known := self.compiler.size_of(grammar)) is not None:
             return known
         self.start()
-        job, turned_away = self._join(grammar, size)
+        job, turned_away = self._join(grammar, size, leniency)
         if turned_away is not None:
             self._finish(turned_away, GrammarsBusy("too many grammars are waiting to be compiled; try again soon"))
         try:
@@ -121,12 +127,12 @@ class GrammarQueue:
             raise GrammarsBusy(f"the grammar was not compiled within {seconds:g} s; try again soon")
         return 0
 
-    def _join(self, grammar: Grammar, size: int | None) -> tuple[_Job, _Job | None]:
-        """Returns the grammar's job, and the job that is turned away for it, if any."""
+    def _join(self, grammar: Grammar, size: int | None, leniency: int) -> tuple[_Job, _Job | None]:
+        """Returns the grammar's job, and the one that is turned away for it."""
         with self._lock:
             job, turned_away = self._running.get(grammar), None
             if job is None:
-                job = self._running[grammar] = _Job(grammar, size)
+                job = self._running[grammar] = _Job(grammar, size, leniency)
                 turned_away = self._quick.put(job)
             job.waiting += 1
             return job, turned_away
@@ -156,10 +162,11 @@ class GrammarQueue:
 
     def _compile(self, job: _Job, lane: _Lane, sandbox: Sandbox) -> int:
         if job.size is not None:
-            self.compiler.keep(job.grammar, self.compiler.source(job.grammar), job.size)
+            source, matcher = self.compiler.compiled(job.grammar, job.leniency)
+            self.compiler.keep(job.grammar, source, matcher, job.size)
             return job.size
-        trial = sandbox.try_grammar(job.grammar, lane.cpu_seconds)
-        self.compiler.keep(job.grammar, trial.source, trial.size)
+        trial = sandbox.try_grammar(job.grammar, lane.cpu_seconds, job.leniency)
+        self.compiler.keep(job.grammar, trial.source, size=trial.size)
         return trial.size
 
     def _overrun(self, job: _Job, lane: _Lane, limit: SandboxLimit) -> None:
@@ -169,6 +176,9 @@ class GrammarQueue:
             turned_away = self._slow.put(job)
             if turned_away is not None:
                 self._finish(turned_away, GrammarsBusy("too many large grammars are waiting; try again soon"))
+        elif job.grammar.lenient and job.leniency < MOST_LENIENT:
+            job.leniency += 1
+            self._slow.put(job, turn_away=False)
         else:
             fault = f"compiling it takes more than {lane.cpu_seconds:g} s"
             self._remember(job.grammar, fault)
@@ -202,6 +212,6 @@ class GrammarQueue:
 
 
 def _digest(grammar: Grammar) -> bytes:
-    """Returns a hash by which a grammar is recognised without being kept."""
-    parts = (grammar.type.value, grammar.value, grammar.text)
+    """Takes the place of a grammar that need not be kept."""
+    parts = (grammar.type.value, grammar.value, grammar.text, grammar.frame, *grammar.lenient)
     return hashlib.sha256(b"\0".join(part.encode(errors="surrogatepass") for part in parts)).digest()

@@ -42,7 +42,9 @@ class GrammarService(GrammarServiceServicer):
             self._pin(self._queue.compiler, request.pin, grammar)
         size = 0
         try:
-            size = self._queue.compile(grammar, _SECONDS, gone, request.size if request.HasField("size") else None)
+            known = request.size if request.HasField("size") else None
+            size = self._queue.compile(grammar, _SECONDS, gone, known, request.leniency)
+            unenforced, leniency = self._queue.compiler.left_to_model(grammar)
         except InvalidGrammar as error:
             return pb.CompileResponse(error=str(error))
         except GrammarsBusy as error:
@@ -50,7 +52,7 @@ class GrammarService(GrammarServiceServicer):
         finally:
             if gone.done() or not size:
                 self._unpin(self._queue.compiler, request.pin)
-        return pb.CompileResponse(size=size)
+        return pb.CompileResponse(size=size, unenforced=unenforced, leniency=leniency)
 
     def _pin(self, compiler: GrammarCompiler, pin: int, grammar: Grammar) -> None:
         with self._lock:

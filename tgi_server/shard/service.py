@@ -78,7 +78,8 @@ class TextGenerationService(TextGenerationServiceServicer):
             capacity = self._engine.warm_up(
                 max_batch_size=request.max_batch_size,
                 max_prefill_tokens=request.max_prefill_tokens,
-                max_total_tokens=request.max_total_tokens if request.HasField("max_total_tokens") else None,
+                max_total_tokens=request.max_total_tokens or None,
+                max_batch_total_tokens=request.max_batch_total_tokens or None,
             )
         if self._grammars is not None:
             self._grammars.start()

@@ -18,7 +18,7 @@ WEATHER = {
         "parameters": {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]},
     },
 }
-CALL = '{"function": {"_name": "get_weather", "place": "Paris"}}'
+CALL = '{"name": "get_weather", "arguments": {"place": "Paris"}}'
 
 
 async def chat(router: Router, **body: Any) -> dict[str, Any]:
@@ -68,6 +68,7 @@ async def test_an_answer(router: Router):
         "prompt_tokens": prompt,
         "completion_tokens": length,
         "total_tokens": prompt + length,
+        "prompt_tokens_details": {"cached_tokens": 0},
     }
 
 
@@ -142,7 +143,8 @@ async def test_several_answers(router: Router):
     assert len({request.sampling.seed for request in router.shard.received}) == 3
     chunks = await chat_stream(router, n=2)
     assert text(chunks, 0) == text(chunks, 1) == TEXT
-    assert "`n` must be 1 to 4" in (await refusal(router, n=5))["error"]["message"]
+    assert len((await chat(router, n=128, max_tokens=1))["choices"]) == 128
+    assert "`n` must be 1 to 128" in (await refusal(router, n=129))["error"]["message"]
 
 
 async def test_logprobs(router: Router):
@@ -186,45 +188,88 @@ async def test_a_call_of_a_tool(router: Router):
     (call,) = choice["message"]["tool_calls"]
     assert (call["type"], call["function"]["name"]) == ("function", "get_weather")
     assert json.loads(call["function"]["arguments"]) == {"place": "Paris"}
-    assert json.loads(router.shard.received[0].grammar.value)["required"] == ["function"]
+    grammar = router.shard.received[0].grammar
+    assert json.loads(grammar.value)["$defs"]["get_weather"]["required"] == ["place"]
+    assert "get_weather" in grammar.frame
 
 
 async def test_a_call_of_a_tool_as_a_stream(router: Router):
     router.say(CALL)
     chunks = await chat_stream(router, tools=[WEATHER])
-    deltas = [chunk["choices"][0]["delta"]["tool_calls"][0] for chunk in chunks]
-    assert deltas[0]["function"]["name"] == "get_weather"
-    assert all("name" not in delta["function"] for delta in deltas[1:])
-    assert len({delta["id"] for delta in deltas}) == 1
-    assert json.loads("".join(delta["function"]["arguments"] for delta in deltas)) == {"place": "Paris"}
+    first, *others = [chunk["choices"][0]["delta"]["tool_calls"][0] for chunk in chunks]
+    assert first["id"].startswith("call_")
+    assert (first["type"], first["function"]) == ("function", {"name": "get_weather", "arguments": ""})
+    assert all(delta.keys() == {"index", "function"} for delta in others)
+    assert json.loads("".join(delta["function"]["arguments"] for delta in others)) == {"place": "Paris"}
     assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
 
 
-class _NoToolFirst:
-    """Makes the shard call no tool while a grammar asks for a call, and talk otherwise."""
+async def test_several_calls_in_one_answer(router: Router):
+    router.say(CALL + CALL.replace("Paris", "Rome"))
+    (choice,) = (await chat(router, tools=[WEATHER]))["choices"]
+    calls = choice["message"]["tool_calls"]
+    assert [json.loads(call["function"]["arguments"])["place"] for call in calls] == ["Paris", "Rome"]
+    assert len({call["id"] for call in calls}) == 2
+    chunks = await chat_stream(router, tools=[WEATHER])
+    deltas = [chunk["choices"][0]["delta"]["tool_calls"][0] for chunk in chunks]
+    for index, place in enumerate(("Paris", "Rome")):
+        mine = [delta["function"]["arguments"] for delta in deltas if delta["index"] == index]
+        assert json.loads("".join(mine)) == {"place": place}
+    await chat(router, tools=[WEATHER], parallel_tool_calls=False)
+    several, one = router.shard.received[0].grammar.frame, router.shard.received[-1].grammar.frame
+    assert "another" in several
+    assert "another" not in one
 
-    def __init__(self, router: Router) -> None:
-        self._router = router
-        self._next = router.shard._next
 
-    def __call__(self, row: Any) -> Any:
-        constrained = row.request.HasField("grammar")
-        self._router.say('{"function": {"_name": "no_tool"}}' if constrained else TEXT)
-        return self._next(row)
-
-
-async def test_the_model_may_call_no_tool(router: Router, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(router.shard, "_next", _NoToolFirst(router))
+async def test_an_answer_without_a_call_is_generated_once(router: Router):
+    length = router.say(TEXT)
     (choice,) = (await chat(router, tools=[WEATHER]))["choices"]
     assert choice["message"] == {"role": "assistant", "content": TEXT}
     assert choice["finish_reason"] == "stop"
+    assert len(router.shard.received) == 1
     chunks = await chat_stream(router, tools=[WEATHER], stream_options={"include_usage": True})
     assert text(chunks) == TEXT
-    assert (
-        chunks[-1]["usage"]["completion_tokens"]
-        == len(router.service.tokenizer.encode(TEXT, add_special_tokens=False).ids) + 1
-    )
-    await router.idle()
+    assert chunks[-1]["usage"]["completion_tokens"] == length
+    assert len(router.shard.received) == 2
+
+
+async def test_tools_together_with_a_form_of_the_answer(router: Router):
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "boolean"}}}
+    router.say("true")
+    (choice,) = (await chat(router, tools=[WEATHER], response_format=form))["choices"]
+    assert choice["message"]["content"] == "true"
+    router.say(CALL)
+    (choice,) = (await chat(router, tools=[WEATHER], response_format=form))["choices"]
+    assert choice["message"]["tool_calls"][0]["function"]["name"] == "get_weather"
+    assert json.loads(router.shard.received[0].grammar.value)["definitions"] == {"answer": {"type": "boolean"}}
+
+
+async def test_some_of_the_tools(router: Router):
+    clock = {"type": "function", "function": {"name": "clock"}}
+    allowed = {"mode": "auto", "tools": [{"type": "function", "function": {"name": "clock"}}]}
+    await chat(router, tools=[WEATHER, clock], tool_choice={"type": "allowed_tools", "allowed_tools": allowed})
+    assert list(json.loads(router.shard.received[0].grammar.value)["$defs"]) == ["clock"]
+
+
+async def test_logprobs_of_an_answer_that_may_call_tools(router: Router):
+    length = router.say(TEXT)
+    (choice,) = (await chat(router, tools=[WEATHER], logprobs=True))["choices"]
+    assert len(choice["logprobs"]["content"]) == length
+
+
+async def test_thoughts_are_told_apart(routers: RouterFactory):
+    router = await routers(reasoning_parser="qwen3")
+    router.say(f"<think>\nRice, hm.\n</think>\n\n{TEXT}")
+    (choice,) = (await chat(router))["choices"]
+    assert choice["message"] == {"role": "assistant", "content": TEXT, "reasoning_content": "Rice, hm.\n"}
+    chunks = await chat_stream(router)
+    assert text(chunks) == TEXT
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    assert "".join(delta.get("reasoning_content", "") for delta in deltas) == "Rice, hm.\n"
+    router.say(f"<think>Rice, hm.</think>{CALL}")
+    (choice,) = (await chat(router, tools=[WEATHER], tool_choice="required"))["choices"]
+    assert choice["message"]["reasoning_content"] == "Rice, hm."
+    assert choice["message"]["tool_calls"][0]["function"]["name"] == "get_weather"
 
 
 async def test_no_tools_are_told_when_none_may_be_called(router: Router):
@@ -243,10 +288,10 @@ async def test_no_tools_are_told_when_none_may_be_called(router: Router):
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "validation"),
         ({"max_tokens": 0}, "validation"),
         ({"top_logprobs": 2}, "validation"),
-        ({"logprobs": True, "top_logprobs": 6}, "validation"),
+        ({"logprobs": True, "top_logprobs": 21}, "validation"),
         ({"tools": [WEATHER], "tool_choice": {"function": {"name": "radio"}}}, "tool_error"),
-        ({"tools": [WEATHER], "response_format": {"type": "json_object"}}, "tool_error"),
-        ({"stop": ["a", "b", "c", "d", "e"]}, "validation"),
+        ({"tools": [WEATHER], "response_format": {"type": "regex", "value": "a"}}, "tool_error"),
+        ({"stop": list("abcdefghijklmnopq")}, "validation"),
         ({"temperature": -1.0}, "validation"),
     ],
 )
@@ -257,12 +302,12 @@ async def test_a_chat_request_that_breaks_a_rule_is_refused(
     assert (await refusal(router, stream=stream, **body))["error_type"] == error_type
 
 
-async def test_a_call_that_ends_before_its_name(router: Router):
+async def test_a_call_that_is_cut_off(router: Router):
     router.say(CALL)
-    for stream in (False, True):
-        answer = await refusal(router, tools=[WEATHER], max_tokens=3, stream=stream)
-        assert answer["error_type"] == "tool_error"
-        assert "max_tokens" in answer["error"]["message"]
+    (choice,) = (await chat(router, tools=[WEATHER], max_tokens=3))["choices"]
+    assert (choice["message"]["content"], choice["finish_reason"]) == ("", "length")
+    chunks = await chat_stream(router, tools=[WEATHER], max_tokens=3)
+    assert (text(chunks), chunks[-1]["choices"][0]["finish_reason"]) == ("", "length")
 
 
 async def test_tools_need_grammars(routers: RouterFactory):
@@ -273,13 +318,11 @@ async def test_tools_need_grammars(routers: RouterFactory):
     assert "grammars" in (await refusal(router, tools=[WEATHER]))["error"]["message"]
 
 
-async def test_a_client_that_leaves_while_a_tool_is_chosen(routers: RouterFactory):
+async def test_a_client_that_leaves_while_a_tool_is_called(routers: RouterFactory):
     router = await routers(shard={"step_seconds": 0.05})
-    router.say(" " * 50 + CALL, end=False)
+    router.say(CALL * 9, end=False)
     with pytest.raises(Exception, match=r".*"):
-        await router.http.post(
-            "/v1/chat/completions", json={"messages": HELLO, "tools": [WEATHER], "stream": True}, timeout=0.3
-        )
+        await router.http.post("/v1/chat/completions", json={"messages": HELLO, "tools": [WEATHER]}, timeout=0.3)
     await router.idle()
     assert await router.metric('tgi_request_failure{err="cancelled"}') == 1
 

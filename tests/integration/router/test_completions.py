@@ -53,10 +53,10 @@ async def test_several_completions_of_each(router: Router):
 
 
 async def test_more_than_one_request_may_ask_for(router: Router):
-    for body in ({"prompt": ["a"] * 5}, {"prompt": ["a"] * 3, "n": 2}, {"prompt": []}, {"prompt": "a", "n": 0}):
+    for body in ({"prompt": ["a"] * 129}, {"prompt": ["a"] * 3, "n": 43}, {"prompt": []}, {"prompt": "a", "n": 0}):
         response = await router.post("/v1/completions", **body)
         assert response.status_code == 422
-        assert "--max-client-batch-size" in response.json()["error"]["message"]
+        assert "must be 1 to 128" in response.json()["error"]["message"]
 
 
 async def test_a_stream_of_several_prompts(router: Router):
@@ -65,7 +65,7 @@ async def test_a_stream_of_several_prompts(router: Router):
     for index in (0, 1):
         mine = [chunk for chunk in chunks if chunk["choices"][0]["index"] == index]
         assert "".join(chunk["choices"][0]["text"] for chunk in mine) == TEXT
-        assert [chunk["choices"][0]["finish_reason"] for chunk in mine] == [""] * (len(mine) - 1) + ["stop"]
+        assert [chunk["choices"][0]["finish_reason"] for chunk in mine] == [None] * (len(mine) - 1) + ["stop"]
         assert mine[-1]["usage"]["completion_tokens"] == length
         assert "usage" not in mine[0]
 
@@ -89,11 +89,13 @@ async def test_a_stop_sequence_is_not_shown(router: Router):
     [
         ({"prompt": ""}, "must not be empty"),
         ({"prompt": "a", "suffix": "b"}, "suffix"),
-        ({"prompt": "a", "echo": True}, "echo"),
-        ({"prompt": "a", "logprobs": 1}, "logprobs"),
-        ({"prompt": "a", "best_of": 2}, "best_of"),
-        ({"prompt": "a", "max_tokens": 0}, "max_tokens"),
-        ({"prompt": [1, 2]}, "prompt"),
+        ({"prompt": "a", "logprobs": 21}, "`logprobs` must be 0 to 20"),
+        ({"prompt": "a", "n": 3, "best_of": 2}, "`best_of` is 2; it must be at least `n`, which is 3"),
+        ({"prompt": ["a"] * 50, "best_of": 3}, "`best_of`"),
+        ({"prompt": [1, 2**20]}, "the token 1048576"),
+        ({"prompt": [1, -2]}, "prompt"),
+        ({"prompt": [[1], "a"]}, "prompt"),
+        ({"prompt": [[]]}, "prompt"),
         ({}, "prompt"),
     ],
 )
@@ -105,3 +107,45 @@ async def test_a_completion_request_that_breaks_a_rule_is_refused(
     assert response.status_code == 422
     assert told in response.json()["error"]["message"]
     assert router.service.capacity.in_flight == 0
+
+
+async def test_prompts_may_be_tokens(router: Router):
+    router.say(TEXT)
+    tokens = [token["id"] for token in (await router.post("/tokenize", inputs="Hello there")).json()]
+    one = await complete(router, prompt=tokens)
+    assert list(router.shard.received[-1].input_ids) == tokens
+    assert (one["choices"][0]["text"], one["usage"]["prompt_tokens"]) == (TEXT, len(tokens))
+    several = await complete(router, prompt=[tokens, tokens[:1]])
+    assert [choice["text"] for choice in several["choices"]] == [TEXT, TEXT]
+    assert several["usage"]["prompt_tokens"] == len(tokens) + 1
+
+
+async def test_the_prompt_may_be_shown(router: Router):
+    router.say(TEXT)
+    (choice,) = (await complete(router, prompt="Hello", echo=True))["choices"]
+    assert choice["text"] == f"Hello{TEXT}"
+    first, *others = await complete_stream(router, prompt="Hello", echo=True)
+    assert first["choices"][0]["text"] == "Hello"
+    assert "".join(chunk["choices"][0]["text"] for chunk in others) == TEXT
+
+
+@pytest.mark.parametrize("echo", [False, True])
+async def test_nothing_need_be_generated(router: Router, echo: bool):
+    router.say(TEXT)
+    answer = await complete(router, prompt="Hello", echo=echo, max_tokens=0)
+    assert answer["choices"] == [
+        {"index": 0, "text": "Hello" if echo else "", "logprobs": None, "finish_reason": "length"}
+    ]
+    assert answer["usage"]["completion_tokens"] == 0
+    chunks = await complete_stream(router, prompt="Hello", echo=echo, max_tokens=0)
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == ("Hello" if echo else "")
+    assert chunks[-1]["choices"][0]["finish_reason"] == "length"
+
+
+async def test_the_best_of_several(router: Router):
+    length = router.say(TEXT)
+    answer = await complete(router, prompt=["a", "b"], n=1, best_of=3, temperature=1.0)
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1]
+    assert answer["usage"]["completion_tokens"] == 6 * length
+    response = await router.post("/v1/completions", prompt="a", best_of=2, stream=True)
+    assert (response.status_code, "best_of" in response.json()["error"]["message"]) == (422, True)

@@ -94,7 +94,7 @@ async def test_a_conversation(router: Router):
 
 
 async def test_a_tool(router: Router):
-    router.say('{"function": {"_name": "clock", "zone": "UTC"}}')
+    router.say('{"name": "clock", "arguments": {"zone": "UTC"}}')
     tool = {
         "type": "function",
         "function": {"name": "clock", "parameters": {"type": "object", "properties": {"zone": {"type": "string"}}}},

@@ -148,7 +148,7 @@ async def check_health(process: tuple[str, Process], shapes: list[tuple[str, str
                 asking = asyncio.create_task(http.post(path, content=body))
                 worst = await worst_health(http, asking)
                 response = await asking
-                assert response.status_code in (200, 422, 429), (name, response.text[:500])
+                assert response.status_code in (200, 400, 422, 429), (name, response.text[:500])
                 print(f"{worst:.3f} {response.status_code} {path} {name}")
                 if worst <= PROBE_SECONDS:
                     break

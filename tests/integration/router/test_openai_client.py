@@ -49,7 +49,7 @@ async def test_completions(router: Router):
 
 
 async def test_a_tool(router: Router):
-    router.say('{"function": {"_name": "clock", "zone": "UTC"}}')
+    router.say('{"name": "clock", "arguments": {"zone": "UTC"}}')
     tools: Any = [{"type": "function", "function": {"name": "clock", "parameters": {"type": "object"}}}]
     answer = await client(router).chat.completions.create(model="tgi", messages=HELLO, tools=tools)
     assert answer.choices[0].message.tool_calls is not None

@@ -4,6 +4,7 @@ import asyncio
 from typing import Any
 
 import pytest
+from packaging.version import Version
 
 from tests.integration.router.conftest import Router, RouterFactory, events
 from tgi_server.router import startup
@@ -159,7 +160,80 @@ async def test_a_path_that_is_not_there(router: Router):
     response = await router.http.get("/nothing")
     assert response.status_code == 404
     assert response.json()["error_type"] == "not_found"
-    assert (await router.http.get("/generate")).status_code == 405
+
+
+async def test_a_method_that_a_path_does_not_have(router: Router):
+    for path, method, allowed in (
+        ("/generate", "GET", "POST"),
+        ("/info", "POST", "GET"),
+        ("/", "PUT", "GET, HEAD, POST"),
+    ):
+        response = await router.http.request(method, path)
+        assert response.status_code == 405
+        assert response.headers["allow"] == allowed
+        assert response.json()["error_type"] == "not_found"
+
+
+async def test_a_context_that_is_too_long_in_the_words_that_clients_look_for(routers: RouterFactory):
+    router = await routers(max_input_tokens=10, max_total_tokens=20)
+    for inputs, parameters, told in (
+        ("Rinse the rice. " * 5, {}, "`inputs` must have less than 11 tokens. Given: "),
+        (
+            "Rinse",
+            {"max_new_tokens": 50},
+            "`inputs` tokens + `max_new_tokens` must be <= 20. Given: 2 `inputs` tokens and 50",
+        ),
+    ):
+        response = await router.post("/generate", inputs=inputs, parameters=parameters)
+        assert response.status_code == 422
+        assert response.json()["error"].startswith(f"Input validation error: {told}")
+    for body in ({"max_tokens": 50}, {"messages": [{"role": "user", "content": "Rinse the rice. " * 5}]}):
+        for stream in (False, True):
+            response = await router.post("/v1/chat/completions", **{"messages": HELLO, "stream": stream, **body})
+            assert response.status_code == 400
+            error = response.json()["error"]
+            assert (error["code"], error["type"]) == ("context_length_exceeded", "invalid_request_error")
+            assert error["message"].startswith("This model's maximum context length is ")
+
+
+async def test_names_of_the_model(routers: RouterFactory):
+    router = await routers(served_model_name=["mine", "alias"], model_id="hub/model")
+    assert [model["id"] for model in (await router.http.get("/v1/models")).json()["data"]] == ["mine", "alias"]
+    assert (await router.http.get("/v1/models/alias")).json()["id"] == "alias"
+    assert (await router.http.get("/v1/models/hub/model")).json()["error"]["code"] == "model_not_found"
+    assert (await router.post("/v1/completions", prompt="Hello", max_tokens=1)).json()["model"] == "mine"
+    assert (await router.http.get("/info")).json()["model_id"] == "hub/model"
+
+
+async def test_versions(router: Router):
+    version = (await router.http.get("/version")).json()["version"]
+    told = Version((await router.http.get("/info")).json()["version"])
+    assert told >= Version("3.3")
+    assert version in str(told)
+
+
+async def test_the_text_of_tokens(router: Router):
+    tokens = (await router.post("/tokenize", inputs="Hello é!")).json()
+    answer = await router.post("/detokenize", tokens=[token["id"] for token in tokens])
+    assert answer.json() == {"prompt": "<|bos|>Hello é!"}
+    for tokens in ([10**6], [-1], ["a"]):
+        assert (await router.post("/detokenize", tokens=tokens)).status_code == 422
+
+
+async def test_a_prompt_is_computed_again_without_a_prefix_cache(routers: RouterFactory):
+    prompt = "Rinse the rice. Then boil it. " * 10
+    for caching in (True, False):
+        router = await routers(prefix_caching=caching)
+        for _ in range(2):
+            await router.post("/generate", inputs=prompt, parameters={"max_new_tokens": 1})
+        cached = [request.cached_tokens > 0 for request in router.shard.received]
+        assert cached == [False, caching]
+
+
+async def test_without_parameters_it_samples_as_tgi_does(router: Router):
+    await router.post("/generate", inputs="Hello")
+    await router.post("/generate", inputs="Hello", parameters={})
+    assert [request.sampling.do_sample for request in router.shard.received] == [True, False]
 
 
 async def test_the_page_needs_nothing_from_elsewhere(router: Router):
@@ -174,8 +248,8 @@ async def test_the_page_needs_nothing_from_elsewhere(router: Router):
 
 async def test_an_api_key(routers: RouterFactory):
     router = await routers(api_key="secret")
-    body = {"inputs": "Hello"}
-    for path in ("/generate", "/generate_stream", "/", "/tokenize"):
+    body = {"inputs": "Hello", "messages": HELLO, "tokens": [5]}
+    for path in ("/generate", "/generate_stream", "/", "/tokenize", "/chat_tokenize", "/detokenize"):
         for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "secret"}):
             refused = await router.http.post(path, json=body, headers=headers)
             assert refused.status_code == 401

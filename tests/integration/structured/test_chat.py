@@ -69,6 +69,59 @@ def test_openais_own_form_of_a_schema(client: OpenAI) -> None:
         assert isinstance(json.loads(anything.message.content), dict)
 
 
+# A constraint that no grammar can be made of.
+UNIQUE = {"type": "array", "items": {"type": "integer", "minimum": 1, "maximum": 9}, "maxItems": 3, "uniqueItems": True}
+NUMBERS = {"type": "object", "properties": {"n": UNIQUE}, "required": ["n"], "additionalProperties": False}
+
+
+def test_what_cannot_be_enforced_is_told_unless_the_format_is_strict(client: OpenAI) -> None:
+    config = {"name": "numbers", "schema": NUMBERS}
+    raw = client.chat.completions.with_raw_response
+    options: Any = {"model": "tgi", "messages": MESSAGES, "temperature": 0, "max_tokens": 60}
+    answer = raw.create(**options, response_format={"type": "json_schema", "json_schema": config})
+    assert answer.headers["x-unenforced-constraints"] == "uniqueItems at #/properties/n"
+    numbers = json.loads(answer.parse().choices[0].message.content or "")["n"]
+    assert all(1 <= number <= 9 for number in numbers)
+    streamed = raw.create(**options, stream=True, response_format={"type": "json_schema", "json_schema": config})
+    assert streamed.headers["x-unenforced-constraints"] == "uniqueItems at #/properties/n"
+    for form in ({"json_schema": {**config, "strict": True}}, {"value": config}):
+        with pytest.raises(openai.UnprocessableEntityError, match="'uniqueItems' \\(at #/properties/n\\)"):
+            raw.create(**options, response_format={"type": "json_schema", **form})
+    assert "x-unenforced-constraints" not in raw.create(**options).headers
+
+
+def test_a_tool_that_no_grammar_can_be_made_of_is_offered_without_one(client: OpenAI) -> None:
+    broken = {"name": "broken", "parameters": {"type": "object", "properties": {"a": 3}}}
+    tools: Any = [*TOOLS, {"type": "function", "function": broken}]
+    options: Any = {"model": "tgi", "messages": MESSAGES, "temperature": 0, "max_tokens": 60, "tools": tools}
+    answer = client.chat.completions.with_raw_response.create(**options)
+    assert "at #/$defs/broken" in answer.headers["x-unenforced-constraints"]
+    assert answer.parse().choices
+    named: Any = {"type": "function", "function": {"name": "set_timer"}}
+    check_call(ask(client, tools=tools, tool_choice=named).choices[0].message.tool_calls[0].function)
+    tools[-1]["function"]["strict"] = True
+    with pytest.raises(openai.UnprocessableEntityError, match="broken"):
+        client.chat.completions.create(**options)
+
+
+def test_parameters_may_be_whatever_a_grammar_takes(client: OpenAI) -> None:
+    shapes = [
+        {"type": "object", "properties": {"kind": {"const": kind}, "size": {"type": "integer"}}, "required": ["kind"]}
+        for kind in ("circle", "square")
+    ]
+    parameters = {"oneOf": [{"$ref": "#/$defs/circle"}, {"$ref": "#/$defs/square"}]}
+    parameters["$defs"] = dict(zip(("circle", "square"), shapes, strict=True))
+    tools: Any = [{"type": "function", "function": {"name": "draw", "parameters": parameters, "strict": True}}]
+    for options in ({}, {"stream": True}):
+        answer = ask(client, tools=tools, tool_choice="required", max_tokens=200, **options)
+        if options:
+            deltas = [delta for chunk in answer for delta in chunk.choices[0].delta.tool_calls or []]
+            arguments = "".join(delta.function.arguments or "" for delta in deltas)
+        else:
+            arguments = answer.choices[0].message.tool_calls[0].function.arguments
+        jsonschema.validate(json.loads(arguments), parameters)
+
+
 def test_several_choices(client: OpenAI) -> None:
     answer = ask(client, response_format=GRAMMARS["regex"][0], n=3, temperature=1.2, seed=1)
     assert len(answer.choices) == 3
@@ -150,11 +203,11 @@ def test_the_usage_of_a_streamed_call_that_comes_at_once(client: OpenAI) -> None
     ("options", "told"),
     [
         ({"response_format": {"type": "regex", "value": "(a"}}, "regular expression"),
-        ({"response_format": {"type": "json", "value": {"type": "object", "not": {}}}}, "'not'"),
+        ({"response_format": {"type": "json", "value": {"type": "array", "uniqueItems": True}}}, "'uniqueItems'"),
         ({"response_format": {"type": "json", "value": "{"}}, "not JSON"),
         ({"response_format": {"type": "lark", "value": "start: missing"}}, "missing"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "fly"}}}, "'fly'"),
-        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}]}, "'not'"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": 3}}]}, "'f'"),
     ],
 )
 def test_what_cannot_be_compiled_is_refused_in_openais_form(

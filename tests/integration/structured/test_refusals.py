@@ -20,8 +20,11 @@ for _ in range(150):
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no regular expression": ({"type": "regex", "value": "[a"}, "regular expression"),
     "look-ahead": ({"type": "regex", "value": "(?=a)b"}, "look-ahead"),
-    "an unknown keyword": ({"type": "json", "value": {"type": "object", "uniqueItems": True}}, "'uniqueItems'"),
-    "a keyword far inside": ({"type": "json", "value": {"properties": {"a": {"items": {"if": {}}}}}}, "properties/a"),
+    "what cannot be asked for": ({"type": "json", "value": {"type": "array", "uniqueItems": True}}, "'uniqueItems'"),
+    "a keyword far inside": (
+        {"type": "json", "value": {"properties": {"a": {"items": {"type": "x"}}}}},
+        "properties/a",
+    ),
     "a schema without values": ({"type": "json", "value": False}, "nothing matches"),
     "contradictions": ({"type": "json", "value": {"type": "integer", "minimum": 5, "maximum": 2}}, "cannot be used"),
     "nested too deep": ({"type": "json", "value": NESTED}, "deep"),

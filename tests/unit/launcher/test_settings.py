@@ -119,3 +119,36 @@ def test_a_machine_that_does_not_know_its_place(
     with pytest.raises(SystemExit):
         read(*flags)
     assert capsys.readouterr().err == f"launcher: {reason}\n"
+
+
+def test_variables_of_sagemaker_stand_for_those_that_are_not_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_MODEL_ID", "hub/model")
+    monkeypatch.setenv("SM_NUM_GPUS", "4")
+    assert (read().model_id, read().num_shard) == ("hub/model", 4)
+    monkeypatch.setenv("NUM_SHARD", "2")
+    monkeypatch.setenv("MODEL_ID", "")
+    assert (read().model_id, read().num_shard) == ("hub/model", 2)
+    monkeypatch.setenv("MODEL_ID", "other/model")
+    assert (read().model_id, read("--num-shard=3").num_shard) == ("other/model", 3)
+
+
+def test_a_machine_of_sagemaker_without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SM_NUM_GPUS", "0")
+    assert read().num_shard is None
+
+
+def test_short_flags_of_tgi() -> None:
+    settings = read("-p", "81", "-g", "7")
+    assert (settings.port, settings.graceful_termination_timeout) == (81, 7)
+
+
+def test_prefix_caching_as_tgi_spells_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert read().prefix_caching
+    monkeypatch.setenv("PREFIX_CACHING", "0")
+    assert not read().prefix_caching
+
+
+def test_room_for_one_request_at_least(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        read("--max-total-tokens=100", "--max-batch-total-tokens=99")
+    assert "--max-batch-total-tokens (99) must be at least --max-total-tokens (100)" in capsys.readouterr().err

@@ -27,4 +27,6 @@ def test_places_are_given_back_after_an_error():
 
 
 def test_the_fingerprint_names_the_version():
-    assert ModelDescription("m", None, "cpu", encoder_decoder=False, version="1.2.3").fingerprint == "1.2.3-native"
+    assert (
+        ModelDescription("m", ["m"], None, "cpu", encoder_decoder=False, version="1.2.3").fingerprint == "1.2.3-native"
+    )

@@ -1,5 +1,6 @@
 """Grammars that wait to be compiled: which goes first, which are turned away, which are remembered."""
 
+import json
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -10,7 +11,7 @@ import pytest
 
 from tests import hostile_grammars as hostile
 from tgi_server import demo_model
-from tgi_server.contract import Grammar
+from tgi_server.contract import Grammar, GrammarKind
 from tgi_server.engine.grammar import GrammarCompiler, InvalidGrammar, Sandbox
 from tgi_server.shard.errors import GrammarsBusy
 from tgi_server.shard.grammar_queue import GrammarQueue
@@ -25,9 +26,9 @@ class Tried(Sandbox):
         super().__init__(demo_model.PATH, 3072, [1], niceness=0)
         self._tried = tried
 
-    def try_grammar(self, grammar: Grammar, cpu_seconds: float) -> Any:
+    def try_grammar(self, grammar: Grammar, cpu_seconds: float, leniency: int = 0) -> Any:
         self._tried.append(grammar)
-        return super().try_grammar(grammar, cpu_seconds)
+        return super().try_grammar(grammar, cpu_seconds, leniency)
 
 
 @pytest.fixture
@@ -114,3 +115,14 @@ def test_a_request_whose_client_leaves_waits_no_longer(queue: GrammarQueue, trie
 def test_a_shard_that_is_told_the_size_tries_nothing(queue: GrammarQueue, tried: list[Grammar]) -> None:
     assert queue.compile(hostile.lark(hostile.rules(2_000)), SECONDS, Future(), size=12_345) == 12_345
     assert not tried
+
+
+def test_a_lenient_schema_that_is_too_complex_is_taken_with_less(queue: GrammarQueue) -> None:
+    condition = {"if": {"required": ["a"]}, "then": {"minProperties": 2}}
+    members = {f"p{i}": {"type": "string", "pattern": hostile.optional_letters(2_000 + i)} for i in range(100)}
+    schema = json.dumps({"type": "object", "properties": members, **condition})
+    with pytest.raises(InvalidGrammar):
+        compile_now(queue, Grammar(GrammarKind.JSON_SCHEMA, schema))
+    lenient = Grammar(GrammarKind.JSON_SCHEMA, schema, lenient=("#",))
+    assert compile_now(queue, lenient) > 0
+    assert "pattern at #/properties/p0" in queue.compiler.left_to_model(lenient)[0]

@@ -7,18 +7,19 @@ replaces by the words of the hint, which the model sees and the text does not ha
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from tgi_server.engine.grammar.errors import InvalidGrammar
-from tgi_server.engine.grammar.json_schema import (
+from tgi_server.engine.grammar.json_schema.keywords import (
     HINT,
     ITEM_SEPARATOR,
     JSON_LAYOUT,
     KEY_SEPARATOR,
     SPAN,
     SPAN_SOURCE,
-    is_annotated,
+    subschemas,
 )
 
 _DEFINITIONS = ("$defs", "definitions")
@@ -33,18 +34,29 @@ _PIECES = {_WORDS: re.compile(r"\w+|\s+|[^\w\s]"), _CHARACTERS: re.compile(r".",
 # Words: the first piece and the last are words, and not the letter of an escape such as \n.
 _BOUNDS = {_WORDS: r"\w(\w|(?s:.)*[^\\]\w)?", _CHARACTERS: "(?s:.)+"}
 _MAX_ITEMS = 1_000
+_SCHEMA_IN_FRAME = re.compile(r'%schema ("(?:[^"\\]|\\.)*")')
 
 
-def annotated_lark(schema: dict[str, Any], text: str, markers: Sequence[int]) -> tuple[str, dict[int, str]]:
-    """The grammar, and the hint of each marker in it.
+def annotated_lark(
+    schema: dict[str, Any],
+    text: str,
+    markers: Sequence[int],
+    frame: str = "",
+    places: Mapping[str, str] = MappingProxyType({}),
+) -> tuple[str, dict[int, str]]:
+    """Returns the grammar, and the hint of each marker in it.
 
     schema: checked. text: what spans without a source of their own are taken from. markers: token ids to be used.
+    frame: a grammar around the schema, or around parts of it; without one, the schema is all. places: where parts of
+    the schema are now, by where the frame looks for them.
     Raises InvalidGrammar that says what cannot be combined.
     """
     writer = _Writer(schema, text, markers)
-    start = writer.rule(schema, "#")
-    lines = ["%llguidance {}", f"start: {start}", *writer.lines]
-    return "\n".join(lines), writer.hints
+    if frame:
+        start = _SCHEMA_IN_FRAME.sub(lambda named: writer.named_rule(_current(json.loads(named[1]), places)), frame)
+    else:
+        start = f"%llguidance {{}}\nstart: {writer.rule(schema, '#')}"
+    return "\n".join([start, *writer.lines]), writer.hints
 
 
 class _Writer:
@@ -82,6 +94,10 @@ class _Writer:
             f"{SPAN} and {HINT} are supported below properties, items, anyOf and $ref, not where they are in {place}"
         )
 
+    def named_rule(self, reference: str) -> str:
+        """Writes a rule for the schema at a JSON pointer; returns its name."""
+        return self.rule({"$ref": reference}, reference)
+
     def _add(self, body: str) -> str:
         self._number += 1
         name = f"rule{self._number}"
@@ -100,14 +116,28 @@ class _Writer:
         """The schema as a document of its own: it takes along what its references may name."""
         if not isinstance(schema, dict):
             return {"allOf": [schema]} if schema is False else {}
-        return {**schema, **self._definitions, "x-guidance": JSON_LAYOUT}
+        return {**schema, **self._definitions_for(schema), "x-guidance": JSON_LAYOUT}
+
+    def _definitions_for(self, schema: dict[str, Any]) -> dict[str, Any]:
+        """Returns the definitions that a schema refers to, and those that these refer to."""
+        needed: dict[str, dict[str, Any]] = {}
+        waiting = sorted(_references(schema))
+        while waiting:
+            home, _, rest = waiting.pop().removeprefix("#/").partition("/")
+            name = rest.partition("/")[0].replace("~1", "/").replace("~0", "~")
+            if home not in self._definitions or name not in self._definitions[home]:
+                return self._definitions  # by another way than by name
+            if name not in needed.setdefault(home, {}):
+                needed[home][name] = self._definitions[home][name]
+                waiting += sorted(_references(needed[home][name]))
+        return needed
 
     def _leads_to_annotation(self, schema: Any) -> bool:
         """Returns True if there is one in the schema, or in what it refers to."""
         if not isinstance(schema, dict):
             return False
         content = _content(schema)
-        return is_annotated(content) or not self._annotated.isdisjoint(_references(content))
+        return _is_annotated(content) or not self._annotated.isdisjoint(_references(content))
 
     def _annotated_references(self) -> set[str]:
         """Returns the references, of all that the root leads to, from which a way leads to an annotation.
@@ -124,7 +154,7 @@ class _Writer:
             if not isinstance(target, dict):
                 continue
             content = _content(target)
-            if is_annotated(content):
+            if _is_annotated(content):
                 found.append(reference)
             for named in _references(content):
                 named_by.setdefault(named, set()).add(reference)
@@ -238,6 +268,17 @@ class _Writer:
             self.lines.append(f"{name}_TEXT: %regex {json.dumps({'substring_chunks': chunks})}")
             self.lines.append(f'{name}: "\\"" ({name}_TEXT & /{_BOUNDS[granularity]}/) "\\""')
         return name
+
+
+def _current(place: str, places: Mapping[str, str]) -> str:
+    return places.get(place, place)
+
+
+def _is_annotated(schema: Any) -> bool:
+    """Returns True if a span or a hint is anywhere in the schema."""
+    return isinstance(schema, dict) and (
+        SPAN in schema or HINT in schema or any(_is_annotated(each) for _, each in subschemas(schema))
+    )
 
 
 def _content(schema: dict[str, Any]) -> dict[str, Any]:

@@ -19,12 +19,15 @@ GROWTH_BYTES = 24 * 2**20
 class CompiledGrammar:
     """matcher: at its beginning; copied for each sequence. hints: the tokens to show in the place of each marker.
 
-    size: bytes, of all that it may come to take. spent: a sequence has met a limit, which all copies share.
+    size: bytes, of all that it may come to take. unenforced, leniency: see `GrammarSource`. spent: a sequence has met a
+    limit, which all copies share.
     """
 
     matcher: LLMatcher
     hints: Mapping[int, list[int]]
     size: int
+    unenforced: tuple[str, ...] = ()
+    leniency: int = 0
     spent: bool = False
 
 

@@ -1,12 +1,13 @@
 """Compiles the grammars of requests to matchers."""
 
+import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from llguidance import LLMatcher, LLParserLimits
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
@@ -16,7 +17,7 @@ from tgi_server.engine.grammar.annotated_schema import annotated_lark
 from tgi_server.engine.grammar.compiled import GROWTH_BYTES, CompiledGrammar, CompiledGrammars
 from tgi_server.engine.grammar.constraint import Constraint
 from tgi_server.engine.grammar.errors import InvalidGrammar, reason
-from tgi_server.engine.grammar.json_schema import JSON_LAYOUT, checked_schema, is_annotated
+from tgi_server.engine.grammar.json_schema import JSON_LAYOUT, MOST_LENIENT, enforced_schema
 from tgi_server.engine.grammar.python_regex import rust_regex
 from tgi_server.engine.grammar.tokenizer import GrammarTokenizer
 
@@ -68,10 +69,16 @@ def on_stack(size: int, work: Callable[[], T]) -> T:
 
 @dataclass(frozen=True, slots=True)
 class GrammarSource:
-    """A grammar in llguidance's own form. hints: tokens to show in the place of each marker."""
+    """A grammar in llguidance's own form.
+
+    hints: tokens to show in the place of each marker. unenforced: constraints of a JSON schema that are left to the
+    model, each as a line. leniency: how much was left to it from the beginning.
+    """
 
     text: str
     hints: Mapping[int, list[int]] = field(default_factory=dict)
+    unenforced: tuple[str, ...] = ()
+    leniency: int = 0
 
 
 class GrammarCompiler:
@@ -114,11 +121,48 @@ class GrammarCompiler:
                 self._tokenizer = GrammarTokenizer.of_model(self._model, self._vocab_size, self._eos)
             return self._tokenizer
 
-    def source(self, grammar: Grammar) -> GrammarSource:
-        """Returns the grammar as llguidance takes it. Raises InvalidGrammar with one line that says what is wrong."""
+    def compiled(self, grammar: Grammar, leniency: int = 0) -> tuple[GrammarSource, LLMatcher]:
+        """Returns the grammar as llguidance takes it, and its matcher.
+
+        Where a schema is lenient and cannot be compiled, more of it is left to the model, until it can. leniency: how
+        much is from the beginning. Raises InvalidGrammar with one line that says what is wrong.
+        """
+        levels = dict.fromkeys(grammar.lenient, leniency)
+        while True:
+            try:
+                source = self.source(grammar, levels)
+                return replace(source, leniency=leniency), self.compile(source)
+            except InvalidGrammar:
+                faulty = self._faulty(grammar, [place for place in levels if levels[place] < MOST_LENIENT])
+                if not faulty:
+                    raise
+                levels = {place: level + (place in faulty) for place, level in levels.items()}
+
+    def _faulty(self, grammar: Grammar, places: Sequence[str]) -> Sequence[str]:
+        """Returns the places of a schema that cannot be compiled by themselves; or all, where each of them can."""
+        if len(places) <= 1:
+            return places
+        schema = json.loads(grammar.value)
+        return [place for place in places if not self._compiles(schema, place)] or places
+
+    def _compiles(self, schema: dict[str, Any], place: str) -> bool:
+        homes = {home: schema[home] for home in ("$defs", "definitions") if home in schema}
+        alone = Grammar(GrammarKind.JSON_SCHEMA, json.dumps({**homes, "$ref": place}))
+        try:
+            self.compile(self.source(alone, {place: 0}))
+        except InvalidGrammar:
+            return False
+        return True
+
+    def source(self, grammar: Grammar, lenient: Mapping[str, int]) -> GrammarSource:
+        """Returns the grammar as llguidance takes it.
+
+        lenient: how much is left to the model at which places of a JSON schema. Raises InvalidGrammar with one line
+        that says what is wrong.
+        """
         check_size(grammar)
         try:
-            return self._source(grammar)
+            return self._source(grammar, lenient)
         except ValueError as error:
             raise InvalidGrammar(reason(str(error))) from error
         except RecursionError as error:
@@ -147,20 +191,28 @@ class GrammarCompiler:
     def check(self, grammar: Grammar) -> None:
         """Compiles the grammar, unless that has been done. Raises InvalidGrammar with one line that says why not."""
         if self.size_of(grammar) is None:
-            self.keep(grammar, self.source(grammar))
+            self.keep(grammar, *self.compiled(grammar))
 
-    def keep(self, grammar: Grammar, source: GrammarSource, size: int = GROWTH_BYTES) -> None:
-        """Compiles the grammar and keeps it.
+    def keep(
+        self, grammar: Grammar, source: GrammarSource, matcher: LLMatcher | None = None, size: int = GROWTH_BYTES
+    ) -> None:
+        """Keeps a compiled grammar.
 
-        size: bytes that it may come to take. Raises InvalidGrammar, and NoRoomForGrammar when requests need all that
-        are kept.
+        matcher: None: it is compiled now. size: bytes that it may come to take. Raises InvalidGrammar, and
+        NoRoomForGrammar when requests need all that are kept.
         """
-        self._kept.add(grammar, CompiledGrammar(self.compile(source), source.hints, size))
+        compiled = self.compile(source) if matcher is None else matcher
+        self._kept.add(grammar, CompiledGrammar(compiled, source.hints, size, source.unenforced, source.leniency))
 
     def size_of(self, grammar: Grammar) -> int | None:
         """Returns the bytes that the compiled grammar may take, or None for one that has to be compiled first."""
         found = self._kept.find(grammar)
         return None if found is None or found.spent else found.size
+
+    def left_to_model(self, grammar: Grammar) -> tuple[tuple[str, ...], int]:
+        """Returns the constraints of a compiled grammar that are left to the model, each a line, and its leniency."""
+        found = self._kept.find(grammar)
+        return ((), 0) if found is None else (found.unenforced, found.leniency)
 
     def pin(self, grammar: Grammar) -> None:
         """Has the grammar kept, once it is compiled, for as long as a request needs it: until `unpin`."""
@@ -194,20 +246,21 @@ class GrammarCompiler:
         constraint.replay(generated_ids)
         return constraint
 
-    def _source(self, grammar: Grammar) -> GrammarSource:
+    def _source(self, grammar: Grammar, lenient: Mapping[str, int]) -> GrammarSource:
         match grammar.type:
             case GrammarKind.LARK:
                 return GrammarSource(LLMatcher.grammar_from_lark(grammar.value))
             case GrammarKind.REGEX:
                 return GrammarSource(LLMatcher.grammar_from_regex(rust_regex(grammar.value)))
             case GrammarKind.JSON_SCHEMA:
-                schema = checked_schema(grammar.value)
-                if not is_annotated(schema):
-                    return GrammarSource(LLMatcher.grammar_from_json_schema(schema, overrides=JSON_LAYOUT))
+                schema = enforced_schema(grammar.value, lenient)
+                if not schema.annotated and not grammar.frame:
+                    text = LLMatcher.grammar_from_json_schema(schema.definition, overrides=JSON_LAYOUT)
+                    return GrammarSource(text, unenforced=schema.left)
                 markers = self.tokenizer.markers
-                lark, hints = annotated_lark(schema, grammar.text, markers)
+                lark, hints = annotated_lark(schema.definition, grammar.text, markers, grammar.frame, schema.places)
                 tokens = {token: self.tokenizer.encode(f"({hint}) ") for token, hint in hints.items()}
-                return GrammarSource(LLMatcher.grammar_from_lark(lark), tokens)
+                return GrammarSource(LLMatcher.grammar_from_lark(lark), tokens, schema.left)
 
 
 def check_size(grammar: Grammar) -> None:
@@ -218,4 +271,4 @@ def check_size(grammar: Grammar) -> None:
 
 def text_bytes(grammar: Grammar) -> int:
     """Returns the bytes of a grammar's text."""
-    return sum(len(text.encode(errors="surrogatepass")) for text in (grammar.value, grammar.text))
+    return sum(len(text.encode(errors="surrogatepass")) for text in (grammar.value, grammar.text, grammar.frame))

@@ -26,6 +26,7 @@ def reason(error: str) -> str:
     """Returns llguidance's message as one line, without the place in a grammar that the client never saw."""
     if error.startswith("NoExtension"):
         return "no text matches it"
-    error = error.replace("<non-verbose/>", "")
+    error = error.replace("<non-verbose/>", "").partition("while processing json-schema:")[0]
+    error = error.replace("Unsatisfiable schema:", "no text matches it:")
     lines = [line.strip() for line in error.split("\n") if line.strip() and " | " not in line and line.strip() != "^"]
     return " ".join(lines) or "it is too complex"

@@ -54,13 +54,19 @@ class Sandbox:
         """Has the process read the tokenizer, so that the first grammar need not wait for it."""
         self._running()
 
-    def try_grammar(self, grammar: Grammar, cpu_seconds: float) -> Trial:
+    def try_grammar(self, grammar: Grammar, cpu_seconds: float, leniency: int = 0) -> Trial:
         """Compiles the grammar and follows it for some steps.
+
+        leniency: how much of it is left to the model from the beginning, as for `GrammarCompiler.compiled`.
 
         Raises InvalidGrammar with one line that says what is wrong, and SandboxLimit when it takes more than
         `cpu_seconds` of computing, or longer than somebody would wait.
         """
-        line = json.dumps([grammar.type.value, grammar.value, grammar.text, cpu_seconds]).encode() + b"\n"
+        asked = [
+            *(grammar.type.value, grammar.value, grammar.text, grammar.frame, grammar.lenient),
+            *(leniency, cpu_seconds),
+        ]
+        line = json.dumps(asked).encode() + b"\n"
         outcome = self._ask(line) or self._ask(line)
         if outcome is None:
             raise SandboxLimit("time")
@@ -68,9 +74,9 @@ class Sandbox:
             raise InvalidGrammar(outcome["error"])
         if "limit" in outcome:
             raise SandboxLimit(outcome["limit"])
-        return Trial(
-            GrammarSource(outcome["text"], dict(map(tuple, outcome["hints"]))), outcome["bytes"] + GROWTH_BYTES
-        )
+        hints = dict(map(tuple, outcome["hints"]))
+        source = GrammarSource(outcome["text"], hints, tuple(outcome["unenforced"]), leniency)
+        return Trial(source, outcome["bytes"] + GROWTH_BYTES)
 
     def close(self) -> None:
         """Ends the process, and with it what is being tried; any thread may do so. There is no other one after it."""

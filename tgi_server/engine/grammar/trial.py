@@ -50,21 +50,21 @@ def main() -> None:
     gc.collect()
     gc.freeze()  # a collection would have each child copy what it shares with this process
     for line in sys.stdin.buffer:
-        kind, value, text, cpu_seconds = json.loads(line)
+        kind, value, text, frame, lenient, leniency, cpu_seconds = json.loads(line)
         bounds = _Bounds(int(niceness), int(memory_bytes), cpu_seconds)
-        grammar = Grammar(GrammarKind(kind), value, text)
-        sys.stdout.write(f"{json.dumps(fault or _outcome(compiler, grammar, bounds))}\n")
+        grammar = Grammar(GrammarKind(kind), value, text, frame, tuple(lenient))
+        sys.stdout.write(f"{json.dumps(fault or _outcome(compiler, grammar, leniency, bounds))}\n")
         sys.stdout.flush()
 
 
-def _outcome(compiler: GrammarCompiler, grammar: Grammar, bounds: "_Bounds") -> dict[str, Any]:
+def _outcome(compiler: GrammarCompiler, grammar: Grammar, leniency: int, bounds: "_Bounds") -> dict[str, Any]:
     """Returns what a child finds, or why it ended before it could say."""
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
         try:
             bounds.set()
-            outcome = json.dumps(_found(compiler, grammar)).encode()
+            outcome = json.dumps(_found(compiler, grammar, leniency)).encode()
             with open(write, "wb") as pipe:
                 pipe.write(outcome)
         finally:
@@ -104,17 +104,21 @@ class _Bounds:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the last words of a child are nobody's log line
 
 
-def _found(compiler: GrammarCompiler, grammar: Grammar) -> dict[str, Any]:
+def _found(compiler: GrammarCompiler, grammar: Grammar, leniency: int) -> dict[str, Any]:
     before = _own_bytes()
     try:
-        source = compiler.source(grammar)
-        matcher = compiler.compile(source)
+        source, matcher = compiler.compiled(grammar, leniency)
         on_stack(_WALK_STACK_BYTES, lambda: _walk(matcher, compiler.tokenizer.lookup.vocab_size))
     except InvalidGrammar as error:
         return {"error": str(error)}
     except (MemoryError, RuntimeError):  # the latter: there is no room for a thread
         return {"error": _TOO_LARGE}
-    return {"text": source.text, "hints": list(source.hints.items()), "bytes": max(0, _own_bytes() - before)}
+    return {
+        "text": source.text,
+        "hints": list(source.hints.items()),
+        "unenforced": source.unenforced,
+        "bytes": max(0, _own_bytes() - before),
+    }
 
 
 def _own_bytes() -> int:

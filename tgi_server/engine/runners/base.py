@@ -81,7 +81,13 @@ class Runner(ABC):
         self.fallbacks = list(fallbacks)
 
     @abstractmethod
-    def warm_up(self, max_batch_size: int, max_prefill_tokens: int, max_total_tokens: int | None) -> CacheCapacity:
+    def warm_up(
+        self,
+        max_batch_size: int,
+        max_prefill_tokens: int,
+        max_total_tokens: int | None,
+        max_batch_total_tokens: int | None,
+    ) -> CacheCapacity:
         """Sizes the cache and runs the largest pass. Raises NotEnoughMemory."""
 
     def reserve(self, seconds: float) -> bool:

@@ -73,7 +73,13 @@ class PagedRunner(Runner):
         self._cache = PagedCache(backend)
         self._cache.attach(model)
 
-    def warm_up(self, max_batch_size: int, max_prefill_tokens: int, max_total_tokens: int | None) -> CacheCapacity:
+    def warm_up(
+        self,
+        max_batch_size: int,
+        max_prefill_tokens: int,
+        max_total_tokens: int | None,
+        max_batch_total_tokens: int | None,
+    ) -> CacheCapacity:
         size = self._backend.block_size
         limit = max_total_tokens or position_limit(self._model.config) or UNBOUNDED_POSITIONS
         self._graphs = None
@@ -88,6 +94,8 @@ class PagedRunner(Runner):
         if self._group:
             affordable = self._group.minimum(affordable)
         useful = max_batch_size * -(-limit // size)
+        if max_batch_total_tokens is not None:
+            useful = min(useful, -(-max_batch_total_tokens // size))
         num_blocks = min(useful, affordable - 1)
         needed = max_total_tokens or size
         if num_blocks * size < needed:

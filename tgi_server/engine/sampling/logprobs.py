@@ -12,18 +12,24 @@ ROOM_FOR_TIES = 16
 _CHUNK_ELEMENTS = 2**25
 
 
-def prompt_logprobs(logits: Tensor, next_ids: Tensor) -> Tensor:
-    """Returns the log-probability of each prompt token after those before it: float32 `[tokens]`.
+def prompt_logprobs(logits: Tensor, next_ids: Tensor, most: int = 0) -> tuple[Tensor, list[list[tuple[int, float]]]]:
+    """Returns the log-probability of each prompt token after those before it, and the `most` likeliest in its place.
 
-    logits: `[tokens, vocab]` in any float type; next_ids: int64 `[tokens]`, what follows each position. Works in
+    logits: `[tokens, vocab]` in any float type; next_ids: int64 `[tokens]`, what follows each position. The first
+    result is float32 `[tokens]`, the second ids and log-probabilities, best first; empty where `most` is 0. Works in
     pieces, so that a long prompt does not take a float32 copy of all its logits.
     """
     rows = max(1, _CHUNK_ELEMENTS // logits.shape[1])
-    pieces = [
-        chosen_logprobs(torch.log_softmax(part, -1, dtype=torch.float32), ids)
-        for part, ids in zip(logits.split(rows), next_ids.split(rows), strict=True)
-    ]
-    return torch.cat(pieces)
+    pieces: list[Tensor] = []
+    top: list[list[tuple[int, float]]] = []
+    for part, ids in zip(logits.split(rows), next_ids.split(rows), strict=True):
+        logprobs = torch.log_softmax(part, -1, dtype=torch.float32)
+        pieces.append(chosen_logprobs(logprobs, ids))
+        if most:
+            best = logprobs.topk(min(most, logprobs.shape[1]))
+            pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+            top.extend(list(zip(*pair, strict=True)) for pair in pairs)
+    return torch.cat(pieces), top
 
 
 def chosen_logprobs(logprobs: Tensor, token_ids: Tensor) -> Tensor:

@@ -49,6 +49,7 @@ def is_greedy(parameters: SamplingParameters) -> bool:
         parameters.do_sample
         or parameters.watermark
         or parameters.logit_bias
+        or parameters.min_tokens
         or counts_sequence(parameters)
         or counts_generated(parameters)
     )
@@ -109,6 +110,19 @@ class Bias:
 
 
 @dataclass(frozen=True, slots=True)
+class LateTokens:
+    """Tokens that may come only after others.
+
+    places: in the flattened scores, int64 `[k]`. rows: of the scores, and least: how many tokens must have been
+    generated in that row before, both int64, one for each place.
+    """
+
+    places: Tensor
+    rows: Tensor
+    least: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class Counted:
     """The rows whose tokens are counted, and their slots in the pool, int64 `[k]`."""
 
@@ -154,6 +168,7 @@ class SamplingMetadata:
     frequency: Penalty | None
     presence: Penalty | None
     bias: Bias | None
+    late: LateTokens | None
     drawing: Drawing | None
     logprobs: Report | None
     top_tokens: Report | None
@@ -194,6 +209,7 @@ class MetadataBuilder:
             frequency=self._penalty([p.frequency_penalty for p in parameters], 0.0, sequence_slots),
             presence=self._penalty([p.presence_penalty for p in parameters], 0.0, generated_slots),
             bias=self._bias([p.logit_bias for p in parameters]),
+            late=self._late(parameters),
             drawing=self._drawing(entries),
             logprobs=self._report([int(entry.report.logprobs) for entry in entries], positions),
             top_tokens=self._report([entry.report.top_n_tokens for entry in entries], positions),
@@ -237,6 +253,16 @@ class MetadataBuilder:
             return None
         places, values = zip(*entries, strict=True)
         return Bias(self._integers(places), to_device(values, torch.float32, self._device))
+
+    def _late(self, parameters: Sequence[SamplingParameters]) -> LateTokens | None:
+        entries = [
+            (row, token, p.min_tokens) for row, p in enumerate(parameters) if p.min_tokens for token in p.late_tokens
+        ]
+        if not entries:
+            return None
+        rows, tokens, least = zip(*entries, strict=True)
+        places = [row * self._vocab_size + token for row, token in zip(rows, tokens, strict=True)]
+        return LateTokens(self._integers(places), self._integers(rows), self._integers(least))
 
     def _report(self, counts: Sequence[int], positions: Sequence[int]) -> Report | None:
         subset = self._subset([count > 0 for count in counts])

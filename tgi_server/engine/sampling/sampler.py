@@ -67,11 +67,12 @@ class Sampler:
     ) -> None:
         """Gives `row` to a request. generated_ids: what it had generated before a preemption.
 
-        Raises ValueError when the request's bias names a token that the vocabulary does not have.
+        Raises ValueError when the request's bias or late tokens name one that the vocabulary does not have.
         """
-        unknown = [token for token in parameters.logit_bias if not 0 <= token < self._vocab_size]
-        if unknown:
-            raise ValueError(f"logit_bias names token {unknown[0]}; the vocabulary ends at {self._vocab_size - 1}")
+        for name, tokens in (("logit_bias", parameters.logit_bias), ("late_tokens", parameters.late_tokens)):
+            unknown = [token for token in tokens if not 0 <= token < self._vocab_size]
+            if unknown:
+                raise ValueError(f"{name} has token {unknown[0]}; the vocabulary ends at {self._vocab_size - 1}")
         self.clear(row)
         if is_plain(parameters, report):
             return
@@ -177,7 +178,7 @@ class Sampler:
         return self._metadata
 
     def _process(self, scores: Tensor, metadata: SamplingMetadata) -> Tensor:
-        """Applies watermark, penalties and bias, which concern greedy rows too."""
+        """Applies watermark, penalties, bias and late tokens, which concern greedy rows too."""
         if metadata.watermark is not None:
             previous = metadata.watermark.take(self._previous[metadata.state_rows])
             scores = metadata.watermark.put(
@@ -193,6 +194,9 @@ class Sampler:
             scores = metadata.presence.apply(scores, self._generated.counts, presence_penalty)
         if metadata.bias is not None:
             scores.view(-1).scatter_add_(0, metadata.bias.places, metadata.bias.values)
+        if (late := metadata.late) is not None:
+            generated = self._steps[metadata.state_rows].index_select(0, late.rows)
+            scores.view(-1).scatter_add_(0, late.places, torch.where(generated < late.least, -torch.inf, 0.0))
         return scores
 
     def _choose(self, scores: Tensor, metadata: SamplingMetadata) -> tuple[Tensor, Tensor]:

@@ -167,7 +167,7 @@ def _part_class(
 ) -> type[PreTrainedModel]:
     """A class that builds the model with the parameters of one shard, and with quantised layers at some paths."""
 
-    class Part(model_class):
+    class ModelShard(model_class):
         def __init__(self, config: PretrainedConfig) -> None:
             super().__init__(config)
             if plan is not None and share is not None:
@@ -175,9 +175,9 @@ def _part_class(
             for path in quantized:
                 self.set_submodule(path, QuantizedLinear(self.get_submodule(path)))
 
-    Part.__name__ = model_class.__name__
-    Part.__module__ = model_class.__module__
-    return Part
+    ModelShard.__name__ = model_class.__name__
+    ModelShard.__module__ = model_class.__module__
+    return ModelShard
 
 
 def _cut(model: PreTrainedModel, plan: ShardingPlan, share: Share) -> None:

@@ -16,6 +16,7 @@ from tgi_server.router.errors import Forbidden, RouterError, Unauthorized, Unsup
 
 _TENANT = "tenant"
 _ANY = "*"
+_KEPT = "/v1/responses/"
 # Pages may send these anywhere without being asked, and programs have no reason to. A third one is curl's default.
 _FOREIGN_TYPES = frozenset({"text/plain", "multipart/form-data"})
 
@@ -47,7 +48,10 @@ def cache_namespace(tenant: str, salt: str | None) -> str:
 
 
 class ApiKeyMiddleware:
-    """Wants `Authorization: Bearer KEY` of every POST. Health, metrics and what is served stay open, as in TGI."""
+    """Wants `Authorization: Bearer KEY` of every POST, and for what is kept of clients.
+
+    Health, metrics and what is served stay open, as in TGI.
+    """
 
     def __init__(self, app: ASGIApp, rules: AccessRules) -> None:
         self._app = app
@@ -57,7 +61,7 @@ class ApiKeyMiddleware:
         self._tenants = {self._hash(key.encode()): self._hash(key.encode()) if several else "" for key in rules.keys}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["method"] == "POST":
+        if scope["type"] == "http" and (scope["method"] == "POST" or scope["path"].startswith(_KEPT)):
             tenant = self._tenants.get(self._hash(_bearer(scope)))
             if tenant is None:
                 await _refuse(Unauthorized("the API key is missing or wrong"), scope, receive, send)

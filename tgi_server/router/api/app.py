@@ -1,6 +1,7 @@
 """The ASGI application: all routes, errors, and who may call."""
 
 from functools import partial
+from http import HTTPStatus
 
 from fastapi import FastAPI
 from starlette.applications import Starlette
@@ -9,7 +10,7 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import Match, Route
 from starlette.types import ASGIApp
 
 from tgi_server.router.api.access import AccessRules, ApiKeyMiddleware, ForeignPageMiddleware
@@ -21,6 +22,7 @@ from tgi_server.router.api.routes.completions import completion_routes
 from tgi_server.router.api.routes.generate import generate_routes
 from tgi_server.router.api.routes.info import probe_routes
 from tgi_server.router.api.routes.page import page_routes
+from tgi_server.router.api.routes.responses import response_routes
 from tgi_server.router.api.routes.tokenize import tokenize_routes
 from tgi_server.router.errors import NoSuchRoute, RouterError
 from tgi_server.router.metrics import CONTENT_TYPE, Metrics
@@ -31,6 +33,7 @@ _ROUTES = (
     generate_routes,
     chat_routes,
     completion_routes,
+    response_routes,
     compatibility_routes,
     tokenize_routes,
     probe_routes,
@@ -72,7 +75,10 @@ def _middleware(rules: AccessRules) -> list[Middleware]:
     if rules.origins:
         middleware.append(
             Middleware(
-                CORSMiddleware, allow_origins=list(rules.origins), allow_methods=["GET", "POST"], allow_headers=["*"]
+                CORSMiddleware,
+                allow_origins=list(rules.origins),
+                allow_methods=["GET", "POST", "DELETE"],
+                allow_headers=["*"],
             )
         )
     middleware.append(Middleware(ApiKeyMiddleware if rules.keys else ForeignPageMiddleware, rules=rules))
@@ -87,5 +93,15 @@ async def _respond_with_error(request: Request, error: Exception) -> Response:
 async def _respond_with_http_error(request: Request, error: Exception) -> Response:
     """Responds for a path or method that is not there."""
     assert isinstance(error, HTTPException)
-    told = NoSuchRoute(f"{request.method} {request.url.path}: {error.detail}", error.status_code)
+    allowed = _allowed_methods(request) if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED else ()
+    told = NoSuchRoute(f"{request.method} {request.url.path}: {error.detail}", error.status_code, allowed)
     return error_response(told, request.url.path, request.headers)
+
+
+def _allowed_methods(request: Request) -> list[str]:
+    """Returns the methods that some route has for the request's path."""
+    routes = request.app.routes
+    scopes = {method: {**request.scope, "method": method} for method in ("DELETE", "GET", "HEAD", "POST")}
+    return [
+        method for method, scope in scopes.items() if any(route.matches(scope)[0] is Match.FULL for route in routes)
+    ]

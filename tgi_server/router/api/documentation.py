@@ -13,7 +13,7 @@ from starlette.responses import FileResponse, HTMLResponse, JSONResponse, Respon
 from swagger_ui_bundle import swagger_ui_path
 
 from tgi_server.router.api.responses import EVENTS, JSON
-from tgi_server.router.schemas import chat, compatibility, completions, generate, openai
+from tgi_server.router.schemas import chat, compatibility, completions, generate, openai, responses
 from tgi_server.router.schemas.base import ErrorResponse
 from tgi_server.router.schemas.info import ModelInfo
 from tgi_server.router.schemas.openai import OpenAIErrorResponse
@@ -35,7 +35,10 @@ def _errors(model: type[BaseModel]) -> Responses:
 
 
 GENERATION_ERRORS = _errors(ErrorResponse)
-OPENAI_ERRORS = _errors(OpenAIErrorResponse)
+OPENAI_ERRORS = {
+    400: {"description": "The context is too long", "model": OpenAIErrorResponse},
+    **_errors(OpenAIErrorResponse),
+}
 REQUEST_ERRORS: Responses = {status: GENERATION_ERRORS[status] for status in (401, 413, 422, 429)}
 STREAM_ERRORS: Responses = {
     status: {**entry, "content": {EVENTS: {"schema": {"$ref": "#/components/schemas/ErrorResponse"}}}}
@@ -63,9 +66,12 @@ _NULL = {"type": "null"}
 _REQUESTS: list[type[BaseModel]] = [
     generate.GenerateRequest,
     generate.CompatGenerateRequest,
+    generate.TokenizeRequest,
+    generate.DetokenizeRequest,
     chat.ChatRequest,
     chat.MessageBody,
     completions.CompletionRequest,
+    responses.ResponsesRequest,
     compatibility.SagemakerRequest,
     compatibility.VertexRequest,
 ]
@@ -75,6 +81,7 @@ _RESPONSES: list[type[BaseModel]] = [
     completions.Chunk,
     completions.Completion,
     compatibility.SagemakerStreamResponse,
+    responses.ResponseObject,
     openai.OpenAIErrorResponse,
     ErrorResponse,
     ModelInfo,

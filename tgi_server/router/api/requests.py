@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from functools import partial
 from time import perf_counter
 from typing import Any, TypeVar
@@ -16,7 +16,13 @@ from tgi_server.contract import ReportParameters, StoppingParameters
 from tgi_server.router.api.access import cache_namespace, tenant_of
 from tgi_server.router.api.body import parse, read_beside_loop, read_body
 from tgi_server.router.api.event_stream import EventStream, Outbox, StreamEnd
-from tgi_server.router.api.responses import compute_headers, json_response, timing_headers
+from tgi_server.router.api.responses import (
+    compute_headers,
+    json_response,
+    shortened,
+    timing_headers,
+    unenforced_headers,
+)
 from tgi_server.router.errors import ClientGone, RouterError
 from tgi_server.router.metrics import RequestTimes
 from tgi_server.router.request import ValidRequest
@@ -48,6 +54,7 @@ class Exchange:
         self.span = service.tracer.start(self.path, request.headers)
         self._sequences: list[tuple[int, AnyStream]] = []
         self._places = 0
+        self._unenforced: list[str] = []
         self.size = 0
         self._closed = False
         self._streams = False
@@ -85,12 +92,32 @@ class Exchange:
         return await read_beside_loop(self.service.threads, await self.body(), read)
 
     def generate(
-        self, checked: CheckedRequest, output: F, on_end: OnEnd, *, reveal_stop: bool, logprobs: bool
+        self,
+        checked: CheckedRequest,
+        output: F,
+        on_end: OnEnd,
+        *,
+        reveal_stop: bool,
+        logprobs: bool,
+        shown: Collection[int] = (),
     ) -> TokenStream[F]:
-        """Queues a sequence, which `output` writes. reveal_stop: a stop sequence is part of the text that it ends."""
+        """Queues a sequence, which `output` writes.
+
+        reveal_stop: a stop sequence is part of the text that it ends. shown: special tokens that are part of the text.
+        """
         service = self.service
+        self._note_unenforced(checked.unenforced)
         stops = checked.stop_sequences(reveal=reveal_stop)
-        stream = TokenStream(service.tokenizer, checked.input_ids, stops, output, on_end)
+        stream = TokenStream(
+            service.tokenizer,
+            checked.input_ids,
+            stops,
+            output,
+            on_end,
+            stop_ids=checked.stop_token_ids,
+            min_tokens=checked.sampling.min_tokens,
+            shown=service.tokenizer.special_tokens if checked.show_special else shown,
+        )
         request_id = next(service.request_ids)
         self._sequences.append((request_id, stream))
         service.metrics.requests.validated(len(checked.input_ids), checked.max_new_tokens)
@@ -101,13 +128,22 @@ class Exchange:
                 stopping=StoppingParameters(checked.max_new_tokens, checked.ignore_eos),
                 sink=stream,
                 sampling=checked.sampling,
-                report=ReportParameters(logprobs, checked.top_n_tokens, checked.prefill_logprobs),
+                report=ReportParameters(
+                    logprobs, checked.top_n_tokens, checked.prefill_logprobs, checked.prefill_top_n
+                ),
                 grammar=checked.grammar,
                 cache_namespace=cache_namespace(self.tenant, checked.cache_salt),
                 trace_context=service.tracer.context(self.span),
             )
         )
         return stream
+
+    def _note_unenforced(self, constraints: Sequence[str]) -> None:
+        """Takes note of constraints that are left to the model, for the response's headers and the log."""
+        new = [each for each in constraints if each not in self._unenforced]
+        if new:
+            self._unenforced += new
+            logger.info("%s: constraints are left to the model: %s", self.path, shortened(new))
 
     async def collect(
         self, requests: Sequence[CheckedRequest], *, reveal_stop: bool, logprobs: bool
@@ -143,13 +179,6 @@ class Exchange:
         while (await self.request.receive())["type"] != "http.disconnect":
             pass
 
-    def cancel(self, stream: AnyStream) -> None:
-        """Forgets one sequence."""
-        for request_id, each in self._sequences:
-            if each is stream:
-                self.service.submitter.cancel(request_id)
-        self._sequences = [pair for pair in self._sequences if pair[1] is not stream]
-
     def respond(self, text: str, *, characters: int, streams: Sequence[AnyStream]) -> Response:
         """Returns a response in one piece. characters: of the prompts. streams: the sequences that it shows."""
         headers = timing_headers(
@@ -159,7 +188,7 @@ class Exchange:
             prompt_tokens=sum(stream.input_length for stream in streams),
             generated_tokens=sum(stream.generated_tokens for stream in streams),
         )
-        return json_response(text, headers)
+        return json_response(text, headers | unenforced_headers(self._unenforced))
 
     def stream_end(
         self,
@@ -179,7 +208,7 @@ class Exchange:
         """
         self._streams = True
         headers = compute_headers(self.service.model.compute_type, characters=characters)
-        return EventStream(outbox, headers, self.close)
+        return EventStream(outbox, headers | unenforced_headers(self._unenforced), self.close)
 
     @property
     def _slowest(self) -> AnyStream:

@@ -9,7 +9,7 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 
 from shared.stubs.generate_pb2 import TopTokens
-from tgi_server.router.errors import Overloaded, RouterError, Unauthorized
+from tgi_server.router.errors import ContextOverflow, NoSuchRoute, Overloaded, RouterError, Unauthorized
 from tgi_server.router.metrics import RequestTimes
 from tgi_server.router.text.tokenizer import TextTokenizer
 
@@ -17,6 +17,8 @@ JSON = "application/json"
 EVENTS = "text/event-stream"
 _OPENAI = "/v1/"
 _RETRY_SECONDS = "1"
+# Of what a header tells: proxies take some kilobytes of all headers.
+_LINES, _LONGEST_LINE = 10, 200
 _STREAMS = frozenset({"/generate_stream"})
 
 
@@ -26,13 +28,15 @@ def json_response(text: str, headers: dict[str, str] | None = None) -> Response:
 
 def error_text(error: RouterError, path: str) -> str:
     """Returns the error as JSON: TGI's object, or OpenAI's below /v1/."""
-    message = str(error)
+    message, kind = str(error), error.error_type
     if error.error_type == "validation":
         message = f"Input validation error: {message}"
     if path.startswith(_OPENAI):
+        if isinstance(error, ContextOverflow):
+            message, kind = error.openai_message, error.openai_type
         return json.dumps(
             {
-                "error": {"message": message, "type": error.error_type, "param": None, "code": None},
+                "error": {"message": message, "type": kind, "param": None, "code": error.code},
                 "error_type": error.error_type,
             },
             ensure_ascii=False,
@@ -50,10 +54,15 @@ def error_response(error: RouterError, path: str, headers: Headers) -> Response:
         extra["retry-after"] = _RETRY_SECONDS
     if isinstance(error, Unauthorized):
         extra["www-authenticate"] = "Bearer"
+    if isinstance(error, NoSuchRoute) and error.allowed:
+        extra["allow"] = ", ".join(error.allowed)
+    status = error.status
+    if isinstance(error, ContextOverflow) and path.startswith(_OPENAI):
+        status = error.openai_status
     text = error_text(error, path)
     if path in _STREAMS and EVENTS in headers.get("accept", ""):
-        return Response(event(text), status_code=error.status, media_type=EVENTS, headers=extra)
-    return Response(text.encode(), status_code=error.status, media_type=JSON, headers=extra)
+        return Response(event(text), status_code=status, media_type=EVENTS, headers=extra)
+    return Response(text.encode(), status_code=status, media_type=JSON, headers=extra)
 
 
 # A string as JSON, characters beyond ASCII left as they are.
@@ -93,6 +102,11 @@ def event(json_text: str) -> bytes:
     return f"data:{json_text}\n\n".encode()
 
 
+def named_event(name: str, json_text: str) -> bytes:
+    """Returns one server-sent event with a name."""
+    return f"event: {name}\ndata: {json_text}\n\n".encode()
+
+
 def compute_headers(compute_type: str, *, characters: int) -> dict[str, str]:
     """Returns those of TGI's headers that are known before the first token. characters: of the prompts."""
     return {"x-compute-type": compute_type, "x-compute-characters": str(characters)}
@@ -113,6 +127,17 @@ def timing_headers(
         "x-prompt-tokens": str(prompt_tokens),
         "x-generated-tokens": str(generated_tokens),
     }
+
+
+def unenforced_headers(constraints: Sequence[str]) -> dict[str, str]:
+    """Returns the header that names the constraints of a JSON schema that are left to the model, if there are any."""
+    return {"x-unenforced-constraints": shortened(constraints)} if constraints else {}
+
+
+def shortened(lines: Sequence[str]) -> str:
+    """Returns the lines as one, in ASCII as headers are, and the number of those that have no room."""
+    shown = [ascii(line[:_LONGEST_LINE])[1:-1] for line in lines[:_LINES]]
+    return "; ".join([*shown, *([f"and {len(lines) - _LINES} more"] if len(lines) > _LINES else [])])
 
 
 def _milliseconds(seconds: float) -> str:

@@ -4,7 +4,7 @@ import weakref
 from itertools import count
 
 from tgi_server.contract import Grammar
-from tgi_server.router.errors import GenerationFailed, Unhealthy
+from tgi_server.router.errors import GenerationFailed, InvalidRequest, Unhealthy
 from tgi_server.router.scheduling.shard_client import ShardedClient
 from tgi_server.wire import grammar_to_message
 
@@ -20,16 +20,18 @@ class PinnedGrammars:
         self._shards = shards
         self._pins = count(1)
 
-    async def fault(self, grammar: Grammar) -> str | None:
-        """Returns why the grammar cannot be used, in one line, or None: it is compiled.
+    async def compile(self, grammar: Grammar) -> tuple[str, ...]:
+        """Has the grammar compiled. Returns the constraints that are left to the model, each as a line.
 
-        Raises Overloaded when the shards cannot compile it now, and GenerationFailed when they do not answer.
+        Raises InvalidRequest that says why the grammar cannot be used, Overloaded when the shards cannot compile it
+        now, and GenerationFailed when they do not answer.
         """
         pin = next(self._pins)
         try:
-            fault = await self._shards.compile(grammar_to_message(grammar), pin)
+            response = await self._shards.compile(grammar_to_message(grammar), pin)
         except Unhealthy as error:
             raise GenerationFailed(str(error)) from error
-        if fault is None:
-            weakref.finalize(grammar, self._shards.release, pin).atexit = False
-        return fault
+        if response.error:
+            raise InvalidRequest(f"the grammar cannot be used: {response.error}")
+        weakref.finalize(grammar, self._shards.release, pin).atexit = False
+        return tuple(response.unenforced)

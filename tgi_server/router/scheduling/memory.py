@@ -82,8 +82,10 @@ class PagedMemory:
 
     chunks = True
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, *, prefix_caching: bool = True) -> None:
+        """prefix_caching: what one sequence has computed is kept for others."""
         self.block_size = block_size
+        self._prefix_caching = prefix_caching
         self._num_blocks = num_blocks
         self._sources: dict[Sequence, list[int]] = {}  # of the block copies that the call being built makes
         self.rebuild(())
@@ -198,7 +200,7 @@ class PagedMemory:
 
     def _keep(self, sequence: Sequence, tokens: int, *, fresh: bool) -> None:
         """Offers the sequence's first tokens to those that come after it."""
-        if tokens:
+        if tokens and self._prefix_caching:
             self._cache.insert(_space(sequence), sequence.tokens[:tokens].tobytes(), sequence.blocks, fresh=fresh)
 
 

@@ -56,6 +56,7 @@ class Scheduler:
         metrics: Metrics,
         pace: PromptPace,
         *,
+        prefix_caching: bool = True,
         clock: Callable[[], float] = perf_counter,
         idle_check_after_s: float = 1.0,
         recovery_timeout_s: float = 5.0,
@@ -63,6 +64,7 @@ class Scheduler:
     ) -> None:
         """info, capacity: what the shards responded to Info and Warmup.
 
+        prefix_caching: what one request has computed is kept for others.
         pace: says how many prompt tokens ride along with running replies. clock: in seconds.
         idle_check_after_s: after so long without anything to do, the books of blocks and prefix cache are checked once.
         recovery_timeout_s, recovery_interval_s: how long shards may take to show that they are well after a failure,
@@ -80,7 +82,7 @@ class Scheduler:
         self._recovery_interval_s = recovery_interval_s
         self.waiting = WaitingQueue()
         self.batch = Batch(
-            PagedMemory(capacity.num_blocks, info.block_size)
+            PagedMemory(capacity.num_blocks, info.block_size, prefix_caching=prefix_caching)
             if info.paged
             else PaddedMemory(limits.max_batch_total_tokens)
         )

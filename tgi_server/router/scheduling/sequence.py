@@ -142,7 +142,7 @@ class Sequence:
         if self.started:
             return False
         self.started = True
-        self.request.sink.started()
+        self.request.sink.started(self.cached)
         return True
 
     def compute(self, tokens: int, step: int) -> None:

@@ -54,13 +54,17 @@ class ShardClient:
             raise self.explain(error) from error
         return list(zip(found.urls, found.grammar_urls, strict=True))
 
-    async def compile(self, grammar: pb.Grammar, pin: int, size: int | None, timeout_s: float) -> pb.CompileResponse:
-        """Has the grammar compiled, and kept until its pin is released. size: what another shard answered.
+    async def compile(
+        self, grammar: pb.Grammar, pin: int, tried: pb.CompileResponse | None, timeout_s: float
+    ) -> pb.CompileResponse:
+        """Has the grammar compiled, and kept until its pin is released. tried: what another shard answered.
 
         Raises Overloaded, and what else gRPC raises.
         """
         released, self._released = self._released, []
-        request = pb.CompileRequest(grammar=grammar, size=size, pin=pin, released=released)
+        request = pb.CompileRequest(grammar=grammar, pin=pin, released=released)
+        if tried is not None:
+            request.size, request.leniency = tried.size, tried.leniency
         try:
             response: pb.CompileResponse = await self.grammar_stub.Compile(request, timeout=timeout_s)
         except BaseException as error:
@@ -228,25 +232,27 @@ class ShardedClient:
         """Has every shard compute something. Raises Unhealthy when one of them cannot, within `timeout_s` seconds."""
         await self._ask("Health", pb.HealthRequest(), timeout_s)
 
-    async def compile(self, grammar: pb.Grammar, pin: int, timeout_s: float = 60.0) -> str | None:
-        """Has every shard compile a grammar; steps go on meanwhile. Returns why it cannot be used, or None if it can.
+    async def compile(self, grammar: pb.Grammar, pin: int, timeout_s: float = 60.0) -> pb.CompileResponse:
+        """Has every shard compile a grammar; steps go on meanwhile. Returns the response of the first that refuses it.
 
         The first shard tries it before the others, which take its word, so that all of them decide alike. They keep it
         until `pin`, a number that no other has, is released. Raises Overloaded when too many grammars are being
         compiled, and Unhealthy.
         """
-        size, fault = None, None
+        tried, fault = None, None
         asked: list[ShardClient] = []
         try:
             for shards in filter(None, (self._shards[:1], self._shards[1:])):
                 asked += shards
-                ask = partial(ShardClient.compile, grammar=grammar, pin=pin, size=size, timeout_s=timeout_s)
+                ask = partial(ShardClient.compile, grammar=grammar, pin=pin, tried=tried, timeout_s=timeout_s)
                 responses: list[pb.CompileResponse] = await self._ask_each(ask, shards)
-                size = responses[0].size
-                fault = next((response.error for response in responses if response.error), None)
-                if fault is not None:
-                    return fault
-            return None
+                tried = tried or responses[0]
+                refusal = next((response for response in responses if response.error), None)
+                if refusal is not None:
+                    fault = refusal.error
+                    return refusal
+            assert tried is not None
+            return tried
         except BaseException as error:
             fault = str(error)
             raise

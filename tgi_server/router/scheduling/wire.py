@@ -20,6 +20,7 @@ def request_message(request: ValidRequest) -> pb.Request:
         ignore_eos=request.stopping.ignore_eos,
         logprobs=request.report.logprobs,
         top_n_tokens=request.report.top_n_tokens,
+        prefill_top_n=request.report.prefill_top_n,
         adapter_id=request.adapter_id or "",
         sampling=sampling_to_message(request.sampling),
         grammar=None if request.grammar is None else grammar_to_message(request.grammar),

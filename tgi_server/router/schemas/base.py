@@ -1,8 +1,9 @@
 """Base classes and types of all bodies."""
 
-from typing import Annotated, TypeVar
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 
 # Bounds of parameters, for the API's description: `text/parameters.py` enforces them, with a message of its own.
 POSITIVE: dict[str, JsonValue] = {"exclusiveMinimum": 0}
@@ -32,6 +33,8 @@ Items = Annotated[list[T], Field(max_length=10_000, fail_fast=True)]
 # Added to the logits, by token id.
 TokenBiases = Annotated[dict[str, float], Field(max_length=1024, fail_fast=True)]
 
+TokenIds = Annotated[list[UnsignedInt], Field(max_length=1024, fail_fast=True)]
+
 Name = Annotated[str, Field(max_length=256)]
 
 
@@ -39,6 +42,24 @@ class RequestModel(BaseModel):
     """A request's JSON. Types are taken at their word (no "20" for 20); unknown fields are let through, as in TGI."""
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, frozen=True)
+
+
+class RefusingModel(RequestModel):
+    """A request's JSON with fields that are refused by name.
+
+    refused: fields that would change the answer and are not supported, with the values of them that ask for nothing.
+    """
+
+    refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse(cls, body: Any) -> Any:
+        if isinstance(body, dict):
+            for name in cls.refused.keys() & body.keys():
+                if body[name] is not None and body[name] not in cls.refused[name]:
+                    raise ValueError(f"`{name}` is not supported by this server; leave it out")
+        return body
 
 
 class ResponseModel(BaseModel):

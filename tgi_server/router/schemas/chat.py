@@ -1,12 +1,12 @@
 """/v1/chat/completions and /chat_tokenize."""
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AliasChoices, Field, RootModel, model_validator
+from pydantic import AliasChoices, ConfigDict, Field, RootModel, model_validator
 
 from tgi_server.router.schemas.base import SEVERAL, Items, Name, RequestModel, ResponseModel, UnsignedInt
 from tgi_server.router.schemas.generate import TokenizeResponse
-from tgi_server.router.schemas.grammar import GrammarType
 from tgi_server.router.schemas.openai import SharedParameters, Usage
 
 
@@ -44,6 +44,9 @@ class FunctionDefinition(RequestModel):
         validation_alias=AliasChoices("arguments", "parameters"),
         description="JSON schema of the arguments.",
     )
+    strict: bool | None = Field(
+        default=None, description="Refuse a JSON schema of which not all can be enforced; otherwise a header tells."
+    )
 
 
 class Tool(RequestModel):
@@ -60,11 +63,14 @@ class ToolCall(RequestModel):
 
 
 class MessageBody(RequestModel):
+    reasoning_content: str | None = Field(default=None, description="Thoughts before an answer; templates show them.")
     content: MessageContent | None = None
     tool_calls: Items[ToolCall] | None = None
 
 
 class Message(MessageBody):
+    model_config = ConfigDict(json_schema_extra={"anyOf": [{"required": ["content"]}, {"required": ["tool_calls"]}]})
+
     role: str
     name: str | None = None
     tool_call_id: str | None = None
@@ -85,7 +91,19 @@ class NamedTool(RequestModel):
     function: FunctionName
 
 
-class ToolChoice(RootModel[Literal["auto", "none", "required"] | NamedTool]):
+class AllowedToolNames(RequestModel):
+    mode: Literal["auto", "required"] = "auto"
+    tools: Items[NamedTool] = Field(min_length=1)
+
+
+class AllowedTools(RequestModel):
+    """Some of the tools, of which one may or must be called."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedToolNames
+
+
+class ToolChoice(RootModel[Literal["auto", "none", "required"] | NamedTool | AllowedTools]):
     """A tool's name alone, which TGI takes too, is the choice of that tool."""
 
     @model_validator(mode="before")
@@ -97,21 +115,44 @@ class ToolChoice(RootModel[Literal["auto", "none", "required"] | NamedTool]):
 
 
 class ChatRequest(SharedParameters):
+    refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **SharedParameters.refused,
+        "add_special_tokens": (False,),
+        "audio": (),
+        "chat_template": (),
+        "echo": (False,),
+        "function_call": ("none",),
+        "functions": ([],),
+        "modalities": (["text"],),
+        "verbosity": ("medium",),
+        "web_search_options": (),
+    }
+
     messages: Items[Message] = Field(json_schema_extra=SEVERAL)
     logprobs: bool | None = Field(default=None, description="Report the logprob of each token.")
     top_logprobs: UnsignedInt | None = Field(
         default=None, description="Report so many most likely tokens at each position; needs `logprobs`."
     )
     max_completion_tokens: UnsignedInt | None = Field(default=None, description="OpenAI's newer name of `max_tokens`.")
-    response_format: GrammarType | None = Field(default=None, description="Form that the answer must have.")
     tools: Items[Tool] | None = Field(default=None, description="Functions that the model may call.")
     tool_choice: ToolChoice | None = Field(default=None, description="Whether it may, must, or must not call one.")
+    parallel_tool_calls: bool = Field(default=True, description="An answer may have several calls.")
+    chat_template_kwargs: dict[str, Any] | None = Field(default=None, description="Variables of the chat template.")
+    documents: Items[dict[str, Any]] | None = Field(default=None, description="Documents that the template shows.")
+    reasoning_effort: str | None = Field(
+        default=None, description="How much to think, for templates that know it; `none`: not at all."
+    )
+    add_generation_prompt: bool = Field(default=True, description="Have the template begin the answer.")
+    continue_final_message: bool | None = Field(
+        default=None, description="Go on with the last message; unset: if it is the assistant's."
+    )
     tool_prompt: str | None = Field(default=None, description="What tells the model about the tools.")
 
 
 class TextMessage(ResponseModel):
     role: str
     content: str
+    reasoning_content: str | None = None
     tool_call_id: str | None = None
 
 
@@ -128,7 +169,8 @@ class MadeToolCall(ResponseModel):
 
 class ToolCallMessage(ResponseModel):
     role: str
-    content: None = None
+    content: str | None = None
+    reasoning_content: str | None = None
     tool_calls: list[MadeToolCall]
 
 
@@ -177,9 +219,11 @@ class Function(ResponseModel):
 
 
 class DeltaToolCall(ResponseModel):
+    """The first piece of a call has its id and the name."""
+
     index: UnsignedInt
-    id: str
-    type: str
+    id: str | None = None
+    type: str | None = None
     function: Function
 
 
@@ -188,7 +232,12 @@ class ToolCallDelta(ResponseModel):
     tool_calls: list[DeltaToolCall]
 
 
-class ChatCompletionDelta(RootModel[TextMessage | ToolCallDelta]):
+class ReasoningDelta(ResponseModel):
+    role: str
+    reasoning_content: str
+
+
+class ChatCompletionDelta(RootModel[TextMessage | ToolCallDelta | ReasoningDelta]):
     pass
 
 

@@ -1,4 +1,6 @@
-"""Bodies of /generate, /generate_stream, / and /tokenize, as TGI has them."""
+"""Bodies of /generate, /generate_stream, / and /tokenize, as TGI has them; and of /detokenize."""
+
+from typing import Annotated
 
 from pydantic import Field, RootModel
 
@@ -15,13 +17,18 @@ from tgi_server.router.schemas.base import (
     ResponseModel,
     Seed,
     TokenBiases,
+    TokenIds,
     UnsignedInt,
 )
 from tgi_server.router.schemas.grammar import GrammarType
 
 
 class GenerateParameters(RequestModel):
-    """Parameters; `min_p`, `presence_penalty`, `logit_bias`, `ignore_eos` and `cache_salt` are not TGI's."""
+    """TGI's parameters.
+
+    Not TGI's are `min_p`, `presence_penalty`, `logit_bias`, `ignore_eos`, `cache_salt`, `min_tokens`, `stop_token_ids`
+    and `skip_special_tokens`.
+    """
 
     adapter_id: str | None = Field(default=None, description="Adapter to use.")
     best_of: UnsignedInt | None = Field(
@@ -42,6 +49,7 @@ class GenerateParameters(RequestModel):
     max_new_tokens: Int32 | None = Field(
         json_schema_extra=POSITIVE, default=None, description="Tokens to generate; unset: as many as fit."
     )
+    min_tokens: UnsignedInt | None = Field(default=None, description="The text has at least so many tokens.")
     min_p: float | None = Field(
         default=None, description="Drop tokens less likely than this share of the most likely one's probability."
     )
@@ -55,7 +63,9 @@ class GenerateParameters(RequestModel):
     )
     return_full_text: bool | None = Field(default=None, description="Put the prompt in front of the text.")
     seed: Seed | None = Field(default=None, description="Seed of sampling; unset: random.")
+    skip_special_tokens: bool = Field(default=True, description="Leave special tokens out of the text.")
     stop: Items[str] = Field(default=[], description="Texts that end the generation.")
+    stop_token_ids: TokenIds | None = Field(default=None, description="Tokens that end the text.")
     temperature: float | None = Field(json_schema_extra=POSITIVE, default=None, description="Divides the logits.")
     top_k: Int32 | None = Field(
         json_schema_extra=POSITIVE, default=None, description="Sample from so many most likely tokens."
@@ -77,7 +87,8 @@ class GenerateParameters(RequestModel):
     watermark: bool = Field(default=False, description="Watermark the text (arXiv:2301.10226).")
 
 
-_NO_PARAMETERS = GenerateParameters()
+# TGI samples when a request has no `parameters` at all.
+_NO_PARAMETERS = GenerateParameters(do_sample=True)
 
 
 class GenerateRequest(RequestModel):
@@ -156,6 +167,22 @@ class SimpleToken(ResponseModel):
     text: str
     start: UnsignedInt
     stop: UnsignedInt
+
+
+class TokenizeRequest(RequestModel):
+    """Parameters of a generation are passed over."""
+
+    inputs: str = Field(json_schema_extra=NOT_EMPTY)
+
+
+class DetokenizeRequest(RequestModel):
+    tokens: Annotated[list[UnsignedInt], Field(max_length=1_000_000, fail_fast=True)]
+
+
+class DetokenizeResponse(ResponseModel):
+    """`prompt` is the text, special tokens included; the name is vLLM's."""
+
+    prompt: str
 
 
 class TokenizeResponse(RootModel[list[SimpleToken]]):

@@ -12,6 +12,10 @@ class JsonSchemaConfig(BaseModel):
 
     name: str | None = Field(default=None, description="A name for the schema.")
     definition: dict[str, Any] | bool = Field(alias="schema", description="The JSON schema itself.")
+    strict: bool | None = Field(
+        default=None,
+        description="Refuse a schema of which not all can be enforced. Unset: yes in `value`, no in `json_schema`.",
+    )
 
 
 class JsonGrammar(RequestModel):

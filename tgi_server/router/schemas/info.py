@@ -30,6 +30,12 @@ class Info(ResponseModel):
     )
 
 
+class VersionInfo(ResponseModel):
+    """The version of the server itself; /info has one that can be compared with TGI's."""
+
+    version: str
+
+
 class ModelInfo(ResponseModel):
     id: str
     object: Literal["model"]

@@ -1,6 +1,7 @@
 """The members that bodies of /v1/completions and /v1/chat/completions share."""
 
-from typing import Annotated, Any
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator, Field
 
@@ -10,22 +11,31 @@ from tgi_server.router.schemas.base import (
     CacheSalt,
     Int32,
     Items,
+    RefusingModel,
     RequestModel,
     ResponseModel,
-    Seed,
     TokenBiases,
+    TokenIds,
     UnsignedInt,
 )
+from tgi_server.router.schemas.grammar import GrammarType
 
 
 class StreamOptions(RequestModel):
     include_usage: bool = Field(default=False, description="Send a last chunk with the usage of the whole request.")
 
 
+class PromptTokensDetails(ResponseModel):
+    """`cached_tokens` had been computed for another prompt."""
+
+    cached_tokens: UnsignedInt
+
+
 class Usage(ResponseModel):
     prompt_tokens: UnsignedInt
     completion_tokens: UnsignedInt
     total_tokens: UnsignedInt
+    prompt_tokens_details: PromptTokensDetails
 
 
 class OpenAIError(ResponseModel):
@@ -60,8 +70,37 @@ LogitBias = Annotated[
 ]
 
 
-class SharedParameters(RequestModel):
-    """`repetition_penalty`, `top_k`, `min_p` and `ignore_eos` go beyond OpenAI's parameters."""
+# OpenAI's may be negative; -1 is vLLM's way of asking for none.
+AnySeed = Annotated[int, Field(ge=-(2**63), le=2**64 - 1)]
+
+
+class StructuredOutputs(RequestModel):
+    """The form of the answer, as vLLM's clients ask for it: one of these members."""
+
+    json_schema: Any = Field(default=None, alias="json", description="JSON schema, as an object or as a string.")
+    regex: str | None = None
+    choice: Items[str] | None = None
+    grammar: str | None = Field(default=None, description="A context-free grammar in llguidance's dialect of Lark.")
+    json_object: bool = False
+    structural_tag: None = Field(default=None, description="Not supported.")
+    whitespace_pattern: None = Field(default=None, description="Not supported: the layout of JSON is fixed.")
+
+
+class SharedParameters(RefusingModel):
+    """Parameters of OpenAI and of vLLM. What only says something about the request, such as `user`, is passed over."""
+
+    refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "allowed_token_ids": ([],),
+        "bad_words": ([],),
+        "early_stopping": (False,),
+        "guided_whitespace_pattern": (),
+        "length_penalty": (1, 1.0),
+        "logits_processors": ([],),
+        "prompt_logprobs": (),
+        "return_token_ids": (False,),
+        "return_tokens_as_token_ids": (False,),
+        "use_beam_search": (False,),
+    }
 
     model: str | None = Field(default=None, description="Not used: the server has one model.")
     cache_salt: CacheSalt = None
@@ -83,8 +122,15 @@ class SharedParameters(RequestModel):
     n: UnsignedInt | None = Field(
         json_schema_extra=POSITIVE, default=None, description="Answers to generate for each prompt."
     )
-    seed: Seed | None = Field(default=None, description="Seed of sampling; unset: random.")
+    seed: AnySeed | None = Field(default=None, description="Seed of sampling; unset or -1: random.")
     stop: Stop = Field(default=None, description="Texts that end the generation; they are not shown.")
+    stop_token_ids: TokenIds | None = Field(default=None, description="Tokens that end the text.")
+    include_stop_str_in_output: bool = Field(default=False, description="Show the stop sequence.")
+    skip_special_tokens: bool = Field(default=True, description="Leave special tokens out of the text.")
+    min_tokens: UnsignedInt | None = Field(default=None, description="The text has at least so many tokens.")
+    truncate_prompt_tokens: Int32 | None = Field(
+        default=None, description="Use only so many last tokens of the prompt; -1: as many as it may have."
+    )
     stream: bool = False
     stream_options: StreamOptions | None = None
     temperature: float | None = Field(default=None, description="Divides the logits; 0: always the likeliest token.")
@@ -92,3 +138,9 @@ class SharedParameters(RequestModel):
     top_p: float | None = Field(default=None, description="Sample from the likeliest tokens of this total probability.")
     min_p: float | None = Field(default=None, description="Drop tokens less likely than this share of the likeliest.")
     ignore_eos: bool = Field(default=False, description="Go on to `max_tokens` whatever the model says.")
+    response_format: GrammarType | None = Field(default=None, description="Form that the answer must have.")
+    structured_outputs: StructuredOutputs | None = Field(default=None, description="vLLM's way to ask for a form.")
+    guided_json: Any = Field(default=None, description="JSON schema of the answer: vLLM's older name.")
+    guided_regex: str | None = Field(default=None, description="Regular expression of the answer: as above.")
+    guided_choice: Items[str] | None = Field(default=None, description="Answers to choose from: as above.")
+    guided_grammar: str | None = Field(default=None, description="Lark grammar of the answer: as above.")

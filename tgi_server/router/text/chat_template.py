@@ -2,8 +2,11 @@
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from time import monotonic
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 from jinja2 import TemplateError, nodes, pass_context
@@ -15,15 +18,30 @@ from pydantic_core import from_json
 
 from shared.logging import one_line
 from tgi_server.router.errors import InvalidRequest, InvalidTemplate, StartupError
-from tgi_server.router.schemas.chat import Message, TextChunk, Tool, ToolCall
+from tgi_server.router.schemas.chat import ChatRequest, Message, TextChunk, Tool, ToolCall
 from tgi_server.router.text.special_tokens import RenderedPrompt, SpecialTokens
 from tgi_server.router.text.tokenizer_config import DEFAULT_TEMPLATE, TOOL_TEMPLATE, TokenizerConfig
-from tgi_server.router.text.tools import DEFAULT_TOOL_PROMPT
 
 # Seconds that the loops of a template may take.
 RENDER_SECONDS = 5.0
 
 _DEADLINE = "_deadline"
+# Variables that `chat_template_kwargs` may not replace.
+_RESERVED = frozenset(
+    {
+        "messages",
+        "tools",
+        "add_generation_prompt",
+        "bos_token",
+        "eos_token",
+        "raise_exception",
+        "strftime_now",
+        _DEADLINE,
+    }
+)
+_DEVELOPER = "developer"
+# By these, templates let a model think before it answers.
+THINKING_SWITCHES = ("enable_thinking", "thinking")
 
 
 class _GenerationTag(Extension):
@@ -56,6 +74,28 @@ def _in_time(context: Context, items: Iterable[Any]) -> Iterator[Any]:
         yield item
 
 
+@dataclass(frozen=True, slots=True)
+class RenderOptions:
+    """The end of a prompt.
+
+    add_generation_prompt: the template begins the answer. continue_last: the last message is gone on with; None: if it
+    is the assistant's, and calls no tool.
+    """
+
+    add_generation_prompt: bool = True
+    continue_last: bool | None = None
+
+    def prefix(self, last: Mapping[str, Any]) -> str | None:
+        """Returns the beginning of the answer, if the last message is one."""
+        own = last["role"] == "assistant" and not last.get("tool_calls")
+        wanted = own if self.continue_last is None else self.continue_last
+        return last["content"] if wanted else None
+
+
+_USUAL = RenderOptions()
+_NONE: Mapping[str, Any] = MappingProxyType({})
+
+
 class ChatTemplate:
     """Renders conversations. A model without a template is served, but its chat routes refuse every request."""
 
@@ -67,7 +107,7 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
         self._tokens = {"bos_token": config.bos_token or "", "eos_token": config.eos_token or ""}
-        self._names_tools = {name: "tools" in source for name, source in config.chat_templates.items()}
+        self._sources = dict(config.chat_templates)
         try:
             self._templates = {name: environment.from_string(text) for name, text in config.chat_templates.items()}
         except TemplateError as error:
@@ -75,10 +115,27 @@ class ChatTemplate:
 
     def shows_tools(self) -> bool:
         """Returns True if the template itself tells the model about tools."""
-        return self._names_tools.get(self._name(tools=True), False)
+        return "tools" in self.source
 
-    def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> str:
+    @property
+    def source(self) -> str:
+        """The source of the template for conversations with tools; empty without one."""
+        return self._sources.get(self._name(tools=True), "")
+
+    def knows_role(self, role: str, *, tools: bool) -> bool:
+        """Returns True if the template names the role."""
+        return role in self._sources.get(self._name(tools=tools), "")
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        variables: Mapping[str, Any] = _NONE,
+        options: RenderOptions = _USUAL,
+    ) -> str:
         """Returns the prompt. A last message of the assistant is left open, for the model to go on with.
+
+        variables: of the template, beside its usual ones.
 
         Raises InvalidTemplate when there is no template, or it refuses the messages.
         """
@@ -86,14 +143,14 @@ class ChatTemplate:
             raise InvalidTemplate("this model has no chat template; give one with --tokenizer-config-path")
         if not messages:
             raise InvalidTemplate("`messages` must not be empty")
-        last = messages[-1]
-        prefix = last["content"] if last["role"] == "assistant" and not last.get("tool_calls") else None
+        prefix = options.prefix(messages[-1])
         template = self._templates[self._name(tools=bool(tools))]
         try:
             prompt = template.render(
+                **variables,
                 messages=messages,
                 tools=tools or None,
-                add_generation_prompt=prefix is None,
+                add_generation_prompt=prefix is None and options.add_generation_prompt,
                 **{_DEADLINE: monotonic() + RENDER_SECONDS},
                 **self._tokens,
             )
@@ -127,34 +184,59 @@ def _raise_exception(message: str) -> NoReturn:
 
 def render_conversation(
     template: ChatTemplate,
-    messages: Sequence[Message],
+    request: ChatRequest,
     tools: Sequence[Tool],
-    tool_prompt: str | None,
     special_tokens: SpecialTokens | None = None,
+    tool_prompt: str = "",
 ) -> RenderedPrompt:
     """Returns the prompt. A template that knows nothing of tools has them told at the end of the last message.
 
-    special_tokens: that only the template may write; None: messages may, too.
+    special_tokens: that only the template may write; None: messages may, too. tool_prompt: what tells the model how to
+    call a tool, unless the request has one.
 
     Raises InvalidTemplate, or InvalidRequest for what the model cannot read.
     """
-    shown = [_message(message) for message in messages]
+    developer = _DEVELOPER if template.knows_role(_DEVELOPER, tools=bool(tools)) else "system"
+    shown = [_message(message, developer) for message in request.messages]
     described = [_tool(tool) for tool in tools]
     if shown and described:
-        native = template.shows_tools()
-        told = [] if native else [json.dumps(described, ensure_ascii=False)]
-        prompt = tool_prompt or ("" if native else DEFAULT_TOOL_PROMPT)
-        if prompt:
+        told = [] if template.shows_tools() else [json.dumps(described, ensure_ascii=False)]
+        prompt = request.tool_prompt or tool_prompt
+        if told or prompt:
             shown[-1]["content"] += "\n".join(["\n---", *told, prompt])
-    conversation = shown, described or None
+    conversation = shown, described or None, _variables(request)
+    render = partial(
+        template.render, options=RenderOptions(request.add_generation_prompt, request.continue_final_message)
+    )
     if special_tokens is None:
-        return RenderedPrompt(template.render(*conversation))
-    return special_tokens.render(template.render, conversation)
+        return RenderedPrompt(render(*conversation))
+    return special_tokens.render(render, conversation)
 
 
-def _message(message: Message) -> dict[str, Any]:
-    """Returns the message as templates expect it: without absent members, content as text, arguments as objects."""
-    shown: dict[str, Any] = {"role": message.role, "content": message_text(message)}
+def _variables(request: ChatRequest) -> dict[str, Any]:
+    """Returns what the request tells the template. Raises InvalidRequest for variables that are the template's own."""
+    variables: dict[str, Any] = {}
+    if request.documents is not None:
+        variables["documents"] = request.documents
+    if request.reasoning_effort is not None:
+        variables["reasoning_effort"] = request.reasoning_effort
+        if request.reasoning_effort == "none":
+            variables |= dict.fromkeys(THINKING_SWITCHES, False)
+    chosen = request.chat_template_kwargs or {}
+    if taken := sorted(_RESERVED & chosen.keys()):
+        raise InvalidRequest(f"`chat_template_kwargs` may not set {taken[0]!r}, which the server sets itself")
+    return variables | chosen
+
+
+def _message(message: Message, developer: str) -> dict[str, Any]:
+    """Returns the message as templates expect it: without absent members, content as text, arguments as objects.
+
+    developer: the role by which the template knows OpenAI's `developer`.
+    """
+    role = developer if message.role == _DEVELOPER else message.role
+    shown: dict[str, Any] = {"role": role, "content": message_text(message)}
+    if message.reasoning_content is not None:
+        shown["reasoning_content"] = message.reasoning_content
     if message.tool_calls:
         shown["tool_calls"] = [_tool_call(call) for call in message.tool_calls]
     if message.name is not None:

@@ -12,6 +12,7 @@ from tgi_server.router.schemas import grammar as schemas
 
 _ANY_OBJECT = {"type": "object"}
 _SPAN = '"x-span"'
+_WHOLE = "#"
 
 
 def requested_grammar(requested: schemas.GrammarType | None) -> Grammar | None:
@@ -34,11 +35,15 @@ def requested_grammar(requested: schemas.GrammarType | None) -> Grammar | None:
             config = value or json_schema
             if config is None:
                 raise InvalidRequest("a grammar of type `json_schema` needs the schema in `value`, or in `json_schema`")
-            return json_grammar(config.definition)
+            strict = value is not None if config.strict is None else config.strict
+            return json_grammar(config.definition, () if strict else (_WHOLE,))
 
 
-def json_grammar(schema: Any) -> Grammar:
-    """Returns the grammar of JSON that fits `schema`: an object, a boolean, or a string of JSON that is one of them."""
+def json_grammar(schema: Any, lenient: tuple[str, ...] = ()) -> Grammar:
+    """Returns the grammar of JSON that fits `schema`: an object, a boolean, or a string of JSON that is one of them.
+
+    lenient: places in it below which constraints that cannot be enforced are left to the model.
+    """
     if isinstance(schema, str):
         try:
             schema = from_json(schema)  # which bounds how deep it may nest
@@ -46,7 +51,7 @@ def json_grammar(schema: Any) -> Grammar:
             raise InvalidRequest(f"the JSON schema of the grammar is not JSON: {error}") from error
     if not isinstance(schema, dict | bool):
         raise InvalidRequest("the JSON schema of a grammar must be an object")
-    return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema, ensure_ascii=False))
+    return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema, ensure_ascii=False), lenient=lenient)
 
 
 def with_text(grammar: Grammar, text: str) -> Grammar:

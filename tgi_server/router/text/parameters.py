@@ -1,7 +1,7 @@
 """The rules that generation parameters keep (TGI's), each with the one line that a client gets for breaking it."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from struct import Struct
 from typing import TypeVar
 
@@ -19,10 +19,12 @@ _LARGEST_BIAS = 100.0
 _LONGEST_STOP = 1_000
 
 
-def sampling_parameters(parameters: GenerateParameters, vocab_size: int) -> SamplingParameters:
+def sampling_parameters(
+    parameters: GenerateParameters, vocab_size: int, end_tokens: Sequence[int] = ()
+) -> SamplingParameters:
     """Returns how to choose tokens. Sampling is on when it is asked for, or anything is set that only shapes sampling.
 
-    vocab_size: tokens that the model can generate.
+    vocab_size: tokens that the model can generate. end_tokens: those of them that end a text.
 
     Raises InvalidRequest.
     """
@@ -34,6 +36,9 @@ def sampling_parameters(parameters: GenerateParameters, vocab_size: int) -> Samp
     _require("typical_p", parameters.typical_p, lambda value: 0 < value < 1, "must be greater than 0 and less than 1")
     _require("min_p", parameters.min_p, lambda value: 0 <= value < 1, "must be at least 0 and less than 1")
     _require("top_k", parameters.top_k, lambda value: value > 0, "must be greater than 0")
+    stop_tokens = parameters.stop_token_ids or []
+    if unknown := [token for token in stop_tokens if token >= vocab_size]:
+        raise InvalidRequest(f"`stop_token_ids` has {unknown[0]}; token ids are 0 to {vocab_size - 1}")
     return SamplingParameters(
         do_sample=parameters.do_sample
         or any(
@@ -51,6 +56,8 @@ def sampling_parameters(parameters: GenerateParameters, vocab_size: int) -> Samp
         seed=random_seed() if parameters.seed is None else parameters.seed,
         watermark=parameters.watermark,
         logit_bias=_logit_bias(parameters.logit_bias, vocab_size) if parameters.logit_bias else {},
+        min_tokens=parameters.min_tokens or 0,
+        late_tokens=(*end_tokens, *stop_tokens) if parameters.min_tokens else (),
     )
 
 
@@ -58,6 +65,10 @@ def check_amounts(parameters: GenerateParameters, limits: Limits) -> None:
     """Checks how much is asked for. Raises InvalidRequest."""
     if parameters.max_new_tokens is not None and parameters.max_new_tokens <= 0:
         raise InvalidRequest(f"`max_new_tokens` must be greater than 0, not {parameters.max_new_tokens}")
+    if parameters.min_tokens and parameters.max_new_tokens and parameters.min_tokens > parameters.max_new_tokens:
+        raise InvalidRequest(
+            f"`min_tokens` must be at most `max_new_tokens` ({parameters.max_new_tokens}), not {parameters.min_tokens}"
+        )
     if len(parameters.stop) > limits.max_stop_sequences:
         raise InvalidRequest(
             f"`stop` may have at most {limits.max_stop_sequences} stop sequences, not {len(parameters.stop)}"

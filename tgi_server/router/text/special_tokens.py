@@ -26,9 +26,9 @@ _SPELLINGS, _MASKS = 0xF0000, 0x100000
 _MOST = 65_000
 _PRIVATE = re.compile("[\U000f0000-\U0010ffff]")
 
-# Messages and tools as the template gets them.
-Conversation = tuple[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]] | None]
-Render = Callable[[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]] | None], str]
+# Messages, tools, and further variables, as the template gets them.
+Conversation = tuple[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]] | None, Mapping[str, Any]]
+Render = Callable[[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]] | None, Mapping[str, Any]], str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +51,14 @@ class Literal:
 
 @dataclass(frozen=True, slots=True)
 class RenderedPrompt:
-    """A conversation as text. literal: None where nothing in it could be taken for a special token."""
+    """A conversation as text. literal: None where nothing in it could be taken for a special token.
+
+    token_ids: of a prompt that came as tokens.
+    """
 
     text: str
     literal: Literal | None = None
+    token_ids: Sequence[int] | None = None
 
     def checked(self, encoding: Encoding) -> tuple[str, Encoding]:
         """Returns a prompt and its tokens: the text and `encoding`, unless that has special tokens of clients.

@@ -1,6 +1,6 @@
 """The one way of tokens back to a client: text, stop sequences, the finish reason, and when all of it happened."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from time import perf_counter
 from typing import Generic, Protocol, TypeVar
 
@@ -42,18 +42,24 @@ F = TypeVar("F", bound=Formatter, covariant=True)
 class TokenStream(Generic[F]):
     """One sequence as it grows; the scheduler pushes its tokens, and `output` writes them.
 
-    prefill: the prompt's tokens and logprobs, when they were asked for. last_id: of the last token. drafted: that token
-    had been drafted before it was chosen.
+    prefill: the prompt's tokens and logprobs, when they were asked for. last_id: of the last token. cached_tokens: of
+    the prompt, those that had been computed for another request. drafted: the last token had been drafted before it was
+    chosen.
 
     Times are `perf_counter` seconds.
     """
 
     __slots__ = (
         "_detokenizer",
+        "_min_tokens",
         "_on_end",
         "_output",
+        "_shown",
         "_special_tokens",
+        "_stop_ids",
         "_stops",
+        "_tokenizer",
+        "cached_tokens",
         "drafted",
         "ended_at",
         "finish_reason",
@@ -66,12 +72,27 @@ class TokenStream(Generic[F]):
     )
 
     def __init__(
-        self, tokenizer: TextTokenizer, input_ids: list[int], stops: StopSequences | None, output: F, on_end: OnEnd
+        self,
+        tokenizer: TextTokenizer,
+        input_ids: list[int],
+        stops: StopSequences | None,
+        output: F,
+        on_end: OnEnd,
+        *,
+        stop_ids: Collection[int] = (),
+        min_tokens: int = 0,
+        shown: Collection[int] = (),
     ) -> None:
         """input_ids: the prompt; the first generated token may read differently behind it.
-        stops: stop sequences, if the request has any.
+        stops: stop sequences, if the request has any. stop_ids: tokens that end the text, and are no part of it.
         on_end: told once that nothing more comes, with the error if the sequence did not end as it should.
+        min_tokens: nothing that the request names ends the text within so many tokens.
+        shown: special tokens that are part of the text.
         """
+        self._tokenizer = tokenizer
+        self._stop_ids = stop_ids
+        self._min_tokens = min_tokens
+        self._shown = shown
         self._detokenizer = Detokenizer(tokenizer, input_ids)
         self._special_tokens = tokenizer.special_tokens
         self._stops = stops
@@ -79,6 +100,7 @@ class TokenStream(Generic[F]):
         self._on_end = on_end
         self.input_length = len(input_ids)
         self.last_id = 0
+        self.cached_tokens = 0
         self.drafted = False
         self.generated_tokens = 0
         self.finish_reason: FinishReason | None = None
@@ -90,12 +112,13 @@ class TokenStream(Generic[F]):
         """The formatter that writes the sequence."""
         return self._output
 
-    def started(self) -> None:
+    def started(self, cached_tokens: int) -> None:
         """Notes that the sequence left the queue."""
         self.started_at = perf_counter()
+        self.cached_tokens = cached_tokens
 
     def push(self, generation: pb.Generation) -> FinishReason | None:
-        """Takes the tokens of one step; tokens behind a complete stop sequence are dropped."""
+        """Takes the tokens of one step; tokens behind a complete stop sequence or a stop token are dropped."""
         if self.finish_reason is not None:
             return self.finish_reason
         if generation.HasField("prefill_tokens"):
@@ -107,7 +130,14 @@ class TokenStream(Generic[F]):
             self.drafted = generation.drafted and position == 0
             reason = finish_reason_from_message(generation.finish_reason) if position == last else None
             special = token_id in self._special_tokens
-            text, visible, stopped = self._special(token_id) if special else self._plain(token_id)
+            stop_token = token_id in self._stop_ids and self.generated_tokens > self._min_tokens
+            if stop_token:
+                text, visible, stopped = self._tokenizer.token_text(token_id), "", False
+                reason = FinishReason.EOS_TOKEN
+            elif special:
+                text, visible, stopped = self._special(token_id, ends=reason is FinishReason.EOS_TOKEN)
+            else:
+                text, visible, stopped = self._plain(token_id)
             if stopped:
                 reason = FinishReason.STOP_SEQUENCE
             if reason is not None:
@@ -115,11 +145,11 @@ class TokenStream(Generic[F]):
                 self.finish_reason = reason
                 rest = "" if stopped else self._rest()
                 visible += rest
-                text = text if special else text + rest
+                text = text if special or stop_token else text + rest
             logprob = generation.logprobs[position] if generation.logprobs else None
             top = generation.top_tokens[position] if generation.top_tokens else None
             self._output.token(self, token_id, text, visible, logprob, top)
-            if stopped:
+            if stopped or stop_token:
                 return reason
         return None
 
@@ -142,18 +172,24 @@ class TokenStream(Generic[F]):
 
     def _plain(self, token_id: int) -> tuple[str, str, bool]:
         text = self._detokenizer.step(token_id)
-        if self._stops is None:
+        if self._stops is None or self.generated_tokens <= self._min_tokens:
             return text, text, False
         text, stopped = self._stops.feed(text)
         return text, text, stopped
 
-    def _special(self, token_id: int) -> tuple[str, str, bool]:
-        """Handles a special token, which is not part of the text, though a stop sequence may name one."""
+    def _special(self, token_id: int, *, ends: bool) -> tuple[str, str, bool]:
+        """Handles a special token, which is not part of the text unless it is shown; a stop sequence may name any.
+
+        ends: the token ends the text, and is no part of it.
+        """
         name = self._special_tokens[token_id]
-        if self._stops is None or not self._stops.contain(name):
+        shown = not ends and token_id in self._shown
+        if self._stops is None or self.generated_tokens <= self._min_tokens:
+            return name, name if shown else "", False
+        if not shown and not self._stops.contain(name):
             return name, "", False
-        shown, stopped = self._stops.feed(name)
-        return name, "" if self._stops.reveal else shown, stopped
+        visible, stopped = self._stops.feed(name)
+        return name, visible if shown or not self._stops.reveal else "", stopped
 
     def _rest(self) -> str:
         """Returns the text that waited for more to come."""

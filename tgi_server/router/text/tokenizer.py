@@ -37,13 +37,17 @@ tokenizer.backend_tokenizer.save(sys.argv[2])
 
 
 class TextTokenizer:
-    """The model's tokenizer. `special_tokens` maps the ids of special tokens to their text."""
+    """The model's tokenizer.
+
+    special_tokens: maps the ids of special tokens to their text. vocab_size: token ids are less than that.
+    """
 
     def __init__(self, tokenizer: Tokenizer, config: TokenizerConfig) -> None:
         _obey(tokenizer, config)
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
+        self.vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         self.special_tokens = {
             token_id: token.content for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special
         }

@@ -1,97 +1,145 @@
-"""Tools: the grammar that makes a model's answer a call of one of them, and how that call is read."""
+"""Tools: those that an answer may call, and the form of such an answer."""
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from tgi_server.contract import Grammar
+from tgi_server.contract import Grammar, GrammarKind
 from tgi_server.router.errors import InvalidTool
-from tgi_server.router.schemas.chat import NamedTool, Tool, ToolChoice
-from tgi_server.router.text.grammar import json_grammar
+from tgi_server.router.schemas.chat import AllowedTools, NamedTool, Tool, ToolChoice
+from tgi_server.router.text.answer_reader import AnswerReader
+from tgi_server.router.text.reasoning import ReasoningTags
+from tgi_server.router.text.tool_formats import TGI_FORMAT, Calls, FrameWriter, ToolFormat
 
-NO_TOOL = "no_tool"
-
-# A call is one object: the name and the arguments. More than members cannot be asked of it.
-_KNOWN_OF_ARGUMENTS = {
-    *("type", "properties", "required", "additionalProperties", "$defs", "definitions"),
-    *("title", "description", "$schema", "$comment", "examples", "default"),
-}
-
-DEFAULT_TOOL_PROMPT = (
-    "You may call one of the functions above. Answer with JSON only: the name of the function that fits best, "
-    "and its arguments, each with a value of its own and no placeholders."
+TGI_TOOL_PROMPT = (
+    "You may call one of the functions above. If one of them helps, answer with JSON only, which names it and has a "
+    "value of its own for each argument, and no placeholders: "
+    '{"function": {"_name": "NAME", "_arguments": {"ARGUMENT": "VALUE"}}}'
 )
 
+_ANSWER = "#/definitions/answer"
+_PLAIN_NAME = re.compile("[A-Za-z0-9_-]+")
+_NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 
-def chosen_tools(tools: Sequence[Tool] | None, choice: ToolChoice | None) -> tuple[Sequence[Tool], bool]:
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """The tools that an answer may call; required: it must call one. parallel: it may call several times."""
+
+    tools: Sequence[Tool] = ()
+    required: bool = False
+    parallel: bool = True
+
+    @property
+    def names(self) -> list[str]:
+        return [tool.function.name for tool in self.tools]
+
+
+def chosen_tools(tools: Sequence[Tool] | None, choice: ToolChoice | None, *, parallel: bool = True) -> ToolUse:
     """Returns the tools that this answer may call, and whether it must call one.
 
     Raises InvalidTool for a choice that names no tool, or tools that cannot be told apart.
     """
     wanted = choice.root if choice is not None else "auto"
     if wanted == "none" or (wanted == "auto" and not tools):
-        return [], False
+        return ToolUse()
     tools = tools or []
     names = [tool.function.name for tool in tools]
     if len(set(names)) < len(names):
         raise InvalidTool("two `tools` have the same name")
-    if NO_TOOL in names:
-        raise InvalidTool(f"a tool must not be named {NO_TOOL!r}")
     if isinstance(wanted, NamedTool):
-        named = [tool for tool in tools if tool.function.name == wanted.function.name]
-        if not named:
-            raise InvalidTool(f"`tool_choice` names {wanted.function.name!r}, which is none of the `tools`")
-        return named, True
+        return ToolUse(_named(tools, [wanted.function.name]), required=True, parallel=False)
+    if isinstance(wanted, AllowedTools):
+        allowed = _named(tools, [each.function.name for each in wanted.allowed_tools.tools])
+        return ToolUse(allowed, wanted.allowed_tools.mode == "required", parallel)
     if not tools:
         raise InvalidTool("`tool_choice` is `required`, and there are no `tools`")
-    return tools, wanted == "required"
+    return ToolUse(tools, wanted == "required", parallel)
 
 
-def tool_grammar(tools: Sequence[Tool], *, required: bool) -> Grammar:
-    """Returns the grammar of JSON that calls one of `tools`; or `no_tool`, unless a call is required."""
-    functions = {tool.function.name: _parameters(tool) for tool in tools}
-    calls = [_call(name, parameters) for name, parameters in functions.items()]
-    if not required:
-        calls.append(_call(NO_TOOL, {}))
-    return json_grammar(
-        {
-            "$defs": functions,
-            "type": "object",
-            "properties": {"function": {"anyOf": calls}},
-            "required": ["function"],
-            "additionalProperties": False,
-        }
-    )
+def _named(tools: Sequence[Tool], names: Sequence[str]) -> Sequence[Tool]:
+    for name in names:
+        if not any(tool.function.name == name for tool in tools):
+            raise InvalidTool(f"`tool_choice` names {name!r}, which is none of the `tools`")
+    return [tool for tool in tools if tool.function.name in names]
 
 
-def _parameters(tool: Tool) -> dict[str, Any]:
-    """Returns the schema of a tool's arguments, at home under `$defs`."""
-    name, parameters = tool.function.name, tool.function.arguments
+class AnswerForm:
+    """The form in which the served model thinks, calls tools and answers.
+
+    shown: special tokens that the form is made of, by id: a reader of answers has to see them.
+    """
+
+    def __init__(self, calls: ToolFormat, thoughts: ReasoningTags | None, special_tokens: Mapping[int, str]) -> None:
+        self._calls = calls
+        self._thoughts = thoughts
+        self._frames = FrameWriter(special_tokens)
+        markers = calls.markers + (thoughts.begin + thoughts.end if thoughts is not None else "")
+        self.shown = frozenset(token for token, name in special_tokens.items() if name and name in markers)
+
+    @property
+    def tool_prompt(self) -> str:
+        """What tells the model how to call a tool, where its template does not."""
+        return TGI_TOOL_PROMPT if self._calls is TGI_FORMAT else ""
+
+    def thoughts(self, answer: Grammar | None) -> ReasoningTags | None:
+        """Returns what stands around thoughts before such an answer; None: it has none.
+
+        answer: the grammar that a request asks for. Thoughts come before JSON only.
+        """
+        return self._thoughts if answer is None or answer.type is GrammarKind.JSON_SCHEMA else None
+
+    def grammar(self, use: ToolUse, answer: Grammar | None, *, thinking: bool) -> Grammar | None:
+        """Returns the grammar of an answer that may think first, call tools, or have a form of its own.
+
+        answer: the grammar of an answer that calls no tool; None: any text. thinking: thoughts have begun in the
+        prompt. Raises InvalidTool.
+        """
+        thoughts = self.thoughts(answer)
+        if not use.tools and (answer is None or thoughts is None):
+            return answer
+        if answer is not None and answer.type is not GrammarKind.JSON_SCHEMA:
+            raise InvalidTool("together with `tools` the form of an answer can be JSON only")
+        homes = _homes(use.names)
+        schemas = (_parameters(tool, f"#/$defs/{home}") for tool, home in zip(use.tools, homes, strict=True))
+        document: dict[str, Any] = {"$defs": dict(zip(homes, schemas, strict=True))}
+        if answer is not None:
+            document["definitions"] = {"answer": _moved(json.loads(answer.value), _ANSWER)}
+        places = [f"#/$defs/{home}" for home in homes]
+        document["anyOf"] = [{"$ref": place} for place in (*places, *([] if answer is None else [_ANSWER]))]
+        calls = None
+        if use.tools:
+            calls = Calls(self._calls, dict(zip(use.names, places, strict=True)), use.required, use.parallel)
+        frame = self._frames.frame(calls, None if answer is None else _ANSWER, thoughts, open_=thinking)
+        lenient = [place for tool, place in zip(use.tools, places, strict=True) if not tool.function.strict]
+        if answer is not None and answer.lenient:
+            lenient.append(_ANSWER)
+        text = json.dumps(document, ensure_ascii=False)
+        return Grammar(GrammarKind.JSON_SCHEMA, text, frame=frame, lenient=tuple(lenient))
+
+    def reader(self, use: ToolUse, answer: Grammar | None, *, thinking: bool) -> AnswerReader | None:
+        """Returns what takes such an answer apart; None where all of it is text."""
+        thoughts = self.thoughts(answer)
+        if not use.tools and thoughts is None:
+            return None
+        return AnswerReader(self._calls, use.names, thoughts, thinking=thinking)
+
+
+def _homes(names: Sequence[str]) -> list[str]:
+    """Returns the names of the tools' schemas under `$defs`: those of the tools, if JSON pointers can have them."""
+    return [name if _PLAIN_NAME.fullmatch(name) else f"tool.{index}" for index, name in enumerate(names)]
+
+
+def _parameters(tool: Tool, home: str) -> dict[str, Any]:
+    """Returns the schema of a tool's arguments, which is an object's."""
+    parameters = tool.function.arguments
     if parameters is None:
-        return {}
+        return _NO_ARGUMENTS
     if not isinstance(parameters, dict):
-        raise InvalidTool(f"the parameters of the tool {name!r} must be a JSON schema of an object")
-    unknown = sorted(set(parameters) - _KNOWN_OF_ARGUMENTS)
-    if unknown:
-        raise InvalidTool(f"{unknown[0]!r} is not supported at the top of a tool's parameters ({name!r})")
-    moved: dict[str, Any] = _moved(parameters, f"#/$defs/{name.replace('~', '~0').replace('/', '~1')}")
-    return moved
-
-
-def _call(name: str, parameters: dict[str, Any]) -> dict[str, Any]:
-    """Returns the schema of a call's members: the name first, then the arguments."""
-    properties = parameters.get("properties")
-    required = parameters.get("required")
-    return {
-        "type": "object",
-        "properties": {
-            "_name": {"const": name},
-            **(properties if isinstance(properties, dict) else {}),
-        },
-        "required": ["_name", *(required if isinstance(required, list) else [])],
-        "additionalProperties": parameters.get("additionalProperties") is True,
-    }
+        raise InvalidTool(f"the parameters of the tool {tool.function.name!r} must be a JSON schema of an object")
+    return {"type": "object", **_moved(parameters, home)}
 
 
 def _moved(schema: Any, root: str) -> Any:
@@ -105,53 +153,3 @@ def _moved(schema: Any, root: str) -> Any:
     if isinstance(reference, str) and reference.startswith("#"):
         moved["$ref"] = root + reference.removeprefix("#")
     return moved
-
-
-_HEAD = re.compile(r'\s*\{\s*"function"\s*:\s*\{\s*"_name"\s*:\s*("(?:[^"\\]|\\.)*")\s*(?:(\})|,\s*(?=\S))')
-# JSON's white space.
-_BLANK = " \t\n\r"
-
-
-class ToolCallReader:
-    """Takes `{"function": {"_name": NAME, ...}}` piece by piece; gives the name, then the arguments as JSON text.
-
-    The arguments are what remains of the inner object without its `_name`.
-    """
-
-    def __init__(self) -> None:
-        self._text = ""
-        self._tail = ""
-        self._complete = False
-        self.name: str | None = None
-
-    def feed(self, text: str) -> str:
-        """Returns the next piece of the arguments."""
-        if self._complete:
-            return ""
-        if self.name is None:
-            self._text += text
-            if not text.strip(_BLANK):  # completes nothing; a model may write a lot of it
-                return ""
-            head = _HEAD.match(self._text)
-            if head is None:
-                return ""
-            self.name = json.loads(head[1])
-            if head[2]:
-                self._complete = True
-                return "{}"
-            text = "{" + self._text[head.end() :]
-        return self._hold_back(text)
-
-    def end(self) -> str:
-        """Returns what is left of the arguments at the end of the text; they are whole if the text is."""
-        tail, self._tail = self._tail.rstrip(), ""
-        return tail if self._complete else tail.removesuffix("}").rstrip()
-
-    def _hold_back(self, text: str) -> str:
-        """Keeps closing braces: the last of them closes what is around the arguments."""
-        certain = text.rstrip(_BLANK + "}")
-        if not certain:
-            self._tail += text
-            return ""
-        held, self._tail = self._tail, text[len(certain) :]
-        return held + certain

@@ -4,7 +4,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 
 from tgi_server.contract import Grammar, SamplingParameters
-from tgi_server.router.errors import InvalidRequest
+from tgi_server.router.errors import ContextOverflow, InvalidRequest
 from tgi_server.router.request import Limits
 from tgi_server.router.schemas.generate import GenerateParameters
 from tgi_server.router.text.detokenizer import StopSequences
@@ -25,6 +25,8 @@ class CheckedRequest:
     """A prompt and parameters that keep every rule.
 
     input_ids: the prompt, cut to `truncate`.
+    prefill_top_n: most likely tokens to report in the place of each token of the prompt.
+    unenforced: constraints of the grammar that are left to the model, each as a line.
     seed: what `details` reports; None when tokens are not sampled.
     """
 
@@ -37,6 +39,10 @@ class CheckedRequest:
     ignore_eos: bool
     grammar: Grammar | None
     cache_salt: str | None
+    prefill_top_n: int = 0
+    unenforced: tuple[str, ...] = ()
+    stop_token_ids: frozenset[int] = frozenset()
+    show_special: bool = False
 
     @property
     def seed(self) -> int | None:
@@ -56,8 +62,10 @@ class Validator:
     """Checks requests against the server's limits.
 
     vocab_size: tokens that the model can generate.
-    grammar_refusal: the reason why this server takes no grammars; None if it does.
-    grammar_fault: has the shards compile a grammar; why that cannot be done, in one line, or None.
+    grammar_refusal: why this server takes no grammars; None when it does.
+    compile_grammar: has the shards compile a grammar, and returns the constraints that are left to the model, each as
+    a line; raises InvalidRequest for one that cannot be used.
+    end_tokens: that the model ends a text with.
     """
 
     def __init__(
@@ -66,13 +74,15 @@ class Validator:
         threads: TokenizerThreads,
         vocab_size: int,
         grammar_refusal: str | None,
-        grammar_fault: Callable[[Grammar], Awaitable[str | None]],
+        compile_grammar: Callable[[Grammar], Awaitable[tuple[str, ...]]],
+        end_tokens: Sequence[int] = (),
     ) -> None:
         self._limits = limits
         self._threads = threads
         self._vocab_size = vocab_size
         self._grammar_refusal = grammar_refusal
-        self._grammar_fault = grammar_fault
+        self._compile_grammar = compile_grammar
+        self._end_tokens = tuple(end_tokens)
 
     async def check(
         self,
@@ -84,22 +94,23 @@ class Validator:
         grammar: Grammar | None = None,
         spans_of: str | None = None,
         size: int = 0,
+        limits: Limits | None = None,
     ) -> CheckedRequest:
         """Returns what the scheduler takes. Work on a large request leaves the event loop.
 
         grammar: in place of the parameters' own. spans_of: the text that `x-span` takes spans of; None: the prompt.
-        size: bytes of the whole request.
+        size: bytes of the whole request. limits: other amounts than those of TGI's routes.
 
         Raises InvalidRequest with one line that says what is wrong.
         """
         if streaming:
             check_streaming(parameters)
-        sampling = sampling_parameters(parameters, self._vocab_size)
-        check_amounts(parameters, self._limits)
+        sampling = sampling_parameters(parameters, self._vocab_size, self._end_tokens)
+        check_amounts(parameters, limits or self._limits)
         check_best_of(parameters, sampling, self._limits)
         if parameters.adapter_id:
             raise InvalidRequest("`adapter_id` is not supported: this server has no adapters")
-        if not prompt.text:
+        if not prompt.text and not prompt.token_ids:
             raise InvalidRequest("`inputs` must not be empty")
 
         def prepare() -> tuple[Grammar | None, list[int]]:
@@ -107,9 +118,11 @@ class Validator:
             input_ids = self._input_ids(prompt, parameters.truncate, add_special_tokens=add_special_tokens)
             return (with_text(wanted, spans_of or prompt.text) if wanted else None), input_ids
 
+        if parameters.min_tokens and (grammar or requested_grammar(parameters.grammar)):
+            raise InvalidRequest("`min_tokens` cannot be used with a grammar, which says when the text ends")
         prepared, input_ids = await self._threads.handle_text(max(size, len(prompt.text)), prepare)
         max_new_tokens = self._max_new_tokens(len(input_ids), parameters.max_new_tokens)
-        await self._compile(prepared)
+        unenforced = await self._compile(prepared)
         return CheckedRequest(
             input_ids=input_ids,
             max_new_tokens=max_new_tokens,
@@ -120,13 +133,20 @@ class Validator:
             ignore_eos=parameters.ignore_eos,
             grammar=prepared,
             cache_salt=parameters.cache_salt,
+            unenforced=unenforced,
+            stop_token_ids=frozenset(parameters.stop_token_ids or ()),
+            show_special=not parameters.skip_special_tokens,
         )
 
     def _input_ids(self, prompt: RenderedPrompt, truncate: int | None, *, add_special_tokens: bool) -> list[int]:
         """Returns the prompt's tokens, cut to `truncate`. A text that cannot fit is not tokenised as a whole."""
         tokenizer, most = self._threads.tokenizer, self._limits.max_input_tokens
+        if prompt.token_ids is not None:
+            if (highest := max(prompt.token_ids)) >= self._vocab_size:
+                raise InvalidRequest(f"the prompt has the token {highest}; the model knows 0 to {self._vocab_size - 1}")
+            return list(prompt.token_ids[-truncate:] if truncate else prompt.token_ids)
         if not truncate and tokenizer.exceeds(prompt.text, most):
-            raise InvalidRequest(f"`inputs` has more than {most} tokens; at most {most} are allowed")
+            raise ContextOverflow.of_prompt(most + 1, most, at_least=True)
         encoding = tokenizer.encode(prompt.text, add_special_tokens=add_special_tokens, offsets=False)
         _, encoding = prompt.checked(encoding)
         return encoding.ids[-truncate:] if truncate else encoding.ids
@@ -136,24 +156,20 @@ class Validator:
         if not input_length:
             raise InvalidRequest("`inputs` has no tokens")
         if input_length > limits.max_input_tokens:
-            raise InvalidRequest(f"`inputs` has {input_length} tokens; at most {limits.max_input_tokens} are allowed")
+            raise ContextOverflow.of_prompt(input_length, limits.max_input_tokens)
         if asked is None:
             return limits.max_total_tokens - input_length
         if input_length + asked > limits.max_total_tokens:
-            raise InvalidRequest(
-                f"`inputs` has {input_length} tokens and `max_new_tokens` is {asked}: "
-                f"together they may be at most {limits.max_total_tokens}"
-            )
+            raise ContextOverflow.of_total(input_length, asked, limits.max_total_tokens)
         return asked
 
-    async def _compile(self, grammar: Grammar | None) -> None:
+    async def _compile(self, grammar: Grammar | None) -> tuple[str, ...]:
         """Has the shards compile the grammar: the request waits for it, and for nobody else's."""
         if grammar is None:
-            return
+            return ()
         if self._grammar_refusal is not None:
             raise InvalidRequest(self._grammar_refusal)
-        if fault := await self._grammar_fault(grammar):
-            raise InvalidRequest(f"the grammar cannot be used: {fault}")
+        return await self._compile_grammar(grammar)
 
 
 def grammar_refusal(*, disabled: bool, supported: bool) -> str | None:

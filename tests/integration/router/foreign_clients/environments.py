@@ -30,22 +30,30 @@ class Environment:
                 pytest.skip(f"{' '.join(arguments)} cannot be installed here: {done.stderr.strip()[-300:]}")
         ready.write_text(json.dumps(installs))
 
-    async def run(self, program: str, *arguments: str) -> tuple[int, str]:
-        """Runs one of the environment's programs; the exit code, and what it printed."""
+    async def run(self, program: str, *arguments: str, text: str | None = None) -> tuple[int, str]:
+        """Runs one of the environment's programs, with a text on its standard input.
+
+        Returns the exit code, and what it printed.
+        """
         process = await asyncio.create_subprocess_exec(
             str(self._folder / "bin" / program),
             *arguments,
+            stdin=asyncio.subprocess.DEVNULL if text is None else asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
         )
         async with asyncio.timeout(_RUN_SECONDS):
-            output, _ = await process.communicate()
+            output, _ = await process.communicate(None if text is None else text.encode())
         assert process.returncode is not None
         return process.returncode, output.decode()
 
-    async def ask(self, script: str, url: str) -> dict[str, Any]:
-        """Runs a script of this folder against a router; its last line is a JSON object of what came of it."""
-        code, output = await self.run("python", str(Path(__file__).parent / script), url)
+    async def ask(self, script: str, *arguments: str, asked: Any = None) -> dict[str, Any]:
+        """Runs a script of this folder against a server; its last line is a JSON object of what came of it.
+
+        asked: JSON for its standard input.
+        """
+        standard_input = None if asked is None else json.dumps(asked)
+        code, output = await self.run("python", str(Path(__file__).parent / script), *arguments, text=standard_input)
         assert code == 0, output
         result: dict[str, Any] = json.loads(output.splitlines()[-1])
         return result

@@ -27,6 +27,13 @@ _TREE = {
     },
 }
 
+_DYNAMIC_TREE = {
+    "$dynamicAnchor": "node",
+    "type": "object",
+    "properties": {"next": {"$dynamicRef": "#node"}},
+    "additionalProperties": False,
+}
+
 ENFORCED: dict[str, list[Group]] = {
     "type": [
         group({"type": "integer"}, [0, -3, 12], ["1", None, [], {}, True]),
@@ -88,7 +95,10 @@ ENFORCED: dict[str, list[Group]] = {
     "prefixItems": [group({"type": "array", "prefixItems": [_INTEGER, {"type": "string"}]}, [[1, "a"], [1]], [["a"]])],
     "additionalItems": [group({"type": "array", "items": [_INTEGER], "additionalItems": False}, [[1]], [[1, 2]])],
     "minItems": [group({"type": "array", "items": _INTEGER, "minItems": 2}, [[1, 2], [1, 2, 3]], [[], [1]])],
-    "maxItems": [group({"type": "array", "items": _INTEGER, "maxItems": 1}, [[], [1]], [[1, 2]])],
+    "maxItems": [
+        group({"type": "array", "items": _INTEGER, "maxItems": 1}, [[], [1]], [[1, 2]]),
+        group({"type": "array", "items": _INTEGER, "maxItems": 2.0}, [[], [1, 2]], [[1, 2, 3]]),
+    ],
     "properties": [group({"type": "object", **_A}, [{"a": 1}, {}, {"b": "x"}], [{"a": "1"}])],
     "required": [
         group({"type": "object", **_A, "required": ["a"]}, [{"a": 1}], [{}]),
@@ -101,7 +111,115 @@ ENFORCED: dict[str, list[Group]] = {
     "patternProperties": [group({"type": "object", "patternProperties": {"^x": _INTEGER}}, [{"x1": 1}], [{"x1": "a"}])],
     "minProperties": [group({"type": "object", "minProperties": 1}, [{"a": 1}], [{}])],
     "maxProperties": [group({"type": "object", "maxProperties": 1}, [{}, {"a": 1}], [{"a": 1, "b": 1}])],
-    "uniqueItems: false": [group({"type": "array", "items": _INTEGER, "uniqueItems": False}, [[1, 1]], [["a"]])],
+    "minProperties and maxProperties": [
+        group(
+            {"type": "object", "properties": {"a": {}, "b": {}, "c": {}}, "minProperties": 2},
+            [{"a": 1, "b": 1}, {"b": 1, "c": 1, "d": 1}],
+            [{}, {"a": 1}],
+        ),
+        group(
+            {"type": "object", "properties": {"a": {}, "b": {}}, "maxProperties": 1},
+            [{}, {"a": 1}, {"b": 1}, {"c": 1}],
+            [{"a": 1, "b": 1}, {"a": 1, "c": 1}],
+        ),
+        group(
+            {"type": "object", "properties": {"a": {}, "b": {}}, "required": ["a"], "maxProperties": 1},
+            [{"a": 1}],
+            [{"a": 1, "b": 1}, {"a": 1, "c": 1}],
+        ),
+    ],
+    "oneOf of variants that overlap": [
+        group(
+            {"type": "object", **_A, "oneOf": [{"required": ["a"]}, {"required": ["b"]}]},
+            [{"a": 1}, {"b": 1}],
+            [{"a": 1, "b": 1}, {}],
+        ),
+        group({"oneOf": [{"type": "integer", "maximum": 5}, {"type": "integer", "minimum": 3}]}, [2, 6], [3, 5]),
+        group(
+            {
+                "oneOf": [{"$ref": f"#/$defs/{kind}"} for kind in ("cat", "dog")],
+                "$defs": {
+                    kind: {"type": "object", "properties": {"kind": {"const": kind}}, "additionalProperties": False}
+                    for kind in ("cat", "dog")
+                },
+            },
+            [{"kind": "cat"}, {"kind": "dog"}],
+            [{"kind": "cow"}, {}],
+        ),
+    ],
+    "not": [
+        group({"not": {"type": "integer"}}, ["a", None, []], [1]),
+        group({"type": "string", "not": {"enum": ["ab", "b"]}}, ["", "a", "abc", "c"], ["ab", "b"]),
+        group({"not": {"enum": [1, 3, True, None]}}, [2, 4, -1, 1.5, False, "a"], [1, 3, True, None]),
+        group({"type": "object", "not": {"required": ["a"]}}, [{}, {"b": 1}], [{"a": 1}]),
+        group({"type": "integer", "not": {"minimum": 3, "maximum": 5}}, [2, 6], [3, 4, 5]),
+        group({"type": "string", "not": {"minLength": 2}}, ["", "a"], ["ab"]),
+        group({"type": "string", "not": {"pattern": "^x-"}}, ["x", "ax-", ""], ["x-", "x-a"]),
+        group({"type": "array", "not": {"contains": _INTEGER}}, [[], ["a"]], [[1], ["a", 1]]),
+    ],
+    "if": [
+        group(
+            {
+                "type": "object",
+                "properties": {"kind": {"enum": ["a", "b"]}, "n": _INTEGER},
+                "required": ["kind"],
+                "if": {"properties": {"kind": {"const": "a"}}},
+                "then": {"required": ["n"]},
+                "else": {"properties": {"n": False}},
+            },
+            [{"kind": "a", "n": 1}, {"kind": "b"}],
+            [{"kind": "a"}, {"kind": "b", "n": 1}],
+        )
+    ],
+    "then": [group({"type": "integer", "if": {"minimum": 5}, "then": {"maximum": 6}}, [1, 5, 6], [7])],
+    "else": [group({"type": "integer", "if": {"minimum": 5}, "else": {"maximum": 2}}, [1, 5], [3])],
+    "contains": [group({"type": "array", "contains": {"const": 3}}, [[3], [3, 1]], [[], [1]])],
+    "minContains": [group({"type": "array", "contains": {"const": 3}, "minContains": 2}, [[3, 3, 1]], [[3], [3, 1]])],
+    "maxContains": [
+        group({"items": {"enum": [3, 4]}, "contains": {"const": 3}, "maxContains": 1}, [[3], [3, 4]], [[3, 3], [4]])
+    ],
+    "uniqueItems": [
+        group({"type": "array", "items": {"enum": ["a", "b"]}, "uniqueItems": True}, [[], ["b", "a"]], [["a", "a"]]),
+        group({"type": "array", "items": _INTEGER, "uniqueItems": True, "maxItems": 1}, [[], [1]], [[1, 1]]),
+        group({"type": "array", "items": _INTEGER, "uniqueItems": False}, [[1, 1]], [["a"]]),
+    ],
+    "propertyNames": [
+        group({"type": "object", "propertyNames": {"enum": ["a", "b"]}}, [{}, {"a": 1}], [{"c": 1}]),
+        group({"type": "object", **_A, "propertyNames": {"pattern": "^[a-c]$"}}, [{"a": 1}, {"c": 0}], [{"d": 1}]),
+        group({"type": "object", "propertyNames": {"maxLength": 2}}, [{"ab": 1}], [{"abc": 1}]),
+    ],
+    "dependentRequired": [
+        group(
+            {"type": "object", "properties": {"a": {}, "b": {}}, "dependentRequired": {"a": ["b"]}},
+            [{}, {"b": 1}, {"a": 1, "b": 1}],
+            [{"a": 1}],
+        )
+    ],
+    "dependentSchemas": [
+        group(
+            {"type": "object", "properties": {"a": {}, "b": {}}, "dependentSchemas": {"a": {"required": ["b"]}}},
+            [{}, {"b": 1}, {"a": 1, "b": 1}],
+            [{"a": 1}],
+        )
+    ],
+    "dependencies": [
+        group(
+            {"type": "object", "properties": {"a": {}, "b": {}}, "dependencies": {"a": ["b"]}}, [{"b": 1}], [{"a": 1}]
+        )
+    ],
+    "unevaluatedProperties": [
+        group(
+            {"allOf": [{"type": "object", **_A}], "properties": {"b": {}}, "unevaluatedProperties": False},
+            [{"a": 1, "b": 1}, {}],
+            [{"c": 1}],
+        )
+    ],
+    "unevaluatedItems": [group({"prefixItems": [_INTEGER], "unevaluatedItems": False}, [[1], []], [[1, 2]])],
+    "$dynamicRef": [group({**_DYNAMIC_TREE}, [{}, {"next": {}}], [{"next": 1}])],
+    "$recursiveRef": [
+        group({"type": "object", "properties": {"next": {"$recursiveRef": "#"}}}, [{"next": {}}], [{"next": 1}])
+    ],
+    "nullable": [group({"type": "string", "nullable": True}, ["a", None], [1])],
     "format: date": text_format(
         "date",
         ["2024-02-29", "2000-02-29", "1999-12-31"],
@@ -124,6 +242,17 @@ ENFORCED: dict[str, list[Group]] = {
         ["12345678-9abc-def0-1234-56789abcdef0"],
         ["12345678-9abc-def0-1234", "12345678-9abc-def0-1234-56789abcdefg"],
     ),
+    "format: idn-email": text_format("idn-email", ["a@b.org"], ["a"]),
+    "format: idn-hostname": text_format("idn-hostname", ["a-b.org"], ["-a"]),
+    "format: uri-reference": text_format(
+        "uri-reference", ["/a?b#c", "a/b", "", "https://a.org/"], ["a b", "\\\\a", "[a]"]
+    ),
+    "format: iri": text_format("iri", ["https://example.org/a"], ["/a", "a b"]),
+    "format: iri-reference": text_format("iri-reference", ["/a?b#c", "#"], ["a b", "\\\\a"]),
+    "format: uri-template": text_format("uri-template", ["/a/{b}{?c,d*}", ""], ["/a/{b", "{"]),
+    "format: json-pointer": text_format("json-pointer", ["", "/a~1b/0"], ["a", "/~", "#/a"]),
+    "format: relative-json-pointer": text_format("relative-json-pointer", ["1", "0/a", "0#"], ["/a", "-1/a", "01/a"]),
+    "format: regex": text_format("regex", ["^[a-z]+$", r"\d{3}(a|b)?"], ["a(b", "[a", "^*"]),
     "x-span": [
         group(
             {"type": "string", "x-span": True, "x-span-source": "the old oak"},
@@ -152,39 +281,52 @@ ANNOTATIONS: dict[str, Any] = {
     "readOnly": True,
     "writeOnly": True,
     "discriminator": {"propertyName": "kind"},
-}
-"""Keywords that say nothing about which instances are valid, and a value of each."""
-
-REFUSED: dict[str, Any] = {
-    "not": {"type": "integer"},
-    "if": {"minimum": 3},
-    "then": {"minimum": 3},
-    "else": {"minimum": 3},
-    "uniqueItems": True,
-    "contains": {"type": "integer"},
-    "minContains": 1,
-    "maxContains": 1,
-    "propertyNames": {"maxLength": 3},
-    "dependentRequired": {"a": ["b"]},
-    "dependentSchemas": {"a": {}},
-    "dependencies": {"a": ["b"]},
-    "unevaluatedItems": False,
-    "unevaluatedProperties": False,
     "contentEncoding": "base64",
     "contentMediaType": "application/json",
     "contentSchema": {},
-    "$dynamicRef": "#a",
-    "$dynamicAnchor": "a",
-    "$recursiveRef": "#",
-    "$recursiveAnchor": True,
     "$vocabulary": {},
-    "nullable": True,
-    "x-guidance": {},
+    "$recursiveAnchor": True,
+    "$dynamicAnchor": "a",
+    "id": "https://example.org/a",
+    "example": 1,
+    "externalDocs": {"url": "https://example.org"},
+    "x-guidance": {"lenient": True},
     "any other": 1,
+    "format: any other": "int32",
 }
-"""Keywords that would not be enforced, and a value of each."""
+"""Keywords that say nothing about which instances are valid, and a value of each."""
 
-REFUSED_FORMATS = (
-    *("idn-email", "idn-hostname", "uri-reference", "iri", "iri-reference", "uri-template"),
-    *("json-pointer", "relative-json-pointer", "regex", "int32", "byte", "binary", "password"),
-)
+REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
+    "uniqueItems of any items": ("uniqueItems", {"type": "array", "uniqueItems": True}),
+    "uniqueItems of more than 5 values": (
+        "uniqueItems",
+        {"type": "array", "items": {"enum": [1, 2, 3, 4, 5, 6]}, "uniqueItems": True},
+    ),
+    "oneOf of variants that cannot be told apart": (
+        "oneOf",
+        {"oneOf": [{"type": "string", "format": "date"}, {"type": "string", "pattern": "^[0-9]"}]},
+    ),
+    "oneOf of a variant within another": ("oneOf", {"oneOf": [_INTEGER, {"type": "number"}]}),
+    "not, if: of format, items, additionalProperties, multipleOf, oneOf": (
+        "not",
+        {"type": "string", "not": {"format": "date"}},
+    ),
+    "pattern with look-around": ("pattern", {"type": "string", "pattern": "(?=a)b"}),
+    "minProperties of members without names": ("minProperties", {"type": "object", "minProperties": 2}),
+    "propertyNames of several kinds": ("propertyNames", {"propertyNames": {"pattern": "^a", "maxLength": 3}}),
+    "unevaluatedProperties beside anyOf": (
+        "unevaluatedProperties",
+        {"anyOf": [{"properties": {"a": {}}}, {"properties": {"b": {}}}], "unevaluatedProperties": False},
+    ),
+    "dependentRequired of many members": (
+        "dependentRequired",
+        {"type": "object", "dependentRequired": {name: ["z"] for name in "abcdefg"}},
+    ),
+    "$ref out of the schema": ("$ref", {"$ref": "https://example.org/schema"}),
+    "$dynamicRef to several places": (
+        "$dynamicRef",
+        {"$dynamicRef": "#a", "$defs": {"x": {"$dynamicAnchor": "a"}, "y": {"$dynamicAnchor": "a"}}},
+    ),
+    "const, enum: numbers beyond 2^53, control characters": ("const", {"const": 2**53 + 1}),
+}
+"""Constraints that cannot be enforced: the keyword that is at fault, and a schema."""

@@ -82,3 +82,59 @@ def values_of(schema: Schema) -> st.SearchStrategy[Any]:
     if "items" in schema:
         return st.lists(values_of(schema["items"]), min_size=schema["minItems"], max_size=schema["maxItems"])
     return from_schema(schema)
+
+
+def _told_apart(variants: list[Schema]) -> Schema:
+    """Variants with a member of their own, which may be missing."""
+    return {
+        "oneOf": [
+            {"type": "object", "properties": {"kind": {"const": place}, "value": each}, "additionalProperties": False}
+            for place, each in enumerate(variants)
+        ]
+    }
+
+
+def _conditional(condition: Schema, met: Schema, unmet: Schema) -> Schema:
+    return {"if": condition, "then": met, "else": unmet}
+
+
+def _members(members: dict[str, Schema], least: int, most: int, needs: list[str]) -> Schema:
+    limits = {"minProperties": least, "maxProperties": least + most, "dependentRequired": {needs[0]: needs[1:]}}
+    return {"type": "object", "properties": members, **limits}
+
+
+# Simple ones, of which opposites can be asked.
+_PLAIN = st.one_of(
+    _bounded("integer", "minimum", "maximum"),
+    st.sampled_from([{"type": "string"}, {"type": "boolean"}, {"type": ["null", "integer"]}, {"type": "object"}]),
+    st.lists(st.one_of(st.integers(-3, 3), st.text("ab", max_size=3), st.booleans()), min_size=1, max_size=4).map(
+        lambda values: {"enum": values}
+    ),
+    st.sampled_from(_NAMES).map(lambda name: {"required": [name]}),
+    st.tuples(st.integers(0, 3), st.integers(0, 3)).map(lambda pair: {"minLength": pair[0], "maxItems": pair[1]}),
+)
+
+# Schemas whose keywords are said in other ones.
+LOGICAL_SCHEMAS = st.one_of(
+    st.lists(SCHEMAS, min_size=2, max_size=3).map(_told_apart),
+    st.lists(_PLAIN, min_size=2, max_size=3).map(lambda variants: {"oneOf": variants}),
+    st.tuples(SCHEMAS, _PLAIN).map(lambda pair: {**pair[0], "not": pair[1]}),
+    st.builds(_conditional, _PLAIN, SCHEMAS, SCHEMAS),
+    st.builds(
+        _members,
+        st.dictionaries(st.sampled_from(_NAMES), SCHEMAS, max_size=4),
+        st.integers(0, 2),
+        st.integers(0, 2),
+        st.lists(st.sampled_from(_NAMES), min_size=1, max_size=3),
+    ),
+    st.tuples(_PLAIN, SCHEMAS, st.integers(0, 2)).map(
+        lambda parts: {"type": "array", "contains": parts[0], "items": parts[1], "minContains": parts[2], "maxItems": 4}
+    ),
+    st.tuples(_PLAIN, st.integers(1, 2)).map(
+        lambda parts: {"type": "array", "contains": parts[0], "maxContains": parts[1], "maxItems": 4}
+    ),
+    _scalars().map(lambda items: {"type": "array", "items": items, "uniqueItems": True, "maxItems": 3}),
+    st.tuples(_strings(), _scalars()).map(
+        lambda parts: {"type": "object", "propertyNames": parts[0], "additionalProperties": parts[1]}
+    ),
+)

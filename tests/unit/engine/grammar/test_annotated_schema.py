@@ -95,7 +95,7 @@ def test_spans_behind_references() -> None:
         ({"type": "array", "items": {"type": "integer", "x-hint": "each"}}, "belongs to a property"),
         (members(a={"type": "integer", "x-hint": ""}), "must be a text"),
         ({"allOf": [members(a=WORDS)]}, "supported below properties"),
-        ({**members(a=WORDS), "minProperties": 1}, "minProperties"),
+        ({**members(a=WORDS), "propertyNames": {"minLength": 1}}, "supported below properties"),
         ({**members(a=WORDS), "required": ["b"]}, "'b'"),
     ],
 )

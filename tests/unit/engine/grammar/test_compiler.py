@@ -4,16 +4,18 @@ import json
 import random
 import threading
 import time
-from typing import Any
+from collections.abc import Mapping
 
 import pytest
 from llguidance.torch import allocate_token_bitmask, fill_next_token_bitmask
 
+from tests import hostile_grammars as hostile
 from tests.grammars import demo_compiler
 from tgi_server import demo_model
 from tgi_server.contract import Grammar, GrammarKind
 from tgi_server.engine.grammar import GrammarCompiler, InvalidGrammar, NoRoomForGrammar, compiler
 from tgi_server.engine.grammar.compiled import GROWTH_BYTES
+from tgi_server.engine.grammar.json_schema import EnforcedSchema
 
 
 def fresh_compiler() -> GrammarCompiler:
@@ -52,6 +54,8 @@ def large_schema(seed: int, members: int = 200) -> Grammar:
             "items",
         ),
         (Grammar(GrammarKind.JSON_SCHEMA, '{"items":' * 200 + "{}" + "}" * 200), "levels deep"),
+        (hostile.schema(hostile.opposites(200)), "'not'"),
+        (hostile.schema(hostile.variants(30)), "'oneOf'"),
     ],
 )
 def test_what_cannot_be_compiled_is_told_in_one_line_and_soon(grammar: Grammar, told: str) -> None:
@@ -67,13 +71,13 @@ def test_what_cannot_be_compiled_is_told_in_one_line_and_soon(grammar: Grammar, 
 def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The schemas that were compiled, one after the other."""
     schemas: list[str] = []
-    checked = compiler.checked_schema
+    enforced = compiler.enforced_schema
 
-    def note(text: str) -> dict[str, Any]:
+    def note(text: str, lenient: Mapping[str, int]) -> EnforcedSchema:
         schemas.append(text)
-        return checked(text)
+        return enforced(text, lenient)
 
-    monkeypatch.setattr(compiler, "checked_schema", note)
+    monkeypatch.setattr(compiler, "enforced_schema", note)
     return schemas
 
 

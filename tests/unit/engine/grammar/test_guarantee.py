@@ -13,10 +13,11 @@ import rstr
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.grammars import compiler_fault, demo_compiler
 from tests.unit.engine.grammar.acceptance import accepts
-from tests.unit.engine.grammar.completion import completed
+from tests.unit.engine.grammar.completion import completed, random_text
 from tests.unit.engine.grammar.driver import Driver
-from tests.unit.engine.grammar.schemas import SCHEMAS, values_of
+from tests.unit.engine.grammar.schemas import LOGICAL_SCHEMAS, SCHEMAS, values_of
 from tgi_server.contract import FinishReason, Grammar, GrammarKind
 from tgi_server.engine import Engine
 from tgi_server.engine.errors import InvalidCall
@@ -122,12 +123,39 @@ def run_schemas(engine: Engine, examples: int) -> None:
     assert ended.count(True) > examples // 4, f"of {len(ended)} texts {ended.count(True)} ended"
 
 
+def run_logical_schemas(examples: int) -> None:
+    """Follows schemas whose keywords are said in other ones; those that cannot be are refused."""
+    taken = []
+
+    @many(examples)
+    @given(LOGICAL_SCHEMAS, st.integers(0, 2**32))
+    def follow(schema: Any, seed: int) -> None:
+        grammar = Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema))
+        taken.append(compiler_fault(grammar) is None)
+        if taken[-1]:
+            text = random_text(demo_compiler(), grammar, seed)
+            jsonschema.Draft202012Validator(schema, format_checker=FORMATS).validate(json.loads(text))
+
+    follow()
+    assert taken.count(True) > examples // 2, f"of {len(taken)} schemas {taken.count(True)} were taken"
+
+
 def test_regexes(random_engine: Engine) -> None:
     run_regexes(random_engine, FEW)
 
 
 def test_schemas(random_engine: Engine) -> None:
     run_schemas(random_engine, FEW)
+
+
+def test_logical_schemas() -> None:
+    run_logical_schemas(FEW)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_many_logical_schemas() -> None:
+    run_logical_schemas(2 * MANY)
 
 
 def test_regexes_with_drafts(drafting_engine: Engine) -> None:

@@ -81,3 +81,11 @@ def test_a_cache_too_small_for_one_sequence_is_refused() -> None:
     small = Engine(EngineConfig(demo_model.PATH, dtype=torch.float32, cpu_memory=100_000))
     with pytest.raises(NotEnoughMemory, match="lower --max-total-tokens"):
         small.warm_up(max_batch_size=1, max_prefill_tokens=64, max_total_tokens=512)
+
+
+def test_no_more_than_so_many_tokens_of_all_sequences() -> None:
+    engine = Engine(EngineConfig(demo_model.PATH, dtype=torch.float32))
+    capacity = engine.warm_up(max_batch_size=64, max_prefill_tokens=64, max_batch_total_tokens=100)
+    assert capacity.num_blocks * capacity.block_size == capacity.max_batch_total_tokens
+    assert 100 <= capacity.max_batch_total_tokens < 100 + capacity.block_size
+    assert capacity.max_total_tokens == capacity.max_batch_total_tokens

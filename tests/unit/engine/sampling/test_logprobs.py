@@ -14,9 +14,13 @@ def test_prompt_logprobs(dtype: torch.dtype, at_once: int, monkeypatch: pytest.M
     monkeypatch.setattr(logprobs, "_CHUNK_ELEMENTS", at_once)
     logits = torch.randn(7, 100).to(dtype)
     ids = torch.randint(100, (7,))
-    expected = logits.float().log_softmax(-1)[torch.arange(7), ids]
-    torch.testing.assert_close(prompt_logprobs(logits, ids), expected)
-    assert prompt_logprobs(logits[:0], ids[:0]).shape == (0,)
+    every = logits.float().log_softmax(-1)
+    chosen, top = prompt_logprobs(logits, ids, 2)
+    torch.testing.assert_close(chosen, every[torch.arange(7), ids])
+    best = every.topk(2)
+    assert [[token for token, _ in each] for each in top] == best.indices.tolist()
+    torch.testing.assert_close(torch.tensor([[value for _, value in each] for each in top]), best.values)
+    assert prompt_logprobs(logits, ids)[1] == []
 
 
 def test_ties_with_the_last_are_kept_and_the_impossible_is_not() -> None:

@@ -33,6 +33,7 @@ KINDS = {
     "typical_p": SamplingParameters(do_sample=True, typical_p=0.6, seed=5),
     "min_p": SamplingParameters(do_sample=True, min_p=0.1, seed=6),
     "everything": SamplingParameters(True, 1.4, 30, 0.9, 0.9, 0.01, 1.2, 0.5, 0.4, seed=7, logit_bias={5: 1.0}),
+    "late": SamplingParameters(do_sample=True, seed=9, min_tokens=4, late_tokens=(1, 2, 3)),
     "watermark": SamplingParameters(do_sample=True, watermark=True, repetition_penalty=0.8, seed=8),
 }
 
@@ -372,3 +373,26 @@ def test_best_is_the_first_of_equals() -> None:
             assert torch.equal(best(scores), scores.argmax(-1))
             first = [row.index(max(row)) for row in scores.tolist()]
             assert best(scores).tolist() == first
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_late_tokens_come_after_others(do_sample: bool) -> None:
+    vocab, least = 4, 5
+    late = SamplingParameters(
+        do_sample=do_sample, seed=3, min_tokens=least, late_tokens=(0, 1, 2), logit_bias={3: -50.0}
+    )
+    both = [Request(late, vocab), Request(replace(late, min_tokens=0), vocab)]
+    sampler = Sampler(2, vocab, CPU)
+    for row, request in enumerate(both):
+        request.join(sampler, row)
+    for _ in range(least + 1):
+        step(sampler, both)
+    assert both[0].generated[:least] == [3] * least
+    assert 3 not in (both[0].generated[least], *both[1].generated)
+    resumed = Request(late, vocab)
+    resumed.generated = both[0].generated[:2]
+    sampler = Sampler(1, vocab, CPU)
+    resumed.join(sampler, 0)
+    for _ in range(least - 1):
+        step(sampler, [resumed])
+    assert resumed.generated == both[0].generated

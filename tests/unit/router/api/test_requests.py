@@ -100,21 +100,6 @@ async def test_a_fault_of_the_server_is_logged_and_tells_the_client_nothing_of_i
     assert router.service.capacity.in_flight == 0
 
 
-async def test_one_sequence_of_several_can_be_forgotten(router: RouterService, scheduler: ScriptedScheduler):
-    scheduler.held = True
-    exchange = Exchange(router.service, Client().request)
-    exchange.reserve(2)
-    checked = await router.service.validator.check(RenderedPrompt("hello"), GenerateRequest(inputs="hello").parameters)
-    collecting = asyncio.ensure_future(exchange.collect([checked] * 2, reveal_stop=True, logprobs=False))
-    await asyncio.sleep(0)
-    (_, first), (second_id, _) = exchange._sequences
-    exchange.cancel(first)
-    assert scheduler.cancelled == [scheduler.submitted[0].id]
-    exchange.close(ClientGone("the client left"))
-    assert scheduler.cancelled == [scheduler.submitted[0].id, second_id]
-    collecting.cancel()
-
-
 async def test_the_first_failure_ends_the_wait_for_several_sequences():
     end, error = AllEnded(3), GenerationFailed("no")
     end(None)

@@ -1,5 +1,6 @@
 """Grammars that shards keep while a request needs them, on real sockets."""
 
+import json
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -13,7 +14,7 @@ from tgi_server import demo_model
 from tgi_server.contract import Grammar, GrammarKind
 from tgi_server.engine.grammar import GrammarCompiler, Sandbox
 from tgi_server.engine.grammar.compiled import GROWTH_BYTES
-from tgi_server.router.errors import Overloaded
+from tgi_server.router.errors import InvalidRequest, Overloaded
 from tgi_server.router.scheduling.grammars import PinnedGrammars
 from tgi_server.router.scheduling.shard_client import ShardClient, ShardedClient
 from tgi_server.shard.grammar_queue import GrammarQueue
@@ -49,16 +50,25 @@ async def test_a_grammar_is_kept_while_a_request_refers_to_it(client: ShardedCli
     grammars = PinnedGrammars(client)
     needed = [repeated(1), repeated(2)]
     for grammar in needed:
-        assert await grammars.fault(grammar) is None
+        assert await grammars.compile(grammar) == ()
     for _ in range(2):
         with pytest.raises(Overloaded, match="cannot be compiled now"):
-            await grammars.fault(repeated(3))
-    assert await grammars.fault(Grammar(GrammarKind.REGEX, "(")) is not None
+            await grammars.compile(repeated(3))
+    with pytest.raises(InvalidRequest, match="cannot be used"):
+        await grammars.compile(Grammar(GrammarKind.REGEX, "("))
     again = repeated(1)
-    assert await grammars.fault(again) is None
+    assert await grammars.compile(again) == ()
     del grammar, needed[0]
     with pytest.raises(Overloaded):
-        await grammars.fault(repeated(3))
+        await grammars.compile(repeated(3))
     del again
-    assert await grammars.fault(repeated(3)) is None
-    assert await grammars.fault(repeated(4)) is None
+    assert await grammars.compile(repeated(3)) == ()
+    assert await grammars.compile(repeated(4)) == ()
+
+
+async def test_what_is_left_to_the_model_is_told_by_all_shards_alike(client: ShardedClient) -> None:
+    schema = json.dumps({"type": "object", "properties": {"a": {"type": "string", "pattern": "(?=x)y"}}})
+    lenient = Grammar(GrammarKind.JSON_SCHEMA, schema, lenient=("#",))
+    assert await PinnedGrammars(client).compile(lenient) == ("pattern at #/properties/a",)
+    with pytest.raises(InvalidRequest, match="'pattern'"):
+        await PinnedGrammars(client).compile(Grammar(GrammarKind.JSON_SCHEMA, schema))

@@ -23,7 +23,7 @@ def test_one_stop_sequence_is_a_list_of_one(stop: Any):
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("prompt", None), ("prompt", [1, 2]), ("n", "2"), ("max_tokens", -1), ("temperature", "hot")]
+    ("field", "value"), [("prompt", None), ("prompt", [1, "a"]), ("n", "2"), ("max_tokens", -1), ("temperature", "hot")]
 )
 def test_a_value_of_another_type_is_refused(field: str, value: Any):
     with pytest.raises(ValidationError) as refusal:

@@ -5,10 +5,11 @@ import pytest
 
 from tgi_server import demo_model
 from tgi_server.router.errors import InvalidRequest, InvalidTemplate, StartupError
-from tgi_server.router.schemas.chat import Message, Tool
+from tgi_server.router.schemas.chat import ChatRequest, Tool
 from tgi_server.router.text import chat_template
 from tgi_server.router.text.chat_template import ChatTemplate, render_conversation
 from tgi_server.router.text.tokenizer_config import TokenizerConfig, read_tokenizer_config
+from tgi_server.router.text.tools import TGI_TOOL_PROMPT
 
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
@@ -142,11 +143,12 @@ WITH_TOOLS = "{{ tools | tojson if tools }}#" + PLAIN
 CLOCK = Tool.model_validate({"type": "function", "function": {"name": "clock", "description": "Tells the time."}})
 
 
-def render(*messages: dict[str, Any], source: str = PLAIN, tools: bool = False, tool_prompt: str | None = None) -> str:
+def render(
+    *messages: dict[str, Any], source: str = PLAIN, tools: bool = False, tool_prompt: str | None = None, usual: str = ""
+) -> str:
     template = ChatTemplate(TokenizerConfig(chat_templates={"default": source}))
-    return render_conversation(
-        template, [Message.model_validate(message) for message in messages], [CLOCK] if tools else [], tool_prompt
-    ).text
+    request = ChatRequest.model_validate({"messages": list(messages), "tool_prompt": tool_prompt})
+    return render_conversation(template, request, [CLOCK] if tools else [], tool_prompt=usual).text
 
 
 def test_text_in_parts_is_one_text():
@@ -185,7 +187,7 @@ def test_a_template_that_knows_tools_tells_them_itself():
 
 
 def test_otherwise_the_last_message_tells_them():
-    shown = render({"role": "user", "content": "time?"}, tools=True)
+    shown = render({"role": "user", "content": "time?"}, tools=True, usual=TGI_TOOL_PROMPT)
     assert "time?\\n---\\n[{" in shown
     assert "clock" in shown
     assert "JSON" in shown

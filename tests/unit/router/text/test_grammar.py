@@ -34,6 +34,23 @@ def test_a_json_schema_in_all_its_forms(fields: dict[str, Any]):
     assert compiler_fault(made) is None
 
 
+@pytest.mark.parametrize(
+    ("form", "strict", "lenient"),
+    [
+        ("value", None, ()),
+        ("value", False, ("#",)),
+        ("json_schema", None, ("#",)),
+        ("json_schema", False, ("#",)),
+        ("json_schema", True, ()),
+    ],
+)
+def test_constraints_may_be_left_to_the_model_where_it_says_so(form: str, strict: bool | None, lenient: Any):
+    config = {"name": "x", "schema": SCHEMA} | ({} if strict is None else {"strict": strict})
+    made = grammar(type="json_schema", **{form: config})
+    assert made is not None
+    assert made.lenient == lenient
+
+
 def test_any_json_object():
     made = grammar(type="json_object")
     assert made is not None

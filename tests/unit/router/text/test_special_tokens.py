@@ -11,7 +11,7 @@ from tokenizers import AddedToken, Encoding, Tokenizer, decoders, models, normal
 from tests.fakes.vocabularies import byte_level, sentence_piece
 from tgi_server import demo_model
 from tgi_server.router.errors import InvalidRequest
-from tgi_server.router.schemas.chat import Message
+from tgi_server.router.schemas.chat import ChatRequest
 from tgi_server.router.text.chat_template import ChatTemplate, render_conversation
 from tgi_server.router.text.special_tokens import RenderedPrompt, SpecialTokens
 from tgi_server.router.text.tokenizer import TextTokenizer, load_tokenizer
@@ -86,11 +86,12 @@ def template_for(tokenizer: TextTokenizer, source: str) -> ChatTemplate:
 
 def render(name: str, template: str, contents: list[str], roles: list[str] | None = None) -> RenderedPrompt:
     messages = [
-        Message.model_validate({"role": role, "content": content})
+        {"role": role, "content": content}
         for role, content in zip(roles or ["user"] * len(contents), contents, strict=True)
     ]
     tokenizer = TOKENIZERS[name]
-    return render_conversation(template_for(tokenizer, TEMPLATES[template]), messages, [], None, GUARDS[name])
+    request = ChatRequest.model_validate({"messages": messages})
+    return render_conversation(template_for(tokenizer, TEMPLATES[template]), request, [], GUARDS[name])
 
 
 def plainly(name: str, text: str) -> Encoding:
@@ -194,7 +195,7 @@ def test_tools_and_their_results_are_text():
 
     def prompt(word: str) -> RenderedPrompt:
         messages: list[dict[str, Any]] = [{"role": "tool", "content": "", "calls": [{word: {"arguments": [word]}}]}]
-        return guard.render(template_for(tokenizer, source).render, (messages, [{"name": word}]))
+        return guard.render(template_for(tokenizer, source).render, (messages, [{"name": word}], {}))
 
     assert special("byte level", tokens("byte level", prompt(END))) == special(
         "byte level", tokens("byte level", prompt("x"))
@@ -244,8 +245,8 @@ def test_tokenizers_without_special_tokens_and_any_number_of_them():
         tokenizer = chat_ml() if count else Tokenizer(models.BPE())
         tokenizer.add_special_tokens([f"<extra_{number}>" for number in range(count)])
         guard = SpecialTokens(tokenizer)
-        calls: list[Callable[..., str]] = [lambda messages, tools: str(messages[0]["content"])]
-        prompt = guard.render(calls[0], ([{"content": "<extra_0><extra_10"}], None))
+        calls: list[Callable[..., str]] = [lambda messages, tools, variables: str(messages[0]["content"])]
+        prompt = guard.render(calls[0], ([{"content": "<extra_0><extra_10"}], None, {}))
         assert prompt.text == "<extra_0><extra_10"
         _, encoding = prompt.checked(tokenizer.encode(prompt.text, add_special_tokens=False))
         assert guard.in_ids(encoding.ids) == []

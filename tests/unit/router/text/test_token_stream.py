@@ -18,10 +18,12 @@ class Ends(list[RouterError | None]):
         self.append(error)
 
 
-def stream(stop: list[str] | None = None, *, reveal: bool = True) -> tuple[TokenStream[CollectedTokens], Ends]:
+def stream(
+    stop: list[str] | None = None, *, reveal: bool = True, **options: Any
+) -> tuple[TokenStream[CollectedTokens], Ends]:
     ends = Ends()
     stops = StopSequences(stop, reveal=reveal) if stop else None
-    return TokenStream(TOKENIZER, [0, 40], stops, CollectedTokens(), ends), ends
+    return TokenStream(TOKENIZER, [0, 40], stops, CollectedTokens(), ends, **options), ends
 
 
 def ids(text: str) -> list[int]:
@@ -134,7 +136,7 @@ def test_failures_are_passed_on():
 
 def test_times_go_forward():
     target, _ = stream()
-    target.started()
+    target.started(0)
     push_all(target, ids("hello"))
     assert target.queued_at <= target.started_at <= target.ended_at
 
@@ -163,3 +165,26 @@ def test_a_stream_without_logprobs(stop: list[str] | None):
     push_all(target, ids("hello"))
     assert target.output.logprobs == [None]
     assert target.output.mean_logprob() == float("-inf")
+
+
+def test_a_token_that_ends_the_text_is_no_part_of_it():
+    hello, world = ids("hello world")
+    target, _ = stream(["held"], reveal=False, stop_ids={world})
+    assert push_all(target, [hello, *ids(" h"), world, hello]) is FinishReason.EOS_TOKEN
+    assert (target.output.text, target.finish_reason) == ("hello h", FinishReason.EOS_TOKEN)
+
+
+def test_nothing_that_the_request_names_ends_a_text_too_early():
+    hello, world = ids("hello world")
+    target, _ = stream(["hello"], stop_ids={world}, min_tokens=3)
+    assert push_all(target, [hello, world, hello, world, hello]) is FinishReason.EOS_TOKEN
+    assert target.output.text == "hello worldhello"
+    target, _ = stream(["hello"], min_tokens=2)
+    assert push_all(target, [hello, world, hello, world]) is FinishReason.STOP_SEQUENCE
+    assert target.output.text == "hello worldhello"
+
+
+def test_special_tokens_that_are_shown():
+    target, _ = stream(shown={0, EOS})
+    push_all(target, [0, *ids("hello"), EOS], pb.FINISH_REASON_EOS_TOKEN)
+    assert target.output.text == f"{TOKENIZER.special_tokens[0]}hello"

@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 
 from tests.fakes.vocabularies import sentence_piece
-from tests.grammars import compiler_fault
+from tests.grammars import compiler_fault, demo_compiler
 from tests.unit.router.text.test_parameters import LIMITS, VOCAB_SIZE
 from tgi_server.contract import Grammar, GrammarKind
 from tgi_server.router.errors import InvalidRequest
@@ -15,15 +15,17 @@ from tgi_server.router.text.tokenizer import TokenizerThreads
 from tgi_server.router.text.validation import CheckedRequest, Validator, grammar_refusal
 
 
-async def fault(grammar: Grammar) -> str | None:
+async def compile_grammar(grammar: Grammar) -> tuple[str, ...]:
     """The shards' answer."""
-    return compiler_fault(grammar)
+    if told := compiler_fault(grammar):
+        raise InvalidRequest(f"the grammar cannot be used: {told}")
+    return demo_compiler().left_to_model(grammar)[0]
 
 
 async def check(inputs: str, *, refusal: str | None = None, streaming: bool = False, **fields: Any) -> CheckedRequest:
     threads = TokenizerThreads(sentence_piece(), 1)
     try:
-        validator = Validator(LIMITS, threads, VOCAB_SIZE, refusal, fault)
+        validator = Validator(LIMITS, threads, VOCAB_SIZE, refusal, compile_grammar)
         return await validator.check(RenderedPrompt(inputs), GenerateParameters(**fields), streaming=streaming)
     finally:
         threads.close()
@@ -50,8 +52,8 @@ async def test_the_end_of_a_prompt_survives_truncation():
     ("inputs", "fields", "fault"),
     [
         ("", {}, "must not be empty"),
-        ("a" * 21, {}, "at most 20"),
-        ("hello", {"max_new_tokens": 30}, "together they may be at most 30"),
+        ("a" * 21, {}, "`inputs` must have less than 21 tokens. Given: "),
+        ("hello", {"max_new_tokens": 30}, r"must be <= 30. Given: \d+ `inputs` tokens and 30 `max_new_tokens`"),
         ("hello", {"adapter_id": "mine"}, "adapter_id"),
         ("hello", {"temperature": 0.0}, "temperature"),
     ],

@@ -59,13 +59,21 @@ class PaddedRunner(Runner):
         self._promoted = 0  # of the prompts computed last
         self._joining = 0  # how many those are
 
-    def warm_up(self, max_batch_size: int, max_prefill_tokens: int, max_total_tokens: int | None) -> CacheCapacity:
+    def warm_up(
+        self,
+        max_batch_size: int,
+        max_prefill_tokens: int,
+        max_total_tokens: int | None,
+        max_batch_total_tokens: int | None,
+    ) -> CacheCapacity:
         limit = max_total_tokens or position_limit(self._model.config) or UNBOUNDED_POSITIONS
         self._tokens = torch.zeros(max_batch_size, dtype=torch.int64, device=self._device)
         token_bytes, fixed_bytes = self._run_largest(max_prefill_tokens)
         processes = self._group.local_world_size if self._group else 1
         free = cache_bytes(self._device, self._memory_fraction, self._cpu_memory, processes)
         tokens = min(max_batch_size * limit, (free - max_batch_size * fixed_bytes) // token_bytes)
+        if max_batch_total_tokens is not None:
+            tokens = min(tokens, max_batch_total_tokens)
         if self._group:
             tokens = self._group.minimum(tokens)
         needed = max_total_tokens or 1

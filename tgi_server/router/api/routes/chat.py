@@ -1,24 +1,23 @@
 """/v1/chat/completions."""
 
-import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from shared.stubs import generate_pb2 as pb
 from tgi_server.router.api.documentation import OPENAI_ERRORS, described_body, event_stream_of
 from tgi_server.router.api.event_stream import Outbox
 from tgi_server.router.api.requests import AllEnded, DirectRoute, Exchange, respond_to
-from tgi_server.router.api.responses import event, number, quoted
-from tgi_server.router.api.routes.chat_choices import ChatChoices, ToolCallFormatter, Write, tool_finish_reason
-from tgi_server.router.api.routes.chat_prompt import ChatPlan, plan_chat
-from tgi_server.router.api.routes.openai import DONE, Envelope, finish_reason, usage_json
+from tgi_server.router.api.responses import event
+from tgi_server.router.api.routes.chat_answer import ChatAnswer, PieceWriter, WholeChoice, delta_json
+from tgi_server.router.api.routes.chat_prompt import ChatPlan, ChatPrompt, plan_chat, prompt_for_chat
+from tgi_server.router.api.routes.openai import DONE, Envelope, usage_json
 from tgi_server.router.schemas.chat import ChatCompletion, ChatCompletionChunk, ChatRequest
 from tgi_server.router.service import Service
-from tgi_server.router.text.token_stream import AnyStream, CollectedTokens
-from tgi_server.router.text.tokenizer import TextTokenizer
+from tgi_server.router.text.answer_reader import Piece
+from tgi_server.router.text.token_stream import OnEnd, TokenStream
 
 
 def chat_routes(service: Service) -> APIRouter:
@@ -41,140 +40,96 @@ async def answer_chat(exchange: Exchange, request: ChatRequest) -> Response:
     """Responds with the next message of a conversation."""
     plan = plan_chat(exchange.service, request, exchange.size)
     exchange.reserve(plan.choices - 1)
-    return await (_stream if request.stream else _whole)(exchange, plan)
+    prompt = await prompt_for_chat(exchange.service, plan)
+    return await (_stream if request.stream else _whole)(exchange, plan, prompt)
 
 
-async def _whole(exchange: Exchange, plan: ChatPlan) -> Response:
-    service = exchange.service
+@dataclass(frozen=True, slots=True)
+class ChatChoices:
+    """The choices of one request while they are generated."""
+
+    prompt: ChatPrompt
+    streams: Sequence[TokenStream[ChatAnswer]]
+
+    @classmethod
+    def begin(
+        cls,
+        exchange: Exchange,
+        plan: ChatPlan,
+        prompt: ChatPrompt,
+        writer: Callable[[int], PieceWriter],
+        on_end: OnEnd,
+    ) -> "ChatChoices":
+        """writer: makes what writes the choice of that index. on_end: told of the end of each choice."""
+        service = exchange.service
+        streams = [
+            exchange.generate(
+                checked,
+                ChatAnswer(prompt.reader(), writer(index), service.tokenizer, plan.logprobs),
+                on_end,
+                reveal_stop=plan.request.include_stop_str_in_output,
+                logprobs=plan.logprobs is not None,
+                shown=service.answer_form.shown,
+            )
+            for index, checked in enumerate(prompt.checked.times(plan.choices))
+        ]
+        return cls(prompt, streams)
+
+    def usage(self) -> str:
+        """Returns JSON of what the choices have used. The prompt is one for all of them."""
+        return usage_json(len(self.prompt.checked.input_ids), self.streams, self.streams[0].cached_tokens)
+
+
+async def _whole(exchange: Exchange, plan: ChatPlan, prompt: ChatPrompt) -> Response:
     end = AllEnded(plan.choices)
-    choices = ChatChoices(exchange, plan, end)
-    prompt = await choices.begin(lambda index: CollectedTokens())
+    written = [WholeChoice() for _ in range(plan.choices)]
+    choices = ChatChoices.begin(exchange, plan, prompt, written.__getitem__, end)
     await exchange.wait_for(end.future)
-    streams = [choices.streams[index] for index in range(plan.choices)]
-    shown = ",".join(
-        _choice(service.tokenizer, index, stream, logprobs=plan.logprobs) for index, stream in enumerate(streams)
-    )
-    envelope = Envelope("chat.completion", "chatcmpl", service.model)
-    text = envelope.wrap(shown, usage_json(choices.prompt_tokens, streams))
-    return exchange.respond(text, characters=len(prompt), streams=streams)
+    logprobs = plan.logprobs is not None
+    shown = ",".join(choice.json(index, logprobs=logprobs) for index, choice in enumerate(written))
+    envelope = Envelope("chat.completion", "chatcmpl", exchange.service.model)
+    text = envelope.wrap(shown, choices.usage())
+    return exchange.respond(text, characters=len(prompt.text), streams=choices.streams)
 
 
-def _choice(tokenizer: TextTokenizer, index: int, stream: AnyStream, *, logprobs: bool) -> str:
-    """Returns JSON of a choice that has ended."""
-    output = stream.output
-    assert stream.finish_reason is not None
-    entries = "null"
-    if isinstance(output, ToolCallFormatter):
-        function = f'{{"name":{quoted(output.named.result())},"arguments":{quoted("".join(output.arguments))}}}'
-        call = f'{{"id":"{output.call_id}","type":"function","function":{function}}}'
-        message = f'{{"role":"assistant","content":null,"tool_calls":[{call}]}}'
-        reason = tool_finish_reason(stream.finish_reason)
-    else:
-        assert isinstance(output, CollectedTokens)
-        message = f'{{"role":"assistant","content":{quoted(output.text)}}}'
-        reason = finish_reason(stream.finish_reason)
-        if logprobs:
-            tops: Sequence[pb.TopTokens | None] = output.top_tokens or [None] * len(output.texts)
-            tokens = zip(output.texts, output.logprobs, tops, strict=True)
-            entries = f'{{"content":[{",".join(_logprobs(tokenizer, *token) for token in tokens)}]}}'
-    return f'{{"index":{index},"message":{message},"logprobs":{entries},"finish_reason":"{reason}"}}'
-
-
-def _logprobs(
-    tokenizer: TextTokenizer, text: str, logprob: float | None, top: pb.TopTokens | None, *, drafted: bool = False
-) -> str:
-    """Returns one token of `logprobs.content`. That it had been drafted is a member that OpenAI does not have."""
-    tops = [] if top is None else list(zip(top.ids, top.logprobs, strict=True))
-    alternatives = ",".join(f"{{{_logprob(tokenizer.token_text(each), value)}}}" for each, value in tops)
-    more = ',"drafted":true' if drafted else ""
-    return f'{{{_logprob(text, logprob)},"top_logprobs":[{alternatives}]{more}}}'
-
-
-def _logprob(text: str, logprob: float | None) -> str:
-    return f'"token":{quoted(text)},"logprob":{number(logprob)},"bytes":{json.dumps(list(text.encode()))}'
-
-
-async def _stream(exchange: Exchange, plan: ChatPlan) -> Response:
+async def _stream(exchange: Exchange, plan: ChatPlan, prompt: ChatPrompt) -> Response:
     options = plan.request.stream_options
     whole_usage = options is not None and options.include_usage
     outbox = Outbox()
     envelope = Envelope("chat.completion.chunk", "chatcmpl", exchange.service.model)
 
     def last_words() -> bytes:
-        if not whole_usage:
-            return b""
-        return event(envelope.wrap("", usage_json(choices.prompt_tokens, choices.streams.values())))
+        return event(envelope.wrap("", choices.usage())) if whole_usage else b""
 
     end = exchange.stream_end(outbox, sequences=plan.choices, last_words=last_words, trailer=DONE)
-    choices = ChatChoices(exchange, plan, end)
-    chunks = _Chunks(outbox, envelope, usage="null" if whole_usage else None)
-    tokenizer = exchange.service.tokenizer
-    prompt = await choices.begin(
-        lambda index: _TextChunks(chunks, index, tokenizer if plan.logprobs else None), chunks.tool_call
-    )
-    return exchange.stream(outbox, characters=len(prompt))
+    chunks = _Chunks(outbox, envelope, usage="null" if whole_usage else None, logprobs=plan.logprobs is not None)
+    choices = ChatChoices.begin(exchange, plan, prompt, lambda index: _StreamedChoice(chunks, index), end)
+    return exchange.stream(outbox, characters=len(prompt.text))
 
 
+@dataclass(frozen=True, slots=True)
 class _Chunks:
-    """Writes the chunks of one response."""
+    """Writes the chunks of one response. usage: JSON that each has for it. logprobs: they were asked for."""
 
-    def __init__(self, outbox: Outbox, envelope: Envelope, usage: str | None) -> None:
-        """usage: JSON that each chunk has for it."""
-        self._outbox = outbox
-        self._envelope = envelope
-        self._usage = usage
+    outbox: Outbox
+    envelope: Envelope
+    usage: str | None
+    logprobs: bool
 
-    def write(self, index: int, delta: str, logprobs: str, reason: str | None) -> None:
+    def write(self, index: int, delta: str, logprobs: Sequence[str], reason: str | None) -> None:
         """Writes a chunk with the next piece of a choice. delta, logprobs: JSON."""
+        entries = f'{{"content":[{",".join(logprobs)}]}}' if self.logprobs else "null"
         told = "null" if reason is None else f'"{reason}"'
-        choice = f'{{"index":{index},"delta":{delta},"logprobs":{logprobs},"finish_reason":{told}}}'
-        self._outbox.write(event(self._envelope.wrap(choice, self._usage)))
-
-    def tool_call(self, index: int) -> Write:
-        """Returns what writes the pieces of a call."""
-
-        def write(call_id: str, name: str | None, arguments: str, reason: str | None) -> None:
-            named = "" if name is None else f'"name":{quoted(name)},'
-            function = f'{{{named}"arguments":{quoted(arguments)}}}'
-            call = f'{{"index":0,"id":"{call_id}","type":"function","function":{function}}}'
-            self.write(index, f'{{"role":"assistant","tool_calls":[{call}]}}', "null", reason)
-
-        return write
+        choice = f'{{"index":{index},"delta":{delta},"logprobs":{entries},"finish_reason":{told}}}'
+        self.outbox.write(event(self.envelope.wrap(choice, self.usage)))
 
 
-class _TextChunks:
-    """Writes a chunk for each token that shows something; of the others, the logprobs wait for the next chunk."""
+@dataclass(frozen=True, slots=True)
+class _StreamedChoice:
+    """Writes the pieces of one choice."""
 
-    __slots__ = ("_chunks", "_index", "_logprobs", "_tokenizer")
+    chunks: _Chunks
+    index: int
 
-    def __init__(self, chunks: _Chunks, index: int, tokenizer: TextTokenizer | None) -> None:
-        """index: of the choice. tokenizer: names the tokens of logprobs; None: there are none to report."""
-        self._chunks = chunks
-        self._index = index
-        self._tokenizer = tokenizer
-        self._logprobs: list[str] = []
-
-    def token(
-        self,
-        stream: AnyStream,
-        token_id: int,
-        text: str,
-        visible: str,
-        logprob: float | None,
-        top: pb.TopTokens | None,
-    ) -> None:
-        if self._tokenizer is not None:
-            self._logprobs.append(_logprobs(self._tokenizer, text, logprob, top, drafted=stream.drafted))
-        if visible or stream.finish_reason is not None:
-            self._write(stream, visible)
-
-    def rest(self, stream: AnyStream, text: str) -> None:
-        if self._tokenizer is not None:
-            self._logprobs.append(_logprobs(self._tokenizer, text, None, None))
-        self._write(stream, text)
-
-    def _write(self, stream: AnyStream, visible: str) -> None:
-        logprobs = "null" if self._tokenizer is None else f'{{"content":[{",".join(self._logprobs)}]}}'
-        self._logprobs.clear()
-        reason = None if stream.finish_reason is None else finish_reason(stream.finish_reason)
-        self._chunks.write(self._index, f'{{"role":"assistant","content":{quoted(visible)}}}', logprobs, reason)
+    def piece(self, piece: Piece, logprobs: Sequence[str], reason: str | None) -> None:
+        self.chunks.write(self.index, delta_json(piece), logprobs, reason)

@@ -10,7 +10,7 @@ from tgi_server.router.api.documentation import GENERATION_ERRORS, described_bod
 from tgi_server.router.api.requests import DirectRoute, Exchange, respond, respond_to
 from tgi_server.router.api.responses import quoted
 from tgi_server.router.api.routes.chat import answer_chat
-from tgi_server.router.api.routes.chat_prompt import prompt_for_text
+from tgi_server.router.api.routes.chat_prompt import plan_chat, prompt_for_chat
 from tgi_server.router.api.routes.completions import complete
 from tgi_server.router.api.routes.generate import generate_whole, stream_generation
 from tgi_server.router.errors import InvalidRequest
@@ -121,7 +121,10 @@ async def _predict(exchange: Exchange, request: VertexRequest) -> Response:
 
 async def _checked(exchange: Exchange, instance: GenerateVertexInstance | ChatRequest) -> tuple[str, CheckedRequest]:
     if isinstance(instance, ChatRequest):
-        prompt = await prompt_for_text(exchange.service, instance, exchange.size)
+        plan = plan_chat(exchange.service, instance, exchange.size)
+        if plan.use.tools or plan.choices > 1:
+            raise InvalidRequest("a prediction is one text: it has no calls of `tools`, and `n` is 1")
+        prompt = await prompt_for_chat(exchange.service, plan)
         return prompt.text, prompt.checked
     parameters = instance.parameters or GenerateParameters()
     check = exchange.service.validator.check

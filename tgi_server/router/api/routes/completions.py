@@ -1,5 +1,8 @@
 """/v1/completions."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
@@ -10,6 +13,7 @@ from tgi_server.router.api.documentation import OPENAI_ERRORS, described_body, e
 from tgi_server.router.api.event_stream import Outbox
 from tgi_server.router.api.requests import DirectRoute, Exchange, respond_to
 from tgi_server.router.api.responses import event, quoted
+from tgi_server.router.api.routes.completion_logprobs import LogprobEntries
 from tgi_server.router.api.routes.openai import (
     DONE,
     Envelope,
@@ -22,7 +26,7 @@ from tgi_server.router.errors import InvalidRequest
 from tgi_server.router.schemas.completions import Chunk, CompletionFinal, CompletionRequest
 from tgi_server.router.service import Service
 from tgi_server.router.text.special_tokens import RenderedPrompt
-from tgi_server.router.text.token_stream import AnyStream
+from tgi_server.router.text.token_stream import AnyStream, CollectedTokens, TokenStream
 from tgi_server.router.text.validation import CheckedRequest
 
 
@@ -42,77 +46,181 @@ def completion_routes(service: Service) -> APIRouter:
     return router
 
 
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """A request that keeps the rules. prompts: as text. sequences: `attempts` for each prompt, in their order."""
+
+    request: CompletionRequest
+    prompts: Sequence[str]
+    sequences: Sequence[CheckedRequest]
+    attempts: int
+
+    @property
+    def choices(self) -> int:
+        """Of each prompt."""
+        return 1 if self.request.n is None else self.request.n
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(len(each.input_ids) for each in self.sequences[:: self.attempts])
+
+    @property
+    def characters(self) -> int:
+        return sum(map(len, self.prompts))
+
+    @property
+    def generates(self) -> bool:
+        """False for a request that only wants to know of its prompts. A token is computed all the same."""
+        return self.request.max_tokens != 0
+
+    def echo(self, sequence: int) -> str:
+        """Returns the prompt as a sequence's text begins with it."""
+        return self.prompts[sequence // self.attempts] if self.request.echo else ""
+
+    def usage(self, streams: Sequence[AnyStream], prompt_tokens: int) -> str:
+        """Returns the usage of some sequences. What is computed for several of them is computed once."""
+        cached = sum(stream.cached_tokens for stream in streams[:: self.attempts])
+        return usage_json(prompt_tokens, streams if self.generates else (), cached)
+
+
 async def complete(exchange: Exchange, request: CompletionRequest) -> Response:
+    plan = await _plan(exchange, request)
+    exchange.reserve(len(plan.sequences) - 1)
+    return _stream(exchange, plan) if request.stream else await _whole(exchange, plan)
+
+
+async def _plan(exchange: Exchange, request: CompletionRequest) -> _Plan:
+    """Raises InvalidRequest."""
+    service, limits = exchange.service, exchange.service.openai_limits
     prompts = request.prompt.root
     choices = 1 if request.n is None else request.n
-    _refuse(request)
-    limit = exchange.service.limits.max_client_batch_size
-    check_sequences(len(prompts), limit, "the number of prompts")
-    check_sequences(len(prompts) * choices, limit, "the number of prompts times `n`")
-    parameters = generation_parameters(request, max_tokens=request.max_tokens)
-    check = exchange.service.validator.check
-    checked = [await check(RenderedPrompt(each), parameters, size=exchange.size) for each in prompts]
-    exchange.reserve(len(prompts) * choices - 1)
-    sequences = [each for prompt in checked for each in prompt.times(choices)]
-    prompt_tokens = sum(len(prompt.input_ids) for prompt in checked)
-    characters = sum(map(len, prompts))
-    if request.stream:
-        return _stream(exchange, request, sequences, prompt_tokens, characters)
-    return await _whole(exchange, sequences, prompt_tokens, characters)
+    attempts = choices if request.best_of is None else request.best_of
+    _check(request, service, choices, attempts)
+    check_sequences(len(prompts), limits.max_client_batch_size, "the number of prompts")
+    wanted = "the number of prompts times `n`" if attempts == choices else "the number of prompts times `best_of`"
+    check_sequences(len(prompts) * attempts, limits.max_client_batch_size, wanted)
+    parameters = generation_parameters(
+        request, service, max_tokens=request.max_tokens or None, top_n_tokens=request.logprobs or 0
+    )
+    if request.max_tokens == 0:
+        parameters = parameters.model_copy(update={"max_new_tokens": 1})
+    rendered = [
+        RenderedPrompt(each if isinstance(each, str) else service.tokenizer.decode(each), token_ids=_token_ids(each))
+        for each in prompts
+    ]
+    check = service.validator.check
+    checked = [await check(each, parameters, size=exchange.size, limits=limits) for each in rendered]
+    if request.echo and request.logprobs is not None:
+        checked = [replace(each, prefill_logprobs=True, prefill_top_n=request.logprobs) for each in checked]
+    sequences = [each for prompt in checked for each in prompt.times(attempts)]
+    return _Plan(request, [each.text for each in rendered], sequences, attempts)
 
 
-def _refuse(request: CompletionRequest) -> None:
+def _token_ids(prompt: str | list[int]) -> list[int] | None:
+    return None if isinstance(prompt, str) else prompt
+
+
+def _check(request: CompletionRequest, service: Service, choices: int, attempts: int) -> None:
     if request.suffix:
         raise InvalidRequest("`suffix` is not supported: put it into the prompt as the model's format wants it")
-    if request.echo:
-        raise InvalidRequest("`echo` is not supported: the prompt is yours already")
-    if request.logprobs is not None:
-        raise InvalidRequest("`logprobs` is not supported here: /v1/chat/completions and /generate have logprobs")
-    if request.best_of is not None and request.best_of > 1:
-        raise InvalidRequest("`best_of` is not supported here: /generate has it")
+    if attempts < choices:
+        raise InvalidRequest(f"`best_of` is {attempts}; it must be at least `n`, which is {choices}")
+    if request.stream and attempts > choices:
+        raise InvalidRequest("`best_of` cannot be used when streaming: the best answer is known at the end only")
+    most = service.openai_limits.max_top_n_tokens
+    if (request.logprobs or 0) > most:
+        raise InvalidRequest(f"`logprobs` must be 0 to {most}, not {request.logprobs}")
+    if service.model.encoder_decoder and request.echo and request.logprobs is not None:
+        raise InvalidRequest("`echo` with `logprobs` is not supported for a model whose encoder reads the prompt")
 
 
-async def _whole(exchange: Exchange, sequences: list[CheckedRequest], prompt_tokens: int, characters: int) -> Response:
-    streams = await exchange.collect(sequences, reveal_stop=False, logprobs=False)
-    choices = ",".join(_choice(index, stream.output.text, stream.finish_reason) for index, stream in enumerate(streams))
+async def _whole(exchange: Exchange, plan: _Plan) -> Response:
+    request, attempts = plan.request, plan.attempts
+    logprobs = request.logprobs is not None
+    streams = await exchange.collect(
+        plan.sequences,
+        reveal_stop=request.include_stop_str_in_output,
+        logprobs=logprobs or attempts > plan.choices,
+    )
+    shown: list[int] = []
+    for first in range(0, len(streams), attempts):
+        likeliest = sorted(range(first, first + attempts), key=lambda each: -streams[each].output.mean_logprob())
+        shown += likeliest[: plan.choices] if attempts > plan.choices else range(first, first + attempts)
+    choices = []
+    for index, each in enumerate(shown):
+        stream, text = streams[each], plan.echo(each)
+        told = _logprobs(exchange, stream, text, answer=plan.generates) if logprobs else "null"
+        text += stream.output.text if plan.generates else ""
+        reason = stream.finish_reason if plan.generates else FinishReason.LENGTH
+        choices.append(_choice(index, text, told, reason))
     envelope = Envelope("text_completion", "cmpl", exchange.service.model)
-    text = envelope.wrap(choices, usage_json(prompt_tokens, streams))
-    return exchange.respond(text, characters=characters, streams=streams)
+    text = envelope.wrap(",".join(choices), plan.usage(streams, plan.prompt_tokens))
+    return exchange.respond(text, characters=plan.characters, streams=streams)
 
 
-def _stream(
-    exchange: Exchange,
-    request: CompletionRequest,
-    sequences: list[CheckedRequest],
-    prompt_tokens: int,
-    characters: int,
-) -> Response:
+def _logprobs(exchange: Exchange, stream: TokenStream[CollectedTokens], echo: str, *, answer: bool) -> str:
+    """Returns JSON of `logprobs`: of the prompt's tokens where they were asked for, and of the answer's."""
+    entries, output = LogprobEntries(exchange.service.tokenizer), stream.output
+    if stream.prefill is not None:
+        entries.prompt(stream.prefill, echo)
+    if answer:
+        special = exchange.service.tokenizer.special_tokens
+        tops = output.top_tokens or [pb.TopTokens()] * len(output.texts)
+        for token_id, text, logprob, top in zip(output.token_ids, output.texts, output.logprobs, tops, strict=True):
+            entries.token(text, "" if token_id in special else text, logprob, top)
+    return entries.take()
+
+
+def _stream(exchange: Exchange, plan: _Plan) -> Response:
+    request = plan.request
     outbox = Outbox()
     envelope = Envelope("text_completion", "cmpl", exchange.service.model)
     whole_usage = request.stream_options is not None and request.stream_options.include_usage
     streams: list[AnyStream] = []
 
     def last_words() -> bytes:
-        return event(envelope.wrap("", usage_json(prompt_tokens, streams))) if whole_usage else b""
+        return event(envelope.wrap("", plan.usage(streams, plan.prompt_tokens))) if whole_usage else b""
 
-    end = exchange.stream_end(outbox, sequences=len(sequences), last_words=last_words, trailer=DONE)
-    for index, checked in enumerate(sequences):
-        chunks = _CompletionChunks(outbox, envelope, index, whole_usage=whole_usage)
-        streams.append(exchange.generate(checked, chunks, end, reveal_stop=False, logprobs=False))
-    return exchange.stream(outbox, characters=characters)
+    end = exchange.stream_end(outbox, sequences=len(plan.sequences), last_words=last_words, trailer=DONE)
+    logprobs = request.logprobs is not None
+    for index, checked in enumerate(plan.sequences):
+        entries = LogprobEntries(exchange.service.tokenizer) if logprobs else None
+        chunks = _CompletionChunks(outbox, envelope, plan, index, entries, whole_usage=whole_usage)
+        streams.append(
+            exchange.generate(checked, chunks, end, reveal_stop=request.include_stop_str_in_output, logprobs=logprobs)
+        )
+    return exchange.stream(outbox, characters=plan.characters)
 
 
 class _CompletionChunks:
-    """Writes a chunk for each token that shows something. The last one has the sequence's usage, as TGI's has."""
+    """Writes a chunk for each token that shows something. The last one has the sequence's usage, as TGI's has.
 
-    __slots__ = ("_envelope", "_index", "_outbox", "_whole_usage")
+    Of a prompt that is shown, the first chunk has all.
+    """
 
-    def __init__(self, outbox: Outbox, envelope: Envelope, index: int, *, whole_usage: bool) -> None:
-        """whole_usage: usage comes once, for all sequences of the stream, behind the last of them."""
+    __slots__ = ("_entries", "_envelope", "_index", "_outbox", "_plan", "_told", "_whole_usage")
+
+    def __init__(
+        self,
+        outbox: Outbox,
+        envelope: Envelope,
+        plan: _Plan,
+        index: int,
+        entries: LogprobEntries | None,
+        *,
+        whole_usage: bool,
+    ) -> None:
+        """entries: None where no log-probabilities are wanted.
+
+        whole_usage: usage comes once, for all sequences of the stream, behind the last of them.
+        """
         self._outbox = outbox
         self._envelope = envelope
+        self._plan = plan
         self._index = index
+        self._entries = entries
         self._whole_usage = whole_usage
+        self._told = False
 
     def token(
         self,
@@ -123,19 +231,40 @@ class _CompletionChunks:
         logprob: float | None,
         top: pb.TopTokens | None,
     ) -> None:
+        self._tell_prompt(stream)
+        if self._entries is not None and self._plan.generates:
+            self._entries.token(text, visible, logprob, top or pb.TopTokens())
         if visible or stream.finish_reason is not None:
-            self.rest(stream, visible)
+            self._write(stream, visible, stream.finish_reason)
 
     def rest(self, stream: AnyStream, text: str) -> None:
-        choice = _choice(self._index, text, stream.finish_reason)
-        self._outbox.write(event(self._envelope.wrap(choice, self._usage(stream))))
+        self._tell_prompt(stream)
+        self._write(stream, text, stream.finish_reason)
 
-    def _usage(self, stream: AnyStream) -> str | None:
-        if self._whole_usage:
-            return "null"
-        return None if stream.finish_reason is None else usage_json(stream.input_length, [stream])
+    def _tell_prompt(self, stream: AnyStream) -> None:
+        if self._told:
+            return
+        self._told = True
+        if echo := self._plan.echo(self._index):
+            if self._entries is not None and stream.prefill is not None:
+                self._entries.prompt(stream.prefill, echo)
+            self._send(echo, None, "null" if self._whole_usage else None)
+
+    def _write(self, stream: AnyStream, text: str, reason: FinishReason | None) -> None:
+        usage = "null" if self._whole_usage else None
+        if reason is not None and not self._whole_usage:
+            usage = self._plan.usage([stream], stream.input_length)
+        if self._plan.generates:
+            self._send(text, reason, usage)
+        elif reason is not None:
+            self._send("", FinishReason.LENGTH, usage)
+
+    def _send(self, text: str, reason: FinishReason | None, usage: str | None) -> None:
+        logprobs = "null" if self._entries is None else self._entries.take()
+        self._outbox.write(event(self._envelope.wrap(_choice(self._index, text, logprobs, reason), usage)))
 
 
-def _choice(index: int, text: str, reason: FinishReason | None) -> str:
-    name = "" if reason is None else finish_reason(reason)
-    return f'{{"index":{index},"text":{quoted(text)},"logprobs":null,"finish_reason":"{name}"}}'
+def _choice(index: int, text: str, logprobs: str, reason: FinishReason | None) -> str:
+    """logprobs: JSON."""
+    name = "null" if reason is None else f'"{finish_reason(reason)}"'
+    return f'{{"index":{index},"text":{quoted(text)},"logprobs":{logprobs},"finish_reason":{name}}}'

@@ -8,12 +8,15 @@ from starlette.responses import Response
 
 from tgi_server.router.api.documentation import Responses
 from tgi_server.router.api.routes.page import page, wants_page
-from tgi_server.router.errors import NoSuchRoute
+from tgi_server.router.errors import NoSuchModel
 from tgi_server.router.metrics import CONTENT_TYPE
 from tgi_server.router.schemas.base import ErrorResponse
-from tgi_server.router.schemas.info import Info, ModelInfo, ModelsInfo
+from tgi_server.router.schemas.info import Info, ModelInfo, ModelsInfo, VersionInfo
 from tgi_server.router.schemas.openai import OpenAIErrorResponse
 from tgi_server.router.service import Service
+
+# The release of TGI whose interface this server has.
+TGI_VERSION = "3.3.6"
 
 _UNHEALTHY: Responses = {503: {"description": "The shards do not answer", "model": ErrorResponse}}
 
@@ -55,18 +58,24 @@ def probe_routes(service: Service) -> APIRouter:
     async def metrics() -> Response:
         return Response(await service.metrics.exposed(), media_type=CONTENT_TYPE)
 
-    name = service.model.model_id
-    model = ModelInfo(id=name, object="model", created=int(time()), owned_by=name)
+    @router.get("/version", summary="The version of this server")
+    async def version() -> VersionInfo:
+        return VersionInfo(version=service.model.version)
 
-    @router.get("/v1/models", summary="The models: there is one")
+    names, created = service.model.names, int(time())
+    models_by_name = {
+        name: ModelInfo(id=name, object="model", created=created, owned_by=service.model.model_id) for name in names
+    }
+
+    @router.get("/v1/models", summary="The model, by all its names")
     async def models() -> ModelsInfo:
-        return ModelsInfo(object="list", data=[model])
+        return ModelsInfo(object="list", data=list(models_by_name.values()))
 
     @router.get("/v1/models/{model_id:path}", summary="One model", responses=_NO_SUCH_MODEL)
     async def one_model(model_id: str) -> ModelInfo:
-        if model_id != name:
-            raise NoSuchRoute(f"there is no model {model_id!r} here, only {name!r}")
-        return model
+        if model_id not in models_by_name:
+            raise NoSuchModel(f"there is no model {model_id!r} here, only {names[0]!r}")
+        return models_by_name[model_id]
 
     return router
 
@@ -86,8 +95,13 @@ def _info(service: Service) -> Info:
         max_client_batch_size=limits.max_client_batch_size,
         speculate=service.model.speculate,
         router="text-generation-router",
-        version=service.model.version,
+        version=_comparable(service.model.version),
         quantization=service.model.quantization,
         linear_kernels=service.model.linear_kernels,
         fallbacks=list(service.model.fallbacks),
     )
+
+
+def _comparable(version: str) -> str:
+    """Returns a version that clients can compare with TGI's, such as 3.3.6+oatmill.0.1.0 (PEP 440, semver)."""
+    return f"{TGI_VERSION}+oatmill.{version.replace('+', '.')}"

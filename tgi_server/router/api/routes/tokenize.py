@@ -1,4 +1,4 @@
-"""/tokenize and /chat_tokenize."""
+"""/tokenize, /chat_tokenize and /detokenize."""
 
 from functools import partial
 
@@ -14,7 +14,7 @@ from tgi_server.router.api.responses import json_response, quoted
 from tgi_server.router.api.routes.chat_prompt import plan_chat, render_plan
 from tgi_server.router.errors import InvalidRequest
 from tgi_server.router.schemas.chat import ChatRequest, ChatTokenizeResponse
-from tgi_server.router.schemas.generate import GenerateRequest, TokenizeResponse
+from tgi_server.router.schemas.generate import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
 from tgi_server.router.service import Service
 from tgi_server.router.text.special_tokens import RenderedPrompt
 
@@ -30,12 +30,12 @@ def tokenize_routes(service: Service) -> APIRouter:
         summary="The tokens of a prompt",
         response_model=TokenizeResponse,
         responses=REQUEST_ERRORS,
-        openapi_extra=described_body(GenerateRequest),
+        openapi_extra=described_body(TokenizeRequest),
     )
     async def tokenize(request: Request) -> Response:
         body = await read_body(request, service.payload_limit)
         with service.capacity.places(1):
-            asked = await read_beside_loop(service.threads, body, partial(parse, GenerateRequest))
+            asked = await read_beside_loop(service.threads, body, partial(parse, TokenizeRequest))
             if not asked.inputs:
                 raise InvalidRequest("`inputs` must not be empty")
             _, tokens = await _tokens(service, RenderedPrompt(asked.inputs), add_special_tokens=True)
@@ -55,6 +55,23 @@ def tokenize_routes(service: Service) -> APIRouter:
             prompt = await render_plan(service, plan_chat(service, asked, len(body)))
             text, tokens = await _tokens(service, prompt, add_special_tokens=False)
             return json_response(f'{{"tokenize_response":{tokens},"templated_text":{quoted(text)}}}')
+
+    @router.post(
+        "/detokenize",
+        summary="The text of tokens",
+        response_model=DetokenizeResponse,
+        responses=REQUEST_ERRORS,
+        openapi_extra=described_body(DetokenizeRequest),
+    )
+    async def detokenize(request: Request) -> Response:
+        body = await read_body(request, service.payload_limit)
+        with service.capacity.places(1):
+            asked = await read_beside_loop(service.threads, body, partial(parse, DetokenizeRequest))
+            ids, vocabulary = asked.tokens, service.tokenizer.vocab_size
+            if unknown := next((each for each in ids if each >= vocabulary), None):
+                raise InvalidRequest(f"`tokens` has {unknown}; token ids are 0 to {vocabulary - 1}")
+            text = await service.threads.handle_text(len(ids), lambda: service.tokenizer.decode(ids))
+            return json_response(f'{{"prompt":{quoted(text)}}}')
 
     return router
 

@@ -76,6 +76,8 @@ def test_capacity_counts_what_a_token_takes(gpt_neo) -> None:
     capacity = engine.warm_up(max_batch_size=16, max_prefill_tokens=64, max_total_tokens=100)
     assert capacity.max_total_tokens == 100
     assert 990 <= capacity.max_batch_total_tokens <= 1000
+    limited = engine.warm_up(16, max_prefill_tokens=64, max_total_tokens=100, max_batch_total_tokens=300)
+    assert limited.max_batch_total_tokens == 300
     with pytest.raises(NotEnoughMemory, match="--max-total-tokens"):
         engine.warm_up(max_batch_size=16, max_prefill_tokens=64, max_total_tokens=1001)
 

@@ -10,8 +10,7 @@ from tests.fakes.vocabularies import EOS
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 TOOLS = [{"type": "function", "function": {"name": "clock", "parameters": {"type": "object"}}}]
-CALL = '{"function": {"_name": "clock", "zone": "UTC"}}'
-NO_CALL = '{"function": {"_name": "no_tool", "content": ""}}'
+CALL = '{"name": "clock", "arguments": {"zone": "UTC"}}'
 
 
 async def chat(client: httpx.AsyncClient, **body: Any) -> dict[str, Any]:
@@ -58,14 +57,14 @@ async def test_a_tool_is_called_alike_whole_and_streamed(client: httpx.AsyncClie
     assert streamed[-1]["finish_reason"] == "tool_calls"
 
 
-async def test_a_choice_that_calls_no_tool_is_generated_again_as_a_text(
+async def test_each_choice_decides_for_itself_and_is_generated_once(
     client: httpx.AsyncClient, scheduler: ScriptedScheduler
 ):
-    scheduler.texts = [NO_CALL, CALL, "hello world"]
+    scheduler.texts = ["hello world", CALL]
     choices = (await chat(client, tools=TOOLS, n=2))["choices"]
     assert choices[0]["message"]["content"] == "hello world"
     assert choices[1]["message"]["tool_calls"][0]["function"]["name"] == "clock"
-    assert len(scheduler.submitted) == 3
+    assert len(scheduler.submitted) == 2
 
 
 async def test_a_conversation_without_tools_streams_its_text(client: httpx.AsyncClient):

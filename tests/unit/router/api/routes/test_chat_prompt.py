@@ -6,7 +6,7 @@ import pytest
 
 from tests.fakes.router_service import RouterService
 from tgi_server.contract import GrammarKind
-from tgi_server.router.api.routes.chat_prompt import plan_chat, prompt_for_text, prompt_with_tools, render_plan
+from tgi_server.router.api.routes.chat_prompt import plan_chat, prompt_for_chat, render_plan
 from tgi_server.router.errors import InvalidRequest
 from tgi_server.router.schemas.chat import ChatRequest
 
@@ -21,10 +21,9 @@ def request(**fields: Any) -> ChatRequest:
 @pytest.mark.parametrize(
     ("fields", "told"),
     [
-        ({"n": 0}, "`n` must be 1 to 4"),
-        ({"n": 5}, "`n` must be 1 to 4"),
+        ({"n": 0}, "`n` must be 1 to 8"),
+        ({"n": 9}, "`n` must be 1 to 8"),
         ({"top_logprobs": 2}, "`top_logprobs` needs `logprobs`"),
-        ({"tools": TOOLS, "response_format": {"type": "json_object"}}, "cannot be used together with `tools`"),
         ({"tools": TOOLS, "tool_choice": "other"}, "'other'"),
     ],
 )
@@ -35,24 +34,27 @@ def test_a_request_that_breaks_a_rule_is_refused(router: RouterService, fields: 
 
 def test_tools_may_stand_beside_a_wish_for_plain_text(router: RouterService):
     plan = plan_chat(router.service, request(tools=TOOLS, response_format={"type": "text"}, n=2), 10)
-    assert (plan.choices, len(plan.tools), plan.required, plan.logprobs) == (2, 1, False, False)
+    assert (plan.choices, plan.use.names, plan.use.required, plan.logprobs) == (2, ["clock"], False, None)
 
 
 async def test_a_prompt_with_tools_has_the_grammar_of_a_call(router: RouterService):
     plan = plan_chat(router.service, request(tools=TOOLS, tool_choice="required", max_tokens=5), 10)
-    prompt = await prompt_with_tools(router.service, plan)
+    prompt = await prompt_for_chat(router.service, plan)
     assert prompt.checked.grammar is not None
     assert prompt.checked.grammar.type is GrammarKind.JSON_SCHEMA
+    assert prompt.checked.grammar.frame
     assert "clock" in prompt.text
+    assert prompt.reader() is not None
     assert prompt.checked.max_new_tokens == 5
 
 
 async def test_a_prompt_for_text_knows_no_tools_and_takes_spans_from_the_messages(router: RouterService):
     schema = {"type": "object", "properties": {"said": {"type": "string", "x-span": True}}}
     form = {"type": "json_schema", "json_schema": {"schema": schema}}
-    asked = request(tools=TOOLS, response_format=form, max_completion_tokens=7, max_tokens=5)
-    prompt = await prompt_for_text(router.service, asked, 10)
+    asked = request(tools=TOOLS, tool_choice="none", response_format=form, max_completion_tokens=7, max_tokens=5)
+    prompt = await prompt_for_chat(router.service, plan_chat(router.service, asked, 10))
     assert "clock" not in prompt.text
+    assert prompt.reader() is None
     assert prompt.checked.grammar is not None
     assert prompt.checked.grammar.text == "Be brief.\nhello"
     assert prompt.checked.max_new_tokens == 7

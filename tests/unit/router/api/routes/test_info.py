@@ -17,7 +17,7 @@ async def test_health_follows_the_shards(router: RouterService, client: httpx.As
 
 async def test_the_limits_are_those_of_the_server(client: httpx.AsyncClient):
     info = (await client.get("/info")).json()
-    assert (info["model_id"], info["model_sha"], info["version"]) == ("maker/model", None, "1.2.3")
+    assert (info["model_id"], info["model_sha"], info["version"]) == ("maker/model", None, "3.3.6+oatmill.1.2.3")
     assert (info["max_input_tokens"], info["max_total_tokens"]) == (LIMITS.max_input_tokens, LIMITS.max_total_tokens)
     assert info["model_pipeline_tag"] == "text-generation"
 

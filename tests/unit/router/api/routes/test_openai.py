@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from tests.fakes.router_service import RouterService
 from tgi_server.contract import FinishReason
 from tgi_server.router.api.routes.openai import Envelope, check_sequences, finish_reason, generation_parameters
 from tgi_server.router.errors import InvalidRequest
@@ -12,8 +13,9 @@ from tgi_server.router.schemas.openai import SharedParameters
 from tgi_server.router.service import ModelDescription
 
 
-def parameters(**fields: Any) -> Any:
-    return generation_parameters(SharedParameters.model_validate({"model": "m", **fields}), max_tokens=None)
+def parameters(max_tokens: int | None = None, **fields: Any) -> Any:
+    asked = SharedParameters.model_validate({"model": "m", **fields})
+    return generation_parameters(asked, RouterService().service, max_tokens=max_tokens)
 
 
 @pytest.mark.parametrize(
@@ -38,13 +40,13 @@ def test_values_that_switch_a_rule_off_are_left_out():
 
 def test_no_tokens_at_all_cannot_be_asked_for():
     with pytest.raises(InvalidRequest, match="`max_tokens` must be greater than 0, not 0"):
-        generation_parameters(SharedParameters.model_validate({"model": "m"}), max_tokens=0)
+        parameters(max_tokens=0)
 
 
 @pytest.mark.parametrize("sequences", [0, 5])
 def test_the_number_of_sequences_is_bounded(sequences: int):
     check_sequences(4, 4, "`n`")
-    with pytest.raises(InvalidRequest, match=rf"`n` must be 1 to 4 \(--max-client-batch-size\), not {sequences}"):
+    with pytest.raises(InvalidRequest, match=f"`n` must be 1 to 4, not {sequences}"):
         check_sequences(sequences, 4, "`n`")
 
 
@@ -53,7 +55,7 @@ def test_every_reason_has_openais_name():
 
 
 def test_all_objects_of_a_response_share_their_envelope():
-    envelope = Envelope("text_completion", "cmpl", ModelDescription("m", None, "cpu", False, "1.0"))
+    envelope = Envelope("text_completion", "cmpl", ModelDescription("m", ["m"], None, "cpu", False, "1.0"))
     first, last = json.loads(envelope.wrap("")), json.loads(envelope.wrap('{"index":0}', '{"total_tokens":3}'))
     assert first["choices"] == []
     assert "usage" not in first

@@ -1,0 +1,209 @@
+"""Fields of OpenAI's routes that clients of OpenAI and of vLLM send: honoured, or refused by name."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.router.conftest import Router, RouterFactory
+from tests.integration.router.test_chat import HELLO, TEXT, chat, chat_stream, refusal, text
+from tgi_server import demo_model
+
+SCHEMA = {"type": "object", "properties": {"minutes": {"type": "integer"}}, "required": ["minutes"]}
+
+
+async def sent(router: Router, **body: Any) -> Any:
+    """Returns the request that reaches the shards."""
+    await chat(router, **body)
+    return router.shard.received[-1]
+
+
+async def test_a_seed_that_is_negative(router: Router):
+    first, second = [(await sent(router, seed=-1)).sampling.seed for _ in range(2)]
+    assert first != second
+    assert (await sent(router, seed=-5)).sampling.seed == 2**64 - 5
+
+
+async def test_a_top_p_of_nothing_is_the_likeliest_token(router: Router):
+    assert not (await sent(router, top_p=0)).sampling.do_sample
+
+
+async def test_tokens_that_end_the_text(router: Router):
+    (dot,) = router.service.tokenizer.encode(".", add_special_tokens=False).ids
+    (choice,) = (await chat(router, stop_token_ids=[dot]))["choices"]
+    assert (choice["message"]["content"], choice["finish_reason"]) == ("Rinse the rice", "stop")
+    assert text(await chat_stream(router, stop_token_ids=[dot])) == "Rinse the rice"
+    assert "stop_token_ids" in (await refusal(router, stop_token_ids=[2**20]))["error"]["message"]
+
+
+async def test_at_least_so_many_tokens(router: Router):
+    (choice,) = (await chat(router, stop=["Rinse", "rice"], min_tokens=2))["choices"]
+    assert choice["message"]["content"] == "Rinse the "
+    sampling = (await sent(router, min_tokens=7, stop_token_ids=[9])).sampling
+    assert (sampling.min_tokens, 9 in sampling.late_tokens) == (7, True)
+    for body in ({"max_tokens": 2}, {"response_format": {"type": "json_object"}}):
+        assert "min_tokens" in (await refusal(router, min_tokens=3, **body))["error"]["message"]
+
+
+async def test_a_stop_sequence_that_is_shown(router: Router):
+    (choice,) = (await chat(router, stop="rice", include_stop_str_in_output=True))["choices"]
+    assert choice["message"]["content"] == "Rinse the rice"
+
+
+async def test_special_tokens_that_are_shown(router: Router):
+    router.shard.tokens = [0, *router.service.tokenizer.encode("Hi", add_special_tokens=False).ids, 1]
+    for skip, told in ((True, "Hi"), (False, "<|bos|>Hi")):
+        (choice,) = (await chat(router, skip_special_tokens=skip))["choices"]
+        assert choice["message"]["content"] == told
+        assert text(await chat_stream(router, skip_special_tokens=skip)) == told
+
+
+@pytest.mark.parametrize(
+    ("body", "value"),
+    [
+        ({"guided_json": SCHEMA}, SCHEMA),
+        ({"guided_json": json.dumps(SCHEMA)}, SCHEMA),
+        ({"structured_outputs": {"json": SCHEMA}}, SCHEMA),
+        ({"structured_outputs": {"json_object": True}}, {"type": "object"}),
+        ({"guided_regex": "[a-z]+"}, "[a-z]+"),
+        ({"structured_outputs": {"regex": "[a-z]+"}}, "[a-z]+"),
+        ({"guided_choice": ["a.b", "c"]}, r"a\.b|c"),
+        ({"structured_outputs": {"choice": ["a.b", "c"]}}, r"a\.b|c"),
+        ({"guided_grammar": 'start: "a"'}, 'start: "a"'),
+        ({"structured_outputs": {"grammar": 'start: "a"'}}, 'start: "a"'),
+    ],
+)
+async def test_forms_as_vllm_names_them(router: Router, body: dict[str, Any], value: Any):
+    grammar = (await sent(router, **body)).grammar.value
+    assert (json.loads(grammar) if isinstance(value, dict) else grammar) == value
+    completion = await router.post("/v1/completions", prompt="Hello", max_tokens=5, **body)
+    assert completion.status_code == 200
+    assert router.shard.received[-1].grammar.value == grammar
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"guided_json": SCHEMA, "response_format": {"type": "json_object"}},
+        {"guided_choice": []},
+        {"guided_json": "{"},
+        {"structured_outputs": {"structural_tag": "x"}},
+        {"guided_whitespace_pattern": " "},
+        {"use_beam_search": True},
+        {"functions": [{"name": "f"}]},
+        {"bad_words": ["x"]},
+        {"modalities": ["text", "audio"]},
+        {"chat_template": "{{ messages }}"},
+        {"chat_template_kwargs": {"messages": []}},
+        {"prompt_logprobs": 1},
+    ],
+)
+async def test_what_would_change_the_answer_is_refused_by_name(router: Router, body: dict[str, Any]):
+    name = next(iter(body)).removeprefix("guided_")
+    told = (await refusal(router, **body))["error"]["message"]
+    assert name in told.lower() or "form" in told
+
+
+async def test_what_says_something_about_the_request_only_is_passed_over(router: Router):
+    await chat(
+        router,
+        user="me",
+        metadata={"a": "b"},
+        store=True,
+        service_tier="auto",
+        safety_identifier="x",
+        prompt_cache_key="y",
+        prediction={"type": "content", "content": "x"},
+        modalities=["text"],
+        functions=[],
+        use_beam_search=False,
+        request_id="7",
+        priority=3,
+    )
+
+
+async def test_as_many_alternatives_as_asked_for(router: Router, monkeypatch: pytest.MonkeyPatch):
+    """Shards tell those that are as likely as the last, too."""
+    following = router.shard._next
+
+    def with_ties(row: Any) -> Any:
+        generation = following(row)
+        generation.top_tokens[0].ids.extend([50, 51])
+        generation.top_tokens[0].logprobs.extend([-0.25, -0.25])
+        return generation
+
+    monkeypatch.setattr(router.shard, "_next", with_ties)
+    (choice,) = (await chat(router, logprobs=True, top_logprobs=20))["choices"]
+    chunks = await chat_stream(router, logprobs=True, top_logprobs=20)
+    streamed = [entry for chunk in chunks for entry in chunk["choices"][0]["logprobs"]["content"]]
+    for entries in (choice["logprobs"]["content"], streamed):
+        assert {len(entry["top_logprobs"]) for entry in entries} == {20}
+
+
+async def test_cached_tokens_of_the_prompt(router: Router):
+    long = [{"role": "user", "content": TEXT * 10}]
+    usages = [(await chat(router, messages=long, max_tokens=1))["usage"] for _ in range(2)]
+    assert [usage["prompt_tokens_details"]["cached_tokens"] > 0 for usage in usages] == [False, True]
+    assert usages[1]["prompt_tokens_details"]["cached_tokens"] == usages[1]["prompt_tokens"] - 1
+    chunks = await chat_stream(router, messages=long, max_tokens=1, stream_options={"include_usage": True})
+    assert chunks[-1]["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+    completion = {"prompt": [TEXT * 10, TEXT * 9], "max_tokens": 1, "n": 2}
+    await router.post("/v1/completions", **completion)
+    usage = (await router.post("/v1/completions", **completion)).json()["usage"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] == usage["prompt_tokens"] - 2
+
+
+async def test_a_developer_where_the_template_knows_none(router: Router):
+    developer = [{"role": "developer", "content": "Be brief."}, *HELLO]
+    system = [{"role": "system", "content": "Be brief."}, *HELLO]
+    texts = [(await router.post("/chat_tokenize", messages=each)).json() for each in (developer, system)]
+    assert texts[0] == texts[1]
+
+
+TEMPLATE = """
+{%- for message in messages %}[{{ message.role }}]{{ message.content }}{% endfor -%}
+{%- if enable_thinking is defined and not enable_thinking %}(no thinking){% endif -%}
+{%- if reasoning_effort %}({{ reasoning_effort }}){% endif -%}
+{%- for document in documents or [] %}<{{ document.title }}>{% endfor -%}
+{%- if add_generation_prompt %}[assistant]{% endif -%}
+"""
+
+
+async def test_what_is_told_to_the_template(routers: RouterFactory, tmp_path: Path):
+    file = tmp_path / "template.jinja"
+    file.write_text(TEMPLATE + "{# developer #}")
+    router = await routers(tokenizer_config_path=file)
+
+    async def shown(**body: Any) -> str:
+        response = await router.post("/chat_tokenize", **{"messages": HELLO, **body})
+        return str(response.json()["templated_text"])
+
+    assert await shown() == "[user]Hello[assistant]"
+    assert await shown(chat_template_kwargs={"enable_thinking": False}) == "[user]Hello(no thinking)[assistant]"
+    assert await shown(reasoning_effort="low") == "[user]Hello(low)[assistant]"
+    assert await shown(reasoning_effort="none") == "[user]Hello(no thinking)(none)[assistant]"
+    assert await shown(documents=[{"title": "T"}]) == "[user]Hello<T>[assistant]"
+    assert await shown(add_generation_prompt=False) == "[user]Hello"
+    assert await shown(continue_final_message=True) == "[user]Hello"
+    answered = [*HELLO, {"role": "assistant", "content": "Well"}]
+    assert await shown(messages=answered) == "[user]Hello[assistant]Well"
+    assert await shown(messages=answered, continue_final_message=False) == "[user]Hello[assistant]Well[assistant]"
+    assert await shown(messages=[{"role": "developer", "content": "x"}]) == "[developer]x[assistant]"
+
+
+async def test_the_models_own_defaults(routers: RouterFactory, tmp_path: Path):
+    for file in demo_model.PATH.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    (tmp_path / "generation_config.json").unlink()
+    defaults = {"temperature": 0.5, "top_k": 20, "top_p": 0.75, "repetition_penalty": 1.5, "max_new_tokens": 3}
+    (tmp_path / "generation_config.json").write_text(json.dumps(defaults))
+    router = await routers(tokenizer_name=tmp_path)
+    sampling = (await sent(router)).sampling
+    assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.repetition_penalty) == (0.5, 20, 0.75, 1.5)
+    sampling = (await sent(router, temperature=1.0, top_p=1.0, top_k=-1)).sampling
+    assert (sampling.temperature, sampling.top_k, sampling.top_p) == (1.0, 0, 1.0)
+    await router.post("/generate", inputs="Hello", parameters={})
+    assert router.shard.received[-1].sampling.repetition_penalty == 1.0
+    plain = await routers(tokenizer_name=tmp_path, generation_config="none")
+    assert (await sent(plain)).sampling.top_k == 0

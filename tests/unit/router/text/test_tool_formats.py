@@ -1,0 +1,280 @@
+"""Forms of calls: told apart by templates, bound by grammars, and read back."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.grammars import compiler_fault, demo_compiler
+from tgi_server.contract import Grammar, GrammarKind
+from tgi_server.router.errors import InvalidTool
+from tgi_server.router.schemas.chat import Tool, ToolChoice
+from tgi_server.router.settings import ToolCallParser
+from tgi_server.router.text.answer_reader import AnswerPart, AnswerReader
+from tgi_server.router.text.reasoning import reasoning_tags
+from tgi_server.router.text.tool_formats import FORMAT_NAMES, ToolFormat, tool_format
+from tgi_server.router.text.tools import AnswerForm, ToolUse, chosen_tools
+
+WEATHER = {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]}
+THINK = reasoning_tags("qwen3", "")
+OPEN = "<\uff5ctool▁calls▁begin\uff5c><\uff5ctool▁call▁begin\uff5c>"
+AGAIN = "<\uff5ctool▁call▁begin\uff5c>"
+SEP, END, LAST = "<\uff5ctool▁sep\uff5c>", "<\uff5ctool▁call▁end\uff5c>", "<\uff5ctool▁calls▁end\uff5c>"
+PARIS, ROME = '{"place": "Paris"}', '{"place": "Rome}\\""}'
+
+# Two calls, as models of each form write them.
+WRITTEN = {
+    "hermes": '<tool_call>\n{"name": "weather", "arguments": PARIS}\n</tool_call>\n'
+    '<tool_call>\n{"name": "a\\"b", "arguments": ROME}\n</tool_call>',
+    "mistral": '[TOOL_CALLS][{"name": "weather", "arguments": PARIS}, {"name": "a\\"b", "arguments": ROME}]',
+    "mistral_args": '[TOOL_CALLS]weather[ARGS]PARIS[TOOL_CALLS]a"b[ARGS]ROME',
+    "llama3_json": '{"name": "weather", "parameters": PARIS}; {"name": "a\\"b", "parameters": ROME}',
+    "deepseek_v3": f"{OPEN}function{SEP}weather\n```json\nPARIS\n```{END}\n"
+    f'{AGAIN}function{SEP}a"b\n```json\nROME\n```{END}{LAST}',
+    "deepseek_v31": f'{OPEN}weather{SEP}PARIS{END}{AGAIN}a"b{SEP}ROME{END}{LAST}',
+    "functionary": '<function=weather>PARIS</function><function=a"b>ROME</function>',
+    "json": '{"name": "weather", "arguments": PARIS}{"name": "a\\"b", "arguments": ROME}',
+    "tgi": '{"function": {"_name": "weather", "_arguments": PARIS}}',
+}
+WRITTEN = {name: text.replace("PARIS", PARIS).replace("ROME", ROME) for name, text in WRITTEN.items()}
+
+
+def tool(name: str, parameters: Any = None) -> Tool:
+    return Tool.model_validate({"type": "function", "function": {"name": name, "parameters": parameters}})
+
+
+TOOLS = [tool("weather", WEATHER), tool('a"b', WEATHER), tool("clock")]
+MAY, MUST, ONCE = ToolUse(TOOLS), ToolUse(TOOLS, required=True), ToolUse(TOOLS, required=True, parallel=False)
+
+
+def written_calls(name: str) -> list[tuple[str, str]]:
+    return [("weather", PARIS)] if name == "tgi" else [("weather", PARIS), ('a"b', ROME)]
+
+
+def takes(grammar: Grammar | None, *answer: str | int) -> bool:
+    """Returns True if the demo model could write the answer, and end it there. Numbers are tokens."""
+    assert grammar is not None
+    assert compiler_fault(grammar) is None
+    compiler = demo_compiler()
+    matcher = compiler.constraint(grammar, [], 10_000, ignore_eos=False).matcher.deep_copy()
+    matcher.reset()
+    tokens = [
+        token
+        for part in answer
+        for token in ([part] if isinstance(part, int) else compiler.tokenizer.lookup.tokenize_str(part))
+    ]
+    return bool(matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting())
+
+
+def read(reader: AnswerReader | None, text: str, size: int) -> tuple[str, str, list[tuple[str, str]]]:
+    """Returns thoughts, text and calls of an answer that comes in pieces of that size."""
+    assert reader is not None
+    pieces = [piece for start in range(0, len(text), size) for piece in reader.feed(text[start : start + size])]
+    pieces += reader.end()
+    told = {
+        part: "".join(piece.text for piece in pieces if piece.part is part)
+        for part in (AnswerPart.THOUGHT, AnswerPart.TEXT)
+    }
+    names = [piece.text for piece in pieces if piece.part is AnswerPart.CALL]
+    arguments = [""] * len(names)
+    for piece in pieces:
+        if piece.part is AnswerPart.ARGUMENTS:
+            arguments[piece.call] += piece.text
+    assert reader.calls == len(names)
+    return told[AnswerPart.THOUGHT], told[AnswerPart.TEXT], list(zip(names, arguments, strict=True))
+
+
+def test_the_flag_names_every_form():
+    assert set(ToolCallParser.__args__) == {"auto", *FORMAT_NAMES} == {"auto", *WRITTEN}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_calls_are_bound_and_read_back(name: str):
+    form, text, calls = AnswerForm(tool_format(name, ""), None, {}), WRITTEN[name], written_calls(name)
+    for use in (MAY, MUST):
+        grammar = form.grammar(use, None, thinking=False)
+        assert takes(grammar, text)
+        assert not takes(grammar, text.replace('"place"', '"plane"'))
+        assert not takes(grammar, text[:-1]) or name in ("mistral_args",)
+        assert not takes(grammar, text.replace("weather", "whether"))
+        assert takes(grammar, "Sunny, I think.") == (use is MAY)
+        for size in (1, 2, 3, 7, 1000):
+            assert read(form.reader(use, None, thinking=False), text, size) == ("", "", calls)
+    assert takes(form.grammar(ONCE, None, thinking=False), text) == (name == "tgi")
+
+
+@pytest.mark.parametrize("name", [name for name in WRITTEN if tool_format(name, "").anywhere])
+def test_a_text_before_a_call(name: str):
+    form = AnswerForm(tool_format(name, ""), None, {})
+    text = f"I look it up <  \n\n{WRITTEN[name]}"
+    assert takes(form.grammar(MAY, None, thinking=False), text)
+    for size in (1, 2, 3, 7, 1000):
+        told = read(form.reader(MAY, None, thinking=False), text, size)
+        assert told == ("", "I look it up <", written_calls(name))
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+@given(st.text(st.sampled_from('<tol_ca>{"name: [TOOLCALLS]é\n'), max_size=20), st.integers(1, 9))
+def test_a_text_without_calls_stays_as_it_is(name: str, text: str, size: int):
+    form = tool_format(name, "")
+    if form.trigger not in text:
+        assert read(AnswerForm(form, None, {}).reader(MAY, None, thinking=False), text, size) == ("", text, [])
+
+
+def test_a_call_that_is_cut_off_gives_what_there_is():
+    form = AnswerForm(tool_format("hermes", ""), None, {})
+    cut = WRITTEN["hermes"][:50]
+    assert read(form.reader(MUST, None, thinking=False), cut, 3) == ("", "", [("weather", '{"pla')])
+    assert read(form.reader(MUST, None, thinking=False), cut[:20], 3) == ("", "", [])
+
+
+def test_special_tokens_of_a_form_are_tokens_in_its_grammar():
+    marks = {2: "[TOOL_CALLS]", 3: "[ARGS]"}
+    form = AnswerForm(tool_format("mistral_args", ""), None, marks)
+    assert form.shown == {2, 3}
+    grammar = form.grammar(MAY, None, thinking=False)
+    assert takes(grammar, "Well.", 2, "weather", 3, PARIS, 2, 'a"b', 3, ROME)
+    assert not takes(grammar, 2, "weather", 3, '{"place": 3}')
+    assert takes(grammar, "[TOOL_CALLS] is a word here")
+
+
+def test_an_answer_with_a_form_of_its_own_beside_tools():
+    answer = Grammar(GrammarKind.JSON_SCHEMA, json.dumps({"$ref": "#/$defs/a", "$defs": {"a": {"type": "boolean"}}}))
+    for name in ("hermes", "llama3_json", "tgi"):
+        form = AnswerForm(tool_format(name, ""), None, {})
+        grammar = form.grammar(MAY, answer, thinking=False)
+        assert takes(grammar, "true")
+        assert takes(grammar, WRITTEN[name])
+        assert not takes(grammar, "Sunny, I think.")
+        assert read(form.reader(MAY, answer, thinking=False), "true", 2) == ("", "true", [])
+    like_a_call = Grammar(GrammarKind.JSON_SCHEMA, json.dumps({"type": "object", "properties": {"n": {"const": 1}}}))
+    assert takes(form.grammar(MAY, like_a_call, thinking=False), '{"n": 1}')
+    assert read(form.reader(MAY, like_a_call, thinking=False), '{"n": 1}', 3) == ("", '{"n": 1}', [])
+    with pytest.raises(InvalidTool, match="JSON only"):
+        form.grammar(MAY, Grammar(GrammarKind.REGEX, "a"), thinking=False)
+
+
+def test_thoughts_come_before_calls_and_before_json():
+    answer = Grammar(GrammarKind.JSON_SCHEMA, '{"type": "boolean"}')
+    form = AnswerForm(tool_format("hermes", ""), THINK, {})
+    for use, asked, text in ((MUST, None, WRITTEN["hermes"]), (ToolUse(), answer, "true"), (MAY, None, "Sunny.")):
+        for thinking in (True, False):
+            grammar = form.grammar(use, asked, thinking=thinking)
+            thought = ("" if thinking else "<think>\n") + "Hm, <tool_call> or { is\ngood.</think>\n\n"
+            assert takes(grammar, thought + text)
+            assert thinking or takes(grammar, text)
+            told = read(form.reader(use, asked, thinking=thinking), thought + text, 3)
+            calls = written_calls("hermes") if use is MUST else []
+            assert told == ("Hm, <tool_call> or { is\ngood.", "" if calls else text, calls)
+    assert not takes(form.grammar(MUST, None, thinking=True), WRITTEN["hermes"])
+    assert form.grammar(ToolUse(), None, thinking=True) is None
+    regex = Grammar(GrammarKind.REGEX, "a")
+    assert form.grammar(ToolUse(), regex, thinking=True) is regex
+    assert form.reader(ToolUse(), regex, thinking=True) is None
+    assert read(form.reader(ToolUse(), None, thinking=True), "only thoughts", 4) == ("only thoughts", "", [])
+
+
+TEMPLATES = {
+    "hermes": """{% if tools %}<tool_call>\\n{"name": <function-name>}{% endif %}""",
+    "mistral": """{{ "[TOOL_CALLS] [" }}{{ tools }}""",
+    "mistral_args": """{{ "[TOOL_CALLS]" + name + "[ARGS]" }}""",
+    "llama3_json": """{% if tools is not none %}{{ '{"name": "' + name + '", ' }}{{ '"parameters": ' }}{% endif %}""",
+    "deepseek_v3": f"{{{{ '{OPEN}' + type + '{SEP}' + name + '\\\\n```json' }}}}",
+    "deepseek_v31": f"{{{{ '{OPEN}' + name + '{SEP}' }}}}",
+    "functionary": """{{ '<function=' + name + '>' }}""",
+    "json": """{% for tool in tools %}{% endfor %}{{ '{"name": "' + name + '", "arguments": ' }}""",
+    "tgi": """{{ messages }}""",
+}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_form_is_told_by_the_template(name: str):
+    assert tool_format("auto", TEMPLATES[name]).name == name
+    assert tool_format("functionary", TEMPLATES[name]).name == "functionary"
+
+
+def test_thoughts_are_told_by_the_template():
+    assert reasoning_tags("auto", "{{ '</think>' }}") == THINK
+    assert reasoning_tags("auto", "{{ messages }}") is None
+    assert reasoning_tags("none", "</think>") is None
+    assert THINK is not None
+    assert THINK.open_in("<assistant><think>\n")
+    assert not THINK.open_in("<think>\n\n</think>\n\n")
+
+
+def choice(value: Any) -> ToolChoice:
+    return ToolChoice.model_validate(value)
+
+
+def test_the_choice():
+    weather, clock = TOOLS[0], TOOLS[2]
+    tools = [weather, clock]
+    assert chosen_tools(tools, None) == ToolUse(tools)
+    assert chosen_tools(tools, choice("auto"), parallel=False) == ToolUse(tools, parallel=False)
+    assert chosen_tools(tools, choice("none")) == ToolUse()
+    assert chosen_tools(tools, choice("required")) == ToolUse(tools, required=True)
+    for named in ({"type": "function", "function": {"name": "clock"}}, {"function": {"name": "clock"}}, "clock"):
+        assert chosen_tools(tools, choice(named)) == ToolUse([clock], required=True, parallel=False)
+    for mode in ("auto", "required"):
+        some = {"mode": mode, "tools": [{"type": "function", "function": {"name": "weather"}}]}
+        chosen = chosen_tools(tools, choice({"type": "allowed_tools", "allowed_tools": some}))
+        assert chosen == ToolUse([weather], required=mode == "required")
+    assert chosen_tools(None, None) == ToolUse()
+
+
+@pytest.mark.parametrize(
+    ("tools", "chosen", "fault"),
+    [
+        ([TOOLS[2]], {"function": {"name": "radio"}}, "radio"),
+        ([TOOLS[2], TOOLS[2]], "auto", "same name"),
+        ([], "required", "no `tools`"),
+    ],
+)
+def test_choices_that_make_no_sense(tools: list[Tool], chosen: Any, fault: str):
+    with pytest.raises(InvalidTool, match=fault):
+        chosen_tools(tools, choice(chosen))
+
+
+def test_references_within_the_parameters_hold():
+    parameters = {
+        "type": "object",
+        "properties": {"stop": {"$ref": "#/$defs/place"}, "tree": {"$ref": "#"}},
+        "required": ["stop"],
+        "$defs": {"place": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}},
+    }
+    form = AnswerForm(tool_format("functionary", ""), None, {})
+    grammar = form.grammar(ToolUse([tool("a/b~c", parameters)], required=True), None, thinking=False)
+    assert takes(grammar, '<function=a/b~c>{"stop": {"city": "Rome"}, "tree": {"stop": {"city": "Rome"}}}</function>')
+    assert not takes(grammar, '<function=a/b~c>{"stop": {"town": "Rome"}}</function>')
+
+
+def test_arguments_that_are_taken_from_the_conversation():
+    parameters = {"type": "object", "properties": {"place": {"type": "string", "x-span": True}}, "required": ["place"]}
+    form = AnswerForm(tool_format("functionary", ""), None, {})
+    grammar = form.grammar(ToolUse([tool("weather", parameters)], required=True), None, thinking=False)
+    assert grammar is not None
+    grammar = Grammar(grammar.type, grammar.value, "What of Oslo?", grammar.frame)
+    assert takes(grammar, '<function=weather>{"place": "Oslo"}</function>')
+    assert not takes(grammar, '<function=weather>{"place": "Rome"}</function>')
+
+
+def test_parameters_must_be_a_schema():
+    form = AnswerForm(tool_format("tgi", ""), None, {})
+    with pytest.raises(InvalidTool, match="clock"):
+        form.grammar(ToolUse([tool("clock", 3)], required=True), None, thinking=False)
+
+
+@pytest.mark.parametrize("form", [tool_format(name, "") for name in FORMAT_NAMES], ids=lambda form: form.name)
+def test_long_arguments_take_no_longer_than_others(form: ToolFormat):
+    """A search that begins anew at each of these characters would take minutes."""
+    tail = "}" + "\\\\ " * 100_000
+    reader = AnswerForm(form, None, {}).reader(MUST, None, thinking=False)
+    assert reader is not None
+    reader.feed(form.trigger + form.first_head("weather"))
+    pieces = [reader.feed(part) for part in ('{"place": "', tail, tail, '"}')]
+    assert (
+        sum(len(piece.text) for each in pieces for piece in each if piece.part is AnswerPart.ARGUMENTS)
+        == 2 * len(tail) + 13
+    )

@@ -1,0 +1,138 @@
+"""The keywords of JSON Schema that say which texts are valid, and the values that they must have.
+
+Every other keyword is an annotation and is passed over, as JSON Schema says of keywords that it does not know.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+# One layout, that of Python's json.dumps: whitespace is no choice of the model's, so it is forced and costs nothing.
+ITEM_SEPARATOR = ", "
+KEY_SEPARATOR = ": "
+# Without \u: llguidance would let a name that stands in `properties` be written once more with it, and hold it for
+# another name.
+JSON_LAYOUT = {
+    "item_separator": ITEM_SEPARATOR,
+    "key_separator": KEY_SEPARATOR,
+    "whitespace_flexible": False,
+    "json_allowed_escapes": 'nrbtf\\"',
+}
+
+SPAN = "x-span"
+SPAN_SOURCE = "x-span-source"
+HINT = "x-hint"
+
+TYPES = ("null", "boolean", "number", "string", "array", "object")
+# Integers beyond it are not all floats, as which bounds are compared.
+LARGEST_EXACT = 2**53
+MAX_DEPTH = 100
+
+# The keywords whose values are schemas, lists of schemas, and schemas by name.
+_SUBSCHEMA = (
+    *("items", "additionalItems", "additionalProperties", "contains", "propertyNames", "not", "if", "then", "else"),
+    *("unevaluatedItems", "unevaluatedProperties"),
+)
+_SUBSCHEMA_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
+_SUBSCHEMA_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies")
+
+
+class Unenforceable(Exception):
+    """A keyword that no grammar can be made of. `str()` of it is the reason, to stand behind the keyword's name.
+
+    weaker: a schema that says a part of it.
+    """
+
+    def __init__(self, reason: str, weaker: Any = True) -> None:
+        super().__init__(reason)
+        self.weaker = weaker
+
+
+def subschemas(schema: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yields the place of each schema directly inside a schema, and the schema there."""
+    for name in _SUBSCHEMA:
+        if name in schema and not isinstance(schema[name], list):
+            yield name, schema[name]
+    for name in _SUBSCHEMA_LISTS:
+        if isinstance(schema.get(name), list):
+            yield from ((f"{name}/{index}", each) for index, each in enumerate(schema[name]))
+    for name in _SUBSCHEMA_MAPS:
+        if isinstance(schema.get(name), dict):
+            yield from ((f"{name}/{escaped(key)}", each) for key, each in schema[name].items())
+
+
+def escaped(name: str) -> str:
+    """Returns a name as a part of a JSON pointer."""
+    return name.replace("~", "~0").replace("/", "~1")
+
+
+def check_value(keyword: str, value: Any) -> None:
+    """Raises Unenforceable for a value that the keyword cannot have."""
+    wanted = _WANTED.get(keyword)
+    if wanted is not None and not wanted[0](value):
+        raise Unenforceable(f"must be {wanted[1]}, not {json.dumps(value, ensure_ascii=False)[:40]}")
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def count(value: Any) -> int | None:
+    """Returns a number of things, which may be written as 2.0; None for anything else."""
+    return int(value) if is_number(value) and value >= 0 and value == value // 1 else None
+
+
+def same(first: Any, second: Any) -> bool:
+    """Returns True for equal JSON values: 1 is 1.0, but not true."""
+    if isinstance(first, bool) or isinstance(second, bool):
+        return first is second
+    if isinstance(first, list) and isinstance(second, list):
+        return len(first) == len(second) and all(map(same, first, second))
+    if isinstance(first, dict) and isinstance(second, dict):
+        return first.keys() == second.keys() and all(same(value, second[key]) for key, value in first.items())
+    return bool(first == second)
+
+
+def type_of(value: Any) -> str:
+    """Returns the name of a JSON value's type, which is `number` for integers."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "boolean"
+    if isinstance(value, str):
+        return "string"
+    return "number" if is_number(value) else "array" if isinstance(value, list) else "object"
+
+
+def _is_list_of_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(each, str) for each in value)
+
+
+def _is_type(value: Any) -> bool:
+    names = [value] if isinstance(value, str) else value
+    return isinstance(names, list) and bool(names) and all(name in (*TYPES, "integer") for name in names)
+
+
+_Wanted = tuple[Callable[[Any], bool], str]
+_COUNT: _Wanted = (lambda value: count(value) is not None, "a whole number that is not negative")
+_NUMBER: _Wanted = (is_number, "a number")
+_BOUND: _Wanted = (lambda value: isinstance(value, bool) or is_number(value), "a number")
+_TEXT: _Wanted = (lambda value: isinstance(value, str), "a text")
+_TEXTS: _Wanted = (_is_list_of_texts, "a list of texts")
+_SCHEMAS: _Wanted = (lambda value: isinstance(value, list) and bool(value), "a list of schemas that is not empty")
+_MAP: _Wanted = (lambda value: isinstance(value, dict), "an object")
+_WANTED: dict[str, _Wanted] = {
+    "type": (_is_type, f"the name of a type ({', '.join(TYPES)}, integer), or a list of such names"),
+    "enum": (lambda value: isinstance(value, list) and bool(value), "a list of values that is not empty"),
+    "uniqueItems": (lambda value: isinstance(value, bool), "true or false"),
+    **dict.fromkeys(("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"), _COUNT),
+    **dict.fromkeys(("minContains", "maxContains"), _COUNT),
+    **dict.fromkeys(("minimum", "maximum"), _NUMBER),
+    **dict.fromkeys(("exclusiveMinimum", "exclusiveMaximum"), _BOUND),
+    "multipleOf": (lambda value: is_number(value) and value > 0, "a number above 0"),
+    **dict.fromkeys(("pattern", "$ref", "$dynamicRef", "$recursiveRef"), _TEXT),
+    "required": _TEXTS,
+    **dict.fromkeys(("allOf", "anyOf", "oneOf"), _SCHEMAS),
+    "prefixItems": (lambda value: isinstance(value, list), "a list of schemas"),
+    **dict.fromkeys(("properties", "patternProperties", "dependentRequired", "dependentSchemas", "dependencies"), _MAP),
+}

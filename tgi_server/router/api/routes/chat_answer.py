@@ -1,0 +1,176 @@
+"""One choice of a chat response, as it is generated and as it is written."""
+
+import json
+from collections.abc import Sequence
+from typing import Protocol
+from uuid import uuid4
+
+from shared.stubs import generate_pb2 as pb
+from tgi_server.contract import FinishReason
+from tgi_server.router.api.responses import number, quoted
+from tgi_server.router.api.routes.openai import finish_reason
+from tgi_server.router.text.answer_reader import AnswerPart, AnswerReader, Piece
+from tgi_server.router.text.token_stream import AnyStream
+from tgi_server.router.text.tokenizer import TextTokenizer
+
+
+class PieceWriter(Protocol):
+    """Writes the pieces of a choice."""
+
+    def piece(self, piece: Piece, logprobs: Sequence[str], reason: str | None) -> None:
+        """Takes the next piece. logprobs: JSON of the tokens since the last piece. reason: set with the last piece."""
+
+
+class ChatAnswer:
+    """Takes the tokens of one choice, and hands its pieces on. A token that shows nothing waits for the next piece."""
+
+    __slots__ = ("_logprobs", "_most", "_reader", "_tokenizer", "writer")
+
+    def __init__(
+        self, reader: AnswerReader | None, writer: PieceWriter, tokenizer: TextTokenizer, most: int | None
+    ) -> None:
+        """reader: takes the text apart; None: all of it is text. most: alternatives that are told of each token; None:
+        no log-probabilities are.
+        """
+        self.writer = writer
+        self._reader = reader
+        self._tokenizer = tokenizer
+        self._most = most
+        self._logprobs: list[str] = []
+
+    def token(
+        self,
+        stream: AnyStream,
+        token_id: int,
+        text: str,
+        visible: str,
+        logprob: float | None,
+        top: pb.TopTokens | None,
+    ) -> None:
+        if self._most is not None:
+            self._logprobs.append(_logprobs(self._tokenizer, self._most, text, logprob, top, drafted=stream.drafted))
+        if visible or stream.finish_reason is not None:
+            self._take(stream, visible)
+
+    def rest(self, stream: AnyStream, text: str) -> None:
+        if self._most is not None:
+            self._logprobs.append(_logprobs(self._tokenizer, self._most, text, None, None))
+        self._take(stream, text)
+
+    def _take(self, stream: AnyStream, visible: str) -> None:
+        ended = stream.finish_reason
+        if self._reader is None:
+            pieces = [Piece(AnswerPart.TEXT, visible)]
+        else:
+            pieces = self._reader.feed(visible)
+            if ended is not None:
+                calls = self._reader.calls
+                nothing = Piece(AnswerPart.ARGUMENTS, "", calls - 1) if calls else Piece(AnswerPart.TEXT, "")
+                pieces = [*pieces, *self._reader.end()] or [nothing]
+        for place, piece in enumerate(pieces, 1):
+            last = ended is not None and place == len(pieces)
+            self.writer.piece(piece, self._logprobs, self._reason(ended) if last else None)
+            self._logprobs = []
+
+    def _reason(self, reason: FinishReason | None) -> str | None:
+        """Returns OpenAI's finish reason: with calls, unless the answer was cut off."""
+        if reason is None:
+            return None
+        called = self._reader is not None and self._reader.calls and reason is not FinishReason.LENGTH
+        return "tool_calls" if called else finish_reason(reason)
+
+
+class WholeChoice:
+    """Collects the pieces of a choice."""
+
+    def __init__(self) -> None:
+        self._texts: dict[AnswerPart, list[str]] = {part: [] for part in AnswerPart}
+        self._arguments: list[list[str]] = []
+        self._logprobs: list[str] = []
+        self._reason = ""
+
+    def piece(self, piece: Piece, logprobs: Sequence[str], reason: str | None) -> None:
+        self._logprobs += logprobs
+        self._texts[piece.part].append(piece.text)
+        if piece.part is AnswerPart.CALL:
+            self._arguments.append([])
+        elif piece.part is AnswerPart.ARGUMENTS:
+            self._arguments[piece.call].append(piece.text)
+        if reason is not None:
+            self._reason = reason
+
+    @property
+    def text(self) -> str:
+        return "".join(self._texts[AnswerPart.TEXT])
+
+    @property
+    def thoughts(self) -> str:
+        return "".join(self._texts[AnswerPart.THOUGHT])
+
+    @property
+    def finish_reason(self) -> str:
+        return self._reason
+
+    @property
+    def calls(self) -> list[tuple[str, str]]:
+        """The calls: the name of each, and its arguments as JSON."""
+        arguments = map("".join, self._arguments)
+        return list(zip(self._texts[AnswerPart.CALL], arguments, strict=True))
+
+    def json(self, index: int, *, logprobs: bool) -> str:
+        """Returns the choice as JSON. logprobs: they were asked for."""
+        calls = [
+            f'{{"id":"{call_id()}","type":"function",'
+            f'"function":{{"name":{quoted(name)},"arguments":{quoted(arguments)}}}}}'
+            for name, arguments in self.calls
+        ]
+        content = "null" if calls and not self.text else quoted(self.text)
+        thoughts = f',"reasoning_content":{quoted(self.thoughts)}' if self.thoughts else ""
+        called = f',"tool_calls":[{",".join(calls)}]' if calls else ""
+        entries = f'{{"content":[{",".join(self._logprobs)}]}}' if logprobs and not calls else "null"
+        return (
+            f'{{"index":{index},"message":{{"role":"assistant","content":{content}{thoughts}{called}}},'
+            f'"logprobs":{entries},"finish_reason":"{self._reason}"}}'
+        )
+
+
+def call_id() -> str:
+    """Returns a name for a call."""
+    return f"call_{uuid4().hex[:24]}"
+
+
+def delta_json(piece: Piece) -> str:
+    """Returns a piece as the `delta` of a chunk."""
+    match piece.part:
+        case AnswerPart.TEXT:
+            return f'{{"role":"assistant","content":{quoted(piece.text)}}}'
+        case AnswerPart.THOUGHT:
+            return f'{{"role":"assistant","reasoning_content":{quoted(piece.text)}}}'
+        case AnswerPart.CALL:
+            call = f'"id":"{call_id()}","type":"function","function":{{"name":{quoted(piece.text)},"arguments":""}}'
+        case AnswerPart.ARGUMENTS:
+            call = f'"function":{{"arguments":{quoted(piece.text)}}}'
+    return f'{{"role":"assistant","tool_calls":[{{"index":{piece.call},{call}}}]}}'
+
+
+def _logprobs(
+    tokenizer: TextTokenizer,
+    most: int,
+    text: str,
+    logprob: float | None,
+    top: pb.TopTokens | None,
+    *,
+    drafted: bool = False,
+) -> str:
+    """Returns one token of `logprobs.content`. That it had been drafted is a member that OpenAI does not have.
+
+    most: of the alternatives; shards tell those that are as likely, too.
+    """
+    tops = [] if top is None else list(zip(top.ids, top.logprobs, strict=True))[:most]
+    alternatives = ",".join(f"{{{_logprob(tokenizer.token_text(each), value)}}}" for each, value in tops)
+    more = ',"drafted":true' if drafted else ""
+    return f'{{{_logprob(text, logprob)},"top_logprobs":[{alternatives}]{more}}}'
+
+
+def _logprob(text: str, logprob: float | None) -> str:
+    return f'"token":{quoted(text)},"logprob":{number(logprob)},"bytes":{json.dumps(list(text.encode()))}'

@@ -1,0 +1,57 @@
+"""Log-probabilities as /v1/completions has them: four lists, with an entry for each token of prompt and answer."""
+
+from collections.abc import Sequence
+
+from shared.stubs import generate_pb2 as pb
+from tgi_server.router.api.responses import number, quoted
+from tgi_server.router.text.detokenizer import Detokenizer
+from tgi_server.router.text.tokenizer import TextTokenizer
+
+
+class LogprobEntries:
+    """Collects entries until they are written. `top_logprobs` has the token itself, and the likeliest in its place.
+
+    A token of which the text shows nothing (a special token, a part of a character) takes no room in it.
+    """
+
+    def __init__(self, tokenizer: TextTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._offset = 0
+        self._entries: list[tuple[str, str, str, str]] = []
+
+    def prompt(self, prefill: pb.PrefillTokens, text: str) -> None:
+        """Takes the tokens of a prompt, of which `text` is shown."""
+        pieces = _pieces(self._tokenizer, prefill.ids)
+        none = pb.TopTokens()
+        tops = prefill.top_tokens or [none] * len(prefill.ids)
+        for place, (piece, logprob, top) in enumerate(zip(pieces, prefill.logprobs, tops, strict=True)):
+            shown = piece if text.startswith(piece, self._offset) else ""
+            self.token(piece, shown, logprob if place else None, top if place else None)
+        self._offset = len(text)
+
+    def token(self, piece: str, shown: str, logprob: float | None, top: pb.TopTokens | None) -> None:
+        """Takes one token. shown: what the text grows by. top: None where nothing can be told."""
+        likeliest = "null"
+        if top is not None:
+            known: dict[str, float | None] = {}
+            for token_id, value in zip(top.ids, top.logprobs, strict=True):
+                known.setdefault(self._tokenizer.token_text(token_id), value)
+            known.setdefault(piece, logprob)
+            pairs = (f"{quoted(name)}:{number(value)}" for name, value in known.items())
+            likeliest = f"{{{','.join(pairs)}}}"
+        self._entries.append((quoted(piece), number(logprob), likeliest, str(self._offset)))
+        self._offset += len(shown)
+
+    def take(self) -> str:
+        """Returns JSON of the entries since the last call."""
+        names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+        columns: Sequence[Sequence[str]] = list(zip(*self._entries, strict=True)) or [()] * len(names)
+        self._entries = []
+        lists = (f"{quoted(name)}:[{','.join(column)}]" for name, column in zip(names, columns, strict=True))
+        return f"{{{','.join(lists)}}}"
+
+
+def _pieces(tokenizer: TextTokenizer, token_ids: Sequence[int]) -> list[str]:
+    """Returns the text of each token where it stands; of a special token, its name."""
+    detokenizer = Detokenizer(tokenizer, ())
+    return [tokenizer.special_tokens.get(each) or detokenizer.step(each) for each in token_ids]

@@ -1,0 +1,218 @@
+"""Takes an answer apart as it is generated: thoughts, text, and calls of tools with their arguments."""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from tgi_server.router.text.reasoning import ReasoningTags
+from tgi_server.router.text.tool_formats import ToolFormat
+
+_STRUCTURE = re.compile(r'["\\{}\[\]]')
+
+
+class AnswerPart(Enum):
+    """The kinds of pieces that an answer has."""
+
+    THOUGHT = "thought"
+    TEXT = "text"
+    CALL = "call"
+    ARGUMENTS = "arguments"
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A piece of an answer. text: of a CALL, the name of the tool. call: which of the calls it belongs to."""
+
+    part: AnswerPart
+    text: str
+    call: int = 0
+
+
+class AnswerReader:
+    """Reads one answer. What may be the beginning of something else is held back until it is certain."""
+
+    def __init__(
+        self,
+        form: ToolFormat | None,
+        names: Sequence[str],
+        thoughts: ReasoningTags | None,
+        *,
+        thinking: bool,
+    ) -> None:
+        """form: in which calls of the tools `names` are written; None: there are none. thoughts: what stands around
+        them; None: they are text. thinking: the answer begins within thoughts.
+        """
+        self._buffer = ""
+        self._thoughts = thoughts
+        self._calls = _CallReader(form, names) if form is not None and names else None
+        self._thinking = thinking and thoughts is not None
+        self._may_think = thoughts is not None and not thinking
+        self._trim = False
+
+    @property
+    def calls(self) -> int:
+        """The number of calls so far."""
+        return self._calls.number if self._calls is not None else 0
+
+    def feed(self, text: str) -> list[Piece]:
+        """Returns the pieces that are certain with `text`."""
+        return [piece for piece in self._read(text, last=False) if piece.text or piece.part is AnswerPart.CALL]
+
+    def end(self) -> list[Piece]:
+        """Returns what was held back, once nothing more comes."""
+        return [piece for piece in self._read("", last=True) if piece.text or piece.part is AnswerPart.CALL]
+
+    def _read(self, text: str, *, last: bool) -> Iterator[Piece]:
+        self._buffer += text
+        if self._may_think and self._thoughts is not None:
+            begin, seen = self._thoughts.begin, self._buffer.lstrip()
+            if not last and begin.startswith(seen):
+                return
+            self._may_think = False
+            if seen.startswith(begin):
+                self._thinking, self._buffer = True, seen.removeprefix(begin).lstrip("\n")
+        if self._thinking and self._thoughts is not None:
+            thought, end, rest = self._buffer.partition(self._thoughts.end)
+            held = 0 if end or last else _held(thought, self._thoughts.end)
+            self._buffer = rest if end else thought[len(thought) - held :]
+            yield Piece(AnswerPart.THOUGHT, thought[: len(thought) - held])
+            if not end:
+                return
+            self._thinking, self._trim = False, True
+        rest, self._buffer = self._buffer, ""
+        if self._trim:  # the lines between thoughts and answer
+            rest = rest.lstrip("\n")
+            self._trim = not rest
+        if self._calls is None:
+            yield Piece(AnswerPart.TEXT, rest)
+        else:
+            yield from self._calls.read(rest, last=last)
+
+
+class _ReaderPlace(Enum):
+    """Where a reader of calls is."""
+
+    TEXT = "before the first call"
+    FIRST_HEAD = "behind the trigger"
+    ARGUMENTS = "within arguments"
+    TAIL = "behind arguments"
+    BETWEEN = "behind a call"
+    PLAIN = "in a text in which no call comes"
+
+
+class _CallReader:
+    """Reads text with calls of one form. number: of the calls so far."""
+
+    def __init__(self, form: ToolFormat, names: Sequence[str]) -> None:
+        self._form = form
+        self._first = {form.first_head(name): name for name in names}
+        self._next = {form.next_head(name): name for name in names}
+        self._place = _ReaderPlace.TEXT
+        self._buffer = ""
+        self._nesting = _Nesting()
+        self.number = 0
+
+    def read(self, text: str, *, last: bool) -> Iterator[Piece]:
+        """Yields the pieces that are certain with `text`. last: nothing more comes."""
+        self._buffer += text
+        place = None
+        while place is not self._place:
+            place = self._place
+            match place:
+                case _ReaderPlace.TEXT:
+                    yield from self._text(last=last)
+                case _ReaderPlace.FIRST_HEAD:
+                    yield from self._head(self._first, last=last)
+                case _ReaderPlace.ARGUMENTS:
+                    yield from self._arguments()
+                case _ReaderPlace.TAIL:
+                    self._tail()
+                case _ReaderPlace.BETWEEN:
+                    yield from self._head(self._next, last=last)
+                case _ReaderPlace.PLAIN:
+                    rest, self._buffer = self._buffer, ""
+                    yield Piece(AnswerPart.TEXT, rest)
+
+    def _text(self, *, last: bool) -> Iterator[Piece]:
+        trigger = self._form.trigger
+        if not self._form.anywhere:
+            if self._buffer.startswith(trigger):
+                self._buffer = self._buffer.removeprefix(trigger)
+                self._place = _ReaderPlace.FIRST_HEAD
+            elif last or not trigger.startswith(self._buffer):
+                self._place = _ReaderPlace.PLAIN
+            return
+        before, found, rest = self._buffer.partition(trigger)
+        held = 0 if found or last else _held(before, trigger)
+        if found:
+            # The lines before a call are no text.
+            yield Piece(AnswerPart.TEXT, before.rstrip())
+            self._buffer, self._place = rest, _ReaderPlace.FIRST_HEAD
+            return
+        blank = 0 if last else len(before[: len(before) - held]) - len(before[: len(before) - held].rstrip())
+        held += blank
+        self._buffer = before[len(before) - held :]
+        yield Piece(AnswerPart.TEXT, before[: len(before) - held])
+
+    def _head(self, heads: dict[str, str], *, last: bool) -> Iterator[Piece]:
+        """Reads up to the arguments of a call. Behind a trigger there may also be a text that only looks like one."""
+        seen = self._buffer
+        found = next((head for head in heads if seen.startswith(head)), None)
+        if found is not None:
+            yield Piece(AnswerPart.CALL, heads[found], self.number)
+            self.number += 1
+            self._buffer, self._place, self._nesting = seen.removeprefix(found), _ReaderPlace.ARGUMENTS, _Nesting()
+        elif self._place is _ReaderPlace.FIRST_HEAD and not any(head.startswith(seen) for head in heads):
+            self._buffer, self._place = self._form.trigger + seen, _ReaderPlace.PLAIN
+
+    def _arguments(self) -> Iterator[Piece]:
+        end = self._nesting.end(self._buffer)
+        if end is None:
+            rest, self._buffer = self._buffer, ""
+        else:
+            rest, self._buffer = self._buffer[:end], self._buffer[end:]
+            self._place = _ReaderPlace.TAIL
+        yield Piece(AnswerPart.ARGUMENTS, rest, self.number - 1)
+
+    def _tail(self) -> None:
+        if self._buffer.startswith(self._form.tail):
+            self._buffer = self._buffer.removeprefix(self._form.tail)
+            self._place = _ReaderPlace.BETWEEN
+
+
+class _Nesting:
+    """Looks for the end of a JSON object that comes in pieces."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._in_string = False
+        self._escaped = False
+
+    def end(self, text: str) -> int | None:
+        """Returns the place behind the object's last brace; None while it goes on."""
+        start = 0
+        if self._escaped and text:
+            start, self._escaped = 1, False
+        while (found := _STRUCTURE.search(text, start)) is not None:
+            start, sign = found.end(), found[0]
+            if self._in_string:
+                if sign == '"':
+                    self._in_string = False
+                elif sign == "\\":
+                    self._escaped = start == len(text)
+                    start += 1
+            elif sign == '"':
+                self._in_string = True
+            elif sign in "{[":
+                self._depth += 1
+            elif sign in "}]":
+                self._depth -= 1
+                if self._depth == 0:
+                    return start
+        return None
+
+
+def _held(text: str, marker: str) -> int:
+    """Returns the length of the longest end of `text` that begins `marker`."""
+    return next((size for size in range(min(len(marker) - 1, len(text)), 0, -1) if text.endswith(marker[:size])), 0)

@@ -1,0 +1,217 @@
+"""The forms in which models write calls of tools, and the grammars that hold a model to one of them.
+
+A form is told apart by the chat template of the model, which shows how earlier calls are written; a model without one
+gets TGI's. Whatever the form, the arguments of each call are bound by the schema of their tool.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from tgi_server.router.text.reasoning import ReasoningTags
+
+
+@dataclass(frozen=True, slots=True)
+class ToolFormat:
+    """A form of calls: `begin`, `head` with the name in it, the arguments as JSON, `tail`, `separator`, ..., `end`.
+
+    trigger: the first part of `begin` and `head`; behind it nothing but a call can follow. anywhere: a text may come
+    before the first call; otherwise the answer is either text or calls. alone: there is only one call.
+    """
+
+    name: str
+    trigger: str
+    head: tuple[str, str]
+    tail: str
+    begin: str = ""
+    separator: str = ""
+    end: str = ""
+    anywhere: bool = True
+    alone: bool = False
+
+    def first_head(self, name: str) -> str:
+        """Returns what comes between the trigger and the arguments of the first call."""
+        return (self.begin + self._head(name)).removeprefix(self.trigger)
+
+    def next_head(self, name: str) -> str:
+        """Returns what comes between the tail of one call and the arguments of the next."""
+        return self.separator + self._head(name)
+
+    def _head(self, name: str) -> str:
+        # In quotes, a name is JSON.
+        shown = json.dumps(name, ensure_ascii=False)[1:-1] if self.head[0].endswith('"') else name
+        return self.head[0] + shown + self.head[1]
+
+    @property
+    def markers(self) -> str:
+        """All that the form is made of, for a look at the special tokens in it."""
+        return "".join((self.begin, *self.head, self.tail, self.separator, self.end))
+
+
+# DeepSeek's marks; their bars are wide ones.
+_CALLS, _CALLS_END, _CALL, _CALL_END, _SEP = (
+    f"<\uff5c{name}\uff5c>"
+    for name in ("tool▁calls▁begin", "tool▁calls▁end", "tool▁call▁begin", "tool▁call▁end", "tool▁sep")
+)
+_JSON_HEAD = ('{"name": "', '", "arguments": ')
+
+TGI_FORMAT = ToolFormat("tgi", "{", ('{"function": {"_name": "', '", "_arguments": '), "}}", anywhere=False, alone=True)
+_FORMATS = {
+    each.name: each
+    for each in (
+        TGI_FORMAT,
+        ToolFormat(
+            "hermes", "<tool_call>", ("<tool_call>\n" + _JSON_HEAD[0], _JSON_HEAD[1]), "}\n</tool_call>", "", "\n"
+        ),
+        ToolFormat("mistral", "[TOOL_CALLS]", _JSON_HEAD, "}", "[TOOL_CALLS][", ", ", "]"),
+        ToolFormat("mistral_args", "[TOOL_CALLS]", ("[TOOL_CALLS]", "[ARGS]"), ""),
+        ToolFormat("llama3_json", "{", ('{"name": "', '", "parameters": '), "}", "", "; ", anywhere=False),
+        ToolFormat(
+            "deepseek_v3",
+            _CALLS,
+            (f"{_CALL}function{_SEP}", "\n```json\n"),
+            f"\n```{_CALL_END}",
+            _CALLS,
+            "\n",
+            _CALLS_END,
+        ),
+        ToolFormat(
+            "deepseek_v31",
+            _CALLS,
+            (_CALL, _SEP),
+            _CALL_END,
+            _CALLS,
+            "",
+            _CALLS_END,
+        ),
+        ToolFormat("functionary", "<function=", ("<function=", ">"), "</function>"),
+        ToolFormat("json", "{", _JSON_HEAD, "}", anywhere=False),
+    )
+}
+# Of one answer: a weak model may not find an end.
+_MOST_CALLS = 32
+FORMAT_NAMES = tuple(_FORMATS)
+
+# Each format, and what the source of a template must have, or must not have, to be of it; the first that fits is taken.
+_SIGNS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
+    ("mistral_args", ("[TOOL_CALLS]", "[ARGS]"), ()),
+    ("mistral", ("[TOOL_CALLS]",), ()),
+    ("deepseek_v3", (_CALLS, "```json"), ()),
+    ("deepseek_v31", (_CALLS,), ()),
+    ("hermes", ("<tool_call>",), ("<parameter=",)),
+    ("functionary", ("<function=",), ("<parameter=",)),
+    ("llama3_json", ("tools", '"parameters": '), ()),
+    ("json", ("tools", '{"name": "', '"arguments": '), ()),
+)
+
+
+def tool_format(parser: str, template: str) -> ToolFormat:
+    """Returns the form of calls. parser: its name, or `auto`: by the source of the chat template."""
+    if parser != "auto":
+        return _FORMATS[parser]
+    for name, signs, others in _SIGNS:
+        if all(sign in template for sign in signs) and not any(other in template for other in others):
+            return _FORMATS[name]
+    return TGI_FORMAT
+
+
+@dataclass(frozen=True, slots=True)
+class Calls:
+    """The calls that an answer may have.
+
+    names: of the tools, each with the place of its schema (a JSON pointer). required: there is one at least.
+    parallel: there may be several.
+    """
+
+    form: ToolFormat
+    names: Mapping[str, str]
+    required: bool
+    parallel: bool
+
+
+class FrameWriter:
+    """Writes the Lark grammar of a whole answer. `%schema POINTER` in it stands for JSON that fits a schema."""
+
+    def __init__(self, special_tokens: Mapping[int, str]) -> None:
+        """special_tokens: names by id. In a grammar they are no text, but tokens of their own."""
+        self._ids = {name: token for token, name in special_tokens.items() if name}
+        names = sorted(self._ids, key=len, reverse=True)
+        self._special = re.compile(f"({'|'.join(map(re.escape, names))})") if names else None
+
+    def frame(self, calls: Calls | None, schema: str | None, thoughts: ReasoningTags | None, *, open_: bool) -> str:
+        """Returns the grammar of an answer.
+
+        calls: those that it may have. schema: the place of the schema of an answer without calls; None: any text.
+        thoughts: what stands around the model's thoughts, which come first. open_: they have begun in the prompt.
+        """
+        lines = ["%llguidance {}", r"TEXT: /(.|\n)*/"]
+        may_think = thoughts is not None and not open_
+        # A text that might also be thoughts, or a call, would hide them.
+        elsewhere = thoughts.begin[0] if thoughts is not None and may_think and thoughts.begin not in self._ids else ""
+        answers = list(self._answers(calls, schema, elsewhere, lines))
+        if thoughts is not None:
+            lines.append(r"BLANK: /[ \n]{0,4}/")
+            thought = self._until(thoughts.end, "thought", "", lines)
+            begin = self._literal(thoughts.begin) if may_think else ""
+            known = [f"{begin} {thought} BLANK {each}" for each in answers]
+            answers = known + answers if may_think else known
+        return "\n".join([*lines, f"start: {' | '.join(answers)}"]) + "\n"
+
+    def _answers(self, calls: Calls | None, schema: str | None, elsewhere: str, lines: list[str]) -> Iterator[str]:
+        """Yields each kind of answer that there may be.
+
+        elsewhere: a character that no text begins with. lines: takes the rules that the answers are made of.
+        """
+        text = f"%schema {json.dumps(schema)}"
+        if schema is None:
+            if calls is not None and not calls.form.anywhere:
+                elsewhere += calls.form.trigger[0]
+            lines.append(f"OTHER: /{_beginning_without(elsewhere)}/")
+            text = "OTHER"
+        if calls is None:
+            yield text
+            return
+        form = calls.form
+        lines += self._call_rules(calls)
+        if calls.required or schema is not None or not form.anywhere:
+            yield f"{self._literal(form.trigger)} calls"
+        else:
+            yield f"{self._until(form.trigger, 'prelude', elsewhere, lines)} calls"
+        if not calls.required:
+            yield text
+
+    def _call_rules(self, calls: Calls) -> Iterator[str]:
+        form = calls.form
+        several = calls.parallel and not form.alone
+        tail, end = self._literal(form.tail), self._literal(form.end)
+        more = f" another{{0,{_MOST_CALLS - 1}}}" if several else ""
+        yield f"calls: first{more} {end}"
+        for rule, head in (("first", form.first_head), ("another", form.next_head)):
+            if rule == "first" or several:
+                heads = (f"{self._literal(head(name))} arguments{i} {tail}" for i, name in enumerate(calls.names))
+                yield f"{rule}: {' | '.join(heads)}"
+        for i, pointer in enumerate(calls.names.values()):
+            yield f"arguments{i}: %schema {json.dumps(pointer)}"
+
+    def _until(self, marker: str, rule: str, elsewhere: str, lines: list[str]) -> str:
+        """Returns the grammar of a text that ends with the first `marker`. elsewhere: what it does not begin with."""
+        if marker in self._ids:
+            return f"TEXT {self._literal(marker)}"
+        lines.append(f"{rule}[lazy]: /{_beginning_without(elsewhere)}/ {json.dumps(marker, ensure_ascii=False)}")
+        return rule
+
+    def _literal(self, text: str) -> str:
+        """Returns a text in Lark, its special tokens by their ids."""
+        parts = self._special.split(text) if self._special is not None else [text]
+        shown = (
+            f"<[{self._ids[part]}]>" if part in self._ids else json.dumps(part, ensure_ascii=False)
+            for part in parts
+            if part
+        )
+        return " ".join(shown)
+
+
+def _beginning_without(characters: str) -> str:
+    """Returns a regular expression of any text, or none, that does not begin with one of the characters."""
+    return rf"([^{re.escape(characters)}](.|\n)*)?" if characters else r"(.|\n)*"
