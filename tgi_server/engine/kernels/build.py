@@ -28,7 +28,7 @@ FLAGS = [
     *("-O3", "-std=c++20", "-fPIC", "-fopenmp", "-DAT_PARALLEL_OPENMP=1"),
     *("-fno-math-errno", "-fno-trapping-math", "-fassociative-math", "-fno-signed-zeros", "-Wno-psabi"),
 ]
-COMPILE_SECONDS = 300
+COMPILE_SECONDS = 900
 
 NATIVE = "native"
 _AVX512 = frozenset({"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"})

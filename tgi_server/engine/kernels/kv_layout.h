@@ -3,18 +3,19 @@
 // A block of a layer's cache holds BLOCK tokens of each KV head: keys as [head_dim][BLOCK], values as
 // [BLOCK][head_dim]. With keys stored that way both products of attention are the same small one, rows times a tile
 // whose columns lie side by side in memory: vector registers run along the columns and nothing is ever summed across
-// a register. Where the processor multiplies and adds pairs, what is summed stands in pairs: keys as
-// [head_dim / 2][BLOCK][2], values as [BLOCK / 2][head_dim][2].
+// a register. Of bfloat16 numbers, what is summed stands in pairs, which is what processors multiply and what is easily
+// turned into floats: keys as [head_dim / 2][BLOCK][2], values as [BLOCK / 2][head_dim][2].
 
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/util/BFloat16.h>
 
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
-#include "bf16.h"
 #include "parallel.h"
 
 namespace oatmill {
@@ -23,6 +24,10 @@ constexpr int BLOCK = 32;                // tokens of a KV block
 constexpr int MAX_HEAD_DIM = 256;
 constexpr int64_t WRITTEN_TOGETHER = 16;  // tokens
 constexpr int64_t WANTED_EARLIER = 4;     // tokens
+
+// Numbers that are summed and stand side by side.
+template <typename T>
+constexpr int PAIR = std::is_same_v<T, c10::BFloat16> ? 2 : 1;
 
 template <typename T>
 constexpr int64_t key_place(int64_t dimension, int64_t token) {

@@ -1,4 +1,7 @@
-// Vector registers by the compiler's own vector types, so that one source serves every instruction set.
+// Sixteen floats at a time on every CPU, by the compiler's own vector types: layouts in memory are made for this number.
+//
+// They are one register with AVX-512 and several with other instruction sets. Of vectors that no register holds, compilers
+// take selections and conversions apart number by number, so these are written register by register.
 
 #pragma once
 
@@ -7,50 +10,38 @@
 
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
+#include "registers.h"
 
 namespace oatmill {
 
-// Floats of a vector, which is one register with AVX-512, and several of them with other instruction sets. Layouts in
-// memory are made for this number, on every CPU.
 constexpr int LANES = 16;
 
 using Lanes = float __attribute__((vector_size(LANES * sizeof(float))));
 using Ints = int32_t __attribute__((vector_size(LANES * sizeof(int32_t))));
-using Bits = uint32_t __attribute__((vector_size(LANES * sizeof(uint32_t))));
-using Halves = uint16_t __attribute__((vector_size(LANES * sizeof(uint16_t))));
 
-inline Lanes load(const float* from) {
-  Lanes lanes;
-  std::memcpy(&lanes, from, sizeof(lanes));
-  return lanes;
+// Register i of a vector.
+template <typename Register, typename Vector>
+Register register_of(const Vector& vector, int i) {
+  return load_as<Register>(reinterpret_cast<const char*>(&vector) + i * sizeof(Register));
 }
 
-inline Lanes load(const c10::BFloat16* from) {
-  Halves halves;
-  std::memcpy(&halves, from, sizeof(halves));
-  const Bits bits = __builtin_convertvector(halves, Bits) << 16;
-  return reinterpret_cast<const Lanes&>(bits);
+// The vector whose register i is work(i).
+template <typename Vector, typename Work>
+Vector by_registers(const Work& work) {
+  Vector vector;
+#pragma GCC unroll 4
+  for (int i = 0; i < LANES / WIDTH; ++i) {
+    const auto registers = work(i);
+    std::memcpy(reinterpret_cast<char*>(&vector) + i * sizeof(registers), &registers, sizeof(registers));
+  }
+  return vector;
 }
 
-inline Lanes load(const c10::Half* from) {
-#if defined(__AVX512F__)
-  const __m512 lanes = _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
-  return reinterpret_cast<const Lanes&>(lanes);
-#else
-  Lanes lanes;
-#if defined(__F16C__)
-  for (int i = 0; i < LANES; i += 8)
-    _mm256_storeu_ps(reinterpret_cast<float*>(&lanes) + i,
-                     _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i))));
-#else
-  for (int i = 0; i < LANES; ++i) lanes[i] = static_cast<float>(from[i]);
-#endif
-  return lanes;
-#endif
+template <typename T>
+Lanes load(const T* from) {
+  return by_registers<Lanes>([&](int i) { return widened(from + i * WIDTH); });
 }
 
 inline void store(float* to, Lanes lanes) { std::memcpy(to, &lanes, sizeof(lanes)); }
@@ -59,13 +50,17 @@ inline void store(float* to, Lanes lanes) { std::memcpy(to, &lanes, sizeof(lanes
 inline void store(c10::BFloat16* to, Lanes lanes) {
 #if defined(__AVX512BF16__)
   const __m256bh halves = _mm512_cvtneps_pbh(reinterpret_cast<const __m512&>(lanes));
-#else
-  const Bits bits = reinterpret_cast<const Bits&>(lanes);
-  const Bits rounded = bits + 0x7fff + ((bits >> 16) & 1);
-  const Bits chosen = lanes == lanes ? rounded : bits | 0x400000;
-  const Halves halves = __builtin_convertvector(chosen >> 16, Halves);
-#endif
   std::memcpy(to, &halves, sizeof(halves));
+#else
+  using Short = uint16_t __attribute__((vector_size(WIDTH * 2)));
+#pragma GCC unroll 4
+  for (int i = 0; i < LANES / WIDTH; ++i) {
+    const Floats floats = register_of<Floats>(lanes, i);
+    const Words bits = reinterpret_cast<const Words&>(floats), rounded = bits + 0x7fff + ((bits >> 16) & 1);
+    const Words kept = floats == floats ? rounded : bits | 0x400000;
+    store_as(to + i * WIDTH, __builtin_convertvector(kept >> 16, Short));
+  }
+#endif
 }
 
 // Rounds to the nearest half, ties to even.
@@ -81,63 +76,57 @@ inline void store(c10::Half* to, Lanes lanes) {
 #endif
 }
 
-inline Lanes larger(Lanes a, Lanes b) { return a > b ? a : b; }
-inline Lanes smaller(Lanes a, Lanes b) { return a < b ? a : b; }
+// Of vectors that are no register; those that are one have functions of the same names in registers.h.
+template <typename V>
+concept Several = std::is_same_v<V, Lanes> && !std::is_same_v<Lanes, Floats>;
 
-inline float largest(Lanes lanes) {
-#if defined(__AVX512F__)
-  return _mm512_reduce_max_ps(reinterpret_cast<const __m512&>(lanes));
-#else
-  for (int width = LANES / 2; width > 0; width /= 2)
-    for (int i = 0; i < width; ++i) lanes[i] = lanes[i] > lanes[i + width] ? lanes[i] : lanes[i + width];
-  return lanes[0];
-#endif
+template <Several V>
+V larger(V a, V b) {
+  return by_registers<V>([&](int i) { return larger(register_of<Floats>(a, i), register_of<Floats>(b, i)); });
 }
 
-// Whether any of them is above the limit.
-inline bool any_above(Lanes lanes, float limit) {
-#if defined(__AVX512F__)
-  return _mm512_cmp_ps_mask(reinterpret_cast<const __m512&>(lanes), _mm512_set1_ps(limit), _CMP_GT_OQ) != 0;
-#else
-  return largest(lanes) > limit;
-#endif
+template <Several V>
+V smaller(V a, V b) {
+  return by_registers<V>([&](int i) { return smaller(register_of<Floats>(a, i), register_of<Floats>(b, i)); });
 }
 
-inline float sum(Lanes lanes) {
-#if defined(__AVX512F__)
-  return _mm512_reduce_add_ps(reinterpret_cast<const __m512&>(lanes));
-#else
-  for (int width = LANES / 2; width > 0; width /= 2)
-    for (int i = 0; i < width; ++i) lanes[i] += lanes[i + width];
-  return lanes[0];
-#endif
+template <Several V>
+V chosen(Ints mask, V a, V b) {
+  return by_registers<V>([&](int i) { return chosen(register_of<Whole>(mask, i), register_of<Floats>(a, i), register_of<Floats>(b, i)); });
 }
 
-// The nearest whole numbers; of halves, either one.
-inline Ints nearest(Lanes x) {
-#if defined(__AVX512F__)
-  const __m512i whole = _mm512_cvtps_epi32(reinterpret_cast<const __m512&>(x));
-  return reinterpret_cast<const Ints&>(whole);
-#else
-  return __builtin_convertvector(x + (x < 0.0f ? Lanes{} - 0.5f : Lanes{} + 0.5f), Ints);
-#endif
+template <Several V>
+float largest(V lanes) {
+  Floats most = register_of<Floats>(lanes, 0);
+  for (int i = 1; i < LANES / WIDTH; ++i) most = larger(most, register_of<Floats>(lanes, i));
+  return largest(most);
 }
 
-// e^x to a few units in the last place, by the polynomial of the Cephes library. Below -87 it is 0, above 88 e^88.
-inline Lanes exponential(Lanes x) {
-  const Lanes clamped = smaller(larger(x, Lanes{} - 87.0f), Lanes{} + 88.0f);
-  const Ints whole = nearest(clamped * 1.44269504f);
-  const Lanes turns = __builtin_convertvector(whole, Lanes);
-  const Lanes rest = (clamped - turns * 0.693359375f) + turns * 2.12194440e-4f;
-  Lanes series = rest * 1.9875691500e-4f + 1.3981999507e-3f;
-  series = series * rest + 8.3334519073e-3f;
-  series = series * rest + 4.1665795894e-2f;
-  series = series * rest + 1.6666665459e-1f;
-  series = series * rest + 5.0000001201e-1f;
-  series = series * rest * rest + rest + 1.0f;
-  const Ints exponent = (whole + 127) << 23;
-  const Lanes power = reinterpret_cast<const Lanes&>(exponent);
-  return x < -87.0f ? Lanes{} : series * power;
+template <Several V>
+float sum(V lanes) {
+  Floats total = register_of<Floats>(lanes, 0);
+  for (int i = 1; i < LANES / WIDTH; ++i) total += register_of<Floats>(lanes, i);
+  return sum(total);
+}
+
+template <Several V>
+Ints nearest(V lanes) {
+  return by_registers<Ints>([&](int i) { return nearest(register_of<Floats>(lanes, i)); });
+}
+
+template <Several V>
+V exponential(V lanes) {
+  return by_registers<V>([&](int i) { return exponential(register_of<Floats>(lanes, i)); });
+}
+
+// -1 where a number is below the limit, else 0.
+inline Ints below(Ints numbers, int32_t limit) {
+  return by_registers<Ints>([&](int i) { return register_of<Whole>(numbers, i) < Whole{} + limit; });
+}
+
+// -1 where a number is one, else 0.
+inline Ints defined(Lanes lanes) {
+  return by_registers<Ints>([&](int i) { return register_of<Floats>(lanes, i) == register_of<Floats>(lanes, i); });
 }
 
 }  // namespace oatmill

@@ -16,6 +16,7 @@
 #include "linear_layer.h"
 #include "products.h"
 #include "tiles.h"
+#include "widened.h"
 
 namespace oatmill {
 
@@ -56,12 +57,14 @@ constexpr Way way(const char* name, bool (*available)() = always, int64_t depth 
 // The best to begin with is the first: it is taken when nobody has measured. The last of bfloat16 and of 8 bits stands
 // in for AMX in tests; it is slow.
 constexpr std::array FLOAT_WAYS{way<Products<FloatProducts<FloatWeights>>>("fma")};
-constexpr std::array HALF_WAYS{way<Products<FloatProducts<HalfWeights>>>("fma")};
+constexpr std::array HALF_WAYS{way<Products<FloatProducts<HalfWeights>>>("fma"),
+                               way<WidenedProducts<HalfWeights>>("fma_widened")};
 constexpr std::array BF16_WAYS{
 #if defined(__AVX512BF16__)
     way<Products<PairProducts>>("avx512_bf16"),
 #endif
     way<Products<FloatProducts<Bf16Weights>>>("fma"),
+    way<WidenedProducts<Bf16Weights>>("fma_widened"),
 #if OATMILL_AMX
     way<TileProducts<AmxMatrices<Bf16Weights>>>("amx", amx_permitted, SIDE),
 #endif

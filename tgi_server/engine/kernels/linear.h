@@ -24,7 +24,7 @@ namespace oatmill {
 constexpr int64_t WORD = 4;                    // bytes
 constexpr int64_t COLUMNS = 48;                // outputs of a tile
 constexpr int64_t TILE_WORD = COLUMNS * WORD;  // bytes, a word of each output
-constexpr int64_t CHUNK_ROWS = 96;             // rows of one work item; a multiple of what every kernel takes at once
+constexpr int64_t CHUNK_ROWS = 96;             // rows of one work item; a multiple of what matrices take at once
 
 // Kinds of weights: DEPTH numbers make a word; place(n, k) is where number k of output n's word stands in a tile's.
 struct FloatWeights {

@@ -67,7 +67,8 @@ struct Linear : torch::CustomClassHolder {
   // What screen.cpp says.
   at::Tensor screened(const at::Tensor& input, const at::Tensor& screened, const at::Tensor& scales,
                       const at::Tensor& corrections, const at::Tensor& lost, const at::Tensor& kept,
-                      const std::optional<at::Tensor>& masks, std::vector<int64_t> masked_rows) const;
+                      const std::optional<at::Tensor>& masks, std::vector<int64_t> masked_rows,
+                      std::optional<std::string> kernel) const;
 
  private:
   const Way& way(int64_t rows) const;

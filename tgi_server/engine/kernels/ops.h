@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <string_view>
 
 namespace oatmill {
 
@@ -24,6 +25,7 @@ void write_kv(const at::Tensor& key, const at::Tensor& value, at::Tensor& keys, 
 at::Tensor paged_attention(const at::Tensor& query, const at::Tensor& keys, const at::Tensor& values,
                            const at::Tensor& tables, const at::Tensor& kv_lengths, const at::Tensor& query_starts,
                            double scaling, int64_t window, double softcap,
-                           const std::optional<at::Tensor>& alibi_slopes, bool rounded_alibi);
+                           const std::optional<at::Tensor>& alibi_slopes, bool rounded_alibi,
+                           std::optional<std::string_view> kernel = {});
 
 }  // namespace oatmill

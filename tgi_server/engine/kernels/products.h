@@ -5,7 +5,8 @@
 //   STEPS, the instructions for a word of weights, and NUMBER, the bytes of input for each;
 //   column(words, column, step), the weights of WIDTH outputs; row(input), numbers of a row, in all lanes;
 //   add(row, column, sum); OFFSET, how much higher than they are 8-bit inputs are stored;
-//   CHUNK_DEPTH and AHEAD, in words, see below; prepare as in linear.h.
+//   CHUNK_DEPTH and AHEAD, in words, see below; ROWS, how many one pass over a tile's words serves: as many as leave
+//   room in registers for what the weights are unpacked with; prepare as in linear.h.
 //
 // Every one adds up a sum in the same order whatever the number of rows is, so a row's result does not depend on the
 // rows beside it.
@@ -15,6 +16,7 @@
 #include <array>
 #include <cmath>
 #include <cstdint>
+#include <type_traits>
 #include <utility>
 
 #include "linear.h"
@@ -31,6 +33,7 @@ struct FloatProducts {
   // What a chunk takes, and the rows beside it, fit a first cache of 32 KiB.
   static constexpr int64_t CHUNK_DEPTH = 96, AHEAD = 96;
   static constexpr int OFFSET = 0;
+  static constexpr int ROWS = WIDTH == 16 ? 8 : REGISTERS == 16 && std::is_same_v<Kind, Bf16Weights> ? 5 : 6;
 
   static Floats column(const char* words, int64_t column, int64_t step) {
     if constexpr (std::is_same_v<Kind, FloatWeights>) return load_as<Floats>(words + column * WORD);
@@ -105,6 +108,7 @@ struct ShortProducts {
   static constexpr int64_t STEPS = 2, NUMBER = 2 * sizeof(int16_t);
   static constexpr int64_t CHUNK_DEPTH = 96, AHEAD = 96;
   static constexpr int OFFSET = 0;
+  static constexpr int ROWS = WIDTH == 16 ? 8 : REGISTERS == 16 ? 5 : 6;
 
   static Whole column(const char* words, int64_t column, int64_t step) {
     using Shorts = int16_t __attribute__((vector_size(WIDTH * 4)));
@@ -141,7 +145,7 @@ struct PairProducts {
   using Weights = Bf16Weights;
   using Register = Words;
   static constexpr int64_t STEPS = 1, NUMBER = WORD, CHUNK_DEPTH = 1536, AHEAD = 32;
-  static constexpr int OFFSET = 0;
+  static constexpr int OFFSET = 0, ROWS = 8;
 
   static Words column(const char* words, int64_t column, int64_t) { return load_as<Words>(words + column * WORD); }
   static Words row(const char* input) { return Words{} + load_as<uint32_t>(input); }
@@ -171,7 +175,7 @@ struct ByteProducts {
   using Weights = Int8Weights;
   using Register = Words;
   static constexpr int64_t STEPS = 1, NUMBER = WORD, CHUNK_DEPTH = 1536, AHEAD = 32;
-  static constexpr int OFFSET = UNSIGNED_OFFSET;
+  static constexpr int OFFSET = UNSIGNED_OFFSET, ROWS = 8;
 
   static Words column(const char* words, int64_t column, int64_t) { return load_as<Words>(words + column * WORD); }
   static Words row(const char* input) { return Words{} + load_as<uint32_t>(input); }
@@ -192,7 +196,7 @@ struct Products {
   using Weights = typename Set::Weights;
   static constexpr int64_t INPUT_WORD = Set::STEPS * Set::NUMBER, CHUNK_DEPTH = Set::CHUNK_DEPTH;
   static constexpr int OFFSET = Set::OFFSET;  // of the inputs, see UNSIGNED_OFFSET
-  static constexpr int ROWS = WIDTH == 16 ? 8 : 6;  // that one pass over a tile's words serves
+  static constexpr int ROWS = Set::ROWS;
 
   // Registers of outputs that are computed together: as many as leave room for the weights beside the sums.
   static constexpr int vectors(int rows) {

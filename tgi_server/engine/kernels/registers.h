@@ -2,12 +2,15 @@
 
 #pragma once
 
+#include <c10/util/BFloat16.h>
+#include <c10/util/Half.h>
+
 #include <cstdint>
 #include <cstring>
 
-#include "lanes.h"
-
-#if defined(__aarch64__)
+#if defined(__x86_64__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
 #include <arm_neon.h>
 #endif
 
@@ -91,6 +94,70 @@ inline Floats widened(const c10::Half* from) {
   for (int i = 0; i < WIDTH; ++i) floats[i] = static_cast<float>(from[i]);
   return floats;
 #endif
+}
+
+inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
+inline Floats smaller(Floats a, Floats b) { return a < b ? a : b; }
+
+// mask: of each lane 0, which takes b, or -1, which takes a.
+inline Floats chosen(Whole mask, Floats a, Floats b) { return mask ? a : b; }
+
+inline float largest(Floats x) {
+#if defined(__AVX512BW__)
+  return _mm512_reduce_max_ps(reinterpret_cast<const __m512&>(x));
+#else
+  float most = x[0];
+  for (int i = 1; i < WIDTH; ++i) most = most > x[i] ? most : x[i];
+  return most;
+#endif
+}
+
+inline float sum(Floats x) {
+#if defined(__AVX512BW__)
+  return _mm512_reduce_add_ps(reinterpret_cast<const __m512&>(x));
+#else
+  float total = 0;
+  for (int i = 0; i < WIDTH; ++i) total += x[i];
+  return total;
+#endif
+}
+
+// Returns true if any of them is above the limit.
+inline bool any_above(Floats x, float limit) {
+#if defined(__AVX512BW__)
+  return _mm512_cmp_ps_mask(reinterpret_cast<const __m512&>(x), _mm512_set1_ps(limit), _CMP_GT_OQ) != 0;
+#elif defined(__AVX2__)
+  return _mm256_movemask_ps(_mm256_cmp_ps(reinterpret_cast<const __m256&>(x), _mm256_set1_ps(limit), _CMP_GT_OQ)) != 0;
+#else
+  return largest(x) > limit;
+#endif
+}
+
+// The nearest whole numbers; of halves, either one.
+inline Whole nearest(Floats x) {
+#if defined(__AVX512BW__)
+  return reinterpret_cast<Whole>(_mm512_cvtps_epi32(reinterpret_cast<const __m512&>(x)));
+#elif defined(__AVX2__)
+  return reinterpret_cast<Whole>(_mm256_cvtps_epi32(reinterpret_cast<const __m256&>(x)));
+#else
+  return __builtin_convertvector(x + (x < 0.0f ? Floats{} - 0.5f : Floats{} + 0.5f), Whole);
+#endif
+}
+
+// e^x to a few units in the last place, by the polynomial of the Cephes library. Below -87 it is 0, above 88 e^88.
+inline Floats exponential(Floats x) {
+  const Floats clamped = smaller(larger(x, Floats{} - 87.0f), Floats{} + 88.0f);
+  const Whole whole = nearest(clamped * 1.44269504f);
+  const Floats turns = __builtin_convertvector(whole, Floats);
+  const Floats rest = (clamped - turns * 0.693359375f) + turns * 2.12194440e-4f;
+  Floats series = rest * 1.9875691500e-4f + 1.3981999507e-3f;
+  series = series * rest + 8.3334519073e-3f;
+  series = series * rest + 4.1665795894e-2f;
+  series = series * rest + 1.6666665459e-1f;
+  series = series * rest + 5.0000001201e-1f;
+  series = series * rest * rest + rest + 1.0f;
+  const Whole exponent = (whole + 127) << 23;
+  return x < -87.0f ? Floats{} : series * reinterpret_cast<const Floats&>(exponent);
 }
 
 }  // namespace oatmill

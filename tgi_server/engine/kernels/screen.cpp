@@ -14,41 +14,42 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstdint>
+#include <limits>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "dtypes.h"
 #include "linear.h"
 #include "linear_layer.h"
 #include "products.h"
+#include "tiles.h"
 #include "token_masks.h"
 
 namespace oatmill {
 
 namespace {
 
-// The products in 8 bits. A row stands in PARTS rows of whole numbers there, which are sums of ever finer parts.
-#if defined(__AVX512VNNI__)
-using Rough = Products<ByteProducts>;
-constexpr int64_t PARTS = 2;
-#else
-using Rough = Products<ShortProducts>;
-constexpr int64_t PARTS = 1;
-#endif
-constexpr int64_t ROUGH_NUMBER = Rough::INPUT_WORD / Int8Weights::DEPTH;  // bytes
+// Of the products in 8 bits, by a kernel: the bytes of a number of a row, and in how many rows of whole numbers a row
+// stands there, which are sums of ever finer parts.
+template <typename Kernel>
+constexpr int64_t NUMBER = Kernel::INPUT_WORD / Int8Weights::DEPTH;
+template <typename Kernel>
+constexpr int64_t PARTS = NUMBER<Kernel> == 1 ? 2 : 1;
 
-// With more rows, 8-bit products take as long as those that they save.
-constexpr int64_t MAX_ROWS = 8;
+constexpr int64_t MOST_ROWS = 16;
+constexpr int64_t MOST_PARTS = 2 * MOST_ROWS;
+static_assert(MOST_PARTS % SIDE == 0);
+
 constexpr float SUM_ERROR = 1.2e-7f;   // of adding a product to a sum in float, relative to both
 constexpr float TINY = 1e-15f;         // squares of such numbers may be lost
 constexpr float OUTPUT_ERROR = 0.01f;  // apart by less, relative to themselves, two sums may be one bfloat16
 
-int64_t screened_rows() { return MAX_ROWS; }
-
-// The weights in 8 bits: packed as by linear_pack, and for each output the scale, UNSIGNED_OFFSET times the sum of its bytes, the
-// length of what was lost by rounding, as a vector, and the length of what was kept. Padded to a tile.
+// The weights in 8 bits: packed as by linear_pack, and for each output the scale, UNSIGNED_OFFSET times the sum of its
+// bytes, the length of what was lost by rounding, as a vector, and the length of what was kept. Padded to a tile.
 struct Screen {
   const char* packed;  // [tiles, depth, COLUMNS] words
   int64_t depth;
@@ -58,31 +59,32 @@ struct Screen {
   const float* kept;
 };
 
-// A row as the sum of PARTS rows of whole numbers, times a scale each. length: of the row as a vector; lost: of what is
-// missing.
+// A row as the sum of one or two rows of whole numbers, times a scale each. length: of the row as a vector; lost: of what
+// is missing.
 struct SplitRow {
-  float scales[PARTS], length, lost;
+  float scales[2], length, lost;
 };
 
 inline Lanes magnitude(Lanes x) { return larger(x, -x); }
 
 // The largest whole number that a part of a row may have, so that no sum of `size` products exceeds 32 bits.
-inline float largest_number(int64_t size) {
+template <typename Kernel>
+float largest_number(int64_t size) {
   constexpr int64_t WEIGHT = 127, SUM = std::numeric_limits<int32_t>::max();
-  constexpr int64_t NUMBER = ROUGH_NUMBER == 1 ? 127 : 32767;
-  return static_cast<float>(std::min(NUMBER, SUM / (WEIGHT * size)));
+  constexpr int64_t MOST = NUMBER<Kernel> == 1 ? 127 : 32767;
+  return static_cast<float>(std::min(MOST, SUM / (WEIGHT * size)));
 }
 
-inline void keep(char* to, Ints numbers) {
-#if defined(__AVX512VNNI__)
-  keep_unsigned(reinterpret_cast<uint8_t*>(to), numbers);
-#else
-  ShortProducts::keep(reinterpret_cast<int16_t*>(to), numbers);
-#endif
+template <typename Kernel>
+void keep(char* to, Ints numbers) {
+  if constexpr (NUMBER<Kernel> == 1)
+    keep_unsigned(reinterpret_cast<uint8_t*>(to), numbers);
+  else
+    ShortProducts::keep(reinterpret_cast<int16_t*>(to), numbers);
 }
 
 // to: PARTS rows of [size] numbers, size being a multiple of LANES.
-template <typename T>
+template <typename Kernel, typename T>
 SplitRow split_row(const T* from, int64_t size, char* to) {
   Lanes peaks = {}, squares = {}, lost = {};
   for (int64_t k = 0; k < size; k += LANES) {
@@ -90,16 +92,16 @@ SplitRow split_row(const T* from, int64_t size, char* to) {
     peaks = larger(magnitude(values), peaks);
     squares += values * values;
   }
-  const float most = largest_number(size), first = largest(peaks) / most;
+  const float most = largest_number<Kernel>(size), first = largest(peaks) / most;
   SplitRow row;
-  for (int64_t p = 0; p < PARTS; ++p) row.scales[p] = p == 0 ? first : row.scales[p - 1] / (2 * most);
+  for (int64_t p = 0; p < PARTS<Kernel>; ++p) row.scales[p] = p == 0 ? first : row.scales[p - 1] / (2 * most);
   for (int64_t k = 0; k < size; k += LANES) {
     Lanes rest = load(from + k);
-    for (int64_t p = 0; p < PARTS; ++p) {
+    for (int64_t p = 0; p < PARTS<Kernel>; ++p) {
       const float factor = row.scales[p] > 0.0f ? 1.0f / row.scales[p] : 0.0f;
       const Ints numbers = nearest(smaller(larger(rest * factor, Lanes{} - most), Lanes{} + most));
       rest -= __builtin_convertvector(numbers, Lanes) * row.scales[p];
-      keep(to + (p * size + k) * ROUGH_NUMBER, numbers);
+      keep<Kernel>(to + (p * size + k) * NUMBER<Kernel>, numbers);
     }
     lost += rest * rest;
   }
@@ -113,59 +115,37 @@ struct Bounds {
   float lower, upper;
 };
 
-inline Lanes converted(const int32_t* sums, const int32_t* corrections) {
+template <typename Kernel>
+Lanes converted(const int32_t* sums, const int32_t* corrections) {
   Ints sum = load_as<Ints>(sums);
-  if (Rough::OFFSET != 0) sum -= load_as<Ints>(corrections);
+  if (Kernel::OFFSET != 0) sum -= load_as<Ints>(corrections);
   return __builtin_convertvector(sum, Lanes);
 }
 
 // sums: [PARTS, COLUMNS], of a row's parts; first: of the tile's outputs, of which those before `end` are looked at
 // where the filter allows them. What is not a number is unbounded.
-template <typename Filter>
+template <typename Kernel, typename Filter>
 Bounds bounds_of_tile(const Screen& screen, const SplitRow& row, const int32_t* sums, int64_t first, int64_t end,
                       const Filter& filter) {
   constexpr Ints PLACES = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   const float rounding = static_cast<float>(screen.depth * WORD) * SUM_ERROR * row.length;
   Lanes lowers = Lanes{} + LOWEST, uppers = lowers;
   for (int64_t n = first; n < std::min(first + COLUMNS, end); n += LANES) {
-    const Ints exists = PLACES + static_cast<int32_t>(n) < Ints{} + static_cast<int32_t>(end);
+    const Ints exists = below(PLACES + static_cast<int32_t>(n), static_cast<int32_t>(end));
     Lanes whole = {};
-    for (int64_t p = 0; p < PARTS; ++p)
-      whole += converted(sums + p * COLUMNS + n - first, screen.corrections + n) * row.scales[p];
+    for (int64_t p = 0; p < PARTS<Kernel>; ++p)
+      whole += converted<Kernel>(sums + p * COLUMNS + n - first, screen.corrections + n) * row.scales[p];
     const Lanes logits = whole * load(screen.scales + n), lost = load(screen.lost + n), kept = load(screen.kept + n);
     const Lanes bound = lost * row.length + kept * row.lost + (lost + kept) * rounding;
-    const Lanes upper = logits + bound;
-    lowers = larger(filter.filtered(exists ? logits - bound : Lanes{} + LOWEST, n), lowers);
-    uppers = larger(filter.filtered(exists ? (upper == upper ? upper : Lanes{} - LOWEST) : Lanes{} + LOWEST, n), uppers);
+    const Lanes none = Lanes{} + LOWEST, upper = logits + bound, limited = chosen(defined(upper), upper, -none);
+    lowers = larger(filter.filtered(chosen(exists, logits - bound, none), n), lowers);
+    uppers = larger(filter.filtered(chosen(exists, limited, none), n), uppers);
   }
   return {largest(lowers), largest(uppers)};
 }
 
-// The tiles of outputs among which is the largest output of each row, of those that its mask allows.
-template <typename T>
-std::vector<int64_t> candidates(const T* x, int64_t rows, int64_t size, int64_t outputs, const Screen& screen,
-                                const std::optional<at::Tensor>& masks, at::IntArrayRef masked_rows) {
-  const int64_t row_bytes = size * ROUGH_NUMBER;
-  std::vector<char> numbers(rows * PARTS * row_bytes);
-  std::vector<SplitRow> split(rows);
-  for (int64_t r = 0; r < rows; ++r) split[r] = split_row(x + r * size, size, &numbers[r * PARTS * row_bytes]);
-
-  const auto mask_of = masks_by_row(rows, masks, masked_rows);
-  const int64_t allowed = masks ? std::min(outputs, masks->size(1) * BITS) : 0;  // no token behind these
-  const int64_t tiles = parts(outputs, COLUMNS);
-  std::vector<Bounds> bounds(tiles * rows);
-  const Product rough{numbers.data(), row_bytes, screen.packed, PARTS * rows, screen.depth, outputs};
-  for_each_item(tiles, [&](int64_t tile) {
-    alignas(64) int32_t sums[PARTS * MAX_ROWS * COLUMNS];
-    const int64_t next_tile = std::min(tile + at::get_num_threads(), tiles - 1), first = tile * COLUMNS;
-    multiply_rows<Rough>(rough, 0, PARTS * rows, tile, next_tile, reinterpret_cast<char*>(sums));
-    for (int64_t r = 0; r < rows; ++r) {
-      const int32_t* own = sums + PARTS * r * COLUMNS;
-      bounds[tile * rows + r] = mask_of[r] ? bounds_of_tile(screen, split[r], own, first, allowed, Mask{mask_of[r]})
-                                           : bounds_of_tile(screen, split[r], own, first, outputs, Everything{});
-    }
-  });
-
+// The tiles of which an output may be the largest of a row. bounds: [tiles, rows]
+std::vector<int64_t> promising(const std::vector<Bounds>& bounds, int64_t tiles, int64_t rows) {
   std::vector<float> needed(rows, LOWEST);
   for (int64_t tile = 0; tile < tiles; ++tile)
     for (int64_t r = 0; r < rows; ++r) needed[r] = std::max(needed[r], bounds[tile * rows + r].lower);
@@ -180,18 +160,107 @@ std::vector<int64_t> candidates(const T* x, int64_t rows, int64_t size, int64_t 
   return chosen;
 }
 
+// The tiles of outputs among which is the largest output of each row, of those that its mask allows. x: [rows, inputs]
+template <typename Kernel>
+std::vector<int64_t> candidates(const at::Tensor& x, int64_t outputs, const Screen& screen,
+                                const std::optional<at::Tensor>& masks, at::IntArrayRef masked_rows) {
+  constexpr int64_t EACH = PARTS<Kernel>;
+  const int64_t rows = x.size(0), size = x.size(1), row_bytes = size * NUMBER<Kernel>;
+  std::vector<char> numbers(oatmill::parts(rows * EACH, SIDE) * SIDE * row_bytes);  // matrices have SIDE rows
+  std::vector<SplitRow> split(rows);
+  by_dtype(x, [&]<typename T>(T*) {
+    const T* from = x.const_data_ptr<T>();
+    for (int64_t r = 0; r < rows; ++r)
+      split[r] = split_row<Kernel>(from + r * size, size, &numbers[r * EACH * row_bytes]);
+  });
+
+  const auto mask_of = masks_by_row(rows, masks, masked_rows);
+  const int64_t allowed = masks ? std::min(outputs, masks->size(1) * BITS) : 0;  // no token behind these
+  const int64_t tiles = parts(outputs, COLUMNS);
+  std::vector<Bounds> bounds(tiles * rows);
+  const Product rough{numbers.data(), row_bytes, screen.packed, EACH * rows, screen.depth, outputs};
+  for_each_item(tiles, [&](int64_t tile) {
+    alignas(64) int32_t sums[MOST_PARTS * COLUMNS];
+    const int64_t next_tile = std::min(tile + at::get_num_threads(), tiles - 1), first = tile * COLUMNS;
+    multiply_rows<Kernel>(rough, 0, EACH * rows, tile, next_tile, reinterpret_cast<char*>(sums));
+    for (int64_t r = 0; r < rows; ++r) {
+      const int32_t* own = sums + EACH * r * COLUMNS;
+      bounds[tile * rows + r] =
+          mask_of[r] ? bounds_of_tile<Kernel>(screen, split[r], own, first, allowed, Mask{mask_of[r]})
+                     : bounds_of_tile<Kernel>(screen, split[r], own, first, outputs, Everything{});
+    }
+  });
+  return promising(bounds, tiles, rows);
+}
+
+// A way to find candidates: a kernel. It pays for `fewest` to `most` rows: with more, products in 8 bits take as long as
+// those that they save, and with fewer the next one is as fast.
+struct Screening {
+  const char* name;
+  bool (*available)();  // on this CPU
+  int64_t depth;        // words, of which a weight must have a multiple
+  int64_t fewest, most;
+  std::vector<int64_t> (*candidates)(const at::Tensor& x, int64_t outputs, const Screen& screen,
+                                     const std::optional<at::Tensor>& masks, at::IntArrayRef masked_rows);
+};
+
+bool always() { return true; }
+
+template <typename Matrices>
+constexpr Screening by_matrices(const char* name, bool (*available)()) {
+  return {name, available, SIDE, 5, MOST_ROWS, candidates<TileProducts<Matrices>>};
+}
+
+// The last stands in for AMX in tests; it is slow.
+constexpr std::array SCREENINGS{
+#if OATMILL_AMX
+    by_matrices<AmxMatrices<Int8Weights>>("amx", amx_permitted),
+#endif
+#if defined(__AVX512VNNI__)
+    Screening{"avx512_vnni", always, 1, 1, 8, candidates<Products<ByteProducts>>},
+#else
+    Screening{"int16", always, 1, 1, 8, candidates<Products<ShortProducts>>},
+#endif
+    by_matrices<PlainMatrices<Int8Weights>>("amx_emulated", always)};
+
+bool serves(const Screening& screening, const at::Tensor& packed) {
+  return screening.available() && packed.size(1) % screening.depth == 0;
+}
+
+// Returns the names of the kernels that can screen by these weights on this CPU, the emulated one last.
+std::vector<std::string> screening_kernels(const at::Tensor& packed) {
+  std::vector<std::string> names;
+  for (const Screening& screening : SCREENINGS)
+    if (serves(screening, packed)) names.emplace_back(screening.name);
+  return names;
+}
+
+// Returns for how many rows screening by these weights pays.
+int64_t screened_rows(const at::Tensor& packed) {
+  return std::find_if(SCREENINGS.begin(), SCREENINGS.end(), [&](const Screening& s) { return serves(s, packed); })->most;
+}
+
+const Screening& screening_for(int64_t rows, const at::Tensor& packed, const std::optional<std::string>& name) {
+  const auto found = std::find_if(SCREENINGS.begin(), SCREENINGS.end(), [&](const Screening& screening) {
+    return serves(screening, packed) && (name ? screening.name == *name : screening.fewest <= rows);
+  });
+  TORCH_CHECK(found != SCREENINGS.end(), "there is no kernel `", name.value_or(""), "` for screening here");
+  return *found;
+}
+
 }  // namespace
 
-// input: [..., inputs], at most MAX_ROWS rows; screened: of linear_pack, of the layer's weights divided by scales, as
+// input: [..., inputs], at most MOST_ROWS rows; screened: of linear_pack, of the layer's weights divided by scales, as
 // int8; scales, lost, kept: float32, corrections: int32, [outputs, padded to a tile], as in Screen; masks, masked_rows: as
-// in argmax. Returns [..., outputs]: the largest of each row, of those that its mask allows, and
-// some others, are what the layer gives; the rest are minus infinity.
+// in argmax; kernel: of screening_kernels; none: the best. Returns [..., outputs]: the largest of each row, of those that
+// its mask allows, and some others, are what the layer gives; the rest are minus infinity.
 at::Tensor Linear::screened(const at::Tensor& input, const at::Tensor& screened, const at::Tensor& scales,
                             const at::Tensor& corrections, const at::Tensor& lost, const at::Tensor& kept,
-                            const std::optional<at::Tensor>& masks, std::vector<int64_t> masked_rows) const {
+                            const std::optional<at::Tensor>& masks, std::vector<int64_t> masked_rows,
+                            std::optional<std::string> kernel) const {
   const at::Tensor x = input.contiguous();
   const int64_t size = x.size(-1), rows = x.numel() / size;
-  TORCH_CHECK(rows <= MAX_ROWS, "at most ", MAX_ROWS, " rows can be screened");
+  TORCH_CHECK(rows <= MOST_ROWS, "at most ", MOST_ROWS, " rows can be screened");
   TORCH_CHECK(size == inputs && size % LANES == 0 && !bias, "this layer cannot be screened");
   auto shape = x.sizes().vec();
   shape.back() = outputs;
@@ -199,15 +268,19 @@ at::Tensor Linear::screened(const at::Tensor& input, const at::Tensor& screened,
   const Screen screen{static_cast<const char*>(screened.const_data_ptr()), screened.size(1),
                       scales.const_data_ptr<float>(), corrections.const_data_ptr<int32_t>(),
                       lost.const_data_ptr<float>(), kept.const_data_ptr<float>()};
-  by_dtype(x, [&]<typename T>(T*) {
-    const auto tiles = candidates(x.const_data_ptr<T>(), rows, size, outputs, screen, masks, masked_rows);
-    write_tiles(x, tiles, output);
-  });
+  const Screening& screening = screening_for(rows, screened, kernel);
+  write_tiles(x, screening.candidates(x.view({rows, size}), outputs, screen, masks, masked_rows), output);
   return output;
 }
 
 }  // namespace oatmill
 
 TORCH_LIBRARY_FRAGMENT(oatmill, library) {
-  library.def("screened_rows() -> int", &oatmill::screened_rows);
+  library.def("screening_kernels(Tensor packed) -> str[]");
+  library.def("screened_rows(Tensor packed) -> int");
+}
+
+TORCH_LIBRARY_IMPL(oatmill, CPU, library) {
+  library.impl("screening_kernels", &oatmill::screening_kernels);
+  library.impl("screened_rows", &oatmill::screened_rows);
 }

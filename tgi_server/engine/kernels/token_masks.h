@@ -27,10 +27,12 @@ struct Mask {
   const int32_t* words;
 
   Lanes filtered(Lanes scores, int64_t first) const {
-    constexpr Ints PLACES = {1 << 0, 1 << 1, 1 << 2,  1 << 3,  1 << 4,  1 << 5,  1 << 6,  1 << 7,
-                             1 << 8, 1 << 9, 1 << 10, 1 << 11, 1 << 12, 1 << 13, 1 << 14, 1 << 15};
-    const Ints bits = (Ints{} + (words[first / BITS] >> (first % BITS))) & PLACES;
-    return bits != 0 ? scores : Lanes{} + LOWEST;
+    static constexpr Ints PLACES = {1 << 0, 1 << 1, 1 << 2,  1 << 3,  1 << 4,  1 << 5,  1 << 6,  1 << 7,
+                                    1 << 8, 1 << 9, 1 << 10, 1 << 11, 1 << 12, 1 << 13, 1 << 14, 1 << 15};
+    const Ints forbidden = by_registers<Ints>([bits = words[first / BITS] >> (first % BITS)](int i) {
+      return ((Whole{} + bits) & register_of<Whole>(PLACES, i)) == 0;
+    });
+    return chosen(forbidden, Lanes{} + LOWEST, scores);
   }
   bool allows(int64_t token) const { return words[token / BITS] >> (token % BITS) & 1; }
 };

@@ -18,7 +18,11 @@ class ScreenedHead(FloatLinear):
 
     The copy is read in passes whose metadata say that no more is needed than the largest output of each row. That is
     the same to the last bit, and so is its place, whichever way it is found.
+
+    screening_kernel: the kernel that reads the copy; None: the best of this CPU for a number of rows.
     """
+
+    screening_kernel: str | None = None
 
     @classmethod
     def pays(cls, weight: Tensor) -> bool:
@@ -27,7 +31,6 @@ class ScreenedHead(FloatLinear):
 
     def _pack(self, weight: Tensor, bias: Tensor | None, kernels: KernelTable | None) -> None:
         assert bias is None
-        self._most = torch.ops.oatmill.screened_rows() * self.in_features
         super()._pack(weight, bias, kernels)
         parts = [_rounded(part) for part in weight.split(_ROWS_AT_ONCE)]
         rounded, scales, sums, lost, kept = (torch.cat(part) for part in zip(*parts, strict=True))
@@ -38,6 +41,7 @@ class ScreenedHead(FloatLinear):
             padded(lost),
             padded(kept),
         )
+        self._most = torch.ops.oatmill.screened_rows(self._screen[0]) * self.in_features
 
     def forward(self, x: Tensor, activation: str = "none", metadata: ForwardMetadata | None = None) -> Tensor:
         greedy = metadata.greedy if metadata else None
@@ -45,7 +49,7 @@ class ScreenedHead(FloatLinear):
             return super().forward(x, activation)
         mask = greedy.mask.wait() if greedy.mask else None
         bits, positions = (mask.bits, mask.positions) if mask else (None, [])
-        y: Tensor = self._layer.screened(x, *self._screen, bits, positions)
+        y: Tensor = self._layer.screened(x, *self._screen, bits, positions, self.screening_kernel)
         return y
 
 

@@ -165,13 +165,13 @@ def choose(times: Mapping[str, Times]) -> KernelTable:
 
 
 def measure(
-    outputs_by_depth: Mapping[int, int], weights: Weights, candidates: Sequence[str]
+    outputs_by_depth: Mapping[int, int], weights: Weights, candidates: Sequence[str], *, seconds: float = BUDGET_SECONDS
 ) -> dict[str, dict[int, float]]:
     """Returns the times of candidates: seconds of all layers together, by the number of rows.
 
-    outputs_by_depth: how many outputs all layers with so many inputs have together.
+    outputs_by_depth: how many outputs all layers with so many inputs have together. seconds: how long it may take.
     """
-    deadline = time.perf_counter() + BUDGET_SECONDS
+    deadline = time.perf_counter() + seconds
     times = {name: dict.fromkeys(ROWS, 0.0) for name in candidates}
     for depth, outputs in outputs_by_depth.items():
         trials = {name: _Trial.of(name, depth, weights) for name in candidates}

@@ -120,6 +120,37 @@ def test_16_bits_are_as_exact_as_their_inputs(backend, dtype) -> None:
     torch.testing.assert_close(actual, wanted, rtol=3e-2, atol=3e-2)
 
 
+class DirtyAttention(CpuAttention):
+    """A cache in which other sequences have left what is no number."""
+
+    def allocate(self, num_blocks: int) -> None:
+        super().allocate(num_blocks)
+        for cache in (*self.keys, *self.values):
+            cache.fill_(math.nan)
+
+
+@pytest.mark.parametrize("head_dim", [32, 64, 80])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_every_kernel_for_prompts_is_as_exact_as_its_inputs(dtype, head_dim) -> None:
+    instance = DirtyAttention(KVShape((2,), head_dim), torch.device("cpu"), dtype)
+    kernels = instance.prompt_kernels
+    assert kernels[-1] == ("amx_emulated" if dtype is torch.bfloat16 and head_dim % 32 == 0 else "vectors")
+    exact = {"rtol": 1e-4, "atol": 1e-5} if dtype is torch.float32 else {"rtol": 3e-2, "atol": 3e-2}
+    for name in kernels:
+        instance.prompt_kernel = name
+        for variant in (AttentionVariant(0.2), AttentionVariant(0.2, window=70), AttentionVariant(0.2, softcap=3.0)):
+            prompts = [(0, 1), (0, 9), (0, 300), (31, 33), (126, 40), (200, 31)]
+            actual, wanted = run(instance, 6, 2, [130], prompts, variant)
+            torch.testing.assert_close(actual, wanted, **exact, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_a_kernel_that_this_cpu_has_not_is_refused() -> None:
+    instance = create(CpuAttention, 2)
+    instance.prompt_kernel = "magic"
+    with pytest.raises(RuntimeError, match="no kernel `magic` for prompts"):
+        run(instance, 4, 2, [], [(0, 70)], AttentionVariant(0.2))
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_copied_block_serves_as_the_original(backend) -> None:
     instance = create(backend, 2)

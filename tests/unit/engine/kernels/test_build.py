@@ -1,9 +1,12 @@
 """Kernels that are compiled for other kinds of CPUs than this one."""
 
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+from torch.utils import cpp_extension
 
 from tgi_server.engine.kernels import __main__ as command
 from tgi_server.engine.kernels import build
@@ -57,3 +60,26 @@ sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "tests/unit/engine/linear"
     assert build.prepare([target])
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout[-3000:]
+
+
+@X86
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("target", ["skylake-avx512", "cascadelake", "cooperlake", "sapphirerapids"])
+def test_kernels_compile_for_newer_cpus(target, tmp_path) -> None:
+    library = tmp_path / "kernels.so"
+    build._compile(library, target)
+    assert library.stat().st_size > 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.skipif(not shutil.which("aarch64-linux-gnu-g++"), reason="needs Debian's g++-aarch64-linux-gnu")
+@pytest.mark.parametrize("source", build.SOURCES, ids=lambda source: source.stem)
+def test_kernels_compile_for_aarch64(source: Path, tmp_path) -> None:
+    """Compiles only: nothing of it is run."""
+    includes = [f"-I{path}" for path in cpp_extension.include_paths()]
+    compiled = tmp_path / "kernel.o"
+    command = ["aarch64-linux-gnu-g++", *build.FLAGS, "-march=armv8-a", *includes, "-c", str(source), "-o"]
+    result = subprocess.run([*command, str(compiled)], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr[-3000:]

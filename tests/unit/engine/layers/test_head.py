@@ -61,6 +61,24 @@ def test_a_screened_head_finds_the_largest_output_as_if_it_had_computed_all(dtyp
             assert bool(left_out.any()) == (rows <= 8)
 
 
+@pytest.mark.parametrize("inputs", ["random", "outliers", "no numbers"])
+def test_every_kernel_that_screens_finds_the_largest_output(inputs) -> None:
+    head = ScreenedHead(torch.randn(7001, 128).bfloat16())
+    kernels = torch.ops.oatmill.screening_kernels(torch.ops.oatmill.linear_pack(torch.zeros(1, 128, dtype=torch.int8)))
+    assert kernels[-1] == "amx_emulated"
+    masks = TokenMask(torch.randint(-(2**31), 2**31, (2, 219)).to(torch.int32), [1, 3])
+    for head.screening_kernel in kernels:
+        for rows, mask in ((1, None), (5, masks)):
+            x = _INPUTS[inputs](rows, 128).bfloat16()
+            pending = PendingMask(mask.bits, mask.positions, None, x.device) if mask else None
+            wanted, actual = head(x), head(x, metadata=greedy_pass(pending))
+            chosen = (mask.bits, mask.positions) if mask else (None, [])
+            largest = [torch.ops.oatmill.argmax(each, *chosen) for each in (actual, wanted)]
+            torch.testing.assert_close(*largest, msg=lambda text, name=head.screening_kernel: f"{name}: {text}")
+            if inputs == "random":
+                assert bool((actual == -torch.inf).any())
+
+
 @pytest.mark.parametrize("inputs", ["random", "outliers", "infinite", "no numbers"])
 @pytest.mark.parametrize("words", [1, 150, 219])
 def test_a_screened_head_finds_the_largest_of_what_masks_allow(words, inputs) -> None:

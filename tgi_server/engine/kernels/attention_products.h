@@ -1,0 +1,120 @@
+// The products of attention in vector registers: some rows times a tile, whose columns lie side by side in memory.
+//
+// Both are made of the instruction sets of products.h. Of a cache's numbers, PAIR make a word: what an instruction, or
+// two, multiply by each number of a row.
+
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <type_traits>
+#include <utility>
+
+#include "kv_layout.h"
+#include "products.h"
+
+namespace oatmill {
+
+// Products of floats, for a cache of halves.
+struct HalfColumns {
+  using Register = Floats;
+  static constexpr int STEPS = 1, NUMBER = sizeof(float), ROWS = FloatProducts<FloatWeights>::ROWS;
+
+  static Floats column(const char* words, int64_t column, int64_t) {
+    return widened(reinterpret_cast<const c10::Half*>(words) + column);
+  }
+  static Floats row(const char* input) { return Floats{} + load_as<float>(input); }
+  static void add(Floats row, Floats column, Floats& sum) { sum = multiply_add(row, column, sum); }
+};
+
+// The instruction set that reads words of numbers of type T. Operand: what rows have to be made of.
+template <typename T>
+struct Columns : FloatProducts<FloatWeights> {
+  using Operand = float;
+};
+template <>
+struct Columns<c10::Half> : HalfColumns {
+  using Operand = float;
+};
+#if defined(__AVX512BF16__)
+template <>
+struct Columns<c10::BFloat16> : PairProducts {
+  using Operand = c10::BFloat16;
+};
+#else
+template <>
+struct Columns<c10::BFloat16> : FloatProducts<Bf16Weights> {
+  using Operand = float;
+};
+#endif
+
+// Rows and a tile: words[k][column] are what rows[r][k] is multiplied by.
+struct TileProduct {
+  const char* rows;
+  int64_t row_bytes;
+  const char* tile;
+  int64_t word_bytes;  // from a word of a column to the column's next
+  int words;
+};
+
+// sums[r][v] += the products of R rows with V registers of columns. P: partial sums; the number of words is a multiple
+// of it. A register is added to only as fast as one sum follows another; with few rows there are few sums, so each is
+// split into as many partial ones as keep the processor busy. wanted: a tile that is needed soon, of which as much is
+// asked for as is read of this one, since the processor itself does not guess which tile comes next; or null.
+//
+// Loops over registers must be unrolled before the compiler decides what is kept in registers, hence the pragmas.
+template <typename Set, int R, int V, int P>
+inline void add_products(const TileProduct& product, const char* wanted, typename Set::Register (&sums)[R][V]) {
+  using Register = typename Set::Register;
+  constexpr int REGISTER_BYTES = WIDTH * (std::is_same_v<Set, Columns<c10::Half>> ? 2 : 4);
+  constexpr int IN_LINE = std::max(1, 64 / REGISTER_BYTES);
+  Register partial[P][R][V];
+#pragma GCC unroll 4
+  for (int p = 0; p < P; ++p)
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+      for (int v = 0; v < V; ++v) partial[p][r][v] = p == 0 ? sums[r][v] : Register{};
+  for (int k = 0; k < product.words; k += P)
+#pragma GCC unroll 4
+    for (int p = 0; p < P; ++p) {
+      const char* words = product.tile + (k + p) * product.word_bytes;
+      if (wanted)
+#pragma GCC unroll 8
+        for (int v = 0; v < V; v += IN_LINE)
+          __builtin_prefetch(wanted + (k + p) * product.word_bytes + v * REGISTER_BYTES, 0, 2);
+#pragma GCC unroll 2
+      for (int step = 0; step < Set::STEPS; ++step) {
+        Register columns[V];
+#pragma GCC unroll 8
+        for (int v = 0; v < V; ++v) columns[v] = Set::column(words, v * WIDTH, step);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r) {
+          const Register row =
+              Set::row(product.rows + r * product.row_bytes + ((k + p) * Set::STEPS + step) * Set::NUMBER);
+#pragma GCC unroll 8
+          for (int v = 0; v < V; ++v) Set::add(row, columns[v], partial[p][r][v]);
+        }
+      }
+    }
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+    for (int v = 0; v < V; ++v) {
+      Floats sum = reinterpret_cast<const Floats&>(partial[0][r][v]);
+#pragma GCC unroll 4
+      for (int p = 1; p < P; ++p) sum += reinterpret_cast<const Floats&>(partial[p][r][v]);
+      sums[r][v] = reinterpret_cast<const Register&>(sum);
+    }
+}
+
+// Calls visit<0>(), visit<1>(), ... and keeps what they return: an array of functions for 1, 2, ... rows.
+template <int ROWS, typename Visit>
+constexpr auto by_rows(const Visit& visit) {
+  return [&]<int... R>(std::integer_sequence<int, R...>) {
+    return std::array{visit.template operator()<R + 1>()...};
+  }(std::make_integer_sequence<int, ROWS>());
+}
+
+}  // namespace oatmill
