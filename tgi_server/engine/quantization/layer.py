@@ -32,7 +32,7 @@ class QuantizedLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The dense weight, made anew at every call, for models that read it themselves. Before `fill` it is a shape."""
+        """The dense weight, made anew at every call, for models that read it themselves. A shape before `fill`."""
         if "codes" not in self._buffers:
             return torch.empty(self.out_features, self.in_features, dtype=self._dense_dtype, device="meta")
         return self.quantized().dense(self._dense_dtype)
