@@ -83,3 +83,33 @@ def test_kernels_compile_for_aarch64(source: Path, tmp_path) -> None:
     command = ["aarch64-linux-gnu-g++", *build.FLAGS, "-march=armv8-a", *includes, "-c", str(source), "-o"]
     result = subprocess.run([*command, str(compiled)], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr[-3000:]
+
+
+@X86
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.skipif(not shutil.which("qemu-x86_64"), reason="needs Debian's qemu-user")
+def test_the_oldest_cpu_that_is_served_runs_everything(tmp_path) -> None:
+    """Runs in an emulated CPU that has x86-64-v2 and nothing more: what needs newer instructions ends by a signal."""
+    script = f"""
+from pathlib import Path
+import torch
+import llm_functionalities.cli, tgi_server.launcher.cli, tgi_server.router.cli, tgi_server.shard.cli
+from tgi_server import demo_model
+from tgi_server.contract import StoppingParameters
+from tgi_server.engine import Engine, EngineConfig
+from tgi_server.engine.kernels import build, load_kernels
+from tgi_server.engine.offline import generate
+
+build.CACHE = Path({str(tmp_path)!r})
+build._cpu_features = lambda: {FEATURES["Nehalem"]!r}  # /proc/cpuinfo is that of the real CPU
+assert load_kernels() and torch.backends.cpu.get_cpu_capability() == "DEFAULT"
+for dtype in (torch.float32, torch.bfloat16):
+    engine = Engine(EngineConfig(demo_model.PATH, dtype=dtype))
+    tokens = generate(engine, [list(range(5, 40)), [8, 9]], StoppingParameters(max_new_tokens=4))
+    assert [len(each) for each in tokens] == [4, 4], tokens
+"""
+    build._compile(tmp_path / f"{build._key('x86-64-v2')}.so", "x86-64-v2")
+    command = ["qemu-x86_64", "-cpu", "Nehalem-v1", sys.executable, "-c", script]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr[-3000:]
