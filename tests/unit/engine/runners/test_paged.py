@@ -49,7 +49,7 @@ def test_a_kernel_that_fails_while_warming_up_is_replaced(
         backend = Failing(shape, model.device, model.dtype)
         assert backend_fault(model, backend) is None
         runner = paged.PagedRunner(model, backend, memory_fraction=0.9, cpu_memory=1 << 24)
-        capacity = runner.warm_up(max_batch_size=4, max_prefill_tokens=400, max_total_tokens=500)
+        capacity = runner.warm_up(4, 400, 500, 500)
     assert (capacity.block_size, capacity.max_total_tokens) == (32, 500)
     (fallback,) = runner.fallbacks
     assert fallback.startswith("attention runs in plain torch, which is slow: Failing fails (TypeError: the kernel")
