@@ -60,6 +60,6 @@ def _rounded(weight: Tensor) -> tuple[Tensor, ...]:
     """
     rounded, scales, sums = rounded_to_bytes(weight)
     kept = rounded.float()
-    lost = weight.float().div_(scales.unsqueeze(1)).sub_(kept)
+    lost = (weight.float() / scales.unsqueeze(1)).sub_(kept)
     margin = scales * (1 + 2**-12)
     return rounded, scales, sums, lost.norm(dim=1) * margin, kept.norm(dim=1) * margin

@@ -97,3 +97,11 @@ def test_a_screened_head_finds_the_largest_of_what_masks_allow(words, inputs) ->
         wanted, actual = head(x), head(x, metadata=greedy_pass(pending))
         largest = [torch.ops.oatmill.argmax(each, mask.bits, mask.positions) for each in (actual, wanted)]
         torch.testing.assert_close(*largest)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_screened_head_leaves_the_weight_that_embeddings_share_with_it(dtype) -> None:
+    weight = torch.randn(2_000, 64).to(dtype)
+    before = weight.clone()
+    ScreenedHead(weight)
+    assert torch.equal(weight, before)
