@@ -16,9 +16,19 @@ TOKENIZERS = ("tokenizer.json", "tokenizer.model", "spiece.model", "sentencepiec
 async def find_model(settings: LauncherSettings) -> Path:
     """Returns the model's folder. Fetches from the hub what is not here yet, and converts `.bin` weights.
 
-    Raises ModelMissingError when that cannot be done.
+    Where the model id names Medusa heads, it is the folder of the model that they were made for. Raises
+    ModelMissingError when that cannot be done.
     """
-    return _ready_folder(settings.model_id) or await _download(settings)
+    folder = _ready_folder(settings.model_id)
+    if folder is None or b'"medusa_num_heads"' in (folder / "config.json").read_bytes():
+        folder = await _download(settings, settings.model_id)
+    return folder
+
+
+async def fetch_speculative_model(settings: LauncherSettings) -> None:
+    """Fetches the model that drafts, if there is one, in the same way. Raises ModelMissingError."""
+    if settings.speculative_model and not _ready_folder(settings.speculative_model):
+        await _download(settings, settings.speculative_model)
 
 
 def check_tokenizer(folder: Path) -> None:
@@ -35,9 +45,9 @@ def _ready_folder(model_id: str) -> Path | None:
     return folder if (folder / "config.json").is_file() and any(folder.glob("*.safetensors")) else None
 
 
-async def _download(settings: LauncherSettings) -> Path:
+async def _download(settings: LauncherSettings, model_id: str) -> Path:
     """Runs `text-generation-server download-weights`, which shows its progress on the terminal."""
-    command = commands.download(settings)
+    command = commands.download(settings, model_id)
     process = await asyncio.create_subprocess_exec(
         *command.arguments,
         stdout=asyncio.subprocess.PIPE,

@@ -19,6 +19,7 @@ METADATA = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
 CODE = ["*.py"]
 
 BIN_INDEX = "pytorch_model.bin.index.json"
+MEDUSA_FILE = "medusa_lm_head.pt"
 
 
 def converted_copy(folder: Path) -> Path | None:

@@ -155,16 +155,20 @@ FUSED_LAYERS: dict[str, type[FusedLlamaLayer] | type[FusedOptLayer]] = {
 
 
 class LayerStack(nn.Module):
-    """All decoder layers of a model in one kernel call. It replaces the first layer; the others are removed.
+    """Decoder layers of a model, mostly all of them, in one kernel call. It takes their place.
 
     A step of one token has hundreds of kernels of a few microseconds. If Python called them one by one, a third of the
     time would pass between them.
+
+    layers: how many there are.
     """
 
-    def __init__(self, kernel: Any) -> None:
-        """kernel: a `torch.classes.oatmill.Decoder` with all its layers."""
+    def __init__(self, kernel: Any, first: int, layers: int) -> None:
+        """kernel: a `torch.classes.oatmill.Decoder` with all its layers. first: index of the first of them."""
         super().__init__()
         self._kernel = kernel
+        self._caches = slice(first, first + layers)
+        self.layers = layers
 
     @classmethod
     def of(cls, layers: Sequence[nn.Module]) -> Self | None:
@@ -177,7 +181,8 @@ class LayerStack(nn.Module):
             return None
         heads = fused[0].heads
         kernel = torch.classes.oatmill.Decoder(heads.heads, heads.kv_heads, heads.size, fused[0].gated)
-        return cls(kernel) if all(_add(kernel, layer) for layer in fused) else None
+        known = all(_add(kernel, layer) for layer in fused)
+        return cls(kernel, fused[0].index, len(fused)) if known else None
 
     def forward(
         self,
@@ -194,8 +199,8 @@ class LayerStack(nn.Module):
         cosine, sine = (None, None) if position_embeddings is None else (table[0] for table in position_embeddings)
         return self._kernel.forward(
             hidden_states[0],
-            backend.keys,
-            backend.values,
+            backend.keys[self._caches],
+            backend.values[self._caches],
             metadata.slots,
             metadata.block_tables,
             metadata.kv_lengths,

@@ -21,6 +21,7 @@ from tgi_server.engine.runners.base import (
     warm_up_tokens,
 )
 from tgi_server.engine.runners.graphs import DecodeGraphs, graph_batch_sizes, record_decoding, recorder_for
+from tgi_server.engine.runners.hidden_states import HiddenStates
 from tgi_server.engine.runners.paged_batch import PagedBatch, PassInput
 from tgi_server.engine.runners.rope import LengthDependentRope
 from tgi_server.engine.sequence import RunningSequence
@@ -37,9 +38,15 @@ _RESERVE_SECONDS = 1.0
 
 
 class PagedRunner(Runner):
-    """Runs a model over a KV cache of blocks, sequences that decode and chunks of prompts in the same pass."""
+    """Runs a model over a KV cache of blocks, sequences that decode and chunks of prompts in the same pass.
+
+    companion_bytes: of the keys and values that another model has of each token, in blocks of the same numbers.
+    hidden_states: those of the last pass, if anybody wants them.
+    """
 
     paged = True
+    companion_bytes = 0
+    hidden_states: HiddenStates | None = None
 
     def __init__(
         self,
@@ -87,7 +94,7 @@ class PagedRunner(Runner):
         with taken_by(self._device) as graphs:
             self._record()
         self._graphs = None
-        token_bytes = self._backend.shape.bytes_per_token(self._backend.dtype)
+        token_bytes = self.bytes_per_token + self.companion_bytes
         processes = self._group.local_world_size if self._group else 1
         free = cache_bytes(self._device, self._memory_fraction, self._cpu_memory, processes) - graphs.bytes
         affordable = free // (size * token_bytes)
@@ -99,9 +106,10 @@ class PagedRunner(Runner):
         num_blocks = min(useful, affordable - 1)
         needed = max_total_tokens or size
         if num_blocks * size < needed:
+            both = ", in the model and in the one that drafts" if self.companion_bytes else ""
             raise NotEnoughMemory(
-                f"the memory left holds the keys and values of {max(0, num_blocks) * size} tokens, but one sequence "
-                f"needs {needed}; lower --max-total-tokens, or give the cache more memory"
+                f"the memory left holds the keys and values of {max(0, num_blocks) * size} tokens{both}, but one "
+                f"sequence needs {needed}; lower --max-total-tokens, or give the cache more memory"
             )
         total = min(limit, num_blocks * size)
         self._allocate(max_batch_size, num_blocks, total)
@@ -112,6 +120,23 @@ class PagedRunner(Runner):
         return CacheCapacity(
             max_batch_size, num_blocks, size, max_total_tokens=total, max_batch_total_tokens=num_blocks * size
         )
+
+    @property
+    def bytes_per_token(self) -> int:
+        return self._backend.shape.bytes_per_token(self._backend.dtype)
+
+    def share_block_size(self, other: "PagedRunner") -> None:
+        """Gives both runners, which have no blocks yet, the same block size: attention in plain torch takes any."""
+        plain, fixed = (self, other) if type(self._backend) is GatherAttention else (other, self)
+        plain._backend.block_size = plain.block_size = fixed.block_size
+
+    def follow(self, capacity: CacheCapacity, max_prefill_tokens: int) -> None:
+        """Warms up beside another model, for the same sequences in blocks of the same numbers."""
+        self._graphs = None
+        self._run_largest(capacity.max_batch_size, max_prefill_tokens)
+        self._allocate(capacity.max_batch_size, capacity.num_blocks, capacity.max_total_tokens)
+        self._rope.fix(capacity.max_total_tokens)
+        self._record()
 
     def reserve(self, seconds: float) -> bool:
         return self._backend.reserve(min(self._batch.num_blocks, self._highest_block + self._reserved) + 1, seconds)
@@ -131,7 +156,11 @@ class PagedRunner(Runner):
             self._backend.copy(sequence.copy.source, sequence.copy.target, sequence.copy.tokens)
 
     def promote(self, sequence: RunningSequence, row: int) -> None:
-        self._batch.place(row, len(sequence.known), sequence.blocks)
+        self.place(sequence, row, sequence.length)
+
+    def place(self, sequence: RunningSequence, row: int, position: int) -> None:
+        """Gives the row behind the last one to a sequence whose next token stands at `position`."""
+        self._batch.place(row, position, sequence.blocks)
 
     def accept(self, first_row: int, token_ids: Tensor) -> None:
         self._batch.tokens[first_row : first_row + len(token_ids)] = token_ids
@@ -190,6 +219,8 @@ class PagedRunner(Runner):
         sizes = graph_batch_sizes(self._graph_sizes, len(self._batch))
         if record is None or not sizes or not self._recordable:
             return
+        if self.hidden_states is not None:
+            record = self.hidden_states.recorder(record)
         longest = self._batch.max_total_tokens
         self._graphs, fault = record_decoding(
             sizes, lambda rows: self._run(self._batch.decode_input(rows, longest=longest)), record

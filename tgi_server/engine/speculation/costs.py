@@ -4,10 +4,11 @@ import json
 import math
 import time
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 
 import torch
+from torch import Tensor
 
 from tgi_server.contract import StoppingParameters
 from tgi_server.engine.runners.base import CacheCapacity, PromptChunk, Runner
@@ -27,32 +28,53 @@ class StepCosts:
 
     def __init__(self, without_drafts: Mapping[int, float], with_drafts: Mapping[int, float]) -> None:
         """Both: seconds by the tokens of a step; they differ where a step with drafts runs another way."""
-        self._without = _Line(without_drafts)
-        self._with = _Line(with_drafts)
+        self._without = Line(without_drafts)
+        self._with = Line(with_drafts)
 
-    def worth(self, lengths: Sequence[int], chances: Sequence[float], rows: int, expected: float) -> list[int]:
+    def without_drafts(self, tokens: int) -> float:
+        """Returns the seconds of a step of so many sequences that decode."""
+        return self._without.seconds(tokens)
+
+    def with_drafts(self, tokens: int) -> float:
+        """Returns the seconds of a step of so many tokens, several of which are one sequence's."""
+        return self._with.seconds(tokens)
+
+    def worth(
+        self,
+        lengths: Sequence[int],
+        chances: Sequence[float],
+        rows: int,
+        expected: float,
+        drafting: Callable[[int], float] = lambda tokens: 0.0,
+    ) -> list[int]:
         """Returns how many of the tokens of each draft to check, so that tokens come fastest.
 
         lengths: tokens of each draft. chances: the probability of each of its tokens to be right if those before it
-        are. rows: tokens that the step computes besides. expected: those that it yields besides.
+        are. rows: tokens that the step computes besides. expected: those that it yields besides. drafting: seconds
+        that drafts take which are still to be made, by the tokens of the longest.
         """
         gains = sorted(
-            ((chance**place, draft) for draft, chance in enumerate(chances) for place in range(1, lengths[draft] + 1)),
+            (
+                (chance**place, draft, place)
+                for draft, chance in enumerate(chances)
+                for place in range(1, lengths[draft] + 1)
+            ),
             reverse=True,
         )
-        fastest, kept = expected / self._without.seconds(rows), 0
-        for count, (gain, _) in enumerate(gains, start=1):
+        fastest, kept, longest = expected / self._without.seconds(rows), 0, 0
+        for count, (gain, _, place) in enumerate(gains, start=1):
             expected += gain
-            speed = expected / self._with.seconds(rows + count)
+            longest = max(longest, place)
+            speed = expected / (self._with.seconds(rows + count) + drafting(longest))
             if speed > fastest:
                 fastest, kept = speed, count
         worth = [0] * len(lengths)
-        for _, draft in gains[:kept]:
+        for _, draft, _ in gains[:kept]:
             worth[draft] += 1
         return worth
 
 
-class _Line:
+class Line:
     """A function that never falls, through some points."""
 
     def __init__(self, points: Mapping[int, float]) -> None:
@@ -98,6 +120,20 @@ def measure_costs(runner: Runner, capacity: CacheCapacity, group: ShardGroup | N
     if group is not None:
         measured = group.exchange(measured)[0]
     return StepCosts(*({int(each): seconds for each, seconds in line.items()} for line in json.loads(measured)))
+
+
+def measure_rows(compute: Callable[[int], Tensor], most: int, group: ShardGroup | None) -> Line:
+    """Measures what computes a number of rows, at most so many. All shards go by what the first one measured."""
+    seconds = {rows: math.inf for rows in _MEASURED_TOKENS if rows <= most}
+    for _ in range(_TIMES):
+        for rows in seconds:
+            started = time.perf_counter()
+            float(compute(rows).flatten()[0])  # waits for the device
+            seconds[rows] = min(seconds[rows], time.perf_counter() - started)
+    measured = json.dumps(seconds)
+    if group is not None:
+        measured = group.exchange(measured)[0]
+    return Line({int(rows): each for rows, each in json.loads(measured).items()})
 
 
 def _seconds(runner: Runner, rows: int, *drafts: PromptChunk) -> float:

@@ -62,9 +62,7 @@ class Draft:
     @property
     def chunk(self) -> PromptChunk:
         """The drafted tokens as the forward pass takes them: behind the sequence's last token, each with its logits."""
-        sequence = self.sequence
-        start = len(sequence.input_ids) + sequence.generated
-        return PromptChunk(sequence, torch.tensor(self.tokens), start, all_logits=True)
+        return PromptChunk(self.sequence, torch.tensor(self.tokens), self.sequence.length, all_logits=True)
 
     @property
     def is_greedy(self) -> bool:
