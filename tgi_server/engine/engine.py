@@ -149,6 +149,7 @@ class Engine:
         if config.speculative_model is not None:
             drafter = load_drafter(config, model, self._runner)
             most = most or drafter.default_most
+        self._runner.most_drafted = most
         return Speculation(most, [HistoryDrafter(), drafter], config.group, self._device)
 
     @torch.inference_mode()
@@ -310,7 +311,9 @@ class Engine:
         if drafts:
             assert logits is not None
             own = plan.logits
-            check = DraftCheck(drafts, logits[own:], partial(self._choose, batch))
+            greedy = all(draft.is_greedy for draft in drafts)
+            likeliest = self._sampler.likeliest(logits[own:]).start_copy() if greedy else None
+            check = DraftCheck(drafts, logits[own:], partial(self._choose, batch), likeliest)
             logits = logits[:own]
         if plan.chunks:
             assert logits is not None
@@ -326,6 +329,11 @@ class Engine:
         greedy = GreedyOnly(mask) if plain and not (plan.decoding and self._sampler.processes) else None
         chunks = [*plan.chunks, *(draft.chunk for draft in drafts)]
         with self._in_step():
+            if drafts and not plan.chunks:
+                rows = {sequence: row for row, sequence in enumerate(plan.sequences)}
+                drafted = [(rows[chunk.sequence], chunk.tokens) for chunk in chunks]
+                if (logits := self._runner.forward_drafts(plan.decoding, drafted)) is not None:
+                    return logits
             return self._runner.forward(plan.decoding, chunks, greedy)
 
     @contextmanager

@@ -40,6 +40,12 @@ class HiddenStates:
 
         return recorded
 
+    def select(self, rows: Tensor) -> None:
+        """Keeps some rows of a pass whose tokens all had logits, in this order. rows: [rows] int64."""
+        assert self.head is not None
+        self.head = self.head.index_select(0, rows)
+        self.layers = [None if each is None else each.index_select(0, rows) for each in self.layers]
+
     def _keep_head(self, _: nn.Module, inputs: tuple[Tensor, ...], __: dict[str, Any]) -> None:
         self.head = inputs[0][0]
 

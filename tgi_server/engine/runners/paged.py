@@ -11,7 +11,7 @@ from tgi_server.engine.attention.base import AttentionBackend, GreedyOnly
 from tgi_server.engine.attention.gather import GatherAttention
 from tgi_server.engine.attention.paged_cache import PagedCache
 from tgi_server.engine.errors import EngineError, InvalidCall, NotEnoughMemory
-from tgi_server.engine.memory import cache_bytes, forget_peak, taken_by
+from tgi_server.engine.memory import cache_bytes, forget_peak, taken_by, to_device
 from tgi_server.engine.runners.base import (
     UNBOUNDED_POSITIONS,
     CacheCapacity,
@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 _RESERVED_TOKENS = 1 << 15
 # No more memory is reserved than the weights take, times this: a small model shall stay small.
 _RESERVED_WEIGHTS = 4
+# Passes with drafted tokens are recorded for at most so many rows: beside more, no draft is worth its time.
+_MOST_DRAFTING_ROWS = 64
 # Seconds that the start spends on reserving memory.
 _RESERVE_SECONDS = 1.0
 
@@ -42,11 +44,13 @@ class PagedRunner(Runner):
 
     companion_bytes: of the keys and values that another model has of each token, in blocks of the same numbers.
     hidden_states: those of the last pass, if anybody wants them.
+    most_drafted: tokens that are drafted for a sequence in one step, at most.
     """
 
     paged = True
     companion_bytes = 0
     hidden_states: HiddenStates | None = None
+    most_drafted = 0
 
     def __init__(
         self,
@@ -76,6 +80,7 @@ class PagedRunner(Runner):
         self._reserved = 0  # blocks whose memory is taken before they are needed
         self._recordable = True  # until it turns out that steps cannot be recorded
         self._graphs: DecodeGraphs | None = None
+        self._draft_graphs: DecodeGraphs | None = None
         self._rope = LengthDependentRope(model)
         self._cache = PagedCache(backend)
         self._cache.attach(model)
@@ -89,11 +94,11 @@ class PagedRunner(Runner):
     ) -> CacheCapacity:
         size = self._backend.block_size
         limit = max_total_tokens or position_limit(self._model.config) or UNBOUNDED_POSITIONS
-        self._graphs = None
+        self._graphs = self._draft_graphs = None
         self._run_largest(max_batch_size, max_prefill_tokens)
         with taken_by(self._device) as graphs:
             self._record()
-        self._graphs = None
+        self._graphs = self._draft_graphs = None
         token_bytes = self.bytes_per_token + self.companion_bytes
         processes = self._group.local_world_size if self._group else 1
         free = cache_bytes(self._device, self._memory_fraction, self._cpu_memory, processes) - graphs.bytes
@@ -132,7 +137,7 @@ class PagedRunner(Runner):
 
     def follow(self, capacity: CacheCapacity, max_prefill_tokens: int) -> None:
         """Warms up beside another model, for the same sequences in blocks of the same numbers."""
-        self._graphs = None
+        self._graphs = self._draft_graphs = None
         self._run_largest(capacity.max_batch_size, max_prefill_tokens)
         self._allocate(capacity.max_batch_size, capacity.num_blocks, capacity.max_total_tokens)
         self._rope.fix(capacity.max_total_tokens)
@@ -149,6 +154,28 @@ class PagedRunner(Runner):
             logits = self._decode(decoding, greedy)
         self._batch.advance(decoding)
         return logits
+
+    @property
+    def recorded_drafts(self) -> list[tuple[int, int]]:
+        """Returns rows and tokens of the passes with drafted tokens that were recorded."""
+        sizes = self._draft_graphs.sizes if self._draft_graphs else ()
+        return [(rows, rows * (1 + self.most_drafted)) for rows in sizes]
+
+    def forward_drafts(self, decoding: int, drafts: Sequence[tuple[int, Tensor]]) -> Tensor | None:
+        self._batch.block_tables.flush()
+        if self._draft_graphs is None or decoding > self._draft_graphs.sizes[-1]:
+            return None
+        self._batch.draft(drafts)
+        logits = self._draft_graphs.run(decoding)
+        assert logits is not None
+        width = logits.shape[1]
+        order = [row * width for row in range(decoding)]
+        order += [row * width + 1 + place for row, tokens in drafts for place in range(len(tokens))]
+        rows = to_device(order, torch.int64, self._device)
+        if self.hidden_states is not None:
+            self.hidden_states.select(rows)
+        self._batch.advance(decoding)
+        return logits.flatten(0, 1).index_select(0, rows)
 
     def join(self, sequence: RunningSequence) -> None:
         self._check(sequence, sequence.blocks)
@@ -211,10 +238,12 @@ class PagedRunner(Runner):
     def _allocate(self, max_batch_size: int, num_blocks: int, max_total_tokens: int) -> None:
         self._highest_block = 0
         self._backend.allocate(num_blocks + 1)
-        self._batch = PagedBatch(max_batch_size, num_blocks, max_total_tokens, self.block_size, self._device)
+        self._batch = PagedBatch(
+            max_batch_size, num_blocks, max_total_tokens, self.block_size, self._device, self.most_drafted
+        )
 
     def _record(self) -> None:
-        """Records decoding as CUDA graphs. All shards do, or none."""
+        """Records decoding as CUDA graphs, with drafted tokens and without. All shards do, or none."""
         record = recorder_for(self._backend)
         sizes = graph_batch_sizes(self._graph_sizes, len(self._batch))
         if record is None or not sizes or not self._recordable:
@@ -225,11 +254,20 @@ class PagedRunner(Runner):
         self._graphs, fault = record_decoding(
             sizes, lambda rows: self._run(self._batch.decode_input(rows, longest=longest)), record
         )
+        # The block table of the longest sequence has room for as many drafted tokens as a block has.
+        few = [size for size in sizes if size <= _MOST_DRAFTING_ROWS]
+        if fault is None and few and 0 < self.most_drafted <= self.block_size:
+            self._draft_graphs, fault = record_decoding(few, lambda rows: self._with_drafts(rows, longest), record)
         faults = self._group.exchange(fault or "") if self._group else [fault]
         fault = next(filter(None, faults), None)
         if fault:
-            self._recordable, self._graphs = False, None
+            self._recordable, self._graphs, self._draft_graphs = False, None, None
             self.fallbacks.append(f"decoding runs without CUDA graphs: {fault}")
+
+    def _with_drafts(self, rows: int, longest: int) -> Tensor:
+        """Returns the logits of a pass with drafted tokens, [rows, 1 + drafted tokens, vocab_size]."""
+        inputs = self._batch.draft_input(rows, longest + self.most_drafted)
+        return self._run(inputs).unflatten(0, (rows, inputs.metadata.row_tokens))
 
     def _run_largest(self, max_batch_size: int, max_prefill_tokens: int) -> None:
         """Runs the largest pass with the backend, or where its kernels fail, with attention in plain torch."""

@@ -5,13 +5,15 @@ import math
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from tgi_server.contract import StoppingParameters
-from tgi_server.engine.runners.base import CacheCapacity, PromptChunk, Runner
+from tgi_server.engine.runners.base import CacheCapacity, PromptChunk
+from tgi_server.engine.runners.paged import PagedRunner
 from tgi_server.engine.sequence import RunningSequence
 from tgi_server.engine.sharding import ShardGroup
 
@@ -92,7 +94,7 @@ class Line:
         return self._seconds[place - 1] + slope * (tokens - low)
 
 
-def measure_costs(runner: Runner, capacity: CacheCapacity, group: ShardGroup | None) -> StepCosts | None:
+def measure_costs(runner: PagedRunner, capacity: CacheCapacity, group: ShardGroup | None) -> StepCosts | None:
     """Measures steps at the warm-up, in a cache that nobody uses yet. All shards go by what the first one measured.
 
     Returns None where a sequence has no room for the tokens of the smallest step with drafts.
@@ -108,13 +110,14 @@ def measure_costs(runner: Runner, capacity: CacheCapacity, group: ShardGroup | N
     runner.forward(0, [PromptChunk.next_of(sequence, 1)])
     for row in range(rows[-1]):
         runner.promote(sequence, row)
-    drafts = {each: PromptChunk(sequence, torch.zeros(each - 1, dtype=torch.int64), start, True) for each in tokens}
-    without_drafts, with_drafts = dict.fromkeys(rows, math.inf), dict.fromkeys(tokens, math.inf)
+    drafts = {each: _pass_with_draft(runner, sequence, each - 1, start) for each in tokens}
+    drafts = {tokens: _recorded_pass(runner, rows) for rows, tokens in runner.recorded_drafts} or drafts
+    without_drafts, with_drafts = dict.fromkeys(rows, math.inf), dict.fromkeys(drafts, math.inf)
     for _ in range(_TIMES):  # one after the other, so that a busy moment spoils no size for good
         for each in rows:
-            without_drafts[each] = min(without_drafts[each], _seconds(runner, each))
+            without_drafts[each] = min(without_drafts[each], _seconds(partial(runner.forward, each, [])))
         for each, draft in drafts.items():
-            with_drafts[each] = min(with_drafts[each], _seconds(runner, 1, draft))
+            with_drafts[each] = min(with_drafts[each], _seconds(draft))
     runner.truncate(0)
     measured = json.dumps([without_drafts, with_drafts])
     if group is not None:
@@ -127,17 +130,29 @@ def measure_rows(compute: Callable[[int], Tensor], most: int, group: ShardGroup 
     seconds = {rows: math.inf for rows in _MEASURED_TOKENS if rows <= most}
     for _ in range(_TIMES):
         for rows in seconds:
-            started = time.perf_counter()
-            float(compute(rows).flatten()[0])  # waits for the device
-            seconds[rows] = min(seconds[rows], time.perf_counter() - started)
+            seconds[rows] = min(seconds[rows], _seconds(partial(compute, rows)))
     measured = json.dumps(seconds)
     if group is not None:
         measured = group.exchange(measured)[0]
     return Line({int(rows): each for rows, each in json.loads(measured).items()})
 
 
-def _seconds(runner: Runner, rows: int, *drafts: PromptChunk) -> float:
-    """Returns the seconds of a pass."""
+def _pass_with_draft(runner: PagedRunner, sequence: RunningSequence, tokens: int, start: int) -> Callable[[], Tensor]:
+    chunk = PromptChunk(sequence, torch.zeros(tokens, dtype=torch.int64), start, True)
+    return lambda: runner.forward(1, [chunk])
+
+
+def _recorded_pass(runner: PagedRunner, rows: int) -> Callable[[], Tensor]:
+    def run() -> Tensor:
+        logits = runner.forward_drafts(rows, ())
+        assert logits is not None
+        return logits
+
+    return run
+
+
+def _seconds(compute: Callable[[], Tensor]) -> float:
+    """Returns the seconds that something takes to be computed."""
     started = time.perf_counter()
-    float(runner.forward(rows, list(drafts))[0, 0])  # waits for the device
+    float(compute().flatten()[0])  # waits for the device
     return time.perf_counter() - started

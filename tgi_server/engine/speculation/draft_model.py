@@ -7,6 +7,7 @@ from torch import Tensor
 
 from tgi_server.engine.runners.base import CacheCapacity
 from tgi_server.engine.runners.paged import PagedRunner
+from tgi_server.engine.sampling import best
 from tgi_server.engine.sequence import RunningSequence
 from tgi_server.engine.sharding import ShardGroup
 from tgi_server.engine.speculation.draft_cache import DraftCache
@@ -62,4 +63,4 @@ class DraftModel(PagedDrafter):
         return chunks
 
     def _likeliest(self, logits: Tensor) -> Tensor:
-        return logits[:, : self._vocab_size].argmax(-1)
+        return best(logits[:, : self._vocab_size].contiguous())

@@ -116,5 +116,5 @@ class Eagle(PagedDrafter, StateDrafter):
         return chunk
 
     def _likeliest(self, logits: Tensor) -> Tensor:
-        likeliest = logits.argmax(-1)
+        likeliest = super()._likeliest(logits)
         return likeliest if self._token_ids is None else self._token_ids[likeliest]

@@ -8,6 +8,7 @@ from torch import Tensor
 from tgi_server.engine.attention.base import GreedyOnly
 from tgi_server.engine.runners.base import CacheCapacity, PromptChunk
 from tgi_server.engine.runners.paged import PagedRunner
+from tgi_server.engine.sampling import best
 from tgi_server.engine.sequence import RunningSequence
 from tgi_server.engine.sharding import ShardGroup
 from tgi_server.engine.speculation.costs import StepCosts, measure_costs
@@ -71,4 +72,4 @@ class PagedDrafter(ModelDrafter):
 
     def _likeliest(self, logits: Tensor) -> Tensor:
         """Returns the likeliest tokens, [rows] int64, by logits, [rows, the drafter's vocabulary]."""
-        return logits.argmax(-1)
+        return best(logits)
