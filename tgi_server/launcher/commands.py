@@ -20,7 +20,7 @@ def download(settings: LauncherSettings, model_id: str) -> Command:
     """Returns the command that fetches a model, and prints its folder once it is complete."""
     if model_id != settings.model_id:
         settings = settings.model_copy(update={"revision": "main"})
-    arguments = ["download-weights", model_id, *_flags(settings, DOWNLOAD_FLAGS)]
+    arguments = ["download-weights", model_id, "--merge-lora", *_flags(settings, DOWNLOAD_FLAGS)]
     arguments.append(f"--logger-level={settings.log_level}")
     return Command("download", _python("tgi_server.shard.cli", arguments), _hub_cache(settings))
 
