@@ -79,7 +79,7 @@ def test_a_long_prompt_is_caught_up_with_in_several_steps(folder: Path, monkeypa
     driver = Driver(_engine(folder, folder, speculate=5))
     (output,) = driver.run(RunningSequence(1, PROMPTS[1], StoppingParameters(NEW, ignore_eos=True)))
     assert output.tokens == _plain(folder)[1]
-    assert [generation.drafted for generation in output.generations][:4] == [False, False, False, True]
+    assert [generation.drafted for generation in output.generations][:3] == [False, False, True]
     assert driver.accepted == driver.drafted > 0
 
 
