@@ -100,8 +100,9 @@ def measure_costs(runner: PagedRunner, capacity: CacheCapacity, group: ShardGrou
     Returns None where a sequence has no room for the tokens of the smallest step with drafts.
     """
     start = 1 + 2 * _TIMES * len(_MEASURED_TOKENS)  # the passes move rows ahead; drafts begin behind that
-    blocks = list(range(1, capacity.num_blocks + 1))[: -(-(start + _MEASURED_TOKENS[-1]) // capacity.block_size)]
-    room = min(len(blocks) * capacity.block_size, capacity.max_total_tokens) - start
+    most = min(start + _MEASURED_TOKENS[-1], capacity.max_total_tokens)
+    blocks = list(range(1, capacity.num_blocks + 1))[: -(-most // capacity.block_size)]
+    room = min(len(blocks) * capacity.block_size, most) - start
     rows = [each for each in _MEASURED_TOKENS if each <= capacity.max_batch_size]
     tokens = [each for each in _MEASURED_TOKENS if 1 < each <= room]
     if not tokens:

@@ -57,6 +57,9 @@ class DraftCache:
                 progress.before = _key(progress.before, tokens)
             place += 1
         progress.drafted = drafted or []
+        last = end + len(progress.drafted)
+        for block in sequence.blocks[-(-end // self._size) : -(-last // self._size)]:
+            self._blocks.pop(block, None)  # what it held of another sequence is overwritten
 
     def _found(self, sequence: RunningSequence) -> _Progress:
         """Returns the progress of a sequence that has not been seen yet: of which others had the same beginning."""

@@ -53,7 +53,7 @@ class EagleModel(nn.Module):
         own = weights.get("embed_tokens.weight")
         self.embedding = embedding if own is None else nn.Embedding.from_pretrained(own)
         self.head = self._linear("lm_head") if "lm_head.weight" in weights else head
-        self.rotary = LlamaRotaryEmbedding(config, device=self.fc.weight.device)
+        self.rotary = LlamaRotaryEmbedding(config).to(self.fc.weight.device)
         self.activation = ACT2FN[config.hidden_act]
         self.head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
         self.variant = AttentionVariant(scaling=self.head_dim**-0.5)

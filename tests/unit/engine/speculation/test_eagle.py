@@ -21,7 +21,7 @@ from tgi_server.engine.errors import InvalidWeights, UnsupportedModel
 from tgi_server.engine.speculation.costs import StepCosts
 
 HIDDEN = 64
-NEW = 24
+NEW = 25
 SETTINGS = {
     "architectures": ["LlamaForCausalLMEagle3"],
     "model_type": "llama",
@@ -52,18 +52,19 @@ def _zeros(head: Tensor) -> dict[str, Tensor]:
 
 
 def _reading_tokens(head: Tensor) -> dict[str, Tensor]:
-    """A network that gives its head the embedding of the token: each attends to those of its own kind."""
+    """A network that gives its head the embedding of the token: each attends to those of its own kind.
+
+    With `norm_before_residual`, next to nothing is left of what it carries from one token to the next.
+    """
     one = torch.eye(HIDDEN)
     token = torch.cat([one, torch.zeros(HIDDEN, HIDDEN)], 1)
-    sharp = {f"midlayer.self_attn.{name}_proj.weight": 3 * token for name in "qk"}
-    return (
-        _zeros(head)
-        | sharp
-        | {
-            "midlayer.self_attn.v_proj.weight": token,
-            "midlayer.self_attn.o_proj.weight": one.clone(),
-        }
-    )
+    return _zeros(head) | {
+        "midlayer.hidden_norm.weight": torch.full((HIDDEN,), 1e-3),
+        "midlayer.self_attn.q_proj.weight": 3 * token,
+        "midlayer.self_attn.k_proj.weight": 3 * token,
+        "midlayer.self_attn.v_proj.weight": token,
+        "midlayer.self_attn.o_proj.weight": one,
+    }
 
 
 def _random() -> dict[str, Tensor]:
@@ -102,7 +103,7 @@ def _drafted(driver: Driver) -> list[bool]:
 @pytest.mark.parametrize("custom_kernels", [True, False])
 def test_a_network_that_is_right_brings_all_its_tokens(tmp_path: Path, custom_kernels: bool) -> None:
     model = succession_llama(tmp_path / "model")
-    eagle = _save(tmp_path / "eagle", _reading_tokens(head_for(model, 1)))
+    eagle = _save(tmp_path / "eagle", _reading_tokens(head_for(model, 1)), norm_before_residual=True)
     driver = Driver(_engine(tmp_path / "model", eagle, speculate=3, custom_kernels=custom_kernels))
     for output, prompt in zip(driver.run(*_sequences()), PROMPTS, strict=True):
         assert output.tokens == [follower(prompt[-1], 1 + place) for place in range(NEW)]
@@ -124,7 +125,7 @@ def test_a_smaller_vocabulary_stands_for_some_of_the_models(tmp_path: Path) -> N
     model = succession_llama(tmp_path / "model")
     kept = torch.tensor([token for token in range(VOCAB_SIZE) if token % 5])
     weights = _reading_tokens(head_for(model, 1)[kept]) | {"d2t": kept - torch.arange(len(kept))}
-    eagle = _save(tmp_path / "eagle", weights, draft_vocab_size=len(kept))
+    eagle = _save(tmp_path / "eagle", weights, draft_vocab_size=len(kept), norm_before_residual=True)
     driver = Driver(_engine(tmp_path / "model", eagle, speculate=1))
     (output,) = driver.run(_sequences()[0])
     for generation in output.generations[1:]:
@@ -205,7 +206,11 @@ def _plain(folder: Path) -> list[list[int]]:
 def test_features_are_kept_for_some_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Until a draft is worth it, or there are too many of them; then drafts are right at once."""
     model = succession_llama(tmp_path / "model")
-    engine = _engine(tmp_path / "model", _save(tmp_path / "eagle", _reading_tokens(head_for(model, 1))), speculate=3)
+    engine = _engine(
+        tmp_path / "model",
+        _save(tmp_path / "eagle", _reading_tokens(head_for(model, 1)), norm_before_residual=True),
+        speculate=3,
+    )
     assert engine.speculation is not None
     passes = 0
     drafter = engine.speculation.drafters[-1]

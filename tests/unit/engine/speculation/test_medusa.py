@@ -18,7 +18,7 @@ from tgi_server.engine.errors import InvalidWeights, UnsupportedModel
 from tgi_server.engine.speculation.costs import StepCosts
 
 HIDDEN = 64
-NEW = 24
+NEW = 25
 
 
 def _save(folder: Path, weights: dict[str, Tensor], heads: int = 3, **settings) -> Path:
