@@ -10,8 +10,8 @@ from benchmarks import speculation as command
 
 
 def test_prompts_are_those_of_the_workflows() -> None:
-    asked = command.prompts(30)
-    assert [len(prompts) for prompts in asked.values()] == [30, 30]
+    asked = command.prompts(15)
+    assert [len(prompts) for prompts in asked.values()] == [15, 15]
     assert all("### Response" in prompt for prompts in asked.values() for prompt in prompts)
     assert all("Replacement: " in prompt for prompt in asked["step rewriting"])
 

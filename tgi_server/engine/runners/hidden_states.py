@@ -47,7 +47,8 @@ class HiddenStates:
         self.layers = [None if each is None else each.index_select(0, rows) for each in self.layers]
 
     def _keep_head(self, _: nn.Module, inputs: tuple[Tensor, ...], __: dict[str, Any]) -> None:
-        self.head = inputs[0][0]
+        if inputs[0].dim() == 3:  # [1, rows, hidden_size]; drafters that share the head give it rows alone
+            self.head = inputs[0][0]
 
     def _keeper(self, place: int) -> Callable[[nn.Module, tuple[Tensor, ...], dict[str, Any]], None]:
         def keep(_: nn.Module, inputs: tuple[Tensor, ...], named: dict[str, Any]) -> None:

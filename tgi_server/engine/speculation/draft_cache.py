@@ -42,7 +42,7 @@ class DraftCache:
             start, drafted = progress.tokens, progress.drafted
             chosen = sequence.tokens(start, min(sequence.length - 1, start + len(drafted)))
             self.write(sequence, start + _common(chosen, drafted))
-        return progress.tokens
+        return min(progress.tokens, sequence.length - 1)
 
     def write(self, sequence: RunningSequence, end: int, drafted: list[int] | None = None) -> None:
         """Notes that the sequence's tokens before `end` are computed, and `drafted` ones behind them."""

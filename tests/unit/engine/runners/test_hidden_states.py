@@ -18,7 +18,7 @@ TOKENS = [5, 9, 77, 3, 40]
 
 
 @pytest.mark.parametrize("custom_kernels", [True, False])
-@pytest.mark.parametrize("name", ["llama", "gpt_neox"])
+@pytest.mark.parametrize("name", ["llama", pytest.param("gpt_neox", marks=pytest.mark.slow)])
 def test_they_are_those_of_transformers(name: str, custom_kernels: bool, tmp_path: Path) -> None:
     folder = make(name, tmp_path, num_hidden_layers=4)
     config = EngineConfig(folder, dtype=torch.float32, custom_kernels=custom_kernels)

@@ -54,7 +54,11 @@ def test_a_model_that_drafts_for_itself_is_always_right(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "overrides"),
-    [("llama", {"num_hidden_layers": 1, "hidden_size": 32}), ("opt", {}), ("llama_head_dim_24", {"vocab_size": 230})],
+    [
+        ("llama", {"num_hidden_layers": 1, "hidden_size": 32, "vocab_size": 230}),
+        pytest.param("opt", {}, marks=pytest.mark.slow),
+        pytest.param("llama_head_dim_24", {}, marks=pytest.mark.slow),
+    ],
 )
 def test_another_model_changes_nothing_in_the_text(folder: Path, tmp_path: Path, name: str, overrides: dict) -> None:
     driver = Driver(_engine(folder, make(name, tmp_path, **overrides), speculate=3))

@@ -100,7 +100,7 @@ def _drafted(driver: Driver) -> list[bool]:
     return [generation.drafted for generation in driver.outputs[0].generations]
 
 
-@pytest.mark.parametrize("custom_kernels", [True, False])
+@pytest.mark.parametrize("custom_kernels", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_network_that_is_right_brings_all_its_tokens(tmp_path: Path, custom_kernels: bool) -> None:
     model = succession_llama(tmp_path / "model")
     eagle = _save(tmp_path / "eagle", _reading_tokens(head_for(model, 1)), norm_before_residual=True)

@@ -210,7 +210,9 @@ MODELS: dict[str, Callable[[Path], Path]] = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(each, marks=() if each in ("itself", "eagle") else pytest.mark.slow) for each in MODELS]
+)
 @pytest.mark.parametrize("grow", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_replies_are_the_same_with_a_model_that_drafts(plain: Driver, name: str, grow: bool, tmp_path: Path) -> None:
     engine = _load(MODELS[name](tmp_path / name))
