@@ -4,8 +4,9 @@ import torch
 from torch import Tensor
 
 from tgi_server.engine.attention.base import ForwardMetadata
-from tgi_server.engine.linear.float import FloatLinear, padded
+from tgi_server.engine.linear.float import FloatLinear
 from tgi_server.engine.linear.int8 import INPUT_OFFSET, rounded_to_bytes
+from tgi_server.engine.linear.kernel_linear import padded
 from tgi_server.engine.linear.kernel_table import KernelTable
 
 # Smaller weights are read so fast that screening saves nothing.

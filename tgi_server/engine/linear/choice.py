@@ -22,8 +22,9 @@ from torch import Tensor, nn
 from tgi_server.engine.kernels import cache_path
 from tgi_server.engine.linear.base import PackedLinear
 from tgi_server.engine.linear.coded import CodedLinear, kind_of
-from tgi_server.engine.linear.float import TILE, FloatLinear
+from tgi_server.engine.linear.float import FloatLinear
 from tgi_server.engine.linear.int8 import Int8Linear
+from tgi_server.engine.linear.kernel_linear import TILE
 from tgi_server.engine.linear.kernel_table import ONEDNN, KernelTable
 from tgi_server.engine.linear.onednn import OneDnnLinear
 from tgi_server.engine.quantization import QuantizedLinear, QuantizedWeight

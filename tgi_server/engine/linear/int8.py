@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from tgi_server.engine.linear.float import FloatLinear, padded
+from tgi_server.engine.linear.float import FloatLinear
+from tgi_server.engine.linear.kernel_linear import padded
 from tgi_server.engine.linear.kernel_table import KernelTable
 
 LEVELS = 127
@@ -22,7 +23,8 @@ class Int8Linear(FloatLinear):
         rounded, scales, sums = rounded_to_bytes(weight)
         self._scales = padded(scales)
         packed = torch.ops.oatmill.linear_pack(rounded)
-        self._set(packed, bias, kernels, self._scales, padded(sums * INPUT_OFFSET))
+        known, corrections = torch.ops.oatmill.linear_kernels(packed), padded(sums * INPUT_OFFSET)
+        self._set(packed, bias, kernels, known, scales=self._scales, corrections=corrections)
 
     def _dense(self) -> tuple[Tensor, Tensor | None]:
         rounded, bias = super()._dense()
