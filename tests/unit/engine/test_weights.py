@@ -15,9 +15,9 @@ from tgi_server.engine.weights import load_model
     [
         ("absent", ModelNotFound, "no model folder"),
         ("no config", ModelNotFound, "no config.json"),
-        ("config", UnsupportedModel, "config.json is not valid JSON"),
+        ("config", UnsupportedModel, "config.json cannot be read as JSON"),
         ("config that is a list", UnsupportedModel, "config.json is not a JSON object"),
-        ("generation config", UnsupportedModel, "generation_config.json is not valid JSON"),
+        ("generation config", UnsupportedModel, "generation_config.json cannot be read as JSON"),
         ("generation config that is a list", UnsupportedModel, "generation_config.json is not a JSON object"),
         ("no weights", ModelNotFound, "no \\*.safetensors"),
         ("truncated", InvalidWeights, "corrupt or incomplete"),
