@@ -112,8 +112,8 @@ class Sandbox:
 
     def _running(self) -> subprocess.Popen[bytes]:
         if self._process is None:
-            # A group of its own: what stops the shard from a terminal is no business of that process, which ends when its
-            # standard input does. The same session: Linux compares the niceness of a session's processes only.
+            # A group of its own: what stops the shard from a terminal is no business of that process: it ends when its
+            # standard input does. The same session: Linux compares the niceness of one session's processes only.
             self._process = subprocess.Popen(
                 self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0
             )
