@@ -145,12 +145,12 @@ class Engine:
                 f"{model.config.model_type} models run in padded batches, where no tokens can be drafted; leave out "
                 f"{'--speculative-model' if config.speculative_model else '--speculate'}"
             )
-        most, drafter = config.speculate, NgramDrafter()
+        most, drafters = config.speculate, [HistoryDrafter(), NgramDrafter()]
         if config.speculative_model is not None:
             drafter = load_drafter(config, model, self._runner)
-            most = most or drafter.default_most
+            most, drafters = most or drafter.default_most, [HistoryDrafter(), drafter]
         self._runner.most_drafted = most
-        return Speculation(most, [HistoryDrafter(), drafter], config.group, self._device)
+        return Speculation(most, drafters, config.group, self._device)
 
     @torch.inference_mode()
     def warm_up(

@@ -96,7 +96,8 @@ def _stacked_layers(apart: Sequence[int], module: nn.Module) -> nn.Module | None
         return None
     bounds = sorted({0, len(module), *apart})
     stacks = [LayerStack.of(list(module)[first:end]) for first, end in pairwise(bounds)]
-    return None if not stacks or None in stacks else nn.ModuleList(stacks)
+    whole = [stack for stack in stacks if stack is not None]
+    return nn.ModuleList(whole) if 0 < len(whole) == len(stacks) else None
 
 
 def _screen_head(model: PreTrainedModel, linear: LinearFactory) -> None:

@@ -105,6 +105,11 @@ class Runner(ABC):
         greedy: None: every logit is needed.
         """
 
+    @property
+    def recorded_drafts(self) -> list[tuple[int, int]]:
+        """Returns rows and tokens of the passes with drafted tokens that were recorded."""
+        return []
+
     def forward_drafts(self, decoding: int, drafts: Sequence[tuple[int, Tensor]]) -> Tensor | None:
         """Runs one recorded pass: as `forward`, with drafted tokens in the place of chunks, (row, tokens) each.
 

@@ -157,7 +157,6 @@ class PagedRunner(Runner):
 
     @property
     def recorded_drafts(self) -> list[tuple[int, int]]:
-        """Returns rows and tokens of the passes with drafted tokens that were recorded."""
         sizes = self._draft_graphs.sizes if self._draft_graphs else ()
         return [(rows, rows * (1 + self.most_drafted)) for rows in sizes]
 

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from tgi_server.contract import StoppingParameters
-from tgi_server.engine.runners.base import CacheCapacity, PromptChunk
-from tgi_server.engine.runners.paged import PagedRunner
+from tgi_server.engine.runners.base import CacheCapacity, PromptChunk, Runner
 from tgi_server.engine.sequence import RunningSequence
 from tgi_server.engine.sharding import ShardGroup
 
@@ -94,7 +93,7 @@ class Line:
         return self._seconds[place - 1] + slope * (tokens - low)
 
 
-def measure_costs(runner: PagedRunner, capacity: CacheCapacity, group: ShardGroup | None) -> StepCosts | None:
+def measure_costs(runner: Runner, capacity: CacheCapacity, group: ShardGroup | None) -> StepCosts | None:
     """Measures steps at the warm-up, in a cache that nobody uses yet. All shards go by what the first one measured.
 
     Returns None where a sequence has no room for the tokens of the smallest step with drafts.
@@ -138,12 +137,12 @@ def measure_rows(compute: Callable[[int], Tensor], most: int, group: ShardGroup 
     return Line({int(rows): each for rows, each in json.loads(measured).items()})
 
 
-def _pass_with_draft(runner: PagedRunner, sequence: RunningSequence, tokens: int, start: int) -> Callable[[], Tensor]:
+def _pass_with_draft(runner: Runner, sequence: RunningSequence, tokens: int, start: int) -> Callable[[], Tensor]:
     chunk = PromptChunk(sequence, torch.zeros(tokens, dtype=torch.int64), start, True)
     return lambda: runner.forward(1, [chunk])
 
 
-def _recorded_pass(runner: PagedRunner, rows: int) -> Callable[[], Tensor]:
+def _recorded_pass(runner: Runner, rows: int) -> Callable[[], Tensor]:
     def run() -> Tensor:
         logits = runner.forward_drafts(rows, ())
         assert logits is not None
