@@ -38,7 +38,7 @@ _COLUMNS = ("workflow", "requests", "tokens", "steps", "steps with drafts", "tok
 
 
 @dataclass(frozen=True, slots=True)
-class Counted:
+class StepCount:
     """The steps that some requests took, and the tokens that they got."""
 
     tokens: int
@@ -74,7 +74,7 @@ def prompts(most: int) -> dict[str, list[str]]:
     }
 
 
-def count(engine: Engine, requests: list[list[int]]) -> Counted:
+def count(engine: Engine, requests: list[list[int]]) -> StepCount:
     driver = Driver(engine)
     steps = tokens = 0
     for index, ids in enumerate(requests):
@@ -82,7 +82,7 @@ def count(engine: Engine, requests: list[list[int]]) -> Counted:
         while driver.busy:
             steps += bool(driver.step())
         tokens += len(output.tokens)
-    return Counted(tokens, steps, driver.drafted, driver.accepted)
+    return StepCount(tokens, steps, driver.drafted, driver.accepted)
 
 
 def _engine(arguments: argparse.Namespace, longest: int, *, speculate: bool) -> Engine:

@@ -9,7 +9,7 @@ from tgi_server.engine.speculation.draft import Draft
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _LogitsPlace:
     """Where a sequence's logits are: those of its own last token, and those of its draft, if it has one.
 
     length: its tokens before the pass. own, drafted: rows of the pass's logits.
@@ -41,7 +41,7 @@ class LastPass:
         """rows: the sequences that decode. drafts: those that are checked."""
         self.chunks = chunks
         self._drafts = drafts
-        self._places = {sequence: _Place(sequence.length, row) for row, sequence in enumerate(rows)}
+        self._places = {sequence: _LogitsPlace(sequence.length, row) for row, sequence in enumerate(rows)}
         self._own = [Span(sequence, sequence.length - 1, row, 1) for row, sequence in enumerate(rows)]
         logits = tokens = len(rows)
         for chunk in chunks:
@@ -49,11 +49,11 @@ class LastPass:
             tokens += len(chunk.tokens)
             logits += chunk.logits
             if chunk.completes:
-                self._places[chunk.sequence] = _Place(chunk.sequence.length, logits - 1)
+                self._places[chunk.sequence] = _LogitsPlace(chunk.sequence.length, logits - 1)
         self._first_drafted = tokens
         for draft in drafts:
             place = self._places[draft.sequence]
-            self._places[draft.sequence] = _Place(place.length, place.own, draft, logits)
+            self._places[draft.sequence] = _LogitsPlace(place.length, place.own, draft, logits)
             logits += len(draft.tokens)
 
     def row_of(self, sequence: RunningSequence) -> int | None:
