@@ -1,0 +1,7 @@
+"""LoRA adapters: small fine-tunes of a base model, as `peft` writes them."""
+
+from tgi_server.engine.adapters.adapter import Adapter, AdapterLayer
+from tgi_server.engine.adapters.base_model import BaseLayer, BaseModel
+from tgi_server.engine.adapters.reader import read_adapter
+
+__all__ = ["Adapter", "AdapterLayer", "BaseLayer", "BaseModel", "read_adapter"]
