@@ -142,6 +142,34 @@ class WarmupResponse(_message.Message):
     fallbacks: _containers.RepeatedScalarFieldContainer[str]
     def __init__(self, num_blocks: _Optional[int] = ..., max_total_tokens: _Optional[int] = ..., max_batch_total_tokens: _Optional[int] = ..., fallbacks: _Optional[_Iterable[str]] = ...) -> None: ...
 
+class LoadAdapterRequest(_message.Message):
+    __slots__ = ("adapter_id", "folder", "check_only")
+    ADAPTER_ID_FIELD_NUMBER: _ClassVar[int]
+    FOLDER_FIELD_NUMBER: _ClassVar[int]
+    CHECK_ONLY_FIELD_NUMBER: _ClassVar[int]
+    adapter_id: str
+    folder: str
+    check_only: bool
+    def __init__(self, adapter_id: _Optional[str] = ..., folder: _Optional[str] = ..., check_only: _Optional[bool] = ...) -> None: ...
+
+class LoadAdapterResponse(_message.Message):
+    __slots__ = ("rank", "bytes")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    bytes: int
+    def __init__(self, rank: _Optional[int] = ..., bytes: _Optional[int] = ...) -> None: ...
+
+class UnloadAdapterRequest(_message.Message):
+    __slots__ = ("adapter_id",)
+    ADAPTER_ID_FIELD_NUMBER: _ClassVar[int]
+    adapter_id: str
+    def __init__(self, adapter_id: _Optional[str] = ...) -> None: ...
+
+class UnloadAdapterResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class SamplingParameters(_message.Message):
     __slots__ = ("do_sample", "temperature", "top_k", "top_p", "typical_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty", "seed", "watermark", "logit_bias", "min_tokens", "late_tokens")
     class LogitBiasEntry(_message.Message):
