@@ -119,16 +119,18 @@ class HealthResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class WarmupRequest(_message.Message):
-    __slots__ = ("max_prefill_tokens", "max_batch_size", "max_total_tokens", "max_batch_total_tokens")
+    __slots__ = ("max_prefill_tokens", "max_batch_size", "max_total_tokens", "max_batch_total_tokens", "adapter_bytes")
     MAX_PREFILL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MAX_BATCH_SIZE_FIELD_NUMBER: _ClassVar[int]
     MAX_TOTAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MAX_BATCH_TOTAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_BYTES_FIELD_NUMBER: _ClassVar[int]
     max_prefill_tokens: int
     max_batch_size: int
     max_total_tokens: int
     max_batch_total_tokens: int
-    def __init__(self, max_prefill_tokens: _Optional[int] = ..., max_batch_size: _Optional[int] = ..., max_total_tokens: _Optional[int] = ..., max_batch_total_tokens: _Optional[int] = ...) -> None: ...
+    adapter_bytes: int
+    def __init__(self, max_prefill_tokens: _Optional[int] = ..., max_batch_size: _Optional[int] = ..., max_total_tokens: _Optional[int] = ..., max_batch_total_tokens: _Optional[int] = ..., adapter_bytes: _Optional[int] = ...) -> None: ...
 
 class WarmupResponse(_message.Message):
     __slots__ = ("num_blocks", "max_total_tokens", "max_batch_total_tokens", "fallbacks")

@@ -95,7 +95,7 @@ async def assembled(settings: RouterSettings) -> AsyncIterator[Service]:
     shards = await _connect(settings.master_shard_uds_path)
     try:
         adapters = Adapters(shards, settings.max_loras)
-        info, capacity = await _warm_up(shards, settings)
+        info, capacity = await _warm_up(shards, settings, adapters)
         limits = _limits(settings, capacity)
         metrics = Metrics()
         metrics.fallbacks(len(capacity.fallbacks))
@@ -176,7 +176,9 @@ async def _connect(path: str) -> ShardedClient:
             logger.info("waiting for the shard at %s (%.0f s)", path, monotonic() - started)
 
 
-async def _warm_up(shards: ShardedClient, settings: RouterSettings) -> tuple[pb.InfoResponse, pb.WarmupResponse]:
+async def _warm_up(
+    shards: ShardedClient, settings: RouterSettings, adapters: Adapters
+) -> tuple[pb.InfoResponse, pb.WarmupResponse]:
     try:
         info = await shards.info()
         # An earlier router may have left requests behind.
@@ -187,6 +189,7 @@ async def _warm_up(shards: ShardedClient, settings: RouterSettings) -> tuple[pb.
                 max_batch_size=settings.max_batch_size or settings.max_concurrent_requests,
                 max_total_tokens=settings.max_total_tokens,
                 max_batch_total_tokens=settings.max_batch_total_tokens,
+                adapter_bytes=adapters.missing_bytes(len(adapters)),
             )
         )
     except RouterError as error:

@@ -79,6 +79,7 @@ class PagedRunner(Runner):
         max_prefill_tokens: int,
         max_total_tokens: int | None,
         max_batch_total_tokens: int | None,
+        adapter_bytes: int = 0,
     ) -> CacheCapacity:
         size = self._backend.block_size
         limit = max_total_tokens or position_limit(self._model.config) or UNBOUNDED_POSITIONS
@@ -89,7 +90,8 @@ class PagedRunner(Runner):
         self._graphs = None
         token_bytes = self._backend.shape.bytes_per_token(self._backend.dtype)
         processes = self._group.local_world_size if self._group else 1
-        free = cache_bytes(self._device, self._memory_fraction, self._cpu_memory, processes) - graphs.bytes
+        free = cache_bytes(self._device, self._memory_fraction, self._cpu_memory, processes, adapter_bytes)
+        free -= graphs.bytes
         affordable = free // (size * token_bytes)
         if self._group:
             affordable = self._group.minimum(affordable)
@@ -131,7 +133,7 @@ class PagedRunner(Runner):
             self._backend.copy(sequence.copy.source, sequence.copy.target, sequence.copy.tokens)
 
     def promote(self, sequence: RunningSequence, row: int) -> None:
-        self._batch.place(row, len(sequence.known), sequence.blocks)
+        self._batch.place(row, len(sequence.known), sequence.blocks, sequence.adapter)
 
     def accept(self, first_row: int, token_ids: Tensor) -> None:
         self._batch.tokens[first_row : first_row + len(token_ids)] = token_ids
@@ -165,11 +167,13 @@ class PagedRunner(Runner):
         self._highest_block = max(self._highest_block, highest)
 
     def _decode(self, rows: int, greedy: GreedyOnly | None) -> Tensor:
-        logits = self._graphs.run(rows) if self._graphs else None
+        # the recorded steps are those of rows without adapters
+        logits = self._graphs.run(rows) if self._graphs and not self._batch.adapted(rows) else None
         return self._run(self._batch.decode_input(rows, greedy)) if logits is None else logits
 
     def _run(self, inputs: PassInput) -> Tensor:
         self._cache.metadata = inputs.metadata
+        self.current_adapters.rows = inputs.adapters
         output = self._model(
             input_ids=inputs.tokens.unsqueeze(0),
             position_ids=inputs.positions.unsqueeze(0),

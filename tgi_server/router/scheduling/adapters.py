@@ -22,14 +22,15 @@ class Adapter:
 
     id: the name that requests give it. folder: where the shards find it. key: the name that the shards know it by; two
     adapters that had one id, one after the other, have different keys, and so share nothing in the prefix cache.
-    rank: the largest of its layers. used: grows with every request that joins. ready: the shards hold it.
-    loading: what makes it ready.
+    rank: the largest of its layers. bytes: that it takes in a shard. used: grows with every request that joins.
+    ready: the shards hold it. loading: what makes it ready.
     """
 
     id: str
     folder: str
     key: str
     rank: int = 0
+    bytes: int = 0
     used: int = 0
     ready: bool = False
     loading: "asyncio.Task[None] | None" = field(default=None, repr=False)
@@ -58,6 +59,9 @@ class Adapters:
     def __iter__(self) -> Iterator[Adapter]:
         return iter(list(self._by_id.values()))
 
+    def __len__(self) -> int:
+        return len(self._by_id)
+
     def find(self, adapter_id: str) -> Adapter:
         """Returns the adapter that has this id now. Raises NoSuchAdapter, which lists those that there are."""
         adapter = self._by_id.get(adapter_id)
@@ -84,7 +88,7 @@ class Adapters:
             raise
         finally:
             self._adding.remove(adapter_id)
-        adapter.rank, adapter.ready = response.rank, hold
+        adapter.rank, adapter.bytes, adapter.ready = response.rank, response.bytes, hold
         self._by_id[adapter_id] = adapter
         self.on_ready()
         return adapter
@@ -116,6 +120,11 @@ class Adapters:
     def can_come(self, adapter: Adapter) -> bool:
         """Returns True if the adapter is held, or there is a place for it."""
         return adapter.key in self._held or len(self._held) < self._max_loras or self._oldest() is not None
+
+    def missing_bytes(self, places: int) -> int:
+        """Returns the memory of a shard that so many adapters need beside those that are held already."""
+        largest = max((each.bytes for each in self), default=0)
+        return max(0, min(places, self._max_loras) * largest - sum(each.bytes for each in self._held.values()))
 
     @property
     def loading(self) -> bool:

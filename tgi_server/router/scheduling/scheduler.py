@@ -89,7 +89,7 @@ class Scheduler:
             if info.paged
             else PaddedMemory(limits.max_batch_total_tokens)
         )
-        self._adapters = adapters or Adapters(shards, max_loras=1)
+        self._adapters = Adapters(shards, max_loras=1) if adapters is None else adapters
         self._planner = StepPlanner(
             self.waiting, self.batch, AdmissionPolicy(limits), pace, self._drop_broken, self._adapters
         )
