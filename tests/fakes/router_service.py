@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, cast
 
 import httpx
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -15,9 +15,10 @@ from tgi_server.contract import FinishReason
 from tgi_server.router.api.access import AccessRules
 from tgi_server.router.api.app import create_app
 from tgi_server.router.api.connections import BREAK_OFF
-from tgi_server.router.errors import RouterError, Unhealthy
+from tgi_server.router.errors import InvalidRequest, RouterError, Unhealthy
 from tgi_server.router.metrics import Metrics
 from tgi_server.router.request import Limits, ValidRequest
+from tgi_server.router.scheduling.adapters import Adapters
 from tgi_server.router.service import Capacity, ModelDescription, Service
 from tgi_server.router.text.chat_template import ChatTemplate
 from tgi_server.router.text.tokenizer import TextTokenizer, TokenizerThreads
@@ -106,6 +107,26 @@ class Shards:
             raise Unhealthy("the shards do not respond")
 
 
+class AdapterShards:
+    """Stands in for shards that read any adapter from any folder, except one that is called `broken`.
+
+    held: the keys of those that they hold.
+    """
+
+    def __init__(self) -> None:
+        self.held: set[str] = set()
+
+    async def load_adapter(self, key: str, folder: str, *, check_only: bool = False) -> pb.LoadAdapterResponse:
+        if folder.endswith("broken"):
+            raise InvalidRequest("tensor x has the shape [2]")
+        if not check_only:
+            self.held.add(key)
+        return pb.LoadAdapterResponse(rank=8, bytes=100)
+
+    async def unload_adapter(self, key: str) -> None:
+        self.held.remove(key)
+
+
 class RouterService:
     """A service of the byte-level vocabulary, and what stands behind it."""
 
@@ -115,6 +136,8 @@ class RouterService:
         self.threads = TokenizerThreads(self.tokenizer, 1)
         self.scheduler = ScriptedScheduler(self.tokenizer)
         self.shards = Shards()
+        self.adapter_shards = AdapterShards()
+        adapters = Adapters(cast(Any, self.adapter_shards), max_loras=2)
         usual: dict[str, Any] = {
             "model": ModelDescription(
                 "maker/model", ["maker/model"], None, "cpu", encoder_decoder=False, version="1.2.3"
@@ -123,7 +146,7 @@ class RouterService:
             "tokenizer": self.tokenizer,
             "threads": self.threads,
             "template": ChatTemplate(_CONFIG),
-            "validator": Validator(LIMITS, self.threads, VOCAB_SIZE, None, no_fault),
+            "validator": Validator(LIMITS, self.threads, VOCAB_SIZE, None, no_fault, adapters),
             "submitter": self.scheduler,
             "capacity": Capacity(LIMITS.max_concurrent_requests),
             "metrics": Metrics(),
@@ -136,6 +159,7 @@ class RouterService:
             "max_stored_responses": 10,
             "openai_limits": LIMITS.of_openai(),
             "sampling_defaults": {},
+            "adapters": adapters,
         }
         self.service = Service(**(usual | changes))
 

@@ -102,7 +102,7 @@ class SharedParameters(RefusingModel):
         "use_beam_search": (False,),
     }
 
-    model: str | None = Field(default=None, description="Not used: the server has one model.")
+    model: str | None = Field(default=None, description="The name of an adapter, or of the model.")
     cache_salt: CacheSalt = None
     frequency_penalty: float | None = Field(
         json_schema_extra=PENALTY, default=None, description="-2 to 2: penalty of a token for each time."

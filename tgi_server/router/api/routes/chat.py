@@ -87,7 +87,7 @@ async def _whole(exchange: Exchange, plan: ChatPlan, prompt: ChatPrompt) -> Resp
     await exchange.wait_for(end.future)
     logprobs = plan.logprobs is not None
     shown = ",".join(choice.json(index, logprobs=logprobs) for index, choice in enumerate(written))
-    envelope = Envelope("chat.completion", "chatcmpl", exchange.service.model)
+    envelope = Envelope("chat.completion", "chatcmpl", exchange.service.model, prompt.checked.adapter_id)
     text = envelope.wrap(shown, choices.usage())
     return exchange.respond(text, characters=len(prompt.text), streams=choices.streams)
 
@@ -96,7 +96,7 @@ async def _stream(exchange: Exchange, plan: ChatPlan, prompt: ChatPrompt) -> Res
     options = plan.request.stream_options
     whole_usage = options is not None and options.include_usage
     outbox = Outbox()
-    envelope = Envelope("chat.completion.chunk", "chatcmpl", exchange.service.model)
+    envelope = Envelope("chat.completion.chunk", "chatcmpl", exchange.service.model, prompt.checked.adapter_id)
 
     def last_words() -> bytes:
         return event(envelope.wrap("", choices.usage())) if whole_usage else b""

@@ -65,6 +65,7 @@ def chat_request(request: ResponsesRequest, messages: Sequence[dict[str, Any]]) 
     system = [{"role": "system", "content": request.instructions}] if request.instructions else []
     logprobs = LOGPROBS in (request.include or ())
     fields = {
+        "model": request.model,
         "messages": [*system, *messages],
         "temperature": request.temperature,
         "top_p": request.top_p,
