@@ -30,8 +30,10 @@ def download_adapter(settings: LauncherSettings, adapter: AdapterSource) -> Comm
     """Returns the command that fetches an adapter, and prints its folder once it is complete."""
     flags = _flags(settings, (name for name in DOWNLOAD_FLAGS if name not in _OF_THE_MODEL))
     revision = [f"--revision={adapter.revision}"] if adapter.revision else []
-    arguments = ["download-weights", adapter.place, *revision, *flags, f"--logger-level={settings.log_level}"]
-    return Command("download", _python("tgi_server.shard.cli", arguments), _hub_cache(settings))
+    arguments = ["download-weights", adapter.place, "--no-merge-lora", *revision, *flags]
+    arguments.append(f"--logger-level={settings.log_level}")
+    # An inherited variable is of the model.
+    return Command("download", _python("tgi_server.shard.cli", arguments), _hub_cache(settings) | {"REVISION": ""})
 
 
 def shards(settings: LauncherSettings, sockets: list[Path], store_port: int | None = None) -> list[Command]:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from shared.settings import read_settings
+from tests.hub import COMMIT, Repository, running_hub
 from tgi_server import demo_model
 from tgi_server.launcher.errors import CannotStartError, ModelMissingError
 from tgi_server.launcher.settings import LauncherSettings
@@ -53,3 +54,17 @@ async def test_the_folder_of_an_adapter_is_not_ready_to_be_served(tmp_path: Path
     (tmp_path / "adapter_model.safetensors").write_bytes(b"")
     with pytest.raises(ModelMissingError):
         await find_model(settings(tmp_path))
+
+
+@pytest.mark.slow
+async def test_adapters_of_the_hub_are_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {"adapter_config.json": b"{}", "adapter_model.safetensors": b"weights"}
+    with running_hub() as hub:
+        hub.models["maker/chef"] = Repository(files, revisions=("v2", COMMIT))
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        flags = ["--lora-adapters=chef=maker/chef@v2", f"--huggingface-hub-cache={tmp_path}"]
+        (found,) = await find_adapters(read_settings(LauncherSettings, "launcher", flags))
+        assert found.folder is not None
+        assert {file.name: file.read_bytes() for file in found.folder.iterdir()} == files
+        with pytest.raises(ModelMissingError):
+            await find_adapters(read_settings(LauncherSettings, "launcher", ["--lora-adapters=maker/absent"]))
