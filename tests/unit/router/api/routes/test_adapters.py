@@ -38,39 +38,37 @@ async def updatable(root: Path) -> AsyncIterator[tuple[RouterService, httpx.Asyn
         yield router, client
 
 
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        ("/generate", {"inputs": "hello", "parameters": {"adapter_id": "chef"}}),
-        ("/generate_stream", {"inputs": "hello", "parameters": {"adapter_id": "chef"}}),
-        ("/", {"inputs": "hello", "parameters": {"adapter_id": "chef"}}),
-        ("/invocations", {"inputs": "hello", "parameters": {"adapter_id": "chef"}}),
-        ("/vertex", {"instances": [{"inputs": "hello", "parameters": {"adapter_id": "chef"}}]}),
-        ("/vertex", {"instances": [CHAT | {"model": "chef"}]}),
-        ("/v1/completions", {"prompt": "hello", "model": "chef"}),
-        ("/v1/chat/completions", CHAT | {"model": "chef"}),
-        ("/invocations", CHAT | {"model": "chef"}),
-        ("/v1/responses", {"input": "hello", "model": "chef"}),
-    ],
-)
-async def test_every_route_hands_the_adapter_to_the_scheduler(
-    router: RouterService, client: httpx.AsyncClient, path: str, body: dict[str, Any]
-):
-    response = await client.post(path, json=body)
-    assert response.status_code == 200, response.text
-    (request,) = router.scheduler.submitted
-    assert request.adapter_id == "chef"
-    if path.startswith("/v1"):
-        assert response.json()["model"] == "chef"
-    assert 'tgi_request_adapter_count{adapter="chef"} 1.0' in (await client.get("/metrics")).text
+GENERATE = {"inputs": "hello", "parameters": {"adapter_id": "chef"}}
+REQUESTS: list[tuple[str, dict[str, Any]]] = [
+    ("/generate", GENERATE),
+    ("/generate_stream", GENERATE),
+    ("/", GENERATE),
+    ("/invocations", GENERATE),
+    ("/vertex", {"instances": [GENERATE]}),
+    ("/vertex", {"instances": [CHAT | {"model": "chef"}]}),
+    ("/v1/completions", {"prompt": "hello", "model": "chef"}),
+    ("/v1/chat/completions", CHAT | {"model": "chef"}),
+    ("/invocations", CHAT | {"model": "chef"}),
+    ("/v1/responses", {"input": "hello", "model": "chef"}),
+]
 
 
-@pytest.mark.parametrize("model", [None, "", "tgi", "maker/model"])
-async def test_the_model_itself_has_names_too(router: RouterService, client: httpx.AsyncClient, model: str | None):
-    response = await client.post("/v1/chat/completions", json=CHAT | {"model": model})
-    assert response.json()["model"] == "maker/model"
-    assert router.scheduler.submitted[0].adapter_id is None
-    assert 'tgi_request_adapter_count{adapter=""} 1.0' in (await client.get("/metrics")).text
+async def test_every_route_hands_the_adapter_to_the_scheduler(router: RouterService, client: httpx.AsyncClient):
+    for path, body in REQUESTS:
+        response = await client.post(path, json=body)
+        assert response.status_code == 200, response.text
+        assert router.scheduler.submitted.pop().adapter_id == "chef", path
+        if path.startswith("/v1"):
+            assert response.json()["model"] == "chef"
+    assert f'tgi_request_adapter_count{{adapter="chef"}} {len(REQUESTS)}.0' in (await client.get("/metrics")).text
+
+
+async def test_the_model_itself_has_names_too(router: RouterService, client: httpx.AsyncClient):
+    for model in (None, "", "tgi", "maker/model"):
+        response = await client.post("/v1/chat/completions", json=CHAT | {"model": model})
+        assert response.json()["model"] == "maker/model"
+        assert router.scheduler.submitted.pop().adapter_id is None
+    assert 'tgi_request_adapter_count{adapter=""} 4.0' in (await client.get("/metrics")).text
 
 
 async def test_an_adapter_that_is_not_there_is_told_with_those_that_are(
@@ -119,35 +117,30 @@ async def test_adapters_come_and_go(updatable: tuple[RouterService, httpx.AsyncC
     assert (again.status_code, again.json()["error"]["code"]) == (404, "model_not_found")
 
 
-@pytest.mark.parametrize(
-    ("name", "path", "told"),
-    [
-        ("x", "../elsewhere", "is not the folder of an adapter below"),
-        ("x", "/etc", "is not the folder of an adapter below"),
-        ("x", "link", "is not the folder of an adapter below"),
-        ("x", "absent", "is not the folder of an adapter below"),
-        ("x", "empty", "is not the folder of an adapter below"),
-        ("x", "a\0b", "is not the folder of an adapter below"),
+NOT_BELOW = "is not the folder of an adapter below"
+
+
+async def test_what_may_not_be_loaded(updatable: tuple[RouterService, httpx.AsyncClient]):
+    router, client = updatable
+    await router.service.adapters.add("taken", "/adapters/taken")
+    for name, path, told in (
+        ("x", "../elsewhere", NOT_BELOW),
+        ("x", "/etc", NOT_BELOW),
+        ("x", "link", NOT_BELOW),
+        ("x", "absent", NOT_BELOW),
+        ("x", "empty", NOT_BELOW),
+        ("x", "a\0b", NOT_BELOW),
         ("x", "broken", "tensor x has the shape"),
         ("maker/model", "cook", "is a name of the model itself"),
         (" ", "cook", "an adapter's id has 1 to 256 printable characters"),
         ("taken", "cook", "there is an adapter 'taken' already"),
-    ],
-)
-async def test_what_may_not_be_loaded(
-    updatable: tuple[RouterService, httpx.AsyncClient], name: str, path: str, told: str
-):
-    router, client = updatable
-    await router.service.adapters.add("taken", "/adapters/taken")
-    refused = await client.post("/v1/load_lora_adapter", json={"lora_name": name, "lora_path": path})
-    assert refused.status_code == 422
-    assert told in refused.json()["error"]["message"]
-    assert [each.id for each in router.service.adapters] == ["taken"]
-
-
-async def test_in_place_of_another_adapter_none_is_loaded(updatable: tuple[RouterService, httpx.AsyncClient]):
+    ):
+        refused = await client.post("/v1/load_lora_adapter", json={"lora_name": name, "lora_path": path})
+        assert refused.status_code == 422
+        assert told in refused.json()["error"]["message"]
+        assert [each.id for each in router.service.adapters] == ["taken"]
     body = {"lora_name": "x", "lora_path": "cook", "load_inplace": True}
-    refused = await updatable[1].post("/v1/load_lora_adapter", json=body)
+    refused = await client.post("/v1/load_lora_adapter", json=body)
     assert "`load_inplace` is not supported" in refused.json()["error"]["message"]
 
 
