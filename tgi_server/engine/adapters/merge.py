@@ -44,7 +44,6 @@ class _Merger:
     """Changes the tensors of a checkpoint. names: of all its tensors."""
 
     def __init__(self, adapter: Adapter, base: BaseModel, names: set[str]) -> None:
-        self._adapter = adapter
         self._base = base
         self._layers: dict[str, tuple[str, AdapterLayer]] = {}  # by the name of the tensor, without `.weight`
         self.unties: dict[str, AdapterLayer] = {}  # heads that get a weight of their own
