@@ -10,7 +10,6 @@ from transformers.pytorch_utils import Conv1D
 
 from tgi_server.engine.adapters.adapter import AdapterLayer
 from tgi_server.engine.adapters.rows import AdapterRows, CurrentRows
-from tgi_server.engine.kernels import load_kernels
 from tgi_server.engine.layers.decoder import FusedLayer, LayerStack
 from tgi_server.engine.linear import PackedLinear
 from tgi_server.engine.quantization import QuantizedLinear
@@ -47,7 +46,10 @@ class AdaptedLinear:
     parts: the layers of the base model whose outputs it has side by side, with their numbers of outputs.
     """
 
-    def __init__(self, module: nn.Module, parts: Sequence[tuple[str, int]], current: CurrentRows) -> None:
+    def __init__(
+        self, module: nn.Module, parts: Sequence[tuple[str, int]], current: CurrentRows, *, kernels: bool
+    ) -> None:
+        """kernels: the engine's own kernels compute the changes."""
         self.parts = parts
         self.outputs = sum(outputs for _, outputs in parts)
         self._current = current
@@ -58,7 +60,7 @@ class AdaptedLinear:
         if self._add_to is not None:
             module.add_to = self.add_to  # type: ignore[assignment]
         self._kernel: Any = None
-        if load_kernels():
+        if kernels:
             self._kernel = torch.classes.oatmill.Adapters(self.outputs)
             if isinstance(module, PackedLinear) and (layer := module.kernel()) is not None:
                 layer.adapt(self._kernel)
@@ -121,7 +123,7 @@ class AdaptedLinear:
     def _changed(self, x: Tensor, rows: AdapterRows, *, relu: bool = False, residual: Tensor | None = None) -> Tensor:
         y: Tensor = self._forward(x).contiguous()
         numbers = rows.of(x.numel() // x.shape[-1])
-        if self._kernel is not None and x.device.type == "cpu":
+        if self._kernel is not None:
             return self._kernel.apply(x, y, numbers, relu, residual)
         inputs, outputs = x.reshape(-1, x.shape[-1]), y.view(-1, y.shape[-1])
         for number in rows.present & self._changes.keys():
@@ -144,12 +146,15 @@ def _change(x: Tensor, y: Tensor, rows: Tensor, change: Change) -> None:
     y[rows] = own
 
 
-def adapt_linears(model: nn.Module, current: CurrentRows) -> list[AdaptedLinear]:
-    """Makes all linear layers of a model such that adapters can change them. current: set before each pass."""
+def adapt_linears(model: nn.Module, current: CurrentRows, *, kernels: bool) -> list[AdaptedLinear]:
+    """Makes all linear layers of a model such that adapters can change them.
+
+    current: set before each pass. kernels: the engine's own kernels compute the changes, on a CPU.
+    """
     for module in model.modules():
         if isinstance(module, LayerStack):
             module.adapter_numbers = current.numbers
-    return [AdaptedLinear(module, parts, current) for module, parts in list(_linears(model))]
+    return [AdaptedLinear(module, parts, current, kernels=kernels) for module, parts in list(_linears(model))]
 
 
 def _linears(model: nn.Module) -> Iterator[tuple[nn.Module, list[tuple[str, int]]]]:

@@ -16,6 +16,7 @@ from tgi_server.engine.adapters.linears import AdaptedLinear, Change, adapt_line
 from tgi_server.engine.adapters.reader import read_adapter
 from tgi_server.engine.adapters.rows import CurrentRows
 from tgi_server.engine.errors import InvalidAdapter, InvalidCall
+from tgi_server.engine.kernels import load_kernels
 from tgi_server.engine.sharding import ShardGroup
 from tgi_server.engine.sharding.architectures import plan_for
 from tgi_server.engine.sharding.plan import ShardingPlan
@@ -52,11 +53,13 @@ class LoadedAdapters:
         group: ShardGroup | None,
         *,
         max_rank: int,
+        custom_kernels: bool,
         trust_remote_code: bool,
     ) -> None:
         """folder: of the base model. read_config: reads its configuration. current: the rows of the pass that runs.
 
-        group: the shards of the model, when this is one of them. max_rank: of a layer.
+        group: the shards of the model, when this is one of them. max_rank: of a layer. custom_kernels: kernels of the
+        engine's own may stand in for torch's.
         """
         self._model = model
         self._folder = folder
@@ -64,6 +67,7 @@ class LoadedAdapters:
         self._current = current
         self._group = group
         self._max_rank = max_rank
+        self._custom_kernels = custom_kernels
         self._trust_remote_code = trust_remote_code
         self._numbers: dict[str, int] = {}
         self._lock = threading.Lock()  # of what is made when the first adapter is read
@@ -118,7 +122,8 @@ class LoadedAdapters:
 
     @cached_property
     def _linears(self) -> list[AdaptedLinear]:
-        return adapt_linears(self._model, self._current)
+        kernels = self._custom_kernels and self._model.device.type == "cpu" and load_kernels()
+        return adapt_linears(self._model, self._current, kernels=kernels)
 
     @cached_property
     def _base(self) -> BaseModel:

@@ -25,9 +25,14 @@ def quick(names: Iterable[str], chosen: Iterable[str] = QUICK) -> list[object]:
 
 
 def overlap(folder: Path, **settings) -> tuple[Requests, list[list[int]]]:
-    """Requests join two at a time, prompts in chunks; two leave for good, one leaves and comes back."""
     texts = prompts()
     requests = Requests(load_engine(folder, **settings), texts)
+    run_overlapping(requests)
+    return requests, expected_tokens(folder, texts)
+
+
+def run_overlapping(requests: Requests) -> None:
+    """Requests join two at a time, prompts in chunks; two leave for good, one leaves and comes back."""
     for step in range(len(LENGTHS) // 2):
         requests.join(2 * step)
         requests.join(2 * step + 1)
@@ -39,7 +44,6 @@ def overlap(folder: Path, **settings) -> tuple[Requests, list[list[int]]]:
     requests.step()
     requests.join(1)
     requests.finish()
-    return requests, expected_tokens(folder, texts)
 
 
 def check(requests: Requests, expected: list[list[int]]) -> None:
