@@ -84,8 +84,8 @@ async def running(
 ) -> AsyncIterator[RunningServer]:
     """Runs a server on a free port of this machine while the block runs.
 
-    log: where its output goes. limit: seconds until its `/health` has to answer. adapters: that it has. SIGTERM cancels the task that is in
-    the block, so that the server ends, too.
+    log: where its output goes. limit: seconds until its `/health` has to answer. adapters: that it has. SIGTERM cancels
+    the task that is in the block, so that the server ends, too.
 
     Raises ServerDidNotStart.
     """
