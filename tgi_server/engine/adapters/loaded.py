@@ -12,7 +12,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from tgi_server.engine.adapters.adapter import AdapterLayer
 from tgi_server.engine.adapters.base_model import BaseModel
-from tgi_server.engine.adapters.linears import AdaptedLinear, Change, adapt_linears
+from tgi_server.engine.adapters.linears import AdaptedLinear, adapt_linears
+from tgi_server.engine.adapters.products import Change, CpuProducts, Products, TorchProducts
 from tgi_server.engine.adapters.reader import read_adapter
 from tgi_server.engine.adapters.rows import CurrentRows
 from tgi_server.engine.errors import InvalidAdapter, InvalidCall
@@ -122,8 +123,13 @@ class LoadedAdapters:
 
     @cached_property
     def _linears(self) -> list[AdaptedLinear]:
-        kernels = self._custom_kernels and self._model.device.type == "cpu" and load_kernels()
-        return adapt_linears(self._model, self._current, kernels=kernels)
+        return adapt_linears(self._model, self._current, self._products)
+
+    def _products(self, outputs: int) -> Products:
+        """Returns what computes the changes of a linear layer."""
+        if self._custom_kernels and self._model.device.type == "cpu" and load_kernels():
+            return CpuProducts(outputs)
+        return TorchProducts()
 
     @cached_property
     def _base(self) -> BaseModel:
