@@ -93,20 +93,26 @@ class AdaptedLinear:
     def _rows(self) -> AdapterRows | None:
         """Returns the rows of this pass; None if nothing changes for any of them."""
         rows = self._current.rows
-        return None if rows is None or self._changed_by.isdisjoint(rows.present) else rows
+        if rows is None or (rows.present is not None and self._changed_by.isdisjoint(rows.present)):
+            return None
+        return rows
 
 
-def adapt_linears(model: nn.Module, current: CurrentRows, products: Callable[[int], Products]) -> list[AdaptedLinear]:
+def adapt_linears(
+    model: nn.Module, current: CurrentRows, products: Callable[[int, int], Products]
+) -> list[AdaptedLinear]:
     """Makes all linear layers of a model such that adapters can change them.
 
-    current: set before each pass. products: makes what computes the changes of a layer of so many outputs.
+    current: set before each pass. products: makes what computes the changes of a layer of so many outputs, of so many
+    layers of the base model.
     """
     for module in model.modules():
         if isinstance(module, LayerStack):
             module.adapter_numbers = current.numbers
-    linears = list(_linears(model))
+    current.attached = True
     return [
-        AdaptedLinear(module, parts, current, products(sum(size for _, size in parts))) for module, parts in linears
+        AdaptedLinear(module, parts, current, products(sum(size for _, size in parts), len(parts)))
+        for module, parts in list(_linears(model))
     ]
 
 

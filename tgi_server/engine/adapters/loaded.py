@@ -1,5 +1,6 @@
 """The adapters that a running model has at hand."""
 
+import logging
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ from tgi_server.engine.sharding import ShardGroup
 from tgi_server.engine.sharding.architectures import plan_for
 from tgi_server.engine.sharding.plan import ShardingPlan
 from tgi_server.engine.sharding.shares import Share, share_of
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,11 +128,31 @@ class LoadedAdapters:
     def _linears(self) -> list[AdaptedLinear]:
         return adapt_linears(self._model, self._current, self._products)
 
-    def _products(self, outputs: int) -> Products:
-        """Returns what computes the changes of a linear layer."""
-        if self._custom_kernels and self._model.device.type == "cpu" and load_kernels():
+    def _products(self, outputs: int, parts: int) -> Products:
+        """Returns what computes the changes of a linear layer, which is made of so many of the base model."""
+        device = self._model.device
+        if self._custom_kernels and device.type == "cpu" and load_kernels():
             return CpuProducts(outputs)
+        if self._on_gpu:
+            from tgi_server.engine.adapters.triton_products import TritonProducts
+
+            return TritonProducts(outputs, parts * self._max_rank, device)
         return TorchProducts()
+
+    @cached_property
+    def _on_gpu(self) -> bool:
+        """True if the kernels in Triton are to be used."""
+        if not self._custom_kernels or self._model.device.type != "cuda":
+            return False
+        try:
+            from tgi_server.engine.adapters.triton_products import fault_of
+        except ImportError as error:
+            fault: str | None = str(error)
+        else:
+            fault = fault_of(self._model.dtype, self._model.device)
+        if fault is not None:
+            logger.warning("adapters are computed in plain torch, which is slow: %s", fault)
+        return fault is None
 
     @cached_property
     def _base(self) -> BaseModel:

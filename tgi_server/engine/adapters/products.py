@@ -66,7 +66,7 @@ class TorchProducts(Products):
     def apply(self, x: Tensor, y: Tensor, rows: AdapterRows, *, relu: bool, residual: Tensor | None) -> Tensor:
         inputs, outputs = x.reshape(-1, x.shape[-1]), y.view(-1, y.shape[-1])
         numbers = rows.of(len(inputs))
-        for number in rows.present & self._changes.keys():
+        for number in self._changes.keys() if rows.present is None else rows.present & self._changes.keys():
             _change(inputs, outputs, (numbers == number).nonzero().squeeze(1), self._changes[number])
         if relu:
             torch.relu_(y)
