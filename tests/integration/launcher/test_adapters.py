@@ -13,27 +13,6 @@ from tests.unit.engine.requests import NEW, generated
 
 CLIENTS = 16
 TEXT = "the quick brown fox jumps over the lazy dog and then it rests in the shade of an old oak"
-    "the",
-    "quick",
-    "brown",
-    "fox",
-    "jumps",
-    "over",
-    "the",
-    "lazy",
-    "dog",
-    "and",
-    "then",
-    "it",
-    "rests",
-    "in",
-    "the",
-    "shade",
-    "of",
-    "an",
-    "old",
-    "oak",
-]
 
 
 @pytest.fixture(scope="module")
