@@ -109,7 +109,8 @@ class AdapterShards:
         return pb.LoadAdapterResponse(rank=4, bytes=100)
 
     async def unload_adapter(self, key: str) -> None:
-        self.held.remove(key)
+        if key in self.held:
+            self.held.remove(key)
 
 
 def _ready_adapters() -> Adapters:
