@@ -9,13 +9,14 @@ import httpx
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from shared.stubs import generate_pb2 as pb
+from tests.fakes.simulation import AdapterShards
 from tests.fakes.vocabularies import BOS, EOS, byte_level
 from tests.grammars import no_fault
 from tgi_server.contract import FinishReason
 from tgi_server.router.api.access import AccessRules
 from tgi_server.router.api.app import create_app
 from tgi_server.router.api.connections import BREAK_OFF
-from tgi_server.router.errors import InvalidRequest, RouterError, Unhealthy
+from tgi_server.router.errors import RouterError, Unhealthy
 from tgi_server.router.metrics import Metrics
 from tgi_server.router.request import Limits, ValidRequest
 from tgi_server.router.scheduling.adapters import Adapters
@@ -105,26 +106,6 @@ class Shards:
     async def check(self) -> None:
         if not self.well:
             raise Unhealthy("the shards do not respond")
-
-
-class AdapterShards:
-    """Stands in for shards that read any adapter from any folder, except one that is called `broken`.
-
-    held: the keys of those that they hold.
-    """
-
-    def __init__(self) -> None:
-        self.held: set[str] = set()
-
-    async def load_adapter(self, key: str, folder: str, *, check_only: bool = False) -> pb.LoadAdapterResponse:
-        if folder.endswith("broken"):
-            raise InvalidRequest("tensor x has the shape [2]")
-        if not check_only:
-            self.held.add(key)
-        return pb.LoadAdapterResponse(rank=8, bytes=100)
-
-    async def unload_adapter(self, key: str) -> None:
-        self.held.remove(key)
 
 
 class RouterService:

@@ -105,6 +105,7 @@ class Engine:
             self._runner.current_adapters,
             config.group,
             max_rank=config.max_lora_rank,
+            custom_kernels=config.custom_kernels,
             trust_remote_code=config.trust_remote_code,
         )
         self._watermark = WatermarkSettings(config.watermark_gamma, config.watermark_delta)

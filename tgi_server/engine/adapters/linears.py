@@ -1,7 +1,6 @@
-"""The linear layers of a running model, and what adapters change of them."""
+"""The linear layers of a running model, with the changes that adapters make to them."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -9,8 +8,8 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from tgi_server.engine.adapters.adapter import AdapterLayer
+from tgi_server.engine.adapters.products import Change, CpuProducts, Products
 from tgi_server.engine.adapters.rows import AdapterRows, CurrentRows
-from tgi_server.engine.kernels import load_kernels
 from tgi_server.engine.layers.decoder import FusedLayer, LayerStack
 from tgi_server.engine.linear import PackedLinear
 from tgi_server.engine.quantization import QuantizedLinear
@@ -19,54 +18,36 @@ from tgi_server.engine.quantization import QuantizedLinear
 _OF_EXPERTS = ".experts."
 
 
-@dataclass(frozen=True, slots=True)
-class Change:
-    """One adapter's change of a linear layer of the running model: y = gain * base(x) + b (a x) + shift.
-
-    a: [ranks, inputs], of all layers that the running model computes as one. b: of each of those that is changed
-    [its ranks, its outputs]; they take the ranks in turn. firsts: the place of the first output of each.
-    gain, shift: [outputs] float32, or None for 1 and 0.
-    """
-
-    a: Tensor
-    b: list[Tensor]
-    firsts: list[int]
-    gain: Tensor | None
-    shift: Tensor | None
-
-    @property
-    def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in (self.a, *self.b, self.gain, self.shift) if tensor is not None)
-
-
 class AdaptedLinear:
-    """A linear layer of the running model, with the changes that adapters make to it.
-
-    It stands in for the layer's methods. Passes without an adapter that changes the layer go to the layer itself.
+    """Stands in for the methods of a linear layer. Passes in which no adapter changes it go to the layer itself.
 
     parts: the layers of the base model whose outputs it has side by side, with their numbers of outputs.
     """
 
-    def __init__(self, module: nn.Module, parts: Sequence[tuple[str, int]], current: CurrentRows) -> None:
+    def __init__(
+        self, module: nn.Module, parts: Sequence[tuple[str, int]], current: CurrentRows, products: Products
+    ) -> None:
+        """current: the rows of the pass that runs. products: computes the changes."""
         self.parts = parts
         self.outputs = sum(outputs for _, outputs in parts)
         self._current = current
-        self._changes: dict[int, Change] = {}
+        self._products = products
+        self._changed_by: set[int] = set()
         self._forward: Any = module.forward
         self._add_to: Any = getattr(module, "add_to", None)
         module.forward = self.forward
         if self._add_to is not None:
             module.add_to = self.add_to  # type: ignore[assignment]
-        self._kernel: Any = None
-        if load_kernels():
-            self._kernel = torch.classes.oatmill.Adapters(self.outputs)
-            if isinstance(module, PackedLinear) and (layer := module.kernel()) is not None:
-                layer.adapt(self._kernel)
+        if isinstance(products, CpuProducts) and isinstance(module, PackedLinear):
+            layer = module.kernel()  # which may be called without Python
+            if layer is not None:
+                layer.adapt(products.kernel)
 
     def change(self, layers: Mapping[str, AdapterLayer], dtype: torch.dtype, device: torch.device) -> Change | None:
         """Returns an adapter's change of this layer; None if it has none. layers: by path, as this shard has them."""
         a, b, firsts, first = [], [], [], 0
         gain, shift = torch.ones(self.outputs), torch.zeros(self.outputs)
+        gains = shifts = False
         for path, outputs in self.parts:
             layer = layers.get(path)
             if layer is not None:
@@ -75,96 +56,78 @@ class AdaptedLinear:
                 firsts.append(first)
                 if layer.gain is not None:
                     gain[first : first + outputs] = layer.gain
+                    gains = True
                 if layer.shift is not None:
                     shift[first : first + outputs] = layer.shift
+                    shifts = True
             first += outputs
         if not a:
             return None
-        gains = any(layers[path].gain is not None for path, _ in self.parts if path in layers)
-        shifts = any(layers[path].shift is not None for path, _ in self.parts if path in layers)
-        return Change(
-            torch.cat(a).to(device, dtype).contiguous(),
-            b,
-            firsts,
-            gain.to(device) if gains else None,
-            shift.to(device) if shifts else None,
-        )
+        together = torch.cat(a).to(device, dtype).contiguous()
+        return Change(together, b, firsts, gain.to(device) if gains else None, shift.to(device) if shifts else None)
 
     def put(self, number: int, change: Change) -> None:
         """Has the rows of the adapter with that number computed with its change from the next pass on."""
-        self._changes[number] = change
-        if self._kernel is not None:
-            self._kernel.put(number, change.a, change.b, change.firsts, change.gain, change.shift)
+        self._changed_by.add(number)
+        self._products.put(number, change)
 
     def drop(self, number: int) -> None:
-        self._changes.pop(number, None)
-        if self._kernel is not None:
-            self._kernel.drop(number)
+        self._changed_by.discard(number)
+        self._products.drop(number)
 
     def forward(self, x: Tensor, **options: Any) -> Tensor:
         """Returns the outputs, [..., outputs], for x, [..., inputs]. options: those of the layer itself."""
         rows = self._rows()
         if rows is None:
             return self._forward(x, **options)
-        return self._changed(x, rows, relu=options.get("activation") == "relu")
+        relu = options.get("activation") == "relu"
+        return self._products.apply(x, self._forward(x).contiguous(), rows, relu=relu, residual=None)
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
         """Returns residual + forward(x)."""
         rows = self._rows()
-        return self._add_to(residual, x) if rows is None else self._changed(x, rows, residual=residual)
+        if rows is None:
+            return self._add_to(residual, x)
+        return self._products.apply(x, self._forward(x).contiguous(), rows, relu=False, residual=residual)
 
     def _rows(self) -> AdapterRows | None:
         """Returns the rows of this pass; None if nothing changes for any of them."""
         rows = self._current.rows
-        return None if rows is None or self._changes.keys().isdisjoint(rows.present) else rows
-
-    def _changed(self, x: Tensor, rows: AdapterRows, *, relu: bool = False, residual: Tensor | None = None) -> Tensor:
-        y: Tensor = self._forward(x).contiguous()
-        numbers = rows.of(x.numel() // x.shape[-1])
-        if self._kernel is not None and x.device.type == "cpu":
-            return self._kernel.apply(x, y, numbers, relu, residual)
-        inputs, outputs = x.reshape(-1, x.shape[-1]), y.view(-1, y.shape[-1])
-        for number in rows.present & self._changes.keys():
-            _change(inputs, outputs, (numbers == number).nonzero().squeeze(1), self._changes[number])
-        if relu:
-            y = torch.relu_(y)
-        return y if residual is None else residual + y
+        if rows is None or (rows.present is not None and self._changed_by.isdisjoint(rows.present)):
+            return None
+        return rows
 
 
-def _change(x: Tensor, y: Tensor, rows: Tensor, change: Change) -> None:
-    """Changes some rows of y, [rows, outputs], in place. x: [rows, inputs]."""
-    own = y[rows]
-    if change.gain is not None:
-        own = own * change.gain.to(y.dtype)
-    narrowed = (x[rows] @ change.a.t()).split([len(b) for b in change.b], dim=-1)
-    for first, b, sums in zip(change.firsts, change.b, narrowed, strict=True):
-        own[:, first : first + b.shape[1]] += sums @ b
-    if change.shift is not None:
-        own = own + change.shift.to(y.dtype)
-    y[rows] = own
+def adapt_linears(
+    model: nn.Module, current: CurrentRows, products: Callable[[int, int], Products]
+) -> list[AdaptedLinear]:
+    """Makes all linear layers of a model such that adapters can change them.
 
-
-def adapt_linears(model: nn.Module, current: CurrentRows) -> list[AdaptedLinear]:
-    """Makes all linear layers of a model such that adapters can change them. current: set before each pass."""
+    current: set before each pass. products: makes what computes the changes of a layer of so many outputs, of so many
+    layers of the base model.
+    """
     for module in model.modules():
         if isinstance(module, LayerStack):
             module.adapter_numbers = current.numbers
-    return [AdaptedLinear(module, parts, current) for module, parts in list(_linears(model))]
+    current.attached = True
+    return [
+        AdaptedLinear(module, parts, current, products(sum(size for _, size in parts), len(parts)))
+        for module, parts in list(_linears(model))
+    ]
 
 
 def _linears(model: nn.Module) -> Iterator[tuple[nn.Module, list[tuple[str, int]]]]:
     """Yields each linear layer with the layers of the base model that it is made of, and their numbers of outputs."""
     fused: set[int] = set()
     for path, module in model.named_modules():
+        layers: list[tuple[str, FusedLayer]] = []
         if isinstance(module, LayerStack):
             parent = path.rpartition(".")[0]
             layers = [(f"{parent}.{index}", layer) for index, layer in enumerate(module.layers)]
         elif isinstance(module, FusedLayer):
             layers = [(path, module)]
-        else:
-            layers = []
-            if _is_linear(module) and id(module) not in fused and _OF_EXPERTS not in path:
-                yield module, [(path.removesuffix(".inner"), _outputs(module))]
+        elif _is_linear(module) and id(module) not in fused and _OF_EXPERTS not in path:
+            yield module, [(path.removesuffix(".inner"), _outputs(module))]
         for place, layer in layers:
             for linear, parts in layer.linears():
                 fused.add(id(linear))

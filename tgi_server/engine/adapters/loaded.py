@@ -1,5 +1,6 @@
 """The adapters that a running model has at hand."""
 
+import logging
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,14 +13,18 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from tgi_server.engine.adapters.adapter import AdapterLayer
 from tgi_server.engine.adapters.base_model import BaseModel
-from tgi_server.engine.adapters.linears import AdaptedLinear, Change, adapt_linears
+from tgi_server.engine.adapters.linears import AdaptedLinear, adapt_linears
+from tgi_server.engine.adapters.products import Change, CpuProducts, Products, TorchProducts
 from tgi_server.engine.adapters.reader import read_adapter
 from tgi_server.engine.adapters.rows import CurrentRows
 from tgi_server.engine.errors import InvalidAdapter, InvalidCall
+from tgi_server.engine.kernels import load_kernels
 from tgi_server.engine.sharding import ShardGroup
 from tgi_server.engine.sharding.architectures import plan_for
 from tgi_server.engine.sharding.plan import ShardingPlan
 from tgi_server.engine.sharding.shares import Share, share_of
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +57,13 @@ class LoadedAdapters:
         group: ShardGroup | None,
         *,
         max_rank: int,
+        custom_kernels: bool,
         trust_remote_code: bool,
     ) -> None:
         """folder: of the base model. read_config: reads its configuration. current: the rows of the pass that runs.
 
-        group: the shards of the model, when this is one of them. max_rank: of a layer.
+        group: the shards of the model, when this is one of them. max_rank: of a layer. custom_kernels: kernels of the
+        engine's own may stand in for torch's.
         """
         self._model = model
         self._folder = folder
@@ -64,6 +71,7 @@ class LoadedAdapters:
         self._current = current
         self._group = group
         self._max_rank = max_rank
+        self._custom_kernels = custom_kernels
         self._trust_remote_code = trust_remote_code
         self._numbers: dict[str, int] = {}
         self._lock = threading.Lock()  # of what is made when the first adapter is read
@@ -118,7 +126,33 @@ class LoadedAdapters:
 
     @cached_property
     def _linears(self) -> list[AdaptedLinear]:
-        return adapt_linears(self._model, self._current)
+        return adapt_linears(self._model, self._current, self._products)
+
+    def _products(self, outputs: int, parts: int) -> Products:
+        """Returns what computes the changes of a linear layer, which is made of so many of the base model."""
+        device = self._model.device
+        if self._custom_kernels and device.type == "cpu" and load_kernels():
+            return CpuProducts(outputs)
+        if self._on_gpu:
+            from tgi_server.engine.adapters.triton_products import TritonProducts
+
+            return TritonProducts(outputs, parts * self._max_rank, device)
+        return TorchProducts()
+
+    @cached_property
+    def _on_gpu(self) -> bool:
+        """True if the kernels in Triton are to be used."""
+        if not self._custom_kernels or self._model.device.type != "cuda":
+            return False
+        try:
+            from tgi_server.engine.adapters.triton_products import fault_of
+        except ImportError as error:
+            fault: str | None = str(error)
+        else:
+            fault = fault_of(self._model.dtype, self._model.device)
+        if fault is not None:
+            logger.warning("adapters are computed in plain torch, which is slow: %s", fault)
+        return fault is None
 
     @cached_property
     def _base(self) -> BaseModel:

@@ -13,14 +13,16 @@ from tgi_server.engine.memory import to_device
 class AdapterRows:
     """The rows of a pass in which some have an adapter.
 
-    numbers: [rows] int32 on the device, the number of each row's adapter; 0: none. present: those that occur, but 0.
+    numbers: [rows] int32 on the device, the number of each row's adapter; 0: none. present: those that occur, but 0;
+    None: whichever are there when a recorded step is run.
     wanted: [wanted] int64, the rows of which the head computes logits; None: of all, or of each sequence's last.
     """
 
     numbers: Tensor
-    present: frozenset[int]
+    present: frozenset[int] | None
     wanted: Tensor | None = None
     _by_count: dict[int, Tensor] = field(default_factory=dict)
+    _orders: dict[int, Tensor] = field(default_factory=dict)
 
     @classmethod
     def of_sequences(cls, numbers: Sequence[int], device: torch.device) -> "AdapterRows | None":
@@ -42,12 +44,22 @@ class AdapterRows:
                 self._by_count[count] = self.numbers.repeat_interleave(count // len(self.numbers))
         return self._by_count[count]
 
+    def order(self, count: int) -> Tensor:
+        """Returns the rows of a layer that is given so many, sorted by their adapters' numbers: [count] int64."""
+        if count not in self._orders:
+            self._orders[count] = self.of(count).argsort(stable=True)
+        return self._orders[count]
+
 
 class CurrentRows:
-    """The rows of the pass that runs, for the layers that adapters change; None: none has an adapter."""
+    """The rows of the pass that runs, for the layers that adapters change; None: none has an adapter.
+
+    attached: there are layers that look here.
+    """
 
     def __init__(self) -> None:
         self.rows: AdapterRows | None = None
+        self.attached = False
 
     def numbers(self) -> Tensor | None:
         """Returns the number of each row's adapter, [rows] int32."""

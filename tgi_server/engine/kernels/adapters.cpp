@@ -109,8 +109,8 @@ void narrow(const T* x, const int64_t* rows, int64_t count, const at::Tensor& a,
     with_count(together, [&](auto number) {
       int64_t j = first;
       for (; j + RANKS_AT_ONCE <= last; j += RANKS_AT_ONCE)
-        multiply_a<number, RANKS_AT_ONCE>(given, weights + j * inputs, inputs, sums + row * ranks + j, ranks);
-      for (; j < last; ++j) multiply_a<number, 1>(given, weights + j * inputs, inputs, sums + row * ranks + j, ranks);
+        multiply_a<decltype(number)::value, RANKS_AT_ONCE>(given, weights + j * inputs, inputs, sums + row * ranks + j, ranks);
+      for (; j < last; ++j) multiply_a<decltype(number)::value, 1>(given, weights + j * inputs, inputs, sums + row * ranks + j, ranks);
     });
   }
 }
@@ -183,7 +183,7 @@ void run(const std::vector<Group>& groups, int64_t sums_needed, const T* x, cons
           if (first >= last) continue;
           for (int64_t r = row; r < row + rows; r += SIDE_BY_SIDE)
             with_count(std::min<int64_t>(SIDE_BY_SIDE, row + rows - r), [&](auto number) {
-              multiply_b<number>(sums.data() + group.first_sum + r * ranks + part->first_rank, ranks, group.change,
+              multiply_b<decltype(number)::value>(sums.data() + group.first_sum + r * ranks + part->first_rank, ranks, group.change,
                                  *part, first - part->first, last - part->first, group.rows.data() + r, ending);
             });
         }

@@ -95,10 +95,13 @@ class PagedBatch:
         self._position_offsets[row] += tokens
         self.tokens[row] = token_id
 
-    def decode_input(self, rows: int, greedy: GreedyOnly | None = None, longest: int | None = None) -> PassInput:
+    def decode_input(
+        self, rows: int, greedy: GreedyOnly | None = None, longest: int | None = None, *, any_adapters: bool = False
+    ) -> PassInput:
         """Returns the input of a pass in which the first `rows` rows decode, and nothing else is computed.
 
         longest: at least the most tokens that any row has, the one of this pass included; None: as many as it is.
+        any_adapters: the rows may have others when the pass is run again.
         """
         positions, tables = self.positions[:rows], self.block_tables.table[:rows]
         metadata = ForwardMetadata(
@@ -111,8 +114,8 @@ class PagedBatch:
             max_kv_length=self._longest(rows) if longest is None else longest,
             greedy=greedy,
         )
-        present = self.adapted(rows)
-        adapters = AdapterRows(self.adapters[:rows], present) if present else None
+        present = None if any_adapters else self.adapted(rows)
+        adapters = AdapterRows(self.adapters[:rows], present) if any_adapters or present else None
         return PassInput(self.tokens[:rows], positions, metadata, None, adapters)
 
     def mixed_input(self, decoding: int, chunks: Sequence[PromptChunk], greedy: GreedyOnly | None) -> PassInput:

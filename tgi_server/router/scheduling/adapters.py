@@ -7,6 +7,7 @@ running request has gives way, and the shards read the other from its folder whi
 import asyncio
 import logging
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -83,6 +84,11 @@ class Adapters:
             self._held[adapter.key] = adapter
         try:
             response = await self._shards.load_adapter(adapter.key, folder, check_only=not hold)
+        except RouterError:
+            self._held.pop(adapter.key, None)
+            with suppress(RouterError):  # some of the shards may hold it
+                await self._shards.unload_adapter(adapter.key)
+            raise
         except BaseException:
             self._held.pop(adapter.key, None)
             raise

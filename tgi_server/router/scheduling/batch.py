@@ -2,7 +2,7 @@
 
 import logging
 from collections import OrderedDict, defaultdict
-from collections.abc import Container, Iterator
+from collections.abc import Iterator
 
 from tgi_server.router.scheduling.adapters import Adapter
 from tgi_server.router.scheduling.memory import Memory, Verdict
@@ -37,9 +37,8 @@ class WaitingQueue:
         self._sequences[sequence.id] = sequence
         self._sequences.move_to_end(sequence.id, last=False)
 
-    def first(self, passed: Container[int] = ()) -> Sequence | None:
-        """Returns the first sequence, without those whose ids are among `passed`."""
-        return next((each for each in self._sequences.values() if each.id not in passed), None)
+    def first(self) -> Sequence | None:
+        return next(iter(self._sequences.values()), None)
 
     def leave(self, sequence: Sequence) -> None:
         """Takes the sequence out, if it waits."""

@@ -215,13 +215,10 @@ class StepPlanner:
 
         Those whose adapters are not ready let others pass.
         """
-        passed: set[int] = set()
-        while budget > 0 and len(self._batch) < self._policy.limits.max_batch_size:
-            sequence = self._waiting.first(passed)
-            if sequence is None:
+        for sequence in list(self._waiting):
+            if budget <= 0 or len(self._batch) >= self._policy.limits.max_batch_size:
                 return
             if not self._may_join(sequence):
-                passed.add(sequence.id)
                 continue
             admitted = self._alone(self._fits, sequence, budget, bool(plan.joined))
             if admitted is False:

@@ -3,7 +3,7 @@ from typing import Any, cast
 
 import pytest
 
-from tests.fakes.router_service import AdapterShards
+from tests.fakes.simulation import AdapterShards
 from tests.fakes.vocabularies import sentence_piece
 from tests.grammars import compiler_fault, demo_compiler
 from tests.unit.router.text.test_parameters import LIMITS, VOCAB_SIZE

@@ -100,7 +100,7 @@ async def test_adapters_are_listed(client: httpx.AsyncClient):
     assert models == {"maker/model": None, "chef": "maker/model", "diy": "maker/model"}
     assert (await client.get("/v1/models/chef")).json()["parent"] == "maker/model"
     adapters = (await client.get("/info")).json()["adapters"]
-    assert adapters == [{"id": "chef", "rank": 8, "ready": True}, {"id": "diy", "rank": 8, "ready": True}]
+    assert adapters == [{"id": "chef", "rank": 4, "ready": True}, {"id": "diy", "rank": 4, "ready": True}]
 
 
 async def test_adapters_come_and_go(updatable: tuple[RouterService, httpx.AsyncClient], root: Path):
@@ -120,9 +120,10 @@ async def test_adapters_come_and_go(updatable: tuple[RouterService, httpx.AsyncC
 NOT_BELOW = "is not the folder of an adapter below"
 
 
-async def test_what_may_not_be_loaded(updatable: tuple[RouterService, httpx.AsyncClient]):
+async def test_what_may_not_be_loaded(updatable: tuple[RouterService, httpx.AsyncClient], root: Path):
     router, client = updatable
     await router.service.adapters.add("taken", "/adapters/taken")
+    router.adapter_shards.broken.add(str(root / "broken"))
     for name, path, told in (
         ("x", "../elsewhere", NOT_BELOW),
         ("x", "/etc", NOT_BELOW),
@@ -130,7 +131,7 @@ async def test_what_may_not_be_loaded(updatable: tuple[RouterService, httpx.Asyn
         ("x", "absent", NOT_BELOW),
         ("x", "empty", NOT_BELOW),
         ("x", "a\0b", NOT_BELOW),
-        ("x", "broken", "tensor x has the shape"),
+        ("x", "broken", "broken has no adapter_config.json"),
         ("maker/model", "cook", "is a name of the model itself"),
         (" ", "cook", "an adapter's id has 1 to 256 printable characters"),
         ("taken", "cook", "there is an adapter 'taken' already"),
