@@ -35,7 +35,7 @@ class Served:
                 assert sequence.adapter.key in self.shards.held
         for _ in range(3):
             await asyncio.sleep(0)
-        return busy or self.adapters.loading
+        return busy or len(self.simulation.waiting) > 0
 
     async def run(self) -> None:
         for _ in range(1000):
