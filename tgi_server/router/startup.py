@@ -202,6 +202,7 @@ async def _add_adapters(adapters: Adapters, settings: RouterSettings) -> None:
 async def _warm_up(
     shards: ShardedClient, settings: RouterSettings, adapters: Adapters
 ) -> tuple[pb.InfoResponse, pb.WarmupResponse]:
+    places = settings.max_loras if settings.allow_adapter_updates else len(adapters)
     try:
         info = await shards.info()
         # An earlier router may have left requests behind.
@@ -212,7 +213,7 @@ async def _warm_up(
                 max_batch_size=settings.max_batch_size or settings.max_concurrent_requests,
                 max_total_tokens=settings.max_total_tokens,
                 max_batch_total_tokens=settings.max_batch_total_tokens,
-                adapter_bytes=adapters.missing_bytes(len(adapters)),
+                adapter_bytes=adapters.missing_bytes(places),
             )
         )
     except RouterError as error:
