@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from tests.adapters import make_adapter, rewrite
 from tests.quantized_models import make_quantized
 from tests.tiny_models import make
-from tgi_server.engine.adapters import Adapter, BaseModel, read_adapter
+from tgi_server.engine.adapters import AdapterWeights, BaseModel, read_adapter
 from tgi_server.engine.errors import InvalidAdapter
 
 
@@ -24,7 +24,7 @@ class Base:
         self.model = factory.from_pretrained(folder)
         self.read = BaseModel.of(folder, config)
 
-    def check(self, adapter: Adapter, merged: Any) -> None:
+    def check(self, adapter: AdapterWeights, merged: Any) -> None:
         """Checks that merging gives peft's weights in the layers that the adapter changes; others must be equal."""
         for path in self.read.layers:
             weight, bias = _tensors(self.model, path, self.read)
