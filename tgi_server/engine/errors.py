@@ -17,6 +17,10 @@ class UnsupportedModel(EngineError):
     """The model cannot be run, or not in the way that was asked for."""
 
 
+class InvalidAdapter(EngineError):
+    """An adapter cannot be read, asks for something that is not supported, or does not fit the base model."""
+
+
 class NotEnoughMemory(EngineError):
     """The KV cache or the sequences asked for do not fit beside the model's weights."""
 

@@ -1,7 +1,4 @@
-"""Converts the `.bin` weights that older models are published with to safetensors.
-
-A `.bin` file is a pickle, which can run any code when it is read; `weights_only` makes torch refuse all but tensors.
-"""
+"""Converts the `.bin` weights that older models are published with to safetensors."""
 
 import json
 import logging
@@ -9,12 +6,13 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from pickle import UnpicklingError
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from tgi_server.engine.errors import InvalidWeights
+from tgi_server.engine.pickled import load_pickled
 from tgi_server.shard.errors import ModelUnavailable
 
 logger = logging.getLogger(__name__)
@@ -36,7 +34,7 @@ def convert_weights(folder: Path, target_folder: Path) -> None:
     with _unfinished_files() as unfinished:
         for number, source in enumerate(sources, start=1):
             logger.info("converting %s to safetensors (%d of %d)", source.name, number, len(sources))
-            tensors = _without_shared_memory(_load(source))
+            tensors = _without_shared_memory(_loaded(source))
             target = target_folder / source.name.replace("pytorch_model", "model").replace(".bin", ".safetensors")
             unfinished[target] = target.with_suffix(".partial")
             _write(tensors, unfinished[target])
@@ -65,16 +63,11 @@ def _weight_files(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
-def _load(path: Path) -> dict[str, torch.Tensor]:
+def _loaded(path: Path) -> dict[str, torch.Tensor]:
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
-    except UnpicklingError as error:
-        raise ModelUnavailable(f"{path} is corrupt, or holds more than tensors; it is not loaded") from error
-    except (OSError, RuntimeError, EOFError, ValueError) as error:
-        raise ModelUnavailable(f"{path} is corrupt or incomplete; download it again") from error
-    if not isinstance(content, dict) or not all(isinstance(value, torch.Tensor) for value in content.values()):
-        raise ModelUnavailable(f"{path} holds something other than named tensors; it is not loaded")
-    return content
+        return load_pickled(path)
+    except InvalidWeights as error:
+        raise ModelUnavailable(str(error)) from error
 
 
 def _without_shared_memory(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
