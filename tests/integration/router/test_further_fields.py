@@ -147,7 +147,9 @@ async def test_null_is_not_set(router: Router):
     await chat_stream(router, stream_options={"include_usage": None, "continuous_usage_stats": None})
     unset = dict.fromkeys((*SWITCHES, "echo", "add_special_tokens", "best_of", "logprobs", "suffix"))
     assert (await router.post("/v1/completions", prompt="Hello", max_tokens=100, **unset)).status_code == 200
-    unset = dict.fromkeys(("stream", "store", "parallel_tool_calls", "ignore_eos", "metadata", "reasoning"))
+    unset = dict.fromkeys(
+        ("tool_choice", "text", "stream", "store", "parallel_tool_calls", "ignore_eos", "metadata", "reasoning")
+    )
     assert (await router.post("/v1/responses", input="Hello", **unset)).status_code == 200
 
 

@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AliasChoices, ConfigDict, Field, RootModel, model_validator
+from pydantic import AliasChoices, ConfigDict, Field, RootModel, field_validator, model_validator
+from pydantic_core import from_json
 
 from tgi_server.router.schemas.base import (
     SEVERAL,
@@ -65,9 +66,22 @@ class FunctionDefinition(RequestModel):
     )
 
 
+class ToolFunction(FunctionDefinition):
+    """A function with a schema as a grammar may have it: an object, `true`, or a string of JSON."""
+
+    @field_validator("arguments")
+    @classmethod
+    def _read(cls, schema: Any) -> Any:
+        try:
+            schema = from_json(schema) if isinstance(schema, str) else schema
+        except ValueError as error:
+            raise ValueError(f"the JSON schema of the arguments is not JSON: {error}") from None
+        return {} if schema is True else schema
+
+
 class Tool(RequestModel):
     type: str
-    function: FunctionDefinition
+    function: ToolFunction
 
 
 class ToolCall(RequestModel):

@@ -142,9 +142,9 @@ class ResponsesRequest(TextParameters):
         default=None, description="Tokens to generate; unset: as many as fit."
     )
     tools: Items[FunctionTool] | None = Field(default=None, description="Functions that the model may call.")
-    tool_choice: Literal["auto", "none", "required"] | ChosenFunction | AllowedFunctions = "auto"
+    tool_choice: Literal["auto", "none", "required"] | ChosenFunction | AllowedFunctions | None = "auto"
     parallel_tool_calls: On = True
-    text: TextOptions = TextOptions()
+    text: TextOptions | None = TextOptions()
     reasoning: ReasoningOptions | None = None
     include: Items[str] | None = Field(default=None, description="`message.output_text.logprobs` asks for logprobs.")
     top_logprobs: UnsignedInt | None = Field(default=None, description="Alternatives that are told of each token.")

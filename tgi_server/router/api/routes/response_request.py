@@ -14,6 +14,7 @@ from tgi_server.router.schemas.responses import (
     InputMessage,
     ReasoningItem,
     ResponsesRequest,
+    TextOptions,
     TextPart,
 )
 
@@ -92,7 +93,7 @@ def _choice(request: ResponsesRequest) -> Any:
 
 
 def _form(request: ResponsesRequest) -> Any:
-    form = request.text.format
+    form = (request.text or TextOptions()).format
     if form.type == "json_schema":
         schema = {"name": form.name, "schema": form.json_schema, "strict": form.strict}
         return {"type": "json_schema", "json_schema": schema}

@@ -151,6 +151,8 @@ class _Response:
             **asked,
             "metadata": request.metadata or {},
             "tools": asked["tools"] or [],
+            "tool_choice": asked["tool_choice"] or "auto",
+            "text": asked["text"] or {"format": {"type": "text"}},
         }
 
     def json(self, status: str, output: list[dict[str, Any]], usage: dict[str, Any] | None) -> dict[str, Any]:
