@@ -8,6 +8,7 @@ from shared.settings import read_settings
 from tgi_server import demo_model
 from tgi_server.launcher.settings import LauncherSettings
 
+# TGI's launcher flags.
 REFERENCE = """
 model-id revision validation-workers sharded num-shard quantize speculate dtype kv-cache-dtype trust-remote-code
 max-concurrent-requests max-best-of max-stop-sequences max-top-n-tokens max-input-tokens max-input-length
@@ -18,7 +19,6 @@ json-output otlp-endpoint otlp-service-name cors-allow-origin api-key watermark-
 tokenizer-config-path disable-grammar-support env max-client-batch-size lora-adapters payload-limit
 enable-prefill-logprobs graceful-termination-timeout usage-stats
 """
-"""TGI's launcher flags."""
 
 
 def read(*flags: str) -> LauncherSettings:
