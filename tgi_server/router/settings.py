@@ -13,6 +13,7 @@ ToolCallParser = Literal[
     "auto",
     "tgi",
     "hermes",
+    "qwen3_coder",
     "mistral",
     "mistral_args",
     "llama3_json",
