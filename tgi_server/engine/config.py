@@ -32,6 +32,7 @@ class EngineConfig:
         are paged.
     speculative_model: the folder of a draft model with the same tokenizer; None: drafts come from texts, if `speculate`
         says that there are any.
+    max_lora_rank: rank that a layer of an adapter may have, at most.
     group: the shards that compute the model together, this one among them; None: this process computes it alone.
     """
 
@@ -49,6 +50,7 @@ class EngineConfig:
     cuda_graphs: tuple[int, ...] | None = None
     speculate: int = 0
     speculative_model: Path | None = None
+    max_lora_rank: int = 256
     group: ShardGroup | None = None
 
     def resolve_device(self) -> torch.device:

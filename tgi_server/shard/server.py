@@ -78,6 +78,7 @@ def engine_config(
         watermark_delta=settings.watermark_delta,
         speculate=settings.speculate,
         speculative_model=speculative_model,
+        max_lora_rank=settings.max_lora_rank,
         cuda_graphs=None if settings.cuda_graphs is None else tuple(size for size in settings.cuda_graphs if size),
     )
 

@@ -63,7 +63,7 @@ def _module_of(model: PreTrainedModel, index: int) -> nn.Module:
     count = model.config.get_text_config(decoder=True).num_hidden_layers
     for modules in model.modules():
         if isinstance(modules, nn.ModuleList):
-            sizes = [each.layers if isinstance(each, LayerStack) else 1 for each in modules]
+            sizes = [len(each.layers) if isinstance(each, LayerStack) else 1 for each in modules]
             if sum(sizes) == count and index in (starts := [sum(sizes[:place]) for place in range(len(sizes))]):
                 return modules[starts.index(index)]
     raise LookupError(index)

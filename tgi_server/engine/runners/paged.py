@@ -1,7 +1,8 @@
 """The paged way to run a model: packed batches, keys and values in blocks, nothing rebuilt per token."""
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from tgi_server.engine.runners.base import (
     position_limit,
     warm_up_tokens,
 )
-from tgi_server.engine.runners.graphs import DecodeGraphs, graph_batch_sizes, record_decoding, recorder_for
+from tgi_server.engine.runners.graphs import DecodeGraphs, Recorder, graph_batch_sizes, record_decoding, recorder_for
 from tgi_server.engine.runners.hidden_states import HiddenStates
 from tgi_server.engine.runners.paged_batch import PagedBatch, PassInput
 from tgi_server.engine.runners.rope import LengthDependentRope
@@ -81,6 +82,7 @@ class PagedRunner(Runner):
         self._recordable = True  # until it turns out that steps cannot be recorded
         self._graphs: DecodeGraphs | None = None
         self._draft_graphs: DecodeGraphs | None = None
+        self._adapter_graphs: DecodeGraphs | None = None  # of steps in which rows have adapters
         self._rope = LengthDependentRope(model)
         self._cache = PagedCache(backend)
         self._cache.attach(model)
@@ -91,17 +93,19 @@ class PagedRunner(Runner):
         max_prefill_tokens: int,
         max_total_tokens: int | None,
         max_batch_total_tokens: int | None,
+        adapter_bytes: int = 0,
     ) -> CacheCapacity:
         size = self._backend.block_size
         limit = max_total_tokens or position_limit(self._model.config) or UNBOUNDED_POSITIONS
-        self._graphs = self._draft_graphs = None
+        self._graphs = self._adapter_graphs = self._draft_graphs = None
         self._run_largest(max_batch_size, max_prefill_tokens)
         with taken_by(self._device) as graphs:
             self._record()
-        self._graphs = self._draft_graphs = None
+        self._graphs = self._adapter_graphs = self._draft_graphs = None
         token_bytes = self.bytes_per_token + self.companion_bytes
         processes = self._group.local_world_size if self._group else 1
-        free = cache_bytes(self._device, self._memory_fraction, self._cpu_memory, processes) - graphs.bytes
+        free = cache_bytes(self._device, self._memory_fraction, self._cpu_memory, processes, adapter_bytes)
+        free -= graphs.bytes
         affordable = free // (size * token_bytes)
         if self._group:
             affordable = self._group.minimum(affordable)
@@ -162,7 +166,7 @@ class PagedRunner(Runner):
 
     def forward_drafts(self, decoding: int, drafts: Sequence[tuple[int, Tensor]]) -> Tensor | None:
         self._batch.block_tables.flush()
-        if self._draft_graphs is None or decoding > self._draft_graphs.sizes[-1]:
+        if self._draft_graphs is None or decoding > self._draft_graphs.sizes[-1] or self._batch.adapted(decoding):
             return None
         self._batch.draft(drafts)
         logits = self._draft_graphs.run(decoding)
@@ -182,10 +186,10 @@ class PagedRunner(Runner):
             self._backend.copy(sequence.copy.source, sequence.copy.target, sequence.copy.tokens)
 
     def promote(self, sequence: RunningSequence, row: int) -> None:
-        self.place(sequence, row, sequence.length)
+        self._batch.place(row, sequence.length, sequence.blocks, sequence.adapter)
 
     def place(self, sequence: RunningSequence, row: int, position: int) -> None:
-        """Gives the row behind the last one to a sequence whose next token stands at `position`."""
+        """Gives the row behind the last one to a sequence without its adapter; its next token stands at `position`."""
         self._batch.place(row, position, sequence.blocks)
 
     def accept(self, first_row: int, token_ids: Tensor) -> None:
@@ -220,11 +224,13 @@ class PagedRunner(Runner):
         self._highest_block = max(self._highest_block, highest)
 
     def _decode(self, rows: int, greedy: GreedyOnly | None) -> Tensor:
-        logits = self._graphs.run(rows) if self._graphs else None
+        graphs = self._adapter_graphs if self._batch.adapted(rows) else self._graphs
+        logits = graphs.run(rows) if graphs else None
         return self._run(self._batch.decode_input(rows, greedy)) if logits is None else logits
 
     def _run(self, inputs: PassInput) -> Tensor:
         self._cache.metadata = inputs.metadata
+        self.current_adapters.rows = inputs.adapters
         output = self._model(
             input_ids=inputs.tokens.unsqueeze(0),
             position_ids=inputs.positions.unsqueeze(0),
@@ -232,6 +238,7 @@ class PagedRunner(Runner):
             use_cache=True,
             logits_to_keep=0 if inputs.wanted is None else inputs.wanted,
         )
+        self.current_adapters.rows = None  # whoever drafts may use layers of the model for other rows
         return output.logits[0]
 
     def _allocate(self, max_batch_size: int, num_blocks: int, max_total_tokens: int) -> None:
@@ -249,23 +256,35 @@ class PagedRunner(Runner):
             return
         if self.hidden_states is not None:
             record = self.hidden_states.recorder(record)
-        longest = self._batch.max_total_tokens
-        self._graphs, fault = record_decoding(
-            sizes, lambda rows: self._run(self._batch.decode_input(rows, longest=longest)), record
-        )
-        # The block table of the longest sequence has room for as many drafted tokens as a block has.
+        self._graphs, fault = self._recorded(sizes, record, self._decoding_step)
+        if fault is None and self.current_adapters.attached:
+            any_adapters = partial(self._decoding_step, any_adapters=True)
+            self._adapter_graphs, fault = self._recorded(sizes, record, any_adapters)
         few = [size for size in sizes if size <= _MOST_DRAFTING_ROWS]
+        # The block table of the longest sequence has room for as many drafted tokens as a block has.
         if fault is None and few and 0 < self.most_drafted <= self.block_size:
-            self._draft_graphs, fault = record_decoding(few, lambda rows: self._with_drafts(rows, longest), record)
-        faults = self._group.exchange(fault or "") if self._group else [fault]
-        fault = next(filter(None, faults), None)
+            self._draft_graphs, fault = self._recorded(few, record, self._drafting_step)
         if fault:
-            self._recordable, self._graphs, self._draft_graphs = False, None, None
+            self._recordable, self._graphs, self._adapter_graphs, self._draft_graphs = False, None, None, None
             self.fallbacks.append(f"decoding runs without CUDA graphs: {fault}")
 
-    def _with_drafts(self, rows: int, longest: int) -> Tensor:
+    def _recorded(
+        self, sizes: Sequence[int], record: Recorder, step: Callable[[int], Tensor]
+    ) -> tuple[DecodeGraphs | None, str | None]:
+        """Returns the recorded steps, or why one of the shards has none."""
+        graphs, fault = record_decoding(sizes, step, record)
+        faults = self._group.exchange(fault or "") if self._group else [fault]
+        fault = next(filter(None, faults), None)
+        return (graphs, None) if fault is None else (None, fault)
+
+    def _decoding_step(self, rows: int, *, any_adapters: bool = False) -> Tensor:
+        """Returns the logits of a pass that decodes, [rows, vocab_size], however long its sequences are."""
+        longest = self._batch.max_total_tokens
+        return self._run(self._batch.decode_input(rows, longest=longest, any_adapters=any_adapters))
+
+    def _drafting_step(self, rows: int) -> Tensor:
         """Returns the logits of a pass with drafted tokens, [rows, 1 + drafted tokens, vocab_size]."""
-        inputs = self._batch.draft_input(rows, longest + self.most_drafted)
+        inputs = self._batch.draft_input(rows, self._batch.max_total_tokens + self.most_drafted)
         return self._run(inputs).unflatten(0, (rows, inputs.metadata.row_tokens))
 
     def _run_largest(self, max_batch_size: int, max_prefill_tokens: int) -> None:
