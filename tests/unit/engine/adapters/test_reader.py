@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from tests.adapters import make_adapter, rewrite
@@ -132,6 +132,23 @@ def test_dora_on_a_quantised_base_takes_the_norms_of_what_its_codes_stand_for(tm
     base.check(read_adapter(folder, base.read), merged)
 
 
+def test_rows_of_zeros_stay_zeros_with_dora(tmp_path: Path) -> None:
+    """As those of a head that has more rows than there are tokens."""
+    folder = make("llama", tmp_path / "base")
+    weights = load_file(folder / "model.safetensors")
+    weights["lm_head.weight"][-3:] = 0
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    base = Base(folder)
+    adapter, _ = make_adapter(base.model, tmp_path / "adapter", r=2, target_modules=["lm_head"], use_dora=True)
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    head = "base_model.model.lm_head"
+    tensors[f"{head}.lora_B.weight"][-3:] = 0
+    tensors[f"{head}.lora_magnitude_vector"][-3:] = 0
+    rewrite(adapter, tensors)
+    merged, _ = read_adapter(adapter, base.read).layers["lm_head"].merged(weights["lm_head.weight"], None)
+    assert not merged[-3:].any()
+
+
 def test_a_tied_head_takes_its_weight_from_the_embeddings(bases: Any, tmp_path: Path) -> None:
     base = bases("opt")
     folder, _ = make_adapter(base.model, tmp_path, r=2, target_modules=["lm_head"], use_dora=True)
@@ -174,6 +191,10 @@ Q = "base_model.model.model.layers.0.self_attn.q_proj"
         ({f"{Q}.lora_B.weight": torch.zeros(96, 4)}, r"q_proj.lora_B.weight has the shape \[96, 4\]"),
         ({f"{Q}.lora_B.weight": None}, "q_proj.lora_A.weight has no lora_B.weight beside it"),
         ({f"{Q}.lora_A.weight": torch.zeros(4, 64).int()}, "dtype torch.int32"),
+        (
+            {f"{Q}.lora_A.weight": torch.full((4, 64), torch.nan)},
+            "q_proj.lora_A.weight has numbers that are not finite",
+        ),
         ({f"{Q}.bias": torch.zeros(64)}, "q_proj.bias is a bias, where"),
         ({f"{Q}s.lora_A.weight": torch.zeros(4, 64)}, "is for model.layers.0.self_attn.q_projs, which is no linear"),
         (
