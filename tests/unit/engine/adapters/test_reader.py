@@ -69,13 +69,13 @@ ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
             {"r": 4, "lora_alpha": 16, "target_modules": ["q_proj", "o_proj"], "use_rslora": True}
             | {"rank_pattern": {"layers.1.self_attn.q_proj": 2, "o_proj": 8}, "alpha_pattern": {"o_.roj": 5}},
         ),
-        ("llama", {"r": 4, "target_modules": ATTENTION, "use_dora": True}),
+        pytest.param("llama", {"r": 4, "target_modules": ATTENTION, "use_dora": True}, marks=pytest.mark.slow),
         ("opt", {"r": 1, "target_modules": ["q_proj", "fc1"], "bias": "lora_only"}),
         ("opt", {"r": 3, "target_modules": ["q_proj", "fc2"], "bias": "lora_only", "use_dora": True}),
         ("opt", {"r": 2, "target_modules": ["v_proj", "fc2"], "lora_bias": True}),
         ("gpt2", {"r": 2, "target_modules": ["c_attn", "c_proj"], "use_dora": True, "fan_in_fan_out": True}),
         ("phi3", {"r": 5, "target_modules": ["qkv_proj", "gate_up_proj"]}),
-        ("gpt_neox", {"r": 2, "target_modules": "all-linear"}),
+        pytest.param("gpt_neox", {"r": 2, "target_modules": "all-linear"}, marks=pytest.mark.slow),
         ("t5", {"r": 2, "target_modules": ["q", "wo"], "use_dora": True}),
     ],
 )
