@@ -99,3 +99,16 @@ def test_an_adapter_that_does_not_fit_is_told_and_nothing_else_suffers(client: h
     refused = client.post("/v1/load_lora_adapter", json={"lora_name": "other", "lora_path": "adapters/other"})
     assert (refused.status_code, "modules_to_save" in refused.json()["error"]["message"]) == (422, True)
     assert asked(client, "chef").startswith("Yes, chef!")
+
+
+@pytest.mark.slow
+def test_a_model_may_be_the_folder_of_an_adapter(folder: Path, free_port) -> None:
+    flags = ("--dtype=float32", f"--model-id={folder}/adapters/chef", f"--huggingface-hub-cache={folder}/hub")
+    server = TextGenerationServer(free_port(), folder / "merged.log", *flags)
+    try:
+        server.wait_until_ready()
+        with httpx.Client(base_url=server.url, timeout=60) as client:
+            assert asked(client, "tgi").startswith("Yes, chef!")
+            assert client.get("/info").json()["model_id"] == f"{folder}/adapters/chef"
+    finally:
+        assert server.stop() == 0

@@ -72,6 +72,8 @@ def _tensors(folder: Path) -> dict[str, Tensor]:
     for name, tensor in tensors.items():
         if not tensor.is_floating_point():
             raise InvalidAdapter(f"{folder}: tensor {name} has the dtype {tensor.dtype}; it must be of floats")
+        if not torch.isfinite(tensor.float()).all():
+            raise InvalidAdapter(f"{folder}: tensor {name} has numbers that are not finite; train the adapter again")
     return tensors
 
 
@@ -198,7 +200,8 @@ class _Reader:
     def _gain(self, magnitude: Tensor, a: Tensor, b: Tensor, places: Mapping[str, BaseLayer]) -> Tensor:
         """Returns the magnitude over the norms of the rows of the changed weight, W + b a."""
         weight = torch.cat([self._weights.weight(path) for path in places])
-        return magnitude / torch.linalg.norm(torch.addmm(weight, b, a), dim=1)
+        norms = torch.linalg.norm(torch.addmm(weight, b, a), dim=1)
+        return magnitude / norms.clamp_min(torch.finfo(norms.dtype).tiny)  # rows of zeros, such as those of no token
 
     def _refuse(self, name: str, why: str) -> NoReturn:
         raise InvalidAdapter(f"{self._folder}: tensor {name} {why}")

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from tests.adapters import make_adapter, rewrite
@@ -69,13 +69,13 @@ ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
             {"r": 4, "lora_alpha": 16, "target_modules": ["q_proj", "o_proj"], "use_rslora": True}
             | {"rank_pattern": {"layers.1.self_attn.q_proj": 2, "o_proj": 8}, "alpha_pattern": {"o_.roj": 5}},
         ),
-        ("llama", {"r": 4, "target_modules": ATTENTION, "use_dora": True}),
+        pytest.param("llama", {"r": 4, "target_modules": ATTENTION, "use_dora": True}, marks=pytest.mark.slow),
         ("opt", {"r": 1, "target_modules": ["q_proj", "fc1"], "bias": "lora_only"}),
         ("opt", {"r": 3, "target_modules": ["q_proj", "fc2"], "bias": "lora_only", "use_dora": True}),
         ("opt", {"r": 2, "target_modules": ["v_proj", "fc2"], "lora_bias": True}),
         ("gpt2", {"r": 2, "target_modules": ["c_attn", "c_proj"], "use_dora": True, "fan_in_fan_out": True}),
         ("phi3", {"r": 5, "target_modules": ["qkv_proj", "gate_up_proj"]}),
-        ("gpt_neox", {"r": 2, "target_modules": "all-linear"}),
+        pytest.param("gpt_neox", {"r": 2, "target_modules": "all-linear"}, marks=pytest.mark.slow),
         ("t5", {"r": 2, "target_modules": ["q", "wo"], "use_dora": True}),
     ],
 )
@@ -132,6 +132,23 @@ def test_dora_on_a_quantised_base_takes_the_norms_of_what_its_codes_stand_for(tm
     base.check(read_adapter(folder, base.read), merged)
 
 
+def test_rows_of_zeros_stay_zeros_with_dora(tmp_path: Path) -> None:
+    """As those of a head that has more rows than there are tokens."""
+    folder = make("llama", tmp_path / "base")
+    weights = load_file(folder / "model.safetensors")
+    weights["lm_head.weight"][-3:] = 0
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    base = Base(folder)
+    adapter, _ = make_adapter(base.model, tmp_path / "adapter", r=2, target_modules=["lm_head"], use_dora=True)
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    head = "base_model.model.lm_head"
+    tensors[f"{head}.lora_B.weight"][-3:] = 0
+    tensors[f"{head}.lora_magnitude_vector"][-3:] = 0
+    rewrite(adapter, tensors)
+    merged, _ = read_adapter(adapter, base.read).layers["lm_head"].merged(weights["lm_head.weight"], None)
+    assert not merged[-3:].any()
+
+
 def test_a_tied_head_takes_its_weight_from_the_embeddings(bases: Any, tmp_path: Path) -> None:
     base = bases("opt")
     folder, _ = make_adapter(base.model, tmp_path, r=2, target_modules=["lm_head"], use_dora=True)
@@ -174,6 +191,10 @@ Q = "base_model.model.model.layers.0.self_attn.q_proj"
         ({f"{Q}.lora_B.weight": torch.zeros(96, 4)}, r"q_proj.lora_B.weight has the shape \[96, 4\]"),
         ({f"{Q}.lora_B.weight": None}, "q_proj.lora_A.weight has no lora_B.weight beside it"),
         ({f"{Q}.lora_A.weight": torch.zeros(4, 64).int()}, "dtype torch.int32"),
+        (
+            {f"{Q}.lora_A.weight": torch.full((4, 64), torch.nan)},
+            "q_proj.lora_A.weight has numbers that are not finite",
+        ),
         ({f"{Q}.bias": torch.zeros(64)}, "q_proj.bias is a bias, where"),
         ({f"{Q}s.lora_A.weight": torch.zeros(4, 64)}, "is for model.layers.0.self_attn.q_projs, which is no linear"),
         (
