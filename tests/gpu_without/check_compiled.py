@@ -17,6 +17,7 @@ from tgi_server.engine.adapters import triton_products
 from tgi_server.engine.attention import paged_attention, rotary_write
 from tgi_server.engine.attention.paged_attention import LaunchShape, tokens_of_a_tile
 from tgi_server.engine.layers import elementwise
+from tgi_server.engine.sampling import row_kernel
 
 # Bytes of shared memory that one program may have, by compute capability (technical specifications of the CUDA C++
 # Programming Guide).
@@ -146,3 +147,12 @@ def test_the_products_of_adapters_fit(capability: int, dtype: torch.dtype, preci
         widen = sizes | {"outputs_at_once": triton_products._OUTPUTS_AT_ONCE, "relu": True, "added": True}
         check(compiled(triton_products._narrow, types, narrow, capability, 4), capability, tmp_path)
         check(compiled(triton_products._widen, types, widen, capability, 4), capability, tmp_path)
+
+
+@pytest.mark.parametrize("capability", SHARED_BYTES)
+def test_sampling_fits(capability: int, tmp_path: Path) -> None:
+    types = dict.fromkeys(("scores", "warped"), "*fp32") | {"settings": "*fp64", "tokens": "i32"}
+    types |= dict.fromkeys(("top_ks", "seeds", "steps", "chosen"), "*i64")
+    for writes in (False, True):
+        constants = {"writes": writes, "at_once": row_kernel._AT_ONCE}
+        check(compiled(row_kernel._choose, types, constants, capability, row_kernel._WARPS), capability, tmp_path)

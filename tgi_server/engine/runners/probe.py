@@ -11,6 +11,7 @@ all heads; such a model's logits are compared with those of one text on the page
 """
 
 import logging
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -224,8 +225,8 @@ def _pass(
     cache.attach(model)
     device, size = model.device, backend.block_size
     places = [torch.arange(start, start + count, device=device) for _, start, count in spans]
-    ends = torch.tensor([0, *(count for *_, count in spans)], device=device).cumsum(0)
-    first = ends.tolist()
+    first = [0, *accumulate(count for *_, count in spans)]
+    ends = torch.tensor(first, device=device)
     lengths = [start + count for _, start, count in spans]
     cache.metadata = ForwardMetadata(
         slots=torch.cat(

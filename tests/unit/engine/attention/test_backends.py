@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tgi_server.engine.attention import gather
 from tgi_server.engine.attention.base import AttentionBackend, AttentionVariant, ChunkSpan, ForwardMetadata, KVShape
 from tgi_server.engine.attention.cpu import CpuAttention
 from tgi_server.engine.attention.gather import GatherAttention
@@ -109,6 +110,17 @@ def test_backend_equals_attention_over_the_whole_history(backend, heads, kv_head
     }[kind]
     instance = create(backend, kv_heads)
     actual, wanted = run(instance, heads, kv_heads, [1, 7, 33, 100], [(0, 1), (0, 50), (40, 37), (96, 3)], variant)
+    torch.testing.assert_close(actual, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("elements", [1, 5000])
+@pytest.mark.parametrize(
+    "variant", [AttentionVariant(0.2), AttentionVariant(0.2, softcap=3.0)], ids=["plain", "softcap"]
+)
+def test_long_histories_are_attended_piece_by_piece(variant, elements, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gather, "_ELEMENTS_AT_ONCE", elements)
+    instance = create(GatherAttention, 2)
+    actual, wanted = run(instance, 4, 2, [1, 7, 33, 100], [(0, 50), (40, 37)], variant)
     torch.testing.assert_close(actual, wanted, rtol=1e-4, atol=1e-5)
 
 
