@@ -135,7 +135,8 @@ def _linears(model: nn.Module) -> Iterator[tuple[nn.Module, list[tuple[str, int]
 
 
 def _is_linear(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear | Conv1D | QuantizedLinear | PackedLinear)
+    # subclasses of torch's may return something else
+    return type(module) in (nn.Linear, Conv1D) or isinstance(module, QuantizedLinear | PackedLinear)
 
 
 def _outputs(module: Any) -> int:
