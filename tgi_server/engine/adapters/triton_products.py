@@ -20,7 +20,7 @@ from tgi_server.engine.adapters.rows import AdapterRows
 _NUMBERS = 1024
 _FEW_ROWS = 64
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 5e-3}
-_INPUTS_AT_ONCE, _RANKS_AT_ONCE, _OUTPUTS_AT_ONCE = 64, 16, 64
+_INPUTS_AT_ONCE, _RANKS_AT_ONCE, _OUTPUTS_AT_ONCE = 32, 16, 32
 
 
 class TritonProducts(Products):

@@ -13,7 +13,7 @@ from tests.unit.engine.requests import LENGTHS, generated, load_reference, promp
 from tgi_server.engine import Engine
 
 ADAPTERS = 5
-# Names that peft refuses, or takes for those of experts; and of a layer whose weight the model reads without calling it.
+# Names that peft refuses, or takes for those of experts; and of a layer that the model does not call.
 _OF_EXPERTS = {"gate_proj", "up_proj", "down_proj"}
 _UNADAPTED = {
     **dict.fromkeys(("deepseek_v3", "qwen3_next", "llama4_text"), _OF_EXPERTS),
