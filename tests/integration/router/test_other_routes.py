@@ -120,6 +120,7 @@ async def test_info(routers: RouterFactory):
         "quantization": None,
         "linear_kernels": None,
         "fallbacks": [],
+        "adapters": [],
     }
 
 

@@ -42,7 +42,6 @@ def test_every_flag_of_tgi_is_known(capsys: pytest.CaptureFixture[str]) -> None:
             "fp8, int4, int8; of other formats take the same model as GPTQ",
         ),
         ("kv-cache-dtype", "fp8_e4m3fn", "the KV cache has the dtype of the model; 8-bit caches are not supported yet"),
-        ("lora-adapters", "a", "adapters are not supported yet; merge the adapter into the model and serve that"),
         ("rope-scaling", "linear", "not supported yet; set rope_parameters in the model's config.json"),
         ("rope-factor", "2", "not supported yet; set rope_parameters in the model's config.json"),
         ("weights-cache-override", "/a", "not supported; give the folder that has the weights as the model id"),
