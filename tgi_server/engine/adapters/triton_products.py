@@ -57,7 +57,7 @@ class TritonProducts(Products):
         inputs, outputs = x.shape[-1], y.shape[-1]
         count = x.numel() // inputs
         numbers, order = rows.of(count), rows.order(count)
-        together = 16 if count <= _FEW_ROWS else 64
+        together = 16 if count <= _FEW_ROWS else 32
         sums = x.new_empty(count, self._most_ranks)
         precision = "ieee" if x.dtype is torch.float32 else "tf32"
         blocks = triton.cdiv(count, together)
