@@ -196,6 +196,8 @@ class LayerStack(nn.Module):
             hidden_states[0],
             backend.keys,
             backend.values,
+            backend.key_scales,
+            backend.value_scales,
             metadata.slots,
             metadata.block_tables,
             metadata.kv_lengths,

@@ -8,7 +8,8 @@ from transformers import PreTrainedModel
 from tgi_server.engine.attention import create_attention_backend
 from tgi_server.engine.attention.base import AttentionBackend
 from tgi_server.engine.attention.gather import GatherAttention
-from tgi_server.engine.config import EngineConfig
+from tgi_server.engine.attention.kv_format import KVFormat
+from tgi_server.engine.config import KV_CACHE_DTYPES, EngineConfig
 from tgi_server.engine.errors import UnsupportedModel
 from tgi_server.engine.kernels import load_kernels
 from tgi_server.engine.layers import limit_threads, optimise, unpack
@@ -55,6 +56,11 @@ def _runner(model: PreTrainedModel, config: EngineConfig, linear: LinearFactory,
     weight_bytes = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
     shape = probe_kv_shape(model, group)
     if shape is None:
+        if config.kv_cache_dtype is not None:
+            raise UnsupportedModel(
+                f"--kv-cache-dtype {config.kv_cache_dtype} is for models whose batches are paged; "
+                f"{model.config.model_type} models run in padded batches, so leave it out"
+            )
         _warn_no_graphs(config, "on the padded path")
         if on_cpu:
             optimise(model, linear=linear)
@@ -67,7 +73,10 @@ def _runner(model: PreTrainedModel, config: EngineConfig, linear: LinearFactory,
                 raise
             unpack(model)
         return PaddedRunner(model, config.memory_fraction, config.cpu_memory, group, fallbacks)
-    backend = create_attention_backend(shape, model.device, model.dtype, custom_kernels=config.custom_kernels)
+    kv_format = _kv_format(model, config)
+    backend = create_attention_backend(
+        shape, model.device, model.dtype, kv_format, custom_kernels=config.custom_kernels
+    )
     if model.device.type == "cuda" and config.custom_kernels:
         backend, fault = _proven(model, backend, group)
         fallbacks += [fault] if fault else []
@@ -99,4 +108,10 @@ def _proven(
         return backend, None
     fallback = f"attention runs in plain torch, which is slower: {fault}"
     logger.warning(fallback)
-    return GatherAttention(backend.shape, backend.device, backend.dtype), fallback
+    return GatherAttention(backend.shape, backend.device, backend.dtype, backend.kv_format), fallback
+
+
+def _kv_format(model: PreTrainedModel, config: EngineConfig) -> KVFormat:
+    if config.kv_cache_dtype is None:
+        return KVFormat(model.dtype)
+    return KVFormat(KV_CACHE_DTYPES[config.kv_cache_dtype], getattr(model, "kv_scales", {}))

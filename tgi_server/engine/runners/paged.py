@@ -87,7 +87,7 @@ class PagedRunner(Runner):
         with taken_by(self._device) as graphs:
             self._record()
         self._graphs = None
-        token_bytes = self._backend.shape.bytes_per_token(self._backend.dtype)
+        token_bytes = self._backend.token_bytes
         processes = self._group.local_world_size if self._group else 1
         free = cache_bytes(self._device, self._memory_fraction, self._cpu_memory, processes) - graphs.bytes
         affordable = free // (size * token_bytes)
@@ -218,7 +218,8 @@ class PagedRunner(Runner):
         fallback = f"attention runs in plain torch, which is slow: {name} fails ({type(fault).__name__}: {fault})"
         logger.warning(fallback)
         self.fallbacks.append(fallback)
-        self._backend = GatherAttention(self._backend.shape, self._device, self._backend.dtype)
+        failed = self._backend
+        self._backend = GatherAttention(failed.shape, self._device, failed.dtype, failed.kv_format)
         self._backend.block_size = self.block_size  # which has been told already
         self._cache = PagedCache(self._backend)
         self._cache.attach(self._model)

@@ -22,6 +22,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from tgi_server.engine.attention.base import AttentionBackend, AttentionVariant, ChunkSpan, ForwardMetadata, KVShape
 from tgi_server.engine.attention.gather import GatherAttention
+from tgi_server.engine.attention.kv_format import KVFormat
 from tgi_server.engine.attention.paged_cache import PagedCache
 from tgi_server.engine.errors import EngineError, UnsupportedModel
 from tgi_server.engine.runners.base import position_limit
@@ -37,14 +38,16 @@ _BLOCKS = 3  # of the KV cache: one for each prompt, and the scratch block
 # Tokens of the text on which a backend is proved: several blocks, and several parts for whoever cuts keys into parts.
 _LONG_RUN = 300
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+# A key that differs by its last bit may be rounded to another number of 8 bits, a sixteenth or an eighth away.
+_FP8_TOLERANCE = 2e-2
 
 
 class _Recorder(GatherAttention):
     """Makes room for a layer when its first keys come, and remembers their shapes and how each layer attends."""
 
-    def __init__(self, model: PreTrainedModel, tokens: int = 1) -> None:
-        """tokens: of the longer of two texts."""
-        super().__init__(KVShape(heads=(), head_dim=0), model.device, model.dtype)
+    def __init__(self, model: PreTrainedModel, tokens: int = 1, kv_format: KVFormat | None = None) -> None:
+        """tokens: of the longer of two texts. kv_format: None: keys and values are kept as they come."""
+        super().__init__(KVShape(heads=(), head_dim=0), model.device, model.dtype, kv_format)
         self._blocks = 2 * _blocks_of(tokens, self.block_size) + 1
         self._keys: dict[int, Tensor] = {}  # type: ignore[assignment]
         self._values: dict[int, Tensor] = {}  # type: ignore[assignment]
@@ -54,8 +57,9 @@ class _Recorder(GatherAttention):
 
     def write(self, layer: int, key: Tensor, value: Tensor, metadata: ForwardMetadata) -> None:
         if layer not in self._keys:
-            self._keys[layer] = key.new_zeros(self._blocks, self.block_size, *key.shape[1:])
-            self._values[layer] = value.new_zeros(self._blocks, self.block_size, *value.shape[1:])
+            kept = self.kv_format.storage
+            self._keys[layer] = key.new_zeros(self._blocks, self.block_size, *key.shape[1:], dtype=kept)
+            self._values[layer] = value.new_zeros(self._blocks, self.block_size, *value.shape[1:], dtype=kept)
         self.written += 1
         super().write(layer, key, value, metadata)
 
@@ -117,14 +121,14 @@ def same_logits(
 
     Raises UnsupportedModel when they differ by more than rounding.
     """
-    recorder = _Recorder(model)
+    recorder = _Recorder(model, kv_format=backend.kv_format)
     before = _run(model, recorder)
     yield recorder.variants
     backend.allocate(_BLOCKS)
     error = logits_error(before, _run(model, backend))
     if group is not None:
         error = max(map(float, group.exchange(str(error))), key=lambda other: (math.isnan(other), other))
-    if not error <= TOLERANCE[model.dtype] + rounding:
+    if not error <= _tolerance(model, backend) + rounding:
         raise UnsupportedModel(
             f"this {model.config.model_type} model's logits change by {error:.2g} with the CPU kernels; "
             "start with --disable-custom-kernels"
@@ -136,7 +140,7 @@ def backend_fault(model: PreTrainedModel, backend: AttentionBackend, group: Shar
 
     The backend's blocks are allocated anew. All shards come to the same answer.
     """
-    expected = _run_long(model, _Recorder(model, _LONG_RUN), _long_run(model))
+    expected = _run_long(model, _Recorder(model, _LONG_RUN, backend.kv_format), _long_run(model))
     return _fault(model, backend, expected, type(backend).__name__, group)
 
 
@@ -159,6 +163,10 @@ def attention_variants(model: PreTrainedModel) -> dict[int, AttentionVariant]:
     return recorder.variants
 
 
+def _tolerance(model: PreTrainedModel, backend: AttentionBackend) -> float:
+    return TOLERANCE[model.dtype] + (_FP8_TOLERANCE if backend.kv_format.fp8 else 0)
+
+
 def _long_run(model: PreTrainedModel) -> int:
     return min(_LONG_RUN, position_limit(model.config) or _LONG_RUN)
 
@@ -177,7 +185,7 @@ def _fault(
     except Exception as failure:  # of a compiler, of a driver, of a library that is too old
         fault = f"{name} fails ({type(failure).__name__}: {failure})"
     else:
-        if not error <= TOLERANCE[model.dtype]:
+        if not error <= _tolerance(model, backend):
             fault = f"logits change by {error:.2g} with {name}"
     faults = group.exchange(fault) if group is not None else [fault]
     return next(filter(None, faults), None)
