@@ -120,7 +120,7 @@ TORCH_LIBRARY_FRAGMENT(oatmill, library) {
   using namespace oatmill;
   // each before those whose methods take it
   library.class_<Codes>("Codes").def(
-      torch::init<std::string, at::Tensor, at::Tensor, MaybeTensor, MaybeTensor, MaybeTensor>());
+      torch::init<std::string, at::Tensor, at::Tensor, MaybeTensor, MaybeTensor, MaybeTensor, MaybeTensor>());
   library.class_<Linear>("Linear")
       .def(torch::init<at::Tensor, int64_t, int64_t, std::optional<at::Tensor>, std::optional<at::Tensor>,
                        std::optional<at::Tensor>, std::vector<std::string>, std::vector<int64_t>,
