@@ -18,8 +18,8 @@ class Repository:
 
     files: dict[str, bytes]
     revisions: tuple[str, ...] = ("main", COMMIT)
+    # Without it the hub does not say that there is such a model.
     token: str | None = None
-    """Without it the hub does not say that there is such a model."""
     gated: bool = False
 
 
@@ -29,8 +29,8 @@ class Hub:
 
     url: str = ""
     models: dict[str, Repository] = field(default_factory=dict)
+    # Breaks the next download off after so many bytes.
     break_after: int | None = None
-    """Breaks the next download off after so many bytes."""
     requests: list[str] = field(default_factory=list)
     ranges: list[str] = field(default_factory=list)
 

@@ -6,8 +6,8 @@ import re
 TRACEBACK = "Traceback (most recent call last)"
 LEVEL = re.compile(r"\d{4}-\d\d-\d\dT\S+ ([A-Z]+) ")
 SHOWN_LINES = 40
+# Loggers of the services; clients and stand-ins of tests have their own.
 WATCHED = ("llm_functionalities", "shared", "tgi_server", "uvicorn")
-"""Loggers of the services; clients and stand-ins of tests have their own."""
 
 
 def assert_no_traceback(log: str) -> None:

@@ -242,6 +242,7 @@ def _pack_mxfp4(path: str, weight: Tensor) -> tuple[Tensors, Tensor]:
 
 _DYNAMIC_FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
 
+# By name: what packs a layer's weight, and the quantization_config of the model's config.json.
 LAYOUTS: dict[str, tuple[Packer, dict[str, Any]]] = {
     "gptq": _gptq(),
     "gptq_2_bits": _gptq(2, symmetric=False),
@@ -266,4 +267,3 @@ LAYOUTS: dict[str, tuple[Packer, dict[str, Any]]] = {
     "fbgemm": (_pack_rows_fp8, {"quant_method": "fbgemm_fp8"}),
     "mxfp4": (_pack_mxfp4, {"quant_method": "mxfp4"}),
 }
-"""By name: what packs a layer's weight, and the quantization_config of the model's config.json."""

@@ -22,14 +22,14 @@ from transformers import (
 )
 
 VOCAB_SIZE = 199
+# The vocabulary of the model that has a tokenizer.
 TOKENIZER_VOCAB_SIZE = 320
-"""Of the model that has a tokenizer."""
+# Tokens that sliding-window layers see: few, so that every test looks past them.
 WINDOW = 8
-"""Tokens that sliding-window layers see: few, so that every test looks past them."""
+# Factor by which matrices exceed the usual initial weights, whose deviation is 0.02.
 SCALE = 6.0
-"""By how much matrices exceed the usual initial weights, whose deviation is 0.02."""
+# Deviation of what is added to biases and the weights of norms, which are all 0 or all 1 at first.
 NOISE = 0.1
-"""Deviation of what is added to biases and the weights of norms, which are all 0 or all 1 at first."""
 
 Settings = dict[str, Any]
 
@@ -66,6 +66,7 @@ _LONGROPE = _rope(
     original_max_position_embeddings=32,
 )
 
+# By name: the `model_type` of its config.json, and what differs there from the smallest model.
 ARCHITECTURES: dict[str, tuple[str, Settings]] = {
     "bart": ("bart", {"decoder_layers": 2, "decoder_start_token_id": 2, "forced_eos_token_id": None}),
     "bloom": ("bloom", {}),
@@ -151,7 +152,6 @@ ARCHITECTURES: dict[str, tuple[str, Settings]] = {
     "starcoder2": ("starcoder2", _GATED | {"sliding_window": WINDOW}),
     "t5": ("t5", _T5 | _TIED),
 }
-"""By name: the `model_type` of its config.json, and what differs there from the smallest model."""
 
 
 def make(architecture: str, folder: Path, **overrides: Any) -> Path:

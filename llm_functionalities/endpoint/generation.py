@@ -28,17 +28,20 @@ class GenerationParameters:
     """The parameters that a text-generation server is sent beside the prompt.
 
     max_tokens: most tokens of the answer. grammar_is_optional: a server that takes no grammars may answer without it.
+    adapter_id: of an adapter that the server has; None: the model as it is.
     """
 
     max_tokens: int
     grammar: Grammar | None = None
     grammar_is_optional: bool = False
+    adapter_id: str | None = None
 
     def parameters(self) -> dict[str, Any]:
         """Returns the keyword arguments of `InferenceClient.text_generation`."""
         return {
             "max_new_tokens": self.max_tokens,
             "grammar": self.grammar.payload if self.grammar else None,
+            "adapter_id": self.adapter_id,
             "return_full_text": False,
         }
 

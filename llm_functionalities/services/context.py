@@ -58,10 +58,16 @@ class ModelClient:
         return context.deadline
 
     def generation(
-        self, max_tokens: int, grammar: Grammar | None = None, *, grammar_is_optional: bool = False
+        self,
+        max_tokens: int,
+        grammar: Grammar | None = None,
+        *,
+        grammar_is_optional: bool = False,
+        adapter_id: str = "",
     ) -> GenerationParameters:
         """Returns the parameters of a generation. With a `max_tokens` of 0 the default holds."""
-        return GenerationParameters(max_tokens if max_tokens > 0 else self.max_tokens, grammar, grammar_is_optional)
+        most = max_tokens if max_tokens > 0 else self.max_tokens
+        return GenerationParameters(most, grammar, grammar_is_optional, adapter_id or None)
 
     async def answer(
         self, context: CallContext, ask: Callable[[], Question[T]], generation: GenerationParameters, deadline: Deadline

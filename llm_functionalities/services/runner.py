@@ -25,7 +25,7 @@ class LLMRunner(llm_pb2_grpc.LLMRunnerServicer):
 
     async def call_model(self, request: llm_pb2.ModelRequest, context: CallContext) -> llm_pb2.ModelResponse:
         deadline = self._model.deadline(context, request.timeout)
-        generation = self._model.generation(request.max_tokens, grammar_of(request.grammar))
+        generation = self._generation(request)
 
         def ask() -> Question[str]:
             return self._as_it_is(request.formatted_prompt, generation)
@@ -37,7 +37,7 @@ class LLMRunner(llm_pb2_grpc.LLMRunnerServicer):
         self, request: llm_pb2.ModelBatchRequest, context: CallContext
     ) -> llm_pb2.ModelBatchResponse:
         deadline = self._model.deadline(context, request.timeout)
-        generation = self._model.generation(request.max_tokens, grammar_of(request.grammar))
+        generation = self._generation(request)
         prompts = request.formatted_prompts
 
         def ask(place: int) -> Question[str]:
@@ -70,7 +70,7 @@ class LLMRunner(llm_pb2_grpc.LLMRunnerServicer):
         self, request: llm_pb2.ModelRequest, context: CallContext
     ) -> AsyncIterator[llm_pb2.ModelResponse]:
         deadline = self._model.deadline(context, request.timeout)
-        generation = self._model.generation(request.max_tokens, grammar_of(request.grammar))
+        generation = self._generation(request)
         prompt = request.formatted_prompt
         answer = EchoedAnswer(prompt, self._echo, has_grammar=generation.grammar is not None)
         async with aclosing(self._model.pieces(context, prompt, generation, deadline)) as pieces:
@@ -79,6 +79,10 @@ class LLMRunner(llm_pb2_grpc.LLMRunnerServicer):
                     yield llm_pb2.ModelResponse(text=part)
                 if answer.ended:
                     return
+
+    def _generation(self, request: llm_pb2.ModelRequest | llm_pb2.ModelBatchRequest) -> GenerationParameters:
+        grammar = grammar_of(request.grammar)
+        return self._model.generation(request.max_tokens, grammar, adapter_id=request.adapter_id)
 
     def _as_it_is(self, prompt: str, generation: GenerationParameters) -> Question[str]:
         return Question(prompt, EchoedAnswer(prompt, self._echo, has_grammar=generation.grammar is not None).whole)

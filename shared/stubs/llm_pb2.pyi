@@ -170,16 +170,18 @@ class Grammar(_message.Message):
     def __init__(self, json_schema: _Optional[str] = ..., regex: _Optional[str] = ...) -> None: ...
 
 class ModelRequest(_message.Message):
-    __slots__ = ("formatted_prompt", "max_tokens", "timeout", "grammar")
+    __slots__ = ("formatted_prompt", "max_tokens", "timeout", "grammar", "adapter_id")
     FORMATTED_PROMPT_FIELD_NUMBER: _ClassVar[int]
     MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_FIELD_NUMBER: _ClassVar[int]
     GRAMMAR_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_ID_FIELD_NUMBER: _ClassVar[int]
     formatted_prompt: str
     max_tokens: int
     timeout: int
     grammar: Grammar
-    def __init__(self, formatted_prompt: _Optional[str] = ..., max_tokens: _Optional[int] = ..., timeout: _Optional[int] = ..., grammar: _Optional[_Union[Grammar, _Mapping]] = ...) -> None: ...
+    adapter_id: str
+    def __init__(self, formatted_prompt: _Optional[str] = ..., max_tokens: _Optional[int] = ..., timeout: _Optional[int] = ..., grammar: _Optional[_Union[Grammar, _Mapping]] = ..., adapter_id: _Optional[str] = ...) -> None: ...
 
 class ModelResponse(_message.Message):
     __slots__ = ("text",)
@@ -188,16 +190,18 @@ class ModelResponse(_message.Message):
     def __init__(self, text: _Optional[str] = ...) -> None: ...
 
 class ModelBatchRequest(_message.Message):
-    __slots__ = ("formatted_prompts", "max_tokens", "timeout", "grammar")
+    __slots__ = ("formatted_prompts", "max_tokens", "timeout", "grammar", "adapter_id")
     FORMATTED_PROMPTS_FIELD_NUMBER: _ClassVar[int]
     MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_FIELD_NUMBER: _ClassVar[int]
     GRAMMAR_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_ID_FIELD_NUMBER: _ClassVar[int]
     formatted_prompts: _containers.RepeatedScalarFieldContainer[str]
     max_tokens: int
     timeout: int
     grammar: Grammar
-    def __init__(self, formatted_prompts: _Optional[_Iterable[str]] = ..., max_tokens: _Optional[int] = ..., timeout: _Optional[int] = ..., grammar: _Optional[_Union[Grammar, _Mapping]] = ...) -> None: ...
+    adapter_id: str
+    def __init__(self, formatted_prompts: _Optional[_Iterable[str]] = ..., max_tokens: _Optional[int] = ..., timeout: _Optional[int] = ..., grammar: _Optional[_Union[Grammar, _Mapping]] = ..., adapter_id: _Optional[str] = ...) -> None: ...
 
 class ModelBatchResponse(_message.Message):
     __slots__ = ("text",)

@@ -19,8 +19,8 @@ class Request:
     path: str
     body: dict[str, Any]
     headers: dict[str, str]
+    # Set once the caller closed the connection before it had its answer.
     abandoned: threading.Event = field(default_factory=threading.Event)
-    """Set once the caller closed the connection before it had its answer."""
 
     @property
     def prompt(self) -> str:
@@ -39,12 +39,12 @@ class ModelServer:
     def __init__(self, port: int = 0, host: str = "127.0.0.1", tls: tuple[Path, Path] | None = None) -> None:
         self.fault: str | int | None = None
         self.sick = True
+        # Status and message of "no grammars".
         self.refusal = (422, "grammar is not supported")
-        """Status and message of "no grammars"."""
         self.answer: Any = "a fine answer"
         self.delay = 0.0
+        # A body to answer with, whatever is asked; with `raw_status`.
         self.raw: bytes | None = None
-        """A body to answer with, whatever is asked; with `raw_status`."""
         self.raw_status = "200 OK"
         self.requests: list[Request] = []
         self.health_checks = 0

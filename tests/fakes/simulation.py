@@ -16,8 +16,8 @@ from tgi_server.router.scheduling.scheduler import Scheduler
 from tgi_server.router.scheduling.sequence import Sequence
 from tgi_server.router.scheduling.shard_client import ShardedClient
 
+# Methods of memory, batch and queue that a simulation can break for one request.
 BREAKABLE = ("admit", "grow", "computed", "release", "compute", "put_back")
-"""Methods of memory, batch and queue that a simulation can break for one request."""
 
 
 def batch_limits(**limits: Any) -> Limits:

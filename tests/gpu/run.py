@@ -17,10 +17,10 @@ from typing import TextIO
 
 NO_GPU = 3
 FAILED = 1
+# Seconds: a job is not started for less.
 SHORTEST = 5.0
-"""Seconds: a job is not started for less."""
+# Lines of each job's output that are printed; all of them are in $OUT/log.txt.
 LINES = 30
-"""Of each job's output that are printed; all of them are in $OUT/log.txt."""
 ENGINE = ("torch", "transformers", "accelerate", "safetensors", "tokenizers", "psutil", "llguidance")
 SHARD = (
     "grpc",

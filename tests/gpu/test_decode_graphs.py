@@ -14,8 +14,8 @@ from tgi_server.engine import RunningSequence
 
 pytestmark = NEEDS_GPU
 
+# `transformers` looks at the tokens of a GPT-2 that has a padding token: it is not recorded.
 WAITS = {"gpt2"}
-"""`transformers` looks at the tokens of a GPT-2 that has a padding token: it is not recorded."""
 
 
 @pytest.fixture(autouse=True)

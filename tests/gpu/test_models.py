@@ -12,8 +12,8 @@ from tests.unit.engine.runners.test_parity import ELSEWHERE, PADDED, check, lost
 pytestmark = NEEDS_GPU
 
 CUDA = torch.device("cuda")
+# How far, in standard deviations, a token's logit may be below the highest one in half precision.
 LIKELY = 0.15
-"""How far, in standard deviations, a token's logit may be below the highest one in half precision."""
 
 
 @pytest.mark.parametrize("architecture", sorted(ARCHITECTURES.keys() - ELSEWHERE))

@@ -17,8 +17,9 @@ from tgi_server.engine.attention import paged_attention, rotary_write
 from tgi_server.engine.attention.paged_attention import LaunchShape, tokens_of_a_tile
 from tgi_server.engine.layers import elementwise
 
+# Bytes of shared memory that one program may have, by compute capability (technical specifications of the CUDA C++
+# Programming Guide).
 SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10}
-"""That one program may have, by compute capability (CUDA C++ Programming Guide, technical specifications)."""
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 INTS = "*i32"

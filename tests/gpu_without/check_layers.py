@@ -14,9 +14,8 @@ from tgi_server.engine.attention.cuda import CudaAttention
 from tgi_server.engine.layers import decoder, elementwise, fuse, norm
 from tgi_server.engine.layers.decoder import FusedLayer
 from tgi_server.engine.linear.blas import BlasLinear
-from tgi_server.engine.runners import probe
-from tgi_server.engine.runners.fusion import fuse_layers
-from tgi_server.engine.runners.probe import attention_variants, backend_fault, fault_since, probe_kv_shape
+from tgi_server.engine.runners import probe, prove_kernels
+from tgi_server.engine.runners.probe import LogitsProbe, probe_kv_shape
 
 ERROR = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 MOST_KERNELS = 12
@@ -60,10 +59,9 @@ def fused(architecture: str, **settings: Any) -> tuple[Any, CudaAttention]:
     shape = probe_kv_shape(model)
     assert shape is not None
     backend = CudaAttention(shape, model.device, model.dtype)
-    assert backend_fault(model, backend) is None
-    fault = fault_since(model, backend, "fused layers")
-    assert fuse_layers(model, backend) == []
-    assert fault() is None
+    before = LogitsProbe(model, long=True)
+    assert prove_kernels(model, backend) == (backend, [])
+    assert before.fault(backend, "fused layers") is None
     return model, backend
 
 
@@ -118,14 +116,14 @@ def test_a_layer_that_computes_something_else_is_put_back() -> None:
     shape = probe_kv_shape(model)
     assert shape is not None
     backend = CudaAttention(shape, model.device, model.dtype)
-    fault = fault_since(model, backend, "fused layers")
+    before = LogitsProbe(model, long=True)
 
     class Wrong(BlasLinear):
         def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
             return super().add_to(residual, 2 * x)
 
-    reason = fuse(model, attention_variants(model), fault, Wrong)
+    reason = fuse(model, before.variants, lambda: before.fault(backend, "fused layers"), Wrong)
     assert reason is not None
     assert reason.startswith("logits change by")
     assert not any(isinstance(module, FusedLayer) for module in model.modules())
-    assert fault() is None
+    assert before.fault(backend, "fused layers") is None

@@ -90,6 +90,12 @@ def copy_to_device(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
+def give_back() -> None:
+    """Gives the memory back to the system that is freed, which the C library would keep for what may be wanted next."""
+    if trim := getattr(_LIBC, "malloc_trim", None):  # of glibc
+        trim(0)
+
+
 def mapped(shape: tuple[int, ...], dtype: torch.dtype, *, large_pages: bool = False) -> Tensor:
     """Returns zeros in pages of their own, which are taken when they are written, and freed with the tensor.
 

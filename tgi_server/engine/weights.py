@@ -26,12 +26,24 @@ def load_config(config: EngineConfig) -> PretrainedConfig:
         raise ModelNotFound(f"no model folder at {path}; give a folder in transformers format, or a hub model id")
     if not (path / "config.json").is_file():
         raise ModelNotFound(f"{path} has no config.json; is it a model folder in transformers format?")
+    for name in ("config.json", "generation_config.json"):
+        _check_object(path / name)
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code, local_files_only=True)
-    except json.JSONDecodeError as error:
-        raise UnsupportedModel(f"{path / 'config.json'} is not valid JSON: {error}") from error
     except (ValueError, KeyError, OSError) as error:
         raise UnsupportedModel(f"{path / 'config.json'} cannot be used: {_first_line(error)}") from error
+
+
+def _check_object(file: Path) -> None:
+    """Raises UnsupportedModel for a file that has no JSON object: `transformers` finds that late or never."""
+    if not file.is_file():
+        return
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UnsupportedModel(f"{file} cannot be read as JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise UnsupportedModel(f"{file} is not a JSON object; download it again")
 
 
 def load_model(config: EngineConfig, device: torch.device) -> PreTrainedModel:

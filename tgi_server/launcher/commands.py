@@ -18,7 +18,7 @@ ROUTER_FLAGS = (*(name for name in ServingSettings.model_fields if name != "api_
 
 def download(settings: LauncherSettings) -> Command:
     """Returns the command that fetches the model, and prints its folder once it is complete."""
-    arguments = ["download-weights", settings.model_id, *_flags(settings, DOWNLOAD_FLAGS)]
+    arguments = ["download-weights", settings.model_id, "--merge-lora", *_flags(settings, DOWNLOAD_FLAGS)]
     arguments.append(f"--logger-level={settings.log_level}")
     return Command("download", _python("tgi_server.shard.cli", arguments), _hub_cache(settings))
 

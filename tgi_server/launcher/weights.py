@@ -11,6 +11,8 @@ from tgi_server.launcher.processes.child import die_with_parent
 from tgi_server.launcher.settings import LauncherSettings
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "vocab.txt")
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
 
 async def find_model(settings: LauncherSettings) -> Path:
@@ -32,7 +34,8 @@ def check_tokenizer(folder: Path) -> None:
 def _ready_folder(model_id: str) -> Path | None:
     """Returns the folder when it has all that a shard reads; None when something has to be fetched or converted."""
     folder = Path(model_id).expanduser()
-    return folder if (folder / "config.json").is_file() and any(folder.glob("*.safetensors")) else None
+    weights = [file for file in folder.glob("*.safetensors") if file.name != ADAPTER_WEIGHTS]
+    return folder if (folder / "config.json").is_file() and weights else None
 
 
 async def _download(settings: LauncherSettings) -> Path:

@@ -75,6 +75,7 @@ def download_weights(arguments: Sequence[str]) -> None:
             extension=settings.extension,
             auto_convert=settings.auto_convert,
             trust_remote_code=settings.trust_remote_code,
+            merge_lora=settings.merge_lora,
         )
     except ModelUnavailable as error:
         fail(program, str(error), status=FAILED)

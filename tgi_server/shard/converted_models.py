@@ -6,6 +6,8 @@ import logging
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from huggingface_hub import constants
@@ -18,12 +20,13 @@ logger = logging.getLogger(__name__)
 METADATA = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
 CODE = ["*.py"]
 
-BIN_INDEX = "pytorch_model.bin.index.json"
+# What says in which file a weight is.
+INDEXES = ("pytorch_model.bin.index.json", "model.safetensors.index.json")
 
 
 def converted_copy(folder: Path) -> Path | None:
     """Returns the copy of a model's folder that has safetensors weights; None when there is none."""
-    copy = _path(folder)
+    copy = copy_path("converted", folder)
     return copy if copy.is_dir() else None
 
 
@@ -39,18 +42,11 @@ def convert(folder: Path) -> Path:
         return folder
     if (copy := converted_copy(folder)) is not None:
         return copy
-    copy = _path(folder)
+    copy = copy_path("converted", folder)
     logger.info("%s cannot be written to, so its weights are converted into %s", folder, copy)
     try:
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=copy.parent, prefix="unfinished-") as scratch:
-            whole = Path(scratch) / "model"
-            whole.mkdir()
-            for file in (file for pattern in (*METADATA, *CODE) for file in folder.glob(pattern)):
-                if file.name != BIN_INDEX:
-                    shutil.copyfile(file, whole / file.name)
+        with unfinished_copy(folder, copy) as whole:
             convert_weights(folder, whole)
-            whole.rename(copy)
     except OSError as error:
         raise ModelUnavailable(
             f"{folder} has .bin weights only, and cannot be written to; a copy with safetensors weights cannot be made "
@@ -69,8 +65,25 @@ def permission_hint(error: BaseException | None, folder: str) -> str:
     )
 
 
-def _path(folder: Path) -> Path:
-    """Returns where the copy is. The name changes with the files of the folder."""
-    files = sorted((file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in folder.iterdir())
-    digest = hashlib.sha256(repr((str(folder.resolve()), files)).encode()).hexdigest()
-    return Path(constants.HF_HUB_CACHE) / "converted" / f"{folder.resolve().name}-{digest[:16]}"
+def copy_path(kind: str, *folders: Path) -> Path:
+    """Returns where the copy of a kind is that is made of some folders. The name changes with the files of them."""
+    made_of = []
+    for folder in folders:
+        files = sorted((file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in folder.iterdir())
+        made_of.append((str(folder.resolve()), files))
+    digest = hashlib.sha256(repr(made_of).encode()).hexdigest()
+    return Path(constants.HF_HUB_CACHE) / kind / f"{folders[0].resolve().name}-{digest[:16]}"
+
+
+@contextmanager
+def unfinished_copy(folder: Path, copy: Path) -> Iterator[Path]:
+    """Yields a folder with all of a model but its weights, which becomes the copy once it has those. Raises OSError."""
+    copy.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=copy.parent, prefix="unfinished-") as scratch:
+        whole = Path(scratch) / "model"
+        whole.mkdir()
+        for file in (file for pattern in (*METADATA, *CODE) for file in folder.glob(pattern)):
+            if file.name not in INDEXES:
+                shutil.copyfile(file, whole / file.name)
+        yield whole
+        whole.rename(copy)

@@ -4,6 +4,8 @@ The hub's client itself reads the variables HF_TOKEN, HF_HUB_OFFLINE, HF_ENDPOIN
 """
 
 import logging
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from huggingface_hub import constants, snapshot_download
@@ -21,6 +23,7 @@ from huggingface_hub.errors import (
 
 from tgi_server.shard.converted_models import CODE, METADATA, convert, converted_copy, permission_hint
 from tgi_server.shard.errors import ModelUnavailable
+from tgi_server.shard.merged_models import base_of, is_adapter, merge, merged_copy
 
 logger = logging.getLogger(__name__)
 
@@ -31,18 +34,40 @@ NOT_THE_MODEL = ["consolidated*", "training_args*", "optimizer*", "scheduler*", 
 
 
 def find_model(model_id: str, revision: str | None, *, trust_remote_code: bool = False) -> Path:
-    """Returns the model's folder, without using the network. Raises ModelUnavailable if it is not on this machine."""
-    if (folder := _local_folder(model_id)) is not None:
-        return folder if _has_weights(folder, ".safetensors") else converted_copy(folder) or folder
-    return _snapshot(model_id, revision, ".safetensors", trust_remote_code=trust_remote_code, local_files_only=True)
+    """Returns the model's folder, without using the network. Raises ModelUnavailable if it is not on this machine.
+
+    The folder of an adapter stands for its base model with the adapter merged.
+    """
+    folder = _local_folder(model_id)
+    if folder is None:
+        folder = _snapshot(
+            model_id, revision, ".safetensors", trust_remote_code=trust_remote_code, local_files_only=True
+        )
+    if is_adapter(folder):
+        base_id, base_revision = base_of(folder)
+        merged = merged_copy(folder, _base(find_model, base_id, base_revision, trust_remote_code=trust_remote_code))
+        if merged is None:
+            raise ModelUnavailable(
+                f"{model_id} is an adapter that is not merged into {base_id} yet; run `text-generation-server "
+                f"download-weights --merge-lora {model_id}` first"
+            )
+        return merged
+    return folder if _has_weights(folder, ".safetensors") else converted_copy(folder) or folder
 
 
 def download_model(
-    model_id: str, revision: str | None, *, extension: str, auto_convert: bool, trust_remote_code: bool
+    model_id: str,
+    revision: str | None,
+    *,
+    extension: str,
+    auto_convert: bool,
+    trust_remote_code: bool,
+    merge_lora: bool = False,
 ) -> Path:
     """Returns the model's folder, complete; `.bin` weights are converted if there are no safetensors files.
 
-    Files that are there already are not fetched again. Raises ModelUnavailable.
+    Files that are there already are not fetched again. Of an adapter the folder is its own, or with `merge_lora` that
+    of its base model with the adapter merged. Raises ModelUnavailable.
     """
     folder = _local_folder(model_id)
     if folder is None:
@@ -50,6 +75,14 @@ def download_model(
         if auto_convert and not _has_weights(folder, ".safetensors"):
             logger.info("%s has no safetensors files; fetching its .bin files", model_id)
             folder = _snapshot(model_id, revision, ".bin", trust_remote_code=trust_remote_code)
+    if is_adapter(folder):
+        if not any(folder.glob("adapter_model.*")):
+            raise ModelUnavailable(f"{model_id} has no adapter_model.safetensors and no adapter_model.bin")
+        if not merge_lora:
+            return folder
+        fetch = partial(download_model, extension=extension, auto_convert=auto_convert)
+        base = _base(fetch, *base_of(folder), trust_remote_code=trust_remote_code)
+        return merge(folder, base, trust_remote_code=trust_remote_code)
     if auto_convert and not _has_weights(folder, ".safetensors") and _has_weights(folder, ".bin"):
         converted = convert(folder)
         folder = converted if _has_weights(converted, extension) else folder
@@ -58,11 +91,19 @@ def download_model(
     return folder
 
 
+def _base(find: Callable[..., Path], model_id: str, revision: str | None, *, trust_remote_code: bool) -> Path:
+    """Returns the folder of an adapter's base model. Raises ModelUnavailable."""
+    path = Path(model_id).expanduser()
+    if path.is_dir() and is_adapter(path):
+        raise ModelUnavailable(f"the base model {model_id} of the adapter is an adapter itself; merge that one first")
+    return find(model_id, revision, trust_remote_code=trust_remote_code)
+
+
 def _local_folder(model_id: str) -> Path | None:
     """Returns the folder that `model_id` names; None if it is an id of the hub. Raises ModelUnavailable otherwise."""
     path = Path(model_id).expanduser()
     if path.is_dir():
-        if not (path / "config.json").is_file():
+        if not (path / "config.json").is_file() and not is_adapter(path):
             raise ModelUnavailable(f"{path} has no config.json; is it a model folder in transformers format?")
         return path
     if path.exists():

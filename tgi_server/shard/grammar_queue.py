@@ -1,8 +1,9 @@
-"""The queue of grammars to compile: cheap ones first, each tried in a sandbox before, and a bounded number of them."""
+"""The queues of grammars to compile: those that are known to be cheap, and those that are tried in a sandbox before."""
 
 import hashlib
 import logging
 import threading
+import time
 from bisect import insort
 from collections import OrderedDict
 from collections.abc import Callable
@@ -10,15 +11,17 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from itertools import count
 from typing import Any
 
-from tgi_server.contract import Grammar
+from tgi_server.contract import Grammar, GrammarKind
 from tgi_server.engine.grammar import GrammarCompiler, InvalidGrammar, NoRoomForGrammar, Sandbox, SandboxLimit
+from tgi_server.engine.grammar.compiled import GROWTH_BYTES
 from tgi_server.engine.grammar.compiler import check_size, text_bytes
-from tgi_server.engine.grammar.json_schema import MOST_LENIENT
+from tgi_server.engine.grammar.json_schema import MOST_LENIENT, is_simple
 from tgi_server.shard.errors import GrammarsBusy
 
 logger = logging.getLogger(__name__)
 
 _REMEMBERED_FAULTS = 1_024
+_SAVED_SECONDS = 16.0
 
 
 class _Job:
@@ -38,12 +41,18 @@ class _Job:
 class _Lane:
     """The waiting grammars with one limit of time, those with the fewest bytes first."""
 
-    def __init__(self, cpu_seconds: float, niceness: int, threads: int, room: int) -> None:
-        """cpu_seconds: limit of one trial. niceness: of the trials' processes. room: grammars that may wait."""
+    def __init__(self, cpu_seconds: float, niceness: int, threads: int, room: int, share: float) -> None:
+        """cpu_seconds: limit of one trial. niceness: of the trials' processes. room: grammars that may wait.
+
+        share: of a core that the trials may take in the long run. What they did not take for a while they may take
+        at once.
+        """
         self.cpu_seconds = cpu_seconds
         self.niceness = niceness
         self.threads = threads
         self._room = room
+        self._share = share
+        self._paid_until = 0.0
         self._jobs: list[tuple[int, int, _Job]] = []
         self._numbers = count()
         self._changed = threading.Condition()
@@ -56,26 +65,36 @@ class _Lane:
             return self._jobs.pop()[-1] if turn_away and len(self._jobs) > self._room else None
 
     def take(self) -> _Job:
-        """Waits for a job, and takes it out of the queue."""
+        """Waits for a job, and until the trials have computed no more than their share. Takes it out of the queue."""
+        while (early := self._paid_until - time.monotonic()) > 0:
+            time.sleep(early)
         with self._changed:
             self._changed.wait_for(lambda: self._jobs)
             return self._jobs.pop(0)[-1]
+
+    def pay(self, cpu_seconds: float) -> None:
+        """Has the next trials wait for as long as these seconds of computing are more than the share."""
+        with self._changed:
+            saved = time.monotonic() - _SAVED_SECONDS
+            self._paid_until = max(self._paid_until, saved) + cpu_seconds / self._share
 
 
 class GrammarQueue:
     """Has each grammar tried in a sandbox, and compiles those that pass.
 
-    Almost all are tried within milliseconds, in the quick lane. Those that take longer go on in the slow one, where
-    they delay only each other. Requests for the same grammar that come together share its turn, and grammars that
-    were found wrong are remembered.
+    Simple JSON schemas, and grammars that another shard has tried, have a lane of their own and no trial. Almost all
+    others are tried within milliseconds, in the quick lane. Those that take longer go on in the slow one, where they
+    delay only each other. Requests for the same grammar that come together share its turn, and grammars that were
+    found wrong are remembered.
     """
 
     def __init__(self, compiler: GrammarCompiler, sandbox: Callable[[int], Sandbox]) -> None:
         """sandbox: makes a Sandbox whose trials run with the given niceness."""
         self.compiler = compiler
         self._sandbox = sandbox
-        self._slow = _Lane(cpu_seconds=2.0, niceness=19, threads=1, room=4)
-        self._quick = _Lane(cpu_seconds=0.1, niceness=10, threads=2, room=64)
+        self._sure = _Lane(cpu_seconds=0.0, niceness=0, threads=1, room=64, share=1.0)
+        self._slow = _Lane(cpu_seconds=2.0, niceness=19, threads=1, room=4, share=0.1)
+        self._quick = _Lane(cpu_seconds=0.1, niceness=10, threads=2, room=64, share=0.1)
         self._lock = threading.Lock()
         self._started = False
         self._sandboxes: list[Sandbox] = []
@@ -87,7 +106,7 @@ class GrammarQueue:
         with self._lock:
             started, self._started = self._started, True
         if not started:
-            for lane in (self._quick, self._slow):
+            for lane in (self._sure, self._quick, self._slow):
                 for _ in range(lane.threads):
                     threading.Thread(target=self._work, args=(lane,), name="grammars", daemon=True).start()
 
@@ -132,17 +151,20 @@ class GrammarQueue:
         with self._lock:
             job, turned_away = self._running.get(grammar), None
             if job is None:
+                if size is None and grammar.type is GrammarKind.JSON_SCHEMA and is_simple(grammar.value):
+                    size = GROWTH_BYTES
                 job = self._running[grammar] = _Job(grammar, size, leniency)
-                turned_away = self._quick.put(job)
+                turned_away = (self._quick if size is None else self._sure).put(job)
             job.waiting += 1
             return job, turned_away
 
     def _work(self, lane: _Lane) -> None:
         """Compiles one grammar after another. Runs in each of the lane's threads, without end."""
         sandbox = self._sandbox(lane.niceness)
-        with self._lock:
-            self._sandboxes.append(sandbox)
-        sandbox.start()
+        if lane is not self._sure:
+            with self._lock:
+                self._sandboxes.append(sandbox)
+            sandbox.start()
         while True:
             job = lane.take()
             if self._abandoned(job):
@@ -165,7 +187,11 @@ class GrammarQueue:
             source, matcher = self.compiler.compiled(job.grammar, job.leniency)
             self.compiler.keep(job.grammar, source, matcher, job.size)
             return job.size
-        trial = sandbox.try_grammar(job.grammar, lane.cpu_seconds, job.leniency)
+        before = sandbox.cpu_seconds
+        try:
+            trial = sandbox.try_grammar(job.grammar, lane.cpu_seconds, job.leniency)
+        finally:
+            lane.pay(sandbox.cpu_seconds - before)
         self.compiler.keep(job.grammar, trial.source, size=trial.size)
         return trial.size
 

@@ -111,6 +111,9 @@ class DownloadSettings(CommandSettings):
 
     extension: Literal[".safetensors", ".bin"] = Field(".safetensors", description="the kind of weight files")
     auto_convert: bool = Field(True, description="fetch and convert .bin files where there are no safetensors files")
+    merge_lora: bool = Field(
+        False, description="of an adapter fetch the base model, too, and merge the adapter into it"
+    )
 
 
 class QuantizeSettings(CommandSettings):

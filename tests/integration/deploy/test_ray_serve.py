@@ -112,8 +112,8 @@ class Load:
 
     url: str
     texts: list[str] = field(default_factory=list)
+    # When the request was sent, and what came instead of an answer.
     failures: list[tuple[float, str]] = field(default_factory=list)
-    """When the request was sent, and what came instead of an answer."""
     chunks: int = 0
     stopping: bool = False
 

@@ -32,8 +32,8 @@ PAUSE_SECONDS = 0.2
 HEALTHY_SECONDS = 1.0
 FAULTY_SECONDS = 4.5
 RECOVERY_SECONDS = 5.0
+# Longer than the service keeps idle connections.
 IDLE_SECONDS = 4.0
-"""Longer than the service keeps idle connections."""
 
 SLOW = "slow"
 SLOW_SECONDS = 2.0
@@ -164,25 +164,25 @@ FAULTS: dict[str, Callable[[], Iterator[Fault]]] = {
 class Measured:
     """Times in seconds."""
 
+    # Calls made while the fault lasted.
     calls: int = 0
-    """Made while the fault lasted."""
+    # Of these, how many had a text (from before the fault took hold).
     answered: int = 0
-    """Of these, how many had a text (from before the fault took hold)."""
+    # Of these, how many ended with anything else than an answer.
     errors: int = 0
-    """Of these, how many ended with anything else than an answer."""
     reasons: Counter[str] = field(default_factory=Counter)
     median: float = 0.0
     longest: float = 0.0
+    # Seconds from its deadline to the latest answer; negative when all came before.
     late: float = 0.0
-    """Seconds from its deadline to the latest answer; negative when all came before."""
+    # Seconds by which the measuring process itself was late at times: no answer can be seen sooner.
     own_lag: float = 0.0
-    """Seconds by which the measuring process itself was late at times: no answer can be seen sooner."""
+    # Seconds from the fault's end to the first text.
     recovery: float = float("inf")
-    """From the fault's end to the first text."""
+    # Seconds from the fault's end until every caller had a text.
     all_recovered: float = float("inf")
-    """From the fault's end until every caller had one."""
+    # Threads and sockets of the service, idle, before and after.
     threads: tuple[int, int] = (0, 0)
-    """Of the service, idle, before and after."""
     sockets: tuple[int, int] = (0, 0)
 
 

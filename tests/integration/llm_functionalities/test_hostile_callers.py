@@ -252,10 +252,17 @@ def test_calls_without_a_message_are_given_up(server: ModelServer) -> None:
 
     flags = ("--endpoint", server.url, "--max-concurrent-calls", "4", "--receive-timeout", "1")
     with running_service(*flags) as service, service.channel() as channel, service.runner() as runner:
-        begun = [channel.stream_unary("/LLMRunner/call_model").future(nothing()) for _ in range(4)]
-        until(lambda: not _is_answered(runner))
-        until(lambda: _is_answered(runner), 5)
-        assert {call.code() for call in begun} == {grpc.StatusCode.DEADLINE_EXCEEDED}
+        begun: list[grpc.Future] = []
+
+        def takes_all_places() -> bool:
+            begun.extend(channel.stream_unary("/LLMRunner/call_model").future(nothing()) for _ in range(4))
+            return not _is_answered(runner)
+
+        until(takes_all_places)
+        until(lambda: _is_answered(runner), 10)
+        codes = [call.code() for call in begun]
+        assert codes.count(grpc.StatusCode.DEADLINE_EXCEEDED) >= 4
+        assert set(codes) <= {grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.RESOURCE_EXHAUSTED}
         never.set()
 
 

@@ -61,6 +61,14 @@ def test_a_prompt_goes_to_the_model_as_it_is_and_its_answer_comes_back(runner: R
     assert "authorization" not in request.headers
 
 
+def test_an_adapter_is_passed_on(runner: Runner, server: ModelServer) -> None:
+    request = llm_pb2.ModelRequest(formatted_prompt="one", adapter_id="chef")
+    runner.call_model(request)
+    list(runner.stream_model(request))
+    runner.batch_call_model(llm_pb2.ModelBatchRequest(formatted_prompts=["two"], adapter_id="chef"))
+    assert [each.body["parameters"]["adapter_id"] for each in server.requests] == ["chef"] * 3
+
+
 OBJECT_PROMPT = '### Instruction:\nAnswer like {"intent": ""}.\n\n### Response: Your response:{"intent":'
 
 

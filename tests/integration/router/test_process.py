@@ -11,6 +11,7 @@ import pytest
 
 from tests.conftest import FreePort
 from tests.integration.router.process import READY_SECONDS, Process, Start
+from tests.timing import until
 
 
 def last_line(process: Process) -> str:
@@ -43,31 +44,31 @@ def test_running_requests_are_finished(start: Start, flags: tuple[str, list[str]
     url, arguments = flags
     process = start(*arguments).until_ready(url)
     answers: list[httpx.Response] = []
-    began = threading.Event()
 
     def whole() -> None:
-        body = {"inputs": "Hello", "parameters": {"max_new_tokens": 50}}
+        body = {"inputs": "Hello", "parameters": {"max_new_tokens": 100}}
         answers.append(httpx.post(f"{url}/generate", json=body, timeout=30))
 
     def streamed() -> None:
-        body = {"inputs": "Hello", "parameters": {"max_new_tokens": 50, "details": True}}
+        body = {"inputs": "Hello", "parameters": {"max_new_tokens": 100, "details": True}}
         with httpx.stream("POST", f"{url}/generate_stream", json=body, timeout=30) as response:
-            lines = []
-            for line in response.iter_lines():
-                began.set()
-                lines.append(line)
-        last = [line for line in lines if line.startswith("data:")][-1]
-        if json.loads(last.removeprefix("data:"))["details"]["generated_tokens"] == 50:
+            lines = [line for line in response.iter_lines() if line.startswith("data:")]
+        if json.loads(lines[-1].removeprefix("data:"))["details"]["generated_tokens"] == 100:
             answers.append(response)
+
+    def refused() -> bool:
+        try:
+            httpx.get(f"{url}/health")
+        except httpx.ConnectError:
+            return True
+        return False
 
     clients = [threading.Thread(target=client) for client in (whole, streamed)]
     for client in clients:
         client.start()
-    began.wait(10)
+    until(lambda: "tgi_batch_current_size 2.0" in httpx.get(f"{url}/metrics").text)
     process.popen.send_signal(signal.SIGTERM)
-    time.sleep(0.3)
-    with pytest.raises(httpx.ConnectError):
-        httpx.get(f"{url}/health")
+    until(refused)
     for client in clients:
         client.join(30)
     assert [answer.status_code for answer in answers] == [200, 200]

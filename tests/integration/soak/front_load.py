@@ -21,15 +21,15 @@ from tests.integration.structured.test_generate import PROMPT, REGEX, SCHEMA
 
 WORKERS = 16
 PAUSE_SECONDS = 0.4
+# Share of the calls that are cancelled at some time before their deadline.
 CANCELLED = 0.15
-"""Share of the calls that are cancelled at some time before their deadline."""
+# The service's `--default-timeout`.
 DEFAULT_SECONDS = 2.0
-"""The service's `--default-timeout`."""
 SLACK_SECONDS = 0.05
+# No gRPC deadline, which the service would take for one.
 GUARD_SECONDS = 30.0
-"""No gRPC deadline, which the service would take for one."""
+# Deadlines of calls, in milliseconds.
 TIMEOUTS = (100, 300, 1000, 2000, 5000)
-"""Milliseconds."""
 
 OK, REFUSED = grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT
 STEP = "Melt the butter in a pan, then add the milk and the sugar."
@@ -124,18 +124,18 @@ class Report:
 
     outcomes: dict[str, dict[str, int]]
     wrong: list[str]
+    # Those that nobody cancelled.
     calls: int
-    """Those that nobody cancelled."""
+    # Calls that were answered more than 50 ms after their deadline, as their caller saw it.
     late: int
-    """Calls that were answered more than 50 ms after their deadline, as their caller saw it."""
+    # The latest answer; below 0 when all came before.
     worst: float
-    """The latest answer; below 0 when all came before."""
+    # The same less what the machine and this process delayed it by.
     worst_but_delays: float
-    """The same less what the machine and this process delayed it by."""
+    # The five latest: how late in milliseconds, less those delays, and the kind.
     latest: list[str]
-    """The five latest: how late in milliseconds, less those delays, and the kind."""
+    # The longest time that an idle thread of this process waited for the processor.
     worst_delay: float
-    """The longest time that an idle thread of this process waited for the processor."""
 
 
 class FrontLoad:
@@ -145,8 +145,8 @@ class FrontLoad:
         self.tally = Tally()
         self.delays = Delays()
         self._channel = channel
+        # The kind of a call, when it was made, by how much its answer was late, and when that came.
         self._times: list[tuple[str, float, float, float]] = []
-        """The kind of a call, when it was made, by how much its answer was late, and when that came."""
 
     async def run(self, seconds: float) -> Report:
         over = time.monotonic() + seconds

@@ -17,13 +17,13 @@ from tests.integration.structured.test_generate import GRAMMARS, PROMPT
 
 WORKERS = 12
 PAUSE_SECONDS = 0.3
+# Share of the requests whose clients leave before they have their answer.
 LEAVERS = 0.2
-"""Share of the requests whose clients leave before they have their answer."""
+# They leave after as long at most.
 STAY_SECONDS = 1.0
-"""They leave after as long at most."""
 ANSWER_SECONDS = 120.0
+# Idle connections are given up long before the server does so, which it might while a request is on its way.
 KEPT_SECONDS = 0.5
-"""Idle connections are given up long before the server does so, which it might while a request is on its way."""
 SLOW_READER_SECONDS = 8.0
 SMALL_BUFFER = 16_384
 FINE = frozenset({200, 429})
@@ -40,8 +40,8 @@ class Ask:
     """A request, the statuses that it may be answered with, and how often it comes beside others."""
 
     path: str
+    # JSON, bytes as they are, or None for a GET.
     body: Any = None
-    """JSON, bytes as they are, or None for a GET."""
     statuses: frozenset[int] = FINE
     share: int = 4
     headers: tuple[tuple[str, str], ...] = ()
@@ -125,8 +125,8 @@ class HttpLoad:
         self._url = url
         limits = httpx.Limits(max_connections=None, keepalive_expiry=KEPT_SECONDS)
         self._http = httpx.AsyncClient(base_url=url, timeout=ANSWER_SECONDS, limits=limits)
+        # What the request that is made time and again was answered with when nobody else asked.
         self._compared = ""
-        """What the request that is made time and again was answered with when nobody else asked."""
 
     async def begin(self) -> None:
         self._compared = (await self._http.post("/generate", json=COMPARED)).json()["generated_text"]

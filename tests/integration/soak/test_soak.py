@@ -36,19 +36,19 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 WARM_UP_SECONDS = 30.0
 SETTLE_SECONDS = 90.0
+# Longer than llm_functionalities keeps idle connections.
 IDLE_SECONDS = 4.0
-"""Longer than llm_functionalities keeps idle connections."""
+# Places of the text-generation server, and as many threads of llm_functionalities.
 PLACES = 32
-"""Of the text-generation server, and as many threads of llm_functionalities."""
 CALLS = 64
 KV_TOKENS = 16_384
+# The text-generation server's `--client-timeout`, so that it cuts off slow readers before they leave.
 CLIENT_SECONDS = 5
-"""The text-generation server's `--client-timeout`, so that it cuts off slow readers before they leave."""
 MORE_DESCRIPTORS = 0
+# Pools of threads start one when all others have something to do, which the warm-up need not have seen.
 MORE_THREADS = 2
-"""Pools of threads start one when all others have something to do, which the warm-up need not have seen."""
+# MiB: what the C library keeps of the largest bodies that came together, and caches that were not yet full.
 MORE_MEMORY = 100
-"""MiB: what the C library keeps of the largest bodies that came together, and caches that were not yet full."""
 SERVER = (
     *(f"--model-id={demo_model.PATH}", "--dtype=float32", f"--max-concurrent-requests={PLACES}"),
     *(f"--max-batch-total-tokens={KV_TOKENS}", f"--client-timeout={CLIENT_SECONDS}"),

@@ -13,8 +13,7 @@ class Vitals:
 
     descriptors: int
     threads: int
-    resident: int
-    """MiB"""
+    resident: int  # MiB
 
     @staticmethod
     def of(process: psutil.Process) -> "Vitals":

@@ -1,18 +1,20 @@
 """Many hostile grammars every second: plain streams go on, and a new grammar that is good is soon compiled.
 
-    python -m tests.integration.structured.test_flood
+    python -m tests.integration.structured.test_flood [MODEL]
 
-prints what it measures.
+prints what it measures, for the demo model or another one.
 """
 
 import asyncio
 import json
 import random
+import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -26,15 +28,15 @@ from tgi_server import demo_model
 
 STREAMS = 8
 HOSTILE_A_SECOND = 64
-SECONDS = 12.0
+SECONDS = 10.0
 
 
 @dataclass
 class Measured:
-    """Plain tokens per second, alone and beside the flood; seconds of each new grammar beside it; hostile answers."""
+    """Plain tokens per second, alone and beside the flood, in turns; seconds of each new grammar; hostile answers."""
 
-    alone: float
-    beside: float
+    alone: list[float]
+    beside: list[float]
     good: list[float]
     answers: dict[int, int]
 
@@ -108,57 +110,58 @@ async def running(*works: Any) -> AsyncIterator[None]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def measured(url: str) -> Measured:
+async def measured(url: str, turns: int = 1) -> Measured:
     tokens: list[float] = []
-    good: list[float] = []
-    answers: dict[int, int] = {}
+    found = Measured([], [], [], {})
     limits = httpx.Limits(max_connections=1_000)
     async with httpx.AsyncClient(base_url=url, timeout=60, limits=limits) as client:
         await ask(client, good_grammar(0))
         async with running(*(tokens_of_streams(client, tokens) for _ in range(STREAMS))):
             await asyncio.sleep(2)
-            rates = []
-            for attacked in (False, True):
-                async with running(*([flood(client, answers)] if attacked else [])):
+            for turn in range(2 * turns):
+                attacked = turn % 2
+                async with running(*([flood(client, found.answers)] if attacked else [])):
                     await asyncio.sleep(3)  # until as many wait as ever do
                     began, before = time.perf_counter(), len(tokens)
                     while time.perf_counter() - began < SECONDS:
                         started = time.perf_counter()
                         response = await ask(client, good_grammar(int(started * 1000)))
                         if attacked:
-                            good.append(time.perf_counter() - started)
+                            found.good.append(time.perf_counter() - started)
                             assert response.status_code == 200, response.text
                         await asyncio.sleep(0.5)
-                    rates.append((len(tokens) - before) / (time.perf_counter() - began))
-    return Measured(*rates, good, answers)
+                    rate = (len(tokens) - before) / (time.perf_counter() - began)
+                    (found.beside if attacked else found.alone).append(rate)
+    return found
 
 
 @pytest.mark.slow
 async def test_plain_streams_and_good_grammars_go_on_beside_a_flood(demo_server: TextGenerationServer) -> None:
-    """On a quiet machine the streams lose a few percent; the bounds are for a busy one."""
+    """On a quiet machine the streams of a model of some size lose a tenth; the bounds are for a busy one."""
     found = await measured(demo_server.url)
-    assert found.beside > 0.7 * found.alone, found
+    assert found.beside[0] > 0.6 * found.alone[0], found
     assert max(found.good) < 2, found
     assert set(found.answers) <= {200, 422, 429}, found
 
 
 if __name__ == "__main__":
+    model = sys.argv[1] if len(sys.argv) > 1 else demo_model.PATH
     with TemporaryDirectory() as folder:
-        server = TextGenerationServer(28_123, Path(folder) / "log", f"--model-id={demo_model.PATH}", "--dtype=float32")
+        server = TextGenerationServer(28_123, Path(folder) / "log", f"--model-id={model}")
         try:
-            found = asyncio.run(measured(server.wait_until_ready().url))
+            found = asyncio.run(measured(server.wait_until_ready().url, turns=3))
         finally:
             server.stop()
-        times = sorted(found.good)
+        lost = [1 - beside / alone for alone, beside in zip(found.alone, found.beside, strict=True)]
         print(
             json.dumps(
                 {
-                    "tokens/s alone": round(found.alone),
-                    "tokens/s beside": round(found.beside),
-                    "lost": f"{1 - found.beside / found.alone:.1%}",
-                    "good grammars": len(times),
-                    "median s": round(times[len(times) // 2], 3),
-                    "slowest s": round(times[-1], 3),
+                    "tokens/s alone": [round(rate) for rate in found.alone],
+                    "tokens/s beside": [round(rate) for rate in found.beside],
+                    "lost": f"{median(lost):.1%}",
+                    "good grammars": len(found.good),
+                    "median s": round(median(found.good), 3),
+                    "slowest s": round(max(found.good), 3),
                     "hostile answers": found.answers,
                 },
                 indent=1,

@@ -15,8 +15,8 @@ from benchmarks.load import Target, run_workload
 from benchmarks.report import summarise
 from benchmarks.workloads import GREETING, Workload
 
+# Seconds before every token.
 DELAY = 0.03
-"""Seconds before every token."""
 
 
 class SlowServer:

@@ -19,8 +19,8 @@ from tgi_server.router.metrics import Metrics
 from tgi_server.router.startup import HEALTH_SECONDS
 
 FOLDER = Path(__file__).parents[3] / "deploy" / "kubernetes"
+# The oldest and the newest Kubernetes that the manifests are for.
 VERSIONS = ("1.29", "1.37")
-"""The oldest and the newest Kubernetes that the manifests are for."""
 
 Manifest = dict[str, Any]
 

@@ -15,7 +15,10 @@ from tgi_server.engine.weights import load_model
     [
         ("absent", ModelNotFound, "no model folder"),
         ("no config", ModelNotFound, "no config.json"),
-        ("config", UnsupportedModel, "not valid JSON|cannot be used"),
+        ("config", UnsupportedModel, "config.json cannot be read as JSON"),
+        ("config that is a list", UnsupportedModel, "config.json is not a JSON object"),
+        ("generation config", UnsupportedModel, "generation_config.json cannot be read as JSON"),
+        ("generation config that is a list", UnsupportedModel, "generation_config.json is not a JSON object"),
         ("no weights", ModelNotFound, "no \\*.safetensors"),
         ("truncated", InvalidWeights, "corrupt or incomplete"),
         ("float16 without kernels", UnsupportedModel, "--dtype bfloat16"),
@@ -29,8 +32,9 @@ def test_a_folder_that_cannot_be_loaded_says_why(tmp_path, broken, error, messag
             (folder / file.name).write_bytes(file.read_bytes())
     if broken == "no config":
         (folder / "config.json").unlink()
-    if broken == "config":
-        (folder / "config.json").write_text("{")
+    if "config" in broken and broken != "no config":
+        name = "generation_config.json" if "generation" in broken else "config.json"
+        (folder / name).write_text("[]" if broken.endswith("list") else "{")
     if broken == "no weights":
         (folder / "model.safetensors").unlink()
     if broken == "truncated":

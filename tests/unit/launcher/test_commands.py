@@ -10,6 +10,7 @@ from tgi_server.launcher.settings import LauncherSettings
 from tgi_server.router.settings import RouterSettings
 from tgi_server.shard.settings import ShardSettings
 
+# What the launcher handles itself; the rest goes to the shards or the router, or is refused.
 OWN = {
     "model_id",
     "api_key",
@@ -26,7 +27,6 @@ OWN = {
     "enable_prefill_logprobs",
     "env",
 }
-"""What the launcher handles itself; the rest goes to the shards or the router, or is refused."""
 
 
 def read(*flags: str) -> LauncherSettings:

@@ -8,6 +8,7 @@ from shared.settings import read_settings
 from tgi_server import demo_model
 from tgi_server.launcher.settings import LauncherSettings
 
+# TGI's launcher flags.
 REFERENCE = """
 model-id revision validation-workers sharded num-shard quantize speculate dtype kv-cache-dtype trust-remote-code
 max-concurrent-requests max-best-of max-stop-sequences max-top-n-tokens max-input-tokens max-input-length
@@ -18,7 +19,6 @@ json-output otlp-endpoint otlp-service-name cors-allow-origin api-key watermark-
 tokenizer-config-path disable-grammar-support env max-client-batch-size lora-adapters payload-limit
 enable-prefill-logprobs graceful-termination-timeout usage-stats
 """
-"""TGI's launcher flags."""
 
 
 def read(*flags: str) -> LauncherSettings:
@@ -41,7 +41,7 @@ def test_every_flag_of_tgi_is_known(capsys: pytest.CaptureFixture[str]) -> None:
             "it may be awq, compressed-tensors, gptq, marlin, bitsandbytes, bitsandbytes-fp4, bitsandbytes-nf4, eetq, "
             "fp8, int4, int8; of other formats take the same model as GPTQ",
         ),
-        ("kv-cache-dtype", "fp8", "Input should be 'fp8_e4m3fn' or 'fp8_e5m2'"),
+        ("kv-cache-dtype", "fp8", "Input should be 'fp8_e4m3fn' or 'fp8_e5m2', got 'fp8'"),
         ("lora-adapters", "a", "adapters are not supported yet; merge the adapter into the model and serve that"),
         ("rope-scaling", "linear", "not supported yet; set rope_parameters in the model's config.json"),
         ("rope-factor", "2", "not supported yet; set rope_parameters in the model's config.json"),

@@ -13,6 +13,7 @@ from tests import hostile_grammars as hostile
 from tgi_server import demo_model
 from tgi_server.contract import Grammar, GrammarKind
 from tgi_server.engine.grammar import GrammarCompiler, InvalidGrammar, Sandbox
+from tgi_server.shard import grammar_queue
 from tgi_server.shard.errors import GrammarsBusy
 from tgi_server.shard.grammar_queue import GrammarQueue
 
@@ -67,6 +68,25 @@ def test_requests_for_the_same_grammar_share_one_turn(
     assert tried == [grammar]
     assert compile_now(queue, grammar) in sizes
     assert tried == [grammar]
+
+
+def test_a_simple_schema_needs_no_trial(queue: GrammarQueue, pool: ThreadPoolExecutor, tried: list[Grammar]) -> None:
+    simple = {"type": "object", "properties": {"name": {"type": "string"}, "age": {"type": "integer"}}}
+    attackers = [pool.submit(compile_now, queue, slow(i), 0.1) for i in range(64)]
+    assert compile_now(queue, hostile.schema(simple)) > 0
+    assert hostile.schema(simple) not in tried
+    assert all(isinstance(attacker.exception(), GrammarsBusy) for attacker in attackers)
+
+
+def test_trials_take_a_small_share_of_a_core(
+    queue: GrammarQueue, pool: ThreadPoolExecutor, tried: list[Grammar], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of these computes for a tenth of a second, so that the next but one is tried a second later."""
+    monkeypatch.setattr(grammar_queue, "_SAVED_SECONDS", 0.0)
+    compile_now(queue, hostile.regex("first"))
+    for attacker in [pool.submit(compile_now, queue, slow(i), 3.0) for i in range(30)]:
+        assert isinstance(attacker.exception(), GrammarsBusy)
+    assert len(tried) <= 10
 
 
 def test_a_wrong_grammar_is_remembered(queue: GrammarQueue, tried: list[Grammar]) -> None:

@@ -45,14 +45,15 @@ class AdapterLayer:
         weight, bias: of the base layer.
         """
         changed = weight.to(torch.float32, copy=True)
-        new_bias = None if bias is None else bias.float()
         if self.gain is not None:
             changed *= self.gain.float().unsqueeze(1)
-            new_bias = None if new_bias is None else new_bias * self.gain.float()
         changed.addmm_(self.b.float(), self.a.float())
-        if self.shift is not None:
-            new_bias = self.shift.float() if new_bias is None else new_bias + self.shift.float()
-        return changed, new_bias
+        return changed, bias if bias is None else self.merged_bias(bias)
+
+    def merged_bias(self, bias: Tensor) -> Tensor:
+        """Returns the bias of the changed layer, [out_features] float32, for that of the base layer."""
+        scaled = bias.float() if self.gain is None else bias.float() * self.gain.float()
+        return scaled if self.shift is None else scaled + self.shift.float()
 
     def split(self, layers: Mapping[str, BaseLayer]) -> dict[str, Self]:
         """Returns the layer as those whose outputs it has side by side, by their paths."""

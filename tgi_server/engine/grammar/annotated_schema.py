@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from tgi_server.engine.grammar.errors import InvalidGrammar
+from tgi_server.engine.grammar.json_schema.document import at_pointer
 from tgi_server.engine.grammar.json_schema.keywords import (
     HINT,
     ITEM_SEPARATOR,
@@ -169,18 +170,12 @@ class _Writer:
         return annotated
 
     def _resolve(self, reference: str, place: str) -> Any:
-        target: Any = self._root
         if not reference.startswith("#"):
             raise InvalidGrammar(f"the reference {reference!r} (at {place}) leads out of the schema")
-        for part in filter(None, reference[1:].split("/")):
-            key = part.replace("~1", "/").replace("~0", "~")
-            if isinstance(target, list) and key.isdigit() and int(key) < len(target):
-                target = target[int(key)]
-            elif isinstance(target, dict) and key in target:
-                target = target[key]
-            else:
-                raise InvalidGrammar(f"the reference {reference!r} (at {place}) leads nowhere")
-        return target
+        try:
+            return at_pointer(self._root, reference[1:])
+        except LookupError:
+            raise InvalidGrammar(f"the reference {reference!r} (at {place}) leads nowhere") from None
 
     def _reference(self, schema: dict[str, Any], place: str) -> str:
         self._only(schema, _REFERENCE, place)

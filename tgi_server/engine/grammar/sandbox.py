@@ -49,6 +49,7 @@ class Sandbox:
         self._command = [sys.executable, "-m", "tgi_server.engine.grammar.trial", *arguments]
         self._process: subprocess.Popen[bytes] | None = None
         self._closed = False
+        self.cpu_seconds = 0.0  # that all trials have computed
 
     def start(self) -> None:
         """Has the process read the tokenizer, so that the first grammar need not wait for it."""
@@ -70,6 +71,7 @@ class Sandbox:
         outcome = self._ask(line) or self._ask(line)
         if outcome is None:
             raise SandboxLimit("time")
+        self.cpu_seconds += outcome.get("cpu_seconds", 0.0)
         if "error" in outcome:
             raise InvalidGrammar(outcome["error"])
         if "limit" in outcome:
@@ -110,9 +112,9 @@ class Sandbox:
 
     def _running(self) -> subprocess.Popen[bytes]:
         if self._process is None:
-            # In a session of its own: what stops the shard from a terminal is no business of that process, which ends
-            # when its standard input does.
+            # A group of its own: what stops the shard from a terminal is no business of that process: it ends when its
+            # standard input does. The same session: Linux compares the niceness of one session's processes only.
             self._process = subprocess.Popen(
-                self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+                self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0
             )
         return self._process

@@ -4,9 +4,11 @@ import torch
 from torch import Tensor
 
 from tgi_server.engine.attention.base import ForwardMetadata
-from tgi_server.engine.linear.float import FloatLinear, padded
-from tgi_server.engine.linear.int8 import INPUT_OFFSET, rounded_to_bytes
+from tgi_server.engine.linear.float import FloatLinear
+from tgi_server.engine.linear.int8 import INPUT_OFFSET
+from tgi_server.engine.linear.kernel_linear import padded
 from tgi_server.engine.linear.kernel_table import KernelTable
+from tgi_server.engine.quantization.rounding import rounded_to_bytes
 
 # Smaller weights are read so fast that screening saves nothing.
 _LARGE_BYTES = 8 << 20
@@ -58,8 +60,9 @@ def _rounded(weight: Tensor) -> tuple[Tensor, ...]:
 
     The lengths are the Euclidean norms of the part that rounding lost, and of the part that it kept.
     """
-    rounded, scales, sums = rounded_to_bytes(weight)
+    exact = weight.float()
+    rounded, scales = rounded_to_bytes(exact)
     kept = rounded.float()
-    lost = (weight.float() / scales.unsqueeze(1)).sub_(kept)
+    lost = (exact / scales.unsqueeze(1)).sub_(kept)
     margin = scales * (1 + 2**-12)
-    return rounded, scales, sums, lost.norm(dim=1) * margin, kept.norm(dim=1) * margin
+    return rounded, scales, rounded.sum(1), lost.norm(dim=1) * margin, kept.norm(dim=1) * margin

@@ -22,10 +22,12 @@ from torch import Tensor, nn
 from tgi_server.engine.kernels import cache_path
 from tgi_server.engine.linear.base import PackedLinear
 from tgi_server.engine.linear.coded import CodedLinear, kind_of
-from tgi_server.engine.linear.float import TILE, FloatLinear
+from tgi_server.engine.linear.float import FloatLinear
 from tgi_server.engine.linear.int8 import Int8Linear
+from tgi_server.engine.linear.kernel_linear import TILE
 from tgi_server.engine.linear.kernel_table import ONEDNN, KernelTable
 from tgi_server.engine.linear.onednn import OneDnnLinear
+from tgi_server.engine.memory import give_back
 from tgi_server.engine.quantization import QuantizedLinear, QuantizedWeight
 from tgi_server.engine.quantization.weight import CODES, LINE
 from tgi_server.engine.sharding import ShardGroup
@@ -147,6 +149,7 @@ def _chosen(shapes: Counter[tuple[int, int]], weights: Weights) -> KernelTable:
     started = time.perf_counter()
     candidates = [*weights.kernels, ONEDNN] if weights.has_onednn else weights.kernels
     table = choose(measure(outputs_by_depth, {name: (weights, name) for name in candidates}))
+    give_back()  # some 100 MB of trials
     logger.info("linear layers: %s, measured in %.1f s", table, time.perf_counter() - started)
     _write(place, table)
     return table

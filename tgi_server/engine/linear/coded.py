@@ -1,13 +1,10 @@
 """Linear layers with weights of 4 or 8 bits that are read as they are, by the engine's own kernels."""
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from tgi_server.engine.linear.base import PackedLinear
-from tgi_server.engine.linear.float import TILE, padded
+from tgi_server.engine.linear.kernel_linear import TILE, KernelLinear
 from tgi_server.engine.linear.kernel_table import KernelTable
 from tgi_server.engine.quantization import QuantizedWeight
 
@@ -17,7 +14,7 @@ _UNIT = 32
 _SIGN = 8  # of a whole number of 4 bits
 
 
-class CodedLinear(PackedLinear):
+class CodedLinear(KernelLinear):
     """y = x W^T + b with W as codes, and a scale and maybe an offset for each group of inputs; sums are in float32.
 
     x is taken as it is; y has its dtype. bits: of a code. dtype: of the weights, where somebody asks for it.
@@ -51,29 +48,18 @@ class CodedLinear(PackedLinear):
             else:
                 self._offsets = _by_tile(-zeros * weight.scales)
         self._order, starts = _arrangement(weight, _WORD_BITS // self._bits)
-        self._packed = torch.ops.oatmill.codes_pack(codes, self._order, self._bits)
+        packed = torch.ops.oatmill.codes_pack(codes, self._order, self._bits)
         self._scales = _by_tile(_narrowed(weight.scales))
-        self._bias = None if bias is None else padded(bias)
-        table = kernels or KernelTable.of(torch.ops.oatmill.codes_kernels(self.kind)[0])
-        self._layer = torch.classes.oatmill.Linear(
-            self._packed,
-            self.in_features,
-            self.out_features,
-            self._bias,
-            None,
-            None,
-            list(table.kernels),
-            list(table.from_rows),
-            torch.classes.oatmill.Codes(
-                self.kind,
-                starts,
-                self._scales,
-                self._offsets,
-                self._zeros,
-                self._codebook if self.kind == "codebook" else None,
-                None if _keeps_order(self._order, self.in_features) else self._order,
-            ),
+        by_kind = torch.classes.oatmill.Codes(
+            self.kind,
+            starts,
+            self._scales,
+            self._offsets,
+            self._zeros,
+            self._codebook if self.kind == "codebook" else None,
+            None if _keeps_order(self._order, self.in_features) else self._order,
         )
+        self._set(packed, bias, kernels, torch.ops.oatmill.codes_kernels(self.kind), codes=by_kind)
 
     def _dense(self) -> tuple[Tensor, Tensor | None]:
         shape = self.out_features, self.in_features
@@ -91,22 +77,11 @@ class CodedLinear(PackedLinear):
         dense = numbers * scales
         if self._offsets is not None:
             dense += self._by_input(self._offsets)
-        return dense.to(self.weight.dtype), None if self._bias is None else self._bias[: self.out_features]
+        return dense.to(self.weight.dtype), self._plain_bias()
 
     def _by_input(self, by_tile: Tensor) -> Tensor:
         """Returns [outputs, inputs] of what `_by_tile` made."""
         return by_tile.transpose(1, 2).flatten(0, 1)[: self.out_features, self._groups]
-
-    def kernel(self) -> Any:
-        return self._layer
-
-    def forward(self, x: Tensor, activation: str = "none") -> Tensor:
-        y: Tensor = self._layer.forward(x, activation == "relu", None)
-        return y
-
-    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
-        y: Tensor = self._layer.forward(x, False, residual)
-        return y
 
 
 def kind_of(weight: QuantizedWeight) -> str:

@@ -30,9 +30,18 @@ _FP4_MAGNITUDES = (0.0, 0.0625 / 12, 8 / 12, 1.0, 4 / 12, 6 / 12, 2 / 12, 3 / 12
 _FP4 = (*_FP4_MAGNITUDES, *(-magnitude for magnitude in _FP4_MAGNITUDES))
 
 
+def rounded_to_bytes(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Rounds a weight, [outputs, inputs] float32, to 8 bits.
+
+    Returns the int8 numbers, and for each output the float32 scale that they have to be multiplied by.
+    """
+    scales = (weight.abs().amax(1) / _INT8_LARGEST).clamp_(min=_TINY)
+    return (weight / scales.unsqueeze(1)).round_().to(torch.int8), scales
+
+
 def _int8(weight: Tensor) -> QuantizedWeight:
-    scales = (weight.abs().amax(1, keepdim=True) / _INT8_LARGEST).clamp(min=_TINY)
-    return QuantizedWeight.of((weight / scales).round_().to(torch.int8), scales)
+    numbers, scales = rounded_to_bytes(weight)
+    return QuantizedWeight.of(numbers, scales.unsqueeze(1))
 
 
 def _fp8(weight: Tensor) -> QuantizedWeight:
@@ -69,6 +78,7 @@ def _by_codebook(codebook: Sequence[float], weight: Tensor) -> QuantizedWeight:
     return QuantizedWeight.of(flat, scales, codebook=torch.tensor(codebook), groups=_groups(weight.shape[1]))
 
 
+# By the value of --quantize: what is said of the weights, and what rounds one, [outputs, inputs] float32.
 ROUNDINGS: dict[str, tuple[str, Rounding]] = {
     "bitsandbytes": ("rounded to 8 bits", _int8),
     "bitsandbytes-fp4": (f"rounded to fp4, blocks of {GROUP}", partial(_by_codebook, _FP4)),
@@ -78,7 +88,6 @@ ROUNDINGS: dict[str, tuple[str, Rounding]] = {
     "int4": (f"rounded to 4 bits, groups of {GROUP}", _int4),
     "int8": ("rounded to 8 bits", _int8),
 }
-"""By the value of --quantize: what is said of the weights, and what rounds one, [outputs, inputs] float32."""
 
 
 def sources(files: Files, rounding: Rounding) -> list[QuantizedSource]:

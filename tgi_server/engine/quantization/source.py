@@ -1,4 +1,4 @@
-"""Where a quantised weight comes from: the tensors of a checkpoint that make it up."""
+"""The tensors of a checkpoint that make up a quantised weight."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping

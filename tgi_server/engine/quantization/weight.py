@@ -7,10 +7,10 @@ from typing import Self
 import torch
 from torch import Tensor
 
+# The number of codes of 4 bits.
 CODES = 16
-"""The number of codes of 4 bits."""
+# The codebook of weights whose codes are numbers already.
 LINE = torch.arange(CODES, dtype=torch.float32)
-"""The codebook of weights whose codes are numbers already."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """Ways to run a `transformers` model on batches that change at every step."""
 
 import logging
+from functools import partial
 
 import torch
 from transformers import PreTrainedModel
@@ -12,14 +13,13 @@ from tgi_server.engine.attention.kv_format import KVFormat
 from tgi_server.engine.config import KV_CACHE_DTYPES, EngineConfig
 from tgi_server.engine.errors import UnsupportedModel
 from tgi_server.engine.kernels import load_kernels
-from tgi_server.engine.layers import limit_threads, optimise, unpack
+from tgi_server.engine.layers import fuse, limit_threads, optimise, unpack
 from tgi_server.engine.linear import LinearFactory, linear_factory
 from tgi_server.engine.linear.onednn import has_products
 from tgi_server.engine.runners.base import Runner
-from tgi_server.engine.runners.fusion import fuse_layers
 from tgi_server.engine.runners.padded import PaddedRunner
 from tgi_server.engine.runners.paged import PagedRunner
-from tgi_server.engine.runners.probe import backend_fault, probe_kv_shape, same_logits
+from tgi_server.engine.runners.probe import LogitsProbe, probe_kv_shape
 from tgi_server.engine.sharding import ShardGroup
 
 logger = logging.getLogger(__name__)
@@ -78,15 +78,15 @@ def _runner(model: PreTrainedModel, config: EngineConfig, linear: LinearFactory,
         shape, model.device, model.dtype, kv_format, custom_kernels=config.custom_kernels
     )
     if model.device.type == "cuda" and config.custom_kernels:
-        backend, fault = _proven(model, backend, group)
-        fallbacks += [fault] if fault else []
-        if fault is None:
-            fallbacks += fuse_layers(model, backend, group)
+        backend, slower = prove_kernels(model, backend, group)
+        fallbacks += slower
     if model.device.type != "cuda" or not backend.any_lengths:
         _warn_no_graphs(config, f"on {'a CPU' if model.device.type == 'cpu' else 'a GPU in plain torch'}")
     if on_cpu:
-        with same_logits(model, backend, linear.rounding, group) as variants:
-            optimise(model, backend, variants, linear=linear)
+        probe = LogitsProbe(model, group, kv_format=kv_format)
+        optimise(model, backend, probe.variants, linear=linear)
+        if fault := probe.fault(backend, "the CPU kernels", linear.rounding):
+            raise UnsupportedModel(f"{model.config.model_type}: {fault}; start with --disable-custom-kernels")
     memory = config.memory_fraction, config.cpu_memory
     return PagedRunner(model, backend, *memory, group, config.cuda_graphs, weight_bytes, fallbacks)
 
@@ -96,19 +96,29 @@ def _warn_no_graphs(config: EngineConfig, where: str) -> None:
         logger.warning("--cuda-graphs has no effect: decoding %s runs without CUDA graphs", where)
 
 
-def _proven(
-    model: PreTrainedModel, backend: AttentionBackend, group: ShardGroup | None
-) -> tuple[AttentionBackend, str | None]:
-    """Returns the backend, or attention in plain torch and why, where the backend fails or computes something else."""
+def prove_kernels(
+    model: PreTrainedModel, backend: AttentionBackend, group: ShardGroup | None = None
+) -> tuple[AttentionBackend, list[str]]:
+    """Has a model on the paged path computed by the kernels of a GPU, where they compute what they should.
+
+    Fuses the decoder layers that are known; the backend's blocks are allocated anew. Returns the backend to attend
+    with, which is in plain torch where the other fails, and the fall-backs. All shards do the same.
+    """
     if type(backend) is GatherAttention:
-        fault: str | None = "the attention kernels are not for this device or model, or Triton is missing"
-    else:
-        fault = backend_fault(model, backend, group)
-    if fault is None:
-        return backend, None
-    fallback = f"attention runs in plain torch, which is slower: {fault}"
+        missing = "the attention kernels are not for this device or model, or Triton is missing"
+        return backend, [_warned(f"attention runs in plain torch, which is slower: {missing}")]
+    probe = LogitsProbe(model, group, long=True, kv_format=backend.kv_format)
+    if fault := probe.fault(backend, type(backend).__name__):
+        plain = GatherAttention(backend.shape, backend.device, backend.dtype, backend.kv_format)
+        return plain, [_warned(f"attention runs in plain torch, which is slower: {fault}")]
+    if fault := fuse(model, probe.variants, partial(probe.fault, backend, "fused layers")):
+        return backend, [_warned(f"decoder layers are not fused, which is slow: {fault}")]
+    return backend, []
+
+
+def _warned(fallback: str) -> str:
     logger.warning(fallback)
-    return GatherAttention(backend.shape, backend.device, backend.dtype, backend.kv_format), fallback
+    return fallback
 
 
 def _kv_format(model: PreTrainedModel, config: EngineConfig) -> KVFormat:

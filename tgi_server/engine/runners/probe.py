@@ -11,9 +11,6 @@ all heads; such a model's logits are compared with those of one text on the page
 """
 
 import logging
-import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -24,7 +21,7 @@ from tgi_server.engine.attention.base import AttentionBackend, AttentionVariant,
 from tgi_server.engine.attention.gather import GatherAttention
 from tgi_server.engine.attention.kv_format import KVFormat
 from tgi_server.engine.attention.paged_cache import PagedCache
-from tgi_server.engine.errors import EngineError, UnsupportedModel
+from tgi_server.engine.errors import EngineError
 from tgi_server.engine.runners.base import position_limit
 from tgi_server.engine.runners.families import install_paged_attention
 from tgi_server.engine.sharding import ShardGroup
@@ -34,7 +31,6 @@ logger = logging.getLogger(__name__)
 
 # Tokens of the two prompts; both are the start of the same text.
 LONG, SHORT = 8, 5
-_BLOCKS = 3  # of the KV cache: one for each prompt, and the scratch block
 # Tokens of the text on which a backend is proved: several blocks, and several parts for whoever cuts keys into parts.
 _LONG_RUN = 300
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
@@ -109,86 +105,51 @@ def probe_kv_shape(model: PreTrainedModel, group: ShardGroup | None = None) -> K
     return None
 
 
-@contextmanager
-def same_logits(
-    model: PreTrainedModel, backend: AttentionBackend, rounding: float = 0.0, group: ShardGroup | None = None
-) -> Iterator[dict[int, AttentionVariant]]:
-    """Checks that what is done to a model on the paged path leaves its logits as they were.
+class LogitsProbe:
+    """The logits of some texts as a model on the paged path computes them in plain torch, to compare later ones with.
 
-    backend: what the model attends with afterwards; its blocks are allocated anew. rounding: what weights that were
-    quantised may add to the difference. group: the shards of the model, when this is one of them. Yields how each
-    layer attends.
-
-    Raises UnsupportedModel when they differ by more than rounding.
+    All shards of a model make one, and ask it the same. variants: how each layer attends.
     """
-    recorder = _Recorder(model, kv_format=backend.kv_format)
-    before = _run(model, recorder)
-    yield recorder.variants
-    backend.allocate(_BLOCKS)
-    error = logits_error(before, _run(model, backend))
-    if group is not None:
-        error = max(map(float, group.exchange(str(error))), key=lambda other: (math.isnan(other), other))
-    if not error <= _tolerance(model, backend) + rounding:
-        raise UnsupportedModel(
-            f"this {model.config.model_type} model's logits change by {error:.2g} with the CPU kernels; "
-            "start with --disable-custom-kernels"
-        )
 
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        group: ShardGroup | None = None,
+        *,
+        long: bool = False,
+        kv_format: KVFormat | None = None,
+    ) -> None:
+        """group: the shards of the model, when this is one of them. long: of texts of several blocks. kv_format: how
+        keys and values are kept; None: as they come.
+        """
+        self._model = model
+        self._group = group
+        self._length = min(_LONG_RUN, position_limit(model.config) or _LONG_RUN) if long else None
+        recorder = _Recorder(model, self._length or 1, kv_format)
+        self._tolerance = TOLERANCE[model.dtype] + (_FP8_TOLERANCE if recorder.kv_format.fp8 else 0)
+        self._expected = self._logits(recorder)
+        self.variants = recorder.variants
 
-def backend_fault(model: PreTrainedModel, backend: AttentionBackend, group: ShardGroup | None = None) -> str | None:
-    """Returns why the model must not attend with the backend, in words; None when it computes what it should.
+    def fault(self, backend: AttentionBackend, name: str, rounding: float = 0.0) -> str | None:
+        """Returns why the model must not compute as it does now with the backend, in words; None: it may.
 
-    The backend's blocks are allocated anew. All shards come to the same answer.
-    """
-    expected = _run_long(model, _Recorder(model, _LONG_RUN, backend.kv_format), _long_run(model))
-    return _fault(model, backend, expected, type(backend).__name__, group)
+        The backend's blocks are allocated anew. name: of what is done differently. rounding: share of their norm by
+        which the logits may change besides. All shards come to the same answer.
+        """
+        fault = ""
+        try:
+            backend.allocate(2 * _blocks_of(self._length or 1, backend.block_size) + 1)
+            error = logits_error(self._expected, self._logits(backend))
+        except Exception as failure:  # of a compiler, of a driver, of a library that is too old
+            fault = f"{name} fails ({type(failure).__name__}: {failure})"
+        else:
+            if not error <= self._tolerance + rounding:
+                fault = f"logits change by {error:.2g} with {name}"
+        faults = self._group.exchange(fault) if self._group is not None else [fault]
+        return next(filter(None, faults), None)
 
-
-def fault_since(
-    model: PreTrainedModel, backend: AttentionBackend, name: str, group: ShardGroup | None = None
-) -> Callable[[], str | None]:
-    """Returns a function that returns what has gone wrong with the model since, as `backend_fault` does.
-
-    name: of what is done to the model meanwhile.
-    """
-    _allocate(model, backend)
-    before = _run_long(model, backend, _long_run(model))
-    return lambda: _fault(model, backend, before, name, group)
-
-
-def attention_variants(model: PreTrainedModel) -> dict[int, AttentionVariant]:
-    """Returns how each layer of a model on the paged path attends."""
-    recorder = _Recorder(model)
-    _run(model, recorder)
-    return recorder.variants
-
-
-def _tolerance(model: PreTrainedModel, backend: AttentionBackend) -> float:
-    return TOLERANCE[model.dtype] + (_FP8_TOLERANCE if backend.kv_format.fp8 else 0)
-
-
-def _long_run(model: PreTrainedModel) -> int:
-    return min(_LONG_RUN, position_limit(model.config) or _LONG_RUN)
-
-
-def _allocate(model: PreTrainedModel, backend: AttentionBackend) -> None:
-    backend.allocate(2 * _blocks_of(_long_run(model), backend.block_size) + 1)
-
-
-def _fault(
-    model: PreTrainedModel, backend: AttentionBackend, expected: Tensor, name: str, group: ShardGroup | None
-) -> str | None:
-    fault = ""
-    try:
-        _allocate(model, backend)
-        error = logits_error(expected, _run_long(model, backend, _long_run(model)))
-    except Exception as failure:  # of a compiler, of a driver, of a library that is too old
-        fault = f"{name} fails ({type(failure).__name__}: {failure})"
-    else:
-        if not error <= _tolerance(model, backend):
-            fault = f"logits change by {error:.2g} with {name}"
-    faults = group.exchange(fault) if group is not None else [fault]
-    return next(filter(None, faults), None)
+    def _logits(self, backend: AttentionBackend) -> Tensor:
+        return _run(self._model, backend) if self._length is None else _run_long(self._model, backend, self._length)
 
 
 def probe_tokens(model: PreTrainedModel, count: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""How many tokens are drafted for whom: as many as make the text come fastest."""
+"""Drafts of the sequences in a step: of each as many tokens as make the text come fastest."""
 
 from collections.abc import Sequence
 from weakref import WeakKeyDictionary

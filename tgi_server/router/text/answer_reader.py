@@ -91,7 +91,7 @@ class AnswerReader:
 
 
 class _ReaderPlace(Enum):
-    """Where a reader of calls is."""
+    """The places in an answer at which a reader of calls can be."""
 
     TEXT = "before the first call"
     FIRST_HEAD = "behind the trigger"

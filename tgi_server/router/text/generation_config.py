@@ -1,11 +1,10 @@
 """A model's own defaults for sampling, which its `generation_config.json` has."""
 
-import json
 import logging
 from math import isfinite
 from pathlib import Path
 
-from tgi_server.router.errors import StartupError
+from tgi_server.router.text.tokenizer_config import read_json
 
 logger = logging.getLogger(__name__)
 
@@ -16,12 +15,7 @@ SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penal
 def read_sampling_defaults(model: Path) -> dict[str, float]:
     """Returns the defaults that the model's folder names, and logs them. Raises StartupError for a broken file."""
     file = model / "generation_config.json"
-    if not file.is_file():
-        return {}
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise StartupError(f"cannot read {file}: {error}; --generation-config=none does without it") from error
+    config = read_json(file)
     found = {name: config.get(name) for name in SAMPLING_DEFAULTS}
     defaults = {name: value for name, value in found.items() if isinstance(value, int | float) and isfinite(value)}
     if defaults:

@@ -1,10 +1,9 @@
 """Grammars: the form that clients ask a text to have, as the shards compile it."""
 
-import json
 from dataclasses import replace
 from typing import Any
 
-from pydantic_core import from_json
+from pydantic_core import from_json, to_json
 
 from tgi_server.contract import Grammar, GrammarKind
 from tgi_server.router.errors import InvalidRequest
@@ -51,7 +50,7 @@ def json_grammar(schema: Any, lenient: tuple[str, ...] = ()) -> Grammar:
             raise InvalidRequest(f"the JSON schema of the grammar is not JSON: {error}") from error
     if not isinstance(schema, dict | bool):
         raise InvalidRequest("the JSON schema of a grammar must be an object")
-    return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema, ensure_ascii=False), lenient=lenient)
+    return Grammar(GrammarKind.JSON_SCHEMA, to_json(schema, inf_nan_mode="constants").decode(), lenient=lenient)
 
 
 def with_text(grammar: Grammar, text: str) -> Grammar:

@@ -34,31 +34,40 @@ def read_tokenizer_config(model: Path, override: Path | None) -> TokenizerConfig
 
     Raises StartupError for a file that is not there or not what it should be.
     """
+    own = model / "tokenizer_config.json"
     if override is not None and override.suffix != ".json":
-        return _parse(_read_json(model / "tokenizer_config.json"), {DEFAULT_TEMPLATE: _read_text(override)})
-    config = _read_json(override or model / "tokenizer_config.json", required=override is not None)
+        return _parse(own, read_json(own), {DEFAULT_TEMPLATE: _read_text(override)})
+    path = override or own
+    config = read_json(path, required=override is not None)
     if override is not None and config.get("chat_template"):
-        return _parse(config, {})
-    return _parse(config, _template_files(model))
+        return _parse(path, config, {})
+    return _parse(path, config, _template_files(model))
 
 
-def _parse(config: dict[str, Any], files: Mapping[str, str]) -> TokenizerConfig:
+def _parse(path: Path, config: dict[str, Any], files: Mapping[str, str]) -> TokenizerConfig:
     return TokenizerConfig(
         bos_token=_token(config.get("bos_token")),
         eos_token=_token(config.get("eos_token")),
         add_bos_token=config.get("add_bos_token"),
         add_eos_token=config.get("add_eos_token"),
-        chat_templates={**_inline_templates(config.get("chat_template")), **files},
+        chat_templates={**_inline_templates(config.get("chat_template"), path), **files},
     )
 
 
-def _inline_templates(value: Any) -> dict[str, str]:
-    """Takes one template, or a list of `{"name": ..., "template": ...}`."""
+def _inline_templates(value: Any, path: Path) -> dict[str, str]:
+    """Takes one template, or a list of `{"name": ..., "template": ...}`. Raises StartupError for another list."""
     if isinstance(value, str):
         return {DEFAULT_TEMPLATE: value}
-    if isinstance(value, list):
-        return {entry["name"]: entry["template"] for entry in value}
-    return {}
+    if not isinstance(value, list):
+        return {}
+    templates = {}
+    for entry in value:
+        match entry:
+            case {"name": str(name), "template": str(template)}:
+                templates[name] = template
+            case _:
+                raise StartupError(f"{path}: `chat_template` must be a text, or a list of names with their templates")
+    return templates
 
 
 def _template_files(model: Path) -> dict[str, str]:
@@ -74,7 +83,11 @@ def _token(value: Any) -> str | None:
     return value.get("content") if isinstance(value, dict) else value
 
 
-def _read_json(path: Path, *, required: bool = False) -> dict[str, Any]:
+def read_json(path: Path, *, required: bool = False) -> dict[str, Any]:
+    """Returns the object that a file of a model's folder has; an empty one for a file that need not be there and isn't.
+
+    Raises StartupError for a file that is not there or has no object.
+    """
     if not path.is_file() and not required:
         return {}
     try:

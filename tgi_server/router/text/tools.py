@@ -81,7 +81,7 @@ class AnswerForm:
 
     @property
     def tool_prompt(self) -> str:
-        """What tells the model how to call a tool, where its template does not."""
+        """The words that tell the model how to call a tool, where its template does not."""
         return TGI_TOOL_PROMPT if self._calls is TGI_FORMAT else ""
 
     def thoughts(self, answer: Grammar | None) -> ReasoningTags | None:

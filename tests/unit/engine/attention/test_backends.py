@@ -153,7 +153,7 @@ def test_16_bits_are_as_exact_as_their_inputs(backend, dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_cache_in_8_bits_is_attended_as_what_its_numbers_stand_for(backend, cached, dtype) -> None:
     instance = create(backend, 2, dtype, fp8(cached))
-    exact = {"rtol": 1e-4, "atol": 1e-5} if dtype is torch.float32 else {"rtol": 3e-2, "atol": 3e-2}
+    exact = {"rtol": 1e-4, "atol": 1e-5} if dtype is torch.float32 else {"rtol": 6e-2, "atol": 6e-2}
     slopes = torch.linspace(0.02, 0.6, 6).bfloat16().float()
     for variant in (
         AttentionVariant(0.2),

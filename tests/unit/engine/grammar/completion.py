@@ -10,8 +10,8 @@ from tgi_server.contract import Grammar
 from tgi_server.engine.grammar import Constraint, GrammarCompiler
 
 _ENOUGH = 3_000
+# What ends a value, or its first half; the earlier, the sooner the text does.
 _CLOSING = '"@}],'
-"""What ends a value, or its first half; the earlier, the sooner the text does."""
 
 
 def completed(compiler: GrammarCompiler, grammar: Grammar, tokens: Sequence[int]) -> str:

@@ -271,6 +271,7 @@ ENFORCED: dict[str, list[Group]] = {
     ],
 }
 
+# Keywords that say nothing about which instances are valid, and a value of each.
 ANNOTATIONS: dict[str, Any] = {
     "title": "A",
     "description": "what it is",
@@ -294,8 +295,8 @@ ANNOTATIONS: dict[str, Any] = {
     "any other": 1,
     "format: any other": "int32",
 }
-"""Keywords that say nothing about which instances are valid, and a value of each."""
 
+# Constraints that cannot be enforced: the keyword that is at fault, and a schema.
 REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "uniqueItems of any items": ("uniqueItems", {"type": "array", "uniqueItems": True}),
     "uniqueItems of more than 5 values": (
@@ -329,4 +330,3 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "const, enum: numbers beyond 2^53, control characters": ("const", {"const": 2**53 + 1}),
 }
-"""Constraints that cannot be enforced: the keyword that is at fault, and a schema."""

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.unit.engine.sharding.test_checkpoint import own_bytes
 from tgi_server.engine.errors import UnsupportedModel
 from tgi_server.engine.kernels import build, load_kernels
 from tgi_server.engine.linear import choice, linear_factory
@@ -87,6 +88,17 @@ def test_a_model_is_measured_once_on_a_machine_and_the_log_says_it(cache, caplog
     assert choice.choose_kernels(shapes, kind, None) == first
     assert f"linear layers: {first}, as measured on this machine before" in caplog.text
     assert set(first.kernels) <= {*kind.kernels, "onednn"}
+
+
+@pytest.mark.slow
+def test_the_memory_of_trials_goes_back_to_the_system(cache, monkeypatch) -> None:
+    monkeypatch.setattr(choice, "_read", lambda place: None)
+    weights, shapes = float_weights(torch.float32), choice.plain_shapes(Model(torch.float32))
+    choice.choose_kernels(shapes, weights, None)  # what computing for the first time takes stays
+    before = own_bytes()
+    for _ in range(3):
+        choice.choose_kernels(shapes, weights, None)
+        assert own_bytes() - before < choice._WEIGHT_BYTES // 2
 
 
 def test_small_models_are_not_measured(cache, caplog) -> None:

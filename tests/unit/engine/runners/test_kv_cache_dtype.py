@@ -28,8 +28,9 @@ def logprobs(engine: Engine) -> torch.Tensor:
     engine.warm_up(max_batch_size=1, max_prefill_tokens=64, max_total_tokens=128)
     report = ReportParameters(prefill_logprobs=True)
     driver = Driver(engine)
-    driver.add(RunningSequence(0, TEXTS[1], StoppingParameters(1), report=report), [40, 30])
-    (generation,) = driver.run()[0].generations
+    output = driver.add(RunningSequence(0, TEXTS[1], StoppingParameters(1), report=report), [40, 30])
+    driver.run()
+    (generation,) = output.generations
     assert generation.prompt_tokens is not None
     return torch.tensor(generation.prompt_tokens.logprobs[1:])
 

@@ -12,7 +12,7 @@ from tgi_server.engine import Engine, EngineConfig, RunningSequence
 from tgi_server.engine.attention.gather import GatherAttention
 from tgi_server.engine.errors import NotEnoughMemory
 from tgi_server.engine.runners import paged
-from tgi_server.engine.runners.probe import backend_fault, probe_kv_shape
+from tgi_server.engine.runners.probe import LogitsProbe, probe_kv_shape
 from tgi_server.engine.weights import load_model
 
 
@@ -47,7 +47,7 @@ def test_a_kernel_that_fails_while_warming_up_is_replaced(
         shape = probe_kv_shape(model)
         assert shape is not None
         backend = Failing(shape, model.device, model.dtype)
-        assert backend_fault(model, backend) is None
+        assert LogitsProbe(model, long=True).fault(backend, "Failing") is None
         runner = paged.PagedRunner(model, backend, memory_fraction=0.9, cpu_memory=1 << 24)
         capacity = runner.warm_up(4, 400, 500, 500)
     assert (capacity.block_size, capacity.max_total_tokens) == (32, 500)
@@ -72,7 +72,7 @@ def test_the_probe_of_a_backend_continues_prompts(tmp_path: Path) -> None:
     with torch.inference_mode():
         shape = probe_kv_shape(model)
         assert shape is not None
-        fault = backend_fault(model, Wrong(shape, model.device, model.dtype))
+        fault = LogitsProbe(model, long=True).fault(Wrong(shape, model.device, model.dtype), "Wrong")
     assert fault is not None
     assert fault.startswith("logits change by")
 

@@ -15,8 +15,8 @@ from tests.unit.engine.requests import (
 )
 from tgi_server.engine.runners.rope import LengthDependentRope
 
+# Tokens up to which the models here have their first frequencies.
 ORIGINAL = 32
-"""Tokens up to which the models here have their first frequencies."""
 SHORT = (1, 20, 5, 17, 9, 2, 13, 20)
 MIXED = (1, 70, 5, 33, 64, 2, 17, 48)
 

@@ -12,8 +12,8 @@ from tgi_server.engine.sharding import ShardGroup
 
 UNSPLIT = {"llama4_text", "mamba", "qwen3_next", "rwkv"}
 TEXTS = prompts((1, 70, 5, 33, 2, 17))
+# Two shards get one and two KV heads, with two and four heads of queries.
 UNEVEN = {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 96, "intermediate_size": 101}
-"""Two shards get one and two KV heads, with two and four heads of queries."""
 
 
 def generate(group: ShardGroup, folder: Path, settings: dict[str, object]) -> tuple[list[list[int]], bool]:

@@ -26,8 +26,8 @@ from tgi_server.engine.batch import RunningBatch
 from tgi_server.engine.sharding import ShardGroup
 from tgi_server.shard.call_stream import CallStream, IdleTime
 
+# Sequences of a script.
 MOST = 24
-"""Sequences of a script."""
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,12 @@ from llm_functionalities.endpoint.generation import GenerationParameters, Gramma
 
 
 def test_the_parameters_of_a_request() -> None:
-    assert GenerationParameters(7).parameters() == {"max_new_tokens": 7, "grammar": None, "return_full_text": False}
+    assert GenerationParameters(7).parameters() == {
+        "max_new_tokens": 7,
+        "grammar": None,
+        "adapter_id": None,
+        "return_full_text": False,
+    }
     with_grammar = GenerationParameters(7, Grammar(regex="[0-9]+"), grammar_is_optional=True)
     assert with_grammar.parameters()["grammar"] == {"type": "regex", "value": "[0-9]+"}
     assert with_grammar.without_grammar() == GenerationParameters(7)

@@ -62,6 +62,13 @@ def test_a_file_that_is_no_tokenizer_config_is_named(tmp_path: Path, content: st
         read_tokenizer_config(tmp_path, None)
 
 
+@pytest.mark.parametrize("templates", [["default"], [{"name": "default"}], [{"name": 1, "template": "x"}]])
+def test_templates_that_are_none_are_told(tmp_path: Path, templates: object):
+    write(tmp_path, chat_template=templates)
+    with pytest.raises(StartupError, match=r"tokenizer_config\.json: `chat_template` [^\n]*$"):
+        read_tokenizer_config(tmp_path, None)
+
+
 def test_a_config_that_is_not_there_is_told(tmp_path: Path):
     with pytest.raises(StartupError, match=r"cannot read .*absent\.json"):
         read_tokenizer_config(tmp_path, tmp_path / "absent.json")

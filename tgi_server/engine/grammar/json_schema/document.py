@@ -47,7 +47,7 @@ class Document:
             if named is None:
                 raise Unenforceable(f"leads nowhere: {reference!r}")
             return named[0]
-        return _at(resource, fragment, reference)
+        return _schema_at(resource, fragment, reference)
 
     def resolve_dynamic(self, schema: dict[str, Any], reference: str) -> tuple[Any, str]:
         """Returns what a `$dynamicRef` names, where that does not depend on the way to it. Raises Unenforceable."""
@@ -95,8 +95,9 @@ class Document:
             waiting.extend((each, f"{place}/{name}", base, depth + 1) for name, each in subschemas(schema))
 
 
-def _at(resource: tuple[Any, str], pointer: str, reference: str) -> tuple[Any, str]:
-    target, place = resource
+def at_pointer(root: Any, pointer: str) -> Any:
+    """Returns the part of a document that a JSON pointer names. Raises LookupError when there is none."""
+    target = root
     for part in pointer.split("/")[1:]:
         key = part.replace("~1", "/").replace("~0", "~")
         if isinstance(target, list) and key.isdecimal() and int(key) < len(target):
@@ -104,7 +105,16 @@ def _at(resource: tuple[Any, str], pointer: str, reference: str) -> tuple[Any, s
         elif isinstance(target, dict) and key in target:
             target = target[key]
         else:
-            raise Unenforceable(f"leads nowhere: {reference!r}")
+            raise LookupError(key)
+    return target
+
+
+def _schema_at(resource: tuple[Any, str], pointer: str, reference: str) -> tuple[Any, str]:
+    root, place = resource
+    try:
+        target = at_pointer(root, pointer)
+    except LookupError:
+        raise Unenforceable(f"leads nowhere: {reference!r}") from None
     if not isinstance(target, dict | bool):
         raise Unenforceable(f"leads to something that is no schema: {reference!r}")
     return target, place + pointer

@@ -15,8 +15,8 @@ _BLOCKS, _SCALES = "_blocks", "_scales"
 _BYTES = 16
 _BIAS = 127
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+# The numbers of 4 bits with 2 bits of exponent and 1 of mantissa.
 CODEBOOK = torch.tensor([*_MAGNITUDES, *(-magnitude for magnitude in _MAGNITUDES)])
-"""The numbers of 4 bits with 2 bits of exponent and 1 of mantissa."""
 
 
 def sources(files: Files) -> list[TensorSource]:

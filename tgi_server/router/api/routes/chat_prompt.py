@@ -27,7 +27,7 @@ class ChatPlan:
 
     @property
     def logprobs(self) -> int | None:
-        """How many alternatives are told of each token; None: no log-probabilities are."""
+        """The number of alternatives that are told of each token, or None where no log-probabilities are told."""
         return (self.request.top_logprobs or 0) if self.request.logprobs else None
 
 

@@ -57,7 +57,7 @@ class _Plan:
 
     @property
     def choices(self) -> int:
-        """Of each prompt."""
+        """The number of choices that the response has for each prompt."""
         return 1 if self.request.n is None else self.request.n
 
     @property

@@ -57,7 +57,7 @@ class ResponseItems:
         if piece.part is not AnswerPart.CALL and piece.text:
             self._pieces.append(piece.text)
             told = {"logprobs": logprobs} if kind == "message" else {}
-            self._tell(f"{_EVENTS[kind]}.delta", {**self._place(), "delta": piece.text, **told})
+            self._emit(f"{_EVENTS[kind]}.delta", {**self._place(), "delta": piece.text, **told})
         self._logprobs += logprobs
 
     def _begin(self, kind: str, piece: Piece) -> None:
@@ -70,9 +70,9 @@ class ResponseItems:
             item |= {"call_id": call_id(), "name": piece.text, "arguments": ""}
         self._open, self._pieces, self._logprobs = item, [], []
         self.items.append(item)
-        self._tell("response.output_item.added", {"output_index": len(self.items) - 1, "item": dict(item)})
+        self._emit("response.output_item.added", {"output_index": len(self.items) - 1, "item": dict(item)})
         if kind == "message":
-            self._tell("response.content_part.added", {**self._place(), "part": _text_part("", [])})
+            self._emit("response.content_part.added", {**self._place(), "part": _text_part("", [])})
 
     def _close(self, status: str) -> None:
         item, self._open = self._open, None
@@ -82,25 +82,22 @@ class ResponseItems:
         item["status"] = status
         if kind == "function_call":
             item["arguments"] = text
-            self._tell(f"{_EVENTS[kind]}.done", {**place, "name": item["name"], "arguments": text})
+            self._emit(f"{_EVENTS[kind]}.done", {**place, "name": item["name"], "arguments": text})
         elif kind == "reasoning":
             item["content"] = [{"type": "reasoning_text", "text": text}]
-            self._tell(f"{_EVENTS[kind]}.done", {**place, "text": text})
+            self._emit(f"{_EVENTS[kind]}.done", {**place, "text": text})
         else:
             part = _text_part(text, self._logprobs)
             item["content"] = [part]
-            self._tell(f"{_EVENTS[kind]}.done", {**place, "text": text, "logprobs": self._logprobs})
-            self._tell("response.content_part.done", {**place, "part": part})
-        self._tell("response.output_item.done", {"output_index": len(self.items) - 1, "item": item})
+            self._emit(f"{_EVENTS[kind]}.done", {**place, "text": text, "logprobs": self._logprobs})
+            self._emit("response.content_part.done", {**place, "part": part})
+        self._emit("response.output_item.done", {"output_index": len(self.items) - 1, "item": item})
 
     def _place(self, item: dict[str, Any] | None = None) -> dict[str, Any]:
         item = item or self._open
         assert item is not None
         place = {"item_id": item["id"], "output_index": len(self.items) - 1}
         return place if item["type"] == "function_call" else {**place, "content_index": 0}
-
-    def _tell(self, kind: str, members: dict[str, Any]) -> None:
-        self._emit(kind, members)
 
 
 def _text_part(text: str, logprobs: list[Any]) -> dict[str, Any]:

@@ -1,8 +1,12 @@
 """/tokenize, /chat_tokenize and /detokenize."""
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from functools import partial
+from typing import TypeVar
 
 from fastapi import APIRouter
+from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 from tokenizers import Encoding
@@ -17,6 +21,8 @@ from tgi_server.router.schemas.chat import ChatRequest, ChatTokenizeResponse
 from tgi_server.router.schemas.generate import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
 from tgi_server.router.service import Service
 from tgi_server.router.text.special_tokens import RenderedPrompt
+
+M = TypeVar("M", bound=BaseModel)
 
 # Most tokens of one response, unless a prompt may have more.
 MOST_TOKENS = 65_536
@@ -33,9 +39,7 @@ def tokenize_routes(service: Service) -> APIRouter:
         openapi_extra=described_body(TokenizeRequest),
     )
     async def tokenize(request: Request) -> Response:
-        body = await read_body(request, service.payload_limit)
-        with service.capacity.places(1):
-            asked = await read_beside_loop(service.threads, body, partial(parse, TokenizeRequest))
+        async with _reading(service, request, TokenizeRequest) as (asked, _):
             if not asked.inputs:
                 raise InvalidRequest("`inputs` must not be empty")
             _, tokens = await _tokens(service, RenderedPrompt(asked.inputs), add_special_tokens=True)
@@ -49,10 +53,8 @@ def tokenize_routes(service: Service) -> APIRouter:
         openapi_extra=described_body(ChatRequest),
     )
     async def chat_tokenize(request: Request) -> Response:
-        body = await read_body(request, service.payload_limit)
-        with service.capacity.places(1):
-            asked = await read_beside_loop(service.threads, body, partial(parse, ChatRequest))
-            prompt = await render_plan(service, plan_chat(service, asked, len(body)))
+        async with _reading(service, request, ChatRequest) as (asked, size):
+            prompt = await render_plan(service, plan_chat(service, asked, size))
             text, tokens = await _tokens(service, prompt, add_special_tokens=False)
             return json_response(f'{{"tokenize_response":{tokens},"templated_text":{quoted(text)}}}')
 
@@ -64,9 +66,7 @@ def tokenize_routes(service: Service) -> APIRouter:
         openapi_extra=described_body(DetokenizeRequest),
     )
     async def detokenize(request: Request) -> Response:
-        body = await read_body(request, service.payload_limit)
-        with service.capacity.places(1):
-            asked = await read_beside_loop(service.threads, body, partial(parse, DetokenizeRequest))
+        async with _reading(service, request, DetokenizeRequest) as (asked, _):
             ids, vocabulary = asked.tokens, service.tokenizer.vocab_size
             if unknown := next((each for each in ids if each >= vocabulary), None):
                 raise InvalidRequest(f"`tokens` has {unknown}; token ids are 0 to {vocabulary - 1}")
@@ -74,6 +74,17 @@ def tokenize_routes(service: Service) -> APIRouter:
             return json_response(f'{{"prompt":{quoted(text)}}}')
 
     return router
+
+
+@asynccontextmanager
+async def _reading(service: Service, request: Request, model: type[M]) -> AsyncIterator[tuple[M, int]]:
+    """Yields the request's body as `model`, and its bytes; meanwhile it has a place among those in flight.
+
+    Raises InvalidRequest; Overloaded when as many are in flight as may be.
+    """
+    body = await read_body(request, service.payload_limit)
+    with service.capacity.places(1):
+        yield await read_beside_loop(service.threads, body, partial(parse, model)), len(body)
 
 
 async def _tokens(service: Service, prompt: RenderedPrompt, *, add_special_tokens: bool) -> tuple[str, str]:

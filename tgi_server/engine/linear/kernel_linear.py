@@ -1,0 +1,69 @@
+"""What all linear layers have in common that the engine's own kernels compute."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from tgi_server.engine.linear.base import PackedLinear
+from tgi_server.engine.linear.kernel_table import KernelTable
+
+# Outputs that the engine's own kernels compute together (`kernels/linear.h`).
+TILE = 48
+
+
+class KernelLinear(PackedLinear):
+    """y = x W^T + b by a `torch.classes.oatmill.Linear`, which `_pack` makes with `_set`. y has the dtype of x."""
+
+    def _set(
+        self,
+        packed: Tensor,
+        bias: Tensor | None,
+        kernels: KernelTable | None,
+        known: Sequence[str],
+        *,
+        scales: Tensor | None = None,
+        corrections: Tensor | None = None,
+        codes: Any = None,
+    ) -> None:
+        """Sets the layer that computes.
+
+        known: the kernels that take these weights; the first of them is taken where `kernels` is None. scales and
+        corrections: of 8-bit weights, a number for each output, padded. codes: a `torch.classes.oatmill.Codes`.
+        """
+        table = kernels or KernelTable.of(known[0])
+        self._packed = packed
+        self._bias = None if bias is None else padded(bias)
+        self._layer = torch.classes.oatmill.Linear(
+            packed,
+            self.in_features,
+            self.out_features,
+            self._bias,
+            scales,
+            corrections,
+            list(table.kernels),
+            list(table.from_rows),
+            codes,
+        )
+
+    def _plain_bias(self) -> Tensor | None:
+        """Returns the bias, [out_features], without what pads it."""
+        return None if self._bias is None else self._bias[: self.out_features]
+
+    def kernel(self) -> Any:
+        return self._layer
+
+    def forward(self, x: Tensor, activation: str = "none") -> Tensor:
+        y: Tensor = self._layer.forward(x, activation == "relu", None)
+        return y
+
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        y: Tensor = self._layer.forward(x, False, residual)
+        return y
+
+
+def padded(values: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Returns values, [outputs], in a dtype and with zeros up to a whole tile, which the engine's own kernels need."""
+    return pad(values.to(dtype), (0, -len(values) % TILE))
