@@ -44,7 +44,8 @@ class ModelSettings(CheckpointSettings):
     linear_kernels: str | None = Field(
         None,
         description="kernels of linear layers on a CPU, as the log tells them at load, such as fma or "
-        "avx512_bf16,amx@16; default: those that are measured to be the fastest",
+        "avx512_bf16,amx@16; codes_int8 rounds the inputs of 4-bit weights to 8 bits; default: those that are measured "
+        "to be the fastest, among the others",
     )
     disable_custom_kernels: bool = Field(False, description="use only what torch and transformers have")
     cpu_memory: ByteSize | None = Field(
