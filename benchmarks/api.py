@@ -5,7 +5,7 @@ server that does not have it passes over: its replies may be shorter then.
 """
 
 import json
-from typing import Any
+from typing import Any, Self
 
 # {"role": "user" or "assistant", "content": text}
 ChatMessage = dict[str, str]
@@ -16,6 +16,10 @@ class OpenAi:
 
     def __init__(self, model: str) -> None:
         self._model = model
+
+    def named(self, model: str) -> Self:
+        """Returns the same interface for another model of the server, such as an adapter."""
+        return type(self)(model)
 
     def completion(self, prompt: str, new_tokens: int, stream: bool) -> tuple[str, bytes]:
         return "/v1/completions", self._body({"prompt": prompt}, new_tokens, stream)
@@ -32,8 +36,16 @@ class OpenAi:
 class Tgi(OpenAi):
     """`/generate` and `/generate_stream`; chats go to `/v1/chat/completions` in TGI too."""
 
+    def __init__(self, model: str, adapter: str | None = None) -> None:
+        super().__init__(adapter or model)
+        self._adapter = adapter
+
+    def named(self, model: str) -> Self:
+        return type(self)(self._model, model)
+
     def completion(self, prompt: str, new_tokens: int, stream: bool) -> tuple[str, bytes]:
         parameters = {"max_new_tokens": new_tokens, "do_sample": False, "ignore_eos": True, "details": True}
+        parameters |= {"adapter_id": self._adapter} if self._adapter else {}
         path = "/generate_stream" if stream else "/generate"
         return path, json.dumps({"inputs": prompt, "parameters": parameters}).encode()
 

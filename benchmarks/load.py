@@ -82,14 +82,17 @@ class _User:
         self._outcome = outcome
 
     async def live(self, seed: int, number: int) -> None:
-        for turns in self._outcome.workload.prompts(seed, number):
+        workload, api = self._outcome.workload, self._server.api
+        if adapter := workload.adapter(number):
+            api = api.named(adapter)
+        for turns in workload.prompts(seed, number):
             try:
-                await self._converse(turns)
+                await self._converse(turns, api)
             except (ServerUnavailable, BadReply) as error:
                 self._outcome.failures.append(str(error))
 
-    async def _converse(self, turns: list[str]) -> None:
-        workload, api = self._outcome.workload, self._server.api
+    async def _converse(self, turns: list[str], api: OpenAi) -> None:
+        workload = self._outcome.workload
         history: list[ChatMessage] = []
         for text in turns:
             history.append({"role": "user", "content": text})

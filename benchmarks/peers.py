@@ -81,7 +81,8 @@ class Comparison:
     async def _measure(self, command: ServerCommand, seed: int, start_limit: float) -> Round:
         log = _LOGS / f"{command.name}-{self.model.name}.log"
         tell(f"{command.name}: starting, log in {log}")
-        async with running(command, self.model, log, start_limit) as server:
+        adapters = max(workload.adapters for workload in self.workloads)
+        async with running(command, self.model, log, start_limit, adapters) as server:
             tell(f"{command.name}: up after {server.start_seconds:.0f} s")
             api = APIS[command.api](await first_model(server.url, None))
             return Round(
@@ -170,7 +171,7 @@ def _arguments() -> argparse.Namespace:
     peer.add_argument("--peer-programs", type=Path, metavar="FOLDER", help="where to look for its programs first")
     peer.add_argument("--peer-env", nargs="+", default=[], metavar="NAME=VALUE", help="environment variables for it")
     peer.add_argument("--peer-api", choices=APIS, default="openai", help="default: %(default)s")
-    add_load_arguments(parser, default=[name for name, load in WORKLOADS.items() if not load.copied])
+    add_load_arguments(parser, default=[name for name, load in WORKLOADS.items() if load.usual])
     arguments = parser.parse_args()
     if wrong := [pair for pair in arguments.peer_env if "=" not in pair]:
         parser.error(f"--peer-env: {wrong[0]!r} is not NAME=VALUE")

@@ -13,6 +13,7 @@ import json
 import sys
 from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import uvloop
@@ -66,6 +67,7 @@ def _arguments() -> argparse.Namespace:
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--url", help="of the server, such as http://127.0.0.1:8080")
     which.add_argument("--start", type=Path, metavar="MODEL", help="a model folder: starts Oatmill with it")
+    parser.add_argument("--server-flags", default="", metavar="FLAGS", help="for the server that --start starts")
     parser.add_argument("--api", choices=APIS, default="openai", help="default: %(default)s")
     parser.add_argument("--model", help="its name in requests; default: the first that the server lists")
     parser.add_argument("--api-key")
@@ -80,7 +82,9 @@ def _arguments() -> argparse.Namespace:
 async def _run(arguments: argparse.Namespace) -> list[Summary]:
     if arguments.start is None:
         return await _measure(arguments, arguments.url)
-    async with running(OURS, arguments.start, _LOG, _START_SECONDS) as server:
+    adapters = max(workload.adapters for workload in chosen_loads(arguments))
+    ours = replace(OURS, command=f"{OURS.command} {arguments.server_flags}")
+    async with running(ours, arguments.start, _LOG, _START_SECONDS, adapters) as server:
         return await _measure(arguments, server.url)
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.connection import Connection, ServerUnavailable
+from benchmarks.workloads import adapter_name
 from tgi_server.launcher.machine import free_port
 
 _PROGRAMS = Path(sys.executable).parent
@@ -29,7 +30,8 @@ class ServerCommand:
     """A server and the command that starts it. command: may hold {model}, {model.name} and {port}.
 
     programs: a folder to look for programs in first. environment: variables besides those of this process. api: the
-    interface that it is asked by.
+    interface that it is asked by. adapter_flags: are added for loads with adapters, which lie in the folder
+    MODEL-adapters; {listed} stands for all NAME=FOLDER with commas between them, {apart} for the same with spaces.
     """
 
     name: str
@@ -37,11 +39,17 @@ class ServerCommand:
     environment: Mapping[str, str] = field(default_factory=dict)
     programs: Path = _PROGRAMS
     api: str = "openai"
+    adapter_flags: str = ""
 
-    def arguments(self, model: Path, port: int) -> list[str]:
+    def arguments(self, model: Path, port: int, adapters: int = 0) -> list[str]:
         """Raises ValueError for a placeholder that does not exist, and for unbalanced quotes."""
         try:
-            return [part.format(model=model.resolve(), port=port) for part in shlex.split(self.command)]
+            arguments = [part.format(model=model.resolve(), port=port) for part in shlex.split(self.command)]
+            if adapters:
+                folder = model.resolve().with_name(f"{model.name}-adapters")
+                pairs = [f"{name}={folder / name}" for name in map(adapter_name, range(adapters))]
+                arguments += self.adapter_flags.format(listed=",".join(pairs), apart=" ".join(pairs)).split()
+            return arguments
         except (LookupError, AttributeError, ValueError) as error:
             raise ValueError(f"command {self.command!r}: {error}; placeholders are {{model}} and {{port}}") from error
 
@@ -49,6 +57,7 @@ class ServerCommand:
 OURS = ServerCommand(
     "oatmill",
     "text-generation-launcher --model-id {model} --port {port} --hostname 127.0.0.1 --dtype bfloat16",
+    adapter_flags="--lora-adapters {listed}",
 )
 # Servers to compare with.
 PEERS = {
@@ -56,6 +65,7 @@ PEERS = {
         "vllm",
         "vllm serve {model} --dtype bfloat16 --max-model-len 2048 --host 127.0.0.1 --port {port}",
         {"VLLM_CPU_OMP_THREADS_BIND": f"0-{(os.cpu_count() or 1) - 1}", "VLLM_CPU_KVCACHE_SPACE": "4"},
+        adapter_flags="--enable-lora --max-loras 8 --max-lora-rank 16 --lora-modules {apart}",
     ),
 }
 
@@ -69,11 +79,13 @@ class RunningServer:
 
 
 @asynccontextmanager
-async def running(command: ServerCommand, model: Path, log: Path, limit: float) -> AsyncIterator[RunningServer]:
+async def running(
+    command: ServerCommand, model: Path, log: Path, limit: float, adapters: int = 0
+) -> AsyncIterator[RunningServer]:
     """Runs a server on a free port of this machine while the block runs.
 
-    log: where its output goes. limit: seconds until its `/health` has to answer. SIGTERM cancels the task that is in
-    the block, so that the server ends, too.
+    log: where its output goes. limit: seconds until its `/health` has to answer. adapters: that it has. SIGTERM cancels
+    the task that is in the block, so that the server ends, too.
 
     Raises ServerDidNotStart.
     """
@@ -84,7 +96,7 @@ async def running(command: ServerCommand, model: Path, log: Path, limit: float) 
     log.parent.mkdir(parents=True, exist_ok=True)
     started = time.perf_counter()
     with log.open("w") as output:
-        process = _start(command, command.arguments(model, port), output.fileno())
+        process = _start(command, command.arguments(model, port, adapters), output.fileno())
     loop.add_signal_handler(signal.SIGTERM, task.cancel)
     try:
         await wait_until_healthy(command.name, url, process, log, limit)

@@ -4,18 +4,22 @@ python -m benchmarks.synthetic opt-125m llama-360m
 """
 
 import argparse
+import json
 import shutil
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 from tokenizers import Tokenizer
+from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig, PretrainedConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from benchmarks.synthetic_tokenizer import build_tokenizer, save_tokenizer
 from benchmarks.words import COMMON
+from benchmarks.workloads import adapter_name, positive
 
 FOLDER = Path("runs/synthetic")
 # Weights of what is added to the residual stream.
@@ -148,10 +152,42 @@ def _make_copying(weights: PreTrainedModel, tokenizer: Tokenizer) -> None:
     head[ids.roll(-1)] = embedding[ids]
 
 
+def write_adapters(model: SyntheticModel, folder: Path, count: int, rank: int) -> None:
+    """Writes LoRA adapters of all attention and feed-forward layers, bfloat16, in the format of `peft`."""
+    with torch.device("meta"):
+        empty = AutoModelForCausalLM.from_config(model.config)
+    head = empty.get_output_embeddings()
+    linears = {
+        path: module for path, module in empty.named_modules() if isinstance(module, nn.Linear) and module is not head
+    }
+    settings = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": rank,
+        "lora_alpha": rank,
+        "bias": "none",
+        "target_modules": sorted({path.rpartition(".")[2] for path in linears}),
+        "base_model_name_or_path": None,
+        "inference_mode": True,
+    }
+    torch.manual_seed(0)
+    for number in range(count):
+        tensors = {}
+        for path, linear in linears.items():
+            for name, shape in (("A", (rank, linear.in_features)), ("B", (linear.out_features, rank))):
+                tensors[f"base_model.model.{path}.lora_{name}.weight"] = torch.randn(shape, dtype=torch.bfloat16) * 0.02
+        place = folder / adapter_name(number)
+        place.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, place / "adapter_model.safetensors")
+        (place / "adapter_config.json").write_text(json.dumps(settings, indent=2))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("models", nargs="*", metavar="MODEL", default=list(WRITTEN), help=", ".join(MODELS))
     parser.add_argument("--folder", type=Path, default=FOLDER, help="where to (default: %(default)s)")
+    parser.add_argument("--adapters", type=int, default=0, help="LoRA adapters to write for each model, for W7")
+    parser.add_argument("--rank", type=positive, default=16, help="of an adapter (default: %(default)s)")
     arguments = parser.parse_args()
     if unknown := [name for name in arguments.models if name not in MODELS]:
         parser.error(f"no model {unknown[0]!r}; there are {', '.join(MODELS)}")
@@ -161,6 +197,8 @@ def main() -> None:
         write_model(MODELS[name], folder)
         size = sum(file.stat().st_size for file in folder.iterdir())
         print(f"wrote {folder}: {size / 1e6:.0f} MB")
+        if arguments.adapters:
+            write_adapters(MODELS[name], folder.with_name(f"{name}-adapters"), arguments.adapters, arguments.rank)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from random import Random
 from benchmarks.words import shuffled_chain, text
 
 GREETING = "Hello World, what is your name dog?"
-_CHANGEABLE = ("users", "words", "new_tokens", "turns", "repeat", "stream")
+_CHANGEABLE = ("users", "words", "new_tokens", "turns", "repeat", "stream", "adapters")
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +18,8 @@ class Workload:
     words: of a prompt, or of each turn of a chat; every one is different. None: all prompts are the greeting.
     new_tokens: of every reply; the end-of-sequence token is ignored. turns: more than 1 makes it a chat, in which the
     history is sent along. repeat: prompts, or whole chats, that each user sends. stream: token by token.
-    copied: a model that copies repeats pieces of the prompt in its reply.
+    copied: a model that copies repeats pieces of the prompt in its reply. adapters: that the users name, each the same
+    one in all its requests; 0: none.
     """
 
     name: str
@@ -29,16 +30,27 @@ class Workload:
     repeat: int = 3
     stream: bool = True
     copied: bool = False
+    adapters: int = 0
 
     def describe(self) -> str:
         users = f"{self.users} user{'s' * (self.users > 1)}"
         prompt = "the greeting" if self.words is None else f"{self.words} words"
+        adapters = f", {self.adapters} adapters" if self.adapters else ""
         turns = f"{self.turns} turns, " if self.turns > 1 else ""
-        return f"{users}, {turns}{prompt}, {self.new_tokens} new tokens{', streamed' if self.stream else ''}"
+        return f"{users}, {turns}{prompt}, {self.new_tokens} new tokens{', streamed' if self.stream else ''}{adapters}"
 
     @property
     def requests(self) -> int:
         return self.users * self.repeat * self.turns
+
+    @property
+    def usual(self) -> bool:
+        """True for a load that any model can be measured with."""
+        return not (self.copied or self.adapters)
+
+    def adapter(self, user: int) -> str | None:
+        """Returns the name of a user's adapter; None for the model itself."""
+        return adapter_name(user % self.adapters) if self.adapters else None
 
     def prompts(self, seed: int, user: int) -> Iterator[list[str]]:
         """Yields, for each prompt or chat of a user, the texts of its turns. The same seed gives the same texts."""
@@ -57,9 +69,14 @@ WORKLOADS = {
         Workload("W4", users=32, words=64, new_tokens=64, repeat=3),
         Workload("W5", users=8, words=700, new_tokens=16, repeat=3),
         Workload("W6", users=16, words=64, new_tokens=64, turns=5, repeat=1),
+        Workload("W7", users=32, words=64, new_tokens=64, repeat=3, adapters=8),
         Workload("W8", users=1, words=300, new_tokens=128, repeat=4, copied=True),
     )
 }
+
+
+def adapter_name(number: int) -> str:
+    return f"adapter-{number}"
 
 
 def add_load_arguments(parser: argparse.ArgumentParser, default: list[str]) -> None:
@@ -71,6 +88,7 @@ def add_load_arguments(parser: argparse.ArgumentParser, default: list[str]) -> N
     loads.add_argument("--new-tokens", type=positive, help="of a reply")
     loads.add_argument("--turns", type=positive, help="of a chat; 1: single prompts")
     loads.add_argument("--repeat", type=positive, help="prompts, or chats, of each user")
+    loads.add_argument("--adapters", type=int, help="that the users name, adapter-0 and so on; 0: none")
     loads.add_argument("--stream", action=argparse.BooleanOptionalAction, help="whether replies come token by token")
 
 

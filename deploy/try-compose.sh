@@ -11,9 +11,10 @@ cd "$(dirname "$0")/.."
 
 BASE=$(sed -n 's/^ARG BASE=//p' deploy/docker/tgi.Dockerfile)
 STATE=${STATE:-/var/tmp/oatmill-compose}
-ENGINE_SECONDS=60
-HEALTHY_SECONDS=180
-GIVEN_UP_SECONDS=120
+# Seconds: bounds of waits that end as soon as there is something to see; a machine with much else to do needs most of them.
+ENGINE_SECONDS=180
+HEALTHY_SECONDS=900
+GIVEN_UP_SECONDS=600
 WHEELS_PORT=${WHEELS_PORT:-18765}
 keep=${1:-}
 engine_pid=
@@ -49,7 +50,8 @@ need_engine() {
     mkdir -p "$STATE"
     dockerd --data-root "$STATE/docker" >"$STATE/dockerd.log" 2>&1 &
     engine_pid=$!
-    for _ in $(seq $ENGINE_SECONDS); do
+    until=$((SECONDS + ENGINE_SECONDS))
+    while [ $SECONDS -lt $until ]; do
         docker info >/dev/null 2>&1 && return
         kill -0 "$engine_pid" 2>/dev/null || { engine_pid=; skip "dockerd does not start; see $STATE/dockerd.log"; }
         sleep 1
@@ -95,7 +97,8 @@ build() {
 }
 
 wait_until_healthy() {
-    for _ in $(seq $HEALTHY_SECONDS); do
+    until=$((SECONDS + HEALTHY_SECONDS))
+    while [ $SECONDS -lt $until ]; do
         [ "$(docker inspect --format '{{.State.Health.Status}}' "$(compose ps -q "$1")")" = healthy ] && return
         sleep 1
     done
@@ -133,7 +136,7 @@ wait_until_healthy tgi
 wait_until_healthy llm_functionalities
 compose logs tgi | grep -i 'compiling' && { echo "it compiles kernels, which the image should have" >&2; exit 1; }
 say "over HTTP, on port ${TGI_PORT:-8081}"
-curl -sS -m 20 "http://127.0.0.1:${TGI_PORT:-8081}/generate" -H 'content-type: application/json' \
+curl -sS -m 120 "http://127.0.0.1:${TGI_PORT:-8081}/generate" -H 'content-type: application/json' \
     -H "authorization: Bearer $API_KEY" \
     -d '{"inputs": "### Instruction:\nHow long do I boil an egg?\n\n### Response:\n", "parameters": {"max_new_tokens": 40}}'
 echo
@@ -152,8 +155,8 @@ API_KEY='' compose run --rm --no-deps tgi || status=$?
 [ "$status" = 2 ] || { echo "it ended with $status" >&2; exit 1; }
 say "a wrong flag does not restart for ever"
 TGI_PARAMS=--no-such-flag compose up -d --no-build tgi >/dev/null
-for _ in $(seq $GIVEN_UP_SECONDS); do
-    [ "$(state_of tgi .State.Status)" != exited ] || break
+until=$((SECONDS + GIVEN_UP_SECONDS))
+while [ $SECONDS -lt $until ] && [ "$(state_of tgi .State.Status)" != exited ]; do
     sleep 1
 done
 compose logs --tail 1 tgi

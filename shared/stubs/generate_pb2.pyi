@@ -121,16 +121,18 @@ class HealthResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class WarmupRequest(_message.Message):
-    __slots__ = ("max_prefill_tokens", "max_batch_size", "max_total_tokens", "max_batch_total_tokens")
+    __slots__ = ("max_prefill_tokens", "max_batch_size", "max_total_tokens", "max_batch_total_tokens", "adapter_bytes")
     MAX_PREFILL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MAX_BATCH_SIZE_FIELD_NUMBER: _ClassVar[int]
     MAX_TOTAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MAX_BATCH_TOTAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_BYTES_FIELD_NUMBER: _ClassVar[int]
     max_prefill_tokens: int
     max_batch_size: int
     max_total_tokens: int
     max_batch_total_tokens: int
-    def __init__(self, max_prefill_tokens: _Optional[int] = ..., max_batch_size: _Optional[int] = ..., max_total_tokens: _Optional[int] = ..., max_batch_total_tokens: _Optional[int] = ...) -> None: ...
+    adapter_bytes: int
+    def __init__(self, max_prefill_tokens: _Optional[int] = ..., max_batch_size: _Optional[int] = ..., max_total_tokens: _Optional[int] = ..., max_batch_total_tokens: _Optional[int] = ..., adapter_bytes: _Optional[int] = ...) -> None: ...
 
 class WarmupResponse(_message.Message):
     __slots__ = ("num_blocks", "max_total_tokens", "max_batch_total_tokens", "fallbacks")
@@ -143,6 +145,34 @@ class WarmupResponse(_message.Message):
     max_batch_total_tokens: int
     fallbacks: _containers.RepeatedScalarFieldContainer[str]
     def __init__(self, num_blocks: _Optional[int] = ..., max_total_tokens: _Optional[int] = ..., max_batch_total_tokens: _Optional[int] = ..., fallbacks: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class LoadAdapterRequest(_message.Message):
+    __slots__ = ("adapter_id", "folder", "check_only")
+    ADAPTER_ID_FIELD_NUMBER: _ClassVar[int]
+    FOLDER_FIELD_NUMBER: _ClassVar[int]
+    CHECK_ONLY_FIELD_NUMBER: _ClassVar[int]
+    adapter_id: str
+    folder: str
+    check_only: bool
+    def __init__(self, adapter_id: _Optional[str] = ..., folder: _Optional[str] = ..., check_only: _Optional[bool] = ...) -> None: ...
+
+class LoadAdapterResponse(_message.Message):
+    __slots__ = ("rank", "bytes")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    bytes: int
+    def __init__(self, rank: _Optional[int] = ..., bytes: _Optional[int] = ...) -> None: ...
+
+class UnloadAdapterRequest(_message.Message):
+    __slots__ = ("adapter_id",)
+    ADAPTER_ID_FIELD_NUMBER: _ClassVar[int]
+    adapter_id: str
+    def __init__(self, adapter_id: _Optional[str] = ...) -> None: ...
+
+class UnloadAdapterResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class SamplingParameters(_message.Message):
     __slots__ = ("do_sample", "temperature", "top_k", "top_p", "typical_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty", "seed", "watermark", "logit_bias", "min_tokens", "late_tokens")

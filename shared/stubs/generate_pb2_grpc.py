@@ -59,6 +59,16 @@ class TextGenerationServiceStub:
                 request_serializer=shared_dot_stubs_dot_generate__pb2.Call.SerializeToString,
                 response_deserializer=shared_dot_stubs_dot_generate__pb2.Answer.FromString,
                 _registered_method=True)
+        self.LoadAdapter = channel.unary_unary(
+                '/generate.v1.TextGenerationService/LoadAdapter',
+                request_serializer=shared_dot_stubs_dot_generate__pb2.LoadAdapterRequest.SerializeToString,
+                response_deserializer=shared_dot_stubs_dot_generate__pb2.LoadAdapterResponse.FromString,
+                _registered_method=True)
+        self.UnloadAdapter = channel.unary_unary(
+                '/generate.v1.TextGenerationService/UnloadAdapter',
+                request_serializer=shared_dot_stubs_dot_generate__pb2.UnloadAdapterRequest.SerializeToString,
+                response_deserializer=shared_dot_stubs_dot_generate__pb2.UnloadAdapterResponse.FromString,
+                _registered_method=True)
 
 
 class TextGenerationServiceServicer:
@@ -99,6 +109,21 @@ class TextGenerationServiceServicer:
         context.set_details('Method not implemented!')
         raise RuntimeError('Method not implemented!')
 
+    def LoadAdapter(self, request, context):
+        """Reads an adapter and makes it ready for requests that name it. Steps go on meanwhile. FAILED_PRECONDITION: it cannot
+        be read, or does not fit the model.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise RuntimeError('Method not implemented!')
+
+    def UnloadAdapter(self, request, context):
+        """Forgets an adapter. No step that has been sent may compute anything for a request that names it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise RuntimeError('Method not implemented!')
+
 
 def add_TextGenerationServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -126,6 +151,16 @@ def add_TextGenerationServiceServicer_to_server(servicer, server):
                     servicer.Run,
                     request_deserializer=shared_dot_stubs_dot_generate__pb2.Call.FromString,
                     response_serializer=shared_dot_stubs_dot_generate__pb2.Answer.SerializeToString,
+            ),
+            'LoadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.LoadAdapter,
+                    request_deserializer=shared_dot_stubs_dot_generate__pb2.LoadAdapterRequest.FromString,
+                    response_serializer=shared_dot_stubs_dot_generate__pb2.LoadAdapterResponse.SerializeToString,
+            ),
+            'UnloadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnloadAdapter,
+                    request_deserializer=shared_dot_stubs_dot_generate__pb2.UnloadAdapterRequest.FromString,
+                    response_serializer=shared_dot_stubs_dot_generate__pb2.UnloadAdapterResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -263,6 +298,60 @@ class TextGenerationService:
             '/generate.v1.TextGenerationService/Run',
             shared_dot_stubs_dot_generate__pb2.Call.SerializeToString,
             shared_dot_stubs_dot_generate__pb2.Answer.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/generate.v1.TextGenerationService/LoadAdapter',
+            shared_dot_stubs_dot_generate__pb2.LoadAdapterRequest.SerializeToString,
+            shared_dot_stubs_dot_generate__pb2.LoadAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnloadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/generate.v1.TextGenerationService/UnloadAdapter',
+            shared_dot_stubs_dot_generate__pb2.UnloadAdapterRequest.SerializeToString,
+            shared_dot_stubs_dot_generate__pb2.UnloadAdapterResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -44,7 +44,8 @@ def _mix(*values: int) -> int:
 
 
 def _adapter(name: str) -> int:
-    return _mix(*name.encode()) if name else 1
+    """name: a request's, or the shards', which has a number behind it."""
+    return _mix(*name.partition("#")[0].encode()) if name else 1
 
 
 def _next_token(entries: Iterable[int], position: int, seed: int) -> int:

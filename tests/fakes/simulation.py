@@ -1,5 +1,6 @@
 """The scheduler without a network: its calls are executed by a simulated shard at once, and answered later."""
 
+import asyncio
 from collections import deque
 from collections.abc import Callable
 from typing import Any, cast
@@ -7,9 +8,10 @@ from typing import Any, cast
 from shared.stubs import generate_pb2 as pb
 from tests.fakes.recording_sink import RecordingSink, recorded_request
 from tests.fakes.simulated_shard import SimulatedShard, expected_tokens
-from tgi_server.router.errors import GenerationFailed
+from tgi_server.router.errors import GenerationFailed, InvalidRequest
 from tgi_server.router.metrics import Metrics
 from tgi_server.router.request import Limits, ValidRequest
+from tgi_server.router.scheduling.adapters import Adapters
 from tgi_server.router.scheduling.pace import PromptPace
 from tgi_server.router.scheduling.planner import FilterPlan, StepPlan
 from tgi_server.router.scheduling.scheduler import Scheduler
@@ -85,6 +87,43 @@ class _InProcess:
         return _Pending(pb.Answer(**{kind: result}), lambda: None)
 
 
+class AdapterShards:
+    """Stands for the part of `ShardedClient` that loads adapters, which takes as long as `loading` is cleared.
+
+    held: keys, in the order in which they came. broken: folders that cannot be read.
+    """
+
+    def __init__(self) -> None:
+        self.held: list[str] = []
+        self.broken: set[str] = set()
+        self.loading = asyncio.Event()
+        self.loading.set()
+
+    async def load_adapter(self, key: str, folder: str, *, check_only: bool = False) -> pb.LoadAdapterResponse:
+        if not self.loading.is_set():
+            await self.loading.wait()
+        if folder in self.broken:
+            raise InvalidRequest(f"{folder} has no adapter_config.json")
+        if not check_only:
+            self.held.append(key)
+        return pb.LoadAdapterResponse(rank=4, bytes=100)
+
+    async def unload_adapter(self, key: str) -> None:
+        if key in self.held:
+            self.held.remove(key)
+
+
+def _ready_adapters() -> Adapters:
+    adapters = Adapters(cast(ShardedClient, AdapterShards()), max_loras=2)
+    for name in ("a", "b"):
+        try:
+            adapters.add(name, "").send(None)
+        except StopIteration:
+            continue
+        raise AssertionError("nothing is waited for")
+    return adapters
+
+
 class Simulation:
     """A scheduler that a test drives by hand, call by call.
 
@@ -106,9 +145,10 @@ class Simulation:
         step_seconds: Callable[[int, int], float] = lambda replies, prompt_tokens: 1.0,
         max_batch_size: int = 8,
         speculate: int = 0,
+        adapters: Adapters | None = None,
         **limits: Any,
     ) -> None:
-        """prefill_chunk_tokens: that ride along, unless there is a `pace`."""
+        """prefill_chunk_tokens: that ride along, unless there is a `pace`. adapters: None: `a` and `b`, both ready."""
         self.seconds = 0.0
         self._step_seconds = step_seconds
         self.shard = SimulatedShard(
@@ -123,6 +163,7 @@ class Simulation:
             batch_limits(max_batch_total_tokens=total, max_batch_size=max_batch_size, **limits),
             self._metrics,
             pace or FixedPace(prefill_chunk_tokens),
+            adapters=_ready_adapters() if adapters is None else adapters,
             clock=lambda: self.seconds,
         )
         self.waiting, self.batch = self.scheduler.waiting, self.scheduler.batch

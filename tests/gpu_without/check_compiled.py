@@ -13,6 +13,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from tgi_server.engine.adapters import triton_products
 from tgi_server.engine.attention import paged_attention, rotary_write
 from tgi_server.engine.attention.paged_attention import LaunchShape, tokens_of_a_tile
 from tgi_server.engine.layers import elementwise
@@ -156,3 +157,18 @@ def test_norms_and_the_gate_fit(capability: int, tmp_path: Path) -> None:
             warps = 4 if size <= 2048 else 8
             check(compiled(elementwise._norm, types, constants, capability, warps), capability, tmp_path)
     check(compiled(elementwise._gate, types, {"at_once": 1024}, capability, 4), capability, tmp_path)
+
+
+@pytest.mark.parametrize("capability", SHARED_BYTES)
+@pytest.mark.parametrize(("dtype", "precision"), [(torch.bfloat16, "tf32"), (torch.float32, "ieee")])
+def test_the_products_of_adapters_fit(capability: int, dtype: torch.dtype, precision: str, tmp_path: Path) -> None:
+    data = dict.fromkeys(("x", "y", "residual", "sums"), f"*{NAMES[dtype]}")
+    tables = dict.fromkeys(("a_of", "b_of", "gain_of", "shift_of", "order"), "*i64")
+    numbers = dict.fromkeys(("count", "inputs", "outputs", "most"), "i32")
+    types = data | tables | numbers | {"numbers": INTS, "ranks_of": INTS}
+    for together in (16, 64):
+        sizes = {"together": together, "ranks_at_once": triton_products._RANKS_AT_ONCE, "precision": precision}
+        narrow = sizes | {"inputs_at_once": triton_products._INPUTS_AT_ONCE}
+        widen = sizes | {"outputs_at_once": triton_products._OUTPUTS_AT_ONCE, "relu": True, "added": True}
+        check(compiled(triton_products._narrow, types, narrow, capability, 4), capability, tmp_path)
+        check(compiled(triton_products._widen, types, widen, capability, 4), capability, tmp_path)

@@ -32,6 +32,7 @@ class EngineConfig:
         and for models whose steps cannot be recorded, there are none.
     speculate: tokens that are drafted for a sequence in one step, at most; 0: none are. Only for models whose batches
         are paged.
+    max_lora_rank: rank that a layer of an adapter may have, at most.
     group: the shards that compute the model together, this one among them; None: this process computes it alone.
     """
 
@@ -49,6 +50,7 @@ class EngineConfig:
     watermark_delta: float = 2.0
     cuda_graphs: tuple[int, ...] | None = None
     speculate: int = 0
+    max_lora_rank: int = 256
     group: ShardGroup | None = None
 
     def resolve_device(self) -> torch.device:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
+from tgi_server.engine.adapters.loaded import LoadedAdapters
 from tgi_server.engine.attention.base import GreedyOnly
 from tgi_server.engine.batch import ForwardPlan, RunningBatch
 from tgi_server.engine.config import EngineConfig
@@ -40,7 +41,7 @@ from tgi_server.engine.speculation import (
     measure_costs,
 )
 from tgi_server.engine.step import Step
-from tgi_server.engine.weights import load_model
+from tgi_server.engine.weights import load_config, load_model
 
 logger = logging.getLogger(__name__)
 
@@ -83,6 +84,7 @@ class Engine:
     `step` starts a step and returns it; `Step.collect` waits for it. On a GPU the next step can be started before the
     last one has been collected. Not thread-safe.
 
+    adapters: reads adapters, and holds those that sequences may name.
     grammars: compiles grammars, in any thread; None where the model's folder has no tokenizer.
     speculation: plans drafts; None where none are wanted.
     """
@@ -98,6 +100,16 @@ class Engine:
         self._device = device
         self._group = config.group
         self._runner = create_runner(model, config)
+        self.adapters = LoadedAdapters(
+            model,
+            config.model_path,
+            partial(load_config, config),
+            self._runner.current_adapters,
+            config.group,
+            max_rank=config.max_lora_rank,
+            custom_kernels=config.custom_kernels,
+            trust_remote_code=config.trust_remote_code,
+        )
         self._watermark = WatermarkSettings(config.watermark_gamma, config.watermark_delta)
         self._batch: RunningBatch | None = None
         self._capacity: CacheCapacity | None = None
@@ -151,15 +163,17 @@ class Engine:
         max_prefill_tokens: int,
         max_total_tokens: int | None = None,
         max_batch_total_tokens: int | None = None,
+        adapter_bytes: int = 0,
     ) -> CacheCapacity:
         """Sizes the cache for at most `max_batch_size` sequences and runs the largest step once.
 
         max_prefill_tokens: prompt tokens of one step. max_total_tokens: of one sequence; max_batch_total_tokens: of all
-        sequences together; None: as many as the model and the memory allow. Raises NotEnoughMemory.
+        sequences together; None: as many as the model and the memory allow. adapter_bytes: memory that is left to
+        adapters which are not there yet. Raises NotEnoughMemory.
         """
         self.clear()
         self._capacity = self._runner.warm_up(
-            max_batch_size, max_prefill_tokens, max_total_tokens, max_batch_total_tokens
+            max_batch_size, max_prefill_tokens, max_total_tokens, max_batch_total_tokens, adapter_bytes
         )
         logger.info(
             "KV cache: room for %d tokens in %s", self._capacity.max_batch_total_tokens, self.info.kv_cache_dtype
@@ -205,6 +219,7 @@ class Engine:
             self._settle(batch)
             for sequence in joining:
                 self._constrain(sequence)
+                sequence.adapter = self.adapters.number(sequence.adapter_id)
                 batch.join(sequence)
             for request_id, blocks in grants:
                 batch.grant(request_id, blocks)

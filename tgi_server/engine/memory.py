@@ -22,20 +22,23 @@ CUDA_SHARE = 0.95
 CPU_SHARE = 0.3
 
 
-def cache_bytes(device: torch.device, memory_fraction: float, cpu_memory: int | None, processes: int = 1) -> int:
+def cache_bytes(
+    device: torch.device, memory_fraction: float, cpu_memory: int | None, processes: int = 1, reserved: int = 0
+) -> int:
     """Returns the bytes for keys and values on `device`, once the weights are loaded and the largest pass has run.
 
     cpu_memory: bytes of RAM; None: a share of what is free. processes: that share the RAM, or `cpu_memory`.
+    reserved: bytes that are free, and that each process will need for something else; `cpu_memory` is beside them.
     """
     if device.type == "cuda":
         gc.collect()
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(device)
         reusable = torch.cuda.memory_reserved(device) - torch.cuda.max_memory_allocated(device)
-        return max(0, int(free + reusable - (1 - CUDA_SHARE * memory_fraction) * total))
+        return max(0, int(free + reusable - (1 - CUDA_SHARE * memory_fraction) * total) - reserved)
     if cpu_memory is not None:
         return cpu_memory // processes
-    return int(CPU_SHARE * available_ram()) // processes
+    return max(0, int(CPU_SHARE * (available_ram() - reserved * processes))) // processes
 
 
 def forget_peak(device: torch.device) -> None:

@@ -29,6 +29,8 @@ class RunningSequence:
     input_ids: the prompt, which an encoder reads where there is one. generated_ids: the tokens generated so far, those
     before a preemption included. known: the prompt and those before a preemption, in this order.
     blocks: the block table so far. computed: tokens whose keys and values are in the cache.
+    adapter_id: of the adapter that computes it beside the model; empty: none. adapter: the number that it has in the
+    engine; 0: none.
     earlier_reply: the beginning of a reply to an earlier request with the same prompt, if there is one.
     constraint: its grammar at work on its text; None without a grammar.
     ended: its last token is known; it may be in the batch for a step or two more.
@@ -46,6 +48,8 @@ class RunningSequence:
     blocks: list[int] = field(default_factory=list)
     computed: int = 0
     copy: BlockCopy | None = None
+    adapter_id: str = ""
+    adapter: int = 0
     earlier_reply: list[int] = field(default_factory=list)
     known: Tensor = field(init=False)
     prompt_report: PromptTokens | None = None

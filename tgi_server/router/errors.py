@@ -185,6 +185,18 @@ class NoSuchModel(RouterError):
     code = "model_not_found"
 
 
+class NoSuchAdapter(RouterError):
+    """The server has no adapter of that id."""
+
+    status = 404
+    error_type = "not_found"
+    code = "model_not_found"
+
+    def __init__(self, adapter_id: str, known: Collection[str]) -> None:
+        there = f"it has {', '.join(map(repr, known))}" if known else "it has none"
+        super().__init__(f"there is no adapter {adapter_id[:100]!r} on this server; {there}")
+
+
 class NoSuchResponse(RouterError):
     """A response that is not kept, or not any more."""
 

@@ -13,6 +13,7 @@ ToolCallParser = Literal[
     "auto",
     "tgi",
     "hermes",
+    "qwen3_coder",
     "mistral",
     "mistral_args",
     "llama3_json",
@@ -69,6 +70,9 @@ class ServingSettings(ServiceSettings):
     )
     max_batch_size: PositiveInt | None = Field(
         default=None, description="Requests that run at once; unset: max-concurrent-requests."
+    )
+    max_loras: PositiveInt = Field(
+        default=32, description="Adapters that are held ready at once; others are read again when they are asked for."
     )
     max_waiting_tokens: int = Field(default=20, ge=0, description="Decode steps before waiting requests are taken in.")
     waiting_served_ratio: float = Field(

@@ -23,6 +23,7 @@ from tgi_server.router.errors import RouterError, StartupError, Unhealthy
 from tgi_server.router.metrics import Metrics
 from tgi_server.router.request import Limits
 from tgi_server.router.scheduling import wire
+from tgi_server.router.scheduling.adapters import Adapters
 from tgi_server.router.scheduling.grammars import PinnedGrammars
 from tgi_server.router.scheduling.pace import PromptPace
 from tgi_server.router.scheduling.scheduler import Scheduler
@@ -93,12 +94,15 @@ async def assembled(settings: RouterSettings) -> AsyncIterator[Service]:
     guard = None if settings.allow_special_tokens else await asyncio.to_thread(threads.tokenizer.special_token_guard)
     shards = await _connect(settings.master_shard_uds_path)
     try:
-        info, capacity = await _warm_up(shards, settings)
+        adapters = Adapters(shards, settings.max_loras)
+        info, capacity = await _warm_up(shards, settings, adapters)
         limits = _limits(settings, capacity)
         metrics = Metrics()
         metrics.fallbacks(len(capacity.fallbacks))
         pace = _pace(settings, limits, info)
-        scheduler = Scheduler(shards, info, capacity, limits, metrics, pace, prefix_caching=settings.prefix_caching)
+        scheduler = Scheduler(
+            shards, info, capacity, limits, metrics, pace, adapters=adapters, prefix_caching=settings.prefix_caching
+        )
         refusal = grammar_refusal(disabled=settings.disable_grammar_support, supported=info.grammars)
         scheduler.start()
         watch = asyncio.create_task(watch_event_loop(metrics.event_loop_lag), name="event loop watch")
@@ -172,7 +176,9 @@ async def _connect(path: str) -> ShardedClient:
             logger.info("waiting for the shard at %s (%.0f s)", path, monotonic() - started)
 
 
-async def _warm_up(shards: ShardedClient, settings: RouterSettings) -> tuple[pb.InfoResponse, pb.WarmupResponse]:
+async def _warm_up(
+    shards: ShardedClient, settings: RouterSettings, adapters: Adapters
+) -> tuple[pb.InfoResponse, pb.WarmupResponse]:
     try:
         info = await shards.info()
         # An earlier router may have left requests behind.
@@ -183,6 +189,7 @@ async def _warm_up(shards: ShardedClient, settings: RouterSettings) -> tuple[pb.
                 max_batch_size=settings.max_batch_size or settings.max_concurrent_requests,
                 max_total_tokens=settings.max_total_tokens,
                 max_batch_total_tokens=settings.max_batch_total_tokens,
+                adapter_bytes=adapters.missing_bytes(len(adapters)),
             )
         )
     except RouterError as error:

@@ -63,6 +63,7 @@ def sequence(request: pb.Request) -> RunningSequence:
         grammar=grammar_from_message(request.grammar) if request.HasField("grammar") else None,
         blocks=list(request.block_ids),
         computed=request.cached_tokens,
+        adapter_id=request.adapter_id,
         earlier_reply=list(request.earlier_reply),
         copy=block_copy_from_message(request.copy) if request.HasField("copy") else None,
     )

@@ -73,6 +73,7 @@ def engine_config(settings: ShardSettings, model_path: Path, group: ShardGroup |
         watermark_gamma=settings.watermark_gamma,
         watermark_delta=settings.watermark_delta,
         speculate=settings.speculate,
+        max_lora_rank=settings.max_lora_rank,
         cuda_graphs=None if settings.cuda_graphs is None else tuple(size for size in settings.cuda_graphs if size),
     )
 

@@ -5,6 +5,7 @@ import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import grpc
 import torch
@@ -12,7 +13,15 @@ import torch
 from shared.stubs import generate_pb2 as pb
 from shared.stubs.generate_pb2_grpc import TextGenerationServiceServicer
 from tgi_server.engine import Engine
-from tgi_server.engine.errors import EngineError, InvalidCall, PeerLost
+from tgi_server.engine.errors import (
+    EngineError,
+    InvalidAdapter,
+    InvalidCall,
+    InvalidWeights,
+    ModelNotFound,
+    PeerLost,
+    UnsupportedModel,
+)
 from tgi_server.shard import conversion
 from tgi_server.shard.call_stream import CallStream, IdleTime
 from tgi_server.shard.grammar_queue import GrammarQueue
@@ -80,6 +89,7 @@ class TextGenerationService(TextGenerationServiceServicer):
                 max_prefill_tokens=request.max_prefill_tokens,
                 max_total_tokens=request.max_total_tokens or None,
                 max_batch_total_tokens=request.max_batch_total_tokens or None,
+                adapter_bytes=request.adapter_bytes,
             )
         if self._grammars is not None:
             self._grammars.start()
@@ -88,6 +98,21 @@ class TextGenerationService(TextGenerationServiceServicer):
         self._info.limits.CopyFrom(request)
         self._info.capacity.CopyFrom(response)
         return response
+
+    async def LoadAdapter(
+        self, request: pb.LoadAdapterRequest, context: grpc.aio.ServicerContext
+    ) -> pb.LoadAdapterResponse:
+        async with self._errors(context):
+            adapter = await asyncio.to_thread(self._engine.adapters.read, Path(request.folder))
+            if not request.check_only:
+                self._engine.adapters.put(request.adapter_id, adapter)
+        return pb.LoadAdapterResponse(rank=adapter.rank, bytes=adapter.nbytes)
+
+    async def UnloadAdapter(
+        self, request: pb.UnloadAdapterRequest, context: grpc.aio.ServicerContext
+    ) -> pb.UnloadAdapterResponse:
+        self._engine.adapters.drop(request.adapter_id)
+        return pb.UnloadAdapterResponse()
 
     async def Run(self, calls: AsyncIterator[pb.Call], context: grpc.aio.ServicerContext) -> AsyncIterator[pb.Answer]:
         """Runs the calls of one stream. A stream that is opened ends the one before it."""
@@ -124,7 +149,9 @@ class TextGenerationService(TextGenerationServiceServicer):
     def _explain(self, error: Exception) -> tuple[grpc.StatusCode, str]:
         """Returns status and message for the router, and logs what an operator has to know."""
         if isinstance(error, EngineError):
-            invalid = isinstance(error, InvalidCall)
+            invalid = isinstance(
+                error, InvalidCall | InvalidAdapter | InvalidWeights | ModelNotFound | UnsupportedModel
+            )
             status = grpc.StatusCode.FAILED_PRECONDITION if invalid else grpc.StatusCode.RESOURCE_EXHAUSTED
             return status, str(error)
         if isinstance(error, torch.cuda.OutOfMemoryError):

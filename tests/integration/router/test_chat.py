@@ -221,6 +221,22 @@ async def test_several_calls_in_one_answer(router: Router):
     assert "another" not in one
 
 
+async def test_calls_with_tagged_arguments(routers: RouterFactory):
+    router = await routers(tool_call_parser="qwen3_coder")
+    call = "<tool_call>\n<function=get_weather>\n<parameter=place>\n{}\n</parameter>\n</function>\n</tool_call>"
+    router.say("I look.\n" + call.format('A "b"') + "\n" + call.format("Rome"))
+    (choice,) = (await chat(router, tools=[WEATHER]))["choices"]
+    calls = [each["function"] for each in choice["message"]["tool_calls"]]
+    assert [json.loads(each["arguments"]) for each in calls] == [{"place": 'A "b"'}, {"place": "Rome"}]
+    assert (choice["message"]["content"], choice["finish_reason"]) == ("I look.", "tool_calls")
+    chunks = await chat_stream(router, tools=[WEATHER])
+    deltas = [delta for chunk in chunks for delta in chunk["choices"][0]["delta"].get("tool_calls", [])]
+    assert len(deltas) > 4
+    for index, made in enumerate(calls):
+        own = [delta["function"] for delta in deltas if delta["index"] == index]
+        assert (own[0]["name"], "".join(each["arguments"] for each in own)) == ("get_weather", made["arguments"])
+
+
 async def test_an_answer_without_a_call_is_generated_once(router: Router):
     length = router.say(TEXT)
     (choice,) = (await chat(router, tools=[WEATHER]))["choices"]

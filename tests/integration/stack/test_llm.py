@@ -11,13 +11,16 @@ from google.protobuf.message_factory import GetMessageClass
 from llm_functionalities.model.empty_responses import SAID_NOTHING, UNUSABLE
 from shared.stubs import llm_pb2
 from shared.stubs.llm_pb2_grpc import LLMRunnerStub
+from tests.timing import until
 
 URL = os.environ.get("LLM_FUNCTIONALITIES_URL")
 PROMPT = "### Instruction:\nHow long do I boil an egg?\n\n### Response:\n"
-SECONDS = 60
+# For any call, on a machine that has much else to do.
+SECONDS = 180
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.timeout(3 * SECONDS),
     pytest.mark.skipif(not URL, reason="LLM_FUNCTIONALITIES_URL does not say where the stack runs"),
 ]
 
@@ -96,6 +99,9 @@ CALLS: dict[str, tuple[Any, Callable[[Any], bool]]] = {
 @pytest.fixture(scope="module")
 def channel() -> Iterator[grpc.Channel]:
     with grpc.insecure_channel(str(URL)) as channel:
+        runner = LLMRunnerStub(channel)
+        # The service may still be finding out that the model is back.
+        until(lambda: bool(runner.call_model(PROMPTED, timeout=SECONDS, wait_for_ready=True).text), SECONDS)
         yield channel
 
 

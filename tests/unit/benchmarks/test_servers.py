@@ -82,3 +82,11 @@ def test_a_wrong_placeholder_is_told(tmp_path: Path, wrong: str) -> None:
 def test_a_command_may_hold_the_name_of_the_model_alone(tmp_path: Path) -> None:
     command = ServerCommand("peer", "serve /elsewhere/{model.name}-int8 {port}")
     assert command.arguments(tmp_path / "opt", 8090) == ["serve", "/elsewhere/opt-int8", "8090"]
+
+
+def test_a_server_is_told_of_the_adapters_beside_the_model() -> None:
+    command = replace(OURS, command="serve {model}")
+    assert command.arguments(Path("/models/opt"), 80, adapters=2) == [
+        *("serve", "/models/opt", "--lora-adapters"),
+        "adapter-0=/models/opt-adapters/adapter-0,adapter-1=/models/opt-adapters/adapter-1",
+    ]

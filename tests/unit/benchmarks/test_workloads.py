@@ -38,5 +38,11 @@ def test_a_model_that_says_successors_repeats_what_stands_in_the_prompt() -> Non
     assert sum(pair in steps for pair in pairwise(said)) >= 0.9 * load.new_tokens
 
 
+def test_users_name_the_adapters_in_turn() -> None:
+    load = WORKLOADS["W7"]
+    assert [load.adapter(user) for user in (0, 1, 8)] == ["adapter-0", "adapter-1", "adapter-0"]
+    assert replace(load, adapters=0).adapter(3) is None
+
+
 def test_a_shorter_run_begins_as_the_longer_one_does() -> None:
     assert list(replace(CHAT, repeat=1).prompts(0, 1)) == list(CHAT.prompts(0, 1))[:1]

@@ -1,10 +1,11 @@
 """Sixteen requests that come and go, through the engine's own interface, and what `transformers` makes of them."""
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
 
 from tests.tiny_models import VOCAB_SIZE
 from tgi_server.contract import StoppingParameters
@@ -29,20 +30,27 @@ def load_engine(folder: Path, dtype: torch.dtype = torch.float32, **settings) ->
 
 def expected_tokens(folder: Path, texts: list[list[int]]) -> list[list[int]]:
     """Returns what `generate()` adds to each prompt, one after the other."""
+    model = load_reference(folder)
+    return [generated(model, text) for text in texts]
+
+
+def load_reference(folder: Path) -> PreTrainedModel:
     config = AutoConfig.from_pretrained(folder)
     factory = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     # what transformers 5.17 takes by default for a model with soft caps leaves them out
     attention = "eager" if getattr(config, "attn_logit_softcapping", None) else None
     model = factory.from_pretrained(folder, dtype=torch.float32, attn_implementation=attention)
     model.generation_config.eos_token_id = None
-    outputs = []
-    for text in texts:
-        ids = torch.tensor([text])
-        output = model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False, pad_token_id=0
-        )
-        outputs.append(output[0, -NEW:].tolist())
-    return outputs
+    return model
+
+
+def generated(model: PreTrainedModel, text: list[int]) -> list[int]:
+    """Returns what `generate()` adds to a prompt."""
+    ids = torch.tensor([text])
+    output = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False, pad_token_id=0
+    )
+    return output[0, -NEW:].tolist()
 
 
 class Requests:
@@ -51,12 +59,20 @@ class Requests:
     engine, outputs: the engine, and the tokens of each request so far.
     """
 
-    def __init__(self, engine: Engine, texts: list[list[int]], max_total_tokens: int = MAX_TOTAL_TOKENS) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        texts: list[list[int]],
+        max_total_tokens: int = MAX_TOTAL_TOKENS,
+        adapters: Sequence[str] | None = None,
+    ) -> None:
+        """adapters: the id of each request's adapter; empty: none."""
         capacity = engine.warm_up(
             max_batch_size=len(LENGTHS), max_prefill_tokens=256, max_total_tokens=max_total_tokens
         )
         self.engine = engine
         self._texts = texts
+        self._adapters = adapters or [""] * len(texts)
         self._before: list[list[int]] = [[] for _ in texts]
         blocks = list(range(1, capacity.num_blocks + 1))
         random.Random(2).shuffle(blocks)
@@ -77,7 +93,8 @@ class Requests:
         parts = PARTS.get(known, 1) if self.engine.info.paged else 1
         chunks = [known // parts] * (parts - 1) + [known - known // parts * (parts - 1)]
         stopping = StoppingParameters(NEW, ignore_eos=True)
-        self._driver.add(RunningSequence(index, text, stopping, generated_ids=generated), chunks)
+        sequence = RunningSequence(index, text, stopping, generated_ids=generated, adapter_id=self._adapters[index])
+        self._driver.add(sequence, chunks)
 
     def leave(self, *indices: int) -> None:
         self._driver.leave(*indices)

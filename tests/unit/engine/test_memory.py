@@ -7,7 +7,8 @@ import sys
 import pytest
 import torch
 
-from tgi_server.engine.memory import PageReserve, mapped
+from tgi_server.engine import memory
+from tgi_server.engine.memory import PageReserve, cache_bytes, mapped
 
 MIB = 1 << 20
 
@@ -28,6 +29,14 @@ def test_the_first_bytes_of_each_tensor_are_taken_and_no_more() -> None:
     assert not PageReserve(tensors).take(16 * MIB, seconds=60)
     assert [resident(tensor) for tensor in tensors] == [16 * MIB, 16 * MIB, MIB]
     assert not any(tensor.any() for tensor in tensors)
+
+
+def test_memory_that_adapters_will_need_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "available_ram", lambda: 10_000)
+    cpu = torch.device("cpu")
+    assert cache_bytes(cpu, 1.0, None, 2, reserved=1_000) == cache_bytes(cpu, 1.0, None, 2) - 300
+    assert cache_bytes(cpu, 1.0, None, 2, reserved=9_000) == 0
+    assert cache_bytes(cpu, 1.0, 5_000, 2, reserved=9_000) == 2_500
 
 
 def test_taking_pages_goes_on_where_the_time_was_over() -> None:

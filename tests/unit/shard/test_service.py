@@ -10,12 +10,32 @@ import torch
 
 from shared.stubs import generate_pb2 as pb
 from shared.stubs.generate_pb2_grpc import TextGenerationServiceStub, add_TextGenerationServiceServicer_to_server
+from tgi_server.engine.adapters.loaded import ReadAdapter
+from tgi_server.engine.adapters.products import Change
 from tgi_server.engine.engine import LoadedModel
-from tgi_server.engine.errors import InvalidCall, NotEnoughMemory, PeerLost
+from tgi_server.engine.errors import InvalidAdapter, InvalidCall, NotEnoughMemory, PeerLost
 from tgi_server.engine.runners.base import CacheCapacity
 from tgi_server.shard.service import Place, TextGenerationService
 
 PLACES = [Place("unix:///a", "unix:///a-grammars"), Place("ipv4:10.0.0.2:1", "ipv4:10.0.0.2:2")]
+
+
+class Adapters:
+    """Stands for the engine's adapters. held: by name."""
+
+    def __init__(self) -> None:
+        self.held: dict[str, ReadAdapter] = {}
+
+    def read(self, folder: Path) -> ReadAdapter:
+        if folder == Path("/wrong"):
+            raise InvalidAdapter(f"{folder} has no adapter_config.json")
+        return ReadAdapter(4, {0: Change(torch.zeros(5, 5), [], [], None, None)})
+
+    def put(self, name: str, adapter: ReadAdapter) -> None:
+        self.held[name] = adapter
+
+    def drop(self, name: str) -> None:
+        self.held.pop(name)
 
 
 class Engine:
@@ -45,6 +65,7 @@ class Engine:
         self.fault: Exception | None = None
         self.poisoned = False
         self.asked: dict[str, Any] = {}
+        self.adapters = Adapters()
 
     def warm_up(self, **asked: Any) -> CacheCapacity:
         self.asked = asked
@@ -101,6 +122,18 @@ async def test_the_router_learns_what_is_served_and_where(stub: Any):
     places = await stub.ServiceDiscovery(pb.ServiceDiscoveryRequest())
     assert list(places.urls) == ["unix:///a", "ipv4:10.0.0.2:1"]
     assert list(places.grammar_urls) == ["unix:///a-grammars", "ipv4:10.0.0.2:2"]
+
+
+async def test_adapters_are_read_kept_and_forgotten(stub: Any, engine: Engine):
+    for name, check_only in (("a", False), ("b", True)):
+        read = await stub.LoadAdapter(pb.LoadAdapterRequest(adapter_id=name, folder="/a", check_only=check_only))
+        assert (read.rank, read.bytes) == (4, 100)
+    assert list(engine.adapters.held) == ["a"]
+    await stub.UnloadAdapter(pb.UnloadAdapterRequest(adapter_id="a"))
+    assert not engine.adapters.held
+    status, message = await refusal(stub.LoadAdapter(pb.LoadAdapterRequest(adapter_id="a", folder="/wrong")))
+    assert status is grpc.StatusCode.FAILED_PRECONDITION
+    assert message == "/wrong has no adapter_config.json"
 
 
 async def test_warming_up_tells_what_fits(stub: Any, engine: Engine):

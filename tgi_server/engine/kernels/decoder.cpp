@@ -46,10 +46,10 @@ struct Layer {
   double softcap;
 };
 
-// Where the tokens of a step stand, as attention wants to know it.
+// Where the tokens of a step stand, as attention wants to know it, and which adapter each has.
 struct Places {
   at::Tensor slots, tables, kv_lengths, query_starts;
-  MaybeTensor cos, sin;
+  MaybeTensor cos, sin, adapters;
 };
 
 // A layer's KV blocks, and what their numbers are multiplied by.
@@ -71,29 +71,31 @@ class Decoder : public torch::CustomClassHolder {
   }
 
   // hidden: [tokens, hidden_size], as is the result. keys, values: the cache of each layer, with its scales. cos, sin:
-  // [tokens, rotated] where positions are rotary. The others as in paged_attention and write_kv.
+  // [tokens, rotated] where positions are rotary. adapters: as Linear::adapted takes them. The others as in
+  // paged_attention and write_kv.
   at::Tensor forward(const at::Tensor& hidden, std::vector<at::Tensor> keys, std::vector<at::Tensor> values,
-                     std::vector<double> key_scales, std::vector<double> value_scales, const at::Tensor& slots, const at::Tensor& tables, const at::Tensor& kv_lengths,
-                     const at::Tensor& query_starts, const MaybeTensor& cos, const MaybeTensor& sin) const {
+                     std::vector<double> key_scales, std::vector<double> value_scales, const at::Tensor& slots,
+                     const at::Tensor& tables, const at::Tensor& kv_lengths, const at::Tensor& query_starts,
+                     const MaybeTensor& cos, const MaybeTensor& sin, const MaybeTensor& adapters) const {
     TORCH_CHECK(keys.size() == layers_.size() && values.size() == layers_.size(), "each layer needs its cache");
     TORCH_CHECK(key_scales.size() == layers_.size() && value_scales.size() == layers_.size(), "and its scales");
-    const Places places{slots, tables, kv_lengths, query_starts, cos, sin};
+    const Places places{slots, tables, kv_lengths, query_starts, cos, sin, adapters};
     at::Tensor residual = hidden;
     for (size_t i = 0; i < layers_.size(); ++i) {
       const Layer& layer = layers_[i];
       Cache cache{keys[i], values[i], key_scales[i], value_scales[i]};
       const at::Tensor attended = attend(layer, (*layer.attention_norm)(residual), places, cache);
-      residual = (*layer.output)(attended, false, residual);
+      residual = layer.output->adapted(attended, adapters, false, residual);
       const at::Tensor normed = (*layer.feed_forward_norm)(residual);
-      const at::Tensor widened = gated_ ? silu_mul((*layer.up)(normed)) : (*layer.up)(normed, true);
-      residual = (*layer.down)(widened, false, residual);
+      const at::Tensor up = layer.up->adapted(normed, adapters, !gated_);
+      residual = layer.down->adapted(gated_ ? silu_mul(up) : up, adapters, false, residual);
     }
     return residual;
   }
 
  private:
   at::Tensor attend(const Layer& layer, const at::Tensor& x, const Places& places, Cache& cache) const {
-    const at::Tensor joined = (*layer.qkv)(x).view({x.size(0), heads_ + 2 * kv_heads_, head_dim_});
+    const at::Tensor joined = layer.qkv->adapted(x, places.adapters).view({x.size(0), heads_ + 2 * kv_heads_, head_dim_});
     at::Tensor query = joined.narrow(1, 0, heads_);
     const at::Tensor key = joined.narrow(1, heads_, kv_heads_);
     const at::Tensor value = joined.narrow(1, heads_ + kv_heads_, kv_heads_);
@@ -121,11 +123,17 @@ TORCH_LIBRARY_FRAGMENT(oatmill, library) {
   // each before those whose methods take it
   library.class_<Codes>("Codes").def(
       torch::init<std::string, at::Tensor, at::Tensor, MaybeTensor, MaybeTensor, MaybeTensor, MaybeTensor>());
+  library.class_<Adapters>("Adapters")
+      .def(torch::init<int64_t>())
+      .def("put", &Adapters::put)
+      .def("drop", &Adapters::drop)
+      .def("apply", &Adapters::apply);
   library.class_<Linear>("Linear")
       .def(torch::init<at::Tensor, int64_t, int64_t, std::optional<at::Tensor>, std::optional<at::Tensor>,
                        std::optional<at::Tensor>, std::vector<std::string>, std::vector<int64_t>,
                        std::optional<CodesPtr>>())
       .def("forward", &Linear::operator())
+      .def("adapt", &Linear::adapt)
       .def("screened", &Linear::screened);
   library.class_<Norm>("Norm").def(torch::init<at::Tensor, MaybeTensor, double>());
   library.class_<Decoder>("Decoder")

@@ -158,6 +158,12 @@ at::Tensor Linear::operator()(const at::Tensor& x, bool relu, const std::optiona
   return output;
 }
 
+at::Tensor Linear::adapted(const at::Tensor& x, const std::optional<at::Tensor>& numbers, bool relu,
+                           const std::optional<at::Tensor>& residual) const {
+  if (!numbers || !adapters || adapters->empty()) return (*this)(x, relu, residual);
+  return adapters->apply(x, (*this)(x), *numbers, relu, residual);
+}
+
 void Linear::write_tiles(const at::Tensor& x, const std::vector<int64_t>& tiles, at::Tensor& output) const {
   if (!tiles.empty()) way(x.numel() / inputs).run(*this, x, false, nullptr, &tiles, output);
 }

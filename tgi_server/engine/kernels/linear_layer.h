@@ -9,7 +9,10 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
+
+#include "adapters.h"
 
 namespace oatmill {
 
@@ -50,6 +53,7 @@ struct Linear : torch::CustomClassHolder {
   int64_t inputs, outputs;
   std::optional<at::Tensor> bias, scales, corrections;
   CodesPtr codes;
+  AdaptersPtr adapters;  // or none
 
   Linear(at::Tensor packed, int64_t inputs, int64_t outputs, std::optional<at::Tensor> bias,
          std::optional<at::Tensor> scales, std::optional<at::Tensor> corrections, std::vector<std::string> kernels,
@@ -59,6 +63,12 @@ struct Linear : torch::CustomClassHolder {
   // have the dtype of x.
   at::Tensor operator()(const at::Tensor& x, bool relu = false,
                         const std::optional<at::Tensor>& residual = {}) const;
+
+  // The same, with each row changed by its adapter. numbers: as Adapters::apply takes them; none: no row has one.
+  at::Tensor adapted(const at::Tensor& x, const std::optional<at::Tensor>& numbers, bool relu = false,
+                     const std::optional<at::Tensor>& residual = {}) const;
+
+  void adapt(AdaptersPtr these) { adapters = std::move(these); }
 
   // Writes the outputs of some tiles to output, [..., outputs], to the last bit what the call above gives. Both tensors
   // are contiguous.

@@ -6,9 +6,9 @@ that hold the weights. On a CPU, where no other code has to run between the laye
 one call.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,8 @@ from tgi_server.engine.attention.paged_cache import PagedCache
 from tgi_server.engine.layers.norm import Norm, on_gpu
 from tgi_server.engine.linear import LinearFactory, PackedLinear
 from tgi_server.engine.sharding.layers import RowParallel
+
+_QUERY_KEY_VALUE = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +36,11 @@ class FusedLayer(nn.Module):
     """A pre-norm decoder layer with the query, key and value projections joined into one.
 
     up: in a gated layer it is the gate's projection and the up projection joined, the gate's first.
+    names: of each linear layer, the names in the layer of `transformers` of those that it is made of.
     """
 
     gated: bool
+    names: ClassVar[Mapping[str, tuple[str, ...]]]
 
     attention_norm: Norm
     feed_forward_norm: Norm
@@ -70,6 +74,17 @@ class FusedLayer(nn.Module):
         widened = self._widen(self.feed_forward_norm(residual))
         return self.down.add_to(residual, widened).unsqueeze(0)
 
+    def linears(self) -> Iterator[tuple[PackedLinear, list[tuple[str, int]]]]:
+        """Yields each linear layer with the names of those that it is made of, and their numbers of outputs."""
+        heads, kv_heads, size = self.heads.heads, self.heads.kv_heads, self.heads.size
+        for attribute, names in self.names.items():
+            layer = getattr(self, attribute)
+            linear: PackedLinear = layer.inner if isinstance(layer, RowParallel) else layer
+            outputs = [linear.out_features // len(names)] * len(names)
+            if attribute == "qkv":
+                outputs = [heads * size, kv_heads * size, kv_heads * size]
+            yield linear, list(zip(names, outputs, strict=True))
+
     def _attend(self, x: Tensor, cache: PagedCache, rotation: tuple[Tensor, Tensor] | None) -> Tensor:
         assert cache.metadata is not None
         heads, kv_heads = self.heads.heads, self.heads.kv_heads
@@ -96,6 +111,12 @@ class FusedLlamaLayer(FusedLayer):
     """RMS norms, rotary positions, a SiLU-gated feed-forward part: Llama, Mistral, Qwen2."""
 
     gated = True
+    names: ClassVar = {
+        "qkv": _QUERY_KEY_VALUE,
+        "output": ("self_attn.o_proj",),
+        "up": ("mlp.gate_proj", "mlp.up_proj"),
+        "down": ("mlp.down_proj",),
+    }
 
     def __init__(self, layer: Any, variant: AttentionVariant, linear: LinearFactory) -> None:
         super().__init__(layer, layer.self_attn.o_proj, variant, linear)
@@ -118,6 +139,12 @@ class FusedOptLayer(FusedLayer):
     """
 
     gated = False
+    names: ClassVar = {
+        "qkv": _QUERY_KEY_VALUE,
+        "output": ("self_attn.out_proj",),
+        "up": ("fc1",),
+        "down": ("fc2",),
+    }
 
     def __init__(self, layer: Any, variant: AttentionVariant, linear: LinearFactory) -> None:
         super().__init__(layer, layer.self_attn.out_proj, replace(variant, scaling=layer.self_attn.scaling), linear)
@@ -159,12 +186,19 @@ class LayerStack(nn.Module):
 
     A step of one token has hundreds of kernels of a few microseconds. If Python called them one by one, a third of the
     time would pass between them.
+
+    layers: those that it computes. adapter_numbers: returns those of the rows of the pass that runs, [tokens] int32;
+    None: no row has an adapter.
     """
 
-    def __init__(self, kernel: Any) -> None:
+    adapter_numbers: Callable[[], Tensor | None]
+
+    def __init__(self, kernel: Any, layers: list[FusedLayer]) -> None:
         """kernel: a `torch.classes.oatmill.Decoder` with all its layers."""
         super().__init__()
         self._kernel = kernel
+        self.layers = layers
+        self.adapter_numbers = lambda: None
 
     @classmethod
     def of(cls, layers: Sequence[nn.Module]) -> Self | None:
@@ -177,7 +211,7 @@ class LayerStack(nn.Module):
             return None
         heads = fused[0].heads
         kernel = torch.classes.oatmill.Decoder(heads.heads, heads.kv_heads, heads.size, fused[0].gated)
-        return cls(kernel) if all(_add(kernel, layer) for layer in fused) else None
+        return cls(kernel, fused) if all(_add(kernel, layer) for layer in fused) else None
 
     def forward(
         self,
@@ -204,6 +238,7 @@ class LayerStack(nn.Module):
             metadata.query_starts,
             cosine,
             sine,
+            self.adapter_numbers(),
         ).unsqueeze(0)
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from tgi_server.contract import StoppingParameters
+from tgi_server.engine.adapters.rows import CurrentRows
 from tgi_server.engine.attention.base import GreedyOnly
 from tgi_server.engine.errors import InvalidCall
 from tgi_server.engine.sequence import RunningSequence
@@ -70,7 +71,7 @@ class Runner(ABC):
 
     paged: prompts may be computed in chunks, and keys and values live in blocks that the caller grants.
     block_size: tokens of a KV block. fallbacks: why parts of the model are computed in a slower way than the device
-    has. linear_kernels: what computes linear layers, for people.
+    has. linear_kernels: what computes linear layers, for people. current_adapters: the adapters of the pass that runs.
     """
 
     paged: bool
@@ -79,6 +80,7 @@ class Runner(ABC):
 
     def __init__(self, fallbacks: Iterable[str] = ()) -> None:
         self.fallbacks = list(fallbacks)
+        self.current_adapters = CurrentRows()
 
     @abstractmethod
     def warm_up(
@@ -87,6 +89,7 @@ class Runner(ABC):
         max_prefill_tokens: int,
         max_total_tokens: int | None,
         max_batch_total_tokens: int | None,
+        adapter_bytes: int = 0,
     ) -> CacheCapacity:
         """Sizes the cache and runs the largest pass. Raises NotEnoughMemory."""
 

@@ -20,7 +20,7 @@ from tgi_server.engine.runners.base import (
     position_limit,
     warm_up_tokens,
 )
-from tgi_server.engine.runners.graphs import DecodeGraphs, graph_batch_sizes, record_decoding, recorder_for
+from tgi_server.engine.runners.graphs import DecodeGraphs, Recorder, graph_batch_sizes, record_decoding, recorder_for
 from tgi_server.engine.runners.paged_batch import PagedBatch, PassInput
 from tgi_server.engine.runners.rope import LengthDependentRope
 from tgi_server.engine.sequence import RunningSequence
@@ -69,6 +69,7 @@ class PagedRunner(Runner):
         self._reserved = 0  # blocks whose memory is taken before they are needed
         self._recordable = True  # until it turns out that steps cannot be recorded
         self._graphs: DecodeGraphs | None = None
+        self._adapter_graphs: DecodeGraphs | None = None  # of steps in which rows have adapters
         self._rope = LengthDependentRope(model)
         self._cache = PagedCache(backend)
         self._cache.attach(model)
@@ -79,17 +80,19 @@ class PagedRunner(Runner):
         max_prefill_tokens: int,
         max_total_tokens: int | None,
         max_batch_total_tokens: int | None,
+        adapter_bytes: int = 0,
     ) -> CacheCapacity:
         size = self._backend.block_size
         limit = max_total_tokens or position_limit(self._model.config) or UNBOUNDED_POSITIONS
-        self._graphs = None
+        self._graphs = self._adapter_graphs = None
         self._run_largest(max_batch_size, max_prefill_tokens)
         with taken_by(self._device) as graphs:
             self._record()
-        self._graphs = None
+        self._graphs = self._adapter_graphs = None
         token_bytes = self._backend.token_bytes
         processes = self._group.local_world_size if self._group else 1
-        free = cache_bytes(self._device, self._memory_fraction, self._cpu_memory, processes) - graphs.bytes
+        free = cache_bytes(self._device, self._memory_fraction, self._cpu_memory, processes, adapter_bytes)
+        free -= graphs.bytes
         affordable = free // (size * token_bytes)
         if self._group:
             affordable = self._group.minimum(affordable)
@@ -131,7 +134,7 @@ class PagedRunner(Runner):
             self._backend.copy(sequence.copy.source, sequence.copy.target, sequence.copy.tokens)
 
     def promote(self, sequence: RunningSequence, row: int) -> None:
-        self._batch.place(row, len(sequence.known), sequence.blocks)
+        self._batch.place(row, len(sequence.known), sequence.blocks, sequence.adapter)
 
     def accept(self, first_row: int, token_ids: Tensor) -> None:
         self._batch.tokens[first_row : first_row + len(token_ids)] = token_ids
@@ -165,11 +168,13 @@ class PagedRunner(Runner):
         self._highest_block = max(self._highest_block, highest)
 
     def _decode(self, rows: int, greedy: GreedyOnly | None) -> Tensor:
-        logits = self._graphs.run(rows) if self._graphs else None
+        graphs = self._adapter_graphs if self._batch.adapted(rows) else self._graphs
+        logits = graphs.run(rows) if graphs else None
         return self._run(self._batch.decode_input(rows, greedy)) if logits is None else logits
 
     def _run(self, inputs: PassInput) -> Tensor:
         self._cache.metadata = inputs.metadata
+        self.current_adapters.rows = inputs.adapters
         output = self._model(
             input_ids=inputs.tokens.unsqueeze(0),
             position_ids=inputs.positions.unsqueeze(0),
@@ -190,15 +195,26 @@ class PagedRunner(Runner):
         sizes = graph_batch_sizes(self._graph_sizes, len(self._batch))
         if record is None or not sizes or not self._recordable:
             return
+        self._graphs, fault = self._recorded(sizes, record, any_adapters=False)
+        if fault is None and self.current_adapters.attached:
+            self._adapter_graphs, fault = self._recorded(sizes, record, any_adapters=True)
+        if fault:
+            self._recordable, self._graphs, self._adapter_graphs = False, None, None
+            self.fallbacks.append(f"decoding runs without CUDA graphs: {fault}")
+
+    def _recorded(
+        self, sizes: Sequence[int], record: Recorder, *, any_adapters: bool
+    ) -> tuple[DecodeGraphs | None, str | None]:
+        """Returns the recorded steps, or why one of the shards has none."""
         longest = self._batch.max_total_tokens
-        self._graphs, fault = record_decoding(
-            sizes, lambda rows: self._run(self._batch.decode_input(rows, longest=longest)), record
+        graphs, fault = record_decoding(
+            sizes,
+            lambda rows: self._run(self._batch.decode_input(rows, longest=longest, any_adapters=any_adapters)),
+            record,
         )
         faults = self._group.exchange(fault or "") if self._group else [fault]
         fault = next(filter(None, faults), None)
-        if fault:
-            self._recordable, self._graphs = False, None
-            self.fallbacks.append(f"decoding runs without CUDA graphs: {fault}")
+        return (graphs, None) if fault is None else (None, fault)
 
     def _run_largest(self, max_batch_size: int, max_prefill_tokens: int) -> None:
         """Runs the largest pass with the backend, or where its kernels fail, with attention in plain torch."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tgi_server.engine.adapters.rows import AdapterRows
 from tgi_server.engine.attention.base import ChunkSpan, ForwardMetadata, GreedyOnly
 from tgi_server.engine.attention.block_tables import BlockTables
 from tgi_server.engine.memory import copy_to_device
@@ -17,18 +18,21 @@ class PassInput:
     """The arguments of a call of the model.
 
     tokens, positions: [tokens] int64. wanted: [rows] int64, indices of the tokens whose logits are wanted; None: all.
+    adapters: of the tokens; None: none has one.
     """
 
     tokens: Tensor
     positions: Tensor
     metadata: ForwardMetadata
     wanted: Tensor | None
+    adapters: AdapterRows | None = None
 
 
 class PagedBatch:
     """Preallocated tensors, updated in place; nothing is rebuilt per token.
 
     tokens: [rows] int64; the next input of each row. positions: [rows] int64; where it stands in its sequence.
+    adapters: [rows] int32; the number of each row's adapter, 0 for none.
     A row that no sequence has stands at position 0 of the scratch block.
 
     A row advances by one position a pass, and by those of drafted tokens that the host knows to be right. So the host
@@ -43,9 +47,11 @@ class PagedBatch:
         self.max_total_tokens = max_total_tokens
         self.tokens = torch.zeros(rows, dtype=torch.int64, device=device)
         self.positions = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.adapters = torch.zeros(rows, dtype=torch.int32, device=device)
         self.block_tables = BlockTables(rows, -(-max_total_tokens // block_size) + 1, device)
         self._row_numbers = torch.arange(rows + 1, dtype=torch.int32, device=device)
         self._position_offsets = [0] * rows
+        self._adapters = [0] * rows  # the same as `adapters`, on the host
         self._passes = 0
         self._rows = 0  # that sequences have
         self._block_size = block_size
@@ -55,8 +61,9 @@ class PagedBatch:
         """Returns the number of rows, those that no sequence has included."""
         return len(self.tokens)
 
-    def place(self, row: int, position: int, blocks: Sequence[int]) -> None:
+    def place(self, row: int, position: int, blocks: Sequence[int], adapter: int = 0) -> None:
         """Gives the row behind the last one to a sequence whose next token stands at `position`."""
+        self._set_adapter(row, adapter)
         self.positions[row] = position
         self._position_offsets[row] = position - self._passes
         self.block_tables.extend(row, 0, blocks)
@@ -66,11 +73,14 @@ class PagedBatch:
         self.tokens[target] = self.tokens[source]
         self.positions[target] = self.positions[source]
         self._position_offsets[target] = self._position_offsets[source]
+        self._set_adapter(target, self._adapters[source])
         self.block_tables.move(source, target)
 
     def truncate(self, rows: int) -> None:
         """Clears the rows from `rows` on: padded passes compute them, too, and write where they point to."""
         self.positions[rows : self._rows] = 0
+        for row in range(rows, self._rows):
+            self._set_adapter(row, 0)
         self.block_tables.clear(rows, self._rows)
         self._rows = rows
 
@@ -85,10 +95,13 @@ class PagedBatch:
         self._position_offsets[row] += tokens
         self.tokens[row] = token_id
 
-    def decode_input(self, rows: int, greedy: GreedyOnly | None = None, longest: int | None = None) -> PassInput:
+    def decode_input(
+        self, rows: int, greedy: GreedyOnly | None = None, longest: int | None = None, *, any_adapters: bool = False
+    ) -> PassInput:
         """Returns the input of a pass in which the first `rows` rows decode, and nothing else is computed.
 
         longest: at least the most tokens that any row has, the one of this pass included; None: as many as it is.
+        any_adapters: the rows may have others when the pass is run again.
         """
         positions, tables = self.positions[:rows], self.block_tables.table[:rows]
         metadata = ForwardMetadata(
@@ -101,7 +114,9 @@ class PagedBatch:
             max_kv_length=self._longest(rows) if longest is None else longest,
             greedy=greedy,
         )
-        return PassInput(self.tokens[:rows], positions, metadata, None)
+        present = None if any_adapters else self.adapted(rows)
+        adapters = AdapterRows(self.adapters[:rows], present) if any_adapters or present else None
+        return PassInput(self.tokens[:rows], positions, metadata, None, adapters)
 
     def mixed_input(self, decoding: int, chunks: Sequence[PromptChunk], greedy: GreedyOnly | None) -> PassInput:
         """Returns the input of a pass in which `decoding` rows decode, and behind them prompt chunks are computed."""
@@ -121,7 +136,29 @@ class PagedBatch:
             greedy=greedy,
         )
         tokens = torch.cat([self.tokens[:decoding], prompts.tokens])
-        return PassInput(tokens, torch.cat([positions, prompts.positions]), metadata, prompts.wanted)
+        places = torch.cat([positions, prompts.positions])
+        return PassInput(
+            tokens, places, metadata, prompts.wanted, self._mixed_adapters(decoding, chunks, prompts.wanted)
+        )
+
+    def adapted(self, rows: int) -> frozenset[int]:
+        """Returns the numbers of the adapters that the first `rows` rows have."""
+        return frozenset(self._adapters[:rows]) - {0}
+
+    def _mixed_adapters(self, decoding: int, chunks: Sequence[PromptChunk], wanted: Tensor) -> AdapterRows | None:
+        numbers = [chunk.sequence.adapter for chunk in chunks]
+        present = self.adapted(decoding).union(numbers) - {0}
+        if not present:
+            return None
+        lengths = torch.tensor([len(chunk.tokens) for chunk in chunks])
+        of_prompts = torch.tensor(numbers, dtype=torch.int32).repeat_interleave(lengths)
+        rows = torch.cat([self.adapters[:decoding], copy_to_device(of_prompts, self._device)])
+        return AdapterRows(rows, present, wanted)
+
+    def _set_adapter(self, row: int, adapter: int) -> None:
+        if self._adapters[row] != adapter:
+            self._adapters[row] = adapter
+            self.adapters[row] = adapter
 
     def _slots(self, positions: Tensor, tables: Tensor) -> Tensor:
         """Returns the slot of a token at each row's position: [rows] int64."""

@@ -4,6 +4,7 @@ import logging
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator
 
+from tgi_server.router.scheduling.adapters import Adapter
 from tgi_server.router.scheduling.memory import Memory, Verdict
 from tgi_server.router.scheduling.sequence import Sequence
 
@@ -71,6 +72,7 @@ class Batch:
         self._prefilling: dict[int, Sequence] = {}
         self._jumping: dict[int, Sequence] = {}
         self._full_at: defaultdict[int, list[Sequence]] = defaultdict(list)  # by step
+        self._left_at: dict[Adapter, int] = {}  # the last step that was sent when a sequence with the adapter left
         self.memory.rebuild(())
 
     def __len__(self) -> int:
@@ -105,6 +107,13 @@ class Batch:
         return any(
             sequence.first_step is not None and sequence.last_step >= self.step for sequence in self._members.values()
         )
+
+    def uses(self, adapter: Adapter) -> bool:
+        """Returns True while a sequence, or a step that has been sent, needs the adapter."""
+        if self._left_at.get(adapter, 0) > self.answered:
+            return True
+        self._left_at.pop(adapter, None)
+        return any(sequence.adapter is adapter for sequence in self._members.values())
 
     def admit(self, sequence: Sequence, budget: int) -> Verdict:
         """Lets a sequence join, if it can have the blocks of its known tokens. budget: tokens that it may take."""
@@ -180,6 +189,8 @@ class Batch:
         if sequence not in self:
             return False
         del self._members[sequence.id]
+        if sequence.adapter is not None:
+            self._left_at[sequence.adapter] = self.step - 1
         self._prefilling.pop(sequence.id, None)
         self._jumping.pop(sequence.id, None)
         return True

@@ -261,5 +261,4 @@ def _check_fits(needed: int, tokens: int) -> None:
 
 
 def _space(sequence: Sequence) -> Space:
-    request = sequence.request
-    return request.adapter_id, request.cache_namespace
+    return sequence.adapter.key if sequence.adapter else "", sequence.request.cache_namespace

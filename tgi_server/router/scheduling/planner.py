@@ -9,6 +9,7 @@ from typing import TypeVar
 from shared.stubs import generate_pb2 as pb
 from tgi_server.router.request import Limits
 from tgi_server.router.scheduling import wire
+from tgi_server.router.scheduling.adapters import Adapters
 from tgi_server.router.scheduling.batch import Batch, WaitingQueue
 from tgi_server.router.scheduling.memory import Verdict
 from tgi_server.router.scheduling.pace import PromptPace
@@ -117,12 +118,17 @@ class StepPlanner:
         policy: AdmissionPolicy,
         pace: PromptPace,
         on_fault: Callable[[Sequence], None],
+        adapters: Adapters,
     ) -> None:
         self._waiting = waiting
         self._batch = batch
         self._policy = policy
         self._pace = pace
         self._on_fault = on_fault
+        self._adapters = adapters
+        self._kept_waiting: tuple[int, int] | None = (
+            None  # request that waits for an adapter's place, and since which step
+        )
         self._steps_since_prefill = 0
         self._did_not_fit: tuple[int, int] | None = None  # request, and tokens held when there was no room for it
 
@@ -205,11 +211,15 @@ class StepPlanner:
         return budget
 
     def _admit(self, plan: StepPlan, budget: int) -> None:
-        """Takes requests from the queue, in order, as long as there is room, and adds their first chunks."""
-        while budget > 0 and len(self._batch) < self._policy.limits.max_batch_size:
-            sequence = self._waiting.first()
-            if sequence is None:
+        """Takes requests from the queue, in order, as long as there is room, and adds their first chunks.
+
+        Those whose adapters are not ready let others pass.
+        """
+        for sequence in list(self._waiting):
+            if budget <= 0 or len(self._batch) >= self._policy.limits.max_batch_size:
                 return
+            if not self._may_join(sequence):
+                continue
             admitted = self._alone(self._fits, sequence, budget, bool(plan.joined))
             if admitted is False:
                 return
@@ -217,6 +227,27 @@ class StepPlanner:
                 plan.joined.append(sequence)
                 plan.chunks.append((sequence.id, tokens))
                 budget -= tokens
+
+    def _may_join(self, sequence: Sequence) -> bool:
+        """Returns False while a sequence's adapter is not ready, or an older one has waited too long for a place.
+
+        All places may be taken by adapters of running sequences. The first sequence that finds none free lets others
+        pass for `max_waiting_tokens` steps; then none with an adapter joins before it, so that a place becomes free.
+        """
+        adapter, step = sequence.adapter, self._batch.step
+        if adapter is None:
+            return True
+        if self._kept_waiting is not None and self._waiting.get(self._kept_waiting[0]) is None:
+            self._kept_waiting = None
+        if self._kept_waiting is not None and sequence.id != self._kept_waiting[0]:
+            if step - self._kept_waiting[1] > self._policy.limits.max_waiting_tokens:
+                return False
+            return adapter.ready and self._adapters.prepare(adapter)
+        if self._adapters.can_come(adapter):
+            self._kept_waiting = None
+            return self._adapters.prepare(adapter)
+        self._kept_waiting = self._kept_waiting or (sequence.id, step)
+        return False
 
     def _fits(self, sequence: Sequence, budget: int, others_joined: bool) -> bool:
         """Lets the sequence join, if there is room for it. Returns False if there is none."""

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from time import perf_counter
 
 from shared.stubs import generate_pb2 as pb
-from tgi_server.router.errors import GenerationFailed, InvalidRequest, RouterError
+from tgi_server.router.errors import GenerationFailed, InvalidRequest, NoSuchAdapter, RouterError
 from tgi_server.router.metrics import ConcatReason, Method, Metrics
 from tgi_server.router.request import Limits, ValidRequest
 from tgi_server.router.scheduling import wire
+from tgi_server.router.scheduling.adapters import Adapter, Adapters
 from tgi_server.router.scheduling.batch import Batch, WaitingQueue
 from tgi_server.router.scheduling.memory import PaddedMemory, PagedMemory
 from tgi_server.router.scheduling.pace import PromptPace
@@ -56,6 +57,7 @@ class Scheduler:
         metrics: Metrics,
         pace: PromptPace,
         *,
+        adapters: Adapters | None = None,
         prefix_caching: bool = True,
         clock: Callable[[], float] = perf_counter,
         idle_check_after_s: float = 1.0,
@@ -64,6 +66,7 @@ class Scheduler:
     ) -> None:
         """info, capacity: what the shards responded to Info and Warmup.
 
+        adapters: those that requests may name; None: none.
         prefix_caching: what one request has computed is kept for others.
         pace: says how many prompt tokens ride along with running replies. clock: in seconds.
         idle_check_after_s: after so long without anything to do, the books of blocks and prefix cache are checked once.
@@ -86,11 +89,17 @@ class Scheduler:
             if info.paged
             else PaddedMemory(limits.max_batch_total_tokens)
         )
-        self._planner = StepPlanner(self.waiting, self.batch, AdmissionPolicy(limits), pace, self._drop_broken)
+        self._adapters = Adapters(shards, max_loras=1) if adapters is None else adapters
+        self._planner = StepPlanner(
+            self.waiting, self.batch, AdmissionPolicy(limits), pace, self._drop_broken, self._adapters
+        )
         self._in_flight: deque[_Sent] = deque()
         self._steps_in_flight = 0
         self._work = asyncio.Event()
         self._answered = asyncio.Event()
+        self._adapters.on_ready = self._work.set
+        self._adapters.on_failure = self._fail_adapter
+        self._adapters.in_use = self.batch.uses
         self._task: asyncio.Task[None] | None = None
         self._unhealthy: RouterError | None = None
         self._unchecked = True  # something may have run since the books were checked last
@@ -111,9 +120,10 @@ class Scheduler:
             tell_end(request, self._unhealthy)
             return
         try:
-            sequence = Sequence(request, self._speculates)
+            adapter = self._adapters.find(request.adapter_id) if request.adapter_id else None
+            sequence = Sequence(request, self._speculates, adapter)
             self.batch.memory.check_length(sequence)
-        except InvalidRequest as error:
+        except (InvalidRequest, NoSuchAdapter) as error:
             tell_end(request, error)
         else:
             self.waiting.add(sequence)
@@ -136,6 +146,7 @@ class Scheduler:
             self._task.cancel()
             with suppress(asyncio.CancelledError):
                 await self._task
+        self._adapters.close()
         self._unhealthy = GenerationFailed("the server is shutting down")
         self.fail_running(self._unhealthy)
         self._fail_waiting(self._unhealthy)
@@ -158,7 +169,7 @@ class Scheduler:
         self._show_state()
         if self._in_flight:
             await self.receive()
-        elif len(self.batch) or len(self.waiting):
+        elif len(self.batch) or (len(self.waiting) and not self._adapters.loading):
             raise GenerationFailed("requests still wait for tokens, but the shards have no step to compute for them")
         else:
             await self._sleep()
@@ -305,6 +316,12 @@ class Scheduler:
         self.batch.reset()
         for sequence in lost:
             self._end(sequence, error)
+        self._show_state()
+
+    def _fail_adapter(self, adapter: Adapter, error: RouterError) -> None:
+        """Fails the requests that wait for an adapter that cannot be made ready."""
+        for sequence in [each for each in self.waiting if each.adapter is adapter]:
+            self._end(sequence, GenerationFailed(f"the adapter {adapter.id!r} could not be made ready: {error}"))
         self._show_state()
 
     def _fail_waiting(self, error: RouterError) -> None:

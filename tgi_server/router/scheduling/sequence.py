@@ -11,6 +11,7 @@ from tgi_server.contract import BlockCopy, FinishReason
 from tgi_server.router.errors import GrammarFailed, InvalidRequest, RouterError
 from tgi_server.router.request import ValidRequest
 from tgi_server.router.scheduling import wire
+from tgi_server.router.scheduling.adapters import Adapter
 from tgi_server.wire import finish_reason_from_message
 
 logger = logging.getLogger(__name__)
@@ -27,6 +28,7 @@ class Sequence:
     """Knows nothing of other requests. Its state changes only through its methods.
 
     speculates: one step may yield several tokens, those that the shards drafted and found right.
+    adapter: the one that computes it beside the model, if any.
     message: what the shards are told of it when it joins their batch.
     tokens: the prompt and what has been generated, as 32-bit numbers. known: how many there were on admission; the
         step that computes the last of them yields the next token.
@@ -40,6 +42,7 @@ class Sequence:
 
     request: ValidRequest
     speculates: bool = False
+    adapter: Adapter | None = None
     message: pb.Request = field(init=False)
     tokens: "array[int]" = field(init=False)
     known: int = field(init=False)
@@ -53,7 +56,7 @@ class Sequence:
     def __post_init__(self) -> None:
         """Raises InvalidRequest for a request that no message to the shards can hold."""
         try:
-            self.message = wire.request_message(self.request)
+            self.message = wire.request_message(self.request, self.adapter.key if self.adapter else "")
             self.tokens = array("I", self.request.input_ids)
         except (ValueError, TypeError, OverflowError) as error:
             raise InvalidRequest(f"the request has a value that the shards cannot take: {error}") from error

@@ -9,7 +9,7 @@ import grpc
 
 from shared.stubs import generate_pb2 as pb
 from shared.stubs.generate_pb2_grpc import GrammarServiceStub, TextGenerationServiceStub
-from tgi_server.router.errors import GenerationFailed, Overloaded, Unhealthy
+from tgi_server.router.errors import GenerationFailed, InvalidRequest, Overloaded, Unhealthy
 
 _CHANNEL_OPTIONS = [
     ("grpc.max_receive_message_length", -1),
@@ -265,6 +265,31 @@ class ShardedClient:
         """The grammar with this pin is not needed any more, if it was compiled at all."""
         for shard in self._shards:
             shard.release(pin)
+
+    async def load_adapter(
+        self, adapter_id: str, folder: str, *, check_only: bool = False, timeout_s: float = 300.0
+    ) -> pb.LoadAdapterResponse:
+        """Has every shard read an adapter from a folder; steps go on meanwhile. check_only: it is not kept.
+
+        Raises InvalidRequest when it does not fit the model, and Unhealthy.
+        """
+        request = pb.LoadAdapterRequest(adapter_id=adapter_id, folder=folder, check_only=check_only)
+
+        async def load(shard: ShardClient) -> pb.LoadAdapterResponse:
+            try:
+                response: pb.LoadAdapterResponse = await shard.stub.LoadAdapter(request, timeout=timeout_s)
+            except grpc.aio.AioRpcError as error:
+                if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
+                    raise InvalidRequest(error.details() or "the adapter does not fit the model") from error
+                raise
+            return response
+
+        responses: list[pb.LoadAdapterResponse] = await self._ask_each(load)
+        return responses[0]
+
+    async def unload_adapter(self, adapter_id: str, timeout_s: float = 60.0) -> None:
+        """Has every shard forget an adapter that no step on its way computes with. Raises Unhealthy."""
+        await self._ask("UnloadAdapter", pb.UnloadAdapterRequest(adapter_id=adapter_id), timeout_s)
 
     def send(self, call: pb.Call, timeout_s: float | None = None) -> PendingResponse:
         """Sends at once. The response may take `timeout_s` seconds; None: as long as any call."""

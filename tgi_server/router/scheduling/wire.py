@@ -8,9 +8,10 @@ from tgi_server.router.request import ValidRequest
 from tgi_server.wire import block_copy_to_message, grammar_to_message, sampling_to_message
 
 
-def request_message(request: ValidRequest) -> pb.Request:
+def request_message(request: ValidRequest, adapter_key: str = "") -> pb.Request:
     """Returns everything about a request that does not change while it is scheduled.
 
+    adapter_key: the name that the shards know its adapter by; empty: it has none.
     Raises ValueError, TypeError or OverflowError for a value that the message cannot hold.
     """
     return pb.Request(
@@ -21,7 +22,7 @@ def request_message(request: ValidRequest) -> pb.Request:
         logprobs=request.report.logprobs,
         top_n_tokens=request.report.top_n_tokens,
         prefill_top_n=request.report.prefill_top_n,
-        adapter_id=request.adapter_id or "",
+        adapter_id=adapter_key,
         sampling=sampling_to_message(request.sampling),
         grammar=None if request.grammar is None else grammar_to_message(request.grammar),
         trace_context=request.trace_context,

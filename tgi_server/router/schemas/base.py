@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, model_validator
 
 # Bounds of parameters, for the API's description: `text/parameters.py` enforces them, with a message of its own.
 POSITIVE: dict[str, JsonValue] = {"exclusiveMinimum": 0}
@@ -36,6 +36,14 @@ TokenBiases = Annotated[dict[str, float], Field(max_length=1024, fail_fast=True)
 TokenIds = Annotated[list[UnsignedInt], Field(max_length=1024, fail_fast=True)]
 
 Name = Annotated[str, Field(max_length=256)]
+
+# Switches of OpenAI's routes, for which clients send null as well, which means that they are not set.
+Off = Annotated[
+    bool, BeforeValidator(lambda value: False if value is None else value, json_schema_input_type=bool | None)
+]
+On = Annotated[
+    bool, BeforeValidator(lambda value: True if value is None else value, json_schema_input_type=bool | None)
+]
 
 
 class RequestModel(BaseModel):

@@ -3,9 +3,19 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AliasChoices, ConfigDict, Field, RootModel, model_validator
+from pydantic import AliasChoices, ConfigDict, Field, RootModel, field_validator, model_validator
+from pydantic_core import from_json
 
-from tgi_server.router.schemas.base import SEVERAL, Items, Name, RequestModel, ResponseModel, UnsignedInt
+from tgi_server.router.schemas.base import (
+    SEVERAL,
+    Items,
+    Name,
+    On,
+    RefusingModel,
+    RequestModel,
+    ResponseModel,
+    UnsignedInt,
+)
 from tgi_server.router.schemas.generate import TokenizeResponse
 from tgi_server.router.schemas.openai import SharedParameters, Usage
 
@@ -26,7 +36,14 @@ class ImageChunk(RequestModel):
     image_url: Url
 
 
-class MessageChunk(RootModel[Annotated[TextChunk | ImageChunk, Field(discriminator="type")]]):
+class RefusalChunk(RequestModel):
+    """What an assistant said in place of an answer."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+
+class MessageChunk(RootModel[Annotated[TextChunk | ImageChunk | RefusalChunk, Field(discriminator="type")]]):
     pass
 
 
@@ -49,9 +66,22 @@ class FunctionDefinition(RequestModel):
     )
 
 
+class ToolFunction(FunctionDefinition):
+    """A function with a schema as a grammar may have it: an object, `true`, or a string of JSON."""
+
+    @field_validator("arguments")
+    @classmethod
+    def _read(cls, schema: Any) -> Any:
+        try:
+            schema = from_json(schema) if isinstance(schema, str) else schema
+        except ValueError as error:
+            raise ValueError(f"the JSON schema of the arguments is not JSON: {error}") from None
+        return {} if schema is True else schema
+
+
 class Tool(RequestModel):
     type: str
-    function: FunctionDefinition
+    function: ToolFunction
 
 
 class ToolCall(RequestModel):
@@ -62,8 +92,14 @@ class ToolCall(RequestModel):
     function: FunctionDefinition
 
 
-class MessageBody(RequestModel):
-    reasoning_content: str | None = Field(default=None, description="Thoughts before an answer; templates show them.")
+class MessageBody(RefusingModel):
+    refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {"audio": (), "function_call": ()}
+
+    reasoning_content: str | None = Field(
+        default=None,
+        validation_alias=AliasChoices("reasoning_content", "reasoning"),
+        description="Thoughts before an answer; templates show them. Also called `reasoning`.",
+    )
     content: MessageContent | None = None
     tool_calls: Items[ToolCall] | None = None
 
@@ -119,6 +155,7 @@ class ChatRequest(SharedParameters):
         **SharedParameters.refused,
         "add_special_tokens": (False,),
         "audio": (),
+        "best_of": (1,),
         "chat_template": (),
         "echo": (False,),
         "function_call": ("none",),
@@ -136,13 +173,14 @@ class ChatRequest(SharedParameters):
     max_completion_tokens: UnsignedInt | None = Field(default=None, description="OpenAI's newer name of `max_tokens`.")
     tools: Items[Tool] | None = Field(default=None, description="Functions that the model may call.")
     tool_choice: ToolChoice | None = Field(default=None, description="Whether it may, must, or must not call one.")
-    parallel_tool_calls: bool = Field(default=True, description="An answer may have several calls.")
+    parallel_tool_calls: On = Field(default=True, description="An answer may have several calls.")
     chat_template_kwargs: dict[str, Any] | None = Field(default=None, description="Variables of the chat template.")
     documents: Items[dict[str, Any]] | None = Field(default=None, description="Documents that the template shows.")
     reasoning_effort: str | None = Field(
         default=None, description="How much to think, for templates that know it; `none`: not at all."
     )
-    add_generation_prompt: bool = Field(default=True, description="Have the template begin the answer.")
+    include_reasoning: On = Field(default=True, description="Send the thoughts that come before the answer.")
+    add_generation_prompt: On = Field(default=True, description="Have the template begin the answer.")
     continue_final_message: bool | None = Field(
         default=None, description="Go on with the last message; unset: if it is the assistant's."
     )

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, RootModel
 
-from tgi_server.router.schemas.base import Items, ResponseModel, UnsignedInt
+from tgi_server.router.schemas.base import Items, Off, On, ResponseModel, UnsignedInt
 from tgi_server.router.schemas.openai import SharedParameters, Usage
 
 # A prompt as tokens, which may be as long as a body can be.
@@ -32,7 +32,10 @@ class Prompt(
 class CompletionRequest(SharedParameters):
     prompt: Prompt
     suffix: str | None = Field(default=None, description="Not supported.")
-    echo: bool = Field(default=False, description="Show the prompt in front of the text, and in `logprobs`.")
+    echo: Off = Field(default=False, description="Show the prompt in front of the text, and in `logprobs`.")
+    add_special_tokens: On = Field(
+        default=True, description="Begin the prompt with the tokens that the tokenizer puts there."
+    )
     logprobs: UnsignedInt | None = Field(
         default=None, description="Report the logprob of each token, and so many likeliest in its place."
     )

@@ -1,6 +1,7 @@
 """Bodies of /generate, /generate_stream, / and /tokenize, as TGI has them; and of /detokenize."""
 
-from typing import Annotated
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, RootModel
 
@@ -13,6 +14,7 @@ from tgi_server.router.schemas.base import (
     CacheSalt,
     Int32,
     Items,
+    RefusingModel,
     RequestModel,
     ResponseModel,
     Seed,
@@ -22,13 +24,22 @@ from tgi_server.router.schemas.base import (
 )
 from tgi_server.router.schemas.grammar import GrammarType
 
+# The form of an answer, as other interfaces ask for it: a client that gets another form would not notice.
+_OTHER_FORMS: Mapping[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("guided_choice", "guided_grammar", "guided_json", "guided_regex", "json_schema"), ()),
+    **dict.fromkeys(("response_format", "structured_outputs"), ()),
+    "tools": ([],),
+}
 
-class GenerateParameters(RequestModel):
+
+class GenerateParameters(RefusingModel):
     """TGI's parameters.
 
     Not TGI's are `min_p`, `presence_penalty`, `logit_bias`, `ignore_eos`, `cache_salt`, `min_tokens`, `stop_token_ids`
     and `skip_special_tokens`.
     """
+
+    refused: ClassVar[Mapping[str, tuple[Any, ...]]] = _OTHER_FORMS
 
     adapter_id: str | None = Field(default=None, description="Adapter to use.")
     best_of: UnsignedInt | None = Field(
@@ -91,7 +102,9 @@ class GenerateParameters(RequestModel):
 _NO_PARAMETERS = GenerateParameters(do_sample=True)
 
 
-class GenerateRequest(RequestModel):
+class GenerateRequest(RefusingModel):
+    refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {**_OTHER_FORMS, "grammar": ()}
+
     inputs: str = Field(json_schema_extra=NOT_EMPTY)
     parameters: GenerateParameters = _NO_PARAMETERS
     cache_salt: CacheSalt = Field(default=None, description="Wins over the one in `parameters`.")

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, RootModel
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, RootModel
 
 from tgi_server.router.schemas.base import RequestModel
 
@@ -20,7 +20,11 @@ class JsonSchemaConfig(BaseModel):
 
 class JsonGrammar(RequestModel):
     type: Literal["json", "json_object"]
-    value: Any = Field(default=None, description="A JSON schema, as an object or as a string; without one, any object.")
+    value: Any = Field(
+        default=None,
+        validation_alias=AliasChoices("value", "schema"),
+        description="A JSON schema, as an object or as a string; without one, any object. Also called `schema`.",
+    )
 
 
 class JsonSchemaGrammar(RequestModel):

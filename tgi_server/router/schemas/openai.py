@@ -11,6 +11,8 @@ from tgi_server.router.schemas.base import (
     CacheSalt,
     Int32,
     Items,
+    Off,
+    On,
     RefusingModel,
     RequestModel,
     ResponseModel,
@@ -22,7 +24,10 @@ from tgi_server.router.schemas.grammar import GrammarType
 
 
 class StreamOptions(RequestModel):
-    include_usage: bool = Field(default=False, description="Send a last chunk with the usage of the whole request.")
+    include_usage: Off = Field(default=False, description="Send a last chunk with the usage of the whole request.")
+    continuous_usage_stats: Off = Field(
+        default=False, description="With `include_usage`: send the usage so far in every chunk."
+    )
 
 
 class PromptTokensDetails(ResponseModel):
@@ -74,35 +79,46 @@ LogitBias = Annotated[
 AnySeed = Annotated[int, Field(ge=-(2**63), le=2**64 - 1)]
 
 
-class StructuredOutputs(RequestModel):
+class StructuredOutputs(RefusingModel):
     """The form of the answer, as vLLM's clients ask for it: one of these members."""
+
+    refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {"disable_additional_properties": (False,)}
 
     json_schema: Any = Field(default=None, alias="json", description="JSON schema, as an object or as a string.")
     regex: str | None = None
     choice: Items[str] | None = None
     grammar: str | None = Field(default=None, description="A context-free grammar in llguidance's dialect of Lark.")
-    json_object: bool = False
+    json_object: Off = False
     structural_tag: None = Field(default=None, description="Not supported.")
     whitespace_pattern: None = Field(default=None, description="Not supported: the layout of JSON is fixed.")
 
 
-class SharedParameters(RefusingModel):
-    """Parameters of OpenAI and of vLLM. What only says something about the request, such as `user`, is passed over."""
+class TextParameters(RefusingModel):
+    """How tokens are chosen and when a text ends: parameters of all routes of OpenAI, with vLLM's.
+
+    What only says something about the request, such as `user`, is passed over.
+    """
 
     refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "allowed_token_ids": ([],),
         "bad_words": ([],),
         "early_stopping": (False,),
+        "ebnf": (),
+        "grammar": (),
         "guided_whitespace_pattern": (),
         "length_penalty": (1, 1.0),
         "logits_processors": ([],),
+        "prompt_embeds": (),
         "prompt_logprobs": (),
         "return_token_ids": (False,),
         "return_tokens_as_token_ids": (False,),
+        "structural_tag": (),
+        "thinking_token_budget": (),
+        "typical_p": (1, 1.0),
         "use_beam_search": (False,),
+        "whitespace_pattern": (),
     }
 
-    model: str | None = Field(default=None, description="Not used: the server has one model.")
     cache_salt: CacheSalt = None
     frequency_penalty: float | None = Field(
         json_schema_extra=PENALTY, default=None, description="-2 to 2: penalty of a token for each time."
@@ -116,31 +132,39 @@ class SharedParameters(RefusingModel):
     logit_bias: LogitBias = Field(
         default=None, description="Added to the logits, by token id; as a list (TGI's form) one for each token."
     )
+    seed: AnySeed | None = Field(default=None, description="Seed of sampling; unset or -1: random.")
+    stop: Stop = Field(default=None, description="Texts that end the generation; they are not shown.")
+    stop_token_ids: TokenIds | None = Field(default=None, description="Tokens that end the text.")
+    include_stop_str_in_output: Off = Field(default=False, description="Show the stop sequence.")
+    skip_special_tokens: On = Field(default=True, description="Leave special tokens out of the text.")
+    min_tokens: UnsignedInt | None = Field(default=None, description="The text has at least so many tokens.")
+    truncate_prompt_tokens: Int32 | None = Field(
+        default=None, description="Use only so many last tokens of the prompt; -1: as many as it may have."
+    )
+    temperature: float | None = Field(default=None, description="Divides the logits; 0: always the likeliest token.")
+    top_k: Int32 | None = Field(default=None, description="Sample from so many most likely tokens.")
+    top_p: float | None = Field(default=None, description="Sample from the likeliest tokens of this total probability.")
+    min_p: float | None = Field(default=None, description="Drop tokens less likely than this share of the likeliest.")
+    ignore_eos: Off = Field(default=False, description="Go on to `max_tokens` whatever the model says.")
+
+
+class SharedParameters(TextParameters):
+    """Parameters of chats and completions."""
+
+    model: str | None = Field(default=None, description="Not used: the server has one model.")
     max_tokens: UnsignedInt | None = Field(
         json_schema_extra=POSITIVE, default=None, description="Tokens to generate; unset: as many as fit."
     )
     n: UnsignedInt | None = Field(
         json_schema_extra=POSITIVE, default=None, description="Answers to generate for each prompt."
     )
-    seed: AnySeed | None = Field(default=None, description="Seed of sampling; unset or -1: random.")
-    stop: Stop = Field(default=None, description="Texts that end the generation; they are not shown.")
-    stop_token_ids: TokenIds | None = Field(default=None, description="Tokens that end the text.")
-    include_stop_str_in_output: bool = Field(default=False, description="Show the stop sequence.")
-    skip_special_tokens: bool = Field(default=True, description="Leave special tokens out of the text.")
-    min_tokens: UnsignedInt | None = Field(default=None, description="The text has at least so many tokens.")
-    truncate_prompt_tokens: Int32 | None = Field(
-        default=None, description="Use only so many last tokens of the prompt; -1: as many as it may have."
-    )
-    stream: bool = False
+    stream: Off = False
     stream_options: StreamOptions | None = None
-    temperature: float | None = Field(default=None, description="Divides the logits; 0: always the likeliest token.")
-    top_k: Int32 | None = Field(default=None, description="Sample from so many most likely tokens.")
-    top_p: float | None = Field(default=None, description="Sample from the likeliest tokens of this total probability.")
-    min_p: float | None = Field(default=None, description="Drop tokens less likely than this share of the likeliest.")
-    ignore_eos: bool = Field(default=False, description="Go on to `max_tokens` whatever the model says.")
     response_format: GrammarType | None = Field(default=None, description="Form that the answer must have.")
     structured_outputs: StructuredOutputs | None = Field(default=None, description="vLLM's way to ask for a form.")
     guided_json: Any = Field(default=None, description="JSON schema of the answer: vLLM's older name.")
     guided_regex: str | None = Field(default=None, description="Regular expression of the answer: as above.")
     guided_choice: Items[str] | None = Field(default=None, description="Answers to choose from: as above.")
     guided_grammar: str | None = Field(default=None, description="Lark grammar of the answer: as above.")
+    json_schema: Any = Field(default=None, description="JSON schema of the answer: SGLang's and llama.cpp's name.")
+    regex: str | None = Field(default=None, description="Regular expression of the answer: SGLang's name.")

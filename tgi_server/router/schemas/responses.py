@@ -6,14 +6,16 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, ConfigDict, Field, RootModel
 
 from tgi_server.router.schemas.base import (
-    CacheSalt,
     Items,
     Name,
+    Off,
+    On,
     RefusingModel,
     RequestModel,
     ResponseModel,
     UnsignedInt,
 )
+from tgi_server.router.schemas.openai import TextParameters
 
 
 class TextPart(RequestModel):
@@ -116,35 +118,39 @@ class ReasoningOptions(RequestModel):
     effort: str | None = Field(default=None, description="How much to think, for templates that know it.")
 
 
-class ResponsesRequest(RefusingModel):
+class ResponsesRequest(TextParameters):
     refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **TextParameters.refused,
         "background": (False,),
         "conversation": (),
+        "n": (1,),
         "prompt": (),
         "truncation": ("disabled",),
+        # Of chats, which have other names here.
+        **dict.fromkeys(("documents", "logprobs", "max_completion_tokens", "max_tokens", "messages"), ()),
+        **dict.fromkeys(("reasoning_effort", "response_format", "structured_outputs", "verbosity"), ()),
+        **dict.fromkeys(("guided_choice", "guided_grammar", "guided_json", "guided_regex", "json_schema", "regex"), ()),
     }
 
     model: str | None = Field(default=None, description="Not used: the server has one model.")
     input: str | Items[InputItem]
     instructions: str | None = Field(default=None, description="What the system says; for this response only.")
     previous_response_id: str | None = Field(default=None, description="The stored response that this one follows.")
-    store: bool = Field(default=True, description="Keep the response for those that follow, as long as there is room.")
-    stream: bool = False
-    temperature: float | None = Field(default=None, description="Divides the logits; 0: always the likeliest token.")
-    top_p: float | None = Field(default=None, description="Sample from the likeliest tokens of this total probability.")
+    store: On = Field(default=True, description="Keep the response for those that follow, as long as there is room.")
+    stream: Off = False
     max_output_tokens: UnsignedInt | None = Field(
         default=None, description="Tokens to generate; unset: as many as fit."
     )
     tools: Items[FunctionTool] | None = Field(default=None, description="Functions that the model may call.")
-    tool_choice: Literal["auto", "none", "required"] | ChosenFunction | AllowedFunctions = "auto"
-    parallel_tool_calls: bool = True
-    text: TextOptions = TextOptions()
+    tool_choice: Literal["auto", "none", "required"] | ChosenFunction | AllowedFunctions | None = "auto"
+    parallel_tool_calls: On = True
+    text: TextOptions | None = TextOptions()
     reasoning: ReasoningOptions | None = None
     include: Items[str] | None = Field(default=None, description="`message.output_text.logprobs` asks for logprobs.")
     top_logprobs: UnsignedInt | None = Field(default=None, description="Alternatives that are told of each token.")
     metadata: dict[str, Any] | None = None
     user: str | None = None
-    cache_salt: CacheSalt = None
+    chat_template_kwargs: dict[str, Any] | None = Field(default=None, description="Variables of the chat template.")
 
 
 class ResponseObject(ResponseModel):

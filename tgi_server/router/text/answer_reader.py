@@ -1,12 +1,13 @@
 """Takes an answer apart as it is generated: thoughts, text, and calls of tools with their arguments."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
 from tgi_server.router.text.reasoning import ReasoningTags
-from tgi_server.router.text.tool_formats import ToolFormat
+from tgi_server.router.text.tagged_arguments import TaggedArgumentsReader, beginning_held
+from tgi_server.router.text.tool_formats import Arguments, ToolFormat
 
 _STRUCTURE = re.compile(r'["\\{}\[\]]')
 
@@ -34,18 +35,18 @@ class AnswerReader:
 
     def __init__(
         self,
-        form: ToolFormat | None,
-        names: Sequence[str],
+        form: ToolFormat,
+        arguments: Mapping[str, Arguments],
         thoughts: ReasoningTags | None,
         *,
         thinking: bool,
     ) -> None:
-        """form: in which calls of the tools `names` are written; None: there are none. thoughts: what stands around
-        them; None: they are text. thinking: the answer begins within thoughts.
+        """form: in which calls of tools are written. arguments: of the tools, by name; empty: there are none.
+        thoughts: what stands around them; None: they are text. thinking: the answer begins within thoughts.
         """
         self._buffer = ""
         self._thoughts = thoughts
-        self._calls = _CallReader(form, names) if form is not None and names else None
+        self._calls = _CallReader(form, arguments) if arguments else None
         self._thinking = thinking and thoughts is not None
         self._may_think = thoughts is not None and not thinking
         self._trim = False
@@ -74,7 +75,7 @@ class AnswerReader:
                 self._thinking, self._buffer = True, seen.removeprefix(begin).lstrip("\n")
         if self._thinking and self._thoughts is not None:
             thought, end, rest = self._buffer.partition(self._thoughts.end)
-            held = 0 if end or last else _held(thought, self._thoughts.end)
+            held = 0 if end or last else beginning_held(thought, self._thoughts.end)
             self._buffer = rest if end else thought[len(thought) - held :]
             yield Piece(AnswerPart.THOUGHT, thought[: len(thought) - held])
             if not end:
@@ -104,13 +105,14 @@ class _ReaderPlace(Enum):
 class _CallReader:
     """Reads text with calls of one form. number: of the calls so far."""
 
-    def __init__(self, form: ToolFormat, names: Sequence[str]) -> None:
-        self._form = form
-        self._first = {form.first_head(name): name for name in names}
-        self._next = {form.next_head(name): name for name in names}
+    def __init__(self, form: ToolFormat, arguments: Mapping[str, Arguments]) -> None:
+        self._form = self._called = form
+        self._of_tools = arguments
+        self._first = {form.of(each).first_head(name): name for name, each in arguments.items()}
+        self._next = {form.of(each).next_head(name): name for name, each in arguments.items()}
         self._place = _ReaderPlace.TEXT
         self._buffer = ""
-        self._nesting = _Nesting()
+        self._reader: _JsonReader | TaggedArgumentsReader = _JsonReader()
         self.number = 0
 
     def read(self, text: str, *, last: bool) -> Iterator[Piece]:
@@ -144,7 +146,7 @@ class _CallReader:
                 self._place = _ReaderPlace.PLAIN
             return
         before, found, rest = self._buffer.partition(trigger)
-        held = 0 if found or last else _held(before, trigger)
+        held = 0 if found or last else beginning_held(before, trigger)
         if found:
             # The lines before a call are no text.
             yield Piece(AnswerPart.TEXT, before.rstrip())
@@ -162,34 +164,39 @@ class _CallReader:
         if found is not None:
             yield Piece(AnswerPart.CALL, heads[found], self.number)
             self.number += 1
-            self._buffer, self._place, self._nesting = seen.removeprefix(found), _ReaderPlace.ARGUMENTS, _Nesting()
+            arguments = self._of_tools[heads[found]]
+            self._called = self._form.of(arguments)
+            self._reader = _JsonReader() if arguments.tagged is None else TaggedArgumentsReader(arguments.tagged)
+            self._buffer, self._place = seen.removeprefix(found), _ReaderPlace.ARGUMENTS
         elif self._place is _ReaderPlace.FIRST_HEAD and not any(head.startswith(seen) for head in heads):
             self._buffer, self._place = self._form.trigger + seen, _ReaderPlace.PLAIN
 
     def _arguments(self) -> Iterator[Piece]:
-        end = self._nesting.end(self._buffer)
-        if end is None:
-            rest, self._buffer = self._buffer, ""
-        else:
-            rest, self._buffer = self._buffer[:end], self._buffer[end:]
+        certain, self._buffer, ended = self._reader.read(self._buffer)
+        if ended:
             self._place = _ReaderPlace.TAIL
-        yield Piece(AnswerPart.ARGUMENTS, rest, self.number - 1)
+        yield Piece(AnswerPart.ARGUMENTS, certain, self.number - 1)
 
     def _tail(self) -> None:
-        if self._buffer.startswith(self._form.tail):
-            self._buffer = self._buffer.removeprefix(self._form.tail)
+        if self._buffer.startswith(self._called.tail):
+            self._buffer = self._buffer.removeprefix(self._called.tail)
             self._place = _ReaderPlace.BETWEEN
 
 
-class _Nesting:
-    """Looks for the end of a JSON object that comes in pieces."""
+class _JsonReader:
+    """Reads a JSON object that comes in pieces, up to its end."""
 
     def __init__(self) -> None:
         self._depth = 0
         self._in_string = False
         self._escaped = False
 
-    def end(self, text: str) -> int | None:
+    def read(self, text: str) -> tuple[str, str, bool]:
+        """Returns what is of the object, what comes behind it, and True at its end. text: what has come since."""
+        end = self._end(text)
+        return (text, "", False) if end is None else (text[:end], text[end:], True)
+
+    def _end(self, text: str) -> int | None:
         """Returns the place behind the object's last brace; None while it goes on."""
         start = 0
         if self._escaped and text:
@@ -211,8 +218,3 @@ class _Nesting:
                 if self._depth == 0:
                     return start
         return None
-
-
-def _held(text: str, marker: str) -> int:
-    """Returns the length of the longest end of `text` that begins `marker`."""
-    return next((size for size in range(min(len(marker) - 1, len(text)), 0, -1) if text.endswith(marker[:size])), 0)

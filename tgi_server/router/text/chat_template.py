@@ -18,7 +18,7 @@ from pydantic_core import from_json
 
 from shared.logging import one_line
 from tgi_server.router.errors import InvalidRequest, InvalidTemplate, StartupError
-from tgi_server.router.schemas.chat import ChatRequest, Message, TextChunk, Tool, ToolCall
+from tgi_server.router.schemas.chat import ChatRequest, ImageChunk, Message, TextChunk, Tool, ToolCall
 from tgi_server.router.text.special_tokens import RenderedPrompt, SpecialTokens
 from tgi_server.router.text.tokenizer_config import DEFAULT_TEMPLATE, TOOL_TEMPLATE, TokenizerConfig
 
@@ -253,9 +253,9 @@ def message_text(message: Message) -> str:
         return content
     texts: list[str] = []
     for chunk in content:
-        if not isinstance(chunk.root, TextChunk):
+        if isinstance(chunk.root, ImageChunk):
             raise InvalidRequest("images are not supported: this model reads text only")
-        texts.append(chunk.root.text)
+        texts.append(chunk.root.text if isinstance(chunk.root, TextChunk) else chunk.root.refusal)
     return "".join(texts)
 
 

@@ -6,10 +6,12 @@ gets TGI's. Whatever the form, the arguments of each call are bound by the schem
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from tgi_server.router.text import tagged_arguments
 from tgi_server.router.text.reasoning import ReasoningTags
+from tgi_server.router.text.tagged_arguments import TaggedParameter
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +19,9 @@ class ToolFormat:
     """A form of calls: `begin`, `head` with the name in it, the arguments as JSON, `tail`, `separator`, ..., `end`.
 
     trigger: the first part of `begin` and `head`; behind it nothing but a call can follow. anywhere: a text may come
-    before the first call; otherwise the answer is either text or calls. alone: there is only one call.
+    before the first call; otherwise the answer is either text or calls. alone: there is only one call. as_json: where
+    arguments are written one by one between tags, the form of calls for which that cannot be done; it has the same
+    `trigger`, `begin`, `separator` and `end`.
     """
 
     name: str
@@ -29,6 +33,11 @@ class ToolFormat:
     end: str = ""
     anywhere: bool = True
     alone: bool = False
+    as_json: "ToolFormat | None" = None
+
+    def of(self, arguments: "Arguments") -> "ToolFormat":
+        """Returns the form of calls with such arguments."""
+        return self.as_json if self.as_json is not None and arguments.tagged is None else self
 
     def first_head(self, name: str) -> str:
         """Returns what comes between the trigger and the arguments of the first call."""
@@ -46,7 +55,10 @@ class ToolFormat:
     @property
     def markers(self) -> str:
         """All that the form is made of, for a look at the special tokens in it."""
-        return "".join((self.begin, *self.head, self.tail, self.separator, self.end))
+        own = "".join((self.begin, *self.head, self.tail, self.separator, self.end))
+        if self.as_json is None:
+            return own
+        return "".join((own, *tagged_arguments.TAG, tagged_arguments.END, self.as_json.markers))
 
 
 # DeepSeek's marks; their bars are wide ones.
@@ -56,13 +68,23 @@ _CALLS, _CALLS_END, _CALL, _CALL_END, _SEP = (
 )
 _JSON_HEAD = ('{"name": "', '", "arguments": ')
 
+HERMES_FORMAT = ToolFormat(
+    "hermes", "<tool_call>", ("<tool_call>\n" + _JSON_HEAD[0], _JSON_HEAD[1]), "}\n</tool_call>", "", "\n"
+)
 TGI_FORMAT = ToolFormat("tgi", "{", ('{"function": {"_name": "', '", "_arguments": '), "}}", anywhere=False, alone=True)
 _FORMATS = {
     each.name: each
     for each in (
         TGI_FORMAT,
+        HERMES_FORMAT,
         ToolFormat(
-            "hermes", "<tool_call>", ("<tool_call>\n" + _JSON_HEAD[0], _JSON_HEAD[1]), "}\n</tool_call>", "", "\n"
+            "qwen3_coder",
+            "<tool_call>",
+            ("<tool_call>\n<function=", ">\n"),
+            "</function>\n</tool_call>",
+            "",
+            "\n",
+            as_json=HERMES_FORMAT,
         ),
         ToolFormat("mistral", "[TOOL_CALLS]", _JSON_HEAD, "}", "[TOOL_CALLS][", ", ", "]"),
         ToolFormat("mistral_args", "[TOOL_CALLS]", ("[TOOL_CALLS]", "[ARGS]"), ""),
@@ -99,6 +121,7 @@ _SIGNS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
     ("mistral", ("[TOOL_CALLS]",), ()),
     ("deepseek_v3", (_CALLS, "```json"), ()),
     ("deepseek_v31", (_CALLS,), ()),
+    ("qwen3_coder", ("<tool_call>", "<function=", "<parameter="), ()),
     ("hermes", ("<tool_call>",), ("<parameter=",)),
     ("functionary", ("<function=",), ("<parameter=",)),
     ("llama3_json", ("tools", '"parameters": '), ()),
@@ -117,15 +140,34 @@ def tool_format(parser: str, template: str) -> ToolFormat:
 
 
 @dataclass(frozen=True, slots=True)
+class Arguments:
+    """The arguments of one tool.
+
+    place: of their schema, as a JSON pointer. tagged: they are written one by one; None: as one JSON object.
+    """
+
+    place: str
+    tagged: Sequence[TaggedParameter] | None = None
+
+    def place_of(self, parameter: TaggedParameter) -> str:
+        """Returns the place of the schema of one of them."""
+        return f"{self.place}/properties/{parameter.name}"
+
+    @property
+    def places(self) -> list[str]:
+        """The places of the schemas of all that is JSON in them."""
+        return [self.place] if self.tagged is None else [self.place_of(each) for each in self.tagged if not each.text]
+
+
+@dataclass(frozen=True, slots=True)
 class Calls:
     """The calls that an answer may have.
 
-    names: of the tools, each with the place of its schema (a JSON pointer). required: there is one at least.
-    parallel: there may be several.
+    arguments: of the tools, by name. required: there is one at least. parallel: there may be several.
     """
 
     form: ToolFormat
-    names: Mapping[str, str]
+    arguments: Mapping[str, Arguments]
     required: bool
     parallel: bool
 
@@ -182,34 +224,53 @@ class FrameWriter:
             yield text
 
     def _call_rules(self, calls: Calls) -> Iterator[str]:
-        form = calls.form
-        several = calls.parallel and not form.alone
-        tail, end = self._literal(form.tail), self._literal(form.end)
+        several = calls.parallel and not calls.form.alone
         more = f" another{{0,{_MOST_CALLS - 1}}}" if several else ""
-        yield f"calls: first{more} {end}"
-        for rule, head in (("first", form.first_head), ("another", form.next_head)):
-            if rule == "first" or several:
-                heads = (f"{self._literal(head(name))} arguments{i} {tail}" for i, name in enumerate(calls.names))
-                yield f"{rule}: {' | '.join(heads)}"
-        for i, pointer in enumerate(calls.names.values()):
-            yield f"arguments{i}: %schema {json.dumps(pointer)}"
+        yield f"calls: first{more} {self._literal(calls.form.end)}"
+        for rule in ("first", "another") if several else ("first",):
+            bodies = []
+            for i, (name, arguments) in enumerate(calls.arguments.items()):
+                form = calls.form.of(arguments)
+                head = form.first_head(name) if rule == "first" else form.next_head(name)
+                bodies.append(f"{self._literal(head)} arguments{i} {self._literal(form.tail)}")
+            yield f"{rule}: {' | '.join(bodies)}"
+        for i, arguments in enumerate(calls.arguments.values()):
+            yield from self._argument_rules(f"arguments{i}", arguments)
+        if any(each.tagged for each in calls.arguments.values()):
+            yield rf"tagged_text[lazy]: /(.|\n)*/ {_quoted(tagged_arguments.END)}"
+
+    def _argument_rules(self, rule: str, arguments: Arguments) -> Iterator[str]:
+        if arguments.tagged is None:
+            yield f"{rule}: %schema {json.dumps(arguments.place)}"
+            return
+        members = (f"{rule}_{i}{'' if each.required else '?'}" for i, each in enumerate(arguments.tagged))
+        yield f"{rule}: {' '.join(members) or _quoted('')}"
+        end = self._literal(tagged_arguments.END)
+        for i, each in enumerate(arguments.tagged):
+            if each.text:
+                values = [*map(_quoted, each.values), *([_quoted("null")] if each.nullable else [])]
+                value = f"({' | '.join(values)}) {end}" if each.values else "tagged_text"
+            else:
+                value = f"%schema {json.dumps(arguments.place_of(each))} {end}"
+            yield f"{rule}_{i}: {self._literal(each.tag)} {value}"
 
     def _until(self, marker: str, rule: str, elsewhere: str, lines: list[str]) -> str:
         """Returns the grammar of a text that ends with the first `marker`. elsewhere: what it does not begin with."""
         if marker in self._ids:
             return f"TEXT {self._literal(marker)}"
-        lines.append(f"{rule}[lazy]: /{_beginning_without(elsewhere)}/ {json.dumps(marker, ensure_ascii=False)}")
+        lines.append(f"{rule}[lazy]: /{_beginning_without(elsewhere)}/ {_quoted(marker)}")
         return rule
 
     def _literal(self, text: str) -> str:
         """Returns a text in Lark, its special tokens by their ids."""
         parts = self._special.split(text) if self._special is not None else [text]
-        shown = (
-            f"<[{self._ids[part]}]>" if part in self._ids else json.dumps(part, ensure_ascii=False)
-            for part in parts
-            if part
-        )
+        shown = (f"<[{self._ids[part]}]>" if part in self._ids else _quoted(part) for part in parts if part)
         return " ".join(shown)
+
+
+def _quoted(text: str) -> str:
+    """Returns a text in Lark."""
+    return json.dumps(text, ensure_ascii=False)
 
 
 def _beginning_without(characters: str) -> str:

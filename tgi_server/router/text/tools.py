@@ -11,7 +11,8 @@ from tgi_server.router.errors import InvalidTool
 from tgi_server.router.schemas.chat import AllowedTools, NamedTool, Tool, ToolChoice
 from tgi_server.router.text.answer_reader import AnswerReader
 from tgi_server.router.text.reasoning import ReasoningTags
-from tgi_server.router.text.tool_formats import TGI_FORMAT, Calls, FrameWriter, ToolFormat
+from tgi_server.router.text.tagged_arguments import tagged_parameters
+from tgi_server.router.text.tool_formats import TGI_FORMAT, Arguments, Calls, FrameWriter, ToolFormat
 
 TGI_TOOL_PROMPT = (
     "You may call one of the functions above. If one of them helps, answer with JSON only, which names it and has a "
@@ -105,17 +106,18 @@ class AnswerForm:
         homes = _homes(use.names)
         schemas = (_parameters(tool, f"#/$defs/{home}") for tool, home in zip(use.tools, homes, strict=True))
         document: dict[str, Any] = {"$defs": dict(zip(homes, schemas, strict=True))}
+        arguments = self._arguments(use)
+        places = [place for each in arguments.values() for place in each.places]
+        left = (arguments[tool.function.name] for tool in use.tools if not tool.function.strict)
+        lenient = [place for each in left for place in dict.fromkeys((each.place, *each.places))]
         if answer is not None:
             document["definitions"] = {"answer": _moved(json.loads(answer.value), _ANSWER)}
-        places = [f"#/$defs/{home}" for home in homes]
-        document["anyOf"] = [{"$ref": place} for place in (*places, *([] if answer is None else [_ANSWER]))]
-        calls = None
-        if use.tools:
-            calls = Calls(self._calls, dict(zip(use.names, places, strict=True)), use.required, use.parallel)
+            places.append(_ANSWER)
+            lenient += [_ANSWER] if answer.lenient else []
+        if places:
+            document["anyOf"] = [{"$ref": place} for place in places]
+        calls = Calls(self._calls, arguments, use.required, use.parallel) if use.tools else None
         frame = self._frames.frame(calls, None if answer is None else _ANSWER, thoughts, open_=thinking)
-        lenient = [place for tool, place in zip(use.tools, places, strict=True) if not tool.function.strict]
-        if answer is not None and answer.lenient:
-            lenient.append(_ANSWER)
         text = json.dumps(document, ensure_ascii=False)
         return Grammar(GrammarKind.JSON_SCHEMA, text, frame=frame, lenient=tuple(lenient))
 
@@ -124,7 +126,17 @@ class AnswerForm:
         thoughts = self.thoughts(answer)
         if not use.tools and thoughts is None:
             return None
-        return AnswerReader(self._calls, use.names, thoughts, thinking=thinking)
+        return AnswerReader(self._calls, self._arguments(use), thoughts, thinking=thinking)
+
+    def _arguments(self, use: ToolUse) -> dict[str, Arguments]:
+        """Returns the arguments of each tool, in the form in which the model writes them."""
+        may_be_tagged = self._calls.as_json is not None
+        return {
+            tool.function.name: Arguments(
+                f"#/$defs/{home}", tagged_parameters(tool.function.arguments) if may_be_tagged else None
+            )
+            for tool, home in zip(use.tools, _homes(use.names), strict=True)
+        }
 
 
 def _homes(names: Sequence[str]) -> list[str]:

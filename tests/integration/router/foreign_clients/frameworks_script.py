@@ -57,10 +57,33 @@ def with_pydantic_ai() -> int:
     return Agent(model, output_type=ToolOutput(Rice, name="Rice")).run_sync("Hello").output.minutes
 
 
+def with_llama_index() -> int:
+    from llama_index.llms.openai_like import OpenAILike
+
+    model = OpenAILike(model="tgi", api_base=URL, api_key="none", is_chat_model=True, is_function_calling_model=True)
+    return model.as_structured_llm(Rice).complete("Hello").raw.minutes
+
+
+def with_openai_agents() -> int:
+    from agents import Agent, OpenAIResponsesModel, Runner, function_tool, set_tracing_disabled
+    from openai import AsyncOpenAI
+
+    @function_tool(name_override="Rice")
+    def rice(minutes: int) -> str:
+        return str(minutes)
+
+    set_tracing_disabled(True)
+    model = OpenAIResponsesModel(model="tgi", openai_client=AsyncOpenAI(base_url=URL, api_key="none"))
+    cook = Agent(name="cook", model=model, tools=[rice], tool_use_behavior="stop_on_first_tool")
+    return int(Runner.run_sync(cook, "How long does rice take?").final_output)
+
+
 ASK: dict[str, Callable[[], int]] = {
     "instructor": with_instructor,
     "langchain-openai": with_langchain,
     "litellm": with_litellm,
+    "llama-index-llms-openai-like": with_llama_index,
+    "openai-agents": with_openai_agents,
     "pydantic-ai-slim[openai]": with_pydantic_ai,
 }
 print(json.dumps({"minutes": ASK[FRAMEWORK]()}))

@@ -1,6 +1,7 @@
-"""LangChain, TGI's own client, lm-eval and schemathesis. They come from the package index."""
+"""Clients, frameworks and suites that others wrote. They come from the package index."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -93,12 +94,39 @@ async def test_lm_eval(demo_server: TextGenerationServer, environments: Path):
 
 
 @pytest.mark.parametrize(
-    "packages", [["instructor"], ["langchain-openai"], ["litellm", "mcp"], ["pydantic-ai-slim[openai]"]], ids=" ".join
+    "packages",
+    [
+        ["instructor"],
+        ["langchain-openai"],
+        ["litellm", "mcp"],
+        ["llama-index-llms-openai-like"],
+        ["openai-agents"],
+        ["pydantic-ai-slim[openai]"],
+    ],
+    ids=" ".join,
 )
 async def test_frameworks_get_calls_of_tools(router: Router, environments: Path, packages: list[str]):
     router.say('{"name": "Rice", "arguments": {"minutes": 12}}')
     environment = Environment(environments / packages[0].partition("[")[0], packages)
     assert await environment.ask("frameworks_script.py", router.url, packages[0]) == {"minutes": 12}
+
+
+async def test_outlines(demo_server: TextGenerationServer, environments: Path):
+    """Its types come out as they are asked for, whichever server it takes this one for."""
+    environment = Environment(environments / "outlines", ["outlines[openai]", "huggingface_hub"])
+    result = await environment.ask("outlines_script.py", demo_server.url)
+    forms = {"integer": "[+-]?(0|[1-9][0-9]*)", "choice": "eggs|rice", "regex": "[0-9]{1,3} minutes"}
+    for server in ("tgi", "vllm", "sglang"):
+        for name, form in forms.items():
+            assert re.fullmatch(form, result[server][name]), (server, name)
+    objects = [result[server]["object"] for server in ("tgi", "vllm", "sglang", "openai")]
+    # A stream of TGI has the token that ends it.
+    for text in (*objects, result["stream"].removesuffix("<|eos|>"), *result["asynchronous"]):
+        told = json.loads(text)
+        assert 1 <= told["minutes"] <= 99
+        assert told["kind"] in ("brown", "white")
+    assert result["grammar"] in ("boil eggs", "boil rice")
+    assert result["plain"]
 
 
 async def test_schemathesis(router: Router, environments: Path, tmp_path: Path):

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from tests.tiny_models import make
-from tests.unit.engine.requests import load_engine, prompts
-from tests.unit.engine.runners.test_parity import check, overlap
+from tests.unit.engine.adapters.adapted import make_adapted
+from tests.unit.engine.requests import Requests, load_engine, prompts
+from tests.unit.engine.runners.test_parity import check, overlap, run_overlapping
 from tgi_server.contract import StoppingParameters
 from tgi_server.engine import Engine, RunningSequence
 from tgi_server.engine.runners import paged
@@ -19,9 +20,11 @@ class Recorder:
 
     def __init__(self) -> None:
         self.replayed: list[int] = []
+        self.steps: list[int] = []
 
     def __call__(self, step):
         output = step().clone()
+        self.steps.append(len(output))
 
         def replay() -> torch.Tensor:
             self.replayed.append(len(output))
@@ -50,6 +53,20 @@ def test_padded_steps_give_the_tokens_of_transformers(architecture, custom_kerne
     check(requests, expected)
     assert {4, 12} <= set(recorder.replayed), "both were used"
     assert max(recorder.replayed) == 12, "no larger one than there are rows"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", ["llama", "gemma2"])
+def test_recorded_steps_go_on_to_be_right_when_adapters_come_and_go(architecture, recorder, tmp_path: Path) -> None:
+    model = make_adapted(make(architecture, tmp_path / "model"))
+    engine = load_engine(model.folder, cuda_graphs=(4, 12))
+    model.load(engine, "a0", "a1")
+    requests = Requests(engine, prompts(), adapters=model.ids())
+    assert len(recorder.steps) == 2 * 2 * 2, "of two sizes, with adapters and without, before and after the cache"
+    model.load(engine, "a2", "a3", "a4")
+    run_overlapping(requests)
+    check(requests, model.expected())
+    assert {4, 12} <= set(recorder.replayed), "both were used"
 
 
 def test_rows_that_were_left_write_nowhere(recorder, tmp_path: Path) -> None:

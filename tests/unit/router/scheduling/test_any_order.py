@@ -77,7 +77,7 @@ class AnyOrder(RuleBasedStateMachine):
         stop_after=st.none() | st.integers(1, 6),
         seed=st.none() | st.integers(0, 3),
         prefill_logprobs=st.sampled_from((False, False, False, True)),
-        adapter=st.sampled_from((None, None, "a")),
+        adapter=st.sampled_from((None, None, "a", "b")),
         grammar=st.sampled_from((None, Grammar(GrammarKind.REGEX, "a*"))),
     )
     def submit(

@@ -16,12 +16,12 @@ def test_a_request_s_message_has_all_that_does_not_change() -> None:
         adapter_id="chef",
         trace_context={"traceparent": "00-1"},
     )
-    message = wire.request_message(request)
+    message = wire.request_message(request, "chef#3")
     assert (message.id, list(message.input_ids), message.max_new_tokens, message.top_n_tokens) == (7, [1, 2], 5, 3)
     assert not message.ignore_eos
     assert (message.sampling.seed, dict(message.sampling.logit_bias)) == (11, {4: -2.0})
     assert (message.grammar.type, message.grammar.value) == (pb.Grammar.LARK, "start: /a/")
-    assert (message.adapter_id, dict(message.trace_context)) == ("chef", {"traceparent": "00-1"})
+    assert (message.adapter_id, dict(message.trace_context)) == ("chef#3", {"traceparent": "00-1"})
 
 
 def test_a_message_is_completed_anew_each_time_the_request_joins() -> None:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from tgi_server.router.schemas.chat import ChatRequest, NamedTool, Tool, ToolChoice
+from tgi_server.router.schemas.chat import ChatRequest, NamedTool, Tool, ToolChoice, ToolFunction
 
 
 def request(*messages: dict[str, Any], **fields: Any) -> ChatRequest:
@@ -50,6 +50,15 @@ def test_openais_and_tgis_names_of_a_tools_parameters_mean_the_same():
     ]
     assert tools[0] == tools[1]
     assert tools[0].function.arguments == schema
+
+
+def test_a_tools_schema_comes_as_that_of_a_grammar_may():
+    for schema, read in (('{"type": "object"}', {"type": "object"}), (True, {}), (None, None)):
+        assert Tool.model_validate({"type": "function", "function": {"name": "f", "parameters": schema}}).function == (
+            ToolFunction(name="f", arguments=read)
+        )
+    with pytest.raises(ValidationError, match="not JSON"):
+        Tool.model_validate({"type": "function", "function": {"name": "f", "parameters": "{"}})
 
 
 @pytest.mark.parametrize("value", ["auto", "none", "required"])

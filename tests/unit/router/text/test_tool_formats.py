@@ -28,6 +28,8 @@ PARIS, ROME = '{"place": "Paris"}', '{"place": "Rome}\\""}'
 WRITTEN = {
     "hermes": '<tool_call>\n{"name": "weather", "arguments": PARIS}\n</tool_call>\n'
     '<tool_call>\n{"name": "a\\"b", "arguments": ROME}\n</tool_call>',
+    "qwen3_coder": "<tool_call>\n<function=weather>\n<parameter=place>\nParis\n</parameter>\n</function>\n</tool_call>"
+    '\n<tool_call>\n<function=a"b>\n<parameter=place>\nRome}"\n</parameter>\n</function>\n</tool_call>',
     "mistral": '[TOOL_CALLS][{"name": "weather", "arguments": PARIS}, {"name": "a\\"b", "arguments": ROME}]',
     "mistral_args": '[TOOL_CALLS]weather[ARGS]PARIS[TOOL_CALLS]a"b[ARGS]ROME',
     "llama3_json": '{"name": "weather", "parameters": PARIS}; {"name": "a\\"b", "parameters": ROME}',
@@ -41,8 +43,9 @@ WRITTEN = {
 WRITTEN = {name: text.replace("PARIS", PARIS).replace("ROME", ROME) for name, text in WRITTEN.items()}
 
 
-def tool(name: str, parameters: Any = None) -> Tool:
-    return Tool.model_validate({"type": "function", "function": {"name": name, "parameters": parameters}})
+def tool(name: str, parameters: Any = None, *, strict: bool | None = None) -> Tool:
+    function = {"name": name, "parameters": parameters, "strict": strict}
+    return Tool.model_validate({"type": "function", "function": function})
 
 
 TOOLS = [tool("weather", WEATHER), tool('a"b', WEATHER), tool("clock")]
@@ -96,7 +99,7 @@ def test_calls_are_bound_and_read_back(name: str):
     for use in (MAY, MUST):
         grammar = form.grammar(use, None, thinking=False)
         assert takes(grammar, text)
-        assert not takes(grammar, text.replace('"place"', '"plane"'))
+        assert not takes(grammar, text.replace("place", "plane"))
         assert not takes(grammar, text[:-1]) or name in ("mistral_args",)
         assert not takes(grammar, text.replace("weather", "whether"))
         assert takes(grammar, "Sunny, I think.") == (use is MAY)
@@ -142,7 +145,7 @@ def test_special_tokens_of_a_form_are_tokens_in_its_grammar():
 
 def test_an_answer_with_a_form_of_its_own_beside_tools():
     answer = Grammar(GrammarKind.JSON_SCHEMA, json.dumps({"$ref": "#/$defs/a", "$defs": {"a": {"type": "boolean"}}}))
-    for name in ("hermes", "llama3_json", "tgi"):
+    for name in ("hermes", "qwen3_coder", "llama3_json", "tgi"):
         form = AnswerForm(tool_format(name, ""), None, {})
         grammar = form.grammar(MAY, answer, thinking=False)
         assert takes(grammar, "true")
@@ -178,6 +181,7 @@ def test_thoughts_come_before_calls_and_before_json():
 
 TEMPLATES = {
     "hermes": """{% if tools %}<tool_call>\\n{"name": <function-name>}{% endif %}""",
+    "qwen3_coder": """{{ '<tool_call>\\n<function=' + name + '>\\n<parameter=' + key + '>\\n' }}""",
     "mistral": """{{ "[TOOL_CALLS] [" }}{{ tools }}""",
     "mistral_args": """{{ "[TOOL_CALLS]" + name + "[ARGS]" }}""",
     "llama3_json": """{% if tools is not none %}{{ '{"name": "' + name + '", ' }}{{ '"parameters": ' }}{% endif %}""",
@@ -273,8 +277,111 @@ def test_long_arguments_take_no_longer_than_others(form: ToolFormat):
     reader = AnswerForm(form, None, {}).reader(MUST, None, thinking=False)
     assert reader is not None
     reader.feed(form.trigger + form.first_head("weather"))
-    pieces = [reader.feed(part) for part in ('{"place": "', tail, tail, '"}')]
-    assert (
-        sum(len(piece.text) for each in pieces for piece in each if piece.part is AnswerPart.ARGUMENTS)
-        == 2 * len(tail) + 13
+    begin, end = ("<parameter=place>\n", "\n</parameter>\n") if form.as_json else ('{"place": "', '"}')
+    pieces = [piece for part in (begin, tail, tail, end) for piece in reader.feed(part)]
+    arguments = "".join(piece.text for piece in pieces if piece.part is AnswerPart.ARGUMENTS)
+    read_back = arguments if form.as_json is None else json.loads(arguments + "}")["place"]
+    assert len(read_back) == 2 * len(tail) + (0 if form.as_json else 13)
+
+
+QWEN = AnswerForm(tool_format("qwen3_coder", ""), None, {})
+SEARCH = tool(
+    "search",
+    {
+        "type": "object",
+        "properties": {
+            "text": {"type": "string", "description": "as it is"},
+            "order": {"$ref": "#/$defs/Order"},
+            "site": {"anyOf": [{"type": "string"}, {"type": "null"}], "default": None},
+            "pages": {"type": "array", "items": {"type": "integer"}},
+            "since": {"type": "string", "format": "date"},
+        },
+        "required": ["text", "pages"],
+        "$defs": {"Order": {"enum": ["best", "newest"], "type": "string"}},
+    },
+)
+
+
+def qwen_call(name: str, *parameters: tuple[str, str]) -> str:
+    told = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in parameters)
+    return f"<tool_call>\n<function={name}>\n{told}</function>\n</tool_call>"
+
+
+@pytest.mark.parametrize(
+    ("parameters", "arguments"),
+    [
+        ([("text", 'a "b"\n</param\n'), ("pages", "[1, 2]")], {"text": 'a "b"\n</param\n', "pages": [1, 2]}),
+        ([("text", ""), ("site", "null"), ("pages", "[]")], {"text": "", "site": None, "pages": []}),
+        ([("text", "12"), ("site", "nullity"), ("pages", "[]")], {"text": "12", "site": "nullity", "pages": []}),
+        ([("text", "é"), ("order", "best"), ("pages", "[3]")], {"text": "é", "order": "best", "pages": [3]}),
+        (
+            [("text", "t"), ("pages", "[]"), ("since", '"2024-02-29"')],
+            {"text": "t", "pages": [], "since": "2024-02-29"},
+        ),
+    ],
+)
+def test_tagged_arguments_are_read_as_json(parameters: list[tuple[str, str]], arguments: dict[str, Any]):
+    use = ToolUse([SEARCH], required=True)
+    text = qwen_call("search", *parameters)
+    assert takes(QWEN.grammar(use, None, thinking=False), text)
+    for size in (1, 2, 3, 7, 1000):
+        _, _, [(name, told)] = read(QWEN.reader(use, None, thinking=False), text, size)
+        assert (name, json.loads(told)) == ("search", arguments)
+        assert told == json.dumps(arguments, ensure_ascii=False)
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        [("text", "without pages")],
+        [("pages", "[1]"), ("text", "out of order")],
+        [("text", "t"), ("order", "worst"), ("pages", "[1]")],
+        [("text", "t"), ("pages", '["1"]')],
+        [("text", "t"), ("pages", "[1]"), ("since", "2024-02-29")],
+        [("text", "t"), ("pages", "[1]"), ("since", '"2023-02-29"')],
+    ],
+)
+def test_tagged_arguments_are_bound(parameters: list[tuple[str, str]]):
+    assert not takes(
+        QWEN.grammar(ToolUse([SEARCH], required=True), None, thinking=False), qwen_call("search", *parameters)
     )
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {**WEATHER, "anyOf": [{"required": ["place"]}]},
+        {**WEATHER, "minProperties": 1},
+        {"type": "object", "properties": {"a place": {"type": "string"}}, "required": ["a place"]},
+        {"type": "object", "additionalProperties": {"type": "string"}},
+        {"type": "object", "required": ["place"]},
+    ],
+)
+def test_arguments_that_fit_no_tags_are_json(parameters: Any):
+    use = ToolUse([tool("weather", parameters), TOOLS[2]], required=True)
+    arguments = json.dumps({next(iter(parameters.get("properties", {"place": 0}))): "Paris"})
+    json_call = f'<tool_call>\n{{"name": "weather", "arguments": {arguments}}}\n</tool_call>'
+    text = f"{json_call}\n{qwen_call('clock')}\n{json_call}"
+    assert takes(QWEN.grammar(use, None, thinking=False), text)
+    assert not takes(QWEN.grammar(use, None, thinking=False), text.replace('"Paris"', "[1"))
+    for size in (1, 3, 1000):
+        calls = [("weather", arguments), ("clock", "{}"), ("weather", arguments)]
+        assert read(QWEN.reader(use, None, thinking=False), text, size) == ("", "", calls)
+
+
+def test_what_is_lenient_of_tagged_arguments_is_left_to_the_model():
+    parameters = {
+        "type": "object",
+        "properties": {"tags": {"$ref": "#/$defs/tags"}},
+        "$defs": {"tags": {"type": "array", "uniqueItems": True}},
+    }
+    for strict in (True, False):
+        grammar = QWEN.grammar(ToolUse([tool("tag", parameters, strict=strict)]), None, thinking=False)
+        assert grammar is not None
+        assert ("uniqueItems" in (compiler_fault(grammar) or "")) is strict
+
+
+def test_a_tagged_call_that_is_cut_off_gives_what_there_is():
+    text = qwen_call("search", ("text", "How long"))
+    told = read(QWEN.reader(ToolUse([SEARCH]), None, thinking=False), text[: text.index("</par") + 3], 3)
+    assert told == ("", "", [("search", '{"text": "How long')])

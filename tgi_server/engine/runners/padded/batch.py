@@ -44,13 +44,21 @@ class PaddedBatch:
     """The memory that a model has of each sequence, and the length of each.
 
     cache: read and extended by the model's own code. lengths: tokens of each row in it.
-    mask: [rows, longest] int64; 0 where a row is padded.
+    mask: [rows, longest] int64; 0 where a row is padded. adapters: the number of each row's adapter, 0 for none.
     encoder_lengths, encoder_mask, encoder_states: of the prompts that an encoder read; empty without an encoder.
     """
 
-    def __init__(self, cache: Cache, lengths: list[int], mask: Tensor, encoded: Encoded | None = None) -> None:
+    def __init__(
+        self,
+        cache: Cache,
+        lengths: list[int],
+        mask: Tensor,
+        encoded: Encoded | None = None,
+        adapters: list[int] | None = None,
+    ) -> None:
         self.cache = cache
         self.lengths = lengths
+        self.adapters = adapters or [0] * len(lengths)
         self.encoder_lengths = encoded.lengths if encoded else []
         self._tensors = {"mask": mask, "positions": torch.tensor(lengths, device=mask.device)}
         self._encoder_tensors = {"mask": encoded.mask, "states": encoded.states} if encoded else {}
@@ -92,12 +100,14 @@ class PaddedBatch:
                 own, new = (_widen(tensor, mine.axis, longest, mine.left) for tensor in (own, new))
             mine.owner[mine.key] = torch.cat([own, new])
         self.lengths = self.lengths + other.lengths
+        self.adapters = self.adapters + other.adapters
         self.encoder_lengths = self.encoder_lengths + other.encoder_lengths
 
     def select(self, rows: list[int]) -> None:
         """Makes row i of what was row rows[i], and removes padding that no row needs any more."""
         index = torch.tensor(rows, device=self.mask.device)
         self.lengths = [self.lengths[row] for row in rows]
+        self.adapters = [self.adapters[row] for row in rows]
         self.encoder_lengths = [self.encoder_lengths[row] for row in rows] if self.encoder_lengths else []
         for place in self._places():
             tensor = place.owner[place.key]

@@ -9,16 +9,18 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
+from tgi_server.engine.adapters.rows import AdapterRows, CurrentRows
 from tgi_server.engine.errors import UnsupportedModel
 from tgi_server.engine.runners.padded.batch import Encoded, PaddedBatch, joinable_cache
 from tgi_server.engine.sequence import RunningSequence
 
 
 class Passes(ABC):
-    """Runs one model."""
+    """Runs one model. current_adapters: the adapters of the pass that runs."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, current_adapters: CurrentRows | None = None) -> None:
         self._model = model
+        self._current_adapters = current_adapters or CurrentRows()
         self._device = model.device
         self._accepted = inspect.signature(model.forward).parameters
 
@@ -55,6 +57,10 @@ class Passes(ABC):
             mask[row, span] = 1
         return tokens.to(self._device), mask.to(self._device)
 
+    def _adapt(self, numbers: Sequence[int]) -> None:
+        """Has the next passes computed with these adapters. numbers: of each row; 0: none."""
+        self._current_adapters.rows = AdapterRows.of_sequences(numbers, self._device)
+
     def _only_last(self, all_logits: bool = False) -> dict[str, int]:
         return {"logits_to_keep": 1} if "logits_to_keep" in self._accepted and not all_logits else {}
 
@@ -65,15 +71,18 @@ class CausalPasses(Passes):
     def prefill(
         self, sequences: Sequence[RunningSequence], *, all_logits: bool, joinable: bool
     ) -> tuple[PaddedBatch, Tensor]:
+        adapters = [sequence.adapter for sequence in sequences]
+        self._adapt(adapters)
         texts = [sequence.known.tolist() for sequence in sequences]
         tokens, mask = self._padded(texts, left=True)
         config = self._model.config
         cache = joinable_cache(config) if joinable else DynamicCache(config=config)
         positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
         logits = self._run(tokens, mask, positions, cache, all_logits)
-        return PaddedBatch(cache, [len(text) for text in texts], mask), logits
+        return PaddedBatch(cache, [len(text) for text in texts], mask, adapters=adapters), logits
 
     def decode(self, batch: PaddedBatch, tokens: Tensor) -> Tensor:
+        self._adapt(batch.adapters)
         positions = batch.positions
         batch.grow()
         mask = batch.mask if batch.has_keys else None
@@ -100,8 +109,8 @@ class CausalPasses(Passes):
 class Seq2SeqPasses(Passes):
     """Passes of an encoder that reads the prompt once, and of a decoder whose text begins with a token of its own."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        super().__init__(model)
+    def __init__(self, model: PreTrainedModel, current_adapters: CurrentRows | None = None) -> None:
+        super().__init__(model, current_adapters)
         start = model.generation_config.decoder_start_token_id
         if start is None:
             raise UnsupportedModel(f"this {model.config.model_type} model has no decoder_start_token_id")
@@ -110,14 +119,17 @@ class Seq2SeqPasses(Passes):
     def prefill(
         self, sequences: Sequence[RunningSequence], *, all_logits: bool, joinable: bool
     ) -> tuple[PaddedBatch, Tensor]:
+        adapters = [sequence.adapter for sequence in sequences]
+        self._adapt(adapters)
         encoded = self._encode([sequence.input_ids for sequence in sequences])
         texts = [[self._start, *sequence.generated_ids] for sequence in sequences]
         tokens, mask = self._padded(texts, left=True)
         cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
-        batch = PaddedBatch(cache, [len(text) for text in texts], mask, encoded)
+        batch = PaddedBatch(cache, [len(text) for text in texts], mask, encoded, adapters=adapters)
         return batch, self._run(tokens, batch)
 
     def decode(self, batch: PaddedBatch, tokens: Tensor) -> Tensor:
+        self._adapt(batch.adapters)
         batch.grow()
         return self._run(tokens[:, None], batch)[:, -1]
 

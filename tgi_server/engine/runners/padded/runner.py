@@ -53,7 +53,7 @@ class PaddedRunner(Runner):
         self._cpu_memory = cpu_memory
         self._group = group
         self._rope = LengthDependentRope(model)
-        passes = (Seq2SeqPasses if model.config.is_encoder_decoder else CausalPasses)(model)
+        passes = (Seq2SeqPasses if model.config.is_encoder_decoder else CausalPasses)(model, self.current_adapters)
         self._rows = choose_rows(model, passes, group)
         self._order: list[int] = []  # for each row, which of self._rows it is
         self._promoted = 0  # of the prompts computed last
@@ -65,12 +65,13 @@ class PaddedRunner(Runner):
         max_prefill_tokens: int,
         max_total_tokens: int | None,
         max_batch_total_tokens: int | None,
+        adapter_bytes: int = 0,
     ) -> CacheCapacity:
         limit = max_total_tokens or position_limit(self._model.config) or UNBOUNDED_POSITIONS
         self._tokens = torch.zeros(max_batch_size, dtype=torch.int64, device=self._device)
         token_bytes, fixed_bytes = self._run_largest(max_prefill_tokens)
         processes = self._group.local_world_size if self._group else 1
-        free = cache_bytes(self._device, self._memory_fraction, self._cpu_memory, processes)
+        free = cache_bytes(self._device, self._memory_fraction, self._cpu_memory, processes, adapter_bytes)
         tokens = min(max_batch_size * limit, (free - max_batch_size * fixed_bytes) // token_bytes)
         if max_batch_total_tokens is not None:
             tokens = min(tokens, max_batch_total_tokens)

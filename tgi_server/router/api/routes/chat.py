@@ -65,7 +65,13 @@ class ChatChoices:
         streams = [
             exchange.generate(
                 checked,
-                ChatAnswer(prompt.reader(), writer(index), service.tokenizer, plan.logprobs),
+                ChatAnswer(
+                    prompt.reader(),
+                    writer(index),
+                    service.tokenizer,
+                    plan.logprobs,
+                    show_thoughts=plan.request.include_reasoning,
+                ),
                 on_end,
                 reveal_stop=plan.request.include_stop_str_in_output,
                 logprobs=plan.logprobs is not None,
@@ -95,25 +101,29 @@ async def _whole(exchange: Exchange, plan: ChatPlan, prompt: ChatPrompt) -> Resp
 async def _stream(exchange: Exchange, plan: ChatPlan, prompt: ChatPrompt) -> Response:
     options = plan.request.stream_options
     whole_usage = options is not None and options.include_usage
+    usage_so_far = options is not None and options.include_usage and options.continuous_usage_stats
     outbox = Outbox()
     envelope = Envelope("chat.completion.chunk", "chatcmpl", exchange.service.model)
 
     def last_words() -> bytes:
         return event(envelope.wrap("", choices.usage())) if whole_usage else b""
 
+    def usage() -> str | None:
+        return choices.usage() if usage_so_far else "null" if whole_usage else None
+
     end = exchange.stream_end(outbox, sequences=plan.choices, last_words=last_words, trailer=DONE)
-    chunks = _Chunks(outbox, envelope, usage="null" if whole_usage else None, logprobs=plan.logprobs is not None)
+    chunks = _Chunks(outbox, envelope, usage, logprobs=plan.logprobs is not None)
     choices = ChatChoices.begin(exchange, plan, prompt, lambda index: _StreamedChoice(chunks, index), end)
     return exchange.stream(outbox, characters=len(prompt.text))
 
 
 @dataclass(frozen=True, slots=True)
 class _Chunks:
-    """Writes the chunks of one response. usage: JSON that each has for it. logprobs: they were asked for."""
+    """Writes the chunks of one response. usage: returns JSON that a chunk has for it. logprobs: they were asked for."""
 
     outbox: Outbox
     envelope: Envelope
-    usage: str | None
+    usage: Callable[[], str | None]
     logprobs: bool
 
     def write(self, index: int, delta: str, logprobs: Sequence[str], reason: str | None) -> None:
@@ -121,7 +131,7 @@ class _Chunks:
         entries = f'{{"content":[{",".join(logprobs)}]}}' if self.logprobs else "null"
         told = "null" if reason is None else f'"{reason}"'
         choice = f'{{"index":{index},"delta":{delta},"logprobs":{entries},"finish_reason":{told}}}'
-        self.outbox.write(event(self.envelope.wrap(choice, self.usage)))
+        self.outbox.write(event(self.envelope.wrap(choice, self.usage())))
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,18 +24,25 @@ class PieceWriter(Protocol):
 class ChatAnswer:
     """Takes the tokens of one choice, and hands its pieces on. A token that shows nothing waits for the next piece."""
 
-    __slots__ = ("_logprobs", "_most", "_reader", "_tokenizer", "writer")
+    __slots__ = ("_logprobs", "_most", "_reader", "_show_thoughts", "_tokenizer", "writer")
 
     def __init__(
-        self, reader: AnswerReader | None, writer: PieceWriter, tokenizer: TextTokenizer, most: int | None
+        self,
+        reader: AnswerReader | None,
+        writer: PieceWriter,
+        tokenizer: TextTokenizer,
+        most: int | None,
+        *,
+        show_thoughts: bool = True,
     ) -> None:
         """reader: takes the text apart; None: all of it is text. most: alternatives that are told of each token; None:
-        no log-probabilities are.
+        no log-probabilities are. show_thoughts: they are pieces, too; otherwise nobody gets them.
         """
         self.writer = writer
         self._reader = reader
         self._tokenizer = tokenizer
         self._most = most
+        self._show_thoughts = show_thoughts
         self._logprobs: list[str] = []
 
     def token(
@@ -62,11 +69,12 @@ class ChatAnswer:
         if self._reader is None:
             pieces = [Piece(AnswerPart.TEXT, visible)]
         else:
-            pieces = self._reader.feed(visible)
-            if ended is not None:
+            pieces = [*self._reader.feed(visible), *(self._reader.end() if ended is not None else ())]
+            if not self._show_thoughts:
+                pieces = [piece for piece in pieces if piece.part is not AnswerPart.THOUGHT]
+            if ended is not None and not pieces:
                 calls = self._reader.calls
-                nothing = Piece(AnswerPart.ARGUMENTS, "", calls - 1) if calls else Piece(AnswerPart.TEXT, "")
-                pieces = [*pieces, *self._reader.end()] or [nothing]
+                pieces = [Piece(AnswerPart.ARGUMENTS, "", calls - 1) if calls else Piece(AnswerPart.TEXT, "")]
         for place, piece in enumerate(pieces, 1):
             last = ended is not None and place == len(pieces)
             self.writer.piece(piece, self._logprobs, self._reason(ended) if last else None)

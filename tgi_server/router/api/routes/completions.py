@@ -109,7 +109,10 @@ async def _plan(exchange: Exchange, request: CompletionRequest) -> _Plan:
         for each in prompts
     ]
     check = service.validator.check
-    checked = [await check(each, parameters, size=exchange.size, limits=limits) for each in rendered]
+    checked = [
+        await check(each, parameters, add_special_tokens=request.add_special_tokens, size=exchange.size, limits=limits)
+        for each in rendered
+    ]
     if request.echo and request.logprobs is not None:
         checked = [replace(each, prefill_logprobs=True, prefill_top_n=request.logprobs) for each in checked]
     sequences = [each for prompt in checked for each in prompt.times(attempts)]
@@ -121,6 +124,8 @@ def _token_ids(prompt: str | list[int]) -> list[int] | None:
 
 
 def _check(request: CompletionRequest, service: Service, choices: int, attempts: int) -> None:
+    if "" in request.prompt.root:
+        raise InvalidRequest("`prompt` must not be empty")
     if request.suffix:
         raise InvalidRequest("`suffix` is not supported: put it into the prompt as the model's format wants it")
     if attempts < choices:
@@ -185,7 +190,7 @@ def _stream(exchange: Exchange, plan: _Plan) -> Response:
     logprobs = request.logprobs is not None
     for index, checked in enumerate(plan.sequences):
         entries = LogprobEntries(exchange.service.tokenizer) if logprobs else None
-        chunks = _CompletionChunks(outbox, envelope, plan, index, entries, whole_usage=whole_usage)
+        chunks = _CompletionChunks(outbox, envelope, plan, index, entries)
         streams.append(
             exchange.generate(checked, chunks, end, reveal_stop=request.include_stop_str_in_output, logprobs=logprobs)
         )
@@ -193,12 +198,13 @@ def _stream(exchange: Exchange, plan: _Plan) -> Response:
 
 
 class _CompletionChunks:
-    """Writes a chunk for each token that shows something. The last one has the sequence's usage, as TGI's has.
+    """Writes a chunk for each token that shows something. The last one has the sequence's usage, as TGI's has, unless
+    usage comes once, for all sequences of the stream, behind the last of them.
 
     Of a prompt that is shown, the first chunk has all.
     """
 
-    __slots__ = ("_entries", "_envelope", "_index", "_outbox", "_plan", "_told", "_whole_usage")
+    __slots__ = ("_entries", "_envelope", "_index", "_outbox", "_plan", "_told")
 
     def __init__(
         self,
@@ -207,19 +213,13 @@ class _CompletionChunks:
         plan: _Plan,
         index: int,
         entries: LogprobEntries | None,
-        *,
-        whole_usage: bool,
     ) -> None:
-        """entries: None where no log-probabilities are wanted.
-
-        whole_usage: usage comes once, for all sequences of the stream, behind the last of them.
-        """
+        """entries: None where no log-probabilities are wanted."""
         self._outbox = outbox
         self._envelope = envelope
         self._plan = plan
         self._index = index
         self._entries = entries
-        self._whole_usage = whole_usage
         self._told = False
 
     def token(
@@ -248,18 +248,21 @@ class _CompletionChunks:
         if echo := self._plan.echo(self._index):
             if self._entries is not None and stream.prefill is not None:
                 self._entries.prompt(stream.prefill, echo)
-            self._send(echo, None, "null" if self._whole_usage else None)
+            self._send(stream, echo, None)
 
     def _write(self, stream: AnyStream, text: str, reason: FinishReason | None) -> None:
-        usage = "null" if self._whole_usage else None
-        if reason is not None and not self._whole_usage:
-            usage = self._plan.usage([stream], stream.input_length)
         if self._plan.generates:
-            self._send(text, reason, usage)
+            self._send(stream, text, reason)
         elif reason is not None:
-            self._send("", FinishReason.LENGTH, usage)
+            self._send(stream, "", FinishReason.LENGTH)
 
-    def _send(self, text: str, reason: FinishReason | None, usage: str | None) -> None:
+    def _send(self, stream: AnyStream, text: str, reason: FinishReason | None) -> None:
+        options = self._plan.request.stream_options
+        usage = None
+        if options is not None and options.include_usage and not options.continuous_usage_stats:
+            usage = "null"
+        elif reason is not None or (options is not None and options.include_usage):
+            usage = self._plan.usage([stream], stream.input_length)
         logprobs = "null" if self._entries is None else self._entries.take()
         self._outbox.write(event(self._envelope.wrap(_choice(self._index, text, logprobs, reason), usage)))
 

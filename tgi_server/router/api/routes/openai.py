@@ -79,10 +79,10 @@ def requested_form(request: SharedParameters) -> GrammarType | None:
         form
         for form in (
             request.response_format,
-            _json(request.guided_json),
+            *map(_json, (request.guided_json, request.json_schema)),
             _json(outputs.json_schema),
             _json({"type": "object"} if outputs.json_object else None),
-            *map(_regex, (request.guided_regex, outputs.regex)),
+            *map(_regex, (request.guided_regex, request.regex, outputs.regex)),
             *map(_choice, (request.guided_choice, outputs.choice)),
             *map(_lark, (request.guided_grammar, outputs.grammar)),
         )
@@ -90,7 +90,8 @@ def requested_form(request: SharedParameters) -> GrammarType | None:
     ]
     if len(asked) > 1:
         raise InvalidRequest(
-            "more than one of `response_format`, `structured_outputs` and `guided_*` says what form the answer has"
+            "more than one of `response_format`, `structured_outputs`, `guided_*`, `json_schema` and `regex` says what "
+            "form the answer has"
         )
     return asked[0] if asked else None
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from tgi_server.router.api.body import validate
 from tgi_server.router.schemas.chat import ChatRequest
+from tgi_server.router.schemas.openai import TextParameters
 from tgi_server.router.schemas.responses import (
     AllowedFunctions,
     ChosenFunction,
@@ -13,6 +14,7 @@ from tgi_server.router.schemas.responses import (
     InputMessage,
     ReasoningItem,
     ResponsesRequest,
+    TextOptions,
     TextPart,
 )
 
@@ -65,9 +67,8 @@ def chat_request(request: ResponsesRequest, messages: Sequence[dict[str, Any]]) 
     system = [{"role": "system", "content": request.instructions}] if request.instructions else []
     logprobs = LOGPROBS in (request.include or ())
     fields = {
+        **{name: value for name in TextParameters.model_fields if (value := getattr(request, name)) is not None},
         "messages": [*system, *messages],
-        "temperature": request.temperature,
-        "top_p": request.top_p,
         "max_completion_tokens": request.max_output_tokens,
         "tools": [{"type": "function", "function": tool.model_dump(exclude={"type"})} for tool in request.tools or ()],
         "tool_choice": _choice(request),
@@ -76,7 +77,7 @@ def chat_request(request: ResponsesRequest, messages: Sequence[dict[str, Any]]) 
         "reasoning_effort": request.reasoning.effort if request.reasoning is not None else None,
         "logprobs": logprobs,
         "top_logprobs": request.top_logprobs if logprobs else None,
-        "cache_salt": request.cache_salt,
+        "chat_template_kwargs": request.chat_template_kwargs,
     }
     return validate(ChatRequest, fields)
 
@@ -92,7 +93,7 @@ def _choice(request: ResponsesRequest) -> Any:
 
 
 def _form(request: ResponsesRequest) -> Any:
-    form = request.text.format
+    form = (request.text or TextOptions()).format
     if form.type == "json_schema":
         schema = {"name": form.name, "schema": form.json_schema, "strict": form.strict}
         return {"type": "json_schema", "json_schema": schema}

@@ -20,13 +20,18 @@ from tgi_server.router.api.routes.response_items import ResponseItems
 from tgi_server.router.api.routes.response_request import chat_request, input_messages, output_messages
 from tgi_server.router.api.stored_responses import StoredResponses, new_id
 from tgi_server.router.errors import NoSuchResponse, NotSupported, PreviousResponseNotFound
-from tgi_server.router.schemas.openai import OpenAIErrorResponse
+from tgi_server.router.schemas.openai import OpenAIErrorResponse, TextParameters
 from tgi_server.router.schemas.responses import DeletedResponse, ResponseObject, ResponsesRequest
 from tgi_server.router.service import Service
 
 _KEPT_ERRORS: Responses = {
     401: OPENAI_ERRORS[401],
     404: {"description": "The response is not kept", "model": OpenAIErrorResponse},
+}
+# What a response does not repeat of its request.
+_NOT_TOLD = {
+    *("input", "include", "stream", "model", "chat_template_kwargs"),
+    *(TextParameters.model_fields.keys() - {"temperature", "top_p"}),
 }
 _ID = {"parameters": [{"name": "response_id", "in": "path", "required": True, "schema": {"type": "string"}}]}
 
@@ -134,7 +139,7 @@ class _Response:
     """One response, as far as the request tells of it."""
 
     def __init__(self, request: ResponsesRequest, model: str) -> None:
-        asked = request.model_dump(by_alias=True, exclude={"input", "include", "stream", "cache_salt", "model"})
+        asked = request.model_dump(by_alias=True, exclude=_NOT_TOLD)
         self._members = {
             "id": new_id("resp"),
             "object": "response",
@@ -146,6 +151,8 @@ class _Response:
             **asked,
             "metadata": request.metadata or {},
             "tools": asked["tools"] or [],
+            "tool_choice": asked["tool_choice"] or "auto",
+            "text": asked["text"] or {"format": {"type": "text"}},
         }
 
     def json(self, status: str, output: list[dict[str, Any]], usage: dict[str, Any] | None) -> dict[str, Any]:

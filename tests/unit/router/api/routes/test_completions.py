@@ -41,7 +41,7 @@ async def test_a_stream_tells_its_usage_once_if_asked_to(client: httpx.AsyncClie
         ({"n": 9}, "the number of prompts times `n` must be 1 to 8, not 9"),
         ({"prompt": []}, "the number of prompts must be 1 to 8, not 0"),
         ({"n": 2, "best_of": 1}, "`best_of` is 1; it must be at least `n`, which is 2"),
-        ({"prompt": ["hello", ""]}, "`inputs` must not be empty"),
+        ({"prompt": ["hello", ""]}, "`prompt` must not be empty"),
     ],
 )
 async def test_what_breaks_a_rule_is_refused_before_anything_is_generated(

@@ -1,0 +1,55 @@
+"""The products of adapters for GPUs, in the interpreter, against those in plain torch."""
+
+import pytest
+import torch
+
+from tgi_server.engine.adapters.products import Change, TorchProducts
+from tgi_server.engine.adapters.rows import AdapterRows
+from tgi_server.engine.adapters.triton_products import TritonProducts, fault_of
+
+INPUTS, OUTPUTS = 70, 150
+ERROR = {torch.float32: 1e-4, torch.bfloat16: 2e-1, torch.float16: 3e-2}
+
+
+def change(dtype: torch.dtype, ranks: tuple[int, ...], *, gain: bool = False, shift: bool = False) -> Change:
+    sizes = (40, 110)[: len(ranks)]
+    return Change(
+        torch.randn(sum(ranks), INPUTS).to(dtype) / 8,
+        [torch.randn(rank, size).to(dtype) for rank, size in zip(ranks, sizes, strict=True)],
+        [0, 40][: len(ranks)],
+        torch.rand(OUTPUTS) + 0.5 if gain else None,
+        torch.randn(OUTPUTS) if shift else None,
+    )
+
+
+@pytest.mark.parametrize("dtype", ERROR)
+@pytest.mark.parametrize(("relu", "with_residual"), [(False, False), (True, False), (False, True)])
+@pytest.mark.parametrize("rows", [5, 100])
+def test_rows_are_changed_as_in_plain_torch(dtype: torch.dtype, relu: bool, with_residual: bool, rows: int) -> None:
+    torch.manual_seed(0)
+    plain, products = TorchProducts(), TritonProducts(OUTPUTS, 48, torch.device("cpu"))
+    changes = {
+        1: change(dtype, (3, 2)),
+        2: change(dtype, (16, 1), gain=True, shift=True),
+        4: change(dtype, (33, 7), shift=True),
+    }
+    for number, each in changes.items():
+        plain.put(number, each)
+        products.put(number, each)
+    numbers = torch.randint(0, 5, (rows,), dtype=torch.int32)
+    given = AdapterRows(numbers, frozenset({1, 2, 3, 4}))
+    x, y = torch.randn(rows, INPUTS).to(dtype), torch.randn(rows, OUTPUTS).to(dtype)
+    residual = torch.randn(rows, OUTPUTS).to(dtype) if with_residual else None
+    for _ in range(2):
+        wanted = plain.apply(x, y.clone(), given, relu=relu, residual=residual)
+        actual = products.apply(x, y.clone(), given, relu=relu, residual=residual)
+        torch.testing.assert_close(actual.float(), wanted.float(), atol=ERROR[dtype], rtol=2e-2)
+        plain.drop(2)
+        products.drop(2)
+
+
+@pytest.mark.parametrize("dtype", ERROR)
+def test_the_kernels_are_found_to_be_right(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert fault_of(dtype, torch.device("cpu")) is None
+    monkeypatch.setattr(TritonProducts, "apply", lambda products, x, y, rows, **options: y)
+    assert "are off by" in str(fault_of(dtype, torch.device("cpu")))

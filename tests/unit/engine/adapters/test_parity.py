@@ -1,0 +1,80 @@
+"""Requests with adapters, token for token equal to the models that peft merges, in float32."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.tiny_models import ARCHITECTURES, make
+from tests.unit.engine.adapters.adapted import make_adapted
+from tests.unit.engine.requests import Requests, load_engine, prompts
+from tests.unit.engine.runners.test_parity import ELSEWHERE, check, quick, run_overlapping
+from tgi_server.engine.errors import InvalidCall
+
+# Of what is no linear layer, or computed for some tokens only, nothing is adapted; these have more.
+ADAPTABLE = sorted(ARCHITECTURES.keys() - ELSEWHERE)
+
+
+@pytest.mark.parametrize("architecture", quick(ADAPTABLE, {"llama"}))
+def test_sixteen_requests_over_five_adapters_and_the_base_model(architecture: str, tmp_path: Path) -> None:
+    model = make_adapted(make(architecture, tmp_path / "model"))
+    engine = load_engine(model.folder)
+    model.load(engine)
+    requests = Requests(engine, prompts(), adapters=model.ids())
+    run_overlapping(requests)
+    check(requests, model.expected())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", ["gpt2", "llama", "opt", "falcon_40b", "t5"])
+def test_adapters_in_plain_torch(architecture: str, tmp_path: Path) -> None:
+    model = make_adapted(make(architecture, tmp_path / "model"))
+    engine = load_engine(model.folder, custom_kernels=False)
+    model.load(engine)
+    requests = Requests(engine, prompts(), adapters=model.ids())
+    run_overlapping(requests)
+    check(requests, model.expected())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", ["llama", "opt", "t5"])
+def test_adapters_that_come_and_go_at_every_turn(architecture: str, tmp_path: Path) -> None:
+    model = make_adapted(make(architecture, tmp_path / "model"))
+    engine = load_engine(model.folder)
+    requests = Requests(engine, prompts(), adapters=model.ids())
+    for index, adapter in enumerate(model.ids()):
+        model.load(engine, adapter)
+        requests.join(index)
+        requests.step()
+        requests.step()
+        requests.leave(index)
+        engine.adapters.drop(adapter)
+    for index, adapter in enumerate(model.ids()):
+        model.load(engine, adapter)
+        requests.join(index)
+        requests.finish()
+        engine.adapters.drop(adapter)
+    assert requests.outputs == model.expected()
+
+
+def test_a_request_with_an_adapter_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    engine = load_engine(make("llama", tmp_path))
+    requests = Requests(engine, prompts(), adapters=["a0"] * 16)
+    requests.join(0)
+    with pytest.raises(InvalidCall, match="there is no adapter 'a0' here"):
+        requests.step()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("dtype", "quantize"), [("bfloat16", None), ("float32", "int8"), ("float32", "int4")])
+def test_other_weights_of_the_base_model(dtype: str, quantize: str | None, tmp_path: Path) -> None:
+    """With weights that were rounded, an adapter changes the model's words as it does without."""
+    model = make_adapted(make("llama", tmp_path / "model"))
+    engine = load_engine(model.folder, dtype=getattr(torch, dtype), quantize=quantize)
+    model.load(engine)
+    texts = [prompts()[1]] * 16
+    requests = Requests(engine, texts, adapters=model.ids())
+    for index in range(6):
+        requests.join(index)
+    outputs = requests.finish()[:6]
+    assert len({tuple(output) for output in outputs}) == 6, "each adapter has an answer of its own"

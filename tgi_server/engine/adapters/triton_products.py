@@ -1,0 +1,182 @@
+"""The small products of adapters on a GPU, in two Triton kernels that group the rows by adapter.
+
+Rows are sorted by their adapter's number, and each program takes some neighbours in that order: it reads the matrices
+of the adapters that occur among them, mostly one. Which matrices those are, it reads from tables on the device, so a
+recorded step goes on to be right when adapters come and go.
+"""
+
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+# (arguments of kernels are what Triton makes of them)
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tgi_server.engine.adapters.products import Change, Products, TorchProducts
+from tgi_server.engine.adapters.rows import AdapterRows
+
+# Numbers of adapters for which the tables have room.
+_NUMBERS = 1024
+_FEW_ROWS = 64
+_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 5e-3}
+_INPUTS_AT_ONCE, _RANKS_AT_ONCE, _OUTPUTS_AT_ONCE = 64, 16, 64
+
+
+class TritonProducts(Products):
+    """Matrices stay where they are; tables have the address of each by the number of its adapter, 0 for none."""
+
+    def __init__(self, outputs: int, most_ranks: int, device: torch.device) -> None:
+        """most_ranks: that any adapter has in this layer."""
+        self._outputs = outputs
+        self._most_ranks = most_ranks
+        self._changes: dict[int, tuple[Tensor | None, ...]] = {}
+        # of a, b, gain and shift; and how many rows a has
+        self._tables = torch.zeros(4, _NUMBERS, dtype=torch.int64, device=device)
+        self._ranks = torch.zeros(_NUMBERS, dtype=torch.int32, device=device)
+
+    def put(self, number: int, change: Change) -> None:
+        b = change.a.new_zeros(len(change.a), self._outputs)
+        rank = 0
+        for first, part in zip(change.firsts, change.b, strict=True):
+            b[rank : rank + len(part), first : first + part.shape[1]] = part
+            rank += len(part)
+        tensors = (change.a, b, change.gain, change.shift)
+        self._changes[number] = tensors
+        addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+        self._tables[:, number] = torch.tensor(addresses, device=self._tables.device)
+        self._ranks[number] = len(change.a)
+
+    def drop(self, number: int) -> None:
+        if self._changes.pop(number, None) is not None:
+            self._tables[:, number] = 0
+            self._ranks[number] = 0
+
+    def apply(self, x: Tensor, y: Tensor, rows: AdapterRows, *, relu: bool, residual: Tensor | None) -> Tensor:
+        x = x.contiguous()
+        inputs, outputs = x.shape[-1], y.shape[-1]
+        count = x.numel() // inputs
+        numbers, order = rows.of(count), rows.order(count)
+        together = 16 if count <= _FEW_ROWS else 64
+        sums = x.new_empty(count, self._most_ranks)
+        precision = "ieee" if x.dtype is torch.float32 else "tf32"
+        blocks = triton.cdiv(count, together)
+        _narrow[blocks, triton.cdiv(self._most_ranks, _RANKS_AT_ONCE)](
+            x, order, numbers, self._tables[0], self._ranks, sums, count, inputs, self._most_ranks,
+            together=together, inputs_at_once=_INPUTS_AT_ONCE, ranks_at_once=_RANKS_AT_ONCE, precision=precision,
+        )  # fmt: skip
+        _widen[blocks, triton.cdiv(outputs, _OUTPUTS_AT_ONCE)](
+            y, y if residual is None else residual.contiguous(), order, numbers,
+            self._tables[1], self._tables[2], self._tables[3], self._ranks, sums, count, outputs, self._most_ranks,
+            together=together, outputs_at_once=_OUTPUTS_AT_ONCE, ranks_at_once=_RANKS_AT_ONCE, relu=relu,
+            added=residual is not None, precision=precision,
+        )  # fmt: skip
+        return y
+
+
+def fault_of(dtype: torch.dtype, device: torch.device) -> str | None:
+    """Computes something small. Returns why the kernels must not be used, in words; None if they are right."""
+    generator = torch.Generator(device).manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float32, device=device)
+
+    plain, products = TorchProducts(), TritonProducts(96, 24, device)
+    change = Change(random(24, 80).to(dtype), [random(24, 48).to(dtype)], [32], random(96), random(96))
+    rows = AdapterRows(torch.tensor([0, 2, 1, 2, 0], dtype=torch.int32, device=device), frozenset({2}))
+    x, y = random(5, 80).to(dtype), random(5, 96).to(dtype)
+    try:
+        plain.put(2, change)
+        products.put(2, change)
+        wanted, actual = (each.apply(x, y.clone(), rows, relu=False, residual=y).float() for each in (plain, products))
+    except Exception as error:  # of a compiler, of a driver, of a library that is too old
+        return f"the kernels of adapters fail ({type(error).__name__}: {error})"
+    difference = float((wanted - actual).norm() / wanted.norm())
+    return None if difference <= _TOLERANCE[dtype] else f"the kernels of adapters are off by {difference:.2g}"
+
+
+@triton.jit
+def _rows_of_block(order, numbers, count, together: tl.constexpr):
+    """Returns the rows that a program has, which of them there are, and the number of each one's adapter."""
+    place = tl.program_id(0) * together + tl.arange(0, together)
+    there = place < count
+    row = tl.load(order + place, mask=there, other=0).to(tl.int64)
+    number = tl.load(numbers + row, mask=there, other=0)
+    return row, there, number
+
+
+@triton.jit
+def _narrow(
+    x, order, numbers, a_of, ranks_of, sums, count, inputs, most,
+    together: tl.constexpr, inputs_at_once: tl.constexpr, ranks_at_once: tl.constexpr, precision: tl.constexpr,
+):  # fmt: skip
+    """sums, [rows, most], = x a^T of some rows and some ranks."""
+    row, there, number = _rows_of_block(order, numbers, count, together)
+    first_rank = tl.program_id(1) * ranks_at_once
+    rank = first_rank + tl.arange(0, ranks_at_once)
+    total = tl.zeros((together, ranks_at_once), tl.float32)
+    for each in range(tl.min(tl.where(there, number, 1 << 30), 0), tl.max(number, 0) + 1):
+        ranks = tl.load(ranks_of + each)
+        if ranks > first_rank:
+            a = tl.load(a_of + each).to(tl.pointer_type(x.dtype.element_ty))
+            mine = there & (number == each)
+            for start in range(0, inputs, inputs_at_once):
+                column = start + tl.arange(0, inputs_at_once)
+                real = column < inputs
+                given = tl.load(
+                    x + row[:, None] * inputs + column[None, :], mask=mine[:, None] & real[None, :], other=0.0
+                )
+                weights = tl.load(
+                    a + rank[None, :] * inputs + column[:, None],
+                    mask=(rank < ranks)[None, :] & real[:, None],
+                    other=0.0,
+                )
+                total += tl.dot(given, weights, input_precision=precision)
+    place = row[:, None] * most + rank[None, :]
+    own = tl.load(ranks_of + number, mask=there, other=0)
+    tl.store(sums + place, total.to(sums.dtype.element_ty), mask=rank[None, :] < own[:, None])
+
+
+@triton.jit
+def _widen(
+    y, residual, order, numbers, b_of, gain_of, shift_of, ranks_of, sums, count, outputs, most,
+    together: tl.constexpr, outputs_at_once: tl.constexpr, ranks_at_once: tl.constexpr, relu: tl.constexpr,
+    added: tl.constexpr, precision: tl.constexpr,
+):  # fmt: skip
+    """y = gain * y + sums b + shift of some rows and some outputs, then the activation and the residual."""
+    row, there, number = _rows_of_block(order, numbers, count, together)
+    column = tl.program_id(1) * outputs_at_once + tl.arange(0, outputs_at_once)
+    real = column < outputs
+    total = tl.zeros((together, outputs_at_once), tl.float32)
+    factor = tl.full((together, outputs_at_once), 1.0, tl.float32)
+    for each in range(tl.min(tl.where(there, number, 1 << 30), 0), tl.max(number, 0) + 1):
+        ranks = tl.load(ranks_of + each)
+        if ranks > 0:
+            mine = there & (number == each)
+            b = tl.load(b_of + each).to(tl.pointer_type(y.dtype.element_ty))
+            for start in range(0, ranks, ranks_at_once):
+                rank = start + tl.arange(0, ranks_at_once)
+                known = rank < ranks
+                given = tl.load(
+                    sums + row[:, None] * most + rank[None, :], mask=mine[:, None] & known[None, :], other=0.0
+                )
+                weights = tl.load(
+                    b + rank[:, None] * outputs + column[None, :], mask=known[:, None] & real[None, :], other=0.0
+                )
+                total += tl.dot(given, weights, input_precision=precision)
+            gain = tl.load(gain_of + each)
+            if gain != 0:
+                gains = tl.load(gain.to(tl.pointer_type(tl.float32)) + column, mask=real, other=1.0)
+                factor = tl.where(mine[:, None], gains[None, :], factor)
+            shift = tl.load(shift_of + each)
+            if shift != 0:
+                shifts = tl.load(shift.to(tl.pointer_type(tl.float32)) + column, mask=real, other=0.0)
+                total += tl.where(mine[:, None], shifts[None, :], 0.0)
+    place = row[:, None] * outputs + column[None, :]
+    inside = there[:, None] & real[None, :]
+    value = tl.load(y + place, mask=inside, other=0.0).to(tl.float32) * factor + total
+    if relu:
+        value = tl.maximum(value, 0.0)
+    if added:
+        value += tl.load(residual + place, mask=inside, other=0.0).to(tl.float32)
+    tl.store(y + place, value.to(y.dtype.element_ty), mask=inside)

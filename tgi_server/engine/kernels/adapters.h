@@ -1,0 +1,54 @@
+// What LoRA adapters change of a linear layer (Hu et al. 2021), each for the rows of its requests.
+
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/custom_class.h>
+
+#include <cstdint>
+#include <optional>
+#include <unordered_map>
+#include <vector>
+
+namespace oatmill {
+
+// Some neighbouring outputs of a layer, and what an adapter adds to them: b^T times some of its ranks.
+struct Part {
+  int64_t first, outputs, first_rank, ranks;
+  at::Tensor b;  // [ranks, outputs]
+};
+
+// One adapter's change of a layer: y = gain * base(x) + b (a x) + shift. The parts follow each other and are all outputs.
+struct Change {
+  at::Tensor a;  // [ranks, inputs], of all parts
+  std::vector<Part> parts;
+  std::optional<at::Tensor> gain, shift;  // [outputs] float32
+};
+
+class Adapters : public torch::CustomClassHolder {
+ public:
+  explicit Adapters(int64_t outputs) : outputs_(outputs) {}
+
+  // a: [ranks, inputs]. b: of each part [ranks, outputs], with the first of its outputs; it takes as many of the ranks
+  // as it needs, in turn. Replaces the change that the adapter with that number had.
+  void put(int64_t number, at::Tensor a, std::vector<at::Tensor> b, std::vector<int64_t> firsts,
+           std::optional<at::Tensor> gain, std::optional<at::Tensor> shift);
+
+  void drop(int64_t number) { changes_.erase(number); }
+
+  bool empty() const { return changes_.empty(); }
+
+  // x: [..., inputs]. y: the base layer's outputs for it, [..., outputs], which are overwritten and returned. numbers:
+  // [rows] int32, of the adapter of each row; 0, or one that does not change this layer: none. Then come the activation
+  // and the residual, of every row.
+  at::Tensor apply(const at::Tensor& x, at::Tensor y, const at::Tensor& numbers, bool relu,
+                   const std::optional<at::Tensor>& residual) const;
+
+ private:
+  int64_t outputs_;
+  std::unordered_map<int64_t, Change> changes_;
+};
+
+using AdaptersPtr = c10::intrusive_ptr<Adapters>;
+
+}  // namespace oatmill

@@ -1,0 +1,168 @@
+"""The adapters that requests may name, and which of them the shards hold ready.
+
+The shards hold at most `max_loras` at once. When a request waits for another one, the least recently used that no
+running request has gives way, and the shards read the other from its folder while they go on with their steps.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import count
+
+from tgi_server.router.errors import InvalidRequest, NoSuchAdapter, RouterError
+from tgi_server.router.scheduling.shard_client import ShardedClient
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class Adapter:
+    """An adapter that was added.
+
+    id: the name that requests give it. folder: where the shards find it. key: the name that the shards know it by; two
+    adapters that had one id, one after the other, have different keys, and so share nothing in the prefix cache.
+    rank: the largest of its layers. bytes: that it takes in a shard. used: grows with every request that joins.
+    ready: the shards hold it. loading: what makes it ready.
+    """
+
+    id: str
+    folder: str
+    key: str
+    rank: int = 0
+    bytes: int = 0
+    used: int = 0
+    ready: bool = False
+    loading: "asyncio.Task[None] | None" = field(default=None, repr=False)
+
+
+class Adapters:
+    """Adds and removes adapters, and decides which of them the shards hold.
+
+    on_ready: called when an adapter has become ready. on_failure: called with an adapter that could not be made ready,
+    and the reason. in_use: returns True while the shards may compute something with an adapter.
+    """
+
+    def __init__(self, shards: ShardedClient, max_loras: int) -> None:
+        """max_loras: adapters that the shards hold at once, at most."""
+        self.on_ready: Callable[[], None] = lambda: None
+        self.on_failure: Callable[[Adapter, RouterError], None] = lambda adapter, error: None
+        self.in_use: Callable[[Adapter], bool] = lambda adapter: False
+        self._shards = shards
+        self._max_loras = max_loras
+        self._by_id: dict[str, Adapter] = {}
+        self._held: dict[str, Adapter] = {}  # by key: those that the shards hold, or are about to
+        self._adding: set[str] = set()
+        self._numbers = count(1)
+        self._clock = count(1)
+
+    def __iter__(self) -> Iterator[Adapter]:
+        return iter(list(self._by_id.values()))
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def find(self, adapter_id: str) -> Adapter:
+        """Returns the adapter that has this id now. Raises NoSuchAdapter, which lists those that there are."""
+        adapter = self._by_id.get(adapter_id)
+        if adapter is None:
+            raise NoSuchAdapter(adapter_id, list(self._by_id))
+        return adapter
+
+    async def add(self, adapter_id: str, folder: str) -> Adapter:
+        """Has the shards read an adapter, and lets requests name it. It is held ready where there is a place left.
+
+        Raises InvalidRequest for an id that is taken, and for an adapter that does not fit the model; Unhealthy.
+        """
+        if adapter_id in self._by_id or adapter_id in self._adding:
+            raise InvalidRequest(f"there is an adapter {adapter_id!r} already; unload it first")
+        adapter = Adapter(adapter_id, folder, f"{adapter_id}#{next(self._numbers)}")
+        self._adding.add(adapter_id)
+        hold = len(self._held) < self._max_loras
+        if hold:
+            self._held[adapter.key] = adapter
+        try:
+            response = await self._shards.load_adapter(adapter.key, folder, check_only=not hold)
+        except RouterError:
+            self._held.pop(adapter.key, None)
+            with suppress(RouterError):  # some of the shards may hold it
+                await self._shards.unload_adapter(adapter.key)
+            raise
+        except BaseException:
+            self._held.pop(adapter.key, None)
+            raise
+        finally:
+            self._adding.remove(adapter_id)
+        adapter.rank, adapter.bytes, adapter.ready = response.rank, response.bytes, hold
+        self._by_id[adapter_id] = adapter
+        self.on_ready()
+        return adapter
+
+    async def remove(self, adapter_id: str) -> None:
+        """Forgets an adapter. Requests that named it before go on to their end. Raises NoSuchAdapter and Unhealthy."""
+        adapter = self.find(adapter_id)
+        del self._by_id[adapter_id]
+        adapter.used = 0  # where it is still needed, it is the first to give way later
+        if adapter.ready and not self.in_use(adapter):
+            self._give_up(adapter)
+            await self._shards.unload_adapter(adapter.key)
+
+    def prepare(self, adapter: Adapter) -> bool:
+        """Returns True if a request with the adapter may join now.
+
+        If not, it is made ready, as soon as another one can give way to it; `can_come` says if that is so already.
+        """
+        if adapter.ready:
+            adapter.used = next(self._clock)
+        elif adapter.loading is None and self.can_come(adapter):
+            leaving = None if len(self._held) < self._max_loras else self._oldest()
+            if leaving is not None:
+                self._give_up(leaving)
+            self._held[adapter.key] = adapter
+            adapter.loading = asyncio.create_task(self._load(adapter, leaving), name=f"adapter {adapter.id}")
+        return adapter.ready
+
+    def can_come(self, adapter: Adapter) -> bool:
+        """Returns True if the adapter is held, or there is a place for it."""
+        return adapter.key in self._held or len(self._held) < self._max_loras or self._oldest() is not None
+
+    def missing_bytes(self, places: int) -> int:
+        """Returns the memory of a shard that so many adapters need beside those that are held already."""
+        largest = max((each.bytes for each in self), default=0)
+        return max(0, min(places, self._max_loras) * largest - sum(each.bytes for each in self._held.values()))
+
+    @property
+    def loading(self) -> bool:
+        """True while an adapter is made ready for requests that wait for it."""
+        return any(each.loading is not None for each in self._held.values())
+
+    def close(self) -> None:
+        """Waits for no adapter any more."""
+        for adapter in list(self._held.values()):
+            if adapter.loading is not None:
+                adapter.loading.cancel()
+
+    def _oldest(self) -> Adapter | None:
+        """Returns the least recently used of those that the shards hold and do not need; None if there is none."""
+        idle = (each for each in self._held.values() if each.ready and not self.in_use(each))
+        return min(idle, key=lambda each: each.used, default=None)
+
+    def _give_up(self, adapter: Adapter) -> None:
+        adapter.ready = False
+        del self._held[adapter.key]
+
+    async def _load(self, adapter: Adapter, leaving: Adapter | None) -> None:
+        try:
+            if leaving is not None:
+                await self._shards.unload_adapter(leaving.key)
+            await self._shards.load_adapter(adapter.key, adapter.folder)
+        except RouterError as error:
+            logger.error("the adapter %s could not be read again: %s", adapter.id, error)
+            self._held.pop(adapter.key, None)
+            self.on_failure(adapter, error)
+        else:
+            adapter.ready = True
+        finally:
+            adapter.loading = None
+            self.on_ready()
