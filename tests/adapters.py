@@ -17,7 +17,7 @@ NOISE = 0.1
 
 
 def make_adapter(
-    model: PreTrainedModel, folder: Path, *, seed: int = 0, safetensors: bool = True, **settings: Any
+    model: PreTrainedModel, folder: Path, *, seed: int = 0, **settings: Any
 ) -> tuple[Path, PreTrainedModel]:
     """Saves an adapter of the model, whose settings are those of peft's LoraConfig, and returns its folder.
 
@@ -30,7 +30,7 @@ def make_adapter(
             for name, tensor in adapted.named_parameters():
                 if _is_trained(name, settings):
                     tensor.add_(torch.randn_like(tensor), alpha=NOISE)
-    adapted.save_pretrained(folder, safe_serialization=safetensors)
+    adapted.save_pretrained(folder)
     return folder, adapted.merge_and_unload()
 
 

@@ -110,6 +110,12 @@ class InstantShard(TextGenerationServiceServicer, GrammarServiceServicer):
             fallbacks=self._fallbacks,
         )
 
+    async def LoadAdapter(self, request: pb.LoadAdapterRequest, context: Any) -> pb.LoadAdapterResponse:
+        """Takes any folder for an adapter, except one that is called `broken`."""
+        if request.folder.endswith("broken"):
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "tensor x has the shape [2]")
+        return pb.LoadAdapterResponse(rank=8, bytes=100)
+
     async def Compile(self, request: pb.CompileRequest, context: Any) -> pb.CompileResponse:
         await self._perhaps_fail(context)
         return pb.CompileResponse(error=self.grammar_error)

@@ -3,12 +3,13 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, cast
 
 import httpx
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from shared.stubs import generate_pb2 as pb
+from tests.fakes.simulation import AdapterShards
 from tests.fakes.vocabularies import BOS, EOS, byte_level
 from tests.grammars import no_fault
 from tgi_server.contract import FinishReason
@@ -18,6 +19,7 @@ from tgi_server.router.api.connections import BREAK_OFF
 from tgi_server.router.errors import RouterError, Unhealthy
 from tgi_server.router.metrics import Metrics
 from tgi_server.router.request import Limits, ValidRequest
+from tgi_server.router.scheduling.adapters import Adapters
 from tgi_server.router.service import Capacity, ModelDescription, Service
 from tgi_server.router.text.chat_template import ChatTemplate
 from tgi_server.router.text.tokenizer import TextTokenizer, TokenizerThreads
@@ -115,6 +117,8 @@ class RouterService:
         self.threads = TokenizerThreads(self.tokenizer, 1)
         self.scheduler = ScriptedScheduler(self.tokenizer)
         self.shards = Shards()
+        self.adapter_shards = AdapterShards()
+        adapters = Adapters(cast(Any, self.adapter_shards), max_loras=2)
         usual: dict[str, Any] = {
             "model": ModelDescription(
                 "maker/model", ["maker/model"], None, "cpu", encoder_decoder=False, version="1.2.3"
@@ -123,7 +127,7 @@ class RouterService:
             "tokenizer": self.tokenizer,
             "threads": self.threads,
             "template": ChatTemplate(_CONFIG),
-            "validator": Validator(LIMITS, self.threads, VOCAB_SIZE, None, no_fault),
+            "validator": Validator(LIMITS, self.threads, VOCAB_SIZE, None, no_fault, adapters),
             "submitter": self.scheduler,
             "capacity": Capacity(LIMITS.max_concurrent_requests),
             "metrics": Metrics(),
@@ -136,6 +140,7 @@ class RouterService:
             "max_stored_responses": 10,
             "openai_limits": LIMITS.of_openai(),
             "sampling_defaults": {},
+            "adapters": adapters,
         }
         self.service = Service(**(usual | changes))
 

@@ -17,7 +17,7 @@ from tgi_server.launcher.nodes.rendezvous import rendezvous
 from tgi_server.launcher.processes.sockets import shard_sockets
 from tgi_server.launcher.processes.supervisor import Supervisor
 from tgi_server.launcher.settings import LauncherSettings
-from tgi_server.launcher.weights import check_tokenizer, find_model
+from tgi_server.launcher.weights import check_tokenizer, find_adapters, find_model
 
 PROGRAM = "text-generation-launcher"
 T = TypeVar("T")
@@ -58,6 +58,10 @@ async def _launch(settings: LauncherSettings) -> None:
     if folder is None:
         return
     check_tokenizer(folder)
+    adapters = await _unless_stopped(find_adapters(settings), stop)
+    if adapters is None:
+        return
+    settings = settings.model_copy(update={"lora_adapters": adapters})
     peers = None
     if settings.num_nodes > 1:
         peers = await _unless_stopped(rendezvous(settings, shards), stop)

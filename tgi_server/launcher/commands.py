@@ -7,6 +7,7 @@ from pathlib import Path
 from tgi_server.launcher.machine import free_port
 from tgi_server.launcher.processes.child import Command
 from tgi_server.launcher.settings import LauncherSettings
+from tgi_server.router.adapter_source import AdapterSource
 from tgi_server.router.settings import ServingSettings
 from tgi_server.shard.settings import CheckpointSettings, ModelSettings
 
@@ -14,6 +15,8 @@ from tgi_server.shard.settings import CheckpointSettings, ModelSettings
 DOWNLOAD_FLAGS = tuple(CheckpointSettings.model_fields)
 SHARD_FLAGS = (*ModelSettings.model_fields, "otlp_service_name")
 ROUTER_FLAGS = (*(name for name in ServingSettings.model_fields if name != "api_key"), "otlp_service_name")
+# Of these an adapter's command has its own.
+_OF_THE_MODEL = ("revision",)
 
 
 def download(settings: LauncherSettings) -> Command:
@@ -21,6 +24,16 @@ def download(settings: LauncherSettings) -> Command:
     arguments = ["download-weights", settings.model_id, "--merge-lora", *_flags(settings, DOWNLOAD_FLAGS)]
     arguments.append(f"--logger-level={settings.log_level}")
     return Command("download", _python("tgi_server.shard.cli", arguments), _hub_cache(settings))
+
+
+def download_adapter(settings: LauncherSettings, adapter: AdapterSource) -> Command:
+    """Returns the command that fetches an adapter, and prints its folder once it is complete."""
+    flags = _flags(settings, (name for name in DOWNLOAD_FLAGS if name not in _OF_THE_MODEL))
+    revision = [f"--revision={adapter.revision}"] if adapter.revision else []
+    arguments = ["download-weights", adapter.place, "--no-merge-lora", *revision, *flags]
+    arguments.append(f"--logger-level={settings.log_level}")
+    # An inherited variable is of the model.
+    return Command("download", _python("tgi_server.shard.cli", arguments), _hub_cache(settings) | {"REVISION": ""})
 
 
 def shards(settings: LauncherSettings, sockets: list[Path], store_port: int | None = None) -> list[Command]:

@@ -1,4 +1,4 @@
-"""The model's folder: found here, or fetched from the hub."""
+"""The model's folder and those of adapters: found here, or fetched from the hub."""
 
 import asyncio
 import os
@@ -7,8 +7,9 @@ from pathlib import Path
 
 from tgi_server.launcher import commands
 from tgi_server.launcher.errors import CannotStartError, ModelMissingError
-from tgi_server.launcher.processes.child import die_with_parent
+from tgi_server.launcher.processes.child import Command, die_with_parent
 from tgi_server.launcher.settings import LauncherSettings
+from tgi_server.router.adapter_source import AdapterSource
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "vocab.txt")
 ADAPTER_CONFIG = "adapter_config.json"
@@ -20,7 +21,21 @@ async def find_model(settings: LauncherSettings) -> Path:
 
     Raises ModelMissingError when that cannot be done.
     """
-    return _ready_folder(settings.model_id) or await _download(settings)
+    return _ready_folder(settings.model_id) or await _download(commands.download(settings))
+
+
+async def find_adapters(settings: LauncherSettings) -> list[AdapterSource]:
+    """Returns the adapters of --lora-adapters, each with its folder. Fetches from the hub what is not here yet.
+
+    Raises CannotStartError for a folder that has no adapter, and ModelMissingError when one cannot be fetched.
+    """
+    found = []
+    for adapter in settings.lora_adapters:
+        folder = adapter.folder or await _download(commands.download_adapter(settings, adapter))
+        if not (folder / ADAPTER_CONFIG).is_file():
+            raise CannotStartError(f"--lora-adapters: {adapter.id}: {folder} has no {ADAPTER_CONFIG}")
+        found.append(adapter.at(folder.resolve()))
+    return found
 
 
 def check_tokenizer(folder: Path) -> None:
@@ -38,9 +53,8 @@ def _ready_folder(model_id: str) -> Path | None:
     return folder if (folder / "config.json").is_file() and weights else None
 
 
-async def _download(settings: LauncherSettings) -> Path:
+async def _download(command: Command) -> Path:
     """Runs `text-generation-server download-weights`, which shows its progress on the terminal."""
-    command = commands.download(settings)
     process = await asyncio.create_subprocess_exec(
         *command.arguments,
         stdout=asyncio.subprocess.PIPE,

@@ -19,6 +19,10 @@ _SECONDS = tuple(accumulate(repeat(1.5, 35), lambda bound, factor: round(bound *
 _TOKENS = tuple(float(2**power) for power in range(21))
 _SIZES = tuple(float(2**power) for power in range(12))
 
+# Label values of adapters, and the one of all further adapters. An id has no white space at its end.
+_ADAPTER_NAMES = 256
+_OTHERS = "others "
+
 # prometheus_client names every counter `..._total`; TGI's dashboards know the names without it.
 _TOTAL = re.compile(rb"^((?:# (?:HELP|TYPE) )?tgi_\w+?)_total(?=[ {])", re.MULTILINE)
 
@@ -58,6 +62,13 @@ class RequestMetrics:
         self._failure = Counter(
             "tgi_request_failure", "Generation requests that failed, by type of error.", ["err"], registry=registry
         )
+        self._by_adapter = Counter(
+            "tgi_request_adapter_count",
+            "Generation requests by the adapter that they name; empty: none.",
+            ["adapter"],
+            registry=registry,
+        )
+        self._adapters: set[str] = set()
         self._total = _seconds(registry, "tgi_request_duration", "From the request's arrival to its last token.")
         self._validation = _seconds(registry, "tgi_request_validation_duration", "Checking and tokenising a request.")
         self._queue = _seconds(registry, "tgi_request_queue_duration", "Waiting for a place in a batch.")
@@ -78,6 +89,14 @@ class RequestMetrics:
     def validated(self, input_length: int, max_new_tokens: int) -> None:
         self._input_length.observe(input_length)
         self._max_new_tokens.observe(max_new_tokens)
+
+    def computed_by(self, adapter_id: str | None) -> None:
+        """A request names this adapter. Those that come when there are many names already are counted together."""
+        name = adapter_id or ""
+        if name not in self._adapters and len(self._adapters) >= _ADAPTER_NAMES:
+            name = _OTHERS
+        self._adapters.add(name)
+        self._by_adapter.labels(name).inc()
 
     def skipped(self, tokens: int) -> None:
         """Told by the scheduler, where shards speculate, for each request in each step."""

@@ -4,10 +4,12 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
+from pathlib import Path
 
 from tgi_server.router.errors import Overloaded
 from tgi_server.router.metrics import Metrics
 from tgi_server.router.request import Limits, Submitter
+from tgi_server.router.scheduling.adapters import Adapters
 from tgi_server.router.text.chat_template import ChatTemplate
 from tgi_server.router.text.special_tokens import SpecialTokens
 from tgi_server.router.text.tokenizer import TextTokenizer, TokenizerThreads
@@ -37,6 +39,10 @@ class ModelDescription:
     kv_cache_dtype: str | None = None
     linear_kernels: str | None = None
     fallbacks: tuple[str, ...] = ()
+
+    def is_named(self, name: str) -> bool:
+        """Returns True for a name of the model itself. TGI's clients call every model `tgi`."""
+        return name in (*self.names, self.model_id, "tgi")
 
     @property
     def fingerprint(self) -> str:
@@ -79,6 +85,8 @@ class Service:
     payload_limit: bytes of a request's body.
     special_tokens: that only the chat template may write; None: messages may, too.
     max_stored_responses: that are kept for /v1/responses. answer_form: form in which the model thinks and calls tools.
+    adapters: that requests may name. adapter_root: the folder below which they may be loaded from while the server
+    runs; None: they may not.
     openai_limits: limits of OpenAI's routes. sampling_defaults: what those take for parameters that are not given.
     """
 
@@ -100,4 +108,6 @@ class Service:
     max_stored_responses: int
     openai_limits: Limits
     sampling_defaults: Mapping[str, float]
+    adapters: Adapters
+    adapter_root: Path | None = None
     request_ids: Iterator[int] = field(default_factory=lambda: count(1))

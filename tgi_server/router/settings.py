@@ -7,6 +7,7 @@ from pydantic import AliasChoices, Field, PositiveFloat, PositiveInt, field_vali
 from pydantic_settings import SettingsConfigDict
 
 from shared.settings import CommaSeparated, Port, Refused, ServiceSettings
+from tgi_server.router.adapter_source import AdapterSources
 
 # `router/text/tool_formats.py` has these forms.
 ToolCallParser = Literal[
@@ -71,6 +72,14 @@ class ServingSettings(ServiceSettings):
     max_batch_size: PositiveInt | None = Field(
         default=None, description="Requests that run at once; unset: max-concurrent-requests."
     )
+    lora_adapters: AdapterSources = Field(
+        default=[],
+        description="Adapters that requests may name: ID, ID=FOLDER or ID=OWNER/NAME, with @REVISION on the hub.",
+    )
+    allow_adapter_updates: bool = Field(
+        default=False, description="Whoever has an API key may load and unload adapters, from below adapter-root."
+    )
+    adapter_root: Path | None = Field(default=None, description="Folder below which adapters may be loaded from.")
     max_loras: PositiveInt = Field(
         default=32, description="Adapters that are held ready at once; others are read again when they are asked for."
     )
@@ -154,6 +163,13 @@ class ServingSettings(ServiceSettings):
             )
         if self.prometheus_port and self.prometheus_port == self.port:
             raise ValueError(f"--port and --prometheus-port are both {self.port}")
+        if self.allow_adapter_updates and not (self.api_key or self.api_key_file):
+            raise ValueError("--allow-adapter-updates needs --api-key or --api-key-file: who has a key may update")
+        if self.allow_adapter_updates and (self.adapter_root is None or not self.adapter_root.is_dir()):
+            raise ValueError(
+                "--allow-adapter-updates needs --adapter-root: the folder below which adapters may be loaded from, "
+                f"not {self.adapter_root}"
+            )
         return self
 
 

@@ -95,8 +95,12 @@ async def assembled(settings: RouterSettings) -> AsyncIterator[Service]:
     shards = await _connect(settings.master_shard_uds_path)
     try:
         adapters = Adapters(shards, settings.max_loras)
+        await _add_adapters(adapters, settings)
         info, capacity = await _warm_up(shards, settings, adapters)
         limits = _limits(settings, capacity)
+        described = _describe(settings, info, capacity)
+        if taken := [each.id for each in adapters if described.is_named(each.id)]:
+            raise StartupError(f"--lora-adapters: {taken[0]!r} is a name of the model itself; choose another id")
         metrics = Metrics()
         metrics.fallbacks(len(capacity.fallbacks))
         pace = _pace(settings, limits, info)
@@ -108,13 +112,19 @@ async def assembled(settings: RouterSettings) -> AsyncIterator[Service]:
         watch = asyncio.create_task(watch_event_loop(metrics.event_loop_lag), name="event loop watch")
         try:
             yield Service(
-                model=_describe(settings, info, capacity),
+                model=described,
                 limits=limits,
                 tokenizer=threads.tokenizer,
                 threads=threads,
                 template=template,
                 validator=Validator(
-                    limits, threads, info.vocab_size, refusal, PinnedGrammars(shards).compile, info.eos_token_ids
+                    limits,
+                    threads,
+                    info.vocab_size,
+                    refusal,
+                    PinnedGrammars(shards).compile,
+                    adapters,
+                    info.eos_token_ids,
                 ),
                 submitter=scheduler,
                 capacity=Capacity(limits.max_concurrent_requests),
@@ -128,6 +138,8 @@ async def assembled(settings: RouterSettings) -> AsyncIterator[Service]:
                 max_stored_responses=settings.max_stored_responses,
                 openai_limits=limits.of_openai(),
                 sampling_defaults=defaults,
+                adapters=adapters,
+                adapter_root=settings.adapter_root if settings.allow_adapter_updates else None,
             )
         finally:
             watch.cancel()
@@ -176,9 +188,21 @@ async def _connect(path: str) -> ShardedClient:
             logger.info("waiting for the shard at %s (%.0f s)", path, monotonic() - started)
 
 
+async def _add_adapters(adapters: Adapters, settings: RouterSettings) -> None:
+    for source in settings.lora_adapters:
+        if source.folder is None:
+            raise StartupError(f"--lora-adapters: there is no folder {source.place}; the launcher fetches adapters")
+        try:
+            adapter = await adapters.add(source.id, str(source.folder))
+        except RouterError as error:
+            raise StartupError(f"--lora-adapters: {source.id}: {error}") from error
+        logger.info("the adapter %s has the rank %d", adapter.id, adapter.rank)
+
+
 async def _warm_up(
     shards: ShardedClient, settings: RouterSettings, adapters: Adapters
 ) -> tuple[pb.InfoResponse, pb.WarmupResponse]:
+    places = settings.max_loras if settings.allow_adapter_updates else len(adapters)
     try:
         info = await shards.info()
         # An earlier router may have left requests behind.
@@ -189,7 +213,7 @@ async def _warm_up(
                 max_batch_size=settings.max_batch_size or settings.max_concurrent_requests,
                 max_total_tokens=settings.max_total_tokens,
                 max_batch_total_tokens=settings.max_batch_total_tokens,
-                adapter_bytes=adapters.missing_bytes(len(adapters)),
+                adapter_bytes=adapters.missing_bytes(places),
             )
         )
     except RouterError as error:

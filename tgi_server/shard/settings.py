@@ -68,9 +68,6 @@ class ModelSettings(CheckpointSettings):
     rope_scaling: Annotated[str | None, IN_CONFIG_ONLY] = None
     rope_factor: Annotated[float | None, IN_CONFIG_ONLY] = None
     max_lora_rank: int = Field(256, ge=1, le=256, description="rank that an adapter's layers may have, at most")
-    lora_adapters: Annotated[
-        str | None, Refused("adapters are not supported yet; merge the adapter into the model and serve that")
-    ] = None
 
 
 class CommandSettings(CheckpointSettings):

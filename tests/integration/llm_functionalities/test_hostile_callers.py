@@ -186,6 +186,7 @@ def test_a_batch_costs_memory_only_as_it_is_worked_on(server: ModelServer) -> No
         assert list(batch.result().text) == [""] * count
 
 
+@on_a_busy_machine
 def test_a_call_may_not_take_longer_than_the_longest_time(server: ModelServer) -> None:
     server.fault, server.sick = "hang", False
     flags = ("--endpoint", server.url, "--max-timeout", "0.5", "--default-timeout", "0.2")

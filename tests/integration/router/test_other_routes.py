@@ -122,6 +122,7 @@ async def test_info(routers: RouterFactory):
         "max_batch_total_tokens": info["max_batch_total_tokens"],
         "linear_kernels": None,
         "fallbacks": [],
+        "adapters": [],
     }
 
 

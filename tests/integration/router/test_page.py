@@ -95,6 +95,37 @@ def test_drafted_tokens_are_marked(browser, demo_server, mode) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("mode", ["chat", "plain"])
+def test_an_adapter_may_be_chosen(browser, demo_server, mode) -> None:
+    sent = []
+
+    def answer(route) -> None:
+        sent.append(route.request.post_data_json)
+        route.fulfill(body="data: [DONE]\n\n", content_type="text/event-stream")
+
+    with opened(browser, demo_server.url) as page:
+        playwright.expect(page.locator("#limits dd").first).to_be_visible()
+        assert page.locator("#adapter").is_hidden()
+        info = httpx.get(f"{demo_server.url}/info").json()
+        adapters = [{"id": "chef", "rank": 8, "ready": True}, {"id": "diy", "rank": 4, "ready": False}]
+        page.route("**/info", lambda route: route.fulfill(json={**info, "adapters": adapters}))
+        for path in ("generate_stream", "v1/chat/completions"):
+            page.route(f"**/{path}", answer)
+        page.reload()
+        page.select_option("#mode", mode)
+        for chosen in ("diy", ""):
+            page.select_option("#adapter", chosen)
+            page.click("#generate")
+            answered(page)
+    with_adapter, without = sent
+    if mode == "chat":
+        assert (with_adapter["model"], without["model"]) == ("diy", "tgi")
+    else:
+        assert with_adapter["parameters"]["adapter_id"] == "diy"
+        assert "adapter_id" not in without["parameters"]
+
+
+@pytest.mark.slow
 def test_stop_frees_the_slot(browser, server, tmp_path) -> None:
     never_done = make_llama(tmp_path / "model", max_position_embeddings=32768, eos_token_id=None)
     running = server(f"--model-id={never_done}", "--dtype=float32", "--max-total-tokens=32768").wait_until_ready()

@@ -29,7 +29,6 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
     ("arguments", "expected"),
     [
         (("quantize", "model", "folder", "--bits=5"), "--bits (or BITS): Input should be 4 or 8"),
-        (("serve", "--lora-adapters=one"), "--lora-adapters (or LORA_ADAPTERS): adapters are not supported yet"),
     ],
 )
 def test_a_mistake_gets_one_clear_line(arguments: tuple[str, ...], expected: str) -> None:

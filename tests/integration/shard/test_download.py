@@ -1,6 +1,7 @@
 """`text-generation-server download-weights` against a stand-in for the hub."""
 
 import io
+import json
 import os
 import shlex
 import subprocess
@@ -209,3 +210,39 @@ def test_a_read_only_folder_is_converted_into_the_cache(tmp_path: Path) -> None:
     line = complaint_of(on_read_only(tmp_path, *command, HF_HUB_CACHE=str(tmp_path / "absent")))
     assert f"{local} has .bin weights only, and cannot be written to" in line
     assert f"chown -R 0:0 {tmp_path}/absent" in line
+
+
+@pytest.fixture
+def adapter(hub: Hub, tmp_path: Path) -> dict[str, torch.Tensor]:
+    """Tensors of the adapter maker/chef; its base model is maker/base, both on the hub."""
+    from transformers import AutoModelForCausalLM
+
+    from tests.adapters import make_adapter
+    from tests.tiny_models import make
+
+    base = make("llama", tmp_path / "base")
+    folder, merged = make_adapter(
+        AutoModelForCausalLM.from_pretrained(base), tmp_path / "chef", r=2, target_modules=["q_proj"]
+    )
+    config = json.loads((folder / "adapter_config.json").read_text()) | {"base_model_name_or_path": "maker/base"}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    for path in (base, folder):
+        files = {file.name: file.read_bytes() for file in path.iterdir() if file.suffix in (".json", ".safetensors")}
+        hub.models[f"maker/{path.name}"] = Repository(files, revisions=("main", "v2", COMMIT))
+    return dict(merged.state_dict())
+
+
+@pytest.mark.slow
+def test_an_adapter_is_fetched_alone_or_merged_into_its_base_model(
+    download: Download, hub: Hub, adapter: dict[str, torch.Tensor]
+) -> None:
+    alone = folder_of(download("maker/chef", "--revision=v2"))
+    assert (alone / "adapter_model.safetensors").is_file()
+    assert not [request for request in hub.requests if "maker/base" in request]
+    merged = load_file(folder_of(download("maker/chef", "--merge-lora")) / "model.safetensors")
+    assert merged.keys() == adapter.keys()
+    for name, tensor in merged.items():
+        torch.testing.assert_close(tensor, adapter[name])
+    hub.models["maker/chef"].files["adapter_model.bin"] = pickled(load_file(alone / "adapter_model.safetensors"))
+    del hub.models["maker/chef"].files["adapter_model.safetensors"]
+    assert any(folder_of(download("maker/chef", HF_HUB_CACHE=f"{alone}-other")).glob("adapter_model.bin"))

@@ -8,7 +8,7 @@ from shared.settings import read_settings
 from tgi_server.launcher import commands
 from tgi_server.launcher.settings import LauncherSettings
 from tgi_server.router.settings import RouterSettings
-from tgi_server.shard.settings import ShardSettings
+from tgi_server.shard.settings import DownloadSettings, ShardSettings
 
 # What the launcher handles itself; the rest goes to the shards or the router, or is refused.
 OWN = {
@@ -95,3 +95,29 @@ def test_a_flag_that_is_off_wins_over_the_variable_that_children_inherit(
     (shard,) = commands.shards(read("--no-trust-remote-code"), [tmp_path / "shard-0"])
     there = read_settings(ShardSettings, "shard", shard.arguments[shard.arguments.index("serve") + 1 :])
     assert not there.trust_remote_code
+
+
+def test_an_adapter_is_fetched_at_its_own_revision(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REVISION", "of-the-model")
+    settings = read("--lora-adapters=chef=maker/chef@v2,diy=maker/diy", "--trust-remote-code")
+    revisions = []
+    for adapter in settings.lora_adapters:
+        command = commands.download_adapter(settings, adapter)
+        monkeypatch.setenv("REVISION", command.environment["REVISION"])
+        there = read_settings(
+            DownloadSettings, "download", command.arguments[command.arguments.index("download-weights") + 1 :]
+        )
+        assert (there.model_id, there.merge_lora, there.trust_remote_code) == (adapter.place, False, True)
+        revisions.append(there.revision)
+    assert revisions == ["v2", None]
+
+
+def test_the_router_gets_the_folders_of_adapters(tmp_path: Path) -> None:
+    command = commands.router(
+        read(f"--lora-adapters=chef={tmp_path}/a, {tmp_path}/b"), tmp_path, [tmp_path / "shard-0"]
+    )
+    there = read_settings(RouterSettings, "router", command.arguments[3:])
+    assert [(each.id, each.folder) for each in there.lora_adapters] == [
+        ("chef", tmp_path / "a"),
+        (f"{tmp_path}/b", tmp_path / "b"),
+    ]

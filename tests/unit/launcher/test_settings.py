@@ -42,7 +42,6 @@ def test_every_flag_of_tgi_is_known(capsys: pytest.CaptureFixture[str]) -> None:
             "fp8, int4, int8; of other formats take the same model as GPTQ",
         ),
         ("kv-cache-dtype", "fp8", "Input should be 'fp8_e4m3fn' or 'fp8_e5m2', got 'fp8'"),
-        ("lora-adapters", "a", "adapters are not supported yet; merge the adapter into the model and serve that"),
         ("rope-scaling", "linear", "not supported yet; set rope_parameters in the model's config.json"),
         ("rope-factor", "2", "not supported yet; set rope_parameters in the model's config.json"),
         ("weights-cache-override", "/a", "not supported; give the folder that has the weights as the model id"),

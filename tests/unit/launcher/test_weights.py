@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 
 from shared.settings import read_settings
+from tests.hub import COMMIT, Repository, running_hub
 from tgi_server import demo_model
 from tgi_server.launcher.errors import CannotStartError, ModelMissingError
 from tgi_server.launcher.settings import LauncherSettings
-from tgi_server.launcher.weights import check_tokenizer, find_model
+from tgi_server.launcher.weights import check_tokenizer, find_adapters, find_model
 
 
 def settings(model_id: object) -> LauncherSettings:
@@ -33,3 +34,37 @@ def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     (folder / "tokenizer.json").unlink()
     with pytest.raises(CannotStartError, match=r"has neither a tokenizer\.json"):
         check_tokenizer(folder)
+
+
+async def test_adapters_are_found_in_their_folders(tmp_path: Path) -> None:
+    (tmp_path / "chef").mkdir()
+    (tmp_path / "chef" / "adapter_config.json").write_text("{}")
+    (tmp_path / "empty").mkdir()
+    asked = [f"chef={tmp_path}/chef", f"{tmp_path}/empty"]
+    found = await find_adapters(read_settings(LauncherSettings, "launcher", [f"--lora-adapters={asked[0]}"]))
+    assert [(each.id, each.folder) for each in found] == [("chef", tmp_path / "chef")]
+    with pytest.raises(CannotStartError, match=r"--lora-adapters: .*/empty: .*/empty has no adapter_config.json"):
+        await find_adapters(read_settings(LauncherSettings, "launcher", [f"--lora-adapters={','.join(asked)}"]))
+
+
+async def test_the_folder_of_an_adapter_is_not_ready_to_be_served(tmp_path: Path) -> None:
+    """Its base model has to be found first, and the adapter merged, which this one does not say enough for."""
+    for name in ("config.json", "adapter_config.json"):
+        (tmp_path / name).write_text("{}")
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"")
+    with pytest.raises(ModelMissingError):
+        await find_model(settings(tmp_path))
+
+
+@pytest.mark.slow
+async def test_adapters_of_the_hub_are_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {"adapter_config.json": b"{}", "adapter_model.safetensors": b"weights"}
+    with running_hub() as hub:
+        hub.models["maker/chef"] = Repository(files, revisions=("v2", COMMIT))
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        flags = ["--lora-adapters=chef=maker/chef@v2", f"--huggingface-hub-cache={tmp_path}"]
+        (found,) = await find_adapters(read_settings(LauncherSettings, "launcher", flags))
+        assert found.folder is not None
+        assert {file.name: file.read_bytes() for file in found.folder.iterdir()} == files
+        with pytest.raises(ModelMissingError):
+            await find_adapters(read_settings(LauncherSettings, "launcher", ["--lora-adapters=maker/absent"]))

@@ -83,3 +83,24 @@ def test_mistakes_are_told_in_one_line(arguments: list[str], told: str, capsys: 
 
 def test_the_api_key_is_not_printed():
     assert "secret" not in read("--api-key", "secret").describe()
+
+
+def test_who_may_update_adapters_has_a_key_and_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    allow = "--allow-adapter-updates"
+    for flags, told in (
+        ([], "needs --api-key or --api-key-file"),
+        (["--api-key=k"], "needs --adapter-root: the folder below which adapters may be loaded from, not None"),
+        (["--api-key=k", "--adapter-root=/absent"], "may be loaded from, not /absent"),
+    ):
+        with pytest.raises(SystemExit):
+            read(allow, *flags)
+        assert told in capsys.readouterr().err
+    assert read(allow, "--api-key=k", f"--adapter-root={tmp_path}").adapter_root == tmp_path
+
+
+def test_adapters_are_read_from_flag_and_variable(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setenv("LORA_ADAPTERS", "maker/chef@v2,diy=/adapters/diy")
+    assert [str(each) for each in read().lora_adapters] == ["maker/chef=maker/chef@v2", "diy=/adapters/diy"]
+    with pytest.raises(SystemExit):
+        read("--lora-adapters=a,a=b")
+    assert "--lora-adapters (or LORA_ADAPTERS): the id 'a' is given twice" in capsys.readouterr().err

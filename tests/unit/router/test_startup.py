@@ -58,6 +58,30 @@ async def test_limits_that_the_shards_cannot_keep_are_named(path: Path, values: 
     assert str(error.value).startswith(told)
 
 
+async def test_adapters_are_there_from_the_start(path: Path):
+    async with assembled(settings(path, lora_adapters="chef=/adapters/chef,diy=/adapters/diy")) as service:
+        assert [(each.id, each.folder, each.rank) for each in service.adapters] == [
+            ("chef", "/adapters/chef", 8),
+            ("diy", "/adapters/diy", 8),
+        ]
+        assert service.adapter_root is None
+
+
+@pytest.mark.parametrize(
+    ("adapters", "told"),
+    [
+        ("chef=/adapters/broken", "--lora-adapters: chef: tensor x has the shape [2]"),
+        ("instant=/adapters/chef", "--lora-adapters: 'instant' is a name of the model itself; choose another id"),
+        ("chef=maker/chef", "--lora-adapters: there is no folder maker/chef; the launcher fetches adapters"),
+    ],
+)
+async def test_adapters_that_cannot_be_served_end_the_start(path: Path, adapters: str, told: str):
+    with pytest.raises(StartupError) as error:
+        async with assembled(settings(path, lora_adapters=adapters)):
+            pass
+    assert str(error.value) == told
+
+
 @pytest.mark.parametrize(
     ("address", "values", "hosts", "keys"),
     [

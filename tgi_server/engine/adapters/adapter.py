@@ -66,8 +66,8 @@ class AdapterLayer:
 
 
 @dataclass(frozen=True, slots=True)
-class Adapter:
-    """An adapter: its changed layers, by the path that each has in the model of `transformers`."""
+class AdapterWeights:
+    """The weights of an adapter: its changed layers, by the path that each has in the model of `transformers`."""
 
     layers: Mapping[str, AdapterLayer]
 

@@ -7,13 +7,13 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tgi_server.engine.adapters.adapter import Adapter, AdapterLayer
+from tgi_server.engine.adapters.adapter import AdapterLayer, AdapterWeights
 from tgi_server.engine.adapters.base_model import BaseModel
 from tgi_server.engine.errors import InvalidAdapter
 from tgi_server.engine.sharding.checkpoint import INDEX, WEIGHTS, weight_files
 
 
-def merge_adapter(adapter: Adapter, base: BaseModel, target: Path) -> None:
+def merge_adapter(adapter: AdapterWeights, base: BaseModel, target: Path) -> None:
     """Writes the weights of the base model, changed by the adapter, into a folder that has all else of the base model.
 
     Of the base model, one file is in memory at a time. The folder's config.json is changed where it has to differ.
@@ -43,8 +43,7 @@ def merge_adapter(adapter: Adapter, base: BaseModel, target: Path) -> None:
 class _Merger:
     """Changes the tensors of a checkpoint. names: of all its tensors."""
 
-    def __init__(self, adapter: Adapter, base: BaseModel, names: set[str]) -> None:
-        self._adapter = adapter
+    def __init__(self, adapter: AdapterWeights, base: BaseModel, names: set[str]) -> None:
         self._base = base
         self._layers: dict[str, tuple[str, AdapterLayer]] = {}  # by the name of the tensor, without `.weight`
         self.unties: dict[str, AdapterLayer] = {}  # heads that get a weight of their own

@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tgi_server.engine.adapters.adapter import Adapter, AdapterLayer
+from tgi_server.engine.adapters.adapter import AdapterLayer, AdapterWeights
 from tgi_server.engine.adapters.base_model import BaseLayer, BaseModel, BaseWeights
 from tgi_server.engine.adapters.peft_config import MAX_RANK, PeftConfig
 from tgi_server.engine.errors import InvalidAdapter, InvalidWeights
@@ -39,7 +39,7 @@ Parts = dict[str, str]
 
 def read_adapter(
     folder: Path, base: BaseModel, *, max_rank: int = MAX_RANK, dtype: torch.dtype = torch.float32
-) -> Adapter:
+) -> AdapterWeights:
     """Returns the adapter in a folder that `peft` wrote, as a change of the base model, in `dtype`.
 
     Raises InvalidAdapter, which names the setting or the tensor, for what is not supported and what does not fit.
@@ -54,7 +54,7 @@ def read_adapter(
                 if place in layers:
                     raise InvalidAdapter(f"{folder}: tensor {_first(parts)} changes {place} a second time")
                 layers[place] = layer.to(dtype)
-    return Adapter(layers)
+    return AdapterWeights(layers)
 
 
 def _tensors(folder: Path) -> dict[str, Tensor]:
@@ -72,6 +72,8 @@ def _tensors(folder: Path) -> dict[str, Tensor]:
     for name, tensor in tensors.items():
         if not tensor.is_floating_point():
             raise InvalidAdapter(f"{folder}: tensor {name} has the dtype {tensor.dtype}; it must be of floats")
+        if not torch.isfinite(tensor.float()).all():
+            raise InvalidAdapter(f"{folder}: tensor {name} has numbers that are not finite; train the adapter again")
     return tensors
 
 
@@ -198,7 +200,8 @@ class _Reader:
     def _gain(self, magnitude: Tensor, a: Tensor, b: Tensor, places: Mapping[str, BaseLayer]) -> Tensor:
         """Returns the magnitude over the norms of the rows of the changed weight, W + b a."""
         weight = torch.cat([self._weights.weight(path) for path in places])
-        return magnitude / torch.linalg.norm(torch.addmm(weight, b, a), dim=1)
+        norms = torch.linalg.norm(torch.addmm(weight, b, a), dim=1)
+        return magnitude / norms.clamp_min(torch.finfo(norms.dtype).tiny)  # rows of zeros, such as those of no token
 
     def _refuse(self, name: str, why: str) -> NoReturn:
         raise InvalidAdapter(f"{self._folder}: tensor {name} {why}")

@@ -16,6 +16,7 @@ from starlette.types import ASGIApp
 from tgi_server.router.api.access import AccessRules, ApiKeyMiddleware, ForeignPageMiddleware
 from tgi_server.router.api.documentation import describe, document_routes
 from tgi_server.router.api.responses import error_response
+from tgi_server.router.api.routes.adapters import adapter_routes
 from tgi_server.router.api.routes.chat import chat_routes
 from tgi_server.router.api.routes.compatibility import compatibility_routes
 from tgi_server.router.api.routes.completions import completion_routes
@@ -37,6 +38,7 @@ _ROUTES = (
     compatibility_routes,
     tokenize_routes,
     probe_routes,
+    adapter_routes,
 )
 
 

@@ -13,7 +13,7 @@ from starlette.responses import FileResponse, HTMLResponse, JSONResponse, Respon
 from swagger_ui_bundle import swagger_ui_path
 
 from tgi_server.router.api.responses import EVENTS, JSON
-from tgi_server.router.schemas import chat, compatibility, completions, generate, openai, responses
+from tgi_server.router.schemas import adapters, chat, compatibility, completions, generate, openai, responses
 from tgi_server.router.schemas.base import ErrorResponse
 from tgi_server.router.schemas.info import ModelInfo
 from tgi_server.router.schemas.openai import OpenAIErrorResponse
@@ -74,6 +74,8 @@ _REQUESTS: list[type[BaseModel]] = [
     responses.ResponsesRequest,
     compatibility.SagemakerRequest,
     compatibility.VertexRequest,
+    adapters.LoadAdapterBody,
+    adapters.UnloadAdapterBody,
 ]
 _RESPONSES: list[type[BaseModel]] = [
     generate.StreamResponse,

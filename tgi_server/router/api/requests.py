@@ -55,6 +55,7 @@ class Exchange:
         self._sequences: list[tuple[int, AnyStream]] = []
         self._places = 0
         self._unenforced: list[str] = []
+        self._adapters: set[str | None] = set()
         self.size = 0
         self._closed = False
         self._streams = False
@@ -121,6 +122,9 @@ class Exchange:
         request_id = next(service.request_ids)
         self._sequences.append((request_id, stream))
         service.metrics.requests.validated(len(checked.input_ids), checked.max_new_tokens)
+        if checked.adapter_id not in self._adapters:
+            self._adapters.add(checked.adapter_id)
+            service.metrics.requests.computed_by(checked.adapter_id)
         service.submitter.submit(
             ValidRequest(
                 id=request_id,
@@ -132,6 +136,7 @@ class Exchange:
                     logprobs, checked.top_n_tokens, checked.prefill_logprobs, checked.prefill_top_n
                 ),
                 grammar=checked.grammar,
+                adapter_id=checked.adapter_id,
                 cache_namespace=cache_namespace(self.tenant, checked.cache_salt),
                 trace_context=service.tracer.context(self.span),
             )

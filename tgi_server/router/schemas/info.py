@@ -7,6 +7,14 @@ from pydantic import Field
 from tgi_server.router.schemas.base import ResponseModel, UnsignedInt
 
 
+class AdapterInfo(ResponseModel):
+    """An adapter that requests may name. ready: it is in the shards' memory, and need not be read first."""
+
+    id: str
+    rank: UnsignedInt
+    ready: bool
+
+
 class Info(ResponseModel):
     model_id: str
     model_sha: str | None = None
@@ -30,6 +38,7 @@ class Info(ResponseModel):
     fallbacks: list[str] = Field(
         default_factory=list, description="why parts of the model are computed in a slower way than the device has"
     )
+    adapters: list[AdapterInfo] = Field(default_factory=list, description="that requests may name")
 
 
 class VersionInfo(ResponseModel):
@@ -43,6 +52,7 @@ class ModelInfo(ResponseModel):
     object: Literal["model"]
     created: int
     owned_by: str
+    parent: str | None = Field(default=None, description="of an adapter: its base model")
 
 
 class ModelsInfo(ResponseModel):

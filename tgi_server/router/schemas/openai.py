@@ -151,7 +151,7 @@ class TextParameters(RefusingModel):
 class SharedParameters(TextParameters):
     """Parameters of chats and completions."""
 
-    model: str | None = Field(default=None, description="Not used: the server has one model.")
+    model: str | None = Field(default=None, description="The name of an adapter, or of the model.")
     max_tokens: UnsignedInt | None = Field(
         json_schema_extra=POSITIVE, default=None, description="Tokens to generate; unset: as many as fit."
     )

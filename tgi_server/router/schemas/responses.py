@@ -132,7 +132,7 @@ class ResponsesRequest(TextParameters):
         **dict.fromkeys(("guided_choice", "guided_grammar", "guided_json", "guided_regex", "json_schema", "regex"), ()),
     }
 
-    model: str | None = Field(default=None, description="Not used: the server has one model.")
+    model: str | None = Field(default=None, description="The name of an adapter, or of the model.")
     input: str | Items[InputItem]
     instructions: str | None = Field(default=None, description="What the system says; for this response only.")
     previous_response_id: str | None = Field(default=None, description="The stored response that this one follows.")

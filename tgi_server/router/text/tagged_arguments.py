@@ -171,7 +171,10 @@ class TaggedArgumentsReader:
                 return "".join(pieces), text, False
 
     def _value(self, parameter: TaggedParameter, text: str, pieces: list[str]) -> str:
-        """Reads on in a value, and writes it to `pieces`. Returns what is left. The value may have its end."""
+        """Reads on in a value, and adds what is certain of it to `pieces`. Returns what is left to be read again.
+
+        No parameter is open once the value has ended.
+        """
         if parameter.text and not self._in_text:
             null = _NULL + END
             if parameter.nullable and len(text) < len(null) and null.startswith(text):

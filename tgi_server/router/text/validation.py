@@ -4,8 +4,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 
 from tgi_server.contract import Grammar, SamplingParameters
-from tgi_server.router.errors import ContextOverflow, InvalidRequest
+from tgi_server.router.errors import ContextOverflow, InvalidRequest, NoSuchAdapter
 from tgi_server.router.request import Limits
+from tgi_server.router.scheduling.adapters import Adapters
 from tgi_server.router.schemas.generate import GenerateParameters
 from tgi_server.router.text.detokenizer import StopSequences
 from tgi_server.router.text.grammar import requested_grammar, with_text
@@ -39,6 +40,7 @@ class CheckedRequest:
     ignore_eos: bool
     grammar: Grammar | None
     cache_salt: str | None
+    adapter_id: str | None = None
     prefill_top_n: int = 0
     unenforced: tuple[str, ...] = ()
     stop_token_ids: frozenset[int] = frozenset()
@@ -65,7 +67,7 @@ class Validator:
     grammar_refusal: why this server takes no grammars; None when it does.
     compile_grammar: has the shards compile a grammar, and returns the constraints that are left to the model, each as
     a line; raises InvalidRequest for one that cannot be used.
-    end_tokens: that the model ends a text with.
+    adapters: that requests may name. end_tokens: that the model ends a text with.
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class Validator:
         vocab_size: int,
         grammar_refusal: str | None,
         compile_grammar: Callable[[Grammar], Awaitable[tuple[str, ...]]],
+        adapters: Adapters,
         end_tokens: Sequence[int] = (),
     ) -> None:
         self._limits = limits
@@ -82,6 +85,7 @@ class Validator:
         self._vocab_size = vocab_size
         self._grammar_refusal = grammar_refusal
         self._compile_grammar = compile_grammar
+        self._adapters = adapters
         self._end_tokens = tuple(end_tokens)
 
     async def check(
@@ -109,7 +113,7 @@ class Validator:
         check_amounts(parameters, limits or self._limits)
         check_best_of(parameters, sampling, self._limits)
         if parameters.adapter_id:
-            raise InvalidRequest("`adapter_id` is not supported: this server has no adapters")
+            self._check_adapter(parameters.adapter_id)
         if not prompt.text and not prompt.token_ids:
             raise InvalidRequest("`inputs` must not be empty")
 
@@ -133,10 +137,17 @@ class Validator:
             ignore_eos=parameters.ignore_eos,
             grammar=prepared,
             cache_salt=parameters.cache_salt,
+            adapter_id=parameters.adapter_id or None,
             unenforced=unenforced,
             stop_token_ids=frozenset(parameters.stop_token_ids or ()),
             show_special=not parameters.skip_special_tokens,
         )
+
+    def _check_adapter(self, adapter_id: str) -> None:
+        try:
+            self._adapters.find(adapter_id)
+        except NoSuchAdapter as error:
+            raise InvalidRequest(f"`adapter_id`: {error}") from None
 
     def _input_ids(self, prompt: RenderedPrompt, truncate: int | None, *, add_special_tokens: bool) -> list[int]:
         """Returns the prompt's tokens, cut to `truncate`. A text that cannot fit is not tokenised as a whole."""

@@ -14,7 +14,7 @@ import outlines
 from huggingface_hub import AsyncInferenceClient, InferenceClient
 from openai import AsyncOpenAI, OpenAI
 from outlines.types import CFG, Regex
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 URL = sys.argv[1]
 OPENAI: Any = {"base_url": f"{URL}/v1", "api_key": "none"}
@@ -22,7 +22,9 @@ PROMPT = "How long do I boil an egg?"
 
 
 class Rice(BaseModel):
-    """Tells how long rice takes."""
+    """Tells how long rice takes. It has no other members: a small model that is sampled would find no end of them."""
+
+    model_config = ConfigDict(extra="forbid")
 
     minutes: int = Field(ge=1, le=99)
     kind: Literal["brown", "white"]

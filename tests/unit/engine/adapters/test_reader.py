@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from tests.adapters import make_adapter, rewrite
 from tests.quantized_models import make_quantized
 from tests.tiny_models import make
-from tgi_server.engine.adapters import Adapter, BaseModel, read_adapter
+from tgi_server.engine.adapters import AdapterWeights, BaseModel, read_adapter
 from tgi_server.engine.errors import InvalidAdapter
 
 
@@ -24,7 +24,7 @@ class Base:
         self.model = factory.from_pretrained(folder)
         self.read = BaseModel.of(folder, config)
 
-    def check(self, adapter: Adapter, merged: Any) -> None:
+    def check(self, adapter: AdapterWeights, merged: Any) -> None:
         """Checks that merging gives peft's weights in the layers that the adapter changes; others must be equal."""
         for path in self.read.layers:
             weight, bias = _tensors(self.model, path, self.read)
@@ -69,29 +69,31 @@ ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
             {"r": 4, "lora_alpha": 16, "target_modules": ["q_proj", "o_proj"], "use_rslora": True}
             | {"rank_pattern": {"layers.1.self_attn.q_proj": 2, "o_proj": 8}, "alpha_pattern": {"o_.roj": 5}},
         ),
-        ("llama", {"r": 4, "target_modules": ATTENTION, "use_dora": True}),
+        pytest.param("llama", {"r": 4, "target_modules": ATTENTION, "use_dora": True}, marks=pytest.mark.slow),
         ("opt", {"r": 1, "target_modules": ["q_proj", "fc1"], "bias": "lora_only"}),
         ("opt", {"r": 3, "target_modules": ["q_proj", "fc2"], "bias": "lora_only", "use_dora": True}),
         ("opt", {"r": 2, "target_modules": ["v_proj", "fc2"], "lora_bias": True}),
         ("gpt2", {"r": 2, "target_modules": ["c_attn", "c_proj"], "use_dora": True, "fan_in_fan_out": True}),
         ("phi3", {"r": 5, "target_modules": ["qkv_proj", "gate_up_proj"]}),
-        ("gpt_neox", {"r": 2, "target_modules": "all-linear"}),
+        pytest.param("gpt_neox", {"r": 2, "target_modules": "all-linear"}, marks=pytest.mark.slow),
         ("t5", {"r": 2, "target_modules": ["q", "wo"], "use_dora": True}),
     ],
 )
-@pytest.mark.parametrize("safetensors", [True, False], ids=["safetensors", "bin"])
 def test_every_format_becomes_the_change_that_peft_merges(
-    bases: Any, tmp_path: Path, architecture: str, settings: dict[str, Any], safetensors: bool
+    bases: Any, tmp_path: Path, architecture: str, settings: dict[str, Any]
 ) -> None:
     base = bases(architecture)
-    folder, merged = make_adapter(base.model, tmp_path, safetensors=safetensors, **settings)
-    if not safetensors and not (folder / "adapter_model.bin").is_file():
-        tensors = load_file(folder / "adapter_model.safetensors")
-        torch.save(tensors, folder / "adapter_model.bin")
-        (folder / "adapter_model.safetensors").unlink()
+    folder, merged = make_adapter(base.model, tmp_path, **settings)
     adapter = read_adapter(folder, base.read)
     assert adapter.layers
     base.check(adapter, merged)
+
+
+def test_bin_files_are_read_too(bases: Any, tmp_path: Path) -> None:
+    folder, merged = make_adapter(bases("llama").model, tmp_path, r=2, target_modules=["q_proj"])
+    torch.save(load_file(folder / "adapter_model.safetensors"), folder / "adapter_model.bin")
+    (folder / "adapter_model.safetensors").unlink()
+    bases("llama").check(read_adapter(folder, bases("llama").read), merged)
 
 
 def test_tensors_are_converted_to_the_dtype_asked_for(bases: Any, tmp_path: Path) -> None:
@@ -128,6 +130,23 @@ def test_dora_on_a_quantised_base_takes_the_norms_of_what_its_codes_stand_for(tm
     base = Base(dense)
     base.read = BaseModel.of(quantized, AutoConfig.from_pretrained(quantized))
     base.check(read_adapter(folder, base.read), merged)
+
+
+def test_rows_of_zeros_stay_zeros_with_dora(tmp_path: Path) -> None:
+    """As those of a head that has more rows than there are tokens."""
+    folder = make("llama", tmp_path / "base")
+    weights = load_file(folder / "model.safetensors")
+    weights["lm_head.weight"][-3:] = 0
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    base = Base(folder)
+    adapter, _ = make_adapter(base.model, tmp_path / "adapter", r=2, target_modules=["lm_head"], use_dora=True)
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    head = "base_model.model.lm_head"
+    tensors[f"{head}.lora_B.weight"][-3:] = 0
+    tensors[f"{head}.lora_magnitude_vector"][-3:] = 0
+    rewrite(adapter, tensors)
+    merged, _ = read_adapter(adapter, base.read).layers["lm_head"].merged(weights["lm_head.weight"], None)
+    assert not merged[-3:].any()
 
 
 def test_a_tied_head_takes_its_weight_from_the_embeddings(bases: Any, tmp_path: Path) -> None:
@@ -172,6 +191,10 @@ Q = "base_model.model.model.layers.0.self_attn.q_proj"
         ({f"{Q}.lora_B.weight": torch.zeros(96, 4)}, r"q_proj.lora_B.weight has the shape \[96, 4\]"),
         ({f"{Q}.lora_B.weight": None}, "q_proj.lora_A.weight has no lora_B.weight beside it"),
         ({f"{Q}.lora_A.weight": torch.zeros(4, 64).int()}, "dtype torch.int32"),
+        (
+            {f"{Q}.lora_A.weight": torch.full((4, 64), torch.nan)},
+            "q_proj.lora_A.weight has numbers that are not finite",
+        ),
         ({f"{Q}.bias": torch.zeros(64)}, "q_proj.bias is a bias, where"),
         ({f"{Q}s.lora_A.weight": torch.zeros(4, 64)}, "is for model.layers.0.self_attn.q_projs, which is no linear"),
         (

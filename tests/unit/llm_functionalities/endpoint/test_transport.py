@@ -11,6 +11,7 @@ import pytest
 from llm_functionalities.endpoint.call import Call, Deadline, working_on
 from llm_functionalities.errors import BadResponse, Cancelled, DeadlineExceeded, Unreachable
 from tests.fakes.model_server import ModelServer
+from tests.timing import on_a_busy_machine
 
 
 def post(http: httpx2.Client, url: str, seconds: float = 5) -> httpx2.Response:
@@ -25,6 +26,7 @@ def test_connections_are_used_again(http: httpx2.Client, server: ModelServer) ->
 
 
 @pytest.mark.parametrize("fault", ["hang", "trickle"])
+@on_a_busy_machine
 def test_no_number_of_short_waits_outlasts_the_deadline(fault: str, http: httpx2.Client, server: ModelServer) -> None:
     server.fault = fault
     started = time.monotonic()

@@ -70,8 +70,8 @@ async def test_an_answer_without_use_is_told_apart_and_kept_out_of_the_log(
 async def test_the_deadline_holds_for_a_whole_batch(model: Model, server: ModelServer, empty: list[str]) -> None:
     server.fault = "hang"
     started = time.monotonic()
-    answers = await model.answers(50, lambda place: Question.verbatim(str(place)), GENERATION, Deadline.after(0.3), {})
-    assert time.monotonic() - started < 1.5
+    answers = await model.answers(50, lambda place: Question.verbatim(str(place)), GENERATION, Deadline.after(1), {})
+    assert time.monotonic() - started < 5
     assert [answer.reason for answer in answers] == ["deadline"] * 50
     assert empty == ["deadline"] * 50
     until(lambda: all(request.abandoned.is_set() for request in server.requests))

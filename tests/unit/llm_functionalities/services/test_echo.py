@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llm_functionalities.services.echo import EchoedAnswer, open_object
+from tests.timing import on_a_busy_machine
 
 FORMAT = 'Answer in this form: {"intent": ""}\n### Input:\nPizza!\n\n### Response: Your response:'
 
@@ -110,6 +111,7 @@ def test_any_object_is_completed_wherever_its_prompt_breaks_off(value: dict[str,
         assert json.loads(EchoedAnswer(text[:place], "object", has_grammar=False).whole(text[place:] + " and")) == value
 
 
+@on_a_busy_machine
 def test_a_prompt_full_of_braces_takes_no_time() -> None:
     started = time.monotonic()
     open_object('{"a":' * 100_000)

@@ -6,6 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from tests.timing import on_a_busy_machine
 from tgi_server.router.scheduling.blocks import BlockPool
 from tgi_server.router.scheduling.prefix_cache import Match, PrefixCache
 
@@ -192,6 +193,7 @@ def test_spaces_that_come_and_go_leave_nothing_behind() -> None:
     sharer.check()
 
 
+@on_a_busy_machine
 def test_a_long_prompt_is_matched_quickly() -> None:
     tokens = [1 + position % 5000 for position in range(30_000)]
     sharer = Sharer(blocks=4000, block_size=16)

@@ -1,18 +1,22 @@
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
+from tests.fakes.simulation import AdapterShards
 from tests.fakes.vocabularies import sentence_piece
 from tests.grammars import compiler_fault, demo_compiler
 from tests.unit.router.text.test_parameters import LIMITS, VOCAB_SIZE
 from tgi_server.contract import Grammar, GrammarKind
 from tgi_server.router.errors import InvalidRequest
+from tgi_server.router.scheduling.adapters import Adapters
 from tgi_server.router.schemas.generate import GenerateParameters
 from tgi_server.router.schemas.grammar import GrammarType as RequestedGrammar
 from tgi_server.router.text.special_tokens import RenderedPrompt
 from tgi_server.router.text.tokenizer import TokenizerThreads
 from tgi_server.router.text.validation import CheckedRequest, Validator, grammar_refusal
+
+ADAPTERS = Adapters(cast(Any, AdapterShards()), max_loras=1)
 
 
 async def compile_grammar(grammar: Grammar) -> tuple[str, ...]:
@@ -25,7 +29,7 @@ async def compile_grammar(grammar: Grammar) -> tuple[str, ...]:
 async def check(inputs: str, *, refusal: str | None = None, streaming: bool = False, **fields: Any) -> CheckedRequest:
     threads = TokenizerThreads(sentence_piece(), 1)
     try:
-        validator = Validator(LIMITS, threads, VOCAB_SIZE, refusal, compile_grammar)
+        validator = Validator(LIMITS, threads, VOCAB_SIZE, refusal, compile_grammar, ADAPTERS)
         return await validator.check(RenderedPrompt(inputs), GenerateParameters(**fields), streaming=streaming)
     finally:
         threads.close()

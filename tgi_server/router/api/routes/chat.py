@@ -93,7 +93,7 @@ async def _whole(exchange: Exchange, plan: ChatPlan, prompt: ChatPrompt) -> Resp
     await exchange.wait_for(end.future)
     logprobs = plan.logprobs is not None
     shown = ",".join(choice.json(index, logprobs=logprobs) for index, choice in enumerate(written))
-    envelope = Envelope("chat.completion", "chatcmpl", exchange.service.model)
+    envelope = Envelope("chat.completion", "chatcmpl", exchange.service.model, prompt.checked.adapter_id)
     text = envelope.wrap(shown, choices.usage())
     return exchange.respond(text, characters=len(prompt.text), streams=choices.streams)
 
@@ -103,7 +103,7 @@ async def _stream(exchange: Exchange, plan: ChatPlan, prompt: ChatPrompt) -> Res
     whole_usage = options is not None and options.include_usage
     usage_so_far = options is not None and options.include_usage and options.continuous_usage_stats
     outbox = Outbox()
-    envelope = Envelope("chat.completion.chunk", "chatcmpl", exchange.service.model)
+    envelope = Envelope("chat.completion.chunk", "chatcmpl", exchange.service.model, prompt.checked.adapter_id)
 
     def last_words() -> bytes:
         return event(envelope.wrap("", choices.usage())) if whole_usage else b""

@@ -158,7 +158,7 @@ async def _whole(exchange: Exchange, plan: _Plan) -> Response:
         text += stream.output.text if plan.generates else ""
         reason = stream.finish_reason if plan.generates else FinishReason.LENGTH
         choices.append(_choice(index, text, told, reason))
-    envelope = Envelope("text_completion", "cmpl", exchange.service.model)
+    envelope = Envelope("text_completion", "cmpl", exchange.service.model, plan.sequences[0].adapter_id)
     text = envelope.wrap(",".join(choices), plan.usage(streams, plan.prompt_tokens))
     return exchange.respond(text, characters=plan.characters, streams=streams)
 
@@ -179,7 +179,7 @@ def _logprobs(exchange: Exchange, stream: TokenStream[CollectedTokens], echo: st
 def _stream(exchange: Exchange, plan: _Plan) -> Response:
     request = plan.request
     outbox = Outbox()
-    envelope = Envelope("text_completion", "cmpl", exchange.service.model)
+    envelope = Envelope("text_completion", "cmpl", exchange.service.model, plan.sequences[0].adapter_id)
     whole_usage = request.stream_options is not None and request.stream_options.include_usage
     streams: list[AnyStream] = []
 

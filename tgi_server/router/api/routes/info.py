@@ -11,7 +11,7 @@ from tgi_server.router.api.routes.page import page, wants_page
 from tgi_server.router.errors import NoSuchModel
 from tgi_server.router.metrics import CONTENT_TYPE
 from tgi_server.router.schemas.base import ErrorResponse
-from tgi_server.router.schemas.info import Info, ModelInfo, ModelsInfo, VersionInfo
+from tgi_server.router.schemas.info import AdapterInfo, Info, ModelInfo, ModelsInfo, VersionInfo
 from tgi_server.router.schemas.openai import OpenAIErrorResponse
 from tgi_server.router.service import Service
 
@@ -62,20 +62,26 @@ def probe_routes(service: Service) -> APIRouter:
     async def version() -> VersionInfo:
         return VersionInfo(version=service.model.version)
 
-    names, created = service.model.names, int(time())
-    models_by_name = {
-        name: ModelInfo(id=name, object="model", created=created, owned_by=service.model.model_id) for name in names
-    }
+    created = int(time())
 
-    @router.get("/v1/models", summary="The model, by all its names")
+    def all_models() -> dict[str, ModelInfo]:
+        model, owner = service.model.names[0], service.model.model_id
+        parents = dict.fromkeys(service.model.names) | {adapter.id: model for adapter in service.adapters}
+        return {
+            name: ModelInfo(id=name, object="model", created=created, owned_by=owner, parent=parent)
+            for name, parent in parents.items()
+        }
+
+    @router.get("/v1/models", summary="The model, by all its names, and its adapters")
     async def models() -> ModelsInfo:
-        return ModelsInfo(object="list", data=list(models_by_name.values()))
+        return ModelsInfo(object="list", data=list(all_models().values()))
 
-    @router.get("/v1/models/{model_id:path}", summary="One model", responses=_NO_SUCH_MODEL)
+    @router.get("/v1/models/{model_id:path}", summary="One model, or adapter", responses=_NO_SUCH_MODEL)
     async def one_model(model_id: str) -> ModelInfo:
-        if model_id not in models_by_name:
-            raise NoSuchModel(f"there is no model {model_id!r} here, only {names[0]!r}")
-        return models_by_name[model_id]
+        known = all_models()
+        if model_id not in known:
+            raise NoSuchModel(f"there is no model {model_id[:100]!r} here, only {', '.join(map(repr, known))}")
+        return known[model_id]
 
     return router
 
@@ -101,6 +107,7 @@ def _info(service: Service) -> Info:
         max_batch_total_tokens=limits.max_batch_total_tokens,
         linear_kernels=service.model.linear_kernels,
         fallbacks=list(service.model.fallbacks),
+        adapters=[AdapterInfo(id=each.id, rank=each.rank, ready=each.ready) for each in service.adapters],
     )
 
 

@@ -8,7 +8,7 @@ from uuid import uuid4
 
 from tgi_server.contract import FinishReason
 from tgi_server.router.api.responses import quoted
-from tgi_server.router.errors import InvalidRequest
+from tgi_server.router.errors import InvalidRequest, NoSuchModel
 from tgi_server.router.schemas.generate import GenerateParameters
 from tgi_server.router.schemas.grammar import GrammarType, JsonGrammar, LarkGrammar, PlainText, RegexGrammar
 from tgi_server.router.schemas.openai import SharedParameters, StructuredOutputs
@@ -63,10 +63,26 @@ def generation_parameters(
         skip_special_tokens=request.skip_special_tokens,
         ignore_eos=request.ignore_eos,
         cache_salt=request.cache_salt,
+        adapter_id=named_adapter(service, request.model),
         truncate=service.limits.max_input_tokens if truncate == -1 else truncate,
         grammar=requested_form(request),
         top_n_tokens=top_n_tokens,
     )
+
+
+def named_adapter(service: Service, model: str | None) -> str | None:
+    """Returns the adapter that the field `model` names; None for the model itself.
+
+    A server that has no adapters takes any name, because clients often have one of another server. Raises NoSuchModel.
+    """
+    if not model or service.model.is_named(model):
+        return None
+    if any(adapter.id == model for adapter in service.adapters):
+        return model
+    if not len(service.adapters) and service.adapter_root is None:
+        return None
+    known = ", ".join(map(repr, (*service.model.names, *(adapter.id for adapter in service.adapters))))
+    raise NoSuchModel(f"there is no model {model[:100]!r} here; there are {known}")
 
 
 def requested_form(request: SharedParameters) -> GrammarType | None:
@@ -125,11 +141,12 @@ def check_sequences(sequences: int, limit: int, what: str) -> None:
 class Envelope:
     """The members that every object of one response has around its choices."""
 
-    def __init__(self, kind: str, identity: str, model: ModelDescription) -> None:
-        """kind: the `object`. identity: the beginning of the `id`."""
+    def __init__(self, kind: str, identity: str, model: ModelDescription, adapter_id: str | None) -> None:
+        """kind: the `object`. identity: the beginning of the `id`. adapter_id: the adapter that the request names."""
         self._head = (
             f'{{"object":"{kind}","id":"{identity}-{uuid4().hex}","created":{int(time())},'
-            f'"model":{quoted(model.names[0])},"system_fingerprint":{quoted(model.fingerprint)},"choices":['
+            f'"model":{quoted(adapter_id or model.names[0])},"system_fingerprint":{quoted(model.fingerprint)},'
+            '"choices":['
         )
 
     def wrap(self, choices: str, usage: str | None = None) -> str:

@@ -67,6 +67,7 @@ def chat_request(request: ResponsesRequest, messages: Sequence[dict[str, Any]]) 
     system = [{"role": "system", "content": request.instructions}] if request.instructions else []
     logprobs = LOGPROBS in (request.include or ())
     fields = {
+        "model": request.model,
         **{name: value for name in TextParameters.model_fields if (value := getattr(request, name)) is not None},
         "messages": [*system, *messages],
         "max_completion_tokens": request.max_output_tokens,

@@ -90,7 +90,7 @@ async def _respond(kept: StoredResponses, exchange: Exchange, request: Responses
             raise PreviousResponseNotFound(str(error)) from None
     plan = plan_chat(service, chat_request(request, messages), exchange.size)
     prompt = await prompt_for_chat(service, plan)
-    told = _Response(request, service.model.names[0])
+    told = _Response(request, prompt.checked.adapter_id or service.model.names[0])
     outbox = Outbox() if request.stream else None
     emit = _nothing if outbox is None else _Events(outbox)
     items = ResponseItems(emit)

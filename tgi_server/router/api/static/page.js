@@ -30,6 +30,8 @@ async function showInfo() {
     element("limits").append(entry);
   }
   element("drafted-legend").hidden = !info.speculate;
+  element("adapter-field").hidden = !info.adapters.length;
+  for (const { id } of info.adapters) element("adapter").append(new Option(id));
 }
 
 function showLoad() {
@@ -66,6 +68,7 @@ function wish() {
     temperature: Number(element("temperature").value),
     topP: Number(element("top-p").value),
     seed: seed === "" ? undefined : Number(seed),
+    adapter: element("adapter").value,
     apiKey: element("api-key").value,
   };
 }

@@ -1,7 +1,8 @@
 // Generation, token by token, over the server's own API.
 
 /**
- * Yields {text, logprob, drafted} for each token. wish: {prompt, chat, maxNewTokens, temperature, topP, seed, apiKey}.
+ * Yields {text, logprob, drafted} for each token. wish: {prompt, chat, adapter, maxNewTokens, temperature, topP, seed,
+ * apiKey}.
  * Throws an Error whose message is the server's; its `status` is the HTTP status.
  */
 export async function* generate(wish, signal) {
@@ -25,6 +26,7 @@ export async function* generate(wish, signal) {
 
 function plainRequest(wish) {
   const parameters = { max_new_tokens: wish.maxNewTokens, seed: wish.seed };
+  if (wish.adapter) parameters.adapter_id = wish.adapter;
   if (wish.temperature > 0) Object.assign(parameters, { do_sample: true, temperature: wish.temperature });
   if (wish.temperature > 0 && wish.topP < 1) parameters.top_p = wish.topP;
   return { inputs: wish.prompt, parameters };
@@ -32,7 +34,7 @@ function plainRequest(wish) {
 
 function chatRequest(wish) {
   return {
-    model: "tgi",
+    model: wish.adapter || "tgi",
     messages: [{ role: "user", content: wish.prompt }],
     max_tokens: wish.maxNewTokens,
     temperature: wish.temperature,

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llm_functionalities.services.workflows.answers import speakable
+from tests.timing import on_a_busy_machine
 
 BROKEN = [
     ("", ""),
@@ -92,6 +93,7 @@ def test_whatever_comes_the_bounds_hold(text: str, sentences: int, characters: i
         "* " * 500_000,
     ],
 )
+@on_a_busy_machine
 def test_a_flood_takes_no_time(text: str) -> None:
     started = time.monotonic()
     speakable(text, sentences=3, characters=200)

@@ -6,6 +6,7 @@ import time
 import pytest
 
 from llm_functionalities.services.workflows import replacement
+from tests.timing import on_a_busy_machine
 
 Named = tuple[str, str] | None
 
@@ -48,6 +49,7 @@ REPLACEMENTS: list[tuple[str, Named]] = [
 
 
 @pytest.mark.parametrize(("text", "named"), REPLACEMENTS)
+@on_a_busy_machine
 def test_the_ingredient_of_an_answer(text: str, named: Named) -> None:
     started = time.monotonic()
     found = replacement.parse_replacement(text, original="milk")

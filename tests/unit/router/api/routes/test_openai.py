@@ -55,7 +55,7 @@ def test_every_reason_has_openais_name():
 
 
 def test_all_objects_of_a_response_share_their_envelope():
-    envelope = Envelope("text_completion", "cmpl", ModelDescription("m", ["m"], None, "cpu", False, "1.0"))
+    envelope = Envelope("text_completion", "cmpl", ModelDescription("m", ["m"], None, "cpu", False, "1.0"), None)
     first, last = json.loads(envelope.wrap("")), json.loads(envelope.wrap('{"index":0}', '{"total_tokens":3}'))
     assert first["choices"] == []
     assert "usage" not in first

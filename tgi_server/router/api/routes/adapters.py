@@ -1,0 +1,75 @@
+"""/v1/load_lora_adapter and /v1/unload_lora_adapter: adapters that come and go while the server runs."""
+
+import asyncio
+import logging
+from functools import partial
+from pathlib import Path
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+
+from tgi_server.router.api.body import parse, read_body
+from tgi_server.router.api.documentation import OPENAI_ERRORS, Responses, described_body
+from tgi_server.router.api.requests import DirectRoute
+from tgi_server.router.errors import Forbidden, InvalidRequest
+from tgi_server.router.schemas.adapters import LoadAdapterBody, UnloadAdapterBody
+from tgi_server.router.schemas.openai import OpenAIErrorResponse
+from tgi_server.router.service import Service
+
+logger = logging.getLogger(__name__)
+
+# Bytes: a name and a path.
+_LONGEST_BODY = 64 * 1024
+
+_ERRORS: Responses = {
+    **{status: OPENAI_ERRORS[status] for status in (401, 413, 422)},
+    403: {"description": "Adapters cannot be updated on this server", "model": OpenAIErrorResponse},
+    404: {"description": "There is no such adapter", "model": OpenAIErrorResponse},
+    503: {"description": "The shards do not answer", "model": OpenAIErrorResponse},
+}
+
+
+def adapter_routes(service: Service) -> APIRouter:
+    router = APIRouter(route_class=DirectRoute)
+    route = partial(router.post, response_class=PlainTextResponse, responses=_ERRORS)
+
+    @route("/v1/load_lora_adapter", summary="Load an adapter", openapi_extra=described_body(LoadAdapterBody))
+    async def load(request: Request) -> Response:
+        root = _root(service)
+        asked = parse(LoadAdapterBody, await read_body(request, _LONGEST_BODY))
+        if service.model.is_named(asked.lora_name):
+            raise InvalidRequest(f"{asked.lora_name!r} is a name of the model itself; choose another `lora_name`")
+        folder = await asyncio.to_thread(_folder_below, root, asked.lora_path)
+        adapter = await service.adapters.add(asked.lora_name, str(folder))
+        logger.info("the adapter %s is loaded from %s; its rank is %d", adapter.id, folder, adapter.rank)
+        return PlainTextResponse(f"Success: LoRA adapter '{adapter.id}' added successfully.")
+
+    @route("/v1/unload_lora_adapter", summary="Unload an adapter", openapi_extra=described_body(UnloadAdapterBody))
+    async def unload(request: Request) -> Response:
+        _root(service)
+        asked = parse(UnloadAdapterBody, await read_body(request, _LONGEST_BODY))
+        await service.adapters.remove(asked.lora_name)
+        logger.info("the adapter %s is unloaded", asked.lora_name)
+        return PlainTextResponse(f"Success: LoRA adapter '{asked.lora_name}' removed successfully.")
+
+    return router
+
+
+def _root(service: Service) -> Path:
+    """Returns the folder below which adapters may be loaded from. Raises Forbidden where none may."""
+    if service.adapter_root is None:
+        raise Forbidden("adapters stay as they are: this server was started without --allow-adapter-updates")
+    return service.adapter_root
+
+
+def _folder_below(root: Path, path: str) -> Path:
+    """Returns the adapter's folder. Raises InvalidRequest alike for one that is not there and for one elsewhere."""
+    try:
+        folder, top = (root / path).resolve(), root.resolve()
+        found = folder.is_relative_to(top) and (folder / "adapter_config.json").is_file()
+    except (OSError, ValueError):
+        found = False
+    if not found:
+        raise InvalidRequest("`lora_path` is not the folder of an adapter below the one that --adapter-root names")
+    return folder
