@@ -87,12 +87,17 @@ def _turn_and_write(
         head -= queries
         x = _turned(key + token * key_token + head * key_head, cosine, sine, token, column, head_dim, rotated)
         place = (tl.load(slots + token) * kv_heads + head) * head_dim + column
+        tl.store(keys + place, _kept(x, key_scale, mantissa), mask=real)
         v = tl.load(value + token * value_token + head * value_head + column, mask=real)
-        if mantissa:
-            x = encoded(x.to(tl.float32), key_scale, mantissa)
-            v = encoded(v.to(tl.float32), value_scale, mantissa)
-        tl.store(keys + place, x, mask=real)
-        tl.store(values + place, v, mask=real)
+        tl.store(values + place, _kept(v, value_scale, mantissa), mask=real)
+
+
+@triton.jit
+def _kept(x, scale, mantissa: tl.constexpr):
+    """Returns numbers as the cache has them."""
+    if mantissa == 0:
+        return x
+    return encoded(x.to(tl.float32), scale, mantissa)
 
 
 @triton.jit
