@@ -32,6 +32,8 @@ class EngineConfig:
         and for models whose steps cannot be recorded, there are none.
     speculate: tokens that are drafted for a sequence in one step, at most; 0: none are. Only for models whose batches
         are paged.
+    speculative_model: the folder of a draft model with the same tokenizer; None: drafts come from texts, if `speculate`
+        says that there are any.
     max_lora_rank: rank that a layer of an adapter may have, at most.
     group: the shards that compute the model together, this one among them; None: this process computes it alone.
     """
@@ -50,6 +52,7 @@ class EngineConfig:
     watermark_delta: float = 2.0
     cuda_graphs: tuple[int, ...] | None = None
     speculate: int = 0
+    speculative_model: Path | None = None
     max_lora_rank: int = 256
     group: ShardGroup | None = None
 

@@ -4,7 +4,8 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -23,6 +24,7 @@ from tgi_server.engine.grammar.tokenizer import has_tokenizer
 from tgi_server.engine.memory import copy_to_device, to_device
 from tgi_server.engine.runners import create_runner
 from tgi_server.engine.runners.base import CacheCapacity, PromptChunk, position_limit
+from tgi_server.engine.runners.paged import PagedRunner
 from tgi_server.engine.sampling import (
     PendingTokens,
     Sampler,
@@ -38,7 +40,8 @@ from tgi_server.engine.speculation import (
     HistoryDrafter,
     NgramDrafter,
     Speculation,
-    measure_costs,
+    hidden_layers,
+    load_drafter,
 )
 from tgi_server.engine.step import Step
 from tgi_server.engine.weights import load_config, load_model
@@ -99,7 +102,9 @@ class Engine:
         model = model or load_model(config, device)
         self._device = device
         self._group = config.group
-        self._runner = create_runner(model, config)
+        layers = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", 0)
+        self._runner = create_runner(model, config, apart=hidden_layers(config, layers))
+        self.speculation = self._drafting(config, model)
         self.adapters = LoadedAdapters(
             model,
             config.model_path,
@@ -126,12 +131,11 @@ class Engine:
             paged=self._runner.paged,
             block_size=self._runner.block_size,
             grammars=has_tokenizer(config.model_path),
-            speculate=config.speculate,
+            speculate=self.speculation.most if self.speculation else 0,
             quantization=getattr(model, "quantization", ""),
             linear_kernels=self._runner.linear_kernels,
             kv_cache_dtype=config.kv_cache_dtype or str(model.dtype).removeprefix("torch."),
         )
-        self.speculation = self._drafting(config.speculate) if config.speculate else None
         self.grammars = (
             GrammarCompiler(config.model_path, self.info.vocab_size, self.info.eos_token_ids)
             if self.info.grammars
@@ -148,13 +152,20 @@ class Engine:
             self.info.linear_kernels,
         )
 
-    def _drafting(self, most: int) -> Speculation:
-        if not self._runner.paged:
+    def _drafting(self, config: EngineConfig, model: PreTrainedModel) -> Speculation | None:
+        if not config.speculate and config.speculative_model is None:
+            return None
+        if not isinstance(self._runner, PagedRunner):
             raise UnsupportedModel(
-                f"{self.info.model_type} models run in padded batches, where no tokens can be drafted; "
-                "leave out --speculate"
+                f"{model.config.model_type} models run in padded batches, where no tokens can be drafted; leave out "
+                f"{'--speculative-model' if config.speculative_model else '--speculate'}"
             )
-        return Speculation(most, [HistoryDrafter(), NgramDrafter()])
+        most, drafters = config.speculate, [HistoryDrafter(), NgramDrafter()]
+        if config.speculative_model is not None:
+            drafter = load_drafter(config, model, self._runner)
+            most, drafters = most or drafter.default_most, [HistoryDrafter(), drafter]
+        self._runner.most_drafted = most
+        return Speculation(most, drafters, config.group, self._device)
 
     @torch.inference_mode()
     def warm_up(
@@ -180,7 +191,7 @@ class Engine:
         )
         self._sampler = Sampler(max_batch_size, self.info.vocab_size, self._device, self._watermark)
         if self.speculation is not None:
-            self.speculation.costs = measure_costs(self._runner, self._capacity, self._group)
+            self.speculation.warm_up(self._runner, self._capacity)
         return self._capacity
 
     def reserve(self, seconds: float) -> bool:
@@ -307,18 +318,23 @@ class Engine:
         if self.speculation is None:
             return []
         rows = plan.decoding + sum(len(chunk.tokens) for chunk in plan.chunks)
-        return self.speculation.plan(plan.sequences, rows, self._runner.block_size)
+        with self._in_step():
+            return self.speculation.plan(plan.sequences, rows, self._runner.block_size)
 
     def _start(self, batch: RunningBatch, plan: ForwardPlan, drafts: list[Draft]) -> Step:
         started = time.perf_counter_ns()
         mask = self._start_mask(plan.sequences)
         logits = self._forward(plan, drafts, mask) if plan.decoding or plan.chunks else None
         forwarded = time.perf_counter_ns()
+        if self.speculation is not None and logits is not None:
+            self.speculation.follow(plan.sequences[: plan.decoding], plan.chunks, drafts)
         check = None
         if drafts:
             assert logits is not None
             own = plan.logits
-            check = DraftCheck(drafts, logits[own:], partial(self._choose, batch))
+            greedy = all(draft.is_greedy for draft in drafts)
+            likeliest = self._sampler.likeliest(logits[own:]).start_copy() if greedy else None
+            check = DraftCheck(drafts, logits[own:], partial(self._choose, batch), likeliest)
             logits = logits[:own]
         if plan.chunks:
             assert logits is not None
@@ -333,11 +349,23 @@ class Engine:
         plain = plan.is_greedy and all(draft.is_greedy for draft in drafts)
         greedy = GreedyOnly(mask) if plain and not (plan.decoding and self._sampler.processes) else None
         chunks = [*plan.chunks, *(draft.chunk for draft in drafts)]
-        if self._group is None:
+        with self._in_step():
+            if drafts and not plan.chunks:
+                rows = {sequence: row for row, sequence in enumerate(plan.sequences)}
+                drafted = [(rows[chunk.sequence], chunk.tokens) for chunk in chunks]
+                if (logits := self._runner.forward_drafts(plan.decoding, drafted)) is not None:
+                    return logits
             return self._runner.forward(plan.decoding, chunks, greedy)
+
+    @contextmanager
+    def _in_step(self) -> Iterator[None]:
+        """Lets the other shards know when this one fails where all of them compute together."""
+        if self._group is None:
+            yield
+            return
         self._group.check()
         try:
-            return self._runner.forward(plan.decoding, chunks, greedy)
+            yield
         except EngineError:
             raise
         except BaseException as error:

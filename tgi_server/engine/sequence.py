@@ -75,6 +75,16 @@ class RunningSequence:
         """The number of tokens generated so far."""
         return len(self.generated_ids)
 
+    @property
+    def length(self) -> int:
+        """The number of its tokens, those of the prompt and those generated so far."""
+        return len(self.input_ids) + len(self.generated_ids)
+
+    def tokens(self, start: int, stop: int) -> list[int]:
+        """Returns its tokens from `start` to `stop` - 1, those of the prompt first."""
+        prompt = len(self.input_ids)
+        return self.input_ids[start:stop] + self.generated_ids[max(0, start - prompt) : max(0, stop - prompt)]
+
     def append(self, tokens: list[int]) -> None:
         """Adds tokens that were chosen."""
         self.generated_ids.extend(tokens)
@@ -82,7 +92,7 @@ class RunningSequence:
     def jump_forward_room(self, block_size: int) -> int:
         """Returns how many jump-forward tokens have a slot behind that of the last token."""
         slots = len(self.blocks) * block_size
-        return max(0, slots - len(self.input_ids) - self.generated - 1)
+        return max(0, slots - self.length - 1)
 
     def draft_room(self, block_size: int) -> int:
         """Returns how many tokens may be drafted: they have slots, and the last one is not among them."""
@@ -90,8 +100,7 @@ class RunningSequence:
 
     def jump(self, tokens: int) -> None:
         """Makes the last `tokens` tokens known ones: one that was chosen, and the jump-forward tokens behind it."""
-        known = len(self.known)
-        total = len(self.input_ids) + self.generated
+        known, total = len(self.known), self.length
         self.known = torch.cat([self.known, torch.tensor(self.generated_ids[known - total :], dtype=torch.int64)])
         self.report = replace(self.report, prefill_logprobs=False)
         self.computed = total - tokens

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import sys
 from collections.abc import Coroutine
+from pathlib import Path
 from typing import TypeVar
 
 from shared.logging import configure_logging
@@ -17,7 +18,7 @@ from tgi_server.launcher.nodes.rendezvous import rendezvous
 from tgi_server.launcher.processes.sockets import shard_sockets
 from tgi_server.launcher.processes.supervisor import Supervisor
 from tgi_server.launcher.settings import LauncherSettings
-from tgi_server.launcher.weights import check_tokenizer, find_adapters, find_model
+from tgi_server.launcher.weights import check_tokenizer, fetch_speculative_model, find_adapters, find_model
 
 PROGRAM = "text-generation-launcher"
 T = TypeVar("T")
@@ -54,10 +55,9 @@ async def _launch(settings: LauncherSettings) -> None:
     on_stop_signal(stop.set)
     shards = shard_count(settings)
     _check_addresses(settings)
-    folder = await _unless_stopped(find_model(settings), stop)
+    folder = await _unless_stopped(_models(settings), stop)
     if folder is None:
         return
-    check_tokenizer(folder)
     adapters = await _unless_stopped(find_adapters(settings), stop)
     if adapters is None:
         return
@@ -80,6 +80,14 @@ async def _launch(settings: LauncherSettings) -> None:
         on_stop_signal(supervisor.stop)
         await supervisor.run()
     ignore_stop_signals()
+
+
+async def _models(settings: LauncherSettings) -> Path:
+    """Returns the model's folder, once all that shards and router read is on this machine. Raises LauncherError."""
+    folder = await find_model(settings)
+    check_tokenizer(folder)
+    await fetch_speculative_model(settings)
+    return folder
 
 
 def _check_addresses(settings: LauncherSettings) -> None:

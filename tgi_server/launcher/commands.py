@@ -19,9 +19,11 @@ ROUTER_FLAGS = (*(name for name in ServingSettings.model_fields if name != "api_
 _OF_THE_MODEL = ("revision",)
 
 
-def download(settings: LauncherSettings) -> Command:
-    """Returns the command that fetches the model, and prints its folder once it is complete."""
-    arguments = ["download-weights", settings.model_id, "--merge-lora", *_flags(settings, DOWNLOAD_FLAGS)]
+def download(settings: LauncherSettings, model_id: str) -> Command:
+    """Returns the command that fetches a model, and prints its folder once it is complete."""
+    if model_id != settings.model_id:
+        settings = settings.model_copy(update={"revision": "main"})
+    arguments = ["download-weights", model_id, "--merge-lora", *_flags(settings, DOWNLOAD_FLAGS)]
     arguments.append(f"--logger-level={settings.log_level}")
     return Command("download", _python("tgi_server.shard.cli", arguments), _hub_cache(settings))
 

@@ -19,9 +19,19 @@ ADAPTER_WEIGHTS = "adapter_model.safetensors"
 async def find_model(settings: LauncherSettings) -> Path:
     """Returns the model's folder. Fetches from the hub what is not here yet, and converts `.bin` weights.
 
-    Raises ModelMissingError when that cannot be done.
+    Where the model id names Medusa heads, it is the folder of the model that they were made for. Raises
+    ModelMissingError when that cannot be done.
     """
-    return _ready_folder(settings.model_id) or await _download(commands.download(settings))
+    folder = _ready_folder(settings.model_id)
+    if folder is None or b'"medusa_num_heads"' in (folder / "config.json").read_bytes():
+        folder = await _download(commands.download(settings, settings.model_id))
+    return folder
+
+
+async def fetch_speculative_model(settings: LauncherSettings) -> None:
+    """Fetches the model that drafts, if there is one, in the same way. Raises ModelMissingError."""
+    if settings.speculative_model and not _ready_folder(settings.speculative_model):
+        await _download(commands.download(settings, settings.speculative_model))
 
 
 async def find_adapters(settings: LauncherSettings) -> list[AdapterSource]:

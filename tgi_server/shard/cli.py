@@ -42,14 +42,19 @@ def serve(arguments: Sequence[str]) -> None:
     _configure_logging(settings, service)
     _let_idle_threads_sleep()
 
-    from tgi_server.shard.download import find_model
+    from tgi_server.shard.download import find_models
 
     try:
-        folder = find_model(settings.model_id, settings.revision, trust_remote_code=settings.trust_remote_code)
+        folders = find_models(
+            settings.model_id,
+            settings.revision,
+            settings.speculative_model,
+            trust_remote_code=settings.trust_remote_code,
+        )
 
         from tgi_server.shard import server  # imports torch and transformers, which takes seconds
 
-        server.serve(settings, folder)
+        server.serve(settings, *folders)
     except ModelUnavailable as error:
         fail(service, str(error), status=FAILED)
     except KeyboardInterrupt:

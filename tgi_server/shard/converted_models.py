@@ -22,6 +22,7 @@ CODE = ["*.py"]
 
 # What says in which file a weight is.
 INDEXES = ("pytorch_model.bin.index.json", "model.safetensors.index.json")
+MEDUSA_FILE = "medusa_lm_head.pt"
 
 
 def converted_copy(folder: Path) -> Path | None:

@@ -3,10 +3,12 @@
 The hub's client itself reads the variables HF_TOKEN, HF_HUB_OFFLINE, HF_ENDPOINT, HF_HUB_CACHE, and those of proxies.
 """
 
+import json
 import logging
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import constants, snapshot_download
 from huggingface_hub.errors import (
@@ -21,7 +23,7 @@ from huggingface_hub.errors import (
     XetDownloadError,
 )
 
-from tgi_server.shard.converted_models import CODE, METADATA, convert, converted_copy, permission_hint
+from tgi_server.shard.converted_models import CODE, MEDUSA_FILE, METADATA, convert, converted_copy, permission_hint
 from tgi_server.shard.errors import ModelUnavailable
 from tgi_server.shard.merged_models import base_of, is_adapter, merge, merged_copy
 
@@ -55,6 +57,24 @@ def find_model(model_id: str, revision: str | None, *, trust_remote_code: bool =
     return folder if _has_weights(folder, ".safetensors") else converted_copy(folder) or folder
 
 
+def find_models(
+    model_id: str, revision: str | None, speculative_model: str | None, *, trust_remote_code: bool
+) -> tuple[Path, Path | None]:
+    """Returns the folder of the model, and that of what drafts for it, without using the network.
+
+    Where `model_id` names Medusa heads, these draft, and the model is the one that they were made for. Raises
+    ModelUnavailable.
+    """
+    folder = find_model(model_id, revision, trust_remote_code=trust_remote_code)
+    base = _base_of_heads(folder)
+    if base is None:
+        draft = speculative_model
+        return folder, find_model(draft, None, trust_remote_code=trust_remote_code) if draft else None
+    if speculative_model is not None:
+        raise ModelUnavailable(f"{model_id} has Medusa heads, which draft; leave out --speculative-model")
+    return find_model(base, None, trust_remote_code=trust_remote_code), folder
+
+
 def download_model(
     model_id: str,
     revision: str | None,
@@ -67,14 +87,50 @@ def download_model(
     """Returns the model's folder, complete; `.bin` weights are converted if there are no safetensors files.
 
     Files that are there already are not fetched again. Of an adapter the folder is its own, or with `merge_lora` that
-    of its base model with the adapter merged. Raises ModelUnavailable.
+    of its base model with the adapter merged. Of Medusa heads the model that they were made for is fetched as well, and
+    its folder returned. Raises ModelUnavailable.
     """
+    options: dict[str, Any] = {
+        "extension": extension,
+        "auto_convert": auto_convert,
+        "trust_remote_code": trust_remote_code,
+        "merge_lora": merge_lora,
+    }
+    folder = _download(model_id, revision, **options)
+    base = _base_of_heads(folder)
+    return folder if base is None else _download(base, None, **options)
+
+
+def _base_of_heads(folder: Path) -> str | None:
+    """Returns the name of the model that the Medusa heads in a folder were made for; None if there are no heads."""
+    try:
+        config = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError):
+        return None  # whoever loads it tells what is wrong
+    if not isinstance(config, dict) or "medusa_num_heads" not in config:
+        return None
+    base = config.get("base_model_name_or_path")
+    if not base or not isinstance(base, str):
+        raise ModelUnavailable(f"{folder} has Medusa heads; its config.json must name their base_model_name_or_path")
+    return base
+
+
+def _download(
+    model_id: str,
+    revision: str | None,
+    *,
+    extension: str,
+    auto_convert: bool,
+    trust_remote_code: bool,
+    merge_lora: bool,
+) -> Path:
     folder = _local_folder(model_id)
     if folder is None:
         folder = _snapshot(model_id, revision, extension, trust_remote_code=trust_remote_code)
         if auto_convert and not _has_weights(folder, ".safetensors"):
-            logger.info("%s has no safetensors files; fetching its .bin files", model_id)
-            folder = _snapshot(model_id, revision, ".bin", trust_remote_code=trust_remote_code)
+            pickled = ".bin" if _base_of_heads(folder) is None else ".pt"
+            logger.info("%s has no safetensors files; fetching its %s files", model_id, pickled)
+            folder = _snapshot(model_id, revision, pickled, trust_remote_code=trust_remote_code)
     if is_adapter(folder):
         if not any(folder.glob("adapter_model.*")):
             raise ModelUnavailable(f"{model_id} has no adapter_model.safetensors and no adapter_model.bin")
@@ -83,7 +139,7 @@ def download_model(
         fetch = partial(download_model, extension=extension, auto_convert=auto_convert)
         base = _base(fetch, *base_of(folder), trust_remote_code=trust_remote_code)
         return merge(folder, base, trust_remote_code=trust_remote_code)
-    if auto_convert and not _has_weights(folder, ".safetensors") and _has_weights(folder, ".bin"):
+    if auto_convert and not _has_weights(folder, ".safetensors") and _has_pickled_weights(folder):
         converted = convert(folder)
         folder = converted if _has_weights(converted, extension) else folder
     if not _has_weights(folder, extension):
@@ -115,6 +171,10 @@ def _local_folder(model_id: str) -> Path | None:
 
 def _has_weights(folder: Path, extension: str) -> bool:
     return any(folder.glob(f"*{extension}"))
+
+
+def _has_pickled_weights(folder: Path) -> bool:
+    return _has_weights(folder, ".bin") or (folder / MEDUSA_FILE).is_file()
 
 
 def _snapshot(

@@ -1,4 +1,4 @@
-"""Converts the `.bin` weights that older models are published with to safetensors."""
+"""Converts the `.bin` weights that older models are published with, and Medusa's `.pt` ones, to safetensors."""
 
 import json
 import logging
@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 
 from tgi_server.engine.errors import InvalidWeights
 from tgi_server.engine.pickled import load_pickled
+from tgi_server.shard.converted_models import MEDUSA_FILE
 from tgi_server.shard.errors import ModelUnavailable
 
 logger = logging.getLogger(__name__)
@@ -23,7 +24,7 @@ NEW_INDEX = "model.safetensors.index.json"
 
 
 def convert_weights(folder: Path, target_folder: Path) -> None:
-    """Writes a safetensors file for each `.bin` file of the model, and the index that several files need.
+    """Writes a safetensors file for each pickled file of the model, and the index that several files need.
 
     The new files get their names once all of them are whole, so an interrupted conversion is never served.
     Raises ModelUnavailable when a file is missing, corrupt, or holds more than tensors, and when the disk is full.
@@ -35,7 +36,7 @@ def convert_weights(folder: Path, target_folder: Path) -> None:
         for number, source in enumerate(sources, start=1):
             logger.info("converting %s to safetensors (%d of %d)", source.name, number, len(sources))
             tensors = _without_shared_memory(_loaded(source))
-            target = target_folder / source.name.replace("pytorch_model", "model").replace(".bin", ".safetensors")
+            target = target_folder / Path(source.name.replace("pytorch_model", "model")).with_suffix(".safetensors")
             unfinished[target] = target.with_suffix(".partial")
             _write(tensors, unfinished[target])
             locations |= dict.fromkeys(tensors, target.name)
@@ -49,7 +50,7 @@ def convert_weights(folder: Path, target_folder: Path) -> None:
 
 def _weight_files(folder: Path) -> list[Path]:
     index = folder / INDEX
-    names = [SINGLE_FILE]
+    names = [MEDUSA_FILE if (folder / MEDUSA_FILE).is_file() else SINGLE_FILE]
     if index.is_file():
         try:
             names = sorted(set(json.loads(index.read_text())["weight_map"].values()))

@@ -42,11 +42,11 @@ _GRAMMAR_CALLS = 256
 FATAL_STATUS = 70
 
 
-def serve(settings: ShardSettings, model_path: Path) -> None:
+def serve(settings: ShardSettings, model_path: Path, speculative_model: Path | None = None) -> None:
     """Serves the model until SIGTERM or SIGINT. Raises SystemExit after one line when it cannot be loaded."""
     try:
         group = _connect(settings)
-        engine = Engine(engine_config(settings, model_path, group))
+        engine = Engine(engine_config(settings, model_path, speculative_model, group))
     except EngineError as error:
         fail(f"shard {settings.rank}", str(error), status=1)
     except PeerLost as error:
@@ -57,7 +57,12 @@ def serve(settings: ShardSettings, model_path: Path) -> None:
     uvloop.run(_serve(settings, model_path, engine, group))
 
 
-def engine_config(settings: ShardSettings, model_path: Path, group: ShardGroup | None = None) -> EngineConfig:
+def engine_config(
+    settings: ShardSettings,
+    model_path: Path,
+    speculative_model: Path | None = None,
+    group: ShardGroup | None = None,
+) -> EngineConfig:
     return EngineConfig(
         model_path=model_path,
         device=_device(settings) if group else None,
@@ -73,6 +78,7 @@ def engine_config(settings: ShardSettings, model_path: Path, group: ShardGroup |
         watermark_gamma=settings.watermark_gamma,
         watermark_delta=settings.watermark_delta,
         speculate=settings.speculate,
+        speculative_model=speculative_model,
         max_lora_rank=settings.max_lora_rank,
         cuda_graphs=None if settings.cuda_graphs is None else tuple(size for size in settings.cuda_graphs if size),
     )

@@ -57,7 +57,12 @@ class ModelSettings(CheckpointSettings):
     )
 
     speculate: NonNegativeInt = Field(
-        0, description="tokens drafted for a sequence in one step, at most, from its own text and from earlier replies"
+        0,
+        description="tokens drafted for a sequence in one step, at most, from its own text and from earlier replies; "
+        "with --speculative-model 4, if nothing else is said",
+    )
+    speculative_model: str | None = Field(
+        None, description="a small model with the same tokenizer that drafts: a local folder, or an id of the hub"
     )
 
     watermark_gamma: float = Field(0.5, gt=0, lt=1, description="share of the vocabulary that a watermark favours")

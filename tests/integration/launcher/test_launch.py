@@ -9,6 +9,8 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from tests.conftest import ServerFactory
 from tests.integration.launcher.processes import Stream, alive, socket_folder
@@ -29,6 +31,22 @@ def test_a_server_of_a_folder_ends_on_sigterm_without_a_trace(server: ServerFact
     assert not alive(children)
     assert not folder.exists()
     assert "Traceback" not in running.lines()
+
+
+@pytest.mark.slow
+def test_a_folder_of_medusa_heads_serves_their_model(server: ServerFactory, llama_folder: Path, tmp_path: Path) -> None:
+    heads = {f"{head}.0.linear.weight": torch.zeros(64, 64) for head in range(2)}
+    heads |= {f"{head}.0.linear.bias": torch.zeros(64) for head in range(2)}
+    settings = {"medusa_num_heads": 2, "medusa_num_layers": 1, "base_model_name_or_path": str(llama_folder)}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    save_file(heads, tmp_path / "medusa_lm_head.safetensors")
+    plain = server(f"--model-id={llama_folder}", "--dtype=float32").wait_until_ready()
+    expected = plain.generate("the quick", max_new_tokens=40)["generated_text"]
+    assert plain.stop() == 0
+    running = server(f"--model-id={tmp_path}", "--dtype=float32").wait_until_ready()
+    info = httpx.get(f"{running.url}/info").json()
+    assert (info["model_id"], info["speculate"]) == (str(tmp_path), 2)
+    assert running.generate("the quick", max_new_tokens=40)["generated_text"] == expected
 
 
 @pytest.mark.slow

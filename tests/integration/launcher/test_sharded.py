@@ -21,11 +21,18 @@ PROMPTS = (
 END_SECONDS = 10
 
 
-@pytest.mark.parametrize("speculate", [pytest.param(0, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize(
+    ("speculate", "flags"),
+    [
+        pytest.param(0, (), marks=pytest.mark.slow),
+        pytest.param(3, ("--speculate=3",), marks=pytest.mark.slow),
+        (4, (f"--speculative-model={demo_model.PATH}",)),
+    ],
+)
 def test_two_shards_write_what_one_writes(
-    server: ServerFactory, demo_server: TextGenerationServer, speculate: int
+    server: ServerFactory, demo_server: TextGenerationServer, speculate: int, flags: tuple[str, ...]
 ) -> None:
-    running = server(*FLAGS, f"--speculate={speculate}").wait_until_ready()
+    running = server(*FLAGS, *flags).wait_until_ready()
     assert httpx.get(f"{running.url}/info").json()["speculate"] == speculate
     for prompt in (*PROMPTS, PROMPTS[0]):
         expected = demo_server.generate(prompt, max_new_tokens=40, details=True, top_n_tokens=1)

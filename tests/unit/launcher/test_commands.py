@@ -49,6 +49,14 @@ def test_the_api_key_is_not_on_a_command_line(tmp_path: Path) -> None:
     assert "secret" not in " ".join(router.arguments)
 
 
+def test_a_model_that_drafts_is_fetched_at_no_revision_of_the_large_one() -> None:
+    settings = read("--model-id=a/large", "--revision=v2", "--speculative-model=a/small")
+    assert "--revision=v2" in commands.download(settings, "a/large").arguments
+    small = commands.download(settings, "a/small").arguments
+    assert "a/small" in small
+    assert "--revision=main" in small
+
+
 def test_shards_know_their_place(tmp_path: Path) -> None:
     settings = read("--num-shard=2", "--master-port=5", "--dtype=bfloat16", "--cpu-memory=1GiB", "--trust-remote-code")
     sockets = [tmp_path / "shard-0", tmp_path / "shard-1"]

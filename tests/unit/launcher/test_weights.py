@@ -1,5 +1,6 @@
 """The model's folder, where it lies on this machine; downloads are tested in tests/integration/shard."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from tests.hub import COMMIT, Repository, running_hub
 from tgi_server import demo_model
 from tgi_server.launcher.errors import CannotStartError, ModelMissingError
 from tgi_server.launcher.settings import LauncherSettings
-from tgi_server.launcher.weights import check_tokenizer, find_adapters, find_model
+from tgi_server.launcher.weights import check_tokenizer, fetch_speculative_model, find_adapters, find_model
 
 
 def settings(model_id: object) -> LauncherSettings:
@@ -19,6 +20,20 @@ def settings(model_id: object) -> LauncherSettings:
 
 async def test_a_folder_with_weights_is_the_model() -> None:
     assert await find_model(settings(demo_model.PATH)) == demo_model.PATH
+
+
+async def test_a_folder_of_medusa_heads_stands_for_the_model_that_they_were_made_for(tmp_path: Path) -> None:
+    heads = {"medusa_num_heads": 2, "base_model_name_or_path": str(demo_model.PATH)}
+    (tmp_path / "config.json").write_text(json.dumps(heads))
+    (tmp_path / "medusa_lm_head.safetensors").touch()
+    assert await find_model(settings(tmp_path)) == demo_model.PATH
+
+
+async def test_a_model_that_drafts_has_to_be_there(tmp_path: Path) -> None:
+    missing = read_settings(LauncherSettings, "launcher", [f"--speculative-model={tmp_path / 'absent'}"])
+    with pytest.raises(ModelMissingError):
+        await fetch_speculative_model(missing)
+    await fetch_speculative_model(settings(demo_model.PATH))
 
 
 async def test_a_folder_that_is_not_there_cannot_be_fetched(tmp_path: Path) -> None:

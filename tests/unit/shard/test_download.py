@@ -1,5 +1,6 @@
 """A model is found in a local folder or in the hub's cache, and what is missing is told in one line."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from huggingface_hub.errors import (
 from safetensors.torch import load_file, save_file
 
 from tgi_server.shard import download
-from tgi_server.shard.download import download_model, find_model
+from tgi_server.shard.download import download_model, find_model, find_models
 from tgi_server.shard.errors import ModelUnavailable
 
 WEIGHTS = {"weight": torch.arange(8, dtype=torch.float32)}
@@ -95,6 +96,33 @@ def test_bin_weights_are_not_converted_against_the_users_wish(hub: Hub):
     with pytest.raises(ModelUnavailable, match=r"^maker/tiny has no \*\.safetensors files"):
         fetch(auto_convert=False)
     assert fetch(extension=".bin", auto_convert=False) == hub.folder
+
+
+def medusa(folder: Path, base: object) -> str:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"medusa_num_heads": 2, "base_model_name_or_path": base}))
+    torch.save({"0.0.linear.bias": torch.ones(3)}, folder / "medusa_lm_head.pt")
+    return str(folder)
+
+
+def test_medusa_heads_stand_for_the_model_that_they_were_made_for(hub: Hub, tmp_path: Path):
+    hub.files = {"model.safetensors": lambda path: save_file(WEIGHTS, path)}
+    heads = medusa(tmp_path / "heads", "maker/tiny")
+    assert fetch(heads) == hub.folder
+    assert (tmp_path / "heads" / "medusa_lm_head.safetensors").is_file()
+    assert find_models(heads, None, None, trust_remote_code=False) == (hub.folder, tmp_path / "heads")
+    with pytest.raises(ModelUnavailable, match="heads has Medusa heads, which draft; leave out --speculative-model"):
+        find_models(heads, None, "maker/tiny", trust_remote_code=False)
+    nameless = medusa(tmp_path / "nameless", None)
+    with pytest.raises(ModelUnavailable, match=r"its config\.json must name their base_model_name_or_path"):
+        fetch(nameless)
+
+
+def test_a_draft_model_is_found_beside_the_model(hub: Hub, tmp_path: Path):
+    (tmp_path / "config.json").write_text("{}")
+    assert find_models(str(tmp_path), None, None, trust_remote_code=False) == (tmp_path, None)
+    assert find_models(str(tmp_path), "v2", "maker/tiny", trust_remote_code=False) == (tmp_path, hub.folder)
+    assert hub.asked[-1]["revision"] is None
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,12 @@ def test_every_tensor_arrives_whatever_memory_it_shares(tmp_path: Path) -> None:
     assert all(torch.equal(converted[name], tensor) for name, tensor in tensors.items())
 
 
+def test_heads_of_medusa_are_converted(tmp_path: Path) -> None:
+    torch.save({"0.1.weight": torch.ones(3, 2)}, tmp_path / "medusa_lm_head.pt")
+    convert_weights(tmp_path, tmp_path)
+    assert load_file(tmp_path / "medusa_lm_head.safetensors").keys() == {"0.1.weight"}
+
+
 def split_in_two(folder: Path) -> None:
     parts = {"first": "pytorch_model-00001-of-00002.bin", "second": "pytorch_model-00002-of-00002.bin"}
     for tensor, file in parts.items():

@@ -123,7 +123,7 @@ def _linears(model: nn.Module) -> Iterator[tuple[nn.Module, list[tuple[str, int]
         layers: list[tuple[str, FusedLayer]] = []
         if isinstance(module, LayerStack):
             parent = path.rpartition(".")[0]
-            layers = [(f"{parent}.{index}", layer) for index, layer in enumerate(module.layers)]
+            layers = [(f"{parent}.{layer.index}", layer) for layer in module.layers]
         elif isinstance(module, FusedLayer):
             layers = [(path, module)]
         elif _is_linear(module) and id(module) not in fused and _OF_EXPERTS not in path:

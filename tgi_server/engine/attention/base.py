@@ -74,7 +74,8 @@ class GreedyOnly:
 class ForwardMetadata:
     """Facts that a forward pass needs beside its tensors: the places of its tokens, and which logits are needed.
 
-    Sequences that decode come first, one token each; then come the prompt chunks, one after the other.
+    Sequences that decode come first, `row_tokens` neighbouring tokens each, mostly one; then come the prompt chunks,
+    one after the other.
 
     slots: [tokens] int64; block * block_size + offset of each token's place in the cache.
     block_tables: [sequences, blocks] int32; entries past a sequence's last block are 0.
@@ -95,6 +96,7 @@ class ForwardMetadata:
     chunks: list[ChunkSpan]
     max_kv_length: int
     greedy: GreedyOnly | None = None
+    row_tokens: int = 1
     kept: dict[Hashable, Any] = field(default_factory=dict)
 
     def made(self, key: Hashable, make: Callable[[], T]) -> T:

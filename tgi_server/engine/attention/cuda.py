@@ -60,7 +60,8 @@ class CudaAttention(GatherAttention):
         keys, values = self._keys[layer], self._values[layer]
         heads, kv_heads, head_dim = query.shape[1], keys.shape[2], keys.shape[3]
         group, itemsize = heads // kv_heads, query.element_size()
-        tokens = tokens_of_a_tile(group, head_dim, itemsize) if metadata.chunks else 1
+        most = tokens_of_a_tile(group, head_dim, itemsize)
+        tokens = most if metadata.chunks else min(most, metadata.row_tokens)
         shape = LaunchShape.of(group, head_dim, itemsize, tokens)
         tiles = metadata.made(("tiles", tokens), lambda: _tiles(metadata, tokens))
         plan = metadata.made(
@@ -79,6 +80,8 @@ def _tiles(metadata: ForwardMetadata, tokens: int) -> QueryTiles:
     """Returns the tiles of a pass: one of each sequence that decodes, then the prompt chunks, `tokens` tokens each."""
     rows = metadata.decoding
     starts = metadata.query_starts[: rows + 1]
+    if metadata.row_tokens > 1:
+        return _tiles_of_rows(starts, metadata.kv_lengths[:rows], metadata.row_tokens, tokens)
     decoding = QueryTiles(starts[:-1], starts.diff(), metadata.kv_lengths[:rows], starts[:-1])
     if not metadata.chunks:
         return decoding
@@ -90,6 +93,19 @@ def _tiles(metadata: ForwardMetadata, tokens: int) -> QueryTiles:
         torch.cat([decoding.kv_lengths, kv_lengths]),
         torch.cat([decoding.sequences, sequences]),
     )
+
+
+def _tiles_of_rows(starts: Tensor, kv_lengths: Tensor, row_tokens: int, tokens: int) -> QueryTiles:
+    """Returns the tiles of rows of several tokens each, made on the device: a recorded step makes them anew.
+
+    starts: [rows + 1] int32. kv_lengths: [rows] int32; keys that a row's last token sees.
+    """
+    offsets = torch.arange(0, row_tokens, tokens, dtype=torch.int32, device=starts.device)
+    counts = (row_tokens - offsets).clamp_max(tokens)
+    first = starts[:-1, None] + offsets
+    lengths = kv_lengths[:, None] - (row_tokens - offsets - counts)
+    sequences = (starts[:-1, None] // row_tokens).expand_as(first)
+    return QueryTiles(*(each.flatten() for each in (first, counts.expand_as(first), lengths, sequences)))
 
 
 def _tiles_of(chunk: ChunkSpan, row: int, tokens: int) -> Tensor:

@@ -42,7 +42,8 @@ class GatherAttention(AttentionBackend):
     def attend(self, layer: int, query: Tensor, metadata: ForwardMetadata, variant: AttentionVariant) -> Tensor:
         output = torch.empty_like(query)
         if metadata.decoding:
-            output[: metadata.decoding] = self._decode(layer, query[: metadata.decoding], metadata, variant)
+            tokens = metadata.decoding * metadata.row_tokens
+            output[:tokens] = self._decode(layer, query[:tokens], metadata, variant)
         for index, chunk in enumerate(metadata.chunks, start=metadata.decoding):
             span = slice(chunk.start, chunk.start + chunk.length)
             output[span] = self._prefill(layer, query[span], metadata.block_tables[index], chunk, variant)
@@ -56,9 +57,11 @@ class GatherAttention(AttentionBackend):
         blocks = -(-metadata.max_kv_length // self.block_size)
         tables = metadata.block_tables[: metadata.decoding, :blocks].long()
         key, value = (kept.flatten(1, 2).transpose(1, 2) for kept in self._gathered(layer, tables))
-        last = metadata.kv_lengths[: metadata.decoding, None].long() - 1
-        mask = _scores_mask(last, torch.arange(key.shape[2], device=query.device), variant, query)
-        return _attend(query.unsqueeze(2), key, value, mask, variant).squeeze(2)
+        behind = torch.arange(metadata.row_tokens, device=query.device).flip(0)
+        places = metadata.kv_lengths[: metadata.decoding, None].long() - 1 - behind
+        mask = _scores_mask(places, torch.arange(key.shape[2], device=query.device), variant, query)
+        rows = query.unflatten(0, (metadata.decoding, metadata.row_tokens)).transpose(1, 2)
+        return _attend(rows, key, value, mask, variant).transpose(1, 2).flatten(0, 1)
 
     def _prefill(self, layer: int, query: Tensor, table: Tensor, chunk: ChunkSpan, variant: AttentionVariant) -> Tensor:
         blocks = table[: -(-chunk.kv_length // self.block_size)].long()

@@ -26,6 +26,15 @@ def has_tokenizer(model: Path) -> bool:
     return any((model / name).is_file() for name in ("tokenizer.json", *_OLDER_FILES))
 
 
+def read_definition(model: Path) -> str:
+    """Returns the content of the model's tokenizer.json, or what `transformers` makes of files of an older kind.
+
+    Raises OSError, ValueError, LookupError or TypeError.
+    """
+    file = model / "tokenizer.json"
+    return file.read_text(encoding="utf-8") if file.is_file() else _convert(model)
+
+
 class GrammarTokenizer:
     """lookup: llguidance's form of it. eos: what may end a text that matches; the first is taken where it must end.
 
@@ -64,9 +73,8 @@ class GrammarTokenizer:
 
         Raises InvalidGrammar.
         """
-        file = model / "tokenizer.json"
         try:
-            return cls(file.read_text(encoding="utf-8") if file.is_file() else _convert(model), vocab_size, eos)
+            return cls(read_definition(model), vocab_size, eos)
         except (OSError, ValueError, LookupError, TypeError) as error:
             raise InvalidGrammar(f"this model's tokenizer cannot be read: {_line(error)}") from error
 

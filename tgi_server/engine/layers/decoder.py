@@ -182,7 +182,7 @@ FUSED_LAYERS: dict[str, type[FusedLlamaLayer] | type[FusedOptLayer]] = {
 
 
 class LayerStack(nn.Module):
-    """All decoder layers of a model in one kernel call. It replaces the first layer; the others are removed.
+    """Decoder layers of a model, mostly all of them, in one kernel call. It takes their place.
 
     A step of one token has hundreds of kernels of a few microseconds. If Python called them one by one, a third of the
     time would pass between them.
@@ -197,6 +197,7 @@ class LayerStack(nn.Module):
         """kernel: a `torch.classes.oatmill.Decoder` with all its layers."""
         super().__init__()
         self._kernel = kernel
+        self._caches = slice(layers[0].index, layers[0].index + len(layers))
         self.layers = layers
         self.adapter_numbers = lambda: None
 
@@ -228,10 +229,10 @@ class LayerStack(nn.Module):
         cosine, sine = (None, None) if position_embeddings is None else (table[0] for table in position_embeddings)
         return self._kernel.forward(
             hidden_states[0],
-            backend.keys,
-            backend.values,
-            backend.key_scales,
-            backend.value_scales,
+            backend.keys[self._caches],
+            backend.values[self._caches],
+            backend.key_scales[self._caches],
+            backend.value_scales[self._caches],
             metadata.slots,
             metadata.block_tables,
             metadata.kv_lengths,

@@ -7,9 +7,9 @@ than embed the tokens, call the layers, and apply the last norm and the head.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import embedding
 from transformers import PreTrainedModel
 
@@ -25,11 +25,11 @@ class ForwardOutput:
     logits: Tensor
 
 
-def shorten_forward(model: PreTrainedModel) -> None:
-    """Replaces the model's forward, if it is known and its layers are a LayerStack."""
+def shorten_forward(model: nn.Module) -> None:
+    """Replaces the model's forward, if it is known and its layers are in a LayerStack or a few."""
     around = _AROUND.get(type(model).__name__)
     if around is not None and isinstance(around.inside(model).layers[0], LayerStack):
-        model.forward = _Forward(model, around)
+        model.forward = _Forward(cast(PreTrainedModel, model), around)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,8 @@ class _Forward:
         **_: Any,
     ) -> ForwardOutput:
         hidden, rotation = self._before(self._inside, input_ids, position_ids)
-        hidden = self._inside.layers[0](hidden, past_key_values=past_key_values, position_embeddings=rotation)
+        for layers in self._inside.layers:
+            hidden = layers(hidden, past_key_values=past_key_values, position_embeddings=rotation)
         if isinstance(logits_to_keep, Tensor):
             hidden = hidden[:, logits_to_keep]
         hidden = self._after(self._inside, hidden)

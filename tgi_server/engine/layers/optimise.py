@@ -1,8 +1,9 @@
 """Rebuilds a model of `transformers` for a device, in place."""
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any, cast
 
 import torch
@@ -26,21 +27,23 @@ SMALL_LAYER_BYTES = 1 << 20
 
 
 def optimise(
-    model: PreTrainedModel,
+    model: nn.Module,
     backend: AttentionBackend | None = None,
     variants: Mapping[int, AttentionVariant] | None = None,
     *,
     linear: LinearFactory,
+    apart: Sequence[int] = (),
 ) -> None:
     """Packs the weights of all linear layers, and fuses the decoder layers that are known.
 
     backend, variants: the attention backend of a model on the paged path, and the attention variant of each layer.
-    Layers are fused only with the CPU's own backend. linear: makes the layers that replace torch's.
+    Layers are fused only with the CPU's own backend. linear: makes the layers that replace torch's. apart: indices of
+    layers whose inputs are of use, so that no kernel computes them together with those before.
     """
     if variants and isinstance(backend, CpuAttention):
         _replace(model, partial(_fused_layer, variants, linear))
-        _replace(model, _stacked_layers)
-        _screen_head(model, linear)
+        _replace(model, partial(_stacked_layers, apart))
+        _screen_head(cast(PreTrainedModel, model), linear)
     _replace(model, partial(_packed_linear, linear))
     shorten_forward(model)
 
@@ -88,9 +91,13 @@ def _fused_layer(
     return fused(module, variants[int(cast(Any, module).self_attn.layer_idx)], linear)
 
 
-def _stacked_layers(module: nn.Module) -> nn.Module | None:
-    stack = LayerStack.of(list(module)) if isinstance(module, nn.ModuleList) else None
-    return None if stack is None else nn.ModuleList([stack])
+def _stacked_layers(apart: Sequence[int], module: nn.Module) -> nn.Module | None:
+    if not isinstance(module, nn.ModuleList):
+        return None
+    bounds = sorted({0, len(module), *apart})
+    stacks = [LayerStack.of(list(module)[first:end]) for first, end in pairwise(bounds)]
+    whole = [stack for stack in stacks if stack is not None]
+    return nn.ModuleList(whole) if 0 < len(whole) == len(stacks) else None
 
 
 def _screen_head(model: PreTrainedModel, linear: LinearFactory) -> None:

@@ -1,9 +1,11 @@
 """Ways to run a `transformers` model on batches that change at every step."""
 
 import logging
+from collections.abc import Sequence
 from functools import partial
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from tgi_server.engine.attention import create_attention_backend
@@ -26,14 +28,19 @@ logger = logging.getLogger(__name__)
 
 
 @torch.inference_mode()
-def create_runner(model: PreTrainedModel, config: EngineConfig) -> Runner:
+def create_runner(
+    model: PreTrainedModel, config: EngineConfig, *, apart: Sequence[int] = (), alone: bool = True
+) -> Runner:
     """Returns a paged runner when the model can take that path, else a padded one.
+
+    apart: indices of decoder layers whose inputs are of use, so that no kernel computes them with those before.
+    alone: False: this process runs a larger model, too, and the number of threads suits that one.
 
     Raises UnsupportedModel when the engine's own layers do not compute what the model's did, or when the weights
     cannot be quantised as asked. All shards of a model come to the same decision.
     """
     on_cpu = model.device.type == "cpu" and config.custom_kernels
-    if on_cpu:
+    if on_cpu and alone:
         limit_threads(model)
     linear = linear_factory(
         model,
@@ -43,12 +50,21 @@ def create_runner(model: PreTrainedModel, config: EngineConfig) -> Runner:
         group=config.group,
         pinned=config.linear_kernels,
     )
-    runner = _runner(model, config, linear, on_cpu=on_cpu)
+    runner = _runner(model, config, linear, apart, on_cpu=on_cpu)
     runner.linear_kernels = str(linear) if on_cpu else "torch"
     return runner
 
 
-def _runner(model: PreTrainedModel, config: EngineConfig, linear: LinearFactory, *, on_cpu: bool) -> Runner:
+def pack_linears(module: nn.Module, model: PreTrainedModel, config: EngineConfig) -> None:
+    """Packs linear layers that are computed beside a model, on a CPU; their weights stay as they are."""
+    if model.device.type == "cpu" and config.custom_kernels:
+        linear = linear_factory(module, model.dtype, None, custom_kernels=True, pinned=config.linear_kernels)
+        optimise(module, linear=linear)
+
+
+def _runner(
+    model: PreTrainedModel, config: EngineConfig, linear: LinearFactory, apart: Sequence[int], *, on_cpu: bool
+) -> Runner:
     group = config.group
     fallbacks = []
     if on_cpu and not load_kernels():
@@ -84,7 +100,7 @@ def _runner(model: PreTrainedModel, config: EngineConfig, linear: LinearFactory,
         _warn_no_graphs(config, f"on {'a CPU' if model.device.type == 'cpu' else 'a GPU in plain torch'}")
     if on_cpu:
         probe = LogitsProbe(model, group, kv_format=kv_format)
-        optimise(model, backend, probe.variants, linear=linear)
+        optimise(model, backend, probe.variants, linear=linear, apart=apart)
         if fault := probe.fault(backend, "the CPU kernels", linear.rounding):
             raise UnsupportedModel(f"{model.config.model_type}: {fault}; start with --disable-custom-kernels")
     memory = config.memory_fraction, config.cpu_memory

@@ -1,7 +1,7 @@
 """The interface of a way to run a model, of which there are two: the paged and the padded one."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -107,6 +107,18 @@ class Runner(ABC):
         Returns logits, [rows, vocab_size] in the model's dtype: those of the decoding rows, then each chunk's.
         greedy: None: every logit is needed.
         """
+
+    @property
+    def recorded_drafts(self) -> list[tuple[int, int]]:
+        """Returns rows and tokens of the passes with drafted tokens that were recorded."""
+        return []
+
+    def forward_drafts(self, decoding: int, drafts: Sequence[tuple[int, Tensor]]) -> Tensor | None:
+        """Runs one recorded pass: as `forward`, with drafted tokens in the place of chunks, (row, tokens) each.
+
+        Returns None if nothing that was recorded fits.
+        """
+        return None
 
     @abstractmethod
     def join(self, sequence: RunningSequence) -> None:

@@ -1,7 +1,8 @@
 """The paged way to run a model: packed batches, keys and values in blocks, nothing rebuilt per token."""
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from tgi_server.engine.attention.base import AttentionBackend, GreedyOnly
 from tgi_server.engine.attention.gather import GatherAttention
 from tgi_server.engine.attention.paged_cache import PagedCache
 from tgi_server.engine.errors import EngineError, InvalidCall, NotEnoughMemory
-from tgi_server.engine.memory import cache_bytes, forget_peak, taken_by
+from tgi_server.engine.memory import cache_bytes, forget_peak, taken_by, to_device
 from tgi_server.engine.runners.base import (
     UNBOUNDED_POSITIONS,
     CacheCapacity,
@@ -21,6 +22,7 @@ from tgi_server.engine.runners.base import (
     warm_up_tokens,
 )
 from tgi_server.engine.runners.graphs import DecodeGraphs, Recorder, graph_batch_sizes, record_decoding, recorder_for
+from tgi_server.engine.runners.hidden_states import HiddenStates
 from tgi_server.engine.runners.paged_batch import PagedBatch, PassInput
 from tgi_server.engine.runners.rope import LengthDependentRope
 from tgi_server.engine.sequence import RunningSequence
@@ -32,14 +34,24 @@ logger = logging.getLogger(__name__)
 _RESERVED_TOKENS = 1 << 15
 # No more memory is reserved than the weights take, times this: a small model shall stay small.
 _RESERVED_WEIGHTS = 4
+# Passes with drafted tokens are recorded for at most so many rows: beside more, no draft is worth its time.
+_MOST_DRAFTING_ROWS = 64
 # Seconds that the start spends on reserving memory.
 _RESERVE_SECONDS = 1.0
 
 
 class PagedRunner(Runner):
-    """Runs a model over a KV cache of blocks, sequences that decode and chunks of prompts in the same pass."""
+    """Runs a model over a KV cache of blocks, sequences that decode and chunks of prompts in the same pass.
+
+    companion_bytes: of the keys and values that another model has of each token, in blocks of the same numbers.
+    hidden_states: those of the last pass, if anybody wants them.
+    most_drafted: tokens that are drafted for a sequence in one step, at most.
+    """
 
     paged = True
+    companion_bytes = 0
+    hidden_states: HiddenStates | None = None
+    most_drafted = 0
 
     def __init__(
         self,
@@ -69,6 +81,7 @@ class PagedRunner(Runner):
         self._reserved = 0  # blocks whose memory is taken before they are needed
         self._recordable = True  # until it turns out that steps cannot be recorded
         self._graphs: DecodeGraphs | None = None
+        self._draft_graphs: DecodeGraphs | None = None
         self._adapter_graphs: DecodeGraphs | None = None  # of steps in which rows have adapters
         self._rope = LengthDependentRope(model)
         self._cache = PagedCache(backend)
@@ -84,12 +97,12 @@ class PagedRunner(Runner):
     ) -> CacheCapacity:
         size = self._backend.block_size
         limit = max_total_tokens or position_limit(self._model.config) or UNBOUNDED_POSITIONS
-        self._graphs = self._adapter_graphs = None
+        self._graphs = self._adapter_graphs = self._draft_graphs = None
         self._run_largest(max_batch_size, max_prefill_tokens)
         with taken_by(self._device) as graphs:
             self._record()
-        self._graphs = self._adapter_graphs = None
-        token_bytes = self._backend.token_bytes
+        self._graphs = self._adapter_graphs = self._draft_graphs = None
+        token_bytes = self.bytes_per_token + self.companion_bytes
         processes = self._group.local_world_size if self._group else 1
         free = cache_bytes(self._device, self._memory_fraction, self._cpu_memory, processes, adapter_bytes)
         free -= graphs.bytes
@@ -102,9 +115,10 @@ class PagedRunner(Runner):
         num_blocks = min(useful, affordable - 1)
         needed = max_total_tokens or size
         if num_blocks * size < needed:
+            both = ", in the model and in the one that drafts" if self.companion_bytes else ""
             raise NotEnoughMemory(
-                f"the memory left holds the keys and values of {max(0, num_blocks) * size} tokens, but one sequence "
-                f"needs {needed}; lower --max-total-tokens, or give the cache more memory"
+                f"the memory left holds the keys and values of {max(0, num_blocks) * size} tokens{both}, but one "
+                f"sequence needs {needed}; lower --max-total-tokens, or give the cache more memory"
             )
         total = min(limit, num_blocks * size)
         self._allocate(max_batch_size, num_blocks, total)
@@ -115,6 +129,23 @@ class PagedRunner(Runner):
         return CacheCapacity(
             max_batch_size, num_blocks, size, max_total_tokens=total, max_batch_total_tokens=num_blocks * size
         )
+
+    @property
+    def bytes_per_token(self) -> int:
+        return self._backend.token_bytes
+
+    def share_block_size(self, other: "PagedRunner") -> None:
+        """Gives both runners, which have no blocks yet, the same block size: attention in plain torch takes any."""
+        plain, fixed = (self, other) if type(self._backend) is GatherAttention else (other, self)
+        plain._backend.block_size = plain.block_size = fixed.block_size
+
+    def follow(self, capacity: CacheCapacity, max_prefill_tokens: int) -> None:
+        """Warms up beside another model, for the same sequences in blocks of the same numbers."""
+        self._graphs = self._draft_graphs = None
+        self._run_largest(capacity.max_batch_size, max_prefill_tokens)
+        self._allocate(capacity.max_batch_size, capacity.num_blocks, capacity.max_total_tokens)
+        self._rope.fix(capacity.max_total_tokens)
+        self._record()
 
     def reserve(self, seconds: float) -> bool:
         return self._backend.reserve(min(self._batch.num_blocks, self._highest_block + self._reserved) + 1, seconds)
@@ -128,13 +159,38 @@ class PagedRunner(Runner):
         self._batch.advance(decoding)
         return logits
 
+    @property
+    def recorded_drafts(self) -> list[tuple[int, int]]:
+        sizes = self._draft_graphs.sizes if self._draft_graphs else ()
+        return [(rows, rows * (1 + self.most_drafted)) for rows in sizes]
+
+    def forward_drafts(self, decoding: int, drafts: Sequence[tuple[int, Tensor]]) -> Tensor | None:
+        self._batch.block_tables.flush()
+        if self._draft_graphs is None or decoding > self._draft_graphs.sizes[-1] or self._batch.adapted(decoding):
+            return None
+        self._batch.draft(drafts)
+        logits = self._draft_graphs.run(decoding)
+        assert logits is not None
+        width = logits.shape[1]
+        order = [row * width for row in range(decoding)]
+        order += [row * width + 1 + place for row, tokens in drafts for place in range(len(tokens))]
+        rows = to_device(order, torch.int64, self._device)
+        if self.hidden_states is not None:
+            self.hidden_states.select(rows)
+        self._batch.advance(decoding)
+        return logits.flatten(0, 1).index_select(0, rows)
+
     def join(self, sequence: RunningSequence) -> None:
         self._check(sequence, sequence.blocks)
         if sequence.copy:
             self._backend.copy(sequence.copy.source, sequence.copy.target, sequence.copy.tokens)
 
     def promote(self, sequence: RunningSequence, row: int) -> None:
-        self._batch.place(row, len(sequence.known), sequence.blocks, sequence.adapter)
+        self._batch.place(row, sequence.length, sequence.blocks, sequence.adapter)
+
+    def place(self, sequence: RunningSequence, row: int, position: int) -> None:
+        """Gives the row behind the last one to a sequence without its adapter; its next token stands at `position`."""
+        self._batch.place(row, position, sequence.blocks)
 
     def accept(self, first_row: int, token_ids: Tensor) -> None:
         self._batch.tokens[first_row : first_row + len(token_ids)] = token_ids
@@ -182,39 +238,54 @@ class PagedRunner(Runner):
             use_cache=True,
             logits_to_keep=0 if inputs.wanted is None else inputs.wanted,
         )
+        self.current_adapters.rows = None  # whoever drafts may use layers of the model for other rows
         return output.logits[0]
 
     def _allocate(self, max_batch_size: int, num_blocks: int, max_total_tokens: int) -> None:
         self._highest_block = 0
         self._backend.allocate(num_blocks + 1)
-        self._batch = PagedBatch(max_batch_size, num_blocks, max_total_tokens, self.block_size, self._device)
+        self._batch = PagedBatch(
+            max_batch_size, num_blocks, max_total_tokens, self.block_size, self._device, self.most_drafted
+        )
 
     def _record(self) -> None:
-        """Records decoding as CUDA graphs. All shards do, or none."""
+        """Records decoding as CUDA graphs, with drafted tokens and without. All shards do, or none."""
         record = recorder_for(self._backend)
         sizes = graph_batch_sizes(self._graph_sizes, len(self._batch))
         if record is None or not sizes or not self._recordable:
             return
-        self._graphs, fault = self._recorded(sizes, record, any_adapters=False)
+        if self.hidden_states is not None:
+            record = self.hidden_states.recorder(record)
+        self._graphs, fault = self._recorded(sizes, record, self._decoding_step)
         if fault is None and self.current_adapters.attached:
-            self._adapter_graphs, fault = self._recorded(sizes, record, any_adapters=True)
+            any_adapters = partial(self._decoding_step, any_adapters=True)
+            self._adapter_graphs, fault = self._recorded(sizes, record, any_adapters)
+        few = [size for size in sizes if size <= _MOST_DRAFTING_ROWS]
+        # The block table of the longest sequence has room for as many drafted tokens as a block has.
+        if fault is None and few and 0 < self.most_drafted <= self.block_size:
+            self._draft_graphs, fault = self._recorded(few, record, self._drafting_step)
         if fault:
-            self._recordable, self._graphs, self._adapter_graphs = False, None, None
+            self._recordable, self._graphs, self._adapter_graphs, self._draft_graphs = False, None, None, None
             self.fallbacks.append(f"decoding runs without CUDA graphs: {fault}")
 
     def _recorded(
-        self, sizes: Sequence[int], record: Recorder, *, any_adapters: bool
+        self, sizes: Sequence[int], record: Recorder, step: Callable[[int], Tensor]
     ) -> tuple[DecodeGraphs | None, str | None]:
         """Returns the recorded steps, or why one of the shards has none."""
-        longest = self._batch.max_total_tokens
-        graphs, fault = record_decoding(
-            sizes,
-            lambda rows: self._run(self._batch.decode_input(rows, longest=longest, any_adapters=any_adapters)),
-            record,
-        )
+        graphs, fault = record_decoding(sizes, step, record)
         faults = self._group.exchange(fault or "") if self._group else [fault]
         fault = next(filter(None, faults), None)
         return (graphs, None) if fault is None else (None, fault)
+
+    def _decoding_step(self, rows: int, *, any_adapters: bool = False) -> Tensor:
+        """Returns the logits of a pass that decodes, [rows, vocab_size], however long its sequences are."""
+        longest = self._batch.max_total_tokens
+        return self._run(self._batch.decode_input(rows, longest=longest, any_adapters=any_adapters))
+
+    def _drafting_step(self, rows: int) -> Tensor:
+        """Returns the logits of a pass with drafted tokens, [rows, 1 + drafted tokens, vocab_size]."""
+        inputs = self._batch.draft_input(rows, self._batch.max_total_tokens + self.most_drafted)
+        return self._run(inputs).unflatten(0, (rows, inputs.metadata.row_tokens))
 
     def _run_largest(self, max_batch_size: int, max_prefill_tokens: int) -> None:
         """Runs the largest pass with the backend, or where its kernels fail, with attention in plain torch."""

@@ -12,6 +12,8 @@ from tgi_server.engine.attention.block_tables import BlockTables
 from tgi_server.engine.memory import copy_to_device
 from tgi_server.engine.runners.base import PromptChunk
 
+NO_TOKEN = -1
+
 
 @dataclass(frozen=True, slots=True)
 class PassInput:
@@ -32,6 +34,7 @@ class PagedBatch:
     """Preallocated tensors, updated in place; nothing is rebuilt per token.
 
     tokens: [rows] int64; the next input of each row. positions: [rows] int64; where it stands in its sequence.
+    drafted: [rows, most] int64; the tokens drafted behind each row's next input, and then -1.
     adapters: [rows] int32; the number of each row's adapter, 0 for none.
     A row that no sequence has stands at position 0 of the scratch block.
 
@@ -40,7 +43,13 @@ class PagedBatch:
     """
 
     def __init__(
-        self, rows: int, num_blocks: int, max_total_tokens: int, block_size: int, device: torch.device
+        self,
+        rows: int,
+        num_blocks: int,
+        max_total_tokens: int,
+        block_size: int,
+        device: torch.device,
+        most_drafted: int = 0,
     ) -> None:
         """num_blocks: KV blocks that sequences may have, ids 1 .. num_blocks. max_total_tokens: of one sequence."""
         self.num_blocks = num_blocks
@@ -49,6 +58,8 @@ class PagedBatch:
         self.positions = torch.zeros(rows, dtype=torch.int64, device=device)
         self.adapters = torch.zeros(rows, dtype=torch.int32, device=device)
         self.block_tables = BlockTables(rows, -(-max_total_tokens // block_size) + 1, device)
+        self.drafted = torch.full((rows, most_drafted), NO_TOKEN, dtype=torch.int64, device=device)
+        self._ahead = torch.arange(1 + most_drafted, dtype=torch.int64, device=device)
         self._row_numbers = torch.arange(rows + 1, dtype=torch.int32, device=device)
         self._position_offsets = [0] * rows
         self._adapters = [0] * rows  # the same as `adapters`, on the host
@@ -95,6 +106,35 @@ class PagedBatch:
         self._position_offsets[row] += tokens
         self.tokens[row] = token_id
 
+    def draft(self, drafts: Sequence[tuple[int, Tensor]]) -> None:
+        """Sets the drafted tokens of all rows. drafts: rows and their tokens; the other rows have none."""
+        drafted = torch.full(self.drafted.shape, NO_TOKEN, dtype=torch.int64)
+        for row, tokens in drafts:
+            drafted[row, : len(tokens)] = tokens
+        self.drafted.copy_(copy_to_device(drafted, self._device))
+
+    def draft_input(self, rows: int, longest: int) -> PassInput:
+        """Returns the input of a pass in which the first `rows` rows decode, each with the most drafted tokens.
+
+        Where a row has fewer, those that are computed in their place are written to the scratch block. longest: at
+        least the most tokens that any row has.
+        """
+        tokens = torch.cat([self.tokens[:rows, None], self.drafted[:rows]], dim=1)
+        real, first = tokens >= 0, self.positions[:rows, None]
+        positions = torch.where(real, first + self._ahead, first)
+        tables, count = self.block_tables.table[:rows], len(self._ahead)
+        metadata = ForwardMetadata(
+            slots=torch.where(real, self._slots(positions, tables), 0).flatten(),
+            block_tables=tables,
+            kv_lengths=(self.positions[:rows] + count).to(torch.int32),
+            query_starts=self._row_numbers[: rows + 1] * count,
+            decoding=rows,
+            chunks=[],
+            max_kv_length=longest,
+            row_tokens=count,
+        )
+        return PassInput(tokens.clamp_min(0).flatten(), positions.flatten(), metadata, None)
+
     def decode_input(
         self, rows: int, greedy: GreedyOnly | None = None, longest: int | None = None, *, any_adapters: bool = False
     ) -> PassInput:
@@ -105,7 +145,7 @@ class PagedBatch:
         """
         positions, tables = self.positions[:rows], self.block_tables.table[:rows]
         metadata = ForwardMetadata(
-            slots=self._slots(positions, tables),
+            slots=self._slots(positions[:, None], tables).squeeze(1),
             block_tables=tables,
             kv_lengths=(positions + 1).to(torch.int32),
             query_starts=self._row_numbers[: rows + 1],
@@ -126,7 +166,7 @@ class PagedBatch:
         tables[:decoding] = running
         tables[decoding:, : prompts.tables.shape[1]] = prompts.tables
         metadata = ForwardMetadata(
-            slots=torch.cat([self._slots(positions, running), prompts.slots]),
+            slots=torch.cat([self._slots(positions[:, None], running).squeeze(1), prompts.slots]),
             block_tables=tables,
             kv_lengths=torch.cat([(positions + 1).to(torch.int32), prompts.kv_lengths]),
             query_starts=torch.cat([self._row_numbers[: decoding + 1], prompts.ends]),
@@ -161,10 +201,9 @@ class PagedBatch:
             self.adapters[row] = adapter
 
     def _slots(self, positions: Tensor, tables: Tensor) -> Tensor:
-        """Returns the slot of a token at each row's position: [rows] int64."""
+        """Returns the slots of tokens at some positions of each row: [rows, tokens] int64, as positions are."""
         size = self._block_size
-        blocks = tables.gather(1, (positions // size).unsqueeze(1)).squeeze(1)
-        return blocks * size + positions % size
+        return tables.gather(1, positions // size) * size + positions % size
 
     def _longest(self, rows: int) -> int:
         """Returns the most tokens that one of the first `rows` rows has in the cache after this pass."""

@@ -6,7 +6,7 @@ Start reading at `sampler.py`.
 from tgi_server.engine.sampling.logprobs import PendingTokens, Sampled, Tokens, prompt_logprobs
 from tgi_server.engine.sampling.metadata import is_plain
 from tgi_server.engine.sampling.processors import TokenMask, WatermarkScore, WatermarkSettings, detect
-from tgi_server.engine.sampling.sampler import Sampler
+from tgi_server.engine.sampling.sampler import Sampler, best
 
 __all__ = [
     "PendingTokens",
@@ -16,6 +16,7 @@ __all__ = [
     "Tokens",
     "WatermarkScore",
     "WatermarkSettings",
+    "best",
     "detect",
     "is_plain",
     "prompt_logprobs",

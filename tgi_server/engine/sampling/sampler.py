@@ -139,6 +139,10 @@ class Sampler:
             _report(scores, chosen, piece, sampled)
         return sampled
 
+    def likeliest(self, logits: Tensor) -> Sampled:
+        """Chooses the tokens of rows that want the largest logit and nothing else. logits: [n, vocab]."""
+        return Sampled(best(logits))
+
     def accept(self, token_ids: Tensor, rows: Sequence[int], active: Tensor | None = None) -> None:
         """Appends a token to each of `rows`: int64 `[n]` on the device.
 

@@ -1,8 +1,8 @@
 """Several tokens a step: tokens are drafted, and those that would have been chosen anyway are kept."""
 
-from tgi_server.engine.speculation.costs import measure_costs
 from tgi_server.engine.speculation.draft import Draft, DraftCheck
 from tgi_server.engine.speculation.drafters import HistoryDrafter, NgramDrafter
+from tgi_server.engine.speculation.loading import hidden_layers, load_drafter
 from tgi_server.engine.speculation.speculation import Speculation
 
-__all__ = ["Draft", "DraftCheck", "HistoryDrafter", "NgramDrafter", "Speculation", "measure_costs"]
+__all__ = ["Draft", "DraftCheck", "HistoryDrafter", "NgramDrafter", "Speculation", "hidden_layers", "load_drafter"]

@@ -4,10 +4,12 @@ import json
 import math
 import time
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import accumulate
 
 import torch
+from torch import Tensor
 
 from tgi_server.contract import StoppingParameters
 from tgi_server.engine.runners.base import CacheCapacity, PromptChunk, Runner
@@ -27,32 +29,53 @@ class StepCosts:
 
     def __init__(self, without_drafts: Mapping[int, float], with_drafts: Mapping[int, float]) -> None:
         """Both: seconds by the tokens of a step; they differ where a step with drafts runs another way."""
-        self._without = _Line(without_drafts)
-        self._with = _Line(with_drafts)
+        self._without = Line(without_drafts)
+        self._with = Line(with_drafts)
 
-    def worth(self, lengths: Sequence[int], chances: Sequence[float], rows: int, expected: float) -> list[int]:
+    def without_drafts(self, tokens: int) -> float:
+        """Returns the seconds of a step of so many sequences that decode."""
+        return self._without.seconds(tokens)
+
+    def with_drafts(self, tokens: int) -> float:
+        """Returns the seconds of a step of so many tokens, several of which are one sequence's."""
+        return self._with.seconds(tokens)
+
+    def worth(
+        self,
+        lengths: Sequence[int],
+        chances: Sequence[float],
+        rows: int,
+        expected: float,
+        drafting: Callable[[int], float] = lambda tokens: 0.0,
+    ) -> list[int]:
         """Returns how many of the tokens of each draft to check, so that tokens come fastest.
 
         lengths: tokens of each draft. chances: the probability of each of its tokens to be right if those before it
-        are. rows: tokens that the step computes besides. expected: those that it yields besides.
+        are. rows: tokens that the step computes besides. expected: those that it yields besides. drafting: seconds
+        that drafts take which are still to be made, by the tokens of the longest.
         """
         gains = sorted(
-            ((chance**place, draft) for draft, chance in enumerate(chances) for place in range(1, lengths[draft] + 1)),
+            (
+                (chance**place, draft, place)
+                for draft, chance in enumerate(chances)
+                for place in range(1, lengths[draft] + 1)
+            ),
             reverse=True,
         )
-        fastest, kept = expected / self._without.seconds(rows), 0
-        for count, (gain, _) in enumerate(gains, start=1):
+        fastest, kept, longest = expected / self._without.seconds(rows), 0, 0
+        for count, (gain, _, place) in enumerate(gains, start=1):
             expected += gain
-            speed = expected / self._with.seconds(rows + count)
+            longest = max(longest, place)
+            speed = expected / (self._with.seconds(rows + count) + drafting(longest))
             if speed > fastest:
                 fastest, kept = speed, count
         worth = [0] * len(lengths)
-        for _, draft in gains[:kept]:
+        for _, draft, _ in gains[:kept]:
             worth[draft] += 1
         return worth
 
 
-class _Line:
+class Line:
     """A function that never falls, through some points."""
 
     def __init__(self, points: Mapping[int, float]) -> None:
@@ -76,8 +99,9 @@ def measure_costs(runner: Runner, capacity: CacheCapacity, group: ShardGroup | N
     Returns None where a sequence has no room for the tokens of the smallest step with drafts.
     """
     start = 1 + 2 * _TIMES * len(_MEASURED_TOKENS)  # the passes move rows ahead; drafts begin behind that
-    blocks = list(range(1, capacity.num_blocks + 1))[: -(-(start + _MEASURED_TOKENS[-1]) // capacity.block_size)]
-    room = min(len(blocks) * capacity.block_size, capacity.max_total_tokens) - start
+    most = min(start + _MEASURED_TOKENS[-1], capacity.max_total_tokens)
+    blocks = list(range(1, capacity.num_blocks + 1))[: -(-most // capacity.block_size)]
+    room = min(len(blocks) * capacity.block_size, most) - start
     rows = [each for each in _MEASURED_TOKENS if each <= capacity.max_batch_size]
     tokens = [each for each in _MEASURED_TOKENS if 1 < each <= room]
     if not tokens:
@@ -86,13 +110,14 @@ def measure_costs(runner: Runner, capacity: CacheCapacity, group: ShardGroup | N
     runner.forward(0, [PromptChunk.next_of(sequence, 1)])
     for row in range(rows[-1]):
         runner.promote(sequence, row)
-    drafts = {each: PromptChunk(sequence, torch.zeros(each - 1, dtype=torch.int64), start, True) for each in tokens}
-    without_drafts, with_drafts = dict.fromkeys(rows, math.inf), dict.fromkeys(tokens, math.inf)
+    drafts = {each: _pass_with_draft(runner, sequence, each - 1, start) for each in tokens}
+    drafts = {tokens: _recorded_pass(runner, rows) for rows, tokens in runner.recorded_drafts} or drafts
+    without_drafts, with_drafts = dict.fromkeys(rows, math.inf), dict.fromkeys(drafts, math.inf)
     for _ in range(_TIMES):  # one after the other, so that a busy moment spoils no size for good
         for each in rows:
-            without_drafts[each] = min(without_drafts[each], _seconds(runner, each))
+            without_drafts[each] = min(without_drafts[each], _seconds(partial(runner.forward, each, [])))
         for each, draft in drafts.items():
-            with_drafts[each] = min(with_drafts[each], _seconds(runner, 1, draft))
+            with_drafts[each] = min(with_drafts[each], _seconds(draft))
     runner.truncate(0)
     measured = json.dumps([without_drafts, with_drafts])
     if group is not None:
@@ -100,8 +125,34 @@ def measure_costs(runner: Runner, capacity: CacheCapacity, group: ShardGroup | N
     return StepCosts(*({int(each): seconds for each, seconds in line.items()} for line in json.loads(measured)))
 
 
-def _seconds(runner: Runner, rows: int, *drafts: PromptChunk) -> float:
-    """Returns the seconds of a pass."""
+def measure_rows(compute: Callable[[int], Tensor], most: int, group: ShardGroup | None) -> Line:
+    """Measures what computes a number of rows, at most so many. All shards go by what the first one measured."""
+    seconds = {rows: math.inf for rows in _MEASURED_TOKENS if rows <= most}
+    for _ in range(_TIMES):
+        for rows in seconds:
+            seconds[rows] = min(seconds[rows], _seconds(partial(compute, rows)))
+    measured = json.dumps(seconds)
+    if group is not None:
+        measured = group.exchange(measured)[0]
+    return Line({int(rows): each for rows, each in json.loads(measured).items()})
+
+
+def _pass_with_draft(runner: Runner, sequence: RunningSequence, tokens: int, start: int) -> Callable[[], Tensor]:
+    chunk = PromptChunk(sequence, torch.zeros(tokens, dtype=torch.int64), start, True)
+    return lambda: runner.forward(1, [chunk])
+
+
+def _recorded_pass(runner: Runner, rows: int) -> Callable[[], Tensor]:
+    def run() -> Tensor:
+        logits = runner.forward_drafts(rows, ())
+        assert logits is not None
+        return logits
+
+    return run
+
+
+def _seconds(compute: Callable[[], Tensor]) -> float:
+    """Returns the seconds that something takes to be computed."""
     started = time.perf_counter()
-    float(runner.forward(rows, list(drafts))[0, 0])  # waits for the device
+    float(compute().flatten()[0])  # waits for the device
     return time.perf_counter() - started

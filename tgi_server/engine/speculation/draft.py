@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tgi_server.engine.memory import to_device
 from tgi_server.engine.runners.base import PromptChunk
-from tgi_server.engine.sampling import Tokens, is_plain
+from tgi_server.engine.sampling import PendingTokens, Tokens, is_plain
 from tgi_server.engine.sequence import RunningSequence
 
 # Of what earlier drafts have shown, so much counts after another draft, and after a step in which none was worth it:
@@ -62,9 +62,7 @@ class Draft:
     @property
     def chunk(self) -> PromptChunk:
         """The drafted tokens as the forward pass takes them: behind the sequence's last token, each with its logits."""
-        sequence = self.sequence
-        start = len(sequence.input_ids) + sequence.generated
-        return PromptChunk(sequence, torch.tensor(self.tokens), start, all_logits=True)
+        return PromptChunk(self.sequence, torch.tensor(self.tokens), self.sequence.length, all_logits=True)
 
     @property
     def is_greedy(self) -> bool:
@@ -101,11 +99,17 @@ class DraftCheck:
     drafts and without, whatever the rules are by which its tokens are chosen.
     """
 
-    def __init__(self, drafts: Sequence[Draft], logits: Tensor, choose: Choose) -> None:
-        """logits: [drafted tokens, vocab_size], one draft's after the other's."""
+    def __init__(
+        self, drafts: Sequence[Draft], logits: Tensor, choose: Choose, likeliest: PendingTokens | None = None
+    ) -> None:
+        """logits: [drafted tokens, vocab_size], one draft's after the other's.
+
+        likeliest: the largest of each row, where all drafts are greedy: then nothing else has to be computed.
+        """
         self.drafts = drafts
         self._logits = logits
         self._choose = choose
+        self._likeliest = likeliest
         self._going = list(drafts)
         self._first: dict[int, int] = {}  # row of the logits of each draft's first token, by request id
         row = 0
@@ -126,6 +130,9 @@ class DraftCheck:
         if not self._going:
             return None
         rows = [self._first[draft.sequence.request_id] + draft.accepted - 1 for draft in self._going]
-        logits = self._logits.index_select(0, to_device(rows, torch.int64, self._logits.device))
         sequences = [draft.sequence for draft in self._going]
+        if self._likeliest is not None:
+            likeliest = self._likeliest.wait().ids
+            return sequences, Tokens([likeliest[row] for row in rows], {}, {})
+        logits = self._logits.index_select(0, to_device(rows, torch.int64, self._logits.device))
         return sequences, self._choose(logits, sequences)

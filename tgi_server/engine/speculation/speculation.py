@@ -1,33 +1,58 @@
 """Drafts of the sequences in a step: of each as many tokens as make the text come fastest."""
 
 from collections.abc import Sequence
+from functools import partial
 from weakref import WeakKeyDictionary
 
+import torch
+
+from tgi_server.engine.memory import copy_to_device
+from tgi_server.engine.runners.base import CacheCapacity, PromptChunk, Runner
 from tgi_server.engine.sequence import RunningSequence
-from tgi_server.engine.speculation.costs import StepCosts
+from tgi_server.engine.sharding import ShardGroup
+from tgi_server.engine.speculation.costs import StepCosts, measure_costs
 from tgi_server.engine.speculation.draft import Acceptance, Draft
 from tgi_server.engine.speculation.drafters import Drafter
+from tgi_server.engine.speculation.last_pass import LastPass
+from tgi_server.engine.speculation.model_drafter import ModelDrafter, StateDrafter
+
+_NO_TOKEN = -1
 
 
 class Speculation:
     """Plans the drafts of each step, and learns from what becomes of them.
 
-    drafters: the first that has a draft for a sequence is taken.
+    most: drafted tokens of a sequence in one step. drafters: the first that has a draft for a sequence is taken.
     costs: of steps, measured at the warm-up; without them nothing is drafted.
     """
 
-    def __init__(self, most: int, drafters: Sequence[Drafter]) -> None:
-        """most: drafted tokens of a sequence in one step."""
+    def __init__(
+        self,
+        most: int,
+        drafters: Sequence[Drafter],
+        group: ShardGroup | None = None,
+        device: torch.device = torch.device("cpu"),  # noqa: B008
+    ) -> None:
+        """group: the shards of the model, when this is one of them. device: of this shard."""
         self.drafters = drafters
         self.costs: StepCosts | None = None
-        self._most = most
+        self.most = most
+        self._group = group
+        self._device = device
         self._acceptance: WeakKeyDictionary[RunningSequence, Acceptance] = WeakKeyDictionary()
+
+    def warm_up(self, runner: Runner, capacity: CacheCapacity) -> None:
+        """Makes the drafters ready, and measures steps of the runner, whose cache nobody uses yet."""
+        for drafter in self.drafters:
+            if isinstance(drafter, ModelDrafter):
+                drafter.warm_up(capacity, self._group)
+        self.costs = measure_costs(runner, capacity, self._group)
 
     def plan(self, sequences: Sequence[RunningSequence], rows: int, block_size: int) -> list[Draft]:
         """Returns the drafts of a step that computes `rows` tokens besides, and yields a token of each sequence."""
         if self.costs is None:
             return []
-        proposed = self._propose(sequences, block_size)
+        proposed = self._propose(self.costs, sequences, rows, block_size)
         chances = [draft.acceptance.chance for draft in proposed]
         kept = self.costs.worth([len(draft.tokens) for draft in proposed], chances, rows, len(sequences))
         for draft, tokens in zip(proposed, kept, strict=True):
@@ -36,17 +61,59 @@ class Speculation:
                 draft.acceptance.pass_over()
         return [draft for draft in proposed if draft.tokens]
 
-    def _propose(self, sequences: Sequence[RunningSequence], block_size: int) -> list[Draft]:
+    def follow(self, rows: Sequence[RunningSequence], chunks: Sequence[PromptChunk], drafts: Sequence[Draft]) -> None:
+        """Tells the drafters of a pass whose tokens are not chosen yet: rows that decode, chunks, and drafts."""
+        readers = [drafter for drafter in self.drafters if isinstance(drafter, StateDrafter)]
+        if readers:
+            last = LastPass(rows, chunks, drafts)
+            for drafter in readers:
+                drafter.follow(last)
+
+    def _propose(
+        self, costs: StepCosts, sequences: Sequence[RunningSequence], rows: int, block_size: int
+    ) -> list[Draft]:
         drafts: list[Draft] = []
         open_ = list(sequences)
         for drafter in self.drafters:
-            most = [min(self._most, each.draft_room(block_size)) for each in open_]
-            proposed = list(zip(open_, drafter.propose(open_, most), strict=True))
+            most = [min(self.most, each.draft_room(block_size)) for each in open_]
+            if isinstance(drafter, ModelDrafter):
+                most = self._worth_computing(drafter, costs, open_, most, rows, len(sequences))
+                proposals = self._agreed(drafter.propose(open_, most), most)
+            else:
+                proposals = drafter.propose(open_, most)
+            proposed = list(zip(open_, proposals, strict=True))
             drafts += [Draft(each, tokens, self._acceptance_of(each)) for each, tokens in proposed if tokens]
             open_ = [each for each, tokens in proposed if not tokens]
         for draft in drafts:
             draft.cut()
         return [draft for draft in drafts if draft.tokens]
+
+    def _worth_computing(
+        self,
+        drafter: ModelDrafter,
+        costs: StepCosts,
+        sequences: Sequence[RunningSequence],
+        most: Sequence[int],
+        rows: int,
+        expected: int,
+    ) -> list[int]:
+        """Returns how many tokens to draft for each sequence, at most so many, that have to be computed."""
+        acceptances = [self._acceptance_of(each) for each in sequences]
+        seconds = partial(drafter.seconds, sequences=len(sequences))
+        worth = costs.worth(most, [each.chance for each in acceptances], rows, expected, seconds)
+        for acceptance, room, tokens in zip(acceptances, most, worth, strict=True):
+            if room > 0 and not tokens:
+                acceptance.pass_over()
+        return worth
+
+    def _agreed(self, drafts: list[list[int]], most: Sequence[int]) -> list[list[int]]:
+        """Returns the drafts of the first shard, which computes as the others do, but may round otherwise."""
+        longest = max(most, default=0)
+        if self._group is None or not longest:
+            return drafts
+        padded = torch.tensor([draft + [_NO_TOKEN] * (longest - len(draft)) for draft in drafts])
+        all_drafts = self._group.all_gather(copy_to_device(padded, self._device))
+        return [[token for token in draft if token != _NO_TOKEN] for draft in all_drafts[:, :longest].tolist()]
 
     def _acceptance_of(self, sequence: RunningSequence) -> Acceptance:
         return self._acceptance.setdefault(sequence, Acceptance())

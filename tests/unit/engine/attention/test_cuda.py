@@ -1,5 +1,7 @@
 """What the CUDA backend tells its kernels, which tests/gpu_without checks. They have a stand-in here."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -7,6 +9,17 @@ from torch import Tensor
 from tests.unit.engine.attention.test_backends import expected
 from tgi_server.engine.attention.base import AttentionVariant, ChunkSpan, ForwardMetadata
 from tgi_server.engine.attention.cuda import _tiles
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 64])
+def test_tiles_of_rows_with_drafts_cover_every_token_once(tokens: int) -> None:
+    """Rows of four tokens each, as if they were chunks of prompts."""
+    before = [0, 5, 100]
+    chunks = metadata([], [(each, 4) for each in before])
+    rows = replace(chunks, decoding=3, chunks=[], row_tokens=4)
+    wanted, tiles = _tiles(chunks, tokens), _tiles(rows, tokens)
+    for name in ("first", "counts", "kv_lengths", "sequences"):
+        assert getattr(tiles, name).tolist() == getattr(wanted, name).tolist()
 
 
 def metadata(decodes: list[int], prompts: list[tuple[int, int]]) -> ForwardMetadata:

@@ -11,8 +11,10 @@ from tests.unit.engine.requests import Requests, load_engine, prompts
 from tests.unit.engine.runners.test_parity import check, overlap, run_overlapping
 from tgi_server.contract import StoppingParameters
 from tgi_server.engine import Engine, RunningSequence
+from tgi_server.engine.driver import Driver
 from tgi_server.engine.runners import paged
 from tgi_server.engine.runners.graphs import DecodeGraphs, graph_batch_sizes, record_decoding
+from tgi_server.engine.speculation.costs import StepCosts
 
 
 class Recorder:
@@ -79,6 +81,51 @@ def test_rows_that_were_left_write_nowhere(recorder, tmp_path: Path) -> None:
     assert _run(engine, {2: third}) == alone
     assert set(recorder.replayed) == {8}
     assert len(recorder.replayed) > 10
+
+
+@pytest.mark.parametrize("custom_kernels", [True, False])
+def test_steps_with_drafts_are_padded_as_well(custom_kernels: bool, recorder, tmp_path: Path) -> None:
+    """Each row has as many drafted tokens as there may be; where there are fewer, nothing comes of the others."""
+    folder = make("llama", tmp_path)
+    texts = prompts((9, 33, 20))
+    plain, engine = (
+        load_engine(folder, custom_kernels=custom_kernels, cuda_graphs=(4,), **settings)
+        for settings in ({}, {"speculate": 3, "speculative_model": folder})
+    )
+    for each in (plain, engine):
+        each.warm_up(max_batch_size=4, max_prefill_tokens=64, max_total_tokens=64)
+    assert engine.speculation is not None
+    engine.speculation.costs = StepCosts({1: 1.0}, {1: 1.0})  # every draft is worth checking
+    replayed = _speculation_passes(engine)
+    # Drafts of different lengths: at the end of a reply there is room for fewer.
+    news = (13, 20, 11)
+    outputs, expected = (
+        [output.tokens for output in driver.run(*_sequences(texts, news))] for driver in (Driver(engine), Driver(plain))
+    )
+    assert outputs == expected
+    assert len(replayed) > 2
+
+
+def _speculation_passes(engine: Engine) -> list[int]:
+    """Returns a list to which each recorded pass with drafts will add its tokens."""
+    seen: list[int] = []
+    runner, forward = engine._runner, engine._runner.forward_drafts
+
+    def watched(decoding, drafts):
+        logits = forward(decoding, drafts)
+        if logits is not None:
+            seen.append(len(logits))
+        return logits
+
+    runner.forward_drafts = watched  # type: ignore[method-assign]
+    return seen
+
+
+def _sequences(texts: list[list[int]], news: tuple[int, ...]) -> list[RunningSequence]:
+    return [
+        RunningSequence(index, text, StoppingParameters(new, ignore_eos=True))
+        for index, (text, new) in enumerate(zip(texts, news, strict=True))
+    ]
 
 
 def _run(engine: Engine, prompt_of_block: dict[int, list[int]]) -> list[int]:

@@ -13,10 +13,12 @@ from tests.unit.engine.requests import Requests, generate_together, load_engine,
 from tests.unit.engine.sharding.conftest import RanksOf
 from tgi_server.contract import ReportParameters, SamplingParameters, StoppingParameters
 from tgi_server.engine import CacheCapacity, Engine, EngineConfig, EngineError, RunningSequence
+from tgi_server.engine.driver import Driver
 from tgi_server.engine.errors import UnsupportedModel
 from tgi_server.engine.offline import generate
 from tgi_server.engine.sharding import ShardGroup
 from tgi_server.engine.sharding.checkpoint import weight_files
+from tgi_server.engine.speculation.costs import StepCosts
 
 TEXTS = prompts((1, 20, 5, 33))
 SAMPLING = SamplingParameters(do_sample=True, temperature=1.3, top_p=0.95, typical_p=0.98, seed=7, watermark=True)
@@ -32,6 +34,26 @@ def test_seeded_samples_are_those_of_the_whole_model(ranks_of: RanksOf, tmp_path
     expected = sample(None, make("llama", tmp_path))
     assert len({token for tokens in expected for token in tokens}) > 10
     assert ranks_of(2).run(sample, tmp_path) == [expected, expected]
+
+
+def drafted(group: ShardGroup | None, folder: Path, draft: Path) -> tuple[list[list[int]], int, int]:
+    """Returns replies, and the numbers of drafted and accepted tokens. The second shard drafts other tokens."""
+    engine = load_engine(folder, group=group, speculate=3, speculative_model=draft)
+    engine.warm_up(max_batch_size=4, max_prefill_tokens=64, max_total_tokens=64)
+    assert engine.speculation is not None
+    engine.speculation.costs = StepCosts({1: 1.0}, {1: 1.0})  # every draft is worth checking
+    if group is not None and group.rank == 1:
+        engine.speculation.drafters[-1].propose = lambda _, most: [[3] * tokens for tokens in most]  # type: ignore
+    driver = Driver(engine)
+    outputs = driver.run(*(RunningSequence(i, text, STOPPING, SAMPLING) for i, text in enumerate(TEXTS)))
+    return [output.tokens for output in outputs], driver.drafted, driver.accepted
+
+
+def test_all_shards_check_the_drafts_of_the_first(ranks_of: RanksOf, tmp_path: Path) -> None:
+    expected = drafted(None, make("llama", tmp_path), tmp_path)
+    assert expected[0] == generate(load_engine(tmp_path), TEXTS, STOPPING, SAMPLING)
+    assert expected[2] > 0
+    assert ranks_of(2).run(drafted, tmp_path, tmp_path) == [expected, expected]
 
 
 def prompt_logprobs(group: ShardGroup, folder: Path) -> list[float]:

@@ -46,7 +46,7 @@ def test_without_drafts_there_is_nothing_to_choose() -> None:
     assert FLAT_TO_EIGHT.worth([], [], rows=3, expected=3) == []
 
 
-@pytest.mark.parametrize(("max_total_tokens", "measured"), [(512, True), (16, False)])
+@pytest.mark.parametrize(("max_total_tokens", "measured"), [(512, True), (64, True), (16, False)])
 def test_costs_are_measured_at_the_warm_up_where_there_is_room(max_total_tokens: int, measured: bool) -> None:
     engine = Engine(EngineConfig(demo_model.PATH, dtype=torch.float32, speculate=3))
     engine.warm_up(max_batch_size=3, max_prefill_tokens=64, max_total_tokens=max_total_tokens)

@@ -2,12 +2,16 @@
 
 import json
 import random
+import shutil
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
+from tests.tiny_models import make_llama
 from tgi_server import demo_model
 from tgi_server.contract import (
     Grammar,
@@ -82,11 +86,16 @@ class Guesses(Drafter):
         return place % self._vocab_size if wrong else reply[place]
 
 
-@pytest.fixture(scope="module")
-def engine() -> Engine:
-    engine = Engine(EngineConfig(demo_model.PATH, dtype=torch.float32, speculate=5))
+def _load(speculative_model: Path | None = None) -> Engine:
+    config = EngineConfig(demo_model.PATH, dtype=torch.float32, speculate=5, speculative_model=speculative_model)
+    engine = Engine(config)
     engine.warm_up(max_batch_size=len(REQUESTS) * len(PROMPTS), max_prefill_tokens=4096, max_total_tokens=256)
     return engine
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    return _load()
 
 
 def _sequences(replies: dict[int, list[int]] | None = None) -> list[RunningSequence]:
@@ -140,15 +149,77 @@ DRAFTERS: dict[str, Callable[[dict[int, list[int]]], Drafter]] = {
 def test_replies_are_the_same_with_drafts_and_without(engine: Engine, plain: Driver, name: str, grow: bool) -> None:
     replies = {index: output.tokens for index, output in plain.outputs.items()}
     driver = _run(engine, [DRAFTERS[name](replies)], replies=replies, grow=grow)
-    assert _tokens(driver) == _tokens(plain)
+    _compare(driver, plain)
     assert 0 < driver.accepted <= driver.drafted
     if name == "guesses":
         assert driver.accepted < driver.drafted
+
+
+def _compare(driver: Driver, plain: Driver) -> None:
+    assert _tokens(driver) == _tokens(plain)
     for index, output in driver.outputs.items():
         tops, logprobs = _reports(output)
         expected_tops, expected_logprobs = _reports(plain.outputs[index])
         assert tops == expected_tops
         assert logprobs == pytest.approx(expected_logprobs, abs=1e-3)
+
+
+def _untrained(folder: Path) -> Path:
+    """Makes a model of random weights with the demo model's tokenizer."""
+    make_llama(folder, vocab_size=3072, num_hidden_layers=1)
+    shutil.copyfile(demo_model.PATH / "tokenizer.json", folder / "tokenizer.json")
+    return folder
+
+
+def _medusa(folder: Path) -> Path:
+    """Makes five heads: one that is the model's own, and others whose blocks are random."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"medusa_num_heads": 5, "medusa_num_layers": 1}))
+    weights = {}
+    for head in range(5):
+        weights[f"{head}.0.linear.weight"] = torch.randn(256, 256) * 0.02 * head
+        weights[f"{head}.0.linear.bias"] = torch.zeros(256)
+    save_file(weights, folder / "medusa_lm_head.safetensors")
+    return folder
+
+
+def _eagle(folder: Path) -> Path:
+    """Makes a network of random weights with the head of the model."""
+    folder.mkdir()
+    config = json.loads((demo_model.PATH / "config.json").read_text())
+    config |= {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1}
+    (folder / "config.json").write_text(json.dumps(config | {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}))
+    shapes = {"q": (256, 512), "k": (128, 512), "v": (128, 512), "o": (256, 256)}
+    weights = {f"midlayer.self_attn.{name}_proj.weight": torch.randn(shape) for name, shape in shapes.items()}
+    weights |= {f"midlayer.mlp.{name}_proj.weight": torch.randn(640, 256) for name in ("gate", "up")}
+    weights |= {"midlayer.mlp.down_proj.weight": torch.randn(256, 640), "fc.weight": torch.randn(256, 768)}
+    norms = ("input_layernorm", "hidden_norm", "post_attention_layernorm")
+    weights |= {f"midlayer.{name}.weight": torch.ones(256) for name in norms}
+    save_file(
+        {name: 0.05 * weight for name, weight in weights.items()} | {"norm.weight": torch.ones(256)},
+        folder / "model.safetensors",
+    )
+    return folder
+
+
+MODELS: dict[str, Callable[[Path], Path]] = {
+    "itself": lambda _: demo_model.PATH,
+    "untrained": _untrained,
+    "medusa": _medusa,
+    "eagle": _eagle,
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(each, marks=() if each in ("itself", "eagle") else pytest.mark.slow) for each in MODELS]
+)
+@pytest.mark.parametrize("grow", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_replies_are_the_same_with_a_model_that_drafts(plain: Driver, name: str, grow: bool, tmp_path: Path) -> None:
+    engine = _load(MODELS[name](tmp_path / name))
+    assert engine.speculation is not None
+    driver = _run(engine, engine.speculation.drafters[-1:], grow=grow)
+    _compare(driver, plain)
+    assert 0 < driver.drafted > driver.accepted
 
 
 def _reports(output: Output) -> tuple[list[list[int]], list[float]]:

@@ -1,0 +1,42 @@
+"""A tiny Llama in which each token says which one is next, so that what drafts for it can be made to be right."""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import LlamaForCausalLM
+
+from tests.tiny_models import VOCAB_SIZE, build
+
+FIXED = VOCAB_SIZE - 1
+"""The token that follows itself."""
+
+
+def succession_llama(folder: Path) -> LlamaForCausalLM:
+    """Saves the model in a folder, and returns it. Token n is followed by n + 7, around those below FIXED.
+
+    Its layers add nothing, so that the head gets the embedding of the last token.
+    """
+    model = build("llama", num_hidden_layers=4)
+    assert isinstance(model, LlamaForCausalLM)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+        model.model.norm.weight.fill_(1.0)
+        model.lm_head.weight.copy_(head_for(model, 1))
+    model.save_pretrained(folder)
+    return model
+
+
+def head_for(model: LlamaForCausalLM, distance: int) -> Tensor:
+    """Returns the weight of a head, [vocab_size, hidden_size], that finds the token so far behind the last one."""
+    embeddings = torch.nn.functional.normalize(model.model.embed_tokens.weight.detach(), dim=1)
+    weight = torch.empty_like(embeddings)
+    for token in range(VOCAB_SIZE):
+        weight[follower(token, distance)] = embeddings[token]
+    return weight
+
+
+def follower(token: int, distance: int = 1) -> int:
+    return token if token == FIXED else (token + 7 * distance) % FIXED

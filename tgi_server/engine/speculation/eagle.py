@@ -1,0 +1,120 @@
+"""EAGLE-3: drafts from hidden states of three layers of the model, one token after the other."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from tgi_server.engine.runners.base import CacheCapacity
+from tgi_server.engine.runners.hidden_states import HiddenStates
+from tgi_server.engine.runners.paged import PagedRunner
+from tgi_server.engine.sequence import RunningSequence
+from tgi_server.engine.sharding import ShardGroup
+from tgi_server.engine.speculation.eagle_model import EagleModel
+from tgi_server.engine.speculation.last_pass import LastPass
+from tgi_server.engine.speculation.model_drafter import StateDrafter
+from tgi_server.engine.speculation.paged_drafter import MissingTokens, PagedDrafter
+
+# Features of so many tokens of a sequence are kept until a draft for it is worth its time. Then they are computed all
+# the same: what is read of a sequence's features once has not to be kept.
+_KEPT_FEATURES = 32
+
+
+@dataclass(slots=True)
+class _Features:
+    """Features of a sequence's tokens that the drafter has not computed, from position `start` on.
+
+    parts: [tokens, features] each, one after the other.
+    """
+
+    start: int
+    parts: list[Tensor] = field(default_factory=list)
+
+    @property
+    def end(self) -> int:
+        return self.start + sum(map(len, self.parts))
+
+
+class Eagle(PagedDrafter, StateDrafter):
+    """Proposes what EAGLE-3's layer makes of the features of a sequence's tokens.
+
+    Of each token but the last, the layer computes the features and the token behind it. So that it need not be done at
+    every step of a large batch, where no draft is worth it, features are kept for some steps.
+    """
+
+    def __init__(self, runner: PagedRunner, model: EagleModel, states: HiddenStates, token_ids: Tensor | None) -> None:
+        """runner: of the model. token_ids: [drafter's vocabulary] int64; None: it has the model's."""
+        super().__init__(runner, behind=1)
+        self._model = model
+        self._states = states
+        self._token_ids = token_ids
+        self._last: LastPass | None = None
+        self._features: WeakKeyDictionary[RunningSequence, _Features] = WeakKeyDictionary()
+
+    def warm_up(self, capacity: CacheCapacity, group: ShardGroup | None) -> None:
+        self._last = None
+        self._features.clear()
+        self._model.hold(capacity.max_batch_size)
+        super().warm_up(capacity, group)
+
+    def follow(self, last: LastPass) -> None:
+        for chunk in last.chunks:
+            if chunk.sequence not in self._features:
+                self._runner.join(chunk.sequence)  # copies what it shares of a block
+        self._last = last
+
+    def propose(self, sequences: Sequence[RunningSequence], most: Sequence[int]) -> list[list[int]]:
+        seen = self._take_features()
+        wanted = {
+            sequence: tokens
+            for sequence, tokens in zip(sequences, most, strict=True)
+            if tokens > 0 and self._is_complete(sequence)
+        }
+        due = [
+            sequence
+            for sequence in seen
+            if sequence not in wanted
+            and (sequence.ended or self._features[sequence].end - self._features[sequence].start > _KEPT_FEATURES)
+        ]
+        rows = sorted(wanted, key=lambda each: -wanted[each])
+        chunks = [self._missing(sequence, last=sequence in wanted) for sequence in (*due, *rows)]
+        if not chunks:
+            return [[] for _ in sequences]
+        drafts = dict(zip(rows, self._draft(chunks, rows, [wanted[each] for each in rows]), strict=True))
+        return [drafts.get(sequence, []) for sequence in sequences]
+
+    def _take_features(self) -> list[RunningSequence]:
+        """Notes the features of the last pass's tokens that are right. Returns their sequences."""
+        if self._last is None:
+            return []
+        parts = [part for part in self._states.layers if part is not None]
+        features, seen = torch.cat(parts, -1), dict[RunningSequence, None]()
+        for span in self._last.spans():
+            kept = self._features.get(span.sequence)
+            if kept is None or kept.end != span.position:
+                kept = self._features[span.sequence] = _Features(span.position)
+            kept.parts.append(features[span.first : span.first + span.tokens])
+            seen[span.sequence] = None
+        self._last = None
+        return list(seen)
+
+    def _is_complete(self, sequence: RunningSequence) -> bool:
+        """Returns True if the features of all tokens but the last one are there, or computed."""
+        kept = self._features.get(sequence)
+        return kept is not None and bool(kept.parts) and kept.end == sequence.length - 1
+
+    def _missing(self, sequence: RunningSequence, *, last: bool) -> MissingTokens:
+        """Returns the tokens behind those whose features were kept, and adds the features to those of the next pass."""
+        kept = self._features[sequence]
+        tokens = torch.tensor(sequence.tokens(kept.start + 1, kept.end + 1))
+        before = [] if self._model.features is None else [self._model.features]
+        self._model.features = torch.cat([*before, *kept.parts])
+        chunk = MissingTokens(sequence, tokens, kept.start, all_logits=False, last=last)
+        self._features[sequence] = _Features(kept.end)
+        return chunk
+
+    def _likeliest(self, logits: Tensor) -> Tensor:
+        likeliest = super()._likeliest(logits)
+        return likeliest if self._token_ids is None else self._token_ids[likeliest]

@@ -1,0 +1,132 @@
+"""Loads what drafts for a model from a folder of its own."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from tokenizers import Tokenizer
+from transformers import PreTrainedModel
+
+from tgi_server.engine.attention import create_attention_backend
+from tgi_server.engine.config import EngineConfig
+from tgi_server.engine.errors import ModelNotFound, UnsupportedModel
+from tgi_server.engine.grammar.tokenizer import has_tokenizer, read_definition
+from tgi_server.engine.runners import create_runner, pack_linears
+from tgi_server.engine.runners.base import UNBOUNDED_POSITIONS, position_limit
+from tgi_server.engine.runners.hidden_states import HiddenStates
+from tgi_server.engine.runners.paged import PagedRunner
+from tgi_server.engine.speculation.draft_model import DraftModel
+from tgi_server.engine.speculation.eagle import Eagle
+from tgi_server.engine.speculation.eagle_model import read_eagle
+from tgi_server.engine.speculation.medusa import Medusa, read_heads
+from tgi_server.engine.speculation.model_drafter import ModelDrafter
+from tgi_server.engine.weights import load_model
+
+
+def load_drafter(config: EngineConfig, model: PreTrainedModel, runner: PagedRunner) -> ModelDrafter:
+    """Returns the drafter in the folder `config.speculative_model`, for a model and its runner.
+
+    Raises an EngineError for a folder that cannot draft for the model.
+    """
+    folder = config.speculative_model
+    assert folder is not None
+    settings = _settings(folder)
+    if "medusa_num_heads" in settings:
+        return _medusa(folder, config, model, runner)
+    if _is_eagle(settings):
+        return _eagle(folder, config, model, runner)
+    return _draft_model(folder, config, model, runner)
+
+
+def _settings(folder: Path) -> dict[str, Any]:
+    try:
+        settings: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise ModelNotFound(f"{folder / 'config.json'} cannot be read: {error}") from error
+    return settings
+
+
+def hidden_layers(config: EngineConfig, layers: int) -> tuple[int, ...]:
+    """Returns the indices of the decoder layers, of so many, whose inputs the drafter reads. Raises an EngineError."""
+    settings = _settings(config.speculative_model) if config.speculative_model else {}
+    if not _is_eagle(settings):
+        return ()
+    after = (settings.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids") or ()
+    before = settings.get("eagle_aux_hidden_state_layer_ids") or [layer + 1 for layer in after]
+    chosen = sorted({*(before or (2, layers // 2, layers - 3))})
+    if len(chosen) != 3 or not 0 <= chosen[0] <= chosen[-1] < layers:
+        raise UnsupportedModel(
+            f"{config.speculative_model}: EAGLE-3 reads the inputs of three layers, and {chosen} are not three of "
+            f"{layers}; set eagle_aux_hidden_state_layer_ids in its config.json"
+        )
+    return tuple(chosen)
+
+
+def _is_eagle(settings: dict[str, Any]) -> bool:
+    return any("eagle3" in str(name).lower() for name in settings.get("architectures") or ())
+
+
+def _eagle(folder: Path, config: EngineConfig, model: PreTrainedModel, runner: PagedRunner) -> Eagle:
+    """Loads the layer into each shard: it is small."""
+    layers = model.config.get_text_config(decoder=True)
+    eagle, token_ids = read_eagle(folder, model)
+    pack_linears(eagle, model, config)
+    backend = create_attention_backend(eagle.kv_shape, model.device, model.dtype, custom_kernels=config.custom_kernels)
+    own = PagedRunner(
+        cast(PreTrainedModel, eagle), backend, config.memory_fraction, None, graph_sizes=config.cuda_graphs
+    )
+    runner.share_block_size(own)
+    runner.companion_bytes = own.bytes_per_token
+    runner.hidden_states = HiddenStates(model, hidden_layers(config, layers.num_hidden_layers))
+    return Eagle(own, eagle, runner.hidden_states, token_ids)
+
+
+def _medusa(folder: Path, config: EngineConfig, model: PreTrainedModel, runner: PagedRunner) -> Medusa:
+    heads = read_heads(folder, model)
+    if config.speculate > len(heads):
+        raise UnsupportedModel(f"--speculate is {config.speculate}, but {folder} has {len(heads)} Medusa heads")
+    pack_linears(heads, model, config)
+    runner.hidden_states = HiddenStates(model)
+    hidden_size = model.config.get_text_config(decoder=True).hidden_size
+    return Medusa(heads, runner.hidden_states, torch.zeros(64, hidden_size, device=model.device, dtype=model.dtype))
+
+
+def _draft_model(folder: Path, config: EngineConfig, model: PreTrainedModel, runner: PagedRunner) -> DraftModel:
+    """Loads a model that computes alone in each shard, since it is small, in weights as its checkpoint has them."""
+    own = replace(config, model_path=folder, group=None, quantize=None, speculate=0, speculative_model=None)
+    check_same_tokenizer(config.model_path, folder)
+    draft = load_model(own, model.device)
+    draft_runner = create_runner(draft, own, alone=False)
+    if not isinstance(draft_runner, PagedRunner):
+        raise UnsupportedModel(
+            f"{folder}: {draft.config.model_type} models run in padded batches and cannot draft; name another model"
+        )
+    runner.share_block_size(draft_runner)
+    runner.companion_bytes = draft_runner.bytes_per_token
+    sizes = [each.config.get_text_config(decoder=True).vocab_size for each in (model, draft)]
+    return DraftModel(draft_runner, min(sizes), position_limit(draft.config) or UNBOUNDED_POSITIONS)
+
+
+def check_same_tokenizer(model: Path, draft: Path) -> None:
+    """Raises UnsupportedModel when a token of one model's tokenizer is another in that of the draft model."""
+    if not has_tokenizer(model):
+        return  # it is told tokens, and there is nothing to compare
+    if not has_tokenizer(draft):
+        raise UnsupportedModel(f"{draft} has no tokenizer; add that of {model}, if the two models have the same")
+    first, second = (_tokens(folder) for folder in (model, draft))
+    for token in sorted(first.keys() & second.keys()):
+        if first[token] != second[token]:
+            raise UnsupportedModel(
+                f"{draft} has another tokenizer than {model}: token {token} is {second[token]!r} there and "
+                f"{first[token]!r} here; name a draft model with the same tokenizer"
+            )
+
+
+def _tokens(folder: Path) -> dict[int, str]:
+    try:
+        tokenizer = Tokenizer.from_str(read_definition(folder))
+    except Exception as error:  # tokenizers raises no other kind
+        raise UnsupportedModel(f"the tokenizer in {folder} cannot be read: {error}") from error
+    return {token: text for text, token in tokenizer.get_vocab(with_added_tokens=True).items()}

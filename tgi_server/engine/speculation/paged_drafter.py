@@ -1,0 +1,75 @@
+"""What drafters share that have keys and values of their own: passes in which drafted tokens follow each other."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from tgi_server.engine.attention.base import GreedyOnly
+from tgi_server.engine.runners.base import CacheCapacity, PromptChunk
+from tgi_server.engine.runners.paged import PagedRunner
+from tgi_server.engine.sampling import best
+from tgi_server.engine.sequence import RunningSequence
+from tgi_server.engine.sharding import ShardGroup
+from tgi_server.engine.speculation.costs import StepCosts, measure_costs
+from tgi_server.engine.speculation.model_drafter import ModelDrafter
+
+# Tokens that a drafter computes at once to catch up with the model. A sequence with more of them is drafted for some
+# steps later, and its neighbours need not wait.
+CATCH_UP_TOKENS = 512
+
+
+@dataclass(frozen=True, slots=True)
+class MissingTokens(PromptChunk):
+    """Tokens of a sequence that the drafter has not computed. last: the sequence gets a draft behind them."""
+
+    last: bool
+
+    @property
+    def completes(self) -> bool:
+        return self.last
+
+
+class PagedDrafter(ModelDrafter):
+    """A drafter with a runner of its own, whose KV blocks have the numbers of the model's."""
+
+    def __init__(self, runner: PagedRunner, behind: int) -> None:
+        """behind: by how many positions a sequence's last token stands before its length once it is computed."""
+        self._runner = runner
+        self._behind = behind
+        self._costs: StepCosts | None = None
+
+    def warm_up(self, capacity: CacheCapacity, group: ShardGroup | None) -> None:
+        self._runner.follow(capacity, CATCH_UP_TOKENS)
+        self._costs = measure_costs(self._runner, capacity, group)
+
+    def seconds(self, tokens: int, sequences: int) -> float:
+        """The first token takes a pass over those that came since the last draft, mostly two of each sequence."""
+        if self._costs is None:
+            return 0.0
+        return self._costs.with_drafts(2 * sequences) + (tokens - 1) * self._costs.without_drafts(sequences)
+
+    def _draft(
+        self, chunks: Sequence[MissingTokens], rows: Sequence[RunningSequence], lengths: Sequence[int]
+    ) -> list[list[int]]:
+        """Computes chunks, and returns drafts of so many tokens, the longest first.
+
+        rows: the sequences whose chunk is their last one, in the order of the chunks.
+        """
+        self._runner.truncate(0)
+        logits = self._runner.forward(0, list(chunks), GreedyOnly(None))
+        if not rows:
+            return []
+        drafted = [self._likeliest(logits)]
+        for row, sequence in enumerate(rows):
+            self._runner.place(sequence, row, sequence.length - self._behind)
+        for place in range(1, lengths[0]):
+            going = sum(length > place for length in lengths)
+            self._runner.accept(0, drafted[-1][:going])
+            drafted.append(self._likeliest(self._runner.forward(going, [], GreedyOnly(None))))
+        tokens = [each.tolist() for each in drafted]
+        return [[tokens[place][row] for place in range(length)] for row, length in enumerate(lengths)]
+
+    def _likeliest(self, logits: Tensor) -> Tensor:
+        """Returns the likeliest tokens, [rows] int64, by logits, [rows, the drafter's vocabulary]."""
+        return best(logits)
