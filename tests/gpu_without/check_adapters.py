@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.gpu_without.check_kernels import products_of_bfloat16  # noqa: F401
 from tgi_server.engine.adapters.products import Change, TorchProducts
 from tgi_server.engine.adapters.rows import AdapterRows
 from tgi_server.engine.adapters.triton_products import TritonProducts, fault_of

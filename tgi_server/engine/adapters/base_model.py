@@ -16,6 +16,9 @@ from tgi_server.engine.errors import InvalidAdapter
 from tgi_server.engine.quantization import Quantization, find_quantization
 from tgi_server.engine.sharding.checkpoint import Checkpoint, open_checkpoint
 
+# Names that checkpoints have for modules which models have by other names now: of GPT-NeoX.
+_OLD_NAMES = {"lm_head": ("embed_out",)}
+
 
 @dataclass(frozen=True, slots=True)
 class BaseLayer:
@@ -93,7 +96,7 @@ class BaseModel:
 
     def names(self, path: str) -> list[str]:
         """Returns the names that a checkpoint may have for the module at a path."""
-        names = [path, path.removeprefix(self.prefix), f"{self.prefix}{path}"]
+        names = [path, path.removeprefix(self.prefix), f"{self.prefix}{path}", *_OLD_NAMES.get(path, ())]
         return names + (self.names(self.tied[path]) if path in self.tied else [])
 
     @contextmanager

@@ -16,6 +16,8 @@ from tgi_server.engine.quantization import QuantizedLinear
 
 # Layers of which a mixture gives each only some of the rows: which rows those are, nobody knows outside.
 _OF_EXPERTS = ".experts."
+# Layers whose weight the model reads without calling them: of Mamba.
+_READ_BY_THE_MODEL = ".dt_proj"
 
 
 class AdaptedLinear:
@@ -126,7 +128,7 @@ def _linears(model: nn.Module) -> Iterator[tuple[nn.Module, list[tuple[str, int]
             layers = [(f"{parent}.{layer.index}", layer) for layer in module.layers]
         elif isinstance(module, FusedLayer):
             layers = [(path, module)]
-        elif _is_linear(module) and id(module) not in fused and _OF_EXPERTS not in path:
+        elif _is_linear(module) and id(module) not in fused and _is_called(path):
             yield module, [(path.removesuffix(".inner"), _outputs(module))]
         for place, layer in layers:
             for linear, parts in layer.linears():
@@ -135,7 +137,13 @@ def _linears(model: nn.Module) -> Iterator[tuple[nn.Module, list[tuple[str, int]
 
 
 def _is_linear(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear | Conv1D | QuantizedLinear | PackedLinear)
+    # subclasses of torch's may return something else
+    return type(module) in (nn.Linear, Conv1D) or isinstance(module, QuantizedLinear | PackedLinear)
+
+
+def _is_called(path: str) -> bool:
+    """Returns True for a layer that is called with all rows of a pass."""
+    return _OF_EXPERTS not in path and not path.endswith(_READ_BY_THE_MODEL)
 
 
 def _outputs(module: Any) -> int:

@@ -87,8 +87,8 @@ class LoadedAdapters:
         known = {path for linear in linears for path, _ in linear.parts}
         for path in layers.keys() - known:
             raise InvalidAdapter(
-                f"{folder} changes {path}, which is not computed for all tokens alike; merge the adapter with peft, "
-                "and serve the merged model"
+                f"{folder} changes {path}, which cannot be computed for each token by another adapter; merge the "
+                "adapter with peft, and serve the merged model"
             )
         dtype, device = self._model.dtype, self._model.device
         changes = ((number, linear.change(layers, dtype, device)) for number, linear in enumerate(linears))

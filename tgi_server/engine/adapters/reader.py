@@ -183,10 +183,13 @@ class _Reader:
             self._refuse(name, f"has the shape {list(tensor.shape)}, where the base model's layer wants {list(shape)}")
         return tensor.float()
 
-    def _trained_bias(self, name: str, places: Mapping[str, BaseLayer], outputs: int) -> Tensor:
-        if not self._config.biases:
-            self._refuse(name, "is a bias, where adapter_config.json does not say bias='lora_only'")
+    def _trained_bias(self, name: str, places: Mapping[str, BaseLayer], outputs: int) -> Tensor | None:
+        """Returns what a bias is changed by; None for a copy of the base model's, which peft saves beside a head."""
         old = self._bias(places, outputs)
+        if not self._config.biases:
+            if old is not None and torch.equal(self._tensor(name, outputs), old):
+                return None
+            self._refuse(name, "is a bias, where adapter_config.json does not say bias='lora_only'")
         if old is None:
             self._refuse(name, "is a bias of a layer that has none in the base model")
         return self._tensor(name, outputs) - old

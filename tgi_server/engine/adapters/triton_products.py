@@ -20,7 +20,7 @@ from tgi_server.engine.adapters.rows import AdapterRows
 _NUMBERS = 1024
 _FEW_ROWS = 64
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 5e-3}
-_INPUTS_AT_ONCE, _RANKS_AT_ONCE, _OUTPUTS_AT_ONCE = 64, 16, 64
+_INPUTS_AT_ONCE, _RANKS_AT_ONCE, _OUTPUTS_AT_ONCE = 32, 16, 32
 
 
 class TritonProducts(Products):
@@ -57,7 +57,7 @@ class TritonProducts(Products):
         inputs, outputs = x.shape[-1], y.shape[-1]
         count = x.numel() // inputs
         numbers, order = rows.of(count), rows.order(count)
-        together = 16 if count <= _FEW_ROWS else 64
+        together = 16 if count <= _FEW_ROWS else 32
         sums = x.new_empty(count, self._most_ranks)
         precision = "ieee" if x.dtype is torch.float32 else "tf32"
         blocks = triton.cdiv(count, together)

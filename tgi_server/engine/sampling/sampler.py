@@ -84,9 +84,9 @@ class Sampler:
             generated_slot=self._generated.take(generated_ids) if counts_generated(parameters) else None,
             only_reported=is_greedy(parameters) and not report.top_n_tokens,
         )
-        self._steps[row] = len(generated_ids)
+        self._steps[row].fill_(len(generated_ids))  # an assignment would copy from the host, and wait
         text = generated_ids if len(generated_ids) else prompt_ids
-        self._previous[row] = text[-1] if len(text) else 0
+        self._previous[row].fill_(text[-1] if len(text) else 0)
         self._described_rows = None
 
     def move(self, source: int, target: int) -> None:

@@ -5,11 +5,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.adapters import make_adapter
 from tests.tiny_models import ARCHITECTURES, make
 from tests.unit.engine.adapters.adapted import make_adapted
-from tests.unit.engine.requests import Requests, load_engine, prompts
+from tests.unit.engine.requests import Requests, load_engine, load_reference, prompts
 from tests.unit.engine.runners.test_parity import ELSEWHERE, check, quick, run_overlapping
-from tgi_server.engine.errors import InvalidCall
+from tgi_server.engine.errors import InvalidAdapter, InvalidCall
 
 # Of what is no linear layer, or computed for some tokens only, nothing is adapted; these have more.
 ADAPTABLE = sorted(ARCHITECTURES.keys() - ELSEWHERE)
@@ -78,3 +79,11 @@ def test_other_weights_of_the_base_model(dtype: str, quantize: str | None, tmp_p
         requests.join(index)
     outputs = requests.finish()[:6]
     assert len({tuple(output) for output in outputs}) == 6, "each adapter has an answer of its own"
+
+
+@pytest.mark.slow
+def test_what_the_model_does_not_call_is_refused_by_its_name(tmp_path: Path) -> None:
+    folder = make("mamba", tmp_path / "model")
+    place, _ = make_adapter(load_reference(folder), tmp_path / "adapter", r=2, target_modules=["x_proj", "dt_proj"])
+    with pytest.raises(InvalidAdapter, match=r"changes backbone.layers.\d.mixer.dt_proj, which cannot be computed"):
+        load_engine(folder).adapters.read(place)
