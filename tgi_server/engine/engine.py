@@ -59,6 +59,7 @@ class LoadedModel:
     max_position_embeddings: None when nothing but memory bounds a sequence. grammars: sequences may have a grammar.
     speculate: tokens that are drafted for a sequence in one step, at most.
     quantization: of the weights, for people; empty: none. linear_kernels: what computes linear layers, for people.
+    kv_cache_dtype: of keys and values.
     """
 
     model_type: str
@@ -76,6 +77,7 @@ class LoadedModel:
     speculate: int
     quantization: str
     linear_kernels: str
+    kv_cache_dtype: str
 
 
 class Engine:
@@ -132,6 +134,7 @@ class Engine:
             speculate=self.speculation.most if self.speculation else 0,
             quantization=getattr(model, "quantization", ""),
             linear_kernels=self._runner.linear_kernels,
+            kv_cache_dtype=config.kv_cache_dtype or str(model.dtype).removeprefix("torch."),
         )
         self.grammars = (
             GrammarCompiler(config.model_path, self.info.vocab_size, self.info.eos_token_ids)
@@ -182,6 +185,9 @@ class Engine:
         self.clear()
         self._capacity = self._runner.warm_up(
             max_batch_size, max_prefill_tokens, max_total_tokens, max_batch_total_tokens, adapter_bytes
+        )
+        logger.info(
+            "KV cache: room for %d tokens in %s", self._capacity.max_batch_total_tokens, self.info.kv_cache_dtype
         )
         self._sampler = Sampler(max_batch_size, self.info.vocab_size, self._device, self._watermark)
         if self.speculation is not None:
