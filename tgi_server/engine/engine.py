@@ -76,6 +76,7 @@ class LoadedModel:
     max_position_embeddings: None when nothing but memory bounds a sequence. grammars: sequences may have a grammar.
     speculate: tokens that are drafted for a sequence in one step, at most.
     quantization: of the weights, for people; empty: none. linear_kernels: what computes linear layers, for people.
+    kv_cache_dtype: of keys and values.
     """
 
     model_type: str
@@ -93,6 +94,7 @@ class LoadedModel:
     speculate: int
     quantization: str
     linear_kernels: str
+    kv_cache_dtype: str
 
 
 class Engine:
@@ -151,6 +153,7 @@ class Engine:
             speculate=self.speculation.most if self.speculation else 0,
             quantization=getattr(model, "quantization", ""),
             linear_kernels=self._runner.linear_kernels,
+            kv_cache_dtype=config.kv_cache_dtype or str(model.dtype).removeprefix("torch."),
         )
         self.grammars = (
             GrammarCompiler(config.model_path, self.info.vocab_size, self.info.eos_token_ids)
@@ -203,6 +206,9 @@ class Engine:
         sample = self._rehearse_sampling if self._device.type == "cuda" else None
         self._capacity = self._runner.warm_up(
             max_batch_size, max_prefill_tokens, max_total_tokens, max_batch_total_tokens, adapter_bytes, sample
+        )
+        logger.info(
+            "KV cache: room for %d tokens in %s", self._capacity.max_batch_total_tokens, self.info.kv_cache_dtype
         )
         self._sampler = self._new_sampler(max_batch_size, row_kernel=self._row_kernel)
         if self.speculation is not None:

@@ -23,12 +23,17 @@ class GatherAttention(AttentionBackend):
         return True
 
     def allocate(self, num_blocks: int) -> None:
-        """Caches are [blocks, block_size, kv_heads, head_dim] for each layer."""
+        """Caches are [blocks, block_size, kv_heads, head_dim] for each layer, of the format's storage dtype."""
         self._keys, self._values = [], []  # or both the old and the new ones would have to fit
         self._keys, self._values = (
             [
                 torch.zeros(
-                    num_blocks, self.block_size, heads, self.shape.head_dim, dtype=self.dtype, device=self.device
+                    num_blocks,
+                    self.block_size,
+                    heads,
+                    self.shape.head_dim,
+                    dtype=self.kv_format.storage,
+                    device=self.device,
                 )
                 for heads in self.shape.heads
             ]
@@ -36,8 +41,9 @@ class GatherAttention(AttentionBackend):
         )
 
     def write(self, layer: int, key: Tensor, value: Tensor, metadata: ForwardMetadata) -> None:
-        self._keys[layer].flatten(0, 1)[metadata.slots] = key
-        self._values[layer].flatten(0, 1)[metadata.slots] = value
+        scales = self.kv_format.of(layer)
+        self._keys[layer].flatten(0, 1)[metadata.slots] = self.kv_format.encode(key, scales.keys)
+        self._values[layer].flatten(0, 1)[metadata.slots] = self.kv_format.encode(value, scales.values)
 
     def attend(self, layer: int, query: Tensor, metadata: ForwardMetadata, variant: AttentionVariant) -> Tensor:
         output = torch.empty_like(query)
@@ -59,7 +65,7 @@ class GatherAttention(AttentionBackend):
     ) -> Tensor:
         blocks = -(-metadata.max_kv_length // self.block_size)
         tables = metadata.block_tables[rows, :blocks].long()
-        key, value = (cache[layer][tables].flatten(1, 2).transpose(1, 2) for cache in (self._keys, self._values))
+        key, value = (kept.flatten(1, 2).transpose(1, 2) for kept in self._gathered(layer, tables))
         behind = torch.arange(metadata.row_tokens, device=query.device).flip(0)
         places = metadata.kv_lengths[rows, None].long() - 1 - behind
         mask = _scores_mask(places, torch.arange(key.shape[2], device=query.device), variant, query)
@@ -69,8 +75,7 @@ class GatherAttention(AttentionBackend):
     def _prefill(self, layer: int, query: Tensor, table: Tensor, chunk: ChunkSpan, variant: AttentionVariant) -> Tensor:
         blocks = table[: -(-chunk.kv_length // self.block_size)].long()
         key, value = (
-            cache[layer][blocks].flatten(0, 1)[: chunk.kv_length].transpose(0, 1).unsqueeze(0)
-            for cache in (self._keys, self._values)
+            kept.flatten(0, 1)[: chunk.kv_length].transpose(0, 1).unsqueeze(0) for kept in self._gathered(layer, blocks)
         )
         positions = torch.arange(chunk.kv_length - chunk.length, chunk.kv_length, device=query.device)
         keys = torch.arange(chunk.kv_length, device=query.device)
@@ -81,6 +86,12 @@ class GatherAttention(AttentionBackend):
             part = query[piece].transpose(0, 1).unsqueeze(0)
             output[piece] = _attend(part, key, value, mask, variant).squeeze(0).transpose(0, 1)
         return output
+
+    def _gathered(self, layer: int, blocks: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the keys and the values in blocks: [*blocks, block_size, kv_heads, head_dim] each."""
+        scales, decode = self.kv_format.of(layer), self.kv_format.decode
+        keys, values = self._keys[layer][blocks], self._values[layer][blocks]
+        return decode(keys, scales.keys, self.dtype), decode(values, scales.values, self.dtype)
 
 
 def _pieces(rows: int, elements: int) -> Iterator[slice]:

@@ -140,7 +140,7 @@ class PagedRunner(Runner):
 
     @property
     def bytes_per_token(self) -> int:
-        return self._backend.shape.bytes_per_token(self._backend.dtype)
+        return self._backend.token_bytes
 
     def share_block_size(self, other: "PagedRunner") -> None:
         """Gives both runners, which have no blocks yet, the same block size: attention in plain torch takes any."""
@@ -317,7 +317,8 @@ class PagedRunner(Runner):
         fallback = f"attention runs in plain torch, which is slow: {name} fails ({type(fault).__name__}: {fault})"
         logger.warning(fallback)
         self.fallbacks.append(fallback)
-        self._backend = GatherAttention(self._backend.shape, self._device, self._backend.dtype)
+        failed = self._backend
+        self._backend = GatherAttention(failed.shape, self._device, failed.dtype, failed.kv_format)
         self._backend.block_size = self.block_size  # which has been told already
         self._cache = PagedCache(self._backend)
         self._cache.attach(self._model)
