@@ -95,9 +95,9 @@ def _turn_and_write(
 @triton.jit
 def _kept(x, scale, mantissa: tl.constexpr):
     """Returns numbers as the cache has them."""
-    if mantissa == 0:
-        return x
-    return encoded(x.to(tl.float32), scale, mantissa)
+    if mantissa:
+        x = encoded(x.to(tl.float32), scale, mantissa)
+    return x
 
 
 @triton.jit
