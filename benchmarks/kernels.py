@@ -2,16 +2,18 @@
 
     python -m benchmarks.kernels runs/synthetic/opt-125m
     ONEDNN_MAX_CPU_ISA=AVX2 python -m benchmarks.kernels runs/synthetic/llama-360m --dtype float16 --threads 2
+    python -m benchmarks.kernels runs/synthetic/llama-360m --weights int8 int4 codebook --rows 1 4 32 128 512
 
 Milliseconds of all layers of the model, by the number of rows, and of one layer's attention, by the prompt's tokens.
-What stands side by side is measured in turns; the least of several times counts.
+With --weights, layers with quantised weights stand beside dense ones. What stands side by side is measured in
+turns; the least of several times counts.
 """
 
 import argparse
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -28,14 +30,17 @@ from tgi_server.engine.config import DTYPES
 from tgi_server.engine.kernels import load_kernels
 from tgi_server.engine.linear import choice
 from tgi_server.engine.linear.float import FloatLinear
+from tgi_server.engine.linear.int8 import Int8Linear
 from tgi_server.engine.linear.kernel_table import ONEDNN
 
 _BUDGET_SECONDS = 60.0
 _ATTEMPTS = 7
 
 
-def linear_times(config: PretrainedConfig, dtype: torch.dtype) -> dict[str, dict[int, float]]:
-    """Returns the seconds of all layers but the head, by kernel and number of rows."""
+def linear_times(
+    config: PretrainedConfig, dtype: torch.dtype, kinds: Sequence[str], numbers_of_rows: Sequence[int]
+) -> dict[str, dict[int, float]]:
+    """Returns the seconds of all layers but the head, by kernel and number of rows. kinds: of quantised weights."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     head = model.get_output_embeddings()
@@ -43,8 +48,13 @@ def linear_times(config: PretrainedConfig, dtype: torch.dtype) -> dict[str, dict
     for layer in model.modules():
         if type(layer) is nn.Linear and layer is not head:
             outputs[layer.in_features] += layer.out_features
-    weights = choice.Weights.plain(FloatLinear, dtype)
-    return choice.measure(outputs, weights, [*weights.kernels, ONEDNN], seconds=_BUDGET_SECONDS)
+    plain = choice.Weights.plain(FloatLinear, dtype)
+    candidates = {name: (plain, name) for name in (*plain.kernels, ONEDNN)}
+    for kind in kinds:
+        rounded = kind == "int8"  # as --quantize int8 does: the inputs, too
+        weights = choice.Weights.plain(Int8Linear, dtype) if rounded else choice.Weights.coded(kind, dtype)
+        candidates |= {f"{kind}: {name}": (weights, name) for name in (*weights.kernels, *weights.by_name)}
+    return choice.measure(outputs, candidates, numbers_of_rows, seconds=_BUDGET_SECONDS)
 
 
 def attention_times(config: PretrainedConfig, dtype: torch.dtype, tokens: int) -> dict[str, float]:
@@ -98,8 +108,8 @@ def _run(arguments: argparse.Namespace) -> dict[str, object]:
         raise ValueError("there are no kernels to measure")
     print(f"{arguments.model}, {arguments.dtype}, {torch.get_num_threads()} threads", flush=True)
     tell("linear layers")
-    linear = linear_times(config, dtype)
-    rows = [[str(count), *(number(linear[name][count] * 1e3) for name in linear)] for count in choice.ROWS]
+    linear = linear_times(config, dtype, arguments.weights, arguments.rows)
+    rows = [[str(count), *(number(linear[name][count] * 1e3) for name in linear)] for count in arguments.rows]
     print(table(("rows", *linear), rows))
     tell("attention")
     attention = {tokens: attention_times(config, dtype, tokens) for tokens in arguments.prompts}
@@ -112,6 +122,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path, help="a model folder; its weights are not read")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="default: %(default)s")
+    parser.add_argument(
+        "--weights", nargs="+", choices=("int8", "int4", "codebook", "fp8"), default=(), help="quantised ones as well"
+    )
+    parser.add_argument("--rows", type=positive, nargs="+", default=choice.ROWS, help="default: %(default)s")
     parser.add_argument("--prompts", type=positive, nargs="+", default=[128, 512, 2048], help="default: %(default)s")
     parser.add_argument("--threads", type=positive, help="of torch; default: one for each core")
     parser.add_argument("--output", type=Path, metavar="FILE", help="where to write the JSON as well")

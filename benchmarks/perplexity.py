@@ -1,11 +1,14 @@
-"""Measures what quantised weights cost: the perplexity of a model with them, and without.
+"""Measures what quantised weights and a KV cache in 8 bits cost: the perplexity of a model with them, and without.
 
     python -m benchmarks.perplexity tgi_server/demo_model/weights
     python -m benchmarks.perplexity MODEL --text a.txt b.txt --quantize int4 bitsandbytes-nf4
     python -m benchmarks.perplexity QUANTISED_MODEL --text a.txt --quantize none
+    python -m benchmarks.perplexity tgi_server/demo_model/weights --quantize none --context 2000 \
+        --kv-cache-dtype none fp8_e4m3fn fp8_e5m2
 
-The demo model is asked about the answers in documents that it was not trained on; with --text, any model about every
-token of some texts. Tokens go through the engine's own path, as prompts whose logprobs are reported.
+The demo model is asked about the answers in documents that it was not trained on, which --context puts one behind the
+other into long prompts; with --text, any model about every token of some texts. Tokens go through the engine's own
+path, as prompts whose logprobs are reported.
 """
 
 import argparse
@@ -13,6 +16,7 @@ import json
 import math
 import sys
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -21,7 +25,7 @@ from benchmarks.report import finish, number, table, tell
 from tgi_server import demo_model
 from tgi_server.contract import ReportParameters, StoppingParameters
 from tgi_server.engine import Engine, EngineConfig, RunningSequence
-from tgi_server.engine.config import DTYPES
+from tgi_server.engine.config import DTYPES, KV_CACHE_DTYPES
 from tgi_server.engine.driver import Driver
 from tgi_server.engine.errors import EngineError
 from tgi_server.engine.quantization.rounding import ROUNDINGS
@@ -37,6 +41,17 @@ def held_out_documents(tokenizer: Tokenizer, count: int) -> list[TokenisedDocume
         counts = [place % 2 == 1 for place, ids in enumerate(texts) for _ in ids]
         documents.append(([token for ids in texts for token in ids], counts))
     return documents
+
+
+def joined(documents: Sequence[TokenisedDocument], context: int) -> list[TokenisedDocument]:
+    """Puts documents one behind the other, as many as `context` tokens have room for; at least one."""
+    pieces: list[TokenisedDocument] = []
+    for ids, counts in documents:
+        if pieces and len(pieces[-1][0]) + len(ids) <= context:
+            pieces[-1] = (pieces[-1][0] + ids, pieces[-1][1] + counts)
+        else:
+            pieces.append((ids, counts))
+    return pieces
 
 
 def text_documents(tokenizer: Tokenizer, files: Sequence[Path], length: int) -> list[TokenisedDocument]:
@@ -68,6 +83,7 @@ def main() -> None:
     parser.add_argument("model", type=Path, help="a model folder")
     parser.add_argument("--text", type=Path, nargs="+", metavar="FILE", help="texts instead of the demo model's")
     parser.add_argument("--documents", type=int, default=300, help="held-out documents (default: %(default)s)")
+    parser.add_argument("--context", type=int, default=0, help="tokens of documents put together (default: one each)")
     parser.add_argument("--length", type=int, default=1024, help="tokens of a piece of text (default: %(default)s)")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="default: %(default)s")
     parser.add_argument(
@@ -78,6 +94,14 @@ def main() -> None:
         metavar="WAY",
         help="values of --quantize, and none for the weights as they are (default: all)",
     )
+    parser.add_argument(
+        "--kv-cache-dtype",
+        nargs="+",
+        choices=("none", *KV_CACHE_DTYPES),
+        default=("none",),
+        metavar="DTYPE",
+        help="values of --kv-cache-dtype, and none for the dtype of the model (default: none)",
+    )
     parser.add_argument("--output", type=Path, metavar="FILE", help="where to write the JSON as well")
     arguments = parser.parse_args()
     results: dict[str, tuple[float, int]] = {}
@@ -86,19 +110,21 @@ def main() -> None:
         if arguments.text:
             documents = text_documents(tokenizer, arguments.text, arguments.length)
         else:
-            documents = held_out_documents(tokenizer, arguments.documents)
+            documents = joined(held_out_documents(tokenizer, arguments.documents), arguments.context)
     except OSError as error:
         sys.exit(f"error: {error}")
-    for way in arguments.quantize:
-        quantize = None if way == "none" else way
+    for way, cached in product(arguments.quantize, arguments.kv_cache_dtype):
+        quantize, kv_cache_dtype = (None if asked == "none" else asked for asked in (way, cached))
+        dtype = DTYPES[arguments.dtype]
         try:
-            engine = Engine(EngineConfig(arguments.model, dtype=DTYPES[arguments.dtype], quantize=quantize))
+            engine = Engine(EngineConfig(arguments.model, dtype, quantize=quantize, kv_cache_dtype=kv_cache_dtype))
         except EngineError as error:
-            tell(f"{way} is left out: {error}")
+            tell(f"{way}, KV cache {cached} is left out: {error}")
         else:
-            results[quantize or engine.info.quantization or arguments.dtype] = perplexity(engine, documents)
-    rows = [[weights, f"{value:.4f}", number(tokens)] for weights, (value, tokens) in results.items()]
-    print(table(("weights", "perplexity", "tokens"), rows))
+            weights = quantize or engine.info.quantization or arguments.dtype
+            results[f"{weights}, KV cache {engine.info.kv_cache_dtype}"] = perplexity(engine, documents)
+    rows = [[numbers, f"{value:.4f}", number(tokens)] for numbers, (value, tokens) in results.items()]
+    print(table(("numbers", "perplexity", "tokens"), rows))
     finish(results, arguments.output)
 
 

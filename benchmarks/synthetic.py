@@ -65,6 +65,19 @@ _LLAMA_360M = LlamaConfig(
     bos_token_id=1,
     eos_token_id=2,
 )
+# The shape of TinyLlama 1.1B.
+_LLAMA_1B = LlamaConfig(
+    vocab_size=32000,
+    hidden_size=2048,
+    num_hidden_layers=22,
+    intermediate_size=5632,
+    num_attention_heads=32,
+    num_key_value_heads=4,
+    max_position_embeddings=2048,
+    pad_token_id=2,
+    bos_token_id=1,
+    eos_token_id=2,
+)
 # The shape of Llama 3.1 8B, without its scaling of positions.
 _LLAMA_8B = LlamaConfig(
     vocab_size=128256,
@@ -84,6 +97,7 @@ MODELS = {
     "llama-360m": SyntheticModel(_LLAMA_360M, ("<unk>", "<s>", "</s>")),
     "opt-125m-copying": SyntheticModel(_OPT_125M, ("<s>", "<pad>", "</s>", "<unk>"), copies=True),
     "llama-360m-copying": SyntheticModel(_LLAMA_360M, ("<unk>", "<s>", "</s>"), copies=True),
+    "llama-1.1b": SyntheticModel(_LLAMA_1B, ("<unk>", "<s>", "</s>")),
     "llama-8b": SyntheticModel(_LLAMA_8B, ("<unk>", "<s>", "</s>")),
 }
 WRITTEN = ("opt-125m", "llama-360m")

@@ -18,6 +18,7 @@ from transformers import (
     AutoModelForSeq2SeqLM,
     LlamaConfig,
     LlamaForCausalLM,
+    PretrainedConfig,
     PreTrainedModel,
 )
 
@@ -160,10 +161,15 @@ def make(architecture: str, folder: Path, **overrides: Any) -> Path:
     return folder
 
 
+def configuration(architecture: str, **overrides: Any) -> PretrainedConfig:
+    """The configuration of a model of the architecture. overrides: settings that are not those of the tiny one."""
+    model_type, settings = ARCHITECTURES[architecture]
+    return AutoConfig.for_model(model_type, **_SMALL | settings | overrides)
+
+
 def build(architecture: str, **overrides: Any) -> PreTrainedModel:
     """A model of the architecture in float32, the same at every call."""
-    model_type, settings = ARCHITECTURES[architecture]
-    config = AutoConfig.for_model(model_type, **_SMALL | settings | overrides)
+    config = configuration(architecture, **overrides)
     factory = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     with torch.random.fork_rng():
         torch.manual_seed(0)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.gpu.marks import DTYPES, NEEDS_GPU
-from tests.unit.engine.attention.test_backends import run
+from tests.unit.engine.attention.test_backends import FP8, fp8, run
 from tgi_server.engine.attention import create_attention_backend
 from tgi_server.engine.attention.base import AttentionVariant, KVShape
 from tgi_server.engine.attention.cuda import CudaAttention
@@ -36,6 +36,15 @@ def test_whatever_a_layer_asks_for(dtype, head_dim, kv_heads, variant) -> None:
     actual, wanted = run(backend, 8, kv_heads, [1, 33, 900, 5000], [(0, 1), (0, 70), (1500, 100)], variant)
     tolerance = ERROR[dtype] * (4 if variant.alibi_slopes is not None else 1)
     torch.testing.assert_close(actual, wanted, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("cached", FP8)
+def test_a_cache_in_8_bits(dtype, cached) -> None:
+    backend = create_attention_backend(KVShape((2,), 128), torch.device("cuda"), dtype, fp8(cached))
+    assert isinstance(backend, CudaAttention)
+    actual, wanted = run(backend, 8, 2, [1, 900, 5000], [(0, 70), (1500, 100)], AttentionVariant(0.1))
+    torch.testing.assert_close(actual, wanted, rtol=ERROR[dtype], atol=ERROR[dtype])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -17,6 +17,7 @@ from tgi_server.engine.adapters import triton_products
 from tgi_server.engine.attention import paged_attention, rotary_write
 from tgi_server.engine.attention.paged_attention import LaunchShape, tokens_of_a_tile
 from tgi_server.engine.layers import elementwise
+from tgi_server.engine.sampling import row_kernel
 
 # Bytes of shared memory that one program may have, by compute capability (technical specifications of the CUDA C++
 # Programming Guide).
@@ -51,20 +52,30 @@ def check(program: Any, capability: int, tmp_path: Path) -> None:
 
 
 def attention(
-    capability: int, dtype: torch.dtype, head_dim: int, group: int, *, prompts: bool, **kinds: bool
+    capability: int,
+    dtype: torch.dtype,
+    head_dim: int,
+    group: int,
+    *,
+    prompts: bool,
+    mantissa: int = 0,
+    **kinds: bool,
 ) -> list[Any]:
+    """mantissa: of the KV cache's numbers, if they are of 8 bits."""
     itemsize = dtype.itemsize
     tokens = tokens_of_a_tile(group, head_dim, itemsize) if prompts else 1
     shape = LaunchShape.of(group, head_dim, itemsize, tokens)
     kinds = dict.fromkeys(("windowed", "capped", "alibi", "rounded_alibi"), False) | kinds
     data = f"*{NAMES[dtype]}"
-    pointers = dict.fromkeys(("query", "keys", "values", "output"), data) | {"parts": "*fp32", "weights": "*fp32"}
+    pointers = dict.fromkeys(("query", "output"), data) | {"parts": "*fp32", "weights": "*fp32"}
+    pointers |= dict.fromkeys(("keys", "values"), "*u8" if mantissa else data)
     tables = ("tables", "firsts", "counts", "kv_lengths", "sequences", "tile_of", "starts", "places", "share")
     numbers = dict.fromkeys(("tiles", "query_stride", "head_stride", "table_stride", "window"), "i32")
-    types = pointers | dict.fromkeys(tables, INTS) | numbers | {"scaling": "fp32", "softcap": "fp32"}
+    factors = dict.fromkeys(("scaling", "softcap", "score_scaling", "value_scale"), "fp32")
+    types = pointers | dict.fromkeys(tables, INTS) | numbers | factors
     types["slopes"] = "*fp32" if kinds["alibi"] else data
     sizes = {"kv_heads": 8, "group": group, "head_dim": head_dim, "rows": shape.rows, "width": shape.width}
-    constants = sizes | kinds | {"block_size": 32, "key_tile": shape.key_tile}
+    constants = sizes | kinds | {"block_size": 32, "key_tile": shape.key_tile, "mantissa": mantissa}
     attend, join = paged_attention._attend_part, paged_attention._join_parts
     return [
         compiled(attend, types, constants, capability, shape.warps, shape.stages),
@@ -77,6 +88,19 @@ def attention(
 @pytest.mark.parametrize(("dtype", "head_dim"), list(product([torch.bfloat16, torch.float32], [64, 128, 256])))
 def test_attention_fits(capability: int, prompts: bool, dtype: torch.dtype, head_dim: int, tmp_path: Path) -> None:
     for program in attention(capability, dtype, head_dim, 4, prompts=prompts):
+        check(program, capability, tmp_path)
+
+
+@pytest.mark.parametrize("capability", SHARED_BYTES)
+@pytest.mark.parametrize("prompts", [False, True], ids=["decode", "prompts"])
+@pytest.mark.parametrize(
+    ("dtype", "head_dim"), [(torch.bfloat16, 64), (torch.bfloat16, 128), (torch.float16, 256), (torch.float32, 128)]
+)
+@pytest.mark.parametrize("mantissa", [3, 2], ids=["e4m3", "e5m2"])
+def test_attention_over_8_bits_fits(
+    capability: int, prompts: bool, dtype: torch.dtype, head_dim: int, mantissa: int, tmp_path: Path
+) -> None:
+    for program in attention(capability, dtype, head_dim, 4, prompts=prompts, mantissa=mantissa):
         check(program, capability, tmp_path)
 
 
@@ -113,12 +137,15 @@ def test_the_plan_and_the_writing_fit(capability: int, tmp_path: Path) -> None:
     types = pointers | dict.fromkeys(("tiles", "target", "window"), "i32")
     constants = {"key_tile": 64, "windowed": True, "at_once": paged_attention._PLANNED_AT_ONCE}
     check(compiled(paged_attention._plan, types, constants, capability, 8), capability, tmp_path)
-    data = ("query", "turned", "key", "value", "cosine", "sine", "keys", "values")
+    data = ("query", "turned", "key", "value", "cosine", "sine")
     strides = [f"{name}_{part}" for name in ("query", "key", "value") for part in ("token", "head")]
     types = dict.fromkeys(data, "*bf16") | {"slots": "*i64"} | dict.fromkeys(strides, "i32")
-    for rotated in (0, 64, 128):
+    types |= {"key_scale": "fp32", "value_scale": "fp32"}
+    for rotated, mantissa in product((0, 64, 128), (0, 2, 3)):
         queries = 32 if rotated else 0
-        constants = {"queries": queries, "kv_heads": 8, "head_dim": 128, "width": 128, "rotated": rotated}
+        sizes = {"queries": queries, "kv_heads": 8, "head_dim": 128, "width": 128}
+        constants = sizes | {"rotated": rotated, "mantissa": mantissa}
+        types |= dict.fromkeys(("keys", "values"), "*u8" if mantissa else "*bf16")
         check(compiled(rotary_write._turn_and_write, types, constants, capability, 1), capability, tmp_path)
 
 
@@ -146,3 +173,12 @@ def test_the_products_of_adapters_fit(capability: int, dtype: torch.dtype, preci
         widen = sizes | {"outputs_at_once": triton_products._OUTPUTS_AT_ONCE, "relu": True, "added": True}
         check(compiled(triton_products._narrow, types, narrow, capability, 4), capability, tmp_path)
         check(compiled(triton_products._widen, types, widen, capability, 4), capability, tmp_path)
+
+
+@pytest.mark.parametrize("capability", SHARED_BYTES)
+def test_sampling_fits(capability: int, tmp_path: Path) -> None:
+    types = dict.fromkeys(("scores", "warped"), "*fp32") | {"settings": "*fp64", "tokens": "i32"}
+    types |= dict.fromkeys(("top_ks", "seeds", "steps", "chosen"), "*i64")
+    for writes in (False, True):
+        constants = {"writes": writes, "at_once": row_kernel._AT_ONCE}
+        check(compiled(row_kernel._choose, types, constants, capability, row_kernel._WARPS), capability, tmp_path)

@@ -8,11 +8,13 @@ import torch
 import triton.language as tl
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-from tests.unit.engine.attention.test_backends import expected, run
+from tests.unit.engine.attention.test_backends import FP8, expected, fp8, run
 from tgi_server.engine.attention import paged_attention, rotary_write
 from tgi_server.engine.attention.base import AttentionBackend, AttentionVariant, KVShape, QueryTiles
 from tgi_server.engine.attention.cuda import CudaAttention
+from tgi_server.engine.attention.kv_format import KVFormat
 from tgi_server.engine.attention.paged_attention import plan_parts
+from tgi_server.engine.quantization.kv_scales import KVScales
 
 ERROR = {torch.float32: 1e-4, torch.bfloat16: 4e-2, torch.float16: 1e-2}
 SLOPES = torch.linspace(0.02, 0.6, 6)
@@ -50,14 +52,42 @@ def processors(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     return request.param
 
 
-def backend(kv_heads: int, head_dim: int, dtype: torch.dtype = torch.float32) -> CudaAttention:
-    return CudaAttention(KVShape((kv_heads,), head_dim), torch.device("cpu"), dtype)
+def backend(
+    kv_heads: int, head_dim: int, dtype: torch.dtype = torch.float32, kv_format: KVFormat | None = None
+) -> CudaAttention:
+    return CudaAttention(KVShape((kv_heads,), head_dim), torch.device("cpu"), dtype, kv_format)
 
 
 @pytest.mark.parametrize("kind", VARIANTS)
 def test_whatever_a_layer_asks_for(kind: str, processors: int) -> None:
     actual, wanted = run(backend(2, 32), 6, 2, [1, 7, 33, 300], [(0, 1), (0, 50), (150, 37), (96, 3)], VARIANTS[kind])
     torch.testing.assert_close(actual, wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", ERROR)
+@pytest.mark.parametrize("cached", FP8)
+def test_a_cache_in_8_bits(cached: torch.dtype, dtype: torch.dtype) -> None:
+    instance = backend(2, 32, dtype, fp8(cached))
+    for kind in ("plain", "soft cap", "rounded alibi"):
+        actual, wanted = run(instance, 6, 2, [1, 33, 300], [(0, 50), (150, 37)], VARIANTS[kind])
+        torch.testing.assert_close(actual, wanted, rtol=ERROR[dtype], atol=ERROR[dtype])
+
+
+@pytest.mark.parametrize("cached", FP8)
+def test_numbers_in_8_bits_are_the_nearest_ones(cached: torch.dtype) -> None:
+    every = torch.arange(256, dtype=torch.uint8).view(cached).float()
+    codes = every[every.isfinite()].sort().values
+    numbers = torch.cat([codes, (codes[1:] + codes[:-1]) / 2, torch.tensor([1e-9, -1e-9, 1e30, -1e30])])
+    numbers = torch.nn.functional.pad(numbers, (0, -len(numbers) % 32)).view(-1, 1, 32)
+    keys, values = (torch.zeros(1, len(numbers), 1, 32, dtype=torch.uint8) for _ in range(2))
+    kept = KVFormat(cached, {})
+    rotary_write.write(
+        numbers, 2 * numbers, keys, values, torch.arange(len(numbers)), KVScales(1.0, 2.0), kept.mantissa
+    )
+    for written in (keys, values):
+        assert torch.equal(
+            kept.decode(written[0], 1.0, torch.float32), kept.decode(kept.encode(numbers, 1.0), 1.0, torch.float32)
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -132,7 +162,7 @@ def test_rotation_and_writing(dtype: torch.dtype, head_dim: int, rotated: int) -
     slots = torch.tensor([33, 2, 64, 95, 31])
     keys, values = (torch.zeros(blocks, size, kv_heads, head_dim, dtype=dtype) for _ in range(2))
     if rotated:
-        turned = rotary_write.rotate_and_write(query, key, value, (cosine, sine), keys, values, slots)
+        turned = rotary_write.rotate_and_write(query, key, value, (cosine, sine), keys, values, slots, KVScales(), 0)
         plain = AttentionBackend.rotate_and_write
         kept: list[torch.Tensor] = []
 
@@ -144,7 +174,7 @@ def test_rotation_and_writing(dtype: torch.dtype, head_dim: int, rotated: int) -
         torch.testing.assert_close(turned.float(), wanted, rtol=ERROR[dtype], atol=ERROR[dtype])
         key = kept[0]
     else:
-        rotary_write.write(key, value, keys, values, slots)
+        rotary_write.write(key, value, keys, values, slots, KVScales(), 0)
     torch.testing.assert_close(keys.flatten(0, 1)[slots].float(), key.float(), rtol=ERROR[dtype], atol=ERROR[dtype])
     assert torch.equal(values.flatten(0, 1)[slots], value)
     written = torch.zeros(blocks * size, dtype=torch.bool).index_fill_(0, slots, True)

@@ -10,6 +10,7 @@ from tgi_server.engine.kernels import load_kernels
 from tgi_server.engine.sharding import ShardGroup
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+KV_CACHE_DTYPES = {"fp8_e4m3fn": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +19,7 @@ class EngineConfig:
 
     model_path: a local folder in `transformers` format.
     dtype: of weights, activations and KV cache; None: as the checkpoint says, or what the device computes fast.
+    kv_cache_dtype: one of KV_CACHE_DTYPES, in which keys and values are kept; None: in dtype.
     device: None: CUDA when there is one, else the CPU.
     memory_fraction: share of a GPU's memory that weights, activations and KV cache may use together.
     custom_kernels: kernels and layers of the engine's own may stand in for those of torch and transformers.
@@ -44,6 +46,7 @@ class EngineConfig:
     custom_kernels: bool = True
     linear_kernels: str | None = None
     quantize: str | None = None
+    kv_cache_dtype: str | None = None
     trust_remote_code: bool = False
     watermark_gamma: float = 0.5
     watermark_delta: float = 2.0

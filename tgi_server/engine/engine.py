@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
+from tgi_server.contract import ReportParameters, SamplingParameters
 from tgi_server.engine.adapters.loaded import LoadedAdapters
 from tgi_server.engine.attention.base import GreedyOnly
 from tgi_server.engine.batch import ForwardPlan, RunningBatch
@@ -32,6 +33,7 @@ from tgi_server.engine.sampling import (
     Tokens,
     WatermarkSettings,
     prompt_logprobs,
+    row_kernel_fault,
 )
 from tgi_server.engine.sequence import PromptTokens, RunningSequence
 from tgi_server.engine.speculation import (
@@ -48,6 +50,21 @@ from tgi_server.engine.weights import load_config, load_model
 
 logger = logging.getLogger(__name__)
 
+# A request whose sampling takes the most memory.
+MOST_DEMANDING = SamplingParameters(
+    do_sample=True,
+    temperature=0.7,
+    top_k=1000,
+    top_p=0.9,
+    typical_p=0.9,
+    min_p=0.01,
+    repetition_penalty=1.1,
+    frequency_penalty=0.1,
+    presence_penalty=0.1,
+    watermark=True,
+    seed=1,
+)
+
 # Tokens that a step computes while it waits for the weights, by device.
 _CHEAP_TOKENS = {"cuda": 128, "cpu": 4}
 
@@ -59,6 +76,7 @@ class LoadedModel:
     max_position_embeddings: None when nothing but memory bounds a sequence. grammars: sequences may have a grammar.
     speculate: tokens that are drafted for a sequence in one step, at most.
     quantization: of the weights, for people; empty: none. linear_kernels: what computes linear layers, for people.
+    kv_cache_dtype: of keys and values.
     """
 
     model_type: str
@@ -76,6 +94,7 @@ class LoadedModel:
     speculate: int
     quantization: str
     linear_kernels: str
+    kv_cache_dtype: str
 
 
 class Engine:
@@ -100,6 +119,8 @@ class Engine:
         model = model or load_model(config, device)
         self._device = device
         self._group = config.group
+        self._custom_kernels = config.custom_kernels
+        self._row_kernel = False  # that samples: True once it is proved
         layers = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", 0)
         self._runner = create_runner(model, config, apart=hidden_layers(config, layers))
         self.speculation = self._drafting(config, model)
@@ -132,6 +153,7 @@ class Engine:
             speculate=self.speculation.most if self.speculation else 0,
             quantization=getattr(model, "quantization", ""),
             linear_kernels=self._runner.linear_kernels,
+            kv_cache_dtype=config.kv_cache_dtype or str(model.dtype).removeprefix("torch."),
         )
         self.grammars = (
             GrammarCompiler(config.model_path, self.info.vocab_size, self.info.eos_token_ids)
@@ -180,13 +202,42 @@ class Engine:
         adapters which are not there yet. Raises NotEnoughMemory.
         """
         self.clear()
+        self._row_kernel = False
+        sample = self._rehearse_sampling if self._device.type == "cuda" else None
         self._capacity = self._runner.warm_up(
-            max_batch_size, max_prefill_tokens, max_total_tokens, max_batch_total_tokens, adapter_bytes
+            max_batch_size, max_prefill_tokens, max_total_tokens, max_batch_total_tokens, adapter_bytes, sample
         )
-        self._sampler = Sampler(max_batch_size, self.info.vocab_size, self._device, self._watermark)
+        logger.info(
+            "KV cache: room for %d tokens in %s", self._capacity.max_batch_total_tokens, self.info.kv_cache_dtype
+        )
+        self._sampler = self._new_sampler(max_batch_size, row_kernel=self._row_kernel)
         if self.speculation is not None:
             self.speculation.warm_up(self._runner, self._capacity)
         return self._capacity
+
+    def _new_sampler(self, rows: int, *, row_kernel: bool) -> Sampler:
+        return Sampler(rows, self.info.vocab_size, self._device, self._watermark, row_kernel=row_kernel)
+
+    def _rehearse_sampling(self, logits: Tensor) -> None:
+        """Samples from logits, [rows, vocab_size], as requests do of which each asks for everything.
+
+        Then proves the kernel that samples, where there is one; a fall-back is noted where it fails.
+        """
+        rows = range(len(logits))
+        sampler = self._new_sampler(len(logits), row_kernel=False)
+        for row in rows:
+            sampler.add(row, MOST_DEMANDING, ReportParameters(logprobs=True, top_n_tokens=5), [0], [])
+        sampler.accept(sampler.sample(logits, rows).token_ids, rows)
+        if not self._custom_kernels:
+            return
+        fault = row_kernel_fault(partial(self._new_sampler, len(logits)), logits)
+        faults = self._group.exchange(fault) if self._group is not None else [fault]
+        self._row_kernel = not any(faults)
+        if not self._row_kernel:
+            fallback = f"sampling runs in plain torch, which is slower: {next(filter(None, faults))}"
+            logger.warning(fallback)
+            if fallback not in self._runner.fallbacks:
+                self._runner.fallbacks.append(fallback)
 
     def reserve(self, seconds: float) -> bool:
         """Takes memory that may soon be needed, for about `seconds`; for times when there is nothing else to do.

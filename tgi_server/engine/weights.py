@@ -13,7 +13,9 @@ from transformers.utils import logging as transformers_logging
 from tgi_server.engine.config import EngineConfig, resolve_dtype
 from tgi_server.engine.errors import EngineError, InvalidWeights, ModelNotFound, UnsupportedModel
 from tgi_server.engine.quantization import Quantization, find_quantization
+from tgi_server.engine.quantization.kv_scales import read_kv_scales
 from tgi_server.engine.sharding import ShardGroup
+from tgi_server.engine.sharding.checkpoint import open_checkpoint
 from tgi_server.engine.sharding.model import load_quantized, load_shard, placement
 
 
@@ -64,6 +66,9 @@ def load_model(config: EngineConfig, device: torch.device) -> PreTrainedModel:
         raise InvalidWeights(f"{config.model_path}: weights are missing: {_some(missing)}")
     if mismatched := [key for key, *_ in report.get("mismatched_keys", ())]:
         raise InvalidWeights(f"{config.model_path}: shapes differ from config.json: {_some(mismatched)}")
+    if config.kv_cache_dtype is not None:
+        with open_checkpoint(config.model_path) as tensors:
+            model.kv_scales = read_kv_scales(tensors)
     return model.to(device).eval().requires_grad_(False)
 
 
@@ -110,6 +115,7 @@ def _load_shard(
 ) -> tuple[PreTrainedModel, dict]:
     facts = {
         "--quantize": str(config.quantize),
+        "--kv-cache-dtype": str(config.kv_cache_dtype),
         "--disable-custom-kernels": str(not config.custom_kernels),
         "the kind of device": config.resolve_device().type,
     }

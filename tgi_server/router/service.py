@@ -24,8 +24,8 @@ class ModelDescription:
 
     names: by which OpenAI's routes call it; answers have the first. compute_type: the value of the header
     `x-compute-type`. fallbacks: why parts of the model are computed in a slower way than the device has. quantization:
-    of the weights. linear_kernels: what computes linear layers on a CPU. speculate: tokens drafted for a sequence in
-    one step, at most.
+    of the weights. kv_cache_dtype: of keys and values. linear_kernels: what computes linear layers on a CPU. speculate:
+    tokens drafted for a sequence in one step, at most.
     """
 
     model_id: str
@@ -36,6 +36,7 @@ class ModelDescription:
     version: str
     speculate: int = 0
     quantization: str | None = None
+    kv_cache_dtype: str | None = None
     linear_kernels: str | None = None
     fallbacks: tuple[str, ...] = ()
 

@@ -275,6 +275,7 @@ def _describe(settings: RouterSettings, info: pb.InfoResponse, capacity: pb.Warm
         speculate=info.speculate,
         version=_version(),
         quantization=info.quantization or None,
+        kv_cache_dtype=info.kv_cache_dtype or None,
         linear_kernels=info.linear_kernels or None,
         fallbacks=tuple(capacity.fallbacks),
     )

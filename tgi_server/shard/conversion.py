@@ -36,6 +36,7 @@ def info(model: LoadedModel, model_id: str, revision: str | None, world_size: in
         grammars=model.grammars,
         quantization=model.quantization,
         linear_kernels=model.linear_kernels,
+        kv_cache_dtype=model.kv_cache_dtype,
     )
 
 

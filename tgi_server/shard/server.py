@@ -72,6 +72,7 @@ def engine_config(
         cpu_memory=settings.cpu_memory,
         custom_kernels=not settings.disable_custom_kernels,
         quantize=settings.quantize,
+        kv_cache_dtype=settings.kv_cache_dtype,
         linear_kernels=settings.linear_kernels,
         trust_remote_code=settings.trust_remote_code,
         watermark_gamma=settings.watermark_gamma,

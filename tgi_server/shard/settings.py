@@ -38,10 +38,14 @@ class ModelSettings(CheckpointSettings):
         description="round the weights while loading: int4, int8, fp8, eetq, bitsandbytes, bitsandbytes-nf4 or "
         "bitsandbytes-fp4; how a model is quantised already need not be said",
     )
+    kv_cache_dtype: Literal["fp8_e4m3fn", "fp8_e5m2"] | None = Field(
+        None, description="keep keys and values in 8 bits, which is room for twice the tokens; default: as --dtype"
+    )
     linear_kernels: str | None = Field(
         None,
         description="kernels of linear layers on a CPU, as the log tells them at load, such as fma or "
-        "avx512_bf16,amx@16; default: those that are measured to be the fastest",
+        "avx512_bf16,amx@16; codes_int8 rounds the inputs of 4-bit weights to 8 bits; default: those that are measured "
+        "to be the fastest, among the others",
     )
     disable_custom_kernels: bool = Field(False, description="use only what torch and transformers have")
     cpu_memory: ByteSize | None = Field(
@@ -66,9 +70,6 @@ class ModelSettings(CheckpointSettings):
 
     otlp_endpoint: str | None = Field(None, description="where OpenTelemetry spans go")
 
-    kv_cache_dtype: Annotated[
-        str | None, Refused("the KV cache has the dtype of the model; 8-bit caches are not supported yet")
-    ] = None
     rope_scaling: Annotated[str | None, IN_CONFIG_ONLY] = None
     rope_factor: Annotated[float | None, IN_CONFIG_ONLY] = None
     max_lora_rank: int = Field(256, ge=1, le=256, description="rank that an adapter's layers may have, at most")

@@ -118,6 +118,8 @@ async def test_info(routers: RouterFactory):
         "sha": None,
         "docker_label": None,
         "quantization": None,
+        "kv_cache_dtype": None,
+        "max_batch_total_tokens": info["max_batch_total_tokens"],
         "linear_kernels": None,
         "fallbacks": [],
         "adapters": [],

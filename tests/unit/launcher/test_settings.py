@@ -41,7 +41,7 @@ def test_every_flag_of_tgi_is_known(capsys: pytest.CaptureFixture[str]) -> None:
             "it may be awq, compressed-tensors, gptq, marlin, bitsandbytes, bitsandbytes-fp4, bitsandbytes-nf4, eetq, "
             "fp8, int4, int8; of other formats take the same model as GPTQ",
         ),
-        ("kv-cache-dtype", "fp8_e4m3fn", "the KV cache has the dtype of the model; 8-bit caches are not supported yet"),
+        ("kv-cache-dtype", "fp8", "Input should be 'fp8_e4m3fn' or 'fp8_e5m2', got 'fp8'"),
         ("rope-scaling", "linear", "not supported yet; set rope_parameters in the model's config.json"),
         ("rope-factor", "2", "not supported yet; set rope_parameters in the model's config.json"),
         ("weights-cache-override", "/a", "not supported; give the folder that has the weights as the model id"),

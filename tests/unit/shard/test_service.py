@@ -57,6 +57,7 @@ class Engine:
             grammars=False,
             quantization="",
             linear_kernels="float32: fma",
+            kv_cache_dtype="float32",
             speculate=0,
         )
         self.batch = None

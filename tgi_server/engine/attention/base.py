@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from tgi_server.engine.attention.kv_format import KVFormat
 from tgi_server.engine.grammar.masks import PendingMask
 
 T = TypeVar("T")
@@ -128,16 +129,26 @@ class AttentionBackend(ABC):
 
     Block 0 is scratch: tokens of sequences that have ended are written there.
 
+    dtype: of the model, in which keys and values come and are attended over. kv_format: how they are kept.
     any_lengths: True if a decode step is the same work on the device however long its sequences are.
     """
 
     block_size: int
     any_lengths = False
 
-    def __init__(self, shape: KVShape, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, shape: KVShape, device: torch.device, dtype: torch.dtype, kv_format: KVFormat | None = None
+    ) -> None:
+        """kv_format: None: keys and values are kept as they come."""
         self.shape = shape
         self.device = device
         self.dtype = dtype
+        self.kv_format = kv_format or KVFormat(dtype)
+
+    @property
+    def token_bytes(self) -> int:
+        """The bytes that a token's keys and values take."""
+        return self.shape.bytes_per_token(self.kv_format.dtype)
 
     @classmethod
     @abstractmethod

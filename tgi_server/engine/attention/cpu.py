@@ -15,8 +15,8 @@ class CpuAttention(AttentionBackend):
     """Attention by the CPU kernels of `kernels/attention.cpp`.
 
     keys, values: one tensor for each layer, [blocks, kv_heads, head_dim * block_size]; `kernels/kv_layout.h` describes
-    the order of the numbers in a block. prompt_kernel: the kernel that computes prompts, one of `prompt_kernels`; None:
-    the best of this CPU.
+    the order of the numbers in a block. key_scales, value_scales: of the layers. prompt_kernel: the kernel that
+    computes prompts, one of `prompt_kernels`; None: the best of this CPU.
     """
 
     block_size = 32
@@ -36,8 +36,11 @@ class CpuAttention(AttentionBackend):
     def allocate(self, num_blocks: int) -> None:
         """Takes address space only: a page of memory is taken when its first token is written."""
         shapes = [(num_blocks, heads, self.block_size * self.shape.head_dim) for heads in self.shape.heads]
-        self.keys = [mapped(shape, self.dtype, large_pages=True) for shape in shapes]
-        self.values = [mapped(shape, self.dtype, large_pages=True) for shape in shapes]
+        self.keys = [mapped(shape, self.kv_format.dtype, large_pages=True) for shape in shapes]
+        self.values = [mapped(shape, self.kv_format.dtype, large_pages=True) for shape in shapes]
+        scales = [self.kv_format.of(layer) for layer in range(self.shape.layers)]
+        self.key_scales = [each.keys for each in scales]
+        self.value_scales = [each.values for each in scales]
         self._pages = PageReserve([*self.keys, *self.values])
 
     def reserve(self, blocks: int, seconds: float) -> bool:
@@ -45,7 +48,9 @@ class CpuAttention(AttentionBackend):
         return self._pages.take(blocks * block_bytes, seconds)
 
     def write(self, layer: int, key: Tensor, value: Tensor, metadata: ForwardMetadata) -> None:
-        torch.ops.oatmill.write_kv(key, value, self.keys[layer], self.values[layer], metadata.slots)
+        torch.ops.oatmill.write_kv(
+            key, value, self.keys[layer], self.values[layer], metadata.slots, *self.kv_format.of(layer)
+        )
 
     def rotate_and_write(
         self,
@@ -59,7 +64,15 @@ class CpuAttention(AttentionBackend):
         """Turns query in place: it must not be needed as it was."""
         cosine, sine = rotation
         torch.ops.oatmill.rotate_and_write(
-            query, key, value, cosine[0], sine[0], self.keys[layer], self.values[layer], metadata.slots
+            query,
+            key,
+            value,
+            cosine[0],
+            sine[0],
+            self.keys[layer],
+            self.values[layer],
+            metadata.slots,
+            *self.kv_format.of(layer),
         )
         return query
 
@@ -76,6 +89,7 @@ class CpuAttention(AttentionBackend):
             variant.softcap,
             variant.alibi_slopes,
             variant.rounded_alibi,
+            *self.kv_format.of(layer),
             self.prompt_kernel,
         )
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from tgi_server.engine.attention.base import AttentionVariant, ChunkSpan, ForwardMetadata, KVShape, QueryTiles
 from tgi_server.engine.attention.gather import GatherAttention
 from tgi_server.engine.memory import copy_to_device
+from tgi_server.engine.quantization.kv_scales import KVScales
 
 # Compute capability of the first devices that the kernels were compiled for.
 OLDEST_DEVICE = (8, 0)
@@ -31,7 +32,7 @@ class CudaAttention(GatherAttention):
     def write(self, layer: int, key: Tensor, value: Tensor, metadata: ForwardMetadata) -> None:
         from tgi_server.engine.attention.rotary_write import write
 
-        write(key, value, self._keys[layer], self._values[layer], metadata.slots)
+        write(key, value, self._keys[layer], self._values[layer], metadata.slots, *self._kept(layer))
 
     def rotate_and_write(
         self,
@@ -46,7 +47,7 @@ class CudaAttention(GatherAttention):
 
         cosine, sine = rotation
         caches = self._keys[layer], self._values[layer]
-        return rotate_and_write(query, key, value, (cosine[0], sine[0]), *caches, metadata.slots)
+        return rotate_and_write(query, key, value, (cosine[0], sine[0]), *caches, metadata.slots, *self._kept(layer))
 
     def attend(self, layer: int, query: Tensor, metadata: ForwardMetadata, variant: AttentionVariant) -> Tensor:
         from tgi_server.engine.attention.paged_attention import (
@@ -58,7 +59,7 @@ class CudaAttention(GatherAttention):
 
         keys, values = self._keys[layer], self._values[layer]
         heads, kv_heads, head_dim = query.shape[1], keys.shape[2], keys.shape[3]
-        group, itemsize = heads // kv_heads, keys.element_size()
+        group, itemsize = heads // kv_heads, query.element_size()
         most = tokens_of_a_tile(group, head_dim, itemsize)
         tokens = most if metadata.chunks else min(most, metadata.row_tokens)
         shape = LaunchShape.of(group, head_dim, itemsize, tokens)
@@ -67,7 +68,12 @@ class CudaAttention(GatherAttention):
             ("plan", tokens, kv_heads, shape.key_tile, variant.window),
             lambda: plan_parts(tiles, kv_heads, shape.key_tile, variant.window),
         )
-        return paged_attention(query, keys, values, metadata.block_tables, tiles, plan, shape, variant)
+        return paged_attention(
+            query, keys, values, metadata.block_tables, tiles, plan, shape, variant, *self._kept(layer)
+        )
+
+    def _kept(self, layer: int) -> tuple[KVScales, int]:
+        return self.kv_format.of(layer), self.kv_format.mantissa
 
 
 def _tiles(metadata: ForwardMetadata, tokens: int) -> QueryTiles:

@@ -3,11 +3,16 @@
 It is right on every device and for every variant, so the other backends are compared with it.
 """
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from tgi_server.engine.attention.base import AttentionBackend, AttentionVariant, ChunkSpan, ForwardMetadata, KVShape
+
+# Elements of the largest tensors on the way to a result. What would take more is attended piece by piece.
+_ELEMENTS_AT_ONCE = 1 << 27
 
 
 class GatherAttention(AttentionBackend):
@@ -18,11 +23,17 @@ class GatherAttention(AttentionBackend):
         return True
 
     def allocate(self, num_blocks: int) -> None:
-        """Caches are [blocks, block_size, kv_heads, head_dim] for each layer."""
+        """Caches are [blocks, block_size, kv_heads, head_dim] for each layer, of the format's storage dtype."""
+        self._keys, self._values = [], []  # or both the old and the new ones would have to fit
         self._keys, self._values = (
             [
                 torch.zeros(
-                    num_blocks, self.block_size, heads, self.shape.head_dim, dtype=self.dtype, device=self.device
+                    num_blocks,
+                    self.block_size,
+                    heads,
+                    self.shape.head_dim,
+                    dtype=self.kv_format.storage,
+                    device=self.device,
                 )
                 for heads in self.shape.heads
             ]
@@ -30,14 +41,16 @@ class GatherAttention(AttentionBackend):
         )
 
     def write(self, layer: int, key: Tensor, value: Tensor, metadata: ForwardMetadata) -> None:
-        self._keys[layer].flatten(0, 1)[metadata.slots] = key
-        self._values[layer].flatten(0, 1)[metadata.slots] = value
+        scales = self.kv_format.of(layer)
+        self._keys[layer].flatten(0, 1)[metadata.slots] = self.kv_format.encode(key, scales.keys)
+        self._values[layer].flatten(0, 1)[metadata.slots] = self.kv_format.encode(value, scales.values)
 
     def attend(self, layer: int, query: Tensor, metadata: ForwardMetadata, variant: AttentionVariant) -> Tensor:
         output = torch.empty_like(query)
-        if metadata.decoding:
-            tokens = metadata.decoding * metadata.row_tokens
-            output[:tokens] = self._decode(layer, query[:tokens], metadata, variant)
+        _, heads, head_dim = query.shape
+        for rows in _pieces(metadata.decoding, metadata.max_kv_length * heads * head_dim):
+            span = slice(rows.start * metadata.row_tokens, rows.stop * metadata.row_tokens)
+            output[span] = self._decode(layer, query[span], rows, metadata, variant)
         for index, chunk in enumerate(metadata.chunks, start=metadata.decoding):
             span = slice(chunk.start, chunk.start + chunk.length)
             output[span] = self._prefill(layer, query[span], metadata.block_tables[index], chunk, variant)
@@ -47,26 +60,45 @@ class GatherAttention(AttentionBackend):
         for cache in (*self._keys, *self._values):
             cache[target, :tokens] = cache[source, :tokens]
 
-    def _decode(self, layer: int, query: Tensor, metadata: ForwardMetadata, variant: AttentionVariant) -> Tensor:
+    def _decode(
+        self, layer: int, query: Tensor, rows: slice, metadata: ForwardMetadata, variant: AttentionVariant
+    ) -> Tensor:
         blocks = -(-metadata.max_kv_length // self.block_size)
-        tables = metadata.block_tables[: metadata.decoding, :blocks].long()
-        key, value = (cache[layer][tables].flatten(1, 2).transpose(1, 2) for cache in (self._keys, self._values))
+        tables = metadata.block_tables[rows, :blocks].long()
+        key, value = (kept.flatten(1, 2).transpose(1, 2) for kept in self._gathered(layer, tables))
         behind = torch.arange(metadata.row_tokens, device=query.device).flip(0)
-        places = metadata.kv_lengths[: metadata.decoding, None].long() - 1 - behind
+        places = metadata.kv_lengths[rows, None].long() - 1 - behind
         mask = _scores_mask(places, torch.arange(key.shape[2], device=query.device), variant, query)
-        rows = query.unflatten(0, (metadata.decoding, metadata.row_tokens)).transpose(1, 2)
-        return _attend(rows, key, value, mask, variant).transpose(1, 2).flatten(0, 1)
+        queries = query.unflatten(0, (-1, metadata.row_tokens)).transpose(1, 2)
+        return _attend(queries, key, value, mask, variant).transpose(1, 2).flatten(0, 1)
 
     def _prefill(self, layer: int, query: Tensor, table: Tensor, chunk: ChunkSpan, variant: AttentionVariant) -> Tensor:
         blocks = table[: -(-chunk.kv_length // self.block_size)].long()
         key, value = (
-            cache[layer][blocks].flatten(0, 1)[: chunk.kv_length].transpose(0, 1).unsqueeze(0)
-            for cache in (self._keys, self._values)
+            kept.flatten(0, 1)[: chunk.kv_length].transpose(0, 1).unsqueeze(0) for kept in self._gathered(layer, blocks)
         )
         positions = torch.arange(chunk.kv_length - chunk.length, chunk.kv_length, device=query.device)
         keys = torch.arange(chunk.kv_length, device=query.device)
-        mask = _scores_mask(positions.unsqueeze(0), keys, variant, query)
-        return _attend(query.transpose(0, 1).unsqueeze(0), key, value, mask, variant).squeeze(0).transpose(0, 1)
+        output = torch.empty_like(query)
+        masked_heads = query.shape[1] if variant.softcap or variant.alibi_slopes is not None else 1
+        for piece in _pieces(chunk.length, chunk.kv_length * masked_heads):
+            mask = _scores_mask(positions[piece].unsqueeze(0), keys, variant, query)
+            part = query[piece].transpose(0, 1).unsqueeze(0)
+            output[piece] = _attend(part, key, value, mask, variant).squeeze(0).transpose(0, 1)
+        return output
+
+    def _gathered(self, layer: int, blocks: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the keys and the values in blocks: [*blocks, block_size, kv_heads, head_dim] each."""
+        scales, decode = self.kv_format.of(layer), self.kv_format.decode
+        keys, values = self._keys[layer][blocks], self._values[layer][blocks]
+        return decode(keys, scales.keys, self.dtype), decode(values, scales.values, self.dtype)
+
+
+def _pieces(rows: int, elements: int) -> Iterator[slice]:
+    """Yields pieces of some rows of which each takes so many elements on the way; a piece has a row at least."""
+    at_once = max(1, _ELEMENTS_AT_ONCE // max(1, elements))
+    for first in range(0, rows, at_once):
+        yield slice(first, min(first + at_once, rows))
 
 
 def _scores_mask(positions: Tensor, keys: Tensor, variant: AttentionVariant, like: Tensor) -> Tensor:

@@ -19,6 +19,8 @@ import triton.language as tl
 from torch import Tensor
 
 from tgi_server.engine.attention.base import AttentionVariant, QueryTiles
+from tgi_server.engine.quantization.fp8 import decoded, unit
+from tgi_server.engine.quantization.kv_scales import KVScales
 
 _PROGRAMS_PER_PROCESSOR = 2
 # Rows of a product that tensor cores compute; where fewer heads share their keys, the other rows are empty.
@@ -98,11 +100,14 @@ def paged_attention(
     plan: PartsPlan,
     shape: LaunchShape,
     variant: AttentionVariant,
+    scales: KVScales,
+    mantissa: int,
 ) -> Tensor:
     """query: [tokens, heads, head_dim]; keys and values: [blocks, block_size, kv_heads, head_dim], contiguous.
 
-    tables: [sequences, blocks] int32. plan: made with the window of `variant` and the key tile of `shape`. Returns a
-    contiguous tensor of query's shape; what belongs to no tile is not written.
+    scales and mantissa: of their numbers, as in KVFormat. tables: [sequences, blocks] int32. plan: made with the window
+    of `variant` and the key tile of `shape`. Returns a contiguous tensor of query's shape; what belongs to no tile is
+    not written.
     """
     _, heads, head_dim = query.shape
     _, block_size, kv_heads, _ = keys.shape
@@ -119,8 +124,9 @@ def paged_attention(
         query if variant.alibi_slopes is None else variant.alibi_slopes,
         output, parts, weights, len(plan.places),
         query.stride(0), query.stride(1), tables.stride(0), variant.scaling, variant.softcap, variant.window,
+        variant.scaling * scales.keys * unit(mantissa), scales.values * unit(mantissa),
         block_size=block_size, key_tile=shape.key_tile, windowed=variant.window > 0, capped=variant.softcap > 0,
-        alibi=variant.alibi_slopes is not None, rounded_alibi=variant.rounded_alibi,
+        alibi=variant.alibi_slopes is not None, rounded_alibi=variant.rounded_alibi, mantissa=mantissa,
         num_warps=shape.warps, num_stages=shape.stages, **sizes,
     )  # fmt: skip
     _join_parts[len(plan.places), kv_heads](
@@ -174,10 +180,10 @@ def _plan(
 def _attend_part(
     query, keys, values, tables, firsts, counts, kv_lengths, sequences,
     tile_of, starts, places, share, slopes, output, parts, weights, tiles,
-    query_stride, head_stride, table_stride, scaling, softcap, window,
+    query_stride, head_stride, table_stride, scaling, softcap, window, score_scaling, value_scale,
     kv_heads: tl.constexpr, group: tl.constexpr, head_dim: tl.constexpr, rows: tl.constexpr, width: tl.constexpr,
     block_size: tl.constexpr, key_tile: tl.constexpr, windowed: tl.constexpr, capped: tl.constexpr,
-    alibi: tl.constexpr, rounded_alibi: tl.constexpr,
+    alibi: tl.constexpr, rounded_alibi: tl.constexpr, mantissa: tl.constexpr,
 ):  # fmt: skip
     item, kv_head = tl.program_id(0), tl.program_id(1)
     if item >= tl.load(starts + tiles):
@@ -212,8 +218,10 @@ def _attend_part(
         slot = block.to(tl.int64) * block_size + position % block_size
         kv_places = (slot[:, None] * kv_heads + kv_head) * head_dim + column[None, :]
         held = (position < length)[:, None] & (column < head_dim)[None, :]
-        k = tl.load(keys + kv_places, mask=held, other=0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scaling
+        k = tl.load(keys + kv_places, mask=held, other=0)
+        if mantissa:
+            k = decoded(k, mantissa).to(q.dtype)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * score_scaling
         if capped:
             # tanh, of which Triton has none of its own
             scores = softcap * (1.0 - 2.0 / (tl.exp(2.0 * scores / softcap) + 1.0))
@@ -229,13 +237,15 @@ def _attend_part(
         base = tl.where(higher == float("-inf"), 0.0, higher)
         faded = tl.exp(highest - base)
         likelihood = tl.exp(scores - base[:, None])
-        v = tl.load(values + kv_places, mask=held, other=0.0)
+        v = tl.load(values + kv_places, mask=held, other=0)
+        if mantissa:
+            v = decoded(v, mantissa).to(q.dtype)
         sums = sums * faded[:, None] + tl.dot(likelihood.to(v.dtype), v, input_precision="ieee")
         total = total * faded + tl.sum(likelihood, 1)
         highest = higher
 
     # a part without keys that a row sees has a total of 0 and weighs nothing
-    mean = sums / tl.where(total > 0, total, 1.0)[:, None]
+    mean = sums / tl.where(total > 0, total, 1.0)[:, None] * value_scale
     if after - start == 1:
         output_places = ((first_token + token).to(tl.int64) * kv_heads * group + head) * head_dim
         tl.store(output + output_places[:, None] + column[None, :], mean.to(output.dtype.element_ty), mask=real)

@@ -7,13 +7,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tgi_server.engine.quantization.fp8 import encoded
+from tgi_server.engine.quantization.kv_scales import KVScales
 
-def write(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+
+def write(
+    key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slots: Tensor, scales: KVScales, mantissa: int
+) -> None:
     """Puts key and value, [tokens, kv_heads, head_dim], into their slots, [tokens] int64.
 
-    keys and values: [blocks, block_size, kv_heads, head_dim], contiguous.
+    keys and values: [blocks, block_size, kv_heads, head_dim], contiguous; scales and mantissa: of their numbers, as in
+    KVFormat.
     """
-    _launch(None, None, key, value, None, keys, values, slots)
+    _launch(None, None, key, value, None, keys, values, slots, scales, mantissa)
 
 
 def rotate_and_write(
@@ -24,13 +30,15 @@ def rotate_and_write(
     keys: Tensor,
     values: Tensor,
     slots: Tensor,
+    scales: KVScales,
+    mantissa: int,
 ) -> Tensor:
     """Does what `write` does with the key turned by its position. Returns the turned query, contiguous.
 
     rotation: cosine and sine, [tokens, rotated] each; pairs stand half of `rotated` apart.
     """
     turned = query.new_empty(query.shape)
-    _launch(query, turned, key, value, rotation, keys, values, slots)
+    _launch(query, turned, key, value, rotation, keys, values, slots, scales, mantissa)
     return turned
 
 
@@ -43,6 +51,8 @@ def _launch(
     keys: Tensor,
     values: Tensor,
     slots: Tensor,
+    scales: KVScales,
+    mantissa: int,
 ) -> None:
     tokens, kv_heads, head_dim = key.shape
     queries = 0 if query is None else query.shape[1]
@@ -52,8 +62,9 @@ def _launch(
     _turn_and_write[tokens, queries + kv_heads](
         query, key if turned is None else turned, key, value, cosine, sine, keys, values, slots,
         query.stride(0), query.stride(1), key.stride(0), key.stride(1), value.stride(0), value.stride(1),
+        scales.keys, scales.values,
         queries=queries, kv_heads=kv_heads, head_dim=head_dim, width=triton.next_power_of_2(head_dim),
-        rotated=0 if rotation is None else cosine.shape[1], num_warps=1,
+        rotated=0 if rotation is None else cosine.shape[1], mantissa=mantissa, num_warps=1,
     )  # fmt: skip
 
 
@@ -61,7 +72,9 @@ def _launch(
 def _turn_and_write(
     query, turned, key, value, cosine, sine, keys, values, slots,
     query_token, query_head, key_token, key_head, value_token, value_head,
+    key_scale, value_scale,
     queries: tl.constexpr, kv_heads: tl.constexpr, head_dim: tl.constexpr, width: tl.constexpr, rotated: tl.constexpr,
+    mantissa: tl.constexpr,
 ):  # fmt: skip
     """A program has one head of one token: a query head, or a key head and the value of it."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -74,9 +87,17 @@ def _turn_and_write(
         head -= queries
         x = _turned(key + token * key_token + head * key_head, cosine, sine, token, column, head_dim, rotated)
         place = (tl.load(slots + token) * kv_heads + head) * head_dim + column
-        tl.store(keys + place, x, mask=real)
+        tl.store(keys + place, _kept(x, key_scale, mantissa), mask=real)
         v = tl.load(value + token * value_token + head * value_head + column, mask=real)
-        tl.store(values + place, v, mask=real)
+        tl.store(values + place, _kept(v, value_scale, mantissa), mask=real)
+
+
+@triton.jit
+def _kept(x, scale, mantissa: tl.constexpr):
+    """Returns numbers as the cache has them."""
+    if mantissa:
+        x = encoded(x.to(tl.float32), scale, mantissa)
+    return x
 
 
 @triton.jit

@@ -1,5 +1,5 @@
 // Attention over the paged KV cache on a CPU (kv_layout.h says how it is stored), and writing into it. Caches may be
-// float, bfloat16 or float16; sums are in float.
+// float, bfloat16, float16 or, whatever queries are, FP8; sums are in float.
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
@@ -113,37 +113,59 @@ std::vector<std::string> attention_kernels(const at::Tensor& keys, int64_t head_
 
 }  // namespace
 
-// kernel: for prompts, of attention_kernels; none: the best.
+// key_scale, value_scale: of the cache. kernel: for prompts, of attention_kernels; none: the best.
 at::Tensor paged_attention(const at::Tensor& query, const at::Tensor& keys, const at::Tensor& values,
                            const at::Tensor& tables, const at::Tensor& kv_lengths, const at::Tensor& query_starts,
                            double scaling, int64_t window, double softcap,
-                           const std::optional<at::Tensor>& alibi_slopes, bool rounded_alibi,
-                           std::optional<std::string_view> kernel) {
+                           const std::optional<at::Tensor>& alibi_slopes, bool rounded_alibi, double key_scale,
+                           double value_scale, std::optional<std::string_view> kernel) {
   const int64_t heads = query.size(1), kv_heads = keys.size(1), head_dim = query.size(2);
   TORCH_CHECK(head_dim % LANES == 0 && head_dim <= MAX_HEAD_DIM, "head_dim must be a multiple of 16 up to 256");
   TORCH_CHECK(heads % kv_heads == 0, "each KV head must serve the same number of query heads");
-  TORCH_CHECK(query.stride(2) == 1 && tables.stride(1) == 1 && query.scalar_type() == keys.scalar_type());
+  TORCH_CHECK(query.stride(2) == 1 && tables.stride(1) == 1);
   at::Tensor output = at::empty(query.sizes(), query.options());
-  const Variant variant{static_cast<float>(scaling), window, static_cast<float>(softcap),
-                        alibi_slopes ? alibi_slopes->const_data_ptr<float>() : nullptr, rounded_alibi};
+  Variant variant{static_cast<float>(scaling),
+                  window,
+                  static_cast<float>(softcap),
+                  alibi_slopes ? alibi_slopes->const_data_ptr<float>() : nullptr,
+                  rounded_alibi,
+                  static_cast<float>(scaling * key_scale),
+                  static_cast<float>(value_scale)};
   by_dtype(query, [&]<typename T>(T*) {
-    const AttentionLayer<T> layer{query.const_data_ptr<T>(), query.stride(0), query.stride(1),
-                                  output.mutable_data_ptr<T>(), keys.const_data_ptr<T>(), values.const_data_ptr<T>(),
-                                  static_cast<int>(heads), static_cast<int>(kv_heads), static_cast<int>(head_dim),
+    by_cache<T>(keys.scalar_type(), [&]<typename C>(C*) {
+      if constexpr (Fp8<C>) {
+        variant.score_scaling *= C::UNIT;
+        variant.value_scale *= C::UNIT;
+      }
+    });
+    const AttentionLayer<T> layer{query.const_data_ptr<T>(),
+                                  query.stride(0),
+                                  query.stride(1),
+                                  output.mutable_data_ptr<T>(),
+                                  keys.const_data_ptr(),
+                                  values.const_data_ptr(),
+                                  keys.scalar_type(),
+                                  static_cast<int>(heads),
+                                  static_cast<int>(kv_heads),
+                                  static_cast<int>(head_dim),
                                   variant};
     attend(layer, plan(layer, tables, kv_lengths, query_starts), prefill_by_name<T>(head_dim, kernel));
   });
   return output;
 }
 
-// key, value: [tokens, kv_heads, head_dim]; slots: [tokens], block * BLOCK + offset of each.
+// key, value: [tokens, kv_heads, head_dim]; slots: [tokens], block * BLOCK + offset of each. key_scale, value_scale: of
+// the cache.
 void write_kv(const at::Tensor& key, const at::Tensor& value, at::Tensor& keys, at::Tensor& values,
-              const at::Tensor& slots) {
-  TORCH_CHECK(key.stride(2) == 1 && value.stride(2) == 1 && key.scalar_type() == keys.scalar_type());
+              const at::Tensor& slots, double key_scale, double value_scale) {
+  TORCH_CHECK(key.stride(2) == 1 && value.stride(2) == 1);
   const int64_t head_dim = key.size(2);
-  by_dtype(keys, [&]<typename T>(T*) {
-    write_blocks<T>(slots, key, value, keys, values,
-                    [&](int64_t, int64_t, const T* from, T* to) { std::copy_n(from, head_dim, to); });
+  by_dtype(key, [&]<typename T>(T*) {
+    by_cache<T>(keys.scalar_type(), [&]<typename C>(C*) {
+      write_blocks<T, C>(slots, key, value, keys, values,
+                         {static_cast<float>(key_scale), static_cast<float>(value_scale)},
+                         [&](int64_t, int64_t, const T* from, T* to) { std::copy_n(from, head_dim, to); });
+    });
   });
 }
 
@@ -153,9 +175,11 @@ TORCH_LIBRARY_FRAGMENT(oatmill, library) {
   library.def(
       "paged_attention(Tensor query, Tensor keys, Tensor values, Tensor tables, Tensor kv_lengths, "
       "Tensor query_starts, float scaling, int window, float softcap, Tensor? alibi_slopes, bool rounded_alibi, "
-      "str? kernel=None) -> Tensor");
+      "float key_scale=1.0, float value_scale=1.0, str? kernel=None) -> Tensor");
   library.def("attention_kernels(Tensor keys, int head_dim) -> str[]");
-  library.def("write_kv(Tensor key, Tensor value, Tensor(a!) keys, Tensor(b!) values, Tensor slots) -> ()");
+  library.def(
+      "write_kv(Tensor key, Tensor value, Tensor(a!) keys, Tensor(b!) values, Tensor slots, float key_scale=1.0, "
+      "float value_scale=1.0) -> ()");
 }
 
 TORCH_LIBRARY_IMPL(oatmill, CPU, library) {

@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include <ATen/core/Tensor.h>
 #include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>
 
@@ -19,6 +20,8 @@ struct Variant {
   float softcap;   // 0: off
   const float* alibi_slopes;
   bool rounded_alibi;
+  float score_scaling;  // of products with keys as they are read: the cache's scale is in it
+  float value_scale;    // of sums of values as they are read
 
   // Returns true if scores need no more than scaling, where nothing is masked.
   bool plain() const { return softcap == 0 && !alibi_slopes; }
@@ -32,8 +35,9 @@ struct AttentionLayer {
   const T* query;  // [tokens, heads, head_dim] with these strides
   int64_t query_token_stride, query_head_stride;
   T* output;  // [tokens, heads, head_dim]
-  const T* keys;
-  const T* values;
+  const void* keys;
+  const void* values;
+  at::ScalarType cache;  // dtype of keys and values: T's, or one of 8 bits
   int heads, kv_heads, head_dim;
   Variant variant;
 
@@ -42,6 +46,15 @@ struct AttentionLayer {
 
   // Returns where a KV head's part of a block begins, among the keys and among the values.
   int64_t place(int32_t block, int kv_head) const { return (int64_t(block) * kv_heads + kv_head) * head_elements(); }
+
+  template <typename C>
+  const C* keys_at(int64_t place) const {
+    return static_cast<const C*>(keys) + place;
+  }
+  template <typename C>
+  const C* values_at(int64_t place) const {
+    return static_cast<const C*>(values) + place;
+  }
 
   const T* query_of(int64_t token, int head) const {
     return query + token * query_token_stride + head * query_head_stride;

@@ -7,6 +7,7 @@
 #include "attention.h"
 #include "attention_products.h"
 #include "attention_softmax.h"
+#include "dtypes.h"
 #include "lanes.h"
 
 namespace oatmill {
@@ -16,18 +17,18 @@ namespace {
 constexpr bool AVX512 = WIDTH == 16;
 
 // scores[r][j] = sum over d of query[r][d] * keys[d][j]
-template <int R, typename T>
-void score_tile(const char* query, const T* keys, const T* wanted, int head_dim, float* scores) {
-  using Set = Columns<T>;
+template <int R, typename C>
+void score_tile(const char* query, const C* keys, const C* wanted, int head_dim, float* scores) {
+  using Set = Columns<C>;
   constexpr int V = std::min(BLOCK / WIDTH, AVX512 || R > 3 ? 2 : 4);
   constexpr bool PAIRS = !std::is_same_v<typename Set::Operand, float>;
   constexpr int P = PAIRS ? (R <= 2 ? 4 : R <= 4 ? 2 : 1) : std::max(1, 8 / (R * V));
   const int64_t row_bytes = int64_t(head_dim) * sizeof(typename Set::Operand);
   for (int j = 0; j < BLOCK; j += V * WIDTH) {
     typename Set::Register sums[R][V] = {};
-    const TileProduct product{query, row_bytes, reinterpret_cast<const char*>(keys + j * PAIR<T>),
-                              BLOCK * PAIR<T> * sizeof(T), head_dim / PAIR<T>};
-    add_products<Set, R, V, P>(product, reinterpret_cast<const char*>(wanted + j * PAIR<T>), sums);
+    const TileProduct product{query, row_bytes, reinterpret_cast<const char*>(keys + j * PAIR<C>),
+                              BLOCK * PAIR<C> * sizeof(C), head_dim / PAIR<C>};
+    add_products<Set, R, V, P>(product, reinterpret_cast<const char*>(wanted + j * PAIR<C>), sums);
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
@@ -36,10 +37,10 @@ void score_tile(const char* query, const T* keys, const T* wanted, int head_dim,
 }
 
 // V registers' worth of columns of value_tile.
-template <int R, int V, typename T>
-void value_columns(const char* weights, const float* decays, const T* values, const T* wanted, int tokens, int head_dim,
+template <int R, int V, typename C>
+void value_columns(const char* weights, const float* decays, const C* values, const C* wanted, int tokens, int head_dim,
                    float* output) {
-  using Set = Columns<T>;
+  using Set = Columns<C>;
   using Register = typename Set::Register;
   Register sums[R][V];
 #pragma GCC unroll 8
@@ -50,8 +51,8 @@ void value_columns(const char* weights, const float* decays, const T* values, co
       sums[r][v] = reinterpret_cast<const Register&>(sum);
     }
   const TileProduct product{weights, BLOCK * sizeof(typename Set::Operand), reinterpret_cast<const char*>(values),
-                            int64_t(head_dim) * PAIR<T> * static_cast<int64_t>(sizeof(T)),
-                            (tokens + PAIR<T> - 1) / PAIR<T>};
+                            int64_t(head_dim) * PAIR<C> * static_cast<int64_t>(sizeof(C)),
+                            (tokens + PAIR<C> - 1) / PAIR<C>};
   add_products<Set, R, V, 1>(product, reinterpret_cast<const char*>(wanted), sums);
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r)
@@ -60,28 +61,28 @@ void value_columns(const char* weights, const float* decays, const T* values, co
 }
 
 // output[r][d] = output[r][d] * decays[r] + sum over j of weights[r][j] * values[j][d]
-template <int R, typename T>
-void value_tile(const char* weights, const float* decays, const T* values, const T* wanted, int tokens, int head_dim,
+template <int R, typename C>
+void value_tile(const char* weights, const float* decays, const C* values, const C* wanted, int tokens, int head_dim,
                 float* output) {
   constexpr int V = AVX512 ? (R <= 2 ? 4 : 2) : std::min((R <= 2 ? 4 : 2) * LANES / WIDTH, R > 3 ? 2 : 4);
   constexpr int REST = std::min(V, LANES / WIDTH);
   int d = 0;
   for (; d + V * WIDTH <= head_dim; d += V * WIDTH)
-    value_columns<R, V>(weights, decays, values + d * PAIR<T>, wanted + d * PAIR<T>, tokens, head_dim, output + d);
+    value_columns<R, V>(weights, decays, values + d * PAIR<C>, wanted + d * PAIR<C>, tokens, head_dim, output + d);
   for (; d < head_dim; d += REST * WIDTH)
-    value_columns<R, REST>(weights, decays, values + d * PAIR<T>, wanted + d * PAIR<T>, tokens, head_dim, output + d);
+    value_columns<R, REST>(weights, decays, values + d * PAIR<C>, wanted + d * PAIR<C>, tokens, head_dim, output + d);
 }
 
-template <typename T>
-constexpr int ROWS = Columns<T>::ROWS;
-template <typename T>
-constexpr auto SCORE_TILES = by_rows<ROWS<T>>([]<int R>() { return &score_tile<R, T>; });
-template <typename T>
-constexpr auto VALUE_TILES = by_rows<ROWS<T>>([]<int R>() { return &value_tile<R, T>; });
+template <typename C>
+constexpr int ROWS = Columns<C>::ROWS;
+template <typename C>
+constexpr auto SCORE_TILES = by_rows<ROWS<C>>([]<int R>() { return &score_tile<R, C>; });
+template <typename C>
+constexpr auto VALUE_TILES = by_rows<ROWS<C>>([]<int R>() { return &value_tile<R, C>; });
 
-template <typename T>
+template <typename C>
 struct Scratch {
-  using Operand = typename Columns<T>::Operand;
+  using Operand = typename Columns<C>::Operand;
   alignas(64) Operand query[DECODE_ROWS * MAX_HEAD_DIM];
   alignas(64) Operand weights[DECODE_ROWS * BLOCK];
   alignas(64) float output[DECODE_ROWS * MAX_HEAD_DIM];
@@ -90,34 +91,32 @@ struct Scratch {
 };
 
 // The rows of one KV head against one tile. place: of the tile; later: of the one that comes next.
-template <typename T>
+template <typename T, typename C>
 void attend_tile(const AttentionLayer<T>& layer, const AttentionItem& item, int first_row, int64_t tile, int64_t place,
-                 int64_t later, Scratch<T>& scratch) {
+                 int64_t later, Scratch<C>& scratch) {
   const int head_dim = layer.head_dim, end_row = first_row + item.rows_a_kv_head();
   const int64_t start = tile * BLOCK;
   const int tokens = static_cast<int>(std::min<int64_t>(BLOCK, item.end() - start));
   // Tiles are read once for every ROWS rows; what comes later is asked for the first time.
   const auto wanted = [&](int row) { return row == first_row ? later : place; };
-  for (int r = first_row; r < end_row; r += ROWS<T>)
-    SCORE_TILES<T>[std::min(ROWS<T>, end_row - r) - 1](reinterpret_cast<const char*>(scratch.query + r * head_dim),
-                                                       layer.keys + place, layer.keys + wanted(r), head_dim,
-                                                       scratch.scores + r * BLOCK);
+  for (int r = first_row; r < end_row; r += ROWS<C>)
+    SCORE_TILES<C>[std::min(ROWS<C>, end_row - r) - 1](
+        reinterpret_cast<const char*>(scratch.query + r * head_dim), layer.template keys_at<C>(place),
+        layer.template keys_at<C>(wanted(r)), head_dim, scratch.scores + r * BLOCK);
   for (int r = first_row; r < end_row; ++r)
     weigh_row(layer.variant, item.head(r), item.position(r), start, BLOCK, tokens, r, scratch.softmax,
               scratch.scores + r * BLOCK);
   const auto* weights = as_operands(scratch.scores, first_row * BLOCK, item.rows_a_kv_head() * BLOCK, scratch.weights);
-  for (int r = first_row; r < end_row; r += ROWS<T>)
-    VALUE_TILES<T>[std::min(ROWS<T>, end_row - r) - 1](reinterpret_cast<const char*>(weights + r * BLOCK),
-                                                       scratch.softmax.decays + r, layer.values + place,
-                                                       layer.values + wanted(r), tokens, head_dim,
-                                                       scratch.output + r * head_dim);
+  for (int r = first_row; r < end_row; r += ROWS<C>)
+    VALUE_TILES<C>[std::min(ROWS<C>, end_row - r) - 1](
+        reinterpret_cast<const char*>(weights + r * BLOCK), scratch.softmax.decays + r,
+        layer.template values_at<C>(place), layer.template values_at<C>(wanted(r)), tokens, head_dim,
+        scratch.output + r * head_dim);
 }
 
-}  // namespace
-
-template <typename T>
-void attend_decode(const AttentionLayer<T>& layer, const AttentionItem& item, const AttentionItem& next) {
-  static thread_local Scratch<T> scratch;
+template <typename T, typename C>
+void attend(const AttentionLayer<T>& layer, const AttentionItem& item, const AttentionItem& next) {
+  static thread_local Scratch<C> scratch;
   const int head_dim = layer.head_dim, rows = item.rows();
   const auto first_tile = [&](const AttentionItem& of) {
     return layer.variant.first_token(of.first_position) / BLOCK;
@@ -137,9 +136,16 @@ void attend_decode(const AttentionLayer<T>& layer, const AttentionItem& item, co
   }
   for (int r = 0; r < rows; ++r) {
     T* to = layer.output_of(item.token(r), item.head(r));
-    const float scale = 1.0f / scratch.softmax.total(r);
+    const float scale = layer.variant.value_scale / scratch.softmax.total(r);
     for (int d = 0; d < head_dim; d += LANES) store(to + d, load(scratch.output + r * head_dim + d) * scale);
   }
+}
+
+}  // namespace
+
+template <typename T>
+void attend_decode(const AttentionLayer<T>& layer, const AttentionItem& item, const AttentionItem& next) {
+  by_cache<T>(layer.cache, [&]<typename C>(C*) { attend<T, C>(layer, item, next); });
 }
 
 template void attend_decode(const AttentionLayer<float>&, const AttentionItem&, const AttentionItem&);

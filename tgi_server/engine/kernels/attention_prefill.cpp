@@ -10,6 +10,7 @@
 #include "attention.h"
 #include "attention_products.h"
 #include "attention_softmax.h"
+#include "dtypes.h"
 #include "lanes.h"
 #include "tiles.h"
 
@@ -19,11 +20,11 @@ namespace {
 
 constexpr int CHUNK_BLOCKS = 4, CHUNK = CHUNK_BLOCKS * BLOCK;
 
-// Blocks of KV cache from the token `start` on.
-template <typename T>
+// Blocks of KV cache, of one dtype, from the token `start` on.
 struct Chunk {
-  const T* keys[CHUNK_BLOCKS];
-  const T* values[CHUNK_BLOCKS];
+  at::ScalarType cache;
+  const void* keys[CHUNK_BLOCKS];
+  const void* values[CHUNK_BLOCKS];
   int64_t start;
   int tokens;
 
@@ -49,6 +50,40 @@ struct RowBlocks {
   }
   const Rows* begin() const { return blocks.data(); }
   const Rows* end() const { return blocks.data() + count; }
+};
+
+// The blocks of a chunk as numbers of type To, to which the cache's are turned if they are others.
+template <typename To>
+struct Tile {
+  const To* keys[CHUNK_BLOCKS];
+  const To* values[CHUNK_BLOCKS];
+
+  template <typename T>
+  void load(const Chunk& chunk, int head_dim) {
+    by_cache<T>(chunk.cache, [&]<typename C>(C*) {
+      for (int b = 0; b < chunk.blocks(); ++b) {
+        const C* block_keys = static_cast<const C*>(chunk.keys[b]);
+        const C* block_values = static_cast<const C*>(chunk.values[b]);
+        if constexpr (std::is_same_v<C, To>) {
+          keys[b] = block_keys;
+          values[b] = block_values;
+        } else {
+          constexpr int64_t TOGETHER = std::max(PAIR<C>, PAIR<To>);
+          const int64_t tokens = parts(std::min(BLOCK, chunk.tokens - b * BLOCK), TOGETHER) * TOGETHER;
+          keys[b] = converted(block_keys, head_dim, BLOCK, room()[0][b]);
+          values[b] = converted(block_values, tokens, head_dim, room()[1][b]);
+        }
+      }
+    });
+  }
+
+ private:
+  // A thread's, for keys and values.
+  using Room = To[2][CHUNK_BLOCKS][BLOCK * MAX_HEAD_DIM];
+  static Room& room() {
+    alignas(64) static thread_local Room room;
+    return room;
+  }
 };
 
 // Registers of columns that are computed together.
@@ -107,25 +142,13 @@ class VectorTiles {
   using Operand = typename Set::Operand;
   static constexpr int ROWS = Set::ROWS;
 
-  void load(const Chunk<T>& chunk, int head_dim) {
-    for (int b = 0; b < chunk.blocks(); ++b) {
-      const int tokens = std::min(BLOCK, chunk.tokens - b * BLOCK);
-      if constexpr (WIDENED) {
-        alignas(64) static thread_local float wide[2][CHUNK_BLOCKS][BLOCK * MAX_HEAD_DIM];
-        keys_[b] = widen(chunk.keys[b], head_dim / PAIR<T>, BLOCK, wide[0][b]);
-        values_[b] = widen(chunk.values[b], parts(tokens, PAIR<T>), head_dim, wide[1][b]);
-      } else {
-        keys_[b] = chunk.keys[b];
-        values_[b] = chunk.values[b];
-      }
-    }
-  }
+  void load(const Chunk& chunk, int head_dim) { tile_.template load<T>(chunk, head_dim); }
 
   void score(const RowBlocks& blocks, const Operand* query, int head_dim, float* scores) {
     for (int b = 0; b < CHUNK_BLOCKS; ++b)
       for (const Rows& rows : blocks)
         if (rows.tokens > b * BLOCK)
-          SCORES[rows.count - 1](reinterpret_cast<const char*>(query + rows.first * head_dim), keys_[b], head_dim,
+          SCORES[rows.count - 1](reinterpret_cast<const char*>(query + rows.first * head_dim), tile_.keys[b], head_dim,
                                  std::min(BLOCK, rows.tokens - b * BLOCK), scores + rows.first * CHUNK + b * BLOCK);
   }
 
@@ -142,24 +165,14 @@ class VectorTiles {
                    int head_dim, int d, float* output) {
     for (const Rows& rows : blocks)
       functions[rows.count - 1](reinterpret_cast<const char*>(weights + rows.first * CHUNK), decays + rows.first,
-                                values_, d, rows.tokens, head_dim, output + rows.first * head_dim + d);
-  }
-
-  static const float* widen(const T* tile, int64_t words, int64_t columns, float* to) {
-    for (int64_t k = 0; k < words; ++k)
-      for (int64_t step = 0; step < PAIR<T>; ++step)
-        for (int64_t column = 0; column < columns; column += WIDTH)
-          store_as(to + (k * PAIR<T> + step) * columns + column,
-                   Columns<T>::column(reinterpret_cast<const char*>(tile + k * columns * PAIR<T>), column, step));
-    return to;
+                                tile_.values, d, rows.tokens, head_dim, output + rows.first * head_dim + d);
   }
 
   static constexpr auto SCORES = by_rows<ROWS>([]<int R>() { return &score_rows<Set, R, Number>; });
   template <int V>
   static constexpr auto VALUES = by_rows<ROWS>([]<int R>() { return &value_rows<Set, R, V, Number>; });
 
-  const Number* keys_[CHUNK_BLOCKS];
-  const Number* values_[CHUNK_BLOCKS];
+  Tile<Number> tile_;
 };
 
 // Products by matrices of SIDE rows, SIDE words and SIDE columns. The sums of two by two of them stay in registers.
@@ -172,14 +185,14 @@ class MatrixTiles {
 
   // A block is multiplied as a whole. Weights of tokens that nobody looks at are zero, but what stands there may be no
   // number.
-  void load(const Chunk<Operand>& chunk, int head_dim) {
-    chunk_ = chunk;
+  void load(const Chunk& chunk, int head_dim) {
+    tile_.template load<Operand>(chunk, head_dim);
     alignas(64) static thread_local Operand padded[BLOCK * MAX_HEAD_DIM];
     const int last = chunk.tokens / BLOCK, numbers = static_cast<int>(parts(chunk.tokens % BLOCK, 2)) * 2 * head_dim;
     if (numbers == 0) return;
-    std::copy_n(chunk.values[last], numbers, padded);
+    std::copy_n(tile_.values[last], numbers, padded);
     std::fill(padded + numbers, padded + BLOCK * head_dim, Operand(0.0f));
-    chunk_.values[last] = padded;
+    tile_.values[last] = padded;
   }
 
   void score(const RowBlocks& blocks, const Operand* query, int head_dim, float* scores) {
@@ -188,7 +201,7 @@ class MatrixTiles {
         for_groups(rows, [&]<int GROUPS>() {
           for_sums<GROUPS>([&]<int I>() { matrices_.template zero<I>(); });
           for (int d = 0; d < head_dim; d += 2 * SIDE)
-            multiply<GROUPS>(query + rows.first * head_dim + d, head_dim, chunk_.keys[j / BLOCK] + d * BLOCK, BLOCK);
+            multiply<GROUPS>(query + rows.first * head_dim + d, head_dim, tile_.keys[j / BLOCK] + d * BLOCK, BLOCK);
           for_sums<GROUPS>([&]<int I>() {
             matrices_.template store<I>(place<I>(scores + rows.first * CHUNK + j, CHUNK), CHUNK * sizeof(float));
           });
@@ -207,7 +220,7 @@ class MatrixTiles {
           for_sums<GROUPS>(
               [&]<int I>() { matrices_.template load<I>(place<I>(sums, head_dim), head_dim * sizeof(float)); });
           for (int j = 0; j < rows.tokens; j += BLOCK)
-            multiply<GROUPS>(weights + rows.first * CHUNK + j, CHUNK, chunk_.values[j / BLOCK] + 2 * d, head_dim);
+            multiply<GROUPS>(weights + rows.first * CHUNK + j, CHUNK, tile_.values[j / BLOCK] + 2 * d, head_dim);
           for_sums<GROUPS>(
               [&]<int I>() { matrices_.template store<I>(place<I>(sums, head_dim), head_dim * sizeof(float)); });
         });
@@ -251,7 +264,7 @@ class MatrixTiles {
   }
 
   Matrices matrices_;
-  Chunk<Operand> chunk_;
+  Tile<Operand> tile_;
 };
 
 template <typename Operand>
@@ -265,21 +278,23 @@ struct Scratch {
 
 // The part of a chunk at `start` that an item looks at. Chunks begin at multiples of CHUNK, whatever item looks at them.
 template <typename T>
-Chunk<T> chunk_at(const AttentionLayer<T>& layer, const AttentionItem& item, int64_t start) {
+Chunk chunk_at(const AttentionLayer<T>& layer, const AttentionItem& item, int64_t start) {
   const int64_t end = std::min(start / CHUNK * CHUNK + CHUNK, item.end());
-  Chunk<T> chunk{{}, {}, start, static_cast<int>(end - start)};
-  for (int b = 0; b < chunk.blocks(); ++b) {
-    const int64_t place = layer.place(item.table[start / BLOCK + b], item.kv_head);
-    chunk.keys[b] = layer.keys + place;
-    chunk.values[b] = layer.values + place;
-  }
+  Chunk chunk{layer.cache, {}, {}, start, static_cast<int>(end - start)};
+  by_cache<T>(layer.cache, [&]<typename C>(C*) {
+    for (int b = 0; b < chunk.blocks(); ++b) {
+      const int64_t place = layer.place(item.table[start / BLOCK + b], item.kv_head);
+      chunk.keys[b] = layer.template keys_at<C>(place);
+      chunk.values[b] = layer.template values_at<C>(place);
+    }
+  });
   return chunk;
 }
 
 // Returns the rows' weights.
 template <typename T, typename Operand>
 const Operand* weigh(const AttentionLayer<T>& layer, const AttentionItem& item, const RowBlocks& blocks,
-                     const Chunk<T>& chunk, Scratch<Operand>& scratch) {
+                     const Chunk& chunk, Scratch<Operand>& scratch) {
   const Operand* weights = nullptr;
   for (const Rows& rows : blocks) {
     for (int r = rows.first; r < rows.first + rows.count; ++r) {
@@ -307,7 +322,7 @@ void attend_prefill(const AttentionLayer<T>& layer, const AttentionItem& item) {
     std::copy_n(layer.query_of(item.token(r), item.head(r)), head_dim, scratch.query + r * head_dim);
   int64_t start = layer.variant.first_token(item.first_position) / BLOCK * BLOCK;
   while (start < item.end()) {
-    const Chunk<T> chunk = chunk_at(layer, item, start);
+    const Chunk chunk = chunk_at(layer, item, start);
     const RowBlocks blocks(item, Tiles::ROWS, start, chunk.tokens);
     tiles.load(chunk, head_dim);
     tiles.score(blocks, scratch.query, head_dim, scratch.scores);
@@ -317,7 +332,7 @@ void attend_prefill(const AttentionLayer<T>& layer, const AttentionItem& item) {
   }
   for (int r = 0; r < rows; ++r) {
     T* to = layer.output_of(item.token(r), item.head(r));
-    const float scale = 1.0f / scratch.softmax.total(r);
+    const float scale = layer.variant.value_scale / scratch.softmax.total(r);
     for (int d = 0; d < head_dim; d += LANES) store(to + d, load(scratch.output + r * head_dim + d) * scale);
   }
 }

@@ -16,38 +16,63 @@
 
 namespace oatmill {
 
-// Products of floats, for a cache of halves.
-struct HalfColumns {
+// Products of floats, for a cache of smaller numbers that do not stand in pairs.
+template <typename C>
+struct WidenedColumns {
   using Register = Floats;
+  using Operand = float;
   static constexpr int STEPS = 1, NUMBER = sizeof(float), ROWS = FloatProducts<FloatWeights>::ROWS;
+  static constexpr int WORD_BYTES = sizeof(C);
 
   static Floats column(const char* words, int64_t column, int64_t) {
-    return widened(reinterpret_cast<const c10::Half*>(words) + column);
+    return widened(reinterpret_cast<const C*>(words) + column);
   }
   static Floats row(const char* input) { return Floats{} + load_as<float>(input); }
   static void add(Floats row, Floats column, Floats& sum) { sum = multiply_add(row, column, sum); }
 };
 
-// The instruction set that reads words of numbers of type T. Operand: what rows have to be made of.
-template <typename T>
-struct Columns : FloatProducts<FloatWeights> {
-  using Operand = float;
-};
+// The instruction set that reads words of numbers of type C. Operand: what rows have to be made of.
+template <typename C>
+struct Columns : WidenedColumns<C> {};
 template <>
-struct Columns<c10::Half> : HalfColumns {
+struct Columns<float> : FloatProducts<FloatWeights> {
   using Operand = float;
+  static constexpr int WORD_BYTES = WORD;
 };
 #if defined(__AVX512BF16__)
 template <>
 struct Columns<c10::BFloat16> : PairProducts {
   using Operand = c10::BFloat16;
+  static constexpr int WORD_BYTES = WORD;
 };
 #else
 template <>
 struct Columns<c10::BFloat16> : FloatProducts<Bf16Weights> {
   using Operand = float;
+  static constexpr int WORD_BYTES = WORD;
 };
 #endif
+
+// Turns rows of a tile, an even number of them where numbers stand in pairs, into those of a cache of another type.
+template <typename To, typename From>
+const To* converted(const From* tile, int64_t rows, int64_t columns, To* to) {
+  static_assert(PAIR<To> == 1 || PAIR<From> == 1);
+  if constexpr (PAIR<To> == 2) {  // the upper halves of floats are bfloat16 numbers, to which no number is rounded here
+    for (int64_t row = 0; row < rows; row += 2)
+      for (int64_t column = 0; column < columns; column += WIDTH) {
+        const Floats low = widened(tile + row * columns + column), high = widened(tile + (row + 1) * columns + column);
+        store_as(to + row * columns + 2 * column, (reinterpret_cast<const Words&>(low) >> 16) |
+                                                      (reinterpret_cast<const Words&>(high) & 0xffff0000));
+      }
+  } else {
+    for (int64_t row = 0; row < rows; row += PAIR<From>)
+      for (int64_t step = 0; step < PAIR<From>; ++step)
+        for (int64_t column = 0; column < columns; column += WIDTH)
+          store_as(to + (row + step) * columns + column,
+                   Columns<From>::column(reinterpret_cast<const char*>(tile + row * columns), column, step));
+  }
+  return to;
+}
 
 // Rows and a tile: words[k][column] are what rows[r][k] is multiplied by.
 struct TileProduct {
@@ -67,7 +92,7 @@ struct TileProduct {
 template <typename Set, int R, int V, int P>
 inline void add_products(const TileProduct& product, const char* wanted, typename Set::Register (&sums)[R][V]) {
   using Register = typename Set::Register;
-  constexpr int REGISTER_BYTES = WIDTH * (std::is_same_v<Set, Columns<c10::Half>> ? 2 : 4);
+  constexpr int REGISTER_BYTES = WIDTH * Set::WORD_BYTES;
   constexpr int IN_LINE = std::max(1, 64 / REGISTER_BYTES);
   Register partial[P][R][V];
 #pragma GCC unroll 4

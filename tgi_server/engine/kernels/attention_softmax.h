@@ -58,7 +58,7 @@ inline void adjust_scores(const Variant& variant, int head, int64_t position, in
 template <int ROWS>
 inline void weigh_row(const Variant& variant, int head, int64_t position, int64_t start, int columns, int tokens,
                       int row, Softmax<ROWS>& softmax, float* scores) {
-  float scaling = variant.scaling;
+  float scaling = variant.score_scaling;
   const int64_t last = std::clamp<int64_t>(position - start + 1, 0, tokens);
   const int64_t first = std::clamp<int64_t>(variant.first_token(position) - start, 0, columns);
   if (first > 0 || last < columns || !variant.plain()) {

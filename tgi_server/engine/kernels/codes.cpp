@@ -13,6 +13,7 @@
 #include <string>
 #include <vector>
 
+#include "digits.h"
 #include "dtypes.h"
 #include "linear_layer.h"
 #include "tiles.h"
@@ -118,17 +119,19 @@ void run_codes(const Linear& layer, const at::Tensor& x, bool relu, const at::Te
       inputs = codes.order->size(0);
     }
     std::vector<float> sums;
-    if (codes.offsets) sums = group_sums<Kind>(from, rows, inputs, starts, groups);
-    const Input input = Kernel::prepare(from, rows, inputs, depth);
+    if (codes.offsets || codes.zeros) sums = group_sums<Kind>(from, rows, inputs, starts, groups);
+    const Input input = Kernel::prepare(from, rows, inputs, depth, starts, groups);
     const CodedProduct product{
         {input.data, input.row_bytes, static_cast<const char*>(layer.packed.const_data_ptr()), rows, depth,
          layer.outputs},
-        codes.scales.const_data_ptr<float>(),
-        codes.offsets ? codes.offsets->const_data_ptr<float>() : nullptr,
+        {codes.scales.scalar_type(), codes.scales.const_data_ptr(),
+         codes.offsets ? codes.offsets->const_data_ptr<float>() : nullptr,
+         codes.zeros ? codes.zeros->const_data_ptr<int8_t>() : nullptr},
         starts,
         groups,
         codes.codebook ? codes.codebook->const_data_ptr<float>() : nullptr,
-        sums.data()};
+        sums.data(),
+        input.scales.data()};
     const Finish<T> finish{layer.bias ? layer.bias->const_data_ptr<float>() : nullptr, relu,
                            residual ? residual->const_data_ptr<T>() : nullptr, output.mutable_data_ptr<T>()};
     run_product<Kernel>(product, finish, tiles,
@@ -156,6 +159,19 @@ constexpr std::array WAYS{
 #endif
     way<Kind, ExpandedProducts<Kind, TileProducts<PlainMatrices<Bf16Weights>>>>("expanded_amx_emulated")};
 
+// With one that rounds its inputs, which is taken by its name only.
+template <typename Kind, typename Digits>
+constexpr auto WAYS_WITH_DIGITS = [] {
+#if defined(__AVX2__)
+  std::array<Way, WAYS<Kind>.size() + 1> ways{};
+  std::copy(WAYS<Kind>.begin(), WAYS<Kind>.end(), ways.begin());
+  ways.back() = way<Kind, DigitProducts<Kind, Digits>>("codes_int8");
+  return ways;
+#else
+  return WAYS<Kind>;
+#endif
+}();
+
 std::vector<std::string> codes_kernels(const std::string& kind) {
   std::vector<std::string> names;
   for (const Way& way : code_ways(kind))
@@ -166,18 +182,20 @@ std::vector<std::string> codes_kernels(const std::string& kind) {
 }  // namespace
 
 Codes::Codes(std::string kind, at::Tensor starts, at::Tensor scales, std::optional<at::Tensor> offsets,
-             std::optional<at::Tensor> codebook, std::optional<at::Tensor> order)
+             std::optional<at::Tensor> zeros, std::optional<at::Tensor> codebook, std::optional<at::Tensor> order)
     : kind(std::move(kind)), starts(std::move(starts)), scales(std::move(scales)), offsets(std::move(offsets)),
-      codebook(std::move(codebook)), order(std::move(order)) {
-  TORCH_CHECK(this->starts.scalar_type() == at::kInt && this->scales.scalar_type() == at::kFloat);
+      zeros(std::move(zeros)), codebook(std::move(codebook)), order(std::move(order)) {
+  TORCH_CHECK(this->starts.scalar_type() == at::kInt && (!this->offsets || !this->zeros));
   TORCH_CHECK(this->scales.dim() == 3 && this->scales.size(1) == this->starts.size(0) - 1 &&
               this->scales.size(2) == COLUMNS && this->scales.is_contiguous());
-  TORCH_CHECK(!this->offsets || (this->offsets->sizes() == this->scales.sizes() && this->offsets->is_contiguous()));
+  for (const auto& shift : {this->offsets, this->zeros})
+    TORCH_CHECK(!shift || (shift->sizes() == this->scales.sizes() && shift->is_contiguous()));
+  by_dtype(this->scales, [](auto*) {});
 }
 
 std::span<const Way> code_ways(const std::string& kind) {
-  if (kind == "int4") return WAYS<Nibbles>;
-  if (kind == "codebook") return WAYS<Book>;
+  if (kind == "int4") return WAYS_WITH_DIGITS<Nibbles, NibbleDigits>;
+  if (kind == "codebook") return WAYS_WITH_DIGITS<Book, BookDigits>;
   if (kind == "int8") return WAYS<Bytes>;
   if (kind == "fp8") return WAYS<SmallFloats>;
   TORCH_CHECK(false, "codes are int4, codebook, int8 or fp8, and not ", kind);

@@ -19,86 +19,143 @@
 
 namespace oatmill {
 
-// Kinds of codes: DEPTH of them make a word; number(words, step) is the number that code `step` of each word stands for.
+// Kinds of codes: DEPTH of them make a word; numbers(words, part, to) makes what codes of each word stand for, TOGETHER at
+// once, namely those at the steps step(part, 0), step(part, 1), ...
+
+struct OneByOne {
+  static constexpr int TOGETHER = 1;
+  static constexpr int step(int part, int) { return part; }
+};
 
 // Whole numbers from -8 to 7.
-struct Nibbles {
+struct Nibbles : OneByOne {
   static constexpr int64_t DEPTH = 8;
   explicit Nibbles(const float*) {}
-  Floats number(Words words, int step) const {
+  void numbers(Words words, int step, Floats* to) const {
     const Whole lifted = reinterpret_cast<const Whole&>(words) << (28 - 4 * step);
-    return __builtin_convertvector(lifted >> 28, Floats);
+    *to = __builtin_convertvector(lifted >> 28, Floats);
   }
 };
 
 // Any 16 numbers.
-struct Book {
-  static constexpr int64_t DEPTH = 8;
 #if defined(__AVX512F__)
+struct Book : OneByOne {
+  static constexpr int64_t DEPTH = 8;
   explicit Book(const float* codebook) : numbers_(load_as<Floats>(codebook)) {}
-  Floats number(Words words, int step) const {
+  void numbers(Words words, int step, Floats* to) const {
     const Words places = words >> (4 * step);  // of which the instruction reads four bits
-    return reinterpret_cast<Floats>(
+    *to = reinterpret_cast<Floats>(
         _mm512_permutexvar_ps(reinterpret_cast<__m512i>(places), reinterpret_cast<__m512>(numbers_)));
   }
 
  private:
   Floats numbers_;
+};
 #elif defined(__AVX2__)
-  explicit Book(const float* codebook) : lower_(load_as<Floats>(codebook)), upper_(load_as<Floats>(codebook + 8)) {}
-  Floats number(Words words, int step) const {
-    const __m256i places = reinterpret_cast<__m256i>(words >> (4 * step));  // of which three bits are read
-    const Words fourth = words << (28 - 4 * step);
-    return reinterpret_cast<Floats>(_mm256_blendv_ps(_mm256_permutevar8x32_ps(reinterpret_cast<__m256>(lower_), places),
-                                                     _mm256_permutevar8x32_ps(reinterpret_cast<__m256>(upper_), places),
-                                                     reinterpret_cast<__m256>(fourth)));
+// The bytes of floats are looked up one by one, those of 32 codes at once.
+struct Book {
+  static constexpr int64_t DEPTH = 8;
+  static constexpr int TOGETHER = 4;
+  static constexpr int step(int part, int i) { return 2 * i + part; }
+
+  explicit Book(const float* codebook) {
+    alignas(32) uint8_t tables[4][32];
+    for (int i = 0; i < 32; ++i)
+      for (int byte = 0; byte < 4; ++byte) tables[byte][i] = load_as<uint32_t>(codebook + i % 16) >> (8 * byte);
+    for (int byte = 0; byte < 4; ++byte) tables_[byte] = load_as<__m256i>(tables[byte]);
+  }
+
+  void numbers(Words words, int part, Floats* to) const {
+    // a byte of each of four words after the other
+    const __m256i by_step = _mm256_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15,  //
+                                             0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    const __m256i places = _mm256_shuffle_epi8(
+        reinterpret_cast<__m256i>((words >> (4 * part)) & 0x0f0f0f0f), by_step);
+    const __m256i first = _mm256_shuffle_epi8(tables_[0], places), second = _mm256_shuffle_epi8(tables_[1], places);
+    const __m256i third = _mm256_shuffle_epi8(tables_[2], places), fourth = _mm256_shuffle_epi8(tables_[3], places);
+    const __m256i low = _mm256_unpacklo_epi8(first, second), low_ends = _mm256_unpacklo_epi8(third, fourth);
+    const __m256i high = _mm256_unpackhi_epi8(first, second), high_ends = _mm256_unpackhi_epi8(third, fourth);
+    to[0] = reinterpret_cast<Floats>(_mm256_unpacklo_epi16(low, low_ends));
+    to[1] = reinterpret_cast<Floats>(_mm256_unpackhi_epi16(low, low_ends));
+    to[2] = reinterpret_cast<Floats>(_mm256_unpacklo_epi16(high, high_ends));
+    to[3] = reinterpret_cast<Floats>(_mm256_unpackhi_epi16(high, high_ends));
   }
 
  private:
-  Floats lower_, upper_;
+  __m256i tables_[4];
+};
 #else
+struct Book : OneByOne {
+  static constexpr int64_t DEPTH = 8;
   explicit Book(const float* codebook) : numbers_(codebook) {}
-  Floats number(Words words, int step) const {
-    Floats found;
-    for (int i = 0; i < WIDTH; ++i) found[i] = numbers_[words[i] >> (4 * step) & 15];
-    return found;
+  void numbers(Words words, int step, Floats* to) const {
+    for (int i = 0; i < WIDTH; ++i) (*to)[i] = numbers_[words[i] >> (4 * step) & 15];
   }
 
  private:
   const float* numbers_;
-#endif
 };
+#endif
 
 // Whole numbers from -128 to 127.
-struct Bytes {
+struct Bytes : OneByOne {
   static constexpr int64_t DEPTH = 4;
   explicit Bytes(const float*) {}
-  Floats number(Words words, int step) const {
+  void numbers(Words words, int step, Floats* to) const {
     const Whole lifted = reinterpret_cast<const Whole&>(words) << (24 - 8 * step);
-    return __builtin_convertvector(lifted >> 24, Floats);
+    *to = __builtin_convertvector(lifted >> 24, Floats);
   }
 };
 
 // Floats of 8 bits, with 4 bits of exponent and 3 of mantissa; none of them is a NaN.
-struct SmallFloats {
+struct SmallFloats : OneByOne {
   static constexpr int64_t DEPTH = 4;
   explicit SmallFloats(const float*) {}
-  Floats number(Words words, int step) const {
+  void numbers(Words words, int step, Floats* to) const {
     const Whole lifted = reinterpret_cast<const Whole&>(words) << (24 - 8 * step);
     const Whole bits = lifted >> 4 & static_cast<int32_t>(0x87f00000);  // sign, and a float's bits
-    return reinterpret_cast<const Floats&>(bits) * 0x1p120f;  // whose exponent is lower by 127 - 7
+    *to = reinterpret_cast<const Floats&>(bits) * 0x1p120f;  // whose exponent is lower by 127 - 7
   }
 };
 
-// A product with codes. weights: their words. scales, offsets: [tiles, groups, COLUMNS]; offsets may be null.
-// sums: [rows, groups], of the inputs of each group, where there are offsets.
+// What makes weights of numbers, of each group and output: a scale, and maybe an offset, or a zero times that scale.
+// All are [tiles, groups, COLUMNS]. dtype: of the scales, float, half or bfloat16.
+struct Scales {
+  at::ScalarType dtype;
+  const void* scales;
+  const float* offsets;  // or null
+  const int8_t* zeros;   // or null
+
+  bool shifted() const { return offsets || zeros; }
+
+  Floats scale(int64_t place) const {
+    switch (dtype) {
+      case at::kHalf:
+        return widened(static_cast<const c10::Half*>(scales) + place);
+      case at::kBFloat16:
+        return widened(static_cast<const c10::BFloat16*>(scales) + place);
+      default:
+        return widened(static_cast<const float*>(scales) + place);
+    }
+  }
+
+  // scale: of the same place.
+  Floats offset(int64_t place, Floats scale) const {
+    using Bytes = int8_t __attribute__((vector_size(WIDTH)));
+    if (offsets) return load_as<Floats>(offsets + place);
+    return -__builtin_convertvector(__builtin_convertvector(load_as<Bytes>(zeros + place), Whole), Floats) * scale;
+  }
+};
+
+// A product with codes. weights: their words. sums: [rows, groups], of the inputs of each group, where weights are shifted.
+// input_scales: of rows that were rounded.
 struct CodedProduct : Product {
-  const float* scales;
-  const float* offsets;
+  Scales scales;
   const int32_t* starts;
   int64_t groups;
   const float* codebook;
   const float* sums;
+  const float* input_scales;
 
   const char* words(int64_t tile) const { return weights + tile * depth * TILE_WORD; }
 };
@@ -130,11 +187,12 @@ struct CodeProducts {
   static constexpr int vectors(int rows) {
     if (WIDTH == 16) return 3;
     if (REGISTERS == 32) return rows <= 2 ? 6 : 4;
+    if (Kind::TOGETHER > 1) return rows == 1 ? 3 : rows == 2 ? 2 : 1;
     return rows == 1 ? 6 : rows == 2 ? 3 : 2;
   }
 
   template <typename T>
-  static Input prepare(const T* from, int64_t rows, int64_t inputs, int64_t depth) {
+  static Input prepare(const T* from, int64_t rows, int64_t inputs, int64_t depth, const int32_t*, int64_t) {
     return converted_rows<float>(from, rows, inputs, rows, depth * Kind::DEPTH);
   }
 
@@ -170,16 +228,19 @@ struct CodeProducts {
 #pragma GCC unroll 6
         for (int v = 0; v < V; ++v) read[v] = load_as<Words>(words + k * TILE_WORD + (column + v * WIDTH) * WORD);
 #pragma GCC unroll 8
-        for (int step = 0; step < Kind::DEPTH; ++step) {
-          const char* place = input + (k * Kind::DEPTH + step) * sizeof(float);
-          Floats numbers[V];
+        for (int part = 0; part < Kind::DEPTH / Kind::TOGETHER; ++part) {
+          Floats numbers[V][Kind::TOGETHER];
 #pragma GCC unroll 6
-          for (int v = 0; v < V; ++v) numbers[v] = kind.number(read[v], step);
+          for (int v = 0; v < V; ++v) kind.numbers(read[v], part, numbers[v]);
+#pragma GCC unroll 4
+          for (int i = 0; i < Kind::TOGETHER; ++i) {
+            const char* place = input + (k * Kind::DEPTH + Kind::step(part, i)) * sizeof(float);
 #pragma GCC unroll 6
-          for (int r = 0; r < R; ++r) {
-            const Floats x = Floats{} + load_as<float>(place + r * product.row_bytes);
+            for (int r = 0; r < R; ++r) {
+              const Floats x = Floats{} + load_as<float>(place + r * product.row_bytes);
 #pragma GCC unroll 6
-            for (int v = 0; v < V; ++v) sums[r][v] = multiply_add(x, numbers[v], sums[r][v]);
+              for (int v = 0; v < V; ++v) sums[r][v] = multiply_add(x, numbers[v][i], sums[r][v]);
+            }
           }
         }
       }
@@ -190,10 +251,11 @@ struct CodeProducts {
         for (int v = 0; v < V; ++v) {
           float* total = totals + r * COLUMNS + v * WIDTH;
           const Floats before = g == 0 ? Floats{} : load_as<Floats>(total);
-          Floats sum = multiply_add(sums[r][v], load_as<Floats>(product.scales + scaled + v * WIDTH), before);
-          if (product.offsets) {
+          const Floats scale = product.scales.scale(scaled + v * WIDTH);
+          Floats sum = multiply_add(sums[r][v], scale, before);
+          if (product.scales.shifted()) {
             const Floats inputs = Floats{} + product.sums[(row + r) * product.groups + g];
-            sum = multiply_add(inputs, load_as<Floats>(product.offsets + scaled + v * WIDTH), sum);
+            sum = multiply_add(inputs, product.scales.offset(scaled + v * WIDTH, scale), sum);
           }
           store_as(total, sum);
         }
@@ -217,7 +279,7 @@ struct ExpandedProducts {
   static constexpr int64_t INPUTS = 96;  // of a part; a multiple of what every Inner takes at once
 
   template <typename T>
-  static Input prepare(const T* from, int64_t rows, int64_t inputs, int64_t depth) {
+  static Input prepare(const T* from, int64_t rows, int64_t inputs, int64_t depth, const int32_t*, int64_t) {
     return Inner::prepare(from, rows, inputs, depth * Kind::DEPTH / Weights::DEPTH);
   }
 
@@ -249,16 +311,24 @@ struct ExpandedProducts {
 #pragma GCC unroll 12
       for (int column = 0; column < COLUMNS; column += WIDTH) {
         const Words read = load_as<Words>(words + k * TILE_WORD + column * WORD);
-        const Floats scales = load_as<Floats>(product.scales + scaled + column);
-        const Floats offsets = product.offsets ? load_as<Floats>(product.offsets + scaled + column) : Floats{};
-        const auto weight = [&](int step) { return multiply_add(kind.number(read, step), scales, offsets); };
+        const Floats scales = product.scales.scale(scaled + column);
+        const Floats offsets = product.scales.shifted() ? product.scales.offset(scaled + column, scales) : Floats{};
+        Floats weights[Kind::DEPTH];
+#pragma GCC unroll 8
+        for (int part = 0; part < Kind::DEPTH / Kind::TOGETHER; ++part) {
+          Floats numbers[Kind::TOGETHER];
+          kind.numbers(read, part, numbers);
+#pragma GCC unroll 4
+          for (int i = 0; i < Kind::TOGETHER; ++i)
+            weights[Kind::step(part, i)] = multiply_add(numbers[i], scales, offsets);
+        }
 #pragma GCC unroll 8
         for (int step = 0; step < Kind::DEPTH; step += Weights::DEPTH) {
           char* place = to + step / Weights::DEPTH * TILE_WORD + column * WORD;
           if constexpr (std::is_same_v<Weights, FloatWeights>)
-            store_as(place, weight(step));
+            store_as(place, weights[step]);
           else
-            store_as(place, nearest_bf16(weight(step)) >> 16 | (nearest_bf16(weight(step + 1)) & 0xffff0000));
+            store_as(place, nearest_bf16(weights[step]) >> 16 | (nearest_bf16(weights[step + 1]) & 0xffff0000));
         }
       }
     }

@@ -52,6 +52,12 @@ struct Places {
   MaybeTensor cos, sin, adapters;
 };
 
+// A layer's KV blocks, and what their numbers are multiplied by.
+struct Cache {
+  at::Tensor keys, values;
+  double key_scale, value_scale;
+};
+
 // Pre-norm layers, with a SiLU-gated feed-forward part (gated) or one with ReLU.
 class Decoder : public torch::CustomClassHolder {
  public:
@@ -64,18 +70,21 @@ class Decoder : public torch::CustomClassHolder {
                        std::move(up), std::move(down), scaling, window, softcap});
   }
 
-  // hidden: [tokens, hidden_size], as is the result. keys, values: the cache of each layer. cos, sin: [tokens, rotated]
-  // where positions are rotary. adapters: as Linear::adapted takes them. The others as in paged_attention and write_kv.
+  // hidden: [tokens, hidden_size], as is the result. keys, values: the cache of each layer, with its scales. cos, sin:
+  // [tokens, rotated] where positions are rotary. adapters: as Linear::adapted takes them. The others as in
+  // paged_attention and write_kv.
   at::Tensor forward(const at::Tensor& hidden, std::vector<at::Tensor> keys, std::vector<at::Tensor> values,
-                     const at::Tensor& slots, const at::Tensor& tables, const at::Tensor& kv_lengths,
-                     const at::Tensor& query_starts, const MaybeTensor& cos, const MaybeTensor& sin,
-                     const MaybeTensor& adapters) const {
+                     std::vector<double> key_scales, std::vector<double> value_scales, const at::Tensor& slots,
+                     const at::Tensor& tables, const at::Tensor& kv_lengths, const at::Tensor& query_starts,
+                     const MaybeTensor& cos, const MaybeTensor& sin, const MaybeTensor& adapters) const {
     TORCH_CHECK(keys.size() == layers_.size() && values.size() == layers_.size(), "each layer needs its cache");
+    TORCH_CHECK(key_scales.size() == layers_.size() && value_scales.size() == layers_.size(), "and its scales");
     const Places places{slots, tables, kv_lengths, query_starts, cos, sin, adapters};
     at::Tensor residual = hidden;
     for (size_t i = 0; i < layers_.size(); ++i) {
       const Layer& layer = layers_[i];
-      const at::Tensor attended = attend(layer, (*layer.attention_norm)(residual), places, keys[i], values[i]);
+      Cache cache{keys[i], values[i], key_scales[i], value_scales[i]};
+      const at::Tensor attended = attend(layer, (*layer.attention_norm)(residual), places, cache);
       residual = layer.output->adapted(attended, adapters, false, residual);
       const at::Tensor normed = (*layer.feed_forward_norm)(residual);
       const at::Tensor up = layer.up->adapted(normed, adapters, !gated_);
@@ -85,18 +94,18 @@ class Decoder : public torch::CustomClassHolder {
   }
 
  private:
-  at::Tensor attend(const Layer& layer, const at::Tensor& x, const Places& places, at::Tensor& keys,
-                    at::Tensor& values) const {
+  at::Tensor attend(const Layer& layer, const at::Tensor& x, const Places& places, Cache& cache) const {
     const at::Tensor joined = layer.qkv->adapted(x, places.adapters).view({x.size(0), heads_ + 2 * kv_heads_, head_dim_});
     at::Tensor query = joined.narrow(1, 0, heads_);
     const at::Tensor key = joined.narrow(1, heads_, kv_heads_);
     const at::Tensor value = joined.narrow(1, heads_ + kv_heads_, kv_heads_);
     if (places.cos)
-      rotate_and_write(query, key, value, *places.cos, *places.sin, keys, values, places.slots);
+      rotate_and_write(query, key, value, *places.cos, *places.sin, cache.keys, cache.values, places.slots,
+                       cache.key_scale, cache.value_scale);
     else
-      write_kv(key, value, keys, values, places.slots);
-    return paged_attention(query, keys, values, places.tables, places.kv_lengths, places.query_starts, layer.scaling,
-                           layer.window, layer.softcap, {}, false)
+      write_kv(key, value, cache.keys, cache.values, places.slots, cache.key_scale, cache.value_scale);
+    return paged_attention(query, cache.keys, cache.values, places.tables, places.kv_lengths, places.query_starts,
+                           layer.scaling, layer.window, layer.softcap, {}, false, cache.key_scale, cache.value_scale)
         .view({x.size(0), heads_ * head_dim_});
   }
 
@@ -113,7 +122,7 @@ TORCH_LIBRARY_FRAGMENT(oatmill, library) {
   using namespace oatmill;
   // each before those whose methods take it
   library.class_<Codes>("Codes").def(
-      torch::init<std::string, at::Tensor, at::Tensor, MaybeTensor, MaybeTensor, MaybeTensor>());
+      torch::init<std::string, at::Tensor, at::Tensor, MaybeTensor, MaybeTensor, MaybeTensor, MaybeTensor>());
   library.class_<Adapters>("Adapters")
       .def(torch::init<int64_t>())
       .def("put", &Adapters::put)

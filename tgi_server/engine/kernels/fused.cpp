@@ -172,9 +172,11 @@ at::Tensor silu_mul(const at::Tensor& gate_up) {
 
 // Rotates query in place and key on its way into the cache, and puts value beside it.
 // query: [tokens, heads, head_dim]; key, value: [tokens, kv_heads, head_dim], all with a dense last dimension and
-// possibly views of one tensor; cos, sin: [tokens, rotated]; keys, values: the layer's cache (kv_layout.h).
+// possibly views of one tensor; cos, sin: [tokens, rotated]; keys, values: the layer's cache (kv_layout.h), with its
+// scales.
 void rotate_and_write(at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const at::Tensor& cos,
-                      const at::Tensor& sin, at::Tensor& keys, at::Tensor& values, const at::Tensor& slots) {
+                      const at::Tensor& sin, at::Tensor& keys, at::Tensor& values, const at::Tensor& slots,
+                      double key_scale, double value_scale) {
   const int64_t heads = query.size(1), kv_heads = key.size(1), head_dim = query.size(2), rotated = cos.size(-1);
   TORCH_CHECK(query.stride(2) == 1 && key.stride(2) == 1 && value.stride(2) == 1);
   TORCH_CHECK(cos.is_contiguous() && sin.is_contiguous() && cos.scalar_type() == query.scalar_type());
@@ -183,12 +185,15 @@ void rotate_and_write(at::Tensor& query, const at::Tensor& key, const at::Tensor
     const T* c = cos.const_data_ptr<T>();
     const T* s = sin.const_data_ptr<T>();
     const int64_t group = heads / kv_heads;
-    write_blocks<T>(slots, key, value, keys, values, [&](int64_t t, int64_t h, const T* from, T* to) {
+    const auto turn = [&](int64_t t, int64_t h, const T* from, T* to) {
       for (int64_t i = h * group; i < (h + 1) * group; ++i) {
         T* head = q + t * query.stride(0) + i * query.stride(1);
         rotate(head, head, c + t * rotated, s + t * rotated, rotated, head_dim);
       }
       rotate(from, to, c + t * rotated, s + t * rotated, rotated, head_dim);
+    };
+    by_cache<T>(keys.scalar_type(), [&]<typename C>(C*) {
+      write_blocks<T, C>(slots, key, value, keys, values, {static_cast<float>(key_scale), static_cast<float>(value_scale)}, turn);
     });
   });
 }
@@ -201,7 +206,7 @@ TORCH_LIBRARY_FRAGMENT(oatmill, library) {
   library.def("silu_mul(Tensor gate_up) -> Tensor");
   library.def(
       "rotate_and_write(Tensor(a!) query, Tensor key, Tensor value, Tensor cos, Tensor sin, Tensor(b!) keys, "
-      "Tensor(c!) values, Tensor slots) -> ()");
+      "Tensor(c!) values, Tensor slots, float key_scale=1.0, float value_scale=1.0) -> ()");
 }
 
 TORCH_LIBRARY_IMPL(oatmill, CPU, library) {

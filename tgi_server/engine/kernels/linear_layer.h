@@ -29,16 +29,16 @@ struct Way {
 };
 
 // Codes of 4 or 8 bits, beside the words that codes_pack makes of them; codes.h says how they are multiplied.
-// kind: "int4", "codebook", "int8" or "fp8". starts: [groups + 1] int32, in words. scales, offsets: [tiles, groups,
-// COLUMNS] float32. codebook: [16] float32, of that kind only. order: as given to codes_pack; none where it changes
-// nothing.
+// kind: "int4", "codebook", "int8" or "fp8". starts: [groups + 1] int32, in words. scales, and one of offsets and zeros or
+// none: [tiles, groups, COLUMNS]; scales are float32, bfloat16 or float16, offsets float32, zeros int8. codebook: [16]
+// float32, of that kind only. order: as given to codes_pack; none where it changes nothing.
 struct Codes : torch::CustomClassHolder {
   std::string kind;
   at::Tensor starts, scales;
-  std::optional<at::Tensor> offsets, codebook, order;
+  std::optional<at::Tensor> offsets, zeros, codebook, order;
 
   Codes(std::string kind, at::Tensor starts, at::Tensor scales, std::optional<at::Tensor> offsets,
-        std::optional<at::Tensor> codebook, std::optional<at::Tensor> order);
+        std::optional<at::Tensor> zeros, std::optional<at::Tensor> codebook, std::optional<at::Tensor> order);
 };
 
 using CodesPtr = c10::intrusive_ptr<Codes>;

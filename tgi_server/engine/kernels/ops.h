@@ -17,15 +17,16 @@ at::Tensor layer_norm(const at::Tensor& input, const at::Tensor& weight, const a
 at::Tensor silu_mul(const at::Tensor& gate_up);
 
 void rotate_and_write(at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const at::Tensor& cos,
-                      const at::Tensor& sin, at::Tensor& keys, at::Tensor& values, const at::Tensor& slots);
+                      const at::Tensor& sin, at::Tensor& keys, at::Tensor& values, const at::Tensor& slots,
+                      double key_scale, double value_scale);
 
 void write_kv(const at::Tensor& key, const at::Tensor& value, at::Tensor& keys, at::Tensor& values,
-              const at::Tensor& slots);
+              const at::Tensor& slots, double key_scale, double value_scale);
 
 at::Tensor paged_attention(const at::Tensor& query, const at::Tensor& keys, const at::Tensor& values,
                            const at::Tensor& tables, const at::Tensor& kv_lengths, const at::Tensor& query_starts,
                            double scaling, int64_t window, double softcap,
-                           const std::optional<at::Tensor>& alibi_slopes, bool rounded_alibi,
-                           std::optional<std::string_view> kernel = {});
+                           const std::optional<at::Tensor>& alibi_slopes, bool rounded_alibi, double key_scale,
+                           double value_scale, std::optional<std::string_view> kernel = {});
 
 }  // namespace oatmill

@@ -231,6 +231,8 @@ class LayerStack(nn.Module):
             hidden_states[0],
             backend.keys[self._caches],
             backend.values[self._caches],
+            backend.key_scales[self._caches],
+            backend.value_scales[self._caches],
             metadata.slots,
             metadata.block_tables,
             metadata.kv_lengths,

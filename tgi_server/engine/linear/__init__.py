@@ -9,7 +9,7 @@ from torch import nn
 from tgi_server.engine.errors import UnsupportedModel
 from tgi_server.engine.kernels import load_kernels
 from tgi_server.engine.linear.base import PackedLinear
-from tgi_server.engine.linear.choice import Weights, choose_kernels, coded_shapes, plain_shapes
+from tgi_server.engine.linear.choice import ROUNDS_INPUTS, Weights, choose_kernels, coded_shapes, plain_shapes
 from tgi_server.engine.linear.coded import CodedLinear, kind_of
 from tgi_server.engine.linear.float import FloatLinear
 from tgi_server.engine.linear.int8 import Int8Linear
@@ -39,7 +39,8 @@ class LinearFactory:
     @property
     def rounding(self) -> float:
         """Returns the share of their norm by which the layers may change a model's logits."""
-        return self.layer.rounding
+        rounds_inputs = any(ROUNDS_INPUTS in table.kernels for table in self.coded.values())
+        return max(self.layer.rounding, Int8Linear.rounding if rounds_inputs else 0)
 
     def __str__(self) -> str:
         """Returns the kernels, for people."""
@@ -132,7 +133,7 @@ def _pinned(text: str, weights: Weights) -> KernelTable:
         table = KernelTable.of(text)
     except ValueError as error:
         raise UnsupportedModel(f"--linear-kernels: {error}") from error
-    known = [*weights.kernels, "onednn"] if weights.has_onednn else weights.kernels
+    known = [*weights.kernels, *weights.by_name, *(["onednn"] if weights.has_onednn else [])]
     if unknown := [name for name in table.kernels if name not in known]:
         raise UnsupportedModel(
             f"--linear-kernels: this CPU has no {', '.join(unknown)} for these weights; it has {', '.join(known)}"

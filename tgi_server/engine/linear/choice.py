@@ -49,6 +49,8 @@ _REPEATS = 5
 _SMALL_BYTES = 32 << 20
 # Kernels that stand in for instructions this CPU has not end so; tests choose them by name.
 _EMULATED = "amx_emulated"
+# The kernel that rounds its inputs to 8 bits: taken by its name, and never because it is fast.
+ROUNDS_INPUTS = "codes_int8"
 # Inputs of a group in weights of codes that are timed.
 _GROUP = 128
 
@@ -61,7 +63,8 @@ class Weights:
     """A kind of weights, all of which are multiplied by the same kernels.
 
     name: tells it from others. dtype: of the inputs. bits: of a weight. kernels: those of the engine's own that run on
-    this CPU, the one to begin with first. has_onednn: oneDNN takes them, too.
+    this CPU, the one to begin with first. by_name: those that are taken by their name only. has_onednn: oneDNN takes
+    them, too.
     make: returns a layer of so many outputs and inputs, with these kernels.
     """
 
@@ -71,6 +74,7 @@ class Weights:
     kernels: tuple[str, ...]
     has_onednn: bool
     make: Callable[[int, int, KernelTable], PackedLinear]
+    by_name: tuple[str, ...] = ()
 
     @classmethod
     def plain(cls, layer: type[FloatLinear], dtype: torch.dtype) -> Self:
@@ -94,17 +98,19 @@ class Weights:
         codes = {4: torch.uint8, 8: torch.float8_e4m3fn if kind == "fp8" else torch.int8}[bits]
 
         def make(outputs: int, inputs: int, table: KernelTable) -> PackedLinear:
-            scales = torch.full((outputs, -(-inputs // _GROUP)), 0.01)
+            scales = torch.full((outputs, -(-inputs // _GROUP)), 2.0**-7)  # which is narrow, as most are
             numbers = torch.full((outputs, inputs), 3, dtype=torch.uint8).view(codes)
             zeros = torch.full(scales.shape, CODES / 2) if kind == "int4" else None
             weight = QuantizedWeight.of(numbers, scales, zeros, codebook=codebook)
             return CodedLinear(weight, None, table)
 
-        return cls(f"{kind} {dtype}", dtype, bits, _real(torch.ops.oatmill.codes_kernels(kind)), False, make)
+        kernels = torch.ops.oatmill.codes_kernels(kind)
+        by_name = tuple(name for name in kernels if name == ROUNDS_INPUTS)
+        return cls(f"{kind} {dtype}", dtype, bits, _real(kernels), False, make, by_name)
 
 
 def _real(kernels: Sequence[str]) -> tuple[str, ...]:
-    return tuple(name for name in kernels if not name.endswith(_EMULATED))
+    return tuple(name for name in kernels if not name.endswith(_EMULATED) and name != ROUNDS_INPUTS)
 
 
 def plain_shapes(model: nn.Module) -> Counter[tuple[int, int]]:
@@ -142,7 +148,7 @@ def _chosen(shapes: Counter[tuple[int, int]], weights: Weights) -> KernelTable:
         return cached
     started = time.perf_counter()
     candidates = [*weights.kernels, ONEDNN] if weights.has_onednn else weights.kernels
-    table = choose(measure(outputs_by_depth, weights, candidates))
+    table = choose(measure(outputs_by_depth, {name: (weights, name) for name in candidates}))
     give_back()  # some 100 MB of trials
     logger.info("linear layers: %s, measured in %.1f s", table, time.perf_counter() - started)
     _write(place, table)
@@ -168,18 +174,24 @@ def choose(times: Mapping[str, Times]) -> KernelTable:
 
 
 def measure(
-    outputs_by_depth: Mapping[int, int], weights: Weights, candidates: Sequence[str], *, seconds: float = BUDGET_SECONDS
+    outputs_by_depth: Mapping[int, int],
+    candidates: Mapping[str, tuple[Weights, str]],
+    numbers_of_rows: Sequence[int] = ROWS,
+    *,
+    seconds: float = BUDGET_SECONDS,
 ) -> dict[str, dict[int, float]]:
     """Returns the times of candidates: seconds of all layers together, by the number of rows.
 
-    outputs_by_depth: how many outputs all layers with so many inputs have together. seconds: how long it may take.
+    outputs_by_depth: how many outputs all layers with so many inputs have together. candidates: weights, all for inputs
+    of one dtype, and the kernel that multiplies them. seconds: how long it may take.
     """
     deadline = time.perf_counter() + seconds
-    times = {name: dict.fromkeys(ROWS, 0.0) for name in candidates}
+    dtype = next(weights.dtype for weights, _ in candidates.values())
+    times = {name: dict.fromkeys(numbers_of_rows, 0.0) for name in candidates}
     for depth, outputs in outputs_by_depth.items():
-        trials = {name: _Trial.of(name, depth, weights) for name in candidates}
-        for rows in ROWS:
-            x = torch.full((rows, depth), 0.01, dtype=weights.dtype)
+        trials = {name: _Trial.of(kernel, depth, weights) for name, (weights, kernel) in candidates.items()}
+        for rows in numbers_of_rows:
+            x = torch.full((rows, depth), 0.01, dtype=dtype)
             best = dict.fromkeys(candidates, math.inf)
             for repeat in range(_REPEATS):
                 if repeat and time.perf_counter() > deadline:

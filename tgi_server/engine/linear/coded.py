@@ -40,15 +40,22 @@ class CodedLinear(KernelLinear):
         if self.kind == "int4":  # numbers from -8 to 7, in two's complement
             codes = codes ^ _SIGN
             zeros = (torch.zeros_like(weight.scales) if zeros is None else zeros) - _SIGN
-        offsets = None if zeros is None or not bool(zeros.any()) else _by_tile(-zeros * weight.scales)
+        self._offsets, self._zeros = None, None
+        if zeros is not None and bool(zeros.any()):
+            small = zeros.to(torch.int8)
+            if torch.equal(small.float(), zeros):
+                self._zeros = _by_tile(small)
+            else:
+                self._offsets = _by_tile(-zeros * weight.scales)
         self._order, starts = _arrangement(weight, _WORD_BITS // self._bits)
         packed = torch.ops.oatmill.codes_pack(codes, self._order, self._bits)
-        self._scales, self._offsets = _by_tile(weight.scales), offsets
+        self._scales = _by_tile(_narrowed(weight.scales))
         by_kind = torch.classes.oatmill.Codes(
             self.kind,
             starts,
             self._scales,
-            offsets,
+            self._offsets,
+            self._zeros,
             self._codebook if self.kind == "codebook" else None,
             None if _keeps_order(self._order, self.in_features) else self._order,
         )
@@ -64,7 +71,10 @@ class CodedLinear(KernelLinear):
             numbers = (codes ^ _SIGN).float() - _SIGN
         else:
             numbers = codes.view(torch.int8 if self.kind == "int8" else torch.float8_e4m3fn).float()
-        dense = numbers * self._by_input(self._scales)
+        scales = self._by_input(self._scales.float())
+        if self._zeros is not None:
+            numbers -= self._by_input(self._zeros.float())
+        dense = numbers * scales
         if self._offsets is not None:
             dense += self._by_input(self._offsets)
         return dense.to(self.weight.dtype), self._plain_bias()
@@ -101,6 +111,15 @@ def _arrangement(weight: QuantizedWeight, of_word: int) -> tuple[Tensor, Tensor]
 def _keeps_order(order: Tensor, inputs: int) -> bool:
     """Returns True if all inputs stand where they were, and what is empty stands behind them."""
     return torch.equal(order[:inputs], torch.arange(inputs, dtype=torch.int32))
+
+
+def _narrowed(scales: Tensor) -> Tensor:
+    """Returns the same numbers in 16 bits where these hold them, as those of most checkpoints do: less is read."""
+    for dtype in (torch.float16, torch.bfloat16):
+        narrow = scales.to(dtype)
+        if torch.equal(narrow.float(), scales):
+            return narrow
+    return scales
 
 
 def _by_tile(values: Tensor) -> Tensor:

@@ -62,7 +62,7 @@ def _groups(inputs: int) -> Tensor:
 def _int4(weight: Tensor) -> QuantizedWeight:
     groups = _grouped(weight)
     low, high = groups.amin(2).clamp_(max=0), groups.amax(2).clamp_(min=0)
-    scales = ((high - low) / _INT4_LARGEST).clamp_(min=_TINY)
+    scales = ((high - low) / _INT4_LARGEST).clamp_(min=_TINY).bfloat16().float()  # of 16 bits: a kernel reads them
     zeros = (-low / scales).round_()
     codes = (groups / scales.unsqueeze(2)).round_().add_(zeros.unsqueeze(2)).clamp_(0, _INT4_LARGEST)
     flat = codes.to(torch.uint8).flatten(1)[:, : weight.shape[1]]

@@ -11,7 +11,8 @@ from transformers import PreTrainedModel
 from tgi_server.engine.attention import create_attention_backend
 from tgi_server.engine.attention.base import AttentionBackend
 from tgi_server.engine.attention.gather import GatherAttention
-from tgi_server.engine.config import EngineConfig
+from tgi_server.engine.attention.kv_format import KVFormat
+from tgi_server.engine.config import KV_CACHE_DTYPES, EngineConfig
 from tgi_server.engine.errors import UnsupportedModel
 from tgi_server.engine.kernels import load_kernels
 from tgi_server.engine.layers import fuse, limit_threads, optimise, unpack
@@ -71,6 +72,11 @@ def _runner(
     weight_bytes = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
     shape = probe_kv_shape(model, group)
     if shape is None:
+        if config.kv_cache_dtype is not None:
+            raise UnsupportedModel(
+                f"--kv-cache-dtype {config.kv_cache_dtype} is for models whose batches are paged; "
+                f"{model.config.model_type} models run in padded batches, so leave it out"
+            )
         _warn_no_graphs(config, "on the padded path")
         if on_cpu:
             optimise(model, linear=linear)
@@ -83,14 +89,17 @@ def _runner(
                 raise
             unpack(model)
         return PaddedRunner(model, config.memory_fraction, config.cpu_memory, group, fallbacks)
-    backend = create_attention_backend(shape, model.device, model.dtype, custom_kernels=config.custom_kernels)
+    kv_format = _kv_format(model, config)
+    backend = create_attention_backend(
+        shape, model.device, model.dtype, kv_format, custom_kernels=config.custom_kernels
+    )
     if model.device.type == "cuda" and config.custom_kernels:
         backend, slower = prove_kernels(model, backend, group)
         fallbacks += slower
     if model.device.type != "cuda" or not backend.any_lengths:
         _warn_no_graphs(config, f"on {'a CPU' if model.device.type == 'cpu' else 'a GPU in plain torch'}")
     if on_cpu:
-        probe = LogitsProbe(model, group)
+        probe = LogitsProbe(model, group, kv_format=kv_format)
         optimise(model, backend, probe.variants, linear=linear, apart=apart)
         if fault := probe.fault(backend, "the CPU kernels", linear.rounding):
             raise UnsupportedModel(f"{model.config.model_type}: {fault}; start with --disable-custom-kernels")
@@ -114,9 +123,9 @@ def prove_kernels(
     if type(backend) is GatherAttention:
         missing = "the attention kernels are not for this device or model, or Triton is missing"
         return backend, [_warned(f"attention runs in plain torch, which is slower: {missing}")]
-    probe = LogitsProbe(model, group, long=True)
+    probe = LogitsProbe(model, group, long=True, kv_format=backend.kv_format)
     if fault := probe.fault(backend, type(backend).__name__):
-        plain = GatherAttention(backend.shape, backend.device, backend.dtype)
+        plain = GatherAttention(backend.shape, backend.device, backend.dtype, backend.kv_format)
         return plain, [_warned(f"attention runs in plain torch, which is slower: {fault}")]
     if fault := fuse(model, probe.variants, partial(probe.fault, backend, "fused layers")):
         return backend, [_warned(f"decoder layers are not fused, which is slow: {fault}")]
@@ -126,3 +135,9 @@ def prove_kernels(
 def _warned(fallback: str) -> str:
     logger.warning(fallback)
     return fallback
+
+
+def _kv_format(model: PreTrainedModel, config: EngineConfig) -> KVFormat:
+    if config.kv_cache_dtype is None:
+        return KVFormat(model.dtype)
+    return KVFormat(KV_CACHE_DTYPES[config.kv_cache_dtype], getattr(model, "kv_scales", {}))

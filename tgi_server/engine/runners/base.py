@@ -1,7 +1,7 @@
 """The interface of a way to run a model, of which there are two: the paged and the padded one."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -20,6 +20,10 @@ CPU_WARM_UP_TOKENS = 32
 
 _NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx", "seq_length")
 _UNBOUNDED = frozenset({"bloom", "mpt", "t5", "mt5", "umt5"})  # relative positions: any length is computable
+
+
+# Takes logits, [rows, vocab_size], and samples from them as requests may want it that need the most memory.
+Sample = Callable[[Tensor], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +94,12 @@ class Runner(ABC):
         max_total_tokens: int | None,
         max_batch_total_tokens: int | None,
         adapter_bytes: int = 0,
+        sample: Sample | None = None,
     ) -> CacheCapacity:
-        """Sizes the cache and runs the largest pass. Raises NotEnoughMemory."""
+        """Sizes the cache and runs the largest pass. Raises NotEnoughMemory.
+
+        sample: samples from the logits of the largest batch, on devices whose memory has to last for that, too.
+        """
 
     def reserve(self, seconds: float) -> bool:
         """Spends about `seconds` on taking memory that requests may need, always the same amount ahead of those so far.

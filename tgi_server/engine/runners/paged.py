@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from tgi_server.contract import StoppingParameters
 from tgi_server.engine.attention.base import AttentionBackend, GreedyOnly
 from tgi_server.engine.attention.gather import GatherAttention
 from tgi_server.engine.attention.paged_cache import PagedCache
@@ -18,6 +19,7 @@ from tgi_server.engine.runners.base import (
     CacheCapacity,
     PromptChunk,
     Runner,
+    Sample,
     position_limit,
     warm_up_tokens,
 )
@@ -94,21 +96,16 @@ class PagedRunner(Runner):
         max_total_tokens: int | None,
         max_batch_total_tokens: int | None,
         adapter_bytes: int = 0,
+        sample: Sample | None = None,
     ) -> CacheCapacity:
         size = self._backend.block_size
         limit = max_total_tokens or position_limit(self._model.config) or UNBOUNDED_POSITIONS
         self._graphs = self._adapter_graphs = self._draft_graphs = None
-        self._run_largest(max_batch_size, max_prefill_tokens)
+        self._run_largest(max_batch_size, max_prefill_tokens, limit, sample)
         with taken_by(self._device) as graphs:
             self._record()
         self._graphs = self._adapter_graphs = self._draft_graphs = None
-        token_bytes = self.bytes_per_token + self.companion_bytes
-        processes = self._group.local_world_size if self._group else 1
-        free = cache_bytes(self._device, self._memory_fraction, self._cpu_memory, processes, adapter_bytes)
-        free -= graphs.bytes
-        affordable = free // (size * token_bytes)
-        if self._group:
-            affordable = self._group.minimum(affordable)
+        affordable = self._affordable(graphs.bytes, adapter_bytes)
         useful = max_batch_size * -(-limit // size)
         if max_batch_total_tokens is not None:
             useful = min(useful, -(-max_batch_total_tokens // size))
@@ -122,6 +119,7 @@ class PagedRunner(Runner):
             )
         total = min(limit, num_blocks * size)
         self._allocate(max_batch_size, num_blocks, total)
+        token_bytes = self.bytes_per_token + self.companion_bytes
         self._reserved = min(_RESERVED_TOKENS, _RESERVED_WEIGHTS * self._weight_bytes // token_bytes) // size
         self.reserve(_RESERVE_SECONDS)
         self._rope.fix(total)
@@ -130,9 +128,19 @@ class PagedRunner(Runner):
             max_batch_size, num_blocks, size, max_total_tokens=total, max_batch_total_tokens=num_blocks * size
         )
 
+    def _affordable(self, taken: int, adapter_bytes: int) -> int:
+        """Returns how many blocks there is memory for, the same for all shards.
+
+        taken, adapter_bytes: bytes that are not for them; the latter are free yet, and of each process.
+        """
+        processes = self._group.local_world_size if self._group else 1
+        free = cache_bytes(self._device, self._memory_fraction, self._cpu_memory, processes, adapter_bytes) - taken
+        blocks = free // (self.block_size * (self.bytes_per_token + self.companion_bytes))
+        return self._group.minimum(blocks) if self._group else blocks
+
     @property
     def bytes_per_token(self) -> int:
-        return self._backend.shape.bytes_per_token(self._backend.dtype)
+        return self._backend.token_bytes
 
     def share_block_size(self, other: "PagedRunner") -> None:
         """Gives both runners, which have no blocks yet, the same block size: attention in plain torch takes any."""
@@ -142,7 +150,7 @@ class PagedRunner(Runner):
     def follow(self, capacity: CacheCapacity, max_prefill_tokens: int) -> None:
         """Warms up beside another model, for the same sequences in blocks of the same numbers."""
         self._graphs = self._draft_graphs = None
-        self._run_largest(capacity.max_batch_size, max_prefill_tokens)
+        self._run_largest(capacity.max_batch_size, max_prefill_tokens, capacity.max_total_tokens, None)
         self._allocate(capacity.max_batch_size, capacity.num_blocks, capacity.max_total_tokens)
         self._rope.fix(capacity.max_total_tokens)
         self._record()
@@ -287,10 +295,14 @@ class PagedRunner(Runner):
         inputs = self._batch.draft_input(rows, self._batch.max_total_tokens + self.most_drafted)
         return self._run(inputs).unflatten(0, (rows, inputs.metadata.row_tokens))
 
-    def _run_largest(self, max_batch_size: int, max_prefill_tokens: int) -> None:
-        """Runs the largest pass with the backend, or where its kernels fail, with attention in plain torch."""
+    def _run_largest(self, max_batch_size: int, max_prefill_tokens: int, limit: int, sample: Sample | None) -> None:
+        """Runs the largest pass with the backend, or where its kernels fail, with attention in plain torch.
+
+        limit: most tokens of one sequence.
+        """
+        largest = max_batch_size, max_prefill_tokens, limit, sample
         try:
-            self._run_prompt_of(max_prefill_tokens, max_batch_size)
+            self._run_prompts(*largest)
         except (EngineError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # of a compiler, of a driver: a kernel that cannot be had for some sizes
@@ -298,23 +310,40 @@ class PagedRunner(Runner):
             if plain or self._group is not None:
                 raise
             self._attend_in_plain_torch(error)
-            self._run_prompt_of(max_prefill_tokens, max_batch_size)
+            self._run_prompts(*largest)
 
     def _attend_in_plain_torch(self, fault: Exception) -> None:
         name = type(self._backend).__name__
         fallback = f"attention runs in plain torch, which is slow: {name} fails ({type(fault).__name__}: {fault})"
         logger.warning(fallback)
         self.fallbacks.append(fallback)
-        self._backend = GatherAttention(self._backend.shape, self._device, self._backend.dtype)
+        failed = self._backend
+        self._backend = GatherAttention(failed.shape, self._device, failed.dtype, failed.kv_format)
         self._backend.block_size = self.block_size  # which has been told already
         self._cache = PagedCache(self._backend)
         self._cache.attach(self._model)
 
-    def _run_prompt_of(self, max_prefill_tokens: int, max_batch_size: int) -> None:
+    def _run_prompts(self, max_batch_size: int, max_prefill_tokens: int, limit: int, sample: Sample | None) -> None:
         tokens = warm_up_tokens(self._model.config, self._device, max_prefill_tokens)
-        blocks = -(-tokens // self.block_size)
-        self._allocate(max_batch_size, blocks, tokens + 1)
+        blocks = list(range(1, -(-tokens // self.block_size) + 1))
+        self._allocate(max_batch_size, len(blocks), tokens + 1)
         forget_peak(self._device)
         self._rope.fix(tokens + 1)
-        self.run_prompt(tokens, list(range(1, blocks + 1)))
+        self.run_prompt(tokens, blocks)
         self.truncate(0)
+        if sample is not None:
+            longest = max(tokens + 1, min(limit, self._affordable(0, 0) * self.block_size))
+            self._allocate(max_batch_size, len(blocks), longest)
+            self._rope.fix(longest)
+            sample(self._run_last_chunk(tokens, longest, blocks, max_batch_size))
+
+    def _run_last_chunk(self, tokens: int, longest: int, blocks: list[int], max_batch_size: int) -> Tensor:
+        """Runs the last `tokens` tokens of the longest prompt, while all other rows decode. Returns all rows' logits.
+
+        All of the prompt's keys stand in the blocks of these tokens, over and over: so a long prompt takes no more
+        memory than they do, and what is made of its keys on the way takes as much as it ever does.
+        """
+        repeated = -(-longest // self.block_size)
+        table = (blocks * -(-repeated // len(blocks)))[:repeated]
+        sequence = RunningSequence(0, [0] * longest, StoppingParameters(1), blocks=table, computed=longest - tokens)
+        return self.forward(max_batch_size - 1, [PromptChunk.next_of(sequence, tokens)])

@@ -75,7 +75,7 @@ class PagedBatch:
     def place(self, row: int, position: int, blocks: Sequence[int], adapter: int = 0) -> None:
         """Gives the row behind the last one to a sequence whose next token stands at `position`."""
         self._set_adapter(row, adapter)
-        self.positions[row] = position
+        self.positions[row].fill_(position)  # an assignment would copy from the host, and wait
         self._position_offsets[row] = position - self._passes
         self.block_tables.extend(row, 0, blocks)
         self._rows = row + 1
@@ -104,7 +104,7 @@ class PagedBatch:
         """Advances a row by `tokens` positions. token_id: its next input."""
         self.positions[row] += tokens
         self._position_offsets[row] += tokens
-        self.tokens[row] = token_id
+        self.tokens[row].fill_(token_id)
 
     def draft(self, drafts: Sequence[tuple[int, Tensor]]) -> None:
         """Sets the drafted tokens of all rows. drafts: rows and their tokens; the other rows have none."""
@@ -198,7 +198,7 @@ class PagedBatch:
     def _set_adapter(self, row: int, adapter: int) -> None:
         if self._adapters[row] != adapter:
             self._adapters[row] = adapter
-            self.adapters[row] = adapter
+            self.adapters[row].fill_(adapter)
 
     def _slots(self, positions: Tensor, tables: Tensor) -> Tensor:
         """Returns the slots of tokens at some positions of each row: [rows, tokens] int64, as positions are."""

@@ -11,6 +11,7 @@ all heads; such a model's logits are compared with those of one text on the page
 """
 
 import logging
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from tgi_server.engine.attention.base import AttentionBackend, AttentionVariant, ChunkSpan, ForwardMetadata, KVShape
 from tgi_server.engine.attention.gather import GatherAttention
+from tgi_server.engine.attention.kv_format import KVFormat
 from tgi_server.engine.attention.paged_cache import PagedCache
 from tgi_server.engine.errors import EngineError
 from tgi_server.engine.runners.base import position_limit
@@ -33,14 +35,16 @@ LONG, SHORT = 8, 5
 # Tokens of the text on which a backend is proved: several blocks, and several parts for whoever cuts keys into parts.
 _LONG_RUN = 300
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+# A key that differs by its last bit may be rounded to another number of 8 bits, a sixteenth or an eighth away.
+_FP8_TOLERANCE = 2e-2
 
 
 class _Recorder(GatherAttention):
     """Makes room for a layer when its first keys come, and remembers their shapes and how each layer attends."""
 
-    def __init__(self, model: PreTrainedModel, tokens: int = 1) -> None:
-        """tokens: of the longer of two texts."""
-        super().__init__(KVShape(heads=(), head_dim=0), model.device, model.dtype)
+    def __init__(self, model: PreTrainedModel, tokens: int = 1, kv_format: KVFormat | None = None) -> None:
+        """tokens: of the longer of two texts. kv_format: None: keys and values are kept as they come."""
+        super().__init__(KVShape(heads=(), head_dim=0), model.device, model.dtype, kv_format)
         self._blocks = 2 * _blocks_of(tokens, self.block_size) + 1
         self._keys: dict[int, Tensor] = {}  # type: ignore[assignment]
         self._values: dict[int, Tensor] = {}  # type: ignore[assignment]
@@ -50,8 +54,9 @@ class _Recorder(GatherAttention):
 
     def write(self, layer: int, key: Tensor, value: Tensor, metadata: ForwardMetadata) -> None:
         if layer not in self._keys:
-            self._keys[layer] = key.new_zeros(self._blocks, self.block_size, *key.shape[1:])
-            self._values[layer] = value.new_zeros(self._blocks, self.block_size, *value.shape[1:])
+            kept = self.kv_format.storage
+            self._keys[layer] = key.new_zeros(self._blocks, self.block_size, *key.shape[1:], dtype=kept)
+            self._values[layer] = value.new_zeros(self._blocks, self.block_size, *value.shape[1:], dtype=kept)
         self.written += 1
         super().write(layer, key, value, metadata)
 
@@ -107,12 +112,22 @@ class LogitsProbe:
     All shards of a model make one, and ask it the same. variants: how each layer attends.
     """
 
-    def __init__(self, model: PreTrainedModel, group: ShardGroup | None = None, *, long: bool = False) -> None:
-        """group: the shards of the model, when this is one of them. long: of texts of several blocks."""
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        group: ShardGroup | None = None,
+        *,
+        long: bool = False,
+        kv_format: KVFormat | None = None,
+    ) -> None:
+        """group: the shards of the model, when this is one of them. long: of texts of several blocks. kv_format: how
+        keys and values are kept; None: as they come.
+        """
         self._model = model
         self._group = group
         self._length = min(_LONG_RUN, position_limit(model.config) or _LONG_RUN) if long else None
-        recorder = _Recorder(model, self._length or 1)
+        recorder = _Recorder(model, self._length or 1, kv_format)
+        self._tolerance = TOLERANCE[model.dtype] + (_FP8_TOLERANCE if recorder.kv_format.fp8 else 0)
         self._expected = self._logits(recorder)
         self.variants = recorder.variants
 
@@ -129,7 +144,7 @@ class LogitsProbe:
         except Exception as failure:  # of a compiler, of a driver, of a library that is too old
             fault = f"{name} fails ({type(failure).__name__}: {failure})"
         else:
-            if not error <= TOLERANCE[self._model.dtype] + rounding:
+            if not error <= self._tolerance + rounding:
                 fault = f"logits change by {error:.2g} with {name}"
         faults = self._group.exchange(fault) if self._group is not None else [fault]
         return next(filter(None, faults), None)
@@ -224,8 +239,8 @@ def _pass(
     cache.attach(model)
     device, size = model.device, backend.block_size
     places = [torch.arange(start, start + count, device=device) for _, start, count in spans]
-    ends = torch.tensor([0, *(count for *_, count in spans)], device=device).cumsum(0)
-    first = ends.tolist()
+    first = [0, *accumulate(count for *_, count in spans)]
+    ends = torch.tensor(first, device=device)
     lengths = [start + count for _, start, count in spans]
     cache.metadata = ForwardMetadata(
         slots=torch.cat(

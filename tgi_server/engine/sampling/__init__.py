@@ -6,7 +6,7 @@ Start reading at `sampler.py`.
 from tgi_server.engine.sampling.logprobs import PendingTokens, Sampled, Tokens, prompt_logprobs
 from tgi_server.engine.sampling.metadata import is_plain
 from tgi_server.engine.sampling.processors import TokenMask, WatermarkScore, WatermarkSettings, detect
-from tgi_server.engine.sampling.sampler import Sampler, best
+from tgi_server.engine.sampling.sampler import Sampler, best, row_kernel_fault
 
 __all__ = [
     "PendingTokens",
@@ -20,4 +20,5 @@ __all__ = [
     "detect",
     "is_plain",
     "prompt_logprobs",
+    "row_kernel_fault",
 ]

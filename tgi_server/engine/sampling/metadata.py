@@ -131,11 +131,23 @@ class Counted:
 
 
 @dataclass(frozen=True, slots=True)
+class RowSettings:
+    """The settings of rows for `row_kernel.choose`: float64 `[k, 3]`, and int64 `[k]`."""
+
+    numbers: Tensor
+    top_k: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class Drawing:
-    """The warpers and seeds of the rows that sample. The rules' subsets are of these rows; seeds: int64 `[k]`."""
+    """The warpers and seeds of the rows that sample. The rules' subsets are of these rows; seeds: int64 `[k]`.
+
+    in_one: the same for a kernel that does all of it at once; None: there is none, or not for these rows.
+    """
 
     subset: Subset
     seeds: Tensor
+    in_one: RowSettings | None
     temperature: Rule | None
     top_k: Rule | None
     top_p: Rule | None
@@ -179,9 +191,11 @@ class SamplingMetadata:
 class MetadataBuilder:
     """Loops over rows once, on the host, and puts what the steps need on the device."""
 
-    def __init__(self, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, vocab_size: int, device: torch.device, *, row_kernel: bool = False) -> None:
+        """row_kernel: rows that sample have a kernel of their own."""
         self._vocab_size = vocab_size
         self._device = device
+        self._row_kernel = row_kernel
         elements = _ELEMENTS_AT_ONCE if device.type == "cuda" else _CPU_ELEMENTS_AT_ONCE * torch.get_num_threads()
         self._rows_at_once = max(1, elements // vocab_size)
 
@@ -192,7 +206,11 @@ class MetadataBuilder:
         """
         positions = [i for i, row in enumerate(rows) if row in state]
         size = self._rows_at_once
-        pieces = [positions[i : i + size] for i in range(0, len(positions), size)]
+        groups = [positions]
+        if self._row_kernel:  # which computes a row or not whatever the other rows ask for
+            typical = {i for i in positions if state[rows[i]].parameters.typical_p != 1.0}
+            groups = [[i for i in positions if i not in typical], sorted(typical)]
+        pieces = [group[i : i + size] for group in groups for i in range(0, len(group), size)]
         return tuple(self._piece(piece, rows, state) for piece in pieces)
 
     def _piece(self, positions: Sequence[int], rows: Sequence[int], state: Mapping[int, Row]) -> SamplingMetadata:
@@ -226,12 +244,20 @@ class MetadataBuilder:
         return Drawing(
             subset=subset,
             seeds=self._integers([as_int64(p.seed) for p in drawn]),
-            temperature=self._rule([max(p.temperature, _LOWEST_TEMPERATURE) for p in drawn], 1.0, torch.float32),
+            in_one=self._in_one(drawn) if self._row_kernel else None,
+            temperature=self._rule([_temperature(p) for p in drawn], 1.0, torch.float32),
             top_k=self._rule(top_k, 0, torch.int64),
             top_p=self._rule([p.top_p for p in drawn], 1.0, torch.float64),
             typical_p=self._rule([p.typical_p for p in drawn], 1.0, torch.float64),
             min_p=self._rule([p.min_p for p in drawn], 0.0, torch.float32),
         )
+
+    def _in_one(self, drawn: Sequence[SamplingParameters]) -> RowSettings | None:
+        if any(p.typical_p != 1.0 for p in drawn):
+            return None
+        numbers = [number for p in drawn for number in (_temperature(p), p.top_p, p.min_p)]
+        top_k = self._integers([min(p.top_k, self._vocab_size) for p in drawn])
+        return RowSettings(to_device(numbers, torch.float64, self._device).view(-1, 3), top_k)
 
     def _penalty(self, values: Sequence[float], off: float, slots: Sequence[int | None]) -> Penalty | None:
         rule = self._rule(values, off, torch.float32)
@@ -290,3 +316,7 @@ class MetadataBuilder:
 
     def _integers(self, values: Sequence[int]) -> Tensor:
         return to_device(values, torch.int64, self._device)
+
+
+def _temperature(parameters: SamplingParameters) -> float:
+    return max(parameters.temperature, _LOWEST_TEMPERATURE)

@@ -1,6 +1,6 @@
 """Chooses the next token of every sequence of a batch."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -31,6 +31,8 @@ from tgi_server.engine.sampling.processors import (
 )
 from tgi_server.engine.sampling.random import draw, uniform
 
+# Share of the rows for which a kernel must choose the same token as plain torch.
+_LEAST_EQUAL = 0.9
 _KERNEL_DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -42,8 +44,15 @@ class Sampler:
     """
 
     def __init__(
-        self, max_rows: int, vocab_size: int, device: torch.device, watermark: WatermarkSettings | None = None
+        self,
+        max_rows: int,
+        vocab_size: int,
+        device: torch.device,
+        watermark: WatermarkSettings | None = None,
+        *,
+        row_kernel: bool = False,
     ) -> None:
+        """row_kernel: rows that sample may take the kernel for GPUs that does all for a row at once."""
         self._vocab_size = vocab_size
         self._device = device
         self._watermark = watermark or WatermarkSettings()
@@ -53,7 +62,7 @@ class Sampler:
         self._generated = TokenCounts(vocab_size, device)
         self._steps = torch.zeros(max_rows, dtype=torch.int64, device=device)  # tokens generated
         self._previous = torch.zeros(max_rows, dtype=torch.int64, device=device)  # the last token
-        self._builder = MetadataBuilder(vocab_size, device)
+        self._builder = MetadataBuilder(vocab_size, device, row_kernel=row_kernel)
         self._metadata: tuple[SamplingMetadata, ...] = ()
         self._described_rows: tuple[int, ...] | None = None  # those that the metadata are of
 
@@ -84,9 +93,9 @@ class Sampler:
             generated_slot=self._generated.take(generated_ids) if counts_generated(parameters) else None,
             only_reported=is_greedy(parameters) and not report.top_n_tokens,
         )
-        self._steps[row] = len(generated_ids)
+        self._steps[row].fill_(len(generated_ids))  # an assignment would copy from the host, and wait
         text = generated_ids if len(generated_ids) else prompt_ids
-        self._previous[row] = text[-1] if len(text) else 0
+        self._previous[row].fill_(text[-1] if len(text) else 0)
         self._described_rows = None
 
     def move(self, source: int, target: int) -> None:
@@ -208,12 +217,28 @@ class Sampler:
         drawing = metadata.drawing
         if drawing is None:
             return scores, best(scores)
-        warped = _warp(drawing.subset.take(scores), drawing)
         steps = drawing.subset.take(self._steps[metadata.state_rows])
-        chosen = draw(warped, uniform(drawing.seeds, steps))
+        reports = metadata.logprobs is not None or metadata.top_tokens is not None
+        warped, chosen = _draw(drawing.subset.take(scores), drawing, steps, reports=reports)
         if drawing.subset.index is not None:
             chosen = drawing.subset.put(best(scores), chosen)
         return drawing.subset.put(scores, warped), chosen
+
+
+def _draw(scores: Tensor, drawing: Drawing, steps: Tensor, *, reports: bool) -> tuple[Tensor, Tensor]:
+    """Returns the scores after the warpers, and the tokens that are drawn from them.
+
+    steps: int64 `[k]`. reports: the scores are asked for; else they may be those before.
+    """
+    if (settings := drawing.in_one) is not None:
+        from tgi_server.engine.sampling.row_kernel import choose
+
+        scores = scores.contiguous()
+        warped = torch.empty_like(scores) if reports else None
+        chosen = choose(scores, settings.numbers, settings.top_k, drawing.seeds, steps, warped)
+        return scores if warped is None else warped, chosen
+    warped = _warp(scores, drawing)
+    return warped, draw(warped, uniform(drawing.seeds, steps))
 
 
 def _warp(scores: Tensor, drawing: Drawing) -> Tensor:
@@ -253,6 +278,33 @@ def best(scores: Tensor, mask: TokenMask | None = None) -> Tensor:
     assert mask is None
     # What argmax gives; on a CPU argmax converts bfloat16 element by element, and takes six times as long.
     return scores.max(-1).indices
+
+
+def row_kernel_fault(new: Callable[..., Sampler], logits: Tensor) -> str:
+    """Returns why the kernel for rows that sample must not be used, in words; empty: it may.
+
+    new: makes a sampler for as many rows as the logits have. The exponential of a kernel may differ in the last bit, so
+    one token in many may be another one; a kernel that is wrong chooses others throughout.
+    """
+    tokens: list[Tensor] = []
+    try:
+        for row_kernel in (False, True):
+            sampler = new(row_kernel=row_kernel)
+            for row in range(len(logits)):
+                parameters = SamplingParameters(
+                    do_sample=True, temperature=0.8, top_k=40 * (row % 3), top_p=0.95, min_p=0.001, seed=row
+                )
+                sampler.add(row, parameters, ReportParameters(), [0], [])
+            tokens.append(sampler.sample(logits, range(len(logits))).token_ids)
+    except Exception as failure:  # of a compiler, of a driver, of a library that is too old
+        return f"the kernel fails ({type(failure).__name__}: {failure})"
+    same = share_equal(*tokens)
+    return "" if same >= _LEAST_EQUAL else f"the kernel chooses other tokens in {1 - same:.0%} of all rows"
+
+
+def share_equal(left: Tensor, right: Tensor) -> float:
+    """Returns the share of the elements that are equal."""
+    return float((left == right).double().mean())
 
 
 def _best_logprobs(scores: Tensor, chosen: Tensor, wanted: Sequence[int], mask: TokenMask | None) -> Tensor:

@@ -32,6 +32,8 @@ class Info(ResponseModel):
     sha: str | None = None
     docker_label: str | None = None
     quantization: str | None = None
+    kv_cache_dtype: str | None = None
+    max_batch_total_tokens: UnsignedInt = Field(description="tokens that the KV cache has room for")
     linear_kernels: str | None = None
     fallbacks: list[str] = Field(
         default_factory=list, description="why parts of the model are computed in a slower way than the device has"

@@ -7,12 +7,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from tgi_server.engine.attention import gather
 from tgi_server.engine.attention.base import AttentionBackend, AttentionVariant, ChunkSpan, ForwardMetadata, KVShape
 from tgi_server.engine.attention.cpu import CpuAttention
 from tgi_server.engine.attention.gather import GatherAttention
+from tgi_server.engine.attention.kv_format import KVFormat
+from tgi_server.engine.quantization.kv_scales import KVScales
 
 HEAD_DIM = 32
 BACKENDS = [GatherAttention, CpuAttention]
+FP8 = [torch.float8_e4m3fn, torch.float8_e5m2]
 
 
 def history(length: int, kv_heads: int, seed: int, head_dim: int = HEAD_DIM) -> tuple[Tensor, Tensor]:
@@ -41,10 +45,35 @@ def expected(query: Tensor, key: Tensor, value: Tensor, variant: AttentionVarian
     return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -math.inf).softmax(-1), value)
 
 
-def create(backend: type[AttentionBackend], kv_heads: int, dtype: torch.dtype = torch.float32) -> AttentionBackend:
-    shape = KVShape((kv_heads,), HEAD_DIM)
+def create(
+    backend: type[AttentionBackend],
+    kv_heads: int,
+    dtype: torch.dtype = torch.float32,
+    kv_format: KVFormat | None = None,
+    head_dim: int = HEAD_DIM,
+) -> AttentionBackend:
+    shape = KVShape((kv_heads,), head_dim)
     assert backend.supports(shape, dtype)
-    return backend(shape, torch.device("cpu"), dtype)
+    return backend(shape, torch.device("cpu"), dtype, kv_format)
+
+
+def fp8(dtype: torch.dtype) -> KVFormat:
+    """Keys and values of the tests are of the size of 1, so that a good part of these is too large, or subnormal."""
+    return KVFormat(dtype, {0: KVScales(keys=0.004, values=30.0)})
+
+
+def kept(backend: AttentionBackend, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns keys and values as the numbers in the cache stand for them."""
+    if not backend.kv_format.fp8:
+        return key, value
+    dtype = backend.kv_format.dtype
+    most = torch.finfo(dtype).max
+
+    def rounded(x: Tensor, scale: float) -> Tensor:
+        return (x.to(backend.dtype).float() / scale).clamp(-most, most).to(dtype).float() * scale
+
+    scales = backend.kv_format.of(0)
+    return rounded(key, scales.keys), rounded(value, scales.values)
 
 
 def run(
@@ -74,7 +103,7 @@ def run(
         if index >= len(decodes):
             chunks.append(ChunkSpan(starts[-1], count, total))
         queries.append(query)
-        outcomes.append(expected(query, key, value, variant))
+        outcomes.append(expected(query, *kept(backend, key, value), variant))
         slots.append(slot[before:])
         starts.append(starts[-1] + count)
     device = backend.device
@@ -112,12 +141,70 @@ def test_backend_equals_attention_over_the_whole_history(backend, heads, kv_head
     torch.testing.assert_close(actual, wanted, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("elements", [1, 5000])
+@pytest.mark.parametrize(
+    "variant", [AttentionVariant(0.2), AttentionVariant(0.2, softcap=3.0)], ids=["plain", "softcap"]
+)
+def test_long_histories_are_attended_piece_by_piece(variant, elements, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gather, "_ELEMENTS_AT_ONCE", elements)
+    instance = create(GatherAttention, 2)
+    actual, wanted = run(instance, 4, 2, [1, 7, 33, 100], [(0, 50), (40, 37)], variant)
+    torch.testing.assert_close(actual, wanted, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_16_bits_are_as_exact_as_their_inputs(backend, dtype) -> None:
     instance = create(backend, 2, dtype)
     actual, wanted = run(instance, 4, 2, [5, 64], [(0, 70), (31, 2)], AttentionVariant(0.2))
     torch.testing.assert_close(actual, wanted, rtol=3e-2, atol=3e-2)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("cached", FP8)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_cache_in_8_bits_is_attended_as_what_its_numbers_stand_for(backend, cached, dtype) -> None:
+    instance = create(backend, 2, dtype, fp8(cached))
+    exact = {"rtol": 1e-4, "atol": 1e-5} if dtype is torch.float32 else {"rtol": 6e-2, "atol": 6e-2}
+    slopes = torch.linspace(0.02, 0.6, 6).bfloat16().float()
+    for variant in (
+        AttentionVariant(0.2),
+        AttentionVariant(0.2, window=70, softcap=3.0),
+        AttentionVariant(0.2, alibi_slopes=slopes, rounded_alibi=True),
+    ):
+        actual, wanted = run(instance, 6, 2, [1, 7, 130], [(0, 1), (0, 50), (126, 40)], variant)
+        torch.testing.assert_close(actual, wanted, **exact)
+
+
+@pytest.mark.parametrize("cached", FP8)
+def test_every_kernel_for_prompts_reads_a_cache_in_8_bits(cached) -> None:
+    instance = CpuAttention(KVShape((2,), 64), torch.device("cpu"), torch.bfloat16, fp8(cached))
+    for name in instance.prompt_kernels:
+        instance.prompt_kernel = name
+        actual, wanted = run(instance, 6, 2, [130], [(0, 300), (31, 33), (200, 31)], AttentionVariant(0.2, window=70))
+        torch.testing.assert_close(actual, wanted, rtol=3e-2, atol=3e-2, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("cached", FP8)
+def test_numbers_in_8_bits_are_the_nearest_ones(backend, cached) -> None:
+    """Asked by way of attention over one token, which is its value."""
+    every = torch.arange(256, dtype=torch.uint8).view(cached).float()
+    between = every[every.isfinite()].sort().values
+    numbers = torch.cat([between, (between[1:] + between[:-1]) / 2, torch.tensor([1e-9, -1e-9, 1e30, -1e30])])
+    wanted = numbers.clamp(between[0], between[-1]).to(cached).float()
+    value = torch.zeros(-(-len(numbers) // 64) * 64)
+    value[: len(numbers)] = numbers
+    instance = create(backend, 1, kv_format=KVFormat(cached), head_dim=64)
+    instance.allocate(2)
+    outputs = []
+    for row in value.view(-1, 1, 1, 64):
+        slots = torch.tensor([instance.block_size])
+        table, one = torch.tensor([[1]], dtype=torch.int32), torch.tensor([1], dtype=torch.int32)
+        metadata = ForwardMetadata(slots, table, one, torch.tensor([0, 1], dtype=torch.int32), 1, [], 1)
+        instance.write(0, row, row, metadata)
+        outputs.append(instance.attend(0, torch.zeros(1, 1, 64), metadata, AttentionVariant(1.0)).flatten())
+    torch.testing.assert_close(torch.cat(outputs)[: len(numbers)], wanted, rtol=1e-6, atol=0)
 
 
 class DirtyAttention(CpuAttention):
@@ -152,8 +239,9 @@ def test_a_kernel_that_this_cpu_has_not_is_refused() -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_copied_block_serves_as_the_original(backend) -> None:
-    instance = create(backend, 2)
+@pytest.mark.parametrize("kv_format", [None, *map(fp8, FP8)])
+def test_a_copied_block_serves_as_the_original(backend, kv_format) -> None:
+    instance = create(backend, 2, kv_format=kv_format)
     instance.allocate(4)
     key, value = history(10, 2, seed=3)
     slots = 2 * instance.block_size + torch.arange(10)
@@ -179,4 +267,5 @@ def test_a_copied_block_serves_as_the_original(backend) -> None:
         for block in (2, 3)
     ]
     torch.testing.assert_close(outputs[0], outputs[1])
-    torch.testing.assert_close(outputs[0], expected(query, key, value, AttentionVariant(0.3)), rtol=1e-4, atol=1e-5)
+    wanted = expected(query, *kept(instance, key, value), AttentionVariant(0.3))
+    torch.testing.assert_close(outputs[0], wanted, rtol=1e-4, atol=1e-5)

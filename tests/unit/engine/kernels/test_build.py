@@ -106,7 +106,7 @@ build._cpu_features = lambda: {FEATURES["Nehalem"]!r}  # /proc/cpuinfo is that o
 assert load_kernels() and torch.backends.cpu.get_cpu_capability() == "DEFAULT"
 for dtype in (torch.float32, torch.bfloat16):
     engine = Engine(EngineConfig(demo_model.PATH, dtype=dtype))
-    tokens = generate(engine, [list(range(5, 40)), [8, 9]], StoppingParameters(max_new_tokens=4))
+    tokens = generate(engine, [list(range(5, 40)), [8, 9]], StoppingParameters(4, ignore_eos=True))
     assert [len(each) for each in tokens] == [4, 4], tokens
 """
     build._compile(tmp_path / f"{build._key('x86-64-v2')}.so", "x86-64-v2")

@@ -1,5 +1,7 @@
 """Linear layers with codes against torch in float64, by every kernel of this CPU."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.nn.functional import linear
@@ -44,9 +46,10 @@ def random_weight(kind: str, inputs: int, outputs: int, groups: torch.Tensor | N
 def test_every_kernel_is_the_linear_of_torch_for_any_number_of_rows(kind, inputs, outputs) -> None:
     weight, bias = random_weight(kind, inputs, outputs), torch.randn(outputs)
     dense = weight.dense().double()
-    for name in torch.ops.oatmill.codes_kernels(kind_of(weight)):
+    kernels = torch.ops.oatmill.codes_kernels(kind_of(weight))
+    for name in kernels:
         layer = CodedLinear(weight, bias, KernelTable.of(name))
-        rounded = "bf16" in name or "amx" in name
+        rounded = "bf16" in name or "amx" in name or name == "codes_int8"
         close = {"rtol": 1e-2, "atol": 2e-2} if rounded else {"rtol": 1e-5, "atol": 1e-5}
         for rows in ROWS if not name.endswith("emulated") else ROWS[::4]:
             x, residual = torch.randn(rows, inputs), torch.randn(rows, outputs)
@@ -77,7 +80,35 @@ def test_groups_may_have_any_inputs_in_any_order(kind, name) -> None:
     torch.testing.assert_close(actual, linear(x, weight.dense()), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("kind", ["int4", "codebook"])
+def test_inputs_rounded_to_8_bits_lose_no_more_than_that(kind) -> None:
+    """Groups of all sizes: what does not fill the words that are summed together, and a group of one input."""
+    groups = torch.arange(5).repeat_interleave(torch.tensor([1, 40, 64, 100, 60]))
+    weight, x = random_weight(kind, 265, 70, groups), torch.randn(6, 265)
+    exact = linear(x, weight.dense())
+    error = (CodedLinear(weight, None, KernelTable.of("codes_int8"))(x) - exact).norm() / exact.norm()
+    assert error < (0.01 if kind == "int4" else 0.02)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("name", ["codes", "expanded"])
+def test_scales_of_16_bits_stay_so(dtype, name) -> None:
+    weight, x = random_weight("int4", 128, 70), torch.randn(5, 128)
+    unit = 1.0 if dtype == torch.float16 else 2.0**-20  # so small that float16 has too few bits for it
+    weight = replace(weight, scales=(weight.scales * unit).to(dtype).float())
+    layer = CodedLinear(weight, None, KernelTable.of(name))
+    assert layer._scales.dtype == dtype
+    torch.testing.assert_close(layer(x) / unit, linear(x, weight.dense()) / unit, rtol=1e-4, atol=1e-5)
+    assert torch.equal(layer.unpacked().weight, weight.dense())
+
+
+def test_zeros_that_are_no_whole_numbers_are_kept_as_they_are() -> None:
+    weight, x = random_weight("int4", 128, 70), torch.randn(5, 128)
+    weight = replace(weight, zeros=weight.scales * 100)
+    torch.testing.assert_close(CodedLinear(weight)(x), linear(x, weight.dense()), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["codes", "expanded", "codes_int8"])
 def test_a_row_is_the_same_to_the_last_bit_whatever_is_beside_it(name) -> None:
     layer = CodedLinear(random_weight("int4", 200, 100), None, KernelTable.of(name))
     x = torch.randn(40, 200)

@@ -66,6 +66,15 @@ def test_the_engine_says_what_serves(gptq) -> None:
     assert info.linear_kernels == "codes (int4), fma"
 
 
+def test_inputs_are_rounded_to_8_bits_only_where_that_is_asked_for(gptq) -> None:
+    if "codes_int8" not in torch.ops.oatmill.codes_kernels("int4"):
+        pytest.skip("this CPU has no such kernel")
+    engine = load_engine(gptq, linear_kernels="codes_int8")
+    assert engine.info.linear_kernels == "codes_int8 (int4), fma"
+    with pytest.raises(UnsupportedModel, match=r"this CPU has no magic for these weights; it has codes, .*codes_int8"):
+        load_engine(gptq, linear_kernels="magic")
+
+
 def test_older_files_and_tensors_tell_it_as_well(gptq, tmp_path) -> None:
     for place, written in {
         "file": {"quantize_config.json": {"bits": 4, "group_size": 32, "desc_act": False, "sym": True}},

@@ -8,6 +8,7 @@ from tests.quantized_models import LAYOUTS, make_quantized
 from tests.tiny_models import make
 from tests.unit.engine.requests import generate_together, load_engine, prompts
 from tests.unit.engine.sharding.conftest import RanksOf
+from tgi_server.engine.config import KV_CACHE_DTYPES
 from tgi_server.engine.quantization.rounding import ROUNDINGS
 from tgi_server.engine.sharding import ShardGroup
 
@@ -40,6 +41,17 @@ def test_two_shards_say_what_the_dense_model_says(layout, architecture, ranks_of
     quantized, dense = make_quantized(layout, tmp_path, architecture)
     expected = tokens(None, dense)
     assert ranks_of(2).run(tokens, quantized) == [expected, expected]
+
+
+def cached_in_8_bits(group: ShardGroup | None, folder: Path, name: str) -> list[list[int]]:
+    return generate_together(load_engine(folder, group=group, kv_cache_dtype=name), TEXTS)
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) for name in KV_CACHE_DTYPES])
+def test_shards_cache_in_8_bits_what_the_whole_model_does(name, ranks_of: RanksOf, tmp_path) -> None:
+    folder = make("llama", tmp_path)
+    expected = cached_in_8_bits(None, folder, name)
+    assert ranks_of(2).run(cached_in_8_bits, folder, name) == [expected, expected]
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) for name in ROUNDINGS if name != "int8"])

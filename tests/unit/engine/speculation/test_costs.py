@@ -35,6 +35,11 @@ def test_steps_with_drafts_may_cost_more() -> None:
     assert StepCosts(same, dearer).worth([1], [0.5], rows=1, expected=1) == [0]
 
 
+def test_drafts_that_have_to_be_computed_are_worth_their_own_time_too() -> None:
+    for seconds, worth in ((0.0, 7), (3.0, 5), (20.0, 0)):
+        assert FLAT_TO_EIGHT.worth([7], [0.9], 1, 1, drafting=lambda tokens, each=seconds: each * tokens) == [worth]
+
+
 def test_a_measurement_that_was_held_up_does_not_count() -> None:
     costs = StepCosts({1: 90.0, 2: 10.0}, {2: 10.0, 4: 90.0, 8: 20.0})
     assert costs.worth([3], [0.9], rows=1, expected=1) == StepCosts({1: 10.0}, {2: 10.0, 4: 20.0}).worth(

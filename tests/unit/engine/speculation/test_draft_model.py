@@ -66,6 +66,7 @@ def test_another_model_changes_nothing_in_the_text(folder: Path, tmp_path: Path,
     assert driver.drafted > driver.accepted
 
 
+@pytest.mark.slow
 def test_attention_in_plain_torch_takes_the_blocks_of_the_other_model(folder: Path, tmp_path: Path) -> None:
     large = make("llama_head_dim_24", tmp_path)  # in blocks of 16 tokens, if it were alone
     engine = _engine(large, folder, speculate=3)

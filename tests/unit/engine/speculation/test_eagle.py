@@ -67,7 +67,7 @@ def _reading_tokens(head: Tensor) -> dict[str, Tensor]:
     }
 
 
-def _random() -> dict[str, Tensor]:
+def random_network() -> dict[str, Tensor]:
     with torch.random.fork_rng():
         torch.manual_seed(1)
         weights = _zeros(torch.zeros(VOCAB_SIZE, HIDDEN))
@@ -77,7 +77,7 @@ def _random() -> dict[str, Tensor]:
         }
 
 
-def _save(folder: Path, weights: dict[str, Tensor], **settings) -> Path:
+def save_network(folder: Path, weights: dict[str, Tensor], **settings) -> Path:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(SETTINGS | settings))
     save_file({name: weight.contiguous() for name, weight in weights.items()}, folder / "model.safetensors")
@@ -103,7 +103,7 @@ def _drafted(driver: Driver) -> list[bool]:
 @pytest.mark.parametrize("custom_kernels", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_network_that_is_right_brings_all_its_tokens(tmp_path: Path, custom_kernels: bool) -> None:
     model = succession_llama(tmp_path / "model")
-    eagle = _save(tmp_path / "eagle", _reading_tokens(head_for(model, 1)), norm_before_residual=True)
+    eagle = save_network(tmp_path / "eagle", _reading_tokens(head_for(model, 1)), norm_before_residual=True)
     driver = Driver(_engine(tmp_path / "model", eagle, speculate=3, custom_kernels=custom_kernels))
     for output, prompt in zip(driver.run(*_sequences()), PROMPTS, strict=True):
         assert output.tokens == [follower(prompt[-1], 1 + place) for place in range(NEW)]
@@ -115,7 +115,7 @@ def test_features_are_those_of_the_token_before(tmp_path: Path) -> None:
     model = succession_llama(tmp_path / "model")
     weights = _zeros(head_for(model, 2))
     weights["fc.weight"][:, HIDDEN : 2 * HIDDEN] = torch.eye(HIDDEN)
-    driver = Driver(_engine(tmp_path / "model", _save(tmp_path / "eagle", weights), speculate=1))
+    driver = Driver(_engine(tmp_path / "model", save_network(tmp_path / "eagle", weights), speculate=1))
     driver.run(*_sequences())
     assert driver.accepted == driver.drafted > 0
     assert _drafted(driver) == [False, *([True, False] * NEW)[: NEW - 1]]
@@ -125,7 +125,7 @@ def test_a_smaller_vocabulary_stands_for_some_of_the_models(tmp_path: Path) -> N
     model = succession_llama(tmp_path / "model")
     kept = torch.tensor([token for token in range(VOCAB_SIZE) if token % 5])
     weights = _reading_tokens(head_for(model, 1)[kept]) | {"d2t": kept - torch.arange(len(kept))}
-    eagle = _save(tmp_path / "eagle", weights, draft_vocab_size=len(kept), norm_before_residual=True)
+    eagle = save_network(tmp_path / "eagle", weights, draft_vocab_size=len(kept), norm_before_residual=True)
     driver = Driver(_engine(tmp_path / "model", eagle, speculate=1))
     (output,) = driver.run(_sequences()[0])
     for generation in output.generations[1:]:
@@ -136,8 +136,8 @@ def test_a_smaller_vocabulary_stands_for_some_of_the_models(tmp_path: Path) -> N
 def test_drafts_are_those_of_the_network_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of random weights, in prompts of one chunk and of several, beside drafts that are wrong."""
     folder = make("llama", tmp_path / "model", num_hidden_layers=4)
-    weights = _random()
-    engine = _engine(folder, _save(tmp_path / "eagle", weights), speculate=3)
+    weights = random_network()
+    engine = _engine(folder, save_network(tmp_path / "eagle", weights), speculate=3)
     drafter = engine.speculation.drafters[-1] if engine.speculation else None
     assert drafter is not None
     seen: list[tuple[list[int], list[int]]] = []
@@ -208,7 +208,7 @@ def test_features_are_kept_for_some_steps(tmp_path: Path, monkeypatch: pytest.Mo
     model = succession_llama(tmp_path / "model")
     engine = _engine(
         tmp_path / "model",
-        _save(tmp_path / "eagle", _reading_tokens(head_for(model, 1)), norm_before_residual=True),
+        save_network(tmp_path / "eagle", _reading_tokens(head_for(model, 1)), norm_before_residual=True),
         speculate=3,
     )
     assert engine.speculation is not None
@@ -249,10 +249,10 @@ def test_networks_that_do_not_fit_are_refused(tmp_path: Path) -> None:
             ({}, {"eagle_aux_hidden_state_layer_ids": None}, UnsupportedModel, r"\[1, 2\] are not three of 4"),
         ]
     ):
-        eagle = _save(tmp_path / str(number), _zeros(head) | weights, **settings)
+        eagle = save_network(tmp_path / str(number), _zeros(head) | weights, **settings)
         with pytest.raises(error, match=reason):
             load_engine(folder, speculative_model=eagle)
     weights = _zeros(head)
     del weights["fc.weight"]
     with pytest.raises(InvalidWeights, match=r"EAGLE-3's weights have no 'fc\.weight'; they have layers\.0"):
-        load_engine(folder, speculative_model=_save(tmp_path / "none", weights))
+        load_engine(folder, speculative_model=save_network(tmp_path / "none", weights))

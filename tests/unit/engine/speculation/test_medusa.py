@@ -21,14 +21,14 @@ HIDDEN = 64
 NEW = 25
 
 
-def _save(folder: Path, weights: dict[str, Tensor], heads: int = 3, **settings) -> Path:
+def save_heads(folder: Path, weights: dict[str, Tensor], heads: int = 3, **settings) -> Path:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({"medusa_num_heads": heads, "medusa_num_layers": 1} | settings))
     save_file(weights, folder / "medusa_lm_head.safetensors")
     return folder
 
 
-def _blocks(heads: int = 3) -> dict[str, Tensor]:
+def plain_blocks(heads: int = 3) -> dict[str, Tensor]:
     """Blocks that change nothing."""
     names = [f"{head}.0.linear" for head in range(heads)]
     return {f"{name}.weight": torch.zeros(HIDDEN, HIDDEN) for name in names} | {
@@ -51,7 +51,7 @@ def _sequence(request_id: int, *prompt: int) -> RunningSequence:
 def test_heads_that_are_right_bring_all_their_tokens(tmp_path: Path) -> None:
     model = succession_llama(tmp_path / "model")
     outputs = {f"{head}.1.weight": head_for(model, 2 + head) for head in range(3)}
-    driver = Driver(_engine(tmp_path / "model", _save(tmp_path / "heads", _blocks() | outputs)))
+    driver = Driver(_engine(tmp_path / "model", save_heads(tmp_path / "heads", plain_blocks() | outputs)))
     assert driver.engine.info.speculate == 3
     for output, token in zip(driver.run(_sequence(1, 5, 9), _sequence(2, 50)), (9, 50), strict=True):
         assert output.tokens == [follower(token, 1 + place) for place in range(NEW)]
@@ -63,7 +63,7 @@ def test_heads_that_are_right_bring_all_their_tokens(tmp_path: Path) -> None:
 
 def test_heads_without_an_output_have_that_of_the_model(tmp_path: Path) -> None:
     succession_llama(tmp_path / "model")
-    driver = Driver(_engine(tmp_path / "model", _save(tmp_path / "heads", _blocks())))
+    driver = Driver(_engine(tmp_path / "model", save_heads(tmp_path / "heads", plain_blocks())))
     (output,) = driver.run(_sequence(1, 5, FIXED))
     assert output.tokens == [FIXED] * NEW
     assert driver.accepted == driver.drafted > 0
@@ -72,7 +72,7 @@ def test_heads_without_an_output_have_that_of_the_model(tmp_path: Path) -> None:
 def test_heads_that_are_wrong_change_nothing_in_the_text(tmp_path: Path) -> None:
     folder = make("llama", tmp_path / "model")
     random = {f"{head}.1.weight": torch.randn(VOCAB_SIZE, HIDDEN) for head in range(3)}
-    engine = _engine(folder, _save(tmp_path / "heads", _blocks() | random))
+    engine = _engine(folder, save_heads(tmp_path / "heads", plain_blocks() | random))
     prompts = [[5, 9, 77], list(range(3, 60)), [8]]
     driver = Driver(engine)
     outputs = driver.run(*(_sequence(number, *prompt) for number, prompt in enumerate(prompts)))
@@ -85,7 +85,7 @@ def test_heads_that_are_wrong_change_nothing_in_the_text(tmp_path: Path) -> None
 
 def test_more_tokens_than_heads_are_refused(tmp_path: Path) -> None:
     folder = make("llama", tmp_path / "model")
-    heads = _save(tmp_path / "heads", _blocks())
+    heads = save_heads(tmp_path / "heads", plain_blocks())
     with pytest.raises(UnsupportedModel, match=r"--speculate is 4, but .*heads has 3 Medusa heads"):
         load_engine(folder, speculative_model=heads, speculate=4)
     assert _engine(folder, heads, speculate=2).info.speculate == 2
@@ -93,11 +93,12 @@ def test_more_tokens_than_heads_are_refused(tmp_path: Path) -> None:
 
 def test_heads_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     folder = make("llama", tmp_path / "model")
+    other = save_heads(tmp_path / "a", plain_blocks() | {"0.1.weight": torch.zeros(199, 32)})
     with pytest.raises(UnsupportedModel, match=r"0\.1\.weight has the shape \[199, 32\], but the model has a hidden"):
-        load_engine(folder, speculative_model=_save(tmp_path / "a", _blocks() | {"0.1.weight": torch.zeros(199, 32)}))
+        load_engine(folder, speculative_model=other)
     with pytest.raises(InvalidWeights, match=r"medusa_lm_head\.safetensors has no weight '2\.0\.linear\.weight'"):
-        load_engine(folder, speculative_model=_save(tmp_path / "b", _blocks(2)))
-    empty = _save(tmp_path / "c", _blocks())
+        load_engine(folder, speculative_model=save_heads(tmp_path / "b", plain_blocks(2)))
+    empty = save_heads(tmp_path / "c", plain_blocks())
     (empty / "medusa_lm_head.safetensors").unlink()
     with pytest.raises(InvalidWeights, match=r"medusa_lm_head\.safetensors cannot be read"):
         load_engine(folder, speculative_model=empty)

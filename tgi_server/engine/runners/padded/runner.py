@@ -8,12 +8,13 @@ from transformers import PreTrainedModel
 
 from tgi_server.engine.attention.base import GreedyOnly
 from tgi_server.engine.errors import InvalidCall, NotEnoughMemory
-from tgi_server.engine.memory import cache_bytes
+from tgi_server.engine.memory import cache_bytes, forget_peak
 from tgi_server.engine.runners.base import (
     UNBOUNDED_POSITIONS,
     CacheCapacity,
     PromptChunk,
     Runner,
+    Sample,
     position_limit,
     warm_up_tokens,
 )
@@ -66,10 +67,15 @@ class PaddedRunner(Runner):
         max_total_tokens: int | None,
         max_batch_total_tokens: int | None,
         adapter_bytes: int = 0,
+        sample: Sample | None = None,
     ) -> CacheCapacity:
         limit = max_total_tokens or position_limit(self._model.config) or UNBOUNDED_POSITIONS
         self._tokens = torch.zeros(max_batch_size, dtype=torch.int64, device=self._device)
+        forget_peak(self._device)
         token_bytes, fixed_bytes = self._run_largest(max_prefill_tokens)
+        if sample is not None:
+            vocab_size = self._model.config.get_text_config(decoder=True).vocab_size
+            sample(torch.zeros(max_batch_size, vocab_size, dtype=self._model.dtype, device=self._device))
         processes = self._group.local_world_size if self._group else 1
         free = cache_bytes(self._device, self._memory_fraction, self._cpu_memory, processes, adapter_bytes)
         tokens = min(max_batch_size * limit, (free - max_batch_size * fixed_bytes) // token_bytes)

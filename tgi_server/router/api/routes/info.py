@@ -103,6 +103,8 @@ def _info(service: Service) -> Info:
         router="text-generation-router",
         version=_comparable(service.model.version),
         quantization=service.model.quantization,
+        kv_cache_dtype=service.model.kv_cache_dtype,
+        max_batch_total_tokens=limits.max_batch_total_tokens,
         linear_kernels=service.model.linear_kernels,
         fallbacks=list(service.model.fallbacks),
         adapters=[AdapterInfo(id=each.id, rank=each.rank, ready=each.ready) for each in service.adapters],

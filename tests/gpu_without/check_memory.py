@@ -1,0 +1,65 @@
+"""The memory that the largest steps take, on GPUs of several sizes that only count it."""
+
+import pytest
+
+from tests.gpu_without.fake_gpu import FakeGpu
+from tgi_server.contract import ReportParameters, StoppingParameters
+from tgi_server.engine import RunningSequence
+from tgi_server.engine.engine import MOST_DEMANDING
+
+ROWS = 256
+FEW_ROWS = 32  # where attention goes in plain torch, one row after the other
+PREFILL = 4096
+FRACTION = 0.9
+GIGABYTES = (24, 40, 80, 141)
+LLAMA = {
+    "vocab_size": 128_256,
+    "hidden_size": 4096,
+    "intermediate_size": 14_336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131_072,
+}
+GEMMA = {
+    "vocab_size": 256_000,
+    "hidden_size": 3584,
+    "intermediate_size": 14_336,
+    "num_hidden_layers": 42,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 256,
+    "sliding_window": 4096,
+    "layer_types": ["sliding_attention", "full_attention"] * 21,
+    "max_position_embeddings": 8192,
+}
+BLOOM = {"vocab_size": 250_880, "hidden_size": 4096, "num_hidden_layers": 30, "num_attention_heads": 32}
+MODELS = {"llama": LLAMA, "gemma2": GEMMA, "bloom": BLOOM}
+
+
+@pytest.mark.parametrize("kernels", [True, False], ids=["kernels", "plain torch"])
+@pytest.mark.parametrize("architecture", MODELS)
+@pytest.mark.parametrize("gigabytes", GIGABYTES)
+def test_the_largest_step_fits(
+    gigabytes: int, architecture: str, kernels: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The end of the longest prompt beside rows that sample from the whole vocabulary; soft caps, alibi or neither."""
+    total, rows = gigabytes << 30, ROWS if kernels else FEW_ROWS
+    with FakeGpu(monkeypatch, total) as gpu:
+        model = gpu.model(architecture, **MODELS[architecture])
+        engine = gpu.engine(model, kernels=kernels, memory_fraction=FRACTION, cuda_graphs=(rows,))
+        capacity = engine.warm_up(rows, PREFILL)
+        filled = gpu.live
+        stopping, report = StoppingParameters(60, ignore_eos=True), ReportParameters(logprobs=True, top_n_tokens=5)
+        running = [RunningSequence(i, [3], stopping, MOST_DEMANDING, report, blocks=[1]) for i in range(rows - 1)]
+        engine.step(1, running, [(i, 1) for i in range(rows - 1)])
+        length, size = capacity.max_total_tokens - 1, capacity.block_size
+        blocks = [1] * -(-length // size)
+        last = RunningSequence(
+            rows, [3] * length, stopping, MOST_DEMANDING, report, blocks=blocks, computed=length - PREFILL
+        )
+        gpu.peak = gpu.live
+        engine.step(1, [last], [(rows, PREFILL)])
+        engine.step(1)
+        assert gpu.peak + gpu.kept < FRACTION * total
+        assert filled > 0.5 * FRACTION * total, "most of the memory is for weights and the KV cache"

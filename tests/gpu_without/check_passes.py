@@ -1,0 +1,51 @@
+"""Steps of every architecture on a GPU that computes nothing: no operation mixes devices, and nothing waits for it."""
+
+import pytest
+
+from tests.gpu_without.fake_gpu import FakeGpu
+from tests.tiny_models import ARCHITECTURES
+from tests.unit.engine.runners.test_parity import ELSEWHERE, PADDED
+from tgi_server.contract import ReportParameters, SamplingParameters, StoppingParameters
+from tgi_server.engine import Engine, RunningSequence
+from tgi_server.engine.engine import MOST_DEMANDING
+
+# `transformers` looks at the tokens of a GPT-2 that has a padding token.
+WAITS = {"gpt2"}
+PAGED = sorted(ARCHITECTURES.keys() - ELSEWHERE - PADDED)
+STOPPING = StoppingParameters(60, ignore_eos=True)
+REPORT = ReportParameters(logprobs=True, top_n_tokens=3)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "kernels"),
+    [*((name, True) for name in PAGED), ("llama", False), ("gemma2", False), ("bloom", False)],
+)
+def test_steps(architecture: str, kernels: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    with FakeGpu(monkeypatch) as gpu:
+        engine = gpu.engine(gpu.model(architecture), kernels=kernels, cuda_graphs=(2, 8))
+        engine.warm_up(max_batch_size=8, max_prefill_tokens=64, max_total_tokens=128)
+        gpu.waits.clear()
+        run(engine)
+        assert gpu.waits == []
+        assert engine.fallbacks == ()
+
+
+def run(engine: Engine) -> None:
+    """Prompts in chunks beside running sequences, each of which samples in another way; blocks granted, one leaves."""
+    kinds = [
+        SamplingParameters(),
+        SamplingParameters(do_sample=True, temperature=0.7, top_k=20, seed=1),
+        MOST_DEMANDING,
+        SamplingParameters(logit_bias={4: 3.0}, min_tokens=3, late_tokens=(2,)),
+    ]
+    sequences = [
+        RunningSequence(i, [3, 4, 5], STOPPING, kind, REPORT, blocks=[4 * i + 1]) for i, kind in enumerate(kinds)
+    ]
+    engine.step(1, sequences, [(i, 3) for i in range(len(kinds))])
+    engine.step(1)
+    late = RunningSequence(9, list(range(3, 43)), STOPPING, blocks=[20, 21, 22])
+    engine.step(1, [late], [(9, 30)])
+    engine.step(1, [], [(9, 10)], grants=[(0, [30])])
+    engine.step(1)
+    engine.keep(1, [1, 2, 9])
+    engine.step(1)

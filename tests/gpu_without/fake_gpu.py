@@ -1,0 +1,184 @@
+"""A GPU that computes nothing: torch's fake tensors, Triton kernels that are not run, and memory that is counted.
+
+    with FakeGpu(monkeypatch, 24 << 30) as gpu:
+        engine = gpu.engine(gpu.model("llama", hidden_size=4096, ...))
+
+A fake tensor knows its shape, its dtype and its device, and nothing else. So an operation on tensors of two devices is
+an error, and so is whatever needs to know what the GPU would compute: there the host would wait for it.
+"""
+
+import weakref
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+import pytest
+import torch
+import triton.language as tl
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from triton.runtime.interpreter import GridExecutor
+
+from tests.tiny_models import configuration
+from tgi_server.engine import Engine, EngineConfig
+from tgi_server.engine.attention import paged_attention
+from tgi_server.engine.runners import graphs, probe
+from tgi_server.engine.runners.probe import LogitsProbe
+from tgi_server.engine.sampling import sampler
+from tgi_server.engine.sampling.logprobs import Sampled
+
+T = TypeVar("T")
+
+DEVICE = torch.device("cuda", 0)
+# Bytes that a process takes of a GPU before it has any tensor, roughly.
+CONTEXT = 500 << 20
+# CUDA's caching allocator gives out multiples of so many bytes.
+_GRAIN = 512
+_PROCESSORS = 132
+
+
+class FakeGpu(TorchDispatchMode):
+    """total: bytes of memory. live, peak: bytes of tensors, now and at most so far. kept: those of recorded graphs.
+
+    waits: copies between host and device that the host would wait for. programs: those that Triton would compile for
+    the kernels that were launched so far.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, total: int = 80 << 30) -> None:
+        super().__init__()
+        self.total = total
+        self.live = self.peak = self.kept = 0
+        self.waits: list[str] = []
+        self.programs: set[tuple[Any, ...]] = set()
+        self._storages = WeakIdKeyDictionary()
+        self._pinned = WeakIdKeyDictionary()
+        self._fake = FakeTensorMode()
+        self._stand_in(monkeypatch)
+
+    def __enter__(self) -> Self:
+        self._fake.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._fake.__exit__(*error)
+
+    def __torch_dispatch__(self, operation, types, arguments=(), options=None):
+        tensors = [each for each in tree_leaves((arguments, options)) if isinstance(each, Tensor)]
+        if (options or {}).get("device") == DEVICE:
+            for tensor in tensors:
+                tensor.constant = None  # or torch would compute with the value that it knows, on a GPU
+        output = operation(*arguments, **(options or {}))
+        made = [each for each in tree_leaves(output) if isinstance(each, Tensor)]
+        self._note_wait(operation, tensors, made)
+        for tensor in made:
+            if tensor.device.type == "cuda":
+                self._hold(tensor.untyped_storage())
+        return output
+
+    def model(self, architecture: str, dtype: torch.dtype = torch.bfloat16, **settings: Any) -> PreTrainedModel:
+        """Returns a model of the architecture with these settings, on the device."""
+        with DEVICE:
+            model = AutoModelForCausalLM.from_config(configuration(architecture, **settings), dtype=dtype)
+        return model.eval().requires_grad_(False)
+
+    def engine(self, model: PreTrainedModel, *, kernels: bool = True, **settings: Any) -> Engine:
+        """Returns an engine for the model, with the kernels for GPUs or in plain torch."""
+        return Engine(EngineConfig(Path("/nowhere"), device=DEVICE, custom_kernels=kernels, **settings), model)
+
+    def _hold(self, storage: Any) -> None:
+        if storage in self._storages:
+            return
+        size = -(-storage.nbytes() // _GRAIN) * _GRAIN
+        self._storages[storage] = size
+        weakref.finalize(storage, self._free, size)
+        self.live += size
+        self.peak = max(self.peak, self.live)
+
+    def _free(self, size: int) -> None:
+        self.live -= size
+
+    def let_go(self, kept: int) -> None:
+        """Takes back the memory of graphs that nobody can replay any more."""
+        self.kept -= kept
+
+    def _note_wait(self, operation: Any, taken: list[Tensor], made: list[Tensor]) -> None:
+        if operation.overloadpacket not in (torch.ops.aten._to_copy, torch.ops.aten.copy_):
+            return
+        source, target = taken[-1], made[0]
+        if source.device.type != target.device.type and not (source in self._pinned or target in self._pinned):
+            self.waits.append(f"{operation} of {tuple(source.shape)}")
+
+    def _stand_in(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        cuda = {
+            "empty_cache": lambda: None,
+            "synchronize": lambda device=None: None,
+            "mem_get_info": lambda device=None: (self.total - CONTEXT - self.live - self.kept, self.total),
+            "memory_reserved": lambda device=None: self.live,
+            "max_memory_allocated": lambda device=None: self.peak,
+            "reset_peak_memory_stats": self._forget_peak,
+            "get_device_capability": lambda device=None: (9, 0),
+        }
+        for name, stand_in in cuda.items():
+            monkeypatch.setattr(torch.cuda, name, stand_in)
+        monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: self._pin(tensor))
+        monkeypatch.setattr(Sampled, "start_copy", lambda sampled: None)
+        monkeypatch.setattr(graphs, "_CudaRecorder", lambda device: _Recorder(self))
+        monkeypatch.setattr(paged_attention, "_processors", lambda device: _PROCESSORS)
+        monkeypatch.setattr(probe, "logits_error", lambda expected, actual: 0.0)
+        monkeypatch.setattr(LogitsProbe, "fault", lambda *_: None)
+        monkeypatch.setattr(sampler, "share_equal", lambda left, right: 1.0)
+        programs = self.programs
+        monkeypatch.setattr(
+            GridExecutor,
+            "__call__",
+            lambda executor, *arguments, **options: programs.add(_program(executor.fn, arguments, options)),
+        )
+
+    def _forget_peak(self, device: object = None) -> None:
+        self.peak = self.live
+
+    def _pin(self, tensor: Tensor) -> Tensor:
+        self._pinned[tensor] = True
+        return tensor
+
+
+class _Recorder:
+    """Computes a step once, as the recording of a CUDA graph does, whose tensors share memory with other graphs'."""
+
+    def __init__(self, gpu: FakeGpu) -> None:
+        self._gpu = gpu
+        self._kept = 0
+
+    def __call__(self, step: Callable[[], T]) -> Callable[[], T]:
+        gpu, peak = self._gpu, self._gpu.peak
+        before = gpu.peak = gpu.live
+        output = step()
+        more = max(0, gpu.peak - before - self._kept)
+        self._kept += more
+        gpu.kept += more
+        gpu.peak = max(peak, gpu.peak)
+        weakref.finalize(self, gpu.let_go, more)
+        return lambda: (self, output)[1]  # the graph lives as long as it can be replayed
+
+
+def _program(kernel: Any, arguments: Iterable[Any], options: dict[str, Any]) -> tuple[Any, ...]:
+    """Returns what Triton compiles a kernel anew for: constants, dtypes, and what it knows of whole numbers."""
+    names = kernel.__code__.co_varnames[: kernel.__code__.co_argcount]
+    constant = {name for name, kind in kernel.__annotations__.items() if kind is tl.constexpr}
+    given = dict(zip(names, arguments, strict=False)) | options
+    facts = [(name, value if name in constant or name not in names else _kind(value)) for name, value in given.items()]
+    return (kernel.__name__, *sorted(facts, key=lambda fact: fact[0]))
+
+
+def _kind(value: Any) -> object:
+    if isinstance(value, Tensor):
+        return value.dtype
+    if isinstance(value, int):
+        return 1 if value == 1 else "16" if value % 16 == 0 else "int"
+    return type(value)

@@ -1,0 +1,53 @@
+"""The numbers of a KV cache: those that the model computes, or numbers of 8 bits that stand for them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from tgi_server.engine.quantization.kv_scales import KVScales
+
+_MANTISSA = {torch.float8_e4m3fn: 3, torch.float8_e5m2: 2}
+
+
+@dataclass(frozen=True, slots=True)
+class KVFormat:
+    """How keys and values are kept.
+
+    dtype: the model's, or an FP8 dtype; then a number in the cache is multiplied by its layer's scale to give a key's
+    or a value's. scales: by layer; a layer that is missing has ones.
+    """
+
+    dtype: torch.dtype
+    scales: Mapping[int, KVScales] = field(default_factory=dict)
+
+    @property
+    def mantissa(self) -> int:
+        """The bits of an FP8 number's mantissa; 0: the numbers are the model's."""
+        return _MANTISSA.get(self.dtype, 0)
+
+    @property
+    def fp8(self) -> bool:
+        return self.mantissa > 0
+
+    @property
+    def storage(self) -> torch.dtype:
+        """The dtype of tensors of cached numbers, which torch copies and gathers: it has few operations for FP8."""
+        return torch.uint8 if self.fp8 else self.dtype
+
+    def of(self, layer: int) -> KVScales:
+        return self.scales.get(layer, KVScales())
+
+    def encode(self, numbers: Tensor, scale: float) -> Tensor:
+        """Returns numbers as they are kept: rounded to the nearest, those that are too large to the largest."""
+        if not self.fp8:
+            return numbers
+        most = torch.finfo(self.dtype).max
+        return (numbers.float() / scale).clamp(-most, most).to(self.dtype).view(torch.uint8)
+
+    def decode(self, kept: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+        """Returns what the kept numbers stand for."""
+        if not self.fp8:
+            return kept
+        return (kept.view(self.dtype).float() * scale).to(dtype)
