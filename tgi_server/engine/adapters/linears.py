@@ -16,8 +16,8 @@ from tgi_server.engine.quantization import QuantizedLinear
 
 # Layers of which a mixture gives each only some of the rows: which rows those are, nobody knows outside.
 _OF_EXPERTS = ".experts."
-# Layers whose weight the model reads without calling them: of Mamba.
-_READ_BY_THE_MODEL = ".dt_proj"
+# Layers whose weight the model reads without calling them, of Mamba; and those that choose experts.
+_NOT_FOR_ROWS = (".dt_proj", ".router")
 
 
 class AdaptedLinear:
@@ -137,13 +137,12 @@ def _linears(model: nn.Module) -> Iterator[tuple[nn.Module, list[tuple[str, int]
 
 
 def _is_linear(module: nn.Module) -> bool:
-    # subclasses of torch's may return something else
-    return type(module) in (nn.Linear, Conv1D) or isinstance(module, QuantizedLinear | PackedLinear)
+    return isinstance(module, nn.Linear | Conv1D | QuantizedLinear | PackedLinear)
 
 
 def _is_called(path: str) -> bool:
     """Returns True for a layer that is called with all rows of a pass."""
-    return _OF_EXPERTS not in path and not path.endswith(_READ_BY_THE_MODEL)
+    return _OF_EXPERTS not in path and not path.endswith(_NOT_FOR_ROWS)
 
 
 def _outputs(module: Any) -> int:

@@ -16,7 +16,7 @@ ADAPTERS = 5
 # Names that peft refuses, or takes for those of experts; and of a layer that the model does not call.
 _OF_EXPERTS = {"gate_proj", "up_proj", "down_proj"}
 _UNADAPTED = {
-    **dict.fromkeys(("deepseek_v3", "qwen3_next", "llama4_text"), _OF_EXPERTS),
+    **dict.fromkeys(("deepseek_v3", "qwen3_next", "llama4_text"), _OF_EXPERTS | {"router"}),
     "mamba": {"out_proj", "dt_proj"},
 }
 
@@ -71,7 +71,7 @@ def _linear_names(model: PreTrainedModel) -> list[str]:
     names = {
         path.rpartition(".")[2]
         for path, module in model.named_modules()
-        if type(module) in (nn.Linear, Conv1D) and module is not head and ".experts." not in path
+        if isinstance(module, nn.Linear | Conv1D) and module is not head and ".experts." not in path
     }
     return sorted(names - _UNADAPTED.get(model.config.model_type, set()))
 
