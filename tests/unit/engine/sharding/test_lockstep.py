@@ -168,7 +168,7 @@ def shard(group: ShardGroup, folder: Path, orders: Sequence[Sequence[bool]]) -> 
     return [answer.SerializeToString() for answer in answers], rows
 
 
-@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("first", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_two_shards_compute_the_same_rows(first: bool, ranks_of: RanksOf, tmp_path: Path) -> None:
     """One of them has its tokens first whenever the other has not, in turns."""
     folder = make("llama", tmp_path)
