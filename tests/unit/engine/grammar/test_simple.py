@@ -42,6 +42,10 @@ def test_what_applications_send_is_simple(schema: Any) -> None:
         {"not": PERSON},
         {"items": [PERSON]},
         {"$ref": "#/nowhere/a"},
+        # What the reference leads to is not what stands under its name at the root.
+        {"items": {"$id": "b:", "$ref": "#/$defs/x", "$defs": {"x": {"pattern": "a+"}}}, "$defs": {"x": PERSON}},
+        {"$ref": "#/$defs/a~1b", "$defs": {"a~1b": PERSON, "a/b": {"pattern": "a+"}}},
+        {"$ref": "#/$defs/%61", "$defs": {"%61": PERSON, "a": {"pattern": "a+"}}},
         {"type": "string", "maxLength": "4"},
         3,
     ],

@@ -1,10 +1,10 @@
 """JSON schemas that cannot be costly: what they say about few places, in keywords that cost little."""
 
 import json
+import re
 from math import inf
 from typing import Any
 
-from tgi_server.engine.grammar.json_schema.keywords import HINT, SPAN
 from tgi_server.engine.grammar.json_schema.translation import KEYWORDS
 
 MAX_COST = 2_000
@@ -17,7 +17,10 @@ _CHEAP = frozenset(
         *("minLength", "maxLength", "minItems", "maxItems"),
     }
 )
-_COSTLY = (KEYWORDS | {SPAN, HINT}) - _CHEAP
+# With an address of its own, a part's references lead elsewhere than those of the root.
+_COSTLY = (KEYWORDS | {"$id", "id"}) - _CHEAP
+# In these, no character stands for another one.
+_REFERENCE = re.compile(r"#/(\$defs|definitions)/([^/~%]+)")
 
 
 def is_simple(text: str) -> bool:
@@ -60,13 +63,15 @@ def _own_cost(schema: dict[str, Any]) -> float:
 
 
 def _parts(schema: dict[str, Any], root: Any) -> list[tuple[float, Any]]:
-    """Returns the schemas inside, each with the number of its copies. Raises LookupError for an unknown reference."""
+    """Returns the schemas inside, each after the number of its copies. Raises LookupError for an odd reference."""
     items = max(2, *(schema.get(keyword, 0) for keyword in ("minItems", "maxItems")))
     parts: list[tuple[float, Any]] = [(1 + len(name) / 16, each) for name, each in schema.get("properties", {}).items()]
     parts += [(1, each) for each in schema.get("anyOf", ())]
     parts += [(1, schema["additionalProperties"])] if "additionalProperties" in schema else []
     parts += [(items, schema["items"])] if "items" in schema else []
     if "$ref" in schema:
-        home, name = schema["$ref"].removeprefix("#/").split("/")
-        parts.append((1, root[home][name]))
+        found = _REFERENCE.fullmatch(schema["$ref"])
+        if found is None:
+            raise LookupError(schema["$ref"])
+        parts.append((1, root[found[1]][found[2]]))
     return parts
