@@ -13,7 +13,7 @@ _MANTISSA = {torch.float8_e4m3fn: 3, torch.float8_e5m2: 2}
 
 @dataclass(frozen=True, slots=True)
 class KVFormat:
-    """How keys and values are kept.
+    """The form in which keys and values are kept.
 
     dtype: the model's, or an FP8 dtype; then a number in the cache is multiplied by its layer's scale to give a key's
     or a value's. scales: by layer; a layer that is missing has ones.

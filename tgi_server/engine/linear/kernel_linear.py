@@ -1,4 +1,4 @@
-"""What all linear layers have in common that the engine's own kernels compute."""
+"""The common part of all linear layers that the engine's own kernels compute."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""What the KV cache of a model that drafts holds, in blocks that are those of the large model.
+"""The contents of a drafting model's KV cache, in blocks that are those of the large model.
 
 The two caches have blocks of the same numbers, so a sequence's block table is that of both. But the small model does
 not compute every token that the large one does: it drafts where that is worth it. Which of a sequence's tokens it still
@@ -14,7 +14,7 @@ from tgi_server.engine.sequence import RunningSequence
 
 @dataclass(slots=True)
 class _Progress:
-    """How far a sequence is computed.
+    """The progress of a sequence.
 
     tokens: so many of its first ones. before: stands for all tokens before the block in which the next one lies.
     drafted: tokens that were computed behind those, as a draft.

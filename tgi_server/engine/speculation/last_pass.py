@@ -10,7 +10,7 @@ from tgi_server.engine.speculation.draft import Draft
 
 @dataclass(frozen=True, slots=True)
 class _LogitsPlace:
-    """Where a sequence's logits are: those of its own last token, and those of its draft, if it has one.
+    """The places of a sequence's logits: those of its own last token, and those of its draft, if it has one.
 
     length: its tokens before the pass. own, drafted: rows of the pass's logits.
     """

@@ -1,4 +1,4 @@
-"""What drafters share that have keys and values of their own: passes in which drafted tokens follow each other."""
+"""The common part of drafters with keys and values of their own: passes in which drafted tokens follow each other."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
