@@ -79,5 +79,6 @@ def test_what_is_left_of_the_memory_is_enough_for_the_graphs(tmp_path) -> None:
 
 def _recorded(caplog: pytest.LogCaptureFixture) -> set[str]:
     """Returns what steps have been recorded of."""
-    logged = (message.removeprefix("recorded CUDA graphs for ") for message in caplog.messages)
+    start = "recorded CUDA graphs for "
+    logged = [message.removeprefix(start) for message in caplog.messages if message.startswith(start)]
     return {what.rpartition(" in ")[0] for what in logged}
