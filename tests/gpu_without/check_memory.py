@@ -34,7 +34,7 @@ GEMMA = {
 }
 BLOOM = {"vocab_size": 250_880, "hidden_size": 4096, "num_hidden_layers": 30, "num_attention_heads": 32}
 MODELS = {"llama": LLAMA, "gemma2": GEMMA, "bloom": BLOOM}
-CASES = [(24, "llama"), (24, "bloom"), (24, "gemma2"), (40, "llama"), (80, "llama"), (141, "llama")]
+CASES = [(24, "llama"), (24, "bloom"), (40, "llama"), (40, "gemma2"), (80, "llama"), (141, "llama")]
 
 
 @pytest.mark.parametrize(("gigabytes", "architecture"), CASES)

@@ -54,6 +54,7 @@ def test_check(name: str, part: str, python: str) -> None:
         "PYTHONPATH": str(ROOT),
         "TRITON_INTERPRET": str(int(name != "check_compiled")),
         "OATMILL_PART": part,
+        "OMP_NUM_THREADS": "1",  # tensors are tiny, or have no numbers: more threads take six times as long
     }
     options = ("-c", os.devnull, "--rootdir", ROOT, "--noconftest", "--tb=short", "-q", "--import-mode=importlib")
     plugins = ("-p", "no:cacheprovider", "-p", "tests.gpu_without.part")
