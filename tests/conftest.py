@@ -1,5 +1,6 @@
 """Shared by all tests: the option --runslow, a watch over logs, model folders, and servers on free ports."""
 
+import fcntl
 import logging
 import os
 import random
@@ -11,9 +12,11 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
+from xdist.remote import Producer
 
 from llm_functionalities.settings import Settings as FrontSettings
 from tests.logs import Tracebacks
+from tests.schedule import FilesTogether
 from tests.servers import TextGenerationServer
 from tgi_server import demo_model
 from tgi_server.launcher.settings import LauncherSettings
@@ -47,12 +50,22 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("default" if config.getoption("--runslow") else "quick")
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> FilesTogether | None:
+    return FilesTogether(config, log) if config.getoption("dist") == "loadfile" else None
+
+
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Compiles the CPU kernels, if that has not been done, before a test waits for them that may not take so long."""
-    if not hasattr(session.config, "workerinput"):
+    """Compiles the CPU kernels, if that has not been done, before a test waits for them that may not take so long.
+
+    The process that only hands out tests to others leaves it to them: torch takes seconds to import.
+    """
+    if hasattr(session.config, "workerinput") or not session.config.getoption("numprocesses", None):
         from tgi_server.engine.kernels import load_kernels
 
-        load_kernels()
+        with Path(__file__).open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # or else each of the processes would compile them
+            load_kernels()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -131,4 +144,5 @@ def demo_server(free_port: FreePort, tmp_path_factory: pytest.TempPathFactory) -
     try:
         yield running.wait_until_ready()
     finally:
-        running.stop()
+        status = running.stop()
+    assert status == 0

@@ -7,12 +7,14 @@ from typing import ParamSpec
 
 import grpc
 
-ATTEMPTS = 5
+ATTEMPTS = 10
+# Long enough for a machine that stands still now and then: only a test that fails takes it.
+SECONDS = 30.0
 
 P = ParamSpec("P")
 
 
-def until(condition: Callable[[], bool], seconds: float = 5.0) -> float:
+def until(condition: Callable[[], bool], seconds: float = SECONDS) -> float:
     """Waits for the condition. Returns the seconds that it took; fails after `seconds`."""
     started = time.monotonic()
     while not condition():

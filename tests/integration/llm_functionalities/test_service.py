@@ -19,7 +19,7 @@ from shared.stubs import llm_pb2, llm_pb2_grpc
 from tests.fakes.model_server import ModelServer
 from tests.fakes.name_server import NameServer
 from tests.integration.llm_functionalities.service import Service, ask, reason, running_service
-from tests.timing import on_a_busy_machine, until
+from tests.timing import SECONDS, on_a_busy_machine, until
 
 
 @pytest.fixture
@@ -204,7 +204,7 @@ def test_a_call_that_sets_no_time_gets_the_default(server: ModelServer) -> None:
         assert reason(runner, timeout_ms=0) == ("", "deadline")
         assert time.monotonic() - begun < 0.5
         batch = runner.batch_call_model.future(llm_pb2.ModelBatchRequest(formatted_prompts=["x", "y"]))
-        assert list(batch.result(timeout=1).text) == ["", ""]
+        assert list(batch.result(timeout=SECONDS).text) == ["", ""]
 
 
 def test_health_and_reflection() -> None:
@@ -327,7 +327,7 @@ def test_the_grace_ends_too(server: ModelServer) -> None:
         assert service.stop() == 0
         assert time.monotonic() - started < 3
         assert call.exception() is not None
-        assert server.requests[0].abandoned.wait(1)
+        assert server.requests[0].abandoned.wait(SECONDS)
 
 
 def started(*flags: str) -> tuple[int, str]:
@@ -390,7 +390,7 @@ def test_tls_and_mutual_tls(certificates: Certificates) -> None:
 
     def status(service: Service, credentials: grpc.ChannelCredentials) -> grpc.StatusCode:
         with grpc.secure_channel(f"localhost:{service.port}", credentials) as channel:
-            call = llm_pb2_grpc.LLMRunnerStub(channel).call_model.future(llm_pb2.ModelRequest(), timeout=5)
+            call = llm_pb2_grpc.LLMRunnerStub(channel).call_model.future(llm_pb2.ModelRequest(), timeout=SECONDS)
             return call.code()
 
     anonymous = grpc.ssl_channel_credentials(root)
@@ -422,4 +422,4 @@ def test_an_https_endpoint_is_checked_with_its_own_authority(certificates: Certi
             call = runner.call_model.future(llm_pb2.ModelRequest(formatted_prompt="x"))
             until(lambda: len(server.requests) == 3)
             call.cancel()
-            assert server.requests[-1].abandoned.wait(1)
+            assert server.requests[-1].abandoned.wait(SECONDS)

@@ -19,6 +19,7 @@ from tests.fakes.instant_shard import InstantShard
 from tests.fakes.instant_shard import start as start_shard
 from tests.integration.router.process import Process, Start
 from tests.logs import assert_no_traceback
+from tests.timing import SECONDS
 from tgi_server import demo_model
 from tgi_server.router.api.app import create_app
 from tgi_server.router.api.connections import Connections, connection_limits
@@ -54,7 +55,7 @@ class Router:
         text = (await self.http.get("/metrics")).text
         return next((float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if line.startswith(f"{series} ")), 0.0)
 
-    async def until(self, condition: Callable[[], Any], seconds: float = 5.0) -> None:
+    async def until(self, condition: Callable[[], Any], seconds: float = SECONDS) -> None:
         """Waits for `condition`, plain or a coroutine, to be true."""
         async with asyncio.timeout(seconds):
             while True:
@@ -70,6 +71,16 @@ class Router:
             return await self.metric("tgi_batch_current_size") == 0 and self.service.capacity.in_flight == 0
 
         await self.until(no_batch)
+
+    async def leave(self, path: str, **body: Any) -> None:
+        """Asks for something and closes the connection once it is being generated."""
+        asking = asyncio.create_task(self.post(path, **body))
+
+        async def one_in_batch() -> bool:
+            return await self.metric("tgi_batch_current_size") == 1
+
+        await self.until(one_in_batch)
+        asking.cancel()
 
 
 RouterFactory = Callable[..., Any]

@@ -66,7 +66,8 @@ async def test_sigterm_ends_the_server_as_well(tmp_path: Path) -> None:
             pass
 
     task = asyncio.create_task(measure())
-    await asyncio.sleep(0.5)
+    while set(psutil.Process().children(recursive=True)) <= before:
+        await asyncio.sleep(0.01)
     os.kill(os.getpid(), signal.SIGTERM)
     with pytest.raises(asyncio.CancelledError):
         await task
