@@ -33,6 +33,10 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # that go on to use it, may leave such a child hanging or break it. Read when gRPC is first used.
 os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
 
+# A client of HTTP reads the certificates of all authorities when it is made, or only as it needs them, from a folder.
+os.environ.pop("SSL_CERT_FILE", None)
+os.environ["SSL_CERT_DIR"] = "/etc/ssl/certs"
+
 # Variables that the programs read, such as those of a container image. Tests set what they mean.
 for program in (LauncherSettings, ShardSettings, DownloadSettings, FrontSettings):
     for setting in program.model_fields:

@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
+import pytest_asyncio
 
 from tests.conftest import FreePort
 from tests.fakes.instant_shard import InstantShard
@@ -93,7 +94,7 @@ async def running_router(
     """send_buffer: bytes that the system keeps for each client."""
     path = folder / "shard"
     # Books of the usual number of blocks would take most of the time of a start.
-    shard = InstantShard(f"unix://{path}", None, end=EOS, **{"num_blocks": 8_192, **shard_options})
+    shard = InstantShard(f"unix://{path}", None, end=EOS, **{"num_blocks": 2_048, **shard_options})
     shards = await start_shard(shard, path)
     listener = socket.create_server(("127.0.0.1", 0))
     if send_buffer is not None:
@@ -136,6 +137,16 @@ async def routers(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Rou
             return await stack.enter_async_context(running_router(folder, shard or {}, **settings))
 
         yield make
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared_router(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Router]:
+    """One router for all tests of a file that are marked with `in_one_loop` and leave it as it is."""
+    async with running_router(tmp_path_factory.mktemp("router"), {}) as router:
+        yield router
+
+
+in_one_loop = pytest.mark.asyncio(loop_scope="module")
 
 
 @pytest.fixture

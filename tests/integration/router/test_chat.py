@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.router.conftest import Router, RouterFactory, events
+from tests.integration.router.conftest import Router, RouterFactory, events, in_one_loop
 from tgi_server.router.schemas.chat import ChatCompletion, ChatCompletionChunk
 
 TEXT = "Rinse the rice. Then boil it."
@@ -295,6 +295,7 @@ async def test_no_tools_are_told_when_none_may_be_called(router: Router):
     assert list(first.input_ids) == list(second.input_ids)
 
 
+@in_one_loop
 @pytest.mark.parametrize(
     ("body", "error_type"),
     [
@@ -313,9 +314,9 @@ async def test_no_tools_are_told_when_none_may_be_called(router: Router):
 )
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_chat_request_that_breaks_a_rule_is_refused(
-    router: Router, body: dict[str, Any], error_type: str, stream: bool
+    shared_router: Router, body: dict[str, Any], error_type: str, stream: bool
 ):
-    assert (await refusal(router, stream=stream, **body))["error_type"] == error_type
+    assert (await refusal(shared_router, stream=stream, **body))["error_type"] == error_type
 
 
 async def test_a_call_that_is_cut_off(router: Router):

@@ -55,7 +55,10 @@ CHATS = {
     "wrong parts": filled(SAY.replace("@", "[@]"), "0"),
     "tools": filled(f'{{{HI},"tools":[@]}}', TOOL),
     "ten thousand tools": dumped(
-        lambda: {"messages": HELLO, "tools": [{"type": "function", "function": {"name": f"f{i}"}} for i in range(10_000)]}
+        lambda: {
+            "messages": HELLO,
+            "tools": [{"type": "function", "function": {"name": f"f{i}"}} for i in range(10_000)],
+        }
     ),
     "parameters of a tool": filled(
         f'{{{HI},"tools":[{{"type":"","function":{{"name":"a","parameters":{{"properties":{{"a":[@]}}}}}}}}]}}', "[]"

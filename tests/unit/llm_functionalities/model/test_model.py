@@ -17,7 +17,7 @@ from llm_functionalities.model.empty_responses import EmptyResponses
 from llm_functionalities.model.model import Model, Question
 from llm_functionalities.model.pool import FairPool
 from tests.fakes.model_server import ModelServer
-from tests.timing import SECONDS, until
+from tests.timing import SECONDS, eventually, until
 
 GENERATION = GenerationParameters(8)
 
@@ -88,8 +88,7 @@ async def test_questions_are_made_when_their_turn_comes(model: Model, server: Mo
         return Question.verbatim(str(place))
 
     batch = asyncio.create_task(model.answers(20, question, GENERATION, Deadline.after(SECONDS), {}))
-    while not made:
-        await asyncio.sleep(0.01)
+    await eventually(lambda: bool(made))
     await asyncio.sleep(0.1)
     assert made == [0]
     may_go_on.set()

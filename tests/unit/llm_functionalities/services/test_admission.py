@@ -1,7 +1,7 @@
 """Calls through the interceptor of a real gRPC server whose one method does as it is told."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
@@ -14,7 +14,7 @@ from llm_functionalities.metrics import ServiceMetrics
 from llm_functionalities.services.admission import Admission
 from llm_functionalities.services.context import CallContext
 from shared.stubs import llm_pb2, llm_pb2_grpc
-from tests.timing import SECONDS
+from tests.timing import SECONDS, eventually
 
 
 class Servicer(llm_pb2_grpc.LLMRunnerServicer):
@@ -83,12 +83,6 @@ def counted(metrics: ServiceMetrics, method: str, status: str) -> float:
     return metrics.calls.labels(f"/LLMRunner/{method}", status)._value.get()
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(SECONDS):
-        while not condition():
-            await asyncio.sleep(0.01)
-
-
 async def refusal(call: Any) -> tuple[grpc.StatusCode, str]:
     with pytest.raises(grpc.aio.AioRpcError) as error:
         await call
@@ -108,7 +102,7 @@ async def test_more_calls_than_there_are_places_are_refused(
 ) -> None:
     servicer.gate.clear()
     calls = [runner.call_model(llm_pb2.ModelRequest(formatted_prompt="x")) for _ in range(2)]
-    await until(lambda: servicer.begun == 2)
+    await eventually(lambda: servicer.begun == 2)
     assert b"llm_functionalities_calls_running 2.0" in generate_latest(metrics.registry)
     code, details = await refusal(runner.call_model(llm_pb2.ModelRequest()))
     assert code == grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -124,7 +118,7 @@ async def test_a_call_without_a_place_is_refused_before_its_message_is_received(
 ) -> None:
     servicer.gate.clear()
     calls = [runner.call_model(llm_pb2.ModelRequest(formatted_prompt="x")) for _ in range(2)]
-    await until(lambda: servicer.begun == 2)
+    await eventually(lambda: servicer.begun == 2)
     no_message_yet = channel.stream_unary("/LLMRunner/call_model")()
     assert await no_message_yet.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
     servicer.gate.set()
@@ -156,8 +150,8 @@ async def test_an_abandoned_stream_is_closed_and_gives_its_place_back(
         stream = runner.stream_model(llm_pb2.ModelRequest(formatted_prompt="one two"))
         assert (await stream.read()).text == "one"
         stream.cancel()
-        await until(lambda number=number: servicer.ended == number + 1)
-    await until(lambda: counted(metrics, "stream_model", "CANCELLED") == 5)
+        await eventually(lambda number=number: servicer.ended == number + 1)
+    await eventually(lambda: counted(metrics, "stream_model", "CANCELLED") == 5)
 
 
 @pytest.mark.parametrize("receive_timeout", [0.3])
