@@ -8,7 +8,7 @@ from tgi_server.engine.linear.float import FloatLinear
 from tgi_server.engine.linear.int8 import INPUT_OFFSET
 from tgi_server.engine.linear.kernel_linear import padded
 from tgi_server.engine.linear.kernel_table import KernelTable
-from tgi_server.engine.memory import forget_pages
+from tgi_server.engine.memory import forget_pages, give_back
 from tgi_server.engine.quantization.rounding import rounded_to_bytes
 
 # Smaller weights are read so fast that screening saves nothing.
@@ -34,9 +34,14 @@ class ScreenedHead(FloatLinear):
 
     def _pack(self, weight: Tensor, bias: Tensor | None, kernels: KernelTable | None) -> None:
         assert bias is None
-        super()._pack(weight, bias, kernels)
-        parts = [_rounded(part) for part in weight.split(_ROWS_AT_ONCE)]
-        rounded, scales, sums, lost, kept = (torch.cat(part) for part in zip(*parts, strict=True))
+        rounded = torch.empty(weight.shape, dtype=torch.int8)
+        by_output = []
+        for part, place in zip(weight.split(_ROWS_AT_ONCE), rounded.split(_ROWS_AT_ONCE), strict=True):
+            numbers, *others = _rounded(part)
+            place.copy_(numbers)
+            by_output.append(others)
+            forget_pages([part])
+        scales, sums, lost, kept = (torch.cat(part) for part in zip(*by_output, strict=True))
         self._screen = (
             torch.ops.oatmill.linear_pack(rounded),
             padded(scales),
@@ -45,7 +50,9 @@ class ScreenedHead(FloatLinear):
             padded(kept),
         )
         self._most = torch.ops.oatmill.screened_rows(self._screen[0]) * self.in_features
-        forget_pages([weight])
+        del rounded
+        give_back()
+        super()._pack(weight, bias, kernels)
 
     def forward(self, x: Tensor, activation: str = "none", metadata: ForwardMetadata | None = None) -> Tensor:
         greedy = metadata.greedy if metadata else None

@@ -18,7 +18,7 @@ from tgi_server.engine.layers.head import ScreenedHead
 from tgi_server.engine.linear import LinearFactory, PackedLinear
 from tgi_server.engine.linear.blas import BlasLinear
 from tgi_server.engine.linear.float import FloatLinear
-from tgi_server.engine.memory import give_back
+from tgi_server.engine.memory import forget_pages, give_back
 from tgi_server.engine.quantization import QuantizedLinear
 
 logger = logging.getLogger(__name__)
@@ -42,6 +42,7 @@ def optimise(
     layers whose inputs are of use, so that no kernel computes them together with those before.
     """
     if variants and isinstance(backend, CpuAttention):
+        forget_pages([cast(PreTrainedModel, model).get_output_embeddings().weight])  # which trials have read
         _replace(model, partial(_fused_layer, variants, linear))
         _replace(model, partial(_stacked_layers, apart))
         _screen_head(cast(PreTrainedModel, model), linear)
@@ -118,12 +119,14 @@ def _packed_linear(linear: LinearFactory, module: nn.Module) -> nn.Module | None
 
 
 def _replace(module: nn.Module, replacement: Callable[[nn.Module], nn.Module | None]) -> None:
-    for name, child in module.named_children():
+    for name in [name for name, _ in module.named_children()]:  # which would keep all that it has named
+        child = module.get_submodule(name)
         new = replacement(child)
         if new is None:
             _replace(child, replacement)
         else:
             setattr(module, name, new)
+            del child
             give_back()
 
 
