@@ -34,23 +34,8 @@ class ScreenedHead(FloatLinear):
 
     def _pack(self, weight: Tensor, bias: Tensor | None, kernels: KernelTable | None) -> None:
         assert bias is None
-        rounded = torch.empty(weight.shape, dtype=torch.int8)
-        by_output = []
-        for part, place in zip(weight.split(_ROWS_AT_ONCE), rounded.split(_ROWS_AT_ONCE), strict=True):
-            numbers, *others = _rounded(part)
-            place.copy_(numbers)
-            by_output.append(others)
-            forget_pages([part])
-        scales, sums, lost, kept = (torch.cat(part) for part in zip(*by_output, strict=True))
-        self._screen = (
-            torch.ops.oatmill.linear_pack(rounded),
-            padded(scales),
-            padded(sums * INPUT_OFFSET, torch.int32),
-            padded(lost),
-            padded(kept),
-        )
+        self._screen = _screen(weight)
         self._most = torch.ops.oatmill.screened_rows(self._screen[0]) * self.in_features
-        del rounded
         give_back()
         super()._pack(weight, bias, kernels)
 
@@ -62,6 +47,20 @@ class ScreenedHead(FloatLinear):
         bits, positions = (mask.bits, mask.positions) if mask else (None, [])
         y: Tensor = self._layer.screened(x, *self._screen, bits, positions, self.screening_kernel)
         return y
+
+
+def _screen(weight: Tensor) -> tuple[Tensor, ...]:
+    """Returns the copy in 8 bits, arranged for the kernels, and what `_rounded` returns of each output, padded."""
+    rounded = torch.empty(weight.shape, dtype=torch.int8)
+    by_output = []
+    for part, place in zip(weight.split(_ROWS_AT_ONCE), rounded.split(_ROWS_AT_ONCE), strict=True):
+        numbers, *others = _rounded(part)
+        place.copy_(numbers)
+        by_output.append(others)
+        forget_pages([part])
+    scales, sums, lost, kept = (torch.cat(part) for part in zip(*by_output, strict=True))
+    packed = torch.ops.oatmill.linear_pack(rounded)
+    return packed, padded(scales), padded(sums * INPUT_OFFSET, torch.int32), padded(lost), padded(kept)
 
 
 def _rounded(weight: Tensor) -> tuple[Tensor, ...]:
