@@ -49,7 +49,7 @@ class CodedLinear(KernelLinear):
                 self._offsets = _by_tile(-zeros * weight.scales)
         self._order, starts = _arrangement(weight, _WORD_BITS // self._bits)
         packed = torch.ops.oatmill.codes_pack(codes, self._order, self._bits)
-        self._scales = _by_tile(_narrowed(weight.scales))
+        self._scales = _by_tile(narrowed(weight.scales))
         by_kind = torch.classes.oatmill.Codes(
             self.kind,
             starts,
@@ -113,7 +113,7 @@ def _keeps_order(order: Tensor, inputs: int) -> bool:
     return torch.equal(order[:inputs], torch.arange(inputs, dtype=torch.int32))
 
 
-def _narrowed(scales: Tensor) -> Tensor:
+def narrowed(scales: Tensor) -> Tensor:
     """Returns the same numbers in 16 bits where these hold them, as those of most checkpoints do: less is read."""
     for dtype in (torch.float16, torch.bfloat16):
         narrow = scales.to(dtype)

@@ -116,6 +116,7 @@ def _load(
                     f"wants {list(wanted)}"
                 )
             layer.fill(tensor.quantized())
+            layer.to(device)
     model.__class__ = model_class
     model.name_or_path = model.config.name_or_path = str(folder)
     if (folder / "generation_config.json").is_file():
