@@ -140,7 +140,7 @@ def quantized(layout: str, folder: Path, architecture: str, dtype: torch.dtype) 
     [
         ("gptq_act_order", "llama", torch.float32, "triton (int4), torch"),
         ("gptq_one_group", "opt", torch.float32, "triton (int4), torch"),
-        ("nf4", "llama", torch.float16, "triton (codebook), torch"),
+        ("nf4", "llama", torch.bfloat16, "triton (codebook), torch"),
         ("w8a8", "qwen3", torch.float32, "triton (int8), torch"),
         ("fp8_blocks", "qwen3_moe", torch.float32, "triton (fp8), torch"),
         ("fp8_rows", "llama", torch.bfloat16, "scaled_mm (fp8), torch"),
@@ -201,7 +201,7 @@ def test_scaled_mm_is_for_chips_that_have_it_and_a_scale_for_each_output(
         ("fp8_blocks", torch.bfloat16, (9, 0), "triton (fp8), torch"),
     ):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, known=capability: known)
-        model = quantized(layout, tmp_path / f"{layout}{capability}", "llama", dtype)
+        model = quantized(layout, tmp_path / f"{layout}{capability}", "llama", torch.bfloat16)
         assert str(gpu_linear_factory(model, dtype)[0]) == kernels
 
 

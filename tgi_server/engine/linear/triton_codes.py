@@ -131,7 +131,7 @@ def arrangement(groups: Tensor) -> tuple[int, Tensor | None, Tensor]:
     return size, None if kept else order, group_of_block
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])  # or some numbers of rows would be compiled for while requests wait
 def _multiply_codes(
     x, codes, scales, zeros, codebook, groups, order, bias, residual, y, rows, outputs, inputs, blocks, x_stride,
     kind: tl.constexpr, block: tl.constexpr, width: tl.constexpr, own_rows: tl.constexpr, own_outputs: tl.constexpr,
