@@ -117,7 +117,7 @@ def test_a_layer_of_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
     weight = random_weight("fp8", 64, 48, torch.zeros(64, dtype=torch.long))
     bias = torch.randn(48).bfloat16()
-    layer = ScaledLinear(weight, bias)
+    layer = ScaledLinear(weight, bias, None, torch.bfloat16)
     x, residual = torch.randn(2, 3, 64).bfloat16(), torch.randn(2, 3, 48).bfloat16()
     wanted = linear(x.float(), weight.dense(), bias.float())
     for actual, expected in (

@@ -6,9 +6,9 @@
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor, nn
+from torch import Tensor
 
-from tgi_server.engine.linear.base import PackedLinear
+from tgi_server.engine.linear.base import PackedCodes
 from tgi_server.engine.linear.kernel_table import KernelTable
 from tgi_server.engine.quantization import QuantizedWeight
 from tgi_server.engine.quantization.fp8 import encoded
@@ -16,23 +16,11 @@ from tgi_server.engine.quantization.fp8 import encoded
 _AT_ONCE = 1024
 
 
-class ScaledLinear(PackedLinear):
+class ScaledLinear(PackedCodes):
     """y = x W^T + b with W in FP8, a scale for each output, and x rounded to FP8, a scale for each row.
 
     x and y are bfloat16, which is all that torch's product with a scale for each row gives.
     """
-
-    def __init__(
-        self,
-        weight: QuantizedWeight,
-        bias: Tensor | None = None,
-        kernels: KernelTable | None = None,
-        dtype: torch.dtype = torch.bfloat16,
-    ) -> None:
-        nn.Module.__init__(self)
-        self.out_features, self.in_features = weight.shape
-        self.register_buffer("weight", torch.empty(0, dtype=dtype, device=weight.codes.device), persistent=False)
-        self._pack(weight, bias, kernels)
 
     def _pack(self, weight: QuantizedWeight, bias: Tensor | None, kernels: KernelTable | None) -> None:  # type: ignore[override]
         self._codes, self._scales = weight.codes.contiguous(), weight.scales.T.contiguous()

@@ -13,10 +13,10 @@ from typing import Self
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import pad
 
-from tgi_server.engine.linear.base import PackedLinear
+from tgi_server.engine.linear.base import PackedCodes
 from tgi_server.engine.linear.coded import kind_of, narrowed
 from tgi_server.engine.linear.kernel_table import KernelTable
 from tgi_server.engine.quantization import QuantizedWeight
@@ -46,23 +46,8 @@ class LaunchShape:
         return cls(64, 64, warps=4, stages=3) if rows <= 64 else cls(128, 64, warps=8, stages=3)
 
 
-class TritonLinear(PackedLinear):
-    """y = x W^T + b with W as codes; sums are in float32. x is taken as it is; y has its dtype.
-
-    dtype: of the weights, where somebody asks for it.
-    """
-
-    def __init__(
-        self,
-        weight: QuantizedWeight,
-        bias: Tensor | None = None,
-        kernels: KernelTable | None = None,
-        dtype: torch.dtype = torch.float32,
-    ) -> None:
-        nn.Module.__init__(self)
-        self.out_features, self.in_features = weight.shape
-        self.register_buffer("weight", torch.empty(0, dtype=dtype, device=weight.codes.device), persistent=False)
-        self._pack(weight, bias, kernels)
+class TritonLinear(PackedCodes):
+    """y = x W^T + b with W as codes; sums are in float32."""
 
     def _pack(self, weight: QuantizedWeight, bias: Tensor | None, kernels: KernelTable | None) -> None:  # type: ignore[override]
         self._kind = kind_of(weight)
