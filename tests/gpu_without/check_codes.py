@@ -56,7 +56,7 @@ def test_every_kind_of_codes_for_few_rows_and_many(kind: str, rows: int) -> None
 def test_inputs_of_16_bits(kind: str, dtype: torch.dtype) -> None:
     weight = random_weight(kind, 256, 70, torch.arange(256) // 128)
     layer = TritonLinear(weight, dtype=dtype)
-    assert layer.block == 128
+    assert layer.block == 64
     for rows in (3, 33, 130):
         check(layer, weight.dense(), None, rows, dtype)
 
@@ -66,7 +66,7 @@ def test_inputs_of_16_bits(kind: str, dtype: torch.dtype) -> None:
 def test_groups_of_all_sizes(size: int, inputs: int) -> None:
     weight = random_weight("int4", inputs, 40, torch.arange(inputs) // size)
     layer = TritonLinear(weight)
-    assert layer.block == min(size, 64 if inputs == 300 else 128)
+    assert layer.block == min(size, 64)
     check(layer, weight.dense(), None, 3, torch.float32)
 
 

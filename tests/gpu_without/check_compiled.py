@@ -182,13 +182,13 @@ def test_the_products_of_adapters_fit(capability: int, dtype: torch.dtype, preci
     ("dtype", "rows"), [(torch.bfloat16, 1), (torch.bfloat16, 64), (torch.bfloat16, 512), (torch.float32, 1)]
 )
 def test_products_with_codes_fit(capability: int, kind: str, dtype: torch.dtype, rows: int, tmp_path: Path) -> None:
-    """Of the usual layers, in blocks of the largest and the smallest size; the latter with all that there may be."""
+    """In blocks of both sizes, with all that there may be, and with as little as most layers have."""
     shape = triton_codes.LaunchShape.of(rows, dtype.itemsize)
     types = dict.fromkeys(("x", "residual", "y"), f"*{NAMES[dtype]}") | dict.fromkeys(("scales", "zeros"), "*fp16")
     types |= dict.fromkeys(("rows", "outputs", "inputs", "blocks", "x_stride"), "i32")
     types |= {"codes": "*i8" if kind == "int8" else "*u8", "codebook": "*fp32", "bias": "*fp32", "groups": INTS}
     types["order"] = "*i64"
-    for block, absent in ((128, ["zeros", "order", "bias", "residual"]), (32, [])):
+    for block, absent in ((64, ["zeros", "order", "bias", "residual"]), (64, []), (32, [])):
         constants: dict[str, Any] = dict.fromkeys([*absent, *(() if kind == "codebook" else ["codebook"])])
         width = block // 2 if kind in ("int4", "codebook") else block
         constants |= {"kind": kind, "block": block, "width": width, "relu": not absent}

@@ -22,8 +22,9 @@ from tgi_server.engine.linear.kernel_table import KernelTable
 from tgi_server.engine.quantization import QuantizedWeight
 from tgi_server.engine.quantization.fp8 import E4M3_UNIT, decoded
 
-# Inputs of a block. Groups are filled up to whole blocks; larger ones are taken if that adds but a sixteenth.
-_BLOCKS = (128, 64, 32)
+# Inputs of a block; of more, registers run out. Groups are filled up to whole blocks; the larger ones are taken if that
+# adds but a sixteenth.
+_BLOCKS = (64, 32)
 _FEW_ROWS = 16
 
 
