@@ -34,7 +34,9 @@ def compiled(
     """Compiles as the launcher does for addresses and strides that are multiples of 16."""
     signature = {name: "constexpr" if name in constants else types[name] for name in kernel.arg_names}
     aligned = [
-        i for i, (name, kind) in enumerate(signature.items()) if kind.startswith("*") or name.endswith("_stride")
+        i
+        for i, (name, kind) in enumerate(signature.items())
+        if (kind.startswith("*") or name.endswith("_stride")) and not kernel.params[i].do_not_specialize
     ]
     source = ASTSource(
         kernel, signature, constexprs=dict(constants), attrs={(i,): [["tt.divisibility", 16]] for i in aligned}

@@ -6,6 +6,7 @@ from tests.gpu_without.fake_gpu import FakeGpu
 from tgi_server.contract import ReportParameters, StoppingParameters
 from tgi_server.engine import RunningSequence
 from tgi_server.engine.engine import MOST_DEMANDING
+from tgi_server.engine.runners import prompt_graphs
 
 ROWS = 256
 PREFILL = 4096
@@ -44,6 +45,7 @@ CASES = [
 def test_the_largest_step_fits(gigabytes: int, architecture: str, codes: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The end of the longest prompt beside rows that sample from the whole vocabulary; soft caps, alibi or neither."""
     total, rows = gigabytes << 30, ROWS
+    monkeypatch.setattr(prompt_graphs, "TOKEN_COUNTS", prompt_graphs.TOKEN_COUNTS[-1:])  # it takes the memory
     with FakeGpu(monkeypatch, total) as gpu:
         model = gpu.model(architecture, quantized=codes, **MODELS[architecture])
         engine = gpu.engine(model, memory_fraction=FRACTION, cuda_graphs=(rows,))

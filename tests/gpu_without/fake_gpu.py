@@ -202,17 +202,22 @@ def _arrangement(groups: Tensor) -> tuple[int, None, Tensor]:
 
 
 def _program(kernel: Any, arguments: Iterable[Any], options: dict[str, Any]) -> tuple[Any, ...]:
-    """Returns what Triton compiles a kernel anew for: constants, dtypes, and what it knows of whole numbers."""
+    """Returns what Triton compiles a kernel anew for: constants, dtypes, and what it knows of addresses and numbers."""
     names = kernel.__code__.co_varnames[: kernel.__code__.co_argcount]
     constant = {name for name, kind in kernel.__annotations__.items() if kind is tl.constexpr}
     given = dict(zip(names, arguments, strict=False)) | options
-    facts = [(name, value if name in constant or name not in names else _kind(value)) for name, value in given.items()]
+    any_value = kernel.__globals__[kernel.__name__].kwargs["do_not_specialize"] or ()
+    facts = [
+        (name, value if name in constant or name not in names else _kind(value, any_value=name in any_value))
+        for name, value in given.items()
+    ]
     return (kernel.__name__, *sorted(facts, key=lambda fact: fact[0]))
 
 
-def _kind(value: Any) -> object:
+def _kind(value: Any, *, any_value: bool) -> object:
+    """Returns what a kernel is compiled for. any_value: for numbers and addresses of any kind."""
     if isinstance(value, Tensor):
-        return value.dtype
-    if isinstance(value, int):
+        return value.dtype, any_value or value.storage_offset() * value.element_size() % 16 == 0
+    if isinstance(value, int) and not any_value:
         return 1 if value == 1 else "16" if value % 16 == 0 else "int"
     return type(value)

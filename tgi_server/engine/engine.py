@@ -458,7 +458,7 @@ class Engine:
         if len(plan.picked) != len(logits):
             logits = logits.index_select(0, to_device(plan.picked, torch.int64, self._device))
         rows = range(plan.first_row, plan.first_row + len(plan.sequences))
-        sampled = self._sampler.sample(logits, rows, mask)
+        sampled = self._sampler.sample(logits, rows, mask, self._runner.likeliest)
         self._sampler.accept(sampled.token_ids, rows)
         self._runner.accept(plan.first_row, sampled.token_ids)
         return sampled.start_copy()

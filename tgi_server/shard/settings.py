@@ -53,7 +53,7 @@ class ModelSettings(CheckpointSettings):
     )
     cuda_memory_fraction: float = Field(1.0, gt=0, le=1, description="share of a GPU's memory that may be used")
     cuda_graphs: CommaSeparated[NonNegativeInt] | None = Field(
-        None, description="numbers of sequences to record CUDA graphs for; 0: none; default: sizes up to 256"
+        None, description="numbers of sequences to record CUDA graphs for; 0: no graphs; default: sizes up to 256"
     )
 
     speculate: NonNegativeInt = Field(

@@ -124,20 +124,30 @@ class Sampler:
         """Returns True if a row wants more than the token with the highest logit."""
         return bool(self._rows)
 
-    def sample(self, logits: Tensor, rows: Sequence[int], mask: TokenMask | None = None) -> Sampled:
+    def sample(
+        self, logits: Tensor, rows: Sequence[int], mask: TokenMask | None = None, likeliest: Tensor | None = None
+    ) -> Sampled:
         """Chooses a token for each of `logits` `[n, vocab]`, in any float type; logits[i] are those of `rows[i]`.
 
-        mask: of some of the rows; their logits may be overwritten. Changes the state in no way; see `accept`.
+        mask: of some of the rows; their logits may be overwritten. likeliest: the tokens of the highest logits, without
+        a mask, int64 `[n]`, where they are known; where no row wants anything else, they are the ones in the result.
+        Changes the state in no way; see `accept`.
         """
         self._use_kernels(_have_kernels(logits))
+        if mask is not None:
+            likeliest = None
         if mask is not None and not (self._kernels and all(self._only_reported(rows[i]) for i in mask.positions)):
             mask.apply(logits)
             mask = None  # otherwise the kernels that look for the largest logit skip forbidden ones
         metadata = self._metadata_for(rows)
         reported = [i for i, row in enumerate(rows) if row in self._rows and self._only_reported(row)]
         processed = sum(piece.state_rows.shape[0] for piece in metadata)
-        greedy = processed < logits.shape[0]
-        sampled = Sampled(best(logits, mask) if greedy else self._steps.new_empty(logits.shape[0]))
+        if processed == logits.shape[0]:
+            sampled = Sampled(self._steps.new_empty(logits.shape[0]))
+        elif likeliest is None:
+            sampled = Sampled(best(logits, mask))
+        else:
+            sampled = Sampled(likeliest.clone() if processed else likeliest)
         if reported:
             sampled.chosen.append(ChosenReport(reported, _best_logprobs(logits, sampled.token_ids, reported, mask)))
         for piece in metadata:
