@@ -41,7 +41,7 @@ class LaunchShape:
     def of(cls, rows: int, itemsize: int) -> Self:
         """rows: of the input. itemsize: bytes of its numbers."""
         if itemsize == 4:  # no tensor cores: products take longer than loads, and more registers
-            return cls(16, 32, warps=4, stages=1)
+            return cls(16, 32, warps=8, stages=1)
         if rows <= _FEW_ROWS:
             return cls(16, 32, warps=4, stages=4)
         return cls(64, 64, warps=4, stages=3) if rows <= 64 else cls(128, 64, warps=8, stages=3)
