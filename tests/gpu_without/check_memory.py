@@ -70,9 +70,8 @@ def test_the_largest_step_fits(gigabytes: int, architecture: str, codes: str, mo
 def test_layers_are_arranged_one_after_the_other(codes: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights are never there twice, but for those of a few layers."""
     with FakeGpu(monkeypatch) as gpu:
-        model = gpu.model("llama", quantized=codes, **LLAMA)
+        model = gpu.model("llama", quantized=codes, **LLAMA | {"num_hidden_layers": 8})
         gpu.peak = loaded = gpu.live
         engine = gpu.engine(model)
-        layers = LLAMA["num_hidden_layers"]
         assert (codes or "torch") in engine.info.linear_kernels
-        assert gpu.peak < loaded * (1 + 4 / layers)
+        assert gpu.peak < 1.25 * loaded
