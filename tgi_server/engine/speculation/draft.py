@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tgi_server.engine.memory import to_device
 from tgi_server.engine.runners.base import PromptChunk
-from tgi_server.engine.sampling import PendingTokens, Tokens, is_plain
+from tgi_server.engine.sampling import PendingTokens, Tokens, is_greedy, is_plain
 from tgi_server.engine.sequence import RunningSequence
 
 # Of what earlier drafts have shown, so much counts after another draft, and after a step in which none was worth it:
@@ -65,9 +65,15 @@ class Draft:
         return PromptChunk(self.sequence, torch.tensor(self.tokens), self.sequence.length, all_logits=True)
 
     @property
-    def is_greedy(self) -> bool:
+    def is_plain(self) -> bool:
         """Returns True if the largest of each token's logits is all that is needed to check it."""
         return self.sequence.constraint is None and is_plain(self.sequence.sampling, self.sequence.report)
+
+    @property
+    def is_greedy(self) -> bool:
+        """Returns True if that is needed, and at most how likely it is."""
+        sequence = self.sequence
+        return sequence.constraint is None and is_greedy(sequence.sampling) and not sequence.report.top_n_tokens
 
     def cut(self) -> None:
         """Drops the tokens from the first one on that the sequence's grammar forbids."""
@@ -104,7 +110,8 @@ class DraftCheck:
     ) -> None:
         """logits: [drafted tokens, vocab_size], one draft's after the other's.
 
-        likeliest: the largest of each row, where all drafts are greedy: then nothing else has to be computed.
+        likeliest: the largest of each row, where all drafts are greedy, with its log-probability where a sequence
+            reports that: then nothing else has to be computed.
         """
         self.drafts = drafts
         self._logits = logits
@@ -132,7 +139,8 @@ class DraftCheck:
         rows = [self._first[draft.sequence.request_id] + draft.accepted - 1 for draft in self._going]
         sequences = [draft.sequence for draft in self._going]
         if self._likeliest is not None:
-            likeliest = self._likeliest.wait().ids
-            return sequences, Tokens([likeliest[row] for row in rows], {}, {})
+            likeliest = self._likeliest.wait()
+            logprobs = {place: likeliest.logprobs[row] for place, row in enumerate(rows) if row in likeliest.logprobs}
+            return sequences, Tokens([likeliest.ids[row] for row in rows], logprobs, {})
         logits = self._logits.index_select(0, to_device(rows, torch.int64, self._logits.device))
         return sequences, self._choose(logits, sequences)
