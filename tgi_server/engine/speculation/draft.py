@@ -15,27 +15,38 @@ from tgi_server.engine.sequence import RunningSequence
 # sooner or later it is tried again.
 _KEPT_WHEN_CHECKED = 0.9
 _KEPT_WHEN_PASSED_OVER = 0.99
-# A sequence begins as if half a drafted token had been checked, and half of that accepted.
+# A sequence begins as if half a drafted token had been checked, and half of that accepted; or more, if others' were.
 _PRIOR_CHECKED = 0.5
-_PRIOR_ACCEPTED = 0.25
+_PRIOR_CHANCE = 0.5
 
 
 @dataclass(slots=True)
 class Acceptance:
-    """The share of a sequence's drafted tokens that were accepted lately. Those behind a wrong one do not count."""
+    """The share of a sequence's drafted tokens that were accepted lately. Those behind a wrong one do not count.
+
+    expected: the share before any has been checked. of_all: that of all sequences, which learns from this one.
+    """
 
     accepted: float = 0.0
     checked: float = 0.0
+    expected: float = _PRIOR_CHANCE
+    of_all: "Acceptance | None" = None
+
+    def of_another(self) -> "Acceptance":
+        """Returns the acceptance of a new sequence, where this is the one of all."""
+        return Acceptance(expected=max(_PRIOR_CHANCE, self.chance), of_all=self)
 
     @property
     def chance(self) -> float:
         """Returns the probability that a drafted token is right, if those before it are."""
-        return (self.accepted + _PRIOR_ACCEPTED) / (self.checked + _PRIOR_CHECKED)
+        return (self.accepted + self.expected * _PRIOR_CHECKED) / (self.checked + _PRIOR_CHECKED)
 
     def learn(self, accepted: int, refused: int) -> None:
         self._forget(_KEPT_WHEN_CHECKED)
         self.accepted += accepted
         self.checked += accepted + refused
+        if self.of_all is not None:
+            self.of_all.learn(accepted, refused)
 
     def pass_over(self) -> None:
         """Notes that a draft was not worth checking."""
