@@ -1,5 +1,7 @@
 """Shared by all tests: the option --runslow, a watch over logs, model folders, and servers on free ports."""
 
+import fcntl
+import gc
 import logging
 import os
 import random
@@ -11,9 +13,11 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
+from xdist.remote import Producer
 
 from llm_functionalities.settings import Settings as FrontSettings
 from tests.logs import Tracebacks
+from tests.schedule import FilesTogether
 from tests.servers import TextGenerationServer
 from tgi_server import demo_model
 from tgi_server.launcher.settings import LauncherSettings
@@ -29,6 +33,10 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # Processes are started from this one while gRPC's threads run in it, and gRPC's handling of forks, meant for children
 # that go on to use it, may leave such a child hanging or break it. Read when gRPC is first used.
 os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
+
+# A client of HTTP reads the certificates of all authorities when it is made, or only as it needs them, from a folder.
+os.environ.pop("SSL_CERT_FILE", None)
+os.environ["SSL_CERT_DIR"] = "/etc/ssl/certs"
 
 # Variables that the programs read, such as those of a container image. Tests set what they mean.
 for program in (LauncherSettings, ShardSettings, DownloadSettings, FrontSettings):
@@ -47,12 +55,22 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("default" if config.getoption("--runslow") else "quick")
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> FilesTogether | None:
+    return FilesTogether(config, log) if config.getoption("dist") == "loadfile" else None
+
+
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Compiles the CPU kernels, if that has not been done, before a test waits for them that may not take so long."""
-    if not hasattr(session.config, "workerinput"):
+    """Compiles the CPU kernels, if that has not been done, before a test waits for them that may not take so long.
+
+    The process that only hands out tests to others leaves it to them: torch takes seconds to import.
+    """
+    if hasattr(session.config, "workerinput") or not session.config.getoption("numprocesses", None):
         from tgi_server.engine.kernels import load_kernels
 
-        load_kernels()
+        with Path(__file__).open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # or else each of the processes would compile them
+            load_kernels()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -61,6 +79,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if "slow" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="slow: needs --runslow"))
+
+
+def pytest_collection_finish() -> None:
+    """Spares the garbage collector what all modules hold: going through it again and again takes a tenth of a run."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
@@ -131,4 +155,5 @@ def demo_server(free_port: FreePort, tmp_path_factory: pytest.TempPathFactory) -
     try:
         yield running.wait_until_ready()
     finally:
-        running.stop()
+        status = running.stop()
+    assert status == 0

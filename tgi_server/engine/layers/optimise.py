@@ -18,6 +18,7 @@ from tgi_server.engine.layers.head import ScreenedHead
 from tgi_server.engine.linear import LinearFactory, PackedLinear
 from tgi_server.engine.linear.blas import BlasLinear
 from tgi_server.engine.linear.float import FloatLinear
+from tgi_server.engine.memory import give_back
 from tgi_server.engine.quantization import QuantizedLinear
 
 logger = logging.getLogger(__name__)
@@ -123,6 +124,7 @@ def _replace(module: nn.Module, replacement: Callable[[nn.Module], nn.Module | N
             _replace(child, replacement)
         else:
             setattr(module, name, new)
+            give_back()
 
 
 def limit_threads(model: nn.Module) -> None:
