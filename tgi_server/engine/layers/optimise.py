@@ -17,6 +17,7 @@ from tgi_server.engine.layers.forward import shorten_forward
 from tgi_server.engine.layers.head import ScreenedHead
 from tgi_server.engine.linear import LinearFactory, PackedLinear
 from tgi_server.engine.linear.float import FloatLinear
+from tgi_server.engine.memory import give_back
 from tgi_server.engine.quantization import QuantizedLinear
 
 logger = logging.getLogger(__name__)
@@ -127,6 +128,7 @@ def _replace(module: nn.Module, replacement: Callable[[nn.Module], nn.Module | N
             _replace(child, replacement)
         else:
             setattr(module, name, new)
+            give_back()
 
 
 def limit_threads(model: nn.Module) -> None:

@@ -19,6 +19,7 @@ from tgi_server.engine.layers import fuse, limit_threads, optimise, pack_codes, 
 from tgi_server.engine.linear import LinearFactory, linear_factory
 from tgi_server.engine.linear.gpu import gpu_linear_factory
 from tgi_server.engine.linear.onednn import has_products
+from tgi_server.engine.memory import give_back
 from tgi_server.engine.runners.base import Runner
 from tgi_server.engine.runners.padded import PaddedRunner
 from tgi_server.engine.runners.paged import PagedRunner
@@ -54,6 +55,7 @@ def create_runner(
     runner = _runner(model, config, linear, apart, on_cpu=on_cpu)
     if on_cpu:
         runner.linear_kernels = str(linear)
+    give_back()
     return runner
 
 
