@@ -8,6 +8,7 @@ from tests.unit.engine.runners.test_parity import ELSEWHERE, PADDED
 from tgi_server.contract import ReportParameters, SamplingParameters, StoppingParameters
 from tgi_server.engine import Engine, RunningSequence
 from tgi_server.engine.engine import MOST_DEMANDING
+from tgi_server.engine.runners import prompt_graphs
 
 # `transformers` looks at the tokens of a GPT-2 that has a padding token.
 WAITS = {"gpt2"}
@@ -21,8 +22,33 @@ REPORT = ReportParameters(logprobs=True, top_n_tokens=3)
     [*((name, True) for name in PAGED), ("llama", False), ("gemma2", False), ("bloom", False)],
 )
 def test_steps(architecture: str, kernels: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prompt_graphs, "TOKEN_COUNTS", (32, 64))
     with FakeGpu(monkeypatch) as gpu:
         engine = gpu.engine(gpu.model(architecture), kernels=kernels, cuda_graphs=(2, 8))
+        engine.warm_up(max_batch_size=8, max_prefill_tokens=64, max_total_tokens=128)
+        gpu.waits.clear()
+        run(engine)
+        assert gpu.waits == []
+        assert engine.fallbacks == ()
+
+
+@pytest.mark.parametrize(
+    ("architecture", "codes", "kernels"),
+    [
+        ("llama", "int4", "triton (int4), torch"),
+        ("llama", "fp8", "scaled_mm (fp8), torch"),
+        ("llama", "int4", "torch"),
+        ("gemma2", "int4", "triton (int4), torch"),
+        ("mixtral", "int4", "triton (int4), torch"),
+    ],
+)
+def test_steps_of_quantised_models(
+    architecture: str, codes: str, kernels: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with FakeGpu(monkeypatch) as gpu:
+        model = gpu.model(architecture, quantized=codes)
+        engine = gpu.engine(model, kernels=kernels != "torch", cuda_graphs=(2, 8))
+        assert engine.info.linear_kernels == kernels
         engine.warm_up(max_batch_size=8, max_prefill_tokens=64, max_total_tokens=128)
         gpu.waits.clear()
         run(engine)

@@ -18,6 +18,8 @@ ROOT = FOLDER.parent.parent
 # The oldest torch and transformers that the engine works with. Triton's interpreter does not know newer numpys.
 PACKAGES = ("torch==2.11.0", "transformers==5.17.0", "numpy<2.4", "accelerate", "llguidance", "psutil", "pytest")
 SECONDS = 1500
+# Files that take longer, and in how many parts they are run.
+PARTS = {"check_passes": 3, "check_memory": 3}
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2 * SECONDS)]
 
@@ -39,12 +41,24 @@ def python(pytestconfig: pytest.Config) -> str:
     return str(program)
 
 
-@pytest.mark.parametrize("name", sorted(path.stem for path in FOLDER.glob("check_*.py")))
-def test_check(name: str, python: str) -> None:
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "TRITON_INTERPRET": str(int(name != "check_compiled"))}
-    options = ("-c", os.devnull, "--rootdir", ROOT, "--noconftest", "-p", "no:cacheprovider", "--tb=short", "-q")
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        (path.stem, f"{part}/{PARTS.get(path.stem, 1)}")
+        for path in sorted(FOLDER.glob("check_*.py"))
+        for part in range(PARTS.get(path.stem, 1))
+    ],
+)
+def test_check(name: str, part: str, python: str) -> None:
+    environment = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "TRITON_INTERPRET": str(int(name != "check_compiled")),
+        "OATMILL_PART": part,
+    }
+    options = ("-c", os.devnull, "--rootdir", ROOT, "--noconftest", "--tb=short", "-q", "--import-mode=importlib")
+    plugins = ("-p", "no:cacheprovider", "-p", "tests.gpu_without.part")
     done = subprocess.run(
-        [python, "-m", "pytest", *options, "--import-mode=importlib", FOLDER / f"{name}.py"],
+        [python, "-m", "pytest", *options, *plugins, FOLDER / f"{name}.py"],
         cwd=ROOT,
         env=environment,
         capture_output=True,

@@ -3,8 +3,10 @@
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import grpc
@@ -65,6 +67,8 @@ class TextGenerationService(TextGenerationServiceServicer):
         self._on_fatal = on_fatal
         self._spans = spans
         self._running: CallStream | None = None
+        # Reads adapters beside the steps, in one thread of torch's: more would take the cores from those of the steps.
+        self._reader = ThreadPoolExecutor(1, "adapters", initializer=partial(torch.set_num_threads, 1))
         self._idle = IdleTime(engine.reserve)
 
     async def Info(self, request: pb.InfoRequest, context: grpc.aio.ServicerContext) -> pb.InfoResponse:
@@ -103,7 +107,8 @@ class TextGenerationService(TextGenerationServiceServicer):
         self, request: pb.LoadAdapterRequest, context: grpc.aio.ServicerContext
     ) -> pb.LoadAdapterResponse:
         async with self._errors(context):
-            adapter = await asyncio.to_thread(self._engine.adapters.read, Path(request.folder))
+            fetch = partial(self._engine.adapters.fetch, request.adapter_id, Path(request.folder))
+            adapter = await asyncio.get_running_loop().run_in_executor(self._reader, fetch)
             if not request.check_only:
                 self._engine.adapters.put(request.adapter_id, adapter)
         return pb.LoadAdapterResponse(rank=adapter.rank, bytes=adapter.nbytes)

@@ -26,7 +26,7 @@ class Adapters:
     def __init__(self) -> None:
         self.held: dict[str, ReadAdapter] = {}
 
-    def read(self, folder: Path) -> ReadAdapter:
+    def fetch(self, adapter_id: str, folder: Path) -> ReadAdapter:
         if folder == Path("/wrong"):
             raise InvalidAdapter(f"{folder} has no adapter_config.json")
         return ReadAdapter(4, {0: Change(torch.zeros(5, 5), [], [], None, None)})

@@ -1,9 +1,10 @@
 """The model that adapters change: its linear layers, and their weights as its checkpoint has them."""
 
 import copy
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Self, cast
 
@@ -14,7 +15,7 @@ from transformers.pytorch_utils import Conv1D
 
 from tgi_server.engine.errors import InvalidAdapter
 from tgi_server.engine.quantization import Quantization, find_quantization
-from tgi_server.engine.sharding.checkpoint import Checkpoint, open_checkpoint
+from tgi_server.engine.sharding.checkpoint import Checkpoint, QuantizedTensor, SlicedTensor, open_checkpoint
 
 # Names that checkpoints have for modules which models have by other names now: of GPT-NeoX.
 _OLD_NAMES = {"lm_head": ("embed_out",)}
@@ -32,19 +33,26 @@ class BaseLayer:
 class BaseWeights:
     """The weights and biases of a model's checkpoint, by the paths of layers in the model."""
 
-    def __init__(self, tensors: Checkpoint, base: "BaseModel") -> None:
-        self._tensors = tensors
+    def __init__(self, open_files: Callable[[], Checkpoint], base: "BaseModel") -> None:
+        """open_files: called when the first tensor is asked for; most adapters need none."""
+        self._open_files = open_files
         self._base = base
+
+    @cached_property
+    def _tensors(self) -> Checkpoint:
+        return self._open_files()
 
     def weight(self, path: str) -> Tensor:
         """Returns a layer's weight, [out_features, in_features], float32. Raises InvalidAdapter if there is none."""
-        weight = self.stored(path)
-        if weight is None:
+        found = self._find(path, "weight")
+        if found is None:
             raise InvalidAdapter(
                 f"the adapter needs the weight of {path}, which the files of the base model in {self._base.folder} do "
                 "not have under that name; merge the adapter with peft, and serve the merged model"
             )
-        return weight.float().T if self._base.layers[path].transposed else weight.float()
+        weight = found[...].float()
+        outputs_first = isinstance(found, QuantizedTensor) and found.packable  # as is every quantised weight
+        return weight.T if self._base.layers[path].transposed and not outputs_first else weight
 
     def bias(self, path: str) -> Tensor | None:
         """Returns a layer's bias, [out_features], float32; None for a layer without one."""
@@ -53,8 +61,12 @@ class BaseWeights:
 
     def stored(self, path: str, tensor: str = "weight") -> Tensor | None:
         """Returns a tensor of the module at a path as the checkpoint has it; None if there is none."""
+        found = self._find(path, tensor)
+        return None if found is None else found[...]
+
+    def _find(self, path: str, tensor: str) -> SlicedTensor | QuantizedTensor | None:
         found = (self._tensors.get(f"{name}.{tensor}") for name in self._base.names(path))
-        return next((each[...] for each in found if each is not None), None)
+        return next((each for each in found if each is not None), None)
 
 
 @dataclass(frozen=True)
@@ -102,8 +114,9 @@ class BaseModel:
     @contextmanager
     def weights(self) -> Iterator[BaseWeights]:
         """Yields the weights of the checkpoint, which are read one by one. Raises ModelNotFound or InvalidWeights."""
-        with open_checkpoint(self.folder, quantization=self.quantization) as tensors:
-            yield BaseWeights(tensors, self)
+        with ExitStack() as stack:
+            files = open_checkpoint(self.folder, quantization=self.quantization)
+            yield BaseWeights(lambda: stack.enter_context(files), self)
 
 
 def _layer(module: nn.Module) -> BaseLayer | None:

@@ -45,28 +45,24 @@ class AdaptedLinear:
             if layer is not None:
                 layer.adapt(products.kernel)
 
-    def change(self, layers: Mapping[str, AdapterLayer], dtype: torch.dtype, device: torch.device) -> Change | None:
+    def change(self, layers: Mapping[str, AdapterLayer], dtype: torch.dtype) -> Change | None:
         """Returns an adapter's change of this layer; None if it has none. layers: by path, as this shard has them."""
         a, b, firsts, first = [], [], [], 0
-        gain, shift = torch.ones(self.outputs), torch.zeros(self.outputs)
-        gains = shifts = False
+        gain = shift = None
         for path, outputs in self.parts:
             layer = layers.get(path)
             if layer is not None:
-                a.append(layer.a)
-                b.append(layer.b.t().to(device, dtype).contiguous())
+                a.append(layer.a.to(dtype))
+                b.append(layer.b.to(dtype).t().contiguous())
                 firsts.append(first)
                 if layer.gain is not None:
+                    gain = torch.ones(self.outputs) if gain is None else gain
                     gain[first : first + outputs] = layer.gain
-                    gains = True
                 if layer.shift is not None:
+                    shift = torch.zeros(self.outputs) if shift is None else shift
                     shift[first : first + outputs] = layer.shift
-                    shifts = True
             first += outputs
-        if not a:
-            return None
-        together = torch.cat(a).to(device, dtype).contiguous()
-        return Change(together, b, firsts, gain.to(device) if gains else None, shift.to(device) if shifts else None)
+        return Change(torch.cat(a), b, firsts, gain, shift) if a else None
 
     def put(self, number: int, change: Change) -> None:
         """Has the rows of the adapter with that number computed with its change from the next pass on."""

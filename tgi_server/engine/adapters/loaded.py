@@ -2,10 +2,12 @@
 
 import logging
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -19,12 +21,17 @@ from tgi_server.engine.adapters.reader import read_adapter
 from tgi_server.engine.adapters.rows import CurrentRows
 from tgi_server.engine.errors import InvalidAdapter, InvalidCall
 from tgi_server.engine.kernels import load_kernels
+from tgi_server.engine.memory import available_ram
 from tgi_server.engine.sharding import ShardGroup
 from tgi_server.engine.sharding.architectures import plan_for
 from tgi_server.engine.sharding.plan import ShardingPlan
 from tgi_server.engine.sharding.shares import Share, share_of
 
 logger = logging.getLogger(__name__)
+
+# The adapters that were used last are kept in the host's memory: up to so many bytes, and this share of what is free.
+_MOST_RECENT_BYTES = 1 << 30
+_SHARE_OF_RAM = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +47,30 @@ class ReadAdapter:
     @property
     def nbytes(self) -> int:
         return sum(change.nbytes for change in self.changes.values())
+
+    def to(self, device: torch.device) -> Self:
+        """Returns the same adapter on another device."""
+        return type(self)(self.rank, {number: change.to(device) for number, change in self.changes.items()})
+
+
+class RecentAdapters:
+    """The adapters that were used last, in the host's memory."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self._room = most_bytes
+        self._adapters: OrderedDict[str, ReadAdapter] = OrderedDict()
+
+    def get(self, adapter_id: str, read: Callable[[], ReadAdapter]) -> ReadAdapter:
+        """Returns an adapter, which is read if it is not here. Others give way to it."""
+        adapter = self._adapters.get(adapter_id)
+        if adapter is None:
+            adapter = self._adapters[adapter_id] = read()
+            self._room -= adapter.nbytes
+        self._adapters.move_to_end(adapter_id)
+        while self._room < 0:
+            _, oldest = self._adapters.popitem(last=False)
+            self._room += oldest.nbytes
+        return adapter
 
 
 class LoadedAdapters:
@@ -74,10 +105,21 @@ class LoadedAdapters:
         self._custom_kernels = custom_kernels
         self._trust_remote_code = trust_remote_code
         self._numbers: dict[str, int] = {}
+        self._recent = RecentAdapters(min(_MOST_RECENT_BYTES, int(_SHARE_OF_RAM * available_ram())))
         self._lock = threading.Lock()  # of what is made when the first adapter is read
+
+    def fetch(self, adapter_id: str, folder: Path) -> ReadAdapter:
+        """Returns an adapter that was read before, from the host's memory, or reads it, as `read` does.
+
+        adapter_id: names the same adapter as long as the engine runs. To be called in one thread only.
+        """
+        return self._recent.get(adapter_id, partial(self._read, folder)).to(self._model.device)
 
     def read(self, folder: Path) -> ReadAdapter:
         """Reads an adapter, in any thread. Raises InvalidAdapter, and what is wrong with the base model's files."""
+        return self._read(folder).to(self._model.device)
+
+    def _read(self, folder: Path) -> ReadAdapter:
         with self._lock:
             base = self._base
             split = self._split
@@ -90,8 +132,8 @@ class LoadedAdapters:
                 f"{folder} changes {path}, which cannot be computed for each token by another adapter; merge the "
                 "adapter with peft, and serve the merged model"
             )
-        dtype, device = self._model.dtype, self._model.device
-        changes = ((number, linear.change(layers, dtype, device)) for number, linear in enumerate(linears))
+        dtype = self._model.dtype
+        changes = ((number, linear.change(layers, dtype)) for number, linear in enumerate(linears))
         return ReadAdapter(adapter.rank, {number: change for number, change in changes if change is not None})
 
     def put(self, adapter_id: str, adapter: ReadAdapter) -> None:

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -29,6 +29,11 @@ class Change:
     @property
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in (self.a, *self.b, self.gain, self.shift) if tensor is not None)
+
+    def to(self, device: torch.device) -> Self:
+        """Returns the same change on another device."""
+        gain, shift = (None if each is None else each.to(device) for each in (self.gain, self.shift))
+        return type(self)(self.a.to(device), [b.to(device) for b in self.b], self.firsts, gain, shift)
 
 
 class Products(ABC):

@@ -105,7 +105,7 @@ def _rows_of_block(order, numbers, count, together: tl.constexpr):
     return row, there, number
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _narrow(
     x, order, numbers, a_of, ranks_of, sums, count, inputs, most,
     together: tl.constexpr, inputs_at_once: tl.constexpr, ranks_at_once: tl.constexpr, precision: tl.constexpr,
@@ -137,7 +137,7 @@ def _narrow(
     tl.store(sums + place, total.to(sums.dtype.element_ty), mask=rank[None, :] < own[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _widen(
     y, residual, order, numbers, b_of, gain_of, shift_of, ranks_of, sums, count, outputs, most,
     together: tl.constexpr, outputs_at_once: tl.constexpr, ranks_at_once: tl.constexpr, relu: tl.constexpr,

@@ -130,7 +130,8 @@ class AttentionBackend(ABC):
     Block 0 is scratch: tokens of sequences that have ended are written there.
 
     dtype: of the model, in which keys and values come and are attended over. kv_format: how they are kept.
-    any_lengths: True if a decode step is the same work on the device however long its sequences are.
+    any_lengths: True if a step is the same work on the device however long its sequences are, and wherever its tokens
+    belong; the tensors of its metadata say that, and nothing else does.
     """
 
     block_size: int

@@ -5,9 +5,8 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from tgi_server.engine.attention.base import AttentionVariant, ChunkSpan, ForwardMetadata, KVShape, QueryTiles
+from tgi_server.engine.attention.base import AttentionVariant, ForwardMetadata, KVShape, QueryTiles
 from tgi_server.engine.attention.gather import GatherAttention
-from tgi_server.engine.memory import copy_to_device
 from tgi_server.engine.quantization.kv_scales import KVScales
 
 # Compute capability of the first devices that the kernels were compiled for.
@@ -77,40 +76,20 @@ class CudaAttention(GatherAttention):
 
 
 def _tiles(metadata: ForwardMetadata, tokens: int) -> QueryTiles:
-    """Returns the tiles of a pass: one of each sequence that decodes, then the prompt chunks, `tokens` tokens each."""
-    rows = metadata.decoding
-    starts = metadata.query_starts[: rows + 1]
-    if metadata.row_tokens > 1:
-        return _tiles_of_rows(starts, metadata.kv_lengths[:rows], metadata.row_tokens, tokens)
-    decoding = QueryTiles(starts[:-1], starts.diff(), metadata.kv_lengths[:rows], starts[:-1])
-    if not metadata.chunks:
-        return decoding
-    prompts = torch.cat([_tiles_of(chunk, row, tokens) for row, chunk in enumerate(metadata.chunks, start=rows)], dim=1)
-    first, counts, kv_lengths, sequences = copy_to_device(prompts, metadata.slots.device)
-    return QueryTiles(
-        torch.cat([decoding.first, first]),
-        torch.cat([decoding.counts, counts]),
-        torch.cat([decoding.kv_lengths, kv_lengths]),
-        torch.cat([decoding.sequences, sequences]),
-    )
+    """Returns the tiles of a pass, `tokens` tokens of a sequence each, the last of each sequence's may have fewer.
 
-
-def _tiles_of_rows(starts: Tensor, kv_lengths: Tensor, row_tokens: int, tokens: int) -> QueryTiles:
-    """Returns the tiles of rows of several tokens each, made on the device: a recorded step makes them anew.
-
-    starts: [rows + 1] int32. kv_lengths: [rows] int32; keys that a row's last token sees.
+    They are made on the device, from its tensors alone: a recorded step makes them anew. As their number is not known
+    on the host, there are as many as there may be at most; those that are left over have no tokens.
     """
-    offsets = torch.arange(0, row_tokens, tokens, dtype=torch.int32, device=starts.device)
-    counts = (row_tokens - offsets).clamp_max(tokens)
-    first = starts[:-1, None] + offsets
-    lengths = kv_lengths[:, None] - (row_tokens - offsets - counts)
-    sequences = (starts[:-1, None] // row_tokens).expand_as(first)
-    return QueryTiles(*(each.flatten() for each in (first, counts.expand_as(first), lengths, sequences)))
-
-
-def _tiles_of(chunk: ChunkSpan, row: int, tokens: int) -> Tensor:
-    """Returns the fields of a chunk's tiles on the host, [4, tiles] int32. row: of the block tables."""
-    offset = torch.arange(0, chunk.length, tokens, dtype=torch.int32)
-    counts = (chunk.length - offset).clamp_max(tokens)
-    lengths = chunk.kv_length - chunk.length + offset + counts
-    return torch.stack([chunk.start + offset, counts, lengths, torch.full_like(offset, row)])
+    starts, kv_lengths = metadata.query_starts, metadata.kv_lengths
+    lengths = starts.diff()
+    if metadata.row_tokens == 1 and not metadata.chunks:
+        return QueryTiles(starts[:-1], lengths, kv_lengths, starts[:-1])
+    numbers = (lengths + tokens - 1) // tokens
+    ends = numbers.cumsum(0, dtype=torch.int32)
+    tile = torch.arange(len(lengths) + len(metadata.slots) // tokens, dtype=torch.int32, device=starts.device)
+    sequences = torch.searchsorted(ends, tile, right=True, out_int32=True).clamp_max(len(lengths) - 1)
+    offsets = (tile - (ends - numbers)[sequences]) * tokens
+    counts = (lengths[sequences] - offsets).clamp(0, tokens)
+    before = kv_lengths[sequences] - lengths[sequences]
+    return QueryTiles(starts[sequences] + offsets, counts, before + offsets + counts, sequences)

@@ -27,6 +27,9 @@ _PROGRAMS_PER_PROCESSOR = 2
 _FEWEST_ROWS = 16
 # Tiles that the planning program looks at together.
 _PLANNED_AT_ONCE = 1024
+# Arguments whose values differ from pass to pass: kernels are not compiled anew for multiples of 16 and the like.
+_PLANNED = ("tables", "firsts", "counts", "kv_lengths", "sequences", "tile_of", "starts", "places", "share")
+_ANY_VALUE = (*_PLANNED, "tiles", "target", "window", "table_stride")
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +152,7 @@ def _key_tiles(counts, kv_lengths, tile, tiles, window, key_tile: tl.constexpr, 
     return tl.where(count > 0, tl.cdiv(length, key_tile) - first, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_ANY_VALUE)
 def _plan(
     counts, kv_lengths, tile_of, starts, places, share, tiles, target, window,
     key_tile: tl.constexpr, windowed: tl.constexpr, at_once: tl.constexpr,
@@ -176,7 +179,7 @@ def _plan(
     tl.store(starts + tiles, parts)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_ANY_VALUE)
 def _attend_part(
     query, keys, values, tables, firsts, counts, kv_lengths, sequences,
     tile_of, starts, places, share, slopes, output, parts, weights, tiles,
@@ -262,7 +265,7 @@ def _rounded(x):
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) & -65536).to(tl.float32, bitcast=True)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_ANY_VALUE)
 def _join_parts(
     parts, weights, output, firsts, counts, starts, places,
     kv_heads: tl.constexpr, group: tl.constexpr, head_dim: tl.constexpr, rows: tl.constexpr, width: tl.constexpr,

@@ -8,6 +8,7 @@ from tgi_server.engine.linear.float import FloatLinear
 from tgi_server.engine.linear.int8 import INPUT_OFFSET
 from tgi_server.engine.linear.kernel_linear import padded
 from tgi_server.engine.linear.kernel_table import KernelTable
+from tgi_server.engine.memory import forget_pages
 from tgi_server.engine.quantization.rounding import rounded_to_bytes
 
 # Smaller weights are read so fast that screening saves nothing.
@@ -44,6 +45,7 @@ class ScreenedHead(FloatLinear):
             padded(kept),
         )
         self._most = torch.ops.oatmill.screened_rows(self._screen[0]) * self.in_features
+        forget_pages([weight])
 
     def forward(self, x: Tensor, activation: str = "none", metadata: ForwardMetadata | None = None) -> Tensor:
         greedy = metadata.greedy if metadata else None

@@ -1,6 +1,7 @@
 """A linear layer whose weight stays quantised, in plain torch: what every device computes where there is no kernel."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +42,8 @@ class QuantizedLinear(nn.Module):
         """Takes the weight, [out_features, in_features]."""
         codes = weight.codes
         self._dtype = codes.dtype
+        self._group_size = weight.group_size
+        self._codes_are_numbers = weight.on_a_line
         if weight.codebook is not None:  # two codes of 4 bits in a byte
             pairs = nn.functional.pad(codes, (0, codes.shape[1] % 2))
             codes = pairs[:, ::2] | pairs[:, 1::2] << 4
@@ -86,4 +89,7 @@ class QuantizedLinear(nn.Module):
 
     def _part(self, x: Tensor, first: int, last: int) -> Tensor:
         bias = None if self.bias is None else self.bias[first:last]
-        return linear(x, self.quantized(first, last).dense(x.dtype), bias)
+        weight = self.quantized(first, last)
+        if self._codes_are_numbers:
+            weight = replace(weight, codebook=None)
+        return linear(x, weight.dense(x.dtype, self._group_size), bias)

@@ -76,11 +76,14 @@ class Runner(ABC):
     paged: prompts may be computed in chunks, and keys and values live in blocks that the caller grants.
     block_size: tokens of a KV block. fallbacks: why parts of the model are computed in a slower way than the device
     has. linear_kernels: what computes linear layers, for people. current_adapters: the adapters of the pass that runs.
+    likeliest: [rows] int64, the token of the highest logit in each row of the last pass, where that was computed with
+    it: these are the next inputs of the rows, too, unless `accept` is told of others.
     """
 
     paged: bool
     block_size: int
     linear_kernels = "torch"
+    likeliest: Tensor | None = None
 
     def __init__(self, fallbacks: Iterable[str] = ()) -> None:
         self.fallbacks = list(fallbacks)

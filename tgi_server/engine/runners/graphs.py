@@ -1,4 +1,4 @@
-"""Steps in which sequences only decode, recorded as CUDA graphs: the host starts one of them with a single call.
+"""Steps recorded as CUDA graphs: the host starts one of them with a single call.
 
 Kernels of a recorded step read and write where they did when it was recorded, and there are as many of them, for as
 many rows. So there is one graph for each of some numbers of rows, and a step of fewer rows is padded: the rows
@@ -8,6 +8,7 @@ behind the last sequence have the scratch block, and what is computed for them i
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,8 +20,16 @@ logger = logging.getLogger(__name__)
 # The batch sizes of TGI and some more: the host saves as much with a large batch as with a small one.
 DEFAULT_SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 
-# Takes a step, and returns a function that does the same again and returns the same tensor, with its new contents.
-Recorder = Callable[[Callable[[], Tensor]], Callable[[], Tensor]]
+T = TypeVar("T")
+
+
+class Recorder(Protocol):
+    """Takes a step, and returns a function that does the same again.
+
+    It returns the same tensors as the step did, with their new contents.
+    """
+
+    def __call__(self, step: Callable[[], T]) -> Callable[[], T]: ...
 
 
 def graph_batch_sizes(wanted: Sequence[int] | None, max_rows: int) -> list[int]:
@@ -30,23 +39,41 @@ def graph_batch_sizes(wanted: Sequence[int] | None, max_rows: int) -> list[int]:
     return sorted({*(size for size in DEFAULT_SIZES if size < max_rows), min(max_rows, DEFAULT_SIZES[-1])})
 
 
+class SharedOutputs:
+    """Tensors into which steps of all sizes put what they compute, so that not each of them keeps its own."""
+
+    def __init__(self) -> None:
+        self._tensors: tuple[Tensor, ...] = ()
+
+    def put(self, *outputs: Tensor) -> tuple[Tensor, ...]:
+        """Returns where the outputs are now. The first ones are the largest; the others may have fewer rows."""
+        if not self._tensors:
+            self._tensors = tuple(torch.empty_like(output) for output in outputs)
+        kept = tuple(tensor[: len(output)] for tensor, output in zip(self._tensors, outputs, strict=True))
+        for tensor, output in zip(kept, outputs, strict=True):
+            tensor.copy_(output)
+        return kept
+
+
 class DecodeGraphs:
-    """Recorded steps. The logits that `run` returns are overwritten by the next run."""
+    """Recorded steps in which sequences only decode. What `run` returns is overwritten by the next run."""
 
-    def __init__(self, sizes: Iterable[int], step: Callable[[int], Tensor], record: Recorder) -> None:
-        """step: computes the logits, [rows, vocab_size], of so many rows. Raises RuntimeError if it cannot be recorded.
+    def __init__(self, sizes: Iterable[int], step: Callable[[int], tuple[Tensor, ...]], record: Recorder) -> None:
+        """step: computes so many rows, which are the first dimension of whatever it returns.
 
-        The largest one is recorded first: the others find room in the memory that it has taken.
+        Raises RuntimeError if the step cannot be recorded. The largest one is recorded first: the others find room in
+        the memory that it has taken.
         """
-        self._steps: dict[int, Callable[[], Tensor]] = {}
+        outputs = SharedOutputs()
+        self._steps: dict[int, Callable[[], tuple[Tensor, ...]]] = {}
         for size in sorted(sizes, reverse=True):
-            self._steps[size] = record(lambda rows=size: step(rows))  # type: ignore[misc]
+            self._steps[size] = record(lambda rows=size: outputs.put(*step(rows)))  # type: ignore[misc]
         self.sizes = sorted(self._steps)
 
-    def run(self, rows: int) -> Tensor | None:
-        """Returns the logits of the first `rows` rows; None for more rows than any recorded step has."""
+    def run(self, rows: int) -> tuple[Tensor, ...] | None:
+        """Returns what the step computes of the first `rows` rows; None for more rows than any recorded step has."""
         size = next((size for size in self.sizes if size >= rows), None)
-        return None if size is None else self._steps[size]()[:rows]
+        return None if size is None else tuple(part[:rows] for part in self._steps[size]())
 
 
 def recorder_for(backend: AttentionBackend) -> Recorder | None:
@@ -56,19 +83,16 @@ def recorder_for(backend: AttentionBackend) -> Recorder | None:
     return _CudaRecorder(backend.device)
 
 
-def record_decoding(
-    sizes: Sequence[int], step: Callable[[int], Tensor], record: Recorder
-) -> tuple[DecodeGraphs | None, str | None]:
-    """Records steps. Returns None and the reason, after a line in the log, when they cannot be recorded."""
+def recorded(make: Callable[[], T], what: str) -> tuple[T | None, str | None]:
+    """Returns what `make` records, and no reason; or None and the reason, after a line in the log, if it cannot."""
     started = time.perf_counter()
     try:
-        graphs = DecodeGraphs(sizes, step, record)
+        graphs = make()
     except Exception as error:  # of the device, of a compiler
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        logger.warning("decoding runs without CUDA graphs: %s", reason)
+        logger.warning("%s runs without CUDA graphs: %s", what, reason)
         return None, reason
-    seconds = time.perf_counter() - started
-    logger.info("recorded CUDA graphs for %s sequences in %.1f s", ", ".join(map(str, graphs.sizes)), seconds)
+    logger.info("recorded CUDA graphs for %s in %.1f s", what, time.perf_counter() - started)
     return graphs, None
 
 
@@ -79,7 +103,7 @@ class _CudaRecorder:
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
 
-    def __call__(self, step: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    def __call__(self, step: Callable[[], T]) -> Callable[[], T]:
         current = torch.cuda.current_stream()
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -91,14 +115,14 @@ class _CudaRecorder:
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             output = step()
 
-        def replay() -> Tensor:
+        def replay() -> T:
             graph.replay()
             return output
 
         return replay
 
 
-def _without_waiting(step: Callable[[], Tensor]) -> None:
+def _without_waiting(step: Callable[[], object]) -> None:
     """Raises RuntimeError when the host looks at what the device computes: a recorded step could not do that.
 
     Found out here, it leaves nothing behind; in the middle of a recording it is an error of the device's.

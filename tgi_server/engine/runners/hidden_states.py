@@ -1,13 +1,15 @@
 """Hidden states of the last forward pass, for those who draft from them."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tgi_server.engine.layers import LayerStack
 from tgi_server.engine.runners.graphs import Recorder
+
+T = TypeVar("T")
 
 
 class HiddenStates:
@@ -28,11 +30,11 @@ class HiddenStates:
     def recorder(self, record: Recorder) -> Recorder:
         """Returns a recorder of steps that, when they run again, leave what is kept of them as they left it before."""
 
-        def recorded(step: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        def recorded(step: Callable[[], T]) -> Callable[[], T]:
             replay = record(step)
             head, layers = self.head, list(self.layers)
 
-            def run() -> Tensor:
+            def run() -> T:
                 self.head, self.layers = head, layers
                 return replay()
 

@@ -1,8 +1,7 @@
 """The paged way to run a model: packed batches, keys and values in blocks, nothing rebuilt per token."""
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -23,9 +22,10 @@ from tgi_server.engine.runners.base import (
     position_limit,
     warm_up_tokens,
 )
-from tgi_server.engine.runners.graphs import DecodeGraphs, Recorder, graph_batch_sizes, record_decoding, recorder_for
+from tgi_server.engine.runners.graphs import graph_batch_sizes, recorder_for
 from tgi_server.engine.runners.hidden_states import HiddenStates
 from tgi_server.engine.runners.paged_batch import PagedBatch, PassInput
+from tgi_server.engine.runners.recorded_steps import RecordedSteps, StepRecorder
 from tgi_server.engine.runners.rope import LengthDependentRope
 from tgi_server.engine.sequence import RunningSequence
 from tgi_server.engine.sharding import ShardGroup
@@ -36,8 +36,6 @@ logger = logging.getLogger(__name__)
 _RESERVED_TOKENS = 1 << 15
 # No more memory is reserved than the weights take, times this: a small model shall stay small.
 _RESERVED_WEIGHTS = 4
-# Passes with drafted tokens are recorded for at most so many rows: beside more, no draft is worth its time.
-_MOST_DRAFTING_ROWS = 64
 # Seconds that the start spends on reserving memory.
 _RESERVE_SECONDS = 1.0
 
@@ -81,10 +79,8 @@ class PagedRunner(Runner):
         self._weight_bytes = weight_bytes
         self._highest_block = 0  # that a sequence has had
         self._reserved = 0  # blocks whose memory is taken before they are needed
-        self._recordable = True  # until it turns out that steps cannot be recorded
-        self._graphs: DecodeGraphs | None = None
-        self._draft_graphs: DecodeGraphs | None = None
-        self._adapter_graphs: DecodeGraphs | None = None  # of steps in which rows have adapters
+        self._recorded = RecordedSteps()
+        self._unrecordable: dict[str, str] = {}  # why steps have not been recorded, by what they are
         self._rope = LengthDependentRope(model)
         self._cache = PagedCache(backend)
         self._cache.attach(model)
@@ -100,11 +96,12 @@ class PagedRunner(Runner):
     ) -> CacheCapacity:
         size = self._backend.block_size
         limit = max_total_tokens or position_limit(self._model.config) or UNBOUNDED_POSITIONS
-        self._graphs = self._adapter_graphs = self._draft_graphs = None
+        self._recorded = RecordedSteps()
         self._run_largest(max_batch_size, max_prefill_tokens, limit, sample)
+        most = max_prefill_tokens + max_batch_size - 1
         with taken_by(self._device) as graphs:
-            self._record()
-        self._graphs = self._adapter_graphs = self._draft_graphs = None
+            self._record(most)
+        self._recorded = RecordedSteps()
         affordable = self._affordable(graphs.bytes, adapter_bytes)
         useful = max_batch_size * -(-limit // size)
         if max_batch_total_tokens is not None:
@@ -123,7 +120,7 @@ class PagedRunner(Runner):
         self._reserved = min(_RESERVED_TOKENS, _RESERVED_WEIGHTS * self._weight_bytes // token_bytes) // size
         self.reserve(_RESERVE_SECONDS)
         self._rope.fix(total)
-        self._record()
+        self._record(most)
         return CacheCapacity(
             max_batch_size, num_blocks, size, max_total_tokens=total, max_batch_total_tokens=num_blocks * size
         )
@@ -148,8 +145,11 @@ class PagedRunner(Runner):
         plain._backend.block_size = plain.block_size = fixed.block_size
 
     def follow(self, capacity: CacheCapacity, max_prefill_tokens: int) -> None:
-        """Warms up beside another model, for the same sequences in blocks of the same numbers."""
-        self._graphs = self._draft_graphs = None
+        """Warms up beside another model, for the same sequences in blocks of the same numbers.
+
+        What it computes of prompts is not recorded: drafters may have inputs of their own there.
+        """
+        self._recorded = RecordedSteps()
         self._run_largest(capacity.max_batch_size, max_prefill_tokens, capacity.max_total_tokens, None)
         self._allocate(capacity.max_batch_size, capacity.num_blocks, capacity.max_total_tokens)
         self._rope.fix(capacity.max_total_tokens)
@@ -159,26 +159,35 @@ class PagedRunner(Runner):
         return self._backend.reserve(min(self._batch.num_blocks, self._highest_block + self._reserved) + 1, seconds)
 
     def forward(self, decoding: int, chunks: list[PromptChunk], greedy: GreedyOnly | None = None) -> Tensor:
-        self._batch.block_tables.flush()
-        if chunks:
-            logits = self._run(self._batch.mixed_input(decoding, chunks, greedy))
-        else:
-            logits = self._decode(decoding, greedy)
-        self._batch.advance(decoding)
+        batch = self._batch
+        batch.block_tables.flush()
+        decoded = None if chunks else self._decode_recorded(decoding)
+        if decoded is not None:
+            logits, self.likeliest = decoded
+            batch.count_pass()
+            return logits
+        self.likeliest = None
+        inputs = batch.mixed_input(decoding, chunks, greedy) if chunks else batch.decode_input(decoding, greedy)
+        recorded = self._recorded.prompts.run(inputs) if chunks and self._recorded.prompts else None
+        logits = self._run(inputs) if recorded is None else recorded
+        batch.advance(decoding)
         return logits
 
     @property
     def recorded_drafts(self) -> list[tuple[int, int]]:
-        sizes = self._draft_graphs.sizes if self._draft_graphs else ()
+        sizes = self._recorded.drafting.sizes if self._recorded.drafting else ()
         return [(rows, rows * (1 + self.most_drafted)) for rows in sizes]
 
     def forward_drafts(self, decoding: int, drafts: Sequence[tuple[int, Tensor]]) -> Tensor | None:
         self._batch.block_tables.flush()
-        if self._draft_graphs is None or decoding > self._draft_graphs.sizes[-1] or self._batch.adapted(decoding):
+        recorded = self._recorded.drafting
+        if recorded is None or decoding > recorded.sizes[-1] or self._batch.adapted(decoding):
             return None
+        self.likeliest = None
         self._batch.draft(drafts)
-        logits = self._draft_graphs.run(decoding)
-        assert logits is not None
+        outputs = recorded.run(decoding)
+        assert outputs is not None
+        logits = outputs[0]
         width = logits.shape[1]
         order = [row * width for row in range(decoding)]
         order += [row * width + 1 + place for row, tokens in drafts for place in range(len(tokens))]
@@ -201,6 +210,8 @@ class PagedRunner(Runner):
         self._batch.place(row, position, sequence.blocks)
 
     def accept(self, first_row: int, token_ids: Tensor) -> None:
+        if token_ids is self.likeliest:
+            return  # the recorded step has done it
         self._batch.tokens[first_row : first_row + len(token_ids)] = token_ids
 
     def skip(self, row: int, tokens: int, token_id: int) -> None:
@@ -231,10 +242,10 @@ class PagedRunner(Runner):
             )
         self._highest_block = max(self._highest_block, highest)
 
-    def _decode(self, rows: int, greedy: GreedyOnly | None) -> Tensor:
-        graphs = self._adapter_graphs if self._batch.adapted(rows) else self._graphs
-        logits = graphs.run(rows) if graphs else None
-        return self._run(self._batch.decode_input(rows, greedy)) if logits is None else logits
+    def _decode_recorded(self, rows: int) -> tuple[Tensor, ...] | None:
+        """Returns logits and the likeliest tokens, which are the next inputs; None if nothing recorded fits."""
+        graphs = self._recorded.adapted if self._batch.adapted(rows) else self._recorded.decoding
+        return graphs.run(rows) if graphs else None
 
     def _run(self, inputs: PassInput) -> Tensor:
         self._cache.metadata = inputs.metadata
@@ -256,44 +267,25 @@ class PagedRunner(Runner):
             max_batch_size, num_blocks, max_total_tokens, self.block_size, self._device, self.most_drafted
         )
 
-    def _record(self) -> None:
-        """Records decoding as CUDA graphs, with drafted tokens and without. All shards do, or none."""
+    def _record(self, most: int = 0) -> None:
+        """Records steps as CUDA graphs. most: tokens of a step with prompts; 0: none are recorded."""
         record = recorder_for(self._backend)
         sizes = graph_batch_sizes(self._graph_sizes, len(self._batch))
-        if record is None or not sizes or not self._recordable:
+        if record is None or not sizes:
             return
         if self.hidden_states is not None:
             record = self.hidden_states.recorder(record)
-        self._graphs, fault = self._recorded(sizes, record, self._decoding_step)
-        if fault is None and self.current_adapters.attached:
-            any_adapters = partial(self._decoding_step, any_adapters=True)
-            self._adapter_graphs, fault = self._recorded(sizes, record, any_adapters)
-        few = [size for size in sizes if size <= _MOST_DRAFTING_ROWS]
+        recorder = StepRecorder(self._batch, self._run, record, self._group, self._unrecordable)
+        steps = self._recorded = RecordedSteps(recorder.decoding(sizes))
+        if steps.decoding and self.current_adapters.attached:
+            steps.adapted = recorder.decoding(sizes, any_adapters=True)
         # The block table of the longest sequence has room for as many drafted tokens as a block has.
-        if fault is None and few and 0 < self.most_drafted <= self.block_size:
-            self._draft_graphs, fault = self._recorded(few, record, self._drafting_step)
-        if fault:
-            self._recordable, self._graphs, self._adapter_graphs, self._draft_graphs = False, None, None, None
-            self.fallbacks.append(f"decoding runs without CUDA graphs: {fault}")
-
-    def _recorded(
-        self, sizes: Sequence[int], record: Recorder, step: Callable[[int], Tensor]
-    ) -> tuple[DecodeGraphs | None, str | None]:
-        """Returns the recorded steps, or why one of the shards has none."""
-        graphs, fault = record_decoding(sizes, step, record)
-        faults = self._group.exchange(fault or "") if self._group else [fault]
-        fault = next(filter(None, faults), None)
-        return (graphs, None) if fault is None else (None, fault)
-
-    def _decoding_step(self, rows: int, *, any_adapters: bool = False) -> Tensor:
-        """Returns the logits of a pass that decodes, [rows, vocab_size], however long its sequences are."""
-        longest = self._batch.max_total_tokens
-        return self._run(self._batch.decode_input(rows, longest=longest, any_adapters=any_adapters))
-
-    def _drafting_step(self, rows: int) -> Tensor:
-        """Returns the logits of a pass with drafted tokens, [rows, 1 + drafted tokens, vocab_size]."""
-        inputs = self._batch.draft_input(rows, self._batch.max_total_tokens + self.most_drafted)
-        return self._run(inputs).unflatten(0, (rows, inputs.metadata.row_tokens))
+        if steps.decoding and 0 < self.most_drafted <= self.block_size:
+            steps.drafting = recorder.drafting(sizes)
+        if steps.decoding and most and self._backend.any_lengths:
+            steps.prompts = recorder.prompts(most, self.block_size)
+        slower = [f"{what} runs without CUDA graphs: {fault}" for what, fault in self._unrecordable.items()]
+        self.fallbacks += [each for each in slower if each not in self.fallbacks]
 
     def _run_largest(self, max_batch_size: int, max_prefill_tokens: int, limit: int, sample: Sample | None) -> None:
         """Runs the largest pass with the backend, or where its kernels fail, with attention in plain torch.

@@ -98,7 +98,20 @@ class PagedBatch:
     def advance(self, rows: int) -> None:
         """Notes that a pass is done in which the first `rows` rows decoded."""
         self.positions[:rows] += 1
+        self.count_pass()
+
+    def count_pass(self) -> None:
+        """Notes on the host that a pass is done which has moved rows on by itself: see `follow`."""
         self._passes += 1
+
+    def follow(self, tokens: Tensor) -> None:
+        """Makes tokens, [rows] int64, the next inputs of the first rows. Those with a sequence advance by a position.
+
+        The same work on the device whichever rows have one, so that a recorded step may do it.
+        """
+        rows = len(tokens)
+        self.tokens[:rows] = tokens
+        self.positions[:rows] += self.block_tables.table[:rows, 0] > 0  # block 0 is scratch
 
     def skip(self, row: int, tokens: int, token_id: int) -> None:
         """Advances a row by `tokens` positions. token_id: its next input."""
@@ -113,11 +126,10 @@ class PagedBatch:
             drafted[row, : len(tokens)] = tokens
         self.drafted.copy_(copy_to_device(drafted, self._device))
 
-    def draft_input(self, rows: int, longest: int) -> PassInput:
+    def draft_input(self, rows: int) -> PassInput:
         """Returns the input of a pass in which the first `rows` rows decode, each with the most drafted tokens.
 
-        Where a row has fewer, those that are computed in their place are written to the scratch block. longest: at
-        least the most tokens that any row has.
+        Where a row has fewer, those that are computed in their place are written to the scratch block.
         """
         tokens = torch.cat([self.tokens[:rows, None], self.drafted[:rows]], dim=1)
         real, first = tokens >= 0, self.positions[:rows, None]
@@ -130,7 +142,7 @@ class PagedBatch:
             query_starts=self._row_numbers[: rows + 1] * count,
             decoding=rows,
             chunks=[],
-            max_kv_length=longest,
+            max_kv_length=self.max_total_tokens + count - 1,
             row_tokens=count,
         )
         return PassInput(tokens.clamp_min(0).flatten(), positions.flatten(), metadata, None)

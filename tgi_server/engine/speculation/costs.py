@@ -40,6 +40,18 @@ class StepCosts:
         """Returns the seconds of a step of so many tokens, several of which are one sequence's."""
         return self._with.seconds(tokens)
 
+    def least_chance(self, rows: int, expected: float, most: int) -> float:
+        """Returns the probability to be right up to which no drafted tokens are worth their time, whatever they are.
+
+        rows, expected: as of `worth`. most: drafted tokens of all sequences together, at most.
+        """
+        if not most:
+            return 1.0
+        longer = expected / self._without.seconds(rows)
+        # The bound is a quotient of two straight lines between measured points, so it is lowest at one of these.
+        tokens = {rows + 1, rows + most, *(each for each in self._with.tokens if rows < each < rows + most)}
+        return min((longer * self._with.seconds(each) - expected) / (each - rows) for each in tokens)
+
     def worth(
         self,
         lengths: Sequence[int],
@@ -76,19 +88,19 @@ class StepCosts:
 
 
 class Line:
-    """A function that never falls, through some points."""
+    """A function that never falls, through some points. tokens: of the points, in order."""
 
     def __init__(self, points: Mapping[int, float]) -> None:
-        self._tokens = sorted(points)
+        self.tokens = sorted(points)
         # What was held up while it was measured cannot take longer than what is larger and was not.
-        falling = accumulate((points[tokens] for tokens in reversed(self._tokens)), min)
+        falling = accumulate((points[tokens] for tokens in reversed(self.tokens)), min)
         self._seconds = list(falling)[::-1]
 
     def seconds(self, tokens: int) -> float:
-        if len(self._tokens) == 1:
+        if len(self.tokens) == 1:
             return self._seconds[0]
-        place = min(max(bisect_left(self._tokens, tokens), 1), len(self._tokens) - 1)
-        low, high = self._tokens[place - 1], self._tokens[place]
+        place = min(max(bisect_left(self.tokens, tokens), 1), len(self.tokens) - 1)
+        low, high = self.tokens[place - 1], self.tokens[place]
         slope = (self._seconds[place] - self._seconds[place - 1]) / (high - low)
         return self._seconds[place - 1] + slope * (tokens - low)
 

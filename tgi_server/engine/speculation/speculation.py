@@ -40,6 +40,7 @@ class Speculation:
         self._group = group
         self._device = device
         self._acceptance: WeakKeyDictionary[RunningSequence, Acceptance] = WeakKeyDictionary()
+        self._of_all = Acceptance()
 
     def warm_up(self, runner: Runner, capacity: CacheCapacity) -> None:
         """Makes the drafters ready, and measures steps of the runner, whose cache nobody uses yet."""
@@ -73,20 +74,34 @@ class Speculation:
         self, costs: StepCosts, sequences: Sequence[RunningSequence], rows: int, block_size: int
     ) -> list[Draft]:
         drafts: list[Draft] = []
-        open_ = list(sequences)
+        room = self._room(costs, sequences, rows, block_size)
         for drafter in self.drafters:
-            most = [min(self.most, each.draft_room(block_size)) for each in open_]
+            open_, most = list(room), list(room.values())
             if isinstance(drafter, ModelDrafter):
                 most = self._worth_computing(drafter, costs, open_, most, rows, len(sequences))
                 proposals = self._agreed(drafter.propose(open_, most), most)
             else:
                 proposals = drafter.propose(open_, most)
-            proposed = list(zip(open_, proposals, strict=True))
-            drafts += [Draft(each, tokens, self._acceptance_of(each)) for each, tokens in proposed if tokens]
-            open_ = [each for each, tokens in proposed if not tokens]
+            for sequence, tokens in zip(open_, proposals, strict=True):
+                if tokens:
+                    drafts.append(Draft(sequence, tokens, self._acceptance_of(sequence)))
+                    del room[sequence]
         for draft in drafts:
             draft.cut()
         return [draft for draft in drafts if draft.tokens]
+
+    def _room(
+        self, costs: StepCosts, sequences: Sequence[RunningSequence], rows: int, block_size: int
+    ) -> dict[RunningSequence, int]:
+        """Returns how many tokens may be drafted for each sequence; for none if no draft can be worth its time."""
+        acceptances = [self._acceptance_of(each) for each in sequences]
+        surest = max((each.chance for each in acceptances), default=0.0)
+        if surest <= costs.least_chance(rows, len(sequences), self.most * len(sequences)):
+            for acceptance in acceptances:
+                acceptance.pass_over()
+            return {}
+        room = {each: min(self.most, each.draft_room(block_size)) for each in sequences}
+        return {each: tokens for each, tokens in room.items() if tokens > 0}
 
     def _worth_computing(
         self,
@@ -101,8 +116,8 @@ class Speculation:
         acceptances = [self._acceptance_of(each) for each in sequences]
         seconds = partial(drafter.seconds, sequences=len(sequences))
         worth = costs.worth(most, [each.chance for each in acceptances], rows, expected, seconds)
-        for acceptance, room, tokens in zip(acceptances, most, worth, strict=True):
-            if room > 0 and not tokens:
+        for acceptance, tokens in zip(acceptances, worth, strict=True):
+            if not tokens:
                 acceptance.pass_over()
         return worth
 
@@ -116,4 +131,7 @@ class Speculation:
         return [[token for token in draft if token != _NO_TOKEN] for draft in all_drafts[:, :longest].tolist()]
 
     def _acceptance_of(self, sequence: RunningSequence) -> Acceptance:
-        return self._acceptance.setdefault(sequence, Acceptance())
+        acceptance = self._acceptance.get(sequence)
+        if acceptance is None:
+            acceptance = self._acceptance[sequence] = self._of_all.of_another()
+        return acceptance

@@ -150,10 +150,6 @@ class Batch:
         """Returns the sequences that may soon have a use for a block more."""
         return self._short_of(_AHEAD)
 
-    def can_grow(self) -> bool:
-        """Returns True if all that need a block for the next step can have one."""
-        return self.memory.can_grow(len(self.growing()))
-
     def grow(self, sequence: Sequence) -> int:
         """Gives the sequence a block more. Returns the block."""
         block = self.memory.grow(sequence)
@@ -204,12 +200,11 @@ class Batch:
         size = self.memory.block_size
         if not size:
             return []
-        short = []
+        unanswered, short = self.step - 1 - self.answered, []
         for sequence in self._jumping.values():
             assert sequence.first_step is not None
-            unanswered = self.step - 1 - max(self.answered, sequence.first_step - 1)
-            needed = min(len(sequence.tokens) + unanswered + tokens, sequence.max_total_tokens - 1)
-            if len(sequence.blocks) * size < needed:
+            ahead = min(unanswered, self.step - sequence.first_step) + tokens
+            if len(sequence.blocks) * size < min(len(sequence.tokens) + ahead, sequence.max_total_tokens - 1):
                 short.append(sequence)
         return short
 

@@ -142,11 +142,12 @@ class StepPlanner:
             return [self._filter()]
         if steps_in_flight >= STEPS_IN_FLIGHT:
             return []
-        if not batch.can_grow():
+        growing = batch.growing()
+        if not batch.memory.can_grow(len(growing)):
             if steps_in_flight:
                 return []  # they may free blocks, and their tokens belong to a sequence that must give way
             return [self._filter(self._make_room())]
-        step = self._step()
+        step = self._step(growing)
         if step is not None:
             batch.sent()
         plans: list[FilterPlan | StepPlan] = [self._filter()] if batch.filter_due else []
@@ -162,7 +163,7 @@ class StepPlanner:
         One that is alone can always grow.
         """
         preempted = 0
-        while not self._batch.can_grow():
+        while not self._batch.memory.can_grow(len(self._batch.growing())):
             preempted += self._alone(self._preempt, self._batch.youngest()) is not None
         return preempted
 
@@ -172,10 +173,11 @@ class StepPlanner:
         self._waiting.put_back(sequence)
         return sequence
 
-    def _step(self) -> StepPlan | None:
+    def _step(self, growing: Iterable[Sequence]) -> StepPlan | None:
+        """growing: the sequences that need a block more."""
         batch = self._batch
         plan = StepPlan(batch.id)
-        self._grow(plan, batch.growing())
+        self._grow(plan, growing)
         plan.decode = batch.decoding()
         plan.replies = batch.replies if plan.decode else 0
         running = len(batch)

@@ -30,7 +30,8 @@ class Sequence:
     speculates: one step may yield several tokens, those that the shards drafted and found right.
     adapter: the one that computes it beside the model, if any.
     message: what the shards are told of it when it joins their batch.
-    tokens: the prompt and what has been generated, as 32-bit numbers. known: how many there were on admission; the
+    tokens: the prompt and what has been generated, as 32-bit numbers. prompt_tokens, max_total_tokens: how many the
+        prompt has, and how many there may be in the end. known: how many there were on admission; the
         step that computes the last of them yields the next token.
     computed: tokens whose keys and values the calls sent so far put into the blocks; counts up to `known` only, later
         ones follow from the steps.
@@ -46,6 +47,8 @@ class Sequence:
     message: pb.Request = field(init=False)
     tokens: "array[int]" = field(init=False)
     known: int = field(init=False)
+    prompt_tokens: int = field(init=False)
+    max_total_tokens: int = field(init=False)
     computed: int = 0
     blocks: list[int] = field(default_factory=list)
     cached: int = 0
@@ -60,23 +63,16 @@ class Sequence:
             self.tokens = array("I", self.request.input_ids)
         except (ValueError, TypeError, OverflowError) as error:
             raise InvalidRequest(f"the request has a value that the shards cannot take: {error}") from error
-        self.known = len(self.tokens)
+        self.known = self.prompt_tokens = len(self.tokens)
+        self.max_total_tokens = self.prompt_tokens + self.request.stopping.max_new_tokens
 
     @property
     def id(self) -> int:
         return self.request.id
 
     @property
-    def prompt_tokens(self) -> int:
-        return len(self.request.input_ids)
-
-    @property
     def generated(self) -> int:
         return len(self.tokens) - self.prompt_tokens
-
-    @property
-    def max_total_tokens(self) -> int:
-        return self.prompt_tokens + self.request.stopping.max_new_tokens
 
     @property
     def jumps(self) -> bool:

@@ -18,8 +18,9 @@ def test_tiles_of_rows_with_drafts_cover_every_token_once(tokens: int) -> None:
     chunks = metadata([], [(each, 4) for each in before])
     rows = replace(chunks, decoding=3, chunks=[], row_tokens=4)
     wanted, tiles = _tiles(chunks, tokens), _tiles(rows, tokens)
+    used = tiles.counts > 0
     for name in ("first", "counts", "kv_lengths", "sequences"):
-        assert getattr(tiles, name).tolist() == getattr(wanted, name).tolist()
+        assert getattr(tiles, name)[used].tolist() == getattr(wanted, name)[used].tolist()
 
 
 def metadata(decodes: list[int], prompts: list[tuple[int, int]]) -> ForwardMetadata:
@@ -45,11 +46,11 @@ def metadata(decodes: list[int], prompts: list[tuple[int, int]]) -> ForwardMetad
 def attended(queries: Tensor, keys: list[Tensor], values: list[Tensor], tokens: int, passed: ForwardMetadata) -> Tensor:
     """Attends tile by tile, as the kernels are told to."""
     tiles = _tiles(passed, tokens)
+    fields = torch.stack([tiles.first, tiles.counts, tiles.kv_lengths, tiles.sequences])
+    assert fields.dtype is torch.int32
     output = torch.full_like(queries, torch.nan)
-    for first, count, length, sequence in zip(
-        tiles.first.tolist(), tiles.counts.tolist(), tiles.kv_lengths.tolist(), tiles.sequences.tolist(), strict=True
-    ):
-        assert 0 < count <= tokens
+    for first, count, length, sequence in fields[:, tiles.counts > 0].T.tolist():
+        assert count <= tokens
         span = slice(first, first + count)
         output[span] = expected(
             queries[span], keys[sequence][:length], values[sequence][:length], AttentionVariant(0.3)

@@ -1,36 +1,52 @@
-"""Steps that are padded to the number of rows of a recorded one; what records them on a GPU stands aside here."""
+"""Steps that are padded to the size of a recorded one; what records them on a GPU stands aside here."""
 
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tests.tiny_models import make
 from tests.unit.engine.adapters.adapted import make_adapted
-from tests.unit.engine.requests import Requests, load_engine, prompts
+from tests.unit.engine.requests import Requests, expected_tokens, load_engine, prompts
 from tests.unit.engine.runners.test_parity import check, overlap, run_overlapping
-from tgi_server.contract import StoppingParameters
+from tgi_server.contract import ReportParameters, SamplingParameters, StoppingParameters
 from tgi_server.engine import Engine, RunningSequence
+from tgi_server.engine.attention.cpu import CpuAttention
 from tgi_server.engine.driver import Driver
-from tgi_server.engine.runners import paged
-from tgi_server.engine.runners.graphs import DecodeGraphs, graph_batch_sizes, record_decoding
+from tgi_server.engine.runners import paged, prompt_graphs
+from tgi_server.engine.runners.graphs import DecodeGraphs, graph_batch_sizes, recorded
+from tgi_server.engine.runners.prompt_graphs import TOKEN_COUNTS, PromptGraphs, graph_token_counts
+from tgi_server.engine.sampling import sampler
 from tgi_server.engine.speculation.costs import StepCosts
+
+WANTED = [
+    SamplingParameters(),
+    SamplingParameters(do_sample=True, temperature=0.8, top_p=0.9, seed=3),
+    SamplingParameters(repetition_penalty=1.3),
+]
 
 
 class Recorder:
-    """Computes a step anew at every call, and like a graph, into the tensor that it returned before."""
+    """Computes a step anew at every call, and like a graph, returns the tensors that it returned before.
+
+    steps, replayed: rows of the first tensor of each step, and of each call.
+    """
 
     def __init__(self) -> None:
         self.replayed: list[int] = []
         self.steps: list[int] = []
 
     def __call__(self, step):
-        output = step().clone()
-        self.steps.append(len(output))
+        output = step()
+        self.steps.append(len(output[0]))
 
-        def replay() -> torch.Tensor:
-            self.replayed.append(len(output))
-            return output.copy_(step())
+        def replay():
+            self.replayed.append(len(output[0]))
+            for old, new in zip(output, step(), strict=True):
+                assert old.data_ptr() == new.data_ptr()
+            return output
 
         return replay
 
@@ -69,6 +85,109 @@ def test_recorded_steps_go_on_to_be_right_when_adapters_come_and_go(architecture
     run_overlapping(requests)
     check(requests, model.expected())
     assert {4, 12} <= set(recorder.replayed), "both were used"
+
+
+@pytest.fixture
+def few_token_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has steps with prompts recorded for some numbers of tokens, as where attention is the same for all lengths."""
+    monkeypatch.setattr(CpuAttention, "any_lengths", True)
+    monkeypatch.setattr(prompt_graphs, "TOKEN_COUNTS", (24, 64))
+
+
+@pytest.mark.parametrize(
+    "architecture", ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("bloom", "gemma2", "opt"))]
+)
+def test_padded_steps_with_prompts_give_the_tokens_of_transformers(
+    architecture, few_token_counts, recorder, tmp_path: Path
+) -> None:
+    folder, texts = make(architecture, tmp_path), prompts()
+    requests = Requests(load_engine(folder, cuda_graphs=(16,)), texts)
+    assert recorder.steps[:3] == [16, 16, 16], "rows that decode, and the last tokens of prompts"
+    eager = _eager_passes(requests.engine)
+    run_overlapping(requests)
+    check(requests, expected_tokens(folder, texts))
+    assert len(recorder.replayed) > len(eager) > 0
+    assert min(eager) > 64, "what a recorded step has room for is not computed in another way"
+
+
+@pytest.mark.slow
+def test_steps_with_prompts_in_which_rows_have_adapters_are_not_recorded(
+    few_token_counts, recorder, tmp_path: Path
+) -> None:
+    model = make_adapted(make("llama", tmp_path / "model"))
+    engine = load_engine(model.folder, cuda_graphs=(4, 12))
+    model.load(engine, "a0", "a1")
+    requests = Requests(engine, prompts(), adapters=model.ids())
+    eager = _eager_passes(engine)
+    run_overlapping(requests)
+    check(requests, model.expected())
+    assert eager
+
+
+@pytest.mark.parametrize("speculate", [0, pytest.param(3, marks=pytest.mark.slow)])
+def test_whatever_a_request_wants_it_gets_from_recorded_steps(
+    speculate: int, few_token_counts, recorder, tmp_path: Path
+) -> None:
+    """Rows that sample, with penalties, or with reports, beside greedy ones; with drafts beside prompts and without."""
+    folder = make("llama", tmp_path)
+    speculation = {"speculate": speculate, "speculative_model": folder} if speculate else {}
+    engine, plain = (load_engine(folder, cuda_graphs=sizes, **speculation) for sizes in ((4, 8), ()))
+    outputs = []
+    for each in (engine, plain):
+        each.warm_up(max_batch_size=8, max_prefill_tokens=32, max_total_tokens=64)
+        if each.speculation is not None:
+            each.speculation.costs = StepCosts({1: 1.0}, {1: 1.0})  # every draft is worth checking
+        driver = Driver(each, max_prefill_tokens=32)
+        for index, text in enumerate(prompts((9, 20, 5, 12, 7, 3))):
+            driver.add(
+                RunningSequence(
+                    index,
+                    text,
+                    StoppingParameters(10, ignore_eos=True),
+                    WANTED[index % len(WANTED)],
+                    ReportParameters(logprobs=index % 2 == 1, top_n_tokens=index % 3, prefill_logprobs=index == 3),
+                )
+            )
+            driver.step()
+        driver.run()
+        outputs.append([output.generations for output in driver.outputs.values()])
+    assert recorder.replayed
+    recorded, expected = outputs
+    for one, other in zip(recorded, expected, strict=True):
+        assert [each.token_id for each in one] == [each.token_id for each in other]
+        assert [each.logprob for each in one] == pytest.approx([each.logprob for each in other], abs=1e-4)
+
+
+def test_the_next_inputs_of_greedy_rows_are_chosen_in_the_recorded_step(
+    recorder, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    engine = load_engine(make("llama", tmp_path), cuda_graphs=(4,))
+    engine.warm_up(max_batch_size=4, max_prefill_tokens=64, max_total_tokens=64)
+    sequences = [
+        RunningSequence(block, text, StoppingParameters(9, ignore_eos=True), blocks=[block])
+        for block, text in enumerate(prompts((9, 7, 20)), start=1)
+    ]
+    engine.step(1, sequences, [(each.request_id, len(each.input_ids)) for each in sequences]).collect()
+    monkeypatch.setattr(sampler, "best", None)  # nobody looks for the largest logits after the step
+    batch: Any = engine._runner._batch  # type: ignore[attr-defined]
+    for position in range(1, 4):
+        chosen = [generation.token_id for generation in engine.step(1).collect().generations]
+        assert batch.tokens[:3].tolist() == chosen
+        assert batch.positions.tolist() == [9 + position, 7 + position, 20 + position, 0]
+
+
+def _eager_passes(engine: Engine) -> list[int]:
+    """Returns a list to which each pass that is not recorded will add its tokens."""
+    seen: list[int] = []
+    runner: Any = engine._runner
+    run = runner._run
+
+    def watched(inputs):
+        seen.append(len(inputs.tokens))
+        return run(inputs)
+
+    runner._run = watched
+    return seen
 
 
 def test_rows_that_were_left_write_nowhere(recorder, tmp_path: Path) -> None:
@@ -149,17 +268,27 @@ def test_graph_batch_sizes_go_up_to_the_number_of_rows() -> None:
     assert graph_batch_sizes((), 8) == []
 
 
+def test_graph_token_counts_go_up_to_the_largest_step_and_pad_no_more_than_a_third() -> None:
+    assert graph_token_counts(8) == [8]
+    assert graph_token_counts(40) == [16, 24, 32, 40]
+    assert graph_token_counts(5000) == list(TOKEN_COUNTS)
+    assert all(larger - smaller <= larger / 3 for smaller, larger in pairwise(TOKEN_COUNTS))
+
+
 def test_a_step_takes_the_next_larger_graph_or_none() -> None:
-    graphs = DecodeGraphs([2, 8], lambda rows: torch.arange(rows), lambda step: step)
-    assert [len(graphs.run(rows)) for rows in (1, 2, 3, 8)] == [1, 2, 3, 8]
+    graphs = DecodeGraphs([2, 8], lambda rows: (torch.zeros(rows, 5), torch.arange(rows)), Recorder())
+    outputs = [graphs.run(rows) for rows in (1, 2, 3, 8)]
+    assert [tuple(map(len, output)) for output in outputs] == [(1, 1), (2, 2), (3, 3), (8, 8)]
+    assert outputs[2][1].tolist() == [0, 1, 2]
+    assert len({output[0].data_ptr() for output in outputs}) == 1, "there is one tensor for the logits of all"
     assert graphs.run(9) is None
 
 
 def test_what_cannot_be_recorded_runs_without(caplog: pytest.LogCaptureFixture) -> None:
-    def step(rows: int) -> torch.Tensor:
+    def make() -> None:
         raise RuntimeError("called a synchronizing CUDA operation\nat length")
 
-    assert record_decoding([2], step, Recorder()) == (None, "called a synchronizing CUDA operation")
+    assert recorded(make, "decoding") == (None, "called a synchronizing CUDA operation")
     assert caplog.messages == ["decoding runs without CUDA graphs: called a synchronizing CUDA operation"]
 
 
@@ -171,6 +300,20 @@ def test_a_model_that_cannot_be_recorded_says_so(monkeypatch: pytest.MonkeyPatch
     engine = load_engine(make("llama", tmp_path))
     engine.warm_up(max_batch_size=2, max_prefill_tokens=16, max_total_tokens=32)
     assert engine.fallbacks == ("decoding runs without CUDA graphs: called a synchronizing CUDA operation",)
+
+
+def test_steps_with_prompts_that_cannot_be_recorded_leave_decoding_as_it_is(
+    few_token_counts, recorder, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def refuse(*_: object) -> None:
+        raise RuntimeError("called a synchronizing CUDA operation")
+
+    monkeypatch.setattr(PromptGraphs, "_input", refuse)
+    engine = load_engine(make("llama", tmp_path))
+    engine.warm_up(max_batch_size=2, max_prefill_tokens=16, max_total_tokens=32)
+    assert engine.fallbacks == ("computing prompts runs without CUDA graphs: called a synchronizing CUDA operation",)
+    assert len(_run(engine, {1: prompts((9,))[0]})) == 6
+    assert recorder.replayed
 
 
 def test_a_cpu_that_is_told_to_record_says_so(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:

@@ -14,6 +14,9 @@ from tests.unit.engine.requests import load_engine, prompts
 from tests.unit.engine.runners.test_parity import ELSEWHERE, PADDED
 from tgi_server.contract import ReportParameters, SamplingParameters, StoppingParameters
 from tgi_server.engine import Engine, RunningSequence
+from tgi_server.engine.runners.base import PromptChunk
+from tgi_server.engine.runners.prompt_graphs import PromptGraphs
+from tgi_server.engine.runners.recorded_steps import StepRecorder
 
 # Operations whose result, or its size, the host has to know.
 WAITING = ("item", "_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "unique", "bincount")
@@ -58,16 +61,21 @@ class Operations(TorchDispatchMode):
         by_mask = name.startswith("index") and any(each.dtype is torch.bool for each in inputs[1:])
         if name in WAITING or by_mask:
             self.waiting.add(name)
-        places = tuple(
-            place for each in inputs if (place := each.untyped_storage().data_ptr()) not in self._made and place
-        )
+        places = self.note(name, inputs)
         result = operation(*arguments, **(options or {}))
-        self.seen.append((name, places))
         for each in torch.utils._pytree.tree_leaves(result):
             if isinstance(each, Tensor) and each.untyped_storage().data_ptr() not in places:
                 self._made.add(each.untyped_storage().data_ptr())
                 self._kept.append(each)
         return result
+
+    def note(self, name: str, inputs: list[Tensor]) -> tuple[int, ...]:
+        """Notes an operation. Returns the places of those of its inputs that were there before the step."""
+        places = tuple(
+            place for each in inputs if (place := each.untyped_storage().data_ptr()) not in self._made and place
+        )
+        self.seen.append((name, places))
+        return places
 
 
 def started(folder: Path) -> Engine:
@@ -111,16 +119,54 @@ def test_what_waits_is_noticed(look: Callable[[Tensor], Any]) -> None:
 
 @pytest.mark.parametrize("architecture", [each for each in PAGED if each.values[0] not in WAITS])
 def test_decoding_is_the_same_work_in_the_same_places(architecture: str, tmp_path: Path) -> None:
-    """As CUDA graphs have it. The attention in plain torch stands aside: its work follows the longest sequence."""
+    """As CUDA graphs have it, the choice of the next inputs included."""
     engine = started(make(architecture, tmp_path))
+    runner: Any = engine._runner
+    runner._backend.attend = attend_nothing
+    recorder = StepRecorder(runner._batch, runner._run, lambda step: step, None, {})
     runs = []
     for lengths in ((5, 20, 9), (33, 2, 40)):
         engine.clear()
         engine.step(1, *joining(lengths)).collect()
-        runner: Any = engine._runner
-        runner._backend.attend = lambda layer, query, metadata, variant: torch.zeros_like(query)
         with torch.inference_mode(), Operations() as operations:
-            runner._run(runner._batch.decode_input(3, longest=runner._batch.max_total_tokens))
+            recorder._decode(3, any_adapters=False)
         runs.append(operations.seen)
-        del runner._backend.attend
     assert runs[0] == runs[1]
+
+
+@pytest.mark.parametrize("architecture", [each for each in PAGED if each.values[0] not in WAITS])
+def test_steps_with_prompts_are_the_same_work_in_the_same_places(architecture: str, tmp_path: Path) -> None:
+    engine = started(make(architecture, tmp_path))
+    runner: Any = engine._runner
+    runner._backend.attend = attend_nothing
+    runs: list[list[tuple[str, tuple[int, ...]]]] = []
+
+    def record(step: Callable[[], Any]) -> Callable[[], Any]:
+        step()
+
+        def watched() -> Any:
+            with Operations() as operations:
+                output = step()
+            runs.append(operations.seen)
+            return output
+
+        return watched
+
+    with torch.inference_mode():
+        table = runner._batch.block_tables.table
+        graphs = PromptGraphs([64], len(runner._batch), table, runner.block_size, runner._run, record)
+        for running, lengths in (((5,), (9, 20)), ((33, 2), (13,))):
+            engine.clear()
+            engine.step(1, *joining(running)).collect()
+            sequences, chunks = joining(lengths, first_block=40)
+            prompt_chunks = [
+                PromptChunk.next_of(each, tokens) for each, (_, tokens) in zip(sequences, chunks, strict=True)
+            ]
+            graphs.run(runner._batch.mixed_input(len(running), prompt_chunks, None))
+    assert len(runs) == 2
+    assert runs[0] == runs[1]
+
+
+def attend_nothing(layer: int, query: Tensor, metadata: object, variant: object) -> Tensor:
+    """Attention in plain torch stands aside: its work follows the longest sequence."""
+    return torch.zeros_like(query)

@@ -52,6 +52,15 @@ def test_every_row_that_decodes_advances_by_a_position(batch) -> None:
     assert inputs.metadata.max_kv_length == 8
 
 
+def test_only_rows_with_a_sequence_follow_their_tokens(batch) -> None:
+    batch.follow(torch.tensor([7, 8, 9]))
+    batch.count_pass()
+    inputs = batch.decode_input(3)
+    assert inputs.tokens.tolist() == [7, 8, 9]
+    assert inputs.positions.tolist() == [6, 3, 0]
+    assert inputs.metadata.max_kv_length == 7
+
+
 def test_prompt_chunks_come_behind_the_rows(batch) -> None:
     greedy = GreedyOnly(None)
     inputs = batch.mixed_input(1, [chunk(3, [1, 2], computed=2), chunk(7, [5, 6])], greedy)

@@ -1,5 +1,7 @@
 import pytest
 import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
 
 from tgi_server import demo_model
 from tgi_server.engine import Engine, EngineConfig
@@ -33,6 +35,27 @@ def test_steps_with_drafts_may_cost_more() -> None:
     same, dearer = {1: 10.0, 64: 12.0}, {2: 30.0, 64: 32.0}
     assert StepCosts(same, same).worth([1], [0.5], rows=1, expected=1) == [1]
     assert StepCosts(same, dearer).worth([1], [0.5], rows=1, expected=1) == [0]
+
+
+@given(
+    without=st.dictionaries(st.sampled_from([1, 2, 4, 8, 16]), st.floats(1, 5), min_size=1),
+    with_drafts=st.dictionaries(st.sampled_from([2, 4, 8, 16]), st.floats(1, 5), min_size=1),
+    lengths=st.lists(st.integers(0, 6), min_size=1, max_size=4),
+    rows=st.integers(1, 20),
+    data=st.data(),
+)
+def test_no_draft_is_worth_it_up_to_the_least_chance(
+    without: dict[int, float], with_drafts: dict[int, float], lengths: list[int], rows: int, data: st.DataObject
+) -> None:
+    costs = StepCosts(without, with_drafts)
+    least = costs.least_chance(rows, len(lengths), 6 * len(lengths))
+    assume(abs(least - 1) > 1e-6)
+    if least > 1e-6:
+        below = st.floats(0, min(1, least - 1e-6))
+        chances = data.draw(st.lists(below, min_size=len(lengths), max_size=len(lengths)))
+        assert not any(costs.worth(lengths, chances, rows, len(lengths)))
+    sure = costs.worth([6] * len(lengths), [1.0] * len(lengths), rows, len(lengths))
+    assert any(sure) is (least < 1)
 
 
 def test_drafts_that_have_to_be_computed_are_worth_their_own_time_too() -> None:

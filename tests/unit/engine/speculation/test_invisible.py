@@ -3,74 +3,35 @@
 import json
 import random
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from tests.tiny_models import make_llama
+from tests.unit.engine.request_kinds import KINDS, compare, of_every_kind, run_overlapping
+from tests.unit.engine.requests import load_engine
+from tests.unit.engine.sharding.ranks import Ranks
 from tgi_server import demo_model
-from tgi_server.contract import (
-    Grammar,
-    GrammarKind,
-    ReportParameters,
-    SamplingParameters,
-    StoppingParameters,
-)
-from tgi_server.engine import Engine, EngineConfig, RunningSequence
+from tgi_server.contract import BlockCopy, StoppingParameters
+from tgi_server.engine import Engine, RunningSequence
 from tgi_server.engine.driver import Driver, Output
+from tgi_server.engine.sharding import ShardGroup
 from tgi_server.engine.speculation.costs import StepCosts
 from tgi_server.engine.speculation.drafters import Drafter, HistoryDrafter, NgramDrafter
 
-NEW = 40
+Outputs = dict[int, Output]
+
+LENGTHS, NEXT = (40, 12, 40, 24), 12
 PROMPTS = [[1, 40, 77, 300], [1, *range(50, 90), *range(50, 60)], [1, 5, 6, 5, 6, 5], [1, *range(400, 480)]]
-SCHEMA = Grammar(
-    GrammarKind.JSON_SCHEMA,
-    json.dumps(
-        {
-            "type": "object",
-            "properties": {
-                "name": {"type": "string", "maxLength": 12},
-                "kind": {"enum": ["a red brick", "a green bottle"]},
-                "count": {"type": "integer"},
-            },
-            "required": ["name", "kind", "count"],
-        }
-    ),
-)
-# What a request may want; each is asked of all prompts.
-REQUESTS: dict[str, dict[str, Any]] = {
-    "greedy": {},
-    "greedy with reports": {"report": ReportParameters(logprobs=True, top_n_tokens=2, prefill_logprobs=True)},
-    "sampled": {"sampling": SamplingParameters(do_sample=True, temperature=1.2, top_k=20, seed=3)},
-    "sampled with reports": {
-        "sampling": SamplingParameters(do_sample=True, top_p=0.8, seed=4),
-        "report": ReportParameters(logprobs=True, top_n_tokens=3),
-    },
-    "penalties": {
-        "sampling": SamplingParameters(repetition_penalty=1.3, frequency_penalty=0.7, presence_penalty=0.5),
-        "report": ReportParameters(logprobs=True),
-    },
-    "sampled penalties": {
-        "sampling": SamplingParameters(do_sample=True, repetition_penalty=1.2, presence_penalty=0.3, seed=9)
-    },
-    "watermark": {"sampling": SamplingParameters(do_sample=True, watermark=True, seed=5)},
-    "greedy watermark": {"sampling": SamplingParameters(watermark=True)},
-    "bias": {"sampling": SamplingParameters(logit_bias={77: 3.0, 5: -2.0})},
-    "grammar": {"grammar": SCHEMA},
-    "sampled grammar": {"grammar": SCHEMA, "sampling": SamplingParameters(do_sample=True, temperature=2.0, seed=6)},
-    "grammar with reports": {"grammar": SCHEMA, "report": ReportParameters(logprobs=True, top_n_tokens=2)},
-    "endless grammar": {"grammar": Grammar(GrammarKind.REGEX, "([a-d] )+"), "ignore_eos": True},
-}
 
 
 class Guesses(Drafter):
     """Knows the replies, and guesses them wrong now and then: at each place in the same way."""
 
-    def __init__(self, replies: dict[int, list[int]], vocab_size: int) -> None:
+    def __init__(self, replies: Mapping[int, list[int]], vocab_size: int) -> None:
         self._replies = replies
         self._vocab_size = vocab_size
 
@@ -86,10 +47,9 @@ class Guesses(Drafter):
         return place % self._vocab_size if wrong else reply[place]
 
 
-def _load(speculative_model: Path | None = None) -> Engine:
-    config = EngineConfig(demo_model.PATH, dtype=torch.float32, speculate=5, speculative_model=speculative_model)
-    engine = Engine(config)
-    engine.warm_up(max_batch_size=len(REQUESTS) * len(PROMPTS), max_prefill_tokens=4096, max_total_tokens=256)
+def _load(speculative_model: Path | None = None, group: ShardGroup | None = None) -> Engine:
+    engine = load_engine(demo_model.PATH, speculate=5, speculative_model=speculative_model, group=group)
+    engine.warm_up(max_batch_size=len(KINDS) * len(PROMPTS), max_prefill_tokens=4096, max_total_tokens=256)
     return engine
 
 
@@ -98,72 +58,116 @@ def engine() -> Engine:
     return _load()
 
 
-def _sequences(replies: dict[int, list[int]] | None = None) -> list[RunningSequence]:
-    """replies: what has been written for the same prompts before, by request id."""
-    return [
-        RunningSequence(
-            index,
-            prompt,
-            StoppingParameters(NEW, options.get("ignore_eos", False)),
-            earlier_reply=(replies or {}).get(index, []),
-            **{name: option for name, option in options.items() if name != "ignore_eos"},
-        )
-        for index, (prompt, options) in enumerate((prompt, each) for each in REQUESTS.values() for prompt in PROMPTS)
-    ]
-
-
-def _tokens(driver: Driver) -> dict[int, tuple[list[int], Any]]:
-    return {index: (output.tokens, output.finish_reason) for index, output in driver.outputs.items()}
-
-
 def _run(
-    engine: Engine, drafters: Sequence[Drafter], *, replies: Any = None, grow: bool = False, every: int = 1
-) -> Driver:
+    engine: Engine,
+    drafters: Sequence[Drafter],
+    *,
+    replies: Mapping[int, list[int]] | None = None,
+    grow: bool = False,
+    every: int = 1,
+) -> tuple[Outputs, Driver]:
+    """replies: what has been written for the same prompts before, by request id. every: one request of so many.
+
+    grow: sequences get their blocks little by little, and some are preempted.
+    """
     assert engine.speculation is not None
     engine.speculation.drafters = drafters
     engine.speculation.costs = StepCosts({1: 1.0}, {1: 1.0})  # every draft is worth checking
     driver = Driver(engine, grow=grow)
-    waiting = _sequences(replies)[every - 1 :: every]
-    while waiting or driver.busy:
-        for sequence in waiting[:9]:  # they come little by little
-            driver.add(sequence)
-        del waiting[:9]
-        driver.step()
-    return driver
+    sequences = of_every_kind(PROMPTS, LENGTHS)[every - 1 :: every]
+    for sequence in sequences:
+        sequence.earlier_reply = (replies or {}).get(sequence.request_id, [])
+    return run_overlapping(driver, sequences, preempted=3 if grow else 0), driver
 
 
 @pytest.fixture(scope="module")
-def plain(engine: Engine) -> Driver:
-    driver = _run(engine, [])
+def plain(engine: Engine) -> Outputs:
+    outputs, driver = _run(engine, [])
     assert driver.drafted == 0
-    return driver
+    return outputs
 
 
-DRAFTERS: dict[str, Callable[[dict[int, list[int]]], Drafter]] = {
+DRAFTERS: dict[str, Callable[[Mapping[int, list[int]]], Drafter]] = {
     "n-gram": lambda replies: NgramDrafter(),
     "history": lambda replies: HistoryDrafter(),
     "guesses": lambda replies: Guesses(replies, 512),
 }
 
 
+@pytest.mark.parametrize("kernels", [True, False])
+def test_tokens_of_greedy_requests_by_themselves_are_chosen_at_once(
+    engine: Engine, plain: Outputs, monkeypatch: pytest.MonkeyPatch, kernels: bool
+) -> None:
+    if not kernels:
+        monkeypatch.setattr("tgi_server.engine.sampling.sampler._have_kernels", lambda scores: False)
+    monkeypatch.setattr(engine, "_choose", lambda *_: pytest.fail("tokens are chosen one by one"))
+    assert engine.speculation is not None
+    engine.speculation.drafters = [Guesses(_replies(plain), 512)]
+    driver = Driver(engine)
+    greedy = of_every_kind(PROMPTS, LENGTHS)[: 2 * len(PROMPTS)]
+    assert [each.report.logprobs for each in greedy] == [False] * len(PROMPTS) + [True] * len(PROMPTS)
+    compare(run_overlapping(driver, greedy), plain)
+    assert 0 < driver.accepted < driver.drafted
+
+
+def _replies(plain: Outputs) -> dict[int, list[int]]:
+    return {index: output.tokens for index, output in plain.items()}
+
+
 @pytest.mark.parametrize("name", DRAFTERS)
 @pytest.mark.parametrize("grow", [False, True])
-def test_replies_are_the_same_with_drafts_and_without(engine: Engine, plain: Driver, name: str, grow: bool) -> None:
-    replies = {index: output.tokens for index, output in plain.outputs.items()}
-    driver = _run(engine, [DRAFTERS[name](replies)], replies=replies, grow=grow)
-    _compare(driver, plain)
+def test_replies_are_the_same_with_drafts_and_without(engine: Engine, plain: Outputs, name: str, grow: bool) -> None:
+    replies = _replies(plain)
+    outputs, driver = _run(engine, [DRAFTERS[name](replies)], replies=replies, grow=grow)
+    compare(outputs, plain)
     assert 0 < driver.accepted <= driver.drafted
     if name == "guesses":
         assert driver.accepted < driver.drafted
 
 
-def _compare(driver: Driver, plain: Driver) -> None:
-    assert _tokens(driver) == {index: each for index, each in _tokens(plain).items() if index in driver.outputs}
-    for index, output in driver.outputs.items():
-        tops, logprobs = _reports(output)
-        expected_tops, expected_logprobs = _reports(plain.outputs[index])
-        assert tops == expected_tops
-        assert logprobs == pytest.approx(expected_logprobs, abs=1e-3)
+def _follow_up(plain: Outputs, index: int) -> tuple[list[int], list[int]]:
+    """Returns what was said in a conversation, and that with the prompt that follows."""
+    said = [*PROMPTS[index], *plain[index].tokens]
+    return said, [*said, 9, 11, 13]
+
+
+@pytest.fixture(scope="module")
+def next_replies(engine: Engine, plain: Outputs) -> list[list[int]]:
+    """What is answered to the prompts that follow."""
+    assert engine.speculation is not None
+    engine.speculation.drafters = []
+    stopping = StoppingParameters(NEXT, ignore_eos=True)
+    prompts = [_follow_up(plain, index)[1] for index in range(len(PROMPTS))]
+    driver = Driver(engine)
+    return [each.tokens for each in driver.run(*(RunningSequence(i, p, stopping) for i, p in enumerate(prompts)))]
+
+
+def _check_next_replies(engine: Engine, drafter: Drafter, plain: Outputs, expected: list[list[int]]) -> None:
+    """Lets conversations go on with the keys and values of what was said, as the prefix cache hands them out."""
+    assert engine.speculation is not None
+    engine.speculation.drafters = [drafter]
+    engine.speculation.costs = StepCosts({1: 1.0}, {1: 1.0})  # every draft is worth checking
+    size, count = engine.info.block_size, 128 // engine.info.block_size
+    first, then = [], []
+    for index, (prompt, new) in enumerate(zip(PROMPTS, LENGTHS, strict=True)):
+        own, others = [[each * count + place + 1 for place in range(count)] for each in (2 * index, 2 * index + 1)]
+        first.append(RunningSequence(index, prompt, StoppingParameters(new), blocks=own))
+        said, following = _follow_up(plain, index)
+        computed = len(said) - 1  # nobody asks for the keys and values of the last token
+        whole, rest = divmod(computed, size)
+        copy = BlockCopy(own[whole], others[whole], rest) if rest else None
+        blocks, stopping = own[:whole] + others[whole:], StoppingParameters(NEXT, ignore_eos=True)
+        then.append(RunningSequence(index, following, stopping, blocks=blocks, computed=computed, copy=copy))
+    driver = Driver(engine)
+    assert [output.tokens for output in driver.run(*first)] == [plain[index].tokens for index in range(len(PROMPTS))]
+    assert [output.tokens for output in driver.run(*then)] == expected
+
+
+def test_who_comes_later_does_not_see_what_wrong_drafts_left(
+    engine: Engine, plain: Outputs, next_replies: list[list[int]]
+) -> None:
+    late = {index: [5, *reply] for index, reply in _replies(plain).items()}
+    _check_next_replies(engine, Guesses(late, 512), plain, next_replies)
 
 
 def _untrained(folder: Path) -> Path:
@@ -218,25 +222,31 @@ MODELS: dict[str, Callable[[Path], Path]] = {
 )
 @pytest.mark.parametrize("grow", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_replies_are_the_same_with_a_model_that_drafts(
-    plain: Driver, name: str, every: int, grow: bool, tmp_path: Path
+    plain: Outputs, next_replies: list[list[int]], name: str, every: int, grow: bool, tmp_path: Path
 ) -> None:
     """every: 4: of each kind of request one."""
     engine = _load(MODELS[name](tmp_path / name))
     assert engine.speculation is not None
-    driver = _run(engine, engine.speculation.drafters[-1:], grow=grow, every=every)
-    _compare(driver, plain)
+    drafter = engine.speculation.drafters[-1]
+    outputs, driver = _run(engine, [drafter], grow=grow, every=every)
+    compare(outputs, plain)
     assert 0 < driver.drafted > driver.accepted
+    _check_next_replies(engine, drafter, plain, next_replies)
 
 
-def _reports(output: Output) -> tuple[list[list[int]], list[float]]:
-    """Returns prompts and likely tokens, and log-probabilities, as they were reported; none of forced tokens."""
-    tops, logprobs = [], []
-    for generation in output.generations:
-        if generation.prompt_tokens is not None:
-            tops.append(generation.prompt_tokens.ids)
-        if generation.top_tokens is not None and len(generation.top_tokens.ids) > 1:
-            tops.append(generation.top_tokens.ids)
-            logprobs += generation.top_tokens.logprobs
-        if generation.logprob is not None and generation.logprob < 0.0:
-            logprobs.append(generation.logprob)
-    return tops, logprobs
+def _of_shard(group: ShardGroup, name: str, folder: Path | None, replies: Mapping[int, list[int]]) -> Outputs:
+    engine = _load(folder, group)
+    assert engine.speculation is not None
+    drafter = DRAFTERS[name](replies) if name in DRAFTERS else engine.speculation.drafters[-1]
+    outputs, driver = _run(engine, [drafter], replies=replies, grow=True)
+    assert driver.drafted > 0
+    return outputs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*DRAFTERS, *MODELS])
+def test_two_shards_write_what_one_writes_without_drafts(plain: Outputs, name: str, tmp_path: Path) -> None:
+    folder = MODELS[name](tmp_path / name) if name in MODELS else None
+    with Ranks(2) as ranks:
+        for outputs in ranks.run(_of_shard, name, folder, _replies(plain)):
+            compare(outputs, plain)

@@ -174,6 +174,21 @@ async def test_an_id_that_is_used_again_shares_nothing_with_the_one_before() -> 
     assert [message.cached_tokens for call in served.simulation.prefills() for message in call.requests] == [0, 0]
 
 
+async def test_what_was_written_with_one_adapter_is_a_draft_for_that_one_only() -> None:
+    served = Served(max_loras=2, speculate=4)
+    await served.add("a", "b")
+    replies = []
+    for adapter in ("a", "b", None, "a", "b", None):
+        replies.append(served.submit(adapter, tokens=20).tokens)
+        await served.run()
+    drafts = [list(message.earlier_reply) for call in served.simulation.prefills() for message in call.requests]
+    assert drafts[:3] == [[], [], []]
+    assert all(drafts[3:])
+    for reply, draft in zip(replies[:3], drafts[3:], strict=True):
+        assert reply[: len(draft)] == draft
+    assert len({tuple(reply) for reply in replies}) == 3
+
+
 async def test_memory_for_those_that_may_come() -> None:
     served = Served(max_loras=4)
     await served.add("a", "b")

@@ -1,0 +1,143 @@
+"""Steps as CUDA graphs run them, with the kernels for GPUs in the interpreter: padded, and from tensors that stay."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from triton.runtime.interpreter import GridExecutor
+
+from tests.tiny_models import build
+from tests.unit.engine.runners.test_no_waiting import Operations
+from tgi_server.contract import StoppingParameters
+from tgi_server.engine.attention import paged_attention
+from tgi_server.engine.attention.base import AttentionBackend
+from tgi_server.engine.attention.cuda import CudaAttention
+from tgi_server.engine.attention.gather import GatherAttention
+from tgi_server.engine.runners import paged, prompt_graphs
+from tgi_server.engine.runners.base import PromptChunk
+from tgi_server.engine.runners.paged import PagedRunner
+from tgi_server.engine.runners.probe import probe_kv_shape
+from tgi_server.engine.sequence import RunningSequence
+
+ROWS = 4
+
+
+class Recorder:
+    """Computes a step anew at every call. watch: notes what it does."""
+
+    def __init__(self) -> None:
+        self.replayed = 0
+        self.watch = False
+        self.watched: list[list[Any]] = []
+        self.operations: Operations | None = None
+
+    def __call__(self, step: Callable[[], Any]) -> Callable[[], Any]:
+        step()
+
+        def replay() -> Any:
+            self.replayed += 1
+            if not self.watch:
+                return step()
+            with Operations() as self.operations:
+                output = step()
+            self.watched.append(self.operations.seen)
+            self.operations = None
+            return output
+
+        return replay
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    recorder = Recorder()
+    monkeypatch.setattr(prompt_graphs, "TOKEN_COUNTS", (8, 32))
+    monkeypatch.setattr(paged_attention, "_processors", lambda device: 4)
+    monkeypatch.setattr(paged, "recorder_for", lambda backend: recorder if isinstance(backend, CudaAttention) else None)
+    return recorder
+
+
+class Steps:
+    """Texts of 7, 20 and 40 tokens, each with four blocks, which a runner computes.
+
+    logits: of each step. likeliest: what the step has chosen, if it has.
+    """
+
+    def __init__(self, architecture: str, kind: type[AttentionBackend]) -> None:
+        model = build(architecture)
+        shape = probe_kv_shape(model)
+        assert shape is not None
+        self.runner = PagedRunner(model, kind(shape, model.device, model.dtype), 0.9, 1 << 24, graph_sizes=(ROWS,))
+        self.runner.warm_up(ROWS, 64, 128, 512)
+        self.logits: list[torch.Tensor] = []
+        self.likeliest: list[torch.Tensor | None] = []
+        numbers = torch.Generator().manual_seed(1)
+        texts = [torch.randint(3, 199, (length,), generator=numbers).tolist() for length in (7, 20, 40)]
+        self._sequences = [
+            RunningSequence(i, text, StoppingParameters(9), blocks=[4 * i + 1, 4 * i + 2, 4 * i + 3, 4 * i + 4])
+            for i, text in enumerate(texts)
+        ]
+
+    def step(self, decoding: int, *chunks: tuple[int, int]) -> None:
+        """decoding: rows that decode. chunks: texts, and how many of their tokens are computed."""
+        made = [PromptChunk.next_of(self._sequences[i], tokens) for i, tokens in chunks]
+        self.logits.append(self.runner.forward(decoding, made).clone())
+        self.likeliest.append(None if self.runner.likeliest is None else self.runner.likeliest.clone())
+        self.runner.accept(0, torch.arange(5, 5 + decoding))
+        for chunk in made:
+            if chunk.completes:
+                row = chunk.sequence.request_id
+                self.runner.promote(chunk.sequence, row)
+                self.runner.accept(row, torch.tensor([9 + row]))
+
+    def run(self) -> None:
+        """Prompts alone and beside rows that decode, in chunks, and more tokens than any graph has."""
+        self.step(0, (0, 7))
+        self.step(1, (1, 15))
+        self.step(1, (1, 5), (2, 9))
+        self.step(2)
+        self.step(2, (2, 31))
+        self.step(3)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", "opt"])
+@torch.inference_mode()
+def test_steps_are_what_they_are_without_graphs(architecture: str, recorder: Recorder) -> None:
+    plain, steps = (Steps(architecture, kind) for kind in (GatherAttention, CudaAttention))
+    plain.run()
+    assert recorder.replayed == 0
+    steps.run()
+    assert recorder.replayed == 5, "all steps but the largest"
+    for actual, wanted in zip(steps.logits, plain.logits, strict=True):
+        torch.testing.assert_close(actual, wanted, rtol=1e-3, atol=1e-3)
+    chosen = [None, None, None, steps.logits[3].argmax(-1), None, steps.logits[5].argmax(-1)]
+    assert [each if each is None else each.tolist() for each in steps.likeliest] == [
+        each if each is None else each.tolist() for each in chosen
+    ]
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", "opt"])
+@torch.inference_mode()
+def test_a_step_is_the_same_work_in_the_same_places(
+    architecture: str, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever it computes: tokens of prompts, or of rows that decode."""
+    steps = Steps(architecture, CudaAttention)
+
+    def launched(executor: GridExecutor, *arguments: Any, **options: Any) -> None:
+        if recorder.operations is not None:
+            values = (*arguments, *options.values())
+            numbers = [each for each in values if not isinstance(each, torch.Tensor)]
+            tensors = [each for each in values if isinstance(each, torch.Tensor)]
+            recorder.operations.note(f"{executor.fn.__name__} {executor.grid} {numbers}", tensors)
+
+    monkeypatch.setattr(GridExecutor, "__call__", launched)
+    recorder.watch = True
+    steps.step(0, (0, 7), (1, 13))
+    steps.step(1, (1, 7), (2, 9))
+    steps.step(2)
+    steps.step(2)
+    prompt, other_prompt, decode, other_decode = recorder.watched
+    assert prompt == other_prompt
+    assert decode == other_decode
+    assert sum("_attend_part" in name for name, _ in prompt) == steps.runner._model.config.num_hidden_layers

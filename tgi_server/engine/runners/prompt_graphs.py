@@ -1,0 +1,106 @@
+"""Steps with prompts, recorded as CUDA graphs for a ladder of token counts.
+
+A step is copied to where the next larger graph reads it, whatever it consists of: sequences that decode, chunks of
+prompts, drafts. The tokens behind its last one are a sequence of their own in the scratch block, and what is computed
+for them is thrown away.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from tgi_server.engine.attention.base import ChunkSpan, ForwardMetadata
+from tgi_server.engine.runners.graphs import Recorder, SharedOutputs
+from tgi_server.engine.runners.paged_batch import PassInput
+
+# No more than a third of a larger step's tokens is padding. For more tokens than the last the device takes longer than
+# the host does to launch the kernels.
+TOKEN_COUNTS = (16, 24, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
+
+
+def graph_token_counts(most: int) -> list[int]:
+    """Returns the token counts to record, smallest first, where steps have at most so many tokens."""
+    return sorted({*(count for count in TOKEN_COUNTS if count < most), min(most, TOKEN_COUNTS[-1])})
+
+
+class PromptGraphs:
+    """Recorded steps with prompts. What `run` returns is overwritten by the next run."""
+
+    def __init__(
+        self,
+        counts: Sequence[int],
+        rows: int,
+        tables: Tensor,
+        block_size: int,
+        run: Callable[[PassInput], Tensor],
+        record: Recorder,
+    ) -> None:
+        """Raises RuntimeError if the steps cannot be recorded.
+
+        counts: tokens of each, in ascending order. rows: most sequences of a step, and most logits that are wanted.
+        tables: the block tables of a step, [any, blocks] int32. run: computes the wanted logits, [wanted, vocab_size].
+        """
+        most, device = counts[-1], tables.device
+        blocks = max(tables.shape[1], -(-most // block_size))  # the padding may be longer than any sequence
+        self._rows = rows
+        self._longest = blocks * block_size
+        self._tokens, self._positions, self._slots, self._wanted = (
+            torch.zeros(size, dtype=torch.int64, device=device) for size in (most, most, most, rows)
+        )
+        self._tables = tables.new_zeros(rows + 1, blocks)
+        self._kv_lengths = torch.zeros(rows + 1, dtype=torch.int32, device=device)
+        self._starts = torch.zeros(rows + 2, dtype=torch.int32, device=device)
+        outputs = SharedOutputs()
+        self._steps: dict[int, Callable[[], tuple[Tensor, ...]]] = {}
+        for count in sorted(counts, reverse=True):
+            self._pad(0, 0, count)
+            self._steps[count] = record(lambda count=count: outputs.put(run(self._input(count))))  # type: ignore[misc]
+
+    def run(self, inputs: PassInput) -> Tensor | None:
+        """Returns the wanted logits of a step; None if no recorded step has room for it, or a row has an adapter."""
+        assert inputs.wanted is not None
+        tokens, wanted = len(inputs.tokens), len(inputs.wanted)
+        sequences = len(inputs.metadata.kv_lengths)
+        counts = [count for count in self._steps if count >= tokens and self._room(count) >= wanted]
+        if not counts or sequences > self._rows or inputs.adapters is not None:
+            return None
+        self._copy(inputs)
+        self._pad(tokens, sequences, min(counts))
+        return self._steps[min(counts)]()[0][:wanted]
+
+    def _room(self, count: int) -> int:
+        """Returns how many logits a step of so many tokens may want."""
+        return min(count, self._rows)
+
+    def _copy(self, inputs: PassInput) -> None:
+        metadata, tokens = inputs.metadata, len(inputs.tokens)
+        sequences, blocks = metadata.block_tables.shape
+        assert inputs.wanted is not None
+        self._tokens[:tokens] = inputs.tokens
+        self._positions[:tokens] = inputs.positions
+        self._slots[:tokens] = metadata.slots
+        self._tables[:sequences, :blocks] = metadata.block_tables
+        self._kv_lengths[:sequences] = metadata.kv_lengths
+        self._starts[: sequences + 1] = metadata.query_starts
+        self._wanted[: len(inputs.wanted)] = inputs.wanted
+        self._wanted[len(inputs.wanted) :].zero_()
+
+    def _pad(self, tokens: int, sequences: int, count: int) -> None:
+        """Adds a sequence in the scratch block, so that a step of so many tokens and sequences has `count` tokens."""
+        self._slots[tokens:].zero_()
+        self._tables[sequences].zero_()
+        self._kv_lengths[sequences].fill_(count - tokens)
+        self._starts[sequences + 1 :].fill_(count)
+
+    def _input(self, count: int) -> PassInput:
+        metadata = ForwardMetadata(
+            slots=self._slots[:count],
+            block_tables=self._tables,
+            kv_lengths=self._kv_lengths,
+            query_starts=self._starts,
+            decoding=0,
+            chunks=[ChunkSpan(0, count, self._longest)],  # there are prompts; where, only the tensors know
+            max_kv_length=self._longest,
+        )
+        return PassInput(self._tokens[:count], self._positions[:count], metadata, self._wanted[: self._room(count)])

@@ -1,0 +1,96 @@
+"""The steps of the paged path that are recorded as CUDA graphs: with and without prompts, drafts and adapters."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+
+from torch import Tensor
+
+from tgi_server.engine.runners.graphs import DecodeGraphs, Recorder, recorded
+from tgi_server.engine.runners.paged_batch import PagedBatch, PassInput
+from tgi_server.engine.runners.prompt_graphs import PromptGraphs, graph_token_counts
+from tgi_server.engine.sampling import best
+from tgi_server.engine.sharding import ShardGroup
+
+T = TypeVar("T")
+
+# Steps with drafted tokens are recorded for at most so many rows: beside more, no draft is worth its time.
+_MOST_DRAFTING_ROWS = 64
+
+
+@dataclass(slots=True)
+class RecordedSteps:
+    """The steps that have been recorded, by what they are; None: there are none of the kind.
+
+    decoding: steps in which rows without adapters decode; they return logits and the likeliest tokens, and have made
+    those the rows' next inputs. adapted: the same with adapters. drafting: with drafted tokens; they return logits.
+    prompts: with prompts.
+    """
+
+    decoding: DecodeGraphs | None = None
+    adapted: DecodeGraphs | None = None
+    drafting: DecodeGraphs | None = None
+    prompts: PromptGraphs | None = None
+
+
+class StepRecorder:
+    """Records the steps of a batch. All shards of a model record the same ones."""
+
+    def __init__(
+        self,
+        batch: PagedBatch,
+        run: Callable[[PassInput], Tensor],
+        record: Recorder,
+        group: ShardGroup | None,
+        faults: dict[str, str],
+    ) -> None:
+        """run: computes the logits of a pass. faults: why steps cannot be recorded, by what they are; it grows."""
+        self._batch = batch
+        self._run = run
+        self._record = record
+        self._group = group
+        self._faults = faults
+
+    def decoding(self, sizes: Sequence[int], *, any_adapters: bool = False) -> DecodeGraphs | None:
+        """Records steps in which so many rows decode. any_adapters: with whatever adapters they have."""
+        step = partial(self._decode, any_adapters=any_adapters)
+        what = "decoding with adapters" if any_adapters else "decoding"
+        return self._recorded(what, lambda: DecodeGraphs(sizes, step, self._record))
+
+    def drafting(self, sizes: Sequence[int]) -> DecodeGraphs | None:
+        """Records steps of so many rows, or fewer, each with the most drafted tokens."""
+        few = [size for size in sizes if size <= _MOST_DRAFTING_ROWS]
+        if not few:
+            return None
+        return self._recorded("checking drafts", lambda: DecodeGraphs(few, self._draft, self._record))
+
+    def prompts(self, most: int, block_size: int) -> PromptGraphs | None:
+        """Records steps with prompts, of at most so many tokens."""
+        counts, rows, tables = graph_token_counts(most), len(self._batch), self._batch.block_tables.table
+        return self._recorded(
+            "computing prompts", lambda: PromptGraphs(counts, rows, tables, block_size, self._run, self._record)
+        )
+
+    def _recorded(self, what: str, make: Callable[[], T]) -> T | None:
+        if what in self._faults:
+            return None
+        graphs, fault = recorded(make, what)
+        faults = self._group.exchange(fault or "") if self._group else [fault]
+        if fault := next(filter(None, faults), None):
+            self._faults[what] = fault
+            return None
+        return graphs
+
+    def _decode(self, rows: int, *, any_adapters: bool) -> tuple[Tensor, Tensor]:
+        """Decodes, however long the sequences are. Returns logits, [rows, vocab_size], and the likeliest tokens."""
+        longest = self._batch.max_total_tokens
+        logits = self._run(self._batch.decode_input(rows, longest=longest, any_adapters=any_adapters))
+        likeliest = best(logits)
+        self._batch.follow(likeliest)
+        return logits, likeliest
+
+    def _draft(self, rows: int) -> tuple[Tensor]:
+        """Returns logits, [rows, 1 + drafted tokens, vocab_size]."""
+        inputs = self._batch.draft_input(rows)
+        return (self._run(inputs).unflatten(0, (rows, inputs.metadata.row_tokens)),)
