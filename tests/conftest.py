@@ -12,7 +12,7 @@ from itertools import count
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from xdist.remote import Producer
 
 from llm_functionalities.settings import Settings as FrontSettings
@@ -51,8 +51,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Has hypothesis make few examples, unless the slow tests run too."""
-    settings.register_profile("quick", max_examples=20)
-    settings.load_profile("default" if config.getoption("--runslow") else "quick")
+    # An example may take as long as it likes: on a busy machine any may be held up.
+    for name, examples in (("quick", 20), ("thorough", 100)):
+        settings.register_profile(
+            name, max_examples=examples, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+        )
+    settings.load_profile("thorough" if config.getoption("--runslow") else "quick")
 
 
 @pytest.hookimpl(optionalhook=True)
