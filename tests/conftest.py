@@ -1,5 +1,7 @@
 """Shared by all tests: the option --runslow, a watch over logs, model folders, and servers on free ports."""
 
+import fcntl
+import gc
 import logging
 import os
 import random
@@ -10,10 +12,12 @@ from itertools import count
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
+from xdist.remote import Producer
 
 from llm_functionalities.settings import Settings as FrontSettings
 from tests.logs import Tracebacks
+from tests.schedule import FilesTogether
 from tests.servers import TextGenerationServer
 from tgi_server import demo_model
 from tgi_server.launcher.settings import LauncherSettings
@@ -30,6 +34,10 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # that go on to use it, may leave such a child hanging or break it. Read when gRPC is first used.
 os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
 
+# A client of HTTP reads the certificates of all authorities when it is made, or only as it needs them, from a folder.
+os.environ.pop("SSL_CERT_FILE", None)
+os.environ["SSL_CERT_DIR"] = "/etc/ssl/certs"
+
 # Variables that the programs read, such as those of a container image. Tests set what they mean.
 for program in (LauncherSettings, ShardSettings, DownloadSettings, FrontSettings):
     for setting in program.model_fields:
@@ -43,16 +51,30 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Has hypothesis make few examples, unless the slow tests run too."""
-    settings.register_profile("quick", max_examples=20)
-    settings.load_profile("default" if config.getoption("--runslow") else "quick")
+    # An example may take as long as it likes: on a busy machine any may be held up.
+    for name, examples in (("quick", 20), ("thorough", 100)):
+        settings.register_profile(
+            name, max_examples=examples, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+        )
+    settings.load_profile("thorough" if config.getoption("--runslow") else "quick")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> FilesTogether | None:
+    return FilesTogether(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Compiles the CPU kernels, if that has not been done, before a test waits for them that may not take so long."""
-    if not hasattr(session.config, "workerinput"):
+    """Compiles the CPU kernels, if that has not been done, before a test waits for them that may not take so long.
+
+    The process that only hands out tests to others leaves it to them: torch takes seconds to import.
+    """
+    if hasattr(session.config, "workerinput") or not session.config.getoption("numprocesses", None):
         from tgi_server.engine.kernels import load_kernels
 
-        load_kernels()
+        with Path(__file__).open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # or else each of the processes would compile them
+            load_kernels()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -61,6 +83,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if "slow" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="slow: needs --runslow"))
+
+
+def pytest_collection_finish() -> None:
+    """Spares the garbage collector what all modules hold: going through it again and again takes a tenth of a run."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
@@ -131,4 +159,5 @@ def demo_server(free_port: FreePort, tmp_path_factory: pytest.TempPathFactory) -
     try:
         yield running.wait_until_ready()
     finally:
-        running.stop()
+        status = running.stop()
+    assert status == 0

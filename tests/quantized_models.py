@@ -124,15 +124,17 @@ def _gptq(
     return pack, settings | ({"checkpoint_format": "gptq_v2"} if v2 else {})
 
 
-def _pack_awq(path: str, weight: Tensor) -> tuple[Tensors, Tensor]:
-    codes, zeros, scales, _, dense = _rounded(weight, 4, GROUP, symmetric=False)
-
+def _awq(size: int = GROUP) -> Any:
     def words(numbers: Tensor) -> Tensor:
         eights = numbers.view(-1, 8, numbers.shape[1])[:, [0, 2, 4, 6, 1, 3, 5, 7]]
         return torch.cat([packed(eight, 4) for eight in eights]).T
 
-    tensors = {"qweight": words(codes), "qzeros": words(zeros), "scales": scales.T.half()}
-    return {f"{path}.{name}": tensor for name, tensor in tensors.items()}, dense
+    def pack(path: str, weight: Tensor) -> tuple[Tensors, Tensor]:
+        codes, zeros, scales, _, dense = _rounded(weight, 4, size, symmetric=False)
+        tensors = {"qweight": words(codes), "qzeros": words(zeros), "scales": scales.T.half()}
+        return {f"{path}.{name}": tensor for name, tensor in tensors.items()}, dense
+
+    return pack, {"quant_method": "awq", "bits": 4, "group_size": size, "version": "gemm"}
 
 
 def _bitsandbytes(kind: str, *, double: bool = False) -> Any:
@@ -175,12 +177,12 @@ def _pack_bitsandbytes_int8(path: str, weight: Tensor) -> tuple[Tensors, Tensor]
     return tensors, codes * (largest / 127).unsqueeze(1)
 
 
-def _compressed_integers(bits: int, *, symmetric: bool = True, act_order: bool = False) -> Any:
+def _compressed_integers(bits: int, *, size: int = GROUP, symmetric: bool = True, act_order: bool = False) -> Any:
     def pack(path: str, weight: Tensor) -> tuple[Tensors, Tensor]:
         inputs = weight.shape[1]
         order = torch.randperm(inputs, generator=torch.Generator().manual_seed(inputs)) // GROUP
         groups = order if act_order else None
-        codes, zeros, scales, groups, dense = _rounded(weight, bits, GROUP, symmetric=symmetric, groups=groups)
+        codes, zeros, scales, groups, dense = _rounded(weight, bits, size, symmetric=symmetric, groups=groups)
         tensors = {
             "packed": packed(codes.T, bits).T,
             "scale": scales.half(),
@@ -192,7 +194,8 @@ def _compressed_integers(bits: int, *, symmetric: bool = True, act_order: bool =
             tensors["g_idx"] = groups.to(torch.int32)
         return {f"{path}.weight_{name}": tensor for name, tensor in tensors.items()}, dense
 
-    weights = {"strategy": "group", "group_size": GROUP, "symmetric": symmetric}
+    groups = {"strategy": "channel"} if size < 0 else {"strategy": "group", "group_size": size}
+    weights = {**groups, "symmetric": symmetric}
     return pack, _compressed(bits, "int", "pack-quantized", **weights)
 
 
@@ -205,6 +208,12 @@ def _pack_rows_int8(path: str, weight: Tensor) -> tuple[Tensors, Tensor]:
     scales = weight.abs().amax(1, keepdim=True) / 127
     codes = (weight / scales).round()
     return {f"{path}.weight": codes.to(torch.int8), f"{path}.weight_scale": scales}, codes * scales
+
+
+def _pack_rows_int8_with_zeros(path: str, weight: Tensor) -> tuple[Tensors, Tensor]:
+    codes, zeros, scales, _, dense = _rounded(weight, 8, -1, symmetric=False)
+    tensors = {"": (codes - 128).to(torch.int8), "_scale": scales, "_zero_point": (zeros - 128).to(torch.int8)}
+    return {f"{path}.weight{name}": tensor for name, tensor in tensors.items()}, dense
 
 
 def _pack_rows_fp8(path: str, weight: Tensor) -> tuple[Tensors, Tensor]:
@@ -229,6 +238,11 @@ def _pack_blocks_fp8(path: str, weight: Tensor) -> tuple[Tensors, Tensor]:
     return {f"{path}.weight": codes, f"{path}.weight_scale_inv": scales}, codes.float() * spread
 
 
+def _pack_compressed_blocks_fp8(path: str, weight: Tensor) -> tuple[Tensors, Tensor]:
+    tensors, dense = _pack_blocks_fp8(path, weight)
+    return {name.removesuffix("_inv"): tensor for name, tensor in tensors.items()}, dense
+
+
 def _pack_mxfp4(path: str, weight: Tensor) -> tuple[Tensors, Tensor]:
     numbers = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
     blocks = weight.transpose(1, 2).unflatten(-1, (-1, 32))  # [experts, outputs, blocks, 32]
@@ -247,20 +261,33 @@ LAYOUTS: dict[str, tuple[Packer, dict[str, Any]]] = {
     "gptq": _gptq(),
     "gptq_2_bits": _gptq(2, symmetric=False),
     "gptq_3_bits": _gptq(3),
+    "gptq_6_bits": _gptq(6, symmetric=False),
     "gptq_8_bits": _gptq(8),
+    "gptq_8_bits_act_order": _gptq(8, act_order=True, symmetric=False),
     "gptq_asymmetric": _gptq(symmetric=False),
     "gptq_act_order": _gptq(act_order=True, symmetric=False),
     "gptq_v2": _gptq(v2=True, symmetric=False),
     "gptq_one_group": _gptq(size=-1),
-    "awq": (_pack_awq, {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"}),
+    "awq": _awq(),
+    "awq_one_group": _awq(-1),
     "nf4": _bitsandbytes("nf4"),
+    "nf4_double": _bitsandbytes("nf4", double=True),
+    "fp4": _bitsandbytes("fp4"),
     "fp4_double": _bitsandbytes("fp4", double=True),
     "bitsandbytes_int8": (_pack_bitsandbytes_int8, {"quant_method": "bitsandbytes", "load_in_8bit": True}),
     "w4a16": _compressed_integers(4),
     "w4a16_asymmetric": _compressed_integers(4, symmetric=False),
     "w4a16_act_order": _compressed_integers(4, act_order=True),
+    "w4a16_rows": _compressed_integers(4, size=-1),
     "w8a16": _compressed_integers(8),
+    "w8a16_act_order": _compressed_integers(8, act_order=True, symmetric=False),
     "w8a8": (_pack_rows_int8, _compressed(8, "int", "int-quantized", strategy="channel")),
+    "w8a8_asymmetric": (_pack_rows_int8_with_zeros, _compressed(8, "int", "int-quantized", strategy="channel")),
+    "w8a8_fp8": (_pack_whole_fp8, _compressed(8, "float", "naive-quantized", strategy="tensor")),
+    "w8a8_fp8_blocks": (
+        _pack_compressed_blocks_fp8,
+        _compressed(8, "float", "float-quantized", strategy="block", block_structure=[BLOCK, BLOCK]),
+    ),
     "fp8_rows": (_pack_rows_fp8, _compressed(8, "float", "float-quantized", strategy="channel")),
     "fp8_whole": (_pack_whole_fp8, _DYNAMIC_FP8),
     "fp8_blocks": (_pack_blocks_fp8, _DYNAMIC_FP8 | {"weight_block_size": [BLOCK, BLOCK]}),

@@ -19,7 +19,7 @@ ROOT = FOLDER.parent.parent
 PACKAGES = ("torch==2.11.0", "transformers==5.17.0", "numpy<2.4", "accelerate", "llguidance", "psutil", "pytest")
 SECONDS = 1500
 # Files that take longer, and in how many parts they are run.
-PARTS = {"check_passes": 3, "check_memory": 2}
+PARTS = {"check_passes": 3, "check_memory": 3}
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2 * SECONDS)]
 

@@ -377,9 +377,9 @@ class Engine:
         if drafts:
             assert logits is not None
             own = plan.logits
-            greedy = all(draft.is_greedy for draft in drafts)
-            likeliest = self._sampler.likeliest(logits[own:]).start_copy() if greedy else None
-            check = DraftCheck(drafts, logits[own:], partial(self._choose, batch), likeliest)
+            check = DraftCheck(
+                drafts, logits[own:], partial(self._choose, batch), self._likeliest(drafts, logits[own:])
+            )
             logits = logits[:own]
         if plan.chunks:
             assert logits is not None
@@ -391,7 +391,7 @@ class Engine:
         return Step(batch, plan.sequences, pending, self._eos, forwarded - started, started, check)
 
     def _forward(self, plan: ForwardPlan, drafts: list[Draft], mask: PendingMask | None) -> Tensor:
-        plain = plan.is_greedy and all(draft.is_greedy for draft in drafts)
+        plain = plan.is_greedy and all(draft.is_plain for draft in drafts)
         greedy = GreedyOnly(mask) if plain and not (plan.decoding and self._sampler.processes) else None
         chunks = [*plan.chunks, *(draft.chunk for draft in drafts)]
         with self._in_step():
@@ -445,6 +445,14 @@ class Engine:
         """Reports the token that the decoder starts with: a prompt that an encoder reads has no log-probabilities."""
         assert self.info.decoder_start_token_id is not None
         sequence.prompt_report = PromptTokens([self.info.decoder_start_token_id], [math.nan])
+
+    def _likeliest(self, drafts: Sequence[Draft], logits: Tensor) -> PendingTokens | None:
+        """Chooses the tokens behind all drafted ones at once; None where that needs more than their logits."""
+        if not all(draft.is_greedy for draft in drafts):
+            return None
+        reported = [draft.sequence.report.logprobs for draft in drafts for _ in draft.tokens]
+        rows = [row for row, wanted in enumerate(reported) if wanted]
+        return self._sampler.likeliest(logits, rows).start_copy()
 
     def _choose(self, batch: RunningBatch, logits: Tensor, sequences: Sequence[RunningSequence]) -> Tokens:
         """Chooses another token for some sequences, whose last one had been drafted, and waits for it."""

@@ -6,7 +6,7 @@ import gc
 import math
 import mmap
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -97,6 +97,31 @@ def give_back() -> None:
     """Gives the memory back to the system that is freed, which the C library would keep for what may be wanted next."""
     if trim := getattr(_LIBC, "malloc_trim", None):  # of glibc
         trim(0)
+
+
+def forget_pages(tensors: Iterable[Tensor]) -> None:
+    """Gives the pages back to the system in which tensors of a file lie that were read and not changed.
+
+    They count as this process's as long as anything of the file is in use. A tensor that is read again comes from the
+    file again; one that lies in no file keeps its memory.
+    """
+    files = _mapped_files()
+    for tensor in tensors:
+        start = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+        end = (tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+        if start < end and any(first <= start and end <= last for first, last in files):
+            _LIBC.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), mmap.MADV_DONTNEED)
+
+
+def _mapped_files() -> list[tuple[int, int]]:
+    """Returns where in this process's memory there are files, from the first to behind the last byte; Linux tells."""
+    ranges = []
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/maps").read_text().splitlines():
+            if "/" in line:
+                first, last = (int(address, 16) for address in line.split(maxsplit=1)[0].split("-"))
+                ranges.append((first, last))
+    return ranges
 
 
 def mapped(shape: tuple[int, ...], dtype: torch.dtype, *, large_pages: bool = False) -> Tensor:

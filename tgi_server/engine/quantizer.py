@@ -1,6 +1,7 @@
 """Quantises a model's folder by GPTQ: one decoder layer in memory at a time, each written as soon as it is done."""
 
 import copy
+import hashlib
 import json
 import os
 import shutil
@@ -16,13 +17,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.utils import logging as transformers_logging
 
 from tgi_server.engine.errors import UnsupportedModel
 from tgi_server.engine.quantization.formats import gptq as gptq_format
 from tgi_server.engine.quantization.gptq import GptqSettings, Hessian, round_weight
-from tgi_server.engine.sharding.checkpoint import INDEX, open_checkpoint
+from tgi_server.engine.sharding.checkpoint import INDEX, fingerprint, open_checkpoint
 
 _SETTINGS = "quantize_config.json"
+# In the folder of an unfinished run: what it is a run of.
+_RUN = "run.json"
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
 
 
@@ -35,13 +39,14 @@ def quantize_folder(
 ) -> None:
     """Writes the model in a folder to another one, with the linear layers of its decoder layers in GPTQ.
 
-    samples: calibration texts, [tokens] int64 each. What an earlier, interrupted run with the same settings has written
-    is taken over. Raises UnsupportedModel for a model that cannot be quantised, and when the target holds something.
+    samples: calibration texts, [tokens] int64 each. What an earlier, interrupted run of the same kind has written is
+    taken over. Raises UnsupportedModel for a model that cannot be quantised, and when the target holds something.
     """
+    transformers_logging.disable_progress_bar()  # of every single layer's weights
     config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code, local_files_only=True)
     model = _Layers(source, config, trust_remote_code)
     partial = target.with_name(target.name + ".partial")
-    _prepare(target, partial, settings)
+    _prepare(target, partial, _run(source, samples, settings))
     count = len(model.paths)
     files = [partial / f"model-{index + 1:05}-of-{count + 1:05}.safetensors" for index in range(count + 1)]
     hidden, arguments = model.inputs(samples)
@@ -200,16 +205,29 @@ def _output(result: Any) -> Tensor:
     return output
 
 
-def _prepare(target: Path, partial: Path, settings: GptqSettings) -> None:
-    """Makes the folder in which the run writes, or goes on in that of an earlier run with the same settings."""
+def _run(source: Path, samples: Sequence[Tensor], settings: GptqSettings) -> dict[str, Any]:
+    """Returns what a run has to have in common with one that goes on, by what to say of a run that differs in it."""
+    digest = hashlib.sha256()
+    for sample in samples:
+        digest.update(sample.numpy().tobytes())
+    model = f"{source.resolve()} {fingerprint(source)}"
+    return {
+        "other settings": _description(settings),
+        "another model": model,
+        "another calibration text": digest.hexdigest(),
+    }
+
+
+def _prepare(target: Path, partial: Path, run: dict[str, Any]) -> None:
+    """Makes the folder in which a run writes, or goes on in that of an earlier one."""
     if target.exists() and any(target.iterdir()):
         raise UnsupportedModel(f"{target} is not empty; give a folder that does not exist yet")
     partial.mkdir(parents=True, exist_ok=True)
-    file = partial / _SETTINGS
-    written = json.dumps(_description(settings), indent=2)
-    if file.is_file() and file.read_text() != written:
-        raise UnsupportedModel(f"{partial} has layers of a run with other settings; remove it, or give those settings")
-    file.write_text(written)
+    file = partial / _RUN
+    if file.is_file() and (earlier := json.loads(file.read_text())) != run:
+        what = next(name for name in run if earlier.get(name) != run[name])
+        raise UnsupportedModel(f"{partial} has layers of a run with {what}; remove it, or start that run again")
+    file.write_text(json.dumps(run))
 
 
 def _description(settings: GptqSettings) -> dict[str, Any]:
@@ -243,3 +261,5 @@ def _finish(source: Path, partial: Path, settings: GptqSettings) -> None:
     config = json.loads((source / "config.json").read_text())
     config["quantization_config"] = _description(settings)
     (partial / "config.json").write_text(json.dumps(config, indent=2))
+    (partial / _SETTINGS).write_text(json.dumps(_description(settings), indent=2))
+    (partial / _RUN).unlink()

@@ -43,7 +43,8 @@ async def find_adapters(settings: LauncherSettings) -> list[AdapterSource]:
     for adapter in settings.lora_adapters:
         folder = adapter.folder or await _download(commands.download_adapter(settings, adapter))
         if not (folder / ADAPTER_CONFIG).is_file():
-            raise CannotStartError(f"--lora-adapters: {adapter.id}: {folder} has no {ADAPTER_CONFIG}")
+            why = f"{folder} has no {ADAPTER_CONFIG}" if folder.is_dir() else f"there is no folder {folder}"
+            raise CannotStartError(f"--lora-adapters: {adapter.id}: {why}")
         found.append(adapter.at(folder.resolve()))
     return found
 

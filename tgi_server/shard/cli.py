@@ -106,7 +106,7 @@ def quantize(arguments: Sequence[str]) -> None:
     except ModelUnavailable as error:
         fail(program, str(error), status=FAILED)
     except KeyboardInterrupt:
-        sys.exit(INTERRUPTED)
+        fail(program, "interrupted; the same command goes on where it was", status=INTERRUPTED)
     print(settings.output_dir)
 
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import ByteSize, Field, NonNegativeInt, model_validator
+from pydantic import ByteSize, Field, NonNegativeInt, field_validator, model_validator
 from pydantic_settings import CliPositionalArg
 
 from shared.settings import CommaSeparated, Refused, ServiceSettings
@@ -123,9 +123,10 @@ class DownloadSettings(CommandSettings):
 class QuantizeSettings(CommandSettings):
     """Writes a model to another folder, with 4-bit weights by GPTQ. It goes on where an interrupted run has stopped."""
 
+    model_id: CliPositionalArg[str] = Field(description="a local folder, or an id of the hub")
     output_dir: CliPositionalArg[Path] = Field(description="the folder to write, which does not exist yet")
     bits: Literal[4, 8] = Field(4, description="of a weight")
-    groupsize: int = Field(128, ge=-1, description="inputs that share a scale; -1: all")
+    groupsize: int = Field(128, description="inputs that share a scale; -1: all")
     percdamp: float = Field(0.01, gt=0, lt=1, description="share of the Hessian's mean diagonal to add for stability")
     act_order: bool = Field(False, description="round the inputs with the largest activations first")
     calibration: Path | None = Field(
@@ -138,3 +139,10 @@ class QuantizeSettings(CommandSettings):
     upload_to_model_id: Annotated[
         str | None, Refused("not supported; upload the folder with `hf upload REPOSITORY FOLDER`")
     ] = None
+
+    @field_validator("groupsize")
+    @classmethod
+    def _has_inputs(cls, size: int) -> int:
+        if size < 1 and size != -1:
+            raise ValueError("it has to be at least 1, or -1 for one group of all inputs")
+        return size

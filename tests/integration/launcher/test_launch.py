@@ -13,20 +13,23 @@ import torch
 from safetensors.torch import save_file
 
 from tests.conftest import ServerFactory
-from tests.integration.launcher.processes import Stream, alive, socket_folder
+from tests.integration.launcher.processes import Stream, alive, shard_of, socket_folder
 
 
-def test_a_server_of_a_folder_ends_on_sigterm_without_a_trace(server: ServerFactory, llama_folder: Path) -> None:
-    running = server(f"--model-id={llama_folder}", "--dtype=float32").wait_until_ready()
+@pytest.mark.parametrize("shards", [pytest.param(1, marks=pytest.mark.slow), 2])
+def test_a_server_of_a_folder_ends_on_sigterm_without_a_trace(
+    server: ServerFactory, llama_folder: Path, shards: int
+) -> None:
+    running = server(f"--model-id={llama_folder}", "--dtype=float32", f"--num-shard={shards}").wait_until_ready()
     assert running.generate("the quick", max_new_tokens=5, details=True)["details"]["generated_tokens"] == 5
     assert httpx.get(f"{running.url}/info").json()["model_id"] == str(llama_folder)
     children = psutil.Process(running.process.pid).children(recursive=True)
-    folder = socket_folder(running.child("shard"))
-    stream = Stream(running, tokens=400)
+    folder = socket_folder(shard_of(running, shards - 1))
+    stream = Stream(running, tokens=60)
     running.terminate()
     last = stream.finish()
     assert running.wait() == 0
-    assert len(stream.events) == 400
+    assert len(stream.events) == 60
     assert last["generated_text"]
     assert not alive(children)
     assert not folder.exists()

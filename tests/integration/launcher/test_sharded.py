@@ -20,14 +20,12 @@ PROMPTS = (
 )
 END_SECONDS = 10
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize(
     ("speculate", "flags"),
-    [
-        pytest.param(0, (), marks=pytest.mark.slow),
-        pytest.param(3, ("--speculate=3",), marks=pytest.mark.slow),
-        (4, (f"--speculative-model={demo_model.PATH}",)),
-    ],
+    [(0, ()), (3, ("--speculate=3",)), (4, (f"--speculative-model={demo_model.PATH}",))],
 )
 def test_two_shards_write_what_one_writes(
     server: ServerFactory, demo_server: TextGenerationServer, speculate: int, flags: tuple[str, ...]
@@ -59,7 +57,6 @@ def ids(answer: dict[str, dict[str, list[dict[str, int]]]]) -> list[int]:
     return [token["id"] for token in answer["details"]["tokens"]]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_shard_that_is_killed_while_generating_is_named(server: ServerFactory, rank: int) -> None:
     running = server(*FLAGS).wait_until_ready()
@@ -69,12 +66,10 @@ def test_a_shard_that_is_killed_while_generating_is_named(server: ServerFactory,
     assert f"shard-{rank} was killed by SIGKILL" in last
 
 
-@pytest.mark.slow
 def test_a_shard_that_is_killed_while_idle_is_named(server: ServerFactory) -> None:
     assert "shard-1 was killed by SIGKILL" in kill_and_wait(server(*FLAGS).wait_until_ready(), 1)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "moment", ["launcher: settings", "waiting for 2 shards", "shard 1 of 2 is connected to the others"]
 )
@@ -84,7 +79,6 @@ def test_a_shard_that_is_killed_while_loading_is_named(server: ServerFactory, mo
     assert "shard-1 was killed by SIGKILL" in kill_and_wait(running, 1)
 
 
-@pytest.mark.slow
 def test_a_shard_that_cannot_load_says_why(server: ServerFactory, tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     broken.mkdir()

@@ -99,12 +99,12 @@ def running_service(*flags: str, **environment: str) -> Iterator[Service]:
             process.wait()
 
 
-def ask(runner: llm_pb2_grpc.LLMRunnerStub, prompt: str = "hello", timeout_ms: int = 2000) -> str:
+def ask(runner: llm_pb2_grpc.LLMRunnerStub, prompt: str = "hello", timeout_ms: int = 10_000) -> str:
     """The text of one call."""
     return str(runner.call_model(llm_pb2.ModelRequest(formatted_prompt=prompt, timeout=timeout_ms)).text)
 
 
-def reason(runner: llm_pb2_grpc.LLMRunnerStub, prompt: str = "hello", timeout_ms: int = 2000) -> tuple[str, str]:
+def reason(runner: llm_pb2_grpc.LLMRunnerStub, prompt: str = "hello", timeout_ms: int = 10_000) -> tuple[str, str]:
     """The text of one call, and the reason that the service gives for an empty one."""
     request = llm_pb2.ModelRequest(formatted_prompt=prompt, timeout=timeout_ms)
     response, call = runner.call_model.with_call(request)

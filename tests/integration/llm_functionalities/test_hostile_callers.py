@@ -14,7 +14,7 @@ from shared.stubs import llm_pb2, llm_pb2_grpc
 from tests.fakes.model_server import ModelServer
 from tests.integration.llm_functionalities.health_watch import health_is_quick
 from tests.integration.llm_functionalities.service import Service, ask, reason, running_service
-from tests.timing import on_a_busy_machine, until
+from tests.timing import SECONDS, on_a_busy_machine, until
 
 Runner = llm_pb2_grpc.LLMRunnerStub
 MEBIBYTE = 2**20
@@ -214,7 +214,7 @@ def test_abandoned_streams_leave_no_trace(server: ModelServer) -> None:
                 if number % 2:
                     next(stream)
                 stream.cancel()
-        until(lambda: server.requests != [] and all(request.abandoned.is_set() for request in server.requests), 10)
+        until(lambda: server.requests != [] and all(request.abandoned.is_set() for request in server.requests))
         assert service.threads() <= threads + 200
         server.delay = 0
         assert ask(runner) != ""
@@ -231,7 +231,7 @@ def test_a_stream_that_nobody_reads_gives_its_place_back(server: ModelServer) ->
         for stream in streams:
             next(stream)
         server.answer = "a fine answer"
-        until(lambda: _is_answered(other), 10)
+        until(lambda: _is_answered(other))
         for stream in streams:
             stream.cancel()
 
@@ -260,7 +260,7 @@ def test_calls_without_a_message_are_given_up(server: ModelServer) -> None:
             return not _is_answered(runner)
 
         until(takes_all_places)
-        until(lambda: _is_answered(runner), 10)
+        until(lambda: _is_answered(runner))
         codes = [call.code() for call in begun]
         assert codes.count(grpc.StatusCode.DEADLINE_EXCEEDED) >= 4
         assert set(codes) <= {grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.RESOURCE_EXHAUSTED}
@@ -274,7 +274,7 @@ def test_watchers_of_health_do_not_keep_others_from_asking(idle_service: Service
             codes = list(threads.map(_first_code, watched))
         assert 0 < codes.count(grpc.StatusCode.OK) <= 64
         assert set(codes) <= {grpc.StatusCode.OK, grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE}
-        answer = health_pb2_grpc.HealthStub(other).Check(health_pb2.HealthCheckRequest(), timeout=5)
+        answer = health_pb2_grpc.HealthStub(other).Check(health_pb2.HealthCheckRequest(), timeout=SECONDS)
         assert answer.status == health_pb2.HealthCheckResponse.SERVING
         assert reason(Runner(other)) == ("", "no_endpoint")
         for call in watched:
@@ -298,7 +298,7 @@ def test_connections_are_bounded(free_port: Callable[[], int]) -> None:
         assert reason(runner) == ("", "no_endpoint")
         for connection in connections:
             connection.close()
-        until(lambda: _is_reachable(service), 10)
+        until(lambda: _is_reachable(service))
 
 
 def _is_reachable(service: Service) -> bool:

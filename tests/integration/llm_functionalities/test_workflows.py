@@ -194,7 +194,7 @@ def test_decisions(channel: grpc.Channel, server: ModelServer) -> None:
     stub = llm_pb2_grpc.LLMExecutionSearchManagerStub(channel)
     server.answer = json.dumps({"intent": "recommend_new_search", "ai_response": "Shall we look for pizza?"})
     request = llm_pb2.ExecutionSearchRequest(
-        domain=COOKING, taskmap=llm_pb2.TaskMap(title="Pancakes"), user_question="I want pizza", timeout=1000
+        domain=COOKING, taskmap=llm_pb2.TaskMap(title="Pancakes"), user_question="I want pizza", timeout=10_000
     )
     response = stub.generate_decision(request)
     assert response.intent_classification == "recommend_new_search"
@@ -203,7 +203,7 @@ def test_decisions(channel: grpc.Channel, server: ModelServer) -> None:
 
 
 def test_a_server_that_takes_no_grammars_is_asked_without_and_its_answers_are_parsed() -> None:
-    request = llm_pb2.ExecutionSearchRequest(user_question="I want pizza", timeout=2000)
+    request = llm_pb2.ExecutionSearchRequest(user_question="I want pizza", timeout=10_000)
     with ModelServer() as server, running_service("--endpoint", server.url) as service, service.channel() as channel:
         server.fault = "no grammars"
         server.answer = 'Sure! {"intent": "recommend_new_search", "ai_response": "Shall we look for pizza?"}'
@@ -214,7 +214,7 @@ def test_a_server_that_takes_no_grammars_is_asked_without_and_its_answers_are_pa
         assert with_grammar == [True, False, False, False, False]
         (line,) = (line for line in service.log if "no grammars" in line)
         assert "grammar is not supported" in line
-        strict = llm_pb2.ModelRequest(formatted_prompt="x", grammar=llm_pb2.Grammar(regex="yes|no"), timeout=2000)
+        strict = llm_pb2.ModelRequest(formatted_prompt="x", grammar=llm_pb2.Grammar(regex="yes|no"), timeout=10_000)
         _, call = llm_pb2_grpc.LLMRunnerStub(channel).call_model.with_call(strict)
         assert dict(call.trailing_metadata())["empty-reason"] == "rejected"
 
@@ -231,7 +231,7 @@ def test_one_grammar_that_is_refused_says_nothing_about_others(
     channel: grpc.Channel, server: ModelServer, refusal: tuple[int, str]
 ) -> None:
     """A call is answered without its refused grammar; the next one is sent with its grammar to a healthy server."""
-    request = llm_pb2.ExecutionSearchRequest(user_question="I want pizza", timeout=2000)
+    request = llm_pb2.ExecutionSearchRequest(user_question="I want pizza", timeout=10_000)
     server.fault, server.refusal = "no grammars", refusal
     server.answer = '{"intent": "recommend_new_search", "ai_response": "Shall we look for pizza?"}'
     stub = llm_pb2_grpc.LLMExecutionSearchManagerStub(channel)
@@ -244,7 +244,7 @@ def test_a_prompt_that_is_refused_without_its_grammar_too_says_nothing_about_gra
     channel: grpc.Channel, server: ModelServer
 ) -> None:
     stub = llm_pb2_grpc.LLMExecutionSearchManagerStub(channel)
-    request = llm_pb2.ExecutionSearchRequest(user_question="I want pizza", timeout=2000)
+    request = llm_pb2.ExecutionSearchRequest(user_question="I want pizza", timeout=10_000)
     server.fault, server.sick = 422, False
     _, call = stub.generate_decision.with_call(request)
     assert dict(call.trailing_metadata())["empty-reason"] == "rejected"
@@ -352,7 +352,7 @@ def test_a_time_out_of_a_workflow_holds(channel: grpc.Channel, server: ModelServ
     server.delay = 5
     chat = llm_pb2_grpc.LLMChitChatStub(channel)
     decide = llm_pb2_grpc.LLMExecutionSearchManagerStub(channel)
-    assert chat.generate_chit_chat(llm_pb2.LLMChitChatRequest(user_question="Hi", timeout=100), timeout=1).text == ""
+    assert chat.generate_chit_chat(llm_pb2.LLMChitChatRequest(user_question="Hi", timeout=100), timeout=4).text == ""
     request = llm_pb2.ExecutionSearchRequest(user_question="Pizza!", timeout=100)
-    assert decide.generate_decision(request, timeout=1).intent_classification == ""
+    assert decide.generate_decision(request, timeout=4).intent_classification == ""
     until(lambda: all(request.abandoned.is_set() for request in server.requests))

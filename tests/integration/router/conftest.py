@@ -8,17 +8,21 @@ import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import fastapi.routing
 import httpx
 import pytest
+import pytest_asyncio
 
 from tests.conftest import FreePort
 from tests.fakes.instant_shard import InstantShard
 from tests.fakes.instant_shard import start as start_shard
 from tests.integration.router.process import Process, Start
 from tests.logs import assert_no_traceback
+from tests.timing import SECONDS
 from tgi_server import demo_model
 from tgi_server.router.api.app import create_app
 from tgi_server.router.api.connections import Connections, connection_limits
@@ -28,6 +32,9 @@ from tgi_server.router.settings import RouterSettings
 from tgi_server.router.startup import access_rules, assembled
 
 EOS = 1
+
+# Most of the time of a start goes into the models of the routes' responses, which are the same in all routers.
+fastapi.routing.create_model_field = cache(fastapi.routing.create_model_field)
 
 
 @dataclass(slots=True)
@@ -54,7 +61,7 @@ class Router:
         text = (await self.http.get("/metrics")).text
         return next((float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if line.startswith(f"{series} ")), 0.0)
 
-    async def until(self, condition: Callable[[], Any], seconds: float = 5.0) -> None:
+    async def until(self, condition: Callable[[], Any], seconds: float = SECONDS) -> None:
         """Waits for `condition`, plain or a coroutine, to be true."""
         async with asyncio.timeout(seconds):
             while True:
@@ -71,6 +78,16 @@ class Router:
 
         await self.until(no_batch)
 
+    async def leave(self, path: str, **body: Any) -> None:
+        """Asks for something and closes the connection once it is being generated."""
+        asking = asyncio.create_task(self.post(path, **body))
+
+        async def one_in_batch() -> bool:
+            return await self.metric("tgi_batch_current_size") == 1
+
+        await self.until(one_in_batch)
+        asking.cancel()
+
 
 RouterFactory = Callable[..., Any]
 
@@ -82,7 +99,7 @@ async def running_router(
     """send_buffer: bytes that the system keeps for each client."""
     path = folder / "shard"
     # Books of the usual number of blocks would take most of the time of a start.
-    shard = InstantShard(f"unix://{path}", None, end=EOS, **{"num_blocks": 8_192, **shard_options})
+    shard = InstantShard(f"unix://{path}", None, end=EOS, **{"num_blocks": 2_048, **shard_options})
     shards = await start_shard(shard, path)
     listener = socket.create_server(("127.0.0.1", 0))
     if send_buffer is not None:
@@ -125,6 +142,16 @@ async def routers(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Rou
             return await stack.enter_async_context(running_router(folder, shard or {}, **settings))
 
         yield make
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared_router(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Router]:
+    """One router for all tests of a file that are marked with `in_one_loop` and leave it as it is."""
+    async with running_router(tmp_path_factory.mktemp("router"), {}) as router:
+        yield router
+
+
+in_one_loop = pytest.mark.asyncio(loop_scope="module")
 
 
 @pytest.fixture

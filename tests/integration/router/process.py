@@ -38,4 +38,5 @@ class Process:
                 if httpx.get(f"{url}/health", timeout=5).status_code == 200:
                     return self
             except httpx.HTTPError:
-                time.sleep(0.05)
+                pass
+            time.sleep(0.05)

@@ -6,7 +6,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.integration.router.conftest import Router, RouterFactory
+from tests.integration.router.conftest import Router, RouterFactory, in_one_loop
 from tests.integration.router.process import Start
 from tgi_server import demo_model
 from tgi_server.router.settings import RouterSettings
@@ -127,16 +127,17 @@ PAGES = [
 TYPES = [None, "application/json", "text/plain", "text/plain;charset=UTF-8", "application/x-www-form-urlencoded"]
 
 
+@in_one_loop
 @pytest.mark.parametrize("page", PAGES, ids=str)
 @pytest.mark.parametrize("media_type", TYPES)
-async def test_pages_of_other_sites_may_not_post(router: Router, page: dict[str, str], media_type: str | None):
+async def test_pages_of_other_sites_may_not_post(shared_router: Router, page: dict[str, str], media_type: str | None):
     headers = page | ({"content-type": media_type} if media_type else {})
-    response = await router.http.post("/generate", content=b'{"inputs": "Hello"}', headers=headers)
+    response = await shared_router.http.post("/generate", content=b'{"inputs": "Hello"}', headers=headers)
     assert response.status_code == 403
     assert response.json()["error_type"] == "forbidden"
     assert "--cors-allow-origin" in response.json()["error"]
-    assert router.service.capacity.in_flight == 0
-    assert await router.metric("tgi_request_count") == 0
+    assert shared_router.service.capacity.in_flight == 0
+    assert await shared_router.metric("tgi_request_count") == 0
 
 
 async def test_the_servers_own_page_and_programs_may_post(router: Router):

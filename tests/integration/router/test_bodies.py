@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.router.conftest import Router
+from tests.integration.router.conftest import Router, in_one_loop
 
 HELLO = [{"role": "user", "content": "Hello"}]
 BODIES: dict[str, dict[str, Any]] = {
@@ -36,6 +36,7 @@ async def refused(router: Router, path: str, content: str | bytes) -> str:
     return str(message)
 
 
+@in_one_loop
 @pytest.mark.parametrize(
     ("path", "name", "value", "fault"),
     [
@@ -62,8 +63,8 @@ async def refused(router: Router, path: str, content: str | bytes) -> str:
         ("/generate", "repetition_penalty", "1e39", "`repetition_penalty` must be at most 3.4e+38, not 1e+39"),
     ],
 )
-async def test_numbers_out_of_bounds(router: Router, path: str, name: str, value: str, fault: str):
-    assert fault in await refused(router, path, with_field(path, name, value))
+async def test_numbers_out_of_bounds(shared_router: Router, path: str, name: str, value: str, fault: str):
+    assert fault in await refused(shared_router, path, with_field(path, name, value))
 
 
 @pytest.mark.parametrize("item", ["{}", "0", '{"role": 1, "content": 2, "tool_calls": 3, "name": 4}'])
@@ -90,6 +91,7 @@ async def test_arguments_that_are_no_json(router: Router, path: str, arguments: 
     assert "are not JSON" in message
 
 
+@in_one_loop
 @pytest.mark.parametrize(
     ("path", "content"),
     [
@@ -111,8 +113,8 @@ async def test_arguments_that_are_no_json(router: Router, path: str, arguments: 
         ("/generate", json.dumps({"inputs": "a", "parameters": {"grammar": {"type": "json", "value": "[" * 5_000}}})),
     ],
 )
-async def test_texts_that_are_none_and_json_that_is_too_deep(router: Router, path: str, content: str | bytes):
-    assert "JSON" in await refused(router, path, content)
+async def test_texts_that_are_none_and_json_that_is_too_deep(shared_router: Router, path: str, content: str | bytes):
+    assert "JSON" in await refused(shared_router, path, content)
 
 
 FORGED = "\n2026-01-01T00:00:00.000Z INFO    router: all is well"

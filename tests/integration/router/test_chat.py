@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.router.conftest import Router, RouterFactory, events
+from tests.integration.router.conftest import Router, RouterFactory, events, in_one_loop
 from tgi_server.router.schemas.chat import ChatCompletion, ChatCompletionChunk
 
 TEXT = "Rinse the rice. Then boil it."
@@ -295,6 +295,7 @@ async def test_no_tools_are_told_when_none_may_be_called(router: Router):
     assert list(first.input_ids) == list(second.input_ids)
 
 
+@in_one_loop
 @pytest.mark.parametrize(
     ("body", "error_type"),
     [
@@ -313,9 +314,9 @@ async def test_no_tools_are_told_when_none_may_be_called(router: Router):
 )
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_chat_request_that_breaks_a_rule_is_refused(
-    router: Router, body: dict[str, Any], error_type: str, stream: bool
+    shared_router: Router, body: dict[str, Any], error_type: str, stream: bool
 ):
-    assert (await refusal(router, stream=stream, **body))["error_type"] == error_type
+    assert (await refusal(shared_router, stream=stream, **body))["error_type"] == error_type
 
 
 async def test_a_call_that_is_cut_off(router: Router):
@@ -337,8 +338,7 @@ async def test_tools_need_grammars(routers: RouterFactory):
 async def test_a_client_that_leaves_while_a_tool_is_called(routers: RouterFactory):
     router = await routers(shard={"step_seconds": 0.05})
     router.say(CALL * 9, end=False)
-    with pytest.raises(Exception, match=r".*"):
-        await router.http.post("/v1/chat/completions", json={"messages": HELLO, "tools": [WEATHER]}, timeout=0.3)
+    await router.leave("/v1/chat/completions", messages=HELLO, tools=[WEATHER])
     await router.idle()
     assert await router.metric('tgi_request_failure{err="cancelled"}') == 1
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.router.conftest import Router, events
+from tests.integration.router.conftest import Router, events, in_one_loop
 from tgi_server.router.schemas.completions import Chunk, CompletionFinal
 
 TEXT = "Rinse the rice. Then boil it."
@@ -84,6 +84,7 @@ async def test_a_stop_sequence_is_not_shown(router: Router):
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "Rinse the r"
 
 
+@in_one_loop
 @pytest.mark.parametrize(
     ("body", "told"),
     [
@@ -101,12 +102,12 @@ async def test_a_stop_sequence_is_not_shown(router: Router):
 )
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_completion_request_that_breaks_a_rule_is_refused(
-    router: Router, body: dict[str, Any], told: str, stream: bool
+    shared_router: Router, body: dict[str, Any], told: str, stream: bool
 ):
-    response = await router.post("/v1/completions", **body, stream=stream)
+    response = await shared_router.post("/v1/completions", **body, stream=stream)
     assert response.status_code == 422
     assert told in response.json()["error"]["message"]
-    assert router.service.capacity.in_flight == 0
+    assert shared_router.service.capacity.in_flight == 0
 
 
 async def test_prompts_may_be_tokens(router: Router):

@@ -109,7 +109,7 @@ async def test_bytes_that_trickle_in_put_nothing_off(routers: RouterFactory, nam
 
 
 async def test_who_waits_for_a_long_answer_may_wait(routers: RouterFactory):
-    router = await routers(client_timeout=1, shard={"step_seconds": 0.4})
+    router = await routers(client_timeout=2, shard={"step_seconds": 0.5})
     router.say("Rinse the rice. Then boil it.", end=False)
     async with connection(router) as (reader, writer):
         body = b'{"inputs": "Hello", "parameters": {"max_new_tokens": 5}}'

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.router.conftest import Router, RouterFactory, events
+from tests.integration.router.conftest import Router, RouterFactory, events, in_one_loop
 from tests.integration.router.test_chat import HELLO, TEXT, chat, chat_stream, refusal, text
 from tgi_server import demo_model
 
@@ -59,6 +59,7 @@ async def test_special_tokens_that_are_shown(router: Router):
         assert text(await chat_stream(router, skip_special_tokens=skip)) == told
 
 
+@in_one_loop
 @pytest.mark.parametrize(
     ("body", "value"),
     [
@@ -78,14 +79,15 @@ async def test_special_tokens_that_are_shown(router: Router):
         ({"response_format": {"type": "json_object", "schema": SCHEMA}}, SCHEMA),
     ],
 )
-async def test_forms_as_other_servers_name_them(router: Router, body: dict[str, Any], value: Any):
-    grammar = (await sent(router, **body)).grammar.value
+async def test_forms_as_other_servers_name_them(shared_router: Router, body: dict[str, Any], value: Any):
+    grammar = (await sent(shared_router, **body)).grammar.value
     assert (json.loads(grammar) if isinstance(value, dict) else grammar) == value
-    completion = await router.post("/v1/completions", prompt="Hello", max_tokens=5, **body)
+    completion = await shared_router.post("/v1/completions", prompt="Hello", max_tokens=5, **body)
     assert completion.status_code == 200
-    assert router.shard.received[-1].grammar.value == grammar
+    assert shared_router.shard.received[-1].grammar.value == grammar
 
 
+@in_one_loop
 @pytest.mark.parametrize(
     "body",
     [
@@ -111,9 +113,9 @@ async def test_forms_as_other_servers_name_them(router: Router, body: dict[str, 
         {"messages": [{"role": "assistant", "content": "x", "function_call": {"name": "f", "arguments": "{}"}}]},
     ],
 )
-async def test_what_would_change_the_answer_is_refused_by_name(router: Router, body: dict[str, Any]):
+async def test_what_would_change_the_answer_is_refused_by_name(shared_router: Router, body: dict[str, Any]):
     name = "function_call" if "messages" in body else next(iter(body)).removeprefix("guided_")
-    told = (await refusal(router, **body))["error"]["message"]
+    told = (await refusal(shared_router, **body))["error"]["message"]
     assert name in told.lower() or "form" in told
 
 

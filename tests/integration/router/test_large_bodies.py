@@ -3,6 +3,8 @@
 import asyncio
 import json
 import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import httpx
 import psutil
@@ -21,9 +23,16 @@ TRIES = 8
 WORST = ("a long message", "messages", "wrong parts", "/generate 4")
 
 
-def filled(frame: str, item: str, join: str = ",") -> str:
+Body = Callable[[], str]
+
+
+def filled(frame: str, item: str, join: str = ",") -> Body:
     """The frame with as many items in the place of `@` as the largest body holds."""
-    return frame.replace("@", join.join([item] * ((LARGEST - len(frame)) // (len(item.encode()) + len(join)))))
+    return lambda: frame.replace("@", join.join([item] * ((LARGEST - len(frame)) // (len(item.encode()) + len(join)))))
+
+
+def dumped(make: Callable[[], dict[str, Any]]) -> Body:
+    return lambda: json.dumps(make())
 
 
 MINIMAL = '{"role":"","content":""}'
@@ -37,16 +46,19 @@ CHATS = {
     "blanks": filled(SAY.replace("@", '"@"'), " ", ""),
     "characters of four bytes": filled(SAY.replace("@", '"@"'), "🍕", ""),
     "messages": filled('{"messages":[@]}', MINIMAL),
-    "ten thousand messages": json.dumps({"messages": [{"role": "user", "content": "rice " * 30}] * 10_000}),
+    "ten thousand messages": dumped(lambda: {"messages": [{"role": "user", "content": "rice " * 30}] * 10_000}),
     "parts": filled(SAY.replace("@", "[@]"), CHUNK),
-    "ten thousand parts": json.dumps(
-        {"messages": [{"role": "user", "content": [{"type": "text", "text": "rice " * 25}] * 10_000}]}
+    "ten thousand parts": dumped(
+        lambda: {"messages": [{"role": "user", "content": [{"type": "text", "text": "rice " * 25}] * 10_000}]}
     ),
     "wrong messages": filled('{"messages":[@]}', "{}"),
     "wrong parts": filled(SAY.replace("@", "[@]"), "0"),
     "tools": filled(f'{{{HI},"tools":[@]}}', TOOL),
-    "ten thousand tools": json.dumps(
-        {"messages": HELLO, "tools": [{"type": "function", "function": {"name": f"f{i}"}} for i in range(10_000)]}
+    "ten thousand tools": dumped(
+        lambda: {
+            "messages": HELLO,
+            "tools": [{"type": "function", "function": {"name": f"f{i}"}} for i in range(10_000)],
+        }
     ),
     "parameters of a tool": filled(
         f'{{{HI},"tools":[{{"type":"","function":{{"name":"a","parameters":{{"properties":{{"a":[@]}}}}}}}}]}}', "[]"
@@ -62,7 +74,7 @@ CHATS = {
     "a schema": filled(f'{{{HI},"response_format":{{"type":"json","value":{{"a":[@]}}}}}}', "[]"),
     "a schema as text": filled(f'{{{HI},"response_format":{{"type":"json","value":"{{\\"a\\":[@]}}"}}}}', "[]"),
     "unknown members": filled(f'{{{HI},"x":[@]}}', "[]"),
-    "biases": json.dumps({"messages": HELLO, "logit_bias": {str(token): 1 for token in range(140_000)}}),
+    "biases": dumped(lambda: {"messages": HELLO, "logit_bias": {str(token): 1 for token in range(140_000)}}),
     "biases in a list": filled(f'{{{HI},"logit_bias":[@]}}', "1"),
     "stop sequences": filled(f'{{{HI},"stop":[@]}}', '""'),
     "a stop sequence": filled(f'{{{HI},"stop":["@"]}}', "a", ""),
@@ -76,29 +88,32 @@ OTHERS = {
         filled('{"inputs":"a","parameters":{"max_new_tokens":2,"grammar":{"type":"regex","value":"@"}}}', "a?", ""),
         filled('{"inputs":"a","parameters":{"grammar":{"type":"@"}}}', "a", ""),
         filled('{"inputs":"a","x":"@', "\\n", ""),
-        "[" * LARGEST,
-        "9" * LARGEST,
-        " " * LARGEST,
+        lambda: "[" * LARGEST,
+        lambda: "9" * LARGEST,
+        lambda: " " * LARGEST,
     ],
     "/v1/completions": [filled('{"prompt":[@]}', '""'), filled('{"prompt":"@"}', "1", " "), filled("[@]", "0")],
-    "/tokenize": [filled('{"inputs":"@"}', "rice", " "), filled('{"inputs":"@"}', "1", " "), "{" * LARGEST],
+    "/tokenize": [filled('{"inputs":"@"}', "rice", " "), filled('{"inputs":"@"}', "1", " "), lambda: "{" * LARGEST],
     "/vertex": [filled('{"instances":[@]}', "{}"), filled('{"instances":[@]}', '{"inputs":"a"}')],
     "/invocations": [filled('{"inputs":"@"}', "rice", " "), filled("[@]", "[]"), filled('{"messages":[@]}', "{}")],
     "/": [filled('{"inputs":"@"}', "rice", " ")],
 }
 
 
-@pytest.fixture(scope="module")
-def shapes() -> list[tuple[str, str, str]]:
-    """Path, name and body."""
-    short = ',"max_tokens":3}'
-    chats = [
-        (path, name, body[:-1] + short)
+class Shape(NamedTuple):
+    path: str
+    name: str
+    body: Body
+
+
+SHAPES = [
+    *(
+        Shape(path, name, lambda body=body: body()[:-1] + ',"max_tokens":3}')
         for path in ("/v1/chat/completions", "/chat_tokenize")
         for name, body in CHATS.items()
-    ]
-    others = [(path, f"{path} {number}", body) for path, bodies in OTHERS.items() for number, body in enumerate(bodies)]
-    return chats + others
+    ),
+    *(Shape(path, f"{path} {number}", body) for path, bodies in OTHERS.items() for number, body in enumerate(bodies)),
+]
 
 
 @pytest.fixture
@@ -120,20 +135,16 @@ async def worst_health(http: httpx.AsyncClient, asking: "asyncio.Task[httpx.Resp
     return worst
 
 
-async def test_others_are_answered_while_the_worst_bodies_are_read(
-    process: tuple[str, Process], shapes: list[tuple[str, str, str]]
-):
-    await check_health(process, [shape for shape in shapes if shape[1] in WORST])
+async def test_others_are_answered_while_the_worst_bodies_are_read(process: tuple[str, Process]):
+    await check_health(process, [shape for shape in SHAPES if shape.name in WORST])
 
 
 @pytest.mark.slow
-async def test_others_are_answered_whatever_large_bodies_hold(
-    process: tuple[str, Process], shapes: list[tuple[str, str, str]]
-):
-    await check_health(process, shapes)
+async def test_others_are_answered_whatever_large_bodies_hold(process: tuple[str, Process]):
+    await check_health(process, SHAPES)
 
 
-async def check_health(process: tuple[str, Process], shapes: list[tuple[str, str, str]]) -> None:
+async def check_health(process: tuple[str, Process], shapes: list[Shape]) -> None:
     """Checks that /health is answered soon while each of the bodies is handled.
 
     On a machine that is busy, an answer may be late a few times; the loop's own doing shows every time.
@@ -142,7 +153,8 @@ async def check_health(process: tuple[str, Process], shapes: list[tuple[str, str
     slow: dict[str, float] = {}
     async with httpx.AsyncClient(base_url=url, timeout=60) as http:
         await http.get("/health")
-        for path, name, body in shapes:
+        for path, name, make in shapes:
+            body = make()
             assert len(body.encode()) <= 2_000_000, name
             for _ in range(TRIES):
                 asking = asyncio.create_task(http.post(path, content=body))

@@ -19,6 +19,8 @@ QUIET = [
     *("--disable-background-networking", "--disable-component-update"),
 ]
 
+NOT_SO_QUICK = [(360, "dark"), (768, "light"), (768, "dark"), (1440, "light")]
+
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
 
 
@@ -74,7 +76,7 @@ def test_without_drafts_nothing_is_said_of_them(page) -> None:
     assert page.locator("#drafted-legend").is_hidden()
 
 
-@pytest.mark.parametrize("mode", ["chat", "plain"])
+@pytest.mark.parametrize("mode", ["chat", pytest.param("plain", marks=pytest.mark.slow)])
 def test_drafted_tokens_are_marked(browser, demo_server, mode) -> None:
     tokens = [{"token": text, "text": text, "special": False, "logprob": -0.1} for text in "abc"]
     tokens[1]["drafted"] = True
@@ -177,8 +179,14 @@ def test_the_page_tells_what_is_wrong(browser, demo_server) -> None:
     context.close()
 
 
-@pytest.mark.parametrize("width", [360, 768, 1440])
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize(
+    ("width", "scheme"),
+    [
+        (360, "light"),
+        (1440, "dark"),
+        *(pytest.param(width, scheme, marks=pytest.mark.slow) for width, scheme in NOT_SO_QUICK),
+    ],
+)
 def test_the_page_fits_narrow_and_wide_light_and_dark(browser, demo_server, width, scheme) -> None:
     context = browser.new_context(viewport={"width": width, "height": 800}, color_scheme=scheme)
     page = context.new_page()

@@ -7,7 +7,7 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from tests.integration.router.conftest import Router, RouterFactory
+from tests.integration.router.conftest import Router, RouterFactory, in_one_loop
 from tests.integration.router.test_openai_client import TEXT, client
 
 WEATHER: Any = {
@@ -164,6 +164,7 @@ async def test_what_is_kept_is_the_clients_own(routers: RouterFactory, tmp_path:
         assert (await router.http.request(method, f"/v1/responses/{response.id}")).status_code == 401
 
 
+@in_one_loop
 @pytest.mark.parametrize(
     ("body", "told"),
     [
@@ -181,8 +182,8 @@ async def test_what_is_kept_is_the_clients_own(routers: RouterFactory, tmp_path:
         ({"n": 2}, "`n`"),
     ],
 )
-async def test_what_is_refused(router: Router, body: dict[str, Any], told: str):
-    response = await router.post("/v1/responses", **{"input": "Hello", **body})
+async def test_what_is_refused(shared_router: Router, body: dict[str, Any], told: str):
+    response = await shared_router.post("/v1/responses", **{"input": "Hello", **body})
     assert response.status_code == 422
     assert told in response.json()["error"]["message"]
 

@@ -15,6 +15,7 @@ from benchmarks.connection import Connection, ServerUnavailable
 from benchmarks.load import Target, run_workload
 from benchmarks.servers import OURS, ServerCommand, ServerDidNotStart, running
 from benchmarks.workloads import Workload
+from tests.timing import eventually
 
 
 @pytest.mark.slow
@@ -66,7 +67,7 @@ async def test_sigterm_ends_the_server_as_well(tmp_path: Path) -> None:
             pass
 
     task = asyncio.create_task(measure())
-    await asyncio.sleep(0.5)
+    await eventually(lambda: bool(set(psutil.Process().children(recursive=True)) - before))
     os.kill(os.getpid(), signal.SIGTERM)
     with pytest.raises(asyncio.CancelledError):
         await task

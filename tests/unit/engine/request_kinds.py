@@ -28,6 +28,7 @@ SCHEMA = Grammar(
 # What a request may want, by name.
 KINDS: dict[str, dict[str, Any]] = {
     "greedy": {},
+    "greedy with log-probabilities": {"report": ReportParameters(logprobs=True)},
     "greedy with reports": {"report": ReportParameters(logprobs=True, top_n_tokens=2, prefill_logprobs=True)},
     "sampled": {"sampling": SamplingParameters(do_sample=True, temperature=1.2, top_k=20, seed=3)},
     "sampled with reports": {

@@ -3,12 +3,16 @@
 import ctypes
 import mmap
 import sys
+from pathlib import Path
 
+import psutil
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from tgi_server.engine import memory
-from tgi_server.engine.memory import PageReserve, cache_bytes, mapped
+from tgi_server.engine.memory import PageReserve, cache_bytes, forget_pages, mapped
 
 MIB = 1 << 20
 
@@ -29,6 +33,19 @@ def test_the_first_bytes_of_each_tensor_are_taken_and_no_more() -> None:
     assert not PageReserve(tensors).take(16 * MIB, seconds=60)
     assert [resident(tensor) for tensor in tensors] == [16 * MIB, 16 * MIB, MIB]
     assert not any(tensor.any() for tensor in tensors)
+
+
+def test_pages_of_a_file_are_given_back_and_read_again_when_they_are_needed(tmp_path: Path) -> None:
+    numbers = torch.arange(4 * MIB, dtype=torch.int32)
+    save_file({"numbers": numbers}, tmp_path / "model.safetensors")
+    with safe_open(tmp_path / "model.safetensors", framework="pt") as file:
+        tensor, own = file.get_slice("numbers")[...], numbers.clone()
+        assert torch.equal(tensor, numbers)
+        before = psutil.Process().memory_info().shared
+        forget_pages([tensor, own])
+        assert before - psutil.Process().memory_info().shared > 15 * MIB
+        assert torch.equal(tensor, numbers)
+        assert torch.equal(own, numbers)
 
 
 def test_memory_that_adapters_will_need_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

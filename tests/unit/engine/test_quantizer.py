@@ -82,6 +82,10 @@ def test_an_interrupted_run_goes_on_where_it_was(tmp_path, monkeypatch) -> None:
     assert not target.exists()
     with pytest.raises(UnsupportedModel, match="has layers of a run with other settings; remove it"):
         quantize_folder(source, target, samples(), GptqSettings(group_size=64))
+    with pytest.raises(UnsupportedModel, match="has layers of a run with another calibration text"):
+        quantize_folder(source, target, samples(seed=1), SETTINGS)
+    with pytest.raises(UnsupportedModel, match="has layers of a run with another model"):
+        quantize_folder(make("llama", tmp_path / "other"), target, samples(), SETTINGS)
     quantized.clear()
     quantize_folder(source, target, samples(), SETTINGS)
     assert len(quantized) == 1

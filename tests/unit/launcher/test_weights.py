@@ -60,6 +60,8 @@ async def test_adapters_are_found_in_their_folders(tmp_path: Path) -> None:
     assert [(each.id, each.folder) for each in found] == [("chef", tmp_path / "chef")]
     with pytest.raises(CannotStartError, match=r"--lora-adapters: .*/empty: .*/empty has no adapter_config.json"):
         await find_adapters(read_settings(LauncherSettings, "launcher", [f"--lora-adapters={','.join(asked)}"]))
+    with pytest.raises(CannotStartError, match=r"--lora-adapters: x: there is no folder .*/absent"):
+        await find_adapters(read_settings(LauncherSettings, "launcher", [f"--lora-adapters=x={tmp_path}/absent"]))
 
 
 async def test_the_folder_of_an_adapter_is_not_ready_to_be_served(tmp_path: Path) -> None:

@@ -103,7 +103,7 @@ def test_a_wrong_grammar_is_remembered(queue: GrammarQueue, tried: list[Grammar]
 def test_slow_grammars_do_not_keep_others_waiting(queue: GrammarQueue, pool: ThreadPoolExecutor) -> None:
     """However many of them wait; those beyond are turned away, and what nobody waits for is not tried."""
     compile_now(queue, hostile.regex("first"))
-    attackers = [pool.submit(compile_now, queue, slow(i), 5.0) for i in range(96)]
+    attackers = [pool.submit(compile_now, queue, slow(i), 2.0) for i in range(96)]
     started = time.perf_counter()
     for i in range(5):
         compile_now(queue, hostile.regex(f"[a-z]{{{i},9}}"))

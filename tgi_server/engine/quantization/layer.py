@@ -1,6 +1,7 @@
 """A linear layer whose weight stays quantised, in plain torch: what every device computes where there is no kernel."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -8,8 +9,8 @@ from torch.nn.functional import linear
 
 from tgi_server.engine.quantization.weight import QuantizedWeight
 
-# Numbers of the weight that are dense at a time.
-_DENSE_AT_ONCE = 1 << 22
+# Numbers of the weight that are dense at a time, by device: more where few calls count, fewer where a cache does.
+_DENSE_AT_ONCE = {"cuda": 1 << 22, "cpu": 1 << 20}
 
 
 class QuantizedLinear(nn.Module):
@@ -41,6 +42,8 @@ class QuantizedLinear(nn.Module):
         """Takes the weight, [out_features, in_features]."""
         codes = weight.codes
         self._dtype = codes.dtype
+        self._group_size = weight.group_size
+        self._codes_are_numbers = weight.on_a_line
         if weight.codebook is not None:  # two codes of 4 bits in a byte
             pairs = nn.functional.pad(codes, (0, codes.shape[1] % 2))
             codes = pairs[:, ::2] | pairs[:, 1::2] << 4
@@ -81,9 +84,12 @@ class QuantizedLinear(nn.Module):
         return torch.cat([self._part(x, first, last) for first, last in self._parts()], -1)
 
     def _parts(self) -> Sequence[tuple[int, int]]:
-        size = max(1, _DENSE_AT_ONCE // self.in_features)
+        size = max(1, _DENSE_AT_ONCE.get(self.codes.device.type, 1 << 20) // self.in_features)
         return [(first, min(first + size, self.out_features)) for first in range(0, self.out_features, size)]
 
     def _part(self, x: Tensor, first: int, last: int) -> Tensor:
         bias = None if self.bias is None else self.bias[first:last]
-        return linear(x, self.quantized(first, last).dense(x.dtype), bias)
+        weight = self.quantized(first, last)
+        if self._codes_are_numbers:
+            weight = replace(weight, codebook=None)
+        return linear(x, weight.dense(x.dtype, self._group_size), bias)

@@ -18,6 +18,8 @@ from tgi_server.engine.quantization.source import Files, TensorSource
 
 # Written by AutoGPTQ and by AutoAWQ before config.json said it, with the method that each stands for.
 _OLDER_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
+# Ends of the names of tensors that only quantised checkpoints have.
+_PARTS = (".qweight", ".weight_packed", ".weight_scale", ".weight_scale_inv", ".SCB")
 _INSTEAD = "take the same model as GPTQ, AWQ, compressed-tensors or FP8, or unquantised with --quantize int4"
 
 
@@ -104,7 +106,7 @@ def _settings_of_tensors(folder: Path) -> Mapping[str, Any] | None:
                 return {"quant_method": "gptq", "bits": bits, "group_size": size}
             if any(name.endswith(".q_weight") for name in names):
                 return {"quant_method": "exl2"}
-            if any(name.endswith(".qweight") for name in names):
+            if any(name.endswith(_PARTS) or ".quant_state." in name for name in names):
                 raise UnsupportedModel(
                     f"{path} has quantised weights, but {folder} does not say how: there is no quantization_config in "
                     "config.json, and no quantize_config.json or quant_config.json; download the folder again"
@@ -142,13 +144,18 @@ def _compressed_tensors(settings: Mapping[str, Any]) -> Quantization:
         raise UnsupportedModel(f"the compressed-tensors checkpoint has sparse weights, which are not read; {_INSTEAD}")
     weights = [group["weights"] for group in groups]
     bits = frozenset(int(each["num_bits"]) for each in weights)
+    if "pack-quantized" in layouts and (unknown_bits := sorted(bits - {2, 4, 8})):
+        raise UnsupportedModel(
+            f"the compressed-tensors checkpoint has weights packed in {unknown_bits[0]} bits; 2, 4 and 8 can be read"
+        )
+    sizes = frozenset(int(each.get("group_size") or -1) for each in weights)
     blocks = {_block(each["block_structure"]) for each in weights if each.get("strategy") == "block"}
     kinds = sorted({f"{each['num_bits']} bits" if each["type"] == "int" else "FP8" for each in weights})
     names = {"compressed-tensors"} | ({"fp8"} if kinds == ["FP8"] else set())
     block = next(iter(blocks), None)
 
     def sources(files: Files) -> Sequence[TensorSource]:
-        return [*packed.sources(files, bits), *scaled.sources(files, block)]
+        return [*packed.sources(files, bits, sizes), *scaled.sources(files, block)]
 
     return Quantization(frozenset(names), f"compressed-tensors, {' and '.join(kinds)}", sources)
 
@@ -164,6 +171,8 @@ def _fp8(settings: Mapping[str, Any]) -> Quantization:
 
 def _block(sizes: Sequence[Any]) -> scaled.Block:
     rows, columns = map(int, sizes)
+    if min(rows, columns) < 1:
+        raise ValueError(f"blocks of {rows} x {columns}")
     return rows, columns
 
 

@@ -14,6 +14,8 @@ Rounding = Callable[[Tensor], QuantizedWeight]
 
 # Inputs of a group of int4, and weights of a block of nf4 and fp4.
 GROUP = 64
+# Numbers of a weight that are in float32 at a time, while it is read.
+_ROUNDED_AT_ONCE = 1 << 20
 _INT4_LARGEST = 15
 _INT8_LARGEST = 127
 _FP8_LARGEST = 448.0
@@ -109,4 +111,6 @@ class _RoundedSource(QuantizedSource):
         return self.size(self.name)
 
     def read(self) -> QuantizedWeight:
-        return self._rounding(self.tensor(self.name).float())
+        weight = self.tensor(self.name)
+        parts = weight.split(max(1, _ROUNDED_AT_ONCE // weight.shape[1]))
+        return QuantizedWeight.joined([self._rounding(part.float()) for part in parts])

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tgi_server.engine.errors import InvalidWeights
+from tgi_server.engine.memory import forget_pages
 from tgi_server.engine.quantization.weight import LINE, QuantizedWeight
 
 # What `get_slice` of open safetensors files returns, by the name of the tensor.
@@ -47,9 +48,18 @@ class TensorSource(ABC):
             )
         return found
 
-    def size(self, name: str) -> tuple[int, ...]:
-        """Returns the shape of a tensor without reading it."""
-        return tuple(self._files[name].get_shape())
+    def forget(self) -> None:
+        """Gives the memory back in which the files' pages were read."""
+        forget_pages(self._files[name][...] for name in self.parts)
+
+    def size(self, name: str, dimensions: int = 2) -> tuple[int, ...]:
+        """Returns the shape of a tensor without reading it. Raises InvalidWeights if it has other dimensions."""
+        shape = tuple(self._files[name].get_shape())
+        if len(shape) != dimensions:
+            raise InvalidWeights(
+                f"tensor {name} has the shape {list(shape)}, where {dimensions} dimensions are expected"
+            )
+        return shape
 
 
 class QuantizedSource(TensorSource):

@@ -58,12 +58,26 @@ class QuantizedWeight:
         """True if the codes are whole numbers, so that no codebook has to be read."""
         return self.codebook is None or torch.equal(self.codebook.cpu(), LINE)
 
-    def dense(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Returns W, computed in float32 and rounded once. [outputs, inputs]"""
+    @property
+    def group_size(self) -> int | None:
+        """The inputs of a group, where groups of equal size follow each other; else None."""
+        inputs = torch.arange(len(self.groups), device=self.groups.device)
+        size, rest = divmod(len(inputs), self.scales.shape[1])
+        return size if size and not rest and torch.equal(self.groups, inputs // size) else None
+
+    def dense(self, dtype: torch.dtype = torch.float32, group_size: int | None = None) -> Tensor:
+        """Returns W, computed in float32 and rounded once: [outputs, inputs]. It is faster with the `group_size`."""
         numbers = self.codes.float() if self.codebook is None else self.codebook[self.codes.long()]
-        if self.zeros is not None:
-            numbers -= self.zeros[:, self.groups]
-        return numbers.mul_(self.scales[:, self.groups]).to(dtype)
+        if group_size is None:
+            if self.zeros is not None:
+                numbers -= self.zeros[:, self.groups]
+            numbers *= self.scales[:, self.groups]
+        else:
+            by_group = numbers.unflatten(1, (-1, group_size))
+            if self.zeros is not None:
+                by_group -= self.zeros.unsqueeze(2)
+            by_group *= self.scales.unsqueeze(2)
+        return numbers.to(dtype)
 
     def outputs(self, ranges: Sequence[range]) -> Self:
         """Returns the weight of some outputs."""

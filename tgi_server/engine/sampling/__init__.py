@@ -4,7 +4,7 @@ Start reading at `sampler.py`.
 """
 
 from tgi_server.engine.sampling.logprobs import PendingTokens, Sampled, Tokens, prompt_logprobs
-from tgi_server.engine.sampling.metadata import is_plain
+from tgi_server.engine.sampling.metadata import is_greedy, is_plain
 from tgi_server.engine.sampling.processors import TokenMask, WatermarkScore, WatermarkSettings, detect
 from tgi_server.engine.sampling.sampler import Sampler, best, row_kernel_fault
 
@@ -18,6 +18,7 @@ __all__ = [
     "WatermarkSettings",
     "best",
     "detect",
+    "is_greedy",
     "is_plain",
     "prompt_logprobs",
     "row_kernel_fault",

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tgi_server.contract import ReportParameters, SamplingParameters
 from tgi_server.engine.kernels import load_kernels
+from tgi_server.engine.memory import to_device
 from tgi_server.engine.sampling import warpers
 from tgi_server.engine.sampling.logprobs import ChosenReport, Sampled, TopReport, chosen_logprobs, top_logprobs
 from tgi_server.engine.sampling.metadata import (
@@ -158,9 +159,15 @@ class Sampler:
             _report(scores, chosen, piece, sampled)
         return sampled
 
-    def likeliest(self, logits: Tensor) -> Sampled:
-        """Chooses the tokens of rows that want the largest logit and nothing else. logits: [n, vocab]."""
-        return Sampled(best(logits))
+    def likeliest(self, logits: Tensor, reported: Sequence[int] = ()) -> Sampled:
+        """Chooses the tokens of rows that want the largest logit. logits: [n, vocab].
+
+        reported: the rows, of all n, that want to know how likely it is, too.
+        """
+        sampled = Sampled(best(logits))
+        if reported:
+            sampled.chosen.append(ChosenReport(reported, _best_logprobs(logits, sampled.token_ids, reported, None)))
+        return sampled
 
     def accept(self, token_ids: Tensor, rows: Sequence[int], active: Tensor | None = None) -> None:
         """Appends a token to each of `rows`: int64 `[n]` on the device.
@@ -320,8 +327,13 @@ def share_equal(left: Tensor, right: Tensor) -> float:
 def _best_logprobs(scores: Tensor, chosen: Tensor, wanted: Sequence[int], mask: TokenMask | None) -> Tensor:
     """Returns the log-probabilities, float32 `[wanted]`, of the tokens that `best` chose in the rows `wanted`.
 
-    scores: such that have kernels. Of rows with a mask, probabilities are those among the allowed tokens.
+    mask: for scores that have kernels; probabilities are those among the allowed tokens.
     """
+    if not _have_kernels(scores):
+        assert mask is None
+        rows = to_device(wanted, torch.int64, scores.device)
+        logprobs = torch.log_softmax(scores.index_select(0, rows).float(), -1)
+        return chosen_logprobs(logprobs, chosen.index_select(0, rows))
     if mask is None:
         return torch.ops.oatmill.peak_logprobs(scores, chosen, wanted)
     return torch.ops.oatmill.peak_logprobs(scores, chosen, wanted, mask.bits, mask.positions)

@@ -21,6 +21,8 @@ from tgi_server.engine.sharding.shares import Share
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+# What safetensors calls the dtypes of quantised weights.
+_CODES = ("F8_E4M3", "F8_E5M2", "I8", "U8")
 
 
 class SlicedTensor:
@@ -106,6 +108,7 @@ class QuantizedTensor:
         """Returns this shard's part of the weight, [outputs, inputs]. Raises InvalidWeights."""
         assert isinstance(self._source, QuantizedSource)
         weight = self._source.read()
+        self._source.forget()
         if self._slice is None or self._slice.axis is None:
             return weight
         outputs = self._slice.axis == (1 if self.transposed else 0)
@@ -160,7 +163,19 @@ def open_checkpoint(
             tensors[source.name] = QuantizedTensor(source, slices(source.name), share, rounded)
             for part in source.parts:
                 del plain[part]
+        if quantization and not quantization.rounds:
+            _check_left_over({name: files[name] for name in plain})
         yield {**plain, **tensors}
+
+
+def _check_left_over(plain: dict[str, Any]) -> None:
+    """Raises InvalidWeights for codes that no reader has taken: they are no numbers to compute with."""
+    for name, file in plain.items():
+        if name.endswith(".weight") and (dtype := file.get_dtype()) in _CODES:
+            raise InvalidWeights(
+                f"tensor {name} is quantised ({dtype}), but the tensors beside it that say what it stands for are "
+                "missing; is the download complete?"
+            )
 
 
 def weight_files(folder: Path) -> list[Path]:

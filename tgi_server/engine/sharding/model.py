@@ -12,6 +12,7 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from tgi_server.engine.errors import InvalidWeights, UnsupportedModel
+from tgi_server.engine.memory import give_back
 from tgi_server.engine.quantization import Quantization, QuantizedLinear
 from tgi_server.engine.sharding.architectures import plan_for
 from tgi_server.engine.sharding.checkpoint import Checkpoint, QuantizedTensor, fingerprint, open_checkpoint
@@ -116,6 +117,8 @@ def _load(
                     f"wants {list(wanted)}"
                 )
             layer.fill(tensor.quantized())
+            layer.to(device)
+            give_back()
     model.__class__ = model_class
     model.name_or_path = model.config.name_or_path = str(folder)
     if (folder / "generation_config.json").is_file():

@@ -8,34 +8,45 @@ from torch import Tensor
 
 from tgi_server.engine.memory import to_device
 from tgi_server.engine.runners.base import PromptChunk
-from tgi_server.engine.sampling import PendingTokens, Tokens, is_plain
+from tgi_server.engine.sampling import PendingTokens, Tokens, is_greedy, is_plain
 from tgi_server.engine.sequence import RunningSequence
 
 # Of what earlier drafts have shown, so much counts after another draft, and after a step in which none was worth it:
 # sooner or later it is tried again.
 _KEPT_WHEN_CHECKED = 0.9
 _KEPT_WHEN_PASSED_OVER = 0.99
-# A sequence begins as if half a drafted token had been checked, and half of that accepted.
+# A sequence begins as if half a drafted token had been checked, and half of that accepted; or more, if others' were.
 _PRIOR_CHECKED = 0.5
-_PRIOR_ACCEPTED = 0.25
+_PRIOR_CHANCE = 0.5
 
 
 @dataclass(slots=True)
 class Acceptance:
-    """The share of a sequence's drafted tokens that were accepted lately. Those behind a wrong one do not count."""
+    """The share of a sequence's drafted tokens that were accepted lately. Those behind a wrong one do not count.
+
+    expected: the share before any has been checked. of_all: that of all sequences, which learns from this one.
+    """
 
     accepted: float = 0.0
     checked: float = 0.0
+    expected: float = _PRIOR_CHANCE
+    of_all: "Acceptance | None" = None
+
+    def of_another(self) -> "Acceptance":
+        """Returns the acceptance of a new sequence, where this is the one of all."""
+        return Acceptance(expected=max(_PRIOR_CHANCE, self.chance), of_all=self)
 
     @property
     def chance(self) -> float:
         """Returns the probability that a drafted token is right, if those before it are."""
-        return (self.accepted + _PRIOR_ACCEPTED) / (self.checked + _PRIOR_CHECKED)
+        return (self.accepted + self.expected * _PRIOR_CHECKED) / (self.checked + _PRIOR_CHECKED)
 
     def learn(self, accepted: int, refused: int) -> None:
         self._forget(_KEPT_WHEN_CHECKED)
         self.accepted += accepted
         self.checked += accepted + refused
+        if self.of_all is not None:
+            self.of_all.learn(accepted, refused)
 
     def pass_over(self) -> None:
         """Notes that a draft was not worth checking."""
@@ -65,9 +76,15 @@ class Draft:
         return PromptChunk(self.sequence, torch.tensor(self.tokens), self.sequence.length, all_logits=True)
 
     @property
-    def is_greedy(self) -> bool:
+    def is_plain(self) -> bool:
         """Returns True if the largest of each token's logits is all that is needed to check it."""
         return self.sequence.constraint is None and is_plain(self.sequence.sampling, self.sequence.report)
+
+    @property
+    def is_greedy(self) -> bool:
+        """Returns True if that is needed, and at most how likely it is."""
+        sequence = self.sequence
+        return sequence.constraint is None and is_greedy(sequence.sampling) and not sequence.report.top_n_tokens
 
     def cut(self) -> None:
         """Drops the tokens from the first one on that the sequence's grammar forbids."""
@@ -104,7 +121,8 @@ class DraftCheck:
     ) -> None:
         """logits: [drafted tokens, vocab_size], one draft's after the other's.
 
-        likeliest: the largest of each row, where all drafts are greedy: then nothing else has to be computed.
+        likeliest: the largest of each row, where all drafts are greedy, with its log-probability where a sequence
+            reports that: then nothing else has to be computed.
         """
         self.drafts = drafts
         self._logits = logits
@@ -132,7 +150,8 @@ class DraftCheck:
         rows = [self._first[draft.sequence.request_id] + draft.accepted - 1 for draft in self._going]
         sequences = [draft.sequence for draft in self._going]
         if self._likeliest is not None:
-            likeliest = self._likeliest.wait().ids
-            return sequences, Tokens([likeliest[row] for row in rows], {}, {})
+            likeliest = self._likeliest.wait()
+            logprobs = {place: likeliest.logprobs[row] for place, row in enumerate(rows) if row in likeliest.logprobs}
+            return sequences, Tokens([likeliest.ids[row] for row in rows], logprobs, {})
         logits = self._logits.index_select(0, to_device(rows, torch.int64, self._logits.device))
         return sequences, self._choose(logits, sequences)

@@ -40,6 +40,7 @@ class Speculation:
         self._group = group
         self._device = device
         self._acceptance: WeakKeyDictionary[RunningSequence, Acceptance] = WeakKeyDictionary()
+        self._of_all = Acceptance()
 
     def warm_up(self, runner: Runner, capacity: CacheCapacity) -> None:
         """Makes the drafters ready, and measures steps of the runner, whose cache nobody uses yet."""
@@ -132,5 +133,5 @@ class Speculation:
     def _acceptance_of(self, sequence: RunningSequence) -> Acceptance:
         acceptance = self._acceptance.get(sequence)
         if acceptance is None:
-            acceptance = self._acceptance[sequence] = Acceptance()
+            acceptance = self._acceptance[sequence] = self._of_all.of_another()
         return acceptance

@@ -4,7 +4,7 @@ import random
 from collections.abc import Sequence
 
 import numpy as np
-from llguidance.torch import allocate_token_bitmask, fill_next_token_bitmask
+from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 
 from tgi_server.contract import Grammar
 from tgi_server.engine.grammar import Constraint, GrammarCompiler
@@ -62,7 +62,7 @@ def _allowed(constraint: Constraint, vocab_size: int) -> list[int]:
     fill_next_token_bitmask(constraint.matcher, bits)
     constraint.check()
     assert constraint.error is None, constraint.error
-    allowed: list[int] = np.flatnonzero(np.unpackbits(bits[0].numpy().view(np.uint8), bitorder="little")).tolist()
+    allowed: list[int] = np.flatnonzero(np.unpackbits(bits[0].view(np.uint8), bitorder="little")).tolist()
     assert allowed, "there is no token with which the text could go on"
     return allowed
 

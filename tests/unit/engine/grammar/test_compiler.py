@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 
 import pytest
-from llguidance.torch import allocate_token_bitmask, fill_next_token_bitmask
+from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 
 from tests import hostile_grammars as hostile
 from tests.grammars import demo_compiler

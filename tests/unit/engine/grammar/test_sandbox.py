@@ -42,7 +42,7 @@ def sandbox() -> Iterator[Sandbox]:
     "grammar",
     [
         hostile.schema(hostile.references(20_000)),
-        hostile.lark(hostile.rules(20_000)),
+        pytest.param(hostile.lark(hostile.rules(20_000)), marks=pytest.mark.slow),
         hostile.schema(hostile.spans(5_000)),
     ],
     ids=["references", "rules", "spans"],
@@ -85,7 +85,10 @@ def test_a_process_that_dies_is_replaced() -> None:
     assert set(psutil.Process().children()) <= set(before)
 
 
-@pytest.mark.parametrize("name", DEEP)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow if name.startswith("rules with ") else ()) for name in DEEP],
+)
 def test_what_passes_is_safe_to_compile_and_its_steps_need_little_stack(sandbox: Sandbox, name: str) -> None:
     """Every step of a long text, in a thread with an eighth of the stack of those that compute masks."""
     compiler = demo_compiler()

@@ -74,9 +74,9 @@ def float_weights(dtype: torch.dtype) -> Weights:
     "weights",
     [
         float_weights,
-        lambda dtype: Weights.plain(Int8Linear, dtype),
+        pytest.param(lambda dtype: Weights.plain(Int8Linear, dtype), marks=pytest.mark.slow),
         lambda dtype: Weights.coded("int4", dtype),
-        lambda dtype: Weights.coded("fp8", dtype),
+        pytest.param(lambda dtype: Weights.coded("fp8", dtype), marks=pytest.mark.slow),
     ],
 )
 def test_a_model_is_measured_once_on_a_machine_and_the_log_says_it(cache, caplog, monkeypatch, weights) -> None:

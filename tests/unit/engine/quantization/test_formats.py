@@ -72,6 +72,7 @@ def test_some_layers_of_a_model_may_be_left_as_they_were(kept, tmp_path) -> None
     assert tokens(quantized) == tokens(dense)
 
 
-def test_without_kernels_plain_torch_computes_the_same(tmp_path) -> None:
-    quantized, dense = make_quantized("gptq_act_order", tmp_path)
+@pytest.mark.parametrize("layout", ["gptq_act_order", "gptq_asymmetric"])
+def test_without_kernels_plain_torch_computes_the_same(layout, tmp_path) -> None:
+    quantized, dense = make_quantized(layout, tmp_path)
     assert tokens(quantized, custom_kernels=False) == tokens(dense)

@@ -112,6 +112,18 @@ def test_another_quantisation_cannot_be_asked_for(gptq) -> None:
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "has the layout gemv"),
         ({"quant_method": "awq", "bits": 3}, "has 3 bits"),
         ({"quant_method": "compressed-tensors", "format": "marlin-24", "config_groups": {"a": {}}}, "format marlin-24"),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "format": "pack-quantized",
+                "config_groups": {"a": {"weights": {"num_bits": 3, "type": "int"}}},
+            },
+            "has weights packed in 3 bits; 2, 4 and 8 can be read",
+        ),
+        (
+            {"quant_method": "fp8", "weight_block_size": [0, 128]},
+            "its settings cannot be used .ValueError: blocks of 0",
+        ),
     ],
 )
 def test_what_is_not_read_says_so(settings: dict[str, Any], said, tmp_path) -> None:
@@ -126,6 +138,7 @@ def test_what_is_not_read_says_so(settings: dict[str, Any], said, tmp_path) -> N
     [
         ({"qzeros": None}, r"q_proj.qzeros is missing beside .*q_proj.qweight"),
         ({"scales": torch.ones(3, 64).half()}, r"q_proj.scales has the shape \[3, 64\], where \[2, 64\] is expected"),
+        ({"qweight": torch.ones(512).int()}, r"q_proj.qweight has the shape \[512\], where 2 dimensions are expected"),
         ({"qweight": torch.ones(8, 64)}, r"q_proj.qweight is of float32, where int32 is expected"),
         ({"qweight": torch.ones(7, 64).int()}, r"q_proj.qweight has the shape \[7, 64\], where \[8, 64\] is expected"),
         ({"g_idx": torch.full((64,), 2).int()}, r"q_proj.g_idx has groups from 2 to 2; there are 2"),
@@ -136,6 +149,21 @@ def test_tensors_that_do_not_fit_are_named(gptq, tensors, said, tmp_path) -> Non
     change_tensors(copied(gptq, tmp_path), **tensors)
     with pytest.raises(InvalidWeights, match=said):
         load_engine(tmp_path)
+
+
+@pytest.mark.parametrize("layout", ["fp8_rows", "w8a8"])
+def test_codes_without_a_scale_are_not_taken_for_numbers(layout, tmp_path) -> None:
+    folder, _ = make_quantized(layout, tmp_path, num_hidden_layers=1)
+    change_tensors(folder, weight_scale=None)
+    with pytest.raises(InvalidWeights, match=r"q_proj.weight is quantised \(\w+\), but the tensors beside it"):
+        load_engine(folder)
+
+
+def test_quantised_tensors_that_nothing_tells_about_are_not_taken_for_numbers(tmp_path) -> None:
+    folder, _ = make_quantized("fp8_blocks", tmp_path, num_hidden_layers=1)
+    set_config(folder, quantization_config=None)
+    with pytest.raises(UnsupportedModel, match=r"has quantised weights, but .* does not say how"):
+        load_engine(folder)
 
 
 def test_a_truncated_file_is_refused(gptq, tmp_path) -> None:

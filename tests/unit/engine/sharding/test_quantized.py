@@ -32,6 +32,9 @@ def tokens(group: ShardGroup | None, folder: Path, quantize: str | None = None) 
                 ("nf4", "gpt_neox"),
                 ("w4a16", "phi3"),
                 ("gptq", "mixtral"),
+                ("awq", "opt"),
+                ("w4a16_act_order", "mixtral"),
+                ("fp8_blocks", "qwen3_moe"),
                 ("mxfp4", "gpt_oss"),
             ]
         ),

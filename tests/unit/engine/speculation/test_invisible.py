@@ -94,6 +94,22 @@ DRAFTERS: dict[str, Callable[[Mapping[int, list[int]]], Drafter]] = {
 }
 
 
+@pytest.mark.parametrize("kernels", [True, False])
+def test_tokens_of_greedy_requests_by_themselves_are_chosen_at_once(
+    engine: Engine, plain: Outputs, monkeypatch: pytest.MonkeyPatch, kernels: bool
+) -> None:
+    if not kernels:
+        monkeypatch.setattr("tgi_server.engine.sampling.sampler._have_kernels", lambda scores: False)
+    monkeypatch.setattr(engine, "_choose", lambda *_: pytest.fail("tokens are chosen one by one"))
+    assert engine.speculation is not None
+    engine.speculation.drafters = [Guesses(_replies(plain), 512)]
+    driver = Driver(engine)
+    greedy = of_every_kind(PROMPTS, LENGTHS)[: 2 * len(PROMPTS)]
+    assert [each.report.logprobs for each in greedy] == [False] * len(PROMPTS) + [True] * len(PROMPTS)
+    compare(run_overlapping(driver, greedy), plain)
+    assert 0 < driver.accepted < driver.drafted
+
+
 def _replies(plain: Outputs) -> dict[int, list[int]]:
     return {index: output.tokens for index, output in plain.items()}
 

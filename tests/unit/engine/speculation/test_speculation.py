@@ -81,13 +81,22 @@ def _steps(speculation: Speculation, sequence: RunningSequence, right: bool, cou
 
 
 def test_who_accepts_drafts_gets_more_of_them_and_who_does_not_gets_fewer() -> None:
-    speculation = _speculation(Sevens(), costs=DEAR)
-    willing = _steps(speculation, _sequence(), True, 20)
-    unwilling = _steps(speculation, _sequence(), False, 200)
+    willing = _steps(_speculation(Sevens(), costs=DEAR), _sequence(), True, 20)
+    unwilling = _steps(_speculation(Sevens(), costs=DEAR), _sequence(), False, 200)
     assert willing[-1] == 8 > willing[0]
     assert unwilling[0] == willing[0]
     assert sum(unwilling) <= 30
     assert 0 < sum(unwilling[100:]) <= 10  # it is tried again
+
+
+def test_who_comes_while_others_accept_drafts_gets_many_at_once() -> None:
+    speculation = _speculation(Sevens(), costs=DEAR)
+    (first,) = _steps(speculation, _sequence(), True, 1)
+    _steps(speculation, _sequence(), True, 10)
+    assert _steps(speculation, _sequence(), True, 1) == [8] > [first]
+    for _ in range(30):
+        _steps(speculation, _sequence(), False, 1)
+    assert _steps(speculation, _sequence(), True, 1) == [first]
 
 
 def test_where_tokens_are_dear_nothing_is_drafted() -> None:

@@ -17,7 +17,7 @@ from llm_functionalities.model.empty_responses import EmptyResponses
 from llm_functionalities.model.model import Model, Question
 from llm_functionalities.model.pool import FairPool
 from tests.fakes.model_server import ModelServer
-from tests.timing import until
+from tests.timing import SECONDS, eventually, until
 
 GENERATION = GenerationParameters(8)
 
@@ -84,11 +84,12 @@ async def test_questions_are_made_when_their_turn_comes(model: Model, server: Mo
 
     def question(place: int) -> Question[str]:
         made.append(place)
-        may_go_on.wait(5)
+        may_go_on.wait(SECONDS)
         return Question.verbatim(str(place))
 
-    batch = asyncio.create_task(model.answers(20, question, GENERATION, Deadline.after(10), {}))
-    await asyncio.sleep(0.2)
+    batch = asyncio.create_task(model.answers(20, question, GENERATION, Deadline.after(SECONDS), {}))
+    await eventually(lambda: bool(made))
+    await asyncio.sleep(0.1)
     assert made == [0]
     may_go_on.set()
     assert len(await batch) == 20
@@ -109,7 +110,7 @@ async def test_a_stream_that_is_closed_stops_the_generation(model: Model, server
 
 async def test_a_cancelled_question_is_cancelled_at_the_server(model: Model, server: ModelServer) -> None:
     server.fault = "hang"
-    task = asyncio.create_task(model.answer(ask(), GENERATION, Deadline.after(10), {}))
+    task = asyncio.create_task(model.answer(ask(), GENERATION, Deadline.after(SECONDS), {}))
     await asyncio.to_thread(until, lambda: server.requests != [])
     task.cancel()
     assert await asyncio.to_thread(server.requests[0].abandoned.wait, 2)

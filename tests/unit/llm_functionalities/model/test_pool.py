@@ -1,11 +1,10 @@
 import threading
-import time
 from collections.abc import Callable, Iterator
 
 import pytest
 
 from llm_functionalities.model.pool import FairPool
-from tests.timing import until
+from tests.timing import SECONDS, until
 
 
 @pytest.fixture
@@ -26,7 +25,7 @@ class Gate:
     def job(self, name: str) -> Callable[[], None]:
         def run() -> None:
             self.running.append(name)
-            self.open.wait(5)
+            self.open.wait(SECONDS)
             self.done.append(name)
 
         return run
@@ -53,20 +52,20 @@ def test_an_idle_thread_is_used_before_another_one_starts(pool: FairPool) -> Non
     for _ in range(20):
         done = threading.Event()
         pool.run(done.set)
-        assert done.wait(1)
-        time.sleep(0.002)
+        assert done.wait(SECONDS)
+        until(lambda: pool._idle == 1)
     assert threading.active_count() == before + 1
 
 
 def test_a_burst_after_a_pause_does_not_queue_for_one_thread(pool: FairPool) -> None:
     warm = threading.Event()
     pool.run(warm.set)
-    assert warm.wait(1)
-    time.sleep(0.05)
+    assert warm.wait(SECONDS)
+    until(lambda: pool._idle == 1)
     gate = Gate()
     for number in range(4):
         pool.run(gate.job(str(number)))
-    until(lambda: len(gate.running) == 4, 1)
+    until(lambda: len(gate.running) == 4)
     gate.open.set()
 
 
@@ -76,7 +75,7 @@ def test_a_batch_leaves_threads_to_single_jobs(pool: FairPool) -> None:
     until(lambda: len(gate.running) == 2)
     single = threading.Event()
     pool.run(single.set)
-    assert single.wait(1)
+    assert single.wait(SECONDS)
     assert len(gate.running) == 2
     gate.open.set()
 
@@ -107,7 +106,7 @@ def test_a_dropped_batch_ends_what_waits_and_nothing_else(pool: FairPool) -> Non
     until(lambda: len(gate.done) == 2)
     after = threading.Event()
     pool.run_batch(1, lambda _: after.set())
-    assert after.wait(1)
+    assert after.wait(SECONDS)
     assert len(gate.done) == 2
 
 
@@ -121,5 +120,5 @@ def test_a_job_that_fails_costs_no_thread(pool: FairPool, caplog: pytest.LogCapt
     pool.run_batch(8, lambda _: fail())
     done = threading.Event()
     pool.run_batch(1, lambda _: done.set())
-    assert done.wait(2)
+    assert done.wait(SECONDS)
     until(lambda: caplog.text.count("ValueError: broken job") == 16)

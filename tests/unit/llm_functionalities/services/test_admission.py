@@ -14,6 +14,7 @@ from llm_functionalities.metrics import ServiceMetrics
 from llm_functionalities.services.admission import Admission
 from llm_functionalities.services.context import CallContext
 from shared.stubs import llm_pb2, llm_pb2_grpc
+from tests.timing import SECONDS, eventually
 
 
 class Servicer(llm_pb2_grpc.LLMRunnerServicer):
@@ -23,9 +24,11 @@ class Servicer(llm_pb2_grpc.LLMRunnerServicer):
         self.gate = asyncio.Event()
         self.gate.set()
         self.fault: Exception | None = None
+        self.begun = 0
         self.ended = 0
 
     async def call_model(self, request: llm_pb2.ModelRequest, context: CallContext) -> llm_pb2.ModelResponse:
+        self.begun += 1
         await self.gate.wait()
         if self.fault is not None:
             raise self.fault
@@ -54,8 +57,15 @@ async def servicer() -> Servicer:
 
 
 @pytest.fixture
-async def channel(servicer: Servicer, metrics: ServiceMetrics) -> AsyncIterator[grpc.aio.Channel]:
-    server = grpc.aio.server(interceptors=[Admission(2, metrics, max_entries=3, receive_timeout=0.3)])
+def receive_timeout() -> float:
+    return SECONDS
+
+
+@pytest.fixture
+async def channel(
+    servicer: Servicer, metrics: ServiceMetrics, receive_timeout: float
+) -> AsyncIterator[grpc.aio.Channel]:
+    server = grpc.aio.server(interceptors=[Admission(2, metrics, max_entries=3, receive_timeout=receive_timeout)])
     llm_pb2_grpc.add_LLMRunnerServicer_to_server(servicer, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
@@ -92,7 +102,7 @@ async def test_more_calls_than_there_are_places_are_refused(
 ) -> None:
     servicer.gate.clear()
     calls = [runner.call_model(llm_pb2.ModelRequest(formatted_prompt="x")) for _ in range(2)]
-    await asyncio.sleep(0.2)
+    await eventually(lambda: servicer.begun == 2)
     assert b"llm_functionalities_calls_running 2.0" in generate_latest(metrics.registry)
     code, details = await refusal(runner.call_model(llm_pb2.ModelRequest()))
     assert code == grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -108,7 +118,7 @@ async def test_a_call_without_a_place_is_refused_before_its_message_is_received(
 ) -> None:
     servicer.gate.clear()
     calls = [runner.call_model(llm_pb2.ModelRequest(formatted_prompt="x")) for _ in range(2)]
-    await asyncio.sleep(0.2)
+    await eventually(lambda: servicer.begun == 2)
     no_message_yet = channel.stream_unary("/LLMRunner/call_model")()
     assert await no_message_yet.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
     servicer.gate.set()
@@ -136,15 +146,15 @@ async def test_an_abandoned_stream_is_closed_and_gives_its_place_back(
     runner: Any, servicer: Servicer, metrics: ServiceMetrics
 ) -> None:
     servicer.gate.clear()
-    for _ in range(5):
+    for number in range(5):
         stream = runner.stream_model(llm_pb2.ModelRequest(formatted_prompt="one two"))
         assert (await stream.read()).text == "one"
         stream.cancel()
-        await asyncio.sleep(0.1)
-    assert servicer.ended == 5
-    assert counted(metrics, "stream_model", "CANCELLED") == 5
+        await eventually(lambda number=number: servicer.ended == number + 1)
+    await eventually(lambda: counted(metrics, "stream_model", "CANCELLED") == 5)
 
 
+@pytest.mark.parametrize("receive_timeout", [0.3])
 async def test_a_request_that_does_not_arrive_is_given_up(channel: grpc.aio.Channel, metrics: ServiceMetrics) -> None:
     call = channel.stream_unary("/LLMRunner/call_model")()
     assert await call.code() == grpc.StatusCode.DEADLINE_EXCEEDED

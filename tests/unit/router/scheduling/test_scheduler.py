@@ -307,7 +307,7 @@ async def test_the_next_step_is_sent_before_the_last_one_is_answered() -> None:
         _, sink, _ = there.submit([1, 2, 3], 100)
         await there.until(lambda: len(sink.tokens) == 2)
         service = there.shards.services[0]
-        service.step_seconds = 0.4
+        service.step_seconds = 2.0
         # While step 3 and the one after it compute, nothing has come back: both must have been sent.
         await there.until(lambda: there.metric('tgi_batch_inference_count{method="decode"}') >= 3)
         assert len(sink.tokens) == 2

@@ -45,6 +45,9 @@ class _FourBits(QuantizedSource):
             self._state: Mapping[str, Any] = json.loads(bytes(files[state][...].tolist()))
             self._outputs, self._inputs = map(int, self._state["shape"])
             self._block = int(self._state["blocksize"])
+            self._nested_block = int(self._state.get("nested_blocksize", 256))
+            if min(self._outputs, self._inputs, self._block, self._nested_block) < 1:
+                raise ValueError("its shape and its sizes of blocks have to be positive")
         except (ValueError, KeyError, TypeError) as error:
             raise InvalidWeights(f"tensor {state} does not say how the weight is quantised: {error}") from error
 
@@ -72,7 +75,7 @@ class _FourBits(QuantizedSource):
         name = f"{self.name}.nested_absmax"
         if name not in self.parts or f"{self.name}.nested_quant_map" not in self.parts:
             raise InvalidWeights(f"tensor {name} or its codebook is missing beside {self.name}.absmax")
-        size = int(self._state.get("nested_blocksize", 256))
+        size = self._nested_block
         nested = self.tensor(name, (-(-blocks // size),)).float().repeat_interleave(size)[:blocks]
         codebook = self.tensor(f"{self.name}.nested_quant_map", (256,)).float()
         return codebook[stored.long()] * nested + float(self._state.get("nested_offset", 0.0))

@@ -93,7 +93,7 @@ class _GptqSource(QuantizedSource):
     def shape(self) -> tuple[int, ...]:
         words, outputs = self.size(f"{self._path}.qweight")
         has_groups = f"{self._path}.g_idx" in self.parts
-        inputs = self.size(f"{self._path}.g_idx")[0] if has_groups else words * 32 // self._settings.bits
+        inputs = self.size(f"{self._path}.g_idx", 1)[0] if has_groups else words * 32 // self._settings.bits
         return outputs, inputs
 
     def read(self) -> QuantizedWeight:

@@ -31,7 +31,7 @@ class _Experts(TensorSource):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        experts, outputs, blocks, bytes_ = self.size(self.parts[0])
+        experts, outputs, blocks, bytes_ = self.size(self.parts[0], 4)
         return experts, blocks * bytes_ * 2, outputs
 
     def dense(self) -> Tensor:

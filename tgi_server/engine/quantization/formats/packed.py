@@ -15,21 +15,24 @@ from tgi_server.engine.quantization.weight import QuantizedWeight
 _PACKED = ".weight_packed"
 
 
-def sources(files: Files, bits: frozenset[int]) -> list[QuantizedSource]:
-    """bits: those that the settings of the checkpoint name; each layer has one of them."""
-    return [_PackedSource(name.removesuffix(_PACKED), files, bits) for name in files if name.endswith(_PACKED)]
+def sources(files: Files, bits: frozenset[int], sizes: frozenset[int]) -> list[QuantizedSource]:
+    """bits, sizes: of codes and of groups (-1: one group) that the settings of the checkpoint name; a layer has one of
+    them each.
+    """
+    return [_PackedSource(name.removesuffix(_PACKED), files, bits, sizes) for name in files if name.endswith(_PACKED)]
 
 
 class _PackedSource(QuantizedSource):
-    def __init__(self, path: str, files: Files, bits: frozenset[int]) -> None:
+    def __init__(self, path: str, files: Files, bits: frozenset[int], sizes: frozenset[int]) -> None:
         self._path = path
+        self._sizes = sizes
         kinds = ("packed", "scale", "shape", "zero_point", "g_idx")
         names = [f"{path}.weight_{kind}" for kind in kinds]
         for name in names[:3]:
             if name not in files:
                 raise InvalidWeights(f"tensor {name} is missing beside {names[0]}")
         super().__init__(f"{path}.weight", tuple(name for name in names if name in files), files)
-        self._outputs, self._inputs = map(int, files[names[2]][...].tolist())
+        self._outputs, self._inputs = self.tensor(names[2], (2,)).tolist()
         self._bits = self._bits_of(bits)
 
     def _bits_of(self, known: frozenset[int]) -> int:
@@ -51,10 +54,12 @@ class _PackedSource(QuantizedSource):
         codes = unpacked(words.T, self._bits, self._inputs).T.contiguous()
         stored = self.tensor(f"{self._path}.weight_scale").float()
         scales = stored.reshape(1, 1).expand(self._outputs, 1) if stored.numel() == 1 else stored
-        if scales.dim() != 2 or len(scales) != self._outputs or self._inputs % scales.shape[1]:
+        wanted = [(self._outputs, max(1, self._inputs // size) if size > 0 else 1) for size in sorted(self._sizes)]
+        if tuple(scales.shape) not in wanted or self._inputs % scales.shape[1]:
+            sizes = " or ".join("one group" if size < 0 else f"groups of {size}" for size in sorted(self._sizes))
             raise InvalidWeights(
                 f"tensor {self._path}.weight_scale has the shape {list(stored.shape)}, which does not divide a weight "
-                f"of the shape {[self._outputs, self._inputs]} into groups"
+                f"of the shape {[self._outputs, self._inputs]} into {sizes}"
             )
         return whole_numbers(codes, self._zeros(scales), scales, self._bits, self._groups(scales.shape[1]))
 

@@ -45,16 +45,18 @@ class _ScaledSource(QuantizedSource):
         scales, groups = self._by_group(self.tensor(self._scales).float(), *codes.shape)
         if len(self.parts) < 3:
             return QuantizedWeight.of(codes, scales, groups=groups)
-        zeros = self.tensor(self.parts[2]).float().reshape(-1, 1).expand(len(codes), scales.shape[1])
-        return QuantizedWeight.of(codes, scales, zeros, groups=groups)
+        outputs = len(codes)
+        zeros = self.tensor(self.parts[2], (), (1,), (outputs,), (outputs, 1), tuple(scales.shape)).float()
+        zeros = zeros if zeros.dim() == 2 else zeros.reshape(-1, 1)
+        return QuantizedWeight.of(codes, scales, zeros.expand(scales.shape), groups=groups)
 
     def _by_group(self, scales: Tensor, outputs: int, inputs: int) -> tuple[Tensor, Tensor | None]:
         """Returns scales as [outputs, groups], and the group of each input."""
         if scales.numel() in (1, outputs) and (scales.dim() < 2 or scales.shape[1] == 1):
             return scales.reshape(-1, 1).expand(outputs, 1), None
         rows, columns = self._block or (1, 0)
-        columns = columns or inputs // scales.shape[-1]
-        wanted = -(-outputs // rows), -(-inputs // max(1, columns))
+        columns = columns or max(1, inputs // max(1, scales.shape[-1]))
+        wanted = -(-outputs // rows), -(-inputs // columns)
         if tuple(scales.shape) != wanted:
             blocks = f"in blocks of {rows} x {columns} " if self._block else ""
             raise InvalidWeights(
