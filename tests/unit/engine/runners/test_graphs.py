@@ -116,7 +116,7 @@ def test_steps_with_prompts_in_which_rows_have_adapters_are_not_recorded(
 ) -> None:
     model = make_adapted(make("llama", tmp_path / "model"))
     engine = load_engine(model.folder, cuda_graphs=(4, 12))
-    model.load(engine, "a0", "a1")
+    model.load(engine, "a0", "a1", "a2", "a3", "a4")
     requests = Requests(engine, prompts(), adapters=model.ids())
     eager = _eager_passes(engine)
     run_overlapping(requests)
