@@ -17,6 +17,7 @@ from tgi_server.engine.adapters import triton_products
 from tgi_server.engine.attention import paged_attention, rotary_write
 from tgi_server.engine.attention.paged_attention import LaunchShape, tokens_of_a_tile
 from tgi_server.engine.layers import elementwise
+from tgi_server.engine.linear import scaled, triton_codes
 from tgi_server.engine.sampling import row_kernel
 
 # Bytes of shared memory that one program may have, by compute capability (technical specifications of the CUDA C++
@@ -175,6 +176,33 @@ def test_the_products_of_adapters_fit(capability: int, dtype: torch.dtype, preci
         widen = sizes | {"outputs_at_once": triton_products._OUTPUTS_AT_ONCE, "relu": True, "added": True}
         check(compiled(triton_products._narrow, types, narrow, capability, 4), capability, tmp_path)
         check(compiled(triton_products._widen, types, widen, capability, 4), capability, tmp_path)
+
+
+@pytest.mark.parametrize("capability", SHARED_BYTES)
+@pytest.mark.parametrize("kind", ["int4", "codebook", "int8", "fp8"])
+@pytest.mark.parametrize(
+    ("dtype", "rows"), [(torch.bfloat16, 1), (torch.bfloat16, 64), (torch.bfloat16, 512), (torch.float32, 1)]
+)
+def test_products_with_codes_fit(capability: int, kind: str, dtype: torch.dtype, rows: int, tmp_path: Path) -> None:
+    """In blocks of both sizes, with all that there may be, and with as little as most layers have."""
+    shape = triton_codes.LaunchShape.of(rows, dtype.itemsize)
+    types = dict.fromkeys(("x", "residual", "y"), f"*{NAMES[dtype]}") | dict.fromkeys(("scales", "zeros"), "*fp16")
+    types |= dict.fromkeys(("rows", "outputs", "inputs", "blocks", "x_stride"), "i32")
+    types |= {"codes": "*i8" if kind == "int8" else "*u8", "codebook": "*fp32", "bias": "*fp32", "groups": INTS}
+    types["order"] = "*i64"
+    for block, absent in ((64, ["zeros", "order", "bias", "residual"]), (64, []), (32, [])):
+        constants: dict[str, Any] = dict.fromkeys([*absent, *(() if kind == "codebook" else ["codebook"])])
+        width = block // 2 if kind in ("int4", "codebook") else block
+        constants |= {"kind": kind, "block": block, "width": width, "relu": not absent}
+        constants |= {"own_rows": shape.rows, "own_outputs": shape.outputs}
+        program = compiled(triton_codes._multiply_codes, types, constants, capability, shape.warps, shape.stages)
+        check(program, capability, tmp_path)
+
+
+@pytest.mark.parametrize("capability", [89, 90])
+def test_rounding_to_fp8_fits(capability: int, tmp_path: Path) -> None:
+    types = {"x": "*bf16", "codes": "*u8", "scales": "*fp32", "size": "i32"}
+    check(compiled(scaled._round_row, types, {"at_once": scaled._AT_ONCE}, capability, 4), capability, tmp_path)
 
 
 @pytest.mark.parametrize("capability", SHARED_BYTES)

@@ -13,6 +13,7 @@ from tgi_server.engine.attention import paged_attention
 from tgi_server.engine.attention.cuda import CudaAttention
 from tgi_server.engine.layers import decoder, elementwise, fuse, norm
 from tgi_server.engine.layers.decoder import FusedLayer
+from tgi_server.engine.linear import LinearFactory
 from tgi_server.engine.linear.blas import BlasLinear
 from tgi_server.engine.runners import probe, prove_kernels
 from tgi_server.engine.runners.probe import LogitsProbe, probe_kv_shape
@@ -60,7 +61,8 @@ def fused(architecture: str, **settings: Any) -> tuple[Any, CudaAttention]:
     assert shape is not None
     backend = CudaAttention(shape, model.device, model.dtype)
     before = LogitsProbe(model, long=True)
-    assert prove_kernels(model, backend) == (backend, [])
+    proved, _, fallbacks = prove_kernels(model, backend)
+    assert (proved, fallbacks) == (backend, [])
     assert before.fault(backend, "fused layers") is None
     return model, backend
 
@@ -122,7 +124,7 @@ def test_a_layer_that_computes_something_else_is_put_back() -> None:
         def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
             return super().add_to(residual, 2 * x)
 
-    reason = fuse(model, before.variants, lambda: before.fault(backend, "fused layers"), Wrong)
+    reason = fuse(model, before.variants, lambda: before.fault(backend, "fused layers"), LinearFactory(Wrong))
     assert reason is not None
     assert reason.startswith("logits change by")
     assert not any(isinstance(module, FusedLayer) for module in model.modules())

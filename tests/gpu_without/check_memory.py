@@ -34,16 +34,22 @@ GEMMA = {
 }
 BLOOM = {"vocab_size": 250_880, "hidden_size": 4096, "num_hidden_layers": 30, "num_attention_heads": 32}
 MODELS = {"llama": LLAMA, "gemma2": GEMMA, "bloom": BLOOM}
-CASES = [(24, "llama"), (24, "bloom"), (24, "gemma2"), (40, "llama"), (80, "llama"), (141, "llama")]
+CASES = [
+    (24, "llama", ""),
+    (24, "bloom", ""),
+    (40, "gemma2", ""),
+    *((gigabytes, "llama", "") for gigabytes in (40, 80, 141)),
+    (24, "llama", "int4"),
+]
 
 
-@pytest.mark.parametrize(("gigabytes", "architecture"), CASES)
-def test_the_largest_step_fits(gigabytes: int, architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("gigabytes", "architecture", "codes"), CASES)
+def test_the_largest_step_fits(gigabytes: int, architecture: str, codes: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The end of the longest prompt beside rows that sample from the whole vocabulary; soft caps, alibi or neither."""
     total, rows = gigabytes << 30, ROWS
     monkeypatch.setattr(prompt_graphs, "TOKEN_COUNTS", prompt_graphs.TOKEN_COUNTS[-1:])  # it takes the memory
     with FakeGpu(monkeypatch, total) as gpu:
-        model = gpu.model(architecture, **MODELS[architecture])
+        model = gpu.model(architecture, quantized=codes, **MODELS[architecture])
         engine = gpu.engine(model, memory_fraction=FRACTION, cuda_graphs=(rows,))
         capacity = engine.warm_up(rows, PREFILL)
         filled = gpu.live
@@ -60,3 +66,14 @@ def test_the_largest_step_fits(gigabytes: int, architecture: str, monkeypatch: p
         engine.step(1)
         assert gpu.peak + gpu.kept < FRACTION * total
         assert filled > 0.5 * FRACTION * total, "most of the memory is for weights and the KV cache"
+
+
+@pytest.mark.parametrize("codes", ["", "int4", "fp8"])
+def test_layers_are_arranged_one_after_the_other(codes: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights are never there twice, but for those of a few layers."""
+    with FakeGpu(monkeypatch) as gpu:
+        model = gpu.model("llama", quantized=codes, **LLAMA | {"num_hidden_layers": 8})
+        gpu.peak = loaded = gpu.live
+        engine = gpu.engine(model)
+        assert (codes or "torch") in engine.info.linear_kernels
+        assert gpu.peak < 1.25 * loaded

@@ -32,6 +32,30 @@ def test_steps(architecture: str, kernels: bool, monkeypatch: pytest.MonkeyPatch
         assert engine.fallbacks == ()
 
 
+@pytest.mark.parametrize(
+    ("architecture", "codes", "kernels"),
+    [
+        ("llama", "int4", "triton (int4), torch"),
+        ("llama", "fp8", "scaled_mm (fp8), torch"),
+        ("llama", "int4", "torch"),
+        ("gemma2", "int4", "triton (int4), torch"),
+        ("mixtral", "int4", "triton (int4), torch"),
+    ],
+)
+def test_steps_of_quantised_models(
+    architecture: str, codes: str, kernels: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with FakeGpu(monkeypatch) as gpu:
+        model = gpu.model(architecture, quantized=codes)
+        engine = gpu.engine(model, kernels=kernels != "torch", cuda_graphs=(2, 8))
+        assert engine.info.linear_kernels == kernels
+        engine.warm_up(max_batch_size=8, max_prefill_tokens=64, max_total_tokens=128)
+        gpu.waits.clear()
+        run(engine)
+        assert gpu.waits == []
+        assert engine.fallbacks == ()
+
+
 def run(engine: Engine) -> None:
     """Prompts in chunks beside running sequences, each of which samples in another way; blocks granted, one leaves."""
     kinds = [

@@ -26,6 +26,8 @@ from triton.runtime.interpreter import GridExecutor
 from tests.tiny_models import configuration
 from tgi_server.engine import Engine, EngineConfig
 from tgi_server.engine.attention import paged_attention
+from tgi_server.engine.linear import gpu, triton_codes
+from tgi_server.engine.quantization import QuantizedLinear, QuantizedWeight
 from tgi_server.engine.runners import graphs, probe
 from tgi_server.engine.runners.probe import LogitsProbe
 from tgi_server.engine.sampling import sampler
@@ -39,6 +41,8 @@ CONTEXT = 500 << 20
 # CUDA's caching allocator gives out multiples of so many bytes.
 _GRAIN = 512
 _PROCESSORS = 132
+# Inputs of a group of quantised weights.
+_GROUP = 32
 
 
 class FakeGpu(TorchDispatchMode):
@@ -81,10 +85,17 @@ class FakeGpu(TorchDispatchMode):
                 self._hold(tensor.untyped_storage())
         return output
 
-    def model(self, architecture: str, dtype: torch.dtype = torch.bfloat16, **settings: Any) -> PreTrainedModel:
-        """Returns a model of the architecture with these settings, on the device."""
+    def model(
+        self, architecture: str, dtype: torch.dtype = torch.bfloat16, quantized: str = "", **settings: Any
+    ) -> PreTrainedModel:
+        """Returns a model of the architecture with these settings, on the device.
+
+        quantized: "int4" or "fp8", the codes that its linear layers have, but for the head.
+        """
         with DEVICE:
             model = AutoModelForCausalLM.from_config(configuration(architecture, **settings), dtype=dtype)
+            if quantized:
+                _quantize(model, quantized)
         return model.eval().requires_grad_(False)
 
     def engine(self, model: PreTrainedModel, *, kernels: bool = True, **settings: Any) -> Engine:
@@ -133,6 +144,9 @@ class FakeGpu(TorchDispatchMode):
         monkeypatch.setattr(probe, "logits_error", lambda expected, actual: 0.0)
         monkeypatch.setattr(LogitsProbe, "fault", lambda *_: None)
         monkeypatch.setattr(sampler, "share_equal", lambda left, right: 1.0)
+        monkeypatch.setattr(torch, "equal", lambda left, right: True)
+        monkeypatch.setattr(gpu, "fault_of", lambda *_: None)
+        monkeypatch.setattr(triton_codes, "arrangement", _arrangement)
         programs = self.programs
         monkeypatch.setattr(
             GridExecutor,
@@ -165,6 +179,26 @@ class _Recorder:
         gpu.peak = max(peak, gpu.peak)
         weakref.finalize(self, gpu.let_go, more)
         return lambda: (self, output)[1]  # the graph lives as long as it can be replayed
+
+
+def _quantize(model: PreTrainedModel, kind: str) -> None:
+    for path, module in list(model.named_modules()):
+        if type(module) is not torch.nn.Linear or module is model.get_output_embeddings():
+            continue
+        shape = module.out_features, module.in_features
+        groups = torch.arange(shape[1]) // (_GROUP if kind == "int4" else shape[1])
+        scales = torch.empty(shape[0], -(-shape[1] // _GROUP) if kind == "int4" else 1)
+        layer = QuantizedLinear(module)
+        if kind == "int4":
+            layer.fill(QuantizedWeight(torch.empty(shape, dtype=torch.uint8), torch.empty(16), scales, scales, groups))
+        else:
+            layer.fill(QuantizedWeight(torch.empty(shape, dtype=torch.float8_e4m3fn), None, scales, None, groups))
+        model.set_submodule(path, layer)
+
+
+def _arrangement(groups: Tensor) -> tuple[int, None, Tensor]:
+    """Blocks of inputs that stand where they were: which group each has, nobody knows."""
+    return _GROUP, None, torch.empty(-(-len(groups) // _GROUP), dtype=torch.int32, device=groups.device)
 
 
 def _program(kernel: Any, arguments: Iterable[Any], options: dict[str, Any]) -> tuple[Any, ...]:

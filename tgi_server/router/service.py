@@ -24,7 +24,7 @@ class ModelDescription:
 
     names: by which OpenAI's routes call it; answers have the first. compute_type: the value of the header
     `x-compute-type`. fallbacks: why parts of the model are computed in a slower way than the device has. quantization:
-    of the weights. kv_cache_dtype: of keys and values. linear_kernels: what computes linear layers on a CPU. speculate:
+    of the weights. kv_cache_dtype: of keys and values. linear_kernels: what computes linear layers. speculate:
     tokens drafted for a sequence in one step, at most.
     """
 

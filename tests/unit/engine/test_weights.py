@@ -7,6 +7,7 @@ from transformers import PreTrainedModel
 from tgi_server import demo_model
 from tgi_server.engine import Engine, EngineConfig
 from tgi_server.engine.errors import InvalidWeights, ModelNotFound, UnsupportedModel
+from tgi_server.engine.quantization import QuantizedLinear
 from tgi_server.engine.weights import load_model
 
 
@@ -52,10 +53,11 @@ def test_weights_go_to_the_device_as_they_are_read(monkeypatch: pytest.MonkeyPat
     move = PreTrainedModel.to
 
     def moved(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
-        before.append({parameter.device.type for parameter in model.parameters()})
+        codes = [module.codes for module in model.modules() if isinstance(module, QuantizedLinear)]
+        before.append({tensor.device.type for tensor in (*model.parameters(), *codes)})
         return move(model, device)
 
     monkeypatch.setattr(PreTrainedModel, "to", moved)
-    for device in ("meta", "cpu"):
-        load_model(EngineConfig(demo_model.PATH, dtype=torch.bfloat16), torch.device(device))
-    assert before == [{"meta"}, {"cpu"}]
+    for device, quantize in (("meta", None), ("meta", "fp8"), ("cpu", None)):
+        load_model(EngineConfig(demo_model.PATH, dtype=torch.bfloat16, quantize=quantize), torch.device(device))
+    assert before == [{"meta"}, {"meta"}, {"cpu"}]

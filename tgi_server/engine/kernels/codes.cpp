@@ -15,7 +15,10 @@
 
 #include "digits.h"
 #include "dtypes.h"
+#include "expanded.h"
+#include "grouped.h"
 #include "linear_layer.h"
+#include "products.h"
 #include "tiles.h"
 
 namespace oatmill {
@@ -81,12 +84,14 @@ std::vector<T> ordered_rows(const T* from, int64_t rows, int64_t inputs, const a
   return to;
 }
 
-// The sum of some numbers. No compiler merges it with its caller, where it would add up some rows in another order.
 template <typename T>
-[[gnu::noinline]] float sum_of(const T* from, int64_t count) {
-  float sum = 0;
-  for (int64_t k = 0; k < count; ++k) sum += static_cast<float>(from[k]);
-  return sum;
+float sum_of(const T* from, int64_t count) {
+  Lanes sums = {};
+  int64_t k = 0;
+  for (; k + LANES <= count; k += LANES) sums += load(from + k);
+  float all = sum(sums);
+  for (; k < count; ++k) all += static_cast<float>(from[k]);
+  return all;
 }
 
 // The sums of the inputs of each group: [rows, groups].
@@ -149,7 +154,7 @@ constexpr Way way(const char* name, bool (*available)() = always) {
 // The best to begin with is the first. The last one stands in for AMX in tests; it is slow.
 template <typename Kind>
 constexpr std::array WAYS{
-    way<Kind, CodeProducts<Kind>>("codes"),
+    way<Kind, GroupedProducts<CodeProducts<Kind>>>("codes"),
     way<Kind, ExpandedProducts<Kind, Products<FloatProducts<FloatWeights>>>>("expanded"),
 #if defined(__AVX512BF16__)
     way<Kind, ExpandedProducts<Kind, Products<PairProducts>>>("expanded_avx512_bf16"),
@@ -165,7 +170,7 @@ constexpr auto WAYS_WITH_DIGITS = [] {
 #if defined(__AVX2__)
   std::array<Way, WAYS<Kind>.size() + 1> ways{};
   std::copy(WAYS<Kind>.begin(), WAYS<Kind>.end(), ways.begin());
-  ways.back() = way<Kind, DigitProducts<Kind, Digits>>("codes_int8");
+  ways.back() = way<Kind, GroupedProducts<DigitProducts<Kind, Digits>>>("codes_int8");
   return ways;
 #else
   return WAYS<Kind>;

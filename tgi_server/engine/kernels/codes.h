@@ -1,20 +1,15 @@
-// Kernels for weights of 4 or 8 bits whose sums are in float: codes, what makes numbers of them, and a scale for each
-// group of inputs.
+// Weights of 4 or 8 bits: codes, what makes numbers of them, and a scale for each group of inputs.
 //
 // Codes stand in the tiles of linear.h, 8 or 4 to a word, low bits first. The inputs of a group follow each other; its
 // words are those from starts[g] to starts[g + 1]. A weight is number(code) * scale + offset. For few rows numbers are
-// made of codes in registers, as often as rows are multiplied by them; for many rows a part of a tile becomes floats,
-// or bfloat16, once, and goes through the kernels for those.
+// made of codes in registers, as often as rows are multiplied by them (grouped.h, digits.h); for many rows a part of a
+// tile becomes floats, or bfloat16, once, and goes through the kernels for those (expanded.h).
 
 #pragma once
 
-#include <array>
 #include <cstdint>
-#include <utility>
-#include <vector>
 
 #include "linear.h"
-#include "products.h"
 #include "registers.h"
 
 namespace oatmill {
@@ -160,179 +155,28 @@ struct CodedProduct : Product {
   const char* words(int64_t tile) const { return weights + tile * depth * TILE_WORD; }
 };
 
+// Asks for words long before they are needed: for some of word k of a tile, those that stand in the same place of a
+// later word. next: the words of the tile that comes next.
+struct WantedWords {
+  static constexpr int64_t AHEAD = 48;
+  const char *words, *next;
+  int64_t depth;
+
+  // V: registers of words, from a column on.
+  template <int V>
+  void want(int64_t k, int column) const {
+    const int64_t later = k + AHEAD;
+    const char* place = (later < depth ? words + later * TILE_WORD : next + (later - depth) * TILE_WORD) + column * WORD;
+#pragma GCC unroll 12
+    for (int v = 0; v < V; v += 16 / WIDTH) __builtin_prefetch(place + v * WIDTH * WORD, 0, 2);
+  }
+};
+
 // See linear.h: run_product calls this for products with codes.
 template <typename Kernel>
 void multiply_rows(const CodedProduct& product, int64_t first_row, int64_t rows, int64_t tile, int64_t next_tile,
                    char* totals) {
   Kernel::multiply(product, first_row, rows, tile, next_tile, totals);
 }
-
-constexpr int64_t CODES_AHEAD = 48;  // words that are asked for before they are needed
-
-// Asks for the words of a tile's columns that will be needed after word k.
-template <int V>
-void want_words(const char* words, const char* next, int64_t k, int64_t depth, int64_t column) {
-  const int64_t later = k + CODES_AHEAD;
-  const char* wanted = (later < depth ? words + later * TILE_WORD : next + (later - depth) * TILE_WORD) + column * WORD;
-#pragma GCC unroll 6
-  for (int v = 0; v < V; v += 16 / WIDTH) __builtin_prefetch(wanted + v * WIDTH * WORD, 0, 2);
-}
-
-// Few rows: numbers are made in registers. Every row is added up in the same order, whatever rows are beside it.
-template <typename Kind>
-struct CodeProducts {
-  static constexpr int ROWS = WIDTH == 16 ? 6 : 4;
-
-  // Registers of outputs that are computed together, as many as leave room for words and numbers beside the sums.
-  static constexpr int vectors(int rows) {
-    if (WIDTH == 16) return 3;
-    if (REGISTERS == 32) return rows <= 2 ? 6 : 4;
-    if (Kind::TOGETHER > 1) return rows == 1 ? 3 : rows == 2 ? 2 : 1;
-    return rows == 1 ? 6 : rows == 2 ? 3 : 2;
-  }
-
-  template <typename T>
-  static Input prepare(const T* from, int64_t rows, int64_t inputs, int64_t depth, const int32_t*, int64_t) {
-    return converted_rows<float>(from, rows, inputs, rows, depth * Kind::DEPTH);
-  }
-
-  static void multiply(const CodedProduct& product, int64_t first_row, int64_t rows, int64_t tile, int64_t next_tile,
-                       char* totals) {
-    for_each_block(rows, ROWS, [&](int64_t first, int64_t count) {
-      BLOCKS[count - 1](product, first_row + first, tile, next_tile, reinterpret_cast<float*>(totals) + first * COLUMNS);
-    });
-  }
-
- private:
-  using Block = void (*)(const CodedProduct&, int64_t, int64_t, int64_t, float*);
-
-  template <int R>
-  static void multiply_block(const CodedProduct& product, int64_t row, int64_t tile, int64_t next_tile, float* totals) {
-    constexpr int V = vectors(R);
-    for (int column = 0; column < COLUMNS; column += V * WIDTH)
-      multiply_columns<R, V>(product, row, tile, next_tile, column, totals + column);
-  }
-
-  // Loops over registers must be unrolled before the compiler decides what is kept in registers, hence the pragmas.
-  template <int R, int V>
-  static void multiply_columns(const CodedProduct& product, int64_t row, int64_t tile, int64_t next_tile, int column,
-                               float* totals) {
-    const Kind kind(product.codebook);
-    const char* input = product.input + row * product.row_bytes;
-    const char *words = product.words(tile), *next = product.words(next_tile);
-    for (int64_t g = 0; g < product.groups; ++g) {
-      Floats sums[R][V] = {};
-      for (int64_t k = product.starts[g]; k < product.starts[g + 1]; ++k) {
-        want_words<V>(words, next, k, product.depth, column);
-        Words read[V];
-#pragma GCC unroll 6
-        for (int v = 0; v < V; ++v) read[v] = load_as<Words>(words + k * TILE_WORD + (column + v * WIDTH) * WORD);
-#pragma GCC unroll 8
-        for (int part = 0; part < Kind::DEPTH / Kind::TOGETHER; ++part) {
-          Floats numbers[V][Kind::TOGETHER];
-#pragma GCC unroll 6
-          for (int v = 0; v < V; ++v) kind.numbers(read[v], part, numbers[v]);
-#pragma GCC unroll 4
-          for (int i = 0; i < Kind::TOGETHER; ++i) {
-            const char* place = input + (k * Kind::DEPTH + Kind::step(part, i)) * sizeof(float);
-#pragma GCC unroll 6
-            for (int r = 0; r < R; ++r) {
-              const Floats x = Floats{} + load_as<float>(place + r * product.row_bytes);
-#pragma GCC unroll 6
-              for (int v = 0; v < V; ++v) sums[r][v] = multiply_add(x, numbers[v][i], sums[r][v]);
-            }
-          }
-        }
-      }
-      const int64_t scaled = (tile * product.groups + g) * COLUMNS + column;
-#pragma GCC unroll 6
-      for (int r = 0; r < R; ++r)
-#pragma GCC unroll 6
-        for (int v = 0; v < V; ++v) {
-          float* total = totals + r * COLUMNS + v * WIDTH;
-          const Floats before = g == 0 ? Floats{} : load_as<Floats>(total);
-          const Floats scale = product.scales.scale(scaled + v * WIDTH);
-          Floats sum = multiply_add(sums[r][v], scale, before);
-          if (product.scales.shifted()) {
-            const Floats inputs = Floats{} + product.sums[(row + r) * product.groups + g];
-            sum = multiply_add(inputs, product.scales.offset(scaled + v * WIDTH, scale), sum);
-          }
-          store_as(total, sum);
-        }
-    }
-  }
-
-  static constexpr auto BLOCKS = []<int... R>(std::integer_sequence<int, R...>) {
-    return std::array<Block, ROWS>{&multiply_block<R + 1>...};
-  }(std::make_integer_sequence<int, ROWS>());
-};
-
-inline Words nearest_bf16(Floats value) {
-  const Words bits = reinterpret_cast<const Words&>(value);
-  return bits + 0x7fff + (bits >> 16 & 1);
-}
-
-// Many rows: Inner, a kernel for floats or bfloat16, multiplies them by a part of a tile after the other.
-template <typename Kind, typename Inner>
-struct ExpandedProducts {
-  using Weights = typename Inner::Weights;
-  static constexpr int64_t INPUTS = 96;  // of a part; a multiple of what every Inner takes at once
-
-  template <typename T>
-  static Input prepare(const T* from, int64_t rows, int64_t inputs, int64_t depth, const int32_t*, int64_t) {
-    return Inner::prepare(from, rows, inputs, depth * Kind::DEPTH / Weights::DEPTH);
-  }
-
-  static void multiply(const CodedProduct& product, int64_t first_row, int64_t rows, int64_t tile, int64_t next_tile,
-                       char* totals) {
-    constexpr int64_t PART = INPUTS / Kind::DEPTH;
-    alignas(64) static thread_local char part[INPUTS / Weights::DEPTH * TILE_WORD];
-    int64_t group = 0;
-    for (int64_t k = 0; k < product.depth; k += PART) {
-      const int64_t depth = std::min(PART, product.depth - k);
-      expand(product, tile, next_tile, k, depth, group, part);
-      const char* input =
-          product.input + first_row * product.row_bytes + k * Kind::DEPTH / Weights::DEPTH * Inner::INPUT_WORD;
-      Inner::multiply(input, product.row_bytes, rows, part, part, depth * Kind::DEPTH / Weights::DEPTH, k == 0, totals);
-    }
-  }
-
- private:
-  // Makes weights of `depth` words from word `first` on. group: of that word; on return, of the last one.
-  static void expand(const CodedProduct& product, int64_t tile, int64_t next_tile, int64_t first, int64_t depth,
-                     int64_t& group, char* part) {
-    const Kind kind(product.codebook);
-    const char *words = product.words(tile), *next = product.words(next_tile);
-    for (int64_t k = first; k < first + depth; ++k) {
-      while (k >= product.starts[group + 1]) ++group;
-      want_words<COLUMNS / WIDTH>(words, next, k, product.depth, 0);
-      const int64_t scaled = (tile * product.groups + group) * COLUMNS;
-      char* to = part + (k - first) * Kind::DEPTH / Weights::DEPTH * TILE_WORD;
-#pragma GCC unroll 12
-      for (int column = 0; column < COLUMNS; column += WIDTH) {
-        const Words read = load_as<Words>(words + k * TILE_WORD + column * WORD);
-        const Floats scales = product.scales.scale(scaled + column);
-        const Floats offsets = product.scales.shifted() ? product.scales.offset(scaled + column, scales) : Floats{};
-        Floats weights[Kind::DEPTH];
-#pragma GCC unroll 8
-        for (int part = 0; part < Kind::DEPTH / Kind::TOGETHER; ++part) {
-          Floats numbers[Kind::TOGETHER];
-          kind.numbers(read, part, numbers);
-#pragma GCC unroll 4
-          for (int i = 0; i < Kind::TOGETHER; ++i)
-            weights[Kind::step(part, i)] = multiply_add(numbers[i], scales, offsets);
-        }
-#pragma GCC unroll 8
-        for (int step = 0; step < Kind::DEPTH; step += Weights::DEPTH) {
-          char* place = to + step / Weights::DEPTH * TILE_WORD + column * WORD;
-          if constexpr (std::is_same_v<Weights, FloatWeights>)
-            store_as(place, weights[step]);
-          else
-            store_as(place, nearest_bf16(weights[step]) >> 16 | (nearest_bf16(weights[step + 1]) & 0xffff0000));
-        }
-      }
-    }
-  }
-};
 
 }  // namespace oatmill

@@ -6,9 +6,9 @@
 
 #pragma once
 
-#include <array>
+#include <algorithm>
 #include <cstdint>
-#include <utility>
+#include <vector>
 
 #include "codes.h"
 #include "linear.h"
@@ -109,13 +109,16 @@ class BookDigits {
   float unit_;
 };
 
-// Any number of rows. Every row is added up in the same order, whatever rows are beside it.
+// Products of digits, see grouped.h.
 template <typename Kind, typename Digits>
 struct DigitProducts {
+  using Register = Whole;
   static constexpr int ROWS = 4;
 
-  // Registers of outputs that are computed together, as many as leave room for numbers beside two sums of each.
+  // Of each output there are two sums.
   static constexpr int vectors(int rows) { return rows == 1 ? 3 : rows == 2 && WIDTH < 16 ? 2 : WIDTH == 16 ? 3 : 1; }
+
+  explicit DigitProducts(const float* codebook) : digits_(codebook) {}
 
   // Returns rows of bytes; scales are, for each row and group, the scale and what is to be taken off the sum.
   template <typename T>
@@ -147,15 +150,47 @@ struct DigitProducts {
     return input;
   }
 
-  static void multiply(const CodedProduct& product, int64_t first_row, int64_t rows, int64_t tile, int64_t next_tile,
-                       char* totals) {
-    for_each_block(rows, ROWS, [&](int64_t first, int64_t count) {
-      BLOCKS[count - 1](product, first_row + first, tile, next_tile, reinterpret_cast<float*>(totals) + first * COLUMNS);
-    });
+  // Loops over registers must be unrolled before the compiler decides what is kept in registers, hence the pragmas.
+  template <int R, int V>
+  [[gnu::always_inline]] void add_words(const CodedProduct& product, int64_t row, const WantedWords& words, int column,
+                                        int64_t first, int64_t last, Whole (&sums)[R][V]) const {
+    const char* input = product.input + row * product.row_bytes;
+    for (int64_t k = first; k < last;) {
+      Shorts partial[R][V] = {};
+      for (const int64_t stop = std::min(last, k + TOGETHER); k < stop; ++k) {
+        words.want<V>(k, column);
+        typename Digits::Numbers numbers[V];
+#pragma GCC unroll 3
+        for (int v = 0; v < V; ++v)
+          numbers[v] = digits_.read(load_as<Words>(words.words + k * TILE_WORD + (column + v * WIDTH) * WORD));
+#pragma GCC unroll 4
+        for (int r = 0; r < R; ++r)
+#pragma GCC unroll 2
+          for (int half = 0; half < 2; ++half) {
+            const Words x = Words{} + load_as<uint32_t>(input + r * product.row_bytes + k * Kind::DEPTH + half * WORD);
+#pragma GCC unroll 3
+            for (int v = 0; v < V; ++v) {
+              if constexpr (Digits::FIT == 1)
+                sums[r][v] += summed(Digits::product(numbers[v], half, x));
+              else
+                partial[r][v] += Digits::product(numbers[v], half, x);
+            }
+          }
+      }
+      if constexpr (Digits::FIT > 1)
+#pragma GCC unroll 4
+        for (int r = 0; r < R; ++r)
+#pragma GCC unroll 3
+          for (int v = 0; v < V; ++v) sums[r][v] += summed(partial[r][v]);
+    }
+  }
+
+  Floats number(const CodedProduct& product, int64_t place, Whole sum) const {
+    const float* scales = product.input_scales + 2 * place;
+    return (__builtin_convertvector(sum, Floats) - scales[1]) * (scales[0] * digits_.unit());
   }
 
  private:
-  using Block = void (*)(const CodedProduct&, int64_t, int64_t, int64_t, float*);
   static constexpr int64_t TOGETHER = std::max(1, Digits::FIT / 2);  // words whose products 16 bits hold the sum of
 
   static void keep(int8_t* to, Ints numbers) {
@@ -165,85 +200,13 @@ struct DigitProducts {
                      Bytes));
   }
 
-  template <int R>
-  static void multiply_block(const CodedProduct& product, int64_t row, int64_t tile, int64_t next_tile, float* totals) {
-    constexpr int V = vectors(R);
-    for (int column = 0; column < COLUMNS; column += V * WIDTH)
-      multiply_columns<R, V>(product, row, tile, next_tile, column, totals + column);
-  }
-
-  // Loops over registers must be unrolled before the compiler decides what is kept in registers, hence the pragmas.
-  template <int R, int V>
-  static void multiply_columns(const CodedProduct& product, int64_t row, int64_t tile, int64_t next_tile, int column,
-                               float* totals) {
-    const Digits kind(product.codebook);
-    const char* input = product.input + row * product.row_bytes;
-    const char *words = product.words(tile), *next = product.words(next_tile);
-    for (int64_t g = 0; g < product.groups; ++g) {
-      Whole sums[R][V] = {};
-      for (int64_t k = product.starts[g], end = product.starts[g + 1]; k < end;) {
-        Shorts partial[R][V] = {};
-        for (const int64_t stop = std::min(end, k + TOGETHER); k < stop; ++k) {
-          want_words<V>(words, next, k, product.depth, column);
-          typename Digits::Numbers numbers[V];
-#pragma GCC unroll 3
-          for (int v = 0; v < V; ++v)
-            numbers[v] = kind.read(load_as<Words>(words + k * TILE_WORD + (column + v * WIDTH) * WORD));
-#pragma GCC unroll 4
-          for (int r = 0; r < R; ++r)
-#pragma GCC unroll 2
-            for (int half = 0; half < 2; ++half) {
-              const Words x = Words{} + load_as<uint32_t>(input + r * product.row_bytes + k * Kind::DEPTH + half * WORD);
-#pragma GCC unroll 3
-              for (int v = 0; v < V; ++v) {
-                if constexpr (Digits::FIT == 1)
-                  sums[r][v] += summed(Digits::product(numbers[v], half, x));
-                else
-                  partial[r][v] += Digits::product(numbers[v], half, x);
-              }
-            }
-        }
-        if constexpr (Digits::FIT > 1)
-#pragma GCC unroll 4
-          for (int r = 0; r < R; ++r)
-#pragma GCC unroll 3
-            for (int v = 0; v < V; ++v) sums[r][v] += summed(partial[r][v]);
-      }
-      finish_group<R, V>(product, row, (tile * product.groups + g) * COLUMNS + column, g, kind.unit(), sums, totals);
-    }
-  }
-
   // The two of each lane added up.
   static Whole summed(Shorts products) {
     const Shorts ones = Shorts{} + 1;
     return multiply_pairs(reinterpret_cast<const Whole&>(products), reinterpret_cast<const Whole&>(ones));
   }
 
-  // scaled: where the columns' scales stand.
-  template <int R, int V>
-  static void finish_group(const CodedProduct& product, int64_t row, int64_t scaled, int64_t g, float unit,
-                           const Whole (&sums)[R][V], float* totals) {
-#pragma GCC unroll 4
-    for (int r = 0; r < R; ++r) {
-      const int64_t place = (row + r) * product.groups + g;
-      const float* scales = product.input_scales + 2 * place;
-#pragma GCC unroll 3
-      for (int v = 0; v < V; ++v) {
-        float* total = totals + r * COLUMNS + v * WIDTH;
-        const Floats before = g == 0 ? Floats{} : load_as<Floats>(total);
-        const Floats digits = (__builtin_convertvector(sums[r][v], Floats) - scales[1]) * (scales[0] * unit);
-        const Floats scale = product.scales.scale(scaled + v * WIDTH);
-        Floats sum = multiply_add(digits, scale, before);
-        if (product.scales.shifted())
-          sum = multiply_add(Floats{} + product.sums[place], product.scales.offset(scaled + v * WIDTH, scale), sum);
-        store_as(total, sum);
-      }
-    }
-  }
-
-  static constexpr auto BLOCKS = []<int... R>(std::integer_sequence<int, R...>) {
-    return std::array<Block, ROWS>{&multiply_block<R + 1>...};
-  }(std::make_integer_sequence<int, ROWS>());
+  Digits digits_;
 };
 
 #endif

@@ -48,7 +48,7 @@ void store_as(void* to, Register value) {
 
 inline Floats as_floats(Words bits) { return reinterpret_cast<Floats&>(bits); }
 
-// sum + a * b. As an intrinsic, because compilers that may reorder sums would first add up several products.
+// sum + a * b, with one rounding where the CPU has an instruction for it.
 inline Floats multiply_add(Floats a, Floats b, Floats sum) {
 #if defined(__AVX512F__)
   return reinterpret_cast<Floats>(_mm512_fmadd_ps(reinterpret_cast<__m512>(a), reinterpret_cast<__m512>(b), reinterpret_cast<__m512>(sum)));
@@ -155,7 +155,7 @@ inline Floats exponential(Floats x) {
   series = series * rest + 4.1665795894e-2f;
   series = series * rest + 1.6666665459e-1f;
   series = series * rest + 5.0000001201e-1f;
-  series = series * rest * rest + rest + 1.0f;
+  series = series * (rest * rest) + (rest + 1.0f);
   const Whole exponent = (whole + 127) << 23;
   return x < -87.0f ? Floats{} : series * reinterpret_cast<const Floats&>(exponent);
 }

@@ -2,6 +2,6 @@
 
 from tgi_server.engine.layers.decoder import LayerStack
 from tgi_server.engine.layers.head import ScreenedHead
-from tgi_server.engine.layers.optimise import fuse, limit_threads, optimise, unpack
+from tgi_server.engine.layers.optimise import fuse, limit_threads, optimise, pack_codes, unpack
 
-__all__ = ["LayerStack", "ScreenedHead", "fuse", "limit_threads", "optimise", "unpack"]
+__all__ = ["LayerStack", "ScreenedHead", "fuse", "limit_threads", "optimise", "pack_codes", "unpack"]

@@ -8,7 +8,7 @@ from tgi_server.engine.linear.float import FloatLinear
 from tgi_server.engine.linear.int8 import INPUT_OFFSET
 from tgi_server.engine.linear.kernel_linear import padded
 from tgi_server.engine.linear.kernel_table import KernelTable
-from tgi_server.engine.memory import forget_pages
+from tgi_server.engine.memory import forget_pages, give_back
 from tgi_server.engine.quantization.rounding import rounded_to_bytes
 
 # Smaller weights are read so fast that screening saves nothing.
@@ -34,18 +34,10 @@ class ScreenedHead(FloatLinear):
 
     def _pack(self, weight: Tensor, bias: Tensor | None, kernels: KernelTable | None) -> None:
         assert bias is None
-        super()._pack(weight, bias, kernels)
-        parts = [_rounded(part) for part in weight.split(_ROWS_AT_ONCE)]
-        rounded, scales, sums, lost, kept = (torch.cat(part) for part in zip(*parts, strict=True))
-        self._screen = (
-            torch.ops.oatmill.linear_pack(rounded),
-            padded(scales),
-            padded(sums * INPUT_OFFSET, torch.int32),
-            padded(lost),
-            padded(kept),
-        )
+        self._screen = _screen(weight)
         self._most = torch.ops.oatmill.screened_rows(self._screen[0]) * self.in_features
-        forget_pages([weight])
+        give_back()
+        super()._pack(weight, bias, kernels)
 
     def forward(self, x: Tensor, activation: str = "none", metadata: ForwardMetadata | None = None) -> Tensor:
         greedy = metadata.greedy if metadata else None
@@ -55,6 +47,20 @@ class ScreenedHead(FloatLinear):
         bits, positions = (mask.bits, mask.positions) if mask else (None, [])
         y: Tensor = self._layer.screened(x, *self._screen, bits, positions, self.screening_kernel)
         return y
+
+
+def _screen(weight: Tensor) -> tuple[Tensor, ...]:
+    """Returns the copy in 8 bits, arranged for the kernels, and what `_rounded` returns of each output, padded."""
+    rounded = torch.empty(weight.shape, dtype=torch.int8)
+    by_output = []
+    for part, place in zip(weight.split(_ROWS_AT_ONCE), rounded.split(_ROWS_AT_ONCE), strict=True):
+        numbers, *others = _rounded(part)
+        place.copy_(numbers)
+        by_output.append(others)
+        forget_pages([part])
+    scales, sums, lost, kept = (torch.cat(part) for part in zip(*by_output, strict=True))
+    packed = torch.ops.oatmill.linear_pack(rounded)
+    return packed, padded(scales), padded(sums * INPUT_OFFSET, torch.int32), padded(lost), padded(kept)
 
 
 def _rounded(weight: Tensor) -> tuple[Tensor, ...]:

@@ -16,9 +16,8 @@ from tgi_server.engine.layers.decoder import FUSED_LAYERS, LayerStack
 from tgi_server.engine.layers.forward import shorten_forward
 from tgi_server.engine.layers.head import ScreenedHead
 from tgi_server.engine.linear import LinearFactory, PackedLinear
-from tgi_server.engine.linear.blas import BlasLinear
 from tgi_server.engine.linear.float import FloatLinear
-from tgi_server.engine.memory import give_back
+from tgi_server.engine.memory import forget_pages, give_back
 from tgi_server.engine.quantization import QuantizedLinear
 
 logger = logging.getLogger(__name__)
@@ -42,6 +41,7 @@ def optimise(
     layers whose inputs are of use, so that no kernel computes them together with those before.
     """
     if variants and isinstance(backend, CpuAttention):
+        forget_pages([cast(PreTrainedModel, model).get_output_embeddings().weight])  # which trials have read
         _replace(model, partial(_fused_layer, variants, linear))
         _replace(model, partial(_stacked_layers, apart))
         _screen_head(cast(PreTrainedModel, model), linear)
@@ -53,21 +53,21 @@ def fuse(
     model: PreTrainedModel,
     variants: Mapping[int, AttentionVariant],
     fault: Callable[[], str | None],
-    layer: type[PackedLinear] = BlasLinear,
+    linear: LinearFactory,
 ) -> str | None:
     """Fuses the decoder layers that are known, and leaves all else as it is. Returns why not, if it does not.
 
     variants: the attention variant of each layer. fault: computes some tokens, and returns what is wrong with the
-    model; it is asked when one layer is fused, while the others are as they were. layer: what linear layers become.
+    model; it is asked when one layer is fused, while the others are as they were. linear: makes the linear layers.
     """
-    linear = LinearFactory(layer)
-    places = [
-        (parent, name, child)
+    places = [  # not the layers themselves: the memory of each is needed as soon as it is replaced
+        (parent, name)
         for parent in model.modules()
         for name, child in parent.named_children()
         if type(child).__name__ in FUSED_LAYERS
     ]
-    for number, (parent, name, child) in enumerate(places):
+    for number, (parent, name) in enumerate(places):
+        child = parent.get_submodule(name)
         fused = _fused_layer(variants, linear, child)
         if fused is None:
             continue
@@ -76,6 +76,11 @@ def fuse(
             setattr(parent, name, child)
             return reason
     return None
+
+
+def pack_codes(model: PreTrainedModel, linear: LinearFactory) -> None:
+    """Packs the quantised weights of all linear layers for which there are kernels, and leaves all else as it is."""
+    _replace(model, lambda module: _packed_linear(linear, module) if isinstance(module, QuantizedLinear) else None)
 
 
 def unpack(model: PreTrainedModel) -> None:
@@ -118,12 +123,14 @@ def _packed_linear(linear: LinearFactory, module: nn.Module) -> nn.Module | None
 
 
 def _replace(module: nn.Module, replacement: Callable[[nn.Module], nn.Module | None]) -> None:
-    for name, child in module.named_children():
+    for name in [name for name, _ in module.named_children()]:  # which would keep all that it has named
+        child = module.get_submodule(name)
         new = replacement(child)
         if new is None:
             _replace(child, replacement)
         else:
             setattr(module, name, new)
+            del child
             give_back()
 
 

@@ -1,10 +1,10 @@
 """Linear layers, y = x W^T + b: one file for each kind of weights, and the choice among kernels."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tgi_server.engine.errors import UnsupportedModel
 from tgi_server.engine.kernels import load_kernels
@@ -13,7 +13,7 @@ from tgi_server.engine.linear.choice import ROUNDS_INPUTS, Weights, choose_kerne
 from tgi_server.engine.linear.coded import CodedLinear, kind_of
 from tgi_server.engine.linear.float import FloatLinear
 from tgi_server.engine.linear.int8 import Int8Linear
-from tgi_server.engine.linear.kernel_table import KernelTable
+from tgi_server.engine.linear.kernel_table import SCALED_MM, KernelTable
 from tgi_server.engine.linear.onednn import OneDnnLinear
 from tgi_server.engine.quantization import QuantizedLinear, QuantizedWeight
 from tgi_server.engine.sharding import ShardGroup
@@ -29,17 +29,19 @@ class LinearFactory:
 
     layer: what layers with dense weights become, and kernels theirs. coded: the kernels of codes, by their kind;
     quantised layers of another kind become `layer` where that has 8 bits, or stay what they are. dtype: of the model.
+    coded_layer: makes a layer of codes, of a weight, a bias, the kernels and the dtype.
     """
 
     layer: type[PackedLinear]
     kernels: KernelTable | None = None
     coded: Mapping[str, KernelTable] = field(default_factory=dict)
     dtype: torch.dtype = torch.float32
+    coded_layer: Callable[[QuantizedWeight, Tensor | None, KernelTable, torch.dtype], PackedLinear] = CodedLinear
 
     @property
     def rounding(self) -> float:
         """Returns the share of their norm by which the layers may change a model's logits."""
-        rounds_inputs = any(ROUNDS_INPUTS in table.kernels for table in self.coded.values())
+        rounds_inputs = any({ROUNDS_INPUTS, SCALED_MM} & set(table.kernels) for table in self.coded.values())
         return max(self.layer.rounding, Int8Linear.rounding if rounds_inputs else 0)
 
     def __str__(self) -> str:
@@ -81,7 +83,7 @@ class LinearFactory:
         bias = None
         if any(each is not None for each in biases):
             filled = [
-                torch.zeros(module.out_features) if each is None else each.float()
+                torch.zeros(module.out_features, device=weight.codes.device) if each is None else each.float()
                 for module, each in zip(modules, biases, strict=True)
             ]
             bias = torch.cat(filled)
@@ -89,7 +91,7 @@ class LinearFactory:
             layer = Int8Linear(weight.dense(), bias, self.kernels)
             layer.weight = layer.weight.to(self.dtype)
             return layer
-        return CodedLinear(weight, bias, self.coded[kind_of(weight)], self.dtype)
+        return self.coded_layer(weight, bias, self.coded[kind_of(weight)], self.dtype)
 
 
 def linear_factory(

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from tgi_server.engine.linear.kernel_table import KernelTable
+from tgi_server.engine.quantization import QuantizedWeight
 
 
 class PackedLinear(nn.Module):
@@ -64,3 +65,26 @@ class PackedLinear(nn.Module):
     @abstractmethod
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
         """Returns residual + forward(x), computed in one kernel. residual: [..., out_features]."""
+
+
+class PackedCodes(PackedLinear):
+    """y = x W^T + b with W as codes. x is taken as it is; y has its dtype.
+
+    dtype: of the weights, where somebody asks for it.
+    """
+
+    def __init__(
+        self,
+        weight: QuantizedWeight,
+        bias: Tensor | None = None,
+        kernels: KernelTable | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        nn.Module.__init__(self)
+        self.out_features, self.in_features = weight.shape
+        self.register_buffer("weight", torch.empty(0, dtype=dtype, device=weight.codes.device), persistent=False)
+        self._pack(weight, bias, kernels)
+
+    @abstractmethod
+    def _pack(self, weight: QuantizedWeight, bias: Tensor | None, kernels: KernelTable | None) -> None:  # type: ignore[override]
+        """Arranges the codes."""

@@ -1,9 +1,10 @@
 """Linear layers with weights of 4 or 8 bits that are read as they are, by the engine's own kernels."""
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import pad
 
+from tgi_server.engine.linear.base import PackedCodes
 from tgi_server.engine.linear.kernel_linear import TILE, KernelLinear
 from tgi_server.engine.linear.kernel_table import KernelTable
 from tgi_server.engine.quantization import QuantizedWeight
@@ -14,25 +15,11 @@ _UNIT = 32
 _SIGN = 8  # of a whole number of 4 bits
 
 
-class CodedLinear(KernelLinear):
-    """y = x W^T + b with W as codes, and a scale and maybe an offset for each group of inputs; sums are in float32.
-
-    x is taken as it is; y has its dtype. bits: of a code. dtype: of the weights, where somebody asks for it.
-    """
-
-    def __init__(
-        self,
-        weight: QuantizedWeight,
-        bias: Tensor | None = None,
-        kernels: KernelTable | None = None,
-        dtype: torch.dtype = torch.float32,
-    ) -> None:
-        nn.Module.__init__(self)
-        self.out_features, self.in_features = weight.shape
-        self.register_buffer("weight", torch.empty(0, dtype=dtype), persistent=False)
-        self._pack(weight.compact(), bias, kernels)
+class CodedLinear(PackedCodes, KernelLinear):
+    """y = x W^T + b with W as codes, and a scale and maybe an offset for each group of inputs; sums are in float32."""
 
     def _pack(self, weight: QuantizedWeight, bias: Tensor | None, kernels: KernelTable | None) -> None:  # type: ignore[override]
+        weight = weight.compact()
         self.kind = kind_of(weight)
         self._bits = 8 if weight.codebook is None else 4
         self._codebook, self._groups = weight.codebook, weight.groups
@@ -49,7 +36,7 @@ class CodedLinear(KernelLinear):
                 self._offsets = _by_tile(-zeros * weight.scales)
         self._order, starts = _arrangement(weight, _WORD_BITS // self._bits)
         packed = torch.ops.oatmill.codes_pack(codes, self._order, self._bits)
-        self._scales = _by_tile(_narrowed(weight.scales))
+        self._scales = _by_tile(narrowed(weight.scales))
         by_kind = torch.classes.oatmill.Codes(
             self.kind,
             starts,
@@ -113,7 +100,7 @@ def _keeps_order(order: Tensor, inputs: int) -> bool:
     return torch.equal(order[:inputs], torch.arange(inputs, dtype=torch.int32))
 
 
-def _narrowed(scales: Tensor) -> Tensor:
+def narrowed(scales: Tensor) -> Tensor:
     """Returns the same numbers in 16 bits where these hold them, as those of most checkpoints do: less is read."""
     for dtype in (torch.float16, torch.bfloat16):
         narrow = scales.to(dtype)

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from typing import Self
 
 ONEDNN = "onednn"
+# The product of FP8 on GPUs, for which inputs are rounded to 8 bits.
+SCALED_MM = "scaled_mm"
 
 
 @dataclass(frozen=True, slots=True)

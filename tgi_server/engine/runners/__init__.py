@@ -15,8 +15,9 @@ from tgi_server.engine.attention.kv_format import KVFormat
 from tgi_server.engine.config import KV_CACHE_DTYPES, EngineConfig
 from tgi_server.engine.errors import UnsupportedModel
 from tgi_server.engine.kernels import load_kernels
-from tgi_server.engine.layers import fuse, limit_threads, optimise, unpack
+from tgi_server.engine.layers import fuse, limit_threads, optimise, pack_codes, unpack
 from tgi_server.engine.linear import LinearFactory, linear_factory
+from tgi_server.engine.linear.gpu import gpu_linear_factory
 from tgi_server.engine.linear.onednn import has_products
 from tgi_server.engine.memory import give_back
 from tgi_server.engine.runners.base import Runner
@@ -52,7 +53,8 @@ def create_runner(
         pinned=config.linear_kernels,
     )
     runner = _runner(model, config, linear, apart, on_cpu=on_cpu)
-    runner.linear_kernels = str(linear) if on_cpu else "torch"
+    if on_cpu:
+        runner.linear_kernels = str(linear)
     give_back()
     return runner
 
@@ -96,7 +98,7 @@ def _runner(
         shape, model.device, model.dtype, kv_format, custom_kernels=config.custom_kernels
     )
     if model.device.type == "cuda" and config.custom_kernels:
-        backend, slower = prove_kernels(model, backend, group)
+        backend, linear, slower = prove_kernels(model, backend, group)
         fallbacks += slower
     if model.device.type != "cuda" or not backend.any_lengths:
         _warn_no_graphs(config, f"on {'a CPU' if model.device.type == 'cpu' else 'a GPU in plain torch'}")
@@ -106,7 +108,10 @@ def _runner(
         if fault := probe.fault(backend, "the CPU kernels", linear.rounding):
             raise UnsupportedModel(f"{model.config.model_type}: {fault}; start with --disable-custom-kernels")
     memory = config.memory_fraction, config.cpu_memory
-    return PagedRunner(model, backend, *memory, group, config.cuda_graphs, weight_bytes, fallbacks)
+    runner = PagedRunner(model, backend, *memory, group, config.cuda_graphs, weight_bytes, fallbacks)
+    if model.device.type == "cuda" and config.custom_kernels:
+        runner.linear_kernels = str(linear)
+    return runner
 
 
 def _warn_no_graphs(config: EngineConfig, where: str) -> None:
@@ -116,22 +121,28 @@ def _warn_no_graphs(config: EngineConfig, where: str) -> None:
 
 def prove_kernels(
     model: PreTrainedModel, backend: AttentionBackend, group: ShardGroup | None = None
-) -> tuple[AttentionBackend, list[str]]:
+) -> tuple[AttentionBackend, LinearFactory, list[str]]:
     """Has a model on the paged path computed by the kernels of a GPU, where they compute what they should.
 
-    Fuses the decoder layers that are known; the backend's blocks are allocated anew. Returns the backend to attend
-    with, which is in plain torch where the other fails, and the fall-backs. All shards do the same.
+    Fuses the decoder layers that are known, and packs quantised weights; the backend's blocks are allocated anew.
+    Returns the backend to attend with, which is in plain torch where the other fails, what made the linear layers, and
+    the fall-backs. All shards do the same.
     """
+    linear, fallbacks = gpu_linear_factory(model, model.dtype, group)
     if type(backend) is GatherAttention:
         missing = "the attention kernels are not for this device or model, or Triton is missing"
-        return backend, [_warned(f"attention runs in plain torch, which is slower: {missing}")]
-    probe = LogitsProbe(model, group, long=True, kv_format=backend.kv_format)
-    if fault := probe.fault(backend, type(backend).__name__):
-        plain = GatherAttention(backend.shape, backend.device, backend.dtype, backend.kv_format)
-        return plain, [_warned(f"attention runs in plain torch, which is slower: {fault}")]
-    if fault := fuse(model, probe.variants, partial(probe.fault, backend, "fused layers")):
-        return backend, [_warned(f"decoder layers are not fused, which is slow: {fault}")]
-    return backend, []
+        fallbacks.append(_warned(f"attention runs in plain torch, which is slower: {missing}"))
+    else:
+        probe = LogitsProbe(model, group, long=True, kv_format=backend.kv_format)
+        if fault := probe.fault(backend, type(backend).__name__):
+            backend = GatherAttention(backend.shape, backend.device, backend.dtype, backend.kv_format)
+            fallbacks.append(_warned(f"attention runs in plain torch, which is slower: {fault}"))
+        elif fault := fuse(
+            model, probe.variants, partial(probe.fault, backend, "fused layers", linear.rounding), linear
+        ):
+            fallbacks.append(_warned(f"decoder layers are not fused, which is slow: {fault}"))
+    pack_codes(model, linear)
+    return backend, linear, fallbacks
 
 
 def _warned(fallback: str) -> str:

@@ -117,6 +117,7 @@ def _load(
                     f"wants {list(wanted)}"
                 )
             layer.fill(tensor.quantized())
+            layer.to(device)
             give_back()
     model.__class__ = model_class
     model.name_or_path = model.config.name_or_path = str(folder)

@@ -108,9 +108,10 @@ def test_zeros_that_are_no_whole_numbers_are_kept_as_they_are() -> None:
     torch.testing.assert_close(CodedLinear(weight)(x), linear(x, weight.dense()), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("kind", ["int4", "codebook"])
 @pytest.mark.parametrize("name", ["codes", "expanded", "codes_int8"])
-def test_a_row_is_the_same_to_the_last_bit_whatever_is_beside_it(name) -> None:
-    layer = CodedLinear(random_weight("int4", 200, 100), None, KernelTable.of(name))
+def test_a_row_is_the_same_to_the_last_bit_whatever_is_beside_it(name, kind) -> None:
+    layer = CodedLinear(random_weight(kind, 200, 100), None, KernelTable.of(name))
     x = torch.randn(40, 200)
     whole = layer(x)
     for rows in (1, 2, 3, 4, 5, 6, 7, 13):

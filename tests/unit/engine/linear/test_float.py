@@ -6,6 +6,7 @@ from torch import nn
 from torch.nn.functional import linear
 
 from tgi_server.engine.kernels import load_kernels
+from tgi_server.engine.linear import float as float_module
 from tgi_server.engine.linear.float import FloatLinear
 from tgi_server.engine.linear.kernel_table import KernelTable
 
@@ -80,6 +81,14 @@ def test_linears_joined_are_the_linears_side_by_side(dtype) -> None:
     first.to(dtype), second.to(dtype)
     joined = FloatLinear.joined(first, second)(x).float()
     torch.testing.assert_close(joined, wanted, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_weight_that_is_packed_in_parts_is_the_same(dtype, monkeypatch) -> None:
+    weight, x = torch.randn(500, 33).to(dtype), torch.randn(3, 33).to(dtype)
+    whole = FloatLinear(weight)
+    monkeypatch.setattr(float_module, "_BYTES_AT_ONCE", 1 << 13)
+    assert torch.equal(FloatLinear(weight)(x), whole(x))
 
 
 def test_what_is_not_a_number_stays_in_its_own_row() -> None:

@@ -52,6 +52,13 @@ def test_every_reference_leads_somewhere(document: dict[str, Any]):
             node = node[part]
 
 
+def test_errors_are_json_or_events(document: dict[str, Any]):
+    operations = [each for methods in document["paths"].values() for each in methods.values()]
+    errors = [error for each in operations for status, error in each["responses"].items() if int(status) >= 400]
+    kinds = {kind for error in errors for kind in error.get("content", {})}
+    assert kinds == {"application/json", "text/event-stream"}
+
+
 def test_the_document_is_openapi_3_0(document: dict[str, Any]):
     def check(node: Any) -> None:
         if isinstance(node, list):

@@ -22,7 +22,8 @@ logger = logging.getLogger(__name__)
 # Bytes: a name and a path.
 _LONGEST_BODY = 64 * 1024
 
-_ERRORS: Responses = {
+_RESPONSES: Responses = {
+    200: {"content": {"text/plain": {"schema": {"type": "string"}}}},
     **{status: OPENAI_ERRORS[status] for status in (401, 413, 422)},
     403: {"description": "Adapters cannot be updated on this server", "model": OpenAIErrorResponse},
     404: {"description": "There is no such adapter", "model": OpenAIErrorResponse},
@@ -32,7 +33,7 @@ _ERRORS: Responses = {
 
 def adapter_routes(service: Service) -> APIRouter:
     router = APIRouter(route_class=DirectRoute)
-    route = partial(router.post, response_class=PlainTextResponse, responses=_ERRORS)
+    route = partial(router.post, response_class=Response, responses=_RESPONSES)
 
     @route("/v1/load_lora_adapter", summary="Load an adapter", openapi_extra=described_body(LoadAdapterBody))
     async def load(request: Request) -> Response:

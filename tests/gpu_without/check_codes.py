@@ -1,0 +1,212 @@
+"""Linear layers with codes by their kernels for GPUs, in the interpreter, against the weights made dense."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import linear
+
+from tests.gpu_without.check_kernels import products_of_bfloat16  # noqa: F401
+from tests.gpu_without.check_layers import as_on_a_gpu  # noqa: F401
+from tests.quantized_models import make_quantized
+from tests.unit.engine.linear.test_coded import KINDS, random_weight
+from tgi_server.engine import EngineConfig
+from tgi_server.engine.attention.cuda import CudaAttention
+from tgi_server.engine.layers.decoder import FusedLayer
+from tgi_server.engine.linear import gpu
+from tgi_server.engine.linear.gpu import fault_of, gpu_linear_factory
+from tgi_server.engine.linear.scaled import ScaledLinear, rounded
+from tgi_server.engine.linear.triton_codes import TritonLinear
+from tgi_server.engine.quantization import QuantizedLinear, QuantizedWeight
+from tgi_server.engine.runners import prove_kernels
+from tgi_server.engine.runners.probe import LogitsProbe, probe_kv_shape
+from tgi_server.engine.weights import load_model
+
+ERROR = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
+# Of 4 bits, as the microscaling formats have them: 2 bits of exponent and 1 of mantissa.
+MXFP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+CPU = torch.device("cpu")
+
+
+def check(layer: Any, dense: torch.Tensor, bias: torch.Tensor | None, rows: int, dtype: torch.dtype) -> None:
+    x, residual = torch.randn(rows, layer.in_features).to(dtype), torch.randn(rows, layer.out_features).to(dtype)
+    wanted = linear(x.double(), dense.double(), None if bias is None else bias.double())
+    for actual, expected in (
+        (layer(x), wanted),
+        (layer(x[None], activation="relu")[0], wanted.relu()),
+        (layer.add_to(residual, x), wanted + residual),
+    ):
+        assert actual.dtype == dtype
+        torch.testing.assert_close(actual.double(), expected, rtol=ERROR[dtype], atol=ERROR[dtype])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rows", [1, 70])
+def test_every_kind_of_codes_for_few_rows_and_many(kind: str, rows: int) -> None:
+    weight, bias = random_weight(kind, 96, 80), torch.randn(80)
+    layer = TritonLinear(weight, bias)
+    assert layer.block == 32
+    check(layer, weight.dense(), bias, rows, torch.float32)
+    assert torch.equal(layer.unpacked().weight, weight.dense())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", ["int4", "codebook", "int8 with offsets", "fp8"])
+def test_inputs_of_16_bits(kind: str, dtype: torch.dtype) -> None:
+    weight = random_weight(kind, 256, 70, torch.arange(256) // 128)
+    layer = TritonLinear(weight, dtype=dtype)
+    assert layer.block == 64
+    for rows in (3, 33, 130):
+        check(layer, weight.dense(), None, rows, dtype)
+
+
+@pytest.mark.parametrize("size", [32, 64, 128, 300])
+@pytest.mark.parametrize("inputs", [256, 300])
+def test_groups_of_all_sizes(size: int, inputs: int) -> None:
+    weight = random_weight("int4", inputs, 40, torch.arange(inputs) // size)
+    layer = TritonLinear(weight)
+    assert layer.block == min(size, 64)
+    check(layer, weight.dense(), None, 3, torch.float32)
+
+
+@pytest.mark.parametrize("kind", ["int4", "codebook", "int8 with offsets", "fp8"])
+@pytest.mark.parametrize("missing", [None, 1], ids=["all groups", "a group without inputs"])
+def test_groups_may_have_any_inputs_in_any_order(kind: str, missing: int | None) -> None:
+    groups = torch.randint(0, 4, (77,), generator=torch.Generator().manual_seed(0))
+    groups = torch.where(groups == missing, 0, groups) if missing is not None else groups
+    weight = random_weight(kind, 77, 50, groups)
+    layer = TritonLinear(weight)
+    check(layer, weight.dense(), None, 3, torch.float32)
+    assert torch.equal(layer.unpacked().weight, weight.dense())
+
+
+def test_mxfp4() -> None:
+    scales = torch.randint(-5, 3, (24, 3)).float().exp2()
+    codes = torch.randint(0, 16, (24, 96), dtype=torch.uint8)
+    weight = QuantizedWeight.of(codes, scales, codebook=MXFP4)
+    check(TritonLinear(weight), weight.dense(), None, 5, torch.float32)
+
+
+def test_rows_that_do_not_follow_each_other() -> None:
+    weight, x = random_weight("int4", 64, 20), torch.randn(6, 2, 64)
+    torch.testing.assert_close(TritonLinear(weight)(x[:, 1]), linear(x[:, 1], weight.dense()), rtol=1e-5, atol=1e-5)
+    layer, across = TritonLinear(weight), torch.randn(64, 6).T
+    torch.testing.assert_close(layer(across), linear(across, weight.dense()), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_rows_are_rounded_to_fp8(dtype: torch.dtype) -> None:
+    x = (torch.randn(5, 1500) * torch.tensor([[1e-4], [1.0], [50.0], [1e5], [0.0]])).to(dtype)
+    codes, scales = rounded(x)
+    wanted = x.float().abs().amax(1, keepdim=True).clamp(min=448e-30) / 448
+    torch.testing.assert_close(scales, wanted)
+    assert torch.equal(codes.float(), (x.float() / scales).to(torch.float8_e4m3fn).float())
+
+
+def scaled_mm(x, weight, scale_x, scale_weight, bias, out_dtype):
+    """The product of torch, which CPUs do not have."""
+    assert x.dtype == weight.dtype == torch.float8_e4m3fn
+    assert (x.is_contiguous(), weight.t().is_contiguous()) == (True, True)
+    assert (scale_x.shape, scale_weight.shape) == ((len(x), 1), (1, weight.shape[1]))
+    y = (x.float() @ weight.float()) * scale_x * scale_weight
+    return (y if bias is None else y + bias).to(out_dtype)
+
+
+def test_a_layer_of_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
+    weight = random_weight("fp8", 64, 48, torch.zeros(64, dtype=torch.long))
+    bias = torch.randn(48).bfloat16()
+    layer = ScaledLinear(weight, bias, None, torch.bfloat16)
+    x, residual = torch.randn(2, 3, 64).bfloat16(), torch.randn(2, 3, 48).bfloat16()
+    wanted = linear(x.float(), weight.dense(), bias.float())
+    for actual, expected in (
+        (layer(x), wanted),
+        (layer(x, activation="relu"), wanted.relu()),
+        (layer.add_to(residual, x), wanted + residual),
+    ):
+        assert actual.dtype is torch.bfloat16
+        assert (actual.float() - expected).norm() < 0.05 * expected.norm()
+    torch.testing.assert_close(layer.unpacked().weight, weight.dense(torch.bfloat16))
+
+
+def quantized(layout: str, folder: Path, architecture: str, dtype: torch.dtype) -> Any:
+    path, _ = make_quantized(layout, folder, architecture)
+    return load_model(EngineConfig(path, device=CPU, dtype=dtype, custom_kernels=False), CPU)
+
+
+@pytest.mark.parametrize(
+    ("layout", "architecture", "dtype", "kernels"),
+    [
+        ("gptq_act_order", "llama", torch.float32, "triton (int4), torch"),
+        ("gptq_one_group", "opt", torch.float32, "triton (int4), torch"),
+        ("nf4", "llama", torch.bfloat16, "triton (codebook), torch"),
+        ("w8a8", "qwen3", torch.float32, "triton (int8), torch"),
+        ("fp8_blocks", "qwen3_moe", torch.float32, "triton (fp8), torch"),
+        ("fp8_rows", "llama", torch.bfloat16, "scaled_mm (fp8), torch"),
+    ],
+)
+def test_models_are_computed_by_the_kernels(
+    layout: str,
+    architecture: str,
+    dtype: torch.dtype,
+    kernels: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+    monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
+    model = quantized(layout, tmp_path, architecture, dtype)
+    shape = probe_kv_shape(model)
+    assert shape is not None
+    before = LogitsProbe(model, long=True)
+    backend = CudaAttention(shape, model.device, model.dtype)
+    proved, linears, fallbacks = prove_kernels(model, backend)
+    assert (proved, fallbacks, str(linears)) == (backend, [], kernels)
+    assert any(isinstance(module, FusedLayer) for module in model.modules()) is (architecture in ("llama", "opt"))
+    assert not any(isinstance(module, QuantizedLinear) for module in model.modules())
+    assert before.fault(backend, "the kernels", linears.rounding) is None
+
+
+def test_a_kernel_that_is_wrong_or_fails_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+
+    def fails(*_: Any, **__: Any) -> torch.Tensor:
+        raise RuntimeError("no such instruction")
+
+    monkeypatch.setattr(torch, "_scaled_mm", fails)
+    model = quantized("fp8_rows", tmp_path, "llama", torch.bfloat16)
+    linears, (reason,) = gpu_linear_factory(model, model.dtype)
+    assert str(linears) == "triton (fp8), torch"
+    assert "scaled_mm fails (RuntimeError: no such instruction)" in reason
+    monkeypatch.setattr(TritonLinear, "forward", lambda layer, x: x.new_zeros(len(x), layer.out_features))
+    linears, reasons = gpu_linear_factory(model, model.dtype)
+    assert str(linears) == "torch"
+    assert "triton is off by 1" in reasons[1]
+    shape = probe_kv_shape(model)
+    assert shape is not None
+    backend = CudaAttention(shape, model.device, model.dtype)
+    assert prove_kernels(model, backend)[2] == reasons
+    assert sum(isinstance(module, QuantizedLinear) for module in model.modules()) == 14
+
+
+def test_scaled_mm_is_for_chips_that_have_it_and_a_scale_for_each_output(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu, "fault_of", lambda *_: None)
+    for layout, dtype, capability, kernels in (
+        ("fp8_rows", torch.bfloat16, (8, 9), "scaled_mm (fp8), torch"),
+        ("fp8_rows", torch.bfloat16, (8, 6), "triton (fp8), torch"),
+        ("fp8_rows", torch.float16, (9, 0), "triton (fp8), torch"),
+        ("fp8_blocks", torch.bfloat16, (9, 0), "triton (fp8), torch"),
+    ):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, known=capability: known)
+        model = quantized(layout, tmp_path / f"{layout}{capability}", "llama", torch.bfloat16)
+        assert str(gpu_linear_factory(model, dtype)[0]) == kernels
+
+
+def test_what_is_compared_has_a_tolerance_for_rounding_only() -> None:
+    weight = random_weight("int4", 64, 48)
+    assert fault_of([weight], gpu.TRITON, torch.bfloat16) is None
+    nothing = QuantizedWeight.of(torch.zeros(8, 32).to(torch.int8), torch.zeros(8, 1))
+    assert fault_of([nothing], gpu.TRITON, torch.float32) is None

@@ -1,0 +1,88 @@
+// Products with codes for many rows: a part of a tile becomes floats or bfloat16, once for all rows, and goes through
+// the kernels for those.
+
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <type_traits>
+
+#include "codes.h"
+#include "linear.h"
+#include "registers.h"
+
+namespace oatmill {
+
+inline Words nearest_bf16(Floats value) {
+  const Words bits = reinterpret_cast<const Words&>(value);
+  return bits + 0x7fff + (bits >> 16 & 1);
+}
+
+// The kernel. Inner: the one that multiplies rows by the floats, or the bfloat16 numbers.
+template <typename Kind, typename Inner>
+struct ExpandedProducts {
+  using Weights = typename Inner::Weights;
+  static constexpr int64_t INPUTS = 96;  // of a part; a multiple of what every Inner takes at once
+
+  template <typename T>
+  static Input prepare(const T* from, int64_t rows, int64_t inputs, int64_t depth, const int32_t*, int64_t) {
+    return Inner::prepare(from, rows, inputs, depth * Kind::DEPTH / Weights::DEPTH);
+  }
+
+  static void multiply(const CodedProduct& product, int64_t first_row, int64_t rows, int64_t tile, int64_t next_tile,
+                       char* totals) {
+    constexpr int64_t PART = INPUTS / Kind::DEPTH;
+    alignas(64) static thread_local char part[INPUTS / Weights::DEPTH * TILE_WORD];
+    const WantedWords words{product.words(tile), product.words(next_tile), product.depth};
+    const Kind kind(product.codebook);
+    int64_t group = 0;
+    for (int64_t k = 0; k < product.depth; k += PART) {
+      const int64_t depth = std::min(PART, product.depth - k);
+      expand(product, kind, words, tile, k, k + depth, group, part);
+      const char* input =
+          product.input + first_row * product.row_bytes + k * Kind::DEPTH / Weights::DEPTH * Inner::INPUT_WORD;
+      Inner::multiply(input, product.row_bytes, rows, part, part, depth * Kind::DEPTH / Weights::DEPTH, k == 0, totals);
+    }
+  }
+
+ private:
+  // Makes weights of words first .. last - 1. group: of the first; on return, of the last.
+  static void expand(const CodedProduct& product, const Kind& kind, const WantedWords& words, int64_t tile,
+                     int64_t first, int64_t last, int64_t& group, char* part) {
+    for (int64_t k = first; k < last; ++k) words.want<COLUMNS / WIDTH>(k, 0);
+    for (int64_t begin = first, end; begin < last; begin = end) {
+      while (begin >= product.starts[group + 1]) ++group;
+      end = std::min<int64_t>(last, product.starts[group + 1]);
+      for (int column = 0; column < COLUMNS; column += WIDTH) {
+        const int64_t scaled = (tile * product.groups + group) * COLUMNS + column;
+        const Floats scales = product.scales.scale(scaled);
+        const Floats offsets = product.scales.shifted() ? product.scales.offset(scaled, scales) : Floats{};
+        for (int64_t k = begin; k < end; ++k)
+          expand_word(kind, load_as<Words>(words.words + k * TILE_WORD + column * WORD), scales, offsets,
+                      part + (k - first) * Kind::DEPTH / Weights::DEPTH * TILE_WORD + column * WORD);
+      }
+    }
+  }
+
+  // Makes weights of a word of WIDTH outputs; to: where their first words go.
+  [[gnu::always_inline]] static void expand_word(const Kind& kind, Words word, Floats scales, Floats offsets, char* to) {
+    Floats weights[Kind::DEPTH];
+#pragma GCC unroll 8
+    for (int part = 0; part < Kind::DEPTH / Kind::TOGETHER; ++part) {
+      Floats numbers[Kind::TOGETHER];
+      kind.numbers(word, part, numbers);
+#pragma GCC unroll 4
+      for (int i = 0; i < Kind::TOGETHER; ++i) weights[Kind::step(part, i)] = multiply_add(numbers[i], scales, offsets);
+    }
+#pragma GCC unroll 8
+    for (int step = 0; step < Kind::DEPTH; step += Weights::DEPTH) {
+      char* place = to + step / Weights::DEPTH * TILE_WORD;
+      if constexpr (std::is_same_v<Weights, FloatWeights>)
+        store_as(place, weights[step]);
+      else
+        store_as(place, nearest_bf16(weights[step]) >> 16 | (nearest_bf16(weights[step + 1]) & 0xffff0000));
+    }
+  }
+};
+
+}  // namespace oatmill

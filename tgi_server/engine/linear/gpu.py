@@ -1,0 +1,103 @@
+"""The linear layers of a model on a GPU: dense weights stay with cuBLAS, and for codes a kernel is proved at load."""
+
+import logging
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from tgi_server.engine.linear import LinearFactory
+from tgi_server.engine.linear.base import PackedLinear
+from tgi_server.engine.linear.blas import BlasLinear
+from tgi_server.engine.linear.coded import kind_of
+from tgi_server.engine.linear.kernel_table import SCALED_MM, KernelTable
+from tgi_server.engine.quantization import QuantizedLinear, QuantizedWeight
+from tgi_server.engine.sharding import ShardGroup
+
+logger = logging.getLogger(__name__)
+
+TRITON = "triton"
+# Rows by which a weight is multiplied, one number for each shape of a program; and how many outputs of it.
+_ROWS = (2, 40, 130)
+_OUTPUTS = 256
+_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 5e-3}
+# By which rounding inputs to FP8 may change outputs, besides; as shares of their norm.
+_FP8_TOLERANCE = 5e-2
+# The product of FP8 takes multiples of so many inputs and outputs, on devices of this compute capability and newer.
+_UNIT = 16
+_OLDEST = (8, 9)
+
+
+def gpu_linear_factory(
+    model: nn.Module, dtype: torch.dtype, group: ShardGroup | None = None
+) -> tuple[LinearFactory, list[str]]:
+    """Returns what makes the linear layers of a model on a GPU, and why codes are multiplied slower than they could be.
+
+    Codes of a kind for which no kernel is right stay what they are, in plain torch. All shards come to the same answer.
+    """
+    by_kind: dict[str, list[QuantizedLinear]] = {}
+    for module in model.modules():
+        if isinstance(module, QuantizedLinear):
+            by_kind.setdefault(kind_of(module.quantized(0, 1)), []).append(module)
+    coded: dict[str, KernelTable] = {}
+    fallbacks = []
+    for kind, modules in sorted(by_kind.items()):
+        for name in _candidates(kind, modules, dtype, group):
+            distinct = {module.in_features: module for module in modules}.values()
+            fault = fault_of([module.quantized(0, _OUTPUTS) for module in distinct], name, dtype) or ""
+            fault = next(filter(None, group.exchange(fault) if group else [fault]), "")
+            if not fault:
+                coded[kind] = KernelTable.of(name)
+                break
+            fallbacks.append(f"{kind} weights are multiplied in a slower way: {fault}")
+            logger.warning(fallbacks[-1])
+    return LinearFactory(BlasLinear, None, coded, dtype, coded_layer), fallbacks
+
+
+def coded_layer(weight: QuantizedWeight, bias: Tensor | None, kernels: KernelTable, dtype: torch.dtype) -> PackedLinear:
+    """Returns a layer for a weight, [outputs, inputs], and a bias, by the kernel that the table names."""
+    if kernels.kernels == (SCALED_MM,):
+        from tgi_server.engine.linear.scaled import ScaledLinear
+
+        return ScaledLinear(weight, bias, kernels, dtype)
+    from tgi_server.engine.linear.triton_codes import TritonLinear
+
+    return TritonLinear(weight, bias, kernels, dtype)
+
+
+def fault_of(weights: Iterable[QuantizedWeight], name: str, dtype: torch.dtype) -> str | None:
+    """Multiplies some rows by each weight. Returns why a kernel must not be used, in words; None if it is right."""
+    tolerance = _TOLERANCE[dtype] + (_FP8_TOLERANCE if name == SCALED_MM else 0)
+    try:
+        for weight in weights:
+            layer, dense = coded_layer(weight, None, KernelTable.of(name), dtype), weight.dense(dtype)
+            generator = torch.Generator(dense.device).manual_seed(0)
+            for rows in _ROWS:
+                x = torch.randn(rows, weight.shape[1], generator=generator, device=dense.device).to(dtype)
+                wanted = linear(x, dense).float()
+                error = float((layer(x).float() - wanted).norm() / wanted.norm().clamp(min=1e-30))
+                if not error <= tolerance:
+                    return f"{name} is off by {error:.2g} for {rows} rows of {weight.shape[1]} inputs"
+    except Exception as error:  # of a compiler, of a driver, of a library that is too old or missing
+        return f"{name} fails ({type(error).__name__}: {error})"
+    return None
+
+
+def _candidates(
+    kind: str, modules: list[QuantizedLinear], dtype: torch.dtype, group: ShardGroup | None
+) -> tuple[str, ...]:
+    """Returns the names of kernels for codes of a kind, the fastest first."""
+    if kind != "fp8":
+        return (TRITON,)
+    scaled = all(_has_scaled_mm(module, dtype) for module in modules)
+    if group is not None:
+        scaled = bool(group.minimum(int(scaled)))
+    return (SCALED_MM, TRITON) if scaled else (TRITON,)
+
+
+def _has_scaled_mm(module: QuantizedLinear, dtype: torch.dtype) -> bool:
+    """Returns True if torch has a product for this layer of FP8 on its device: a scale for each output, in bfloat16."""
+    sizes = module.out_features, module.in_features
+    of_outputs = module.scales.shape[1] == 1 and module.zeros is None and not any(size % _UNIT for size in sizes)
+    return of_outputs and dtype is torch.bfloat16 and torch.cuda.get_device_capability(module.scales.device) >= _OLDEST
