@@ -2,6 +2,7 @@
 
 import json
 import re
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -57,9 +58,16 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+def post(server: TextGenerationServer, path: str, body: dict[str, Any]) -> httpx.Response:
+    """Asks again while there is no turn for the grammar: those before it may have used up the time of trials."""
+    while (response := httpx.post(server.url + path, json=body, timeout=60)).status_code == 429:
+        time.sleep(0.5)
+    return response
+
+
 def stream(server: TextGenerationServer, prompt: str, **parameters: Any) -> list[dict[str, Any]]:
     body = {"inputs": prompt, "parameters": {"max_new_tokens": 200, "details": True, **parameters}}
-    text = httpx.post(f"{server.url}/generate_stream", json=body, timeout=60).text
+    text = post(server, "/generate_stream", body).text
     return [json.loads(line.removeprefix("data:")) for line in text.splitlines() if line.startswith("data:")]
 
 

@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from tests import hostile_grammars as hostile
-from tests.integration.structured.test_generate import GRAMMARS, PROMPT
+from tests.integration.structured.test_generate import GRAMMARS, PROMPT, post
 from tests.servers import TextGenerationServer
 
 HOSTILE: dict[str, dict[str, Any]] = {
@@ -81,7 +81,7 @@ def test_a_grammar_that_fails_after_many_steps_fails_alone(
     body = {"inputs": PROMPT, "parameters": {**parameters, "temperature": 5.0}}
     with ThreadPoolExecutor(3) as pool:
         neighbours = [pool.submit(text_of, demo_server) for _ in range(2)]
-        failing = pool.submit(httpx.post, f"{demo_server.url}/generate", json=body, timeout=60)
+        failing = pool.submit(post, demo_server, "/generate", body)
     assert failing.result().status_code == 422
     assert "could not be followed" in failing.result().json()["error"]
     assert [neighbour.result() for neighbour in neighbours] == [alone, alone]

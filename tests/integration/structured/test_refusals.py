@@ -4,12 +4,11 @@ import json
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import httpx
 import openai
 import pytest
 from openai import OpenAI
 
-from tests.integration.structured.test_generate import GRAMMARS, PROMPT, generate, stream
+from tests.integration.structured.test_generate import GRAMMARS, PROMPT, generate, post, stream
 from tests.servers import TextGenerationServer
 
 EXPLOSIVE = {"type": "lark", "value": 'start: text\ntext: text text text | text text | "" | /[a-z]/'}
@@ -46,7 +45,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 def test_what_cannot_be_compiled_is_refused(demo_server: TextGenerationServer, name: str, route: str) -> None:
     grammar, told = REFUSED[name]
     body = {"inputs": PROMPT, "parameters": {"grammar": grammar, "max_new_tokens": 20}}
-    response = httpx.post(demo_server.url + route, json=body, timeout=30)
+    response = post(demo_server, route, body)
     assert response.status_code == 422
     answer = response.json()
     assert told in answer["error"], answer
@@ -58,7 +57,7 @@ def test_what_explodes_later_ends_alone(demo_server: TextGenerationServer) -> No
     parameters = {"grammar": EXPLOSIVE, "max_new_tokens": 500, "ignore_eos": True}
     body = {"inputs": PROMPT, "parameters": parameters}
     with ThreadPoolExecutor(3) as pool:
-        exploding = pool.submit(httpx.post, f"{demo_server.url}/generate", json=body, timeout=60)
+        exploding = pool.submit(post, demo_server, "/generate", body)
         neighbour = pool.submit(generate, demo_server, grammar=GRAMMARS["json"][0])
         streamed = pool.submit(stream, demo_server, PROMPT, **parameters)
     assert exploding.result().status_code == 422
