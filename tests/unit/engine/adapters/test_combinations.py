@@ -1,5 +1,6 @@
 """Adapters beside all else that requests and servers may want: the tokens are those of the merged models."""
 
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,7 @@ class Kinds:
         for adapter_id, merged in self.model.merged.items():
             place = folder.with_name(f"merged {adapter_id}")
             merged.save_pretrained(place)
+            shutil.copy(folder / "generation_config.json", place)  # peft's model has none that ends a reply
             for each in (place, folder):
                 make_tokenizer().save(str(each / "tokenizer.json"))
 
