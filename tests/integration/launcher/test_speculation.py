@@ -85,7 +85,9 @@ def _without_numbers(details: Any) -> Any:
 
 
 def _logprobs(details: dict[str, Any]) -> list[float]:
-    tokens = details["prefill"] + details["tokens"] + [each for place in details.get("top_tokens") or () for each in place]
+    tokens = (
+        details["prefill"] + details["tokens"] + [each for place in details.get("top_tokens") or () for each in place]
+    )
     return [token["logprob"] for token in tokens if token["logprob"] is not None]
 
 
