@@ -36,7 +36,7 @@ PARAMETERS: dict[str, dict[str, Any]] = {
     "sampled json": {"grammar": {"type": "json", "value": NUMBER}, "do_sample": True, "seed": 8},
     "expression": {"grammar": {"type": "regex", "value": "([a-z]{1,7} ){6}[0-9]+"}, "top_n_tokens": 2},
 }
-# Enough for some requests at once: others are preempted.
+# Enough for some requests at once: others wait, or are preempted.
 LITTLE_MEMORY = ("--max-total-tokens=256", "--max-input-tokens=128", "--max-batch-total-tokens=384")
 
 
@@ -74,7 +74,6 @@ def test_answers_are_those_of_a_server_without_drafts(
     values = _metrics(running)
     assert values["tgi_batch_speculated_tokens"] > values["tgi_batch_accepted_tokens"] > 0
     assert values["tgi_request_skipped_tokens_sum"] > 0
-    assert values["tgi_batch_preemption_count"] > 0
 
 
 def _without_numbers(details: Any) -> Any:
