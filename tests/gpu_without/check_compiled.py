@@ -185,7 +185,7 @@ def test_the_products_of_adapters_fit(capability: int, dtype: torch.dtype, preci
 )
 def test_products_with_codes_fit(capability: int, kind: str, dtype: torch.dtype, rows: int, tmp_path: Path) -> None:
     """In blocks of both sizes, with all that there may be, and with as little as most layers have."""
-    shape = triton_codes.LaunchShape.of(rows, dtype.itemsize)
+    shape = triton_codes.ProductTile.of(rows, dtype.itemsize)
     types = dict.fromkeys(("x", "residual", "y"), f"*{NAMES[dtype]}") | dict.fromkeys(("scales", "zeros"), "*fp16")
     types |= dict.fromkeys(("rows", "outputs", "inputs", "blocks", "x_stride"), "i32")
     types |= {"codes": "*i8" if kind == "int8" else "*u8", "codebook": "*fp32", "bias": "*fp32", "groups": INTS}

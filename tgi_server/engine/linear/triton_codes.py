@@ -29,7 +29,7 @@ _FEW_ROWS = 16
 
 
 @dataclass(frozen=True, slots=True)
-class LaunchShape:
+class ProductTile:
     """The rows and outputs of a program, and how it is compiled."""
 
     rows: int
@@ -86,7 +86,7 @@ class TritonLinear(PackedCodes):
         y = x.new_empty(*x.shape[:-1], self.out_features)
         rows = x.reshape(-1, self.in_features)
         rows = rows if rows.stride(1) == 1 else rows.contiguous()
-        shape = LaunchShape.of(len(rows), x.element_size())
+        shape = ProductTile.of(len(rows), x.element_size())
         grid = triton.cdiv(self.out_features, shape.outputs), triton.cdiv(len(rows), shape.rows)
         _multiply_codes[grid](
             rows, self._codes, self._scales, self._zeros, self._codebook, self._groups, self._order, bias, residual, y,
