@@ -120,6 +120,7 @@ class Adapters:
             if leaving is not None:
                 self._give_up(leaving)
             self._held[adapter.key] = adapter
+            adapter.used = next(self._clock)
             adapter.loading = asyncio.create_task(self._load(adapter, leaving), name=f"adapter {adapter.id}")
         return adapter.ready
 

@@ -126,9 +126,6 @@ class StepPlanner:
         self._pace = pace
         self._on_fault = on_fault
         self._adapters = adapters
-        self._kept_waiting: tuple[int, int] | None = (
-            None  # request that waits for an adapter's place, and since which step
-        )
         self._steps_since_prefill = 0
         self._did_not_fit: tuple[int, int] | None = None  # request, and tokens held when there was no room for it
 
@@ -215,12 +212,15 @@ class StepPlanner:
     def _admit(self, plan: StepPlan, budget: int) -> None:
         """Takes requests from the queue, in order, as long as there is room, and adds their first chunks.
 
-        Those whose adapters are not ready let others pass.
+        Those whose adapters are not ready let others pass. As all places may be taken by adapters of running sequences,
+        they do so for `max_waiting_tokens` steps: then none with an adapter joins before them, and a place becomes free.
         """
+        in_order = False
         for sequence in list(self._waiting):
             if budget <= 0 or len(self._batch) >= self._policy.limits.max_batch_size:
                 return
-            if not self._may_join(sequence):
+            if (in_order and sequence.adapter is not None) or not self._may_join(sequence):
+                in_order = in_order or self._waits_too_long(sequence)
                 continue
             admitted = self._alone(self._fits, sequence, budget, bool(plan.joined))
             if admitted is False:
@@ -231,25 +231,18 @@ class StepPlanner:
                 budget -= tokens
 
     def _may_join(self, sequence: Sequence) -> bool:
-        """Returns False while a sequence's adapter is not ready, or an older one has waited too long for a place.
+        """Returns False while a sequence's adapter is not ready. It is made ready as soon as there is a place for it."""
+        ready = sequence.adapter is None or self._adapters.prepare(sequence.adapter)
+        if not ready:
+            sequence.wait_for_place(self._batch.step)
+        return ready
 
-        All places may be taken by adapters of running sequences. The first sequence that finds none free lets others
-        pass for `max_waiting_tokens` steps; then none with an adapter joins before it, so that a place becomes free.
-        """
-        adapter, step = sequence.adapter, self._batch.step
-        if adapter is None:
-            return True
-        if self._kept_waiting is not None and self._waiting.get(self._kept_waiting[0]) is None:
-            self._kept_waiting = None
-        if self._kept_waiting is not None and sequence.id != self._kept_waiting[0]:
-            if step - self._kept_waiting[1] > self._policy.limits.max_waiting_tokens:
-                return False
-            return adapter.ready and self._adapters.prepare(adapter)
-        if self._adapters.can_come(adapter):
-            self._kept_waiting = None
-            return self._adapters.prepare(adapter)
-        self._kept_waiting = self._kept_waiting or (sequence.id, step)
-        return False
+    def _waits_too_long(self, sequence: Sequence) -> bool:
+        """Returns True if a sequence has let others pass for `max_waiting_tokens` steps, and has no place yet."""
+        adapter, since = sequence.adapter, sequence.without_place_since
+        if adapter is None or since is None or adapter.loading is not None:
+            return False
+        return self._batch.step - since > self._policy.limits.max_waiting_tokens
 
     def _fits(self, sequence: Sequence, budget: int, others_joined: bool) -> bool:
         """Lets the sequence join, if there is room for it. Returns False if there is none."""

@@ -39,6 +39,7 @@ class Sequence:
     first_step: the step that computes the last known token and yields the next; from then on each step computes the
         token that the one before it yielded.
     newest: tokens of its last generation, of which no step may have computed any.
+    without_place_since: the step at which there was no place for its adapter; None: it has not waited for one.
     """
 
     request: ValidRequest
@@ -55,6 +56,7 @@ class Sequence:
     first_step: int | None = None
     newest: int = 1
     started: bool = False
+    without_place_since: int | None = None
 
     def __post_init__(self) -> None:
         """Raises InvalidRequest for a request that no message to the shards can hold."""
@@ -112,6 +114,11 @@ class Sequence:
         step = self.first_step + len(self.blocks) * block_size - (self.known - 1)
         return step if step <= self.last_step else None
 
+    def wait_for_place(self, step: int) -> None:
+        """Notes at which step it was first found to wait for its adapter."""
+        if self.without_place_since is None:
+            self.without_place_since = step
+
     def admit(
         self,
         blocks: Iterable[int] = (),
@@ -126,6 +133,7 @@ class Sequence:
         """
         self.blocks = list(blocks)
         self.cached = self.computed = cached
+        self.without_place_since = None
         wire.complete_request(
             self.message,
             generated_ids=self.tokens[self.prompt_tokens :],

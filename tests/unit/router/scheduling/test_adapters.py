@@ -115,6 +115,21 @@ async def test_nobody_waits_for_ever_for_an_adapter_s_place() -> None:
     assert waiting.reason is not None
 
 
+async def test_all_that_wait_for_places_come_before_others_that_came_later() -> None:
+    served = Served(max_loras=4, max_waiting_tokens=4)
+    held, others = [f"held {each}" for each in range(4)], [f"other {each}" for each in range(12)]
+    await served.add(*held, *others)
+    running = {adapter: served.submit(adapter, 16 + place) for place, adapter in enumerate(held)}
+    waiting = [served.submit(adapter, 16) for adapter in others]
+    again = []
+    while any(sink.reason is None for sink in waiting):
+        for adapter in (each for each in held if running[each].reason is not None):
+            again.append(running[adapter])
+            running[adapter] = served.submit(adapter, 16)
+        await served.turn()
+    assert len(again) == len(held)
+
+
 async def test_requests_of_an_adapter_that_is_gone_from_the_disk_fail_alone() -> None:
     served = Served(max_loras=1)
     await served.add("a", "b")
