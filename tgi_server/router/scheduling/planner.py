@@ -213,7 +213,7 @@ class StepPlanner:
         """Takes requests from the queue, in order, as long as there is room, and adds their first chunks.
 
         Those whose adapters are not ready let others pass. As all places may be taken by adapters of running sequences,
-        they do so for `max_waiting_tokens` steps: then none with an adapter joins before them, and a place becomes free.
+        they do so for `max_waiting_tokens` steps: then none with an adapter joins before them, so a place is freed.
         """
         in_order = False
         for sequence in list(self._waiting):
@@ -231,7 +231,7 @@ class StepPlanner:
                 budget -= tokens
 
     def _may_join(self, sequence: Sequence) -> bool:
-        """Returns False while a sequence's adapter is not ready. It is made ready as soon as there is a place for it."""
+        """Returns False while a sequence's adapter is not ready. It becomes ready once there is a place for it."""
         ready = sequence.adapter is None or self._adapters.prepare(sequence.adapter)
         if not ready:
             sequence.wait_for_place(self._batch.step)
