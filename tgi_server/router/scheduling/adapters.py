@@ -111,22 +111,19 @@ class Adapters:
     def prepare(self, adapter: Adapter) -> bool:
         """Returns True if a request with the adapter may join now.
 
-        If not, it is made ready, as soon as another one can give way to it; `can_come` says if that is so already.
+        If not, it is made ready as soon as there is a place for it, or another one can give way to it.
         """
         if adapter.ready:
             adapter.used = next(self._clock)
-        elif adapter.loading is None and self.can_come(adapter):
+        elif adapter.loading is None:
             leaving = None if len(self._held) < self._max_loras else self._oldest()
             if leaving is not None:
                 self._give_up(leaving)
-            self._held[adapter.key] = adapter
-            adapter.used = next(self._clock)
-            adapter.loading = asyncio.create_task(self._load(adapter, leaving), name=f"adapter {adapter.id}")
+            if len(self._held) < self._max_loras:
+                self._held[adapter.key] = adapter
+                adapter.used = next(self._clock)
+                adapter.loading = asyncio.create_task(self._load(adapter, leaving), name=f"adapter {adapter.id}")
         return adapter.ready
-
-    def can_come(self, adapter: Adapter) -> bool:
-        """Returns True if the adapter is held, or there is a place for it."""
-        return adapter.key in self._held or len(self._held) < self._max_loras or self._oldest() is not None
 
     def missing_bytes(self, places: int) -> int:
         """Returns the memory of a shard that so many adapters need beside those that are held already."""
