@@ -109,17 +109,17 @@ class LoadedAdapters:
         self._lock = threading.Lock()  # of what is made when the first adapter is read
 
     def fetch(self, adapter_id: str, folder: Path) -> ReadAdapter:
-        """Returns an adapter that was read before, from the host's memory, or reads it, as `read` does.
+        """Returns an adapter on the model's device: one that was read before, from the host's memory; or reads it.
 
         adapter_id: names the same adapter as long as the engine runs. To be called in one thread only.
         """
-        return self._recent.get(adapter_id, partial(self._read, folder)).to(self._model.device)
+        return self._recent.get(adapter_id, partial(self.read, folder)).to(self._model.device)
 
     def read(self, folder: Path) -> ReadAdapter:
-        """Reads an adapter, in any thread. Raises InvalidAdapter, and what is wrong with the base model's files."""
-        return self._read(folder).to(self._model.device)
+        """Reads an adapter into the host's memory, in any thread.
 
-    def _read(self, folder: Path) -> ReadAdapter:
+        Raises InvalidAdapter, and what is wrong with the base model's files.
+        """
         with self._lock:
             base = self._base
             split = self._split
