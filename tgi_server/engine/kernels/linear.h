@@ -8,7 +8,6 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/zeros.h>
 #include <c10/core/CPUAllocator.h>
 
 #include <algorithm>
@@ -17,6 +16,7 @@
 #include <vector>
 
 #include "lanes.h"
+#include "pages.h"
 #include "parallel.h"
 
 namespace oatmill {
@@ -58,7 +58,7 @@ at::Tensor pack_weight(const at::Tensor& weight) {
   using Number = typename Weights::Number;
   constexpr int64_t DEPTH = Weights::DEPTH;
   const int64_t outputs = weight.size(0), inputs = weight.size(1), depth = parts(inputs, DEPTH);
-  at::Tensor packed = at::zeros({parts(outputs, COLUMNS), depth, COLUMNS * DEPTH}, weight.options());
+  at::Tensor packed = zeros_in_large_pages({parts(outputs, COLUMNS), depth, COLUMNS * DEPTH}, weight.options());
   const at::Tensor dense = weight.contiguous();
   const Number* from = dense.const_data_ptr<Number>();
   Number* to = packed.mutable_data_ptr<Number>();

@@ -33,7 +33,7 @@ struct FloatProducts {
   // What a chunk takes, and the rows beside it, fit a first cache of 32 KiB.
   static constexpr int64_t CHUNK_DEPTH = 96, AHEAD = 96;
   static constexpr int OFFSET = 0;
-  static constexpr int ROWS = WIDTH == 16 ? 8 : REGISTERS == 16 && std::is_same_v<Kind, Bf16Weights> ? 5 : 6;
+  static constexpr int ROWS = WIDTH == 16 ? 8 : 6;
 
   static Floats column(const char* words, int64_t column, int64_t step) {
     if constexpr (std::is_same_v<Kind, FloatWeights>) return load_as<Floats>(words + column * WORD);
@@ -45,7 +45,7 @@ struct FloatProducts {
 
   static Floats row(const char* input) { return Floats{} + load_as<float>(input); }
 
-  static void add(Floats row, Floats column, Floats& sum) { sum = multiply_add(row, column, sum); }
+  static void add(Floats row, Floats column, Floats& sum) { accumulate(row, column, sum); }
 
   template <typename T>
   static Input prepare(const T* from, int64_t rows, int64_t inputs, int64_t depth) {
@@ -119,7 +119,7 @@ struct ShortProducts {
 
   static Whole row(const char* input) { return Whole{} + load_as<int32_t>(input); }
 
-  static void add(Whole row, Whole column, Whole& sum) { sum += multiply_pairs(row, column); }
+  static void add(Whole row, Whole column, Whole& sum) { accumulate_pairs(row, column, sum); }
 
   static void keep(int16_t* to, Ints numbers) {
     using Shorts = int16_t __attribute__((vector_size(LANES * 2)));
@@ -250,6 +250,8 @@ struct Products {
         for (int v = 0; v < V; v += 16 / WIDTH) __builtin_prefetch(wanted + k * TILE_WORD + v * WIDTH * WORD, 0, 2);
 #pragma GCC unroll 2
         for (int step = 0; step < Set::STEPS; ++step) {
+          // The words of all steps do not fit the registers: each step reads them again.
+          if constexpr (REGISTERS == 16) asm volatile("" ::: "memory");
           Register columns[V];
 #pragma GCC unroll 6
           for (int v = 0; v < V; ++v) columns[v] = Set::column(weights + k * TILE_WORD, column + v * WIDTH, step);

@@ -61,6 +61,16 @@ inline Floats multiply_add(Floats a, Floats b, Floats sum) {
 #endif
 }
 
+// sum += a * b, in loops whose sums take nearly all registers. With 16 of them, compilers copy sums to and fro around
+// intrinsics until they no longer fit, so there it is the instruction itself.
+inline void accumulate(Floats a, Floats b, Floats& sum) {
+#if defined(__FMA__) && !defined(__AVX512F__)
+  asm("vfmadd231ps %2, %1, %0" : "+x"(sum) : "x"(a), "x"(b));
+#else
+  sum = multiply_add(a, b, sum);
+#endif
+}
+
 // Products of numbers of 16 bits, the two of each lane added up.
 inline Whole multiply_pairs(Whole a, Whole b) {
 #if defined(__AVX512BW__)
@@ -71,6 +81,16 @@ inline Whole multiply_pairs(Whole a, Whole b) {
   return reinterpret_cast<Whole>(_mm_madd_epi16(reinterpret_cast<__m128i>(a), reinterpret_cast<__m128i>(b)));
 #else
   return (a << 16 >> 16) * (b << 16 >> 16) + (a >> 16) * (b >> 16);
+#endif
+}
+
+// sum += multiply_pairs(a, b), as accumulate does it.
+inline void accumulate_pairs(Whole a, Whole b, Whole& sum) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  Whole product;
+  asm("vpmaddwd %3, %2, %1\n\tvpaddd %1, %0, %0" : "+x"(sum), "=&x"(product) : "x"(a), "x"(b));
+#else
+  sum += multiply_pairs(a, b);
 #endif
 }
 

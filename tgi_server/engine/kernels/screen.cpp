@@ -219,7 +219,7 @@ constexpr std::array SCREENINGS{
 #if defined(__AVX512VNNI__)
     Screening{"avx512_vnni", always, 1, 1, 8, candidates<Products<ByteProducts>>},
 #else
-    Screening{"int16", always, 1, 1, 8, candidates<Products<ShortProducts>>},
+    Screening{"int16", always, 1, 1, WIDTH >= 8 ? MOST_ROWS : 8, candidates<Products<ShortProducts>>},
 #endif
     by_matrices<PlainMatrices<Int8Weights>>("amx_emulated", always)};
 

@@ -25,6 +25,16 @@ def kernels_of(dtype: torch.dtype, inputs: int) -> list[str]:
     return torch.ops.oatmill.linear_kernels(packed)
 
 
+def test_packed_weights_that_share_pages_keep_to_themselves() -> None:
+    weights = [torch.randn(outputs, 33) for outputs in (1, 48, 70, 131)]
+    packed = [torch.ops.oatmill.linear_pack(weight) for weight in weights]
+    del packed[1], weights[1]  # what is freed between two others is not theirs
+    packed.append(torch.ops.oatmill.linear_pack(weights[0]))
+    for weight, words in zip([*weights, weights[0]], packed, strict=True):
+        assert words.data_ptr() % 64 == 0
+        assert torch.equal(torch.ops.oatmill.linear_unpack(words, *weight.shape), weight)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("inputs", "outputs"), [(64, 48), (51, 131), (1056, 70)])
 def test_every_kernel_is_the_linear_of_torch_for_any_number_of_rows(dtype, inputs, outputs) -> None:
