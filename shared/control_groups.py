@@ -1,8 +1,8 @@
 """The cores and the memory that containers and service managers leave to this process, by control groups (cgroups).
 
 `docker run --cpus 2 --memory 8g`, limits of Kubernetes and `CPUQuota=` of systemd are such groups. A process sees all
-of the machine's cores then, and is held up for most of every 100 ms when it computes on more than it may. Versions 1 and
-2 of the interface are read (cgroups(7)); a group's limit counts for all groups inside it.
+of the machine's cores then, and is held up for most of every 100 ms when it computes on more than it may. Versions 1
+and 2 of the interface are read (cgroups(7)); a group's limit counts for all groups inside it.
 """
 
 import math
