@@ -36,6 +36,7 @@ from tgi_server.engine.sampling import (
     row_kernel_fault,
 )
 from tgi_server.engine.sequence import PromptTokens, RunningSequence
+from tgi_server.engine.sharding import share_cores
 from tgi_server.engine.speculation import (
     Draft,
     DraftCheck,
@@ -116,6 +117,7 @@ class Engine:
         """
         started = time.perf_counter()
         device = config.resolve_device()
+        share_cores(config.group.local_world_size if config.group else 1)
         model = model or load_model(config, device)
         self._device = device
         self._group = config.group
@@ -164,11 +166,12 @@ class Engine:
         self._steps: deque[Step] = deque()  # whose ended sequences may still be in the batch, in the order of starting
         self._eos = frozenset(self.info.eos_token_ids)
         logger.info(
-            "loaded %s in %.1f s; weights: %s; linear layers: %s",
+            "loaded %s in %.1f s; weights: %s; linear layers: %s; threads: %d",
             config.model_path,
             time.perf_counter() - started,
             self.info.quantization or self.info.dtype,
             self.info.linear_kernels,
+            torch.get_num_threads(),
         )
 
     def _drafting(self, config: EngineConfig, model: PreTrainedModel) -> Speculation | None:

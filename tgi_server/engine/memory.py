@@ -14,6 +14,8 @@ import psutil
 import torch
 from torch import Tensor
 
+from shared.control_groups import free_memory
+
 # The share that the KV cache takes of the GPU memory that may be used. The rest is left to sampling, to logits of whole
 # prompts, and to gaps between tensors: the largest pass has none of that.
 CUDA_SHARE = 0.95
@@ -69,13 +71,9 @@ def taken_by(device: torch.device) -> Iterator[Taken]:
 
 
 def available_ram() -> int:
-    """Returns the bytes of RAM that this process may still take: of the machine, or of its control group."""
-    available = psutil.virtual_memory().available
-    limit, used = (Path("/sys/fs/cgroup") / name for name in ("memory.max", "memory.current"))
-    try:
-        return min(available, int(limit.read_text()) - int(used.read_text()))
-    except (OSError, ValueError):
-        return available
+    """Returns the bytes of RAM that this process may still take: of the machine, or of its control groups."""
+    available, free = psutil.virtual_memory().available, free_memory()
+    return available if free is None else min(available, free)
 
 
 def to_device(values: Sequence[int] | Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -1,10 +1,11 @@
 """Facts for a bug report: the machine, and the versions of what is installed, of which nothing is imported."""
 
-import os
 import platform
 import subprocess
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+
+from shared.control_groups import usable_cores
 
 PACKAGES = (
     "oatmill",
@@ -58,7 +59,7 @@ def _cpu() -> str:
     facts = _table(Path("/proc/cpuinfo"))
     features = set((facts.get("flags") or facts.get("Features") or "").split())
     known = " ".join(name for name in CPU_FEATURES if name in features)
-    return f"{facts.get('model name', UNKNOWN)}, {len(os.sched_getaffinity(0))} cores, {known}"
+    return f"{facts.get('model name', UNKNOWN)}, {usable_cores()} cores, {known}"
 
 
 def _memory() -> str:

@@ -12,12 +12,14 @@ from tgi_server import demo_model
 from tgi_server.engine import EngineError
 from tgi_server.engine.quantization.gptq import GptqSettings
 from tgi_server.engine.quantizer import quantize_folder
+from tgi_server.engine.sharding import share_cores
 from tgi_server.shard.errors import ModelUnavailable
 from tgi_server.shard.settings import QuantizeSettings
 
 
 def quantize_model(settings: QuantizeSettings, folder: Path) -> None:
     """Writes the folder that the settings name. Raises ModelUnavailable."""
+    share_cores(1)
     wanted = GptqSettings(settings.bits, settings.groupsize, settings.percdamp, settings.act_order)
     try:
         samples = _samples(settings, folder)

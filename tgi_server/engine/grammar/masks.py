@@ -1,6 +1,5 @@
 """Masks of the tokens that grammars allow next."""
 
-import os
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -11,6 +10,7 @@ from llguidance.numpy import fill_next_token_bitmask_par
 from numpy.typing import NDArray
 from torch import Tensor
 
+from shared.control_groups import usable_cores
 from tgi_server.engine.grammar.constraint import Constraint
 from tgi_server.engine.sampling.processors import TokenMask
 
@@ -46,8 +46,9 @@ class MaskBuilder:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        spare = _cores() if device.type == "cuda" else _cores() - torch.get_num_threads()
-        self._executor = LLExecutor(num_threads=min(_MAX_THREADS, spare if spare > 0 else _cores()))
+        cores = usable_cores()
+        spare = cores if device.type == "cuda" else cores - torch.get_num_threads()
+        self._executor = LLExecutor(num_threads=min(_MAX_THREADS, spare if spare > 0 else cores))
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar-masks") if spare > 0 else None
 
     def start(self, constraints: Sequence[Constraint], positions: Sequence[int], vocab_size: int) -> PendingMask:
@@ -93,11 +94,6 @@ class MaskBuilder:
             for token in constraints[0].eos:
                 others[:, token // _BITS] &= ~_bit(token)
             bits[going_on] = np.where(others.any(1, keepdims=True), others, bits[going_on])
-
-
-def _cores() -> int:
-    """Returns the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _bit(token: int) -> int:

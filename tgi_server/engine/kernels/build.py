@@ -19,6 +19,8 @@ from pathlib import Path
 import torch
 from torch.utils import cpp_extension
 
+from shared.control_groups import usable_cores
+
 logger = logging.getLogger(__name__)
 
 SOURCES = sorted(Path(__file__).parent.glob("*.cpp"))
@@ -115,7 +117,7 @@ def _compile(library: Path, target: str) -> None:
     flags = [*FLAGS, f"-march={target}"]
     includes = [f"-I{path}" for path in cpp_extension.include_paths()]
     libraries = [*(f"-L{path}" for path in cpp_extension.library_paths()), "-ltorch_cpu", "-lc10"]
-    with tempfile.TemporaryDirectory(dir=library.parent) as scratch, ThreadPoolExecutor(os.cpu_count()) as threads:
+    with tempfile.TemporaryDirectory(dir=library.parent) as scratch, ThreadPoolExecutor(usable_cores()) as threads:
         objects = [Path(scratch) / f"{source.stem}.o" for source in SOURCES]
         commands = [
             [compiler, *flags, *includes, "-c", str(source), "-o", str(compiled)]

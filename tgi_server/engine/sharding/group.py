@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shared.control_groups import cores_of_affinity, usable_cores
 from tgi_server.engine.errors import CannotConnect, PeerLost, UnsupportedModel
 from tgi_server.engine.sharding.shared_memory import SharedMemory, share_memory
 
@@ -121,12 +122,11 @@ def connect(
     local_world_size: int | None = None,
     timeout: float = CONNECT_SECONDS,
 ) -> ShardGroup:
-    """Connects to the other shards where shard 0 listens, and shares this machine's cores among those on it.
+    """Connects to the other shards where shard 0 listens.
 
     device: what this shard computes on. timeout: seconds. Raises CannotConnect.
     """
     local_world_size = local_world_size or world_size
-    _share_cores(local_world_size)
     _choose_interface(master_addr, master_port)
     if rank == 0:
         logger.info("waiting for %d shards at %s:%d", world_size, master_addr, master_port)
@@ -157,8 +157,18 @@ def _store(rank: int, world_size: int, master_addr: str, master_port: int, timeo
     return dist.TCPStore(master_addr, master_port, world_size, True, timeout, master_listen_fd=listener.detach())
 
 
-def _share_cores(processes: int) -> None:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def share_cores(processes: int) -> None:
+    """Makes this process compute on its part of the cores, of which a container's quota may leave less than there are.
+
+    processes: that share them. Where the user has set OMP_NUM_THREADS, the quota does not count.
+    """
+    cores, there = usable_cores(), cores_of_affinity()
+    if "OMP_NUM_THREADS" in os.environ:
+        if processes == 1:
+            return
+        cores = there
+    if cores < there:
+        logger.info("control groups leave this process the time of %d of %d cores", cores, there)
     torch.set_num_threads(min(torch.get_num_threads(), max(1, cores // processes)))
 
 

@@ -1,11 +1,11 @@
 """Masks of several grammars at once, computed beside a model that leaves cores alone, and before one that does not."""
 
-import os
 from collections.abc import Iterator
 
 import pytest
 import torch
 
+from shared.control_groups import usable_cores
 from tests.grammars import demo_compiler
 from tgi_server.contract import Grammar, GrammarKind
 from tgi_server.engine.grammar.masks import MaskBuilder
@@ -13,7 +13,7 @@ from tgi_server.engine.grammar.masks import MaskBuilder
 
 @pytest.fixture(params=["a core to spare", "no core to spare"])
 def builder(request) -> Iterator[MaskBuilder]:
-    before, cores = torch.get_num_threads(), len(os.sched_getaffinity(0))
+    before, cores = torch.get_num_threads(), usable_cores()
     if request.param == "a core to spare" and cores == 1:
         pytest.skip("there is one core")
     torch.set_num_threads(cores - 1 if request.param == "a core to spare" else cores)

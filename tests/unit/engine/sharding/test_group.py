@@ -5,7 +5,8 @@ import torch
 from torch import Tensor
 
 from tests.unit.engine.sharding.conftest import RanksOf
-from tgi_server.engine.sharding import ShardGroup
+from tgi_server.engine.sharding import ShardGroup, share_cores
+from tgi_server.engine.sharding import group as group_module
 from tgi_server.engine.sharding.shared_memory import PLACE_BYTES
 
 LARGE = PLACE_BYTES // 4 + 3
@@ -37,3 +38,24 @@ def test_every_shard_gets_the_smallest_number_and_all_messages(ranks_of: RanksOf
 
 def smallest_and_messages(group: ShardGroup) -> tuple[int, list[str]]:
     return group.minimum(3 + group.rank), group.exchange(str(group.rank))
+
+
+@pytest.mark.parametrize(
+    ("variable", "processes", "threads"),
+    [(None, 1, 3), (None, 2, 1), (None, 8, 1), ("4", 1, 4), ("4", 2, 4), ("4", 4, 2)],
+)
+def test_a_quota_bounds_the_threads_unless_the_user_has_set_them(
+    variable: str | None, processes: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(group_module, "usable_cores", lambda: 3)
+    monkeypatch.setattr(group_module, "cores_of_affinity", lambda: 8)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", variable)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(int(variable or 8))  # as OpenMP begins
+        share_cores(processes)
+        assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
