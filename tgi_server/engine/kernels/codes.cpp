@@ -4,7 +4,6 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
 #include <array>
@@ -33,7 +32,7 @@ at::Tensor codes_pack(const at::Tensor& codes, const at::Tensor& order, int64_t 
   const int64_t outputs = codes.size(0), inputs = codes.size(1), places = order.size(0), of_word = BITS_OF_WORD / bits;
   TORCH_CHECK(codes.scalar_type() == at::kByte && order.scalar_type() == at::kInt && places % of_word == 0);
   const int64_t depth = places / of_word;
-  at::Tensor packed = at::zeros({parts(outputs, COLUMNS), depth, COLUMNS}, codes.options().dtype(at::kInt));
+  at::Tensor packed = zeros_in_large_pages({parts(outputs, COLUMNS), depth, COLUMNS}, codes.options().dtype(at::kInt));
   const at::Tensor dense = codes.contiguous();
   const uint8_t* from = dense.const_data_ptr<uint8_t>();
   const int32_t* input = order.const_data_ptr<int32_t>();
