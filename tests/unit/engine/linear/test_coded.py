@@ -94,7 +94,7 @@ def test_inputs_rounded_to_8_bits_lose_no_more_than_that(kind) -> None:
 
 @pytest.mark.parametrize("kind", ["int4", "int4 without offsets", "int8", "int8 with offsets"])
 def test_inputs_rounded_to_16_bits_are_bfloat16_numbers_as_they_were(kind) -> None:
-    """Down to 1/128 of the largest of a group; groups of all sizes, also larger than what one sum holds, in any order."""
+    """Down to 1/128 of the largest of a group; groups of all sizes, also larger than a sum holds, in any order."""
     groups = torch.arange(5).repeat_interleave(torch.tensor([1, 40, 64, 700, 60]))[torch.randperm(865)]
     weight = random_weight(kind, 865, 70, groups)
     x = (torch.randn(7, 865).sign() * (torch.rand(7, 865) + 2**-6)).bfloat16()
