@@ -1,7 +1,7 @@
-// Products of codes with inputs that are rounded to whole numbers of 16 or 8 bits, group by group of the weights. They are
-// sums of whole numbers, which have several times as many products in an instruction as floats.
+// Products of codes with inputs that are rounded to whole numbers of 16 or 8 bits, group by group of the weights. They
+// are sums of whole numbers, which have several times as many products in an instruction as floats.
 //
-// A group of a row is whole numbers times a scale. Its numbers stand in the order in which words of weights are unpacked.
+// A group of a row is whole numbers times a scale, in the order in which words of weights are unpacked.
 
 #pragma once
 
@@ -20,8 +20,8 @@
 
 namespace oatmill {
 
-// Rows of whole numbers of type To. round(from, count, to) rounds a group, and returns its scale and the sum of its numbers.
-// The scales of an Input are, for each row and group, the scale and the sum of what the group became.
+// Rows of whole numbers of type To. round(from, count, to) rounds a group, and returns its scale and the sum of its
+// numbers. The scales of an Input are, for each row and group, the scale and the sum of what the group became.
 template <typename To, typename Kind, typename T, typename Round>
 Input grouped_rows(const T* from, int64_t rows, int64_t inputs, int64_t depth, const int32_t* starts, int64_t groups,
                    const Round& round) {
@@ -74,8 +74,8 @@ template <int STEPS, int R, int V, typename At, typename Add>
   }
 }
 
-// Products of whole numbers of 16 bits, two at a time. The scale of a group of inputs is a power of two: bfloat16 numbers
-// stay what they are, but for those below 1/128 of the largest of their group.
+// Products of whole numbers of 16 bits, two at a time. The scale of a group of inputs is a power of two: bfloat16
+// numbers stay what they are, but for those below 1/128 of the largest of their group.
 template <typename Kind>
 struct ShortDigitProducts {
   using Register = Whole;
@@ -101,7 +101,8 @@ struct ShortDigitProducts {
   static Words unpacked(Words words, int step) {
     using Shorts = int16_t __attribute__((vector_size(WIDTH * 4)));
     constexpr int BITS = 32 / Kind::DEPTH;
-    const Shorts pairs = reinterpret_cast<const Shorts&>(words), numbers = pairs << (16 - BITS * (step + 1)) >> (16 - BITS);
+    const Shorts pairs = reinterpret_cast<const Shorts&>(words);
+    const Shorts numbers = pairs << (16 - BITS * (step + 1)) >> (16 - BITS);
     return reinterpret_cast<const Words&>(numbers);
   }
 
@@ -146,7 +147,8 @@ struct ShortDigitProducts {
     constexpr uint32_t EXPONENT = 23, LARGEST = 14u << EXPONENT;  // 2^14 is what the largest exponent becomes
     const float peak = peak_of(from, count);
     const uint32_t exponent = load_as<uint32_t>(&peak) & 0x7f800000;
-    const uint32_t bits = exponent > LARGEST ? exponent - LARGEST : 0, inverse = bits > 0 ? (254u << EXPONENT) - bits : 0;
+    const uint32_t bits = exponent > LARGEST ? exponent - LARGEST : 0;
+    const uint32_t inverse = bits > 0 ? (254u << EXPONENT) - bits : 0;
     const float scale = load_as<float>(&bits), factor = load_as<float>(&inverse);
     Ints sums = {}, undefined = {};
     for_lanes(from, count, [&](int64_t k, Lanes values) {
@@ -155,9 +157,9 @@ struct ShortDigitProducts {
       sums += numbers;
       undefined |= ~defined(values);
       if constexpr (Kind::DEPTH == 8)
-        store_as(to + k, __builtin_convertvector(
-                             __builtin_shufflevector(numbers, numbers, 0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15),
-                             Shorts));
+        store_as(to + k, __builtin_convertvector(__builtin_shufflevector(numbers, numbers, 0, 4, 1, 5, 2, 6, 3, 7,  //
+                                                                         8, 12, 9, 13, 10, 14, 11, 15),
+                                                 Shorts));
       else
         ShortProducts::keep(to + k, numbers);
     });
@@ -209,8 +211,8 @@ inline Words with_signs(Words a, Words b) {
 }
 
 // Kinds of codes: numbers(places) are those of WIDTH * 4 codes, each in a byte; add(numbers, inputs, sum) adds their
-// products. FIT: how many products 16 bits hold the sum of. ADDED: how much higher than they are numbers are read. FLIPPED:
-// the bits of codes that change then. UNIT: what numbers are multiplied by.
+// products; unit() is what numbers are multiplied by. FIT: how many products 16 bits hold the sum of. ADDED: how much
+// higher than they are numbers are read. FLIPPED: the bits of codes that change then.
 
 // Whole numbers from -8 to 7.
 struct NibbleDigits {
