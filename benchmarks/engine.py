@@ -2,6 +2,7 @@
 
     python -m benchmarks.engine runs/synthetic/opt-125m
     python -m benchmarks.engine runs/synthetic/llama-360m --batch 8 --context 512 --profile
+    python -m benchmarks.engine runs/synthetic/llama-360m --quantize int4 --linear-kernels codes_int8
     python -m benchmarks.engine llama-8b --batch 1 32 256 --context 1024 --prefill-tokens 8192      on a GPU
 
 MODEL is a folder, or the name of a synthetic model, whose weights are then made on the device. "floor" is the longer of
@@ -11,7 +12,7 @@ reading weights and KV cache from memory and computing all products, both at the
 import argparse
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -62,6 +63,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=positive, default=32, help="decoding steps to measure (default: %(default)s)")
     parser.add_argument("--prefill-tokens", type=positive, help="prompt tokens of one step (default: all of a batch)")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="default: %(default)s")
+    parser.add_argument("--quantize", metavar="WAY", help="rounds weights as the server's flag of this name")
+    parser.add_argument("--linear-kernels", metavar="NAMES", help="as the server's flag of this name")
     parser.add_argument("--device", type=torch.device, help="default: cuda if there is one, else cpu")
     parser.add_argument("--threads", type=int, help="of torch; default: one for each core")
     parser.add_argument("--profile", action="store_true", help="print what the time goes to, by torch.profiler")
@@ -75,12 +78,14 @@ def _run(arguments: argparse.Namespace) -> dict[str, object]:
     made_here = arguments.model in MODELS and not folder.exists()
     shape = MODELS[arguments.model].config if made_here else read_config(folder)
     cost = cost_of(shape, dtype)
-    config = EngineConfig(folder, dtype=dtype, device=arguments.device)
+    config = EngineConfig(
+        folder, dtype, arguments.device, quantize=arguments.quantize, linear_kernels=arguments.linear_kernels
+    )
     device = config.resolve_device()
     machine = measure_machine(device, dtype)
     with tempfile.TemporaryDirectory() as empty:
         model = build_model(shape, device, dtype) if made_here else None
-        engine = Engine(EngineConfig(Path(empty) if made_here else folder, dtype=dtype, device=device), model)
+        engine = Engine(replace(config, model_path=Path(empty) if made_here else folder, device=device), model)
     where = f"{engine.info.dtype} on {engine.info.device_type}, {torch.get_num_threads()} threads"
     print(f"{arguments.model}, prompts of {arguments.context} tokens, {where}; {machine.describe()}", flush=True)
     bench = Bench(engine, arguments.context, arguments.steps, max(arguments.batch), arguments.prefill_tokens)

@@ -123,7 +123,7 @@ void run_codes(const Linear& layer, const at::Tensor& x, bool relu, const at::Te
       inputs = codes.order->size(0);
     }
     std::vector<float> sums;
-    if (codes.offsets || codes.zeros) sums = group_sums<Kind>(from, rows, inputs, starts, groups);
+    if (Kernel::GROUP_SUMS && (codes.offsets || codes.zeros)) sums = group_sums<Kind>(from, rows, inputs, starts, groups);
     const Input input = Kernel::prepare(from, rows, inputs, depth, starts, groups);
     const CodedProduct product{
         {input.data, input.row_bytes, static_cast<const char*>(layer.packed.const_data_ptr()), rows, depth,
@@ -163,18 +163,24 @@ constexpr std::array WAYS{
 #endif
     way<Kind, ExpandedProducts<Kind, TileProducts<PlainMatrices<Bf16Weights>>>>("expanded_amx_emulated")};
 
-// With one that rounds its inputs, which is taken by its name only.
-template <typename Kind, typename Digits>
-constexpr auto WAYS_WITH_DIGITS = [] {
+template <size_t N, typename... More>
+constexpr auto with(const std::array<Way, N>& ways, More... more) {
+  std::array<Way, N + sizeof...(more)> all{};
+  auto end = std::copy(ways.begin(), ways.end(), all.begin());
+  ((*end++ = more), ...);
+  return all;
+}
+
+// Those that round their inputs: to 16 bits where the model has no more, to 8 bits by name only.
+constexpr auto BYTE_WAYS = with(WAYS<Bytes>, way<Bytes, GroupedProducts<ShortDigitProducts<Bytes>>>("codes_int16"));
 #if defined(__AVX2__)
-  std::array<Way, WAYS<Kind>.size() + 1> ways{};
-  std::copy(WAYS<Kind>.begin(), WAYS<Kind>.end(), ways.begin());
-  ways.back() = way<Kind, GroupedProducts<DigitProducts<Kind, Digits>>>("codes_int8");
-  return ways;
+constexpr auto NIBBLE_WAYS = with(WAYS<Nibbles>, way<Nibbles, GroupedProducts<ShortDigitProducts<Nibbles>>>("codes_int16"),
+                                  way<Nibbles, GroupedProducts<DigitProducts<Nibbles, NibbleDigits>>>("codes_int8"));
+constexpr auto BOOK_WAYS = with(WAYS<Book>, way<Book, GroupedProducts<DigitProducts<Book, BookDigits>>>("codes_int8"));
 #else
-  return WAYS<Kind>;
+constexpr auto NIBBLE_WAYS = with(WAYS<Nibbles>, way<Nibbles, GroupedProducts<ShortDigitProducts<Nibbles>>>("codes_int16"));
+constexpr auto BOOK_WAYS = WAYS<Book>;
 #endif
-}();
 
 std::vector<std::string> codes_kernels(const std::string& kind) {
   std::vector<std::string> names;
@@ -198,9 +204,9 @@ Codes::Codes(std::string kind, at::Tensor starts, at::Tensor scales, std::option
 }
 
 std::span<const Way> code_ways(const std::string& kind) {
-  if (kind == "int4") return WAYS_WITH_DIGITS<Nibbles, NibbleDigits>;
-  if (kind == "codebook") return WAYS_WITH_DIGITS<Book, BookDigits>;
-  if (kind == "int8") return WAYS<Bytes>;
+  if (kind == "int4") return NIBBLE_WAYS;
+  if (kind == "codebook") return BOOK_WAYS;
+  if (kind == "int8") return BYTE_WAYS;
   if (kind == "fp8") return WAYS<SmallFloats>;
   TORCH_CHECK(false, "codes are int4, codebook, int8 or fp8, and not ", kind);
 }

@@ -123,6 +123,14 @@ struct Scales {
 
   bool shifted() const { return offsets || zeros; }
 
+  // Asks for those of a tile's group.
+  void want(int64_t place) const {
+    const int64_t size = dtype == at::kFloat ? sizeof(float) : sizeof(c10::Half);
+    for (int64_t byte = 0; byte < COLUMNS * size; byte += 64)
+      __builtin_prefetch(static_cast<const char*>(scales) + place * size + byte, 0, 2);
+    if (zeros) __builtin_prefetch(zeros + place, 0, 2);
+  }
+
   Floats scale(int64_t place) const {
     switch (dtype) {
       case at::kHalf:

@@ -1,21 +1,172 @@
-// Products of codes of 4 bits with inputs that are rounded to 8 bits, group by group of the weights. They are sums of
-// whole numbers, which have several times as many products in an instruction as floats.
+// Products of codes with inputs that are rounded to whole numbers of 16 or 8 bits, group by group of the weights. They
+// are sums of whole numbers, which have several times as many products in an instruction as floats.
 //
-// A group of a row is `digits` * scale. Of the 8 inputs that stand for a word of weights, those of its lower halves of
-// bytes come first, then those of the upper ones.
+// A group of a row is whole numbers times a scale, in the order in which words of weights are unpacked.
 
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
+#include <limits>
+#include <utility>
 #include <vector>
 
 #include "codes.h"
+#include "grouped.h"
 #include "linear.h"
 #include "products.h"
 #include "registers.h"
 
 namespace oatmill {
+
+// Rows of whole numbers of type To. round(from, count, to) rounds a group, and returns its scale and the sum of its
+// numbers. The scales of an Input are, for each row and group, the scale and the sum of what the group became.
+template <typename To, typename Kind, typename T, typename Round>
+Input grouped_rows(const T* from, int64_t rows, int64_t inputs, int64_t depth, const int32_t* starts, int64_t groups,
+                   const Round& round) {
+  const int64_t room = depth * Kind::DEPTH + LANES;  // the last numbers are written with some behind them
+  const int64_t row_bytes = apart(room * sizeof(To), rows);
+  Input input{nullptr, row_bytes, c10::GetCPUAllocator()->allocate(rows * row_bytes),
+              std::vector<float>(2 * rows * groups)};
+  char* to = static_cast<char*>(input.buffer.get());
+  input.data = to;
+  for_rows(rows, inputs, [&](int64_t first, int64_t last) {
+    for (int64_t r = first; r < last; ++r)
+      for (int64_t g = 0; g < groups; ++g) {
+        const int64_t begin = starts[g] * Kind::DEPTH, end = starts[g + 1] * Kind::DEPTH;
+        const int64_t count = std::clamp<int64_t>(inputs - begin, 0, end - begin);
+        To* numbers = reinterpret_cast<To*>(to + r * row_bytes) + begin;
+        std::fill(numbers + count / LANES * LANES, numbers + (end - begin), To{0});
+        const std::pair<float, int64_t> rounded = round(from + r * inputs + begin, count, numbers);
+        float* scales = &input.scales[2 * (r * groups + g)];
+        scales[0] = rounded.first;
+        scales[1] = rounded.first * static_cast<float>(rounded.second);
+      }
+  });
+  return input;
+}
+
+// What grouped_rows keeps in an Input: of a place, the scale, and the sum.
+inline float input_scale(const CodedProduct& product, int64_t place) { return product.input_scales[2 * place]; }
+inline float rounded_sum(const CodedProduct& product, int64_t place) { return product.input_scales[2 * place + 1]; }
+
+inline int64_t sum_of(Ints numbers) {
+  int64_t sum = 0;
+  for (int i = 0; i < LANES; ++i) sum += numbers[i];
+  return sum;
+}
+
+// Adds products of what a set unpacks step by step. at: the word of a step, numbered from 0, of register v.
+template <int STEPS, int R, int V, typename At, typename Add>
+[[gnu::always_inline]] inline void add_steps(const char* input, int64_t row_bytes, const At& at, const Add& add) {
+#pragma GCC unroll 4
+  for (int step = 0; step < STEPS; ++step) {
+    decltype(at(step, 0)) columns[V];
+#pragma GCC unroll 6
+    for (int v = 0; v < V; ++v) columns[v] = at(step, v);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+      const Words x = Words{} + load_as<uint32_t>(input + r * row_bytes + step * WORD);
+#pragma GCC unroll 6
+      for (int v = 0; v < V; ++v) add(r, v, x, columns[v]);
+    }
+  }
+}
+
+// Products of whole numbers of 16 bits, two at a time. The scale of a group of inputs is a power of two: bfloat16
+// numbers stay what they are, but for those below 1/128 of the largest of their group.
+template <typename Kind>
+struct ShortDigitProducts {
+  using Register = Whole;
+  static constexpr int ROWS = 4, MANY = WIDTH == 16 ? 8 : 6, STEPS = Kind::DEPTH / 2, ADDED = 0;
+  static constexpr int64_t MOST = 128 / Kind::DEPTH;
+  static constexpr bool GROUP_SUMS = false;
+
+  static constexpr int vectors(int rows) {
+    if (WIDTH == 16) return 3;
+    if (REGISTERS == 32) return rows <= 2 ? 6 : 4;
+    return rows == 1 ? 6 : rows == 2 ? 3 : 2;
+  }
+
+  explicit ShortDigitProducts(const float*) {}
+
+  template <typename T>
+  static Input prepare(const T* from, int64_t rows, int64_t inputs, int64_t depth, const int32_t* starts,
+                       int64_t groups) {
+    return grouped_rows<int16_t, Kind>(from, rows, inputs, depth, starts, groups, round<T>);
+  }
+
+  // The numbers of a word that are multiplied in a step.
+  static Words unpacked(Words words, int step) {
+    using Shorts = int16_t __attribute__((vector_size(WIDTH * 4)));
+    constexpr int BITS = 32 / Kind::DEPTH;
+    const Shorts pairs = reinterpret_cast<const Shorts&>(words);
+    const Shorts numbers = pairs << (16 - BITS * (step + 1)) >> (16 - BITS);
+    return reinterpret_cast<const Words&>(numbers);
+  }
+
+  template <int R, int V>
+  [[gnu::always_inline]] void add_words(const CodedProduct& product, int64_t row, const WantedWords& words, int column,
+                                        int64_t first, int64_t last, Whole (&sums)[R][V]) const {
+    const char* input = product.input + row * product.row_bytes;
+    for (int64_t k = first; k < last; ++k) {
+      words.want<V>(k, column);
+      add_steps<STEPS, R, V>(
+          input + k * STEPS * WORD, product.row_bytes,
+          [&](int step, int v) {
+            return unpacked(load_as<Words>(words.words + k * TILE_WORD + (column + v * WIDTH) * WORD), step);
+          },
+          [&](int r, int v, Words x, Words numbers) { add(x, numbers, sums[r][v]); });
+    }
+  }
+
+  template <int R, int V>
+  [[gnu::always_inline]] void add_unpacked(const CodedProduct& product, int64_t row, int64_t first, int64_t last,
+                                           const char* unpacked, Whole (&sums)[R][V]) const {
+    const char* input = product.input + row * product.row_bytes + first * STEPS * WORD;
+    for (int64_t k = 0; k < (last - first) * STEPS; ++k)
+      add_steps<1, R, V>(
+          input + k * WORD, product.row_bytes,
+          [&](int, int v) { return load_as<Words>(unpacked + k * TILE_WORD + v * WIDTH * WORD); },
+          [&](int r, int v, Words x, Words numbers) { add(x, numbers, sums[r][v]); });
+  }
+
+  Floats number(const CodedProduct& product, int64_t place, Whole sum) const {
+    return __builtin_convertvector(sum, Floats) * input_scale(product, place);
+  }
+  static float input_sum(const CodedProduct& product, int64_t place) { return rounded_sum(product, place); }
+
+ private:
+  static void add(Words x, Words numbers, Whole& sum) {
+    add_pairs(reinterpret_cast<const Whole&>(x), reinterpret_cast<const Whole&>(numbers), sum);
+  }
+
+  template <typename T>
+  static std::pair<float, int64_t> round(const T* from, int64_t count, int16_t* to) {
+    constexpr uint32_t EXPONENT = 23, LARGEST = 14u << EXPONENT;  // 2^14 is what the largest exponent becomes
+    const float peak = peak_of(from, count);
+    const uint32_t exponent = load_as<uint32_t>(&peak) & 0x7f800000;
+    const uint32_t bits = exponent > LARGEST ? exponent - LARGEST : 0;
+    const uint32_t inverse = bits > 0 ? (254u << EXPONENT) - bits : 0;
+    const float scale = load_as<float>(&bits), factor = load_as<float>(&inverse);
+    Ints sums = {}, undefined = {};
+    for_lanes(from, count, [&](int64_t k, Lanes values) {
+      using Shorts = int16_t __attribute__((vector_size(LANES * 2)));
+      const Ints numbers = nearest(smaller(values * factor, Lanes{} + 32767.0f));
+      sums += numbers;
+      undefined |= ~defined(values);
+      if constexpr (Kind::DEPTH == 8)
+        store_as(to + k, __builtin_convertvector(__builtin_shufflevector(numbers, numbers, 0, 4, 1, 5, 2, 6, 3, 7,  //
+                                                                         8, 12, 9, 13, 10, 14, 11, 15),
+                                                 Shorts));
+      else
+        ShortProducts::keep(to + k, numbers);
+    });
+    const bool finite = exponent < 0x7f800000 && sum_of(undefined) == 0;
+    return {finite ? scale : std::numeric_limits<float>::quiet_NaN(), sum_of(sums)};
+  }
+};
 
 struct NibbleDigits;
 class BookDigits;
@@ -31,6 +182,12 @@ inline Shorts multiply_bytes(Words a, Words b) {
 #else
   return reinterpret_cast<Shorts>(_mm256_maddubs_epi16(reinterpret_cast<__m256i>(a), reinterpret_cast<__m256i>(b)));
 #endif
+}
+
+// sum += multiply_bytes(a, b); see add_pairs.
+inline void add_bytes(Words a, Words b, Shorts& sum) {
+  Shorts products;
+  asm("vpmaddubsw %3, %2, %1\n\tvpaddw %1, %0, %0" : "+v"(sum), "=&v"(products) : "v"(a), "v"(b));
 }
 
 // Of each byte of places, which is below 16, that byte of a table that stands in every 16 bytes.
@@ -53,34 +210,28 @@ inline Words with_signs(Words a, Words b) {
 #endif
 }
 
-// Kinds of codes: read(words) gives their numbers as bytes, product(numbers, half, inputs) those of half of the words'
-// times inputs. FIT: how many products 16 bits hold the sum of. ADDED: how much higher than they are numbers are read.
-// UNIT: what numbers are multiplied by.
+// Kinds of codes: numbers(places) are those of WIDTH * 4 codes, each in a byte; add(numbers, inputs, sum) adds their
+// products; unit() is what numbers are multiplied by. FIT: how many products 16 bits hold the sum of. ADDED: how much
+// higher than they are numbers are read. FLIPPED: the bits of codes that change then.
 
 // Whole numbers from -8 to 7.
 struct NibbleDigits {
   static constexpr int FIT = 8, ADDED = 8;
-  struct Numbers {
-    Words halves[2];
-  };
+  static constexpr uint32_t FLIPPED = 0x88888888;
 
   explicit NibbleDigits(const float*) {}
   float unit() const { return 1; }
-  Numbers read(Words words) const {
-    const Words lifted = words ^ 0x88888888;
-    return {{lifted & 0x0f0f0f0f, (lifted >> 4) & 0x0f0f0f0f}};
-  }
-  static Shorts product(const Numbers& numbers, int half, Words inputs) {
-    return multiply_bytes(numbers.halves[half], inputs);
-  }
+  static Words numbers(Words places) { return places; }
+  static void add(Words numbers, Words inputs, Shorts& sum) { add_bytes(numbers, inputs, sum); }
 };
 
 // Any 16 numbers, rounded to 8 bits.
 class BookDigits {
  public:
   static constexpr int FIT = 1, ADDED = 0;
+  static constexpr uint32_t FLIPPED = 0;
   struct Numbers {
-    Words sizes[2], signed_[2];
+    Words sizes, signed_;
   };
 
   explicit BookDigits(const float* codebook) {
@@ -96,12 +247,9 @@ class BookDigits {
     sizes_ = load_as<Words>(sizes);
   }
   float unit() const { return unit_; }
-  Numbers read(Words words) const {
-    const Words lower = words & 0x0f0f0f0f, upper = (words >> 4) & 0x0f0f0f0f;
-    return {{looked_up(sizes_, lower), looked_up(sizes_, upper)}, {looked_up(numbers_, lower), looked_up(numbers_, upper)}};
-  }
-  static Shorts product(const Numbers& numbers, int half, Words inputs) {
-    return multiply_bytes(numbers.sizes[half], with_signs(inputs, numbers.signed_[half]));
+  Numbers numbers(Words places) const { return {looked_up(sizes_, places), looked_up(numbers_, places)}; }
+  static void add(const Numbers& numbers, Words inputs, Shorts& sum) {
+    sum += multiply_bytes(numbers.sizes, with_signs(inputs, numbers.signed_));
   }
 
  private:
@@ -109,101 +257,93 @@ class BookDigits {
   float unit_;
 };
 
-// Products of digits, see grouped.h.
+// Products of whole numbers of 8 bits, four at a time. Of the 8 inputs that stand for a word of weights, those of its lower
+// halves of bytes come first, then those of the upper ones.
 template <typename Kind, typename Digits>
 struct DigitProducts {
   using Register = Whole;
-  static constexpr int ROWS = 4;
+  static constexpr int ROWS = 4, MANY = WIDTH == 16 ? 8 : 6, STEPS = 2, ADDED = Digits::ADDED;
+  static constexpr int64_t MOST = 128 / Kind::DEPTH;
+  static constexpr bool GROUP_SUMS = false;
 
   // Of each output there are two sums.
   static constexpr int vectors(int rows) { return rows == 1 ? 3 : rows == 2 && WIDTH < 16 ? 2 : WIDTH == 16 ? 3 : 1; }
 
   explicit DigitProducts(const float* codebook) : digits_(codebook) {}
 
-  // Returns rows of bytes; scales are, for each row and group, the scale and what is to be taken off the sum.
   template <typename T>
   static Input prepare(const T* from, int64_t rows, int64_t inputs, int64_t depth, const int32_t* starts,
                        int64_t groups) {
-    const int64_t row_bytes = depth * Kind::DEPTH + LANES;  // the last numbers are written with some behind them
-    Input input{nullptr, row_bytes, c10::GetCPUAllocator()->allocate(rows * row_bytes),
-                std::vector<float>(2 * rows * groups)};
-    auto* to = static_cast<int8_t*>(input.buffer.get());
-    input.data = reinterpret_cast<const char*>(to);
-    for_rows(rows, inputs, [&](int64_t first, int64_t last) {
-      for (int64_t r = first; r < last; ++r)
-        for (int64_t g = 0; g < groups; ++g) {
-          const int64_t begin = starts[g] * Kind::DEPTH, end = starts[g + 1] * Kind::DEPTH;
-          const int64_t count = std::clamp<int64_t>(inputs - begin, 0, end - begin);
-          int8_t* row = to + r * row_bytes + begin;
-          std::fill(row + count / LANES * LANES, row + (end - begin), int8_t{0});
-          Ints sums = {};
-          float* scales = &input.scales[2 * (r * groups + g)];
-          scales[0] = round_row(from + r * inputs + begin, count, [&](int64_t k, Ints numbers) {
-            keep(row + k, numbers);
-            sums += numbers;
-          });
-          int32_t sum = 0;
-          for (int i = 0; i < LANES; ++i) sum += sums[i];
-          scales[1] = static_cast<float>(sum * Digits::ADDED);
-        }
-    });
-    return input;
+    return grouped_rows<int8_t, Kind>(from, rows, inputs, depth, starts, groups, round<T>);
   }
 
-  // Loops over registers must be unrolled before the compiler decides what is kept in registers, hence the pragmas.
+  static Words unpacked(Words words, int step) { return ((words ^ Digits::FLIPPED) >> (4 * step)) & 0x0f0f0f0f; }
+
   template <int R, int V>
   [[gnu::always_inline]] void add_words(const CodedProduct& product, int64_t row, const WantedWords& words, int column,
                                         int64_t first, int64_t last, Whole (&sums)[R][V]) const {
-    const char* input = product.input + row * product.row_bytes;
-    for (int64_t k = first; k < last;) {
-      Shorts partial[R][V] = {};
-      for (const int64_t stop = std::min(last, k + TOGETHER); k < stop; ++k) {
-        words.want<V>(k, column);
-        typename Digits::Numbers numbers[V];
-#pragma GCC unroll 3
-        for (int v = 0; v < V; ++v)
-          numbers[v] = digits_.read(load_as<Words>(words.words + k * TILE_WORD + (column + v * WIDTH) * WORD));
-#pragma GCC unroll 4
-        for (int r = 0; r < R; ++r)
-#pragma GCC unroll 2
-          for (int half = 0; half < 2; ++half) {
-            const Words x = Words{} + load_as<uint32_t>(input + r * product.row_bytes + k * Kind::DEPTH + half * WORD);
-#pragma GCC unroll 3
-            for (int v = 0; v < V; ++v) {
-              if constexpr (Digits::FIT == 1)
-                sums[r][v] += summed(Digits::product(numbers[v], half, x));
-              else
-                partial[r][v] += Digits::product(numbers[v], half, x);
-            }
-          }
-      }
-      if constexpr (Digits::FIT > 1)
-#pragma GCC unroll 4
-        for (int r = 0; r < R; ++r)
-#pragma GCC unroll 3
-          for (int v = 0; v < V; ++v) sums[r][v] += summed(partial[r][v]);
-    }
+    add_fitting<STEPS>(product, row, first, last, sums, [&](int64_t k, int step, int v) {
+      if (step == 0 && v == 0) words.want<V>(k, column);
+      return unpacked(load_as<Words>(words.words + k * TILE_WORD + (column + v * WIDTH) * WORD), step);
+    });
+  }
+
+  template <int R, int V>
+  [[gnu::always_inline]] void add_unpacked(const CodedProduct& product, int64_t row, int64_t first, int64_t last,
+                                           const char* unpacked, Whole (&sums)[R][V]) const {
+    add_fitting<STEPS>(product, row, first, last, sums, [&](int64_t k, int step, int v) {
+      return load_as<Words>(unpacked + ((k - first) * STEPS + step) * TILE_WORD + v * WIDTH * WORD);
+    });
   }
 
   Floats number(const CodedProduct& product, int64_t place, Whole sum) const {
-    const float* scales = product.input_scales + 2 * place;
-    return (__builtin_convertvector(sum, Floats) - scales[1]) * (scales[0] * digits_.unit());
+    return __builtin_convertvector(sum, Floats) * (input_scale(product, place) * digits_.unit());
   }
+  static float input_sum(const CodedProduct& product, int64_t place) { return rounded_sum(product, place); }
 
  private:
   static constexpr int64_t TOGETHER = std::max(1, Digits::FIT / 2);  // words whose products 16 bits hold the sum of
 
-  static void keep(int8_t* to, Ints numbers) {
-    using Bytes = int8_t __attribute__((vector_size(LANES)));
-    store_as(to, __builtin_convertvector(
-                     __builtin_shufflevector(numbers, numbers, 0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15),
-                     Bytes));
+  // at: (word, step, register) -> what is unpacked of it.
+  template <int S, int R, int V, typename At>
+  [[gnu::always_inline]] void add_fitting(const CodedProduct& product, int64_t row, int64_t first, int64_t last,
+                                          Whole (&sums)[R][V], const At& at) const {
+    const char* input = product.input + row * product.row_bytes;
+    for (int64_t k = first; k < last; k += TOGETHER) {
+      Shorts partial[R][V];
+      make_zero(partial);
+      for (int64_t i = k; i < std::min(last, k + TOGETHER); ++i)
+        add_steps<S, R, V>(
+            input + i * S * WORD, product.row_bytes, [&](int step, int v) { return digits_.numbers(at(i, step, v)); },
+            [&](int r, int v, Words x, const auto& numbers) {
+              Digits::add(numbers, x, partial[r][v]);
+              if constexpr (Digits::FIT == 1) move(partial[r][v], sums[r][v]);
+            });
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r)
+#pragma GCC unroll 6
+        for (int v = 0; v < V; ++v) move(partial[r][v], sums[r][v]);
+    }
   }
 
-  // The two of each lane added up.
-  static Whole summed(Shorts products) {
+  // Adds the two of each lane.
+  static void move(Shorts& from, Whole& to) {
     const Shorts ones = Shorts{} + 1;
-    return multiply_pairs(reinterpret_cast<const Whole&>(products), reinterpret_cast<const Whole&>(ones));
+    to += multiply_pairs(reinterpret_cast<const Whole&>(from), reinterpret_cast<const Whole&>(ones));
+    from = Shorts{};
+  }
+
+  template <typename T>
+  static std::pair<float, int64_t> round(const T* from, int64_t count, int8_t* to) {
+    Ints sums = {};
+    const float scale = round_row(from, count, [&](int64_t k, Ints numbers) {
+      using Bytes = int8_t __attribute__((vector_size(LANES)));
+      sums += numbers;
+      store_as(to + k, __builtin_convertvector(
+                           __builtin_shufflevector(numbers, numbers, 0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15),
+                           Bytes));
+    });
+    return {scale, sum_of(sums)};
   }
 
   Digits digits_;

@@ -22,6 +22,7 @@ inline Words nearest_bf16(Floats value) {
 template <typename Kind, typename Inner>
 struct ExpandedProducts {
   using Weights = typename Inner::Weights;
+  static constexpr bool GROUP_SUMS = false;
   static constexpr int64_t INPUTS = 96;  // of a part; a multiple of what every Inner takes at once
 
   template <typename T>

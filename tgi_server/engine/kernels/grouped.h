@@ -1,18 +1,25 @@
-// Products with codes for few rows: numbers are made of codes in registers, as often as rows are multiplied by them, and
-// added up group by group of the weights.
+// Products with codes that are added up group by group of the weights. For few rows numbers are made of codes in registers,
+// as often as rows are multiplied by them.
 //
 // Set is a type that is made of a codebook, with
 //   Register, what the sums of a group are kept in;
 //   ROWS, how many one pass over a tile's words serves; vectors(rows), the registers of outputs that are computed
 //   together, as many as leave room for words and numbers beside the sums;
+//   MOST, the words whose products a sum holds; ADDED, how much higher than they are numbers are read;
 //   add_words(product, row, words, column, first, last, sums), which adds the products of words first .. last - 1;
 //   number(product, place, sum), the float that a sum stands for, place being that of its row and group;
-//   prepare(from, rows, inputs, depth, starts, groups), which returns the rows as add_words reads them: an Input.
+//   input_sum(product, place), the sum of a group's inputs;
+//   prepare(from, rows, inputs, depth, starts, groups), which returns the rows as add_words reads them: an Input;
+//   GROUP_SUMS, true if input_sum needs those of the product.
+// One that makes its numbers in two steps has STEPS, of a word, as well:
+//   unpacked(words, step), what stands between words and numbers; MANY, how many rows share what is unpacked;
+//   add_unpacked(product, row, first, last, unpacked, sums), as add_words.
 //
 // Every row is added up in the same order, whatever rows are beside it.
 
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <utility>
@@ -23,9 +30,23 @@
 
 namespace oatmill {
 
+// One by one: an array that is made zero at once is kept in memory.
+template <int R, int V, typename Register>
+[[gnu::always_inline]] inline void make_zero(Register (&sums)[R][V]) {
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 6
+    for (int v = 0; v < V; ++v) sums[r][v] = Register{};
+}
+
+// Registers of outputs that are computed together by sets that read unpacked words.
+constexpr int UNPACKED_VECTORS = WIDTH == 16 ? 3 : REGISTERS == 32 ? 4 : 2;
+
 // The kernel made of a set of instructions.
 template <typename Set>
 struct GroupedProducts {
+  static constexpr bool GROUP_SUMS = Set::GROUP_SUMS;
+
   template <typename T>
   static Input prepare(const T* from, int64_t rows, int64_t inputs, int64_t depth, const int32_t* starts,
                        int64_t groups) {
@@ -35,45 +56,121 @@ struct GroupedProducts {
   static void multiply(const CodedProduct& product, int64_t first_row, int64_t rows, int64_t tile, int64_t next_tile,
                        char* totals) {
     const Set set(product.codebook);
-    const WantedWords words{product.words(tile), product.words(next_tile), product.depth};
+    const Tile at{{product.words(tile), product.words(next_tile), product.depth},
+                  tile * product.groups * COLUMNS,
+                  next_tile * product.groups * COLUMNS};
+    float* sums = reinterpret_cast<float*>(totals);
+    if constexpr (UNPACKS) {
+      if (rows > Set::ROWS) return multiply_unpacked(set, product, first_row, rows, at, sums);
+    }
     for_each_block(rows, Set::ROWS, [&](int64_t first, int64_t count) {
-      BLOCKS[count - 1](set, product, first_row + first, words, tile * product.groups * COLUMNS,
-                        reinterpret_cast<float*>(totals) + first * COLUMNS);
+      BLOCKS[count - 1](set, product, first_row + first, at, sums + first * COLUMNS);
     });
   }
 
  private:
-  using Block = void (*)(const Set&, const CodedProduct&, int64_t, const WantedWords&, int64_t, float*);
+  static constexpr bool UNPACKS = requires { Set::STEPS; };
 
-  // scaled: where the scales of the tile's first group stand.
-  template <int R>
-  static void multiply_block(const Set& set, const CodedProduct& product, int64_t row, const WantedWords& words,
-                             int64_t scaled, float* totals) {
-    constexpr int V = Set::vectors(R);
-    for (int column = 0; column < COLUMNS; column += V * WIDTH)
-      multiply_columns<R, V>(set, product, row, words, scaled + column, column, totals + column);
+  // scaled: where the scales of the first group stand, and those of the tile that comes next.
+  struct Tile {
+    WantedWords words;
+    int64_t scaled, next_scaled;
+  };
+
+  // Words of one group. begins: they are its first ones.
+  struct Part {
+    int64_t group, first, last;
+    bool begins;
+  };
+
+  using Block = void (*)(const Set&, const CodedProduct&, int64_t, const Tile&, float*);
+
+  // Calls work(part) for all words of a tile, and asks for the next tile's scales meanwhile.
+  template <typename Work>
+  static void for_each_part(const CodedProduct& product, const Tile& tile, const Work& work) {
+    for (int64_t g = 0; g < product.groups; ++g) {
+      product.scales.want(tile.next_scaled + g * COLUMNS);
+      const int64_t begin = product.starts[g], end = product.starts[g + 1];
+      for (int64_t first = begin; first < end; first += Set::MOST)
+        work(Part{g, first, std::min<int64_t>(end, first + Set::MOST), first == begin});
+    }
   }
 
-  template <int R, int V>
-  static void multiply_columns(const Set& shared, const CodedProduct& product, int64_t row, const WantedWords& words,
-                               int64_t scaled, int column, float* totals) {
-    const Set set = shared;  // a copy, which stays in registers
-    for (int64_t g = 0; g < product.groups; ++g, scaled += COLUMNS) {
-      typename Set::Register sums[R][V] = {};
-      set.add_words(product, row, words, column, product.starts[g], product.starts[g + 1], sums);
-#pragma GCC unroll 6
-      for (int r = 0; r < R; ++r) {
-        const int64_t place = (row + r) * product.groups + g;
-#pragma GCC unroll 6
-        for (int v = 0; v < V; ++v) {
-          float* total = totals + r * COLUMNS + v * WIDTH;
-          const Floats before = g == 0 ? Floats{} : load_as<Floats>(total);
-          const Floats scale = product.scales.scale(scaled + v * WIDTH);
-          Floats sum = multiply_add(set.number(product, place, sums[r][v]), scale, before);
-          if (product.scales.shifted())
-            sum = multiply_add(Floats{} + product.sums[place], product.scales.offset(scaled + v * WIDTH, scale), sum);
-          store_as(total, sum);
+  template <int R>
+  static void multiply_block(const Set& shared, const CodedProduct& product, int64_t row, const Tile& tile,
+                             float* totals) {
+    constexpr int V = Set::vectors(R);
+    for (int column = 0; column < COLUMNS; column += V * WIDTH) {
+      const Set set = shared;  // a copy, which stays in registers
+      for_each_part(product, tile, [&](const Part& part) {
+        typename Set::Register sums[R][V];
+        make_zero(sums);
+        set.add_words(product, row, tile.words, column, part.first, part.last, sums);
+        add_to_totals(set, product, row, part, tile.scaled + part.group * COLUMNS + column, sums, totals + column);
+      });
+    }
+  }
+
+  static void multiply_unpacked(const Set& set, const CodedProduct& product, int64_t first_row, int64_t rows,
+                                const Tile& tile, float* totals) {
+    for_each_part(product, tile, [&](const Part& part) {
+      alignas(64) static thread_local char unpacked[Set::MOST * Set::STEPS * TILE_WORD];
+      char* to = unpacked;
+      for (int64_t k = part.first; k < part.last; ++k) {
+        tile.words.template want<COLUMNS / WIDTH>(k, 0);
+        for (int column = 0; column < COLUMNS; column += WIDTH) {
+          const Words words = load_as<Words>(tile.words.words + k * TILE_WORD + column * WORD);
+#pragma GCC unroll 4
+          for (int step = 0; step < Set::STEPS; ++step)
+            store_as(to + step * TILE_WORD + column * WORD, Set::unpacked(words, step));
         }
+        to += Set::STEPS * TILE_WORD;
+      }
+      for_each_block(rows, Set::MANY, [&](int64_t first, int64_t count) {
+        UNPACKED_BLOCKS[count - 1](set, product, first_row + first, part, tile.scaled + part.group * COLUMNS, unpacked,
+                                   totals + first * COLUMNS);
+      });
+    });
+  }
+
+  template <int R>
+  static void multiply_unpacked_block(const Set& shared, const CodedProduct& product, int64_t row, const Part& part,
+                                      int64_t scaled, const char* unpacked, float* totals) {
+    constexpr int V = UNPACKED_VECTORS;
+    const Set set = shared;
+    for (int column = 0; column < COLUMNS; column += V * WIDTH) {
+      typename Set::Register sums[R][V];
+      make_zero(sums);
+      set.add_unpacked(product, row, part.first, part.last, unpacked + column * WORD, sums);
+      add_to_totals(set, product, row, part, scaled + column, sums, totals + column);
+    }
+  }
+
+  // scaled: where the scales of the first of the outputs stand.
+  template <int R, int V>
+  [[gnu::always_inline]] static void add_to_totals(const Set& set, const CodedProduct& product, int64_t row,
+                                                   const Part& part, int64_t scaled,
+                                                   const typename Set::Register (&sums)[R][V], float* totals) {
+    const bool shifted = part.begins && (Set::ADDED != 0 || product.scales.shifted());
+    Floats scales[V], offsets[V];
+#pragma GCC unroll 6
+    for (int v = 0; v < V; ++v) {
+      scales[v] = product.scales.scale(scaled + v * WIDTH);
+      offsets[v] = Floats{};
+      if (!shifted) continue;
+      if (product.scales.shifted()) offsets[v] = product.scales.offset(scaled + v * WIDTH, scales[v]);
+      if (Set::ADDED != 0) offsets[v] = multiply_add(Floats{} - static_cast<float>(Set::ADDED), scales[v], offsets[v]);
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+      const int64_t place = (row + r) * product.groups + part.group;
+#pragma GCC unroll 6
+      for (int v = 0; v < V; ++v) {
+        float* total = totals + r * COLUMNS + v * WIDTH;
+        const Floats before = part.first == 0 ? Floats{} : load_as<Floats>(total);
+        Floats sum = multiply_add(set.number(product, place, sums[r][v]), scales[v], before);
+        if (shifted) sum = multiply_add(Floats{} + Set::input_sum(product, place), offsets[v], sum);
+        store_as(total, sum);
       }
     }
   }
@@ -81,13 +178,24 @@ struct GroupedProducts {
   static constexpr auto BLOCKS = []<int... R>(std::integer_sequence<int, R...>) {
     return std::array<Block, Set::ROWS>{&multiply_block<R + 1>...};
   }(std::make_integer_sequence<int, Set::ROWS>());
+
+  static constexpr auto UNPACKED_BLOCKS = [] {
+    if constexpr (UNPACKS)
+      return []<int... R>(std::integer_sequence<int, R...>) {
+        return std::array{&multiply_unpacked_block<R + 1>...};
+      }(std::make_integer_sequence<int, Set::MANY>());
+    else
+      return 0;
+  }();
 };
 
 // Products of floats.
 template <typename Kind>
 struct CodeProducts {
   using Register = Floats;
-  static constexpr int ROWS = WIDTH == 16 ? 6 : 4;
+  static constexpr int ROWS = WIDTH == 16 ? 6 : 4, ADDED = 0;
+  static constexpr int64_t MOST = int64_t{1} << 32;
+  static constexpr bool GROUP_SUMS = true;
 
   static constexpr int vectors(int rows) {
     if (WIDTH == 16) return 3;
@@ -133,6 +241,7 @@ struct CodeProducts {
   }
 
   Floats number(const CodedProduct&, int64_t, Floats sum) const { return sum; }
+  static float input_sum(const CodedProduct& product, int64_t place) { return product.sums[place]; }
 
  private:
   Kind kind_;

@@ -53,9 +53,9 @@ struct FloatProducts {
   }
 };
 
-// Rounds a row to whole numbers of 8 bits, a register at a time: keep(k, numbers). Returns its scale.
-template <typename T, typename Keep>
-float round_row(const T* from, int64_t size, const Keep& keep) {
+// The largest magnitude in a row.
+template <typename T>
+float peak_of(const T* from, int64_t size) {
   Lanes peaks = {};
   int64_t k = 0;
   for (; k + LANES <= size; k += LANES) {
@@ -64,16 +64,28 @@ float round_row(const T* from, int64_t size, const Keep& keep) {
   }
   float peak = largest(peaks);
   for (; k < size; ++k) peak = std::max(peak, std::abs(static_cast<float>(from[k])));
-  const float factor = peak > 0 ? 127.0f / peak : 0.0f;
-  for (k = 0; k < size; k += LANES) {
+  return peak;
+}
+
+// Calls work(k, values) for LANES numbers of a row at a time, with zeros behind the last.
+template <typename T, typename Work>
+void for_lanes(const T* from, int64_t size, const Work& work) {
+  for (int64_t k = 0; k < size; k += LANES) {
     Lanes values = {};
     if (k + LANES <= size) {
       values = load(from + k);
     } else {
       for (int64_t i = k; i < size; ++i) values[i - k] = static_cast<float>(from[i]);
     }
-    keep(k, nearest(values * factor));
+    work(k, values);
   }
+}
+
+// Rounds a row to whole numbers of 8 bits, a register at a time: keep(k, numbers). Returns its scale.
+template <typename T, typename Keep>
+float round_row(const T* from, int64_t size, const Keep& keep) {
+  const float peak = peak_of(from, size), factor = peak > 0 ? 127.0f / peak : 0.0f;
+  for_lanes(from, size, [&](int64_t k, Lanes values) { keep(k, nearest(values * factor)); });
   return peak / 127.0f;
 }
 
@@ -82,7 +94,7 @@ float round_row(const T* from, int64_t size, const Keep& keep) {
 template <typename To, typename T, typename Keep>
 Input rounded_rows(const T* from, int64_t rows, int64_t inputs, int64_t padded_rows, int64_t padded, To empty,
                    const Keep& keep) {
-  const int64_t room = parts(padded, LANES) * LANES;
+  const int64_t room = apart(padded * sizeof(To), padded_rows) / sizeof(To);
   Input input{nullptr, room * static_cast<int64_t>(sizeof(To)),
               c10::GetCPUAllocator()->allocate(padded_rows * room * sizeof(To)), std::vector<float>(rows)};
   To* to = static_cast<To*>(input.buffer.get());
@@ -119,7 +131,7 @@ struct ShortProducts {
 
   static Whole row(const char* input) { return Whole{} + load_as<int32_t>(input); }
 
-  static void add(Whole row, Whole column, Whole& sum) { accumulate_pairs(row, column, sum); }
+  static void add(Whole row, Whole column, Whole& sum) { add_pairs(row, column, sum); }
 
   static void keep(int16_t* to, Ints numbers) {
     using Shorts = int16_t __attribute__((vector_size(LANES * 2)));

@@ -84,11 +84,12 @@ inline Whole multiply_pairs(Whole a, Whole b) {
 #endif
 }
 
-// sum += multiply_pairs(a, b), as accumulate does it.
-inline void accumulate_pairs(Whole a, Whole b, Whole& sum) {
-#if defined(__AVX2__) && !defined(__AVX512F__)
-  Whole product;
-  asm("vpmaddwd %3, %2, %1\n\tvpaddd %1, %0, %0" : "+x"(sum), "=&x"(product) : "x"(a), "x"(b));
+// sum += multiply_pairs(a, b). As instructions rather than by their intrinsics: of these, compilers compute many products
+// before they add the first, and the sums no longer fit the registers.
+inline void add_pairs(Whole a, Whole b, Whole& sum) {
+#if defined(__AVX2__)
+  Whole products;
+  asm("vpmaddwd %3, %2, %1\n\tvpaddd %1, %0, %0" : "+v"(sum), "=&v"(products) : "v"(a), "v"(b));
 #else
   sum += multiply_pairs(a, b);
 #endif

@@ -39,6 +39,13 @@ def test_each_number_of_rows_gets_its_fastest_kernel(measured, chosen) -> None:
     assert str(choice.choose(measured)) == chosen
 
 
+def test_inputs_of_32_bits_are_not_rounded_to_16() -> None:
+    assert load_kernels()
+    assert "codes_int16" in Weights.coded("int4", torch.bfloat16).kernels
+    assert "codes_int16" not in Weights.coded("int4", torch.float32).kernels
+    assert "codes_int8" not in Weights.coded("int4", torch.bfloat16).kernels
+
+
 @pytest.mark.parametrize("text", ["fma", "avx512_bf16,amx@16", "onednn"])
 def test_a_table_is_read_as_it_is_written(text) -> None:
     assert str(KernelTable.of(text)) == text

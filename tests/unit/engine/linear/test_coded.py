@@ -51,6 +51,8 @@ def test_every_kernel_is_the_linear_of_torch_for_any_number_of_rows(kind, inputs
         layer = CodedLinear(weight, bias, KernelTable.of(name))
         rounded = "bf16" in name or "amx" in name or name == "codes_int8"
         close = {"rtol": 1e-2, "atol": 2e-2} if rounded else {"rtol": 1e-5, "atol": 1e-5}
+        if name == "codes_int16":
+            close = {"rtol": 1e-4, "atol": 5e-4}
         for rows in ROWS if not name.endswith("emulated") else ROWS[::4]:
             x, residual = torch.randn(rows, inputs), torch.randn(rows, outputs)
             wanted = linear(x.double(), dense, bias.double())
@@ -90,6 +92,26 @@ def test_inputs_rounded_to_8_bits_lose_no_more_than_that(kind) -> None:
     assert error < (0.01 if kind == "int4" else 0.02)
 
 
+@pytest.mark.parametrize("kind", ["int4", "int4 without offsets", "int8", "int8 with offsets"])
+def test_inputs_rounded_to_16_bits_are_bfloat16_numbers_as_they_were(kind) -> None:
+    """Down to 1/128 of the largest of a group; groups of all sizes, also larger than a sum holds, in any order."""
+    groups = torch.arange(5).repeat_interleave(torch.tensor([1, 40, 64, 700, 60]))[torch.randperm(865)]
+    weight = random_weight(kind, 865, 70, groups)
+    x = (torch.randn(7, 865).sign() * (torch.rand(7, 865) + 2**-6)).bfloat16()
+    for scale in (1.0, 2.0**-60, 2.0**60):
+        actual = CodedLinear(weight, None, KernelTable.of("codes_int16"))((x * scale).float())
+        torch.testing.assert_close(actual / scale, linear(x.float(), weight.dense()), rtol=1e-4, atol=1e-4)
+
+
+def test_inputs_rounded_to_16_bits_that_are_no_numbers_stay_so() -> None:
+    layer, x = CodedLinear(random_weight("int4", 128, 70), None, KernelTable.of("codes_int16")), torch.randn(6, 128)
+    x[1, 40], x[3, 100], x[5] = torch.nan, torch.inf, 0
+    y = layer(x)
+    assert y[[1, 3]].isnan().all()
+    assert y[[0, 2, 4]].isfinite().all()
+    assert not y[5].any()
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("name", ["codes", "expanded"])
 def test_scales_of_16_bits_stay_so(dtype, name) -> None:
@@ -108,8 +130,8 @@ def test_zeros_that_are_no_whole_numbers_are_kept_as_they_are() -> None:
     torch.testing.assert_close(CodedLinear(weight)(x), linear(x, weight.dense()), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["int4", "codebook"])
-@pytest.mark.parametrize("name", ["codes", "expanded", "codes_int8"])
+@pytest.mark.parametrize("kind", ["int4", "codebook", "int8 with offsets"])
+@pytest.mark.parametrize("name", ["codes", "expanded", "codes_int8", "codes_int16"])
 def test_a_row_is_the_same_to_the_last_bit_whatever_is_beside_it(name, kind) -> None:
     layer = CodedLinear(random_weight(kind, 200, 100), None, KernelTable.of(name))
     x = torch.randn(40, 200)
