@@ -51,6 +51,10 @@ inline void store(c10::BFloat16* to, Lanes lanes) {
 #if defined(__AVX512BF16__)
   const __m256bh halves = _mm512_cvtneps_pbh(reinterpret_cast<const __m512&>(lanes));
   std::memcpy(to, &halves, sizeof(halves));
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+#pragma GCC unroll 4
+  for (int i = 0; i < LANES / WIDTH; ++i)
+    store_as(to + i * WIDTH, vcvt_bf16_f32(reinterpret_cast<float32x4_t>(register_of<Floats>(lanes, i))));
 #else
   using Short = uint16_t __attribute__((vector_size(WIDTH * 2)));
 #pragma GCC unroll 4
@@ -71,6 +75,10 @@ inline void store(c10::Half* to, Lanes lanes) {
   for (int i = 0; i < LANES; i += 8)
     _mm_storeu_si128(reinterpret_cast<__m128i*>(to + i),
                      _mm256_cvtps_ph(_mm256_loadu_ps(reinterpret_cast<const float*>(&lanes) + i), 0));
+#elif defined(__aarch64__)
+#pragma GCC unroll 4
+  for (int i = 0; i < LANES / WIDTH; ++i)
+    store_as(to + i * WIDTH, vcvt_f16_f32(reinterpret_cast<float32x4_t>(register_of<Floats>(lanes, i))));
 #else
   for (int i = 0; i < LANES; ++i) to[i] = static_cast<c10::Half>(lanes[i]);
 #endif
