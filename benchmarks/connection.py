@@ -53,8 +53,7 @@ class Connection:
         head = f"{method} {self._prefix}{path} HTTP/1.1\r\n{self._headers}Content-Length: {len(body)}\r\n\r\n"
         try:
             async with asyncio.timeout(limit):
-                exchange = await self._open()
-                return await exchange.send(head.encode() + body)
+                return await self._send(head.encode() + body)
         except TimeoutError:
             self.close()
             raise ServerUnavailable(f"{self._url} did not answer {path} within {limit:g} s") from None
@@ -71,6 +70,15 @@ class Connection:
         if self._exchange is not None:
             self._exchange.close()
             self._exchange = None
+
+    async def _send(self, request: bytes) -> TimedResponse:
+        reused = self._exchange is not None and not self._exchange.closed
+        try:
+            return await (await self._open()).send(request)
+        except ConnectionResetError:
+            if not reused or self.received:
+                raise
+        return await (await self._open()).send(request)  # the server had given up the idle connection
 
     async def _open(self) -> "_Exchange":
         if self._exchange is None or self._exchange.closed:

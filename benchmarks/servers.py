@@ -15,6 +15,7 @@ from pathlib import Path
 
 from benchmarks.connection import Connection, ServerUnavailable
 from benchmarks.workloads import adapter_name
+from shared.control_groups import usable_cores
 from tgi_server.launcher.machine import free_port
 
 _PROGRAMS = Path(sys.executable).parent
@@ -67,6 +68,12 @@ PEERS = {
         {"VLLM_CPU_OMP_THREADS_BIND": f"0-{(os.cpu_count() or 1) - 1}", "VLLM_CPU_KVCACHE_SPACE": "4"},
         adapter_flags="--enable-lora --max-loras 8 --max-lora-rank 16 --lora-modules {apart}",
     ),
+    "llama.cpp": ServerCommand(
+        "llama.cpp",
+        f"llama-server --model {{model}}-Q4_K_M.gguf --threads {usable_cores()} --parallel 32 --ctx-size 32768 "
+        "--host 127.0.0.1 --port {port}",
+    ),
+    "openvino": ServerCommand("openvino", "python -m benchmarks.openvino_server {model}-openvino {port}"),
 }
 
 

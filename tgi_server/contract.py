@@ -6,6 +6,10 @@ They are defined here once. `wire.py` turns them into the messages of `generate.
 from dataclasses import dataclass, field
 from enum import Enum
 
+# Tokens that may be drafted for a sequence in one step: the router grants blocks for so many ahead, and more are hardly
+# ever all right.
+MOST_DRAFTED = 32
+
 
 class FinishReason(Enum):
     """The reason why a request ended. Named as in TGI's HTTP interface; the values are what clients see."""

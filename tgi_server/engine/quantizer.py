@@ -22,7 +22,7 @@ from transformers.utils import logging as transformers_logging
 from tgi_server.engine.errors import UnsupportedModel
 from tgi_server.engine.quantization.formats import gptq as gptq_format
 from tgi_server.engine.quantization.gptq import GptqSettings, Hessian, round_weight
-from tgi_server.engine.sharding.checkpoint import INDEX, fingerprint, open_checkpoint
+from tgi_server.engine.sharding.checkpoint import INDEX, check_files, fingerprint, open_checkpoint
 
 _SETTINGS = "quantize_config.json"
 # In the folder of an unfinished run: what it is a run of.
@@ -42,6 +42,7 @@ def quantize_folder(
     samples: calibration texts, [tokens] int64 each. What an earlier, interrupted run of the same kind has written is
     taken over. Raises UnsupportedModel for a model that cannot be quantised, and when the target holds something.
     """
+    check_files(source)
     transformers_logging.disable_progress_bar()  # of every single layer's weights
     config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code, local_files_only=True)
     model = _Layers(source, config, trust_remote_code)

@@ -15,7 +15,7 @@ from tgi_server.engine.errors import EngineError, InvalidWeights, ModelNotFound,
 from tgi_server.engine.quantization import Quantization, find_quantization
 from tgi_server.engine.quantization.kv_scales import read_kv_scales
 from tgi_server.engine.sharding import ShardGroup
-from tgi_server.engine.sharding.checkpoint import open_checkpoint
+from tgi_server.engine.sharding.checkpoint import check_files, open_checkpoint
 from tgi_server.engine.sharding.model import load_quantized, load_shard, placement
 
 
@@ -56,6 +56,7 @@ def load_model(config: EngineConfig, device: torch.device) -> PreTrainedModel:
     """
     model_config = load_config(config)
     check_weight_files(config.model_path)
+    check_files(config.model_path)
     checkpoint_dtype = getattr(model_config.get_text_config(decoder=True), "dtype", None)
     dtype = resolve_dtype(config.dtype, checkpoint_dtype, device, custom_kernels=config.custom_kernels)
     factory = AutoModelForSeq2SeqLM if model_config.is_encoder_decoder else AutoModelForCausalLM
@@ -146,13 +147,9 @@ def check_weight_files(path: Path) -> None:
 def _load(path: Path, load: Callable[[], tuple[PreTrainedModel, dict]]) -> tuple[PreTrainedModel, dict]:
     try:
         return load()
-    except SafetensorError as error:
-        raise InvalidWeights(
-            f"{path}: a safetensors file is corrupt or incomplete ({_first_line(error)}); download it again"
-        ) from error
     except EngineError:
         raise
-    except (OSError, RuntimeError, ValueError, KeyError, ImportError) as error:
+    except (SafetensorError, OSError, RuntimeError, ValueError, KeyError, ImportError) as error:
         raise UnsupportedModel(f"{path} cannot be loaded: {_first_line(error)}") from error
 
 

@@ -163,6 +163,8 @@ class ServingSettings(ServiceSettings):
             )
         if self.prometheus_port and self.prometheus_port == self.port:
             raise ValueError(f"--port and --prometheus-port are both {self.port}")
+        if self.adapter_root is not None and not self.allow_adapter_updates:
+            raise ValueError("--adapter-root does nothing without --allow-adapter-updates; add that, or leave it out")
         if self.allow_adapter_updates and not (self.api_key or self.api_key_file):
             raise ValueError("--allow-adapter-updates needs --api-key or --api-key-file: who has a key may update")
         if self.allow_adapter_updates and (self.adapter_root is None or not self.adapter_root.is_dir()):

@@ -8,6 +8,7 @@ from pydantic_settings import CliPositionalArg
 
 from shared.settings import CommaSeparated, Refused, ServiceSettings
 from tgi_server import demo_model
+from tgi_server.contract import MOST_DRAFTED
 
 # Formats of checkpoints, and ways to round weights while loading.
 QUANTIZE = (
@@ -58,8 +59,9 @@ class ModelSettings(CheckpointSettings):
 
     speculate: NonNegativeInt = Field(
         0,
+        le=MOST_DRAFTED,
         description="tokens drafted for a sequence in one step, at most, from its own text and from earlier replies; "
-        "with --speculative-model 4, if nothing else is said",
+        f"up to {MOST_DRAFTED}; with --speculative-model 4, if nothing else is said",
     )
     speculative_model: str | None = Field(
         None, description="a small model with the same tokenizer that drafts: a local folder, or an id of the hub"

@@ -217,3 +217,24 @@ async def test_no_server_and_a_slow_one_are_told_apart(serve: Any, unused_tcp_po
 def test_what_is_not_a_url_is_refused() -> None:
     with pytest.raises(ValueError, match="is not a URL"):
         Connection("127.0.0.1:80")
+
+
+async def test_a_connection_that_the_server_gives_up_between_two_requests_is_opened_anew() -> None:
+    """Such as llama.cpp's after a stream: the next request and the end of the connection cross."""
+    requests = 0
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal requests
+        await reader.readuntil(b"\r\n\r\n")
+        requests += 1
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok")
+        await reader.readuntil(b"\r\n\r\n")
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    async with server:
+        connection = Connection(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        for _ in range(3):
+            assert (await connection.request("GET", "/health")).body == b"ok"
+        assert requests == 3
+        connection.close()

@@ -13,7 +13,7 @@ import pytest
 from benchmarks.api import APIS
 from benchmarks.connection import Connection, ServerUnavailable
 from benchmarks.load import Target, run_workload
-from benchmarks.servers import OURS, ServerCommand, ServerDidNotStart, running
+from benchmarks.servers import OURS, PEERS, ServerCommand, ServerDidNotStart, running
 from benchmarks.workloads import Workload
 from tests.timing import eventually
 
@@ -91,3 +91,10 @@ def test_a_server_is_told_of_the_adapters_beside_the_model() -> None:
         *("serve", "/models/opt", "--lora-adapters"),
         "adapter-0=/models/opt-adapters/adapter-0,adapter-1=/models/opt-adapters/adapter-1",
     ]
+
+
+@pytest.mark.parametrize(("peer", "beside"), [("llama.cpp", "-Q4_K_M.gguf"), ("openvino", "-openvino")])
+def test_peers_of_4_bits_read_what_lies_beside_the_model(peer: str, beside: str, tmp_path: Path) -> None:
+    arguments = PEERS[peer].arguments(tmp_path / "llama-360m", 8090)
+    assert f"{tmp_path}/llama-360m{beside}" in arguments
+    assert "8090" in arguments

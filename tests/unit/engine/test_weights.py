@@ -21,7 +21,12 @@ from tgi_server.engine.weights import load_model
         ("generation config", UnsupportedModel, "generation_config.json cannot be read as JSON"),
         ("generation config that is a list", UnsupportedModel, "generation_config.json is not a JSON object"),
         ("no weights", ModelNotFound, "no \\*.safetensors"),
-        ("truncated", InvalidWeights, "corrupt or incomplete"),
+        (
+            "truncated",
+            InvalidWeights,
+            r"model.safetensors is corrupt or incomplete from tensor [\w.]+ on: it has [\d,]+ of [\d,]+ bytes; down",
+        ),
+        ("no file of weights", InvalidWeights, r"model.safetensors is corrupt or incomplete \(.*\); download it again"),
         ("float16 without kernels", UnsupportedModel, "--dtype bfloat16"),
     ],
 )
@@ -41,6 +46,8 @@ def test_a_folder_that_cannot_be_loaded_says_why(tmp_path, broken, error, messag
     if broken == "truncated":
         weights = folder / "model.safetensors"
         weights.write_bytes(weights.read_bytes()[:-1000])
+    if broken == "no file of weights":
+        (folder / "model.safetensors").write_bytes(b"<html>not found</html>")
     without_kernels = broken == "float16 without kernels"
     dtype = torch.float16 if without_kernels else None
     with pytest.raises(error, match=message):

@@ -95,6 +95,9 @@ def test_who_may_update_adapters_has_a_key_and_a_folder(tmp_path: Path, capsys: 
         with pytest.raises(SystemExit):
             read(allow, *flags)
         assert told in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        read("--api-key=k", f"--adapter-root={tmp_path}")
+    assert "--adapter-root does nothing without --allow-adapter-updates" in capsys.readouterr().err
     assert read(allow, "--api-key=k", f"--adapter-root={tmp_path}").adapter_root == tmp_path
 
 

@@ -61,10 +61,11 @@ class _Forward:
         **_: Any,
     ) -> ForwardOutput:
         hidden, rotation = self._before(self._inside, input_ids, position_ids)
-        for layers in self._inside.layers:
+        wanted = logits_to_keep if isinstance(logits_to_keep, Tensor) else None
+        *stacks, last = self._inside.layers
+        for layers in stacks:
             hidden = layers(hidden, past_key_values=past_key_values, position_embeddings=rotation)
-        if isinstance(logits_to_keep, Tensor):
-            hidden = hidden[:, logits_to_keep]
+        hidden = last(hidden, past_key_values=past_key_values, position_embeddings=rotation, wanted=wanted)
         hidden = self._after(self._inside, hidden)
         if isinstance(self._head, ScreenedHead):
             return ForwardOutput(self._head(hidden, metadata=past_key_values.metadata))

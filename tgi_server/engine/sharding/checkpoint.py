@@ -9,7 +9,7 @@ from types import EllipsisType
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from tgi_server.engine.errors import InvalidWeights, ModelNotFound
@@ -191,6 +191,30 @@ def weight_files(folder: Path) -> list[Path]:
     if missing := sorted(name for name in names if not (folder / name).is_file()):
         raise ModelNotFound(f"{folder} has no {missing[0]}; is the download complete?")
     return [folder / name for name in sorted(names)]
+
+
+def check_files(folder: Path) -> None:
+    """Raises InvalidWeights for a file that is damaged, with the first tensor that is not whole; ModelNotFound."""
+    for path in weight_files(folder):
+        try:
+            with safe_open(path, framework="pt"):
+                pass
+        except SafetensorError as error:
+            damage = _missing_part(path) or f"({str(error).splitlines()[0]})"
+            raise InvalidWeights(f"{path} is corrupt or incomplete {damage}; download it again") from error
+
+
+def _missing_part(path: Path) -> str:
+    """Says where a file ends too early; an empty text if it does not, or has no list of tensors."""
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            tensors = json.loads(file.read(min(length, path.stat().st_size)))
+        ends = {name: 8 + length + each["data_offsets"][1] for name, each in tensors.items() if name != "__metadata__"}
+        name = min((name for name in ends if ends[name] > path.stat().st_size), key=ends.__getitem__)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return ""
+    return f"from tensor {name} on: it has {path.stat().st_size:,} of {max(ends.values()):,} bytes"
 
 
 def fingerprint(folder: Path) -> str:

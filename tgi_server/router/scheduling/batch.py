@@ -4,14 +4,15 @@ import logging
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator
 
+from tgi_server.contract import MOST_DRAFTED
 from tgi_server.router.scheduling.adapters import Adapter
 from tgi_server.router.scheduling.memory import Memory, Verdict
 from tgi_server.router.scheduling.sequence import Sequence
 
 logger = logging.getLogger(__name__)
 
-# Tokens for which sequences that jump get blocks ahead: more than most of the keys of an object, or drafts, have.
-_AHEAD = 32
+# Tokens for which sequences that jump get blocks ahead: as many as drafts, and more than most keys of an object, have.
+_AHEAD = MOST_DRAFTED
 
 
 class WaitingQueue:

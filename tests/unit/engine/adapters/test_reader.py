@@ -233,6 +233,22 @@ def test_ranks_go_from_1_to_256(bases: Any, tmp_path: Path, rank: int) -> None:
             read_adapter(folder, bases("llama").read)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_finite_numbers_are_read_whatever_their_sum_is(bases: Any, tmp_path: Path, dtype: torch.dtype) -> None:
+    folder, _ = make_adapter(bases("llama").model, tmp_path, r=4, target_modules=["q_proj"])
+    rewrite(folder, {**load_file(folder / "adapter_model.safetensors"), **large(dtype)})
+    read_adapter(folder, bases("llama").read)
+    infinite = large(dtype)
+    infinite[f"{Q}.lora_A.weight"][0, :2] = torch.tensor([torch.inf, -torch.inf])
+    rewrite(folder, {**load_file(folder / "adapter_model.safetensors"), **infinite})
+    with pytest.raises(InvalidAdapter, match=r"q_proj.lora_A.weight has numbers that are not finite"):
+        read_adapter(folder, bases("llama").read)
+
+
+def large(dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    return {f"{Q}.lora_A.weight": torch.full((4, 64), 3e38, dtype=dtype)}
+
+
 class Harmful:
     def __reduce__(self) -> tuple[Any, ...]:
         return (Path("never").write_text, ("x",))

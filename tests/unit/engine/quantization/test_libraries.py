@@ -1,7 +1,7 @@
 """Readers against the libraries that write these formats, where they are installed.
 
-transformers reads FP8 and MXFP4 by itself. bitsandbytes and compressed-tensors install beside it; keep them in an
-environment of their own.
+transformers reads FP8 and MXFP4 by itself. bitsandbytes, compressed-tensors, and optimum with gptqmodel install beside
+it; keep them in an environment of their own.
 """
 
 import json
@@ -16,8 +16,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, CompressedTensorsConf
 from tests.quantized_models import make_quantized, set_config
 from tests.tiny_models import make
 from tests.unit.engine.requests import load_engine
+from tests.unit.engine.test_quantizer import samples
 from tgi_server.engine import EngineConfig
 from tgi_server.engine.quantization import find_quantization
+from tgi_server.engine.quantization.gptq import GptqSettings
+from tgi_server.engine.quantizer import quantize_folder
 from tgi_server.engine.sharding.checkpoint import open_checkpoint
 from tgi_server.engine.weights import load_model
 
@@ -65,6 +68,29 @@ def test_bitsandbytes_reads_the_same_weights(kind, double, tmp_path) -> None:
     found = find_quantization(folder, AutoConfig.from_pretrained(folder), None)
     with open_checkpoint(folder, quantization=found) as opened:
         torch.testing.assert_close(opened["x.weight"][...], expected.float(), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "settings"),
+    [
+        ("llama", GptqSettings(group_size=32)),
+        ("llama", GptqSettings(group_size=32, act_order=True)),
+        ("llama", GptqSettings(8, -1)),
+        ("opt", GptqSettings(group_size=32)),
+        ("gpt_neox", GptqSettings(8, 32)),
+        ("mixtral", GptqSettings(group_size=32)),
+    ],
+)
+def test_transformers_loads_what_quantize_wrote(architecture, settings, tmp_path) -> None:
+    pytest.importorskip("optimum")
+    linears = pytest.importorskip("gptqmodel.nn_modules.qlinear")
+    quantize_folder(make(architecture, tmp_path / "source"), tmp_path / "target", samples(), settings)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "target", dtype=torch.float32)
+    assert any(isinstance(module, linears.BaseQuantLinear) for module in model.modules())
+    with torch.inference_mode():
+        expected = model(input_ids=TOKENS).logits
+    # gptqmodel rounds weights to float16
+    assert float((own_logits(tmp_path / "target") - expected).norm() / expected.norm()) < 0.002
 
 
 def test_bitsandbytes_rounds_to_the_same_codebooks(tmp_path) -> None:

@@ -1,0 +1,63 @@
+"""The decoder layers of a pass, all in one kernel call but the last one, where few of its outputs are wanted."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.tiny_models import make
+from tgi_server.contract import StoppingParameters
+from tgi_server.engine import EngineConfig, RunningSequence
+from tgi_server.engine.layers import LayerStack
+from tgi_server.engine.runners import create_runner
+from tgi_server.engine.runners.base import PromptChunk, Runner
+from tgi_server.engine.weights import load_model
+
+
+def load(folder: Path) -> tuple[Runner, LayerStack]:
+    config = EngineConfig(folder, dtype=torch.float32)
+    model = load_model(config, torch.device("cpu"))
+    runner = create_runner(model, config)
+    runner.warm_up(4, 128, 128, None)
+    (stack,) = (module for module in model.modules() if isinstance(module, LayerStack))
+    return runner, stack
+
+
+def run(runner: Runner, *, all_logits: bool) -> list[Tensor]:
+    """Returns the logits of replies in a pass with prompts, one of which it completes, and a draft; and in the next."""
+    running, begun, whole = (
+        RunningSequence(number, [(7 * place + number) % 90 + 3 for place in range(tokens)], StoppingParameters(4))
+        for number, tokens in enumerate((40, 45, 33))
+    )
+    for sequence in (running, begun, whole):
+        sequence.blocks = [1 + 3 * sequence.request_id + place for place in range(3)]
+    runner.truncate(0)
+    for tokens in (28, 12):
+        runner.forward(0, [PromptChunk.next_of(running, tokens, all_logits=all_logits)])
+    runner.promote(running, 0)
+    runner.accept(0, torch.tensor([5]))
+    draft = PromptChunk(running, torch.tensor([8, 9]), 41, all_logits=True)
+    chunks = [PromptChunk.next_of(each, 33, all_logits=all_logits) for each in (begun, whole)]
+    mixed = runner.forward(1, [*chunks, draft])
+    wanted = [0, 66, 67, 68] if all_logits else list(range(4))
+    last = runner.forward(1, [PromptChunk.next_of(begun, 12, all_logits=all_logits)])
+    return [mixed[wanted], last[[0, -1]]]
+
+
+@pytest.mark.parametrize("name", ["llama", "opt"])
+def test_the_last_layer_computes_what_is_wanted(name: str, tmp_path: Path) -> None:
+    runner, stack = load(make(name, tmp_path))
+    widened: list[int] = []
+
+    def count(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        widened.append(len(inputs[0]))
+
+    stack.layers[-1].feed_forward_norm.register_forward_pre_hook(count)
+    with torch.inference_mode():
+        expected = run(runner, all_logits=True)
+        assert widened == []
+        computed = run(runner, all_logits=False)
+    assert widened == [0, 1, 4, 2]
+    for logits, others in zip(computed, expected, strict=True):
+        assert torch.allclose(logits, others, atol=1e-4)
