@@ -70,10 +70,11 @@ for dtype in (torch.float32, torch.bfloat16):
     assert [len(each) for each in tokens] == [4, 4], tokens
     if dtype is torch.float32:
         model = AutoModelForCausalLM.from_pretrained(demo_model.PATH, dtype=dtype)
+        model.generation_config.eos_token_id = None
         for prompt, actual in zip(prompts, tokens, strict=True):
             ids = torch.tensor([prompt])
-            kept = dict(max_new_tokens=4, min_new_tokens=4, do_sample=False, pad_token_id=0)
-            assert model.generate(ids, attention_mask=ids > -1, **kept)[0, len(prompt) :].tolist() == actual
+            wanted = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False)
+            assert wanted[0, len(prompt) :].tolist() == actual
 """
 
 
@@ -145,6 +146,6 @@ def test_the_best_kernels_run_the_demo_model_as_transformers_does(cpu, libraries
 
 @emulated
 @pytest.mark.parametrize("tests", TESTS)
-@pytest.mark.parametrize("cpu", CPUS)
+@pytest.mark.parametrize("cpu", list(CPUS)[1:])  # the first is older than what PyPI's torch multiplies float64 by
 def test_kernels_compute_the_same(cpu, tests, libraries, tmp_path) -> None:
     run_on(cpu, libraries, tmp_path, f"tests/unit/engine/{tests}")
