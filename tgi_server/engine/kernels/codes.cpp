@@ -140,7 +140,7 @@ void run_codes(const Linear& layer, const at::Tensor& x, bool relu, const at::Te
     const Finish<T> finish{layer.bias ? layer.bias->const_data_ptr<float>() : nullptr, relu,
                            residual ? residual->const_data_ptr<T>() : nullptr, output.mutable_data_ptr<T>()};
     run_product<Kernel>(product, finish, tiles,
-                        [](const char* totals, int64_t, int64_t) { return load_as<Lanes>(totals); });
+                        [](const char* totals, int64_t, int64_t) { return load_as<Floats>(totals); });
   });
 }
 

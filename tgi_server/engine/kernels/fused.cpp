@@ -29,15 +29,15 @@ int64_t tokens_a_thread(int64_t elements_a_token) { return std::max<int64_t>(1, 
 // How a row is read: a register at a time, and one by one what is left at its end.
 struct Many {
   template <typename T>
-  Lanes operator()(const T* from) const {
-    return load(from);
+  Floats operator()(const T* from) const {
+    return widened(from);
   }
   // A value as it would be after having been written to a tensor of T.
   template <typename T>
-  static Lanes rounded(const T*, Lanes value) {
-    T kept[LANES];
+  static Floats rounded(const T*, Floats value) {
+    T kept[WIDTH];
     store(kept, value);
-    return load(kept);
+    return widened(kept);
   }
 };
 
@@ -55,10 +55,14 @@ struct One {
 // The sum of value(i, at) for all i below size; `at` reads at a pointer.
 template <typename Value>
 float total(int64_t size, const Value& value) {
-  Lanes sums = {};
+  constexpr int SUMS = LANES / WIDTH;
+  Floats sums[SUMS] = {};
   int64_t i = 0;
-  for (; i + LANES <= size; i += LANES) sums += value(i, Many{});
-  float all = sum(sums);
+  for (; i + LANES <= size; i += LANES)
+#pragma GCC unroll 4
+    for (int s = 0; s < SUMS; ++s) sums[s] += value(i + s * WIDTH, Many{});
+  for (int s = 1; s < SUMS; ++s) sums[0] += sums[s];
+  float all = sum(sums[0]);
   for (; i < size; ++i) all += value(i, One{});
   return all;
 }
@@ -67,7 +71,7 @@ float total(int64_t size, const Value& value) {
 template <typename T, typename Value>
 void write(T* to, int64_t size, const Value& value) {
   int64_t i = 0;
-  for (; i + LANES <= size; i += LANES) store(to + i, value(i, Many{}));
+  for (; i + WIDTH <= size; i += WIDTH) store(to + i, value(i, Many{}));
   for (; i < size; ++i) to[i] = static_cast<T>(value(i, One{}));
 }
 
@@ -88,10 +92,10 @@ template <typename T>
 void rotate(const T* from, T* to, const T* cos, const T* sin, int64_t rotated, int64_t head_dim) {
   const int64_t half = rotated / 2;
   int64_t i = 0;
-  for (; i + LANES <= half; i += LANES) {
-    const Lanes low = load(from + i), high = load(from + i + half);
-    store(to + i, low * load(cos + i) - high * load(sin + i));
-    store(to + i + half, high * load(cos + i + half) + low * load(sin + i + half));
+  for (; i + WIDTH <= half; i += WIDTH) {
+    const Floats low = widened(from + i), high = widened(from + i + half);
+    store(to + i, low * widened(cos + i) - high * widened(sin + i));
+    store(to + i + half, high * widened(cos + i + half) + low * widened(sin + i + half));
   }
   for (; i < half; ++i) {
     const float low = static_cast<float>(from[i]), high = static_cast<float>(from[i + half]);
@@ -154,10 +158,10 @@ at::Tensor silu_mul(const at::Tensor& gate_up) {
         const T* up = gate + size;
         T* row = to + t * size;
         int64_t i = 0;
-        for (; i + LANES <= size; i += LANES) {
-          const Lanes g = load(gate + i);
-          store(row + i, g / (exponential(-g) + 1.0f));
-          store(row + i, load(row + i) * load(up + i));
+        for (; i + WIDTH <= size; i += WIDTH) {
+          const Floats g = widened(gate + i);
+          const Floats activated = Many::rounded(row, g / (exponential(-g) + 1.0f));
+          store(row + i, activated * widened(up + i));
         }
         for (; i < size; ++i) {
           const float g = static_cast<float>(gate[i]);

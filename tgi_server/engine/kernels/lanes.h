@@ -1,7 +1,8 @@
 // Sixteen floats at a time on every CPU, by the compiler's own vector types: layouts in memory are made for this number.
 //
-// They are one register with AVX-512 and several with other instruction sets. Of vectors that no register holds, compilers
-// take selections and conversions apart number by number, so these are written register by register.
+// They are one register with AVX-512 and several with other instruction sets. Vectors that no register holds go through
+// memory after every operation, and selections and conversions are taken apart number by number: so these are written
+// register by register, as is what takes time.
 
 #pragma once
 
@@ -44,49 +45,15 @@ Lanes load(const T* from) {
   return by_registers<Lanes>([&](int i) { return widened(from + i * WIDTH); });
 }
 
-inline void store(float* to, Lanes lanes) { std::memcpy(to, &lanes, sizeof(lanes)); }
-
-// Rounds to the nearest bfloat16, ties to even. NaN stays NaN.
-inline void store(c10::BFloat16* to, Lanes lanes) {
-#if defined(__AVX512BF16__)
-  const __m256bh halves = _mm512_cvtneps_pbh(reinterpret_cast<const __m512&>(lanes));
-  std::memcpy(to, &halves, sizeof(halves));
-#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
-#pragma GCC unroll 4
-  for (int i = 0; i < LANES / WIDTH; ++i)
-    store_as(to + i * WIDTH, vcvt_bf16_f32(reinterpret_cast<float32x4_t>(register_of<Floats>(lanes, i))));
-#else
-  using Short = uint16_t __attribute__((vector_size(WIDTH * 2)));
-#pragma GCC unroll 4
-  for (int i = 0; i < LANES / WIDTH; ++i) {
-    const Floats floats = register_of<Floats>(lanes, i);
-    const Words bits = reinterpret_cast<const Words&>(floats), rounded = bits + 0x7fff + ((bits >> 16) & 1);
-    const Words kept = floats == floats ? rounded : bits | 0x400000;
-    store_as(to + i * WIDTH, __builtin_convertvector(kept >> 16, Short));
-  }
-#endif
-}
-
-// Rounds to the nearest half, ties to even.
-inline void store(c10::Half* to, Lanes lanes) {
-#if defined(__AVX512F__)
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtps_ph(reinterpret_cast<const __m512&>(lanes), 0));
-#elif defined(__F16C__)
-  for (int i = 0; i < LANES; i += 8)
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(to + i),
-                     _mm256_cvtps_ph(_mm256_loadu_ps(reinterpret_cast<const float*>(&lanes) + i), 0));
-#elif defined(__aarch64__)
-#pragma GCC unroll 4
-  for (int i = 0; i < LANES / WIDTH; ++i)
-    store_as(to + i * WIDTH, vcvt_f16_f32(reinterpret_cast<float32x4_t>(register_of<Floats>(lanes, i))));
-#else
-  for (int i = 0; i < LANES; ++i) to[i] = static_cast<c10::Half>(lanes[i]);
-#endif
-}
-
 // Of vectors that are no register; those that are one have functions of the same names in registers.h.
 template <typename V>
 concept Several = std::is_same_v<V, Lanes> && !std::is_same_v<Lanes, Floats>;
+
+template <typename T, Several V>
+void store(T* to, V lanes) {
+#pragma GCC unroll 4
+  for (int i = 0; i < LANES / WIDTH; ++i) store(to + i * WIDTH, register_of<Floats>(lanes, i));
+}
 
 template <Several V>
 V larger(V a, V b) {

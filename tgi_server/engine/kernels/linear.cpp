@@ -38,13 +38,13 @@ void run_way(const Linear& layer, const at::Tensor& x, bool relu, const at::Tens
       const float* scales = layer.scales->const_data_ptr<float>();
       const float* corrections = layer.corrections->const_data_ptr<float>();
       run_product<Kernel>(product, finish, tiles, [&](const char* totals, int64_t row, int64_t n) {
-        Lanes sums = __builtin_convertvector(load_as<Ints>(totals), Lanes);
-        if (Kernel::OFFSET != 0) sums -= load(corrections + n);
-        return sums * load(scales + n) * input.scales[row];
+        Floats sums = __builtin_convertvector(load_as<Whole>(totals), Floats);
+        if (Kernel::OFFSET != 0) sums -= widened(corrections + n);
+        return sums * widened(scales + n) * input.scales[row];
       });
     } else {
       run_product<Kernel>(product, finish, tiles,
-                          [](const char* totals, int64_t, int64_t) { return load_as<Lanes>(totals); });
+                          [](const char* totals, int64_t, int64_t) { return load_as<Floats>(totals); });
     }
   });
 }

@@ -155,22 +155,22 @@ void want_row(const Product& product, const Finish<T>& finish, int64_t row, int6
   }
 }
 
-// number: (totals of LANES outputs, row, first of the outputs) -> Lanes
+// number: (totals of WIDTH outputs, row, first of the outputs) -> Floats
 template <typename T, typename Number>
 void finish_row(const Product& product, const Finish<T>& finish, const char* totals, int64_t row, int64_t first,
                 const Number& number) {
-  for (int64_t n = first; n < std::min(first + COLUMNS, product.outputs); n += LANES) {
-    const int64_t count = std::min<int64_t>(LANES, product.outputs - n), place = row * product.outputs + n;
-    Lanes value = number(totals + (n - first) * WORD, row, n);
-    if (finish.bias) value += load(finish.bias + n);
-    if (finish.relu) value = larger(value, Lanes{});
-    if (count == LANES) {
-      if (finish.residual) value += load(finish.residual + place);
+  for (int64_t n = first; n < std::min(first + COLUMNS, product.outputs); n += WIDTH) {
+    const int64_t count = std::min<int64_t>(WIDTH, product.outputs - n), place = row * product.outputs + n;
+    Floats value = number(totals + (n - first) * WORD, row, n);
+    if (finish.bias) value += widened(finish.bias + n);
+    if (finish.relu) value = larger(value, Floats{});
+    if (count == WIDTH) {
+      if (finish.residual) value += widened(finish.residual + place);
       store(finish.output + place, value);
     } else {
-      T edge[LANES] = {};
+      T edge[WIDTH] = {};
       if (finish.residual) std::copy_n(finish.residual + place, count, edge);
-      if (finish.residual) value += load(edge);
+      if (finish.residual) value += widened(edge);
       store(edge, value);
       std::copy_n(edge, count, finish.output + place);
     }

@@ -102,6 +102,36 @@ inline Floats widened(const c10::Half* from) {
 #endif
 }
 
+inline void store(float* to, Floats floats) { store_as(to, floats); }
+
+// Rounds to the nearest bfloat16, ties to even. NaN stays NaN.
+inline void store(c10::BFloat16* to, Floats floats) {
+#if defined(__AVX512BF16__)
+  const __m256bh halves = _mm512_cvtneps_pbh(reinterpret_cast<const __m512&>(floats));
+  std::memcpy(to, &halves, sizeof(halves));
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+  store_as(to, vcvt_bf16_f32(reinterpret_cast<float32x4_t>(floats)));
+#else
+  using Short = uint16_t __attribute__((vector_size(WIDTH * 2)));
+  const Words bits = reinterpret_cast<const Words&>(floats), rounded = bits + 0x7fff + ((bits >> 16) & 1);
+  const Words kept = floats == floats ? rounded : bits | 0x400000;
+  store_as(to, __builtin_convertvector(kept >> 16, Short));
+#endif
+}
+
+// Rounds to the nearest half, ties to even.
+inline void store(c10::Half* to, Floats floats) {
+#if defined(__AVX512F__)
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtps_ph(reinterpret_cast<const __m512&>(floats), 0));
+#elif defined(__F16C__)
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm256_cvtps_ph(reinterpret_cast<const __m256&>(floats), 0));
+#elif defined(__aarch64__)
+  store_as(to, vcvt_f16_f32(reinterpret_cast<float32x4_t>(floats)));
+#else
+  for (int i = 0; i < WIDTH; ++i) to[i] = static_cast<c10::Half>(floats[i]);
+#endif
+}
+
 inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
 inline Floats smaller(Floats a, Floats b) { return a < b ? a : b; }
 
