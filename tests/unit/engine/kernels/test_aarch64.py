@@ -146,6 +146,6 @@ def test_the_best_kernels_run_the_demo_model_as_transformers_does(cpu, libraries
 
 @emulated
 @pytest.mark.parametrize("tests", TESTS)
-@pytest.mark.parametrize("cpu", list(CPUS)[1:])  # the first is older than what PyPI's torch multiplies float64 by
+@pytest.mark.parametrize("cpu", list(CPUS)[1:])  # PyPI's torch computes what tests compare with by newer instructions
 def test_kernels_compute_the_same(cpu, tests, libraries, tmp_path) -> None:
     run_on(cpu, libraries, tmp_path, f"tests/unit/engine/{tests}")
