@@ -21,7 +21,7 @@ template <int R, typename C>
 void score_tile(const char* query, const C* keys, const C* wanted, int head_dim, float* scores) {
   using Set = Columns<C>;
   constexpr int V = std::min(BLOCK / WIDTH, AVX512 || R > 3 ? 2 : 4);
-  constexpr bool PAIRS = !std::is_same_v<typename Set::Operand, float>;
+  constexpr bool PAIRS = AVX512 && !std::is_same_v<typename Set::Operand, float>;
   constexpr int P = PAIRS ? (R <= 2 ? 4 : R <= 4 ? 2 : 1) : std::max(1, 8 / (R * V));
   const int64_t row_bytes = int64_t(head_dim) * sizeof(typename Set::Operand);
   for (int j = 0; j < BLOCK; j += V * WIDTH) {

@@ -39,7 +39,7 @@ struct Columns<float> : FloatProducts<FloatWeights> {
   using Operand = float;
   static constexpr int WORD_BYTES = WORD;
 };
-#if defined(__AVX512BF16__)
+#if OATMILL_BF16
 template <>
 struct Columns<c10::BFloat16> : PairProducts {
   using Operand = c10::BFloat16;

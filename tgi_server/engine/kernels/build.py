@@ -36,19 +36,22 @@ COMPILE_SECONDS = 900
 NATIVE = "native"
 _AVX512 = frozenset({"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"})
 _BF16 = _AVX512 | {"avx512_bf16", "avx512_vnni"}
+_ARMV8_2 = frozenset({"asimd", "atomics", "crc32", "asimdrdm", "asimddp"})
 # Kinds of CPUs by the compiler's names, and what Linux calls the features that they must have; the fastest first.
-TARGETS: Mapping[str, frozenset[str]] = (
-    {"armv8-a": frozenset({"asimd"})}
-    if platform.machine() == "aarch64"
-    else {
-        "sapphirerapids": _BF16 | {"amx_tile", "amx_bf16", "amx_int8", "avx512_fp16", "avx_vnni"},
-        "cooperlake": _BF16,
-        "cascadelake": _AVX512 | {"avx512_vnni"},
-        "skylake-avx512": _AVX512,
-        "x86-64-v3": frozenset({"avx2", "fma", "f16c", "bmi1", "bmi2", "movbe", "abm"}),
-        "x86-64-v2": frozenset({"sse4_1", "sse4_2", "ssse3", "popcnt", "cx16"}),
-    }
-)
+X86_TARGETS: Mapping[str, frozenset[str]] = {
+    "sapphirerapids": _BF16 | {"amx_tile", "amx_bf16", "amx_int8", "avx512_fp16", "avx_vnni"},
+    "cooperlake": _BF16,
+    "cascadelake": _AVX512 | {"avx512_vnni"},
+    "skylake-avx512": _AVX512,
+    "x86-64-v3": frozenset({"avx2", "fma", "f16c", "bmi1", "bmi2", "movbe", "abm"}),
+    "x86-64-v2": frozenset({"sse4_1", "sse4_2", "ssse3", "popcnt", "cx16"}),
+}
+ARM_TARGETS: Mapping[str, frozenset[str]] = {
+    "armv8.2-a+dotprod+bf16": _ARMV8_2 | {"bf16"},
+    "armv8.2-a+dotprod": _ARMV8_2,
+    "armv8-a": frozenset({"asimd"}),
+}
+TARGETS = ARM_TARGETS if platform.machine() == "aarch64" else X86_TARGETS
 
 
 @functools.cache

@@ -157,6 +157,8 @@ constexpr std::array WAYS{
     way<Kind, ExpandedProducts<Kind, Products<FloatProducts<FloatWeights>>>>("expanded"),
 #if defined(__AVX512BF16__)
     way<Kind, ExpandedProducts<Kind, Products<PairProducts>>>("expanded_avx512_bf16"),
+#elif OATMILL_BF16
+    way<Kind, ExpandedProducts<Kind, Products<PairProducts>>>("expanded_neon_bf16"),
 #endif
 #if OATMILL_AMX
     way<Kind, ExpandedProducts<Kind, TileProducts<AmxMatrices<Bf16Weights>>>>("expanded_amx", amx_permitted),

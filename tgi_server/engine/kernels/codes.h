@@ -79,6 +79,39 @@ struct Book {
  private:
   __m256i tables_[4];
 };
+#elif defined(__aarch64__)
+// The same, 16 codes at once.
+struct Book {
+  static constexpr int64_t DEPTH = 8;
+  static constexpr int TOGETHER = 4;
+  static constexpr int step(int part, int i) { return 2 * i + part; }
+
+  explicit Book(const float* codebook) {
+    const uint8x16x4_t bytes = vld4q_u8(reinterpret_cast<const uint8_t*>(codebook));
+    for (int byte = 0; byte < 4; ++byte) tables_[byte] = bytes.val[byte];
+  }
+
+  void numbers(Words words, int part, Floats* to) const {
+    constexpr uint8x16_t BY_STEP = {0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15};
+    const uint8x16_t places =
+        vqtbl1q_u8(reinterpret_cast<uint8x16_t>((words >> (4 * part)) & 0x0f0f0f0f), BY_STEP);
+    uint16x8_t pairs[2][2];  // of the first and the last two bytes, of the first and the last eight codes
+#pragma GCC unroll 2
+    for (int i = 0; i < 2; ++i) {
+      const uint8x16_t even = vqtbl1q_u8(tables_[2 * i], places), odd = vqtbl1q_u8(tables_[2 * i + 1], places);
+      pairs[i][0] = vreinterpretq_u16_u8(vzip1q_u8(even, odd));
+      pairs[i][1] = vreinterpretq_u16_u8(vzip2q_u8(even, odd));
+    }
+#pragma GCC unroll 2
+    for (int i = 0; i < 2; ++i) {
+      to[2 * i] = reinterpret_cast<Floats>(vzip1q_u16(pairs[0][i], pairs[1][i]));
+      to[2 * i + 1] = reinterpret_cast<Floats>(vzip2q_u16(pairs[0][i], pairs[1][i]));
+    }
+  }
+
+ private:
+  uint8x16_t tables_[4];
+};
 #else
 struct Book : OneByOne {
   static constexpr int64_t DEPTH = 8;

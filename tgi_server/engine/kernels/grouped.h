@@ -199,7 +199,7 @@ struct CodeProducts {
 
   static constexpr int vectors(int rows) {
     if (WIDTH == 16) return 3;
-    if (REGISTERS == 32) return rows <= 2 ? 6 : 4;
+    if (REGISTERS == 32) return Kind::TOGETHER > 1 ? (rows == 1 ? 3 : 2) : rows == 1 ? 6 : 3;
     if (Kind::TOGETHER > 1) return rows == 1 ? 3 : rows == 2 ? 2 : 1;
     return rows == 1 ? 6 : rows == 2 ? 3 : 2;
   }

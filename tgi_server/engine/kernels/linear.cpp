@@ -60,8 +60,8 @@ constexpr std::array FLOAT_WAYS{way<Products<FloatProducts<FloatWeights>>>("fma"
 constexpr std::array HALF_WAYS{way<Products<FloatProducts<HalfWeights>>>("fma"),
                                way<WidenedProducts<HalfWeights>>("fma_widened")};
 constexpr std::array BF16_WAYS{
-#if defined(__AVX512BF16__)
-    way<Products<PairProducts>>("avx512_bf16"),
+#if OATMILL_BF16
+    way<Products<PairProducts>>(PairProducts::NAME),
 #endif
     way<Products<FloatProducts<Bf16Weights>>>("fma"),
     way<WidenedProducts<Bf16Weights>>("fma_widened"),
@@ -70,8 +70,8 @@ constexpr std::array BF16_WAYS{
 #endif
     way<TileProducts<PlainMatrices<Bf16Weights>>>("amx_emulated", always, SIDE)};
 constexpr std::array INT8_WAYS{
-#if defined(__AVX512VNNI__)
-    way<Products<ByteProducts>>("avx512_vnni"),
+#if OATMILL_INT8
+    way<Products<ByteProducts>>(ByteProducts::NAME),
 #endif
     way<Products<ShortProducts>>("int16"),
 #if OATMILL_AMX

@@ -33,7 +33,7 @@ struct FloatProducts {
   // What a chunk takes, and the rows beside it, fit a first cache of 32 KiB.
   static constexpr int64_t CHUNK_DEPTH = 96, AHEAD = 96;
   static constexpr int OFFSET = 0;
-  static constexpr int ROWS = WIDTH == 16 ? 8 : 6;
+  static constexpr int ROWS = WIDTH == 16 ? 8 : REGISTERS == 32 && Kind::DEPTH > 1 ? 5 : 6;
 
   static Floats column(const char* words, int64_t column, int64_t step) {
     if constexpr (std::is_same_v<Kind, FloatWeights>) return load_as<Floats>(words + column * WORD);
@@ -147,21 +147,41 @@ struct ShortProducts {
 };
 
 // The two below add as an instruction rather than by its intrinsic, around which compilers copy the sums to and fro
-// until they no longer fit the registers. Weights are asked for into the second cache only: the first one has so few
-// requests on the way to memory that half of the bandwidth is all they could use.
-
-#if defined(__AVX512BF16__)
-
-// Products of bfloat16 numbers, two at a time.
-struct PairProducts {
-  using Weights = Bf16Weights;
+// until they no longer fit the registers.
+struct WordProducts {
   using Register = Words;
-  static constexpr int64_t STEPS = 1, NUMBER = WORD, CHUNK_DEPTH = 1536, AHEAD = 32;
-  static constexpr int OFFSET = 0, ROWS = 8;
+  static constexpr int64_t STEPS = 1, NUMBER = WORD;
+#if defined(__AVX512BW__)
+  // Weights are asked for into the second cache only: the first one has so few requests on the way to memory that half of
+  // the bandwidth is all they could use.
+  static constexpr int64_t CHUNK_DEPTH = 1536, AHEAD = 32;
+  static constexpr int ROWS = 8;
+#else
+  static constexpr int64_t CHUNK_DEPTH = 96, AHEAD = 96;
+  static constexpr int ROWS = 6;
+#endif
 
   static Words column(const char* words, int64_t column, int64_t) { return load_as<Words>(words + column * WORD); }
   static Words row(const char* input) { return Words{} + load_as<uint32_t>(input); }
+};
+
+#if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+#define OATMILL_BF16 1
+
+// Products of bfloat16 numbers, two at a time.
+struct PairProducts : WordProducts {
+  using Weights = Bf16Weights;
+  static constexpr int OFFSET = 0;
+
+#if defined(__aarch64__)
+  static constexpr const char* NAME = "neon_bf16";
+  static void add(Words row, Words column, Words& sum) {
+    asm("bfdot %0.4s, %1.8h, %2.8h" : "+w"(sum) : "w"(row), "w"(column));
+  }
+#else
+  static constexpr const char* NAME = "avx512_bf16";
   static void add(Words row, Words column, Words& sum) { asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(row), "v"(column)); }
+#endif
 
   template <typename T>
   static Input prepare(const T* from, int64_t rows, int64_t inputs, int64_t depth) {
@@ -169,36 +189,48 @@ struct PairProducts {
   }
 };
 
+#else
+#define OATMILL_BF16 0
 #endif
 
 // Inputs of instructions that multiply unsigned by signed bytes: stored OFFSET higher than they are. OFFSET times the
 // sum of an output's weights is taken off again at the end.
 constexpr int UNSIGNED_OFFSET = 128;
 
-inline void keep_unsigned(uint8_t* to, Ints numbers) {
+// Bytes of numbers, stored so much higher than they are.
+template <int OFFSET>
+void keep_bytes(uint8_t* to, Ints numbers) {
   using Bytes = uint8_t __attribute__((vector_size(LANES)));
-  store_as(to, __builtin_convertvector(numbers + UNSIGNED_OFFSET, Bytes));
+  store_as(to, __builtin_convertvector(numbers + OFFSET, Bytes));
 }
 
-#if defined(__AVX512VNNI__)
+#if defined(__AVX512VNNI__) || defined(__ARM_FEATURE_DOTPROD)
+#define OATMILL_INT8 1
 
 // Products of bytes, four at a time, summed exactly.
-struct ByteProducts {
+struct ByteProducts : WordProducts {
   using Weights = Int8Weights;
-  using Register = Words;
-  static constexpr int64_t STEPS = 1, NUMBER = WORD, CHUNK_DEPTH = 1536, AHEAD = 32;
-  static constexpr int OFFSET = UNSIGNED_OFFSET, ROWS = 8;
 
-  static Words column(const char* words, int64_t column, int64_t) { return load_as<Words>(words + column * WORD); }
-  static Words row(const char* input) { return Words{} + load_as<uint32_t>(input); }
+#if defined(__aarch64__)
+  static constexpr const char* NAME = "neon_dotprod";
+  static constexpr int OFFSET = 0;
+  static void add(Words row, Words column, Words& sum) {
+    asm("sdot %0.4s, %1.16b, %2.16b" : "+w"(sum) : "w"(row), "w"(column));
+  }
+#else
+  static constexpr const char* NAME = "avx512_vnni";
+  static constexpr int OFFSET = UNSIGNED_OFFSET;
   static void add(Words row, Words column, Words& sum) { asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(row), "v"(column)); }
+#endif
 
   template <typename T>
   static Input prepare(const T* from, int64_t rows, int64_t inputs, int64_t depth) {
-    return rounded_rows<uint8_t>(from, rows, inputs, rows, depth * Weights::DEPTH, uint8_t{OFFSET}, keep_unsigned);
+    return rounded_rows<uint8_t>(from, rows, inputs, rows, depth * Weights::DEPTH, uint8_t{OFFSET}, keep_bytes<OFFSET>);
   }
 };
 
+#else
+#define OATMILL_INT8 0
 #endif
 
 // The kernel made of an instruction set, see multiply_rows.

@@ -79,6 +79,10 @@ inline Whole multiply_pairs(Whole a, Whole b) {
   return reinterpret_cast<Whole>(_mm256_madd_epi16(reinterpret_cast<__m256i>(a), reinterpret_cast<__m256i>(b)));
 #elif defined(__SSE2__)
   return reinterpret_cast<Whole>(_mm_madd_epi16(reinterpret_cast<__m128i>(a), reinterpret_cast<__m128i>(b)));
+#elif defined(__aarch64__)
+  const int16x8_t first = reinterpret_cast<int16x8_t>(a), second = reinterpret_cast<int16x8_t>(b);
+  const int32x4_t low = vmull_s16(vget_low_s16(first), vget_low_s16(second)), high = vmull_high_s16(first, second);
+  return reinterpret_cast<Whole>(vpaddq_s32(low, high));
 #else
   return (a << 16 >> 16) * (b << 16 >> 16) + (a >> 16) * (b >> 16);
 #endif
@@ -110,6 +114,8 @@ inline Floats widened(const c10::Half* from) {
 #elif defined(__F16C__)
   const __m256 floats = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
   return reinterpret_cast<const Floats&>(floats);
+#elif defined(__aarch64__)
+  return reinterpret_cast<Floats>(vcvt_f32_f16(load_as<float16x4_t>(from)));
 #else
   Floats floats;
   for (int i = 0; i < WIDTH; ++i) floats[i] = static_cast<float>(from[i]);
@@ -124,6 +130,8 @@ inline void store(c10::BFloat16* to, Floats floats) {
 #if defined(__AVX512BF16__)
   const __m256bh halves = _mm512_cvtneps_pbh(reinterpret_cast<const __m512&>(floats));
   std::memcpy(to, &halves, sizeof(halves));
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+  store_as(to, vcvt_bf16_f32(reinterpret_cast<float32x4_t>(floats)));
 #else
   using Short = uint16_t __attribute__((vector_size(WIDTH * 2)));
   const Words bits = reinterpret_cast<const Words&>(floats), rounded = bits + 0x7fff + ((bits >> 16) & 1);
@@ -138,6 +146,8 @@ inline void store(c10::Half* to, Floats floats) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtps_ph(reinterpret_cast<const __m512&>(floats), 0));
 #elif defined(__F16C__)
   _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm256_cvtps_ph(reinterpret_cast<const __m256&>(floats), 0));
+#elif defined(__aarch64__)
+  store_as(to, vcvt_f16_f32(reinterpret_cast<float32x4_t>(floats)));
 #else
   for (int i = 0; i < WIDTH; ++i) to[i] = static_cast<c10::Half>(floats[i]);
 #endif
@@ -186,6 +196,8 @@ inline Whole nearest(Floats x) {
   return reinterpret_cast<Whole>(_mm512_cvtps_epi32(reinterpret_cast<const __m512&>(x)));
 #elif defined(__AVX2__)
   return reinterpret_cast<Whole>(_mm256_cvtps_epi32(reinterpret_cast<const __m256&>(x)));
+#elif defined(__aarch64__)
+  return reinterpret_cast<Whole>(vcvtnq_s32_f32(reinterpret_cast<float32x4_t>(x)));
 #else
   return __builtin_convertvector(x + (x < 0.0f ? Floats{} - 0.5f : Floats{} + 0.5f), Whole);
 #endif

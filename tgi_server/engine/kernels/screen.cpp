@@ -78,7 +78,7 @@ float largest_number(int64_t size) {
 template <typename Kernel>
 void keep(char* to, Ints numbers) {
   if constexpr (NUMBER<Kernel> == 1)
-    keep_unsigned(reinterpret_cast<uint8_t*>(to), numbers);
+    keep_bytes<Kernel::OFFSET>(reinterpret_cast<uint8_t*>(to), numbers);
   else
     ShortProducts::keep(reinterpret_cast<int16_t*>(to), numbers);
 }
@@ -216,10 +216,10 @@ constexpr std::array SCREENINGS{
 #if OATMILL_AMX
     by_matrices<AmxMatrices<Int8Weights>>("amx", amx_permitted),
 #endif
-#if defined(__AVX512VNNI__)
-    Screening{"avx512_vnni", always, 1, 1, 8, candidates<Products<ByteProducts>>},
+#if OATMILL_INT8
+    Screening{ByteProducts::NAME, always, 1, 1, 8, candidates<Products<ByteProducts>>},
 #else
-    Screening{"int16", always, 1, 1, WIDTH >= 8 ? MOST_ROWS : 8, candidates<Products<ShortProducts>>},
+    Screening{"int16", always, 1, 1, WIDTH == 8 ? MOST_ROWS : 8, candidates<Products<ShortProducts>>},
 #endif
     by_matrices<PlainMatrices<Int8Weights>>("amx_emulated", always)};
 

@@ -163,7 +163,7 @@ struct TileProducts {
   static Input prepare(const T* from, int64_t rows, int64_t inputs, int64_t depth) {
     const int64_t padded_rows = parts(rows, SIDE) * SIDE, padded = depth * Weights::DEPTH;
     if constexpr (std::is_same_v<Weights, Int8Weights>)
-      return rounded_rows<uint8_t>(from, rows, inputs, padded_rows, padded, uint8_t{OFFSET}, keep_unsigned);
+      return rounded_rows<uint8_t>(from, rows, inputs, padded_rows, padded, uint8_t{OFFSET}, keep_bytes<OFFSET>);
     else
       return converted_rows<c10::BFloat16>(from, rows, inputs, padded_rows, padded);
   }

@@ -41,6 +41,11 @@ def random_weight(kind: str, inputs: int, outputs: int, groups: torch.Tensor | N
     return QuantizedWeight.of(codes, scales / 16, zeros, groups=groups)
 
 
+def require(kernel: str, kind: str) -> None:
+    if kernel not in torch.ops.oatmill.codes_kernels(kind):
+        pytest.skip(f"this CPU has no {kernel}")
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("inputs", "outputs"), SHAPES)
 def test_every_kernel_is_the_linear_of_torch_for_any_number_of_rows(kind, inputs, outputs) -> None:
@@ -85,6 +90,7 @@ def test_groups_may_have_any_inputs_in_any_order(kind, name) -> None:
 @pytest.mark.parametrize("kind", ["int4", "codebook"])
 def test_inputs_rounded_to_8_bits_lose_no_more_than_that(kind) -> None:
     """Groups of all sizes: what does not fill the words that are summed together, and a group of one input."""
+    require("codes_int8", kind)
     groups = torch.arange(5).repeat_interleave(torch.tensor([1, 40, 64, 100, 60]))
     weight, x = random_weight(kind, 265, 70, groups), torch.randn(6, 265)
     exact = linear(x, weight.dense())
@@ -133,6 +139,7 @@ def test_zeros_that_are_no_whole_numbers_are_kept_as_they_are() -> None:
 @pytest.mark.parametrize("kind", ["int4", "codebook", "int8 with offsets"])
 @pytest.mark.parametrize("name", ["codes", "expanded", "codes_int8", "codes_int16"])
 def test_a_row_is_the_same_to_the_last_bit_whatever_is_beside_it(name, kind) -> None:
+    require(name, kind)
     layer = CodedLinear(random_weight(kind, 200, 100), None, KernelTable.of(name))
     x = torch.randn(40, 200)
     whole = layer(x)
