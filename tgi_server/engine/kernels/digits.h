@@ -282,7 +282,7 @@ struct DigitProducts {
   template <int R, int V>
   [[gnu::always_inline]] void add_words(const CodedProduct& product, int64_t row, const WantedWords& words, int column,
                                         int64_t first, int64_t last, Whole (&sums)[R][V]) const {
-    add_fitting<STEPS>(product, row, first, last, sums, [&](int64_t k, int step, int v) {
+    add_fitting(product, row, first, last, sums, [&](int64_t k, int step, int v) {
       if (step == 0 && v == 0) words.want<V>(k, column);
       return unpacked(load_as<Words>(words.words + k * TILE_WORD + (column + v * WIDTH) * WORD), step);
     });
@@ -291,7 +291,7 @@ struct DigitProducts {
   template <int R, int V>
   [[gnu::always_inline]] void add_unpacked(const CodedProduct& product, int64_t row, int64_t first, int64_t last,
                                            const char* unpacked, Whole (&sums)[R][V]) const {
-    add_fitting<STEPS>(product, row, first, last, sums, [&](int64_t k, int step, int v) {
+    add_fitting(product, row, first, last, sums, [&](int64_t k, int step, int v) {
       return load_as<Words>(unpacked + ((k - first) * STEPS + step) * TILE_WORD + v * WIDTH * WORD);
     });
   }
@@ -305,7 +305,7 @@ struct DigitProducts {
   static constexpr int64_t TOGETHER = std::max(1, Digits::FIT / 2);  // words whose products 16 bits hold the sum of
 
   // at: (word, step, register) -> what is unpacked of it.
-  template <int S, int R, int V, typename At>
+  template <int R, int V, typename At>
   [[gnu::always_inline]] void add_fitting(const CodedProduct& product, int64_t row, int64_t first, int64_t last,
                                           Whole (&sums)[R][V], const At& at) const {
     const char* input = product.input + row * product.row_bytes;
@@ -313,8 +313,8 @@ struct DigitProducts {
       Shorts partial[R][V];
       make_zero(partial);
       for (int64_t i = k; i < std::min(last, k + TOGETHER); ++i)
-        add_steps<S, R, V>(
-            input + i * S * WORD, product.row_bytes, [&](int step, int v) { return digits_.numbers(at(i, step, v)); },
+        add_steps<STEPS, R, V>(
+            input + i * STEPS * WORD, product.row_bytes, [&](int step, int v) { return digits_.numbers(at(i, step, v)); },
             [&](int r, int v, Words x, const auto& numbers) {
               Digits::add(numbers, x, partial[r][v]);
               if constexpr (Digits::FIT == 1) move(partial[r][v], sums[r][v]);

@@ -103,6 +103,11 @@ at::Tensor linear_pack(const at::Tensor& weight) {
                     [&]<typename Weights>(Weights*, std::span<const Way>) { return pack_weight<Weights>(weight); });
 }
 
+// Returns room for so many tiles like those of a packed weight.
+at::Tensor linear_space(const at::Tensor& packed, int64_t tiles) {
+  return zeros_in_large_pages({tiles, packed.size(1), packed.size(2)}, packed.options());
+}
+
 at::Tensor linear_unpack(const at::Tensor& packed, int64_t outputs, int64_t inputs) {
   return by_weights(packed.scalar_type(), [&]<typename Weights>(Weights*, std::span<const Way>) {
     return unpack_weight<Weights>(packed, outputs, inputs);
@@ -178,12 +183,14 @@ const Way& Linear::way(int64_t rows) const {
 
 TORCH_LIBRARY_FRAGMENT(oatmill, library) {
   library.def("linear_pack(Tensor weight) -> Tensor");
+  library.def("linear_space(Tensor packed, int tiles) -> Tensor");
   library.def("linear_unpack(Tensor packed, int outputs, int inputs) -> Tensor");
   library.def("linear_kernels(Tensor packed) -> str[]");
 }
 
 TORCH_LIBRARY_IMPL(oatmill, CPU, library) {
   library.impl("linear_pack", &oatmill::linear_pack);
+  library.impl("linear_space", &oatmill::linear_space);
   library.impl("linear_unpack", &oatmill::linear_unpack);
   library.impl("linear_kernels", &oatmill::linear_kernels);
 }

@@ -40,7 +40,7 @@ def _packed(weight: Tensor) -> Tensor:
     for part in weight.split(max(1, tiles) * TILE):
         arranged = torch.ops.oatmill.linear_pack(part)
         if first == 0:
-            packed = arranged.new_empty(-(-len(weight) // TILE), *arranged.shape[1:])
+            packed = torch.ops.oatmill.linear_space(arranged, -(-len(weight) // TILE))
         packed[first : first + len(arranged)] = arranged
         first += len(arranged)
         forget_pages([part])
