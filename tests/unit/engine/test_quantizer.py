@@ -102,7 +102,7 @@ def test_what_cannot_be_quantised_says_so(tmp_path) -> None:
     with pytest.raises(UnsupportedModel, match="gpt2 models cannot be quantised"):
         quantize_folder(make("gpt2", tmp_path / "gpt2"), tmp_path / "target", samples(), SETTINGS)
     (source / "model.safetensors").rename(source / "pytorch_model.bin")
-    with pytest.raises(ModelNotFound, match="has only .bin weights; convert them with"):
+    with pytest.raises(ModelNotFound, match=r"has only \.bin weights"):
         quantize_folder(source, tmp_path / "target", samples(), SETTINGS)
 
 
