@@ -117,7 +117,7 @@ def _let_idle_threads_sleep() -> None:
     variable once, when torch is loaded. A value that the user has set is kept.
     """
     if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 
 def _configure_logging(settings: CommandSettings, service: str) -> None:

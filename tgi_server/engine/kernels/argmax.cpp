@@ -1,6 +1,5 @@
 // The most likely token of each row, of all or of those that a grammar allows, and how likely it is.
 
-#include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
@@ -11,6 +10,7 @@
 
 #include "dtypes.h"
 #include "lanes.h"
+#include "parallel.h"
 #include "token_masks.h"
 
 namespace oatmill {
@@ -72,7 +72,7 @@ at::Tensor argmax(const at::Tensor& scores, const std::optional<at::Tensor>& mas
   int64_t* to = output.mutable_data_ptr<int64_t>();
   by_dtype(x, [&]<typename T>(T*) {
     const T* from = x.const_data_ptr<T>();
-    at::parallel_for(0, rows, 1, [&](int64_t begin, int64_t end) {
+    for_range(rows, 1, [&](int64_t begin, int64_t end) {
       for (int64_t r = begin; r < end; ++r)
         to[r] = mask_of[r] ? largest_place(from + r * size, std::min(size, words * BITS), Mask{mask_of[r]})
                            : largest_place(from + r * size, size, Everything{});
@@ -95,7 +95,7 @@ at::Tensor peak_logprobs(const at::Tensor& scores, const at::Tensor& likeliest, 
   const int64_t* best = likeliest.const_data_ptr<int64_t>();
   by_dtype(x, [&]<typename T>(T*) {
     const T* from = x.const_data_ptr<T>();
-    at::parallel_for(0, count, 1, [&](int64_t begin, int64_t end) {
+    for_range(count, 1, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) {
         const int64_t r = wanted[i];
         const T* row = from + r * size;

@@ -2,7 +2,6 @@
 // rounded to the tensors' dtype where transformers' own modules round them, so that results agree to the last bit or
 // nearly so.
 
-#include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
@@ -17,6 +16,7 @@
 #include "kv_layout.h"
 #include "lanes.h"
 #include "ops.h"
+#include "parallel.h"
 
 namespace oatmill {
 
@@ -81,7 +81,7 @@ void for_each_row(const at::Tensor& input, at::Tensor& output, const Work& work)
   const int64_t size = input.size(-1), rows = input.numel() / size;
   const T* from = input.const_data_ptr<T>();
   T* to = output.mutable_data_ptr<T>();
-  at::parallel_for(0, rows, tokens_a_thread(size), [&](int64_t begin, int64_t end) {
+  for_range(rows, tokens_a_thread(size), [&](int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; ++r) work(from + r * size, to + r * size, size);
   });
 }
@@ -152,7 +152,7 @@ at::Tensor silu_mul(const at::Tensor& gate_up) {
   by_dtype(x, [&]<typename T>(T*) {
     const T* from = x.const_data_ptr<T>();
     T* to = output.mutable_data_ptr<T>();
-    at::parallel_for(0, tokens, tokens_a_thread(size), [&](int64_t begin, int64_t end) {
+    for_range(tokens, tokens_a_thread(size), [&](int64_t begin, int64_t end) {
       for (int64_t t = begin; t < end; ++t) {
         const T* gate = from + t * 2 * size;
         const T* up = gate + size;

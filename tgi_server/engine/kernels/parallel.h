@@ -5,7 +5,6 @@
 #include <ATen/Parallel.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cstdint>
 
 namespace oatmill {
@@ -13,9 +12,11 @@ namespace oatmill {
 // How many parts of that size there are, the last one being what is left.
 inline int64_t parts(int64_t size, int64_t part) { return (size + part - 1) / part; }
 
-// Calls work(item) for every item below `items`, on all of torch's threads. Each takes the next item when it is done
-// with one: where other processes want the cores too, nobody waits for more than the item that a held-up thread has.
-// There may be more threads than items: OpenMP ends threads that a smaller team leaves out, and has to start them anew.
+// Calls work(context, item) for every item below `items` on this thread and threads - 1 others, see parallel.cpp.
+void run_items(int64_t items, int threads, void (*work)(const void* context, int64_t item), const void* context);
+
+// Calls work(item) for every item below `items`, on as many threads as torch has. Each takes the next item when it is
+// done with one.
 template <typename Work>
 void for_each_item(int64_t items, const Work& work) {
   const int threads = at::get_num_threads();
@@ -23,9 +24,14 @@ void for_each_item(int64_t items, const Work& work) {
     for (int64_t item = 0; item < items; ++item) work(item);
     return;
   }
-  std::atomic<int64_t> next{0};
-#pragma omp parallel num_threads(threads)
-  for (int64_t item = next++; item < items; item = next++) work(item);
+  run_items(items, threads, [](const void* context, int64_t item) { (*static_cast<const Work*>(context))(item); }, &work);
+}
+
+// Calls work(begin, end) for parts of a range, of `grain` numbers at least.
+template <typename Work>
+void for_range(int64_t size, int64_t grain, const Work& work) {
+  const int64_t part = std::max(grain, parts(size, at::get_num_threads()));
+  for_each_item(parts(size, part), [&](int64_t i) { work(i * part, std::min(size, (i + 1) * part)); });
 }
 
 }  // namespace oatmill

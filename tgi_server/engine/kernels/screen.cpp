@@ -10,7 +10,7 @@
 // mask; then it is the largest of those that the mask allows.
 
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/full.h>
+#include <ATen/ops/empty.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -41,6 +41,7 @@ template <typename Kernel>
 constexpr int64_t PARTS = NUMBER<Kernel> == 1 ? 2 : 1;
 
 constexpr int64_t MOST_ROWS = 16;
+constexpr int64_t FILLED_AT_ONCE = 1 << 15;  // outputs
 constexpr int64_t MOST_PARTS = 2 * MOST_ROWS;
 static_assert(MOST_PARTS % SIDE == 0);
 
@@ -264,7 +265,11 @@ at::Tensor Linear::screened(const at::Tensor& input, const at::Tensor& screened,
   TORCH_CHECK(size == inputs && size % LANES == 0 && !bias, "this layer cannot be screened");
   auto shape = x.sizes().vec();
   shape.back() = outputs;
-  at::Tensor output = at::full(shape, LOWEST, x.options());
+  at::Tensor output = at::empty(shape, x.options());
+  by_dtype(output, [&]<typename T>(T*) {
+    T* to = output.mutable_data_ptr<T>();
+    for_range(output.numel(), FILLED_AT_ONCE, [&](int64_t begin, int64_t end) { std::fill(to + begin, to + end, T(LOWEST)); });
+  });
   const Screen screen{static_cast<const char*>(screened.const_data_ptr()), screened.size(1),
                       scales.const_data_ptr<float>(), corrections.const_data_ptr<int32_t>(),
                       lost.const_data_ptr<float>(), kept.const_data_ptr<float>()};

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from tgi_server.engine.attention.paged_cache import PagedCache
 from tgi_server.engine.layers.decoder import LayerStack
 from tgi_server.engine.layers.head import ScreenedHead
+from tgi_server.engine.layers.norm import Norm
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +93,7 @@ def _before_opt(inside: Any, tokens: Tensor, positions: Tensor) -> tuple[Tensor,
 
 def _after_opt(inside: Any, hidden: Tensor) -> Tensor:
     if inside.final_layer_norm is not None:
-        hidden = inside.final_layer_norm(hidden)
+        hidden = Norm.of_layer_norm(inside.final_layer_norm)(hidden)
     if inside.project_out is not None:
         hidden = inside.project_out(hidden)
     return hidden

@@ -1,0 +1,122 @@
+// The threads that share the items of a kernel.
+//
+// They are not OpenMP's: its threads all meet at the end of every loop, and where other processes want the cores too, one
+// that is not running then holds up all others, though it has nothing to do. A step has some hundred loops. Here whoever
+// calls waits for the items, and not for the threads; one that comes late finds nothing left, and takes part in the next.
+
+#include "parallel.h"
+
+#include <pthread.h>
+#include <sched.h>
+
+#include <atomic>
+#include <thread>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace oatmill {
+
+namespace {
+
+constexpr int SPINS_BEFORE_SLEEP = 1 << 11, SPINS_BEFORE_YIELD = 1 << 10;
+
+void relax() {
+#if defined(__x86_64__)
+  _mm_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+// Threads that wait for loops, and the loop that runs. left: its number in the upper half, and how many of its items
+// nobody has taken yet. An item is taken by lowering it; since that fails when the loop is another one by then, what is
+// known of a loop is only written while no item is left, and read before one is taken.
+class Threads {
+ public:
+  void run(int64_t items, int threads, void (*work)(const void*, int64_t), const void* context) {
+    for (; started_ < threads - 1; ++started_) std::thread([this, number = started_] { serve(number); }).detach();
+    work_.store(work, std::memory_order_relaxed);
+    context_.store(context, std::memory_order_relaxed);
+    items_.store(items, std::memory_order_relaxed);
+    helpers_.store(threads - 1, std::memory_order_relaxed);
+    done_.store(0, std::memory_order_relaxed);
+    const uint64_t loop = (left_.load(std::memory_order_relaxed) >> 32) + 1;
+    left_.store(loop << 32 | static_cast<uint64_t>(items), std::memory_order_seq_cst);
+    left_.notify_all();
+    while (take()) {
+    }
+    for (int spins = 0; done_.load(std::memory_order_acquire) < items; ++spins)
+      if (spins % SPINS_BEFORE_YIELD == SPINS_BEFORE_YIELD - 1)
+        sched_yield();
+      else
+        relax();
+  }
+
+ private:
+  // Does an item of the loop that runs. Returns false if none is left.
+  bool take() {
+    uint64_t left = left_.load(std::memory_order_acquire);
+    for (;;) {
+      const int64_t open = static_cast<int64_t>(left & 0xffffffff);
+      if (open == 0) return false;
+      const auto work = work_.load(std::memory_order_relaxed);
+      const void* context = context_.load(std::memory_order_relaxed);
+      const int64_t item = items_.load(std::memory_order_relaxed) - open;
+      if (!left_.compare_exchange_weak(left, left - 1, std::memory_order_acq_rel, std::memory_order_acquire)) continue;
+      work(context, item);
+      done_.fetch_add(1, std::memory_order_release);
+      return true;
+    }
+  }
+
+  void serve(int number) {
+    for (int spins = 0;; ++spins) {
+      const uint64_t left = left_.load(std::memory_order_acquire);
+      if ((left & 0xffffffff) != 0 && number < helpers_.load(std::memory_order_relaxed)) {
+        while (take()) {
+        }
+        spins = 0;
+      } else if (spins < SPINS_BEFORE_SLEEP) {
+        relax();
+      } else {
+        left_.wait(left);
+        spins = 0;
+      }
+    }
+  }
+
+  alignas(64) std::atomic<uint64_t> left_{0};
+  alignas(64) std::atomic<int64_t> done_{0};
+  alignas(64) std::atomic<void (*)(const void*, int64_t)> work_{nullptr};
+  std::atomic<const void*> context_{nullptr};
+  std::atomic<int64_t> items_{0};
+  std::atomic<int> helpers_{0};
+  int started_ = 0;
+};
+
+std::atomic<Threads*> threads_of_process{nullptr};
+std::atomic<bool> taken{false};
+
+}  // namespace
+
+// Where the threads are taken, by another thread's loop or by one around this, the items are done here.
+void run_items(int64_t items, int threads, void (*work)(const void* context, int64_t item), const void* context) {
+  if (taken.exchange(true, std::memory_order_acquire)) {
+    for (int64_t item = 0; item < items; ++item) work(context, item);
+    return;
+  }
+  if (threads_of_process == nullptr) {
+    static const int registered = pthread_atfork(nullptr, nullptr, [] {  // a child has none of its parent's threads
+      threads_of_process = nullptr;
+      taken = false;
+    });
+    static_cast<void>(registered);
+    threads_of_process = new Threads;  // for as long as the process lives
+  }
+  threads_of_process.load()->run(items, threads, work, context);
+  taken.store(false, std::memory_order_release);
+}
+
+}  // namespace oatmill
