@@ -55,7 +55,6 @@ def load_model(config: EngineConfig, device: torch.device) -> PreTrainedModel:
     Raises ModelNotFound, InvalidWeights or UnsupportedModel.
     """
     model_config = load_config(config)
-    check_weight_files(config.model_path)
     check_files(config.model_path)
     checkpoint_dtype = getattr(model_config.get_text_config(decoder=True), "dtype", None)
     dtype = resolve_dtype(config.dtype, checkpoint_dtype, device, custom_kernels=config.custom_kernels)
@@ -136,17 +135,6 @@ def _load_shard(
         trust_remote_code=config.trust_remote_code,
         facts=facts,
     )
-
-
-def check_weight_files(path: Path) -> None:
-    """Raises ModelNotFound when the folder has no safetensors files."""
-    if any(path.glob("*.safetensors")):
-        return
-    if any(path.glob("*.bin")):
-        raise ModelNotFound(
-            f"{path} has only .bin weights; convert them with `text-generation-server download-weights {path}`"
-        )
-    raise ModelNotFound(f"{path} has no *.safetensors files; is the download complete?")
 
 
 def _load(path: Path, load: Callable[[], tuple[PreTrainedModel, dict]]) -> tuple[PreTrainedModel, dict]:

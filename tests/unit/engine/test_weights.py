@@ -22,7 +22,8 @@ from tgi_server.engine.weights import load_model
         ("config that is a list", UnsupportedModel, "config.json is not a JSON object"),
         ("generation config", UnsupportedModel, "generation_config.json cannot be read as JSON"),
         ("generation config that is a list", UnsupportedModel, "generation_config.json is not a JSON object"),
-        ("no weights", ModelNotFound, "no \\*.safetensors"),
+        ("no weights", ModelNotFound, "has no model.safetensors; is the download complete"),
+        ("no weights but pickled ones", ModelNotFound, "has only .bin weights; convert them with"),
         (
             "truncated",
             InvalidWeights,
@@ -43,8 +44,10 @@ def test_a_folder_that_cannot_be_loaded_says_why(tmp_path, broken, error, messag
     if "config" in broken and broken != "no config":
         name = "generation_config.json" if "generation" in broken else "config.json"
         (folder / name).write_text("[]" if broken.endswith("list") else "{")
-    if broken == "no weights":
+    if broken.startswith("no weights"):
         (folder / "model.safetensors").unlink()
+    if "pickled" in broken:
+        (folder / "pytorch_model.bin").touch()
     if broken == "truncated":
         weights = folder / "model.safetensors"
         weights.write_bytes(weights.read_bytes()[:-1000])

@@ -197,6 +197,10 @@ def weight_files(folder: Path) -> list[Path]:
         except (ValueError, KeyError, AttributeError) as error:
             raise InvalidWeights(f"{index} is not an index of weights: {error}") from error
     if missing := sorted(name for name in names if not (folder / name).is_file()):
+        if any(folder.glob("*.bin")) and not any(folder.glob("*.safetensors")):
+            raise ModelNotFound(
+                f"{folder} has only .bin weights; convert them with `text-generation-server download-weights {folder}`"
+            )
         raise ModelNotFound(f"{folder} has no {missing[0]}; is the download complete?")
     return [folder / name for name in sorted(names)]
 
