@@ -39,8 +39,12 @@ class SlicedTensor:
         self._share = share
 
     @property
+    def whole_shape(self) -> tuple[int, ...]:
+        return tuple(self._source.get_shape())
+
+    @property
     def shape(self) -> tuple[int, ...]:
-        shape = tuple(self._source.get_shape())
+        shape = self.whole_shape
         return self._slice.shape(self._share, shape) if self._slice and self._share else shape
 
     def __getitem__(self, _: EllipsisType) -> Tensor:
