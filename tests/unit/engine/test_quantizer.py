@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from tests.quantized_models import make_quantized
 from tests.tiny_models import VOCAB_SIZE, make
 from tgi_server.engine import EngineConfig, quantizer
-from tgi_server.engine.errors import UnsupportedModel
+from tgi_server.engine.errors import ModelNotFound, UnsupportedModel
 from tgi_server.engine.quantization import QuantizedLinear
 from tgi_server.engine.quantization.gptq import GptqSettings, Hessian, round_weight
 from tgi_server.engine.quantization.rounding import ROUNDINGS
@@ -101,6 +101,9 @@ def test_what_cannot_be_quantised_says_so(tmp_path) -> None:
         quantize_folder(make_quantized("gptq", tmp_path)[0], tmp_path / "target", samples(), SETTINGS)
     with pytest.raises(UnsupportedModel, match="gpt2 models cannot be quantised"):
         quantize_folder(make("gpt2", tmp_path / "gpt2"), tmp_path / "target", samples(), SETTINGS)
+    (source / "model.safetensors").rename(source / "pytorch_model.bin")
+    with pytest.raises(ModelNotFound, match=r"has only \.bin weights"):
+        quantize_folder(source, tmp_path / "target", samples(), SETTINGS)
 
 
 @pytest.mark.slow

@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
+from tests.tiny_models import make
 from tgi_server import demo_model
 from tgi_server.engine import Engine, EngineConfig
 from tgi_server.engine.errors import InvalidWeights, ModelNotFound, UnsupportedModel
@@ -20,7 +22,8 @@ from tgi_server.engine.weights import load_model
         ("config that is a list", UnsupportedModel, "config.json is not a JSON object"),
         ("generation config", UnsupportedModel, "generation_config.json cannot be read as JSON"),
         ("generation config that is a list", UnsupportedModel, "generation_config.json is not a JSON object"),
-        ("no weights", ModelNotFound, "no \\*.safetensors"),
+        ("no weights", ModelNotFound, "has no model.safetensors; is the download complete"),
+        ("no weights but pickled ones", ModelNotFound, "has only .bin weights; convert them with"),
         (
             "truncated",
             InvalidWeights,
@@ -41,8 +44,10 @@ def test_a_folder_that_cannot_be_loaded_says_why(tmp_path, broken, error, messag
     if "config" in broken and broken != "no config":
         name = "generation_config.json" if "generation" in broken else "config.json"
         (folder / name).write_text("[]" if broken.endswith("list") else "{")
-    if broken == "no weights":
+    if broken.startswith("no weights"):
         (folder / "model.safetensors").unlink()
+    if "pickled" in broken:
+        (folder / "pytorch_model.bin").touch()
     if broken == "truncated":
         weights = folder / "model.safetensors"
         weights.write_bytes(weights.read_bytes()[:-1000])
@@ -52,6 +57,40 @@ def test_a_folder_that_cannot_be_loaded_says_why(tmp_path, broken, error, messag
     dtype = torch.float16 if without_kernels else None
     with pytest.raises(error, match=message):
         Engine(EngineConfig(folder, dtype=dtype, custom_kernels=not without_kernels))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "name", "shape", "message"),
+    [
+        (
+            "llama",
+            "mlp.down_proj.weight",
+            (64, 95),
+            r"model.layers.1.mlp.down_proj.weight is \[64, 95\], not \[64, 96\]",
+        ),
+        ("llama", "mlp.down_proj.weight", None, "weights are missing: model.layers.1.mlp.down_proj.weight"),
+        ("mixtral", "block_sparse_moe.experts.1.w1.weight", (96, 63), r"experts.1.w1.weight has the shape \[96, 63\]"),
+        (
+            "mixtral",
+            "block_sparse_moe.experts.1.w2.weight",
+            None,
+            "layers.1.block_sparse_moe.experts.1.w2.weight is miss",
+        ),
+        (
+            "mixtral",
+            "block_sparse_moe.experts.3.w1.weight",
+            None,
+            "layers.1.block_sparse_moe.experts.3.w1.weight is miss",
+        ),
+    ],
+)
+def test_a_tensor_that_does_not_fit_is_named(architecture, name, shape, message, tmp_path) -> None:
+    file = make(architecture, tmp_path) / "model.safetensors"
+    name = f"model.layers.1.{name}"
+    tensors = {other: tensor for other, tensor in load_file(file).items() if other != name}
+    save_file(tensors | ({name: torch.zeros(shape)} if shape else {}), file)
+    with pytest.raises(InvalidWeights, match=message):
+        load_model(EngineConfig(tmp_path), torch.device("cpu"))
 
 
 def test_weights_go_to_the_device_as_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,7 +40,7 @@ struct FloatProducts {
     if constexpr (std::is_same_v<Kind, HalfWeights>)
       return widened(reinterpret_cast<const c10::Half*>(words) + Kind::place(column, step));
     const Words pairs = load_as<Words>(words + column * WORD);  // the lower half is the first number
-    return as_floats(step == 0 ? pairs << 16 : pairs & 0xffff0000);
+    return as_floats(step == 0 ? pairs << 16 : upper_halves(pairs));
   }
 
   static Floats row(const char* input) { return Floats{} + load_as<float>(input); }
@@ -288,10 +288,12 @@ struct Products {
         sums[r][v] = from_zero ? Register{} : load_as<Register>(totals + r * TILE_WORD + v * WIDTH * WORD);
     const int64_t own = std::max<int64_t>(depth - Set::AHEAD, 0);
     for (int64_t k = 0, end = own; k < depth; end = depth) {
-      const char* wanted = (k < own ? weights + Set::AHEAD * TILE_WORD : next - own * TILE_WORD) + column * WORD;
-      for (; k < end; ++k) {
+      // What is needed later is asked for in the order of memory: by columns, memory would give less than it can.
+      const int64_t stride = k < own ? TILE_WORD : V * WIDTH * WORD;
+      const char* wanted = k < own ? weights + Set::AHEAD * TILE_WORD + column * WORD : next + column * WORD * (depth - own);
+      for (; k < end; ++k, wanted += stride) {
 #pragma GCC unroll 6
-        for (int v = 0; v < V; v += 16 / WIDTH) __builtin_prefetch(wanted + k * TILE_WORD + v * WIDTH * WORD, 0, 2);
+        for (int v = 0; v < V; v += 16 / WIDTH) __builtin_prefetch(wanted + v * WIDTH * WORD, 0, 2);
 #pragma GCC unroll 2
         for (int step = 0; step < Set::STEPS; ++step) {
           // The words of all steps do not fit the registers: each step reads them again.

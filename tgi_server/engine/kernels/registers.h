@@ -48,6 +48,17 @@ void store_as(void* to, Register value) {
 
 inline Floats as_floats(Words bits) { return reinterpret_cast<Floats&>(bits); }
 
+// Words without their lower halves. With 16 registers, none of them is spared for a mask.
+inline Words upper_halves(Words words) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  Words upper;
+  asm("vpsrld $16, %1, %0\n\tvpslld $16, %0, %0" : "=x"(upper) : "x"(words));
+  return upper;
+#else
+  return words & 0xffff0000;
+#endif
+}
+
 // sum + a * b, with one rounding where the CPU has an instruction for it.
 inline Floats multiply_add(Floats a, Floats b, Floats sum) {
 #if defined(__AVX512F__)

@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+import re
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -23,6 +25,8 @@ WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 # What safetensors calls the dtypes of quantised weights.
 _CODES = ("F8_E4M3", "F8_E5M2", "I8", "U8")
+# The names of tensors of which every expert of a layer has one: layer, expert and the rest.
+_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(.+)")
 
 
 class SlicedTensor:
@@ -109,6 +113,10 @@ class QuantizedTensor:
         assert isinstance(self._source, QuantizedSource)
         weight = self._source.read()
         self._source.forget()
+        if not bool(weight.scales.isfinite().all()):
+            raise InvalidWeights(
+                f"the scales of tensor {self._source.name} are not all finite numbers; download the folder again"
+            )
         if self._slice is None or self._slice.axis is None:
             return weight
         outputs = self._slice.axis == (1 if self.transposed else 0)
@@ -189,6 +197,10 @@ def weight_files(folder: Path) -> list[Path]:
         except (ValueError, KeyError, AttributeError) as error:
             raise InvalidWeights(f"{index} is not an index of weights: {error}") from error
     if missing := sorted(name for name in names if not (folder / name).is_file()):
+        if any(folder.glob("*.bin")) and not any(folder.glob("*.safetensors")):
+            raise ModelNotFound(
+                f"{folder} has only .bin weights; convert them with `text-generation-server download-weights {folder}`"
+            )
         raise ModelNotFound(f"{folder} has no {missing[0]}; is the download complete?")
     return [folder / name for name in sorted(names)]
 
@@ -202,6 +214,30 @@ def check_files(folder: Path) -> None:
         except SafetensorError as error:
             damage = _missing_part(path) or f"({str(error).splitlines()[0]})"
             raise InvalidWeights(f"{path} is corrupt or incomplete {damage}; download it again") from error
+
+
+def check_experts(folder: Path) -> None:
+    """Raises InvalidWeights for an expert that lacks a tensor that others have, or has it in another shape.
+
+    `transformers` stacks experts as it loads them, and names none of them when they do not fit together.
+    """
+    found: dict[tuple[str, str], dict[int, tuple[int, ...]]] = {}
+    for path in weight_files(folder):
+        with safe_open(path, framework="pt") as file:
+            for match in filter(None, map(_EXPERT.fullmatch, file.keys())):
+                layer, expert, part = match.groups()
+                found.setdefault((layer, part), {})[int(expert)] = tuple(file.get_slice(match[0]).get_shape())
+    count = 1 + max((max(shapes) for shapes in found.values()), default=-1)
+    for (layer, part), shapes in found.items():
+        usual = Counter(shapes.values()).most_common(1)[0][0]
+        for expert in range(count):
+            name = f"{layer}.{expert}.{part}"
+            if expert not in shapes:
+                raise InvalidWeights(f"{folder}: tensor {name} is missing, which other experts have; download it again")
+            if shapes[expert] != usual and ".quant_state." not in part:  # JSON of any length
+                raise InvalidWeights(
+                    f"{folder}: tensor {name} has the shape {list(shapes[expert])}, that of other experts {list(usual)}"
+                )
 
 
 def _missing_part(path: Path) -> str:

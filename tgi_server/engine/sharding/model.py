@@ -108,6 +108,7 @@ def _load(
             dtype=dtype,
             device_map=placement(device),
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are in the report
         )
         for path, tensor in quantized.items():
             layer = model.get_submodule(path)
