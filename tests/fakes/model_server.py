@@ -120,8 +120,12 @@ class ModelServer:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             reader = connection.makefile("rb")
             while (request := _read_request(reader)) is not None:
-                if not self._answer(connection, request):
-                    break
+                try:
+                    if not self._answer(connection, request):
+                        break
+                except OSError:
+                    request.abandoned.set()
+                    raise
         except OSError:
             pass
         finally:

@@ -15,7 +15,7 @@ from tgi_server.engine.errors import EngineError, InvalidWeights, ModelNotFound,
 from tgi_server.engine.quantization import Quantization, find_quantization
 from tgi_server.engine.quantization.kv_scales import read_kv_scales
 from tgi_server.engine.sharding import ShardGroup
-from tgi_server.engine.sharding.checkpoint import check_files, open_checkpoint
+from tgi_server.engine.sharding.checkpoint import check_experts, check_files, open_checkpoint
 from tgi_server.engine.sharding.model import load_quantized, load_shard, placement
 
 
@@ -62,10 +62,14 @@ def load_model(config: EngineConfig, device: torch.device) -> PreTrainedModel:
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
     model, report = _load(config.model_path, lambda: _load_part(config, model_config, factory, dtype, device))
-    if missing := sorted(report["missing_keys"]):
+    missing, mismatched = sorted(report["missing_keys"]), sorted(report["mismatched_keys"])
+    if missing or mismatched:
+        check_experts(config.model_path)
+    if missing:
         raise InvalidWeights(f"{config.model_path}: weights are missing: {_some(missing)}")
-    if mismatched := [key for key, *_ in report.get("mismatched_keys", ())]:
-        raise InvalidWeights(f"{config.model_path}: shapes differ from config.json: {_some(mismatched)}")
+    if mismatched:
+        found = [f"{name} is {list(shape)}, not {list(wanted)}" for name, shape, wanted in mismatched]
+        raise InvalidWeights(f"{config.model_path}: shapes differ from config.json: {_some(found)}")
     if config.kv_cache_dtype is not None:
         with open_checkpoint(config.model_path) as tensors:
             model.kv_scales = read_kv_scales(tensors)
@@ -101,6 +105,7 @@ def _load_whole(
         local_files_only=True,
         use_safetensors=True,
         output_loading_info=True,
+        ignore_mismatched_sizes=True,  # they are in the report
     )
 
 
@@ -138,6 +143,7 @@ def _load(path: Path, load: Callable[[], tuple[PreTrainedModel, dict]]) -> tuple
     except EngineError:
         raise
     except (SafetensorError, OSError, RuntimeError, ValueError, KeyError, ImportError) as error:
+        check_experts(path)
         raise UnsupportedModel(f"{path} cannot be loaded: {_first_line(error)}") from error
 
 

@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
+from tests.tiny_models import make
 from tgi_server import demo_model
 from tgi_server.engine import Engine, EngineConfig
 from tgi_server.engine.errors import InvalidWeights, ModelNotFound, UnsupportedModel
@@ -55,6 +57,40 @@ def test_a_folder_that_cannot_be_loaded_says_why(tmp_path, broken, error, messag
     dtype = torch.float16 if without_kernels else None
     with pytest.raises(error, match=message):
         Engine(EngineConfig(folder, dtype=dtype, custom_kernels=not without_kernels))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "name", "shape", "message"),
+    [
+        (
+            "llama",
+            "mlp.down_proj.weight",
+            (64, 95),
+            r"model.layers.1.mlp.down_proj.weight is \[64, 95\], not \[64, 96\]",
+        ),
+        ("llama", "mlp.down_proj.weight", None, "weights are missing: model.layers.1.mlp.down_proj.weight"),
+        ("mixtral", "block_sparse_moe.experts.1.w1.weight", (96, 63), r"experts.1.w1.weight has the shape \[96, 63\]"),
+        (
+            "mixtral",
+            "block_sparse_moe.experts.1.w2.weight",
+            None,
+            "layers.1.block_sparse_moe.experts.1.w2.weight is miss",
+        ),
+        (
+            "mixtral",
+            "block_sparse_moe.experts.3.w1.weight",
+            None,
+            "layers.1.block_sparse_moe.experts.3.w1.weight is miss",
+        ),
+    ],
+)
+def test_a_tensor_that_does_not_fit_is_named(architecture, name, shape, message, tmp_path) -> None:
+    file = make(architecture, tmp_path) / "model.safetensors"
+    name = f"model.layers.1.{name}"
+    tensors = {other: tensor for other, tensor in load_file(file).items() if other != name}
+    save_file(tensors | ({name: torch.zeros(shape)} if shape else {}), file)
+    with pytest.raises(InvalidWeights, match=message):
+        load_model(EngineConfig(tmp_path), torch.device("cpu"))
 
 
 def test_weights_go_to_the_device_as_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,12 +22,14 @@ struct OneByOne {
   static constexpr int step(int part, int) { return part; }
 };
 
-// Whole numbers from -8 to 7.
+// Whole numbers from -8 to 7, stored ADDED higher.
 struct Nibbles : OneByOne {
   static constexpr int64_t DEPTH = 8;
+  static constexpr int ADDED = 8;
   explicit Nibbles(const float*) {}
   void numbers(Words words, int step, Floats* to) const {
-    const Whole lifted = reinterpret_cast<const Whole&>(words) << (28 - 4 * step);
+    const Words signs = words ^ 0x88888888;  // now they are -8 to 7
+    const Whole lifted = reinterpret_cast<const Whole&>(signs) << (28 - 4 * step);
     *to = __builtin_convertvector(lifted >> 28, Floats);
   }
 };
@@ -128,6 +130,7 @@ struct Book : OneByOne {
 // Whole numbers from -128 to 127.
 struct Bytes : OneByOne {
   static constexpr int64_t DEPTH = 4;
+  static constexpr int ADDED = 0;
   explicit Bytes(const float*) {}
   void numbers(Words words, int step, Floats* to) const {
     const Whole lifted = reinterpret_cast<const Whole&>(words) << (24 - 8 * step);
@@ -164,22 +167,37 @@ struct Scales {
     if (zeros) __builtin_prefetch(zeros + place, 0, 2);
   }
 
-  Floats scale(int64_t place) const {
+  // Reads the scales of V registers of outputs, and the offsets for numbers that are read ADDED higher than they are.
+  template <int ADDED, int V>
+  [[gnu::always_inline]] void read(int64_t place, Floats (&scaled)[V], Floats (&shifted)[V]) const {
     switch (dtype) {
       case at::kHalf:
-        return widened(static_cast<const c10::Half*>(scales) + place);
+        widen(static_cast<const c10::Half*>(scales) + place, scaled);
+        break;
       case at::kBFloat16:
-        return widened(static_cast<const c10::BFloat16*>(scales) + place);
+        widen(static_cast<const c10::BFloat16*>(scales) + place, scaled);
+        break;
       default:
-        return widened(static_cast<const float*>(scales) + place);
+        widen(static_cast<const float*>(scales) + place, scaled);
+    }
+    if (zeros) {
+      widen(zeros + place, shifted);
+#pragma GCC unroll 6
+      for (int v = 0; v < V; ++v) shifted[v] = (-static_cast<float>(ADDED) - shifted[v]) * scaled[v];
+      return;
+    }
+#pragma GCC unroll 6
+    for (int v = 0; v < V; ++v) {
+      shifted[v] = -static_cast<float>(ADDED) * scaled[v];
+      if (offsets) shifted[v] += widened(offsets + place + v * WIDTH);
     }
   }
 
-  // scale: of the same place.
-  Floats offset(int64_t place, Floats scale) const {
-    using Bytes = int8_t __attribute__((vector_size(WIDTH)));
-    if (offsets) return load_as<Floats>(offsets + place);
-    return -__builtin_convertvector(__builtin_convertvector(load_as<Bytes>(zeros + place), Whole), Floats) * scale;
+ private:
+  template <typename T, int V>
+  [[gnu::always_inline]] static void widen(const T* from, Floats (&to)[V]) {
+#pragma GCC unroll 6
+    for (int v = 0; v < V; ++v) to[v] = widened(from + v * WIDTH);
   }
 };
 
@@ -203,9 +221,9 @@ struct WantedWords {
   const char *words, *next;
   int64_t depth;
 
-  // V: registers of words, from a column on.
+  // V: registers of words, from a column on. Inline: compilers leave out calls of a function that does nothing else.
   template <int V>
-  void want(int64_t k, int column) const {
+  [[gnu::always_inline]] void want(int64_t k, int column) const {
     const int64_t later = k + AHEAD;
     const char* place = (later < depth ? words + later * TILE_WORD : next + (later - depth) * TILE_WORD) + column * WORD;
 #pragma GCC unroll 12

@@ -79,7 +79,7 @@ template <int STEPS, int R, int V, typename At, typename Add>
 template <typename Kind>
 struct ShortDigitProducts {
   using Register = Whole;
-  static constexpr int ROWS = 4, MANY = WIDTH == 16 ? 8 : 6, STEPS = Kind::DEPTH / 2, ADDED = 0;
+  static constexpr int ROWS = 4, MANY = WIDTH == 16 ? 8 : 6, STEPS = Kind::DEPTH / 2, ADDED = Kind::ADDED;
   static constexpr int64_t MOST = 128 / Kind::DEPTH;
   static constexpr bool GROUP_SUMS = false;
 
@@ -99,11 +99,18 @@ struct ShortDigitProducts {
 
   // The numbers of a word that are multiplied in a step.
   static Words unpacked(Words words, int step) {
-    using Shorts = int16_t __attribute__((vector_size(WIDTH * 4)));
     constexpr int BITS = 32 / Kind::DEPTH;
-    const Shorts pairs = reinterpret_cast<const Shorts&>(words);
-    const Shorts numbers = pairs << (16 - BITS * (step + 1)) >> (16 - BITS);
-    return reinterpret_cast<const Words&>(numbers);
+    if constexpr (ADDED != 0) {
+      using Shorts = uint16_t __attribute__((vector_size(WIDTH * 4)));
+      const Shorts numbers = reinterpret_cast<const Shorts&>(words) >> (BITS * step);
+      const Words lowest = reinterpret_cast<const Words&>(numbers);
+      return step == STEPS - 1 ? lowest : lowest & 0x000f000f;
+    } else {
+      using Shorts = int16_t __attribute__((vector_size(WIDTH * 4)));
+      const Shorts pairs = reinterpret_cast<const Shorts&>(words);
+      const Shorts numbers = pairs << (16 - BITS * (step + 1)) >> (16 - BITS);
+      return reinterpret_cast<const Words&>(numbers);
+    }
   }
 
   template <int R, int V>
@@ -144,27 +151,51 @@ struct ShortDigitProducts {
 
   template <typename T>
   static std::pair<float, int64_t> round(const T* from, int64_t count, int16_t* to) {
-    constexpr uint32_t EXPONENT = 23, LARGEST = 14u << EXPONENT;  // 2^14 is what the largest exponent becomes
-    const float peak = peak_of(from, count);
-    const uint32_t exponent = load_as<uint32_t>(&peak) & 0x7f800000;
-    const uint32_t bits = exponent > LARGEST ? exponent - LARGEST : 0;
+    constexpr uint32_t EXPONENT = 23, LARGEST = 14u << EXPONENT, INFINITE = 255u << EXPONENT;
+    Words peaks = {};  // as bits: infinity is above all numbers, and what is no number above infinity
+    for_registers(from, count, [&](int64_t, Floats values) {
+      const Words magnitudes = reinterpret_cast<const Words&>(values) & 0x7fffffff;
+      peaks = magnitudes > peaks ? magnitudes : peaks;
+    });
+    uint32_t exponent = 0;
+    for (int i = 0; i < WIDTH; ++i) exponent = std::max(exponent, peaks[i] & INFINITE);
+    const uint32_t bits = exponent > LARGEST ? exponent - LARGEST : 0;  // 2^14 is what the largest exponent becomes
     const uint32_t inverse = bits > 0 ? (254u << EXPONENT) - bits : 0;
     const float scale = load_as<float>(&bits), factor = load_as<float>(&inverse);
-    Ints sums = {}, undefined = {};
-    for_lanes(from, count, [&](int64_t k, Lanes values) {
-      using Shorts = int16_t __attribute__((vector_size(LANES * 2)));
-      const Ints numbers = nearest(smaller(values * factor, Lanes{} + 32767.0f));
-      sums += numbers;
-      undefined |= ~defined(values);
-      if constexpr (Kind::DEPTH == 8)
-        store_as(to + k, __builtin_convertvector(__builtin_shufflevector(numbers, numbers, 0, 4, 1, 5, 2, 6, 3, 7,  //
-                                                                         8, 12, 9, 13, 10, 14, 11, 15),
-                                                 Shorts));
-      else
-        ShortProducts::keep(to + k, numbers);
+    Whole sums = {};
+    alignas(64) int32_t numbers[LANES];
+    for_registers(from, count, [&](int64_t k, Floats values) {
+      const Whole rounded = nearest(smaller(values * factor, Floats{} + 32767.0f));
+      sums += rounded;
+      store_as(numbers + k % LANES, rounded);
+      if ((k + WIDTH) % LANES == 0) keep(to + k / LANES * LANES, numbers);
     });
-    const bool finite = exponent < 0x7f800000 && sum_of(undefined) == 0;
-    return {finite ? scale : std::numeric_limits<float>::quiet_NaN(), sum_of(sums)};
+    int64_t sum = 0;
+    for (int i = 0; i < WIDTH; ++i) sum += sums[i];
+    return {exponent < INFINITE ? scale : std::numeric_limits<float>::quiet_NaN(), sum};
+  }
+
+  // Writes LANES numbers: of each word's, those of the first half become the lower halves of pairs.
+  static void keep(int16_t* to, const int32_t* numbers) {
+    using Pairs = uint32_t __attribute__((vector_size(2 * sizeof(uint32_t))));
+#pragma GCC unroll 8
+    for (int i = 0; i < LANES; i += 4) {
+      const int32_t* low = numbers + i / Kind::DEPTH * Kind::DEPTH + i % Kind::DEPTH / 2;
+      store_as(to + i, (load_as<Pairs>(low) & 0xffff) | load_as<Pairs>(low + STEPS) << 16);
+    }
+  }
+
+  // Calls work(k, values) for WIDTH numbers of a row at a time, with zeros behind the last up to a multiple of LANES.
+  template <typename T, typename Work>
+  static void for_registers(const T* from, int64_t count, const Work& work) {
+    int64_t k = 0;
+    for (; k + LANES <= count; k += LANES)
+#pragma GCC unroll 4
+      for (int i = 0; i < LANES; i += WIDTH) work(k + i, widened(from + k + i));
+    if (k == count) return;
+    T edge[LANES] = {};
+    std::copy(from + k, from + count, edge);
+    for (int i = 0; i < LANES; i += WIDTH) work(k + i, widened(edge + i));
   }
 };
 
@@ -212,12 +243,11 @@ inline Words with_signs(Words a, Words b) {
 
 // Kinds of codes: numbers(places) are those of WIDTH * 4 codes, each in a byte; add(numbers, inputs, sum) adds their
 // products; unit() is what numbers are multiplied by. FIT: how many products 16 bits hold the sum of. ADDED: how much
-// higher than they are numbers are read. FLIPPED: the bits of codes that change then.
+// higher than they are numbers are read.
 
 // Whole numbers from -8 to 7.
 struct NibbleDigits {
-  static constexpr int FIT = 8, ADDED = 8;
-  static constexpr uint32_t FLIPPED = 0x88888888;
+  static constexpr int FIT = 8, ADDED = Nibbles::ADDED;
 
   explicit NibbleDigits(const float*) {}
   float unit() const { return 1; }
@@ -229,7 +259,6 @@ struct NibbleDigits {
 class BookDigits {
  public:
   static constexpr int FIT = 1, ADDED = 0;
-  static constexpr uint32_t FLIPPED = 0;
   struct Numbers {
     Words sizes, signed_;
   };
@@ -277,7 +306,7 @@ struct DigitProducts {
     return grouped_rows<int8_t, Kind>(from, rows, inputs, depth, starts, groups, round<T>);
   }
 
-  static Words unpacked(Words words, int step) { return ((words ^ Digits::FLIPPED) >> (4 * step)) & 0x0f0f0f0f; }
+  static Words unpacked(Words words, int step) { return (words >> (4 * step)) & 0x0f0f0f0f; }
 
   template <int R, int V>
   [[gnu::always_inline]] void add_words(const CodedProduct& product, int64_t row, const WantedWords& words, int column,

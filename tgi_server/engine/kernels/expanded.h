@@ -56,10 +56,10 @@ struct ExpandedProducts {
       end = std::min<int64_t>(last, product.starts[group + 1]);
       for (int column = 0; column < COLUMNS; column += WIDTH) {
         const int64_t scaled = (tile * product.groups + group) * COLUMNS + column;
-        const Floats scales = product.scales.scale(scaled);
-        const Floats offsets = product.scales.shifted() ? product.scales.offset(scaled, scales) : Floats{};
+        Floats scales[1], offsets[1];
+        product.scales.template read<0>(scaled, scales, offsets);
         for (int64_t k = begin; k < end; ++k)
-          expand_word(kind, load_as<Words>(words.words + k * TILE_WORD + column * WORD), scales, offsets,
+          expand_word(kind, load_as<Words>(words.words + k * TILE_WORD + column * WORD), scales[0], offsets[0],
                       part + (k - first) * Kind::DEPTH / Weights::DEPTH * TILE_WORD + column * WORD);
       }
     }

@@ -60,6 +60,7 @@ struct GroupedProducts {
                   tile * product.groups * COLUMNS,
                   next_tile * product.groups * COLUMNS};
     float* sums = reinterpret_cast<float*>(totals);
+    std::fill_n(sums, rows * COLUMNS, 0.0f);
     if constexpr (UNPACKS) {
       if (rows > Set::ROWS) return multiply_unpacked(set, product, first_row, rows, at, sums);
     }
@@ -151,25 +152,18 @@ struct GroupedProducts {
   [[gnu::always_inline]] static void add_to_totals(const Set& set, const CodedProduct& product, int64_t row,
                                                    const Part& part, int64_t scaled,
                                                    const typename Set::Register (&sums)[R][V], float* totals) {
-    const bool shifted = part.begins && (Set::ADDED != 0 || product.scales.shifted());
     Floats scales[V], offsets[V];
-#pragma GCC unroll 6
-    for (int v = 0; v < V; ++v) {
-      scales[v] = product.scales.scale(scaled + v * WIDTH);
-      offsets[v] = Floats{};
-      if (!shifted) continue;
-      if (product.scales.shifted()) offsets[v] = product.scales.offset(scaled + v * WIDTH, scales[v]);
-      if (Set::ADDED != 0) offsets[v] = multiply_add(Floats{} - static_cast<float>(Set::ADDED), scales[v], offsets[v]);
-    }
+    product.scales.template read<Set::ADDED>(scaled, scales, offsets);
+    const bool shifted = Set::ADDED != 0 || product.scales.shifted();
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
       const int64_t place = (row + r) * product.groups + part.group;
+      const Floats input_sum = Floats{} + (shifted && part.begins ? Set::input_sum(product, place) : 0.0f);
 #pragma GCC unroll 6
       for (int v = 0; v < V; ++v) {
         float* total = totals + r * COLUMNS + v * WIDTH;
-        const Floats before = part.first == 0 ? Floats{} : load_as<Floats>(total);
-        Floats sum = multiply_add(set.number(product, place, sums[r][v]), scales[v], before);
-        if (shifted) sum = multiply_add(Floats{} + Set::input_sum(product, place), offsets[v], sum);
+        Floats sum = multiply_add(set.number(product, place, sums[r][v]), scales[v], load_as<Floats>(total));
+        if (shifted) sum = multiply_add(input_sum, offsets[v], sum);
         store_as(total, sum);
       }
     }

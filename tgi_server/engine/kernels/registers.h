@@ -114,8 +114,26 @@ inline void add_pairs(Whole a, Whole b, Whole& sum) {
 inline Floats widened(const float* from) { return load_as<Floats>(from); }
 
 inline Floats widened(const c10::BFloat16* from) {
+#if defined(__AVX2__) && !defined(__AVX512BW__)
+  const __m256i words = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+  return as_floats(reinterpret_cast<const Words&>(words) << 16);
+#else
   using Short = uint16_t __attribute__((vector_size(WIDTH * 2)));
   return as_floats(__builtin_convertvector(load_as<Short>(from), Words) << 16);
+#endif
+}
+
+inline Floats widened(const int8_t* from) {
+#if defined(__AVX512BW__)
+  const __m512i words = _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+  return __builtin_convertvector(reinterpret_cast<const Whole&>(words), Floats);
+#elif defined(__AVX2__)
+  const __m256i words = _mm256_cvtepi8_epi32(_mm_loadu_si64(from));
+  return __builtin_convertvector(reinterpret_cast<const Whole&>(words), Floats);
+#else
+  using Bytes = int8_t __attribute__((vector_size(WIDTH)));
+  return __builtin_convertvector(load_as<Bytes>(from), Floats);
+#endif
 }
 
 inline Floats widened(const c10::Half* from) {

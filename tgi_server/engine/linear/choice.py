@@ -54,7 +54,7 @@ ROUNDS_INPUTS = "codes_int8"
 # The kernel that rounds them to 16 bits, for models whose dtype has no more.
 ROUNDS_TO_16_BITS = "codes_int16"
 # Inputs of a group in weights of codes that are timed.
-_GROUP = 128
+_GROUP = 64
 
 # Seconds of all layers together, by the number of rows.
 Times = Mapping[int, float]

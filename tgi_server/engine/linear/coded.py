@@ -12,7 +12,7 @@ from tgi_server.engine.quantization import QuantizedWeight
 _WORD_BITS = 32
 # A layer has a multiple of so many inputs, some of them empty: then every kernel can take it.
 _UNIT = 32
-_SIGN = 8  # of a whole number of 4 bits
+_ADDED = 8  # to a whole number of 4 bits
 
 
 class CodedLinear(PackedCodes, KernelLinear):
@@ -24,9 +24,8 @@ class CodedLinear(PackedCodes, KernelLinear):
         self._bits = 8 if weight.codebook is None else 4
         self._codebook, self._groups = weight.codebook, weight.groups
         codes, zeros = weight.codes.view(torch.uint8), weight.zeros
-        if self.kind == "int4":  # numbers from -8 to 7, in two's complement
-            codes = codes ^ _SIGN
-            zeros = (torch.zeros_like(weight.scales) if zeros is None else zeros) - _SIGN
+        if self.kind == "int4":  # numbers from -8 to 7, stored so much higher
+            zeros = (torch.zeros_like(weight.scales) if zeros is None else zeros) - _ADDED
         self._offsets, self._zeros = None, None
         if zeros is not None and bool(zeros.any()):
             small = zeros.to(torch.int8)
@@ -55,7 +54,7 @@ class CodedLinear(PackedCodes, KernelLinear):
             assert self._codebook is not None
             numbers = self._codebook[codes.long()]
         elif self.kind == "int4":
-            numbers = (codes ^ _SIGN).float() - _SIGN
+            numbers = codes.float() - _ADDED
         else:
             numbers = codes.view(torch.int8 if self.kind == "int8" else torch.float8_e4m3fn).float()
         scales = self._by_input(self._scales.float())

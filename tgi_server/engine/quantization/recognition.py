@@ -127,10 +127,12 @@ def _awq(settings: Mapping[str, Any]) -> Quantization:
 
 def _bitsandbytes(settings: Mapping[str, Any]) -> Quantization:
     if settings.get("load_in_8bit") or settings.get("_load_in_8bit"):
-        return Quantization(frozenset({"bitsandbytes"}), "bitsandbytes, 8 bits", bitsandbytes.sources)
+        integers = partial(bitsandbytes.sources, kind=bitsandbytes.INT8)
+        return Quantization(frozenset({"bitsandbytes"}), "bitsandbytes, 8 bits", integers)
     kind = str(settings.get("bnb_4bit_quant_type", "fp4"))
     double = ", double quantised" if settings.get("bnb_4bit_use_double_quant") else ""
-    return Quantization(frozenset({f"bitsandbytes-{kind}"}), f"bitsandbytes, {kind}{double}", bitsandbytes.sources)
+    sources = partial(bitsandbytes.sources, kind=kind)
+    return Quantization(frozenset({f"bitsandbytes-{kind}"}), f"bitsandbytes, {kind}{double}", sources)
 
 
 def _compressed_tensors(settings: Mapping[str, Any]) -> Quantization:

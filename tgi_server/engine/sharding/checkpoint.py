@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+import re
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -23,6 +25,8 @@ WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 # What safetensors calls the dtypes of quantised weights.
 _CODES = ("F8_E4M3", "F8_E5M2", "I8", "U8")
+# The names of tensors of which every expert of a layer has one: layer, expert and the rest.
+_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(.+)")
 
 
 class SlicedTensor:
@@ -35,8 +39,12 @@ class SlicedTensor:
         self._share = share
 
     @property
+    def whole_shape(self) -> tuple[int, ...]:
+        return tuple(self._source.get_shape())
+
+    @property
     def shape(self) -> tuple[int, ...]:
-        shape = tuple(self._source.get_shape())
+        shape = self.whole_shape
         return self._slice.shape(self._share, shape) if self._slice and self._share else shape
 
     def __getitem__(self, _: EllipsisType) -> Tensor:
@@ -109,6 +117,10 @@ class QuantizedTensor:
         assert isinstance(self._source, QuantizedSource)
         weight = self._source.read()
         self._source.forget()
+        if not bool(weight.scales.isfinite().all()):
+            raise InvalidWeights(
+                f"the scales of tensor {self._source.name} are not all finite numbers; download the folder again"
+            )
         if self._slice is None or self._slice.axis is None:
             return weight
         outputs = self._slice.axis == (1 if self.transposed else 0)
@@ -206,6 +218,30 @@ def check_files(folder: Path) -> None:
         except SafetensorError as error:
             damage = _missing_part(path) or f"({str(error).splitlines()[0]})"
             raise InvalidWeights(f"{path} is corrupt or incomplete {damage}; download it again") from error
+
+
+def check_experts(folder: Path) -> None:
+    """Raises InvalidWeights for an expert that lacks a tensor that others have, or has it in another shape.
+
+    `transformers` stacks experts as it loads them, and names none of them when they do not fit together.
+    """
+    found: dict[tuple[str, str], dict[int, tuple[int, ...]]] = {}
+    for path in weight_files(folder):
+        with safe_open(path, framework="pt") as file:
+            for match in filter(None, map(_EXPERT.fullmatch, file.keys())):
+                layer, expert, part = match.groups()
+                found.setdefault((layer, part), {})[int(expert)] = tuple(file.get_slice(match[0]).get_shape())
+    count = 1 + max((max(shapes) for shapes in found.values()), default=-1)
+    for (layer, part), shapes in found.items():
+        usual = Counter(shapes.values()).most_common(1)[0][0]
+        for expert in range(count):
+            name = f"{layer}.{expert}.{part}"
+            if expert not in shapes:
+                raise InvalidWeights(f"{folder}: tensor {name} is missing, which other experts have; download it again")
+            if shapes[expert] != usual and ".quant_state." not in part:  # JSON of any length
+                raise InvalidWeights(
+                    f"{folder}: tensor {name} has the shape {list(shapes[expert])}, that of other experts {list(usual)}"
+                )
 
 
 def _missing_part(path: Path) -> str:

@@ -15,11 +15,17 @@ from tgi_server.engine.errors import InvalidWeights, UnsupportedModel
 from tgi_server.engine.memory import give_back
 from tgi_server.engine.quantization import Quantization, QuantizedLinear
 from tgi_server.engine.sharding.architectures import plan_for
-from tgi_server.engine.sharding.checkpoint import Checkpoint, QuantizedTensor, fingerprint, open_checkpoint
+from tgi_server.engine.sharding.checkpoint import (
+    Checkpoint,
+    QuantizedTensor,
+    SlicedTensor,
+    fingerprint,
+    open_checkpoint,
+)
 from tgi_server.engine.sharding.group import ShardGroup
 from tgi_server.engine.sharding.layers import VocabParallelHead
 from tgi_server.engine.sharding.plan import ShardingPlan
-from tgi_server.engine.sharding.shares import Share, share_of
+from tgi_server.engine.sharding.shares import Share, share_of, vocabulary
 
 # Names that attention modules of `transformers` have for the number of heads that they compute.
 _QUERY_COUNTS = ("num_heads", "n_heads", "num_attention_heads")
@@ -97,6 +103,8 @@ def _load(
         empty = factory.from_config(config, trust_remote_code=trust_remote_code)
     model_class = type(empty)
     with open_checkpoint(folder, plan, share, quantization) as tensors:
+        if plan is not None:
+            _check_vocabulary(empty, tensors, plan)
         quantized = _linears(empty, tensors)
         part_class = _part_class(model_class, plan, share, list(quantized))
         taken = {id(tensor) for tensor in quantized.values()}
@@ -108,6 +116,7 @@ def _load(
             dtype=dtype,
             device_map=placement(device),
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are in the report
         )
         for path, tensor in quantized.items():
             layer = model.get_submodule(path)
@@ -132,6 +141,21 @@ def placement(device: torch.device) -> dict[str, torch.device] | None:
     On a CPU weights may stay where they are: in the pages of their files.
     """
     return None if device.type == "cpu" else {"": device}
+
+
+def _check_vocabulary(model: PreTrainedModel, tensors: Checkpoint, plan: ShardingPlan) -> None:
+    """Raises InvalidWeights for a tensor of another number of tokens than config.json says.
+
+    The slices of shards are as long as the longest, so that they may fit where the whole tensor does not.
+    """
+    for name, parameter in model.state_dict().items():
+        slice_, tensor = plan.slice(name), tensors.get(name)
+        if slice_ is None or slice_.layout is not vocabulary or not isinstance(tensor, SlicedTensor):
+            continue
+        if (shape := tensor.whole_shape) != tuple(parameter.shape):
+            raise InvalidWeights(
+                f"shapes differ from config.json: {name} is {list(shape)}, not {list(parameter.shape)}"
+            )
 
 
 def _linears(model: PreTrainedModel, tensors: Checkpoint) -> dict[str, QuantizedTensor]:

@@ -1,6 +1,7 @@
 """What a quantised checkpoint says of itself, and refusals of one line that say what is wrong."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +157,30 @@ def test_codes_without_a_scale_are_not_taken_for_numbers(layout, tmp_path) -> No
     folder, _ = make_quantized(layout, tmp_path, num_hidden_layers=1)
     change_tensors(folder, weight_scale=None)
     with pytest.raises(InvalidWeights, match=r"q_proj.weight is quantised \(\w+\), but the tensors beside it"):
+        load_engine(folder)
+
+
+@pytest.mark.parametrize(
+    ("layout", "said", "message"),
+    [
+        ("nf4", {"bnb_4bit_quant_type": "fp4"}, "__nf4 is of a weight in nf4, but config.json says fp4"),
+        ("nf4", {"load_in_8bit": True}, "__nf4 is of a weight in nf4, but config.json says int8"),
+        ("bitsandbytes_int8", {"load_in_8bit": False}, "SCB is of a weight in int8, but config.json says fp4"),
+    ],
+)
+def test_weights_of_bitsandbytes_are_of_the_kind_that_is_said(layout, said, message, tmp_path) -> None:
+    folder, _ = make_quantized(layout, tmp_path, num_hidden_layers=1)
+    settings = json.loads((folder / "config.json").read_text())["quantization_config"]
+    set_config(folder, quantization_config=settings | said)
+    with pytest.raises(InvalidWeights, match=message):
+        load_engine(folder)
+
+
+@pytest.mark.parametrize("scale", [math.nan, math.inf])
+def test_scales_that_are_no_numbers_are_named(scale, tmp_path) -> None:
+    folder, _ = make_quantized("fbgemm", tmp_path, num_hidden_layers=1)
+    change_tensors(folder, weight_scale=torch.full((64, 1), scale))
+    with pytest.raises(InvalidWeights, match=r"scales of tensor .*q_proj.weight are not all finite"):
         load_engine(folder)
 
 

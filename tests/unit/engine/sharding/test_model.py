@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.tiny_models import build, make
@@ -105,6 +106,14 @@ def refusal(group: ShardGroup, folder: Path, settings: dict[str, object]) -> str
 def test_what_cannot_be_split_says_so(architecture, settings, expected, ranks_of: RanksOf, tmp_path: Path) -> None:
     for reason in ranks_of(2).run(refusal, make(architecture, tmp_path, **settings), {}):
         assert expected in reason
+
+
+@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "lm_head.weight"])
+def test_slices_that_fit_are_not_enough(name: str, ranks_of: RanksOf, tmp_path: Path) -> None:
+    file = make("llama", tmp_path, vocab_size=200) / "model.safetensors"
+    save_file({other: tensor[:199] if other == name else tensor for other, tensor in load_file(file).items()}, file)
+    expected = f"shapes differ from config.json: {name} is [199, 64], not [200, 64]"
+    assert ranks_of(2).run(refusal, tmp_path, {}) == [expected, expected]
 
 
 def test_a_matrix_that_the_plan_does_not_know_is_named(ranks_of: RanksOf, tmp_path: Path) -> None:

@@ -20,16 +20,21 @@ from tgi_server.engine.quantization.weight import CODES, QuantizedWeight
 
 _STATE = ".quant_state.bitsandbytes__"
 _LEVELS = 127
+INT8 = "int8"
 
 
-def sources(files: Files) -> list[QuantizedSource]:
+def sources(files: Files, kind: str) -> list[QuantizedSource]:
+    """kind: of all quantised weights; nf4, fp4 or INT8. Raises InvalidWeights for one of another kind."""
     found: list[QuantizedSource] = []
     for name in files:
-        weight, state, _ = name.partition(_STATE)
-        if state:
-            found.append(_FourBits(weight, name, files))
-        elif name.endswith(".SCB"):
-            found.append(_EightBits(name.removesuffix(".SCB"), files))
+        weight, state, stored = name.partition(_STATE)
+        if not state and not name.endswith(".SCB"):
+            continue
+        if (stored or INT8) != kind:
+            raise InvalidWeights(
+                f"tensor {name} is of a weight in {stored or INT8}, but config.json says {kind}; download it again"
+            )
+        found.append(_FourBits(weight, name, files) if state else _EightBits(name.removesuffix(".SCB"), files))
     return found
 
 
