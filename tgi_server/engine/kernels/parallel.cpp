@@ -1,8 +1,8 @@
 // The threads that share the items of a kernel.
 //
-// They are not OpenMP's: its threads all meet at the end of every loop, and where other processes want the cores too, one
-// that is not running then holds up all others, though it has nothing to do. A step has some hundred loops. Here whoever
-// calls waits for the items, and not for the threads; one that comes late finds nothing left, and takes part in the next.
+// They are not OpenMP's: its threads all meet at the end of every loop. Where other processes want the cores, too, each
+// meeting waits for a thread that is not running, though it has nothing to do, and a step has some hundred loops. Here
+// whoever calls waits for the items, and not for the threads: one that comes late finds none left.
 
 #include "parallel.h"
 
@@ -10,6 +10,7 @@
 #include <sched.h>
 
 #include <atomic>
+#include <system_error>
 #include <thread>
 
 #if defined(__x86_64__)
@@ -20,6 +21,8 @@ namespace oatmill {
 
 namespace {
 
+// A thread looks for the next loop for some 50 microseconds, which is more than lies between those of a step, and then
+// sleeps: the router wants the core, or a loop of torch's own.
 constexpr int SPINS_BEFORE_SLEEP = 1 << 11, SPINS_BEFORE_YIELD = 1 << 10;
 
 void relax() {
@@ -36,7 +39,7 @@ void relax() {
 class Threads {
  public:
   void run(int64_t items, int threads, void (*work)(const void*, int64_t), const void* context) {
-    for (; started_ < threads - 1; ++started_) std::thread([this, number = started_] { serve(number); }).detach();
+    start(threads - 1);
     work_.store(work, std::memory_order_relaxed);
     context_.store(context, std::memory_order_relaxed);
     items_.store(items, std::memory_order_relaxed);
@@ -55,6 +58,14 @@ class Threads {
   }
 
  private:
+  // Where the system has no more threads, those that there are do all items.
+  void start(int helpers) {
+    try {
+      for (; started_ < helpers; ++started_) std::thread([this, number = started_] { serve(number); }).detach();
+    } catch (const std::system_error&) {
+    }
+  }
+
   // Does an item of the loop that runs. Returns false if none is left.
   bool take() {
     uint64_t left = left_.load(std::memory_order_acquire);
