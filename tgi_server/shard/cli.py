@@ -111,7 +111,7 @@ def quantize(arguments: Sequence[str]) -> None:
 
 
 def _let_idle_threads_sleep() -> None:
-    """Shortens the loop in which GNU OpenMP's idle threads look for work before they sleep, from milliseconds to 25 microseconds.
+    """Shortens the time for which GNU OpenMP's idle threads look for work before they sleep to 25 microseconds.
 
     They serve torch's own operators only; after those the threads of the kernels should have the cores, and the router.
     OpenMP reads the variable once, when torch is loaded. A value that the user has set is kept.
