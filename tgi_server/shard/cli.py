@@ -111,13 +111,13 @@ def quantize(arguments: Sequence[str]) -> None:
 
 
 def _let_idle_threads_sleep() -> None:
-    """Shortens the time for which GNU OpenMP's idle threads look for work before they sleep to 25 microseconds.
+    """Shortens the loop in which GNU OpenMP's idle threads look for work before they sleep, from about 1 ms to 0.1 ms.
 
-    They serve torch's own operators only; after those the threads of the kernels should have the cores, and the router.
-    OpenMP reads the variable once, when torch is loaded. A value that the user has set is kept.
+    0.1 ms is enough for the next kernel of a step to come; after that the router should have the core. OpenMP reads the
+    variable once, when torch is loaded. A value that the user has set is kept.
     """
     if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+        os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 
 def _configure_logging(settings: CommandSettings, service: str) -> None:

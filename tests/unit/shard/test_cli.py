@@ -72,7 +72,7 @@ def test_a_model_that_is_not_there_is_told_with_the_shards_name(
 
 def test_idle_threads_sleep_soon_unless_the_user_wants_something_else(monkeypatch: pytest.MonkeyPatch):
     run(monkeypatch, "serve", "/absent/model")
-    assert os.environ["GOMP_SPINCOUNT"] == "1000"
+    assert os.environ["GOMP_SPINCOUNT"] == "10000"
     monkeypatch.setenv("GOMP_SPINCOUNT", "5")
     run(monkeypatch, "serve", "/absent/model")
     assert os.environ["GOMP_SPINCOUNT"] == "5"

@@ -12,6 +12,7 @@
 
 #include "linear_layer.h"
 #include "ops.h"
+#include "parallel.h"
 
 namespace oatmill {
 
@@ -62,7 +63,9 @@ struct Cache {
 class Decoder : public torch::CustomClassHolder {
  public:
   Decoder(int64_t heads, int64_t kv_heads, int64_t head_dim, bool gated)
-      : heads_(heads), kv_heads_(kv_heads), head_dim_(head_dim), gated_(gated) {}
+      : heads_(heads), kv_heads_(kv_heads), head_dim_(head_dim), gated_(gated) {
+    own_threads = true;
+  }
 
   void add_layer(NormPtr attention_norm, LinearPtr qkv, LinearPtr output, NormPtr feed_forward_norm, LinearPtr up,
                  LinearPtr down, double scaling, int64_t window, double softcap) {

@@ -5,12 +5,17 @@
 #include <ATen/Parallel.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 
 namespace oatmill {
 
 // How many parts of that size there are, the last one being what is left.
 inline int64_t parts(int64_t size, int64_t part) { return (size + part - 1) / part; }
+
+// Kernels of this process share their items among threads of their own, and not OpenMP's. That is for models whose layers
+// are one kernel call: where kernels take turns with torch's operators, two kinds of threads would want the same cores.
+inline std::atomic<bool> own_threads{false};
 
 // Calls work(context, item) for every item below `items` on this thread and threads - 1 others, see parallel.cpp.
 void run_items(int64_t items, int threads, void (*work)(const void* context, int64_t item), const void* context);
@@ -24,7 +29,14 @@ void for_each_item(int64_t items, const Work& work) {
     for (int64_t item = 0; item < items; ++item) work(item);
     return;
   }
-  run_items(items, threads, [](const void* context, int64_t item) { (*static_cast<const Work*>(context))(item); }, &work);
+  if (own_threads.load(std::memory_order_relaxed)) {
+    run_items(items, threads, [](const void* context, int64_t item) { (*static_cast<const Work*>(context))(item); }, &work);
+    return;
+  }
+  std::atomic<int64_t> next{0};
+  // There may be more threads than items: OpenMP ends threads that a smaller team leaves out, and has to start them anew.
+#pragma omp parallel num_threads(threads)
+  for (int64_t item = next++; item < items; item = next++) work(item);
 }
 
 // Calls work(begin, end) for parts of a range, of `grain` numbers at least.

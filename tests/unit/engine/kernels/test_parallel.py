@@ -15,6 +15,7 @@ _FORKS = """
 import os, torch
 from tgi_server.engine.kernels import load_kernels
 load_kernels()
+torch.classes.oatmill.Decoder(1, 1, 16, False)
 torch.set_num_threads(3)
 x, weight = torch.randn(512, 256), torch.ones(256)
 expected = torch.ops.oatmill.rms_norm(x, weight, 1e-5)
@@ -29,6 +30,7 @@ assert same and os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 @pytest.fixture(scope="module", autouse=True)
 def _kernels() -> None:
     assert load_kernels()
+    torch.classes.oatmill.Decoder(1, 1, 16, False)  # whose process has threads of its own from then on
 
 
 @pytest.fixture
