@@ -63,9 +63,7 @@ struct Cache {
 class Decoder : public torch::CustomClassHolder {
  public:
   Decoder(int64_t heads, int64_t kv_heads, int64_t head_dim, bool gated)
-      : heads_(heads), kv_heads_(kv_heads), head_dim_(head_dim), gated_(gated) {
-    own_threads = true;
-  }
+      : heads_(heads), kv_heads_(kv_heads), head_dim_(head_dim), gated_(gated) {}
 
   void add_layer(NormPtr attention_norm, LinearPtr qkv, LinearPtr output, NormPtr feed_forward_norm, LinearPtr up,
                  LinearPtr down, double scaling, int64_t window, double softcap) {
@@ -82,6 +80,7 @@ class Decoder : public torch::CustomClassHolder {
                      const MaybeTensor& cos, const MaybeTensor& sin, const MaybeTensor& adapters) const {
     TORCH_CHECK(keys.size() == layers_.size() && values.size() == layers_.size(), "each layer needs its cache");
     TORCH_CHECK(key_scales.size() == layers_.size() && value_scales.size() == layers_.size(), "and its scales");
+    own_threads = true;
     const Places places{slots, tables, kv_lengths, query_starts, cos, sin, adapters};
     at::Tensor residual = hidden;
     for (size_t i = 0; i < layers_.size(); ++i) {
