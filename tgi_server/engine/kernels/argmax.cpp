@@ -9,8 +9,8 @@
 #include <cstdint>
 
 #include "dtypes.h"
-#include "lanes.h"
 #include "parallel.h"
+#include "registers.h"
 #include "token_masks.h"
 
 namespace oatmill {
@@ -19,12 +19,18 @@ namespace {
 
 constexpr int64_t PART = 1024;  // scores
 
+constexpr int KEPT = 4;             // registers of what has been found so far, so that they need not wait for each other
+
 template <typename T, typename Filter>
 float peak_of(const T* scores, int64_t begin, int64_t end, const Filter& filter) {
-  Lanes peaks = Lanes{} + LOWEST;
+  Floats peaks[KEPT];
+  std::fill_n(peaks, KEPT, Floats{} + LOWEST);
   int64_t i = begin;
-  for (; i + LANES <= end; i += LANES) peaks = larger(filter.filtered(load(scores + i), i), peaks);
-  float peak = largest(peaks);
+  for (; i + KEPT * WIDTH <= end; i += KEPT * WIDTH)
+#pragma GCC unroll 4
+    for (int v = 0; v < KEPT; ++v)
+      peaks[v] = larger(filter.filtered(widened(scores + i + v * WIDTH), i + v * WIDTH), peaks[v]);
+  float peak = largest(larger(larger(peaks[0], peaks[1]), larger(peaks[2], peaks[3])));
   for (; i < end; ++i)
     if (filter.allows(i)) peak = std::max(peak, static_cast<float>(scores[i]));
   return peak;
@@ -50,10 +56,13 @@ int64_t largest_place(const T* scores, int64_t size, const Filter& filter) {
 // The sum of e^(score - peak) over the allowed scores.
 template <typename T, typename Filter>
 float total_weight(const T* scores, int64_t size, float peak, const Filter& filter) {
-  Lanes sums = {};
+  Floats sums[KEPT] = {};
   int64_t i = 0;
-  for (; i + LANES <= size; i += LANES) sums += exponential(filter.filtered(load(scores + i), i) - peak);
-  float total = sum(sums);
+  for (; i + KEPT * WIDTH <= size; i += KEPT * WIDTH)
+#pragma GCC unroll 4
+    for (int v = 0; v < KEPT; ++v)
+      sums[v] += exponential(filter.filtered(widened(scores + i + v * WIDTH), i + v * WIDTH) - peak);
+  float total = sum(sums[0] + sums[1] + sums[2] + sums[3]);
   for (; i < size; ++i)
     if (filter.allows(i)) total += std::exp(static_cast<float>(scores[i]) - peak);
   return total;

@@ -3,6 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -10,6 +11,7 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <tuple>
 #include <vector>
 
 #include "attention.h"
@@ -169,6 +171,22 @@ void write_kv(const at::Tensor& key, const at::Tensor& value, at::Tensor& keys, 
   });
 }
 
+// Where the next token of each row stands. positions: [rows] int64; tables: [rows, blocks] int32, of blocks of so many
+// tokens. Returns slots, block * block_size + offset, [rows] int64, and the tokens of each row, [rows] int32.
+std::tuple<at::Tensor, at::Tensor> decode_places(const at::Tensor& positions, const at::Tensor& tables, int64_t block_size) {
+  TORCH_CHECK(positions.is_contiguous() && tables.size(0) == positions.size(0) && tables.stride(1) == 1);
+  at::Tensor slots = at::empty_like(positions), lengths = at::empty_like(positions, at::kInt);
+  const int64_t* position = positions.const_data_ptr<int64_t>();
+  for (int64_t r = 0; r < positions.size(0); ++r) {
+    const int64_t block = position[r] / block_size;
+    TORCH_CHECK(block < tables.size(1), "position ", position[r], " lies behind the table");
+    slots.mutable_data_ptr<int64_t>()[r] =
+        tables.const_data_ptr<int32_t>()[r * tables.stride(0) + block] * block_size + position[r] % block_size;
+    lengths.mutable_data_ptr<int32_t>()[r] = static_cast<int32_t>(position[r] + 1);
+  }
+  return {slots, lengths};
+}
+
 }  // namespace oatmill
 
 TORCH_LIBRARY_FRAGMENT(oatmill, library) {
@@ -177,6 +195,7 @@ TORCH_LIBRARY_FRAGMENT(oatmill, library) {
       "Tensor query_starts, float scaling, int window, float softcap, Tensor? alibi_slopes, bool rounded_alibi, "
       "float key_scale=1.0, float value_scale=1.0, str? kernel=None) -> Tensor");
   library.def("attention_kernels(Tensor keys, int head_dim) -> str[]");
+  library.def("decode_places(Tensor positions, Tensor tables, int block_size) -> (Tensor, Tensor)");
   library.def(
       "write_kv(Tensor key, Tensor value, Tensor(a!) keys, Tensor(b!) values, Tensor slots, float key_scale=1.0, "
       "float value_scale=1.0) -> ()");
@@ -185,5 +204,6 @@ TORCH_LIBRARY_FRAGMENT(oatmill, library) {
 TORCH_LIBRARY_IMPL(oatmill, CPU, library) {
   library.impl("paged_attention", &oatmill::paged_attention);
   library.impl("attention_kernels", &oatmill::attention_kernels);
+  library.impl("decode_places", &oatmill::decode_places);
   library.impl("write_kv", &oatmill::write_kv);
 }

@@ -8,6 +8,7 @@
 
 #include <pthread.h>
 #include <sched.h>
+#include <torch/library.h>
 
 #include <atomic>
 #include <system_error>
@@ -131,3 +132,8 @@ void run_items(int64_t items, int threads, void (*work)(const void* context, int
 }
 
 }  // namespace oatmill
+
+TORCH_LIBRARY_FRAGMENT(oatmill, library) {
+  // Says whether kernels have threads of their own from now on. Returns what held before.
+  library.def("use_own_threads(bool wanted) -> bool", [](bool wanted) { return oatmill::own_threads.exchange(wanted); });
+}

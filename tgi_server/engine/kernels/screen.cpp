@@ -139,8 +139,11 @@ Bounds bounds_of_tile(const Screen& screen, const SplitRow& row, const int32_t* 
     const Lanes logits = whole * load(screen.scales + n), lost = load(screen.lost + n), kept = load(screen.kept + n);
     const Lanes bound = lost * row.length + kept * row.lost + (lost + kept) * rounding;
     const Lanes none = Lanes{} + LOWEST, upper = logits + bound, limited = chosen(defined(upper), upper, -none);
-    lowers = larger(filter.filtered(chosen(exists, logits - bound, none), n), lowers);
-    uppers = larger(filter.filtered(chosen(exists, limited, none), n), uppers);
+    const auto filtered = [&](Lanes scores) {
+      return by_registers<Lanes>([&](int i) { return filter.filtered(register_of<Floats>(scores, i), n + i * WIDTH); });
+    };
+    lowers = larger(filtered(chosen(exists, logits - bound, none)), lowers);
+    uppers = larger(filtered(chosen(exists, limited, none)), uppers);
   }
   return {largest(lowers), largest(uppers)};
 }

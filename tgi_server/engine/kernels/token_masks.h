@@ -9,7 +9,7 @@
 #include <optional>
 #include <vector>
 
-#include "lanes.h"
+#include "registers.h"
 
 namespace oatmill {
 
@@ -18,7 +18,7 @@ constexpr int64_t BITS = 32;  // tokens of a word of a mask
 
 // A row without a mask.
 struct Everything {
-  static Lanes filtered(Lanes scores, int64_t) { return scores; }
+  static Floats filtered(Floats scores, int64_t) { return scores; }
   static bool allows(int64_t) { return true; }
 };
 
@@ -26,13 +26,12 @@ struct Everything {
 struct Mask {
   const int32_t* words;
 
-  Lanes filtered(Lanes scores, int64_t first) const {
-    static constexpr Ints PLACES = {1 << 0, 1 << 1, 1 << 2,  1 << 3,  1 << 4,  1 << 5,  1 << 6,  1 << 7,
-                                    1 << 8, 1 << 9, 1 << 10, 1 << 11, 1 << 12, 1 << 13, 1 << 14, 1 << 15};
-    const Ints forbidden = by_registers<Ints>([bits = words[first / BITS] >> (first % BITS)](int i) {
-      return ((Whole{} + bits) & register_of<Whole>(PLACES, i)) == 0;
-    });
-    return chosen(forbidden, Lanes{} + LOWEST, scores);
+  // The scores of tokens from `first` on, a multiple of WIDTH, with the lowest in place of those that are forbidden.
+  Floats filtered(Floats scores, int64_t first) const {
+    static constexpr int32_t PLACES[] = {1 << 0, 1 << 1, 1 << 2,  1 << 3,  1 << 4,  1 << 5,  1 << 6,  1 << 7,
+                                         1 << 8, 1 << 9, 1 << 10, 1 << 11, 1 << 12, 1 << 13, 1 << 14, 1 << 15};
+    const Whole bits = Whole{} + (words[first / BITS] >> (first % BITS));
+    return chosen((bits & load_as<Whole>(PLACES)) == 0, Floats{} + LOWEST, scores);
   }
   bool allows(int64_t token) const { return words[token / BITS] >> (token % BITS) & 1; }
 };

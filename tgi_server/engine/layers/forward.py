@@ -5,9 +5,8 @@ When all layers are one kernel call, that takes most of the time that Python spe
 than embed the tokens, call the layers, and apply the last norm and the head.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.functional import embedding
@@ -17,6 +16,7 @@ from tgi_server.engine.attention.paged_cache import PagedCache
 from tgi_server.engine.layers.decoder import LayerStack
 from tgi_server.engine.layers.head import ScreenedHead
 from tgi_server.engine.layers.norm import Norm
+from tgi_server.engine.layers.rope import RotaryTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,30 +28,22 @@ class ForwardOutput:
 
 def shorten_forward(model: nn.Module) -> None:
     """Replaces the model's forward, if it is known and its layers are in a LayerStack or a few."""
-    around = _AROUND.get(type(model).__name__)
-    if around is not None and isinstance(around.inside(model).layers[0], LayerStack):
-        model.forward = _Forward(cast(PreTrainedModel, model), around)
-
-
-@dataclass(frozen=True, slots=True)
-class _Around:
-    """The steps of one architecture before and after its decoder layers.
-
-    inside: returns the module of a model that holds all but its head.
-    before: (that module, tokens, positions; [1, tokens] both) -> the layers' input and the rotary tables, if any.
-    after: (that module, the layers' output) -> the head's input.
-    """
-
-    inside: Callable[[Any], Any]
-    before: Callable[[Any, Tensor, Tensor], tuple[Tensor, tuple[Tensor, Tensor] | None]]
-    after: Callable[[Any, Tensor], Tensor]
+    forward = _FORWARDS.get(type(model).__name__)
+    if forward is not None and isinstance(forward.inside(model).layers[0], LayerStack):
+        model.forward = forward(model)
 
 
 class _Forward:
-    def __init__(self, model: PreTrainedModel, around: _Around) -> None:
-        self._inside = around.inside(model)
+    """The steps of one architecture before and after its decoder layers."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._inside = self.inside(model)
         self._head = model.get_output_embeddings()
-        self._before, self._after = around.before, around.after
+
+    @staticmethod
+    def inside(model: Any) -> Any:
+        """Returns the module that holds all of a model but its head."""
+        raise NotImplementedError
 
     def __call__(
         self,
@@ -61,49 +53,77 @@ class _Forward:
         logits_to_keep: int | Tensor = 0,
         **_: Any,
     ) -> ForwardOutput:
-        hidden, rotation = self._before(self._inside, input_ids, position_ids)
+        metadata = past_key_values.metadata
+        assert metadata is not None
+        hidden, rotation = self._before(input_ids, position_ids, metadata.max_kv_length)
         wanted = logits_to_keep if isinstance(logits_to_keep, Tensor) else None
         *stacks, last = self._inside.layers
         for layers in stacks:
             hidden = layers(hidden, past_key_values=past_key_values, position_embeddings=rotation)
         hidden = last(hidden, past_key_values=past_key_values, position_embeddings=rotation, wanted=wanted)
-        hidden = self._after(self._inside, hidden)
+        hidden = self._after(hidden)
         if isinstance(self._head, ScreenedHead):
-            return ForwardOutput(self._head(hidden, metadata=past_key_values.metadata))
+            return ForwardOutput(self._head(hidden, metadata=metadata))
         return ForwardOutput(self._head(hidden))
 
+    def _before(
+        self, tokens: Tensor, positions: Tensor, length: int
+    ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+        """Returns the layers' input and the rotary tables, if any. tokens, positions: [1, tokens], below `length`."""
+        raise NotImplementedError
 
-def _before_llama(inside: Any, tokens: Tensor, positions: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    hidden = inside.embed_tokens(tokens)
-    return hidden, inside.rotary_emb(hidden, position_ids=positions)
-
-
-def _after_llama(inside: Any, hidden: Tensor) -> Tensor:
-    normed: Tensor = inside.norm(hidden)
-    return normed
-
-
-def _before_opt(inside: Any, tokens: Tensor, positions: Tensor) -> tuple[Tensor, None]:
-    hidden = inside.embed_tokens(tokens)
-    if inside.project_in is not None:
-        hidden = inside.project_in(hidden)
-    places = inside.embed_positions
-    return hidden + embedding(positions + places.offset, places.weight), None
+    def _after(self, hidden: Tensor) -> Tensor:
+        """Returns the head's input, given the layers' output."""
+        raise NotImplementedError
 
 
-def _after_opt(inside: Any, hidden: Tensor) -> Tensor:
-    if inside.final_layer_norm is not None:
-        hidden = Norm.of_layer_norm(inside.final_layer_norm)(hidden)
-    if inside.project_out is not None:
-        hidden = inside.project_out(hidden)
-    return hidden
+class _LlamaForward(_Forward):
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__(model)
+        self._rotary = RotaryTable(self._inside.rotary_emb)
+        self._norm = Norm.of_rms_norm(self._inside.norm)
+
+    @staticmethod
+    def inside(model: Any) -> Any:
+        return model.model
+
+    def _before(self, tokens: Tensor, positions: Tensor, length: int) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        hidden = self._inside.embed_tokens(tokens)
+        return hidden, self._rotary(hidden, positions, length)
+
+    def _after(self, hidden: Tensor) -> Tensor:
+        return self._norm(hidden)
 
 
-_LLAMA = _Around(lambda model: model.model, _before_llama, _after_llama)
+class _OptForward(_Forward):
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__(model)
+        norm = self._inside.final_layer_norm
+        self._norm = Norm.of_layer_norm(norm) if norm is not None else None
+
+    @staticmethod
+    def inside(model: Any) -> Any:
+        return model.model.decoder
+
+    def _before(self, tokens: Tensor, positions: Tensor, length: int) -> tuple[Tensor, None]:
+        inside, places = self._inside, self._inside.embed_positions
+        hidden = inside.embed_tokens(tokens)
+        if inside.project_in is not None:
+            hidden = inside.project_in(hidden)
+        return hidden + embedding(positions + places.offset, places.weight), None
+
+    def _after(self, hidden: Tensor) -> Tensor:
+        if self._norm is not None:
+            hidden = self._norm(hidden)
+        if self._inside.project_out is not None:
+            hidden = self._inside.project_out(hidden)
+        return hidden
+
+
 # By the class of `transformers`.
-_AROUND = {
-    "LlamaForCausalLM": _LLAMA,
-    "MistralForCausalLM": _LLAMA,
-    "Qwen2ForCausalLM": _LLAMA,
-    "OPTForCausalLM": _Around(lambda model: model.model.decoder, _before_opt, _after_opt),
+_FORWARDS: dict[str, type[_Forward]] = {
+    "LlamaForCausalLM": _LlamaForward,
+    "MistralForCausalLM": _LlamaForward,
+    "Qwen2ForCausalLM": _LlamaForward,
+    "OPTForCausalLM": _OptForward,
 }

@@ -26,7 +26,7 @@ from tgi_server.engine.runners.graphs import graph_batch_sizes, recorder_for
 from tgi_server.engine.runners.hidden_states import HiddenStates
 from tgi_server.engine.runners.paged_batch import PagedBatch, PassInput
 from tgi_server.engine.runners.recorded_steps import RecordedSteps, StepRecorder
-from tgi_server.engine.runners.rope import LengthDependentRope
+from tgi_server.engine.layers.rope import LengthDependentRope
 from tgi_server.engine.sequence import RunningSequence
 from tgi_server.engine.sharding import ShardGroup
 

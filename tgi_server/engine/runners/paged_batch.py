@@ -9,6 +9,7 @@ from torch import Tensor
 from tgi_server.engine.adapters.rows import AdapterRows
 from tgi_server.engine.attention.base import ChunkSpan, ForwardMetadata, GreedyOnly
 from tgi_server.engine.attention.block_tables import BlockTables
+from tgi_server.engine.kernels import load_kernels
 from tgi_server.engine.memory import copy_to_device
 from tgi_server.engine.runners.base import PromptChunk
 
@@ -156,10 +157,11 @@ class PagedBatch:
         any_adapters: the rows may have others when the pass is run again.
         """
         positions, tables = self.positions[:rows], self.block_tables.table[:rows]
+        slots, kv_lengths = self._places(positions, tables)
         metadata = ForwardMetadata(
-            slots=self._slots(positions[:, None], tables).squeeze(1),
+            slots=slots,
             block_tables=tables,
-            kv_lengths=(positions + 1).to(torch.int32),
+            kv_lengths=kv_lengths,
             query_starts=self._row_numbers[: rows + 1],
             decoding=rows,
             chunks=[],
@@ -174,13 +176,14 @@ class PagedBatch:
         """Returns the input of a pass in which `decoding` rows decode, and behind them prompt chunks are computed."""
         prompts = _on_device(chunks, decoding, self._block_size, self._device)
         positions, running = self.positions[:decoding], self.block_tables.table[:decoding]
+        slots, kv_lengths = self._places(positions, running)
         tables = running.new_zeros(decoding + len(chunks), running.shape[1])
         tables[:decoding] = running
         tables[decoding:, : prompts.tables.shape[1]] = prompts.tables
         metadata = ForwardMetadata(
-            slots=torch.cat([self._slots(positions[:, None], running).squeeze(1), prompts.slots]),
+            slots=torch.cat([slots, prompts.slots]),
             block_tables=tables,
-            kv_lengths=torch.cat([(positions + 1).to(torch.int32), prompts.kv_lengths]),
+            kv_lengths=torch.cat([kv_lengths, prompts.kv_lengths]),
             query_starts=torch.cat([self._row_numbers[: decoding + 1], prompts.ends]),
             decoding=decoding,
             chunks=prompts.spans,
@@ -211,6 +214,13 @@ class PagedBatch:
         if self._adapters[row] != adapter:
             self._adapters[row] = adapter
             self.adapters[row].fill_(adapter)
+
+    def _places(self, positions: Tensor, tables: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the slot of each row's next token, [rows] int64, and the tokens that it then has, [rows] int32."""
+        if self._device.type == "cpu" and load_kernels():
+            slots, lengths = torch.ops.oatmill.decode_places(positions, tables, self._block_size)
+            return slots, lengths
+        return self._slots(positions[:, None], tables).squeeze(1), (positions + 1).to(torch.int32)
 
     def _slots(self, positions: Tensor, tables: Tensor) -> Tensor:
         """Returns the slots of tokens at some positions of each row: [rows, tokens] int64, as positions are."""

@@ -2,6 +2,7 @@
 
 import logging
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -95,6 +96,21 @@ def test_a_model_is_measured_once_on_a_machine_and_the_log_says_it(cache, caplog
     assert choice.choose_kernels(shapes, kind, None) == first
     assert f"linear layers: {first}, as measured on this machine before" in caplog.text
     assert set(first.kernels) <= {*kind.kernels, "onednn"}
+
+
+def test_trials_run_on_threads_that_busy_cores_do_not_hold_up(cache) -> None:
+    plain, own = float_weights(torch.float32), []
+
+    def make(*arguments) -> FloatLinear:
+        layer = plain.make(*arguments)
+        layer.register_forward_pre_hook(lambda *_: own.append(torch.ops.oatmill.use_own_threads(True)))
+        return layer
+
+    before = torch.ops.oatmill.use_own_threads(False)
+    choice.measure({64: 96}, {"fma": (replace(plain, make=make), "fma")}, (1, 4))
+    assert own
+    assert all(own)
+    assert not torch.ops.oatmill.use_own_threads(before)
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from tgi_server.engine.runners.base import (
 )
 from tgi_server.engine.runners.padded.passes import CausalPasses, Seq2SeqPasses
 from tgi_server.engine.runners.padded.probe import choose_rows
-from tgi_server.engine.runners.rope import LengthDependentRope
+from tgi_server.engine.layers.rope import LengthDependentRope
 from tgi_server.engine.sequence import RunningSequence
 from tgi_server.engine.sharding import ShardGroup
 

@@ -1,4 +1,4 @@
-"""Rotary embeddings whose frequencies depend on a text's length: no request changes another's tokens."""
+"""Rotary embeddings: no request changes another's tokens by its length, and tables have what is computed anew."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from tests.unit.engine.requests import (
     load_engine,
     prompts,
 )
-from tgi_server.engine.runners.rope import LengthDependentRope
+from tgi_server.engine.layers.rope import LengthDependentRope, RotaryTable
 
 # Tokens up to which the models here have their first frequencies.
 ORIGINAL = 32
@@ -85,3 +85,18 @@ def test_each_type_of_layer_has_frequencies_of_its_own() -> None:
     LengthDependentRope(model).fix(96)
     assert not torch.equal(module.full_attention_inv_freq, before["full_attention"])
     assert torch.equal(module.sliding_attention_inv_freq, before["sliding_attention"])
+
+
+@pytest.mark.parametrize("architecture", ["llama", "llama_dynamic"])
+def test_a_table_has_what_the_embedding_computes(architecture) -> None:
+    model = build(architecture)
+    table, rope = RotaryTable(model.model.rotary_emb), LengthDependentRope(model)
+    hidden = torch.zeros(1, dtype=torch.bfloat16)
+    for length in (40, 5000, 96):  # a table that is made, longer than it was, and, where it depends on that, made anew
+        rope.fix(length)
+        positions = torch.tensor([[length - 1, 3, 0, length // 2]])
+        for found, expected in zip(
+            table(hidden, positions, length), model.model.rotary_emb(hidden, positions), strict=True
+        ):
+            assert found.dtype == expected.dtype
+            assert torch.equal(found, expected)

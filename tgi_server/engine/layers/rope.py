@@ -1,0 +1,78 @@
+"""Rotary position embeddings: what they are for texts of many lengths in one batch, and each computed once."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_FIXED = "fixed"
+_TABLE_STEP = 2048  # positions
+
+
+class RotaryTable:
+    """The cosines and sines of a model's rotary embedding, computed once for each position."""
+
+    def __init__(self, rope: Any) -> None:
+        """rope: an embedding such as LlamaRotaryEmbedding of `transformers`."""
+        self._rope = rope
+        self._frequencies: Tensor | None = None
+        self._tables: list[Tensor] = []
+
+    def __call__(self, hidden: Tensor, positions: Tensor, length: int) -> tuple[Tensor, Tensor]:
+        """Returns what the embedding does: [1, tokens, rotated] each, in the dtype of hidden states.
+
+        positions: [1, tokens] int64, all below `length`.
+        """
+        if _depends(_kind(self._rope)):  # not fixed yet
+            cosine, sine = self._rope(hidden, position_ids=positions)
+            return cosine, sine
+        if self._rope.inv_freq is not self._frequencies:
+            self._frequencies, self._tables = self._rope.inv_freq, []
+        known = len(self._tables[0]) if self._tables else 0
+        if length > known:
+            missing = torch.arange(known, -(-length // _TABLE_STEP) * _TABLE_STEP, device=hidden.device)
+            added = [each[0] for each in self._rope(hidden, position_ids=missing[None])]
+            self._tables = [torch.cat(parts) for parts in zip(self._tables, added, strict=True)] if known else added
+        cosine, sine = (table.index_select(0, positions[0])[None] for table in self._tables)
+        return cosine, sine
+
+
+class LengthDependentRope:
+    """A model's rotary embeddings whose frequencies depend on a text's length: the types "dynamic" and "longrope".
+
+    Most models have none. `transformers` chooses their frequencies anew in every pass, by the furthest position in it.
+    In a batch one request's length would so change another's tokens, and cached keys would stand beside keys of other
+    frequencies. Here they are chosen once, for the longest text that is accepted; vLLM decides in the same way. As long
+    as that is no longer than what the model was first trained on, every request gets what it would get alone.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modules: list[tuple[Any, Any]] = [
+            (module, kind) for module in model.modules() if _depends(kind := _kind(module))
+        ]
+
+    def fix(self, length: int) -> None:
+        """Fixes the frequencies to those of a text of `length` tokens, whatever a pass holds."""
+        for module, kind in self._modules:
+            module.rope_type = kind
+            for layer_type in kind if isinstance(kind, dict) else (None,):
+                _visit(module, 0, layer_type)  # forgets the length of the last visit
+                _visit(module, length - 1, layer_type)
+            module.rope_type = dict.fromkeys(kind, _FIXED) if isinstance(kind, dict) else _FIXED
+
+
+def _kind(module: nn.Module) -> Any:
+    """Returns the type of an embedding, or with Gemma's models one for each type of layer."""
+    return getattr(module, "rope_type", None)
+
+
+def _depends(kind: Any) -> bool:
+    if isinstance(kind, dict):
+        return any(_depends(each) for each in kind.values())
+    return isinstance(kind, str) and ("dynamic" in kind or kind == "longrope")
+
+
+def _visit(module: nn.Module, position: int, layer_type: str | None) -> None:
+    device = next(module.buffers()).device
+    options = {} if layer_type is None else {"layer_type": layer_type}
+    module(torch.zeros(1, device=device), torch.tensor([[position]], device=device), **options)
