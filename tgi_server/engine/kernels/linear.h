@@ -113,29 +113,7 @@ struct Finish {
   T* output;          // [rows, outputs]
 };
 
-// Rows from first_row on times one tile. next_tile: the one that this thread will probably need next. Totals are
-// [rows, COLUMNS] words.
-//
-// Kernel: a type with
-//   Weights, the kind that it reads;
-//   INPUT_WORD, the bytes of input for a word of weights;
-//   CHUNK_DEPTH, the words of a tile that stay in a core's cache while all rows are multiplied by them;
-//   multiply(input, row_bytes, rows, weights, next, depth, from_zero, totals), where `next` is what is needed later;
-//   prepare(from, rows, inputs, depth), which returns the rows as the kernel reads them: an Input.
-template <typename Kernel>
-void multiply_rows(const Product& product, int64_t first_row, int64_t rows, int64_t tile, int64_t next_tile,
-                   char* totals) {
-  for (int64_t k = 0; k < product.depth; k += Kernel::CHUNK_DEPTH) {
-    const int64_t depth = std::min(Kernel::CHUNK_DEPTH, product.depth - k);
-    const char* weights = product.weights + (tile * product.depth + k) * TILE_WORD;
-    const bool last = k + depth == product.depth;
-    const char* next = last ? product.weights + next_tile * product.depth * TILE_WORD : weights + depth * TILE_WORD;
-    const char* input = product.input + first_row * product.row_bytes + k * Kernel::INPUT_WORD;
-    Kernel::multiply(input, product.row_bytes, rows, weights, next, depth, k == 0, totals);
-  }
-}
-
-// Calls work(first, count) for blocks of rows of nearly the same size, at most `most` each.
+// Calls work(first, count) for blocks of rows, or of words, of nearly the same size, at most `most` each.
 template <typename Work>
 void for_each_block(int64_t rows, int64_t most, const Work& work) {
   const int64_t blocks = parts(rows, most);
@@ -143,6 +121,31 @@ void for_each_block(int64_t rows, int64_t most, const Work& work) {
     const int64_t begin = rows * b / blocks;
     work(begin, rows * (b + 1) / blocks - begin);
   }
+}
+
+// Rows from first_row on times one tile. next_tile: the one that this thread will probably need next. Totals are
+// [rows, COLUMNS] words.
+//
+// Kernel: a type with
+//   Weights, the kind that it reads;
+//   INPUT_WORD, the bytes of input for a word of weights;
+//   CHUNK_DEPTH, the words of a tile that stay in a core's cache while all rows are multiplied by them, and of which
+//   a multiple of UNIT is computed at once;
+//   multiply(input, row_bytes, rows, weights, next, depth, from_zero, totals), where `next` is what is needed later;
+//   prepare(from, rows, inputs, depth), which returns the rows as the kernel reads them: an Input.
+template <typename Kernel>
+void multiply_rows(const Product& product, int64_t first_row, int64_t rows, int64_t tile, int64_t next_tile,
+                   char* totals) {
+  constexpr int64_t UNIT = Kernel::UNIT;
+  // Of nearly the same size: a chunk asks for as many words of the next one as it has itself.
+  for_each_block(product.depth / UNIT, Kernel::CHUNK_DEPTH / UNIT, [&](int64_t first_unit, int64_t units) {
+    const int64_t k = first_unit * UNIT, depth = units * UNIT;
+    const char* weights = product.weights + (tile * product.depth + k) * TILE_WORD;
+    const bool last = k + depth == product.depth;
+    const char* next = last ? product.weights + next_tile * product.depth * TILE_WORD : weights + depth * TILE_WORD;
+    const char* input = product.input + first_row * product.row_bytes + k * Kernel::INPUT_WORD;
+    Kernel::multiply(input, product.row_bytes, rows, weights, next, depth, k == 0, totals);
+  });
 }
 
 // Asks for what finish_row is about to read and write.

@@ -238,7 +238,7 @@ template <typename Set>
 struct Products {
   using Instructions = Set;
   using Weights = typename Set::Weights;
-  static constexpr int64_t INPUT_WORD = Set::STEPS * Set::NUMBER, CHUNK_DEPTH = Set::CHUNK_DEPTH;
+  static constexpr int64_t INPUT_WORD = Set::STEPS * Set::NUMBER, CHUNK_DEPTH = Set::CHUNK_DEPTH, UNIT = 1;
   static constexpr int OFFSET = Set::OFFSET;  // of the inputs, see UNSIGNED_OFFSET
   static constexpr int ROWS = Set::ROWS;
 

@@ -155,7 +155,7 @@ class AmxMatrices {
 template <typename Matrices>
 struct TileProducts {
   using Weights = typename Matrices::Weights;
-  static constexpr int64_t INPUT_WORD = WORD, CHUNK_DEPTH = 1536;
+  static constexpr int64_t INPUT_WORD = WORD, CHUNK_DEPTH = 1536, UNIT = SIDE;
   static constexpr int OFFSET = UNSIGNED_OFFSET;
   static_assert(CHUNK_DEPTH % SIDE == 0 && CHUNK_ROWS % (2 * SIDE) == 0 && COLUMNS == 3 * SIDE);
 

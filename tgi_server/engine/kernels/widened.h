@@ -16,7 +16,7 @@ struct WidenedProducts {
   using Weights = Kind;
   using Narrow = FloatProducts<Kind>;
   using Wide = Products<FloatProducts<FloatWeights>>;
-  static constexpr int64_t INPUT_WORD = Kind::DEPTH * Wide::INPUT_WORD, CHUNK_DEPTH = Wide::CHUNK_DEPTH / Kind::DEPTH;
+  static constexpr int64_t INPUT_WORD = Kind::DEPTH * Wide::INPUT_WORD, CHUNK_DEPTH = Wide::CHUNK_DEPTH / Kind::DEPTH, UNIT = 1;
   static constexpr int OFFSET = 0;
 
   template <typename T>
