@@ -15,6 +15,7 @@ from tests.tiny_models import make
 from tests.unit.engine.requests import load_engine
 from tgi_server.engine.errors import InvalidWeights, UnsupportedModel
 from tgi_server.engine.quantization import find_quantization
+from tgi_server.engine.sharding.checkpoint import open_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -182,6 +183,18 @@ def test_scales_that_are_no_numbers_are_named(scale, tmp_path) -> None:
     change_tensors(folder, weight_scale=torch.full((64, 1), scale))
     with pytest.raises(InvalidWeights, match=r"scales of tensor .*q_proj.weight are not all finite"):
         load_engine(folder)
+
+
+def test_exponents_that_are_no_numbers_are_named(tmp_path) -> None:
+    folder, _ = make_quantized("mxfp4", tmp_path, "gpt_oss", num_hidden_layers=1)
+    file, parameter = folder / "model.safetensors", "model.layers.0.mlp.experts.down_proj"
+    tensors = load_file(file)
+    tensors[f"{parameter}_scales"][-1, -1, -1] = 255
+    save_file(tensors, file)
+    found = find_quantization(folder, AutoConfig.from_pretrained(folder), None)
+    message = rf"tensor {parameter}_scales has .* NaN"
+    with open_checkpoint(folder, quantization=found) as opened, pytest.raises(InvalidWeights, match=message):
+        opened[parameter][...]
 
 
 def test_quantised_tensors_that_nothing_tells_about_are_not_taken_for_numbers(tmp_path) -> None:

@@ -1,8 +1,8 @@
 """MXFP4 (OCP Microscaling Formats, 1.0), in the layout of gpt-oss: the experts of a layer in one tensor.
 
 `NAME_blocks`, [experts, outputs, inputs / 32, 16] uint8, has two codes of 4 bits in a byte, the low one first;
-`NAME_scales`, [experts, outputs, inputs / 32], exponents of 2, higher by 127 than they are. They stand for the model's
-parameter NAME, [experts, inputs, outputs].
+`NAME_scales`, [experts, outputs, inputs / 32], exponents of 2, higher by 127 than they are; 255 is no number. They
+stand for the model's parameter NAME, [experts, inputs, outputs].
 """
 
 import torch
@@ -14,6 +14,7 @@ from tgi_server.engine.quantization.source import Files, TensorSource
 _BLOCKS, _SCALES = "_blocks", "_scales"
 _BYTES = 16
 _BIAS = 127
+_NAN = 255
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 # The numbers of 4 bits with 2 bits of exponent and 1 of mantissa.
 CODEBOOK = torch.tensor([*_MAGNITUDES, *(-magnitude for magnitude in _MAGNITUDES)])
@@ -39,6 +40,8 @@ class _Experts(TensorSource):
         blocks = inputs // (2 * _BYTES)
         pairs = self.tensor(self.parts[0], (experts, outputs, blocks, _BYTES), dtypes=(torch.uint8,))
         exponents = self.tensor(self.parts[1], (experts, outputs, blocks), dtypes=(torch.uint8,))
+        if bool((exponents == _NAN).any()):
+            raise InvalidWeights(f"tensor {self.parts[1]} has scales that are NaN; download the folder again")
         dense = torch.empty(experts, inputs, outputs, dtype=torch.bfloat16)  # which holds every such number
         for expert in range(experts):
             codes = torch.stack((pairs[expert] & 15, pairs[expert] >> 4), -1).flatten(2)
