@@ -81,7 +81,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if config.getoption("--runslow"):
         return
     for item in items:
-        if "slow" in item.keywords:
+        if item.get_closest_marker("slow"):  # a folder above may be called slow, too, and is among the keywords
             item.add_marker(pytest.mark.skip(reason="slow: needs --runslow"))
 
 

@@ -11,6 +11,7 @@ from tests.servers import TextGenerationServer
 
 
 def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
+    """Returns those that run. One that tries grammars may outlive its server until it has read the tokenizer."""
     return [each for each in processes if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
 
 

@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 
 from tests.conftest import ServerFactory
 from tests.integration.launcher.processes import Stream, alive, shard_of, socket_folder
+from tests.timing import until
 
 
 @pytest.mark.parametrize("shards", [pytest.param(1, marks=pytest.mark.slow), 2])
@@ -31,7 +32,7 @@ def test_a_server_of_a_folder_ends_on_sigterm_without_a_trace(
     assert running.wait() == 0
     assert len(stream.events) == 60
     assert last["generated_text"]
-    assert not alive(children)
+    until(lambda: not alive(children))
     assert not folder.exists()
     assert "Traceback" not in running.lines()
 
@@ -80,7 +81,7 @@ def test_who_asks_it_to_stop_again_and_again_does_not_make_it_fail(server: Serve
         running.terminate()
         time.sleep(0.01)
     assert running.wait() == 0
-    assert not alive(children)
+    until(lambda: not alive(children))
     assert "Traceback" not in running.lines()
 
 
@@ -101,7 +102,7 @@ def test_a_killed_shard_fails_health_and_ends_the_launcher(server: ServerFactory
     assert not any(health[5:])
     assert "shard-0 was killed by SIGKILL" in running.lines().splitlines()[-1]
     assert "error" in stream.finish()
-    assert not alive(children)
+    until(lambda: not alive(children))
     assert not folder.exists()
 
 
@@ -112,7 +113,7 @@ def test_a_killed_router_ends_the_launcher(server: ServerFactory, llama_folder: 
     running.child("router").kill()
     assert running.wait(10) == 1
     assert "router was killed by SIGKILL" in running.lines().splitlines()[-1]
-    assert not alive(children)
+    until(lambda: not alive(children))
 
 
 @pytest.mark.slow
@@ -124,8 +125,7 @@ def test_a_killed_launcher_leaves_no_orphan(server: ServerFactory, llama_folder:
     running.process.kill()
     running.wait()
     shutil.rmtree(folder)  # all that a killed launcher leaves
-    _, left = psutil.wait_procs(children, timeout=5)
-    assert not alive(left)
+    until(lambda: not alive(children))
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ import pytest
 from tests.conftest import ServerFactory
 from tests.integration.launcher.processes import Stream, alive, shard_of, socket_folder
 from tests.servers import TextGenerationServer
+from tests.timing import until
 from tgi_server import demo_model
 
 FLAGS = (f"--model-id={demo_model.PATH}", "--dtype=float32", "--num-shard=2")
@@ -49,7 +50,7 @@ def test_two_shards_write_what_one_writes(
         "shard-1-grammars",
     ]
     assert running.stop() == 0
-    assert not alive(children)
+    until(lambda: not alive(children))
     assert not folder.exists()
 
 
@@ -100,6 +101,6 @@ def kill_and_wait(running: TextGenerationServer, rank: int) -> str:
     start = time.monotonic()
     assert running.wait() == 1
     assert time.monotonic() - start < END_SECONDS
-    assert not alive(children)
+    until(lambda: not alive(children))
     assert not folder.exists()
     return running.lines().splitlines()[-1]

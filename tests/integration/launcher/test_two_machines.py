@@ -17,6 +17,7 @@ import pytest
 from tests.integration.launcher.processes import alive
 from tests.logs import assert_no_traceback
 from tests.servers import TextGenerationServer
+from tests.timing import until
 from tgi_server import demo_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -152,7 +153,7 @@ def test_two_machines_write_what_one_writes_and_stop_together(
     second.launcher.terminate()
     assert first.launcher.wait(30) == 0
     assert second.launcher.wait(30) == 0
-    assert not alive(children)
+    until(lambda: not alive(children))
 
 
 def listening(machine: Machine) -> set[str]:
@@ -173,7 +174,7 @@ def test_a_shard_that_dies_ends_both_and_is_named(machines: tuple[Machine, Machi
         assert time.monotonic() - killed < END_SECONDS
         where = "" if number == victim else "node 0: " if victim == 0 else f"node 1 ({SECOND}): "
         assert f"launcher: {where}shard-{victim} was killed by SIGKILL" in machine.lines().splitlines()[-1]
-    assert not alive(children)
+    until(lambda: not alive(children))
 
 
 def test_a_machine_that_vanishes_ends_the_other(machines: tuple[Machine, Machine]) -> None:
@@ -185,7 +186,7 @@ def test_a_machine_that_vanishes_ends_the_other(machines: tuple[Machine, Machine
     for machine, other in zip(machines, (f"node 1 ({SECOND})", "node 0"), strict=True):
         assert machine.launcher.wait(30) == 1
         assert f"{other} has sent nothing for 5 s" in machine.lines().splitlines()[-1]
-    assert not alive(children)
+    until(lambda: not alive(children))
 
 
 def test_machines_that_do_not_fit_are_told(machines: tuple[Machine, Machine]) -> None:

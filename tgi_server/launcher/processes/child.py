@@ -75,7 +75,8 @@ class Child:
     async def stop(self, grace: float) -> None:
         """Asks the process to end, and kills it when it has not done so after `grace` seconds."""
         if not self.ended.done():
-            self._process.terminate()
+            with contextlib.suppress(ProcessLookupError):  # it has just ended, and its output is still read
+                self._process.terminate()
             await asyncio.wait([self.ended], timeout=grace)
         self.kill()
         await self.ended

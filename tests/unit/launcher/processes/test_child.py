@@ -1,9 +1,11 @@
 import json
+import math
 import os
 
 import pytest
 
-from tgi_server.launcher.processes.child import ProcessLog
+from tests.timing import eventually
+from tgi_server.launcher.processes.child import Child, Command, ProcessLog
 
 LINE = "2026-01-02T03:04:05.678Z INFO    shard-0: loaded"
 ERROR = "2026-01-02T03:04:05.678Z ERROR   shard-0: no memory"
@@ -43,3 +45,11 @@ async def test_a_line_may_be_long(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     await follow("router", b"a" * 65_000)
     assert caplog.messages == ["router: " + "a" * 65_000]
+
+
+async def test_a_process_that_has_just_ended_is_stopped_as_any_other() -> None:
+    """Its output is still read meanwhile: a process that it has left behind holds the pipe open."""
+    child = await Child.start(Command("shard-0", ["sh", "-c", "setsid sleep 0.5 & sleep 0.1; exit 3"]))
+    await eventually(lambda: child.ended_at < math.inf)
+    await child.stop(grace=30)
+    assert child.exit_message() == "shard-0 ended with exit code 3"
