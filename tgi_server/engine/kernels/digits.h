@@ -51,12 +51,6 @@ Input grouped_rows(const T* from, int64_t rows, int64_t inputs, int64_t depth, c
 inline float input_scale(const CodedProduct& product, int64_t place) { return product.input_scales[2 * place]; }
 inline float rounded_sum(const CodedProduct& product, int64_t place) { return product.input_scales[2 * place + 1]; }
 
-inline int64_t sum_of(Ints numbers) {
-  int64_t sum = 0;
-  for (int i = 0; i < LANES; ++i) sum += numbers[i];
-  return sum;
-}
-
 // Adds products of what a set unpacks step by step. at: the word of a step, numbered from 0, of register v.
 template <int STEPS, int R, int V, typename At, typename Add>
 [[gnu::always_inline]] inline void add_steps(const char* input, int64_t row_bytes, const At& at, const Add& add) {
@@ -101,6 +95,19 @@ struct WholeNumbers {
   }
 };
 
+// A codebook as whole numbers, of which the largest is `most` or its negative, times a unit.
+struct RoundedBook {
+  int numbers[16];
+  float unit;
+
+  RoundedBook(const float* codebook, int most) {
+    float peak = 0;
+    for (int i = 0; i < 16; ++i) peak = std::max(peak, std::abs(codebook[i]));
+    unit = peak > 0 ? peak / static_cast<float>(most) : 1.0f;
+    for (int i = 0; i < 16; ++i) numbers[i] = static_cast<int>(std::lround(codebook[i] / unit));
+  }
+};
+
 #if OATMILL_LOOK_UP
 
 // Any 16 numbers, rounded to whole ones from -LARGEST to LARGEST times a unit: by at most 1/8064 of the largest. Those of FP4
@@ -112,14 +119,12 @@ class BookNumbers {
   static constexpr int ADDED = 0, INPUT_BITS = 13, TOGETHER = 64, ROWS = 2;
 
   explicit BookNumbers(const float* codebook) {
-    float peak = 0;
-    for (int i = 0; i < 16; ++i) peak = std::max(peak, std::abs(codebook[i]));
-    unit_ = peak > 0 ? peak / LARGEST : 1.0f;
+    const RoundedBook book(codebook, LARGEST);
+    unit_ = book.unit;
     alignas(64) uint8_t low[WIDTH * 4], high[WIDTH * 4];
     for (int i = 0; i < WIDTH * 4; ++i) {
-      const long number = std::lround(codebook[i % 16] / unit_);
-      low[i] = static_cast<uint8_t>(number);
-      high[i] = static_cast<uint8_t>(number >> 8);
+      low[i] = static_cast<uint8_t>(book.numbers[i % 16]);
+      high[i] = static_cast<uint8_t>(book.numbers[i % 16] >> 8);
     }
     low_ = load_as<Words>(low);
     high_ = load_as<Words>(high);
@@ -219,16 +224,9 @@ struct ShortDigitProducts {
     const uint32_t bits = exponent > LARGEST ? exponent - LARGEST : 0;
     const uint32_t inverse = bits > 0 ? (254u << EXPONENT) - bits : 0;
     const float scale = load_as<float>(&bits), factor = load_as<float>(&inverse);
-    Whole sums = {};
-    alignas(64) int32_t numbers[LANES];
-    for_registers(from, count, [&](int64_t k, Floats values) {
-      const Whole rounded = nearest(smaller(values * factor, Floats{} + MOST_NUMBER));
-      sums += rounded;
-      store_as(numbers + k % LANES, rounded);
-      if ((k + WIDTH) % LANES == 0) keep(to + k / LANES * LANES, numbers);
-    });
-    int64_t sum = 0;
-    for (int i = 0; i < WIDTH; ++i) sum += sums[i];
+    const int64_t sum = for_whole_numbers(
+        from, count, [&](Floats values) { return nearest(smaller(values * factor, Floats{} + MOST_NUMBER)); },
+        [&](int64_t k, const int32_t* numbers) { keep(to + k, numbers); });
     return {exponent < INFINITE ? scale : std::numeric_limits<float>::quiet_NaN(), sum};
   }
 
@@ -240,19 +238,6 @@ struct ShortDigitProducts {
       const int32_t* low = numbers + i / Kind::DEPTH * Kind::DEPTH + i % Kind::DEPTH / 2;
       store_as(to + i, (load_as<Pairs>(low) & 0xffff) | load_as<Pairs>(low + STEPS) << 16);
     }
-  }
-
-  // Calls work(k, values) for WIDTH numbers of a row at a time, with zeros behind the last up to a multiple of LANES.
-  template <typename T, typename Work>
-  static void for_registers(const T* from, int64_t count, const Work& work) {
-    int64_t k = 0;
-    for (; k + LANES <= count; k += LANES)
-#pragma GCC unroll 4
-      for (int i = 0; i < LANES; i += WIDTH) work(k + i, widened(from + k + i));
-    if (k == count) return;
-    T edge[LANES] = {};
-    std::copy(from + k, from + count, edge);
-    for (int i = 0; i < LANES; i += WIDTH) work(k + i, widened(edge + i));
   }
 
   Numbers numbers_;
@@ -314,12 +299,11 @@ class BookDigits {
   };
 
   explicit BookDigits(const float* codebook) {
-    float peak = 0;
-    for (int i = 0; i < 16; ++i) peak = std::max(peak, std::abs(codebook[i]));
-    unit_ = peak > 0 ? peak / 127.0f : 1.0f;
+    const RoundedBook book(codebook, 127);
+    unit_ = book.unit;
     alignas(64) int8_t numbers[WIDTH * 4], sizes[WIDTH * 4];
     for (int i = 0; i < WIDTH * 4; ++i) {
-      numbers[i] = static_cast<int8_t>(std::lround(codebook[i % 16] / unit_));
+      numbers[i] = static_cast<int8_t>(book.numbers[i % 16]);
       sizes[i] = static_cast<int8_t>(std::abs(numbers[i]));
     }
     numbers_ = load_as<Words>(numbers);
@@ -414,15 +398,9 @@ struct DigitProducts {
 
   template <typename T>
   static std::pair<float, int64_t> round(const T* from, int64_t count, int8_t* to) {
-    Ints sums = {};
-    const float scale = round_row(from, count, [&](int64_t k, Ints numbers) {
-      using Bytes = int8_t __attribute__((vector_size(LANES)));
-      sums += numbers;
-      store_as(to + k, __builtin_convertvector(
-                           __builtin_shufflevector(numbers, numbers, 0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15),
-                           Bytes));
+    return round_row(from, count, [&](int64_t k, const int32_t* numbers) {
+      store_as(to + k, lowest_bytes<0, 2, 4, 6, 1, 3, 5, 7>(numbers));
     });
-    return {scale, sum_of(sums)};
   }
 
   Digits digits_;

@@ -196,6 +196,12 @@ inline Floats widened(const c10::Half* from) {
 
 inline void store(float* to, Floats floats) { store_as(to, floats); }
 
+// The nearest bfloat16 numbers, ties to even, in the upper halves of words. NaN may become infinity.
+inline Words nearest_bf16(Floats floats) {
+  const Words bits = reinterpret_cast<const Words&>(floats);
+  return bits + 0x7fff + ((bits >> 16) & 1);
+}
+
 // Rounds to the nearest bfloat16, ties to even. NaN stays NaN.
 inline void store(c10::BFloat16* to, Floats floats) {
 #if defined(__AVX512BF16__)
@@ -205,8 +211,7 @@ inline void store(c10::BFloat16* to, Floats floats) {
   store_as(to, vcvt_bf16_f32(reinterpret_cast<float32x4_t>(floats)));
 #else
   using Short = uint16_t __attribute__((vector_size(WIDTH * 2)));
-  const Words bits = reinterpret_cast<const Words&>(floats), rounded = bits + 0x7fff + ((bits >> 16) & 1);
-  const Words kept = floats == floats ? rounded : bits | 0x400000;
+  const Words kept = floats == floats ? nearest_bf16(floats) : reinterpret_cast<const Words&>(floats) | 0x400000;
   store_as(to, __builtin_convertvector(kept >> 16, Short));
 #endif
 }
