@@ -174,14 +174,25 @@ constexpr auto with(const std::array<Way, N>& ways, More... more) {
 }
 
 // Those that round their inputs: to 16 bits where the model has no more, to 8 bits by name only.
-constexpr auto BYTE_WAYS = with(WAYS<Bytes>, way<Bytes, GroupedProducts<ShortDigitProducts<Bytes>>>("codes_int16"));
+template <typename Kind, typename Numbers>
+constexpr Way TO_16_BITS = way<Kind, GroupedProducts<ShortDigitProducts<Kind, Numbers>>>("codes_int16");
 #if defined(__AVX2__)
-constexpr auto NIBBLE_WAYS = with(WAYS<Nibbles>, way<Nibbles, GroupedProducts<ShortDigitProducts<Nibbles>>>("codes_int16"),
-                                  way<Nibbles, GroupedProducts<DigitProducts<Nibbles, NibbleDigits>>>("codes_int8"));
-constexpr auto BOOK_WAYS = with(WAYS<Book>, way<Book, GroupedProducts<DigitProducts<Book, BookDigits>>>("codes_int8"));
+template <typename Kind, typename Digits>
+constexpr Way TO_8_BITS = way<Kind, GroupedProducts<DigitProducts<Kind, Digits>>>("codes_int8");
+#endif
+
+constexpr auto BYTE_WAYS = with(WAYS<Bytes>, TO_16_BITS<Bytes, WholeNumbers<Bytes>>);
+#if defined(__AVX2__)
+constexpr auto NIBBLE_WAYS =
+    with(WAYS<Nibbles>, TO_16_BITS<Nibbles, WholeNumbers<Nibbles>>, TO_8_BITS<Nibbles, NibbleDigits>);
+constexpr auto BOOK_WAYS = with(WAYS<Book>, TO_16_BITS<Book, BookNumbers>, TO_8_BITS<Book, BookDigits>);
 #else
-constexpr auto NIBBLE_WAYS = with(WAYS<Nibbles>, way<Nibbles, GroupedProducts<ShortDigitProducts<Nibbles>>>("codes_int16"));
+constexpr auto NIBBLE_WAYS = with(WAYS<Nibbles>, TO_16_BITS<Nibbles, WholeNumbers<Nibbles>>);
+#if OATMILL_LOOK_UP
+constexpr auto BOOK_WAYS = with(WAYS<Book>, TO_16_BITS<Book, BookNumbers>);
+#else
 constexpr auto BOOK_WAYS = WAYS<Book>;
+#endif
 #endif
 
 std::vector<std::string> codes_kernels(const std::string& kind) {

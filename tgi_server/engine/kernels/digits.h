@@ -51,12 +51,6 @@ Input grouped_rows(const T* from, int64_t rows, int64_t inputs, int64_t depth, c
 inline float input_scale(const CodedProduct& product, int64_t place) { return product.input_scales[2 * place]; }
 inline float rounded_sum(const CodedProduct& product, int64_t place) { return product.input_scales[2 * place + 1]; }
 
-inline int64_t sum_of(Ints numbers) {
-  int64_t sum = 0;
-  for (int i = 0; i < LANES; ++i) sum += numbers[i];
-  return sum;
-}
-
 // Adds products of what a set unpacks step by step. at: the word of a step, numbered from 0, of register v.
 template <int STEPS, int R, int V, typename At, typename Add>
 [[gnu::always_inline]] inline void add_steps(const char* input, int64_t row_bytes, const At& at, const Add& add) {
@@ -74,13 +68,93 @@ template <int STEPS, int R, int V, typename At, typename Add>
   }
 }
 
-// Products of whole numbers of 16 bits, two at a time. The scale of a group of inputs is a power of two: bfloat16
-// numbers stay what they are, but for those below 1/128 of the largest of their group.
+// Numbers of 16 bits that codes stand for: unpacked(words, step) are those of each word that are multiplied in a step, which
+// stand half a word apart, ADDED higher than they are; unit() is what they are multiplied by. INPUT_BITS: of the inputs,
+// without the sign; TOGETHER: the products that are summed in 32 bits; ROWS: as of a set in grouped.h.
+
+// Codes that are whole numbers.
 template <typename Kind>
+struct WholeNumbers {
+  static constexpr int ADDED = Kind::ADDED, INPUT_BITS = 15, TOGETHER = 128, ROWS = 4;
+
+  explicit WholeNumbers(const float*) {}
+  static float unit() { return 1; }
+  static Words unpacked(Words words, int step) {
+    constexpr int BITS = 32 / Kind::DEPTH;
+    if constexpr (ADDED != 0) {
+      using Shorts = uint16_t __attribute__((vector_size(WIDTH * 4)));
+      const Shorts numbers = reinterpret_cast<const Shorts&>(words) >> (BITS * step);
+      const Words lowest = reinterpret_cast<const Words&>(numbers);
+      return step == Kind::DEPTH / 2 - 1 ? lowest : lowest & 0x000f000f;
+    } else {
+      using Shorts = int16_t __attribute__((vector_size(WIDTH * 4)));
+      const Shorts pairs = reinterpret_cast<const Shorts&>(words);
+      const Shorts numbers = pairs << (16 - BITS * (step + 1)) >> (16 - BITS);
+      return reinterpret_cast<const Words&>(numbers);
+    }
+  }
+};
+
+// A codebook as whole numbers, of which the largest is `most` or its negative, times a unit.
+struct RoundedBook {
+  int numbers[16];
+  float unit;
+
+  RoundedBook(const float* codebook, int most) {
+    float peak = 0;
+    for (int i = 0; i < 16; ++i) peak = std::max(peak, std::abs(codebook[i]));
+    unit = peak > 0 ? peak / static_cast<float>(most) : 1.0f;
+    for (int i = 0; i < 16; ++i) numbers[i] = static_cast<int>(std::lround(codebook[i] / unit));
+  }
+};
+
+#if OATMILL_LOOK_UP
+
+// Any 16 numbers, rounded to whole ones from -LARGEST to LARGEST times a unit: by at most 1/8064 of the largest. Those of FP4
+// stay what they are: multiples of 1/192 of the largest, and of 1/12 in MXFP4. Products of so many bits and sums of 64 of
+// them leave 13 bits to inputs. Both roundings together are a tenth of what rounding outputs to bfloat16 is, and a quarter
+// where one input of a group is 50 times as large as the others.
+class BookNumbers {
+ public:
+  static constexpr int ADDED = 0, INPUT_BITS = 13, TOGETHER = 64, ROWS = 2;
+
+  explicit BookNumbers(const float* codebook) {
+    const RoundedBook book(codebook, LARGEST);
+    unit_ = book.unit;
+    alignas(64) uint8_t low[WIDTH * 4], high[WIDTH * 4];
+    for (int i = 0; i < WIDTH * 4; ++i) {
+      low[i] = static_cast<uint8_t>(book.numbers[i % 16]);
+      high[i] = static_cast<uint8_t>(book.numbers[i % 16] >> 8);
+    }
+    low_ = load_as<Words>(low);
+    high_ = load_as<Words>(high);
+  }
+  float unit() const { return unit_; }
+
+  [[gnu::always_inline]] Words unpacked(Words words, int step) const {
+    const Words places = (words >> (4 * (step % 2))) & 0x0f0f0f0f;
+    const Words low = looked_up(low_, places), high = looked_up(high_, places);
+    return step < 2 ? even_pairs(low, high) : odd_pairs(low, high);
+  }
+
+ private:
+  static constexpr int LARGEST = 4032;
+  static_assert(LARGEST % 192 == 0 && LARGEST % 12 == 0);
+  static_assert((int64_t{LARGEST} * TOGETHER << INPUT_BITS) < (int64_t{1} << 31));
+
+  Words low_, high_;
+  float unit_;
+};
+
+#endif
+
+// Products of whole numbers of 16 bits, two at a time. The scale of a group of inputs is a power of two: bfloat16
+// numbers stay what they are, but for those below 1/128 of the largest of their group, and with inputs of 13 bits 1/32.
+template <typename Kind, typename Numbers>
 struct ShortDigitProducts {
   using Register = Whole;
-  static constexpr int ROWS = 4, MANY = WIDTH == 16 ? 8 : 6, STEPS = Kind::DEPTH / 2, ADDED = Kind::ADDED;
-  static constexpr int64_t MOST = 128 / Kind::DEPTH;
+  static constexpr int ROWS = Numbers::ROWS, MANY = WIDTH == 16 ? 8 : 6, STEPS = Kind::DEPTH / 2, ADDED = Numbers::ADDED;
+  static constexpr int64_t MOST = Numbers::TOGETHER / Kind::DEPTH;
   static constexpr bool GROUP_SUMS = false;
 
   static constexpr int vectors(int rows) {
@@ -89,7 +163,7 @@ struct ShortDigitProducts {
     return rows == 1 ? 6 : rows == 2 ? 3 : 2;
   }
 
-  explicit ShortDigitProducts(const float*) {}
+  explicit ShortDigitProducts(const float* codebook) : numbers_(codebook) {}
 
   template <typename T>
   static Input prepare(const T* from, int64_t rows, int64_t inputs, int64_t depth, const int32_t* starts,
@@ -97,21 +171,7 @@ struct ShortDigitProducts {
     return grouped_rows<int16_t, Kind>(from, rows, inputs, depth, starts, groups, round<T>);
   }
 
-  // The numbers of a word that are multiplied in a step.
-  static Words unpacked(Words words, int step) {
-    constexpr int BITS = 32 / Kind::DEPTH;
-    if constexpr (ADDED != 0) {
-      using Shorts = uint16_t __attribute__((vector_size(WIDTH * 4)));
-      const Shorts numbers = reinterpret_cast<const Shorts&>(words) >> (BITS * step);
-      const Words lowest = reinterpret_cast<const Words&>(numbers);
-      return step == STEPS - 1 ? lowest : lowest & 0x000f000f;
-    } else {
-      using Shorts = int16_t __attribute__((vector_size(WIDTH * 4)));
-      const Shorts pairs = reinterpret_cast<const Shorts&>(words);
-      const Shorts numbers = pairs << (16 - BITS * (step + 1)) >> (16 - BITS);
-      return reinterpret_cast<const Words&>(numbers);
-    }
-  }
+  Words unpacked(Words words, int step) const { return numbers_.unpacked(words, step); }
 
   template <int R, int V>
   [[gnu::always_inline]] void add_words(const CodedProduct& product, int64_t row, const WantedWords& words, int column,
@@ -140,7 +200,7 @@ struct ShortDigitProducts {
   }
 
   Floats number(const CodedProduct& product, int64_t place, Whole sum) const {
-    return __builtin_convertvector(sum, Floats) * input_scale(product, place);
+    return __builtin_convertvector(sum, Floats) * (input_scale(product, place) * numbers_.unit());
   }
   static float input_sum(const CodedProduct& product, int64_t place) { return rounded_sum(product, place); }
 
@@ -151,7 +211,9 @@ struct ShortDigitProducts {
 
   template <typename T>
   static std::pair<float, int64_t> round(const T* from, int64_t count, int16_t* to) {
-    constexpr uint32_t EXPONENT = 23, LARGEST = 14u << EXPONENT, INFINITE = 255u << EXPONENT;
+    constexpr uint32_t EXPONENT = 23, INFINITE = 255u << EXPONENT;
+    constexpr uint32_t LARGEST = (Numbers::INPUT_BITS - 1) << EXPONENT;  // of the power of two that the largest one becomes
+    constexpr float MOST_NUMBER = (1 << Numbers::INPUT_BITS) - 1;
     Words peaks = {};  // as bits: infinity is above all numbers, and what is no number above infinity
     for_registers(from, count, [&](int64_t, Floats values) {
       const Words magnitudes = reinterpret_cast<const Words&>(values) & 0x7fffffff;
@@ -159,19 +221,12 @@ struct ShortDigitProducts {
     });
     uint32_t exponent = 0;
     for (int i = 0; i < WIDTH; ++i) exponent = std::max(exponent, peaks[i] & INFINITE);
-    const uint32_t bits = exponent > LARGEST ? exponent - LARGEST : 0;  // 2^14 is what the largest exponent becomes
+    const uint32_t bits = exponent > LARGEST ? exponent - LARGEST : 0;
     const uint32_t inverse = bits > 0 ? (254u << EXPONENT) - bits : 0;
     const float scale = load_as<float>(&bits), factor = load_as<float>(&inverse);
-    Whole sums = {};
-    alignas(64) int32_t numbers[LANES];
-    for_registers(from, count, [&](int64_t k, Floats values) {
-      const Whole rounded = nearest(smaller(values * factor, Floats{} + 32767.0f));
-      sums += rounded;
-      store_as(numbers + k % LANES, rounded);
-      if ((k + WIDTH) % LANES == 0) keep(to + k / LANES * LANES, numbers);
-    });
-    int64_t sum = 0;
-    for (int i = 0; i < WIDTH; ++i) sum += sums[i];
+    const int64_t sum = for_whole_numbers(
+        from, count, [&](Floats values) { return nearest(smaller(values * factor, Floats{} + MOST_NUMBER)); },
+        [&](int64_t k, const int32_t* numbers) { keep(to + k, numbers); });
     return {exponent < INFINITE ? scale : std::numeric_limits<float>::quiet_NaN(), sum};
   }
 
@@ -185,18 +240,7 @@ struct ShortDigitProducts {
     }
   }
 
-  // Calls work(k, values) for WIDTH numbers of a row at a time, with zeros behind the last up to a multiple of LANES.
-  template <typename T, typename Work>
-  static void for_registers(const T* from, int64_t count, const Work& work) {
-    int64_t k = 0;
-    for (; k + LANES <= count; k += LANES)
-#pragma GCC unroll 4
-      for (int i = 0; i < LANES; i += WIDTH) work(k + i, widened(from + k + i));
-    if (k == count) return;
-    T edge[LANES] = {};
-    std::copy(from + k, from + count, edge);
-    for (int i = 0; i < LANES; i += WIDTH) work(k + i, widened(edge + i));
-  }
+  Numbers numbers_;
 };
 
 struct NibbleDigits;
@@ -219,15 +263,6 @@ inline Shorts multiply_bytes(Words a, Words b) {
 inline void add_bytes(Words a, Words b, Shorts& sum) {
   Shorts products;
   asm("vpmaddubsw %3, %2, %1\n\tvpaddw %1, %0, %0" : "+v"(sum), "=&v"(products) : "v"(a), "v"(b));
-}
-
-// Of each byte of places, which is below 16, that byte of a table that stands in every 16 bytes.
-inline Words looked_up(Words table, Words places) {
-#if defined(__AVX512BW__)
-  return reinterpret_cast<Words>(_mm512_shuffle_epi8(reinterpret_cast<__m512i>(table), reinterpret_cast<__m512i>(places)));
-#else
-  return reinterpret_cast<Words>(_mm256_shuffle_epi8(reinterpret_cast<__m256i>(table), reinterpret_cast<__m256i>(places)));
-#endif
 }
 
 // Bytes of a, negative where those of b are, and zero where those of b are.
@@ -264,12 +299,11 @@ class BookDigits {
   };
 
   explicit BookDigits(const float* codebook) {
-    float peak = 0;
-    for (int i = 0; i < 16; ++i) peak = std::max(peak, std::abs(codebook[i]));
-    unit_ = peak > 0 ? peak / 127.0f : 1.0f;
+    const RoundedBook book(codebook, 127);
+    unit_ = book.unit;
     alignas(64) int8_t numbers[WIDTH * 4], sizes[WIDTH * 4];
     for (int i = 0; i < WIDTH * 4; ++i) {
-      numbers[i] = static_cast<int8_t>(std::lround(codebook[i % 16] / unit_));
+      numbers[i] = static_cast<int8_t>(book.numbers[i % 16]);
       sizes[i] = static_cast<int8_t>(std::abs(numbers[i]));
     }
     numbers_ = load_as<Words>(numbers);
@@ -364,15 +398,9 @@ struct DigitProducts {
 
   template <typename T>
   static std::pair<float, int64_t> round(const T* from, int64_t count, int8_t* to) {
-    Ints sums = {};
-    const float scale = round_row(from, count, [&](int64_t k, Ints numbers) {
-      using Bytes = int8_t __attribute__((vector_size(LANES)));
-      sums += numbers;
-      store_as(to + k, __builtin_convertvector(
-                           __builtin_shufflevector(numbers, numbers, 0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15),
-                           Bytes));
+    return round_row(from, count, [&](int64_t k, const int32_t* numbers) {
+      store_as(to + k, lowest_bytes<0, 2, 4, 6, 1, 3, 5, 7>(numbers));
     });
-    return {scale, sum_of(sums)};
   }
 
   Digits digits_;

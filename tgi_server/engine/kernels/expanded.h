@@ -13,11 +13,6 @@
 
 namespace oatmill {
 
-inline Words nearest_bf16(Floats value) {
-  const Words bits = reinterpret_cast<const Words&>(value);
-  return bits + 0x7fff + (bits >> 16 & 1);
-}
-
 // The kernel. Inner: the one that multiplies rows by the floats, or the bfloat16 numbers.
 template <typename Kind, typename Inner>
 struct ExpandedProducts {

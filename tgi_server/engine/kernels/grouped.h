@@ -123,7 +123,7 @@ struct GroupedProducts {
           const Words words = load_as<Words>(tile.words.words + k * TILE_WORD + column * WORD);
 #pragma GCC unroll 4
           for (int step = 0; step < Set::STEPS; ++step)
-            store_as(to + step * TILE_WORD + column * WORD, Set::unpacked(words, step));
+            store_as(to + step * TILE_WORD + column * WORD, set.unpacked(words, step));
         }
         to += Set::STEPS * TILE_WORD;
       }

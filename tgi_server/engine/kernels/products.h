@@ -13,8 +13,8 @@
 
 #pragma once
 
+#include <algorithm>
 #include <array>
-#include <cmath>
 #include <cstdint>
 #include <type_traits>
 #include <utility>
@@ -53,43 +53,67 @@ struct FloatProducts {
   }
 };
 
-// The largest magnitude in a row.
-template <typename T>
-float peak_of(const T* from, int64_t size) {
-  Lanes peaks = {};
-  int64_t k = 0;
-  for (; k + LANES <= size; k += LANES) {
-    const Lanes values = load(from + k);
-    peaks = larger(larger(values, -values), peaks);
-  }
-  float peak = largest(peaks);
-  for (; k < size; ++k) peak = std::max(peak, std::abs(static_cast<float>(from[k])));
-  return peak;
-}
-
-// Calls work(k, values) for LANES numbers of a row at a time, with zeros behind the last.
+// Calls work(k, values) for WIDTH numbers of a row at a time, with zeros behind the last up to a multiple of LANES.
 template <typename T, typename Work>
-void for_lanes(const T* from, int64_t size, const Work& work) {
+[[gnu::always_inline]] inline void for_registers(const T* from, int64_t size, const Work& work) {
+  T edge[LANES] = {};
   for (int64_t k = 0; k < size; k += LANES) {
-    Lanes values = {};
-    if (k + LANES <= size) {
-      values = load(from + k);
-    } else {
-      for (int64_t i = k; i < size; ++i) values[i - k] = static_cast<float>(from[i]);
-    }
-    work(k, values);
+    if (k + LANES > size) std::copy(from + k, from + size, edge);
+    const T* values = k + LANES > size ? edge : from + k;
+#pragma GCC unroll 4
+    for (int i = 0; i < LANES; i += WIDTH) work(k + i, widened(values + i));
   }
 }
 
-// Rounds a row to whole numbers of 8 bits, a register at a time: keep(k, numbers). Returns its scale.
-template <typename T, typename Keep>
-float round_row(const T* from, int64_t size, const Keep& keep) {
-  const float peak = peak_of(from, size), factor = peak > 0 ? 127.0f / peak : 0.0f;
-  for_lanes(from, size, [&](int64_t k, Lanes values) { keep(k, nearest(values * factor)); });
-  return peak / 127.0f;
+// Makes whole numbers of a row: round(values) a register of them, keep(k, numbers) writes LANES. Returns their sum. These two
+// are inline lest their captures go through memory.
+template <typename T, typename Round, typename Keep>
+[[gnu::always_inline]] inline int64_t for_whole_numbers(const T* from, int64_t size, const Round& round, const Keep& keep) {
+  Whole sums = {};
+  alignas(64) int32_t numbers[LANES];
+  for_registers(from, size, [&](int64_t k, Floats values) {
+    const Whole rounded = round(values);
+    sums += rounded;
+    store_as(numbers + k % LANES, rounded);
+    if ((k + WIDTH) % LANES == 0) keep(k / LANES * LANES, numbers);
+  });
+  int64_t sum = 0;
+  for (int i = 0; i < WIDTH; ++i) sum += sums[i];
+  return sum;
 }
 
-// Rows rounded to 8 bits, in numbers of type To: [padded_rows, padded], `empty` behind the last. keep(to, numbers):
+// Rounds a row to whole numbers of 8 bits, see for_whole_numbers. Returns its scale, and the sum of the numbers.
+template <typename T, typename Keep>
+std::pair<float, int64_t> round_row(const T* from, int64_t size, const Keep& keep) {
+  Floats peaks = {};
+  for_registers(from, size, [&](int64_t, Floats values) { peaks = larger(larger(values, -values), peaks); });
+  const float peak = largest(peaks), factor = peak > 0 ? 127.0f / peak : 0.0f;
+  const int64_t sum = for_whole_numbers(from, size, [&](Floats values) { return nearest(values * factor); }, keep);
+  return {peak / 127.0f, sum};
+}
+
+// The lower halves of 8 numbers, in the order of their PLACES.
+template <int... PLACES>
+auto lower_halves(const int32_t* numbers) {
+  using Halves = int16_t __attribute__((vector_size(8 * sizeof(int16_t))));
+  return __builtin_shufflevector(load_as<Halves>(numbers), load_as<Halves>(numbers + 4), 2 * PLACES...);
+}
+
+// The lowest bytes of LANES numbers, of each 8 in the order of their PLACES.
+template <int... PLACES>
+auto lowest_bytes(const int32_t* numbers) {
+  using Bytes = uint8_t __attribute__((vector_size(LANES)));
+#if defined(__AVX512BW__)
+  const Ints all = load_as<Ints>(numbers);
+  return __builtin_convertvector(__builtin_shufflevector(all, all, PLACES..., 8 + PLACES...), Bytes);
+#else
+  const auto first = lower_halves<PLACES...>(numbers), second = lower_halves<PLACES...>(numbers + 8);
+  return __builtin_shufflevector(reinterpret_cast<const Bytes&>(first), reinterpret_cast<const Bytes&>(second),  //
+                                 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+#endif
+}
+
+// Rows rounded to 8 bits, in numbers of type To: [padded_rows, padded], `empty` behind the last. keep(to, numbers)
 // writes LANES of them.
 template <typename To, typename T, typename Keep>
 Input rounded_rows(const T* from, int64_t rows, int64_t inputs, int64_t padded_rows, int64_t padded, To empty,
@@ -104,7 +128,7 @@ Input rounded_rows(const T* from, int64_t rows, int64_t inputs, int64_t padded_r
       To* row = to + r * room;
       if (r < rows)
         input.scales[r] =
-            round_row(from + r * inputs, inputs, [&](int64_t k, Ints numbers) { keep(row + k, numbers); });
+            round_row(from + r * inputs, inputs, [&](int64_t k, const int32_t* numbers) { keep(row + k, numbers); }).first;
       const int64_t done = r < rows ? parts(inputs, LANES) * LANES : 0;
       std::fill(row + done, row + room, empty);
     }
@@ -133,11 +157,8 @@ struct ShortProducts {
 
   static void add(Whole row, Whole column, Whole& sum) { add_pairs(row, column, sum); }
 
-  static void keep(int16_t* to, Ints numbers) {
-    using Shorts = int16_t __attribute__((vector_size(LANES * 2)));
-    store_as(to, __builtin_convertvector(
-                     __builtin_shufflevector(numbers, numbers, 0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15),
-                     Shorts));
+  static void keep(int16_t* to, const int32_t* numbers) {
+    for (int i = 0; i < LANES; i += 8) store_as(to + i, lower_halves<0, 2, 1, 3, 4, 6, 5, 7>(numbers + i));
   }
 
   template <typename T>
@@ -199,9 +220,8 @@ constexpr int UNSIGNED_OFFSET = 128;
 
 // Bytes of numbers, stored so much higher than they are.
 template <int OFFSET>
-void keep_bytes(uint8_t* to, Ints numbers) {
-  using Bytes = uint8_t __attribute__((vector_size(LANES)));
-  store_as(to, __builtin_convertvector(numbers + OFFSET, Bytes));
+void keep_bytes(uint8_t* to, const int32_t* numbers) {
+  store_as(to, lowest_bytes<0, 1, 2, 3, 4, 5, 6, 7>(numbers) + static_cast<uint8_t>(OFFSET));
 }
 
 #if defined(__AVX512VNNI__) || defined(__ARM_FEATURE_DOTPROD)

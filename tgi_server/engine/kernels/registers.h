@@ -110,6 +110,48 @@ inline void add_pairs(Whole a, Whole b, Whole& sum) {
 #endif
 }
 
+#if defined(__SSSE3__) || defined(__aarch64__)
+#define OATMILL_LOOK_UP 1
+
+// Of each byte of places, which is below 16, that byte of a table that stands in every 16 bytes.
+inline Words looked_up(Words table, Words places) {
+#if defined(__AVX512BW__)
+  return reinterpret_cast<Words>(_mm512_shuffle_epi8(reinterpret_cast<__m512i>(table), reinterpret_cast<__m512i>(places)));
+#elif defined(__AVX2__)
+  return reinterpret_cast<Words>(_mm256_shuffle_epi8(reinterpret_cast<__m256i>(table), reinterpret_cast<__m256i>(places)));
+#elif defined(__SSSE3__)
+  return reinterpret_cast<Words>(_mm_shuffle_epi8(reinterpret_cast<__m128i>(table), reinterpret_cast<__m128i>(places)));
+#else
+  return reinterpret_cast<Words>(vqtbl1q_u8(reinterpret_cast<uint8x16_t>(table), reinterpret_cast<uint8x16_t>(places)));
+#endif
+}
+
+// Numbers of 16 bits, with their lower bytes from one register and their upper ones from another: of the bytes at even
+// places of both, and of those at odd ones.
+#if defined(__aarch64__)
+inline Words even_pairs(Words lower, Words upper) {
+  return reinterpret_cast<Words>(vsliq_n_u16(reinterpret_cast<uint16x8_t>(lower), reinterpret_cast<uint16x8_t>(upper), 8));
+}
+inline Words odd_pairs(Words lower, Words upper) {
+  return reinterpret_cast<Words>(vsriq_n_u16(reinterpret_cast<uint16x8_t>(upper), reinterpret_cast<uint16x8_t>(lower), 8));
+}
+#else
+inline Words even_and_odd(Words even, Words odd) {
+#if defined(__AVX2__) && !defined(__AVX512BW__)
+  return reinterpret_cast<Words>(_mm256_blendv_epi8(reinterpret_cast<__m256i>(even), reinterpret_cast<__m256i>(odd),
+                                                    _mm256_set1_epi16(static_cast<int16_t>(0xff00))));
+#else
+  return (even & 0x00ff00ff) | (odd & 0xff00ff00);
+#endif
+}
+inline Words even_pairs(Words lower, Words upper) { return even_and_odd(lower, upper << 8); }
+inline Words odd_pairs(Words lower, Words upper) { return even_and_odd(lower >> 8, upper); }
+#endif
+
+#else
+#define OATMILL_LOOK_UP 0
+#endif
+
 // WIDTH numbers that stand side by side, as floats.
 inline Floats widened(const float* from) { return load_as<Floats>(from); }
 
@@ -154,6 +196,12 @@ inline Floats widened(const c10::Half* from) {
 
 inline void store(float* to, Floats floats) { store_as(to, floats); }
 
+// The nearest bfloat16 numbers, ties to even, in the upper halves of words. NaN may become infinity.
+inline Words nearest_bf16(Floats floats) {
+  const Words bits = reinterpret_cast<const Words&>(floats);
+  return bits + 0x7fff + ((bits >> 16) & 1);
+}
+
 // Rounds to the nearest bfloat16, ties to even. NaN stays NaN.
 inline void store(c10::BFloat16* to, Floats floats) {
 #if defined(__AVX512BF16__)
@@ -163,8 +211,7 @@ inline void store(c10::BFloat16* to, Floats floats) {
   store_as(to, vcvt_bf16_f32(reinterpret_cast<float32x4_t>(floats)));
 #else
   using Short = uint16_t __attribute__((vector_size(WIDTH * 2)));
-  const Words bits = reinterpret_cast<const Words&>(floats), rounded = bits + 0x7fff + ((bits >> 16) & 1);
-  const Words kept = floats == floats ? rounded : bits | 0x400000;
+  const Words kept = floats == floats ? nearest_bf16(floats) : reinterpret_cast<const Words&>(floats) | 0x400000;
   store_as(to, __builtin_convertvector(kept >> 16, Short));
 #endif
 }

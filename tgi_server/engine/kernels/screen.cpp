@@ -79,9 +79,9 @@ float largest_number(int64_t size) {
 template <typename Kernel>
 void keep(char* to, Ints numbers) {
   if constexpr (NUMBER<Kernel> == 1)
-    keep_bytes<Kernel::OFFSET>(reinterpret_cast<uint8_t*>(to), numbers);
+    keep_bytes<Kernel::OFFSET>(reinterpret_cast<uint8_t*>(to), reinterpret_cast<const int32_t*>(&numbers));
   else
-    ShortProducts::keep(reinterpret_cast<int16_t*>(to), numbers);
+    ShortProducts::keep(reinterpret_cast<int16_t*>(to), reinterpret_cast<const int32_t*>(&numbers));
 }
 
 // to: PARTS rows of [size] numbers, size being a multiple of LANES.

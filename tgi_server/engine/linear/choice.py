@@ -51,7 +51,7 @@ _SMALL_BYTES = 32 << 20
 _EMULATED = "amx_emulated"
 # The kernel that rounds its inputs to 8 bits: taken by its name, and never because it is fast.
 ROUNDS_INPUTS = "codes_int8"
-# The kernel that rounds them to 16 bits, for models whose dtype has no more.
+# The kernel that rounds them to 16 bits, for models whose dtype has no more; with a codebook to 14.
 ROUNDS_TO_16_BITS = "codes_int16"
 # Inputs of a group in weights of codes that are timed.
 _GROUP = 64
@@ -107,7 +107,7 @@ class Weights:
             return CodedLinear(weight, None, table)
 
         kernels = torch.ops.oatmill.codes_kernels(kind)
-        if dtype == torch.float32:
+        if dtype == torch.float32 or (kind == "codebook" and dtype != torch.bfloat16):
             kernels = [name for name in kernels if name != ROUNDS_TO_16_BITS]
         by_name = tuple(name for name in kernels if name == ROUNDS_INPUTS)
         return cls(f"{kind} {dtype}", dtype, bits, _real(kernels), False, make, by_name)

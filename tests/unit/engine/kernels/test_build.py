@@ -47,7 +47,7 @@ def test_an_unknown_target_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pyt
 
 @X86
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("target", ["x86-64-v2", "x86-64-v3"])
 def test_kernels_for_older_cpus_compute_the_same(target) -> None:
     if not build.TARGETS[target] <= set(build._cpu_features().split()):

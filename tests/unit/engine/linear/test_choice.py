@@ -44,6 +44,8 @@ def test_inputs_of_32_bits_are_not_rounded_to_16() -> None:
     assert load_kernels()
     assert "codes_int16" in Weights.coded("int4", torch.bfloat16).kernels
     assert "codes_int16" not in Weights.coded("int4", torch.float32).kernels
+    for dtype in (torch.float16, torch.float32):  # to 14 with a codebook
+        assert "codes_int16" not in Weights.coded("codebook", dtype).kernels
     assert "codes_int8" not in Weights.coded("int4", torch.bfloat16).kernels
 
 

@@ -10,10 +10,13 @@ from tgi_server.engine.kernels import load_kernels
 from tgi_server.engine.linear.coded import CodedLinear, kind_of
 from tgi_server.engine.linear.kernel_table import KernelTable
 from tgi_server.engine.quantization import QuantizedWeight
+from tgi_server.engine.quantization.formats.mxfp4 import CODEBOOK as MXFP4
+from tgi_server.engine.quantization.rounding import _FP4, _NF4
 from tgi_server.engine.quantization.weight import LINE
 
 ROWS = [1, 2, 3, 4, 5, 6, 7, 9, 17, 33, 100]
 SHAPES = [(64, 48), (60, 131), (352, 70)]
+NF4, FP4 = torch.tensor(_NF4), torch.tensor(_FP4)
 KINDS = ["int4", "int4 without offsets", "codebook", "int8", "int8 with offsets", "fp8"]
 
 
@@ -57,7 +60,7 @@ def test_every_kernel_is_the_linear_of_torch_for_any_number_of_rows(kind, inputs
         rounded = "bf16" in name or "amx" in name or name == "codes_int8"
         close = {"rtol": 1e-2, "atol": 2e-2} if rounded else {"rtol": 1e-5, "atol": 1e-5}
         if name == "codes_int16":
-            close = {"rtol": 1e-4, "atol": 5e-4}
+            close = {"rtol": 1e-4, "atol": 5e-4} if kind != "codebook" else {"rtol": 1e-3, "atol": 2e-3}
         for rows in ROWS if not name.endswith("emulated") else ROWS[::4]:
             x, residual = torch.randn(rows, inputs), torch.randn(rows, outputs)
             wanted = linear(x.double(), dense, bias.double())
@@ -107,6 +110,49 @@ def test_inputs_rounded_to_16_bits_are_bfloat16_numbers_as_they_were(kind) -> No
     for scale in (1.0, 2.0**-60, 2.0**60):
         actual = CodedLinear(weight, None, KernelTable.of("codes_int16"))((x * scale).float())
         torch.testing.assert_close(actual / scale, linear(x.float(), weight.dense()), rtol=1e-4, atol=1e-4)
+
+
+def with_codebook(
+    codebook: torch.Tensor, codes: torch.Tensor, groups: torch.Tensor
+) -> tuple[CodedLinear, torch.Tensor]:
+    """Returns a layer whose inputs and codebook are rounded, and its weight in float64."""
+    require("codes_int16", "codebook")
+    scales = torch.rand(len(codes), int(groups.max()) + 1) + 0.1
+    weight = QuantizedWeight.of(codes, scales, codebook=codebook, groups=groups)
+    return CodedLinear(weight, None, KernelTable.of("codes_int16")), weight.dense().double()
+
+
+@pytest.mark.parametrize("codebook", [FP4, MXFP4], ids=["fp4", "mxfp4"])
+def test_codebooks_of_fp4_are_whole_numbers_as_they_are(codebook) -> None:
+    """With inputs in bfloat16 from 1/32 of the largest of a group on; groups of all sizes, in any order."""
+    groups = torch.arange(5).repeat_interleave(torch.tensor([1, 40, 64, 300, 60]))[torch.randperm(465)]
+    layer, dense = with_codebook(codebook, torch.randint(0, 16, (70, 465), dtype=torch.uint8), groups)
+    x = (torch.randn(9, 465).sign() * (torch.rand(9, 465) + 2**-4)).bfloat16().float()
+    for rows in range(1, 10):
+        torch.testing.assert_close(layer(x[:rows]).double(), linear(x[:rows].double(), dense), rtol=1e-5, atol=2e-4)
+
+
+@pytest.mark.parametrize(("inputs", "outputs"), [(64, 48), (265, 131), (352, 70)])
+@pytest.mark.parametrize("reordered", [False, True])
+def test_a_codebook_loses_a_fraction_of_what_bfloat16_does(inputs, outputs, reordered) -> None:
+    groups = torch.arange(inputs) // 64
+    codes = torch.randint(0, 16, (outputs, inputs), dtype=torch.uint8)
+    layer, dense = with_codebook(NF4, codes, groups[torch.randperm(inputs)] if reordered else groups)
+    x = torch.randn(9, inputs).bfloat16().float()
+    for rows in range(1, 10):
+        exact = linear(x[:rows].double(), dense)
+        assert (layer(x[:rows]) - exact).norm() < (exact.bfloat16() - exact).norm() / 2
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4, 9])
+@pytest.mark.parametrize("largest", [1.9921875, 2 - 2**-20])
+def test_sums_of_the_largest_numbers_of_a_codebook_do_not_overflow(rows, largest) -> None:
+    groups = torch.arange(3).repeat_interleave(torch.tensor([64, 128, 72]))
+    codes = torch.zeros(70, 264, dtype=torch.uint8)
+    codes[35:] = 15  # -1 and 1
+    layer, dense = with_codebook(NF4, codes, groups)
+    for x in (torch.full((rows, 264), largest), torch.full((rows, 264), -largest)):
+        torch.testing.assert_close(layer(x).double(), linear(x.double(), dense), rtol=2e-4, atol=0)
 
 
 def test_inputs_rounded_to_16_bits_that_are_no_numbers_stay_so() -> None:
