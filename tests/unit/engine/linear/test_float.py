@@ -108,7 +108,8 @@ def test_memory_of_weights_that_are_gone_goes_back_to_the_system() -> None:
         packed = [torch.ops.oatmill.linear_pack(weight) for _ in range(4)]
         kept.append(packed[0])
     del packed
-    assert resident_bytes() - before < 1.5 * sum(tensor.nbytes for tensor in kept)
+    # Each that is left may keep two large pages of which it has only a part.
+    assert resident_bytes() - before < 2 * sum(tensor.nbytes for tensor in kept)
 
 
 def resident_bytes() -> int:
