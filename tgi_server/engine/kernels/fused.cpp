@@ -22,9 +22,7 @@ namespace oatmill {
 
 namespace {
 
-constexpr int64_t GRAIN = 1 << 15;  // elements worth handing to another thread
-
-int64_t tokens_a_thread(int64_t elements_a_token) { return std::max<int64_t>(1, GRAIN / elements_a_token); }
+int64_t tokens_a_thread(int64_t elements_a_token) { return std::max<int64_t>(1, worth_a_thread() / elements_a_token); }
 
 // How a row is read: a register at a time, and one by one what is left at its end.
 struct Many {

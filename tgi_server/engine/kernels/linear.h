@@ -203,12 +203,10 @@ void run_product(const Task& product, const Finish<T>& finish, const std::vector
   });
 }
 
-constexpr int64_t WORTH_A_THREAD = 1 << 14;  // numbers of the input
-
 // Calls work(first, last) for rows of `size` numbers, on several threads where that is worth it.
 template <typename Work>
 void for_rows(int64_t rows, int64_t size, const Work& work) {
-  const int64_t together = std::max<int64_t>(1, WORTH_A_THREAD / size);
+  const int64_t together = std::max<int64_t>(1, worth_a_thread() / size);
   for_each_item(parts(rows, together),
                 [&](int64_t item) { work(item * together, std::min(rows, (item + 1) * together)); });
 }

@@ -17,6 +17,9 @@ inline int64_t parts(int64_t size, int64_t part) { return (size + part - 1) / pa
 // are one kernel call: where kernels take turns with torch's operators, two kinds of threads would want the same cores.
 inline std::atomic<bool> own_threads{false};
 
+// The numbers of a cheap loop, such as a conversion, that are worth a thread. OpenMP's take longer to begin and to end.
+inline int64_t worth_a_thread() { return own_threads.load(std::memory_order_relaxed) ? 1 << 12 : 1 << 14; }
+
 // Calls work(context, item) for every item below `items` on this thread and threads - 1 others, see parallel.cpp.
 void run_items(int64_t items, int threads, void (*work)(const void* context, int64_t item), const void* context);
 
