@@ -66,7 +66,7 @@ CHECKS = [
     _tests("parity per architecture", 200, "tests/gpu/test_models.py"),
     _tests("quantised weights", 100, "tests/gpu/test_quantized.py"),
     _tests("grammars on every path", 60, f"{_UNIT}/grammar/test_model_paths.py"),
-    _tests("lengths that choose frequencies", 60, f"{_UNIT}/runners/test_rope.py"),
+    _tests("lengths that choose frequencies", 60, f"{_UNIT}/layers/test_rope.py"),
     _tests("memory that runs out, a lost device", 60, "tests/gpu/test_faults.py"),
     _tests("the whole server over HTTP", 150, "tests/gpu/test_server.py", needs=SHARD + ROUTER),
 ]
