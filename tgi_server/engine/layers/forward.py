@@ -66,9 +66,7 @@ class _Forward:
             return ForwardOutput(self._head(hidden, metadata=metadata))
         return ForwardOutput(self._head(hidden))
 
-    def _before(
-        self, tokens: Tensor, positions: Tensor, length: int
-    ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+    def _before(self, tokens: Tensor, positions: Tensor, length: int) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
         """Returns the layers' input and the rotary tables, if any. tokens, positions: [1, tokens], below `length`."""
         raise NotImplementedError
 

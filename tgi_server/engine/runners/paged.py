@@ -12,6 +12,7 @@ from tgi_server.engine.attention.base import AttentionBackend, GreedyOnly
 from tgi_server.engine.attention.gather import GatherAttention
 from tgi_server.engine.attention.paged_cache import PagedCache
 from tgi_server.engine.errors import EngineError, InvalidCall, NotEnoughMemory
+from tgi_server.engine.layers.rope import LengthDependentRope
 from tgi_server.engine.memory import cache_bytes, forget_peak, taken_by, to_device
 from tgi_server.engine.runners.base import (
     UNBOUNDED_POSITIONS,
@@ -26,7 +27,6 @@ from tgi_server.engine.runners.graphs import graph_batch_sizes, recorder_for
 from tgi_server.engine.runners.hidden_states import HiddenStates
 from tgi_server.engine.runners.paged_batch import PagedBatch, PassInput
 from tgi_server.engine.runners.recorded_steps import RecordedSteps, StepRecorder
-from tgi_server.engine.layers.rope import LengthDependentRope
 from tgi_server.engine.sequence import RunningSequence
 from tgi_server.engine.sharding import ShardGroup
 
