@@ -5,6 +5,7 @@ When all layers are one kernel call, that takes most of the time that Python spe
 than embed the tokens, call the layers, and apply the last norm and the head.
 """
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,7 +34,7 @@ def shorten_forward(model: nn.Module) -> None:
         model.forward = forward(model)
 
 
-class _Forward:
+class _Forward(ABC):
     """The steps of one architecture before and after its decoder layers."""
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -41,9 +42,9 @@ class _Forward:
         self._head = model.get_output_embeddings()
 
     @staticmethod
+    @abstractmethod
     def inside(model: Any) -> Any:
         """Returns the module that holds all of a model but its head."""
-        raise NotImplementedError
 
     def __call__(
         self,
@@ -66,13 +67,13 @@ class _Forward:
             return ForwardOutput(self._head(hidden, metadata=metadata))
         return ForwardOutput(self._head(hidden))
 
+    @abstractmethod
     def _before(self, tokens: Tensor, positions: Tensor, length: int) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
         """Returns the layers' input and the rotary tables, if any. tokens, positions: [1, tokens], below `length`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _after(self, hidden: Tensor) -> Tensor:
         """Returns the head's input, given the layers' output."""
-        raise NotImplementedError
 
 
 class _LlamaForward(_Forward):
