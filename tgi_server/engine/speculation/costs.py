@@ -16,9 +16,14 @@ from tgi_server.engine.runners.base import CacheCapacity, PromptChunk, Runner
 from tgi_server.engine.sequence import RunningSequence
 from tgi_server.engine.sharding import ShardGroup
 
-# Tokens of the steps that are measured, and how often each is: the fastest counts.
+# Tokens of the steps that are measured.
 _MEASURED_TOKENS = (1, 2, 4, 8, 16, 32, 64)
-_TIMES = 3
+# All are measured in turns, so that a busy moment spoils none for good: again and again, until so many rounds in a row
+# have found none so many times as fast as before. After the least rounds, so many seconds suffice.
+_QUIET_ROUNDS = 2
+_MUCH_FASTER = 1.2
+_LEAST_ROUNDS = 3
+_SECONDS = 2.0
 
 
 class StepCosts:
@@ -31,6 +36,10 @@ class StepCosts:
         """Both: seconds by the tokens of a step; they differ where a step with drafts runs another way."""
         self._without = Line(without_drafts)
         self._with = Line(with_drafts)
+
+    def __str__(self) -> str:
+        """Returns the milliseconds, for people."""
+        return f"{self._without} ms; with drafts: {self._with} ms"
 
     def without_drafts(self, tokens: int) -> float:
         """Returns the seconds of a step of so many sequences that decode."""
@@ -96,6 +105,9 @@ class Line:
         falling = accumulate((points[tokens] for tokens in reversed(self.tokens)), min)
         self._seconds = list(falling)[::-1]
 
+    def __str__(self) -> str:
+        return ", ".join(f"{1000 * self.seconds(tokens):.3g} ({tokens})" for tokens in self.tokens)
+
     def seconds(self, tokens: int) -> float:
         if len(self.tokens) == 1:
             return self._seconds[0]
@@ -110,7 +122,7 @@ def measure_costs(runner: Runner, capacity: CacheCapacity, group: ShardGroup | N
 
     Returns None where a sequence has no room for the tokens of the smallest step with drafts.
     """
-    start = 1 + 2 * _TIMES * len(_MEASURED_TOKENS)  # the passes move rows ahead; drafts begin behind that
+    start = 1 + 2 * len(_MEASURED_TOKENS)  # the passes of a round move rows ahead; drafts begin behind that
     most = min(start + _MEASURED_TOKENS[-1], capacity.max_total_tokens)
     blocks = list(range(1, capacity.num_blocks + 1))[: -(-most // capacity.block_size)]
     room = min(len(blocks) * capacity.block_size, most) - start
@@ -120,33 +132,48 @@ def measure_costs(runner: Runner, capacity: CacheCapacity, group: ShardGroup | N
         return None
     sequence = RunningSequence(0, [0], StoppingParameters(1), blocks=blocks)
     runner.forward(0, [PromptChunk.next_of(sequence, 1)])
-    for row in range(rows[-1]):
-        runner.promote(sequence, row)
+
+    def set_back() -> None:
+        runner.truncate(0)
+        for row in range(rows[-1]):
+            runner.promote(sequence, row)
+
     drafts = {each: _pass_with_draft(runner, sequence, each - 1, start) for each in tokens}
     drafts = {tokens: _recorded_pass(runner, rows) for rows, tokens in runner.recorded_drafts} or drafts
-    without_drafts, with_drafts = dict.fromkeys(rows, math.inf), dict.fromkeys(drafts, math.inf)
-    for _ in range(_TIMES):  # one after the other, so that a busy moment spoils no size for good
-        for each in rows:
-            without_drafts[each] = min(without_drafts[each], _seconds(partial(runner.forward, each, [])))
-        for each, draft in drafts.items():
-            with_drafts[each] = min(with_drafts[each], _seconds(draft))
+    passes: list[Callable[[], Tensor]] = [*(partial(runner.forward, each, []) for each in rows), *drafts.values()]
+    seconds = _fastest(passes, group, set_back)
     runner.truncate(0)
-    measured = json.dumps([without_drafts, with_drafts])
-    if group is not None:
-        measured = group.exchange(measured)[0]
-    return StepCosts(*({int(each): seconds for each, seconds in line.items()} for line in json.loads(measured)))
+    without_drafts, with_drafts = seconds[: len(rows)], seconds[len(rows) :]
+    return StepCosts(dict(zip(rows, without_drafts, strict=True)), dict(zip(drafts, with_drafts, strict=True)))
 
 
 def measure_rows(compute: Callable[[int], Tensor], most: int, group: ShardGroup | None) -> Line:
     """Measures what computes a number of rows, at most so many. All shards go by what the first one measured."""
-    seconds = {rows: math.inf for rows in _MEASURED_TOKENS if rows <= most}
-    for _ in range(_TIMES):
-        for rows in seconds:
-            seconds[rows] = min(seconds[rows], _seconds(partial(compute, rows)))
-    measured = json.dumps(seconds)
-    if group is not None:
-        measured = group.exchange(measured)[0]
-    return Line({int(rows): each for rows, each in json.loads(measured).items()})
+    rows = [each for each in _MEASURED_TOKENS if each <= most]
+    return Line(dict(zip(rows, _fastest([partial(compute, each) for each in rows], group), strict=True)))
+
+
+def _fastest(
+    computations: Sequence[Callable[[], Tensor]], group: ShardGroup | None, set_back: Callable[[], None] = lambda: None
+) -> list[float]:
+    """Returns the seconds of each computation when nothing held it up, those of the first shard for all.
+
+    set_back: undoes what a round of them has changed.
+    """
+    fastest = [math.inf] * len(computations)
+    rounds = quiet = 0
+    started, over = time.perf_counter(), False
+    while quiet < _QUIET_ROUNDS and not over:
+        set_back()
+        seconds = [_seconds(each) for each in computations]
+        rounds += 1
+        over = rounds >= _LEAST_ROUNDS and time.perf_counter() - started > _SECONDS
+        if group is not None:  # all have to make as many rounds
+            seconds, over = json.loads(group.exchange(json.dumps([seconds, over]))[0])
+        better = any(new * _MUCH_FASTER < old for new, old in zip(seconds, fastest, strict=True))
+        quiet = 0 if better else quiet + 1
+        fastest = list(map(min, fastest, seconds))
+    return fastest
 
 
 def _pass_with_draft(runner: Runner, sequence: RunningSequence, tokens: int, start: int) -> Callable[[], Tensor]:

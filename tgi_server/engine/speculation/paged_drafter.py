@@ -1,5 +1,6 @@
 """The common part of drafters with keys and values of their own: passes in which drafted tokens follow each other."""
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,6 +14,8 @@ from tgi_server.engine.sequence import RunningSequence
 from tgi_server.engine.sharding import ShardGroup
 from tgi_server.engine.speculation.costs import StepCosts, measure_costs
 from tgi_server.engine.speculation.model_drafter import ModelDrafter
+
+logger = logging.getLogger(__name__)
 
 # Tokens that a drafter computes at once to catch up with the model. A sequence with more of them is drafted for some
 # steps later, and its neighbours need not wait.
@@ -42,6 +45,7 @@ class PagedDrafter(ModelDrafter):
     def warm_up(self, capacity: CacheCapacity, group: ShardGroup | None) -> None:
         self._runner.follow(capacity, CATCH_UP_TOKENS)
         self._costs = measure_costs(self._runner, capacity, group)
+        logger.info("steps of what drafts take: %s", self._costs)
 
     def seconds(self, tokens: int, sequences: int) -> float:
         """The first token takes a pass over those that came since the last draft, mostly two of each sequence."""

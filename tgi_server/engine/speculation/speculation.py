@@ -1,5 +1,6 @@
 """Drafts of the sequences in a step: of each as many tokens as make the text come fastest."""
 
+import logging
 from collections.abc import Sequence
 from functools import partial
 from weakref import WeakKeyDictionary
@@ -15,6 +16,8 @@ from tgi_server.engine.speculation.draft import Acceptance, Draft
 from tgi_server.engine.speculation.drafters import Drafter
 from tgi_server.engine.speculation.last_pass import LastPass
 from tgi_server.engine.speculation.model_drafter import ModelDrafter, StateDrafter
+
+logger = logging.getLogger(__name__)
 
 _NO_TOKEN = -1
 
@@ -48,6 +51,7 @@ class Speculation:
             if isinstance(drafter, ModelDrafter):
                 drafter.warm_up(capacity, self._group)
         self.costs = measure_costs(runner, capacity, self._group)
+        logger.info("steps of so many tokens take: %s", self.costs)
 
     def plan(self, sequences: Sequence[RunningSequence], rows: int, block_size: int) -> list[Draft]:
         """Returns the drafts of a step that computes `rows` tokens besides, and yields a token of each sequence."""

@@ -1,3 +1,6 @@
+import random
+from collections import Counter
+
 import pytest
 import torch
 from hypothesis import assume, given
@@ -5,7 +8,7 @@ from hypothesis import strategies as st
 
 from tgi_server import demo_model
 from tgi_server.engine import Engine, EngineConfig
-from tgi_server.engine.speculation.costs import StepCosts
+from tgi_server.engine.speculation.costs import StepCosts, measure_rows
 
 # Milliseconds by tokens: up to eight cost what one does, from there on each costs as much.
 FLAT_TO_EIGHT = StepCosts(*[{1: 10.0, 8: 10.0, 16: 20.0, 64: 80.0}] * 2)
@@ -68,6 +71,47 @@ def test_a_measurement_that_was_held_up_does_not_count() -> None:
     assert costs.worth([3], [0.9], rows=1, expected=1) == StepCosts({1: 10.0}, {2: 10.0, 4: 20.0}).worth(
         [3], [0.9], rows=1, expected=1
     )
+
+
+class Rounds:
+    """Computes rows in a time of its own, each in a millisecond, and is held up by as much as 20 rows take.
+
+    held_up: the probability of that. times: how often it computed each number of rows.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, held_up: float, seed: int = 0) -> None:
+        self._held_up = held_up
+        self._random = random.Random(seed)
+        self._now = 0.0
+        self.times = Counter[int]()
+        monkeypatch.setattr("tgi_server.engine.speculation.costs.time.perf_counter", lambda: self._now)
+
+    def compute(self, rows: int) -> torch.Tensor:
+        self.times[rows] += 1
+        self._now += 0.001 * rows + 0.02 * (self._random.random() < self._held_up)
+        return torch.zeros(1)
+
+    def right(self) -> bool:
+        """Measures, and returns True if that gives the times that it takes when nothing holds it up."""
+        line = measure_rows(self.compute, 64, None)
+        return all(line.seconds(rows) == pytest.approx(0.001 * rows) for rows in line.tokens)
+
+
+def test_a_busy_machine_rarely_spoils_a_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert sum(Rounds(monkeypatch, 0.3, seed).right() for seed in range(100)) >= 95
+    assert sum(Rounds(monkeypatch, 0.5, seed).right() for seed in range(100)) >= 70
+
+
+def test_an_idle_machine_is_measured_three_times_and_a_busy_one_as_long_as_that_helps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for held_up in (0.0, 1.0):
+        rounds = Rounds(monkeypatch, held_up)
+        assert rounds.right() is not bool(held_up)
+        assert set(rounds.times.values()) == {3}
+    slow = Rounds(monkeypatch, 0.5)
+    measure_rows(lambda rows: slow.compute(100 * rows), 64, None)  # each round takes longer than there is time
+    assert set(slow.times.values()) == {3}
 
 
 def test_without_drafts_there_is_nothing_to_choose() -> None:
