@@ -38,6 +38,11 @@ class ScreenedHead(FloatLinear):
         give_back()
         super()._pack(weight, bias, kernels)
 
+    @property
+    def screen(self) -> tuple[list[Tensor], int]:
+        """Returns the copy as kernels take it, and the rows up to which it is read."""
+        return list(self._screen), self._most // self.in_features
+
     def forward(self, x: Tensor, activation: str = "none", metadata: ForwardMetadata | None = None) -> Tensor:
         greedy = metadata.greedy if metadata else None
         if greedy is None or x.numel() > self._most:
