@@ -42,11 +42,13 @@ def packed_in_parts(
     Returns all that is arranged, and the facts of all outputs.
     """
     rows = max(1, numbers // (weight.shape[1] * TILE)) * TILE
-    packed, facts = None, []
+    packed: Tensor | None = None
+    facts: list[list[Tensor]] = []
     for index, part in enumerate(read_once(weight, rows)):
         arranged, *others = convert(part)
         if packed is None:
             packed = torch.ops.oatmill.linear_room(arranged, len(weight))
         torch.ops.oatmill.linear_pack_into(arranged, packed[index * rows // TILE :])
         facts.append(others)
+    assert packed is not None  # a weight has outputs
     return packed, [torch.cat(each) for each in zip(*facts, strict=True)]
