@@ -97,6 +97,26 @@ def give_back() -> None:
         trim(0)
 
 
+@contextlib.contextmanager
+def large_memory_apart() -> Iterator[None]:
+    """Has tensors of a MiB and more, made in the block, go back to the system as soon as they are gone.
+
+    The C library (glibc) would place them among smaller ones, and often not where the last one of that size has been:
+    while weights are packed, hundreds of MB of such gaps come together. After the block it does so, since what a pass
+    computes is of the same few sizes.
+    """
+    set_option = getattr(_LIBC, "mallopt", lambda *_: None)
+    set_option(_MMAP_THRESHOLD, 1 << 20)
+    try:
+        yield
+    finally:
+        set_option(_MMAP_THRESHOLD, 32 << 20)  # the largest it would come to by itself
+        set_option(_TRIM_THRESHOLD, 64 << 20)
+
+
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of malloc.h
+
+
 def forget_pages(tensors: Iterable[Tensor]) -> None:
     """Gives the pages back to the system in which tensors of a file lie that were read and not changed.
 
@@ -105,10 +125,22 @@ def forget_pages(tensors: Iterable[Tensor]) -> None:
     """
     files = _mapped_files()
     for tensor in tensors:
-        start = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-        end = (tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
-        if start < end and any(first <= start and end <= last for first, last in files):
-            _LIBC.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), mmap.MADV_DONTNEED)
+        _forget_pages(tensor, files)
+
+
+def read_once(tensor: Tensor, rows: int) -> Iterator[Tensor]:
+    """Yields so many rows of a tensor at a time, and forgets the pages of a file in which they lie before the next."""
+    files = _mapped_files()
+    for part in tensor.split(rows):
+        yield part
+        _forget_pages(part, files)
+
+
+def _forget_pages(tensor: Tensor, files: Sequence[tuple[int, int]]) -> None:
+    start = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    end = (tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+    if start < end and any(first <= start and end <= last for first, last in files):
+        _LIBC.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), mmap.MADV_DONTNEED)
 
 
 def _mapped_files() -> list[tuple[int, int]]:

@@ -11,8 +11,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from tests.unit.engine.own_memory import own_bytes
 from tgi_server.engine import memory
-from tgi_server.engine.memory import PageReserve, cache_bytes, forget_pages, mapped
+from tgi_server.engine.memory import PageReserve, cache_bytes, forget_pages, large_memory_apart, mapped, read_once
 
 MIB = 1 << 20
 
@@ -46,6 +47,29 @@ def test_pages_of_a_file_are_given_back_and_read_again_when_they_are_needed(tmp_
         assert before - psutil.Process().memory_info().shared > 15 * MIB
         assert torch.equal(tensor, numbers)
         assert torch.equal(own, numbers)
+
+
+def test_what_is_read_once_of_a_file_is_given_back_on_the_way(tmp_path: Path) -> None:
+    numbers = torch.arange(4 * MIB, dtype=torch.int32).view(-1, 1024)
+    save_file({"numbers": numbers}, tmp_path / "model.safetensors")
+    with safe_open(tmp_path / "model.safetensors", framework="pt") as file:
+        tensor = file.get_slice("numbers")[...]
+        before, most, parts = psutil.Process().memory_info().shared, 0, []
+        for part in read_once(tensor, 500):
+            parts.append(part.clone())
+            most = max(most, psutil.Process().memory_info().shared - before)
+        assert torch.equal(torch.cat(parts), numbers)
+        assert most < 8 * MIB
+
+
+def test_large_tensors_leave_no_gaps_where_memory_is_kept_apart() -> None:
+    kept, before = [], own_bytes()
+    with large_memory_apart():
+        for _ in range(50):
+            large = torch.ones(MIB)
+            kept.append(large[:512].clone())
+            del large
+    assert own_bytes() - before < 16 * MIB
 
 
 def test_memory_that_adapters_will_need_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,8 +18,7 @@ namespace oatmill {
 namespace {
 
 constexpr int64_t PART = 1024;  // scores
-
-constexpr int KEPT = 4;             // registers of what has been found so far, so that they need not wait for each other
+constexpr int KEPT = 4;         // registers of what has been found so far, so that they need not wait for each other
 
 template <typename T, typename Filter>
 float peak_of(const T* scores, int64_t begin, int64_t end, const Filter& filter) {

@@ -14,6 +14,7 @@ import subprocess
 import tempfile
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 from pathlib import Path
 
 import torch
@@ -116,7 +117,8 @@ def _compile(library: Path, target: str) -> None:
     compiler = shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         raise OSError("no C++ compiler was found; install g++ and start again")
-    logger.info("compiling the CPU kernels for %s, once", "this machine" if target == NATIVE else target)
+    machine = "this machine" if target == NATIVE else target
+    logger.info("compiling the CPU kernels for %s, once; it takes a few minutes", machine)
     flags = [*FLAGS, f"-march={target}"]
     includes = [f"-I{path}" for path in cpp_extension.include_paths()]
     libraries = [*(f"-L{path}" for path in cpp_extension.library_paths()), "-ltorch_cpu", "-lc10"]
@@ -126,7 +128,13 @@ def _compile(library: Path, target: str) -> None:
             [compiler, *flags, *includes, "-c", str(source), "-o", str(compiled)]
             for source, compiled in zip(SOURCES, objects, strict=True)
         ]
-        for _ in threads.map(_run, commands):  # raises what one of them raised
+        finished = count(1)
+
+        def compile_one(command: list[str]) -> None:
+            _run(command)
+            logger.info("compiled %d of %d files of the CPU kernels", next(finished), len(commands))
+
+        for _ in threads.map(compile_one, commands):  # raises what one of them raised
             pass
         linked = Path(scratch) / library.name
         _run([compiler, *flags, "-shared", *map(str, objects), *libraries, "-o", str(linked)])

@@ -1,15 +1,21 @@
 // All decoder layers of a model in one call: a step of one token has a few hundred kernels, each of which would
-// otherwise wait for Python.
+// otherwise wait for Python. And a whole decoding step in one call: the weights that went through the caches have left
+// nothing of Python there, so that a call from it takes ten times as long as in a loop of its own.
 
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
 #include <torch/custom_class.h>
 #include <torch/library.h>
 
 #include <cstdint>
+#include <cstring>
+#include <numeric>
 #include <optional>
+#include <tuple>
 #include <utility>
 #include <vector>
 
+#include "dtypes.h"
 #include "linear_layer.h"
 #include "ops.h"
 #include "parallel.h"
@@ -59,6 +65,15 @@ struct Cache {
   double key_scale, value_scale;
 };
 
+std::vector<Cache> caches_of(const std::vector<at::Tensor>& keys, const std::vector<at::Tensor>& values,
+                             const std::vector<double>& key_scales, const std::vector<double>& value_scales) {
+  const size_t layers = keys.size();
+  TORCH_CHECK(values.size() == layers && key_scales.size() == layers && value_scales.size() == layers);
+  std::vector<Cache> caches;
+  for (size_t i = 0; i < layers; ++i) caches.push_back({keys[i], values[i], key_scales[i], value_scales[i]});
+  return caches;
+}
+
 // Pre-norm layers, with a SiLU-gated feed-forward part (gated) or one with ReLU.
 class Decoder : public torch::CustomClassHolder {
  public:
@@ -78,25 +93,27 @@ class Decoder : public torch::CustomClassHolder {
                      std::vector<double> key_scales, std::vector<double> value_scales, const at::Tensor& slots,
                      const at::Tensor& tables, const at::Tensor& kv_lengths, const at::Tensor& query_starts,
                      const MaybeTensor& cos, const MaybeTensor& sin, const MaybeTensor& adapters) const {
-    TORCH_CHECK(keys.size() == layers_.size() && values.size() == layers_.size(), "each layer needs its cache");
-    TORCH_CHECK(key_scales.size() == layers_.size() && value_scales.size() == layers_.size(), "and its scales");
+    return run(hidden, caches_of(keys, values, key_scales, value_scales),
+               {slots, tables, kv_lengths, query_starts, cos, sin, adapters});
+  }
+
+  at::Tensor run(const at::Tensor& hidden, const std::vector<Cache>& caches, const Places& places) const {
+    TORCH_CHECK(caches.size() == layers_.size(), "each layer needs its cache");
     own_threads = true;
-    const Places places{slots, tables, kv_lengths, query_starts, cos, sin, adapters};
     at::Tensor residual = hidden;
     for (size_t i = 0; i < layers_.size(); ++i) {
       const Layer& layer = layers_[i];
-      Cache cache{keys[i], values[i], key_scales[i], value_scales[i]};
-      const at::Tensor attended = attend(layer, (*layer.attention_norm)(residual), places, cache);
-      residual = layer.output->adapted(attended, adapters, false, residual);
+      const at::Tensor attended = attend(layer, (*layer.attention_norm)(residual), places, caches[i]);
+      residual = layer.output->adapted(attended, places.adapters, false, residual);
       const at::Tensor normed = (*layer.feed_forward_norm)(residual);
-      const at::Tensor up = layer.up->adapted(normed, adapters, !gated_);
-      residual = layer.down->adapted(gated_ ? silu_mul(up) : up, adapters, false, residual);
+      const at::Tensor up = layer.up->adapted(normed, places.adapters, !gated_);
+      residual = layer.down->adapted(gated_ ? silu_mul(up) : up, places.adapters, false, residual);
     }
     return residual;
   }
 
  private:
-  at::Tensor attend(const Layer& layer, const at::Tensor& x, const Places& places, Cache& cache) const {
+  at::Tensor attend(const Layer& layer, const at::Tensor& x, const Places& places, Cache cache) const {
     const at::Tensor joined = layer.qkv->adapted(x, places.adapters).view({x.size(0), heads_ + 2 * kv_heads_, head_dim_});
     at::Tensor query = joined.narrow(1, 0, heads_);
     const at::Tensor key = joined.narrow(1, heads_, kv_heads_);
@@ -114,6 +131,92 @@ class Decoder : public torch::CustomClassHolder {
   int64_t heads_, kv_heads_, head_dim_;
   bool gated_;
   std::vector<Layer> layers_;
+};
+
+using DecoderPtr = c10::intrusive_ptr<Decoder>;
+
+// Rows of a table, [rows, size]: those at the indices, [count] int64, plus an offset.
+at::Tensor rows_of(const at::Tensor& table, const at::Tensor& indices, int64_t offset = 0) {
+  TORCH_CHECK(table.is_contiguous() && indices.is_contiguous());
+  const int64_t count = indices.numel(), bytes = table.size(1) * table.element_size();
+  at::Tensor rows = at::empty({count, table.size(1)}, table.options());
+  const int64_t* index = indices.const_data_ptr<int64_t>();
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t row = index[i] + offset;
+    TORCH_CHECK_INDEX(0 <= row && row < table.size(0), "there is no row ", row, " of ", table.size(0));
+    std::memcpy(static_cast<char*>(rows.mutable_data_ptr()) + i * bytes,
+                static_cast<const char*>(table.const_data_ptr()) + row * bytes, bytes);
+  }
+  return rows;
+}
+
+void add(at::Tensor& sums, const at::Tensor& others) {
+  by_dtype(sums, [&]<typename T>(T*) {
+    T* to = sums.mutable_data_ptr<T>();
+    const T* from = others.const_data_ptr<T>();
+    for (int64_t i = 0; i < sums.numel(); ++i) to[i] = static_cast<T>(static_cast<float>(to[i]) + static_cast<float>(from[i]));
+  });
+}
+
+// A step in which rows decode: from each row's last token to its next one.
+class DecodingStep : public torch::CustomClassHolder {
+ public:
+  // embedding: [vocab_size, hidden_size]; position_embedding: of models that learn it, [positions, hidden_size], with
+  // this offset. screen: as Linear::screened takes it, for at most so many rows; empty: all logits are computed.
+  DecodingStep(DecoderPtr decoder, at::Tensor embedding, MaybeTensor position_embedding, int64_t offset,
+               std::optional<NormPtr> norm, LinearPtr head, std::vector<at::Tensor> screen, int64_t screened_rows)
+      : decoder_(std::move(decoder)), embedding_(std::move(embedding)),
+        position_embedding_(std::move(position_embedding)), offset_(offset), norm_(std::move(norm)),
+        head_(std::move(head)), screen_(std::move(screen)), screened_rows_(screened_rows) {}
+
+  // Takes what steps read and write. tokens, positions: [most] int64, tables: [most, blocks] int32, of all rows; a step
+  // moves tokens and positions on. keys .. value_scales: as in Decoder::forward.
+  void attach(at::Tensor tokens, at::Tensor positions, at::Tensor tables, int64_t block_size,
+              std::vector<at::Tensor> keys, std::vector<at::Tensor> values, std::vector<double> key_scales,
+              std::vector<double> value_scales) {
+    starts_ = at::empty({tokens.size(0) + 1}, tables.options());
+    std::iota(starts_.mutable_data_ptr<int32_t>(), starts_.mutable_data_ptr<int32_t>() + starts_.numel(), 0);
+    tokens_ = std::move(tokens), positions_ = std::move(positions), tables_ = std::move(tables);
+    block_size_ = block_size;
+    caches_ = caches_of(keys, values, key_scales, value_scales);
+  }
+
+  // cos, sin: [positions, rotated], of models with rotary positions. greedy: no more is needed than each row's largest
+  // logit. Returns the logits of the first rows, [rows, vocab_size], and if greedy their likeliest tokens, [rows] int64,
+  // which then are their next inputs, too.
+  std::tuple<at::Tensor, MaybeTensor> run(int64_t rows, const MaybeTensor& cos, const MaybeTensor& sin,
+                                          bool greedy) const {
+    at::Tensor tokens = tokens_.narrow(0, 0, rows), positions = positions_.narrow(0, 0, rows);
+    const at::Tensor tables = tables_.narrow(0, 0, rows);
+    const auto [slots, lengths] = decode_places(positions, tables, block_size_);
+    at::Tensor hidden = rows_of(embedding_, tokens);
+    if (position_embedding_) add(hidden, rows_of(*position_embedding_, positions, offset_));
+    MaybeTensor cosines, sines;
+    if (cos) cosines = rows_of(*cos, positions), sines = rows_of(*sin, positions);
+    hidden = decoder_->run(hidden, caches_, {slots, tables, lengths, starts_.narrow(0, 0, rows + 1), cosines, sines, {}});
+    if (norm_) hidden = (**norm_)(hidden);
+    for (int64_t r = 0; r < rows; ++r) ++positions.mutable_data_ptr<int64_t>()[r];
+    if (!greedy) return {(*head_)(hidden), {}};
+    const at::Tensor logits = rows > screened_rows_ ? (*head_)(hidden)
+                                                    : head_->screened(hidden, screen_[0], screen_[1], screen_[2],
+                                                                      screen_[3], screen_[4], {}, {}, {});
+    const at::Tensor likeliest = argmax(logits, {}, {});
+    std::copy_n(likeliest.const_data_ptr<int64_t>(), rows, tokens.mutable_data_ptr<int64_t>());
+    return {logits, likeliest};
+  }
+
+ private:
+  DecoderPtr decoder_;
+  at::Tensor embedding_;
+  MaybeTensor position_embedding_;
+  int64_t offset_;
+  std::optional<NormPtr> norm_;
+  LinearPtr head_;
+  std::vector<at::Tensor> screen_;
+  int64_t screened_rows_;
+  at::Tensor tokens_, positions_, tables_, starts_;  // starts: of queries; each row has one
+  int64_t block_size_ = 0;
+  std::vector<Cache> caches_;
 };
 
 }  // namespace
@@ -142,4 +245,9 @@ TORCH_LIBRARY_FRAGMENT(oatmill, library) {
       .def(torch::init<int64_t, int64_t, int64_t, bool>())
       .def("add_layer", &Decoder::add_layer)
       .def("forward", &Decoder::forward);
+  library.class_<DecodingStep>("DecodingStep")
+      .def(torch::init<DecoderPtr, at::Tensor, MaybeTensor, int64_t, std::optional<NormPtr>, LinearPtr,
+                       std::vector<at::Tensor>, int64_t>())
+      .def("attach", &DecodingStep::attach)
+      .def("run", &DecodingStep::run);
 }

@@ -98,14 +98,22 @@ auto by_weights(at::ScalarType dtype, const Work& work) {
 
 bool serves(const Way& way, const at::Tensor& packed) { return way.available() && packed.size(1) % way.depth == 0; }
 
-at::Tensor linear_pack(const at::Tensor& weight) {
+// Returns room in which linear_pack_into arranges so many outputs like those of a weight.
+at::Tensor linear_room(const at::Tensor& weight, int64_t outputs) {
   return by_weights(weight.scalar_type(),
-                    [&]<typename Weights>(Weights*, std::span<const Way>) { return pack_weight<Weights>(weight); });
+                    [&]<typename Weights>(Weights*, std::span<const Way>) { return room_for<Weights>(weight, outputs); });
 }
 
-// Returns room for so many tiles like those of a packed weight.
-at::Tensor linear_space(const at::Tensor& packed, int64_t tiles) {
-  return zeros_in_large_pages({tiles, packed.size(1), packed.size(2)}, packed.options());
+// Arranges some outputs of a weight in the first tiles of such room.
+void linear_pack_into(const at::Tensor& weight, at::Tensor packed) {
+  by_weights(weight.scalar_type(),
+             [&]<typename Weights>(Weights*, std::span<const Way>) { pack_weight<Weights>(weight, packed); });
+}
+
+at::Tensor linear_pack(const at::Tensor& weight) {
+  at::Tensor packed = linear_room(weight, weight.size(0));
+  linear_pack_into(weight, packed);
+  return packed;
 }
 
 at::Tensor linear_unpack(const at::Tensor& packed, int64_t outputs, int64_t inputs) {
@@ -183,14 +191,16 @@ const Way& Linear::way(int64_t rows) const {
 
 TORCH_LIBRARY_FRAGMENT(oatmill, library) {
   library.def("linear_pack(Tensor weight) -> Tensor");
-  library.def("linear_space(Tensor packed, int tiles) -> Tensor");
+  library.def("linear_room(Tensor weight, int outputs) -> Tensor");
+  library.def("linear_pack_into(Tensor weight, Tensor(a!) packed) -> ()");
   library.def("linear_unpack(Tensor packed, int outputs, int inputs) -> Tensor");
   library.def("linear_kernels(Tensor packed) -> str[]");
 }
 
 TORCH_LIBRARY_IMPL(oatmill, CPU, library) {
   library.impl("linear_pack", &oatmill::linear_pack);
-  library.impl("linear_space", &oatmill::linear_space);
+  library.impl("linear_room", &oatmill::linear_room);
+  library.impl("linear_pack_into", &oatmill::linear_pack_into);
   library.impl("linear_unpack", &oatmill::linear_unpack);
   library.impl("linear_kernels", &oatmill::linear_kernels);
 }

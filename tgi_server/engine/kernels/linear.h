@@ -52,13 +52,23 @@ struct Int8Weights {
   static constexpr int64_t place(int64_t n, int64_t k) { return n * DEPTH + k; }
 };
 
-// weight: [outputs, inputs]. Returns [outputs / COLUMNS, inputs / DEPTH, COLUMNS * DEPTH], padded with zeros.
+// Returns room for so many outputs like those of a weight, [outputs / COLUMNS, inputs / DEPTH, COLUMNS * DEPTH] zeros.
 template <typename Weights>
-at::Tensor pack_weight(const at::Tensor& weight) {
+at::Tensor room_for(const at::Tensor& weight, int64_t outputs) {
+  constexpr int64_t DEPTH = Weights::DEPTH;
+  return zeros_in_large_pages({parts(outputs, COLUMNS), parts(weight.size(1), DEPTH), COLUMNS * DEPTH}, weight.options());
+}
+
+// Arranges outputs of a weight, [outputs, inputs], in the first tiles of such room.
+template <typename Weights>
+void pack_weight(const at::Tensor& weight, at::Tensor& packed) {
   using Number = typename Weights::Number;
   constexpr int64_t DEPTH = Weights::DEPTH;
   const int64_t outputs = weight.size(0), inputs = weight.size(1), depth = parts(inputs, DEPTH);
-  at::Tensor packed = zeros_in_large_pages({parts(outputs, COLUMNS), depth, COLUMNS * DEPTH}, weight.options());
+  TORCH_CHECK(packed.is_contiguous() && packed.scalar_type() == weight.scalar_type() && packed.dim() == 3 &&
+                  packed.size(0) >= parts(outputs, COLUMNS) && packed.size(1) == depth &&
+                  packed.size(2) == COLUMNS * DEPTH,
+              "there is no room for ", outputs, " outputs of ", inputs, " inputs in ", packed.sizes());
   const at::Tensor dense = weight.contiguous();
   const Number* from = dense.const_data_ptr<Number>();
   Number* to = packed.mutable_data_ptr<Number>();
@@ -68,7 +78,6 @@ at::Tensor pack_weight(const at::Tensor& weight) {
       for (int64_t n = first; n < last; ++n)
         to[(tile * depth + k / DEPTH) * COLUMNS * DEPTH + Weights::place(n - first, k % DEPTH)] = from[n * inputs + k];
   });
-  return packed;
 }
 
 // What pack_weight was given.

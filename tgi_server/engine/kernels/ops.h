@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <optional>
 #include <string_view>
+#include <tuple>
 
 namespace oatmill {
 
@@ -28,5 +29,9 @@ at::Tensor paged_attention(const at::Tensor& query, const at::Tensor& keys, cons
                            double scaling, int64_t window, double softcap,
                            const std::optional<at::Tensor>& alibi_slopes, bool rounded_alibi, double key_scale,
                            double value_scale, std::optional<std::string_view> kernel = {});
+
+std::tuple<at::Tensor, at::Tensor> decode_places(const at::Tensor& positions, const at::Tensor& tables, int64_t block_size);
+
+at::Tensor argmax(const at::Tensor& scores, const std::optional<at::Tensor>& masks, at::IntArrayRef masked_rows);
 
 }  // namespace oatmill

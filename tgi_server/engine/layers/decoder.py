@@ -233,6 +233,11 @@ class LayerStack(nn.Module):
         self.layers = layers
         self.adapter_numbers = lambda: None
 
+    @property
+    def kernel(self) -> Any:
+        """The `torch.classes.oatmill.Decoder` with all layers."""
+        return self._kernel
+
     @classmethod
     def of(cls, layers: Sequence[nn.Module]) -> Self | None:
         """Returns None if a layer is not fused, or has linear layers that the kernel does not know.

@@ -2,22 +2,26 @@
 
 The forward pass of a model of `transformers` makes masks, reads its configuration and collects outputs of every kind.
 When all layers are one kernel call, that takes most of the time that Python spends in a step. Here a pass does no more
-than embed the tokens, call the layers, and apply the last norm and the head.
+than embed the tokens, call the layers, and apply the last norm and the head. A step in which rows only decode is one
+kernel call as a whole.
 """
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding
 from transformers import PreTrainedModel
 
+from tgi_server.engine.attention.cpu import CpuAttention
 from tgi_server.engine.attention.paged_cache import PagedCache
 from tgi_server.engine.layers.decoder import LayerStack
 from tgi_server.engine.layers.head import ScreenedHead
 from tgi_server.engine.layers.norm import Norm
 from tgi_server.engine.layers.rope import RotaryTable
+from tgi_server.engine.linear import PackedLinear
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +31,30 @@ class ForwardOutput:
     logits: Tensor
 
 
+class DecodingStep:
+    """A step in which rows decode, those of a batch whose tensors it moves on, in one kernel call."""
+
+    def __init__(self, kernel: Any, rotary: RotaryTable | None, like: Tensor) -> None:
+        """kernel: a `torch.classes.oatmill.DecodingStep`. rotary, like: what makes rotary tables, if there are any."""
+        self._kernel = kernel
+        self._rotary = rotary
+        self._like = like
+
+    def run(self, rows: int, longest: int, *, greedy: bool) -> tuple[Tensor, Tensor | None] | None:
+        """Returns the logits of the first rows, [rows, vocab_size], and if `greedy` the likeliest tokens, [rows] int64.
+
+        greedy: no more than that is needed of the logits, and the tokens are the next inputs of the rows. longest: at
+        least the most tokens that any row has, this one included. None: the model's rotary positions are not fixed yet.
+        """
+        cosine, sine = None, None
+        if self._rotary is not None:
+            if (tables := self._rotary.tables(self._like, longest)) is None:
+                return None
+            cosine, sine = tables
+        logits, likeliest = self._kernel.run(rows, cosine, sine, greedy)
+        return logits, likeliest
+
+
 def shorten_forward(model: nn.Module) -> None:
     """Replaces the model's forward, if it is known and its layers are in a LayerStack or a few."""
     forward = _FORWARDS.get(type(model).__name__)
@@ -34,8 +62,18 @@ def shorten_forward(model: nn.Module) -> None:
         model.forward = forward(model)
 
 
-class _Forward(ABC):
-    """The steps of one architecture before and after its decoder layers."""
+class Forward(ABC):
+    """The steps of one architecture before and after its decoder layers.
+
+    positions: the embedding of positions, where they are learned, with its `offset`. rotary: what turns queries and
+    keys, where positions are rotary. norm: the last one. projected: True if the layers' input or output is not what the
+    embedding gives and the head takes.
+    """
+
+    positions: Any = None
+    rotary: RotaryTable | None = None
+    norm: Norm | None = None
+    projected = False
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._inside = self.inside(model)
@@ -67,6 +105,33 @@ class _Forward(ABC):
             return ForwardOutput(self._head(hidden, metadata=metadata))
         return ForwardOutput(self._head(hidden))
 
+    def decoding_step(
+        self, backend: CpuAttention, tokens: Tensor, positions: Tensor, tables: Tensor
+    ) -> DecodingStep | None:
+        """Returns a DecodingStep for the rows that these tensors are of; None if it does not know the whole model.
+
+        tokens, positions: [rows] int64. tables: [rows, blocks] int32, of blocks of the backend.
+        """
+        embedded, head = self._inside.embed_tokens, self._head
+        layers, linear = self._inside.layers, head.kernel() if isinstance(head, PackedLinear) else None
+        if len(layers) > 1 or linear is None or self.projected or type(embedded) is not nn.Embedding:
+            return None
+        places = self.positions
+        screen, screened_rows = head.screen if isinstance(head, ScreenedHead) else ([], 0)
+        kernel = torch.classes.oatmill.DecodingStep(
+            layers[0].kernel,
+            embedded.weight,
+            None if places is None else places.weight,
+            0 if places is None else places.offset,
+            None if self.norm is None else self.norm.kernel(),
+            linear,
+            screen,
+            screened_rows,
+        )
+        caches = backend.keys, backend.values, backend.key_scales, backend.value_scales
+        kernel.attach(tokens, positions, tables, backend.block_size, *caches)
+        return DecodingStep(kernel, self.rotary, embedded.weight)
+
     @abstractmethod
     def _before(self, tokens: Tensor, positions: Tensor, length: int) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
         """Returns the layers' input and the rotary tables, if any. tokens, positions: [1, tokens], below `length`."""
@@ -76,11 +141,11 @@ class _Forward(ABC):
         """Returns the head's input, given the layers' output."""
 
 
-class _LlamaForward(_Forward):
+class _LlamaForward(Forward):
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(model)
-        self._rotary = RotaryTable(self._inside.rotary_emb)
-        self._norm = Norm.of_rms_norm(self._inside.norm)
+        self._rotary = self.rotary = RotaryTable(self._inside.rotary_emb)
+        self._norm = self.norm = Norm.of_rms_norm(self._inside.norm)
 
     @staticmethod
     def inside(model: Any) -> Any:
@@ -94,33 +159,35 @@ class _LlamaForward(_Forward):
         return self._norm(hidden)
 
 
-class _OptForward(_Forward):
+class _OptForward(Forward):
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(model)
         norm = self._inside.final_layer_norm
-        self._norm = Norm.of_layer_norm(norm) if norm is not None else None
+        self.norm = Norm.of_layer_norm(norm) if norm is not None else None
+        self.positions = self._inside.embed_positions
+        self.projected = self._inside.project_in is not None or self._inside.project_out is not None
 
     @staticmethod
     def inside(model: Any) -> Any:
         return model.model.decoder
 
     def _before(self, tokens: Tensor, positions: Tensor, length: int) -> tuple[Tensor, None]:
-        inside, places = self._inside, self._inside.embed_positions
+        inside, places = self._inside, self.positions
         hidden = inside.embed_tokens(tokens)
         if inside.project_in is not None:
             hidden = inside.project_in(hidden)
         return hidden + embedding(positions + places.offset, places.weight), None
 
     def _after(self, hidden: Tensor) -> Tensor:
-        if self._norm is not None:
-            hidden = self._norm(hidden)
+        if self.norm is not None:
+            hidden = self.norm(hidden)
         if self._inside.project_out is not None:
             hidden = self._inside.project_out(hidden)
         return hidden
 
 
 # By the class of `transformers`.
-_FORWARDS: dict[str, type[_Forward]] = {
+_FORWARDS: dict[str, type[Forward]] = {
     "LlamaForCausalLM": _LlamaForward,
     "MistralForCausalLM": _LlamaForward,
     "Qwen2ForCausalLM": _LlamaForward,

@@ -4,16 +4,15 @@ import torch
 from torch import Tensor
 
 from tgi_server.engine.attention.base import ForwardMetadata
-from tgi_server.engine.linear.float import FloatLinear
+from tgi_server.engine.linear.float import FloatLinear, packed_in_parts
 from tgi_server.engine.linear.int8 import INPUT_OFFSET
 from tgi_server.engine.linear.kernel_linear import padded
 from tgi_server.engine.linear.kernel_table import KernelTable
-from tgi_server.engine.memory import forget_pages, give_back
-from tgi_server.engine.quantization.rounding import rounded_to_bytes
+from tgi_server.engine.memory import give_back
+from tgi_server.engine.quantization.rounding import ROUNDED_AT_ONCE, rounded_to_bytes
 
 # Smaller weights are read so fast that screening saves nothing.
 _LARGE_BYTES = 8 << 20
-_ROWS_AT_ONCE = 1024  # of the weight, while it is rounded
 
 
 class ScreenedHead(FloatLinear):
@@ -39,6 +38,11 @@ class ScreenedHead(FloatLinear):
         give_back()
         super()._pack(weight, bias, kernels)
 
+    @property
+    def screen(self) -> tuple[list[Tensor], int]:
+        """Returns the copy as kernels take it, and the rows up to which it is read."""
+        return list(self._screen), self._most // self.in_features
+
     def forward(self, x: Tensor, activation: str = "none", metadata: ForwardMetadata | None = None) -> Tensor:
         greedy = metadata.greedy if metadata else None
         if greedy is None or x.numel() > self._most:
@@ -51,15 +55,7 @@ class ScreenedHead(FloatLinear):
 
 def _screen(weight: Tensor) -> tuple[Tensor, ...]:
     """Returns the copy in 8 bits, arranged for the kernels, and what `_rounded` returns of each output, padded."""
-    rounded = torch.empty(weight.shape, dtype=torch.int8)
-    by_output = []
-    for part, place in zip(weight.split(_ROWS_AT_ONCE), rounded.split(_ROWS_AT_ONCE), strict=True):
-        numbers, *others = _rounded(part)
-        place.copy_(numbers)
-        by_output.append(others)
-        forget_pages([part])
-    scales, sums, lost, kept = (torch.cat(part) for part in zip(*by_output, strict=True))
-    packed = torch.ops.oatmill.linear_pack(rounded)
+    packed, (scales, sums, lost, kept) = packed_in_parts(weight, ROUNDED_AT_ONCE, _rounded)
     return packed, padded(scales), padded(sums * INPUT_OFFSET, torch.int32), padded(lost), padded(kept)
 
 

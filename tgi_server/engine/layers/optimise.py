@@ -17,7 +17,7 @@ from tgi_server.engine.layers.forward import shorten_forward
 from tgi_server.engine.layers.head import ScreenedHead
 from tgi_server.engine.linear import LinearFactory, PackedLinear
 from tgi_server.engine.linear.float import FloatLinear
-from tgi_server.engine.memory import forget_pages, give_back
+from tgi_server.engine.memory import forget_pages, give_back, large_memory_apart
 from tgi_server.engine.quantization import QuantizedLinear
 
 logger = logging.getLogger(__name__)
@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 SMALL_LAYER_BYTES = 1 << 20
 
 
+@large_memory_apart()
 def optimise(
     model: nn.Module,
     backend: AttentionBackend | None = None,
@@ -130,6 +131,7 @@ def _replace(module: nn.Module, replacement: Callable[[nn.Module], nn.Module | N
             _replace(child, replacement)
         else:
             setattr(module, name, new)
+            forget_pages(each.weight for each in child.modules() if isinstance(each, nn.Linear))
             del child
             give_back()
 

@@ -23,18 +23,28 @@ class RotaryTable:
 
         positions: [1, tokens] int64, all below `length`.
         """
-        if _depends(_kind(self._rope)):  # not fixed yet
+        tables = self.tables(hidden, length)
+        if tables is None:
             cosine, sine = self._rope(hidden, position_ids=positions)
             return cosine, sine
+        cosine, sine = (table.index_select(0, positions[0])[None] for table in tables)
+        return cosine, sine
+
+    def tables(self, like: Tensor, length: int) -> list[Tensor] | None:
+        """Returns the cosines and the sines, [positions, rotated] each, of `length` positions at least.
+
+        like: a tensor of the dtype and device of hidden states. None: the frequencies are not fixed yet.
+        """
+        if _depends(_kind(self._rope)):
+            return None
         if self._rope.inv_freq is not self._frequencies:
             self._frequencies, self._tables = self._rope.inv_freq, []
         known = len(self._tables[0]) if self._tables else 0
         if length > known:
-            missing = torch.arange(known, -(-length // _TABLE_STEP) * _TABLE_STEP, device=hidden.device)
-            added = [each[0] for each in self._rope(hidden, position_ids=missing[None])]
+            missing = torch.arange(known, -(-length // _TABLE_STEP) * _TABLE_STEP, device=like.device)
+            added = [each[0] for each in self._rope(like, position_ids=missing[None])]
             self._tables = [torch.cat(parts) for parts in zip(self._tables, added, strict=True)] if known else added
-        cosine, sine = (table.index_select(0, positions[0])[None] for table in self._tables)
-        return cosine, sine
+        return self._tables
 
 
 class LengthDependentRope:

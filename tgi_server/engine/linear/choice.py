@@ -193,22 +193,24 @@ def measure(
     times = {name: dict.fromkeys(numbers_of_rows, 0.0) for name in candidates}
     # OpenMP's threads wait for each other: where other programs want the cores, too, every kernel would take as long.
     before = torch.ops.oatmill.use_own_threads(True)
-    for depth, outputs in outputs_by_depth.items():
-        trials = {name: _Trial.of(kernel, depth, weights) for name, (weights, kernel) in candidates.items()}
-        inputs = [torch.full((rows, depth), 0.01, dtype=dtype) for rows in numbers_of_rows]
-        places = [(name, x) for x in inputs for name in trials]  # in turns, so that a busy moment hits all alike
-        for name, x in places:
-            trials[name].seconds_an_output(x)  # of a first call, which makes the layer
-        best = {(name, len(x)): math.inf for name, x in places}
-        deadline = time.perf_counter() + seconds / len(outputs_by_depth)
-        for repeat in range(_REPEATS):
-            if repeat > 1 and time.perf_counter() > deadline:
-                break
+    try:
+        for depth, outputs in outputs_by_depth.items():
+            trials = {name: _Trial.of(kernel, depth, weights) for name, (weights, kernel) in candidates.items()}
+            inputs = [torch.full((rows, depth), 0.01, dtype=dtype) for rows in numbers_of_rows]
+            places = [(name, x) for x in inputs for name in trials]  # in turns, so that a busy moment hits all alike
             for name, x in places:
-                best[name, len(x)] = min(best[name, len(x)], trials[name].seconds_an_output(x))
-        for (name, rows), of_output in best.items():
-            times[name][rows] += of_output * outputs
-    torch.ops.oatmill.use_own_threads(before)
+                trials[name].seconds_an_output(x)  # of a first call, which makes the layer
+            best = {(name, len(x)): math.inf for name, x in places}
+            deadline = time.perf_counter() + seconds / len(outputs_by_depth)
+            for repeat in range(_REPEATS):
+                if repeat > 1 and time.perf_counter() > deadline:
+                    break
+                for name, x in places:
+                    best[name, len(x)] = min(best[name, len(x)], trials[name].seconds_an_output(x))
+            for (name, rows), of_output in best.items():
+                times[name][rows] += of_output * outputs
+    finally:
+        torch.ops.oatmill.use_own_threads(before)
     return times
 
 

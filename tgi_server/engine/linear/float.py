@@ -1,15 +1,17 @@
 """Linear layers with float32, bfloat16 or float16 weights, by the engine's own kernels."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from tgi_server.engine.kernels import load_kernels
 from tgi_server.engine.linear.kernel_linear import TILE, KernelLinear
 from tgi_server.engine.linear.kernel_table import KernelTable
-from tgi_server.engine.memory import forget_pages
+from tgi_server.engine.memory import read_once
 
-# Bytes of a weight that are arranged at a time.
-_BYTES_AT_ONCE = 16 << 20
+# Numbers of a weight that are arranged at a time.
+_NUMBERS_AT_ONCE = 1 << 22
 
 
 class FloatLinear(KernelLinear):
@@ -23,7 +25,7 @@ class FloatLinear(KernelLinear):
         return dtype in cls._dtypes and load_kernels()
 
     def _pack(self, weight: Tensor, bias: Tensor | None, kernels: KernelTable | None) -> None:
-        packed = _packed(weight)
+        packed, _ = packed_in_parts(weight, _NUMBERS_AT_ONCE, lambda part: (part,))
         self._set(packed, bias, kernels, torch.ops.oatmill.linear_kernels(packed))
 
     def _dense(self) -> tuple[Tensor, Tensor | None]:
@@ -31,17 +33,22 @@ class FloatLinear(KernelLinear):
         return weight, self._plain_bias()
 
 
-def _packed(weight: Tensor) -> Tensor:
-    """Arranges a weight for the kernels. Of a large one that lies in a file there is never all in memory twice."""
-    tiles = _BYTES_AT_ONCE // (weight[:1].nbytes * TILE)
-    if len(weight) <= max(1, tiles) * TILE:
-        return torch.ops.oatmill.linear_pack(weight)
-    first = 0
-    for part in weight.split(max(1, tiles) * TILE):
-        arranged = torch.ops.oatmill.linear_pack(part)
-        if first == 0:
-            packed = torch.ops.oatmill.linear_space(arranged, -(-len(weight) // TILE))
-        packed[first : first + len(arranged)] = arranged
-        first += len(arranged)
-        forget_pages([part])
-    return packed
+def packed_in_parts(
+    weight: Tensor, numbers: int, convert: Callable[[Tensor], tuple[Tensor, ...]]
+) -> tuple[Tensor, list[Tensor]]:
+    """Arranges a weight for the kernels, about so many numbers at a time: little of it is in memory twice.
+
+    convert: returns what is arranged of some outputs, [outputs, inputs], and other facts about each of them.
+    Returns all that is arranged, and the facts of all outputs.
+    """
+    rows = max(1, numbers // (weight.shape[1] * TILE)) * TILE
+    packed: Tensor | None = None
+    facts: list[list[Tensor]] = []
+    for index, part in enumerate(read_once(weight, rows)):
+        arranged, *others = convert(part)
+        if packed is None:
+            packed = torch.ops.oatmill.linear_room(arranged, len(weight))
+        torch.ops.oatmill.linear_pack_into(arranged, packed[index * rows // TILE :])
+        facts.append(others)
+    assert packed is not None  # a weight has outputs
+    return packed, [torch.cat(each) for each in zip(*facts, strict=True)]

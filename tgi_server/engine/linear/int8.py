@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
-from tgi_server.engine.linear.float import FloatLinear
+from tgi_server.engine.linear.float import FloatLinear, packed_in_parts
 from tgi_server.engine.linear.kernel_linear import padded
 from tgi_server.engine.linear.kernel_table import KernelTable
-from tgi_server.engine.quantization.rounding import rounded_to_bytes
+from tgi_server.engine.quantization.rounding import ROUNDED_AT_ONCE, rounded_to_bytes
 
 INPUT_OFFSET = 128  # UNSIGNED_OFFSET of kernels/products.h
 
@@ -20,12 +20,17 @@ class Int8Linear(FloatLinear):
     rounding = 0.3
 
     def _pack(self, weight: Tensor, bias: Tensor | None, kernels: KernelTable | None) -> None:
-        rounded, scales = rounded_to_bytes(weight.float())
+        packed, (scales, sums) = packed_in_parts(weight, ROUNDED_AT_ONCE, _rounded)
         self._scales = padded(scales)
-        packed = torch.ops.oatmill.linear_pack(rounded)
-        known, corrections = torch.ops.oatmill.linear_kernels(packed), padded(rounded.sum(1) * INPUT_OFFSET)
+        known, corrections = torch.ops.oatmill.linear_kernels(packed), padded(sums * INPUT_OFFSET)
         self._set(packed, bias, kernels, known, scales=self._scales, corrections=corrections)
 
     def _dense(self) -> tuple[Tensor, Tensor | None]:
         rounded, bias = super()._dense()
         return (rounded * self._scales[: self.out_features, None]).to(self.weight.dtype), bias
+
+
+def _rounded(weight: Tensor) -> tuple[Tensor, ...]:
+    """Returns rows of a weight as bytes, their scales and their sums."""
+    rounded, scales = rounded_to_bytes(weight.float())
+    return rounded, scales, rounded.sum(1)

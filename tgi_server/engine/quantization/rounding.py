@@ -15,7 +15,7 @@ Rounding = Callable[[Tensor], QuantizedWeight]
 # Inputs of a group of int4, and weights of a block of nf4 and fp4.
 GROUP = 64
 # Numbers of a weight that are in float32 at a time, while it is read.
-_ROUNDED_AT_ONCE = 1 << 20
+ROUNDED_AT_ONCE = 1 << 20
 _INT4_LARGEST = 15
 _INT8_LARGEST = 127
 _FP8_LARGEST = 448.0
@@ -112,5 +112,5 @@ class _RoundedSource(QuantizedSource):
 
     def read(self) -> QuantizedWeight:
         weight = self.tensor(self.name)
-        parts = weight.split(max(1, _ROUNDED_AT_ONCE // weight.shape[1]))
+        parts = weight.split(max(1, ROUNDED_AT_ONCE // weight.shape[1]))
         return QuantizedWeight.joined([self._rounding(part.float()) for part in parts])

@@ -9,9 +9,11 @@ from transformers import PreTrainedModel
 
 from tgi_server.contract import StoppingParameters
 from tgi_server.engine.attention.base import AttentionBackend, GreedyOnly
+from tgi_server.engine.attention.cpu import CpuAttention
 from tgi_server.engine.attention.gather import GatherAttention
 from tgi_server.engine.attention.paged_cache import PagedCache
 from tgi_server.engine.errors import EngineError, InvalidCall, NotEnoughMemory
+from tgi_server.engine.layers.forward import DecodingStep, Forward
 from tgi_server.engine.layers.rope import LengthDependentRope
 from tgi_server.engine.memory import cache_bytes, forget_peak, taken_by, to_device
 from tgi_server.engine.runners.base import (
@@ -80,6 +82,7 @@ class PagedRunner(Runner):
         self._highest_block = 0  # that a sequence has had
         self._reserved = 0  # blocks whose memory is taken before they are needed
         self._recorded = RecordedSteps()
+        self._step: DecodingStep | None = None
         self._unrecordable: dict[str, str] = {}  # why steps have not been recorded, by what they are
         self._rope = LengthDependentRope(model)
         self._cache = PagedCache(backend)
@@ -161,7 +164,7 @@ class PagedRunner(Runner):
     def forward(self, decoding: int, chunks: list[PromptChunk], greedy: GreedyOnly | None = None) -> Tensor:
         batch = self._batch
         batch.block_tables.flush()
-        decoded = None if chunks else self._decode_recorded(decoding)
+        decoded = None if chunks else self._decode_in_one(decoding, greedy)
         if decoded is not None:
             logits, self.likeliest = decoded
             batch.count_pass()
@@ -242,10 +245,17 @@ class PagedRunner(Runner):
             )
         self._highest_block = max(self._highest_block, highest)
 
-    def _decode_recorded(self, rows: int) -> tuple[Tensor, ...] | None:
-        """Returns logits and the likeliest tokens, which are the next inputs; None if nothing recorded fits."""
-        graphs = self._recorded.adapted if self._batch.adapted(rows) else self._recorded.decoding
-        return graphs.run(rows) if graphs else None
+    def _decode_in_one(self, rows: int, greedy: GreedyOnly | None) -> tuple[Tensor, Tensor | None] | None:
+        """Returns logits and the likeliest tokens, which are the next inputs; None if no step in one call fits.
+
+        It is a recorded step, or on a CPU a kernel call, whose likeliest tokens are None where not all rows are greedy.
+        """
+        adapted = bool(self._batch.adapted(rows))
+        if self._step is not None and not adapted and not (greedy and greedy.mask):
+            return self._step.run(rows, self._batch.longest(rows), greedy=greedy is not None)
+        graphs = self._recorded.adapted if adapted else self._recorded.decoding
+        outputs = graphs.run(rows) if graphs else None
+        return None if outputs is None else (outputs[0], outputs[1])
 
     def _run(self, inputs: PassInput) -> Tensor:
         self._cache.metadata = inputs.metadata
@@ -263,9 +273,13 @@ class PagedRunner(Runner):
     def _allocate(self, max_batch_size: int, num_blocks: int, max_total_tokens: int) -> None:
         self._highest_block = 0
         self._backend.allocate(num_blocks + 1)
-        self._batch = PagedBatch(
+        self._batch = batch = PagedBatch(
             max_batch_size, num_blocks, max_total_tokens, self.block_size, self._device, self.most_drafted
         )
+        self._step = None
+        forward = self._model.forward
+        if isinstance(forward, Forward) and isinstance(self._backend, CpuAttention) and self.hidden_states is None:
+            self._step = forward.decoding_step(self._backend, batch.tokens, batch.positions, batch.block_tables.table)
 
     def _record(self, most: int = 0) -> None:
         """Records steps as CUDA graphs. most: tokens of a step with prompts; 0: none are recorded."""

@@ -165,7 +165,7 @@ class PagedBatch:
             query_starts=self._row_numbers[: rows + 1],
             decoding=rows,
             chunks=[],
-            max_kv_length=self._longest(rows) if longest is None else longest,
+            max_kv_length=self.longest(rows) if longest is None else longest,
             greedy=greedy,
         )
         present = None if any_adapters else self.adapted(rows)
@@ -187,7 +187,7 @@ class PagedBatch:
             query_starts=torch.cat([self._row_numbers[: decoding + 1], prompts.ends]),
             decoding=decoding,
             chunks=prompts.spans,
-            max_kv_length=max(self._longest(decoding), *(span.kv_length for span in prompts.spans)),
+            max_kv_length=max(self.longest(decoding), *(span.kv_length for span in prompts.spans)),
             greedy=greedy,
         )
         tokens = torch.cat([self.tokens[:decoding], prompts.tokens])
@@ -227,7 +227,7 @@ class PagedBatch:
         size = self._block_size
         return tables.gather(1, positions // size) * size + positions % size
 
-    def _longest(self, rows: int) -> int:
+    def longest(self, rows: int) -> int:
         """Returns the most tokens that one of the first `rows` rows has in the cache after this pass."""
         return self._passes + max(self._position_offsets[:rows], default=0) + 1
 

@@ -1,5 +1,6 @@
 """Kernels that are compiled for other kinds of CPUs than this one."""
 
+import logging
 import shutil
 import subprocess
 import sys
@@ -43,6 +44,20 @@ def test_an_unknown_target_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pyt
         command.main()
     assert end.value.code == 2
     assert "no such target: x86-64-v9" in capsys.readouterr().err
+
+
+def test_the_log_says_how_far_compiling_is(tmp_path, monkeypatch, caplog) -> None:
+    """Has a compiler that only makes its output."""
+    compiler = tmp_path / "g++"
+    compiler.write_text('#!/bin/sh\nfor output; do :; done\n: > "$output"\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setattr(build, "CACHE", tmp_path / "cache")
+    caplog.set_level(logging.INFO)
+    assert build.prepare(["x86-64-v3"])
+    assert build._library("x86-64-v3").exists()
+    files = len(build.SOURCES)
+    assert all(f"compiled {done} of {files} files" in caplog.text for done in range(1, files + 1)), caplog.text
 
 
 @X86

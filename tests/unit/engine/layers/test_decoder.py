@@ -1,4 +1,7 @@
-"""The decoder layers of a pass, all in one kernel call but the last one, where few of its outputs are wanted."""
+"""The decoder layers of a pass, all in one kernel call but the last one, where few of its outputs are wanted.
+
+And steps in which rows only decode, in one kernel call as a whole.
+"""
 
 from pathlib import Path
 
@@ -9,16 +12,22 @@ from torch import Tensor, nn
 from tests.tiny_models import make
 from tgi_server.contract import StoppingParameters
 from tgi_server.engine import EngineConfig, RunningSequence
+from tgi_server.engine.attention.base import GreedyOnly
 from tgi_server.engine.layers import LayerStack
 from tgi_server.engine.runners import create_runner
 from tgi_server.engine.runners.base import PromptChunk, Runner
+from tgi_server.engine.runners.hidden_states import HiddenStates
+from tgi_server.engine.runners.paged import PagedRunner
 from tgi_server.engine.weights import load_model
 
 
-def load(folder: Path) -> tuple[Runner, LayerStack]:
+def load(folder: Path, *, keep_hidden_states: bool = False) -> tuple[Runner, LayerStack]:
     config = EngineConfig(folder, dtype=torch.float32)
     model = load_model(config, torch.device("cpu"))
     runner = create_runner(model, config)
+    if keep_hidden_states:
+        assert isinstance(runner, PagedRunner)
+        runner.hidden_states = HiddenStates(model)
     runner.warm_up(4, 128, 128, None)
     (stack,) = (module for module in model.modules() if isinstance(module, LayerStack))
     return runner, stack
@@ -61,3 +70,43 @@ def test_the_last_layer_computes_what_is_wanted(name: str, tmp_path: Path) -> No
     assert widened == [0, 1, 4, 2]
     for logits, others in zip(computed, expected, strict=True):
         assert torch.allclose(logits, others, atol=1e-4)
+
+
+def decode(runner: Runner, *, greedy: bool) -> tuple[list[Tensor], bool]:
+    """Returns the logits of four steps of three rows, the third of which is chosen otherwise than greedily.
+
+    Returns as well whether the runner gave the likeliest tokens in each.
+    """
+    for row, tokens in enumerate((40, 5, 33)):
+        sequence = RunningSequence(row, list(range(3, 3 + tokens)), StoppingParameters(8))
+        sequence.blocks = [1 + 3 * row + place for place in range(3)]
+        runner.forward(0, [PromptChunk.next_of(sequence, tokens)])
+        runner.promote(sequence, row)
+        runner.accept(row, torch.tensor([7 + row]))
+    steps, given = [], []
+    for number in range(4):
+        rows = 3 if number < 3 else 2
+        runner.truncate(rows)
+        logits = runner.forward(rows, [], GreedyOnly(None) if greedy else None)
+        steps.append(logits)
+        given.append(runner.likeliest is not None)
+        chosen = logits.max(-1).indices if runner.likeliest is None else runner.likeliest
+        if number == 1:
+            chosen = chosen.clone()
+            chosen[2] = 11
+        runner.accept(0, chosen)
+    assert len(set(given)) == 1
+    return steps, given[0]
+
+
+@pytest.mark.parametrize("greedy", [True, False])
+@pytest.mark.parametrize("name", ["llama", "opt", "qwen2"])
+def test_a_step_in_one_call_computes_what_its_parts_do(name: str, greedy: bool, tmp_path: Path) -> None:
+    folder = make(name, tmp_path)
+    with torch.inference_mode():
+        whole, in_one_call = decode(load(folder)[0], greedy=greedy)
+        parts, given = decode(load(folder, keep_hidden_states=True)[0], greedy=greedy)
+    assert in_one_call == greedy
+    assert not given
+    for logits, others in zip(whole, parts, strict=True):
+        assert torch.equal(logits, others)

@@ -1,12 +1,16 @@
 """The screened LM head against the same head computed whole."""
 
+import sys
+
 import pytest
 import torch
 
+from tests.unit.engine.own_memory import Peak, own_bytes
 from tgi_server.engine.attention.base import ForwardMetadata, GreedyOnly
 from tgi_server.engine.grammar.masks import PendingMask
 from tgi_server.engine.kernels import load_kernels
 from tgi_server.engine.layers.head import ScreenedHead
+from tgi_server.engine.memory import large_memory_apart
 from tgi_server.engine.sampling.processors import TokenMask
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -106,3 +110,15 @@ def test_a_screened_head_leaves_the_weight_that_embeddings_share_with_it(dtype) 
     before = weight.clone()
     ScreenedHead(weight)
     assert torch.equal(weight, before)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux")
+def test_a_head_takes_no_more_memory_while_it_is_made_than_afterwards() -> None:
+    weight = torch.randn(32_000, 768).bfloat16()
+    kept = weight.nbytes + weight.numel()  # as it was, and in 8 bits
+    with large_memory_apart():
+        ScreenedHead(weight[:8_000])  # which brings along what any head does
+        before, peak = own_bytes(), Peak()
+        with peak.watching():
+            ScreenedHead(weight)
+    assert peak.bytes - before < 1.15 * kept

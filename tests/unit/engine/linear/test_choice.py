@@ -115,6 +115,16 @@ def test_trials_run_on_threads_that_busy_cores_do_not_hold_up(cache) -> None:
     assert not torch.ops.oatmill.use_own_threads(before)
 
 
+def test_a_trial_that_fails_gives_the_threads_back(cache) -> None:
+    def make(*_) -> FloatLinear:
+        raise MemoryError
+
+    before = torch.ops.oatmill.use_own_threads(False)
+    with pytest.raises(MemoryError):
+        choice.measure({64: 96}, {"fma": (replace(float_weights(torch.float32), make=make), "fma")}, (1, 4))
+    assert not torch.ops.oatmill.use_own_threads(before)
+
+
 @pytest.mark.slow
 def test_the_memory_of_trials_goes_back_to_the_system(cache, monkeypatch) -> None:
     monkeypatch.setattr(choice, "_read", lambda place: None)

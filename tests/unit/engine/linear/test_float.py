@@ -90,7 +90,7 @@ def test_linears_joined_are_the_linears_side_by_side(dtype) -> None:
 def test_a_weight_that_is_packed_in_parts_is_the_same(dtype, monkeypatch) -> None:
     weight, x = torch.randn(500, 33).to(dtype), torch.randn(3, 33).to(dtype)
     whole = FloatLinear(weight)
-    monkeypatch.setattr(float_module, "_BYTES_AT_ONCE", 1 << 13)
+    monkeypatch.setattr(float_module, "_NUMBERS_AT_ONCE", 1 << 12)
     assert torch.equal(FloatLinear(weight)(x), whole(x))
 
 

@@ -1,13 +1,11 @@
 """A shard has its part of the model in memory, and never more than that."""
 
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from tests.tiny_models import make
+from tests.unit.engine.own_memory import Peak, own_bytes
 from tests.unit.engine.requests import load_engine
 from tests.unit.engine.sharding.ranks import Ranks
 from tgi_server.engine.sharding import ShardGroup
@@ -15,33 +13,6 @@ from tgi_server.engine.sharding import ShardGroup
 SETTINGS = {"vocab_size": 32_000, "hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 6}
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4}
 MARGIN = 1.1
-
-
-class Peak:
-    """The most bytes of RAM that this process had for itself; pages of files it maps do not count."""
-
-    def __init__(self) -> None:
-        self.bytes = 0
-        self._done = threading.Event()
-        self._thread = threading.Thread(target=self._watch)
-
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        self._thread.start()
-        try:
-            yield
-        finally:
-            self._done.set()
-            self._thread.join()
-
-    def _watch(self) -> None:
-        while not self._done.wait(0.002):
-            self.bytes = max(self.bytes, own_bytes())
-
-
-def own_bytes() -> int:
-    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
-    return int(line.split()[1]) * 1024
 
 
 def peak_of_loading(group: ShardGroup, folder: Path, small: Path) -> int:
