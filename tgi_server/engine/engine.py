@@ -4,8 +4,8 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -18,7 +18,7 @@ from tgi_server.engine.adapters.loaded import LoadedAdapters
 from tgi_server.engine.attention.base import GreedyOnly
 from tgi_server.engine.batch import ForwardPlan, RunningBatch
 from tgi_server.engine.config import EngineConfig
-from tgi_server.engine.errors import EngineError, InvalidCall, UnsupportedModel
+from tgi_server.engine.errors import InvalidCall, UnsupportedModel
 from tgi_server.engine.grammar import GrammarCompiler
 from tgi_server.engine.grammar.masks import MaskBuilder, PendingMask
 from tgi_server.engine.grammar.tokenizer import has_tokenizer
@@ -405,20 +405,9 @@ class Engine:
                     return logits
             return self._runner.forward(plan.decoding, chunks, greedy)
 
-    @contextmanager
-    def _in_step(self) -> Iterator[None]:
+    def _in_step(self) -> AbstractContextManager[None]:
         """Lets the other shards know when this one fails where all of them compute together."""
-        if self._group is None:
-            yield
-            return
-        self._group.check()
-        try:
-            yield
-        except EngineError:
-            raise
-        except BaseException as error:
-            self._group.abandon(f"{type(error).__name__} in shard {self._group.rank}")
-            raise
+        return nullcontext() if self._group is None else self._group.step()
 
     def _start_mask(self, sequences: Sequence[RunningSequence]) -> PendingMask | None:
         """Starts the masks of the sequences with a grammar. Computed while the model runs, where there are cores."""

@@ -116,14 +116,15 @@ class Step:
             accepted=sum(draft.accepted for draft in drafts),
         )
 
-    @torch.inference_mode()
     def retire(self) -> None:
         """Lets the sequences that ended with this step, whose tokens have been waited for, leave the batch.
 
         Shards that compute a model together have to do so between the same two steps.
         """
         self.retired = True
-        self._batch.drop([each.request_id for each in self._ended if self._batch.holds(each)])
+        if self._ended:
+            with torch.inference_mode():
+                self._batch.drop([each.request_id for each in self._ended if self._batch.holds(each)])
 
     @torch.inference_mode()
     def resolve(self) -> list[Generation]:

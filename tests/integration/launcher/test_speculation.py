@@ -26,7 +26,8 @@ PARAMETERS: dict[str, dict[str, Any]] = {
     "sampled with reports": {"do_sample": True, "top_p": 0.8, "seed": 4, "top_n_tokens": 2},
     "typical": {"do_sample": True, "typical_p": 0.9, "seed": 7},
     "penalties": {"repetition_penalty": 1.3, "frequency_penalty": 0.7},
-    "watermark": {"do_sample": True, "watermark": True, "seed": 5},
+    # No draw with this seed is closer to another token than 0.008; one with seed 5 is at 4e-6: the last bits decide.
+    "watermark": {"do_sample": True, "watermark": True, "seed": 13},
     "stop sequences": {"stop": ["egg", " the", ". ", "1"]},
     "stop sequence of several tokens": {"stop": ["pancakes?", " in a ", "until "]},
     "few tokens": {"max_new_tokens": 5},

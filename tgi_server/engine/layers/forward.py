@@ -7,6 +7,7 @@ kernel call as a whole.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +40,8 @@ class DecodingStep:
         self._kernel = kernel
         self._rotary = rotary
         self._like = like
+        self._tables: Sequence[Tensor | None] = (None, None)
+        self._known = 0  # positions that the tables have
 
     def run(self, rows: int, longest: int, *, greedy: bool) -> tuple[Tensor, Tensor | None] | None:
         """Returns the logits of the first rows, [rows, vocab_size], and if `greedy` the likeliest tokens, [rows] int64.
@@ -46,12 +49,11 @@ class DecodingStep:
         greedy: no more than that is needed of the logits, and the tokens are the next inputs of the rows. longest: at
         least the most tokens that any row has, this one included. None: the model's rotary positions are not fixed yet.
         """
-        cosine, sine = None, None
-        if self._rotary is not None:
+        if self._rotary is not None and longest > self._known:
             if (tables := self._rotary.tables(self._like, longest)) is None:
                 return None
-            cosine, sine = tables
-        logits, likeliest = self._kernel.run(rows, cosine, sine, greedy)
+            self._tables, self._known = tables, len(tables[0])
+        logits, likeliest = self._kernel.run(rows, *self._tables, greedy)
         return logits, likeliest
 
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shared.control_groups import cores_of_affinity, usable_cores
-from tgi_server.engine.errors import CannotConnect, PeerLost, UnsupportedModel
+from tgi_server.engine.errors import CannotConnect, EngineError, PeerLost, UnsupportedModel
 from tgi_server.engine.sharding.shared_memory import SharedMemory, share_memory
 
 logger = logging.getLogger(__name__)
@@ -99,6 +99,18 @@ class ShardGroup:
         """Raises RuntimeError once the group has been abandoned."""
         if self.fault is not None:
             raise RuntimeError(f"the shards are out of step: {self.fault}")
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Checks the group, and abandons it when a part of a step that all shards compute together fails."""
+        self.check()
+        try:
+            yield
+        except EngineError:
+            raise
+        except BaseException as error:
+            self.abandon(f"{type(error).__name__} in shard {self.rank}")
+            raise
 
 
 @contextmanager
