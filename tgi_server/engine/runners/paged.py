@@ -251,11 +251,12 @@ class PagedRunner(Runner):
         It is a recorded step, or on a CPU a kernel call, whose likeliest tokens are None where not all rows are greedy.
         """
         adapted = bool(self._batch.adapted(rows))
-        if self._step is not None and not adapted and not (greedy and greedy.mask):
-            return self._step.run(rows, self._batch.longest(rows), greedy=greedy is not None)
         graphs = self._recorded.adapted if adapted else self._recorded.decoding
-        outputs = graphs.run(rows) if graphs else None
-        return None if outputs is None else (outputs[0], outputs[1])
+        if graphs and (outputs := graphs.run(rows)) is not None:
+            return outputs[0], outputs[1]
+        if self._step is None or adapted or (greedy and greedy.mask):
+            return None
+        return self._step.run(rows, self._batch.longest(rows), greedy=greedy is not None)
 
     def _run(self, inputs: PassInput) -> Tensor:
         self._cache.metadata = inputs.metadata
