@@ -22,6 +22,7 @@ CUDA_SHARE = 0.95
 # The share that the KV cache takes of the RAM that is free after loading. The rest is left to activations and to other
 # processes.
 CPU_SHARE = 0.3
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of malloc.h
 
 
 def cache_bytes(
@@ -112,9 +113,6 @@ def large_memory_apart() -> Iterator[None]:
     finally:
         set_option(_MMAP_THRESHOLD, 32 << 20)  # the largest it would come to by itself
         set_option(_TRIM_THRESHOLD, 64 << 20)
-
-
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of malloc.h
 
 
 def forget_pages(tensors: Iterable[Tensor]) -> None:

@@ -3,13 +3,13 @@
 // nothing of Python there, so that a call from it takes ten times as long as in a loop of its own.
 
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/arange.h>
 #include <ATen/ops/empty.h>
 #include <torch/custom_class.h>
 #include <torch/library.h>
 
 #include <cstdint>
 #include <cstring>
-#include <numeric>
 #include <optional>
 #include <tuple>
 #include <utility>
@@ -135,17 +135,16 @@ class Decoder : public torch::CustomClassHolder {
 
 using DecoderPtr = c10::intrusive_ptr<Decoder>;
 
-// Rows of a table, [rows, size]: those at the indices, [count] int64, plus an offset.
-at::Tensor rows_of(const at::Tensor& table, const at::Tensor& indices, int64_t offset = 0) {
+// Rows of a table, [rows, size]: those at the indices, [count] int64.
+at::Tensor rows_of(const at::Tensor& table, const at::Tensor& indices) {
   TORCH_CHECK(table.is_contiguous() && indices.is_contiguous());
   const int64_t count = indices.numel(), bytes = table.size(1) * table.element_size();
   at::Tensor rows = at::empty({count, table.size(1)}, table.options());
   const int64_t* index = indices.const_data_ptr<int64_t>();
   for (int64_t i = 0; i < count; ++i) {
-    const int64_t row = index[i] + offset;
-    TORCH_CHECK_INDEX(0 <= row && row < table.size(0), "there is no row ", row, " of ", table.size(0));
+    TORCH_CHECK_INDEX(0 <= index[i] && index[i] < table.size(0), "there is no row ", index[i], " of ", table.size(0));
     std::memcpy(static_cast<char*>(rows.mutable_data_ptr()) + i * bytes,
-                static_cast<const char*>(table.const_data_ptr()) + row * bytes, bytes);
+                static_cast<const char*>(table.const_data_ptr()) + index[i] * bytes, bytes);
   }
   return rows;
 }
@@ -161,12 +160,12 @@ void add(at::Tensor& sums, const at::Tensor& others) {
 // A step in which rows decode: from each row's last token to its next one.
 class DecodingStep : public torch::CustomClassHolder {
  public:
-  // embedding: [vocab_size, hidden_size]; position_embedding: of models that learn it, [positions, hidden_size], with
-  // this offset. screen: as Linear::screened takes it, for at most so many rows; empty: all logits are computed.
-  DecodingStep(DecoderPtr decoder, at::Tensor embedding, MaybeTensor position_embedding, int64_t offset,
-               std::optional<NormPtr> norm, LinearPtr head, std::vector<at::Tensor> screen, int64_t screened_rows)
+  // embedding: [vocab_size, hidden_size]; position_embedding: of models that learn it, [positions, hidden_size]. screen:
+  // as Linear::screened takes it, for at most so many rows; empty: all logits are computed.
+  DecodingStep(DecoderPtr decoder, at::Tensor embedding, MaybeTensor position_embedding, std::optional<NormPtr> norm,
+               LinearPtr head, std::vector<at::Tensor> screen, int64_t screened_rows)
       : decoder_(std::move(decoder)), embedding_(std::move(embedding)),
-        position_embedding_(std::move(position_embedding)), offset_(offset), norm_(std::move(norm)),
+        position_embedding_(std::move(position_embedding)), norm_(std::move(norm)),
         head_(std::move(head)), screen_(std::move(screen)), screened_rows_(screened_rows) {}
 
   // Takes what steps read and write. tokens, positions: [most] int64, tables: [most, blocks] int32, of all rows; a step
@@ -174,8 +173,7 @@ class DecodingStep : public torch::CustomClassHolder {
   void attach(at::Tensor tokens, at::Tensor positions, at::Tensor tables, int64_t block_size,
               std::vector<at::Tensor> keys, std::vector<at::Tensor> values, std::vector<double> key_scales,
               std::vector<double> value_scales) {
-    starts_ = at::empty({tokens.size(0) + 1}, tables.options());
-    std::iota(starts_.mutable_data_ptr<int32_t>(), starts_.mutable_data_ptr<int32_t>() + starts_.numel(), 0);
+    starts_ = at::arange(tokens.size(0) + 1, tables.options());
     tokens_ = std::move(tokens), positions_ = std::move(positions), tables_ = std::move(tables);
     block_size_ = block_size;
     caches_ = caches_of(keys, values, key_scales, value_scales);
@@ -190,7 +188,7 @@ class DecodingStep : public torch::CustomClassHolder {
     const at::Tensor tables = tables_.narrow(0, 0, rows);
     const auto [slots, lengths] = decode_places(positions, tables, block_size_);
     at::Tensor hidden = rows_of(embedding_, tokens);
-    if (position_embedding_) add(hidden, rows_of(*position_embedding_, positions, offset_));
+    if (position_embedding_) add(hidden, rows_of(*position_embedding_, positions));
     MaybeTensor cosines, sines;
     if (cos) cosines = rows_of(*cos, positions), sines = rows_of(*sin, positions);
     hidden = decoder_->run(hidden, caches_, {slots, tables, lengths, starts_.narrow(0, 0, rows + 1), cosines, sines, {}});
@@ -209,7 +207,6 @@ class DecodingStep : public torch::CustomClassHolder {
   DecoderPtr decoder_;
   at::Tensor embedding_;
   MaybeTensor position_embedding_;
-  int64_t offset_;
   std::optional<NormPtr> norm_;
   LinearPtr head_;
   std::vector<at::Tensor> screen_;
@@ -246,7 +243,7 @@ TORCH_LIBRARY_FRAGMENT(oatmill, library) {
       .def("add_layer", &Decoder::add_layer)
       .def("forward", &Decoder::forward);
   library.class_<DecodingStep>("DecodingStep")
-      .def(torch::init<DecoderPtr, at::Tensor, MaybeTensor, int64_t, std::optional<NormPtr>, LinearPtr,
+      .def(torch::init<DecoderPtr, at::Tensor, MaybeTensor, std::optional<NormPtr>, LinearPtr,
                        std::vector<at::Tensor>, int64_t>())
       .def("attach", &DecodingStep::attach)
       .def("run", &DecodingStep::run);

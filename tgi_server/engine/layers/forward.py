@@ -40,8 +40,6 @@ class DecodingStep:
         self._kernel = kernel
         self._rotary = rotary
         self._like = like
-        self._tables: Sequence[Tensor | None] = (None, None)
-        self._known = 0  # positions that the tables have
 
     def run(self, rows: int, longest: int, *, greedy: bool) -> tuple[Tensor, Tensor | None] | None:
         """Returns the logits of the first rows, [rows, vocab_size], and if `greedy` the likeliest tokens, [rows] int64.
@@ -49,11 +47,12 @@ class DecodingStep:
         greedy: no more than that is needed of the logits, and the tokens are the next inputs of the rows. longest: at
         least the most tokens that any row has, this one included. None: the model's rotary positions are not fixed yet.
         """
-        if self._rotary is not None and longest > self._known:
-            if (tables := self._rotary.tables(self._like, longest)) is None:
-                return None
-            self._tables, self._known = tables, len(tables[0])
-        logits, likeliest = self._kernel.run(rows, *self._tables, greedy)
+        tables: Sequence[Tensor | None] | None = (None, None)
+        if self._rotary is not None:
+            tables = self._rotary.tables(self._like, longest)
+        if tables is None:
+            return None
+        logits, likeliest = self._kernel.run(rows, *tables, greedy)
         return logits, likeliest
 
 
@@ -123,8 +122,7 @@ class Forward(ABC):
         kernel = torch.classes.oatmill.DecodingStep(
             layers[0].kernel,
             embedded.weight,
-            None if places is None else places.weight,
-            0 if places is None else places.offset,
+            None if places is None else places.weight[places.offset :],
             None if self.norm is None else self.norm.kernel(),
             linear,
             screen,
@@ -144,10 +142,13 @@ class Forward(ABC):
 
 
 class _LlamaForward(Forward):
+    rotary: RotaryTable
+    norm: Norm
+
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(model)
-        self._rotary = self.rotary = RotaryTable(self._inside.rotary_emb)
-        self._norm = self.norm = Norm.of_rms_norm(self._inside.norm)
+        self.rotary = RotaryTable(self._inside.rotary_emb)
+        self.norm = Norm.of_rms_norm(self._inside.norm)
 
     @staticmethod
     def inside(model: Any) -> Any:
@@ -155,10 +156,10 @@ class _LlamaForward(Forward):
 
     def _before(self, tokens: Tensor, positions: Tensor, length: int) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         hidden = self._inside.embed_tokens(tokens)
-        return hidden, self._rotary(hidden, positions, length)
+        return hidden, self.rotary(hidden, positions, length)
 
     def _after(self, hidden: Tensor) -> Tensor:
-        return self._norm(hidden)
+        return self.norm(hidden)
 
 
 class _OptForward(Forward):
