@@ -242,13 +242,6 @@ class Engine:
             if fallback not in self._runner.fallbacks:
                 self._runner.fallbacks.append(fallback)
 
-    def reserve(self, seconds: float) -> bool:
-        """Takes memory that may soon be needed, for about `seconds`; for times when there is nothing else to do.
-
-        Returns True if more could be taken.
-        """
-        return self._capacity is not None and self._runner.reserve(seconds)
-
     @torch.inference_mode()
     def check_device(self) -> None:
         """Computes something small. Raises RuntimeError for a poisoned device, and for shards that are out of step."""

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock, Thread
 
 import psutil
 import torch
@@ -171,29 +172,63 @@ class PageReserve:
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._tensors = tensors
-        self._taken = 0  # bytes of each tensor
-        self._next = 0  # of the tensors
+        most = max((tensor.nbytes for tensor in tensors), default=0)
+        self._pieces = [(first, tensor) for first in range(0, most, _PIECE_BYTES) for tensor in tensors]
+        self._next = 0
+        self._ahead = 0  # bytes of each tensor
+        self._works_ahead = False
+        self._lock = Lock()
 
-    def take(self, limit: int, seconds: float) -> bool:
-        """Goes on until the first `limit` bytes of each tensor are taken, or `seconds` are over.
+    def take(self, limit: int, seconds: float = math.inf) -> None:
+        """Takes the first `limit` bytes of each tensor, or as much as it can in `seconds`.
 
-        Returns True if some of them are left. Takes a whole piece at least once; a piece is 2 MiB of a tensor.
+        As many threads as torch has do so: a host takes its time for each of them alone. Each takes a piece at least,
+        which is 2 MiB of a tensor.
         """
+        if self._is_taken(limit):
+            return
         deadline = time.monotonic() + seconds
-        limit = min(limit, max((tensor.nbytes for tensor in self._tensors), default=0))
-        while self._taken < limit:
-            tensor = self._tensors[self._next]
-            length = min(_PIECE_BYTES, tensor.nbytes - self._taken)
-            if length > 0 and not _take_pages(tensor.data_ptr() + self._taken, length):
+
+        def work() -> None:
+            while self._take_piece(limit) and time.monotonic() < deadline:
+                pass
+
+        helpers = [Thread(target=work) for _ in range(torch.get_num_threads() - 1)]
+        for helper in helpers:
+            helper.start()
+        work()
+        for helper in helpers:
+            helper.join()
+
+    def take_ahead(self, limit: int) -> None:
+        """Has a thread take the first `limit` bytes of each tensor, beside whatever else is done."""
+        with self._lock:
+            self._ahead = limit
+            if self._works_ahead or self._is_taken(limit):
+                return
+            self._works_ahead = True
+        Thread(target=self._work_ahead, name="pages", daemon=True).start()
+
+    def _work_ahead(self) -> None:
+        while self._works_ahead:
+            if not self._take_piece(self._ahead):
+                with self._lock:
+                    self._works_ahead = not self._is_taken(self._ahead)
+
+    def _is_taken(self, limit: int) -> bool:
+        return self._next == len(self._pieces) or self._pieces[self._next][0] >= limit
+
+    def _take_piece(self, limit: int) -> bool:
+        """Returns False if there was none left."""
+        with self._lock:
+            if self._is_taken(limit):
                 return False
+            first, tensor = self._pieces[self._next]
             self._next += 1
-            if self._next == len(self._tensors):
-                self._next = 0
-                self._taken += _PIECE_BYTES
-            if time.monotonic() >= deadline:
-                break
-        return self._taken < limit
+        length = min(_PIECE_BYTES, tensor.nbytes - first)
+        if length > 0 and not _take_pages(tensor.data_ptr() + first, length):
+            self._next = len(self._pieces)
+        return True
 
 
 _PIECE_BYTES = 2 << 20

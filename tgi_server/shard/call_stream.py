@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator
 
 from shared.stubs import generate_pb2 as pb
 from tgi_server.engine import Engine, Step
@@ -10,31 +10,9 @@ from tgi_server.engine.errors import InvalidCall
 from tgi_server.shard import conversion
 from tgi_server.shard.tracing import RequestSpans
 
-_IDLE_SECONDS = 0.02
-_AT_ONCE_SECONDS = 0.001
-
 # A call that was started: a step that has yet to be collected, an answer, or the error of the call. None: the last
 # call was the one before.
 Started = Step | pb.Answer | Exception | None
-
-
-class IdleTime:
-    """Spends idle time on work that is done in small pieces. A call that comes meanwhile waits for one piece."""
-
-    def __init__(self, work: Callable[[float], bool]) -> None:
-        """work: works for the number of seconds that it is given, and returns True if there is more to do."""
-        self._work = work
-        self._next: asyncio.Handle | None = None
-
-    def begins(self) -> None:
-        """Waits a moment for the next call, then begins to work. Must be called after every call, on the event loop."""
-        if self._next is not None:
-            self._next.cancel()
-        self._next = asyncio.get_running_loop().call_later(_IDLE_SECONDS, self._go_on)
-
-    def _go_on(self) -> None:
-        more = self._work(_AT_ONCE_SECONDS)
-        self._next = asyncio.get_running_loop().call_soon(self._go_on) if more else None
 
 
 class CallStream:
@@ -44,13 +22,12 @@ class CallStream:
     started is done.
     """
 
-    def __init__(self, engine: Engine, spans: RequestSpans | None, idle: IdleTime, *, alone: bool = True) -> None:
+    def __init__(self, engine: Engine, spans: RequestSpans | None, *, alone: bool = True) -> None:
         """spans: of the requests, when somebody collects them. alone: no other shard computes the same steps.
 
         A shard that is alone forgets sequences as soon as they have ended.
         """
         self._engine = engine
-        self._idle = idle
         self._spans = spans
         self._started: asyncio.Queue[Started] = asyncio.Queue()
         self._ended = False
@@ -84,7 +61,6 @@ class CallStream:
             async for call in calls:
                 if not self._ended:
                     self._started.put_nowait(self._start(call))
-                    self._idle.begins()
             self._started.put_nowait(None)
         except Exception as error:
             self._started.put_nowait(error)

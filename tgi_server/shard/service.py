@@ -25,7 +25,7 @@ from tgi_server.engine.errors import (
     UnsupportedModel,
 )
 from tgi_server.shard import conversion
-from tgi_server.shard.call_stream import CallStream, IdleTime
+from tgi_server.shard.call_stream import CallStream
 from tgi_server.shard.grammar_queue import GrammarQueue
 from tgi_server.shard.tracing import RequestSpans
 
@@ -69,7 +69,6 @@ class TextGenerationService(TextGenerationServiceServicer):
         self._running: CallStream | None = None
         # Reads adapters beside the steps, in one thread of torch's: more would take the cores from those of the steps.
         self._reader = ThreadPoolExecutor(1, "adapters", initializer=partial(torch.set_num_threads, 1))
-        self._idle = IdleTime(engine.reserve)
 
     async def Info(self, request: pb.InfoRequest, context: grpc.aio.ServicerContext) -> pb.InfoResponse:
         return self._info
@@ -97,7 +96,6 @@ class TextGenerationService(TextGenerationServiceServicer):
             )
         if self._grammars is not None:
             self._grammars.start()
-        self._idle.begins()
         response = conversion.capacity(capacity, self._engine.fallbacks)
         self._info.limits.CopyFrom(request)
         self._info.capacity.CopyFrom(response)
@@ -122,7 +120,7 @@ class TextGenerationService(TextGenerationServiceServicer):
     async def Run(self, calls: AsyncIterator[pb.Call], context: grpc.aio.ServicerContext) -> AsyncIterator[pb.Answer]:
         """Runs the calls of one stream. A stream that is opened ends the one before it."""
         self.end_run("another stream has taken this one's place")
-        self._running = running = CallStream(self._engine, self._spans, self._idle, alone=len(self._places) == 1)
+        self._running = running = CallStream(self._engine, self._spans, alone=len(self._places) == 1)
         try:
             async with aclosing(running.answers(calls)) as answers:
                 async for answer in answers:

@@ -1,8 +1,7 @@
 """Memory that is taken from the system before it is needed."""
 
-import ctypes
-import mmap
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -11,7 +10,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from tests.unit.engine.own_memory import own_bytes
+from tests.unit.engine.own_memory import own_bytes, resident
 from tgi_server.engine import memory
 from tgi_server.engine.memory import PageReserve, cache_bytes, forget_pages, large_memory_apart, mapped, read_once
 
@@ -20,18 +19,10 @@ MIB = 1 << 20
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="asks Linux")
 
 
-def resident(tensor: torch.Tensor) -> int:
-    """Bytes of the tensor, from its beginning, for which there are pages."""
-    pages = (ctypes.c_ubyte * -(-tensor.nbytes // mmap.PAGESIZE))()
-    libc = ctypes.CDLL(None)
-    assert libc.mincore(ctypes.c_void_p(tensor.data_ptr()), ctypes.c_size_t(tensor.nbytes), pages) == 0
-    return sum(page & 1 for page in pages) * mmap.PAGESIZE
-
-
 def test_the_first_bytes_of_each_tensor_are_taken_and_no_more() -> None:
     tensors = [mapped((64 * MIB,), torch.int8) for _ in range(2)] + [mapped((MIB,), torch.int8)]
     assert [resident(tensor) for tensor in tensors] == [0, 0, 0]
-    assert not PageReserve(tensors).take(16 * MIB, seconds=60)
+    PageReserve(tensors).take(16 * MIB)
     assert [resident(tensor) for tensor in tensors] == [16 * MIB, 16 * MIB, MIB]
     assert not any(tensor.any() for tensor in tensors)
 
@@ -80,15 +71,39 @@ def test_memory_that_adapters_will_need_is_left_alone(monkeypatch: pytest.Monkey
     assert cache_bytes(cpu, 1.0, 5_000, 2, reserved=9_000) == 2_500
 
 
-def test_taking_pages_goes_on_where_the_time_was_over() -> None:
+def test_taking_pages_goes_on_where_the_time_was_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     tensors = [mapped((8 * MIB,), torch.int8) for _ in range(2)]
     reserve = PageReserve(tensors)
-    assert reserve.take(6 * MIB, seconds=-1)
+    reserve.take(6 * MIB, seconds=-1)
     assert [resident(tensor) for tensor in tensors] == [2 * MIB, 0]
-    assert reserve.take(6 * MIB, seconds=-1)
+    reserve.take(6 * MIB, seconds=-1)
     assert [resident(tensor) for tensor in tensors] == [2 * MIB, 2 * MIB]
-    assert not reserve.take(6 * MIB, seconds=60)
-    assert not reserve.take(6 * MIB, seconds=60)
-    assert [resident(tensor) for tensor in tensors] == [6 * MIB, 6 * MIB]
-    assert not reserve.take(100 * MIB, seconds=60)
+    for _ in range(2):
+        reserve.take(6 * MIB)
+        assert [resident(tensor) for tensor in tensors] == [6 * MIB, 6 * MIB]
+    reserve.take(100 * MIB)
     assert [resident(tensor) for tensor in tensors] == [8 * MIB, 8 * MIB]
+
+
+def test_each_thread_takes_pages_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    tensors = [mapped((8 * MIB,), torch.int8) for _ in range(3)]
+    PageReserve(tensors).take(6 * MIB, seconds=-1)
+    assert [resident(tensor) for tensor in tensors] == [2 * MIB, 2 * MIB, 0]
+
+
+def test_pages_are_taken_ahead_beside_what_else_is_done() -> None:
+    tensors = [mapped((size * MIB,), torch.int8) for size in (8, 4)]
+    reserve = PageReserve(tensors)
+
+    def take_ahead(limit: int, *taken: int) -> None:
+        reserve.take_ahead(limit * MIB)
+        deadline = time.monotonic() + 20
+        while [resident(tensor) for tensor in tensors] != [each * MIB for each in taken]:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+    take_ahead(4, 4, 4)
+    take_ahead(2, 4, 4)
+    take_ahead(100, 8, 4)

@@ -1,6 +1,5 @@
 """The stream of calls to a shard, over gRPC, before a real engine with the bundled model."""
 
-import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ from shared.stubs import generate_pb2 as pb
 from shared.stubs.generate_pb2_grpc import TextGenerationServiceStub, add_TextGenerationServiceServicer_to_server
 from tgi_server import demo_model
 from tgi_server.engine import Engine, EngineConfig
-from tgi_server.shard.call_stream import IdleTime
 from tgi_server.shard.service import Place, TextGenerationService
 
 PROMPT = [1, 40, 77, 300]
@@ -109,49 +107,3 @@ async def test_a_router_that_leaves_leaves_nothing_behind(stub, engine) -> None:
     await stream.done_writing()
     assert await stream.read() is grpc.aio.EOF
     assert engine.batch is None
-
-
-class Work:
-    """Work in so many pieces, each of which leaves the event loop to others."""
-
-    def __init__(self, pieces: int) -> None:
-        self.left = pieces
-        self.begun = asyncio.Event()
-        self.done = asyncio.Event()
-
-    def __call__(self, seconds: float) -> bool:
-        assert seconds > 0
-        assert self.left > 0, "called although there was nothing left to do"
-        self.left -= 1
-        self.begun.set()
-        if not self.left:
-            self.done.set()
-        return self.left > 0
-
-
-async def test_idle_time_is_used_until_nothing_is_left_to_do() -> None:
-    work = Work(3)
-    idle = IdleTime(work)
-    idle.begins()
-    async with asyncio.timeout(10):
-        await work.done.wait()
-    await asyncio.sleep(0.1)
-    work.left = 1
-    work.done.clear()
-    idle.begins()
-    async with asyncio.timeout(10):
-        await work.done.wait()
-
-
-async def test_a_call_ends_it_and_is_not_followed_by_work_at_once() -> None:
-    work = Work(10**9)
-    idle = IdleTime(work)
-    idle.begins()
-    await work.begun.wait()
-    idle.begins()
-    left = work.left
-    for _ in range(5):
-        await asyncio.sleep(0)
-    assert work.left == left
-    work.begun.clear()
-    await work.begun.wait()

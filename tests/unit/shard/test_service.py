@@ -79,9 +79,6 @@ class Engine:
         if self.poisoned:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    def reserve(self, seconds: float) -> bool:
-        return False
-
     def clear(self, batch_id: int | None = None) -> None:
         pass
 

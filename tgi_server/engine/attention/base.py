@@ -1,5 +1,6 @@
 """The interface of attention backends, and the metadata that a forward pass hands them."""
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
@@ -160,12 +161,12 @@ class AttentionBackend(ABC):
     def allocate(self, num_blocks: int) -> None:
         """Makes room for blocks 0 .. num_blocks - 1, forgetting what was there."""
 
-    def reserve(self, blocks: int, seconds: float) -> bool:
-        """Takes memory for the first `blocks` blocks, which will be needed soon, for about `seconds`.
+    def reserve(self, blocks: int, ahead: int, seconds: float = math.inf) -> None:  # noqa: B027
+        """Takes memory for the first `blocks` blocks, which are needed now, but for no more than about `seconds`.
 
-        Returns True if some of it is not taken yet. Backends that take all memory in `allocate` return False.
+        That of `ahead` blocks behind them is taken beside whatever comes next. Backends that take all memory in
+        `allocate` have nothing to do.
         """
-        return False
 
     @abstractmethod
     def write(self, layer: int, key: Tensor, value: Tensor, metadata: ForwardMetadata) -> None:

@@ -1,5 +1,7 @@
 """Attention on a CPU by the engine's own kernel: nothing is copied out of the cache, and no loop runs in Python."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -43,9 +45,10 @@ class CpuAttention(AttentionBackend):
         self.value_scales = [each.values for each in scales]
         self._pages = PageReserve([*self.keys, *self.values])
 
-    def reserve(self, blocks: int, seconds: float) -> bool:
+    def reserve(self, blocks: int, ahead: int, seconds: float = math.inf) -> None:
         block_bytes = max(cache[0].nbytes for cache in self.keys)
-        return self._pages.take(blocks * block_bytes, seconds)
+        self._pages.take(blocks * block_bytes, seconds)
+        self._pages.take_ahead((blocks + ahead) * block_bytes)
 
     def write(self, layer: int, key: Tensor, value: Tensor, metadata: ForwardMetadata) -> None:
         torch.ops.oatmill.write_kv(

@@ -104,13 +104,6 @@ class Runner(ABC):
         sample: samples from the logits of the largest batch, on devices whose memory has to last for that, too.
         """
 
-    def reserve(self, seconds: float) -> bool:
-        """Spends about `seconds` on taking memory that requests may need, always the same amount ahead of those so far.
-
-        Returns True if more of it could be taken.
-        """
-        return False
-
     @abstractmethod
     def forward(self, decoding: int, chunks: list[PromptChunk], greedy: GreedyOnly | None = None) -> Tensor:
         """Runs one pass: rows 0 .. decoding - 1 advance by a token, and the chunks are computed.

@@ -121,7 +121,7 @@ class PagedRunner(Runner):
         self._allocate(max_batch_size, num_blocks, total)
         token_bytes = self.bytes_per_token + self.companion_bytes
         self._reserved = min(_RESERVED_TOKENS, _RESERVED_WEIGHTS * self._weight_bytes // token_bytes) // size
-        self.reserve(_RESERVE_SECONDS)
+        self._backend.reserve(min(num_blocks, self._reserved) + 1, 0, _RESERVE_SECONDS)
         self._rope.fix(total)
         self._record(most)
         return CacheCapacity(
@@ -157,9 +157,6 @@ class PagedRunner(Runner):
         self._allocate(capacity.max_batch_size, capacity.num_blocks, capacity.max_total_tokens)
         self._rope.fix(capacity.max_total_tokens)
         self._record()
-
-    def reserve(self, seconds: float) -> bool:
-        return self._backend.reserve(min(self._batch.num_blocks, self._highest_block + self._reserved) + 1, seconds)
 
     def forward(self, decoding: int, chunks: list[PromptChunk], greedy: GreedyOnly | None = None) -> Tensor:
         batch = self._batch
@@ -243,7 +240,9 @@ class PagedRunner(Runner):
                 f"request {sequence.request_id} was given block {min(blocks) if min(blocks) < 1 else highest}; "
                 f"blocks go from 1 to {self._batch.num_blocks}"
             )
-        self._highest_block = max(self._highest_block, highest)
+        if highest > self._highest_block:
+            self._highest_block = highest
+            self._backend.reserve(highest + 1, self._reserved)
 
     def _decode_in_one(self, rows: int, greedy: GreedyOnly | None) -> tuple[Tensor, Tensor | None] | None:
         """Returns logits and the likeliest tokens, which are the next inputs; None if no step in one call fits.

@@ -1,12 +1,14 @@
 """The choice of kernels from made-up times, from real ones, and by name."""
 
 import logging
+import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tests.unit.engine.sharding.test_checkpoint import own_bytes
 from tgi_server.engine.errors import UnsupportedModel
@@ -113,6 +115,26 @@ def test_trials_run_on_threads_that_busy_cores_do_not_hold_up(cache) -> None:
     assert own
     assert all(own)
     assert not torch.ops.oatmill.use_own_threads(before)
+
+
+def test_threads_that_keep_the_cores_busy_behind_one_kernel_do_not_decide_about_another(cache) -> None:
+    busy_until = 0.0
+
+    def make(outputs: int, inputs: int, table: KernelTable) -> Callable[[Tensor], None]:
+        def multiply(x: Tensor) -> None:
+            nonlocal busy_until
+            time.sleep(0.004 if time.perf_counter() < busy_until else 0.001)
+            if table.onednn:
+                busy_until = time.perf_counter() + 0.01
+
+        return multiply
+
+    weights = replace(float_weights(torch.float32), make=make)
+    alone = {"fma": (weights, "fma")}
+    quiet = choice.measure({64: 96}, alone, (1, 4))
+    beside = choice.measure({64: 96}, {**alone, "onednn": (weights, "onednn")}, (1, 4))
+    for rows in (1, 4):
+        assert beside["fma"][rows] < 2 * quiet["fma"][rows]
 
 
 def test_a_trial_that_fails_gives_the_threads_back(cache) -> None:

@@ -1,11 +1,13 @@
 """The memory of the paged path."""
 
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.tiny_models import make
+from tests.unit.engine.own_memory import resident
 from tgi_server import demo_model
 from tgi_server.contract import StoppingParameters
 from tgi_server.engine import Engine, EngineConfig, RunningSequence
@@ -16,15 +18,21 @@ from tgi_server.engine.runners.probe import LogitsProbe, probe_kv_shape
 from tgi_server.engine.weights import load_model
 
 
-def test_memory_is_taken_ahead_of_the_blocks_in_use() -> None:
+def test_memory_is_taken_ahead_of_the_blocks_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paged, "_RESERVED_TOKENS", 2048)
     engine = Engine(EngineConfig(demo_model.PATH, dtype=torch.float32))
-    assert not engine.reserve(60)
     engine.warm_up(max_batch_size=64, max_prefill_tokens=64, max_total_tokens=2048)
-    assert not engine.reserve(60)
-    sequence = RunningSequence(1, [1, 2], StoppingParameters(4), blocks=[800])
+    backend = engine._runner._backend  # type: ignore[attr-defined]
+    keys = backend.keys[-1]
+    ahead, piece = 2048 // backend.block_size * keys[0].nbytes, 2 << 20
+    assert ahead <= resident(keys) < ahead + 2 * piece
+    block = 4 * 2048 // backend.block_size
+    sequence = RunningSequence(1, [1, 2], StoppingParameters(4), blocks=[block])
     engine.step(1, [sequence], [(1, 2)]).collect()
-    assert engine.reserve(0)
-    assert not engine.reserve(60)
+    deadline = time.monotonic() + 20
+    while resident(keys) < (block + 1) * keys[0].nbytes + ahead:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 class Failing(GatherAttention):

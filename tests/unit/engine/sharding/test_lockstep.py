@@ -24,7 +24,7 @@ from tgi_server import demo_model
 from tgi_server.engine import Engine, EngineConfig, Step
 from tgi_server.engine.batch import RunningBatch
 from tgi_server.engine.sharding import ShardGroup
-from tgi_server.shard.call_stream import CallStream, IdleTime
+from tgi_server.shard.call_stream import CallStream
 
 # Sequences of a script.
 MOST = 24
@@ -114,7 +114,7 @@ async def run(
         patch.object(engine, "info", replace(engine.info, device_type="cuda")),
         patch.object(Step, "synchronize", wait),
     ):
-        stream = CallStream(engine, None, IdleTime(lambda _: False), alone=alone)
+        stream = CallStream(engine, None, alone=alone)
         async for answer in stream.answers(incoming()):
             received[len(answers)].set()
             answers.append(answer)
