@@ -1,6 +1,8 @@
 """The screened LM head against the same head computed whole."""
 
+import multiprocessing
 import sys
+from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 import torch
@@ -112,13 +114,22 @@ def test_a_screened_head_leaves_the_weight_that_embeddings_share_with_it(dtype) 
     assert torch.equal(weight, before)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux")
-def test_a_head_takes_no_more_memory_while_it_is_made_than_afterwards() -> None:
-    weight = torch.randn(32_000, 768).bfloat16()
-    kept = weight.nbytes + weight.numel()  # as it was, and in 8 bits
+def bytes_of_a_head(weight_rows: int, size: int) -> int:
+    """Returns the most bytes that there were more than before while a head was made."""
+    load_kernels()
+    weight = torch.randn(weight_rows, size).bfloat16()
     with large_memory_apart():
-        ScreenedHead(weight[:8_000])  # which brings along what any head does
+        ScreenedHead(weight[: weight_rows // 4])  # which brings along what any head does
         before, peak = own_bytes(), Peak()
         with peak.watching():
             ScreenedHead(weight)
-    assert peak.bytes - before < 1.15 * kept
+    return peak.bytes - before
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux")
+def test_a_head_takes_no_more_memory_while_it_is_made_than_afterwards() -> None:
+    # In a process of its own, as a shard is: among what other tests have freed the C library places memory differently.
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as processes:
+        peak = processes.submit(bytes_of_a_head, 32_000, 768).result()
+    kept = 32_000 * 768 * (2 + 1)  # in bfloat16, and in 8 bits
+    assert peak < 1.15 * kept
