@@ -35,11 +35,11 @@ from tgi_server.engine.sharding import ShardGroup
 logger = logging.getLogger(__name__)
 
 # Tokens for whose keys and values memory is taken before they come.
-_RESERVED_TOKENS = 1 << 15
+_RESERVED_TOKENS = 1 << 17
 # No more memory is reserved than the weights take, times this: a small model shall stay small.
-_RESERVED_WEIGHTS = 4
+_RESERVED_WEIGHTS = 16
 # Seconds that the start spends on reserving memory.
-_RESERVE_SECONDS = 1.0
+_RESERVE_SECONDS = 5.0
 
 
 class PagedRunner(Runner):

@@ -58,8 +58,8 @@ def test_the_few_do_not_make_a_crowd_wait() -> None:
     pace = _used(PromptPace(100_000, 16), CPU, 1, 40)
     alone, few, half, most = (pace.tokens_beside(*each) for each in ((1, 1), (1, 40), (20, 40), (39, 40)))
     assert alone < most < half < few
-    assert CPU(39, most) <= 3 * CPU(40, 0) * 40 / 39
-    assert CPU(20, half) <= 6 * CPU(40, 0)
+    assert CPU(39, most) <= 3 * CPU(40, 0) * (40 / 39) ** 2
+    assert CPU(20, half) <= 12 * CPU(40, 0)
     assert CPU(1, few) <= 16 * 3 * CPU(40, 0)
 
 
@@ -126,7 +126,7 @@ def _gaps_while_a_prompt_is_computed(machine: Machine, pace: PromptPace) -> list
 def test_replies_keep_their_pace_while_long_prompts_are_computed(target_s: float | None) -> None:
     gaps = _gaps_while_a_prompt_is_computed(CPU, PromptPace(4096, 16, target_s))
     # A step of unmeasured cost comes first, and has been sent twice before it is measured.
-    assert sum(gap > (target_s or 3 * CPU(4, 0) * 4 / 3) for gap in gaps) <= 2
+    assert sum(gap > (target_s or 3 * CPU(4, 0) * (4 / 3) ** 2) for gap in gaps) <= 2
     assert max(gaps) > 0.25
 
 
