@@ -113,7 +113,7 @@ def large_memory_apart() -> Iterator[None]:
         yield
     finally:
         set_option(_MMAP_THRESHOLD, 32 << 20)  # the largest it would come to by itself
-        set_option(_TRIM_THRESHOLD, 64 << 20)
+        set_option(_TRIM_THRESHOLD, 256 << 20)
 
 
 def forget_pages(tensors: Iterable[Tensor]) -> None:

@@ -34,8 +34,8 @@ from tgi_server.engine.sharding import ShardGroup
 
 logger = logging.getLogger(__name__)
 
-# Tokens for whose keys and values memory is taken before they come.
-_RESERVED_TOKENS = 1 << 17
+# Tokens for whose keys and values memory is taken at the start, and beyond those that have come.
+_RESERVED_TOKENS, _TOKENS_AHEAD = 1 << 17, 1 << 14
 # No more memory is reserved than the weights take, times this: a small model shall stay small.
 _RESERVED_WEIGHTS = 16
 # Seconds that the start spends on reserving memory.
@@ -80,7 +80,7 @@ class PagedRunner(Runner):
         self._graph_sizes = graph_sizes
         self._weight_bytes = weight_bytes
         self._highest_block = 0  # that a sequence has had
-        self._reserved = 0  # blocks whose memory is taken before they are needed
+        self._blocks_ahead = 0  # whose memory is taken before they are needed
         self._recorded = RecordedSteps()
         self._step: DecodingStep | None = None
         self._unrecordable: dict[str, str] = {}  # why steps have not been recorded, by what they are
@@ -120,8 +120,9 @@ class PagedRunner(Runner):
         total = min(limit, num_blocks * size)
         self._allocate(max_batch_size, num_blocks, total)
         token_bytes = self.bytes_per_token + self.companion_bytes
-        self._reserved = min(_RESERVED_TOKENS, _RESERVED_WEIGHTS * self._weight_bytes // token_bytes) // size
-        self._backend.reserve(min(num_blocks, self._reserved) + 1, 0, _RESERVE_SECONDS)
+        reserved = min(_RESERVED_TOKENS, _RESERVED_WEIGHTS * self._weight_bytes // token_bytes) // size
+        self._blocks_ahead = min(reserved, _TOKENS_AHEAD // size)
+        self._backend.reserve(min(num_blocks, reserved) + 1, 0, _RESERVE_SECONDS)
         self._rope.fix(total)
         self._record(most)
         return CacheCapacity(
@@ -242,7 +243,7 @@ class PagedRunner(Runner):
             )
         if highest > self._highest_block:
             self._highest_block = highest
-            self._backend.reserve(highest + 1, self._reserved)
+            self._backend.reserve(highest + 1, self._blocks_ahead)
 
     def _decode_in_one(self, rows: int, greedy: GreedyOnly | None) -> tuple[Tensor, Tensor | None] | None:
         """Returns logits and the likeliest tokens, which are the next inputs; None if no step in one call fits.
