@@ -1,10 +1,12 @@
 // All decoder layers of a model in one call: a step of one token has a few hundred kernels, each of which would
-// otherwise wait for Python. And a whole decoding step in one call: the weights that went through the caches have left
-// nothing of Python there, so that a call from it takes ten times as long as in a loop of its own.
+// otherwise wait for Python. And a whole model in one call: the weights that went through the caches have left nothing of
+// Python there, so that a call from it takes ten times as long as in a loop of its own.
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/index_select.h>
+#include <ATen/ops/tensor.h>
 #include <torch/custom_class.h>
 #include <torch/library.h>
 
@@ -16,6 +18,8 @@
 #include <vector>
 
 #include "dtypes.h"
+#include "lanes.h"
+#include "linear.h"
 #include "linear_layer.h"
 #include "ops.h"
 #include "parallel.h"
@@ -59,6 +63,25 @@ struct Places {
   MaybeTensor cos, sin, adapters;
 };
 
+// What attention needs to know of a pass when it computes only some tokens: the last ones of each sequence, if any.
+// wanted: [rows] int64, their indices, in order.
+Places of_last_tokens(const Places& places, const at::Tensor& wanted) {
+  const int64_t* index = wanted.const_data_ptr<int64_t>();
+  const int32_t* starts = places.query_starts.const_data_ptr<int32_t>();
+  std::vector<int64_t> sequences;
+  std::vector<int32_t> ends{0};
+  int32_t next = 0;
+  for (int64_t s = 0; s < places.kv_lengths.size(0); ++s) {
+    while (next < wanted.numel() && index[next] < starts[s + 1]) ++next;
+    if (next == ends.back()) continue;
+    sequences.push_back(s);
+    ends.push_back(next);
+  }
+  const at::Tensor kept = at::tensor(sequences, wanted.options());
+  return {places.slots, places.tables.index_select(0, kept), places.kv_lengths.index_select(0, kept),
+          at::tensor(ends, places.query_starts.options()), {}, {}, {}};
+}
+
 // A layer's KV blocks, and what their numbers are multiplied by.
 struct Cache {
   at::Tensor keys, values;
@@ -86,24 +109,31 @@ class Decoder : public torch::CustomClassHolder {
                        std::move(up), std::move(down), scaling, window, softcap});
   }
 
-  // hidden: [tokens, hidden_size], as is the result. keys, values: the cache of each layer, with its scales. cos, sin:
-  // [tokens, rotated] where positions are rotary. adapters: as Linear::adapted takes them. The others as in
-  // paged_attention and write_kv.
+  // hidden: [tokens, hidden_size]. keys, values: the cache of each layer, with its scales. cos, sin: [tokens, rotated]
+  // where positions are rotary. adapters: as Linear::adapted takes them. wanted: [rows] int64, the tokens of which the
+  // output is wanted, as of_last_tokens takes them, of a pass without adapters; none: all. The others as in
+  // paged_attention and write_kv. Returns [rows, hidden_size].
   at::Tensor forward(const at::Tensor& hidden, std::vector<at::Tensor> keys, std::vector<at::Tensor> values,
                      std::vector<double> key_scales, std::vector<double> value_scales, const at::Tensor& slots,
                      const at::Tensor& tables, const at::Tensor& kv_lengths, const at::Tensor& query_starts,
-                     const MaybeTensor& cos, const MaybeTensor& sin, const MaybeTensor& adapters) const {
+                     const MaybeTensor& cos, const MaybeTensor& sin, const MaybeTensor& adapters,
+                     const MaybeTensor& wanted) const {
     return run(hidden, caches_of(keys, values, key_scales, value_scales),
-               {slots, tables, kv_lengths, query_starts, cos, sin, adapters});
+               {slots, tables, kv_lengths, query_starts, cos, sin, adapters}, wanted);
   }
 
-  at::Tensor run(const at::Tensor& hidden, const std::vector<Cache>& caches, const Places& places) const {
+  // Of the tokens that are not wanted, the last layer leaves keys and values in the cache, and no more.
+  at::Tensor run(const at::Tensor& hidden, const std::vector<Cache>& caches, const Places& places,
+                 const MaybeTensor& wanted = {}) const {
     TORCH_CHECK(caches.size() == layers_.size(), "each layer needs its cache");
+    TORCH_CHECK(!wanted || !places.adapters, "with adapters all tokens are wanted");
     own_threads = true;
     at::Tensor residual = hidden;
     for (size_t i = 0; i < layers_.size(); ++i) {
       const Layer& layer = layers_[i];
-      const at::Tensor attended = attend(layer, (*layer.attention_norm)(residual), places, caches[i]);
+      const MaybeTensor chosen = i + 1 == layers_.size() ? wanted : MaybeTensor{};
+      const at::Tensor attended = attend(layer, (*layer.attention_norm)(residual), places, caches[i], chosen);
+      if (chosen) residual = residual.index_select(0, *chosen);
       residual = layer.output->adapted(attended, places.adapters, false, residual);
       const at::Tensor normed = (*layer.feed_forward_norm)(residual);
       const at::Tensor up = layer.up->adapted(normed, places.adapters, !gated_);
@@ -113,7 +143,8 @@ class Decoder : public torch::CustomClassHolder {
   }
 
  private:
-  at::Tensor attend(const Layer& layer, const at::Tensor& x, const Places& places, Cache cache) const {
+  at::Tensor attend(const Layer& layer, const at::Tensor& x, const Places& places, Cache cache,
+                    const MaybeTensor& wanted) const {
     const at::Tensor joined = layer.qkv->adapted(x, places.adapters).view({x.size(0), heads_ + 2 * kv_heads_, head_dim_});
     at::Tensor query = joined.narrow(1, 0, heads_);
     const at::Tensor key = joined.narrow(1, heads_, kv_heads_);
@@ -123,9 +154,12 @@ class Decoder : public torch::CustomClassHolder {
                        cache.key_scale, cache.value_scale);
     else
       write_kv(key, value, cache.keys, cache.values, places.slots, cache.key_scale, cache.value_scale);
-    return paged_attention(query, cache.keys, cache.values, places.tables, places.kv_lengths, places.query_starts,
-                           layer.scaling, layer.window, layer.softcap, {}, false, cache.key_scale, cache.value_scale)
-        .view({x.size(0), heads_ * head_dim_});
+    if (wanted) query = query.index_select(0, *wanted);
+    const Places attending = wanted ? of_last_tokens(places, *wanted) : places;
+    return paged_attention(query, cache.keys, cache.values, attending.tables, attending.kv_lengths,
+                           attending.query_starts, layer.scaling, layer.window, layer.softcap, {}, false,
+                           cache.key_scale, cache.value_scale)
+        .view({query.size(0), heads_ * head_dim_});
   }
 
   int64_t heads_, kv_heads_, head_dim_;
@@ -141,11 +175,13 @@ at::Tensor rows_of(const at::Tensor& table, const at::Tensor& indices) {
   const int64_t count = indices.numel(), bytes = table.size(1) * table.element_size();
   at::Tensor rows = at::empty({count, table.size(1)}, table.options());
   const int64_t* index = indices.const_data_ptr<int64_t>();
-  for (int64_t i = 0; i < count; ++i) {
+  for (int64_t i = 0; i < count; ++i)
     TORCH_CHECK_INDEX(0 <= index[i] && index[i] < table.size(0), "there is no row ", index[i], " of ", table.size(0));
-    std::memcpy(static_cast<char*>(rows.mutable_data_ptr()) + i * bytes,
-                static_cast<const char*>(table.const_data_ptr()) + index[i] * bytes, bytes);
-  }
+  char* to = static_cast<char*>(rows.mutable_data_ptr());
+  const char* from = static_cast<const char*>(table.const_data_ptr());
+  for_rows(count, table.size(1), [&](int64_t first, int64_t last) {
+    for (int64_t i = first; i < last; ++i) std::memcpy(to + i * bytes, from + index[i] * bytes, bytes);
+  });
   return rows;
 }
 
@@ -153,23 +189,26 @@ void add(at::Tensor& sums, const at::Tensor& others) {
   by_dtype(sums, [&]<typename T>(T*) {
     T* to = sums.mutable_data_ptr<T>();
     const T* from = others.const_data_ptr<T>();
-    for (int64_t i = 0; i < sums.numel(); ++i) to[i] = static_cast<T>(static_cast<float>(to[i]) + static_cast<float>(from[i]));
+    for_rows(sums.numel(), 1, [&](int64_t i, int64_t last) {
+      for (; i + LANES <= last; i += LANES) store(to + i, load(to + i) + load(from + i));
+      for (; i < last; ++i) to[i] = static_cast<T>(static_cast<float>(to[i]) + static_cast<float>(from[i]));
+    });
   });
 }
 
-// A step in which rows decode: from each row's last token to its next one.
-class DecodingStep : public torch::CustomClassHolder {
+// A whole model: from tokens to logits.
+class CausalLM : public torch::CustomClassHolder {
  public:
   // embedding: [vocab_size, hidden_size]; position_embedding: of models that learn it, [positions, hidden_size]. screen:
   // as Linear::screened takes it, for at most so many rows; empty: all logits are computed.
-  DecodingStep(DecoderPtr decoder, at::Tensor embedding, MaybeTensor position_embedding, std::optional<NormPtr> norm,
-               LinearPtr head, std::vector<at::Tensor> screen, int64_t screened_rows)
+  CausalLM(DecoderPtr decoder, at::Tensor embedding, MaybeTensor position_embedding, std::optional<NormPtr> norm,
+           LinearPtr head, std::vector<at::Tensor> screen, int64_t screened_rows)
       : decoder_(std::move(decoder)), embedding_(std::move(embedding)),
         position_embedding_(std::move(position_embedding)), norm_(std::move(norm)),
         head_(std::move(head)), screen_(std::move(screen)), screened_rows_(screened_rows) {}
 
-  // Takes what steps read and write. tokens, positions: [most] int64, tables: [most, blocks] int32, of all rows; a step
-  // moves tokens and positions on. keys .. value_scales: as in Decoder::forward.
+  // Takes what passes read and write. tokens, positions: [most] int64, tables: [most, blocks] int32, of all rows that
+  // decode. keys .. value_scales: as in Decoder::forward.
   void attach(at::Tensor tokens, at::Tensor positions, at::Tensor tables, int64_t block_size,
               std::vector<at::Tensor> keys, std::vector<at::Tensor> values, std::vector<double> key_scales,
               std::vector<double> value_scales) {
@@ -179,28 +218,38 @@ class DecodingStep : public torch::CustomClassHolder {
     caches_ = caches_of(keys, values, key_scales, value_scales);
   }
 
+  // A step in which the first rows decode: from each row's last token to its next one. It moves their positions on.
   // cos, sin: [positions, rotated], of models with rotary positions. greedy: no more is needed than each row's largest
-  // logit. Returns the logits of the first rows, [rows, vocab_size], and if greedy their likeliest tokens, [rows] int64,
-  // which then are their next inputs, too.
-  std::tuple<at::Tensor, MaybeTensor> run(int64_t rows, const MaybeTensor& cos, const MaybeTensor& sin,
-                                          bool greedy) const {
+  // logit. Returns logits, [rows, vocab_size], and if greedy their likeliest tokens, [rows] int64, which then are the
+  // rows' next inputs, too.
+  std::tuple<at::Tensor, MaybeTensor> decode(int64_t rows, const MaybeTensor& cos, const MaybeTensor& sin,
+                                             bool greedy) const {
     at::Tensor tokens = tokens_.narrow(0, 0, rows), positions = positions_.narrow(0, 0, rows);
     const at::Tensor tables = tables_.narrow(0, 0, rows);
     const auto [slots, lengths] = decode_places(positions, tables, block_size_);
+    const at::Tensor logits =
+        forward(tokens, positions, slots, tables, lengths, starts_.narrow(0, 0, rows + 1), cos, sin, {}, greedy);
+    for (int64_t r = 0; r < rows; ++r) ++positions.mutable_data_ptr<int64_t>()[r];
+    if (!greedy) return {logits, {}};
+    const at::Tensor likeliest = argmax(logits, {}, {});
+    std::copy_n(likeliest.const_data_ptr<int64_t>(), rows, tokens.mutable_data_ptr<int64_t>());
+    return {logits, likeliest};
+  }
+
+  // Any pass without adapters. tokens, positions: [tokens] int64. slots .. wanted: as in Decoder::forward; cos, sin,
+  // greedy: as in decode. Returns the logits of the wanted tokens, [rows, vocab_size].
+  at::Tensor forward(const at::Tensor& tokens, const at::Tensor& positions, const at::Tensor& slots,
+                     const at::Tensor& tables, const at::Tensor& kv_lengths, const at::Tensor& query_starts,
+                     const MaybeTensor& cos, const MaybeTensor& sin, const MaybeTensor& wanted, bool greedy) const {
+    own_threads = true;
     at::Tensor hidden = rows_of(embedding_, tokens);
     if (position_embedding_) add(hidden, rows_of(*position_embedding_, positions));
     MaybeTensor cosines, sines;
     if (cos) cosines = rows_of(*cos, positions), sines = rows_of(*sin, positions);
-    hidden = decoder_->run(hidden, caches_, {slots, tables, lengths, starts_.narrow(0, 0, rows + 1), cosines, sines, {}});
+    hidden = decoder_->run(hidden, caches_, {slots, tables, kv_lengths, query_starts, cosines, sines, {}}, wanted);
     if (norm_) hidden = (**norm_)(hidden);
-    for (int64_t r = 0; r < rows; ++r) ++positions.mutable_data_ptr<int64_t>()[r];
-    if (!greedy) return {(*head_)(hidden), {}};
-    const at::Tensor logits = rows > screened_rows_ ? (*head_)(hidden)
-                                                    : head_->screened(hidden, screen_[0], screen_[1], screen_[2],
-                                                                      screen_[3], screen_[4], {}, {}, {});
-    const at::Tensor likeliest = argmax(logits, {}, {});
-    std::copy_n(likeliest.const_data_ptr<int64_t>(), rows, tokens.mutable_data_ptr<int64_t>());
-    return {logits, likeliest};
+    if (!greedy || hidden.size(0) > screened_rows_) return (*head_)(hidden);
+    return head_->screened(hidden, screen_[0], screen_[1], screen_[2], screen_[3], screen_[4], {}, {}, {});
   }
 
  private:
@@ -242,9 +291,10 @@ TORCH_LIBRARY_FRAGMENT(oatmill, library) {
       .def(torch::init<int64_t, int64_t, int64_t, bool>())
       .def("add_layer", &Decoder::add_layer)
       .def("forward", &Decoder::forward);
-  library.class_<DecodingStep>("DecodingStep")
+  library.class_<CausalLM>("CausalLM")
       .def(torch::init<DecoderPtr, at::Tensor, MaybeTensor, std::optional<NormPtr>, LinearPtr,
                        std::vector<at::Tensor>, int64_t>())
-      .def("attach", &DecodingStep::attach)
-      .def("run", &DecodingStep::run);
+      .def("attach", &CausalLM::attach)
+      .def("decode", &CausalLM::decode)
+      .def("forward", &CausalLM::forward);
 }

@@ -13,16 +13,12 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from tgi_server.engine.attention.base import AttentionVariant, ForwardMetadata
+from tgi_server.engine.attention.base import AttentionVariant
 from tgi_server.engine.attention.cpu import CpuAttention
 from tgi_server.engine.attention.paged_cache import PagedCache
 from tgi_server.engine.layers.norm import Norm, on_gpu
 from tgi_server.engine.linear import LinearFactory, PackedLinear
 from tgi_server.engine.sharding.layers import RowParallel
-
-# The last layer is computed in pieces, for the tokens whose logits are wanted, where so many others are left out: each
-# piece is a call from Python.
-_WORTH_LEAVING_OUT = 8
 
 _QUERY_KEY_VALUE = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 
@@ -69,18 +65,11 @@ class FusedLayer(nn.Module):
         *_: Any,
         past_key_values: PagedCache,
         position_embeddings: tuple[Tensor, Tensor] | None = None,
-        wanted: Tensor | None = None,
         **__: Any,
     ) -> Tensor:
-        """Returns the layer's output, [1, tokens, hidden_size], as hidden_states are.
-
-        wanted: [rows] int64, the tokens of which the output is wanted, in order, and each sequence's last ones; the
-        others leave their keys and values in the cache, and no more. None: all.
-        """
+        """Returns the layer's output, [1, tokens, hidden_size], as hidden_states are."""
         residual = hidden_states[0]
-        attended = self._attend(self.attention_norm(residual), past_key_values, position_embeddings, wanted)
-        if wanted is not None:
-            residual = residual.index_select(0, wanted)
+        attended = self._attend(self.attention_norm(residual), past_key_values, position_embeddings)
         residual = self.output.add_to(residual, attended)
         widened = self._widen(self.feed_forward_norm(residual))
         return self.down.add_to(residual, widened).unsqueeze(0)
@@ -96,9 +85,7 @@ class FusedLayer(nn.Module):
                 outputs = [heads * size, kv_heads * size, kv_heads * size]
             yield linear, list(zip(names, outputs, strict=True))
 
-    def _attend(
-        self, x: Tensor, cache: PagedCache, rotation: tuple[Tensor, Tensor] | None, wanted: Tensor | None
-    ) -> Tensor:
+    def _attend(self, x: Tensor, cache: PagedCache, rotation: tuple[Tensor, Tensor] | None) -> Tensor:
         metadata = cache.metadata
         assert metadata is not None
         heads, kv_heads = self.heads.heads, self.heads.kv_heads
@@ -108,8 +95,6 @@ class FusedLayer(nn.Module):
             cache.backend.write(self.index, key, value, metadata)
         else:
             query = cache.backend.rotate_and_write(self.index, query, key, value, rotation, metadata)
-        if wanted is not None:
-            query, metadata = query.index_select(0, wanted), _of_last_tokens(metadata, wanted)
         return cache.backend.attend(self.index, query, metadata, self.variant).flatten(1)
 
     def _widen(self, x: Tensor) -> Tensor:
@@ -188,22 +173,6 @@ def _packed(layer: nn.Linear | RowParallel, linear: LinearFactory) -> PackedLine
     return linear(layer)
 
 
-def _of_last_tokens(metadata: ForwardMetadata, tokens: Tensor) -> ForwardMetadata:
-    """Returns what attention on a CPU needs to know of a pass when it computes only the last tokens of each sequence.
-
-    tokens: [rows] int64, their indices, in order; of a sequence there may be none.
-    """
-    starts = torch.searchsorted(tokens, metadata.query_starts.long(), out_int32=True)
-    present = starts.diff() > 0
-    return replace(
-        metadata,
-        block_tables=metadata.block_tables[present],
-        kv_lengths=metadata.kv_lengths[present],
-        query_starts=torch.cat([starts[:1], starts[1:][present]]),
-        kept={},
-    )
-
-
 # By the class of `transformers` whose place they take.
 FUSED_LAYERS: dict[str, type[FusedLlamaLayer] | type[FusedOptLayer]] = {
     "LlamaDecoderLayer": FusedLlamaLayer,
@@ -225,18 +194,12 @@ class LayerStack(nn.Module):
 
     adapter_numbers: Callable[[], Tensor | None]
 
-    def __init__(self, kernel: Any, before_last: Any, layers: list[FusedLayer]) -> None:
-        """kernel: a `torch.classes.oatmill.Decoder` with all its layers; before_last: one with all but the last."""
+    def __init__(self, kernel: Any, layers: list[FusedLayer]) -> None:
+        """kernel: a `torch.classes.oatmill.Decoder` with all the layers."""
         super().__init__()
-        self._kernel = kernel
-        self._before_last = before_last
+        self.kernel = kernel
         self.layers = layers
         self.adapter_numbers = lambda: None
-
-    @property
-    def kernel(self) -> Any:
-        """The `torch.classes.oatmill.Decoder` with all layers."""
-        return self._kernel
 
     @classmethod
     def of(cls, layers: Sequence[nn.Module]) -> Self | None:
@@ -248,11 +211,8 @@ class LayerStack(nn.Module):
         if not fused or len(fused) < len(layers):
             return None
         heads = fused[0].heads
-        kernel, before_last = (
-            torch.classes.oatmill.Decoder(heads.heads, heads.kv_heads, heads.size, fused[0].gated) for _ in range(2)
-        )
-        known = all(_add(kernel, layer) for layer in fused) and all(_add(before_last, layer) for layer in fused[:-1])
-        return cls(kernel, before_last, fused) if known else None
+        kernel = torch.classes.oatmill.Decoder(heads.heads, heads.kv_heads, heads.size, fused[0].gated)
+        return cls(kernel, fused) if all(_add(kernel, layer) for layer in fused) else None
 
     def forward(
         self,
@@ -263,37 +223,18 @@ class LayerStack(nn.Module):
         wanted: Tensor | None = None,
         **__: Any,
     ) -> Tensor:
-        """Returns the last layer's output, [1, tokens, hidden_size], as hidden_states are.
+        """Returns the last layer's output, [1, rows, hidden_size]. hidden_states: [1, tokens, hidden_size].
 
-        wanted: the tokens of which it is wanted, as in FusedLayer; None: all.
+        wanted: [rows] int64, the tokens of which it is wanted, in order, and each sequence's last ones; of the others
+        the last layer leaves keys and values in the cache, and no more. None: all.
         """
-        adapters, most = self.adapter_numbers(), hidden_states.shape[1] - _WORTH_LEAVING_OUT
-        # Steps of any lengths are padded: in what is wanted of the padding there is no order.
-        whole = adapters is not None or past_key_values.backend.any_lengths
-        if wanted is None or whole or len(wanted) > most:
-            output = self._run(self._kernel, hidden_states, past_key_values, position_embeddings, adapters)
-            return output if wanted is None else output[:, wanted]
-        before = self._run(self._before_last, hidden_states, past_key_values, position_embeddings, None)
-        return self.layers[-1](
-            before, past_key_values=past_key_values, position_embeddings=position_embeddings, wanted=wanted
-        )
-
-    def _run(
-        self,
-        kernel: Any,
-        hidden_states: Tensor,
-        cache: PagedCache,
-        position_embeddings: tuple[Tensor, Tensor] | None,
-        adapters: Tensor | None,
-    ) -> Tensor:
-        """Returns what all of a kernel's layers, the first so many of these, make of hidden states."""
-        metadata, backend = cache.metadata, cache.backend
+        metadata, backend = past_key_values.metadata, past_key_values.backend
         assert metadata is not None
         assert isinstance(backend, CpuAttention)
-        first = self.layers[0].index
-        caches = slice(first, first + len(self.layers) - (kernel is self._before_last))
+        first, adapters = self.layers[0].index, self.adapter_numbers()
+        caches = slice(first, first + len(self.layers))
         cosine, sine = (None, None) if position_embeddings is None else (table[0] for table in position_embeddings)
-        return kernel.forward(
+        output = self.kernel.forward(
             hidden_states[0],
             backend.keys[caches],
             backend.values[caches],
@@ -306,7 +247,9 @@ class LayerStack(nn.Module):
             cosine,
             sine,
             adapters,
-        ).unsqueeze(0)
+            wanted if adapters is None else None,
+        )
+        return (output if wanted is None or adapters is None else output[wanted]).unsqueeze(0)
 
 
 def _add(kernel: Any, layer: FusedLayer) -> bool:

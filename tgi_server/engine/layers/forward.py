@@ -2,8 +2,8 @@
 
 The forward pass of a model of `transformers` makes masks, reads its configuration and collects outputs of every kind.
 When all layers are one kernel call, that takes most of the time that Python spends in a step. Here a pass does no more
-than embed the tokens, call the layers, and apply the last norm and the head. A step in which rows only decode is one
-kernel call as a whole.
+than embed the tokens, call the layers, and apply the last norm and the head. Where nothing else is asked for, all of
+that is one kernel call.
 """
 
 from abc import ABC, abstractmethod
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding
 from transformers import PreTrainedModel
 
+from tgi_server.engine.attention.base import ForwardMetadata
 from tgi_server.engine.attention.cpu import CpuAttention
 from tgi_server.engine.attention.paged_cache import PagedCache
 from tgi_server.engine.layers.decoder import LayerStack
@@ -32,28 +33,54 @@ class ForwardOutput:
     logits: Tensor
 
 
-class DecodingStep:
-    """A step in which rows decode, those of a batch whose tensors it moves on, in one kernel call."""
+class WholeModel:
+    """A model in one kernel call, from the tokens of a batch, or of any pass without adapters, to logits."""
 
     def __init__(self, kernel: Any, rotary: RotaryTable | None, like: Tensor) -> None:
-        """kernel: a `torch.classes.oatmill.DecodingStep`. rotary, like: what makes rotary tables, if there are any."""
+        """kernel: a `torch.classes.oatmill.CausalLM`. rotary, like: what makes rotary tables, if there are any."""
         self._kernel = kernel
         self._rotary = rotary
         self._like = like
 
-    def run(self, rows: int, longest: int, *, greedy: bool) -> tuple[Tensor, Tensor | None] | None:
+    def decode(self, rows: int, longest: int, *, greedy: bool) -> tuple[Tensor, Tensor | None] | None:
         """Returns the logits of the first rows, [rows, vocab_size], and if `greedy` the likeliest tokens, [rows] int64.
 
-        greedy: no more than that is needed of the logits, and the tokens are the next inputs of the rows. longest: at
-        least the most tokens that any row has, this one included. None: the model's rotary positions are not fixed yet.
+        The rows' positions move on. greedy: no more than that is needed of the logits, and the tokens are the next
+        inputs of the rows. longest: at least the most tokens that any row has, this one included. None: the model's
+        rotary positions are not fixed yet.
         """
-        tables: Sequence[Tensor | None] | None = (None, None)
-        if self._rotary is not None:
-            tables = self._rotary.tables(self._like, longest)
+        tables = self._tables(longest)
         if tables is None:
             return None
-        logits, likeliest = self._kernel.run(rows, *tables, greedy)
+        logits, likeliest = self._kernel.decode(rows, *tables, greedy)
         return logits, likeliest
+
+    def forward(
+        self, tokens: Tensor, positions: Tensor, wanted: Tensor | None, metadata: ForwardMetadata
+    ) -> Tensor | None:
+        """Returns the logits of the wanted tokens, [rows, vocab_size]; None where `decode` returns it.
+
+        tokens, positions: [tokens] int64. wanted: [rows] int64, in order, each sequence's last ones; None: all. The
+        metadata's greedy rows have no mask.
+        """
+        tables = self._tables(metadata.max_kv_length)
+        if tables is None:
+            return None
+        logits: Tensor = self._kernel.forward(
+            tokens,
+            positions,
+            metadata.slots,
+            metadata.block_tables,
+            metadata.kv_lengths,
+            metadata.query_starts,
+            *tables,
+            wanted,
+            metadata.greedy is not None,
+        )
+        return logits
+
+    def _tables(self, length: int) -> Sequence[Tensor | None] | None:
+        return (None, None) if self._rotary is None else self._rotary.tables(self._like, length)
 
 
 def shorten_forward(model: nn.Module) -> None:
@@ -106,10 +133,8 @@ class Forward(ABC):
             return ForwardOutput(self._head(hidden, metadata=metadata))
         return ForwardOutput(self._head(hidden))
 
-    def decoding_step(
-        self, backend: CpuAttention, tokens: Tensor, positions: Tensor, tables: Tensor
-    ) -> DecodingStep | None:
-        """Returns a DecodingStep for the rows that these tensors are of; None if it does not know the whole model.
+    def whole(self, backend: CpuAttention, tokens: Tensor, positions: Tensor, tables: Tensor) -> WholeModel | None:
+        """Returns a WholeModel for the rows that these tensors are of; None if the kernel does not know all of it.
 
         tokens, positions: [rows] int64. tables: [rows, blocks] int32, of blocks of the backend.
         """
@@ -119,7 +144,7 @@ class Forward(ABC):
             return None
         places = self.positions
         screen, screened_rows = head.screen if isinstance(head, ScreenedHead) else ([], 0)
-        kernel = torch.classes.oatmill.DecodingStep(
+        kernel = torch.classes.oatmill.CausalLM(
             layers[0].kernel,
             embedded.weight,
             None if places is None else places.weight[places.offset :],
@@ -130,7 +155,7 @@ class Forward(ABC):
         )
         caches = backend.keys, backend.values, backend.key_scales, backend.value_scales
         kernel.attach(tokens, positions, tables, backend.block_size, *caches)
-        return DecodingStep(kernel, self.rotary, embedded.weight)
+        return WholeModel(kernel, self.rotary, embedded.weight)
 
     @abstractmethod
     def _before(self, tokens: Tensor, positions: Tensor, length: int) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:

@@ -13,7 +13,7 @@ from tgi_server.engine.attention.cpu import CpuAttention
 from tgi_server.engine.attention.gather import GatherAttention
 from tgi_server.engine.attention.paged_cache import PagedCache
 from tgi_server.engine.errors import EngineError, InvalidCall, NotEnoughMemory
-from tgi_server.engine.layers.forward import DecodingStep, Forward
+from tgi_server.engine.layers.forward import Forward, WholeModel
 from tgi_server.engine.layers.rope import LengthDependentRope
 from tgi_server.engine.memory import cache_bytes, forget_peak, taken_by, to_device
 from tgi_server.engine.runners.base import (
@@ -82,7 +82,7 @@ class PagedRunner(Runner):
         self._highest_block = 0  # that a sequence has had
         self._blocks_ahead = 0  # whose memory is taken before they are needed
         self._recorded = RecordedSteps()
-        self._step: DecodingStep | None = None
+        self._whole: WholeModel | None = None
         self._unrecordable: dict[str, str] = {}  # why steps have not been recorded, by what they are
         self._rope = LengthDependentRope(model)
         self._cache = PagedCache(backend)
@@ -254,11 +254,16 @@ class PagedRunner(Runner):
         graphs = self._recorded.adapted if adapted else self._recorded.decoding
         if graphs and (outputs := graphs.run(rows)) is not None:
             return outputs[0], outputs[1]
-        if self._step is None or adapted or (greedy and greedy.mask):
+        if self._whole is None or adapted or (greedy and greedy.mask):
             return None
-        return self._step.run(rows, self._batch.longest(rows), greedy=greedy is not None)
+        return self._whole.decode(rows, self._batch.longest(rows), greedy=greedy is not None)
 
     def _run(self, inputs: PassInput) -> Tensor:
+        greedy = inputs.metadata.greedy
+        if self._whole is not None and inputs.adapters is None and not (greedy and greedy.mask):
+            logits = self._whole.forward(inputs.tokens, inputs.positions, inputs.wanted, inputs.metadata)
+            if logits is not None:
+                return logits
         self._cache.metadata = inputs.metadata
         self.current_adapters.rows = inputs.adapters
         output = self._model(
@@ -277,10 +282,10 @@ class PagedRunner(Runner):
         self._batch = batch = PagedBatch(
             max_batch_size, num_blocks, max_total_tokens, self.block_size, self._device, self.most_drafted
         )
-        self._step = None
+        self._whole = None
         forward = self._model.forward
         if isinstance(forward, Forward) and isinstance(self._backend, CpuAttention) and self.hidden_states is None:
-            self._step = forward.decoding_step(self._backend, batch.tokens, batch.positions, batch.block_tables.table)
+            self._whole = forward.whole(self._backend, batch.tokens, batch.positions, batch.block_tables.table)
 
     def _record(self, most: int = 0) -> None:
         """Records steps as CUDA graphs. most: tokens of a step with prompts; 0: none are recorded."""

@@ -1,19 +1,15 @@
-"""The decoder layers of a pass, all in one kernel call but the last one, where few of its outputs are wanted.
-
-And steps in which rows only decode, in one kernel call as a whole.
-"""
+"""The decoder layers of a pass in one kernel call, the last one for the tokens that are wanted; and whole models."""
 
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tests.tiny_models import make
 from tgi_server.contract import StoppingParameters
 from tgi_server.engine import EngineConfig, RunningSequence
 from tgi_server.engine.attention.base import GreedyOnly
-from tgi_server.engine.layers import LayerStack
 from tgi_server.engine.runners import create_runner
 from tgi_server.engine.runners.base import PromptChunk, Runner
 from tgi_server.engine.runners.hidden_states import HiddenStates
@@ -21,7 +17,8 @@ from tgi_server.engine.runners.paged import PagedRunner
 from tgi_server.engine.weights import load_model
 
 
-def load(folder: Path, *, keep_hidden_states: bool = False) -> tuple[Runner, LayerStack]:
+def load(folder: Path, *, keep_hidden_states: bool = False) -> Runner:
+    """keep_hidden_states: as a drafter wants them, which no model in one call gives."""
     config = EngineConfig(folder, dtype=torch.float32)
     model = load_model(config, torch.device("cpu"))
     runner = create_runner(model, config)
@@ -29,8 +26,7 @@ def load(folder: Path, *, keep_hidden_states: bool = False) -> tuple[Runner, Lay
         assert isinstance(runner, PagedRunner)
         runner.hidden_states = HiddenStates(model)
     runner.warm_up(4, 128, 128, None)
-    (stack,) = (module for module in model.modules() if isinstance(module, LayerStack))
-    return runner, stack
+    return runner
 
 
 def run(runner: Runner, *, all_logits: bool) -> list[Tensor]:
@@ -54,22 +50,23 @@ def run(runner: Runner, *, all_logits: bool) -> list[Tensor]:
     return [mixed[wanted], last[[0, -1]]]
 
 
+@pytest.mark.parametrize("keep_hidden_states", [False, True])
 @pytest.mark.parametrize("name", ["llama", "opt"])
-def test_the_last_layer_computes_what_is_wanted(name: str, tmp_path: Path) -> None:
-    runner, stack = load(make(name, tmp_path))
-    widened: list[int] = []
-
-    def count(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        widened.append(len(inputs[0]))
-
-    stack.layers[-1].feed_forward_norm.register_forward_pre_hook(count)
+def test_the_last_layer_computes_what_is_wanted(name: str, keep_hidden_states: bool, tmp_path: Path) -> None:
+    runner = load(make(name, tmp_path), keep_hidden_states=keep_hidden_states)
     with torch.inference_mode():
-        expected = run(runner, all_logits=True)
-        assert widened == []
-        computed = run(runner, all_logits=False)
-    assert widened == [0, 1, 4, 2]
+        expected, computed = run(runner, all_logits=True), run(runner, all_logits=False)
     for logits, others in zip(computed, expected, strict=True):
         assert torch.allclose(logits, others, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["llama", "opt", "qwen2"])
+def test_a_pass_in_one_call_computes_what_its_parts_do(name: str, tmp_path: Path) -> None:
+    folder = make(name, tmp_path)
+    with torch.inference_mode():
+        whole, parts = (run(load(folder, keep_hidden_states=kept), all_logits=False) for kept in (False, True))
+    for logits, others in zip(whole, parts, strict=True):
+        assert torch.equal(logits, others)
 
 
 def decode(runner: Runner, *, greedy: bool) -> tuple[list[Tensor], bool]:
@@ -104,8 +101,8 @@ def decode(runner: Runner, *, greedy: bool) -> tuple[list[Tensor], bool]:
 def test_a_step_in_one_call_computes_what_its_parts_do(name: str, greedy: bool, tmp_path: Path) -> None:
     folder = make(name, tmp_path)
     with torch.inference_mode():
-        whole, in_one_call = decode(load(folder)[0], greedy=greedy)
-        parts, given = decode(load(folder, keep_hidden_states=True)[0], greedy=greedy)
+        whole, in_one_call = decode(load(folder), greedy=greedy)
+        parts, given = decode(load(folder, keep_hidden_states=True), greedy=greedy)
     assert in_one_call == greedy
     assert not given
     for logits, others in zip(whole, parts, strict=True):
