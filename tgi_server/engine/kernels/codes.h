@@ -22,18 +22,6 @@ struct OneByOne {
   static constexpr int step(int part, int) { return part; }
 };
 
-// Whole numbers from -8 to 7, stored ADDED higher.
-struct Nibbles : OneByOne {
-  static constexpr int64_t DEPTH = 8;
-  static constexpr int ADDED = 8;
-  explicit Nibbles(const float*) {}
-  void numbers(Words words, int step, Floats* to) const {
-    const Words signs = words ^ 0x88888888;  // now they are -8 to 7
-    const Whole lifted = reinterpret_cast<const Whole&>(signs) << (28 - 4 * step);
-    *to = __builtin_convertvector(lifted >> 28, Floats);
-  }
-};
-
 // Any 16 numbers.
 #if defined(__AVX512F__)
 struct Book : OneByOne {
@@ -124,6 +112,28 @@ struct Book : OneByOne {
 
  private:
   const float* numbers_;
+};
+#endif
+
+// Whole numbers from -8 to 7, stored ADDED higher.
+#if defined(__AVX512F__)
+struct Nibbles : Book {
+  static constexpr int ADDED = 8;
+  explicit Nibbles(const float*) : Book(NUMBERS) {}
+
+ private:
+  static constexpr float NUMBERS[] = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
+};
+#else
+struct Nibbles : OneByOne {
+  static constexpr int64_t DEPTH = 8;
+  static constexpr int ADDED = 8;
+  explicit Nibbles(const float*) {}
+  void numbers(Words words, int step, Floats* to) const {
+    const Words signs = words ^ 0x88888888;  // now they are -8 to 7
+    const Whole lifted = reinterpret_cast<const Whole&>(signs) << (28 - 4 * step);
+    *to = __builtin_convertvector(lifted >> 28, Floats);
+  }
 };
 #endif
 

@@ -9,6 +9,7 @@
 #include <cmath>
 #include <cstdint>
 #include <limits>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -265,6 +266,14 @@ inline void add_bytes(Words a, Words b, Shorts& sum) {
   asm("vpmaddubsw %3, %2, %1\n\tvpaddw %1, %0, %0" : "+v"(sum), "=&v"(products) : "v"(a), "v"(b));
 }
 
+// Products of four neighbours at once are added up in 32 bits, which is enough for any.
+#if defined(__AVX512VNNI__)
+constexpr bool ADDS_FOUR = true;
+inline void add_bytes(Words a, Words b, Whole& sum) { asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b)); }
+#else
+constexpr bool ADDS_FOUR = false;
+#endif
+
 // Bytes of a, negative where those of b are, and zero where those of b are.
 inline Words with_signs(Words a, Words b) {
 #if defined(__AVX512BW__)
@@ -277,8 +286,8 @@ inline Words with_signs(Words a, Words b) {
 }
 
 // Kinds of codes: numbers(places) are those of WIDTH * 4 codes, each in a byte; add(numbers, inputs, sum) adds their
-// products; unit() is what numbers are multiplied by. FIT: how many products 16 bits hold the sum of. ADDED: how much
-// higher than they are numbers are read.
+// products, in pairs or, where ADDS_FOUR, by four; unit() is what numbers are multiplied by. FIT: how many products 16 bits
+// hold the sum of. ADDED: how much higher than they are numbers are read.
 
 // Whole numbers from -8 to 7.
 struct NibbleDigits {
@@ -287,7 +296,10 @@ struct NibbleDigits {
   explicit NibbleDigits(const float*) {}
   float unit() const { return 1; }
   static Words numbers(Words places) { return places; }
-  static void add(Words numbers, Words inputs, Shorts& sum) { add_bytes(numbers, inputs, sum); }
+  template <typename Sum>
+  static void add(Words numbers, Words inputs, Sum& sum) {
+    add_bytes(numbers, inputs, sum);
+  }
 };
 
 // Any 16 numbers, rounded to 8 bits.
@@ -311,8 +323,12 @@ class BookDigits {
   }
   float unit() const { return unit_; }
   Numbers numbers(Words places) const { return {looked_up(sizes_, places), looked_up(numbers_, places)}; }
-  static void add(const Numbers& numbers, Words inputs, Shorts& sum) {
-    sum += multiply_bytes(numbers.sizes, with_signs(inputs, numbers.signed_));
+  template <typename Sum>
+  static void add(const Numbers& numbers, Words inputs, Sum& sum) {
+    if constexpr (std::is_same_v<Sum, Shorts>)
+      sum += multiply_bytes(numbers.sizes, with_signs(inputs, numbers.signed_));
+    else
+      add_bytes(numbers.sizes, with_signs(inputs, numbers.signed_), sum);
   }
 
  private:
@@ -372,6 +388,13 @@ struct DigitProducts {
   [[gnu::always_inline]] void add_fitting(const CodedProduct& product, int64_t row, int64_t first, int64_t last,
                                           Whole (&sums)[R][V], const At& at) const {
     const char* input = product.input + row * product.row_bytes;
+    if constexpr (ADDS_FOUR) {
+      for (int64_t k = first; k < last; ++k)
+        add_steps<STEPS, R, V>(
+            input + k * STEPS * WORD, product.row_bytes, [&](int step, int v) { return digits_.numbers(at(k, step, v)); },
+            [&](int r, int v, Words x, const auto& numbers) { Digits::add(numbers, x, sums[r][v]); });
+      return;
+    }
     for (int64_t k = first; k < last; k += TOGETHER) {
       Shorts partial[R][V];
       make_zero(partial);

@@ -18,7 +18,8 @@ template <typename Kind, typename Inner>
 struct ExpandedProducts {
   using Weights = typename Inner::Weights;
   static constexpr bool GROUP_SUMS = false;
-  static constexpr int64_t INPUTS = 96;  // of a part; a multiple of what every Inner takes at once
+  // Inputs of a part, for few rows and for many: multiples of what every Inner takes at once.
+  static constexpr int64_t FEW_INPUTS = 96, INPUTS = 192;
 
   template <typename T>
   static Input prepare(const T* from, int64_t rows, int64_t inputs, int64_t depth, const int32_t*, int64_t) {
@@ -27,13 +28,14 @@ struct ExpandedProducts {
 
   static void multiply(const CodedProduct& product, int64_t first_row, int64_t rows, int64_t tile, int64_t next_tile,
                        char* totals) {
-    constexpr int64_t PART = INPUTS / Kind::DEPTH;
+    constexpr int64_t FEW_ROWS = 48;
+    const int64_t whole = (rows < FEW_ROWS ? FEW_INPUTS : INPUTS) / Kind::DEPTH;
     alignas(64) static thread_local char part[INPUTS / Weights::DEPTH * TILE_WORD];
     const WantedWords words{product.words(tile), product.words(next_tile), product.depth};
     const Kind kind(product.codebook);
     int64_t group = 0;
-    for (int64_t k = 0; k < product.depth; k += PART) {
-      const int64_t depth = std::min(PART, product.depth - k);
+    for (int64_t k = 0; k < product.depth; k += whole) {
+      const int64_t depth = std::min(whole, product.depth - k);
       expand(product, kind, words, tile, k, k + depth, group, part);
       const char* input =
           product.input + first_row * product.row_bytes + k * Kind::DEPTH / Weights::DEPTH * Inner::INPUT_WORD;
@@ -76,7 +78,7 @@ struct ExpandedProducts {
       if constexpr (std::is_same_v<Weights, FloatWeights>)
         store_as(place, weights[step]);
       else
-        store_as(place, nearest_bf16(weights[step]) >> 16 | (nearest_bf16(weights[step + 1]) & 0xffff0000));
+        store_as(place, bf16_pairs(weights[step], weights[step + 1]));
     }
   }
 };

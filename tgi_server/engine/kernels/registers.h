@@ -202,6 +202,18 @@ inline Words nearest_bf16(Floats floats) {
   return bits + 0x7fff + ((bits >> 16) & 1);
 }
 
+// Words of two bfloat16 numbers, the nearest to a float of each vector, ties to even. NaN may become infinity.
+inline Words bf16_pairs(Floats low, Floats high) {
+#if defined(__AVX512BF16__)
+  const __m512i in_turns = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8,  //
+                                            23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+  const __m512bh halves = _mm512_cvtne2ps_pbh(reinterpret_cast<__m512&>(high), reinterpret_cast<__m512&>(low));
+  return reinterpret_cast<Words>(_mm512_permutexvar_epi16(in_turns, reinterpret_cast<const __m512i&>(halves)));
+#else
+  return nearest_bf16(low) >> 16 | (nearest_bf16(high) & 0xffff0000);
+#endif
+}
+
 // Rounds to the nearest bfloat16, ties to even. NaN stays NaN.
 inline void store(c10::BFloat16* to, Floats floats) {
 #if defined(__AVX512BF16__)

@@ -36,8 +36,8 @@ logger = logging.getLogger(__name__)
 
 # Numbers of rows that are timed. A table says nothing finer.
 ROWS = (1, 2, 4, 8, 16, 32, 64, 256)
-# A kernel takes over from the one for fewer rows, and a layout from the first one, only if it is so many times as fast:
-# below that it may be noise.
+# A kernel takes over from the one for more rows, and a layout from the first one, only if it is so many times as fast:
+# below that it may be noise. From many rows down, since more time is lost with many.
 WORTH = 1.1
 BUDGET_SECONDS = 1.5
 # Bytes of weights that are timed: enough that they come from memory, as the model's do, not from a cache.
@@ -168,16 +168,17 @@ def choose(times: Mapping[str, Times]) -> KernelTable:
     best = {rows: min(by_rows[rows] for by_rows in own.values()) for rows in next(iter(own.values()))}
     if ONEDNN in times and math.prod(best[rows] / times[ONEDNN][rows] for rows in best) > WORTH ** len(best):
         return KernelTable.of(ONEDNN)
-    kernels, from_rows = [next(iter(own))], [1]
-    for index, rows in enumerate(sorted(best)):
+    kernel, from_rows = next(iter(own)), dict[int, str]()
+    for rows in sorted(best, reverse=True):
         fastest = min(own, key=lambda name: own[name][rows])
-        if own[kernels[-1]][rows] > WORTH * own[fastest][rows]:
-            if index == 0:
-                kernels = [fastest]
-            else:
-                kernels.append(fastest)
-                from_rows.append(rows)
-    return KernelTable(tuple(kernels), tuple(from_rows))
+        if own[kernel][rows] > WORTH * own[fastest][rows]:
+            kernel = fastest
+        from_rows[rows] = kernel
+    table: list[tuple[int, str]] = []
+    for rows, kernel in sorted(from_rows.items()):
+        if not table or table[-1][1] != kernel:
+            table.append((rows if table else 1, kernel))
+    return KernelTable(tuple(kernel for _, kernel in table), tuple(rows for rows, _ in table))
 
 
 def measure(

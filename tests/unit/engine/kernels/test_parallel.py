@@ -16,7 +16,7 @@ import os, torch
 from tgi_server.engine.kernels import load_kernels
 load_kernels()
 none = torch.zeros(1, dtype=torch.int32)
-torch.classes.oatmill.Decoder(1, 1, 16, False).forward(torch.ones(1, 16), *[[]] * 4, *[none] * 4, None, None, None)
+torch.classes.oatmill.Decoder(1, 1, 16, False).forward(torch.ones(1, 16), *[[]] * 4, *[none] * 4, *[None] * 4)
 torch.set_num_threads(3)
 x, weight = torch.randn(512, 256), torch.ones(256)
 expected = torch.ops.oatmill.rms_norm(x, weight, 1e-5)
@@ -33,7 +33,7 @@ def _kernels() -> None:
     assert load_kernels()
     none = torch.zeros(1, dtype=torch.int32)
     decoder = torch.classes.oatmill.Decoder(1, 1, 16, False)  # whose process has threads of its own once it has run
-    decoder.forward(torch.ones(1, 16), *[[]] * 4, *[none] * 4, None, None, None)
+    decoder.forward(torch.ones(1, 16), *[[]] * 4, *[none] * 4, *[None] * 4)
 
 
 @pytest.fixture
