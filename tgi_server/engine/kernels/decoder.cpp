@@ -248,7 +248,7 @@ class CausalLM : public torch::CustomClassHolder {
     if (cos) cosines = rows_of(*cos, positions), sines = rows_of(*sin, positions);
     hidden = decoder_->run(hidden, caches_, {slots, tables, kv_lengths, query_starts, cosines, sines, {}}, wanted);
     if (norm_) hidden = (**norm_)(hidden);
-    if (!greedy || hidden.size(0) > screened_rows_) return (*head_)(hidden);
+    if (!greedy || screen_.empty() || hidden.size(0) > screened_rows_) return (*head_)(hidden);
     return head_->screened(hidden, screen_[0], screen_[1], screen_[2], screen_[3], screen_[4], {}, {}, {});
   }
 

@@ -233,6 +233,8 @@ class LayerStack(nn.Module):
         assert isinstance(backend, CpuAttention)
         first, adapters = self.layers[0].index, self.adapter_numbers()
         caches = slice(first, first + len(self.layers))
+        # Steps of any lengths are padded: in what is wanted of the padding there is no order.
+        whole = adapters is not None or backend.any_lengths
         cosine, sine = (None, None) if position_embeddings is None else (table[0] for table in position_embeddings)
         output = self.kernel.forward(
             hidden_states[0],
@@ -247,9 +249,9 @@ class LayerStack(nn.Module):
             cosine,
             sine,
             adapters,
-            wanted if adapters is None else None,
+            None if whole else wanted,
         )
-        return (output if wanted is None or adapters is None else output[wanted]).unsqueeze(0)
+        return (output[wanted] if whole and wanted is not None else output).unsqueeze(0)
 
 
 def _add(kernel: Any, layer: FusedLayer) -> bool:

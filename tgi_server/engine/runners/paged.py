@@ -283,9 +283,11 @@ class PagedRunner(Runner):
             max_batch_size, num_blocks, max_total_tokens, self.block_size, self._device, self.most_drafted
         )
         self._whole = None
-        forward = self._model.forward
-        if isinstance(forward, Forward) and isinstance(self._backend, CpuAttention) and self.hidden_states is None:
-            self._whole = forward.whole(self._backend, batch.tokens, batch.positions, batch.block_tables.table)
+        forward, backend = self._model.forward, self._backend
+        if self.hidden_states is not None or not isinstance(backend, CpuAttention) or backend.any_lengths:
+            return
+        if isinstance(forward, Forward):
+            self._whole = forward.whole(backend, batch.tokens, batch.positions, batch.block_tables.table)
 
     def _record(self, most: int = 0) -> None:
         """Records steps as CUDA graphs. most: tokens of a step with prompts; 0: none are recorded."""

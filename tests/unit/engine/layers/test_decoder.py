@@ -29,7 +29,7 @@ def load(folder: Path, *, keep_hidden_states: bool = False) -> Runner:
     return runner
 
 
-def run(runner: Runner, *, all_logits: bool) -> list[Tensor]:
+def run(runner: Runner, *, all_logits: bool, greedy: GreedyOnly | None = None) -> list[Tensor]:
     """Returns the logits of replies in a pass with prompts, one of which it completes, and a draft; and in the next."""
     running, begun, whole = (
         RunningSequence(number, [(7 * place + number) % 90 + 3 for place in range(tokens)], StoppingParameters(4))
@@ -39,14 +39,14 @@ def run(runner: Runner, *, all_logits: bool) -> list[Tensor]:
         sequence.blocks = [1 + 3 * sequence.request_id + place for place in range(3)]
     runner.truncate(0)
     for tokens in (28, 12):
-        runner.forward(0, [PromptChunk.next_of(running, tokens, all_logits=all_logits)])
+        runner.forward(0, [PromptChunk.next_of(running, tokens, all_logits=all_logits)], greedy)
     runner.promote(running, 0)
     runner.accept(0, torch.tensor([5]))
     draft = PromptChunk(running, torch.tensor([8, 9]), 41, all_logits=True)
     chunks = [PromptChunk.next_of(each, 33, all_logits=all_logits) for each in (begun, whole)]
-    mixed = runner.forward(1, [*chunks, draft])
+    mixed = runner.forward(1, [*chunks, draft], greedy)
     wanted = [0, 66, 67, 68] if all_logits else list(range(4))
-    last = runner.forward(1, [PromptChunk.next_of(begun, 12, all_logits=all_logits)])
+    last = runner.forward(1, [PromptChunk.next_of(begun, 12, all_logits=all_logits)], greedy)
     return [mixed[wanted], last[[0, -1]]]
 
 
@@ -60,11 +60,14 @@ def test_the_last_layer_computes_what_is_wanted(name: str, keep_hidden_states: b
         assert torch.allclose(logits, others, atol=1e-4)
 
 
+@pytest.mark.parametrize("greedy", [None, GreedyOnly(None)])
 @pytest.mark.parametrize("name", ["llama", "opt", "qwen2"])
-def test_a_pass_in_one_call_computes_what_its_parts_do(name: str, tmp_path: Path) -> None:
+def test_a_pass_in_one_call_computes_what_its_parts_do(name: str, greedy: GreedyOnly | None, tmp_path: Path) -> None:
     folder = make(name, tmp_path)
     with torch.inference_mode():
-        whole, parts = (run(load(folder, keep_hidden_states=kept), all_logits=False) for kept in (False, True))
+        whole, parts = (
+            run(load(folder, keep_hidden_states=kept), all_logits=False, greedy=greedy) for kept in (False, True)
+        )
     for logits, others in zip(whole, parts, strict=True):
         assert torch.equal(logits, others)
 
