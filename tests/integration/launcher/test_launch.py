@@ -56,13 +56,16 @@ def test_a_folder_of_medusa_heads_serves_their_model(server: ServerFactory, llam
 @pytest.mark.slow
 def test_a_stream_that_outlasts_the_termination_timeout_is_cut(server: ServerFactory, llama_folder: Path) -> None:
     running = server(
-        f"--model-id={llama_folder}", "--dtype=float32", "--graceful-termination-timeout=0.5"
+        f"--model-id={llama_folder}",
+        "--dtype=float32",
+        "--graceful-termination-timeout=0.1",
+        "--max-total-tokens=15_0000",
     ).wait_until_ready()
-    stream = Stream(running, tokens=2000)
+    stream = Stream(running, tokens=15_000)
     running.terminate()
     assert running.wait(15) == 0
     stream.finish()
-    assert len(stream.events) < 2000
+    assert len(stream.events) < 15_000
     assert "router: stopped" in running.lines()
 
 

@@ -7,8 +7,9 @@ from tgi_server.router.text.tokenizer import TextTokenizer
 
 # A decoder may join a token to the one before it (SentencePiece drops the space in front of the first).
 _CONTEXT = 5
-# A character has at most four bytes; that many tokens without a whole character are not the beginning of one.
-_PATIENCE = 8
+# A character has at most four bytes; that many tokens without a whole character are not the beginning of one. The last
+# ones may be.
+_PATIENCE, _BEGUN = 8, 3
 _INCOMPLETE = "\ufffd"
 
 
@@ -32,10 +33,14 @@ class Detokenizer:
         """Returns the text that is complete with this token."""
         self._pending.append(token_id)
         text = self._tokenizer.decode(self._known + self._pending)
-        if text.endswith(_INCOMPLETE) and len(self._pending) < _PATIENCE:
-            return ""
+        begun = []
+        if text.endswith(_INCOMPLETE):
+            if len(self._pending) < _PATIENCE:
+                return ""
+            self._pending, begun = self._pending[:-_BEGUN], self._pending[-_BEGUN:]
+            text = self._tokenizer.decode(self._known + self._pending)
         new = text[len(self._known_text) :]
-        self._known, self._pending = self._pending, []
+        self._known, self._pending = self._pending, begun
         self._known_text = self._tokenizer.decode(self._known)
         return new
 

@@ -1,5 +1,5 @@
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.fakes.vocabularies import byte_level, sentence_piece
@@ -66,6 +66,7 @@ def test_pieces_add_up_to_the_text(prompt: str, continuation: str):
 
 
 @given(st.lists(st.integers(2, 257), max_size=30), st.lists(st.integers(2, 257), max_size=30))
+@example(prompt=[], generated=[96] * 7 + [128, 96])  # a character that begins when patience ends
 def test_any_bytes_read_as_they_do_at_once(prompt: list[int], generated: list[int]):
     """Whatever the model generates, pieces add up to what decoding all of it at once gives."""
     detokenizer = Detokenizer(BYTE_LEVEL, [])
