@@ -227,7 +227,8 @@ class PageReserve:
             self._next += 1
         length = min(_PIECE_BYTES, tensor.nbytes - first)
         if length > 0 and not _take_pages(tensor.data_ptr() + first, length):
-            self._next = len(self._pieces)
+            with self._lock:
+                self._next = len(self._pieces)
         return True
 
 

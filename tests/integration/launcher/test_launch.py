@@ -59,7 +59,7 @@ def test_a_stream_that_outlasts_the_termination_timeout_is_cut(server: ServerFac
         f"--model-id={llama_folder}",
         "--dtype=float32",
         "--graceful-termination-timeout=0.1",
-        "--max-total-tokens=15_0000",
+        "--max-total-tokens=20000",
     ).wait_until_ready()
     stream = Stream(running, tokens=15_000)
     running.terminate()

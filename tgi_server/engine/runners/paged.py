@@ -254,14 +254,17 @@ class PagedRunner(Runner):
         graphs = self._recorded.adapted if adapted else self._recorded.decoding
         if graphs and (outputs := graphs.run(rows)) is not None:
             return outputs[0], outputs[1]
-        if self._whole is None or adapted or (greedy and greedy.mask):
-            return None
-        return self._whole.decode(rows, self._batch.longest(rows), greedy=greedy is not None)
+        whole = self._whole_for(greedy, adapted=adapted)
+        return whole.decode(rows, self._batch.longest(rows), greedy=greedy is not None) if whole else None
+
+    def _whole_for(self, greedy: GreedyOnly | None, *, adapted: bool) -> WholeModel | None:
+        """Returns the model in one kernel call, which knows no adapters and no masks, if that is enough for a pass."""
+        return None if adapted or (greedy and greedy.mask) else self._whole
 
     def _run(self, inputs: PassInput) -> Tensor:
-        greedy = inputs.metadata.greedy
-        if self._whole is not None and inputs.adapters is None and not (greedy and greedy.mask):
-            logits = self._whole.forward(inputs.tokens, inputs.positions, inputs.wanted, inputs.metadata)
+        whole = self._whole_for(inputs.metadata.greedy, adapted=inputs.adapters is not None)
+        if whole is not None:
+            logits = whole.forward(inputs.tokens, inputs.positions, inputs.wanted, inputs.metadata)
             if logits is not None:
                 return logits
         self._cache.metadata = inputs.metadata

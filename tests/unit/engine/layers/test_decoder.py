@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.tiny_models import make
 from tgi_server.contract import StoppingParameters
@@ -50,12 +51,38 @@ def run(runner: Runner, *, all_logits: bool, greedy: GreedyOnly | None = None) -
     return [mixed[wanted], last[[0, -1]]]
 
 
+class Widened(TorchDispatchMode):
+    """Notes of how many tokens the feed-forward part of the last layer is computed, in each pass of two layers."""
+
+    def __init__(self, width: int) -> None:
+        """width: of what the up projection computes."""
+        super().__init__()
+        self._width = width
+        self._rows: list[int] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.empty.memory_format and list(args[0][1:]) == [self._width]:
+            self._rows.append(args[0][0])
+        return func(*args, **(kwargs or {}))
+
+    @property
+    def rows(self) -> list[int]:
+        return self._rows[1::2]
+
+
 @pytest.mark.parametrize("keep_hidden_states", [False, True])
-@pytest.mark.parametrize("name", ["llama", "opt"])
-def test_the_last_layer_computes_what_is_wanted(name: str, keep_hidden_states: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "width"), [("llama", 192), ("opt", 96)])
+def test_the_last_layer_computes_what_is_wanted(
+    name: str, width: int, keep_hidden_states: bool, tmp_path: Path
+) -> None:
     runner = load(make(name, tmp_path), keep_hidden_states=keep_hidden_states)
     with torch.inference_mode():
-        expected, computed = run(runner, all_logits=True), run(runner, all_logits=False)
+        with Widened(width) as all_of_them:
+            expected = run(runner, all_logits=True)
+        assert all_of_them.rows == [28, 12, 69, 13]
+        with Widened(width) as widened:
+            computed = run(runner, all_logits=False)
+    assert widened.rows == [0, 1, 4, 2]
     for logits, others in zip(computed, expected, strict=True):
         assert torch.allclose(logits, others, atol=1e-4)
 
