@@ -220,8 +220,7 @@ struct ShortDigitProducts {
       const Words magnitudes = reinterpret_cast<const Words&>(values) & 0x7fffffff;
       peaks = magnitudes > peaks ? magnitudes : peaks;
     });
-    uint32_t exponent = 0;
-    for (int i = 0; i < WIDTH; ++i) exponent = std::max(exponent, peaks[i] & INFINITE);
+    const uint32_t exponent = largest(peaks) & INFINITE;
     const uint32_t bits = exponent > LARGEST ? exponent - LARGEST : 0;
     const uint32_t inverse = bits > 0 ? (254u << EXPONENT) - bits : 0;
     const float scale = load_as<float>(&bits), factor = load_as<float>(&inverse);
@@ -233,12 +232,12 @@ struct ShortDigitProducts {
 
   // Writes LANES numbers: of each word's, those of the first half become the lower halves of pairs.
   static void keep(int16_t* to, const int32_t* numbers) {
-    using Pairs = uint32_t __attribute__((vector_size(2 * sizeof(uint32_t))));
-#pragma GCC unroll 8
-    for (int i = 0; i < LANES; i += 4) {
-      const int32_t* low = numbers + i / Kind::DEPTH * Kind::DEPTH + i % Kind::DEPTH / 2;
-      store_as(to + i, (load_as<Pairs>(low) & 0xffff) | load_as<Pairs>(low + STEPS) << 16);
-    }
+    using Two = uint32_t __attribute__((vector_size(2 * sizeof(uint32_t))));
+    using Four = uint32_t __attribute__((vector_size(4 * sizeof(uint32_t))));
+    using Pairs = std::conditional_t<STEPS == 4, Four, Two>;
+#pragma GCC unroll 4
+    for (int i = 0; i < LANES; i += Kind::DEPTH)
+      store_as(to + i, (load_as<Pairs>(numbers + i) & 0xffff) | load_as<Pairs>(numbers + i + STEPS) << 16);
   }
 
   Numbers numbers_;
@@ -269,7 +268,11 @@ inline void add_bytes(Words a, Words b, Shorts& sum) {
 // Products of four neighbours at once are added up in 32 bits, which is enough for any.
 #if defined(__AVX512VNNI__)
 constexpr bool ADDS_FOUR = true;
-inline void add_bytes(Words a, Words b, Whole& sum) { asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b)); }
+inline void add_bytes(Words a, Words b, Whole& sum) {
+  Whole added = sum;
+  asm("vpdpbusd %2, %1, %0" : "+v"(added) : "v"(a), "v"(b));
+  sum = added;
+}
 #else
 constexpr bool ADDS_FOUR = false;
 #endif

@@ -77,9 +77,7 @@ template <typename T, typename Round, typename Keep>
     store_as(numbers + k % LANES, rounded);
     if ((k + WIDTH) % LANES == 0) keep(k / LANES * LANES, numbers);
   });
-  int64_t sum = 0;
-  for (int i = 0; i < WIDTH; ++i) sum += sums[i];
-  return sum;
+  return sum(sums);
 }
 
 // Rounds a row to whole numbers of 8 bits, see for_whole_numbers. Returns its scale, and the sum of the numbers.
@@ -105,7 +103,8 @@ auto lowest_bytes(const int32_t* numbers) {
   using Bytes = uint8_t __attribute__((vector_size(LANES)));
 #if defined(__AVX512BW__)
   const Ints all = load_as<Ints>(numbers);
-  return __builtin_convertvector(__builtin_shufflevector(all, all, PLACES..., 8 + PLACES...), Bytes);
+  const Ints in_order = __builtin_shufflevector(all, all, PLACES..., 8 + PLACES...);
+  return reinterpret_cast<Bytes>(_mm512_cvtepi32_epi8(reinterpret_cast<__m512i>(in_order)));
 #else
   const auto first = lower_halves<PLACES...>(numbers), second = lower_halves<PLACES...>(numbers + 8);
   return __builtin_shufflevector(reinterpret_cast<const Bytes&>(first), reinterpret_cast<const Bytes&>(second),  //

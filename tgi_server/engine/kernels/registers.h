@@ -102,7 +102,11 @@ inline Whole multiply_pairs(Whole a, Whole b) {
 // sum += multiply_pairs(a, b). As instructions rather than by their intrinsics: of these, compilers compute many products
 // before they add the first, and the sums no longer fit the registers.
 inline void add_pairs(Whole a, Whole b, Whole& sum) {
-#if defined(__AVX2__)
+#if defined(__AVX512VNNI__)
+  Whole added = sum;
+  asm("vpdpwssd %2, %1, %0" : "+v"(added) : "v"(a), "v"(b));
+  sum = added;
+#elif defined(__AVX2__)
   Whole products;
   asm("vpmaddwd %3, %2, %1\n\tvpaddd %1, %0, %0" : "+v"(sum), "=&v"(products) : "v"(a), "v"(b));
 #else
@@ -156,7 +160,10 @@ inline Words odd_pairs(Words lower, Words upper) { return even_and_odd(lower >> 
 inline Floats widened(const float* from) { return load_as<Floats>(from); }
 
 inline Floats widened(const c10::BFloat16* from) {
-#if defined(__AVX2__) && !defined(__AVX512BW__)
+#if defined(__AVX512BW__)
+  const __m512i words = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+  return as_floats(reinterpret_cast<const Words&>(words) << 16);
+#elif defined(__AVX2__)
   const __m256i words = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
   return as_floats(reinterpret_cast<const Words&>(words) << 16);
 #else
@@ -264,6 +271,26 @@ inline float sum(Floats x) {
   float total = 0;
   for (int i = 0; i < WIDTH; ++i) total += x[i];
   return total;
+#endif
+}
+
+inline int32_t sum(Whole x) {
+#if defined(__AVX512BW__)
+  return _mm512_reduce_add_epi32(reinterpret_cast<const __m512i&>(x));
+#else
+  int32_t total = 0;
+  for (int i = 0; i < WIDTH; ++i) total += x[i];
+  return total;
+#endif
+}
+
+inline uint32_t largest(Words x) {
+#if defined(__AVX512BW__)
+  return _mm512_reduce_max_epu32(reinterpret_cast<const __m512i&>(x));
+#else
+  uint32_t most = x[0];
+  for (int i = 1; i < WIDTH; ++i) most = most > x[i] ? most : x[i];
+  return most;
 #endif
 }
 
