@@ -31,6 +31,8 @@ FLAGS = [
     *("-O3", "-std=c++20", "-fPIC", "-fopenmp", "-DAT_PARALLEL_OPENMP=1"),
     # Sums are added up in the order that is written: a row's result must not depend on the rows beside it.
     *("-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros", "-Wno-psabi"),
+    # A register is read as one of floats, of words or of bytes, as its bits are wanted.
+    "-fno-strict-aliasing",
 ]
 COMPILE_SECONDS = 900
 

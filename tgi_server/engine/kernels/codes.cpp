@@ -176,13 +176,22 @@ constexpr auto with(const std::array<Way, N>& ways, More... more) {
 // Those that round their inputs: to 16 bits where the model has no more, to 8 bits by name only.
 template <typename Kind, typename Numbers>
 constexpr Way TO_16_BITS = way<Kind, GroupedProducts<ShortDigitProducts<Kind, Numbers>>>("codes_int16");
+#if defined(__AVX512BF16__)
+template <typename Kind>
+constexpr Way TO_BF16 = way<Kind, GroupedProducts<Bf16DigitProducts<Kind>>>("codes_avx512_bf16");
+#endif
 #if defined(__AVX2__)
 template <typename Kind, typename Digits>
 constexpr Way TO_8_BITS = way<Kind, GroupedProducts<DigitProducts<Kind, Digits>>>("codes_int8");
 #endif
 
 constexpr auto BYTE_WAYS = with(WAYS<Bytes>, TO_16_BITS<Bytes, WholeNumbers<Bytes>>);
-#if defined(__AVX2__)
+#if defined(__AVX512BF16__)
+constexpr auto NIBBLE_WAYS = with(WAYS<Nibbles>, TO_BF16<Nibbles>, TO_16_BITS<Nibbles, WholeNumbers<Nibbles>>,
+                                  TO_8_BITS<Nibbles, NibbleDigits>);
+constexpr auto BOOK_WAYS =
+    with(WAYS<Book>, TO_BF16<Book>, TO_16_BITS<Book, BookNumbers>, TO_8_BITS<Book, BookDigits>);
+#elif defined(__AVX2__)
 constexpr auto NIBBLE_WAYS =
     with(WAYS<Nibbles>, TO_16_BITS<Nibbles, WholeNumbers<Nibbles>>, TO_8_BITS<Nibbles, NibbleDigits>);
 constexpr auto BOOK_WAYS = with(WAYS<Book>, TO_16_BITS<Book, BookNumbers>, TO_8_BITS<Book, BookDigits>);

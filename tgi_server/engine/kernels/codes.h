@@ -27,6 +27,7 @@ struct OneByOne {
 struct Book : OneByOne {
   static constexpr int64_t DEPTH = 8;
   explicit Book(const float* codebook) : numbers_(load_as<Floats>(codebook)) {}
+  float number(int code) const { return numbers_[code]; }
   void numbers(Words words, int step, Floats* to) const {
     const Words places = words >> (4 * step);  // of which the instruction reads four bits
     *to = reinterpret_cast<Floats>(

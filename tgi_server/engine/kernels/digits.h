@@ -1,7 +1,6 @@
-// Products of codes with inputs that are rounded to whole numbers of 16 or 8 bits, group by group of the weights. They
-// are sums of whole numbers, which have several times as many products in an instruction as floats.
-//
-// A group of a row is whole numbers times a scale, in the order in which words of weights are unpacked.
+// Products of codes with inputs of 16 or 8 bits, group by group of the weights: of these, an instruction multiplies several
+// times as many as of floats. They are whole numbers times a scale for each group of a row, or bfloat16 numbers, in the
+// order in which words of weights are unpacked.
 
 #pragma once
 
@@ -149,20 +148,55 @@ class BookNumbers {
 
 #endif
 
-// Products of whole numbers of 16 bits, two at a time. The scale of a group of inputs is a power of two: bfloat16
-// numbers stay what they are, but for those below 1/128 of the largest of their group, and with inputs of 13 bits 1/32.
-template <typename Kind, typename Numbers>
-struct ShortDigitProducts {
-  using Register = Whole;
-  static constexpr int ROWS = Numbers::ROWS, MANY = WIDTH == 16 ? 8 : 6, STEPS = Kind::DEPTH / 2, ADDED = Numbers::ADDED;
-  static constexpr int64_t MOST = Numbers::TOGETHER / Kind::DEPTH;
-  static constexpr bool GROUP_SUMS = false;
+// Products of numbers of 16 bits, two at a time: those of codes that stand half a word apart. Set: has unpacked(words, step),
+// the numbers of those that are multiplied in a step, and add(numbers, x, sum).
+template <typename Set, typename Kind>
+struct PairedCodes {
+  static constexpr int MANY = WIDTH == 16 ? 8 : 6, STEPS = Kind::DEPTH / 2;
 
   static constexpr int vectors(int rows) {
     if (WIDTH == 16) return 3;
     if (REGISTERS == 32) return rows <= 2 ? 6 : 4;
     return rows == 1 ? 6 : rows == 2 ? 3 : 2;
   }
+
+  template <int R, int V, typename Sum>
+  [[gnu::always_inline]] void add_words(const CodedProduct& product, int64_t row, const WantedWords& words, int column,
+                                        int64_t first, int64_t last, Sum (&sums)[R][V]) const {
+    const char* input = product.input + row * product.row_bytes;
+    for (int64_t k = first; k < last; ++k) {
+      words.want<V>(k, column);
+      add_steps<STEPS, R, V>(
+          input + k * STEPS * WORD, product.row_bytes,
+          [&](int step, int v) {
+            const char* place = words.words + k * TILE_WORD + (column + v * WIDTH) * WORD;
+            return static_cast<const Set*>(this)->unpacked(load_as<Words>(place), step);
+          },
+          [&](int r, int v, Words x, Words numbers) { Set::add(numbers, x, sums[r][v]); });
+    }
+  }
+
+  template <int R, int V, typename Sum>
+  [[gnu::always_inline]] void add_unpacked(const CodedProduct& product, int64_t row, int64_t first, int64_t last,
+                                           const char* unpacked, Sum (&sums)[R][V]) const {
+    const char* input = product.input + row * product.row_bytes + first * STEPS * WORD;
+    for (int64_t k = 0; k < (last - first) * STEPS; ++k)
+      add_steps<1, R, V>(
+          input + k * WORD, product.row_bytes,
+          [&](int, int v) { return load_as<Words>(unpacked + k * TILE_WORD + v * WIDTH * WORD); },
+          [&](int r, int v, Words x, Words numbers) { Set::add(numbers, x, sums[r][v]); });
+  }
+};
+
+// Products of whole numbers of 16 bits, two at a time. The scale of a group of inputs is a power of two: bfloat16
+// numbers stay what they are, but for those below 1/128 of the largest of their group, and with inputs of 13 bits 1/32.
+template <typename Kind, typename Numbers>
+struct ShortDigitProducts : PairedCodes<ShortDigitProducts<Kind, Numbers>, Kind> {
+  using Register = Whole;
+  using PairedCodes<ShortDigitProducts, Kind>::STEPS;
+  static constexpr int ROWS = Numbers::ROWS, ADDED = Numbers::ADDED;
+  static constexpr int64_t MOST = Numbers::TOGETHER / Kind::DEPTH;
+  static constexpr bool GROUP_SUMS = false;
 
   explicit ShortDigitProducts(const float* codebook) : numbers_(codebook) {}
 
@@ -173,31 +207,8 @@ struct ShortDigitProducts {
   }
 
   Words unpacked(Words words, int step) const { return numbers_.unpacked(words, step); }
-
-  template <int R, int V>
-  [[gnu::always_inline]] void add_words(const CodedProduct& product, int64_t row, const WantedWords& words, int column,
-                                        int64_t first, int64_t last, Whole (&sums)[R][V]) const {
-    const char* input = product.input + row * product.row_bytes;
-    for (int64_t k = first; k < last; ++k) {
-      words.want<V>(k, column);
-      add_steps<STEPS, R, V>(
-          input + k * STEPS * WORD, product.row_bytes,
-          [&](int step, int v) {
-            return unpacked(load_as<Words>(words.words + k * TILE_WORD + (column + v * WIDTH) * WORD), step);
-          },
-          [&](int r, int v, Words x, Words numbers) { add(x, numbers, sums[r][v]); });
-    }
-  }
-
-  template <int R, int V>
-  [[gnu::always_inline]] void add_unpacked(const CodedProduct& product, int64_t row, int64_t first, int64_t last,
-                                           const char* unpacked, Whole (&sums)[R][V]) const {
-    const char* input = product.input + row * product.row_bytes + first * STEPS * WORD;
-    for (int64_t k = 0; k < (last - first) * STEPS; ++k)
-      add_steps<1, R, V>(
-          input + k * WORD, product.row_bytes,
-          [&](int, int v) { return load_as<Words>(unpacked + k * TILE_WORD + v * WIDTH * WORD); },
-          [&](int r, int v, Words x, Words numbers) { add(x, numbers, sums[r][v]); });
+  static void add(Words numbers, Words x, Whole& sum) {
+    add_pairs(reinterpret_cast<const Whole&>(x), reinterpret_cast<const Whole&>(numbers), sum);
   }
 
   Floats number(const CodedProduct& product, int64_t place, Whole sum) const {
@@ -206,10 +217,6 @@ struct ShortDigitProducts {
   static float input_sum(const CodedProduct& product, int64_t place) { return rounded_sum(product, place); }
 
  private:
-  static void add(Words x, Words numbers, Whole& sum) {
-    add_pairs(reinterpret_cast<const Whole&>(x), reinterpret_cast<const Whole&>(numbers), sum);
-  }
-
   template <typename T>
   static std::pair<float, int64_t> round(const T* from, int64_t count, int16_t* to) {
     constexpr uint32_t EXPONENT = 23, INFINITE = 255u << EXPONENT;
@@ -232,6 +239,7 @@ struct ShortDigitProducts {
 
   // Writes LANES numbers: of each word's, those of the first half become the lower halves of pairs.
   static void keep(int16_t* to, const int32_t* numbers) {
+    // two types: the compiler takes a size that depends on Kind for that of one number
     using Two = uint32_t __attribute__((vector_size(2 * sizeof(uint32_t))));
     using Four = uint32_t __attribute__((vector_size(4 * sizeof(uint32_t))));
     using Pairs = std::conditional_t<STEPS == 4, Four, Two>;
@@ -242,6 +250,59 @@ struct ShortDigitProducts {
 
   Numbers numbers_;
 };
+
+#if defined(__AVX512BF16__)
+
+// Products of bfloat16 numbers, two at a time. Whole numbers of 4 bits stay what they are; a codebook is rounded.
+template <typename Kind>
+class Bf16DigitProducts : public PairedCodes<Bf16DigitProducts<Kind>, Kind> {
+ public:
+  using Register = Words;
+  static constexpr int ROWS = 4, ADDED = 0;
+  static constexpr int64_t MOST = 128 / Kind::DEPTH;
+  static constexpr bool GROUP_SUMS = true;
+
+  explicit Bf16DigitProducts(const float* codebook) {
+    const Kind kind(codebook);
+    c10::BFloat16 numbers[2 * WIDTH];  // twice: of places, five bits are read
+    for (int i = 0; i < 2 * WIDTH; ++i) numbers[i] = kind.number(i % WIDTH);
+    numbers_ = load_as<Words>(numbers);
+  }
+
+  template <typename T>
+  static Input prepare(const T* from, int64_t rows, int64_t inputs, int64_t depth, const int32_t*, int64_t) {
+    const int64_t room = depth * Kind::DEPTH + LANES, row_bytes = apart(room * sizeof(c10::BFloat16), rows);
+    Input input{nullptr, row_bytes, c10::GetCPUAllocator()->allocate(rows * row_bytes), {}};
+    char* to = static_cast<char*>(input.buffer.get());
+    input.data = to;
+    for_rows(rows, inputs, [&](int64_t first, int64_t last) {
+      for (int64_t r = first; r < last; ++r) {
+        c10::BFloat16* row = reinterpret_cast<c10::BFloat16*>(to + r * row_bytes);
+        for_registers(from + r * inputs, inputs, [&](int64_t k, Floats values) {
+          const __m256bh numbers = _mm512_cvtneps_pbh(reinterpret_cast<const __m512&>(values));
+          const __m256i words = reinterpret_cast<const __m256i&>(numbers);  // of 16 bytes, the halves are pairs
+          store_as(row + k, _mm256_unpacklo_epi16(words, _mm256_srli_si256(words, 8)));
+        });
+        std::fill(row + parts(inputs, LANES) * LANES, row + room, c10::BFloat16(0.0f));
+      }
+    });
+    return input;
+  }
+
+  Words unpacked(Words words, int step) const {
+    const __m512i places = _mm512_srli_epi16(reinterpret_cast<const __m512i&>(words), 4 * step);
+    return reinterpret_cast<Words>(_mm512_permutexvar_epi16(places, reinterpret_cast<const __m512i&>(numbers_)));
+  }
+  static void add(Words numbers, Words x, Words& sum) { PairProducts::add(x, numbers, sum); }
+
+  Floats number(const CodedProduct&, int64_t, Words sum) const { return as_floats(sum); }
+  static float input_sum(const CodedProduct& product, int64_t place) { return product.sums[place]; }
+
+ private:
+  Words numbers_;
+};
+
+#endif
 
 struct NibbleDigits;
 class BookDigits;
@@ -269,7 +330,7 @@ inline void add_bytes(Words a, Words b, Shorts& sum) {
 #if defined(__AVX512VNNI__)
 constexpr bool ADDS_FOUR = true;
 inline void add_bytes(Words a, Words b, Whole& sum) {
-  Whole added = sum;
+  Whole added = sum;  // see WordProducts
   asm("vpdpbusd %2, %1, %0" : "+v"(added) : "v"(a), "v"(b));
   sum = added;
 }

@@ -139,6 +139,10 @@ struct GroupedProducts {
                                       int64_t scaled, const char* unpacked, float* totals) {
     constexpr int V = UNPACKED_VECTORS;
     const Set set = shared;
+    const char* input = product.input + row * product.row_bytes;
+    for (int r = 0; r < R; ++r)  // a row's next words stand far from the next row's
+      for (int64_t k = part.last; k < 2 * part.last - part.first; k += 64 / (Set::STEPS * WORD))
+        __builtin_prefetch(input + r * product.row_bytes + k * Set::STEPS * WORD);
     for (int column = 0; column < COLUMNS; column += V * WIDTH) {
       typename Set::Register sums[R][V];
       make_zero(sums);

@@ -167,7 +167,8 @@ struct ShortProducts {
 };
 
 // The two below add as an instruction rather than by its intrinsic, around which compilers copy the sums to and fro
-// until they no longer fit the registers.
+// until they no longer fit the registers. What an instruction writes is a variable of its own: a reference would keep an
+// array of sums in memory.
 struct WordProducts {
   using Register = Words;
   static constexpr int64_t STEPS = 1, NUMBER = WORD;
@@ -200,7 +201,11 @@ struct PairProducts : WordProducts {
   }
 #else
   static constexpr const char* NAME = "avx512_bf16";
-  static void add(Words row, Words column, Words& sum) { asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(row), "v"(column)); }
+  static void add(Words row, Words column, Words& sum) {
+    Words added = sum;
+    asm("vdpbf16ps %2, %1, %0" : "+v"(added) : "v"(row), "v"(column));
+    sum = added;
+  }
 #endif
 
   template <typename T>
@@ -239,7 +244,11 @@ struct ByteProducts : WordProducts {
 #else
   static constexpr const char* NAME = "avx512_vnni";
   static constexpr int OFFSET = UNSIGNED_OFFSET;
-  static void add(Words row, Words column, Words& sum) { asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(row), "v"(column)); }
+  static void add(Words row, Words column, Words& sum) {
+    Words added = sum;
+    asm("vpdpbusd %2, %1, %0" : "+v"(added) : "v"(row), "v"(column));
+    sum = added;
+  }
 #endif
 
   template <typename T>
@@ -275,30 +284,43 @@ struct Products {
 
   static void multiply(const char* input, int64_t row_bytes, int64_t rows, const char* weights, const char* next,
                        int64_t depth, bool from_zero, char* totals) {
+    const int64_t blocks = parts(rows, ROWS);
+    Later later{next, next, blocks > 3 ? TILE_WORD / blocks : 0};
     for_each_block(rows, ROWS, [&](int64_t first, int64_t count) {
-      BLOCKS[count - 1](input + first * row_bytes, row_bytes, weights, next, depth, from_zero,
+      BLOCKS[count - 1](input + first * row_bytes, row_bytes, weights, later, depth, from_zero,
                         totals + first * TILE_WORD);
+      later.part += depth * later.stride;
     });
   }
 
  private:
+  // What is needed after these weights. Of several blocks of rows each asks for its part of it, `stride` bytes with every
+  // word: were all asked for by the first one, memory would rest while the others compute.
+  struct Later {
+    const char *next, *part;
+    int64_t stride;
+  };
+
   using Register = typename Set::Register;
-  using Block = void (*)(const char*, int64_t, const char*, const char*, int64_t, bool, char*);
+  using Block = void (*)(const char*, int64_t, const char*, const Later&, int64_t, bool, char*);
 
   template <int R>
-  static void multiply_block(const char* input, int64_t row_bytes, const char* weights, const char* next, int64_t depth,
+  static void multiply_block(const char* input, int64_t row_bytes, const char* weights, const Later& later, int64_t depth,
                              bool from_zero, char* totals) {
     constexpr int V = vectors(R);
     for (int column = 0; column < COLUMNS; column += V * WIDTH)
-      multiply_columns<R, V>(input, row_bytes, weights, next, depth, from_zero, column, totals + column * WORD);
+      multiply_columns<R, V>(input, row_bytes, weights, later, depth, from_zero, column, totals + column * WORD);
   }
 
-  // next: asked for meanwhile, as soon as no more than AHEAD words of these are left.
+  // The words of these weights are asked for as well, AHEAD of them: nobody has done so where they are a thread's first.
   //
   // Loops over registers must be unrolled before the compiler decides what is kept in registers, hence the pragmas.
   template <int R, int V>
-  static void multiply_columns(const char* input, int64_t row_bytes, const char* weights, const char* next,
+  static void multiply_columns(const char* input, int64_t row_bytes, const char* weights, const Later& later,
                                int64_t depth, bool from_zero, int64_t column, char* totals) {
+    constexpr bool BESIDE_OTHERS = 2 * R >= ROWS;  // maybe: for_each_block makes no smaller ones of many rows
+    const char* part = later.part + depth * later.stride * column / COLUMNS;
+    const int64_t part_stride = later.stride * V * WIDTH / COLUMNS;
     Register sums[R][V];
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
@@ -309,10 +331,15 @@ struct Products {
     for (int64_t k = 0, end = own; k < depth; end = depth) {
       // What is needed later is asked for in the order of memory: by columns, memory would give less than it can.
       const int64_t stride = k < own ? TILE_WORD : V * WIDTH * WORD;
-      const char* wanted = k < own ? weights + Set::AHEAD * TILE_WORD + column * WORD : next + column * WORD * (depth - own);
+      const char* wanted = k < own ? weights + Set::AHEAD * TILE_WORD + column * WORD : later.next + column * WORD * (depth - own);
       for (; k < end; ++k, wanted += stride) {
 #pragma GCC unroll 6
         for (int v = 0; v < V; v += 16 / WIDTH) __builtin_prefetch(wanted + v * WIDTH * WORD, 0, 2);
+        if constexpr (BESIDE_OTHERS) {
+          __builtin_prefetch(part, 0, 2);
+          __builtin_prefetch(part + 64, 0, 2);
+          part += part_stride;
+        }
 #pragma GCC unroll 2
         for (int step = 0; step < Set::STEPS; ++step) {
           // The words of all steps do not fit the registers: each step reads them again.

@@ -103,7 +103,7 @@ inline Whole multiply_pairs(Whole a, Whole b) {
 // before they add the first, and the sums no longer fit the registers.
 inline void add_pairs(Whole a, Whole b, Whole& sum) {
 #if defined(__AVX512VNNI__)
-  Whole added = sum;
+  Whole added = sum;  // a reference to an instruction's result would keep an array of sums in memory
   asm("vpdpwssd %2, %1, %0" : "+v"(added) : "v"(a), "v"(b));
   sum = added;
 #elif defined(__AVX2__)

@@ -56,6 +56,8 @@ _EMULATED = "amx_emulated"
 ROUNDS_INPUTS = "codes_int8"
 # The kernel that rounds them to 16 bits, for models whose dtype has no more; with a codebook to 14.
 ROUNDS_TO_16_BITS = "codes_int16"
+# Those that round neither inputs nor weights, which models in float32 ask for.
+_EXACT = ("codes", "expanded")
 # Inputs of a group in weights of codes that are timed.
 _GROUP = 64
 
@@ -110,7 +112,9 @@ class Weights:
             return CodedLinear(weight, None, table)
 
         kernels = torch.ops.oatmill.codes_kernels(kind)
-        if dtype == torch.float32 or (kind == "codebook" and dtype != torch.bfloat16):
+        if dtype == torch.float32:
+            kernels = [name for name in kernels if name in (*_EXACT, ROUNDS_INPUTS)]
+        elif kind == "codebook" and dtype != torch.bfloat16:
             kernels = [name for name in kernels if name != ROUNDS_TO_16_BITS]
         by_name = tuple(name for name in kernels if name == ROUNDS_INPUTS)
         return cls(f"{kind} {dtype}", dtype, bits, _real(kernels), False, make, by_name)

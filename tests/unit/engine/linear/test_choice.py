@@ -46,9 +46,9 @@ def test_each_number_of_rows_gets_its_fastest_kernel(measured, chosen) -> None:
 def test_inputs_of_32_bits_are_not_rounded_to_16() -> None:
     assert load_kernels()
     assert "codes_int16" in Weights.coded("int4", torch.bfloat16).kernels
-    assert "codes_int16" not in Weights.coded("int4", torch.float32).kernels
-    for dtype in (torch.float16, torch.float32):  # to 14 with a codebook
-        assert "codes_int16" not in Weights.coded("codebook", dtype).kernels
+    for kind in ("int4", "codebook", "int8", "fp8"):
+        assert Weights.coded(kind, torch.float32).kernels == ("codes", "expanded")
+    assert "codes_int16" not in Weights.coded("codebook", torch.float16).kernels  # to 14 with a codebook
     assert "codes_int8" not in Weights.coded("int4", torch.bfloat16).kernels
 
 
