@@ -13,6 +13,7 @@ from tests import hostile_grammars as hostile
 from tgi_server import demo_model
 from tgi_server.contract import Grammar, GrammarKind
 from tgi_server.engine.grammar import GrammarCompiler, InvalidGrammar, Sandbox
+from tgi_server.engine.grammar.sandbox import MEMORY_BYTES
 from tgi_server.shard import grammar_queue
 from tgi_server.shard.errors import GrammarsBusy
 from tgi_server.shard.grammar_queue import GrammarQueue
@@ -21,10 +22,10 @@ SECONDS = 60.0
 
 
 class Tried(Sandbox):
-    """Notes what is tried. On a machine that many tests keep busy, it has no niceness."""
+    """Notes what is tried. On a machine that many tests keep busy, it has no niceness; time ends before its memory."""
 
     def __init__(self, niceness: int, tried: list[Grammar]) -> None:
-        super().__init__(demo_model.PATH, 3072, [1], niceness=0)
+        super().__init__(demo_model.PATH, 3072, [1], niceness=0, memory_bytes=4 * MEMORY_BYTES)
         self._tried = tried
 
     def try_grammar(self, grammar: Grammar, cpu_seconds: float, leniency: int = 0) -> Any:
