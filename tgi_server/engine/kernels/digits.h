@@ -20,8 +20,8 @@
 
 namespace oatmill {
 
-// Rows of whole numbers of type To. round(from, count, to) rounds a group, and returns its scale and the sum of its
-// numbers. The scales of an Input are, for each row and group, the scale and the sum of what the group became.
+// Rows of numbers of type To. round(from, count, to) rounds a group, and returns its scale and the sum of what it became,
+// which are the scales of an Input, for each row and group.
 template <typename To, typename Kind, typename T, typename Round>
 Input grouped_rows(const T* from, int64_t rows, int64_t inputs, int64_t depth, const int32_t* starts, int64_t groups,
                    const Round& round) {
@@ -37,11 +37,11 @@ Input grouped_rows(const T* from, int64_t rows, int64_t inputs, int64_t depth, c
         const int64_t begin = starts[g] * Kind::DEPTH, end = starts[g + 1] * Kind::DEPTH;
         const int64_t count = std::clamp<int64_t>(inputs - begin, 0, end - begin);
         To* numbers = reinterpret_cast<To*>(to + r * row_bytes) + begin;
-        std::fill(numbers + count / LANES * LANES, numbers + (end - begin), To{0});
-        const std::pair<float, int64_t> rounded = round(from + r * inputs + begin, count, numbers);
+        std::fill(numbers + count / LANES * LANES, numbers + (end - begin), To(0));
+        const std::pair<float, float> rounded = round(from + r * inputs + begin, count, numbers);
         float* scales = &input.scales[2 * (r * groups + g)];
         scales[0] = rounded.first;
-        scales[1] = rounded.first * static_cast<float>(rounded.second);
+        scales[1] = rounded.second;
       }
   });
   return input;
@@ -218,7 +218,7 @@ struct ShortDigitProducts : PairedCodes<ShortDigitProducts<Kind, Numbers>, Kind>
 
  private:
   template <typename T>
-  static std::pair<float, int64_t> round(const T* from, int64_t count, int16_t* to) {
+  static std::pair<float, float> round(const T* from, int64_t count, int16_t* to) {
     constexpr uint32_t EXPONENT = 23, INFINITE = 255u << EXPONENT;
     constexpr uint32_t LARGEST = (Numbers::INPUT_BITS - 1) << EXPONENT;  // of the power of two that the largest one becomes
     constexpr float MOST_NUMBER = (1 << Numbers::INPUT_BITS) - 1;
@@ -234,7 +234,8 @@ struct ShortDigitProducts : PairedCodes<ShortDigitProducts<Kind, Numbers>, Kind>
     const int64_t sum = for_whole_numbers(
         from, count, [&](Floats values) { return nearest(smaller(values * factor, Floats{} + MOST_NUMBER)); },
         [&](int64_t k, const int32_t* numbers) { keep(to + k, numbers); });
-    return {exponent < INFINITE ? scale : std::numeric_limits<float>::quiet_NaN(), sum};
+    const float defined = exponent < INFINITE ? scale : std::numeric_limits<float>::quiet_NaN();
+    return {defined, defined * static_cast<float>(sum)};
   }
 
   // Writes LANES numbers: of each word's, those of the first half become the lower halves of pairs.
@@ -260,7 +261,7 @@ class Bf16DigitProducts : public PairedCodes<Bf16DigitProducts<Kind>, Kind> {
   using Register = Words;
   static constexpr int ROWS = 4, ADDED = 0;
   static constexpr int64_t MOST = 128 / Kind::DEPTH;
-  static constexpr bool GROUP_SUMS = true;
+  static constexpr bool GROUP_SUMS = false;
 
   explicit Bf16DigitProducts(const float* codebook) {
     const Kind kind(codebook);
@@ -270,23 +271,9 @@ class Bf16DigitProducts : public PairedCodes<Bf16DigitProducts<Kind>, Kind> {
   }
 
   template <typename T>
-  static Input prepare(const T* from, int64_t rows, int64_t inputs, int64_t depth, const int32_t*, int64_t) {
-    const int64_t room = depth * Kind::DEPTH + LANES, row_bytes = apart(room * sizeof(c10::BFloat16), rows);
-    Input input{nullptr, row_bytes, c10::GetCPUAllocator()->allocate(rows * row_bytes), {}};
-    char* to = static_cast<char*>(input.buffer.get());
-    input.data = to;
-    for_rows(rows, inputs, [&](int64_t first, int64_t last) {
-      for (int64_t r = first; r < last; ++r) {
-        c10::BFloat16* row = reinterpret_cast<c10::BFloat16*>(to + r * row_bytes);
-        for_registers(from + r * inputs, inputs, [&](int64_t k, Floats values) {
-          const __m256bh numbers = _mm512_cvtneps_pbh(reinterpret_cast<const __m512&>(values));
-          const __m256i words = reinterpret_cast<const __m256i&>(numbers);  // of 16 bytes, the halves are pairs
-          store_as(row + k, _mm256_unpacklo_epi16(words, _mm256_srli_si256(words, 8)));
-        });
-        std::fill(row + parts(inputs, LANES) * LANES, row + room, c10::BFloat16(0.0f));
-      }
-    });
-    return input;
+  static Input prepare(const T* from, int64_t rows, int64_t inputs, int64_t depth, const int32_t* starts,
+                       int64_t groups) {
+    return grouped_rows<c10::BFloat16, Kind>(from, rows, inputs, depth, starts, groups, round<T>);
   }
 
   Words unpacked(Words words, int step) const {
@@ -296,9 +283,21 @@ class Bf16DigitProducts : public PairedCodes<Bf16DigitProducts<Kind>, Kind> {
   static void add(Words numbers, Words x, Words& sum) { PairProducts::add(x, numbers, sum); }
 
   Floats number(const CodedProduct&, int64_t, Words sum) const { return as_floats(sum); }
-  static float input_sum(const CodedProduct& product, int64_t place) { return product.sums[place]; }
+  static float input_sum(const CodedProduct& product, int64_t place) { return rounded_sum(product, place); }
 
  private:
+  template <typename T>
+  static std::pair<float, float> round(const T* from, int64_t count, c10::BFloat16* to) {
+    Floats sums = {};
+    for_registers(from, count, [&](int64_t k, Floats values) {
+      store(to + k, values);
+      sums += widened(to + k);
+      const __m256i numbers = load_as<__m256i>(to + k);  // of 16 bytes, the halves become pairs
+      store_as(to + k, _mm256_unpacklo_epi16(numbers, _mm256_srli_si256(numbers, 8)));
+    });
+    return {1.0f, sum(sums)};
+  }
+
   Words numbers_;
 };
 
@@ -484,10 +483,11 @@ struct DigitProducts {
   }
 
   template <typename T>
-  static std::pair<float, int64_t> round(const T* from, int64_t count, int8_t* to) {
-    return round_row(from, count, [&](int64_t k, const int32_t* numbers) {
+  static std::pair<float, float> round(const T* from, int64_t count, int8_t* to) {
+    const auto [scale, sum] = round_row(from, count, [&](int64_t k, const int32_t* numbers) {
       store_as(to + k, lowest_bytes<0, 2, 4, 6, 1, 3, 5, 7>(numbers));
     });
+    return {scale, scale * static_cast<float>(sum)};
   }
 
   Digits digits_;
