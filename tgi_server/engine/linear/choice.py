@@ -40,8 +40,9 @@ ROWS = (1, 2, 4, 8, 16, 32, 64, 256)
 # below that it may be noise. From many rows down, since more time is lost with many.
 WORTH = 1.1
 BUDGET_SECONDS = 1.5
-# Bytes of weights that are timed: enough that they come from memory, as the model's do, not from a cache.
-_WEIGHT_BYTES = 16 << 20
+# Bytes of weights that are timed, of all candidates together: enough that they come from memory, as the model's do, not
+# from a cache, and no more, since they stand beside those of the model.
+_WEIGHT_BYTES = 48 << 20
 # Operations of one measurement with many rows: more would not change which kernel is the fastest.
 _OPERATIONS = 2e8
 _REPEATS = 5
@@ -203,7 +204,8 @@ def measure(
     before = torch.ops.oatmill.use_own_threads(True)
     try:
         for depth, outputs in outputs_by_depth.items():
-            trials = {name: _Trial.of(kernel, depth, weights) for name, (weights, kernel) in candidates.items()}
+            share = _WEIGHT_BYTES // len(candidates)
+            trials = {name: _Trial.of(kernel, depth, weights, share) for name, (weights, kernel) in candidates.items()}
             inputs = [torch.full((rows, depth), 0.01, dtype=dtype) for rows in numbers_of_rows]
             own = [name for name, (_, kernel) in candidates.items() if kernel != ONEDNN]
             # In turns, so that a busy moment hits all alike, and nobody finds its weights in a cache.
@@ -235,8 +237,8 @@ class _Trial:
     most: int  # outputs
 
     @classmethod
-    def of(cls, name: str, depth: int, weights: Weights) -> Self:
-        most = max(TILE, _WEIGHT_BYTES * 8 // (depth * weights.bits) // TILE * TILE)
+    def of(cls, name: str, depth: int, weights: Weights, most_bytes: int) -> Self:
+        most = max(TILE, most_bytes * 8 // (depth * weights.bits) // TILE * TILE)
         layers: dict[int, PackedLinear] = {}
 
         def by_outputs(outputs: int) -> PackedLinear:
