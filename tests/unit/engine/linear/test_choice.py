@@ -131,9 +131,9 @@ def test_threads_that_keep_the_cores_busy_behind_one_kernel_do_not_decide_about_
         return multiply
 
     weights = replace(float_weights(torch.float32), make=make)
-    alone = {"fma": (weights, "fma")}
-    quiet = choice.measure({64: 96}, alone, (1, 4))
-    beside = choice.measure({64: 96}, {**alone, "onednn": (weights, "onednn")}, (1, 4))
+    fma, onednn = (weights, "fma"), (weights, "onednn")
+    quiet = choice.measure({64: 96}, {"fma": fma, "another": fma}, (1, 4))
+    beside = choice.measure({64: 96}, {"fma": fma, "onednn": onednn}, (1, 4))
     for rows in (1, 4):
         assert beside["fma"][rows] < 2 * quiet["fma"][rows]
 
