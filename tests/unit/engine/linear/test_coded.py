@@ -90,14 +90,15 @@ def test_groups_may_have_any_inputs_in_any_order(kind, name) -> None:
     torch.testing.assert_close(actual, linear(x, weight.dense()), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["codes_int8", "codes_avx512_bf16"])
 @pytest.mark.parametrize("kind", ["int4", "codebook"])
-def test_inputs_rounded_to_8_bits_lose_no_more_than_that(kind) -> None:
-    """Groups of all sizes: what does not fill the words that are summed together, and a group of one input."""
-    require("codes_int8", kind)
-    groups = torch.arange(5).repeat_interleave(torch.tensor([1, 40, 64, 100, 60]))
-    weight, x = random_weight(kind, 265, 70, groups), torch.randn(6, 265)
+def test_inputs_rounded_to_8_bits_lose_no_more_than_that(kind, name) -> None:
+    """Groups of all sizes: of one input, what does not fill the words that are summed together, and what is too large."""
+    require(name, kind)
+    groups = torch.arange(5).repeat_interleave(torch.tensor([1, 40, 64, 200, 60]))
+    weight, x = random_weight(kind, 365, 70, groups), torch.randn(6, 365)
     exact = linear(x, weight.dense())
-    error = (CodedLinear(weight, None, KernelTable.of("codes_int8"))(x) - exact).norm() / exact.norm()
+    error = (CodedLinear(weight, None, KernelTable.of(name))(x) - exact).norm() / exact.norm()
     assert error < (0.01 if kind == "int4" else 0.02)
 
 
