@@ -93,7 +93,7 @@ def test_groups_may_have_any_inputs_in_any_order(kind, name) -> None:
 @pytest.mark.parametrize("name", ["codes_int8", "codes_avx512_bf16"])
 @pytest.mark.parametrize("kind", ["int4", "codebook"])
 def test_inputs_rounded_to_8_bits_lose_no_more_than_that(kind, name) -> None:
-    """Groups of all sizes: of one input, what does not fill the words that are summed together, and what is too large."""
+    """Groups of all sizes: one input, what does not fill the words that are summed together, and what is too large."""
     require(name, kind)
     groups = torch.arange(5).repeat_interleave(torch.tensor([1, 40, 64, 200, 60]))
     weight, x = random_weight(kind, 365, 70, groups), torch.randn(6, 365)
