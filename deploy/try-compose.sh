@@ -43,6 +43,7 @@ finish() {
 
 need_engine() {
     command -v docker >/dev/null || skip "there is no docker command"
+    compose version >/dev/null 2>&1 || skip "there is neither docker compose nor docker-compose"
     docker info >/dev/null 2>&1 && return
     command -v dockerd >/dev/null || skip "no container engine runs, and there is no dockerd to start"
     [ "$(id -u)" = 0 ] || skip "no container engine runs, and only root can start one"
