@@ -116,6 +116,13 @@ struct Book : OneByOne {
 };
 #endif
 
+// Of each word the signed number of so many bits that stands at a step.
+template <int BITS>
+Floats signed_numbers(Words words, int step) {
+  const Whole lifted = reinterpret_cast<const Whole&>(words) << (32 - BITS * (step + 1));
+  return __builtin_convertvector(lifted >> (32 - BITS), Floats);
+}
+
 // Whole numbers from -8 to 7, stored ADDED higher.
 #if defined(__AVX512F__)
 struct Nibbles : Book {
@@ -131,9 +138,7 @@ struct Nibbles : OneByOne {
   static constexpr int ADDED = 8;
   explicit Nibbles(const float*) {}
   void numbers(Words words, int step, Floats* to) const {
-    const Words signs = words ^ 0x88888888;  // now they are -8 to 7
-    const Whole lifted = reinterpret_cast<const Whole&>(signs) << (28 - 4 * step);
-    *to = __builtin_convertvector(lifted >> 28, Floats);
+    *to = signed_numbers<4>(words ^ 0x88888888, step);  // which makes them -8 to 7
   }
 };
 #endif
@@ -144,8 +149,7 @@ struct Bytes : OneByOne {
   static constexpr int ADDED = 0;
   explicit Bytes(const float*) {}
   void numbers(Words words, int step, Floats* to) const {
-    const Whole lifted = reinterpret_cast<const Whole&>(words) << (24 - 8 * step);
-    *to = __builtin_convertvector(lifted >> 24, Floats);
+    *to = signed_numbers<8>(words, step);
   }
 };
 

@@ -328,11 +328,7 @@ inline void add_bytes(Words a, Words b, Shorts& sum) {
 // Products of four neighbours at once are added up in 32 bits, which is enough for any.
 #if defined(__AVX512VNNI__)
 constexpr bool ADDS_FOUR = true;
-inline void add_bytes(Words a, Words b, Whole& sum) {
-  Whole added = sum;  // see WordProducts
-  asm("vpdpbusd %2, %1, %0" : "+v"(added) : "v"(a), "v"(b));
-  sum = added;
-}
+inline void add_bytes(Words a, Words b, Whole& sum) { ByteProducts::add(a, b, sum); }
 #else
 constexpr bool ADDS_FOUR = false;
 #endif

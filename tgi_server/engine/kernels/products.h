@@ -244,8 +244,9 @@ struct ByteProducts : WordProducts {
 #else
   static constexpr const char* NAME = "avx512_vnni";
   static constexpr int OFFSET = UNSIGNED_OFFSET;
-  static void add(Words row, Words column, Words& sum) {
-    Words added = sum;
+  template <typename Sum>
+  static void add(Words row, Words column, Sum& sum) {
+    Sum added = sum;
     asm("vpdpbusd %2, %1, %0" : "+v"(added) : "v"(row), "v"(column));
     sum = added;
   }
@@ -294,8 +295,8 @@ struct Products {
   }
 
  private:
-  // What is needed after these weights. Of several blocks of rows each asks for its part of it, `stride` bytes with every
-  // word: were all asked for by the first one, memory would rest while the others compute.
+  // What is needed after these weights. Of more than three blocks of rows each asks for its part of it, `stride` bytes with
+  // every word: were all asked for by the first one, memory would rest while the others compute. Fewer never let it rest.
   struct Later {
     const char *next, *part;
     int64_t stride;
@@ -313,6 +314,7 @@ struct Products {
   }
 
   // The words of these weights are asked for as well, AHEAD of them: nobody has done so where they are a thread's first.
+  // later.next: asked for meanwhile, as soon as no more than AHEAD words of these are left.
   //
   // Loops over registers must be unrolled before the compiler decides what is kept in registers, hence the pragmas.
   template <int R, int V>
@@ -331,7 +333,8 @@ struct Products {
     for (int64_t k = 0, end = own; k < depth; end = depth) {
       // What is needed later is asked for in the order of memory: by columns, memory would give less than it can.
       const int64_t stride = k < own ? TILE_WORD : V * WIDTH * WORD;
-      const char* wanted = k < own ? weights + Set::AHEAD * TILE_WORD + column * WORD : later.next + column * WORD * (depth - own);
+      const char* wanted =
+          k < own ? weights + Set::AHEAD * TILE_WORD + column * WORD : later.next + column * WORD * (depth - own);
       for (; k < end; ++k, wanted += stride) {
 #pragma GCC unroll 6
         for (int v = 0; v < V; v += 16 / WIDTH) __builtin_prefetch(wanted + v * WIDTH * WORD, 0, 2);
