@@ -53,7 +53,7 @@ inline float rounded_sum(const CodedProduct& product, int64_t place) { return pr
 
 // Adds products of what a set unpacks step by step. at: the word of a step, numbered from 0, of register v.
 template <int STEPS, int R, int V, typename At, typename Add>
-[[gnu::always_inline]] inline void add_steps(const char* input, int64_t row_bytes, const At& at, const Add& add) {
+[[gnu::always_inline]] inline void add_word(const char* input, int64_t row_bytes, const At& at, const Add& add) {
 #pragma GCC unroll 4
   for (int step = 0; step < STEPS; ++step) {
     decltype(at(step, 0)) columns[V];
@@ -160,30 +160,13 @@ struct PairedCodes {
     return rows == 1 ? 6 : rows == 2 ? 3 : 2;
   }
 
-  template <int R, int V, typename Sum>
-  [[gnu::always_inline]] void add_words(const CodedProduct& product, int64_t row, const WantedWords& words, int column,
-                                        int64_t first, int64_t last, Sum (&sums)[R][V]) const {
+  template <int R, int V, typename Sum, typename At>
+  [[gnu::always_inline]] void add_steps(const CodedProduct& product, int64_t row, int64_t first, int64_t last,
+                                        Sum (&sums)[R][V], const At& at) const {
     const char* input = product.input + row * product.row_bytes;
-    for (int64_t k = first; k < last; ++k) {
-      words.want<V>(k, column);
-      add_steps<STEPS, R, V>(
-          input + k * STEPS * WORD, product.row_bytes,
-          [&](int step, int v) {
-            const char* place = words.words + k * TILE_WORD + (column + v * WIDTH) * WORD;
-            return static_cast<const Set*>(this)->unpacked(load_as<Words>(place), step);
-          },
-          [&](int r, int v, Words x, Words numbers) { Set::add(numbers, x, sums[r][v]); });
-    }
-  }
-
-  template <int R, int V, typename Sum>
-  [[gnu::always_inline]] void add_unpacked(const CodedProduct& product, int64_t row, int64_t first, int64_t last,
-                                           const char* unpacked, Sum (&sums)[R][V]) const {
-    const char* input = product.input + row * product.row_bytes + first * STEPS * WORD;
-    for (int64_t k = 0; k < (last - first) * STEPS; ++k)
-      add_steps<1, R, V>(
-          input + k * WORD, product.row_bytes,
-          [&](int, int v) { return load_as<Words>(unpacked + k * TILE_WORD + v * WIDTH * WORD); },
+    for (int64_t k = first; k < last; ++k)
+      add_word<STEPS, R, V>(
+          input + k * STEPS * WORD, product.row_bytes, [&](int step, int v) { return at(k, step, v); },
           [&](int r, int v, Words x, Words numbers) { Set::add(numbers, x, sums[r][v]); });
   }
 };
@@ -261,7 +244,7 @@ class Bf16DigitProducts : public PairedCodes<Bf16DigitProducts<Kind>, Kind> {
   using Register = Words;
   static constexpr int ROWS = 4, ADDED = 0;
   static constexpr int64_t MOST = 128 / Kind::DEPTH;
-  static constexpr bool GROUP_SUMS = false;
+  static constexpr bool GROUP_SUMS = true;
 
   explicit Bf16DigitProducts(const float* codebook) {
     const Kind kind(codebook);
@@ -271,9 +254,24 @@ class Bf16DigitProducts : public PairedCodes<Bf16DigitProducts<Kind>, Kind> {
   }
 
   template <typename T>
-  static Input prepare(const T* from, int64_t rows, int64_t inputs, int64_t depth, const int32_t* starts,
-                       int64_t groups) {
-    return grouped_rows<c10::BFloat16, Kind>(from, rows, inputs, depth, starts, groups, round<T>);
+  static Input prepare(const T* from, int64_t rows, int64_t inputs, int64_t depth, const int32_t*, int64_t) {
+    const int64_t room = depth * Kind::DEPTH + LANES;  // the last numbers are written with some behind them
+    const int64_t row_bytes = apart(room * sizeof(c10::BFloat16), rows);
+    Input input{nullptr, row_bytes, c10::GetCPUAllocator()->allocate(rows * row_bytes), {}};
+    char* to = static_cast<char*>(input.buffer.get());
+    input.data = to;
+    for_rows(rows, inputs, [&](int64_t first, int64_t last) {
+      for (int64_t r = first; r < last; ++r) {
+        c10::BFloat16* row = reinterpret_cast<c10::BFloat16*>(to + r * row_bytes);
+        for_registers(from + r * inputs, inputs, [&](int64_t k, Floats values) {
+          const __m256bh rounded = _mm512_cvtneps_pbh(reinterpret_cast<const __m512&>(values));
+          const __m256i numbers = reinterpret_cast<const __m256i&>(rounded);  // of a word's, the halves become pairs
+          store_as(row + k, _mm256_unpacklo_epi16(numbers, _mm256_srli_si256(numbers, 8)));
+        });
+        std::fill(row + parts(inputs, LANES) * LANES, row + room, c10::BFloat16(0.0f));
+      }
+    });
+    return input;
   }
 
   Words unpacked(Words words, int step) const {
@@ -283,21 +281,9 @@ class Bf16DigitProducts : public PairedCodes<Bf16DigitProducts<Kind>, Kind> {
   static void add(Words numbers, Words x, Words& sum) { PairProducts::add(x, numbers, sum); }
 
   Floats number(const CodedProduct&, int64_t, Words sum) const { return as_floats(sum); }
-  static float input_sum(const CodedProduct& product, int64_t place) { return rounded_sum(product, place); }
+  static float input_sum(const CodedProduct& product, int64_t place) { return product.sums[place]; }
 
  private:
-  template <typename T>
-  static std::pair<float, float> round(const T* from, int64_t count, c10::BFloat16* to) {
-    Floats sums = {};
-    for_registers(from, count, [&](int64_t k, Floats values) {
-      store(to + k, values);
-      sums += widened(to + k);
-      const __m256i numbers = load_as<__m256i>(to + k);  // of 16 bytes, the halves become pairs
-      store_as(to + k, _mm256_unpacklo_epi16(numbers, _mm256_srli_si256(numbers, 8)));
-    });
-    return {1.0f, sum(sums)};
-  }
-
   Words numbers_;
 };
 
@@ -417,39 +403,13 @@ struct DigitProducts {
 
   static Words unpacked(Words words, int step) { return (words >> (4 * step)) & 0x0f0f0f0f; }
 
-  template <int R, int V>
-  [[gnu::always_inline]] void add_words(const CodedProduct& product, int64_t row, const WantedWords& words, int column,
-                                        int64_t first, int64_t last, Whole (&sums)[R][V]) const {
-    add_fitting(product, row, first, last, sums, [&](int64_t k, int step, int v) {
-      if (step == 0 && v == 0) words.want<V>(k, column);
-      return unpacked(load_as<Words>(words.words + k * TILE_WORD + (column + v * WIDTH) * WORD), step);
-    });
-  }
-
-  template <int R, int V>
-  [[gnu::always_inline]] void add_unpacked(const CodedProduct& product, int64_t row, int64_t first, int64_t last,
-                                           const char* unpacked, Whole (&sums)[R][V]) const {
-    add_fitting(product, row, first, last, sums, [&](int64_t k, int step, int v) {
-      return load_as<Words>(unpacked + ((k - first) * STEPS + step) * TILE_WORD + v * WIDTH * WORD);
-    });
-  }
-
-  Floats number(const CodedProduct& product, int64_t place, Whole sum) const {
-    return __builtin_convertvector(sum, Floats) * (input_scale(product, place) * digits_.unit());
-  }
-  static float input_sum(const CodedProduct& product, int64_t place) { return rounded_sum(product, place); }
-
- private:
-  static constexpr int64_t TOGETHER = std::max(1, Digits::FIT / 2);  // words whose products 16 bits hold the sum of
-
-  // at: (word, step, register) -> what is unpacked of it.
   template <int R, int V, typename At>
-  [[gnu::always_inline]] void add_fitting(const CodedProduct& product, int64_t row, int64_t first, int64_t last,
-                                          Whole (&sums)[R][V], const At& at) const {
+  [[gnu::always_inline]] void add_steps(const CodedProduct& product, int64_t row, int64_t first, int64_t last,
+                                        Whole (&sums)[R][V], const At& at) const {
     const char* input = product.input + row * product.row_bytes;
     if constexpr (ADDS_FOUR) {
       for (int64_t k = first; k < last; ++k)
-        add_steps<STEPS, R, V>(
+        add_word<STEPS, R, V>(
             input + k * STEPS * WORD, product.row_bytes, [&](int step, int v) { return digits_.numbers(at(k, step, v)); },
             [&](int r, int v, Words x, const auto& numbers) { Digits::add(numbers, x, sums[r][v]); });
       return;
@@ -458,7 +418,7 @@ struct DigitProducts {
       Shorts partial[R][V];
       make_zero(partial);
       for (int64_t i = k; i < std::min(last, k + TOGETHER); ++i)
-        add_steps<STEPS, R, V>(
+        add_word<STEPS, R, V>(
             input + i * STEPS * WORD, product.row_bytes, [&](int step, int v) { return digits_.numbers(at(i, step, v)); },
             [&](int r, int v, Words x, const auto& numbers) {
               Digits::add(numbers, x, partial[r][v]);
@@ -470,6 +430,14 @@ struct DigitProducts {
         for (int v = 0; v < V; ++v) move(partial[r][v], sums[r][v]);
     }
   }
+
+  Floats number(const CodedProduct& product, int64_t place, Whole sum) const {
+    return __builtin_convertvector(sum, Floats) * (input_scale(product, place) * digits_.unit());
+  }
+  static float input_sum(const CodedProduct& product, int64_t place) { return rounded_sum(product, place); }
+
+ private:
+  static constexpr int64_t TOGETHER = std::max(1, Digits::FIT / 2);  // words whose products 16 bits hold the sum of
 
   // Adds the two of each lane.
   static void move(Shorts& from, Whole& to) {

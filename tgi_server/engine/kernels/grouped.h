@@ -106,37 +106,41 @@ struct GroupedProducts {
       for_each_part(product, tile, [&](const Part& part) {
         typename Set::Register sums[R][V];
         make_zero(sums);
-        set.add_words(product, row, tile.words, column, part.first, part.last, sums);
+        if constexpr (UNPACKS)
+          set.add_steps(product, row, part.first, part.last, sums, [&](int64_t k, int step, int v) {
+            return unpacked<V>(set, tile.words, column, k, step, v);
+          });
+        else
+          set.add_words(product, row, tile.words, column, part.first, part.last, sums);
         add_to_totals(set, product, row, part, tile.scaled + part.group * COLUMNS + column, sums, totals + column);
       });
     }
   }
 
+  // What is multiplied in a step of word k, of register v from a column on. Asks for later words.
+  template <int V>
+  [[gnu::always_inline]] static Words unpacked(const Set& set, const WantedWords& words, int column, int64_t k, int step,
+                                               int v) {
+    if (step == 0 && v == 0) words.want<V>(k, column);
+    return set.unpacked(load_as<Words>(words.words + k * TILE_WORD + (column + v * WIDTH) * WORD), step);
+  }
+
+  // The first of several blocks of rows keeps what it unpacks for the others.
   static void multiply_unpacked(const Set& set, const CodedProduct& product, int64_t first_row, int64_t rows,
                                 const Tile& tile, float* totals) {
+    alignas(64) static thread_local char of_thread[Set::MOST * Set::STEPS * TILE_WORD];
+    char* kept = of_thread;
     for_each_part(product, tile, [&](const Part& part) {
-      alignas(64) static thread_local char unpacked[Set::MOST * Set::STEPS * TILE_WORD];
-      char* to = unpacked;
-      for (int64_t k = part.first; k < part.last; ++k) {
-        tile.words.template want<COLUMNS / WIDTH>(k, 0);
-        for (int column = 0; column < COLUMNS; column += WIDTH) {
-          const Words words = load_as<Words>(tile.words.words + k * TILE_WORD + column * WORD);
-#pragma GCC unroll 4
-          for (int step = 0; step < Set::STEPS; ++step)
-            store_as(to + step * TILE_WORD + column * WORD, set.unpacked(words, step));
-        }
-        to += Set::STEPS * TILE_WORD;
-      }
       for_each_block(rows, Set::MANY, [&](int64_t first, int64_t count) {
-        UNPACKED_BLOCKS[count - 1](set, product, first_row + first, part, tile.scaled + part.group * COLUMNS, unpacked,
-                                   totals + first * COLUMNS);
+        const auto& blocks = first == 0 ? FIRST_BLOCKS : OTHER_BLOCKS;
+        blocks[count - 1](set, product, first_row + first, part, tile, kept, totals + first * COLUMNS);
       });
     });
   }
 
-  template <int R>
+  template <int R, bool FIRST>
   static void multiply_unpacked_block(const Set& shared, const CodedProduct& product, int64_t row, const Part& part,
-                                      int64_t scaled, const char* unpacked, float* totals) {
+                                      const Tile& tile, char* kept, float* totals) {
     constexpr int V = UNPACKED_VECTORS;
     const Set set = shared;
     const char* input = product.input + row * product.row_bytes;
@@ -146,8 +150,14 @@ struct GroupedProducts {
     for (int column = 0; column < COLUMNS; column += V * WIDTH) {
       typename Set::Register sums[R][V];
       make_zero(sums);
-      set.add_unpacked(product, row, part.first, part.last, unpacked + column * WORD, sums);
-      add_to_totals(set, product, row, part, scaled + column, sums, totals + column);
+      set.add_steps(product, row, part.first, part.last, sums, [&](int64_t k, int step, int v) {
+        char* place = kept + ((k - part.first) * Set::STEPS + step) * TILE_WORD + (column + v * WIDTH) * WORD;
+        if constexpr (!FIRST) return load_as<Words>(place);
+        const Words numbers = unpacked<V>(set, tile.words, column, k, step, v);
+        store_as(place, numbers);
+        return numbers;
+      });
+      add_to_totals(set, product, row, part, tile.scaled + part.group * COLUMNS + column, sums, totals + column);
     }
   }
 
@@ -177,14 +187,16 @@ struct GroupedProducts {
     return std::array<Block, Set::ROWS>{&multiply_block<R + 1>...};
   }(std::make_integer_sequence<int, Set::ROWS>());
 
+  template <bool FIRST>
   static constexpr auto UNPACKED_BLOCKS = [] {
     if constexpr (UNPACKS)
       return []<int... R>(std::integer_sequence<int, R...>) {
-        return std::array{&multiply_unpacked_block<R + 1>...};
+        return std::array{&multiply_unpacked_block<R + 1, FIRST>...};
       }(std::make_integer_sequence<int, Set::MANY>());
     else
       return 0;
   }();
+  static constexpr auto FIRST_BLOCKS = UNPACKED_BLOCKS<true>, OTHER_BLOCKS = UNPACKED_BLOCKS<false>;
 };
 
 // Products of floats.
