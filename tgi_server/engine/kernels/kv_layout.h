@@ -121,11 +121,10 @@ void write_blocks(const at::Tensor& slots, const at::Tensor& key, const at::Tens
     want_token(key_of(t, h), value_of(t, h), key_cache + block(t, h), value_cache + block(t, h), slot[t] % BLOCK,
                head_dim);
   };
-  const int64_t items = parts(tokens, WRITTEN_TOGETHER) * kv_heads, threads = at::get_num_threads();
-  for_each_item(items, [&](int64_t item) {
+  const int64_t items = parts(tokens, WRITTEN_TOGETHER) * kv_heads;
+  for_each_item(items, [&](int64_t item, int64_t next) {
     const int64_t head = item % kv_heads, begin = item / kv_heads * WRITTEN_TOGETHER;
     const int64_t end = std::min(tokens, begin + WRITTEN_TOGETHER), count = end - begin;
-    const int64_t next = std::min(item + threads, items - 1);  // probably this thread's
     alignas(64) T finished[WRITTEN_TOGETHER * MAX_HEAD_DIM];
     alignas(64) C codes[WRITTEN_TOGETHER * MAX_HEAD_DIM];
     C* places[WRITTEN_TOGETHER];

@@ -197,14 +197,13 @@ void run_product(const Task& product, const Finish<T>& finish, const std::vector
   const int64_t chunks = parts(product.rows, CHUNK_ROWS);
   const int64_t tiles = chosen ? static_cast<int64_t>(chosen->size()) : parts(product.outputs, COLUMNS);
   const auto tile_at = [&](int64_t i) { return chosen ? (*chosen)[i] : i; };
-  for_each_item(tiles * chunks, [&](int64_t item) {
+  for_each_item(tiles * chunks, [&](int64_t item, int64_t next) {
     alignas(64) static thread_local char totals[CHUNK_ROWS * COLUMNS * WORD];
     const int64_t chunk = item % chunks, tile = tile_at(item / chunks);
     const int64_t begin = chunk * CHUNK_ROWS, end = std::min(begin + CHUNK_ROWS, product.rows);
-    const int64_t next_tile = tile_at(std::min(item / chunks + at::get_num_threads(), tiles - 1));
     for (int64_t row = begin; row < std::min(begin + EARLIER, end); ++row)
       want_row(product, finish, row, tile * COLUMNS);
-    multiply_rows<Kernel>(product, begin, end - begin, tile, next_tile, totals);
+    multiply_rows<Kernel>(product, begin, end - begin, tile, tile_at(next / chunks), totals);
     for (int64_t row = begin; row < end; ++row) {
       if (row + EARLIER < end) want_row(product, finish, row + EARLIER, tile * COLUMNS);
       finish_row(product, finish, totals + (row - begin) * TILE_WORD, row, tile * COLUMNS, number);

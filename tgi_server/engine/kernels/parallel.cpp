@@ -39,7 +39,7 @@ void relax() {
 // known of a loop is only written while no item is left, and read before one is taken.
 class Threads {
  public:
-  void run(int64_t items, int threads, void (*work)(const void*, int64_t), const void* context) {
+  void run(int64_t items, int threads, ItemWork work, const void* context) {
     start(threads - 1);
     work_.store(work, std::memory_order_relaxed);
     context_.store(context, std::memory_order_relaxed);
@@ -49,8 +49,7 @@ class Threads {
     const uint64_t loop = (left_.load(std::memory_order_relaxed) >> 32) + 1;
     left_.store(loop << 32 | static_cast<uint64_t>(items), std::memory_order_seq_cst);
     left_.notify_all();
-    while (take()) {
-    }
+    work_off();
     for (int spins = 0; done_.load(std::memory_order_acquire) < items; ++spins)
       if (spins % SPINS_BEFORE_YIELD == SPINS_BEFORE_YIELD - 1)
         sched_yield();
@@ -67,19 +66,28 @@ class Threads {
     }
   }
 
-  // Does an item of the loop that runs. Returns false if none is left.
-  bool take() {
+  // Does items of the loop that runs until none is left. The next one is taken before an item is done, so that what it
+  // needs can be asked for in time: unless so few are left that another thread would have nothing to do meanwhile.
+  void work_off() {
+    int64_t done = 0;
+    for (int64_t item = take(1); item >= 0; ++done) {
+      const int64_t threads = helpers_.load(std::memory_order_relaxed) + 1, last = items_.load(std::memory_order_relaxed) - 1;
+      const int64_t next = take(2 * threads);
+      work_.load(std::memory_order_relaxed)(context_.load(std::memory_order_relaxed), item,
+                                            next >= 0 ? next : std::min(item + threads, last));
+      item = next >= 0 ? next : take(1);
+    }
+    done_.fetch_add(done, std::memory_order_release);  // the loop is this one: it has not ended without these
+  }
+
+  // Takes an item of the loop that runs, if there are so many that nobody has taken. Returns -1 if not.
+  int64_t take(int64_t least) {
     uint64_t left = left_.load(std::memory_order_acquire);
     for (;;) {
       const int64_t open = static_cast<int64_t>(left & 0xffffffff);
-      if (open == 0) return false;
-      const auto work = work_.load(std::memory_order_relaxed);
-      const void* context = context_.load(std::memory_order_relaxed);
+      if (open < least) return -1;
       const int64_t item = items_.load(std::memory_order_relaxed) - open;
-      if (!left_.compare_exchange_weak(left, left - 1, std::memory_order_acq_rel, std::memory_order_acquire)) continue;
-      work(context, item);
-      done_.fetch_add(1, std::memory_order_release);
-      return true;
+      if (left_.compare_exchange_weak(left, left - 1, std::memory_order_acq_rel, std::memory_order_acquire)) return item;
     }
   }
 
@@ -87,8 +95,7 @@ class Threads {
     for (int spins = 0;; ++spins) {
       const uint64_t left = left_.load(std::memory_order_acquire);
       if ((left & 0xffffffff) != 0 && number < helpers_.load(std::memory_order_relaxed)) {
-        while (take()) {
-        }
+        work_off();
         spins = 0;
       } else if (spins < SPINS_BEFORE_SLEEP) {
         relax();
@@ -101,7 +108,7 @@ class Threads {
 
   alignas(64) std::atomic<uint64_t> left_{0};
   alignas(64) std::atomic<int64_t> done_{0};
-  alignas(64) std::atomic<void (*)(const void*, int64_t)> work_{nullptr};
+  alignas(64) std::atomic<ItemWork> work_{nullptr};
   std::atomic<const void*> context_{nullptr};
   std::atomic<int64_t> items_{0};
   std::atomic<int> helpers_{0};
@@ -114,9 +121,9 @@ std::atomic<bool> taken{false};
 }  // namespace
 
 // Where the threads are taken, by another thread's loop or by one around this, the items are done here.
-void run_items(int64_t items, int threads, void (*work)(const void* context, int64_t item), const void* context) {
+void run_items(int64_t items, int threads, ItemWork work, const void* context) {
   if (taken.exchange(true, std::memory_order_acquire)) {
-    for (int64_t item = 0; item < items; ++item) work(context, item);
+    for (int64_t item = 0; item < items; ++item) work(context, item, std::min(item + 1, items - 1));
     return;
   }
   if (threads_of_process == nullptr) {

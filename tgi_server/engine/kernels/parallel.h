@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <type_traits>
 
 namespace oatmill {
 
@@ -20,26 +21,32 @@ inline std::atomic<bool> own_threads{false};
 // The numbers of a cheap loop, such as a conversion, that are worth a thread. OpenMP's take longer to begin and to end.
 inline int64_t worth_a_thread() { return own_threads.load(std::memory_order_relaxed) ? 1 << 12 : 1 << 14; }
 
-// Calls work(context, item) for every item below `items` on this thread and threads - 1 others, see parallel.cpp.
-void run_items(int64_t items, int threads, void (*work)(const void* context, int64_t item), const void* context);
+// A loop's work on an item. next: the item that this thread will do next, as far as that is known.
+using ItemWork = void (*)(const void* context, int64_t item, int64_t next);
 
-// Calls work(item) for every item below `items`, on as many threads as torch has. Each takes the next item when it is
-// done with one.
+// Calls work(context, item, next) for every item below `items` on this thread and threads - 1 others, see parallel.cpp.
+void run_items(int64_t items, int threads, ItemWork work, const void* context);
+
+// Calls work(item), or work(item, next), for every item below `items`, on as many threads as torch has. Each takes
+// another item when it is done with one. next: as of ItemWork.
 template <typename Work>
 void for_each_item(int64_t items, const Work& work) {
   const int threads = at::get_num_threads();
+  const ItemWork call = [](const void* context, int64_t item, int64_t next) {
+    if constexpr (std::is_invocable_v<const Work&, int64_t, int64_t>)
+      (*static_cast<const Work*>(context))(item, next);
+    else
+      (*static_cast<const Work*>(context))(item);
+  };
   if (threads <= 1 || items <= 1) {
-    for (int64_t item = 0; item < items; ++item) work(item);
+    for (int64_t item = 0; item < items; ++item) call(&work, item, std::min(item + 1, items - 1));
     return;
   }
-  if (own_threads.load(std::memory_order_relaxed)) {
-    run_items(items, threads, [](const void* context, int64_t item) { (*static_cast<const Work*>(context))(item); }, &work);
-    return;
-  }
+  if (own_threads.load(std::memory_order_relaxed)) return run_items(items, threads, call, &work);
   std::atomic<int64_t> next{0};
   // There may be more threads than items: OpenMP ends threads that a smaller team leaves out, and has to start them anew.
 #pragma omp parallel num_threads(threads)
-  for (int64_t item = next++; item < items; item = next++) work(item);
+  for (int64_t item = next++; item < items; item = next++) call(&work, item, std::min(item + threads, items - 1));
 }
 
 // Calls work(begin, end) for parts of a range, of `grain` numbers at least.
