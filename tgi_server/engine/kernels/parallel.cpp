@@ -67,12 +67,12 @@ class Threads {
   }
 
   // Does items of the loop that runs until none is left. The next one is taken before an item is done, so that what it
-  // needs can be asked for in time: unless so few are left that another thread would have nothing to do meanwhile.
+  // needs can be asked for in time, as long as there is one for every other thread as well.
   void work_off() {
     int64_t done = 0;
     for (int64_t item = take(1); item >= 0; ++done) {
       const int64_t threads = helpers_.load(std::memory_order_relaxed) + 1, last = items_.load(std::memory_order_relaxed) - 1;
-      const int64_t next = take(2 * threads);
+      const int64_t next = take(threads + 1);
       work_.load(std::memory_order_relaxed)(context_.load(std::memory_order_relaxed), item,
                                             next >= 0 ? next : std::min(item + threads, last));
       item = next >= 0 ? next : take(1);
