@@ -236,6 +236,9 @@ struct WantedWords {
   const char *words, *next;
   int64_t depth;
 
+  // Returns word k of the WIDTH outputs from a column on.
+  Words read(int64_t k, int column) const { return load_as<Words>(words + k * TILE_WORD + column * WORD); }
+
   // V: registers of words, from a column on. Inline: compilers leave out calls of a function that does nothing else.
   template <int V>
   [[gnu::always_inline]] void want(int64_t k, int column) const {

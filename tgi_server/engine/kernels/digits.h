@@ -51,7 +51,7 @@ Input grouped_rows(const T* from, int64_t rows, int64_t inputs, int64_t depth, c
 inline float input_scale(const CodedProduct& product, int64_t place) { return product.input_scales[2 * place]; }
 inline float rounded_sum(const CodedProduct& product, int64_t place) { return product.input_scales[2 * place + 1]; }
 
-// Adds products of what a set unpacks step by step. at: the word of a step, numbered from 0, of register v.
+// Adds products of what a set unpacks of a word. at: that of a step, numbered from 0, of register v.
 template <int STEPS, int R, int V, typename At, typename Add>
 [[gnu::always_inline]] inline void add_word(const char* input, int64_t row_bytes, const At& at, const Add& add) {
 #pragma GCC unroll 4

@@ -56,7 +56,7 @@ struct ExpandedProducts {
         Floats scales[1], offsets[1];
         product.scales.template read<0>(scaled, scales, offsets);
         for (int64_t k = begin; k < end; ++k)
-          expand_word(kind, load_as<Words>(words.words + k * TILE_WORD + column * WORD), scales[0], offsets[0],
+          expand_word(kind, words.read(k, column), scales[0], offsets[0],
                       part + (k - first) * Kind::DEPTH / Weights::DEPTH * TILE_WORD + column * WORD);
       }
     }

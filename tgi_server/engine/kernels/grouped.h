@@ -9,11 +9,11 @@
 //   add_words(product, row, words, column, first, last, sums), which adds the products of words first .. last - 1;
 //   number(product, place, sum), the float that a sum stands for, place being that of its row and group;
 //   input_sum(product, place), the sum of a group's inputs;
-//   prepare(from, rows, inputs, depth, starts, groups), which returns the rows as add_words reads them: an Input;
+//   prepare(from, rows, inputs, depth, starts, groups), which returns the rows as they are read: an Input;
 //   GROUP_SUMS, true if input_sum needs those of the product.
-// One that makes its numbers in two steps has STEPS, of a word, as well:
-//   unpacked(words, step), what stands between words and numbers; MANY, how many rows share what is unpacked;
-//   add_unpacked(product, row, first, last, unpacked, sums), as add_words.
+// One that makes its numbers of what it unpacks has STEPS, of a word, and instead of add_words
+//   unpacked(words, step), what stands between words and numbers; MANY, the most rows of a block that shares it with others;
+//   add_steps(product, row, first, last, sums, at), where at(k, step, v) is what is unpacked of word k, of register v.
 //
 // Every row is added up in the same order, whatever rows are beside it.
 
@@ -70,7 +70,7 @@ struct GroupedProducts {
   }
 
  private:
-  static constexpr bool UNPACKS = requires { Set::STEPS; };
+  static constexpr bool UNPACKS = requires { Set::STEPS; }, FIRST_UNPACKS = REGISTERS == 32;
 
   // scaled: where the scales of the first group stand, and those of the tile that comes next.
   struct Tile {
@@ -122,20 +122,33 @@ struct GroupedProducts {
   [[gnu::always_inline]] static Words unpacked(const Set& set, const WantedWords& words, int column, int64_t k, int step,
                                                int v) {
     if (step == 0 && v == 0) words.want<V>(k, column);
-    return set.unpacked(load_as<Words>(words.words + k * TILE_WORD + (column + v * WIDTH) * WORD), step);
+    return set.unpacked(words.read(k, column + v * WIDTH), step);
   }
 
-  // The first of several blocks of rows keeps what it unpacks for the others.
+  // Words are unpacked once for all rows: by the first block of rows, beside its products, or before it where that would
+  // take more registers than there are.
   static void multiply_unpacked(const Set& set, const CodedProduct& product, int64_t first_row, int64_t rows,
                                 const Tile& tile, float* totals) {
     alignas(64) static thread_local char of_thread[Set::MOST * Set::STEPS * TILE_WORD];
     char* kept = of_thread;
     for_each_part(product, tile, [&](const Part& part) {
+      if constexpr (!FIRST_UNPACKS) unpack(set, part, tile.words, kept);
       for_each_block(rows, Set::MANY, [&](int64_t first, int64_t count) {
-        const auto& blocks = first == 0 ? FIRST_BLOCKS : OTHER_BLOCKS;
+        const auto& blocks = FIRST_UNPACKS && first == 0 ? FIRST_BLOCKS : OTHER_BLOCKS;
         blocks[count - 1](set, product, first_row + first, part, tile, kept, totals + first * COLUMNS);
       });
     });
+  }
+
+  static void unpack(const Set& set, const Part& part, const WantedWords& words, char* kept) {
+    for (int64_t k = part.first; k < part.last; ++k) {
+      words.want<COLUMNS / WIDTH>(k, 0);
+      for (int column = 0; column < COLUMNS; column += WIDTH)
+#pragma GCC unroll 4
+        for (int step = 0; step < Set::STEPS; ++step)
+          store_as(kept + ((k - part.first) * Set::STEPS + step) * TILE_WORD + column * WORD,
+                   set.unpacked(words.read(k, column), step));
+    }
   }
 
   template <int R, bool FIRST>
@@ -196,7 +209,7 @@ struct GroupedProducts {
     else
       return 0;
   }();
-  static constexpr auto FIRST_BLOCKS = UNPACKED_BLOCKS<true>, OTHER_BLOCKS = UNPACKED_BLOCKS<false>;
+  static constexpr auto FIRST_BLOCKS = UNPACKED_BLOCKS<FIRST_UNPACKS>, OTHER_BLOCKS = UNPACKED_BLOCKS<false>;
 };
 
 // Products of floats.
@@ -230,7 +243,7 @@ struct CodeProducts {
       words.want<V>(k, column);
       Words read[V];
 #pragma GCC unroll 6
-      for (int v = 0; v < V; ++v) read[v] = load_as<Words>(words.words + k * TILE_WORD + (column + v * WIDTH) * WORD);
+      for (int v = 0; v < V; ++v) read[v] = words.read(k, column + v * WIDTH);
 #pragma GCC unroll 8
       for (int part = 0; part < Kind::DEPTH / Kind::TOGETHER; ++part) {
         Floats numbers[V][Kind::TOGETHER];
