@@ -40,9 +40,9 @@ at::Tensor codes_pack(const at::Tensor& codes, const at::Tensor& order, int64_t 
   for_each_item(outputs, [&](int64_t n) {
     for (int64_t word = 0; word < depth; ++word) {
       uint32_t value = 0;
-      for (int64_t step = 0; step < of_word; ++step) {
+      for (int step = 0; step < of_word; ++step) {
         const int32_t k = input[word * of_word + step];
-        if (k >= 0) value |= static_cast<uint32_t>(from[n * inputs + k]) << (step * bits);
+        if (k >= 0) value |= static_cast<uint32_t>(from[n * inputs + k]) << (place_in_word(step, of_word) * bits);
       }
       to[(n / COLUMNS * depth + word) * COLUMNS + n % COLUMNS] = static_cast<int32_t>(value);
     }
@@ -63,7 +63,7 @@ at::Tensor codes_unpack(const at::Tensor& packed, const at::Tensor& order, int64
       if (input[place] < 0) continue;
       const auto word =
           static_cast<uint32_t>(from[(n / COLUMNS * depth + place / of_word) * COLUMNS + n % COLUMNS]);
-      to[n * inputs + input[place]] = word >> (place % of_word * bits) & ((1u << bits) - 1);
+      to[n * inputs + input[place]] = word >> (place_in_word(place % of_word, of_word) * bits) & ((1u << bits) - 1);
     }
   });
   return codes;

@@ -1,7 +1,8 @@
 // Weights of 4 or 8 bits: codes, what makes numbers of them, and a scale for each group of inputs.
 //
-// Codes stand in the tiles of linear.h, 8 or 4 to a word, low bits first. The inputs of a group follow each other; its
-// words are those from starts[g] to starts[g + 1]. A weight is number(code) * scale + offset. For few rows numbers are
+// Codes stand in the tiles of linear.h, 8 or 4 to a word: those of even inputs in its lower half, the others in the upper one,
+// so that neighbours, which some instructions multiply together, stand half a word apart. The inputs of a group follow each
+// other; its words are those from starts[g] to starts[g + 1]. A weight is number(code) * scale + offset. For few rows numbers are
 // made of codes in registers, as often as rows are multiplied by them (grouped.h, digits.h); for many rows a part of a
 // tile becomes floats, or bfloat16, once, and goes through the kernels for those (expanded.h).
 
@@ -14,8 +15,12 @@
 
 namespace oatmill {
 
+// Where a code stands in a word of so many, and which code stands there.
+constexpr int place_in_word(int code, int depth) { return code % 2 * (depth / 2) + code / 2; }
+constexpr int code_in_word(int place, int depth) { return place % (depth / 2) * 2 + place / (depth / 2); }
+
 // Kinds of codes: DEPTH of them make a word; numbers(words, part, to) makes what codes of each word stand for, TOGETHER at
-// once, namely those at the steps step(part, 0), step(part, 1), ...
+// once, namely those of the inputs step(part, 0), step(part, 1), ...
 
 struct OneByOne {
   static constexpr int TOGETHER = 1;
@@ -29,7 +34,7 @@ struct Book : OneByOne {
   explicit Book(const float* codebook) : numbers_(load_as<Floats>(codebook)) {}
   float number(int code) const { return numbers_[code]; }
   void numbers(Words words, int step, Floats* to) const {
-    const Words places = words >> (4 * step);  // of which the instruction reads four bits
+    const Words places = words >> (4 * place_in_word(step, DEPTH));  // of which the instruction reads four bits
     *to = reinterpret_cast<Floats>(
         _mm512_permutexvar_ps(reinterpret_cast<__m512i>(places), reinterpret_cast<__m512>(numbers_)));
   }
@@ -42,7 +47,7 @@ struct Book : OneByOne {
 struct Book {
   static constexpr int64_t DEPTH = 8;
   static constexpr int TOGETHER = 4;
-  static constexpr int step(int part, int i) { return 2 * i + part; }
+  static constexpr int step(int part, int i) { return code_in_word(2 * i + part, DEPTH); }
 
   explicit Book(const float* codebook) {
     alignas(32) uint8_t tables[4][32];
@@ -75,7 +80,7 @@ struct Book {
 struct Book {
   static constexpr int64_t DEPTH = 8;
   static constexpr int TOGETHER = 4;
-  static constexpr int step(int part, int i) { return 2 * i + part; }
+  static constexpr int step(int part, int i) { return code_in_word(2 * i + part, DEPTH); }
 
   explicit Book(const float* codebook) {
     const uint8x16x4_t bytes = vld4q_u8(reinterpret_cast<const uint8_t*>(codebook));
@@ -108,7 +113,7 @@ struct Book : OneByOne {
   static constexpr int64_t DEPTH = 8;
   explicit Book(const float* codebook) : numbers_(codebook) {}
   void numbers(Words words, int step, Floats* to) const {
-    for (int i = 0; i < WIDTH; ++i) (*to)[i] = numbers_[words[i] >> (4 * step) & 15];
+    for (int i = 0; i < WIDTH; ++i) (*to)[i] = numbers_[words[i] >> (4 * place_in_word(step, DEPTH)) & 15];
   }
 
  private:
@@ -116,10 +121,10 @@ struct Book : OneByOne {
 };
 #endif
 
-// Of each word the signed number of so many bits that stands at a step.
+// Of each word a signed number of so many bits.
 template <int BITS>
 Floats signed_numbers(Words words, int step) {
-  const Whole lifted = reinterpret_cast<const Whole&>(words) << (32 - BITS * (step + 1));
+  const Whole lifted = reinterpret_cast<const Whole&>(words) << (32 - BITS * (place_in_word(step, 32 / BITS) + 1));
   return __builtin_convertvector(lifted >> (32 - BITS), Floats);
 }
 
@@ -158,7 +163,7 @@ struct SmallFloats : OneByOne {
   static constexpr int64_t DEPTH = 4;
   explicit SmallFloats(const float*) {}
   void numbers(Words words, int step, Floats* to) const {
-    const Whole lifted = reinterpret_cast<const Whole&>(words) << (24 - 8 * step);
+    const Whole lifted = reinterpret_cast<const Whole&>(words) << (24 - 8 * place_in_word(step, DEPTH));
     const Whole bits = lifted >> 4 & static_cast<int32_t>(0x87f00000);  // sign, and a float's bits
     *to = reinterpret_cast<const Floats&>(bits) * 0x1p120f;  // whose exponent is lower by 127 - 7
   }

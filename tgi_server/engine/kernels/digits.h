@@ -221,15 +221,8 @@ struct ShortDigitProducts : PairedCodes<ShortDigitProducts<Kind, Numbers>, Kind>
     return {defined, defined * static_cast<float>(sum)};
   }
 
-  // Writes LANES numbers: of each word's, those of the first half become the lower halves of pairs.
   static void keep(int16_t* to, const int32_t* numbers) {
-    // two types: the compiler takes a size that depends on Kind for that of one number
-    using Two = uint32_t __attribute__((vector_size(2 * sizeof(uint32_t))));
-    using Four = uint32_t __attribute__((vector_size(4 * sizeof(uint32_t))));
-    using Pairs = std::conditional_t<STEPS == 4, Four, Two>;
-#pragma GCC unroll 4
-    for (int i = 0; i < LANES; i += Kind::DEPTH)
-      store_as(to + i, (load_as<Pairs>(numbers + i) & 0xffff) | load_as<Pairs>(numbers + i + STEPS) << 16);
+    for (int i = 0; i < LANES; i += 8) store_as(to + i, lower_halves<0, 1, 2, 3, 4, 5, 6, 7>(numbers + i));
   }
 
   Numbers numbers_;
@@ -255,23 +248,7 @@ class Bf16DigitProducts : public PairedCodes<Bf16DigitProducts<Kind>, Kind> {
 
   template <typename T>
   static Input prepare(const T* from, int64_t rows, int64_t inputs, int64_t depth, const int32_t*, int64_t) {
-    const int64_t room = depth * Kind::DEPTH + LANES;  // the last numbers are written with some behind them
-    const int64_t row_bytes = apart(room * sizeof(c10::BFloat16), rows);
-    Input input{nullptr, row_bytes, c10::GetCPUAllocator()->allocate(rows * row_bytes), {}};
-    char* to = static_cast<char*>(input.buffer.get());
-    input.data = to;
-    for_rows(rows, inputs, [&](int64_t first, int64_t last) {
-      for (int64_t r = first; r < last; ++r) {
-        c10::BFloat16* row = reinterpret_cast<c10::BFloat16*>(to + r * row_bytes);
-        for_registers(from + r * inputs, inputs, [&](int64_t k, Floats values) {
-          const __m256bh rounded = _mm512_cvtneps_pbh(reinterpret_cast<const __m512&>(values));
-          const __m256i numbers = reinterpret_cast<const __m256i&>(rounded);  // of a word's, the halves become pairs
-          store_as(row + k, _mm256_unpacklo_epi16(numbers, _mm256_srli_si256(numbers, 8)));
-        });
-        std::fill(row + parts(inputs, LANES) * LANES, row + room, c10::BFloat16(0.0f));
-      }
-    });
-    return input;
+    return converted_rows<c10::BFloat16>(from, rows, inputs, rows, depth * Kind::DEPTH);
   }
 
   Words unpacked(Words words, int step) const {
@@ -449,7 +426,7 @@ struct DigitProducts {
   template <typename T>
   static std::pair<float, float> round(const T* from, int64_t count, int8_t* to) {
     const auto [scale, sum] = round_row(from, count, [&](int64_t k, const int32_t* numbers) {
-      store_as(to + k, lowest_bytes<0, 2, 4, 6, 1, 3, 5, 7>(numbers));
+      store_as(to + k, lowest_bytes<0, 4, 1, 5, 2, 6, 3, 7>(numbers));
     });
     return {scale, scale * static_cast<float>(sum)};
   }

@@ -219,20 +219,23 @@ void for_rows(int64_t rows, int64_t size, const Work& work) {
                 [&](int64_t item) { work(item * together, std::min(rows, (item + 1) * together)); });
 }
 
+constexpr int64_t LINE = 64;  // bytes, of a cache
+
 // The bytes from one of several rows to the next, that are read side by side: an odd number of cache lines. Rows a power of
 // two apart have to share a few places of the first cache, and reading them takes twice as long.
 inline int64_t apart(int64_t bytes, int64_t rows) {
-  constexpr int64_t LINE = 64;
   return (rows == 1 ? parts(bytes, LINE) : parts(bytes, LINE) | 1) * LINE;
 }
 
 // Rows of numbers of type T as rows of type To, [padded_rows, padded]; zeros behind the last input and the last row.
-// Where one row would be a copy it stays where it is.
+// Where they would be copies they stay where they are, unless they share too few places of the first cache.
 template <typename To, typename T>
 Input converted_rows(const T* from, int64_t rows, int64_t inputs, int64_t padded_rows, int64_t padded) {
+  constexpr int64_t FEW_PLACES = 16 * LINE;
+  const int64_t bytes = inputs * sizeof(To);
+  if (std::is_same_v<To, T> && inputs == padded && rows == padded_rows && (rows == 1 || bytes % FEW_PLACES != 0))
+    return {reinterpret_cast<const char*>(from), bytes, {}, {}};
   const int64_t row_bytes = apart(padded * sizeof(To), padded_rows), room = row_bytes / sizeof(To);
-  if (std::is_same_v<To, T> && inputs == padded && padded_rows == 1)
-    return {reinterpret_cast<const char*>(from), row_bytes, {}, {}};
   Input input{nullptr, row_bytes, c10::GetCPUAllocator()->allocate(padded_rows * row_bytes), {}};
   To* to = static_cast<To*>(input.buffer.get());
   input.data = reinterpret_cast<const char*>(to);
