@@ -46,19 +46,19 @@ void plan_prompt(const AttentionLayer<T>& layer, const int32_t* table, int first
                          head * group + h, std::min(item_heads, group - h)});
 }
 
-// The KV heads of a reply's item, of so many replies: several, which lie side by side in memory, as long as there are items
-// for all threads.
-int heads_together(int kv_heads, int item_heads, int64_t replies) {
-  const int for_threads = static_cast<int>(kv_heads * replies / at::get_num_threads());
+// The KV heads of a reply's item, in a pass of so many sequences: several, which lie side by side in memory, as long as
+// there are items for all threads.
+int heads_together(int kv_heads, int item_heads, int64_t sequences) {
+  const int for_threads = static_cast<int>(kv_heads * sequences / at::get_num_threads());
   return std::clamp(for_threads, 1, std::max(1, std::min(DECODE_ROWS / item_heads, (kv_heads + 1) / 2)));
 }
 
-// Of one query, or of so few that their rows of a KV head are no more than DECODE_ROWS. replies: of the pass.
+// Of one query, or of so few that their rows of a KV head are no more than DECODE_ROWS. sequences: of the pass.
 template <typename T>
-void plan_reply(const AttentionLayer<T>& layer, const int32_t* table, int first, int count, int length, int64_t replies,
+void plan_reply(const AttentionLayer<T>& layer, const int32_t* table, int first, int count, int length, int64_t sequences,
                 std::vector<AttentionItem>& items) {
   const int group = layer.group(), item_heads = std::min(group, DECODE_ROWS);
-  const int together = count > 1 ? 1 : heads_together(layer.kv_heads, item_heads, replies);
+  const int together = count > 1 ? 1 : heads_together(layer.kv_heads, item_heads, sequences);
   for (int head = 0; head < layer.kv_heads; head += together)
     for (int h = 0; h < group; h += item_heads)
       items.push_back({table, first, length - count, count, head, std::min(together, layer.kv_heads - head),

@@ -1,6 +1,6 @@
 // Products of codes with inputs of 16 or 8 bits, group by group of the weights: of these, an instruction multiplies several
-// times as many as of floats. They are whole numbers times a scale for each group of a row, or bfloat16 numbers, in the
-// order in which words of weights are unpacked.
+// times as many as of floats. They are whole numbers times a scale for each group of a row, or bfloat16 numbers. Those of 8 bits
+// stand in the order in which words of weights are unpacked.
 
 #pragma once
 
@@ -20,8 +20,8 @@
 
 namespace oatmill {
 
-// Rows of numbers of type To. round(from, count, to) rounds a group, and returns its scale and the sum of what it became,
-// which are the scales of an Input, for each row and group.
+// Rows of whole numbers of type To. round(from, count, to) rounds a group, and returns its scale and the sum of its
+// numbers. The scales of an Input are, for each row and group, the scale and the sum of what the group became.
 template <typename To, typename Kind, typename T, typename Round>
 Input grouped_rows(const T* from, int64_t rows, int64_t inputs, int64_t depth, const int32_t* starts, int64_t groups,
                    const Round& round) {
@@ -37,11 +37,11 @@ Input grouped_rows(const T* from, int64_t rows, int64_t inputs, int64_t depth, c
         const int64_t begin = starts[g] * Kind::DEPTH, end = starts[g + 1] * Kind::DEPTH;
         const int64_t count = std::clamp<int64_t>(inputs - begin, 0, end - begin);
         To* numbers = reinterpret_cast<To*>(to + r * row_bytes) + begin;
-        std::fill(numbers + count / LANES * LANES, numbers + (end - begin), To(0));
-        const std::pair<float, float> rounded = round(from + r * inputs + begin, count, numbers);
+        std::fill(numbers + count / LANES * LANES, numbers + (end - begin), To{0});
+        const std::pair<float, int64_t> rounded = round(from + r * inputs + begin, count, numbers);
         float* scales = &input.scales[2 * (r * groups + g)];
         scales[0] = rounded.first;
-        scales[1] = rounded.second;
+        scales[1] = rounded.first * static_cast<float>(rounded.second);
       }
   });
   return input;
@@ -148,8 +148,8 @@ class BookNumbers {
 
 #endif
 
-// Products of numbers of 16 bits, two at a time: those of codes that stand half a word apart. Set: has unpacked(words, step),
-// the numbers of those that are multiplied in a step, and add(numbers, x, sum).
+// Products of numbers of 16 bits, two at a time: those of codes that stand half a word apart. Set: has
+// add(numbers, x, sum).
 template <typename Set, typename Kind>
 struct PairedCodes {
   static constexpr int MANY = WIDTH == 16 ? 8 : 6, STEPS = Kind::DEPTH / 2;
@@ -176,7 +176,6 @@ struct PairedCodes {
 template <typename Kind, typename Numbers>
 struct ShortDigitProducts : PairedCodes<ShortDigitProducts<Kind, Numbers>, Kind> {
   using Register = Whole;
-  using PairedCodes<ShortDigitProducts, Kind>::STEPS;
   static constexpr int ROWS = Numbers::ROWS, ADDED = Numbers::ADDED;
   static constexpr int64_t MOST = Numbers::TOGETHER / Kind::DEPTH;
   static constexpr bool GROUP_SUMS = false;
@@ -201,7 +200,7 @@ struct ShortDigitProducts : PairedCodes<ShortDigitProducts<Kind, Numbers>, Kind>
 
  private:
   template <typename T>
-  static std::pair<float, float> round(const T* from, int64_t count, int16_t* to) {
+  static std::pair<float, int64_t> round(const T* from, int64_t count, int16_t* to) {
     constexpr uint32_t EXPONENT = 23, INFINITE = 255u << EXPONENT;
     constexpr uint32_t LARGEST = (Numbers::INPUT_BITS - 1) << EXPONENT;  // of the power of two that the largest one becomes
     constexpr float MOST_NUMBER = (1 << Numbers::INPUT_BITS) - 1;
@@ -217,8 +216,7 @@ struct ShortDigitProducts : PairedCodes<ShortDigitProducts<Kind, Numbers>, Kind>
     const int64_t sum = for_whole_numbers(
         from, count, [&](Floats values) { return nearest(smaller(values * factor, Floats{} + MOST_NUMBER)); },
         [&](int64_t k, const int32_t* numbers) { keep(to + k, numbers); });
-    const float defined = exponent < INFINITE ? scale : std::numeric_limits<float>::quiet_NaN();
-    return {defined, defined * static_cast<float>(sum)};
+    return {exponent < INFINITE ? scale : std::numeric_limits<float>::quiet_NaN(), sum};
   }
 
   static void keep(int16_t* to, const int32_t* numbers) {
@@ -424,11 +422,10 @@ struct DigitProducts {
   }
 
   template <typename T>
-  static std::pair<float, float> round(const T* from, int64_t count, int8_t* to) {
-    const auto [scale, sum] = round_row(from, count, [&](int64_t k, const int32_t* numbers) {
+  static std::pair<float, int64_t> round(const T* from, int64_t count, int8_t* to) {
+    return round_row(from, count, [&](int64_t k, const int32_t* numbers) {
       store_as(to + k, lowest_bytes<0, 4, 1, 5, 2, 6, 3, 7>(numbers));
     });
-    return {scale, scale * static_cast<float>(sum)};
   }
 
   Digits digits_;

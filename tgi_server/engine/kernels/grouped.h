@@ -134,10 +134,15 @@ struct GroupedProducts {
     for_each_part(product, tile, [&](const Part& part) {
       if constexpr (!FIRST_UNPACKS) unpack(set, part, tile.words, kept);
       for_each_block(rows, Set::MANY, [&](int64_t first, int64_t count) {
-        const auto& blocks = FIRST_UNPACKS && first == 0 ? FIRST_BLOCKS : OTHER_BLOCKS;
+        const auto& blocks = first == 0 ? FIRST_BLOCKS : OTHER_BLOCKS;
         blocks[count - 1](set, product, first_row + first, part, tile, kept, totals + first * COLUMNS);
       });
     });
+  }
+
+  // Where what is unpacked of a part's word is kept.
+  static char* place(char* kept, int64_t word, int step, int column) {
+    return kept + (word * Set::STEPS + step) * TILE_WORD + column * WORD;
   }
 
   static void unpack(const Set& set, const Part& part, const WantedWords& words, char* kept) {
@@ -146,8 +151,7 @@ struct GroupedProducts {
       for (int column = 0; column < COLUMNS; column += WIDTH)
 #pragma GCC unroll 4
         for (int step = 0; step < Set::STEPS; ++step)
-          store_as(kept + ((k - part.first) * Set::STEPS + step) * TILE_WORD + column * WORD,
-                   set.unpacked(words.read(k, column), step));
+          store_as(place(kept, k - part.first, step, column), set.unpacked(words.read(k, column), step));
     }
   }
 
@@ -164,10 +168,10 @@ struct GroupedProducts {
       typename Set::Register sums[R][V];
       make_zero(sums);
       set.add_steps(product, row, part.first, part.last, sums, [&](int64_t k, int step, int v) {
-        char* place = kept + ((k - part.first) * Set::STEPS + step) * TILE_WORD + (column + v * WIDTH) * WORD;
-        if constexpr (!FIRST) return load_as<Words>(place);
+        char* own = place(kept, k - part.first, step, column + v * WIDTH);
+        if constexpr (!FIRST) return load_as<Words>(own);
         const Words numbers = unpacked<V>(set, tile.words, column, k, step, v);
-        store_as(place, numbers);
+        store_as(own, numbers);
         return numbers;
       });
       add_to_totals(set, product, row, part, tile.scaled + part.group * COLUMNS + column, sums, totals + column);

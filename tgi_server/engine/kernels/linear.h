@@ -219,8 +219,6 @@ void for_rows(int64_t rows, int64_t size, const Work& work) {
                 [&](int64_t item) { work(item * together, std::min(rows, (item + 1) * together)); });
 }
 
-constexpr int64_t LINE = 64;  // bytes, of a cache
-
 // The bytes from one of several rows to the next, that are read side by side: an odd number of cache lines. Rows a power of
 // two apart have to share a few places of the first cache, and reading them takes twice as long.
 inline int64_t apart(int64_t bytes, int64_t rows) {

@@ -18,7 +18,7 @@
 
 namespace oatmill {
 
-constexpr int64_t LARGE_PAGE = 2 << 20;
+constexpr int64_t LARGE_PAGE = 2 << 20, LINE = 64;  // bytes, of a page and of a cache's line
 
 // Memory of weights that lie side by side: alone, most would fill no large page, or leave much of their last one. A page
 // goes back to the system with the last of the tensors that have a part of it.
@@ -51,8 +51,6 @@ class Stretch {
   }
 
  private:
-  static constexpr int64_t LINE = 64;
-
   void count(const char* from, int64_t bytes, int change) {
     for (int64_t page = (from - first_) / LARGE_PAGE; page <= (from + bytes - 1 - first_) / LARGE_PAGE; ++page)
       if ((tensors_[page] += change) == 0) madvise(first_ + page * LARGE_PAGE, LARGE_PAGE, MADV_DONTNEED);

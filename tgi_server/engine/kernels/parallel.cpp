@@ -36,7 +36,8 @@ void relax() {
 
 // Threads that wait for loops, and the loop that runs. left: its number in the upper half, and how many of its items
 // nobody has taken yet. An item is taken by lowering it; since that fails when the loop is another one by then, what is
-// known of a loop is only written while no item is left, and read before one is taken.
+// known of a loop is only written while no item is left, and read before one is taken, or while one that was taken is not
+// counted as done.
 class Threads {
  public:
   void run(int64_t items, int threads, ItemWork work, const void* context) {
