@@ -122,15 +122,16 @@ void run_codes(const Linear& layer, const at::Tensor& x, bool relu, const at::Te
       from = ordered.data();
       inputs = codes.order->size(0);
     }
+    const Scales scales{codes.scales.scalar_type(), codes.scales.const_data_ptr(),
+                        codes.offsets ? codes.offsets->const_data_ptr<float>() : nullptr,
+                        codes.zeros ? codes.zeros->const_data_ptr<int8_t>() : nullptr};
     std::vector<float> sums;
-    if (Kernel::GROUP_SUMS && (codes.offsets || codes.zeros)) sums = group_sums<Kind>(from, rows, inputs, starts, groups);
+    if (Kernel::needs_sums(scales)) sums = group_sums<Kind>(from, rows, inputs, starts, groups);
     const Input input = Kernel::prepare(from, rows, inputs, depth, starts, groups);
     const CodedProduct product{
         {input.data, input.row_bytes, static_cast<const char*>(layer.packed.const_data_ptr()), rows, depth,
          layer.outputs},
-        {codes.scales.scalar_type(), codes.scales.const_data_ptr(),
-         codes.offsets ? codes.offsets->const_data_ptr<float>() : nullptr,
-         codes.zeros ? codes.zeros->const_data_ptr<int8_t>() : nullptr},
+        scales,
         starts,
         groups,
         codes.codebook ? codes.codebook->const_data_ptr<float>() : nullptr,

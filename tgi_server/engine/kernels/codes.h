@@ -177,8 +177,6 @@ struct Scales {
   const float* offsets;  // or null
   const int8_t* zeros;   // or null
 
-  bool shifted() const { return offsets || zeros; }
-
   // Asks for those of a tile's group.
   void want(int64_t place) const {
     const int64_t size = dtype == at::kFloat ? sizeof(float) : sizeof(c10::Half);
@@ -188,7 +186,8 @@ struct Scales {
   }
 
   // Reads the scales of V registers of outputs, and the offsets for numbers that are read ADDED higher than they are.
-  template <int ADDED, int V>
+  // ZEROS: those are part of the offsets.
+  template <int ADDED, bool ZEROS, int V>
   [[gnu::always_inline]] void read(int64_t place, Floats (&scaled)[V], Floats (&shifted)[V]) const {
     switch (dtype) {
       case at::kHalf:
@@ -200,7 +199,7 @@ struct Scales {
       default:
         widen(static_cast<const float*>(scales) + place, scaled);
     }
-    if (zeros) {
+    if (ZEROS && zeros) {
       widen(zeros + place, shifted);
 #pragma GCC unroll 6
       for (int v = 0; v < V; ++v) shifted[v] = (-static_cast<float>(ADDED) - shifted[v]) * scaled[v];
@@ -211,6 +210,13 @@ struct Scales {
       shifted[v] = -static_cast<float>(ADDED) * scaled[v];
       if (offsets) shifted[v] += widened(offsets + place + v * WIDTH);
     }
+  }
+
+  // The zeros of WIDTH outputs, each in every byte of its word.
+  Words zero_bytes(int64_t place) const {
+    if (!zeros) return Words{};
+    const Whole numbers = nearest(widened(zeros + place));
+    return (reinterpret_cast<const Words&>(numbers) & 0xff) * 0x01010101u;
   }
 
  private:

@@ -178,7 +178,7 @@ struct ShortDigitProducts : PairedCodes<ShortDigitProducts<Kind, Numbers>, Kind>
   using Register = Whole;
   static constexpr int ROWS = Numbers::ROWS, ADDED = Numbers::ADDED;
   static constexpr int64_t MOST = Numbers::TOGETHER / Kind::DEPTH;
-  static constexpr bool GROUP_SUMS = false;
+  static constexpr bool GROUP_SUMS = false, TAKES_ZEROS = false;
 
   explicit ShortDigitProducts(const float* codebook) : numbers_(codebook) {}
 
@@ -188,7 +188,7 @@ struct ShortDigitProducts : PairedCodes<ShortDigitProducts<Kind, Numbers>, Kind>
     return grouped_rows<int16_t, Kind>(from, rows, inputs, depth, starts, groups, round<T>);
   }
 
-  Words unpacked(Words words, int step) const { return numbers_.unpacked(words, step); }
+  Words unpacked(Words words, int step, Words) const { return numbers_.unpacked(words, step); }
   static void add(Words numbers, Words x, Whole& sum) {
     add_pairs(reinterpret_cast<const Whole&>(x), reinterpret_cast<const Whole&>(numbers), sum);
   }
@@ -235,12 +235,16 @@ class Bf16DigitProducts : public PairedCodes<Bf16DigitProducts<Kind>, Kind> {
   using Register = Words;
   static constexpr int ROWS = 4, ADDED = 0;
   static constexpr int64_t MOST = 128 / Kind::DEPTH;
-  static constexpr bool GROUP_SUMS = true;
+  static constexpr bool GROUP_SUMS = true, TAKES_ZEROS = std::is_same_v<Kind, Nibbles>;
 
   explicit Bf16DigitProducts(const float* codebook) {
     const Kind kind(codebook);
-    c10::BFloat16 numbers[2 * WIDTH];  // twice: of places, five bits are read
-    for (int i = 0; i < 2 * WIDTH; ++i) numbers[i] = kind.number(i % WIDTH);
+    c10::BFloat16 numbers[2 * WIDTH];  // zeros from -8 to 8 make places from -8 to 23 of codes
+    for (int i = 0; i < 2 * WIDTH; ++i)
+      if constexpr (TAKES_ZEROS)
+        numbers[i] = static_cast<float>((i < 24 ? i : i - 32) - Kind::ADDED);
+      else
+        numbers[i] = kind.number(i % WIDTH);
     numbers_ = load_as<Words>(numbers);
   }
 
@@ -249,9 +253,9 @@ class Bf16DigitProducts : public PairedCodes<Bf16DigitProducts<Kind>, Kind> {
     return converted_rows<c10::BFloat16>(from, rows, inputs, rows, depth * Kind::DEPTH);
   }
 
-  Words unpacked(Words words, int step) const {
-    const __m512i places = _mm512_srli_epi16(reinterpret_cast<const __m512i&>(words), 4 * step);
-    return reinterpret_cast<Words>(_mm512_permutexvar_epi16(places, reinterpret_cast<const __m512i&>(numbers_)));
+  Words unpacked(Words words, int step, Words zeros) const {
+    return reinterpret_cast<Words>(
+        _mm512_permutexvar_epi16(places(words, step, zeros), reinterpret_cast<const __m512i&>(numbers_)));
   }
   static void add(Words numbers, Words x, Words& sum) { PairProducts::add(x, numbers, sum); }
 
@@ -259,6 +263,14 @@ class Bf16DigitProducts : public PairedCodes<Bf16DigitProducts<Kind>, Kind> {
   static float input_sum(const CodedProduct& product, int64_t place) { return product.sums[place]; }
 
  private:
+  // Which of the numbers are meant, in the lowest five bits of each half of a word.
+  static __m512i places(Words words, int step, Words zeros) {
+    if constexpr (!TAKES_ZEROS) return _mm512_srli_epi16(reinterpret_cast<__m512i>(words), 4 * step);
+    const Words codes = (words >> (step % 2 * 4)) & 0x0f0f0f0f;
+    const __m512i less = _mm512_sub_epi8(reinterpret_cast<__m512i>(codes), reinterpret_cast<__m512i>(zeros));
+    return step < 2 ? less : _mm512_srli_epi16(less, 8);
+  }
+
   Words numbers_;
 };
 
@@ -363,7 +375,7 @@ struct DigitProducts {
   using Register = Whole;
   static constexpr int ROWS = 4, MANY = WIDTH == 16 ? 8 : 6, STEPS = 2, ADDED = Digits::ADDED;
   static constexpr int64_t MOST = 128 / Kind::DEPTH;
-  static constexpr bool GROUP_SUMS = false;
+  static constexpr bool GROUP_SUMS = false, TAKES_ZEROS = false;
 
   // Of each output there are two sums.
   static constexpr int vectors(int rows) { return rows == 1 ? 3 : rows == 2 && WIDTH < 16 ? 2 : WIDTH == 16 ? 3 : 1; }
@@ -376,7 +388,7 @@ struct DigitProducts {
     return grouped_rows<int8_t, Kind>(from, rows, inputs, depth, starts, groups, round<T>);
   }
 
-  static Words unpacked(Words words, int step) { return (words >> (4 * step)) & 0x0f0f0f0f; }
+  static Words unpacked(Words words, int step, Words) { return (words >> (4 * step)) & 0x0f0f0f0f; }
 
   template <int R, int V, typename At>
   [[gnu::always_inline]] void add_steps(const CodedProduct& product, int64_t row, int64_t first, int64_t last,

@@ -17,7 +17,7 @@ namespace oatmill {
 template <typename Kind, typename Inner>
 struct ExpandedProducts {
   using Weights = typename Inner::Weights;
-  static constexpr bool GROUP_SUMS = false;
+  static bool needs_sums(const Scales&) { return false; }
   // Inputs of a part, for few rows and for many: multiples of what every Inner takes at once.
   static constexpr int64_t FEW_INPUTS = 96, INPUTS = 192;
 
@@ -54,7 +54,7 @@ struct ExpandedProducts {
       for (int column = 0; column < COLUMNS; column += WIDTH) {
         const int64_t scaled = (tile * product.groups + group) * COLUMNS + column;
         Floats scales[1], offsets[1];
-        product.scales.template read<0>(scaled, scales, offsets);
+        product.scales.template read<0, true>(scaled, scales, offsets);
         for (int64_t k = begin; k < end; ++k)
           expand_word(kind, words.read(k, column), scales[0], offsets[0],
                       part + (k - first) * Kind::DEPTH / Weights::DEPTH * TILE_WORD + column * WORD);

@@ -10,9 +10,10 @@
 //   number(product, place, sum), the float that a sum stands for, place being that of its row and group;
 //   input_sum(product, place), the sum of a group's inputs;
 //   prepare(from, rows, inputs, depth, starts, groups), which returns the rows as they are read: an Input;
-//   GROUP_SUMS, true if input_sum needs those of the product.
+//   GROUP_SUMS, true if input_sum needs those of the product; TAKES_ZEROS, if numbers are made with their zeros.
 // One that makes its numbers of what it unpacks has STEPS, of a word, and instead of add_words
-//   unpacked(words, step), what stands between words and numbers; MANY, the most rows of a block that shares it with others;
+//   unpacked(words, step, zeros), what stands between words and numbers, zeros being in every byte of words;
+//   MANY, the most rows of a block that shares it with others;
 //   add_steps(product, row, first, last, sums, at), where at(k, step, v) is what is unpacked of word k, of register v.
 //
 // Every row is added up in the same order, whatever rows are beside it.
@@ -45,7 +46,7 @@ constexpr int UNPACKED_VECTORS = WIDTH == 16 ? 3 : REGISTERS == 32 ? 4 : 2;
 // The kernel made of a set of instructions.
 template <typename Set>
 struct GroupedProducts {
-  static constexpr bool GROUP_SUMS = Set::GROUP_SUMS;
+  static bool needs_sums(const Scales& scales) { return Set::GROUP_SUMS && shifted(scales); }
 
   template <typename T>
   static Input prepare(const T* from, int64_t rows, int64_t inputs, int64_t depth, const int32_t* starts,
@@ -71,6 +72,11 @@ struct GroupedProducts {
 
  private:
   static constexpr bool UNPACKS = requires { Set::STEPS; }, FIRST_UNPACKS = REGISTERS == 32;
+
+  // Says whether sums of inputs are part of the totals.
+  static bool shifted(const Scales& scales) {
+    return Set::ADDED != 0 || scales.offsets || (scales.zeros && !Set::TAKES_ZEROS);
+  }
 
   // scaled: where the scales of the first group stand, and those of the tile that comes next.
   struct Tile {
@@ -106,23 +112,39 @@ struct GroupedProducts {
       for_each_part(product, tile, [&](const Part& part) {
         typename Set::Register sums[R][V];
         make_zero(sums);
-        if constexpr (UNPACKS)
+        const int64_t scaled = tile.scaled + part.group * COLUMNS + column;
+        if constexpr (UNPACKS) {
+          const Zeros<V> zeros(product, scaled);
           set.add_steps(product, row, part.first, part.last, sums, [&](int64_t k, int step, int v) {
-            return unpacked<V>(set, tile.words, column, k, step, v);
+            return unpacked<V>(set, tile.words, column, k, step, v, zeros);
           });
-        else
+        } else {
           set.add_words(product, row, tile.words, column, part.first, part.last, sums);
-        add_to_totals(set, product, row, part, tile.scaled + part.group * COLUMNS + column, sums, totals + column);
+        }
+        add_to_totals(set, product, row, part, scaled, sums, totals + column);
       });
     }
   }
 
+  // The zeros of V registers of outputs, where numbers are made with them.
+  template <int V>
+  struct Zeros {
+    Words bytes[V];
+
+    // scaled: as of add_to_totals.
+    [[gnu::always_inline]] Zeros(const CodedProduct& product, int64_t scaled) {
+      if constexpr (Set::TAKES_ZEROS)
+#pragma GCC unroll 6
+        for (int v = 0; v < V; ++v) bytes[v] = product.scales.zero_bytes(scaled + v * WIDTH);
+    }
+  };
+
   // What is multiplied in a step of word k, of register v from a column on. Asks for later words.
   template <int V>
   [[gnu::always_inline]] static Words unpacked(const Set& set, const WantedWords& words, int column, int64_t k, int step,
-                                               int v) {
+                                               int v, const Zeros<V>& zeros) {
     if (step == 0 && v == 0) words.want<V>(k, column);
-    return set.unpacked(words.read(k, column + v * WIDTH), step);
+    return set.unpacked(words.read(k, column + v * WIDTH), step, zeros.bytes[v]);
   }
 
   // Words are unpacked once for all rows: by the first block of rows, beside its products, or before it where that would
@@ -132,7 +154,7 @@ struct GroupedProducts {
     alignas(64) static thread_local char of_thread[Set::MOST * Set::STEPS * TILE_WORD];
     char* kept = of_thread;
     for_each_part(product, tile, [&](const Part& part) {
-      if constexpr (!FIRST_UNPACKS) unpack(set, part, tile.words, kept);
+      if constexpr (!FIRST_UNPACKS) unpack(set, product, part, tile, kept);
       for_each_block(rows, Set::MANY, [&](int64_t first, int64_t count) {
         const auto& blocks = first == 0 ? FIRST_BLOCKS : OTHER_BLOCKS;
         blocks[count - 1](set, product, first_row + first, part, tile, kept, totals + first * COLUMNS);
@@ -145,13 +167,17 @@ struct GroupedProducts {
     return kept + (word * Set::STEPS + step) * TILE_WORD + column * WORD;
   }
 
-  static void unpack(const Set& set, const Part& part, const WantedWords& words, char* kept) {
+  static void unpack(const Set& set, const CodedProduct& product, const Part& part, const Tile& tile, char* kept) {
+    constexpr int V = COLUMNS / WIDTH;
+    const Zeros<V> zeros(product, tile.scaled + part.group * COLUMNS);
     for (int64_t k = part.first; k < part.last; ++k) {
-      words.want<COLUMNS / WIDTH>(k, 0);
-      for (int column = 0; column < COLUMNS; column += WIDTH)
+      tile.words.template want<V>(k, 0);
+#pragma GCC unroll 6
+      for (int v = 0; v < V; ++v)
 #pragma GCC unroll 4
         for (int step = 0; step < Set::STEPS; ++step)
-          store_as(place(kept, k - part.first, step, column), set.unpacked(words.read(k, column), step));
+          store_as(place(kept, k - part.first, step, v * WIDTH),
+                   set.unpacked(tile.words.read(k, v * WIDTH), step, zeros.bytes[v]));
     }
   }
 
@@ -167,12 +193,16 @@ struct GroupedProducts {
     for (int column = 0; column < COLUMNS; column += V * WIDTH) {
       typename Set::Register sums[R][V];
       make_zero(sums);
+      [[maybe_unused]] const Zeros<FIRST ? V : 0> zeros(product, tile.scaled + part.group * COLUMNS + column);
       set.add_steps(product, row, part.first, part.last, sums, [&](int64_t k, int step, int v) {
         char* own = place(kept, k - part.first, step, column + v * WIDTH);
-        if constexpr (!FIRST) return load_as<Words>(own);
-        const Words numbers = unpacked<V>(set, tile.words, column, k, step, v);
-        store_as(own, numbers);
-        return numbers;
+        if constexpr (FIRST) {
+          const Words numbers = unpacked<V>(set, tile.words, column, k, step, v, zeros);
+          store_as(own, numbers);
+          return numbers;
+        } else {
+          return load_as<Words>(own);
+        }
       });
       add_to_totals(set, product, row, part, tile.scaled + part.group * COLUMNS + column, sums, totals + column);
     }
@@ -184,17 +214,17 @@ struct GroupedProducts {
                                                    const Part& part, int64_t scaled,
                                                    const typename Set::Register (&sums)[R][V], float* totals) {
     Floats scales[V], offsets[V];
-    product.scales.template read<Set::ADDED>(scaled, scales, offsets);
-    const bool shifted = Set::ADDED != 0 || product.scales.shifted();
+    product.scales.template read<Set::ADDED, !Set::TAKES_ZEROS>(scaled, scales, offsets);
+    const bool with_sums = shifted(product.scales);
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
       const int64_t place = (row + r) * product.groups + part.group;
-      const Floats input_sum = Floats{} + (shifted && part.begins ? Set::input_sum(product, place) : 0.0f);
+      const Floats input_sum = Floats{} + (with_sums && part.begins ? Set::input_sum(product, place) : 0.0f);
 #pragma GCC unroll 6
       for (int v = 0; v < V; ++v) {
         float* total = totals + r * COLUMNS + v * WIDTH;
         Floats sum = multiply_add(set.number(product, place, sums[r][v]), scales[v], load_as<Floats>(total));
-        if (shifted) sum = multiply_add(input_sum, offsets[v], sum);
+        if (with_sums) sum = multiply_add(input_sum, offsets[v], sum);
         store_as(total, sum);
       }
     }
@@ -222,7 +252,7 @@ struct CodeProducts {
   using Register = Floats;
   static constexpr int ROWS = WIDTH == 16 ? 6 : 4, ADDED = 0;
   static constexpr int64_t MOST = int64_t{1} << 32;
-  static constexpr bool GROUP_SUMS = true;
+  static constexpr bool GROUP_SUMS = true, TAKES_ZEROS = false;
 
   static constexpr int vectors(int rows) {
     if (WIDTH == 16) return 3;

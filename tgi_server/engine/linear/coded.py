@@ -28,7 +28,8 @@ class CodedLinear(PackedCodes, KernelLinear):
             zeros = (torch.zeros_like(weight.scales) if zeros is None else zeros) - _ADDED
         self._offsets, self._zeros = None, None
         if zeros is not None and bool(zeros.any()):
-            small = zeros.to(torch.int8)
+            largest = _ADDED if self.kind == "int4" else 127
+            small = zeros.clamp(-largest, largest).to(torch.int8)
             if torch.equal(small.float(), zeros):
                 self._zeros = _by_tile(small)
             else:

@@ -32,7 +32,7 @@ def random_weight(kind: str, inputs: int, outputs: int, groups: torch.Tensor | N
     groups = torch.arange(inputs) // 32 if groups is None else groups
     codes = torch.randint(0, 16, (outputs, inputs), dtype=torch.uint8)
     if kind.startswith("int4"):
-        zeros = torch.full(scales.shape, 8.0) if "without" in kind else torch.randint(0, 16, scales.shape).float()
+        zeros = torch.full(scales.shape, 8.0) if "without" in kind else torch.randint(0, 17, scales.shape).float()
         return QuantizedWeight.of(codes, scales, zeros, codebook=LINE, groups=groups)
     if kind == "codebook":
         return QuantizedWeight.of(codes, scales, codebook=torch.randn(16) * 4, groups=groups)
@@ -177,14 +177,19 @@ def test_scales_of_16_bits_stay_so(dtype, name) -> None:
     assert torch.equal(layer.unpacked().weight, weight.dense())
 
 
-def test_zeros_that_are_no_whole_numbers_are_kept_as_they_are() -> None:
-    weight, x = random_weight("int4", 128, 70), torch.randn(5, 128)
-    weight = replace(weight, zeros=weight.scales * 100)
-    torch.testing.assert_close(CodedLinear(weight)(x), linear(x, weight.dense()), rtol=1e-4, atol=1e-4)
+@pytest.mark.parametrize("rows", [1, 5, 40])
+@pytest.mark.parametrize("name", ["codes", "codes_int16", "codes_avx512_bf16"])
+@pytest.mark.parametrize("place", [-5.0, 7.5, 17.0, 40.0, 300.0])
+def test_zeros_may_be_any_numbers(place, name, rows) -> None:
+    require(name, "int4")
+    weight, x = random_weight("int4", 128, 70), torch.randn(rows, 128).bfloat16()
+    weight = replace(weight, zeros=torch.full_like(weight.scales, place))
+    layer, wanted = CodedLinear(weight, None, KernelTable.of(name)), linear(x.float(), weight.dense())
+    torch.testing.assert_close(layer(x).float(), wanted, rtol=1e-2, atol=1e-2 * float(wanted.abs().max()))
 
 
 @pytest.mark.parametrize("kind", ["int4", "codebook", "int8 with offsets"])
-@pytest.mark.parametrize("name", ["codes", "expanded", "codes_int8", "codes_int16"])
+@pytest.mark.parametrize("name", ["codes", "expanded", "codes_int8", "codes_int16", "codes_avx512_bf16"])
 def test_a_row_is_the_same_to_the_last_bit_whatever_is_beside_it(name, kind) -> None:
     require(name, kind)
     layer = CodedLinear(random_weight(kind, 200, 100), None, KernelTable.of(name))
