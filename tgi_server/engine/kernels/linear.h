@@ -229,7 +229,7 @@ inline int64_t apart(int64_t bytes, int64_t rows) {
 // Where they would be copies they stay where they are, unless they share too few places of the first cache.
 template <typename To, typename T>
 Input converted_rows(const T* from, int64_t rows, int64_t inputs, int64_t padded_rows, int64_t padded) {
-  constexpr int64_t FEW_PLACES = 16 * LINE;
+  constexpr int64_t FEW_PLACES = 64 * LINE;
   const int64_t bytes = inputs * sizeof(To);
   if (std::is_same_v<To, T> && inputs == padded && rows == padded_rows && (rows == 1 || bytes % FEW_PLACES != 0))
     return {reinterpret_cast<const char*>(from), bytes, {}, {}};
