@@ -72,6 +72,7 @@ struct GroupedProducts {
 
  private:
   static constexpr bool UNPACKS = requires { Set::STEPS; }, FIRST_UNPACKS = REGISTERS == 32;
+  static constexpr int64_t KEPT = 32;  // words whose unpacked ones the first cache holds, 24 KiB at most, and more besides
 
   // Says whether sums of inputs are part of the totals.
   static bool shifted(const Scales& scales) {
@@ -148,18 +149,31 @@ struct GroupedProducts {
   }
 
   // Words are unpacked once for all rows: by the first block of rows, beside its products, or before it where that would
-  // take more registers than there are.
+  // take more registers than there are. Several parts at once, whose inputs and totals of a block of rows stay in the first
+  // cache meanwhile.
   static void multiply_unpacked(const Set& set, const CodedProduct& product, int64_t first_row, int64_t rows,
                                 const Tile& tile, float* totals) {
-    alignas(64) static thread_local char of_thread[Set::MOST * Set::STEPS * TILE_WORD];
+    static_assert(Set::MOST <= KEPT);
+    alignas(64) static thread_local char of_thread[KEPT * Set::STEPS * TILE_WORD];
     char* kept = of_thread;
-    for_each_part(product, tile, [&](const Part& part) {
-      if constexpr (!FIRST_UNPACKS) unpack(set, product, part, tile, kept);
-      for_each_block(rows, Set::MANY, [&](int64_t first, int64_t count) {
-        const auto& blocks = first == 0 ? FIRST_BLOCKS : OTHER_BLOCKS;
-        blocks[count - 1](set, product, first_row + first, part, tile, kept, totals + first * COLUMNS);
+    std::array<Part, KEPT> parts;
+    int64_t count = 0;
+    const auto multiply_parts = [&] {
+      for_each_block(rows, Set::MANY, [&](int64_t first, int64_t block_rows) {
+        const auto block = (first == 0 ? FIRST_BLOCKS : OTHER_BLOCKS)[block_rows - 1];
+        for (int64_t p = 0; p < count; ++p) {
+          char* own = place(kept, parts[p].first - parts[0].first, 0, 0);
+          if (first == 0 && !FIRST_UNPACKS) unpack(set, product, parts[p], tile, own);
+          block(set, product, first_row + first, parts[p], tile, own, totals + first * COLUMNS);
+        }
       });
+      count = 0;
+    };
+    for_each_part(product, tile, [&](const Part& part) {
+      if (count > 0 && part.last - parts[0].first > KEPT) multiply_parts();
+      parts[count++] = part;
     });
+    multiply_parts();
   }
 
   // Where what is unpacked of a part's word is kept.
@@ -182,14 +196,13 @@ struct GroupedProducts {
   }
 
   template <int R, bool FIRST>
-  static void multiply_unpacked_block(const Set& shared, const CodedProduct& product, int64_t row, const Part& part,
-                                      const Tile& tile, char* kept, float* totals) {
+  static void multiply_unpacked_block(const Set& shared, const CodedProduct& whole, int64_t row, const Part& of_tile,
+                                      const Tile& at, char* kept, float* totals) {
     constexpr int V = UNPACKED_VECTORS;
-    const Set set = shared;
-    const char* input = product.input + row * product.row_bytes;
-    for (int r = 0; r < R; ++r)  // a row's next words stand far from the next row's
-      for (int64_t k = part.last; k < 2 * part.last - part.first; k += 64 / (Set::STEPS * WORD))
-        __builtin_prefetch(input + r * product.row_bytes + k * Set::STEPS * WORD);
+    const Set set = shared;  // copies, of which the compiler knows that no store changes them
+    const CodedProduct product = whole;
+    const Part part = of_tile;
+    const Tile tile = at;
     for (int column = 0; column < COLUMNS; column += V * WIDTH) {
       typename Set::Register sums[R][V];
       make_zero(sums);
