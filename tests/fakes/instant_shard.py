@@ -62,6 +62,7 @@ class InstantShard(TextGenerationServiceServicer, GrammarServiceServicer):
         step_seconds: float = 0.0,
         max_total_tokens: int = 4096,
         num_blocks: int = 65_536,
+        vocab_size: int = _VOCAB_SIZE,
         grammars: bool = True,
         fallbacks: Sequence[str] = (),
     ) -> None:
@@ -77,6 +78,7 @@ class InstantShard(TextGenerationServiceServicer, GrammarServiceServicer):
         self._end = end
         self._max_total_tokens = max_total_tokens
         self._num_blocks = num_blocks
+        self._vocab_size = vocab_size
         self._grammars = grammars
         self._fallbacks = fallbacks
         self._rows: dict[int, _Row] = {}
@@ -88,7 +90,7 @@ class InstantShard(TextGenerationServiceServicer, GrammarServiceServicer):
             dtype="float32",
             device_type="cpu",
             world_size=1,
-            vocab_size=_VOCAB_SIZE,
+            vocab_size=self._vocab_size,
             paged=True,
             block_size=_BLOCK_SIZE,
             grammars=self._grammars,

@@ -98,6 +98,9 @@ async def assembled(settings: RouterSettings) -> AsyncIterator[Service]:
         await _add_adapters(adapters, settings)
         info, capacity = await _warm_up(shards, settings, adapters)
         limits = _limits(settings, capacity)
+        if (tokens := threads.tokenizer.vocab_size) > info.vocab_size:
+            told = "the tokenizer has %d tokens, the model %d: prompts with those that it does not know are refused"
+            logger.warning(told, tokens, info.vocab_size)
         described = _describe(settings, info, capacity)
         if taken := [each.id for each in adapters if described.is_named(each.id)]:
             raise StartupError(f"--lora-adapters: {taken[0]!r} is a name of the model itself; choose another id")

@@ -222,6 +222,23 @@ async def test_a_generate_request_that_breaks_a_rule_is_refused(shared_router: R
     assert await shared_router.metric(series) == before + 2
 
 
+async def test_tokens_that_only_the_tokenizer_knows_are_refused(routers: RouterFactory, caplog: pytest.LogCaptureFixture):
+    """Tokens were added to the tokenizer, and the model has no embeddings of them."""
+    known = 400
+    router = await routers(shard={"vocab_size": known})
+    tokenizer = router.service.tokenizer
+    added = tokenizer.vocab_size - 1
+    text = tokenizer.decode([added])
+    assert tokenizer.encode(text, add_special_tokens=False).ids == [added]
+    assert f"the tokenizer has {tokenizer.vocab_size} tokens, the model {known}" in caplog.text
+    for path, field in (("/generate", "inputs"), ("/v1/completions", "prompt")):
+        answer = await router.post(path, model="instant", **{field: text})
+        assert answer.status_code == 422
+        assert f"the prompt has the token {added}" in answer.text
+        assert f"the model knows 0 to {known - 1}" in answer.text
+    assert not router.shard.received
+
+
 async def test_a_client_that_reads_events_gets_its_error_as_one(router: Router):
     response = await router.http.post("/generate_stream", json={"inputs": ""}, headers={"accept": "text/event-stream"})
     assert response.status_code == 422

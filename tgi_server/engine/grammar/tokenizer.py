@@ -42,15 +42,17 @@ class GrammarTokenizer:
     """
 
     def __init__(self, definition: str, vocab_size: int, eos: Sequence[int]) -> None:
-        """definition: a tokenizer.json. vocab_size: of the model; it may exceed the tokenizer's.
+        """definition: a tokenizer.json. vocab_size: of the model; it may exceed the tokenizer's. Tokens that were added to
+        the tokenizer, and that the model does not know, are left out.
 
-        Raises InvalidGrammar when llguidance cannot take the tokenizer.
+        Raises InvalidGrammar when llguidance cannot take the tokenizer, or the model does not know its own tokens.
         """
         content = json.loads(definition)
         content["truncation"] = content["padding"] = None
-        content.setdefault("added_tokens", [])
-        first = max(vocab_size, _size(content))
-        self.markers = range(first, first + MAX_HINTS)
+        content["added_tokens"] = [each for each in content.get("added_tokens", ()) if each["id"] < vocab_size]
+        if (size := _size(content)) > vocab_size:
+            raise InvalidGrammar(f"this model's tokenizer has {size} tokens, and the model {vocab_size}")
+        self.markers = range(vocab_size, vocab_size + MAX_HINTS)
         markers = [(token, f"\ue0a0hint {index}\ue0a1") for index, token in enumerate(self.markers)]
         added = [*content["added_tokens"], *(_special(token, name) for token, name in markers)]
         own_form = json.dumps({**content, "added_tokens": added})

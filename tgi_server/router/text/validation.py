@@ -153,14 +153,15 @@ class Validator:
         """Returns the prompt's tokens, cut to `truncate`. A text that cannot fit is not tokenised as a whole."""
         tokenizer, most = self._threads.tokenizer, self._limits.max_input_tokens
         if prompt.token_ids is not None:
-            if (highest := max(prompt.token_ids)) >= self._vocab_size:
-                raise InvalidRequest(f"the prompt has the token {highest}; the model knows 0 to {self._vocab_size - 1}")
-            return list(prompt.token_ids[-truncate:] if truncate else prompt.token_ids)
-        if not truncate and tokenizer.exceeds(prompt.text, most):
-            raise ContextOverflow.of_prompt(most + 1, most, at_least=True)
-        encoding = tokenizer.encode(prompt.text, add_special_tokens=add_special_tokens, offsets=False)
-        _, encoding = prompt.checked(encoding)
-        return encoding.ids[-truncate:] if truncate else encoding.ids
+            ids = prompt.token_ids
+        else:
+            if not truncate and tokenizer.exceeds(prompt.text, most):
+                raise ContextOverflow.of_prompt(most + 1, most, at_least=True)
+            encoding = tokenizer.encode(prompt.text, add_special_tokens=add_special_tokens, offsets=False)
+            ids = prompt.checked(encoding)[1].ids
+        if (highest := max(ids, default=0)) >= self._vocab_size:  # a tokenizer may have more tokens than the model
+            raise InvalidRequest(f"the prompt has the token {highest}; the model knows 0 to {self._vocab_size - 1}")
+        return list(ids[-truncate:] if truncate else ids)
 
     def _max_new_tokens(self, input_length: int, asked: int | None) -> int:
         limits = self._limits

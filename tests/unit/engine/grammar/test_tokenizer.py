@@ -143,3 +143,19 @@ def test_markers_are_no_tokens_of_the_model() -> None:
     assert tokenizer.markers.start >= TOKENIZER_VOCAB_SIZE + 8
     assert tokenizer.encode("the quick fox")
     assert not set(tokenizer.encode("\ue0a0hint 1\ue0a1")) & set(tokenizer.markers)
+
+
+def test_tokens_that_only_the_tokenizer_knows_are_not_used(tmp_path: Path) -> None:
+    """Tokens were added to the tokenizer, and the model has no embeddings of them."""
+    tokenizer = sentence_piece()
+    tokenizer.add_tokens([*(f"unused {i}" for i in range(8)), "quick fox"])
+    engine = engine_of(tokenizer, tmp_path)
+    assert tokenizer.token_to_id("quick fox") == engine.info.vocab_size
+    schema = {
+        "type": "object",
+        "properties": {"of": {"const": "the quick fox"}, "age": {"type": "integer", "x-hint": "of the quick fox"}},
+        "required": ["of", "age"],
+    }
+    driver = Driver(engine)
+    output = driver.run(driver.sequence(PROMPT, Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema)), 200))[0]
+    assert json.loads(driver.text(output))["of"] == "the quick fox"

@@ -6,7 +6,7 @@ import pytest
 from tests.fakes.simulation import AdapterShards
 from tests.fakes.vocabularies import sentence_piece
 from tests.grammars import compiler_fault, demo_compiler
-from tests.unit.router.text.test_parameters import LIMITS, VOCAB_SIZE
+from tests.unit.router.text.test_parameters import LIMITS
 from tgi_server.contract import Grammar, GrammarKind
 from tgi_server.router.errors import InvalidRequest
 from tgi_server.router.scheduling.adapters import Adapters
@@ -29,7 +29,7 @@ async def compile_grammar(grammar: Grammar) -> tuple[str, ...]:
 async def check(inputs: str, *, refusal: str | None = None, streaming: bool = False, **fields: Any) -> CheckedRequest:
     threads = TokenizerThreads(sentence_piece(), 1)
     try:
-        validator = Validator(LIMITS, threads, VOCAB_SIZE, refusal, compile_grammar, ADAPTERS)
+        validator = Validator(LIMITS, threads, threads.tokenizer.vocab_size, refusal, compile_grammar, ADAPTERS)
         return await validator.check(RenderedPrompt(inputs), GenerateParameters(**fields), streaming=streaming)
     finally:
         threads.close()
