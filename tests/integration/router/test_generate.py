@@ -222,7 +222,7 @@ async def test_a_generate_request_that_breaks_a_rule_is_refused(shared_router: R
     assert await shared_router.metric(series) == before + 2
 
 
-async def test_tokens_that_only_the_tokenizer_knows_are_refused(routers: RouterFactory, caplog: pytest.LogCaptureFixture):
+async def test_tokens_that_only_the_tokenizer_knows(routers: RouterFactory, caplog: pytest.LogCaptureFixture):
     """Tokens were added to the tokenizer, and the model has no embeddings of them."""
     known = 400
     router = await routers(shard={"vocab_size": known})

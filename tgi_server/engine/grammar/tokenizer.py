@@ -42,8 +42,8 @@ class GrammarTokenizer:
     """
 
     def __init__(self, definition: str, vocab_size: int, eos: Sequence[int]) -> None:
-        """definition: a tokenizer.json. vocab_size: of the model; it may exceed the tokenizer's. Tokens that were added to
-        the tokenizer, and that the model does not know, are left out.
+        """definition: a tokenizer.json. vocab_size: of the model; it may exceed the tokenizer's. Tokens that were added
+        to the tokenizer, and that the model does not know, are left out.
 
         Raises InvalidGrammar when llguidance cannot take the tokenizer, or the model does not know its own tokens.
         """
