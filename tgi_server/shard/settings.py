@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import ByteSize, Field, NonNegativeInt, field_validator, model_validator
+from pydantic import BeforeValidator, ByteSize, Field, NonNegativeInt, field_validator, model_validator
 from pydantic_settings import CliPositionalArg
 
 from shared.settings import CommaSeparated, Refused, ServiceSettings
@@ -122,12 +122,17 @@ class DownloadSettings(CommandSettings):
     )
 
 
+def _number(value: object) -> object:
+    """Makes a number of what a command line or the environment says, which literals do not."""
+    return int(value) if isinstance(value, str) and value.isdecimal() else value
+
+
 class QuantizeSettings(CommandSettings):
     """Writes a model to another folder, with 4-bit weights by GPTQ. It goes on where an interrupted run has stopped."""
 
     model_id: CliPositionalArg[str] = Field(description="a local folder, or an id of the hub")
     output_dir: CliPositionalArg[Path] = Field(description="the folder to write, which does not exist yet")
-    bits: Literal[4, 8] = Field(4, description="of a weight")
+    bits: Annotated[Literal[4, 8], BeforeValidator(_number)] = Field(4, description="of a weight")
     groupsize: int = Field(128, description="inputs that share a scale; -1: all")
     percdamp: float = Field(0.01, gt=0, lt=1, description="share of the Hessian's mean diagonal to add for stability")
     act_order: bool = Field(False, description="round the inputs with the largest activations first")

@@ -46,11 +46,18 @@ def test_a_model_that_is_not_here_is_not_fetched_behind_ones_back(tmp_path: Path
     )
 
 
+@pytest.mark.parametrize(("flags", "environment"), [(["--bits=8"], {}), ([], {"BITS": "4"})])
+def test_numbers_to_choose_from_may_be_chosen(flags: list[str], environment: dict[str, str], tmp_path: Path) -> None:
+    result = run("quantize", str(tmp_path / "absent"), str(tmp_path / "target"), *flags, **environment)
+    assert result.returncode == FAILED
+    assert "absent" in result.stderr.splitlines()[-1]
+
+
 @pytest.mark.slow
 def test_quantize_writes_a_model_that_is_served_as_gptq(tmp_path: Path) -> None:
     source, target, text = make_llama(tmp_path / "source"), tmp_path / "target", tmp_path / "text.jsonl"
     text.write_text("".join(json.dumps({"text": f"Plant {number} trees in rows."}) + "\n" for number in range(400)))
-    flags = ("--groupsize=32", "--samples=8", "--length=64", "--act-order", f"--calibration={text}")
+    flags = ("--groupsize=32", "--samples=8", "--length=64", "--act-order", "--bits=4", f"--calibration={text}")
     result = run("quantize", str(source), str(target), *flags)
     assert result.returncode == 0, result.stderr
     assert result.stdout == f"{target}\n"
