@@ -186,6 +186,11 @@ template <typename Kind, typename Digits>
 constexpr Way TO_8_BITS = way<Kind, GroupedProducts<DigitProducts<Kind, Digits>>>("codes_int8");
 #endif
 
+#if defined(__AVX512BF16__)
+constexpr auto SMALL_FLOAT_WAYS = with(WAYS<SmallFloats>, TO_BF16<SmallFloats>);
+#else
+constexpr auto SMALL_FLOAT_WAYS = WAYS<SmallFloats>;
+#endif
 constexpr auto BYTE_WAYS = with(WAYS<Bytes>, TO_16_BITS<Bytes, WholeNumbers<Bytes>>);
 #if defined(__AVX512BF16__)
 constexpr auto NIBBLE_WAYS = with(WAYS<Nibbles>, TO_BF16<Nibbles>, TO_16_BITS<Nibbles, WholeNumbers<Nibbles>>,
@@ -230,7 +235,7 @@ std::span<const Way> code_ways(const std::string& kind) {
   if (kind == "int4") return NIBBLE_WAYS;
   if (kind == "codebook") return BOOK_WAYS;
   if (kind == "int8") return BYTE_WAYS;
-  if (kind == "fp8") return WAYS<SmallFloats>;
+  if (kind == "fp8") return SMALL_FLOAT_WAYS;
   TORCH_CHECK(false, "codes are int4, codebook, int8 or fp8, and not ", kind);
 }
 

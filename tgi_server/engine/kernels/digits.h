@@ -228,16 +228,14 @@ struct ShortDigitProducts : PairedCodes<ShortDigitProducts<Kind, Numbers>, Kind>
 
 #if defined(__AVX512BF16__)
 
-// Products of bfloat16 numbers, two at a time. Whole numbers of 4 bits stay what they are; a codebook is rounded.
+// Codes as bfloat16 numbers: unpacked(words, step, zeros) are those of each word that are multiplied in a step.
+// TAKES_ZEROS: as of a set in grouped.h. Whole numbers of 4 bits stay what they are; a codebook is rounded.
 template <typename Kind>
-class Bf16DigitProducts : public PairedCodes<Bf16DigitProducts<Kind>, Kind> {
+class Bf16Numbers {
  public:
-  using Register = Words;
-  static constexpr int ROWS = 4, ADDED = 0;
-  static constexpr int64_t MOST = 128 / Kind::DEPTH;
-  static constexpr bool GROUP_SUMS = true, TAKES_ZEROS = std::is_same_v<Kind, Nibbles>;
+  static constexpr bool TAKES_ZEROS = std::is_same_v<Kind, Nibbles>;
 
-  explicit Bf16DigitProducts(const float* codebook) {
+  explicit Bf16Numbers(const float* codebook) {
     const Kind kind(codebook);
     c10::BFloat16 numbers[2 * WIDTH];  // zeros from -8 to 8 make places from -8 to 23 of codes
     for (int i = 0; i < 2 * WIDTH; ++i)
@@ -245,22 +243,12 @@ class Bf16DigitProducts : public PairedCodes<Bf16DigitProducts<Kind>, Kind> {
         numbers[i] = static_cast<float>((i < 24 ? i : i - 32) - Kind::ADDED);
       else
         numbers[i] = kind.number(i % WIDTH);
-    numbers_ = load_as<Words>(numbers);
-  }
-
-  template <typename T>
-  static Input prepare(const T* from, int64_t rows, int64_t inputs, int64_t depth, const int32_t*, int64_t) {
-    return converted_rows<c10::BFloat16>(from, rows, inputs, rows, depth * Kind::DEPTH);
+    numbers_ = load_as<__m512i>(numbers);
   }
 
   Words unpacked(Words words, int step, Words zeros) const {
-    return reinterpret_cast<Words>(
-        _mm512_permutexvar_epi16(places(words, step, zeros), reinterpret_cast<const __m512i&>(numbers_)));
+    return reinterpret_cast<Words>(_mm512_permutexvar_epi16(places(words, step, zeros), numbers_));
   }
-  static void add(Words numbers, Words x, Words& sum) { PairProducts::add(x, numbers, sum); }
-
-  Floats number(const CodedProduct&, int64_t, Words sum) const { return as_floats(sum); }
-  static float input_sum(const CodedProduct& product, int64_t place) { return product.sums[place]; }
 
  private:
   // Which of the numbers are meant, in the lowest five bits of each half of a word.
@@ -271,7 +259,60 @@ class Bf16DigitProducts : public PairedCodes<Bf16DigitProducts<Kind>, Kind> {
     return step < 2 ? less : _mm512_srli_epi16(less, 8);
   }
 
-  Words numbers_;
+  __m512i numbers_;
+};
+
+// Floats of 8 bits stay what they are, too: six bits of one say where it stands in either half of a table of magnitudes.
+template <>
+class Bf16Numbers<SmallFloats> {
+ public:
+  static constexpr bool TAKES_ZEROS = false;
+
+  explicit Bf16Numbers(const float*) {
+    c10::BFloat16 numbers[4 * 2 * WIDTH];
+    for (int i = 0; i < 4 * 2 * WIDTH; ++i)
+      numbers[i] = static_cast<float>(c10::Float8_e4m3fn(static_cast<uint8_t>(i), c10::Float8_e4m3fn::from_bits()));
+    for (int i = 0; i < 4; ++i) numbers_[i] = load_as<__m512i>(numbers + i * 2 * WIDTH);
+  }
+
+  Words unpacked(Words words, int step, Words) const {
+    const __m512i both = reinterpret_cast<__m512i>(words);
+    const __m512i low = step == 0 ? both : _mm512_srli_epi16(both, 8), high = step == 0 ? _mm512_slli_epi16(both, 8) : both;
+    const __m512i small = _mm512_permutex2var_epi16(numbers_[0], low, numbers_[1]);
+    const __m512i large = _mm512_permutex2var_epi16(numbers_[2], low, numbers_[3]);
+    const __mmask32 is_large = _mm512_test_epi16_mask(low, _mm512_set1_epi16(0x40));
+    const Words size = reinterpret_cast<Words>(_mm512_mask_mov_epi16(small, is_large, large));
+    return size | (reinterpret_cast<Words>(high) & 0x80008000);
+  }
+
+ private:
+  __m512i numbers_[4];
+};
+
+// Products of bfloat16 numbers, two at a time.
+template <typename Kind>
+class Bf16DigitProducts : public PairedCodes<Bf16DigitProducts<Kind>, Kind> {
+ public:
+  using Register = Words;
+  static constexpr int ROWS = 4, ADDED = 0;
+  static constexpr int64_t MOST = 128 / Kind::DEPTH;
+  static constexpr bool GROUP_SUMS = true, TAKES_ZEROS = Bf16Numbers<Kind>::TAKES_ZEROS;
+
+  explicit Bf16DigitProducts(const float* codebook) : numbers_(codebook) {}
+
+  template <typename T>
+  static Input prepare(const T* from, int64_t rows, int64_t inputs, int64_t depth, const int32_t*, int64_t) {
+    return converted_rows<c10::BFloat16>(from, rows, inputs, rows, depth * Kind::DEPTH);
+  }
+
+  Words unpacked(Words words, int step, Words zeros) const { return numbers_.unpacked(words, step, zeros); }
+  static void add(Words numbers, Words x, Words& sum) { PairProducts::add(x, numbers, sum); }
+
+  Floats number(const CodedProduct&, int64_t, Words sum) const { return as_floats(sum); }
+  static float input_sum(const CodedProduct& product, int64_t place) { return product.sums[place]; }
+
+ private:
+  Bf16Numbers<Kind> numbers_;
 };
 
 #endif

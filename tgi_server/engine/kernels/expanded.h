@@ -13,13 +13,22 @@
 
 namespace oatmill {
 
+// Room for a part, the same for all kernels whose parts are as large.
+template <int64_t BYTES>
+char* part_of_thread() {
+  alignas(64) static thread_local char part[BYTES];
+  return part;
+}
+
 // The kernel. Inner: the one that multiplies rows by the floats, or the bfloat16 numbers.
 template <typename Kind, typename Inner>
 struct ExpandedProducts {
   using Weights = typename Inner::Weights;
   static bool needs_sums(const Scales&) { return false; }
+  static constexpr bool MAKES_WEIGHTS = true;
   // Inputs of a part, for few rows and for many: multiples of what every Inner takes at once.
-  static constexpr int64_t FEW_INPUTS = 96, INPUTS = 192;
+  static constexpr int64_t FEW_INPUTS = 96,
+                           INPUTS = std::max<int64_t>(192, Inner::CHUNK_DEPTH * Weights::DEPTH);
 
   template <typename T>
   static Input prepare(const T* from, int64_t rows, int64_t inputs, int64_t depth, const int32_t*, int64_t) {
@@ -30,7 +39,7 @@ struct ExpandedProducts {
                        char* totals) {
     constexpr int64_t FEW_ROWS = 48;
     const int64_t whole = (rows < FEW_ROWS ? FEW_INPUTS : INPUTS) / Kind::DEPTH;
-    alignas(64) static thread_local char part[INPUTS / Weights::DEPTH * TILE_WORD];
+    char* part = part_of_thread<INPUTS / Weights::DEPTH * TILE_WORD>();
     const WantedWords words{product.words(tile), product.words(next_tile), product.depth};
     const Kind kind(product.codebook);
     int64_t group = 0;

@@ -25,6 +25,7 @@ constexpr int64_t WORD = 4;                    // bytes
 constexpr int64_t COLUMNS = 48;                // outputs of a tile
 constexpr int64_t TILE_WORD = COLUMNS * WORD;  // bytes, a word of each output
 constexpr int64_t CHUNK_ROWS = 96;             // rows of one work item; a multiple of what matrices take at once
+constexpr int64_t ITEM_ROWS = 4 * CHUNK_ROWS;  // of an item for which weights are made, see rows_of_item
 
 // Kinds of weights: DEPTH numbers make a word; place(n, k) is where number k of output n's word stands in a tile's.
 struct FloatWeights {
@@ -189,18 +190,34 @@ void finish_row(const Product& product, const Finish<T>& finish, const char* tot
   }
 }
 
+// Rows of an item. Kernels that make other weights of a tile before they multiply by them say so by MAKES_WEIGHTS: they do
+// it for several chunks at once, if that leaves every thread so many items that none waits long for another.
+template <typename Kernel>
+int64_t rows_of_item(int64_t rows, int64_t tiles) {
+  constexpr int64_t ENOUGH = 8;  // items of a thread
+  int64_t chunk = CHUNK_ROWS;
+  if constexpr (requires { Kernel::MAKES_WEIGHTS; })
+    while (chunk < ITEM_ROWS && tiles * parts(rows, 2 * chunk) >= ENOUGH * at::get_num_threads()) chunk *= 2;
+  return chunk;
+}
+
+inline char* totals_of_thread() {
+  alignas(64) static thread_local char totals[ITEM_ROWS * COLUMNS * WORD];
+  return totals;
+}
+
 // chosen: the tiles to compute, or null for all. Task: a Product, or one that has its own multiply_rows.
 template <typename Kernel, typename Task, typename T, typename Number>
 void run_product(const Task& product, const Finish<T>& finish, const std::vector<int64_t>* chosen,
                  const Number& number) {
   constexpr int64_t EARLIER = 8;  // rows
-  const int64_t chunks = parts(product.rows, CHUNK_ROWS);
   const int64_t tiles = chosen ? static_cast<int64_t>(chosen->size()) : parts(product.outputs, COLUMNS);
+  const int64_t chunk_rows = rows_of_item<Kernel>(product.rows, tiles), chunks = parts(product.rows, chunk_rows);
   const auto tile_at = [&](int64_t i) { return chosen ? (*chosen)[i] : i; };
   for_each_item(tiles * chunks, [&](int64_t item, int64_t next) {
-    alignas(64) static thread_local char totals[CHUNK_ROWS * COLUMNS * WORD];
+    char* totals = totals_of_thread();
     const int64_t chunk = item % chunks, tile = tile_at(item / chunks);
-    const int64_t begin = chunk * CHUNK_ROWS, end = std::min(begin + CHUNK_ROWS, product.rows);
+    const int64_t begin = chunk * chunk_rows, end = std::min(begin + chunk_rows, product.rows);
     for (int64_t row = begin; row < std::min(begin + EARLIER, end); ++row)
       want_row(product, finish, row, tile * COLUMNS);
     multiply_rows<Kernel>(product, begin, end - begin, tile, tile_at(next / chunks), totals);

@@ -18,6 +18,7 @@ struct WidenedProducts {
   using Wide = Products<FloatProducts<FloatWeights>>;
   static constexpr int64_t INPUT_WORD = Kind::DEPTH * Wide::INPUT_WORD, CHUNK_DEPTH = Wide::CHUNK_DEPTH / Kind::DEPTH, UNIT = 1;
   static constexpr int OFFSET = 0;
+  static constexpr bool MAKES_WEIGHTS = true;
 
   template <typename T>
   static Input prepare(const T* from, int64_t rows, int64_t inputs, int64_t depth) {

@@ -14,8 +14,8 @@ from tgi_server.engine.quantization.formats.mxfp4 import CODEBOOK as MXFP4
 from tgi_server.engine.quantization.rounding import _FP4, _NF4
 from tgi_server.engine.quantization.weight import LINE
 
-ROWS = [1, 2, 3, 4, 5, 6, 7, 9, 17, 33, 100]
-SHAPES = [(64, 48), (60, 131), (352, 70)]
+ROWS = [1, 2, 3, 4, 5, 6, 7, 9, 17, 33, 100, 300]
+SHAPES = [(64, 48), (60, 131), (352, 70), (32, 1600)]
 NF4, FP4 = torch.tensor(_NF4), torch.tensor(_FP4)
 KINDS = ["int4", "int4 without offsets", "codebook", "int8", "int8 with offsets", "fp8"]
 
@@ -57,8 +57,10 @@ def test_every_kernel_is_the_linear_of_torch_for_any_number_of_rows(kind, inputs
     kernels = torch.ops.oatmill.codes_kernels(kind_of(weight))
     for name in kernels:
         layer = CodedLinear(weight, bias, KernelTable.of(name))
-        rounded = "bf16" in name or "amx" in name or name == "codes_int8"
+        rounded = "bf16" in name or "amx" in name
         close = {"rtol": 1e-2, "atol": 2e-2} if rounded else {"rtol": 1e-5, "atol": 1e-5}
+        if name == "codes_int8":
+            close = {"rtol": 1e-2, "atol": 5e-2}
         if name == "codes_int16":
             close = {"rtol": 1e-4, "atol": 5e-4} if kind != "codebook" else {"rtol": 1e-3, "atol": 2e-3}
         for rows in ROWS if not name.endswith("emulated") else ROWS[::4]:
@@ -81,6 +83,15 @@ def test_activations_of_16_bits_are_taken_as_they_are(dtype) -> None:
     assert torch.equal(actual, CodedLinear(weight)(x.float()).to(dtype))
 
 
+@pytest.mark.parametrize("rows", [3, 254])
+def test_floats_of_8_bits_stay_what_they_are(rows) -> None:
+    codes = torch.cat([torch.arange(0, 127), torch.arange(128, 255)]).to(torch.uint8)  # all but NaN
+    weight = QuantizedWeight.of(codes.view(torch.float8_e4m3fn).expand(50, -1), torch.full((50, 1), 0.5))
+    for name in torch.ops.oatmill.codes_kernels("fp8"):
+        actual = CodedLinear(weight, None, KernelTable.of(name))(torch.eye(254)[:rows])
+        assert torch.equal(actual, weight.dense().T[:rows]), name
+
+
 @pytest.mark.parametrize("name", ["codes", "expanded"])
 @pytest.mark.parametrize("kind", ["int4", "codebook", "fp8"])
 def test_groups_may_have_any_inputs_in_any_order(kind, name) -> None:
@@ -91,7 +102,7 @@ def test_groups_may_have_any_inputs_in_any_order(kind, name) -> None:
 
 
 @pytest.mark.parametrize("name", ["codes_int8", "codes_avx512_bf16"])
-@pytest.mark.parametrize("kind", ["int4", "codebook"])
+@pytest.mark.parametrize("kind", ["int4", "codebook", "fp8"])
 def test_inputs_rounded_to_8_bits_lose_no_more_than_that(kind, name) -> None:
     """Groups of all sizes: one input, what does not fill the words that are summed together, and what is too large."""
     require(name, kind)
@@ -188,7 +199,7 @@ def test_zeros_may_be_any_numbers(place, name, rows) -> None:
     torch.testing.assert_close(layer(x).float(), wanted, rtol=1e-2, atol=1e-2 * float(wanted.abs().max()))
 
 
-@pytest.mark.parametrize("kind", ["int4", "codebook", "int8 with offsets"])
+@pytest.mark.parametrize("kind", ["int4", "codebook", "int8 with offsets", "fp8"])
 @pytest.mark.parametrize("name", ["codes", "expanded", "codes_int8", "codes_int16", "codes_avx512_bf16"])
 def test_a_row_is_the_same_to_the_last_bit_whatever_is_beside_it(name, kind) -> None:
     require(name, kind)

@@ -29,7 +29,7 @@ def kernels_of(dtype: torch.dtype, inputs: int) -> list[str]:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("inputs", "outputs"), [(64, 48), (51, 131), (1056, 70)])
+@pytest.mark.parametrize(("inputs", "outputs"), [(64, 48), (51, 131), (1056, 70), (32, 1600)])
 def test_every_kernel_is_the_linear_of_torch_for_any_number_of_rows(dtype, inputs, outputs) -> None:
     weight = (torch.randn(outputs, inputs) * inputs**-0.5).to(dtype)
     bias = torch.randn(outputs).to(dtype)
