@@ -75,7 +75,7 @@ template <int STEPS, int R, int V, typename At, typename Add>
 // Codes that are whole numbers.
 template <typename Kind>
 struct WholeNumbers {
-  static constexpr int ADDED = Kind::ADDED, INPUT_BITS = 15, TOGETHER = 128, ROWS = 4;
+  static constexpr int ADDED = Kind::ADDED, INPUT_BITS = 15, TOGETHER = 128, ROWS = WIDTH == 8 ? 5 : 4;
 
   explicit WholeNumbers(const float*) {}
   static float unit() { return 1; }
@@ -335,8 +335,9 @@ inline Shorts multiply_bytes(Words a, Words b) {
 
 // sum += multiply_bytes(a, b); see add_pairs.
 inline void add_bytes(Words a, Words b, Shorts& sum) {
-  Shorts products;
-  asm("vpmaddubsw %3, %2, %1\n\tvpaddw %1, %0, %0" : "+v"(sum), "=&v"(products) : "v"(a), "v"(b));
+  Shorts products, added = sum;
+  asm("vpmaddubsw %3, %2, %1\n\tvpaddw %1, %0, %0" : "+v"(added), "=&v"(products) : "v"(a), "v"(b));
+  sum = added;
 }
 
 // Products of four neighbours at once are added up in 32 bits, which is enough for any.

@@ -166,9 +166,7 @@ struct ShortProducts {
   }
 };
 
-// The two below add as an instruction rather than by its intrinsic, around which compilers copy the sums to and fro
-// until they no longer fit the registers. What an instruction writes is a variable of its own: a reference would keep an
-// array of sums in memory.
+// The two below add as an instruction rather than by its intrinsic, see accumulate in registers.h.
 struct WordProducts {
   using Register = Words;
   static constexpr int64_t STEPS = 1, NUMBER = WORD;
@@ -197,7 +195,9 @@ struct PairProducts : WordProducts {
 #if defined(__aarch64__)
   static constexpr const char* NAME = "neon_bf16";
   static void add(Words row, Words column, Words& sum) {
-    asm("bfdot %0.4s, %1.8h, %2.8h" : "+w"(sum) : "w"(row), "w"(column));
+    Words added = sum;
+    asm("bfdot %0.4s, %1.8h, %2.8h" : "+w"(added) : "w"(row), "w"(column));
+    sum = added;
   }
 #else
   static constexpr const char* NAME = "avx512_bf16";
@@ -239,7 +239,9 @@ struct ByteProducts : WordProducts {
   static constexpr const char* NAME = "neon_dotprod";
   static constexpr int OFFSET = 0;
   static void add(Words row, Words column, Words& sum) {
-    asm("sdot %0.4s, %1.16b, %2.16b" : "+w"(sum) : "w"(row), "w"(column));
+    Words added = sum;
+    asm("sdot %0.4s, %1.16b, %2.16b" : "+w"(added) : "w"(row), "w"(column));
+    sum = added;
   }
 #else
   static constexpr const char* NAME = "avx512_vnni";

@@ -73,10 +73,13 @@ inline Floats multiply_add(Floats a, Floats b, Floats sum) {
 }
 
 // sum += a * b, in loops whose sums take nearly all registers. With 16 of them, compilers copy sums to and fro around
-// intrinsics until they no longer fit, so there it is the instruction itself.
+// intrinsics until they no longer fit, so there it is the instruction itself. Wherever an instruction is written so, what
+// it changes is a copy of the sum: by a reference it would keep an array of sums in memory.
 inline void accumulate(Floats a, Floats b, Floats& sum) {
 #if defined(__FMA__) && !defined(__AVX512F__)
-  asm("vfmadd231ps %2, %1, %0" : "+x"(sum) : "x"(a), "x"(b));
+  Floats added = sum;
+  asm("vfmadd231ps %2, %1, %0" : "+x"(added) : "x"(a), "x"(b));
+  sum = added;
 #else
   sum = multiply_add(a, b, sum);
 #endif
@@ -99,16 +102,17 @@ inline Whole multiply_pairs(Whole a, Whole b) {
 #endif
 }
 
-// sum += multiply_pairs(a, b). As instructions rather than by their intrinsics: of these, compilers compute many products
-// before they add the first, and the sums no longer fit the registers.
+// sum += multiply_pairs(a, b). As instructions rather than by their intrinsics, see accumulate: of these, compilers compute
+// many products before they add the first, and the sums no longer fit the registers.
 inline void add_pairs(Whole a, Whole b, Whole& sum) {
 #if defined(__AVX512VNNI__)
-  Whole added = sum;  // a reference to an instruction's result would keep an array of sums in memory
+  Whole added = sum;
   asm("vpdpwssd %2, %1, %0" : "+v"(added) : "v"(a), "v"(b));
   sum = added;
 #elif defined(__AVX2__)
-  Whole products;
-  asm("vpmaddwd %3, %2, %1\n\tvpaddd %1, %0, %0" : "+v"(sum), "=&v"(products) : "v"(a), "v"(b));
+  Whole products, added = sum;
+  asm("vpmaddwd %3, %2, %1\n\tvpaddd %1, %0, %0" : "+v"(added), "=&v"(products) : "v"(a), "v"(b));
+  sum = added;
 #else
   sum += multiply_pairs(a, b);
 #endif
