@@ -14,7 +14,14 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch import nn
-from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    OPTConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen3MoeConfig,
+)
 from transformers.utils.logging import disable_progress_bar
 
 from benchmarks.synthetic_tokenizer import build_tokenizer, save_tokenizer
@@ -92,12 +99,30 @@ _LLAMA_8B = LlamaConfig(
     bos_token_id=1,
     eos_token_id=2,
 )
+# A mixture of 1.3B parameters, of which a token takes 230M: 4 of 32 experts in each layer.
+_MIXTURE_1B = Qwen3MoeConfig(
+    vocab_size=32000,
+    hidden_size=1024,
+    num_hidden_layers=16,
+    num_attention_heads=16,
+    num_key_value_heads=4,
+    head_dim=64,
+    num_experts=32,
+    num_experts_per_tok=4,
+    moe_intermediate_size=768,
+    max_position_embeddings=2048,
+    tie_word_embeddings=True,
+    pad_token_id=2,
+    bos_token_id=1,
+    eos_token_id=2,
+)
 MODELS = {
     "opt-125m": SyntheticModel(_OPT_125M, ("<s>", "<pad>", "</s>", "<unk>")),
     "llama-360m": SyntheticModel(_LLAMA_360M, ("<unk>", "<s>", "</s>")),
     "opt-125m-copying": SyntheticModel(_OPT_125M, ("<s>", "<pad>", "</s>", "<unk>"), copies=True),
     "llama-360m-copying": SyntheticModel(_LLAMA_360M, ("<unk>", "<s>", "</s>"), copies=True),
     "llama-1.1b": SyntheticModel(_LLAMA_1B, ("<unk>", "<s>", "</s>")),
+    "mixture-1b": SyntheticModel(_MIXTURE_1B, ("<unk>", "<s>", "</s>")),
     "llama-8b": SyntheticModel(_LLAMA_8B, ("<unk>", "<s>", "</s>")),
 }
 WRITTEN = ("opt-125m", "llama-360m")

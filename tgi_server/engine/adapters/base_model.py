@@ -51,7 +51,7 @@ class BaseWeights:
                 "not have under that name; merge the adapter with peft, and serve the merged model"
             )
         weight = found[...].float()
-        outputs_first = isinstance(found, QuantizedTensor) and found.packable  # as is every quantised weight
+        outputs_first = isinstance(found, QuantizedTensor) and not found.stacked  # as is every quantised weight
         return weight.T if self._base.layers[path].transposed and not outputs_first else weight
 
     def bias(self, path: str) -> Tensor | None:

@@ -18,7 +18,7 @@ from tgi_server.engine.layers.head import ScreenedHead
 from tgi_server.engine.linear import LinearFactory, PackedLinear
 from tgi_server.engine.linear.float import FloatLinear
 from tgi_server.engine.memory import forget_pages, give_back, large_memory_apart
-from tgi_server.engine.quantization import QuantizedLinear
+from tgi_server.engine.quantization import Experts, QuantizedLinear
 
 logger = logging.getLogger(__name__)
 
@@ -120,6 +120,14 @@ def _screen_head(model: PreTrainedModel, linear: LinearFactory) -> None:
 
 
 def _packed_linear(linear: LinearFactory, module: nn.Module) -> nn.Module | None:
+    if isinstance(module, Experts):  # whose other layers follow, one by one
+        for parts in cast(list[nn.ModuleList], module.gate_up):
+            if len(parts) > 1 and linear.joins(*parts):
+                parts[0] = linear.joined(*cast(Any, parts))
+                del parts[1:]
+    elif Experts.fits(module):
+        packed = partial(linear.layer, bias=None, kernels=linear.kernels)
+        return Experts(module, lambda weight: [packed(weight)], packed)
     return linear(cast(Any, module)) if linear.takes(module) else None
 
 

@@ -1,7 +1,7 @@
 """The tensors of a checkpoint that make up a quantised weight."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -32,8 +32,15 @@ class TensorSource(ABC):
         """The shape of the dense tensor."""
 
     @abstractmethod
+    def weights(self) -> Iterator[QuantizedWeight]:
+        """Yields the weight, [outputs, inputs], or each of those that are stacked in the tensor.
+
+        Raises InvalidWeights, which names the tensor, for what does not fit together.
+        """
+
+    @abstractmethod
     def dense(self) -> Tensor:
-        """Returns the dense tensor. Raises InvalidWeights, which names the tensor, for what does not fit together."""
+        """Returns the dense tensor. Raises InvalidWeights as `weights` does."""
 
     def tensor(self, name: str, *shapes: tuple[int, ...], dtypes: tuple[torch.dtype, ...] = ()) -> Tensor:
         """Reads a tensor that has one of these shapes and dtypes, where any are given. Raises InvalidWeights."""
@@ -69,8 +76,21 @@ class QuantizedSource(TensorSource):
     def read(self) -> QuantizedWeight:
         """Returns the whole weight. Raises InvalidWeights, which names the tensor, for what does not fit together."""
 
+    def weights(self) -> Iterator[QuantizedWeight]:
+        yield self.read()
+
     def dense(self) -> Tensor:
         return self.read().dense()
+
+
+class StackedSource(TensorSource):
+    """The tensors of the weights of a layer's experts, whose dense tensor is [experts, inputs, outputs]."""
+
+    def dense(self) -> Tensor:
+        dense = torch.empty(self.shape, dtype=torch.bfloat16)
+        for expert, weight in zip(dense, self.weights(), strict=True):
+            expert.copy_(weight.dense().T)
+        return dense
 
 
 def words_of(numbers: int, bits: int) -> int:

@@ -17,7 +17,7 @@ from torch import Tensor
 from tgi_server.engine.errors import InvalidWeights, ModelNotFound
 from tgi_server.engine.memory import mapped
 from tgi_server.engine.quantization import Quantization, QuantizedWeight
-from tgi_server.engine.quantization.source import QuantizedSource, TensorSource
+from tgi_server.engine.quantization.source import StackedSource, TensorSource
 from tgi_server.engine.sharding.plan import ShardingPlan, Slice
 from tgi_server.engine.sharding.shares import Share
 
@@ -87,7 +87,7 @@ def _joined(pieces: list[Tensor], axis: int, shape: list[int]) -> Tensor:
 class QuantizedTensor:
     """A tensor of a quantised checkpoint of which a shard needs a slice.
 
-    `[...]` reads it as a dense tensor, `quantized` as it is stored. plain: the tensor in a checkpoint that is not
+    `[...]` reads it as a dense tensor, `weights` as it is stored. plain: the tensor in a checkpoint that is not
     quantised itself, which `[...]` then reads. transposed: the model has it as [inputs, outputs].
     """
 
@@ -101,9 +101,14 @@ class QuantizedTensor:
         self.transposed = False
 
     @property
-    def packable(self) -> bool:
-        """True for the weight of a linear layer."""
-        return isinstance(self._source, QuantizedSource)
+    def name(self) -> str:
+        """The name of the dense tensor that it stands for."""
+        return self._source.name
+
+    @property
+    def stacked(self) -> bool:
+        """True for the weights of a layer's experts in one tensor, False for the weight of a linear layer."""
+        return isinstance(self._source, StackedSource)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -112,26 +117,29 @@ class QuantizedTensor:
         shape = self._source.shape[::-1] if self.transposed else self._source.shape
         return self._slice.shape(self._share, shape) if self._slice and self._share else shape
 
-    def quantized(self) -> QuantizedWeight:
-        """Returns this shard's part of the weight, [outputs, inputs]. Raises InvalidWeights."""
-        assert isinstance(self._source, QuantizedSource)
-        weight = self._source.read()
+    def weights(self) -> Iterator[QuantizedWeight]:
+        """Yields this shard's part of the weight, [outputs, inputs], or of each expert's. Raises InvalidWeights."""
+        for weight in self._source.weights():
+            if not bool(weight.scales.isfinite().all()):
+                raise InvalidWeights(
+                    f"the scales of tensor {self._source.name} are not all finite numbers; download the folder again"
+                )
+            yield self._part(weight)
         self._source.forget()
-        if not bool(weight.scales.isfinite().all()):
-            raise InvalidWeights(
-                f"the scales of tensor {self._source.name} are not all finite numbers; download the folder again"
-            )
+
+    def _part(self, weight: QuantizedWeight) -> QuantizedWeight:
         if self._slice is None or self._slice.axis is None:
             return weight
-        outputs = self._slice.axis == (1 if self.transposed else 0)
+        outputs = self._slice.axis == (2 if self.stacked else 1 if self.transposed else 0)
         ranges = self._ranges(weight.shape[0 if outputs else 1])
         return weight.outputs(ranges) if outputs else weight.inputs(ranges)
 
     def __getitem__(self, _: EllipsisType) -> Tensor:
         if self.plain is not None:
             return self.plain[...]
-        if isinstance(self._source, QuantizedSource):
-            dense = self.quantized().dense()
+        if not self.stacked:
+            (weight,) = self.weights()
+            dense = weight.dense()
             return dense.T.contiguous() if self.transposed else dense
         dense = self._source.dense()
         if self._slice is None or self._slice.axis is None:

@@ -1,9 +1,10 @@
 """Builds and loads one shard of a model, or a whole one whose weights are quantised."""
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import transformers
@@ -13,7 +14,7 @@ from transformers.pytorch_utils import Conv1D
 
 from tgi_server.engine.errors import InvalidWeights, UnsupportedModel
 from tgi_server.engine.memory import give_back
-from tgi_server.engine.quantization import Quantization, QuantizedLinear
+from tgi_server.engine.quantization import Experts, Quantization, QuantizedLinear
 from tgi_server.engine.sharding.architectures import plan_for
 from tgi_server.engine.sharding.checkpoint import (
     Checkpoint,
@@ -30,6 +31,12 @@ from tgi_server.engine.sharding.shares import Share, share_of, vocabulary
 # Names that attention modules of `transformers` have for the number of heads that they compute.
 _QUERY_COUNTS = ("num_heads", "n_heads", "num_attention_heads")
 _KEY_COUNTS = ("num_key_value_heads", "num_kv_heads", "kv_heads")
+# The layer that a path or a name is of; and the weight of one expert, with the names of those for gate, up and down.
+_LAYER = re.compile(r"\blayers\.\d+\b")
+_EXPERT = re.compile(r".*\bexperts\.(\d+)\.(w1|w3|w2|gate_proj|up_proj|down_proj)\.weight")
+_EXPERT_NAMES = (("w1", "w3", "w2"), ("gate_proj", "up_proj", "down_proj"))
+# Weights that stay quantised, each with the paths of the linear layers that it fills: one, or one for each expert.
+_Kept = list[tuple[QuantizedTensor, list[str]]]
 
 
 class LocalConfig:
@@ -105,9 +112,11 @@ def _load(
     with open_checkpoint(folder, plan, share, quantization) as tensors:
         if plan is not None:
             _check_vocabulary(empty, tensors, plan)
-        quantized = _linears(empty, tensors)
-        part_class = _part_class(model_class, plan, share, list(quantized))
-        taken = {id(tensor) for tensor in quantized.values()}
+        experts = _experts(empty, tensors) if device.type == "cpu" else {}
+        linears = _linears(empty, tensors)
+        part_class = _part_class(model_class, plan, share, linears, experts)
+        kept = [*linears, *(each for of_layer in experts.values() for each in of_layer)]
+        taken = {id(tensor) for tensor, _ in kept}
         rest = {name: tensor for name, tensor in tensors.items() if id(tensor) not in taken}
         model, report = part_class.from_pretrained(
             None,
@@ -118,21 +127,30 @@ def _load(
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # they are in the report
         )
-        for path, tensor in quantized.items():
-            layer = model.get_submodule(path)
-            if tensor.shape != (wanted := (layer.out_features, layer.in_features)):
-                raise InvalidWeights(
-                    f"{folder}: the tensors of {path}.weight are of the shape {list(tensor.shape)}, where config.json "
-                    f"wants {list(wanted)}"
-                )
-            layer.fill(tensor.quantized())
-            layer.to(device)
-            give_back()
+        for tensor, paths in kept:
+            _check_shape(folder, tensor, [model.get_submodule(path) for path in paths])
+            for path, weight in zip(paths, tensor.weights(), strict=True):
+                layer = model.get_submodule(path)
+                layer.fill(weight)
+                layer.to(device)
+                give_back()
     model.__class__ = model_class
     model.name_or_path = model.config.name_or_path = str(folder)
     if (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
     return model, report
+
+
+def _check_shape(folder: Path, tensor: QuantizedTensor, layers: list[Any]) -> None:
+    """Raises InvalidWeights for a tensor that is not of the shape that the layers have which it fills."""
+    wanted = (layers[0].out_features, layers[0].in_features)
+    if tensor.stacked:
+        wanted = (len(layers), *reversed(wanted))
+    if tensor.shape != wanted:
+        raise InvalidWeights(
+            f"{folder}: the tensors of {tensor.name} are of the shape {list(tensor.shape)}, where config.json wants "
+            f"{list(wanted)}"
+        )
 
 
 def placement(device: torch.device) -> dict[str, torch.device] | None:
@@ -158,24 +176,57 @@ def _check_vocabulary(model: PreTrainedModel, tensors: Checkpoint, plan: Shardin
             )
 
 
-def _linears(model: PreTrainedModel, tensors: Checkpoint) -> dict[str, QuantizedTensor]:
-    """Returns the weights that stay quantised, by the path of the linear layer in the model that each is of.
+def _linears(model: PreTrainedModel, tensors: Checkpoint) -> _Kept:
+    """Returns the weights of linear layers that stay quantised.
 
     Others, of layers of another kind or with another name in the model, become dense as they are read. The head is not
     rounded.
     """
-    prefix = f"{model.base_model_prefix}."
     head = model.get_output_embeddings()
-    found = {}
+    found: _Kept = []
     for path, module in model.named_modules():
-        for name in (path, path.removeprefix(prefix)):
-            tensor = tensors.get(f"{name}.weight")
-            if isinstance(tensor, QuantizedTensor) and tensor.packable:
-                if type(module) is nn.Linear and not (tensor.plain and module is head):
-                    found[path] = tensor
-                tensor.transposed = type(module) is Conv1D
-                break
+        tensor = _named(model, tensors, f"{path}.weight")
+        if isinstance(tensor, QuantizedTensor) and not tensor.stacked:
+            if type(module) is nn.Linear and not (tensor.plain and module is head):
+                found.append((tensor, [path]))
+            tensor.transposed = type(module) is Conv1D
     return found
+
+
+def _experts(model: PreTrainedModel, tensors: Checkpoint) -> dict[str, _Kept]:
+    """Returns the weights of experts that stay quantised, by the path of each layer's experts.
+
+    Where one of a layer's is missing, is not quantised or has another name, they become dense as they are read.
+    """
+    apart: dict[tuple[str, str, int], QuantizedTensor] = {}
+    for name, tensor in tensors.items():
+        layer, expert = _LAYER.search(name), _EXPERT.fullmatch(name)
+        if layer and expert and isinstance(tensor, QuantizedTensor):
+            apart[layer[0], expert[2], int(expert[1])] = tensor
+    found: dict[str, _Kept] = {}
+    for path, module in model.named_modules():
+        layer = _LAYER.search(path)
+        if layer is None or not Experts.fits(module):
+            continue
+        numbers = range(len(cast(Any, module).down_proj))
+        together = [_named(model, tensors, f"{path}.{name}") for name in ("gate_up_proj", "down_proj")]
+        stacked = [tensor for tensor in together if isinstance(tensor, QuantizedTensor) and tensor.stacked]
+        if len(stacked) == len(together):
+            places = [[f"{path}.{place.format(n)}" for n in numbers] for place in ("gate_up.{}.0", "down.{}")]
+            found[path] = list(zip(stacked, places, strict=True))
+        for names in _EXPERT_NAMES:
+            if all((layer[0], name, n) in apart for name in names for n in numbers):
+                found[path] = [
+                    (apart[layer[0], name, n], [f"{path}.{place.format(n)}"])
+                    for n in numbers
+                    for name, place in zip(names, ("gate_up.{}.0", "gate_up.{}.1", "down.{}"), strict=True)
+                ]
+    return found
+
+
+def _named(model: PreTrainedModel, tensors: Checkpoint, name: str) -> SlicedTensor | QuantizedTensor | None:
+    """Returns a tensor of the checkpoint by its name in the model; files may leave out the name of the base model."""
+    return tensors.get(name) or tensors.get(name.removeprefix(f"{model.base_model_prefix}."))
 
 
 def _facts(folder: Path, config: PretrainedConfig, dtype: torch.dtype) -> dict[str, str]:
@@ -190,17 +241,24 @@ def _facts(folder: Path, config: PretrainedConfig, dtype: torch.dtype) -> dict[s
 
 
 def _part_class(
-    model_class: type[PreTrainedModel], plan: ShardingPlan | None, share: Share | None, quantized: list[str]
+    model_class: type[PreTrainedModel],
+    plan: ShardingPlan | None,
+    share: Share | None,
+    linears: _Kept,
+    experts: Mapping[str, _Kept],
 ) -> type[PreTrainedModel]:
-    """A class that builds the model with the parameters of one shard, and with quantised layers at some paths."""
+    """A class that builds the model with the parameters of one shard, and layers for weights that stay quantised."""
 
     class ModelShard(model_class):
         def __init__(self, config: PretrainedConfig) -> None:
             super().__init__(config)
             if plan is not None and share is not None:
                 _cut(self, plan, share)
-            for path in quantized:
+            for _, (path,) in linears:
                 self.set_submodule(path, QuantizedLinear(self.get_submodule(path)))
+            for path, of_layer in experts.items():
+                parts = 1 if of_layer[0][0].stacked else 2
+                self.set_submodule(path, Experts.quantized(self.get_submodule(path), parts))
 
     ModelShard.__name__ = model_class.__name__
     ModelShard.__module__ = model_class.__module__

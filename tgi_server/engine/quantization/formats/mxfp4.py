@@ -5,11 +5,13 @@
 stand for the model's parameter NAME, [experts, inputs, outputs].
 """
 
+from collections.abc import Iterator
+
 import torch
-from torch import Tensor
 
 from tgi_server.engine.errors import InvalidWeights
-from tgi_server.engine.quantization.source import Files, TensorSource
+from tgi_server.engine.quantization.source import Files, StackedSource
+from tgi_server.engine.quantization.weight import QuantizedWeight
 
 _BLOCKS, _SCALES = "_blocks", "_scales"
 _BYTES = 16
@@ -20,11 +22,11 @@ _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 CODEBOOK = torch.tensor([*_MAGNITUDES, *(-magnitude for magnitude in _MAGNITUDES)])
 
 
-def sources(files: Files) -> list[TensorSource]:
+def sources(files: Files) -> list[StackedSource]:
     return [_Experts(name.removesuffix(_BLOCKS), files) for name in files if name.endswith(_BLOCKS)]
 
 
-class _Experts(TensorSource):
+class _Experts(StackedSource):
     def __init__(self, name: str, files: Files) -> None:
         if name + _SCALES not in files:
             raise InvalidWeights(f"tensor {name}{_SCALES} is missing beside {name}{_BLOCKS}")
@@ -35,16 +37,14 @@ class _Experts(TensorSource):
         experts, outputs, blocks, bytes_ = self.size(self.parts[0], 4)
         return experts, blocks * bytes_ * 2, outputs
 
-    def dense(self) -> Tensor:
+    def weights(self) -> Iterator[QuantizedWeight]:
         experts, inputs, outputs = self.shape
         blocks = inputs // (2 * _BYTES)
         pairs = self.tensor(self.parts[0], (experts, outputs, blocks, _BYTES), dtypes=(torch.uint8,))
         exponents = self.tensor(self.parts[1], (experts, outputs, blocks), dtypes=(torch.uint8,))
         if bool((exponents == _NAN).any()):
             raise InvalidWeights(f"tensor {self.parts[1]} has scales that are NaN; download the folder again")
-        dense = torch.empty(experts, inputs, outputs, dtype=torch.bfloat16)  # which holds every such number
         for expert in range(experts):
-            codes = torch.stack((pairs[expert] & 15, pairs[expert] >> 4), -1).flatten(2)
-            numbers = torch.ldexp(CODEBOOK[codes.long()], exponents[expert].int().unsqueeze(-1) - _BIAS)
-            dense[expert] = numbers.flatten(1).T
-        return dense
+            codes = torch.stack((pairs[expert] & 15, pairs[expert] >> 4), -1).flatten(1)
+            scales = torch.ldexp(torch.ones(outputs, blocks), exponents[expert].int() - _BIAS)
+            yield QuantizedWeight.of(codes, scales, codebook=CODEBOOK)

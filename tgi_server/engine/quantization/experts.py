@@ -1,0 +1,75 @@
+"""The experts of a mixture as linear layers, one by one, for weights that are quantised or packed."""
+
+from collections.abc import Callable, Iterable
+from typing import Any, Self, cast
+
+import torch
+from torch import Tensor, nn
+
+from tgi_server.engine.quantization.layer import QuantizedLinear
+
+
+class Experts(nn.Module):
+    """A layer's experts, in place of the module of `transformers` that has the weights of all in two tensors.
+
+    gate_up: for each expert the linear layers whose outputs, side by side, go through the gate. down: the one behind.
+    """
+
+    gate_up_proj_bias: Tensor | None
+    down_proj_bias: Tensor | None
+
+    def __init__(
+        self, stacked: Any, gate_up: Callable[[Tensor], Iterable[nn.Module]], down: Callable[[Tensor], nn.Module]
+    ) -> None:
+        """stacked: the module to replace. gate_up, down: make an expert's layers of its weight, [outputs, inputs]."""
+        super().__init__()
+        self._gate = stacked._apply_gate
+        transposed = stacked.is_transposed
+        self.gate_up = nn.ModuleList(nn.ModuleList(gate_up(w.T if transposed else w)) for w in stacked.gate_up_proj)
+        self.down = nn.ModuleList(down(w.T if transposed else w) for w in stacked.down_proj)
+        for name in ("gate_up_proj_bias", "down_proj_bias"):  # [experts, outputs], where there are any
+            self.register_parameter(name, getattr(stacked, name, None))
+        del stacked.gate_up_proj, stacked.down_proj
+
+    @classmethod
+    def quantized(cls, stacked: Any, parts: int) -> Self:
+        """Returns experts without weights yet. parts: the layers of an expert in `gate_up`, of equal size."""
+
+        def linear(weight: Tensor, parts: int = 1) -> QuantizedLinear:
+            outputs, inputs = weight.shape
+            return QuantizedLinear(nn.Linear(inputs, outputs // parts, bias=False, dtype=weight.dtype, device="meta"))
+
+        return cls(stacked, lambda weight: [linear(weight, parts) for _ in range(parts)], linear)
+
+    @staticmethod
+    def fits(module: nn.Module) -> bool:
+        """Returns True for experts that are a gate between two linear layers, and nothing else."""
+        gated = getattr(module, "has_gate", False) and not getattr(module, "has_post_expert_norm", False)
+        tensors = (getattr(module, "gate_up_proj", None), getattr(module, "down_proj", None))
+        return gated and all(isinstance(tensor, nn.Parameter) for tensor in tensors)
+
+    def forward(self, hidden: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
+        """Returns the sum of each token's experts' outputs, [tokens, hidden_size], for inputs of the same shape.
+
+        chosen: the experts of each token, [tokens, experts of a token] int64. shares: the same shape, what each counts.
+        """
+        result = torch.zeros_like(hidden)
+        places = chosen.flatten().argsort(stable=True)
+        counts = chosen.flatten().bincount(minlength=len(self.down)).tolist()
+        first = 0
+        for expert, count in enumerate(counts):
+            if count == 0:
+                continue
+            own = places[first : first + count]
+            first += count
+            tokens = own // chosen.shape[1]
+            output = self._output(expert, hidden[tokens]) * shares.flatten()[own].unsqueeze(1)
+            result.index_add_(0, tokens, output.to(hidden.dtype))
+        return result
+
+    def _output(self, expert: int, x: Tensor) -> Tensor:
+        widened = torch.cat([linear(x) for linear in cast(nn.ModuleList, self.gate_up[expert])], -1)
+        if self.gate_up_proj_bias is not None:
+            widened = widened + self.gate_up_proj_bias[expert]
+        output = self.down[expert](self._gate(widened))
+        return output if self.down_proj_bias is None else output + self.down_proj_bias[expert]
