@@ -34,13 +34,19 @@ def read_config(path: Path) -> PretrainedConfig:
 
 
 def cost_of(config: PretrainedConfig, dtype: torch.dtype) -> ModelCost:
-    """Counts the model's linear layers and its KV cache; no weights are made. Raises ValueError without such layers."""
+    """Counts the model's linear layers, of experts those of one token, and its KV cache; no weights are made.
+
+    Raises ValueError without such layers.
+    """
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     head = model.get_output_embeddings().weight.numel()
     layers = sum(each.weight.numel() for each in model.modules() if type(each) is nn.Linear) - head
     if layers <= 0:
         raise ValueError(f"a model of type {config.model_type} has no layers of the kind nn.Linear")
+    # Weights of experts have one dimension more. A token reads, and computes with, those of its own.
+    of_one = sum(each.numel() // len(each) for each in model.parameters() if each.dim() == 3)
+    layers += of_one * getattr(config, "num_experts_per_tok", 0)
     heads, depth = config.num_attention_heads, config.num_hidden_layers
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     return ModelCost(

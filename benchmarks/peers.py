@@ -1,16 +1,17 @@
-"""The same load on Oatmill and on another server, one after the other, in several rounds.
+"""The same load on Oatmill and on other servers, one after the other, in several rounds.
 
     python -m benchmarks.peers --model runs/synthetic/opt-125m --peer vllm --peer-programs /opt/peers/vllm/bin
     python -m benchmarks.peers --model MODEL --peer-command "my-server --model {model} --port {port}" --peer-api tgi
 
-Only one server runs at a time. Prints, for each load, the medians over the rounds, how many times better Oatmill is,
-and how many times as long as the floor each takes; the last line is everything as JSON.
+Only one server runs at a time. Prints, for each load, the medians over the rounds, how many times better Oatmill is
+than each of the others, and how many times as long as the floor each takes; the last line is everything as JSON.
 """
 
 import argparse
 import asyncio
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -45,7 +46,7 @@ class Round:
 
 @dataclass(slots=True)
 class Side:
-    """One of the two servers, and what was measured of it."""
+    """One of the servers, and what was measured of it."""
 
     command: ServerCommand
     rounds: list[Round] = field(default_factory=list)
@@ -60,23 +61,26 @@ class Side:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Ratios say how many times better `ours` is than `peer`: above 1 it is ahead."""
+    """Ratios say how many times better `ours` is than a peer: above 1 it is ahead."""
 
     model: Path
     machine: Machine
     cost: ModelCost
     workloads: Sequence[Workload]
     ours: Side
-    peer: Side
+    peers: Sequence[Side]
+
+    @property
+    def sides(self) -> list[Side]:
+        return [self.ours, *self.peers]
 
     async def run(self, rounds: int, start_limit: float) -> None:
         """Adds `rounds` rounds. Raises ServerDidNotStart, ServerUnavailable; rounds that are complete by then stay."""
         for seed in range(rounds):
             tell(f"{self.model.name}, round {seed + 1} of {rounds}")
-            ours = await self._measure(self.ours.command, seed, start_limit)
-            peer = await self._measure(self.peer.command, seed, start_limit)
-            self.ours.rounds.append(ours)
-            self.peer.rounds.append(peer)
+            measured = [await self._measure(side.command, seed, start_limit) for side in self.sides]
+            for side, one in zip(self.sides, measured, strict=True):
+                side.rounds.append(one)
 
     async def _measure(self, command: ServerCommand, seed: int, start_limit: float) -> Round:
         log = _LOGS / f"{command.name}-{self.model.name}.log"
@@ -91,14 +95,14 @@ class Comparison:
 
     @property
     def failures(self) -> int:
-        return sum(side.failures(load) for side in (self.ours, self.peer) for load in range(len(self.workloads)))
+        return sum(side.failures(load) for side in self.sides for load in range(len(self.workloads)))
 
-    def ratios(self, load: int, value: str) -> list[float]:
-        """Returns the ratio of every round in which both sides have the value."""
+    def ratios(self, peer: Side, load: int, value: str) -> list[float]:
+        """Returns the ratio to a peer of every round in which both sides have the value."""
         higher_is_better = value.endswith("_per_s")
         pairs = [
             (getattr(ours.summaries[load], value), getattr(peer.summaries[load], value))
-            for ours, peer in zip(self.ours.rounds, self.peer.rounds, strict=True)
+            for ours, peer in zip(self.ours.rounds, peer.rounds, strict=True)
         ]
         return [mine / theirs if higher_is_better else theirs / mine for mine, theirs in pairs if mine and theirs]
 
@@ -107,36 +111,39 @@ class Comparison:
         return _median(times_floor(one.summaries[load], workload, self.cost, self.machine) for one in side.rounds)
 
     def print(self) -> None:
-        """Prints the medians over the rounds, as two tables."""
-        sides = (self.ours, self.peer)
-        names = [side.command.name for side in sides]
+        """Prints the medians over the rounds, as two tables for each peer."""
         rounds = f"median of {len(self.ours.rounds)} rounds" if len(self.ours.rounds) > 1 else "one round"
         print(f"\n{self.model.name}, {rounds}; {self.machine.describe()}")
-        for side in sides:
+        for side in self.sides:
             print(f"{side.command.name} was up after {number(_median(one.start_seconds for one in side.rounds))} s")
+        for peer in self.peers:
+            self._print_beside(peer)
+
+    def _print_beside(self, peer: Side) -> None:
+        names = [side.command.name for side in (self.ours, peer)]
         rates = [f"{unit} {name}" for unit in ("requests/s", "tokens/s") for name in names]
         floors, failures = [f"x floor {name}" for name in names], [f"failed {name}" for name in names]
         loads = range(len(self.workloads))
         columns = ("load", *rates, "ratio", "range", *floors, *failures)
-        print("\n" + table(columns, [self._throughput(load) for load in loads]))
+        print("\n" + table(columns, [self._throughput(peer, load) for load in loads]))
         print(f"\n{names[0]} / {names[1]} (ratio)")
-        print(table(("load", *LATENCIES), [self._latencies(load) for load in loads]))
+        print(table(("load", *LATENCIES), [self._latencies(peer, load) for load in loads]))
 
-    def _throughput(self, load: int) -> list[str]:
-        sides = (self.ours, self.peer)
+    def _throughput(self, peer: Side, load: int) -> list[str]:
+        sides = (self.ours, peer)
         rates = [number(side.median(load, value)) for value in ("requests_per_s", "tokens_per_s") for side in sides]
-        ratios = self.ratios(load, "tokens_per_s")
+        ratios = self.ratios(peer, load, "tokens_per_s")
         spread = f"{number(min(ratios))}-{number(max(ratios))}" if ratios else "-"
         floors = [number(self.times_floor(side, load)) for side in sides]
         failures = [str(side.failures(load)) for side in sides]
         return [self.workloads[load].name, *rates, number(_median(ratios)), spread, *floors, *failures]
 
-    def _latencies(self, load: int) -> list[str]:
+    def _latencies(self, peer: Side, load: int) -> list[str]:
         cells = [self.workloads[load].name]
         for value in _LATENCIES:
-            ours, peer = self.ours.median(load, value), self.peer.median(load, value)
-            ratio = number(_median(self.ratios(load, value)))
-            cells.append("-" if ours is None and peer is None else f"{number(ours)} / {number(peer)} ({ratio})")
+            ours, theirs = self.ours.median(load, value), peer.median(load, value)
+            ratio = number(_median(self.ratios(peer, load, value)))
+            cells.append("-" if ours is None and theirs is None else f"{number(ours)} / {number(theirs)} ({ratio})")
         return cells
 
 
@@ -164,25 +171,49 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--output", type=Path, metavar="FILE", help="where to write the JSON as well")
     parser.add_argument("--our-command", default=OURS.command, help="default: %(default)s")
     parser.add_argument("--our-api", choices=APIS, default="openai", help="default: %(default)s")
-    peer = parser.add_argument_group("peer")
-    which = peer.add_mutually_exclusive_group(required=True)
-    which.add_argument("--peer", choices=PEERS, help="a server that this command knows how to start")
-    which.add_argument("--peer-command", help="how to start another one, with {model} and {port}; needs a GET /health")
-    peer.add_argument("--peer-programs", type=Path, metavar="FOLDER", help="where to look for its programs first")
-    peer.add_argument("--peer-env", nargs="+", default=[], metavar="NAME=VALUE", help="environment variables for it")
+    peer = parser.add_argument_group("peers")
+    peer.add_argument("--peer", nargs="+", choices=PEERS, default=[], help="servers that this command knows to start")
+    peer.add_argument(
+        "--peer-command",
+        nargs="+",
+        default=[],
+        metavar="[NAME=]COMMAND",
+        help="how to start others, with {model} and {port}; they need a GET /health",
+    )
+    peer.add_argument(
+        "--peer-programs",
+        nargs="+",
+        type=Path,
+        default=[],
+        metavar="FOLDER",
+        help="where to look for the programs of each --peer first, in the same order",
+    )
+    peer.add_argument("--peer-env", nargs="+", default=[], metavar="NAME=VALUE", help="environment variables for them")
     peer.add_argument("--peer-api", choices=APIS, default="openai", help="default: %(default)s")
     add_load_arguments(parser, default=[name for name, load in WORKLOADS.items() if load.usual])
     arguments = parser.parse_args()
     if wrong := [pair for pair in arguments.peer_env if "=" not in pair]:
         parser.error(f"--peer-env: {wrong[0]!r} is not NAME=VALUE")
+    if len(arguments.peer_programs) > len(arguments.peer):
+        parser.error("--peer-programs: there are more folders than servers after --peer")
+    names = [peer.name for peer in (OURS, *_peers(arguments))]
+    if len(names) == 1:
+        parser.error("name a server to compare with, by --peer or --peer-command")
+    if len(set(names)) < len(names):
+        parser.error(f"the servers need names of their own, by NAME=COMMAND; they are {', '.join(names)}")
     return arguments
 
 
-def _peer(arguments: argparse.Namespace) -> ServerCommand:
-    known = PEERS[arguments.peer] if arguments.peer else ServerCommand("peer", arguments.peer_command)
-    environment = {**known.environment, **dict(pair.split("=", 1) for pair in arguments.peer_env)}
-    programs = arguments.peer_programs.resolve() if arguments.peer_programs else known.programs
-    return replace(known, environment=environment, programs=programs, api=arguments.peer_api)
+def _peers(arguments: argparse.Namespace) -> list[ServerCommand]:
+    known = [PEERS[name] for name in arguments.peer]
+    for number_, folder in enumerate(arguments.peer_programs):
+        known[number_] = replace(known[number_], programs=folder.resolve())
+    for text in arguments.peer_command:
+        named = re.fullmatch(r"(?:([\w.-]+)=)?(.*)", text, re.DOTALL)
+        assert named is not None
+        known.append(ServerCommand(named[1] or "peer", named[2]))
+    added = dict(pair.split("=", 1) for pair in arguments.peer_env)
+    return [replace(peer, environment={**peer.environment, **added}, api=arguments.peer_api) for peer in known]
 
 
 def _compare(comparison: Comparison, arguments: argparse.Namespace) -> str | None:
@@ -200,16 +231,16 @@ def _compare(comparison: Comparison, arguments: argparse.Namespace) -> str | Non
 def main() -> None:
     arguments = _arguments()
     ours = replace(OURS, command=arguments.our_command, api=arguments.our_api)
-    peer, workloads = _peer(arguments), chosen_loads(arguments)
+    peers, workloads = _peers(arguments), chosen_loads(arguments)
     if (load := os.getloadavg()[0]) > _BUSY:
         print(f"this machine is busy (load {load:.1f}): what it measures now is not its best", file=sys.stderr)
     comparisons: list[Comparison] = []
     problems = []
     try:
         for model in arguments.model:
-            for side in (ours, peer):
+            for side in (ours, *peers):
                 side.arguments(model, port=0)
-            comparisons.append(Comparison(model, *measure_machine(model), workloads, Side(ours), Side(peer)))
+            comparisons.append(Comparison(model, *measure_machine(model), workloads, Side(ours), [*map(Side, peers)]))
             problems.append(_compare(comparisons[-1], arguments))
     except ValueError as error:
         sys.exit(f"error: {error}")

@@ -13,6 +13,7 @@ from benchmarks.bench import Bench
 from benchmarks.floor import Machine
 from benchmarks.machine import cost_of, read_config
 from benchmarks.synthetic import SyntheticModel
+from tests.tiny_models import make
 from tgi_server.engine.config import EngineConfig
 from tgi_server.engine.engine import Engine
 
@@ -25,6 +26,12 @@ def test_the_cost_of_a_model_is_that_of_its_layers_and_its_cache(tiny_model: Pat
     weights = 2 * (128 * 64 + 64 * 64 + 192 * 64 + 64 * 96)
     assert (cost.weight_bytes, cost.layer_flops, cost.head_flops) == (2 * (weights + 65536), 2 * weights, 2 * 65536)
     assert (cost.kv_bytes, cost.attention_flops) == (2 * 2 * 2 * 16 * 2, 4 * 2 * 4 * 16)
+
+
+def test_the_cost_of_a_mixture_is_that_of_the_experts_of_one_token(tmp_path: Path) -> None:
+    cost = cost_of(read_config(make("mixtral", tmp_path)), torch.float32)
+    attention, experts = 2 * (64 * 64 + 2 * 32 * 64 + 64 * 64), 2 * 2 * 3 * 64 * 96  # two of four in two layers
+    assert cost.layer_flops == 2 * (attention + experts)
 
 
 def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:

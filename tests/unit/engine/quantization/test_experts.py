@@ -44,7 +44,8 @@ def round_experts(file: Path, name: str) -> None:
 )
 def test_experts_stay_quantised_and_say_what_dense_ones_do(layout, architecture, tmp_path) -> None:
     quantized, dense = make_quantized(layout, tmp_path, architecture)
-    assert dense_experts(load(dense)) and not dense_experts(load(quantized))
+    assert dense_experts(load(dense))
+    assert not dense_experts(load(quantized))
     assert generate_together(load_engine(quantized), TEXTS) == generate_together(load_engine(dense), TEXTS)
 
 
