@@ -40,6 +40,8 @@ ROWS = (1, 2, 4, 8, 16, 32, 64, 256)
 # below that it may be noise. From many rows down, since more time is lost with many.
 WORTH = 1.1
 BUDGET_SECONDS = 1.5
+# What takes longer was measured beside programs that wanted the cores, too, and is not kept for later starts.
+_QUIET_SECONDS = 2 * BUDGET_SECONDS
 # Bytes of weights that are timed, of all candidates together: enough that they come from memory, as the model's do, not
 # from a cache, and no more, since they stand beside those of the model.
 _WEIGHT_BYTES = 48 << 20
@@ -162,8 +164,12 @@ def _chosen(shapes: Counter[tuple[int, int]], weights: Weights) -> KernelTable:
     candidates = [*weights.kernels, ONEDNN] if weights.has_onednn else weights.kernels
     table = choose(measure(outputs_by_depth, {name: (weights, name) for name in candidates}))
     give_back()  # some 100 MB of trials
-    logger.info("linear layers: %s, measured in %.1f s", table, time.perf_counter() - started)
-    _write(place, table)
+    seconds = time.perf_counter() - started
+    quiet = seconds <= _QUIET_SECONDS
+    busy = "" if quiet else "; other programs keep the cores busy, so the next start measures again"
+    logger.info("linear layers: %s, measured in %.1f s%s", table, seconds, busy)
+    if quiet:
+        _write(place, table)
     return table
 
 

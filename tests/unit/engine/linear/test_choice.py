@@ -95,12 +95,22 @@ def float_weights(dtype: torch.dtype) -> Weights:
 def test_a_model_is_measured_once_on_a_machine_and_the_log_says_it(cache, caplog, monkeypatch, weights) -> None:
     caplog.set_level(logging.INFO)
     monkeypatch.setattr(choice, "_SMALL_BYTES", 8 << 20)
+    monkeypatch.setattr(choice, "_QUIET_SECONDS", 60)
     shapes, kind = choice.plain_shapes(Model(torch.bfloat16)), weights(torch.bfloat16)
     first = choice.choose_kernels(shapes, kind, None)
     assert f"linear layers: {first}, measured in" in caplog.text
     assert choice.choose_kernels(shapes, kind, None) == first
     assert f"linear layers: {first}, as measured on this machine before" in caplog.text
     assert set(first.kernels) <= {*kind.kernels, "onednn"}
+
+
+def test_what_is_measured_on_busy_cores_is_not_kept(cache, caplog, monkeypatch) -> None:
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(choice, "_SMALL_BYTES", 8 << 20)
+    monkeypatch.setattr(choice, "_QUIET_SECONDS", 0)
+    for _ in range(2):
+        choice.choose_kernels(choice.plain_shapes(Model(torch.float32)), float_weights(torch.float32), None)
+    assert caplog.text.count("so the next start measures again") == 2
 
 
 def test_trials_run_on_threads_that_busy_cores_do_not_hold_up(cache) -> None:
