@@ -148,10 +148,13 @@ def limit_threads(model: nn.Module) -> None:
     """Makes this process compute in one thread when the model's linear layers are small.
 
     Threads that meet after every such layer win nothing on an idle machine, and on a busy one each meeting waits for
-    the slowest. Call it before the weights are packed.
+    the slowest. Call it before the weights are packed. A mixture is as large as its other layers, whatever its experts
+    are in.
     """
-    sizes = [module.weight.nbytes for module in model.modules() if isinstance(module, nn.Linear)]
-    sizes += [module.nbytes for module in model.modules() if isinstance(module, QuantizedLinear)]
+    of_experts = {id(each) for module in model.modules() if isinstance(module, Experts) for each in module.modules()}
+    others = [module for module in model.modules() if id(module) not in of_experts]
+    sizes = [module.weight.nbytes for module in others if isinstance(module, nn.Linear)]
+    sizes += [module.nbytes for module in others if isinstance(module, QuantizedLinear)]
     if sizes and sum(sizes) / len(sizes) < SMALL_LAYER_BYTES and torch.get_num_threads() > 1:
         logger.info("the model is small: it runs in one thread")
         torch.set_num_threads(1)

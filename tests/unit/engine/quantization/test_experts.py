@@ -1,5 +1,6 @@
 """Mixtures of experts whose weights stay quantised: as small as their files, with the tokens of the dense weights."""
 
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ from tests.quantized_models import make_quantized
 from tests.tiny_models import make
 from tests.unit.engine.requests import generate_together, load_engine, prompts
 from tgi_server.engine import EngineConfig
+from tgi_server.engine.layers import limit_threads
+from tgi_server.engine.quantization import QuantizedLinear
 from tgi_server.engine.quantization.rounding import ROUNDINGS
 from tgi_server.engine.weights import load_model
 
@@ -74,3 +77,18 @@ def test_a_token_gets_the_same_whatever_other_tokens_are_beside_it(tmp_path) -> 
     quantized, _ = make_quantized("awq", tmp_path, "qwen3_moe")
     engine = load_engine(quantized)
     assert generate_together(engine, TEXTS) == [generate_together(engine, [text])[0] for text in TEXTS]
+
+
+def test_a_mixture_of_small_experts_is_not_computed_in_one_thread(tmp_path, monkeypatch) -> None:
+    quantized, _ = make_quantized("awq", tmp_path, "qwen3_moe")
+    model, threads = load(quantized), torch.get_num_threads()
+    linears = [each for each in model.modules() if isinstance(each, torch.nn.Linear | QuantizedLinear)]
+    of_all = sum(each.weight.nbytes if isinstance(each, torch.nn.Linear) else each.nbytes for each in linears)
+    module = import_module("tgi_server.engine.layers.optimise")
+    monkeypatch.setattr(module, "SMALL_LAYER_BYTES", 1 + of_all // len(linears))
+    torch.set_num_threads(2)
+    try:
+        limit_threads(model)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(threads)
