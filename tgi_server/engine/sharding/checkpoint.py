@@ -26,7 +26,7 @@ INDEX = "model.safetensors.index.json"
 # What safetensors calls the dtypes of quantised weights.
 _CODES = ("F8_E4M3", "F8_E5M2", "I8", "U8")
 # The names of tensors of which every expert of a layer has one: layer, expert and the rest.
-_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(.+)")
+EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(.+)")
 
 
 class SlicedTensor:
@@ -236,7 +236,7 @@ def check_experts(folder: Path) -> None:
     found: dict[tuple[str, str], dict[int, tuple[int, ...]]] = {}
     for path in weight_files(folder):
         with safe_open(path, framework="pt") as file:
-            for match in filter(None, map(_EXPERT.fullmatch, file.keys())):
+            for match in filter(None, map(EXPERT.fullmatch, file.keys())):
                 layer, expert, part = match.groups()
                 found.setdefault((layer, part), {})[int(expert)] = tuple(file.get_slice(match[0]).get_shape())
     count = 1 + max((max(shapes) for shapes in found.values()), default=-1)

@@ -17,6 +17,7 @@ from tgi_server.engine.memory import give_back
 from tgi_server.engine.quantization import Experts, Quantization, QuantizedLinear
 from tgi_server.engine.sharding.architectures import plan_for
 from tgi_server.engine.sharding.checkpoint import (
+    EXPERT,
     Checkpoint,
     QuantizedTensor,
     SlicedTensor,
@@ -31,9 +32,8 @@ from tgi_server.engine.sharding.shares import Share, share_of, vocabulary
 # Names that attention modules of `transformers` have for the number of heads that they compute.
 _QUERY_COUNTS = ("num_heads", "n_heads", "num_attention_heads")
 _KEY_COUNTS = ("num_key_value_heads", "num_kv_heads", "kv_heads")
-# The layer that a path or a name is of; and the weight of one expert, with the names of those for gate, up and down.
+# The layer that a path or a name is of; and what an expert's layers for gate, up and down are called in checkpoints.
 _LAYER = re.compile(r"\blayers\.\d+\b")
-_EXPERT = re.compile(r".*\bexperts\.(\d+)\.(w1|w3|w2|gate_proj|up_proj|down_proj)\.weight")
 _EXPERT_NAMES = (("w1", "w3", "w2"), ("gate_proj", "up_proj", "down_proj"))
 # Weights that stay quantised, each with the paths of the linear layers that it fills: one, or one for each expert.
 _Kept = list[tuple[QuantizedTensor, list[str]]]
@@ -133,7 +133,7 @@ def _load(
                 layer = model.get_submodule(path)
                 layer.fill(weight)
                 layer.to(device)
-                give_back()
+            give_back()
     model.__class__ = model_class
     model.name_or_path = model.config.name_or_path = str(folder)
     if (folder / "generation_config.json").is_file():
@@ -200,9 +200,9 @@ def _experts(model: PreTrainedModel, tensors: Checkpoint) -> dict[str, _Kept]:
     """
     apart: dict[tuple[str, str, int], QuantizedTensor] = {}
     for name, tensor in tensors.items():
-        layer, expert = _LAYER.search(name), _EXPERT.fullmatch(name)
+        layer, expert = _LAYER.search(name), EXPERT.fullmatch(name)
         if layer and expert and isinstance(tensor, QuantizedTensor):
-            apart[layer[0], expert[2], int(expert[1])] = tensor
+            apart[layer[0], expert[3].removesuffix(".weight"), int(expert[2])] = tensor
     found: dict[str, _Kept] = {}
     for path, module in model.named_modules():
         layer = _LAYER.search(path)
