@@ -21,6 +21,7 @@
 #include "lanes.h"
 #include "linear.h"
 #include "linear_layer.h"
+#include "mixture.h"
 #include "ops.h"
 #include "parallel.h"
 
@@ -46,12 +47,16 @@ struct Norm : torch::CustomClassHolder {
 
 using NormPtr = c10::intrusive_ptr<Norm>;
 
-// qkv: query, key and value side by side. up: with the gate before it where the feed-forward part is gated.
+// qkv: query, key and value side by side. query_norm, key_norm: of each head, or none. up: with the gate before it where
+// the feed-forward part is gated; up and down are none where it is a mixture.
 struct Layer {
   NormPtr attention_norm;
-  LinearPtr qkv, output;
+  LinearPtr qkv;
+  NormPtr query_norm, key_norm;
+  LinearPtr output;
   NormPtr feed_forward_norm;
   LinearPtr up, down;
+  MixturePtr mixture;
   double scaling;
   int64_t window;
   double softcap;
@@ -103,10 +108,18 @@ class Decoder : public torch::CustomClassHolder {
   Decoder(int64_t heads, int64_t kv_heads, int64_t head_dim, bool gated)
       : heads_(heads), kv_heads_(kv_heads), head_dim_(head_dim), gated_(gated) {}
 
-  void add_layer(NormPtr attention_norm, LinearPtr qkv, LinearPtr output, NormPtr feed_forward_norm, LinearPtr up,
-                 LinearPtr down, double scaling, int64_t window, double softcap) {
-    layers_.push_back({std::move(attention_norm), std::move(qkv), std::move(output), std::move(feed_forward_norm),
-                       std::move(up), std::move(down), scaling, window, softcap});
+  // The parts of a layer, in their order; head_norms: of queries and keys, or none. feed_forward: up and down, or none.
+  void add_layer(NormPtr attention_norm, LinearPtr qkv, std::vector<NormPtr> head_norms, LinearPtr output,
+                 NormPtr feed_forward_norm, std::vector<LinearPtr> feed_forward, std::optional<MixturePtr> mixture,
+                 double scaling, int64_t window, double softcap) {
+    TORCH_CHECK(head_norms.empty() || head_norms.size() == 2);
+    TORCH_CHECK(feed_forward.size() == (mixture ? 0 : 2));
+    Layer layer{std::move(attention_norm), std::move(qkv), {}, {}, std::move(output), std::move(feed_forward_norm)};
+    if (!head_norms.empty()) layer.query_norm = head_norms[0], layer.key_norm = head_norms[1];
+    if (mixture) layer.mixture = *mixture;
+    else layer.up = feed_forward[0], layer.down = feed_forward[1];
+    layer.scaling = scaling, layer.window = window, layer.softcap = softcap;
+    layers_.push_back(std::move(layer));
   }
 
   // hidden: [tokens, hidden_size]. keys, values: the cache of each layer, with its scales. cos, sin: [tokens, rotated]
@@ -136,19 +149,24 @@ class Decoder : public torch::CustomClassHolder {
       if (chosen) residual = residual.index_select(0, *chosen);
       residual = layer.output->adapted(attended, places.adapters, false, residual);
       const at::Tensor normed = (*layer.feed_forward_norm)(residual);
-      const at::Tensor up = layer.up->adapted(normed, places.adapters, !gated_);
-      residual = layer.down->adapted(gated_ ? silu_mul(up) : up, places.adapters, false, residual);
+      residual = feed_forward(layer, normed, places, residual);
     }
     return residual;
   }
 
  private:
+  at::Tensor feed_forward(const Layer& layer, const at::Tensor& x, const Places& places, const at::Tensor& residual) const {
+    if (layer.mixture) return (*layer.mixture)(x, residual);
+    const at::Tensor up = layer.up->adapted(x, places.adapters, !gated_);
+    return layer.down->adapted(gated_ ? silu_mul(up) : up, places.adapters, false, residual);
+  }
+
   at::Tensor attend(const Layer& layer, const at::Tensor& x, const Places& places, Cache cache,
                     const MaybeTensor& wanted) const {
     const at::Tensor joined = layer.qkv->adapted(x, places.adapters).view({x.size(0), heads_ + 2 * kv_heads_, head_dim_});
-    at::Tensor query = joined.narrow(1, 0, heads_);
-    const at::Tensor key = joined.narrow(1, heads_, kv_heads_);
+    at::Tensor query = joined.narrow(1, 0, heads_), key = joined.narrow(1, heads_, kv_heads_);
     const at::Tensor value = joined.narrow(1, heads_ + kv_heads_, kv_heads_);
+    if (layer.query_norm) query = (*layer.query_norm)(query), key = (*layer.key_norm)(key);
     if (places.cos)
       rotate_and_write(query, key, value, *places.cos, *places.sin, cache.keys, cache.values, places.slots,
                        cache.key_scale, cache.value_scale);
@@ -168,22 +186,6 @@ class Decoder : public torch::CustomClassHolder {
 };
 
 using DecoderPtr = c10::intrusive_ptr<Decoder>;
-
-// Rows of a table, [rows, size]: those at the indices, [count] int64.
-at::Tensor rows_of(const at::Tensor& table, const at::Tensor& indices) {
-  TORCH_CHECK(table.is_contiguous() && indices.is_contiguous());
-  const int64_t count = indices.numel(), bytes = table.size(1) * table.element_size();
-  at::Tensor rows = at::empty({count, table.size(1)}, table.options());
-  const int64_t* index = indices.const_data_ptr<int64_t>();
-  for (int64_t i = 0; i < count; ++i)
-    TORCH_CHECK_INDEX(0 <= index[i] && index[i] < table.size(0), "there is no row ", index[i], " of ", table.size(0));
-  char* to = static_cast<char*>(rows.mutable_data_ptr());
-  const char* from = static_cast<const char*>(table.const_data_ptr());
-  for_rows(count, table.size(1), [&](int64_t first, int64_t last) {
-    for (int64_t i = first; i < last; ++i) std::memcpy(to + i * bytes, from + index[i] * bytes, bytes);
-  });
-  return rows;
-}
 
 void add(at::Tensor& sums, const at::Tensor& others) {
   by_dtype(sums, [&]<typename T>(T*) {
@@ -287,6 +289,13 @@ TORCH_LIBRARY_FRAGMENT(oatmill, library) {
       .def("adapt", &Linear::adapt)
       .def("screened", &Linear::screened);
   library.class_<Norm>("Norm").def(torch::init<at::Tensor, MaybeTensor, double>());
+  library.class_<Experts>("Experts")
+      .def(torch::init<>())
+      .def("add", &Experts::add)
+      .def("forward", &Experts::forward);
+  library.class_<Mixture>("Mixture")
+      .def(torch::init<LinearPtr, ExpertsPtr, int64_t, bool>())
+      .def("forward", &Mixture::operator());
   library.class_<Decoder>("Decoder")
       .def(torch::init<int64_t, int64_t, int64_t, bool>())
       .def("add_layer", &Decoder::add_layer)

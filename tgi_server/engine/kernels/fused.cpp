@@ -15,6 +15,7 @@
 #include "dtypes.h"
 #include "kv_layout.h"
 #include "lanes.h"
+#include "linear.h"
 #include "ops.h"
 #include "parallel.h"
 
@@ -73,14 +74,20 @@ void write(T* to, int64_t size, const Value& value) {
   for (; i < size; ++i) to[i] = static_cast<T>(value(i, One{}));
 }
 
-// Calls work(from, to, size) for each row of two tensors of one shape, [..., size].
+// Heads of tokens, [tokens, heads, size], as a part of a wider tensor has them.
+bool are_heads(const at::Tensor& x) { return x.dim() == 3 && x.stride(2) == 1; }
+
+// Calls work(from, to, size) for each row of two tensors of one shape, [..., size]. input is contiguous, or are_heads;
+// output is contiguous.
 template <typename T, typename Work>
 void for_each_row(const at::Tensor& input, at::Tensor& output, const Work& work) {
   const int64_t size = input.size(-1), rows = input.numel() / size;
+  const int64_t heads = are_heads(input) ? input.size(1) : 1;
+  const int64_t step = are_heads(input) ? input.stride(0) : size, head_step = are_heads(input) ? input.stride(1) : 0;
   const T* from = input.const_data_ptr<T>();
   T* to = output.mutable_data_ptr<T>();
   for_range(rows, tokens_a_thread(size), [&](int64_t begin, int64_t end) {
-    for (int64_t r = begin; r < end; ++r) work(from + r * size, to + r * size, size);
+    for (int64_t r = begin; r < end; ++r) work(from + r / heads * step + r % heads * head_step, to + r * size, size);
   });
 }
 
@@ -108,8 +115,8 @@ void rotate(const T* from, T* to, const T* cos, const T* sin, int64_t rotated, i
 
 // input: [..., size]; weight: [size].
 at::Tensor rms_norm(const at::Tensor& input, const at::Tensor& weight, double eps) {
-  const at::Tensor x = input.contiguous();
-  at::Tensor output = at::empty_like(x);
+  const at::Tensor x = are_heads(input) ? input : input.contiguous();
+  at::Tensor output = at::empty(x.sizes(), x.options());
   by_dtype(x, [&]<typename T>(T*) {
     const T* scale = weight.const_data_ptr<T>();
     for_each_row<T>(x, output, [&](const T* from, T* to, int64_t size) {
@@ -170,6 +177,22 @@ at::Tensor silu_mul(const at::Tensor& gate_up) {
     });
   });
   return output;
+}
+
+// Rows of a table, [rows, size]: those at the indices, [count] int64.
+at::Tensor rows_of(const at::Tensor& table, const at::Tensor& indices) {
+  TORCH_CHECK(table.is_contiguous() && indices.is_contiguous());
+  const int64_t count = indices.numel(), bytes = table.size(1) * table.element_size();
+  at::Tensor rows = at::empty({count, table.size(1)}, table.options());
+  const int64_t* index = indices.const_data_ptr<int64_t>();
+  for (int64_t i = 0; i < count; ++i)
+    TORCH_CHECK_INDEX(0 <= index[i] && index[i] < table.size(0), "there is no row ", index[i], " of ", table.size(0));
+  char* to = static_cast<char*>(rows.mutable_data_ptr());
+  const char* from = static_cast<const char*>(table.const_data_ptr());
+  for_rows(count, table.size(1), [&](int64_t first, int64_t last) {
+    for (int64_t i = first; i < last; ++i) std::memcpy(to + i * bytes, from + index[i] * bytes, bytes);
+  });
+  return rows;
 }
 
 // Rotates query in place and key on its way into the cache, and puts value beside it.

@@ -17,6 +17,8 @@ at::Tensor layer_norm(const at::Tensor& input, const at::Tensor& weight, const a
 
 at::Tensor silu_mul(const at::Tensor& gate_up);
 
+at::Tensor rows_of(const at::Tensor& table, const at::Tensor& indices);
+
 void rotate_and_write(at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const at::Tensor& cos,
                       const at::Tensor& sin, at::Tensor& keys, at::Tensor& values, const at::Tensor& slots,
                       double key_scale, double value_scale);

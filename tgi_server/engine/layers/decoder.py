@@ -8,7 +8,7 @@ one call.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,8 @@ from tgi_server.engine.attention.cpu import CpuAttention
 from tgi_server.engine.attention.paged_cache import PagedCache
 from tgi_server.engine.layers.norm import Norm, on_gpu
 from tgi_server.engine.linear import LinearFactory, PackedLinear
+from tgi_server.engine.linear.float import FloatLinear
+from tgi_server.engine.quantization import Experts
 from tgi_server.engine.sharding.layers import RowParallel
 
 _QUERY_KEY_VALUE = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
@@ -35,6 +37,7 @@ class AttentionHeads:
 class FusedLayer(nn.Module):
     """A pre-norm decoder layer with the query, key and value projections joined into one.
 
+    head_norms: those of each query head and of each key head; empty where there are none.
     up: in a gated layer it is the gate's projection and the up projection joined, the gate's first.
     names: of each linear layer, the names in the layer of `transformers` of those that it is made of.
     """
@@ -56,6 +59,8 @@ class FusedLayer(nn.Module):
         self.heads = AttentionHeads(attention.q_proj.out_features // size, attention.k_proj.out_features // size, size)
         self.index = int(attention.layer_idx)
         self.qkv = linear.joined(attention.q_proj, attention.k_proj, attention.v_proj)
+        norms = (attention.q_norm, attention.k_norm) if hasattr(attention, "q_norm") else ()
+        self.head_norms = nn.ModuleList(map(Norm.of_rms_norm, norms))
         self.output = _packed(output, linear)
         self.variant = variant
 
@@ -71,8 +76,15 @@ class FusedLayer(nn.Module):
         residual = hidden_states[0]
         attended = self._attend(self.attention_norm(residual), past_key_values, position_embeddings)
         residual = self.output.add_to(residual, attended)
-        widened = self._widen(self.feed_forward_norm(residual))
-        return self.down.add_to(residual, widened).unsqueeze(0)
+        return self._feed_forward(residual, self.feed_forward_norm(residual)).unsqueeze(0)
+
+    def feed_forward_kernels(self) -> tuple[list[Any], Any] | None:
+        """Returns the up and the down projection, and the mixture in their place or None, as the kernel takes them.
+
+        Returns None where the kernel does not know one of them.
+        """
+        kernels = [_kernel(self.up), _kernel(self.down)]
+        return None if any(each is None for each in kernels) else (kernels, None)
 
     def linears(self) -> Iterator[tuple[PackedLinear, list[tuple[str, int]]]]:
         """Yields each linear layer with the names of those that it is made of, and their numbers of outputs."""
@@ -91,11 +103,17 @@ class FusedLayer(nn.Module):
         heads, kv_heads = self.heads.heads, self.heads.kv_heads
         joined = self.qkv(x).view(len(x), heads + 2 * kv_heads, self.heads.size)
         query, key, value = joined.split_with_sizes((heads, kv_heads, kv_heads), 1)
+        if len(self.head_norms) > 0:
+            query, key = self.head_norms[0](query), self.head_norms[1](key)
         if rotation is None:
             cache.backend.write(self.index, key, value, metadata)
         else:
             query = cache.backend.rotate_and_write(self.index, query, key, value, rotation, metadata)
         return cache.backend.attend(self.index, query, metadata, self.variant).flatten(1)
+
+    def _feed_forward(self, residual: Tensor, x: Tensor) -> Tensor:
+        """Returns residual and what the feed-forward part makes of x; both [tokens, hidden_size]."""
+        return self.down.add_to(residual, self._widen(x))
 
     def _widen(self, x: Tensor) -> Tensor:
         """Returns the input of the down projection. x: [tokens, hidden_size]."""
@@ -109,7 +127,7 @@ class FusedLayer(nn.Module):
 
 
 class FusedLlamaLayer(FusedLayer):
-    """RMS norms, rotary positions, a SiLU-gated feed-forward part: Llama, Mistral, Qwen2."""
+    """RMS norms, rotary positions, a SiLU-gated feed-forward part: Llama, Mistral, Qwen2, Qwen3."""
 
     gated = True
     names: ClassVar = {
@@ -129,8 +147,44 @@ class FusedLlamaLayer(FusedLayer):
     @staticmethod
     def fits(layer: Any, linear: LinearFactory) -> bool:
         attention, mlp = layer.self_attn, layer.mlp
-        known = _takes(linear, attention, attention.o_proj, mlp.down_proj) and linear.joins(mlp.gate_proj, mlp.up_proj)
-        return known and (isinstance(layer.mlp.act_fn, nn.SiLU) or type(layer.mlp.act_fn).__name__ == "SiLUActivation")
+        if hasattr(mlp, "experts") or not _is_silu(mlp.act_fn):
+            return False
+        return _takes(linear, attention, attention.o_proj, mlp.down_proj) and linear.joins(mlp.gate_proj, mlp.up_proj)
+
+
+class FusedMixtureLayer(FusedLayer):
+    """RMS norms, rotary positions, a mixture of experts as the feed-forward part: Mixtral, Qwen3-MoE.
+
+    mlp: the module of `transformers`; its experts may be packed.
+    """
+
+    gated = True
+    names: ClassVar = {"qkv": _QUERY_KEY_VALUE, "output": ("self_attn.o_proj",)}
+
+    def __init__(self, layer: Any, variant: AttentionVariant, linear: LinearFactory) -> None:
+        super().__init__(layer, layer.self_attn.o_proj, variant, linear)
+        self.attention_norm = Norm.of_rms_norm(layer.input_layernorm)
+        self.feed_forward_norm = Norm.of_rms_norm(layer.post_attention_layernorm)
+        self.mlp = layer.mlp
+
+    def feed_forward_kernels(self) -> tuple[list[Any], Any] | None:
+        router, experts = self.mlp.gate, self.mlp.experts
+        if not isinstance(experts, Experts) or not FloatLinear.supports(router.weight.dtype):
+            return None
+        kernel = experts.kernel()
+        if kernel is None:
+            return None
+        normalised = bool(getattr(router, "norm_topk_prob", True))
+        routing = FloatLinear(router.weight).kernel()
+        return [], torch.classes.oatmill.Mixture(routing, kernel, router.top_k, normalised)
+
+    def _feed_forward(self, residual: Tensor, x: Tensor) -> Tensor:
+        output: Tensor = self.mlp(x.unsqueeze(0))
+        return residual + output[0]
+
+    @staticmethod
+    def fits(layer: Any, linear: LinearFactory) -> bool:
+        return hasattr(layer.mlp, "experts") and _takes(linear, layer.self_attn, layer.self_attn.o_proj)
 
 
 class FusedOptLayer(FusedLayer):
@@ -161,6 +215,10 @@ class FusedOptLayer(FusedLayer):
         return known and _takes(linear, layer.self_attn, layer.self_attn.out_proj, layer.fc1, layer.fc2)
 
 
+def _is_silu(activation: Any) -> bool:
+    return isinstance(activation, nn.SiLU) or type(activation).__name__ == "SiLUActivation"
+
+
 def _takes(linear: LinearFactory, attention: Any, *modules: nn.Module) -> bool:
     """Returns True if it makes one layer of an attention's projections, and one of each of these modules."""
     inner = [module.inner if isinstance(module, RowParallel) else module for module in modules]
@@ -173,12 +231,20 @@ def _packed(layer: nn.Linear | RowParallel, linear: LinearFactory) -> PackedLine
     return linear(layer)
 
 
+def _kernel(layer: nn.Module) -> Any:
+    """Returns a linear layer in the form that `torch.classes.oatmill.Decoder` takes, or None if it cannot take it."""
+    return layer.kernel() if isinstance(layer, PackedLinear) else None
+
+
 # By the class of `transformers` whose place they take.
-FUSED_LAYERS: dict[str, type[FusedLlamaLayer] | type[FusedOptLayer]] = {
-    "LlamaDecoderLayer": FusedLlamaLayer,
-    "MistralDecoderLayer": FusedLlamaLayer,
-    "Qwen2DecoderLayer": FusedLlamaLayer,
-    "OPTDecoderLayer": FusedOptLayer,
+FUSED_LAYERS: dict[str, tuple[type[FusedLlamaLayer | FusedMixtureLayer | FusedOptLayer], ...]] = {
+    "LlamaDecoderLayer": (FusedLlamaLayer,),
+    "MistralDecoderLayer": (FusedLlamaLayer,),
+    "MixtralDecoderLayer": (FusedMixtureLayer,),
+    "OPTDecoderLayer": (FusedOptLayer,),
+    "Qwen2DecoderLayer": (FusedLlamaLayer,),
+    "Qwen3DecoderLayer": (FusedLlamaLayer,),
+    "Qwen3MoeDecoderLayer": (FusedMixtureLayer, FusedLlamaLayer),
 }
 
 
@@ -256,12 +322,12 @@ class LayerStack(nn.Module):
 
 def _add(kernel: Any, layer: FusedLayer) -> bool:
     """Returns True if the kernel knows all that the layer is made of, and has it."""
-    parts = (layer.qkv, layer.output, layer.up, layer.down)
-    linears = [part.kernel() if isinstance(part, PackedLinear) else None for part in parts]
-    if any(linear is None for linear in linears):
+    qkv, output, feed_forward = _kernel(layer.qkv), _kernel(layer.output), layer.feed_forward_kernels()
+    if qkv is None or output is None or feed_forward is None:
         return False
-    qkv, output, up, down = linears
+    head_norms = [cast(Norm, norm).kernel() for norm in layer.head_norms]
     norms = layer.attention_norm.kernel(), layer.feed_forward_norm.kernel()
     variant = layer.variant
-    kernel.add_layer(norms[0], qkv, output, norms[1], up, down, variant.scaling, variant.window, variant.softcap)
+    attention = norms[0], qkv, head_norms, output
+    kernel.add_layer(*attention, norms[1], *feed_forward, variant.scaling, variant.window, variant.softcap)
     return True

@@ -218,6 +218,9 @@ class _OptForward(Forward):
 _FORWARDS: dict[str, type[Forward]] = {
     "LlamaForCausalLM": _LlamaForward,
     "MistralForCausalLM": _LlamaForward,
-    "Qwen2ForCausalLM": _LlamaForward,
+    "MixtralForCausalLM": _LlamaForward,
     "OPTForCausalLM": _OptForward,
+    "Qwen2ForCausalLM": _LlamaForward,
+    "Qwen3ForCausalLM": _LlamaForward,
+    "Qwen3MoeForCausalLM": _LlamaForward,
 }

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from tgi_server.engine.attention.base import AttentionBackend, AttentionVariant
 from tgi_server.engine.attention.cpu import CpuAttention
-from tgi_server.engine.layers.decoder import FUSED_LAYERS, LayerStack
+from tgi_server.engine.layers.decoder import FUSED_LAYERS, FusedLayer, LayerStack
 from tgi_server.engine.layers.forward import shorten_forward
 from tgi_server.engine.layers.head import ScreenedHead
 from tgi_server.engine.linear import LinearFactory, PackedLinear
@@ -44,9 +44,12 @@ def optimise(
     if variants and isinstance(backend, CpuAttention):
         forget_pages([cast(PreTrainedModel, model).get_output_embeddings().weight])  # which trials have read
         _replace(model, partial(_fused_layer, variants, linear))
+        for layer in [module for module in model.modules() if isinstance(module, FusedLayer)]:
+            _replace(layer, partial(_packed_linear, linear))  # the experts of a mixture, which it has kept
         _replace(model, partial(_stacked_layers, apart))
         _screen_head(cast(PreTrainedModel, model), linear)
     _replace(model, partial(_packed_linear, linear))
+    _compute_experts_together(model, wanted=True)
     shorten_forward(model)
 
 
@@ -87,15 +90,16 @@ def pack_codes(model: PreTrainedModel, linear: LinearFactory) -> None:
 def unpack(model: PreTrainedModel) -> None:
     """Puts plain linear layers back, for a model that reads its weights itself."""
     _replace(model, lambda module: module.unpacked() if isinstance(module, PackedLinear | QuantizedLinear) else None)
+    _compute_experts_together(model, wanted=False)
 
 
 def _fused_layer(
     variants: Mapping[int, AttentionVariant], linear: LinearFactory, module: nn.Module
 ) -> nn.Module | None:
-    fused = FUSED_LAYERS.get(type(module).__name__)
-    if fused is None or not fused.fits(module, linear):
-        return None
-    return fused(module, variants[int(cast(Any, module).self_attn.layer_idx)], linear)
+    for fused in FUSED_LAYERS.get(type(module).__name__, ()):
+        if fused.fits(module, linear):
+            return fused(module, variants[int(cast(Any, module).self_attn.layer_idx)], linear)
+    return None
 
 
 def _stacked_layers(apart: Sequence[int], module: nn.Module) -> nn.Module | None:
@@ -129,6 +133,12 @@ def _packed_linear(linear: LinearFactory, module: nn.Module) -> nn.Module | None
         packed = partial(linear.layer, bias=None, kernels=linear.kernels)
         return Experts(module, lambda weight: [packed(weight)], packed)
     return linear(cast(Any, module)) if linear.takes(module) else None
+
+
+def _compute_experts_together(model: nn.Module, *, wanted: bool) -> None:
+    for module in model.modules():
+        if isinstance(module, Experts):
+            module.use_kernel(wanted=wanted)
 
 
 def _replace(module: nn.Module, replacement: Callable[[nn.Module], nn.Module | None]) -> None:

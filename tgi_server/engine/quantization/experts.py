@@ -5,6 +5,7 @@ from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import silu
 
 from tgi_server.engine.quantization.layer import QuantizedLinear
 
@@ -24,6 +25,7 @@ class Experts(nn.Module):
         """stacked: the module to replace. gate_up, down: make an expert's layers of its weight, [outputs, inputs]."""
         super().__init__()
         self._gate = stacked._apply_gate
+        self._kernel: Any = None
         transposed = stacked.is_transposed
         self.gate_up = nn.ModuleList(nn.ModuleList(gate_up(w.T if transposed else w)) for w in stacked.gate_up_proj)
         self.down = nn.ModuleList(down(w.T if transposed else w) for w in stacked.down_proj)
@@ -48,11 +50,30 @@ class Experts(nn.Module):
         tensors = (getattr(module, "gate_up_proj", None), getattr(module, "down_proj", None))
         return gated and all(isinstance(tensor, nn.Parameter) for tensor in tensors)
 
+    def kernel(self) -> Any:
+        """Returns a `torch.classes.oatmill.Experts`, or None where it does not know what these are made of."""
+        if not _is_silu(self._gate) or self.gate_up_proj_bias is not None or self.down_proj_bias is not None:
+            return None
+        kernel = torch.classes.oatmill.Experts()
+        for gate_up, down in zip(self.gate_up, self.down, strict=True):
+            made = [getattr(each, "kernel", lambda: None)() for each in (*cast(nn.ModuleList, gate_up), down)]
+            if len(made) != 2 or any(each is None for each in made):
+                return None
+            kernel.add(*made)
+        return kernel
+
+    def use_kernel(self, *, wanted: bool) -> None:
+        """Computes all experts in one call from now on, if `wanted` and if the kernel can."""
+        self._kernel = self.kernel() if wanted else None
+
     def forward(self, hidden: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
         """Returns the sum of each token's experts' outputs, [tokens, hidden_size], for inputs of the same shape.
 
         chosen: the experts of each token, [tokens, experts of a token] int64. shares: the same shape, what each counts.
         """
+        if self._kernel is not None:
+            summed: Tensor = self._kernel.forward(hidden, chosen.contiguous(), shares.contiguous())
+            return summed
         result = torch.zeros_like(hidden)
         places = chosen.flatten().argsort(stable=True)
         counts = chosen.flatten().bincount(minlength=len(self.down)).tolist()
@@ -73,3 +94,10 @@ class Experts(nn.Module):
             widened = widened + self.gate_up_proj_bias[expert]
         output = self.down[expert](self._gate(widened))
         return output if self.down_proj_bias is None else output + self.down_proj_bias[expert]
+
+
+def _is_silu(gate: Callable[[Tensor], Tensor]) -> bool:
+    """Returns True if the first half of what the gate is given goes through SiLU, and is multiplied by the second."""
+    given = torch.linspace(-9, 9, 8).unsqueeze(0)
+    first, second = given.chunk(2, -1)
+    return torch.allclose(gate(given), silu(first) * second)

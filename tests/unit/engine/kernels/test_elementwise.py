@@ -33,6 +33,16 @@ def test_norms_and_gated_silu_are_those_of_transformers(dtype, size) -> None:
     torch.testing.assert_close(gated, silu(gate) * up, **tolerance(dtype))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [24, 128])
+def test_heads_are_normalised_where_they_stand_beside_others(dtype, size) -> None:
+    joined, weight = torch.randn(9, 5, size, dtype=dtype), torch.randn(size, dtype=dtype)
+    for heads in (joined[:, :3], joined[:, 3:4], joined[:1, :3]):
+        found = torch.ops.oatmill.rms_norm(heads, weight, 1e-6)
+        assert torch.equal(found, torch.ops.oatmill.rms_norm(heads.clone(), weight, 1e-6))
+        assert torch.equal(found.flatten(0, 1), torch.ops.oatmill.rms_norm(heads.flatten(0, 1), weight, 1e-6))
+
+
 def test_silu_far_from_zero_neither_overflows_nor_turns_to_nan() -> None:
     gate = torch.tensor([-1e30, -200.0, -88.5, 0.0, 88.5, 200.0, 1e30] + [0.0] * 9)
     gated = torch.ops.oatmill.silu_mul(torch.cat([gate, torch.ones(16)]).unsqueeze(0))

@@ -1,0 +1,97 @@
+"""Mixtures of experts in C++ against those of `transformers`."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import MixtralConfig, Qwen3MoeConfig
+from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
+
+from tgi_server.engine.kernels import load_kernels
+from tgi_server.engine.linear.float import FloatLinear
+
+HIDDEN, WIDENED, EXPERTS, CHOSEN = 40, 56, 6, 3
+TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 4e-3}
+
+
+def block_of(architecture: str) -> nn.Module:
+    sizes = {"hidden_size": HIDDEN, "num_experts_per_tok": CHOSEN, "experts_implementation": "eager"}
+    if architecture == "mixtral":
+        return MixtralSparseMoeBlock(MixtralConfig(intermediate_size=WIDENED, num_local_experts=EXPERTS, **sizes))
+    normalised = architecture == "qwen3_moe"
+    return Qwen3MoeSparseMoeBlock(
+        Qwen3MoeConfig(moe_intermediate_size=WIDENED, num_experts=EXPERTS, norm_topk_prob=normalised, **sizes)
+    )
+
+
+def kernel_of(block: Any) -> Any:
+    normalised = getattr(block.gate, "norm_topk_prob", True)
+    router = FloatLinear(block.gate.weight).kernel()
+    return torch.classes.oatmill.Mixture(router, experts_of(block), CHOSEN, normalised)
+
+
+def experts_of(block: Any) -> Any:
+    kernel = torch.classes.oatmill.Experts()
+    for up, down in zip(block.experts.gate_up_proj, block.experts.down_proj, strict=True):
+        kernel.add(FloatLinear(up).kernel(), FloatLinear(down).kernel())
+    return kernel
+
+
+@pytest.fixture(params=["mixtral", "qwen3_moe", "qwen3_moe without shares that add up to 1"])
+def block(request: pytest.FixtureRequest) -> Any:
+    assert load_kernels()
+    torch.manual_seed(0)
+    made = block_of(request.param)
+    for parameter in made.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    return made.requires_grad_(False)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("tokens", [1, 2, 70])
+def test_a_mixture_computes_what_that_of_transformers_does(dtype, tokens, block) -> None:
+    block.to(dtype)
+    x, residual = torch.randn(2, tokens, HIDDEN).to(dtype)
+    wanted = residual + block(x.unsqueeze(0))[0]
+    found = kernel_of(block).forward(x, residual)
+    assert found.dtype == dtype
+    error = (found.float() - wanted.float()).norm() / wanted.float().norm()
+    assert error < TOLERANCES[dtype]
+
+
+def test_a_token_gets_the_same_beside_others(block) -> None:
+    kernel = kernel_of(block)
+    x, residual = torch.randn(2, 70, HIDDEN)
+    together = kernel.forward(x, residual)
+    for token in (0, 33, 69):
+        alone = kernel.forward(x[token : token + 1], residual[token : token + 1])
+        assert torch.equal(alone[0], together[token])
+
+
+def test_numbers_that_are_none_stay_with_their_token(block) -> None:
+    kernel = kernel_of(block)
+    x, residual = torch.randn(2, 3, HIDDEN)
+    wanted = kernel.forward(x, residual)
+    x[1, 5] = torch.nan
+    found = kernel.forward(x, residual)
+    assert found[1].isnan().all()
+    assert torch.equal(found[[0, 2]], wanted[[0, 2]])
+
+
+def test_choices_that_another_router_made(block) -> None:
+    x = torch.randn(9, HIDDEN)
+    _, shares, chosen = block.gate(x)
+    found = experts_of(block).forward(x, chosen, shares)
+    torch.testing.assert_close(found, block.experts(x, chosen, shares), rtol=1e-4, atol=1e-4)
+
+
+def test_experts_that_there_are_not_are_refused(block) -> None:
+    router, experts = FloatLinear(block.gate.weight).kernel(), experts_of(block)
+    with pytest.raises(RuntimeError, match="cannot have 7 of 6 experts"):
+        torch.classes.oatmill.Mixture(router, experts, 7, True)
+    with pytest.raises(RuntimeError, match="a router of 6 for 0 experts"):
+        torch.classes.oatmill.Mixture(router, torch.classes.oatmill.Experts(), 2, True)
+    with pytest.raises(IndexError, match="there is no expert 6 of 6"):
+        experts.forward(torch.randn(1, HIDDEN), torch.tensor([[0, 6]]), torch.ones(1, 2))
