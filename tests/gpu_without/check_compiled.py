@@ -68,7 +68,7 @@ def attention(
     itemsize = dtype.itemsize
     tokens = tokens_of_a_tile(group, head_dim, itemsize) if prompts else 1
     shape = LaunchShape.of(group, head_dim, itemsize, tokens)
-    kinds = dict.fromkeys(("windowed", "capped", "alibi", "rounded_alibi"), False) | kinds
+    kinds = dict.fromkeys(("windowed", "capped", "alibi", "rounded_alibi", "sunk"), False) | kinds
     data = f"*{NAMES[dtype]}"
     pointers = dict.fromkeys(("query", "output"), data) | {"parts": "*fp32", "weights": "*fp32"}
     pointers |= dict.fromkeys(("keys", "values"), "*u8" if mantissa else data)
@@ -77,6 +77,7 @@ def attention(
     factors = dict.fromkeys(("scaling", "softcap", "score_scaling", "value_scale"), "fp32")
     types = pointers | dict.fromkeys(tables, INTS) | numbers | factors
     types["slopes"] = "*fp32" if kinds["alibi"] else data
+    types["sinks"] = "*fp32" if kinds["sunk"] else data
     sizes = {"kv_heads": 8, "group": group, "head_dim": head_dim, "rows": shape.rows, "width": shape.width}
     constants = sizes | kinds | {"block_size": 32, "key_tile": shape.key_tile, "mantissa": mantissa}
     attend, join = paged_attention._attend_part, paged_attention._join_parts
@@ -116,8 +117,9 @@ def test_attention_over_8_bits_fits(
         {"windowed": True, "capped": True},
         {"alibi": True},
         {"alibi": True, "rounded_alibi": True},
+        {"windowed": True, "sunk": True},
     ],
-    ids=["window", "soft cap", "alibi", "rounded alibi"],
+    ids=["window", "soft cap", "alibi", "rounded alibi", "sinks"],
 )
 def test_every_variant_of_attention_fits(
     capability: int, prompts: bool, kinds: dict[str, bool], tmp_path: Path

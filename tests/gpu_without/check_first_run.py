@@ -34,6 +34,8 @@ def attention_kernels(gpu: FakeGpu) -> None:
         backend = CudaAttention(KVShape((kv_heads,), head_dim), DEVICE, dtype, kept)
         if variant.alibi_slopes is not None:
             variant = replace(variant, alibi_slopes=torch.ones(8))  # a tensor of the GPU that computes nothing
+        if variant.sinks is not None:
+            variant = replace(variant, sinks=torch.ones(8))
         attend(backend, 8, kv_heads, [1, 33, 900, 5000], [(0, 1), (0, 70), (1500, 100)], variant)
         attend(backend, 8, kv_heads, [1, 33, 900, 5000], [], variant)
 

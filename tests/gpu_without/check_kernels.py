@@ -25,6 +25,8 @@ VARIANTS = {
     "soft cap": AttentionVariant(0.2, softcap=3.0),
     "alibi": AttentionVariant(0.2, alibi_slopes=SLOPES),
     "rounded alibi": AttentionVariant(0.2, alibi_slopes=SLOPES.bfloat16().float(), rounded_alibi=True),
+    "sinks": AttentionVariant(0.2, sinks=torch.linspace(-4, 12, 6)),
+    "wide window, sinks": AttentionVariant(0.2, window=90, sinks=torch.linspace(-4, 12, 6)),
 }
 
 

@@ -116,6 +116,7 @@ class AttentionVariant:
     softcap: scores become softcap * tanh(score / softcap); 0: off.
     alibi_slopes: [heads] float32; slope * position of the key is added to each score (Press et al. 2022).
     rounded_alibi: Falcon's way: position, slope * position, both rounded to bfloat16, and that scaled like a score.
+    sinks: [heads] float32; of each head a score that belongs to no token, and takes its part of the softmax (gpt-oss).
     """
 
     scaling: float
@@ -123,6 +124,7 @@ class AttentionVariant:
     softcap: float = 0.0
     alibi_slopes: Tensor | None = None
     rounded_alibi: bool = False
+    sinks: Tensor | None = None
 
 
 class AttentionBackend(ABC):

@@ -92,6 +92,7 @@ class CpuAttention(AttentionBackend):
             variant.softcap,
             variant.alibi_slopes,
             variant.rounded_alibi,
+            variant.sinks,
             *self.kv_format.of(layer),
             self.prompt_kernel,
         )

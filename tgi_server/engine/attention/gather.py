@@ -80,7 +80,8 @@ class GatherAttention(AttentionBackend):
         positions = torch.arange(chunk.kv_length - chunk.length, chunk.kv_length, device=query.device)
         keys = torch.arange(chunk.kv_length, device=query.device)
         output = torch.empty_like(query)
-        masked_heads = query.shape[1] if variant.softcap or variant.alibi_slopes is not None else 1
+        has_scores = variant.softcap or variant.alibi_slopes is not None or variant.sinks is not None
+        masked_heads = query.shape[1] if has_scores else 1
         for piece in _pieces(chunk.length, chunk.kv_length * masked_heads):
             mask = _scores_mask(positions[piece].unsqueeze(0), keys, variant, query)
             part = query[piece].transpose(0, 1).unsqueeze(0)
@@ -129,8 +130,14 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, variant: At
     repeats = query.shape[1] // key.shape[1]
     if repeats > 1:
         key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
-    if not variant.softcap:
+    if not variant.softcap and variant.sinks is None:
         return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=variant.scaling)
     scores = (query @ key.transpose(2, 3)) * variant.scaling
-    scores = torch.tanh(scores / variant.softcap) * variant.softcap + mask
-    return torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype) @ value
+    if variant.softcap:
+        scores = torch.tanh(scores / variant.softcap) * variant.softcap
+    scores = scores + mask
+    if variant.sinks is not None:
+        sinks = variant.sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, sinks], -1)
+    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
+    return weights[..., : key.shape[2]] @ value

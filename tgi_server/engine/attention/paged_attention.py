@@ -125,11 +125,13 @@ def paged_attention(
         query, keys, values, tables, tiles.first, tiles.counts, tiles.kv_lengths, tiles.sequences,
         plan.tile_of, plan.starts, plan.places, plan.share,
         query if variant.alibi_slopes is None else variant.alibi_slopes,
+        query if variant.sinks is None else variant.sinks,
         output, parts, weights, len(plan.places),
         query.stride(0), query.stride(1), tables.stride(0), variant.scaling, variant.softcap, variant.window,
         variant.scaling * scales.keys * unit(mantissa), scales.values * unit(mantissa),
         block_size=block_size, key_tile=shape.key_tile, windowed=variant.window > 0, capped=variant.softcap > 0,
-        alibi=variant.alibi_slopes is not None, rounded_alibi=variant.rounded_alibi, mantissa=mantissa,
+        alibi=variant.alibi_slopes is not None, rounded_alibi=variant.rounded_alibi,
+        sunk=variant.sinks is not None, mantissa=mantissa,
         num_warps=shape.warps, num_stages=shape.stages, **sizes,
     )  # fmt: skip
     _join_parts[len(plan.places), kv_heads](
@@ -182,11 +184,11 @@ def _plan(
 @triton.jit(do_not_specialize=_ANY_VALUE)
 def _attend_part(
     query, keys, values, tables, firsts, counts, kv_lengths, sequences,
-    tile_of, starts, places, share, slopes, output, parts, weights, tiles,
+    tile_of, starts, places, share, slopes, sinks, output, parts, weights, tiles,
     query_stride, head_stride, table_stride, scaling, softcap, window, score_scaling, value_scale,
     kv_heads: tl.constexpr, group: tl.constexpr, head_dim: tl.constexpr, rows: tl.constexpr, width: tl.constexpr,
     block_size: tl.constexpr, key_tile: tl.constexpr, windowed: tl.constexpr, capped: tl.constexpr,
-    alibi: tl.constexpr, rounded_alibi: tl.constexpr, mantissa: tl.constexpr,
+    alibi: tl.constexpr, rounded_alibi: tl.constexpr, sunk: tl.constexpr, mantissa: tl.constexpr,
 ):  # fmt: skip
     item, kv_head = tl.program_id(0), tl.program_id(1)
     if item >= tl.load(starts + tiles):
@@ -212,6 +214,9 @@ def _attend_part(
     highest = tl.full([rows], float("-inf"), tl.float32)
     total = tl.zeros([rows], tl.float32)
     sums = tl.zeros([rows, width], tl.float32)
+    if sunk:  # counted in one of a tile's parts
+        highest = tl.where(item == start, tl.load(sinks + head, mask=used, other=0.0), highest)
+        total = tl.where(item == start, 1.0, total)
     for tile_begin in range(begin, end, key_tile):
         position = tile_begin + place
         seen = position[None, :] <= own[:, None]

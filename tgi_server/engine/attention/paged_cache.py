@@ -65,12 +65,14 @@ def paged_attention(
 
     Raises UnsupportedModel for an argument that would change the result and is not supported.
     """
-    if kwargs.get("s_aux") is not None or kwargs.get("position_bias") is not None:
-        raise UnsupportedModel("the paged path does not support attention sinks or position biases")
+    if kwargs.get("position_bias") is not None:
+        raise UnsupportedModel("the paged path does not support position biases")
+    sinks: Tensor | None = kwargs.get("s_aux")
     variant = AttentionVariant(
         scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
         window=sliding_window or 0,
         softcap=softcap or 0.0,
+        sinks=None if sinks is None else sinks.float(),
     )
     cache: PagedCache = module.paged_cache  # type: ignore[assignment]
     return cache.attend(int(module.layer_idx), query, variant), None  # type: ignore[arg-type]

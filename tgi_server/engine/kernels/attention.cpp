@@ -120,22 +120,25 @@ std::vector<std::string> attention_kernels(const at::Tensor& keys, int64_t head_
 
 }  // namespace
 
-// key_scale, value_scale: of the cache. kernel: for prompts, of attention_kernels; none: the best.
+// alibi_slopes, sinks: [heads] float32, or none. key_scale, value_scale: of the cache. kernel: for prompts, of attention_kernels; none: the best.
 at::Tensor paged_attention(const at::Tensor& query, const at::Tensor& keys, const at::Tensor& values,
                            const at::Tensor& tables, const at::Tensor& kv_lengths, const at::Tensor& query_starts,
                            double scaling, int64_t window, double softcap,
-                           const std::optional<at::Tensor>& alibi_slopes, bool rounded_alibi, double key_scale,
-                           double value_scale, std::optional<std::string_view> kernel) {
+                           const std::optional<at::Tensor>& alibi_slopes, bool rounded_alibi,
+                           const std::optional<at::Tensor>& sinks, double key_scale, double value_scale,
+                           std::optional<std::string_view> kernel) {
   const int64_t heads = query.size(1), kv_heads = keys.size(1), head_dim = query.size(2);
   TORCH_CHECK(head_dim % LANES == 0 && head_dim <= MAX_HEAD_DIM, "head_dim must be a multiple of 16 up to 256");
   TORCH_CHECK(heads % kv_heads == 0, "each KV head must serve the same number of query heads");
   TORCH_CHECK(query.stride(2) == 1 && tables.stride(1) == 1);
+  TORCH_CHECK(!sinks || (sinks->numel() == heads && sinks->is_contiguous()), "each head has one sink");
   at::Tensor output = at::empty(query.sizes(), query.options());
   Variant variant{static_cast<float>(scaling),
                   window,
                   static_cast<float>(softcap),
                   alibi_slopes ? alibi_slopes->const_data_ptr<float>() : nullptr,
                   rounded_alibi,
+                  sinks ? sinks->const_data_ptr<float>() : nullptr,
                   static_cast<float>(scaling * key_scale),
                   static_cast<float>(value_scale)};
   by_dtype(query, [&]<typename T>(T*) {
@@ -198,7 +201,7 @@ TORCH_LIBRARY_FRAGMENT(oatmill, library) {
   library.def(
       "paged_attention(Tensor query, Tensor keys, Tensor values, Tensor tables, Tensor kv_lengths, "
       "Tensor query_starts, float scaling, int window, float softcap, Tensor? alibi_slopes, bool rounded_alibi, "
-      "float key_scale=1.0, float value_scale=1.0, str? kernel=None) -> Tensor");
+      "Tensor? sinks, float key_scale=1.0, float value_scale=1.0, str? kernel=None) -> Tensor");
   library.def("attention_kernels(Tensor keys, int head_dim) -> str[]");
   library.def("decode_places(Tensor positions, Tensor tables, int block_size) -> (Tensor, Tensor)");
   library.def(

@@ -20,6 +20,7 @@ struct Variant {
   float softcap;   // 0: off
   const float* alibi_slopes;
   bool rounded_alibi;
+  const float* sinks;   // of each head a score that belongs to no token, or none
   float score_scaling;  // of products with keys as they are read: the cache's scale is in it
   float value_scale;    // of sums of values as they are read
 

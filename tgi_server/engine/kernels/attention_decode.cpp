@@ -122,7 +122,7 @@ void attend(const AttentionLayer<T>& layer, const AttentionItem& item, const Att
     return layer.variant.first_token(of.first_position) / BLOCK;
   };
   const auto place = [&](const AttentionItem& of, int64_t tile) { return layer.place(of.table[tile], of.kv_head); };
-  scratch.softmax.begin(rows);
+  scratch.softmax.begin(layer.variant, item);
   std::fill_n(scratch.output, rows * head_dim, 0.0f);
   for (int r = 0; r < rows; ++r)
     std::copy_n(layer.query_of(item.token(r), item.head(r)), head_dim, scratch.query + r * head_dim);

@@ -316,7 +316,7 @@ void attend_prefill(const AttentionLayer<T>& layer, const AttentionItem& item) {
   static thread_local Scratch<typename Tiles::Operand> scratch;
   Tiles tiles;
   const int head_dim = layer.head_dim, rows = item.rows();
-  scratch.softmax.begin(rows);
+  scratch.softmax.begin(layer.variant, item);
   std::fill_n(scratch.output, rows * head_dim, 0.0f);
   for (int r = 0; r < rows; ++r)
     std::copy_n(layer.query_of(item.token(r), item.head(r)), head_dim, scratch.query + r * head_dim);

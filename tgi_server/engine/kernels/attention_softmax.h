@@ -25,9 +25,13 @@ struct Softmax {
   float references[ROWS];                  // weights are e to the score minus this
   float decays[ROWS];                      // of what was summed before the last part
 
-  void begin(int rows) {
-    std::fill_n(totals, rows * WIDTH, 0.0f);
-    std::fill_n(references, rows, MASKED);
+  void begin(const Variant& variant, const AttentionItem& item) {
+    std::fill_n(totals, item.rows() * WIDTH, 0.0f);
+    std::fill_n(references, item.rows(), MASKED);
+    for (int r = 0; variant.sinks && r < item.rows(); ++r) {
+      totals[r * WIDTH] = 1;
+      references[r] = variant.sinks[item.head(r)];
+    }
   }
 
   float total(int row) const { return sum(load_as<Floats>(totals + row * WIDTH)); }

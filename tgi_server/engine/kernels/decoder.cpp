@@ -60,6 +60,7 @@ struct Layer {
   double scaling;
   int64_t window;
   double softcap;
+  MaybeTensor sinks;
 };
 
 // Where the tokens of a step stand, as attention wants to know it, and which adapter each has.
@@ -111,14 +112,14 @@ class Decoder : public torch::CustomClassHolder {
   // The parts of a layer, in their order; head_norms: of queries and keys, or none. feed_forward: up and down, or none.
   void add_layer(NormPtr attention_norm, LinearPtr qkv, std::vector<NormPtr> head_norms, LinearPtr output,
                  NormPtr feed_forward_norm, std::vector<LinearPtr> feed_forward, std::optional<MixturePtr> mixture,
-                 double scaling, int64_t window, double softcap) {
+                 double scaling, int64_t window, double softcap, MaybeTensor sinks) {
     TORCH_CHECK(head_norms.empty() || head_norms.size() == 2);
     TORCH_CHECK(feed_forward.size() == (mixture ? 0 : 2));
     Layer layer{std::move(attention_norm), std::move(qkv), {}, {}, std::move(output), std::move(feed_forward_norm)};
     if (!head_norms.empty()) layer.query_norm = head_norms[0], layer.key_norm = head_norms[1];
     if (mixture) layer.mixture = *mixture;
     else layer.up = feed_forward[0], layer.down = feed_forward[1];
-    layer.scaling = scaling, layer.window = window, layer.softcap = softcap;
+    layer.scaling = scaling, layer.window = window, layer.softcap = softcap, layer.sinks = std::move(sinks);
     layers_.push_back(std::move(layer));
   }
 
@@ -175,7 +176,7 @@ class Decoder : public torch::CustomClassHolder {
     if (wanted) query = query.index_select(0, *wanted);
     const Places attending = wanted ? of_last_tokens(places, *wanted) : places;
     return paged_attention(query, cache.keys, cache.values, attending.tables, attending.kv_lengths,
-                           attending.query_starts, layer.scaling, layer.window, layer.softcap, {}, false,
+                           attending.query_starts, layer.scaling, layer.window, layer.softcap, {}, false, layer.sinks,
                            cache.key_scale, cache.value_scale)
         .view({query.size(0), heads_ * head_dim_});
   }

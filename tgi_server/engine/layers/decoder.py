@@ -329,5 +329,6 @@ def _add(kernel: Any, layer: FusedLayer) -> bool:
     norms = layer.attention_norm.kernel(), layer.feed_forward_norm.kernel()
     variant = layer.variant
     attention = norms[0], qkv, head_norms, output
-    kernel.add_layer(*attention, norms[1], *feed_forward, variant.scaling, variant.window, variant.softcap)
+    scores = variant.scaling, variant.window, variant.softcap, variant.sinks
+    kernel.add_layer(*attention, norms[1], *feed_forward, *scores)
     return True

@@ -16,6 +16,7 @@ from tgi_server.engine.quantization.kv_scales import KVScales
 
 HEAD_DIM = 32
 BACKENDS = [GatherAttention, CpuAttention]
+KINDS = "plain|window|wide window|softcap|alibi|rounded alibi|sinks|window, softcap, sinks".split("|")
 FP8 = [torch.float8_e4m3fn, torch.float8_e5m2]
 
 
@@ -42,7 +43,10 @@ def expected(query: Tensor, key: Tensor, value: Tensor, variant: AttentionVarian
     hidden = distance < 0
     if variant.window:
         hidden |= distance >= variant.window
-    return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -math.inf).softmax(-1), value)
+    scores = scores.masked_fill(hidden, -math.inf)
+    if variant.sinks is not None:
+        scores = torch.cat([scores, variant.sinks[:, None, None].expand(-1, len(query), 1)], -1)
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., : len(key)], value)
 
 
 def create(
@@ -117,15 +121,16 @@ def run(
         max_kv_length=max(before + count for before, count in spans),
     )
     query = torch.cat(queries).to(device, backend.dtype)
-    slopes = variant.alibi_slopes
-    there = replace(variant, alibi_slopes=None if slopes is None else slopes.to(device))
+    slopes, sinks = (None if each is None else each.to(device) for each in (variant.alibi_slopes, variant.sinks))
+    there = replace(variant, alibi_slopes=slopes, sinks=sinks)
     return backend.attend(0, query, metadata, there).float().cpu(), torch.cat(outcomes)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (16, 1), (71, 1)])
-@pytest.mark.parametrize("kind", ["plain", "window", "wide window", "softcap", "alibi", "rounded alibi"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_backend_equals_attention_over_the_whole_history(backend, heads, kv_heads, kind) -> None:
+    sinks = torch.linspace(-4, 12, heads)  # below all scores, and above them
     variant = {
         "plain": AttentionVariant(0.2),
         "window": AttentionVariant(0.2, window=5),
@@ -135,6 +140,8 @@ def test_backend_equals_attention_over_the_whole_history(backend, heads, kv_head
         "rounded alibi": AttentionVariant(
             0.2, alibi_slopes=torch.linspace(0.02, 0.6, heads).bfloat16().float(), rounded_alibi=True
         ),
+        "sinks": AttentionVariant(0.2, sinks=sinks),
+        "window, softcap, sinks": AttentionVariant(0.2, window=20, softcap=3.0, sinks=sinks),
     }[kind]
     instance = create(backend, kv_heads)
     actual, wanted = run(instance, heads, kv_heads, [1, 7, 33, 100], [(0, 1), (0, 50), (40, 37), (96, 3)], variant)
@@ -143,7 +150,9 @@ def test_backend_equals_attention_over_the_whole_history(backend, heads, kv_head
 
 @pytest.mark.parametrize("elements", [1, 5000])
 @pytest.mark.parametrize(
-    "variant", [AttentionVariant(0.2), AttentionVariant(0.2, softcap=3.0)], ids=["plain", "softcap"]
+    "variant",
+    [AttentionVariant(0.2), AttentionVariant(0.2, softcap=3.0), AttentionVariant(0.2, sinks=torch.ones(4))],
+    ids=["plain", "softcap", "sinks"],
 )
 def test_long_histories_are_attended_piece_by_piece(variant, elements, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gather, "_ELEMENTS_AT_ONCE", elements)
@@ -225,7 +234,12 @@ def test_every_kernel_for_prompts_is_as_exact_as_its_inputs(dtype, head_dim) -> 
     exact = {"rtol": 1e-4, "atol": 1e-5} if dtype is torch.float32 else {"rtol": 3e-2, "atol": 3e-2}
     for name in kernels:
         instance.prompt_kernel = name
-        for variant in (AttentionVariant(0.2), AttentionVariant(0.2, window=70), AttentionVariant(0.2, softcap=3.0)):
+        for variant in (
+            AttentionVariant(0.2),
+            AttentionVariant(0.2, window=70),
+            AttentionVariant(0.2, softcap=3.0),
+            AttentionVariant(0.2, window=70, sinks=torch.linspace(-4, 12, 6)),
+        ):
             prompts = [(0, 1), (0, 9), (0, 300), (31, 33), (126, 40), (200, 31)]
             actual, wanted = run(instance, 6, 2, [130], prompts, variant)
             torch.testing.assert_close(actual, wanted, **exact, msg=lambda text, name=name: f"{name}: {text}")

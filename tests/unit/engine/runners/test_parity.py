@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from tests.tiny_models import ARCHITECTURES, make
 from tests.unit.engine.requests import LENGTHS, NEW, Requests, expected_tokens, load_engine, prompts
 
-PADDED = {"bart", "deepseek_v3", "flan_t5", "gpt_neo", "gpt_oss", "llama4_text", "mamba", "qwen3_next", "t5"}
+PADDED = {"bart", "deepseek_v3", "flan_t5", "gpt_neo", "llama4_text", "mamba", "qwen3_next", "t5"}
 # The answers of the first two depend on the limits: see test_rope.py. The third is refused: see padded/test_probe.py.
 ELSEWHERE = {"llama_dynamic", "phi3_longrope", "rwkv"}
 # One of each kind: attention modules of our own, soft caps and windows, experts, one KV head, states of fixed size, and
