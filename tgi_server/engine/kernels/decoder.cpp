@@ -291,7 +291,7 @@ TORCH_LIBRARY_FRAGMENT(oatmill, library) {
       .def("screened", &Linear::screened);
   library.class_<Norm>("Norm").def(torch::init<at::Tensor, MaybeTensor, double>());
   library.class_<Experts>("Experts")
-      .def(torch::init<>())
+      .def(torch::init<double, double>())
       .def("add", &Experts::add)
       .def("forward", &Experts::forward);
   library.class_<Mixture>("Mixture")

@@ -7,7 +7,6 @@
 
 #include <cstdint>
 #include <optional>
-#include <utility>
 #include <vector>
 
 #include "linear_layer.h"
@@ -20,9 +19,20 @@ struct Choice {
   float share;
 };
 
+// up_bias, down_bias: [outputs] float32, or none.
+struct Expert {
+  LinearPtr up, down;
+  std::optional<at::Tensor> up_bias, down_bias;
+};
+
+// Of an expert's up projection, half of the outputs are a gate, and the others are multiplied by it. The gate is SiLU, and
+// its half comes first; or, if alpha is not 0, it is that of gpt-oss: x * sigmoid(alpha * x) of numbers up to `limit`, and
+// its outputs stand before each of the others, which are kept between -limit and limit, and 1 is added to them.
 struct Experts : torch::CustomClassHolder {
-  // Adds the next expert. up: the gate's outputs, and behind them those that are multiplied by it.
-  void add(LinearPtr up, LinearPtr down) { experts_.emplace_back(std::move(up), std::move(down)); }
+  Experts(double alpha, double limit) : alpha_(static_cast<float>(alpha)), limit_(static_cast<float>(limit)) {}
+
+  // Adds the next expert.
+  void add(LinearPtr up, LinearPtr down, std::optional<at::Tensor> up_bias, std::optional<at::Tensor> down_bias);
 
   // chosen, shares: the experts of each token, [tokens, experts of a token], int64 and a float dtype; no token has one
   // twice. The others as below.
@@ -35,7 +45,10 @@ struct Experts : torch::CustomClassHolder {
   int64_t count() const { return static_cast<int64_t>(experts_.size()); }
 
  private:
-  std::vector<std::pair<LinearPtr, LinearPtr>> experts_;
+  at::Tensor gated(const at::Tensor& up, const std::optional<at::Tensor>& bias) const;
+
+  float alpha_, limit_;
+  std::vector<Expert> experts_;
 };
 
 using ExpertsPtr = c10::intrusive_ptr<Experts>;

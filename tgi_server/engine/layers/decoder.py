@@ -168,23 +168,37 @@ class FusedMixtureLayer(FusedLayer):
         self.mlp = layer.mlp
 
     def feed_forward_kernels(self) -> tuple[list[Any], Any] | None:
-        router, experts = self.mlp.gate, self.mlp.experts
+        router, experts = getattr(self.mlp, "gate", None) or self.mlp.router, self.mlp.experts
         if not isinstance(experts, Experts) or not FloatLinear.supports(router.weight.dtype):
             return None
         kernel = experts.kernel()
         if kernel is None:
             return None
         normalised = bool(getattr(router, "norm_topk_prob", True))
-        routing = FloatLinear(router.weight).kernel()
+        routing = FloatLinear(router.weight, getattr(router, "bias", None)).kernel()
         return [], torch.classes.oatmill.Mixture(routing, kernel, router.top_k, normalised)
 
     def _feed_forward(self, residual: Tensor, x: Tensor) -> Tensor:
-        output: Tensor = self.mlp(x.unsqueeze(0))
+        output = self.mlp(x.unsqueeze(0))
+        output = output[0] if isinstance(output, tuple) else output  # beside it, what the router says
         return residual + output[0]
 
     @staticmethod
     def fits(layer: Any, linear: LinearFactory) -> bool:
         return hasattr(layer.mlp, "experts") and _takes(linear, layer.self_attn, layer.self_attn.o_proj)
+
+
+class FusedGptOssLayer(FusedMixtureLayer):
+    """A mixture whose model may give rotary tables of half of a head; they are the same for the other half: gpt-oss."""
+
+    def _attend(self, x: Tensor, cache: PagedCache, rotation: tuple[Tensor, Tensor] | None) -> Tensor:
+        metadata = cache.metadata
+        assert metadata is not None
+        assert rotation is not None
+        cosine, sine = rotation
+        if 2 * cosine.shape[-1] == self.heads.size:
+            rotation = metadata.made("rotation", lambda: (cosine.repeat(1, 1, 2), sine.repeat(1, 1, 2)))
+        return super()._attend(x, cache, rotation)
 
 
 class FusedOptLayer(FusedLayer):
@@ -238,6 +252,7 @@ def _kernel(layer: nn.Module) -> Any:
 
 # By the class of `transformers` whose place they take.
 FUSED_LAYERS: dict[str, tuple[type[FusedLlamaLayer | FusedMixtureLayer | FusedOptLayer], ...]] = {
+    "GptOssDecoderLayer": (FusedGptOssLayer,),
     "LlamaDecoderLayer": (FusedLlamaLayer,),
     "MistralDecoderLayer": (FusedLlamaLayer,),
     "MixtralDecoderLayer": (FusedMixtureLayer,),

@@ -187,6 +187,12 @@ class _LlamaForward(Forward):
         return self.norm(hidden)
 
 
+class _GptOssForward(_LlamaForward):
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__(model)
+        self.rotary = RotaryTable(self._inside.rotary_emb, halved=True)
+
+
 class _OptForward(Forward):
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(model)
@@ -216,6 +222,7 @@ class _OptForward(Forward):
 
 # By the class of `transformers`.
 _FORWARDS: dict[str, type[Forward]] = {
+    "GptOssForCausalLM": _GptOssForward,
     "LlamaForCausalLM": _LlamaForward,
     "MistralForCausalLM": _LlamaForward,
     "MixtralForCausalLM": _LlamaForward,

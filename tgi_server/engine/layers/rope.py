@@ -12,9 +12,13 @@ _TABLE_STEP = 2048  # positions
 class RotaryTable:
     """The cosines and sines of a model's rotary embedding, computed once for each position."""
 
-    def __init__(self, rope: Any) -> None:
-        """rope: an embedding such as LlamaRotaryEmbedding of `transformers`."""
+    def __init__(self, rope: Any, *, halved: bool = False) -> None:
+        """rope: an embedding such as LlamaRotaryEmbedding of `transformers`.
+
+        halved: it gives the numbers of half of a head, which are the same for the other half.
+        """
         self._rope = rope
+        self._copies = 2 if halved else 1
         self._frequencies: Tensor | None = None
         self._tables: list[Tensor] = []
 
@@ -25,7 +29,7 @@ class RotaryTable:
         """
         tables = self.tables(hidden, length)
         if tables is None:
-            cosine, sine = self._rope(hidden, position_ids=positions)
+            cosine, sine = self._turns(hidden, positions)
             return cosine, sine
         cosine, sine = (table.index_select(0, positions[0])[None] for table in tables)
         return cosine, sine
@@ -42,9 +46,12 @@ class RotaryTable:
         known = len(self._tables[0]) if self._tables else 0
         if length > known:
             missing = torch.arange(known, -(-length // _TABLE_STEP) * _TABLE_STEP, device=like.device)
-            added = [each[0] for each in self._rope(like, position_ids=missing[None])]
+            added = [each[0] for each in self._turns(like, missing[None])]
             self._tables = [torch.cat(parts) for parts in zip(self._tables, added, strict=True)] if known else added
         return self._tables
+
+    def _turns(self, like: Tensor, positions: Tensor) -> list[Tensor]:
+        return [torch.cat([each] * self._copies, -1) for each in self._rope(like, position_ids=positions)]
 
 
 class LengthDependentRope:

@@ -9,6 +9,8 @@ from torch.nn.functional import silu
 
 from tgi_server.engine.quantization.layer import QuantizedLinear
 
+_SILU = (0.0, 0.0)
+
 
 class Experts(nn.Module):
     """A layer's experts, in place of the module of `transformers` that has the weights of all in two tensors.
@@ -25,6 +27,7 @@ class Experts(nn.Module):
         """stacked: the module to replace. gate_up, down: make an expert's layers of its weight, [outputs, inputs]."""
         super().__init__()
         self._gate = stacked._apply_gate
+        self._clamps = (float(stacked.alpha), float(stacked.limit)) if hasattr(stacked, "alpha") else None
         self._kernel: Any = None
         transposed = stacked.is_transposed
         self.gate_up = nn.ModuleList(nn.ModuleList(gate_up(w.T if transposed else w)) for w in stacked.gate_up_proj)
@@ -52,15 +55,30 @@ class Experts(nn.Module):
 
     def kernel(self) -> Any:
         """Returns a `torch.classes.oatmill.Experts`, or None where it does not know what these are made of."""
-        if not _is_silu(self._gate) or self.gate_up_proj_bias is not None or self.down_proj_bias is not None:
+        gate = self._gate_numbers()
+        if gate is None or (gate == _SILU and self.gate_up_proj_bias is not None):
             return None
-        kernel = torch.classes.oatmill.Experts()
-        for gate_up, down in zip(self.gate_up, self.down, strict=True):
+        kernel = torch.classes.oatmill.Experts(*gate)
+        biases = (self.gate_up_proj_bias, self.down_proj_bias)
+        for expert, (gate_up, down) in enumerate(zip(self.gate_up, self.down, strict=True)):
             made = [getattr(each, "kernel", lambda: None)() for each in (*cast(nn.ModuleList, gate_up), down)]
             if len(made) != 2 or any(each is None for each in made):
                 return None
-            kernel.add(*made)
+            kernel.add(*made, *(None if bias is None else bias[expert].float() for bias in biases))
         return kernel
+
+    def _gate_numbers(self) -> tuple[float, float] | None:
+        """Returns what `torch.classes.oatmill.Experts` is made with, or None for a gate that it does not know."""
+        given = torch.linspace(-9, 9, 8).unsqueeze(0)
+        gate, other = given.chunk(2, -1)
+        gated = self._gate(given)
+        if torch.allclose(gated, silu(gate) * other):
+            return _SILU
+        if self._clamps is None:
+            return None
+        alpha, limit = self._clamps
+        gate, other = given[:, ::2].clamp(max=limit), given[:, 1::2].clamp(-limit, limit)
+        return self._clamps if torch.allclose(gated, (other + 1) * gate * torch.sigmoid(alpha * gate)) else None
 
     def use_kernel(self, *, wanted: bool) -> None:
         """Computes all experts in one call from now on, if `wanted` and if the kernel can."""
@@ -94,10 +112,3 @@ class Experts(nn.Module):
             widened = widened + self.gate_up_proj_bias[expert]
         output = self.down[expert](self._gate(widened))
         return output if self.down_proj_bias is None else output + self.down_proj_bias[expert]
-
-
-def _is_silu(gate: Callable[[Tensor], Tensor]) -> bool:
-    """Returns True if the first half of what the gate is given goes through SiLU, and is multiplied by the second."""
-    given = torch.linspace(-9, 9, 8).unsqueeze(0)
-    first, second = given.chunk(2, -1)
-    return torch.allclose(gate(given), silu(first) * second)

@@ -16,7 +16,7 @@ from tgi_server.engine.quantization.kv_scales import KVScales
 
 HEAD_DIM = 32
 BACKENDS = [GatherAttention, CpuAttention]
-KINDS = "plain|window|wide window|softcap|alibi|rounded alibi|sinks|window, softcap, sinks".split("|")
+KINDS = ["plain", "window", "wide window", "softcap", "alibi", "rounded alibi", "sinks", "window, softcap, sinks"]
 FP8 = [torch.float8_e4m3fn, torch.float8_e5m2]
 
 

@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import MixtralConfig, Qwen3MoeConfig
+from transformers import GptOssConfig, MixtralConfig, Qwen3MoeConfig
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
@@ -17,6 +18,17 @@ TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 
 
 def block_of(architecture: str) -> nn.Module:
+    if architecture == "gpt_oss":
+        return GptOssMLP(
+            GptOssConfig(
+                hidden_size=HIDDEN,
+                intermediate_size=WIDENED,
+                num_local_experts=EXPERTS,
+                num_experts_per_tok=CHOSEN,
+                swiglu_limit=2.0,
+                experts_implementation="eager",
+            )
+        )
     sizes = {"hidden_size": HIDDEN, "num_experts_per_tok": CHOSEN, "experts_implementation": "eager"}
     if architecture == "mixtral":
         return MixtralSparseMoeBlock(MixtralConfig(intermediate_size=WIDENED, num_local_experts=EXPERTS, **sizes))
@@ -27,19 +39,28 @@ def block_of(architecture: str) -> nn.Module:
 
 
 def kernel_of(block: Any) -> Any:
-    normalised = getattr(block.gate, "norm_topk_prob", True)
-    router = FloatLinear(block.gate.weight).kernel()
-    return torch.classes.oatmill.Mixture(router, experts_of(block), CHOSEN, normalised)
+    router = router_of(block)
+    normalised = getattr(router, "norm_topk_prob", True)
+    kernel = FloatLinear(router.weight, getattr(router, "bias", None)).kernel()
+    return torch.classes.oatmill.Mixture(kernel, experts_of(block), CHOSEN, normalised)
+
+
+def router_of(block: Any) -> Any:
+    return block.router if isinstance(block, GptOssMLP) else block.gate
 
 
 def experts_of(block: Any) -> Any:
-    kernel = torch.classes.oatmill.Experts()
-    for up, down in zip(block.experts.gate_up_proj, block.experts.down_proj, strict=True):
-        kernel.add(FloatLinear(up).kernel(), FloatLinear(down).kernel())
+    experts = block.experts
+    other = isinstance(block, GptOssMLP)
+    kernel = torch.classes.oatmill.Experts(*((experts.alpha, experts.limit) if other else (0.0, 0.0)))
+    for number, (up, down) in enumerate(zip(experts.gate_up_proj, experts.down_proj, strict=True)):
+        biases = [bias[number].float() for bias in (experts.gate_up_proj_bias, experts.down_proj_bias)] if other else []
+        layers = (up.T.contiguous(), down.T.contiguous()) if other else (up, down)
+        kernel.add(*(FloatLinear(layer).kernel() for layer in layers), *(biases or [None, None]))
     return kernel
 
 
-@pytest.fixture(params=["mixtral", "qwen3_moe", "qwen3_moe without shares that add up to 1"])
+@pytest.fixture(params=["gpt_oss", "mixtral", "qwen3_moe", "qwen3_moe without shares that add up to 1"])
 def block(request: pytest.FixtureRequest) -> Any:
     assert load_kernels()
     torch.manual_seed(0)
@@ -54,7 +75,8 @@ def block(request: pytest.FixtureRequest) -> Any:
 def test_a_mixture_computes_what_that_of_transformers_does(dtype, tokens, block) -> None:
     block.to(dtype)
     x, residual = torch.randn(2, tokens, HIDDEN).to(dtype)
-    wanted = residual + block(x.unsqueeze(0))[0]
+    computed = block(x.unsqueeze(0))
+    wanted = residual + (computed[0] if isinstance(computed, tuple) else computed)[0]
     found = kernel_of(block).forward(x, residual)
     assert found.dtype == dtype
     error = (found.float() - wanted.float()).norm() / wanted.float().norm()
@@ -82,16 +104,16 @@ def test_numbers_that_are_none_stay_with_their_token(block) -> None:
 
 def test_choices_that_another_router_made(block) -> None:
     x = torch.randn(9, HIDDEN)
-    _, shares, chosen = block.gate(x)
+    _, shares, chosen = router_of(block)(x)
     found = experts_of(block).forward(x, chosen, shares)
     torch.testing.assert_close(found, block.experts(x, chosen, shares), rtol=1e-4, atol=1e-4)
 
 
 def test_experts_that_there_are_not_are_refused(block) -> None:
-    router, experts = FloatLinear(block.gate.weight).kernel(), experts_of(block)
+    router, experts = FloatLinear(router_of(block).weight).kernel(), experts_of(block)
     with pytest.raises(RuntimeError, match="cannot have 7 of 6 experts"):
         torch.classes.oatmill.Mixture(router, experts, 7, True)
     with pytest.raises(RuntimeError, match="a router of 6 for 0 experts"):
-        torch.classes.oatmill.Mixture(router, torch.classes.oatmill.Experts(), 2, True)
+        torch.classes.oatmill.Mixture(router, torch.classes.oatmill.Experts(0.0, 0.0), 2, True)
     with pytest.raises(IndexError, match="there is no expert 6 of 6"):
         experts.forward(torch.randn(1, HIDDEN), torch.tensor([[0, 6]]), torch.ones(1, 2))
