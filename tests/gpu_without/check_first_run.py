@@ -21,7 +21,7 @@ from tgi_server.engine.attention.cuda import CudaAttention
 # Seconds that a program takes to be compiled on a core, at most.
 SECONDS = 2.0
 # Models whose experts torch's fake product computes in bfloat16 only.
-MIXTURES = {"mixtral", "qwen3_moe"}
+MIXTURES = {"gpt_oss", "mixtral", "qwen3_moe"}
 # The share of a job's time that compiling may take; the rest is for what the job does.
 SHARE = 0.75
 
