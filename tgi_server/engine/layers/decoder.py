@@ -37,32 +37,39 @@ class AttentionHeads:
 class FusedLayer(nn.Module):
     """A pre-norm decoder layer with the query, key and value projections joined into one.
 
+    names: of each linear layer, the names in the layer of `transformers` of those that it is made of.
     head_norms: those of each query head and of each key head; empty where there are none.
     up: in a gated layer it is the gate's projection and the up projection joined, the gate's first.
-    names: of each linear layer, the names in the layer of `transformers` of those that it is made of.
     """
 
-    gated: bool
+    gated: ClassVar[bool] = True
     names: ClassVar[Mapping[str, tuple[str, ...]]]
 
     attention_norm: Norm
     feed_forward_norm: Norm
+    qkv: PackedLinear
+    output: PackedLinear | RowParallel
     up: PackedLinear
     down: PackedLinear | RowParallel
 
-    def __init__(
-        self, layer: Any, output: nn.Linear | RowParallel, variant: AttentionVariant, linear: LinearFactory
-    ) -> None:
+    def __init__(self, layer: Any, variant: AttentionVariant, linear: LinearFactory) -> None:
         super().__init__()
+        for attribute, names in self.names.items():
+            setattr(self, attribute, _joined([layer.get_submodule(name) for name in names], linear))
         attention = layer.self_attn
         size = int(attention.head_dim)
-        self.heads = AttentionHeads(attention.q_proj.out_features // size, attention.k_proj.out_features // size, size)
+        heads = _inner(self.output).in_features // size
+        self.heads = AttentionHeads(heads, (self.qkv.out_features // size - heads) // 2, size)
         self.index = int(attention.layer_idx)
-        self.qkv = linear.joined(attention.q_proj, attention.k_proj, attention.v_proj)
         norms = (attention.q_norm, attention.k_norm) if hasattr(attention, "q_norm") else ()
         self.head_norms = nn.ModuleList(map(Norm.of_rms_norm, norms))
-        self.output = _packed(output, linear)
         self.variant = variant
+
+    @classmethod
+    def fits(cls, layer: Any, linear: LinearFactory) -> bool:
+        """Returns True if it computes what the layer does, with linear layers that `linear` makes."""
+        parts = [[_inner(layer.get_submodule(name)) for name in names] for names in cls.names.values()]
+        return all(linear.joins(*modules) if len(modules) > 1 else linear.takes(*modules) for modules in parts)
 
     def forward(
         self,
@@ -90,10 +97,9 @@ class FusedLayer(nn.Module):
         """Yields each linear layer with the names of those that it is made of, and their numbers of outputs."""
         heads, kv_heads, size = self.heads.heads, self.heads.kv_heads, self.heads.size
         for attribute, names in self.names.items():
-            layer = getattr(self, attribute)
-            linear: PackedLinear = layer.inner if isinstance(layer, RowParallel) else layer
+            linear = _inner(getattr(self, attribute))
             outputs = [linear.out_features // len(names)] * len(names)
-            if attribute == "qkv":
+            if names == _QUERY_KEY_VALUE:
                 outputs = [heads * size, kv_heads * size, kv_heads * size]
             yield linear, list(zip(names, outputs, strict=True))
 
@@ -129,7 +135,6 @@ class FusedLayer(nn.Module):
 class FusedLlamaLayer(FusedLayer):
     """RMS norms, rotary positions, a SiLU-gated feed-forward part: Llama, Mistral, Qwen2, Qwen3."""
 
-    gated = True
     names: ClassVar = {
         "qkv": _QUERY_KEY_VALUE,
         "output": ("self_attn.o_proj",),
@@ -138,18 +143,28 @@ class FusedLlamaLayer(FusedLayer):
     }
 
     def __init__(self, layer: Any, variant: AttentionVariant, linear: LinearFactory) -> None:
-        super().__init__(layer, layer.self_attn.o_proj, variant, linear)
+        super().__init__(layer, variant, linear)
         self.attention_norm = Norm.of_rms_norm(layer.input_layernorm)
         self.feed_forward_norm = Norm.of_rms_norm(layer.post_attention_layernorm)
-        self.up = linear.joined(layer.mlp.gate_proj, layer.mlp.up_proj)
-        self.down = _packed(layer.mlp.down_proj, linear)
 
-    @staticmethod
-    def fits(layer: Any, linear: LinearFactory) -> bool:
-        attention, mlp = layer.self_attn, layer.mlp
-        if hasattr(mlp, "experts") or not _is_silu(mlp.act_fn):
+    @classmethod
+    def fits(cls, layer: Any, linear: LinearFactory) -> bool:
+        if hasattr(layer.mlp, "experts"):
             return False
-        return _takes(linear, attention, attention.o_proj, mlp.down_proj) and linear.joins(mlp.gate_proj, mlp.up_proj)
+        activation = layer.mlp.activation_fn if hasattr(layer.mlp, "activation_fn") else layer.mlp.act_fn
+        known = isinstance(activation, nn.SiLU) or type(activation).__name__ == "SiLUActivation"
+        return known and super().fits(layer, linear)
+
+
+class FusedPhi3Layer(FusedLlamaLayer):
+    """A layer of Llama's kind whose checkpoint has the projections joined already: Phi-3."""
+
+    names: ClassVar = {
+        "qkv": ("self_attn.qkv_proj",),
+        "output": ("self_attn.o_proj",),
+        "up": ("mlp.gate_up_proj",),
+        "down": ("mlp.down_proj",),
+    }
 
 
 class FusedMixtureLayer(FusedLayer):
@@ -158,14 +173,17 @@ class FusedMixtureLayer(FusedLayer):
     mlp: the module of `transformers`; its experts may be packed.
     """
 
-    gated = True
     names: ClassVar = {"qkv": _QUERY_KEY_VALUE, "output": ("self_attn.o_proj",)}
 
     def __init__(self, layer: Any, variant: AttentionVariant, linear: LinearFactory) -> None:
-        super().__init__(layer, layer.self_attn.o_proj, variant, linear)
+        super().__init__(layer, variant, linear)
         self.attention_norm = Norm.of_rms_norm(layer.input_layernorm)
         self.feed_forward_norm = Norm.of_rms_norm(layer.post_attention_layernorm)
         self.mlp = layer.mlp
+
+    @classmethod
+    def fits(cls, layer: Any, linear: LinearFactory) -> bool:
+        return hasattr(layer.mlp, "experts") and super().fits(layer, linear)
 
     def feed_forward_kernels(self) -> tuple[list[Any], Any] | None:
         router, experts = getattr(self.mlp, "gate", None) or self.mlp.router, self.mlp.experts
@@ -182,10 +200,6 @@ class FusedMixtureLayer(FusedLayer):
         output = self.mlp(x.unsqueeze(0))
         output = output[0] if isinstance(output, tuple) else output  # beside it, what the router says
         return residual + output[0]
-
-    @staticmethod
-    def fits(layer: Any, linear: LinearFactory) -> bool:
-        return hasattr(layer.mlp, "experts") and _takes(linear, layer.self_attn, layer.self_attn.o_proj)
 
 
 class FusedGptOssLayer(FusedMixtureLayer):
@@ -216,33 +230,29 @@ class FusedOptLayer(FusedLayer):
     }
 
     def __init__(self, layer: Any, variant: AttentionVariant, linear: LinearFactory) -> None:
-        super().__init__(layer, layer.self_attn.out_proj, replace(variant, scaling=layer.self_attn.scaling), linear)
+        super().__init__(layer, replace(variant, scaling=layer.self_attn.scaling), linear)
         self.attention_norm = Norm.of_layer_norm(layer.self_attn_layer_norm)
         self.feed_forward_norm = Norm.of_layer_norm(layer.final_layer_norm)
-        self.up = linear(layer.fc1)
-        self.down = _packed(layer.fc2, linear)
 
-    @staticmethod
-    def fits(layer: Any, linear: LinearFactory) -> bool:
+    @classmethod
+    def fits(cls, layer: Any, linear: LinearFactory) -> bool:
         plain_norms = layer.final_layer_norm.weight is not None and layer.final_layer_norm.bias is not None
         known = bool(layer.do_layer_norm_before) and isinstance(layer.activation_fn, nn.ReLU) and plain_norms
-        return known and _takes(linear, layer.self_attn, layer.self_attn.out_proj, layer.fc1, layer.fc2)
+        return known and super().fits(layer, linear)
 
 
-def _is_silu(activation: Any) -> bool:
-    return isinstance(activation, nn.SiLU) or type(activation).__name__ == "SiLUActivation"
+def _inner(module: Any) -> Any:
+    """Returns the linear layer of a part of which each shard computes a part of the sum, or else the part."""
+    return module.inner if isinstance(module, RowParallel) else module
 
 
-def _takes(linear: LinearFactory, attention: Any, *modules: nn.Module) -> bool:
-    """Returns True if it makes one layer of an attention's projections, and one of each of these modules."""
-    inner = [module.inner if isinstance(module, RowParallel) else module for module in modules]
-    return linear.joins(attention.q_proj, attention.k_proj, attention.v_proj) and all(map(linear.takes, inner))
-
-
-def _packed(layer: nn.Linear | RowParallel, linear: LinearFactory) -> PackedLinear | RowParallel:
-    if isinstance(layer, RowParallel):
-        return RowParallel(linear(layer.inner), layer.group, layer.share)
-    return linear(layer)
+def _joined(modules: list[Any], linear: LinearFactory) -> PackedLinear | RowParallel:
+    """Returns one layer for linear layers with the same input."""
+    if len(modules) > 1:
+        return linear.joined(*modules)
+    (module,) = modules
+    made = linear(_inner(module))
+    return RowParallel(made, module.group, module.share) if isinstance(module, RowParallel) else made
 
 
 def _kernel(layer: nn.Module) -> Any:
@@ -251,12 +261,13 @@ def _kernel(layer: nn.Module) -> Any:
 
 
 # By the class of `transformers` whose place they take.
-FUSED_LAYERS: dict[str, tuple[type[FusedLlamaLayer | FusedMixtureLayer | FusedOptLayer], ...]] = {
+FUSED_LAYERS: dict[str, tuple[type[FusedLayer], ...]] = {
     "GptOssDecoderLayer": (FusedGptOssLayer,),
     "LlamaDecoderLayer": (FusedLlamaLayer,),
     "MistralDecoderLayer": (FusedLlamaLayer,),
     "MixtralDecoderLayer": (FusedMixtureLayer,),
     "OPTDecoderLayer": (FusedOptLayer,),
+    "Phi3DecoderLayer": (FusedPhi3Layer,),
     "Qwen2DecoderLayer": (FusedLlamaLayer,),
     "Qwen3DecoderLayer": (FusedLlamaLayer,),
     "Qwen3MoeDecoderLayer": (FusedMixtureLayer, FusedLlamaLayer),

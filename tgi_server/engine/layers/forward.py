@@ -227,6 +227,7 @@ _FORWARDS: dict[str, type[Forward]] = {
     "MistralForCausalLM": _LlamaForward,
     "MixtralForCausalLM": _LlamaForward,
     "OPTForCausalLM": _OptForward,
+    "Phi3ForCausalLM": _LlamaForward,
     "Qwen2ForCausalLM": _LlamaForward,
     "Qwen3ForCausalLM": _LlamaForward,
     "Qwen3MoeForCausalLM": _LlamaForward,

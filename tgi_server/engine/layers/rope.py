@@ -41,8 +41,9 @@ class RotaryTable:
         """
         if _depends(_kind(self._rope)):
             return None
-        if self._rope.inv_freq is not self._frequencies:
-            self._frequencies, self._tables = self._rope.inv_freq, []
+        frequencies = self._rope.inv_freq  # which may have changed in place
+        if self._frequencies is None or not torch.equal(frequencies, self._frequencies):
+            self._frequencies, self._tables = frequencies.clone(), []
         known = len(self._tables[0]) if self._tables else 0
         if length > known:
             missing = torch.arange(known, -(-length // _TABLE_STEP) * _TABLE_STEP, device=like.device)

@@ -88,7 +88,7 @@ def test_the_last_layer_computes_what_is_wanted(
 
 
 @pytest.mark.parametrize("greedy", [None, GreedyOnly(None)])
-@pytest.mark.parametrize("name", ["llama", "opt", "qwen2", "qwen3", "qwen3_moe", "mixtral", "gpt_oss"])
+@pytest.mark.parametrize("name", ["llama", "opt", "qwen2", "qwen3", "qwen3_moe", "mixtral", "gpt_oss", "phi3"])
 def test_a_pass_in_one_call_computes_what_its_parts_do(name: str, greedy: GreedyOnly | None, tmp_path: Path) -> None:
     folder = make(name, tmp_path)
     with torch.inference_mode():
@@ -127,7 +127,7 @@ def decode(runner: Runner, *, greedy: bool) -> tuple[list[Tensor], bool]:
 
 
 @pytest.mark.parametrize("greedy", [True, False])
-@pytest.mark.parametrize("name", ["llama", "opt", "qwen2", "qwen3", "qwen3_moe", "mixtral", "gpt_oss"])
+@pytest.mark.parametrize("name", ["llama", "opt", "qwen2", "qwen3", "qwen3_moe", "mixtral", "gpt_oss", "phi3"])
 def test_a_step_in_one_call_computes_what_its_parts_do(name: str, greedy: bool, tmp_path: Path) -> None:
     folder = make(name, tmp_path)
     with torch.inference_mode():

@@ -87,12 +87,12 @@ def test_each_type_of_layer_has_frequencies_of_its_own() -> None:
     assert torch.equal(module.sliding_attention_inv_freq, before["sliding_attention"])
 
 
-@pytest.mark.parametrize("architecture", ["llama", "llama_dynamic"])
+@pytest.mark.parametrize("architecture", ["llama", "llama_dynamic", "phi3_longrope"])
 def test_a_table_has_what_the_embedding_computes(architecture) -> None:
     model = build(architecture)
     table, rope = RotaryTable(model.model.rotary_emb), LengthDependentRope(model)
     hidden = torch.zeros(1, dtype=torch.bfloat16)
-    for length in (40, 5000, 96):  # a table that is made, longer than it was, and, where it depends on that, made anew
+    for length in (40, 5000, 96, 20):  # a table that is made, longer, and made anew where it depends on the length
         rope.fix(length)
         positions = torch.tensor([[length - 1, 3, 0, length // 2]])
         for found, expected in zip(
