@@ -133,7 +133,7 @@ at::Tensor Experts::sum(const at::Tensor& x, const std::vector<Choice>& choices,
   }
   at::Tensor sums = at::empty(x.sizes(), x.options().dtype(at::kFloat)), output = at::empty(x.sizes(), x.options());
   float* total = sums.mutable_data_ptr<float>();
-  by_dtype(output, [&]<typename T>(T* ) {
+  by_dtype(output, [&]<typename T>(T*) {
     if (residual) convert(residual->const_data_ptr<T>(), total, sums.numel());
     else std::memset(total, 0, sums.nbytes());
   });
