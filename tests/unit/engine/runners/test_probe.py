@@ -15,12 +15,14 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    PreTrainedModel,
 )
 from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotary_pos_emb, repeat_kv
 
 from tests.tiny_models import build, make
 from tests.unit.engine.requests import expected_tokens, generate_together, load_engine, prompts
 from tgi_server.engine import Engine, EngineConfig
+from tgi_server.engine.attention.gather import GatherAttention
 from tgi_server.engine.runners.probe import logits_error, probe_kv_shape
 
 TEXTS = prompts((1, 70, 5, 33, 2, 17))
@@ -155,3 +157,29 @@ def test_one_row_may_differ_where_the_last_bit_may_choose_an_expert() -> None:
 @pytest.mark.parametrize("architecture", ["bloom", "falcon_rw", "gemma2", "mixtral", "qwen3_moe"])
 def test_in_bfloat16_a_model_takes_the_same_path(architecture, tmp_path) -> None:
     assert Engine(EngineConfig(make(architecture, tmp_path), dtype=torch.bfloat16)).info.paged
+
+
+def undecided() -> PreTrainedModel:
+    """A mixture in bfloat16 whose router lets the last bits of numbers choose experts."""
+    layers = ["sliding_attention", "full_attention"] * 8
+    return build(
+        "gpt_oss", num_hidden_layers=16, layer_types=layers, num_local_experts=32, num_experts_per_tok=4
+    ).bfloat16()
+
+
+def test_a_mixture_whose_experts_the_last_bit_chooses_takes_the_paged_path() -> None:
+    with torch.inference_mode():
+        assert probe_kv_shape(undecided()) is not None
+
+
+def test_noise_does_not_hide_what_is_wrong(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    caplog.set_level(logging.INFO)
+    attend = GatherAttention.attend
+
+    def attend_to_the_contrary(self, layer, query, metadata, variant):
+        return attend(self, layer, -query, metadata, variant)
+
+    monkeypatch.setattr(GatherAttention, "attend", attend_to_the_contrary)
+    with torch.inference_mode():
+        assert probe_kv_shape(undecided()) is None
+    assert "its logits differ by" in caplog.text
