@@ -1,13 +1,13 @@
 """Rounds the weights of an unquantised checkpoint as they are read, one tensor after the other."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from tgi_server.engine.quantization.source import Files, QuantizedSource
+from tgi_server.engine.quantization.source import Files, QuantizedSource, StackedSource, TensorSource
 from tgi_server.engine.quantization.weight import LINE, QuantizedWeight
 
 Rounding = Callable[[Tensor], QuantizedWeight]
@@ -92,13 +92,20 @@ ROUNDINGS: dict[str, tuple[str, Rounding]] = {
 }
 
 
-def sources(files: Files, rounding: Rounding) -> list[QuantizedSource]:
-    """Returns a source for every matrix of a checkpoint."""
-    return [
-        _RoundedSource(name, files, rounding)
-        for name, file in files.items()
-        if name.endswith(".weight") and len(file.get_shape()) == 2
-    ]
+# The ends of the names of tensors that have the weights of all experts of a layer.
+_STACKED = (".experts.gate_up_proj", ".experts.down_proj")
+
+
+def sources(files: Files, rounding: Rounding) -> list[TensorSource]:
+    """Returns a source for every matrix of a checkpoint, and for every tensor of all experts of a layer."""
+    found: list[TensorSource] = []
+    for name, file in files.items():
+        dimensions = len(file.get_shape())
+        if name.endswith(".weight") and dimensions == 2:
+            found.append(_RoundedSource(name, files, rounding))
+        elif name.endswith(_STACKED) and dimensions == 3:
+            found.append(_RoundedStack(name, files, rounding))
+    return found
 
 
 class _RoundedSource(QuantizedSource):
@@ -111,6 +118,23 @@ class _RoundedSource(QuantizedSource):
         return self.size(self.name)
 
     def read(self) -> QuantizedWeight:
-        weight = self.tensor(self.name)
-        parts = weight.split(max(1, ROUNDED_AT_ONCE // weight.shape[1]))
-        return QuantizedWeight.joined([self._rounding(part.float()) for part in parts])
+        return _rounded(self.tensor(self.name), self._rounding)
+
+
+class _RoundedStack(StackedSource):
+    def __init__(self, name: str, files: Files, rounding: Rounding) -> None:
+        super().__init__(name, (name,), files)
+        self._rounding = rounding
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.size(self.name, 3)
+
+    def weights(self) -> Iterator[QuantizedWeight]:
+        for expert in range(self.shape[0]):
+            yield _rounded(self._files[self.name][expert].T, self._rounding)
+
+
+def _rounded(weight: Tensor, rounding: Rounding) -> QuantizedWeight:
+    parts = weight.split(max(1, ROUNDED_AT_ONCE // weight.shape[1]))
+    return QuantizedWeight.joined([rounding(part.float()) for part in parts])

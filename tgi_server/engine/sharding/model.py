@@ -211,7 +211,7 @@ def _experts(model: PreTrainedModel, tensors: Checkpoint) -> dict[str, _Kept]:
         numbers = range(len(cast(Any, module).down_proj))
         together = [_named(model, tensors, f"{path}.{name}") for name in ("gate_up_proj", "down_proj")]
         stacked = [tensor for tensor in together if isinstance(tensor, QuantizedTensor) and tensor.stacked]
-        if len(stacked) == len(together):
+        if len(stacked) == len(together) and cast(Any, module).is_transposed:
             places = [[f"{path}.{place.format(n)}" for n in numbers] for place in ("gate_up.{}.0", "down.{}")]
             found[path] = list(zip(stacked, places, strict=True))
         for names in _EXPERT_NAMES:

@@ -33,10 +33,16 @@ def dense_experts(model: PreTrainedModel) -> list[str]:
 def round_experts(file: Path, name: str) -> None:
     """Writes what `--quantize name` makes of all linear layers but head and routers."""
     tensors = load_file(file)
+    rounding = ROUNDINGS[name][1]
     rounded = {
-        path: ROUNDINGS[name][1](tensor).dense()
+        path: rounding(tensor).dense()
         for path, tensor in tensors.items()
         if path.endswith(("_proj.weight", "w1.weight", "w2.weight", "w3.weight"))
+    }
+    rounded |= {
+        path: torch.stack([rounding(weight.T).dense().T for weight in tensor]).contiguous()
+        for path, tensor in tensors.items()
+        if tensor.dim() == 3
     }
     save_file(tensors | rounded, file)
 
@@ -58,7 +64,7 @@ def test_experts_of_which_one_is_not_quantised_are_dense_and_right(tmp_path) -> 
     assert generate_together(load_engine(quantized), TEXTS) == generate_together(load_engine(dense), TEXTS)
 
 
-@pytest.mark.parametrize("architecture", ["mixtral", pytest.param("qwen3_moe", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("architecture", ["gpt_oss", "mixtral", pytest.param("qwen3_moe", marks=pytest.mark.slow)])
 def test_experts_of_a_dense_checkpoint_are_rounded_while_it_is_loaded(architecture, tmp_path) -> None:
     folder = make(architecture, tmp_path)
     assert not dense_experts(load(folder, "int4"))

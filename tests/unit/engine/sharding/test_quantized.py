@@ -57,8 +57,11 @@ def test_shards_cache_in_8_bits_what_the_whole_model_does(name, ranks_of: RanksO
     assert ranks_of(2).run(cached_in_8_bits, folder, name) == [expected, expected]
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) for name in ROUNDINGS if name != "int8"])
-def test_shards_round_as_the_whole_model_does(name, ranks_of: RanksOf, tmp_path) -> None:
-    folder = make("llama", tmp_path)
+_ROUNDED = [*((name, "llama") for name in ROUNDINGS if name != "int8"), ("int4", "gpt_oss"), ("int4", "mixtral")]
+
+
+@pytest.mark.parametrize(("name", "architecture"), [pytest.param(*each, marks=pytest.mark.slow) for each in _ROUNDED])
+def test_shards_round_as_the_whole_model_does(name, architecture, ranks_of: RanksOf, tmp_path) -> None:
+    folder = make(architecture, tmp_path)
     expected = tokens(None, folder, name)
     assert ranks_of(2).run(tokens, folder, name) == [expected, expected]
