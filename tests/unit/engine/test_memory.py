@@ -60,7 +60,7 @@ def test_large_tensors_leave_no_gaps_where_memory_is_kept_apart() -> None:
             large = torch.ones(MIB)
             kept.append(large[:512].clone())
             del large
-    assert own_bytes() - before < 16 * MIB
+    assert own_bytes() - before < 64 * MIB  # gaps would be 200 MiB; an earlier test's cache may still grow
 
 
 def test_memory_that_adapters_will_need_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
