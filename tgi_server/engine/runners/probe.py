@@ -102,8 +102,7 @@ def probe_kv_shape(model: PreTrainedModel, group: ShardGroup | None = None) -> K
         reason: str | None = f"its attention cannot be replaced ({type(error).__name__}: {error})"
     else:
         reason = _objection(model, recorder, expected, actual)
-        if reason is None:
-            reason = _difference(model, expected, actual, lambda: _run(model, recorder))
+        reason = reason or _difference(model, expected, actual, lambda: _run(model, recorder))
     if group is not None:
         reason = next(filter(None, group.exchange(reason or "")), None)
     if reason is None:
@@ -136,9 +135,8 @@ class LogitsProbe:
         recorder = _Recorder(model, self._length or 1, kv_format)
         self._tolerance = TOLERANCE[model.dtype] + (_FP8_TOLERANCE if recorder.kv_format.fp8 else 0)
         self._expected = self._logits(recorder)
-        if any(isinstance(module, Experts) or Experts.fits(module) for module in model.modules()):
-            noise = _noise_tolerance(model, self._expected, lambda: self._logits(recorder))
-            self._tolerance = max(self._tolerance, noise)
+        noise = _noise_tolerance(model, self._expected, lambda: self._logits(recorder))
+        self._tolerance = max(self._tolerance, noise)
         self.variants = recorder.variants
 
     def fault(self, backend: AttentionBackend, name: str, rounding: float = 0.0) -> str | None:
@@ -299,15 +297,16 @@ def _difference(model: PreTrainedModel, expected: Tensor, actual: Tensor, again:
 
 
 def _noise_tolerance(model: PreTrainedModel, logits: Tensor, again: Callable[[], Tensor]) -> float:
-    """Returns what difference of a model's logits says nothing, since rounding alone can make it.
+    """Returns what difference of a mixture's logits says nothing, since rounding alone can make it; else 0.
 
     In a mixture of experts whose router is undecided, the last bit of a number may choose other experts in many layers.
     So the logits are computed anew from embeddings that are a last bit off; in float32 they need not be.
     again: does so.
     """
-    step = torch.finfo(model.dtype).eps
-    if model.dtype is torch.float32:
+    mixture = any(isinstance(module, Experts) or Experts.fits(module) for module in model.modules())
+    if not mixture or model.dtype is torch.float32:
         return 0.0
+    step = torch.finfo(model.dtype).eps
 
     def round_otherwise(_: Any, __: Any, embedded: Tensor) -> Tensor:
         signs = torch.ones_like(embedded)
