@@ -9,9 +9,9 @@ UNMEASURED_TOKENS = 512
 # The target for the gap between two tokens of a reply, in steps without prompts. Two thirds of such a step are left to
 # prompts, so these are computed nearly as fast as alone.
 _TARGET_STEPS = 3.0
-# When a crowd comes while few replies run, the target is longer, but at most so many times: short steps would make all
-# others wait, and the more of them there are, the fewer are those whose gap is a long one.
-_MOST_FOR_A_CROWD = 16.0
+# When a crowd comes while few replies run, the target is longer, for short steps would make all others wait, and the more
+# of them there are, the fewer are those whose gap is a long one. But it is no longer than this for their sake.
+_LONGEST_FOR_A_CROWD_S = 0.5
 # Steps that an estimate is the median of: a step that something else held up does not count, and a change soon does.
 _RECENT_STEPS = 15
 
@@ -51,12 +51,13 @@ class PromptPace:
         They fill whole KV blocks, at least one, so that prompts always progress.
 
         expected: replies once all that wait for their first token have it. The default target is that of so many, and
-        longer by the square of the share of them that runs already.
+        longer by the square of the share of them that runs already, up to half a second.
         """
         decode_s, goal_s = self._decoding(replies), self._target_gap_s
         expected = max(replies, expected)
         if goal_s is None and (expected_s := self._decoding(expected)) is not None:
-            goal_s = _TARGET_STEPS * expected_s * min(_MOST_FOR_A_CROWD, (expected / replies) ** 2)
+            goal_s = _TARGET_STEPS * expected_s
+            goal_s = max(goal_s, min(_LONGEST_FOR_A_CROWD_S, goal_s * (expected / replies) ** 2))
         if decode_s is None or goal_s is None or not self._token_s:
             return min(UNMEASURED_TOKENS, self._max_tokens)
         token_s = median(self._token_s)

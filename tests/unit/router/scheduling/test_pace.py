@@ -59,8 +59,15 @@ def test_the_few_do_not_make_a_crowd_wait() -> None:
     alone, few, half, most = (pace.tokens_beside(*each) for each in ((1, 1), (1, 40), (20, 40), (39, 40)))
     assert alone < most < half < few
     assert CPU(39, most) <= 3 * CPU(40, 0) * (40 / 39) ** 2
-    assert CPU(20, half) <= 12 * CPU(40, 0)
-    assert CPU(1, few) <= 16 * 3 * CPU(40, 0)
+    assert CPU(20, half) <= 0.5
+    assert CPU(1, few) <= 0.5
+
+
+def test_a_crowd_makes_no_gap_longer_where_steps_take_long_anyway() -> None:
+    slow = _machine(0.1, 0.01, 0.005)
+    pace = _used(PromptPace(100_000, 16), slow, 1, 40)
+    assert slow(1, pace.tokens_beside(1, 40)) <= 3 * slow(40, 0)
+    assert pace.tokens_beside(20, 40) == pace.tokens_beside(40, 40)
 
 
 def test_a_target_that_was_set_is_kept_for_the_few_too() -> None:
