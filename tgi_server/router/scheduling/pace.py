@@ -9,7 +9,7 @@ UNMEASURED_TOKENS = 512
 # The target for the gap between two tokens of a reply, in steps without prompts. Two thirds of such a step are left to
 # prompts, so these are computed nearly as fast as alone.
 _TARGET_STEPS = 3.0
-# When a crowd comes while few replies run, the target is longer, for short steps would make all others wait, and the more
+# When a crowd comes while few replies run, the target is longer: short steps would make all others wait, and the more
 # of them there are, the fewer are those whose gap is a long one. But it is no longer than this for their sake.
 _LONGEST_FOR_A_CROWD_S = 0.5
 # Steps that an estimate is the median of: a step that something else held up does not count, and a change soon does.
