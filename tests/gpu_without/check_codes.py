@@ -19,8 +19,9 @@ from tgi_server.engine.linear.gpu import fault_of, gpu_linear_factory
 from tgi_server.engine.linear.scaled import ScaledLinear, rounded
 from tgi_server.engine.linear.triton_codes import TritonLinear
 from tgi_server.engine.quantization import QuantizedLinear, QuantizedWeight
+from tgi_server.engine.quantization.weight import paired
 from tgi_server.engine.runners import prove_kernels
-from tgi_server.engine.runners.probe import LogitsProbe, probe_kv_shape
+from tgi_server.engine.runners.probe import LogitsProbe, probe_paged_path
 from tgi_server.engine.weights import load_model
 
 ERROR = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
@@ -84,7 +85,7 @@ def test_groups_may_have_any_inputs_in_any_order(kind: str, missing: int | None)
 def test_mxfp4() -> None:
     scales = torch.randint(-5, 3, (24, 3)).float().exp2()
     codes = torch.randint(0, 16, (24, 96), dtype=torch.uint8)
-    weight = QuantizedWeight.of(codes, scales, codebook=MXFP4)
+    weight = QuantizedWeight.of(paired(codes), scales, codebook=MXFP4)
     check(TritonLinear(weight), weight.dense(), None, 5, torch.float32)
 
 
@@ -157,10 +158,10 @@ def test_models_are_computed_by_the_kernels(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
     monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
     model = quantized(layout, tmp_path, architecture, dtype)
-    shape = probe_kv_shape(model)
-    assert shape is not None
+    probe = probe_paged_path(model)
+    assert probe is not None
     before = LogitsProbe(model, long=True)
-    backend = CudaAttention(shape, model.device, model.dtype)
+    backend = CudaAttention(probe.shape, model.device, model.dtype)
     proved, linears, fallbacks = prove_kernels(model, backend)
     assert (proved, fallbacks, str(linears)) == (backend, [], kernels)
     assert any(isinstance(module, FusedLayer) for module in model.modules()) is (architecture in ("llama", "opt"))
@@ -183,9 +184,9 @@ def test_a_kernel_that_is_wrong_or_fails_is_not_used(tmp_path: Path, monkeypatch
     linears, reasons = gpu_linear_factory(model, model.dtype)
     assert str(linears) == "torch"
     assert "triton is off by 1" in reasons[1]
-    shape = probe_kv_shape(model)
-    assert shape is not None
-    backend = CudaAttention(shape, model.device, model.dtype)
+    probe = probe_paged_path(model)
+    assert probe is not None
+    backend = CudaAttention(probe.shape, model.device, model.dtype)
     assert prove_kernels(model, backend)[2] == reasons
     assert sum(isinstance(module, QuantizedLinear) for module in model.modules()) == 14
 

@@ -17,7 +17,7 @@ from tgi_server.engine.attention.gather import GatherAttention
 from tgi_server.engine.runners import paged, prompt_graphs
 from tgi_server.engine.runners.base import PromptChunk
 from tgi_server.engine.runners.paged import PagedRunner
-from tgi_server.engine.runners.probe import probe_kv_shape
+from tgi_server.engine.runners.probe import probe_paged_path
 from tgi_server.engine.sequence import RunningSequence
 
 ROWS = 4
@@ -65,9 +65,10 @@ class Steps:
 
     def __init__(self, architecture: str, kind: type[AttentionBackend]) -> None:
         model = build(architecture)
-        shape = probe_kv_shape(model)
-        assert shape is not None
-        self.runner = PagedRunner(model, kind(shape, model.device, model.dtype), 0.9, 1 << 24, graph_sizes=(ROWS,))
+        probe = probe_paged_path(model)
+        assert probe is not None
+        backend = kind(probe.shape, model.device, model.dtype)
+        self.runner = PagedRunner(model, backend, 0.9, 1 << 24, graph_sizes=(ROWS,))
         self.runner.warm_up(ROWS, 64, 128, 512)
         self.logits: list[torch.Tensor] = []
         self.likeliest: list[torch.Tensor | None] = []

@@ -16,7 +16,7 @@ from tgi_server.engine.layers.decoder import FusedLayer
 from tgi_server.engine.linear import LinearFactory
 from tgi_server.engine.linear.blas import BlasLinear
 from tgi_server.engine.runners import probe, prove_kernels
-from tgi_server.engine.runners.probe import LogitsProbe, probe_kv_shape
+from tgi_server.engine.runners.probe import LogitsProbe, probe_paged_path
 
 ERROR = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 MOST_KERNELS = 12
@@ -57,9 +57,9 @@ def test_the_gate(dtype: torch.dtype) -> None:
 
 def fused(architecture: str, **settings: Any) -> tuple[Any, CudaAttention]:
     model = build(architecture, **settings)
-    shape = probe_kv_shape(model)
-    assert shape is not None
-    backend = CudaAttention(shape, model.device, model.dtype)
+    probe = probe_paged_path(model)
+    assert probe is not None
+    backend = CudaAttention(probe.shape, model.device, model.dtype)
     before = LogitsProbe(model, long=True)
     proved, _, fallbacks = prove_kernels(model, backend)
     assert (proved, fallbacks) == (backend, [])
@@ -115,9 +115,9 @@ def test_a_model_of_fused_layers_has_few_kernels(architecture: str, monkeypatch:
 
 def test_a_layer_that_computes_something_else_is_put_back() -> None:
     model = build("llama")
-    shape = probe_kv_shape(model)
-    assert shape is not None
-    backend = CudaAttention(shape, model.device, model.dtype)
+    probe = probe_paged_path(model)
+    assert probe is not None
+    backend = CudaAttention(probe.shape, model.device, model.dtype)
     before = LogitsProbe(model, long=True)
 
     class Wrong(BlasLinear):

@@ -190,7 +190,8 @@ def _quantize(model: PreTrainedModel, kind: str) -> None:
         scales = torch.empty(shape[0], -(-shape[1] // _GROUP) if kind == "int4" else 1)
         layer = QuantizedLinear(module)
         if kind == "int4":
-            layer.fill(QuantizedWeight(torch.empty(shape, dtype=torch.uint8), torch.empty(16), scales, scales, groups))
+            pairs = torch.empty(shape[0], -(-shape[1] // 2), dtype=torch.uint8)
+            layer.fill(QuantizedWeight(pairs, torch.empty(16), scales, scales, groups))
         else:
             layer.fill(QuantizedWeight(torch.empty(shape, dtype=torch.float8_e4m3fn), None, scales, None, groups))
         model.set_submodule(path, layer)

@@ -5,7 +5,9 @@ import ctypes
 import gc
 import math
 import mmap
+import sys
 import time
+from bisect import bisect
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +25,7 @@ CUDA_SHARE = 0.95
 # The share that the KV cache takes of the RAM that is free after loading. The rest is left to activations and to other
 # processes.
 CPU_SHARE = 0.3
+_WORTH_GIVING_BACK = 32 << 20
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of malloc.h
 
 
@@ -127,6 +130,31 @@ def forget_pages(tensors: Iterable[Tensor]) -> None:
         _forget_pages(tensor, files)
 
 
+class Leftovers:
+    """Tensors that nobody needs any more; their memory goes back to the system when enough have come together.
+
+    To give it back takes milliseconds, and a model may have tens of thousands of tensors.
+    """
+
+    def __init__(self) -> None:
+        self._tensors: list[Tensor] = []
+        self._bytes = 0
+
+    def add(self, tensors: Iterable[Tensor]) -> None:
+        """tensors: of a file, or in memory of their own that is freed once nothing else has them."""
+        for tensor in tensors:
+            self._tensors.append(tensor)
+            self._bytes += tensor.nbytes
+        if self._bytes >= _WORTH_GIVING_BACK:
+            self.give_back()
+
+    def give_back(self) -> None:
+        tensors, self._tensors, self._bytes = self._tensors, [], 0
+        forget_pages(tensors)
+        tensors.clear()
+        give_back()
+
+
 def read_once(tensor: Tensor, rows: int) -> Iterator[Tensor]:
     """Yields so many rows of a tensor at a time, and forgets the pages of a file in which they lie before the next."""
     files = _mapped_files()
@@ -138,12 +166,16 @@ def read_once(tensor: Tensor, rows: int) -> Iterator[Tensor]:
 def _forget_pages(tensor: Tensor, files: Sequence[tuple[int, int]]) -> None:
     start = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     end = (tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
-    if start < end and any(first <= start and end <= last for first, last in files):
+    place = bisect(files, (start, sys.maxsize)) - 1
+    if start < end and place >= 0 and end <= files[place][1]:
         _LIBC.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), mmap.MADV_DONTNEED)
 
 
 def _mapped_files() -> list[tuple[int, int]]:
-    """Returns where in this process's memory there are files, from the first to behind the last byte; Linux tells."""
+    """Returns where in this process's memory there are files, from the first to behind the last byte, in order.
+
+    Linux tells.
+    """
     ranges = []
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/maps").read_text().splitlines():

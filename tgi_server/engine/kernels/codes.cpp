@@ -8,6 +8,7 @@
 
 #include <array>
 #include <cstdint>
+#include <cstring>
 #include <span>
 #include <string>
 #include <vector>
@@ -26,31 +27,76 @@ namespace {
 
 constexpr int64_t BITS_OF_WORD = 32;
 
-// codes: [outputs, inputs] uint8, of so many bits. order: the input that stands at each place, or -1 for none.
+// The word of codes that follow each other, those of 4 bits in pairs, the first in the low bits.
+template <int BITS>
+uint32_t word_of(const uint8_t* codes) {
+  uint32_t in_order;
+  std::memcpy(&in_order, codes, sizeof(in_order));
+  const auto every_second = [](uint32_t word) {  // side by side, in the lower half
+    if constexpr (BITS == 8) return (word & 0xFF) | (word >> 8 & 0xFF00);
+    word &= 0x0F0F0F0F;
+    word = (word | word >> 4) & 0x00FF00FF;
+    return (word | word >> 8) & 0xFFFF;
+  };
+  return every_second(in_order) | every_second(in_order >> BITS) << 16;
+}
+
+// The word of the codes of these inputs, -1 for none.
+template <int BITS>
+uint32_t gathered_word(const uint8_t* codes, const int32_t* inputs) {
+  constexpr int OF_WORD = BITS_OF_WORD / BITS, OF_BYTE = 8 / BITS;
+  uint32_t word = 0;
+  for (int step = 0; step < OF_WORD; ++step)
+    if (const int32_t k = inputs[step]; k >= 0) {
+      const uint32_t code = codes[k / OF_BYTE] >> (k % OF_BYTE * BITS) & ((1u << BITS) - 1);
+      word |= code << (place_in_word(step, OF_WORD) * BITS);
+    }
+  return word;
+}
+
+template <int BITS>
+void pack_codes(const at::Tensor& codes, const at::Tensor& order, at::Tensor& packed) {
+  constexpr int OF_WORD = BITS_OF_WORD / BITS, OF_BYTE = 8 / BITS;
+  const int64_t outputs = codes.size(0), row = codes.size(1), depth = packed.size(1);
+  const uint8_t* from = codes.const_data_ptr<uint8_t>();
+  const int32_t* inputs = order.const_data_ptr<int32_t>();
+  int32_t* to = packed.mutable_data_ptr<int32_t>();
+  std::vector<int64_t> whole(depth, -1);  // where the codes of a word stand as they are given; -1: not side by side
+  for (int64_t word = 0; word < depth; ++word) {
+    const int32_t* own = inputs + word * OF_WORD;
+    bool follow = own[0] >= 0 && own[0] % OF_BYTE == 0;
+    for (int step = 1; step < OF_WORD; ++step) follow = follow && own[step] == own[0] + step;
+    if (follow) whole[word] = own[0] / OF_BYTE;
+  }
+  constexpr int64_t TOGETHER = 16;  // words of an output: a line of the cache
+  for_each_item(packed.size(0), [&, places = whole.data()](int64_t tile) {
+    const int64_t count = std::min<int64_t>(COLUMNS, outputs - tile * COLUMNS);
+    for (int64_t first = 0; first < depth; first += TOGETHER)
+      for (int64_t n = 0; n < count; ++n) {
+        const uint8_t* own = from + (tile * COLUMNS + n) * row;
+        int32_t* column = to + tile * depth * COLUMNS + n;
+        for (int64_t word = first; word < std::min(first + TOGETHER, depth); ++word) {
+          const int64_t place = places[word];
+          column[word * COLUMNS] = static_cast<int32_t>(
+              place >= 0 ? word_of<BITS>(own + place) : gathered_word<BITS>(own, inputs + word * OF_WORD));
+        }
+      }
+  });
+}
+
+// codes: of so many bits, [outputs, inputs] uint8, or [outputs, inputs / 2] of 4 bits, in pairs, the first in the low
+// bits. order: the input that stands at each place, or -1 for none.
 // Returns words, [outputs / COLUMNS, places * bits / 32, COLUMNS] int32.
 at::Tensor codes_pack(const at::Tensor& codes, const at::Tensor& order, int64_t bits) {
-  const int64_t outputs = codes.size(0), inputs = codes.size(1), places = order.size(0), of_word = BITS_OF_WORD / bits;
+  const int64_t outputs = codes.size(0), places = order.size(0), of_word = BITS_OF_WORD / bits;
   TORCH_CHECK(codes.scalar_type() == at::kByte && order.scalar_type() == at::kInt && places % of_word == 0);
-  const int64_t depth = places / of_word;
-  at::Tensor packed = zeros_in_large_pages({parts(outputs, COLUMNS), depth, COLUMNS}, codes.options().dtype(at::kInt));
-  const at::Tensor dense = codes.contiguous();
-  const uint8_t* from = dense.const_data_ptr<uint8_t>();
-  const int32_t* input = order.const_data_ptr<int32_t>();
-  int32_t* to = packed.mutable_data_ptr<int32_t>();
-  for_each_item(outputs, [&](int64_t n) {
-    for (int64_t word = 0; word < depth; ++word) {
-      uint32_t value = 0;
-      for (int step = 0; step < of_word; ++step) {
-        const int32_t k = input[word * of_word + step];
-        if (k >= 0) value |= static_cast<uint32_t>(from[n * inputs + k]) << (place_in_word(step, of_word) * bits);
-      }
-      to[(n / COLUMNS * depth + word) * COLUMNS + n % COLUMNS] = static_cast<int32_t>(value);
-    }
-  });
+  at::Tensor packed = zeros_in_large_pages({parts(outputs, COLUMNS), places / of_word, COLUMNS},
+                                           codes.options().dtype(at::kInt));
+  bits == 4 ? pack_codes<4>(codes.contiguous(), order, packed) : pack_codes<8>(codes.contiguous(), order, packed);
   return packed;
 }
 
-// The codes that codes_pack was given.
+// The codes that codes_pack was given, each in a byte of its own.
 at::Tensor codes_unpack(const at::Tensor& packed, const at::Tensor& order, int64_t outputs, int64_t inputs,
                         int64_t bits) {
   const int64_t depth = packed.size(1), of_word = BITS_OF_WORD / bits;

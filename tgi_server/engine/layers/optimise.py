@@ -17,7 +17,7 @@ from tgi_server.engine.layers.forward import shorten_forward
 from tgi_server.engine.layers.head import ScreenedHead
 from tgi_server.engine.linear import LinearFactory, PackedLinear
 from tgi_server.engine.linear.float import FloatLinear
-from tgi_server.engine.memory import forget_pages, give_back, large_memory_apart
+from tgi_server.engine.memory import Leftovers, forget_pages, large_memory_apart
 from tgi_server.engine.quantization import Experts, QuantizedLinear
 
 logger = logging.getLogger(__name__)
@@ -142,16 +142,25 @@ def _compute_experts_together(model: nn.Module, *, wanted: bool) -> None:
 
 
 def _replace(module: nn.Module, replacement: Callable[[nn.Module], nn.Module | None]) -> None:
+    leftovers = Leftovers()
+    _replace_children(module, replacement, leftovers)
+    leftovers.give_back()
+
+
+def _replace_children(
+    module: nn.Module, replacement: Callable[[nn.Module], nn.Module | None], leftovers: Leftovers
+) -> None:
     for name in [name for name, _ in module.named_children()]:  # which would keep all that it has named
         child = module.get_submodule(name)
         new = replacement(child)
         if new is None:
-            _replace(child, replacement)
+            _replace_children(child, replacement, leftovers)
         else:
             setattr(module, name, new)
-            forget_pages(each.weight for each in child.modules() if isinstance(each, nn.Linear))
-            del child
-            give_back()
+            for each in child.modules():
+                if isinstance(each, nn.Linear | QuantizedLinear):
+                    leftovers.add([*each.parameters(recurse=False), *each.buffers(recurse=False)])
+            del child, each
 
 
 def limit_threads(model: nn.Module) -> None:

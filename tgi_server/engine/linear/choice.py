@@ -109,7 +109,7 @@ class Weights:
 
         def make(outputs: int, inputs: int, table: KernelTable) -> PackedLinear:
             scales = torch.full((outputs, -(-inputs // _GROUP)), 2.0**-7)  # which is narrow, as most are
-            numbers = torch.full((outputs, inputs), 3, dtype=torch.uint8).view(codes)
+            numbers = torch.full((outputs, inputs * bits // 8), 51, dtype=torch.uint8).view(codes)  # 3 and 3 in 4 bits
             zeros = torch.full(scales.shape, CODES / 2 - 1) if kind == "int4" else None  # 8 would stand for none
             weight = QuantizedWeight.of(numbers, scales, zeros, codebook=codebook)
             return CodedLinear(weight, None, table)

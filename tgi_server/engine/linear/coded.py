@@ -23,7 +23,7 @@ class CodedLinear(PackedCodes, KernelLinear):
         self.kind = kind_of(weight)
         self._bits = 8 if weight.codebook is None else 4
         self._codebook, self._groups = weight.codebook, weight.groups
-        codes, zeros = weight.codes.view(torch.uint8), weight.zeros
+        zeros = weight.zeros
         if self.kind == "int4":  # numbers from -8 to 7, stored so much higher
             zeros = (torch.zeros_like(weight.scales) if zeros is None else zeros) - _ADDED
         self._offsets, self._zeros = None, None
@@ -35,7 +35,7 @@ class CodedLinear(PackedCodes, KernelLinear):
             else:
                 self._offsets = _by_tile(-zeros * weight.scales)
         self._order, starts = _arrangement(weight, _WORD_BITS // self._bits)
-        packed = torch.ops.oatmill.codes_pack(codes, self._order, self._bits)
+        packed = torch.ops.oatmill.codes_pack(weight.codes.view(torch.uint8), self._order, self._bits)
         self._scales = _by_tile(narrowed(weight.scales))
         by_kind = torch.classes.oatmill.Codes(
             self.kind,

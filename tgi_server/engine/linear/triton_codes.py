@@ -53,7 +53,7 @@ class TritonLinear(PackedCodes):
     def _pack(self, weight: QuantizedWeight, bias: Tensor | None, kernels: KernelTable | None) -> None:  # type: ignore[override]
         self._kind = kind_of(weight)
         self.block, self._order, self._groups = arrangement(weight.groups)
-        places, codes = self.block * len(self._groups), weight.codes.view(torch.uint8)
+        places, codes = self.block * len(self._groups), weight.single_codes
         if self._order is None:
             codes = pad(codes, (0, places - self.in_features))
         else:

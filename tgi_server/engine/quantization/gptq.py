@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tgi_server.engine.quantization.weight import LINE, QuantizedWeight
+from tgi_server.engine.quantization.weight import LINE, QuantizedWeight, paired
 
 _BLOCK = 128  # inputs after which the rest of the weight is brought up to date
 _MIN_SCALE = 1e-8
@@ -59,7 +59,7 @@ def round_weight(weight: Tensor, hessian: Tensor, settings: GptqSettings) -> Qua
     places = order.argsort()
     groups = places // size  # of each input, where the checkpoint has it
     if settings.bits <= 4:
-        return QuantizedWeight.of(codes[:, places].to(torch.uint8), scales, zeros, codebook=LINE, groups=groups)
+        return QuantizedWeight.of(paired(codes[:, places].to(torch.uint8)), scales, zeros, codebook=LINE, groups=groups)
     signed = (codes[:, places] - 128).to(torch.int8)
     return QuantizedWeight.of(signed, scales, zeros - 128, groups=groups)
 

@@ -1,7 +1,6 @@
 """A linear layer whose weight stays quantised, in plain torch: what every device computes where there is no kernel."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -40,15 +39,11 @@ class QuantizedLinear(nn.Module):
 
     def fill(self, weight: QuantizedWeight) -> None:
         """Takes the weight, [out_features, in_features]."""
-        codes = weight.codes
-        self._dtype = codes.dtype
+        self._dtype = weight.codes.dtype
         self._group_size = weight.group_size
-        self._codes_are_numbers = weight.on_a_line
-        if weight.codebook is not None:  # two codes of 4 bits in a byte
-            pairs = nn.functional.pad(codes, (0, codes.shape[1] % 2))
-            codes = pairs[:, ::2] | pairs[:, 1::2] << 4
+        self._on_a_line = weight.on_a_line
         buffers = {
-            "codes": codes.view(torch.uint8).contiguous(),
+            "codes": weight.codes.view(torch.uint8).contiguous(),
             "codebook": weight.codebook,
             "scales": weight.scales.contiguous(),
             "zeros": None if weight.zeros is None else weight.zeros.contiguous(),
@@ -59,11 +54,7 @@ class QuantizedLinear(nn.Module):
 
     def quantized(self, first: int = 0, last: int | None = None) -> QuantizedWeight:
         """Returns the weight of the outputs from `first` up to, but without, `last`."""
-        codes = self.codes[first:last]
-        if self.codebook is None:
-            codes = codes.view(self._dtype)
-        else:
-            codes = torch.stack((codes & 15, codes >> 4), -1).flatten(1)[:, : self.in_features]
+        codes = self.codes[first:last].view(self._dtype)
         zeros = None if self.zeros is None else self.zeros[first:last]
         return QuantizedWeight(codes, self.codebook, self.scales[first:last], zeros, self.groups)
 
@@ -89,7 +80,5 @@ class QuantizedLinear(nn.Module):
 
     def _part(self, x: Tensor, first: int, last: int) -> Tensor:
         bias = None if self.bias is None else self.bias[first:last]
-        weight = self.quantized(first, last)
-        if self._codes_are_numbers:
-            weight = replace(weight, codebook=None)
-        return linear(x, weight.dense(x.dtype, self._group_size), bias)
+        weight = self.quantized(first, last).dense(x.dtype, self._group_size, on_a_line=self._on_a_line)
+        return linear(x, weight, bias)

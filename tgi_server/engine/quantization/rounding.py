@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from tgi_server.engine.quantization.source import Files, QuantizedSource, StackedSource, TensorSource
-from tgi_server.engine.quantization.weight import LINE, QuantizedWeight
+from tgi_server.engine.quantization.weight import LINE, QuantizedWeight, paired
 
 Rounding = Callable[[Tensor], QuantizedWeight]
 
@@ -68,7 +68,7 @@ def _int4(weight: Tensor) -> QuantizedWeight:
     zeros = (-low / scales).round_()
     codes = (groups / scales.unsqueeze(2)).round_().add_(zeros.unsqueeze(2)).clamp_(0, _INT4_LARGEST)
     flat = codes.to(torch.uint8).flatten(1)[:, : weight.shape[1]]
-    return QuantizedWeight.of(flat, scales, zeros, codebook=LINE, groups=_groups(weight.shape[1]))
+    return QuantizedWeight.of(paired(flat), scales, zeros, codebook=LINE, groups=_groups(weight.shape[1]))
 
 
 def _by_codebook(codebook: Sequence[float], weight: Tensor) -> QuantizedWeight:
@@ -77,7 +77,7 @@ def _by_codebook(codebook: Sequence[float], weight: Tensor) -> QuantizedWeight:
     scales = groups.abs().amax(2).clamp_(min=_TINY)
     places = torch.bucketize(groups / scales.unsqueeze(2), (numbers[1:] + numbers[:-1]) / 2)
     flat = codes[places].to(torch.uint8).flatten(1)[:, : weight.shape[1]]
-    return QuantizedWeight.of(flat, scales, codebook=torch.tensor(codebook), groups=_groups(weight.shape[1]))
+    return QuantizedWeight.of(paired(flat), scales, codebook=torch.tensor(codebook), groups=_groups(weight.shape[1]))
 
 
 # By the value of --quantize: what is said of the weights, and what rounds one, [outputs, inputs] float32.

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from tgi_server.engine.errors import InvalidWeights
-from tgi_server.engine.memory import forget_pages
-from tgi_server.engine.quantization.weight import LINE, QuantizedWeight
+from tgi_server.engine.quantization.weight import LINE, QuantizedWeight, paired
 
 # What `get_slice` of open safetensors files returns, by the name of the tensor.
 Files = Mapping[str, Any]
@@ -55,9 +54,9 @@ class TensorSource(ABC):
             )
         return found
 
-    def forget(self) -> None:
-        """Gives the memory back in which the files' pages were read."""
-        forget_pages(self._files[name][...] for name in self.parts)
+    def stored(self) -> Iterator[Tensor]:
+        """Yields the tensors as they are in the files."""
+        return (self._files[name][...] for name in self.parts)
 
     def size(self, name: str, dimensions: int = 2) -> tuple[int, ...]:
         """Returns the shape of a tensor without reading it. Raises InvalidWeights if it has other dimensions."""
@@ -98,6 +97,17 @@ def words_of(numbers: int, bits: int) -> int:
     return -(-numbers * bits // 32)
 
 
+def codes_of(words: Tensor, bits: int, inputs: int) -> Tensor:
+    """Returns a weight's codes from words, [outputs, words] int32, low bits first, each filled up with nothing.
+
+    They are [outputs, inputs] uint8, or in pairs if they have at most 4 bits, see QuantizedWeight.
+    """
+    if bits in (4, 8):  # the bytes of words are pairs, or codes
+        return words.contiguous().view(torch.uint8)[:, : -(-inputs * bits // 8)]
+    codes = unpacked(words.T, bits, inputs).T
+    return paired(codes) if bits < 4 else codes.contiguous()
+
+
 def unpacked(words: Tensor, bits: int, count: int) -> Tensor:
     """Returns `count` numbers of so many bits each, low bits first: [count, n] uint8 from words, [words, n] int32.
 
@@ -120,7 +130,7 @@ def whole_numbers(
 ) -> QuantizedWeight:
     """Returns the weight (codes - zeros) * scales, of codes from 0 to 2^bits - 1.
 
-    codes: [outputs, inputs] uint8. zeros, scales: [outputs, groups]; zeros None: half of the codes are below 0.
+    codes: as `codes_of` returns them. zeros, scales: [outputs, groups]; zeros None: half of the codes are below 0.
     """
     zeros = torch.full(scales.shape, float(2 ** (bits - 1))) if zeros is None else zeros.float()
     if bits <= 4:

@@ -6,6 +6,7 @@ from typing import Self
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 # The number of codes of 4 bits.
 CODES = 16
@@ -17,9 +18,9 @@ LINE = torch.arange(CODES, dtype=torch.float32)
 class QuantizedWeight:
     """A weight W, [outputs, inputs], as W[n, k] = (number(codes[n, k]) - zeros[n, g]) * scales[n, g], g = groups[k].
 
-    codes: [outputs, inputs]: uint8 numbers below 16, which choose from the codebook; or int8 or float8_e4m3fn, which
-    are numbers themselves.
-    codebook: [16] float32, with uint8 codes only.
+    codes: [outputs, inputs] int8 or float8_e4m3fn, which are numbers themselves; or [outputs, inputs / 2] uint8, each
+    two codes of 4 bits, as `paired` makes them, which choose from the codebook.
+    codebook: [16] float32, with codes of 4 bits only.
     scales: [outputs, groups] float32. zeros: the same, or None where all are 0.
     groups: [inputs] int64, the group of each input, in any order.
     """
@@ -40,9 +41,12 @@ class QuantizedWeight:
         codebook: Tensor | None = None,
         groups: Tensor | None = None,
     ) -> Self:
-        """Makes groups of equal size where none are given, and leaves out zeros that are all 0."""
+        """Makes groups of equal size where none are given, and leaves out zeros that are all 0.
+
+        Groups have to be given for an odd number of inputs in 4 bits.
+        """
         if groups is None:
-            inputs, count = codes.shape[1], scales.shape[1]
+            inputs, count = codes.shape[1] * (1 if codebook is None else 2), scales.shape[1]
             groups = torch.arange(inputs) // -(-inputs // count)
         if zeros is not None:
             zeros = zeros.float() if bool(zeros.any()) else None
@@ -50,8 +54,14 @@ class QuantizedWeight:
 
     @property
     def shape(self) -> tuple[int, int]:
-        outputs, inputs = self.codes.shape
-        return outputs, inputs
+        return len(self.codes), len(self.groups)
+
+    @property
+    def single_codes(self) -> Tensor:
+        """The codes, each in a byte of its own: [outputs, inputs] uint8."""
+        if self.codebook is None:
+            return self.codes.view(torch.uint8)
+        return torch.stack((self.codes & 15, self.codes >> 4), -1).flatten(1)[:, : len(self.groups)]
 
     @property
     def on_a_line(self) -> bool:
@@ -65,9 +75,17 @@ class QuantizedWeight:
         size, rest = divmod(len(inputs), self.scales.shape[1])
         return size if size and not rest and torch.equal(self.groups, inputs // size) else None
 
-    def dense(self, dtype: torch.dtype = torch.float32, group_size: int | None = None) -> Tensor:
-        """Returns W, computed in float32 and rounded once: [outputs, inputs]. It is faster with the `group_size`."""
-        numbers = self.codes.float() if self.codebook is None else self.codebook[self.codes.long()]
+    def dense(
+        self, dtype: torch.dtype = torch.float32, group_size: int | None = None, *, on_a_line: bool = False
+    ) -> Tensor:
+        """Returns W, computed in float32 and rounded once: [outputs, inputs].
+
+        It is faster for who knows the `group_size`, and that the codes are numbers, `on_a_line`.
+        """
+        if self.codebook is None:
+            numbers = self.codes.float()
+        else:
+            numbers = self.single_codes.float() if on_a_line else self.codebook[self.single_codes.long()]
         if group_size is None:
             if self.zeros is not None:
                 numbers -= self.zeros[:, self.groups]
@@ -90,7 +108,9 @@ class QuantizedWeight:
         """Returns the weight of some inputs. It has the groups of all inputs, also those that lost all of theirs."""
         if _is_all(ranges, self.shape[1]):
             return self
-        return replace(self, codes=_taken(self.codes, ranges, 1), groups=_taken(self.groups, ranges, 0))
+        codes = _taken(self.codes if self.codebook is None else self.single_codes, ranges, 1)
+        codes = codes if self.codebook is None else paired(codes)
+        return replace(self, codes=codes, groups=_taken(self.groups, ranges, 0))
 
     def compact(self) -> Self:
         """Returns the same weight without groups that have no inputs."""
@@ -118,6 +138,12 @@ class QuantizedWeight:
         codes = torch.cat([weight.codes.view(torch.uint8) for weight in weights]).view(first.codes.dtype)
         scales = torch.cat([weight.scales for weight in weights])
         return cls(codes, first.codebook, scales, zeros, first.groups)
+
+
+def paired(codes: Tensor) -> Tensor:
+    """Returns codes of 4 bits, [outputs, n] uint8, as pairs in a byte, the first in the low bits: [outputs, n / 2]."""
+    whole = pad(codes, (0, codes.shape[1] % 2))
+    return whole[:, ::2] | whole[:, 1::2] << 4
 
 
 def _is_all(ranges: Sequence[range], size: int) -> bool:

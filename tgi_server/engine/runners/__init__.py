@@ -23,7 +23,7 @@ from tgi_server.engine.memory import give_back
 from tgi_server.engine.runners.base import Runner
 from tgi_server.engine.runners.padded import PaddedRunner
 from tgi_server.engine.runners.paged import PagedRunner
-from tgi_server.engine.runners.probe import LogitsProbe, probe_kv_shape
+from tgi_server.engine.runners.probe import LogitsProbe, probe_paged_path
 from tgi_server.engine.sharding import ShardGroup
 
 logger = logging.getLogger(__name__)
@@ -74,8 +74,8 @@ def _runner(
     if on_cpu and not load_kernels():
         fallbacks.append("the CPU kernels are not available, so plain torch does their work")
     weight_bytes = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
-    shape = probe_kv_shape(model, group)
-    if shape is None:
+    probe = probe_paged_path(model, group)
+    if probe is None:
         if config.kv_cache_dtype is not None:
             raise UnsupportedModel(
                 f"--kv-cache-dtype {config.kv_cache_dtype} is for models whose batches are paged; "
@@ -95,7 +95,7 @@ def _runner(
         return PaddedRunner(model, config.memory_fraction, config.cpu_memory, group, fallbacks)
     kv_format = _kv_format(model, config)
     backend = create_attention_backend(
-        shape, model.device, model.dtype, kv_format, custom_kernels=config.custom_kernels
+        probe.shape, model.device, model.dtype, kv_format, custom_kernels=config.custom_kernels
     )
     if model.device.type == "cuda" and config.custom_kernels:
         backend, linear, slower = prove_kernels(model, backend, group)
@@ -103,7 +103,8 @@ def _runner(
     if model.device.type != "cuda" or not backend.any_lengths:
         _warn_no_graphs(config, f"on {'a CPU' if model.device.type == 'cpu' else 'a GPU in plain torch'}")
     if on_cpu:
-        probe = LogitsProbe(model, group, kv_format=kv_format)
+        if config.kv_cache_dtype is not None:
+            probe = LogitsProbe(model, group, kv_format=kv_format)
         optimise(model, backend, probe.variants, linear=linear, apart=apart)
         if fault := probe.fault(backend, "the CPU kernels", linear.rounding):
             raise UnsupportedModel(f"{model.config.model_type}: {fault}; start with --disable-custom-kernels")

@@ -80,11 +80,11 @@ class _Recorder(GatherAttention):
         return {cache.shape[3] for cache in (*self._keys.values(), *self._values.values())}
 
 
-def probe_kv_shape(model: PreTrainedModel, group: ShardGroup | None = None) -> KVShape | None:
-    """Returns the shape of the model's keys and values, or None when it has to take the padded path.
+def probe_paged_path(model: PreTrainedModel, group: ShardGroup | None = None) -> "LogitsProbe | None":
+    """Returns what the model computes on the paged path, or None when it has to take the padded path.
 
-    group: the shards of the model, when this is one of them. Leaves the model with paged attention when it returns a
-    shape, else with its own.
+    group: the shards of the model, when this is one of them. Leaves the model with paged attention when it can take the
+    paged path, else with its own.
     """
     if getattr(model.config.get_text_config(decoder=True), "attn_logit_softcapping", None):
         model.set_attn_implementation("eager")  # the default of transformers 5.17 leaves the cap out
@@ -102,20 +102,25 @@ def probe_kv_shape(model: PreTrainedModel, group: ShardGroup | None = None) -> K
         reason: str | None = f"its attention cannot be replaced ({type(error).__name__}: {error})"
     else:
         reason = _objection(model, recorder, expected, actual)
-        reason = reason or _difference(model, expected, actual, lambda: _run(model, recorder))
-    if group is not None:
-        reason = next(filter(None, group.exchange(reason or "")), None)
+    reason = _of_any_shard(reason, group)
     if reason is None:
-        return KVShape(heads=tuple(recorder.heads.values()), head_dim=recorder.head_dims.pop())
+        probe = LogitsProbe(model, group, known=(recorder, actual))
+        reason = _of_any_shard(probe.difference(expected), group)
+        if reason is None:
+            return probe
     logger.info("%s takes the padded path: %s", model.config.model_type, reason)
     restore()
     return None
 
 
+def _of_any_shard(reason: str | None, group: ShardGroup | None) -> str | None:
+    return reason or None if group is None else next(filter(None, group.exchange(reason or "")), None)
+
+
 class LogitsProbe:
     """The logits of some texts as a model on the paged path computes them in plain torch, to compare later ones with.
 
-    All shards of a model make one, and ask it the same. variants: how each layer attends.
+    All shards of a model make one, and ask it the same. shape: of keys and values. variants: how each layer attends.
     """
 
     def __init__(
@@ -125,19 +130,31 @@ class LogitsProbe:
         *,
         long: bool = False,
         kv_format: KVFormat | None = None,
+        known: tuple[_Recorder, Tensor] | None = None,
     ) -> None:
         """group: the shards of the model, when this is one of them. long: of texts of several blocks. kv_format: how
-        keys and values are kept; None: as they come.
+        keys and values are kept; None: as they come. known: a backend with such logits, where it has computed them.
         """
         self._model = model
         self._group = group
         self._length = min(_LONG_RUN, position_limit(model.config) or _LONG_RUN) if long else None
-        recorder = _Recorder(model, self._length or 1, kv_format)
+        if known is None:
+            recorder = _Recorder(model, self._length or 1, kv_format)
+            self._expected = self._logits(recorder)
+        else:
+            recorder, self._expected = known
         self._tolerance = TOLERANCE[model.dtype] + (_FP8_TOLERANCE if recorder.kv_format.fp8 else 0)
-        self._expected = self._logits(recorder)
         noise = _noise_tolerance(model, self._expected, lambda: self._logits(recorder))
         self._tolerance = max(self._tolerance, noise)
+        self.shape = KVShape(heads=tuple(recorder.heads.values()), head_dim=max(recorder.head_dims))
         self.variants = recorder.variants
+
+    def difference(self, own: Tensor) -> str | None:
+        """Returns by how much logits differ from those with the model's own attention, if that is too much."""
+        error = logits_error(own, self._expected)
+        if error <= self._tolerance:
+            return None
+        return f"its logits differ by {error:.2g} from those with its own attention"
 
     def fault(self, backend: AttentionBackend, name: str, rounding: float = 0.0) -> str | None:
         """Returns why the model must not compute as it does now with the backend, in words; None: it may.
@@ -154,8 +171,7 @@ class LogitsProbe:
         else:
             if not error <= self._tolerance + rounding:
                 fault = f"logits change by {error:.2g} with {name}"
-        faults = self._group.exchange(fault) if self._group is not None else [fault]
-        return next(filter(None, faults), None)
+        return _of_any_shard(fault, self._group)
 
     def _logits(self, backend: AttentionBackend) -> Tensor:
         return _run(self._model, backend) if self._length is None else _run_long(self._model, backend, self._length)
@@ -286,14 +302,6 @@ def _objection(model: PreTrainedModel, recorder: _Recorder, expected: Tensor, ac
     if expected.shape != actual.shape:
         return "it does not compute the logits of chosen tokens only"
     return None
-
-
-def _difference(model: PreTrainedModel, expected: Tensor, actual: Tensor, again: Callable[[], Tensor]) -> str | None:
-    """Returns by how much logits differ, if that is too much. again: computes the actual ones anew."""
-    error = logits_error(expected, actual)
-    if error <= TOLERANCE[model.dtype] or error <= _noise_tolerance(model, actual, again):
-        return None
-    return f"its logits differ by {error:.2g} from those with its own attention"
 
 
 def _noise_tolerance(model: PreTrainedModel, logits: Tensor, again: Callable[[], Tensor]) -> float:

@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from tgi_server.engine.errors import InvalidWeights, ModelNotFound
-from tgi_server.engine.memory import mapped
+from tgi_server.engine.memory import Leftovers, mapped
 from tgi_server.engine.quantization import Quantization, QuantizedWeight
 from tgi_server.engine.quantization.source import StackedSource, TensorSource
 from tgi_server.engine.sharding.plan import ShardingPlan, Slice
@@ -92,9 +92,15 @@ class QuantizedTensor:
     """
 
     def __init__(
-        self, source: TensorSource, slice_: Slice | None, share: Share | None, plain: SlicedTensor | None = None
+        self,
+        source: TensorSource,
+        leftovers: Leftovers,
+        slice_: Slice | None,
+        share: Share | None,
+        plain: SlicedTensor | None = None,
     ) -> None:
         self._source = source
+        self._leftovers = leftovers
         self._slice = slice_
         self._share = share
         self.plain = plain
@@ -125,7 +131,7 @@ class QuantizedTensor:
                     f"the scales of tensor {self._source.name} are not all finite numbers; download the folder again"
                 )
             yield self._part(weight)
-        self._source.forget()
+        self._leftovers.add(self._source.stored())
 
     def _part(self, weight: QuantizedWeight) -> QuantizedWeight:
         if self._slice is None or self._slice.axis is None:
@@ -178,9 +184,11 @@ def open_checkpoint(
         slices = plan.slice if plan else lambda _: None
         tensors: Checkpoint = {}
         plain = {name: SlicedTensor(file, slices(name), share) for name, file in files.items()}
+        leftovers = Leftovers()
+        stack.callback(leftovers.give_back)
         for source in sources:
             rounded = plain[source.name] if quantization and quantization.rounds else None
-            tensors[source.name] = QuantizedTensor(source, slices(source.name), share, rounded)
+            tensors[source.name] = QuantizedTensor(source, leftovers, slices(source.name), share, rounded)
             for part in source.parts:
                 del plain[part]
         if quantization and not quantization.rounds:

@@ -13,7 +13,6 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from tgi_server.engine.errors import InvalidWeights, UnsupportedModel
-from tgi_server.engine.memory import give_back
 from tgi_server.engine.quantization import Experts, Quantization, QuantizedLinear
 from tgi_server.engine.sharding.architectures import plan_for
 from tgi_server.engine.sharding.checkpoint import (
@@ -133,7 +132,6 @@ def _load(
                 layer = model.get_submodule(path)
                 layer.fill(weight)
                 layer.to(device)
-            give_back()
     model.__class__ = model_class
     model.name_or_path = model.config.name_or_path = str(folder)
     if (folder / "generation_config.json").is_file():

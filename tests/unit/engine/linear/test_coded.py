@@ -12,7 +12,7 @@ from tgi_server.engine.linear.kernel_table import KernelTable
 from tgi_server.engine.quantization import QuantizedWeight
 from tgi_server.engine.quantization.formats.mxfp4 import CODEBOOK as MXFP4
 from tgi_server.engine.quantization.rounding import _FP4, _NF4
-from tgi_server.engine.quantization.weight import LINE
+from tgi_server.engine.quantization.weight import LINE, paired
 
 ROWS = [1, 2, 3, 4, 5, 6, 7, 9, 17, 33, 100, 300]
 SHAPES = [(64, 48), (60, 131), (352, 70), (32, 1600)]
@@ -33,9 +33,9 @@ def random_weight(kind: str, inputs: int, outputs: int, groups: torch.Tensor | N
     codes = torch.randint(0, 16, (outputs, inputs), dtype=torch.uint8)
     if kind.startswith("int4"):
         zeros = torch.full(scales.shape, 8.0) if "without" in kind else torch.randint(0, 17, scales.shape).float()
-        return QuantizedWeight.of(codes, scales, zeros, codebook=LINE, groups=groups)
+        return QuantizedWeight.of(paired(codes), scales, zeros, codebook=LINE, groups=groups)
     if kind == "codebook":
-        return QuantizedWeight.of(codes, scales, codebook=torch.randn(16) * 4, groups=groups)
+        return QuantizedWeight.of(paired(codes), scales, codebook=torch.randn(16) * 4, groups=groups)
     if kind == "fp8":
         small = torch.cat([torch.randn(outputs, inputs - 8), torch.randn(outputs, 8) * 2**-8], 1)  # some are subnormal
         return QuantizedWeight.of(small.to(torch.float8_e4m3fn), scales, groups=groups)
@@ -130,7 +130,7 @@ def with_codebook(
     """Returns a layer whose inputs and codebook are rounded, and its weight in float64."""
     require("codes_int16", "codebook")
     scales = torch.rand(len(codes), int(groups.max()) + 1) + 0.1
-    weight = QuantizedWeight.of(codes, scales, codebook=codebook, groups=groups)
+    weight = QuantizedWeight.of(paired(codes), scales, codebook=codebook, groups=groups)
     return CodedLinear(weight, None, KernelTable.of("codes_int16")), weight.dense().double()
 
 

@@ -14,7 +14,7 @@ from tgi_server.engine import Engine, EngineConfig, RunningSequence
 from tgi_server.engine.attention.gather import GatherAttention
 from tgi_server.engine.errors import NotEnoughMemory
 from tgi_server.engine.runners import paged
-from tgi_server.engine.runners.probe import LogitsProbe, probe_kv_shape
+from tgi_server.engine.runners.probe import LogitsProbe, probe_paged_path
 from tgi_server.engine.weights import load_model
 
 
@@ -52,9 +52,9 @@ def test_a_kernel_that_fails_while_warming_up_is_replaced(
     monkeypatch.setattr(paged, "warm_up_tokens", lambda config, device, tokens: tokens)
     model = load_model(EngineConfig(make("llama", tmp_path, max_position_embeddings=512)), torch.device("cpu"))
     with torch.inference_mode():
-        shape = probe_kv_shape(model)
-        assert shape is not None
-        backend = Failing(shape, model.device, model.dtype)
+        probe = probe_paged_path(model)
+        assert probe is not None
+        backend = Failing(probe.shape, model.device, model.dtype)
         assert LogitsProbe(model, long=True).fault(backend, "Failing") is None
         runner = paged.PagedRunner(model, backend, memory_fraction=0.9, cpu_memory=1 << 24)
         capacity = runner.warm_up(4, 400, 500, 500)
@@ -78,9 +78,9 @@ class Wrong(GatherAttention):
 def test_the_probe_of_a_backend_continues_prompts(tmp_path: Path) -> None:
     model = load_model(EngineConfig(make("llama", tmp_path)), torch.device("cpu"))
     with torch.inference_mode():
-        shape = probe_kv_shape(model)
-        assert shape is not None
-        fault = LogitsProbe(model, long=True).fault(Wrong(shape, model.device, model.dtype), "Wrong")
+        probe = probe_paged_path(model)
+        assert probe is not None
+        fault = LogitsProbe(model, long=True).fault(Wrong(probe.shape, model.device, model.dtype), "Wrong")
     assert fault is not None
     assert fault.startswith("logits change by")
 

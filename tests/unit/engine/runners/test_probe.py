@@ -23,7 +23,7 @@ from tests.tiny_models import build, make
 from tests.unit.engine.requests import expected_tokens, generate_together, load_engine, prompts
 from tgi_server.engine import Engine, EngineConfig
 from tgi_server.engine.attention.gather import GatherAttention
-from tgi_server.engine.runners.probe import logits_error, probe_kv_shape
+from tgi_server.engine.runners.probe import logits_error, probe_paged_path
 
 TEXTS = prompts((1, 70, 5, 33, 2, 17))
 
@@ -131,15 +131,15 @@ def test_a_model_that_takes_positions_from_elsewhere_is_noticed() -> None:
 
     model.forward = counts_from_zero  # type: ignore[method-assign]
     with torch.inference_mode():
-        assert probe_kv_shape(model) is None
+        assert probe_paged_path(model) is None
     assert model.config._attn_implementation == "sdpa"
 
 
 def test_the_shape_of_keys_is_that_of_the_model() -> None:
     with torch.inference_mode():
-        shape = probe_kv_shape(build("falcon_40b"))
-    assert shape is not None
-    assert (shape.heads, shape.head_dim) == ((2, 2), 16)
+        probe = probe_paged_path(build("falcon_40b"))
+    assert probe is not None
+    assert (probe.shape.heads, probe.shape.head_dim) == ((2, 2), 16)
 
 
 def test_one_row_may_differ_where_the_last_bit_may_choose_an_expert() -> None:
@@ -169,7 +169,7 @@ def undecided() -> PreTrainedModel:
 
 def test_a_mixture_whose_experts_the_last_bit_chooses_takes_the_paged_path() -> None:
     with torch.inference_mode():
-        assert probe_kv_shape(undecided()) is not None
+        assert probe_paged_path(undecided()) is not None
 
 
 def test_noise_does_not_hide_what_is_wrong(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,5 +181,5 @@ def test_noise_does_not_hide_what_is_wrong(caplog: pytest.LogCaptureFixture, mon
 
     monkeypatch.setattr(GatherAttention, "attend", attend_to_the_contrary)
     with torch.inference_mode():
-        assert probe_kv_shape(undecided()) is None
+        assert probe_paged_path(undecided()) is None
     assert "its logits differ by" in caplog.text

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tgi_server.engine.errors import InvalidWeights, UnsupportedModel
 from tgi_server.engine.quantization.source import Files, QuantizedSource, whole_numbers
-from tgi_server.engine.quantization.weight import QuantizedWeight
+from tgi_server.engine.quantization.weight import QuantizedWeight, paired
 
 BITS = 4
 _PLACES = 8
@@ -72,12 +72,13 @@ class _AwqSource(QuantizedSource):
         zeros = self.tensor(f"{self._path}.qzeros", (count, outputs // _PLACES), dtypes=(torch.int32,))
         scales = self.tensor(f"{self._path}.scales", (count, outputs), dtypes=_FLOATS)
         groups = torch.arange(inputs) // size
-        return whole_numbers(_unpacked(words), _unpacked(zeros), scales.T.float(), BITS, groups)
+        return whole_numbers(paired(_unpacked(words)), _unpacked(zeros), scales.T.float(), BITS, groups)
 
 
 def _unpacked(words: Tensor) -> Tensor:
     """Returns [outputs, n] uint8 of words, [n, outputs / 8]."""
     numbers = torch.empty(words.shape[1], _PLACES, len(words), dtype=torch.uint8)
+    by_output = words.T.contiguous()
     for nibble, output in enumerate(_ORDER):
-        numbers[:, output] = ((words >> BITS * nibble) & 15).T
+        numbers[:, output] = (by_output >> BITS * nibble) & 15
     return numbers.flatten(0, 1)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tgi_server.engine.errors import InvalidWeights
 from tgi_server.engine.quantization.source import Files, QuantizedSource
-from tgi_server.engine.quantization.weight import CODES, QuantizedWeight
+from tgi_server.engine.quantization.weight import CODES, QuantizedWeight, paired
 
 _STATE = ".quant_state.bitsandbytes__"
 _LEVELS = 127
@@ -65,13 +65,17 @@ class _FourBits(QuantizedSource):
         count = outputs * inputs
         half = -(-count // 2)
         pairs = self.tensor(self.name, (half, 1), (1, half), (half,), dtypes=(torch.uint8,)).flatten()
-        codes = torch.stack((pairs >> 4, pairs & 15), 1).flatten()[:count].view(outputs, inputs)
+        if inputs % 2:
+            codes = paired(torch.stack((pairs >> 4, pairs & 15), 1).flatten()[:count].view(outputs, inputs))
+        else:
+            codes = (pairs >> 4 | pairs << 4).view(outputs, inputs // 2)
         codebook = self.tensor(f"{self.name}.quant_map", (CODES,)).float()
         # No block ends inside of so many inputs of an output.
         size = math.gcd(inputs, self._block)
         places = torch.arange(outputs).unsqueeze(1) * inputs + torch.arange(inputs // size) * size
         scales = self._scales(-(-count // self._block))[places // self._block]
-        return QuantizedWeight.of(codes, scales, codebook=codebook)
+        groups = torch.arange(inputs) // size
+        return QuantizedWeight.of(codes, scales, codebook=codebook, groups=groups)
 
     def _scales(self, blocks: int) -> Tensor:
         stored = self.tensor(f"{self.name}.absmax", (blocks,))

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from tgi_server.engine.errors import InvalidWeights, UnsupportedModel
-from tgi_server.engine.quantization.source import Files, QuantizedSource, unpacked, whole_numbers, words_of
+from tgi_server.engine.quantization.source import Files, QuantizedSource, codes_of, unpacked, whole_numbers, words_of
 from tgi_server.engine.quantization.weight import QuantizedWeight
 
 BITS = range(2, 9)
@@ -58,7 +58,7 @@ def tensors(weight: QuantizedWeight, bits: int) -> dict[str, Tensor]:
     bits: 4 or 8. Zeros are from 1 on.
     """
     zeros = torch.zeros_like(weight.scales) if weight.zeros is None else weight.zeros
-    codes, zeros = weight.codes.int(), zeros.int()
+    codes, zeros = (weight.single_codes if weight.codebook is not None else weight.codes).int(), zeros.int()
     if weight.codebook is None:  # of 8 bits, from -128 on
         codes, zeros = codes + 128, zeros + 128
     return {
@@ -105,7 +105,7 @@ class _GptqSource(QuantizedSource):
         scales = self.tensor(f"{path}.scales", (count, outputs), dtypes=_FLOATS)
         packed_zeros = self.tensor(f"{path}.qzeros", (count, words_of(outputs, bits)), dtypes=(torch.int32,))
         zeros = unpacked(packed_zeros.T, bits, outputs).float() + self._settings.stored_zeros
-        codes = unpacked(words, bits, inputs).T.contiguous()
+        codes = codes_of(words.T, bits, inputs)
         return whole_numbers(codes, zeros, scales.T.float(), bits, self._groups(inputs, size, count))
 
     def _groups(self, inputs: int, size: int, count: int) -> Tensor:

@@ -45,6 +45,5 @@ class _Experts(StackedSource):
         if bool((exponents == _NAN).any()):
             raise InvalidWeights(f"tensor {self.parts[1]} has scales that are NaN; download the folder again")
         for expert in range(experts):
-            codes = torch.stack((pairs[expert] & 15, pairs[expert] >> 4), -1).flatten(1)
             scales = torch.ldexp(torch.ones(outputs, blocks), exponents[expert].int() - _BIAS)
-            yield QuantizedWeight.of(codes, scales, codebook=CODEBOOK)
+            yield QuantizedWeight.of(pairs[expert].flatten(1), scales, codebook=CODEBOOK)

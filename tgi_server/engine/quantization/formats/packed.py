@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tgi_server.engine.errors import InvalidWeights
-from tgi_server.engine.quantization.source import Files, QuantizedSource, unpacked, whole_numbers, words_of
+from tgi_server.engine.quantization.source import Files, QuantizedSource, codes_of, unpacked, whole_numbers, words_of
 from tgi_server.engine.quantization.weight import QuantizedWeight
 
 _PACKED = ".weight_packed"
@@ -51,7 +51,7 @@ class _PackedSource(QuantizedSource):
 
     def read(self) -> QuantizedWeight:
         words = self.tensor(f"{self._path}{_PACKED}", dtypes=(torch.int32,))
-        codes = unpacked(words.T, self._bits, self._inputs).T.contiguous()
+        codes = codes_of(words, self._bits, self._inputs)
         stored = self.tensor(f"{self._path}.weight_scale").float()
         scales = stored.reshape(1, 1).expand(self._outputs, 1) if stored.numel() == 1 else stored
         wanted = [(self._outputs, max(1, self._inputs // size) if size > 0 else 1) for size in sorted(self._sizes)]

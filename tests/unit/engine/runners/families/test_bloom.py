@@ -3,7 +3,7 @@ import torch
 
 from tests.tiny_models import build
 from tgi_server.engine.runners.families.bloom import SUBSTITUTES
-from tgi_server.engine.runners.probe import probe_kv_shape
+from tgi_server.engine.runners.probe import probe_paged_path
 
 
 @pytest.mark.parametrize("architecture", ["bloom"])
@@ -11,7 +11,7 @@ from tgi_server.engine.runners.probe import probe_kv_shape
 def test_paged_attention_has_the_logits_of_the_familys_own(architecture: str) -> None:
     """The probe compares them, and returns a shape only when they are the same."""
     model = build(architecture)
-    assert probe_kv_shape(model) is not None
+    assert probe_paged_path(model) is not None
     kinds = {type(module) for module in model.modules()}
     assert kinds >= set(SUBSTITUTES.values())
     assert not kinds & set(SUBSTITUTES)
