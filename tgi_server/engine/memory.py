@@ -133,19 +133,21 @@ def forget_pages(tensors: Iterable[Tensor]) -> None:
 class Leftovers:
     """Tensors that nobody needs any more; their memory goes back to the system when enough have come together.
 
-    To give it back takes milliseconds, and a model may have tens of thousands of tensors.
+    To give it back takes milliseconds, the more the more memory there is, and a model may have tens of thousands of
+    tensors.
     """
 
     def __init__(self) -> None:
         self._tensors: list[Tensor] = []
-        self._bytes = 0
+        self._bytes, self._total = 0, 0
 
     def add(self, tensors: Iterable[Tensor]) -> None:
         """tensors: of a file, or in memory of their own that is freed once nothing else has them."""
         for tensor in tensors:
             self._tensors.append(tensor)
             self._bytes += tensor.nbytes
-        if self._bytes >= _WORTH_GIVING_BACK:
+            self._total += tensor.nbytes
+        if self._bytes >= max(_WORTH_GIVING_BACK, self._total // 32):
             self.give_back()
 
     def give_back(self) -> None:

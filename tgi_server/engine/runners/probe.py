@@ -104,6 +104,7 @@ def probe_paged_path(model: PreTrainedModel, group: ShardGroup | None = None) ->
         reason = _objection(model, recorder, expected, actual)
     reason = _of_any_shard(reason, group)
     if reason is None:
+        assert expected is not None
         probe = LogitsProbe(model, group, known=(recorder, actual))
         reason = _of_any_shard(probe.difference(expected), group)
         if reason is None:
