@@ -1,12 +1,14 @@
-// The experts of a mixture, one after the other, each with the tokens that chose it.
+// The experts of a mixture, each with the tokens that chose it.
 
 #include "mixture.h"
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
 
 #include <algorithm>
 #include <cmath>
-#include <cstring>
+#include <numeric>
+#include <utility>
 
 #include "dtypes.h"
 #include "lanes.h"
@@ -18,25 +20,15 @@ namespace oatmill {
 
 namespace {
 
-// sums[tokens[i]] += shares[i] * (rows[i] + bias), of rows of as many numbers. No token is there twice.
-void add_shares(float* sums, const at::Tensor& rows, const std::optional<at::Tensor>& bias, const at::Tensor& tokens,
-                const std::vector<float>& shares) {
-  const int64_t size = rows.size(1);
-  const std::vector<float> zeros(bias ? 0 : size);
-  const float* added = bias ? bias->const_data_ptr<float>() : zeros.data();
-  const int64_t* token = tokens.const_data_ptr<int64_t>();
-  by_dtype(rows, [&]<typename T>(T*) {
-    const T* from = rows.const_data_ptr<T>();
-    for_rows(rows.size(0), size, [&](int64_t r, int64_t last) {
-      for (; r < last; ++r) {
-        float* to = sums + token[r] * size;
-        int64_t i = 0;
-        for (; i + LANES <= size; i += LANES)
-          store(to + i, load(to + i) + shares[r] * (load(from + r * size + i) + load(added + i)));
-        for (; i < size; ++i) to[i] += shares[r] * (static_cast<float>(from[r * size + i]) + added[i]);
-      }
-    });
-  });
+// sums[i] += share * (row[i] + bias[i]). bias: or null.
+template <typename T>
+void add_share(float* sums, const T* row, const float* bias, float share, int64_t size) {
+  int64_t i = 0;
+  for (; i + LANES <= size; i += LANES) {
+    const Lanes output = bias ? load(row + i) + load(bias + i) : load(row + i);
+    store(sums + i, load(sums + i) + share * output);
+  }
+  for (; i < size; ++i) sums[i] += share * (static_cast<float>(row[i]) + (bias ? bias[i] : 0.0f));
 }
 
 // gpt-oss's gate. up: [rows, 2 * size], each number of the gate before the one that it multiplies. bias: [2 * size].
@@ -69,10 +61,9 @@ at::Tensor clamped_gate(const at::Tensor& up, const float* bias, float alpha, fl
 
 template <typename From, typename To>
 void convert(const From* from, To* to, int64_t numbers) {
-  for_rows(numbers, 1, [&](int64_t i, int64_t last) {
-    for (; i + LANES <= last; i += LANES) store(to + i, load(from + i));
-    for (; i < last; ++i) to[i] = static_cast<To>(static_cast<float>(from[i]));
-  });
+  int64_t i = 0;
+  for (; i + LANES <= numbers; i += LANES) store(to + i, load(from + i));
+  for (; i < numbers; ++i) to[i] = static_cast<To>(static_cast<float>(from[i]));
 }
 
 // The `chosen` largest of a token's outputs of the router, with their shares. scratch: room for all shares.
@@ -122,33 +113,81 @@ at::Tensor Experts::forward(const at::Tensor& x, const at::Tensor& chosen, const
   return sum(x.contiguous(), choices, {});
 }
 
+void Experts::compute(const at::Tensor& x, std::vector<Work>& works) const {
+  constexpr int64_t ENOUGH = 4;  // items of a thread
+  const auto count = static_cast<int64_t>(works.size());
+  const int64_t shares = count == 0 ? 1 : parts(ENOUGH * at::get_num_threads(), count);
+  const auto begin = [&](Work& work) {
+    const auto rows = static_cast<int64_t>(work.tokens.size());
+    work.rows = x.size(0) == 1 ? x : rows_of(x, at::from_blob(work.tokens.data(), {rows}, at::kLong));
+    work.up = at::empty({rows, work.expert->up->outputs}, x.options());
+    work.output = at::empty(work.rows.sizes(), x.options());
+  };
+  const auto gate = [&](Work& work) { work.rows = gated(work.up, work.expert->up_bias); };
+  const auto multiply = [&](const Linear& linear, const at::Tensor& rows, int64_t share, at::Tensor& output) {
+    const int64_t tiles = parts(linear.outputs, COLUMNS), first = tiles * share / shares;
+    std::vector<int64_t> own(tiles * (share + 1) / shares - first);
+    std::iota(own.begin(), own.end(), first);
+    linear.write_tiles(rows, own, output);
+  };
+  const auto up = [&](Work& work, int64_t share) { multiply(*work.expert->up, work.rows, share, work.up); };
+  const auto down = [&](Work& work, int64_t share) { multiply(*work.expert->down, work.rows, share, work.output); };
+  if (shares == 1) {
+    for_each_item(count, [&](int64_t w) {
+      begin(works[w]);
+      up(works[w], 0);
+      gate(works[w]);
+      down(works[w], 0);
+    });
+    return;
+  }
+  for_each_item(count, [&](int64_t w) { begin(works[w]); });
+  for_each_item(count * shares, [&](int64_t item) { up(works[item / shares], item % shares); });
+  for_each_item(count, [&](int64_t w) { gate(works[w]); });
+  for_each_item(count * shares, [&](int64_t item) { down(works[item / shares], item % shares); });
+}
+
 at::Tensor Experts::sum(const at::Tensor& x, const std::vector<Choice>& choices,
                         const std::optional<at::Tensor>& residual) const {
-  const int64_t of_each = x.size(0) == 0 ? 0 : static_cast<int64_t>(choices.size()) / x.size(0);
-  std::vector<std::vector<int64_t>> places(experts_.size());
+  const int64_t tokens = x.size(0), size = x.size(1);
+  const int64_t of_each = tokens == 0 ? 0 : static_cast<int64_t>(choices.size()) / tokens;
+  std::vector<Work> works(experts_.size());
   for (size_t i = 0; i < choices.size(); ++i) {
     const int64_t expert = choices[i].expert;
     TORCH_CHECK_INDEX(0 <= expert && expert < count(), "there is no expert ", expert, " of ", count());
-    places[expert].push_back(static_cast<int64_t>(i));
+    works[expert].expert = &experts_[expert];
+    works[expert].tokens.push_back(static_cast<int64_t>(i) / of_each);
+    works[expert].shares.push_back(choices[i].share);
   }
-  at::Tensor sums = at::empty(x.sizes(), x.options().dtype(at::kFloat)), output = at::empty(x.sizes(), x.options());
-  float* total = sums.mutable_data_ptr<float>();
-  by_dtype(output, [&]<typename T>(T*) {
-    if (residual) convert(residual->const_data_ptr<T>(), total, sums.numel());
-    else std::memset(total, 0, sums.nbytes());
-  });
-  for (size_t e = 0; e < experts_.size(); ++e) {
-    if (places[e].empty()) continue;
-    const auto& [up, down, up_bias, down_bias] = experts_[e];
-    const at::Tensor tokens = at::empty({static_cast<int64_t>(places[e].size())}, at::kLong);
-    std::vector<float> shares;
-    for (const int64_t place : places[e]) {
-      tokens.mutable_data_ptr<int64_t>()[shares.size()] = place / of_each;
-      shares.push_back(choices[place].share);
+  std::erase_if(works, [](const Work& work) { return work.tokens.empty(); });
+  compute(x, works);
+  // The row of a token in the work of each of its experts, in their order.
+  std::vector<std::pair<const Work*, int64_t>> rows(choices.size());
+  std::vector<int64_t> found(tokens);
+  for (const Work& work : works)
+    for (size_t row = 0; row < work.tokens.size(); ++row) {
+      const int64_t token = work.tokens[row];
+      rows[token * of_each + found[token]++] = {&work, row};
     }
-    add_shares(total, (*down)(gated((*up)(rows_of(x, tokens)), up_bias)), down_bias, tokens, shares);
-  }
-  by_dtype(output, [&]<typename T>(T*) { convert(total, output.mutable_data_ptr<T>(), output.numel()); });
+  at::Tensor output = at::empty(x.sizes(), x.options());
+  by_dtype(output, [&]<typename T>(T*) {
+    const T* added = residual ? residual->const_data_ptr<T>() : nullptr;
+    T* to = output.mutable_data_ptr<T>();
+    for_rows(tokens, size * (of_each + 1), [&](int64_t token, int64_t last) {
+      std::vector<float> sums(size);
+      for (; token < last; ++token) {
+        if (added) convert(added + token * size, sums.data(), size);
+        else std::fill(sums.begin(), sums.end(), 0.0f);
+        for (int64_t i = token * of_each; i < (token + 1) * of_each; ++i) {
+          const auto [work, row] = rows[i];
+          const std::optional<at::Tensor>& bias = work->expert->down_bias;
+          add_share(sums.data(), work->output.const_data_ptr<T>() + row * size,
+                    bias ? bias->const_data_ptr<float>() : nullptr, work->shares[row], size);
+        }
+        convert(sums.data(), to + token * size, size);
+      }
+    });
+  });
   return output;
 }
 

@@ -45,6 +45,18 @@ struct Experts : torch::CustomClassHolder {
   int64_t count() const { return static_cast<int64_t>(experts_.size()); }
 
  private:
+  // An expert and the tokens that chose it, [rows]; what goes into its layers, and what comes out of them.
+  struct Work {
+    const Expert* expert;
+    std::vector<int64_t> tokens;
+    std::vector<float> shares;
+    at::Tensor rows, up, output;
+  };
+
+  // Computes the outputs of all works. A thread takes an expert at a time, or where there are few of them a share of the
+  // outputs of one of its layers: threads meet a few times, and not for every layer of every expert.
+  void compute(const at::Tensor& x, std::vector<Work>& works) const;
+
   at::Tensor gated(const at::Tensor& up, const std::optional<at::Tensor>& bias) const;
 
   float alpha_, limit_;
