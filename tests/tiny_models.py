@@ -135,6 +135,7 @@ ARCHITECTURES: dict[str, tuple[str, Settings]] = {
         "qwen3_moe",
         _GATED | {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48},
     ),
+    "smollm3": ("smollm3", _GATED | {"no_rope_layers": [1, 0]}),
     "rwkv": ("rwkv", {"attention_hidden_size": 64}),
     "qwen3_next": (
         "qwen3_next",

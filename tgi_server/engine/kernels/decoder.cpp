@@ -13,6 +13,7 @@
 #include <cstdint>
 #include <cstring>
 #include <optional>
+#include <string>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -48,7 +49,8 @@ struct Norm : torch::CustomClassHolder {
 using NormPtr = c10::intrusive_ptr<Norm>;
 
 // qkv: query, key and value side by side. query_norm, key_norm: of each head, or none. up: with the gate before it where
-// the feed-forward part is gated; up and down are none where it is a mixture.
+// the feed-forward part is gated; up and down are none where it is a mixture. attended_norm, fed_norm: of what attention
+// and the feed-forward part add to the residual, or none. rotation: the number of its rotary tables; -1: it has none.
 struct Layer {
   NormPtr attention_norm;
   LinearPtr qkv;
@@ -57,16 +59,40 @@ struct Layer {
   NormPtr feed_forward_norm;
   LinearPtr up, down;
   MixturePtr mixture;
+  NormPtr attended_norm, fed_norm;
+  int64_t rotation;
   double scaling;
   int64_t window;
   double softcap;
   MaybeTensor sinks;
 };
 
+void add(at::Tensor& sums, const at::Tensor& others) {
+  by_dtype(sums, [&]<typename T>(T*) {
+    T* to = sums.mutable_data_ptr<T>();
+    const T* from = others.const_data_ptr<T>();
+    for_rows(sums.numel(), 1, [&](int64_t i, int64_t last) {
+      for (; i + LANES <= last; i += LANES) store(to + i, load(to + i) + load(from + i));
+      for (; i < last; ++i) to[i] = static_cast<T>(static_cast<float>(to[i]) + static_cast<float>(from[i]));
+    });
+  });
+}
+
+// Rounded as a multiplication of tensors is. factor: as their dtype has it.
+void multiply(at::Tensor& numbers, double factor) {
+  by_dtype(numbers, [&]<typename T>(T*) {
+    T* to = numbers.mutable_data_ptr<T>();
+    for_rows(numbers.numel(), 1, [&](int64_t i, int64_t last) {
+      for (; i < last; ++i) to[i] = static_cast<T>(static_cast<float>(to[i]) * static_cast<float>(factor));
+    });
+  });
+}
+
 // Where the tokens of a step stand, as attention wants to know it, and which adapter each has.
 struct Places {
   at::Tensor slots, tables, kv_lengths, query_starts;
-  MaybeTensor cos, sin, adapters;
+  std::vector<at::Tensor> cos, sin;
+  MaybeTensor adapters;
 };
 
 // What attention needs to know of a pass when it computes only some tokens: the last ones of each sequence, if any.
@@ -103,37 +129,42 @@ std::vector<Cache> caches_of(const std::vector<at::Tensor>& keys, const std::vec
   return caches;
 }
 
-// Pre-norm layers, with a SiLU-gated feed-forward part (gated) or one with ReLU.
+// Pre-norm layers. activation: that of the feed-forward part, "relu", or "silu" or "gelu" (by tanh) of its gate.
 class Decoder : public torch::CustomClassHolder {
  public:
-  Decoder(int64_t heads, int64_t kv_heads, int64_t head_dim, bool gated)
-      : heads_(heads), kv_heads_(kv_heads), head_dim_(head_dim), gated_(gated) {}
+  Decoder(int64_t heads, int64_t kv_heads, int64_t head_dim, const std::string& activation)
+      : heads_(heads), kv_heads_(kv_heads), head_dim_(head_dim), gated_(activation != "relu"), gelu_(activation == "gelu") {
+    TORCH_CHECK(!gated_ || gelu_ || activation == "silu", "layers with ", activation, " are not known");
+  }
 
   // The parts of a layer, in their order; head_norms: of queries and keys, or none. feed_forward: up and down, or none.
+  // added_norms: attended_norm and fed_norm, or none.
   void add_layer(NormPtr attention_norm, LinearPtr qkv, std::vector<NormPtr> head_norms, LinearPtr output,
                  NormPtr feed_forward_norm, std::vector<LinearPtr> feed_forward, std::optional<MixturePtr> mixture,
-                 double scaling, int64_t window, double softcap, MaybeTensor sinks) {
+                 std::vector<NormPtr> added_norms, int64_t rotation, double scaling, int64_t window, double softcap, MaybeTensor sinks) {
     TORCH_CHECK(head_norms.empty() || head_norms.size() == 2);
+    TORCH_CHECK(added_norms.empty() || (added_norms.size() == 2 && !mixture));
     TORCH_CHECK(feed_forward.size() == (mixture ? 0 : 2));
     Layer layer{std::move(attention_norm), std::move(qkv), {}, {}, std::move(output), std::move(feed_forward_norm)};
     if (!head_norms.empty()) layer.query_norm = head_norms[0], layer.key_norm = head_norms[1];
     if (mixture) layer.mixture = *mixture;
     else layer.up = feed_forward[0], layer.down = feed_forward[1];
-    layer.scaling = scaling, layer.window = window, layer.softcap = softcap, layer.sinks = std::move(sinks);
+    if (!added_norms.empty()) layer.attended_norm = added_norms[0], layer.fed_norm = added_norms[1];
+    layer.rotation = rotation, layer.scaling = scaling, layer.window = window, layer.softcap = softcap, layer.sinks = std::move(sinks);
     layers_.push_back(std::move(layer));
   }
 
-  // hidden: [tokens, hidden_size]. keys, values: the cache of each layer, with its scales. cos, sin: [tokens, rotated]
-  // where positions are rotary. adapters: as Linear::adapted takes them. wanted: [rows] int64, the tokens of which the
+  // hidden: [tokens, hidden_size]. keys, values: the cache of each layer, with its scales. cos, sin: rotary tables, of each
+  // kind [tokens, rotated]. adapters: as Linear::adapted takes them. wanted: [rows] int64, the tokens of which the
   // output is wanted, as of_last_tokens takes them, of a pass without adapters; none: all. The others as in
   // paged_attention and write_kv. Returns [rows, hidden_size].
   at::Tensor forward(const at::Tensor& hidden, std::vector<at::Tensor> keys, std::vector<at::Tensor> values,
                      std::vector<double> key_scales, std::vector<double> value_scales, const at::Tensor& slots,
                      const at::Tensor& tables, const at::Tensor& kv_lengths, const at::Tensor& query_starts,
-                     const MaybeTensor& cos, const MaybeTensor& sin, const MaybeTensor& adapters,
+                     std::vector<at::Tensor> cos, std::vector<at::Tensor> sin, const MaybeTensor& adapters,
                      const MaybeTensor& wanted) const {
     return run(hidden, caches_of(keys, values, key_scales, value_scales),
-               {slots, tables, kv_lengths, query_starts, cos, sin, adapters}, wanted);
+               {slots, tables, kv_lengths, query_starts, std::move(cos), std::move(sin), adapters}, wanted);
   }
 
   // Of the tokens that are not wanted, the last layer leaves keys and values in the cache, and no more.
@@ -148,7 +179,7 @@ class Decoder : public torch::CustomClassHolder {
       const MaybeTensor chosen = i + 1 == layers_.size() ? wanted : MaybeTensor{};
       const at::Tensor attended = attend(layer, (*layer.attention_norm)(residual), places, caches[i], chosen);
       if (chosen) residual = residual.index_select(0, *chosen);
-      residual = layer.output->adapted(attended, places.adapters, false, residual);
+      residual = added(*layer.output, attended, places, residual, layer.attended_norm);
       const at::Tensor normed = (*layer.feed_forward_norm)(residual);
       residual = feed_forward(layer, normed, places, residual);
     }
@@ -159,7 +190,16 @@ class Decoder : public torch::CustomClassHolder {
   at::Tensor feed_forward(const Layer& layer, const at::Tensor& x, const Places& places, const at::Tensor& residual) const {
     if (layer.mixture) return (*layer.mixture)(x, residual);
     const at::Tensor up = layer.up->adapted(x, places.adapters, !gated_);
-    return layer.down->adapted(gated_ ? silu_mul(up) : up, places.adapters, false, residual);
+    return added(*layer.down, gated_ ? gate_mul(up, gelu_) : up, places, residual, layer.fed_norm);
+  }
+
+  // The residual and a layer's output, normalised first where there is a norm.
+  static at::Tensor added(const Linear& linear, const at::Tensor& x, const Places& places, const at::Tensor& residual,
+                          const NormPtr& norm) {
+    if (!norm) return linear.adapted(x, places.adapters, false, residual);
+    at::Tensor sum = (*norm)(linear.adapted(x, places.adapters));
+    add(sum, residual);
+    return sum;
   }
 
   at::Tensor attend(const Layer& layer, const at::Tensor& x, const Places& places, Cache cache,
@@ -168,9 +208,9 @@ class Decoder : public torch::CustomClassHolder {
     at::Tensor query = joined.narrow(1, 0, heads_), key = joined.narrow(1, heads_, kv_heads_);
     const at::Tensor value = joined.narrow(1, heads_ + kv_heads_, kv_heads_);
     if (layer.query_norm) query = (*layer.query_norm)(query), key = (*layer.key_norm)(key);
-    if (places.cos)
-      rotate_and_write(query, key, value, *places.cos, *places.sin, cache.keys, cache.values, places.slots,
-                       cache.key_scale, cache.value_scale);
+    if (layer.rotation >= 0)
+      rotate_and_write(query, key, value, places.cos.at(layer.rotation), places.sin.at(layer.rotation), cache.keys,
+                       cache.values, places.slots, cache.key_scale, cache.value_scale);
     else
       write_kv(key, value, cache.keys, cache.values, places.slots, cache.key_scale, cache.value_scale);
     if (wanted) query = query.index_select(0, *wanted);
@@ -182,31 +222,20 @@ class Decoder : public torch::CustomClassHolder {
   }
 
   int64_t heads_, kv_heads_, head_dim_;
-  bool gated_;
+  bool gated_, gelu_;
   std::vector<Layer> layers_;
 };
 
 using DecoderPtr = c10::intrusive_ptr<Decoder>;
 
-void add(at::Tensor& sums, const at::Tensor& others) {
-  by_dtype(sums, [&]<typename T>(T*) {
-    T* to = sums.mutable_data_ptr<T>();
-    const T* from = others.const_data_ptr<T>();
-    for_rows(sums.numel(), 1, [&](int64_t i, int64_t last) {
-      for (; i + LANES <= last; i += LANES) store(to + i, load(to + i) + load(from + i));
-      for (; i < last; ++i) to[i] = static_cast<T>(static_cast<float>(to[i]) + static_cast<float>(from[i]));
-    });
-  });
-}
-
 // A whole model: from tokens to logits.
 class CausalLM : public torch::CustomClassHolder {
  public:
-  // embedding: [vocab_size, hidden_size]; position_embedding: of models that learn it, [positions, hidden_size]. screen:
+  // embedding: [vocab_size, hidden_size], multiplied by embedding_scale once it is looked up; position_embedding: of models that learn it, [positions, hidden_size]. screen:
   // as Linear::screened takes it, for at most so many rows; empty: all logits are computed.
-  CausalLM(DecoderPtr decoder, at::Tensor embedding, MaybeTensor position_embedding, std::optional<NormPtr> norm,
-           LinearPtr head, std::vector<at::Tensor> screen, int64_t screened_rows)
-      : decoder_(std::move(decoder)), embedding_(std::move(embedding)),
+  CausalLM(DecoderPtr decoder, at::Tensor embedding, double embedding_scale, MaybeTensor position_embedding,
+           std::optional<NormPtr> norm, LinearPtr head, std::vector<at::Tensor> screen, int64_t screened_rows)
+      : decoder_(std::move(decoder)), embedding_(std::move(embedding)), embedding_scale_(embedding_scale),
         position_embedding_(std::move(position_embedding)), norm_(std::move(norm)),
         head_(std::move(head)), screen_(std::move(screen)), screened_rows_(screened_rows) {}
 
@@ -222,16 +251,17 @@ class CausalLM : public torch::CustomClassHolder {
   }
 
   // A step in which the first rows decode: from each row's last token to its next one. It moves their positions on.
-  // cos, sin: [positions, rotated], of models with rotary positions. greedy: no more is needed than each row's largest
+  // cos, sin: rotary tables, of each kind [positions, rotated]. greedy: no more is needed than each row's largest
   // logit. Returns logits, [rows, vocab_size], and if greedy their likeliest tokens, [rows] int64, which then are the
   // rows' next inputs, too.
-  std::tuple<at::Tensor, MaybeTensor> decode(int64_t rows, const MaybeTensor& cos, const MaybeTensor& sin,
+  std::tuple<at::Tensor, MaybeTensor> decode(int64_t rows, std::vector<at::Tensor> cos, std::vector<at::Tensor> sin,
                                              bool greedy) const {
     at::Tensor tokens = tokens_.narrow(0, 0, rows), positions = positions_.narrow(0, 0, rows);
     const at::Tensor tables = tables_.narrow(0, 0, rows);
     const auto [slots, lengths] = decode_places(positions, tables, block_size_);
     const at::Tensor logits =
-        forward(tokens, positions, slots, tables, lengths, starts_.narrow(0, 0, rows + 1), cos, sin, {}, greedy);
+        forward(tokens, positions, slots, tables, lengths, starts_.narrow(0, 0, rows + 1), std::move(cos),
+                std::move(sin), {}, greedy);
     for (int64_t r = 0; r < rows; ++r) ++positions.mutable_data_ptr<int64_t>()[r];
     if (!greedy) return {logits, {}};
     const at::Tensor likeliest = argmax(logits, {}, {});
@@ -243,13 +273,16 @@ class CausalLM : public torch::CustomClassHolder {
   // greedy: as in decode. Returns the logits of the wanted tokens, [rows, vocab_size].
   at::Tensor forward(const at::Tensor& tokens, const at::Tensor& positions, const at::Tensor& slots,
                      const at::Tensor& tables, const at::Tensor& kv_lengths, const at::Tensor& query_starts,
-                     const MaybeTensor& cos, const MaybeTensor& sin, const MaybeTensor& wanted, bool greedy) const {
+                     std::vector<at::Tensor> cos, std::vector<at::Tensor> sin, const MaybeTensor& wanted,
+                     bool greedy) const {
     own_threads = true;
     at::Tensor hidden = rows_of(embedding_, tokens);
+    if (embedding_scale_ != 1) multiply(hidden, embedding_scale_);
     if (position_embedding_) add(hidden, rows_of(*position_embedding_, positions));
-    MaybeTensor cosines, sines;
-    if (cos) cosines = rows_of(*cos, positions), sines = rows_of(*sin, positions);
-    hidden = decoder_->run(hidden, caches_, {slots, tables, kv_lengths, query_starts, cosines, sines, {}}, wanted);
+    for (std::vector<at::Tensor>* kinds : {&cos, &sin})
+      for (at::Tensor& table : *kinds) table = rows_of(table, positions);
+    hidden = decoder_->run(hidden, caches_,
+                           {slots, tables, kv_lengths, query_starts, std::move(cos), std::move(sin), {}}, wanted);
     if (norm_) hidden = (**norm_)(hidden);
     if (!greedy || screen_.empty() || hidden.size(0) > screened_rows_) return (*head_)(hidden);
     return head_->screened(hidden, screen_[0], screen_[1], screen_[2], screen_[3], screen_[4], {}, {}, {});
@@ -258,6 +291,7 @@ class CausalLM : public torch::CustomClassHolder {
  private:
   DecoderPtr decoder_;
   at::Tensor embedding_;
+  double embedding_scale_;
   MaybeTensor position_embedding_;
   std::optional<NormPtr> norm_;
   LinearPtr head_;
@@ -298,11 +332,11 @@ TORCH_LIBRARY_FRAGMENT(oatmill, library) {
       .def(torch::init<LinearPtr, ExpertsPtr, int64_t, bool>())
       .def("forward", &Mixture::operator());
   library.class_<Decoder>("Decoder")
-      .def(torch::init<int64_t, int64_t, int64_t, bool>())
+      .def(torch::init<int64_t, int64_t, int64_t, std::string>())
       .def("add_layer", &Decoder::add_layer)
       .def("forward", &Decoder::forward);
   library.class_<CausalLM>("CausalLM")
-      .def(torch::init<DecoderPtr, at::Tensor, MaybeTensor, std::optional<NormPtr>, LinearPtr,
+      .def(torch::init<DecoderPtr, at::Tensor, double, MaybeTensor, std::optional<NormPtr>, LinearPtr,
                        std::vector<at::Tensor>, int64_t>())
       .def("attach", &CausalLM::attach)
       .def("decode", &CausalLM::decode)

@@ -113,16 +113,20 @@ void rotate(const T* from, T* to, const T* cos, const T* sin, int64_t rotated, i
 
 }  // namespace
 
-// input: [..., size]; weight: [size].
+// input: [..., size]; weight: [size], of the dtype of input; or in float32, and the product with it is rounded once.
 at::Tensor rms_norm(const at::Tensor& input, const at::Tensor& weight, double eps) {
   const at::Tensor x = are_heads(input) ? input : input.contiguous();
   at::Tensor output = at::empty(x.sizes(), x.options());
   by_dtype(x, [&]<typename T>(T*) {
-    const T* scale = weight.const_data_ptr<T>();
+    const T* scale = weight.scalar_type() == x.scalar_type() ? weight.const_data_ptr<T>() : nullptr;
+    const float* wide = scale ? nullptr : weight.const_data_ptr<float>();
     for_each_row<T>(x, output, [&](const T* from, T* to, int64_t size) {
       const float squares = total(size, [&](int64_t i, auto at) { return at(from + i) * at(from + i); });
       const float factor = 1.0f / std::sqrt(squares / static_cast<float>(size) + static_cast<float>(eps));
-      write(to, size, [&](int64_t i, auto at) { return at.rounded(to, at(from + i) * factor) * at(scale + i); });
+      if (scale)
+        write(to, size, [&](int64_t i, auto at) { return at.rounded(to, at(from + i) * factor) * at(scale + i); });
+      else
+        write(to, size, [&](int64_t i, auto at) { return at(from + i) * factor * at(wide + i); });
     });
   });
   return output;
@@ -147,8 +151,15 @@ at::Tensor layer_norm(const at::Tensor& input, const at::Tensor& weight, const a
   return output;
 }
 
-// gate_up: [..., 2 * size], gate first. Returns silu(gate) * up, [..., size].
-at::Tensor silu_mul(const at::Tensor& gate_up) {
+// What GELU and SiLU divide their argument by is 1 more than the exponential of this; GELU as approximated by tanh.
+template <typename Number>
+Number gate_exponent(Number gate, bool gelu) {
+  constexpr float ROOT = 0.7978845608028654f, CUBE = 0.044715f;  // the root of 2 / pi
+  return gelu ? -2.0f * ROOT * (gate + CUBE * gate * gate * gate) : -gate;
+}
+
+// gate_up: [..., 2 * size], gate first. Returns silu(gate) * up, or gelu(gate) * up, [..., size].
+at::Tensor gate_mul(const at::Tensor& gate_up, bool gelu) {
   const at::Tensor x = gate_up.contiguous();
   const int64_t size = x.size(-1) / 2, tokens = x.numel() / (2 * size);
   auto shape = x.sizes().vec();
@@ -165,12 +176,12 @@ at::Tensor silu_mul(const at::Tensor& gate_up) {
         int64_t i = 0;
         for (; i + WIDTH <= size; i += WIDTH) {
           const Floats g = widened(gate + i);
-          const Floats activated = Many::rounded(row, g / (exponential(-g) + 1.0f));
+          const Floats activated = Many::rounded(row, g / (exponential(gate_exponent(g, gelu)) + 1.0f));
           store(row + i, activated * widened(up + i));
         }
         for (; i < size; ++i) {
           const float g = static_cast<float>(gate[i]);
-          const T activated = static_cast<T>(g / (1.0f + std::exp(-g)));
+          const T activated = static_cast<T>(g / (1.0f + std::exp(gate_exponent(g, gelu))));
           row[i] = static_cast<T>(static_cast<float>(activated) * static_cast<float>(up[i]));
         }
       }
@@ -228,7 +239,7 @@ void rotate_and_write(at::Tensor& query, const at::Tensor& key, const at::Tensor
 TORCH_LIBRARY_FRAGMENT(oatmill, library) {
   library.def("rms_norm(Tensor input, Tensor weight, float eps) -> Tensor");
   library.def("layer_norm(Tensor input, Tensor weight, Tensor bias, float eps) -> Tensor");
-  library.def("silu_mul(Tensor gate_up) -> Tensor");
+  library.def("gate_mul(Tensor gate_up, bool gelu=False) -> Tensor");
   library.def(
       "rotate_and_write(Tensor(a!) query, Tensor key, Tensor value, Tensor cos, Tensor sin, Tensor(b!) keys, "
       "Tensor(c!) values, Tensor slots, float key_scale=1.0, float value_scale=1.0) -> ()");
@@ -237,6 +248,6 @@ TORCH_LIBRARY_FRAGMENT(oatmill, library) {
 TORCH_LIBRARY_IMPL(oatmill, CPU, library) {
   library.impl("rms_norm", &oatmill::rms_norm);
   library.impl("layer_norm", &oatmill::layer_norm);
-  library.impl("silu_mul", &oatmill::silu_mul);
+  library.impl("gate_mul", &oatmill::gate_mul);
   library.impl("rotate_and_write", &oatmill::rotate_and_write);
 }

@@ -15,7 +15,7 @@ at::Tensor rms_norm(const at::Tensor& input, const at::Tensor& weight, double ep
 
 at::Tensor layer_norm(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& bias, double eps);
 
-at::Tensor silu_mul(const at::Tensor& gate_up);
+at::Tensor gate_mul(const at::Tensor& gate_up, bool gelu = false);
 
 at::Tensor rows_of(const at::Tensor& table, const at::Tensor& indices);
 

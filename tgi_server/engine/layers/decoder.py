@@ -22,6 +22,8 @@ from tgi_server.engine.linear.float import FloatLinear
 from tgi_server.engine.quantization import Experts
 from tgi_server.engine.sharding.layers import RowParallel
 
+# The classes that compute an activation.
+_ACTIVATIONS = {"silu": ("SiLU", "SiLUActivation"), "gelu": ("GELUTanh",)}
 _QUERY_KEY_VALUE = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 
 
@@ -39,10 +41,13 @@ class FusedLayer(nn.Module):
 
     names: of each linear layer, the names in the layer of `transformers` of those that it is made of.
     head_norms: those of each query head and of each key head; empty where there are none.
-    up: in a gated layer it is the gate's projection and the up projection joined, the gate's first.
+    added_norms: those of what attention and the feed-forward part add to the residual; empty where there are none.
+    activation: "relu", or "silu" or "gelu" (by tanh) of a gate. up: in a gated layer it is the gate's projection and the
+    up projection joined, the gate's first. rotation: the number of the layer's rotary tables among those of its model;
+    None: its positions are not rotary.
     """
 
-    gated: ClassVar[bool] = True
+    activation: ClassVar[str] = "silu"
     names: ClassVar[Mapping[str, tuple[str, ...]]]
 
     attention_norm: Norm
@@ -62,8 +67,12 @@ class FusedLayer(nn.Module):
         self.heads = AttentionHeads(heads, (self.qkv.out_features // size - heads) // 2, size)
         self.index = int(attention.layer_idx)
         norms = (attention.q_norm, attention.k_norm) if hasattr(attention, "q_norm") else ()
-        self.head_norms = nn.ModuleList(map(Norm.of_rms_norm, norms))
+        self.head_norms = nn.ModuleList(map(self.rms_norm, norms))
+        self.added_norms = nn.ModuleList()
+        self.rotation: int | None = 0
         self.variant = variant
+
+    rms_norm = staticmethod(Norm.of_rms_norm)
 
     @classmethod
     def fits(cls, layer: Any, linear: LinearFactory) -> bool:
@@ -82,7 +91,7 @@ class FusedLayer(nn.Module):
         """Returns the layer's output, [1, tokens, hidden_size], as hidden_states are."""
         residual = hidden_states[0]
         attended = self._attend(self.attention_norm(residual), past_key_values, position_embeddings)
-        residual = self.output.add_to(residual, attended)
+        residual = self._add_to(residual, self.output, attended, 0)
         return self._feed_forward(residual, self.feed_forward_norm(residual)).unsqueeze(0)
 
     def feed_forward_kernels(self) -> tuple[list[Any], Any] | None:
@@ -111,7 +120,7 @@ class FusedLayer(nn.Module):
         query, key, value = joined.split_with_sizes((heads, kv_heads, kv_heads), 1)
         if len(self.head_norms) > 0:
             query, key = self.head_norms[0](query), self.head_norms[1](key)
-        if rotation is None:
+        if rotation is None or self.rotation is None:
             cache.backend.write(self.index, key, value, metadata)
         else:
             query = cache.backend.rotate_and_write(self.index, query, key, value, rotation, metadata)
@@ -119,17 +128,25 @@ class FusedLayer(nn.Module):
 
     def _feed_forward(self, residual: Tensor, x: Tensor) -> Tensor:
         """Returns residual and what the feed-forward part makes of x; both [tokens, hidden_size]."""
-        return self.down.add_to(residual, self._widen(x))
+        return self._add_to(residual, self.down, self._widen(x), 1)
+
+    def _add_to(self, residual: Tensor, linear: PackedLinear | RowParallel, x: Tensor, norm: int) -> Tensor:
+        """Returns residual and the layer's output for x. norm: the number of the one that this goes through, if any."""
+        if not self.added_norms:
+            return linear.add_to(residual, x)
+        output: Tensor = residual + self.added_norms[norm](linear(x))
+        return output
 
     def _widen(self, x: Tensor) -> Tensor:
         """Returns the input of the down projection. x: [tokens, hidden_size]."""
-        if not self.gated:
+        if self.activation == "relu":
             return self.up(x, activation="relu")
+        gelu = self.activation == "gelu"
         if on_gpu(x):
             from tgi_server.engine.layers import elementwise
 
-            return elementwise.silu_mul(self.up(x))
-        return torch.ops.oatmill.silu_mul(self.up(x))
+            return elementwise.gate_mul(self.up(x), gelu=gelu)
+        return torch.ops.oatmill.gate_mul(self.up(x), gelu)
 
 
 class FusedLlamaLayer(FusedLayer):
@@ -144,16 +161,49 @@ class FusedLlamaLayer(FusedLayer):
 
     def __init__(self, layer: Any, variant: AttentionVariant, linear: LinearFactory) -> None:
         super().__init__(layer, variant, linear)
-        self.attention_norm = Norm.of_rms_norm(layer.input_layernorm)
-        self.feed_forward_norm = Norm.of_rms_norm(layer.post_attention_layernorm)
+        self.attention_norm = self.rms_norm(layer.input_layernorm)
+        self.feed_forward_norm = self.rms_norm(layer.post_attention_layernorm)
 
     @classmethod
     def fits(cls, layer: Any, linear: LinearFactory) -> bool:
         if hasattr(layer.mlp, "experts"):
             return False
         activation = layer.mlp.activation_fn if hasattr(layer.mlp, "activation_fn") else layer.mlp.act_fn
-        known = isinstance(activation, nn.SiLU) or type(activation).__name__ == "SiLUActivation"
-        return known and super().fits(layer, linear)
+        return type(activation).__name__ in _ACTIVATIONS[cls.activation] and super().fits(layer, linear)
+
+
+class FusedGemmaLayer(FusedLlamaLayer):
+    """A layer of Llama's kind with Gemma's norms, and GELU for its gate: Gemma."""
+
+    activation = "gelu"
+    rms_norm = staticmethod(Norm.of_gemma_norm)
+
+
+class FusedGemma2Layer(FusedGemmaLayer):
+    """A layer of Gemma's kind with norms behind attention and the feed-forward part as well: Gemma 2."""
+
+    def __init__(self, layer: Any, variant: AttentionVariant, linear: LinearFactory) -> None:
+        super().__init__(layer, variant, linear)
+        self.feed_forward_norm = self.rms_norm(layer.pre_feedforward_layernorm)
+        norms = (layer.post_attention_layernorm, layer.post_feedforward_layernorm)
+        self.added_norms = nn.ModuleList(map(self.rms_norm, norms))
+
+
+class FusedGemma3Layer(FusedGemma2Layer):
+    """A layer of Gemma 2's kind whose rotary embeddings are those of its type: Gemma 3."""
+
+    def __init__(self, layer: Any, variant: AttentionVariant, linear: LinearFactory) -> None:
+        super().__init__(layer, variant, linear)
+        attention = layer.self_attn
+        self.rotation = layer_types(attention.config).index(attention.layer_type)
+
+
+class FusedSmolLM3Layer(FusedLlamaLayer):
+    """A layer of Llama's kind whose positions may not be rotary: SmolLM3."""
+
+    def __init__(self, layer: Any, variant: AttentionVariant, linear: LinearFactory) -> None:
+        super().__init__(layer, variant, linear)
+        self.rotation = 0 if layer.self_attn.use_rope else None
 
 
 class FusedPhi3Layer(FusedLlamaLayer):
@@ -221,7 +271,7 @@ class FusedOptLayer(FusedLayer):
     The model of `transformers` scales the query before attention; here attention does it.
     """
 
-    gated = False
+    activation = "relu"
     names: ClassVar = {
         "qkv": _QUERY_KEY_VALUE,
         "output": ("self_attn.out_proj",),
@@ -231,6 +281,7 @@ class FusedOptLayer(FusedLayer):
 
     def __init__(self, layer: Any, variant: AttentionVariant, linear: LinearFactory) -> None:
         super().__init__(layer, replace(variant, scaling=layer.self_attn.scaling), linear)
+        self.rotation = None
         self.attention_norm = Norm.of_layer_norm(layer.self_attn_layer_norm)
         self.feed_forward_norm = Norm.of_layer_norm(layer.final_layer_norm)
 
@@ -260,8 +311,16 @@ def _kernel(layer: nn.Module) -> Any:
     return layer.kernel() if isinstance(layer, PackedLinear) else None
 
 
+def layer_types(config: Any) -> list[str]:
+    """Returns the types of layers of a model, in the order of their rotary tables."""
+    return sorted(set(config.layer_types))
+
+
 # By the class of `transformers` whose place they take.
 FUSED_LAYERS: dict[str, tuple[type[FusedLayer], ...]] = {
+    "Gemma2DecoderLayer": (FusedGemma2Layer,),
+    "Gemma3DecoderLayer": (FusedGemma3Layer,),
+    "GemmaDecoderLayer": (FusedGemmaLayer,),
     "GptOssDecoderLayer": (FusedGptOssLayer,),
     "LlamaDecoderLayer": (FusedLlamaLayer,),
     "MistralDecoderLayer": (FusedLlamaLayer,),
@@ -271,6 +330,7 @@ FUSED_LAYERS: dict[str, tuple[type[FusedLayer], ...]] = {
     "Qwen2DecoderLayer": (FusedLlamaLayer,),
     "Qwen3DecoderLayer": (FusedLlamaLayer,),
     "Qwen3MoeDecoderLayer": (FusedMixtureLayer, FusedLlamaLayer),
+    "SmolLM3DecoderLayer": (FusedSmolLM3Layer,),
 }
 
 
@@ -294,16 +354,19 @@ class LayerStack(nn.Module):
         self.adapter_numbers = lambda: None
 
     @classmethod
-    def of(cls, layers: Sequence[nn.Module]) -> Self | None:
+    def of(cls, layers: Sequence[nn.Module], *, rotations: bool = True) -> Self | None:
         """Returns None if a layer is not fused, or has linear layers that the kernel does not know.
 
         A layer that is split over several shards is not known: the shards exchange results in the middle of it.
+        rotations: False: the stack will get one kind of rotary tables, so that it takes no layers of several.
         """
         fused = [layer for layer in layers if isinstance(layer, FusedLayer)]
         if not fused or len(fused) < len(layers):
             return None
+        if not rotations and any(layer.rotation for layer in fused):
+            return None
         heads = fused[0].heads
-        kernel = torch.classes.oatmill.Decoder(heads.heads, heads.kv_heads, heads.size, fused[0].gated)
+        kernel = torch.classes.oatmill.Decoder(heads.heads, heads.kv_heads, heads.size, fused[0].activation)
         return cls(kernel, fused) if all(_add(kernel, layer) for layer in fused) else None
 
     def forward(
@@ -311,13 +374,13 @@ class LayerStack(nn.Module):
         hidden_states: Tensor,
         *_: Any,
         past_key_values: PagedCache,
-        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        position_embeddings: tuple[Tensor, Tensor] | Sequence[tuple[Tensor, Tensor]] | None = None,
         wanted: Tensor | None = None,
         **__: Any,
     ) -> Tensor:
         """Returns the last layer's output, [1, rows, hidden_size]. hidden_states: [1, tokens, hidden_size].
 
-        wanted: [rows] int64, the tokens of which it is wanted, in order, and each sequence's last ones; of the others
+        position_embeddings: the rotary tables of all layers, or of each kind of them. wanted: [rows] int64, the tokens of which it is wanted, in order, and each sequence's last ones; of the others
         the last layer leaves keys and values in the cache, and no more. None: all.
         """
         metadata, backend = past_key_values.metadata, past_key_values.backend
@@ -327,7 +390,9 @@ class LayerStack(nn.Module):
         caches = slice(first, first + len(self.layers))
         # Steps of any lengths are padded: in what is wanted of the padding there is no order.
         whole = adapters is not None or backend.any_lengths
-        cosine, sine = (None, None) if position_embeddings is None else (table[0] for table in position_embeddings)
+        kinds = cast(Sequence[Any], position_embeddings or ())
+        if len(kinds) > 0 and isinstance(kinds[0], Tensor):
+            kinds = [kinds]
         output = self.kernel.forward(
             hidden_states[0],
             backend.keys[caches],
@@ -338,8 +403,8 @@ class LayerStack(nn.Module):
             metadata.block_tables,
             metadata.kv_lengths,
             metadata.query_starts,
-            cosine,
-            sine,
+            [cosine[0] for cosine, _ in kinds],
+            [sine[0] for _, sine in kinds],
             adapters,
             None if whole else wanted,
         )
@@ -356,5 +421,7 @@ def _add(kernel: Any, layer: FusedLayer) -> bool:
     variant = layer.variant
     attention = norms[0], qkv, head_norms, output
     scores = variant.scaling, variant.window, variant.softcap, variant.sinks
-    kernel.add_layer(*attention, norms[1], *feed_forward, *scores)
+    added_norms = [cast(Norm, norm).kernel() for norm in layer.added_norms]
+    rotation = -1 if layer.rotation is None else layer.rotation
+    kernel.add_layer(*attention, norms[1], *feed_forward, added_norms, rotation, *scores)
     return True

@@ -11,7 +11,10 @@ _GATED_AT_ONCE = 1024
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Returns x, [rows, size], divided by the root mean square of each row and times weight, [size]."""
+    """Returns x, [rows, size], divided by the root mean square of each row and times weight, [size].
+
+    weight: of the dtype of x; or in float32, and the product with it is rounded once.
+    """
     return _normalise(x, weight, weight, eps, centred=False)
 
 
@@ -31,12 +34,14 @@ def _normalise(x: Tensor, weight: Tensor, bias: Tensor, eps: float, *, centred: 
     return output
 
 
-def silu_mul(x: Tensor) -> Tensor:
-    """Returns SiLU(gate) * up, [rows, size], of x, [rows, 2 * size], whose first half is the gate."""
+def gate_mul(x: Tensor, *, gelu: bool = False) -> Tensor:
+    """Returns SiLU(gate) * up, or GELU(gate) * up, [rows, size], of x, [rows, 2 * size], whose first half is the gate."""
     x = x.contiguous()
     rows, size = x.shape[0], x.shape[1] // 2
     output = x.new_empty(rows, size)
-    _gate[rows, triton.cdiv(size, _GATED_AT_ONCE)](x, output, size, at_once=_GATED_AT_ONCE, num_warps=4)
+    _gate[rows, triton.cdiv(size, _GATED_AT_ONCE)](
+        x, output, size, at_once=_GATED_AT_ONCE, gelu=gelu, num_warps=4
+    )
     return output
 
 
@@ -53,18 +58,22 @@ def _norm(x, weight, bias, output, eps, size: tl.constexpr, width: tl.constexpr,
     if centred:
         values = values * scale.to(tl.float32) + tl.load(bias + column, mask=real, other=0.0).to(tl.float32)
     else:
-        # `transformers` rounds before it multiplies
-        values = values.to(output.dtype.element_ty).to(tl.float32) * scale.to(tl.float32)
+        if scale.dtype != tl.float32:  # `transformers` rounds before it multiplies
+            values = values.to(output.dtype.element_ty).to(tl.float32)
+        values = values * scale.to(tl.float32)
     tl.store(output + row * size + column, values.to(output.dtype.element_ty), mask=real)
 
 
 @triton.jit
-def _gate(x, output, size, at_once: tl.constexpr):
+def _gate(x, output, size, at_once: tl.constexpr, gelu: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * at_once + tl.arange(0, at_once)
     real = column < size
     gate = tl.load(x + row * 2 * size + column, mask=real, other=0.0).to(tl.float32)
     up = tl.load(x + row * 2 * size + size + column, mask=real, other=0.0).to(tl.float32)
-    # `transformers` rounds what SiLU gives before it multiplies
-    opened = (gate / (1.0 + tl.exp(-gate))).to(output.dtype.element_ty).to(tl.float32)
+    exponent = -gate
+    if gelu:  # as approximated by tanh; the number is the root of 2 / pi
+        exponent = -2.0 * 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
+    # `transformers` rounds what comes of the gate before it multiplies
+    opened = (gate / (1.0 + tl.exp(exponent))).to(output.dtype.element_ty).to(tl.float32)
     tl.store(output + row * size + column, (opened * up).to(output.dtype.element_ty), mask=real)

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from tgi_server.engine.attention.base import ForwardMetadata
 from tgi_server.engine.attention.cpu import CpuAttention
 from tgi_server.engine.attention.paged_cache import PagedCache
-from tgi_server.engine.layers.decoder import LayerStack
+from tgi_server.engine.layers.decoder import LayerStack, layer_types
 from tgi_server.engine.layers.head import ScreenedHead
 from tgi_server.engine.layers.norm import Norm
 from tgi_server.engine.layers.rope import RotaryTable
@@ -36,8 +36,8 @@ class ForwardOutput:
 class WholeModel:
     """A model in one kernel call, from the tokens of a batch, or of any pass without adapters, to logits."""
 
-    def __init__(self, kernel: Any, rotary: RotaryTable | None, like: Tensor) -> None:
-        """kernel: a `torch.classes.oatmill.CausalLM`. rotary, like: what makes rotary tables, if there are any."""
+    def __init__(self, kernel: Any, rotary: Sequence[RotaryTable], like: Tensor) -> None:
+        """kernel: a `torch.classes.oatmill.CausalLM`. rotary, like: what makes rotary tables, of each kind."""
         self._kernel = kernel
         self._rotary = rotary
         self._like = like
@@ -79,27 +79,42 @@ class WholeModel:
         )
         return logits
 
-    def _tables(self, length: int) -> Sequence[Tensor | None] | None:
-        return (None, None) if self._rotary is None else self._rotary.tables(self._like, length)
+    def _tables(self, length: int) -> tuple[list[Tensor], list[Tensor]] | None:
+        cosines, sines = [], []
+        for kind in self._rotary:
+            tables = kind.tables(self._like, length)
+            if tables is None:
+                return None
+            cosines.append(tables[0])
+            sines.append(tables[1])
+        return cosines, sines
+
+
+def has_short_forward(model: nn.Module) -> bool:
+    """Returns True for a model of a known architecture, whose logits are what the head gives."""
+    config = getattr(model, "config", None)
+    return type(model).__name__ in _FORWARDS and not getattr(config, "final_logit_softcapping", None)
 
 
 def shorten_forward(model: nn.Module) -> None:
     """Replaces the model's forward, if it is known and its layers are in a LayerStack or a few."""
-    forward = _FORWARDS.get(type(model).__name__)
-    if forward is not None and isinstance(forward.inside(model).layers[0], LayerStack):
-        model.forward = forward(model)
+    if has_short_forward(model):
+        forward = _FORWARDS[type(model).__name__]
+        if isinstance(forward.inside(model).layers[0], LayerStack):
+            model.forward = forward(model)
 
 
 class Forward(ABC):
     """The steps of one architecture before and after its decoder layers.
 
     positions: the embedding of positions, where they are learned, with its `offset`. rotary: what turns queries and
-    keys, where positions are rotary. norm: the last one. projected: True if the layers' input or output is not what the
-    embedding gives and the head takes.
+    keys, where positions are rotary, of each kind of layers. norm: the last one. scale: what the embedding is multiplied
+    by. projected: True if the layers' input or output is not what the embedding gives and the head takes.
     """
 
     positions: Any = None
-    rotary: RotaryTable | None = None
+    rotary: Sequence[RotaryTable] = ()
+    scale = 1.0
     norm: Norm | None = None
     projected = False
 
@@ -140,13 +155,15 @@ class Forward(ABC):
         """
         embedded, head = self._inside.embed_tokens, self._head
         layers, linear = self._inside.layers, head.kernel() if isinstance(head, PackedLinear) else None
-        if len(layers) > 1 or linear is None or self.projected or type(embedded) is not nn.Embedding:
+        known = type(embedded) is nn.Embedding or self.scale != 1
+        if len(layers) > 1 or linear is None or self.projected or not known:
             return None
         places = self.positions
         screen, screened_rows = head.screen if isinstance(head, ScreenedHead) else ([], 0)
         kernel = torch.classes.oatmill.CausalLM(
             layers[0].kernel,
             embedded.weight,
+            self.scale,
             None if places is None else places.weight[places.offset :],
             None if self.norm is None else self.norm.kernel(),
             linear,
@@ -158,8 +175,10 @@ class Forward(ABC):
         return WholeModel(kernel, self.rotary, embedded.weight)
 
     @abstractmethod
-    def _before(self, tokens: Tensor, positions: Tensor, length: int) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
-        """Returns the layers' input and the rotary tables, if any. tokens, positions: [1, tokens], below `length`."""
+    def _before(
+        self, tokens: Tensor, positions: Tensor, length: int
+    ) -> tuple[Tensor, Sequence[tuple[Tensor, Tensor]]]:
+        """Returns the layers' input and each kind of rotary tables. tokens, positions: [1, tokens], below `length`."""
 
     @abstractmethod
     def _after(self, hidden: Tensor) -> Tensor:
@@ -167,21 +186,22 @@ class Forward(ABC):
 
 
 class _LlamaForward(Forward):
-    rotary: RotaryTable
     norm: Norm
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(model)
-        self.rotary = RotaryTable(self._inside.rotary_emb)
+        self.rotary = [RotaryTable(self._inside.rotary_emb)]
         self.norm = Norm.of_rms_norm(self._inside.norm)
 
     @staticmethod
     def inside(model: Any) -> Any:
         return model.model
 
-    def _before(self, tokens: Tensor, positions: Tensor, length: int) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    def _before(
+        self, tokens: Tensor, positions: Tensor, length: int
+    ) -> tuple[Tensor, Sequence[tuple[Tensor, Tensor]]]:
         hidden = self._inside.embed_tokens(tokens)
-        return hidden, self.rotary(hidden, positions, length)
+        return hidden, [kind(hidden, positions, length) for kind in self.rotary]
 
     def _after(self, hidden: Tensor) -> Tensor:
         return self.norm(hidden)
@@ -190,7 +210,29 @@ class _LlamaForward(Forward):
 class _GptOssForward(_LlamaForward):
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(model)
-        self.rotary = RotaryTable(self._inside.rotary_emb, halved=True)
+        self.rotary = [RotaryTable(self._inside.rotary_emb, halved=True)]
+
+
+class _GemmaForward(_LlamaForward):
+    def __init__(self, model: PreTrainedModel) -> None:
+        Forward.__init__(self, model)
+        inside = self._inside
+        self.rotary = [RotaryTable(inside.rotary_emb)]
+        self.norm = Norm.of_gemma_norm(inside.norm)
+        self.scale = float(torch.tensor(model.config.hidden_size**0.5, dtype=inside.embed_tokens.weight.dtype))
+
+    def _before(
+        self, tokens: Tensor, positions: Tensor, length: int
+    ) -> tuple[Tensor, Sequence[tuple[Tensor, Tensor]]]:
+        hidden = embedding(tokens, self._inside.embed_tokens.weight) * self.scale
+        return hidden, [kind(hidden, positions, length) for kind in self.rotary]
+
+
+class _Gemma3Forward(_GemmaForward):
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__(model)
+        rope = self._inside.rotary_emb
+        self.rotary = [RotaryTable(rope, layer_type=kind) for kind in layer_types(model.config)]
 
 
 class _OptForward(Forward):
@@ -205,12 +247,12 @@ class _OptForward(Forward):
     def inside(model: Any) -> Any:
         return model.model.decoder
 
-    def _before(self, tokens: Tensor, positions: Tensor, length: int) -> tuple[Tensor, None]:
+    def _before(self, tokens: Tensor, positions: Tensor, length: int) -> tuple[Tensor, tuple[()]]:
         inside, places = self._inside, self.positions
         hidden = inside.embed_tokens(tokens)
         if inside.project_in is not None:
             hidden = inside.project_in(hidden)
-        return hidden + embedding(positions + places.offset, places.weight), None
+        return hidden + embedding(positions + places.offset, places.weight), ()
 
     def _after(self, hidden: Tensor) -> Tensor:
         if self.norm is not None:
@@ -222,6 +264,8 @@ class _OptForward(Forward):
 
 # By the class of `transformers`.
 _FORWARDS: dict[str, type[Forward]] = {
+    "Gemma3ForCausalLM": _Gemma3Forward,
+    "GemmaForCausalLM": _GemmaForward,
     "GptOssForCausalLM": _GptOssForward,
     "LlamaForCausalLM": _LlamaForward,
     "MistralForCausalLM": _LlamaForward,
@@ -231,4 +275,5 @@ _FORWARDS: dict[str, type[Forward]] = {
     "Qwen2ForCausalLM": _LlamaForward,
     "Qwen3ForCausalLM": _LlamaForward,
     "Qwen3MoeForCausalLM": _LlamaForward,
+    "SmolLM3ForCausalLM": _LlamaForward,
 }

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 class Norm(nn.Module):
     """Layer normalisation (Ba et al. 2016), or, without a bias, by the root mean square (Zhang and Sennrich 2019).
 
-    weight, bias: [size]. eps: added under the root.
+    weight, bias: [size]; of the dtype of what is normalised, but a weight without a bias may be in float32: then the
+    product with it is rounded once, and not before it as well. eps: added under the root.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, eps: float) -> None:
@@ -26,6 +27,11 @@ class Norm(nn.Module):
     def of_rms_norm(cls, norm: Any) -> Self:
         """Takes the weights of a norm such as LlamaRMSNorm of `transformers`."""
         return cls(norm.weight, None, float(norm.variance_epsilon))
+
+    @classmethod
+    def of_gemma_norm(cls, norm: Any) -> Self:
+        """Takes the weights of a norm such as GemmaRMSNorm of `transformers`, which stand for how far they are from 1."""
+        return cls(1.0 + norm.weight.float(), None, float(norm.eps))
 
     def kernel(self) -> Any:
         """Returns this norm in the form that `torch.classes.oatmill.Decoder` takes."""

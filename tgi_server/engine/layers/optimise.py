@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from tgi_server.engine.attention.base import AttentionBackend, AttentionVariant
 from tgi_server.engine.attention.cpu import CpuAttention
 from tgi_server.engine.layers.decoder import FUSED_LAYERS, FusedLayer, LayerStack
-from tgi_server.engine.layers.forward import shorten_forward
+from tgi_server.engine.layers.forward import has_short_forward, shorten_forward
 from tgi_server.engine.layers.head import ScreenedHead
 from tgi_server.engine.linear import LinearFactory, PackedLinear
 from tgi_server.engine.linear.float import FloatLinear
@@ -46,7 +46,7 @@ def optimise(
         _replace(model, partial(_fused_layer, variants, linear))
         for layer in [module for module in model.modules() if isinstance(module, FusedLayer)]:
             _replace(layer, partial(_packed_linear, linear))  # the experts of a mixture, which it has kept
-        _replace(model, partial(_stacked_layers, apart))
+        _replace(model, partial(_stacked_layers, apart, has_short_forward(model)))
         _screen_head(cast(PreTrainedModel, model), linear)
     _replace(model, partial(_packed_linear, linear))
     _compute_experts_together(model, wanted=True)
@@ -102,11 +102,11 @@ def _fused_layer(
     return None
 
 
-def _stacked_layers(apart: Sequence[int], module: nn.Module) -> nn.Module | None:
+def _stacked_layers(apart: Sequence[int], rotations: bool, module: nn.Module) -> nn.Module | None:
     if not isinstance(module, nn.ModuleList):
         return None
     bounds = sorted({0, len(module), *apart})
-    stacks = [LayerStack.of(list(module)[first:end]) for first, end in pairwise(bounds)]
+    stacks = [LayerStack.of(list(module)[first:end], rotations=rotations) for first, end in pairwise(bounds)]
     whole = [stack for stack in stacks if stack is not None]
     return nn.ModuleList(whole) if 0 < len(whole) == len(stacks) else None
 

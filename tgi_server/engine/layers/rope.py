@@ -12,12 +12,15 @@ _TABLE_STEP = 2048  # positions
 class RotaryTable:
     """The cosines and sines of a model's rotary embedding, computed once for each position."""
 
-    def __init__(self, rope: Any, *, halved: bool = False) -> None:
+    def __init__(self, rope: Any, *, halved: bool = False, layer_type: str | None = None) -> None:
         """rope: an embedding such as LlamaRotaryEmbedding of `transformers`.
 
-        halved: it gives the numbers of half of a head, which are the same for the other half.
+        halved: it gives the numbers of half of a head, which are the same for the other half. layer_type: that of the
+        layers whose table this is, where the embedding has several.
         """
         self._rope = rope
+        self._options = {} if layer_type is None else {"layer_type": layer_type}
+        self._name = "inv_freq" if layer_type is None else f"{layer_type}_inv_freq"
         self._copies = 2 if halved else 1
         self._frequencies: Tensor | None = None
         self._tables: list[Tensor] = []
@@ -41,7 +44,7 @@ class RotaryTable:
         """
         if _depends(_kind(self._rope)):
             return None
-        frequencies = self._rope.inv_freq  # which may have changed in place
+        frequencies = getattr(self._rope, self._name)  # which may have changed in place
         if self._frequencies is None or not torch.equal(frequencies, self._frequencies):
             self._frequencies, self._tables = frequencies.clone(), []
         known = len(self._tables[0]) if self._tables else 0
@@ -52,7 +55,8 @@ class RotaryTable:
         return self._tables
 
     def _turns(self, like: Tensor, positions: Tensor) -> list[Tensor]:
-        return [torch.cat([each] * self._copies, -1) for each in self._rope(like, position_ids=positions)]
+        turns = self._rope(like, position_ids=positions, **self._options)
+        return [torch.cat([each] * self._copies, -1) for each in turns]
 
 
 class LengthDependentRope:

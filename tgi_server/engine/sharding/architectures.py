@@ -279,6 +279,7 @@ _PLANS: dict[str, Callable[[PretrainedConfig], ShardingPlan]] = {
     "phi3": _phi3,
     "qwen2": _llama,
     "qwen3": _llama,
+    "smollm3": _llama,
     "qwen3_moe": _mixture,
     "starcoder2": _starcoder2,
     "t5": _t5,

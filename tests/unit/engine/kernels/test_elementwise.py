@@ -29,7 +29,7 @@ def test_norms_and_gated_silu_are_those_of_transformers(dtype, size) -> None:
     wanted = weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)).to(dtype)
     torch.testing.assert_close(torch.ops.oatmill.rms_norm(x, weight, 1e-6), wanted, **tolerance(dtype))
     gate, up = 10 * torch.randn(2, 7, size, dtype=dtype)
-    gated = torch.ops.oatmill.silu_mul(torch.cat([gate, up], -1))
+    gated = torch.ops.oatmill.gate_mul(torch.cat([gate, up], -1))
     torch.testing.assert_close(gated, silu(gate) * up, **tolerance(dtype))
 
 
@@ -45,7 +45,7 @@ def test_heads_are_normalised_where_they_stand_beside_others(dtype, size) -> Non
 
 def test_silu_far_from_zero_neither_overflows_nor_turns_to_nan() -> None:
     gate = torch.tensor([-1e30, -200.0, -88.5, 0.0, 88.5, 200.0, 1e30] + [0.0] * 9)
-    gated = torch.ops.oatmill.silu_mul(torch.cat([gate, torch.ones(16)]).unsqueeze(0))
+    gated = torch.ops.oatmill.gate_mul(torch.cat([gate, torch.ones(16)]).unsqueeze(0))
     torch.testing.assert_close(gated[0], silu(gate), rtol=1e-5, atol=1e-5)
 
 

@@ -16,7 +16,8 @@ import os, torch
 from tgi_server.engine.kernels import load_kernels
 load_kernels()
 none = torch.zeros(1, dtype=torch.int32)
-torch.classes.oatmill.Decoder(1, 1, 16, False).forward(torch.ones(1, 16), *[[]] * 4, *[none] * 4, *[None] * 4)
+decoder = torch.classes.oatmill.Decoder(1, 1, 16, "relu")
+decoder.forward(torch.ones(1, 16), *[[]] * 4, *[none] * 4, [], [], None, None)
 torch.set_num_threads(3)
 x, weight = torch.randn(512, 256), torch.ones(256)
 expected = torch.ops.oatmill.rms_norm(x, weight, 1e-5)
@@ -32,8 +33,8 @@ assert same and os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 def _kernels() -> None:
     assert load_kernels()
     none = torch.zeros(1, dtype=torch.int32)
-    decoder = torch.classes.oatmill.Decoder(1, 1, 16, False)  # whose process has threads of its own once it has run
-    decoder.forward(torch.ones(1, 16), *[[]] * 4, *[none] * 4, *[None] * 4)
+    decoder = torch.classes.oatmill.Decoder(1, 1, 16, "relu")  # whose process has threads of its own once it has run
+    decoder.forward(torch.ones(1, 16), *[[]] * 4, *[none] * 4, [], [], None, None)
 
 
 @pytest.fixture

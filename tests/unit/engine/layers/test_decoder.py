@@ -18,6 +18,11 @@ from tgi_server.engine.runners.paged import PagedRunner
 from tgi_server.engine.weights import load_model
 
 
+# Architectures of which a pass is one call, from tokens to logits.
+IN_ONE_CALL = ["gemma", "gemma3_text", "gpt_oss", "llama", "mixtral", "opt", "phi3", "qwen2", "qwen3", "qwen3_moe"]
+IN_ONE_CALL += ["smollm3"]
+
+
 def load(folder: Path, *, keep_hidden_states: bool = False) -> Runner:
     """keep_hidden_states: as a drafter wants them, which no model in one call gives."""
     config = EngineConfig(folder, dtype=torch.float32)
@@ -88,7 +93,7 @@ def test_the_last_layer_computes_what_is_wanted(
 
 
 @pytest.mark.parametrize("greedy", [None, GreedyOnly(None)])
-@pytest.mark.parametrize("name", ["llama", "opt", "qwen2", "qwen3", "qwen3_moe", "mixtral", "gpt_oss", "phi3"])
+@pytest.mark.parametrize("name", IN_ONE_CALL)
 def test_a_pass_in_one_call_computes_what_its_parts_do(name: str, greedy: GreedyOnly | None, tmp_path: Path) -> None:
     folder = make(name, tmp_path)
     with torch.inference_mode():
@@ -127,7 +132,7 @@ def decode(runner: Runner, *, greedy: bool) -> tuple[list[Tensor], bool]:
 
 
 @pytest.mark.parametrize("greedy", [True, False])
-@pytest.mark.parametrize("name", ["llama", "opt", "qwen2", "qwen3", "qwen3_moe", "mixtral", "gpt_oss", "phi3"])
+@pytest.mark.parametrize("name", IN_ONE_CALL)
 def test_a_step_in_one_call_computes_what_its_parts_do(name: str, greedy: bool, tmp_path: Path) -> None:
     folder = make(name, tmp_path)
     with torch.inference_mode():
