@@ -161,8 +161,11 @@ def test_norms_and_the_gate_fit(capability: int, tmp_path: Path) -> None:
         for centred in (False, True):
             constants = {"size": size, "width": triton.next_power_of_2(size), "centred": centred}
             warps = 4 if size <= 2048 else 8
-            check(compiled(elementwise._norm, types, constants, capability, warps), capability, tmp_path)
-    check(compiled(elementwise._gate, types, {"at_once": 1024}, capability, 4), capability, tmp_path)
+            for weight in ("*bf16",) if centred else ("*bf16", "*fp32"):
+                own = types | {"weight": weight}
+                check(compiled(elementwise._norm, own, constants, capability, warps), capability, tmp_path)
+    for gelu in (False, True):
+        check(compiled(elementwise._gate, types, {"at_once": 1024, "gelu": gelu}, capability, 4), capability, tmp_path)
 
 
 @pytest.mark.parametrize("capability", SHARED_BYTES)

@@ -42,17 +42,24 @@ def test_norms(size: int, dtype: torch.dtype) -> None:
     actual = elementwise.layer_norm(x, weight, bias, 1e-5).float()
     torch.testing.assert_close(actual, wanted, rtol=ERROR[dtype], atol=ERROR[dtype])
     wanted = torch.nn.functional.rms_norm(x.float(), (size,), weight.float(), 1e-5)
-    torch.testing.assert_close(
-        elementwise.rms_norm(x, weight, 1e-5).float(), wanted, rtol=ERROR[dtype], atol=ERROR[dtype]
-    )
+    for scale in (weight, weight.float()):
+        actual = elementwise.rms_norm(x, scale, 1e-5).float()
+        torch.testing.assert_close(actual, wanted, rtol=ERROR[dtype], atol=ERROR[dtype])
+    if dtype is torch.float16:  # bfloat16 is cut off by Triton's interpreter, not rounded
+        once = (torch.nn.functional.rms_norm(x.float(), (size,), None, 1e-5) * weight.float()).to(dtype)
+        torch.testing.assert_close(
+            elementwise.rms_norm(x, weight.float(), 1e-5), once, rtol=1e-2 * ERROR[dtype], atol=0
+        )
 
 
 @pytest.mark.parametrize("dtype", ERROR)
-def test_the_gate(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("gelu", [False, True])
+def test_the_gate(gelu: bool, dtype: torch.dtype) -> None:
     x = torch.randn(3, 2 * 1100).to(dtype) * 3
     gate, up = x.float().chunk(2, dim=1)
-    wanted = torch.nn.functional.silu(gate) * up
-    torch.testing.assert_close(elementwise.gate_mul(x).float(), wanted, rtol=2 * ERROR[dtype], atol=2 * ERROR[dtype])
+    opened = torch.nn.functional.gelu(gate, approximate="tanh") if gelu else torch.nn.functional.silu(gate)
+    actual = elementwise.gate_mul(x, gelu=gelu).float()
+    torch.testing.assert_close(actual, opened * up, rtol=2 * ERROR[dtype], atol=2 * ERROR[dtype])
 
 
 def fused(architecture: str, **settings: Any) -> tuple[Any, CudaAttention]:
@@ -91,6 +98,12 @@ class Launches(TorchDispatchMode):
         if not self._inside and name.split(".")[0].removesuffix("_with_sizes") not in SILENT:
             self.names.append(name)
         return operation(*arguments, **(options or {}))
+
+
+@pytest.mark.parametrize("architecture", ["gemma", "gemma2", "gemma3_text", "smollm3"])
+def test_layers_of_other_norms_gates_and_positions_are_fused(architecture: str) -> None:
+    model, _ = fused(architecture)
+    assert any(isinstance(module, FusedLayer) for module in model.modules())
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "opt"])

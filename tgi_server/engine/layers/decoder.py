@@ -42,9 +42,9 @@ class FusedLayer(nn.Module):
     names: of each linear layer, the names in the layer of `transformers` of those that it is made of.
     head_norms: those of each query head and of each key head; empty where there are none.
     added_norms: those of what attention and the feed-forward part add to the residual; empty where there are none.
-    activation: "relu", or "silu" or "gelu" (by tanh) of a gate. up: in a gated layer it is the gate's projection and the
-    up projection joined, the gate's first. rotation: the number of the layer's rotary tables among those of its model;
-    None: its positions are not rotary.
+    activation: "relu", or "silu" or "gelu" (by tanh) of a gate.
+    up: in a gated layer it is the gate's projection and the up projection joined, the gate's first.
+    rotation: the number of the layer's rotary tables among those of its model; None: its positions are not rotary.
     """
 
     activation: ClassVar[str] = "silu"
@@ -380,7 +380,8 @@ class LayerStack(nn.Module):
     ) -> Tensor:
         """Returns the last layer's output, [1, rows, hidden_size]. hidden_states: [1, tokens, hidden_size].
 
-        position_embeddings: the rotary tables of all layers, or of each kind of them. wanted: [rows] int64, the tokens of which it is wanted, in order, and each sequence's last ones; of the others
+        position_embeddings: the rotary tables of all layers, or of each kind of them.
+        wanted: [rows] int64, the tokens of which it is wanted, in order, and each sequence's last ones; of the others
         the last layer leaves keys and values in the cache, and no more. None: all.
         """
         metadata, backend = past_key_values.metadata, past_key_values.backend

@@ -35,13 +35,11 @@ def _normalise(x: Tensor, weight: Tensor, bias: Tensor, eps: float, *, centred: 
 
 
 def gate_mul(x: Tensor, *, gelu: bool = False) -> Tensor:
-    """Returns SiLU(gate) * up, or GELU(gate) * up, [rows, size], of x, [rows, 2 * size], whose first half is the gate."""
+    """Returns SiLU(gate) * up, [rows, size], of x, [rows, 2 * size], whose first half is the gate. gelu: GELU(gate)."""
     x = x.contiguous()
     rows, size = x.shape[0], x.shape[1] // 2
     output = x.new_empty(rows, size)
-    _gate[rows, triton.cdiv(size, _GATED_AT_ONCE)](
-        x, output, size, at_once=_GATED_AT_ONCE, gelu=gelu, num_warps=4
-    )
+    _gate[rows, triton.cdiv(size, _GATED_AT_ONCE)](x, output, size, at_once=_GATED_AT_ONCE, gelu=gelu, num_warps=4)
     return output
 
 

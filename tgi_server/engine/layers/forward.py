@@ -9,7 +9,7 @@ that is one kernel call.
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -92,8 +92,9 @@ class WholeModel:
 
 def has_short_forward(model: nn.Module) -> bool:
     """Returns True for a model of a known architecture, whose logits are what the head gives."""
-    config = getattr(model, "config", None)
-    return type(model).__name__ in _FORWARDS and not getattr(config, "final_logit_softcapping", None)
+    if type(model).__name__ not in _FORWARDS:
+        return False
+    return not getattr(cast(PreTrainedModel, model).config.get_text_config(), "final_logit_softcapping", None)
 
 
 def shorten_forward(model: nn.Module) -> None:
@@ -108,7 +109,7 @@ class Forward(ABC):
     """The steps of one architecture before and after its decoder layers.
 
     positions: the embedding of positions, where they are learned, with its `offset`. rotary: what turns queries and
-    keys, where positions are rotary, of each kind of layers. norm: the last one. scale: what the embedding is multiplied
+    keys, where positions are rotary, of each kind of layers. norm: the last one. scale: what embeddings are multiplied
     by. projected: True if the layers' input or output is not what the embedding gives and the head takes.
     """
 
@@ -175,9 +176,7 @@ class Forward(ABC):
         return WholeModel(kernel, self.rotary, embedded.weight)
 
     @abstractmethod
-    def _before(
-        self, tokens: Tensor, positions: Tensor, length: int
-    ) -> tuple[Tensor, Sequence[tuple[Tensor, Tensor]]]:
+    def _before(self, tokens: Tensor, positions: Tensor, length: int) -> tuple[Tensor, Sequence[tuple[Tensor, Tensor]]]:
         """Returns the layers' input and each kind of rotary tables. tokens, positions: [1, tokens], below `length`."""
 
     @abstractmethod
@@ -197,9 +196,7 @@ class _LlamaForward(Forward):
     def inside(model: Any) -> Any:
         return model.model
 
-    def _before(
-        self, tokens: Tensor, positions: Tensor, length: int
-    ) -> tuple[Tensor, Sequence[tuple[Tensor, Tensor]]]:
+    def _before(self, tokens: Tensor, positions: Tensor, length: int) -> tuple[Tensor, Sequence[tuple[Tensor, Tensor]]]:
         hidden = self._inside.embed_tokens(tokens)
         return hidden, [kind(hidden, positions, length) for kind in self.rotary]
 
@@ -219,11 +216,9 @@ class _GemmaForward(_LlamaForward):
         inside = self._inside
         self.rotary = [RotaryTable(inside.rotary_emb)]
         self.norm = Norm.of_gemma_norm(inside.norm)
-        self.scale = float(torch.tensor(model.config.hidden_size**0.5, dtype=inside.embed_tokens.weight.dtype))
+        self.scale = float(torch.tensor(inside.config.hidden_size**0.5, dtype=inside.embed_tokens.weight.dtype))
 
-    def _before(
-        self, tokens: Tensor, positions: Tensor, length: int
-    ) -> tuple[Tensor, Sequence[tuple[Tensor, Tensor]]]:
+    def _before(self, tokens: Tensor, positions: Tensor, length: int) -> tuple[Tensor, Sequence[tuple[Tensor, Tensor]]]:
         hidden = embedding(tokens, self._inside.embed_tokens.weight) * self.scale
         return hidden, [kind(hidden, positions, length) for kind in self.rotary]
 
@@ -232,7 +227,11 @@ class _Gemma3Forward(_GemmaForward):
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(model)
         rope = self._inside.rotary_emb
-        self.rotary = [RotaryTable(rope, layer_type=kind) for kind in layer_types(model.config)]
+        self.rotary = [RotaryTable(rope, layer_type=kind) for kind in layer_types(self._inside.config)]
+
+    @staticmethod
+    def inside(model: Any) -> Any:
+        return getattr(model.model, "language_model", model.model)  # that of a model which sees images, too
 
 
 class _OptForward(Forward):
@@ -265,6 +264,7 @@ class _OptForward(Forward):
 # By the class of `transformers`.
 _FORWARDS: dict[str, type[Forward]] = {
     "Gemma3ForCausalLM": _Gemma3Forward,
+    "Gemma3ForConditionalGeneration": _Gemma3Forward,
     "GemmaForCausalLM": _GemmaForward,
     "GptOssForCausalLM": _GptOssForward,
     "LlamaForCausalLM": _LlamaForward,

@@ -30,7 +30,7 @@ class Norm(nn.Module):
 
     @classmethod
     def of_gemma_norm(cls, norm: Any) -> Self:
-        """Takes the weights of a norm such as GemmaRMSNorm of `transformers`, which stand for how far they are from 1."""
+        """Takes the weights of a norm such as GemmaRMSNorm of `transformers`: how far from 1 they are."""
         return cls(1.0 + norm.weight.float(), None, float(norm.eps))
 
     def kernel(self) -> Any:

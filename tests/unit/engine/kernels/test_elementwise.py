@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch.nn.functional import layer_norm, silu
+from torch.nn.functional import gelu, layer_norm, silu
 
 from tgi_server.engine.kernels import load_kernels
 
@@ -21,16 +21,20 @@ def tolerance(dtype: torch.dtype) -> dict[str, float]:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [16, 40, 43, 960])
-def test_norms_and_gated_silu_are_those_of_transformers(dtype, size) -> None:
+def test_norms_and_gates_are_those_of_transformers(dtype, size) -> None:
     x, weight, bias = torch.randn(7, size, dtype=dtype), *torch.randn(2, size, dtype=dtype)
     wanted = layer_norm(x + 3, (size,), weight, bias, 1e-6)
     torch.testing.assert_close(torch.ops.oatmill.layer_norm(x + 3, weight, bias, 1e-6), wanted, **tolerance(dtype))
     wide = x.float()
     wanted = weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)).to(dtype)
     torch.testing.assert_close(torch.ops.oatmill.rms_norm(x, weight, 1e-6), wanted, **tolerance(dtype))
+    once = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6) * (1 + weight.float())).to(dtype)
+    torch.testing.assert_close(torch.ops.oatmill.rms_norm(x, 1 + weight.float(), 1e-6), once, **tolerance(dtype))
     gate, up = 10 * torch.randn(2, 7, size, dtype=dtype)
     gated = torch.ops.oatmill.gate_mul(torch.cat([gate, up], -1))
     torch.testing.assert_close(gated, silu(gate) * up, **tolerance(dtype))
+    gated = torch.ops.oatmill.gate_mul(torch.cat([gate, up], -1), True)
+    torch.testing.assert_close(gated, gelu(gate, approximate="tanh") * up, **tolerance(dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -43,10 +47,12 @@ def test_heads_are_normalised_where_they_stand_beside_others(dtype, size) -> Non
         assert torch.equal(found.flatten(0, 1), torch.ops.oatmill.rms_norm(heads.flatten(0, 1), weight, 1e-6))
 
 
-def test_silu_far_from_zero_neither_overflows_nor_turns_to_nan() -> None:
+def test_gates_far_from_zero_neither_overflows_nor_turns_to_nan() -> None:
     gate = torch.tensor([-1e30, -200.0, -88.5, 0.0, 88.5, 200.0, 1e30] + [0.0] * 9)
     gated = torch.ops.oatmill.gate_mul(torch.cat([gate, torch.ones(16)]).unsqueeze(0))
     torch.testing.assert_close(gated[0], silu(gate), rtol=1e-5, atol=1e-5)
+    gated = torch.ops.oatmill.gate_mul(torch.cat([gate, torch.ones(16)]).unsqueeze(0), True)
+    torch.testing.assert_close(gated[0], gelu(gate, approximate="tanh"), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
 from tests.tiny_models import make
 from tgi_server.contract import StoppingParameters
@@ -16,7 +17,6 @@ from tgi_server.engine.runners.base import PromptChunk, Runner
 from tgi_server.engine.runners.hidden_states import HiddenStates
 from tgi_server.engine.runners.paged import PagedRunner
 from tgi_server.engine.weights import load_model
-
 
 # Architectures of which a pass is one call, from tokens to logits.
 IN_ONE_CALL = ["gemma", "gemma3_text", "gpt_oss", "llama", "mixtral", "opt", "phi3", "qwen2", "qwen3", "qwen3_moe"]
@@ -129,6 +129,24 @@ def decode(runner: Runner, *, greedy: bool) -> tuple[list[Tensor], bool]:
         runner.accept(0, chosen)
     assert len(set(given)) == 1
     return steps, given[0]
+
+
+def test_the_text_model_of_one_that_sees_images_is_one_call(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4}
+    text = sizes | {"vocab_size": 128, "num_key_value_heads": 2, "head_dim": 16, "sliding_window": 16}
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    config = Gemma3Config(
+        text_config=text | {"layer_types": kinds, "max_position_embeddings": 256},
+        vision_config=sizes | {"image_size": 28, "patch_size": 14},
+        mm_tokens_per_image=4,
+    )
+    Gemma3ForConditionalGeneration(config).save_pretrained(tmp_path)
+    with torch.inference_mode():
+        whole, in_one_call = decode(load(tmp_path), greedy=True)
+        parts, _ = decode(load(tmp_path, keep_hidden_states=True), greedy=True)
+    assert in_one_call
+    for logits, others in zip(whole, parts, strict=True):
+        assert torch.equal(logits, others)
 
 
 @pytest.mark.parametrize("greedy", [True, False])
