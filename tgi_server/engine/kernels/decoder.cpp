@@ -133,7 +133,8 @@ std::vector<Cache> caches_of(const std::vector<at::Tensor>& keys, const std::vec
 class Decoder : public torch::CustomClassHolder {
  public:
   Decoder(int64_t heads, int64_t kv_heads, int64_t head_dim, const std::string& activation)
-      : heads_(heads), kv_heads_(kv_heads), head_dim_(head_dim), gated_(activation != "relu"), gelu_(activation == "gelu") {
+      : heads_(heads), kv_heads_(kv_heads), head_dim_(head_dim), gated_(activation != "relu"),
+        gelu_(activation == "gelu") {
     TORCH_CHECK(!gated_ || gelu_ || activation == "silu", "layers with ", activation, " are not known");
   }
 
@@ -141,7 +142,8 @@ class Decoder : public torch::CustomClassHolder {
   // added_norms: attended_norm and fed_norm, or none.
   void add_layer(NormPtr attention_norm, LinearPtr qkv, std::vector<NormPtr> head_norms, LinearPtr output,
                  NormPtr feed_forward_norm, std::vector<LinearPtr> feed_forward, std::optional<MixturePtr> mixture,
-                 std::vector<NormPtr> added_norms, int64_t rotation, double scaling, int64_t window, double softcap, MaybeTensor sinks) {
+                 std::vector<NormPtr> added_norms, int64_t rotation, double scaling, int64_t window, double softcap,
+                 MaybeTensor sinks) {
     TORCH_CHECK(head_norms.empty() || head_norms.size() == 2);
     TORCH_CHECK(added_norms.empty() || (added_norms.size() == 2 && !mixture));
     TORCH_CHECK(feed_forward.size() == (mixture ? 0 : 2));
@@ -150,7 +152,8 @@ class Decoder : public torch::CustomClassHolder {
     if (mixture) layer.mixture = *mixture;
     else layer.up = feed_forward[0], layer.down = feed_forward[1];
     if (!added_norms.empty()) layer.attended_norm = added_norms[0], layer.fed_norm = added_norms[1];
-    layer.rotation = rotation, layer.scaling = scaling, layer.window = window, layer.softcap = softcap, layer.sinks = std::move(sinks);
+    layer.rotation = rotation, layer.scaling = scaling, layer.window = window, layer.softcap = softcap;
+    layer.sinks = std::move(sinks);
     layers_.push_back(std::move(layer));
   }
 
@@ -231,8 +234,9 @@ using DecoderPtr = c10::intrusive_ptr<Decoder>;
 // A whole model: from tokens to logits.
 class CausalLM : public torch::CustomClassHolder {
  public:
-  // embedding: [vocab_size, hidden_size], multiplied by embedding_scale once it is looked up; position_embedding: of models that learn it, [positions, hidden_size]. screen:
-  // as Linear::screened takes it, for at most so many rows; empty: all logits are computed.
+  // embedding: [vocab_size, hidden_size], multiplied by embedding_scale once it is looked up; position_embedding: of
+  // models that learn it, [positions, hidden_size]. screen: as Linear::screened takes it, for at most so many rows;
+  // empty: all logits are computed.
   CausalLM(DecoderPtr decoder, at::Tensor embedding, double embedding_scale, MaybeTensor position_embedding,
            std::optional<NormPtr> norm, LinearPtr head, std::vector<at::Tensor> screen, int64_t screened_rows)
       : decoder_(std::move(decoder)), embedding_(std::move(embedding)), embedding_scale_(embedding_scale),

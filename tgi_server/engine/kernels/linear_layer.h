@@ -47,7 +47,8 @@ std::span<const Way> code_ways(const std::string& kind);
 
 // packed: the weights as linear_pack arranges them, whose dtype says of which kind they are. bias, and of 8-bit weights
 // scales and corrections: [outputs, padded to a tile] float32; corrections are UNSIGNED_OFFSET times the sum of an
-// output's weights. codes: of words that codes_pack made. kernels: their names, each with the fewest rows from which on it is taken, from_rows, ascending.
+// output's weights. codes: of words that codes_pack made. kernels: their names, each with the fewest rows from which on it
+// is taken, from_rows, ascending.
 struct Linear : torch::CustomClassHolder {
   at::Tensor packed;
   int64_t inputs, outputs;

@@ -103,7 +103,8 @@ def codes_of(words: Tensor, bits: int, inputs: int) -> Tensor:
     They are [outputs, inputs] uint8, or in pairs if they have at most 4 bits, see QuantizedWeight.
     """
     if bits in (4, 8):  # the bytes of words are pairs, or codes
-        return words.contiguous().view(torch.uint8)[:, : -(-inputs * bits // 8)]
+        bytes_ = words.flatten().view(torch.uint8).view(len(words), 4 * words.shape[1])
+        return bytes_[:, : -(-inputs * bits // 8)]
     codes = unpacked(words.T, bits, inputs).T
     return paired(codes) if bits < 4 else codes.contiguous()
 
