@@ -25,7 +25,8 @@ CUDA_SHARE = 0.95
 # The share that the KV cache takes of the RAM that is free after loading. The rest is left to activations and to other
 # processes.
 CPU_SHARE = 0.3
-_WORTH_GIVING_BACK = 32 << 20
+# Bytes that are worth a call to give them back: a share of what has been given, between these.
+_LEAST_LEFTOVERS, _MOST_LEFTOVERS, _LEFTOVERS_SHARE = 32 << 20, 256 << 20, 1 / 32
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of malloc.h
 
 
@@ -142,12 +143,16 @@ class Leftovers:
         self._bytes, self._total = 0, 0
 
     def add(self, tensors: Iterable[Tensor]) -> None:
-        """tensors: of a file, or in memory of their own that is freed once nothing else has them."""
+        """tensors: of a file, or in memory of their own that is freed once nothing else has them.
+
+        Those that are on a GPU are not kept for later.
+        """
         for tensor in tensors:
-            self._tensors.append(tensor)
-            self._bytes += tensor.nbytes
-            self._total += tensor.nbytes
-        if self._bytes >= max(_WORTH_GIVING_BACK, self._total // 32):
+            if tensor.device.type == "cpu":
+                self._tensors.append(tensor)
+                self._bytes += tensor.nbytes
+                self._total += tensor.nbytes
+        if self._bytes >= min(max(_LEAST_LEFTOVERS, self._total * _LEFTOVERS_SHARE), _MOST_LEFTOVERS):
             self.give_back()
 
     def give_back(self) -> None:

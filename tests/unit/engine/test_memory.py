@@ -3,6 +3,7 @@
 import multiprocessing
 import sys
 import time
+import weakref
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
@@ -14,7 +15,15 @@ from safetensors.torch import save_file
 
 from tests.unit.engine.own_memory import own_bytes, resident
 from tgi_server.engine import memory
-from tgi_server.engine.memory import PageReserve, cache_bytes, forget_pages, large_memory_apart, mapped, read_once
+from tgi_server.engine.memory import (
+    Leftovers,
+    PageReserve,
+    cache_bytes,
+    forget_pages,
+    large_memory_apart,
+    mapped,
+    read_once,
+)
 
 MIB = 1 << 20
 
@@ -69,6 +78,18 @@ def test_large_tensors_leave_no_gaps_where_memory_is_kept_apart() -> None:
     # In a process of its own: here the KV cache of an earlier test's engine may still grow.
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as processes:
         assert processes.submit(bytes_that_large_tensors_leave).result() < 16 * MIB
+
+
+def test_leftovers_are_kept_until_enough_have_come_together() -> None:
+    leftovers, places = Leftovers(), []
+    for _ in range(5):
+        tensor = torch.zeros(8 * MIB, dtype=torch.uint8)
+        places.append(weakref.ref(tensor))
+        leftovers.add([tensor])
+        del tensor
+    assert [place() is None for place in places] == [True, True, True, True, False]
+    leftovers.give_back()
+    assert places[-1]() is None
 
 
 def test_memory_that_adapters_will_need_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
