@@ -135,7 +135,6 @@ ARCHITECTURES: dict[str, tuple[str, Settings]] = {
         "qwen3_moe",
         _GATED | {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48},
     ),
-    "smollm3": ("smollm3", _GATED | {"no_rope_layers": [1, 0]}),
     "rwkv": ("rwkv", {"attention_hidden_size": 64}),
     "qwen3_next": (
         "qwen3_next",
@@ -151,6 +150,7 @@ ARCHITECTURES: dict[str, tuple[str, Settings]] = {
     "santacoder": ("gpt_bigcode", {"multi_query": True}),
     "gpt_bigcode_multi_head": ("gpt_bigcode", {"multi_query": False}),
     "starcoder": ("gpt_bigcode", {"multi_query": True, "num_attention_heads": 34, "hidden_size": 544}),
+    "smollm3": ("smollm3", _GATED | {"no_rope_layers": [1, 0]}),
     "starcoder2": ("starcoder2", _GATED | {"sliding_window": WINDOW}),
     "t5": ("t5", _T5 | _TIED),
 }

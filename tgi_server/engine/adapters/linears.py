@@ -10,7 +10,8 @@ from transformers.pytorch_utils import Conv1D
 from tgi_server.engine.adapters.adapter import AdapterLayer
 from tgi_server.engine.adapters.products import Change, CpuProducts, Products
 from tgi_server.engine.adapters.rows import AdapterRows, CurrentRows
-from tgi_server.engine.layers.decoder import FusedLayer, LayerStack
+from tgi_server.engine.layers.decoder import FusedLayer
+from tgi_server.engine.layers.stack import LayerStack
 from tgi_server.engine.linear import PackedLinear
 from tgi_server.engine.quantization import QuantizedLinear
 

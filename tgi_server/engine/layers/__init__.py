@@ -1,7 +1,7 @@
 """Decoder layers, norms and heads fused for a device, which replace those of `transformers`."""
 
-from tgi_server.engine.layers.decoder import LayerStack
 from tgi_server.engine.layers.head import ScreenedHead
 from tgi_server.engine.layers.optimise import fuse, limit_threads, optimise, pack_codes, unpack
+from tgi_server.engine.layers.stack import LayerStack
 
 __all__ = ["LayerStack", "ScreenedHead", "fuse", "limit_threads", "optimise", "pack_codes", "unpack"]

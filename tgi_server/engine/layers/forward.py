@@ -19,10 +19,11 @@ from transformers import PreTrainedModel
 from tgi_server.engine.attention.base import ForwardMetadata
 from tgi_server.engine.attention.cpu import CpuAttention
 from tgi_server.engine.attention.paged_cache import PagedCache
-from tgi_server.engine.layers.decoder import LayerStack, layer_types
+from tgi_server.engine.layers.decoder import layer_types
 from tgi_server.engine.layers.head import ScreenedHead
 from tgi_server.engine.layers.norm import Norm
 from tgi_server.engine.layers.rope import RotaryTable
+from tgi_server.engine.layers.stack import LayerStack
 from tgi_server.engine.linear import PackedLinear
 
 
@@ -197,8 +198,12 @@ class _LlamaForward(Forward):
         return model.model
 
     def _before(self, tokens: Tensor, positions: Tensor, length: int) -> tuple[Tensor, Sequence[tuple[Tensor, Tensor]]]:
-        hidden = self._inside.embed_tokens(tokens)
+        hidden = self._embed(tokens)
         return hidden, [kind(hidden, positions, length) for kind in self.rotary]
+
+    def _embed(self, tokens: Tensor) -> Tensor:
+        hidden: Tensor = self._inside.embed_tokens(tokens)
+        return hidden
 
     def _after(self, hidden: Tensor) -> Tensor:
         return self.norm(hidden)
@@ -218,9 +223,8 @@ class _GemmaForward(_LlamaForward):
         self.norm = Norm.of_gemma_norm(inside.norm)
         self.scale = float(torch.tensor(inside.config.hidden_size**0.5, dtype=inside.embed_tokens.weight.dtype))
 
-    def _before(self, tokens: Tensor, positions: Tensor, length: int) -> tuple[Tensor, Sequence[tuple[Tensor, Tensor]]]:
-        hidden = embedding(tokens, self._inside.embed_tokens.weight) * self.scale
-        return hidden, [kind(hidden, positions, length) for kind in self.rotary]
+    def _embed(self, tokens: Tensor) -> Tensor:
+        return embedding(tokens, self._inside.embed_tokens.weight) * self.scale
 
 
 class _Gemma3Forward(_GemmaForward):

@@ -12,9 +12,10 @@ from transformers import PreTrainedModel
 
 from tgi_server.engine.attention.base import AttentionBackend, AttentionVariant
 from tgi_server.engine.attention.cpu import CpuAttention
-from tgi_server.engine.layers.decoder import FUSED_LAYERS, FusedLayer, LayerStack
+from tgi_server.engine.layers.decoder import FUSED_LAYERS, FusedLayer
 from tgi_server.engine.layers.forward import has_short_forward, shorten_forward
 from tgi_server.engine.layers.head import ScreenedHead
+from tgi_server.engine.layers.stack import LayerStack
 from tgi_server.engine.linear import LinearFactory, PackedLinear
 from tgi_server.engine.linear.float import FloatLinear
 from tgi_server.engine.memory import Leftovers, forget_pages, large_memory_apart

@@ -279,8 +279,8 @@ _PLANS: dict[str, Callable[[PretrainedConfig], ShardingPlan]] = {
     "phi3": _phi3,
     "qwen2": _llama,
     "qwen3": _llama,
-    "smollm3": _llama,
     "qwen3_moe": _mixture,
+    "smollm3": _llama,
     "starcoder2": _starcoder2,
     "t5": _t5,
 }
