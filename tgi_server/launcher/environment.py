@@ -21,7 +21,8 @@ PACKAGES = (
     "uvicorn",
     "pydantic",
 )
-CPU_FEATURES = ("avx2", "fma", "f16c", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile", "asimd", "sve", "bf16")
+CPU_FEATURES = ("avx2", "fma", "f16c", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile",
+                "asimd", "sve", "bf16", "i8mm")  # fmt: skip
 UNKNOWN = "unknown"
 
 

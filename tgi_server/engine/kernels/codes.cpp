@@ -18,6 +18,7 @@
 #include "expanded.h"
 #include "grouped.h"
 #include "linear_layer.h"
+#include "mmla.h"
 #include "products.h"
 #include "tiles.h"
 
@@ -207,54 +208,57 @@ constexpr std::array WAYS{
 #elif OATMILL_BF16
     way<Kind, ExpandedProducts<Kind, Products<PairProducts>>>("expanded_neon_bf16"),
 #endif
+#if OATMILL_MMLA
+    way<Kind, ExpandedProducts<Kind, PairedRowProducts<Bf16Matrices>>>("expanded_neon_bf16_mmla"),
+#endif
 #if OATMILL_AMX
     way<Kind, ExpandedProducts<Kind, TileProducts<AmxMatrices<Bf16Weights>>>>("expanded_amx", amx_permitted),
 #endif
     way<Kind, ExpandedProducts<Kind, TileProducts<PlainMatrices<Bf16Weights>>>>("expanded_amx_emulated")};
 
-template <size_t N, typename... More>
-constexpr auto with(const std::array<Way, N>& ways, More... more) {
-  std::array<Way, N + sizeof...(more)> all{};
-  auto end = std::copy(ways.begin(), ways.end(), all.begin());
-  ((*end++ = more), ...);
+// Those that round their inputs: to 16 bits where the model has no more, to 8 bits by name only. None where this CPU has
+// no instructions for them.
+using None = std::array<Way, 0>;
+
+template <typename Kind>
+constexpr auto TO_BF16 =
+#if defined(__AVX512BF16__)
+    std::array{way<Kind, GroupedProducts<Bf16DigitProducts<Kind>>>("codes_avx512_bf16")};
+#else
+    None{};
+#endif
+
+template <typename Kind, typename Set>
+constexpr std::array TO_16_BITS{way<Kind, GroupedProducts<Set>>("codes_int16")};
+
+constexpr auto BOOK_TO_16_BITS =
+#if OATMILL_LOOK_UP
+    TO_16_BITS<Book, ShortDigitProducts<Book, BookNumbers>>;
+#else
+    None{};
+#endif
+
+template <typename Kind, typename Digits>
+constexpr auto TO_8_BITS =
+#if OATMILL_CODES_INT8
+    std::array{way<Kind, GroupedProducts<DigitProducts<Kind, Digits>>>("codes_int8")};
+#else
+    None{};
+#endif
+
+template <size_t... N>
+constexpr auto joined(const std::array<Way, N>&... ways) {
+  std::array<Way, (N + ...)> all{};
+  auto end = all.begin();
+  ((end = std::copy(ways.begin(), ways.end(), end)), ...);
   return all;
 }
 
-// Those that round their inputs: to 16 bits where the model has no more, to 8 bits by name only.
-template <typename Kind, typename Numbers>
-constexpr Way TO_16_BITS = way<Kind, GroupedProducts<ShortDigitProducts<Kind, Numbers>>>("codes_int16");
-#if defined(__AVX512BF16__)
-template <typename Kind>
-constexpr Way TO_BF16 = way<Kind, GroupedProducts<Bf16DigitProducts<Kind>>>("codes_avx512_bf16");
-#endif
-#if defined(__AVX2__)
-template <typename Kind, typename Digits>
-constexpr Way TO_8_BITS = way<Kind, GroupedProducts<DigitProducts<Kind, Digits>>>("codes_int8");
-#endif
-
-#if defined(__AVX512BF16__)
-constexpr auto SMALL_FLOAT_WAYS = with(WAYS<SmallFloats>, TO_BF16<SmallFloats>);
-#else
-constexpr auto SMALL_FLOAT_WAYS = WAYS<SmallFloats>;
-#endif
-constexpr auto BYTE_WAYS = with(WAYS<Bytes>, TO_16_BITS<Bytes, WholeNumbers<Bytes>>);
-#if defined(__AVX512BF16__)
-constexpr auto NIBBLE_WAYS = with(WAYS<Nibbles>, TO_BF16<Nibbles>, TO_16_BITS<Nibbles, WholeNumbers<Nibbles>>,
-                                  TO_8_BITS<Nibbles, NibbleDigits>);
-constexpr auto BOOK_WAYS =
-    with(WAYS<Book>, TO_BF16<Book>, TO_16_BITS<Book, BookNumbers>, TO_8_BITS<Book, BookDigits>);
-#elif defined(__AVX2__)
+constexpr auto SMALL_FLOAT_WAYS = joined(WAYS<SmallFloats>, TO_BF16<SmallFloats>);
+constexpr auto BYTE_WAYS = joined(WAYS<Bytes>, TO_16_BITS<Bytes, ShortDigitProducts<Bytes, WholeNumbers<Bytes>>>);
 constexpr auto NIBBLE_WAYS =
-    with(WAYS<Nibbles>, TO_16_BITS<Nibbles, WholeNumbers<Nibbles>>, TO_8_BITS<Nibbles, NibbleDigits>);
-constexpr auto BOOK_WAYS = with(WAYS<Book>, TO_16_BITS<Book, BookNumbers>, TO_8_BITS<Book, BookDigits>);
-#else
-constexpr auto NIBBLE_WAYS = with(WAYS<Nibbles>, TO_16_BITS<Nibbles, WholeNumbers<Nibbles>>);
-#if OATMILL_LOOK_UP
-constexpr auto BOOK_WAYS = with(WAYS<Book>, TO_16_BITS<Book, BookNumbers>);
-#else
-constexpr auto BOOK_WAYS = WAYS<Book>;
-#endif
-#endif
+    joined(WAYS<Nibbles>, TO_BF16<Nibbles>, TO_16_BITS<Nibbles, NibbleShorts>, TO_8_BITS<Nibbles, NibbleDigits>);
+constexpr auto BOOK_WAYS = joined(WAYS<Book>, TO_BF16<Book>, BOOK_TO_16_BITS, TO_8_BITS<Book, BookDigits>);
 
 std::vector<std::string> codes_kernels(const std::string& kind) {
   std::vector<std::string> names;

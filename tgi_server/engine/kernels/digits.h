@@ -152,11 +152,11 @@ class BookNumbers {
 // add(numbers, x, sum).
 template <typename Set, typename Kind>
 struct PairedCodes {
-  static constexpr int MANY = WIDTH == 16 ? 8 : 6, STEPS = Kind::DEPTH / 2;
+  static constexpr int MANY = WIDTH == 16 ? 8 : 6, STEPS = Kind::DEPTH / 2, UNPACKED_VECTORS = WIDTH == 16 ? 3 : 2;
 
   static constexpr int vectors(int rows) {
     if (WIDTH == 16) return 3;
-    if (REGISTERS == 32) return rows <= 2 ? 6 : 4;
+    if (REGISTERS == 32) return rows == 1 ? 6 : rows == 2 ? 4 : 3;  // of PairSums
     return rows == 1 ? 6 : rows == 2 ? 3 : 2;
   }
 
@@ -171,11 +171,32 @@ struct PairedCodes {
   }
 };
 
-// Products of whole numbers of 16 bits, two at a time. The scale of a group of inputs is a power of two: bfloat16
-// numbers stay what they are, but for those below 1/128 of the largest of their group, and with inputs of 13 bits 1/32.
+// Rounds a group to whole numbers of so many bits, without the sign, times a power of two, see for_whole_numbers: bfloat16
+// numbers stay what they are, but for those below 1/128 of the largest of their group, and of 13 bits 1/32. Returns the
+// scale, and the sum of the numbers.
+template <int BITS, typename T, typename Keep>
+std::pair<float, int64_t> round_by_power(const T* from, int64_t count, const Keep& keep) {
+  constexpr uint32_t EXPONENT = 23, INFINITE = 255u << EXPONENT;
+  constexpr uint32_t LARGEST = (BITS - 1) << EXPONENT;  // of the power of two that the largest one becomes
+  constexpr float MOST_NUMBER = (1 << BITS) - 1;
+  Words peaks = {};  // as bits: infinity is above all numbers, and what is no number above infinity
+  for_registers(from, count, [&](int64_t, Floats values) {
+    const Words magnitudes = reinterpret_cast<const Words&>(values) & 0x7fffffff;
+    peaks = magnitudes > peaks ? magnitudes : peaks;
+  });
+  const uint32_t exponent = largest(peaks) & INFINITE;
+  const uint32_t bits = exponent > LARGEST ? exponent - LARGEST : 0;
+  const uint32_t inverse = bits > 0 ? (254u << EXPONENT) - bits : 0;
+  const float scale = load_as<float>(&bits), factor = load_as<float>(&inverse);
+  const int64_t sum = for_whole_numbers(
+      from, count, [&](Floats values) { return nearest(smaller(values * factor, Floats{} + MOST_NUMBER)); }, keep);
+  return {exponent < INFINITE ? scale : std::numeric_limits<float>::quiet_NaN(), sum};
+}
+
+// Products of whole numbers of 16 bits, two at a time; round_by_power says what inputs become.
 template <typename Kind, typename Numbers>
 struct ShortDigitProducts : PairedCodes<ShortDigitProducts<Kind, Numbers>, Kind> {
-  using Register = Whole;
+  using Register = PairSums;
   static constexpr int ROWS = Numbers::ROWS, ADDED = Numbers::ADDED;
   static constexpr int64_t MOST = Numbers::TOGETHER / Kind::DEPTH;
   static constexpr bool GROUP_SUMS = false, TAKES_ZEROS = false;
@@ -189,38 +210,21 @@ struct ShortDigitProducts : PairedCodes<ShortDigitProducts<Kind, Numbers>, Kind>
   }
 
   Words unpacked(Words words, int step, Words) const { return numbers_.unpacked(words, step); }
-  static void add(Words numbers, Words x, Whole& sum) {
-    add_pairs(reinterpret_cast<const Whole&>(x), reinterpret_cast<const Whole&>(numbers), sum);
+  static void add(Words numbers, Words x, PairSums& sums) {
+    add_pairs(reinterpret_cast<const Whole&>(x), reinterpret_cast<const Whole&>(numbers), sums);
   }
 
-  Floats number(const CodedProduct& product, int64_t place, Whole sum) const {
-    return __builtin_convertvector(sum, Floats) * (input_scale(product, place) * numbers_.unit());
+  Floats number(const CodedProduct& product, int64_t place, const PairSums& sums) const {
+    return __builtin_convertvector(total(sums), Floats) * (input_scale(product, place) * numbers_.unit());
   }
   static float input_sum(const CodedProduct& product, int64_t place) { return rounded_sum(product, place); }
 
  private:
   template <typename T>
   static std::pair<float, int64_t> round(const T* from, int64_t count, int16_t* to) {
-    constexpr uint32_t EXPONENT = 23, INFINITE = 255u << EXPONENT;
-    constexpr uint32_t LARGEST = (Numbers::INPUT_BITS - 1) << EXPONENT;  // of the power of two that the largest one becomes
-    constexpr float MOST_NUMBER = (1 << Numbers::INPUT_BITS) - 1;
-    Words peaks = {};  // as bits: infinity is above all numbers, and what is no number above infinity
-    for_registers(from, count, [&](int64_t, Floats values) {
-      const Words magnitudes = reinterpret_cast<const Words&>(values) & 0x7fffffff;
-      peaks = magnitudes > peaks ? magnitudes : peaks;
+    return round_by_power<Numbers::INPUT_BITS>(from, count, [&](int64_t k, const int32_t* numbers) {
+      for (int i = 0; i < LANES; i += 8) store_as(to + k + i, lower_halves<0, 1, 2, 3, 4, 5, 6, 7>(numbers + i));
     });
-    const uint32_t exponent = largest(peaks) & INFINITE;
-    const uint32_t bits = exponent > LARGEST ? exponent - LARGEST : 0;
-    const uint32_t inverse = bits > 0 ? (254u << EXPONENT) - bits : 0;
-    const float scale = load_as<float>(&bits), factor = load_as<float>(&inverse);
-    const int64_t sum = for_whole_numbers(
-        from, count, [&](Floats values) { return nearest(smaller(values * factor, Floats{} + MOST_NUMBER)); },
-        [&](int64_t k, const int32_t* numbers) { keep(to + k, numbers); });
-    return {exponent < INFINITE ? scale : std::numeric_limits<float>::quiet_NaN(), sum};
-  }
-
-  static void keep(int16_t* to, const int32_t* numbers) {
-    for (int i = 0; i < LANES; i += 8) store_as(to + i, lower_halves<0, 1, 2, 3, 4, 5, 6, 7>(numbers + i));
   }
 
   Numbers numbers_;
@@ -317,12 +321,26 @@ class Bf16DigitProducts : public PairedCodes<Bf16DigitProducts<Kind>, Kind> {
 
 #endif
 
-struct NibbleDigits;
-class BookDigits;
+#if OATMILL_INT8
 
-#if defined(__AVX2__)
+// Products of four neighbours at once are added up in 32 bits, which is enough for any.
+constexpr bool ADDS_FOUR = true;
+#if defined(__aarch64__)
+inline void add_bytes(Words numbers, Words inputs, Whole& sum) { ByteProducts::add(inputs, numbers, sum); }
+#else
+inline void add_bytes(Words a, Words b, Whole& sum) { ByteProducts::add(a, b, sum); }
+#endif
+
+#else
+constexpr bool ADDS_FOUR = false;
+#endif
+
+#if defined(__AVX2__) || OATMILL_INT8
+#define OATMILL_CODES_INT8 1
 
 using Shorts = int16_t __attribute__((vector_size(WIDTH * 4)));
+
+#if defined(__AVX2__)
 
 // Products of unsigned by signed bytes, those of two neighbours added up; 16 bits have to be enough for that.
 inline Shorts multiply_bytes(Words a, Words b) {
@@ -340,14 +358,6 @@ inline void add_bytes(Words a, Words b, Shorts& sum) {
   sum = added;
 }
 
-// Products of four neighbours at once are added up in 32 bits, which is enough for any.
-#if defined(__AVX512VNNI__)
-constexpr bool ADDS_FOUR = true;
-inline void add_bytes(Words a, Words b, Whole& sum) { ByteProducts::add(a, b, sum); }
-#else
-constexpr bool ADDS_FOUR = false;
-#endif
-
 // Bytes of a, negative where those of b are, and zero where those of b are.
 inline Words with_signs(Words a, Words b) {
 #if defined(__AVX512BW__)
@@ -358,6 +368,8 @@ inline Words with_signs(Words a, Words b) {
   return reinterpret_cast<Words>(_mm256_sign_epi8(reinterpret_cast<__m256i>(a), reinterpret_cast<__m256i>(b)));
 #endif
 }
+
+#endif
 
 // Kinds of codes: numbers(places) are those of WIDTH * 4 codes, each in a byte; add(numbers, inputs, sum) adds their
 // products, in pairs or, where ADDS_FOUR, by four; unit() is what numbers are multiplied by. FIT: how many products 16 bits
@@ -377,6 +389,7 @@ struct NibbleDigits {
 };
 
 // Any 16 numbers, rounded to 8 bits.
+#if defined(__AVX2__)
 class BookDigits {
  public:
   static constexpr int FIT = 1, ADDED = 0;
@@ -409,18 +422,44 @@ class BookDigits {
   Words numbers_, sizes_;
   float unit_;
 };
+#else
+class BookDigits {
+ public:
+  static constexpr int FIT = 1, ADDED = 0;
+
+  explicit BookDigits(const float* codebook) {
+    const RoundedBook book(codebook, 127);
+    unit_ = book.unit;
+    alignas(16) int8_t numbers[16];
+    std::copy_n(book.numbers, 16, numbers);
+    numbers_ = load_as<Words>(numbers);
+  }
+  float unit() const { return unit_; }
+  Words numbers(Words places) const { return looked_up(numbers_, places); }
+  static void add(Words numbers, Words inputs, Whole& sum) { add_bytes(numbers, inputs, sum); }
+
+ private:
+  Words numbers_;
+  float unit_;
+};
+#endif
 
 // Products of whole numbers of 8 bits, four at a time. Of the 8 inputs that stand for a word of weights, those of its lower
 // halves of bytes come first, then those of the upper ones.
 template <typename Kind, typename Digits>
 struct DigitProducts {
   using Register = Whole;
-  static constexpr int ROWS = 4, MANY = WIDTH == 16 ? 8 : 6, STEPS = 2, ADDED = Digits::ADDED;
+  static constexpr int ROWS = 4, STEPS = 2, ADDED = Digits::ADDED;
+  static constexpr int MANY = WIDTH == 16 ? (ADDS_FOUR ? 8 : 4) : REGISTERS == 32 ? 5 : 6;
+  static constexpr int UNPACKED_VECTORS = WIDTH == 16 ? 3 : REGISTERS == 32 ? 4 : 2;
   static constexpr int64_t MOST = 128 / Kind::DEPTH;
   static constexpr bool GROUP_SUMS = false, TAKES_ZEROS = false;
 
-  // Of each output there are two sums.
-  static constexpr int vectors(int rows) { return rows == 1 ? 3 : rows == 2 && WIDTH < 16 ? 2 : WIDTH == 16 ? 3 : 1; }
+  // Of each output there are two sums, but where four products are added at once.
+  static constexpr int vectors(int rows) {
+    if (REGISTERS == 32) return WIDTH == 16 ? 3 : 4;
+    return rows == 1 ? 3 : rows == 2 ? 2 : 1;
+  }
 
   explicit DigitProducts(const float* codebook) : digits_(codebook) {}
 
@@ -441,22 +480,22 @@ struct DigitProducts {
         add_word<STEPS, R, V>(
             input + k * STEPS * WORD, product.row_bytes, [&](int step, int v) { return digits_.numbers(at(k, step, v)); },
             [&](int r, int v, Words x, const auto& numbers) { Digits::add(numbers, x, sums[r][v]); });
-      return;
-    }
-    for (int64_t k = first; k < last; k += TOGETHER) {
-      Shorts partial[R][V];
-      make_zero(partial);
-      for (int64_t i = k; i < std::min(last, k + TOGETHER); ++i)
-        add_word<STEPS, R, V>(
-            input + i * STEPS * WORD, product.row_bytes, [&](int step, int v) { return digits_.numbers(at(i, step, v)); },
-            [&](int r, int v, Words x, const auto& numbers) {
-              Digits::add(numbers, x, partial[r][v]);
-              if constexpr (Digits::FIT == 1) move(partial[r][v], sums[r][v]);
-            });
+    } else {
+      for (int64_t k = first; k < last; k += TOGETHER) {
+        Shorts partial[R][V];
+        make_zero(partial);
+        for (int64_t i = k; i < std::min(last, k + TOGETHER); ++i)
+          add_word<STEPS, R, V>(
+              input + i * STEPS * WORD, product.row_bytes, [&](int step, int v) { return digits_.numbers(at(i, step, v)); },
+              [&](int r, int v, Words x, const auto& numbers) {
+                Digits::add(numbers, x, partial[r][v]);
+                if constexpr (Digits::FIT == 1) move(partial[r][v], sums[r][v]);
+              });
 #pragma GCC unroll 8
-      for (int r = 0; r < R; ++r)
+        for (int r = 0; r < R; ++r)
 #pragma GCC unroll 6
-        for (int v = 0; v < V; ++v) move(partial[r][v], sums[r][v]);
+          for (int v = 0; v < V; ++v) move(partial[r][v], sums[r][v]);
+      }
     }
   }
 
@@ -484,6 +523,94 @@ struct DigitProducts {
 
   Digits digits_;
 };
+
+#else
+#define OATMILL_CODES_INT8 0
+struct NibbleDigits;
+class BookDigits;
+#endif
+
+#if defined(__ARM_FEATURE_DOTPROD)
+
+// What ShortDigitProducts computes of whole numbers of 4 bits, by products of bytes, four at a time: an input is two bytes, a
+// signed and an unsigned one, whose sums are kept apart. Of the 8 inputs that stand for a word of weights, those of its
+// lower halves of bytes come first, in each the upper bytes.
+struct SplitDigitProducts {
+  struct Register {
+    Words high = {}, low = {};
+  };
+  static constexpr int ROWS = 6, MANY = 6, STEPS = 2, ADDED = Nibbles::ADDED, UNPACKED_VECTORS = 2;
+  static constexpr int64_t MOST = 128 / Nibbles::DEPTH;
+  static constexpr bool GROUP_SUMS = false, TAKES_ZEROS = false;
+
+  static constexpr int vectors(int rows) { return rows <= 2 ? 4 : rows == 3 ? 3 : 2; }
+
+  explicit SplitDigitProducts(const float*) {}
+
+  template <typename T>
+  static Input prepare(const T* from, int64_t rows, int64_t inputs, int64_t depth, const int32_t* starts,
+                       int64_t groups) {
+    return grouped_rows<int16_t, Nibbles>(from, rows, inputs, depth, starts, groups, round<T>);
+  }
+
+  static Words unpacked(Words words, int step, Words) { return (words >> (4 * step)) & 0x0f0f0f0f; }
+
+  template <int R, int V, typename At>
+  [[gnu::always_inline]] void add_steps(const CodedProduct& product, int64_t row, int64_t first, int64_t last,
+                                        Register (&sums)[R][V], const At& at) const {
+    const char* input = product.input + row * product.row_bytes;
+    for (int64_t k = first; k < last; ++k) {
+      Words lower[V], upper[V];
+#pragma GCC unroll 6
+      for (int v = 0; v < V; ++v) lower[v] = at(k, 0, v);
+#pragma GCC unroll 6
+      for (int v = 0; v < V; ++v) upper[v] = at(k, 1, v);
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) {
+        const Words x = load_as<Words>(input + r * product.row_bytes + k * Nibbles::DEPTH * 2);
+#pragma GCC unroll 6
+        for (int v = 0; v < V; ++v) {
+          add<0>(lower[v], x, sums[r][v]);
+          add<2>(upper[v], x, sums[r][v]);
+        }
+      }
+    }
+  }
+
+  Floats number(const CodedProduct& product, int64_t place, const Register& sums) const {
+    const Words sum = (sums.high << 8) + sums.low;
+    return __builtin_convertvector(reinterpret_cast<const Whole&>(sum), Floats) * input_scale(product, place);
+  }
+  static float input_sum(const CodedProduct& product, int64_t place) { return rounded_sum(product, place); }
+
+ private:
+  // Adds the products of codes with four inputs, whose upper bytes are a word of x, and the lower ones the next.
+  template <int WORD_OF_X>
+  static void add(Words codes, Words x, Register& sums) {
+    Words high = sums.high, low = sums.low;
+    asm("sdot %0.4s, %1.16b, %2.4b[%3]" : "+w"(high) : "w"(codes), "w"(x), "i"(WORD_OF_X));
+    asm("udot %0.4s, %1.16b, %2.4b[%3]" : "+w"(low) : "w"(codes), "w"(x), "i"(WORD_OF_X + 1));
+    sums = {high, low};
+  }
+
+  template <typename T>
+  static std::pair<float, int64_t> round(const T* from, int64_t count, int16_t* to) {
+    return round_by_power<WholeNumbers<Nibbles>::INPUT_BITS>(from, count, [&](int64_t k, const int32_t* numbers) {
+      for (int i = 0; i < LANES; i += 8) {
+        const auto halves = lower_halves<0, 4, 1, 5, 2, 6, 3, 7>(numbers + i);
+        using Halves = uint8_t __attribute__((vector_size(16)));
+        const Halves bytes = reinterpret_cast<const Halves&>(halves);
+        store_as(to + k + i, __builtin_shufflevector(bytes, bytes, 1, 3, 5, 7, 0, 2, 4, 6, 9, 11, 13, 15, 8, 10, 12, 14));
+      }
+    });
+  }
+};
+
+using NibbleShorts = SplitDigitProducts;
+
+#else
+
+using NibbleShorts = ShortDigitProducts<Nibbles, WholeNumbers<Nibbles>>;
 
 #endif
 

@@ -13,7 +13,7 @@
 //   GROUP_SUMS, true if input_sum needs those of the product; TAKES_ZEROS, if numbers are made with their zeros.
 // One that makes its numbers of what it unpacks has STEPS, of a word, and instead of add_words
 //   unpacked(words, step, zeros), what stands between words and numbers, zeros being in every byte of words;
-//   MANY, the most rows of a block that shares it with others;
+//   MANY, the most rows of a block that shares it with others, and UNPACKED_VECTORS, such a block's registers of outputs;
 //   add_steps(product, row, first, last, sums, at), where at(k, step, v) is what is unpacked of word k, of register v.
 //
 // Every row is added up in the same order, whatever rows are beside it.
@@ -39,9 +39,6 @@ template <int R, int V, typename Register>
 #pragma GCC unroll 6
     for (int v = 0; v < V; ++v) sums[r][v] = Register{};
 }
-
-// Registers of outputs that are computed together by sets that read unpacked words.
-constexpr int UNPACKED_VECTORS = WIDTH == 16 ? 3 : REGISTERS == 32 ? 4 : 2;
 
 // The kernel made of a set of instructions.
 template <typename Set>
@@ -198,7 +195,7 @@ struct GroupedProducts {
   template <int R, bool FIRST>
   static void multiply_unpacked_block(const Set& shared, const CodedProduct& whole, int64_t row, const Part& of_tile,
                                       const Tile& at, char* kept, float* totals) {
-    constexpr int V = UNPACKED_VECTORS;
+    constexpr int V = Set::UNPACKED_VECTORS;
     const Set set = shared;  // copies, of which the compiler knows that no store changes them
     const CodedProduct product = whole;
     const Part part = of_tile;

@@ -14,6 +14,7 @@
 
 #include "dtypes.h"
 #include "linear_layer.h"
+#include "mmla.h"
 #include "products.h"
 #include "tiles.h"
 #include "widened.h"
@@ -65,6 +66,9 @@ constexpr std::array BF16_WAYS{
 #endif
     way<Products<FloatProducts<Bf16Weights>>>("fma"),
     way<WidenedProducts<Bf16Weights>>("fma_widened"),
+#if OATMILL_MMLA
+    way<PairedRowProducts<Bf16Matrices>>("neon_bf16_mmla", always, 2),
+#endif
 #if OATMILL_AMX
     way<TileProducts<AmxMatrices<Bf16Weights>>>("amx", amx_permitted, SIDE),
 #endif
@@ -74,6 +78,9 @@ constexpr std::array INT8_WAYS{
     way<Products<ByteProducts>>(ByteProducts::NAME),
 #endif
     way<Products<ShortProducts>>("int16"),
+#if OATMILL_MMLA
+    way<PairedRowProducts<Int8Matrices>>("neon_i8mm", always, 2),
+#endif
 #if OATMILL_AMX
     way<TileProducts<AmxMatrices<Int8Weights>>>("amx", amx_permitted, SIDE),
 #endif

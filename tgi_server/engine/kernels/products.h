@@ -43,7 +43,7 @@ struct FloatProducts {
     return as_floats(step == 0 ? pairs << 16 : upper_halves(pairs));
   }
 
-  static Floats row(const char* input) { return Floats{} + load_as<float>(input); }
+  static Floats row(const char* input) { return in_lanes<Floats, float>(input); }
 
   static void add(Floats row, Floats column, Floats& sum) { accumulate(row, column, sum); }
 
@@ -143,7 +143,7 @@ struct ShortProducts {
   static constexpr int64_t STEPS = 2, NUMBER = 2 * sizeof(int16_t);
   static constexpr int64_t CHUNK_DEPTH = 96, AHEAD = 96;
   static constexpr int OFFSET = 0;
-  static constexpr int ROWS = WIDTH == 16 ? 8 : REGISTERS == 16 ? 5 : 6;
+  static constexpr int ROWS = WIDTH == 16 ? 8 : 5;
 
   static Whole column(const char* words, int64_t column, int64_t step) {
     using Shorts = int16_t __attribute__((vector_size(WIDTH * 4)));
@@ -181,7 +181,7 @@ struct WordProducts {
 #endif
 
   static Words column(const char* words, int64_t column, int64_t) { return load_as<Words>(words + column * WORD); }
-  static Words row(const char* input) { return Words{} + load_as<uint32_t>(input); }
+  static Words row(const char* input) { return in_lanes<Words, uint32_t>(input); }
 };
 
 #if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
@@ -196,7 +196,7 @@ struct PairProducts : WordProducts {
   static constexpr const char* NAME = "neon_bf16";
   static void add(Words row, Words column, Words& sum) {
     Words added = sum;
-    asm("bfdot %0.4s, %1.8h, %2.8h" : "+w"(added) : "w"(row), "w"(column));
+    asm("bfdot %0.4s, %2.8h, %1.2h[0]" : "+w"(added) : "w"(row), "w"(column));
     sum = added;
   }
 #else
@@ -228,7 +228,7 @@ void keep_bytes(uint8_t* to, const int32_t* numbers) {
   store_as(to, lowest_bytes<0, 1, 2, 3, 4, 5, 6, 7>(numbers) + static_cast<uint8_t>(OFFSET));
 }
 
-#if defined(__AVX512VNNI__) || defined(__ARM_FEATURE_DOTPROD)
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__) || defined(__ARM_FEATURE_DOTPROD)
 #define OATMILL_INT8 1
 
 // Products of bytes, four at a time, summed exactly.
@@ -238,20 +238,31 @@ struct ByteProducts : WordProducts {
 #if defined(__aarch64__)
   static constexpr const char* NAME = "neon_dotprod";
   static constexpr int OFFSET = 0;
-  static void add(Words row, Words column, Words& sum) {
-    Words added = sum;
-    asm("sdot %0.4s, %1.16b, %2.16b" : "+w"(added) : "w"(row), "w"(column));
+  template <typename Sum>
+  static void add(Words row, Words column, Sum& sum) {
+    Sum added = sum;
+    asm("sdot %0.4s, %2.16b, %1.4b[0]" : "+w"(added) : "w"(row), "w"(column));
     sum = added;
   }
 #else
-  static constexpr const char* NAME = "avx512_vnni";
   static constexpr int OFFSET = UNSIGNED_OFFSET;
+#if defined(__AVX512VNNI__)
+  static constexpr const char* NAME = "avx512_vnni";
   template <typename Sum>
   static void add(Words row, Words column, Sum& sum) {
     Sum added = sum;
     asm("vpdpbusd %2, %1, %0" : "+v"(added) : "v"(row), "v"(column));
     sum = added;
   }
+#else
+  static constexpr const char* NAME = "avx_vnni";
+  template <typename Sum>
+  static void add(Words row, Words column, Sum& sum) {
+    Sum added = sum;
+    asm("%{vex%} vpdpbusd %2, %1, %0" : "+x"(added) : "x"(row), "x"(column));
+    sum = added;
+  }
+#endif
 #endif
 
   template <typename T>

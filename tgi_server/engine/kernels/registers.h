@@ -72,16 +72,32 @@ inline Floats multiply_add(Floats a, Floats b, Floats sum) {
 #endif
 }
 
-// sum += a * b, in loops whose sums take nearly all registers. With 16 of them, compilers copy sums to and fro around
-// intrinsics until they no longer fit, so there it is the instruction itself. Wherever an instruction is written so, what
-// it changes is a copy of the sum: by a reference it would keep an array of sums in memory.
+// sum += a * b, in loops whose sums take nearly all registers. Compilers copy sums to and fro around intrinsics until they no
+// longer fit, so but for AVX-512 it is the instruction itself. Wherever an instruction is written so, what it changes is a
+// copy of the sum: by a reference it would keep an array of sums in memory. a: as of in_lanes.
 inline void accumulate(Floats a, Floats b, Floats& sum) {
 #if defined(__FMA__) && !defined(__AVX512F__)
   Floats added = sum;
   asm("vfmadd231ps %2, %1, %0" : "+x"(added) : "x"(a), "x"(b));
   sum = added;
+#elif defined(__aarch64__)
+  Floats added = sum;
+  asm("fmla %0.4s, %2.4s, %1.s[0]" : "+w"(added) : "w"(a), "w"(b));
+  sum = added;
 #else
   sum = multiply_add(a, b, sum);
+#endif
+}
+
+// A number of a row, in all lanes; or in the first one, where that is what instructions multiply by.
+template <typename Register, typename Number>
+Register in_lanes(const char* from) {
+#if defined(__aarch64__)
+  Register loaded;
+  asm("ldr %s0, %1" : "=w"(loaded) : "m"(*reinterpret_cast<const Number*>(from)));
+  return loaded;
+#else
+  return Register{} + load_as<Number>(from);
 #endif
 }
 
@@ -109,14 +125,43 @@ inline void add_pairs(Whole a, Whole b, Whole& sum) {
   Whole added = sum;
   asm("vpdpwssd %2, %1, %0" : "+v"(added) : "v"(a), "v"(b));
   sum = added;
+#elif defined(__AVXVNNI__)
+  Whole added = sum;
+  asm("%{vex%} vpdpwssd %2, %1, %0" : "+x"(added) : "x"(a), "x"(b));
+  sum = added;
 #elif defined(__AVX2__)
   Whole products, added = sum;
   asm("vpmaddwd %3, %2, %1\n\tvpaddd %1, %0, %0" : "+v"(added), "=&v"(products) : "v"(a), "v"(b));
+  sum = added;
+#elif defined(__aarch64__)
+  Whole low, high, added = sum;
+  asm("smull %1.4s, %3.4h, %4.4h\n\tsmull2 %2.4s, %3.8h, %4.8h\n\taddp %1.4s, %1.4s, %2.4s\n\tadd %0.4s, %0.4s, %1.4s"
+      : "+w"(added), "=&w"(low), "=&w"(high)
+      : "w"(a), "w"(b));
   sum = added;
 #else
   sum += multiply_pairs(a, b);
 #endif
 }
+
+// The same in fewer instructions, where there are registers for twice as many sums: `total` adds up the halves.
+#if defined(__aarch64__)
+struct PairSums {
+  Whole low, high;  // two numbers of each lane of a register, of the lower and of the upper lanes
+};
+inline void add_pairs(Whole a, Whole b, PairSums& sums) {
+  Whole low = sums.low, high = sums.high;
+  asm("smlal %0.4s, %1.4h, %2.4h" : "+w"(low) : "w"(a), "w"(b));
+  asm("smlal2 %0.4s, %1.8h, %2.8h" : "+w"(high) : "w"(a), "w"(b));
+  sums = {low, high};
+}
+inline Whole total(const PairSums& sums) {
+  return reinterpret_cast<Whole>(vpaddq_s32(reinterpret_cast<int32x4_t>(sums.low), reinterpret_cast<int32x4_t>(sums.high)));
+}
+#else
+using PairSums = Whole;
+inline Whole total(Whole sums) { return sums; }
+#endif
 
 #if defined(__SSSE3__) || defined(__aarch64__)
 #define OATMILL_LOOK_UP 1

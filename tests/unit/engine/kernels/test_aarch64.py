@@ -21,9 +21,10 @@ CPUS = {
     "cortex-a72": ("fp asimd crc32 cpuid", 0x410FD083, "armv8-a"),
     "neoverse-n1": ("fp asimd crc32 atomics fphp asimdhp cpuid asimdrdm asimddp", 0x413FD0C1, "armv8.2-a+dotprod"),
     "max": ("fp asimd crc32 atomics fphp asimdhp cpuid asimdrdm asimddp sve i8mm bf16", 0x411FD401,
-            "armv8.2-a+dotprod+bf16"),
+            "armv8.2-a+dotprod+bf16+i8mm"),
 }  # fmt: skip
-INSTRUCTIONS = {"cortex-a72": set(), "neoverse-n1": {"neon_dotprod"}, "max": {"neon_dotprod", "neon_bf16"}}
+INSTRUCTIONS = {"cortex-a72": set(), "neoverse-n1": {"neon_dotprod"},
+                "max": {"neon_dotprod", "neon_bf16", "neon_bf16_mmla", "neon_i8mm"}}  # fmt: skip
 
 pytestmark = [
     pytest.mark.slow,

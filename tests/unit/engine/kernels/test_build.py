@@ -15,12 +15,14 @@ FEATURES = {
     "Nehalem": "sse2 ssse3 sse4_1 sse4_2 popcnt cx16",
     "Zen 3": "sse2 ssse3 sse4_1 sse4_2 popcnt cx16 avx avx2 fma f16c bmi1 bmi2 movbe abm",
     "Ice Lake": "avx2 fma f16c bmi1 bmi2 movbe abm avx512f avx512bw avx512cd avx512dq avx512vl avx512_vnni",
+    "Sierra Forest": "avx2 fma f16c bmi1 bmi2 movbe abm adx rdseed sha_ni avx_vnni gfni vaes vpclmulqdq movdiri movdir64b",
     "Graviton": "fp asimd evtstrm aes pmull sha1 sha2 crc32 cpuid",
     "Graviton2": "fp asimd evtstrm aes pmull sha1 sha2 crc32 atomics fphp asimdhp cpuid asimdrdm lrcpc dcpop asimddp",
     "Graviton3": "fp asimd crc32 atomics fphp asimdhp cpuid asimdrdm asimddp sve asimdfhm svei8mm svebf16 i8mm bf16",
 }
-BEST = {"a first x86-64": None, "Nehalem": "x86-64-v2", "Zen 3": "x86-64-v3", "Ice Lake": "cascadelake"}
-ARM_BEST = {"Graviton": "armv8-a", "Graviton2": "armv8.2-a+dotprod", "Graviton3": "armv8.2-a+dotprod+bf16"}
+BEST = {"a first x86-64": None, "Nehalem": "x86-64-v2", "Zen 3": "x86-64-v3", "Ice Lake": "cascadelake",
+        "Sierra Forest": "alderlake"}  # fmt: skip
+ARM_BEST = {"Graviton": "armv8-a", "Graviton2": "armv8.2-a+dotprod", "Graviton3": "armv8.2-a+dotprod+bf16+i8mm"}
 
 X86 = pytest.mark.skipif("x86-64-v2" not in build.TARGETS, reason="the targets are those of x86-64")
 
