@@ -127,10 +127,10 @@ inline void add_products(const TileProduct& product, const char* wanted, typenam
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
     for (int v = 0; v < V; ++v) {
-      Floats sum = reinterpret_cast<const Floats&>(partial[0][r][v]);
+      Floats sum = __builtin_bit_cast(Floats, partial[0][r][v]);
 #pragma GCC unroll 4
-      for (int p = 1; p < P; ++p) sum += reinterpret_cast<const Floats&>(partial[p][r][v]);
-      sums[r][v] = reinterpret_cast<const Register&>(sum);
+      for (int p = 1; p < P; ++p) sum += __builtin_bit_cast(Floats, partial[p][r][v]);
+      sums[r][v] = __builtin_bit_cast(Register, sum);
     }
 }
 
