@@ -15,7 +15,8 @@ FEATURES = {
     "Nehalem": "sse2 ssse3 sse4_1 sse4_2 popcnt cx16",
     "Zen 3": "sse2 ssse3 sse4_1 sse4_2 popcnt cx16 avx avx2 fma f16c bmi1 bmi2 movbe abm",
     "Ice Lake": "avx2 fma f16c bmi1 bmi2 movbe abm avx512f avx512bw avx512cd avx512dq avx512vl avx512_vnni",
-    "Sierra Forest": "avx2 fma f16c bmi1 bmi2 movbe abm adx rdseed sha_ni avx_vnni gfni vaes vpclmulqdq movdiri movdir64b",
+    "Sierra Forest": "avx2 fma f16c bmi1 bmi2 movbe abm adx rdseed sha_ni avx_vnni gfni vaes vpclmulqdq movdiri "
+    "movdir64b",
     "Graviton": "fp asimd evtstrm aes pmull sha1 sha2 crc32 cpuid",
     "Graviton2": "fp asimd evtstrm aes pmull sha1 sha2 crc32 atomics fphp asimdhp cpuid asimdrdm lrcpc dcpop asimddp",
     "Graviton3": "fp asimd crc32 atomics fphp asimdhp cpuid asimdrdm asimddp sve asimdfhm svei8mm svebf16 i8mm bf16",
