@@ -360,14 +360,29 @@ struct Products {
         for (int step = 0; step < Set::STEPS; ++step) {
           // The words of all steps do not fit the registers: each step reads them again.
           if constexpr (REGISTERS == 16) asm volatile("" ::: "memory");
-          Register columns[V];
-#pragma GCC unroll 6
-          for (int v = 0; v < V; ++v) columns[v] = Set::column(weights + k * TILE_WORD, column + v * WIDTH, step);
+          const auto column_at = [&](int v) { return Set::column(weights + k * TILE_WORD, column + v * WIDTH, step); };
+          const auto row_at = [&](int r) { return Set::row(input + r * row_bytes + k * INPUT_WORD + step * Set::NUMBER); };
+          // Beside the sums stay the fewer of both.
+          if constexpr (2 * R <= V) {
+            Register rows[R];
 #pragma GCC unroll 8
-          for (int r = 0; r < R; ++r) {
-            const Register row = Set::row(input + r * row_bytes + k * INPUT_WORD + step * Set::NUMBER);
+            for (int r = 0; r < R; ++r) rows[r] = row_at(r);
 #pragma GCC unroll 6
-            for (int v = 0; v < V; ++v) Set::add(row, columns[v], sums[r][v]);
+            for (int v = 0; v < V; ++v) {
+              const Register numbers = column_at(v);
+#pragma GCC unroll 8
+              for (int r = 0; r < R; ++r) Set::add(rows[r], numbers, sums[r][v]);
+            }
+          } else {
+            Register columns[V];
+#pragma GCC unroll 6
+            for (int v = 0; v < V; ++v) columns[v] = column_at(v);
+#pragma GCC unroll 8
+            for (int r = 0; r < R; ++r) {
+              const Register row = row_at(r);
+#pragma GCC unroll 6
+              for (int v = 0; v < V; ++v) Set::add(row, columns[v], sums[r][v]);
+            }
           }
         }
       }
