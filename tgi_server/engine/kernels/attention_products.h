@@ -27,8 +27,8 @@ struct WidenedColumns {
   static Floats column(const char* words, int64_t column, int64_t) {
     return widened(reinterpret_cast<const C*>(words) + column);
   }
-  static Floats row(const char* input) { return Floats{} + load_as<float>(input); }
-  static void add(Floats row, Floats column, Floats& sum) { sum = multiply_add(row, column, sum); }
+  static Floats row(const char* input) { return in_lanes<Floats, float>(input); }
+  static void add(Floats row, Floats column, Floats& sum) { accumulate(row, column, sum); }
 };
 
 // The instruction set that reads words of numbers of type C. Operand: what rows have to be made of.
@@ -87,8 +87,6 @@ struct TileProduct {
 // of it. A register is added to only as fast as one sum follows another; with few rows there are few sums, so each is
 // split into as many partial ones as keep the processor busy. wanted: a tile that is needed soon, of which as much is
 // asked for as is read of this one, since the processor itself does not guess which tile comes next; or null.
-//
-// Loops over registers must be unrolled before the compiler decides what is kept in registers, hence the pragmas.
 template <typename Set, int R, int V, int P>
 inline void add_products(const TileProduct& product, const char* wanted, typename Set::Register (&sums)[R][V]) {
   using Register = typename Set::Register;
@@ -110,18 +108,12 @@ inline void add_products(const TileProduct& product, const char* wanted, typenam
         for (int v = 0; v < V; v += IN_LINE)
           __builtin_prefetch(wanted + (k + p) * product.word_bytes + v * REGISTER_BYTES, 0, 2);
 #pragma GCC unroll 2
-      for (int step = 0; step < Set::STEPS; ++step) {
-        Register columns[V];
-#pragma GCC unroll 8
-        for (int v = 0; v < V; ++v) columns[v] = Set::column(words, v * WIDTH, step);
-#pragma GCC unroll 8
-        for (int r = 0; r < R; ++r) {
-          const Register row =
-              Set::row(product.rows + r * product.row_bytes + ((k + p) * Set::STEPS + step) * Set::NUMBER);
-#pragma GCC unroll 8
-          for (int v = 0; v < V; ++v) Set::add(row, columns[v], partial[p][r][v]);
-        }
-      }
+      for (int step = 0; step < Set::STEPS; ++step)
+        add_outer<Set>(
+            [&](int r) {
+              return Set::row(product.rows + r * product.row_bytes + ((k + p) * Set::STEPS + step) * Set::NUMBER);
+            },
+            [&](int v) { return Set::column(words, v * WIDTH, step); }, partial[p]);
     }
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r)

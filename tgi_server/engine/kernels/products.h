@@ -275,6 +275,36 @@ struct ByteProducts : WordProducts {
 #define OATMILL_INT8 0
 #endif
 
+// sums[r][v] += row_at(r) * column_at(v). Beside the sums, the fewer of rows and columns stay in registers.
+//
+// Loops over registers must be unrolled before the compiler decides what is kept in registers, hence the pragmas.
+template <typename Set, int R, int V, typename Row, typename Column>
+[[gnu::always_inline]] inline void add_outer(const Row& row_at, const Column& column_at,
+                                             typename Set::Register (&sums)[R][V]) {
+  using Register = typename Set::Register;
+  if constexpr (R < V) {
+    Register rows[R];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) rows[r] = row_at(r);
+#pragma GCC unroll 8
+    for (int v = 0; v < V; ++v) {
+      const Register column = column_at(v);
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) Set::add(rows[r], column, sums[r][v]);
+    }
+  } else {
+    Register columns[V];
+#pragma GCC unroll 8
+    for (int v = 0; v < V; ++v) columns[v] = column_at(v);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+      const Register row = row_at(r);
+#pragma GCC unroll 8
+      for (int v = 0; v < V; ++v) Set::add(row, columns[v], sums[r][v]);
+    }
+  }
+}
+
 // The kernel made of an instruction set, see multiply_rows.
 template <typename Set>
 struct Products {
@@ -328,8 +358,6 @@ struct Products {
 
   // The words of these weights are asked for as well, AHEAD of them: nobody has done so where they are a thread's first.
   // later.next: asked for meanwhile, as soon as no more than AHEAD words of these are left.
-  //
-  // Loops over registers must be unrolled before the compiler decides what is kept in registers, hence the pragmas.
   template <int R, int V>
   static void multiply_columns(const char* input, int64_t row_bytes, const char* weights, const Later& later,
                                int64_t depth, bool from_zero, int64_t column, char* totals) {
@@ -360,30 +388,9 @@ struct Products {
         for (int step = 0; step < Set::STEPS; ++step) {
           // The words of all steps do not fit the registers: each step reads them again.
           if constexpr (REGISTERS == 16) asm volatile("" ::: "memory");
-          const auto column_at = [&](int v) { return Set::column(weights + k * TILE_WORD, column + v * WIDTH, step); };
-          const auto row_at = [&](int r) { return Set::row(input + r * row_bytes + k * INPUT_WORD + step * Set::NUMBER); };
-          // Beside the sums stay the fewer of both.
-          if constexpr (2 * R <= V) {
-            Register rows[R];
-#pragma GCC unroll 8
-            for (int r = 0; r < R; ++r) rows[r] = row_at(r);
-#pragma GCC unroll 6
-            for (int v = 0; v < V; ++v) {
-              const Register numbers = column_at(v);
-#pragma GCC unroll 8
-              for (int r = 0; r < R; ++r) Set::add(rows[r], numbers, sums[r][v]);
-            }
-          } else {
-            Register columns[V];
-#pragma GCC unroll 6
-            for (int v = 0; v < V; ++v) columns[v] = column_at(v);
-#pragma GCC unroll 8
-            for (int r = 0; r < R; ++r) {
-              const Register row = row_at(r);
-#pragma GCC unroll 6
-              for (int v = 0; v < V; ++v) Set::add(row, columns[v], sums[r][v]);
-            }
-          }
+          add_outer<Set>(
+              [&](int r) { return Set::row(input + r * row_bytes + k * INPUT_WORD + step * Set::NUMBER); },
+              [&](int v) { return Set::column(weights + k * TILE_WORD, column + v * WIDTH, step); }, sums);
         }
       }
     }
