@@ -13,6 +13,7 @@
 #include <string>
 #include <vector>
 
+#include "byte_digits.h"
 #include "digits.h"
 #include "dtypes.h"
 #include "expanded.h"

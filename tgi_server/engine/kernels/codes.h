@@ -3,8 +3,8 @@
 // Codes stand in the tiles of linear.h, 8 or 4 to a word: those of even inputs in its lower half, the others in the upper one,
 // so that neighbours, which some instructions multiply together, stand half a word apart. The inputs of a group follow
 // each other; its words are those from starts[g] to starts[g + 1]. A weight is number(code) * scale + offset. For few rows
-// numbers are made of codes in registers, as often as rows are multiplied by them (grouped.h, digits.h); for many rows a
-// part of a tile becomes floats, or bfloat16, once, and goes through the kernels for those (expanded.h).
+// numbers are made of codes in registers, as often as rows are multiplied by them (grouped.h, digits.h, byte_digits.h); for
+// many rows a part of a tile becomes floats, or bfloat16, once, and goes through the kernels for those (expanded.h).
 
 #pragma once
 
