@@ -22,11 +22,13 @@ namespace oatmill {
 
 // Products of four neighbours at once are added up in 32 bits, which is enough for any.
 constexpr bool ADDS_FOUR = true;
+inline void add_bytes(Words numbers, Words inputs, Whole& sum) {
 #if defined(__aarch64__)
-inline void add_bytes(Words numbers, Words inputs, Whole& sum) { ByteProducts::add(inputs, numbers, sum); }
+  ByteProducts::add(inputs, numbers, sum);  // a lane of the first is multiplied
 #else
-inline void add_bytes(Words a, Words b, Whole& sum) { ByteProducts::add(a, b, sum); }
+  ByteProducts::add(numbers, inputs, sum);  // the first are unsigned
 #endif
+}
 
 #else
 constexpr bool ADDS_FOUR = false;

@@ -21,31 +21,21 @@
 
 namespace oatmill {
 
-// Instructions: add(rows, outputs, sums) adds to the sums of the first row and both outputs, then to those of the second.
-// Each is added up as PairProducts and ByteProducts do it, to the last bit.
-struct Bf16Matrices {
-  using Weights = Bf16Weights;
+// The instructions that stand for two rows in place of those for one: add(rows, outputs, sums) adds to the sums of the first
+// row and both outputs, then to those of the second. Sums are the same to the last bit.
+struct Bf16Matrices : PairProducts {
   static void add(Words rows, Words outputs, Words& sums) {
     Words added = sums;
     asm("bfmmla %0.4s, %1.8h, %2.8h" : "+w"(added) : "w"(rows), "w"(outputs));
     sums = added;
   }
-  template <typename T>
-  static Input prepare(const T* from, int64_t rows, int64_t inputs, int64_t padded_rows, int64_t padded) {
-    return converted_rows<c10::BFloat16>(from, rows, inputs, padded_rows, padded);
-  }
 };
 
-struct Int8Matrices {
-  using Weights = Int8Weights;
+struct Int8Matrices : ByteProducts {
   static void add(Words rows, Words outputs, Words& sums) {
     Words added = sums;
     asm("smmla %0.4s, %1.16b, %2.16b" : "+w"(added) : "w"(rows), "w"(outputs));
     sums = added;
-  }
-  template <typename T>
-  static Input prepare(const T* from, int64_t rows, int64_t inputs, int64_t padded_rows, int64_t padded) {
-    return rounded_rows<uint8_t>(from, rows, inputs, padded_rows, padded, uint8_t{0}, keep_bytes<0>);
   }
 };
 
@@ -55,22 +45,22 @@ struct PairedRowProducts {
   using Weights = typename Set::Weights;
   static constexpr int64_t PAIR_WORD = 2 * WORD;  // bytes, a word of both rows
   static constexpr int64_t INPUT_WORD = PAIR_WORD, CHUNK_DEPTH = 96, UNIT = 2;
-  static constexpr int OFFSET = 0;
+  static constexpr int OFFSET = Set::OFFSET;
 
   template <typename T>
   static Input prepare(const T* from, int64_t rows, int64_t inputs, int64_t depth) {
     const int64_t pairs = parts(rows, 2);
-    Input single = Set::prepare(from, rows, inputs, 2 * pairs, depth * Weights::DEPTH);
-    const int64_t row_bytes = apart(depth * PAIR_WORD, pairs) / 2;
-    Input input{nullptr, row_bytes, c10::GetCPUAllocator()->allocate(2 * pairs * row_bytes), std::move(single.scales)};
+    Input single = Set::prepare(from, rows, inputs, depth);
+    const int64_t pair_bytes = apart(depth * PAIR_WORD, pairs);
+    Input input{nullptr, pair_bytes / 2, c10::GetCPUAllocator()->allocate(pairs * pair_bytes), std::move(single.scales)};
     char* to = static_cast<char*>(input.buffer.get());
     input.data = to;
-    for_rows(pairs, 2 * depth * Weights::DEPTH, [&](int64_t first, int64_t last) {
-      for (int64_t pair = first; pair < last; ++pair)
-        for (int64_t row = 0; row < 2; ++row)
-          for (int64_t k = 0; k < depth; k += 2)
-            std::memcpy(to + 2 * pair * row_bytes + k * PAIR_WORD + row * PAIR_WORD,
-                        single.data + (2 * pair + row) * single.row_bytes + k * WORD, 2 * WORD);
+    if (rows % 2 == 1) std::memset(to + (pairs - 1) * pair_bytes, 0, pair_bytes);
+    for_rows(rows, depth * Weights::DEPTH, [&](int64_t first, int64_t last) {
+      for (int64_t row = first; row < last; ++row)
+        for (int64_t k = 0; k < depth; k += 2)
+          std::memcpy(to + row / 2 * pair_bytes + k * PAIR_WORD + row % 2 * PAIR_WORD,
+                      single.data + row * single.row_bytes + k * WORD, 2 * WORD);
     });
     return input;
   }

@@ -194,19 +194,19 @@ struct PairProducts : WordProducts {
 
 #if defined(__aarch64__)
   static constexpr const char* NAME = "neon_bf16";
-  static void add(Words row, Words column, Words& sum) {
-    Words added = sum;
-    asm("bfdot %0.4s, %2.8h, %1.2h[0]" : "+w"(added) : "w"(row), "w"(column));
-    sum = added;
-  }
 #else
   static constexpr const char* NAME = "avx512_bf16";
+#endif
+
   static void add(Words row, Words column, Words& sum) {
     Words added = sum;
+#if defined(__aarch64__)
+    asm("bfdot %0.4s, %2.8h, %1.2h[0]" : "+w"(added) : "w"(row), "w"(column));
+#else
     asm("vdpbf16ps %2, %1, %0" : "+v"(added) : "v"(row), "v"(column));
+#endif
     sum = added;
   }
-#endif
 
   template <typename T>
   static Input prepare(const T* from, int64_t rows, int64_t inputs, int64_t depth) {
@@ -238,32 +238,23 @@ struct ByteProducts : WordProducts {
 #if defined(__aarch64__)
   static constexpr const char* NAME = "neon_dotprod";
   static constexpr int OFFSET = 0;
-  template <typename Sum>
-  static void add(Words row, Words column, Sum& sum) {
-    Sum added = sum;
-    asm("sdot %0.4s, %2.16b, %1.4b[0]" : "+w"(added) : "w"(row), "w"(column));
-    sum = added;
-  }
 #else
+  static constexpr const char* NAME = WIDTH == 16 ? "avx512_vnni" : "avx_vnni";
   static constexpr int OFFSET = UNSIGNED_OFFSET;
-#if defined(__AVX512VNNI__)
-  static constexpr const char* NAME = "avx512_vnni";
+#endif
+
   template <typename Sum>
   static void add(Words row, Words column, Sum& sum) {
     Sum added = sum;
+#if defined(__aarch64__)
+    asm("sdot %0.4s, %2.16b, %1.4b[0]" : "+w"(added) : "w"(row), "w"(column));
+#elif defined(__AVX512VNNI__)
     asm("vpdpbusd %2, %1, %0" : "+v"(added) : "v"(row), "v"(column));
-    sum = added;
-  }
 #else
-  static constexpr const char* NAME = "avx_vnni";
-  template <typename Sum>
-  static void add(Words row, Words column, Sum& sum) {
-    Sum added = sum;
     asm("%{vex%} vpdpbusd %2, %1, %0" : "+x"(added) : "x"(row), "x"(column));
+#endif
     sum = added;
   }
-#endif
-#endif
 
   template <typename T>
   static Input prepare(const T* from, int64_t rows, int64_t inputs, int64_t depth) {

@@ -109,10 +109,6 @@ inline Whole multiply_pairs(Whole a, Whole b) {
   return reinterpret_cast<Whole>(_mm256_madd_epi16(reinterpret_cast<__m256i>(a), reinterpret_cast<__m256i>(b)));
 #elif defined(__SSE2__)
   return reinterpret_cast<Whole>(_mm_madd_epi16(reinterpret_cast<__m128i>(a), reinterpret_cast<__m128i>(b)));
-#elif defined(__aarch64__)
-  const int16x8_t first = reinterpret_cast<int16x8_t>(a), second = reinterpret_cast<int16x8_t>(b);
-  const int32x4_t low = vmull_s16(vget_low_s16(first), vget_low_s16(second)), high = vmull_high_s16(first, second);
-  return reinterpret_cast<Whole>(vpaddq_s32(low, high));
 #else
   return (a << 16 >> 16) * (b << 16 >> 16) + (a >> 16) * (b >> 16);
 #endif
