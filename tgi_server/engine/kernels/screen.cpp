@@ -273,6 +273,7 @@ at::Tensor Linear::screened(const at::Tensor& input, const at::Tensor& screened,
     T* to = output.mutable_data_ptr<T>();
     for_range(output.numel(), FILLED_AT_ONCE, [&](int64_t begin, int64_t end) { std::fill(to + begin, to + end, T(LOWEST)); });
   });
+  if (rows == 0) return output;  // the pass is a part of a prompt, and no more
   const Screen screen{static_cast<const char*>(screened.const_data_ptr()), screened.size(1),
                       scales.const_data_ptr<float>(), corrections.const_data_ptr<int32_t>(),
                       lost.const_data_ptr<float>(), kept.const_data_ptr<float>()};

@@ -7,7 +7,9 @@ from concurrent.futures import ProcessPoolExecutor
 import pytest
 import torch
 
+from tests.tiny_models import make
 from tests.unit.engine.own_memory import Peak, own_bytes
+from tests.unit.engine.requests import expected_tokens, generate_alone, load_engine, load_reference, prompts
 from tgi_server.engine.attention.base import ForwardMetadata, GreedyOnly
 from tgi_server.engine.grammar.masks import PendingMask
 from tgi_server.engine.kernels import load_kernels
@@ -58,14 +60,14 @@ def test_a_screened_head_finds_the_largest_output_as_if_it_had_computed_all(dtyp
         weight[5000, 3] = torch.nan
     head = ScreenedHead(weight.to(dtype))
     most = torch.ops.oatmill.screened_rows(torch.ops.oatmill.linear_pack(torch.zeros(1, 96, dtype=torch.int8)))
-    for rows in (1, 2, 7, most, most + 1):
+    for rows in (0, 1, 2, 7, most, most + 1):
         x = _INPUTS[inputs](rows, 96).to(dtype)
         wanted, actual = head(x), head(x, metadata=greedy_pass(None))
         torch.testing.assert_close(torch.ops.oatmill.argmax(actual), torch.ops.oatmill.argmax(wanted))
         left_out = actual == -torch.inf
         torch.testing.assert_close(actual[~left_out], wanted[~left_out], rtol=0, atol=0, equal_nan=True)
         if (weights, inputs) == ("random", "random"):
-            assert bool(left_out.any()) == (rows <= most)
+            assert bool(left_out.any()) == (0 < rows <= most)
 
 
 @pytest.mark.parametrize("inputs", ["random", "outliers", "no numbers"])
@@ -104,6 +106,13 @@ def test_a_screened_head_finds_the_largest_of_what_masks_allow(words, inputs) ->
         wanted, actual = head(x), head(x, metadata=greedy_pass(pending))
         largest = [torch.ops.oatmill.argmax(each, mask.bits, mask.positions) for each in (actual, wanted)]
         torch.testing.assert_close(*largest)
+
+
+def test_a_prompt_in_parts_with_nobody_beside_it_is_answered_as_whole(tmp_path) -> None:
+    folder = make("llama", tmp_path, vocab_size=33_000)  # of which the head is large enough to be screened
+    assert ScreenedHead.pays(load_reference(folder).get_output_embeddings().weight)
+    texts = prompts((70, 12))
+    assert generate_alone(load_engine(folder), texts) == expected_tokens(folder, texts)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
