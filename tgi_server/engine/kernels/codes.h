@@ -28,7 +28,7 @@ struct OneByOne {
 };
 
 // Any 16 numbers.
-#if defined(__AVX512F__)
+#if defined(__AVX512BW__)
 struct Book : OneByOne {
   static constexpr int64_t DEPTH = 8;
   explicit Book(const float* codebook) : numbers_(load_as<Floats>(codebook)) {}
@@ -129,7 +129,7 @@ Floats signed_numbers(Words words, int step) {
 }
 
 // Whole numbers from -8 to 7, stored ADDED higher.
-#if defined(__AVX512F__)
+#if defined(__AVX512BW__)
 struct Nibbles : Book {
   static constexpr int ADDED = 8;
   explicit Nibbles(const float*) : Book(NUMBERS) {}

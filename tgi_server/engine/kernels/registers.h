@@ -17,7 +17,7 @@
 namespace oatmill {
 
 #if defined(__AVX512BW__)
-constexpr int WIDTH = 16;  // floats of a register
+constexpr int WIDTH = 16;  // floats of a register. What is written for registers of so many asks for the same macro.
 constexpr int REGISTERS = 32;
 #elif defined(__AVX2__)
 constexpr int WIDTH = 8;
@@ -50,7 +50,7 @@ inline Floats as_floats(Words bits) { return reinterpret_cast<Floats&>(bits); }
 
 // Words without their lower halves. With 16 registers, none of them is spared for a mask.
 inline Words upper_halves(Words words) {
-#if defined(__AVX2__) && !defined(__AVX512F__)
+#if defined(__AVX2__) && !defined(__AVX512BW__)
   Words upper;
   asm("vpsrld $16, %1, %0\n\tvpslld $16, %0, %0" : "=x"(upper) : "x"(words));
   return upper;
@@ -61,9 +61,9 @@ inline Words upper_halves(Words words) {
 
 // sum + a * b, with one rounding where the CPU has an instruction for it.
 inline Floats multiply_add(Floats a, Floats b, Floats sum) {
-#if defined(__AVX512F__)
+#if defined(__AVX512BW__)
   return reinterpret_cast<Floats>(_mm512_fmadd_ps(reinterpret_cast<__m512>(a), reinterpret_cast<__m512>(b), reinterpret_cast<__m512>(sum)));
-#elif defined(__FMA__)
+#elif defined(__AVX2__) && defined(__FMA__)
   return reinterpret_cast<Floats>(_mm256_fmadd_ps(reinterpret_cast<__m256>(a), reinterpret_cast<__m256>(b), reinterpret_cast<__m256>(sum)));
 #elif defined(__aarch64__)
   return reinterpret_cast<Floats>(vfmaq_f32(reinterpret_cast<float32x4_t>(sum), reinterpret_cast<float32x4_t>(a), reinterpret_cast<float32x4_t>(b)));
@@ -76,7 +76,7 @@ inline Floats multiply_add(Floats a, Floats b, Floats sum) {
 // longer fit, so but for AVX-512 it is the instruction itself. Wherever an instruction is written so, what it changes is a
 // copy of the sum: by a reference it would keep an array of sums in memory. a: as of in_lanes.
 inline void accumulate(Floats a, Floats b, Floats& sum) {
-#if defined(__FMA__) && !defined(__AVX512F__)
+#if defined(__AVX2__) && defined(__FMA__) && !defined(__AVX512BW__)
   Floats added = sum;
   asm("vfmadd231ps %2, %1, %0" : "+x"(added) : "x"(a), "x"(b));
   sum = added;
@@ -231,10 +231,10 @@ inline Floats widened(const int8_t* from) {
 }
 
 inline Floats widened(const c10::Half* from) {
-#if defined(__AVX512F__)
+#if defined(__AVX512BW__)
   const __m512 floats = _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
   return reinterpret_cast<const Floats&>(floats);
-#elif defined(__F16C__)
+#elif defined(__AVX2__) && defined(__F16C__)
   const __m256 floats = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
   return reinterpret_cast<const Floats&>(floats);
 #elif defined(__aarch64__)
@@ -282,9 +282,9 @@ inline void store(c10::BFloat16* to, Floats floats) {
 
 // Rounds to the nearest half, ties to even.
 inline void store(c10::Half* to, Floats floats) {
-#if defined(__AVX512F__)
+#if defined(__AVX512BW__)
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtps_ph(reinterpret_cast<const __m512&>(floats), 0));
-#elif defined(__F16C__)
+#elif defined(__AVX2__) && defined(__F16C__)
   _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm256_cvtps_ph(reinterpret_cast<const __m256&>(floats), 0));
 #elif defined(__aarch64__)
   store_as(to, vcvt_f16_f32(reinterpret_cast<float32x4_t>(floats)));
