@@ -127,6 +127,7 @@ class AmxMatrices {
   template <int I>
   void load(const void* from, int64_t stride) {
 #define OATMILL_DO(n) _tile_loadd(n, from, stride)
+    asm volatile("" ::: "memory");  // which the compiler does not know to be read
     OATMILL_WITH_REGISTER(I, OATMILL_DO)
 #undef OATMILL_DO
   }
