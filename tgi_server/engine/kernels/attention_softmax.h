@@ -39,12 +39,16 @@ struct Softmax {
 
 inline float rounded(float x) { return static_cast<float>(c10::BFloat16(x)); }
 
+// To a few units in the last place of 1.
+inline Floats hyperbolic_tangent(Floats x) { return 1.0f - 2.0f / (exponential(x + x) + 1.0f); }
+
 // Softcap, alibi and the mask, on a row's scaled scores against tokens from `start` on. first, last: the columns that it
 // may look at.
 inline void adjust_scores(const Variant& variant, int head, int64_t position, int64_t start, int64_t first,
                           int64_t last, int columns, float* scores) {
   if (variant.softcap != 0)
-    for (int j = 0; j < columns; ++j) scores[j] = variant.softcap * std::tanh(scores[j] / variant.softcap);
+    for (int j = 0; j < columns; j += WIDTH)
+      store_as(scores + j, variant.softcap * hyperbolic_tangent(load_as<Floats>(scores + j) / variant.softcap));
   if (variant.alibi_slopes) {
     const float slope = variant.alibi_slopes[head];
     if (variant.rounded_alibi)

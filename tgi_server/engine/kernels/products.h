@@ -299,7 +299,6 @@ template <typename Set, int R, int V, typename Row, typename Column>
 // The kernel made of an instruction set, see multiply_rows.
 template <typename Set>
 struct Products {
-  using Instructions = Set;
   using Weights = typename Set::Weights;
   static constexpr int64_t INPUT_WORD = Set::STEPS * Set::NUMBER, CHUNK_DEPTH = Set::CHUNK_DEPTH, UNIT = 1;
   static constexpr int OFFSET = Set::OFFSET;  // of the inputs, see UNSIGNED_OFFSET
