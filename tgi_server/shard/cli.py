@@ -1,5 +1,6 @@
 """The command line `text-generation-server serve | download-weights | quantize`."""
 
+import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -9,9 +10,13 @@ from shared.settings import fail, read_settings
 from tgi_server.shard.errors import ModelUnavailable
 from tgi_server.shard.settings import CommandSettings, DownloadSettings, QuantizeSettings, ShardSettings
 
+logger = logging.getLogger(__name__)
+
 PROGRAM = "text-generation-server"
 FAILED = 1
 INTERRUPTED = 130
+# With these OpenMP binds the thread that loads torch to one core, and so all threads that the kernels start there.
+_BINDINGS = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY")
 
 
 def main() -> None:
@@ -40,6 +45,7 @@ def serve(arguments: Sequence[str]) -> None:
     settings = read_settings(ShardSettings, program, arguments)
     service = f"shard-{settings.rank}"
     _configure_logging(settings, service)
+    _leave_threads_unbound()
     _let_idle_threads_sleep()
 
     from tgi_server.shard.download import find_models
@@ -108,6 +114,12 @@ def quantize(arguments: Sequence[str]) -> None:
     except KeyboardInterrupt:
         fail(program, "interrupted; the same command goes on where it was", status=INTERRUPTED)
     print(settings.output_dir)
+
+
+def _leave_threads_unbound() -> None:
+    for name in _BINDINGS:
+        if os.environ.pop(name, "false").lower() != "false":
+            logger.warning("%s is passed over: all threads would run on one core; `taskset` says which to take", name)
 
 
 def _let_idle_threads_sleep() -> None:

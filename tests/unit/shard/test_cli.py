@@ -10,13 +10,14 @@ from tgi_server.shard.errors import ModelUnavailable
 
 USAGE, FAILED = 2, 1
 COMMANDS = ("serve", "download-weights", "quantize")
+BINDINGS = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY")
 
 
 @pytest.fixture(autouse=True)
 def own_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leaves this process's log and environment as they are."""
     monkeypatch.setattr(cli, "configure_logging", lambda *arguments, **keywords: None)
-    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
+    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", *BINDINGS):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
 
@@ -80,6 +81,18 @@ def test_idle_threads_sleep_soon_unless_the_user_wants_something_else(monkeypatc
     monkeypatch.setenv("OMP_WAIT_POLICY", "active")
     run(monkeypatch, "serve", "/absent/model")
     assert "GOMP_SPINCOUNT" not in os.environ
+
+
+def test_openmp_binds_no_thread_to_a_core(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+    for name, value in zip(BINDINGS, ("close", "cores", "0-1"), strict=True):
+        monkeypatch.setenv(name, value)
+    run(monkeypatch, "serve", "/absent/model")
+    assert not set(BINDINGS) & set(os.environ)
+    assert [record.getMessage().split()[0] for record in caplog.records] == list(BINDINGS)
+    caplog.clear()
+    monkeypatch.setenv("OMP_PROC_BIND", "FALSE")
+    run(monkeypatch, "serve", "/absent/model")
+    assert not caplog.records
 
 
 def test_a_download_prints_nothing_but_the_folder(
