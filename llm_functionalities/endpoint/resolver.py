@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import dns.exception
@@ -114,6 +114,13 @@ class Resolver:
         """Makes the next `resolve` ask again, because nothing listens at the remembered addresses of `name`."""
         with self._lock:
             self._known.pop(name, None)
+
+    def put_last(self, name: str, address: str) -> None:
+        """Makes later calls try the remembered addresses of `name` in another order, because this one failed."""
+        with self._lock:
+            if (known := self._known.get(name)) is not None and address in known.addresses:
+                others = [each for each in known.addresses if each != address]
+                self._known[name] = replace(known, addresses=[*others, address])
 
     def _wait(self, running: Future[list[str]], call: Call) -> list[str]:
         try:

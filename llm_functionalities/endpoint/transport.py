@@ -25,9 +25,10 @@ LONGEST_PAUSE_SECONDS = 0.2
 
 
 class BoundedBackend(httpcore2.NetworkBackend):
-    """Connects to host names that `resolver` finds. Each attempt takes at most `connect_timeout` seconds.
+    """Connects to host names that `resolver` finds. Each address of a name gets at most `connect_timeout` seconds.
 
-    An attempt that fails is made again, up to `attempts` times in all, always within the call's time.
+    It gets no more than its share of the call's time, so that one which does not answer leaves time for the others. An
+    attempt that fails is made again, up to `attempts` times in all, always within the call's time.
     """
 
     def __init__(self, resolver: Resolver, connect_timeout: float, attempts: int) -> None:
@@ -57,17 +58,19 @@ class BoundedBackend(httpcore2.NetworkBackend):
 
     def _connect(self, host: str, port: int, call: Call) -> httpcore2.NetworkStream:
         problem = "no address"
-        for address in self._resolver.resolve(host, call):
-            remaining = call.remaining()
+        addresses = self._resolver.resolve(host, call)
+        for place, address in enumerate(addresses):
+            seconds = min(self._connect_timeout, call.remaining() / (len(addresses) - place))
             try:
-                stream = self._tcp.connect_tcp(address, port, min(self._connect_timeout, remaining))
+                stream = self._tcp.connect_tcp(address, port, seconds)
             except httpcore2.ConnectTimeout:
                 call.remaining()  # the call's own time may have been the shorter one
-                problem = f"no connection to {address} port {port} within {self._connect_timeout:g} s"
+                problem = f"no connection to {address} port {port} within {seconds:.3g} s"
             except httpcore2.ConnectError as error:
                 problem = f"{address} port {port}: {error}"
             else:
                 return BoundedStream(stream)
+            self._resolver.put_last(host, address)
         self._resolver.forget(host)
         raise Unreachable(problem)
 

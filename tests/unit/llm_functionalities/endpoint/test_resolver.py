@@ -185,6 +185,16 @@ def test_an_answer_is_remembered_until_it_is_forgotten(machine: Machine, server:
     assert server.asked == ["model.example. A"] * 2
 
 
+def test_an_address_that_failed_comes_last_while_it_is_remembered(machine: Machine, server: NameServer) -> None:
+    resolver = machine.resolver(server.address)
+    resolver.put_last("model.example", "192.0.2.1")
+    assert resolver.resolve("model.example", call()) == ["192.0.2.1", "192.0.2.2"]
+    for failed, first in (("192.0.2.1", "192.0.2.2"), ("192.0.2.2", "192.0.2.1"), ("192.0.2.9", "192.0.2.1")):
+        resolver.put_last("model.example", failed)
+        assert resolver.resolve("model.example", call())[0] == first
+    assert server.asked == ["model.example. A"]
+
+
 @on_a_busy_machine
 def test_one_look_up_serves_all_who_wait_for_it(machine: Machine, server: NameServer) -> None:
     resolver = machine.resolver(server.address)

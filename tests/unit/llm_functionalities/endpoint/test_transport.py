@@ -3,20 +3,28 @@
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 
 import httpx2
 import pytest
 
 from llm_functionalities.endpoint.call import Call, Deadline, working_on
+from llm_functionalities.endpoint.resolver import Resolver
+from llm_functionalities.endpoint.transport import BoundedBackend, BoundedTransport
 from llm_functionalities.errors import BadResponse, Cancelled, DeadlineExceeded, Unreachable
 from tests.fakes.model_server import ModelServer
-from tests.timing import on_a_busy_machine
+from tests.fakes.name_server import NameServer
+from tests.timing import on_a_busy_machine, until
 
 
 def post(http: httpx2.Client, url: str, seconds: float = 5) -> httpx2.Response:
     with working_on(Call(Deadline.after(seconds))):
         return http.post(f"{url}/generate", json={"inputs": "hello"})
+
+
+def transport(resolver: Resolver, connect_timeout: float) -> BoundedTransport:
+    return BoundedTransport(BoundedBackend(resolver, connect_timeout, 1), None, 50_000)
 
 
 def test_connections_are_used_again(http: httpx2.Client, server: ModelServer) -> None:
@@ -52,6 +60,38 @@ def test_a_response_without_end_is_refused(http: httpx2.Client, server: ModelSer
 def test_a_port_that_nobody_listens_on_is_unreachable(http: httpx2.Client, free_port: Callable[[], int]) -> None:
     with pytest.raises(Unreachable, match=r"127\.0\.0\.1 port"):
         post(http, f"http://127.0.0.1:{free_port()}")
+
+
+@contextmanager
+def silent_host(host: str, port: int) -> Iterator[None]:
+    """Makes `host` answer no SYN: a listener whose backlog is full stands for a host that is gone."""
+    with ExitStack() as blocked:
+        listener = blocked.enter_context(socket.socket())
+        listener.bind((host, port))
+        listener.listen(0)
+        for _ in range(3):
+            filler = blocked.enter_context(socket.socket())
+            filler.setblocking(False)
+            filler.connect_ex((host, port))
+        yield
+
+
+def test_an_address_that_does_not_answer_leaves_time_for_the_next_one() -> None:
+    addresses = {"tgi.": [("A", "127.0.0.2"), ("A", "127.0.0.3")]}
+    with (
+        ModelServer(host="127.0.0.3") as server,
+        silent_host("127.0.0.2", server.port),
+        NameServer(addresses) as names,
+        httpx2.Client(transport=transport(Resolver(servers=[names.address]), connect_timeout=1.0)) as http,
+    ):
+
+        def answered() -> bool:
+            try:
+                return post(http, f"http://tgi.:{server.port}", seconds=1).is_success
+            except DeadlineExceeded:
+                return False
+
+        until(answered)
 
 
 def test_a_redirect_is_not_followed(http: httpx2.Client) -> None:
