@@ -89,15 +89,21 @@ class CircuitBreaker:
     def _open(self, problem: ModelError) -> None:
         if self._problem is not None or self._stopping.is_set():
             return
-        self._problem = problem
         self._opened_at = self._last_call_at = time.monotonic()
+        if self._watch is None and not self._start(self._watch_until_healthy):
+            return  # nothing would close it again; the next failure will try once more
+        self._problem = problem
         logger.warning("%s is away: %s", self._name, problem, extra={"reason": problem.reason})
-        if self._watch is None:
-            self._start(self._watch_until_healthy)
 
-    def _start(self, work: Callable[[], None]) -> None:
-        self._watch = threading.Thread(target=work, name=f"watch {self._name}", daemon=True)
-        self._watch.start()
+    def _start(self, work: Callable[[], None]) -> bool:
+        """Starts the thread that probes. Returns False if the system allows no more threads at the moment."""
+        watch = threading.Thread(target=work, name=f"watch {self._name}", daemon=True)
+        try:
+            watch.start()
+        except RuntimeError:
+            return False
+        self._watch = watch
+        return True
 
     def _examine(self) -> None:
         problem = self._problem_of_probe()

@@ -110,6 +110,24 @@ def test_an_endpoint_is_not_probed_for_ever(patient: Patient) -> None:
     assert not [thread for thread in threading.enumerate() if thread.name == "watch it"]
 
 
+def test_the_breaker_stays_closed_while_nothing_can_watch_the_endpoint(
+    breaker: CircuitBreaker, patient: Patient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        breaker.suspect()
+        breaker.unreachable(Unreachable("refused"))
+    assert breaker.closed
+    patient.healthy = False
+    breaker.unreachable(Unreachable("refused"))
+    assert not breaker.closed
+    patient.healthy = True
+    until(lambda: breaker.closed)
+
+
 def test_stopping_ends_the_watch(patient: Patient) -> None:
     patient.healthy = False
     breaker = CircuitBreaker("it", patient.probe, interval=INTERVAL)
