@@ -29,6 +29,12 @@ class Cancelled(ModelError):
     reason = "cancelled"
 
 
+class NoThread(ModelError):
+    """The system lets the service start no thread that could ask the model."""
+
+    reason = "no_thread"
+
+
 class EndpointDown(ModelError):
     """The endpoint could not be reached, so nothing was sent, and another endpoint may be tried."""
 

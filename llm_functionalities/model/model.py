@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 from llm_functionalities.endpoint.balancer import Balancer
 from llm_functionalities.endpoint.call import Call, Deadline
 from llm_functionalities.endpoint.generation import GenerationParameters
-from llm_functionalities.errors import DeadlineExceeded, ModelError
+from llm_functionalities.errors import DeadlineExceeded, ModelError, NoThread
 from llm_functionalities.model.empty_responses import SAID_NOTHING, UNUSABLE, EmptyResponses
 from llm_functionalities.model.pool import FairPool
 
@@ -89,7 +89,10 @@ class Model:
     ) -> Answer[T]:
         """Returns the model's answer, at the latest when the deadline passes."""
         pending = _PendingAnswers[T](1, deadline, headers)
-        self._pool.run(lambda: pending.work(0, partial(self._ask, ask, generation, nullcontext)))
+        try:
+            self._pool.run(lambda: pending.work(0, partial(self._ask, ask, generation, nullcontext)))
+        except NoThread as error:
+            return self._counted([Answer.without(error)])[0]
         await pending.wait()
         return self._counted(pending.answers)[0]
 
@@ -109,7 +112,10 @@ class Model:
         def job(place: int) -> None:
             pending.work(place, partial(self._ask, partial(ask, place), generation, self._turn))
 
-        drop_waiting = self._pool.run_batch(count, job)
+        try:
+            drop_waiting = self._pool.run_batch(count, job)
+        except NoThread as error:
+            return self._counted([Answer.without(error)] * count)
         try:
             await pending.wait()
         finally:
@@ -127,7 +133,11 @@ class Model:
         call = _call(deadline, headers)
         pieces: asyncio.Queue[Answer[str] | None] = asyncio.Queue()
         put = partial(_tell, loop, pieces.put_nowait)
-        self._pool.run(lambda: self._write(prompt, generation, call, put))
+        try:
+            self._pool.run(lambda: self._write(prompt, generation, call, put))
+        except NoThread as error:
+            yield self._counted([Answer.without(error)])[0]
+            return
         timer = loop.call_later(deadline.remaining(), pieces.put_nowait, TOO_LATE)
         end = call.cancel
         try:

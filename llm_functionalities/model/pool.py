@@ -6,6 +6,8 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 
+from llm_functionalities.errors import NoThread
+
 logger = logging.getLogger(__name__)
 
 Job = Callable[[], None]
@@ -34,7 +36,7 @@ class _Batch:
 
 
 class FairPool:
-    """Runs jobs in at most `threads` threads, started when first needed.
+    """Runs jobs in at most `threads` threads, started when first needed. Jobs wait where no more can be started.
 
     Single jobs and batches take turns, and so do the batches among themselves, one job each. Of all threads, batches
     hold at most `batch_threads` at a time, so a single job never waits for the end of a long batch.
@@ -59,7 +61,7 @@ class FairPool:
             return len(self._singles) + sum(batch.waiting for batch in self._batches)
 
     def run(self, job: Job) -> None:
-        """Runs `job` soon. It must not raise."""
+        """Runs `job` soon. It must not raise. Raises NoThread when there is no thread to run it."""
         with self._changed:
             self._singles.append(job)
             self._wake()
@@ -67,7 +69,7 @@ class FairPool:
     def run_batch(self, size: int, job: Callable[[int], None]) -> Callable[[], None]:
         """Runs `job` soon with each number below `size`, in turn with all other jobs.
 
-        Returns a function that drops the jobs that still wait.
+        Returns a function that drops the jobs that still wait. Raises NoThread when there is no thread to run them.
         """
         batch = _Batch(size, job)
         with self._changed:
@@ -96,8 +98,15 @@ class FairPool:
         jobs = len(self._singles) + min(of_batches, self._batch_limit - self._batch_running)
         for _ in range(min(jobs - self._idle, self._limit - len(self._threads))):
             thread = threading.Thread(target=self._work, name=f"worker {len(self._threads)}", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:  # the system allows no more threads at the moment
+                if self._threads:
+                    break  # they will come to these jobs
+                self._singles.clear()
+                self._batches.clear()
+                raise NoThread(f"the service can start no thread: {error}") from None
             self._threads.append(thread)
-            thread.start()
         self._changed.notify(jobs)
 
     def _work(self) -> None:

@@ -96,6 +96,23 @@ async def test_questions_are_made_when_their_turn_comes(model: Model, server: Mo
     assert sorted(made) == list(range(20))
 
 
+async def test_calls_are_answered_empty_while_no_thread_can_be_started(
+    model: Model, empty: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    deadline = Deadline.after(SECONDS)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        answers = [await model.answer(ask(), GENERATION, deadline, {})]
+        answers += await model.answers(2, lambda place: Question.verbatim("x"), GENERATION, deadline, {})
+        answers += [piece async for piece in model.stream("x", GENERATION, deadline, {})]
+    assert [(answer.value, answer.reason) for answer in answers] == [(None, "no_thread")] * 4
+    assert empty == ["no_thread"] * 4
+    assert (await model.answer(ask(), GENERATION, deadline, {})).value == "a fine answer"
+
+
 async def test_an_empty_batch_has_no_answers(model: Model) -> None:
     assert await model.answers(0, lambda place: Question.verbatim("x"), GENERATION, Deadline.after(1), {}) == []
 

@@ -3,6 +3,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from llm_functionalities.errors import NoThread
 from llm_functionalities.model.pool import FairPool
 from tests.timing import SECONDS, until
 
@@ -108,6 +109,42 @@ def test_a_dropped_batch_ends_what_waits_and_nothing_else(pool: FairPool) -> Non
     pool.run_batch(1, lambda _: after.set())
     assert after.wait(SECONDS)
     assert len(gate.done) == 2
+
+
+def refuse(thread: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
+
+
+def test_jobs_wait_for_living_threads_while_no_more_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = threading.active_count()
+    pool = FairPool(threads=4, batch_threads=2)
+    gate = Gate()
+    pool.run(gate.job("first"))
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        for number in range(5):
+            pool.run(gate.job(str(number)))
+        pool.run_batch(2, lambda number: gate.job(f"batch {number}")())
+    pool.run(gate.job("last"))
+    until(lambda: len(gate.running) == 4)
+    gate.open.set()
+    until(lambda: len(gate.done) == 9)
+    pool.stop(5)
+    assert threading.active_count() == before
+
+
+def test_jobs_are_refused_while_there_is_no_thread_at_all(pool: FairPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        for _ in range(5):
+            with pytest.raises(NoThread):
+                pool.run(lambda: None)
+            with pytest.raises(NoThread):
+                pool.run_batch(3, lambda _: None)
+    assert pool.waiting == 0
+    done = threading.Event()
+    pool.run(done.set)
+    assert done.wait(SECONDS)
 
 
 @pytest.mark.logs_tracebacks
