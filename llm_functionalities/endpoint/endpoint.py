@@ -1,6 +1,7 @@
 """One text-generation server: requests to it, its health, and how many requests it works on."""
 
 import logging
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -39,6 +40,8 @@ PROBE_SECONDS = 1.0
 REFUSED_REQUEST = frozenset({400, 413, 422})
 UNHEALTHY = frozenset({429, 500, 502, 503, 504})
 LONGEST_MESSAGE = 300
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 # Another server, which takes grammars, may have come in the place of one that takes none.
 TRY_GRAMMAR_AGAIN_SECONDS = 300.0
@@ -90,9 +93,7 @@ class Endpoint:
     def _generate(self, prompt: str, generation: GenerationParameters, call: Call) -> str:
         with self._serving(call):
             answer = self._client(call, "/generate").text_generation(prompt, **generation.parameters())
-            if not isinstance(answer, str):
-                raise BadResponse(f"generated_text is a {type(answer).__name__}, not a text")
-            return answer
+            return _text(answer)
 
     def stream(self, prompt: str, generation: GenerationParameters, call: Call) -> Iterator[str]:
         """Yields the answer in pieces, as they come. Closing the iterator stops the generation. Raises ModelError."""
@@ -100,7 +101,7 @@ class Endpoint:
             whole = False
             for output in client.text_generation(prompt, stream=True, details=True, **generation.parameters()):
                 if not output.token.special:
-                    yield output.token.text
+                    yield _text(output.token.text)
                 whole = output.generated_text is not None
             if not whole:
                 raise ServerFailed("the stream ended before the answer did")
@@ -174,6 +175,16 @@ class _GrammarSupport:
 def _concerns_one_grammar(message: str) -> bool:
     """Returns True if a server's message says nothing of the grammars of other requests."""
     return any(words in message for words in _ONE_GRAMMAR)
+
+
+def _text(answer: Any) -> str:
+    """Returns `answer` with U+FFFD for each half of a surrogate pair: JSON may have them, gRPC's messages may not.
+
+    Raises BadResponse if it is no text.
+    """
+    if not isinstance(answer, str):
+        raise BadResponse(f"the answer is a {type(answer).__name__}, not a text")
+    return _SURROGATE.sub("\N{REPLACEMENT CHARACTER}", answer)
 
 
 @contextmanager

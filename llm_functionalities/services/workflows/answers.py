@@ -32,7 +32,7 @@ _OWN_LABEL = re.compile(
 _FORMATTING = re.compile(r"\*\*|__|`+|^[ \t]*(?:[-*\u2022]|\d+[.)])[ \t]+", re.MULTILINE)
 _ORDINAL = re.compile(r"^\d+[.)]\s+")
 _decoder = json.JSONDecoder()
-_UNSPEAKABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u200b-\u200f\u202a-\u202e\u2066-\u2069\ufeff\ufffd]")
+_UNSPEAKABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u200b-\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufeff\ufffd]")
 
 
 def speakable(text: str, *, sentences: int, characters: int) -> str:

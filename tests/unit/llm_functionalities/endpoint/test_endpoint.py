@@ -1,5 +1,6 @@
 """Requests to one text-generation server, and what becomes of its responses."""
 
+import json
 from collections.abc import Iterator
 
 import httpx2
@@ -109,3 +110,21 @@ def test_a_server_that_is_busy_with_grammars_still_takes_them(
 def test_a_stream_comes_in_pieces(endpoint: Endpoint) -> None:
     assert list(endpoint.stream("hello", GenerationParameters(8), Call(Deadline.after(5)))) == ["a", " fine", " answer"]
     assert endpoint.in_flight == 0
+
+
+def test_half_a_surrogate_pair_becomes_a_replacement_character(endpoint: Endpoint, server: ModelServer) -> None:
+    server.answer = "one \ud83d two\udc00 \U0001f600"
+    assert generate(endpoint) == "one \ufffd two\ufffd \U0001f600"
+    pieces = list(endpoint.stream("hello", PLAIN, Call(Deadline.after(5))))
+    assert pieces == ["one", " \ufffd", " two\ufffd", " \U0001f600"]
+
+
+@pytest.mark.parametrize("answer", [5, None, ["a"]])
+def test_an_answer_that_is_no_text_is_a_bad_response(answer: object, endpoint: Endpoint, server: ModelServer) -> None:
+    server.raw = json.dumps([{"generated_text": answer}]).encode()
+    with pytest.raises(BadResponse, match=f"is a {type(answer).__name__}, not a text"):
+        generate(endpoint)
+    token = {"id": 1, "text": answer, "logprob": -0.1, "special": False}
+    server.raw = b"data:" + json.dumps({"token": token, "generated_text": "x", "details": None}).encode() + b"\n\n"
+    with pytest.raises(BadResponse, match=f"is a {type(answer).__name__}, not a text"):
+        list(endpoint.stream("hello", PLAIN, Call(Deadline.after(5))))

@@ -16,6 +16,7 @@ DECISIONS: list[tuple[str, Named]] = [
     (json.dumps({"intent": CONTINUE}), (CONTINUE, "")),
     (json.dumps({"intent": ASK, "ai_response": "Do you mean the sauce? Or the"}), (ASK, "Do you mean the sauce?")),
     (json.dumps({"intent": ASK, "ai_response": 7}), (ASK, "")),
+    (json.dumps({"intent": ASK, "ai_response": "Which one \ud83d?"}), (ASK, "Which one ?")),
     (f"The intent is {SEARCH}.", (SEARCH, "")),
     (f"{SEARCH}()", (SEARCH, "")),
     (f'"{CONTINUE}"}}', (CONTINUE, "")),  # only the second half of an object
