@@ -15,7 +15,7 @@ from tenacity import Retrying, retry_if_exception_type, stop_after_attempt, wait
 
 from llm_functionalities.endpoint.call import Call, current_call
 from llm_functionalities.endpoint.resolver import Resolver
-from llm_functionalities.errors import BadResponse, ConnectionLost, DeadlineExceeded, Unreachable
+from llm_functionalities.errors import BadResponse, ConnectionLost, DeadlineExceeded, ModelError, Unreachable
 
 # Servers keep an idle connection longer (uvicorn: 5 s), so none is picked just as its server closes it.
 KEEP_ALIVE_SECONDS = 3.0
@@ -69,7 +69,7 @@ class BoundedBackend(httpcore2.NetworkBackend):
             except httpcore2.ConnectError as error:
                 problem = f"{address} port {port}: {error}"
             else:
-                return BoundedStream(stream)
+                return BoundedStream(stream, self._connect_timeout)
             self._resolver.put_last(host, address)
         self._resolver.forget(host)
         raise Unreachable(problem)
@@ -78,8 +78,9 @@ class BoundedBackend(httpcore2.NetworkBackend):
 class BoundedStream(httpcore2.NetworkStream):
     """A connection that serves one call after another. No wait of it outlasts the call that it serves."""
 
-    def __init__(self, stream: httpcore2.NetworkStream) -> None:
+    def __init__(self, stream: httpcore2.NetworkStream, handshake_timeout: float) -> None:
         self._stream = stream
+        self._handshake_timeout = handshake_timeout
 
     def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
         try:
@@ -102,14 +103,20 @@ class BoundedStream(httpcore2.NetworkStream):
     def start_tls(
         self, ssl_context: ssl.SSLContext, server_hostname: str | None = None, timeout: float | None = None
     ) -> httpcore2.NetworkStream:
+        ssl_context.sslsocket_class = _HeldSSLSocket
+        call = current_call()
+        seconds = min(self._handshake_timeout, call.remaining())
         try:
-            return BoundedStream(self._stream.start_tls(ssl_context, server_hostname, self._hold()))
+            stream = self._stream.start_tls(ssl_context, server_hostname, seconds)
         except httpcore2.ConnectTimeout:
-            raise DeadlineExceeded("the time was up during the TLS handshake") from None
+            call.remaining()  # the call's own time may have been the shorter one
+            raise Unreachable(f"no TLS handshake with {server_hostname} within {seconds:.3g} s") from None
         except httpcore2.ConnectError as error:
+            call.remaining()  # a cancelled call's connection was shut down on purpose
             raise Unreachable(f"TLS handshake with {server_hostname} failed: {error}") from None
         finally:
-            current_call().release()
+            call.release()
+        return BoundedStream(stream, self._handshake_timeout)
 
     def close(self) -> None:
         self._stream.close()
@@ -119,6 +126,18 @@ class BoundedStream(httpcore2.NetworkStream):
 
     def _hold(self) -> float:
         return current_call().hold(self._stream.get_extra_info("socket"))
+
+
+class _HeldSSLSocket(ssl.SSLSocket):
+    """A socket whose handshake ends with its call. It takes the place of the plain socket before its handshake."""
+
+    def do_handshake(self, block: bool = False) -> None:
+        try:
+            current_call().hold(self)
+        except ModelError:
+            self.close()
+            raise
+        super().do_handshake(block)
 
 
 class BoundedTransport(httpx2.BaseTransport):

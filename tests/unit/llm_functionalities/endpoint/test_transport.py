@@ -51,6 +51,30 @@ def test_a_call_can_be_cancelled_while_it_waits(http: httpx2.Client, server: Mod
         http.get(f"{server.url}/health")
 
 
+def test_a_call_can_be_cancelled_during_the_tls_handshake() -> None:
+    call = Call(Deadline.after(10))
+    with socket.create_server(("127.0.0.1", 0)) as listener, ExitStack() as accepted:
+
+        def hang() -> None:
+            connection = accepted.enter_context(listener.accept()[0])
+            connection.recv(1)
+            call.cancel()
+
+        threading.Thread(target=hang).start()
+        http = accepted.enter_context(httpx2.Client(transport=transport(Resolver(), connect_timeout=10)))
+        with working_on(call), pytest.raises(Cancelled):
+            http.get(f"https://127.0.0.1:{listener.getsockname()[1]}/health")
+
+
+def test_a_tls_handshake_is_given_up_after_the_time_to_connect() -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        httpx2.Client(transport=transport(Resolver(), connect_timeout=0.1)) as http,
+        pytest.raises(Unreachable, match=r"no TLS handshake with 127\.0\.0\.1 within 0\.1 s"),
+    ):
+        post(http, f"https://127.0.0.1:{listener.getsockname()[1]}")
+
+
 def test_a_response_without_end_is_refused(http: httpx2.Client, server: ModelServer) -> None:
     server.fault = "endless"
     with pytest.raises(BadResponse, match="longer than 50000 bytes"):
