@@ -176,12 +176,16 @@ class BoundedTransport(httpx2.BaseTransport):
         except (httpcore2.NetworkError, httpcore2.ProtocolError) as error:
             call.remaining()
             raise ConnectionLost(str(error)) from None
-        return httpx2.Response(
+        bounded_response = httpx2.Response(
             status_code=response.status,
             headers=response.headers,
             stream=_BoundedBody(cast(httpx2.SyncByteStream, response.stream), call, self._max_response_bytes),
             extensions=response.extensions,
         )
+        if (encoding := bounded_response.headers.get("content-encoding", "identity").lower()) != "identity":
+            bounded_response.close()
+            raise BadResponse(f"the response is encoded as {encoding}, which was not asked for")
+        return bounded_response
 
     def close(self) -> None:
         self._pool.close()
@@ -217,6 +221,8 @@ def install(transport: BoundedTransport) -> httpx2.Client:
     """Makes every InferenceClient of the process use `transport`. Returns the HTTP client that they share."""
     # With telemetry on, the first request would fetch a list from huggingface.co to describe this machine.
     constants.HF_HUB_DISABLE_TELEMETRY = True
-    client = httpx2.Client(transport=transport, timeout=None, follow_redirects=False, trust_env=False)
+    # The limit of a response counts the bytes that come, and a few compressed ones may hold gigabytes.
+    headers = {"accept-encoding": "identity"}
+    client = httpx2.Client(transport=transport, headers=headers, timeout=None, follow_redirects=False, trust_env=False)
     set_client_factory(lambda: client)
     return client

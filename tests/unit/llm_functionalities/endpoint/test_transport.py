@@ -1,5 +1,6 @@
 """HTTP whose every wait is bounded, against real sockets."""
 
+import gzip
 import socket
 import threading
 import time
@@ -118,14 +119,30 @@ def test_an_address_that_does_not_answer_leaves_time_for_the_next_one() -> None:
         until(answered)
 
 
-def test_a_redirect_is_not_followed(http: httpx2.Client) -> None:
+@contextmanager
+def responding_once(response: bytes) -> Iterator[str]:
+    """Starts a server whose only response is this one. Yields its URL."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
-        def redirect() -> None:
+        def respond() -> None:
             connection, _ = listener.accept()
             with connection:
                 connection.recv(65536)
-                connection.sendall(b"HTTP/1.1 302 Found\r\nlocation: http://example.com/\r\ncontent-length: 0\r\n\r\n")
+                connection.sendall(response)
 
-        threading.Thread(target=redirect).start()
-        assert post(http, f"http://127.0.0.1:{listener.getsockname()[1]}").status_code == 302
+        threading.Thread(target=respond).start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+
+def test_a_redirect_is_not_followed(http: httpx2.Client) -> None:
+    with responding_once(b"HTTP/1.1 302 Found\r\nlocation: http://example.com/\r\ncontent-length: 0\r\n\r\n") as url:
+        assert post(http, url).status_code == 302
+
+
+def test_a_compressed_response_is_refused(http: httpx2.Client, server: ModelServer) -> None:
+    body = gzip.compress(b"a" * 1_000_000)
+    head = f"HTTP/1.1 200 OK\r\ncontent-encoding: gzip\r\ncontent-length: {len(body)}\r\n\r\n".encode()
+    with responding_once(head + body) as url, pytest.raises(BadResponse, match="encoded as gzip"):
+        post(http, url)
+    post(http, server.url)
+    assert server.requests[0].headers["accept-encoding"] == "identity"
