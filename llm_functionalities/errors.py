@@ -90,7 +90,7 @@ class BadResponse(EndpointFailed):
 
 
 class Rejected(ModelError):
-    """The endpoint refused this request with a 4xx status. The request is at fault, not the endpoint."""
+    """The endpoint refused this request with a 4xx status, or it cannot be sent. It is at fault, not the endpoint."""
 
     reason = "rejected"
 

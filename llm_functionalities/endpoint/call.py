@@ -68,7 +68,7 @@ class Call:
         self._ended = threading.Event()
         self._end: type[ModelError] = DeadlineExceeded
         self._socket: socket.socket | None = None
-        self._sent = False
+        self.sent = False
 
     def remaining(self) -> float:
         """Returns the seconds that are left: more than zero.
@@ -89,13 +89,13 @@ class Call:
 
     def send_once(self) -> None:
         """Marks the request as sent. Raises BadResponse when it was sent before: no request is ever sent twice."""
-        if self._sent:
+        if self.sent:
             raise BadResponse("the endpoint's response asks for the request to be sent again")
-        self._sent = True
+        self.sent = True
 
     def allow_another(self) -> None:
         """Allows another request in place of one that the endpoint refused, and for which it generated nothing."""
-        self._sent = False
+        self.sent = False
 
     def hold(self, connection: socket.socket) -> float:
         """Lets `cancel` and `expire` shut down `connection`, which the worker is about to use, until `release`.

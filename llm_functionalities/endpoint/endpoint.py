@@ -115,7 +115,7 @@ class Endpoint:
     def _probe(self) -> None:
         call = Call(Deadline.after(PROBE_SECONDS))
         headers = {"authorization": f"Bearer {self._token}"} if self._token else {}
-        with working_on(call), _model_errors():
+        with working_on(call), _model_errors(call):
             status = self._http.get(f"{self.name}/health", headers=headers).status_code
             if status in UNHEALTHY:
                 raise ServerFailed(f"/health responded with {status}")
@@ -126,7 +126,7 @@ class Endpoint:
         with self._lock:
             self._in_flight += 1
         try:
-            with working_on(call), _model_errors():
+            with working_on(call), _model_errors(call):
                 yield
             self.breaker.succeeded()
         except EndpointDown as error:
@@ -188,7 +188,7 @@ def _text(answer: Any) -> str:
 
 
 @contextmanager
-def _model_errors() -> Iterator[None]:
+def _model_errors(call: Call) -> Iterator[None]:
     """Turns whatever the client raises into a ModelError."""
     try:
         yield
@@ -202,8 +202,11 @@ def _model_errors() -> Iterator[None]:
             raise _of_status(cause.response.status_code, str(error)) from None
         raise _of_report(error) from None
     except Exception as error:
+        message = _short(f"{type(error).__name__}: {error}")
+        if not call.sent:
+            raise Rejected(f"the request cannot be written as JSON: {message}") from None
         # The client parses the response as it comes, and a malformed one may fail anywhere, with any exception.
-        raise BadResponse(_short(f"{type(error).__name__}: {error}")) from None
+        raise BadResponse(message) from None
 
 
 def _of_status(status: int, message: str) -> ModelError:

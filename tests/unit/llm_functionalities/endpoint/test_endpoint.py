@@ -107,6 +107,18 @@ def test_a_server_that_is_busy_with_grammars_still_takes_them(
     assert ["grammar" in request.body["parameters"] for request in server.requests] == [True, True]
 
 
+@pytest.mark.parametrize("constant", ["\ud83d", float("nan")])
+def test_a_grammar_that_cannot_be_sent_is_not_held_against_the_endpoint(
+    constant: object, endpoint: Endpoint, server: ModelServer
+) -> None:
+    grammar = Grammar(json_schema={"const": constant})
+    for _ in range(10):
+        with pytest.raises(Rejected, match="cannot be written as JSON"):
+            generate(endpoint, GenerationParameters(8, grammar))
+    assert endpoint.breaker.closed
+    assert server.requests == []
+
+
 def test_a_stream_comes_in_pieces(endpoint: Endpoint) -> None:
     assert list(endpoint.stream("hello", GenerationParameters(8), Call(Deadline.after(5)))) == ["a", " fine", " answer"]
     assert endpoint.in_flight == 0
