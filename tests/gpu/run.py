@@ -32,7 +32,8 @@ SHARD = (
     "opentelemetry.sdk",
 )
 ROUTER = ("fastapi", "uvicorn", "httptools", "jinja2", "prometheus_client")
-SUITE = ("pytest", "pytest_asyncio", "pytest_timeout", "httpx", "hypothesis")
+# `xdist` and `pydantic_settings` are what tests/conftest.py imports.
+SUITE = ("pytest", "pytest_asyncio", "pytest_timeout", "xdist", "httpx", "hypothesis", "pydantic_settings")
 _TOLD = ("torch", "transformers", "triton", "llguidance", "grpcio", "uvloop", "fastapi")
 
 

@@ -1,13 +1,17 @@
 """tests/gpu/run.sh, as far as it runs without a GPU."""
 
 import importlib.util
+import re
 import subprocess
 import sys
+from collections.abc import Iterable
 from dataclasses import replace
+from importlib.metadata import packages_distributions, requires
 from pathlib import Path
 
 import pytest
 import torch
+from packaging.requirements import Requirement
 
 from tests.gpu import run as script
 from tests.gpu.run import Job, Result
@@ -46,6 +50,28 @@ def test_every_job_names_what_is_there() -> None:
     for job in (*script.CHECKS, *script.BENCHMARKS):
         assert all(Path(part).exists() for part in job.arguments if part.startswith("tests/")), job.name
         assert importlib.util.find_spec(job.arguments[1]) is not None, job.name
+
+
+def with_dependencies(distributions: Iterable[str]) -> set[str]:
+    """Returns the names of distributions, and of all that they require, as the package index writes them."""
+    found: set[str] = set()
+    left = list(distributions)
+    while left:
+        name = re.sub("[-_.]+", "-", left.pop()).lower()
+        if name not in found:
+            found.add(name)
+            requirements = map(Requirement, requires(name) or [])
+            left += [each.name for each in requirements if not each.marker or each.marker.evaluate({"extra": ""})]
+    return found
+
+
+def test_the_wheels_are_all_that_the_checks_need_beside_torch_and_transformers() -> None:
+    lines = Path("tests/gpu/wheels.txt").read_text().splitlines()
+    wheels = {line for line in lines if not line.startswith("#")}
+    of_package = packages_distributions()
+    modules = (*script.ENGINE, *script.SUITE, *script.SHARD, *script.ROUTER)
+    needed = with_dependencies(name for module in modules for name in of_package[module.partition(".")[0]])
+    assert sorted(needed - wheels - with_dependencies(("torch", "transformers"))) == []
 
 
 @pytest.mark.slow
