@@ -1,6 +1,7 @@
 """docker-compose.yml: what its containers may do, and the key that they share."""
 
 import os
+import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -113,6 +114,15 @@ def test_one_variable_is_the_key_of_both_services(services: Services, monkeypatc
     monkeypatch.setenv("ENDPOINT_TOKEN", "secret")
     assert read_settings(LauncherSettings, "launcher", []).api_key == "secret"
     assert read_settings(FrontSettings, "llm-functionalities", []).endpoint_token == "secret"
+
+
+def test_the_page_lists_the_variables_of_compose() -> None:
+    files = [COMPOSE, COMPOSE.parent / "docker-compose.gpu.yml"]
+    used = {name for file in files for name in re.findall(r"(?<!\$)\$\{(\w+)", file.read_text())}
+    page = (COMPOSE.parent / "deploy" / "README.md").read_text()
+    (table,) = re.findall(r"\| variable \|.*\n\|.*\n((?:\|.*\n)+)", page)
+    listed = {name for row in table.splitlines() for name in re.findall(r"`(\w+)`", row.split("|")[1])}
+    assert listed == used
 
 
 def test_models_are_fetched_before_the_server_that_loads_them_starts(services: Services) -> None:

@@ -205,3 +205,12 @@ def test_the_autoscaler_asks_for_a_metric_that_there_is() -> None:
     assert f"\n{name} 0.0" in Metrics().expose().decode()
     annotations = the("StatefulSet", "tgi")["spec"]["template"]["metadata"]["annotations"]
     assert annotations["prometheus.io/port"] == str(port_of(the("StatefulSet", "tgi"), "http"))
+
+
+def test_the_page_builds_the_images_that_the_manifests_name() -> None:
+    page = (FOLDER.parent / "README.md").read_text()
+    for image in yaml.safe_load((FOLDER / "gpu" / "kustomization.yaml").read_text())["images"]:
+        tag = f"{image['newName']}:{image['newTag']}"
+        (build,) = (line for line in page.splitlines() if line.startswith("docker build") and f"-t {tag} " in line)
+        assert image["name"] != "oatmill-tgi" or "--target tgi " in build
+        assert f"docker push {tag}" in page
