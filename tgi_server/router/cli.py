@@ -24,6 +24,8 @@ def main() -> None:
     configure_logging("router", level=settings.log_level, json_output=settings.json_output)
     configure_tracing(settings.otlp_service_name, settings.otlp_endpoint)
     logger.info("settings: %s", settings.describe())
+    if settings.usage_stats != "off":
+        logger.info("--usage-stats does nothing here: no usage statistics are sent to anyone")
     try:
         uvloop.run(run(settings))
     except StartupError as error:

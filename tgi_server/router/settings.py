@@ -1,12 +1,12 @@
 """The router's settings: TGI's flags and environment variables."""
 
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Literal, Self
 
 from pydantic import AliasChoices, Field, PositiveFloat, PositiveInt, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
-from shared.settings import CommaSeparated, Port, Refused, ServiceSettings
+from shared.settings import CommaSeparated, Port, ServiceSettings
 from tgi_server.router.adapter_source import AdapterSources
 
 # `router/text/tool_formats.py` has these forms.
@@ -125,8 +125,8 @@ class ServingSettings(ServiceSettings):
     graceful_termination_timeout: float = Field(
         default=90, ge=0, description="Seconds that running requests have left after SIGTERM."
     )
-    usage_stats: Annotated[str, Refused("this server sends no usage statistics to anyone")] = Field(
-        default="off", description="Only off: no usage statistics are sent to anyone."
+    usage_stats: Literal["on", "off", "no-stack"] = Field(
+        default="off", description="For TGI's sake: no usage statistics are sent to anyone."
     )
 
     @field_validator("log_level")

@@ -45,7 +45,6 @@ def test_every_flag_of_tgi_is_known(capsys: pytest.CaptureFixture[str]) -> None:
         ("rope-scaling", "linear", "not supported yet; set rope_parameters in the model's config.json"),
         ("rope-factor", "2", "not supported yet; set rope_parameters in the model's config.json"),
         ("weights-cache-override", "/a", "not supported; give the folder that has the weights as the model id"),
-        ("usage-stats", "on", "this server sends no usage statistics to anyone"),
     ],
 )
 def test_a_setting_that_is_not_supported_is_refused_by_name(
@@ -58,7 +57,9 @@ def test_a_setting_that_is_not_supported_is_refused_by_name(
 
 
 def test_a_value_that_asks_for_nothing_is_let_through() -> None:
-    assert read("--usage-stats=off", "--quantize=gptq").quantize == "gptq"
+    assert read("--quantize=gptq").quantize == "gptq"
+    for value in ("on", "off", "no-stack"):
+        assert read(f"--usage-stats={value}").usage_stats == value
 
 
 def test_limits_that_do_not_fit_together_are_found_before_anything_is_fetched(

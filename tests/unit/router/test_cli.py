@@ -34,7 +34,7 @@ def test_an_unknown_flag_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytes
 @pytest.mark.parametrize(
     ("flag", "told"),
     [
-        ("--usage-stats=on", "--usage-stats (or USAGE_STATS): this server sends no usage statistics to anyone"),
+        ("--usage-stats=some", "--usage-stats (or USAGE_STATS): Input should be 'on', 'off' or 'no-stack'"),
         ("--max-input-tokens=9 --max-total-tokens=9", "--max-input-tokens (9) must be less than"),
         ("--log-level=loud", "--log-level (or LOG_LEVEL): must be DEBUG, INFO, WARNING or ERROR, got 'loud'"),
         ("--api-key=", "--api-key (or API_KEY) is set, but empty"),
@@ -64,3 +64,15 @@ def test_a_port_in_use_is_told_before_anything_is_loaded(
         code, line = complaint(monkeypatch, capsys, f"--port={port}", model=tmp_path / "absent")
     assert code == FAILED
     assert line.startswith(f"cannot listen on 127.0.0.1:{port} (--port): ")
+
+
+def test_usage_statistics_that_are_asked_for_are_not_sent_which_one_line_says(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
+):
+    caplog.set_level("INFO")
+    for value in ("on", "no-stack", "off"):
+        complaint(monkeypatch, capsys, f"--usage-stats={value}", model=tmp_path / "absent")
+    assert caplog.messages.count("--usage-stats does nothing here: no usage statistics are sent to anyone") == 2
