@@ -30,7 +30,9 @@ class ServingSettings(ServiceSettings):
 
     model_config = SettingsConfigDict(cli_shortcuts={"port": "p", "graceful-termination-timeout": "g"})
 
-    revision: str | None = Field(default=None, description="Revision of the model, as /info reports it.")
+    revision: str | None = Field(
+        default=None, description="Branch, tag or commit of the model on the hub, which /info tells."
+    )
     served_model_name: CommaSeparated[str] = Field(
         default=[], description="Names of the model on OpenAI's routes; answers have the first. Unset: the model id."
     )
@@ -181,7 +183,7 @@ class RouterSettings(ServingSettings):
     tokenizer_name: Path = Field(description="Folder of the model; its tokenizer files are read.")
     model_id: str | None = Field(default=None, description="Name of the model in answers; default: as the shards say.")
     master_shard_uds_path: str = Field(
-        default="/tmp/text-generation-server-0",  # noqa: S108  # TGI's default, shared with the launcher
+        default="/tmp/text-generation-server-0",  # noqa: S108  # TGI's default, which a shard has, too
         description="Socket of the first shard.",
     )
     otlp_service_name: str = Field(default="text-generation-inference.router", description="Name in traces.")

@@ -61,10 +61,12 @@ class ModelSettings(CheckpointSettings):
         0,
         le=MOST_DRAFTED,
         description="tokens drafted for a sequence in one step, at most, from its own text and from earlier replies; "
-        f"up to {MOST_DRAFTED}; with --speculative-model 4, if nothing else is said",
+        f"up to {MOST_DRAFTED}; if nothing is said, 4 with --speculative-model, and with Medusa heads as many as these",
     )
     speculative_model: str | None = Field(
-        None, description="a small model with the same tokenizer that drafts: a local folder, or an id of the hub"
+        None,
+        description="what drafts: a small model with the same tokenizer, Medusa heads, or EAGLE-3; a local folder, or "
+        "an id of the hub",
     )
 
     watermark_gamma: float = Field(0.5, gt=0, lt=1, description="share of the vocabulary that a watermark favours")
@@ -128,7 +130,7 @@ def _number(value: object) -> object:
 
 
 class QuantizeSettings(CommandSettings):
-    """Writes a model to another folder, with 4-bit weights by GPTQ. It goes on where an interrupted run has stopped."""
+    """Rounds a model to weights of 4 or 8 bits by GPTQ, into another folder. It goes on where it was interrupted."""
 
     model_id: CliPositionalArg[str] = Field(description="a local folder, or an id of the hub")
     output_dir: CliPositionalArg[Path] = Field(description="the folder to write, which does not exist yet")

@@ -32,6 +32,14 @@ def test_every_flag_of_tgi_is_known(capsys: pytest.CaptureFixture[str]) -> None:
     assert [flag for flag in REFERENCE.split() if f"--{flag}" not in listed] == []
 
 
+def test_the_help_says_what_the_launcher_makes_of_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        read("--help")
+    words = " ".join(capsys.readouterr().out.split())
+    assert "--revision str Branch, tag or commit of the model on the hub" in words
+    assert "Medusa heads, or EAGLE-3" in words
+
+
 @pytest.mark.parametrize(
     ("flag", "value", "reason"),
     [

@@ -4,7 +4,7 @@ import pytest
 
 from shared.settings import read_settings
 from tgi_server import demo_model
-from tgi_server.shard.settings import DownloadSettings, ShardSettings
+from tgi_server.shard.settings import DownloadSettings, QuantizeSettings, ShardSettings
 
 
 def read(*flags: str) -> ShardSettings:
@@ -47,6 +47,12 @@ def test_a_value_out_of_its_bounds_is_refused_by_the_flags_name(flag: str, capsy
         read(flag)
     assert end.value.code == 2
     assert capsys.readouterr().err.startswith(f"text-generation-server serve: {flag.partition('=')[0]} (or ")
+
+
+def test_the_help_of_quantize_tells_of_both_sizes_of_weights(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        read_settings(QuantizeSettings, "quantize", ["--help"])
+    assert "weights of 4 or 8 bits" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_download_takes_safetensors_and_converts_what_has_none():
