@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Callable
 from typing import Any
 
 # Characters of an answer that are looked at, for speech and for JSON.
@@ -51,6 +52,15 @@ def speakable(text: str, *, sentences: int, characters: int) -> str:
             break
         said.append(sentence)
     return " ".join(said)
+
+
+def speech_parser(*, sentences: int, characters: int) -> Callable[[str], str | None]:
+    """Returns a function that takes an answer, and returns what of it can be spoken; None when that is nothing."""
+
+    def parse(text: str) -> str | None:
+        return speakable(text, sentences=sentences, characters=characters) or None
+
+    return parse
 
 
 def plain(text: str) -> str:

@@ -3,7 +3,7 @@
 from llm_functionalities.model.model import Question
 from llm_functionalities.services.context import CallContext, ModelClient
 from llm_functionalities.services.prompts import alpaca, is_blank, labelled
-from llm_functionalities.services.workflows.answers import speakable
+from llm_functionalities.services.workflows.answers import speech_parser
 from shared.stubs import llm_pb2, llm_pb2_grpc
 
 MAX_TOKENS = 96
@@ -14,6 +14,8 @@ INSTRUCTION = (
     "Reply to the user in a friendly way, in one or two short sentences. You are a voice assistant that helps people "
     "to cook and to do things around the house. Do not start a new task, and do not invent facts about the current one."
 )
+
+parse = speech_parser(sentences=SENTENCES, characters=CHARACTERS)
 
 
 def prompt(request: llm_pb2.LLMChitChatRequest) -> str | None:
@@ -30,11 +32,6 @@ def prompt(request: llm_pb2.LLMChitChatRequest) -> str | None:
             ("User", request.user_question),
         ),
     )
-
-
-def parse(text: str) -> str | None:
-    """Returns the sentences of an answer that can be spoken; None when it has none."""
-    return speakable(text, sentences=SENTENCES, characters=CHARACTERS) or None
 
 
 class LLMChitChat(llm_pb2_grpc.LLMChitChatServicer):

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from llm_functionalities.model.model import Question
 from llm_functionalities.services.context import CallContext, ModelClient
 from llm_functionalities.services.prompts import alpaca, is_blank, labelled, value_at
-from llm_functionalities.services.workflows.answers import speakable
+from llm_functionalities.services.workflows.answers import speech_parser
 from shared.stubs import llm_pb2, llm_pb2_grpc
 
 MAX_TOKENS = 128
@@ -17,6 +17,8 @@ INSTRUCTION = (
     "whether to start it. Mention only ingredients that are listed."
 )
 
+parse = speech_parser(sentences=SENTENCES, characters=CHARACTERS)
+
 
 def prompt(title: str, ingredients: str, domain: str = "") -> str | None:
     """Returns None when there is nothing to describe."""
@@ -26,11 +28,6 @@ def prompt(title: str, ingredients: str, domain: str = "") -> str | None:
         INSTRUCTION,
         labelled(("Title", title), ("Domain", domain.lower()), ("Ingredients", ingredients)),
     )
-
-
-def parse(text: str) -> str | None:
-    """Returns the sentences of an answer that can be spoken; None when it has none."""
-    return speakable(text, sentences=SENTENCES, characters=CHARACTERS) or None
 
 
 class LLMDescriptionGeneration(llm_pb2_grpc.LLMDescriptionGenerationServicer):

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from llm_functionalities.model.model import Question
 from llm_functionalities.services.context import CallContext, ModelClient
 from llm_functionalities.services.prompts import alpaca, is_blank, labelled, value_at
-from llm_functionalities.services.workflows.answers import speakable
+from llm_functionalities.services.workflows.answers import speech_parser
 from shared.stubs import llm_pb2, llm_pb2_grpc
 
 MAX_TOKENS = 128
@@ -17,17 +17,14 @@ INSTRUCTION = (
     "temperature that is needed to do it, and add nothing."
 )
 
+parse = speech_parser(sentences=SENTENCES, characters=CHARACTERS)
+
 
 def prompt(title: str, step: str, details: str) -> str | None:
     """Returns None when there is nothing to summarise."""
     if is_blank(step) and is_blank(details):
         return None
     return alpaca(INSTRUCTION, labelled(("Task", title), ("Step", step), ("Details", details)))
-
-
-def parse(text: str) -> str | None:
-    """Returns the sentences of an answer that can be spoken; None when it has none."""
-    return speakable(text, sentences=SENTENCES, characters=CHARACTERS) or None
 
 
 class LLMSummaryGeneration(llm_pb2_grpc.LLMSummaryGenerationServicer):

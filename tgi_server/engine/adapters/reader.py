@@ -133,7 +133,7 @@ class _Reader:
             b = b * gain.unsqueeze(1)
             if "B.bias" in parts:
                 self._refuse(parts["B.bias"], "is a bias of a LoRA with DoRA, which is not supported")
-            old = self._bias(places, outputs)
+            old = self._bias(places)
             if old is not None:  # the magnitude scales the product, without the bias
                 shift = (1 - gain) * old if shift is None else shift + (1 - gain) * old
         elif self._config.dora:
@@ -188,7 +188,7 @@ class _Reader:
 
     def _trained_bias(self, name: str, places: Mapping[str, BaseLayer], outputs: int) -> Tensor | None:
         """Returns what a bias is changed by; None for a copy of the base model's, which peft saves beside a head."""
-        old = self._bias(places, outputs)
+        old = self._bias(places)
         if not self._config.biases:
             if old is not None and torch.equal(self._tensor(name, outputs), old):
                 return None
@@ -197,7 +197,7 @@ class _Reader:
             self._refuse(name, "is a bias of a layer that has none in the base model")
         return self._tensor(name, outputs) - old
 
-    def _bias(self, places: Mapping[str, BaseLayer], outputs: int) -> Tensor | None:
+    def _bias(self, places: Mapping[str, BaseLayer]) -> Tensor | None:
         biases = [(self._weights.bias(path), layer.out_features) for path, layer in places.items()]
         if all(bias is None for bias, _ in biases):
             return None
