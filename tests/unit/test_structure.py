@@ -1,4 +1,4 @@
-"""docs/structure.md is true: the files and folders that it names are there."""
+"""The documents are true: files and folders that docs/structure.md names are there, and tables of files are whole."""
 
 import re
 from pathlib import Path
@@ -21,3 +21,18 @@ def test_the_page_names_files():
 @pytest.mark.parametrize("name", NAMES)
 def test_a_file_that_the_page_names_is_there(name: str):
     assert any(path.endswith(f"/{name}") for path in PATHS)
+
+
+@pytest.mark.parametrize(
+    ("page", "folder"),
+    [
+        ("engine.md", "tgi_server/engine"),
+        ("sampling.md", "tgi_server/engine/sampling"),
+        ("scheduling.md", "tgi_server/router/scheduling"),
+    ],
+)
+def test_a_table_of_files_names_each_of_the_folder(page: str, folder: str):
+    (rows,) = re.findall(r"\| file \| what it knows \|\n\|[-|]+\|\n((?:\|.+\n)+)", (ROOT / "docs" / page).read_text())
+    named = [name.rstrip("/") for row in rows.splitlines() for name in re.findall(r"`([^`]+)`", row.split("|")[1])]
+    there = [path.name for path in (ROOT / folder).iterdir() if not path.name.startswith("__")]
+    assert sorted(named) == sorted(there)
