@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import resource
 import socket
 import sys
@@ -142,6 +143,61 @@ async def test_a_head_without_an_end_is_refused(router: Router):
             await write_headers(writer, 1000)
         assert await ended(reader) in (b"", TOO_LARGE)
     assert (await router.post("/generate", inputs="Hello")).status_code == 200
+
+
+UPGRADES = {
+    "HTTP/2": b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABk\r\n",
+    "a WebSocket": b"Upgrade: websocket\r\nConnection: upgrade\r\nsec-websocket-version: 13\r\n",
+}
+MODELS = b"GET /v1/models HTTP/1.1\r\nhost: here\r\n\r\n"
+LAST = MODELS.replace(b"host", b"connection: close\r\nhost")
+
+
+def wish(head: bytes, protocol: str) -> bytes:
+    """Returns the head of a request that asks for another protocol, too."""
+    return head.replace(b"host: here\r\n", b"host: here\r\n" + UPGRADES[protocol])
+
+
+async def statuses(router: Router, *segments: bytes, close: bool = False) -> list[int]:
+    """The statuses of all that is answered to the segments, and to a last request behind them, on one connection.
+
+    close: the segments end the connection, and there is no last request.
+    """
+    async with connection(router) as (reader, writer):
+        for segment in segments:
+            writer.write(segment)
+            await asyncio.sleep(0.02)  # the system shall not join them
+        if not close:
+            writer.write(LAST)
+        return [int(status) for status in re.findall(rb"HTTP/1\.1 (\d+) ", await ended(reader))]
+
+
+@pytest.mark.parametrize("protocol", UPGRADES)
+async def test_a_wish_for_another_protocol_is_passed_over(
+    router: Router, protocol: str, caplog: pytest.LogCaptureFixture
+):
+    head = wish(HEAD, protocol)
+    chunked = head.replace(b"content-length: 19", b"transfer-encoding: chunked")
+    chunks = b"%x\r\n%b\r\n0\r\n\r\n" % (len(BODY), BODY)
+    assert await statuses(router, head + BODY) == [200, 200]
+    assert await statuses(router, head, BODY) == [200, 200]
+    assert await statuses(router, head[:70], head[70:] + BODY[:5], BODY[5:]) == [200, 200]
+    assert await statuses(router, chunked + chunks) == [200, 200]
+    assert await statuses(router, chunked, chunks[:9], chunks[9:]) == [200, 200]
+    assert await statuses(router, (head + BODY) * 2 + chunked + chunks + wish(MODELS, protocol)) == [200] * 5
+    assert await statuses(router, wish(LAST, protocol), close=True) == [200]
+    assert await statuses(router, head.replace(b"host", b"connection: close\r\nhost") + BODY, close=True) == [200]
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+
+
+async def test_the_body_of_a_wish_for_another_protocol_is_no_request(router: Router):
+    head = wish(HEAD, "HTTP/2").replace(b"19", str(len(MODELS)).encode())
+    assert await statuses(router, head + MODELS) == [422, 200]
+    assert await statuses(router, head, MODELS) == [422, 200]
+
+
+async def test_nobody_is_connected_to_another_host(router: Router):
+    assert await statuses(router, b"CONNECT here:80 HTTP/1.1\r\nhost: here\r\n\r\n" + MODELS, close=True) == [400]
 
 
 async def write_headers(writer: asyncio.StreamWriter, count: int) -> None:

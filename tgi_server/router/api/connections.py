@@ -7,6 +7,7 @@ import resource
 from collections.abc import Callable, Iterable
 from time import monotonic
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from tgi_server.router.errors import StartupError
@@ -21,6 +22,7 @@ _LARGEST_BACKLOG = 256 * 2**20
 _QUIET_SECONDS = 10.0
 _LARGEST_HEAD = 65_536
 _TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
+_INVALID = "Invalid HTTP request received."
 
 # In the state of a request's scope: ends the connection at once, whatever is still to be sent.
 BREAK_OFF = "break_off"
@@ -80,7 +82,12 @@ class ClientConnection(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         self._head_bytes += len(data)
         self._received += len(data)
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        try:
+            self._read(data)
+        except httptools.HttpParserError:
+            self.logger.warning(_INVALID)
+            self.send_400_response(_INVALID)
         if self._in_head and self._head_bytes > _LARGEST_HEAD and not self.transport.is_closing():
             self.transport.write(_TOO_LARGE)
             self.transport.close()
@@ -93,10 +100,14 @@ class ClientConnection(HttpToolsProtocol):
         self._wait()
 
     def on_headers_complete(self) -> None:
+        if self.parser.should_upgrade():  # the head comes again
+            return
         self._in_head = False
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return
         super().on_message_complete()
         self.receiving = False
         self._in_head = True
@@ -117,6 +128,26 @@ class ClientConnection(HttpToolsProtocol):
     def resume_writing(self) -> None:
         self._is_read()
         super().resume_writing()
+
+    def _read(self, data: bytes) -> None:
+        """Reads on; that a request asks for another protocol is passed over (RFC 9110, 7.8). Raises HttpParserError.
+
+        The parser takes such a request to end with its head. So the head is read again, without the field `Upgrade`.
+        """
+        rest = memoryview(data)
+        while True:
+            try:
+                self.parser.feed_data(rest)
+                return
+            except httptools.HttpParserUpgrade as upgrade:
+                rest = rest[upgrade.args[0] :]
+            method, version = self.parser.get_method(), self.parser.get_http_version().encode()
+            if method == b"CONNECT":  # what follows is for another host
+                raise httptools.HttpParserError("this is no proxy")
+            fields = [b"%b: %b\r\n" % field for field in self.headers if field[0] != b"upgrade"]
+            self.parser = httptools.HttpRequestParser(self)
+            self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's
+            self.parser.feed_data(b"%b %b HTTP/%b\r\n%b\r\n" % (method, self.url, version, b"".join(fields)))
 
     def _wait_for_next(self) -> None:
         """Begins to wait for the next request if the last one has come and been answered."""
