@@ -70,6 +70,15 @@ async def test_a_tool(router: Router):
     assert after.choices[0].message.content == TEXT
 
 
+async def test_a_stream_is_put_together_as_a_message_that_the_conversation_goes_on_with(router: Router):
+    async with client(router).chat.completions.stream(model="tgi", messages=HELLO) as stream:
+        message: Any = (await stream.get_final_completion()).choices[0].message
+    assert (message.role, message.content) == ("assistant", TEXT)
+    conversation: Any = [*HELLO, message, {"role": "user", "content": "And then?"}]
+    after = await client(router).chat.completions.create(model="tgi", messages=conversation)
+    assert after.choices[0].message.content == TEXT
+
+
 async def test_errors(routers: RouterFactory):
     router = await routers(max_concurrent_requests=1, shard={"step_seconds": 0.05})
     with pytest.raises(openai.UnprocessableEntityError, match="temperature") as refused:

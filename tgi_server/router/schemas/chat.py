@@ -265,18 +265,23 @@ class DeltaToolCall(ResponseModel):
     function: Function
 
 
+class TextDelta(ResponseModel):
+    role: str | None = None
+    content: str
+
+
 class ToolCallDelta(ResponseModel):
-    role: str
+    role: str | None = None
     tool_calls: list[DeltaToolCall]
 
 
 class ReasoningDelta(ResponseModel):
-    role: str
+    role: str | None = None
     reasoning_content: str
 
 
-class ChatCompletionDelta(RootModel[TextMessage | ToolCallDelta | ReasoningDelta]):
-    pass
+class ChatCompletionDelta(RootModel[TextDelta | ToolCallDelta | ReasoningDelta]):
+    """The first delta of a choice has the role."""
 
 
 class ChatCompletionChoice(ResponseModel):

@@ -134,12 +134,14 @@ class _Chunks:
         self.outbox.write(event(self.envelope.wrap(choice, self.usage())))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _StreamedChoice:
     """Writes the pieces of one choice."""
 
     chunks: _Chunks
     index: int
+    begun: bool = False
 
     def piece(self, piece: Piece, logprobs: Sequence[str], reason: str | None) -> None:
-        self.chunks.write(self.index, delta_json(piece), logprobs, reason)
+        self.chunks.write(self.index, delta_json(piece, first=not self.begun), logprobs, reason)
+        self.begun = True

@@ -147,18 +147,19 @@ def call_id() -> str:
     return f"call_{uuid4().hex[:24]}"
 
 
-def delta_json(piece: Piece) -> str:
-    """Returns a piece as the `delta` of a chunk."""
+def delta_json(piece: Piece, *, first: bool) -> str:
+    """Returns a piece as the `delta` of a chunk. first: of its choice, which has the role: clients join what comes."""
+    role = '"role":"assistant",' if first else ""
     match piece.part:
         case AnswerPart.TEXT:
-            return f'{{"role":"assistant","content":{quoted(piece.text)}}}'
+            return f'{{{role}"content":{quoted(piece.text)}}}'
         case AnswerPart.THOUGHT:
-            return f'{{"role":"assistant","reasoning_content":{quoted(piece.text)}}}'
+            return f'{{{role}"reasoning_content":{quoted(piece.text)}}}'
         case AnswerPart.CALL:
             call = f'"id":"{call_id()}","type":"function","function":{{"name":{quoted(piece.text)},"arguments":""}}'
         case AnswerPart.ARGUMENTS:
             call = f'"function":{{"arguments":{quoted(piece.text)}}}'
-    return f'{{"role":"assistant","tool_calls":[{{"index":{piece.call},{call}}}]}}'
+    return f'{{{role}"tool_calls":[{{"index":{piece.call},{call}}}]}}'
 
 
 def _logprobs(

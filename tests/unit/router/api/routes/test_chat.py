@@ -71,3 +71,11 @@ async def test_a_conversation_without_tools_streams_its_text(client: httpx.Async
     streamed = await chunks(client)
     assert "".join(each["delta"]["content"] for each in streamed) == "hello world"
     assert [each["finish_reason"] for each in streamed] == [None, None, "stop"]
+
+
+async def test_the_first_delta_of_each_choice_has_the_role(client: httpx.AsyncClient, scheduler: ScriptedScheduler):
+    scheduler.texts = ["hello world", CALL]
+    streamed = await chunks(client, tools=TOOLS, n=2)
+    for index in (0, 1):
+        roles = [each["delta"].get("role") for each in streamed if each["index"] == index]
+        assert roles == ["assistant"] + [None] * (len(roles) - 1)
