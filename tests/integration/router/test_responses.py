@@ -104,6 +104,18 @@ async def test_calls_of_tools(router: Router):
     assert await prompt(router) == told
 
 
+async def test_a_call_that_a_stop_sequence_cuts_off_is_incomplete(router: Router):
+    router.say(CALL)
+    cut: Any = {"tools": [WEATHER], "extra_body": {"stop": ["aris"]}}
+    response = await create(router, **cut)
+    assert (response.status, response.incomplete_details) == ("incomplete", None)
+    assert (response.output[0].status, response.output[0].arguments) == ("incomplete", '{"place": "P')
+    last = [event async for event in await create(router, **cut, stream=True)][-1]
+    assert (last.type, last.response.output[0].status) == ("response.incomplete", "incomplete")
+    response = await create(router, tools=[WEATHER], extra_body={"stop": ["xyz"]})
+    assert (response.status, response.output[0].status) == ("completed", "completed")
+
+
 async def test_a_form_of_the_answer(router: Router):
     class Rice(BaseModel):
         minutes: int

@@ -56,6 +56,11 @@ class AnswerReader:
         """The number of calls so far."""
         return self._calls.number if self._calls is not None else 0
 
+    @property
+    def in_arguments(self) -> bool:
+        """True while the arguments of a call are not complete."""
+        return self._calls is not None and self._calls.in_arguments
+
     def feed(self, text: str) -> list[Piece]:
         """Returns the pieces that are certain with `text`."""
         return [piece for piece in self._read(text, last=False) if piece.text or piece.part is AnswerPart.CALL]
@@ -114,6 +119,10 @@ class _CallReader:
         self._buffer = ""
         self._reader: _JsonReader | TaggedArgumentsReader = _JsonReader()
         self.number = 0
+
+    @property
+    def in_arguments(self) -> bool:
+        return self._place is _ReaderPlace.ARGUMENTS
 
     def read(self, text: str, *, last: bool) -> Iterator[Piece]:
         """Yields the pieces that are certain with `text`. last: nothing more comes."""

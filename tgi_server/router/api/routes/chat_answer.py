@@ -81,11 +81,11 @@ class ChatAnswer:
             self._logprobs = []
 
     def _reason(self, reason: FinishReason | None) -> str | None:
-        """Returns OpenAI's finish reason: with calls, unless the answer was cut off."""
+        """Returns OpenAI's finish reason: with calls, unless the answer was cut off, by its length or within a call."""
         if reason is None:
             return None
-        called = self._reader is not None and self._reader.calls and reason is not FinishReason.LENGTH
-        return "tool_calls" if called else finish_reason(reason)
+        called = self._reader is not None and self._reader.calls and not self._reader.in_arguments
+        return "tool_calls" if called and reason is not FinishReason.LENGTH else finish_reason(reason)
 
 
 class WholeChoice:

@@ -27,11 +27,14 @@ _EVENTS = {
 
 
 class ResponseItems:
-    """Collects the items of one response. reason: why the answer ended, once it has. thoughts: pieces of these."""
+    """Collects the items of one response. reason: why the answer ended, once it has. incomplete: it was cut off, by its
+    length, or by a stop sequence within a call. thoughts: pieces of these.
+    """
 
     def __init__(self, emit: Emit) -> None:
         self.items: list[dict[str, Any]] = []
         self.reason: str | None = None
+        self.incomplete = False
         self.thoughts = 0
         self._emit = emit
         self._open: dict[str, Any] | None = None
@@ -45,8 +48,9 @@ class ResponseItems:
         else:
             self._logprobs += told
         if reason is not None:
-            self.reason = reason
-            self._close("incomplete" if reason == "length" else "completed")
+            in_call = self._open is not None and self._open["type"] == "function_call"
+            self.reason, self.incomplete = reason, reason == "length" or (in_call and reason != "tool_calls")
+            self._close("incomplete" if self.incomplete else "completed")
 
     def _take(self, piece: Piece, logprobs: list[Any]) -> None:
         kind = _KINDS[piece.part]

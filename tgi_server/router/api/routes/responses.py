@@ -98,8 +98,9 @@ async def _respond(kept: StoredResponses, exchange: Exchange, request: Responses
         emit(kind, {"response": told.json("in_progress", [], None)})
 
     def finish() -> dict[str, Any]:
-        status = "incomplete" if items.reason == "length" else "completed"
-        response = told.json(status, items.items, _usage(choices, items))
+        status = "incomplete" if items.incomplete else "completed"
+        reason = "max_output_tokens" if items.reason == "length" else None
+        response = told.json(status, items.items, _usage(choices, items), reason)
         if request.store:
             kept.add(tenant, response, [*messages, *output_messages(items.items)])
         return response
@@ -155,9 +156,14 @@ class _Response:
             "text": asked["text"] or {"format": {"type": "text"}},
         }
 
-    def json(self, status: str, output: list[dict[str, Any]], usage: dict[str, Any] | None) -> dict[str, Any]:
-        """Returns OpenAI's object of the response. status: in_progress, completed or incomplete."""
-        incomplete = {"reason": "max_output_tokens"} if status == "incomplete" else None
+    def json(
+        self, status: str, output: list[dict[str, Any]], usage: dict[str, Any] | None, reason: str | None = None
+    ) -> dict[str, Any]:
+        """Returns OpenAI's object of the response. status: in_progress, completed or incomplete.
+
+        reason: why it is incomplete. OpenAI has none for a call that a stop sequence cut off.
+        """
+        incomplete = {"reason": reason} if reason is not None else None
         told = {"status": status, "incomplete_details": incomplete, "output": output, "usage": usage}
         return {**self._members, **told}
 

@@ -57,6 +57,18 @@ async def test_a_tool_is_called_alike_whole_and_streamed(client: httpx.AsyncClie
     assert streamed[-1]["finish_reason"] == "tool_calls"
 
 
+async def test_a_call_that_a_stop_sequence_cuts_off_finishes_as_a_text_does(
+    client: httpx.AsyncClient, scheduler: ScriptedScheduler
+):
+    scheduler.texts = [CALL]
+    for body in ({"stop": ["TC"]}, {"stop": ['"}']}):
+        assert (await chat(client, tools=TOOLS, **body))["choices"][0]["finish_reason"] == "stop"
+        assert (await chunks(client, tools=TOOLS, **body))[-1]["finish_reason"] == "stop"
+    scheduler.texts = [CALL + CALL]
+    (choice,) = (await chat(client, tools=TOOLS, stop=["}{"]))["choices"]  # behind the arguments of the first
+    assert (len(choice["message"]["tool_calls"]), choice["finish_reason"]) == (1, "tool_calls")
+
+
 async def test_each_choice_decides_for_itself_and_is_generated_once(
     client: httpx.AsyncClient, scheduler: ScriptedScheduler
 ):
