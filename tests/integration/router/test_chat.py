@@ -271,6 +271,9 @@ async def test_logprobs_of_an_answer_that_may_call_tools(router: Router):
     length = router.say(TEXT)
     (choice,) = (await chat(router, tools=[WEATHER], logprobs=True))["choices"]
     assert len(choice["logprobs"]["content"]) == length
+    length = router.say(CALL)
+    (choice,) = (await chat(router, tools=[WEATHER], logprobs=True))["choices"]
+    assert len(choice["logprobs"]["content"]) == length
 
 
 async def test_thoughts_are_told_apart(routers: RouterFactory):

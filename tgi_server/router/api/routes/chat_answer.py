@@ -135,7 +135,7 @@ class WholeChoice:
         content = "null" if calls and not self.text else quoted(self.text)
         thoughts = f',"reasoning_content":{quoted(self.thoughts)}' if self.thoughts else ""
         called = f',"tool_calls":[{",".join(calls)}]' if calls else ""
-        entries = f'{{"content":[{",".join(self._logprobs)}]}}' if logprobs and not calls else "null"
+        entries = f'{{"content":[{",".join(self._logprobs)}]}}' if logprobs else "null"
         return (
             f'{{"index":{index},"message":{{"role":"assistant","content":{content}{thoughts}{called}}},'
             f'"logprobs":{entries},"finish_reason":"{self._reason}"}}'
