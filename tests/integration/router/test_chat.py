@@ -291,6 +291,22 @@ async def test_thoughts_are_told_apart(routers: RouterFactory):
     assert choice["message"]["tool_calls"][0]["function"]["name"] == "get_weather"
 
 
+async def test_thoughts_that_are_not_shown_have_no_logprobs(routers: RouterFactory):
+    router = await routers(reasoning_parser="qwen3")
+    for text_, tools in ((TEXT, []), (CALL, [WEATHER])):
+        router.say(f"<think>\nRice, hm.\n</think>\n\n{text_}")
+        asked = {"tools": tools, "logprobs": True, "include_reasoning": False}
+        (choice,) = (await chat(router, **asked))["choices"]
+        tokens = [entry["token"] for entry in choice["logprobs"]["content"]]
+        assert "".join(tokens).strip() == text_ + "<|eos|>"
+        chunks = await chat_stream(router, **asked)
+        streamed = [entry for chunk in chunks for entry in chunk["choices"][0]["logprobs"]["content"]]
+        assert [entry["token"] for entry in streamed] == tokens
+        length = router.say("<think>Rice, hm.", end=False)
+        (choice,) = (await chat(router, **asked, max_tokens=length))["choices"]
+        assert choice["logprobs"]["content"] == []
+
+
 async def test_no_tools_are_told_when_none_may_be_called(router: Router):
     await chat(router, tools=[WEATHER], tool_choice="none")
     await chat(router)

@@ -57,6 +57,11 @@ class AnswerReader:
         return self._calls.number if self._calls is not None else 0
 
     @property
+    def thinking(self) -> bool:
+        """True within thoughts."""
+        return self._thinking
+
+    @property
     def in_arguments(self) -> bool:
         """True while the arguments of a call are not complete."""
         return self._calls is not None and self._calls.in_arguments

@@ -69,9 +69,10 @@ class ChatAnswer:
         if self._reader is None:
             pieces = [Piece(AnswerPart.TEXT, visible)]
         else:
+            thinking = self._reader.thinking
             pieces = [*self._reader.feed(visible), *(self._reader.end() if ended is not None else ())]
             if not self._show_thoughts:
-                pieces = [piece for piece in pieces if piece.part is not AnswerPart.THOUGHT]
+                pieces = self._without_thoughts(pieces, thinking=thinking)
             if ended is not None and not pieces:
                 calls = self._reader.calls
                 pieces = [Piece(AnswerPart.ARGUMENTS, "", calls - 1) if calls else Piece(AnswerPart.TEXT, "")]
@@ -79,6 +80,18 @@ class ChatAnswer:
             last = ended is not None and place == len(pieces)
             self.writer.piece(piece, self._logprobs, self._reason(ended) if last else None)
             self._logprobs = []
+
+    def _without_thoughts(self, pieces: list[Piece], *, thinking: bool) -> list[Piece]:
+        """Returns the other pieces, and drops the log-probabilities of tokens of thoughts.
+
+        thinking: the thoughts had begun before these pieces.
+        """
+        assert self._reader is not None
+        others = [piece for piece in pieces if piece.part is not AnswerPart.THOUGHT]
+        if thinking or self._reader.thinking or len(others) < len(pieces):
+            # Only the last token may be of what comes behind the thoughts.
+            self._logprobs = self._logprobs[-1:] if others else []
+        return others
 
     def _reason(self, reason: FinishReason | None) -> str | None:
         """Returns OpenAI's finish reason: with calls, unless the answer was cut off, by its length or within a call."""
