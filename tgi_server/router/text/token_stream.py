@@ -28,7 +28,7 @@ class Formatter(Protocol):
     ) -> None:
         """Takes a token. `stream.finish_reason` is set when it is the last one.
 
-        text: what became complete with this token; of a special token, its name.
+        text: what became complete with this token, also where it is held back or cut off; of a special token, its name.
         visible: what the sequence's text grows by.
         """
 
@@ -143,9 +143,10 @@ class TokenStream(Generic[F]):
             if reason is not None:
                 self.ended_at = perf_counter()
                 self.finish_reason = reason
-                rest = "" if stopped else self._rest()
-                visible += rest
-                text = text if special or stop_token else text + rest
+                if not stopped:
+                    incomplete = self._detokenizer.flush()
+                    visible += self._rest(incomplete)
+                    text = text if special or stop_token else text + incomplete
             logprob = generation.logprobs[position] if generation.logprobs else None
             top = generation.top_tokens[position] if generation.top_tokens else None
             self._output.token(self, token_id, text, visible, logprob, top)
@@ -162,7 +163,7 @@ class TokenStream(Generic[F]):
             # The last tokens were none that anybody sees.
             self.ended_at = perf_counter()
             self.finish_reason = reason
-            self._output.rest(self, self._rest())
+            self._output.rest(self, self._rest(self._detokenizer.flush()))
         self._on_end(None)
 
     def failed(self, error: RouterError) -> None:
@@ -174,8 +175,8 @@ class TokenStream(Generic[F]):
         text = self._detokenizer.step(token_id)
         if self._stops is None or self.generated_tokens <= self._min_tokens:
             return text, text, False
-        text, stopped = self._stops.feed(text)
-        return text, text, stopped
+        visible, stopped = self._stops.feed(text)
+        return text, visible, stopped
 
     def _special(self, token_id: int, *, ends: bool) -> tuple[str, str, bool]:
         """Handles a special token, which is not part of the text unless it is shown; a stop sequence may name any.
@@ -191,12 +192,11 @@ class TokenStream(Generic[F]):
         visible, stopped = self._stops.feed(name)
         return name, visible if shown or not self._stops.reveal else "", stopped
 
-    def _rest(self) -> str:
-        """Returns the text that waited for more to come."""
-        rest = self._detokenizer.flush()
+    def _rest(self, incomplete: str) -> str:
+        """Returns the text that waited for more to come. incomplete: of tokens without a whole character."""
         if self._stops is None:
-            return rest
-        shown, stopped = self._stops.feed(rest)
+            return incomplete
+        shown, stopped = self._stops.feed(incomplete)
         return shown if stopped else shown + self._stops.flush()
 
 
@@ -204,16 +204,16 @@ AnyStream = TokenStream[Formatter]
 
 
 class CollectedTokens:
-    """Keeps everything until the end, for a response in one piece."""
+    """Keeps everything until the end, for a response in one piece. visible: what the text grew by with each token."""
 
-    __slots__ = ("_visible", "logprobs", "texts", "token_ids", "top_tokens")
+    __slots__ = ("logprobs", "texts", "token_ids", "top_tokens", "visible")
 
     def __init__(self) -> None:
         self.token_ids: list[int] = []
         self.texts: list[str] = []
         self.logprobs: list[float | None] = []
         self.top_tokens: list[pb.TopTokens] = []
-        self._visible: list[str] = []
+        self.visible: list[str] = []
 
     def token(
         self,
@@ -227,17 +227,17 @@ class CollectedTokens:
         self.token_ids.append(token_id)
         self.texts.append(text)
         self.logprobs.append(logprob)
-        self._visible.append(visible)
+        self.visible.append(visible)
         if top is not None:
             self.top_tokens.append(top)
 
     def rest(self, stream: AnyStream, text: str) -> None:
-        self._visible.append(text)
+        self.visible[-1] += text
 
     @property
     def text(self) -> str:
         """The generated text."""
-        return "".join(self._visible)
+        return "".join(self.visible)
 
     def mean_logprob(self) -> float:
         """Returns how likely the model finds the sequence, by its tokens."""

@@ -73,7 +73,7 @@ def test_a_stop_sequence_ends_it():
     target, _ = stream(["or"])
     assert push_all(target, ids("hello world")) is FinishReason.STOP_SEQUENCE
     assert target.output.text == "hello wor"
-    assert target.output.texts[-1] == " wor"
+    assert (target.output.texts[-1], target.output.visible[-1]) == (" world", " wor")
     assert target.finish_reason is FinishReason.STOP_SEQUENCE
 
 
@@ -96,6 +96,14 @@ def test_held_back_text_comes_with_the_last_token():
     target, _ = stream([" world!"], reveal=False)
     push_all(target, ids("hello world"))
     assert target.output.text == "hello world"
+
+
+@pytest.mark.parametrize("stop", ["hello world", "hello wor", "hello world!"])
+@pytest.mark.parametrize("reveal", [True, False])
+def test_a_token_has_its_own_text_whatever_is_held_back_or_cut_off(stop: str, reveal: bool):
+    target, _ = stream([stop], reveal=reveal)
+    push_all(target, ids("hello world"))
+    assert target.output.texts == ["hello", " world"]
 
 
 def test_a_stop_sequence_may_name_a_special_token():

@@ -60,8 +60,6 @@ class ChatAnswer:
             self._take(stream, visible)
 
     def rest(self, stream: AnyStream, text: str) -> None:
-        if self._most is not None:
-            self._logprobs.append(_logprobs(self._tokenizer, self._most, text, None, None))
         self._take(stream, text)
 
     def _take(self, stream: AnyStream, visible: str) -> None:

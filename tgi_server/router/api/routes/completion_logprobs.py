@@ -14,8 +14,10 @@ class LogprobEntries:
     A token of which the text shows nothing (a special token, a part of a character) takes no room in it.
     """
 
-    def __init__(self, tokenizer: TextTokenizer) -> None:
+    def __init__(self, tokenizer: TextTokenizer, *, show_special: bool) -> None:
+        """show_special: the answer's text has special tokens."""
         self._tokenizer = tokenizer
+        self._show_special = show_special
         self._offset = 0
         self._entries: list[tuple[str, str, str, str]] = []
 
@@ -26,11 +28,16 @@ class LogprobEntries:
         tops = prefill.top_tokens or [none] * len(prefill.ids)
         for place, (piece, logprob, top) in enumerate(zip(pieces, prefill.logprobs, tops, strict=True)):
             shown = piece if text.startswith(piece, self._offset) else ""
-            self.token(piece, shown, logprob if place else None, top if place else None)
+            self._add(piece, shown, logprob if place else None, top if place else None)
         self._offset = len(text)
 
-    def token(self, piece: str, shown: str, logprob: float | None, top: pb.TopTokens | None) -> None:
-        """Takes one token. shown: what the text grows by. top: None where nothing can be told."""
+    def token(self, token_id: int, piece: str, logprob: float | None, top: pb.TopTokens | None) -> None:
+        """Takes one token of the answer."""
+        hidden = token_id in self._tokenizer.special_tokens and not self._show_special
+        self._add(piece, "" if hidden else piece, logprob, top or pb.TopTokens())
+
+    def _add(self, piece: str, shown: str, logprob: float | None, top: pb.TopTokens | None) -> None:
+        """shown: what the text grows by. top: None where nothing can be told."""
         likeliest = "null"
         if top is not None:
             known: dict[str, float | None] = {}

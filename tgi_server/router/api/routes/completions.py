@@ -77,6 +77,10 @@ class _Plan:
         """Returns the prompt as a sequence's text begins with it."""
         return self.prompts[sequence // self.attempts] if self.request.echo else ""
 
+    def entries(self, exchange: Exchange) -> LogprobEntries:
+        """Returns what collects the log-probabilities of a sequence."""
+        return LogprobEntries(exchange.service.tokenizer, show_special=not self.request.skip_special_tokens)
+
     def usage(self, streams: Sequence[AnyStream], prompt_tokens: int) -> str:
         """Returns the usage of some sequences. What is computed for several of them is computed once."""
         cached = sum(stream.cached_tokens for stream in streams[:: self.attempts])
@@ -154,7 +158,7 @@ async def _whole(exchange: Exchange, plan: _Plan) -> Response:
     choices = []
     for index, each in enumerate(shown):
         stream, text = streams[each], plan.echo(each)
-        told = _logprobs(exchange, stream, text, answer=plan.generates) if logprobs else "null"
+        told = _logprobs(plan.entries(exchange), stream, text, answer=plan.generates) if logprobs else "null"
         text += stream.output.text if plan.generates else ""
         reason = stream.finish_reason if plan.generates else FinishReason.LENGTH
         choices.append(_choice(index, text, told, reason))
@@ -163,16 +167,15 @@ async def _whole(exchange: Exchange, plan: _Plan) -> Response:
     return exchange.respond(text, characters=plan.characters, streams=streams)
 
 
-def _logprobs(exchange: Exchange, stream: TokenStream[CollectedTokens], echo: str, *, answer: bool) -> str:
+def _logprobs(entries: LogprobEntries, stream: TokenStream[CollectedTokens], echo: str, *, answer: bool) -> str:
     """Returns JSON of `logprobs`: of the prompt's tokens where they were asked for, and of the answer's."""
-    entries, output = LogprobEntries(exchange.service.tokenizer), stream.output
+    output = stream.output
     if stream.prefill is not None:
         entries.prompt(stream.prefill, echo)
     if answer:
-        special = exchange.service.tokenizer.special_tokens
         tops = output.top_tokens or [pb.TopTokens()] * len(output.texts)
-        for token_id, text, logprob, top in zip(output.token_ids, output.texts, output.logprobs, tops, strict=True):
-            entries.token(text, "" if token_id in special else text, logprob, top)
+        for token in zip(output.token_ids, output.texts, output.logprobs, tops, strict=True):
+            entries.token(*token)
     return entries.take()
 
 
@@ -189,7 +192,7 @@ def _stream(exchange: Exchange, plan: _Plan) -> Response:
     end = exchange.stream_end(outbox, sequences=len(plan.sequences), last_words=last_words, trailer=DONE)
     logprobs = request.logprobs is not None
     for index, checked in enumerate(plan.sequences):
-        entries = LogprobEntries(exchange.service.tokenizer) if logprobs else None
+        entries = plan.entries(exchange) if logprobs else None
         chunks = _CompletionChunks(outbox, envelope, plan, index, entries)
         streams.append(
             exchange.generate(checked, chunks, end, reveal_stop=request.include_stop_str_in_output, logprobs=logprobs)
@@ -233,7 +236,7 @@ class _CompletionChunks:
     ) -> None:
         self._tell_prompt(stream)
         if self._entries is not None and self._plan.generates:
-            self._entries.token(text, visible, logprob, top or pb.TopTokens())
+            self._entries.token(token_id, text, logprob, top)
         if visible or stream.finish_reason is not None:
             self._write(stream, visible, stream.finish_reason)
 

@@ -77,8 +77,10 @@ def _details(tokenizer: TextTokenizer, stream: TokenStream[CollectedTokens], see
     assert stream.finish_reason is not None
     output = stream.output
     tokens = ",".join(
-        token_json(token_id, text, logprob, special=token_id in tokenizer.special_tokens)
-        for token_id, text, logprob in zip(output.token_ids, output.texts, output.logprobs, strict=True)
+        token_json(token_id, _told(stream, text, visible), logprob, special=token_id in tokenizer.special_tokens)
+        for token_id, text, visible, logprob in zip(
+            output.token_ids, output.texts, output.visible, output.logprobs, strict=True
+        )
     )
     top = ",".join(top_tokens_json(tokenizer, each) for each in output.top_tokens)
     return (
@@ -86,6 +88,11 @@ def _details(tokenizer: TextTokenizer, stream: TokenStream[CollectedTokens], see
         f'"seed":{optional(seed)},"prefill":{_prefill(tokenizer, stream.prefill)},"tokens":[{tokens}]'
         + (f',"top_tokens":[{top}]' if top else "")
     )
+
+
+def _told(stream: AnyStream, text: str, visible: str) -> str:
+    """Returns the text that is told of a token. The last one ends with the stop sequence, as the whole text does."""
+    return visible if visible and stream.finish_reason is FinishReason.STOP_SEQUENCE else text
 
 
 def _prefill(tokenizer: TextTokenizer, prefill: pb.PrefillTokens | None) -> str:
@@ -138,7 +145,7 @@ class _TokenEvents:
     ) -> None:
         special = token_id in self._tokenizer.special_tokens
         tops = f'"top_tokens":{top_tokens_json(self._tokenizer, top)},' if top is not None else ""
-        token = token_json(token_id, text, logprob, special=special, drafted=stream.drafted)
+        token = token_json(token_id, _told(stream, text, visible), logprob, special=special, drafted=stream.drafted)
         self._write(stream, token, tops, visible)
 
     def rest(self, stream: AnyStream, text: str) -> None:

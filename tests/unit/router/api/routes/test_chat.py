@@ -44,6 +44,15 @@ async def test_logprobs_tell_the_bytes_of_each_token(client: httpx.AsyncClient):
     assert bytes(told[0]["bytes"]).decode() == "hello"
 
 
+async def test_logprobs_tell_each_token_though_its_text_is_held_back(client: httpx.AsyncClient):
+    for stop in ("hello world!", "hello wor"):
+        (choice,) = (await chat(client, logprobs=True, stop=stop))["choices"]
+        tokens = [each["token"] for each in choice["logprobs"]["content"]]
+        assert tokens[:2] == ["hello", " world"]
+        streamed = await chunks(client, logprobs=True, stop=stop)
+        assert [each["token"] for chunk in streamed for each in chunk["logprobs"]["content"]] == tokens
+
+
 async def test_a_tool_is_called_alike_whole_and_streamed(client: httpx.AsyncClient, scheduler: ScriptedScheduler):
     scheduler.texts = [CALL]
     (choice,) = (await chat(client, tools=TOOLS))["choices"]

@@ -7,6 +7,7 @@ import httpx
 import pytest
 
 from tests.fakes.router_service import RouterService, ScriptedScheduler
+from tests.fakes.vocabularies import EOS
 
 
 async def complete(client: httpx.AsyncClient, **body: Any) -> httpx.Response:
@@ -33,6 +34,19 @@ async def test_a_stream_tells_its_usage_once_if_asked_to(client: httpx.AsyncClie
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "hello world"
     assert {chunk["usage"] for chunk in chunks} == {None}
     assert (last["choices"], last["usage"]["completion_tokens"]) == ([], 3)
+
+
+async def test_logprobs_tell_each_token_and_its_place_though_its_text_is_held_back(client: httpx.AsyncClient):
+    body = {"logprobs": 0, "stop": "hello world!"}
+    (choice,) = (await complete(client, **body)).json()["choices"]
+    told = choice["logprobs"]
+    assert (choice["text"], told["tokens"]) == ("hello world", ["hello", " world", EOS])
+    assert told["text_offset"] == [0, 5, 11]
+    text = (await complete(client, **body, stream=True)).text
+    *events, _ = [event.removeprefix("data:") for event in text.split("\n\n") if event]
+    streamed = [json.loads(event)["choices"][0]["logprobs"] for event in events]
+    for column, values in told.items():
+        assert [each for entries in streamed for each in entries[column]] == values
 
 
 @pytest.mark.parametrize(

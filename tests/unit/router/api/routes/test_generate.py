@@ -43,6 +43,12 @@ async def test_details_tell_each_token(client: httpx.AsyncClient):
     assert {each["logprob"] for each in details["tokens"]} == {LOGPROB}
 
 
+async def test_the_last_token_ends_with_the_stop_sequence(client: httpx.AsyncClient):
+    details = (await generate(client, details=True, stop=["or"]))["details"]
+    assert [each["text"] for each in details["tokens"]] == ["hello", " wor"]
+    assert [each["token"]["text"] for each in await events(client, stop=["or"])] == ["hello", " wor"]
+
+
 async def test_the_best_of_several_texts_comes_first(client: httpx.AsyncClient, scheduler: ScriptedScheduler):
     scheduler.texts = ["hello", "hello world"]
     answer = await generate(client, best_of=2, do_sample=True, details=True)
