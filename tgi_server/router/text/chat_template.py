@@ -86,10 +86,16 @@ class RenderOptions:
     continue_last: bool | None = None
 
     def prefix(self, last: Mapping[str, Any]) -> str | None:
-        """Returns the beginning of the answer, if the last message is one."""
+        """Returns the beginning of the answer, if the last message is one: a blank text begins nothing."""
         own = last["role"] == "assistant" and not last.get("tool_calls")
         wanted = own if self.continue_last is None else self.continue_last
-        return last["content"] if wanted else None
+        content: str = last["content"]
+        return content if wanted and content.strip() else None
+
+    def opens_turn(self, last: Mapping[str, Any]) -> bool:
+        """Returns True if the last message stands in the place of an answer of which there is nothing yet."""
+        said = last["content"].strip() or last.get("tool_calls") or last.get("reasoning_content")
+        return last["role"] == "assistant" and not said and self.continue_last is not False
 
 
 _USUAL = RenderOptions()
@@ -198,6 +204,10 @@ def render_conversation(
     """
     developer = _DEVELOPER if template.knows_role(_DEVELOPER, tools=bool(tools)) else "system"
     shown = [_message(message, developer) for message in request.messages]
+    options = RenderOptions(request.add_generation_prompt, request.continue_final_message)
+    if shown and options.opens_turn(shown[-1]):
+        # Shown as it is, it would be a turn that has ended, behind which a model has nothing to say.
+        shown, options = shown[:-1], RenderOptions(continue_last=False)
     described = [_tool(tool) for tool in tools]
     if shown and described:
         told = [] if template.shows_tools() else [json.dumps(described, ensure_ascii=False)]
@@ -205,9 +215,7 @@ def render_conversation(
         if told or prompt:
             shown[-1]["content"] += "\n".join(["\n---", *told, prompt])
     conversation = shown, described or None, _variables(request)
-    render = partial(
-        template.render, options=RenderOptions(request.add_generation_prompt, request.continue_final_message)
-    )
+    render = partial(template.render, options=options)
     if special_tokens is None:
         return RenderedPrompt(render(*conversation))
     return special_tokens.render(render, conversation)

@@ -140,15 +140,50 @@ def test_a_long_last_message_that_the_template_changes_takes_no_longer():
 
 PLAIN = "{% for message in messages %}{{ message | tojson }}{% if not loop.last %}\n{% endif %}{% endfor %}"
 WITH_TOOLS = "{{ tools | tojson if tools }}#" + PLAIN
+CALL = {"id": "a", "type": "function", "function": {"name": "clock", "arguments": "{}"}}
 CLOCK = Tool.model_validate({"type": "function", "function": {"name": "clock", "description": "Tells the time."}})
 
 
 def render(
-    *messages: dict[str, Any], source: str = PLAIN, tools: bool = False, tool_prompt: str | None = None, usual: str = ""
+    *messages: dict[str, Any],
+    source: str = PLAIN,
+    tools: bool = False,
+    tool_prompt: str | None = None,
+    usual: str = "",
+    **fields: Any,
 ) -> str:
     template = ChatTemplate(TokenizerConfig(chat_templates={"default": source}))
-    request = ChatRequest.model_validate({"messages": list(messages), "tool_prompt": tool_prompt})
+    request = ChatRequest.model_validate({"messages": list(messages), "tool_prompt": tool_prompt, **fields})
     return render_conversation(template, request, [CLOCK] if tools else [], tool_prompt=usual).text
+
+
+@pytest.mark.parametrize("content", ["", " \n", [], [{"type": "text", "text": ""}]])
+@pytest.mark.parametrize("fields", [{}, {"continue_final_message": True, "add_generation_prompt": False}])
+def test_a_blank_last_message_of_the_assistant_opens_its_turn(content: Any, fields: dict[str, Any]):
+    blank = {"role": "assistant", "content": content}
+    opened = "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n"
+    assert render(*HELLO, blank, source=CHATML, **fields) == opened
+    answered = opened + "Well<|im_end|>\n<|im_start|>assistant\n"
+    assert render(*HELLO, {"role": "assistant", "content": "Well"}, blank, source=CHATML, **fields) == answered
+
+
+def test_tools_are_told_before_a_blank_last_message():
+    shown = render(*HELLO, {"role": "assistant", "content": ""}, source=CHATML, tools=True)
+    assert shown.startswith("<|im_start|>user\nHello\n---\n[{")
+    assert shown.endswith("<|im_start|>assistant\n")
+
+
+@pytest.mark.parametrize("said", [{"reasoning_content": "Hm."}, {"tool_calls": [CALL]}], ids=str)
+def test_a_last_message_of_the_assistant_without_text_may_say_something_else(said: dict[str, Any]):
+    shown = render(*HELLO, {"role": "assistant", "content": "", **said}, source=PLAIN + "{{ add_generation_prompt }}")
+    (name,) = said
+    assert f'"{name}": ' in shown
+    assert shown.endswith("True")
+
+
+def test_a_blank_last_message_of_the_assistant_may_be_its_whole_turn():
+    shown = render(*HELLO, {"role": "assistant", "content": ""}, source=CHATML, continue_final_message=False)
+    assert shown.endswith("<|im_start|>assistant\n<|im_end|>\n<|im_start|>assistant\n")
 
 
 def test_text_in_parts_is_one_text():
