@@ -271,12 +271,28 @@ def _tool_call(call: ToolCall) -> dict[str, Any]:
     arguments = call.function.arguments
     if isinstance(arguments, str):
         try:
-            arguments = from_json(arguments)  # which bounds how deep it may nest, and takes no lone surrogates
+            arguments = _read_arguments(arguments)
         except ValueError as error:
             raise InvalidRequest(
                 f"the `arguments` of the tool call `{one_line(call.id, 100)}` are not JSON: {error}"
             ) from error
     return {"id": call.id, "type": call.type, "function": {"name": call.function.name, "arguments": arguments or {}}}
+
+
+def _read_arguments(text: str) -> Any:
+    """Returns what the arguments of an earlier call say; of a call that was cut off, what it had said until then.
+
+    Raises ValueError for what is no beginning of JSON.
+    """
+    if not text.strip():  # many clients keep a call without arguments so
+        return {}
+    try:
+        return from_json(text)  # which bounds how deep it may nest, and takes no lone surrogates
+    except ValueError as error:
+        if "EOF" not in str(error):
+            raise
+        # The text itself would not do: many templates look for the names and values of an object.
+        return from_json(text, allow_partial="trailing-strings")
 
 
 def _tool(tool: Tool) -> dict[str, Any]:

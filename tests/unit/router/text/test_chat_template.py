@@ -209,8 +209,38 @@ def test_arguments_of_earlier_calls_are_objects(arguments: Any):
     assert '"function": {"name": "clock", "arguments": {"zone": "UTC"}}' in shown
 
 
-def test_arguments_that_are_no_json_are_refused():
-    call = {"id": "a", "type": "function", "function": {"name": "clock", "arguments": "{"}}
+# Templates that show arguments as they are, as JSON, and one by one.
+OF_ARGUMENTS = {
+    "as text": "{% if arguments is string %}{{ arguments }}{% else %}{{ arguments | tojson }}{% endif %}",
+    "as JSON": "{{ arguments | tojson }}",
+    "one by one": "{% for name, value in arguments | items %}{{ {name: value} | tojson }}{% else %}{}{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("source", OF_ARGUMENTS.values(), ids=OF_ARGUMENTS)
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [
+        ("", "{}"),
+        (" ", "{}"),
+        ("{", "{}"),
+        ('{"zo', "{}"),
+        ('{"zone": tr', "{}"),
+        ('{"zone": "U', '{"zone": "U"}'),
+        ('{"zone": "U\\ud83d', '{"zone": "U"}'),
+        ('{"zones": [1, {"a": 2}, ', '{"zones": [1, {"a": 2}]}'),
+    ],
+)
+def test_arguments_of_earlier_calls_may_be_absent_or_cut_off(source: str, arguments: str, shown: str):
+    call = {"id": "a", "type": "function", "function": {"name": "clock", "arguments": arguments}}
+    source = "{% set arguments = messages[0].tool_calls[0].function.arguments %}" + source
+    messages = [{"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": "1", "tool_call_id": "a"}]
+    assert render(*messages, source=source) == shown
+
+
+@pytest.mark.parametrize("arguments", ["zone", "{'zone': 1}", '{"zone" 1', '{"zone": 1} {"zone": 2}'])
+def test_arguments_that_are_no_json_are_refused(arguments: str):
+    call = {"id": "a", "type": "function", "function": {"name": "clock", "arguments": arguments}}
     with pytest.raises(InvalidRequest, match="not JSON"):
         render({"role": "assistant", "tool_calls": [call]}, {"role": "user", "content": "and?"})
 
