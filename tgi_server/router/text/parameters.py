@@ -53,7 +53,7 @@ def sampling_parameters(
         repetition_penalty=_or(parameters.repetition_penalty, 1.0),
         frequency_penalty=_or(parameters.frequency_penalty, 0.0),
         presence_penalty=_or(parameters.presence_penalty, 0.0),
-        seed=random_seed() if parameters.seed is None else parameters.seed,
+        seed=_random_seed() if parameters.seed is None else parameters.seed,
         watermark=parameters.watermark,
         logit_bias=_logit_bias(parameters.logit_bias, vocab_size) if parameters.logit_bias else {},
         min_tokens=parameters.min_tokens or 0,
@@ -105,7 +105,7 @@ def check_streaming(parameters: GenerateParameters) -> None:
         raise InvalidRequest("`decoder_input_details` cannot be used when streaming")
 
 
-def random_seed() -> int:
+def _random_seed() -> int:
     return random.getrandbits(_SEED_BITS)
 
 

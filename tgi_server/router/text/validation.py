@@ -14,7 +14,6 @@ from tgi_server.router.text.parameters import (
     check_amounts,
     check_best_of,
     check_streaming,
-    random_seed,
     sampling_parameters,
 )
 from tgi_server.router.text.special_tokens import RenderedPrompt
@@ -55,9 +54,9 @@ class CheckedRequest:
         return StopSequences(self.stop, reveal=reveal) if self.stop else None
 
     def times(self, sequences: int) -> "list[CheckedRequest]":
-        """Returns the request so many times over; all but the first with seeds of their own."""
-        others = (replace(self.sampling, seed=random_seed()) for _ in range(sequences - 1))
-        return [self, *(replace(self, sampling=sampling) for sampling in others)]
+        """Returns the request so many times over, each with a seed of its own: the request's, and those after it."""
+        seeds = ((self.sampling.seed + index) % 2**64 for index in range(sequences))
+        return [replace(self, sampling=replace(self.sampling, seed=seed)) for seed in seeds]
 
 
 class Validator:

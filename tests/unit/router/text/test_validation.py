@@ -109,5 +109,17 @@ async def test_several_sequences_have_seeds_of_their_own():
     assert replace(sequences[1], sampling=checked.sampling) == checked
 
 
+@pytest.mark.parametrize("seed", [7, 2**64 - 1])
+async def test_several_sequences_have_the_same_seeds_for_the_same_request(seed: int):
+    first, second = [(await check("hello", do_sample=True, seed=seed)).times(3) for _ in range(2)]
+    assert first == second
+    assert [each.seed for each in first] == [seed, (seed + 1) % 2**64, (seed + 2) % 2**64]
+
+
+async def test_without_a_seed_the_same_request_has_others():
+    first, second = [(await check("hello", do_sample=True)).times(3) for _ in range(2)]
+    assert {each.seed for each in first}.isdisjoint(each.seed for each in second)
+
+
 async def test_greedy_requests_report_no_seed():
     assert (await check("hello", seed=7)).seed is None
