@@ -66,7 +66,7 @@ class RefusingModel(RequestModel):
         if isinstance(body, dict):
             for name in cls.refused.keys() & body.keys():
                 if body[name] is not None and body[name] not in cls.refused[name]:
-                    raise ValueError(f"`{name}` is not supported by this server; leave it out")
+                    raise ValueError(f"`{name}` is not supported here; leave it out")
         return body
 
 

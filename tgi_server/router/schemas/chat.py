@@ -154,15 +154,8 @@ class ChatRequest(SharedParameters):
     refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **SharedParameters.refused,
         "add_special_tokens": (False,),
-        "audio": (),
         "best_of": (1,),
-        "chat_template": (),
         "echo": (False,),
-        "function_call": ("none",),
-        "functions": ([],),
-        "modalities": (["text"],),
-        "verbosity": ("medium",),
-        "web_search_options": (),
     }
 
     messages: Items[Message] = Field(json_schema_extra=SEVERAL)
@@ -170,7 +163,6 @@ class ChatRequest(SharedParameters):
     top_logprobs: UnsignedInt | None = Field(
         default=None, description="Report so many most likely tokens at each position; needs `logprobs`."
     )
-    max_completion_tokens: UnsignedInt | None = Field(default=None, description="OpenAI's newer name of `max_tokens`.")
     tools: Items[Tool] | None = Field(default=None, description="Functions that the model may call.")
     tool_choice: ToolChoice | None = Field(default=None, description="Whether it may, must, or must not call one.")
     parallel_tool_calls: On = Field(default=True, description="An answer may have several calls.")

@@ -1,6 +1,7 @@
 """/v1/completions."""
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, RootModel
 
@@ -30,6 +31,19 @@ class Prompt(
 
 
 class CompletionRequest(SharedParameters):
+    refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **SharedParameters.refused,
+        # Of chats, which have a template, thoughts and tools.
+        "chat_template_kwargs": ({},),
+        "documents": ([],),
+        "include_reasoning": (True,),
+        "messages": ([],),
+        "reasoning_effort": ("none",),
+        "tool_choice": ("auto", "none"),
+        "tools": ([],),
+        "top_logprobs": (0,),
+    }
+
     prompt: Prompt
     suffix: str | None = Field(default=None, description="Not supported.")
     echo: Off = Field(default=False, description="Show the prompt in front of the text, and in `logprobs`.")

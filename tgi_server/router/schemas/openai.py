@@ -151,10 +151,22 @@ class TextParameters(RefusingModel):
 class SharedParameters(TextParameters):
     """Parameters of chats and completions."""
 
+    refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **TextParameters.refused,
+        "audio": (),
+        "chat_template": (),
+        "function_call": ("none",),
+        "functions": ([],),
+        "modalities": (["text"],),
+        "verbosity": ("medium",),
+        "web_search_options": (),
+    }
+
     model: str | None = Field(default=None, description="The name of an adapter, or of the model.")
     max_tokens: UnsignedInt | None = Field(
         json_schema_extra=POSITIVE, default=None, description="Tokens to generate; unset: as many as fit."
     )
+    max_completion_tokens: UnsignedInt | None = Field(default=None, description="OpenAI's newer name of `max_tokens`.")
     n: UnsignedInt | None = Field(
         json_schema_extra=POSITIVE, default=None, description="Answers to generate for each prompt."
     )
@@ -168,3 +180,8 @@ class SharedParameters(TextParameters):
     guided_grammar: str | None = Field(default=None, description="Lark grammar of the answer: as above.")
     json_schema: Any = Field(default=None, description="JSON schema of the answer: SGLang's and llama.cpp's name.")
     regex: str | None = Field(default=None, description="Regular expression of the answer: SGLang's name.")
+
+    @property
+    def token_limit(self) -> int | None:
+        """The number of tokens to generate at most, by whichever of its names it is given."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens

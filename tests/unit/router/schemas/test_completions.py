@@ -23,6 +23,37 @@ def test_one_stop_sequence_is_a_list_of_one(stop: Any):
 
 
 @pytest.mark.parametrize(
+    ("field", "value", "nothing"),
+    [
+        ("messages", [{"role": "user", "content": "hello"}], []),
+        ("tools", [{"type": "function", "function": {"name": "f"}}], []),
+        ("tool_choice", "required", "auto"),
+        ("functions", [{"name": "f"}], []),
+        ("top_logprobs", 2, 0),
+        ("reasoning_effort", "low", "none"),
+        ("chat_template_kwargs", {"enable_thinking": False}, {}),
+        ("chat_template", "{{ messages }}", None),
+        ("documents", [{"title": "T"}], []),
+        ("include_reasoning", False, True),
+        ("modalities", ["audio"], ["text"]),
+        ("web_search_options", {}, None),
+    ],
+)
+def test_what_only_chats_have_is_refused_by_name_unless_it_asks_for_nothing(field: str, value: Any, nothing: Any):
+    with pytest.raises(ValidationError, match=f"`{field}` is not supported"):
+        request(**{field: value})
+    for unset in (nothing, None):
+        assert request(**{field: unset}) == request()
+
+
+def test_the_token_limit_has_two_names():
+    assert request(max_tokens=3).token_limit == request(max_completion_tokens=3).token_limit == 3
+    assert request(max_tokens=None, max_completion_tokens=3).token_limit == 3
+    assert request(max_tokens=3, max_completion_tokens=None).token_limit == 3
+    assert request().token_limit is None
+
+
+@pytest.mark.parametrize(
     ("field", "value"), [("prompt", None), ("prompt", [1, "a"]), ("n", "2"), ("max_tokens", -1), ("temperature", "hot")]
 )
 def test_a_value_of_another_type_is_refused(field: str, value: Any):

@@ -57,7 +57,7 @@ async def prompt_for_chat(service: Service, plan: ChatPlan) -> ChatPrompt:
     """Returns the prompt, and the grammar of the answer. Raises InvalidRequest."""
     request, form = plan.request, service.answer_form
     parameters = generation_parameters(
-        request, service, max_tokens=_max_tokens(request), top_n_tokens=request.top_logprobs or 0
+        request, service, max_tokens=request.token_limit, top_n_tokens=request.top_logprobs or 0
     )
 
     def prepare() -> tuple[RenderedPrompt, str, Grammar | None, bool, Grammar | None]:
@@ -89,7 +89,3 @@ async def render_plan(service: Service, plan: ChatPlan) -> RenderedPrompt:
 def _render(service: Service, request: ChatRequest, tools: Sequence[Tool]) -> RenderedPrompt:
     tool_prompt = service.answer_form.tool_prompt
     return render_conversation(service.template, request, tools, service.special_tokens, tool_prompt)
-
-
-def _max_tokens(request: ChatRequest) -> int | None:
-    return request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens

@@ -71,7 +71,7 @@ class _Plan:
     @property
     def generates(self) -> bool:
         """False for a request that only wants to know of its prompts. A token is computed all the same."""
-        return self.request.max_tokens != 0
+        return self.request.token_limit != 0
 
     def echo(self, sequence: int) -> str:
         """Returns the prompt as a sequence's text begins with it."""
@@ -104,9 +104,9 @@ async def _plan(exchange: Exchange, request: CompletionRequest) -> _Plan:
     wanted = "the number of prompts times `n`" if attempts == choices else "the number of prompts times `best_of`"
     check_sequences(len(prompts) * attempts, limits.max_client_batch_size, wanted)
     parameters = generation_parameters(
-        request, service, max_tokens=request.max_tokens or None, top_n_tokens=request.logprobs or 0
+        request, service, max_tokens=request.token_limit or None, top_n_tokens=request.logprobs or 0
     )
-    if request.max_tokens == 0:
+    if request.token_limit == 0:
         parameters = parameters.model_copy(update={"max_new_tokens": 1})
     rendered = [
         RenderedPrompt(each if isinstance(each, str) else service.tokenizer.decode(each), token_ids=_token_ids(each))
@@ -132,6 +132,10 @@ def _check(request: CompletionRequest, service: Service, choices: int, attempts:
         raise InvalidRequest("`prompt` must not be empty")
     if request.suffix:
         raise InvalidRequest("`suffix` is not supported: put it into the prompt as the model's format wants it")
+    if request.max_tokens is not None and request.max_tokens != request.token_limit:
+        raise InvalidRequest(
+            f"`max_tokens` is {request.max_tokens} and `max_completion_tokens` is {request.token_limit}; give one"
+        )
     if attempts < choices:
         raise InvalidRequest(f"`best_of` is {attempts}; it must be at least `n`, which is {choices}")
     if request.stream and attempts > choices:

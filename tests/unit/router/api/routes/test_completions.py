@@ -26,6 +26,14 @@ async def test_each_prompt_has_as_many_choices_as_were_asked_for(
     assert answer["model"] == "maker/model"
 
 
+async def test_a_text_ends_after_max_completion_tokens(client: httpx.AsyncClient, scheduler: ScriptedScheduler):
+    for limit in ({"max_completion_tokens": 1}, {"max_completion_tokens": 1, "max_tokens": 1}):
+        answer = (await complete(client, **limit)).json()
+        assert (answer["choices"][0]["finish_reason"], answer["usage"]["completion_tokens"]) == ("length", 1)
+    nothing = (await complete(client, max_completion_tokens=0, echo=True)).json()
+    assert (nothing["choices"][0]["text"], nothing["usage"]["completion_tokens"]) == ("hello", 0)
+
+
 async def test_a_stream_tells_its_usage_once_if_asked_to(client: httpx.AsyncClient):
     text = (await complete(client, stream=True, stream_options={"include_usage": True})).text
     *events, done = [event.removeprefix("data:").strip() for event in text.split("\n\n") if event]
@@ -56,6 +64,10 @@ async def test_logprobs_tell_each_token_and_its_place_though_its_text_is_held_ba
         ({"prompt": []}, "the number of prompts must be 1 to 8, not 0"),
         ({"n": 2, "best_of": 1}, "`best_of` is 1; it must be at least `n`, which is 2"),
         ({"prompt": ["hello", ""]}, "`prompt` must not be empty"),
+        (
+            {"max_tokens": 2, "max_completion_tokens": 1},
+            "`max_tokens` is 2 and `max_completion_tokens` is 1; give one",
+        ),
     ],
 )
 async def test_what_breaks_a_rule_is_refused_before_anything_is_generated(
