@@ -282,12 +282,10 @@ def _content(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _references(schema: Any) -> set[str]:
-    if isinstance(schema, list):
-        return set().union(*map(_references, schema)) if schema else set()
     if not isinstance(schema, dict):
         return set()
     found = {schema["$ref"]} if isinstance(schema.get("$ref"), str) else set()
-    return found.union(*map(_references, schema.values())) if schema else found
+    return found.union(*(_references(each) for _, each in subschemas(schema)))
 
 
 def _quoted(text: str) -> str:

@@ -22,6 +22,11 @@ TGI_TOOL_PROMPT = (
 
 _ANSWER = "#/definitions/answer"
 _PLAIN_NAME = re.compile("[A-Za-z0-9_-]+")
+# Keywords whose values are data, and those whose values are schemas by names, which are data as well.
+_DATA = frozenset({"const", "default", "enum", "examples"})
+_SCHEMAS_BY_NAME = frozenset(
+    {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies"}
+)
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -160,8 +165,14 @@ def _moved(schema: Any, root: str) -> Any:
         return [_moved(each, root) for each in schema]
     if not isinstance(schema, dict):
         return schema
-    moved = {key: _moved(value, root) for key, value in schema.items()}
-    reference = schema.get("$ref")
-    if isinstance(reference, str) and reference.startswith("#"):
-        moved["$ref"] = root + reference.removeprefix("#")
-    return moved
+    return {keyword: _moved_value(keyword, value, root) for keyword, value in schema.items()}
+
+
+def _moved_value(keyword: str, value: Any, root: str) -> Any:
+    if keyword in _DATA:
+        return value
+    if keyword in _SCHEMAS_BY_NAME and isinstance(value, dict):
+        return {name: _moved(each, root) for name, each in value.items()}
+    if keyword == "$ref" and isinstance(value, str) and value.startswith("#"):
+        return root + value.removeprefix("#")
+    return _moved(value, root)

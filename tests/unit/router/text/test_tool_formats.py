@@ -254,6 +254,35 @@ def test_references_within_the_parameters_hold():
     assert not takes(grammar, '<function=a/b~c>{"stop": {"town": "Rome"}}</function>')
 
 
+def test_references_are_no_references_where_no_schema_stands():
+    data = {"$ref": "#", "$defs": {"$ref": "#/a"}}
+    written = json.dumps(data)
+    place = {"$ref": "#/$defs/place"}
+    parameters = {
+        "type": "object",
+        "properties": {
+            "told": {"const": data},
+            "one": {"enum": [data]},
+            # Names of members, though keywords are called so.
+            "const": place,
+            "enum": {"type": "object", "properties": {"$ref": place, "default": place}, "additionalProperties": False},
+        },
+        "$defs": {"place": {"enum": ["Rome"], "default": data, "examples": [data]}},
+        "additionalProperties": False,
+    }
+    form = AnswerForm(tool_format("functionary", ""), None, {})
+    grammar = form.grammar(ToolUse([tool("f", parameters)], required=True), None, thinking=False)
+    for arguments in (
+        f'{{"told": {written}}}',
+        f'{{"one": {written}}}',
+        '{"const": "Rome"}',
+        '{"enum": {"$ref": "Rome", "default": "Rome"}}',
+    ):
+        assert takes(grammar, f"<function=f>{arguments}</function>"), arguments
+    for arguments in ('{"const": "Oslo"}', '{"enum": {"$ref": "Oslo"}}', '{"enum": {"default": "Oslo"}}'):
+        assert not takes(grammar, f"<function=f>{arguments}</function>"), arguments
+
+
 def test_arguments_that_are_taken_from_the_conversation():
     parameters = {"type": "object", "properties": {"place": {"type": "string", "x-span": True}}, "required": ["place"]}
     form = AnswerForm(tool_format("functionary", ""), None, {})
