@@ -154,9 +154,10 @@ def _parameters(tool: Tool, home: str) -> dict[str, Any]:
     parameters = tool.function.arguments
     if parameters is None:
         return _NO_ARGUMENTS
-    if not isinstance(parameters, dict):
+    kind = parameters.get("type", "object") if isinstance(parameters, dict) else None
+    if kind != "object" and not (isinstance(kind, list) and "object" in kind):
         raise InvalidTool(f"the parameters of the tool {tool.function.name!r} must be a JSON schema of an object")
-    return {"type": "object", **_moved(parameters, home)}
+    return {**_moved(parameters, home), "type": "object"}
 
 
 def _moved(schema: Any, root: str) -> Any:

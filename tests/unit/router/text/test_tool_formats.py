@@ -293,10 +293,22 @@ def test_arguments_that_are_taken_from_the_conversation():
     assert not takes(grammar, '<function=weather>{"place": "Rome"}</function>')
 
 
-def test_parameters_must_be_a_schema():
+@pytest.mark.parametrize(
+    "parameters", [3, [], {"type": "array", "items": {"type": "string"}}, {"type": ["string", "null"]}, {"type": None}]
+)
+def test_parameters_must_be_a_schema_of_an_object(parameters: Any):
     form = AnswerForm(tool_format("tgi", ""), None, {})
-    with pytest.raises(InvalidTool, match="clock"):
-        form.grammar(ToolUse([tool("clock", 3)], required=True), None, thinking=False)
+    with pytest.raises(InvalidTool, match="'clock' must be a JSON schema of an object"):
+        form.grammar(ToolUse([tool("clock", parameters)], required=True), None, thinking=False)
+
+
+@pytest.mark.parametrize("kind", [{}, {"type": "object"}, {"type": ["object", "null"]}], ids=str)
+def test_arguments_are_an_object(kind: dict[str, Any]):
+    parameters = {**kind, "properties": {"place": {"type": "string"}}}
+    form = AnswerForm(tool_format("functionary", ""), None, {})
+    grammar = form.grammar(ToolUse([tool("weather", parameters)], required=True), None, thinking=False)
+    assert takes(grammar, f"<function=weather>{PARIS}</function>")
+    assert not takes(grammar, "<function=weather>null</function>")
 
 
 @pytest.mark.parametrize("form", [tool_format(name, "") for name in FORMAT_NAMES], ids=lambda form: form.name)
