@@ -134,9 +134,6 @@ def _bearer(scope: Scope) -> bytes:
 
 
 def _foreign_type(headers: Headers) -> RouterError | None:
-    encoding = headers.get("content-encoding", "").strip().lower()
-    if encoding not in ("", "identity"):
-        return UnsupportedMediaType(f"a request is sent as it is, not with the content encoding {encoding[:40]!r}")
     media_type = headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type not in _FOREIGN_TYPES:
         return None

@@ -8,7 +8,7 @@ from pydantic_core import ErrorDetails, from_json
 from starlette.requests import Request
 
 from shared.logging import one_line
-from tgi_server.router.errors import ClientGone, InvalidRequest, PayloadTooLarge
+from tgi_server.router.errors import ClientGone, InvalidRequest, PayloadTooLarge, UnsupportedMediaType
 from tgi_server.router.text.tokenizer import TokenizerThreads
 
 M = TypeVar("M", bound=BaseModel)
@@ -29,7 +29,14 @@ _BOUNDS = {"le": "at most", "lt": "less than", "ge": "at least", "gt": "greater 
 
 
 async def read_body(request: Request, limit: int) -> bytes:
-    """Raises PayloadTooLarge as soon as the body cannot be within `limit` bytes; ClientGone when it stops coming."""
+    """Returns the body.
+
+    Raises UnsupportedMediaType for one that is compressed, PayloadTooLarge as soon as it cannot be within `limit`
+    bytes, and ClientGone when it stops coming.
+    """
+    encoding = request.headers.get("content-encoding", "").strip().lower()
+    if encoding not in ("", "identity"):
+        raise UnsupportedMediaType(f"a request is sent as it is, not with the content encoding {encoding[:40]!r}")
     announced = int(request.headers.get("content-length", "0"))
     if announced > limit:
         await _discard(request, announced)

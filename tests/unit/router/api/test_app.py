@@ -39,4 +39,6 @@ async def test_with_keys_a_page_needs_one_and_no_origin(router: RouterService):
         headers = {"authorization": "Bearer s3cret", "origin": "http://foe.example"}
         assert (await client.post("/generate", json={"inputs": "hello"}, headers=headers)).status_code == 200
         assert (await client.post("/generate", json={"inputs": "hello"})).status_code == 401
+        compressed = {**headers, "content-encoding": "gzip"}
+        assert (await client.post("/generate", content=b"\x1f\x8b", headers=compressed)).status_code == 415
         assert (await client.get("/info")).status_code == 200

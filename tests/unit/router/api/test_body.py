@@ -11,7 +11,7 @@ from starlette.types import Message
 
 from tests.fakes.vocabularies import byte_level
 from tgi_server.router.api.body import parse, read_beside_loop, read_body, read_json
-from tgi_server.router.errors import ClientGone, InvalidRequest, PayloadTooLarge
+from tgi_server.router.errors import ClientGone, InvalidRequest, PayloadTooLarge, UnsupportedMediaType
 from tgi_server.router.schemas.base import Items, RequestModel
 from tgi_server.router.text.tokenizer import TokenizerThreads
 
@@ -42,6 +42,12 @@ class Client:
 @pytest.mark.parametrize("pieces", [[b"0123456789"], [b"01234", b"", b"56789"], [b""]])
 async def test_a_body_within_the_limit_is_read_whole(pieces: Sequence[bytes]):
     assert await read_body(Client(*pieces).request, LIMIT) == b"".join(pieces)
+
+
+async def test_a_body_that_is_compressed_is_refused():
+    assert await read_body(Client(b"{}", content_encoding="identity").request, LIMIT) == b"{}"
+    with pytest.raises(UnsupportedMediaType, match="not with the content encoding 'gzip'"):
+        await read_body(Client(b"{}", content_encoding="GZIP").request, LIMIT)
 
 
 async def test_a_body_that_is_announced_as_too_long_is_refused_after_it_has_come():
