@@ -168,13 +168,22 @@ async def test_a_path_that_is_not_there(router: Router):
 async def test_a_method_that_a_path_does_not_have(router: Router):
     for path, method, allowed in (
         ("/generate", "GET", "POST"),
-        ("/info", "POST", "GET"),
+        ("/info", "POST", "GET, HEAD"),
         ("/", "PUT", "GET, HEAD, POST"),
     ):
         response = await router.http.request(method, path)
         assert response.status_code == 405
         assert response.headers["allow"] == allowed
         assert response.json()["error_type"] == "not_found"
+
+
+async def test_the_headers_alone_of_what_may_be_read(router: Router):
+    for path in ("/", "/health", "/info", "/metrics", "/v1/models", "/version", "/openapi.json", "/docs"):
+        headers, whole = [await router.http.request(method, path) for method in ("HEAD", "GET")]
+        assert (headers.status_code, headers.content) == (200, b"")
+        assert headers.headers.get("content-type") == whole.headers.get("content-type")
+    assert (await router.http.head("/v1/models/absent")).status_code == 404
+    assert (await router.http.head("/generate")).status_code == 405
 
 
 async def test_a_context_that_is_too_long_in_the_words_that_clients_look_for(routers: RouterFactory):

@@ -1,9 +1,11 @@
 """The ASGI application: all routes, errors, and who may call."""
 
+from copy import copy
 from functools import partial
 from http import HTTPStatus
 
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
+from fastapi.routing import APIRoute
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -56,9 +58,9 @@ def create_app(service: Service, rules: AccessRules) -> FastAPI:
         telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
     )
     for routes in _ROUTES:
-        app.include_router(routes(service), tags=["Text generation"])
-    app.include_router(document_routes(app))
-    app.include_router(page_routes())
+        app.include_router(_with_head(routes(service)), tags=["Text generation"])
+    app.include_router(_with_head(document_routes(app)))
+    app.include_router(_with_head(page_routes()))
     app.openapi = partial(describe, app)  # type: ignore[method-assign]
     app.add_exception_handler(RouterError, _respond_with_error)
     app.add_exception_handler(HTTPException, _respond_with_http_error)
@@ -85,6 +87,15 @@ def _middleware(rules: AccessRules) -> list[Middleware]:
         )
     middleware.append(Middleware(ApiKeyMiddleware if rules.keys else ForeignPageMiddleware, rules=rules))
     return middleware
+
+
+def _with_head(router: APIRouter) -> APIRouter:
+    """Returns the router with HEAD wherever it has GET: the headers are the same, and the server sends no body."""
+    for route in [each for each in router.routes if isinstance(each, APIRoute) and "GET" in (each.methods or ())]:
+        head = copy(route)
+        head.methods, head.include_in_schema = {"HEAD"}, False
+        router.routes.append(head)
+    return router
 
 
 async def _respond_with_error(request: Request, error: Exception) -> Response:

@@ -43,7 +43,6 @@ def probe_routes(service: Service) -> APIRouter:
             response_class=Response,
             operation_id=f"health_{path.strip('/') or 'root'}",
         )
-        router.add_api_route(path, health, methods=["HEAD"], include_in_schema=False)
 
     @router.get("/info", summary="What is served, and with which limits", response_model_exclude_none=False)
     async def info() -> Info:
