@@ -3,10 +3,15 @@
 Whatever a client has put into a message, one event stays one line of bounded length.
 """
 
+import atexit
+import io
 import json
 import logging
+import os
 import sys
+import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 # Characters. What is longer is cut.
@@ -15,6 +20,11 @@ LONGEST_MESSAGE = 4_000
 _LONGEST_FIELD = 1_000
 _LONGEST_TRACEBACK = 32_000
 
+# Bytes of lines that wait for whoever reads standard error.
+_MAX_WAITING = 4 * 2**20
+# Seconds for which the end of a process waits for its last lines to be read.
+_FLUSH_SECONDS = 1.0
+
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 
@@ -22,12 +32,25 @@ def configure_logging(service: str, *, level: str = "INFO", json_output: bool = 
     """Sends the process's log lines to standard error. `service` names the process in each line.
 
     Whatever is passed as `extra` to a log call follows the message as `name=value`, or becomes a field in JSON.
+    From now on nobody waits for whoever reads standard error, tracebacks and `print` included: see _BackgroundWriter.
     """
+    formatter = _JsonFormatter(service) if json_output else _LineFormatter(service)
+    _write_in_background(formatter)
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_JsonFormatter(service) if json_output else _LineFormatter(service))
+    handler.setFormatter(formatter)
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     for chatty in ("httpx", "httpx2", "httpcore", "urllib3", "filelock", "asyncio", "huggingface_hub"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
+
+
+def flush_log() -> None:
+    """Waits until all lines are written, but no longer than a second: their reader may stand still.
+
+    The end of the interpreter does so by itself; call this before `os._exit`.
+    """
+    writer = getattr(sys.stderr, "buffer", None)
+    if isinstance(writer, _BackgroundWriter):
+        writer.drain(_FLUSH_SECONDS)
 
 
 def one_line(text: str, limit: int) -> str:
@@ -59,6 +82,95 @@ def _traceback(text: str) -> str:
 
 def _timestamp(record: logging.LogRecord) -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z"
+
+
+def _write_in_background(formatter: logging.Formatter) -> None:
+    """Has a thread write what is written to sys.stderr, unless that is no file of the system's."""
+    try:
+        descriptor = sys.stderr.fileno()
+    except (AttributeError, OSError):  # it was closed when the process began, or is a test's
+        return
+
+    def notice(lines: int) -> str:
+        told = "%d lines of the log were dropped, because standard error took no more"
+        return formatter.format(logging.LogRecord(__name__, logging.WARNING, __file__, 0, told, (lines,), None))
+
+    writer = _BackgroundWriter(descriptor, notice)
+    sys.stderr = io.TextIOWrapper(
+        writer, encoding=sys.stderr.encoding, errors="backslashreplace", newline="\n", line_buffering=True
+    )
+    atexit.register(flush_log)
+
+
+class _BackgroundWriter(io.RawIOBase):
+    """A file whose `write` returns at once: a thread writes to the descriptor.
+
+    An event loop that logs would stand still, and its deadlines and signals with it, while nobody reads the pipe that
+    standard error may be. Lines for which there is no room are dropped, and so are those that cannot be written; how
+    many is told after the next that are written.
+    """
+
+    def __init__(self, descriptor: int, notice: Callable[[int], str]) -> None:
+        """notice: returns the line that tells how many lines were dropped."""
+        self._descriptor = descriptor
+        self._notice = notice
+        self._changed = threading.Condition()
+        self._waiting = bytearray()
+        self._writing = False
+        self._dropped = 0  # lines, not told yet
+        self._thread = threading.Thread(target=self._run, name="standard error", daemon=True)
+        self._thread.start()
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+    def isatty(self) -> bool:
+        return os.isatty(self._descriptor)
+
+    def write(self, data: Any) -> int:
+        lines = bytes(data)
+        if not self._thread.is_alive():  # this process is a fork, in which the thread does not run
+            self._write(lines)
+            return len(lines)
+        with self._changed:
+            if self._waiting and len(self._waiting) + len(lines) > _MAX_WAITING:
+                self._dropped += lines.count(b"\n")
+            else:
+                self._waiting += lines
+                self._changed.notify_all()
+        return len(lines)
+
+    def drain(self, seconds: float) -> None:
+        """Waits until all that was given to `write` is written, for so many seconds at most."""
+        if self._thread.is_alive():
+            with self._changed:
+                self._changed.wait_for(lambda: not self._waiting and not self._writing, seconds)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting)
+                lines, self._waiting = bytes(self._waiting), bytearray()
+                dropped = self._dropped
+                self._writing = True
+            failed = self._write(lines).count(b"\n")
+            told = dropped and not failed and not self._write(f"{self._notice(dropped)}\n".encode())
+            with self._changed:
+                self._dropped += failed - (dropped if told else 0)
+                self._writing = False
+                self._changed.notify_all()
+
+    def _write(self, data: bytes) -> bytes:
+        """Returns what could not be written, as on a disk that is full."""
+        try:
+            while data:
+                data = data[os.write(self._descriptor, data) :]
+        except OSError:
+            pass
+        return data
 
 
 class _LineFormatter(logging.Formatter):

@@ -13,6 +13,7 @@ import torch
 import uvloop
 from opentelemetry import trace
 
+from shared.logging import flush_log
 from shared.settings import fail
 from shared.stop_signals import ignore_stop_signals, on_stop_signal
 from shared.stubs.generate_pb2_grpc import (
@@ -141,7 +142,7 @@ async def _serve(settings: ShardSettings, model_path: Path, engine: Engine, grou
         settings.revision,
         _all_places(place, group),
         grammars,
-        on_fatal=lambda: os._exit(FATAL_STATUS),
+        on_fatal=_end_at_once,
         spans=RequestSpans(trace.get_tracer(__name__), settings.rank) if settings.otlp_endpoint else None,
     )
     add_TextGenerationServiceServicer_to_server(service, server)
@@ -161,6 +162,12 @@ async def _serve(settings: ShardSettings, model_path: Path, engine: Engine, grou
         stop_tracing()
     ignore_stop_signals()
     logger.info("shard %d has stopped", settings.rank)
+
+
+def _end_at_once() -> None:
+    """Ends the process without its clean-up, which would wait for a device that is lost."""
+    flush_log()
+    os._exit(FATAL_STATUS)
 
 
 def _grammar_queue(engine: Engine, model_path: Path) -> GrammarQueue | None:

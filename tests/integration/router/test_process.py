@@ -107,6 +107,7 @@ def test_what_a_running_router_shows(start: Start, flags: tuple[str, list[str]],
     httpx.post(f"{url}/generate", json={"inputs": "Hello", "parameters": {"max_new_tokens": 2}}, timeout=30)
     for base in (url, f"http://127.0.0.1:{port}"):
         assert "tgi_request_success 1.0" in httpx.get(f"{base}/metrics").text
+    until(lambda: "/generate answered" in process.log.read_text())
     line = json.loads(process.lines()[-1])
     assert (line["message"], line["level"], line["generated_tokens"]) == ("/generate answered", "INFO", 2)
     assert line["time_per_token"].endswith("ms")

@@ -2,12 +2,16 @@
 
 import json
 import logging
+import subprocess
+import sys
 from collections.abc import Iterator
-from typing import Any
+from pathlib import Path
+from typing import IO, Any
 
 import pytest
 
 from shared.logging import LONGEST_MESSAGE, configure_logging, one_line
+from tests.timing import SECONDS
 
 FORGED = "2026-01-01T00:00:00.000Z INFO    router: all is well"
 HOSTILE = f"name\n{FORGED}\r\x1b[31m\x00\u2028\x85"
@@ -84,3 +88,80 @@ def test_numbers_stay_numbers_in_json(capsys: pytest.CaptureFixture[str]):
 )
 def test_one_line(text: str, limit: int, expected: str):
     assert one_line(text, limit) == expected
+
+
+def program(source: str, stderr: IO[bytes] | int = subprocess.PIPE, **options: Any) -> subprocess.Popen[bytes]:
+    """Starts a process that has configured its logging."""
+    source = f"import logging, os, sys\nfrom shared.logging import *\nconfigure_logging('router')\n{source}"
+    return subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.PIPE, stderr=stderr, **options)
+
+
+def read_until(file: IO[bytes], part: bytes) -> list[bytes]:
+    read = [file.readline()]
+    while read[-1] and part not in read[-1]:
+        read.append(file.readline())
+    return read
+
+
+@pytest.mark.parametrize("end", ["raise RuntimeError", "flush_log(); os._exit(1)"])
+def test_a_reader_that_stands_still_does_not_stop_the_process(end: str):
+    more_than_a_pipe_holds = "for _ in range(100): logging.error('x' * 1000); print('y' * 1000, file=sys.stderr)\n"
+    with program(more_than_a_pipe_holds + end) as running:
+        assert running.wait(SECONDS) == 1
+
+
+def test_dropped_lines_are_counted_once_their_reader_goes_on():
+    more_than_is_kept = "for number in range(12_000): logging.error('%d %s', number, 'x' * 1000)\n"
+    then = "print('logged', flush=True); sys.stdin.read(); logging.error('after')"
+    with program(more_than_is_kept + then, stdin=subprocess.PIPE) as running:
+        assert running.stdin
+        assert running.stdout
+        assert running.stderr
+        assert running.stdout.readline() == b"logged\n"
+        *read, notice = read_until(running.stderr, b" were dropped")
+        running.stdin.close()
+        after = running.stderr.read().splitlines()
+    numbers = [int(line.split()[3]) for line in read]
+    assert numbers == list(range(len(numbers)))
+    assert f"WARNING router: {12_000 - len(numbers)} lines of the log were dropped".encode() in notice
+    assert [line.split()[-1] for line in after] == [b"after"]
+
+
+@pytest.mark.parametrize(
+    ("end", "last"),
+    [
+        ("", []),
+        ("raise ValueError('third')", ["ValueError: third"]),
+        ("sys.exit('third')", ["third"]),
+        ("flush_log(); os._exit(1)", []),
+        ("if os.fork(): os.wait()\nelse: logging.error('third'); os._exit(0)", ["third"]),
+    ],
+)
+def test_last_lines_are_written_in_order(end: str, last: list[str]):
+    with program(f"logging.error('first')\nprint('second', file=sys.stderr)\n{end}") as running:
+        _, errors = running.communicate(timeout=SECONDS)
+    lines = [line for line in errors.decode().splitlines() if not line.startswith(("Traceback", "  "))]
+    assert lines[0].endswith("ERROR   router: first")
+    assert [line.rpartition("router: ")[2] for line in lines[1:]] == ["second", *last]
+
+
+def test_a_disk_that_is_full_for_a_while_costs_the_lines_of_that_while(tmp_path: Path):
+    log = tmp_path / "log"
+    source = """
+import resource, signal
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+bounds = resource.getrlimit(resource.RLIMIT_FSIZE)
+logging.error('first')
+flush_log()
+resource.setrlimit(resource.RLIMIT_FSIZE, (os.fstat(2).st_size, bounds[1]))
+for _ in range(3):
+    logging.error('lost')
+    flush_log()
+resource.setrlimit(resource.RLIMIT_FSIZE, bounds)
+logging.error('last')
+"""
+    with log.open("wb") as file, program(source, stderr=file) as running:
+        assert running.wait(SECONDS) == 0
+    first, last, notice = log.read_text().splitlines()
+    assert (first.split()[-1], last.split()[-1]) == ("first", "last")
+    assert "3 lines of the log were dropped" in notice
