@@ -148,12 +148,13 @@ class ProcessLog:
         if not line:
             return
         level, message = _parse(line)
+        if level is None or level in ERROR_LEVELS:
+            self.last_error = message.removeprefix(f"{self._name}: ").strip()
         if level is None:
             logger.info("%s: %s", self._name, line.removeprefix(f"{self._name}: "))
         else:
-            print(line, file=sys.stderr, flush=True)
-        if level is None or level in ERROR_LEVELS:
-            self.last_error = message.removeprefix(f"{self._name}: ").strip()
+            with contextlib.suppress(OSError):  # the disk of the log may be full for a while
+                print(line, file=sys.stderr, flush=True)
 
 
 def _parse(line: str) -> tuple[str | None, str]:
@@ -161,9 +162,10 @@ def _parse(line: str) -> tuple[str | None, str]:
     if line.startswith("{"):
         try:
             entry = json.loads(line)
-            return entry["level"], entry["message"]
-        except (ValueError, KeyError):
+        except (ValueError, RecursionError):
             return None, line
+        level, message = entry.get("level"), entry.get("message")
+        return (level, message) if isinstance(level, str) and isinstance(message, str) else (None, line)
     match = LOG_LINE.fullmatch(line)
     return (match["level"], match["message"]) if match else (None, line)
 

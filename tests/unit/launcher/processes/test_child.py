@@ -1,3 +1,5 @@
+import errno
+import io
 import json
 import math
 import os
@@ -39,6 +41,35 @@ async def test_other_lines_get_a_name(caplog: pytest.LogCaptureFixture) -> None:
     log = await follow("shard-0", b"Killed\n\n{not json}\nshard-0: out of luck \xff")
     assert caplog.messages == ["shard-0: Killed", "shard-0: {not json}", "shard-0: out of luck \ufffd"]
     assert log.last_error == "out of luck \ufffd"
+
+
+@pytest.mark.parametrize(
+    "line", ['{"level": "ERROR", "message": 3}', '{"level": [], "message": "lost"}', '{"a":' * 10_000]
+)
+async def test_json_that_is_no_log_line_is_text(line: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    log = await follow("router", f"{line}\nafter\n".encode())
+    assert caplog.messages == [f"router: {line}", "router: after"]
+    assert log.last_error == "after"
+
+
+async def test_a_log_that_cannot_be_written_for_a_while_is_read_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Disk(io.StringIO):
+        full = True
+
+        def write(self, text: str) -> int:
+            if self.full and text == "\n":
+                self.full = False
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return super().write(text)
+
+    disk = Disk()
+    monkeypatch.setattr("sys.stderr", disk)
+    log = await follow("shard-0", f"{ERROR}\n{LINE}\n".encode())
+    assert disk.getvalue().endswith(f"{LINE}\n")
+    assert log.last_error == "no memory"
 
 
 async def test_a_line_may_be_long(caplog: pytest.LogCaptureFixture) -> None:
