@@ -40,8 +40,8 @@ class Adapter:
 class Adapters:
     """Adds and removes adapters, and decides which of them the shards hold.
 
-    on_ready: called when an adapter has become ready. on_failure: called with an adapter that could not be made ready,
-    and the reason. in_use: returns True while the shards may compute something with an adapter.
+    on_ready: called when an adapter has become ready, or its place free. on_failure: called with an adapter that could
+    not be made ready, and the reason. in_use: returns True while the shards may compute something with an adapter.
     """
 
     def __init__(self, shards: ShardedClient, max_loras: int) -> None:
@@ -84,13 +84,12 @@ class Adapters:
             self._held[adapter.key] = adapter
         try:
             response = await self._shards.load_adapter(adapter.key, folder, check_only=not hold)
-        except RouterError:
+        except BaseException as error:
             self._held.pop(adapter.key, None)
-            with suppress(RouterError):  # some of the shards may hold it
-                await self._shards.unload_adapter(adapter.key)
-            raise
-        except BaseException:
-            self._held.pop(adapter.key, None)
+            self.on_ready()
+            if isinstance(error, RouterError):
+                with suppress(RouterError):  # some of the shards may hold it
+                    await self._shards.unload_adapter(adapter.key)
             raise
         finally:
             self._adding.remove(adapter_id)
@@ -132,8 +131,8 @@ class Adapters:
 
     @property
     def loading(self) -> bool:
-        """True while an adapter is made ready for requests that wait for it."""
-        return any(each.loading is not None for each in self._held.values())
+        """True while an adapter is made ready: requests that wait for its place, or for itself, are heard of again."""
+        return any(not each.ready for each in self._held.values())
 
     def close(self) -> None:
         """Waits for no adapter any more."""

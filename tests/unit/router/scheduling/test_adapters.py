@@ -7,6 +7,7 @@ import pytest
 
 from tests.fakes.recording_sink import RecordingSink
 from tests.fakes.simulation import AdapterShards, Simulation
+from tests.timing import eventually
 from tgi_server.router.errors import InvalidRequest, NoSuchAdapter
 from tgi_server.router.scheduling.adapters import Adapters
 from tgi_server.router.scheduling.shard_client import ShardedClient
@@ -90,6 +91,32 @@ async def test_steps_go_on_while_an_adapter_is_read() -> None:
     served.shards.loading.set()
     await served.run()
     assert waiting.reason is not None
+
+
+@pytest.mark.parametrize("refused", [False, True])
+async def test_requests_wait_quietly_for_the_place_of_an_adapter_that_is_being_added(
+    refused: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    served = Served(max_loras=1)
+    await served.add("a", "b")
+    await served.adapters.remove("a")
+    served.shards.loading.clear()
+    adding = asyncio.create_task(served.add("c"))
+    await asyncio.sleep(0)
+    waiting = served.submit("b")
+    served.simulation.scheduler.start()
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert not caplog.messages
+    if refused:
+        served.shards.broken.add("/adapters/c")
+    served.shards.loading.set()
+    await eventually(lambda: waiting.ended)
+    assert waiting.reason is not None
+    assert served.shards.held == ["b#2"]
+    await asyncio.wait([adding])
+    assert (adding.exception() is not None) == refused
+    await served.simulation.scheduler.stop()
 
 
 async def test_with_one_place_every_turn_is_an_eviction() -> None:
