@@ -12,6 +12,7 @@ from pathlib import Path
 import grpc
 import torch
 
+from shared.logging import one_line
 from shared.stubs import generate_pb2 as pb
 from shared.stubs.generate_pb2_grpc import TextGenerationServiceServicer
 from tgi_server.engine import Engine
@@ -30,6 +31,9 @@ from tgi_server.shard.grammar_queue import GrammarQueue
 from tgi_server.shard.tracing import RequestSpans
 
 logger = logging.getLogger(__name__)
+
+# Characters of a status's message. Each may take 12 bytes, as gRPC escapes it, and 8 KiB of metadata surely arrive.
+_LONGEST_REASON = 600
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +151,8 @@ class TextGenerationService(TextGenerationServiceServicer):
         try:
             yield
         except (EngineError, RuntimeError) as error:
-            await context.abort(*self._explain(error))
+            status, reason = self._explain(error)
+            await context.abort(status, one_line(reason, _LONGEST_REASON))
 
     def _explain(self, error: Exception) -> tuple[grpc.StatusCode, str]:
         """Returns status and message for the router, and logs what an operator has to know."""

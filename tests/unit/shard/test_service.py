@@ -144,6 +144,11 @@ async def test_warming_up_tells_what_fits(stub: Any, engine: Engine):
     ("fault", "status", "told"),
     [
         (InvalidCall("a chunk past the end"), grpc.StatusCode.FAILED_PRECONDITION, "a chunk past the end"),
+        (
+            InvalidAdapter("key \ud800 is " + "\U0001f370" * 10_000),
+            grpc.StatusCode.FAILED_PRECONDITION,
+            "key \\ud800 is",
+        ),
         (NotEnoughMemory("no room"), grpc.StatusCode.RESOURCE_EXHAUSTED, "no room"),
         (torch.cuda.OutOfMemoryError("6 GiB"), grpc.StatusCode.RESOURCE_EXHAUSTED, "out of device memory"),
         (PeerLost("shard 1 has ended"), grpc.StatusCode.INTERNAL, "shard 1 has ended"),
