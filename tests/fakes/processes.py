@@ -22,7 +22,7 @@ while True:
 """
 
 ROUTER = """
-import http.server, signal, sys, time
+import http.server, os, signal, socket, sys, time
 port, drain, marker = int(sys.argv[1]), float(sys.argv[2]), sys.argv[3]
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
@@ -34,7 +34,11 @@ def stop(*_):
     open(marker, "a").write("router stopped\\n")
     sys.exit(0)
 signal.signal(signal.SIGTERM, stop)
-http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
+server = http.server.HTTPServer(("127.0.0.1", port), Handler)
+ready = socket.socket(socket.AF_UNIX)
+ready.bind(os.path.join(os.path.dirname(marker), "shard-0-router"))
+ready.listen()
+server.serve_forever()
 """
 
 
@@ -48,5 +52,5 @@ def shard(rank: int, path: Path, marker: Path, seconds: float = 0) -> Command:
 
 
 def router(port: int, marker: Path, drain: float = 0) -> Command:
-    """Takes `drain` seconds to stop."""
+    """Takes `drain` seconds to stop. The sockets are in the folder of `marker`."""
     return program("router", ROUTER, port, drain, marker)

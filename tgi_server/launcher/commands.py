@@ -6,6 +6,7 @@ from pathlib import Path
 
 from tgi_server.launcher.machine import free_port
 from tgi_server.launcher.processes.child import Command
+from tgi_server.launcher.processes.sockets import router_socket
 from tgi_server.launcher.settings import LauncherSettings
 from tgi_server.router.adapter_source import AdapterSource
 from tgi_server.router.settings import ServingSettings
@@ -48,6 +49,7 @@ def router(settings: LauncherSettings, folder: Path, sockets: list[Path]) -> Com
     """Returns the router's command. The API key is a variable: a command line can be read by every user."""
     arguments = _flags(settings, ROUTER_FLAGS)
     arguments += [f"--tokenizer-name={folder}", f"--master-shard-uds-path={sockets[0]}"]
+    arguments.append(f"--ready-uds-path={router_socket(sockets[0])}")
     environment = {"API_KEY": settings.api_key} if settings.api_key else {}
     return Command("router", _python("tgi_server.router.cli", arguments), environment)
 

@@ -186,6 +186,9 @@ class RouterSettings(ServingSettings):
         default="/tmp/text-generation-server-0",  # noqa: S108  # TGI's default, which a shard has, too
         description="Socket of the first shard.",
     )
+    ready_uds_path: Path | None = Field(
+        default=None, description="A Unix socket that listens once the router serves: its launcher looks there."
+    )
     otlp_service_name: str = Field(default="text-generation-inference.router", description="Name in traces.")
 
 

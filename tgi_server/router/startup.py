@@ -5,9 +5,10 @@ import gc
 import ipaddress
 import logging
 import socket
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from time import monotonic
 
 from starlette.types import ASGIApp
@@ -18,7 +19,7 @@ from shared.stubs import generate_pb2 as pb
 from tgi_server.router.api.access import AccessRules
 from tgi_server.router.api.app import create_app, metrics_app
 from tgi_server.router.api.connections import Connections, connection_limits
-from tgi_server.router.api.server import HttpServer, drain, listen
+from tgi_server.router.api.server import HttpServer, drain, listen, reserve
 from tgi_server.router.errors import RouterError, StartupError, Unhealthy
 from tgi_server.router.metrics import Metrics
 from tgi_server.router.request import Limits
@@ -60,10 +61,10 @@ async def run(settings: RouterSettings) -> None:
     assert task is not None
     on_stop_signal(task.cancel)
     limits = connection_limits(settings.max_connections, settings.max_connections_per_address)
-    listener = listen(settings.hostname, settings.port, "--port")
+    listener = reserve(settings.hostname, settings.port, "--port")
     metrics_listener = None
     if settings.prometheus_port:
-        metrics_listener = listen(settings.hostname, settings.prometheus_port, "--prometheus-port")
+        metrics_listener = reserve(settings.hostname, settings.prometheus_port, "--prometheus-port")
     async with assembled(settings) as service:
         _collect_garbage_seldom()
         app: ASGIApp = create_app(service, access_rules(settings, listener))
@@ -74,10 +75,25 @@ async def run(settings: RouterSettings) -> None:
             app = metrics_app(service.metrics)
             servers[HttpServer(app, _METRICS_GRACE_SECONDS, patience, scrapers)] = metrics_listener
         on_stop_signal(lambda: drain(servers))
+        listen(servers.values())
         logger.info("ready on http://%s:%d", settings.hostname, listener.getsockname()[1])
-        await asyncio.gather(*(server.serve([each]) for server, each in servers.items()))
+        with _known_as_ready(settings.ready_uds_path):
+            await asyncio.gather(*(server.serve([each]) for server, each in servers.items()))
     ignore_stop_signals()
     logger.info("stopped")
+
+
+@contextmanager
+def _known_as_ready(path: Path | None) -> Iterator[None]:
+    """Listens on a Unix socket while the router serves, as shards do. Nothing is said there."""
+    if path is None:
+        yield
+        return
+    path.unlink(missing_ok=True)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen()
+        yield
 
 
 @asynccontextmanager

@@ -12,6 +12,7 @@ import pytest
 from tests.conftest import FreePort
 from tests.integration.router.process import READY_SECONDS, Process, Start
 from tests.timing import until
+from tgi_server.launcher.processes.sockets import is_listening
 
 
 def last_line(process: Process) -> str:
@@ -99,11 +100,13 @@ def test_who_asks_it_to_stop_again_and_again_does_not_make_it_fail(start: Start,
     assert "Traceback" not in process.log.read_text()
 
 
-def test_what_a_running_router_shows(start: Start, flags: tuple[str, list[str]], free_port: FreePort):
-    """Metrics on a port of their own, log lines as JSON; and it has not loaded torch."""
+def test_what_a_running_router_shows(start: Start, flags: tuple[str, list[str]], free_port: FreePort, tmp_path: Path):
+    """Metrics on a port of their own, log lines as JSON, to its launcher that it serves; it has not loaded torch."""
     url, arguments = flags
     port = free_port()
-    process = start(*arguments, f"--prometheus-port={port}", "--json-output").until_ready(url)
+    process = start(*arguments, f"--prometheus-port={port}", "--json-output", f"--ready-uds-path={tmp_path / 'ready'}")
+    process.until_ready(url)
+    until(lambda: is_listening(tmp_path / "ready"))
     httpx.post(f"{url}/generate", json={"inputs": "Hello", "parameters": {"max_new_tokens": 2}}, timeout=30)
     for base in (url, f"http://127.0.0.1:{port}"):
         assert "tgi_request_success 1.0" in httpx.get(f"{base}/metrics").text

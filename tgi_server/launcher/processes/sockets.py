@@ -1,4 +1,4 @@
-"""The Unix sockets on which shards listen."""
+"""The Unix sockets on which shards and router listen."""
 
 import shutil
 import socket
@@ -32,8 +32,14 @@ def shard_sockets(path: Path | None, ranks: Iterable[int]) -> Iterator[list[Path
         for each in sockets:
             each.unlink(missing_ok=True)
             grammar_socket(each).unlink(missing_ok=True)
+            router_socket(each).unlink(missing_ok=True)
         if folder:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def router_socket(first_shard: Path) -> Path:
+    """Returns the socket on which the router listens once it serves, beside that of its first shard."""
+    return first_shard.with_name(f"{first_shard.name}-router")
 
 
 def is_listening(path: Path) -> bool:

@@ -10,13 +10,12 @@ from typing import Any
 from tgi_server.launcher.errors import ProcessEndedError
 from tgi_server.launcher.nodes.peers import Peers
 from tgi_server.launcher.processes.child import ENDED_BY_ITSELF, LOST_A_PEER, Child, Command
-from tgi_server.launcher.processes.sockets import is_listening
+from tgi_server.launcher.processes.sockets import is_listening, router_socket
 
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.05
 REPORT_SECONDS = 10
-HEALTH_SECONDS = 5.0
 # Seconds that the router has, after the drain, for aborting requests that still run.
 ABORT_SECONDS = 3.0
 # Seconds that processes have for ending once one of them has died: enough to tell clients.
@@ -146,11 +145,14 @@ class Supervisor:
         return min((child for child in self._children if child.ended.done()), key=Child.cause_rank)
 
     async def _ready(self) -> None:
-        """Returns when the router serves. Logs now and then what is waited for."""
+        """Returns when the router says that it serves. Logs now and then what is waited for.
+
+        Whoever answers on its port may be another server, which had the port first.
+        """
         start = time.monotonic()
         report = start + REPORT_SECONDS
         waiting = dict(zip((shard.name for shard in self._shards), self._sockets, strict=True))
-        while waiting or (self._router is not None and not await is_healthy(*self._address)):
+        while waiting or (self._router is not None and not is_listening(router_socket(self._sockets[0]))):
             await asyncio.sleep(POLL_SECONDS)
             waiting = {name: socket for name, socket in waiting.items() if not is_listening(socket)}
             if time.monotonic() > report:
@@ -179,21 +181,6 @@ class Supervisor:
         await asyncio.gather(*(shard.stop(min(grace, SHARD_SECONDS)) for shard in shards))
         if self._peers is not None:
             await self._peers.close()
-
-
-async def is_healthy(host: str, port: int) -> bool:
-    """Returns True if `GET /health` gets status 200. So little HTTP needs no client library."""
-    try:
-        async with asyncio.timeout(HEALTH_SECONDS):
-            reader, writer = await asyncio.open_connection(host, port)
-            try:
-                head = f"GET /health HTTP/1.1\r\nHost: {authority(host, port)}\r\nConnection: close\r\n\r\n"
-                writer.write(head.encode())
-                return (await reader.readline()).split()[1:2] == [b"200"]
-            finally:
-                writer.close()
-    except OSError:
-        return False
 
 
 def authority(host: str, port: int) -> str:

@@ -6,8 +6,10 @@ import errno
 import logging
 import math
 import socket
+import sys
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
+from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -60,7 +62,7 @@ class HttpServer(uvicorn.Server):
         def connection() -> ClientConnection:
             return ClientConnection(self.config, self.server_state, app_state={})
 
-        acceptors = [Acceptor(each, _BACKLOG, connection, self.open_connections) for each in sockets or ()]
+        acceptors = [Acceptor(each, connection, self.open_connections) for each in sockets or ()]
         self.servers = acceptors  # type: ignore[assignment]  # they are closed in the same way
         self.started = True
 
@@ -103,9 +105,7 @@ class Acceptor:
     The event loop's own way of accepting would count nobody, and uvloop's closes the listener on such an error.
     """
 
-    def __init__(
-        self, listener: socket.socket, backlog: int, make: Callable[[], ClientConnection], connections: Connections
-    ) -> None:
+    def __init__(self, listener: socket.socket, make: Callable[[], ClientConnection], connections: Connections) -> None:
         self._listener = listener
         self._make = make
         self._connections = connections
@@ -114,7 +114,6 @@ class Acceptor:
         self._refused: set[socket.socket] = set()
         self._paused: asyncio.TimerHandle | None = None
         listener.setblocking(False)
-        listener.listen(backlog)
         self._resume()
 
     def close(self) -> None:
@@ -209,16 +208,43 @@ def _bound_silence(listeners: Iterable[socket.socket], seconds: int) -> None:
             listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, seconds)
 
 
-def listen(hostname: str, port: int, flag: str) -> socket.socket:
-    """Takes the port before anything is loaded, so that a port in use is told at once."""
+class ReservedSocket(socket.socket):
+    """A socket that has its port to itself from `bind` on. Clients are refused until it listens.
+
+    A server that is started again needs SO_REUSEADDR; with it, Linux lets any number of sockets bind to a port until
+    one of them listens. So each holds, until then, a name that only one may have: that of an abstract Unix socket
+    (unix(7)), which is gone with its process.
+    """
+
+    def __init__(self, family: int, kind: int, protocol: int) -> None:
+        super().__init__(family, kind, protocol)
+        self._name = socket.socket(socket.AF_UNIX)
+
+    def bind(self, address: Any) -> None:
+        host, port = address[:2]
+        if sys.platform == "linux" and port:
+            self._name.bind(f"\0text-generation-router {host} {port}")
+        self.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        super().bind(address)
+
+    def listen(self, backlog: int = _BACKLOG) -> None:
+        super().listen(backlog)
+        self._name.close()
+
+    def close(self) -> None:
+        self._name.close()
+        super().close()
+
+
+def reserve(hostname: str, port: int, flag: str) -> ReservedSocket:
+    """Takes the port before anything is loaded, so that a port in use is told at once. Raises StartupError."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             hostname, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
     except OSError as error:
         raise StartupError(f"cannot listen on {hostname!r} (--hostname): {error.strerror}") from error
-    listener = socket.socket(family, kind, protocol)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener = ReservedSocket(family, kind, protocol)
     try:
         listener.bind(address)
     except OSError as error:
@@ -226,3 +252,13 @@ def listen(hostname: str, port: int, flag: str) -> socket.socket:
         raise StartupError(f"cannot listen on {hostname}:{port} ({flag}): {error.strerror}") from error
     listener.setblocking(False)
     return listener
+
+
+def listen(listeners: Iterable[ReservedSocket]) -> None:
+    """Lets clients in. Raises StartupError when another kind of server has taken a port since it was reserved."""
+    for each in listeners:
+        host, port = each.getsockname()[:2]
+        try:
+            each.listen()
+        except OSError as error:
+            raise StartupError(f"cannot listen on {host}:{port}: {error.strerror}") from error

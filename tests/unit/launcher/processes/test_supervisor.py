@@ -1,7 +1,9 @@
 import asyncio
 import contextlib
+import http.server
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +13,8 @@ import pytest
 
 from tests.fakes import processes
 from tgi_server.launcher.errors import ProcessEndedError
-from tgi_server.launcher.processes.supervisor import Supervisor, is_healthy
+from tgi_server.launcher.processes.sockets import is_listening, router_socket
+from tgi_server.launcher.processes.supervisor import Supervisor
 
 BROKEN = "print('loading'); raise SystemExit('shard-1: no memory left')"
 
@@ -31,7 +34,7 @@ class Server:
         """Once the server is ready, `events` happen, a moment apart. Returns how long it then took to end (seconds)."""
         supervisor = Supervisor(self.shards, self.sockets, self.router, ("127.0.0.1", self.port), self.grace)
         running = asyncio.create_task(supervisor.run())
-        while not (await is_healthy("127.0.0.1", self.port) and all(path.exists() for path in self.sockets)):
+        while not all(map(is_listening, (*self.sockets, router_socket(self.sockets[0])))):
             assert not running.done(), "ended before it was ready"
             await asyncio.sleep(0.02)
         start = time.monotonic()
@@ -97,6 +100,29 @@ async def test_a_shard_that_dies_while_others_load_is_named_with_its_last_words(
     with pytest.raises(ProcessEndedError, match=r"shard-1 ended with exit code 1: no memory left$"):
         await Supervisor(server.shards, server.sockets, server.router, ("127.0.0.1", server.port), 5).run()
     assert time.monotonic() - start < 10
+
+
+async def test_a_server_that_had_the_port_first_is_not_taken_for_the_router(
+    server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    wait = f"import os, time\nwhile not os.path.exists({str(server.sockets[0])!r}): time.sleep(0.01)\n"
+    server.shards, server.sockets = server.shards[:1], server.sockets[:1]
+    server.router = processes.program("router", f"{wait}time.sleep(0.5); raise SystemExit('the port is in use')")
+    caplog.set_level("INFO")
+
+    class Healthy(http.server.SimpleHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+
+    with http.server.HTTPServer(("127.0.0.1", server.port), Healthy) as other:
+        threading.Thread(target=other.serve_forever).start()
+        try:
+            with pytest.raises(ProcessEndedError, match="router ended with exit code 1: the port is in use"):
+                await Supervisor(server.shards, server.sockets, server.router, other.server_address, 5).run()
+        finally:
+            other.shutdown()
+    assert not [line for line in caplog.messages if "ready" in line]
 
 
 async def test_a_shard_that_only_missed_another_one_is_not_the_one_that_is_named(server: Server) -> None:

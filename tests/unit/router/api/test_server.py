@@ -10,21 +10,37 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tgi_server.router.api.connections import ClientConnection, Connections
-from tgi_server.router.api.server import Acceptor, HttpServer, drain, listen
+from tgi_server.router.api.server import Acceptor, HttpServer, drain, listen, reserve
 from tgi_server.router.errors import StartupError
 
 
 def test_a_port_in_use_is_told_with_its_flag():
-    with listen("127.0.0.1", 0, "--port") as listener:
-        port = listener.getsockname()[1]
-        listener.listen()
+    with reserve("127.0.0.1", 0, "--port") as free:
+        port = free.getsockname()[1]
+    with reserve("127.0.0.1", port, "--port") as listener:
         with pytest.raises(StartupError, match=rf"^cannot listen on 127\.0\.0\.1:{port} \(--port\): "):
-            listen("127.0.0.1", port, "--port")
+            reserve("127.0.0.1", port, "--port")
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port))
+        listen([listener])
+        socket.create_connection(("127.0.0.1", port)).close()
+        with pytest.raises(StartupError, match=rf"^cannot listen on 127\.0\.0\.1:{port} \(--port\): "):
+            reserve("127.0.0.1", port, "--port")
+    reserve("127.0.0.1", port, "--port").close()
+
+
+def test_a_port_that_another_server_takes_after_all_is_told():
+    with (
+        reserve("127.0.0.1", 0, "--port") as listener,
+        socket.create_server(("", listener.getsockname()[1])),
+        pytest.raises(StartupError, match=r"^cannot listen on 127\.0\.0\.1:\d+: "),
+    ):
+        listen([listener])
 
 
 def test_an_unknown_host_name_is_told_with_its_flag():
     with pytest.raises(StartupError, match=r"^cannot listen on 'no such host' \(--hostname\): "):
-        listen("no such host", 0, "--port")
+        reserve("no such host", 0, "--port")
 
 
 def test_a_second_signal_breaks_the_drain_off():
@@ -64,7 +80,7 @@ def acceptor(listener: Listener, connections: Connections, app: ASGIApp = respon
     def connection() -> ClientConnection:
         return ClientConnection(server.config, server.server_state, app_state={})
 
-    return Acceptor(listener, 8, connection, connections)  # type: ignore[arg-type]
+    return Acceptor(listener, connection, connections)  # type: ignore[arg-type]
 
 
 async def first_line(address: tuple[str, int]) -> bytes:
