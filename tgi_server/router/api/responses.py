@@ -67,6 +67,9 @@ def error_response(error: RouterError, path: str, headers: Headers) -> Response:
 
 # A string as JSON, characters beyond ASCII left as they are.
 quoted: Callable[[str], str] = encode_basestring
+# Characters that end a line for `str.splitlines`, by which many clients (huggingface_hub's) read events. In JSON they
+# can only stand within strings, where control characters have been escaped already.
+_LINE_ENDS = {ord(character): f"\\u{ord(character):04x}" for character in "\x85\u2028\u2029"}
 
 
 def number(value: float | None) -> str:
@@ -99,12 +102,17 @@ def _top(tokenizer: TextTokenizer, ids: Sequence[int], logprobs: Sequence[float]
 
 def event(json_text: str) -> bytes:
     """Returns one server-sent event."""
-    return f"data:{json_text}\n\n".encode()
+    return f"data:{_on_one_line(json_text)}\n\n".encode()
 
 
 def named_event(name: str, json_text: str) -> bytes:
     """Returns one server-sent event with a name."""
-    return f"event: {name}\ndata: {json_text}\n\n".encode()
+    return f"event: {name}\ndata: {_on_one_line(json_text)}\n\n".encode()
+
+
+def _on_one_line(json_text: str) -> str:
+    """Returns the same JSON, which is one line however its reader tells lines apart."""
+    return json_text if json_text.isascii() else json_text.translate(_LINE_ENDS)
 
 
 def compute_headers(compute_type: str, *, characters: int) -> dict[str, str]:

@@ -8,7 +8,15 @@ from starlette.datastructures import Headers
 
 from shared.stubs.generate_pb2 import TopTokens
 from tests.fakes.vocabularies import EOS, byte_level
-from tgi_server.router.api.responses import error_response, error_text, event, number, token_json, top_tokens_json
+from tgi_server.router.api.responses import (
+    error_response,
+    error_text,
+    event,
+    named_event,
+    number,
+    token_json,
+    top_tokens_json,
+)
 from tgi_server.router.api.responses import timing_headers as headers_of
 from tgi_server.router.errors import GenerationFailed, InvalidRequest, Overloaded, Unauthorized
 from tgi_server.router.metrics import RequestTimes
@@ -56,6 +64,15 @@ def test_a_logprob_that_json_cannot_say_is_null(value: float | None, text: str):
 def test_a_tokens_text_survives_json(text: str):
     told = json.loads(token_json(7, text, -0.5, special=False))
     assert told == {"id": 7, "text": text, "logprob": -0.5, "special": False}
+
+
+@pytest.mark.parametrize("character", [*map(chr, range(0x20)), "\x7f", "\x85", "\u2028", "\u2029", "\ufeff"], ids=ascii)
+def test_an_event_is_one_line_for_every_reader(character: str):
+    told = token_json(7, f"ü{character}x", -0.5, special=False)
+    for written in (event(told), named_event("token", told)):
+        *_, data, end = written.decode().splitlines()
+        assert end == ""
+        assert json.loads(data.removeprefix("data:"))["text"] == f"ü{character}x"
 
 
 def test_the_most_likely_tokens_name_special_ones():
