@@ -80,8 +80,17 @@ ENFORCED: dict[str, list[Group]] = {
         group({"type": "string", "pattern": "^[a-c]+$"}, ["abc"], ["", "abd"]),
         group({"type": "string", "pattern": "[0-9]"}, ["a1b"], ["ab"]),
     ],
-    "minimum": [group({"type": "integer", "minimum": 3}, [3, 100], [2, -5]), group({"minimum": 1}, ["a", 2], [0])],
-    "maximum": [group({"type": "number", "maximum": 1.5}, [1.5, -3], [1.51, 2])],
+    "minimum": [
+        group({"type": "integer", "minimum": 3}, [3, 100], [2, -5]),
+        group({"minimum": 1}, ["a", 2], [0]),
+        group({"type": "number", "minimum": -1e300}, [-1.5, 10**30], [-1e301]),
+        group({"minimum": -float(2**63 - 2**10)}, [-1.5, 2], [-1e301]),
+    ],
+    "maximum": [
+        group({"type": "number", "maximum": 1.5}, [1.5, -3], [1.51, 2]),
+        group({"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}, [-3, 2**62], [2**63, -(2**64)]),
+        group({"type": "integer", "minimum": 0, "maximum": 10**400}, [0, 2**62], [-1]),
+    ],
     "exclusiveMinimum": [group({"type": "integer", "exclusiveMinimum": 3}, [4], [3])],
     "exclusiveMaximum": [group({"type": "integer", "exclusiveMaximum": 3}, [2], [3])],
     "multipleOf": [
@@ -329,4 +338,5 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
         {"$dynamicRef": "#a", "$defs": {"x": {"$dynamicAnchor": "a"}, "y": {"$dynamicAnchor": "a"}}},
     ),
     "const, enum: numbers beyond 2^53, control characters": ("const", {"const": 2**53 + 1}),
+    "minimum of 10^18 and more, maximum of -10^18 and less": ("minimum", {"type": "number", "minimum": 1e300}),
 }

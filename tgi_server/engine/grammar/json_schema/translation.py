@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from math import isfinite, nextafter
+from math import nextafter
 from typing import Any
 
 from llguidance import LLMatcher
@@ -180,22 +180,30 @@ def _amount(scope: _Translation, part: Part) -> dict[str, Any]:
     return {part.keyword: int(part.value)}
 
 
+# llguidance knows no bounds further from 0 than the largest float that is a 64-bit integer, and none that leave only
+# numbers of 19 digits and more.
+_WIDEST_BOUND = 2**63 - 2**10
+_NARROWEST_BOUND = 10**18 - 2**10  # beyond it, the library takes floats for 10^18
+
+
 def _bound(scope: _Translation, part: Part) -> dict[str, Any]:
-    """Takes a bound as llguidance does, as a float; draft 4 has `true` for a bound that is not allowed itself."""
+    """Takes a bound as llguidance does, as a float; draft 4 has `true` for a bound that is not allowed itself.
+
+    A bound that is too far from 0 is drawn nearer, if that allows nothing that it forbids. Raises Unenforceable.
+    """
     value = part.value
     if isinstance(value, bool):
         inclusive = part.source.get(_INCLUSIVE[part.keyword])
         if not value or not is_number(inclusive):
             return {}
         value = inclusive
-    try:
-        bound = float(value)
-    except OverflowError:
-        bound = float("inf")
-    if not isfinite(bound):
+    lower = part.keyword.endswith("inimum")
+    if value <= -_WIDEST_BOUND if lower else value >= _WIDEST_BOUND:
+        return {part.keyword: -_WIDEST_BOUND if lower else _WIDEST_BOUND}
+    if not (value <= _NARROWEST_BOUND if lower else value >= -_NARROWEST_BOUND):
         raise Unenforceable("is too large")
+    bound = float(value)
     if bound != value:
-        lower = part.keyword.endswith("inimum")
         while (bound < value) if lower else (bound > value):
             bound = nextafter(bound, float("inf") if lower else float("-inf"))
     return {part.keyword: value if bound == value else bound}
