@@ -54,12 +54,14 @@ _CONFIG = TokenizerConfig(bos_token=BOS, eos_token=EOS, chat_templates={DEFAULT_
 class ScriptedScheduler:
     """Stands in for the scheduler: each request gets the next of `texts`, and the last one again and again.
 
+    end: the token with which the model ends each of them.
     error: what requests fail with instead, while it is set. held: requests are queued and get nothing.
     submitted: the requests so far. cancelled: the ids of those that were forgotten.
     """
 
     def __init__(self, tokenizer: TextTokenizer) -> None:
         self.texts = ["hello world"]
+        self.end = EOS
         self.error: RouterError | None = None
         self.held = False
         self.submitted: list[ValidRequest] = []
@@ -82,7 +84,7 @@ class ScriptedScheduler:
         if self.error is not None:
             request.sink.failed(self.error)
             return
-        ids = self._tokenizer.encode(text + EOS, add_special_tokens=False).ids
+        ids = self._tokenizer.encode(text + self.end, add_special_tokens=False).ids
         reason = FinishReason.EOS_TOKEN
         if len(ids) > request.stopping.max_new_tokens:
             ids, reason = ids[: request.stopping.max_new_tokens], FinishReason.LENGTH

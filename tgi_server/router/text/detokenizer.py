@@ -71,7 +71,7 @@ class StopSequences:
 
     def contain(self, text: str) -> bool:
         """Returns True if `text` may be part of a stop sequence. Special tokens are looked at: they are not shown."""
-        return any(text in sequence or sequence in text for sequence in self._sequences)
+        return any(text in sequence for sequence in self._sequences)
 
     def feed(self, text: str) -> tuple[str, bool]:
         """Takes the next piece; returns what may be shown of the text now, and whether a stop sequence is complete."""

@@ -131,11 +131,11 @@ class TokenStream(Generic[F]):
             reason = finish_reason_from_message(generation.finish_reason) if position == last else None
             special = token_id in self._special_tokens
             stop_token = token_id in self._stop_ids and self.generated_tokens > self._min_tokens
-            if stop_token:
+            if stop_token or reason is FinishReason.EOS_TOKEN:  # no part of the text, nor of a stop sequence
                 text, visible, stopped = self._tokenizer.token_text(token_id), "", False
                 reason = FinishReason.EOS_TOKEN
             elif special:
-                text, visible, stopped = self._special(token_id, ends=reason is FinishReason.EOS_TOKEN)
+                text, visible, stopped = self._special(token_id)
             else:
                 text, visible, stopped = self._plain(token_id)
             if stopped:
@@ -146,7 +146,7 @@ class TokenStream(Generic[F]):
                 if not stopped:
                     incomplete = self._detokenizer.flush()
                     visible += self._rest(incomplete)
-                    text = text if special or stop_token else text + incomplete
+                    text = text if special or reason is FinishReason.EOS_TOKEN else text + incomplete
             logprob = generation.logprobs[position] if generation.logprobs else None
             top = generation.top_tokens[position] if generation.top_tokens else None
             self._output.token(self, token_id, text, visible, logprob, top)
@@ -178,13 +178,10 @@ class TokenStream(Generic[F]):
         visible, stopped = self._stops.feed(text)
         return text, visible, stopped
 
-    def _special(self, token_id: int, *, ends: bool) -> tuple[str, str, bool]:
-        """Handles a special token, which is not part of the text unless it is shown; a stop sequence may name any.
-
-        ends: the token ends the text, and is no part of it.
-        """
+    def _special(self, token_id: int) -> tuple[str, str, bool]:
+        """Handles a special token, which is not part of the text unless it is shown; a stop sequence may name any."""
         name = self._special_tokens[token_id]
-        shown = not ends and token_id in self._shown
+        shown = token_id in self._shown
         if self._stops is None or self.generated_tokens <= self._min_tokens:
             return name, name if shown else "", False
         if not shown and not self._stops.contain(name):

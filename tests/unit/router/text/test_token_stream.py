@@ -113,6 +113,27 @@ def test_a_stop_sequence_may_name_a_special_token():
         assert target.output.text == "hello"
 
 
+@pytest.mark.parametrize("reveal", [True, False])
+@pytest.mark.parametrize("stop", ["s", ">", "</", "</s>\n"])
+def test_a_part_of_the_name_of_a_special_token_is_no_stop_sequence(stop: str, reveal: bool):
+    target, _ = stream([stop], reveal=reveal)
+    push_all(target, [*ids("he"), EOS], pb.FINISH_REASON_EOS_TOKEN)
+    assert (target.output.text, target.finish_reason) == ("he", FinishReason.EOS_TOKEN)
+    if not stop.endswith("\n"):
+        target, _ = stream([stop], reveal=reveal)
+        push_all(target, [*ids("he"), EOS, *ids("ll")])
+        assert (target.output.text, target.finish_reason) == ("hell", FinishReason.LENGTH)
+
+
+def test_a_token_with_which_the_model_ends_a_text_is_no_part_of_it_if_it_is_not_special():
+    hello, world = ids("hello world")
+    for stop in (None, ["world"]):
+        target, _ = stream(stop, reveal=False)
+        push_all(target, [hello, *ids("🍕")[:2], world], pb.FINISH_REASON_EOS_TOKEN)
+        assert (target.output.text, target.finish_reason) == ("hello\ufffd", FinishReason.EOS_TOKEN)
+        assert target.output.texts[-1] == " world"
+
+
 def test_an_incomplete_character_at_the_end_is_part_of_the_last_token():
     target, _ = stream()
     push_all(target, ids("a🍕")[:2])

@@ -76,10 +76,12 @@ def _details(tokenizer: TextTokenizer, stream: TokenStream[CollectedTokens], see
     """Returns the members of a JSON object that tell how a sequence came about."""
     assert stream.finish_reason is not None
     output = stream.output
+    special = [token_id in tokenizer.special_tokens for token_id in output.token_ids]
+    special[-1] |= _ends_text(stream, output.visible[-1])
     tokens = ",".join(
-        token_json(token_id, _told(stream, text, visible), logprob, special=token_id in tokenizer.special_tokens)
-        for token_id, text, visible, logprob in zip(
-            output.token_ids, output.texts, output.visible, output.logprobs, strict=True
+        token_json(token_id, _told(stream, text, visible), logprob, special=hidden)
+        for token_id, text, visible, logprob, hidden in zip(
+            output.token_ids, output.texts, output.visible, output.logprobs, special, strict=True
         )
     )
     top = ",".join(top_tokens_json(tokenizer, each) for each in output.top_tokens)
@@ -93,6 +95,11 @@ def _details(tokenizer: TextTokenizer, stream: TokenStream[CollectedTokens], see
 def _told(stream: AnyStream, text: str, visible: str) -> str:
     """Returns the text that is told of a token. The last one ends with the stop sequence, as the whole text does."""
     return visible if visible and stream.finish_reason is FinishReason.STOP_SEQUENCE else text
+
+
+def _ends_text(stream: AnyStream, visible: str) -> bool:
+    """Returns True if the last token ends the text and is no part of it, which clients tell by its being special."""
+    return stream.finish_reason is FinishReason.EOS_TOKEN and not visible
 
 
 def _prefill(tokenizer: TextTokenizer, prefill: pb.PrefillTokens | None) -> str:
@@ -143,7 +150,7 @@ class _TokenEvents:
         logprob: float | None,
         top: pb.TopTokens | None,
     ) -> None:
-        special = token_id in self._tokenizer.special_tokens
+        special = token_id in self._tokenizer.special_tokens or _ends_text(stream, visible)
         tops = f'"top_tokens":{top_tokens_json(self._tokenizer, top)},' if top is not None else ""
         token = token_json(token_id, _told(stream, text, visible), logprob, special=special, drafted=stream.drafted)
         self._write(stream, token, tops, visible)

@@ -43,6 +43,16 @@ async def test_details_tell_each_token(client: httpx.AsyncClient):
     assert {each["logprob"] for each in details["tokens"]} == {LOGPROB}
 
 
+async def test_a_token_that_ends_the_text_is_told_as_special(client: httpx.AsyncClient, scheduler: ScriptedScheduler):
+    """Models may end a text with a token that their tokenizer does not call special."""
+    scheduler.texts, scheduler.end = ["hello"], " world"
+    answer = await generate(client, details=True)
+    assert answer["generated_text"] == "hello"
+    told = [("hello", False), (" world", True)]
+    assert [(each["text"], each["special"]) for each in answer["details"]["tokens"]] == told
+    assert [(each["token"]["text"], each["token"]["special"]) for each in await events(client)] == told
+
+
 async def test_the_last_token_ends_with_the_stop_sequence(client: httpx.AsyncClient):
     details = (await generate(client, details=True, stop=["or"]))["details"]
     assert [each["text"] for each in details["tokens"]] == ["hello", " wor"]
