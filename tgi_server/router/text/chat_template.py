@@ -40,6 +40,9 @@ _RESERVED = frozenset(
     }
 )
 _DEVELOPER = "developer"
+# The end of a message that is gone on with, while it is rendered: a private character, which no template writes itself.
+# The text of the message may well be a part of what a template puts behind it.
+_OPEN_END = "\ue000"
 # By these, templates let a model think before it answers.
 THINKING_SWITCHES = ("enable_thinking", "thinking")
 
@@ -150,6 +153,8 @@ class ChatTemplate:
         if not messages:
             raise InvalidTemplate("`messages` must not be empty")
         prefix = options.prefix(messages[-1])
+        if prefix is not None:
+            messages = [*messages[:-1], {**messages[-1], "content": prefix.rstrip() + _OPEN_END}]
         template = self._templates[self._name(tools=bool(tools))]
         try:
             prompt = template.render(
@@ -164,7 +169,7 @@ class ChatTemplate:
             raise InvalidTemplate(f"the chat template refuses these messages: {error}") from error
         except Exception as error:  # a template may trip over anything that a client sends
             raise InvalidTemplate(f"the chat template cannot show these messages: {error}") from error
-        return prompt if prefix is None else _leave_open(prompt, prefix)
+        return prompt if prefix is None else _leave_open(prompt)
 
     def _name(self, *, tools: bool) -> str:
         if (tools and TOOL_TEMPLATE in self._templates) or DEFAULT_TEMPLATE not in self._templates:
@@ -172,11 +177,10 @@ class ChatTemplate:
         return DEFAULT_TEMPLATE
 
 
-def _leave_open(prompt: str, prefix: str) -> str:
+def _leave_open(prompt: str) -> str:
     """Cuts off what the template puts behind the last message."""
-    # Backwards, because `rfind` takes quadratic time for texts that repeat themselves.
-    behind = prompt[::-1].find(prefix.strip()[::-1])
-    return prompt if behind < 0 else prompt[: len(prompt) - behind]
+    before, end, _ = prompt.rpartition(_OPEN_END)
+    return before if end else prompt
 
 
 def _to_json(value: Any, indent: int | None = None, **options: Any) -> str:

@@ -157,6 +157,12 @@ def render(
     return render_conversation(template, request, [CLOCK] if tools else [], tool_prompt=usual).text
 
 
+@pytest.mark.parametrize("text", ["e", "<", "|im_", ">\n<", "Well \ue000"])
+def test_an_answer_that_is_gone_on_with_may_look_like_what_ends_it(text: str):
+    shown = render(*HELLO, {"role": "assistant", "content": text}, source=CHATML)
+    assert shown == f"<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n{text}"
+
+
 @pytest.mark.parametrize("content", ["", " \n", [], [{"type": "text", "text": ""}]])
 @pytest.mark.parametrize("fields", [{}, {"continue_final_message": True, "add_generation_prompt": False}])
 def test_a_blank_last_message_of_the_assistant_opens_its_turn(content: Any, fields: dict[str, Any]):
