@@ -22,8 +22,10 @@ class LogprobEntries:
         self._entries: list[tuple[str, str, str, str]] = []
 
     def prompt(self, prefill: pb.PrefillTokens, text: str) -> None:
-        """Takes the tokens of a prompt, of which `text` is shown."""
+        """Takes the tokens of a prompt, of which `text` is shown. Of one that was cut, they are the end of it."""
         pieces = _pieces(self._tokenizer, prefill.ids)
+        if text.endswith(cut := "".join(pieces)):
+            self._offset = len(text) - len(cut)
         none = pb.TopTokens()
         tops = prefill.top_tokens or [none] * len(prefill.ids)
         for place, (piece, logprob, top) in enumerate(zip(pieces, prefill.logprobs, tops, strict=True)):
@@ -61,4 +63,5 @@ class LogprobEntries:
 def _pieces(tokenizer: TextTokenizer, token_ids: Sequence[int]) -> list[str]:
     """Returns the text of each token where it stands; of a special token, its name."""
     detokenizer = Detokenizer(tokenizer, ())
-    return [tokenizer.special_tokens.get(each) or detokenizer.step(each) for each in token_ids]
+    pieces = [tokenizer.special_tokens.get(each) or detokenizer.step(each) for each in token_ids]
+    return [*pieces[:-1], pieces[-1] + detokenizer.flush()]

@@ -6,8 +6,10 @@ from typing import Any
 import httpx
 import pytest
 
+from shared.stubs import generate_pb2 as pb
 from tests.fakes.router_service import RouterService, ScriptedScheduler
-from tests.fakes.vocabularies import EOS
+from tests.fakes.vocabularies import EOS, byte_level
+from tgi_server.router.api.routes.completion_logprobs import LogprobEntries
 
 
 async def complete(client: httpx.AsyncClient, **body: Any) -> httpx.Response:
@@ -55,6 +57,26 @@ async def test_logprobs_tell_each_token_and_its_place_though_its_text_is_held_ba
     streamed = [json.loads(event)["choices"][0]["logprobs"] for event in events]
     for column, values in told.items():
         assert [each for entries in streamed for each in entries[column]] == values
+
+
+@pytest.mark.parametrize(
+    ("text", "first", "tokens", "offsets"),
+    [
+        ("hello world", 0, ["hello", " world"], [0, 5]),
+        ("hello hello world", -2, ["hello", " world"], [6, 11]),
+        ("hello\ufffd", 0, ["hello", "", "", "\ufffd"], [0, 5, 5, 5]),
+    ],
+)
+def test_the_entries_of_a_prompt_lie_in_its_text(text: str, first: int, tokens: list[str], offsets: list[int]):
+    """Prompts that were cut to their last tokens, or end with what may be a part of a character, are none other."""
+    tokenizer = byte_level()
+    ids = tokenizer.encode(text, add_special_tokens=False).ids[first:]
+    entries = LogprobEntries(tokenizer, show_special=False)
+    entries.prompt(pb.PrefillTokens(ids=ids, logprobs=[-1.0] * len(ids)), text)
+    entries.token(ids[0], tokens[0], -1.0, None)
+    told = json.loads(entries.take())
+    assert told["tokens"] == [*tokens, tokens[0]]
+    assert told["text_offset"] == [*offsets, len(text)]
 
 
 @pytest.mark.parametrize(
