@@ -77,6 +77,8 @@ def _shard(settings: LauncherSettings, local_rank: int, sockets: list[Path], mas
         "LOCAL_WORLD_SIZE": str(here),
         "MASTER_ADDR": settings.meeting_address,
         "MASTER_PORT": str(master_port),
+        # An inherited one is meant for `llm-functionalities`: shards on the router's machine have no reason to listen.
+        "LISTEN_ADDRESS": "",
     }
     return Command(f"shard-{rank}", _python("tgi_server.shard.cli", arguments), environment)
 

@@ -69,6 +69,7 @@ def test_shards_know_their_place(tmp_path: Path) -> None:
         "LOCAL_WORLD_SIZE": "2",
         "MASTER_ADDR": "localhost",
         "MASTER_PORT": "5",
+        "LISTEN_ADDRESS": "",
     }
     assert {"--sharded", f"--uds-path={tmp_path}/shard", "--dtype=bfloat16"} < set(second.arguments)
     there = read_settings(ShardSettings, "shard", first.arguments[first.arguments.index("serve") + 1 :])
@@ -92,6 +93,7 @@ def test_shards_of_another_machine_know_their_place(tmp_path: Path) -> None:
         "LOCAL_WORLD_SIZE": "2",
         "MASTER_ADDR": "10.0.0.1",
         "MASTER_PORT": "7",
+        "LISTEN_ADDRESS": "",
     }
     assert {f"--uds-path={tmp_path}/shard", "--listen-address=10.0.0.3"} < set(shards[1].arguments)
 
@@ -103,6 +105,17 @@ def test_a_flag_that_is_off_wins_over_the_variable_that_children_inherit(
     (shard,) = commands.shards(read("--no-trust-remote-code"), [tmp_path / "shard-0"])
     there = read_settings(ShardSettings, "shard", shard.arguments[shard.arguments.index("serve") + 1 :])
     assert not there.trust_remote_code
+
+
+def test_shards_beside_the_router_listen_on_no_port_whatever_variables_say(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LISTEN_ADDRESS", "0.0.0.0")
+    (shard,) = commands.shards(read(), [tmp_path / "shard-0"])
+    for name, value in shard.environment.items():
+        monkeypatch.setenv(name, value)
+    there = read_settings(ShardSettings, "shard", shard.arguments[shard.arguments.index("serve") + 1 :])
+    assert there.listen_address is None
 
 
 def test_an_adapter_is_fetched_at_its_own_revision(monkeypatch: pytest.MonkeyPatch) -> None:
