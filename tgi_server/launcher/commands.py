@@ -48,7 +48,9 @@ def shards(settings: LauncherSettings, sockets: list[Path], store_port: int | No
 def router(settings: LauncherSettings, folder: Path, sockets: list[Path]) -> Command:
     """Returns the router's command. The API key is a variable: a command line can be read by every user."""
     arguments = _flags(settings, ROUTER_FLAGS)
-    arguments += [f"--tokenizer-name={folder}", f"--master-shard-uds-path={sockets[0]}"]
+    # The model is named, for an inherited MODEL_ID may be another one, which a flag of the launcher overrides.
+    arguments += [f"--model-id={settings.model_id}", f"--tokenizer-name={folder}"]
+    arguments.append(f"--master-shard-uds-path={sockets[0]}")
     arguments.append(f"--ready-uds-path={router_socket(sockets[0])}")
     environment = {"API_KEY": settings.api_key} if settings.api_key else {}
     return Command("router", _python("tgi_server.router.cli", arguments), environment)

@@ -118,6 +118,14 @@ def test_shards_beside_the_router_listen_on_no_port_whatever_variables_say(
     assert there.listen_address is None
 
 
+def test_the_router_names_the_model_of_the_flag_not_that_of_the_variable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MODEL_ID", "of/the-image")
+    command = commands.router(read("--model-id=of/the-flag"), tmp_path, [tmp_path / "shard-0"])
+    assert read_settings(RouterSettings, "router", command.arguments[3:]).model_id == "of/the-flag"
+
+
 def test_an_adapter_is_fetched_at_its_own_revision(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("REVISION", "of-the-model")
     settings = read("--lora-adapters=chef=maker/chef@v2,diy=maker/diy", "--trust-remote-code")
