@@ -19,7 +19,10 @@ def _name_server(text: str) -> str:
     return text
 
 
-Seconds = Annotated[float, Field(gt=0)]
+# gRPC keeps milliseconds, and the sum of two of these, in 32 bits.
+Seconds = Annotated[float, Field(gt=0, le=1_000_000)]
+# gRPC keeps these in 32 bits, and those of calls with some added.
+Places = Annotated[int, Field(gt=0, le=10**9)]
 EndpointUrl = Annotated[str, AfterValidator(_endpoint)]
 NameServer = Annotated[str, AfterValidator(_name_server)]
 PromptEcho = Literal["object", "prompt", "none"]
@@ -51,14 +54,16 @@ class Settings(ServiceSettings):
     batch_threads: Annotated[int, Field(gt=0)] | None = Field(
         None, description="requests of batches among these at a time; unset: half of them"
     )
-    max_concurrent_calls: Annotated[int, Field(gt=0)] = Field(
+    max_concurrent_calls: Places = Field(
         512, description="calls at a time; those beyond it are refused with RESOURCE_EXHAUSTED"
     )
     max_batch_prompts: Annotated[int, Field(gt=0)] = Field(
         256, description="most prompts of a batch, and entries of any other list in a request"
     )
-    max_message_bytes: Annotated[int, Field(gt=0)] = Field(4 * 2**20, description="largest request and response")
-    max_connections: Annotated[int, Field(gt=0)] = Field(1024, description="connections of callers at a time")
+    max_message_bytes: Annotated[int, Field(gt=0, lt=2**31)] = Field(
+        4 * 2**20, description="largest request and response"
+    )
+    max_connections: Places = Field(1024, description="connections of callers at a time")
     receive_timeout: Seconds = Field(20.0, description="seconds in which a call's request has to arrive")
 
     resolve_timeout: Seconds = Field(1.0, description="seconds in which a host name has to be resolved")

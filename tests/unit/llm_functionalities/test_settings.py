@@ -49,6 +49,12 @@ def test_a_secret_is_not_described() -> None:
         (["--threads", "0"], "--threads"),
         (["--threads", "4", "--batch-threads", "8"], "--batch-threads"),
         (["--log-level", "loud"], "--log-level"),
+        (["--max-timeout", "inf"], "--max-timeout"),
+        (["--receive-timeout", "3000000"], "--receive-timeout"),
+        (["--keepalive-time", "3000000"], "--keepalive-time"),
+        (["--max-message-bytes", "4294967296"], "--max-message-bytes"),
+        (["--max-concurrent-calls", "4294967296"], "--max-concurrent-calls"),
+        (["--max-connections", "4294967296"], "--max-connections"),
     ],
 )
 def test_a_wrong_setting_is_one_clear_line(
