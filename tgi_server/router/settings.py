@@ -1,7 +1,7 @@
 """The router's settings: TGI's flags and environment variables."""
 
 from pathlib import Path
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import AliasChoices, Field, PositiveFloat, PositiveInt, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
@@ -23,6 +23,11 @@ ToolCallParser = Literal[
     "functionary",
     "json",
 ]
+
+# Tokens or sequences, of which messages to the shards hold no larger number.
+Count = Annotated[int, Field(gt=0, lt=2**31)]
+# More than a week, and few enough for the system's clocks of connections.
+_MOST_SECONDS = 1_000_000
 
 
 class ServingSettings(ServiceSettings):
@@ -52,26 +57,26 @@ class ServingSettings(ServiceSettings):
     hostname: str = Field(default="0.0.0.0", description="Address to listen on.")
     port: Port = Field(default=3000, description="Port of the HTTP API.")
     prometheus_port: Port = Field(default=9000, description="Port that answers /metrics too; 0: none.")
-    max_concurrent_requests: PositiveInt = Field(default=128, description="Requests in flight; more are refused.")
+    max_concurrent_requests: Count = Field(default=128, description="Requests in flight; more are refused.")
     max_best_of: PositiveInt = Field(default=2, description="Largest best_of.")
     max_stop_sequences: int = Field(default=4, ge=0, description="Stop sequences of one request.")
     max_top_n_tokens: int = Field(default=5, ge=0, description="Most likely tokens reported at each position.")
-    max_input_tokens: PositiveInt | None = Field(
+    max_input_tokens: Count | None = Field(
         default=None,
         validation_alias=AliasChoices("max_input_tokens", "max_input_length"),
         description="Tokens of one prompt; unset: one less than max-total-tokens.",
     )
-    max_total_tokens: PositiveInt | None = Field(
+    max_total_tokens: Count | None = Field(
         default=None, description="Tokens of one prompt and its answer; unset: as the model and the memory allow."
     )
-    max_batch_prefill_tokens: PositiveInt = Field(default=4096, description="Prompt tokens computed in one step.")
-    max_batch_total_tokens: PositiveInt | None = Field(
+    max_batch_prefill_tokens: Count = Field(default=4096, description="Prompt tokens computed in one step.")
+    max_batch_total_tokens: Count | None = Field(
         default=None, description="Tokens of all running requests; unset: as the memory allows."
     )
     prefix_caching: bool = Field(
         default=True, description="Keep what is computed for a prompt, for others that begin with the same tokens."
     )
-    max_batch_size: PositiveInt | None = Field(
+    max_batch_size: Count | None = Field(
         default=None, description="Requests that run at once; unset: max-concurrent-requests."
     )
     lora_adapters: AdapterSources = Field(
@@ -82,7 +87,7 @@ class ServingSettings(ServiceSettings):
         default=False, description="Whoever has an API key may load and unload adapters, from below adapter-root."
     )
     adapter_root: Path | None = Field(default=None, description="Folder below which adapters may be loaded from.")
-    max_loras: PositiveInt = Field(
+    max_loras: Count = Field(
         default=32, description="Adapters that are held ready at once; others are read again when they are asked for."
     )
     max_waiting_tokens: int = Field(default=20, ge=0, description="Decode steps before waiting requests are taken in.")
@@ -101,7 +106,9 @@ class ServingSettings(ServiceSettings):
     validation_workers: PositiveInt = Field(default=2, description="Threads that tokenise.")
     payload_limit: PositiveInt = Field(default=2_000_000, description="Bytes of a request's body.")
     client_timeout: PositiveInt = Field(
-        default=75, description="Seconds that a client may take to send a request, and to take what it is sent."
+        default=75,
+        le=_MOST_SECONDS,
+        description="Seconds that a client may take to send a request, and to take what it is sent.",
     )
     max_connections: PositiveInt | None = Field(
         default=None, description="Connections of all clients; unset: as the limit of open files allows."
@@ -125,7 +132,7 @@ class ServingSettings(ServiceSettings):
     log_level: str = Field(default="INFO", description="Least severity of log lines; prompts are logged by none.")
     otlp_endpoint: str | None = Field(default=None, description="OpenTelemetry collector (gRPC); unset: no tracing.")
     graceful_termination_timeout: float = Field(
-        default=90, ge=0, description="Seconds that running requests have left after SIGTERM."
+        default=90, ge=0, le=_MOST_SECONDS, description="Seconds that running requests have left after SIGTERM."
     )
     usage_stats: Literal["on", "off", "no-stack"] = Field(
         default="off", description="For TGI's sake: no usage statistics are sent to anyone."

@@ -71,6 +71,14 @@ def test_lists_are_separated_by_commas():
         (["--max-input-tokens", "9", "--max-total-tokens", "9"], "--max-input-tokens (9)"),
         (["--port", "9000"], "--prometheus-port"),
         (["--log-level", "loud"], "--log-level"),
+        (["--max-batch-prefill-tokens", "4294967296"], "--max-batch-prefill-tokens"),
+        (["--max-batch-total-tokens", "4294967296"], "--max-batch-total-tokens"),
+        (["--max-total-tokens", "4294967296"], "--max-total-tokens"),
+        (["--max-concurrent-requests", "4294967296"], "--max-concurrent-requests"),
+        (["--max-batch-size", "4294967296"], "--max-batch-size"),
+        (["--max-loras", "99999999999999999999"], "--max-loras"),
+        (["--client-timeout", "4294967296"], "--client-timeout"),
+        (["--graceful-termination-timeout", "inf"], "--graceful-termination-timeout"),
     ],
 )
 def test_mistakes_are_told_in_one_line(arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]):

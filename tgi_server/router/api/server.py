@@ -21,6 +21,8 @@ from tgi_server.router.errors import Overloaded, StartupError
 logger = logging.getLogger(__name__)
 
 _BACKLOG = 2048
+# Seconds: Linux takes no more, see MAX_TCP_KEEPIDLE of its net/tcp.h.
+_LONGEST_KEEPIDLE = 32767
 _TICKS_OF_A_SECOND = 10
 _TAKEN_AT_ONCE = 16
 _REFUSALS_AT_ONCE = 32
@@ -205,7 +207,7 @@ def _bound_silence(listeners: Iterable[socket.socket], seconds: int) -> None:
         for listener in listeners:
             listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, seconds * 1000)
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, seconds)
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, min(seconds, _LONGEST_KEEPIDLE))
 
 
 class ReservedSocket(socket.socket):

@@ -126,6 +126,19 @@ async def test_a_client_too_many_is_told_so():
         accepting.close()
 
 
+async def test_clients_may_take_longer_than_the_system_waits_before_it_asks_for_them():
+    listener = reserve("127.0.0.1", 0, "--port")
+    listen([listener])
+    address = listener.getsockname()
+    server = HttpServer(respond, 1.0, 100_000, Connections(8, 8))
+    serving = asyncio.create_task(server.serve([listener]))
+    try:
+        assert await first_line(address) == b"HTTP/1.1 200 OK\r\n"
+    finally:
+        server.should_exit = True
+        await serving
+
+
 async def test_a_closed_acceptor_takes_nobody_in():
     listener = Listener()
     accepting = acceptor(listener, Connections(8, 8))
