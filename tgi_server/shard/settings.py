@@ -70,7 +70,7 @@ class ModelSettings(CheckpointSettings):
     )
 
     watermark_gamma: float = Field(0.5, gt=0, lt=1, description="share of the vocabulary that a watermark favours")
-    watermark_delta: float = Field(2.0, ge=0, description="how much it favours it, added to the logits")
+    watermark_delta: float = Field(2.0, ge=0, le=100, description="how much it favours it, added to the logits")
 
     otlp_endpoint: str | None = Field(None, description="where OpenTelemetry spans go")
 

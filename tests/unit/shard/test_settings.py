@@ -40,7 +40,11 @@ def test_sizes_of_cuda_graphs_are_a_list():
 
 
 @pytest.mark.parametrize(
-    "flag", ["--cpu-memory=0", "--cuda-memory-fraction=1.5", "--watermark-gamma=1", "--dtype=int4", "--speculate=33"]
+    "flag",
+    [
+        *("--cpu-memory=0", "--cuda-memory-fraction=1.5", "--watermark-gamma=1", "--watermark-delta=inf"),
+        *("--dtype=int4", "--speculate=33"),
+    ],
 )
 def test_a_value_out_of_its_bounds_is_refused_by_the_flags_name(flag: str, capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit) as end:
