@@ -54,15 +54,15 @@ class BenchmarkSettings(ServiceSettings):
     runs: PositiveInt = Field(10, description="runs of each case that count")
     warmups: NonNegativeInt = Field(1, description="runs of each case before those")
 
-    temperature: float | None = Field(None, gt=0)
-    top_k: PositiveInt | None = None
+    temperature: float | None = Field(None, gt=0, allow_inf_nan=False)
+    top_k: int | None = Field(None, gt=0, lt=2**31)
     top_p: float | None = Field(None, gt=0, le=1)
     typical_p: float | None = Field(None, gt=0, le=1)
-    repetition_penalty: float | None = Field(None, gt=0)
-    frequency_penalty: float | None = None
+    repetition_penalty: float | None = Field(None, gt=0, allow_inf_nan=False)
+    frequency_penalty: float | None = Field(None, allow_inf_nan=False)
     watermark: bool = False
     do_sample: bool = Field(False, description="sample, as --temperature, --top-k, --top-p and --typical-p do, too")
-    top_n_tokens: NonNegativeInt = Field(0, description="likely tokens reported at each position")
+    top_n_tokens: int = Field(0, ge=0, lt=2**31, description="likely tokens reported at each position")
 
     output: Annotated[Path, AfterValidator(_readable)] | None = Field(
         None, description="file for the results, by its name JSON (.json) or CSV (.csv)"

@@ -28,6 +28,7 @@ def benchmark(*flags: str, **environment: str) -> subprocess.CompletedProcess[st
     ("flags", "status", "complaint"),
     [
         (("--runs=0",), 2, "--runs (or RUNS): Input should be greater than 0, got '0'"),
+        (("--top-k=4294967296",), 2, "--top-k (or TOP_K): Input should be less than 2147483648, got '4294967296'"),
         (("--output=results.txt",), 2, "--output (or OUTPUT): the name of the file must end with one of .json, .csv"),
         (("-m", "/absent/socket"), 1, "there is no socket /absent/socket; start `text-generation-launcher`"),
     ],
