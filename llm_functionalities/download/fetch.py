@@ -96,7 +96,7 @@ def _attempt(client: httpx2.Client, file: RemoteFile, part: Path, mark: Path, tr
             _receive(response, file, part, have if resumed else 0)
     except httpx2.TimeoutException:
         raise _Interrupted("the server sent nothing any more") from None
-    except httpx2.UnsupportedProtocol as error:
+    except (httpx2.UnsupportedProtocol, httpx2.TooManyRedirects) as error:
         raise DownloadError(f"{file.url}: {error}") from None
     except httpx2.TransportError as error:
         raise _Interrupted(str(error) or type(error).__name__) from None

@@ -101,3 +101,16 @@ def test_a_redirect_from_https_to_http_wants_a_checksum_too(tmp_path: Path) -> N
             fetch_source(downloads.sources[0], tmp_path, client)
         assert not (tmp_path / "weights").exists()
         assert fetch_source(downloads.sources[0], tmp_path, client, allow_http=True) is True
+
+
+def test_a_redirect_that_leads_round_in_a_circle_is_named(tmp_path: Path) -> None:
+    def answer(request: httpx2.Request) -> httpx2.Response:
+        return httpx2.Response(302, headers={"location": "https://host/weights"})
+
+    source = {"id": "model", "urls": [["https://host/weights", "weights"]]}
+    downloads = Downloads.model_validate({"name": "test", "base_path": tmp_path, "sources": [source]})
+    with (
+        httpx2.Client(transport=httpx2.MockTransport(answer), follow_redirects=True) as client,
+        pytest.raises(DownloadError, match=r"^https://host/weights: Exceeded maximum allowed redirects"),
+    ):
+        fetch_source(downloads.sources[0], tmp_path, client)
