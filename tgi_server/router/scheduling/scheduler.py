@@ -128,6 +128,8 @@ class Scheduler:
         else:
             self.waiting.add(sequence)
             self._work.set()
+            # The task may be waiting for shards that hang, and would tell only after that.
+            self._metrics.batches.queue_size(len(self.waiting))
 
     def cancel(self, request_id: int) -> None:
         """Forgets the request; its sink hears nothing more. Unknown ids are ignored."""

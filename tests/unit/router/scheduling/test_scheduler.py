@@ -132,6 +132,18 @@ async def test_metrics_tell_what_runs_and_what_waits() -> None:
         assert there.metric('tgi_batch_inference_duration_sum{method="decode"}') > 0
 
 
+async def test_metrics_tell_of_a_request_that_waits_before_the_shards_answer() -> None:
+    async with house(max_batch_size=1) as there:
+        there.shards.services[0].hanging = True
+        there.submit([1, 2, 3])
+        await there.until(lambda: there.metric("tgi_batch_current_size") == 1)
+        waiting, _, _ = there.submit([4, 5, 6])
+        assert there.metric("tgi_queue_size") == 1
+        there.scheduler.cancel(waiting.id)
+        assert there.metric("tgi_queue_size") == 0
+        there.shards.services[0].hanging = False
+
+
 async def test_a_cancelled_request_leaves_the_batch_within_a_step() -> None:
     async with house(step_seconds=0.02) as there:
         request, sink, _ = there.submit([1, 2, 3], 100)
