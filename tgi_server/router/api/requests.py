@@ -23,7 +23,7 @@ from tgi_server.router.api.responses import (
     timing_headers,
     unenforced_headers,
 )
-from tgi_server.router.errors import ClientGone, RouterError
+from tgi_server.router.errors import ClientGone, GenerationFailed, RouterError
 from tgi_server.router.metrics import RequestTimes
 from tgi_server.router.request import ValidRequest
 from tgi_server.router.service import Service
@@ -274,6 +274,8 @@ class Exchange:
         self.service.tracer.end(self.span, fields, None)
 
     def _failed(self, error: BaseException | None) -> None:
+        if isinstance(error, asyncio.CancelledError):  # requests are cancelled when the time to finish them is up
+            error = GenerationFailed("the server is shutting down")
         told = error if isinstance(error, RouterError) else ClientGone("the client left")
         self.service.metrics.requests.failed(told.error_type)
         level = logging.ERROR if told.status in (424, 500) else logging.INFO

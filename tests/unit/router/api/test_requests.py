@@ -78,6 +78,21 @@ async def test_a_client_that_leaves_has_its_generation_cancelled(router: RouterS
     assert router.service.capacity.in_flight == 0
 
 
+async def test_a_request_that_is_cut_off_when_the_server_stops_is_not_said_to_have_left(
+    router: RouterService, scheduler: ScriptedScheduler, caplog: pytest.LogCaptureFixture
+):
+    scheduler.held = True
+    responding = asyncio.ensure_future(respond(router.service, Client().request, collect))
+    while not scheduler.submitted:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    responding.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await responding
+    assert "/generate failed: the server is shutting down" in caplog.messages
+    assert 'tgi_request_failure{err="generation"} 1.0' in router.service.metrics.expose().decode()
+    assert scheduler.cancelled == [scheduler.submitted[0].id]
+
+
 async def test_beyond_the_limit_a_request_is_refused_and_takes_nothing(router: RouterService):
     router.service.capacity.take(8)
     with pytest.raises(Overloaded, match="8 requests are in flight"):
