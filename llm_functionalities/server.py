@@ -5,6 +5,7 @@ import logging
 import resource
 import ssl
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -83,7 +84,10 @@ class Server:
             else:
                 port = self._server.add_secure_port(address, _server_credentials(settings))
         except RuntimeError:
-            raise CannotStart(f"cannot listen on {address}: is the port in use? choose another with --port") from None
+            raise CannotStart(
+                f"cannot listen on {address}: is the port in use, or the address none of this machine's? "
+                "choose others with --port and --listen-address"
+            ) from None
         await self._server.start()
         self._watch = asyncio.create_task(watch_event_loop(self._metrics.event_loop_lag.observe))
         for name in ("", *SERVICES):
@@ -166,11 +170,19 @@ def _transport(settings: Settings) -> BoundedTransport:
     backend = BoundedBackend(
         Resolver(settings.resolve_timeout, servers=servers), settings.connect_timeout, settings.connect_attempts
     )
+    return BoundedTransport(backend, _trust("--endpoint-ca", settings.endpoint_ca), settings.max_message_bytes)
+
+
+def _trust(flag: str, authorities: Path | None) -> ssl.SSLContext:
+    """Returns a context that trusts the certificates of a file; None: the system's. Raises CannotStart."""
     try:
-        tls = ssl.create_default_context(cafile=settings.endpoint_ca)
-    except ssl.SSLError as error:
-        raise CannotStart(f"--endpoint-ca {settings.endpoint_ca} holds no certificate: {error.reason}") from None
-    return BoundedTransport(backend, tls, settings.max_message_bytes)
+        return ssl.create_default_context(cafile=authorities)
+    except OSError as error:  # SSLError among them
+        raise CannotStart(f"{flag} {authorities} holds no certificate: {_reason(error)}") from None
+
+
+def _reason(error: OSError) -> str:
+    return getattr(error, "reason", None) or error.strerror or str(error)
 
 
 def _options(settings: Settings, max_streams: int) -> Sequence[tuple[str, int]]:
@@ -194,9 +206,18 @@ def _options(settings: Settings, max_streams: int) -> Sequence[tuple[str, int]]:
 
 
 def _server_credentials(settings: Settings) -> grpc.ServerCredentials:
+    """Raises CannotStart when the files hold no certificates, or no key that fits."""
     assert settings.tls_key is not None
     assert settings.tls_cert is not None
     client_ca = settings.tls_client_ca
+    # gRPC only says that it cannot listen.
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(settings.tls_cert, settings.tls_key, password="")
+    except OSError as error:  # SSLError among them
+        files = f"--tls-cert {settings.tls_cert} and --tls-key {settings.tls_key}"
+        raise CannotStart(f"{files} are no certificate with its key: {_reason(error)}") from None
+    if client_ca is not None:
+        _trust("--tls-client-ca", client_ca)
     return grpc.ssl_server_credentials(
         [(settings.tls_key.read_bytes(), settings.tls_cert.read_bytes())],
         root_certificates=client_ca.read_bytes() if client_ca else None,

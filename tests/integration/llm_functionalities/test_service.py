@@ -382,6 +382,17 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
     return Certificates(tmp_path_factory.mktemp("certificates"))
 
 
+@pytest.mark.parametrize("flag", ["--tls-key", pytest.param("--tls-client-ca", marks=pytest.mark.slow)])
+def test_a_file_without_the_right_key_or_certificate_is_one_clear_line(certificates: Certificates, flag: str) -> None:
+    certificate, key = certificates.issue("service")
+    _, another = certificates.issue("another")
+    flags = ("--tls-cert", str(certificate), "--tls-key", str(key), flag, str(another))
+    status, said = started("--port", "0", *flags)
+    assert status == 1
+    assert f"{flag} {another}" in said.splitlines()[-1]
+    assert "Traceback" not in said
+
+
 def test_tls_and_mutual_tls(certificates: Certificates) -> None:
     certificate, key = certificates.issue("service")
     client_certificate, client_key = certificates.issue("client")
