@@ -145,6 +145,12 @@ class ServingSettings(ServiceSettings):
             raise ValueError("must be DEBUG, INFO, WARNING or ERROR")
         return value.upper()
 
+    @field_validator("api_key")
+    @classmethod
+    def _as_headers_have_it(cls, key: str | None) -> str | None:
+        """Returns the key without white space around it, such as the line's end of a mounted secret: none is sent."""
+        return key if key is None else key.strip()
+
     @field_validator("api_key_file")
     @classmethod
     def _has_keys(cls, file: Path | None) -> Path | None:

@@ -89,6 +89,11 @@ def test_mistakes_are_told_in_one_line(arguments: list[str], told: str, capsys: 
     assert told in line
 
 
+def test_a_key_has_no_line_end(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("API_KEY", "secret\n")
+    assert read().api_keys == ["secret"]
+
+
 def test_the_api_key_is_not_printed():
     assert "secret" not in read("--api-key", "secret").describe()
 
