@@ -40,7 +40,9 @@ class Settings(ServiceSettings):
     inference_endpoint_url: CommaSeparated[EndpointUrl] = Field(
         default=[], description="model servers, such as tgi:80 or https://host/path, separated by commas"
     )
-    endpoint_token: str | None = Field(None, description="bearer token for the model servers")
+    endpoint_token: Annotated[str, AfterValidator(str.strip)] | None = Field(
+        None, description="bearer token for the model servers"
+    )
     endpoint_ca: Path | None = Field(None, description="certificates (PEM) to check https:// model servers with")
 
     default_timeout: Seconds = Field(10.0, description="seconds for a call that sets no time-out of its own")

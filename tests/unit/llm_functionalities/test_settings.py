@@ -29,6 +29,11 @@ def test_batches_hold_half_of_the_threads(threads: str, of_batches: int) -> None
     assert read("--threads", threads).batch_threads == of_batches
 
 
+def test_a_token_has_no_line_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ENDPOINT_TOKEN", "secret\n")
+    assert read().endpoint_token == "secret"
+
+
 def test_a_secret_is_not_described() -> None:
     assert "s3cret" not in read("--endpoint-token", "s3cret").describe()
 
