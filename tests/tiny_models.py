@@ -7,6 +7,7 @@ engine, and one with a tokenizer, for servers.
 Matrices of the former are scaled up, so that the most likely token is clear and depends on every part of the model.
 """
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSeq2SeqLM,
     LlamaConfig,
     LlamaForCausalLM,
@@ -156,9 +158,40 @@ ARCHITECTURES: dict[str, tuple[str, Settings]] = {
 }
 
 
+# By `model_type`: the `model_type` of the text model, and settings of the part that reads images.
+_WITH_IMAGES: dict[str, tuple[str, Settings]] = {
+    "gemma3": ("gemma3_text", {"image_size": 28}),
+    "llama4": ("llama4_text", {"image_size": 28, "vision_output_dim": 32, "projector_input_dim": 32}),
+}
+
+
 def make(architecture: str, folder: Path, **overrides: Any) -> Path:
     """Saves a model of the architecture in a folder and returns it. overrides: settings of its config.json."""
     build(architecture, **overrides).save_pretrained(folder)
+    return folder
+
+
+def make_with_images(model_type: str, folder: Path) -> Path:
+    """Saves a model that reads images, too, in bfloat16, and returns its folder. Its config.json is like those of the
+    hub: what the text model is stands in `text_config`, the dtype beside it.
+    """
+    text_type, further = _WITH_IMAGES[model_type]
+    vision = {"hidden_size": 32, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = AutoConfig.for_model(
+        model_type,
+        text_config=configuration(text_type).to_dict(),
+        vision_config=vision | further | {"patch_size": 14, "projector_output_dim": 32},
+        tie_word_embeddings=False,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(folder)
+    file = folder / "config.json"
+    settings = json.loads(file.read_text())
+    for part in ("text_config", "vision_config"):
+        settings[part].pop("dtype", None)
+    file.write_text(json.dumps(settings | {"dtype": "bfloat16"}))
     return folder
 
 

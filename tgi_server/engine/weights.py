@@ -56,7 +56,9 @@ def load_model(config: EngineConfig, device: torch.device) -> PreTrainedModel:
     """
     model_config = load_config(config)
     check_files(config.model_path)
-    checkpoint_dtype = getattr(model_config.get_text_config(decoder=True), "dtype", None)
+    # Models that also read images say it beside what the text model is.
+    parts = (model_config.get_text_config(decoder=True), model_config)
+    checkpoint_dtype = next(filter(None, (getattr(part, "dtype", None) for part in parts)), None)
     dtype = resolve_dtype(config.dtype, checkpoint_dtype, device, custom_kernels=config.custom_kernels)
     factory = AutoModelForSeq2SeqLM if model_config.is_encoder_decoder else AutoModelForCausalLM
     transformers_logging.disable_progress_bar()

@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
-from tests.tiny_models import make
+from tests.tiny_models import make, make_with_images
 from tgi_server import demo_model
 from tgi_server.engine import Engine, EngineConfig
 from tgi_server.engine.errors import InvalidWeights, ModelNotFound, UnsupportedModel
@@ -91,6 +91,12 @@ def test_a_tensor_that_does_not_fit_is_named(architecture, name, shape, message,
     save_file(tensors | ({name: torch.zeros(shape)} if shape else {}), file)
     with pytest.raises(InvalidWeights, match=message):
         load_model(EngineConfig(tmp_path), torch.device("cpu"))
+
+
+@pytest.mark.parametrize("model_type", ["gemma3", "llama4"])
+def test_a_model_that_also_reads_images_has_the_dtype_of_its_checkpoint(model_type, tmp_path) -> None:
+    folder = make_with_images(model_type, tmp_path)
+    assert load_model(EngineConfig(folder), torch.device("meta")).dtype == torch.bfloat16
 
 
 def test_weights_go_to_the_device_as_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
