@@ -93,7 +93,7 @@ ROUNDINGS: dict[str, tuple[str, Rounding]] = {
 
 
 # The ends of the names of tensors that have the weights of all experts of a layer.
-_STACKED = (".experts.gate_up_proj", ".experts.down_proj")
+STACKED = (".experts.gate_up_proj", ".experts.down_proj")
 
 
 def sources(files: Files, rounding: Rounding) -> list[TensorSource]:
@@ -103,7 +103,7 @@ def sources(files: Files, rounding: Rounding) -> list[TensorSource]:
         dimensions = len(file.get_shape())
         if name.endswith(".weight") and dimensions == 2:
             found.append(_RoundedSource(name, files, rounding))
-        elif name.endswith(_STACKED) and dimensions == 3:
+        elif name.endswith(STACKED) and dimensions == 3:
             found.append(_RoundedStack(name, files, rounding))
     return found
 

@@ -14,9 +14,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from tgi_server.engine.errors import InvalidWeights, ModelNotFound
+from tgi_server.engine.errors import InvalidWeights, ModelNotFound, UnsupportedModel
 from tgi_server.engine.memory import Leftovers, mapped
 from tgi_server.engine.quantization import Quantization, QuantizedWeight
+from tgi_server.engine.quantization.rounding import STACKED
 from tgi_server.engine.quantization.source import StackedSource, TensorSource
 from tgi_server.engine.sharding.plan import ShardingPlan, Slice
 from tgi_server.engine.sharding.shares import Share
@@ -197,9 +198,20 @@ def open_checkpoint(
 
 
 def _check_left_over(plain: dict[str, Any]) -> None:
-    """Raises InvalidWeights for codes that no reader has taken: they are no numbers to compute with."""
+    """Raises an error for codes that no reader has taken: they are no numbers to compute with.
+
+    It is InvalidWeights for weights of layers, and UnsupportedModel for those of experts that stand in one tensor.
+    """
     for name, file in plain.items():
-        if name.endswith(".weight") and (dtype := file.get_dtype()) in _CODES:
+        if not name.endswith((".weight", *STACKED)):
+            continue
+        dtype = file.get_dtype()
+        if dtype in _CODES and name.endswith(STACKED):
+            raise UnsupportedModel(
+                f"tensor {name} has all experts of a layer in {dtype}, which is not read; take the same model with "
+                "tensors for each expert, or unquantised with --quantize int4"
+            )
+        if dtype in _CODES:
             raise InvalidWeights(
                 f"tensor {name} is quantised ({dtype}), but the tensors beside it that say what it stands for are "
                 "missing; is the download complete?"

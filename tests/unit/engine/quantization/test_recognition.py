@@ -161,6 +161,17 @@ def test_codes_without_a_scale_are_not_taken_for_numbers(layout, tmp_path) -> No
         load_engine(folder)
 
 
+def test_codes_of_experts_in_one_tensor_are_not_taken_for_numbers(tmp_path) -> None:
+    folder = make("llama4_text", tmp_path, num_hidden_layers=1)
+    file, name = folder / "model.safetensors", "model.layers.0.feed_forward.experts.down_proj"
+    tensors = load_file(file)
+    codes = {name: tensors[name].to(torch.float8_e4m3fn), f"{name}_scale": torch.ones(2, 1, 64)}
+    save_file(tensors | codes, file)
+    set_config(folder, quantization_config={"quant_method": "fbgemm_fp8"})
+    with pytest.raises(UnsupportedModel, match=r"experts.down_proj has all experts of a layer in F8_E4M3, which is not"):
+        load_engine(folder)
+
+
 @pytest.mark.parametrize(
     ("layout", "said", "message"),
     [
