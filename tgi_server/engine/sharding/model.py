@@ -10,6 +10,8 @@ import torch
 import transformers
 from torch import nn
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter
 from transformers.pytorch_utils import Conv1D
 
 from tgi_server.engine.errors import InvalidWeights, UnsupportedModel
@@ -107,12 +109,13 @@ def _load(
             del part.quantization_config
     with torch.device("meta"):
         empty = factory.from_config(config, trust_remote_code=trust_remote_code)
-    model_class = type(empty)
+    model_class, config = type(empty), empty.config  # of the text model, where it is loaded without its images
     with open_checkpoint(folder, plan, share, quantization) as tensors:
         if plan is not None:
             _check_vocabulary(empty, tensors, plan)
-        experts = _experts(empty, tensors) if device.type == "cpu" else {}
-        linears = _linears(empty, tensors)
+        by_name = _by_model_names(empty, tensors)
+        experts = _experts(empty, by_name) if device.type == "cpu" else {}
+        linears = _linears(empty, by_name)
         part_class = _part_class(model_class, plan, share, linears, experts)
         kept = [*linears, *(each for of_layer in experts.values() for each in of_layer)]
         taken = {id(tensor) for tensor, _ in kept}
@@ -177,8 +180,8 @@ def _check_vocabulary(model: PreTrainedModel, tensors: Checkpoint, plan: Shardin
 def _linears(model: PreTrainedModel, tensors: Checkpoint) -> _Kept:
     """Returns the weights of linear layers that stay quantised.
 
-    Others, of layers of another kind or with another name in the model, become dense as they are read. The head is not
-    rounded.
+    Others, of layers of another kind or of which `transformers` makes others, become dense as they are read. The head
+    is not rounded.
     """
     head = model.get_output_embeddings()
     found: _Kept = []
@@ -222,9 +225,29 @@ def _experts(model: PreTrainedModel, tensors: Checkpoint) -> dict[str, _Kept]:
     return found
 
 
+def _by_model_names(model: PreTrainedModel, tensors: Checkpoint) -> Checkpoint:
+    """Returns the tensors by the names in the files, and by those that `transformers` gives them in the model.
+
+    Tensors of which it makes others as it loads them have none.
+    """
+    changes = get_model_conversion_mapping(model)
+    renamed: Checkpoint = {}
+    for file_name, tensor in tensors.items():
+        name, converted = file_name, False
+        for change in changes:
+            name, pattern = change.rename_source_key(name)
+            converted |= isinstance(change, WeightConverter) and pattern is not None
+        if not converted:
+            renamed[name] = tensor
+    return renamed | tensors
+
+
 def _named(model: PreTrainedModel, tensors: Checkpoint, name: str) -> SlicedTensor | QuantizedTensor | None:
-    """Returns a tensor of the checkpoint by its name in the model; files may leave out the name of the base model."""
-    return tensors.get(name) or tensors.get(name.removeprefix(f"{model.base_model_prefix}."))
+    """Returns a tensor of the checkpoint by its name in the model; files may leave out the name of the base model, or
+    have it where the model has not.
+    """
+    prefix = f"{model.base_model_prefix}."
+    return tensors.get(name) or tensors.get(name.removeprefix(prefix)) or tensors.get(prefix + name)
 
 
 def _facts(folder: Path, config: PretrainedConfig, dtype: torch.dtype) -> dict[str, str]:

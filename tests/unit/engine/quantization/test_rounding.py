@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.tiny_models import make
+from tests.tiny_models import make, make_with_images
 from tests.unit.engine.requests import generate_together, load_engine, prompts
 from tgi_server.engine import EngineConfig
 from tgi_server.engine.errors import UnsupportedModel
@@ -49,6 +49,20 @@ def test_all_but_the_head_is_rounded_and_tokens_are_those_of_the_rounded_weights
     if name != "int8":  # which rounds activations, too
         round_weights(dense / "model.safetensors", ROUNDINGS[name][1])
         assert tokens == generate_together(load_engine(dense), TEXTS)
+
+
+@pytest.mark.parametrize("model_type", ["gemma3", "llama4"])
+def test_layers_that_have_other_names_in_the_files_are_rounded_as_well(model_type, tmp_path) -> None:
+    folder = make_with_images(model_type, tmp_path)
+    rounded = load_model(EngineConfig(folder, dtype=torch.float32, quantize="int4"), torch.device("cpu"))
+    layers = [path for path, module in rounded.named_modules() if isinstance(module, QuantizedLinear)]
+    assert sum("vision" not in path for path in layers) == 4 * 7
+    file = folder / "model.safetensors"
+    save_file({name: tensor.float() for name, tensor in load_file(file).items()}, file)
+    round_weights(file, ROUNDINGS["int4"][1])
+    dense = load_model(EngineConfig(folder, dtype=torch.float32), torch.device("cpu"))
+    tokens = torch.tensor([[1, 20, 5, 33]])
+    torch.testing.assert_close(rounded(tokens).logits, dense(tokens).logits)
 
 
 def test_a_format_of_checkpoints_does_not_round(tmp_path) -> None:
