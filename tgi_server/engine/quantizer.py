@@ -259,6 +259,9 @@ def _finish(source: Path, partial: Path, settings: GptqSettings) -> None:
     for file in source.iterdir():
         if file.is_file() and not file.name.endswith(_WEIGHTS):
             shutil.copy(file, partial / file.name)
+    for file in source.glob("*/*.jinja"):  # further chat templates have a folder of their own
+        (partial / file.parent.name).mkdir(exist_ok=True)
+        shutil.copy(file, partial / file.parent.name)
     config = json.loads((source / "config.json").read_text())
     config["quantization_config"] = _description(settings)
     (partial / "config.json").write_text(json.dumps(config, indent=2))

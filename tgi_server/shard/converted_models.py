@@ -17,7 +17,8 @@ from tgi_server.shard.errors import ModelUnavailable
 logger = logging.getLogger(__name__)
 
 # What belongs to a model beside its weights.
-METADATA = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
+TEMPLATES = "*.jinja"
+METADATA = ["*.json", TEMPLATES, "*.model", "*.txt", "*.tiktoken"]
 CODE = ["*.py"]
 
 # What says in which file a weight is.
@@ -83,8 +84,10 @@ def unfinished_copy(folder: Path, copy: Path) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(dir=copy.parent, prefix="unfinished-") as scratch:
         whole = Path(scratch) / "model"
         whole.mkdir()
-        for file in (file for pattern in (*METADATA, *CODE) for file in folder.glob(pattern)):
+        for file in (file for pattern in (*METADATA, *CODE, f"*/{TEMPLATES}") for file in folder.glob(pattern)):
             if file.name not in INDEXES:
-                shutil.copyfile(file, whole / file.name)
+                target = whole / file.relative_to(folder)
+                target.parent.mkdir(exist_ok=True)
+                shutil.copyfile(file, target)
         yield whole
         whole.rename(copy)

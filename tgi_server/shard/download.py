@@ -23,14 +23,20 @@ from huggingface_hub.errors import (
     XetDownloadError,
 )
 
-from tgi_server.shard.converted_models import CODE, MEDUSA_FILE, METADATA, convert, converted_copy, permission_hint
+from tgi_server.shard.converted_models import (
+    CODE,
+    MEDUSA_FILE,
+    METADATA,
+    TEMPLATES,
+    convert,
+    converted_copy,
+    permission_hint,
+)
 from tgi_server.shard.errors import ModelUnavailable
 from tgi_server.shard.merged_models import base_of, is_adapter, merge, merged_copy
 
 logger = logging.getLogger(__name__)
 
-# Subfolders hold the same weights in other formats.
-SUBFOLDERS = ["*/*"]
 # Files with the same weights in another layout, and files that training leaves behind.
 NOT_THE_MODEL = ["consolidated*", "training_args*", "optimizer*", "scheduler*", "rng_state*", "openvino*"]
 
@@ -181,12 +187,15 @@ def _snapshot(
     model_id: str, revision: str | None, extension: str, *, trust_remote_code: bool, local_files_only: bool = False
 ) -> Path:
     """Returns the folder of one commit in the hub's cache, complete. Raises ModelUnavailable."""
+    wanted = [*METADATA, *(CODE if trust_remote_code else ()), f"*{extension}"]
+    # Subfolders hold the same weights in other formats, but for that of further chat templates.
+    in_subfolders = [f"*/{pattern}" for pattern in wanted if pattern != TEMPLATES]
     try:
         folder = snapshot_download(
             model_id,
             revision=revision,
-            allow_patterns=[*METADATA, *(CODE if trust_remote_code else ()), f"*{extension}"],
-            ignore_patterns=[*SUBFOLDERS, *NOT_THE_MODEL],
+            allow_patterns=wanted,
+            ignore_patterns=[*in_subfolders, *NOT_THE_MODEL],
             local_files_only=local_files_only,
         )
     except (HFValidationError, HTTPError, OSError, XetDownloadError) as error:

@@ -88,6 +88,13 @@ def test_the_same_weights_in_other_formats_are_left_alone(download: Download, hu
     assert sorted(hub.fetched()) == ["config.json", "model.safetensors", "tokenizer.json"]
 
 
+def test_chat_templates_in_their_own_folder_are_fetched(download: Download, hub: Hub) -> None:
+    hub.models[ID].files |= {"additional_chat_templates/tool_use.jinja": b"tools", "original/params.json": b"{}"}
+    folder = folder_of(download(ID))
+    assert (folder / "additional_chat_templates" / "tool_use.jinja").read_text() == "tools"
+    assert not (folder / "original").exists()
+
+
 @pytest.mark.slow
 def test_code_is_fetched_for_those_who_trust_it(download: Download, hub: Hub) -> None:
     hub.models[ID].files["modeling_tiny.py"] = b""

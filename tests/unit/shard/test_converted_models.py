@@ -21,6 +21,8 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("config.json", "tokenizer.json", "modeling.py", "pytorch_model.bin.index.json", "notes.md"):
         (folder / name).write_text('{"weight_map": {"weight": "pytorch_model.bin"}}')
     torch.save(WEIGHTS, folder / "pytorch_model.bin")
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("tools")
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(converted_models.os, "access", lambda path, mode: False)
     return folder
@@ -33,8 +35,9 @@ def test_a_shard_finds_the_copy_by_the_name_of_the_model(model: Path) -> None:
         str(model), None, extension=".safetensors", auto_convert=True, trust_remote_code=False
     )
     assert download.find_model(str(model), None) == copy != model
-    names = ["config.json", "model.safetensors", "modeling.py", "tokenizer.json"]
+    names = ["additional_chat_templates", "config.json", "model.safetensors", "modeling.py", "tokenizer.json"]
     assert sorted(path.name for path in copy.iterdir()) == names
+    assert (copy / "additional_chat_templates" / "tool_use.jinja").read_text() == "tools"
     assert torch.equal(load_file(copy / "model.safetensors")["weight"], WEIGHTS["weight"])
     assert sorted(path.name for path in model.iterdir()) == before
     assert converted_models.convert(model) == copy
