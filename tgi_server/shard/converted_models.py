@@ -1,13 +1,14 @@
 """Models that have `.bin` weights only, in folders that cannot be written to: converted copies in the hub's cache."""
 
 import errno
+import fcntl
 import hashlib
 import logging
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from huggingface_hub import constants
@@ -40,7 +41,9 @@ def convert(folder: Path) -> Path:
     from tgi_server.shard.pickled_weights import convert_weights  # imports torch, which takes a second
 
     if os.access(folder, os.W_OK):
-        convert_weights(folder, folder)
+        with _alone_in(folder):
+            if not any(folder.glob("*.safetensors")):  # which another process may have written meanwhile
+                convert_weights(folder, folder)
         return folder
     if (copy := converted_copy(folder)) is not None:
         return copy
@@ -55,6 +58,18 @@ def convert(folder: Path) -> Path:
             f"in {copy.parent}: {error.strerror}{permission_hint(error, constants.HF_HUB_CACHE)}"
         ) from error
     return copy
+
+
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Waits while another process converts weights in the folder, and has others wait while the context is open."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # some file systems have no locks
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
 
 
 def permission_hint(error: BaseException | None, folder: str) -> str:
@@ -90,4 +105,8 @@ def unfinished_copy(folder: Path, copy: Path) -> Iterator[Path]:
                 target.parent.mkdir(exist_ok=True)
                 shutil.copyfile(file, target)
         yield whole
-        whole.rename(copy)
+        try:
+            whole.rename(copy)
+        except OSError:
+            if not copy.is_dir():  # or another process has made the same copy meanwhile
+                raise

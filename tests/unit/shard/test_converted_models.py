@@ -1,5 +1,8 @@
 """Copies of models whose folders cannot be written to."""
 
+import fcntl
+import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -48,6 +51,29 @@ def test_a_model_that_has_changed_is_converted_anew(model: Path) -> None:
     torch.save({"weight": torch.zeros(7)}, model / "pytorch_model.bin")
     assert converted_models.converted_copy(model) is None
     assert converted_models.convert(model) != copy
+
+
+def test_two_processes_do_not_convert_in_one_folder_at_once(tmp_path: Path) -> None:
+    torch.save(WEIGHTS, tmp_path / "pytorch_model.bin")
+    other = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(other, fcntl.LOCK_EX)  # as a process holds it that converts
+    with ThreadPoolExecutor() as pool:
+        converted = pool.submit(converted_models.convert, tmp_path)
+        with pytest.raises(TimeoutError):
+            converted.result(timeout=0.2)
+        (tmp_path / "model.safetensors").write_text("of the other process")
+        os.close(other)
+        assert converted.result() == tmp_path
+    assert (tmp_path / "model.safetensors").read_text() == "of the other process"
+
+
+def test_a_copy_that_another_process_made_meanwhile_is_taken(model: Path) -> None:
+    copy = converted_models.copy_path("converted", model)
+    with converted_models.unfinished_copy(model, copy) as whole:
+        (whole / "model.safetensors").touch()
+        copy.mkdir()  # by the other process
+        (copy / "model.safetensors").touch()
+    assert list(copy.parent.iterdir()) == [copy]
 
 
 def test_of_a_conversion_that_fails_nothing_is_left(model: Path) -> None:
