@@ -15,7 +15,7 @@ from tgi_server.engine.errors import EngineError, InvalidWeights, ModelNotFound,
 from tgi_server.engine.quantization import Quantization, find_quantization
 from tgi_server.engine.quantization.kv_scales import read_kv_scales
 from tgi_server.engine.sharding import ShardGroup
-from tgi_server.engine.sharding.checkpoint import check_experts, check_files, open_checkpoint
+from tgi_server.engine.sharding.checkpoint import check_experts, check_files, open_checkpoint, stored_dtype
 from tgi_server.engine.sharding.model import load_quantized, load_shard, placement
 
 
@@ -56,9 +56,10 @@ def load_model(config: EngineConfig, device: torch.device) -> PreTrainedModel:
     """
     model_config = load_config(config)
     check_files(config.model_path)
-    # Models that also read images say it beside what the text model is.
+    # Models that also read images say it beside what the text model is, and some older ones do not say it.
     parts = (model_config.get_text_config(decoder=True), model_config)
-    checkpoint_dtype = next(filter(None, (getattr(part, "dtype", None) for part in parts)), None)
+    said = next(filter(None, (getattr(part, "dtype", None) for part in parts)), None)
+    checkpoint_dtype = said or stored_dtype(config.model_path)
     dtype = resolve_dtype(config.dtype, checkpoint_dtype, device, custom_kernels=config.custom_kernels)
     factory = AutoModelForSeq2SeqLM if model_config.is_encoder_decoder else AutoModelForCausalLM
     transformers_logging.disable_progress_bar()

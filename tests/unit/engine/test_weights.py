@@ -5,6 +5,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
+from tests.quantized_models import set_config
 from tests.tiny_models import make, make_with_images
 from tgi_server import demo_model
 from tgi_server.engine import Engine, EngineConfig
@@ -97,6 +98,14 @@ def test_a_tensor_that_does_not_fit_is_named(architecture, name, shape, message,
 def test_a_model_that_also_reads_images_has_the_dtype_of_its_checkpoint(model_type, tmp_path) -> None:
     folder = make_with_images(model_type, tmp_path)
     assert load_model(EngineConfig(folder), torch.device("meta")).dtype == torch.bfloat16
+
+
+def test_a_checkpoint_that_does_not_say_its_dtype_has_that_of_its_weights(tmp_path) -> None:
+    file = make("llama", tmp_path) / "model.safetensors"
+    weights = {name: tensor.half() for name, tensor in load_file(file).items()}
+    save_file(weights | {"model.norm.weight": torch.ones(64)}, file)
+    set_config(tmp_path, dtype=None)
+    assert load_model(EngineConfig(tmp_path), torch.device("meta")).dtype == torch.float16
 
 
 def test_weights_go_to_the_device_as_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:

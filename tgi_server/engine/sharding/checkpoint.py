@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -26,6 +27,7 @@ WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 # What safetensors calls the dtypes of quantised weights.
 _CODES = ("F8_E4M3", "F8_E5M2", "I8", "U8")
+_FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # The names of tensors of which every expert of a layer has one: layer, expert and the rest.
 EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(.+)")
 
@@ -246,6 +248,18 @@ def check_files(folder: Path) -> None:
         except SafetensorError as error:
             damage = _missing_part(path) or f"({str(error).splitlines()[0]})"
             raise InvalidWeights(f"{path} is corrupt or incomplete {damage}; download it again") from error
+
+
+def stored_dtype(folder: Path) -> torch.dtype | None:
+    """Returns the dtype of floats that most numbers of the model are stored in; None if there are no floats."""
+    numbers: Counter[torch.dtype] = Counter()
+    for path in weight_files(folder):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118
+                tensor = file.get_slice(name)
+                if (dtype := _FLOATS.get(tensor.get_dtype())) is not None:
+                    numbers[dtype] += math.prod(tensor.get_shape())
+    return max(numbers, key=numbers.__getitem__, default=None)
 
 
 def check_experts(folder: Path) -> None:
