@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
@@ -30,8 +31,9 @@ def load_config(config: EngineConfig) -> PretrainedConfig:
         _check_object(path / name)
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code, local_files_only=True)
-    except (ValueError, KeyError, OSError) as error:
-        raise UnsupportedModel(f"{path / 'config.json'} cannot be used: {_first_line(error)}") from error
+    except Exception as error:  # whatever a setting of the wrong kind leads to, or code that came with the model
+        cause = error.__cause__ if isinstance(error, StrictDataclassError) else None
+        raise UnsupportedModel(f"{path / 'config.json'} cannot be used: {_first_line(cause or error)}") from error
 
 
 def _check_object(file: Path) -> None:

@@ -61,6 +61,20 @@ def test_a_folder_that_cannot_be_loaded_says_why(tmp_path, broken, error, messag
 
 
 @pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"hidden_size": "64"}, "Field 'hidden_size' expected int, got str"),
+        ({"num_attention_heads": 3}, "hidden size .64. is not a multiple of the number of attention heads .3."),
+        ({"dtype": "float17"}, "module 'torch' has no attribute 'float17'"),
+    ],
+)
+def test_settings_that_cannot_be_are_told_in_one_line(settings, message, tmp_path) -> None:
+    set_config(make("llama", tmp_path), **settings)
+    with pytest.raises(UnsupportedModel, match=rf"config.json cannot be used: .*{message}"):
+        load_model(EngineConfig(tmp_path), torch.device("meta"))
+
+
+@pytest.mark.parametrize(
     ("architecture", "name", "shape", "message"),
     [
         (
