@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from tests.quantized_models import LAYOUTS, make_quantized
@@ -63,6 +63,18 @@ def test_tokens_are_those_of_the_dense_weights(layout, tmp_path) -> None:
 )
 def test_other_architectures_and_mixtures_of_experts(layout, architecture, tmp_path) -> None:
     quantized, dense = make_quantized(layout, tmp_path, architecture)
+    assert tokens(quantized) == tokens(dense)
+
+
+def test_bytes_of_bitsandbytes_may_be_stored_as_floats(tmp_path) -> None:
+    """As by those who train with FSDP, which wants one dtype for all."""
+    quantized, dense = make_quantized("nf4", tmp_path, num_hidden_layers=1)
+    file = quantized / "model.safetensors"
+    stored = {
+        name: tensor.flatten().view(torch.bfloat16).view(-1, 1) if name.endswith("_proj.weight") else tensor
+        for name, tensor in load_file(file).items()
+    }
+    save_file(stored, file)
     assert tokens(quantized) == tokens(dense)
 
 

@@ -1,8 +1,9 @@
 """bitsandbytes (Dettmers et al. 2022 and 2023): nf4 and fp4, also double quantised, and int8.
 
-In 4 bits a weight [N, K] is flattened: `weight`, [N * K / 2, 1] uint8, the high nibble first, has codes of the codebook
-`weight.quant_map`; each block of 64 has a scale in `weight.absmax`. Double quantised, these are codes of
-`weight.nested_quant_map`, with scales in `weight.nested_absmax` and an offset. `weight.quant_state.*` is JSON in bytes.
+In 4 bits a weight [N, K] is flattened: `weight`, [N * K / 2, 1] uint8 or as many bytes in another dtype, the high nibble
+first, has codes of the codebook `weight.quant_map`; each block of 64 has a scale in `weight.absmax`. Double quantised,
+these are codes of `weight.nested_quant_map`, with scales in `weight.nested_absmax` and an offset.
+`weight.quant_state.*` is JSON in bytes.
 In int8, `weight`, [N, K], has a scale for each output in `SCB`, times 127.
 """
 
@@ -21,6 +22,8 @@ from tgi_server.engine.quantization.weight import CODES, QuantizedWeight, paired
 _STATE = ".quant_state.bitsandbytes__"
 _LEVELS = 127
 INT8 = "int8"
+# The dtypes whose bytes may hold the codes (`bnb_4bit_quant_storage`).
+_STORAGES = (torch.uint8, torch.bfloat16, torch.float16, torch.float32)
 
 
 def sources(files: Files, kind: str) -> list[QuantizedSource]:
@@ -64,7 +67,12 @@ class _FourBits(QuantizedSource):
         outputs, inputs = self._outputs, self._inputs
         count = outputs * inputs
         half = -(-count // 2)
-        pairs = self.tensor(self.name, (half, 1), (1, half), (half,), dtypes=(torch.uint8,)).flatten()
+        pairs = self.tensor(self.name, dtypes=_STORAGES).flatten().view(torch.uint8)
+        if len(pairs) != half:
+            raise InvalidWeights(
+                f"tensor {self.name} has {len(pairs):,} bytes, where {half:,} are expected for a weight of the shape "
+                f"{[outputs, inputs]}"
+            )
         if inputs % 2:
             codes = paired(torch.stack((pairs >> 4, pairs & 15), 1).flatten()[:count].view(outputs, inputs))
         else:
