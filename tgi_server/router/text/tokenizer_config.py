@@ -35,10 +35,11 @@ def read_tokenizer_config(model: Path, override: Path | None) -> TokenizerConfig
     Raises StartupError for a file that is not there or not what it should be.
     """
     own = model / "tokenizer_config.json"
+    older = read_json(model / "special_tokens_map.json")  # where some models alone name their tokens
     if override is not None and override.suffix != ".json":
-        return _parse(own, read_json(own), {DEFAULT_TEMPLATE: _read_text(override)})
+        return _parse(own, older | read_json(own), {DEFAULT_TEMPLATE: _read_text(override)})
     path = override or own
-    config = read_json(path, required=override is not None)
+    config = older | read_json(path, required=override is not None)
     if override is not None and config.get("chat_template"):
         return _parse(path, config, {})
     return _parse(path, config, _template_files(model))

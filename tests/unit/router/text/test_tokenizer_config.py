@@ -24,6 +24,16 @@ def test_tokens_are_strings_or_objects(tmp_path: Path):
     assert (config.add_bos_token, config.add_eos_token) == (True, None)
 
 
+def test_tokens_may_be_named_in_an_older_file(tmp_path: Path):
+    older = {"bos_token": {"content": "<s>"}, "eos_token": "</s>", "pad_token": "<pad>"}
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps(older))
+    write(tmp_path, eos_token="<end>", add_bos_token=True)
+    config = read_tokenizer_config(tmp_path, None)
+    assert (config.bos_token, config.eos_token) == ("<s>", "<end>")
+    write(tmp_path, bos_token=None)
+    assert read_tokenizer_config(tmp_path, None).bos_token is None
+
+
 def test_one_template_or_several(tmp_path: Path):
     write(tmp_path, chat_template="one")
     assert read_tokenizer_config(tmp_path, None).chat_templates == {"default": "one"}
