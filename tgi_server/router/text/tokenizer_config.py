@@ -35,14 +35,14 @@ def read_tokenizer_config(model: Path, override: Path | None) -> TokenizerConfig
     Raises StartupError for a file that is not there or not what it should be.
     """
     own = model / "tokenizer_config.json"
-    older = read_json(model / "special_tokens_map.json")  # where some models alone name their tokens
+    # Some models name their tokens, or have their template, only where older tokenizers and processors wrote them.
+    older = read_json(model / "special_tokens_map.json") | read_json(model / "chat_template.json")
     if override is not None and override.suffix != ".json":
         return _parse(own, older | read_json(own), {DEFAULT_TEMPLATE: _read_text(override)})
     path = override or own
-    config = older | read_json(path, required=override is not None)
-    if override is not None and config.get("chat_template"):
-        return _parse(path, config, {})
-    return _parse(path, config, _template_files(model))
+    config = read_json(path, required=override is not None)
+    files = {} if override is not None and config.get("chat_template") else _template_files(model)
+    return _parse(path, older | config, files)
 
 
 def _parse(path: Path, config: dict[str, Any], files: Mapping[str, str]) -> TokenizerConfig:

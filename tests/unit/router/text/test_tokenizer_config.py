@@ -49,6 +49,14 @@ def test_template_files_win(tmp_path: Path):
     assert read_tokenizer_config(tmp_path, None).chat_templates == {"default": "of the file", "tool_use": "tools"}
 
 
+def test_models_that_read_images_have_their_template_in_a_file_of_json(tmp_path: Path):
+    write(tmp_path, bos_token="<s>")
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "of images"}))
+    assert read_tokenizer_config(tmp_path, None).chat_templates == {"default": "of images"}
+    write(tmp_path, chat_template="of texts")
+    assert read_tokenizer_config(tmp_path, None).chat_templates == {"default": "of texts"}
+
+
 def test_another_config_replaces_the_models(tmp_path: Path):
     write(tmp_path, bos_token="<s>", chat_template="of the model")
     other = tmp_path / "other.json"
