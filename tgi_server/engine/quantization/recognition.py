@@ -144,6 +144,11 @@ def _compressed_tensors(settings: Mapping[str, Any]) -> Quantization:
         )
     if (settings.get("sparsity_config") or {}).get("format", "dense") != "dense":
         raise UnsupportedModel(f"the compressed-tensors checkpoint has sparse weights, which are not read; {_INSTEAD}")
+    transforms = ((settings.get("transform_config") or {}).get("config_groups") or {}).values()
+    if any(not str(each["location"]).startswith("weight") for transform in transforms for each in transform["apply"]):
+        raise UnsupportedModel(
+            f"the compressed-tensors checkpoint rotates activations (transform_config), which is not done; {_INSTEAD}"
+        )
     weights = [group["weights"] for group in groups]
     bits = frozenset(int(each["num_bits"]) for each in weights)
     if "pack-quantized" in layouts and (unknown_bits := sorted(bits - {2, 4, 8})):

@@ -123,6 +123,15 @@ def test_another_quantisation_cannot_be_asked_for(gptq) -> None:
             "has weights packed in 3 bits; 2, 4 and 8 can be read",
         ),
         (
+            {
+                "quant_method": "compressed-tensors",
+                "format": "pack-quantized",
+                "config_groups": {"a": {"weights": {"num_bits": 4, "type": "int"}}},
+                "transform_config": {"config_groups": {"u": {"apply": [{"location": "input", "targets": ["Linear"]}]}}},
+            },
+            "rotates activations .transform_config., which is not done; take the same model",
+        ),
+        (
             {"quant_method": "fp8", "weight_block_size": [0, 128]},
             "its settings cannot be used .ValueError: blocks of 0",
         ),
