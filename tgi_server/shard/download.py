@@ -7,6 +7,7 @@ import json
 import logging
 from collections.abc import Callable
 from functools import partial
+from json import JSONDecodeError
 from pathlib import Path
 from typing import Any
 
@@ -198,7 +199,7 @@ def _snapshot(
             ignore_patterns=[*in_subfolders, *NOT_THE_MODEL],
             local_files_only=local_files_only,
         )
-    except (HFValidationError, HTTPError, OSError, XetDownloadError) as error:
+    except (HTTPError, OSError, XetDownloadError, ValueError, LookupError, TypeError) as error:
         named = f"{model_id} at revision {revision}" if revision else model_id
         raise ModelUnavailable(_explain(error, named)) from error
     return Path(folder)
@@ -220,6 +221,11 @@ def _explain(error: Exception, named: str) -> str:
             return f"{named} is not complete on this machine; run `text-generation-server download-weights` first"
         case LocalEntryNotFoundError():
             return f"{named} is not on this machine, and the hub cannot be reached: {_first_line(error.__cause__)}"
+        case JSONDecodeError() | LookupError() | TypeError():  # of the client, which reads something else
+            return (
+                f"{named} could not be fetched: {constants.ENDPOINT} does not answer as the hub does; is HF_ENDPOINT "
+                "right, and does no proxy answer in its place?"
+            )
     return f"{named} could not be fetched: {_first_line(error)}{permission_hint(error, constants.HF_HUB_CACHE)}"
 
 

@@ -135,6 +135,8 @@ def test_a_draft_model_is_found_beside_the_model(hub: Hub, tmp_path: Path):
         (caused(LocalEntryNotFoundError("no"), OfflineModeIsEnabled("off")), "unset HF_HUB_OFFLINE"),
         (LocalEntryNotFoundError("no"), "run `text-generation-server download-weights` first"),
         (caused(LocalEntryNotFoundError("no"), OSError("no route\nto host")), "cannot be reached: no route"),
+        (json.JSONDecodeError("no", "<html>", 0), "does not answer as the hub does; is HF_ENDPOINT right"),
+        (KeyError("id"), "does not answer as the hub does"),
         (OSError("the disk is full\nat byte 7"), "maker/tiny could not be fetched: the disk is full"),
     ],
 )
