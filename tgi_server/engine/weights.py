@@ -17,7 +17,7 @@ from tgi_server.engine.quantization import Quantization, find_quantization
 from tgi_server.engine.quantization.kv_scales import read_kv_scales
 from tgi_server.engine.sharding import ShardGroup
 from tgi_server.engine.sharding.checkpoint import check_experts, check_files, open_checkpoint, stored_dtype
-from tgi_server.engine.sharding.model import load_quantized, load_shard, placement
+from tgi_server.engine.sharding.model import load_shard, load_tensors, placement
 
 
 def load_config(config: EngineConfig) -> PretrainedConfig:
@@ -88,11 +88,10 @@ def _load_part(
     quantization = find_quantization(config.model_path, model_config, config.quantize)
     if config.group is not None:
         model, report = _load_shard(config, model_config, factory, dtype, device, config.group, quantization)
-    elif quantization is not None:
+    elif quantization is not None or (config.model_path / "adapter_config.json").is_file():
+        # Where peft is installed, `transformers` would make an adapter that lies beside the model a part of it.
         path, trust = config.model_path, config.trust_remote_code
-        model, report = load_quantized(
-            path, model_config, factory, dtype, device, quantization, trust_remote_code=trust
-        )
+        model, report = load_tensors(path, model_config, factory, dtype, device, quantization, trust_remote_code=trust)
     else:
         model, report = _load_whole(config, factory, dtype, device)
     model.quantization = quantization.text if quantization else ""

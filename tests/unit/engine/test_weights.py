@@ -5,6 +5,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
+from tests.adapters import make_adapter
 from tests.quantized_models import set_config
 from tests.tiny_models import make, make_with_images
 from tgi_server import demo_model
@@ -136,3 +137,12 @@ def test_weights_go_to_the_device_as_they_are_read(monkeypatch: pytest.MonkeyPat
     for device, quantize in (("meta", None), ("meta", "fp8"), ("cpu", None)):
         load_model(EngineConfig(demo_model.PATH, dtype=torch.bfloat16, quantize=quantize), torch.device(device))
     assert before == [{"meta"}, {"meta"}, {"cpu"}]
+
+
+def test_an_adapter_beside_a_model_is_not_part_of_it(tmp_path) -> None:
+    folder = make("llama", tmp_path)
+    model = load_model(EngineConfig(folder), torch.device("cpu"))
+    make_adapter(model, folder)
+    found = load_model(EngineConfig(folder), torch.device("cpu")).state_dict()
+    assert found.keys() == model.state_dict().keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in model.state_dict().items())

@@ -79,17 +79,20 @@ def load_shard(
     return model, report
 
 
-def load_quantized(
+def load_tensors(
     folder: Path,
     config: PretrainedConfig,
     factory: Any,
     dtype: torch.dtype,
     device: torch.device,
-    quantization: Quantization,
+    quantization: Quantization | None,
     *,
     trust_remote_code: bool,
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """Loads a whole model with quantised weights. Returns it with what `transformers` reports of loading it."""
+    """Loads a whole model of the tensors in its files, quantised ones as such, and of nothing else in its folder.
+
+    Returns it with what `transformers` reports of loading it.
+    """
     return _load(folder, config, factory, dtype, device, None, None, quantization, trust_remote_code)
 
 

@@ -177,7 +177,7 @@ def test_codes_of_experts_in_one_tensor_are_not_taken_for_numbers(tmp_path) -> N
     codes = {name: tensors[name].to(torch.float8_e4m3fn), f"{name}_scale": torch.ones(2, 1, 64)}
     save_file(tensors | codes, file)
     set_config(folder, quantization_config={"quant_method": "fbgemm_fp8"})
-    with pytest.raises(UnsupportedModel, match=r"experts.down_proj has all experts of a layer in F8_E4M3, which is not"):
+    with pytest.raises(UnsupportedModel, match=r"experts.down_proj has all experts of a layer in F8_E4M3, which is"):
         load_engine(folder)
 
 
