@@ -1,8 +1,8 @@
 """bitsandbytes (Dettmers et al. 2022 and 2023): nf4 and fp4, also double quantised, and int8.
 
 In 4 bits a weight [N, K] is flattened: `weight`, [N * K / 2, 1] uint8 or as many bytes in another dtype, the high
-nibble first, has codes of the codebook `weight.quant_map`; each block of 64 has a scale in `weight.absmax`. Double quantised,
-these are codes of `weight.nested_quant_map`, with scales in `weight.nested_absmax` and an offset.
+nibble first, has codes of the codebook `weight.quant_map`; each block of 64 has a scale in `weight.absmax`. Double
+quantised, these are codes of `weight.nested_quant_map`, with scales in `weight.nested_absmax` and an offset.
 `weight.quant_state.*` is JSON in bytes.
 In int8, `weight`, [N, K], has a scale for each output in `SCB`, times 127.
 """
