@@ -139,13 +139,14 @@ class Engine:
         self._watermark = WatermarkSettings(config.watermark_gamma, config.watermark_delta)
         self._batch: RunningBatch | None = None
         self._capacity: CacheCapacity | None = None
+        vocab_size = model.config.get_text_config(decoder=True).vocab_size
         self.info = LoadedModel(
             model_type=model.config.model_type,
             dtype=str(model.dtype).removeprefix("torch."),
             device_type=device.type,
-            vocab_size=model.config.get_text_config(decoder=True).vocab_size,
+            vocab_size=vocab_size,
             max_position_embeddings=position_limit(model.config),
-            eos_token_ids=_eos_token_ids(model.generation_config),
+            eos_token_ids=_eos_token_ids(model.generation_config, vocab_size),
             bos_token_id=model.generation_config.bos_token_id,
             decoder_start_token_id=model.generation_config.decoder_start_token_id,
             encoder_decoder=model.config.is_encoder_decoder,
@@ -469,6 +470,10 @@ def _report_prompt(chunk: PromptChunk, logits: Tensor) -> None:
         sequence.prompt_report.top.extend(top)
 
 
-def _eos_token_ids(config: GenerationConfig) -> tuple[int, ...]:
+def _eos_token_ids(config: GenerationConfig, vocab_size: int) -> tuple[int, ...]:
+    """Returns the tokens that end a sequence, without those that the vocabulary does not have: -1 stands for none."""
     eos = config.eos_token_id
-    return tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,)
+    tokens = eos if isinstance(eos, list) else [] if eos is None else [eos]
+    if unknown := [token for token in tokens if not 0 <= token < vocab_size]:
+        logger.warning("end-of-sequence tokens that the vocabulary of %d does not have: %s", vocab_size, unknown)
+    return tuple(token for token in tokens if token not in unknown)

@@ -1,14 +1,23 @@
 """The engine through its own interface, on the bundled model in float32."""
 
+import json
 import math
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.tiny_models import make
+from tests.tiny_models import TOKENIZER_VOCAB_SIZE, make, make_llama
 from tgi_server import demo_model
-from tgi_server.contract import BlockCopy, FinishReason, ReportParameters, SamplingParameters, StoppingParameters
+from tgi_server.contract import (
+    BlockCopy,
+    FinishReason,
+    Grammar,
+    GrammarKind,
+    ReportParameters,
+    SamplingParameters,
+    StoppingParameters,
+)
 from tgi_server.engine import Engine, EngineConfig, RunningSequence
 from tgi_server.engine.driver import BATCH_ID, Driver
 from tgi_server.engine.errors import InvalidCall
@@ -126,6 +135,23 @@ def test_an_end_of_sequence_token_ends_a_sequence_unless_it_is_ignored(engine) -
     )
     assert (ended.tokens, ended.finish_reason) == ([eos], FinishReason.EOS_TOKEN)
     assert (ignored.tokens, ignored.finish_reason) == ([eos] * 3, FinishReason.LENGTH)
+
+
+def test_end_of_sequence_tokens_that_the_vocabulary_does_not_have_are_left_out(tmp_path) -> None:
+    folder = make_llama(tmp_path)
+    settings = json.loads((folder / "generation_config.json").read_text())
+    unknown = [-1, TOKENIZER_VOCAB_SIZE]
+    (folder / "generation_config.json").write_text(json.dumps(settings | {"eos_token_id": [*unknown, 2]}))
+    engine = Engine(EngineConfig(folder))
+    engine.warm_up(max_batch_size=2, max_prefill_tokens=64, max_total_tokens=64)
+    late = SamplingParameters(min_tokens=3, late_tokens=engine.info.eos_token_ids)
+    engine.grammars.check(grammar := Grammar(GrammarKind.REGEX, "a*"))
+    first, second = Driver(engine).run(
+        sequence(0, [1, 5], new=3, sampling=late), sequence(1, [1, 5], new=3, grammar=grammar)
+    )
+    assert engine.info.eos_token_ids == (2,)
+    assert len(first.tokens) == len(second.tokens) == 3
+    assert {engine.grammars.tokenizer.decode([token]) for token in second.tokens} == {"a"}
 
 
 def test_the_same_seed_gives_the_same_tokens_whatever_else_runs(engine) -> None:
