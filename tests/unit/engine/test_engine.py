@@ -227,6 +227,23 @@ def test_calls_that_contradict_the_batch_are_refused_and_the_engine_goes_on(engi
     assert again.tokens == expected[0]
 
 
+@pytest.mark.parametrize("architecture", ["gptj", "opt"])
+def test_no_sequence_may_be_longer_than_a_table_of_positions(architecture, tmp_path) -> None:
+    engine = Engine(EngineConfig(make(architecture, tmp_path / "model", max_position_embeddings=64)))
+    capacity = engine.warm_up(max_batch_size=1, max_prefill_tokens=64, max_total_tokens=100)
+    assert capacity.max_total_tokens == 64
+    (output,) = Driver(engine).run(sequence(0, [5] * 60, new=4))
+    assert len(output.tokens) == 4
+
+
+def test_rotary_positions_go_on_beyond_those_of_the_configuration(tmp_path) -> None:
+    engine = Engine(EngineConfig(make("llama", tmp_path / "model", max_position_embeddings=64)))
+    capacity = engine.warm_up(max_batch_size=1, max_prefill_tokens=128, max_total_tokens=100)
+    assert capacity.max_total_tokens == 100
+    (output,) = Driver(engine).run(sequence(0, [5] * 90, new=10))
+    assert len(output.tokens) == 10
+
+
 def test_before_the_warm_up_there_is_no_step() -> None:
     engine = Engine(EngineConfig(demo_model.PATH, dtype=torch.float32))
     with pytest.raises(InvalidCall, match="warm up before the first step"):

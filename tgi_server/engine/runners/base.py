@@ -7,7 +7,7 @@ from typing import Self
 
 import torch
 from torch import Tensor
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 from tgi_server.contract import StoppingParameters
 from tgi_server.engine.adapters.rows import CurrentRows
@@ -172,6 +172,17 @@ def position_limit(config: PretrainedConfig) -> int | None:
         if value := getattr(config, name, None):
             return int(value)
     return None
+
+
+def within_positions(model: PreTrainedModel, max_total_tokens: int | None) -> int | None:
+    """Returns `max_total_tokens`, or the positions that the model has where it cannot compute more of them.
+
+    Rotary positions go on beyond those that a model was made for; learned ones stand in a table, which ends.
+    """
+    positions = position_limit(model.config)
+    if max_total_tokens is None or positions is None or any(hasattr(module, "rope_type") for module in model.modules()):
+        return max_total_tokens
+    return min(max_total_tokens, positions)
 
 
 def warm_up_tokens(config: PretrainedConfig, device: torch.device, max_prefill_tokens: int) -> int:

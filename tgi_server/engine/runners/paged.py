@@ -24,6 +24,7 @@ from tgi_server.engine.runners.base import (
     Sample,
     position_limit,
     warm_up_tokens,
+    within_positions,
 )
 from tgi_server.engine.runners.graphs import graph_batch_sizes, recorder_for
 from tgi_server.engine.runners.hidden_states import HiddenStates
@@ -98,6 +99,7 @@ class PagedRunner(Runner):
         sample: Sample | None = None,
     ) -> CacheCapacity:
         size = self._backend.block_size
+        max_total_tokens = within_positions(self._model, max_total_tokens)
         limit = max_total_tokens or position_limit(self._model.config) or UNBOUNDED_POSITIONS
         self._recorded = RecordedSteps()
         self._run_largest(max_batch_size, max_prefill_tokens, limit, sample)

@@ -18,6 +18,7 @@ from tgi_server.engine.runners.base import (
     Sample,
     position_limit,
     warm_up_tokens,
+    within_positions,
 )
 from tgi_server.engine.runners.padded.passes import CausalPasses, Seq2SeqPasses
 from tgi_server.engine.runners.padded.probe import choose_rows
@@ -69,6 +70,7 @@ class PaddedRunner(Runner):
         adapter_bytes: int = 0,
         sample: Sample | None = None,
     ) -> CacheCapacity:
+        max_total_tokens = within_positions(self._model, max_total_tokens)
         limit = max_total_tokens or position_limit(self._model.config) or UNBOUNDED_POSITIONS
         self._tokens = torch.zeros(max_batch_size, dtype=torch.int64, device=self._device)
         forget_peak(self._device)

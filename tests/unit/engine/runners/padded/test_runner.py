@@ -78,8 +78,9 @@ def test_capacity_counts_what_a_token_takes(gpt_neo) -> None:
     assert 990 <= capacity.max_batch_total_tokens <= 1000
     limited = engine.warm_up(16, max_prefill_tokens=64, max_total_tokens=100, max_batch_total_tokens=300)
     assert limited.max_batch_total_tokens == 300
+    engine = load_engine(gpt_neo, cpu_memory=200 * token_bytes)
     with pytest.raises(NotEnoughMemory, match="--max-total-tokens"):
-        engine.warm_up(max_batch_size=16, max_prefill_tokens=64, max_total_tokens=1001)
+        engine.warm_up(max_batch_size=16, max_prefill_tokens=64, max_total_tokens=201)
 
 
 def test_prompts_likelihoods_are_those_of_the_model_itself(gpt_neo) -> None:
