@@ -100,6 +100,7 @@ def _write_in_background(formatter: logging.Formatter) -> None:
         writer, encoding=sys.stderr.encoding, errors="backslashreplace", newline="\n", line_buffering=True
     )
     atexit.register(flush_log)
+    os.register_at_fork(before=flush_log)  # a child writes by itself, and behind what was written before it
 
 
 class _BackgroundWriter(io.RawIOBase):
