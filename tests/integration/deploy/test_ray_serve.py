@@ -97,7 +97,7 @@ def is_healthy(launcher: psutil.Process) -> bool:
     try:
         (port,) = (part.partition("=")[2] for part in launcher.cmdline() if part.startswith("--port="))
         return httpx.get(f"http://127.0.0.1:{port}/health", timeout=5).status_code == 200
-    except (httpx.HTTPError, psutil.Error):
+    except (httpx.HTTPError, psutil.Error, ValueError):  # one that has just ended has no command line any more
         return False
 
 
