@@ -205,19 +205,17 @@ def _check_left_over(plain: dict[str, Any]) -> None:
     It is InvalidWeights for weights of layers, and UnsupportedModel for those of experts that stand in one tensor.
     """
     for name, file in plain.items():
-        if not name.endswith((".weight", *STACKED)):
+        if not name.endswith((".weight", *STACKED)) or (dtype := file.get_dtype()) not in _CODES:
             continue
-        dtype = file.get_dtype()
-        if dtype in _CODES and name.endswith(STACKED):
+        if name.endswith(STACKED):
             raise UnsupportedModel(
                 f"tensor {name} has all experts of a layer in {dtype}, which is not read; take the same model with "
                 "tensors for each expert, or unquantised with --quantize int4"
             )
-        if dtype in _CODES:
-            raise InvalidWeights(
-                f"tensor {name} is quantised ({dtype}), but the tensors beside it that say what it stands for are "
-                "missing; is the download complete?"
-            )
+        raise InvalidWeights(
+            f"tensor {name} is quantised ({dtype}), but the tensors beside it that say what it stands for are missing; "
+            "is the download complete?"
+        )
 
 
 def weight_files(folder: Path) -> list[Path]:
