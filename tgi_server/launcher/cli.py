@@ -13,8 +13,9 @@ from shared.stop_signals import ignore_stop_signals, on_stop_signal
 from tgi_server.launcher import commands
 from tgi_server.launcher.environment import describe_environment
 from tgi_server.launcher.errors import CannotStartError, ModelMissingError, ProcessEndedError
-from tgi_server.launcher.machine import check_address, check_port, shard_count
+from tgi_server.launcher.machine import check_address, check_gpus, check_port, check_shards, shard_count
 from tgi_server.launcher.nodes.rendezvous import rendezvous
+from tgi_server.launcher.preflight import check_model
 from tgi_server.launcher.processes.sockets import shard_sockets
 from tgi_server.launcher.processes.supervisor import Supervisor
 from tgi_server.launcher.settings import LauncherSettings
@@ -37,6 +38,8 @@ def main() -> None:
         for line in describe_environment().splitlines():
             logger.info("%s", line)
     logger.info("settings: %s", settings.describe())
+    if "model_id" not in settings.model_fields_set:
+        logger.warning("no --model-id: serving the bundled demo model, a few million parameters for trying things")
     try:
         asyncio.run(_launch(settings))
     except ModelMissingError as error:
@@ -53,7 +56,9 @@ async def _launch(settings: LauncherSettings) -> None:
     """Runs the server until it was asked to stop and has stopped. Raises LauncherError."""
     stop = asyncio.Event()
     on_stop_signal(stop.set)
+    check_gpus()
     shards = shard_count(settings)
+    check_shards(shards)
     _check_addresses(settings)
     folder = await _unless_stopped(_models(settings), stop)
     if folder is None:
@@ -62,6 +67,7 @@ async def _launch(settings: LauncherSettings) -> None:
     if adapters is None:
         return
     settings = settings.model_copy(update={"lora_adapters": adapters})
+    check_model(settings, folder)
     peers = None
     if settings.num_nodes > 1:
         peers = await _unless_stopped(rendezvous(settings, shards), stop)

@@ -3,16 +3,11 @@
 import errno
 import os
 import socket
-from pathlib import Path
 
+from shared.control_groups import usable_cores
+from shared.gpus import has_gpu, listed_gpus, missing_gpus, visible_gpus
 from tgi_server.launcher.errors import CannotStartError
 from tgi_server.launcher.settings import LauncherSettings
-
-# The first variable that is set says which GPUs may be used: a list, `all`, or one of NONE.
-VARIABLES = ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES")
-NONE = frozenset({"", "-1", "none", "void", "NoDevFiles"})
-# This folder has an entry for each GPU that the kernel's driver knows.
-DRIVER = Path("/proc/driver/nvidia/gpus")
 
 
 def shard_count(settings: LauncherSettings) -> int:
@@ -30,7 +25,7 @@ def shard_count(settings: LauncherSettings) -> int:
     if settings.sharded == "false":
         return 1
     if settings.sharded is None:
-        return max(1, len(_listed() or ()))
+        return max(1, len(listed_gpus() or ()))
     count = visible_gpus()
     if count == 0:
         raise CannotStartError(
@@ -41,20 +36,20 @@ def shard_count(settings: LauncherSettings) -> int:
     return count
 
 
-def visible_gpus() -> int:
-    """Returns the number of GPUs that this process may use."""
-    listed = _listed()
-    if listed is not None:
-        return len(listed)
-    return len(list(DRIVER.iterdir())) if DRIVER.is_dir() else 0
+def check_gpus() -> None:
+    """Raises CannotStartError when a variable lists GPUs, and this machine has none."""
+    if not has_gpu() and (missing := missing_gpus("this machine has no GPU")):
+        raise CannotStartError(missing)
 
 
-def _listed() -> list[str] | None:
-    """Returns the GPUs that a variable lists; None when all may be used."""
-    value = next((os.environ[name].strip() for name in VARIABLES if name in os.environ), "all")
-    if value == "all":
-        return None
-    return [] if value in NONE else [part for part in value.split(",") if part.strip()]
+def check_shards(shards: int) -> None:
+    """Raises CannotStartError when more shards than there are cores are to share the CPUs."""
+    cores = usable_cores()
+    if shards > cores and not visible_gpus():
+        raise CannotStartError(
+            f"{shards} shards would share {cores} cores, which is all that this process may use; lower --num-shard to "
+            f"{cores}"
+        )
 
 
 def check_port(hostname: str, port: int, flag: str, address_flag: str = "--hostname") -> None:

@@ -7,13 +7,12 @@ from pathlib import Path
 
 from tgi_server.launcher import commands
 from tgi_server.launcher.errors import CannotStartError, ModelMissingError
+from tgi_server.launcher.preflight import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from tgi_server.launcher.processes.child import Command, die_with_parent
 from tgi_server.launcher.settings import LauncherSettings
 from tgi_server.router.adapter_source import AdapterSource
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "vocab.txt")
-ADAPTER_CONFIG = "adapter_config.json"
-ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
 
 async def find_model(settings: LauncherSettings) -> Path:

@@ -1,5 +1,6 @@
 """Settings of `text-generation-server`: one class for each command, built from those that the launcher also takes."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
@@ -10,10 +11,29 @@ from shared.settings import CommaSeparated, Refused, ServiceSettings
 from tgi_server import demo_model
 from tgi_server.contract import MOST_DRAFTED
 
-# Formats of checkpoints, and ways to round weights while loading.
+# The values of --quantize that agree with the `quant_method` of a checkpoint.
+QUANTIZE_OF_METHOD: Mapping[str, tuple[str, ...]] = {
+    "awq": ("awq",),
+    "bitsandbytes": ("bitsandbytes", "bitsandbytes-fp4", "bitsandbytes-nf4"),
+    "compressed-tensors": ("compressed-tensors", "fp8"),
+    "fbgemm-fp8": ("fp8",),
+    "fp8": ("fp8",),
+    "gptq": ("gptq", "marlin"),
+    "mxfp4": (),
+}
+# The values of --quantize that round weights while loading, with the bytes that are left of each weight, or fewer.
+ROUNDED_BYTES: Mapping[str, float] = {
+    "bitsandbytes": 1.0,
+    "bitsandbytes-fp4": 0.5,
+    "bitsandbytes-nf4": 0.5,
+    "eetq": 1.0,
+    "fp8": 1.0,
+    "int4": 0.5,
+    "int8": 1.0,
+}
 QUANTIZE = (
-    *("awq", "compressed-tensors", "gptq", "marlin"),
-    *("bitsandbytes", "bitsandbytes-fp4", "bitsandbytes-nf4", "eetq", "fp8", "int4", "int8"),
+    *sorted({name for names in QUANTIZE_OF_METHOD.values() for name in names} - set(ROUNDED_BYTES)),
+    *ROUNDED_BYTES,
 )
 LogLevel = Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]
 IN_CONFIG_ONLY = Refused("not supported yet; set rope_parameters in the model's config.json")

@@ -5,24 +5,26 @@ from pathlib import Path
 
 import pytest
 
+from shared import gpus
 from shared.settings import read_settings
 from tgi_server.launcher import machine
 from tgi_server.launcher.errors import CannotStartError
-from tgi_server.launcher.machine import check_address, check_port, free_port, shard_count
+from tgi_server.launcher.machine import check_address, check_gpus, check_port, check_shards, free_port, shard_count
 from tgi_server.launcher.settings import LauncherSettings
 
 
 @pytest.fixture(autouse=True)
 def no_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name in machine.VARIABLES:
+    for name in gpus.VARIABLES:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(machine, "DRIVER", tmp_path / "gpus")
+    monkeypatch.setattr(gpus, "DRIVER", tmp_path / "gpus")
+    monkeypatch.setattr(gpus, "DEVICES", ())
 
 
-def gpus(count: int) -> None:
+def add_gpus(count: int) -> None:
     """Makes the driver list so many GPUs."""
     for each in range(count):
-        (machine.DRIVER / f"0000:0{each}:00.0").mkdir(parents=True)
+        (gpus.DRIVER / f"0000:0{each}:00.0").mkdir(parents=True)
 
 
 def count(*flags: str) -> int:
@@ -30,13 +32,13 @@ def count(*flags: str) -> int:
 
 
 def test_one_unless_told() -> None:
-    gpus(4)
+    add_gpus(4)
     assert count() == 1
     assert count("--sharded=false") == 1
     assert count("--num-shard=3") == 3
 
 
-@pytest.mark.parametrize("variable", machine.VARIABLES)
+@pytest.mark.parametrize("variable", gpus.VARIABLES)
 @pytest.mark.parametrize(("value", "expected"), [("0,2,3", 3), ("GPU-1a,GPU-2b", 2), ("5", 1), ("", 1), ("-1", 1)])
 def test_gpus_that_are_listed_are_used(
     variable: str, value: str, expected: int, monkeypatch: pytest.MonkeyPatch
@@ -47,7 +49,7 @@ def test_gpus_that_are_listed_are_used(
 
 
 def test_sharded_takes_all_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpus(4)
+    add_gpus(4)
     assert count("--sharded=true") == 4
     monkeypatch.setenv("NVIDIA_VISIBLE_DEVICES", "all")
     assert count("--sharded=true") == 4
@@ -55,10 +57,35 @@ def test_sharded_takes_all_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     assert count("--sharded=true") == 2
 
 
+@pytest.mark.parametrize("variable", gpus.VARIABLES)
+def test_gpus_that_are_listed_and_not_there_end_the_start(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(variable, "0,1")
+    with pytest.raises(CannotStartError) as error:
+        check_gpus()
+    assert str(error.value) == (
+        f"{variable} is 0,1, but this machine has no GPU; to run on the CPU, set {variable} to an empty value"
+    )
+    for nobody in ("", "all", "void"):
+        monkeypatch.setenv(variable, nobody)
+        check_gpus()
+    monkeypatch.setenv(variable, "0,1")
+    add_gpus(2)
+    check_gpus()
+
+
+def test_shards_need_a_core_each_or_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "usable_cores", lambda: 2)
+    check_shards(2)
+    with pytest.raises(CannotStartError, match=r"^99 shards would share 2 cores, .*; lower --num-shard to 2$"):
+        check_shards(99)
+    add_gpus(4)
+    check_shards(4)
+
+
 def test_sharded_without_gpus_says_what_to_do() -> None:
     with pytest.raises(CannotStartError, match=r"^--sharded: no GPU is visible; give --num-shard the number"):
         count("--sharded=true")
-    gpus(1)
+    add_gpus(1)
     with pytest.raises(CannotStartError, match=r"^--sharded: only one GPU is visible; leave --sharded out"):
         count("--sharded=true")
     with pytest.raises(CannotStartError, match=r"^--sharded needs several shards; give --num-shard more than 1"):

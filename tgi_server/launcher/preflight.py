@@ -1,0 +1,205 @@
+"""Checks of the model's files before anything is started: their JSON and the headers of weights, without torch.
+
+What needs more than that is found by the shards.
+"""
+
+import importlib.util
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from shared.control_groups import free_memory
+from shared.gpus import has_gpu
+from tgi_server.launcher.errors import CannotStartError
+from tgi_server.launcher.settings import LauncherSettings
+from tgi_server.router.adapter_source import AdapterSource
+from tgi_server.shard.settings import QUANTIZE_OF_METHOD, ROUNDED_BYTES
+
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+_INDEX = "model.safetensors.index.json"
+# Files in which older tools say how they quantised a model.
+_OLDER_SETTINGS = ("quantize_config.json", "quant_config.json")
+_QUANTIZED = (".qweight", ".q_weight", ".weight_packed", ".weight_scale", ".weight_scale_inv", ".SCB")
+_FLOAT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+_DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+_LORA_A = ".lora_A.weight"
+_GIB = 1 << 30
+
+# A tensor as the header of a safetensors file has it: dtype, shape, data_offsets.
+Header = Mapping[str, Mapping[str, Any]]
+
+
+def check_model(settings: LauncherSettings, folder: Path) -> None:
+    """Raises CannotStartError for what the model's files show that a shard could not load."""
+    config = _read_object(folder / "config.json")
+    _check_type(folder, config, trust_remote_code=settings.trust_remote_code)
+    tensors = _tensors(folder)
+    _check_quantize(folder, config, tensors, settings.quantize)
+    for adapter in settings.lora_adapters:
+        check_adapter(adapter, tensors)
+    if not has_gpu():
+        _check_memory(settings, tensors)
+
+
+def check_adapter(adapter: AdapterSource, base: Header) -> None:
+    """Raises CannotStartError for an adapter that is not a LoRA of this base model. base: the model's tensors."""
+    folder = Path(adapter.place)
+    config = _read_object(folder / ADAPTER_CONFIG)
+    where = f"--lora-adapters: {adapter.id}: {folder / ADAPTER_CONFIG}"
+    if (kind := config.get("peft_type")) != "LORA":
+        raise CannotStartError(f"{where}: peft_type is {kind!r}; only LORA adapters are served")
+    if modules := config.get("modules_to_save"):
+        raise CannotStartError(
+            f"{where}: modules_to_save is {modules}, and whole modules are not served beside the base model's; merge "
+            "the adapter with peft, and serve the merged model"
+        )
+    weights = folder / ADAPTER_WEIGHTS
+    for name, tensor in (_header(weights) if weights.is_file() else {}).items():
+        layer = f"{name.removeprefix('base_model.model.').removesuffix(_LORA_A)}.weight"
+        weight = base.get(layer) or base.get(layer.removeprefix("model."))
+        if name.endswith(_LORA_A) and weight and not _takes(weight, tensor["shape"]):
+            raise CannotStartError(
+                f"--lora-adapters: {adapter.id}: {name} is {tensor['shape']}, but {layer} of the model is "
+                f"{weight['shape']}; the adapter was made for "
+                f"{config.get('base_model_name_or_path') or 'another model'}"
+            )
+
+
+def _takes(weight: Mapping[str, Any], lora_a: Sequence[int]) -> bool:
+    """Returns False for a weight of other inputs than an adapter's matrix, which is [rank, inputs].
+
+    A model's weight is [outputs, inputs], or the other way round in models of GPT-2's kind; that of a quantised model
+    is not looked at.
+    """
+    is_plain = weight["dtype"] in _FLOAT_BYTES and len(weight["shape"]) == len(lora_a) == 2
+    return not is_plain or lora_a[1] in weight["shape"]
+
+
+def _check_type(folder: Path, config: Mapping[str, Any], *, trust_remote_code: bool) -> None:
+    kind = config.get("model_type")
+    if kind is None or _is_known(str(kind)) or (config.get("auto_map") and trust_remote_code):
+        return
+    what = f"{folder / 'config.json'}: the installed transformers has no model of the type {kind!r}"
+    if config.get("auto_map"):
+        raise CannotStartError(f"{what}; it comes with code of its own, which runs only with --trust-remote-code")
+    raise CannotStartError(f"{what}; a newer release may have it: pip install -U transformers")
+
+
+def _is_known(model_type: str) -> bool:
+    """Returns True unless transformers' tables of models surely lack the type. They are read: imports take seconds."""
+    spec = importlib.util.find_spec("transformers")
+    tables = [*Path(spec.origin).parent.glob("models/auto/*.py")] if spec and spec.origin else []
+    return not tables or any(f'"{model_type}"' in table.read_text(encoding="utf-8") for table in tables)
+
+
+def _check_quantize(folder: Path, config: Mapping[str, Any], tensors: Header, requested: str | None) -> None:
+    if requested is None:
+        return
+    text_config = config.get("text_config")
+    found = config.get("quantization_config") or (
+        text_config.get("quantization_config") if isinstance(text_config, dict) else None
+    )
+    if isinstance(found, dict):
+        method = str(found.get("quant_method", "")).lower().replace("_", "-")
+        if requested not in QUANTIZE_OF_METHOD.get(method, (requested,)):
+            raise CannotStartError(
+                f"--quantize {requested} contradicts the checkpoint, which is quantised as {method}; leave --quantize "
+                "out"
+            )
+    elif (
+        requested not in ROUNDED_BYTES
+        and not any((folder / name).is_file() for name in _OLDER_SETTINGS)
+        and not any(name.endswith(_QUANTIZED) or ".quant_state." in name for name in tensors)
+    ):
+        raise CannotStartError(
+            f"--quantize {requested} is for checkpoints that are quantised so, and {folder} is not quantised; leave it "
+            f"out, or take one that rounds while loading: {', '.join(ROUNDED_BYTES)}"
+        )
+
+
+def _check_memory(settings: LauncherSettings, tensors: Header) -> None:
+    """Raises CannotStartError when the weights, or weights and KV cache, surely do not fit this machine's memory."""
+    weights = sum(_bytes(tensor, settings) for tensor in tensors.values())
+    if settings.num_nodes > 1:
+        weights /= settings.num_nodes
+    free = min(psutil.virtual_memory().available, free_memory() or math.inf)
+    if weights > free:
+        raise CannotStartError(
+            f"the model's weights take {weights / _GIB:.1f} GiB, and {free / _GIB:.1f} GiB of memory are available; "
+            "take a smaller model, or a quantised one (--quantize int4)"
+        )
+    if settings.cpu_memory is not None and weights + settings.cpu_memory > free:
+        raise CannotStartError(
+            f"--cpu-memory is {settings.cpu_memory / _GIB:.1f} GiB and the model's weights take "
+            f"{weights / _GIB:.1f} GiB, but {free / _GIB:.1f} GiB of memory are available; lower --cpu-memory"
+        )
+
+
+def _bytes(tensor: Mapping[str, Any], settings: LauncherSettings) -> float:
+    """Returns the bytes that a tensor takes once it is loaded, or less."""
+    if tensor["dtype"] not in _FLOAT_BYTES:  # quantised already
+        first, last = tensor["data_offsets"]
+        return float(last - first)
+    width: float = _FLOAT_BYTES[tensor["dtype"]]
+    if settings.quantize in ROUNDED_BYTES and len(tensor["shape"]) > 1:
+        width = ROUNDED_BYTES[settings.quantize or ""]
+    elif settings.dtype is not None:
+        width = _DTYPE_BYTES[settings.dtype]
+    return width * math.prod(tensor["shape"])
+
+
+def _tensors(folder: Path) -> Header:
+    """Returns all tensors of the model. Raises CannotStartError for files that are missing or not whole."""
+    index = folder / _INDEX
+    names = {file.name for file in folder.glob("*.safetensors") if file.name != ADAPTER_WEIGHTS}
+    if index.is_file():
+        parts = _read_object(index).get("weight_map")
+        names = set(parts.values()) if isinstance(parts, dict) else names
+    tensors: dict[str, Mapping[str, Any]] = {}
+    for name in sorted(map(str, names)):
+        if not (folder / name).is_file():
+            raise CannotStartError(f"{folder} lacks {name}, which {_INDEX} names; download it again")
+        tensors.update(_header(folder / name))
+    return tensors
+
+
+def _header(file: Path) -> Header:
+    """Returns the tensors of a safetensors file. Raises CannotStartError when it is not whole.
+
+    The file has eight bytes of length, a header in JSON, and the data: https://huggingface.co/docs/safetensors.
+    """
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            header = json.loads(stream.read(min(length, size)))
+        tensors = {name: tensor for name, tensor in header.items() if name != "__metadata__"}
+        ends = {name: 8 + length + tensor["data_offsets"][1] for name, tensor in tensors.items()}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        raise CannotStartError(
+            f"{file} is corrupt or incomplete (no header can be read); download it again"
+        ) from None
+    if cut := [name for name in ends if ends[name] > size]:
+        first = min(cut, key=ends.__getitem__)
+        raise CannotStartError(
+            f"{file} is corrupt or incomplete from tensor {first} on: it has {size:,} of {max(ends.values()):,} bytes; "
+            "download it again"
+        )
+    return tensors
+
+
+def _read_object(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CannotStartError(f"{file.parent} has no {file.name}") from None
+    except (OSError, ValueError) as error:
+        raise CannotStartError(f"{file} cannot be read as JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise CannotStartError(f"{file} is not a JSON object; download it again")
+    return content
