@@ -63,6 +63,7 @@ class InstantShard(TextGenerationServiceServicer, GrammarServiceServicer):
         max_total_tokens: int = 4096,
         num_blocks: int = 65_536,
         vocab_size: int = _VOCAB_SIZE,
+        max_position_embeddings: int = 0,
         grammars: bool = True,
         fallbacks: Sequence[str] = (),
     ) -> None:
@@ -79,6 +80,7 @@ class InstantShard(TextGenerationServiceServicer, GrammarServiceServicer):
         self._max_total_tokens = max_total_tokens
         self._num_blocks = num_blocks
         self._vocab_size = vocab_size
+        self._max_position_embeddings = max_position_embeddings
         self._grammars = grammars
         self._fallbacks = fallbacks
         self._rows: dict[int, _Row] = {}
@@ -91,6 +93,7 @@ class InstantShard(TextGenerationServiceServicer, GrammarServiceServicer):
             device_type="cpu",
             world_size=1,
             vocab_size=self._vocab_size,
+            max_position_embeddings=self._max_position_embeddings,
             paged=True,
             block_size=_BLOCK_SIZE,
             grammars=self._grammars,

@@ -181,9 +181,7 @@ def _header(file: Path) -> Header:
         tensors = {name: tensor for name, tensor in header.items() if name != "__metadata__"}
         ends = {name: 8 + length + tensor["data_offsets"][1] for name, tensor in tensors.items()}
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
-        raise CannotStartError(
-            f"{file} is corrupt or incomplete (no header can be read); download it again"
-        ) from None
+        raise CannotStartError(f"{file} is corrupt or incomplete (no header can be read); download it again") from None
     if cut := [name for name in ends if ends[name] > size]:
         first = min(cut, key=ends.__getitem__)
         raise CannotStartError(

@@ -25,7 +25,8 @@ class ModelDescription:
     names: by which OpenAI's routes call it; answers have the first. compute_type: the value of the header
     `x-compute-type`. fallbacks: why parts of the model are computed in a slower way than the device has. quantization:
     of the weights. kv_cache_dtype: of keys and values. linear_kernels: what computes linear layers. speculate:
-    tokens drafted for a sequence in one step, at most.
+    tokens drafted for a sequence in one step, at most. device: cpu or cuda. dtype: of activations. paged: the KV cache
+    is in blocks that sequences share; else batches are padded.
     """
 
     model_id: str
@@ -38,11 +39,19 @@ class ModelDescription:
     quantization: str | None = None
     kv_cache_dtype: str | None = None
     linear_kernels: str | None = None
+    device: str = "cpu"
+    dtype: str = "float32"
+    paged: bool = True
     fallbacks: tuple[str, ...] = ()
 
     def is_named(self, name: str) -> bool:
         """Returns True for a name of the model itself. TGI's clients call every model `tgi`."""
         return name in (*self.names, self.model_id, "tgi")
+
+    @property
+    def computation(self) -> str:
+        """The device, dtype and way of batching, for people."""
+        return f"{self.device}, {self.dtype}, {'paged' if self.paged else 'padded'} batches"
 
     @property
     def fingerprint(self) -> str:

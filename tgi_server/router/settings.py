@@ -69,6 +69,10 @@ class ServingSettings(ServiceSettings):
     max_total_tokens: Count | None = Field(
         default=None, description="Tokens of one prompt and its answer; unset: as the model and the memory allow."
     )
+    allow_long_context: bool = Field(
+        default=False,
+        description="Allow max-total-tokens beyond the model's own context, where its texts get worse.",
+    )
     max_batch_prefill_tokens: Count = Field(default=4096, description="Prompt tokens computed in one step.")
     max_batch_total_tokens: Count | None = Field(
         default=None, description="Tokens of all running requests; unset: as the memory allows."

@@ -76,7 +76,8 @@ async def run(settings: RouterSettings) -> None:
             servers[HttpServer(app, _METRICS_GRACE_SECONDS, patience, scrapers)] = metrics_listener
         on_stop_signal(lambda: drain(servers))
         listen(servers.values())
-        logger.info("ready on http://%s:%d", settings.hostname, listener.getsockname()[1])
+        port = listener.getsockname()[1]
+        logger.info("ready on http://%s:%d: %s", settings.hostname, port, service.model.computation)
         with _known_as_ready(settings.ready_uds_path):
             await asyncio.gather(*(server.serve([each]) for server, each in servers.items()))
     ignore_stop_signals()
@@ -113,7 +114,7 @@ async def assembled(settings: RouterSettings) -> AsyncIterator[Service]:
         adapters = Adapters(shards, settings.max_loras)
         await _add_adapters(adapters, settings)
         info, capacity = await _warm_up(shards, settings, adapters)
-        limits = _limits(settings, capacity)
+        limits = _limits(settings, info, capacity)
         if (tokens := threads.tokenizer.vocab_size) > info.vocab_size:
             told = "the tokenizer has %d tokens, the model %d: prompts with those that it does not know are refused"
             logger.warning(told, tokens, info.vocab_size)
@@ -224,6 +225,7 @@ async def _warm_up(
     places = settings.max_loras if settings.allow_adapter_updates else len(adapters)
     try:
         info = await shards.info()
+        _check_context(settings, info)
         # An earlier router may have left requests behind.
         await shards.send(wire.clear_call(), _CLEAR_SECONDS).response()
         capacity = await shards.warmup(
@@ -240,8 +242,29 @@ async def _warm_up(
     return info, capacity
 
 
-def _limits(settings: RouterSettings, capacity: pb.WarmupResponse) -> Limits:
+def _check_context(settings: RouterSettings, info: pb.InfoResponse) -> None:
+    """Raises StartupError for a context longer than the model's, unless --allow-long-context permits it."""
+    wanted, positions = settings.max_total_tokens, info.max_position_embeddings
+    if wanted is None or not positions or wanted <= positions:
+        return
+    if not settings.allow_long_context:
+        raise StartupError(
+            f"--max-total-tokens is {wanted}, but the model was made for {positions} positions; lower it, or add "
+            "--allow-long-context, with which longer texts get worse"
+        )
+    logger.warning("--max-total-tokens is %d, but the model was made for %d positions", wanted, positions)
+
+
+def _limits(settings: RouterSettings, info: pb.InfoResponse, capacity: pb.WarmupResponse) -> Limits:
     max_total_tokens = capacity.max_total_tokens
+    if settings.max_total_tokens is None and max_total_tokens < info.max_position_embeddings:
+        cause = "--max-batch-total-tokens" if settings.max_batch_total_tokens else "the memory for the KV cache"
+        logger.warning(
+            "a prompt and its answer may have %d tokens; the model could take %d, but %s has room for fewer",
+            max_total_tokens,
+            info.max_position_embeddings,
+            cause,
+        )
     if settings.max_total_tokens and settings.max_total_tokens > max_total_tokens:
         raise StartupError(
             f"--max-total-tokens is {settings.max_total_tokens}; "
@@ -296,6 +319,9 @@ def _describe(settings: RouterSettings, info: pb.InfoResponse, capacity: pb.Warm
         quantization=info.quantization or None,
         kv_cache_dtype=info.kv_cache_dtype or None,
         linear_kernels=info.linear_kernels or None,
+        device=info.device_type,
+        dtype=info.dtype,
+        paged=info.paged,
         fallbacks=tuple(capacity.fallbacks),
     )
 

@@ -13,6 +13,7 @@ import torch
 import uvloop
 from opentelemetry import trace
 
+from shared.gpus import missing_gpus, visible_gpus
 from shared.logging import flush_log
 from shared.settings import fail
 from shared.stop_signals import ignore_stop_signals, on_stop_signal
@@ -46,6 +47,7 @@ FATAL_STATUS = 70
 def serve(settings: ShardSettings, model_path: Path, speculative_model: Path | None = None) -> None:
     """Serves the model until SIGTERM or SIGINT. Raises SystemExit after one line when it cannot be loaded."""
     try:
+        _check_gpus()
         group = _connect(settings)
         engine = Engine(engine_config(settings, model_path, speculative_model, group))
     except EngineError as error:
@@ -96,6 +98,22 @@ def _connect(settings: ShardSettings) -> ShardGroup | None:
         device=_device(settings),
         local_world_size=settings.local_world_size,
     )
+
+
+def _check_gpus() -> None:
+    """Raises CannotConnect when GPUs are listed for this process that torch cannot use; warns of others."""
+    if torch.cuda.is_available():
+        return
+    reason = "this torch is built without CUDA"
+    if torch.version.cuda is not None:
+        try:
+            torch.cuda.init()
+        except (RuntimeError, AssertionError) as error:
+            reason = f"torch cannot use it: {str(error).strip().splitlines()[0]}"
+    if missing := missing_gpus(reason):
+        raise CannotConnect(missing)
+    if visible_gpus():
+        logger.warning("running on the CPU although this machine has a GPU: %s", reason)
 
 
 def _device(settings: ShardSettings) -> torch.device:

@@ -58,6 +58,42 @@ async def test_limits_that_the_shards_cannot_keep_are_named(path: Path, values: 
     assert str(error.value).startswith(told)
 
 
+async def start_of(tmp_path: Path, positions: int, room: int) -> tuple[Path, Any]:
+    """Starts a shard of a model of so many positions, with room for so many tokens of one sequence."""
+    path = tmp_path / "another"
+    shard = InstantShard(
+        f"unix://{path}", None, max_total_tokens=room, max_position_embeddings=positions, grammars=False
+    )
+    return path, await start(shard, path)
+
+
+async def test_a_context_that_is_longer_than_the_models_needs_a_flag(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    path, shards = await start_of(tmp_path, positions=2048, room=1_000_000)
+    with pytest.raises(StartupError) as error:
+        async with assembled(settings(path, max_total_tokens=1_000_000)):
+            pass
+    told = "--max-total-tokens is 1000000, but the model was made for 2048 positions; lower it, or add --allow-long-con"
+    assert str(error.value).startswith(told)
+    async with assembled(settings(path, max_total_tokens=1_000_000, allow_long_context=True)) as service:
+        assert service.limits.max_total_tokens == 1_000_000
+    assert "--max-total-tokens is 1000000, but the model was made for 2048 positions" in caplog.text
+    await shards.stop(None)
+
+
+@pytest.mark.parametrize(
+    ("values", "cause"),
+    [({"max_batch_total_tokens": 100}, "--max-batch-total-tokens"), ({}, "the memory for the KV cache")],
+)
+async def test_a_context_that_is_shorter_than_the_models_is_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, values: dict[str, int], cause: str
+):
+    path, shards = await start_of(tmp_path, positions=2048, room=128)
+    async with assembled(settings(path, **values)):
+        pass
+    assert "a prompt and its answer may have 128 tokens; the model could take 2048, but " + cause in caplog.text
+    await shards.stop(None)
+
+
 async def test_adapters_are_there_from_the_start(path: Path):
     async with assembled(settings(path, lora_adapters="chef=/adapters/chef,diy=/adapters/diy")) as service:
         assert [(each.id, each.folder, each.rank) for each in service.adapters] == [

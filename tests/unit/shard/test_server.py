@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from shared import gpus
 from shared.settings import read_settings
 from tgi_server.engine.errors import PeerLost
 from tgi_server.shard import server
@@ -52,6 +53,43 @@ def test_a_shard_that_loses_another_while_loading_says_so(
         serve(settings("--sharded", "--world-size=2", "--rank=1"), tmp_path)
     assert end.value.code == FATAL_STATUS
     assert capsys.readouterr().err == "shard 1: another shard was lost while loading: shard 0 has ended\n"
+
+
+def test_gpus_that_are_listed_and_cannot_be_used_end_the_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    with pytest.raises(SystemExit) as end:
+        serve(settings(), tmp_path)
+    assert end.value.code == 1
+    assert capsys.readouterr().err == (
+        "shard 0: CUDA_VISIBLE_DEVICES is 0, but this torch is built without CUDA; to run on the CPU, set "
+        "CUDA_VISIBLE_DEVICES to an empty value\n"
+    )
+
+
+def test_a_gpu_that_cannot_be_used_is_logged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    (tmp_path / "gpus" / "0000:00:00.0").mkdir(parents=True)
+    monkeypatch.setattr(gpus, "DRIVER", tmp_path / "gpus")
+    for name in gpus.VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+
+    def refuse() -> None:
+        raise RuntimeError("The NVIDIA driver on your system is too old\n(found version 11040)")
+
+    monkeypatch.setattr(torch.cuda, "init", refuse)
+    with pytest.raises(SystemExit):  # there is no model
+        serve(settings(), tmp_path / "absent")
+    assert caplog.messages == [
+        "running on the CPU although this machine has a GPU: torch cannot use it: The NVIDIA driver on your system is "
+        "too old"
+    ]
 
 
 def test_more_shards_than_gpus_are_refused_before_anything_is_loaded(

@@ -164,13 +164,18 @@ class Runner(ABC):
 
 
 def position_limit(config: PretrainedConfig) -> int | None:
-    """Returns the most positions the model has; None when its positions are relative and nothing bounds them."""
+    """Returns the most positions the model has; None when its positions are relative and nothing bounds them.
+
+    Rotary positions that are scaled by a factor (YaRN: Peng et al., 2023) reach as far as that factor says.
+    """
     config = config.get_text_config(decoder=True)
     if config.model_type in _UNBOUNDED or getattr(config, "alibi", False):
         return None
+    rope = getattr(config, "rope_parameters", None) or {}
+    scaled = int((rope.get("factor") or 0) * (rope.get("original_max_position_embeddings") or 0))
     for name in _NAMES:
         if value := getattr(config, name, None):
-            return int(value)
+            return max(int(value), scaled)
     return None
 
 

@@ -19,6 +19,9 @@ class Info(ResponseModel):
     model_id: str
     model_sha: str | None = None
     model_pipeline_tag: str | None = None
+    model_device_type: str = Field(description="cpu or cuda")
+    model_dtype: str = Field(description="dtype of activations, such as bfloat16")
+    paged: bool = Field(description="the KV cache is in blocks; false: batches are padded, which is slower")
     max_concurrent_requests: UnsignedInt
     max_best_of: UnsignedInt
     max_stop_sequences: UnsignedInt

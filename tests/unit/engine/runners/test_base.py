@@ -14,6 +14,14 @@ def test_a_model_has_as_many_positions_as_it_can_compute(architecture) -> None:
     assert position_limit(build(architecture).config) == (None if architecture in UNBOUNDED else 256)
 
 
+def test_scaled_rotary_positions_reach_as_far_as_their_factor_says() -> None:
+    config = build("llama").config
+    config.rope_parameters = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+    assert position_limit(config) == 512
+    config.rope_parameters = {"rope_type": "llama3", "factor": 1.5, "original_max_position_embeddings": 128}
+    assert position_limit(config) == 256
+
+
 def test_every_learned_position_can_be_used() -> None:
     for architecture in ("opt", "gpt2", "starcoder"):
         model = build(architecture, max_position_embeddings=16)

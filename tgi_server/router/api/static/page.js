@@ -10,6 +10,9 @@ const LIMITS = {
   max_concurrent_requests: "Requests at a time",
   max_best_of: "Best of",
   max_stop_sequences: "Stop sequences",
+  model_device_type: "Device",
+  model_dtype: "Number format",
+  batches: "Batches",
   version: "Version",
 };
 
@@ -18,6 +21,7 @@ const number = (value, digits = 0) => value.toLocaleString("en", { maximumFracti
 
 async function showInfo() {
   const info = await (await fetch("info")).json();
+  info.batches = info.paged ? "paged" : "padded, which is slower";
   element("model").textContent = info.model_id;
   document.title = info.model_id;
   for (const [name, label] of Object.entries(LIMITS)) {
