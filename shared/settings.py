@@ -7,9 +7,11 @@ variable, a variable over the default.
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, NoReturn, TypeVar
+from difflib import get_close_matches
+from importlib.metadata import PackageNotFoundError, version
+from typing import Annotated, ClassVar, NoReturn, TypeVar
 
 from pydantic import BeforeValidator, Field, ValidationError
 from pydantic_settings import BaseSettings, CliApp, CliSettingsSource, NoDecode, SettingsConfigDict, SettingsError
@@ -59,22 +61,41 @@ class ServiceSettings(BaseSettings):
         extra="forbid",
     )
 
+    # The title of the group of `--help` that begins with each of these settings.
+    help_groups: ClassVar[Mapping[str, str]] = {}
+
     def describe(self) -> str:
-        """Returns one line of `name=value` pairs for the log at start-up, with secrets masked."""
+        """Returns one line of `name=value` pairs, for settings that differ from their defaults, with secrets masked."""
+        fields = type(self).model_fields
         values = {
-            name: "***" if name in SECRETS and value else value for name, value in self.model_dump(mode="json").items()
+            name: "***" if name in SECRETS and value else value
+            for name, value in self.model_dump(mode="json").items()
+            if getattr(self, name) != fields[name].default
         }
-        return " ".join(f"{name}={value}" for name, value in values.items() if value is not None)
+        return " ".join(f"{name}={value}" for name, value in values.items()) or "all have their defaults"
 
 
-class _OneLineParser(argparse.ArgumentParser):
-    """Responds to a wrong flag with one line instead of the whole usage text."""
+class _Parser(argparse.ArgumentParser):
+    """Responds to a wrong flag with one line, and to `--help` with the settings in groups."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **{**kwargs, "allow_abbrev": False})
+    def __init__(self, settings: type[ServiceSettings], program: str) -> None:
+        super().__init__(prog=program, allow_abbrev=False)
+        self._settings = settings
+
+    def format_help(self) -> str:
+        from shared.help import help_text  # only then
+
+        groups: dict[str, str] = {}
+        for each in reversed(self._settings.__mro__):
+            groups.update(vars(each).get("help_groups", {}))
+        refused = {name: mark.reason for name, mark in _marks(self._settings) if not mark.harmless}
+        return help_text(self._settings, self.prog, groups, refused)
 
     def error(self, message: str) -> NoReturn:
-        fail(self.prog, f"{message}; see {self.prog} --help")
+        unknown = message.removeprefix("unrecognized arguments: ").partition("=")[0].split(" ")[0]
+        near = get_close_matches(unknown, self._option_string_actions, 1) if unknown.startswith("--") else []
+        hint = f"did you mean {near[0]}?" if near else f"see {self.prog} --help"
+        fail(self.prog, f"{message}; {hint}")
 
 
 def fail(program: str, *lines: str, status: int = USAGE_ERROR) -> NoReturn:
@@ -93,9 +114,12 @@ def read_settings(settings: type[S], program: str, arguments: Sequence[str]) -> 
     Raises SystemExit(2) after one line for each mistake, and for each setting that is not supported, that names the
     flag and the variable.
     """
-    parser = _OneLineParser(prog=program, description=settings.__doc__)
+    if {"-V", "--version"} & set(arguments):
+        print(f"{program} {package_version()}")
+        raise SystemExit(0)
+    parser = _Parser(settings, program)
     try:
-        source = CliSettingsSource[_OneLineParser](settings, cli_prog_name=program, root_parser=parser)
+        source = CliSettingsSource[_Parser](settings, cli_prog_name=program, root_parser=parser)
         result = CliApp.run(settings, cli_args=list(arguments), cli_settings_source=source)
     except ValidationError as error:
         fail(program, *(_explain(detail["loc"], detail["msg"], detail["input"]) for detail in error.errors()))
@@ -112,12 +136,27 @@ def read_settings(settings: type[S], program: str, arguments: Sequence[str]) -> 
 
 def _refusals(settings: ServiceSettings) -> list[str]:
     """Returns a line for each setting that was set and is not supported."""
-    lines = []
-    for name, field in type(settings).model_fields.items():
+    fields = type(settings).model_fields
+    return [
+        f"{_flag_and_variable(name)}: {mark.reason}"
+        for name, mark in _marks(type(settings))
+        if getattr(settings, name) not in (fields[name].default, *mark.harmless)
+    ]
+
+
+def _marks(settings: type[ServiceSettings]) -> Iterator[tuple[str, Refused]]:
+    for name, field in settings.model_fields.items():
         for mark in field.metadata:
-            if isinstance(mark, Refused) and getattr(settings, name) not in (field.default, *mark.harmless):
-                lines.append(f"{_flag_and_variable(name)}: {mark.reason}")
-    return lines
+            if isinstance(mark, Refused):
+                yield name, mark
+
+
+def package_version() -> str:
+    """Returns the version of the installed package."""
+    try:
+        return version("oatmill")
+    except PackageNotFoundError:  # runs from a checkout that is not installed
+        return "0+checkout"
 
 
 def _given(name: str, arguments: Sequence[str]) -> str | None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from shared.settings import fail, read_settings
+from shared.stubs import generate_pb2 as pb
 from tgi_server.benchmark.bench import Result, ShardBench
 from tgi_server.benchmark.report import describe, line, table, write
 from tgi_server.benchmark.settings import USUAL_SOCKET, BenchmarkSettings
@@ -51,6 +52,8 @@ async def _measure(settings: BenchmarkSettings, socket: str) -> list[Result]:
         settings.output.touch()  # better now than when everything has been measured
     bench = await ShardBench.connect(socket, settings)
     try:
+        if not settings.yes:
+            _check_nobody_is_disturbed(bench.info)
         on_terminal = sys.stdin.isatty() and sys.stderr.isatty() and not settings.plain
         results = await (_on_screen(bench, settings) if on_terminal else _in_lines(bench))
     finally:
@@ -58,6 +61,22 @@ async def _measure(settings: BenchmarkSettings, socket: str) -> list[Result]:
     if settings.output is not None:
         write(settings.output, bench.info, results)
     return results
+
+
+def _check_nobody_is_disturbed(info: pb.InfoResponse) -> None:
+    """Raises StartupError when requests run, or a router is connected and the user does not want to take its place."""
+    if info.running_sequences:
+        raise StartupError(
+            f"{info.running_sequences} requests run on these shards, and they would fail; wait, or add --yes"
+        )
+    if not info.run_is_open:
+        return
+    taken = "a router is connected to these shards; requests that it gets meanwhile fail"
+    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+        raise StartupError(f"{taken}; add --yes to go on")
+    print(f"{taken}. Go on? [y/N] ", end="", file=sys.stderr, flush=True)
+    if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+        raise StartupError("nothing was measured")
 
 
 async def _on_screen(bench: ShardBench, settings: BenchmarkSettings) -> list[Result]:

@@ -23,8 +23,8 @@ def _readable(path: Path) -> Path:
 
 
 class BenchmarkSettings(ServiceSettings):
-    """Measures how fast the shards of a model compute, for every batch size with every length. The router has no part
-    in it: requests that it has running fail when the benchmark begins, and one that comes meanwhile ends it."""
+    """Measures how fast the shards of a running server compute, for every batch size with every length. It takes the
+    router's place: requests that run fail when the benchmark begins, and one that comes meanwhile ends it."""
 
     model_config = SettingsConfigDict(
         cli_shortcuts={
@@ -43,31 +43,42 @@ class BenchmarkSettings(ServiceSettings):
         None, description=f"socket of the first shard; default: {USUAL_SOCKET}, or that of the one running server"
     )
     tokenizer_name: str | None = Field(
-        None, description="folder or hub id of a tokenizer, of whose words prompts are made; default: any tokens"
+        None, description="folder or hub id of a tokenizer to make prompts with; default: prompts of arbitrary tokens"
     )
     revision: str = Field("main", description="revision of the tokenizer on the hub")
     batch_size: CommaSeparated[PositiveInt] = Field(
-        default=[], description="sequences at a time; default: 1, 2, 4, 8, 16 and 32, as far as they fit"
+        default=[], description="sequences in a batch; default: 1, 2, 4, 8, 16 and 32, as far as they fit"
     )
     sequence_length: CommaSeparated[PositiveInt] = Field(default=[10], description="tokens of each prompt")
-    decode_length: CommaSeparated[PositiveInt] = Field(default=[8], description="tokens that each prompt gets")
-    runs: PositiveInt = Field(10, description="runs of each case that count")
-    warmups: NonNegativeInt = Field(1, description="runs of each case before those")
+    decode_length: CommaSeparated[PositiveInt] = Field(default=[8], description="tokens generated for each prompt")
+    runs: PositiveInt = Field(10, description="measured runs of each case")
+    warmups: NonNegativeInt = Field(1, description="unmeasured runs of each case before them")
 
-    temperature: float | None = Field(None, gt=0, allow_inf_nan=False)
-    top_k: int | None = Field(None, gt=0, lt=2**31)
-    top_p: float | None = Field(None, gt=0, le=1)
-    typical_p: float | None = Field(None, gt=0, le=1)
-    repetition_penalty: float | None = Field(None, gt=0, allow_inf_nan=False)
-    frequency_penalty: float | None = Field(None, allow_inf_nan=False)
-    watermark: bool = False
-    do_sample: bool = Field(False, description="sample, as --temperature, --top-k, --top-p and --typical-p do, too")
-    top_n_tokens: int = Field(0, ge=0, lt=2**31, description="likely tokens reported at each position")
+    temperature: float | None = Field(
+        None, gt=0, allow_inf_nan=False, description="sample at this temperature; default: greedy decoding"
+    )
+    top_k: int | None = Field(None, gt=0, lt=2**31, description="sample among the k most likely tokens")
+    top_p: float | None = Field(
+        None, gt=0, le=1, description="sample among the most likely tokens of this total probability"
+    )
+    typical_p: float | None = Field(
+        None, gt=0, le=1, description="sample among typical tokens of this total probability"
+    )
+    repetition_penalty: float | None = Field(
+        None, gt=0, allow_inf_nan=False, description="penalty on tokens that have occurred; 1: none"
+    )
+    frequency_penalty: float | None = Field(
+        None, allow_inf_nan=False, description="penalty on tokens by how often they have occurred; 0: none"
+    )
+    watermark: bool = Field(False, description="watermark the generated tokens")
+    do_sample: bool = Field(False, description="sample; temperature, top-k, top-p and typical-p imply it")
+    top_n_tokens: int = Field(0, ge=0, lt=2**31, description="most likely tokens reported at each position")
 
     output: Annotated[Path, AfterValidator(_readable)] | None = Field(
-        None, description="file for the results, by its name JSON (.json) or CSV (.csv)"
+        None, description="file for the results: .json or .csv"
     )
     plain: bool = Field(False, description="a line for each case in place of the screen; also without a terminal")
+    yes: bool = Field(False, description="take the place of a connected router without asking, even if requests run")
 
     @model_validator(mode="after")
     def _lists_are_not_empty(self) -> Self:

@@ -2,11 +2,13 @@
 
 import asyncio
 import logging
+import os
 import sys
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import TypeVar
 
+from shared.gpus import has_gpu
 from shared.logging import configure_logging
 from shared.settings import fail, read_settings
 from shared.stop_signals import ignore_stop_signals, on_stop_signal
@@ -22,6 +24,8 @@ from tgi_server.launcher.settings import LauncherSettings
 from tgi_server.launcher.weights import check_tokenizer, fetch_speculative_model, find_adapters, find_model
 
 PROGRAM = "text-generation-launcher"
+# Variables that TGI's server reads and this one has no use for.
+_NO_EFFECT = frozenset({"ATTENTION", "PREFILL_CHUNKING", "USE_PREFIX_CACHING", "FLASH_DECODING", "PAGED_KV"})
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
@@ -38,6 +42,10 @@ def main() -> None:
         for line in describe_environment().splitlines():
             logger.info("%s", line)
     logger.info("settings: %s", settings.describe())
+    for variable in sorted(_NO_EFFECT & os.environ.keys()):
+        logger.warning("the variable %s of TGI has no effect here", variable)
+    if "cuda_memory_fraction" in settings.model_fields_set and not has_gpu():
+        logger.warning("--cuda-memory-fraction has no effect on a CPU; --cpu-memory limits the KV cache there")
     if "model_id" not in settings.model_fields_set:
         logger.warning("no --model-id: serving the bundled demo model, a few million parameters for trying things")
     try:

@@ -2,8 +2,9 @@
 
 import ipaddress
 import socket
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Field, PositiveInt, field_validator, model_validator
 from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
@@ -35,6 +36,8 @@ _SAGEMAKER = {
 }
 _UNSET = (None, "", "0")
 
+NO_NGROK = Refused("not supported; run ngrok beside the server: ngrok http PORT")
+
 # The port that torch's own launchers take.
 MEETING_PORT = 29500
 
@@ -43,33 +46,56 @@ class LauncherSettings(ServingSettings, ModelSettings):
     """Starts a text-generation server: shards that run the model, and a router that serves HTTP."""
 
     model_config = SettingsConfigDict(cli_shortcuts={"port": "p", "graceful-termination-timeout": "g", "env": "e"})
+    help_groups: ClassVar[Mapping[str, str]] = {
+        "model_id": "Model",
+        "num_shard": "Shards",
+        "num_nodes": "Several machines",
+        "enable_prefill_logprobs": "Limits of requests",
+        "otlp_service_name": "Logs and traces",
+    }
 
-    model_id: str = Field(str(demo_model.PATH), description="a local folder, or an id of the hub")
-    huggingface_hub_cache: Path | None = Field(None, description="where downloads from the hub are kept")
+    model_id: str = Field(
+        str(demo_model.PATH), description="a local folder, or an id of the hub; default: the bundled demo model"
+    )
+    huggingface_hub_cache: Path | None = Field(
+        None, description="where downloads from the hub are stored; default: as HF_HUB_CACHE"
+    )
     num_shard: PositiveInt | None = Field(
         None,
-        description="processes that run the model together, one for each GPU; on each machine, if there are several",
+        description="processes that run the model together, one for each GPU; with several machines, on each of them",
     )
     sharded: Literal["true", "false"] | None = Field(
-        None, description="whether there are several shards; without --num-shard, one for each GPU that is visible"
+        None, description="true: several shards, one for each visible GPU unless num-shard is given; false: one shard"
     )
     shard_uds_path: Path | None = Field(
-        None, description="shards listen on the sockets PATH-0, PATH-1, ...; default: in a folder of their own"
+        None, description="shards listen on the sockets PATH-0, PATH-1, ...; default: in a temporary folder"
     )
-    master_addr: str = Field("localhost", description="where shards meet: with several machines, that of node 0")
+    master_addr: str = Field(
+        "localhost", description="address where shards connect to each other; with several machines, that of node 0"
+    )
     master_port: int | None = Field(
-        None, gt=0, lt=65536, description="default: a free one; with several machines, 29500"
+        None,
+        gt=0,
+        lt=65536,
+        description="port where shards connect to each other; default: a free one; with several machines, 29500",
     )
-    num_nodes: PositiveInt = Field(1, description="machines that run the model together, each with a launcher")
-    node_rank: int = Field(0, ge=0, description="which of them this is; node 0 serves HTTP")
+    num_nodes: PositiveInt = Field(
+        1, description="number of machines that run the model together, each with a launcher"
+    )
+    node_rank: int = Field(0, ge=0, description="number of this machine among them, from 0; node 0 serves HTTP")
     node_address: Annotated[str, AfterValidator(_chosen)] | None = Field(
-        None, description="address of this machine at which the others reach it"
+        None, description="address of this machine for the other ones"
     )
-    enable_prefill_logprobs: bool = Field(False, description="for TGI's sake: a prompt's logprobs can always be had")
+    enable_prefill_logprobs: bool = Field(
+        False, description="accepted for TGI compatibility, no effect: prompt logprobs are always available"
+    )
     otlp_service_name: str | None = Field(
-        None, description="in traces; default: text-generation-inference.router, and .server for shards"
+        None, description="service name in traces; default: text-generation-inference.router, and .server for shards"
     )
-    env: bool = Field(False, description="print what a bug report needs")
+    env: bool = Field(False, description="print what a bug report needs; a flag only, not a variable")
+    ngrok: Annotated[bool, NO_NGROK] = False
+    ngrok_authtoken: Annotated[str | None, NO_NGROK] = None
+    ngrok_edge: Annotated[str | None, NO_NGROK] = None
     weights_cache_override: Annotated[
         str | None, Refused("not supported; give the folder that has the weights as the model id")
     ] = None

@@ -23,7 +23,7 @@ def main() -> None:
     settings = read_settings(RouterSettings, _PROGRAM, sys.argv[1:])
     configure_logging("router", level=settings.log_level, json_output=settings.json_output)
     configure_tracing(settings.otlp_service_name, settings.otlp_endpoint)
-    logger.info("settings: %s", settings.describe())
+    logger.debug("settings: %s", settings.describe())  # the launcher logs them
     if settings.usage_stats != "off":
         logger.info("--usage-stats does nothing here: no usage statistics are sent to anyone")
     try:

@@ -1,7 +1,8 @@
 """The router's settings: TGI's flags and environment variables."""
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import AliasChoices, Field, PositiveFloat, PositiveInt, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
@@ -34,112 +35,139 @@ class ServingSettings(ServiceSettings):
     """Settings that router and launcher both take; the launcher passes them on."""
 
     model_config = SettingsConfigDict(cli_shortcuts={"port": "p", "graceful-termination-timeout": "g"})
+    help_groups: ClassVar[Mapping[str, str]] = {
+        "revision": "Model",
+        "tool_call_parser": "Chat",
+        "hostname": "HTTP server",
+        "max_concurrent_requests": "Limits of requests",
+        "max_batch_prefill_tokens": "Batching and KV cache",
+        "lora_adapters": "Adapters",
+        "max_waiting_tokens": "Batching and KV cache",
+        "max_client_batch_size": "Limits of requests",
+        "validation_workers": "HTTP server",
+        "allow_special_tokens": "Chat",
+        "disable_grammar_support": "Limits of requests",
+        "api_key": "Access",
+        "json_output": "Logs and traces",
+        "graceful_termination_timeout": "HTTP server",
+        "usage_stats": "Other",
+    }
 
     revision: str | None = Field(
-        default=None, description="Branch, tag or commit of the model on the hub, which /info tells."
+        default=None, description="Branch, tag or commit of the model on the hub; shown by /info."
     )
     served_model_name: CommaSeparated[str] = Field(
-        default=[], description="Names of the model on OpenAI's routes; answers have the first. Unset: the model id."
+        default=[],
+        description="Names of the model on OpenAI's routes; responses carry the first. Default: the model id.",
     )
     tokenizer_config_path: Path | None = Field(
         default=None, description="A tokenizer_config.json, or a bare chat template, in place of the model's own."
     )
     generation_config: Literal["auto", "none"] = Field(
         default="auto",
-        description="Whether OpenAI's routes take the defaults of sampling from the model's generation_config.json.",
+        description="auto: OpenAI's routes take sampling defaults from the model's generation_config.json; none: "
+        "they do not.",
     )
     tool_call_parser: ToolCallParser = Field(
-        default="auto", description="Form in which the model calls tools; auto: as its chat template shows."
+        default="auto", description="Format in which the model calls tools; auto: read from its chat template."
     )
     reasoning_parser: Literal["auto", "none", "deepseek_r1", "qwen3"] = Field(
-        default="auto", description="How the model's thoughts are told from its answer; auto: by its chat template."
+        default="auto", description="How reasoning is separated from the answer; auto: read from the chat template."
     )
     hostname: str = Field(default="0.0.0.0", description="Address to listen on.")
     port: Port = Field(default=3000, description="Port of the HTTP API.")
-    prometheus_port: Port = Field(default=9000, description="Port that answers /metrics too; 0: none.")
-    max_concurrent_requests: Count = Field(default=128, description="Requests in flight; more are refused.")
-    max_best_of: PositiveInt = Field(default=2, description="Largest best_of.")
-    max_stop_sequences: int = Field(default=4, ge=0, description="Stop sequences of one request.")
-    max_top_n_tokens: int = Field(default=5, ge=0, description="Most likely tokens reported at each position.")
+    prometheus_port: Port = Field(default=9000, description="Second port that serves /metrics; 0: none.")
+    max_concurrent_requests: Count = Field(default=128, description="Most requests in flight; further ones get 429.")
+    max_best_of: PositiveInt = Field(default=2, description="Largest value of best_of.")
+    max_stop_sequences: int = Field(default=4, ge=0, description="Most stop sequences of one request.")
+    max_top_n_tokens: int = Field(default=5, ge=0, description="Largest value of top_n_tokens.")
     max_input_tokens: Count | None = Field(
         default=None,
         validation_alias=AliasChoices("max_input_tokens", "max_input_length"),
-        description="Tokens of one prompt; unset: one less than max-total-tokens.",
+        description="Most tokens of a prompt. Default: one less than max-total-tokens.",
     )
     max_total_tokens: Count | None = Field(
-        default=None, description="Tokens of one prompt and its answer; unset: as the model and the memory allow."
+        default=None,
+        description="Most tokens of a prompt and its answer together. Default: what model and memory allow.",
     )
     allow_long_context: bool = Field(
         default=False,
-        description="Allow max-total-tokens beyond the model's own context, where its texts get worse.",
+        description="Allow max-total-tokens beyond the context length of the model, where its output degrades.",
     )
-    max_batch_prefill_tokens: Count = Field(default=4096, description="Prompt tokens computed in one step.")
+    max_batch_prefill_tokens: Count = Field(default=4096, description="Most prompt tokens computed in one step.")
     max_batch_total_tokens: Count | None = Field(
-        default=None, description="Tokens of all running requests; unset: as the memory allows."
+        default=None, description="Most tokens of all running requests. Default: what the memory allows."
     )
     prefix_caching: bool = Field(
-        default=True, description="Keep what is computed for a prompt, for others that begin with the same tokens."
+        default=True, description="Reuse the KV cache of prompts that begin with the same tokens."
     )
     max_batch_size: Count | None = Field(
-        default=None, description="Requests that run at once; unset: max-concurrent-requests."
+        default=None, description="Most requests in one batch. Default: max-concurrent-requests."
     )
     lora_adapters: AdapterSources = Field(
         default=[],
-        description="Adapters that requests may name: ID, ID=FOLDER or ID=OWNER/NAME, with @REVISION on the hub.",
+        description="LoRA adapters that requests may name: ID, ID=FOLDER or ID=OWNER/NAME, with @REVISION on the hub.",
     )
     allow_adapter_updates: bool = Field(
-        default=False, description="Whoever has an API key may load and unload adapters, from below adapter-root."
+        default=False,
+        description="Let callers with an API key load and unload adapters below adapter-root while the server runs.",
     )
-    adapter_root: Path | None = Field(default=None, description="Folder below which adapters may be loaded from.")
+    adapter_root: Path | None = Field(default=None, description="Folder below which adapters may be loaded.")
     max_loras: Count = Field(
-        default=32, description="Adapters that are held ready at once; others are read again when they are asked for."
+        default=32, description="Most adapters in memory at once; others are loaded again when a request names them."
     )
-    max_waiting_tokens: int = Field(default=20, ge=0, description="Decode steps before waiting requests are taken in.")
+    max_waiting_tokens: int = Field(
+        default=20, ge=0, description="Decode steps after which waiting requests join the batch in any case."
+    )
     waiting_served_ratio: float = Field(
-        default=0.3, ge=0, description="Waiting requests for each running one that are taken in at once."
+        default=0.3, ge=0, description="Ratio of waiting to running requests from which the waiting ones join at once."
     )
     target_token_gap_ms: PositiveFloat | None = Field(
         default=None,
-        description="Milliseconds between two tokens of a reply, for whose sake the prompts of others are computed in "
-        "parts; unset: three times as long as a step without prompts, more if few replies run and many wait.",
+        description="Target inter-token latency in milliseconds: prompts are computed in chunks that keep it. Default: "
+        "three times a decode step, more if few requests run and many wait.",
     )
-    max_client_batch_size: PositiveInt = Field(default=4, description="Prompts of one request, times n.")
+    max_client_batch_size: PositiveInt = Field(default=4, description="Most prompts of one request, times n.")
     max_stored_responses: int = Field(
-        default=1000, ge=0, description="Responses of /v1/responses that are kept in memory; 0: none."
+        default=1000, ge=0, description="Most responses of /v1/responses stored in memory; 0: none."
     )
-    validation_workers: PositiveInt = Field(default=2, description="Threads that tokenise.")
-    payload_limit: PositiveInt = Field(default=2_000_000, description="Bytes of a request's body.")
+    validation_workers: PositiveInt = Field(default=2, description="Threads that tokenize prompts.")
+    payload_limit: PositiveInt = Field(default=2_000_000, description="Most bytes of a request body.")
     client_timeout: PositiveInt = Field(
         default=75,
         le=_MOST_SECONDS,
-        description="Seconds that a client may take to send a request, and to take what it is sent.",
+        description="Seconds a client may take to send a request, or to read its response.",
     )
     max_connections: PositiveInt | None = Field(
-        default=None, description="Connections of all clients; unset: as the limit of open files allows."
+        default=None, description="Most connections. Default: what the limit of open files allows."
     )
     max_connections_per_address: PositiveInt | None = Field(
-        default=None, description="Connections of one address, which may be a proxy's; unset: half of all."
+        default=None,
+        description="Most connections of one address, which may be a proxy's. Default: half of max-connections.",
     )
     allow_special_tokens: bool = Field(
-        default=False, description="Take special tokens that chat messages spell as such, as TGI does, not as text."
+        default=False,
+        description="Treat special tokens spelled in chat messages as tokens, as TGI does, instead of as text.",
     )
     disable_grammar_support: bool = Field(default=False, description="Refuse requests with a grammar.")
-    api_key: str | None = Field(default=None, description="Requests must carry it: Authorization: Bearer KEY.")
+    api_key: str | None = Field(default=None, description="Key that requests must carry: Authorization: Bearer KEY.")
     api_key_file: Path | None = Field(
-        default=None, description="A file of API keys, one a line; each has a prefix cache of its own."
+        default=None, description="File with one API key per line; each key has its own prefix cache."
     )
-    cors_allow_origin: CommaSeparated[str] = Field(default=[], description="Origins that browsers may call from.")
+    cors_allow_origin: CommaSeparated[str] = Field(default=[], description="Origins from which browsers may call.")
     allowed_hosts: CommaSeparated[str] = Field(
         default=[], description="Names of this server, for when it listens on loopback without a key; *: any."
     )
     json_output: bool = Field(default=False, description="Log lines as JSON.")
-    log_level: str = Field(default="INFO", description="Least severity of log lines; prompts are logged by none.")
-    otlp_endpoint: str | None = Field(default=None, description="OpenTelemetry collector (gRPC); unset: no tracing.")
+    log_level: str = Field(
+        default="INFO", description="Lowest severity to log: DEBUG, INFO, WARNING or ERROR. Prompts are never logged."
+    )
+    otlp_endpoint: str | None = Field(default=None, description="OpenTelemetry collector (gRPC). Default: no tracing.")
     graceful_termination_timeout: float = Field(
-        default=90, ge=0, le=_MOST_SECONDS, description="Seconds that running requests have left after SIGTERM."
+        default=90, ge=0, le=_MOST_SECONDS, description="Seconds that running requests have to finish after SIGTERM."
     )
     usage_stats: Literal["on", "off", "no-stack"] = Field(
-        default="off", description="For TGI's sake: no usage statistics are sent to anyone."
+        default="off", description="Accepted for TGI compatibility, no effect: no usage statistics are ever sent."
     )
 
     @field_validator("log_level")

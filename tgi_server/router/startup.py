@@ -7,13 +7,13 @@ import logging
 import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from time import monotonic
 
 from starlette.types import ASGIApp
 
 from shared.event_loop import watch_event_loop
+from shared.settings import package_version
 from shared.stop_signals import ignore_stop_signals, on_stop_signal
 from shared.stubs import generate_pb2 as pb
 from tgi_server.router.api.access import AccessRules
@@ -315,7 +315,7 @@ def _describe(settings: RouterSettings, info: pb.InfoResponse, capacity: pb.Warm
         compute_type="cpu" if info.device_type == "cpu" else "gpu+optimized",
         encoder_decoder=info.encoder_decoder,
         speculate=info.speculate,
-        version=_version(),
+        version=package_version(),
         quantization=info.quantization or None,
         kv_cache_dtype=info.kv_cache_dtype or None,
         linear_kernels=info.linear_kernels or None,
@@ -324,13 +324,6 @@ def _describe(settings: RouterSettings, info: pb.InfoResponse, capacity: pb.Warm
         paged=info.paged,
         fallbacks=tuple(capacity.fallbacks),
     )
-
-
-def _version() -> str:
-    try:
-        return version("oatmill")
-    except PackageNotFoundError:  # runs from a checkout that is not installed
-        return "0+checkout"
 
 
 def _collect_garbage_seldom() -> None:

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from shared.logging import configure_logging
-from shared.settings import fail, read_settings
+from shared.settings import fail, package_version, read_settings
 from tgi_server.shard.errors import ModelUnavailable
 from tgi_server.shard.settings import CommandSettings, DownloadSettings, QuantizeSettings, ShardSettings
 
@@ -26,12 +26,16 @@ def main() -> None:
         "download-weights": download_weights,
         "quantize": quantize,
     }
+    if "HF_API_TOKEN" in os.environ:  # as TGI's users also call it
+        os.environ.setdefault("HF_TOKEN", os.environ["HF_API_TOKEN"])
     usage = (
         f"usage: {PROGRAM} {{{','.join(commands)}}} MODEL_ID ...; `{PROGRAM} COMMAND --help` lists a command's flags"
     )
     match sys.argv[1:]:
         case ["-h" | "--help", *_]:
             print(usage)
+        case ["-V" | "--version", *_]:
+            print(f"{PROGRAM} {package_version()}")
         case [name, *arguments] if name in commands:
             commands[name](arguments)
         case [name, *_]:

@@ -75,6 +75,8 @@ class TextGenerationService(TextGenerationServiceServicer):
         self._reader = ThreadPoolExecutor(1, "adapters", initializer=partial(torch.set_num_threads, 1))
 
     async def Info(self, request: pb.InfoRequest, context: grpc.aio.ServicerContext) -> pb.InfoResponse:
+        self._info.run_is_open = self._running is not None
+        self._info.running_sequences = len(self._engine.batch or ())
         return self._info
 
     async def ServiceDiscovery(

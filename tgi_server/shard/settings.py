@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, ByteSize, Field, NonNegativeInt, field_validator, model_validator
 from pydantic_settings import CliPositionalArg
@@ -42,25 +42,44 @@ IN_CONFIG_ONLY = Refused("not supported yet; set rope_parameters in the model's 
 class CheckpointSettings(ServiceSettings):
     """Settings of every command and of the launcher that identify the model, beside its name."""
 
+    help_groups: ClassVar[Mapping[str, str]] = {
+        "revision": "Model",
+        "json_output": "Logs and traces",
+        "trust_remote_code": "Model",
+    }
+
     revision: str | None = Field(None, description="branch, tag or commit of the model on the hub")
-    json_output: bool = Field(False, description="log lines as JSON objects")
+    json_output: bool = Field(False, description="write log lines as JSON objects")
     trust_remote_code: bool = Field(False, description="run the Python code that comes with the model")
 
 
 class ModelSettings(CheckpointSettings):
     """Settings of a shard and of the launcher that control how the model is loaded and computed."""
 
-    dtype: Literal["float32", "float16", "bfloat16"] | None = Field(None, description="default: the checkpoint's")
+    help_groups: ClassVar[Mapping[str, str]] = {
+        "dtype": "Weights and kernels",
+        "cpu_memory": "Memory",
+        "cuda_graphs": "Weights and kernels",
+        "speculate": "Speculation",
+        "watermark_gamma": "Watermark",
+        "otlp_endpoint": "Logs and traces",
+        "rope_scaling": "Model",
+        "max_lora_rank": "Adapters",
+    }
+
+    dtype: Literal["float32", "float16", "bfloat16"] | None = Field(
+        None, description="number format to compute in; default: the checkpoint's"
+    )
     quantize: Annotated[
         str | None,
         Refused(f"it may be {', '.join(QUANTIZE)}; of other formats take the same model as GPTQ", harmless=QUANTIZE),
     ] = Field(
         None,
-        description="round the weights while loading: int4, int8, fp8, eetq, bitsandbytes, bitsandbytes-nf4 or "
-        "bitsandbytes-fp4; how a model is quantised already need not be said",
+        description="quantize the weights while loading: int4, int8, fp8, eetq, bitsandbytes, bitsandbytes-nf4 or "
+        "bitsandbytes-fp4; the format of a quantized checkpoint is recognized without this flag",
     )
     kv_cache_dtype: Literal["fp8_e4m3fn", "fp8_e5m2"] | None = Field(
-        None, description="keep keys and values in 8 bits, which is room for twice the tokens; default: as --dtype"
+        None, description="store keys and values in 8 bits, so that twice the tokens fit; default: as dtype"
     )
     linear_kernels: str | None = Field(
         None,
@@ -68,60 +87,65 @@ class ModelSettings(CheckpointSettings):
         "avx512_bf16,amx@16; codes_int8 rounds the inputs of 4-bit weights to 8 bits; default: those that are measured "
         "to be the fastest, among the others",
     )
-    disable_custom_kernels: bool = Field(False, description="use only what torch and transformers have")
+    disable_custom_kernels: bool = Field(False, description="compute with torch and transformers only")
     cpu_memory: ByteSize | None = Field(
-        None, gt=0, description="RAM for the KV cache on a CPU, such as 4GiB; default: a share of what is free"
+        None, gt=0, description="memory for the KV cache on a CPU, such as 4GiB; default: 30 % of what is free"
     )
-    cuda_memory_fraction: float = Field(1.0, gt=0, le=1, description="share of a GPU's memory that may be used")
+    cuda_memory_fraction: float = Field(1.0, gt=0, le=1, description="fraction of a GPU's memory to use")
     cuda_graphs: CommaSeparated[NonNegativeInt] | None = Field(
-        None, description="numbers of sequences to record CUDA graphs for; 0: no graphs; default: sizes up to 256"
+        None, description="batch sizes to capture CUDA graphs for; 0: no graphs; default: sizes up to 256"
     )
 
     speculate: NonNegativeInt = Field(
         0,
         le=MOST_DRAFTED,
-        description="tokens drafted for a sequence in one step, at most, from its own text and from earlier replies; "
-        f"up to {MOST_DRAFTED}; if nothing is said, 4 with --speculative-model, and with Medusa heads as many as these",
+        description=f"most tokens drafted per sequence and step, up to {MOST_DRAFTED}; without "
+        "speculative-model they come from "
+        "the prompt and earlier answers. Default: 0; 4 with speculative-model; with Medusa heads, one per head",
     )
     speculative_model: str | None = Field(
         None,
-        description="what drafts: a small model with the same tokenizer, Medusa heads, or EAGLE-3; a local folder, or "
-        "an id of the hub",
+        description="model that drafts: a small model with the same tokenizer, Medusa heads, or EAGLE-3; a local "
+        "folder, or an id of the hub",
     )
 
-    watermark_gamma: float = Field(0.5, gt=0, lt=1, description="share of the vocabulary that a watermark favours")
-    watermark_delta: float = Field(2.0, ge=0, le=100, description="how much it favours it, added to the logits")
+    watermark_gamma: float = Field(0.5, gt=0, lt=1, description="fraction of the vocabulary that a watermark favours")
+    watermark_delta: float = Field(2.0, ge=0, le=100, description="bonus added to the logits of favoured tokens")
 
-    otlp_endpoint: str | None = Field(None, description="where OpenTelemetry spans go")
+    otlp_endpoint: str | None = Field(None, description="OpenTelemetry collector (gRPC); default: no tracing")
 
     rope_scaling: Annotated[str | None, IN_CONFIG_ONLY] = None
     rope_factor: Annotated[float | None, IN_CONFIG_ONLY] = None
-    max_lora_rank: int = Field(256, ge=1, le=256, description="rank that an adapter's layers may have, at most")
+    max_lora_rank: int = Field(256, ge=1, le=256, description="largest rank of an adapter")
 
 
 class CommandSettings(CheckpointSettings):
     """Settings of every command."""
 
     model_id: CliPositionalArg[str] = Field(str(demo_model.PATH), description="a local folder, or an id of the hub")
-    logger_level: LogLevel = "INFO"
+    logger_level: LogLevel = Field("INFO", description="lowest severity to log")
 
 
 class ShardSettings(CommandSettings, ModelSettings):
     """Serves one shard of a model on a Unix socket, for the router."""
 
     uds_path: Path = Field(Path("/tmp/text-generation-server"), description="the socket is UDS_PATH-RANK")  # noqa: S108
-    sharded: bool = Field(False, description="this is one of several shards; needs RANK and WORLD_SIZE")
-    rank: int = Field(0, ge=0, description="which shard this is")
-    world_size: int = Field(1, ge=1, description="how many shards there are")
-    local_rank: int | None = Field(None, ge=0, description="which of this machine's shards; default: RANK")
-    local_world_size: int | None = Field(None, ge=1, description="how many are on this machine; default: WORLD_SIZE")
-    listen_address: str | None = Field(
-        None, description="listen on a port of this address, too; for a shard on another machine than the router"
+    sharded: bool = Field(False, description="true for one of several shards; needs RANK and WORLD_SIZE")
+    rank: int = Field(0, ge=0, description="number of this shard, from 0")
+    world_size: int = Field(1, ge=1, description="number of shards")
+    local_rank: int | None = Field(
+        None, ge=0, description="number of this shard among those of this machine; default: RANK"
     )
-    master_addr: str = Field("localhost", description="where shard 0 meets the others")
-    master_port: int = Field(29500, gt=0, lt=65536)
+    local_world_size: int | None = Field(
+        None, ge=1, description="number of shards on this machine; default: WORLD_SIZE"
+    )
+    listen_address: str | None = Field(
+        None, description="also listen on a port of this address, for a router on another machine"
+    )
+    master_addr: str = Field("localhost", description="address where the shards connect to each other")
+    master_port: int = Field(29500, gt=0, lt=65536, description="port of that address")
 
-    otlp_service_name: str = Field("text-generation-inference.server", description="this shard's name in traces")
+    otlp_service_name: str = Field("text-generation-inference.server", description="service name in traces")
 
     @model_validator(mode="after")
     def _knows_its_place(self) -> Self:
@@ -139,9 +163,7 @@ class DownloadSettings(CommandSettings):
 
     extension: Literal[".safetensors", ".bin"] = Field(".safetensors", description="the kind of weight files")
     auto_convert: bool = Field(True, description="fetch and convert .bin files where there are no safetensors files")
-    merge_lora: bool = Field(
-        False, description="of an adapter fetch the base model, too, and merge the adapter into it"
-    )
+    merge_lora: bool = Field(False, description="for an adapter: fetch its base model and merge the adapter into it")
 
 
 def _number(value: object) -> object:
@@ -154,17 +176,18 @@ class QuantizeSettings(CommandSettings):
 
     model_id: CliPositionalArg[str] = Field(description="a local folder, or an id of the hub")
     output_dir: CliPositionalArg[Path] = Field(description="the folder to write, which does not exist yet")
-    bits: Annotated[Literal[4, 8], BeforeValidator(_number)] = Field(4, description="of a weight")
-    groupsize: int = Field(128, description="inputs that share a scale; -1: all")
-    percdamp: float = Field(0.01, gt=0, lt=1, description="share of the Hessian's mean diagonal to add for stability")
-    act_order: bool = Field(False, description="round the inputs with the largest activations first")
+    bits: Annotated[Literal[4, 8], BeforeValidator(_number)] = Field(4, description="bits of a weight")
+    groupsize: int = Field(128, description="number of inputs that share a scale; -1: all")
+    percdamp: float = Field(0.01, gt=0, lt=1, description="fraction of the Hessian's mean diagonal added for stability")
+    act_order: bool = Field(False, description="quantize the inputs with the largest activations first")
     calibration: Path | None = Field(
         None,
-        description="a text file, or JSONL with `text` in each line, of the kind that the model will read; "
-        "default: English household advice",
+        description="text to calibrate with, of the kind that the model will read: a text file, or JSONL with "
+        "`text` in each "
+        "line; default: English household advice",
     )
-    samples: int = Field(128, gt=0, description="pieces of the calibration text to take")
-    length: int = Field(512, gt=0, description="tokens of a piece")
+    samples: int = Field(128, gt=0, description="number of calibration samples")
+    length: int = Field(512, gt=0, description="tokens of a calibration sample")
     upload_to_model_id: Annotated[
         str | None, Refused("not supported; upload the folder with `hf upload REPOSITORY FOLDER`")
     ] = None

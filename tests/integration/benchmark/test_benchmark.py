@@ -12,6 +12,10 @@ from tests.conftest import ServerFactory
 from tgi_server import demo_model
 
 
+def run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60, check=False)
+
+
 @pytest.mark.slow
 def test_a_running_server_is_measured_and_serves_on(server: ServerFactory, tmp_path: Path) -> None:
     prefix = tmp_path / "sockets"
@@ -19,17 +23,18 @@ def test_a_running_server_is_measured_and_serves_on(server: ServerFactory, tmp_p
     running = server(*flags).wait_until_ready()
     before = running.generate("How long do I boil an egg?", max_new_tokens=20)["generated_text"]
     output = tmp_path / "results.json"
-    benchmark = subprocess.run(
-        [
-            *(sys.executable, "-m", "tgi_server.benchmark.cli", "-m", f"{prefix}-0", "-t", str(demo_model.PATH)),
-            *("-s", "10", "-s", "100", "-d", "6", "--runs", "2", "--output", str(output)),
-        ],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
+    command = [
+        *(sys.executable, "-m", "tgi_server.benchmark.cli", "-m", f"{prefix}-0", "-t", str(demo_model.PATH)),
+        *("-s", "10", "-s", "100", "-d", "6", "--runs", "2", "--output", str(output)),
+    ]
+    refused = run(command)
+    assert refused.returncode == 1
+    assert refused.stderr == (
+        "text-generation-benchmark: a router is connected to these shards; requests that it gets meanwhile fail; add "
+        "--yes to go on\n"
     )
+    assert running.generate("How long do I boil an egg?", max_new_tokens=20)["generated_text"] == before
+    benchmark = run([*command, "--yes"])
     assert benchmark.returncode == 0, benchmark.stderr
     assert len(benchmark.stdout.splitlines()) == 2 + 6
     content = json.loads(output.read_text())

@@ -1,12 +1,16 @@
 """The command line: exit codes, one line for each mistake, and what goes where."""
 
+import io
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from shared.stubs import generate_pb2 as pb
 from tests.fakes.simulated_shard import SimulatedShard, running_shards
 from tgi_server.benchmark import cli
 from tgi_server.benchmark.settings import USUAL_SOCKET
@@ -58,6 +62,38 @@ async def test_a_table_goes_to_standard_output_and_progress_to_the_log(
     ]
     assert len(results) == 2
     assert len(output.read_text().splitlines()) == 3
+
+
+@pytest.mark.parametrize(
+    ("info", "answer", "told"),
+    [
+        (
+            {"run_is_open": True, "running_sequences": 3},
+            "",
+            "3 requests run on these shards, and they would fail; wait",
+        ),
+        (
+            {"run_is_open": True},
+            None,
+            "a router is connected to these shards; requests that it gets meanwhile fail; add",
+        ),
+        ({"run_is_open": True}, "n", "nothing was measured"),
+        ({"run_is_open": True}, "", "nothing was measured"),
+        ({"run_is_open": True}, "y", None),
+        ({}, None, None),
+    ],
+)
+def test_a_router_is_not_pushed_aside_without_a_word(
+    info: dict[str, Any], answer: str | None, told: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return answer is not None
+
+    monkeypatch.setattr("sys.stdin", Terminal(f"{answer}\n"))
+    monkeypatch.setattr("sys.stderr", Terminal())
+    with pytest.raises(cli.StartupError, match=f"^{told}") if told else nullcontext():
+        cli._check_nobody_is_disturbed(pb.InfoResponse(**info))
 
 
 @pytest.mark.skipif(USUAL_SOCKET.is_socket(), reason="a server of this machine listens at the usual place")

@@ -26,6 +26,9 @@ OWN = {
     "weights_cache_override",
     "enable_prefill_logprobs",
     "env",
+    "ngrok",
+    "ngrok_authtoken",
+    "ngrok_edge",
 }
 
 

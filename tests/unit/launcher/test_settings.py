@@ -36,7 +36,7 @@ def test_the_help_says_what_the_launcher_makes_of_a_flag(capsys: pytest.CaptureF
     with pytest.raises(SystemExit):
         read("--help")
     words = " ".join(capsys.readouterr().out.split())
-    assert "--revision str Branch, tag or commit of the model on the hub" in words
+    assert "--revision TEXT [REVISION] Branch, tag or commit of the model on the hub" in words
     assert "Medusa heads, or EAGLE-3" in words
 
 

@@ -1,0 +1,103 @@
+"""The text of `--help`: a program's settings in groups, each with its variable, its values and its default."""
+
+import textwrap
+import types
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import AliasChoices, ByteSize
+from pydantic.fields import FieldInfo
+from pydantic_settings import BaseSettings
+from pydantic_settings.sources.types import _CliPositionalArg
+
+WIDTH = 100
+_INDENT = " " * 6
+_REFUSED = "Known to TGI and refused here"
+_TYPES = {bool: "", int: "NUMBER", float: "NUMBER", ByteSize: "SIZE", Path: "PATH"}
+
+
+def help_text(settings: type[BaseSettings], program: str, groups: dict[str, str], refused: dict[str, str]) -> str:
+    """Returns what `program --help` prints.
+
+    groups: the title of the group that begins with each of these settings. refused: settings that are known by name
+    and not supported, with the reason.
+    """
+    positional = [name.upper() for name, field in settings.model_fields.items() if _is_positional(field)]
+    lines = [f"usage: {' '.join([program, *positional])} [--FLAG VALUE ...]", ""]
+    lines += textwrap.wrap(" ".join((settings.__doc__ or "").split()), WIDTH)
+    lines += ["", "A flag may also be given as the environment variable in brackets; a flag wins over a variable."]
+    shortcuts = dict(settings.model_config.get("cli_shortcuts") or {})
+    grouped: dict[str, list[str]] = {}
+    title = "Settings"
+    for name, field in _own_first(settings):
+        title = groups.get(name, title)
+        entry = _entry(name, field, shortcuts.get(name.replace("_", "-")), refused.get(name))
+        grouped.setdefault(_REFUSED if name in refused else title, []).extend(entry)
+    refusals = grouped.pop(_REFUSED, None)
+    grouped["Other"] = [*grouped.pop("Other", ()), "  -h, --help", "  -V, --version"]
+    if refusals:
+        grouped[_REFUSED] = refusals
+    for title, entries in grouped.items():
+        lines += ["", f"{title}:", *entries]
+    return "\n".join(lines) + "\n"
+
+
+def _own_first(settings: type[BaseSettings]) -> Iterator[tuple[str, FieldInfo]]:
+    """Yields the program's own settings, then those that it shares with others."""
+    own = [name for name in settings.model_fields if name in settings.__annotations__]
+    for name in dict.fromkeys([*own, *settings.model_fields]):
+        yield name, settings.model_fields[name]
+
+
+def _entry(name: str, field: FieldInfo, shortcut: Any, refusal: str | None) -> list[str]:
+    value = _values(field.annotation)
+    aliases = field.validation_alias.choices if isinstance(field.validation_alias, AliasChoices) else [name]
+    flags = [f"--{str(alias).replace('_', '-')}" for alias in aliases]
+    if _is_positional(field):
+        flags, value = [name.upper()], ""
+    elif shortcut:
+        flags = [*(f"-{each}" if len(each) == 1 else f"--{each}" for each in _listed(shortcut)), *flags]
+    text = refusal or field.description or ""
+    text = f"{text[:1].upper()}{text[1:].rstrip('.')}."
+    default = _default(field.default)
+    if default and refusal is None and "default:" not in text.lower():
+        text += f" Default: {default}."
+    if field.annotation is bool and field.default is True:
+        text += f" --no-{name.replace('_', '-')} turns it off."
+    heading = f"  {', '.join(flags)}{f' {value}' if value else ''}  [{name.upper()}]"
+    return [
+        heading,
+        *textwrap.wrap(text, WIDTH, initial_indent=_INDENT, subsequent_indent=_INDENT, break_on_hyphens=False),
+    ]
+
+
+def _listed(shortcut: Any) -> list[str]:
+    return [shortcut] if isinstance(shortcut, str) else list(shortcut)
+
+
+def _is_positional(field: FieldInfo) -> bool:
+    return _CliPositionalArg in field.metadata
+
+
+def _default(value: Any) -> str:
+    """Returns a default as a user would write it; nothing for one that the description has to tell."""
+    if value is None or value == [] or isinstance(value, bool) or type(value).__name__ == "PydanticUndefinedType":
+        return "" if value is not True else "on"
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _values(annotation: Any) -> str:
+    """Returns the values that a setting takes, such as `auto|none`, NUMBER or PATH,..."""
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        return _values(get_args(annotation)[0])
+    if origin is Literal:
+        return "|".join(map(str, get_args(annotation)))
+    if origin in (Union, types.UnionType):
+        (inner,) = (each for each in get_args(annotation) if each is not type(None))
+        return _values(inner)
+    if origin is list:
+        return f"{_values(typing.get_args(annotation)[0]) or 'TEXT'},..."
+    return _TYPES.get(annotation, "TEXT")
