@@ -25,10 +25,10 @@ from benchmarks.report import finish, number, table, tell
 from tgi_server import demo_model
 from tgi_server.contract import ReportParameters, StoppingParameters
 from tgi_server.engine import Engine, EngineConfig, RunningSequence
+from tgi_server.engine.checkpoint.quantized.rounding import ROUNDINGS
 from tgi_server.engine.config import DTYPES, KV_CACHE_DTYPES
 from tgi_server.engine.driver import Driver
 from tgi_server.engine.errors import EngineError
-from tgi_server.engine.quantization.rounding import ROUNDINGS
 
 # Token ids, and which of them count.
 TokenisedDocument = tuple[list[int], list[bool]]

@@ -6,7 +6,7 @@ from transformers import AutoConfig
 
 from tgi_server import demo_model
 from tgi_server.contract import Grammar
-from tgi_server.engine.grammar import GrammarCompiler, InvalidGrammar
+from tgi_server.grammar import GrammarCompiler, InvalidGrammar
 
 
 @cache

@@ -6,10 +6,10 @@ import torch
 from tests.gpu.marks import NEEDS_GPU
 from tests.quantized_models import make_quantized
 from tests.unit.engine.requests import generate_together, load_engine, prompts
+from tgi_server.engine.checkpoint.quantized import QuantizedLinear
+from tgi_server.engine.checkpoint.quantized.rounding import ROUNDINGS
 from tgi_server.engine.linear.gpu import TRITON, fault_of
 from tgi_server.engine.linear.kernel_table import SCALED_MM
-from tgi_server.engine.quantization import QuantizedLinear
-from tgi_server.engine.quantization.rounding import ROUNDINGS
 
 pytestmark = NEEDS_GPU
 

@@ -13,16 +13,17 @@ from tests.quantized_models import make_quantized
 from tests.unit.engine.linear.test_coded import KINDS, random_weight
 from tgi_server.engine import EngineConfig
 from tgi_server.engine.attention.cuda import CudaAttention
+from tgi_server.engine.checkpoint.load_model import load_model
+from tgi_server.engine.checkpoint.quantized import QuantizedLinear, QuantizedWeight
+from tgi_server.engine.checkpoint.quantized.weight import paired
+from tgi_server.engine.kernels.triton.fp8 import rounded
 from tgi_server.engine.layers.decoder import FusedLayer
 from tgi_server.engine.linear import gpu
 from tgi_server.engine.linear.gpu import fault_of, gpu_linear_factory
-from tgi_server.engine.linear.scaled import ScaledLinear, rounded
+from tgi_server.engine.linear.scaled import ScaledLinear
 from tgi_server.engine.linear.triton_codes import TritonLinear
-from tgi_server.engine.quantization import QuantizedLinear, QuantizedWeight
-from tgi_server.engine.quantization.weight import paired
 from tgi_server.engine.runners import prove_kernels
 from tgi_server.engine.runners.probe import LogitsProbe, probe_paged_path
-from tgi_server.engine.weights import load_model
 
 ERROR = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 # Of 4 bits, as the microscaling formats have them: 2 bits of exponent and 1 of mantissa.

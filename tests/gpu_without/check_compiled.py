@@ -13,12 +13,16 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from tgi_server.engine.adapters import triton_products
-from tgi_server.engine.attention import paged_attention, rotary_write
-from tgi_server.engine.attention.paged_attention import LaunchShape, tokens_of_a_tile
-from tgi_server.engine.layers import elementwise
-from tgi_server.engine.linear import scaled, triton_codes
-from tgi_server.engine.sampling import row_kernel
+from tgi_server.engine.kernels.triton import (
+    fp8,
+    lora,
+    norm_and_gate,
+    paged_attention,
+    rope_and_cache,
+    sampling,
+    w4a16_gemm,
+)
+from tgi_server.engine.kernels.triton.paged_attention import LaunchShape, tokens_of_a_tile
 
 # Bytes of shared memory that one program may have, by compute capability (technical specifications of the CUDA C++
 # Programming Guide).
@@ -151,7 +155,7 @@ def test_the_plan_and_the_writing_fit(capability: int, tmp_path: Path) -> None:
         sizes = {"queries": queries, "kv_heads": 8, "head_dim": 128, "width": 128}
         constants = sizes | {"rotated": rotated, "mantissa": mantissa}
         types |= dict.fromkeys(("keys", "values"), "*u8" if mantissa else "*bf16")
-        check(compiled(rotary_write._turn_and_write, types, constants, capability, 1), capability, tmp_path)
+        check(compiled(rope_and_cache._turn_and_write, types, constants, capability, 1), capability, tmp_path)
 
 
 @pytest.mark.parametrize("capability", SHARED_BYTES)
@@ -163,9 +167,11 @@ def test_norms_and_the_gate_fit(capability: int, tmp_path: Path) -> None:
             warps = 4 if size <= 2048 else 8
             for weight in ("*bf16",) if centred else ("*bf16", "*fp32"):
                 own = types | {"weight": weight}
-                check(compiled(elementwise._norm, own, constants, capability, warps), capability, tmp_path)
+                check(compiled(norm_and_gate._norm, own, constants, capability, warps), capability, tmp_path)
     for gelu in (False, True):
-        check(compiled(elementwise._gate, types, {"at_once": 1024, "gelu": gelu}, capability, 4), capability, tmp_path)
+        check(
+            compiled(norm_and_gate._gate, types, {"at_once": 1024, "gelu": gelu}, capability, 4), capability, tmp_path
+        )
 
 
 @pytest.mark.parametrize("capability", SHARED_BYTES)
@@ -176,11 +182,11 @@ def test_the_products_of_adapters_fit(capability: int, dtype: torch.dtype, preci
     numbers = dict.fromkeys(("count", "inputs", "outputs", "most"), "i32")
     types = data | tables | numbers | {"numbers": INTS, "ranks_of": INTS}
     for together in (16, 32):
-        sizes = {"together": together, "ranks_at_once": triton_products._RANKS_AT_ONCE, "precision": precision}
-        narrow = sizes | {"inputs_at_once": triton_products._INPUTS_AT_ONCE}
-        widen = sizes | {"outputs_at_once": triton_products._OUTPUTS_AT_ONCE, "relu": True, "added": True}
-        check(compiled(triton_products._narrow, types, narrow, capability, 4), capability, tmp_path)
-        check(compiled(triton_products._widen, types, widen, capability, 4), capability, tmp_path)
+        sizes = {"together": together, "ranks_at_once": lora._RANKS_AT_ONCE, "precision": precision}
+        narrow = sizes | {"inputs_at_once": lora._INPUTS_AT_ONCE}
+        widen = sizes | {"outputs_at_once": lora._OUTPUTS_AT_ONCE, "relu": True, "added": True}
+        check(compiled(lora._shrink, types, narrow, capability, 4), capability, tmp_path)
+        check(compiled(lora._expand, types, widen, capability, 4), capability, tmp_path)
 
 
 @pytest.mark.parametrize("capability", SHARED_BYTES)
@@ -190,7 +196,7 @@ def test_the_products_of_adapters_fit(capability: int, dtype: torch.dtype, preci
 )
 def test_products_with_codes_fit(capability: int, kind: str, dtype: torch.dtype, rows: int, tmp_path: Path) -> None:
     """In blocks of both sizes, with all that there may be, and with as little as most layers have."""
-    shape = triton_codes.ProductTile.of(rows, dtype.itemsize)
+    shape = w4a16_gemm.ProductTile.of(rows, dtype.itemsize)
     types = dict.fromkeys(("x", "residual", "y"), f"*{NAMES[dtype]}") | dict.fromkeys(("scales", "zeros"), "*fp16")
     types |= dict.fromkeys(("rows", "outputs", "inputs", "blocks", "x_stride"), "i32")
     types |= {"codes": "*i8" if kind == "int8" else "*u8", "codebook": "*fp32", "bias": "*fp32", "groups": INTS}
@@ -200,14 +206,14 @@ def test_products_with_codes_fit(capability: int, kind: str, dtype: torch.dtype,
         width = block // 2 if kind in ("int4", "codebook") else block
         constants |= {"kind": kind, "block": block, "width": width, "relu": not absent}
         constants |= {"own_rows": shape.rows, "own_outputs": shape.outputs}
-        program = compiled(triton_codes._multiply_codes, types, constants, capability, shape.warps, shape.stages)
+        program = compiled(w4a16_gemm._multiply_codes, types, constants, capability, shape.warps, shape.stages)
         check(program, capability, tmp_path)
 
 
 @pytest.mark.parametrize("capability", [89, 90])
 def test_rounding_to_fp8_fits(capability: int, tmp_path: Path) -> None:
     types = {"x": "*bf16", "codes": "*u8", "scales": "*fp32", "size": "i32"}
-    check(compiled(scaled._round_row, types, {"at_once": scaled._AT_ONCE}, capability, 4), capability, tmp_path)
+    check(compiled(fp8._round_row, types, {"at_once": fp8._AT_ONCE}, capability, 4), capability, tmp_path)
 
 
 @pytest.mark.parametrize("capability", SHARED_BYTES)
@@ -215,5 +221,5 @@ def test_sampling_fits(capability: int, tmp_path: Path) -> None:
     types = dict.fromkeys(("scores", "warped"), "*fp32") | {"settings": "*fp64", "tokens": "i32"}
     types |= dict.fromkeys(("top_ks", "seeds", "steps", "chosen"), "*i64")
     for writes in (False, True):
-        constants = {"writes": writes, "at_once": row_kernel._AT_ONCE}
-        check(compiled(row_kernel._choose, types, constants, capability, row_kernel._WARPS), capability, tmp_path)
+        constants = {"writes": writes, "at_once": sampling._AT_ONCE}
+        check(compiled(sampling._choose, types, constants, capability, sampling._WARPS), capability, tmp_path)

@@ -9,12 +9,12 @@ import triton.language as tl
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from tests.unit.engine.attention.test_backends import FP8, expected, fp8, run
-from tgi_server.engine.attention import paged_attention, rotary_write
-from tgi_server.engine.attention.base import AttentionBackend, AttentionVariant, KVShape, QueryTiles
+from tgi_server.engine.attention.base import AttentionBackend, AttentionVariant, KVShape
 from tgi_server.engine.attention.cuda import CudaAttention
 from tgi_server.engine.attention.kv_format import KVFormat
-from tgi_server.engine.attention.paged_attention import plan_parts
-from tgi_server.engine.quantization.kv_scales import KVScales
+from tgi_server.engine.checkpoint.quantized.kv_scales import KVScales
+from tgi_server.engine.kernels.triton import QueryTiles, paged_attention, rope_and_cache
+from tgi_server.engine.kernels.triton.paged_attention import plan_parts
 
 ERROR = {torch.float32: 1e-4, torch.bfloat16: 4e-2, torch.float16: 1e-2}
 SLOPES = torch.linspace(0.02, 0.6, 6)
@@ -83,7 +83,7 @@ def test_numbers_in_8_bits_are_the_nearest_ones(cached: torch.dtype) -> None:
     numbers = torch.nn.functional.pad(numbers, (0, -len(numbers) % 32)).view(-1, 1, 32)
     keys, values = (torch.zeros(1, len(numbers), 1, 32, dtype=torch.uint8) for _ in range(2))
     kept = KVFormat(cached, {})
-    rotary_write.write(
+    rope_and_cache.write(
         numbers, 2 * numbers, keys, values, torch.arange(len(numbers)), KVScales(1.0, 2.0), kept.mantissa
     )
     for written in (keys, values):
@@ -164,7 +164,7 @@ def test_rotation_and_writing(dtype: torch.dtype, head_dim: int, rotated: int) -
     slots = torch.tensor([33, 2, 64, 95, 31])
     keys, values = (torch.zeros(blocks, size, kv_heads, head_dim, dtype=dtype) for _ in range(2))
     if rotated:
-        turned = rotary_write.rotate_and_write(query, key, value, (cosine, sine), keys, values, slots, KVScales(), 0)
+        turned = rope_and_cache.rotate_and_write(query, key, value, (cosine, sine), keys, values, slots, KVScales(), 0)
         plain = AttentionBackend.rotate_and_write
         kept: list[torch.Tensor] = []
 
@@ -176,7 +176,7 @@ def test_rotation_and_writing(dtype: torch.dtype, head_dim: int, rotated: int) -
         torch.testing.assert_close(turned.float(), wanted, rtol=ERROR[dtype], atol=ERROR[dtype])
         key = kept[0]
     else:
-        rotary_write.write(key, value, keys, values, slots, KVScales(), 0)
+        rope_and_cache.write(key, value, keys, values, slots, KVScales(), 0)
     torch.testing.assert_close(keys.flatten(0, 1)[slots].float(), key.float(), rtol=ERROR[dtype], atol=ERROR[dtype])
     assert torch.equal(values.flatten(0, 1)[slots], value)
     written = torch.zeros(blocks * size, dtype=torch.bool).index_fill_(0, slots, True)

@@ -9,9 +9,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.interpreter import GridExecutor
 
 from tests.tiny_models import build
-from tgi_server.engine.attention import paged_attention
 from tgi_server.engine.attention.cuda import CudaAttention
-from tgi_server.engine.layers import decoder, elementwise, fuse, norm
+from tgi_server.engine.kernels.triton import norm_and_gate, paged_attention
+from tgi_server.engine.layers import decoder, fuse, norm
 from tgi_server.engine.layers.decoder import FusedLayer
 from tgi_server.engine.linear import LinearFactory
 from tgi_server.engine.linear.blas import BlasLinear
@@ -39,16 +39,16 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_norms(size: int, dtype: torch.dtype) -> None:
     x, weight, bias = (torch.randn(rows, size).to(dtype).squeeze(0) for rows in (3, 1, 1))
     wanted = torch.nn.functional.layer_norm(x.float(), (size,), weight.float(), bias.float(), 1e-5)
-    actual = elementwise.layer_norm(x, weight, bias, 1e-5).float()
+    actual = norm_and_gate.layer_norm(x, weight, bias, 1e-5).float()
     torch.testing.assert_close(actual, wanted, rtol=ERROR[dtype], atol=ERROR[dtype])
     wanted = torch.nn.functional.rms_norm(x.float(), (size,), weight.float(), 1e-5)
     for scale in (weight, weight.float()):
-        actual = elementwise.rms_norm(x, scale, 1e-5).float()
+        actual = norm_and_gate.rms_norm(x, scale, 1e-5).float()
         torch.testing.assert_close(actual, wanted, rtol=ERROR[dtype], atol=ERROR[dtype])
     if dtype is torch.float16:  # bfloat16 is cut off by Triton's interpreter, not rounded
         once = (torch.nn.functional.rms_norm(x.float(), (size,), None, 1e-5) * weight.float()).to(dtype)
         torch.testing.assert_close(
-            elementwise.rms_norm(x, weight.float(), 1e-5), once, rtol=1e-2 * ERROR[dtype], atol=0
+            norm_and_gate.rms_norm(x, weight.float(), 1e-5), once, rtol=1e-2 * ERROR[dtype], atol=0
         )
 
 
@@ -58,7 +58,7 @@ def test_the_gate(gelu: bool, dtype: torch.dtype) -> None:
     x = torch.randn(3, 2 * 1100).to(dtype) * 3
     gate, up = x.float().chunk(2, dim=1)
     opened = torch.nn.functional.gelu(gate, approximate="tanh") if gelu else torch.nn.functional.silu(gate)
-    actual = elementwise.gate_mul(x, gelu=gelu).float()
+    actual = norm_and_gate.gate_mul(x, gelu=gelu).float()
     torch.testing.assert_close(actual, opened * up, rtol=2 * ERROR[dtype], atol=2 * ERROR[dtype])
 
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from tgi_server.contract import ReportParameters, SamplingParameters
+from tgi_server.engine.kernels.triton.sampling import choose
 from tgi_server.engine.sampling import Sampler
 from tgi_server.engine.sampling.random import as_int64, draw, uniform
-from tgi_server.engine.sampling.row_kernel import choose
 from tgi_server.engine.sampling.sampler import row_kernel_fault
 from tgi_server.engine.sampling.warpers import min_p, temperature, top_k, top_p
 
@@ -79,9 +79,9 @@ def test_the_kernel_is_proved_before_it_is_used(monkeypatch: pytest.MonkeyPatch)
         return Sampler(6, 700, torch.device("cpu"), row_kernel=row_kernel)
 
     assert row_kernel_fault(new, logits) == ""
-    monkeypatch.setattr("tgi_server.engine.sampling.row_kernel.choose", lambda scores, *_: scores.argmin(-1))
+    monkeypatch.setattr("tgi_server.engine.kernels.triton.sampling.choose", lambda scores, *_: scores.argmin(-1))
     assert row_kernel_fault(new, logits) == "the kernel chooses other tokens in 100% of all rows"
-    monkeypatch.setattr("tgi_server.engine.sampling.row_kernel.choose", None)
+    monkeypatch.setattr("tgi_server.engine.kernels.triton.sampling.choose", None)
     assert row_kernel_fault(new, logits).startswith("the kernel fails (TypeError")
 
 

@@ -25,9 +25,9 @@ from triton.runtime.interpreter import GridExecutor
 
 from tests.tiny_models import configuration
 from tgi_server.engine import Engine, EngineConfig
-from tgi_server.engine.attention import paged_attention
+from tgi_server.engine.checkpoint.quantized import QuantizedLinear, QuantizedWeight
+from tgi_server.engine.kernels.triton import paged_attention
 from tgi_server.engine.linear import gpu, triton_codes
-from tgi_server.engine.quantization import QuantizedLinear, QuantizedWeight
 from tgi_server.engine.runners import graphs, probe
 from tgi_server.engine.runners.probe import LogitsProbe
 from tgi_server.engine.sampling import sampler

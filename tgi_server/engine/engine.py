@@ -14,15 +14,14 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
 from tgi_server.contract import ReportParameters, SamplingParameters
-from tgi_server.engine.adapters.loaded import LoadedAdapters
 from tgi_server.engine.attention.base import GreedyOnly
 from tgi_server.engine.batch import ForwardPlan, RunningBatch
+from tgi_server.engine.checkpoint.load_model import load_config, load_model
 from tgi_server.engine.config import EngineConfig
 from tgi_server.engine.errors import InvalidCall, UnsupportedModel
-from tgi_server.engine.grammar import GrammarCompiler
-from tgi_server.engine.grammar.masks import MaskBuilder, PendingMask
-from tgi_server.engine.grammar.tokenizer import has_tokenizer
+from tgi_server.engine.lora.loaded import LoadedAdapters
 from tgi_server.engine.memory import copy_to_device, to_device
+from tgi_server.engine.parallel import share_cores
 from tgi_server.engine.runners import create_runner
 from tgi_server.engine.runners.base import CacheCapacity, PromptChunk, position_limit
 from tgi_server.engine.runners.paged import PagedRunner
@@ -35,8 +34,8 @@ from tgi_server.engine.sampling import (
     prompt_logprobs,
     row_kernel_fault,
 )
+from tgi_server.engine.sampling.masks import MaskBuilder, PendingMask
 from tgi_server.engine.sequence import PromptTokens, RunningSequence
-from tgi_server.engine.sharding import share_cores
 from tgi_server.engine.speculation import (
     Draft,
     DraftCheck,
@@ -47,7 +46,8 @@ from tgi_server.engine.speculation import (
     load_drafter,
 )
 from tgi_server.engine.step import Step
-from tgi_server.engine.weights import load_config, load_model
+from tgi_server.grammar import GrammarCompiler
+from tgi_server.grammar.tokenizer import has_tokenizer
 
 logger = logging.getLogger(__name__)
 

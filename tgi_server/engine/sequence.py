@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tgi_server.contract import BlockCopy, Grammar, ReportParameters, SamplingParameters, StoppingParameters
 from tgi_server.engine.errors import InvalidCall
-from tgi_server.engine.grammar.constraint import Constraint
+from tgi_server.grammar.constraint import Constraint
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from shared.logging import configure_logging
 from shared.settings import fail, package_version, read_settings
-from tgi_server.shard.errors import ModelUnavailable
+from tgi_server.model_files.errors import ModelUnavailable
 from tgi_server.shard.settings import CommandSettings, DownloadSettings, QuantizeSettings, ShardSettings
 
 logger = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ def serve(arguments: Sequence[str]) -> None:
     _leave_threads_unbound()
     _let_idle_threads_sleep()
 
-    from tgi_server.shard.download import find_models
+    from tgi_server.model_files.download import find_models
 
     try:
         folders = find_models(
@@ -79,7 +79,7 @@ def download_weights(arguments: Sequence[str]) -> None:
 
     from huggingface_hub.utils import disable_progress_bars
 
-    from tgi_server.shard.download import download_model
+    from tgi_server.model_files.download import download_model
 
     if settings.json_output:
         disable_progress_bars()
@@ -105,14 +105,23 @@ def quantize(arguments: Sequence[str]) -> None:
     settings = read_settings(QuantizeSettings, program, arguments)
     _configure_logging(settings, "quantize")
 
-    from tgi_server.shard.download import find_model
+    from tgi_server.model_files.download import find_model
 
     try:
         folder = find_model(settings.model_id, settings.revision, trust_remote_code=settings.trust_remote_code)
 
-        from tgi_server.shard.quantize import quantize_model  # imports torch and transformers, which takes seconds
+        # imports torch and transformers, which takes seconds
+        from tgi_server.model_files.quantize import GptqSettings, quantize_model
 
-        quantize_model(settings, folder)
+        quantize_model(
+            folder,
+            settings.output_dir,
+            GptqSettings(settings.bits, settings.groupsize, settings.percdamp, settings.act_order),
+            calibration=settings.calibration,
+            samples=settings.samples,
+            length=settings.length,
+            trust_remote_code=settings.trust_remote_code,
+        )
     except ModelUnavailable as error:
         fail(program, str(error), status=FAILED)
     except KeyboardInterrupt:

@@ -12,10 +12,10 @@ from itertools import count
 from typing import Any
 
 from tgi_server.contract import Grammar, GrammarKind
-from tgi_server.engine.grammar import GrammarCompiler, InvalidGrammar, NoRoomForGrammar, Sandbox, SandboxLimit
-from tgi_server.engine.grammar.compiled import GROWTH_BYTES
-from tgi_server.engine.grammar.compiler import check_size, text_bytes
-from tgi_server.engine.grammar.json_schema import MOST_LENIENT, is_simple
+from tgi_server.grammar import GrammarCompiler, InvalidGrammar, NoRoomForGrammar, Sandbox, SandboxLimit
+from tgi_server.grammar.compiled import GROWTH_BYTES
+from tgi_server.grammar.compiler import check_size, text_bytes
+from tgi_server.grammar.json_schema import MOST_LENIENT, is_simple
 from tgi_server.shard.errors import GrammarsBusy
 
 logger = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ import grpc
 from shared.stubs import generate_pb2 as pb
 from shared.stubs.generate_pb2_grpc import GrammarServiceServicer
 from tgi_server.contract import Grammar
-from tgi_server.engine.grammar import GrammarCompiler, InvalidGrammar
+from tgi_server.grammar import GrammarCompiler, InvalidGrammar
 from tgi_server.shard.errors import GrammarsBusy
 from tgi_server.shard.grammar_queue import GrammarQueue
 from tgi_server.wire import grammar_from_message

@@ -25,8 +25,8 @@ from shared.tracing import configure_tracing, stop_tracing
 from tgi_server.engine import Engine, EngineConfig, EngineError
 from tgi_server.engine.config import DTYPES
 from tgi_server.engine.errors import CannotConnect, PeerLost
-from tgi_server.engine.grammar import Sandbox
-from tgi_server.engine.sharding import ShardGroup, connect
+from tgi_server.engine.parallel import ShardGroup, connect
+from tgi_server.grammar import Sandbox
 from tgi_server.shard.grammar_queue import GrammarQueue
 from tgi_server.shard.grammar_service import GrammarService
 from tgi_server.shard.service import Place, TextGenerationService

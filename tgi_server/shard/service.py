@@ -25,6 +25,7 @@ from tgi_server.engine.errors import (
     PeerLost,
     UnsupportedModel,
 )
+from tgi_server.grammar import GrammarError
 from tgi_server.shard import conversion
 from tgi_server.shard.call_stream import CallStream
 from tgi_server.shard.grammar_queue import GrammarQueue
@@ -131,7 +132,7 @@ class TextGenerationService(TextGenerationServiceServicer):
             async with aclosing(running.answers(calls)) as answers:
                 async for answer in answers:
                     yield answer
-        except (EngineError, RuntimeError) as error:
+        except (EngineError, GrammarError, RuntimeError) as error:
             _, reason = self._explain(error)
             running.end(reason)
             yield pb.Answer(failure=pb.Failure(reason=reason))
@@ -152,13 +153,13 @@ class TextGenerationService(TextGenerationServiceServicer):
         """Turns an engine's error into a gRPC status; the service goes on, unless the device itself is lost."""
         try:
             yield
-        except (EngineError, RuntimeError) as error:
+        except (EngineError, GrammarError, RuntimeError) as error:
             status, reason = self._explain(error)
             await context.abort(status, one_line(reason, _LONGEST_REASON))
 
     def _explain(self, error: Exception) -> tuple[grpc.StatusCode, str]:
         """Returns status and message for the router, and logs what an operator has to know."""
-        if isinstance(error, EngineError):
+        if isinstance(error, EngineError | GrammarError):
             invalid = isinstance(
                 error, InvalidCall | InvalidAdapter | InvalidWeights | ModelNotFound | UnsupportedModel
             )

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer
 
 from tests.conftest import ServerFactory
 from tests.tiny_models import TOKENIZER_VOCAB_SIZE, make, make_tokenizer
-from tests.unit.engine.adapters.adapted import AdaptedModel, make_adapted
+from tests.unit.engine.lora.adapted import AdaptedModel, make_adapted
 from tests.unit.engine.requests import NEW, generated
 
 CLIENTS = 16

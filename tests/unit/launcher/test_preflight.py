@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from shared.settings import read_settings
-from tgi_server.engine.quantization.recognition import find_quantization
-from tgi_server.engine.quantization.rounding import ROUNDINGS
+from tgi_server.engine.checkpoint.quantized.recognition import find_quantization
+from tgi_server.engine.checkpoint.quantized.rounding import ROUNDINGS
 from tgi_server.launcher.errors import CannotStartError
 from tgi_server.launcher.preflight import check_model
 from tgi_server.launcher.settings import LauncherSettings

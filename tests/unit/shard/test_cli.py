@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from tgi_server.shard import cli, download
-from tgi_server.shard.errors import ModelUnavailable
+from tgi_server.model_files import download
+from tgi_server.model_files.errors import ModelUnavailable
+from tgi_server.shard import cli
 
 USAGE, FAILED = 2, 1
 COMMANDS = ("serve", "download-weights", "quantize")

@@ -12,8 +12,8 @@ import pytest
 from tests import hostile_grammars as hostile
 from tgi_server import demo_model
 from tgi_server.contract import Grammar, GrammarKind
-from tgi_server.engine.grammar import GrammarCompiler, InvalidGrammar, Sandbox
-from tgi_server.engine.grammar.sandbox import MEMORY_BYTES
+from tgi_server.grammar import GrammarCompiler, InvalidGrammar, Sandbox
+from tgi_server.grammar.sandbox import MEMORY_BYTES
 from tgi_server.shard import grammar_queue
 from tgi_server.shard.errors import GrammarsBusy
 from tgi_server.shard.grammar_queue import GrammarQueue

@@ -13,8 +13,8 @@ from shared.stubs.generate_pb2_grpc import GrammarServiceStub, add_GrammarServic
 from tests import hostile_grammars as hostile
 from tgi_server import demo_model
 from tgi_server.contract import Grammar
-from tgi_server.engine.grammar import GrammarCompiler, Sandbox
-from tgi_server.engine.grammar.compiled import GROWTH_BYTES
+from tgi_server.grammar import GrammarCompiler, Sandbox
+from tgi_server.grammar.compiled import GROWTH_BYTES
 from tgi_server.shard.grammar_queue import GrammarQueue
 from tgi_server.shard.grammar_service import GrammarService
 from tgi_server.wire import grammar_to_message

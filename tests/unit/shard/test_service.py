@@ -10,10 +10,10 @@ import torch
 
 from shared.stubs import generate_pb2 as pb
 from shared.stubs.generate_pb2_grpc import TextGenerationServiceStub, add_TextGenerationServiceServicer_to_server
-from tgi_server.engine.adapters.loaded import ReadAdapter
-from tgi_server.engine.adapters.products import Change
 from tgi_server.engine.engine import LoadedModel
 from tgi_server.engine.errors import InvalidAdapter, InvalidCall, NotEnoughMemory, PeerLost
+from tgi_server.engine.lora.loaded import ReadAdapter
+from tgi_server.engine.lora.products import Change
 from tgi_server.engine.runners.base import CacheCapacity
 from tgi_server.shard.service import Place, TextGenerationService
 

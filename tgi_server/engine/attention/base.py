@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tgi_server.engine.attention.kv_format import KVFormat
-from tgi_server.engine.grammar.masks import PendingMask
+from tgi_server.engine.sampling.masks import PendingMask
 
 T = TypeVar("T")
 
@@ -45,20 +45,6 @@ class ChunkSpan:
     start: int
     length: int
     kv_length: int
-
-
-@dataclass(frozen=True, slots=True)
-class QueryTiles:
-    """Tokens of a pass that kernels attend for together: neighbours in one sequence. Each field is [tiles] int32.
-
-    first: index of a tile's first token among the pass's. counts: its tokens; 0: nothing is attended.
-    kv_lengths: keys that its last token sees, its own included. sequences: its row of the block tables.
-    """
-
-    first: Tensor
-    counts: Tensor
-    kv_lengths: Tensor
-    sequences: Tensor
 
 
 @dataclass(frozen=True, slots=True)

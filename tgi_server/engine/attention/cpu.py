@@ -14,11 +14,11 @@ LANES = 16
 
 
 class CpuAttention(AttentionBackend):
-    """Attention by the CPU kernels of `kernels/attention.cpp`.
+    """Attention by the CPU kernels of `kernels/cpu/attention/attention.cpp`.
 
-    keys, values: one tensor for each layer, [blocks, kv_heads, head_dim * block_size]; `kernels/kv_layout.h` describes
-    the order of the numbers in a block. key_scales, value_scales: of the layers. prompt_kernel: the kernel that
-    computes prompts, one of `prompt_kernels`; None: the best of this CPU.
+    keys, values: one tensor for each layer, [blocks, kv_heads, head_dim * block_size];
+    `kernels/cpu/attention/kv_layout.h` describes the order of the numbers in a block. key_scales, value_scales: of the
+    layers. prompt_kernel: the kernel that computes prompts, one of `prompt_kernels`; None: the best of this CPU.
     """
 
     block_size = 32

@@ -5,9 +5,10 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from tgi_server.engine.attention.base import AttentionVariant, ForwardMetadata, KVShape, QueryTiles
+from tgi_server.engine.attention.base import AttentionVariant, ForwardMetadata, KVShape
 from tgi_server.engine.attention.gather import GatherAttention
-from tgi_server.engine.quantization.kv_scales import KVScales
+from tgi_server.engine.checkpoint.quantized.kv_scales import KVScales
+from tgi_server.engine.kernels.triton import QueryTiles
 
 # Compute capability of the first devices that the kernels were compiled for.
 OLDEST_DEVICE = (8, 0)
@@ -29,7 +30,7 @@ class CudaAttention(GatherAttention):
         return new_enough and shape.head_dim <= MAX_HEAD_DIM and find_spec("triton") is not None
 
     def write(self, layer: int, key: Tensor, value: Tensor, metadata: ForwardMetadata) -> None:
-        from tgi_server.engine.attention.rotary_write import write
+        from tgi_server.engine.kernels.triton.rope_and_cache import write
 
         write(key, value, self._keys[layer], self._values[layer], metadata.slots, *self._kept(layer))
 
@@ -42,14 +43,14 @@ class CudaAttention(GatherAttention):
         rotation: tuple[Tensor, Tensor],
         metadata: ForwardMetadata,
     ) -> Tensor:
-        from tgi_server.engine.attention.rotary_write import rotate_and_write
+        from tgi_server.engine.kernels.triton.rope_and_cache import rotate_and_write
 
         cosine, sine = rotation
         caches = self._keys[layer], self._values[layer]
         return rotate_and_write(query, key, value, (cosine[0], sine[0]), *caches, metadata.slots, *self._kept(layer))
 
     def attend(self, layer: int, query: Tensor, metadata: ForwardMetadata, variant: AttentionVariant) -> Tensor:
-        from tgi_server.engine.attention.paged_attention import (
+        from tgi_server.engine.kernels.triton.paged_attention import (
             LaunchShape,
             paged_attention,
             plan_parts,
@@ -68,7 +69,20 @@ class CudaAttention(GatherAttention):
             lambda: plan_parts(tiles, kv_heads, shape.key_tile, variant.window),
         )
         return paged_attention(
-            query, keys, values, metadata.block_tables, tiles, plan, shape, variant, *self._kept(layer)
+            query,
+            keys,
+            values,
+            metadata.block_tables,
+            tiles,
+            plan,
+            shape,
+            *self._kept(layer),
+            scaling=variant.scaling,
+            softcap=variant.softcap,
+            window=variant.window,
+            alibi_slopes=variant.alibi_slopes,
+            rounded_alibi=variant.rounded_alibi,
+            sinks=variant.sinks,
         )
 
     def _kept(self, layer: int) -> tuple[KVScales, int]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from tgi_server.engine.quantization.kv_scales import KVScales
+from tgi_server.engine.checkpoint.quantized.kv_scales import KVScales
 
 _MANTISSA = {torch.float8_e4m3fn: 3, torch.float8_e5m2: 2}
 

@@ -24,8 +24,9 @@ from shared.control_groups import usable_cores
 
 logger = logging.getLogger(__name__)
 
-SOURCES = sorted(Path(__file__).parent.glob("*.cpp"))
-HEADERS = sorted(Path(__file__).parent.glob("*.h"))
+FOLDER = Path(__file__).parent / "cpu"
+SOURCES = sorted(FOLDER.rglob("*.cpp"))
+HEADERS = sorted(FOLDER.rglob("*.h"))
 CACHE = Path.home() / ".cache" / "oatmill" / "kernels"
 FLAGS = [
     *("-O3", "-std=c++20", "-fPIC", "-fopenmp", "-DAT_PARALLEL_OPENMP=1"),
@@ -125,15 +126,10 @@ def _compile(library: Path, target: str) -> None:
         raise OSError("no C++ compiler was found; install g++ and start again")
     machine = "this machine" if target == NATIVE else target
     logger.info("compiling the CPU kernels for %s, once; it takes a few minutes", machine)
-    flags = [*FLAGS, f"-march={target}"]
-    includes = [f"-I{path}" for path in cpp_extension.include_paths()]
     libraries = [*(f"-L{path}" for path in cpp_extension.library_paths()), "-ltorch_cpu", "-lc10"]
     with tempfile.TemporaryDirectory(dir=library.parent) as scratch, ThreadPoolExecutor(usable_cores()) as threads:
         objects = [Path(scratch) / f"{source.stem}.o" for source in SOURCES]
-        commands = [
-            [compiler, *flags, *includes, "-c", str(source), "-o", str(compiled)]
-            for source, compiled in zip(SOURCES, objects, strict=True)
-        ]
+        commands = [command(compiler, target, *files) for files in zip(SOURCES, objects, strict=True)]
         finished = count(1)
 
         def compile_one(command: list[str]) -> None:
@@ -143,8 +139,14 @@ def _compile(library: Path, target: str) -> None:
         for _ in threads.map(compile_one, commands):  # raises what one of them raised
             pass
         linked = Path(scratch) / library.name
-        _run([compiler, *flags, "-shared", *map(str, objects), *libraries, "-o", str(linked)])
+        _run([compiler, *FLAGS, f"-march={target}", "-shared", *map(str, objects), *libraries, "-o", str(linked)])
         os.replace(linked, library)
+
+
+def command(compiler: str, target: str, source: Path, compiled: Path) -> list[str]:
+    """Returns the command that compiles one file."""
+    includes = [f"-I{path}" for path in (FOLDER, *cpp_extension.include_paths())]
+    return [compiler, *FLAGS, f"-march={target}", *includes, "-c", str(source), "-o", str(compiled)]
 
 
 def _run(command: list[str]) -> None:

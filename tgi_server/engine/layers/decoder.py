@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from tgi_server.engine.attention.base import AttentionVariant
 from tgi_server.engine.attention.paged_cache import PagedCache
+from tgi_server.engine.checkpoint.quantized import Experts
 from tgi_server.engine.layers.norm import Norm, on_gpu
 from tgi_server.engine.linear import LinearFactory, PackedLinear
 from tgi_server.engine.linear.float import FloatLinear
-from tgi_server.engine.quantization import Experts
-from tgi_server.engine.sharding.layers import RowParallel
+from tgi_server.engine.parallel.layers import RowParallel
 
 # The classes that compute an activation.
 _ACTIVATIONS = {"silu": ("SiLU", "SiLUActivation"), "gelu": ("GELUTanh",)}
@@ -142,9 +142,9 @@ class FusedLayer(nn.Module):
             return self.up(x, activation="relu")
         gelu = self.activation == "gelu"
         if on_gpu(x):
-            from tgi_server.engine.layers import elementwise
+            from tgi_server.engine.kernels.triton import norm_and_gate
 
-            return elementwise.gate_mul(self.up(x), gelu=gelu)
+            return norm_and_gate.gate_mul(self.up(x), gelu=gelu)
         return torch.ops.oatmill.gate_mul(self.up(x), gelu)
 
 

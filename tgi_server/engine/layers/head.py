@@ -4,12 +4,12 @@ import torch
 from torch import Tensor
 
 from tgi_server.engine.attention.base import ForwardMetadata
+from tgi_server.engine.checkpoint.quantized.rounding import ROUNDED_AT_ONCE, rounded_to_bytes
 from tgi_server.engine.linear.float import FloatLinear, packed_in_parts
 from tgi_server.engine.linear.int8 import INPUT_OFFSET
 from tgi_server.engine.linear.kernel_linear import padded
 from tgi_server.engine.linear.kernel_table import KernelTable
 from tgi_server.engine.memory import give_back
-from tgi_server.engine.quantization.rounding import ROUNDED_AT_ONCE, rounded_to_bytes
 
 # Smaller weights are read so fast that screening saves nothing.
 _LARGE_BYTES = 8 << 20

@@ -40,11 +40,11 @@ class Norm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Returns the normalised x, of the same shape [..., size]."""
         if on_gpu(x):
-            from tgi_server.engine.layers import elementwise
+            from tgi_server.engine.kernels.triton import norm_and_gate
 
             if self._bias is None:
-                return elementwise.rms_norm(x, self._weight, self._eps)
-            return elementwise.layer_norm(x, self._weight, self._bias, self._eps)
+                return norm_and_gate.rms_norm(x, self._weight, self._eps)
+            return norm_and_gate.layer_norm(x, self._weight, self._bias, self._eps)
         if self._bias is None:
             return torch.ops.oatmill.rms_norm(x, self._weight, self._eps)
         return torch.ops.oatmill.layer_norm(x, self._weight, self._bias, self._eps)

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from tgi_server.engine.attention.base import AttentionBackend, AttentionVariant
 from tgi_server.engine.attention.cpu import CpuAttention
+from tgi_server.engine.checkpoint.quantized import Experts, QuantizedLinear
 from tgi_server.engine.layers.decoder import FUSED_LAYERS, FusedLayer
 from tgi_server.engine.layers.forward import has_short_forward, shorten_forward
 from tgi_server.engine.layers.head import ScreenedHead
@@ -19,7 +20,6 @@ from tgi_server.engine.layers.stack import LayerStack
 from tgi_server.engine.linear import LinearFactory, PackedLinear
 from tgi_server.engine.linear.float import FloatLinear
 from tgi_server.engine.memory import Leftovers, forget_pages, large_memory_apart
-from tgi_server.engine.quantization import Experts, QuantizedLinear
 
 logger = logging.getLogger(__name__)
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from tgi_server.engine.checkpoint.quantized import QuantizedLinear, QuantizedWeight
 from tgi_server.engine.errors import UnsupportedModel
 from tgi_server.engine.kernels import load_kernels
 from tgi_server.engine.linear.base import PackedLinear
@@ -15,8 +16,7 @@ from tgi_server.engine.linear.float import FloatLinear
 from tgi_server.engine.linear.int8 import Int8Linear
 from tgi_server.engine.linear.kernel_table import SCALED_MM, KernelTable
 from tgi_server.engine.linear.onednn import OneDnnLinear
-from tgi_server.engine.quantization import QuantizedLinear, QuantizedWeight
-from tgi_server.engine.sharding import ShardGroup
+from tgi_server.engine.parallel import ShardGroup
 
 __all__ = ["KernelTable", "LinearFactory", "PackedLinear", "linear_factory"]
 

@@ -6,8 +6,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from tgi_server.engine.checkpoint.quantized import QuantizedWeight
 from tgi_server.engine.linear.kernel_table import KernelTable
-from tgi_server.engine.quantization import QuantizedWeight
 
 
 class PackedLinear(nn.Module):

@@ -19,6 +19,8 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
+from tgi_server.engine.checkpoint.quantized import QuantizedLinear, QuantizedWeight
+from tgi_server.engine.checkpoint.quantized.weight import CODES, LINE
 from tgi_server.engine.kernels import cache_path
 from tgi_server.engine.linear.base import PackedLinear
 from tgi_server.engine.linear.coded import CodedLinear, kind_of
@@ -28,9 +30,7 @@ from tgi_server.engine.linear.kernel_linear import TILE
 from tgi_server.engine.linear.kernel_table import ONEDNN, KernelTable
 from tgi_server.engine.linear.onednn import OneDnnLinear
 from tgi_server.engine.memory import give_back
-from tgi_server.engine.quantization import QuantizedLinear, QuantizedWeight
-from tgi_server.engine.quantization.weight import CODES, LINE
-from tgi_server.engine.sharding import ShardGroup
+from tgi_server.engine.parallel import ShardGroup
 
 logger = logging.getLogger(__name__)
 

@@ -4,10 +4,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from tgi_server.engine.checkpoint.quantized import QuantizedWeight
 from tgi_server.engine.linear.base import PackedCodes
 from tgi_server.engine.linear.kernel_linear import TILE, KernelLinear
 from tgi_server.engine.linear.kernel_table import KernelTable
-from tgi_server.engine.quantization import QuantizedWeight
 
 _WORD_BITS = 32
 # A layer has a multiple of so many inputs, some of them empty: then every kernel can take it.

@@ -7,13 +7,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from tgi_server.engine.checkpoint.quantized import QuantizedLinear, QuantizedWeight
 from tgi_server.engine.linear import LinearFactory
 from tgi_server.engine.linear.base import PackedLinear
 from tgi_server.engine.linear.blas import BlasLinear
 from tgi_server.engine.linear.coded import kind_of
 from tgi_server.engine.linear.kernel_table import SCALED_MM, KernelTable
-from tgi_server.engine.quantization import QuantizedLinear, QuantizedWeight
-from tgi_server.engine.sharding import ShardGroup
+from tgi_server.engine.parallel import ShardGroup
 
 logger = logging.getLogger(__name__)
 

@@ -3,12 +3,12 @@
 import torch
 from torch import Tensor
 
+from tgi_server.engine.checkpoint.quantized.rounding import ROUNDED_AT_ONCE, rounded_to_bytes
 from tgi_server.engine.linear.float import FloatLinear, packed_in_parts
 from tgi_server.engine.linear.kernel_linear import padded
 from tgi_server.engine.linear.kernel_table import KernelTable
-from tgi_server.engine.quantization.rounding import ROUNDED_AT_ONCE, rounded_to_bytes
 
-INPUT_OFFSET = 128  # UNSIGNED_OFFSET of kernels/products.h
+INPUT_OFFSET = 128  # UNSIGNED_OFFSET of kernels/cpu/gemm/microkernel.h
 
 
 class Int8Linear(FloatLinear):

@@ -10,7 +10,7 @@ from torch.nn.functional import pad
 from tgi_server.engine.linear.base import PackedLinear
 from tgi_server.engine.linear.kernel_table import KernelTable
 
-# Outputs that the engine's own kernels compute together (`kernels/linear.h`).
+# Outputs that the engine's own kernels compute together (`kernels/cpu/gemm/gemm.h`).
 TILE = 48
 
 

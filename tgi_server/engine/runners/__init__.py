@@ -20,11 +20,11 @@ from tgi_server.engine.linear import LinearFactory, linear_factory
 from tgi_server.engine.linear.gpu import gpu_linear_factory
 from tgi_server.engine.linear.onednn import has_products
 from tgi_server.engine.memory import give_back
+from tgi_server.engine.parallel import ShardGroup
 from tgi_server.engine.runners.base import Runner
 from tgi_server.engine.runners.padded import PaddedRunner
 from tgi_server.engine.runners.paged import PagedRunner
 from tgi_server.engine.runners.probe import LogitsProbe, probe_paged_path
-from tgi_server.engine.sharding import ShardGroup
 
 logger = logging.getLogger(__name__)
 

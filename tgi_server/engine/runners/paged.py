@@ -16,6 +16,7 @@ from tgi_server.engine.errors import EngineError, InvalidCall, NotEnoughMemory
 from tgi_server.engine.layers.forward import Forward, WholeModel
 from tgi_server.engine.layers.rope import LengthDependentRope
 from tgi_server.engine.memory import cache_bytes, forget_peak, taken_by, to_device
+from tgi_server.engine.parallel import ShardGroup
 from tgi_server.engine.runners.base import (
     UNBOUNDED_POSITIONS,
     CacheCapacity,
@@ -31,7 +32,6 @@ from tgi_server.engine.runners.hidden_states import HiddenStates
 from tgi_server.engine.runners.paged_batch import PagedBatch, PassInput
 from tgi_server.engine.runners.recorded_steps import RecordedSteps, StepRecorder
 from tgi_server.engine.sequence import RunningSequence
-from tgi_server.engine.sharding import ShardGroup
 
 logger = logging.getLogger(__name__)
 

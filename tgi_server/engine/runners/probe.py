@@ -24,12 +24,12 @@ from tgi_server.engine.attention.base import AttentionBackend, AttentionVariant,
 from tgi_server.engine.attention.gather import GatherAttention
 from tgi_server.engine.attention.kv_format import KVFormat
 from tgi_server.engine.attention.paged_cache import PagedCache
+from tgi_server.engine.checkpoint.quantized import Experts
 from tgi_server.engine.errors import EngineError
-from tgi_server.engine.quantization import Experts
+from tgi_server.engine.parallel import ShardGroup
+from tgi_server.engine.parallel.architectures import plan_for
 from tgi_server.engine.runners.base import position_limit
 from tgi_server.engine.runners.families import install_paged_attention
-from tgi_server.engine.sharding import ShardGroup
-from tgi_server.engine.sharding.architectures import plan_for
 
 logger = logging.getLogger(__name__)
 

@@ -7,11 +7,11 @@ from typing import TypeVar
 
 from torch import Tensor
 
+from tgi_server.engine.parallel import ShardGroup
 from tgi_server.engine.runners.graphs import DecodeGraphs, Recorder, recorded
 from tgi_server.engine.runners.paged_batch import PagedBatch, PassInput
 from tgi_server.engine.runners.prompt_graphs import PromptGraphs, graph_token_counts
 from tgi_server.engine.sampling import best
-from tgi_server.engine.sharding import ShardGroup
 
 T = TypeVar("T")
 

@@ -248,7 +248,7 @@ def _draw(scores: Tensor, drawing: Drawing, steps: Tensor, *, reports: bool) -> 
     steps: int64 `[k]`. reports: the scores are asked for; else they may be those before.
     """
     if (settings := drawing.in_one) is not None:
-        from tgi_server.engine.sampling.row_kernel import choose
+        from tgi_server.engine.kernels.triton.sampling import choose
 
         scores = scores.contiguous()
         warped = torch.empty_like(scores) if reports else None

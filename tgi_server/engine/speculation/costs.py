@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from tgi_server.contract import StoppingParameters
+from tgi_server.engine.parallel import ShardGroup
 from tgi_server.engine.runners.base import CacheCapacity, PromptChunk, Runner
 from tgi_server.engine.sequence import RunningSequence
-from tgi_server.engine.sharding import ShardGroup
 
 # Tokens of the steps that are measured.
 _MEASURED_TOKENS = (1, 2, 4, 8, 16, 32, 64)

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from tgi_server.engine.parallel import ShardGroup
 from tgi_server.engine.runners.base import CacheCapacity
 from tgi_server.engine.runners.paged import PagedRunner
 from tgi_server.engine.sampling import best
 from tgi_server.engine.sequence import RunningSequence
-from tgi_server.engine.sharding import ShardGroup
 from tgi_server.engine.speculation.draft_cache import DraftCache
 from tgi_server.engine.speculation.paged_drafter import CATCH_UP_TOKENS, MissingTokens, PagedDrafter
 

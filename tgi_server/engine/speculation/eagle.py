@@ -7,11 +7,11 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from tgi_server.engine.parallel import ShardGroup
 from tgi_server.engine.runners.base import CacheCapacity
 from tgi_server.engine.runners.hidden_states import HiddenStates
 from tgi_server.engine.runners.paged import PagedRunner
 from tgi_server.engine.sequence import RunningSequence
-from tgi_server.engine.sharding import ShardGroup
 from tgi_server.engine.speculation.eagle_model import EagleModel
 from tgi_server.engine.speculation.last_pass import LastPass
 from tgi_server.engine.speculation.model_drafter import StateDrafter

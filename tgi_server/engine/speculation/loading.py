@@ -10,9 +10,9 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedModel
 
 from tgi_server.engine.attention import create_attention_backend
+from tgi_server.engine.checkpoint.load_model import load_model
 from tgi_server.engine.config import EngineConfig
 from tgi_server.engine.errors import ModelNotFound, UnsupportedModel
-from tgi_server.engine.grammar.tokenizer import has_tokenizer, read_definition
 from tgi_server.engine.runners import create_runner, pack_linears
 from tgi_server.engine.runners.base import UNBOUNDED_POSITIONS, position_limit
 from tgi_server.engine.runners.hidden_states import HiddenStates
@@ -22,7 +22,7 @@ from tgi_server.engine.speculation.eagle import Eagle
 from tgi_server.engine.speculation.eagle_model import read_eagle
 from tgi_server.engine.speculation.medusa import Medusa, read_heads
 from tgi_server.engine.speculation.model_drafter import ModelDrafter
-from tgi_server.engine.weights import load_model
+from tgi_server.grammar.tokenizer import has_tokenizer, read_definition
 
 
 def load_drafter(config: EngineConfig, model: PreTrainedModel, runner: PagedRunner) -> ModelDrafter:

@@ -17,11 +17,11 @@ from transformers import PreTrainedModel
 
 from tgi_server.engine.errors import InvalidWeights, UnsupportedModel
 from tgi_server.engine.memory import to_device
+from tgi_server.engine.parallel import ShardGroup
 from tgi_server.engine.runners.base import CacheCapacity
 from tgi_server.engine.runners.hidden_states import HiddenStates
 from tgi_server.engine.sampling import best
 from tgi_server.engine.sequence import RunningSequence
-from tgi_server.engine.sharding import ShardGroup
 from tgi_server.engine.speculation.costs import Line, measure_rows
 from tgi_server.engine.speculation.last_pass import LastPass
 from tgi_server.engine.speculation.model_drafter import StateDrafter

@@ -2,8 +2,8 @@
 
 from abc import abstractmethod
 
+from tgi_server.engine.parallel import ShardGroup
 from tgi_server.engine.runners.base import CacheCapacity
-from tgi_server.engine.sharding import ShardGroup
 from tgi_server.engine.speculation.drafters import Drafter
 from tgi_server.engine.speculation.last_pass import LastPass
 

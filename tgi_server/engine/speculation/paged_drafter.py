@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from tgi_server.engine.attention.base import GreedyOnly
+from tgi_server.engine.parallel import ShardGroup
 from tgi_server.engine.runners.base import CacheCapacity, PromptChunk
 from tgi_server.engine.runners.paged import PagedRunner
 from tgi_server.engine.sampling import best
 from tgi_server.engine.sequence import RunningSequence
-from tgi_server.engine.sharding import ShardGroup
 from tgi_server.engine.speculation.costs import StepCosts, measure_costs
 from tgi_server.engine.speculation.model_drafter import ModelDrafter
 

@@ -8,9 +8,9 @@ from weakref import WeakKeyDictionary
 import torch
 
 from tgi_server.engine.memory import copy_to_device
+from tgi_server.engine.parallel import ShardGroup
 from tgi_server.engine.runners.base import CacheCapacity, PromptChunk, Runner
 from tgi_server.engine.sequence import RunningSequence
-from tgi_server.engine.sharding import ShardGroup
 from tgi_server.engine.speculation.costs import StepCosts, measure_costs
 from tgi_server.engine.speculation.draft import Acceptance, Draft
 from tgi_server.engine.speculation.drafters import Drafter

@@ -12,7 +12,7 @@ from tgi_server.engine.attention.base import AttentionBackend, AttentionVariant,
 from tgi_server.engine.attention.cpu import CpuAttention
 from tgi_server.engine.attention.gather import GatherAttention
 from tgi_server.engine.attention.kv_format import KVFormat
-from tgi_server.engine.quantization.kv_scales import KVScales
+from tgi_server.engine.checkpoint.quantized.kv_scales import KVScales
 
 HEAD_DIM = 32
 BACKENDS = [GatherAttention, CpuAttention]

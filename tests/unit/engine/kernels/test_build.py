@@ -76,7 +76,7 @@ import pytest, sys
 from tgi_server.engine.kernels import build
 build.NATIVE = {target!r}
 sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "tests/unit/engine/linear", "tests/unit/engine/layers",
-                      "tests/unit/engine/kernels/test_elementwise.py", "tests/unit/engine/attention/test_backends.py"]))
+                      "tests/unit/engine/kernels/cpu", "tests/unit/engine/attention/test_backends.py"]))
 """
     assert build.prepare([target])
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)

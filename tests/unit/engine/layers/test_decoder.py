@@ -12,11 +12,11 @@ from tests.tiny_models import make
 from tgi_server.contract import StoppingParameters
 from tgi_server.engine import EngineConfig, RunningSequence
 from tgi_server.engine.attention.base import GreedyOnly
+from tgi_server.engine.checkpoint.load_model import load_model
 from tgi_server.engine.runners import create_runner
 from tgi_server.engine.runners.base import PromptChunk, Runner
 from tgi_server.engine.runners.hidden_states import HiddenStates
 from tgi_server.engine.runners.paged import PagedRunner
-from tgi_server.engine.weights import load_model
 
 # Architectures of which a pass is one call, from tokens to logits.
 IN_ONE_CALL = ["gemma", "gemma3_text", "gpt_oss", "llama", "mixtral", "opt", "phi3", "qwen2", "qwen3", "qwen3_moe"]

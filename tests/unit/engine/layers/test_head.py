@@ -11,10 +11,10 @@ from tests.tiny_models import make
 from tests.unit.engine.own_memory import Peak, own_bytes
 from tests.unit.engine.requests import expected_tokens, generate_alone, load_engine, load_reference, prompts
 from tgi_server.engine.attention.base import ForwardMetadata, GreedyOnly
-from tgi_server.engine.grammar.masks import PendingMask
 from tgi_server.engine.kernels import load_kernels
 from tgi_server.engine.layers.head import ScreenedHead
 from tgi_server.engine.memory import large_memory_apart
+from tgi_server.engine.sampling.masks import PendingMask
 from tgi_server.engine.sampling.processors import TokenMask
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.unit.engine.sharding.test_checkpoint import own_bytes
+from tests.unit.engine.checkpoint.test_safetensors_files import own_bytes
 from tgi_server.engine.errors import UnsupportedModel
 from tgi_server.engine.kernels import build, load_kernels
 from tgi_server.engine.linear import choice, linear_factory

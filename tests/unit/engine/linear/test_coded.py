@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch.nn.functional import linear
 
+from tgi_server.engine.checkpoint.quantized import QuantizedWeight
+from tgi_server.engine.checkpoint.quantized.formats.mxfp4 import CODEBOOK as MXFP4
+from tgi_server.engine.checkpoint.quantized.rounding import _FP4, _NF4
+from tgi_server.engine.checkpoint.quantized.weight import LINE, paired
 from tgi_server.engine.kernels import load_kernels
 from tgi_server.engine.linear.coded import CodedLinear, kind_of
 from tgi_server.engine.linear.kernel_table import KernelTable
-from tgi_server.engine.quantization import QuantizedWeight
-from tgi_server.engine.quantization.formats.mxfp4 import CODEBOOK as MXFP4
-from tgi_server.engine.quantization.rounding import _FP4, _NF4
-from tgi_server.engine.quantization.weight import LINE, paired
 
 ROWS = [1, 2, 3, 4, 5, 6, 7, 9, 17, 33, 100, 300]
 SHAPES = [(64, 48), (60, 131), (352, 70), (32, 1600)]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.tiny_models import make
-from tests.unit.engine.adapters.adapted import make_adapted
+from tests.unit.engine.lora.adapted import make_adapted
 from tests.unit.engine.requests import Requests, expected_tokens, load_engine, prompts
 from tests.unit.engine.runners.test_parity import check, overlap, run_overlapping
 from tgi_server.contract import ReportParameters, SamplingParameters, StoppingParameters

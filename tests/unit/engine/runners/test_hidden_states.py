@@ -9,10 +9,10 @@ from torch import Tensor
 from tests.tiny_models import build, make
 from tgi_server.contract import StoppingParameters
 from tgi_server.engine import EngineConfig, RunningSequence
+from tgi_server.engine.checkpoint.load_model import load_model
 from tgi_server.engine.runners import create_runner
 from tgi_server.engine.runners.base import PromptChunk
 from tgi_server.engine.runners.hidden_states import HiddenStates
-from tgi_server.engine.weights import load_model
 
 TOKENS = [5, 9, 77, 3, 40]
 

@@ -12,10 +12,10 @@ from tgi_server import demo_model
 from tgi_server.contract import StoppingParameters
 from tgi_server.engine import Engine, EngineConfig, RunningSequence
 from tgi_server.engine.attention.gather import GatherAttention
+from tgi_server.engine.checkpoint.load_model import load_model
 from tgi_server.engine.errors import NotEnoughMemory
 from tgi_server.engine.runners import paged
 from tgi_server.engine.runners.probe import LogitsProbe, probe_paged_path
-from tgi_server.engine.weights import load_model
 
 
 def test_memory_is_taken_ahead_of_the_blocks_in_use(monkeypatch: pytest.MonkeyPatch) -> None:

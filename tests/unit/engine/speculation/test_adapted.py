@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.tiny_models import make
-from tests.unit.engine.adapters.adapted import make_adapted
+from tests.unit.engine.lora.adapted import make_adapted
 from tests.unit.engine.requests import Requests, load_engine, prompts
 from tests.unit.engine.runners.test_parity import check, run_overlapping
 from tests.unit.engine.speculation.test_eagle import random_network, save_network

@@ -11,14 +11,14 @@ import torch
 from safetensors.torch import save_file
 
 from tests.tiny_models import make_llama
+from tests.unit.engine.ranks import Ranks
 from tests.unit.engine.request_kinds import KINDS, compare, of_every_kind, run_overlapping
 from tests.unit.engine.requests import load_engine
-from tests.unit.engine.sharding.ranks import Ranks
 from tgi_server import demo_model
 from tgi_server.contract import BlockCopy, StoppingParameters
 from tgi_server.engine import Engine, RunningSequence
 from tgi_server.engine.driver import Driver, Output
-from tgi_server.engine.sharding import ShardGroup
+from tgi_server.engine.parallel import ShardGroup
 from tgi_server.engine.speculation.costs import StepCosts
 from tgi_server.engine.speculation.drafters import Drafter, HistoryDrafter, NgramDrafter
 

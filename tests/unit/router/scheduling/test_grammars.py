@@ -12,8 +12,8 @@ import pytest
 from shared.stubs.generate_pb2_grpc import add_GrammarServiceServicer_to_server
 from tgi_server import demo_model
 from tgi_server.contract import Grammar, GrammarKind
-from tgi_server.engine.grammar import GrammarCompiler, Sandbox
-from tgi_server.engine.grammar.compiled import GROWTH_BYTES
+from tgi_server.grammar import GrammarCompiler, Sandbox
+from tgi_server.grammar.compiled import GROWTH_BYTES
 from tgi_server.router.errors import InvalidRequest, Overloaded
 from tgi_server.router.scheduling.grammars import PinnedGrammars
 from tgi_server.router.scheduling.shard_client import ShardClient, ShardedClient

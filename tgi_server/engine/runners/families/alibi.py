@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from tgi_server.engine.sharding.shares import Share
+from tgi_server.engine.parallel.shares import Share
 
 
 def slopes_of(attention: nn.Module, heads: int, slopes: Callable[[int], Tensor]) -> Tensor:

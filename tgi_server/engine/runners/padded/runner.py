@@ -10,6 +10,7 @@ from tgi_server.engine.attention.base import GreedyOnly
 from tgi_server.engine.errors import InvalidCall, NotEnoughMemory
 from tgi_server.engine.layers.rope import LengthDependentRope
 from tgi_server.engine.memory import cache_bytes, forget_peak
+from tgi_server.engine.parallel import ShardGroup
 from tgi_server.engine.runners.base import (
     UNBOUNDED_POSITIONS,
     CacheCapacity,
@@ -23,7 +24,6 @@ from tgi_server.engine.runners.base import (
 from tgi_server.engine.runners.padded.passes import CausalPasses, Seq2SeqPasses
 from tgi_server.engine.runners.padded.probe import choose_rows
 from tgi_server.engine.sequence import RunningSequence
-from tgi_server.engine.sharding import ShardGroup
 
 
 class PaddedRunner(Runner):

@@ -1,0 +1,29 @@
+from collections.abc import Callable
+
+import torch
+
+from tgi_server.engine.lora.loaded import ReadAdapter, RecentAdapters
+from tgi_server.engine.lora.products import Change
+
+
+def test_adapters_that_were_used_last_are_not_read_again() -> None:
+    recent, read = RecentAdapters(most_bytes=250), []
+
+    def reader(name: str, floats: int = 25) -> Callable[[], ReadAdapter]:
+        def made() -> ReadAdapter:
+            read.append(name)
+            return ReadAdapter(1, {0: Change(torch.zeros(1, floats), [], [], None, None)})
+
+        return made
+
+    first = recent.get("a", reader("a"))
+    for name in "bab":
+        recent.get(name, reader(name))
+    assert recent.get("a", reader("a")) is first
+    assert read == ["a", "b"]
+    for name in "cab":  # c takes the place of b, and that the one of c
+        recent.get(name, reader(name))
+    assert read == ["a", "b", "c", "b"]
+    assert recent.get("large", reader("large", 100)).nbytes == 400
+    recent.get("a", reader("a"))
+    assert read[4:] == ["large", "a"]

@@ -1,0 +1,78 @@
+"""Every architecture that can be split, token for token equal to the whole model, in float32."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.tiny_models import ARCHITECTURES, make
+from tests.unit.engine.conftest import RanksOf
+from tests.unit.engine.ranks import Ranks
+from tests.unit.engine.requests import generate_together, load_engine, prompts
+from tgi_server.engine.parallel import ShardGroup
+
+UNSPLIT = {"llama4_text", "mamba", "qwen3_next", "rwkv"}
+TEXTS = prompts((1, 70, 5, 33, 2, 17))
+# Two shards get one and two KV heads, with two and four heads of queries.
+UNEVEN = {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 96, "intermediate_size": 101}
+
+
+def generate(group: ShardGroup, folder: Path, settings: dict[str, object]) -> tuple[list[list[int]], bool]:
+    engine = load_engine(folder, group=group, **settings)
+    return generate_together(engine, TEXTS), engine.info.paged
+
+
+def check(ranks: Ranks, folder: Path, **settings: object) -> None:
+    whole = load_engine(folder, **settings)
+    expected = generate_together(whole, TEXTS)
+    assert len({token for tokens in expected for token in tokens}) > 10, "a model that says nothing proves nothing"
+    for outputs, paged in ranks.run(generate, folder, settings):
+        assert outputs == expected
+        assert paged is whole.info.paged
+
+
+def test_two_shards_generate_what_the_whole_model_does(ranks_of: RanksOf, tmp_path: Path) -> None:
+    check(ranks_of(2), make("llama", tmp_path))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("architecture", sorted(ARCHITECTURES.keys() - UNSPLIT))
+def test_shards_of_every_architecture_generate_what_the_whole_model_does(
+    architecture: str, count: int, ranks_of: RanksOf, tmp_path: Path
+) -> None:
+    check(ranks_of(count), make(architecture, tmp_path))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", ["bloom", "gpt_bigcode_multi_head", "llama", "opt", "t5"])
+def test_shards_without_the_engines_kernels_generate_what_the_whole_model_does(
+    architecture: str, ranks_of: RanksOf, tmp_path: Path
+) -> None:
+    check(ranks_of(2), make(architecture, tmp_path), custom_kernels=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", ["gpt2", "opt", "gpt_neox", "t5"])
+def test_three_shards_with_different_numbers_of_heads_generate_what_the_whole_model_does(
+    architecture: str, ranks_of: RanksOf, tmp_path: Path
+) -> None:
+    check(ranks_of(3), make(architecture, tmp_path))
+
+
+def test_kv_heads_need_not_divide(ranks_of: RanksOf, tmp_path: Path) -> None:
+    check(ranks_of(2), make("llama", tmp_path, **UNEVEN))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("architecture", "settings"),
+    [
+        ("gpt2", {"tie_word_embeddings": False}),
+        ("gptj", {"tie_word_embeddings": True}),
+        ("llama", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
+        ("falcon_40b", {"bias": True}),
+        ("t5", {"tie_word_embeddings": False}),
+    ],
+)
+def test_tied_weights_and_biases(architecture, settings, ranks_of: RanksOf, tmp_path: Path) -> None:
+    check(ranks_of(2), make(architecture, tmp_path, **settings))

@@ -1,0 +1,161 @@
+"""Grammars work with every kind of tokenizer, also with characters of several bytes."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+from tests.tiny_models import TOKENIZER_VOCAB_SIZE, make_llama
+from tests.unit.grammar.conftest import load
+from tests.unit.grammar.driver import Driver
+from tgi_server.contract import FinishReason, Grammar, GrammarKind
+from tgi_server.engine import Engine
+from tgi_server.grammar.tokenizer import GrammarTokenizer
+
+PROMPT = [5, 6, 7, 8]
+SPECIAL = ["<unk>", "<s>", "</s>"]
+SENTENCES = ['the quick brown fox says "größe 123", and {"name": "oak", "age": 45, "ok": true} was its answer'] * 3
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 9, "x-hint": "of the fox"},
+        "age": {"type": "integer", "maximum": 99},
+    },
+    "required": ["name", "age"],
+}
+
+
+def sentence_piece() -> Tokenizer:
+    """Returns a tokenizer of Llama 2's kind: spaces are letters, and bytes have tokens of their own."""
+    tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return trained(
+        tokenizer,
+        trainers.BpeTrainer(
+            vocab_size=TOKENIZER_VOCAB_SIZE,
+            special_tokens=[*SPECIAL, *(f"<0x{i:02X}>" for i in range(256))],
+            show_progress=False,
+        ),
+    )
+
+
+def unigram() -> Tokenizer:
+    """Returns a tokenizer of T5's kind."""
+    tokenizer = Tokenizer(models.Unigram())
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    return trained(
+        tokenizer,
+        trainers.UnigramTrainer(
+            vocab_size=TOKENIZER_VOCAB_SIZE, special_tokens=SPECIAL, unk_token="<unk>", show_progress=False
+        ),
+    )
+
+
+def word_piece() -> Tokenizer:
+    """Returns a tokenizer of BERT's kind."""
+    tokenizer = Tokenizer(models.WordPiece(unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    return trained(
+        tokenizer,
+        trainers.WordPieceTrainer(vocab_size=TOKENIZER_VOCAB_SIZE, special_tokens=SPECIAL, show_progress=False),
+    )
+
+
+def trained(tokenizer: Tokenizer, trainer: trainers.Trainer) -> Tokenizer:
+    tokenizer.train_from_iterator(SENTENCES, trainer)
+    definition = json.loads(tokenizer.to_str())
+    # Byte tokens are trained as special ones; in the models they are ordinary tokens.
+    definition["added_tokens"] = [each for each in definition["added_tokens"] if not each["content"].startswith("<0x")]
+    return Tokenizer.from_str(json.dumps(definition))
+
+
+def engine_of(tokenizer: Tokenizer, folder: Path) -> Engine:
+    make_llama(folder, vocab_size=TOKENIZER_VOCAB_SIZE + 8)  # models often have more ids than their tokenizers
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return load(folder)
+
+
+@pytest.fixture(scope="module", params=[sentence_piece, unigram, word_piece])
+def kind(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Tokenizer, Engine]:
+    tokenizer = request.param()
+    return tokenizer, engine_of(tokenizer, tmp_path_factory.mktemp("model"))
+
+
+def shown(tokenizer: Tokenizer, tokens: list[int]) -> str:
+    """The text as a server shows it: what the prompt's text grows by."""
+    before = tokenizer.decode(PROMPT)
+    return tokenizer.decode([*PROMPT, *tokens]).removeprefix(before)
+
+
+def test_regexes(kind: tuple[Tokenizer, Engine]) -> None:
+    tokenizer, engine = kind
+    pattern = r" ?(quick|brown)( ?[a-z]){1,8}( ?\d){2}"
+    driver = Driver(engine)
+    grammar = Grammar(GrammarKind.REGEX, pattern)
+    for output in driver.run(*(driver.sequence(PROMPT, grammar, 60, seed=seed) for seed in range(8))):
+        assert output.error is None
+        if output.finish_reason is FinishReason.EOS_TOKEN:
+            assert re.fullmatch(pattern, shown(tokenizer, driver.visible(output)))
+    assert any(output.finish_reason is FinishReason.EOS_TOKEN for output in driver.outputs.values())
+
+
+def test_json(kind: tuple[Tokenizer, Engine]) -> None:
+    tokenizer, engine = kind
+    if isinstance(tokenizer.model, models.WordPiece):
+        pytest.skip("its tokens cannot be put side by side without a space between them")
+    driver = Driver(engine)
+    grammar = Grammar(GrammarKind.JSON_SCHEMA, json.dumps(SCHEMA))
+    ended = 0
+    for output in driver.run(*(driver.sequence(PROMPT, grammar, 100, seed=seed) for seed in range(8))):
+        assert output.error is None
+        if output.finish_reason is FinishReason.EOS_TOKEN:
+            ended += 1
+            value = json.loads(shown(tokenizer, driver.visible(output)))
+            assert set(value) == {"name", "age"}
+            assert len(driver.visible(output)) < len(output.tokens)
+    assert ended
+
+
+def test_characters_of_several_tokens(random_engine: Engine, tmp_path: Path) -> None:
+    for engine in (random_engine, engine_of(sentence_piece(), tmp_path)):
+        driver = Driver(engine)
+        grammar = Grammar(GrammarKind.REGEX, "[ößé€🌳]{6}")
+        for output in driver.run(*(driver.sequence(PROMPT, grammar, 60, seed=seed) for seed in range(4))):
+            assert output.finish_reason is FinishReason.EOS_TOKEN
+            assert re.fullmatch("[ößé€🌳]{6}", driver.text(output))
+
+
+def test_several_ends_of_sequence() -> None:
+    tokenizer = GrammarTokenizer(sentence_piece().to_str(), TOKENIZER_VOCAB_SIZE, [2, 1])
+    assert tokenizer.eos == (2, 1)
+    assert set(tokenizer.lookup.eos_tokens) == {1, 2}
+
+
+def test_markers_are_no_tokens_of_the_model() -> None:
+    tokenizer = GrammarTokenizer(sentence_piece().to_str(), TOKENIZER_VOCAB_SIZE + 8, [2])
+    assert tokenizer.markers.start >= TOKENIZER_VOCAB_SIZE + 8
+    assert tokenizer.encode("the quick fox")
+    assert not set(tokenizer.encode("\ue0a0hint 1\ue0a1")) & set(tokenizer.markers)
+
+
+def test_tokens_that_only_the_tokenizer_knows_are_not_used(tmp_path: Path) -> None:
+    """Tokens were added to the tokenizer, and the model has no embeddings of them."""
+    tokenizer = sentence_piece()
+    tokenizer.add_tokens([*(f"unused {i}" for i in range(8)), "quick fox"])
+    engine = engine_of(tokenizer, tmp_path)
+    assert tokenizer.token_to_id("quick fox") == engine.info.vocab_size
+    schema = {
+        "type": "object",
+        "properties": {"of": {"const": "the quick fox"}, "age": {"type": "integer", "x-hint": "of the quick fox"}},
+        "required": ["of", "age"],
+    }
+    driver = Driver(engine)
+    output = driver.run(driver.sequence(PROMPT, Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema)), 200))[0]
+    assert json.loads(driver.text(output))["of"] == "the quick fox"

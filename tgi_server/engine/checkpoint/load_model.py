@@ -1,0 +1,159 @@
+"""Loads a model of `transformers` from a local folder."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PretrainedConfig, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from tgi_server.engine.checkpoint.load_shard import load_shard, load_tensors, placement
+from tgi_server.engine.checkpoint.quantized import Quantization, find_quantization
+from tgi_server.engine.checkpoint.quantized.kv_scales import read_kv_scales
+from tgi_server.engine.checkpoint.safetensors_files import check_experts, check_files, open_checkpoint, stored_dtype
+from tgi_server.engine.config import EngineConfig, resolve_dtype
+from tgi_server.engine.errors import EngineError, InvalidWeights, ModelNotFound, UnsupportedModel
+from tgi_server.engine.parallel import ShardGroup
+
+
+def load_config(config: EngineConfig) -> PretrainedConfig:
+    """Returns the model's own configuration. Raises ModelNotFound or UnsupportedModel."""
+    path = config.model_path
+    if not path.is_dir():
+        raise ModelNotFound(f"no model folder at {path}; give a folder in transformers format, or a hub model id")
+    if not (path / "config.json").is_file():
+        raise ModelNotFound(f"{path} has no config.json; is it a model folder in transformers format?")
+    for name in ("config.json", "generation_config.json"):
+        _check_object(path / name)
+    try:
+        return AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code, local_files_only=True)
+    except Exception as error:  # whatever a setting of the wrong kind leads to, or code that came with the model
+        cause = error.__cause__ if isinstance(error, StrictDataclassError) else None
+        raise UnsupportedModel(f"{path / 'config.json'} cannot be used: {_first_line(cause or error)}") from error
+
+
+def _check_object(file: Path) -> None:
+    """Raises UnsupportedModel for a file that has no JSON object: `transformers` finds that late or never."""
+    if not file.is_file():
+        return
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UnsupportedModel(f"{file} cannot be read as JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise UnsupportedModel(f"{file} is not a JSON object; download it again")
+
+
+def load_model(config: EngineConfig, device: torch.device) -> PreTrainedModel:
+    """Returns the model, or this shard of it, in evaluation mode on `device`, after a check that no weight is missing.
+
+    Only safetensors files are read; `.bin` files are converted beforehand by `text-generation-server
+    download-weights`.
+
+    Raises ModelNotFound, InvalidWeights or UnsupportedModel.
+    """
+    model_config = load_config(config)
+    check_files(config.model_path)
+    # Models that also read images say it beside what the text model is, and some older ones do not say it.
+    parts = (model_config.get_text_config(decoder=True), model_config)
+    said = next(filter(None, (getattr(part, "dtype", None) for part in parts)), None)
+    checkpoint_dtype = said or stored_dtype(config.model_path)
+    dtype = resolve_dtype(config.dtype, checkpoint_dtype, device, custom_kernels=config.custom_kernels)
+    factory = AutoModelForSeq2SeqLM if model_config.is_encoder_decoder else AutoModelForCausalLM
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+    model, report = _load(config.model_path, lambda: _load_part(config, model_config, factory, dtype, device))
+    missing, mismatched = sorted(report["missing_keys"]), sorted(report["mismatched_keys"])
+    if missing or mismatched:
+        check_experts(config.model_path)
+    if missing:
+        raise InvalidWeights(f"{config.model_path}: weights are missing: {_some(missing)}")
+    if mismatched:
+        found = [f"{name} is {list(shape)}, not {list(wanted)}" for name, shape, wanted in mismatched]
+        raise InvalidWeights(f"{config.model_path}: shapes differ from config.json: {_some(found)}")
+    if config.kv_cache_dtype is not None:
+        with open_checkpoint(config.model_path) as tensors:
+            model.kv_scales = read_kv_scales(tensors)
+    return model.to(device).eval().requires_grad_(False)
+
+
+def _load_part(
+    config: EngineConfig, model_config: PretrainedConfig, factory: Any, dtype: torch.dtype, device: torch.device
+) -> tuple[PreTrainedModel, dict]:
+    """Loads the whole model, or this shard of it. A GPU gets each tensor as it is read, so that the host holds few."""
+    quantization = find_quantization(config.model_path, model_config, config.quantize)
+    if config.group is not None:
+        model, report = _load_shard(config, model_config, factory, dtype, device, config.group, quantization)
+    elif quantization is not None or (config.model_path / "adapter_config.json").is_file():
+        # Where peft is installed, `transformers` would make an adapter that lies beside the model a part of it.
+        path, trust = config.model_path, config.trust_remote_code
+        model, report = load_tensors(path, model_config, factory, dtype, device, quantization, trust_remote_code=trust)
+    else:
+        model, report = _load_whole(config, factory, dtype, device)
+    model.quantization = quantization.text if quantization else ""
+    return model, report
+
+
+def _load_whole(
+    config: EngineConfig, factory: Any, dtype: torch.dtype, device: torch.device
+) -> tuple[PreTrainedModel, dict]:
+    return factory.from_pretrained(
+        config.model_path,
+        dtype=dtype,
+        device_map=placement(device),
+        trust_remote_code=config.trust_remote_code,
+        local_files_only=True,
+        use_safetensors=True,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,  # they are in the report
+    )
+
+
+def _load_shard(
+    config: EngineConfig,
+    model_config: PretrainedConfig,
+    factory: Any,
+    dtype: torch.dtype,
+    device: torch.device,
+    group: ShardGroup,
+    quantization: Quantization | None,
+) -> tuple[PreTrainedModel, dict]:
+    facts = {
+        "--quantize": str(config.quantize),
+        "--kv-cache-dtype": str(config.kv_cache_dtype),
+        "--disable-custom-kernels": str(not config.custom_kernels),
+        "the kind of device": config.resolve_device().type,
+    }
+    return load_shard(
+        config.model_path,
+        model_config,
+        factory,
+        dtype,
+        device,
+        group,
+        quantization=quantization,
+        trust_remote_code=config.trust_remote_code,
+        facts=facts,
+    )
+
+
+def _load(path: Path, load: Callable[[], tuple[PreTrainedModel, dict]]) -> tuple[PreTrainedModel, dict]:
+    try:
+        return load()
+    except EngineError:
+        raise
+    except (SafetensorError, OSError, RuntimeError, ValueError, KeyError, ImportError) as error:
+        check_experts(path)
+        raise UnsupportedModel(f"{path} cannot be loaded: {_first_line(error)}") from error
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def _some(names: list[str], most: int = 3) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -1,0 +1,114 @@
+"""The experts of a mixture as linear layers, one by one, for weights that are quantised or packed."""
+
+from collections.abc import Callable, Iterable
+from typing import Any, Self, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import silu
+
+from tgi_server.engine.checkpoint.quantized.layer import QuantizedLinear
+
+_SILU = (0.0, 0.0)
+
+
+class Experts(nn.Module):
+    """A layer's experts, in place of the module of `transformers` that has the weights of all in two tensors.
+
+    gate_up: for each expert the linear layers whose outputs, side by side, go through the gate. down: the one behind.
+    """
+
+    gate_up_proj_bias: Tensor | None
+    down_proj_bias: Tensor | None
+
+    def __init__(
+        self, stacked: Any, gate_up: Callable[[Tensor], Iterable[nn.Module]], down: Callable[[Tensor], nn.Module]
+    ) -> None:
+        """stacked: the module to replace. gate_up, down: make an expert's layers of its weight, [outputs, inputs]."""
+        super().__init__()
+        self._gate = stacked._apply_gate
+        self._clamps = (float(stacked.alpha), float(stacked.limit)) if hasattr(stacked, "alpha") else None
+        self._kernel: Any = None
+        transposed = stacked.is_transposed
+        self.gate_up = nn.ModuleList(nn.ModuleList(gate_up(w.T if transposed else w)) for w in stacked.gate_up_proj)
+        self.down = nn.ModuleList(down(w.T if transposed else w) for w in stacked.down_proj)
+        for name in ("gate_up_proj_bias", "down_proj_bias"):  # [experts, outputs], where there are any
+            self.register_parameter(name, getattr(stacked, name, None))
+        del stacked.gate_up_proj, stacked.down_proj
+
+    @classmethod
+    def quantized(cls, stacked: Any, parts: int) -> Self:
+        """Returns experts without weights yet. parts: the layers of an expert in `gate_up`, of equal size."""
+
+        def linear(weight: Tensor, parts: int = 1) -> QuantizedLinear:
+            outputs, inputs = weight.shape
+            return QuantizedLinear(nn.Linear(inputs, outputs // parts, bias=False, dtype=weight.dtype, device="meta"))
+
+        return cls(stacked, lambda weight: [linear(weight, parts) for _ in range(parts)], linear)
+
+    @staticmethod
+    def fits(module: nn.Module) -> bool:
+        """Returns True for experts that are a gate between two linear layers, and nothing else."""
+        gated = getattr(module, "has_gate", False) and not getattr(module, "has_post_expert_norm", False)
+        tensors = (getattr(module, "gate_up_proj", None), getattr(module, "down_proj", None))
+        return gated and all(isinstance(tensor, nn.Parameter) for tensor in tensors)
+
+    def kernel(self) -> Any:
+        """Returns a `torch.classes.oatmill.Experts`, or None where it does not know what these are made of."""
+        gate = self._gate_numbers()
+        if gate is None or (gate == _SILU and self.gate_up_proj_bias is not None):
+            return None
+        kernel = torch.classes.oatmill.Experts(*gate)
+        biases = (self.gate_up_proj_bias, self.down_proj_bias)
+        for expert, (gate_up, down) in enumerate(zip(self.gate_up, self.down, strict=True)):
+            made = [getattr(each, "kernel", lambda: None)() for each in (*cast(nn.ModuleList, gate_up), down)]
+            if len(made) != 2 or any(each is None for each in made):
+                return None
+            kernel.add(*made, *(None if bias is None else bias[expert].float() for bias in biases))
+        return kernel
+
+    def _gate_numbers(self) -> tuple[float, float] | None:
+        """Returns what `torch.classes.oatmill.Experts` is made with, or None for a gate that it does not know."""
+        given = torch.linspace(-9, 9, 8).unsqueeze(0)
+        gate, other = given.chunk(2, -1)
+        gated = self._gate(given)
+        if torch.allclose(gated, silu(gate) * other):
+            return _SILU
+        if self._clamps is None:
+            return None
+        alpha, limit = self._clamps
+        gate, other = given[:, ::2].clamp(max=limit), given[:, 1::2].clamp(-limit, limit)
+        return self._clamps if torch.allclose(gated, (other + 1) * gate * torch.sigmoid(alpha * gate)) else None
+
+    def use_kernel(self, *, wanted: bool) -> None:
+        """Computes all experts in one call from now on, if `wanted` and if the kernel can."""
+        self._kernel = self.kernel() if wanted else None
+
+    def forward(self, hidden: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
+        """Returns the sum of each token's experts' outputs, [tokens, hidden_size], for inputs of the same shape.
+
+        chosen: the experts of each token, [tokens, experts of a token] int64. shares: the same shape, what each counts.
+        """
+        if self._kernel is not None:
+            summed: Tensor = self._kernel.forward(hidden, chosen.contiguous(), shares.contiguous())
+            return summed
+        result = torch.zeros_like(hidden)
+        places = chosen.flatten().argsort(stable=True)
+        counts = chosen.flatten().bincount(minlength=len(self.down)).tolist()
+        first = 0
+        for expert, count in enumerate(counts):
+            if count == 0:
+                continue
+            own = places[first : first + count]
+            first += count
+            tokens = own // chosen.shape[1]
+            output = self._output(expert, hidden[tokens]) * shares.flatten()[own].unsqueeze(1)
+            result.index_add_(0, tokens, output.to(hidden.dtype))
+        return result
+
+    def _output(self, expert: int, x: Tensor) -> Tensor:
+        widened = torch.cat([linear(x) for linear in cast(nn.ModuleList, self.gate_up[expert])], -1)
+        if self.gate_up_proj_bias is not None:
+            widened = widened + self.gate_up_proj_bias[expert]
+        output = self.down[expert](self._gate(widened))
+        return output if self.down_proj_bias is None else output + self.down_proj_bias[expert]

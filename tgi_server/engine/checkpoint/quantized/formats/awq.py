@@ -1,0 +1,84 @@
+"""AWQ (Lin et al. 2023), in the layout that AutoAWQ calls gemm.
+
+Of a layer with K inputs and N outputs: `qweight`, [K, N / 8] int32, in which nibble i of a word is output _ORDER[i] of
+eight; `qzeros`, [groups, N / 8], alike; `scales`, [groups, N].
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tgi_server.engine.checkpoint.quantized.source import Files, QuantizedSource, whole_numbers
+from tgi_server.engine.checkpoint.quantized.weight import QuantizedWeight, paired
+from tgi_server.engine.errors import InvalidWeights, UnsupportedModel
+
+BITS = 4
+_PLACES = 8
+_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class AwqFormat:
+    """group_size: inputs that share a scale; None: all."""
+
+    group_size: int | None
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any]) -> "AwqFormat":
+        """Raises UnsupportedModel for what is not read."""
+        version = str(settings.get("version", "gemm")).lower()
+        if version != "gemm":
+            raise UnsupportedModel(
+                f"the AWQ checkpoint has the layout {version}; take the same model in the layout gemm"
+            )
+        bits = int(settings.get("bits") or settings.get("w_bit") or BITS)
+        if bits != BITS:
+            raise UnsupportedModel(f"the AWQ checkpoint has {bits} bits; {BITS} can be read")
+        size = int(settings.get("group_size") or settings.get("q_group_size") or -1)
+        return cls(size if size > 0 else None)
+
+    def __str__(self) -> str:
+        return f"AWQ, {BITS} bits, " + (f"groups of {self.group_size}" if self.group_size else "one group")
+
+
+def sources(files: Files, settings: AwqFormat) -> list[QuantizedSource]:
+    return [_AwqSource(name.removesuffix(".qweight"), files, settings) for name in files if name.endswith(".qweight")]
+
+
+class _AwqSource(QuantizedSource):
+    def __init__(self, path: str, files: Files, settings: AwqFormat) -> None:
+        self._path = path
+        self._settings = settings
+        names = tuple(f"{path}.{part}" for part in ("qweight", "qzeros", "scales"))
+        for name in names:
+            if name not in files:
+                raise InvalidWeights(f"tensor {name} is missing beside {names[0]}")
+        super().__init__(f"{path}.weight", names, files)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        inputs, words = self.size(f"{self._path}.qweight")
+        return words * _PLACES, inputs
+
+    def read(self) -> QuantizedWeight:
+        outputs, inputs = self.shape
+        size = self._settings.group_size or inputs
+        count = -(-inputs // size)
+        words = self.tensor(f"{self._path}.qweight", (inputs, outputs // _PLACES), dtypes=(torch.int32,))
+        zeros = self.tensor(f"{self._path}.qzeros", (count, outputs // _PLACES), dtypes=(torch.int32,))
+        scales = self.tensor(f"{self._path}.scales", (count, outputs), dtypes=_FLOATS)
+        groups = torch.arange(inputs) // size
+        return whole_numbers(paired(_unpacked(words)), _unpacked(zeros), scales.T.float(), BITS, groups)
+
+
+def _unpacked(words: Tensor) -> Tensor:
+    """Returns [outputs, n] uint8 of words, [n, outputs / 8]."""
+    numbers = torch.empty(words.shape[1], _PLACES, len(words), dtype=torch.uint8)
+    by_output = words.T.contiguous()
+    for nibble, output in enumerate(_ORDER):
+        numbers[:, output] = (by_output >> BITS * nibble) & 15
+    return numbers.flatten(0, 1)

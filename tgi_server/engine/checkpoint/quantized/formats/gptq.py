@@ -1,0 +1,127 @@
+"""GPTQ (Frantar et al. 2022), in the layout of AutoGPTQ and its successors.
+
+Of a layer with K inputs and N outputs, in b bits: `qweight`, [K * b / 32, N] int32, low bits first along K; `qzeros`,
+[groups, N * b / 32]; `scales`, [groups, N]; `g_idx`, [K], the group of each input. Zeros are stored lower by one,
+except in the format that calls itself gptq_v2.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from tgi_server.engine.checkpoint.quantized.source import (
+    Files,
+    QuantizedSource,
+    codes_of,
+    unpacked,
+    whole_numbers,
+    words_of,
+)
+from tgi_server.engine.checkpoint.quantized.weight import QuantizedWeight
+from tgi_server.engine.errors import InvalidWeights, UnsupportedModel
+
+BITS = range(2, 9)
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class GptqFormat:
+    """bits: of a code. group_size: inputs that share a scale; None: all. stored_zeros: 1 where zeros are one lower."""
+
+    bits: int
+    group_size: int | None
+    stored_zeros: int
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any]) -> "GptqFormat":
+        """Raises UnsupportedModel for what is not read."""
+        layout = "marlin" if settings.get("is_marlin_format") else str(settings.get("checkpoint_format") or "gptq")
+        if layout not in ("gptq", "gptq_v2"):
+            raise UnsupportedModel(
+                f"the GPTQ checkpoint is serialised for the kernel {layout}; take the same model in the format gptq"
+            )
+        bits = int(settings["bits"])
+        if bits not in BITS:
+            raise UnsupportedModel(f"the GPTQ checkpoint has {bits} bits; from 2 to 8 can be read")
+        size = int(settings.get("group_size", -1))
+        return cls(bits, size if size > 0 else None, 0 if layout == "gptq_v2" else 1)
+
+    def __str__(self) -> str:
+        groups = f"groups of {self.group_size}" if self.group_size else "one group"
+        return f"GPTQ, {self.bits} bits, {groups}"
+
+
+def sources(files: Files, settings: GptqFormat) -> list[QuantizedSource]:
+    return [_GptqSource(name.removesuffix(".qweight"), files, settings) for name in files if name.endswith(".qweight")]
+
+
+def tensors(weight: QuantizedWeight, bits: int) -> dict[str, Tensor]:
+    """Returns the tensors that stand for a weight of whole numbers in the format gptq, by the ends of their names.
+
+    bits: 4 or 8. Zeros are from 1 on.
+    """
+    zeros = torch.zeros_like(weight.scales) if weight.zeros is None else weight.zeros
+    codes, zeros = (weight.single_codes if weight.codebook is not None else weight.codes).int(), zeros.int()
+    if weight.codebook is None:  # of 8 bits, from -128 on
+        codes, zeros = codes + 128, zeros + 128
+    return {
+        "qweight": _packed(codes.T, bits),
+        "qzeros": _packed(zeros - 1, bits).T,
+        "scales": weight.scales.T.half(),
+        "g_idx": weight.groups.int(),
+    }
+
+
+def _packed(numbers: Tensor, bits: int) -> Tensor:
+    """Returns [words, n] int32 of numbers, [count, n] int32, low bits first."""
+    places = 32 // bits
+    rows = pad(numbers, (0, 0, 0, -len(numbers) % places)).unflatten(0, (-1, places))
+    words = torch.zeros_like(rows[:, 0])
+    for place in range(places):
+        words |= rows[:, place] << place * bits
+    return words
+
+
+class _GptqSource(QuantizedSource):
+    def __init__(self, path: str, files: Files, settings: GptqFormat) -> None:
+        self._path = path
+        self._settings = settings
+        names = [f"{path}.{part}" for part in ("qweight", "qzeros", "scales", "g_idx")]
+        for name in names[:3]:
+            if name not in files:
+                raise InvalidWeights(f"tensor {name} is missing beside {names[0]}")
+        super().__init__(f"{path}.weight", tuple(name for name in names if name in files), files)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        words, outputs = self.size(f"{self._path}.qweight")
+        has_groups = f"{self._path}.g_idx" in self.parts
+        inputs = self.size(f"{self._path}.g_idx", 1)[0] if has_groups else words * 32 // self._settings.bits
+        return outputs, inputs
+
+    def read(self) -> QuantizedWeight:
+        path, bits = self._path, self._settings.bits
+        outputs, inputs = self.shape
+        size = self._settings.group_size or inputs
+        count = -(-inputs // size)
+        words = self.tensor(f"{path}.qweight", (words_of(inputs, bits), outputs), dtypes=(torch.int32,))
+        scales = self.tensor(f"{path}.scales", (count, outputs), dtypes=_FLOATS)
+        packed_zeros = self.tensor(f"{path}.qzeros", (count, words_of(outputs, bits)), dtypes=(torch.int32,))
+        zeros = unpacked(packed_zeros.T, bits, outputs).float() + self._settings.stored_zeros
+        codes = codes_of(words.T, bits, inputs)
+        return whole_numbers(codes, zeros, scales.T.float(), bits, self._groups(inputs, size, count))
+
+    def _groups(self, inputs: int, size: int, count: int) -> Tensor:
+        name = f"{self._path}.g_idx"
+        if name not in self.parts:
+            return torch.arange(inputs) // size
+        groups = self.tensor(name, (inputs,)).long()
+        if int(groups.min()) < 0 or int(groups.max()) >= count:
+            raise InvalidWeights(
+                f"tensor {name} has groups from {int(groups.min())} to {int(groups.max())}; there are {count}"
+            )
+        return groups

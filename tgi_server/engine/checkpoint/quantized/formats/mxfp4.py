@@ -1,0 +1,49 @@
+"""MXFP4 (OCP Microscaling Formats, 1.0), in the layout of gpt-oss: the experts of a layer in one tensor.
+
+`NAME_blocks`, [experts, outputs, inputs / 32, 16] uint8, has two codes of 4 bits in a byte, the low one first;
+`NAME_scales`, [experts, outputs, inputs / 32], exponents of 2, higher by 127 than they are; 255 is no number. They
+stand for the model's parameter NAME, [experts, inputs, outputs].
+"""
+
+from collections.abc import Iterator
+
+import torch
+
+from tgi_server.engine.checkpoint.quantized.source import Files, StackedSource
+from tgi_server.engine.checkpoint.quantized.weight import QuantizedWeight
+from tgi_server.engine.errors import InvalidWeights
+
+_BLOCKS, _SCALES = "_blocks", "_scales"
+_BYTES = 16
+_BIAS = 127
+_NAN = 255
+_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+# The numbers of 4 bits with 2 bits of exponent and 1 of mantissa.
+CODEBOOK = torch.tensor([*_MAGNITUDES, *(-magnitude for magnitude in _MAGNITUDES)])
+
+
+def sources(files: Files) -> list[StackedSource]:
+    return [_Experts(name.removesuffix(_BLOCKS), files) for name in files if name.endswith(_BLOCKS)]
+
+
+class _Experts(StackedSource):
+    def __init__(self, name: str, files: Files) -> None:
+        if name + _SCALES not in files:
+            raise InvalidWeights(f"tensor {name}{_SCALES} is missing beside {name}{_BLOCKS}")
+        super().__init__(name, (name + _BLOCKS, name + _SCALES), files)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        experts, outputs, blocks, bytes_ = self.size(self.parts[0], 4)
+        return experts, blocks * bytes_ * 2, outputs
+
+    def weights(self) -> Iterator[QuantizedWeight]:
+        experts, inputs, outputs = self.shape
+        blocks = inputs // (2 * _BYTES)
+        pairs = self.tensor(self.parts[0], (experts, outputs, blocks, _BYTES), dtypes=(torch.uint8,))
+        exponents = self.tensor(self.parts[1], (experts, outputs, blocks), dtypes=(torch.uint8,))
+        if bool((exponents == _NAN).any()):
+            raise InvalidWeights(f"tensor {self.parts[1]} has scales that are NaN; download the folder again")
+        for expert in range(experts):
+            scales = torch.ldexp(torch.ones(outputs, blocks), exponents[expert].int() - _BIAS)
+            yield QuantizedWeight.of(pairs[expert].flatten(1), scales, codebook=CODEBOOK)

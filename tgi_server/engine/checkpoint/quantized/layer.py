@@ -1,0 +1,84 @@
+"""A linear layer whose weight stays quantised, in plain torch: what every device computes where there is no kernel."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from tgi_server.engine.checkpoint.quantized.weight import QuantizedWeight
+
+# Numbers of the weight that are dense at a time, by device: more where few calls count, fewer where a cache does.
+_DENSE_AT_ONCE = {"cuda": 1 << 22, "cpu": 1 << 20}
+
+
+class QuantizedLinear(nn.Module):
+    """y = x W^T + b with W as its checkpoint has it; parts of it become dense while they are needed.
+
+    It takes the place of a plain layer before there are weights, and holds one once it was `filled`.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    groups: Tensor
+    codebook: Tensor | None
+    zeros: Tensor | None
+
+    def __init__(self, plain: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = plain.in_features, plain.out_features
+        self.bias = plain.bias
+        self._dense_dtype = plain.weight.dtype
+
+    @property
+    def weight(self) -> Tensor:
+        """The dense weight, made anew at every call, for models that read it themselves. A shape before `fill`."""
+        if "codes" not in self._buffers:
+            return torch.empty(self.out_features, self.in_features, dtype=self._dense_dtype, device="meta")
+        return self.quantized().dense(self._dense_dtype)
+
+    def fill(self, weight: QuantizedWeight) -> None:
+        """Takes the weight, [out_features, in_features]."""
+        self._dtype = weight.codes.dtype
+        self._group_size = weight.group_size
+        self._on_a_line = weight.on_a_line
+        buffers = {
+            "codes": weight.codes.view(torch.uint8).contiguous(),
+            "codebook": weight.codebook,
+            "scales": weight.scales.contiguous(),
+            "zeros": None if weight.zeros is None else weight.zeros.contiguous(),
+            "groups": weight.groups,
+        }
+        for name, buffer in buffers.items():
+            self.register_buffer(name, buffer, persistent=False)
+
+    def quantized(self, first: int = 0, last: int | None = None) -> QuantizedWeight:
+        """Returns the weight of the outputs from `first` up to, but without, `last`."""
+        codes = self.codes[first:last].view(self._dtype)
+        zeros = None if self.zeros is None else self.zeros[first:last]
+        return QuantizedWeight(codes, self.codebook, self.scales[first:last], zeros, self.groups)
+
+    def unpacked(self) -> nn.Linear:
+        """Returns the plain linear layer that this one replaced."""
+        plain = nn.Linear(self.in_features, self.out_features, bias=self.bias is not None, device="meta")
+        plain.weight = nn.Parameter(self.weight, requires_grad=False)
+        plain.bias = self.bias
+        return plain
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the weight."""
+        return sum(buffer.nbytes for buffer in self.buffers())
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns y, [..., out_features], for x, [..., in_features]."""
+        return torch.cat([self._part(x, first, last) for first, last in self._parts()], -1)
+
+    def _parts(self) -> Sequence[tuple[int, int]]:
+        size = max(1, _DENSE_AT_ONCE.get(self.codes.device.type, 1 << 20) // self.in_features)
+        return [(first, min(first + size, self.out_features)) for first in range(0, self.out_features, size)]
+
+    def _part(self, x: Tensor, first: int, last: int) -> Tensor:
+        bias = None if self.bias is None else self.bias[first:last]
+        weight = self.quantized(first, last).dense(x.dtype, self._group_size, on_a_line=self._on_a_line)
+        return linear(x, weight, bias)

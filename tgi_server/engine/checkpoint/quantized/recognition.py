@@ -1,0 +1,203 @@
+"""Recognises how a checkpoint is quantised: by its config.json, by files of older tools, or by its tensors."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from transformers import PretrainedConfig
+
+from tgi_server.engine.checkpoint.quantized.formats import awq, bitsandbytes, gptq, mxfp4, packed, scaled
+from tgi_server.engine.checkpoint.quantized.rounding import ROUNDINGS
+from tgi_server.engine.checkpoint.quantized.rounding import sources as rounding_sources
+from tgi_server.engine.checkpoint.quantized.source import Files, TensorSource
+from tgi_server.engine.errors import UnsupportedModel
+
+# Written by AutoGPTQ and by AutoAWQ before config.json said it, with the method that each stands for.
+_OLDER_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
+# Ends of the names of tensors that only quantised checkpoints have.
+_PARTS = (".qweight", ".weight_packed", ".weight_scale", ".weight_scale_inv", ".SCB")
+_INSTEAD = "take the same model as GPTQ, AWQ, compressed-tensors or FP8, or unquantised with --quantize int4"
+
+
+@dataclass(frozen=True, slots=True)
+class Quantization:
+    """The way in which the weights of a checkpoint are quantised.
+
+    names: the values of --quantize that say the same. text: for people.
+    sources: finds the quantised weights among the tensors of the checkpoint.
+    rounds: they are plain weights there, and rounded as they are read if they are of linear layers before the head.
+    """
+
+    names: frozenset[str]
+    text: str
+    sources: Callable[[Files], Sequence[TensorSource]]
+    rounds: bool = False
+
+
+def find_quantization(folder: Path, config: PretrainedConfig, requested: str | None) -> Quantization | None:
+    """Returns how the weights in a folder are quantised, or are to be as they are read; None: not at all.
+
+    requested: the value of --quantize. Raises UnsupportedModel for a format that is not read, or when another one is
+    requested.
+    """
+    found = _found(folder, config)
+    if found is not None and requested is not None and requested not in found.names:
+        raise UnsupportedModel(
+            f"--quantize {requested} contradicts the checkpoint, whose weights are {found.text}; leave --quantize out"
+        )
+    if found is not None or requested is None:
+        return found
+    if requested not in ROUNDINGS:
+        raise UnsupportedModel(
+            f"--quantize {requested} is for checkpoints that are quantised so, and {folder} is not quantised; leave it "
+            f"out, or take one that rounds while loading: {', '.join(ROUNDINGS)}"
+        )
+    text, rounding = ROUNDINGS[requested]
+    return Quantization(frozenset(), text, partial(rounding_sources, rounding=rounding), rounds=True)
+
+
+def _found(folder: Path, config: PretrainedConfig) -> Quantization | None:
+    settings = _settings(folder, config)
+    if settings is None:
+        return None
+    method = str(settings.get("quant_method", "")).lower().replace("_", "-")
+    if method == "auto-round":
+        method = _method_of_auto_round(settings)
+    reader = _READERS.get(method)
+    if reader is None:
+        raise UnsupportedModel(
+            f"{folder} is quantised as {method or 'something unnamed'}, which is not read; {_INSTEAD}"
+        )
+    try:
+        return reader(settings)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise UnsupportedModel(
+            f"{folder} is quantised as {method}, but its settings cannot be used ({type(error).__name__}: {error}); "
+            "download it again"
+        ) from error
+
+
+def _settings(folder: Path, config: PretrainedConfig) -> Mapping[str, Any] | None:
+    own = getattr(config, "quantization_config", None)
+    if own is None:
+        own = getattr(config.get_text_config(decoder=True), "quantization_config", None)
+    if own is not None:
+        return own if isinstance(own, Mapping) else own.to_dict()
+    for name, method in _OLDER_FILES.items():
+        if (folder / name).is_file():
+            try:
+                return {"quant_method": method, **json.loads((folder / name).read_text())}
+            except (ValueError, TypeError) as error:
+                raise UnsupportedModel(f"{folder / name} is not a JSON object: {error}") from error
+    return _settings_of_tensors(folder)
+
+
+def _settings_of_tensors(folder: Path) -> Mapping[str, Any] | None:
+    """TGI's `quantize` wrote its settings as tensors beside the weights."""
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            names = set(file.keys())
+            if {"gptq_bits", "gptq_groupsize"} <= names:
+                bits, size = (int(file.get_tensor(f"gptq_{name}").item()) for name in ("bits", "groupsize"))
+                return {"quant_method": "gptq", "bits": bits, "group_size": size}
+            if any(name.endswith(".q_weight") for name in names):
+                return {"quant_method": "exl2"}
+            if any(name.endswith(_PARTS) or ".quant_state." in name for name in names):
+                raise UnsupportedModel(
+                    f"{path} has quantised weights, but {folder} does not say how: there is no quantization_config in "
+                    "config.json, and no quantize_config.json or quant_config.json; download the folder again"
+                )
+    return None
+
+
+def _gptq(settings: Mapping[str, Any]) -> Quantization:
+    read = gptq.GptqFormat.of(settings)
+    order = ", act-order" if settings.get("desc_act") else ""
+    return Quantization(frozenset({"gptq", "marlin"}), f"{read}{order}", partial(gptq.sources, settings=read))
+
+
+def _awq(settings: Mapping[str, Any]) -> Quantization:
+    read = awq.AwqFormat.of(settings)
+    return Quantization(frozenset({"awq"}), str(read), partial(awq.sources, settings=read))
+
+
+def _bitsandbytes(settings: Mapping[str, Any]) -> Quantization:
+    if settings.get("load_in_8bit") or settings.get("_load_in_8bit"):
+        integers = partial(bitsandbytes.sources, kind=bitsandbytes.INT8)
+        return Quantization(frozenset({"bitsandbytes"}), "bitsandbytes, 8 bits", integers)
+    kind = str(settings.get("bnb_4bit_quant_type", "fp4"))
+    double = ", double quantised" if settings.get("bnb_4bit_use_double_quant") else ""
+    sources = partial(bitsandbytes.sources, kind=kind)
+    return Quantization(frozenset({f"bitsandbytes-{kind}"}), f"bitsandbytes, {kind}{double}", sources)
+
+
+def _compressed_tensors(settings: Mapping[str, Any]) -> Quantization:
+    groups = list(settings["config_groups"].values())
+    layouts = {str(group.get("format") or settings.get("format")) for group in groups}
+    if unknown := sorted(layouts - {"pack-quantized", "int-quantized", "float-quantized", "naive-quantized"}):
+        raise UnsupportedModel(
+            f"the compressed-tensors checkpoint has the format {unknown[0]}, which is not read; {_INSTEAD}"
+        )
+    if (settings.get("sparsity_config") or {}).get("format", "dense") != "dense":
+        raise UnsupportedModel(f"the compressed-tensors checkpoint has sparse weights, which are not read; {_INSTEAD}")
+    transforms = ((settings.get("transform_config") or {}).get("config_groups") or {}).values()
+    if any(not str(each["location"]).startswith("weight") for transform in transforms for each in transform["apply"]):
+        raise UnsupportedModel(
+            f"the compressed-tensors checkpoint rotates activations (transform_config), which is not done; {_INSTEAD}"
+        )
+    weights = [group["weights"] for group in groups]
+    bits = frozenset(int(each["num_bits"]) for each in weights)
+    if "pack-quantized" in layouts and (unknown_bits := sorted(bits - {2, 4, 8})):
+        raise UnsupportedModel(
+            f"the compressed-tensors checkpoint has weights packed in {unknown_bits[0]} bits; 2, 4 and 8 can be read"
+        )
+    sizes = frozenset(int(each.get("group_size") or -1) for each in weights)
+    blocks = {_block(each["block_structure"]) for each in weights if each.get("strategy") == "block"}
+    kinds = sorted({f"{each['num_bits']} bits" if each["type"] == "int" else "FP8" for each in weights})
+    names = {"compressed-tensors"} | ({"fp8"} if kinds == ["FP8"] else set())
+    block = next(iter(blocks), None)
+
+    def sources(files: Files) -> Sequence[TensorSource]:
+        return [*packed.sources(files, bits, sizes), *scaled.sources(files, block)]
+
+    return Quantization(frozenset(names), f"compressed-tensors, {' and '.join(kinds)}", sources)
+
+
+def _fp8(settings: Mapping[str, Any]) -> Quantization:
+    size = settings.get("weight_block_size")
+    if size is None:
+        return Quantization(frozenset({"fp8"}), "FP8", scaled.sources)
+    block = _block(size)
+    text = f"FP8, blocks of {block[0]} x {block[1]}"
+    return Quantization(frozenset({"fp8"}), text, partial(scaled.sources, block=block))
+
+
+def _block(sizes: Sequence[Any]) -> scaled.Block:
+    rows, columns = map(int, sizes)
+    if min(rows, columns) < 1:
+        raise ValueError(f"blocks of {rows} x {columns}")
+    return rows, columns
+
+
+def _mxfp4(settings: Mapping[str, Any]) -> Quantization:
+    return Quantization(frozenset(), "MXFP4", mxfp4.sources)
+
+
+def _method_of_auto_round(settings: Mapping[str, Any]) -> str:
+    layout = str(settings.get("packing_format", ""))
+    return next((method for method in ("gptq", "awq") if layout.endswith(f"auto_{method}")), f"auto-round, {layout}")
+
+
+_READERS: dict[str, Callable[[Mapping[str, Any]], Quantization]] = {
+    "awq": _awq,
+    "bitsandbytes": _bitsandbytes,
+    "compressed-tensors": _compressed_tensors,
+    "fbgemm-fp8": _fp8,
+    "fp8": _fp8,
+    "gptq": _gptq,
+    "mxfp4": _mxfp4,
+}

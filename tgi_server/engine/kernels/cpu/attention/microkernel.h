@@ -1,0 +1,137 @@
+// The products of attention in vector registers: some rows times a tile, whose columns lie side by side in memory.
+//
+// Both are made of the instruction sets of products.h. Of a cache's numbers, PAIR make a word: what an instruction, or
+// two, multiply by each number of a row.
+
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <type_traits>
+#include <utility>
+
+#include "attention/kv_layout.h"
+#include "gemm/microkernel.h"
+
+namespace oatmill {
+
+// Products of floats, for a cache of smaller numbers that do not stand in pairs.
+template <typename C>
+struct WidenedColumns {
+  using Register = Floats;
+  using Operand = float;
+  static constexpr int STEPS = 1, NUMBER = sizeof(float), ROWS = FloatProducts<FloatWeights>::ROWS;
+  static constexpr int WORD_BYTES = sizeof(C);
+
+  static Floats column(const char* words, int64_t column, int64_t) {
+    return widened(reinterpret_cast<const C*>(words) + column);
+  }
+  static Floats row(const char* input) { return in_lanes<Floats, float>(input); }
+  static void add(Floats row, Floats column, Floats& sum) { accumulate(row, column, sum); }
+};
+
+// The instruction set that reads words of numbers of type C. Operand: what rows have to be made of.
+template <typename C>
+struct Columns : WidenedColumns<C> {};
+template <>
+struct Columns<float> : FloatProducts<FloatWeights> {
+  using Operand = float;
+  static constexpr int WORD_BYTES = WORD;
+};
+#if OATMILL_BF16
+template <>
+struct Columns<c10::BFloat16> : PairProducts {
+  using Operand = c10::BFloat16;
+  static constexpr int WORD_BYTES = WORD;
+};
+#else
+template <>
+struct Columns<c10::BFloat16> : FloatProducts<Bf16Weights> {
+  using Operand = float;
+  static constexpr int WORD_BYTES = WORD;
+};
+#endif
+
+// Turns rows of a tile, an even number of them where numbers stand in pairs, into those of a cache of another type.
+template <typename To, typename From>
+const To* converted(const From* tile, int64_t rows, int64_t columns, To* to) {
+  static_assert(PAIR<To> == 1 || PAIR<From> == 1);
+  if constexpr (PAIR<To> == 2) {  // the upper halves of floats are bfloat16 numbers, to which no number is rounded here
+    for (int64_t row = 0; row < rows; row += 2)
+      for (int64_t column = 0; column < columns; column += WIDTH) {
+        const Floats low = widened(tile + row * columns + column), high = widened(tile + (row + 1) * columns + column);
+        store_as(to + row * columns + 2 * column, (reinterpret_cast<const Words&>(low) >> 16) |
+                                                      (reinterpret_cast<const Words&>(high) & 0xffff0000));
+      }
+  } else {
+    for (int64_t row = 0; row < rows; row += PAIR<From>)
+      for (int64_t step = 0; step < PAIR<From>; ++step)
+        for (int64_t column = 0; column < columns; column += WIDTH)
+          store_as(to + (row + step) * columns + column,
+                   Columns<From>::column(reinterpret_cast<const char*>(tile + row * columns), column, step));
+  }
+  return to;
+}
+
+// Rows and a tile: words[k][column] are what rows[r][k] is multiplied by.
+struct TileProduct {
+  const char* rows;
+  int64_t row_bytes;
+  const char* tile;
+  int64_t word_bytes;  // from a word of a column to the column's next
+  int words;
+};
+
+// sums[r][v] += the products of R rows with V registers of columns. P: partial sums; the number of words is a multiple
+// of it. A register is added to only as fast as one sum follows another; with few rows there are few sums, so each is
+// split into as many partial ones as keep the processor busy. wanted: a tile that is needed soon, of which as much is
+// asked for as is read of this one, since the processor itself does not guess which tile comes next; or null.
+template <typename Set, int R, int V, int P>
+inline void add_products(const TileProduct& product, const char* wanted, typename Set::Register (&sums)[R][V]) {
+  using Register = typename Set::Register;
+  constexpr int REGISTER_BYTES = WIDTH * Set::WORD_BYTES;
+  constexpr int IN_LINE = std::max(1, 64 / REGISTER_BYTES);
+  Register partial[P][R][V];
+#pragma GCC unroll 4
+  for (int p = 0; p < P; ++p)
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+      for (int v = 0; v < V; ++v) partial[p][r][v] = p == 0 ? sums[r][v] : Register{};
+  for (int k = 0; k < product.words; k += P)
+#pragma GCC unroll 4
+    for (int p = 0; p < P; ++p) {
+      const char* words = product.tile + (k + p) * product.word_bytes;
+      if (wanted)
+#pragma GCC unroll 8
+        for (int v = 0; v < V; v += IN_LINE)
+          __builtin_prefetch(wanted + (k + p) * product.word_bytes + v * REGISTER_BYTES, 0, 2);
+#pragma GCC unroll 2
+      for (int step = 0; step < Set::STEPS; ++step)
+        add_outer<Set>(
+            [&](int r) {
+              return Set::row(product.rows + r * product.row_bytes + ((k + p) * Set::STEPS + step) * Set::NUMBER);
+            },
+            [&](int v) { return Set::column(words, v * WIDTH, step); }, partial[p]);
+    }
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+    for (int v = 0; v < V; ++v) {
+      Floats sum = __builtin_bit_cast(Floats, partial[0][r][v]);
+#pragma GCC unroll 4
+      for (int p = 1; p < P; ++p) sum += __builtin_bit_cast(Floats, partial[p][r][v]);
+      sums[r][v] = __builtin_bit_cast(Register, sum);
+    }
+}
+
+// Calls visit<0>(), visit<1>(), ... and keeps what they return: an array of functions for 1, 2, ... rows.
+template <int ROWS, typename Visit>
+constexpr auto by_rows(const Visit& visit) {
+  return [&]<int... R>(std::integer_sequence<int, R...>) {
+    return std::array{visit.template operator()<R + 1>()...};
+  }(std::make_integer_sequence<int, ROWS>());
+}
+
+}  // namespace oatmill

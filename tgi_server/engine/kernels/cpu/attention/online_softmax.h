@@ -1,0 +1,110 @@
+// The softmax of attention, online as of Milakov and Gimelshein (2018): scores come a part at a time, and what has been
+// summed so far decays when a score is much higher than all before it.
+
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <type_traits>
+
+#include "attention/attention.h"
+#include "simd/simd16.h"
+#include "simd/simd.h"
+
+namespace oatmill {
+
+constexpr float MASKED = -std::numeric_limits<float>::infinity();
+constexpr float SLACK = 8;  // weights are e^SLACK at most: what they are divided by in the end changes only then
+
+// Softmax of some rows so far.
+template <int ROWS>
+struct Softmax {
+  alignas(64) float totals[ROWS * WIDTH];  // of weights, added up in the end
+  float references[ROWS];                  // weights are e to the score minus this
+  float decays[ROWS];                      // of what was summed before the last part
+
+  void begin(const Variant& variant, const AttentionItem& item) {
+    std::fill_n(totals, item.rows() * WIDTH, 0.0f);
+    std::fill_n(references, item.rows(), MASKED);
+    for (int r = 0; variant.sinks && r < item.rows(); ++r) {
+      totals[r * WIDTH] = 1;
+      references[r] = variant.sinks[item.head(r)];
+    }
+  }
+
+  float total(int row) const { return sum(load_as<Floats>(totals + row * WIDTH)); }
+};
+
+inline float rounded(float x) { return static_cast<float>(c10::BFloat16(x)); }
+
+// To a few units in the last place of 1.
+inline Floats hyperbolic_tangent(Floats x) { return 1.0f - 2.0f / (exponential(x + x) + 1.0f); }
+
+// Softcap, alibi and the mask, on a row's scaled scores against tokens from `start` on. first, last: the columns that it
+// may look at.
+inline void adjust_scores(const Variant& variant, int head, int64_t position, int64_t start, int64_t first,
+                          int64_t last, int columns, float* scores) {
+  if (variant.softcap != 0)
+    for (int j = 0; j < columns; j += WIDTH)
+      store_as(scores + j, variant.softcap * hyperbolic_tangent(load_as<Floats>(scores + j) / variant.softcap));
+  if (variant.alibi_slopes) {
+    const float slope = variant.alibi_slopes[head];
+    if (variant.rounded_alibi)
+      for (int j = 0; j < columns; ++j)
+        scores[j] += variant.scaling * rounded(slope * rounded(static_cast<float>(start + j)));
+    else
+      for (int j = 0; j < columns; ++j) scores[j] += slope * static_cast<float>(start - position + j);
+  }
+  std::fill(scores, scores + first, MASKED);
+  std::fill(scores + last, scores + columns, MASKED);
+}
+
+// Turns the scores of the query at a position against tokens from `start` on into softmax weights, in their place, and
+// says how much the sums so far decay. columns: of scores, a multiple of LANES, of which `tokens` are those of tokens.
+template <int ROWS>
+inline void weigh_row(const Variant& variant, int head, int64_t position, int64_t start, int columns, int tokens,
+                      int row, Softmax<ROWS>& softmax, float* scores) {
+  float scaling = variant.score_scaling;
+  const int64_t last = std::clamp<int64_t>(position - start + 1, 0, tokens);
+  const int64_t first = std::clamp<int64_t>(variant.first_token(position) - start, 0, columns);
+  if (first > 0 || last < columns || !variant.plain()) {
+    for (int c = 0; c < columns; ++c) scores[c] *= scaling;
+    adjust_scores(variant, head, position, start, first, last, columns, scores);
+    scaling = 1;
+  }
+  Floats highest = load_as<Floats>(scores) * scaling;
+  for (int c = WIDTH; c < columns; c += WIDTH) highest = larger(highest, load_as<Floats>(scores + c) * scaling);
+  Floats total = load_as<Floats>(softmax.totals + row * WIDTH);
+  float& reference = softmax.references[row];
+  softmax.decays[row] = 1;
+  if (any_above(highest, reference + SLACK)) {
+    const float peak = largest(highest);
+    softmax.decays[row] = std::exp(reference - peak);
+    reference = peak;
+    total *= softmax.decays[row];
+  } else if (reference == MASKED) {
+    std::fill_n(scores, columns, 0.0f);
+    return;
+  }
+  for (int c = 0; c < columns; c += WIDTH) {
+    const Floats weight = exponential(load_as<Floats>(scores + c) * scaling - reference);
+    store_as(scores + c, weight);
+    total += weight;
+  }
+  store_as(softmax.totals + row * WIDTH, total);
+}
+
+// Weights as what values are multiplied by: bfloat16 numbers, or the floats that they are.
+template <typename Operand>
+const Operand* as_operands(const float* weights, int64_t first, int64_t count, Operand* to) {
+  if constexpr (std::is_same_v<Operand, float>) {
+    return weights;
+  } else {
+    for (int64_t i = first; i < first + count; i += LANES) store(to + i, load(weights + i));
+    return to;
+  }
+}
+
+}  // namespace oatmill

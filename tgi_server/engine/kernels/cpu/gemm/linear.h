@@ -1,0 +1,93 @@
+// A linear layer, y = x W^T + b.
+
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/custom_class.h>
+
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "gemm/lora.h"
+
+namespace oatmill {
+
+struct Linear;
+
+// A way to compute a layer: a kernel, and the kind of weights that it is for.
+struct Way {
+  const char* name;
+  bool (*available)();  // on this CPU
+  int64_t depth;        // words, of which a weight must have a multiple
+  // tiles: those of which outputs are computed, or null for all.
+  void (*run)(const Linear& layer, const at::Tensor& x, bool relu, const at::Tensor* residual,
+              const std::vector<int64_t>* tiles, at::Tensor& output);
+};
+
+// Codes of 4 or 8 bits, beside the words that codes_pack makes of them; codes.h says how they are multiplied.
+// kind: "int4", "codebook", "int8" or "fp8". starts: [groups + 1] int32, in words. scales, and one of offsets and zeros or
+// none: [tiles, groups, COLUMNS]; scales are float32, bfloat16 or float16, offsets float32, zeros int8. codebook: [16]
+// float32, of that kind only. order: as given to codes_pack; none where it changes nothing.
+struct Codes : torch::CustomClassHolder {
+  std::string kind;
+  at::Tensor starts, scales;
+  std::optional<at::Tensor> offsets, zeros, codebook, order;
+
+  Codes(std::string kind, at::Tensor starts, at::Tensor scales, std::optional<at::Tensor> offsets,
+        std::optional<at::Tensor> zeros, std::optional<at::Tensor> codebook, std::optional<at::Tensor> order);
+};
+
+using CodesPtr = c10::intrusive_ptr<Codes>;
+
+std::span<const Way> code_ways(const std::string& kind);
+
+// packed: the weights as linear_pack arranges them, whose dtype says of which kind they are. bias, and of 8-bit weights
+// scales and corrections: [outputs, padded to a tile] float32; corrections are UNSIGNED_OFFSET times the sum of an
+// output's weights. codes: of words that codes_pack made. kernels: their names, each with the fewest rows from which on it
+// is taken, from_rows, ascending.
+struct Linear : torch::CustomClassHolder {
+  at::Tensor packed;
+  int64_t inputs, outputs;
+  std::optional<at::Tensor> bias, scales, corrections;
+  CodesPtr codes;
+  AdaptersPtr adapters;  // or none
+
+  Linear(at::Tensor packed, int64_t inputs, int64_t outputs, std::optional<at::Tensor> bias,
+         std::optional<at::Tensor> scales, std::optional<at::Tensor> corrections, std::vector<std::string> kernels,
+         std::vector<int64_t> from_rows, std::optional<CodesPtr> codes);
+
+  // x: [..., inputs] float32, bfloat16 or float16; residual: [..., outputs], added last. Returns [..., outputs]. Both
+  // have the dtype of x.
+  at::Tensor operator()(const at::Tensor& x, bool relu = false,
+                        const std::optional<at::Tensor>& residual = {}) const;
+
+  // The same, with each row changed by its adapter. numbers: as Adapters::apply takes them; none: no row has one.
+  at::Tensor adapted(const at::Tensor& x, const std::optional<at::Tensor>& numbers, bool relu = false,
+                     const std::optional<at::Tensor>& residual = {}) const;
+
+  void adapt(AdaptersPtr these) { adapters = std::move(these); }
+
+  // Writes the outputs of some tiles to output, [..., outputs], to the last bit what the call above gives. Both tensors
+  // are contiguous.
+  void write_tiles(const at::Tensor& x, const std::vector<int64_t>& tiles, at::Tensor& output) const;
+
+  // What screen.cpp says.
+  at::Tensor screened(const at::Tensor& input, const at::Tensor& screened, const at::Tensor& scales,
+                      const at::Tensor& corrections, const at::Tensor& lost, const at::Tensor& kept,
+                      const std::optional<at::Tensor>& masks, std::vector<int64_t> masked_rows,
+                      std::optional<std::string> kernel) const;
+
+ private:
+  const Way& way(int64_t rows) const;
+
+  std::vector<const Way*> ways_;
+  std::vector<int64_t> from_rows_;
+};
+
+using LinearPtr = c10::intrusive_ptr<Linear>;
+
+}  // namespace oatmill

@@ -1,0 +1,85 @@
+// The feed-forward part of a layer that is a mixture of experts (Shazeer et al. 2017): each token goes through a few.
+
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/custom_class.h>
+
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include "gemm/linear.h"
+
+namespace oatmill {
+
+// An expert of a token, and what its output is multiplied by.
+struct Choice {
+  int64_t expert;
+  float share;
+};
+
+// up_bias, down_bias: [outputs] float32, or none.
+struct Expert {
+  LinearPtr up, down;
+  std::optional<at::Tensor> up_bias, down_bias;
+};
+
+// Of an expert's up projection, half of the outputs are a gate, and the others are multiplied by it. The gate is SiLU, and
+// its half comes first; or, if alpha is not 0, it is that of gpt-oss: x * sigmoid(alpha * x) of numbers up to `limit`, and
+// its outputs stand before each of the others, which are kept between -limit and limit, and 1 is added to them.
+struct Experts : torch::CustomClassHolder {
+  Experts(double alpha, double limit) : alpha_(static_cast<float>(alpha)), limit_(static_cast<float>(limit)) {}
+
+  // Adds the next expert.
+  void add(LinearPtr up, LinearPtr down, std::optional<at::Tensor> up_bias, std::optional<at::Tensor> down_bias);
+
+  // chosen, shares: the experts of each token, [tokens, experts of a token], int64 and a float dtype; no token has one
+  // twice. The others as below.
+  at::Tensor forward(const at::Tensor& x, const at::Tensor& chosen, const at::Tensor& shares) const;
+
+  // x: [tokens, hidden_size], contiguous. choices: [tokens, of each]. residual: as x, or none. Returns it and the outputs
+  // of each token's experts, times their shares, [tokens, hidden_size]; sums are in float32.
+  at::Tensor sum(const at::Tensor& x, const std::vector<Choice>& choices, const std::optional<at::Tensor>& residual) const;
+
+  int64_t count() const { return static_cast<int64_t>(experts_.size()); }
+
+ private:
+  // An expert and the tokens that chose it, [rows]; what goes into its layers, and what comes out of them.
+  struct Work {
+    const Expert* expert;
+    std::vector<int64_t> tokens;
+    std::vector<float> shares;
+    at::Tensor rows, up, output;
+  };
+
+  // Computes the outputs of all works. A thread takes an expert at a time, or where there are few of them a share of the
+  // outputs of one of its layers: threads meet a few times, and not for every layer of every expert.
+  void compute(const at::Tensor& x, std::vector<Work>& works) const;
+
+  at::Tensor gated(const at::Tensor& up, const std::optional<at::Tensor>& bias) const;
+
+  float alpha_, limit_;
+  std::vector<Expert> experts_;
+};
+
+using ExpertsPtr = c10::intrusive_ptr<Experts>;
+
+// router: has an output for each expert. chosen: how many a token has, those of the largest outputs. normalised: their
+// shares add up to 1, and are otherwise what the softmax over all experts gives them.
+struct Mixture : torch::CustomClassHolder {
+  Mixture(LinearPtr router, ExpertsPtr experts, int64_t chosen, bool normalised);
+
+  // x, residual: as in Experts::sum.
+  at::Tensor operator()(const at::Tensor& x, const at::Tensor& residual) const;
+
+ private:
+  LinearPtr router_;
+  ExpertsPtr experts_;
+  int64_t chosen_;
+  bool normalised_;
+};
+
+using MixturePtr = c10::intrusive_ptr<Mixture>;
+
+}  // namespace oatmill

@@ -1,0 +1,253 @@
+// The element-wise parts of a decoder layer, each as one pass over its tokens. Arithmetic is in float; values are
+// rounded to the tensors' dtype where transformers' own modules round them, so that results agree to the last bit or
+// nearly so.
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <c10/util/BFloat16.h>
+#include <torch/library.h>
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#include "simd/dtypes.h"
+#include "attention/kv_layout.h"
+#include "simd/simd16.h"
+#include "gemm/gemm.h"
+#include "ops/ops.h"
+#include "runtime/thread_pool.h"
+
+namespace oatmill {
+
+namespace {
+
+int64_t tokens_a_thread(int64_t elements_a_token) { return std::max<int64_t>(1, worth_a_thread() / elements_a_token); }
+
+// How a row is read: a register at a time, and one by one what is left at its end.
+struct Many {
+  template <typename T>
+  Floats operator()(const T* from) const {
+    return widened(from);
+  }
+  // A value as it would be after having been written to a tensor of T.
+  template <typename T>
+  static Floats rounded(const T*, Floats value) {
+    T kept[WIDTH];
+    store(kept, value);
+    return widened(kept);
+  }
+};
+
+struct One {
+  template <typename T>
+  float operator()(const T* from) const {
+    return static_cast<float>(*from);
+  }
+  template <typename T>
+  static float rounded(const T*, float value) {
+    return static_cast<float>(static_cast<T>(value));
+  }
+};
+
+// The sum of value(i, at) for all i below size; `at` reads at a pointer.
+template <typename Value>
+float total(int64_t size, const Value& value) {
+  constexpr int SUMS = LANES / WIDTH;
+  Floats sums[SUMS] = {};
+  int64_t i = 0;
+  for (; i + LANES <= size; i += LANES)
+#pragma GCC unroll 4
+    for (int s = 0; s < SUMS; ++s) sums[s] += value(i + s * WIDTH, Many{});
+  for (int s = 1; s < SUMS; ++s) sums[0] += sums[s];
+  float all = sum(sums[0]);
+  for (; i < size; ++i) all += value(i, One{});
+  return all;
+}
+
+// to[i] = value(i, at) for all i below size.
+template <typename T, typename Value>
+void write(T* to, int64_t size, const Value& value) {
+  int64_t i = 0;
+  for (; i + WIDTH <= size; i += WIDTH) store(to + i, value(i, Many{}));
+  for (; i < size; ++i) to[i] = static_cast<T>(value(i, One{}));
+}
+
+// Heads of tokens, [tokens, heads, size], as a part of a wider tensor has them.
+bool are_heads(const at::Tensor& x) { return x.dim() == 3 && x.stride(2) == 1; }
+
+// Calls work(from, to, size) for each row of two tensors of one shape, [..., size]. input is contiguous, or are_heads;
+// output is contiguous.
+template <typename T, typename Work>
+void for_each_row(const at::Tensor& input, at::Tensor& output, const Work& work) {
+  const int64_t size = input.size(-1), rows = input.numel() / size;
+  const int64_t heads = are_heads(input) ? input.size(1) : 1;
+  const int64_t step = are_heads(input) ? input.stride(0) : size, head_step = are_heads(input) ? input.stride(1) : 0;
+  const T* from = input.const_data_ptr<T>();
+  T* to = output.mutable_data_ptr<T>();
+  for_range(rows, tokens_a_thread(size), [&](int64_t begin, int64_t end) {
+    for (int64_t r = begin; r < end; ++r) work(from + r / heads * step + r % heads * head_step, to + r * size, size);
+  });
+}
+
+// Rotary position embedding of one head (Su et al. 2021), halves apart: element i turns with element i + half.
+// from and to may be the same.
+template <typename T>
+void rotate(const T* from, T* to, const T* cos, const T* sin, int64_t rotated, int64_t head_dim) {
+  const int64_t half = rotated / 2;
+  int64_t i = 0;
+  for (; i + WIDTH <= half; i += WIDTH) {
+    const Floats low = widened(from + i), high = widened(from + i + half);
+    store(to + i, low * widened(cos + i) - high * widened(sin + i));
+    store(to + i + half, high * widened(cos + i + half) + low * widened(sin + i + half));
+  }
+  for (; i < half; ++i) {
+    const float low = static_cast<float>(from[i]), high = static_cast<float>(from[i + half]);
+    to[i] = static_cast<T>(low * static_cast<float>(cos[i]) - high * static_cast<float>(sin[i]));
+    to[i + half] =
+        static_cast<T>(high * static_cast<float>(cos[i + half]) + low * static_cast<float>(sin[i + half]));
+  }
+  if (from != to) std::copy(from + rotated, from + head_dim, to + rotated);
+}
+
+}  // namespace
+
+// input: [..., size]; weight: [size], of the dtype of input; or in float32, and the product with it is rounded once.
+at::Tensor rms_norm(const at::Tensor& input, const at::Tensor& weight, double eps) {
+  const at::Tensor x = are_heads(input) ? input : input.contiguous();
+  at::Tensor output = at::empty(x.sizes(), x.options());
+  by_dtype(x, [&]<typename T>(T*) {
+    const T* scale = weight.scalar_type() == x.scalar_type() ? weight.const_data_ptr<T>() : nullptr;
+    const float* wide = scale ? nullptr : weight.const_data_ptr<float>();
+    for_each_row<T>(x, output, [&](const T* from, T* to, int64_t size) {
+      const float squares = total(size, [&](int64_t i, auto at) { return at(from + i) * at(from + i); });
+      const float factor = 1.0f / std::sqrt(squares / static_cast<float>(size) + static_cast<float>(eps));
+      if (scale)
+        write(to, size, [&](int64_t i, auto at) { return at.rounded(to, at(from + i) * factor) * at(scale + i); });
+      else
+        write(to, size, [&](int64_t i, auto at) { return at(from + i) * factor * at(wide + i); });
+    });
+  });
+  return output;
+}
+
+// input: [..., size]; weight, bias: [size].
+at::Tensor layer_norm(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& bias, double eps) {
+  const at::Tensor x = input.contiguous();
+  at::Tensor output = at::empty_like(x);
+  by_dtype(x, [&]<typename T>(T*) {
+    const T* scale = weight.const_data_ptr<T>();
+    const T* shift = bias.const_data_ptr<T>();
+    for_each_row<T>(x, output, [&](const T* from, T* to, int64_t size) {
+      const float mean = total(size, [&](int64_t i, auto at) { return at(from + i); }) / static_cast<float>(size);
+      const float squares =
+          total(size, [&](int64_t i, auto at) { return (at(from + i) - mean) * (at(from + i) - mean); });
+      const float factor = 1.0f / std::sqrt(squares / static_cast<float>(size) + static_cast<float>(eps));
+      write(to, size,
+            [&](int64_t i, auto at) { return (at(from + i) - mean) * factor * at(scale + i) + at(shift + i); });
+    });
+  });
+  return output;
+}
+
+// What GELU and SiLU divide their argument by is 1 more than the exponential of this; GELU as approximated by tanh.
+template <typename Number>
+Number gate_exponent(Number gate, bool gelu) {
+  constexpr float ROOT = 0.7978845608028654f, CUBE = 0.044715f;  // the root of 2 / pi
+  return gelu ? -2.0f * ROOT * (gate + CUBE * gate * gate * gate) : -gate;
+}
+
+// gate_up: [..., 2 * size], gate first. Returns silu(gate) * up, or gelu(gate) * up, [..., size].
+at::Tensor gate_mul(const at::Tensor& gate_up, bool gelu) {
+  const at::Tensor x = gate_up.contiguous();
+  const int64_t size = x.size(-1) / 2, tokens = x.numel() / (2 * size);
+  auto shape = x.sizes().vec();
+  shape.back() = size;
+  at::Tensor output = at::empty(shape, x.options());
+  by_dtype(x, [&]<typename T>(T*) {
+    const T* from = x.const_data_ptr<T>();
+    T* to = output.mutable_data_ptr<T>();
+    for_range(tokens, tokens_a_thread(size), [&](int64_t begin, int64_t end) {
+      for (int64_t t = begin; t < end; ++t) {
+        const T* gate = from + t * 2 * size;
+        const T* up = gate + size;
+        T* row = to + t * size;
+        int64_t i = 0;
+        for (; i + WIDTH <= size; i += WIDTH) {
+          const Floats g = widened(gate + i);
+          const Floats activated = Many::rounded(row, g / (exponential(gate_exponent(g, gelu)) + 1.0f));
+          store(row + i, activated * widened(up + i));
+        }
+        for (; i < size; ++i) {
+          const float g = static_cast<float>(gate[i]);
+          const T activated = static_cast<T>(g / (1.0f + std::exp(gate_exponent(g, gelu))));
+          row[i] = static_cast<T>(static_cast<float>(activated) * static_cast<float>(up[i]));
+        }
+      }
+    });
+  });
+  return output;
+}
+
+// Rows of a table, [rows, size]: those at the indices, [count] int64.
+at::Tensor rows_of(const at::Tensor& table, const at::Tensor& indices) {
+  TORCH_CHECK(table.is_contiguous() && indices.is_contiguous());
+  const int64_t count = indices.numel(), bytes = table.size(1) * table.element_size();
+  at::Tensor rows = at::empty({count, table.size(1)}, table.options());
+  const int64_t* index = indices.const_data_ptr<int64_t>();
+  for (int64_t i = 0; i < count; ++i)
+    TORCH_CHECK_INDEX(0 <= index[i] && index[i] < table.size(0), "there is no row ", index[i], " of ", table.size(0));
+  char* to = static_cast<char*>(rows.mutable_data_ptr());
+  const char* from = static_cast<const char*>(table.const_data_ptr());
+  for_rows(count, table.size(1), [&](int64_t first, int64_t last) {
+    for (int64_t i = first; i < last; ++i) std::memcpy(to + i * bytes, from + index[i] * bytes, bytes);
+  });
+  return rows;
+}
+
+// Rotates query in place and key on its way into the cache, and puts value beside it.
+// query: [tokens, heads, head_dim]; key, value: [tokens, kv_heads, head_dim], all with a dense last dimension and
+// possibly views of one tensor; cos, sin: [tokens, rotated]; keys, values: the layer's cache (kv_layout.h), with its
+// scales.
+void rotate_and_write(at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const at::Tensor& cos,
+                      const at::Tensor& sin, at::Tensor& keys, at::Tensor& values, const at::Tensor& slots,
+                      double key_scale, double value_scale) {
+  const int64_t heads = query.size(1), kv_heads = key.size(1), head_dim = query.size(2), rotated = cos.size(-1);
+  TORCH_CHECK(query.stride(2) == 1 && key.stride(2) == 1 && value.stride(2) == 1);
+  TORCH_CHECK(cos.is_contiguous() && sin.is_contiguous() && cos.scalar_type() == query.scalar_type());
+  by_dtype(query, [&]<typename T>(T*) {
+    T* q = query.mutable_data_ptr<T>();
+    const T* c = cos.const_data_ptr<T>();
+    const T* s = sin.const_data_ptr<T>();
+    const int64_t group = heads / kv_heads;
+    const auto turn = [&](int64_t t, int64_t h, const T* from, T* to) {
+      for (int64_t i = h * group; i < (h + 1) * group; ++i) {
+        T* head = q + t * query.stride(0) + i * query.stride(1);
+        rotate(head, head, c + t * rotated, s + t * rotated, rotated, head_dim);
+      }
+      rotate(from, to, c + t * rotated, s + t * rotated, rotated, head_dim);
+    };
+    by_cache<T>(keys.scalar_type(), [&]<typename C>(C*) {
+      write_blocks<T, C>(slots, key, value, keys, values, {static_cast<float>(key_scale), static_cast<float>(value_scale)}, turn);
+    });
+  });
+}
+
+}  // namespace oatmill
+
+TORCH_LIBRARY_FRAGMENT(oatmill, library) {
+  library.def("rms_norm(Tensor input, Tensor weight, float eps) -> Tensor");
+  library.def("layer_norm(Tensor input, Tensor weight, Tensor bias, float eps) -> Tensor");
+  library.def("gate_mul(Tensor gate_up, bool gelu=False) -> Tensor");
+  library.def(
+      "rotate_and_write(Tensor(a!) query, Tensor key, Tensor value, Tensor cos, Tensor sin, Tensor(b!) keys, "
+      "Tensor(c!) values, Tensor slots, float key_scale=1.0, float value_scale=1.0) -> ()");
+}
+
+TORCH_LIBRARY_IMPL(oatmill, CPU, library) {
+  library.impl("rms_norm", &oatmill::rms_norm);
+  library.impl("layer_norm", &oatmill::layer_norm);
+  library.impl("gate_mul", &oatmill::gate_mul);
+  library.impl("rotate_and_write", &oatmill::rotate_and_write);
+}

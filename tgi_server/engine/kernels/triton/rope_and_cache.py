@@ -1,0 +1,114 @@
+"""Rotary positions and the writing of keys and values into their blocks, in one Triton kernel."""
+
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+# (arguments of kernels are what Triton makes of them)
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tgi_server.engine.kernels.triton.fp8 import encoded
+
+
+def write(
+    key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slots: Tensor, scales: tuple[float, float], mantissa: int
+) -> None:
+    """Puts key and value, [tokens, kv_heads, head_dim], into their slots, [tokens] int64.
+
+    keys and values: [blocks, block_size, kv_heads, head_dim], contiguous. scales: of keys and of values. mantissa: bits
+    of their numbers, 0 where these are not of 8 bits.
+    """
+    _launch(None, None, key, value, None, keys, values, slots, scales, mantissa)
+
+
+def rotate_and_write(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    rotation: tuple[Tensor, Tensor],
+    keys: Tensor,
+    values: Tensor,
+    slots: Tensor,
+    scales: tuple[float, float],
+    mantissa: int,
+) -> Tensor:
+    """Does what `write` does with the key turned by its position. Returns the turned query, contiguous.
+
+    rotation: cosine and sine, [tokens, rotated] each; pairs stand half of `rotated` apart.
+    """
+    turned = query.new_empty(query.shape)
+    _launch(query, turned, key, value, rotation, keys, values, slots, scales, mantissa)
+    return turned
+
+
+def _launch(
+    query: Tensor | None,
+    turned: Tensor | None,
+    key: Tensor,
+    value: Tensor,
+    rotation: tuple[Tensor, Tensor] | None,
+    keys: Tensor,
+    values: Tensor,
+    slots: Tensor,
+    scales: tuple[float, float],
+    mantissa: int,
+) -> None:
+    tokens, kv_heads, head_dim = key.shape
+    queries = 0 if query is None else query.shape[1]
+    key, value = (part if part.stride(2) == 1 else part.contiguous() for part in (key, value))
+    query = key if query is None else query if query.stride(2) == 1 else query.contiguous()
+    cosine, sine = (key, key) if rotation is None else (table.contiguous() for table in rotation)
+    _turn_and_write[tokens, queries + kv_heads](
+        query, key if turned is None else turned, key, value, cosine, sine, keys, values, slots,
+        query.stride(0), query.stride(1), key.stride(0), key.stride(1), value.stride(0), value.stride(1),
+        *scales,
+        queries=queries, kv_heads=kv_heads, head_dim=head_dim, width=triton.next_power_of_2(head_dim),
+        rotated=0 if rotation is None else cosine.shape[1], mantissa=mantissa, num_warps=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def _turn_and_write(
+    query, turned, key, value, cosine, sine, keys, values, slots,
+    query_token, query_head, key_token, key_head, value_token, value_head,
+    key_scale, value_scale,
+    queries: tl.constexpr, kv_heads: tl.constexpr, head_dim: tl.constexpr, width: tl.constexpr, rotated: tl.constexpr,
+    mantissa: tl.constexpr,
+):  # fmt: skip
+    """A program has one head of one token: a query head, or a key head and the value of it."""
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    column = tl.arange(0, width)
+    real = column < head_dim
+    if head < queries:
+        x = _turned(query + token * query_token + head * query_head, cosine, sine, token, column, head_dim, rotated)
+        tl.store(turned + (token * queries + head) * head_dim + column, x, mask=real)
+    else:
+        head -= queries
+        x = _turned(key + token * key_token + head * key_head, cosine, sine, token, column, head_dim, rotated)
+        place = (tl.load(slots + token) * kv_heads + head) * head_dim + column
+        tl.store(keys + place, _kept(x, key_scale, mantissa), mask=real)
+        v = tl.load(value + token * value_token + head * value_head + column, mask=real)
+        tl.store(values + place, _kept(v, value_scale, mantissa), mask=real)
+
+
+@triton.jit
+def _kept(x, scale, mantissa: tl.constexpr):
+    """Returns numbers as the cache has them."""
+    if mantissa:
+        x = encoded(x.to(tl.float32), scale, mantissa)
+    return x
+
+
+@triton.jit
+def _turned(x, cosine, sine, token, column, head_dim: tl.constexpr, rotated: tl.constexpr):
+    """Returns the elements at x, of which the first `rotated` are turned in pairs, in their dtype."""
+    own = tl.load(x + column, mask=column < head_dim, other=0.0)
+    if rotated == 0:
+        return own
+    half: tl.constexpr = rotated // 2
+    inside = column < rotated
+    other = tl.load(x + tl.where(column < half, column + half, column - half), mask=inside, other=0.0)
+    c = tl.load(cosine + token * rotated + column, mask=inside, other=1.0).to(tl.float32)
+    s = tl.load(sine + token * rotated + column, mask=inside, other=0.0).to(tl.float32)
+    s = tl.where(column < half, -s, s)
+    return (own.to(tl.float32) * c + other.to(tl.float32) * s).to(own.dtype)

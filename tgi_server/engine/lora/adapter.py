@@ -1,0 +1,81 @@
+"""An adapter as the engine computes it: two small matrices for each layer, and a scale of the base layer's output."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from tgi_server.engine.lora.base_model import BaseLayer
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterLayer:
+    """The change of one linear layer: y = gain * base(x) + b (a x) + shift, where base(x) has the base layer's bias.
+
+    All formats of adapters end here (Hu et al., "LoRA", 2021; Liu et al., "DoRA", 2024): b has the scale alpha / rank
+    or alpha / sqrt(rank), and DoRA's magnitude over the norms of the changed weight's rows; shift has what the bias is
+    changed by.
+
+    a: [rank, in_features]. b: [out_features, rank]. gain, shift: [out_features], or None for 1 and 0.
+    """
+
+    a: Tensor
+    b: Tensor
+    gain: Tensor | None = None
+    shift: Tensor | None = None
+
+    @property
+    def rank(self) -> int:
+        return len(self.a)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(each.nbytes for each in (self.a, self.b, self.gain, self.shift) if each is not None)
+
+    def to(self, dtype: torch.dtype) -> Self:
+        """Returns the same layer in another dtype."""
+        gain, shift = (None if each is None else each.to(dtype) for each in (self.gain, self.shift))
+        return type(self)(self.a.to(dtype), self.b.to(dtype), gain, shift)
+
+    def merged(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Returns the weight, [out_features, in_features], and the bias of the changed layer, in float32.
+
+        weight, bias: of the base layer.
+        """
+        changed = weight.to(torch.float32, copy=True)
+        if self.gain is not None:
+            changed *= self.gain.float().unsqueeze(1)
+        changed.addmm_(self.b.float(), self.a.float())
+        return changed, bias if bias is None else self.merged_bias(bias)
+
+    def merged_bias(self, bias: Tensor) -> Tensor:
+        """Returns the bias of the changed layer, [out_features] float32, for that of the base layer."""
+        scaled = bias.float() if self.gain is None else bias.float() * self.gain.float()
+        return scaled if self.shift is None else scaled + self.shift.float()
+
+    def split(self, layers: Mapping[str, BaseLayer]) -> dict[str, Self]:
+        """Returns the layer as those whose outputs it has side by side, by their paths."""
+        sizes = [layer.out_features for layer in layers.values()]
+        rows = [
+            (None,) * len(sizes) if tensor is None else tensor.split(sizes)
+            for tensor in (self.b, self.gain, self.shift)
+        ]
+        return {path: type(self)(self.a, *parts) for path, *parts in zip(layers, *rows, strict=True)}
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterWeights:
+    """The weights of an adapter: its changed layers, by the path that each has in the model of `transformers`."""
+
+    layers: Mapping[str, AdapterLayer]
+
+    @property
+    def rank(self) -> int:
+        """The largest rank of a layer."""
+        return max(layer.rank for layer in self.layers.values())
+
+    @property
+    def nbytes(self) -> int:
+        return sum(layer.nbytes for layer in self.layers.values())

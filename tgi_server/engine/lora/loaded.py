@@ -1,0 +1,232 @@
+"""The adapters that a running model has at hand."""
+
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Self
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedModel
+
+from tgi_server.engine.errors import InvalidAdapter, InvalidCall
+from tgi_server.engine.kernels import load_kernels
+from tgi_server.engine.lora.adapter import AdapterLayer
+from tgi_server.engine.lora.base_model import BaseModel
+from tgi_server.engine.lora.linears import AdaptedLinear, adapt_linears
+from tgi_server.engine.lora.products import Change, CpuProducts, Products, TorchProducts
+from tgi_server.engine.lora.reader import read_adapter
+from tgi_server.engine.lora.rows import CurrentRows
+from tgi_server.engine.memory import available_ram
+from tgi_server.engine.parallel import ShardGroup
+from tgi_server.engine.parallel.architectures import plan_for
+from tgi_server.engine.parallel.plan import ShardingPlan
+from tgi_server.engine.parallel.shares import Share, share_of
+
+logger = logging.getLogger(__name__)
+
+# The adapters that were used last are kept in the host's memory: up to so many bytes, and this share of what is free.
+_MOST_RECENT_BYTES = 1 << 30
+_SHARE_OF_RAM = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class ReadAdapter:
+    """An adapter that was read, arranged for the running model.
+
+    rank: the largest of its layers. changes: by the number of the linear layer.
+    """
+
+    rank: int
+    changes: Mapping[int, Change]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(change.nbytes for change in self.changes.values())
+
+    def to(self, device: torch.device) -> Self:
+        """Returns the same adapter on another device."""
+        return type(self)(self.rank, {number: change.to(device) for number, change in self.changes.items()})
+
+
+class RecentAdapters:
+    """The adapters that were used last, in the host's memory."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self._room = most_bytes
+        self._adapters: OrderedDict[str, ReadAdapter] = OrderedDict()
+
+    def get(self, adapter_id: str, read: Callable[[], ReadAdapter]) -> ReadAdapter:
+        """Returns an adapter, which is read if it is not here. Others give way to it."""
+        adapter = self._adapters.get(adapter_id)
+        if adapter is None:
+            adapter = self._adapters[adapter_id] = read()
+            self._room -= adapter.nbytes
+        self._adapters.move_to_end(adapter_id)
+        while self._room < 0:
+            _, oldest = self._adapters.popitem(last=False)
+            self._room += oldest.nbytes
+        return adapter
+
+
+class LoadedAdapters:
+    """Reads adapters, beside the steps of the engine, and gives each a number by which rows name it.
+
+    Until the first one is put here, the model is as it would be without adapters.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        folder: Path,
+        read_config: Callable[[], PretrainedConfig],
+        current: CurrentRows,
+        group: ShardGroup | None,
+        *,
+        max_rank: int,
+        custom_kernels: bool,
+        trust_remote_code: bool,
+    ) -> None:
+        """folder: of the base model. read_config: reads its configuration. current: the rows of the pass that runs.
+
+        group: the shards of the model, when this is one of them. max_rank: of a layer. custom_kernels: kernels of the
+        engine's own may stand in for torch's.
+        """
+        self._model = model
+        self._folder = folder
+        self._read_config = read_config
+        self._current = current
+        self._group = group
+        self._max_rank = max_rank
+        self._custom_kernels = custom_kernels
+        self._trust_remote_code = trust_remote_code
+        self._numbers: dict[str, int] = {}
+        self._recent = RecentAdapters(min(_MOST_RECENT_BYTES, int(_SHARE_OF_RAM * available_ram())))
+        self._lock = threading.Lock()  # of what is made when the first adapter is read
+
+    def fetch(self, adapter_id: str, folder: Path) -> ReadAdapter:
+        """Returns an adapter on the model's device: one that was read before, from the host's memory; or reads it.
+
+        adapter_id: names the same adapter as long as the engine runs. To be called in one thread only.
+        """
+        return self._recent.get(adapter_id, partial(self.read, folder)).to(self._model.device)
+
+    def read(self, folder: Path) -> ReadAdapter:
+        """Reads an adapter into the host's memory, in any thread.
+
+        Raises InvalidAdapter, and what is wrong with the base model's files.
+        """
+        with self._lock:
+            base = self._base
+            split = self._split
+            linears = self._linears
+        adapter = read_adapter(folder, base, max_rank=self._max_rank)
+        layers = {path: split(path, layer) for path, layer in adapter.layers.items()}
+        known = {path for linear in linears for path, _ in linear.parts}
+        for path in layers.keys() - known:
+            raise InvalidAdapter(
+                f"{folder} changes {path}, which cannot be computed for each token by another adapter; merge the "
+                "adapter with peft, and serve the merged model"
+            )
+        dtype = self._model.dtype
+        changes = ((number, linear.change(layers, dtype)) for number, linear in enumerate(linears))
+        return ReadAdapter(adapter.rank, {number: change for number, change in changes if change is not None})
+
+    def put(self, adapter_id: str, adapter: ReadAdapter) -> None:
+        """Has requests that name it computed with the adapter. Call it between two steps."""
+        number = self._numbers.get(adapter_id)
+        if number is None:
+            taken = set(self._numbers.values())
+            number = next(each for each in range(1, len(taken) + 2) if each not in taken)
+        self._drop(number)
+        for place, change in adapter.changes.items():
+            self._linears[place].put(number, change)
+        self._numbers[adapter_id] = number
+
+    def drop(self, adapter_id: str) -> None:
+        """Forgets an adapter; one that is not there is passed over. Call it between two steps."""
+        number = self._numbers.pop(adapter_id, None)
+        if number is not None:
+            self._drop(number)
+
+    def number(self, adapter_id: str) -> int:
+        """Returns the number by which rows name the adapter; 0 for an empty id. Raises InvalidCall for another."""
+        if not adapter_id:
+            return 0
+        number = self._numbers.get(adapter_id)
+        if number is None:
+            raise InvalidCall(f"there is no adapter {adapter_id!r} here; load it before a request names it")
+        return number
+
+    def _drop(self, number: int) -> None:
+        for linear in self._linears:
+            linear.drop(number)
+
+    @cached_property
+    def _linears(self) -> list[AdaptedLinear]:
+        return adapt_linears(self._model, self._current, self._products)
+
+    def _products(self, outputs: int, parts: int) -> Products:
+        """Returns what computes the changes of a linear layer, which is made of so many of the base model."""
+        device = self._model.device
+        if self._custom_kernels and device.type == "cpu" and load_kernels():
+            return CpuProducts(outputs)
+        if self._on_gpu:
+            from tgi_server.engine.lora.triton_products import TritonProducts
+
+            return TritonProducts(outputs, parts * self._max_rank, device)
+        return TorchProducts()
+
+    @cached_property
+    def _on_gpu(self) -> bool:
+        """True if the kernels in Triton are to be used."""
+        if not self._custom_kernels or self._model.device.type != "cuda":
+            return False
+        try:
+            from tgi_server.engine.lora.triton_products import fault_of
+        except ImportError as error:
+            fault: str | None = str(error)
+        else:
+            fault = fault_of(self._model.dtype, self._model.device)
+        if fault is not None:
+            logger.warning("adapters are computed in plain torch, which is slow: %s", fault)
+        return fault is None
+
+    @cached_property
+    def _base(self) -> BaseModel:
+        return BaseModel.of(self._folder, self._read_config(), trust_remote_code=self._trust_remote_code)
+
+    @cached_property
+    def _split(self) -> Callable[[str, AdapterLayer], AdapterLayer]:
+        if self._group is None:
+            return lambda path, layer: layer
+        plan = plan_for(self._model.config)
+        share = share_of(self._group.rank, self._group.world_size, plan.heads)
+        return lambda path, layer: _slice(plan, share, path, layer, transposed=self._base.layers[path].transposed)
+
+
+def _slice(plan: ShardingPlan, share: Share, path: str, layer: AdapterLayer, *, transposed: bool) -> AdapterLayer:
+    """Returns a shard's part of a layer, which is column- or row-parallel as the base model's layer is."""
+    slice_ = plan.slice(f"{path}.weight")
+    if slice_ is None or slice_.axis is None:
+        return layer
+    if slice_.axis == (1 if transposed else 0):
+        outputs = slice_.ranges(share, len(layer.b))
+        gain, shift = (None if each is None else _taken(each, outputs) for each in (layer.gain, layer.shift))
+        return AdapterLayer(layer.a, _taken(layer.b, outputs), gain, shift)
+    inputs = _taken(layer.a.t(), slice_.ranges(share, layer.a.shape[1]))
+    # every shard has a part of the sum, and the first one the bias
+    shift = None if layer.shift is None or share.rank > 0 else layer.shift
+    return AdapterLayer(inputs.t(), layer.b, layer.gain, shift)
+
+
+def _taken(tensor: Tensor, ranges: list[range]) -> Tensor:
+    """Returns rows of a tensor, with zeros behind its end."""
+    rows = torch.cat([torch.arange(each.start, each.stop) for each in ranges])
+    inside = rows < len(tensor)
+    taken = tensor[rows.clamp(max=len(tensor) - 1)]
+    return taken * inside.view(-1, *(1,) * (tensor.dim() - 1))

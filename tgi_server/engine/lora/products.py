@@ -1,0 +1,108 @@
+"""The small products of adapters, and how they change the outputs of a linear layer."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from tgi_server.engine.lora.rows import AdapterRows
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One adapter's change of a linear layer of the running model: y = gain * base(x) + b (a x) + shift.
+
+    a: [ranks, inputs], of all layers that the running model computes as one. b: of each of those that is changed
+    [its ranks, its outputs]; they take the ranks in turn. firsts: the place of the first output of each.
+    gain, shift: [outputs] float32, or None for 1 and 0.
+    """
+
+    a: Tensor
+    b: Sequence[Tensor]
+    firsts: Sequence[int]
+    gain: Tensor | None
+    shift: Tensor | None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in (self.a, *self.b, self.gain, self.shift) if tensor is not None)
+
+    def to(self, device: torch.device) -> Self:
+        """Returns the same change on another device."""
+        gain, shift = (None if each is None else each.to(device) for each in (self.gain, self.shift))
+        return type(self)(self.a.to(device), [b.to(device) for b in self.b], self.firsts, gain, shift)
+
+
+class Products(ABC):
+    """Computes the changes of one linear layer."""
+
+    @abstractmethod
+    def put(self, number: int, change: Change) -> None:
+        """Has the rows of the adapter with that number computed with its change from the next pass on."""
+
+    @abstractmethod
+    def drop(self, number: int) -> None:
+        """Forgets an adapter; one that does not change this layer is passed over."""
+
+    @abstractmethod
+    def apply(self, x: Tensor, y: Tensor, rows: AdapterRows, *, relu: bool, residual: Tensor | None) -> Tensor:
+        """Returns the outputs, [..., outputs], of the layer for x, [..., inputs], each row changed by its adapter.
+
+        y: the base layer's outputs, which are overwritten. relu: the activation comes after the change.
+        residual: [..., outputs], added last.
+        """
+
+
+class TorchProducts(Products):
+    """In plain torch, one adapter after the other."""
+
+    def __init__(self) -> None:
+        self._changes: dict[int, Change] = {}
+
+    def put(self, number: int, change: Change) -> None:
+        self._changes[number] = change
+
+    def drop(self, number: int) -> None:
+        self._changes.pop(number, None)
+
+    def apply(self, x: Tensor, y: Tensor, rows: AdapterRows, *, relu: bool, residual: Tensor | None) -> Tensor:
+        inputs, outputs = x.reshape(-1, x.shape[-1]), y.view(-1, y.shape[-1])
+        numbers = rows.of(len(inputs))
+        for number in self._changes.keys() if rows.present is None else rows.present & self._changes.keys():
+            _change(inputs, outputs, (numbers == number).nonzero().squeeze(1), self._changes[number])
+        if relu:
+            torch.relu_(y)
+        return y if residual is None else residual + y
+
+
+def _change(x: Tensor, y: Tensor, rows: Tensor, change: Change) -> None:
+    """Changes some rows of y, [rows, outputs], in place. x: [rows, inputs]."""
+    own = y[rows]
+    if change.gain is not None:
+        own = own * change.gain.to(y.dtype)
+    narrowed = (x[rows] @ change.a.t()).split([len(b) for b in change.b], dim=-1)
+    for first, b, sums in zip(change.firsts, change.b, narrowed, strict=True):
+        own[:, first : first + b.shape[1]] += sums @ b
+    if change.shift is not None:
+        own = own + change.shift.to(y.dtype)
+    y[rows] = own
+
+
+class CpuProducts(Products):
+    """By the engine's own kernels, which group the rows by adapter. kernel: a `torch.classes.oatmill.Adapters`."""
+
+    def __init__(self, outputs: int) -> None:
+        self.kernel: Any = torch.classes.oatmill.Adapters(outputs)
+
+    def put(self, number: int, change: Change) -> None:
+        self.kernel.put(number, change.a, list(change.b), list(change.firsts), change.gain, change.shift)
+
+    def drop(self, number: int) -> None:
+        self.kernel.drop(number)
+
+    def apply(self, x: Tensor, y: Tensor, rows: AdapterRows, *, relu: bool, residual: Tensor | None) -> Tensor:
+        changed: Tensor = self.kernel.apply(x, y, rows.of(x.numel() // x.shape[-1]), relu, residual)
+        return changed

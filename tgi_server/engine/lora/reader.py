@@ -1,0 +1,217 @@
+"""Reads an adapter's folder: the tensors that `peft` saved, checked against the base model."""
+
+import re
+from collections import defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from tgi_server.engine.checkpoint.pickled import load_pickled
+from tgi_server.engine.errors import InvalidAdapter, InvalidWeights
+from tgi_server.engine.lora.adapter import AdapterLayer, AdapterWeights
+from tgi_server.engine.lora.base_model import BaseLayer, BaseModel, BaseWeights
+from tgi_server.engine.lora.peft_config import MAX_RANK, PeftConfig
+
+WEIGHTS = "adapter_model.safetensors"
+PICKLED_WEIGHTS = "adapter_model.bin"
+
+# Names of layers that some models have as one and others as several side by side.
+_JOINED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+
+# base_model.model.PATH.lora_A.weight, where a name of the adapter may follow on lora_A, and so on.
+_NAME = re.compile(
+    r"(?:base_model\.model\.)?(?P<path>.+?)\.(?:"
+    r"lora_(?P<matrix>[AB])(?:\.default)?\.(?P<of>weight|bias)|"
+    r"(?P<magnitude>lora_magnitude_vector)(?:\.default)?(?:\.weight)?|"
+    r"(?:base_layer\.)?(?P<bias>bias))"
+)
+# A weight of the base model, which peft saves with an adapter of the head.
+_COPY = re.compile(r"(?:base_model\.model\.)?(?P<path>.+?)(?:\.base_layer)?\.weight")
+
+# What the tensors of a layer are, with their names in the file.
+Parts = dict[str, str]
+
+
+def read_adapter(
+    folder: Path, base: BaseModel, *, max_rank: int = MAX_RANK, dtype: torch.dtype = torch.float32
+) -> AdapterWeights:
+    """Returns the adapter in a folder that `peft` wrote, as a change of the base model, in `dtype`.
+
+    Raises InvalidAdapter, which names the setting or the tensor, for what is not supported and what does not fit.
+    """
+    config = PeftConfig.of(folder)
+    tensors = _tensors(folder)
+    with base.weights() as weights:
+        reader = _Reader(folder, config, base, tensors, weights, max_rank)
+        layers: dict[str, AdapterLayer] = {}
+        for path, parts in reader.parts().items():
+            for place, layer in reader.layers(path, parts).items():
+                if place in layers:
+                    raise InvalidAdapter(f"{folder}: tensor {_first(parts)} changes {place} a second time")
+                layers[place] = layer.to(dtype)
+    return AdapterWeights(layers)
+
+
+def _tensors(folder: Path) -> dict[str, Tensor]:
+    file = folder / WEIGHTS
+    try:
+        tensors = load_file(file) if file.is_file() else load_pickled(folder / PICKLED_WEIGHTS)
+    except FileNotFoundError as error:
+        raise InvalidAdapter(f"{folder} has neither {WEIGHTS} nor {PICKLED_WEIGHTS}") from error
+    except (SafetensorError, OSError) as error:
+        raise InvalidAdapter(f"{file} is corrupt or incomplete ({error}); download it again") from error
+    except InvalidWeights as error:
+        raise InvalidAdapter(str(error)) from error
+    if not any(map(_NAME.fullmatch, tensors)):
+        raise InvalidAdapter(f"{folder}: the adapter's file has no tensor of a LoRA")
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point():
+            raise InvalidAdapter(f"{folder}: tensor {name} has the dtype {tensor.dtype}; it must be of floats")
+        # Least and largest number show what is not finite, and take no memory.
+        if tensor.numel() and not torch.stack(tensor.float().aminmax()).isfinite().all():
+            raise InvalidAdapter(f"{folder}: tensor {name} has numbers that are not finite; train the adapter again")
+    return tensors
+
+
+class _Reader:
+    """Makes the layers of one adapter of their tensors."""
+
+    def __init__(
+        self,
+        folder: Path,
+        config: PeftConfig,
+        base: BaseModel,
+        tensors: Mapping[str, Tensor],
+        weights: BaseWeights,
+        max_rank: int,
+    ) -> None:
+        self._folder = folder
+        self._config = config
+        self._base = base
+        self._tensors = tensors
+        self._weights = weights
+        self._max_rank = max_rank
+
+    def parts(self) -> dict[str, Parts]:
+        """Returns the names of the tensors of each layer, by the layer's path in the adapter's model."""
+        layers: dict[str, Parts] = defaultdict(dict)
+        for name in self._tensors:
+            match = _NAME.fullmatch(name)
+            if match is None:
+                self._check_copy(name)
+                continue
+            matrix, of = match["matrix"], match["of"]
+            kind = f"{matrix}.{of}" if matrix else match["magnitude"] or match["bias"]
+            layers[match["path"]][kind] = name
+        return layers
+
+    def layers(self, path: str, parts: Parts) -> dict[str, AdapterLayer]:
+        """Returns the changed layers of the base model, by their paths, for one layer of the adapter."""
+        places = self._places(path, parts)
+        outputs = sum(layer.out_features for layer in places.values())
+        inputs = next(iter(places.values())).in_features
+        for kind in ("A.weight", "B.weight"):
+            if kind not in parts:
+                self._refuse(_first(parts), f"has no lora_{kind} beside it")
+        rank = self._rank(path, parts)
+        a = self._tensor(parts["A.weight"], rank, inputs)
+        b = self._tensor(parts["B.weight"], outputs, rank)
+        if (scale := self._config.scale(path)) != 1:
+            b = b * scale
+        shift = gain = None
+        if (name := parts.get("B.bias")) is not None:
+            shift = self._tensor(name, outputs) * scale
+        if (name := parts.get("bias")) is not None:
+            shift = self._trained_bias(name, places, outputs)
+        if (name := parts.get("lora_magnitude_vector")) is not None:
+            gain = self._gain(self._tensor(name, outputs), a, b, places)
+            b = b * gain.unsqueeze(1)
+            if "B.bias" in parts:
+                self._refuse(parts["B.bias"], "is a bias of a LoRA with DoRA, which is not supported")
+            old = self._bias(places)
+            if old is not None:  # the magnitude scales the product, without the bias
+                shift = (1 - gain) * old if shift is None else shift + (1 - gain) * old
+        elif self._config.dora:
+            self._refuse(_first(parts), "has no lora_magnitude_vector beside it, which use_dora asks for")
+        return AdapterLayer(a, b, gain, shift).split(places)
+
+    def _check_copy(self, name: str) -> None:
+        """Refuses a tensor that is neither of a LoRA nor the base model's own."""
+        match = _COPY.fullmatch(name)
+        own = self._weights.stored(match["path"]) if match else None
+        if own is None:
+            self._refuse(
+                name,
+                "is not of a LoRA of a linear layer; adapters of embeddings and of other modules are not supported",
+            )
+        found = self._tensors[name]
+        if found.shape != own.shape:
+            self._refuse(
+                name,
+                f"has the shape {list(found.shape)}, the base model's is {list(own.shape)}: adapters that change the "
+                "vocabulary are not supported",
+            )
+        if not (torch.equal(found.to(own.dtype), own) or torch.equal(own.to(found.dtype), found)):
+            self._refuse(name, "differs from the base model's; adapters that change whole weights are not supported")
+
+    def _places(self, path: str, parts: Parts) -> dict[str, BaseLayer]:
+        """Returns the layers of the base model that a layer of the adapter is for: one, or those that it joins."""
+        known = self._base.layers
+        for place in (path, f"{self._base.prefix}{path}", path.removeprefix(self._base.prefix)):
+            if place in known:
+                return {place: known[place]}
+            parent, _, name = place.rpartition(".")
+            paths = [f"{parent}.{part}" for part in _JOINED.get(name, ())]
+            if paths and all(each in known for each in paths):
+                return {each: known[each] for each in paths}
+        return self._refuse(_first(parts), f"is for {path}, which is no linear layer of the base model")
+
+    def _rank(self, path: str, parts: Parts) -> int:
+        name = parts["A.weight"]
+        rank = len(self._tensors[name])
+        if not 1 <= rank <= self._max_rank:
+            self._refuse(name, f"has the rank {rank}; it must be from 1 to {self._max_rank}")
+        if rank != (said := self._config.rank_of(path)):
+            self._refuse(name, f"has the rank {rank}, where adapter_config.json says {said}")
+        return rank
+
+    def _tensor(self, name: str, *shape: int) -> Tensor:
+        tensor = self._tensors[name]
+        if tuple(tensor.shape) != shape:
+            self._refuse(name, f"has the shape {list(tensor.shape)}, where the base model's layer wants {list(shape)}")
+        return tensor.float()
+
+    def _trained_bias(self, name: str, places: Mapping[str, BaseLayer], outputs: int) -> Tensor | None:
+        """Returns what a bias is changed by; None for a copy of the base model's, which peft saves beside a head."""
+        old = self._bias(places)
+        if not self._config.biases:
+            if old is not None and torch.equal(self._tensor(name, outputs), old):
+                return None
+            self._refuse(name, "is a bias, where adapter_config.json does not say bias='lora_only'")
+        if old is None:
+            self._refuse(name, "is a bias of a layer that has none in the base model")
+        return self._tensor(name, outputs) - old
+
+    def _bias(self, places: Mapping[str, BaseLayer]) -> Tensor | None:
+        biases = [(self._weights.bias(path), layer.out_features) for path, layer in places.items()]
+        if all(bias is None for bias, _ in biases):
+            return None
+        return torch.cat([torch.zeros(size) if bias is None else bias for bias, size in biases])
+
+    def _gain(self, magnitude: Tensor, a: Tensor, b: Tensor, places: Mapping[str, BaseLayer]) -> Tensor:
+        """Returns the magnitude over the norms of the rows of the changed weight, W + b a."""
+        weight = torch.cat([self._weights.weight(path) for path in places])
+        norms = torch.linalg.norm(torch.addmm(weight, b, a), dim=1)
+        return magnitude / norms.clamp_min(torch.finfo(norms.dtype).tiny)  # rows of zeros, such as those of no token
+
+    def _refuse(self, name: str, why: str) -> NoReturn:
+        raise InvalidAdapter(f"{self._folder}: tensor {name} {why}")
+
+
+def _first(parts: Parts) -> str:
+    return min(parts.values())

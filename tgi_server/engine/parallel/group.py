@@ -1,0 +1,215 @@
+"""The shards of one model, and their messages to each other: NCCL on GPUs, shared memory and gloo on CPUs."""
+
+import errno
+import ipaddress
+import logging
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import psutil
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shared.control_groups import cores_of_affinity, usable_cores
+from tgi_server.engine.errors import CannotConnect, EngineError, PeerLost, UnsupportedModel
+from tgi_server.engine.parallel.shared_memory import SharedMemory, share_memory
+
+logger = logging.getLogger(__name__)
+
+# Seconds that shards wait for each other at start-up. Each has to import torch first.
+CONNECT_SECONDS = 120.0
+# Seconds that a shard waits for the others in a pass. A lost peer is noticed at once; this is for one that hangs. It
+# has to be longer than shards are apart in loading.
+COLLECTIVE_SECONDS = 600.0
+# Environment variables by which gloo and NCCL learn the network interface that the other shards can reach.
+INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+
+
+class ShardGroup:
+    """This process's place among the shards of one model: `rank` of `world_size`.
+
+    All shards have to make the same calls in the same order; each call waits for the others. When one shard leaves
+    that order, whatever the others compute is worthless: see `abandon`.
+    """
+
+    def __init__(self, rank: int, world_size: int, local_world_size: int, store: dist.Store) -> None:
+        """local_world_size: shards that run on this machine. store: holds their messages at start-up."""
+        self.rank = rank
+        self.world_size = world_size
+        self.local_world_size = local_world_size
+        self.fault: str | None = None
+        self._store = store
+        self._exchanges = 0
+        self._memory: SharedMemory | None = None
+
+    def share_memory(self) -> None:
+        """Sends small tensors through shared memory from now on. All shards have to be on one machine."""
+        self._memory = share_memory(self.rank, self.world_size, self.exchange, COLLECTIVE_SECONDS)
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """Sums every shard's tensor, all of one shape, into `tensor`, which has to be contiguous. Returns it."""
+        if self._memory is not None and self._memory.fits(tensor):
+            self._memory.all_reduce(tensor)
+        else:
+            with _peers_of(tensor):
+                dist.all_reduce(tensor)
+        return tensor
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """Joins every shard's tensor, all of one shape, along the last axis, in the order of ranks."""
+        tensor = tensor.contiguous()
+        if self._memory is not None and self._memory.fits(tensor):
+            return self._memory.all_gather(tensor)
+        parts = [torch.empty_like(tensor) for _ in range(self.world_size)]
+        with _peers_of(tensor):
+            dist.all_gather(parts, tensor)
+        return torch.cat(parts, dim=-1)
+
+    def minimum(self, number: int) -> int:
+        """Returns the smallest of every shard's number."""
+        return min(int(message) for message in self.exchange(str(number)))
+
+    def exchange(self, message: str) -> list[str]:
+        """Returns every shard's message, in the order of ranks. Takes milliseconds: for start-up, not for steps."""
+        self._exchanges += 1
+        keys = [f"message/{self._exchanges}/{rank}" for rank in range(self.world_size)]
+        self._store.set(keys[self.rank], message)
+        self._store.wait(keys, timedelta(seconds=COLLECTIVE_SECONDS))
+        return [self._store.get(key).decode() for key in keys]
+
+    def check_same(self, facts: dict[str, str]) -> None:
+        """Raises UnsupportedModel when a fact, by its name, is not the same for all shards."""
+        for name, value in facts.items():
+            for rank, other in enumerate(self.exchange(value)):
+                if other != value:
+                    raise UnsupportedModel(
+                        f"shard {self.rank} and shard {rank} differ in {name} ({_short(value)} here, {_short(other)} "
+                        "there); start all shards with the same flags, files and versions"
+                    )
+
+    def abandon(self, fault: str) -> None:
+        """Refuses every further pass after a fault in one: the other shards may have stopped at another place of it."""
+        self.fault = self.fault or fault
+
+    def check(self) -> None:
+        """Raises RuntimeError once the group has been abandoned."""
+        if self.fault is not None:
+            raise RuntimeError(f"the shards are out of step: {self.fault}")
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Checks the group, and abandons it when a part of a step that all shards compute together fails."""
+        self.check()
+        try:
+            yield
+        except EngineError:
+            raise
+        except BaseException as error:
+            self.abandon(f"{type(error).__name__} in shard {self.rank}")
+            raise
+
+
+@contextmanager
+def _peers_of(tensor: Tensor) -> Iterator[None]:
+    """Raises PeerLost in place of gloo's own errors; NCCL's come later, and are those of the device."""
+    try:
+        yield
+    except RuntimeError as error:
+        if tensor.device.type == "cpu":
+            raise PeerLost(str(error).splitlines()[0]) from error
+        raise
+
+
+def connect(
+    rank: int,
+    world_size: int,
+    master_addr: str,
+    master_port: int,
+    *,
+    device: torch.device,
+    local_world_size: int | None = None,
+    timeout: float = CONNECT_SECONDS,
+) -> ShardGroup:
+    """Connects to the other shards where shard 0 listens.
+
+    device: what this shard computes on. timeout: seconds. Raises CannotConnect.
+    """
+    local_world_size = local_world_size or world_size
+    _choose_interface(master_addr, master_port)
+    if rank == 0:
+        logger.info("waiting for %d shards at %s:%d", world_size, master_addr, master_port)
+    try:
+        store = _store(rank, world_size, master_addr, master_port, timedelta(seconds=timeout))
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            store=dist.PrefixStore("group", store),
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=COLLECTIVE_SECONDS),
+        )
+    except (OSError, RuntimeError, ValueError) as error:
+        raise CannotConnect(_explain(error, rank, world_size, master_addr, master_port, timeout)) from error
+    logger.info("shard %d of %d is connected to the others", rank, world_size)
+    group = ShardGroup(rank, world_size, local_world_size, store)
+    if device.type == "cpu" and local_world_size == world_size:
+        group.share_memory()
+    return group
+
+
+def _store(rank: int, world_size: int, master_addr: str, master_port: int, timeout: timedelta) -> dist.TCPStore:
+    """Connects to shard 0, which listens on this one address; by itself, torch would listen on all of the machine."""
+    if rank != 0:
+        return dist.TCPStore(master_addr, master_port, world_size, False, timeout)
+    (family, *_, address), *_ = socket.getaddrinfo(master_addr, master_port, type=socket.SOCK_STREAM)
+    listener = socket.create_server(address[:2], family=family)
+    return dist.TCPStore(master_addr, master_port, world_size, True, timeout, master_listen_fd=listener.detach())
+
+
+def share_cores(processes: int) -> None:
+    """Makes this process compute on its part of the cores, of which a container's quota may leave less than there are.
+
+    processes: that share them. Where the user has set OMP_NUM_THREADS, the quota does not count.
+    """
+    cores, there = usable_cores(), cores_of_affinity()
+    if "OMP_NUM_THREADS" in os.environ:
+        if processes == 1:
+            return
+        cores = there
+    if cores < there:
+        logger.info("control groups leave this process the time of %d of %d cores", cores, there)
+    torch.set_num_threads(min(torch.get_num_threads(), max(1, cores // processes)))
+
+
+def _choose_interface(master_addr: str, master_port: int) -> None:
+    """Tells gloo and NCCL the interface to use. Gloo's default, the host name's address, is often out of reach."""
+    try:
+        (family, _, _, _, address), *_ = socket.getaddrinfo(master_addr, master_port, type=socket.SOCK_DGRAM)
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)  # sends nothing
+            own = ipaddress.ip_address(probe.getsockname()[0])
+    except (OSError, ValueError):
+        return
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(each.family == family and each.address.partition("%")[0] == str(own) for each in addresses):
+            for variable in INTERFACE_VARIABLES:
+                os.environ.setdefault(variable, name)
+            return
+
+
+def _explain(error: Exception, rank: int, world_size: int, master_addr: str, master_port: int, timeout: float) -> str:
+    reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
+        return f"port {master_port} is in use on {master_addr}; choose another with --master-port (or MASTER_PORT)"
+    return (
+        f"shard {rank} could not connect to the {world_size - 1} others at {master_addr}:{master_port} within "
+        f"{timeout:g} s; are all {world_size} started, and is that an address of shard 0 that this machine reaches? "
+        f"({reason})"
+    )
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 60 else f"{text[:57]}..."

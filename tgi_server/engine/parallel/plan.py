@@ -1,0 +1,98 @@
+"""The plan by which a model is split: column- and row-parallel modules, and the slices of their tensors."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from tgi_server.engine.parallel.layers import (
+    RowParallel,
+    ShardedLayer,
+    VocabParallelEmbedding,
+    VocabParallelHead,
+)
+from tgi_server.engine.parallel.shares import Heads, Layout, Share, parts, vocabulary
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """A shard's slice of a tensor along `axis`. Where that is None, the first shard has all, the others have zeros."""
+
+    axis: int | None
+    layout: Layout = parts
+
+    def ranges(self, share: Share, size: int) -> list[range]:
+        return self.layout(share, size)
+
+    def shape(self, share: Share, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Returns the shape of the slice of a tensor of shape `shape`."""
+        if self.axis is None:
+            return shape
+        size = sum(map(len, self.ranges(share, shape[self.axis])))
+        return (*shape[: self.axis], size, *shape[self.axis + 1 :])
+
+
+FIRST_ONLY = Slice(None)
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """The way one module is split. tensors: slices of its parameters, by name. layer: put around the module, if any."""
+
+    tensors: Mapping[str, Slice]
+    layer: type[ShardedLayer] | None = None
+
+
+def column_parallel(layout: Layout = parts, *, transposed: bool = False) -> Split:
+    """A linear layer of which each shard computes some outputs. transposed: weights are [inputs, outputs]."""
+    return Split({"weight": Slice(1 if transposed else 0, layout), "bias": Slice(0, layout)})
+
+
+def row_parallel(layout: Layout = parts, *, transposed: bool = False) -> Split:
+    """A linear layer of which each shard has some inputs."""
+    return Split({"weight": Slice(0 if transposed else 1, layout), "bias": FIRST_ONLY}, RowParallel)
+
+
+def vocab_parallel_embedding() -> Split:
+    return Split({"weight": Slice(0, vocabulary)}, VocabParallelEmbedding)
+
+
+def vocab_parallel_head() -> Split:
+    return Split({"weight": Slice(0, vocabulary), "bias": Slice(0, vocabulary)}, VocabParallelHead)
+
+
+@dataclass(frozen=True)
+class ShardingPlan:
+    """The way the models of an architecture are split.
+
+    heads: of the attention. attention: the last name of every attention module.
+    splits: by the end of a module's path; `*` stands for a number. Paths may also be those of a checkpoint, where it
+    has other names than the model.
+    whole: modules with matrices that every shard has, by the end of their path.
+    own_attention: with the attention of `transformers`, the split model still computes the right thing.
+    """
+
+    heads: Heads
+    attention: tuple[str, ...]
+    splits: Mapping[str, Split]
+    whole: tuple[str, ...] = ()
+    own_attention: bool = True
+
+    def split(self, path: str) -> Split | None:
+        """Returns how the module at a path is split; None: not at all."""
+        match = self._pattern.search(path)
+        return list(self.splits.values())[int(str(match.lastgroup)[1:])] if match else None
+
+    def slice(self, name: str) -> Slice | None:
+        """Returns the slice of a tensor by its name in a model or a checkpoint; None: every shard has all of it."""
+        path, _, tensor = name.rpartition(".")
+        split = self.split(path)
+        return split.tensors.get(tensor) if split else None
+
+    def is_whole(self, path: str) -> bool:
+        return any(path == end or path.endswith(f".{end}") for end in self.whole)
+
+    @cached_property
+    def _pattern(self) -> re.Pattern[str]:
+        ends = (re.escape(end).replace(r"\*", r"\d+") for end in self.splits)
+        return re.compile(r"(?:^|\.)(?:" + "|".join(f"(?P<s{i}>{end})" for i, end in enumerate(ends)) + r")$")

@@ -1,0 +1,102 @@
+"""Masks of the tokens that grammars allow next."""
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+import torch
+from llguidance import LLExecutor
+from llguidance.numpy import fill_next_token_bitmask_par
+from numpy.typing import NDArray
+from torch import Tensor
+
+from shared.control_groups import usable_cores
+from tgi_server.engine.sampling.processors import TokenMask
+from tgi_server.grammar import Constraint
+
+MaskWords = NDArray[np.int32]  # [masks, words]
+
+_BITS = 32
+_MAX_THREADS = 8
+
+
+class PendingMask:
+    """Masks that are computed, perhaps by a thread."""
+
+    def __init__(self, bits: Tensor, positions: Sequence[int], work: Future[None] | None, device: torch.device) -> None:
+        """bits, positions: as in TokenMask. work: what has to end first; None: nothing."""
+        self._bits = bits
+        self._positions = positions
+        self._work = work
+        self._device = device
+
+    def wait(self) -> TokenMask:
+        """Returns the masks on the device."""
+        if self._work is not None:
+            self._work.result()
+        return TokenMask(self._bits.to(self._device, non_blocking=True), self._positions)
+
+
+class MaskBuilder:
+    """Computes masks in threads that need no GIL: beside the model where there are cores that it leaves alone.
+
+    Where the model computes on all cores, its threads would wait for those that were held up by masks. There, all cores
+    compute masks first.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        cores = usable_cores()
+        spare = cores if device.type == "cuda" else cores - torch.get_num_threads()
+        self._executor = LLExecutor(num_threads=min(_MAX_THREADS, spare if spare > 0 else cores))
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar-masks") if spare > 0 else None
+
+    def start(self, constraints: Sequence[Constraint], positions: Sequence[int], vocab_size: int) -> PendingMask:
+        """Starts one mask for each constraint, for the row of logits at its position. vocab_size: tokens of a mask."""
+        words = -(-vocab_size // _BITS)
+        bits = torch.empty(len(constraints), words, dtype=torch.int32, pin_memory=self._device.type == "cuda")
+        if self._thread is not None:
+            return PendingMask(bits, positions, self._thread.submit(self._fill, constraints, bits), self._device)
+        self._fill(constraints, bits)
+        return PendingMask(bits, positions, None, self._device)
+
+    @torch.inference_mode()
+    def _fill(self, constraints: Sequence[Constraint], bits: Tensor) -> None:
+        words: MaskWords = bits.numpy()  # torch takes longer for a few numbers, or starts threads for them
+        open_rows = []
+        for row, constraint in enumerate(constraints):
+            if constraint.error is not None:
+                words[row] = -1  # what is chosen does not matter: the sequence fails
+            elif (token := constraint.jump_forward) is not None:
+                words[row] = 0
+                words[row, token // _BITS] = _bit(token)
+            else:
+                open_rows.append((constraint, row))
+        if open_rows:
+            fill_next_token_bitmask_par(self._executor, [(each.matcher, row) for each, row in open_rows], words)
+        self._settle([row for _, row in open_rows], [constraint for constraint, _ in open_rows], words)
+
+    @staticmethod
+    def _settle(rows: list[int], constraints: list[Constraint], bits: MaskWords) -> None:
+        """Notes where nothing may follow, and forbids the end of a text that may and shall go on."""
+        somewhere: NDArray[np.bool_] = bits.any(1)  # type: ignore[assignment]
+        going_on = []
+        for row, constraint in zip(rows, constraints, strict=True):
+            constraint.check()
+            if constraint.error is None and not somewhere[row]:
+                constraint.error = "the model has no token with which the text could go on"
+            if constraint.error is not None:
+                bits[row] = -1
+            elif constraint.ignore_eos:
+                going_on.append(row)
+        if going_on:
+            others = bits[going_on]
+            for token in constraints[0].eos:
+                others[:, token // _BITS] &= ~_bit(token)
+            bits[going_on] = np.where(others.any(1, keepdims=True), others, bits[going_on])
+
+
+def _bit(token: int) -> int:
+    """Returns the token's bit of its word, which is signed."""
+    bit: int = 1 << token % _BITS
+    return bit - 2**_BITS if bit >= 2 ** (_BITS - 1) else bit

@@ -1,0 +1,293 @@
+"""JSON schemas with `x-span` and `x-hint`, which no JSON schema compiler knows, as Lark grammars.
+
+The objects and arrays on the way to an annotated schema become rules; everything beside it is left to llguidance
+(`%json`). A span is a terminal made of the text that it is taken from. A hint is a marker: a token that the engine
+replaces by the words of the hint, which the model sees and the text does not have.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+from tgi_server.grammar.errors import InvalidGrammar
+from tgi_server.grammar.json_schema.document import at_pointer
+from tgi_server.grammar.json_schema.keywords import (
+    HINT,
+    ITEM_SEPARATOR,
+    JSON_LAYOUT,
+    KEY_SEPARATOR,
+    SPAN,
+    SPAN_SOURCE,
+    subschemas,
+)
+
+_DEFINITIONS = ("$defs", "definitions")
+_BESIDE_SPAN = {"type", SPAN, SPAN_SOURCE}
+_OBJECT = {"type", "properties", "required", "additionalProperties", *_DEFINITIONS}
+_ARRAY = {"type", "items", "minItems", "maxItems", *_DEFINITIONS}
+_CHOICE = {"anyOf", *_DEFINITIONS}
+_REFERENCE = {"$ref", *_DEFINITIONS}
+_WORDS = "words"
+_CHARACTERS = "characters"
+_PIECES = {_WORDS: re.compile(r"\w+|\s+|[^\w\s]"), _CHARACTERS: re.compile(r".", re.DOTALL)}
+# Words: the first piece and the last are words, and not the letter of an escape such as \n.
+_BOUNDS = {_WORDS: r"\w(\w|(?s:.)*[^\\]\w)?", _CHARACTERS: "(?s:.)+"}
+_MAX_ITEMS = 1_000
+_SCHEMA_IN_FRAME = re.compile(r'%schema ("(?:[^"\\]|\\.)*")')
+
+
+def annotated_lark(
+    schema: dict[str, Any],
+    text: str,
+    markers: Sequence[int],
+    frame: str = "",
+    places: Mapping[str, str] = MappingProxyType({}),
+) -> tuple[str, dict[int, str]]:
+    """Returns the grammar, and the hint of each marker in it.
+
+    schema: checked. text: what spans without a source of their own are taken from. markers: token ids to be used.
+    frame: a grammar around the schema, or around parts of it; without one, the schema is all. places: where parts of
+    the schema are now, by where the frame looks for them.
+    Raises InvalidGrammar that says what cannot be combined.
+    """
+    writer = _Writer(schema, text, markers)
+    if frame:
+        start = _SCHEMA_IN_FRAME.sub(lambda named: writer.named_rule(_current(json.loads(named[1]), places)), frame)
+    else:
+        start = f"%llguidance {{}}\nstart: {writer.rule(schema, '#')}"
+    return "\n".join([start, *writer.lines]), writer.hints
+
+
+class _Writer:
+    def __init__(self, root: dict[str, Any], text: str, markers: Sequence[int]) -> None:
+        self.lines: list[str] = []
+        self.hints: dict[int, str] = {}
+        self._root = root
+        self._text = text
+        self._markers = markers
+        self._definitions = {name: root[name] for name in _DEFINITIONS if name in root}
+        self._annotated = self._annotated_references()
+        self._references: dict[str, str] = {}
+        self._sources: dict[tuple[str, str], str] = {}
+        self._number = 0
+
+    def rule(self, schema: Any, place: str) -> str:
+        """Writes a rule for the schema; returns its name."""
+        if isinstance(schema, dict) and HINT in schema:
+            raise InvalidGrammar(f"{HINT} belongs to a property, not where it is in {place}")
+        if not self._leads_to_annotation(schema):
+            return self._add(f"%json {json.dumps(self._alone(schema))}")
+        if SPAN in schema:
+            return self._span(schema, place)
+        if "$ref" in schema:
+            return self._reference(schema, place)
+        if "anyOf" in schema:
+            self._only(schema, _CHOICE, place)
+            names = [self.rule(each, f"{place}/anyOf/{i}") for i, each in enumerate(schema["anyOf"])]
+            return self._add(" | ".join(names))
+        if "properties" in schema:
+            return self._object(schema, place)
+        if "items" in schema:
+            return self._array(schema, place)
+        raise InvalidGrammar(
+            f"{SPAN} and {HINT} are supported below properties, items, anyOf and $ref, not where they are in {place}"
+        )
+
+    def named_rule(self, reference: str) -> str:
+        """Writes a rule for the schema at a JSON pointer; returns its name."""
+        return self.rule({"$ref": reference}, reference)
+
+    def _add(self, body: str) -> str:
+        self._number += 1
+        name = f"rule{self._number}"
+        self.lines.append(f"{name}: {body}")
+        return name
+
+    def _only(self, schema: dict[str, Any], known: set[str], place: str) -> None:
+        others = sorted(set(schema) - known - {"$schema", "$id"})
+        if others:
+            raise InvalidGrammar(
+                f"the JSON schema keyword {others[0]!r} (at {place}) cannot be combined with {SPAN} or {HINT} "
+                "in the same part of the schema"
+            )
+
+    def _alone(self, schema: Any) -> Any:
+        """The schema as a document of its own: it takes along what its references may name."""
+        if not isinstance(schema, dict):
+            return {"allOf": [schema]} if schema is False else {}
+        return {**schema, **self._definitions_for(schema), "x-guidance": JSON_LAYOUT}
+
+    def _definitions_for(self, schema: dict[str, Any]) -> dict[str, Any]:
+        """Returns the definitions that a schema refers to, and those that these refer to."""
+        needed: dict[str, dict[str, Any]] = {}
+        waiting = sorted(_references(schema))
+        while waiting:
+            home, _, rest = waiting.pop().removeprefix("#/").partition("/")
+            name = rest.partition("/")[0].replace("~1", "/").replace("~0", "~")
+            if home not in self._definitions or name not in self._definitions[home]:
+                return self._definitions  # by another way than by name
+            if name not in needed.setdefault(home, {}):
+                needed[home][name] = self._definitions[home][name]
+                waiting += sorted(_references(needed[home][name]))
+        return needed
+
+    def _leads_to_annotation(self, schema: Any) -> bool:
+        """Returns True if there is one in the schema, or in what it refers to."""
+        if not isinstance(schema, dict):
+            return False
+        content = _content(schema)
+        return _is_annotated(content) or not self._annotated.isdisjoint(_references(content))
+
+    def _annotated_references(self) -> set[str]:
+        """Returns the references, of all that the root leads to, from which a way leads to an annotation.
+
+        Each is looked at once, however many others name it.
+        """
+        named_by: dict[str, set[str]] = {}
+        found: list[str] = []
+        seen = _references(_content(self._root))
+        waiting = sorted(seen)
+        while waiting:
+            reference = waiting.pop()
+            target = self._resolve(reference, "#")
+            if not isinstance(target, dict):
+                continue
+            content = _content(target)
+            if _is_annotated(content):
+                found.append(reference)
+            for named in _references(content):
+                named_by.setdefault(named, set()).add(reference)
+                if named not in seen:
+                    seen.add(named)
+                    waiting.append(named)
+        annotated = set(found)
+        while found:
+            for naming in named_by.get(found.pop(), set()) - annotated:
+                annotated.add(naming)
+                found.append(naming)
+        return annotated
+
+    def _resolve(self, reference: str, place: str) -> Any:
+        if not reference.startswith("#"):
+            raise InvalidGrammar(f"the reference {reference!r} (at {place}) leads out of the schema")
+        try:
+            return at_pointer(self._root, reference[1:])
+        except LookupError:
+            raise InvalidGrammar(f"the reference {reference!r} (at {place}) leads nowhere") from None
+
+    def _reference(self, schema: dict[str, Any], place: str) -> str:
+        self._only(schema, _REFERENCE, place)
+        reference = schema["$ref"]
+        if reference not in self._references:
+            name = self._references[reference] = f"ref{len(self._references)}"
+            self.lines.append(f"{name}: {self.rule(self._resolve(reference, place), reference)}")
+        return self._references[reference]
+
+    def _object(self, schema: dict[str, Any], place: str) -> str:
+        """Properties come in the order of the schema. There are no others: a text without them is always valid."""
+        self._only(schema, _OBJECT, place)
+        if schema.get("type", "object") != "object":
+            raise InvalidGrammar(f"a schema with properties (at {place}) must be of type object")
+        properties, required = schema["properties"], schema.get("required", [])
+        missing = [name for name in required if name not in properties]
+        if missing:
+            raise InvalidGrammar(f"the required property {missing[0]!r} (at {place}) is not among the properties")
+        members = [(self._member(key, value, place), key in required) for key, value in properties.items()]
+        # From the last to the first: what may follow when something has been written, and when nothing has.
+        after = first = '""'
+        for member, needed in reversed(members):
+            more = self._add(f'"{ITEM_SEPARATOR}" {member} {after}')
+            begun = self._add(f"{member} {after}")
+            first = begun if needed else self._add(f"{begun} | {first}")
+            after = more if needed else self._add(f"{more} | {after}")
+        return self._add(f'"{{" {first} "}}"')
+
+    def _member(self, key: str, value: Any, place: str) -> str:
+        marker = ""
+        if isinstance(value, dict) and HINT in value:
+            marker = f" {self._marker(value[HINT], place)}"
+            value = {keyword: each for keyword, each in value.items() if keyword != HINT}
+        name = self.rule(value, f"{place}/properties/{key}")
+        return self._add(f"{_quoted(json.dumps(key, ensure_ascii=False) + KEY_SEPARATOR)}{marker} {name}")
+
+    def _marker(self, hint: Any, place: str) -> str:
+        if not isinstance(hint, str) or not hint.strip():
+            raise InvalidGrammar(f"{HINT} (in {place}) must be a text")
+        token = next((token for token, known in self.hints.items() if known == hint), None)
+        if token is None:
+            if len(self.hints) == len(self._markers):
+                raise InvalidGrammar(f"a schema may have at most {len(self._markers)} different hints")
+            token = self._markers[len(self.hints)]
+            self.hints[token] = hint
+        return f"<[{token}]>"
+
+    def _array(self, schema: dict[str, Any], place: str) -> str:
+        self._only(schema, _ARRAY, place)
+        low, high = schema.get("minItems", 0), schema.get("maxItems")
+        for name, bound in (("minItems", low), ("maxItems", high)):
+            if bound is not None and not (isinstance(bound, int) and 0 <= bound <= _MAX_ITEMS):
+                raise InvalidGrammar(f"{name} (at {place}) must be 0 to {_MAX_ITEMS}")
+        if high is not None and high < low:
+            raise InvalidGrammar(f"minItems is more than maxItems (at {place})")
+        if high == 0:
+            return self._add('"[]"')
+        item = self.rule(schema["items"], f"{place}/items")
+        more = self._add(f'"{ITEM_SEPARATOR}" {item}')
+        limit = "" if high is None else str(high - 1)
+        full = f'"[" {item} {more}{{{max(low - 1, 0)},{limit}}} "]"'
+        return self._add(full if low else f'"[]" | {full}')
+
+    def _span(self, schema: dict[str, Any], place: str) -> str:
+        self._only(schema, _BESIDE_SPAN | set(_DEFINITIONS), place)
+        granularity, source = schema[SPAN], schema.get(SPAN_SOURCE, self._text)
+        kind = schema.get("type", "string")
+        if kind not in ("string", ["string", "null"], ["null", "string"]):
+            raise InvalidGrammar(f"{SPAN} (at {place}) needs the type string, or string and null")
+        if granularity is not True and granularity not in (_WORDS, _CHARACTERS):
+            raise InvalidGrammar(f"{SPAN} (at {place}) must be true, '{_WORDS}' or '{_CHARACTERS}'")
+        if not isinstance(source, str) or not source.strip():
+            raise InvalidGrammar(f"there is no text that {SPAN} (at {place}) could be taken from")
+        terminal = self._terminal(_CHARACTERS if granularity == _CHARACTERS else _WORDS, source)
+        null = "" if kind == "string" else ' | "null"'
+        return self._add(f"{terminal}{null}")
+
+    def _terminal(self, granularity: str, source: str) -> str:
+        """A span of the source as a JSON string. Its pieces are written as JSON, so that no escape is cut."""
+        name = self._sources.get((granularity, source))
+        if name is None:
+            name = self._sources[granularity, source] = f"SPAN{len(self._sources)}"
+            pieces = _PIECES[granularity].findall(source)
+            chunks = [json.dumps(piece, ensure_ascii=False)[1:-1] for piece in pieces]
+            self.lines.append(f"{name}_TEXT: %regex {json.dumps({'substring_chunks': chunks})}")
+            self.lines.append(f'{name}: "\\"" ({name}_TEXT & /{_BOUNDS[granularity]}/) "\\""')
+        return name
+
+
+def _current(place: str, places: Mapping[str, str]) -> str:
+    return places.get(place, place)
+
+
+def _is_annotated(schema: Any) -> bool:
+    """Returns True if a span or a hint is anywhere in the schema."""
+    return isinstance(schema, dict) and (
+        SPAN in schema or HINT in schema or any(_is_annotated(each) for _, each in subschemas(schema))
+    )
+
+
+def _content(schema: dict[str, Any]) -> dict[str, Any]:
+    """Returns the schema without what it only defines."""
+    return {key: value for key, value in schema.items() if key not in _DEFINITIONS}
+
+
+def _references(schema: Any) -> set[str]:
+    if not isinstance(schema, dict):
+        return set()
+    found = {schema["$ref"]} if isinstance(schema.get("$ref"), str) else set()
+    return found.union(*(_references(each) for _, each in subschemas(schema)))
+
+
+def _quoted(text: str) -> str:
+    """A text as a Lark literal."""
+    return json.dumps(text, ensure_ascii=False)

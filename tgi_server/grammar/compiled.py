@@ -1,0 +1,85 @@
+"""The grammars that have been compiled, within a bound of memory."""
+
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from llguidance import LLMatcher
+
+from tgi_server.contract import Grammar
+from tgi_server.grammar.errors import NoRoomForGrammar
+
+# A compiled grammar takes more memory with each step that finds out something about its texts. The limits of the lexer
+# end that: the worst of those that were tried had grown by so much then.
+GROWTH_BYTES = 24 * 2**20
+
+
+@dataclass(slots=True)
+class CompiledGrammar:
+    """matcher: at its beginning; copied for each sequence. hints: the tokens to show in the place of each marker.
+
+    size: bytes, of all that it may come to take. unenforced, leniency: see `GrammarSource`. spent: a sequence has met a
+    limit, which all copies share.
+    """
+
+    matcher: LLMatcher
+    hints: Mapping[int, list[int]]
+    size: int
+    unenforced: tuple[str, ...] = ()
+    leniency: int = 0
+    spent: bool = False
+
+
+class CompiledGrammars:
+    """Keeps compiled grammars. Those that no request has pinned make room, the least recently used first."""
+
+    def __init__(self, limit: int) -> None:
+        """limit: bytes of all of them."""
+        self._limit = limit
+        self._lock = threading.Lock()
+        self._grammars: OrderedDict[Grammar, CompiledGrammar] = OrderedDict()
+        self._pins: Counter[Grammar] = Counter()
+        self._size = 0
+
+    @property
+    def size(self) -> int:
+        """Bytes of all."""
+        return self._size
+
+    def find(self, grammar: Grammar) -> CompiledGrammar | None:
+        with self._lock:
+            found = self._grammars.get(grammar)
+            if found is not None:
+                self._grammars.move_to_end(grammar)
+            return found
+
+    def add(self, grammar: Grammar, compiled: CompiledGrammar) -> None:
+        """Keeps a compiled grammar in place of an earlier one. Raises NoRoomForGrammar if requests need all room."""
+        with self._lock:
+            self._remove(grammar)
+            unpinned = [each for each in self._grammars if not self._pins[each]]
+            needed = self._size - sum(self._grammars[each].size for each in unpinned)
+            if needed + compiled.size > self._limit:
+                raise NoRoomForGrammar("the grammars of other requests take all the room; try again soon")
+            for oldest in unpinned:
+                if self._size + compiled.size <= self._limit:
+                    break
+                self._remove(oldest)
+            self._grammars[grammar] = compiled
+            self._size += compiled.size
+
+    def pin(self, grammar: Grammar) -> None:
+        """Keeps the grammar, compiled or about to be, until it is unpinned as often as it was pinned."""
+        with self._lock:
+            self._pins[grammar] += 1
+
+    def unpin(self, grammar: Grammar) -> None:
+        with self._lock:
+            self._pins[grammar] -= 1
+            if not self._pins[grammar]:
+                del self._pins[grammar]
+
+    def _remove(self, grammar: Grammar) -> None:
+        if (removed := self._grammars.pop(grammar, None)) is not None:
+            self._size -= removed.size

@@ -1,0 +1,274 @@
+"""Compiles the grammars of requests to matchers."""
+
+import json
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from llguidance import LLMatcher, LLParserLimits
+from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
+
+from tgi_server.contract import Grammar, GrammarKind
+from tgi_server.grammar.annotated_schema import annotated_lark
+from tgi_server.grammar.compiled import GROWTH_BYTES, CompiledGrammar, CompiledGrammars
+from tgi_server.grammar.constraint import Constraint
+from tgi_server.grammar.errors import InvalidGrammar, reason
+from tgi_server.grammar.json_schema import JSON_LAYOUT, MOST_LENIENT, enforced_schema
+from tgi_server.grammar.python_regex import rust_regex
+from tgi_server.grammar.tokenizer import GrammarTokenizer
+
+# The bytes of one grammar's text, and of the text that its spans come from. The largest compile in a few seconds.
+MAX_BYTES = 1_000_000
+# The bytes of all compiled grammars, each with what it may come to take: there is room for about 120 small ones.
+KEPT_BYTES = 3 * 2**30
+
+# Each bounds a part of the work that a grammar may cause, when it is compiled or in one step (0.1 s at most).
+_LIMITS = {
+    "max_items_in_row": 2_000,
+    "initial_lexer_fuel": 1_000_000,
+    "step_lexer_fuel": 200_000,
+    "step_max_items": 4_000,
+    "max_lexer_states": 50_000,
+    "max_grammar_size": 500_000,
+    "verbose_errors": False,
+}
+
+
+# Compiling descends into a grammar as deep as its references and rules lie inside each other, some 5 KB of stack for
+# each, and overflows the stack of a process without asking. Steps need little, however deep the grammar is.
+COMPILE_STACK_BYTES = 64 * 2**20
+_STACK_LOCK = threading.Lock()
+
+T = TypeVar("T")
+
+
+def on_stack(size: int, work: Callable[[], T]) -> T:
+    """Calls `work` in a thread with a stack of `size` bytes, and returns or raises what `work` does."""
+    outcome: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(work())
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    with _STACK_LOCK:
+        usual = threading.stack_size(size)
+        try:
+            thread = threading.Thread(target=run, name="grammar-compile")
+            thread.start()
+        finally:
+            threading.stack_size(usual)
+    thread.join()
+    return outcome.result()
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarSource:
+    """A grammar in llguidance's own form.
+
+    hints: tokens to show in the place of each marker. unenforced: constraints of a JSON schema that are left to the
+    model, each as a line. leniency: how much was left to it from the beginning.
+    """
+
+    text: str
+    hints: Mapping[int, list[int]] = field(default_factory=dict)
+    unenforced: tuple[str, ...] = ()
+    leniency: int = 0
+
+
+class GrammarCompiler:
+    """Compiles grammars for one model, and keeps them; the least recently used are forgotten first.
+
+    Its methods may be called from any thread; they drop the GIL where they work long. A grammar that comes from outside
+    may take more time, memory or stack than there is: see `Sandbox`.
+    """
+
+    def __init__(
+        self,
+        model: Path,
+        vocab_size: int,
+        eos: Sequence[int],
+        *,
+        stack_bytes: int = COMPILE_STACK_BYTES,
+        kept_bytes: int = KEPT_BYTES,
+    ) -> None:
+        """Reads nothing yet: the tokenizer is read when it is first needed, or by `prepare`.
+
+        stack_bytes: that a compilation may take. One that takes more ends the process. kept_bytes: that all grammars
+        may take that are kept.
+        """
+        self._model = model
+        self._vocab_size = vocab_size
+        self._eos = eos
+        self._stack_bytes = stack_bytes
+        self._kept = CompiledGrammars(kept_bytes)
+        self._tokenizer: GrammarTokenizer | None = None
+        self._tokenizer_lock = threading.Lock()
+
+    def prepare(self) -> None:
+        """Reads the tokenizer now. Raises InvalidGrammar when it is of no use."""
+        _ = self.tokenizer
+
+    @property
+    def tokenizer(self) -> GrammarTokenizer:
+        with self._tokenizer_lock:
+            if self._tokenizer is None:
+                self._tokenizer = GrammarTokenizer.of_model(self._model, self._vocab_size, self._eos)
+            return self._tokenizer
+
+    def compiled(self, grammar: Grammar, leniency: int = 0) -> tuple[GrammarSource, LLMatcher]:
+        """Returns the grammar as llguidance takes it, and its matcher.
+
+        Where a schema is lenient and cannot be compiled, more of it is left to the model, until it can. leniency: how
+        much is from the beginning. Raises InvalidGrammar with one line that says what is wrong.
+        """
+        levels = dict.fromkeys(grammar.lenient, leniency)
+        while True:
+            try:
+                source = self.source(grammar, levels)
+                return replace(source, leniency=leniency), self.compile(source)
+            except InvalidGrammar:
+                faulty = self._faulty(grammar, [place for place in levels if levels[place] < MOST_LENIENT])
+                if not faulty:
+                    raise
+                levels = {place: level + (place in faulty) for place, level in levels.items()}
+
+    def _faulty(self, grammar: Grammar, places: Sequence[str]) -> Sequence[str]:
+        """Returns the places of a schema that cannot be compiled by themselves; or all, where each of them can."""
+        if len(places) <= 1:
+            return places
+        schema = json.loads(grammar.value)
+        return [place for place in places if not self._compiles(schema, place)] or places
+
+    def _compiles(self, schema: dict[str, Any], place: str) -> bool:
+        homes = {home: schema[home] for home in ("$defs", "definitions") if home in schema}
+        alone = Grammar(GrammarKind.JSON_SCHEMA, json.dumps({**homes, "$ref": place}))
+        try:
+            self.compile(self.source(alone, {place: 0}))
+        except InvalidGrammar:
+            return False
+        return True
+
+    def source(self, grammar: Grammar, lenient: Mapping[str, int]) -> GrammarSource:
+        """Returns the grammar as llguidance takes it.
+
+        lenient: how much is left to the model at which places of a JSON schema. Raises InvalidGrammar with one line
+        that says what is wrong.
+        """
+        check_size(grammar)
+        try:
+            return self._source(grammar, lenient)
+        except ValueError as error:
+            raise InvalidGrammar(reason(str(error))) from error
+        except RecursionError as error:
+            raise InvalidGrammar("its parts are nested too deep") from error
+
+    def compile(self, source: GrammarSource) -> LLMatcher:
+        """Returns the grammar's matcher, at its beginning. Raises InvalidGrammar as `source` does."""
+        lookup = self.tokenizer.lookup
+
+        def new() -> LLMatcher:
+            return LLMatcher(lookup, source.text, log_level=0, limits=LLParserLimits(**_LIMITS))
+
+        matcher = on_stack(self._stack_bytes, new)
+        # A first step warms what all later ones share, and shows a grammar that is too complex to be used.
+        first = allocate_token_bitmask(1, lookup.vocab_size)
+        if not matcher.is_error():
+            fill_next_token_bitmask(matcher, first)
+        if not matcher.is_error():
+            matcher.compute_ff_tokens()
+        if matcher.is_error():
+            raise InvalidGrammar(reason(matcher.get_error()))
+        if not first.any():
+            raise InvalidGrammar("no text matches it")
+        return matcher
+
+    def check(self, grammar: Grammar) -> None:
+        """Compiles the grammar, unless that has been done. Raises InvalidGrammar with one line that says why not."""
+        if self.size_of(grammar) is None:
+            self.keep(grammar, *self.compiled(grammar))
+
+    def keep(
+        self, grammar: Grammar, source: GrammarSource, matcher: LLMatcher | None = None, size: int = GROWTH_BYTES
+    ) -> None:
+        """Keeps a compiled grammar.
+
+        matcher: None: it is compiled now. size: bytes that it may come to take. Raises InvalidGrammar, and
+        NoRoomForGrammar when requests need all that are kept.
+        """
+        compiled = self.compile(source) if matcher is None else matcher
+        self._kept.add(grammar, CompiledGrammar(compiled, source.hints, size, source.unenforced, source.leniency))
+
+    def size_of(self, grammar: Grammar) -> int | None:
+        """Returns the bytes that the compiled grammar may take, or None for one that has to be compiled first."""
+        found = self._kept.find(grammar)
+        return None if found is None or found.spent else found.size
+
+    def left_to_model(self, grammar: Grammar) -> tuple[tuple[str, ...], int]:
+        """Returns the constraints of a compiled grammar that are left to the model, each a line, and its leniency."""
+        found = self._kept.find(grammar)
+        return ((), 0) if found is None else (found.unenforced, found.leniency)
+
+    def pin(self, grammar: Grammar) -> None:
+        """Has the grammar kept, once it is compiled, for as long as a request needs it: until `unpin`."""
+        self._kept.pin(grammar)
+
+    def unpin(self, grammar: Grammar) -> None:
+        self._kept.unpin(grammar)
+
+    def constraint(
+        self, grammar: Grammar, generated_ids: Sequence[int], max_new_tokens: int, *, ignore_eos: bool
+    ) -> Constraint:
+        """Returns what a sequence has to match from here on. Quick: nothing is compiled.
+
+        generated_ids: what the sequence had generated before a preemption. The constraint of a grammar that is not kept
+        has an error from the beginning.
+        """
+        compiled = self._kept.find(grammar)
+        if compiled is None:
+            nothing = LLMatcher(self.tokenizer.lookup, "", log_level=0)
+            constraint = Constraint(nothing, {}, self.tokenizer.eos, max_new_tokens, ignore_eos=ignore_eos)
+            constraint.error = "it has not been compiled"
+            return constraint
+        constraint = Constraint(
+            compiled.matcher.deep_copy(),
+            compiled.hints,
+            self.tokenizer.eos,
+            max_new_tokens,
+            ignore_eos=ignore_eos,
+            on_fault=partial(setattr, compiled, "spent", True),
+        )
+        constraint.replay(generated_ids)
+        return constraint
+
+    def _source(self, grammar: Grammar, lenient: Mapping[str, int]) -> GrammarSource:
+        match grammar.type:
+            case GrammarKind.LARK:
+                return GrammarSource(LLMatcher.grammar_from_lark(grammar.value))
+            case GrammarKind.REGEX:
+                return GrammarSource(LLMatcher.grammar_from_regex(rust_regex(grammar.value)))
+            case GrammarKind.JSON_SCHEMA:
+                schema = enforced_schema(grammar.value, lenient)
+                if not schema.annotated and not grammar.frame:
+                    text = LLMatcher.grammar_from_json_schema(schema.definition, overrides=JSON_LAYOUT)
+                    return GrammarSource(text, unenforced=schema.left)
+                markers = self.tokenizer.markers
+                lark, hints = annotated_lark(schema.definition, grammar.text, markers, grammar.frame, schema.places)
+                tokens = {token: self.tokenizer.encode(f"({hint}) ") for token, hint in hints.items()}
+                return GrammarSource(LLMatcher.grammar_from_lark(lark), tokens, schema.left)
+
+
+def check_size(grammar: Grammar) -> None:
+    """Raises InvalidGrammar for a grammar that has too many bytes to be looked at."""
+    if (size := text_bytes(grammar)) > MAX_BYTES:
+        raise InvalidGrammar(f"it has {size} bytes; at most {MAX_BYTES} are compiled")
+
+
+def text_bytes(grammar: Grammar) -> int:
+    """Returns the bytes of a grammar's text."""
+    return sum(len(text.encode(errors="surrogatepass")) for text in (grammar.value, grammar.text, grammar.frame))

@@ -1,0 +1,223 @@
+"""The opposite of a schema, as a schema without `not` where it can be said so."""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from tgi_server.grammar.json_schema.document import Document
+from tgi_server.grammar.json_schema.keywords import (
+    TYPES,
+    Unenforceable,
+    check_value,
+    count,
+    is_number,
+    type_of,
+)
+
+Schema = Any
+# Schemas that one document's opposites are made of: more are no use to anybody.
+_MAX_SCHEMAS = 1_000
+_MAX_OPEN = 30
+_MAX_VALUES = 200
+_MAX_TEXT = 100
+_LENGTHS = {
+    "minLength": ("string", "maxLength"),
+    "minItems": ("array", "maxItems"),
+    "minProperties": ("object", "maxProperties"),
+}
+_LIMITS = {
+    "maxLength": ("string", "minLength"),
+    "maxItems": ("array", "minItems"),
+    "maxProperties": ("object", "minProperties"),
+}
+_NUMBERS = {
+    "minimum": "exclusiveMaximum",
+    "maximum": "exclusiveMinimum",
+    "exclusiveMinimum": "maximum",
+    "exclusiveMaximum": "minimum",
+}
+_OPPOSABLE = {
+    *("type", "const", "enum", "allOf", "anyOf", "not", "if", "$ref", "properties", "required", "contains", "pattern"),
+    *(*_LENGTHS, *_LIMITS, *_NUMBERS),
+}
+_REFUSED = {
+    *("oneOf", "format", "multipleOf", "items", "prefixItems", "additionalItems", "uniqueItems", "minContains"),
+    *("maxContains", "patternProperties", "additionalProperties", "propertyNames", "dependentRequired"),
+    *("dependentSchemas", "dependencies", "unevaluatedItems", "unevaluatedProperties", "$dynamicRef", "$recursiveRef"),
+    "nullable",
+}
+
+
+class Negation:
+    """Says opposites in the keywords of the schema, which are then translated as all others are."""
+
+    def __init__(self, document: Document) -> None:
+        self._document = document
+        self._left = _MAX_SCHEMAS
+        self._open: list[int] = []
+
+    def opposite(self, schema: Schema) -> Schema:
+        """Returns a schema of values that `schema` forbids: of all, or of all but numbers where it forbids integers.
+
+        Raises Unenforceable.
+        """
+        if isinstance(schema, bool):
+            return not schema
+        if not isinstance(schema, dict):
+            raise Unenforceable("has something in it that is no schema")
+        self._left -= 1
+        if self._left < 0:
+            raise Unenforceable("has an opposite that is too large")
+        if id(schema) in self._open or len(self._open) > _MAX_OPEN:
+            raise Unenforceable("has an opposite that contains itself")
+        self._open.append(id(schema))
+        try:
+            return _any(self._opposites(schema))
+        finally:
+            self._open.pop()
+
+    def _opposites(self, schema: dict[str, Any]) -> list[Schema]:
+        """Returns the opposite of each keyword: one of them is enough."""
+        if "$ref" in schema and self._document.draft <= 7:
+            schema = self._document.derived({"$ref": schema["$ref"]}, schema)
+        found: list[Schema] = []
+        for keyword, value in schema.items():
+            check_value(keyword, value)
+            if keyword in _REFUSED:
+                raise Unenforceable(f"has {keyword!r} in it, of which no opposite can be asked")
+            if keyword in _OPPOSABLE:
+                found += self._of(keyword, value, schema)
+        return found
+
+    def _of(self, keyword: str, value: Any, schema: dict[str, Any]) -> list[Schema]:
+        match keyword:
+            case "type":
+                return [_other_types([value] if isinstance(value, str) else value)]
+            case "const":
+                return _other_values([value])
+            case "enum":
+                return _other_values(value)
+            case "allOf":
+                return [self.opposite(each) for each in value]
+            case "anyOf":
+                return [_all([self.opposite(each) for each in value])]
+            case "not":
+                return [value]
+            case "if":
+                return [
+                    _all([value, self.opposite(schema.get("then", True))]),
+                    _all([self.opposite(value), self.opposite(schema.get("else", True))]),
+                ]
+            case "$ref":
+                return [self.opposite(self._document.resolve(schema, value)[0])]
+            case "properties":
+                return [
+                    {"type": "object", "properties": {name: self.opposite(each)}, "required": [name]}
+                    for name, each in value.items()
+                    if each is not True and each != {}
+                ]
+            case "required":
+                return [{"type": "object", "properties": {name: False}} for name in value]
+            case "contains":
+                if "minContains" in schema or "maxContains" in schema:
+                    raise Unenforceable("has a number of items in it, of which no opposite can be asked")
+                return [{"type": "array", "items": self.opposite(value)}]
+            case "pattern":
+                return [{"type": "string", "pattern": _other_pattern(value)}]
+        return [_other_number(keyword, value, schema)]
+
+
+def _any(schemas: Sequence[Schema]) -> Schema:
+    possible = [each for each in schemas if each is not False]
+    if not possible:
+        return False
+    return possible[0] if len(possible) == 1 else {"anyOf": possible}
+
+
+def _all(schemas: Sequence[Schema]) -> Schema:
+    return False if any(each is False for each in schemas) else {"allOf": list(schemas)}
+
+
+def _other_types(names: Sequence[str]) -> Schema:
+    """Without numbers where only integers are forbidden: those that are none cannot be asked for."""
+    others = [name for name in TYPES if name not in names and not (name == "number" and "integer" in names)]
+    return {"type": others} if others else False
+
+
+def _other_values(values: Sequence[Any]) -> list[Schema]:
+    """Returns schemas of all values but these."""
+    if len(values) > _MAX_VALUES or any(isinstance(value, list | dict) for value in values):
+        raise Unenforceable("has values in it, of which no opposite can be asked")
+    found: list[Schema] = []
+    untouched = [name for name in TYPES if name not in set(map(type_of, values))]
+    if untouched:
+        found.append({"type": untouched})
+    named = [value for value in values if isinstance(value, bool)]
+    if named and (left := [value for value in (True, False) if value not in named]):
+        found.append({"enum": left})
+    if texts := [value for value in values if isinstance(value, str)]:
+        found.append({"type": "string", "pattern": f"^({_other_texts(sorted(set(texts)))})$"})
+    numbers = sorted({value for value in values if is_number(value)})
+    if numbers:
+        between = zip([None, *numbers], [*numbers, None], strict=True)
+        found += [
+            {
+                "type": "number",
+                **({} if low is None else {"exclusiveMinimum": low}),
+                **({} if high is None else {"exclusiveMaximum": high}),
+            }
+            for low, high in between
+        ]
+    return found
+
+
+def _other_texts(texts: Sequence[str]) -> str:
+    """Returns a regular expression of all texts but these, which are sorted."""
+    heads: dict[str, list[str]] = {}
+    if any(len(text) > _MAX_TEXT for text in texts):
+        raise Unenforceable("has a long text in it, of which no opposite can be asked")
+    for text in texts:
+        if text:
+            heads.setdefault(text[0], []).append(text[1:])
+    first = "".join(map(_literal, heads))
+    ways = [rf"[^{first}][\s\S]*" if first else r"[\s\S]+"]
+    ways += [f"{_literal(head)}({_other_texts(rests)})" for head, rests in heads.items()]
+    return "|".join(ways if "" in texts else ["", *ways])
+
+
+def _literal(character: str) -> str:
+    return character if character.isascii() and character.isalnum() else f"\\x{{{ord(character):x}}}"
+
+
+_PLAIN_PATTERN = re.compile(r"\^?(?:[A-Za-z0-9_ -]|\\[.$/-])*\$?\Z")
+
+
+def _other_pattern(pattern: str) -> str:
+    """Returns the opposite of a pattern that is a beginning, or a whole text, in plain characters."""
+    if not _PLAIN_PATTERN.match(pattern) or not pattern.startswith("^"):
+        raise Unenforceable("has a pattern in it, of which no opposite can be asked")
+    text = pattern[1:].removesuffix("$").replace("\\", "")
+    if pattern.endswith("$") and not pattern.endswith("\\$"):
+        return f"^({_other_texts([text])})$"
+    if len(text) > _MAX_TEXT:
+        raise Unenforceable("has a long pattern in it, of which no opposite can be asked")
+    ways = [rf"{''.join(map(_literal, text[:i]))}([^{_literal(text[i])}][\s\S]*)?" for i in range(len(text))]
+    return f"^({'|'.join(ways)})$" if ways else r"^[^\s\S]$"
+
+
+def _other_number(keyword: str, value: Any, schema: dict[str, Any]) -> Schema:
+    """Returns the opposite of a bound."""
+    if keyword in _NUMBERS:
+        if isinstance(value, bool) or isinstance(schema.get(_EXCLUSIVE.get(keyword, "")), bool):
+            raise Unenforceable("has a bound of draft 4 in it, of which no opposite can be asked")
+        return {"type": "number", _NUMBERS[keyword]: value}
+    amount = count(value)
+    assert amount is not None
+    if keyword in _LENGTHS:
+        kind, opposite = _LENGTHS[keyword]
+        return {"type": kind, opposite: amount - 1} if amount else False
+    kind, opposite = _LIMITS[keyword]
+    return {"type": kind, opposite: amount + 1}
+
+
+_EXCLUSIVE = {"minimum": "exclusiveMinimum", "maximum": "exclusiveMaximum"}

@@ -1,0 +1,160 @@
+"""Tries grammars: the program that a `Sandbox` runs in a process of its own.
+
+    python -m tgi_server.grammar.trial MODEL NICENESS MEMORY_BYTES VOCAB_SIZE EOS...
+
+Each line of standard input is a grammar, each line of standard output what became of it. The tokenizer is read once;
+each grammar is then compiled and walked through by a child of this process, which the kernel ends when it takes more
+time, memory or stack than it may. This process has one thread, so that a child is a whole copy of it.
+"""
+
+import gc
+import json
+import os
+import random
+import resource
+import signal
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from llguidance import LLMatcher
+from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
+
+from tgi_server.contract import Grammar, GrammarKind
+from tgi_server.grammar.compiler import COMPILE_STACK_BYTES, GrammarCompiler, on_stack
+from tgi_server.grammar.errors import InvalidGrammar, reason
+
+# A part of what a shard has for the same: no grammar that passes here comes near the end of a stack there.
+_COMPILE_STACK_BYTES = COMPILE_STACK_BYTES // 4
+_WALK_STACK_BYTES = 256 * 2**10  # the least of a shard's threads has 2 MiB
+_WALL_SECONDS = 10.0
+
+_WALKS = 2
+_WALKED_TOKENS = 24
+_TOO_DEEP = "its parts lie too deep inside each other"
+_TOO_LARGE = "compiling it takes too much memory"
+_FAULTS = {signal.SIGSEGV: _TOO_DEEP, signal.SIGBUS: _TOO_DEEP, signal.SIGABRT: _TOO_LARGE}
+_LIMITS = {signal.SIGPROF: "cpu", signal.SIGALRM: "time"}
+
+
+def main() -> None:
+    model, niceness, memory_bytes, vocab_size, *eos = sys.argv[1:]
+    compiler = GrammarCompiler(Path(model), int(vocab_size), list(map(int, eos)), stack_bytes=_COMPILE_STACK_BYTES)
+    fault = None
+    try:
+        compiler.prepare()
+    except InvalidGrammar as error:
+        fault = {"error": str(error)}
+    gc.collect()
+    gc.freeze()  # a collection would have each child copy what it shares with this process
+    for line in sys.stdin.buffer:
+        kind, value, text, frame, lenient, leniency, cpu_seconds = json.loads(line)
+        bounds = _Bounds(int(niceness), int(memory_bytes), cpu_seconds)
+        grammar = Grammar(GrammarKind(kind), value, text, frame, tuple(lenient))
+        sys.stdout.write(f"{json.dumps(fault or _outcome(compiler, grammar, leniency, bounds))}\n")
+        sys.stdout.flush()
+
+
+def _outcome(compiler: GrammarCompiler, grammar: Grammar, leniency: int, bounds: "_Bounds") -> dict[str, Any]:
+    """Returns what a child finds, or why it ended before it could say; and the seconds that it computed."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            bounds.set()
+            outcome = json.dumps(_found(compiler, grammar, leniency)).encode()
+            with open(write, "wb") as pipe:
+                pipe.write(outcome)
+        finally:
+            os._exit(0)
+    os.close(write)
+    with open(read, "rb") as pipe:
+        found = pipe.read()
+    _, status, used = os.wait4(child, 0)
+    return _result(found, status) | {"cpu_seconds": used.ru_utime + used.ru_stime}
+
+
+def _result(found: bytes, status: int) -> dict[str, Any]:
+    """Returns what a child has written, or the reason why it could not."""
+    if os.WIFSIGNALED(status):
+        number = signal.Signals(os.WTERMSIG(status))
+        if number in _LIMITS:
+            return {"limit": _LIMITS[number]}
+        return {"error": _FAULTS.get(number, "compiling it fails")}
+    return json.loads(found) if found else {"error": _TOO_LARGE}
+
+
+@dataclass(frozen=True, slots=True)
+class _Bounds:
+    """The limits of a child. Its parent has no niceness, so that a busy machine does not delay its start."""
+
+    niceness: int
+    memory_bytes: int
+    cpu_seconds: float
+
+    def set(self) -> None:
+        """Bounds the running process. The default action of each signal ends it, whatever it does."""
+        os.nice(self.niceness)
+        for number in _LIMITS:
+            signal.signal(number, signal.SIG_DFL)
+        signal.setitimer(signal.ITIMER_PROF, self.cpu_seconds)
+        signal.setitimer(signal.ITIMER_REAL, _WALL_SECONDS)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        if sys.platform == "linux":  # where else the bound is that of the system
+            pages = int(Path("/proc/self/statm").read_text().split()[0])
+            limit = pages * resource.getpagesize() + _COMPILE_STACK_BYTES + self.memory_bytes
+            resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the last words of a child are nobody's log line
+
+
+def _found(compiler: GrammarCompiler, grammar: Grammar, leniency: int) -> dict[str, Any]:
+    before = _own_bytes()
+    try:
+        source, matcher = compiler.compiled(grammar, leniency)
+        on_stack(_WALK_STACK_BYTES, lambda: _walk(matcher, compiler.tokenizer.lookup.vocab_size))
+    except InvalidGrammar as error:
+        return {"error": str(error)}
+    except (MemoryError, RuntimeError):  # the latter: there is no room for a thread
+        return {"error": _TOO_LARGE}
+    return {
+        "text": source.text,
+        "hints": list(source.hints.items()),
+        "unenforced": source.unenforced,
+        "bytes": max(0, _own_bytes() - before),
+    }
+
+
+def _own_bytes() -> int:
+    """Returns the memory that this process has touched and shares with no file."""
+    if sys.platform != "linux":
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    resident, shared = map(int, Path("/proc/self/statm").read_text().split()[1:3])
+    return (resident - shared) * resource.getpagesize()
+
+
+def _walk(matcher: LLMatcher, vocab_size: int) -> None:
+    """Takes some steps as a shard would. Raises InvalidGrammar when the first of them cannot be taken."""
+    bits = allocate_token_bitmask(1, vocab_size)
+    for walk in range(_WALKS):
+        chooser = random.Random(walk)
+        copy = matcher.deep_copy()
+        for step in range(_WALKED_TOKENS):
+            if following := copy.compute_ff_tokens():
+                copy.consume_tokens(following)
+            fill_next_token_bitmask(copy, bits)
+            if copy.is_error():
+                if step == 0:
+                    raise InvalidGrammar(reason(copy.get_error()))
+                break
+            if copy.is_stopped():
+                break
+            allowed = np.flatnonzero(np.unpackbits(bits[0].view(np.uint8), bitorder="little"))
+            if not len(allowed):
+                break
+            copy.consume_token(int(allowed[chooser.randrange(len(allowed))]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""Copies of models in the hub's cache, for what is made of a folder that cannot be written to, or of several."""
+
+import errno
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from huggingface_hub import constants
+
+# What belongs to a model beside its weights.
+TEMPLATES = "*.jinja"
+METADATA = ["*.json", TEMPLATES, "*.model", "*.txt", "*.tiktoken"]
+CODE = ["*.py"]
+
+# What says in which file a weight is.
+INDEXES = ("pytorch_model.bin.index.json", "model.safetensors.index.json")
+MEDUSA_FILE = "medusa_lm_head.pt"
+
+
+def permission_hint(error: BaseException | None, folder: str) -> str:
+    """Returns what to do when the error is that this user may not write to the folder; "" for other errors."""
+    if not isinstance(error, OSError) or error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return ""
+    return (
+        f"; run `sudo chown -R {os.getuid()}:{os.getgid()} {folder}`, "
+        "with the host's name of the folder where it is a volume of a container"
+    )
+
+
+def copy_path(kind: str, *folders: Path) -> Path:
+    """Returns where the copy of a kind is that is made of some folders. The name changes with the files of them."""
+    made_of = []
+    for folder in folders:
+        files = sorted((file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in folder.iterdir())
+        made_of.append((str(folder.resolve()), files))
+    digest = hashlib.sha256(repr(made_of).encode()).hexdigest()
+    return Path(constants.HF_HUB_CACHE) / kind / f"{folders[0].resolve().name}-{digest[:16]}"
+
+
+@contextmanager
+def unfinished_copy(folder: Path, copy: Path) -> Iterator[Path]:
+    """Yields a folder with all of a model but its weights, which becomes the copy once it has those. Raises OSError."""
+    copy.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=copy.parent, prefix="unfinished-") as scratch:
+        whole = Path(scratch) / "model"
+        whole.mkdir()
+        for file in (file for pattern in (*METADATA, *CODE, f"*/{TEMPLATES}") for file in folder.glob(pattern)):
+            if file.name not in INDEXES:
+                target = whole / file.relative_to(folder)
+                target.parent.mkdir(exist_ok=True)
+                shutil.copyfile(file, target)
+        yield whole
+        try:
+            whole.rename(copy)
+        except OSError:
+            if not copy.is_dir():  # or another process has made the same copy meanwhile
+                raise

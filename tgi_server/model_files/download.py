@@ -1,0 +1,226 @@
+"""Finds a model's folder: a local one, or one in the Hugging Face hub's cache, fetched if need be.
+
+The hub's client itself reads the variables HF_TOKEN, HF_HUB_OFFLINE, HF_ENDPOINT, HF_HUB_CACHE, and those of proxies.
+"""
+
+import json
+import logging
+from collections.abc import Callable
+from functools import partial
+from json import JSONDecodeError
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import constants, snapshot_download
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HFValidationError,
+    HTTPError,
+    IncompleteSnapshotError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+    XetDownloadError,
+)
+
+from tgi_server.model_files.converted_models import convert, converted_copy
+from tgi_server.model_files.copies import CODE, MEDUSA_FILE, METADATA, TEMPLATES, permission_hint
+from tgi_server.model_files.errors import ModelUnavailable
+from tgi_server.model_files.merged_models import base_of, is_adapter, merge, merged_copy
+
+logger = logging.getLogger(__name__)
+
+# Files with the same weights in another layout, and files that training leaves behind.
+NOT_THE_MODEL = ["consolidated*", "training_args*", "optimizer*", "scheduler*", "rng_state*", "openvino*"]
+
+
+def find_model(model_id: str, revision: str | None, *, trust_remote_code: bool = False) -> Path:
+    """Returns the model's folder, without using the network. Raises ModelUnavailable if it is not on this machine.
+
+    The folder of an adapter stands for its base model with the adapter merged.
+    """
+    folder = _local_folder(model_id)
+    if folder is None:
+        folder = _snapshot(
+            model_id, revision, ".safetensors", trust_remote_code=trust_remote_code, local_files_only=True
+        )
+    if is_adapter(folder):
+        base_id, base_revision = base_of(folder)
+        merged = merged_copy(folder, _base(find_model, base_id, base_revision, trust_remote_code=trust_remote_code))
+        if merged is None:
+            raise ModelUnavailable(
+                f"{model_id} is an adapter that is not merged into {base_id} yet; run `text-generation-server "
+                f"download-weights --merge-lora {model_id}` first"
+            )
+        return merged
+    return folder if _has_weights(folder, ".safetensors") else converted_copy(folder) or folder
+
+
+def find_models(
+    model_id: str, revision: str | None, speculative_model: str | None, *, trust_remote_code: bool
+) -> tuple[Path, Path | None]:
+    """Returns the folder of the model, and that of what drafts for it, without using the network.
+
+    Where `model_id` names Medusa heads, these draft, and the model is the one that they were made for. Raises
+    ModelUnavailable.
+    """
+    folder = find_model(model_id, revision, trust_remote_code=trust_remote_code)
+    base = _base_of_heads(folder)
+    if base is None:
+        draft = speculative_model
+        return folder, find_model(draft, None, trust_remote_code=trust_remote_code) if draft else None
+    if speculative_model is not None:
+        raise ModelUnavailable(f"{model_id} has Medusa heads, which draft; leave out --speculative-model")
+    return find_model(base, None, trust_remote_code=trust_remote_code), folder
+
+
+def download_model(
+    model_id: str,
+    revision: str | None,
+    *,
+    extension: str,
+    auto_convert: bool,
+    trust_remote_code: bool,
+    merge_lora: bool = False,
+) -> Path:
+    """Returns the model's folder, complete; `.bin` weights are converted if there are no safetensors files.
+
+    Files that are there already are not fetched again. Of an adapter the folder is its own, or with `merge_lora` that
+    of its base model with the adapter merged. Of Medusa heads the model that they were made for is fetched as well, and
+    its folder returned. Raises ModelUnavailable.
+    """
+    options: dict[str, Any] = {
+        "extension": extension,
+        "auto_convert": auto_convert,
+        "trust_remote_code": trust_remote_code,
+        "merge_lora": merge_lora,
+    }
+    folder = _download(model_id, revision, **options)
+    base = _base_of_heads(folder)
+    return folder if base is None else _download(base, None, **options)
+
+
+def _base_of_heads(folder: Path) -> str | None:
+    """Returns the name of the model that the Medusa heads in a folder were made for; None if there are no heads."""
+    try:
+        config = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError):
+        return None  # whoever loads it tells what is wrong
+    if not isinstance(config, dict) or "medusa_num_heads" not in config:
+        return None
+    base = config.get("base_model_name_or_path")
+    if not base or not isinstance(base, str):
+        raise ModelUnavailable(f"{folder} has Medusa heads; its config.json must name their base_model_name_or_path")
+    return base
+
+
+def _download(
+    model_id: str,
+    revision: str | None,
+    *,
+    extension: str,
+    auto_convert: bool,
+    trust_remote_code: bool,
+    merge_lora: bool,
+) -> Path:
+    folder = _local_folder(model_id)
+    if folder is None:
+        folder = _snapshot(model_id, revision, extension, trust_remote_code=trust_remote_code)
+        if auto_convert and not _has_weights(folder, ".safetensors"):
+            pickled = ".bin" if _base_of_heads(folder) is None else ".pt"
+            logger.info("%s has no safetensors files; fetching its %s files", model_id, pickled)
+            folder = _snapshot(model_id, revision, pickled, trust_remote_code=trust_remote_code)
+    if is_adapter(folder):
+        if not any(folder.glob("adapter_model.*")):
+            raise ModelUnavailable(f"{model_id} has no adapter_model.safetensors and no adapter_model.bin")
+        if not merge_lora:
+            return folder
+        fetch = partial(download_model, extension=extension, auto_convert=auto_convert)
+        base = _base(fetch, *base_of(folder), trust_remote_code=trust_remote_code)
+        return merge(folder, base, trust_remote_code=trust_remote_code)
+    if auto_convert and not _has_weights(folder, ".safetensors") and _has_pickled_weights(folder):
+        converted = convert(folder)
+        folder = converted if _has_weights(converted, extension) else folder
+    if not _has_weights(folder, extension):
+        raise ModelUnavailable(f"{model_id} has no *{extension} files; name another model, or another --extension")
+    return folder
+
+
+def _base(find: Callable[..., Path], model_id: str, revision: str | None, *, trust_remote_code: bool) -> Path:
+    """Returns the folder of an adapter's base model. Raises ModelUnavailable."""
+    path = Path(model_id).expanduser()
+    if path.is_dir() and is_adapter(path):
+        raise ModelUnavailable(f"the base model {model_id} of the adapter is an adapter itself; merge that one first")
+    return find(model_id, revision, trust_remote_code=trust_remote_code)
+
+
+def _local_folder(model_id: str) -> Path | None:
+    """Returns the folder that `model_id` names; None if it is an id of the hub. Raises ModelUnavailable otherwise."""
+    path = Path(model_id).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file() and not is_adapter(path):
+            raise ModelUnavailable(f"{path} has no config.json; is it a model folder in transformers format?")
+        return path
+    if path.exists():
+        raise ModelUnavailable(f"{path} is a file; give the folder that holds the model")
+    if path.is_absolute() or model_id.startswith(".") or model_id.count("/") > 1:
+        raise ModelUnavailable(f"there is no model folder {path}")
+    return None
+
+
+def _has_weights(folder: Path, extension: str) -> bool:
+    return any(folder.glob(f"*{extension}"))
+
+
+def _has_pickled_weights(folder: Path) -> bool:
+    return _has_weights(folder, ".bin") or (folder / MEDUSA_FILE).is_file()
+
+
+def _snapshot(
+    model_id: str, revision: str | None, extension: str, *, trust_remote_code: bool, local_files_only: bool = False
+) -> Path:
+    """Returns the folder of one commit in the hub's cache, complete. Raises ModelUnavailable."""
+    wanted = [*METADATA, *(CODE if trust_remote_code else ()), f"*{extension}"]
+    # Subfolders hold the same weights in other formats, but for that of further chat templates.
+    in_subfolders = [f"*/{pattern}" for pattern in wanted if pattern != TEMPLATES]
+    try:
+        folder = snapshot_download(
+            model_id,
+            revision=revision,
+            allow_patterns=wanted,
+            ignore_patterns=[*in_subfolders, *NOT_THE_MODEL],
+            local_files_only=local_files_only,
+        )
+    except (HTTPError, OSError, XetDownloadError, ValueError, LookupError, TypeError) as error:
+        named = f"{model_id} at revision {revision}" if revision else model_id
+        raise ModelUnavailable(_explain(error, named)) from error
+    return Path(folder)
+
+
+def _explain(error: Exception, named: str) -> str:
+    match error:
+        case HFValidationError():
+            return f"{named} is neither a local folder nor an id of the hub; give a folder, or OWNER/NAME"
+        case GatedRepoError():
+            return f"{named} is gated: ask for access on its page at the hub, then set HF_TOKEN"
+        case RevisionNotFoundError():
+            return f"the hub has no {named}; see the model's page at the hub for its revisions"
+        case RepositoryNotFoundError():
+            return f"the hub has no model {named}, and there is no such folder here; for a private model set HF_TOKEN"
+        case LocalEntryNotFoundError(__cause__=OfflineModeIsEnabled()):
+            return f"{named} is not complete on this machine; unset HF_HUB_OFFLINE to have it fetched"
+        case IncompleteSnapshotError() | LocalEntryNotFoundError(__cause__=None):
+            return f"{named} is not complete on this machine; run `text-generation-server download-weights` first"
+        case LocalEntryNotFoundError():
+            return f"{named} is not on this machine, and the hub cannot be reached: {_first_line(error.__cause__)}"
+        case JSONDecodeError() | LookupError() | TypeError():  # of the client, which reads something else
+            return (
+                f"{named} could not be fetched: {constants.ENDPOINT} does not answer as the hub does; is HF_ENDPOINT "
+                "right, and does no proxy answer in its place?"
+            )
+    return f"{named} could not be fetched: {_first_line(error)}{permission_hint(error, constants.HF_HUB_CACHE)}"
+
+
+def _first_line(error: BaseException | None) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
