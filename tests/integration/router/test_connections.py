@@ -206,6 +206,51 @@ async def write_headers(writer: asyncio.StreamWriter, count: int) -> None:
         await writer.drain()
 
 
+CHUNKED = HEAD.replace(b"content-length: 19", b"transfer-encoding: chunked")
+LAST_CHUNK = b"13\r\n%b\r\n0\r\n" % BODY
+
+
+async def test_trailers_count_as_a_head_does_and_change_nothing(routers: RouterFactory):
+    router = await routers(api_key="k")
+    key = b"authorization: Bearer k\r\n"
+    trusted = CHUNKED.replace(b"\r\n\r\n", b"\r\n" + key + b"\r\n")
+    field = b"x-field: " + b"x" * 5_991 + b"\r\n"
+    assert await statuses(router, CHUNKED + LAST_CHUNK + key + b"\r\n") == [401, 200]
+    assert await statuses(router, trusted + LAST_CHUNK + b"content-type: text/plain\r\n\r\n") == [200, 200]
+    assert await statuses(router, trusted + LAST_CHUNK, *[field] * 9, b"\r\n") == [200, 200]
+    for beginning, more in (
+        (trusted + LAST_CHUNK, field),
+        (trusted + LAST_CHUNK + b"x-field: ", b"x" * 6_000),
+        (trusted + b"13;extension=", b"x" * 6_000),
+    ):
+        assert await statuses(router, beginning, *[more] * 11, close=True) == [431]
+    assert await statuses(router, HEAD[:-2] + b"a: b\r\n" * 300 + b"\r\n", close=True) == [431]
+    await router.idle()
+
+
+async def test_requests_may_follow_at_once_and_come_in_any_pieces(router: Router):
+    stream = HEAD + BODY + CHUNKED + LAST_CHUNK + b"a: b\r\n\r\n" + MODELS * 2 + CHUNKED + LAST_CHUNK + b"\r\n" + LAST
+    for size in (1, 2, 3, 7, 50, 5_000):
+        async with connection(router) as (reader, writer):
+            for start in range(0, len(stream), size):
+                writer.write(stream[start : start + size])
+                await asyncio.sleep(0)
+            assert re.findall(rb"HTTP/1\.1 (\d+) ", await ended(reader)) == [b"200"] * 6
+
+
+async def test_nothing_runs_for_a_client_that_is_gone(routers: RouterFactory):
+    """Nor what it is waiting for, nor what it has sent behind that, however much it is."""
+    router = await routers(shard={"step_seconds": 0.01})
+    for behind in (BODY + HEAD, HEAD + BODY):
+        async with connection(router) as (_, writer):
+            writer.write(long_answer(2_000) + behind * 10_000)
+            await router.until(lambda: router.service.capacity.in_flight == 1)
+            await asyncio.sleep(0.1)
+        await router.until(lambda: router.service.capacity.in_flight == 0, seconds=5)
+        await router.idle()
+    assert len(router.shard.received) == 2
+
+
 @pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="this system cannot tell")
 async def test_who_does_not_read_holds_up_nobody_and_is_not_waited_for(routers: RouterFactory):
     router = await routers(client_timeout=1, max_concurrent_requests=2, shard=MUCH)

@@ -4,8 +4,10 @@ import asyncio
 import ipaddress
 import logging
 import resource
+import select
 from collections.abc import Callable, Iterable
 from time import monotonic
+from typing import Any
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -20,7 +22,16 @@ _MOST_CONNECTIONS = 4096
 # Bytes that all clients of a server together may have it hold: of requests to come, and of answers to be taken.
 _LARGEST_BACKLOG = 256 * 2**20
 _QUIET_SECONDS = 10.0
+# Bytes between two pieces of a body: a head, the trailers of a chunked body, or blank lines; and fields of a head.
 _LARGEST_HEAD = 65_536
+_MOST_FIELDS = 256
+# Bytes that are parsed at once of what is not a body: by so much a head may be larger.
+_PIECE = 16_384
+# Bytes of further requests that are read while one is answered.
+_LARGEST_PIPELINE = 65_536
+_END_OF_HEAD = b"\r\n\r\n"
+# A socket's event: its client will send no more, or is gone.
+_HANGUP: int = getattr(select, "POLLRDHUP", select.POLLHUP)
 _TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 _INVALID = "Invalid HTTP request received."
 
@@ -32,6 +43,8 @@ class ClientConnection(HttpToolsProtocol):
     """Is broken off by the server when the client does not do its part in time: begin a request, send it to its end, or
     take what is sent. Each has one deadline, which bytes that trickle in or out do not put off.
 
+    A request is parsed once the one before it is answered. Until then its bytes wait, and few are read.
+
     turn_began: when the server began to wait for the client. receiving: a request has begun, or is the first.
     on_lost: called once the connection is no more.
     """
@@ -39,8 +52,11 @@ class ClientConnection(HttpToolsProtocol):
     on_lost: Callable[[], None] | None = None
     turn_began = 0.0
     receiving = True
+    _unparsed = b""
     _in_head = True
     _head_bytes = 0
+    # Bytes that are missing of a body whose length was announced.
+    _body_left = 0
     _received = 0
     _broken_off = False
     _deadline: asyncio.TimerHandle | None = None
@@ -48,15 +64,16 @@ class ClientConnection(HttpToolsProtocol):
 
     @property
     def held(self) -> int:
-        """Bytes of a request that is not complete, and of answers that the client has not taken."""
+        """Bytes of a request that is not complete, of those that wait, and of answers that the client has not taken."""
         if self.transport is None:
             return 0
-        return self.transport.get_write_buffer_size() + (self._received if self.receiving else 0)
+        request = self._received if self.receiving else 0
+        return self.transport.get_write_buffer_size() + len(self._unparsed) + request
 
     @property
     def may_give_way(self) -> bool:
         """True while the server waits for the client, and for nothing else."""
-        if self.transport is None or self._broken_off or self.pipeline:
+        if self.transport is None or self._broken_off:
             return False
         return self.cycle is None or self.cycle.response_complete or self.cycle.more_body
 
@@ -68,6 +85,15 @@ class ClientConnection(HttpToolsProtocol):
         else:
             self.transport.close()
 
+    def check_client(self) -> None:
+        """Ends the connection if the client is gone, which only reading would show, and the server does not read."""
+        if self.transport is None or not self._answering or not self.flow.read_paused:
+            return
+        poll = select.poll()
+        poll.register(self.transport.get_extra_info("socket").fileno(), _HANGUP)
+        if poll.poll(0):
+            self.break_off()
+
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._wait()
@@ -75,22 +101,14 @@ class ClientConnection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._wait_no_more()
         self._is_read()
+        self._unparsed = b""
         super().connection_lost(exc)
         if self.on_lost is not None:
             self.on_lost()
 
     def data_received(self, data: bytes) -> None:
-        self._head_bytes += len(data)
-        self._received += len(data)
-        self._unset_keepalive_if_required()
-        try:
-            self._read(data)
-        except httptools.HttpParserError:
-            self.logger.warning(_INVALID)
-            self.send_400_response(_INVALID)
-        if self._in_head and self._head_bytes > _LARGEST_HEAD and not self.transport.is_closing():
-            self.transport.write(_TOO_LARGE)
-            self.transport.close()
+        self._unparsed += data
+        self._parse()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -99,11 +117,27 @@ class ClientConnection(HttpToolsProtocol):
         self._received = 0
         self._wait()
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Takes a field of the head. Those of a trailer are dropped: they may change nothing (RFC 9110, 6.5.1)."""
+        if not self._in_head:
+            return
+        if len(self.headers) == _MOST_FIELDS:
+            self._head_bytes += _LARGEST_HEAD
+            raise httptools.HttpParserError("too many fields")
+        super().on_header(name, value)
+
     def on_headers_complete(self) -> None:
         if self.parser.should_upgrade():  # the head comes again
             return
         self._in_head = False
+        self._head_bytes = 0
+        # The parser has made sure that it is a number, and that there is one at most.
+        self._body_left = int(next((value for name, value in self.headers if name == b"content-length"), b"0"))
         super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._head_bytes = 0
+        super().on_body(body)
 
     def on_message_complete(self) -> None:
         if self.parser.should_upgrade():
@@ -117,7 +151,9 @@ class ClientConnection(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
+        self._unset_keepalive_if_required()
         self._wait_for_next()
+        self._parse()
 
     def pause_writing(self) -> None:
         """The client is behind by more than the transport's high-water mark."""
@@ -129,18 +165,72 @@ class ClientConnection(HttpToolsProtocol):
         self._is_read()
         super().resume_writing()
 
-    def _read(self, data: bytes) -> None:
-        """Reads on; that a request asks for another protocol is passed over (RFC 9110, 7.8). Raises HttpParserError.
+    @property
+    def _answering(self) -> bool:
+        """True while a request is there as a whole and not answered."""
+        return not self.receiving and not self.cycle.response_complete
+
+    def _parse(self) -> None:
+        """Parses what has come, up to the end of a request that is to be answered first."""
+        data, start = self._unparsed, 0
+        while not self.transport.is_closing() and not self._answering:
+            end = self._end_of_piece(data, start)
+            if end == start:
+                break
+            self._parse_piece(memoryview(data)[start:end])
+            start = end
+        self._unparsed = b"" if self.transport.is_closing() else data[start:]
+        if len(self._unparsed) > _LARGEST_PIPELINE:
+            self.flow.pause_reading()
+
+    def _end_of_piece(self, data: bytes, start: int) -> int:
+        """Returns how far the parser may read at once: no further than a request may go. Some bytes may have to wait.
+
+        A request ends with its body, if the length of that was announced, or else with an empty line.
+        """
+        if self._body_left:
+            return min(start + self._body_left, len(data))
+        stop = min(start + _PIECE, len(data))
+        end = data.find(_END_OF_HEAD, start, stop)
+        if end >= 0:
+            return end + len(_END_OF_HEAD)
+        begun = next(size for size in (3, 2, 1, 0) if data.endswith(_END_OF_HEAD[:size], start, stop))
+        return stop - begun
+
+    def _parse_piece(self, piece: memoryview) -> None:
+        self._received += len(piece)
+        if self._body_left:
+            self._body_left -= len(piece)
+        else:
+            self._head_bytes += len(piece)
+        malformed = False
+        try:
+            self._feed(piece)
+        except httptools.HttpParserError:
+            malformed = True
+        if self._head_bytes > _LARGEST_HEAD:
+            self._refuse(self.transport.write, _TOO_LARGE)
+        elif malformed:
+            self.logger.warning(_INVALID)
+            self._refuse(self.send_400_response, _INVALID)
+
+    def _refuse(self, send: Callable[[Any], None], refusal: Any) -> None:
+        """Ends the connection, with a refusal unless the request has an answer already."""
+        if self.cycle is None or self._in_head or not self.cycle.response_started:
+            send(refusal)
+        self.transport.close()
+
+    def _feed(self, data: memoryview) -> None:
+        """Parses; a request for another protocol is ignored (RFC 9110, 7.8). Raises HttpParserError.
 
         The parser takes such a request to end with its head. So the head is read again, without the field `Upgrade`.
         """
-        rest = memoryview(data)
         while True:
             try:
-                self.parser.feed_data(rest)
+                self.parser.feed_data(data)
                 return
             except httptools.HttpParserUpgrade as upgrade:
-                rest = rest[upgrade.args[0] :]
+                data = data[upgrade.args[0] :]
             method, version = self.parser.get_method(), self.parser.get_http_version().encode()
             if method == b"CONNECT":  # what follows is for another host
                 raise httptools.HttpParserError("this is no proxy")
@@ -250,6 +340,11 @@ class Connections:
             total -= held[connection]
             logger.warning("a client for whom %d bytes waited was cut off: too much waits", held[connection])
             connection.break_off()
+
+    def check_clients(self) -> None:
+        """Ends connections whose clients are gone, which is not seen where the server does not read."""
+        for connection in [each for own in self._of.values() for each in own]:
+            connection.check_client()
 
     def warn(self, reason: str) -> None:
         """Logs why clients are turned away, once in a while."""

@@ -70,6 +70,7 @@ class HttpServer(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         if counter % _TICKS_OF_A_SECOND == 0:
+            self.open_connections.check_clients()
             self.open_connections.shed()
         return await super().on_tick(counter)
 
