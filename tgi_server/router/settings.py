@@ -156,7 +156,8 @@ class ServingSettings(ServiceSettings):
     )
     cors_allow_origin: CommaSeparated[str] = Field(default=[], description="Origins from which browsers may call.")
     allowed_hosts: CommaSeparated[str] = Field(
-        default=[], description="Names of this server, for when it listens on loopback without a key; *: any."
+        default=[],
+        description="Names by which browsers may call a server without a key; *.DOMAIN: all below it; *: any.",
     )
     json_output: bool = Field(default=False, description="Log lines as JSON.")
     log_level: str = Field(

@@ -339,6 +339,10 @@ def _collect_garbage_seldom() -> None:
 
 def access_rules(settings: RouterSettings, listener: socket.socket) -> AccessRules:
     """Returns who may call the server that listens there."""
-    loopback = ipaddress.ip_address(listener.getsockname()[0]).is_loopback
-    hosts = {settings.hostname.lower(), *settings.allowed_hosts} if loopback else None
-    return AccessRules(settings.api_keys, settings.cors_allow_origin, hosts)
+    own = {settings.hostname, socket.gethostname(), *settings.allowed_hosts}
+    return AccessRules(
+        settings.api_keys,
+        settings.cors_allow_origin,
+        {name.lower().rstrip(".") for name in own},
+        ipaddress.ip_address(listener.getsockname()[0]).is_loopback,
+    )

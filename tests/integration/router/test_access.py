@@ -217,3 +217,25 @@ async def test_names_that_lead_to_loopback_are_not_the_servers(routers: RouterFa
 async def test_any_name_may_be_allowed(routers: RouterFactory):
     router = await routers(allowed_hosts=["*"])
     assert (await router.http.get("/info", headers={"host": "any.name"})).status_code == 200
+
+
+def test_a_server_that_others_reach_is_no_pages_of_another_name(start: Start, flags: tuple[str, list[str]]):
+    """A page of evil.example, whose name leads here by now, gets nothing; services get what they ask for."""
+    url, given = flags
+    start(*given, "--hostname=0.0.0.0").until_ready(url)
+    body = {"inputs": "Hello", "parameters": {"max_new_tokens": 2}}
+    browser = {"user-agent": "Mozilla/5.0", "accept-language": "en"}
+    for host, headers, code in (
+        ("evil.example:8080", browser | {"origin": "http://evil.example:8080"}, 403),
+        ("evil.example:8080", browser, 403),
+        ("evil.example:8080", {}, 200),
+        ("tgi:80", {}, 200),
+        ("tgi:80", browser | {"origin": "http://tgi:80"}, 200),
+        (url.removeprefix("http://"), browser | {"origin": url}, 200),
+        ("tgi.models.svc.cluster.local", {}, 200),
+    ):
+        answer = httpx.post(f"{url}/generate", json=body, headers={"host": host, **headers}, timeout=30)
+        assert answer.status_code == code, (host, headers)
+        assert httpx.get(f"{url}/info", headers={"host": host, **browser}).status_code == (
+            403 if "evil" in host else 200
+        )

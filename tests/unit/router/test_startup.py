@@ -119,19 +119,21 @@ async def test_adapters_that_cannot_be_served_end_the_start(path: Path, adapters
 
 
 @pytest.mark.parametrize(
-    ("address", "values", "hosts", "keys"),
+    ("address", "values", "names"),
     [
-        ("127.0.0.1", {}, {"127.0.0.1"}, []),
-        ("127.0.0.1", {"allowed_hosts": ["tgi"]}, {"127.0.0.1", "tgi"}, []),
-        ("0.0.0.0", {}, None, []),
-        ("127.0.0.1", {"api_key": "s3cret"}, None, ["s3cret"]),
+        ("127.0.0.1", {}, {"127.0.0.1"}),
+        ("0.0.0.0", {"allowed_hosts": ["TGI.example.", "*.models.example"]}, {"tgi.example", "*.models.example"}),
     ],
 )
-def test_a_server_on_loopback_without_a_key_answers_only_to_its_own_names(
-    tmp_path: Path, address: str, values: dict[str, Any], hosts: set[str] | None, keys: list[str]
+def test_a_server_knows_its_names_and_whether_others_reach_it(
+    tmp_path: Path, address: str, values: dict[str, Any], names: set[str]
 ):
     with socket.create_server((address, 0)) as listener:
         rules = access_rules(settings(tmp_path, hostname=address, **values), listener)
-    assert list(rules.keys) == keys
-    if not keys:
-        assert (None if rules.hosts is None else set(rules.hosts)) == hosts
+    assert set(rules.hosts) == names | {address, socket.gethostname().lower()}
+    assert rules.only_here == (address == "127.0.0.1")
+
+
+def test_with_a_key_the_key_decides(tmp_path: Path):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        assert access_rules(settings(tmp_path, api_key="s3cret"), listener).keys == ["s3cret"]

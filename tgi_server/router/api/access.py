@@ -21,17 +21,25 @@ _KEPT = "/v1/responses/"
 _FOREIGN_TYPES = frozenset({"text/plain", "multipart/form-data"})
 
 
+# Last labels of names that no public name has: those of container networks and Kubernetes (`tgi.models.svc`,
+# `tgi.models.svc.cluster.local`), of clouds, and of networks at home (RFC 6761, 6762, 8375; ICANN's reserved ones).
+_PRIVATE = frozenset(
+    {"corp", "home", "internal", "intranet", "lan", "local", "localdomain", "localhost", "svc", "test"}
+)
+
+
 @dataclass(frozen=True, slots=True)
 class AccessRules:
-    """keys: any of which a POST must carry; none: there is nothing to carry.
+    """Who may call.
 
-    origins: of pages whose browsers may call. hosts: names that requests without a key may call the server by, besides
-    its addresses and localhost; None: any.
+    keys: API keys, of which a POST must carry one; none: it need not. origins: origins of pages that may call. hosts:
+    names of the server, for requests without a key. only_here: the server listens on loopback only.
     """
 
     keys: Sequence[str] = ()
     origins: Collection[str] = ()
-    hosts: Collection[str] | None = None
+    hosts: Collection[str] = (_ANY,)
+    only_here: bool = False
 
 
 def tenant_of(request: Request) -> str:
@@ -76,8 +84,9 @@ class ApiKeyMiddleware:
 class ForeignPageMiddleware:
     """Refuses what a page of another site could have a browser send to a server without a key.
 
-    That is a POST from another origin, which browsers name; a POST of a type that needs nobody's leave; and any request
-    to a name that is not the server's, by which a page whose name was made to lead here would read the answers.
+    That is a POST from another origin, which browsers name; a POST of a type that needs nobody's leave; and a request
+    to a name that is not the server's, by which a page whose name was made to lead here would read the answers. A
+    server on loopback refuses all of these, any other one those of browsers: services may call it by any name.
     """
 
     def __init__(self, app: ASGIApp, rules: AccessRules) -> None:
@@ -96,20 +105,33 @@ class ForeignPageMiddleware:
         await self._app(scope, receive, send)
 
     def _foreign_host(self, headers: Headers) -> RouterError | None:
-        hosts, host = self._rules.hosts, headers.get("host")
-        if hosts is None or host is None or _ANY in hosts:
+        """Returns an error for a name that a page could have made to lead here (DNS rebinding); None for others."""
+        host = headers.get("host")
+        if host is None or self._is_own(name := _hostname(host)):
             return None
-        name = _hostname(host)
-        if name == "localhost" or name.endswith(".localhost") or name in hosts or _is_address(name):
+        trusted = _is_private(name) or not _from_browser(headers) or self._allows(headers.get("origin"))
+        if trusted and not self._rules.only_here:
             return None
         return Forbidden(
-            f"the server listens on this machine only and is not called {name[:100]!r}; "
-            "--allowed-hosts can name it, or --api-key protect it"
+            f"the server is not called {name[:100]!r}; --allowed-hosts can name it, or --api-key protect it"
         )
+
+    def _is_own(self, name: str) -> bool:
+        """Returns True for addresses, localhost, and names of the server."""
+        return (
+            name == "localhost"
+            or name.endswith(".localhost")
+            or _is_address(name)
+            or any(each in (_ANY, name) or _covers(each, name) for each in self._rules.hosts)
+        )
+
+    def _allows(self, origin: str | None) -> bool:
+        """Returns True for an origin whose pages may call."""
+        return _ANY in self._rules.origins or origin in self._rules.origins
 
     def _foreign_origin(self, headers: Headers) -> RouterError | None:
         origin, site = headers.get("origin"), headers.get("sec-fetch-site")
-        if origin in self._rules.origins or _ANY in self._rules.origins:
+        if self._allows(origin):
             return None
         if site is not None:
             foreign = site not in ("same-origin", "none")
@@ -145,6 +167,27 @@ def _hostname(host: str) -> str:
     if host.startswith("["):
         return host[1:].partition("]")[0]
     return host.partition(":")[0].rstrip(".").lower()
+
+
+def _from_browser(headers: Headers) -> bool:
+    """Returns True for what a page of a browser sends, whatever the page does; most programs send nothing of it.
+
+    Browsers send `Accept-Language` always, `Origin` with each POST, and `Sec-Fetch-Site` to hosts that they trust. Of
+    these, the fetch of Node.js sends the first, and `Sec-Fetch-Mode` alone, which no page can set.
+    """
+    if "origin" in headers or "sec-fetch-site" in headers:
+        return True
+    return "accept-language" in headers and "sec-fetch-mode" not in headers
+
+
+def _covers(pattern: str, name: str) -> bool:
+    """Returns True if the pattern is `*.DOMAIN`, and the name is below that."""
+    return pattern.startswith("*.") and name.endswith(pattern[1:])
+
+
+def _is_private(name: str) -> bool:
+    """Returns True for a name without a domain, or in one that is not public: no page of the web can have it."""
+    return "." not in name or name.rpartition(".")[2] in _PRIVATE or name.endswith(".home.arpa")
 
 
 def _is_address(name: str) -> bool:

@@ -67,29 +67,77 @@ def test_a_prompt_is_cached_for_its_tenant_and_salt_only():
     assert cache_namespace("a", "x") == cache_namespace("a", "x")
 
 
+BROWSER: Headers = {"accept_language": "en", "user_agent": "Mozilla/5.0"}
+OWN = [
+    *("localhost:8080", "LOCALHOST.", "app.localhost", "127.0.0.1:3000", "192.168.1.5", "[::1]", "[::1]:3000"),
+    *("[fe80::1%eth0]:80", "tgi.example", "TGI.EXAMPLE.:80", "eu.llm.example", "a.b.llm.example:8080"),
+]
+# Of container networks, Kubernetes, clouds, and networks at home.
+PRIVATE = [
+    *("tgi", "tgi:80", "gpu-box:8080", "tgi.models.svc", "tgi.models.svc.cluster.local:80", "host.docker.internal"),
+    *("ip-10-0-0-1.ec2.internal", "printer.local", "box.lan", "box.home.arpa:8080"),
+]
+PUBLIC = [
+    *("evil.example", "evil.example:8080", "127.0.0.1.evil.example", "localhost.evil.example", "llm.example"),
+    *("tgi.example.evil.example", "eviltgi.example", "local.evil.example", "tgi.dev"),
+]
+
+
+def server(*, only_here: bool) -> ForeignPageMiddleware:
+    rules = AccessRules(hosts=["tgi.example", "*.llm.example"], origins=["http://page.example"], only_here=only_here)
+    return ForeignPageMiddleware(tell_tenant, rules)
+
+
+@pytest.mark.parametrize("headers", [{}, BROWSER], ids=["program", "browser"])
 @pytest.mark.parametrize(
-    ("host", "allowed"),
-    [
-        ("localhost:8080", True),
-        ("app.localhost", True),
-        ("127.0.0.1:3000", True),
-        ("[::1]:3000", True),
-        ("tgi", True),
-        ("TGI.:80", True),
-        ("evil.example", False),
-        ("127.0.0.1.evil.example", False),
-    ],
+    ("hosts", "code"), [(OWN, 200), (PRIVATE, 403), (PUBLIC, 403)], ids=["own", "private", "public"]
 )
-async def test_a_server_on_loopback_answers_only_to_its_own_names(host: str, allowed: bool):
-    app = ForeignPageMiddleware(tell_tenant, AccessRules(hosts=["tgi"]))
-    code, body = await status(app, "GET", host=host)
-    assert code == (200 if allowed else 403)
-    assert allowed or "--allowed-hosts" in body
+async def test_a_server_on_loopback_answers_only_to_its_own_names(hosts: list[str], code: int, headers: Headers):
+    for host in hosts:
+        assert (await status(server(only_here=True), "GET", host=host, **headers))[0] == code, host
 
 
-async def test_any_name_is_answered_to_where_the_server_listens_for_others():
-    assert (await status(ForeignPageMiddleware(tell_tenant, AccessRules()), host="tgi.example"))[0] == 200
-    assert (await status(ForeignPageMiddleware(tell_tenant, AccessRules(hosts=["*"])), host="tgi.example"))[0] == 200
+@pytest.mark.parametrize(
+    "headers",
+    [
+        BROWSER,
+        {"accept_language": ""},
+        {"accept_language": "*", "referer": "http://evil.example"},
+        {"sec_fetch_site": "same-origin", "sec_fetch_mode": "cors"},
+        {"sec_fetch_site": "none", "sec_fetch_mode": "navigate"},
+    ],
+    ids=str,
+)
+async def test_browsers_call_a_server_without_a_key_by_names_that_no_page_of_the_web_has(headers: Headers):
+    for method in ("GET", "POST", "DELETE"):
+        for host in (*OWN, *PRIVATE):
+            assert (await status(server(only_here=False), method, host=host, **headers))[0] == 200, host
+        for host in PUBLIC:
+            code, body = await status(server(only_here=False), method, host=host, **headers)
+            assert code == 403, host
+            assert "--allowed-hosts" in body
+
+
+async def test_a_page_whose_name_was_made_to_lead_here_may_not_post_to_itself():
+    for host in PUBLIC:
+        assert (await status(server(only_here=False), host=host, origin=f"http://{host}"))[0] == 403, host
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [{}, {"user_agent": "Mozilla/5.0 (compatible; a program)"}, {"accept_language": "*", "sec_fetch_mode": "cors"}],
+    ids=["program", "program that calls itself a browser", "Node.js"],
+)
+async def test_programs_call_a_server_by_any_name(headers: Headers):
+    for host in (*OWN, *PRIVATE, *PUBLIC):
+        assert (await status(server(only_here=False), host=host, **headers))[0] == 200, host
+
+
+async def test_pages_that_are_allowed_may_call_a_server_by_any_name():
+    page = BROWSER | {"origin": "http://page.example", "sec_fetch_site": "cross-site"}
+    assert (await status(server(only_here=False), host="llm.example", **page))[0] == 200
+    for rules in (AccessRules(), AccessRules(hosts=["*"], only_here=True)):
+        assert (await status(ForeignPageMiddleware(tell_tenant, rules), host="any.example", **BROWSER))[0] == 200
 
 
 @pytest.mark.parametrize(
