@@ -36,7 +36,7 @@ class NoThread(ModelError):
 
 
 class EndpointDown(ModelError):
-    """The endpoint could not be reached, so nothing was sent, and another endpoint may be tried."""
+    """The endpoint did not receive the request, so another endpoint may have it."""
 
     reason = "down"
 
@@ -51,6 +51,10 @@ class Unreachable(EndpointDown):
     """The service could not connect to the endpoint in time."""
 
     reason = "unreachable"
+
+
+class Unread(Unreachable):
+    """The endpoint closed the connection before it had read the request, as servers do that stop."""
 
 
 class CircuitOpen(EndpointDown):
@@ -71,14 +75,36 @@ class ConnectionLost(EndpointFailed):
     reason = "connection_lost"
 
 
-class EndpointOverloaded(EndpointFailed):
+class EndpointRefused(EndpointFailed):
+    """The endpoint refused the request before it generated anything, so another endpoint may have it."""
+
+
+class EndpointOverloaded(EndpointRefused):
     """The endpoint responded with 429."""
 
     reason = "overloaded"
 
 
+class Unavailable(EndpointRefused):
+    """The endpoint responded with 503."""
+
+    reason = "server_error"
+
+
+class Unauthorized(EndpointRefused):
+    """The endpoint responded with 401 or 403: the token is missing, or is not the endpoint's."""
+
+    reason = "unauthorized"
+
+
+class NotFound(EndpointRefused):
+    """The endpoint responded with 404 or 405: it is no text-generation server, or its URL has the wrong path."""
+
+    reason = "not_found"
+
+
 class ServerFailed(EndpointFailed):
-    """The endpoint responded with a 5xx status, or reported a failed generation."""
+    """The endpoint responded with another status of a failure, or reported a failed generation."""
 
     reason = "server_error"
 

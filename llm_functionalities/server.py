@@ -39,6 +39,9 @@ logger = logging.getLogger(__name__)
 
 SERVICES = tuple(service.full_name for service in llm_pb2.DESCRIPTOR.services_by_name.values())
 
+# An endpoint that is away is looked at every `retry_after` seconds, and a look takes up to this long.
+UNCERTAIN_SECONDS = 2.0
+
 # The threads get this long to end after the last call has ended.
 STOP_SECONDS = 2.0
 
@@ -62,7 +65,10 @@ class Server:
         self._settings = settings
         self._metrics = ServiceMetrics()
         self._http = install(_transport(settings))
-        self._balancer = Balancer([self._endpoint(url) for url in settings.inference_endpoint_url])
+        self._balancer = Balancer(
+            [self._endpoint(url) for url in settings.inference_endpoint_url],
+            uncertain_seconds=settings.retry_after + UNCERTAIN_SECONDS,
+        )
         self._pool = FairPool(settings.threads, settings.batch_threads or settings.threads)
         self._metrics.watch_pool(self._pool)
         self._health = health.aio.HealthServicer()

@@ -8,70 +8,110 @@ endpoint gets much more than its share, however popular a prefix is.
 
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 
 from llm_functionalities.endpoint.call import Call
 from llm_functionalities.endpoint.endpoint import Endpoint
 from llm_functionalities.endpoint.generation import GenerationParameters
-from llm_functionalities.errors import EndpointDown, NoEndpoint
+from llm_functionalities.errors import CircuitOpen, EndpointDown, EndpointRefused, ModelError, NoEndpoint
 
 PREFIX_CHARACTERS = 512
 
 # No endpoint gets more than this multiple of the mean load.
 LOAD_FACTOR = 1.25
 
+# After one of these nothing was generated, so another endpoint may have the request.
+_NOT_BEGUN = (EndpointDown, EndpointRefused)
+
 
 class Balancer:
-    """Shares this service's requests among `endpoints`. Without any, every request raises NoEndpoint."""
+    """Shares this service's requests among `endpoints`. Without any, every request raises NoEndpoint.
 
-    def __init__(self, endpoints: Sequence[Endpoint]) -> None:
+    When the last endpoint fails, another one may be back without that being known. For `uncertain_seconds` calls try
+    those that were away.
+    """
+
+    def __init__(self, endpoints: Sequence[Endpoint], uncertain_seconds: float = 3.0) -> None:
         self._endpoints = tuple(endpoints)
+        self._uncertain_seconds = uncertain_seconds
+        self._well_at = -math.inf
 
     def generate(self, prompt: str, generation: GenerationParameters, call: Call) -> str:
-        """Returns the answer of the first endpoint that can be reached. Raises ModelError."""
-        problem: EndpointDown | None = None
-        for endpoint in self.choices(prompt):
+        """Returns the answer of the first endpoint that takes the request. Raises ModelError."""
+        problems: dict[Endpoint, ModelError] = {}
+        for endpoint in self._attempts(prompt, problems, call):
             try:
                 return endpoint.generate(prompt, generation, call)
-            except EndpointDown as error:
-                problem = error  # nothing was sent, so the next one may have it
-        raise problem or NoEndpoint("no endpoint is configured: set INFERENCE_ENDPOINT_URL")
+            except _NOT_BEGUN as error:
+                problems[endpoint] = error
+                call.allow_another()
+        raise _worst(list(problems.values()))
 
     def stream(self, prompt: str, generation: GenerationParameters, call: Call) -> Iterator[str]:
-        """Yields the answer of the first endpoint that can be reached, in pieces. Raises ModelError."""
-        problem: EndpointDown | None = None
-        for endpoint in self.choices(prompt):
+        """Yields the answer of the first endpoint that takes the request, in pieces. Raises ModelError."""
+        problems: dict[Endpoint, ModelError] = {}
+        for endpoint in self._attempts(prompt, problems, call):
+            begun = False
             try:
-                yield from endpoint.stream(prompt, generation, call)
-            except EndpointDown as error:
-                problem = error
+                with closing(endpoint.stream(prompt, generation, call)) as pieces:
+                    for piece in pieces:
+                        begun = True
+                        yield piece
+            except _NOT_BEGUN as error:
+                if begun:
+                    raise
+                problems[endpoint] = error
+                call.allow_another()
             else:
                 return
-        raise problem or NoEndpoint("no endpoint is configured: set INFERENCE_ENDPOINT_URL")
+        raise _worst(list(problems.values()))
 
     def choices(self, prompt: str) -> list[Endpoint]:
         """Returns all endpoints, the one to try first at the front.
 
-        Healthy ones within their load bound come first, then busier ones, then those that are down, which refuse at
-        once and say why.
+        Healthy ones within their load bound come first, then busier ones, then those that failed a moment ago, then
+        those that are down, which refuse at once and say why.
         """
         if len(self._endpoints) <= 1:
             return list(self._endpoints)
+        if any(endpoint.breaker.closed for endpoint in self._endpoints):
+            self._well_at = time.monotonic()
         prefix = prompt[:PREFIX_CHARACTERS].encode(errors="surrogatepass")
-        healthy = [endpoint for endpoint in self._endpoints if endpoint.breaker.closed]
+        avoided = {endpoint for endpoint in self._endpoints if endpoint.is_avoided}
+        healthy = [endpoint for endpoint in self._endpoints if endpoint.breaker.closed and endpoint not in avoided]
         total = sum(endpoint.in_flight for endpoint in healthy) + 1
         bound = math.ceil(LOAD_FACTOR * total / max(1, len(healthy)))
 
-        def rank(endpoint: Endpoint) -> tuple[bool, bool, bytes]:
+        def rank(endpoint: Endpoint) -> tuple[bool, bool, bool, bytes]:
             busy = endpoint.in_flight >= bound
-            return not endpoint.breaker.closed, busy, _weight(prefix, endpoint.name)
+            return not endpoint.breaker.closed, endpoint in avoided, busy, _weight(prefix, endpoint.name)
 
         return sorted(self._endpoints, key=rank)
+
+    def _attempts(self, prompt: str, problems: Mapping[Endpoint, ModelError], call: Call) -> Iterator[Endpoint]:
+        """Yields the endpoints in the order to try them. problems: why those that were tried have no answer.
+
+        If there was one a moment ago that was not away, those that are away are tried after all.
+        """
+        choices = self.choices(prompt)
+        yield from choices
+        if len(choices) > 1 and time.monotonic() - self._well_at < self._uncertain_seconds:
+            call.insists = True
+            yield from [endpoint for endpoint in choices if isinstance(problems[endpoint], CircuitOpen)]
 
     def stop(self, timeout: float) -> None:
         """Ends the threads that watch endpoints, within about `timeout` seconds for each."""
         for endpoint in self._endpoints:
             endpoint.breaker.stop(timeout)
+
+
+def _worst(problems: Sequence[ModelError]) -> ModelError:
+    """Returns what to report when no endpoint took a request: rather a refusal than that one could not be reached."""
+    if not problems:
+        return NoEndpoint("no endpoint is configured: set INFERENCE_ENDPOINT_URL")
+    return next((each for each in reversed(problems) if isinstance(each, EndpointRefused)), problems[-1])
 
 
 def _weight(prefix: bytes, name: str) -> bytes:

@@ -10,6 +10,11 @@ from llm_functionalities.errors import CircuitOpen, ModelError
 
 logger = logging.getLogger(__name__)
 
+LONGEST_EJECTION_SECONDS = 300.0
+
+# After every so many seconds without a failure that counts, the next ejection lasts half as long.
+FORGIVING_SECONDS = 30.0
+
 
 class CircuitBreaker:
     """Lets the calls to one endpoint through while it is closed, and refuses them without a wait while it is open.
@@ -18,6 +23,10 @@ class CircuitBreaker:
     open, a thread calls `probe` every `interval` seconds, counted from start to start so that slow failures do not
     delay the recovery. The first probe that succeeds closes the breaker. After `patience` seconds without a call the
     thread ends and leaves the breaker closed, so that the next call finds out.
+
+    An endpoint may say that it is healthy and fail every request. So it is also ejected, as in Envoy's outlier
+    detection: other endpoints should be preferred for `interval` seconds, and for twice as long after each failure
+    that follows the last ejection. Then it is on probation until a request succeeds.
 
     `probe` returns when the endpoint is healthy and raises ModelError when it is not. It has to bound its own time.
     """
@@ -39,6 +48,10 @@ class CircuitBreaker:
         self._lock = threading.Lock()
         self._problem: ModelError | None = None
         self._failures = 0
+        self._late = 0
+        self._ejections = 0
+        self._ejected_until = -math.inf
+        self.on_probation = False
         self._opened_at = 0.0
         self._examined_at = -math.inf
         self._last_call_at = 0.0
@@ -49,6 +62,10 @@ class CircuitBreaker:
     def closed(self) -> bool:
         return self._problem is None
 
+    @property
+    def ejected(self) -> bool:
+        return time.monotonic() < self._ejected_until
+
     def check(self) -> None:
         """Raises CircuitOpen unless the breaker is closed."""
         self._last_call_at = time.monotonic()
@@ -56,13 +73,18 @@ class CircuitBreaker:
             raise CircuitOpen(f"{self._name} is away: {problem}")
 
     def succeeded(self) -> None:
-        self._failures = 0
+        self._failures = self._late = 0
+        self.on_probation = False
+        if self._problem is not None:  # the call insisted
+            with self._lock:
+                self._close("back")
 
     def failed(self, problem: ModelError) -> None:
-        """Counts a request that the endpoint took and did not answer."""
+        """Counts a request that the endpoint did not answer, although it could be reached."""
         with self._lock:
             self._failures += 1
-            if self._failures >= self._tolerance:
+            if self._failures >= self._tolerance or self.on_probation:
+                self._eject()
                 self._open(problem)
 
     def unreachable(self, problem: ModelError) -> None:
@@ -71,8 +93,14 @@ class CircuitBreaker:
             self._open(problem)
 
     def suspect(self) -> None:
-        """Probes the endpoint once because a call's time was up: the endpoint may be down, or the caller in a hurry."""
+        """Probes the endpoint once because a call's time was up: the endpoint may be down, or the caller in a hurry.
+
+        An endpoint for which this is the `tolerance`-th time in a row is ejected, but no call is refused for that.
+        """
         with self._lock:
+            self._late += 1
+            if self._late >= self._tolerance or self.on_probation:
+                self._eject()
             is_due = time.monotonic() - self._examined_at > self._interval
             if is_due and self._problem is None and self._watch is None and not self._stopping.is_set():
                 self._examined_at = time.monotonic()
@@ -85,6 +113,16 @@ class CircuitBreaker:
             watch = self._watch
         if watch is not None:
             watch.join(timeout)
+
+    def _eject(self) -> None:
+        now = time.monotonic()
+        if now < self._ejected_until:
+            return  # the request was sent before the ejection
+        forgiven = max(0, self._ejections - int(min(1e6, (now - self._ejected_until) / FORGIVING_SECONDS)))
+        self._ejections = forgiven + 1
+        seconds = min(LONGEST_EJECTION_SECONDS, self._interval * 2 ** min(forgiven, 20))
+        self._ejected_until = now + seconds
+        self.on_probation = True
 
     def _open(self, problem: ModelError) -> None:
         if self._problem is not None or self._stopping.is_set():
@@ -121,17 +159,21 @@ class CircuitBreaker:
             started = time.monotonic()
             problem = self._problem_of_probe()
             with self._lock:
-                forgotten = started - self._last_call_at > self._patience
-                if problem is None or forgotten:
-                    self._close("back" if problem is None else "not asked for any more; the next call will try it")
+                if problem is None:
+                    self._close("back")
+                elif started - self._last_call_at > self._patience:
+                    self._close("not asked for any more; the next call will try it")
+                if self._problem is None:
+                    self._watch = None
                     return
                 self._problem = problem
 
     def _close(self, news: str) -> None:
+        if self._problem is None:
+            return
         away = time.monotonic() - self._opened_at
         self._problem = None
         self._failures = 0
-        self._watch = None
         logger.warning("%s is %s", self._name, news, extra={"away_seconds": round(away, 1)})
 
     def _problem_of_probe(self) -> ModelError | None:

@@ -68,7 +68,10 @@ class Call:
         self._ended = threading.Event()
         self._end: type[ModelError] = DeadlineExceeded
         self._socket: socket.socket | None = None
+        # True once a byte of the request has been sent.
         self.sent = False
+        # True if an endpoint is to be tried although it was away a moment ago.
+        self.insists = False
 
     def remaining(self) -> float:
         """Returns the seconds that are left: more than zero.
@@ -87,14 +90,13 @@ class Call:
         self._ended.wait(min(seconds, self.remaining()))
         self.remaining()
 
-    def send_once(self) -> None:
-        """Marks the request as sent. Raises BadResponse when it was sent before: no request is ever sent twice."""
+    def check_unsent(self) -> None:
+        """Raises BadResponse if the request was sent before: no request is sent to an endpoint twice."""
         if self.sent:
             raise BadResponse("the endpoint's response asks for the request to be sent again")
-        self.sent = True
 
     def allow_another(self) -> None:
-        """Allows another request in place of one that the endpoint refused, and for which it generated nothing."""
+        """Allows another request in place of one for which nothing was generated."""
         self.sent = False
 
     def hold(self, connection: socket.socket) -> float:

@@ -4,7 +4,7 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -30,14 +30,23 @@ from llm_functionalities.errors import (
     EndpointFailed,
     EndpointOverloaded,
     ModelError,
+    NotFound,
     Rejected,
     ServerFailed,
+    Unauthorized,
+    Unavailable,
 )
 
 logger = logging.getLogger(__name__)
 
 PROBE_SECONDS = 1.0
-REFUSED_REQUEST = frozenset({400, 413, 422})
+_ERROR_OF_STATUS: Mapping[int, type[ModelError]] = {
+    **dict.fromkeys((400, 413, 422), Rejected),
+    **dict.fromkeys((401, 403), Unauthorized),
+    **dict.fromkeys((404, 405), NotFound),
+    429: EndpointOverloaded,
+    503: Unavailable,
+}
 UNHEALTHY = frozenset({429, 500, 502, 503, 504})
 LONGEST_MESSAGE = 300
 
@@ -70,6 +79,11 @@ class Endpoint:
     def in_flight(self) -> int:
         return self._in_flight
 
+    @property
+    def is_avoided(self) -> bool:
+        """True while requests should go to other endpoints: this one failed, and is not known to answer again."""
+        return self.breaker.ejected or (self.breaker.on_probation and self._in_flight > 0)
+
     def generate(self, prompt: str, generation: GenerationParameters, call: Call) -> str:
         """Returns the model's answer, without the prompt. Raises ModelError.
 
@@ -95,7 +109,7 @@ class Endpoint:
             answer = self._client(call, "/generate").text_generation(prompt, **generation.parameters())
             return _text(answer)
 
-    def stream(self, prompt: str, generation: GenerationParameters, call: Call) -> Iterator[str]:
+    def stream(self, prompt: str, generation: GenerationParameters, call: Call) -> Generator[str, None, None]:
         """Yields the answer in pieces, as they come. Closing the iterator stops the generation. Raises ModelError."""
         with self._serving(call), self._client(call, "/generate_stream") as client:
             whole = False
@@ -122,7 +136,8 @@ class Endpoint:
 
     @contextmanager
     def _serving(self, call: Call) -> Iterator[None]:
-        self.breaker.check()
+        if not call.insists:
+            self.breaker.check()
         with self._lock:
             self._in_flight += 1
         try:
@@ -211,11 +226,8 @@ def _model_errors(call: Call) -> Iterator[None]:
 
 def _of_status(status: int, message: str) -> ModelError:
     text = _short(f"{status}: {message}")
-    if _concerns_one_grammar(text):
-        return Rejected(text)
-    if status == 429:
-        return EndpointOverloaded(text)
-    return Rejected(text) if status in REFUSED_REQUEST else ServerFailed(text)
+    error = Rejected if _concerns_one_grammar(text) else _ERROR_OF_STATUS.get(status, ServerFailed)
+    return error(text)
 
 
 def _of_report(error: TextGenerationError) -> ModelError:

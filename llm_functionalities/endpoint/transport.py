@@ -4,6 +4,7 @@ An HTTP client's read time-out bounds the pause between two pieces of a response
 second is never late. Here each read asks the current `Call` how much of its time is left, so their sum is bounded.
 """
 
+import select
 import ssl
 from collections.abc import Iterable, Iterator
 from typing import Any, cast
@@ -15,13 +16,26 @@ from tenacity import Retrying, retry_if_exception_type, stop_after_attempt, wait
 
 from llm_functionalities.endpoint.call import Call, current_call
 from llm_functionalities.endpoint.resolver import Resolver
-from llm_functionalities.errors import BadResponse, ConnectionLost, DeadlineExceeded, ModelError, Unreachable
+from llm_functionalities.errors import (
+    BadResponse,
+    ConnectionLost,
+    DeadlineExceeded,
+    ModelError,
+    Unreachable,
+    Unread,
+)
 
 # Servers keep an idle connection longer (uvicorn: 5 s), so none is picked just as its server closes it.
 KEEP_ALIVE_SECONDS = 3.0
 
 FIRST_PAUSE_SECONDS = 0.05
 LONGEST_PAUSE_SECONDS = 0.2
+
+# A request that a server has not read is sent this often in all, each time over another connection.
+SENDING_ATTEMPTS = 3
+
+# The reset of a connection that was closed already follows within a round trip.
+RESET_SECONDS = 0.1
 
 
 class BoundedBackend(httpcore2.NetworkBackend):
@@ -81,24 +95,45 @@ class BoundedStream(httpcore2.NetworkStream):
     def __init__(self, stream: httpcore2.NetworkStream, handshake_timeout: float) -> None:
         self._stream = stream
         self._handshake_timeout = handshake_timeout
+        # Of the request that was sent last.
+        self._is_answered = False
+        self._write_failed = False
 
     def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
+        """Raises Unread if the connection ends before the response begins, and the server has not read the request.
+
+        A system resets a connection that its process closes, or leaves behind, with bytes that nobody has read. One on
+        which everything was read ends without a reset, whatever becomes of the process.
+        """
         try:
             data = self._stream.read(max_bytes, self._hold())
         except httpcore2.ReadTimeout:
             raise DeadlineExceeded("the time was up before the response came") from None
         except httpcore2.ReadError as error:
             current_call().remaining()  # a cancelled call's connection was shut down on purpose
-            raise ConnectionLost(str(error) or type(error).__name__) from None
-        if not data:
-            current_call().remaining()  # a connection that was shut down looks like the end of a response
+            message = str(error) or type(error).__name__
+            if not self._is_answered and isinstance(error.__cause__, ConnectionResetError | BrokenPipeError):
+                raise Unread(f"the server closed the connection and has not read the request: {message}") from None
+            raise ConnectionLost(message) from None
+        if data:
+            self._is_answered = True
+            return data
+        current_call().remaining()  # a connection that was shut down looks like the end of a response
+        if not self._is_answered and (self._write_failed or self._is_reset()):
+            raise Unread("the server closed the connection and has not read the request")
         return data
 
     def write(self, buffer: bytes, timeout: float | None = None) -> None:
+        self._is_answered = self._write_failed = False
+        seconds = self._hold()
+        current_call().sent = True
         try:
-            self._stream.write(buffer, self._hold())
+            self._stream.write(buffer, seconds)
         except httpcore2.WriteTimeout:
             raise DeadlineExceeded("the time was up while the request was sent") from None
+        except httpcore2.WriteError:
+            self._write_failed = True
+            raise
 
     def start_tls(
         self, ssl_context: ssl.SSLContext, server_hostname: str | None = None, timeout: float | None = None
@@ -127,6 +162,12 @@ class BoundedStream(httpcore2.NetworkStream):
     def _hold(self) -> float:
         return current_call().hold(self._stream.get_extra_info("socket"))
 
+    def _is_reset(self) -> bool:
+        """Returns True if the server's system resets the connection, which its process has closed."""
+        reset = select.poll()
+        reset.register(self._stream.get_extra_info("socket"), 0)  # errors and hang-ups are reported anyway
+        return bool(reset.poll(RESET_SECONDS * 1000))
+
 
 class _HeldSSLSocket(ssl.SSLSocket):
     """A socket whose handshake ends with its call. It takes the place of the plain socket before its handshake."""
@@ -141,7 +182,7 @@ class _HeldSSLSocket(ssl.SSLSocket):
 
 
 class BoundedTransport(httpx2.BaseTransport):
-    """Sends each request within the current `Call`, once, over connections that outlive it.
+    """Sends each request within the current `Call` over connections that outlive it; again only if it was not read.
 
     No redirect is followed and no proxy of the environment is used: the endpoint is what it was configured to be.
     """
@@ -158,24 +199,11 @@ class BoundedTransport(httpx2.BaseTransport):
     def handle_request(self, request: httpx2.Request) -> httpx2.Response:
         """Sends the request and returns the response. Raises ModelError."""
         call = current_call()
-        call.send_once()
-        try:
-            response = self._pool.handle_request(
-                httpcore2.Request(
-                    method=request.method,
-                    url=httpcore2.URL(
-                        scheme=request.url.raw_scheme,
-                        host=request.url.raw_host,
-                        port=request.url.port,
-                        target=request.url.raw_path,
-                    ),
-                    headers=request.headers.raw,
-                    content=cast(Iterable[bytes], request.stream),
-                )
-            )
-        except (httpcore2.NetworkError, httpcore2.ProtocolError) as error:
-            call.remaining()
-            raise ConnectionLost(str(error)) from None
+        call.check_unsent()
+        attempts = Retrying(
+            stop=stop_after_attempt(SENDING_ATTEMPTS), retry=retry_if_exception_type(Unread), reraise=True
+        )
+        response = attempts(self._send, request, call)
         bounded_response = httpx2.Response(
             status_code=response.status,
             headers=response.headers,
@@ -189,6 +217,24 @@ class BoundedTransport(httpx2.BaseTransport):
 
     def close(self) -> None:
         self._pool.close()
+
+    def _send(self, request: httpx2.Request, call: Call) -> httpcore2.Response:
+        url = request.url
+        try:
+            return self._pool.handle_request(
+                httpcore2.Request(
+                    method=request.method,
+                    url=httpcore2.URL(scheme=url.raw_scheme, host=url.raw_host, port=url.port, target=url.raw_path),
+                    headers=request.headers.raw,
+                    content=cast(Iterable[bytes], request.stream),
+                )
+            )
+        except Unread:
+            call.allow_another()
+            raise
+        except (httpcore2.NetworkError, httpcore2.ProtocolError) as error:
+            call.remaining()
+            raise ConnectionLost(str(error)) from None
 
 
 class _BoundedBody(httpx2.SyncByteStream):

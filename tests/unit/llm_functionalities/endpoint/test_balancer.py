@@ -1,6 +1,7 @@
-"""The choice of an endpoint for a prompt."""
+"""The choice of an endpoint for a prompt, and of another one where nothing was generated."""
 
 from collections import Counter
+from collections.abc import Iterator
 
 import httpx2
 import pytest
@@ -10,8 +11,19 @@ from llm_functionalities.endpoint.balancer import Balancer
 from llm_functionalities.endpoint.call import Call, Deadline
 from llm_functionalities.endpoint.endpoint import Endpoint
 from llm_functionalities.endpoint.generation import GenerationParameters
-from llm_functionalities.errors import CircuitOpen, NoEndpoint, Unreachable
+from llm_functionalities.errors import (
+    CircuitOpen,
+    EndpointOverloaded,
+    ModelError,
+    NoEndpoint,
+    ServerFailed,
+    Unauthorized,
+    Unreachable,
+)
+from tests.fakes.model_server import ModelServer
+from tests.timing import until
 
+PLAIN = GenerationParameters(5)
 NAMES = ["a:80", "b:80", "c:80"]
 
 
@@ -72,3 +84,100 @@ def test_what_nobody_can_answer_tells_why(three: list[Endpoint]) -> None:
     with pytest.raises(CircuitOpen, match="refused"):
         Balancer(three).generate("prompt", GenerationParameters(5), call)
     Balancer(three).stop(1)
+
+
+@pytest.fixture
+def other() -> Iterator[ModelServer]:
+    with ModelServer() as other:
+        yield other
+
+
+@pytest.fixture
+def pair(server: ModelServer, other: ModelServer, http: httpx2.Client) -> Iterator[Balancer]:
+    """Two endpoints that say that they are healthy, whatever happens to requests."""
+    server.sick = other.sick = False
+    endpoints = [Endpoint(Address.parse(each.url), http, interval=0.2, tolerance=3) for each in (server, other)]
+    yield Balancer(endpoints)
+    for endpoint in endpoints:
+        endpoint.breaker.stop(2)
+
+
+def answers(balancer: Balancer, count: int) -> list[str]:
+    """What each of many prompts gets: its answer, or the name of its error."""
+
+    def answer(number: int) -> str:
+        try:
+            if number % 2:
+                return "".join(balancer.stream(f"prompt {number}", PLAIN, Call(Deadline.after(5))))
+            return balancer.generate(f"prompt {number}", PLAIN, Call(Deadline.after(5)))
+        except ModelError as error:
+            return type(error).__name__
+
+    return [answer(number) for number in range(count)]
+
+
+def test_an_endpoint_that_is_gone_loses_no_call(pair: Balancer, server: ModelServer) -> None:
+    assert set(answers(pair, 20)) == {"a fine answer"}
+    server.kill()
+    assert set(answers(pair, 20)) == {"a fine answer"}
+
+
+@pytest.mark.parametrize("status", [401, 403, 404, 429, 503])
+def test_what_one_endpoint_refuses_the_other_gets(status: int, pair: Balancer, server: ModelServer) -> None:
+    server.fault = status
+    assert set(answers(pair, 40)) == {"a fine answer"}
+    assert 3 <= len(server.requests) < 10  # the failures that are tolerated, and some after a while
+
+
+@pytest.mark.parametrize("fault", [424, 500, "garbage", "reset"])
+def test_what_one_endpoint_may_have_begun_is_not_sent_to_the_other(
+    fault: str | int, pair: Balancer, server: ModelServer, other: ModelServer
+) -> None:
+    server.fault = fault
+    failures = [answer for answer in answers(pair, 40) if answer != "a fine answer"]
+    assert 3 <= len(failures) == len(server.requests) < 10
+    assert len(server.requests) + len(other.requests) == 40
+
+
+def test_an_endpoint_that_fails_again_and_again_gets_ever_fewer_calls(pair: Balancer, server: ModelServer) -> None:
+    server.fault = 500
+    until(lambda: answers(pair, 10) != [] and len(server.requests) >= 5, 20)
+    ejected = [endpoint for endpoint in pair.choices("prompt") if endpoint.is_avoided]
+    assert [endpoint.name for endpoint in ejected] == [server.url]
+    server.fault = None
+    before = len(server.requests)
+    until(lambda: set(answers(pair, 10)) == {"a fine answer"} and len(server.requests) > before + 2, 20)
+
+
+def test_a_stream_that_has_begun_goes_nowhere_else(pair: Balancer, server: ModelServer, other: ModelServer) -> None:
+    token = b'{"token":{"id":1,"text":"a","logprob":-0.1,"special":false},"generated_text":null,"details":null}'
+    server.raw = other.raw = b"data:" + token + b'\n\ndata:{"error":"busy","error_type":"overloaded"}\n\n'
+    stream = pair.stream("prompt", PLAIN, Call(Deadline.after(5)))
+    assert next(stream) == "a"
+    with pytest.raises(EndpointOverloaded, match="busy"):
+        next(stream)
+    assert len(server.requests) + len(other.requests) == 1
+
+
+def test_a_refusal_is_reported_rather_than_that_the_other_is_gone(
+    pair: Balancer, server: ModelServer, other: ModelServer
+) -> None:
+    server.fault = 401
+    other.kill()
+    for number in range(10):
+        with pytest.raises(ModelError) as error:
+            pair.generate(f"prompt {number}", PLAIN, Call(Deadline.after(5)))
+        assert isinstance(error.value, Unauthorized if number < 3 else Unauthorized | CircuitOpen)
+
+
+def test_the_only_endpoint_is_asked_again_as_soon_as_it_is_healthy(server: ModelServer, http: httpx2.Client) -> None:
+    server.fault, server.sick = 500, False
+    endpoint = Endpoint(Address.parse(server.url), http, interval=0.1, tolerance=3)
+    balancer = Balancer([endpoint])
+    for expected in (5, 6, 7):
+        until(lambda: answers(balancer, 2) != [] and len(server.requests) >= expected, 10)  # noqa: B023
+    with pytest.raises((ServerFailed, CircuitOpen)):
+        balancer.generate("prompt", PLAIN, Call(Deadline.after(5)))
+    server.fault = None
+    assert until(lambda: "a fine answer" in answers(balancer, 1)) < 2
+    endpoint.breaker.stop(2)

@@ -60,6 +60,40 @@ def test_the_breaker_tolerates_failures_unless_they_follow_each_other(breaker: C
     assert not breaker.closed
 
 
+def test_ejections_take_longer_each_time(breaker: CircuitBreaker) -> None:
+    took = []
+    for failures in (3, 1, 1):  # on probation one is enough
+        for _ in range(failures):
+            breaker.failed(ServerFailed("500"))
+        assert breaker.ejected
+        assert breaker.on_probation
+        took.append(until(lambda: not breaker.ejected))
+        until(lambda: breaker.closed)
+    assert took[0] >= INTERVAL * 0.9
+    assert took[1] >= INTERVAL * 1.8
+    assert took[2] >= INTERVAL * 3.6
+    breaker.succeeded()
+    assert not breaker.on_probation
+    breaker.failed(ServerFailed("500"))
+    assert breaker.closed
+    assert not breaker.ejected
+
+
+def test_requests_that_were_sent_before_an_ejection_do_not_prolong_it(breaker: CircuitBreaker) -> None:
+    for _ in range(20):
+        breaker.failed(ServerFailed("500"))
+    assert until(lambda: not breaker.ejected) < INTERVAL * 10
+
+
+def test_an_endpoint_that_is_always_late_is_ejected_and_refuses_nothing(breaker: CircuitBreaker) -> None:
+    breaker.suspect()
+    breaker.suspect()
+    assert not breaker.ejected
+    breaker.suspect()
+    assert breaker.ejected
+    breaker.check()
+
+
 def test_the_breaker_closes_by_itself_once_the_endpoint_is_back(breaker: CircuitBreaker, patient: Patient) -> None:
     patient.healthy = False
     breaker.unreachable(Unreachable("refused"))

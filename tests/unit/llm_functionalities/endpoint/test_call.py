@@ -52,11 +52,12 @@ def test_a_call_that_has_ended_says_why() -> None:
 
 def test_a_request_is_sent_once_unless_it_was_refused() -> None:
     call = Call(Deadline.after(5))
-    call.send_once()
+    call.check_unsent()
+    call.sent = True
     with pytest.raises(BadResponse, match="sent again"):
-        call.send_once()
+        call.check_unsent()
     call.allow_another()
-    call.send_once()
+    call.check_unsent()
 
 
 def test_cancelling_ends_the_read_of_the_worker() -> None:

@@ -17,8 +17,11 @@ from llm_functionalities.errors import (
     DeadlineExceeded,
     EndpointOverloaded,
     ModelError,
+    NotFound,
     Rejected,
     ServerFailed,
+    Unauthorized,
+    Unavailable,
     Unreachable,
 )
 from tests.fakes.model_server import ModelServer
@@ -55,7 +58,11 @@ def test_a_request_has_the_token_and_the_trace(endpoint: Endpoint, server: Model
     [
         (429, EndpointOverloaded),
         (500, ServerFailed),
-        (503, ServerFailed),
+        (424, ServerFailed),
+        (503, Unavailable),
+        (401, Unauthorized),
+        (403, Unauthorized),
+        (404, NotFound),
         (422, Rejected),
         (413, Rejected),
         ("garbage", BadResponse),

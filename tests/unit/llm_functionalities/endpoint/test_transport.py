@@ -12,8 +12,8 @@ import pytest
 
 from llm_functionalities.endpoint.call import Call, Deadline, working_on
 from llm_functionalities.endpoint.resolver import Resolver
-from llm_functionalities.endpoint.transport import BoundedBackend, BoundedTransport
-from llm_functionalities.errors import BadResponse, Cancelled, DeadlineExceeded, Unreachable
+from llm_functionalities.endpoint.transport import BoundedBackend, BoundedStream, BoundedTransport
+from llm_functionalities.errors import BadResponse, Cancelled, ConnectionLost, DeadlineExceeded, Unreachable, Unread
 from tests.fakes.model_server import ModelServer
 from tests.fakes.name_server import NameServer
 from tests.timing import on_a_busy_machine, until
@@ -117,6 +117,78 @@ def test_an_address_that_does_not_answer_leaves_time_for_the_next_one() -> None:
                 return False
 
         until(answered)
+
+
+RESPONSE = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}"
+
+
+@contextmanager
+def serving(*connections: Callable[[socket.socket], None]) -> Iterator[str]:
+    """Starts a server that serves each connection by the next function, and closes it. Yields its URL."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            for each in connections:
+                connection, _ = listener.accept()
+                with connection:
+                    each(connection)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        thread.join()
+
+
+def read_request(connection: socket.socket) -> None:
+    received = b""
+    while not received.endswith(b'{"inputs":"hello"}'):
+        received += connection.recv(65536)
+
+
+def answer(connection: socket.socket) -> None:
+    read_request(connection)
+    connection.sendall(RESPONSE)
+
+
+def close_unread(connection: socket.socket) -> None:
+    connection.recv(1, socket.MSG_PEEK)
+
+
+def answer_once_and_close_unread(connection: socket.socket) -> None:
+    answer(connection)
+    close_unread(connection)
+
+
+def test_what_a_server_has_not_read_is_sent_again(http: httpx2.Client) -> None:
+    with serving(answer_once_and_close_unread, close_unread, answer) as url:
+        assert [post(http, url).status_code for _ in range(2)] == [200, 200]
+
+
+def test_what_no_attempt_gets_read_is_unread(http: httpx2.Client) -> None:
+    with serving(close_unread, close_unread, close_unread) as url:
+        call = Call(Deadline.after(5))
+        with working_on(call), pytest.raises(Unread):
+            http.post(f"{url}/generate", json={"inputs": "hello"})
+        assert not call.sent
+
+
+def test_what_a_server_has_read_is_not_sent_again(http: httpx2.Client) -> None:
+    with serving(read_request) as url, pytest.raises(ConnectionLost):
+        post(http, url)
+
+
+def test_a_connection_that_was_closed_before_the_request_came_is_known_by_its_reset() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        backend = BoundedBackend(Resolver(), 1.0, 1)
+        with working_on(Call(Deadline.after(5))):
+            stream = backend.connect_tcp("127.0.0.1", listener.getsockname()[1])
+            assert isinstance(stream, BoundedStream)
+            listener.accept()[0].close()
+            until(lambda: bool(stream.get_extra_info("is_readable")))
+            stream.write(b"a request")
+            with pytest.raises(Unread):
+                stream.read(100)
+            stream.close()
 
 
 @contextmanager
