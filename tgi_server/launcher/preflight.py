@@ -162,6 +162,8 @@ def _tensors(folder: Path) -> Header:
         names = set(parts.values()) if isinstance(parts, dict) else names
     tensors: dict[str, Mapping[str, Any]] = {}
     for name in sorted(map(str, names)):
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            raise CannotStartError(f"{index} names {name!r}, which is not a file of its folder; it is not loaded")
         if not (folder / name).is_file():
             raise CannotStartError(f"{folder} lacks {name}, which {_INDEX} names; download it again")
         tensors.update(_header(folder / name))

@@ -7,6 +7,7 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import grpc
 import torch
@@ -146,6 +147,7 @@ def _listen(server: grpc.aio.Server | grpc.Server, socket: Path, settings: Shard
 async def _serve(settings: ShardSettings, model_path: Path, engine: Engine, group: ShardGroup | None) -> None:
     stop = asyncio.Event()
     on_stop_signal(stop.set)
+    asyncio.get_running_loop().set_exception_handler(_end_without_memory)
     socket = shard_socket(settings.uds_path, settings.rank)
     server = grpc.aio.server(options=UNBOUNDED_MESSAGES)
     grammar_threads = ThreadPoolExecutor(_GRAMMAR_CALLS, thread_name_prefix="grammar-calls")
@@ -183,9 +185,19 @@ async def _serve(settings: ShardSettings, model_path: Path, engine: Engine, grou
 
 
 def _end_at_once() -> None:
-    """Ends the process without its clean-up, which would wait for a device that is lost."""
-    flush_log()
-    os._exit(FATAL_STATUS)
+    """Ends the process without its clean-up, which would wait for a device that is lost, or needs memory."""
+    try:
+        flush_log()
+    finally:
+        os._exit(FATAL_STATUS)
+
+
+def _end_without_memory(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Handles what no code has caught: when memory ran out, gRPC's own tasks may have ended, and their calls hang."""
+    if isinstance(context.get("exception"), MemoryError):
+        logger.critical("memory ran out, so this shard ends; lower --cpu-memory")
+        _end_at_once()
+    loop.default_exception_handler(context)
 
 
 def _grammar_queue(engine: Engine, model_path: Path) -> GrammarQueue | None:

@@ -8,6 +8,7 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from traceback import clear_frames
 
 import grpc
 import torch
@@ -16,15 +17,7 @@ from shared.logging import one_line
 from shared.stubs import generate_pb2 as pb
 from shared.stubs.generate_pb2_grpc import TextGenerationServiceServicer
 from tgi_server.engine import Engine
-from tgi_server.engine.errors import (
-    EngineError,
-    InvalidAdapter,
-    InvalidCall,
-    InvalidWeights,
-    ModelNotFound,
-    PeerLost,
-    UnsupportedModel,
-)
+from tgi_server.engine.errors import EngineError, InvalidAdapter, InvalidCall, NotEnoughMemory, PeerLost
 from tgi_server.grammar import GrammarError
 from tgi_server.shard import conversion
 from tgi_server.shard.call_stream import CallStream
@@ -35,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 # Characters of a status's message. Each may take 12 bytes, as gRPC escapes it, and 8 KiB of metadata surely arrive.
 _LONGEST_REASON = 600
+# In the message of the RuntimeError that torch raises when the system gives no memory.
+_CPU_ALLOCATOR = "DefaultCPUAllocator: can't allocate memory"
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +127,7 @@ class TextGenerationService(TextGenerationServiceServicer):
             async with aclosing(running.answers(calls)) as answers:
                 async for answer in answers:
                     yield answer
-        except (EngineError, GrammarError, RuntimeError) as error:
+        except Exception as error:
             _, reason = self._explain(error)
             running.end(reason)
             yield pb.Answer(failure=pb.Failure(reason=reason))
@@ -153,24 +148,40 @@ class TextGenerationService(TextGenerationServiceServicer):
         """Turns an engine's error into a gRPC status; the service goes on, unless the device itself is lost."""
         try:
             yield
-        except (EngineError, GrammarError, RuntimeError) as error:
+        except Exception as error:
             status, reason = self._explain(error)
             await context.abort(status, one_line(reason, _LONGEST_REASON))
 
     def _explain(self, error: Exception) -> tuple[grpc.StatusCode, str]:
-        """Returns status and message for the router, and logs what an operator has to know."""
-        if isinstance(error, EngineError | GrammarError):
-            invalid = isinstance(
-                error, InvalidCall | InvalidAdapter | InvalidWeights | ModelNotFound | UnsupportedModel
-            )
-            status = grpc.StatusCode.FAILED_PRECONDITION if invalid else grpc.StatusCode.RESOURCE_EXHAUSTED
-            return status, str(error)
+        """Returns status and message for the router, and logs what an operator has to know.
+
+        Ends the process when there is no memory even for that: what else runs in it may stand still for ever.
+        """
+        clear_frames(error.__traceback__)  # they hold what the step has allocated
+        try:
+            return self._status(error)
+        except MemoryError:
+            self._on_fatal()
+            raise
+
+    def _status(self, error: Exception) -> tuple[grpc.StatusCode, str]:
+        if isinstance(error, InvalidCall | InvalidAdapter):
+            return grpc.StatusCode.FAILED_PRECONDITION, str(error)
+        if isinstance(error, NotEnoughMemory | GrammarError):
+            return grpc.StatusCode.RESOURCE_EXHAUSTED, str(error)
+        if isinstance(error, EngineError):
+            # What the model's own folder lacks is no fault of a request.
+            logger.error("%s", error)
+            return grpc.StatusCode.INTERNAL, str(error)
         if isinstance(error, torch.cuda.OutOfMemoryError):
             torch.cuda.empty_cache()
             logger.error(
                 "a step ran out of device memory; lower --cuda-memory-fraction. Its batch is dropped: %s", error
             )
             return grpc.StatusCode.RESOURCE_EXHAUSTED, "a step ran out of device memory, and its batch was dropped"
+        if isinstance(error, MemoryError) or _CPU_ALLOCATOR in str(error):
+            logger.error("memory ran out; lower --cpu-memory. The batch, or adapter, is dropped: %s", error)
+            return grpc.StatusCode.RESOURCE_EXHAUSTED, "memory ran out, and the batch, or adapter, was dropped"
         if isinstance(error, PeerLost):
             logger.error("a step failed because of another shard; the batch is dropped: %s", error)
         else:
@@ -178,7 +189,7 @@ class TextGenerationService(TextGenerationServiceServicer):
         if self._device_is_lost():
             logger.critical("the device computes nothing any more, so this shard ends")
             self._on_fatal()
-        return grpc.StatusCode.INTERNAL, str(error).splitlines()[0]
+        return grpc.StatusCode.INTERNAL, (str(error).splitlines() or [type(error).__name__])[0]
 
     def _device_is_lost(self) -> bool:
         """Returns True if the device computes nothing any more: a CUDA error may poison the process's context."""

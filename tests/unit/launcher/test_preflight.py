@@ -122,6 +122,13 @@ def test_a_file_that_the_index_names_and_is_not_there(folder: Path) -> None:
     assert complaint(folder).startswith(f"{folder} lacks model-00001-of-00002.safetensors, which model.safetensors.ind")
 
 
+@pytest.mark.parametrize("name", ["/etc/model.safetensors", "../model.safetensors", "a/../../b.safetensors"])
+def test_an_index_that_leads_out_of_its_folder(folder: Path, name: str) -> None:
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"lm_head.weight": name}}))
+    assert complaint(folder) == f"{index} names {name!r}, which is not a file of its folder; it is not loaded"
+
+
 def test_an_adapter_of_another_base(folder: Path, tmp_path: Path) -> None:
     told = complaint(folder, adapter(tmp_path / "chef", 4096))
     assert "q_proj.lora_A.weight is [2, 4096], but model.layers.0.self_attn.q_proj.weight of the model is [" in told

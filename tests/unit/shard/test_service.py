@@ -1,5 +1,7 @@
 """The gRPC service turns an engine's errors into statuses, and ends its process only when the device is lost."""
 
+import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -10,14 +12,16 @@ import torch
 
 from shared.stubs import generate_pb2 as pb
 from shared.stubs.generate_pb2_grpc import TextGenerationServiceStub, add_TextGenerationServiceServicer_to_server
+from tests.timing import eventually
 from tgi_server.engine.engine import LoadedModel
-from tgi_server.engine.errors import InvalidAdapter, InvalidCall, NotEnoughMemory, PeerLost
+from tgi_server.engine.errors import InvalidAdapter, InvalidCall, ModelNotFound, NotEnoughMemory, PeerLost
 from tgi_server.engine.lora.loaded import ReadAdapter
 from tgi_server.engine.lora.products import Change
 from tgi_server.engine.runners.base import CacheCapacity
 from tgi_server.shard.service import Place, TextGenerationService
 
 PLACES = [Place("unix:///a", "unix:///a-grammars"), Place("ipv4:10.0.0.2:1", "ipv4:10.0.0.2:2")]
+NO_MEMORY = "DefaultCPUAllocator: can't allocate memory: you tried to allocate"
 
 
 class Adapters:
@@ -29,6 +33,8 @@ class Adapters:
     def fetch(self, adapter_id: str, folder: Path) -> ReadAdapter:
         if folder == Path("/wrong"):
             raise InvalidAdapter(f"{folder} has no adapter_config.json")
+        if folder == Path("/base-gone"):
+            raise ModelNotFound("no model folder at /base")
         return ReadAdapter(4, {0: Change(torch.zeros(5, 5), [], [], None, None)})
 
     def put(self, name: str, adapter: ReadAdapter) -> None:
@@ -82,6 +88,10 @@ class Engine:
     def clear(self, batch_id: int | None = None) -> None:
         pass
 
+    def step(self, batch_id: int, **_: Any) -> None:
+        if self.fault is not None:
+            raise self.fault
+
 
 @pytest.fixture
 def engine() -> Engine:
@@ -133,6 +143,11 @@ async def test_adapters_are_read_kept_and_forgotten(stub: Any, engine: Engine):
     assert message == "/wrong has no adapter_config.json"
 
 
+async def test_a_model_folder_that_has_vanished_is_no_fault_of_the_request(stub: Any):
+    adapter = pb.LoadAdapterRequest(adapter_id="a", folder="/base-gone")
+    assert await refusal(stub.LoadAdapter(adapter)) == (grpc.StatusCode.INTERNAL, "no model folder at /base")
+
+
 async def test_warming_up_tells_what_fits(stub: Any, engine: Engine):
     capacity = await stub.Warmup(pb.WarmupRequest(max_batch_size=4, max_prefill_tokens=64))
     assert (capacity.num_blocks, capacity.max_total_tokens, capacity.max_batch_total_tokens) == (9, 64, 144)
@@ -151,6 +166,8 @@ async def test_warming_up_tells_what_fits(stub: Any, engine: Engine):
         ),
         (NotEnoughMemory("no room"), grpc.StatusCode.RESOURCE_EXHAUSTED, "no room"),
         (torch.cuda.OutOfMemoryError("6 GiB"), grpc.StatusCode.RESOURCE_EXHAUSTED, "out of device memory"),
+        (MemoryError(), grpc.StatusCode.RESOURCE_EXHAUSTED, "memory ran out"),
+        (RuntimeError(f"[enforce fail] {NO_MEMORY} 9 bytes"), grpc.StatusCode.RESOURCE_EXHAUSTED, "memory ran out"),
         (PeerLost("shard 1 has ended"), grpc.StatusCode.INTERNAL, "shard 1 has ended"),
     ],
 )
@@ -183,3 +200,38 @@ async def test_a_lost_device_ends_the_process(stub: Any, engine: Engine, ended: 
     assert code is grpc.StatusCode.INTERNAL
     assert "illegal memory access" in details
     assert ended == [True]
+
+
+async def run_step(stub: Any) -> str:
+    """Returns why a step failed, which has to be told within seconds."""
+    stream = stub.Run()
+    await stream.write(pb.Call(decode=pb.DecodeRequest(batch_id=1)))
+    answer = await asyncio.wait_for(stream.read(), 5)
+    stream.cancel()
+    return str(answer.failure.reason)
+
+
+async def test_a_step_that_runs_out_of_memory_fails_alone(stub: Any, engine: Engine, ended: list[bool]):
+    engine.fault = MemoryError()
+    assert await run_step(stub) == "memory ran out, and the batch, or adapter, was dropped"
+    assert not ended
+
+
+@pytest.mark.logs_tracebacks
+async def test_any_error_of_a_step_is_told(stub: Any, engine: Engine):
+    engine.fault = ZeroDivisionError()
+    assert await run_step(stub) == "ZeroDivisionError"
+
+
+async def test_without_memory_for_a_line_of_the_log_the_process_ends(
+    stub: Any, engine: Engine, ended: list[bool], monkeypatch: pytest.MonkeyPatch
+):
+    def no_memory(*_: Any, **__: Any) -> None:
+        raise MemoryError
+
+    engine.fault = MemoryError()
+    monkeypatch.setattr(logging.getLogger("tgi_server.shard.service"), "error", no_memory)
+    stream = stub.Run()
+    await stream.write(pb.Call(decode=pb.DecodeRequest(batch_id=1)))
+    await eventually(lambda: ended == [True])
+    stream.cancel()

@@ -219,15 +219,20 @@ def _check_left_over(plain: dict[str, Any]) -> None:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Returns the safetensors files that make up the model. Raises ModelNotFound when one is missing."""
+    """Returns the safetensors files that make up the model.
+
+    Raises ModelNotFound when one is missing, and InvalidWeights when the index names one outside the folder.
+    """
     index = folder / INDEX
     if not index.is_file():
         names = {WEIGHTS}
     else:
         try:
             names = set(json.loads(index.read_text())["weight_map"].values())
-        except (ValueError, KeyError, AttributeError) as error:
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
             raise InvalidWeights(f"{index} is not an index of weights: {error}") from error
+        if foreign := [name for name in names if not isinstance(name, str) or not _is_inside(name)]:
+            raise InvalidWeights(f"{index} names {foreign[0]!r}, which is not a file of its folder; it is not loaded")
     if missing := sorted(name for name in names if not (folder / name).is_file()):
         if any(folder.glob("*.bin")) and not any(folder.glob("*.safetensors")):
             raise ModelNotFound(
@@ -235,6 +240,11 @@ def weight_files(folder: Path) -> list[Path]:
             )
         raise ModelNotFound(f"{folder} has no {missing[0]}; is the download complete?")
     return [folder / name for name in sorted(names)]
+
+
+def _is_inside(name: str) -> bool:
+    """Returns False for a path that leads out of the folder that it is relative to."""
+    return not Path(name).is_absolute() and ".." not in Path(name).parts
 
 
 def check_files(folder: Path) -> None:

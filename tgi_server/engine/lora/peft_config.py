@@ -3,10 +3,12 @@
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, TypeVar
+
+from pydantic_core import SchemaError, SchemaValidator, core_schema
 
 from tgi_server.engine.errors import InvalidAdapter
 
@@ -26,19 +28,29 @@ _OF_TRAINING = {
 }
 # Ways to begin a training that leave the base model's weights as they are.
 _PLAIN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
+# Keys of `rank_pattern` and `alpha_pattern`: how many there may be, how many of them may be more than names, and the
+# characters of such a one.
+_MAX_KEYS = 1000
+_MAX_EXPRESSIONS = 20
+_MAX_EXPRESSION_LENGTH = 100
+# Nothing in a name is repeated, so that nothing in it can be tried again and again.
+_LAYER_NAME = re.compile(r"\^?[\w.]+")
+
+# The value of a layer by its path; None for a layer that a pattern says nothing about.
+ValueOf = Callable[[str], T | None]
 
 
 @dataclass(frozen=True, slots=True)
 class PeftConfig:
     """The settings of a LoRA adapter that say what it computes.
 
-    biases: the adapted layers' biases were trained too, and stand in the place of the base model's.
+    rank_pattern, alpha_pattern: ranks and alphas of the layers that differ from the others. biases: the adapted layers' biases were trained too, and stand in the place of the base model's.
     """
 
     rank: int
     alpha: float
-    rank_pattern: Mapping[str, int]
-    alpha_pattern: Mapping[str, float]
+    rank_pattern: ValueOf[int]
+    alpha_pattern: ValueOf[float]
     rank_stabilised: bool
     dora: bool
     biases: bool
@@ -73,21 +85,17 @@ class PeftConfig:
             raise InvalidAdapter(f"{file}: bias is {bias!r}; it may be 'none' or 'lora_only'")
         try:
             return cls._of(settings)
-        except (KeyError, TypeError, ValueError, AttributeError, re.error) as error:
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise InvalidAdapter(f"{file} is not as peft writes it ({type(error).__name__}: {error})") from error
 
     @classmethod
     def _of(cls, settings: Mapping[str, Any]) -> Self:
-        rank_pattern = {key: int(value) for key, value in (settings.get("rank_pattern") or {}).items()}
-        alpha_pattern = {key: float(value) for key, value in (settings.get("alpha_pattern") or {}).items()}
-        for key in (*rank_pattern, *alpha_pattern):
-            re.compile(key)
         base, revision = settings.get("base_model_name_or_path"), settings.get("revision")
         return cls(
             rank=int(settings["r"]),
             alpha=float(settings.get("lora_alpha", 8)),
-            rank_pattern=rank_pattern,
-            alpha_pattern=alpha_pattern,
+            rank_pattern=_pattern(settings, "rank_pattern", int),
+            alpha_pattern=_pattern(settings, "alpha_pattern", float),
             rank_stabilised=bool(settings.get("use_rslora")),
             dora=bool(settings.get("use_dora")),
             biases=settings.get("bias", "none") == "lora_only",
@@ -97,12 +105,14 @@ class PeftConfig:
 
     def rank_of(self, path: str) -> int:
         """Returns the rank of the layer at a path in the adapter's own model."""
-        return _of_pattern(self.rank_pattern, path, self.rank)
+        found = self.rank_pattern(path)
+        return self.rank if found is None else found
 
     def scale(self, path: str) -> float:
         """Returns what the layer's product is multiplied by (rank-stabilised: Kalajdzievski, 2023)."""
-        rank = self.rank_of(path)
-        return _of_pattern(self.alpha_pattern, path, self.alpha) / (math.sqrt(rank) if self.rank_stabilised else rank)
+        rank, found = self.rank_of(path), self.alpha_pattern(path)
+        alpha = self.alpha if found is None else found
+        return alpha / (math.sqrt(rank) if self.rank_stabilised else rank)
 
 
 def _read(file: Path) -> Mapping[str, Any]:
@@ -117,6 +127,40 @@ def _read(file: Path) -> Mapping[str, Any]:
     return settings
 
 
-def _of_pattern(pattern: Mapping[str, T], path: str, default: T) -> T:
-    """Returns the value of the first key that is the end of the path, or a regular expression for it."""
-    return next((value for key, value in pattern.items() if re.match(rf"(.*\.)?({key})$", path)), default)
+def _pattern(settings: Mapping[str, Any], name: str, kind: Callable[[Any], T]) -> ValueOf[T]:
+    """Returns the setting of this name as a function of a layer's path: the value of the first key that matches.
+
+    A key is the end of the path, or a regular expression for it. Raises ValueError for a key that is neither.
+    """
+    values: Mapping[str, Any] = settings.get(name) or {}
+    if len(values) > _MAX_KEYS:
+        raise ValueError(f"{name} has {len(values)} keys; it may have {_MAX_KEYS}")
+    expressions = sum(_LAYER_NAME.fullmatch(key) is None for key in values)
+    if expressions > _MAX_EXPRESSIONS:
+        raise ValueError(
+            f"{name} has {expressions} regular expressions; it may have {_MAX_EXPRESSIONS} beside the names of layers"
+        )
+    patterns = [(_matcher(name, key), kind(value)) for key, value in values.items()]
+    return lambda path: next((value for matches, value in patterns if matches(path)), None)
+
+
+def _matcher(name: str, key: str) -> Callable[[str], object]:
+    """Compiles a key; one that is more than a name for an engine that takes a time linear in the path's length."""
+    pattern = rf"^(?:.*\.)?(?:{key})$"
+    if _LAYER_NAME.fullmatch(key):
+        return re.compile(pattern).match
+    fault = f"{name} has the regular expression {key[:_MAX_EXPRESSION_LENGTH]!r}"
+    if len(key) > _MAX_EXPRESSION_LENGTH:
+        raise ValueError(f"{fault}... of {len(key)} characters; it may have {_MAX_EXPRESSION_LENGTH}")
+    if "{" in key:  # what is repeated a thousand times is compiled a thousand times
+        raise ValueError(f"{fault}, which counts repetitions; use the names of layers")
+    try:
+        _compile(key)
+        return _compile(pattern).isinstance_python
+    except SchemaError as error:
+        reason = str(error).strip().splitlines()[-1].removeprefix("error: ")
+        raise ValueError(f"{fault}, which is not supported: {reason}; use the names of layers") from error
+
+
+def _compile(pattern: str) -> SchemaValidator:
+    return SchemaValidator(core_schema.str_schema(pattern=pattern, regex_engine="rust-regex"))

@@ -1,5 +1,7 @@
 """Loading a model from a folder."""
 
+import json
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -59,6 +61,18 @@ def test_a_folder_that_cannot_be_loaded_says_why(tmp_path, broken, error, messag
     dtype = torch.float16 if without_kernels else None
     with pytest.raises(error, match=message):
         Engine(EngineConfig(folder, dtype=dtype, custom_kernels=not without_kernels))
+
+
+@pytest.mark.parametrize("outside", ["absolute", "above"])
+def test_an_index_that_leads_out_of_its_folder_is_not_followed(tmp_path, outside) -> None:
+    folder = make("llama", tmp_path / "model")
+    weights = folder / "model.safetensors"
+    other = weights.rename(tmp_path / "other.safetensors")
+    name = str(other) if outside == "absolute" else "../other.safetensors"
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": dict.fromkeys(load_file(other), name)}))
+    with pytest.raises(InvalidWeights, match=f"names {name!r}, which is not a file of its folder"):
+        Engine(EngineConfig(folder))
 
 
 @pytest.mark.parametrize(

@@ -166,7 +166,13 @@ def test_a_tied_head_takes_its_weight_from_the_embeddings(bases: Any, tmp_path: 
         ({"use_qalora": True}, "use_qalora is True"),
         ({"a_future_setting": {"x": 1}}, "a_future_setting is"),
         ({"r": "four"}, "not as peft writes it"),
-        ({"rank_pattern": {"(": 4}}, "not as peft writes it"),
+        ({"rank_pattern": {"(": 4}}, r"rank_pattern has the regular expression '\('.* unclosed group"),
+        ({"rank_pattern": {"a)|(b": 4}}, r"rank_pattern has the regular expression 'a\)\|\(b'.* unopened group"),
+        ({"alpha_pattern": {"(?=a)b": 4}}, "alpha_pattern has .* which is not supported: look-around"),
+        ({"alpha_pattern": {"((a{1000}){1000}){1000}": 4}}, "which counts repetitions; use the names of layers"),
+        ({"rank_pattern": {".*" * 51: 4}}, r"of 102 characters; it may have 100"),
+        ({"rank_pattern": {f"q{number}+": 4 for number in range(21)}}, "has 21 regular expressions; it may have 20"),
+        ({"rank_pattern": {f"q{number}": 4 for number in range(1001)}}, "has 1001 keys; it may have 1000"),
         ({"r": 8}, r"lora_A.weight has the rank 4, where adapter_config.json says 8"),
         ({"use_dora": True}, "has no lora_magnitude_vector beside it"),
     ],
@@ -179,6 +185,33 @@ def test_settings_that_are_not_honoured_are_refused_by_name(
     file.write_text(json.dumps(json.loads(file.read_text()) | settings))
     with pytest.raises(InvalidAdapter, match=message):
         read_adapter(folder, bases("llama").read)
+
+
+def test_a_pattern_that_backtracks_takes_no_longer_than_others(bases: Any, tmp_path: Path) -> None:
+    """In the backtracking engine of `re`, each further repetition doubles the time: these would take years."""
+    folder, _ = make_adapter(bases("llama").model, tmp_path, r=4, target_modules=["q_proj"])
+    file = folder / "adapter_config.json"
+    patterns = {f"{'(.*)*' * repetitions}{number}!": 8 for number, repetitions in enumerate([1, 8, 16] * 6)}
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"rank_pattern": patterns, "alpha_pattern": patterns}))
+    assert read_adapter(folder, bases("llama").read).rank == 4
+
+
+def test_the_first_key_of_a_pattern_that_matches_decides(bases: Any, tmp_path: Path) -> None:
+    keys = {r"layers\.1\..*": 3, "model.layers.0.self_attn.q_proj": 5, "q_proj": 7, "^lm_head": 6, "lm_head": 9}
+    targets = ["q_proj", "o_proj", "lm_head"]
+    folder, merged = make_adapter(
+        bases("llama").model, tmp_path, r=2, target_modules=targets, rank_pattern=keys, alpha_pattern=keys
+    )
+    adapter = read_adapter(folder, bases("llama").read)
+    ranks = {path: len(layer.a) for path, layer in adapter.layers.items()}
+    assert ranks == {
+        "model.layers.0.self_attn.q_proj": 5,
+        "model.layers.0.self_attn.o_proj": 2,
+        "model.layers.1.self_attn.q_proj": 3,
+        "model.layers.1.self_attn.o_proj": 3,
+        "lm_head": 6,
+    }
+    bases("llama").check(adapter, merged)
 
 
 Q = "base_model.model.model.layers.0.self_attn.q_proj"
