@@ -316,7 +316,8 @@ class SimulatedShardService(TextGenerationServiceServicer, GrammarServiceService
     """Serves a simulated shard.
 
     step_seconds: how long a step takes. failing: raised by every step, while it is set. hanging: steps never end.
-    ill: Health fails. calls: the methods that were executed, in order. warmups: limits and capacity of each.
+    ill: Health fails. frozen: it never ends. calls: the methods that were executed, in order. warmups: limits and
+    capacity of each.
     """
 
     def __init__(self, shard: SimulatedShard, urls: list[str], step_seconds: float = 0.0) -> None:
@@ -325,6 +326,7 @@ class SimulatedShardService(TextGenerationServiceServicer, GrammarServiceService
         self.failing: Exception | None = None
         self.hanging = False
         self.ill = False
+        self.frozen = False
         self.calls: list[str] = []
         self.warmups: list[dict[str, Any]] = []
         self._urls = urls
@@ -348,6 +350,8 @@ class SimulatedShardService(TextGenerationServiceServicer, GrammarServiceService
     async def Health(self, request, context):
         if self.ill:
             await context.abort(grpc.StatusCode.INTERNAL, "the device computes no more")
+        if self.frozen:
+            await asyncio.sleep(1e6)
         return pb.HealthResponse()
 
     async def Warmup(self, request, context):

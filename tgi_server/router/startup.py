@@ -172,7 +172,8 @@ async def assembled(settings: RouterSettings) -> AsyncIterator[Service]:
 class _HealthCheck:
     """Has the shards compute something; checks that come together share one call.
 
-    Shards that compute a step get the call late, so the step's response counts, too.
+    Shards that compute a step get the call late, so the step's response counts, too. Shards that answer the call, but
+    owe the response to a step for as long as a check may take, have lost the step.
     """
 
     def __init__(self, scheduler: Scheduler, shards: ShardedClient) -> None:
@@ -193,6 +194,8 @@ class _HealthCheck:
             await asyncio.wait((asked, step), return_when=asyncio.FIRST_COMPLETED)
             if asked.done() or not self._scheduler.healthy:
                 await asked
+            if asked.done() and (seconds := self._scheduler.unanswered_seconds) > HEALTH_SECONDS:
+                raise Unhealthy(f"the shards answer, but have computed no step for {seconds:.0f} s")
         finally:
             asked.cancel()
             step.cancel()

@@ -37,7 +37,13 @@ from tgi_server.shard.tracing import RequestSpans
 
 logger = logging.getLogger(__name__)
 
-UNBOUNDED_MESSAGES = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
+SERVER_OPTIONS = [
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.max_send_message_length", -1),
+    # The router pings a shard whose answer it awaits; by default gRPC takes that for an attack.
+    ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
+    ("grpc.http2.max_ping_strikes", 0),
+]
 STOP_SECONDS = 5
 # Calls to compile a grammar that run at once, each in a thread; gRPC refuses more. GrammarQueue has fewer places.
 _GRAMMAR_CALLS = 256
@@ -149,9 +155,9 @@ async def _serve(settings: ShardSettings, model_path: Path, engine: Engine, grou
     on_stop_signal(stop.set)
     asyncio.get_running_loop().set_exception_handler(_end_without_memory)
     socket = shard_socket(settings.uds_path, settings.rank)
-    server = grpc.aio.server(options=UNBOUNDED_MESSAGES)
+    server = grpc.aio.server(options=SERVER_OPTIONS)
     grammar_threads = ThreadPoolExecutor(_GRAMMAR_CALLS, thread_name_prefix="grammar-calls")
-    grammar_server = grpc.server(grammar_threads, options=UNBOUNDED_MESSAGES, maximum_concurrent_rpcs=_GRAMMAR_CALLS)
+    grammar_server = grpc.server(grammar_threads, options=SERVER_OPTIONS, maximum_concurrent_rpcs=_GRAMMAR_CALLS)
     place = Place(_listen(server, socket, settings), _listen(grammar_server, grammar_socket(socket), settings))
     grammars = _grammar_queue(engine, model_path)
     add_GrammarServiceServicer_to_server(GrammarService(grammars), grammar_server)

@@ -67,6 +67,20 @@ def test_a_shard_that_is_killed_while_generating_is_named(server: ServerFactory,
     assert f"shard-{rank} was killed by SIGKILL" in last
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_shard_that_is_frozen_is_named_and_comes_back(server: ServerFactory, rank: int) -> None:
+    running = server(*FLAGS).wait_until_ready()
+    shard = shard_of(running, rank)
+    stream = Stream(running, tokens=400)
+    shard.suspend()
+    response = httpx.get(f"{running.url}/health", timeout=30)
+    assert response.status_code == 503
+    assert f"shard {rank} does not respond" in response.json()["error"]
+    shard.resume()
+    running.wait_until(running.is_healthy)
+    stream.finish()
+
+
 def test_a_shard_that_is_killed_while_idle_is_named(server: ServerFactory) -> None:
     assert "shard-1 was killed by SIGKILL" in kill_and_wait(server(*FLAGS).wait_until_ready(), 1)
 

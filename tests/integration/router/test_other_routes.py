@@ -7,6 +7,7 @@ import pytest
 from packaging.version import Version
 
 from tests.integration.router.conftest import Router, RouterFactory, events
+from tests.timing import eventually
 from tgi_server.router import startup
 from tgi_server.router.metrics import Metrics
 
@@ -96,6 +97,20 @@ async def test_shards_that_answer_nothing_are_not_well(router: Router, monkeypat
     assert "did not answer in time" in response.json()["error"]
     router.shard.health.set()
     assert (await router.http.get("/health")).status_code == 200
+
+
+async def test_shards_that_have_lost_a_step_are_not_well(routers: RouterFactory, monkeypatch: pytest.MonkeyPatch):
+    """They answer health checks, but never the step."""
+    monkeypatch.setattr(startup, "HEALTH_SECONDS", 0.5)
+    router = await routers(shard={"step_seconds": 60})
+    generating = asyncio.create_task(router.post("/generate", inputs="Hello", parameters={"max_new_tokens": 5}))
+    await eventually(lambda: len(router.shard.received) == 1)
+    assert (await router.http.get("/health")).status_code == 200
+    await asyncio.sleep(0.6)
+    response = await router.http.get("/health")
+    assert response.status_code == 503
+    assert "the shards answer, but have computed no step for" in response.json()["error"]
+    generating.cancel()
 
 
 async def test_info(routers: RouterFactory):

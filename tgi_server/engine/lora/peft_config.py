@@ -44,7 +44,8 @@ ValueOf = Callable[[str], T | None]
 class PeftConfig:
     """The settings of a LoRA adapter that say what it computes.
 
-    rank_pattern, alpha_pattern: ranks and alphas of the layers that differ from the others. biases: the adapted layers' biases were trained too, and stand in the place of the base model's.
+    rank_pattern, alpha_pattern: ranks and alphas of the layers that differ from the others. biases: the adapted layers'
+    biases were trained too, and stand in the place of the base model's.
     """
 
     rank: int

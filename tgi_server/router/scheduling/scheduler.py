@@ -109,6 +109,11 @@ class Scheduler:
         """True if the shards were well when they were last heard of."""
         return self._unhealthy is None
 
+    @property
+    def unanswered_seconds(self) -> float:
+        """The time for which the shards have owed the response to the oldest call; 0 if they owe none."""
+        return self._clock() - max(self._in_flight[0].at, self._answered_at) if self._in_flight else 0.0
+
     async def next_response(self) -> None:
         """Returns when the shards have answered a step."""
         self._answered.clear()

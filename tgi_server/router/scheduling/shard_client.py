@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
@@ -19,7 +20,13 @@ _CHANNEL_OPTIONS = [
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 200),
     ("grpc.enable_http_proxy", 0),
+    # A shard whose process is frozen, or whose machine is gone, is noticed while its answer is awaited: gRPC's own
+    # threads respond to pings whatever the shard computes.
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.http2.ping_timeout_ms", 20_000),
 ]
+# Seconds in which a process that runs accepts a connection.
+_CONNECT_SECONDS = 2.0
 
 Response = TypeVar("Response")
 
@@ -33,6 +40,7 @@ class ShardClient:
     def __init__(self, url: str, rank: int, grammar_url: str | None = None) -> None:
         """url: as gRPC spells it, unix:///path or ipv4:ADDRESS:PORT. grammar_url: of the GrammarService, if known."""
         self.rank = rank
+        self._url = url
         self._released: list[int] = []
         self._channels = [grpc.aio.insecure_channel(url, options=_CHANNEL_OPTIONS)]
         self.stub = TextGenerationServiceStub(self._channels[0])
@@ -43,6 +51,14 @@ class ShardClient:
     async def close(self) -> None:
         for channel in self._channels:
             await channel.close()
+
+    async def connects(self) -> bool:
+        """Returns False for a process that is frozen or gone. One that computes connects: gRPC's threads do that."""
+        async with grpc.aio.insecure_channel(self._url, options=_CHANNEL_OPTIONS) as channel:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(channel.channel_ready(), _CONNECT_SECONDS)
+                return True
+        return False
 
     async def siblings(self, timeout_s: float) -> list[tuple[str, str]]:
         """Returns the addresses of all shards' two services in rank order, once this one listens. Raises Unhealthy."""
@@ -101,9 +117,9 @@ class CallStreams:
         self._silent: set[int] = set()
 
     @property
-    def silent(self) -> str:
-        """The first of the shards that have not answered the call whose responses were asked for last."""
-        return f"shard {min(self._silent)}"
+    def silent(self) -> list[ShardClient]:
+        """The shards that have not answered the call whose responses were requested last."""
+        return [self._shards[rank] for rank in sorted(self._silent)]
 
     def send(self, call: pb.Call) -> None:
         call.answered = self._answered
@@ -159,7 +175,7 @@ class PendingResponse:
                 return _agreed(await self._streams.responses())
         except TimeoutError as error:
             self.cancel()
-            raise GenerationFailed(f"{self._streams.silent} did not answer in time") from error
+            raise GenerationFailed(await _fault_of(self._streams.silent)) from error
         except BaseException:
             self.cancel()
             raise
@@ -310,9 +326,20 @@ class ShardedClient:
             try:
                 return await call(shard)
             except grpc.aio.AioRpcError as error:
+                if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED and len(self._shards) > 1:
+                    raise Unhealthy(await _fault_of(self._shards)) from error
                 raise shard.explain(error) from error
 
         return await _all(map(ask, self._shards if shards is None else shards))
+
+
+async def _fault_of(silent: Sequence[ShardClient]) -> str:
+    """Says which of the shards that do not answer is at fault: the others may only be waiting for it."""
+    connects = await asyncio.gather(*(shard.connects() for shard in silent))
+    frozen = next((shard.rank for shard, well in zip(silent, connects, strict=True) if not well), None)
+    if frozen is None:
+        return f"shard {silent[0].rank} did not answer in time"
+    return f"shard {frozen} does not respond; its process is frozen, or cannot be reached"
 
 
 async def _all(responses: Iterable[Awaitable[Response]]) -> list[Response]:

@@ -1,6 +1,8 @@
 import asyncio
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import grpc
 import pytest
@@ -10,7 +12,7 @@ from shared.stubs.generate_pb2_grpc import add_TextGenerationServiceServicer_to_
 from tests.fakes.simulated_shard import RunningShards, SimulatedShard, running_shards
 from tgi_server.router.errors import GenerationFailed, Unhealthy
 from tgi_server.router.scheduling import wire
-from tgi_server.router.scheduling.shard_client import ShardedClient
+from tgi_server.router.scheduling.shard_client import ShardClient, ShardedClient
 
 
 @asynccontextmanager
@@ -71,6 +73,27 @@ async def test_every_call_goes_to_every_shard_in_the_order_in_which_it_was_sent(
             await call.response()
         for service in running.services:
             assert service.calls == ["prefill", "decode", "decode", "filter_batch"] * 30
+
+
+@pytest.mark.parametrize("frozen", [0, 1])
+async def test_of_shards_that_wait_for_each_other_the_frozen_one_is_named(frozen: int, tmp_path: Path) -> None:
+    """A frozen process is a socket to which anybody may connect, and on which nothing is said."""
+    async with connected(2, call_timeout_s=0.5) as (_, running):
+        await running.servers[frozen].stop(None)
+        for service in running.services:
+            service.hanging = service.frozen = True
+        urls = [f"unix://{running.path.removesuffix('0')}{rank}" for rank in range(2)]
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(f"{tmp_path}/frozen")
+            listener.listen()
+            urls[frozen] = f"unix://{tmp_path}/frozen"
+            client = ShardedClient([ShardClient(url, rank) for rank, url in enumerate(urls)], call_timeout_s=0.5)
+            told = f"shard {frozen} does not respond; its process is frozen"
+            with pytest.raises(Unhealthy, match=told):
+                await client.health(0.5)
+            with pytest.raises(GenerationFailed, match=told):
+                await client.send(prefill([1, 2, 3])).response()
+            await client.close()
 
 
 async def test_shards_that_compute_different_tokens_are_an_error() -> None:
