@@ -91,7 +91,7 @@ class Unavailable(EndpointRefused):
     reason = "server_error"
 
 
-class Unauthorized(EndpointRefused):
+class WrongToken(EndpointRefused):
     """The endpoint responded with 401 or 403: the token is missing, or is not the endpoint's."""
 
     reason = "unauthorized"

@@ -33,8 +33,8 @@ from llm_functionalities.errors import (
     NotFound,
     Rejected,
     ServerFailed,
-    Unauthorized,
     Unavailable,
+    WrongToken,
 )
 
 logger = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 PROBE_SECONDS = 1.0
 _ERROR_OF_STATUS: Mapping[int, type[ModelError]] = {
     **dict.fromkeys((400, 413, 422), Rejected),
-    **dict.fromkeys((401, 403), Unauthorized),
+    **dict.fromkeys((401, 403), WrongToken),
     **dict.fromkeys((404, 405), NotFound),
     429: EndpointOverloaded,
     503: Unavailable,

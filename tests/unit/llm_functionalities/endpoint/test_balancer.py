@@ -17,8 +17,8 @@ from llm_functionalities.errors import (
     ModelError,
     NoEndpoint,
     ServerFailed,
-    Unauthorized,
     Unreachable,
+    WrongToken,
 )
 from tests.fakes.model_server import ModelServer
 from tests.timing import until
@@ -167,7 +167,7 @@ def test_a_refusal_is_reported_rather_than_that_the_other_is_gone(
     for number in range(10):
         with pytest.raises(ModelError) as error:
             pair.generate(f"prompt {number}", PLAIN, Call(Deadline.after(5)))
-        assert isinstance(error.value, Unauthorized if number < 3 else Unauthorized | CircuitOpen)
+        assert isinstance(error.value, WrongToken if number < 3 else WrongToken | CircuitOpen)
 
 
 def test_the_only_endpoint_is_asked_again_as_soon_as_it_is_healthy(server: ModelServer, http: httpx2.Client) -> None:

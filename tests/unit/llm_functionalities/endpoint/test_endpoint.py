@@ -20,9 +20,9 @@ from llm_functionalities.errors import (
     NotFound,
     Rejected,
     ServerFailed,
-    Unauthorized,
     Unavailable,
     Unreachable,
+    WrongToken,
 )
 from tests.fakes.model_server import ModelServer
 from tests.timing import until
@@ -60,8 +60,8 @@ def test_a_request_has_the_token_and_the_trace(endpoint: Endpoint, server: Model
         (500, ServerFailed),
         (424, ServerFailed),
         (503, Unavailable),
-        (401, Unauthorized),
-        (403, Unauthorized),
+        (401, WrongToken),
+        (403, WrongToken),
         (404, NotFound),
         (422, Rejected),
         (413, Rejected),
