@@ -168,6 +168,11 @@ class InstantShard(TextGenerationServiceServicer, GrammarServiceServicer):
             ids = row.request.input_ids
             generation.prefill_tokens.ids.extend(ids)
             generation.prefill_tokens.logprobs.extend([float("nan")] + [_LOGPROB] * (len(ids) - 1))
+            if row.request.prefill_top_n:
+                top = pb.TopTokens(
+                    ids=range(row.request.prefill_top_n), logprobs=[_LOGPROB] * row.request.prefill_top_n
+                )
+                generation.prefill_tokens.top_tokens.extend([top] * len(ids))
         return generation
 
     def _next(self, row: _Row) -> pb.Generation:
@@ -207,7 +212,12 @@ async def start(shard: InstantShard, path: Path) -> grpc.aio.Server:
 
 
 async def _serve(arguments: argparse.Namespace) -> None:
-    shard = InstantShard(f"unix://{arguments.uds_path}", arguments.tokens, step_seconds=arguments.step_seconds)
+    shard = InstantShard(
+        f"unix://{arguments.uds_path}",
+        arguments.tokens,
+        step_seconds=arguments.step_seconds,
+        max_total_tokens=arguments.max_total_tokens,
+    )
     server = await start(shard, arguments.uds_path)
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, lambda: asyncio.ensure_future(server.stop(0)))
     await server.wait_for_termination()
@@ -218,6 +228,7 @@ def main() -> None:
     parser.add_argument("--uds-path", type=Path, required=True)
     parser.add_argument("--tokens", type=int, nargs="+", default=list(range(100, 164)), help="ids that are generated")
     parser.add_argument("--step-seconds", type=float, default=0.0, help="how long a step takes (default: %(default)s)")
+    parser.add_argument("--max-total-tokens", type=int, default=4096, help="of a prompt and its answer (%(default)s)")
     asyncio.run(_serve(parser.parse_args()))
 
 

@@ -1,5 +1,6 @@
 """Everything that the HTTP routes work with."""
 
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -60,30 +61,45 @@ class ModelDescription:
 
 
 class Capacity:
-    """Counts the sequences that clients wait for; whoever comes when it is full is turned away at once."""
+    """Counts the sequences that clients wait for; whoever comes when it is full is turned away at once.
+
+    An owner alone (a key, or an address) may have all `limit` places. Nobody is turned away for that: with as many
+    again, every owner has room for an equal share of the limit, half of it at most.
+    """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
+        self._held: Counter[str] = Counter()
         self.in_flight = 0
 
-    def take(self, sequences: int) -> None:
+    def take(self, sequences: int, owner: str = "") -> None:
         """Takes places. Raises Overloaded when there are not enough."""
-        if self.in_flight + sequences > self._limit:
-            raise Overloaded(f"the server is busy: {self._limit} requests are in flight; try again later")
-        self.in_flight += sequences
+        in_flight, own = self.in_flight + sequences, self._held[owner] + sequences
+        if in_flight > self._limit and (own > self._share(owner) or in_flight > 2 * self._limit):
+            raise Overloaded(f"the server is busy: {self.in_flight} requests are in flight; try again later")
+        self.in_flight = in_flight
+        self._held[owner] = own
 
     @contextmanager
-    def places(self, sequences: int) -> Iterator[None]:
+    def places(self, sequences: int, owner: str = "") -> Iterator[None]:
         """Holds places within the context. Raises Overloaded."""
-        self.take(sequences)
+        self.take(sequences, owner)
         try:
             yield
         finally:
-            self.give_back(sequences)
+            self.give_back(sequences, owner)
 
-    def give_back(self, sequences: int) -> None:
+    def give_back(self, sequences: int, owner: str = "") -> None:
         """Gives places back."""
         self.in_flight -= sequences
+        self._held[owner] -= sequences
+        if not self._held[owner]:
+            del self._held[owner]
+
+    def _share(self, owner: str) -> int:
+        """Returns how many places an owner has a right to while others have the rest."""
+        owners = len(self._held.keys() | {owner})
+        return max(self._limit // max(owners, 2), 1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -170,9 +170,9 @@ def start(tmp_path: Path) -> Iterator[Start]:
     """Starts routers; whatever is left of them is killed afterwards."""
     started: list[Process] = []
 
-    def begin(*flags: str, open_files: int | None = None) -> Process:
+    def begin(*flags: str, **options: Any) -> Process:
         log = tmp_path / f"router-{len(started)}.log"
-        started.append(Process(log, "--prometheus-port=0", *flags, open_files=open_files))
+        started.append(Process(log, "--prometheus-port=0", *flags, **options))
         return started[-1]
 
     yield begin
@@ -184,15 +184,27 @@ def start(tmp_path: Path) -> Iterator[Start]:
         assert_no_traceback(process.log.read_text())
 
 
-@pytest.fixture(scope="module")
-def shard_path(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The socket of a shard that needs 20 ms for each token."""
-    path = tmp_path_factory.mktemp("shard") / "socket"
-    command = [sys.executable, "-m", "tests.fakes.instant_shard", f"--uds-path={path}", "--step-seconds=0.02"]
-    shard = subprocess.Popen(command)
+@contextmanager
+def shard_process(path: Path, *flags: str) -> Iterator[Path]:
+    """A shard in a process of its own, while the context is open; its socket."""
+    shard = subprocess.Popen([sys.executable, "-m", "tests.fakes.instant_shard", f"--uds-path={path}", *flags])
     yield path
     shard.send_signal(signal.SIGTERM)
     shard.wait(30)
+
+
+@pytest.fixture(scope="module")
+def shard_path(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The socket of a shard that needs 20 ms for each token."""
+    with shard_process(tmp_path_factory.mktemp("shard") / "socket", "--step-seconds=0.02") as path:
+        yield path
+
+
+@pytest.fixture(scope="module")
+def patient_shard_path(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The socket of a shard that takes long prompts."""
+    with shard_process(tmp_path_factory.mktemp("shard") / "socket", "--max-total-tokens=131072") as path:
+        yield path
 
 
 @pytest.fixture

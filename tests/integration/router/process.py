@@ -13,11 +13,15 @@ Start = Callable[..., "Process"]
 
 
 class Process:
-    """A router; its lines go to a file. open_files: how many it may have; None: as many as the tests."""
+    """A router; its lines go to a file. open_files: how many it may have; None: as many as the tests.
 
-    def __init__(self, log: Path, *flags: str, open_files: int | None = None) -> None:
+    watch: a socket that says for how long its event loop stood still.
+    """
+
+    def __init__(self, log: Path, *flags: str, open_files: int | None = None, watch: Path | None = None) -> None:
         self.log = log
-        command = [sys.executable, "-m", "tgi_server.router.cli", *flags]
+        program = ["tgi_server.router.cli"] if watch is None else ["tests.fakes.watched_router", str(watch)]
+        command = [sys.executable, "-m", *program, *flags]
         if open_files is not None:
             command = ["prlimit", f"--nofile={open_files}:{open_files}", *command]
         with log.open("w") as output:

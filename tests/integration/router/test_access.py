@@ -1,5 +1,6 @@
 """Keys, tenants, and pages that have a browser call the server."""
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -180,6 +181,33 @@ async def test_a_page_that_is_allowed_may_post(routers: RouterFactory):
     assert (await router.http.post("/generate", json={"inputs": "Hello"}, headers=headers)).status_code == 200
     headers["origin"] = "https://other.example"
     assert (await router.http.post("/generate", json={"inputs": "Hello"}, headers=headers)).status_code == 403
+
+
+@pytest.mark.parametrize("known_by", ["key", "address"])
+async def test_a_client_with_all_places_has_nobody_elses_requests_refused(
+    routers: RouterFactory, tmp_path: Path, known_by: str
+):
+    by_key = known_by == "key"
+    given = {"api_key_file": key_file(tmp_path, "first-key\nsecond-key\n")} if by_key else {}
+    router = await routers(max_concurrent_requests=4, max_batch_size=8, shard={"step_seconds": 0.02}, **given)
+    greedy, other = (
+        httpx.AsyncClient(
+            base_url=router.url,
+            headers={"authorization": f"Bearer {key}"} if by_key else {},
+            transport=httpx.AsyncHTTPTransport(local_address="127.0.0.1" if by_key else address),
+            timeout=30,
+        )
+        for key, address in zip(KEYS, ("127.0.0.1", "127.0.0.2"), strict=True)
+    )
+    long = {"inputs": "Hello", "parameters": {"max_new_tokens": 2_000, "ignore_eos": True}}
+    async with greedy, other:
+        running = [asyncio.create_task(greedy.post("/generate", json=long)) for _ in range(4)]
+        await router.until(lambda: router.service.capacity.in_flight == 4)
+        assert (await greedy.post("/generate", json=long)).status_code == 429
+        for path in ("/generate", "/tokenize") * 3:
+            assert (await other.post(path, json={"inputs": "Hello"})).status_code == 200
+        for each in running:
+            each.cancel()
 
 
 async def test_with_a_key_the_key_decides(routers: RouterFactory):

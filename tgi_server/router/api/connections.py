@@ -303,7 +303,7 @@ class Connections:
 
     def fault(self, host: str) -> str | None:
         """Returns why a client of that address cannot be taken in; None if it can, for which another may give way."""
-        own = self._of.get(_network(host), set())
+        own = self._of.get(network_of(host), set())
         if len(own) >= self._per_address and not self._give_way([own]):
             return f"{len(own)} connections from your address are open (--max-connections-per-address)"
         if self._count >= self._limit and not self.relieve():
@@ -312,13 +312,13 @@ class Connections:
 
     def add(self, host: str, connection: ClientConnection) -> None:
         """Counts the connection until it is lost."""
-        self._of.setdefault(_network(host), set()).add(connection)
+        self._of.setdefault(network_of(host), set()).add(connection)
         self._count += 1
         connection.on_lost = lambda: self.remove(host, connection)
 
     def remove(self, host: str, connection: ClientConnection) -> None:
         """Counts the connection no more."""
-        network = _network(host)
+        network = network_of(host)
         own = self._of.get(network, set())
         if connection in own:
             own.remove(connection)
@@ -361,7 +361,7 @@ class Connections:
         return False
 
 
-def _network(host: str) -> str:
+def network_of(host: str) -> str:
     """Returns what counts as one address: of IPv6, the part that a network has to itself."""
     address = ipaddress.ip_address(host.partition("%")[0])
     if isinstance(address, ipaddress.IPv6Address):

@@ -15,6 +15,7 @@ from starlette.responses import Response
 from tgi_server.contract import ReportParameters, StoppingParameters
 from tgi_server.router.api.access import cache_namespace, tenant_of
 from tgi_server.router.api.body import parse, read_beside_loop, read_body
+from tgi_server.router.api.connections import network_of
 from tgi_server.router.api.event_stream import EventStream, Outbox, StreamEnd
 from tgi_server.router.api.responses import (
     compute_headers,
@@ -50,6 +51,7 @@ class Exchange:
         self.request = request
         self.path: str = request.scope["path"]
         self.tenant = tenant_of(request)
+        self._owner = owner_of(request)
         self.arrived = perf_counter()
         self.span = service.tracer.start(self.path, request.headers)
         self._sequences: list[tuple[int, AnyStream]] = []
@@ -73,7 +75,7 @@ class Exchange:
 
     def reserve(self, places: int) -> None:
         """Takes further places, for a request that needs several sequences. Raises Overloaded."""
-        self.service.capacity.take(places)
+        self.service.capacity.take(places, self._owner)
         self._places += places
 
     def release(self) -> None:
@@ -81,7 +83,7 @@ class Exchange:
         for request_id, stream in self._sequences:
             if stream.finish_reason is None:
                 self.service.submitter.cancel(request_id)
-        self.service.capacity.give_back(self._places)
+        self.service.capacity.give_back(self._places, self._owner)
         self._places = 0
 
     async def read(self, model: type[M]) -> M:
@@ -300,6 +302,11 @@ class AllEnded:
             self.future.exception()  # nobody may wait for it any more
         elif not self._open:
             self.future.set_result(None)
+
+
+def owner_of(request: Request) -> str:
+    """Returns a name of whoever answers for the request: its key where there are several, or else its address."""
+    return tenant_of(request) or (network_of(request.client.host) if request.client is not None else "")
 
 
 async def respond(service: Service, request: Request, handle: Callable[[Exchange], Awaitable[Response]]) -> Response:

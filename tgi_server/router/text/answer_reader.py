@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from tgi_server.router.text.reasoning import ReasoningTags
-from tgi_server.router.text.tagged_arguments import TaggedArgumentsReader, beginning_held
+from tgi_server.router.text.tagged_arguments import Beginnings, TaggedArgumentsReader, Tags, beginning_held
 from tgi_server.router.text.tool_formats import Arguments, ToolFormat
 
 _STRUCTURE = re.compile(r'["\\{}\[\]]')
@@ -30,23 +30,39 @@ class Piece:
     call: int = 0
 
 
+class CallHeads:
+    """The heads of calls in one form: made once for all answers to a request, which may have thousands of tools."""
+
+    def __init__(self, form: ToolFormat, arguments: Mapping[str, Arguments]) -> None:
+        """arguments: of the tools, by name."""
+        self.form = form
+        self.first = {form.of(each).first_head(name): name for name, each in arguments.items()}
+        self.next = {form.of(each).next_head(name): name for name, each in arguments.items()}
+        self.firsts, self.nexts = Beginnings(self.first), Beginnings(self.next)
+        self._called = {name: form.of(each) for name, each in arguments.items()}
+        self._tags = {name: Tags(each.tagged) for name, each in arguments.items() if each.tagged is not None}
+
+    def form_of(self, name: str) -> ToolFormat:
+        """Returns the form of the calls of a tool."""
+        return self._called[name]
+
+    def reader(self, name: str) -> "_JsonReader | TaggedArgumentsReader":
+        """Returns what reads the arguments of a call."""
+        tags = self._tags.get(name)
+        return _JsonReader() if tags is None else TaggedArgumentsReader(tags)
+
+
 class AnswerReader:
     """Reads one answer. What may be the beginning of something else is held back until it is certain."""
 
-    def __init__(
-        self,
-        form: ToolFormat,
-        arguments: Mapping[str, Arguments],
-        thoughts: ReasoningTags | None,
-        *,
-        thinking: bool,
-    ) -> None:
-        """form: in which calls of tools are written. arguments: of the tools, by name; empty: there are none.
-        thoughts: what stands around them; None: they are text. thinking: the answer begins within thoughts.
+    def __init__(self, calls: CallHeads | None, thoughts: ReasoningTags | None, *, thinking: bool) -> None:
+        """calls: of tools; None: there are none. thoughts: what stands around them; None: they are text.
+
+        thinking: the answer begins within thoughts.
         """
         self._buffer = ""
         self._thoughts = thoughts
-        self._calls = _CallReader(form, arguments) if arguments else None
+        self._calls = _CallReader(calls) if calls is not None else None
         self._thinking = thinking and thoughts is not None
         self._may_think = thoughts is not None and not thinking
         self._trim = False
@@ -115,11 +131,9 @@ class _ReaderPlace(Enum):
 class _CallReader:
     """Reads text with calls of one form. number: of the calls so far."""
 
-    def __init__(self, form: ToolFormat, arguments: Mapping[str, Arguments]) -> None:
-        self._form = self._called = form
-        self._of_tools = arguments
-        self._first = {form.of(each).first_head(name): name for name, each in arguments.items()}
-        self._next = {form.of(each).next_head(name): name for name, each in arguments.items()}
+    def __init__(self, heads: CallHeads) -> None:
+        self._heads = heads
+        self._form = self._called = heads.form
         self._place = _ReaderPlace.TEXT
         self._buffer = ""
         self._reader: _JsonReader | TaggedArgumentsReader = _JsonReader()
@@ -139,13 +153,13 @@ class _CallReader:
                 case _ReaderPlace.TEXT:
                     yield from self._text(last=last)
                 case _ReaderPlace.FIRST_HEAD:
-                    yield from self._head(self._first, last=last)
+                    yield from self._head(self._heads.first, self._heads.firsts)
                 case _ReaderPlace.ARGUMENTS:
                     yield from self._arguments()
                 case _ReaderPlace.TAIL:
                     self._tail()
                 case _ReaderPlace.BETWEEN:
-                    yield from self._head(self._next, last=last)
+                    yield from self._head(self._heads.next, self._heads.nexts)
                 case _ReaderPlace.PLAIN:
                     rest, self._buffer = self._buffer, ""
                     yield Piece(AnswerPart.TEXT, rest)
@@ -171,18 +185,17 @@ class _CallReader:
         self._buffer = before[len(before) - held :]
         yield Piece(AnswerPart.TEXT, before[: len(before) - held])
 
-    def _head(self, heads: dict[str, str], *, last: bool) -> Iterator[Piece]:
+    def _head(self, names: Mapping[str, str], heads: Beginnings) -> Iterator[Piece]:
         """Reads up to the arguments of a call. Behind a trigger there may also be a text that only looks like one."""
         seen = self._buffer
-        found = next((head for head in heads if seen.startswith(head)), None)
+        found = heads.of(seen)
         if found is not None:
-            yield Piece(AnswerPart.CALL, heads[found], self.number)
+            name = names[found]
+            yield Piece(AnswerPart.CALL, name, self.number)
             self.number += 1
-            arguments = self._of_tools[heads[found]]
-            self._called = self._form.of(arguments)
-            self._reader = _JsonReader() if arguments.tagged is None else TaggedArgumentsReader(arguments.tagged)
+            self._called, self._reader = self._heads.form_of(name), self._heads.reader(name)
             self._buffer, self._place = seen.removeprefix(found), _ReaderPlace.ARGUMENTS
-        elif self._place is _ReaderPlace.FIRST_HEAD and not any(head.startswith(seen) for head in heads):
+        elif self._place is _ReaderPlace.FIRST_HEAD and not heads.may_follow(seen):
             self._buffer, self._place = self._form.trigger + seen, _ReaderPlace.PLAIN
 
     def _arguments(self) -> Iterator[Piece]:

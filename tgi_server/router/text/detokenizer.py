@@ -1,12 +1,13 @@
 """Text from tokens, as they come, and the texts that end it."""
 
 from collections.abc import Sequence
-from itertools import islice
 
 from tgi_server.router.text.tokenizer import TextTokenizer
 
 # A decoder may join a token to the one before it (SentencePiece drops the space in front of the first).
 _CONTEXT = 5
+# Special tokens stand between: so many last tokens of a prompt are looked at for the ones before.
+_LOOKED_AT = 64
 # A character has at most four bytes; that many tokens without a whole character are not the beginning of one. The last
 # ones may be.
 _PATIENCE, _BEGUN = 8, 3
@@ -24,8 +25,8 @@ class Detokenizer:
 
     def __init__(self, tokenizer: TextTokenizer, prompt_ids: Sequence[int]) -> None:
         self._tokenizer = tokenizer
-        context = islice((each for each in reversed(prompt_ids) if each not in tokenizer.special_tokens), _CONTEXT)
-        self._known = list(context)[::-1]
+        context = [each for each in prompt_ids[-_LOOKED_AT:] if each not in tokenizer.special_tokens]
+        self._known = context[-_CONTEXT:]
         self._known_text = tokenizer.decode(self._known) if self._known else ""
         self._pending: list[int] = []
 

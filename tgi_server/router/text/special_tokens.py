@@ -11,6 +11,7 @@ like.
 import json
 import logging
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +26,8 @@ logger = logging.getLogger(__name__)
 _SPELLINGS, _MASKS = 0xF0000, 0x100000
 _MOST = 65_000
 _PRIVATE = re.compile("[\U000f0000-\U0010ffff]")
+# Characters that are searched at once: other threads, such as the event loop's, wait meanwhile.
+_WINDOW = 65_536
 
 # Messages, tools, and further variables, as the template gets them.
 Conversation = tuple[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]] | None, Mapping[str, Any]]
@@ -88,6 +91,7 @@ class SpecialTokens:
         self._ids = frozenset(spelled.values())
         self._spelled = spelled
         self._pattern = re.compile(_trie(spelled)) if spelled else None
+        self._longest = max(map(len, spelled), default=0)
         firsts = sorted({content[0] for content in spelled})
         self._all_masks = {ord(character): chr(_MASKS + index) for index, character in enumerate(firsts)}
         self._unmasks = {ord(mask): chr(character) for character, mask in self._all_masks.items()}
@@ -96,7 +100,8 @@ class SpecialTokens:
         words = [content for content in spelled if content[0].isalnum()]
         self._suspicious = re.compile("|".join(map(re.escape, [*map(chr, self._masks), *words])))
         self._hidden = {content: chr(_SPELLINGS + index) * len(content) for index, content in enumerate(spelled)}
-        self._shown = {ord(hidden[0]): content for content, hidden in self._hidden.items()}
+        self._shown = {hidden[0]: content for content, hidden in self._hidden.items()}
+        self._spellings = _spellings(self._hidden.values())
         content = json.loads(tokenizer.to_str())
         self._unknown = tokenizer.token_to_id(_unknown_token(content["model"]) or "")
         self._literal = _renamed(tokenizer, content, self._hidden) if 0 < len(spelled) < _MOST else None
@@ -109,42 +114,87 @@ class SpecialTokens:
         """Returns the prompt that `render` makes of the conversation."""
         text = render(*conversation)
         texts = list(_texts(conversation))
-        if self._pattern is None or not any(map(self._suspicious.search, texts)):
+        if self._pattern is None or not any(_has(self._suspicious, each, self._longest) for each in texts):
             return RenderedPrompt(text)
         masked = render(*_mapped(conversation, self._masked))
         token_ids = self._template_tokens(masked)
-        spelled = any(map(self._pattern.search, texts))
+        spelled = any(_has(self._pattern, each, self._longest) for each in texts)
         if spelled:
             # The fewer characters are masked, the less the template can go astray over it.
             sparing = render(*_mapped(conversation, self._sparingly_masked))
             masked = sparing if self._template_tokens(sparing) == token_ids else masked
-        usable = self._literal is not None and not any(map(_PRIVATE.search, texts))
+        usable = self._literal is not None and not any(_has(_PRIVATE, each, 1) for each in texts)
         return RenderedPrompt(text, Literal(self, self._hide(masked) if usable else None, token_ids, spelled))
 
     def encode(self, hidden: str) -> tuple[str, Encoding]:
         """Returns a prompt with private spellings as it is read, and its tokens."""
         assert self._literal is not None
-        shown = re.sub(
-            "([\U000f0000-\U000fffff])\\1*",
-            lambda run: self._shown[ord(run[1])] * (len(run[0]) // len(self._shown[ord(run[1])])),
-            hidden,
-        )
+        shown = _replaced(self._spellings, hidden, self._longest, lambda found: self._shown[found[0][0]])
         return shown, self._literal.encode_batch([hidden], add_special_tokens=False)[0]
 
     def _template_tokens(self, masked: str) -> list[int]:
         assert self._pattern is not None
-        return [self._spelled[content] for content in self._pattern.findall(masked)]
+        return [self._spelled[found[0]] for found in _matches(self._pattern, masked, self._longest)]
 
     def _hide(self, masked: str) -> str:
         assert self._pattern is not None
-        return self._pattern.sub(lambda found: self._hidden[found[0]], masked).translate(self._unmasks)
+        hidden = _replaced(self._pattern, masked, self._longest, lambda found: self._hidden[found[0]])
+        return _translated(hidden, self._unmasks)
 
     def _masked(self, text: str) -> str:
-        return self._sparingly_masked(text).translate(self._masks)
+        return _translated(self._sparingly_masked(text), self._masks)
 
     def _sparingly_masked(self, text: str) -> str:
         assert self._pattern is not None
-        return self._pattern.sub(lambda found: self._all_masks[ord(found[0][0])] + found[0][1:], text)
+        return _replaced(
+            self._pattern, text, self._longest, lambda found: self._all_masks[ord(found[0][0])] + found[0][1:]
+        )
+
+
+def _matches(pattern: re.Pattern[str], text: str, longest: int) -> Iterator[re.Match[str]]:
+    """Yields what `pattern.finditer` does, looking at a part of the text at a time.
+
+    longest: characters of a match, at most.
+    """
+    start = 0
+    while start < len(text):
+        end = start + max(_WINDOW, 2 * longest)
+        # Behind a match that begins after this, the end of the window may have cut something off.
+        certain = end - longest if end < len(text) else len(text)
+        for match in pattern.finditer(text, start, end):
+            if match.start() > certain:
+                break
+            yield match
+            start = match.end()
+        start = max(start, certain)
+
+
+def _spellings(hidden: Iterable[str]) -> re.Pattern[str]:
+    """Returns the pattern of private spellings, each of which is one character so many times over."""
+    by_length: defaultdict[int, list[str]] = defaultdict(list)
+    for each in hidden:
+        by_length[len(each)].append(each[0])
+    groups = enumerate(by_length.items(), 1)
+    return re.compile("|".join(rf"([{''.join(firsts)}])\{group}{{{length - 1}}}" for group, (length, firsts) in groups))
+
+
+def _has(pattern: re.Pattern[str], text: str, longest: int) -> bool:
+    return next(_matches(pattern, text, longest), None) is not None
+
+
+def _replaced(pattern: re.Pattern[str], text: str, longest: int, change: Callable[[re.Match[str]], str]) -> str:
+    """Returns what `pattern.sub` does, looking at a part of the text at a time."""
+    parts: list[str] = []
+    start = 0
+    for match in _matches(pattern, text, longest):
+        parts += (text[start : match.start()], change(match))
+        start = match.end()
+    return "".join((*parts, text[start:])) if parts else text
+
+
+def _translated(text: str, table: Mapping[int, str]) -> str:
+    """Returns what `str.translate` does, a part of the text at a time."""
+    return "".join(text[start : start + _WINDOW].translate(table) for start in range(0, len(text), _WINDOW))
 
 
 def _unknown_token(model: Mapping[str, Any]) -> str | None:

@@ -12,7 +12,8 @@ A text stands between its tags as it is, and ends with the first closing tag. Ev
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,10 +73,11 @@ def tagged_parameters(schema: Any) -> tuple[TaggedParameter, ...] | None:
         return None
     if not members and schema.get("additionalProperties"):
         return None
-    if not all(_fits(name, member, name in required) for name, member in members.items()):
+    needed = frozenset(required)
+    if not all(_fits(name, member, name in needed) for name, member in members.items()):
         return None
     return tuple(
-        _parameter(name, member, schema, required=name in required)
+        _parameter(name, member, schema, required=name in needed)
         for name, member in members.items()
         if member is not False
     )
@@ -140,11 +142,46 @@ def _followed(schema: Any, root: Mapping[str, Any]) -> Any:
     return schema
 
 
-class TaggedArgumentsReader:
-    """Reads the arguments of one call as they come, as pieces of a JSON object."""
+class Beginnings:
+    """Finds which of many texts another text begins with, in a time that hardly grows with their number."""
+
+    def __init__(self, texts: Iterable[str]) -> None:
+        self._texts = frozenset(texts)
+        self._sorted = sorted(self._texts)
+        self._lengths = sorted({len(each) for each in self._texts})
+
+    def of(self, text: str) -> str | None:
+        """Returns the one that `text` begins with, the shortest if there are several; None if there is none."""
+        return next((text[:length] for length in self._lengths if text[:length] in self._texts), None)
+
+    def may_follow(self, text: str) -> bool:
+        """Returns True if one of them begins with `text`."""
+        place = bisect_left(self._sorted, text)
+        return place < len(self._sorted) and self._sorted[place].startswith(text)
+
+
+class Tags:
+    """The tags of the parameters of one tool."""
 
     def __init__(self, parameters: Sequence[TaggedParameter]) -> None:
         self._parameters = {each.tag: each for each in parameters}
+        self._beginnings = Beginnings(self._parameters)
+
+    def of(self, text: str) -> tuple[str, TaggedParameter] | None:
+        """Returns the tag that `text` begins with, and its parameter."""
+        tag = self._beginnings.of(text)
+        return None if tag is None else (tag, self._parameters[tag])
+
+    def may_follow(self, text: str) -> bool:
+        """Returns True if a tag begins with `text`."""
+        return self._beginnings.may_follow(text)
+
+
+class TaggedArgumentsReader:
+    """Reads the arguments of one call as they come, as pieces of a JSON object."""
+
+    def __init__(self, tags: Tags) -> None:
+        self._tags = tags
         self._open: TaggedParameter | None = None
         self._in_text = False
         self._before = "{"
@@ -157,13 +194,14 @@ class TaggedArgumentsReader:
         pieces: list[str] = []
         while True:
             if self._open is None:
-                tag = next((tag for tag in self._parameters if text.startswith(tag)), None)
-                if tag is None:
-                    ended = bool(text) and not any(each.startswith(text) for each in self._parameters)
+                found = self._tags.of(text)
+                if found is None:
+                    ended = bool(text) and not self._tags.may_follow(text)
                     if ended:
                         pieces.append("{}" if self._before == "{" else "}")
                     return "".join(pieces), text, ended
-                self._open, text = self._parameters[tag], text.removeprefix(tag)
+                tag, self._open = found
+                text = text.removeprefix(tag)
                 pieces.append(f"{self._before}{json.dumps(self._open.name, ensure_ascii=False)}: ")
                 self._before = ", "
             text = self._value(self._open, text, pieces)

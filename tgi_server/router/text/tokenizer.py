@@ -77,8 +77,11 @@ class TextTokenizer:
         return False
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Returns the text of `token_ids`, special tokens included."""
-        return self._tokenizer.decode(token_ids, skip_special_tokens=False)
+        """Returns the text of `token_ids`, special tokens included. Many take time, which is for a thread."""
+        if len(token_ids) <= _SHORT:
+            return self._tokenizer.decode(token_ids, skip_special_tokens=False)
+        (text,) = self._tokenizer.decode_batch([token_ids], skip_special_tokens=False)
+        return text
 
     def token_text(self, token_id: int) -> str:
         """Returns a token's text, looked at alone."""

@@ -2,14 +2,15 @@
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from tgi_server.contract import Grammar, GrammarKind
 from tgi_server.router.errors import InvalidTool
 from tgi_server.router.schemas.chat import AllowedTools, NamedTool, Tool, ToolChoice
-from tgi_server.router.text.answer_reader import AnswerReader
+from tgi_server.router.text.answer_reader import AnswerReader, CallHeads
 from tgi_server.router.text.reasoning import ReasoningTags
 from tgi_server.router.text.tagged_arguments import tagged_parameters
 from tgi_server.router.text.tool_formats import TGI_FORMAT, Arguments, Calls, FrameWriter, ToolFormat
@@ -66,10 +67,12 @@ def chosen_tools(tools: Sequence[Tool] | None, choice: ToolChoice | None, *, par
 
 
 def _named(tools: Sequence[Tool], names: Sequence[str]) -> Sequence[Tool]:
-    for name in names:
-        if not any(tool.function.name == name for tool in tools):
-            raise InvalidTool(f"`tool_choice` names {name!r}, which is none of the `tools`")
-    return [tool for tool in tools if tool.function.name in names]
+    wanted = set(names)
+    found = [tool for tool in tools if tool.function.name in wanted]
+    if unknown := wanted - {tool.function.name for tool in found}:
+        first = next(name for name in names if name in unknown)
+        raise InvalidTool(f"`tool_choice` names {first[:100]!r}, which is none of the `tools`")
+    return found
 
 
 class AnswerForm:
@@ -126,12 +129,13 @@ class AnswerForm:
         text = json.dumps(document, ensure_ascii=False)
         return Grammar(GrammarKind.JSON_SCHEMA, text, frame=frame, lenient=tuple(lenient))
 
-    def reader(self, use: ToolUse, answer: Grammar | None, *, thinking: bool) -> AnswerReader | None:
-        """Returns what takes such an answer apart; None where all of it is text."""
+    def readers(self, use: ToolUse, answer: Grammar | None, *, thinking: bool) -> Callable[[], AnswerReader] | None:
+        """Returns what makes readers, which take such answers apart; None where all of an answer is text."""
         thoughts = self.thoughts(answer)
         if not use.tools and thoughts is None:
             return None
-        return AnswerReader(self._calls, self._arguments(use), thoughts, thinking=thinking)
+        heads = CallHeads(self._calls, self._arguments(use)) if use.tools else None
+        return partial(AnswerReader, heads, thoughts, thinking=thinking)
 
     def _arguments(self, use: ToolUse) -> dict[str, Arguments]:
         """Returns the arguments of each tool, in the form in which the model writes them."""

@@ -118,11 +118,11 @@ class Validator:
 
         def prepare() -> tuple[Grammar | None, list[int]]:
             wanted = grammar or requested_grammar(parameters.grammar)
+            if parameters.min_tokens and wanted:
+                raise InvalidRequest("`min_tokens` cannot be used with a grammar, which says when the text ends")
             input_ids = self._input_ids(prompt, parameters.truncate, add_special_tokens=add_special_tokens)
             return (with_text(wanted, spans_of or prompt.text) if wanted else None), input_ids
 
-        if parameters.min_tokens and (grammar or requested_grammar(parameters.grammar)):
-            raise InvalidRequest("`min_tokens` cannot be used with a grammar, which says when the text ends")
         prepared, input_ids = await self._threads.handle_text(max(size, len(prompt.text)), prepare)
         max_new_tokens = self._max_new_tokens(len(input_ids), parameters.max_new_tokens)
         unenforced = await self._compile(prepared)

@@ -250,3 +250,15 @@ def test_tokenizers_without_special_tokens_and_any_number_of_them():
         assert prompt.text == "<extra_0><extra_10"
         _, encoding = prompt.checked(tokenizer.encode(prompt.text, add_special_tokens=False))
         assert guard.in_ids(encoding.ids) == []
+
+
+@pytest.mark.parametrize("name", ["byte level", "demo model"])
+@pytest.mark.parametrize("shift", range(3))
+def test_long_texts_are_searched_in_parts_and_nothing_is_lost_between_them(name: str, shift: int):
+    start, end = names_of(TOKENIZERS[name])[:2]
+    content = "<" * shift + f"{start}{start}{end}<{start[:-1]}" * 6_000
+    prompt = render(name, "plain", [content])
+    text, encoding = prompt.checked(plainly(name, prompt.text))
+    assert text == prompt.text
+    assert content in TOKENIZERS[name].decode(encoding.ids)
+    assert special(name, encoding.ids) == special(name, tokens(name, render(name, "plain", ["hello"])))

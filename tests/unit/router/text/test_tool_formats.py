@@ -1,6 +1,7 @@
 """Forms of calls: told apart by templates, bound by grammars, and read back."""
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -71,9 +72,10 @@ def takes(grammar: Grammar | None, *answer: str | int) -> bool:
     return bool(matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting())
 
 
-def read(reader: AnswerReader | None, text: str, size: int) -> tuple[str, str, list[tuple[str, str]]]:
+def read(make: Callable[[], AnswerReader] | None, text: str, size: int) -> tuple[str, str, list[tuple[str, str]]]:
     """Returns thoughts, text and calls of an answer that comes in pieces of that size."""
-    assert reader is not None
+    assert make is not None
+    reader = make()
     pieces = [piece for start in range(0, len(text), size) for piece in reader.feed(text[start : start + size])]
     pieces += reader.end()
     told = {
@@ -104,7 +106,7 @@ def test_calls_are_bound_and_read_back(name: str):
         assert not takes(grammar, text.replace("weather", "whether"))
         assert takes(grammar, "Sunny, I think.") == (use is MAY)
         for size in (1, 2, 3, 7, 1000):
-            assert read(form.reader(use, None, thinking=False), text, size) == ("", "", calls)
+            assert read(form.readers(use, None, thinking=False), text, size) == ("", "", calls)
     assert takes(form.grammar(ONCE, None, thinking=False), text) == (name == "tgi")
 
 
@@ -114,7 +116,7 @@ def test_a_text_before_a_call(name: str):
     text = f"I look it up <  \n\n{WRITTEN[name]}"
     assert takes(form.grammar(MAY, None, thinking=False), text)
     for size in (1, 2, 3, 7, 1000):
-        told = read(form.reader(MAY, None, thinking=False), text, size)
+        told = read(form.readers(MAY, None, thinking=False), text, size)
         assert told == ("", "I look it up <", written_calls(name))
 
 
@@ -123,14 +125,14 @@ def test_a_text_before_a_call(name: str):
 def test_a_text_without_calls_stays_as_it_is(name: str, text: str, size: int):
     form = tool_format(name, "")
     if form.trigger not in text:
-        assert read(AnswerForm(form, None, {}).reader(MAY, None, thinking=False), text, size) == ("", text, [])
+        assert read(AnswerForm(form, None, {}).readers(MAY, None, thinking=False), text, size) == ("", text, [])
 
 
 def test_a_call_that_is_cut_off_gives_what_there_is():
     form = AnswerForm(tool_format("hermes", ""), None, {})
     cut = WRITTEN["hermes"][:50]
-    assert read(form.reader(MUST, None, thinking=False), cut, 3) == ("", "", [("weather", '{"pla')])
-    assert read(form.reader(MUST, None, thinking=False), cut[:20], 3) == ("", "", [])
+    assert read(form.readers(MUST, None, thinking=False), cut, 3) == ("", "", [("weather", '{"pla')])
+    assert read(form.readers(MUST, None, thinking=False), cut[:20], 3) == ("", "", [])
 
 
 def test_special_tokens_of_a_form_are_tokens_in_its_grammar():
@@ -151,10 +153,10 @@ def test_an_answer_with_a_form_of_its_own_beside_tools():
         assert takes(grammar, "true")
         assert takes(grammar, WRITTEN[name])
         assert not takes(grammar, "Sunny, I think.")
-        assert read(form.reader(MAY, answer, thinking=False), "true", 2) == ("", "true", [])
+        assert read(form.readers(MAY, answer, thinking=False), "true", 2) == ("", "true", [])
     like_a_call = Grammar(GrammarKind.JSON_SCHEMA, json.dumps({"type": "object", "properties": {"n": {"const": 1}}}))
     assert takes(form.grammar(MAY, like_a_call, thinking=False), '{"n": 1}')
-    assert read(form.reader(MAY, like_a_call, thinking=False), '{"n": 1}', 3) == ("", '{"n": 1}', [])
+    assert read(form.readers(MAY, like_a_call, thinking=False), '{"n": 1}', 3) == ("", '{"n": 1}', [])
     with pytest.raises(InvalidTool, match="JSON only"):
         form.grammar(MAY, Grammar(GrammarKind.REGEX, "a"), thinking=False)
 
@@ -168,15 +170,15 @@ def test_thoughts_come_before_calls_and_before_json():
             thought = ("" if thinking else "<think>\n") + "Hm, <tool_call> or { is\ngood.</think>\n\n"
             assert takes(grammar, thought + text)
             assert thinking or takes(grammar, text)
-            told = read(form.reader(use, asked, thinking=thinking), thought + text, 3)
+            told = read(form.readers(use, asked, thinking=thinking), thought + text, 3)
             calls = written_calls("hermes") if use is MUST else []
             assert told == ("Hm, <tool_call> or { is\ngood.", "" if calls else text, calls)
     assert not takes(form.grammar(MUST, None, thinking=True), WRITTEN["hermes"])
     assert form.grammar(ToolUse(), None, thinking=True) is None
     regex = Grammar(GrammarKind.REGEX, "a")
     assert form.grammar(ToolUse(), regex, thinking=True) is regex
-    assert form.reader(ToolUse(), regex, thinking=True) is None
-    assert read(form.reader(ToolUse(), None, thinking=True), "only thoughts", 4) == ("only thoughts", "", [])
+    assert form.readers(ToolUse(), regex, thinking=True) is None
+    assert read(form.readers(ToolUse(), None, thinking=True), "only thoughts", 4) == ("only thoughts", "", [])
 
 
 TEMPLATES = {
@@ -315,8 +317,9 @@ def test_arguments_are_an_object(kind: dict[str, Any]):
 def test_long_arguments_take_no_longer_than_others(form: ToolFormat):
     """A search that begins anew at each of these characters would take minutes."""
     tail = "}" + "\\\\ " * 100_000
-    reader = AnswerForm(form, None, {}).reader(MUST, None, thinking=False)
-    assert reader is not None
+    make = AnswerForm(form, None, {}).readers(MUST, None, thinking=False)
+    assert make is not None
+    reader = make()
     reader.feed(form.trigger + form.first_head("weather"))
     begin, end = ("<parameter=place>\n", "\n</parameter>\n") if form.as_json else ('{"place": "', '"}')
     pieces = [piece for part in (begin, tail, tail, end) for piece in reader.feed(part)]
@@ -366,7 +369,7 @@ def test_tagged_arguments_are_read_as_json(parameters: list[tuple[str, str]], ar
     text = qwen_call("search", *parameters)
     assert takes(QWEN.grammar(use, None, thinking=False), text)
     for size in (1, 2, 3, 7, 1000):
-        _, _, [(name, told)] = read(QWEN.reader(use, None, thinking=False), text, size)
+        _, _, [(name, told)] = read(QWEN.readers(use, None, thinking=False), text, size)
         assert (name, json.loads(told)) == ("search", arguments)
         assert told == json.dumps(arguments, ensure_ascii=False)
 
@@ -407,7 +410,7 @@ def test_arguments_that_fit_no_tags_are_json(parameters: Any):
     assert not takes(QWEN.grammar(use, None, thinking=False), text.replace('"Paris"', "[1"))
     for size in (1, 3, 1000):
         calls = [("weather", arguments), ("clock", "{}"), ("weather", arguments)]
-        assert read(QWEN.reader(use, None, thinking=False), text, size) == ("", "", calls)
+        assert read(QWEN.readers(use, None, thinking=False), text, size) == ("", "", calls)
 
 
 def test_what_is_lenient_of_tagged_arguments_is_left_to_the_model():
@@ -424,5 +427,5 @@ def test_what_is_lenient_of_tagged_arguments_is_left_to_the_model():
 
 def test_a_tagged_call_that_is_cut_off_gives_what_there_is():
     text = qwen_call("search", ("text", "How long"))
-    told = read(QWEN.reader(ToolUse([SEARCH]), None, thinking=False), text[: text.index("</par") + 3], 3)
+    told = read(QWEN.readers(ToolUse([SEARCH]), None, thinking=False), text[: text.index("</par") + 3], 3)
     assert told == ("", "", [("search", '{"text": "How long')])

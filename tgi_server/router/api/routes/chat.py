@@ -66,7 +66,7 @@ class ChatChoices:
             exchange.generate(
                 checked,
                 ChatAnswer(
-                    prompt.reader(),
+                    None if prompt.reader is None else prompt.reader(),
                     writer(index),
                     service.tokenizer,
                     plan.logprobs,

@@ -122,7 +122,8 @@ async def _predict(exchange: Exchange, request: VertexRequest) -> Response:
 async def _checked(exchange: Exchange, instance: GenerateVertexInstance | ChatRequest) -> tuple[str, CheckedRequest]:
     if isinstance(instance, ChatRequest):
         plan = plan_chat(exchange.service, instance, exchange.size)
-        if plan.use.tools or plan.choices > 1:
+        choice = instance.tool_choice.root if instance.tool_choice is not None else "auto"
+        if (instance.tools and choice != "none") or plan.choices > 1:
             raise InvalidRequest("a prediction is one text: it has no calls of `tools`, and `n` is 1")
         prompt = await prompt_for_chat(exchange.service, plan)
         return prompt.text, prompt.checked

@@ -22,8 +22,9 @@ from tgi_server.router.api.routes.openai import (
     generation_parameters,
     usage_json,
 )
-from tgi_server.router.errors import InvalidRequest
+from tgi_server.router.errors import ContextOverflow, InvalidRequest
 from tgi_server.router.schemas.completions import Chunk, CompletionFinal, CompletionRequest
+from tgi_server.router.schemas.generate import GenerateParameters
 from tgi_server.router.service import Service
 from tgi_server.router.text.special_tokens import RenderedPrompt
 from tgi_server.router.text.token_stream import AnyStream, CollectedTokens, TokenStream
@@ -103,15 +104,7 @@ async def _plan(exchange: Exchange, request: CompletionRequest) -> _Plan:
     check_sequences(len(prompts), limits.max_client_batch_size, "the number of prompts")
     wanted = "the number of prompts times `n`" if attempts == choices else "the number of prompts times `best_of`"
     check_sequences(len(prompts) * attempts, limits.max_client_batch_size, wanted)
-    parameters = generation_parameters(
-        request, service, max_tokens=request.token_limit or None, top_n_tokens=request.logprobs or 0
-    )
-    if request.token_limit == 0:
-        parameters = parameters.model_copy(update={"max_new_tokens": 1})
-    rendered = [
-        RenderedPrompt(each if isinstance(each, str) else service.tokenizer.decode(each), token_ids=_token_ids(each))
-        for each in prompts
-    ]
+    parameters, rendered = await service.threads.handle_text(exchange.size, lambda: _prepared(service, request))
     check = service.validator.check
     checked = [
         await check(each, parameters, add_special_tokens=request.add_special_tokens, size=exchange.size, limits=limits)
@@ -123,8 +116,30 @@ async def _plan(exchange: Exchange, request: CompletionRequest) -> _Plan:
     return _Plan(request, [each.text for each in rendered], sequences, attempts)
 
 
-def _token_ids(prompt: str | list[int]) -> list[int] | None:
-    return None if isinstance(prompt, str) else prompt
+def _prepared(service: Service, request: CompletionRequest) -> tuple[GenerateParameters, list[RenderedPrompt]]:
+    """Raises InvalidRequest."""
+    parameters = generation_parameters(
+        request, service, max_tokens=request.token_limit or None, top_n_tokens=request.logprobs or 0
+    )
+    if request.token_limit == 0:
+        parameters = parameters.model_copy(update={"max_new_tokens": 1})
+    prompts, most = request.prompt.root, service.limits.max_input_tokens
+    if not parameters.truncate and (longest := max(map(_least_tokens, prompts))) > most:
+        raise ContextOverflow.of_prompt(longest, most)
+    return parameters, [_rendered(service, each, parameters.truncate or most) for each in prompts]
+
+
+def _least_tokens(prompt: str | list[int]) -> int:
+    """Returns how many tokens a prompt has, if it came as tokens."""
+    return 0 if isinstance(prompt, str) else len(prompt)
+
+
+def _rendered(service: Service, prompt: str | list[int], most: int) -> RenderedPrompt:
+    """Returns the prompt as text. most: of its tokens, if it came as such, so many last ones are used."""
+    if isinstance(prompt, str):
+        return RenderedPrompt(prompt)
+    ids = prompt[-most:]
+    return RenderedPrompt(service.tokenizer.decode(ids), token_ids=ids)
 
 
 def _check(request: CompletionRequest, service: Service, choices: int, attempts: int) -> None:

@@ -1,6 +1,6 @@
 """/tokenize, /chat_tokenize and /detokenize."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import TypeVar
@@ -13,7 +13,7 @@ from tokenizers import Encoding
 
 from tgi_server.router.api.body import parse, read_beside_loop, read_body
 from tgi_server.router.api.documentation import REQUEST_ERRORS, described_body
-from tgi_server.router.api.requests import DirectRoute
+from tgi_server.router.api.requests import DirectRoute, owner_of
 from tgi_server.router.api.responses import json_response, quoted
 from tgi_server.router.api.routes.chat_prompt import plan_chat, render_plan
 from tgi_server.router.errors import InvalidRequest
@@ -67,11 +67,11 @@ def tokenize_routes(service: Service) -> APIRouter:
     )
     async def detokenize(request: Request) -> Response:
         async with _reading(service, request, DetokenizeRequest) as (asked, _):
-            ids, vocabulary = asked.tokens, service.tokenizer.vocab_size
-            if unknown := next((each for each in ids if each >= vocabulary), None):
-                raise InvalidRequest(f"`tokens` has {unknown}; token ids are 0 to {vocabulary - 1}")
-            text = await service.threads.handle_text(len(ids), lambda: service.tokenizer.decode(ids))
-            return json_response(f'{{"prompt":{quoted(text)}}}')
+            ids, most = asked.tokens, _most_tokens(service)
+            if len(ids) > most:
+                raise InvalidRequest(f"`tokens` has {len(ids)} token ids; at most {most} are read at once")
+            text = await service.threads.handle_text(len(ids), lambda: _text(service, ids))
+            return json_response(f'{{"prompt":{text}}}')
 
     return router
 
@@ -83,13 +83,13 @@ async def _reading(service: Service, request: Request, model: type[M]) -> AsyncI
     Raises InvalidRequest; Overloaded when as many are in flight as may be.
     """
     body = await read_body(request, service.payload_limit)
-    with service.capacity.places(1):
+    with service.capacity.places(1, owner_of(request)):
         yield await read_beside_loop(service.threads, body, partial(parse, model)), len(body)
 
 
 async def _tokens(service: Service, prompt: RenderedPrompt, *, add_special_tokens: bool) -> tuple[str, str]:
     """Returns the prompt's text, and its tokens as JSON. Raises InvalidRequest when there are too many of them."""
-    most = max(MOST_TOKENS, service.limits.max_input_tokens)
+    most = _most_tokens(service)
 
     def tokenize() -> tuple[str, str]:
         if not service.tokenizer.exceeds(prompt.text, most):
@@ -100,6 +100,18 @@ async def _tokens(service: Service, prompt: RenderedPrompt, *, add_special_token
         raise InvalidRequest(f"the text has more than {most} tokens; cut it into pieces, and ask for each")
 
     return await service.threads.handle_text(len(prompt.text), tokenize)
+
+
+def _most_tokens(service: Service) -> int:
+    return max(MOST_TOKENS, service.limits.max_input_tokens)
+
+
+def _text(service: Service, ids: Sequence[int]) -> str:
+    """Returns the text of tokens as JSON. Raises InvalidRequest for a token that there is not."""
+    vocabulary = service.tokenizer.vocab_size
+    if (highest := max(ids, default=0)) >= vocabulary:
+        raise InvalidRequest(f"`tokens` has {highest}; token ids are 0 to {vocabulary - 1}")
+    return quoted(service.tokenizer.decode(ids))
 
 
 def _json(encoding: Encoding, text: str) -> str:

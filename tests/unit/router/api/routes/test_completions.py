@@ -104,7 +104,7 @@ async def test_what_breaks_a_rule_is_refused_before_anything_is_generated(
 async def test_a_request_whose_sequences_do_not_all_fit_is_refused_whole(
     router: RouterService, client: httpx.AsyncClient, scheduler: ScriptedScheduler
 ):
-    router.service.capacity.take(5)
+    router.service.capacity.take(5, "127.0.0.1")
     assert (await complete(client, n=4)).status_code == 429
     assert not scheduler.submitted
     assert router.service.capacity.in_flight == 5

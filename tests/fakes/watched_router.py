@@ -1,0 +1,69 @@
+"""A router that says for how long its event loop stood still: `text-generation-router`, with a socket for the question.
+
+    python -m tests.fakes.watched_router /tmp/watch --tokenizer-name=FOLDER ...
+
+Whoever connects to the socket is sent one line, the longest time in seconds since the last connection.
+"""
+
+import asyncio
+import sys
+import time
+
+from tgi_server.router import cli, startup
+from tgi_server.router.settings import RouterSettings
+
+_TICK_SECONDS = 0.002
+
+
+class LoopWatch:
+    """Measures each turn of the running loop, in seconds.
+
+    On a machine with other things to do a turn takes longer than its work. What it took from others is at least the CPU
+    time of the loop's thread; if another thread held the interpreter's lock, it is in the CPU time of the process.
+    """
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._last = self._now()
+        self._longest = 0.0
+        self._tick()
+
+    def longest(self) -> float:
+        """Returns the longest turn since the last call."""
+        self._measure()
+        longest, self._longest = self._longest, 0.0
+        return longest
+
+    def _now(self) -> tuple[float, float, float]:
+        return time.monotonic(), time.process_time(), time.thread_time()
+
+    def _measure(self) -> None:
+        now = self._now()
+        wall, process, thread = (after - before for after, before in zip(now, self._last, strict=True))
+        self._longest = max(self._longest, thread, min(wall, process))
+        self._last = now
+
+    def _tick(self) -> None:
+        self._measure()
+        self._loop.call_later(_TICK_SECONDS, self._tick)
+
+
+def main() -> None:
+    path = sys.argv.pop(1)
+
+    async def run(settings: RouterSettings) -> None:
+        watch = LoopWatch()
+
+        async def tell(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            writer.write(f"{watch.longest():.6f}\n".encode())
+            writer.close()
+
+        async with await asyncio.start_unix_server(tell, path):
+            await startup.run(settings)
+
+    cli.run = run
+    cli.main()
+
+
+if __name__ == "__main__":
+    main()
