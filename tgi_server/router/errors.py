@@ -1,5 +1,6 @@
 """Errors of requests, each with its HTTP status and TGI error type."""
 
+import re
 from collections.abc import Collection
 from typing import Self
 
@@ -7,6 +8,7 @@ from shared.logging import one_line
 
 # Characters: a message may repeat what a client sent.
 _LONGEST_MESSAGE = 1_000
+_NAMED_FIELD = re.compile(r"`([\w.-]{1,80})`")
 
 
 class StartupError(Exception):
@@ -26,25 +28,32 @@ class RouterError(Exception):
 
 
 class InvalidRequest(RouterError):
-    """The request breaks a rule; it never reached a shard."""
+    """The request breaks a rule; it never reached a shard.
+
+    param: the field that is wrong, for OpenAI's clients. By default it is the first one that the message names, as in
+    "`top_p` must be ...".
+    """
 
     status = 422
     error_type = "validation"
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        named = _NAMED_FIELD.search(str(self))
+        self.param = param or (named[1] if named else None)
 
 
 class ContextOverflow(InvalidRequest):
     """The prompt, or the prompt with the answer that is asked for, has more tokens than there may be.
 
-    Clients look for the words: `str()` has those of TGI, `openai_message` those of OpenAI, whose routes answer with
-    `openai_status`.
+    Clients look for the words: `str()` has those of TGI, `openai_message` those of OpenAI.
     """
 
     code = "context_length_exceeded"
-    openai_status = 400
-    openai_type = "invalid_request_error"
 
     def __init__(self, message: str, openai_message: str) -> None:
         super().__init__(message)
+        self.param = None
         self.openai_message = openai_message
 
     @classmethod

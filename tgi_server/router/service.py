@@ -112,6 +112,7 @@ class Service:
     max_stored_responses: that are kept for /v1/responses. answer_form: form in which the model thinks and calls tools.
     adapters: that requests may name. adapter_root: the folder below which they may be loaded from while the server
     runs; None: they may not.
+    strict_fields: unknown fields of requests are refused. ignored_fields: those that were logged.
     openai_limits: limits of OpenAI's routes. sampling_defaults: what those take for parameters that are not given.
     """
 
@@ -135,4 +136,6 @@ class Service:
     sampling_defaults: Mapping[str, float]
     adapters: Adapters
     adapter_root: Path | None = None
+    strict_fields: bool = False
+    ignored_fields: set[str] = field(default_factory=set)
     request_ids: Iterator[int] = field(default_factory=lambda: count(1))

@@ -149,6 +149,10 @@ class ServingSettings(ServiceSettings):
         default=False,
         description="Treat special tokens spelled in chat messages as tokens, as TGI does, instead of as text.",
     )
+    strict_fields: bool = Field(
+        default=False,
+        description="Refuse unknown fields of requests. Default: they are ignored, and named in a header.",
+    )
     disable_grammar_support: bool = Field(default=False, description="Refuse requests with a grammar.")
     api_key: str | None = Field(default=None, description="Key that requests must carry: Authorization: Bearer KEY.")
     api_key_file: Path | None = Field(

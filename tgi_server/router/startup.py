@@ -159,6 +159,7 @@ async def assembled(settings: RouterSettings) -> AsyncIterator[Service]:
                 openai_limits=limits.of_openai(),
                 sampling_defaults=defaults,
                 adapters=adapters,
+                strict_fields=settings.strict_fields,
                 adapter_root=settings.adapter_root if settings.allow_adapter_updates else None,
             )
         finally:

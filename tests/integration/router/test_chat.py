@@ -42,10 +42,10 @@ async def chat_stream(router: Router, **body: Any) -> list[dict[str, Any]]:
 
 async def refusal(router: Router, **body: Any) -> dict[str, Any]:
     response = await router.post("/v1/chat/completions", **{"messages": HELLO, **body})
-    assert response.status_code == 422
+    assert response.status_code == 400
     answer: dict[str, Any] = response.json()
     assert answer["error"].keys() == {"message", "type", "param", "code"}
-    assert answer["error"]["type"] == answer["error_type"]
+    assert answer["error"]["type"] == "invalid_request_error"
     return answer
 
 

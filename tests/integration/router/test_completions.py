@@ -55,7 +55,7 @@ async def test_several_completions_of_each(router: Router):
 async def test_more_than_one_request_may_ask_for(router: Router):
     for body in ({"prompt": ["a"] * 129}, {"prompt": ["a"] * 3, "n": 43}, {"prompt": []}, {"prompt": "a", "n": 0}):
         response = await router.post("/v1/completions", **body)
-        assert response.status_code == 422
+        assert response.status_code == 400
         assert "must be 1 to 128" in response.json()["error"]["message"]
 
 
@@ -105,7 +105,7 @@ async def test_a_completion_request_that_breaks_a_rule_is_refused(
     shared_router: Router, body: dict[str, Any], told: str, stream: bool
 ):
     response = await shared_router.post("/v1/completions", **body, stream=stream)
-    assert response.status_code == 422
+    assert response.status_code == 400
     assert told in response.json()["error"]["message"]
     assert shared_router.service.capacity.in_flight == 0
 
@@ -149,4 +149,4 @@ async def test_the_best_of_several(router: Router):
     assert [choice["index"] for choice in answer["choices"]] == [0, 1]
     assert answer["usage"]["completion_tokens"] == 6 * length
     response = await router.post("/v1/completions", prompt="a", best_of=2, stream=True)
-    assert (response.status_code, "best_of" in response.json()["error"]["message"]) == (422, True)
+    assert (response.status_code, "best_of" in response.json()["error"]["message"]) == (400, True)

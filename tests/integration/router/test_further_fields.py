@@ -301,3 +301,52 @@ async def test_the_models_own_defaults(routers: RouterFactory, tmp_path: Path):
     assert router.shard.received[-1].sampling.repetition_penalty == 1.0
     plain = await routers(tokenizer_name=tmp_path, generation_config="none")
     assert (await sent(plain)).sampling.top_k == 0
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "ignored"),
+    [
+        ("/generate", {"inputs": "Hello", "parameters": {"max_new_tokens": 2}}, None),
+        ("/generate", {"inputs": "a", "max_new_tokens": 2}, "max_new_tokens (did you mean parameters.max_new_tokens?)"),
+        (
+            "/generate",
+            {"inputs": "a", "parameters": {"max_tokens": 2}},
+            "parameters.max_tokens (did you mean parameters.max_new_tokens?)",
+        ),
+        (
+            "/generate_stream",
+            {"inputs": "a", "zzz": 1, "parameters": {"tempreature": 2}},
+            "zzz; parameters.tempreature ",
+        ),
+        ("/v1/chat/completions", {"messages": HELLO, "tempreature": 1}, "tempreature (did you mean temperature?)"),
+        ("/v1/chat/completions", {"messages": HELLO, "tempreature": 1, "stream": True}, "tempreature (did you mean"),
+        ("/v1/chat/completions", {"messages": HELLO, "stream_options": {"usage": True}}, "stream_options.usage (did"),
+        ("/v1/chat/completions", {"messages": [{**HELLO[0], "mood": "good"}], "user": "me", "store": False}, None),
+        ("/v1/completions", {"prompt": "a", "max_new_tokens": 2}, "max_new_tokens (did you mean max_tokens?)"),
+        ("/v1/responses", {"input": "a", "temprature": 1}, "temprature (did you mean temperature?)"),
+        ("/invocations", {"inputs": "a", "temperature": 1}, "temperature (did you mean parameters.temperature?)"),
+    ],
+)
+async def test_unknown_fields_are_named(
+    router: Router, caplog: pytest.LogCaptureFixture, path: str, body: dict[str, Any], ignored: str | None
+):
+    for _ in range(2):
+        response = await router.post(path, **body)
+        assert response.status_code == 200
+        told = response.headers.get("x-ignored-fields")
+        assert told is None if ignored is None else told.startswith(ignored)
+    logged = [message for message in caplog.messages if "is unknown and ignored" in message]
+    assert len(logged) == (0 if told is None else len(told.split("; ")))
+
+
+async def test_unknown_fields_are_refused_on_demand(routers: RouterFactory):
+    router = await routers(strict_fields=True)
+    refused = await router.post("/v1/chat/completions", messages=HELLO, tempreature=1)
+    assert refused.status_code == 400
+    error = refused.json()["error"]
+    assert error["message"] == "`tempreature` is not a field of this request; did you mean `temperature`?"
+    assert error["param"] == "tempreature"
+    refused = await router.post("/generate", inputs="a", parameters={"x" * 10_000: 1})
+    assert (refused.status_code, len(refused.json()["error"]) < 300) == (422, True)
+    assert (await router.post("/v1/chat/completions", messages=HELLO, user="me")).status_code == 200
+    assert (await router.post("/generate", inputs="a", parameters={"seed": 1})).status_code == 200

@@ -107,7 +107,7 @@ async def test_a_tool(router: Router):
 async def test_errors_of_a_conversation(router: Router):
     with pytest.raises(HfHubHTTPError, match="temperature") as caught:
         await AsyncInferenceClient(router.url).chat_completion(HELLO, temperature=-1.0)
-    assert caught.value.response.status_code == 422
+    assert caught.value.response.status_code == 400
 
 
 async def test_a_form(router: Router):

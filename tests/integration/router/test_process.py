@@ -30,7 +30,7 @@ def test_limits_that_do_not_fit(start: Start, flags: tuple[str, list[str]]):
 
 
 def test_a_signal_before_it_is_ready(start: Start, flags: tuple[str, list[str]], tmp_path: Path):
-    process = start(*flags[1], f"--master-shard-uds-path={tmp_path / 'absent'}")
+    process = start(*flags[1], f"--master-shard-uds-path={tmp_path / 'absent'}", "--log-level=DEBUG")
     deadline = time.monotonic() + READY_SECONDS
     while not any("settings:" in line for line in process.lines()):
         assert time.monotonic() < deadline

@@ -196,7 +196,7 @@ async def test_what_is_kept_is_the_clients_own(routers: RouterFactory, tmp_path:
 )
 async def test_what_is_refused(shared_router: Router, body: dict[str, Any], told: str):
     response = await shared_router.post("/v1/responses", **{"input": "Hello", **body})
-    assert response.status_code == 422
+    assert response.status_code == 400
     assert told in response.json()["error"]["message"]
 
 

@@ -27,8 +27,8 @@ KEPT_SECONDS = 0.5
 SLOW_READER_SECONDS = 8.0
 SMALL_BUFFER = 16_384
 FINE = frozenset({200, 429})
-REFUSED = frozenset({413, 422, 429})
-GRAMMAR = frozenset({200, 422, 429, 503})
+REFUSED = frozenset({400, 413, 422, 429})
+GRAMMAR = frozenset({200, 400, 422, 429, 503})
 
 HELLO = [{"role": "user", "content": "How do I boil an egg?"}]
 SAMPLED = {"do_sample": True, "temperature": 0.9, "top_k": 40, "top_p": 0.95, "max_new_tokens": 60}

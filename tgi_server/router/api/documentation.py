@@ -35,10 +35,7 @@ def _errors(model: type[BaseModel]) -> Responses:
 
 
 GENERATION_ERRORS = _errors(ErrorResponse)
-OPENAI_ERRORS = {
-    400: {"description": "The context is too long", "model": OpenAIErrorResponse},
-    **_errors(OpenAIErrorResponse),
-}
+OPENAI_ERRORS = {400 if status == 422 else status: entry for status, entry in _errors(OpenAIErrorResponse).items()}
 REQUEST_ERRORS: Responses = {status: GENERATION_ERRORS[status] for status in (401, 413, 422, 429)}
 STREAM_ERRORS: Responses = {
     status: {**entry, "content": {EVENTS: {"schema": {"$ref": "#/components/schemas/ErrorResponse"}}}}

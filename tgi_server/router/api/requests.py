@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
-from functools import partial
+from itertools import islice
 from time import perf_counter
 from typing import Any, TypeVar
 
@@ -12,9 +12,10 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
+from shared.logging import one_line
 from tgi_server.contract import ReportParameters, StoppingParameters
 from tgi_server.router.api.access import cache_namespace, tenant_of
-from tgi_server.router.api.body import parse, read_beside_loop, read_body
+from tgi_server.router.api.body import read_beside_loop, read_body, read_json, validate
 from tgi_server.router.api.connections import network_of
 from tgi_server.router.api.event_stream import EventStream, Outbox, StreamEnd
 from tgi_server.router.api.responses import (
@@ -22,16 +23,19 @@ from tgi_server.router.api.responses import (
     json_response,
     shortened,
     timing_headers,
-    unenforced_headers,
 )
-from tgi_server.router.errors import ClientGone, GenerationFailed, RouterError
+from tgi_server.router.errors import ClientGone, GenerationFailed, InvalidRequest, RouterError
 from tgi_server.router.metrics import RequestTimes
 from tgi_server.router.request import ValidRequest
+from tgi_server.router.schemas.base import unknown_fields
 from tgi_server.router.service import Service
 from tgi_server.router.text.token_stream import AnyStream, CollectedTokens, Formatter, OnEnd, TokenStream
 from tgi_server.router.text.validation import CheckedRequest
 
 logger = logging.getLogger(__name__)
+
+# Of unknown fields: names of one request that are reported, their characters, and names that are logged.
+_MOST_NAMES, _LONGEST_NAME, _MOST_LOGGED = 10, 80, 1000
 
 M = TypeVar("M", bound=BaseModel)
 T = TypeVar("T")
@@ -57,6 +61,7 @@ class Exchange:
         self._sequences: list[tuple[int, AnyStream]] = []
         self._places = 0
         self._unenforced: list[str] = []
+        self._ignored: list[str] = []
         self._adapters: set[str | None] = set()
         self.size = 0
         self._closed = False
@@ -88,7 +93,23 @@ class Exchange:
 
     async def read(self, model: type[M]) -> M:
         """Returns the body as `model`. Raises InvalidRequest; Overloaded when as many are in flight as may be."""
-        return await self.read_by(partial(parse, model))
+        return await self.read_by(lambda body: self.validated(model, read_json(body)))
+
+    def validated(self, model: type[M], content: Any) -> M:
+        """Returns the content of the body as `model`, with a note of the fields that it does not have.
+
+        Raises InvalidRequest; with --strict-fields also for such a field.
+        """
+        for name, meant in islice(unknown_fields(model, content), _MOST_NAMES):
+            name = one_line(name, _LONGEST_NAME)
+            hint = f"; did you mean `{meant}`?" if meant else ""
+            if self.service.strict_fields:
+                raise InvalidRequest(f"`{name}` is not a field of this request{hint}", param=name)
+            self._ignored.append(f"{name} (did you mean {meant}?)" if meant else name)
+            if name not in self.service.ignored_fields and len(self.service.ignored_fields) < _MOST_LOGGED:
+                self.service.ignored_fields.add(name)
+                logger.warning("%s: the field `%s` is unknown and ignored%s", self.path, name, hint)
+        return validate(model, content)
 
     async def read_by(self, read: Callable[[bytes], T]) -> T:
         """Returns what `read` makes of the body. Raises InvalidRequest, or Overloaded when too many are in flight."""
@@ -195,7 +216,7 @@ class Exchange:
             prompt_tokens=sum(stream.input_length for stream in streams),
             generated_tokens=sum(stream.generated_tokens for stream in streams),
         )
-        return json_response(text, headers | unenforced_headers(self._unenforced))
+        return json_response(text, headers | self._notes())
 
     def stream_end(
         self,
@@ -215,7 +236,12 @@ class Exchange:
         """
         self._streams = True
         headers = compute_headers(self.service.model.compute_type, characters=characters)
-        return EventStream(outbox, headers | unenforced_headers(self._unenforced), self.close)
+        return EventStream(outbox, headers | self._notes(), self.close)
+
+    def _notes(self) -> dict[str, str]:
+        """Returns headers that name what of the request was not done."""
+        notes = {"x-unenforced-constraints": self._unenforced, "x-ignored-fields": self._ignored}
+        return {name: shortened(lines) for name, lines in notes.items() if lines}
 
     @property
     def _slowest(self) -> AnyStream:

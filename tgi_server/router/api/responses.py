@@ -9,13 +9,14 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 
 from shared.stubs.generate_pb2 import TopTokens
-from tgi_server.router.errors import ContextOverflow, NoSuchRoute, Overloaded, RouterError, Unauthorized
+from tgi_server.router.errors import ContextOverflow, InvalidRequest, NoSuchRoute, Overloaded, RouterError, Unauthorized
 from tgi_server.router.metrics import RequestTimes
 from tgi_server.router.text.tokenizer import TextTokenizer
 
 JSON = "application/json"
 EVENTS = "text/event-stream"
 _OPENAI = "/v1/"
+_PROMPTS = {"/v1/chat/completions": "messages", "/v1/completions": "prompt", "/v1/responses": "input"}
 _RETRY_SECONDS = "1"
 # Of what a header tells: proxies take some kilobytes of all headers.
 _LINES, _LONGEST_LINE = 10, 200
@@ -28,20 +29,26 @@ def json_response(text: str, headers: dict[str, str] | None = None) -> Response:
 
 def error_text(error: RouterError, path: str) -> str:
     """Returns the error as JSON: TGI's object, or OpenAI's below /v1/."""
-    message, kind = str(error), error.error_type
-    if error.error_type == "validation":
-        message = f"Input validation error: {message}"
     if path.startswith(_OPENAI):
+        param = error.param if isinstance(error, InvalidRequest) else None
+        message = str(error)
         if isinstance(error, ContextOverflow):
-            message, kind = error.openai_message, error.openai_type
+            message, param = error.openai_message, _PROMPTS.get(path)
+        kind = "invalid_request_error" if openai_status(error) in (400, 404) else error.error_type
         return json.dumps(
             {
-                "error": {"message": message, "type": kind, "param": None, "code": error.code},
+                "error": {"message": message, "type": kind, "param": param, "code": error.code},
                 "error_type": error.error_type,
             },
             ensure_ascii=False,
         )
-    return f'{{"error":{quoted(message)},"error_type":{quoted(error.error_type)}}}'
+    prefix = "Input validation error: " if error.error_type == "validation" else ""
+    return f'{{"error":{quoted(prefix + str(error))},"error_type":{quoted(error.error_type)}}}'
+
+
+def openai_status(error: RouterError) -> int:
+    """Returns the status below /v1/: 400 for a request that breaks a rule, where TGI has 422."""
+    return 400 if error.status == 422 else error.status
 
 
 def error_response(error: RouterError, path: str, headers: Headers) -> Response:
@@ -56,9 +63,7 @@ def error_response(error: RouterError, path: str, headers: Headers) -> Response:
         extra["www-authenticate"] = "Bearer"
     if isinstance(error, NoSuchRoute) and error.allowed:
         extra["allow"] = ", ".join(error.allowed)
-    status = error.status
-    if isinstance(error, ContextOverflow) and path.startswith(_OPENAI):
-        status = error.openai_status
+    status = openai_status(error) if path.startswith(_OPENAI) else error.status
     text = error_text(error, path)
     if path in _STREAMS and EVENTS in headers.get("accept", ""):
         return Response(event(text), status_code=status, media_type=EVENTS, headers=extra)
@@ -135,11 +140,6 @@ def timing_headers(
         "x-prompt-tokens": str(prompt_tokens),
         "x-generated-tokens": str(generated_tokens),
     }
-
-
-def unenforced_headers(constraints: Sequence[str]) -> dict[str, str]:
-    """Returns the header that names the constraints of a JSON schema that are left to the model, if there are any."""
-    return {"x-unenforced-constraints": shortened(constraints)} if constraints else {}
 
 
 def shortened(lines: Sequence[str]) -> str:

@@ -1,7 +1,9 @@
 """Base classes and types of all bodies."""
 
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, TypeVar
+from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
+from functools import cache
+from typing import Annotated, Any, ClassVar, TypeVar, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, model_validator
 
@@ -47,9 +49,15 @@ On = Annotated[
 
 
 class RequestModel(BaseModel):
-    """A request's JSON. Types are taken at their word (no "20" for 20); unknown fields are let through, as in TGI."""
+    """A request's JSON. Types are taken at their word (no "20" for 20).
+
+    Unknown fields are ignored, as in TGI, and reported to the client (`unknown_fields`). harmless: fields that are
+    ignored without a report, for they say something about a request and never change its response.
+    """
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, frozen=True)
+
+    harmless: ClassVar[frozenset[str]] = frozenset()
 
 
 class RefusingModel(RequestModel):
@@ -68,6 +76,43 @@ class RefusingModel(RequestModel):
                 if body[name] is not None and body[name] not in cls.refused[name]:
                     raise ValueError(f"`{name}` is not supported here; leave it out")
         return body
+
+
+def unknown_fields(model: type[BaseModel], content: Any, prefix: str = "") -> Iterator[tuple[str, str | None]]:
+    """Yields the fields of a request that `model` does not have, each with the name that was probably meant.
+
+    Fields of nested objects have dotted names. Objects in lists, such as messages, may have fields of any name.
+    """
+    if not isinstance(content, dict):
+        return
+    fields, nested = _fields(model)
+    for name, value in content.items():
+        if name in nested:
+            yield from unknown_fields(nested[name], value, f"{prefix}{name}.")
+        elif name not in fields:
+            yield f"{prefix}{name}", _meant(name, fields, nested, prefix)
+
+
+def _meant(name: str, fields: frozenset[str], nested: Mapping[str, type[BaseModel]], prefix: str) -> str | None:
+    for outer, model in nested.items():
+        if name in model.model_fields:
+            return f"{prefix}{outer}.{name}"
+    near = get_close_matches(name[:100], fields, 1, cutoff=0.75)
+    return f"{prefix}{near[0]}" if near else None
+
+
+@cache
+def _fields(model: type[BaseModel]) -> tuple[frozenset[str], Mapping[str, type[BaseModel]]]:
+    """Returns the names of all fields that are known, and the models of those that are objects."""
+    names = {field.alias or name: field for name, field in model.model_fields.items()}
+    nested = {
+        name: inner
+        for name, field in names.items()
+        for inner in (field.annotation, *get_args(field.annotation))
+        if isinstance(inner, type) and issubclass(inner, RequestModel)
+    }
+    more = (*getattr(model, "refused", ()), *getattr(model, "harmless", ()))
+    return frozenset([*names, *more]), nested
 
 
 class ResponseModel(BaseModel):

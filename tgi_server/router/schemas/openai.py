@@ -94,10 +94,15 @@ class StructuredOutputs(RefusingModel):
 
 
 class TextParameters(RefusingModel):
-    """How tokens are chosen and when a text ends: parameters of all routes of OpenAI, with vLLM's.
+    """How tokens are chosen and when a text ends: parameters of all routes of OpenAI, with vLLM's."""
 
-    What only says something about the request, such as `user`, is passed over.
-    """
+    harmless: ClassVar[frozenset[str]] = frozenset(
+        {
+            *("user", "metadata", "store", "service_tier", "safety_identifier", "prediction"),
+            *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "client_metadata"),
+            *("request_id", "guided_decoding_backend", "kv_transfer_params"),
+        }
+    )
 
     refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "allowed_token_ids": ([],),

@@ -18,7 +18,16 @@ from tgi_server.router.api.responses import (
     top_tokens_json,
 )
 from tgi_server.router.api.responses import timing_headers as headers_of
-from tgi_server.router.errors import GenerationFailed, InvalidRequest, Overloaded, Unauthorized
+from tgi_server.router.errors import (
+    ContextOverflow,
+    GenerationFailed,
+    InvalidRequest,
+    InvalidTemplate,
+    NoSuchModel,
+    Overloaded,
+    RouterError,
+    Unauthorized,
+)
 from tgi_server.router.metrics import RequestTimes
 
 REFUSED = InvalidRequest('"top_k" is -1, wärme')
@@ -34,8 +43,31 @@ def test_a_validation_error_reads_as_tgis():
 
 def test_an_error_below_v1_is_openais_object_too():
     told = json.loads(error_text(REFUSED, "/v1/completions"))
-    assert told["error"]["message"] == 'Input validation error: "top_k" is -1, wärme'
-    assert told["error"]["type"] == told["error_type"] == "validation"
+    assert told["error"]["message"] == '"top_k" is -1, wärme'
+    assert (told["error"]["type"], told["error_type"]) == ("invalid_request_error", "validation")
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "kind", "param"),
+    [
+        (InvalidRequest("`top_p` must be greater than 0, not 2"), 400, "invalid_request_error", "top_p"),
+        (InvalidRequest("`messages.3.role`: Field required; `n`: no"), 400, "invalid_request_error", "messages.3.role"),
+        (InvalidRequest("the request is not JSON"), 400, "invalid_request_error", None),
+        (InvalidRequest("`a` and `b`", param="b"), 400, "invalid_request_error", "b"),
+        (InvalidTemplate("no"), 400, "invalid_request_error", None),
+        (ContextOverflow.of_prompt(9, 5), 400, "invalid_request_error", "messages"),
+        (NoSuchModel("no"), 404, "invalid_request_error", None),
+        (GenerationFailed("no"), 424, "generation", None),
+    ],
+    ids=lambda value: value.__class__.__name__ if isinstance(value, Exception) else None,
+)
+def test_openais_clients_get_the_status_type_and_param_that_they_look_for(
+    error: RouterError, status: int, kind: str, param: str | None
+):
+    response = error_response(error, "/v1/chat/completions", Headers())
+    told = json.loads(bytes(response.body))["error"]
+    assert (response.status_code, told["type"], told["param"]) == (status, kind, param)
+    assert error_response(error, "/generate", Headers()).status_code == (422 if status == 400 else status)
 
 
 def test_a_stream_that_failed_early_gets_an_event_if_it_reads_events():

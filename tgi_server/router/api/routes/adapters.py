@@ -24,7 +24,7 @@ _LONGEST_BODY = 64 * 1024
 
 _RESPONSES: Responses = {
     200: {"content": {"text/plain": {"schema": {"type": "string"}}}},
-    **{status: OPENAI_ERRORS[status] for status in (401, 413, 422)},
+    **{status: OPENAI_ERRORS[status] for status in (400, 401, 413)},
     403: {"description": "Adapters cannot be updated on this server", "model": OpenAIErrorResponse},
     404: {"description": "There is no such adapter", "model": OpenAIErrorResponse},
     503: {"description": "The shards do not answer", "model": OpenAIErrorResponse},

@@ -1,11 +1,13 @@
 """Other services' routes: `/` (Hugging Face endpoints), /invocations (SageMaker), /vertex (Vertex AI)."""
 
+from functools import partial
+
 from fastapi import APIRouter
 from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tgi_server.router.api.body import read_json, validate
+from tgi_server.router.api.body import read_json
 from tgi_server.router.api.documentation import GENERATION_ERRORS, described_body, event_stream_of
 from tgi_server.router.api.requests import DirectRoute, Exchange, respond, respond_to
 from tgi_server.router.api.responses import quoted
@@ -85,7 +87,7 @@ _KINDS: dict[str, type[BaseModel]] = {
 
 
 async def _invoke(exchange: Exchange) -> Response:
-    match await exchange.read_by(_any_kind):
+    match await exchange.read_by(partial(_any_kind, exchange)):
         case CompatGenerateRequest() as request:
             return await _generate(exchange, request)
         case ChatRequest() as request:
@@ -96,12 +98,12 @@ async def _invoke(exchange: Exchange) -> Response:
             raise InvalidRequest("the request needs `inputs`, `messages` or `prompt`")
 
 
-def _any_kind(body: bytes) -> BaseModel | None:
+def _any_kind(exchange: Exchange, body: bytes) -> BaseModel | None:
     """Returns the body as the model whose member it has. Raises InvalidRequest."""
     content = read_json(body)
     for member, model in _KINDS.items():
         if isinstance(content, dict) and member in content:
-            return validate(model, content)
+            return exchange.validated(model, content)
     return None
 
 

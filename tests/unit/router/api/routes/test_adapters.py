@@ -137,7 +137,7 @@ async def test_what_may_not_be_loaded(updatable: tuple[RouterService, httpx.Asyn
         ("taken", "cook", "there is an adapter 'taken' already"),
     ):
         refused = await client.post("/v1/load_lora_adapter", json={"lora_name": name, "lora_path": path})
-        assert refused.status_code == 422
+        assert refused.status_code == 400
         assert told in refused.json()["error"]["message"]
         assert [each.id for each in router.service.adapters] == ["taken"]
     body = {"lora_name": "x", "lora_path": "cook", "load_inplace": True}
