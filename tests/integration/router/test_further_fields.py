@@ -320,7 +320,7 @@ async def test_the_models_own_defaults(routers: RouterFactory, tmp_path: Path):
         ),
         ("/v1/chat/completions", {"messages": HELLO, "tempreature": 1}, "tempreature (did you mean temperature?)"),
         ("/v1/chat/completions", {"messages": HELLO, "tempreature": 1, "stream": True}, "tempreature (did you mean"),
-        ("/v1/chat/completions", {"messages": HELLO, "stream_options": {"usage": True}}, "stream_options.usage (did"),
+        ("/v1/chat/completions", {"messages": HELLO, "stream_options": {"usage": True}}, "stream_options.usage"),
         ("/v1/chat/completions", {"messages": [{**HELLO[0], "mood": "good"}], "user": "me", "store": False}, None),
         ("/v1/completions", {"prompt": "a", "max_new_tokens": 2}, "max_new_tokens (did you mean max_tokens?)"),
         ("/v1/responses", {"input": "a", "temprature": 1}, "temprature (did you mean temperature?)"),
