@@ -48,7 +48,7 @@ VOCAB_SIZE = 300
 PAYLOAD_LIMIT = 10_000
 LOGPROB = -0.25
 _TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant:"
-_CONFIG = TokenizerConfig(bos_token=BOS, eos_token=EOS, chat_templates={DEFAULT_TEMPLATE: _TEMPLATE})
+_CONFIG = TokenizerConfig({"bos_token": BOS, "eos_token": EOS}, chat_templates={DEFAULT_TEMPLATE: _TEMPLATE})
 
 
 class ScriptedScheduler:

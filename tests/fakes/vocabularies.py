@@ -6,7 +6,7 @@ from tgi_server.router.text.tokenizer import TextTokenizer
 from tgi_server.router.text.tokenizer_config import TokenizerConfig
 
 BOS, EOS = "<s>", "</s>"
-CONFIG = TokenizerConfig(bos_token=BOS, eos_token=EOS)
+CONFIG = TokenizerConfig({"bos_token": BOS, "eos_token": EOS})
 
 
 def byte_level() -> TextTokenizer:

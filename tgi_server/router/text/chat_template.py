@@ -1,50 +1,67 @@
-"""A conversation as a prompt, by the model's Jinja template in a sandbox."""
+"""The model's Jinja template for conversations, in a sandbox."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from functools import partial
 from time import monotonic
 from types import MappingProxyType
 from typing import Any, NoReturn
 
-from jinja2 import TemplateError, nodes, pass_context
+from jinja2 import Template, TemplateError, nodes, pass_context
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from pydantic_core import from_json
 
-from shared.logging import one_line
-from tgi_server.router.errors import InvalidRequest, InvalidTemplate, StartupError
-from tgi_server.router.schemas.chat import ChatRequest, ImageChunk, Message, TextChunk, Tool, ToolCall
-from tgi_server.router.text.special_tokens import RenderedPrompt, SpecialTokens
-from tgi_server.router.text.tokenizer_config import DEFAULT_TEMPLATE, TOOL_TEMPLATE, TokenizerConfig
+from tgi_server.router.errors import InvalidTemplate, StartupError
+from tgi_server.router.text.tokenizer_config import DEFAULT_TEMPLATE, TOKEN_NAMES, TOOL_TEMPLATE, TokenizerConfig
 
 # Seconds that the loops of a template may take.
 RENDER_SECONDS = 5.0
 
 _DEADLINE = "_deadline"
 # Variables that `chat_template_kwargs` may not replace.
-_RESERVED = frozenset(
+RESERVED = frozenset(
     {
         "messages",
         "tools",
         "add_generation_prompt",
-        "bos_token",
-        "eos_token",
         "raise_exception",
         "strftime_now",
         _DEADLINE,
+        *TOKEN_NAMES,
     }
 )
-_DEVELOPER = "developer"
 # The end of a message that is gone on with, while it is rendered: a private character, which no template writes itself.
 # The text of the message may well be a part of what a template puts behind it.
 _OPEN_END = "\ue000"
-# By these, templates let a model think before it answers.
-THINKING_SWITCHES = ("enable_thinking", "thinking")
+# The text of a message, or the parts that it consists of.
+ShownContent = str | list[dict[str, Any]]
+
+# Texts by which it is found out what a template reads: messages of these roles, each with the one that is looked for.
+_SOUGHT = "haystack-needle"
+
+
+def _calling(arguments: Any) -> dict[str, Any]:
+    call = {"id": "call00000", "type": "function", "function": {"name": "look_up", "arguments": arguments}}
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
+
+
+_PROBES: Mapping[str, Sequence[Mapping[str, Any]]] = {
+    "user": [{"role": "user", "content": _SOUGHT}],
+    "system": [{"role": "system", "content": _SOUGHT}, {"role": "user", "content": "a"}],
+    "assistant": [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": _SOUGHT},
+        {"role": "user", "content": "a"},
+    ],
+    "tool": [
+        {"role": "user", "content": "a"},
+        _calling({}),
+        {"role": "tool", "name": "look_up", "tool_call_id": "call00000", "content": _SOUGHT},
+    ],
+}
 
 
 class _GenerationTag(Extension):
@@ -92,12 +109,12 @@ class RenderOptions:
         """Returns the beginning of the answer, if the last message is one: a blank text begins nothing."""
         own = last["role"] == "assistant" and not last.get("tool_calls")
         wanted = own if self.continue_last is None else self.continue_last
-        content: str = last["content"]
+        content = content_text(last["content"])
         return content if wanted and content.strip() else None
 
     def opens_turn(self, last: Mapping[str, Any]) -> bool:
         """Returns True if the last message stands in the place of an answer of which there is nothing yet."""
-        said = last["content"].strip() or last.get("tool_calls") or last.get("reasoning_content")
+        said = content_text(last["content"]).strip() or last.get("tool_calls") or last.get("reasoning_content")
         return last["role"] == "assistant" and not said and self.continue_last is not False
 
 
@@ -115,12 +132,14 @@ class ChatTemplate:
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-        self._tokens = {"bos_token": config.bos_token or "", "eos_token": config.eos_token or ""}
+        self._tokens = {"bos_token": "", "eos_token": "", **config.tokens}
         self._sources = dict(config.chat_templates)
         try:
             self._templates = {name: environment.from_string(text) for name, text in config.chat_templates.items()}
         except TemplateError as error:
             raise StartupError(f"the model's chat template is not valid Jinja: {error}") from error
+        self._in_parts = {name: self._roles_in_parts(template) for name, template in self._templates.items()}
+        self._arguments_as_text = {name for name, template in self._templates.items() if self._takes_json(template)}
 
     def shows_tools(self) -> bool:
         """Returns True if the template itself tells the model about tools."""
@@ -134,6 +153,15 @@ class ChatTemplate:
     def knows_role(self, role: str, *, tools: bool) -> bool:
         """Returns True if the template names the role."""
         return role in self._sources.get(self._name(tools=tools), "")
+
+    def reads_parts(self, role: str, *, tools: bool) -> bool:
+        """Returns True if the template takes content of that role as a list of parts, and shows nothing of a text."""
+        roles = self._in_parts.get(self._name(tools=tools), frozenset())
+        return (role if role in _PROBES else "user") in roles
+
+    def reads_json(self, *, tools: bool) -> bool:
+        """Returns True if the template takes the arguments of earlier calls as text, and fails with an object."""
+        return self._name(tools=tools) in self._arguments_as_text
 
     def render(
         self,
@@ -154,7 +182,9 @@ class ChatTemplate:
             raise InvalidTemplate("`messages` must not be empty")
         prefix = options.prefix(messages[-1])
         if prefix is not None:
-            messages = [*messages[:-1], {**messages[-1], "content": prefix.rstrip() + _OPEN_END}]
+            text = prefix.rstrip() + _OPEN_END
+            begun = text if isinstance(messages[-1]["content"], str) else as_parts(text)
+            messages = [*messages[:-1], {**messages[-1], "content": begun}]
         template = self._templates[self._name(tools=bool(tools))]
         try:
             prompt = template.render(
@@ -171,6 +201,34 @@ class ChatTemplate:
             raise InvalidTemplate(f"the chat template cannot show these messages: {error}") from error
         return prompt if prefix is None else _leave_open(prompt)
 
+    def _roles_in_parts(self, template: Template) -> frozenset[str]:
+        """Returns the roles of which the template shows no content that is a text, but the parts of a list."""
+        found: set[str] = set()
+        for role, probe in _PROBES.items():
+            others = [_in_parts(each) if each["role"] in found else each for each in probe]
+            parts = [_in_parts(each) if each["role"] == role else each for each in others]
+            if _SOUGHT not in self._try(template, others) and _SOUGHT in self._try(template, parts):
+                found.add(role)
+        return frozenset(found)
+
+    def _takes_json(self, template: Template) -> bool:
+        """Returns True if the template shows arguments of calls that are JSON, but none that are an object."""
+        arguments = {_SOUGHT: _SOUGHT}
+        shown = [
+            self._try(template, [{"role": "user", "content": "a"}, _calling(form)])
+            for form in (arguments, json.dumps(arguments))
+        ]
+        as_python = str(arguments) in shown[0]
+        return (_SOUGHT not in shown[0] or as_python) and _SOUGHT in shown[1]
+
+    def _try(self, template: Template, messages: Sequence[Mapping[str, Any]]) -> str:
+        """Returns the prompt; an empty one where the template refuses, or trips over, what no client has sent yet."""
+        usual = {"tools": None, "add_generation_prompt": True, _DEADLINE: monotonic() + RENDER_SECONDS}
+        try:
+            return template.render(messages=messages, **usual, **self._tokens)
+        except Exception:  # a template may raise anything
+            return ""
+
     def _name(self, *, tools: bool) -> str:
         if (tools and TOOL_TEMPLATE in self._templates) or DEFAULT_TEMPLATE not in self._templates:
             return TOOL_TEMPLATE if TOOL_TEMPLATE in self._templates else next(iter(self._templates), DEFAULT_TEMPLATE)
@@ -179,129 +237,40 @@ class ChatTemplate:
 
 def _leave_open(prompt: str) -> str:
     """Cuts off what the template puts behind the last message."""
-    before, end, _ = prompt.rpartition(_OPEN_END)
-    return before if end else prompt
+    for mark in (_OPEN_END, json.dumps(_OPEN_END)[1:-1]):  # a template may write ASCII only
+        before, end, _ = prompt.rpartition(mark)
+        if end:
+            return before
+    return prompt
 
 
-def _to_json(value: Any, indent: int | None = None, **options: Any) -> str:
-    """Returns JSON as `transformers` writes it: characters as they are, nothing escaped for HTML."""
-    return json.dumps(value, ensure_ascii=False, indent=indent, **options)
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Returns JSON as `transformers` writes it: characters as they are, nothing escaped for HTML.
+
+    Order and names of the parameters are those of `transformers`' filter; templates use both.
+    """
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _raise_exception(message: str) -> NoReturn:
     raise TemplateError(message)
 
 
-def render_conversation(
-    template: ChatTemplate,
-    request: ChatRequest,
-    tools: Sequence[Tool],
-    special_tokens: SpecialTokens | None = None,
-    tool_prompt: str = "",
-) -> RenderedPrompt:
-    """Returns the prompt. A template that knows nothing of tools has them told at the end of the last message.
-
-    special_tokens: that only the template may write; None: messages may, too. tool_prompt: what tells the model how to
-    call a tool, unless the request has one.
-
-    Raises InvalidTemplate, or InvalidRequest for what the model cannot read.
-    """
-    developer = _DEVELOPER if template.knows_role(_DEVELOPER, tools=bool(tools)) else "system"
-    shown = [_message(message, developer) for message in request.messages]
-    options = RenderOptions(request.add_generation_prompt, request.continue_final_message)
-    if shown and options.opens_turn(shown[-1]):
-        # Shown as it is, it would be a turn that has ended, behind which a model has nothing to say.
-        shown, options = shown[:-1], RenderOptions(continue_last=False)
-    described = [_tool(tool) for tool in tools]
-    if shown and described:
-        told = [] if template.shows_tools() else [json.dumps(described, ensure_ascii=False)]
-        prompt = request.tool_prompt or tool_prompt
-        if told or prompt:
-            shown[-1]["content"] += "\n".join(["\n---", *told, prompt])
-    conversation = shown, described or None, _variables(request)
-    render = partial(template.render, options=options)
-    if special_tokens is None:
-        return RenderedPrompt(render(*conversation))
-    return special_tokens.render(render, conversation)
+def content_text(content: ShownContent) -> str:
+    """Returns the text of content as a template gets it."""
+    return content if isinstance(content, str) else "".join(part["text"] for part in content)
 
 
-def _variables(request: ChatRequest) -> dict[str, Any]:
-    """Returns what the request tells the template. Raises InvalidRequest for variables that are the template's own."""
-    variables: dict[str, Any] = {}
-    if request.documents is not None:
-        variables["documents"] = request.documents
-    if request.reasoning_effort is not None:
-        variables["reasoning_effort"] = request.reasoning_effort
-        if request.reasoning_effort == "none":
-            variables |= dict.fromkeys(THINKING_SWITCHES, False)
-    chosen = request.chat_template_kwargs or {}
-    if taken := sorted(_RESERVED & chosen.keys()):
-        raise InvalidRequest(f"`chat_template_kwargs` may not set {taken[0]!r}, which the server sets itself")
-    return variables | chosen
+def as_parts(*texts: str) -> list[dict[str, Any]]:
+    """Returns content as a list, which is never empty: some templates look at its first part."""
+    return [{"type": "text", "text": text} for text in texts or ("",)]
 
 
-def _message(message: Message, developer: str) -> dict[str, Any]:
-    """Returns the message as templates expect it: without absent members, content as text, arguments as objects.
-
-    developer: the role by which the template knows OpenAI's `developer`.
-    """
-    role = developer if message.role == _DEVELOPER else message.role
-    shown: dict[str, Any] = {"role": role, "content": message_text(message)}
-    if message.reasoning_content is not None:
-        shown["reasoning_content"] = message.reasoning_content
-    if message.tool_calls:
-        shown["tool_calls"] = [_tool_call(call) for call in message.tool_calls]
-    if message.name is not None:
-        shown["name"] = message.name
-    if message.tool_call_id is not None:
-        shown["tool_call_id"] = message.tool_call_id
-    return shown
-
-
-def message_text(message: Message) -> str:
-    """Returns the text of a message. Raises InvalidRequest for what is no text."""
-    content = message.content.root if message.content is not None else ""
-    if isinstance(content, str):
-        return content
-    texts: list[str] = []
-    for chunk in content:
-        if isinstance(chunk.root, ImageChunk):
-            raise InvalidRequest("images are not supported: this model reads text only")
-        texts.append(chunk.root.text if isinstance(chunk.root, TextChunk) else chunk.root.refusal)
-    return "".join(texts)
-
-
-def _tool_call(call: ToolCall) -> dict[str, Any]:
-    arguments = call.function.arguments
-    if isinstance(arguments, str):
-        try:
-            arguments = _read_arguments(arguments)
-        except ValueError as error:
-            raise InvalidRequest(
-                f"the `arguments` of the tool call `{one_line(call.id, 100)}` are not JSON: {error}"
-            ) from error
-    return {"id": call.id, "type": call.type, "function": {"name": call.function.name, "arguments": arguments or {}}}
-
-
-def _read_arguments(text: str) -> Any:
-    """Returns what the arguments of an earlier call say; of a call that was cut off, what it had said until then.
-
-    Raises ValueError for what is no beginning of JSON.
-    """
-    if not text.strip():  # many clients keep a call without arguments so
-        return {}
-    try:
-        return from_json(text)  # which bounds how deep it may nest, and takes no lone surrogates
-    except ValueError as error:
-        if "EOF" not in str(error):
-            raise
-        # The text itself would not do: many templates look for the names and values of an object.
-        return from_json(text, allow_partial="trailing-strings")
-
-
-def _tool(tool: Tool) -> dict[str, Any]:
-    function: dict[str, Any] = {"name": tool.function.name}
-    if tool.function.description is not None:
-        function["description"] = tool.function.description
-    function["parameters"] = tool.function.arguments or {"type": "object", "properties": {}}
-    return {"type": tool.type, "function": function}
+def _in_parts(message: Mapping[str, Any]) -> dict[str, Any]:
+    return {**message, "content": as_parts(message["content"])}

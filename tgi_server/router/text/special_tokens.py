@@ -25,7 +25,9 @@ logger = logging.getLogger(__name__)
 # The first private characters for the tokens' spellings, and for masks; Unicode gives them no meaning.
 _SPELLINGS, _MASKS = 0xF0000, 0x100000
 _MOST = 65_000
-_PRIVATE = re.compile("[\U000f0000-\U0010ffff]")
+# Also a mask as JSON of ASCII only has it, which a client may spell.
+_PRIVATE = re.compile("[\U000f0000-\U0010ffff]|\\\\udb[c-f]", re.IGNORECASE)
+_LONGEST_PRIVATE = 5
 # Characters that are searched at once: other threads, such as the event loop's, wait meanwhile.
 _WINDOW = 65_536
 
@@ -95,6 +97,9 @@ class SpecialTokens:
         firsts = sorted({content[0] for content in spelled})
         self._all_masks = {ord(character): chr(_MASKS + index) for index, character in enumerate(firsts)}
         self._unmasks = {ord(mask): chr(character) for character, mask in self._all_masks.items()}
+        self._unmasks_in_ascii = {
+            _in_ascii(mask): _in_ascii(chr(character)) for character, mask in self._all_masks.items()
+        }
         # Letters are masked in whole spellings only: templates compare words.
         self._masks = {first: mask for first, mask in self._all_masks.items() if not chr(first).isalnum()}
         words = [content for content in spelled if content[0].isalnum()]
@@ -123,7 +128,7 @@ class SpecialTokens:
             # The fewer characters are masked, the less the template can go astray over it.
             sparing = render(*_mapped(conversation, self._sparingly_masked))
             masked = sparing if self._template_tokens(sparing) == token_ids else masked
-        usable = self._literal is not None and not any(_has(_PRIVATE, each, 1) for each in texts)
+        usable = self._literal is not None and not any(_has(_PRIVATE, each, _LONGEST_PRIVATE) for each in texts)
         return RenderedPrompt(text, Literal(self, self._hide(masked) if usable else None, token_ids, spelled))
 
     def encode(self, hidden: str) -> tuple[str, Encoding]:
@@ -139,6 +144,9 @@ class SpecialTokens:
     def _hide(self, masked: str) -> str:
         assert self._pattern is not None
         hidden = _replaced(self._pattern, masked, self._longest, lambda found: self._hidden[found[0]])
+        if "\\udb" in hidden:  # the template writes JSON of ASCII only
+            for mask, character in self._unmasks_in_ascii.items():
+                hidden = hidden.replace(mask, character)
         return _translated(hidden, self._unmasks)
 
     def _masked(self, text: str) -> str:
@@ -195,6 +203,11 @@ def _replaced(pattern: re.Pattern[str], text: str, longest: int, change: Callabl
 def _translated(text: str, table: Mapping[int, str]) -> str:
     """Returns what `str.translate` does, a part of the text at a time."""
     return "".join(text[start : start + _WINDOW].translate(table) for start in range(0, len(text), _WINDOW))
+
+
+def _in_ascii(text: str) -> str:
+    """Returns the text as JSON of ASCII only has it."""
+    return json.dumps(text)[1:-1]
 
 
 def _unknown_token(model: Mapping[str, Any]) -> str | None:

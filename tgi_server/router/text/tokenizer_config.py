@@ -10,21 +10,30 @@ from tgi_server.router.errors import StartupError
 
 DEFAULT_TEMPLATE = "default"
 TOOL_TEMPLATE = "tool_use"
+# The tokens that have a name of their own, which chat templates know them by, as in `transformers`.
+TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 @dataclass(frozen=True, slots=True)
 class TokenizerConfig:
     """The parts of `tokenizer_config.json` that serving needs.
 
-    chat_templates: Jinja sources by name; most models have one, named "default".
-    add_bos_token, add_eos_token: None leaves it to `tokenizer.json`.
+    chat_templates: Jinja sources by name; most models have one, named "default". tokens: by their names in TOKEN_NAMES;
+    those that the model has not are absent. add_bos_token, add_eos_token: None leaves it to `tokenizer.json`.
     """
 
-    bos_token: str | None = None
-    eos_token: str | None = None
+    tokens: Mapping[str, str] = field(default_factory=dict)
     add_bos_token: bool | None = None
     add_eos_token: bool | None = None
     chat_templates: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def bos_token(self) -> str | None:
+        return self.tokens.get("bos_token")
+
+    @property
+    def eos_token(self) -> str | None:
+        return self.tokens.get("eos_token")
 
 
 def read_tokenizer_config(model: Path, override: Path | None) -> TokenizerConfig:
@@ -47,8 +56,7 @@ def read_tokenizer_config(model: Path, override: Path | None) -> TokenizerConfig
 
 def _parse(path: Path, config: dict[str, Any], files: Mapping[str, str]) -> TokenizerConfig:
     return TokenizerConfig(
-        bos_token=_token(config.get("bos_token")),
-        eos_token=_token(config.get("eos_token")),
+        tokens={name: token for name in TOKEN_NAMES if (token := _token(config.get(name))) is not None},
         add_bos_token=config.get("add_bos_token"),
         add_eos_token=config.get("add_eos_token"),
         chat_templates={**_inline_templates(config.get("chat_template"), path), **files},
@@ -81,7 +89,8 @@ def _template_files(model: Path) -> dict[str, str]:
 
 
 def _token(value: Any) -> str | None:
-    return value.get("content") if isinstance(value, dict) else value
+    token = value.get("content") if isinstance(value, dict) else value
+    return token if isinstance(token, str) else None
 
 
 def read_json(path: Path, *, required: bool = False) -> dict[str, Any]:

@@ -2,12 +2,14 @@ from datetime import datetime
 from typing import Any
 
 import pytest
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from tgi_server import demo_model
 from tgi_server.router.errors import InvalidRequest, InvalidTemplate, StartupError
 from tgi_server.router.schemas.chat import ChatRequest, Tool
 from tgi_server.router.text import chat_template
-from tgi_server.router.text.chat_template import ChatTemplate, render_conversation
+from tgi_server.router.text.chat_template import ChatTemplate
+from tgi_server.router.text.conversation import render_conversation
 from tgi_server.router.text.tokenizer_config import TokenizerConfig, read_tokenizer_config
 from tgi_server.router.text.tools import TGI_TOOL_PROMPT
 
@@ -20,7 +22,7 @@ HELLO = [{"role": "user", "content": "Hello"}]
 
 def template(source: str = CHATML, **others: str) -> ChatTemplate:
     return ChatTemplate(
-        TokenizerConfig(bos_token="<s>", eos_token="</s>", chat_templates={"default": source, **others})
+        TokenizerConfig({"bos_token": "<s>", "eos_token": "</s>"}, chat_templates={"default": source, **others})
     )
 
 
@@ -30,6 +32,11 @@ def test_a_conversation():
 
 def test_tokens_are_known_to_the_template():
     assert template("{{ bos_token }}|{{ eos_token }}").render(HELLO, None) == "<s>|</s>"
+    named = {"pad_token": "<pad>", "unk_token": "<unk>", "mask_token": "<m>"}
+    source = "{{ pad_token }}{{ unk_token }}{{ mask_token }}{{ bos_token + 'x' }}{{ cls_token is defined }}"
+    assert ChatTemplate(TokenizerConfig(named, chat_templates={"default": source})).render(HELLO, None) == (
+        "<pad><unk><m>xFalse"
+    )
 
 
 def test_a_last_message_of_the_assistant_is_left_open():
@@ -88,6 +95,61 @@ def test_what_templates_of_the_hub_use():
 
 def test_json_is_not_escaped_for_html():
     assert template("{{ messages[0] | tojson }}").render([{"role": "user", "content": "<é>"}], None).endswith('"<é>"}')
+
+
+VALUE = {"b": "<größe> 'x' & \"y\" 🌳\u2028", "a": [1, 2.5, None, True, {}], "\ue000": {"z": "é", "c": []}}
+# Each shows VALUE as `content`.
+TO_JSON = [
+    *(
+        f"{{{{ content | tojson{options} }}}}"
+        for options in (
+            "",
+            "()",
+            "(ensure_ascii=False)",
+            "(ensure_ascii=True)",
+            "(False)",
+            "(True)",
+            "(False, 2)",
+            "(indent=4)",
+            "(indent='--')",
+            "(ensure_ascii=False, indent=None)",
+            "(separators=(',', ':'))",
+            "(False, None, (',', ':'), True)",
+            "(sort_keys=True)",
+            "(True, 1, (' , ', ' : '), sort_keys=True)",
+        )
+    ),
+    "{% for name, value in content.items() %}{{ name }}={{ value | tojson(ensure_ascii=False) }};{% endfor %}",
+    "{% macro show(x) %}{{ x | tojson(True, indent=1) }}{% endmacro %}{{ show(content) }}{{ show([content]) }}",
+    "{{ content.values() | map('tojson', ensure_ascii=False) | join('|') }}",
+    "{{ content | tojson(ensure_ascii=False) | replace(' ', '') | upper | length }}",
+    "{{ [content, content] | map('tojson', True) | list | tojson }}",
+    "{{ '<' ~ content | tojson(sort_keys=true) ~ '>' }}",
+    "{% set shown = content | tojson(ensure_ascii=False, separators=(',', ': ')) %}{{ shown | trim }}",
+    "{{ content.a | tojson if content.a is not string else content.a }}",
+    "{% filter trim %}{{ content.b | tojson }}{% endfilter %}",
+    "{% call(x) caller_of(content) %}{{ x | tojson(False, 3) }}{% endcall %}",
+]
+
+
+@pytest.mark.parametrize("source", TO_JSON)
+def test_json_is_that_of_transformers(source: str):
+    macro = "{% macro caller_of(x) %}{{ caller(x) }}{% endmacro %}{% set content = messages[0].content %}"
+    messages: list[dict[str, Any]] = [{"role": "tool", "content": VALUE}]
+    ((expected,), _) = render_jinja_template([messages], chat_template=macro + source)
+    assert template(macro + source).render([*messages, *HELLO], None) == expected
+
+
+@pytest.mark.parametrize("options", ["1, 2, (3, 4), 5, 6", "default=4", "False, ensure_ascii=True"])
+def test_what_json_cannot_be_made_of_is_told(options: str):
+    with pytest.raises(InvalidTemplate, match="cannot show"):
+        template(f"{{{{ messages | tojson({options}) }}}}").render(HELLO, None)
+
+
+def test_an_answer_that_is_gone_on_with_may_be_shown_as_ascii():
+    source = "{% for m in messages %}{{ m.content | tojson(ensure_ascii=True) }}\n{% endfor %}"
+    messages = [*HELLO, {"role": "assistant", "content": "größe \ue000"}]
+    assert template(source).render(messages, None) == '"Hello"\n"gr\\u00f6\\u00dfe \\ue000'
 
 
 def test_a_template_of_its_own_for_tools():
@@ -197,6 +259,64 @@ def test_text_in_parts_is_one_text():
     assert render({"role": "user", "content": parts}) == '{"role": "user", "content": "one two"}'
 
 
+# Templates that take content as a list; each shows the role before the parts.
+IN_PARTS = {
+    "a loop": "{% for m in messages %}[{{ m.role }}]{% for part in m.content %}{% if part.type == 'text' %}"
+    "{{ part.text }}|{% endif %}{% endfor %}{% endfor %}",
+    "by an alias": "{% for m in messages %}{% set parts = m['content'] %}[{{ m['role'] }}]"
+    "{% for part in parts | selectattr('type', 'equalto', 'text') %}{{ part['text'] }}|{% endfor %}{% endfor %}",
+    "the first part is looked at": "{% for m in messages %}[{{ m.role }}]"
+    "{% if m['content'][0]['type'] == 'image' %}:{% endif %}"
+    "{% for line in m['content'] %}{{ line['text'] }}|{% endfor %}{% endfor %}",
+    "a macro": "{% macro show(content) %}{% for part in content %}{{ part.text }}|{% endfor %}{% endmacro %}"
+    "{% for m in messages %}[{{ m.role }}]{{ show(m.content) }}{% endfor %}",
+    "it refuses texts": "{% for m in messages %}[{{ m.role }}]"
+    "{% if m.content is string %}{{ raise_exception('parts!') }}{% endif %}"
+    "{{ m.content | map(attribute='text') | join('|') }}|{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("source", IN_PARTS.values(), ids=IN_PARTS)
+def test_content_is_a_list_where_the_template_reads_it_so(source: str):
+    system = {"role": "developer", "content": "Be kind."}
+    parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
+    answer, blank = {"role": "assistant", "tool_calls": [CALL]}, {"role": "user", "content": []}
+    result = {"role": "tool", "tool_call_id": "a", "content": "12:00"}
+    said = [system, *HELLO, answer, result, {"role": "user", "content": parts}, blank]
+    shown = render(*said, source=source).replace("|", "")
+    assert shown == "[system]Be kind.[user]Hello[assistant][tool]12:00[user]one two[user]"
+    begun = [*HELLO, {"role": "assistant", "content": "Well, "}]
+    assert render(*begun, source=source) == "[user]Hello|[assistant]Well,"
+    assert render(*HELLO, source=source, tools=True).startswith("[user]Hello|\n---\n[{")
+    assert render(*HELLO, {"role": "assistant", "content": ""}, source=source) == "[user]Hello|"
+
+
+def test_content_is_a_list_in_the_roles_in_which_the_template_reads_it_so():
+    source = (
+        "{% for m in messages %}{% if m.role == 'user' %}{% for part in m.content %}{{ part.text }}{% endfor %}"
+        "{% elif m.role == 'assistant' and m.tool_calls %}{{ raise_exception('no tools') }}"
+        "{% else %}{{ m.content | trim | upper }}{% endif %}{% endfor %}"
+    )
+    said = [{"role": "system", "content": "be "}, *HELLO, {"role": "assistant", "content": "kind"}]
+    assert render(*said, source=source) == "BEHelloKIND"
+
+
+def test_content_is_a_text_where_the_template_reads_both():
+    source = (
+        "{% for m in messages %}{% if m.content is string %}text {{ m.content }}"
+        "{% else %}{% for part in m.content %}part {{ part.text }}{% endfor %}{% endif %}{% endfor %}"
+    )
+    parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
+    assert render({"role": "user", "content": parts}, source=source) == "text one two"
+
+
+def test_each_template_of_a_model_is_looked_at():
+    (first, *_) = IN_PARTS.values()
+    both = ChatTemplate(TokenizerConfig(chat_templates={"default": first, "tool_use": PLAIN}))
+    assert both.reads_parts("user", tools=False)
+    assert not both.reads_parts("user", tools=True)
+
+
 def test_images_are_refused():
     image = [{"type": "image_url", "image_url": {"url": "http://x/y.png"}}]
     with pytest.raises(InvalidRequest, match="images"):
@@ -242,6 +362,15 @@ def test_arguments_of_earlier_calls_may_be_absent_or_cut_off(source: str, argume
     source = "{% set arguments = messages[0].tool_calls[0].function.arguments %}" + source
     messages = [{"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": "1", "tool_call_id": "a"}]
     assert render(*messages, source=source) == shown
+
+
+@pytest.mark.parametrize("shown", ["{{ arguments }}", "{{ '(' + arguments + ')' }}", "{{ arguments | trim }}"])
+@pytest.mark.parametrize("arguments", ['{"zone":"größe"}', {"zone": "größe"}])
+def test_arguments_are_text_where_the_template_reads_them_so(shown: str, arguments: Any):
+    call = {"id": "a", "type": "function", "function": {"name": "clock", "arguments": arguments}}
+    source = "{% set arguments = messages[-1].tool_calls[0].function.arguments %}" + shown
+    said = [*HELLO, {"role": "assistant", "tool_calls": [call]}]
+    assert render(*said, source=source).strip("()") == '{"zone": "größe"}'
 
 
 @pytest.mark.parametrize("arguments", ["zone", "{'zone': 1}", '{"zone" 1', '{"zone": 1} {"zone": 2}'])

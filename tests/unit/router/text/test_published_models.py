@@ -1,11 +1,17 @@
 """The files of models as they are published are read, and what they say is found out."""
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+from jinja2 import TemplateError
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from tests.published_tokenizers import PUBLISHED, Published
+from tgi_server.router.schemas.chat import ChatRequest, Tool
 from tgi_server.router.text.chat_template import ChatTemplate
+from tgi_server.router.text.conversation import render_conversation
 from tgi_server.router.text.reasoning import reasoning_tags
 from tgi_server.router.text.tokenizer import load_tokenizer
 from tgi_server.router.text.tokenizer_config import read_tokenizer_config
@@ -18,6 +24,42 @@ MESSAGES = [
     {"role": "assistant", "content": "It rains."},
     {"role": "user", "content": "And Rome?"},
 ]
+PARAMETERS = {"type": "object", "properties": {"größe": {"type": "string", "enum": ["<a>", "é"]}}, "required": []}
+TOOL = {"type": "function", "function": {"name": "look_up", "description": "It's <b>.", "parameters": PARAMETERS}}
+ARGUMENTS = '{"place": "Rome", "n": [1]}'  # DeepSeek's templates take them as text, others as an object
+CALL = {"id": "abcdefghi", "type": "function", "function": {"name": "look_up", "arguments": json.loads(ARGUMENTS)}}
+WITH_CALLS = [
+    {"role": "user", "content": "What of Paris?"},
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    {"role": "tool", "content": "21 °C", "tool_call_id": "abcdefghi", "name": "look_up"},
+    {"role": "assistant", "content": "It is warm."},
+    {"role": "user", "content": "And Rome?"},
+]
+
+
+@pytest.mark.parametrize("published", PUBLISHED.values(), ids=lambda each: each.name)
+@pytest.mark.parametrize("tools", [None, [TOOL]], ids=["without tools", "with tools"])
+def test_prompts_are_those_of_transformers(published: Published, tools: list[dict[str, Any]] | None, tmp_path: Path):
+    config = read_tokenizer_config(published.save(tmp_path), None)
+    template = ChatTemplate(config)
+    # Other templates have them told in the last message.
+    asked = [Tool.model_validate(each) for each in tools or ()] if template.shows_tools() else []
+    names = {"bos_token": published.bos, "eos_token": published.eos, "pad_token": published.pad}
+    named = {name: token for name, token in (names | {"unk_token": published.unk}).items() if token is not None}
+    shown = 0
+    for messages in (MESSAGES, WITH_CALLS):
+        request = ChatRequest.model_validate({"messages": messages})
+        if published.calls == "deepseek_v3":
+            messages = json.loads(json.dumps(messages).replace(ARGUMENTS, json.dumps(ARGUMENTS)))
+        try:
+            ((expected,), _) = render_jinja_template(
+                [messages], tools, chat_template=published.template, add_generation_prompt=True, **named
+            )
+        except TemplateError:  # as of Gemma's, which knows no calls
+            continue
+        assert render_conversation(template, request, asked).text == expected
+        shown += 1
+    assert shown
 
 
 @pytest.mark.parametrize("published", PUBLISHED.values(), ids=lambda each: each.name)

@@ -12,14 +12,15 @@ from tests.fakes.vocabularies import byte_level, sentence_piece
 from tgi_server import demo_model
 from tgi_server.router.errors import InvalidRequest
 from tgi_server.router.schemas.chat import ChatRequest
-from tgi_server.router.text.chat_template import ChatTemplate, render_conversation
+from tgi_server.router.text.chat_template import ChatTemplate
+from tgi_server.router.text.conversation import render_conversation
 from tgi_server.router.text.special_tokens import RenderedPrompt, SpecialTokens
 from tgi_server.router.text.tokenizer import TextTokenizer, load_tokenizer
 from tgi_server.router.text.tokenizer_config import TokenizerConfig, read_tokenizer_config
 
 START, END, PLAIN = "<|im_start|>", "<|im_end|>", "<tool_call>"
 LETTERS = "BEGIN"  # special tokens may begin with a letter
-CONFIG = TokenizerConfig(bos_token="<s>", eos_token="</s>")
+CONFIG = TokenizerConfig({"bos_token": "<s>", "eos_token": "</s>"})
 
 
 def chat_ml() -> Tokenizer:
@@ -64,6 +65,8 @@ TEMPLATES = {
     "plain": LOOP + "S[0]{{ message['role'] }}\n{{ message['content'] }}S[1]\n{% endfor %}S[0]assistant\n",
     "trimmed": LOOP + "S[0]{{ message.content | trim }}S[1]{% endfor %}S[0]",
     "in capitals": LOOP + "S[0]{{ message.content | upper }}S[1]{% endfor %}",
+    "as ASCII": LOOP + "S[0]{{ message.content | tojson(ensure_ascii=True) }}S[1]{% endfor %}",
+    "in parts": LOOP + "S[0]{% for part in message.content %}{{ part.text }}{% endfor %}S[1]{% endfor %}",
     "as JSON": LOOP + "S[0]{{ message | tojson }}S[1]{% endfor %}",
     "side by side": "S[0]" + LOOP + "{{ message.content }}{% endfor %}S[1]",
     "without hyphens": LOOP + "S[0]{{ message.content | replace('-', '') }}S[1]{% endfor %}",

@@ -37,7 +37,7 @@ def test_token_texts():
 )
 def test_the_configuration_says_what_is_added(tmp_path: Path, add_bos, add_eos, first: bool, last: bool):
     save(sentence_piece(), tmp_path)  # its own file adds BOS
-    config = TokenizerConfig(bos_token=BOS, eos_token=EOS, add_bos_token=add_bos, add_eos_token=add_eos)
+    config = TokenizerConfig({"bos_token": BOS, "eos_token": EOS}, add_bos_token=add_bos, add_eos_token=add_eos)
     tokens = ids(load_tokenizer(tmp_path, config))
     assert (tokens[0] == 0, tokens[-1] == 1) == (first, last)
 

@@ -10,7 +10,7 @@ from tgi_server.router.schemas.chat import ChatRequest
 from tgi_server.router.schemas.generate import GenerateParameters
 from tgi_server.router.service import Service
 from tgi_server.router.text.answer_reader import AnswerReader
-from tgi_server.router.text.chat_template import message_text, render_conversation
+from tgi_server.router.text.conversation import message_text, render_conversation
 from tgi_server.router.text.grammar import requested_grammar
 from tgi_server.router.text.special_tokens import RenderedPrompt
 from tgi_server.router.text.tools import ToolUse, chosen_tools
