@@ -93,3 +93,14 @@ def test_requests_behind_an_answer_that_nobody_reads_are_bounded(router: Running
             send_until_refused(client, b"GET / HTTP/1.1\r\n\r\n" * 10_000, 20)
         time.sleep(0.5)
         assert httpx.get(f"{url}/health", timeout=5).status_code == 200
+
+
+def test_stored_responses_take_what_they_have_as_json(router: Running):
+    """Whatever they repeat of their request: its objects would take twenty times as much."""
+    url, process = router
+    metadata = '{"a":[' + ",".join(["[]"] * 600_000) + "]}"
+    body = f'{{"input":"Hello","max_output_tokens":2,"metadata":{metadata}}}'
+    httpx.post(f"{url}/v1/responses", content=body, timeout=60)
+    with growth_at_most(process, 3 * SLACK):
+        for _ in range(12):
+            assert httpx.post(f"{url}/v1/responses", content=body, timeout=60).status_code == 200

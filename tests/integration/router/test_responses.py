@@ -1,5 +1,6 @@
 """/v1/responses, as OpenAI's client knows it."""
 
+import asyncio
 import json
 from typing import Any
 
@@ -174,6 +175,57 @@ async def test_what_is_kept_is_the_clients_own(routers: RouterFactory, tmp_path:
         await client(router, "two").responses.retrieve(response.id)
     for method in ("GET", "DELETE"):
         assert (await router.http.request(method, f"/v1/responses/{response.id}")).status_code == 401
+
+
+async def test_no_key_makes_the_server_forget_what_others_store(routers: RouterFactory, tmp_path: Any):
+    keys = tmp_path / "keys"
+    keys.write_text("one\ntwo\n")
+    router = await routers(api_key_file=keys, max_stored_responses=4)
+    first = await client(router, "one").responses.create(model="tgi", input="Hello")
+    others = [await client(router, "two").responses.create(model="tgi", input="Hello") for _ in range(8)]
+    assert (await client(router, "one").responses.retrieve(first.id)).id == first.id
+    with pytest.raises(openai.NotFoundError):
+        await client(router, "two").responses.retrieve(others[0].id)
+    for response in others[-3:]:
+        assert (await client(router, "two").responses.retrieve(response.id)).id == response.id
+
+
+async def test_a_conversation_is_no_longer_than_a_body(routers: RouterFactory):
+    router = await routers(payload_limit=20_000)
+    more: Any = {"input": "rice " * 1_000, "extra_body": {"truncate_prompt_tokens": 10}}
+
+    async def converse(turns: int) -> None:
+        response = await create(router, **more)
+        for _ in range(turns):
+            response = await create(router, previous_response_id=response.id, **more)
+
+    await converse(2)
+    with pytest.raises(openai.APIStatusError) as refused:
+        await converse(4)
+    assert refused.value.status_code == 413
+    assert "conversation" in refused.value.message
+    assert (await create(router, input="Hello")).output_text
+
+
+async def test_a_stored_response_is_what_was_sent_and_takes_a_place(routers: RouterFactory):
+    router = await routers(max_concurrent_requests=1, shard={"step_seconds": 0.2})
+    sent = await router.post("/v1/responses", input="Hello", max_output_tokens=1, metadata={"a": "日本"})
+    path = f"/v1/responses/{sent.json()['id']}"
+    stored = await router.http.get(path)
+    assert (stored.content, stored.headers["content-type"]) == (sent.content, "application/json")
+    asking = asyncio.create_task(router.post("/generate", inputs="Hello"))
+    await router.until(lambda: router.service.capacity.in_flight == 1)
+    assert (await router.http.get(path)).status_code == 429
+    assert (await asking).status_code == 200
+    assert (await router.http.get(path)).status_code == 200
+    assert router.service.capacity.in_flight == 0
+
+
+async def test_a_stream_may_repeat_a_long_request(router: Router):
+    metadata = {"a": "日本 \u2028" * 150_000}
+    events = [event async for event in await create(router, metadata=metadata, stream=True)]
+    assert events[-1].type == "response.completed"
+    assert events[0].response.metadata == events[-1].response.metadata == metadata
 
 
 @in_one_loop

@@ -18,7 +18,7 @@ T = TypeVar("T")
 _PATIENCE = 64 * 2**20
 
 # A body of so many bytes takes less than a millisecond to read, whatever is in it.
-_SMALL = 8_192
+SMALL = 8_192
 
 _MOST_FAULTS = 10
 _LONGEST_NAME = 80
@@ -79,7 +79,7 @@ def parse(model: type[M], body: bytes) -> M:
 
 async def read_beside_loop(threads: TokenizerThreads, body: bytes, read: Callable[[bytes], T]) -> T:
     """Returns what `read` makes of the body; a large one is read in a thread."""
-    return await threads.handle_text(len(body), lambda: read(body), at_once=_SMALL)
+    return await threads.handle_text(len(body), lambda: read(body), at_once=SMALL)
 
 
 def explain(error: ValidationError) -> str:

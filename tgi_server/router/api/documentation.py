@@ -3,6 +3,7 @@
 It is an OpenAPI 3.0 document, as TGI's is, and names TGI's schemas, also those that no route refers to.
 """
 
+import asyncio
 from typing import Any
 
 from fastapi import APIRouter, FastAPI
@@ -98,11 +99,15 @@ _PAGE = """<!doctype html>
 def document_routes(app: FastAPI) -> APIRouter:
     """/docs (Swagger UI, served from here) and the document itself, also where TGI has it."""
     router = APIRouter(include_in_schema=False)
+    making: asyncio.Future[bytes] | None = None
 
     @router.get("/openapi.json")
     @router.get("/api-doc/openapi.json")
     async def document() -> Response:
-        return JSONResponse(app.openapi())
+        nonlocal making
+        if making is None:  # it takes up to a second
+            making = asyncio.ensure_future(asyncio.to_thread(lambda: bytes(JSONResponse(app.openapi()).body)))
+        return Response(await asyncio.shield(making), media_type=JSON)
 
     @router.get("/docs")
     async def page() -> Response:

@@ -13,8 +13,9 @@ from tgi_server.router.errors import ClientGone, RouterError, SlowReader
 # A comment, which clients skip: proxies close connections on which nothing moves.
 _KEEP_ALIVE = b":\n\n"
 _KEEP_ALIVE_SECONDS = 15.0
-# Bytes that may wait for a client: some thousand tokens.
+# Bytes that may wait for a client: some thousand tokens, or a few of the largest events so far.
 _LARGEST_BACKLOG = 2**20
+_LARGEST_EVENTS = 3
 
 
 class Outbox:
@@ -25,11 +26,12 @@ class Outbox:
     on_overrun: called then; it should end what waits for the client to read.
     """
 
-    __slots__ = ("_closed", "_pending", "_reader", "_waiting", "error", "on_overrun")
+    __slots__ = ("_closed", "_most", "_pending", "_reader", "_waiting", "error", "on_overrun")
 
     def __init__(self) -> None:
         self._pending: list[bytes] = []
         self._waiting = 0
+        self._most = _LARGEST_BACKLOG
         self._reader: asyncio.Future[None] | None = None
         self._closed = False
         self.error: RouterError | None = None
@@ -38,7 +40,8 @@ class Outbox:
     def write(self, data: bytes) -> None:
         if self._closed:
             return
-        if self._waiting > _LARGEST_BACKLOG:
+        self._most = max(self._most, _LARGEST_EVENTS * len(data))
+        if self._waiting > self._most:
             self.abandon(SlowReader(f"the client left {self._waiting} bytes of its answer unread"))
             if self.on_overrun is not None:
                 self.on_overrun()

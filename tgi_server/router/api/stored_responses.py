@@ -1,55 +1,60 @@
-"""Responses that clients may go on with: kept in memory, the oldest given up first."""
+"""Responses that clients may refer to: stored in memory as JSON, each for the key that asked for it."""
 
-import json
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import Any
 from uuid import uuid4
 
 from tgi_server.router.errors import NoSuchResponse
 
-# Of all that is kept, as JSON.
+# Of all that is stored.
 _MOST_BYTES = 256 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """A response, and the conversation up to it: messages as chats have them."""
+    """A response, and the messages of the conversation up to it as chats have them, joined by commas; both as JSON."""
 
-    response: dict[str, Any]
-    messages: list[dict[str, Any]]
-    size: int
+    response: bytes
+    messages: bytes
+
+    def __len__(self) -> int:
+        return len(self.response) + len(self.messages)
 
 
 class StoredResponses:
-    """Keeps responses, each for the tenant that asked for it."""
+    """Stores responses by tenant. When there is no room, the tenant that has most gives up its oldest one."""
 
     def __init__(self, most: int) -> None:
-        """most: responses that are kept; 0: none."""
+        """most: number of responses; 0: none are stored."""
         self._most = most
-        self._size = 0
-        self._kept: OrderedDict[tuple[str, str], StoredResponse] = OrderedDict()
+        self._of: dict[str, OrderedDict[str, StoredResponse]] = {}
+        self._bytes: dict[str, int] = {}
 
-    def add(self, tenant: str, response: dict[str, Any], messages: list[dict[str, Any]]) -> None:
-        """Keeps a response under its id."""
-        size = len(json.dumps(response)) + len(json.dumps(messages))
-        self._kept[tenant, response["id"]] = StoredResponse(response, messages, size)
-        self._size += size
-        while self._kept and (len(self._kept) > self._most or self._size > _MOST_BYTES):
-            _, oldest = self._kept.popitem(last=False)
-            self._size -= oldest.size
+    def add(self, tenant: str, response_id: str, stored: StoredResponse) -> None:
+        """Stores a response under its id."""
+        self._of.setdefault(tenant, OrderedDict())[response_id] = stored
+        self._bytes[tenant] = self._bytes.get(tenant, 0) + len(stored)
+        while sum(map(len, self._of.values())) > self._most:
+            self._drop_oldest(max(self._of, key=lambda each: len(self._of[each])))
+        while sum(self._bytes.values()) > _MOST_BYTES:
+            self._drop_oldest(max(self._bytes, key=self._bytes.__getitem__))
 
     def get(self, tenant: str, response_id: str) -> StoredResponse:
         """Raises NoSuchResponse."""
-        stored = self._kept.get((tenant, response_id))
-        if stored is None:
+        if tenant not in self._of or response_id not in self._of[tenant]:
             raise NoSuchResponse(response_id)
-        return stored
+        return self._of[tenant][response_id]
 
     def delete(self, tenant: str, response_id: str) -> None:
         """Raises NoSuchResponse."""
-        self._size -= self.get(tenant, response_id).size
-        del self._kept[tenant, response_id]
+        stored = self.get(tenant, response_id)
+        self._bytes[tenant] -= len(stored)
+        del self._of[tenant][response_id]
+        if not self._of[tenant]:
+            del self._of[tenant], self._bytes[tenant]
+
+    def _drop_oldest(self, tenant: str) -> None:
+        self.delete(tenant, next(iter(self._of[tenant])))
 
 
 def new_id(kind: str) -> str:

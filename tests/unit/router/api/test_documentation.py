@@ -1,7 +1,10 @@
 """The OpenAPI document names everything that TGI's names."""
 
+import asyncio
+import threading
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.fakes.router_service import RouterService
@@ -78,3 +81,19 @@ def test_the_document_is_openapi_3_0(document: dict[str, Any]):
     assert (temperature["type"], temperature["nullable"]) == ("number", True)
     assert (temperature["minimum"], temperature["exclusiveMinimum"]) == (0, True)
     assert schemas["JsonGrammar"]["properties"]["type"]["enum"] == ["json", "json_object"]
+
+
+async def test_the_document_is_made_once_and_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch):
+    app = create_app(RouterService().service, AccessRules())
+    threads: list[int] = []
+
+    def make() -> dict[str, Any]:
+        threads.append(threading.get_ident())
+        return {"openapi": "3.0.3"}
+
+    monkeypatch.setattr(app, "openapi", make)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
+        answers = await asyncio.gather(*(client.get(path) for path in ("/openapi.json", "/api-doc/openapi.json") * 2))
+    assert {answer.text for answer in answers} == {'{"openapi":"3.0.3"}'}
+    assert len(threads) == 1
+    assert threads[0] != threading.get_ident()

@@ -1,15 +1,19 @@
-"""The items of a response: made of the pieces of an answer, and told as events while it comes."""
+"""The items of a response: made of the pieces of an answer, and sent as events while it comes.
 
-import json
+They are written as JSON piece by piece: dumping objects with the log-probabilities of a long answer would hold up the
+event loop.
+"""
+
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
 
+from tgi_server.router.api.responses import quoted
 from tgi_server.router.api.routes.chat_answer import call_id
 from tgi_server.router.api.stored_responses import new_id
 from tgi_server.router.text.answer_reader import AnswerPart, Piece
 
-# Takes the type of an event, and its members.
-Emit = Callable[[str, dict[str, Any]], None]
+# Takes the type of an event, and its members as JSON.
+Emit = Callable[[str, str], None]
 
 _KINDS = {
     AnswerPart.TEXT: "message",
@@ -26,83 +30,107 @@ _EVENTS = {
 }
 
 
+@dataclass(slots=True)
+class ResponseItem:
+    """An item of a response.
+
+    name, call_id: of a function call, whose arguments are the text. logprobs: JSON of the entries, joined by commas.
+    """
+
+    kind: str
+    id: str
+    name: str = ""
+    call_id: str = ""
+    status: str = "in_progress"
+    text: str = ""
+    logprobs: str = ""
+
+    def json(self) -> str:
+        """Returns the item as JSON. One in progress has no content yet."""
+        head = f'{{"type":"{self.kind}","id":"{self.id}","status":"{self.status}"'
+        begun = self.status == "in_progress"
+        if self.kind == "function_call":
+            call = f'"call_id":{quoted(self.call_id)},"name":{quoted(self.name)}'
+            return f'{head},{call},"arguments":{quoted(self.text)}}}'
+        if self.kind == "reasoning":
+            content = "" if begun else f'{{"type":"reasoning_text","text":{quoted(self.text)}}}'
+            return f'{head},"summary":[],"content":[{content}]}}'
+        content = "" if begun else self.text_part()
+        return f'{head},"role":"assistant","content":[{content}]}}'
+
+    def text_part(self) -> str:
+        """Returns the text of a message as JSON."""
+        return f'{{"type":"output_text","text":{quoted(self.text)},"annotations":[],"logprobs":[{self.logprobs}]}}'
+
+
 class ResponseItems:
     """Collects the items of one response. reason: why the answer ended, once it has. incomplete: it was cut off, by its
     length, or by a stop sequence within a call. thoughts: pieces of these.
     """
 
     def __init__(self, emit: Emit) -> None:
-        self.items: list[dict[str, Any]] = []
+        self.items: list[ResponseItem] = []
         self.reason: str | None = None
         self.incomplete = False
         self.thoughts = 0
         self._emit = emit
-        self._open: dict[str, Any] | None = None
+        self._open: ResponseItem | None = None
         self._pieces: list[str] = []
-        self._logprobs: list[Any] = []
+        self._logprobs: list[str] = []
+
+    def json(self) -> str:
+        """Returns the items as JSON, joined by commas."""
+        return ",".join(item.json() for item in self.items)
 
     def piece(self, piece: Piece, logprobs: Sequence[str], reason: str | None) -> None:
-        told = [json.loads(entry) for entry in logprobs]
         if piece.text or piece.part is AnswerPart.CALL or not self.items:
-            self._take(piece, told)
+            self._take(piece, logprobs)
         else:
-            self._logprobs += told
+            self._logprobs += logprobs
         if reason is not None:
-            in_call = self._open is not None and self._open["type"] == "function_call"
+            in_call = self._open is not None and self._open.kind == "function_call"
             self.reason, self.incomplete = reason, reason == "length" or (in_call and reason != "tool_calls")
             self._close("incomplete" if self.incomplete else "completed")
 
-    def _take(self, piece: Piece, logprobs: list[Any]) -> None:
+    def _take(self, piece: Piece, logprobs: Sequence[str]) -> None:
         kind = _KINDS[piece.part]
-        if piece.part is AnswerPart.CALL or self._open is None or self._open["type"] != kind:
+        if piece.part is AnswerPart.CALL or self._open is None or self._open.kind != kind:
             self._close("completed")
-            self._begin(kind, piece)
+            self._open = self._begin(kind, piece)
         self.thoughts += piece.part is AnswerPart.THOUGHT
         if piece.part is not AnswerPart.CALL and piece.text:
             self._pieces.append(piece.text)
-            told = {"logprobs": logprobs} if kind == "message" else {}
-            self._emit(f"{_EVENTS[kind]}.delta", {**self._place(), "delta": piece.text, **told})
+            entries = f',"logprobs":[{",".join(logprobs)}]' if kind == "message" else ""
+            self._emit(f"{_EVENTS[kind]}.delta", f'{self._place(self._open)},"delta":{quoted(piece.text)}{entries}')
         self._logprobs += logprobs
 
-    def _begin(self, kind: str, piece: Piece) -> None:
-        item: dict[str, Any] = {"type": kind, "id": new_id(_IDS[kind]), "status": "in_progress"}
-        if kind == "message":
-            item |= {"role": "assistant", "content": []}
-        elif kind == "reasoning":
-            item |= {"summary": [], "content": []}
-        else:
-            item |= {"call_id": call_id(), "name": piece.text, "arguments": ""}
-        self._open, self._pieces, self._logprobs = item, [], []
+    def _begin(self, kind: str, piece: Piece) -> ResponseItem:
+        item = ResponseItem(kind, new_id(_IDS[kind]))
+        if kind == "function_call":
+            item.name, item.call_id = piece.text, call_id()
+        self._pieces, self._logprobs = [], []
         self.items.append(item)
-        self._emit("response.output_item.added", {"output_index": len(self.items) - 1, "item": dict(item)})
+        self._emit("response.output_item.added", f'"output_index":{len(self.items) - 1},"item":{item.json()}')
         if kind == "message":
-            self._emit("response.content_part.added", {**self._place(), "part": _text_part("", [])})
+            self._emit("response.content_part.added", f'{self._place(item)},"part":{item.text_part()}')
+        return item
 
     def _close(self, status: str) -> None:
         item, self._open = self._open, None
         if item is None:
             return
-        text, place, kind = "".join(self._pieces), self._place(item), item["type"]
-        item["status"] = status
-        if kind == "function_call":
-            item["arguments"] = text
-            self._emit(f"{_EVENTS[kind]}.done", {**place, "name": item["name"], "arguments": text})
-        elif kind == "reasoning":
-            item["content"] = [{"type": "reasoning_text", "text": text}]
-            self._emit(f"{_EVENTS[kind]}.done", {**place, "text": text})
+        item.status, item.text = status, "".join(self._pieces)
+        place, done = self._place(item), f"{_EVENTS[item.kind]}.done"
+        if item.kind == "function_call":
+            self._emit(done, f'{place},"name":{quoted(item.name)},"arguments":{quoted(item.text)}')
+        elif item.kind == "reasoning":
+            self._emit(done, f'{place},"text":{quoted(item.text)}')
         else:
-            part = _text_part(text, self._logprobs)
-            item["content"] = [part]
-            self._emit(f"{_EVENTS[kind]}.done", {**place, "text": text, "logprobs": self._logprobs})
-            self._emit("response.content_part.done", {**place, "part": part})
-        self._emit("response.output_item.done", {"output_index": len(self.items) - 1, "item": item})
+            item.logprobs = ",".join(self._logprobs)
+            self._emit(done, f'{place},"text":{quoted(item.text)},"logprobs":[{item.logprobs}]')
+            self._emit("response.content_part.done", f'{place},"part":{item.text_part()}')
+        self._emit("response.output_item.done", f'"output_index":{len(self.items) - 1},"item":{item.json()}')
 
-    def _place(self, item: dict[str, Any] | None = None) -> dict[str, Any]:
-        item = item or self._open
-        assert item is not None
-        place = {"item_id": item["id"], "output_index": len(self.items) - 1}
-        return place if item["type"] == "function_call" else {**place, "content_index": 0}
-
-
-def _text_part(text: str, logprobs: list[Any]) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
+    def _place(self, item: ResponseItem) -> str:
+        place = f'"item_id":"{item.id}","output_index":{len(self.items) - 1}'
+        return place if item.kind == "function_call" else f'{place},"content_index":0'

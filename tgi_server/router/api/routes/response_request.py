@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tgi_server.router.api.body import validate
+from tgi_server.router.api.routes.response_items import ResponseItem
 from tgi_server.router.schemas.chat import ChatRequest
 from tgi_server.router.schemas.openai import TextParameters
 from tgi_server.router.schemas.responses import (
@@ -45,17 +46,17 @@ def input_messages(request: ResponsesRequest) -> list[dict[str, Any]]:
     return messages
 
 
-def output_messages(output: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def output_messages(output: Sequence[ResponseItem]) -> list[dict[str, Any]]:
     """Returns the items of an output as the message of the assistant that they are."""
     message: dict[str, Any] = {"role": "assistant"}
     for item in output:
-        if item["type"] == "message":
-            message["content"] = "".join(part["text"] for part in item["content"])
-        elif item["type"] == "reasoning":
-            message["reasoning_content"] = "".join(part["text"] for part in item["content"])
+        if item.kind == "message":
+            message["content"] = item.text
+        elif item.kind == "reasoning":
+            message["reasoning_content"] = item.text
         else:
-            function = {"name": item["name"], "arguments": item["arguments"]}
-            message.setdefault("tool_calls", []).append({"id": item["call_id"], "function": function})
+            function = {"name": item.name, "arguments": item.text}
+            message.setdefault("tool_calls", []).append({"id": item.call_id, "function": function})
     return [message] if len(message) > 1 else []
 
 

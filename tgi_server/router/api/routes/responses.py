@@ -1,35 +1,41 @@
 """/v1/responses, and /v1/embeddings, which is refused by name."""
 
 import json
+from collections.abc import Sequence
 from itertools import count
 from time import time
 from typing import Any
 
 from fastapi import APIRouter
+from pydantic_core import from_json, to_json
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from tgi_server.router.api.access import tenant_of
+from tgi_server.router.api.body import SMALL
 from tgi_server.router.api.documentation import OPENAI_ERRORS, Responses, described_body, event_stream_of
 from tgi_server.router.api.event_stream import Outbox
 from tgi_server.router.api.requests import AllEnded, DirectRoute, Exchange, respond_to
-from tgi_server.router.api.responses import json_response, named_event
+from tgi_server.router.api.responses import JSON, json_response, named_event
 from tgi_server.router.api.routes.chat import ChatChoices
 from tgi_server.router.api.routes.chat_prompt import plan_chat, prompt_for_chat
+from tgi_server.router.api.routes.openai import named_adapter
 from tgi_server.router.api.routes.response_items import ResponseItems
 from tgi_server.router.api.routes.response_request import chat_request, input_messages, output_messages
-from tgi_server.router.api.stored_responses import StoredResponses, new_id
-from tgi_server.router.errors import NoSuchResponse, NotSupported, PreviousResponseNotFound
+from tgi_server.router.api.stored_responses import StoredResponse, StoredResponses, new_id
+from tgi_server.router.errors import NoSuchResponse, NotSupported, PayloadTooLarge, PreviousResponseNotFound
+from tgi_server.router.schemas.chat import ChatRequest
 from tgi_server.router.schemas.openai import OpenAIErrorResponse, TextParameters
 from tgi_server.router.schemas.responses import DeletedResponse, ResponseObject, ResponsesRequest
-from tgi_server.router.service import Service
+from tgi_server.router.service import Capacity, Service
 
 _KEPT_ERRORS: Responses = {
     401: OPENAI_ERRORS[401],
     404: {"description": "The response is not kept", "model": OpenAIErrorResponse},
 }
 # What a response does not repeat of its request.
-_NOT_TOLD = {
+_NOT_REPEATED = {
     *("input", "include", "stream", "model", "chat_template_kwargs"),
     *(TextParameters.model_fields.keys() - {"temperature", "top_p"}),
 }
@@ -59,7 +65,8 @@ def response_routes(service: Service) -> APIRouter:
     )
     async def retrieve(request: Request) -> Response:
         stored = kept.get(tenant_of(request), request.path_params["response_id"])
-        return json_response(json.dumps(stored.response, ensure_ascii=False))
+        service.capacity.take(1)
+        return _PlacedResponse(stored.response, service.capacity)
 
     @router.delete(
         "/v1/responses/{response_id}",
@@ -80,34 +87,64 @@ def response_routes(service: Service) -> APIRouter:
     return router
 
 
+class _PlacedResponse(Response):
+    """A stored response, which has a place among the requests in flight until it is sent."""
+
+    media_type = JSON
+
+    def __init__(self, content: bytes, capacity: Capacity) -> None:
+        super().__init__(content)
+        self._capacity = capacity
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._capacity.give_back(1)
+
+
 async def _respond(kept: StoredResponses, exchange: Exchange, request: ResponsesRequest) -> Response:
     service, tenant = exchange.service, exchange.tenant
-    messages = input_messages(request)
+    earlier = b""
     if request.previous_response_id is not None:
         try:
-            messages = [*kept.get(tenant, request.previous_response_id).messages, *messages]
+            earlier = kept.get(tenant, request.previous_response_id).messages
         except NoSuchResponse as error:
             raise PreviousResponseNotFound(str(error)) from None
-    plan = plan_chat(service, chat_request(request, messages), exchange.size)
+    exchange.size += len(earlier)
+
+    def prepare() -> tuple[bytes, ChatRequest, _Response]:
+        messages = input_messages(request)
+        conversation = _joined(earlier, messages)
+        if len(conversation) > service.payload_limit:
+            raise PayloadTooLarge(
+                f"the conversation has more than {service.payload_limit} bytes (--payload-limit); begin another one"
+            )
+        chat = chat_request(request, [*from_json(b"[%b]" % earlier), *messages])
+        return conversation, chat, _Response(request, named_adapter(service, request.model) or service.model.names[0])
+
+    conversation, chat, response = await service.threads.handle_text(exchange.size, prepare, at_once=SMALL)
+    plan = plan_chat(service, chat, exchange.size)
     prompt = await prompt_for_chat(service, plan)
-    told = _Response(request, prompt.checked.adapter_id or service.model.names[0])
     outbox = Outbox() if request.stream else None
     emit = _nothing if outbox is None else _Events(outbox)
     items = ResponseItems(emit)
     for kind in ("response.created", "response.in_progress"):
-        emit(kind, {"response": told.json("in_progress", [], None)})
+        emit(kind, f'"response":{response.json("in_progress")}')
 
-    def finish() -> dict[str, Any]:
+    def finish() -> tuple[str, str]:
+        """Returns the status and the response, and stores that."""
         status = "incomplete" if items.incomplete else "completed"
         reason = "max_output_tokens" if items.reason == "length" else None
-        response = told.json(status, items.items, _usage(choices, items), reason)
+        text = response.json(status, items.json(), _usage(choices, items), reason)
         if request.store:
-            kept.add(tenant, response, [*messages, *output_messages(items.items)])
-        return response
+            messages = _joined(conversation, output_messages(items.items))
+            kept.add(tenant, response.id, StoredResponse(text.encode(), messages))
+        return status, text
 
     def last_words() -> bytes:
-        response = finish()
-        emit(f"response.{response['status']}", {"response": response})
+        status, text = finish()
+        emit(f"response.{status}", f'"response":{text}')
         return b""
 
     end = AllEnded(1) if outbox is None else exchange.stream_end(outbox, last_words=last_words)
@@ -116,11 +153,15 @@ async def _respond(kept: StoredResponses, exchange: Exchange, request: Responses
         return exchange.stream(outbox, characters=len(prompt.text))
     assert isinstance(end, AllEnded)
     await exchange.wait_for(end.future)
-    text = json.dumps(finish(), ensure_ascii=False)
-    return exchange.respond(text, characters=len(prompt.text), streams=choices.streams)
+    return exchange.respond(finish()[1], characters=len(prompt.text), streams=choices.streams)
 
 
-def _nothing(kind: str, members: dict[str, Any]) -> None:
+def _joined(earlier: bytes, messages: Sequence[dict[str, Any]]) -> bytes:
+    """Returns messages as JSON, joined by commas. earlier: those that come first, as such JSON."""
+    return b",".join((earlier,) * bool(earlier) + tuple(to_json(message) for message in messages))
+
+
+def _nothing(kind: str, members: str) -> None:
     """Events are for streams."""
 
 
@@ -131,49 +172,48 @@ class _Events:
         self._outbox = outbox
         self._numbers = count()
 
-    def __call__(self, kind: str, members: dict[str, Any]) -> None:
-        content = {"type": kind, "sequence_number": next(self._numbers), **members}
-        self._outbox.write(named_event(kind, json.dumps(content, ensure_ascii=False)))
+    def __call__(self, kind: str, members: str) -> None:
+        content = f'{{"type":"{kind}","sequence_number":{next(self._numbers)},{members}}}'
+        self._outbox.write(named_event(kind, content))
 
 
 class _Response:
-    """One response, as far as the request tells of it."""
+    """One response, with what it repeats of its request, which may be as long as a request."""
 
     def __init__(self, request: ResponsesRequest, model: str) -> None:
-        asked = request.model_dump(by_alias=True, exclude=_NOT_TOLD)
-        self._members = {
-            "id": new_id("resp"),
+        repeated = request.model_dump(by_alias=True, exclude=_NOT_REPEATED)
+        self.id = new_id("resp")
+        members = {
+            "id": self.id,
             "object": "response",
             "created_at": int(time()),
             "background": False,
             "error": None,
             "model": model,
             "truncation": "disabled",
-            **asked,
+            **repeated,
             "metadata": request.metadata or {},
-            "tools": asked["tools"] or [],
-            "tool_choice": asked["tool_choice"] or "auto",
-            "text": asked["text"] or {"format": {"type": "text"}},
+            "tools": repeated["tools"] or [],
+            "tool_choice": repeated["tool_choice"] or "auto",
+            "text": repeated["text"] or {"format": {"type": "text"}},
         }
+        self._members = to_json(members).decode()[:-1]
 
-    def json(
-        self, status: str, output: list[dict[str, Any]], usage: dict[str, Any] | None, reason: str | None = None
-    ) -> dict[str, Any]:
-        """Returns OpenAI's object of the response. status: in_progress, completed or incomplete.
+    def json(self, status: str, output: str = "", usage: str = "null", reason: str | None = None) -> str:
+        """Returns OpenAI's object of the response. status: in_progress, completed or incomplete. output: JSON of the
+        items, joined by commas. usage: JSON.
 
         reason: why it is incomplete. OpenAI has none for a call that a stop sequence cut off.
         """
-        incomplete = {"reason": reason} if reason is not None else None
-        told = {"status": status, "incomplete_details": incomplete, "output": output, "usage": usage}
-        return {**self._members, **told}
+        details = "null" if reason is None else f'{{"reason":"{reason}"}}'
+        state = f'"status":"{status}","incomplete_details":{details}'
+        return f'{self._members},{state},"output":[{output}],"usage":{usage}}}'
 
 
-def _usage(choices: ChatChoices, items: ResponseItems) -> dict[str, Any]:
+def _usage(choices: ChatChoices, items: ResponseItems) -> str:
     (stream,) = choices.streams
-    return {
-        "input_tokens": stream.input_length,
-        "input_tokens_details": {"cached_tokens": stream.cached_tokens},
-        "output_tokens": stream.generated_tokens,
-        "output_tokens_details": {"reasoning_tokens": items.thoughts},
-        "total_tokens": stream.input_length + stream.generated_tokens,
-    }
+    return (
+        f'{{"input_tokens":{stream.input_length},"input_tokens_details":{{"cached_tokens":{stream.cached_tokens}}},'
+        f'"output_tokens":{stream.generated_tokens},"output_tokens_details":{{"reasoning_tokens":{items.thoughts}}},'
+        f'"total_tokens":{stream.input_length + stream.generated_tokens}}}'
+    )
