@@ -1,4 +1,4 @@
-"""Asks a running service whether it is well: `python -m llm_functionalities.healthcheck 127.0.0.1:8000`.
+"""Asks a running service whether it is well: `python -m llm_functionalities.healthcheck 127.0.0.1:8000 [readiness]`.
 
 Exits 0 when it serves, 1 with a line that says why when it does not.
 """
@@ -12,12 +12,13 @@ TIMEOUT_SECONDS = 3
 
 
 def main() -> None:
-    if len(sys.argv) != 2:
-        sys.exit("usage: python -m llm_functionalities.healthcheck HOST:PORT")
+    if len(sys.argv) not in (2, 3):
+        sys.exit("usage: python -m llm_functionalities.healthcheck HOST:PORT [SERVICE]")
+    service = "".join(sys.argv[2:])
     with grpc.insecure_channel(sys.argv[1]) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         try:
-            answer = stub.Check(health_pb2.HealthCheckRequest(), timeout=TIMEOUT_SECONDS)
+            answer = stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=TIMEOUT_SECONDS)
         except grpc.RpcError as error:
             sys.exit(f"{sys.argv[1]} does not answer: {error.code().name}")
     if answer.status != health_pb2.HealthCheckResponse.SERVING:

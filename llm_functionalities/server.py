@@ -42,6 +42,9 @@ SERVICES = tuple(service.full_name for service in llm_pb2.DESCRIPTOR.services_by
 # An endpoint that is away is looked at every `retry_after` seconds, and a look takes up to this long.
 UNCERTAIN_SECONDS = 2.0
 
+# The name in the health service that says if there is a model server.
+READINESS = "readiness"
+
 # The threads get this long to end after the last call has ended.
 STOP_SECONDS = 2.0
 
@@ -74,6 +77,7 @@ class Server:
         self._health = health.aio.HealthServicer()
         self._stop_metrics: Callable[[], None] | None = None
         self._watch: asyncio.Task[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._server = self._grpc_server()
 
     async def start(self) -> int:
@@ -98,6 +102,12 @@ class Server:
         self._watch = asyncio.create_task(watch_event_loop(self._metrics.event_loop_lag.observe))
         for name in ("", *SERVICES):
             await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
+        self._loop = asyncio.get_running_loop()
+        await self._tell_readiness()
+        if not settings.inference_endpoint_url:
+            logger.warning(
+                "no endpoint is set, so every answer will be empty; set INFERENCE_ENDPOINT_URL or --endpoint"
+            )
         return port
 
     async def stop(self) -> None:
@@ -113,6 +123,15 @@ class Server:
         if self._stop_metrics is not None:
             self._stop_metrics()
 
+    async def _tell_readiness(self) -> None:
+        serving = health_pb2.HealthCheckResponse
+        await self._health.set(READINESS, serving.SERVING if self._balancer.ready else serving.NOT_SERVING)
+
+    def _readiness_may_have_changed(self) -> None:
+        """Called by any thread."""
+        if self._loop is not None and not self._loop.is_closed():
+            asyncio.run_coroutine_threadsafe(self._tell_readiness(), self._loop)
+
     def _endpoint(self, url: str) -> Endpoint:
         settings = self._settings
         endpoint = Endpoint(
@@ -121,6 +140,7 @@ class Server:
             settings.endpoint_token,
             interval=settings.retry_after,
             tolerance=settings.failures_tolerated,
+            on_change=self._readiness_may_have_changed,
         )
         self._metrics.watch_endpoint(endpoint)
         return endpoint

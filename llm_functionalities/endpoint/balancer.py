@@ -14,7 +14,7 @@ from contextlib import closing
 
 from llm_functionalities.endpoint.call import Call
 from llm_functionalities.endpoint.endpoint import Endpoint
-from llm_functionalities.endpoint.generation import GenerationParameters
+from llm_functionalities.endpoint.generation import GeneratedText, GenerationParameters
 from llm_functionalities.errors import CircuitOpen, EndpointDown, EndpointRefused, ModelError, NoEndpoint
 
 PREFIX_CHARACTERS = 512
@@ -38,7 +38,12 @@ class Balancer:
         self._uncertain_seconds = uncertain_seconds
         self._well_at = -math.inf
 
-    def generate(self, prompt: str, generation: GenerationParameters, call: Call) -> str:
+    @property
+    def ready(self) -> bool:
+        """True unless there is no endpoint, or all of them are away."""
+        return any(endpoint.breaker.closed for endpoint in self._endpoints)
+
+    def generate(self, prompt: str, generation: GenerationParameters, call: Call) -> GeneratedText:
         """Returns the answer of the first endpoint that takes the request. Raises ModelError."""
         problems: dict[Endpoint, ModelError] = {}
         for endpoint in self._attempts(prompt, problems, call):
@@ -49,7 +54,7 @@ class Balancer:
                 call.allow_another()
         raise _worst(list(problems.values()))
 
-    def stream(self, prompt: str, generation: GenerationParameters, call: Call) -> Iterator[str]:
+    def stream(self, prompt: str, generation: GenerationParameters, call: Call) -> Iterator[GeneratedText]:
         """Yields the answer of the first endpoint that takes the request, in pieces. Raises ModelError."""
         problems: dict[Endpoint, ModelError] = {}
         for endpoint in self._attempts(prompt, problems, call):
@@ -76,7 +81,7 @@ class Balancer:
         """
         if len(self._endpoints) <= 1:
             return list(self._endpoints)
-        if any(endpoint.breaker.closed for endpoint in self._endpoints):
+        if self.ready:
             self._well_at = time.monotonic()
         prefix = prompt[:PREFIX_CHARACTERS].encode(errors="surrogatepass")
         avoided = {endpoint for endpoint in self._endpoints if endpoint.is_avoided}

@@ -39,12 +39,15 @@ class CircuitBreaker:
         interval: float = 1.0,
         tolerance: int = 5,
         patience: float = 60.0,
+        on_change: Callable[[], None] = lambda: None,
     ) -> None:
+        """on_change: called, by any thread, when the breaker has opened or closed."""
         self._name = name
         self._probe = probe
         self._interval = interval
         self._tolerance = tolerance
         self._patience = patience
+        self._on_change = on_change
         self._lock = threading.Lock()
         self._problem: ModelError | None = None
         self._failures = 0
@@ -132,6 +135,7 @@ class CircuitBreaker:
             return  # nothing would close it again; the next failure will try once more
         self._problem = problem
         logger.warning("%s is away: %s", self._name, problem, extra={"reason": problem.reason})
+        self._on_change()
 
     def _start(self, work: Callable[[], None]) -> bool:
         """Starts the thread that probes. Returns False if the system allows no more threads at the moment."""
@@ -175,6 +179,7 @@ class CircuitBreaker:
         self._problem = None
         self._failures = 0
         logger.warning("%s is %s", self._name, news, extra={"away_seconds": round(away, 1)})
+        self._on_change()
 
     def _problem_of_probe(self) -> ModelError | None:
         try:

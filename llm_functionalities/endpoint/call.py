@@ -70,6 +70,8 @@ class Call:
         self._socket: socket.socket | None = None
         # True once a byte of the request has been sent.
         self.sent = False
+        # Of the last response.
+        self.response_headers: Mapping[str, str] = {}
         # True if an endpoint is to be tried although it was away a moment ago.
         self.insists = False
 

@@ -22,7 +22,7 @@ from huggingface_hub.errors import (
 from llm_functionalities.endpoint.address import Address
 from llm_functionalities.endpoint.breaker import CircuitBreaker
 from llm_functionalities.endpoint.call import Call, Deadline, working_on
-from llm_functionalities.endpoint.generation import GenerationParameters
+from llm_functionalities.endpoint.generation import GeneratedText, GenerationParameters
 from llm_functionalities.errors import (
     BadResponse,
     DeadlineExceeded,
@@ -84,7 +84,7 @@ class Endpoint:
         """True while requests should go to other endpoints: this one failed, and is not known to answer again."""
         return self.breaker.ejected or (self.breaker.on_probation and self._in_flight > 0)
 
-    def generate(self, prompt: str, generation: GenerationParameters, call: Call) -> str:
+    def generate(self, prompt: str, generation: GenerationParameters, call: Call) -> GeneratedText:
         """Returns the model's answer, without the prompt. Raises ModelError.
 
         An optional grammar is left out where the server takes none. A server generates nothing for a request that it
@@ -104,19 +104,29 @@ class Endpoint:
             return answer
         return self._generate(prompt, generation.without_grammar(), call)
 
-    def _generate(self, prompt: str, generation: GenerationParameters, call: Call) -> str:
+    def _generate(self, prompt: str, generation: GenerationParameters, call: Call) -> GeneratedText:
         with self._serving(call):
             answer = self._client(call, "/generate").text_generation(prompt, **generation.parameters())
-            return _text(answer)
+            # The `details` of a response would say the same, for which the server would have to compute all logprobs.
+            headers = call.response_headers
+            generated = _count(headers.get("x-generated-tokens"))
+            reason = headers.get("x-finish-reason", "")
+            if not reason and generated:
+                reason = "length" if generated >= generation.max_tokens else "eos_token"
+            return GeneratedText(_text(answer), _text(reason), _count(headers.get("x-prompt-tokens")), generated)
 
-    def stream(self, prompt: str, generation: GenerationParameters, call: Call) -> Generator[str, None, None]:
+    def stream(self, prompt: str, generation: GenerationParameters, call: Call) -> Generator[GeneratedText, None, None]:
         """Yields the answer in pieces, as they come. Closing the iterator stops the generation. Raises ModelError."""
         with self._serving(call), self._client(call, "/generate_stream") as client:
             whole = False
             for output in client.text_generation(prompt, stream=True, details=True, **generation.parameters()):
-                if not output.token.special:
-                    yield _text(output.token.text)
                 whole = output.generated_text is not None
+                text = "" if output.token.special else _text(output.token.text)
+                if (end := output.details) is not None:
+                    reason = _text(end.finish_reason or "")
+                    yield GeneratedText(text, reason, _count(end.input_length), _count(end.generated_tokens))
+                elif text:
+                    yield GeneratedText(text)
             if not whole:
                 raise ServerFailed("the stream ended before the answer did")
 
@@ -202,6 +212,12 @@ def _text(answer: Any) -> str:
     return _SURROGATE.sub("\N{REPLACEMENT CHARACTER}", answer)
 
 
+def _count(value: Any) -> int:
+    """Returns a number of tokens as a server writes it; 0 if it is none."""
+    text = str(value)
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else 0
+
+
 @contextmanager
 def _model_errors(call: Call) -> Iterator[None]:
     """Turns whatever the client raises into a ModelError."""
@@ -210,7 +226,7 @@ def _model_errors(call: Call) -> Iterator[None]:
     except ModelError:
         raise
     except HfHubHTTPError as error:
-        raise _of_status(error.response.status_code, str(error)) from None
+        raise _of_status(error.response.status_code, error.server_message or str(error)) from None
     except TextGenerationError as error:
         cause = error.__cause__
         if isinstance(cause, HfHubHTTPError):

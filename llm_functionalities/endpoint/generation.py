@@ -49,6 +49,20 @@ class GenerationParameters:
         return replace(self, grammar=None, grammar_is_optional=False)
 
 
+@dataclass(frozen=True)
+class GeneratedText:
+    """A text, or a piece of one, as a server generated it.
+
+    finish_reason: why the whole text ends; "" in the middle of it, and when the server does not say. The numbers of
+    tokens are those of the whole; 0 when they are not known.
+    """
+
+    text: str
+    finish_reason: str = ""
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+
+
 def _has_null(value: Any) -> bool:
     left = [value]
     while left:

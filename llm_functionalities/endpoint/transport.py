@@ -213,6 +213,7 @@ class BoundedTransport(httpx2.BaseTransport):
         if (encoding := bounded_response.headers.get("content-encoding", "identity").lower()) != "identity":
             bounded_response.close()
             raise BadResponse(f"the response is encoded as {encoding}, which was not asked for")
+        call.response_headers = bounded_response.headers
         return bounded_response
 
     def close(self) -> None:

@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 
 from llm_functionalities.endpoint.balancer import Balancer
 from llm_functionalities.endpoint.call import Call, Deadline
-from llm_functionalities.endpoint.generation import GenerationParameters
+from llm_functionalities.endpoint.generation import GeneratedText, GenerationParameters
 from llm_functionalities.errors import DeadlineExceeded, ModelError, NoThread
 from llm_functionalities.model.empty_responses import SAID_NOTHING, UNUSABLE, EmptyResponses
 from llm_functionalities.model.pool import FairPool
@@ -27,6 +27,8 @@ WORKER_GRACE_SECONDS = 0.2
 
 # Work on text that takes no longer than this is not followed by a pause.
 QUICK_SECONDS = 0.0005
+
+NOTHING = GeneratedText("")
 
 T = TypeVar("T")
 
@@ -52,12 +54,13 @@ class Question(Generic[T]):
 class Answer(Generic[T]):
     """The outcome of a question. `value` is None without an answer; then `reason` and `message` say why.
 
-    Nothing was asked when both `value` and `reason` are None.
+    Nothing was asked when both `value` and `reason` are None. generated: what the server said of the text.
     """
 
     value: T | None
     reason: str | None = None
     message: str = ""
+    generated: GeneratedText = NOTHING
 
     @property
     def nothing_asked(self) -> bool:
@@ -125,7 +128,7 @@ class Model:
     async def stream(
         self, prompt: str, generation: GenerationParameters, deadline: Deadline, headers: Mapping[str, str]
     ) -> AsyncGenerator[Answer[str], None]:
-        """Yields the answer in pieces. When the model fails, the last one is empty and has the reason.
+        """Yields the answer in pieces. The last one says why it ends. When the model fails, it has the reason.
 
         Closing the iterator stops the generation.
         """
@@ -165,17 +168,19 @@ class Model:
                 question = ask()
             if question.prompt is None:
                 return Answer(None)
-            text = self._balancer.generate(question.prompt, generation, call)
+            generated = self._balancer.generate(question.prompt, generation, call)
         except ModelError as error:
             return Answer.without(error)
+        text = generated.text
         if not text.strip():
-            return Answer(None, SAID_NOTHING, "the model's answer is empty")
+            return Answer(None, SAID_NOTHING, "the model's answer is empty", generated)
         with text_work():
             value = question.parse(text)
         if value is None:
             logger.debug("no use can be made of the answer %r", text)
-            return Answer(None, UNUSABLE, f"no use can be made of the model's answer of {len(text)} characters")
-        return Answer(value)
+            message = f"no use can be made of the model's answer of {len(text)} characters"
+            return Answer(None, UNUSABLE, message, generated)
+        return Answer(value, generated=generated)
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
@@ -197,8 +202,8 @@ class Model:
     ) -> None:
         try:
             call.remaining()
-            for text in self._balancer.stream(prompt, generation, call):
-                tell(Answer(text))
+            for piece in self._balancer.stream(prompt, generation, call):
+                tell(Answer(piece.text, generated=piece))
         except ModelError as error:
             tell(Answer.without(error))
         finally:

@@ -10,12 +10,16 @@ import grpc
 
 from llm_functionalities.endpoint.call import Deadline
 from llm_functionalities.endpoint.generation import GenerationParameters, Grammar
-from llm_functionalities.errors import UnusableGrammar
+from llm_functionalities.errors import InvalidArgument, Rejected, UnusableGrammar
 from llm_functionalities.model.model import Answer, Model, Question
+from shared.logging import one_line
 from shared.stubs import llm_pb2
 
-# Trailing metadata that says why a response is empty.
+# Trailing metadata that says why a response is empty, and in which words the model server rejected the request.
 EMPTY_REASON = "empty-reason"
+EMPTY_MESSAGE = "empty-message"
+
+LONGEST_METADATA_MESSAGE = 400
 
 # Characters of a grammar. Model servers take no longer ones, and this many are read within milliseconds.
 LONGEST_GRAMMAR = 128 * 1024
@@ -39,8 +43,16 @@ class CallContext:
 
     def tell_reasons(self, answers: Iterable[Answer[T]]) -> None:
         """Puts the reasons of missing answers into the trailing metadata."""
-        if reasons := sorted({answer.reason for answer in answers if answer.reason is not None}):
-            self._rpc.set_trailing_metadata(((EMPTY_REASON, ",".join(reasons)),))
+        missing = [answer for answer in answers if answer.reason is not None]
+        if not missing:
+            return
+        metadata = [(EMPTY_REASON, ",".join(sorted({str(answer.reason) for answer in missing})))]
+        messages = (answer.message for answer in missing if answer.reason == Rejected.reason)
+        if message := next(messages, None):
+            # Metadata is printable ASCII.
+            line = one_line(message, LONGEST_METADATA_MESSAGE).encode("ascii", "backslashreplace").decode()
+            metadata.append((EMPTY_MESSAGE, line))
+        self._rpc.set_trailing_metadata(tuple(metadata))
 
 
 @dataclass(frozen=True)
@@ -53,7 +65,14 @@ class ModelClient:
     max_tokens: int
 
     def deadline(self, context: CallContext, timeout_ms: int = 0) -> Deadline:
-        """Returns the soonest of the request's deadline, the caller's gRPC deadline and the longest time allowed."""
+        """Returns the soonest of the request's deadline, the caller's gRPC deadline and the longest time allowed.
+
+        Raises InvalidArgument for a negative time-out.
+        """
+        if timeout_ms < 0:
+            raise InvalidArgument(
+                f"`timeout` is {timeout_ms}; give milliseconds, or leave it out for {self.default_timeout:g} s"
+            )
         context.deadline = Deadline.of_request(timeout_ms, context.remaining(), self.default_timeout, self.max_timeout)
         return context.deadline
 
@@ -65,17 +84,21 @@ class ModelClient:
         grammar_is_optional: bool = False,
         adapter_id: str = "",
     ) -> GenerationParameters:
-        """Returns the parameters of a generation. With a `max_tokens` of 0 the default holds."""
-        most = max_tokens if max_tokens > 0 else self.max_tokens
-        return GenerationParameters(most, grammar, grammar_is_optional, adapter_id or None)
+        """Returns the parameters of a generation. With a `max_tokens` of 0 the default holds.
+
+        Raises InvalidArgument for a negative one.
+        """
+        if max_tokens < 0:
+            raise InvalidArgument(f"`max_tokens` is {max_tokens}; give tokens, or leave it out for {self.max_tokens}")
+        return GenerationParameters(max_tokens or self.max_tokens, grammar, grammar_is_optional, adapter_id or None)
 
     async def answer(
         self, context: CallContext, ask: Callable[[], Question[T]], generation: GenerationParameters, deadline: Deadline
-    ) -> T | None:
-        """Returns the parsed answer of the model; None when there is none, or it is of no use."""
+    ) -> Answer[T]:
+        """Returns the parsed answer of the model; its value is None when there is none, or it is of no use."""
         answer = await self.model.answer(ask, generation, deadline, context.trace_headers)
         context.tell_reasons([answer])
-        return answer.value
+        return answer
 
     async def answers(
         self,
@@ -92,13 +115,13 @@ class ModelClient:
 
     async def pieces(
         self, context: CallContext, prompt: str, generation: GenerationParameters, deadline: Deadline
-    ) -> AsyncGenerator[str, None]:
-        """Yields the model's answer in pieces, as it writes them."""
+    ) -> AsyncGenerator[Answer[str], None]:
+        """Yields the model's answer in pieces, as it writes them, the last of which says why it ends."""
         async with aclosing(self.model.stream(prompt, generation, deadline, context.trace_headers)) as answers:
             async for answer in answers:
                 context.tell_reasons([answer])
-                if answer.value:
-                    yield answer.value
+                if answer.value is not None:
+                    yield answer
 
 
 def grammar_of(grammar: llm_pb2.Grammar) -> Grammar | None:

@@ -1,4 +1,4 @@
-"""Counts the entries of a message's lists before it is parsed, because parsing megabytes of tiny entries takes long.
+"""Checks a message's lists before it is parsed, because parsing megabytes of tiny entries takes long.
 
 The format is that of https://protobuf.dev/programming-guides/encoding/.
 """
@@ -12,11 +12,15 @@ from llm_functionalities.errors import InvalidArgument
 # A message may have this many fields for each entry that its lists may have: far more than any of `llm.proto` has.
 FIELDS_PER_ENTRY = 64
 
+# Python takes a string for the list of its characters. That many entries of one character, not all the same, are one.
+CHARACTERS_OF_A_STRING = 4
+
 _VARINT, _FIXED_64, _BYTES, _GROUP_BEGIN, _GROUP_END, _FIXED_32 = range(6)
 
 
 def check_fields(message: bytes, kind: Descriptor, max_entries: int) -> None:
-    """Raises InvalidArgument when a list in the message, which is of `kind`, has more than `max_entries` entries.
+    """Raises InvalidArgument when a list in the message, which is of `kind`, has more than `max_entries` entries, or is
+    a string that was given in the place of a list.
 
     Stops where the bytes are no message, because parsing them will fail at the same place.
     """
@@ -37,6 +41,7 @@ class _Check:
     def walk(self, kind: Descriptor, at: int, end: int, place: str) -> None:
         """Counts the fields between two positions of the message. Raises IndexError where the bytes are no fields."""
         entries: Counter[str] = Counter()
+        characters: dict[str, set[bytes] | None] = {}  # of lists of texts; None: not all entries are characters
         while at < end:
             self._left -= 1
             if self._left < 0:
@@ -48,13 +53,27 @@ class _Check:
                 continue
             if field.is_repeated:
                 entries[field.name] += 1
+                if field.type == field.TYPE_STRING and not place:
+                    self._note_character(characters, field.name, begin, at)
                 if entries[field.name] > self._max_entries:
+                    _refuse_strings(characters, entries)
                     raise InvalidArgument(
                         f"`{place}{field.name}` has more than {self._max_entries} entries, which is the most that "
                         "one call may have; send several calls, or start the service with a larger --max-batch-prompts"
                     )
             if field.message_type is not None:
                 self.walk(field.message_type, begin, min(at, end), f"{place}{field.name}.")
+        _refuse_strings(characters, entries)
+
+    def _note_character(self, characters: dict[str, set[bytes] | None], field: str, begin: int, end: int) -> None:
+        seen = characters.setdefault(field, set())
+        if seen is None:
+            return
+        # The first byte of a character in UTF-8 says how many bytes it has.
+        if begin < end == begin + _bytes_of_character(self._message[begin]):
+            seen.add(self._message[begin:end])
+        else:
+            characters[field] = None
 
     def _skip(self, wire_type: int, at: int) -> tuple[int, int]:
         """Returns the positions where a field's value begins and ends."""
@@ -74,3 +93,16 @@ class _Check:
             if byte < 0x80:
                 return value, at
             shift += 7
+
+
+def _bytes_of_character(first: int) -> int:
+    return 1 if first < 0x80 else 2 if first < 0xE0 else 3 if first < 0xF0 else 4
+
+
+def _refuse_strings(characters: dict[str, set[bytes] | None], entries: Counter[str]) -> None:
+    for field, seen in characters.items():
+        if entries[field] >= CHARACTERS_OF_A_STRING and seen is not None and len(seen) > 1:
+            raise InvalidArgument(
+                f"`{field}` has {entries[field]} entries of one character each: a string was given in the place "
+                "of a list; give a list, such as [text]"
+            )

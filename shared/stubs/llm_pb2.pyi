@@ -184,10 +184,16 @@ class ModelRequest(_message.Message):
     def __init__(self, formatted_prompt: _Optional[str] = ..., max_tokens: _Optional[int] = ..., timeout: _Optional[int] = ..., grammar: _Optional[_Union[Grammar, _Mapping]] = ..., adapter_id: _Optional[str] = ...) -> None: ...
 
 class ModelResponse(_message.Message):
-    __slots__ = ("text",)
+    __slots__ = ("text", "finish_reason", "prompt_tokens", "generated_tokens")
     TEXT_FIELD_NUMBER: _ClassVar[int]
+    FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    GENERATED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     text: str
-    def __init__(self, text: _Optional[str] = ...) -> None: ...
+    finish_reason: str
+    prompt_tokens: int
+    generated_tokens: int
+    def __init__(self, text: _Optional[str] = ..., finish_reason: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ...) -> None: ...
 
 class ModelBatchRequest(_message.Message):
     __slots__ = ("formatted_prompts", "max_tokens", "timeout", "grammar", "adapter_id")
@@ -204,10 +210,16 @@ class ModelBatchRequest(_message.Message):
     def __init__(self, formatted_prompts: _Optional[_Iterable[str]] = ..., max_tokens: _Optional[int] = ..., timeout: _Optional[int] = ..., grammar: _Optional[_Union[Grammar, _Mapping]] = ..., adapter_id: _Optional[str] = ...) -> None: ...
 
 class ModelBatchResponse(_message.Message):
-    __slots__ = ("text",)
+    __slots__ = ("text", "finish_reason", "prompt_tokens", "generated_tokens")
     TEXT_FIELD_NUMBER: _ClassVar[int]
+    FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    GENERATED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     text: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, text: _Optional[_Iterable[str]] = ...) -> None: ...
+    finish_reason: _containers.RepeatedScalarFieldContainer[str]
+    prompt_tokens: _containers.RepeatedScalarFieldContainer[int]
+    generated_tokens: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, text: _Optional[_Iterable[str]] = ..., finish_reason: _Optional[_Iterable[str]] = ..., prompt_tokens: _Optional[_Iterable[int]] = ..., generated_tokens: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class TGISummaryRequest(_message.Message):
     __slots__ = ("input_text",)

@@ -89,8 +89,9 @@ class LLMRunnerServicer:
         raise RuntimeError('Method not implemented!')
 
     def stream_model(self, request, context):
-        """The answer in pieces, as the model writes it; the pieces joined are the answer. A caller that cancels stops the
-        generation. The stream ends early, and without an error, when the model goes away or the time is up.
+        """The answer in pieces, as the model writes it; the pieces joined are the answer. The last one, whose text may be
+        empty, says why the answer ends. A caller that cancels stops the generation. The stream ends early, and without an
+        error, when the model goes away or the time is up.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -7,6 +7,7 @@ import ssl
 import struct
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,8 @@ class ModelServer:
         # A body to answer with, whatever is asked; with `raw_status`.
         self.raw: bytes | None = None
         self.raw_status = "200 OK"
+        # Of the responses of /generate.
+        self.headers: dict[str, str] = {}
         self.requests: list[Request] = []
         self.health_checks = 0
         self.connections = 0
@@ -190,7 +193,7 @@ class ModelServer:
             return self._stream(connection, request, text)
         if self.delay and _until_abandoned(connection, request, self.delay):
             return False
-        _send(connection, json.dumps({"generated_text": text}).encode())
+        _send(connection, json.dumps({"generated_text": text}).encode(), headers=self.headers)
         return True
 
     def _stream(self, connection: socket.socket, request: Request, text: str) -> bool:
@@ -201,7 +204,11 @@ class ModelServer:
             if self.delay and _until_abandoned(connection, request, self.delay):
                 return False
             last = place == len(words)
-            details = {"finish_reason": "eos_token", "generated_tokens": len(words), "seed": None} if last else None
+            details = (
+                {"finish_reason": "eos_token", "generated_tokens": len(words), "seed": None, "input_length": 7}
+                if last
+                else None
+            )
             event = {
                 "index": place,
                 "token": {"id": place, "text": word, "logprob": -0.1, "special": last},
@@ -230,9 +237,12 @@ def _read_request(reader: Any) -> Request | None:
     return Request(path, json.loads(body) if body else {}, headers)
 
 
-def _send(connection: socket.socket, body: bytes, status: str = "200 OK") -> None:
-    head = f"HTTP/1.1 {status}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
-    connection.sendall(head.encode() + body)
+def _send(
+    connection: socket.socket, body: bytes, status: str = "200 OK", headers: Mapping[str, str] | None = None
+) -> None:
+    lines = [f"{name}: {value}\r\n" for name, value in (headers or {}).items()]
+    head = f"HTTP/1.1 {status}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
+    connection.sendall(f"{head}{''.join(lines)}\r\n".encode() + body)
 
 
 def _until_abandoned(connection: socket.socket, request: Request, seconds: float) -> bool:

@@ -46,5 +46,5 @@ class LLMChitChat(llm_pb2_grpc.LLMChitChatServicer):
         def ask() -> Question[str]:
             return Question(prompt(request), parse)
 
-        text = await self._model.answer(context, ask, self._model.generation(MAX_TOKENS), deadline)
-        return llm_pb2.ChitChatResponse(text=text or "")
+        answer = await self._model.answer(context, ask, self._model.generation(MAX_TOKENS), deadline)
+        return llm_pb2.ChitChatResponse(text=answer.value or "")

@@ -84,5 +84,5 @@ class LLMExecutionSearchManager(llm_pb2_grpc.LLMExecutionSearchManagerServicer):
         def ask() -> Question[llm_pb2.ExecutionSearchResponse]:
             return Question(prompt(request), parse)
 
-        decision = await self._model.answer(context, ask, generation, deadline)
-        return decision or llm_pb2.ExecutionSearchResponse()
+        answer = await self._model.answer(context, ask, generation, deadline)
+        return answer.value or llm_pb2.ExecutionSearchResponse()

@@ -79,8 +79,8 @@ class LLMReplacementGeneration(llm_pb2_grpc.LLMReplacementGenerationServicer):
         def ask() -> Question[llm_pb2.Ingredient]:
             return Question(replacement_prompt(request), partial(parse_replacement, original=original))
 
-        new = await self._model.answer(context, ask, generation, deadline)
-        return llm_pb2.IngredientReplacementResponse(new_ingredient=new)
+        answer = await self._model.answer(context, ask, generation, deadline)
+        return llm_pb2.IngredientReplacementResponse(new_ingredient=answer.value)
 
     async def rewrite_steps(
         self, request: llm_pb2.AdjustedStepGenerationRequest, context: CallContext

@@ -1,5 +1,6 @@
 """`LLMRunner` as applications call it: a real process, real gRPC clients, a model server that does as it is told."""
 
+import json
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -37,6 +38,7 @@ def service(shared_server: ModelServer) -> Iterator[Service]:
 def server(shared_server: ModelServer) -> ModelServer:
     """Healthy, and without a memory of earlier tests."""
     shared_server.fault, shared_server.delay, shared_server.answer = None, 0.0, "a fine answer"
+    shared_server.headers, shared_server.raw, shared_server.raw_status = {}, None, "200 OK"
     shared_server.requests.clear()
     return shared_server
 
@@ -113,6 +115,63 @@ def test_a_batch_keeps_its_order(runner: Runner, server: ModelServer) -> None:
     prompts = [f"prompt {number}" for number in range(50)]
     response = runner.batch_call_model(llm_pb2.ModelBatchRequest(formatted_prompts=prompts))
     assert list(response.text) == [f"answer to {prompt}" for prompt in prompts]
+
+
+def test_answers_say_why_they_end(runner: Runner, server: ModelServer) -> None:
+    server.headers = {"x-prompt-tokens": "7", "x-generated-tokens": "5", "x-finish-reason": "length"}
+    response = runner.call_model(llm_pb2.ModelRequest(formatted_prompt="x", max_tokens=5))
+    assert (response.finish_reason, response.prompt_tokens, response.generated_tokens) == ("length", 7, 5)
+    server.answer = ' "x"} and so on'
+    request = llm_pb2.ModelRequest(formatted_prompt=OBJECT_PROMPT)
+    assert runner.call_model(request).finish_reason == "stop_sequence"  # the object is whole
+    assert [*runner.stream_model(request)][-1].finish_reason == "stop_sequence"
+    batch = runner.batch_call_model(llm_pb2.ModelBatchRequest(formatted_prompts=["x", OBJECT_PROMPT]))
+    assert list(batch.finish_reason) == ["length", "stop_sequence"]
+    assert (list(batch.prompt_tokens), list(batch.generated_tokens)) == ([7, 7], [5, 5])
+
+
+@pytest.mark.parametrize("field", ["timeout", "max_tokens"])
+def test_a_negative_number_is_refused(field: str, runner: Runner, server: ModelServer) -> None:
+    numbers = {field: -5}
+    batch = llm_pb2.ModelBatchRequest(formatted_prompts=["x"], **numbers)
+    request = llm_pb2.ModelRequest(formatted_prompt="x", **numbers)
+    calls = (
+        lambda: runner.call_model(request),
+        lambda: runner.batch_call_model(batch),
+        lambda: next(runner.stream_model(request)),
+    )
+    for call in calls:
+        with pytest.raises(grpc.RpcError, match=f"`{field}` is -5") as error:
+            call()
+        assert error.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+    assert server.requests == []
+
+
+def test_a_string_in_the_place_of_prompts_is_refused(runner: Runner, server: ModelServer) -> None:
+    request = llm_pb2.ModelBatchRequest(formatted_prompts="Tell me a story.")
+    with pytest.raises(grpc.RpcError, match="a string was given in the place of a list") as error:
+        runner.batch_call_model(request)
+    assert error.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+    assert server.requests == []
+
+
+def test_what_the_server_says_of_a_request_reaches_its_caller(
+    service: Service, runner: Runner, server: ModelServer
+) -> None:
+    for words in ("`top_p` must be > 0", "there is no adapter 'ch\u00e9f'\x1b"):
+        server.raw = json.dumps({"error": words, "error_type": "validation"}).encode()
+        server.raw_status = "422 Unprocessable"
+        response, call = runner.call_model.with_call(llm_pb2.ModelRequest(formatted_prompt="x"))
+        metadata = dict(call.trailing_metadata())
+        assert (response.text, metadata["empty-reason"]) == ("", "rejected")
+        assert words.encode("unicode_escape").decode() in metadata["empty-message"]
+        batch = llm_pb2.ModelBatchRequest(formatted_prompts=["x", "y"])
+        _, call = runner.batch_call_model.with_call(batch)
+        assert words.encode("unicode_escape").decode() in dict(call.trailing_metadata())["empty-message"]
+    until(lambda: all(any(words in line for line in service.log) for words in ("top_p", "no adapter")))
+    server.fault, server.raw = 401, None
+    _, call = runner.call_model.with_call(llm_pb2.ModelRequest(formatted_prompt="x"))
+    assert dict(call.trailing_metadata()).get("empty-message") is None
 
 
 def test_an_empty_batch_is_an_empty_answer(runner: Runner, server: ModelServer) -> None:
@@ -274,7 +333,8 @@ def test_a_stream_comes_in_pieces_as_they_are_written(runner: Runner, server: Mo
     for response in runner.stream_model(llm_pb2.ModelRequest(formatted_prompt="x", max_tokens=9)):
         pieces.append(response.text)
         arrivals.append(time.monotonic())
-    assert pieces == ["one", " two", " three", " four"]
+    assert pieces == ["one", " two", " three", " four", ""]
+    assert (response.finish_reason, response.prompt_tokens, response.generated_tokens) == ("eos_token", 7, 4)
     assert all(later - earlier > 0.05 for earlier, later in pairwise(arrivals))
     assert server.requests[0].path == "/generate_stream"
     assert server.requests[0].body["parameters"]["max_new_tokens"] == 9
@@ -313,6 +373,9 @@ def test_a_stream_of_a_broken_server_ends_empty(fault: str | int, runner: Runner
         (429, "overloaded"),
         (500, "server_error"),
         (503, "server_error"),
+        (401, "unauthorized"),
+        (403, "unauthorized"),
+        (404, "not_found"),
         ("garbage", "bad_answer"),
         ("endless", "bad_answer"),
     ],

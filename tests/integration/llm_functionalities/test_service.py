@@ -43,6 +43,26 @@ def test_a_service_without_an_endpoint_starts_and_answers_empty() -> None:
         assert list(batch.text) == ["", "", ""]
         assert list(runner.stream_model(llm_pb2.ModelRequest(formatted_prompt="a"))) == []
     assert any("empty answer" in line and "INFERENCE_ENDPOINT_URL" in line for line in service.log)
+    assert sum("no endpoint is set" in line for line in service.log) == 1
+
+
+def readiness(service: Service) -> int:
+    with service.channel() as channel:
+        check = health_pb2_grpc.HealthStub(channel).Check
+        assert check(health_pb2.HealthCheckRequest()).status == health_pb2.HealthCheckResponse.SERVING
+        return int(check(health_pb2.HealthCheckRequest(service="readiness")).status)
+
+
+def test_a_service_is_ready_while_an_endpoint_may_be_there(absent: ModelServer) -> None:
+    serving, not_serving = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
+    with running_service() as service:
+        assert readiness(service) == not_serving
+    with running_service("--endpoint", absent.url) as service, service.runner() as runner:
+        assert readiness(service) == serving
+        ask(runner)
+        until(lambda: readiness(service) == not_serving)
+        with absent:
+            until(lambda: readiness(service) == serving)
 
 
 @on_a_busy_machine

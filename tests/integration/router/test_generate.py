@@ -53,7 +53,7 @@ async def test_headers(router: Router):
     headers = response.headers
     assert headers["x-compute-type"] == "cpu"
     assert headers["x-compute-characters"] == "5"
-    assert headers["x-generated-tokens"] == "3"
+    assert (headers["x-generated-tokens"], headers["x-finish-reason"]) == ("3", "length")
     prompt = await router.post("/tokenize", inputs="Hello")
     assert headers["x-prompt-tokens"] == str(len(prompt.json()))
     assert float(headers["x-compute-time"]) < 5

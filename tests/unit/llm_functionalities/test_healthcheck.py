@@ -46,10 +46,17 @@ def test_a_service_that_stops_is_not_well(monkeypatch: pytest.MonkeyPatch, servi
     assert outcome(monkeypatch, address) == f"{address} is NOT_SERVING"
 
 
+def test_readiness_is_a_question_of_its_own(monkeypatch: pytest.MonkeyPatch, service: Service) -> None:
+    address, servicer = service
+    servicer.set("", health_pb2.HealthCheckResponse.SERVING)
+    servicer.set("readiness", health_pb2.HealthCheckResponse.NOT_SERVING)
+    assert outcome(monkeypatch, address, "readiness") == f"{address} is NOT_SERVING"
+
+
 def test_a_service_that_is_away_is_not_well(monkeypatch: pytest.MonkeyPatch, free_port: Callable[[], int]) -> None:
     address = f"127.0.0.1:{free_port()}"
     assert outcome(monkeypatch, address) == f"{address} does not answer: UNAVAILABLE"
 
 
 def test_without_an_address_the_usage_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert outcome(monkeypatch) == "usage: python -m llm_functionalities.healthcheck HOST:PORT"
+    assert outcome(monkeypatch) == "usage: python -m llm_functionalities.healthcheck HOST:PORT [SERVICE]"

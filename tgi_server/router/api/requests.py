@@ -216,6 +216,8 @@ class Exchange:
             prompt_tokens=sum(stream.input_length for stream in streams),
             generated_tokens=sum(stream.generated_tokens for stream in streams),
         )
+        if len(streams) == 1 and (reason := streams[0].finish_reason) is not None:
+            headers["x-finish-reason"] = reason.value
         return json_response(text, headers | self._notes())
 
     def stream_end(

@@ -108,8 +108,9 @@ def answers(balancer: Balancer, count: int) -> list[str]:
     def answer(number: int) -> str:
         try:
             if number % 2:
-                return "".join(balancer.stream(f"prompt {number}", PLAIN, Call(Deadline.after(5))))
-            return balancer.generate(f"prompt {number}", PLAIN, Call(Deadline.after(5)))
+                pieces = balancer.stream(f"prompt {number}", PLAIN, Call(Deadline.after(5)))
+                return "".join(piece.text for piece in pieces)
+            return balancer.generate(f"prompt {number}", PLAIN, Call(Deadline.after(5))).text
         except ModelError as error:
             return type(error).__name__
 
@@ -153,7 +154,7 @@ def test_a_stream_that_has_begun_goes_nowhere_else(pair: Balancer, server: Model
     token = b'{"token":{"id":1,"text":"a","logprob":-0.1,"special":false},"generated_text":null,"details":null}'
     server.raw = other.raw = b"data:" + token + b'\n\ndata:{"error":"busy","error_type":"overloaded"}\n\n'
     stream = pair.stream("prompt", PLAIN, Call(Deadline.after(5)))
-    assert next(stream) == "a"
+    assert next(stream).text == "a"
     with pytest.raises(EndpointOverloaded, match="busy"):
         next(stream)
     assert len(server.requests) + len(other.requests) == 1

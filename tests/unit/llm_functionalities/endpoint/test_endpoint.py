@@ -9,7 +9,7 @@ import pytest
 from llm_functionalities.endpoint.address import Address
 from llm_functionalities.endpoint.call import Call, Deadline
 from llm_functionalities.endpoint.endpoint import Endpoint
-from llm_functionalities.endpoint.generation import GenerationParameters, Grammar
+from llm_functionalities.endpoint.generation import GeneratedText, GenerationParameters, Grammar
 from llm_functionalities.errors import (
     BadResponse,
     CircuitOpen,
@@ -39,7 +39,11 @@ def endpoint(server: ModelServer, http: httpx2.Client) -> Iterator[Endpoint]:
 
 
 def generate(endpoint: Endpoint, generation: GenerationParameters = PLAIN, seconds: float = 5) -> str:
-    return endpoint.generate("hello", generation, Call(Deadline.after(seconds), {"traceparent": "00-1"}))
+    return endpoint.generate("hello", generation, Call(Deadline.after(seconds), {"traceparent": "00-1"})).text
+
+
+def pieces(endpoint: Endpoint) -> list[str]:
+    return [piece.text for piece in endpoint.stream("hello", PLAIN, Call(Deadline.after(5)))]
 
 
 def test_a_request_has_the_token_and_the_trace(endpoint: Endpoint, server: ModelServer) -> None:
@@ -127,15 +131,35 @@ def test_a_grammar_that_cannot_be_sent_is_not_held_against_the_endpoint(
 
 
 def test_a_stream_comes_in_pieces(endpoint: Endpoint) -> None:
-    assert list(endpoint.stream("hello", GenerationParameters(8), Call(Deadline.after(5)))) == ["a", " fine", " answer"]
+    pieces = list(endpoint.stream("hello", GenerationParameters(8), Call(Deadline.after(5))))
+    assert [piece.text for piece in pieces] == ["a", " fine", " answer", ""]
+    assert [piece.finish_reason for piece in pieces] == ["", "", "", "eos_token"]
+    assert pieces[-1] == GeneratedText("", "eos_token", 7, 3)
     assert endpoint.in_flight == 0
+
+
+@pytest.mark.parametrize(
+    ("headers", "expected"),
+    [
+        ({}, ("", 0, 0)),
+        ({"x-prompt-tokens": "7", "x-generated-tokens": "3", "x-finish-reason": "length"}, ("length", 7, 3)),
+        ({"x-prompt-tokens": "7", "x-generated-tokens": "3"}, ("eos_token", 7, 3)),
+        ({"x-generated-tokens": "8"}, ("length", 0, 8)),
+        ({"x-prompt-tokens": "many", "x-generated-tokens": "9" * 50}, ("", 0, 0)),
+    ],
+)
+def test_a_text_comes_with_the_reason_of_its_end(
+    headers: dict[str, str], expected: tuple[str, int, int], endpoint: Endpoint, server: ModelServer
+) -> None:
+    server.headers = headers
+    text = endpoint.generate("hello", PLAIN, Call(Deadline.after(5)))
+    assert text == GeneratedText("a fine answer", *expected)
 
 
 def test_half_a_surrogate_pair_becomes_a_replacement_character(endpoint: Endpoint, server: ModelServer) -> None:
     server.answer = "one \ud83d two\udc00 \U0001f600"
     assert generate(endpoint) == "one \ufffd two\ufffd \U0001f600"
-    pieces = list(endpoint.stream("hello", PLAIN, Call(Deadline.after(5))))
-    assert pieces == ["one", " \ufffd", " two\ufffd", " \U0001f600"]
+    assert pieces(endpoint) == ["one", " \ufffd", " two\ufffd", " \U0001f600", ""]
 
 
 @pytest.mark.parametrize("answer", [5, None, ["a"]])

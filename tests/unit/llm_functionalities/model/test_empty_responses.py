@@ -28,3 +28,17 @@ def test_the_next_line_says_how_many_there_were(
         for now in (100.0, 101.0, 102.0, 106.0):  # noqa: B007
             empty_responses.count("deadline", "the time was up")
     assert [record.answers for record in caplog.records] == [1, 3]
+
+
+def test_each_text_of_a_rejection_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    empty_responses = EmptyResponses(lambda reason: None)
+    with caplog.at_level(logging.WARNING):
+        for number in range(100):
+            empty_responses.count("rejected", f"`top_p` is {number % 3}")
+        for number in range(100):
+            empty_responses.count("rejected", f"there is no adapter {number}")
+            empty_responses.count("deadline", f"the time of {number} was up")
+    lines = [record.getMessage() for record in caplog.records]
+    assert [line for line in lines if "top_p" in line] == [f"empty answer: `top_p` is {number}" for number in range(3)]
+    assert sum("no adapter" in line for line in lines) == 7
+    assert sum("time" in line for line in lines) == 1

@@ -21,6 +21,7 @@ STEP = llm_pb2.ExecutionStep(
     "message",
     [
         llm_pb2.ModelRequest(formatted_prompt="x" * 100_000, max_tokens=2**31 - 1, timeout=-1),
+        llm_pb2.ModelBatchRequest(formatted_prompts="abc"),
         llm_pb2.ModelBatchRequest(formatted_prompts=["", "x", "\n" * 300]),
         llm_pb2.MultipleSummaryGenerationRequest(task_title=["a"] * 3, step_text=["b"] * 3, more_details=["c"] * 3),
         llm_pb2.ExecutionSearchRequest(taskmap=llm_pb2.TaskMap(title="x", steps=[STEP] * 3), user_question="y"),
@@ -41,6 +42,26 @@ def test_lists_up_to_the_limit_are_let_through(message: object) -> None:
 def test_a_longer_list_is_refused_by_its_name(message: object, field: str) -> None:
     with pytest.raises(InvalidArgument, match=rf"`{field}` has more than 3 entries"):
         check_fields(message.SerializeToString(), message.DESCRIPTOR, 3)
+
+
+@pytest.mark.parametrize(
+    ("message", "field"),
+    [
+        (llm_pb2.ModelBatchRequest(formatted_prompts="Tell me a story."), "formatted_prompts"),
+        (llm_pb2.ModelBatchRequest(formatted_prompts="\u00fcber \u20ac5 \U0001f600"), "formatted_prompts"),
+        (llm_pb2.ModelBatchRequest(formatted_prompts="Once upon a time, " * 100), "formatted_prompts"),
+        (llm_pb2.MultipleSummaryGenerationRequest(task_title=["a"], step_text="Stir it."), "step_text"),
+    ],
+)
+def test_a_string_in_the_place_of_a_list_is_refused(message: object, field: str) -> None:
+    with pytest.raises(InvalidArgument, match=rf"`{field}` has \d+ entries of one character .* give a list"):
+        check_fields(message.SerializeToString(), message.DESCRIPTOR, 256)
+
+
+@pytest.mark.parametrize("entries", [["x"] * 200, ["", *"abcde"], [*"abcde", "fg"], ["a", "b", "c"]])
+def test_short_entries_are_let_through(entries: list[str]) -> None:
+    message = llm_pb2.ModelBatchRequest(formatted_prompts=entries)
+    check_fields(message.SerializeToString(), message.DESCRIPTOR, 256)
 
 
 def test_fields_that_nobody_knows_are_counted_too() -> None:
