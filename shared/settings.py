@@ -93,7 +93,8 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         unknown = message.removeprefix("unrecognized arguments: ").partition("=")[0].split(" ")[0]
-        near = get_close_matches(unknown, self._option_string_actions, 1) if unknown.startswith("--") else []
+        flags = [flag for flag in self._option_string_actions if flag.startswith("--") and not flag.startswith("--no-")]
+        near = get_close_matches(unknown, flags, 1) if unknown.startswith("--") else []
         hint = f"did you mean {near[0]}?" if near else f"see {self.prog} --help"
         fail(self.prog, f"{message}; {hint}")
 

@@ -87,7 +87,7 @@ async def _launch(settings: LauncherSettings) -> None:
             commands.shards(settings, sockets, peers.store_port if peers else None),
             sockets,
             commands.router(settings, folder, sockets) if settings.node_rank == 0 else None,
-            commands.address(settings),
+            (settings.hostname, settings.port),
             settings.graceful_termination_timeout,
             peers,
         )

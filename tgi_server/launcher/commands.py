@@ -56,12 +56,6 @@ def router(settings: LauncherSettings, folder: Path, sockets: list[Path]) -> Com
     return Command("router", _python("tgi_server.router.cli", arguments), environment)
 
 
-def address(settings: LauncherSettings) -> tuple[str, int]:
-    """Returns host and port at which the router can be reached from this machine."""
-    loopback = {"0.0.0.0": "127.0.0.1", "::": "::1"}
-    return loopback.get(settings.hostname, settings.hostname), settings.port
-
-
 def _shard(settings: LauncherSettings, local_rank: int, sockets: list[Path], master_port: int) -> Command:
     here = len(sockets)
     rank, world_size = settings.node_rank * here + local_rank, settings.num_nodes * here

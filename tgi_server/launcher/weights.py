@@ -19,8 +19,9 @@ async def find_model(settings: LauncherSettings) -> Path:
     """Returns the model's folder. Fetches from the hub what is not here yet, and converts `.bin` weights.
 
     Where the model id names Medusa heads, it is the folder of the model that they were made for. Raises
-    ModelMissingError when that cannot be done.
+    ModelMissingError when that cannot be done, and CannotStartError for a local folder without a model.
     """
+    _check_local(settings.model_id)
     folder = _ready_folder(settings.model_id)
     if folder is None or b'"medusa_num_heads"' in (folder / "config.json").read_bytes():
         folder = await _download(commands.download(settings, settings.model_id))
@@ -54,6 +55,23 @@ def check_tokenizer(folder: Path) -> None:
         raise CannotStartError(
             f"{folder} has neither a tokenizer.json nor a tokenizer of an older kind; add the tokenizer's files"
         )
+
+
+def _check_local(model_id: str) -> None:
+    """Raises CannotStartError for a path that is no folder in the format of transformers."""
+    folder = Path(model_id).expanduser()
+    if not (folder.exists() or folder.is_absolute() or model_id.startswith(".")):
+        return  # an id of the hub
+    gguf = [folder] if folder.suffix == ".gguf" else sorted(folder.glob("*.gguf"))
+    described = any((folder / name).is_file() for name in ("config.json", ADAPTER_CONFIG))
+    if gguf and not described:
+        raise CannotStartError(
+            f"{gguf[0]} is a GGUF file, which is not served; give the model's folder in transformers format"
+        )
+    if not folder.is_dir():
+        raise CannotStartError(f"there is no model folder {folder}")
+    if not described:
+        raise CannotStartError(f"{folder} has no config.json; is it a model folder in transformers format?")
 
 
 def _ready_folder(model_id: str) -> Path | None:

@@ -19,7 +19,10 @@ for _ in range(150):
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no regular expression": ({"type": "regex", "value": "[a"}, "regular expression"),
     "look-ahead": ({"type": "regex", "value": "(?=a)b"}, "look-ahead"),
-    "what cannot be asked for": ({"type": "json", "value": {"type": "array", "uniqueItems": True}}, "'uniqueItems'"),
+    "what cannot be asked for": (
+        {"type": "json", "value": {"oneOf": [{"type": "integer"}, {"type": "number"}]}},
+        "'oneOf'",
+    ),
     "a keyword far inside": (
         {"type": "json", "value": {"properties": {"a": {"items": {"type": "x"}}}}},
         "properties/a",

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from tests.unit.grammar.keyword_cases import ANNOTATIONS, ENFORCED, REFUSED
+from tests.unit.grammar.keyword_cases import ANNOTATIONS, ENFORCED, LEFT, REFUSED
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "structured.md"
 _BEGIN, _END = "<!-- keywords: begin -->\n", "<!-- keywords: end -->\n"
@@ -13,6 +13,7 @@ def keyword_table() -> str:
     counts = {keyword: sum(len(group["tests"]) for group in groups) for keyword, groups in ENFORCED.items()}
     rows = [f"| `{keyword}` | enforced | {count} |" for keyword, count in counts.items()]
     rows += [f"| `{keyword}` | passed over | 2 |" for keyword in ANNOTATIONS]
+    rows += [f"| {name} | left to the model | 1 |" for name in LEFT]
     rows += [f"| {name} | refused by name, or left to the model | 2 |" for name in REFUSED]
     return "\n".join(["| keyword | what happens | cases |", "|---|---|---|", *rows, ""])
 

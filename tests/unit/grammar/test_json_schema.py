@@ -5,10 +5,11 @@ from typing import Any
 
 import jsonschema
 import pytest
+from pydantic import BaseModel
 
 from tests.grammars import compiler_fault, demo_compiler
 from tests.unit.grammar.acceptance import accepts
-from tests.unit.grammar.keyword_cases import ANNOTATIONS, ENFORCED, REFUSED, Group
+from tests.unit.grammar.keyword_cases import ANNOTATIONS, ENFORCED, LEFT, REFUSED, Group
 from tests.unit.grammar.keyword_table import keyword_table, table_in_document
 from tgi_server.contract import Grammar, GrammarKind
 from tgi_server.grammar import InvalidGrammar, json_schema
@@ -59,6 +60,21 @@ def test_annotations_say_nothing(keyword: str) -> None:
     schema = {"type": "integer", keyword.partition(":")[0]: ANNOTATIONS[keyword]}
     assert accepts(demo_compiler(), grammar(schema), "1")
     assert not accepts(demo_compiler(), grammar(schema), '"a"')
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_what_is_always_left_to_the_model_is_named(name: str) -> None:
+    assert left_to_model(LEFT[name]) == ("uniqueItems at #",)
+
+
+def test_a_set_of_pydantic_is_taken() -> None:
+    class Recipe(BaseModel):
+        tags: set[str]
+
+    schema = Recipe.model_json_schema()
+    assert left_to_model(schema) == ("uniqueItems at #/properties/tags",)
+    assert accepts(demo_compiler(), grammar(schema), '{"tags": ["a", "b"]}')
+    assert not accepts(demo_compiler(), grammar(schema), '{"tags": ["a", 1]}')
 
 
 @pytest.mark.parametrize("name", REFUSED)

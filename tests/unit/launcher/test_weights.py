@@ -37,9 +37,8 @@ async def test_a_model_that_drafts_has_to_be_there(tmp_path: Path) -> None:
 
 
 async def test_a_folder_that_is_not_there_cannot_be_fetched(tmp_path: Path) -> None:
-    with pytest.raises(ModelMissingError) as error:
+    with pytest.raises(CannotStartError, match=f"^there is no model folder {tmp_path / 'absent'}$"):
         await find_model(settings(tmp_path / "absent"))
-    assert error.value.status == 1
 
 
 def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
@@ -85,3 +84,11 @@ async def test_adapters_of_the_hub_are_fetched(tmp_path: Path, monkeypatch: pyte
         assert {file.name: file.read_bytes() for file in found.folder.iterdir()} == files
         with pytest.raises(ModelMissingError):
             await find_adapters(read_settings(LauncherSettings, "launcher", ["--lora-adapters=maker/absent"]))
+
+
+@pytest.mark.parametrize("name", ["model-Q4_K_M.gguf", ""])
+async def test_a_gguf_file_is_called_that(tmp_path: Path, name: str) -> None:
+    (tmp_path / "model-Q4_K_M.gguf").write_bytes(b"GGUF")
+    with pytest.raises(CannotStartError) as error:
+        await find_model(settings(tmp_path / name))
+    assert str(error.value).startswith(f"{tmp_path / 'model-Q4_K_M.gguf'} is a GGUF file, which is not served; give")

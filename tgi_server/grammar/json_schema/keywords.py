@@ -40,12 +40,13 @@ _SUBSCHEMA_MAPS = ("properties", "patternProperties", "$defs", "definitions", "d
 class Unenforceable(Exception):
     """A keyword that no grammar can be made of. `str()` of it is the reason, to stand behind the keyword's name.
 
-    weaker: a schema that says a part of it.
+    weaker: a schema that says a part of it. optional: it is left to the model even where the schema is strict.
     """
 
-    def __init__(self, reason: str, weaker: Any = True) -> None:
+    def __init__(self, reason: str, weaker: Any = True, *, optional: bool = False) -> None:
         super().__init__(reason)
         self.weaker = weaker
+        self.optional = optional
 
 
 def subschemas(schema: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

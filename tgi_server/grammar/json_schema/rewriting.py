@@ -157,20 +157,23 @@ def _contains(part: Part) -> Schema:
 
 
 def _unique_items(part: Part) -> Schema:
-    """Writes out the arrays of a few values that can be listed."""
+    """Writes out the arrays of a few values that can be listed.
+
+    Others are left to the model: the schemas of `set[str]` in pydantic say it, and their readers drop what comes twice.
+    """
     logic, items = part.scope.disjointness, part.source.get("items")
     if not part.value or part.count("maxItems", 2) <= 1 or "array" not in logic.types(part.source):
         return True
     values = None if isinstance(items, list) or "prefixItems" in part.source else logic.values(logic.parts(items))
     if values is None:
-        raise Unenforceable("cannot be asked of items that may be anything")
+        raise Unenforceable("cannot be asked of items that may be anything", optional=True)
     different: list[Any] = []
     for value in values:
         if not any(same(value, each) for each in different):
             different.append(value)
     least, most = part.count("minItems", 0), min(part.count("maxItems", len(different)), len(different))
     if sum(perm(len(different), length) for length in range(least, most + 1)) > _MAX_ARRANGEMENTS:
-        raise Unenforceable(f"cannot be asked of {len(different)} different items")
+        raise Unenforceable(f"cannot be asked of {len(different)} different items", optional=True)
     arrays = [array for length in range(least, most + 1) for array in permutations(different, length)]
     return part.only(
         "array",

@@ -109,7 +109,7 @@ class _Translation:
             try:
                 self._translate(Part(self, source, keyword, value, place, depth), own, beside)
             except Unenforceable as fault:
-                if self._level(place) < 0:
+                if self._level(place) < 0 and not fault.optional:
                     raise InvalidGrammar(f"the JSON schema keyword {keyword!r} (at {place}) {fault}") from fault
                 self._note(f"{keyword} at {place}")
                 if fault.weaker is not True:

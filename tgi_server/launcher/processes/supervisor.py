@@ -42,9 +42,9 @@ class Supervisor:
     ) -> None:
         """sockets: where each of the shards listens once its model is loaded.
 
-        router: None where another machine has it. address: where it serves HTTP. graceful_termination_timeout: seconds
-        that it has for draining, that is, for finishing running requests. peers: the launchers of the other machines
-        that run the model with this one; they are closed in the end.
+        router: None where another machine has it. address: host and port that it listens on.
+        graceful_termination_timeout: seconds that it has for draining, that is, for finishing running requests. peers:
+        the launchers of the other machines that run the model with this one; they are closed in the end.
         """
         self._shards = shards
         self._sockets = sockets

@@ -142,6 +142,15 @@ def test_the_shape_of_keys_is_that_of_the_model() -> None:
     assert (probe.shape.heads, probe.shape.head_dim) == ((2, 2), 16)
 
 
+def test_rows_of_zeros_are_equal_to_each_other() -> None:
+    expected = torch.ones(3, 4)
+    expected[1] = 0
+    assert logits_error(expected, expected.clone()) == 0
+    changed = expected.clone()
+    changed[1] = 1
+    assert logits_error(expected, changed) == math.inf
+
+
 def test_one_row_may_differ_where_the_last_bit_may_choose_an_expert() -> None:
     expected = torch.randn(4, 50, generator=torch.Generator().manual_seed(0))
     actual = expected.clone()

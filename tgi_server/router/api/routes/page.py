@@ -8,7 +8,7 @@ from starlette.responses import Response
 
 from tgi_server.router.errors import NoSuchRoute
 
-_TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
+_TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 _FILES = {
     file.name: (file.read_bytes(), _TYPES[file.name.rpartition(".")[2]])
     for file in (files("tgi_server.router.api") / "static").iterdir()
@@ -16,7 +16,7 @@ _FILES = {
 }
 _HEADERS = {
     "Content-Security-Policy": (
-        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
+        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self'; "
         "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     ),
     "X-Content-Type-Options": "nosniff",
@@ -40,6 +40,10 @@ def page_routes() -> APIRouter:
     @router.get("/static/{name}", include_in_schema=False)
     async def static(name: str) -> Response:
         return _file(name)
+
+    @router.get("/favicon.ico", include_in_schema=False)
+    async def favicon() -> Response:
+        return _file("favicon.svg")
 
     return router
 

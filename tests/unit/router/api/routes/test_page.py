@@ -25,6 +25,11 @@ async def test_every_file_that_the_page_names_is_served(client: httpx.AsyncClien
         assert response.headers["x-content-type-options"] == "nosniff"
 
 
+async def test_an_icon(client: httpx.AsyncClient):
+    response = await client.get("/favicon.ico")
+    assert (response.status_code, response.headers["content-type"]) == (200, "image/svg+xml")
+
+
 async def test_a_file_that_the_page_does_not_have_is_not_found(client: httpx.AsyncClient):
     response = await client.get("/static/page.py")
     assert (response.status_code, response.json()["error"]) == (404, "there is no file 'page.py'")
