@@ -11,13 +11,14 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from tgi_server.contract import ReportParameters, SamplingParameters
 from tgi_server.engine.attention.base import GreedyOnly
 from tgi_server.engine.batch import ForwardPlan, RunningBatch
 from tgi_server.engine.checkpoint.load_model import load_config, load_model
 from tgi_server.engine.config import EngineConfig
+from tgi_server.engine.end_tokens import end_token_ids
 from tgi_server.engine.errors import InvalidCall, UnsupportedModel
 from tgi_server.engine.lora.loaded import LoadedAdapters
 from tgi_server.engine.memory import copy_to_device, to_device
@@ -146,7 +147,7 @@ class Engine:
             device_type=device.type,
             vocab_size=vocab_size,
             max_position_embeddings=position_limit(model.config),
-            eos_token_ids=_eos_token_ids(model.generation_config, vocab_size),
+            eos_token_ids=end_token_ids(config.model_path, model.generation_config.eos_token_id, vocab_size),
             bos_token_id=model.generation_config.bos_token_id,
             decoder_start_token_id=model.generation_config.decoder_start_token_id,
             encoder_decoder=model.config.is_encoder_decoder,
@@ -468,12 +469,3 @@ def _report_prompt(chunk: PromptChunk, logits: Tensor) -> None:
         logprobs, top = prompt_logprobs(logits[: len(following)], copy_to_device(following, logits.device), most)
         sequence.prompt_report.logprobs.extend(logprobs.tolist())
         sequence.prompt_report.top.extend(top)
-
-
-def _eos_token_ids(config: GenerationConfig, vocab_size: int) -> tuple[int, ...]:
-    """Returns the tokens that end a sequence, without those that the vocabulary does not have: -1 stands for none."""
-    eos = config.eos_token_id
-    tokens = eos if isinstance(eos, list) else [] if eos is None else [eos]
-    if unknown := [token for token in tokens if not 0 <= token < vocab_size]:
-        logger.warning("end-of-sequence tokens that the vocabulary of %d does not have: %s", vocab_size, unknown)
-    return tuple(token for token in tokens if token not in unknown)
