@@ -215,4 +215,4 @@ def test_what_cannot_be_compiled_is_refused_in_openais_form(
     with pytest.raises(openai.BadRequestError) as refused:
         ask(client, stream=stream, **options)
     assert told in refused.value.body["message"]  # type: ignore[index]
-    assert refused.value.type in ("validation", "tool_error")
+    assert refused.value.type == "invalid_request_error"
