@@ -1,7 +1,7 @@
 """/v1/responses, and /v1/embeddings, which is refused by name."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import count
 from time import time
 from typing import Any
@@ -16,7 +16,7 @@ from tgi_server.router.api.access import tenant_of
 from tgi_server.router.api.body import SMALL
 from tgi_server.router.api.documentation import OPENAI_ERRORS, Responses, described_body, event_stream_of
 from tgi_server.router.api.event_stream import Outbox
-from tgi_server.router.api.requests import AllEnded, DirectRoute, Exchange, respond_to
+from tgi_server.router.api.requests import AllEnded, DirectRoute, Exchange, owner_of, respond_to
 from tgi_server.router.api.responses import JSON, json_response, named_event
 from tgi_server.router.api.routes.chat import ChatChoices
 from tgi_server.router.api.routes.chat_prompt import plan_chat, prompt_for_chat
@@ -28,7 +28,7 @@ from tgi_server.router.errors import NoSuchResponse, NotSupported, PayloadTooLar
 from tgi_server.router.schemas.chat import ChatRequest
 from tgi_server.router.schemas.openai import OpenAIErrorResponse, TextParameters
 from tgi_server.router.schemas.responses import DeletedResponse, ResponseObject, ResponsesRequest
-from tgi_server.router.service import Capacity, Service
+from tgi_server.router.service import Service
 
 _KEPT_ERRORS: Responses = {
     401: OPENAI_ERRORS[401],
@@ -65,8 +65,9 @@ def response_routes(service: Service) -> APIRouter:
     )
     async def retrieve(request: Request) -> Response:
         stored = kept.get(tenant_of(request), request.path_params["response_id"])
-        service.capacity.take(1)
-        return _PlacedResponse(stored.response, service.capacity)
+        owner = owner_of(request)
+        service.capacity.take(1, owner)
+        return _PlacedResponse(stored.response, lambda: service.capacity.give_back(1, owner))
 
     @router.delete(
         "/v1/responses/{response_id}",
@@ -92,15 +93,15 @@ class _PlacedResponse(Response):
 
     media_type = JSON
 
-    def __init__(self, content: bytes, capacity: Capacity) -> None:
+    def __init__(self, content: bytes, on_sent: Callable[[], None]) -> None:
         super().__init__(content)
-        self._capacity = capacity
+        self._on_sent = on_sent
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
-            self._capacity.give_back(1)
+            self._on_sent()
 
 
 async def _respond(kept: StoredResponses, exchange: Exchange, request: ResponsesRequest) -> Response:
