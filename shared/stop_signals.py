@@ -1,10 +1,15 @@
 """SIGTERM and SIGINT, which ask a program to stop."""
 
 import asyncio
+import contextlib
 import signal
+import socket
 from collections.abc import Callable
 
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_READ_BYTES = 4096
+# The loop that signals wake up, and the two ends of what they wake it up by.
+_woken: tuple[asyncio.AbstractEventLoop, socket.socket, socket.socket] | None = None
 
 
 def on_stop_signal(act: Callable[[], object]) -> None:
@@ -18,6 +23,7 @@ def on_stop_signal(act: Callable[[], object]) -> None:
         if not loop.is_closed():
             loop.call_soon_threadsafe(act)
 
+    _wake_up(loop)
     for number in _STOP_SIGNALS:
         signal.signal(number, tell)
 
@@ -26,3 +32,25 @@ def ignore_stop_signals() -> None:
     """Ignores the signals from now on. A program that has stopped calls this, so that it exits with its own status."""
     for number in _STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
+
+
+def _wake_up(loop: asyncio.AbstractEventLoop) -> None:
+    """Has each signal write a byte that ends the loop's wait; uvloop does so by itself.
+
+    The interpreter runs `tell` between two of its instructions. A signal that comes behind the last of them and before
+    the system call in which the loop waits would else be noticed when something else happens, which may be never.
+    """
+    global _woken  # the interpreter has one such descriptor, too
+    if not isinstance(loop, asyncio.SelectorEventLoop) or (_woken is not None and _woken[0] is loop):
+        return
+    receiving, sending = socket.socketpair()
+    for each in (receiving, sending):
+        each.setblocking(False)
+
+    def drain() -> None:
+        with contextlib.suppress(BlockingIOError):
+            receiving.recv(_READ_BYTES)
+
+    loop.add_reader(receiving, drain)
+    signal.set_wakeup_fd(sending.fileno(), warn_on_full_buffer=False)
+    _woken = loop, receiving, sending
