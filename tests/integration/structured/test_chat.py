@@ -202,7 +202,7 @@ def test_the_usage_of_a_streamed_call_that_comes_at_once(client: OpenAI) -> None
     ("options", "told"),
     [
         ({"response_format": {"type": "regex", "value": "(a"}}, "regular expression"),
-        ({"response_format": {"type": "json", "value": {"type": "array", "uniqueItems": True}}}, "'uniqueItems'"),
+        ({"response_format": {"type": "json", "value": {"pattern": "(?=a)b"}}}, "'pattern'"),
         ({"response_format": {"type": "json", "value": "{"}}, "not JSON"),
         ({"response_format": {"type": "lark", "value": "start: missing"}}, "missing"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "fly"}}}, "'fly'"),
