@@ -19,7 +19,8 @@ class Sink(Protocol):
     def started(self, cached_tokens: int) -> None:
         """Hears that the request left the queue for the first time. Not called again after a preemption.
 
-        cached_tokens: of the prompt, those that had been computed for another request.
+        cached_tokens: of the prompt, those that had been computed for another request. Without a cache namespace they
+        are rounded down.
         """
 
     def push(self, generation: Generation) -> FinishReason | None:

@@ -225,16 +225,30 @@ async def test_as_many_alternatives_as_asked_for(router: Router, monkeypatch: py
 
 
 async def test_cached_tokens_of_the_prompt(router: Router):
-    long = [{"role": "user", "content": TEXT * 10}]
-    usages = [(await chat(router, messages=long, max_tokens=1))["usage"] for _ in range(2)]
+    long = {"messages": [{"role": "user", "content": TEXT * 10}], "max_tokens": 1, "cache_salt": "a"}
+    usages = [(await chat(router, **long))["usage"] for _ in range(2)]
     assert [usage["prompt_tokens_details"]["cached_tokens"] > 0 for usage in usages] == [False, True]
     assert usages[1]["prompt_tokens_details"]["cached_tokens"] == usages[1]["prompt_tokens"] - 1
-    chunks = await chat_stream(router, messages=long, max_tokens=1, stream_options={"include_usage": True})
+    chunks = await chat_stream(router, **long, stream_options={"include_usage": True})
     assert chunks[-1]["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
-    completion = {"prompt": [TEXT * 10, TEXT * 9], "max_tokens": 1, "n": 2}
+    completion = {"prompt": [TEXT * 10, TEXT * 9], "max_tokens": 1, "n": 2, "cache_salt": "a"}
     await router.post("/v1/completions", **completion)
     usage = (await router.post("/v1/completions", **completion)).json()["usage"]
     assert usage["prompt_tokens_details"]["cached_tokens"] == usage["prompt_tokens"] - 2
+
+
+async def test_cached_tokens_do_not_tell_a_secret_digit_by_digit(router: Router):
+    """Who guesses the end of another's prompt is not told how much of the guess is right."""
+
+    secret = f"{TEXT * 30} The code is "
+    await router.post("/v1/completions", prompt=f"{secret}471922.", max_tokens=1)
+    told = set()
+    for guess in ("8", "4", "40", "47", "471", "4719", "47192", "471922", "471922."):
+        answer = (await router.post("/v1/completions", prompt=f"{secret}{guess}", max_tokens=1)).json()
+        told.add(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+    (shown,) = told
+    assert shown > 0
+    assert shown % 128 == 0
 
 
 async def test_a_developer_where_the_template_knows_none(router: Router):

@@ -59,6 +59,10 @@ class AdmissionPolicy:
         return self.limits.max_batch_total_tokens - held_tokens - growth_tokens
 
 
+# Of the messages of sequences that join in one step: making and sending them is work of the event loop.
+_JOINING_BYTES = 2**24
+
+
 @dataclass(frozen=True, slots=True)
 class FilterPlan:
     """The shards forget all sequences but `keep`. preempted: how many of the others go back to the queue."""
@@ -216,8 +220,9 @@ class StepPlanner:
         they do so for `max_waiting_tokens` steps: then none with an adapter joins before them, so a place is freed.
         """
         in_order = False
+        room = _JOINING_BYTES
         for sequence in list(self._waiting):
-            if budget <= 0 or len(self._batch) >= self._policy.limits.max_batch_size:
+            if budget <= 0 or room <= 0 or len(self._batch) >= self._policy.limits.max_batch_size:
                 return
             if (in_order and sequence.adapter is not None) or not self._may_join(sequence):
                 in_order = in_order or self._waits_too_long(sequence)
@@ -229,6 +234,7 @@ class StepPlanner:
                 plan.joined.append(sequence)
                 plan.chunks.append((sequence.id, tokens))
                 budget -= tokens
+                room -= sequence.size
 
     def _may_join(self, sequence: Sequence) -> bool:
         """Returns False while a sequence's adapter is not ready. It becomes ready once there is a place for it."""

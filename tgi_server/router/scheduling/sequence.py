@@ -16,6 +16,10 @@ from tgi_server.wire import finish_reason_from_message
 
 logger = logging.getLogger(__name__)
 
+# Where everybody shares the prefix cache, exact numbers would tell, guess by guess, what others' prompts say. OpenAI
+# counts cached tokens in the same steps.
+_CACHED_TOKENS_STEP = 128
+
 # The end of a request: the reason, or the error that it failed with.
 Outcome = FinishReason | RouterError
 
@@ -29,7 +33,7 @@ class Sequence:
 
     speculates: one step may yield several tokens, those that the shards drafted and found right.
     adapter: the one that computes it beside the model, if any.
-    message: what the shards are told of it when it joins their batch.
+    message: what the shards are told of it when it joins their batch. size: bytes of that.
     tokens: the prompt and what has been generated, as 32-bit numbers. prompt_tokens, max_total_tokens: how many the
         prompt has, and how many there may be in the end. known: how many there were on admission; the
         step that computes the last of them yields the next token.
@@ -46,6 +50,7 @@ class Sequence:
     speculates: bool = False
     adapter: Adapter | None = None
     message: pb.Request = field(init=False)
+    size: int = field(init=False)
     tokens: "array[int]" = field(init=False)
     known: int = field(init=False)
     prompt_tokens: int = field(init=False)
@@ -65,6 +70,7 @@ class Sequence:
             self.tokens = array("I", self.request.input_ids)
         except (ValueError, TypeError, OverflowError) as error:
             raise InvalidRequest(f"the request has a value that the shards cannot take: {error}") from error
+        self.size = self.message.ByteSize()
         self.known = self.prompt_tokens = len(self.tokens)
         self.max_total_tokens = self.prompt_tokens + self.request.stopping.max_new_tokens
 
@@ -149,7 +155,8 @@ class Sequence:
         if self.started:
             return False
         self.started = True
-        self.request.sink.started(self.cached)
+        shared = not self.request.cache_namespace
+        self.request.sink.started(self.cached - self.cached % _CACHED_TOKENS_STEP if shared else self.cached)
         return True
 
     def compute(self, tokens: int, step: int) -> None:

@@ -31,7 +31,7 @@ class StreamOptions(RequestModel):
 
 
 class PromptTokensDetails(ResponseModel):
-    """`cached_tokens` had been computed for another prompt."""
+    """`cached_tokens` had been computed for another prompt; in steps of 128 where everybody shares the cache."""
 
     cached_tokens: UnsignedInt
 

@@ -1,26 +1,20 @@
 """The model's Jinja template for conversations, in a sandbox."""
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from time import monotonic
 from types import MappingProxyType
 from typing import Any, NoReturn
 
-from jinja2 import Template, TemplateError, nodes, pass_context
+from jinja2 import Template, TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.runtime import Context
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from tgi_server.router.errors import InvalidTemplate, StartupError
+from tgi_server.router.text.template_bounds import ALLOWANCE, Allowance, BoundedEnvironment
 from tgi_server.router.text.tokenizer_config import DEFAULT_TEMPLATE, TOKEN_NAMES, TOOL_TEMPLATE, TokenizerConfig
 
-# Seconds that the loops of a template may take.
-RENDER_SECONDS = 5.0
-
-_DEADLINE = "_deadline"
 # Variables that `chat_template_kwargs` may not replace.
 RESERVED = frozenset(
     {
@@ -29,7 +23,7 @@ RESERVED = frozenset(
         "add_generation_prompt",
         "raise_exception",
         "strftime_now",
-        _DEADLINE,
+        ALLOWANCE,
         *TOKEN_NAMES,
     }
 )
@@ -74,26 +68,6 @@ class _GenerationTag(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-class _Environment(ImmutableSandboxedEnvironment):
-    """A Jinja sandbox whose loops end in time, because clients decide what is looped over."""
-
-    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
-        tree = super()._parse(source, name, filename)
-        for loop in tree.find_all(nodes.For):
-            loop.iter = nodes.Filter(loop.iter, "in_time", [], [], None, None, lineno=loop.lineno)
-        return tree
-
-
-@pass_context
-def _in_time(context: Context, items: Iterable[Any]) -> Iterator[Any]:
-    """Yields the items of a loop. Raises TemplateError once the time for rendering is over."""
-    deadline = context[_DEADLINE]
-    for item in items:
-        if monotonic() > deadline:
-            raise TemplateError(f"rendering takes more than {RENDER_SECONDS} s; send fewer or shorter messages")
-        yield item
-
-
 @dataclass(frozen=True, slots=True)
 class RenderOptions:
     """The end of a prompt.
@@ -127,9 +101,11 @@ class ChatTemplate:
 
     def __init__(self, config: TokenizerConfig) -> None:
         """Raises StartupError for a template that is not Jinja."""
-        environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols])
-        environment.filters["in_time"] = _in_time
+        environment = BoundedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
+        )
         environment.filters["tojson"] = _to_json
+        environment.bound_filters()
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
         self._tokens = {"bos_token": "", "eos_token": "", **config.tokens}
@@ -192,7 +168,7 @@ class ChatTemplate:
                 messages=messages,
                 tools=tools or None,
                 add_generation_prompt=prefix is None and options.add_generation_prompt,
-                **{_DEADLINE: monotonic() + RENDER_SECONDS},
+                **{ALLOWANCE: Allowance()},
                 **self._tokens,
             )
         except TemplateError as error:
@@ -223,7 +199,7 @@ class ChatTemplate:
 
     def _try(self, template: Template, messages: Sequence[Mapping[str, Any]]) -> str:
         """Returns the prompt; an empty one where the template refuses, or trips over, what no client has sent yet."""
-        usual = {"tools": None, "add_generation_prompt": True, _DEADLINE: monotonic() + RENDER_SECONDS}
+        usual = {"tools": None, "add_generation_prompt": True, ALLOWANCE: Allowance()}
         try:
             return template.render(messages=messages, **usual, **self._tokens)
         except Exception:  # a template may raise anything

@@ -1,13 +1,15 @@
 """Tokens from text: the model's tokenizer, and the threads that it runs in."""
 
 import asyncio
+import json
+import math
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from tokenizers import Encoding, Tokenizer
 from tokenizers.processors import TemplateProcessing
@@ -27,6 +29,8 @@ _PLAUSIBLE = 4
 _PIECE = 65_536
 # A cut through a text may add so many tokens.
 _CUT = 128
+# A space that becomes a mark of three bytes makes texts three times as long.
+_MOST_GROWTH = 64
 _CONVERSION_SECONDS = 300
 _CONVERSION = """
 import sys
@@ -43,6 +47,8 @@ class TextTokenizer:
     """
 
     def __init__(self, tokenizer: Tokenizer, config: TokenizerConfig) -> None:
+        """Raises StartupError for a tokenizer that makes texts many times as long."""
+        _check_growth(tokenizer)
         _obey(tokenizer, config)
         tokenizer.no_truncation()
         tokenizer.no_padding()
@@ -146,6 +152,29 @@ def _convert(model: Path, folder: Path) -> Path:
         reason = (result.stderr.strip().splitlines() or ["no tokenizer.json came out"])[-1]
         raise StartupError(f"{model} has no tokenizer.json and none could be made of its other files: {reason}")
     return file
+
+
+def _check_growth(tokenizer: Tokenizer) -> None:
+    """Raises StartupError if replacements, one after the other, may make a text too many times as long."""
+    for part, name in ((tokenizer.normalizer, "normalizer"), (tokenizer.decoder, "decoder")):
+        growth = 1.0 if part is None else _growth(json.loads(part.__getstate__()))
+        if growth > _MOST_GROWTH:
+            raise StartupError(
+                f"the {name} of the tokenizer may make a text {growth:.3g} times as long; at most {_MOST_GROWTH} times "
+                "is taken"
+            )
+
+
+def _growth(part: Any) -> float:
+    """Returns how many times as long the replacements in a part of a tokenizer may make a text."""
+    if not isinstance(part, dict):
+        return 1.0
+    if part.get("type") == "Replace":
+        # A regular expression may match nothing, before each character.
+        replaced = len(part["pattern"].get("String", "").encode()) or 0.5
+        return max(len(part["content"].encode()) / replaced, 1.0)
+    steps = [each for value in part.values() if isinstance(value, list) for each in value]
+    return math.prod(map(_growth, steps))
 
 
 def _obey(tokenizer: Tokenizer, config: TokenizerConfig) -> None:

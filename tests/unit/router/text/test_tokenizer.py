@@ -4,7 +4,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from tokenizers import Encoding
+from tokenizers import Encoding, decoders, normalizers
 
 from tests.fakes.vocabularies import BOS, EOS, byte_level, sentence_piece
 from tgi_server import demo_model
@@ -58,6 +58,17 @@ def test_a_tokenizer_that_truncates_is_told_not_to(tmp_path: Path):
 def test_a_folder_without_a_usable_tokenizer_is_named(tmp_path: Path):
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(StartupError, match="cannot read the tokenizer"):
+        load_tokenizer(tmp_path, TokenizerConfig())
+
+
+@pytest.mark.parametrize("part", ["normalizer", "decoder"])
+def test_a_tokenizer_that_doubles_texts_again_and_again_is_refused(tmp_path: Path, part: str):
+    """Thirty-two replacements of a letter by two make gigabytes of one."""
+    tokenizer = byte_level()._tokenizer
+    kind = {"normalizer": normalizers, "decoder": decoders}[part]
+    setattr(tokenizer, part, kind.Sequence([kind.Sequence([kind.Replace("a", "aa")] * 8)] * 4))
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(StartupError, match=rf"the {part} of the tokenizer may make a text 4.29e\+09 times as long"):
         load_tokenizer(tmp_path, TokenizerConfig())
 
 
