@@ -36,3 +36,14 @@ def test_a_table_of_files_names_each_of_the_folder(page: str, folder: str):
     named = [name.rstrip("/") for row in rows.splitlines() for name in re.findall(r"`([^`]+)`", row.split("|")[1])]
     there = [path.name for path in (ROOT / folder).iterdir() if not path.name.startswith("__")]
     assert sorted(named) == sorted(there)
+
+
+def test_what_shows_the_promises_of_security_is_there():
+    page = (ROOT / "SECURITY.md").read_text()
+    promised, shown = (
+        re.findall(r"^\| ([^|]+) \|", rows, re.MULTILINE)
+        for rows in re.findall(r"\| promise \| [a-z ]+ \|\n\|[-|]+\|\n((?:\|.+\n)+)", page)
+    )
+    assert shown == promised
+    for path in re.findall(r"`(tests/[^`]+)`", page):
+        assert (ROOT / path).is_file(), path

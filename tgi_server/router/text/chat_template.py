@@ -35,6 +35,7 @@ ShownContent = str | list[dict[str, Any]]
 
 # Texts by which it is found out what a template reads: messages of these roles, each with the one that is looked for.
 _SOUGHT = "haystack-needle"
+_PROBE_BYTES = 2**24
 
 
 def _calling(arguments: Any) -> dict[str, Any]:
@@ -199,7 +200,7 @@ class ChatTemplate:
 
     def _try(self, template: Template, messages: Sequence[Mapping[str, Any]]) -> str:
         """Returns the prompt; an empty one where the template refuses, or trips over, what no client has sent yet."""
-        usual = {"tools": None, "add_generation_prompt": True, ALLOWANCE: Allowance()}
+        usual = {"tools": None, "add_generation_prompt": True, ALLOWANCE: Allowance(_PROBE_BYTES)}
         try:
             return template.render(messages=messages, **usual, **self._tokens)
         except Exception:  # a template may raise anything

@@ -17,11 +17,12 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 # Seconds that the loops of a template may take, and bytes of all texts and lists that it puts together.
 RENDER_SECONDS = 5.0
-_BYTES = 2**29
+_BYTES = 2**28
 _BITS = 4_096
 _WIDEST = 100_000
 _DEEPEST_INDENT = 100
-_MOST_MEMBERS = 2_000_000
+# Bytes of a member of a list.
+_MEMBER = 256
 _DIGITS = re.compile(r"\d+")
 # A width that is a value itself.
 _CHOSEN_WIDTH = re.compile(r"\{[^{}]*\{")
@@ -47,9 +48,10 @@ ALLOWANCE = "_allowance"
 class Allowance:
     """The time and the memory that one rendering has left."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: int = _BYTES) -> None:
+        """size: bytes that may be put together."""
         self._deadline = monotonic() + RENDER_SECONDS
-        self._bytes = _BYTES
+        self._size = self._bytes = size
 
     def check_time(self) -> None:
         """Raises TemplateError once the time is over."""
@@ -60,7 +62,16 @@ class Allowance:
         """Takes bytes, before they are there. Raises TemplateError when too many have been taken."""
         self._bytes -= size
         if self._bytes < 0:
-            raise TemplateError(f"the template puts together more than {_BYTES} bytes of text")
+            raise TemplateError(f"the template puts together more than {self._size} bytes of text")
+
+    def take_members(self, value: Any) -> None:
+        """Takes what it costs to show a list, in which others may stand many times."""
+        left = [] if isinstance(value, str) else [value]
+        while left:
+            each = left.pop()
+            members = each.values() if isinstance(each, Mapping) else each if isinstance(each, list | tuple) else ()
+            self.take(_MEMBER * len(members))
+            left.extend(members)
 
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
@@ -87,18 +98,18 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return tree
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        context[ALLOWANCE].take(_result_size(operator, left, right))
+        context[ALLOWANCE].take(_result_size(context[ALLOWANCE], operator, left, right))
         return super().call_binop(context, operator, left, right)
 
     def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
         owner = getattr(getattr(obj, "__wrapped__", obj), "__self__", None)
         if isinstance(owner, str):
-            context[ALLOWANCE].take(_text_size(obj.__name__, owner, args, kwargs))
+            context[ALLOWANCE].take(_text_size(context[ALLOWANCE], obj.__name__, owner, args, kwargs))
         return super().call(context, obj, *args, **kwargs)
 
     def concatenated(self, context: Context, parts: Iterable[Any]) -> str:
         """Returns what `~` makes of the parts."""
-        texts = [str(_shown(part)) for part in parts]
+        texts = [str(_shown(context, part)) for part in parts]
         context[ALLOWANCE].take(sum(map(getsizeof, texts)))
         return "".join(texts)
 
@@ -113,6 +124,13 @@ class _CodeGenerator(CodeGenerator):
 
 
 @pass_context
+def _shown(context: Context, value: Any) -> Any:
+    """Returns the value, which is to be shown. Raises TemplateError if it is too large."""
+    context[ALLOWANCE].take_members(value)
+    return value
+
+
+@pass_context
 def _in_time(context: Context, items: Iterable[Any]) -> Iterator[Any]:
     """Yields the items of a loop. Raises TemplateError once the time for rendering is over."""
     allowance: Allowance = context[ALLOWANCE]
@@ -124,20 +142,22 @@ def _in_time(context: Context, items: Iterable[Any]) -> Iterator[Any]:
 def _bounded(name: str) -> Callable[..., Any]:
     @pass_context
     def bounded(context: Context, value: Any, *args: Any, **kwargs: Any) -> Any:
-        if name == "join" and not isinstance(value, str):
-            value = list(value)
-        size = _text_size(name, value, args, kwargs) if isinstance(value, str) else getsizeof(_shown(value))
+        allowance: Allowance = context[ALLOWANCE]
+        if isinstance(value, str):
+            allowance.take(_text_size(allowance, name, value, args, kwargs))
+        else:
+            value = list(value) if name == "join" else value
+            allowance.take_members(value)
         if name == "join" and isinstance(value, list):
             joint = args[0] if args else kwargs.get("d", "")
-            size = sum(map(getsizeof, value)) + getsizeof(joint) * len(value)
-        context[ALLOWANCE].take(size)
+            allowance.take(sum(map(getsizeof, value)) + getsizeof(joint) * len(value))
         _check_widths(args, kwargs, _DEEPEST_INDENT if name == "tojson" else _WIDEST)
         return context.environment.call_filter(f"unbounded_{name}", value, args, kwargs, context)
 
     return bounded
 
 
-def _result_size(operator: str, left: Any, right: Any) -> int:
+def _result_size(allowance: Allowance, operator: str, left: Any, right: Any) -> int:
     """Returns the bytes that an operation may take. Raises TemplateError for numbers that are too large."""
     if isinstance(left, int) and isinstance(right, int):
         bits = left.bit_length() * right if operator == "**" else left.bit_length() + right.bit_length()
@@ -150,11 +170,11 @@ def _result_size(operator: str, left: Any, right: Any) -> int:
     if operator == "%" and isinstance(left, str):
         if "*" in left:
             raise TemplateError(_NO_WIDTH)
-        return _format_size(left, right if isinstance(right, tuple) else (right,), {})
+        return _format_size(allowance, left, right if isinstance(right, tuple) else (right,), {})
     return getsizeof(left) + getsizeof(right) if operator == "+" else 0
 
 
-def _text_size(name: str, text: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
+def _text_size(allowance: Allowance, name: str, text: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
     """Returns the bytes that a method of a text, or a filter, may make of it. Raises TemplateError."""
     widest = _check_widths(args, kwargs)
     if name == "replace" and len(args) > 1:
@@ -163,7 +183,7 @@ def _text_size(name: str, text: str, args: tuple[Any, ...], kwargs: Mapping[str,
     if name == "join" and args:
         return getsizeof(text) * _members(args[0]) + getsizeof(args[0])
     if name in ("format", "format_map"):
-        return _format_size(text, args, kwargs)
+        return _format_size(allowance, text, args, kwargs)
     if name in ("indent", "expandtabs", "wordwrap"):
         return getsizeof(text) * (1 + widest) if "\n" in text or "\t" in text else getsizeof(text) + widest
     return getsizeof(text) + widest
@@ -180,32 +200,17 @@ def _check_widths(args: tuple[Any, ...], kwargs: Mapping[str, Any], most: int = 
     return max(widest, 0)
 
 
-def _format_size(form: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
+def _format_size(allowance: Allowance, form: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
     if _CHOSEN_WIDTH.search(form):
         raise TemplateError(_NO_WIDTH)
     widths = [len(each) for each in _DIGITS.findall(form)]
     widest = 10 ** min(max(widths, default=0), 12)
     values = [value for each in (*args, kwargs) for value in (each.values() if isinstance(each, Mapping) else [each])]
-    longest = max((getsizeof(_shown(each)) for each in values), default=0)
+    for each in values:
+        allowance.take_members(each)
+    longest = max(map(getsizeof, values), default=0)
     return getsizeof(form) + (form.count("%") + form.count("{")) * (longest + widest)
 
 
 def _members(value: Any) -> int:
     return len(value) if hasattr(value, "__len__") else 1
-
-
-def _shown(value: Any) -> Any:
-    """Returns the value, which is to be shown. Raises TemplateError if it holds itself too often."""
-    if isinstance(value, str | int | float) or not hasattr(value, "__iter__"):
-        return value
-    left, count = [value], 0
-    while left:
-        each = left.pop()
-        if isinstance(each, Mapping):
-            left.extend(each.values())
-        elif isinstance(each, list | tuple):
-            left.extend(each)
-        count += 1
-        if count > _MOST_MEMBERS or len(left) > _MOST_MEMBERS:
-            raise TemplateError(f"the template shows a list of more than {_MOST_MEMBERS} members")
-    return value
