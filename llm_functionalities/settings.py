@@ -7,7 +7,7 @@ from pydantic import AfterValidator, Field, model_validator
 from pydantic_settings import SettingsConfigDict
 
 from llm_functionalities.endpoint.address import Address, parse_name_server
-from shared.settings import CommaSeparated, Port, ServiceSettings
+from shared.settings import CommaSeparated, LogLevel, Port, ServiceSettings
 
 
 def _endpoint(text: str) -> str:
@@ -83,7 +83,7 @@ class Settings(ServiceSettings):
     keepalive_time: Seconds = Field(60.0, description="seconds of silence after which a caller's connection is pinged")
     grace: Seconds = Field(5.0, description="seconds that running calls get when the service stops")
 
-    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least log level shown")
+    log_level: LogLevel = Field("INFO", description="least log level shown")
     json_output: bool = Field(False, description="log lines as JSON")
     otlp_endpoint: str | None = Field(None, description="OpenTelemetry collector (gRPC), such as http://otel:4317")
     otlp_service_name: str = Field("llm_functionalities", description="this service's name in traces")

@@ -25,11 +25,53 @@ _MAX_WAITING = 4 * 2**20
 # Seconds for which the end of a process waits for its last lines to be read.
 _FLUSH_SECONDS = 1.0
 
+# Names of severities, those of TGI and of other services among them. TRACE is the finest there is; OFF: nothing.
+_LEVELS = {
+    "TRACE": "DEBUG",
+    "DEBUG": "DEBUG",
+    "INFO": "INFO",
+    "WARN": "WARNING",
+    "WARNING": "WARNING",
+    "ERROR": "ERROR",
+    "CRITICAL": "CRITICAL",
+    "OFF": "OFF",
+}
+# What TGI calls the processes, by the first part of their names here.
+_TARGETS = {
+    "launcher": "text_generation_launcher",
+    "router": "text_generation_router",
+    "shard": "text_generation_server",
+    "download": "text_generation_server",
+    "quantize": "text_generation_server",
+}
+_OFF = logging.CRITICAL + 1
+
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+
+
+def parse_levels(text: str) -> dict[str, str]:
+    """Returns the severities that a filter such as `info,text_generation_router=debug` has, by process or logger.
+
+    The empty name stands for all others. Raises ValueError.
+    """
+    levels: dict[str, str] = {}
+    for directive in filter(None, (part.strip() for part in text.split(","))):
+        target, _, name = (part.strip() for part in directive.rpartition("="))
+        if name.upper() not in _LEVELS or (not target and "=" in directive) or not set(target).isdisjoint(' [{="'):
+            raise ValueError(
+                f"{directive!r} is no severity; give DEBUG, INFO, WARNING or ERROR, or several such as "
+                "info,text_generation_router=debug"
+            )
+        levels[target.replace("::", ".")] = _LEVELS[name.upper()]
+    if not levels:
+        raise ValueError("it names no severity; give DEBUG, INFO, WARNING or ERROR")
+    return levels
 
 
 def configure_logging(service: str, *, level: str = "INFO", json_output: bool = False) -> None:
     """Sends the process's log lines to standard error. `service` names the process in each line.
+
+    level: the least severity that is logged, or a filter as `parse_levels` takes it.
 
     Whatever is passed as `extra` to a log call follows the message as `name=value`, or becomes a field in JSON.
     From now on nobody waits for whoever reads standard error, tracebacks and `print` included: see _BackgroundWriter.
@@ -38,9 +80,15 @@ def configure_logging(service: str, *, level: str = "INFO", json_output: bool = 
     _write_in_background(formatter)
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(formatter)
-    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    logging.addLevelName(_OFF, "OFF")
+    levels = {target: logging.getLevelName(name) for target, name in parse_levels(level).items()}
+    own = _TARGETS.get(service.partition("-")[0], service)
+    logging.basicConfig(level=levels.get(own, levels.get("", logging.INFO)), handlers=[handler], force=True)
     for chatty in ("httpx", "httpx2", "httpcore", "urllib3", "filelock", "asyncio", "huggingface_hub"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
+    for target, severity in levels.items():
+        if target and target != own:
+            logging.getLogger(target).setLevel(severity)
 
 
 def flush_log() -> None:

@@ -13,8 +13,10 @@ from difflib import get_close_matches
 from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated, ClassVar, NoReturn, TypeVar
 
-from pydantic import BeforeValidator, Field, ValidationError
-from pydantic_settings import BaseSettings, CliApp, CliSettingsSource, NoDecode, SettingsConfigDict, SettingsError
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
+from pydantic_settings import BaseSettings, CliApp, CliSettingsSource, SettingsConfigDict, SettingsError
+
+from shared.logging import parse_levels
 
 USAGE_ERROR = 2
 SECRETS = frozenset({"api_key", "endpoint_token", "hf_token"})
@@ -31,7 +33,16 @@ def _split(value: object) -> object:
 
 
 # A list that is written as `1,2,4`, both on the command line and in the environment.
-CommaSeparated = Annotated[list[T], NoDecode, BeforeValidator(_split)]
+CommaSeparated = Annotated[list[T], BeforeValidator(_split)]
+
+
+def _log_level(text: str) -> str:
+    named = parse_levels(text)
+    return ",".join(f"{target}={level}" if target else level for target, level in named.items())
+
+
+# The least severity that is logged, in each form that TGI takes: `warn`, `info,text_generation_router=debug`.
+LogLevel = Annotated[str, AfterValidator(_log_level)]
 
 # Port 0 means none, or a free one; the setting says which.
 Port = Annotated[int, Field(ge=0, le=65535)]
@@ -58,6 +69,7 @@ class ServiceSettings(BaseSettings):
         cli_avoid_json=True,
         cli_enforce_required=False,
         env_ignore_empty=True,
+        enable_decoding=False,  # lists are written `1,2,4`, and no variable is JSON
         extra="forbid",
     )
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, Field, PositiveInt, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, PositiveInt, field_validator, model_validator
 from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
 from shared.settings import Refused
@@ -36,6 +36,13 @@ _SAGEMAKER = {
 }
 _UNSET = (None, "", "0")
 
+
+def _truth(value: object) -> object:
+    """Returns true or false for the other ways to write them."""
+    forms = {"true": "true", "1": "true", "false": "false", "0": "false"}
+    return forms.get(value.lower(), value) if isinstance(value, str) else value
+
+
 NO_NGROK = Refused("not supported; run ngrok beside the server: ngrok http PORT")
 
 # The port that torch's own launchers take.
@@ -64,7 +71,7 @@ class LauncherSettings(ServingSettings, ModelSettings):
         None,
         description="processes that run the model together, one for each GPU; with several machines, on each of them",
     )
-    sharded: Literal["true", "false"] | None = Field(
+    sharded: Annotated[Literal["true", "false"], BeforeValidator(_truth)] | None = Field(
         None, description="true: several shards, one for each visible GPU unless num-shard is given; false: one shard"
     )
     shard_uds_path: Path | None = Field(
@@ -112,12 +119,6 @@ class LauncherSettings(ServingSettings, ModelSettings):
         if port == 0:
             raise ValueError("the launcher has to know the port of the router; give one from 1 to 65535")
         return port
-
-    @field_validator("log_level", mode="before")
-    @classmethod
-    def _level(cls, name: object) -> object:
-        """Accepts `warn` too, which is TGI's spelling of `warning`."""
-        return "WARNING" if isinstance(name, str) and name.upper() == "WARN" else name
 
     @property
     def meeting_address(self) -> str:

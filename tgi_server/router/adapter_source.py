@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Annotated, Self
 
 from pydantic import AfterValidator, BeforeValidator
-from pydantic_settings import NoDecode
 
 LONGEST_ID = 256
 
@@ -85,4 +84,4 @@ def _distinct(sources: list[AdapterSource]) -> list[AdapterSource]:
 
 
 # Several, separated by commas, on the command line and in the environment.
-AdapterSources = Annotated[list[AdapterSource], NoDecode, BeforeValidator(_read), AfterValidator(_distinct)]
+AdapterSources = Annotated[list[AdapterSource], BeforeValidator(_read), AfterValidator(_distinct)]

@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import AliasChoices, Field, PositiveFloat, PositiveInt, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
-from shared.settings import CommaSeparated, Port, ServiceSettings
+from shared.settings import CommaSeparated, LogLevel, Port, ServiceSettings
 from tgi_server.router.adapter_source import AdapterSources
 
 # `router/text/tool_formats.py` has these forms.
@@ -164,8 +164,10 @@ class ServingSettings(ServiceSettings):
         description="Names by which browsers may call a server without a key; *.DOMAIN: all below it; *: any.",
     )
     json_output: bool = Field(default=False, description="Log lines as JSON.")
-    log_level: str = Field(
-        default="INFO", description="Lowest severity to log: DEBUG, INFO, WARNING or ERROR. Prompts are never logged."
+    log_level: LogLevel = Field(
+        default="INFO",
+        description="Lowest severity to log: DEBUG, INFO, WARNING or ERROR, also by process, such as "
+        "info,text_generation_router=debug. Prompts are never logged.",
     )
     otlp_endpoint: str | None = Field(default=None, description="OpenTelemetry collector (gRPC). Default: no tracing.")
     graceful_termination_timeout: float = Field(
@@ -174,13 +176,6 @@ class ServingSettings(ServiceSettings):
     usage_stats: Literal["on", "off", "no-stack"] = Field(
         default="off", description="Accepted for TGI compatibility, no effect: no usage statistics are ever sent."
     )
-
-    @field_validator("log_level")
-    @classmethod
-    def _known_level(cls, value: str) -> str:
-        if value.upper() not in ("DEBUG", "INFO", "WARNING", "ERROR"):
-            raise ValueError("must be DEBUG, INFO, WARNING or ERROR")
-        return value.upper()
 
     @field_validator("api_key")
     @classmethod

@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import BeforeValidator, ByteSize, Field, NonNegativeInt, field_validator, model_validator
 from pydantic_settings import CliPositionalArg
 
-from shared.settings import CommaSeparated, Refused, ServiceSettings
+from shared.settings import CommaSeparated, LogLevel, Refused, ServiceSettings
 from tgi_server import demo_model
 from tgi_server.contract import MOST_DRAFTED
 
@@ -35,7 +35,6 @@ QUANTIZE = (
     *sorted({name for names in QUANTIZE_OF_METHOD.values() for name in names} - set(ROUNDED_BYTES)),
     *ROUNDED_BYTES,
 )
-LogLevel = Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]
 IN_CONFIG_ONLY = Refused("not supported yet; set rope_parameters in the model's config.json")
 
 

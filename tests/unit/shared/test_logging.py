@@ -38,6 +38,29 @@ def message(line: str, *, json_output: bool) -> str:
     return str(json.loads(line)["message"]) if json_output else line
 
 
+@pytest.mark.parametrize(
+    ("service", "level", "shown"),
+    [
+        ("router", "warn", "warning"),
+        ("router", "trace", "debug info warning"),
+        ("router", "off", ""),
+        ("router", "info,text_generation_router=debug", "debug info warning"),
+        ("launcher", "info,text_generation_router=debug", "info warning"),
+        ("shard-0", "error,text_generation_server=warn", "warning"),
+        ("router", "text_generation_launcher=debug", "info warning"),
+        ("router", "debug,test=info", "info warning"),
+        ("llm_functionalities", "error,llm_functionalities=debug", "debug info warning"),
+    ],
+)
+def test_severities_by_process(service: str, level: str, shown: str, capsys: pytest.CaptureFixture[str]):
+    configure_logging(service, level=level)
+    log = logging.getLogger("test")
+    for severity in (logging.DEBUG, logging.INFO, logging.WARNING):
+        log.log(severity, logging.getLevelName(severity).lower())
+    log.setLevel(logging.NOTSET)
+    assert [line.rsplit(" ", 1)[1] for line in lines(capsys)] == shown.split()
+
+
 @BOTH_FORMATS
 def test_control_characters_are_escaped(capsys: pytest.CaptureFixture[str], json_output: bool):
     configure_logging("router", json_output=json_output)

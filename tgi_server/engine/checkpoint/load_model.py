@@ -14,7 +14,13 @@ from transformers.utils import logging as transformers_logging
 from tgi_server.engine.checkpoint.load_shard import load_shard, load_tensors, placement
 from tgi_server.engine.checkpoint.quantized import Quantization, find_quantization
 from tgi_server.engine.checkpoint.quantized.kv_scales import read_kv_scales
-from tgi_server.engine.checkpoint.safetensors_files import check_experts, check_files, open_checkpoint, stored_dtype
+from tgi_server.engine.checkpoint.safetensors_files import (
+    check_experts,
+    check_files,
+    has_index,
+    open_checkpoint,
+    stored_dtype,
+)
 from tgi_server.engine.config import EngineConfig, resolve_dtype
 from tgi_server.engine.errors import EngineError, InvalidWeights, ModelNotFound, UnsupportedModel
 from tgi_server.engine.parallel import ShardGroup
@@ -88,7 +94,11 @@ def _load_part(
     quantization = find_quantization(config.model_path, model_config, config.quantize)
     if config.group is not None:
         model, report = _load_shard(config, model_config, factory, dtype, device, config.group, quantization)
-    elif quantization is not None or (config.model_path / "adapter_config.json").is_file():
+    elif (
+        quantization is not None
+        or (config.model_path / "adapter_config.json").is_file()
+        or not has_index(config.model_path)
+    ):
         # Where peft is installed, `transformers` would make an adapter that lies beside the model a part of it.
         path, trust = config.model_path, config.trust_remote_code
         model, report = load_tensors(path, model_config, factory, dtype, device, quantization, trust_remote_code=trust)

@@ -25,6 +25,8 @@ from tgi_server.engine.parallel.shares import Share
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+# One of the files of a model that has several; their numbers say if they are all there.
+_PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.safetensors")
 # What safetensors calls the dtypes of quantised weights.
 _CODES = ("F8_E4M3", "F8_E5M2", "I8", "U8")
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -221,11 +223,12 @@ def _check_left_over(plain: dict[str, Any]) -> None:
 def weight_files(folder: Path) -> list[Path]:
     """Returns the safetensors files that make up the model.
 
-    Raises ModelNotFound when one is missing, and InvalidWeights when the index names one outside the folder.
+    Raises ModelNotFound when one is missing, and InvalidWeights when the index names one outside the folder, or when
+    there is none to tell the files of two models apart.
     """
     index = folder / INDEX
     if not index.is_file():
-        names = {WEIGHTS}
+        names = {WEIGHTS} if (folder / WEIGHTS).is_file() else _numbered(folder) or {WEIGHTS}
     else:
         try:
             names = set(json.loads(index.read_text())["weight_map"].values())
@@ -240,6 +243,21 @@ def weight_files(folder: Path) -> list[Path]:
             )
         raise ModelNotFound(f"{folder} has no {missing[0]}; is the download complete?")
     return [folder / name for name in sorted(names)]
+
+
+def has_index(folder: Path) -> bool:
+    """Returns True if `transformers` finds the weights: in one file, or in those of an index."""
+    return (folder / WEIGHTS).is_file() or (folder / INDEX).is_file()
+
+
+def _numbered(folder: Path) -> set[str]:
+    """Returns the names of the files of a model that has several and no index; none if none is there."""
+    found = [match for file in folder.glob("*.safetensors") if (match := _PART.fullmatch(file.name))]
+    named = {(match[1], int(match[3])) for match in found}
+    if len(named) > 1:
+        some = ", ".join(sorted(match[0] for match in found)[:3])
+        raise InvalidWeights(f"{folder} has no {INDEX}, and weights of several models: {some}; leave one of them there")
+    return {f"{stem}-{part:05}-of-{count:05}.safetensors" for stem, count in named for part in range(1, count + 1)}
 
 
 def _is_inside(name: str) -> bool:

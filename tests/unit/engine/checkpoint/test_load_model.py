@@ -1,6 +1,7 @@
 """Loading a model from a folder."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -73,6 +74,37 @@ def test_an_index_that_leads_out_of_its_folder_is_not_followed(tmp_path, outside
     index.write_text(json.dumps({"metadata": {}, "weight_map": dict.fromkeys(load_file(other), name)}))
     with pytest.raises(InvalidWeights, match=f"names {name!r}, which is not a file of its folder"):
         Engine(EngineConfig(folder))
+
+
+def split(folder: Path, stem: str = "model") -> None:
+    """Puts the weights of a model into three files, without an index."""
+    whole = folder / "model.safetensors"
+    tensors = sorted(load_file(whole).items())
+    whole.unlink()
+    for part in range(3):
+        save_file(dict(tensors[part::3]), folder / f"{stem}-{part + 1:05}-of-00003.safetensors", {"format": "pt"})
+
+
+@pytest.mark.parametrize("stem", ["model", "pytorch_model"])
+def test_files_without_an_index_are_one_model(tmp_path, stem) -> None:
+    folder = make("llama", tmp_path)
+    expected = load_model(EngineConfig(folder), torch.device("cpu")).state_dict()
+    split(folder, stem)
+    loaded = load_model(EngineConfig(folder), torch.device("cpu")).state_dict()
+    assert loaded.keys() == expected.keys()
+    assert all(torch.equal(loaded[name], expected[name]) for name in expected)
+
+
+def test_files_without_an_index_are_counted_and_of_one_model(tmp_path) -> None:
+    folder = make("llama", tmp_path)
+    split(folder)
+    second = folder / "model-00002-of-00003.safetensors"
+    other = second.rename(folder / "other-00001-of-00001.safetensors")
+    with pytest.raises(InvalidWeights, match=r"weights of several models: model-00001-of-00003\.safetensors, "):
+        load_model(EngineConfig(folder), torch.device("cpu"))
+    other.unlink()
+    with pytest.raises(ModelNotFound, match=r"has no model-00002-of-00003\.safetensors; is the download complete"):
+        load_model(EngineConfig(folder), torch.device("cpu"))
 
 
 @pytest.mark.parametrize(
