@@ -249,7 +249,7 @@ class GrammarCompiler:
     def _source(self, grammar: Grammar, lenient: Mapping[str, int]) -> GrammarSource:
         match grammar.type:
             case GrammarKind.LARK:
-                return GrammarSource(LLMatcher.grammar_from_lark(grammar.value))
+                return GrammarSource(LLMatcher.grammar_from_lark(self.tokenizer.with_ids(grammar.value)))
             case GrammarKind.REGEX:
                 return GrammarSource(LLMatcher.grammar_from_regex(rust_regex(grammar.value)))
             case GrammarKind.JSON_SCHEMA:

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,10 @@ from tgi_server.grammar.errors import InvalidGrammar
 MAX_HINTS = 64
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>\Z")
 _ANCHOR = "a"
+# Behind it, llguidance has the name of a special token.
+_SPECIAL = b"\xff"
+# Texts, regular expressions and comments of a Lark grammar, in which a name in angle brackets is none, and such names.
+_LARK_LEXEME = re.compile(r'"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\\n])+/|(?://|#)[^\n]*|<[^<>\s]+>')
 
 # Files of which `transformers` makes a fast tokenizer where there is no tokenizer.json.
 _OLDER_FILES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "vocab.txt")
@@ -39,13 +43,17 @@ class GrammarTokenizer:
     """lookup: llguidance's form of it. eos: what may end a text that matches; the first is taken where it must end.
 
     markers: ids past the vocabulary. In a grammar each is the place of a hint; the model never sees them.
+
+    Special tokens are no text. All other tokens are, whatever they look like: many models write `<tool_call>` or `<b>`
+    with tokens that were added to the tokenizer as ordinary ones. llguidance, which would take any added token in
+    angle brackets for a special one, is therefore given the spelling of each token.
     """
 
     def __init__(self, definition: str, vocab_size: int, eos: Sequence[int]) -> None:
         """definition: a tokenizer.json. vocab_size: of the model; it may exceed the tokenizer's. Tokens that were added
         to the tokenizer, and that the model does not know, are left out.
 
-        Raises InvalidGrammar when llguidance cannot take the tokenizer, or the model does not know its own tokens.
+        Raises InvalidGrammar when nothing says where a text ends, or the tokenizer has ids that the model does not.
         """
         content = json.loads(definition)
         content["truncation"] = content["padding"] = None
@@ -53,21 +61,12 @@ class GrammarTokenizer:
         if (size := _size(content)) > vocab_size:
             raise InvalidGrammar(f"this model's tokenizer has {size} tokens, and the model {vocab_size}")
         self.markers = range(vocab_size, vocab_size + MAX_HINTS)
-        markers = [(token, f"\ue0a0hint {index}\ue0a1") for index, token in enumerate(self.markers)]
-        added = [*content["added_tokens"], *(_special(token, name) for token, name in markers)]
-        own_form = json.dumps({**content, "added_tokens": added})
-        self._definition = json.dumps(content)
-        ends = list(eos) or None
-        try:
-            self.lookup = LLTokenizer(own_form, n_vocab=self.markers.stop, eos_token=ends)
-        except ValueError as error:
-            if not eos:
-                raise InvalidGrammar(f"this model's tokenizer says nothing of where a text ends: {error}") from error
-            spelled = SpelledTokenizer(Tokenizer.from_str(self._definition), self.markers.stop, eos[0], markers)
-            self.lookup = self._plain = LLTokenizer(
-                TokenizerWrapper(spelled), n_vocab=self.markers.stop, eos_token=ends
-            )
-        self.eos = tuple(eos) or tuple(self.lookup.eos_tokens)
+        self.eos = tuple(eos) or _named_ends(content)
+        names = {each["id"]: each["content"] for each in content["added_tokens"] if each["special"]}
+        names |= {token: f"\ue0a0hint {index}\ue0a1" for index, token in enumerate(self.markers)}
+        self._ordinary = {each["content"]: each["id"] for each in content["added_tokens"] if not each["special"]}
+        wrapper = TokenizerWrapper(SpelledTokenizer(content, self.markers.stop, self.eos[0], names))
+        self.lookup = LLTokenizer(wrapper, n_vocab=self.markers.stop, eos_token=list(self.eos))
 
     @classmethod
     def of_model(cls, model: Path, vocab_size: int, eos: Sequence[int]) -> "GrammarTokenizer":
@@ -80,48 +79,49 @@ class GrammarTokenizer:
         except (OSError, ValueError, LookupError, TypeError) as error:
             raise InvalidGrammar(f"this model's tokenizer cannot be read: {_line(error)}") from error
 
-    @cached_property
-    def _plain(self) -> LLTokenizer:
-        """Encodes a text without markers, whose names a hint may contain."""
-        return LLTokenizer(self._definition)
-
     def encode(self, text: str) -> list[int]:
         """Returns the tokens of a text that stands inside another."""
-        tokens: list[int] = self._plain.tokenize_str(text)
+        tokens: list[int] = self.lookup.tokenize_str(text)
         return tokens
 
     def decode(self, tokens: Sequence[int]) -> str:
         text: str = self.lookup.decode_str(list(tokens))
         return text
 
+    def with_ids(self, lark: str) -> str:
+        """Returns a Lark grammar in which tokens such as `<think>` are named by their ids where they are ordinary ones.
+
+        llguidance knows the names of special tokens.
+        """
+
+        def token(found: re.Match[str]) -> str:
+            token_id = self._ordinary.get(found[0])
+            return found[0] if token_id is None else f"<[{token_id}]>"
+
+        return _LARK_LEXEME.sub(token, lark)
+
 
 class SpelledTokenizer:
-    """A tokenizer that llguidance cannot read, told to it (`llguidance.TokenizerWrapper`) token by token.
+    """A tokenizer as llguidance takes it (`llguidance.TokenizerWrapper`): the bytes of each token, and those of a text.
 
-    A token's spelling is what a text that ends with another token grows by: a decoder may well put a space between
-    the two, or leave one out.
+    tokens: the bytes by id; those of a special token are its name behind a mark of llguidance's.
     """
 
     bos_token_id = None
 
-    def __init__(self, tokenizer: Tokenizer, size: int, eos: int, special: Sequence[tuple[int, str]]) -> None:
-        """size: of the vocabulary, special tokens of the caller's own included. special: these, and their names."""
-        self._tokenizer = tokenizer
+    def __init__(self, content: Mapping[str, Any], size: int, eos: int, special: Mapping[int, str]) -> None:
+        """content: of a tokenizer.json. size: of the vocabulary. special: names of tokens that are no text."""
         self.eos_token_id = eos
-        added = {token: each.content for token, each in tokenizer.get_added_tokens_decoder().items() if each.special}
-        names = {**added, **dict(special)}
-        self.special_token_ids = sorted(names)
-        self._anchor = next(iter(tokenizer.encode(_ANCHOR, add_special_tokens=False).ids), None)
-        self.tokens = [names[i].encode() if i in names else self._spelling(i) for i in range(size)]
-        self._by_spelling = {
-            spelling: token for token, spelling in enumerate(self.tokens) if spelling and token not in names
-        }
-        self._longest = max(map(len, self._by_spelling), default=1)
+        definition = json.dumps(_without_special_tokens(content))
+        self._encode, spellings = _byte_tokenizer(definition) or _decoding_tokenizer(definition, size)
+        spellings += [b""] * (size - len(spellings))
+        self.tokens = [_SPECIAL + special[i].encode() if i in special else each for i, each in enumerate(spellings)]
+        self._longest = max(map(len, self.tokens), default=1)
 
     def __call__(self, text: bytes) -> list[int]:
         """Returns the model's own tokens for a text if they spell it, else the longest that do, from the left."""
         try:
-            tokens: list[int] = self._tokenizer.encode(text.decode(), add_special_tokens=False).ids
+            tokens = self._encode(text.decode())
         except UnicodeDecodeError:
             return self._longest_tokens(text)
         spelled = b"".join(self.tokens[token] for token in tokens)
@@ -131,18 +131,9 @@ class SpelledTokenizer:
             return tokens[1:]
         return self._longest_tokens(text)
 
-    def _spelling(self, token: int) -> bytes:
-        name = self._tokenizer.id_to_token(token)
-        if name is None:
-            return b""
-        if byte := _BYTE.match(name):
-            return bytes.fromhex(byte[1])
-        if self._anchor is None:
-            return bytes(self._tokenizer.decode([token]).encode())
-        before: str = self._tokenizer.decode([self._anchor])
-        behind: str = self._tokenizer.decode([self._anchor, token])
-        # A decoder that changes what stands before the token cannot be told of as a list of spellings.
-        return behind.removeprefix(before).encode() if behind.startswith(before) else b""
+    @cached_property
+    def _by_spelling(self) -> dict[bytes, int]:
+        return {spelling: token for token, spelling in enumerate(self.tokens) if spelling[:1] not in (b"", _SPECIAL)}
 
     def _longest_tokens(self, text: bytes) -> list[int]:
         tokens, start = [], 0
@@ -158,16 +149,73 @@ class SpelledTokenizer:
         return tokens
 
 
+_Texts = tuple[Callable[[str], list[int]], list[bytes]]
+"""What makes tokens of a text, and the bytes of each token."""
+
+
+def _byte_tokenizer(definition: str) -> _Texts | None:
+    """Returns llguidance's own reading of a tokenizer whose tokens are made of bytes; None for one of another kind."""
+    try:
+        own = LLTokenizer(definition, slices=[])
+    except ValueError:
+        return None
+    return own.tokenize_str, [bytes(own.decode_bytes([token])) for token in range(own.vocab_size)]
+
+
+def _decoding_tokenizer(definition: str, size: int) -> _Texts:
+    """Returns a tokenizer of any kind.
+
+    A token's spelling is what a text that ends with another token grows by: a decoder may well put a space between
+    the two, or leave one out.
+    """
+    tokenizer = Tokenizer.from_str(definition)
+    anchor = next(iter(tokenizer.encode(_ANCHOR, add_special_tokens=False).ids), None)
+
+    def encode(text: str) -> list[int]:
+        tokens: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
+        return tokens
+
+    def spelling(token: int) -> bytes:
+        name = tokenizer.id_to_token(token)
+        if name is None:
+            return b""
+        if byte := _BYTE.match(name):
+            return bytes.fromhex(byte[1])
+        if anchor is None:
+            return bytes(tokenizer.decode([token]).encode())
+        before: str = tokenizer.decode([anchor])
+        behind: str = tokenizer.decode([anchor, token])
+        # A decoder that changes what stands before the token cannot be told of as a list of spellings.
+        return behind.removeprefix(before).encode() if behind.startswith(before) else b""
+
+    return encode, [spelling(token) for token in range(size)]
+
+
+def _without_special_tokens(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the content of a tokenizer.json that finds no special tokens in a text. All ids stay as they are."""
+    vocab = content["model"]["vocab"]
+    own = {piece for piece, _ in vocab} if isinstance(vocab, list) else vocab.keys()
+    added = [
+        {**each, "content": f"\ue0a0special {each['id']}\ue0a1"} if each["special"] else each
+        for each in content["added_tokens"]
+        if not (each["special"] and each["content"] in own)
+    ]
+    return {**content, "added_tokens": added}
+
+
+def _named_ends(content: Mapping[str, Any]) -> tuple[int, ...]:
+    """Returns the token that ends a text by the name it has. Raises InvalidGrammar."""
+    try:
+        return tuple(LLTokenizer(json.dumps(content), slices=[]).eos_tokens)
+    except ValueError as error:
+        raise InvalidGrammar(f"this model's tokenizer says nothing of where a text ends: {error}") from error
+
+
 def _size(content: dict[str, Any]) -> int:
     """Returns the number of ids up to the highest that the tokenizer knows."""
     vocab = content["model"]["vocab"]
     highest = len(vocab) - 1 if isinstance(vocab, list) else max(vocab.values(), default=-1)
     return 1 + max([highest, *(token["id"] for token in content["added_tokens"])])
-
-
-def _special(token: int, name: str) -> dict[str, Any]:
-    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    return {"id": token, "content": name, "special": True, **flags}
 
 
 def _convert(model: Path) -> str:
