@@ -1,7 +1,9 @@
 """Grammars compiled for the bundled model, as its shard does it."""
 
+from collections.abc import Sequence
 from functools import cache
 
+from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 from transformers import AutoConfig
 
 from tgi_server import demo_model
@@ -26,3 +28,28 @@ def compiler_fault(grammar: Grammar) -> str | None:
 
 async def no_fault(_: Grammar) -> tuple[str, ...]:
     return ()
+
+
+def following_fault(compiler: GrammarCompiler, grammar: Grammar, tokens: Sequence[int]) -> str | None:
+    """Returns why the grammar does not let a model write these tokens and end there; None where it does.
+
+    Tokens that the grammar forces must be those of the model, too.
+    """
+    compiler.check(grammar)
+    constraint = compiler.constraint(grammar, [], len(tokens) + 1, ignore_eos=False)
+    lookup = compiler.tokenizer.lookup
+    mask = allocate_token_bitmask(1, lookup.vocab_size)
+    for place, token in enumerate(tokens):
+        written = f"{lookup.dbg_tokens([token])} behind {lookup.dbg_tokens(list(tokens[:place]))}"
+        if constraint.ended:  # where nothing else can follow, the end has been taken already
+            return None if token in constraint.eos and token == tokens[-1] else f"the text has ended before {written}"
+        if constraint.jump_forward is None:
+            fill_next_token_bitmask(constraint.matcher, mask)
+            if not mask[0, token // 32] >> token % 32 & 1:
+                return f"the mask forbids {written}"
+        elif constraint.jump_forward != token:
+            return f"{lookup.dbg_tokens([constraint.jump_forward])} is forced in place of {written}"
+        constraint.advance(token, room=0)
+        if constraint.error is not None:
+            return f"{written}: {constraint.error}"
+    return None if constraint.ended else "the text has not ended"

@@ -47,8 +47,7 @@ class Published:
     first: added tokens with the lowest ids. last: those behind the vocabulary. sentence_piece: its vocabulary is of
     SentencePiece's kind; otherwise byte-level. prefix: a space is put in front of a text. ends: names of the tokens
     that its generation_config.json ends a text with. calls: name of the form in which it calls tools. thinks: its
-    template has marks around thoughts. marks: added tokens that its answers are made of. text: an added token that may
-    stand in any text.
+    template has marks around thoughts.
     """
 
     name: str
@@ -65,7 +64,6 @@ class Published:
     ignore_merges: bool = False
     ends: Sequence[str] = ()
     thinks: bool = False
-    text: str | None = None
     config: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -103,6 +101,22 @@ class Published:
         """The number of ids that the model has embeddings of."""
         return self.tokenizer.get_vocab_size(with_added_tokens=True) + _SPARE_IDS
 
+    @property
+    def end_ids(self) -> list[int]:
+        """The tokens that end a text, as generation_config.json has them."""
+        return [self.token_id(name) for name in self.ends or [self.eos]]
+
+    @property
+    def end(self) -> int:
+        """The token that ends an answer."""
+        return self.end_ids[0]
+
+    @property
+    def texts(self) -> list[str]:
+        """The added tokens that are text, those of marks included, and but for blanks."""
+        added = (each.content for each in (*self.first, *self.last) if not each.special)
+        return [each for each in added if each.strip("\n" + _SPACE)]
+
     def token_id(self, token: str) -> int:
         found = self.tokenizer.token_to_id(token)
         assert found is not None, token
@@ -124,11 +138,11 @@ class Published:
         """Writes the files of a whole model with random weights. overrides: settings of its config.json."""
         from tests.tiny_models import make_llama  # imports torch, which takes seconds
 
-        ends = [self.token_id(name) for name in self.ends or [self.eos]]
         bos = None if self.bos is None else self.token_id(self.bos)
-        settings = {"vocab_size": self.vocab_size, "bos_token_id": bos, "eos_token_id": ends[0], "pad_token_id": None}
+        settings = {"vocab_size": self.vocab_size, "bos_token_id": bos, "eos_token_id": self.end, "pad_token_id": None}
+        folder.mkdir(exist_ok=True)
         make_llama(folder, **settings | overrides)
-        (folder / "generation_config.json").write_text(json.dumps({"bos_token_id": bos, "eos_token_id": ends}))
+        (folder / "generation_config.json").write_text(json.dumps({"bos_token_id": bos, "eos_token_id": self.end_ids}))
         return self.save(folder)
 
 
@@ -215,7 +229,6 @@ PUBLISHED: dict[str, Published] = {
             pad="<|endoftext|>",
             last=[*_CHATML, *_plain(*_QWEN_PLAIN)],
             ends=_QWEN_ENDS,
-            text="<tool_call>",
             config={"add_bos_token": False},
         ),
         Published(
@@ -227,7 +240,6 @@ PUBLISHED: dict[str, Published] = {
             last=[*_CHATML, *_plain(*_QWEN_PLAIN, "<tool_response>", "</tool_response>", "<think>", "</think>")],
             ends=_QWEN_ENDS,
             thinks=True,
-            text="<tool_response>",
             config={"add_bos_token": False},
         ),
         Published(
@@ -239,7 +251,6 @@ PUBLISHED: dict[str, Published] = {
             first=_DEEPSEEK_FIRST,
             last=_DEEPSEEK_LAST,
             adds_bos=True,
-            text=_wide("User")[0],
             config=_DEEPSEEK_CONFIG,
         ),
         Published(
@@ -252,7 +263,6 @@ PUBLISHED: dict[str, Published] = {
             last=_DEEPSEEK_LAST,
             adds_bos=True,
             thinks=True,
-            text=_wide("User")[0],
             config=_DEEPSEEK_CONFIG,
         ),
         Published(
@@ -270,7 +280,6 @@ PUBLISHED: dict[str, Published] = {
             ],
             ends=("<|endoftext|>", "<|user|>", "<|observation|>"),
             thinks=True,
-            text="<arg_key>",
         ),
         Published(
             "minimax_m2",
@@ -283,7 +292,6 @@ PUBLISHED: dict[str, Published] = {
                 *_plain("<minimax:tool_call>", "</minimax:tool_call>", "<think>", "</think>"),
             ],
             thinks=True,
-            text="<minimax:tool_call>",
         ),
         Published(
             "llama3.1",
@@ -315,7 +323,6 @@ PUBLISHED: dict[str, Published] = {
             sentence_piece=True,
             adds_bos=True,
             ends=("<eos>", "<end_of_turn>"),
-            text="<b>",
             config={"add_bos_token": True, "add_eos_token": False},
         ),
         Published(

@@ -99,7 +99,7 @@ async def running_router(
     """send_buffer: bytes that the system keeps for each client."""
     path = folder / "shard"
     # Books of the usual number of blocks would take most of the time of a start.
-    shard = InstantShard(f"unix://{path}", None, end=EOS, **{"num_blocks": 2_048, **shard_options})
+    shard = InstantShard(f"unix://{path}", None, **{"end": EOS, "num_blocks": 2_048, **shard_options})
     shards = await start_shard(shard, path)
     listener = socket.create_server(("127.0.0.1", 0))
     if send_buffer is not None:

@@ -134,6 +134,36 @@ def test_hints_are_seen_by_the_model_and_by_nobody_else(random_engine: Engine) -
     assert hinted.tokens != bare.tokens
 
 
+@pytest.mark.parametrize(
+    ("schema", "right", "wrong"),
+    [
+        ({"type": "string", "format": "date"}, "2024-02-29", "2023-02-29"),
+        ({"type": ["string", "null"], "format": "uuid"}, None, "oak"),
+        ({"oneOf": [{"type": "integer"}, {"type": "null"}]}, 3, "3"),
+        ({"type": "integer", "not": {"const": 3}}, 4, 3),
+        ({"type": "string", "nullable": True, "maxLength": 2}, None, "oak"),
+        ({"type": "array", "items": {"enum": [1, 2]}, "uniqueItems": True}, [2, 1], [2, 2]),
+        ({**members(a={"type": "string"}), "minProperties": 2}, {"a": "x", "b": 1}, {"a": "x"}),
+        ({"if": {"type": "string"}, "then": {"minLength": 2}}, "ab", "a"),
+        (
+            {**members(day={"type": "string", "format": "date", "x-hint": "of birth"})},
+            {"day": "2024-02-29"},
+            {"day": 1},
+        ),
+        ({"anyOf": [WORDS, {"type": "null"}]}, "oak", "elm"),
+    ],
+    ids=str,
+)
+def test_hints_beside_any_keyword(schema: dict[str, Any], right: Any, wrong: Any) -> None:
+    compiler = demo_compiler()
+    hinted = grammar(members(d={**schema, "x-hint": "as told"}))
+    assert compiler.compiled(hinted)[0].hints
+    plain = grammar(members(d=json.loads(json.dumps(schema).replace("x-hint", "title"))))
+    for value, fits in ((right, True), (wrong, False)):
+        assert accepts(compiler, plain, json.dumps({"d": value})) is fits
+        assert accepts(compiler, hinted, json.dumps({"d": value})) is fits
+
+
 def test_hints_change_what_follows(random_engine: Engine) -> None:
     """The model's next token depends on them: they are in its cache."""
     driver = Driver(random_engine)

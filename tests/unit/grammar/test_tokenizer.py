@@ -7,11 +7,14 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
+from tests.grammars import following_fault
+from tests.published_tokenizers import PUBLISHED, Published
 from tests.tiny_models import TOKENIZER_VOCAB_SIZE, make_llama
 from tests.unit.grammar.conftest import load
 from tests.unit.grammar.driver import Driver
 from tgi_server.contract import FinishReason, Grammar, GrammarKind
 from tgi_server.engine import Engine
+from tgi_server.grammar import GrammarCompiler, InvalidGrammar
 from tgi_server.grammar.tokenizer import GrammarTokenizer
 
 PROMPT = [5, 6, 7, 8]
@@ -159,3 +162,44 @@ def test_tokens_that_only_the_tokenizer_knows_are_not_used(tmp_path: Path) -> No
     driver = Driver(engine)
     output = driver.run(driver.sequence(PROMPT, Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema)), 200))[0]
     assert json.loads(driver.text(output))["of"] == "the quick fox"
+
+
+@pytest.mark.parametrize("published", PUBLISHED.values(), ids=lambda each: each.name)
+def test_only_special_tokens_are_no_text(published: Published) -> None:
+    """Whatever added tokens look like: llguidance takes any in angle brackets for special ones."""
+    tokenizer = GrammarTokenizer(json.dumps(published.definition), published.vocab_size, published.end_ids)
+    special = {each["id"] for each in published.definition["added_tokens"] if each["special"]}
+    known = range(published.tokenizer.get_vocab_size())
+    assert {token for token in known if tokenizer.lookup.is_special_token(token)} == special
+    for text in published.texts:
+        assert tokenizer.lookup.decode_str([published.token_id(text)]) == text
+        assert tokenizer.encode(f"a{text}")[-1] == published.token_id(text)
+
+
+@pytest.mark.parametrize("published", PUBLISHED.values(), ids=lambda each: each.name)
+def test_names_of_special_tokens_in_a_text_are_spelled(published: Published, tmp_path: Path) -> None:
+    compiler = GrammarCompiler(published.save(tmp_path), published.vocab_size, published.end_ids)
+    special = {each["id"]: each["content"] for each in published.definition["added_tokens"] if each["special"]}
+    for name in special.values():
+        grammar = Grammar(GrammarKind.JSON_SCHEMA, json.dumps({"const": f"an {name} b"}))
+        compiler.check(grammar)
+        constraint = compiler.constraint(grammar, [], 200, ignore_eos=False)
+        written = []
+        while not constraint.ended:
+            assert constraint.error is None, constraint.error
+            token = constraint.jump_forward
+            assert token is not None
+            constraint.advance(token, room=0)
+            written.append(token)
+        assert compiler.tokenizer.decode(written) == f'"an {name} b"'
+        assert not special.keys() & set(written)
+
+
+def test_a_lark_grammar_may_name_any_added_token(tmp_path: Path) -> None:
+    published = PUBLISHED["qwen3"]
+    compiler = GrammarCompiler(published.save(tmp_path), published.vocab_size, published.end_ids)
+    lark = 'start: /[^x]*/ </think> "</think>" <|image_pad|>  // <think>\n'
+    tokens = [*compiler.tokenizer.encode("Hm."), *map(published.token_id, ("</think>", "</think>", "<|image_pad|>"))]
+    assert following_fault(compiler, Grammar(GrammarKind.LARK, lark), [*tokens, published.end]) is None
+    with pytest.raises(InvalidGrammar, match="unknown special token"):
+        compiler.check(Grammar(GrammarKind.LARK, "start: <unknown>"))

@@ -116,7 +116,10 @@ class _Translation:
                     beside.append(fault.weaker)
         parts = [*([own] if own else []), *beside]
         whole = {"allOf": parts} if len(parts) > 1 else parts[0] if parts else {}
-        return {"anyOf": [whole, {"type": "null"}]} if source.get("nullable") is True and whole else whole
+        if source.get("nullable") is True and whole:
+            whole = {"anyOf": [whole, {"type": "null"}]}
+        # A hint is for all that stands beside it.
+        return {**whole, HINT: source[HINT]} if HINT in source else whole
 
     def definitions(self) -> dict[str, Schema]:
         """Returns all that references name, translated."""
@@ -148,7 +151,7 @@ class _Translation:
 
     def _translate(self, part: Part, own: dict[str, Any], beside: list[Schema]) -> None:
         keyword = part.keyword
-        if keyword in (SPAN, SPAN_SOURCE, HINT):
+        if keyword in (SPAN, SPAN_SOURCE):
             own[keyword] = part.value
         if keyword not in _OWN and keyword not in REWRITTEN:
             return

@@ -1,0 +1,142 @@
+"""Answers of models as they are published: their marks are followed by grammars, and understood by the router.
+
+The router and the grammar are real; the answer is decided by the test, in the tokens in which the model would write it.
+"""
+
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from tests.grammars import following_fault
+from tests.integration.router.conftest import Router, running_router
+from tests.published_tokenizers import PUBLISHED, Published
+from tgi_server.grammar import GrammarCompiler
+from tgi_server.router.text.tool_formats import tool_format
+from tgi_server.wire import grammar_from_message
+
+QUICK = ("qwen3", "deepseek_r1", "gemma3")
+HELLO = [{"role": "user", "content": "What of Paris?"}]
+PARIS, ROME = {"place": "Paris"}, {"place": 'R "o" {me}'}
+SCHEMA = {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]}
+TOOLS = [
+    {"type": "function", "function": {"name": name, "description": f"Tells the {name}.", "parameters": SCHEMA}}
+    for name in ("weather", "clock")
+]
+NAMED = {"type": "function", "function": {"name": "clock"}}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "place", "schema": SCHEMA, "strict": True}}
+THOUGHTS = "Hm, {or} not\nmuch."
+
+
+class Model:
+    """A published model behind a router: what it says is decided by the test."""
+
+    def __init__(self, published: Published, folder: Path, router: Router) -> None:
+        self.published = published
+        self._router = router
+        self.form = tool_format(published.calls, "")
+        self._compiler = GrammarCompiler(folder, published.vocab_size, published.end_ids)
+        begins = "<think>" in published.template.rpartition("add_generation_prompt")[2]
+        self._opened = begins and "enable_thinking" not in published.template
+
+    def thought(self) -> str:
+        """Thoughts as the model writes them; empty where it has none."""
+        begin = "" if self._opened else "<think>\n"
+        return f"{begin}{THOUGHTS}</think>\n\n" if self.published.thinks else ""
+
+    def call(self, *calls: tuple[str, dict[str, str]]) -> str:
+        """Calls of tools as the model writes them."""
+        form, written = self.form, self.form.trigger
+        for index, (name, arguments) in enumerate(calls):
+            written += form.next_head(name) if index else form.first_head(name)
+            written += json.dumps(arguments, ensure_ascii=False) + form.tail
+        return written + form.end
+
+    async def answers(self, text: str, **body: Any) -> dict[str, Any]:
+        """Has the model answer with a text, which the request's grammar must allow token by token."""
+        # Behind another token, a text has no blank put in front of it.
+        tokens = self.published.tokenizer.encode(self.published.eos + text, add_special_tokens=False).ids[1:]
+        self._router.shard.tokens = [*tokens, self.published.end]
+        response = await self._router.post("/v1/chat/completions", messages=HELLO, **body)
+        assert response.status_code == 200, response.text
+        received = self._router.shard.received[-1]
+        if received.HasField("grammar"):
+            grammar = grammar_from_message(received.grammar)
+            assert following_fault(self._compiler, grammar, [*tokens, self.published.end]) is None
+        (choice,) = response.json()["choices"]
+        calls = [
+            (each["function"]["name"], json.loads(each["function"]["arguments"]))
+            for each in choice["message"].get("tool_calls") or ()
+        ]
+        thoughts = choice["message"].get("reasoning_content")
+        assert choice["finish_reason"] == ("tool_calls" if calls else "stop")
+        return {"thoughts": thoughts, "text": choice["message"]["content"], "calls": calls}
+
+
+@pytest_asyncio.fixture(
+    scope="module",
+    loop_scope="module",
+    params=[
+        pytest.param(each, id=name, marks=[] if name in QUICK else [pytest.mark.slow])
+        for name, each in PUBLISHED.items()
+        if "ensure_ascii" not in each.template
+    ],
+)
+async def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Model]:
+    folder = request.param.save(tmp_path_factory.mktemp("model"))
+    shard = {"end": request.param.end, "vocab_size": request.param.vocab_size}
+    async with running_router(tmp_path_factory.mktemp("router"), shard, tokenizer_name=folder) as router:
+        yield Model(request.param, folder, router)
+
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+def answer(model: Model, text: str | None, *calls: tuple[str, dict[str, str]], thinks: bool = True) -> dict[str, Any]:
+    thoughts = THOUGHTS if thinks and model.published.thinks else None
+    return {"thoughts": thoughts, "text": text, "calls": list(calls)}
+
+
+async def test_a_call_that_is_required(model: Model):
+    called = ("weather", PARIS)
+    written = model.thought() + model.call(called)
+    assert await model.answers(written, tools=TOOLS, tool_choice="required") == answer(model, None, called)
+
+
+async def test_a_call_of_a_named_tool(model: Model):
+    called = ("clock", ROME)
+    written = model.thought() + model.call(called)
+    assert await model.answers(written, tools=TOOLS, tool_choice=NAMED) == answer(model, None, called)
+
+
+async def test_calls_that_the_model_chose(model: Model):
+    one, other = ("weather", PARIS), ("clock", ROME)
+    called = [one] if model.form.alone else [one, other]
+    written = model.thought() + model.call(*called)
+    assert await model.answers(written, tools=TOOLS) == answer(model, None, *called)
+    if model.form.anywhere:
+        written = f"{model.thought()}I look it up.\n\n{model.call(*called)}"
+        assert await model.answers(written, tools=TOOLS) == answer(model, "I look it up.", *called)
+
+
+async def test_a_text_beside_tools(model: Model):
+    marks = (model.form.trigger, "<think>", "</think>")
+    text = f"It is {' '.join(each for each in model.published.texts if each not in marks)}, {{or}} I think."
+    assert await model.answers(model.thought() + text, tools=TOOLS) == answer(model, text)
+
+
+async def test_thoughts_before_json(model: Model):
+    written = json.dumps(ROME)
+    assert await model.answers(model.thought() + written, response_format=FORMAT) == answer(model, written)
+
+
+async def test_added_tokens_within_json(model: Model):
+    added = "".join(f"{each} a" for each in model.published.texts)
+    written = json.dumps({"place": f"it is {added}"}, ensure_ascii=False)
+    assert await model.answers(model.thought() + written, response_format=FORMAT) == answer(model, written)
+    called = ("weather", json.loads(written))
+    written = model.thought() + model.call(called)
+    assert await model.answers(written, tools=TOOLS, tool_choice="required") == answer(model, None, called)

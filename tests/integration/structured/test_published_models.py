@@ -1,0 +1,58 @@
+"""Tools and formats of answers with the files of published models, through a real server with random weights."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from openai import OpenAI
+
+from tests.conftest import ServerFactory
+from tests.published_tokenizers import PUBLISHED, Published
+
+MESSAGES: Any = [{"role": "user", "content": "What of <b>Paris</b>?"}]
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "place": {"type": "string", "maxLength": 8},
+        "kind": {"enum": ["a <b>", "</think>", "<|im_end|> [INST]"]},
+    },
+    "required": ["place", "kind"],
+    "additionalProperties": False,
+}
+TOOLS: Any = [
+    {"type": "function", "function": {"name": name, "description": f"The {name}.", "parameters": SCHEMA}}
+    for name in ("weather", "clock")
+]
+NAMED: Any = {"type": "function", "function": {"name": "clock"}}
+FORMAT: Any = {"type": "json_schema", "json_schema": {"name": "place", "schema": SCHEMA, "strict": True}}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "published",
+    [each for each in PUBLISHED.values() if "ensure_ascii" not in each.template],
+    ids=lambda each: each.name,
+)
+def test_calls_and_json(published: Published, server: ServerFactory, tmp_path: Path) -> None:
+    folder = published.save_model(tmp_path / "model")
+    running = server(f"--model-id={folder}", "--dtype=float32").wait_until_ready()
+    client = OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0)
+    # Thoughts are to end soon.
+    bias = {str(published.token_id("</think>")): 5} if published.thinks else {}
+    for seed in range(3):
+        options: Any = {"model": "tgi", "messages": MESSAGES, "max_tokens": 600, "seed": seed, "logit_bias": bias}
+        for choice, names in (("required", {"weather", "clock"}), (NAMED, {"clock"})):
+            answer = client.chat.completions.create(**options, tools=TOOLS, tool_choice=choice).choices[0]
+            assert answer.finish_reason == "tool_calls"
+            assert not answer.message.content
+            for call in answer.message.tool_calls or ():
+                assert call.type == "function"
+                assert call.function.name in names
+                jsonschema.validate(json.loads(call.function.arguments), SCHEMA)
+        answer = client.chat.completions.create(**options, response_format=FORMAT).choices[0]
+        assert answer.finish_reason == "stop"
+        jsonschema.validate(json.loads(answer.message.content or ""), SCHEMA)
+        auto = client.chat.completions.create(**options, tools=TOOLS).choices[0]
+        assert auto.message.content or auto.message.tool_calls or auto.finish_reason == "length"
