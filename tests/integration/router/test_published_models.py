@@ -82,7 +82,6 @@ class Model:
     params=[
         pytest.param(each, id=name, marks=[] if name in QUICK else [pytest.mark.slow])
         for name, each in PUBLISHED.items()
-        if "ensure_ascii" not in each.template
     ],
 )
 async def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Model]:

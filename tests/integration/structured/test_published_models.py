@@ -30,11 +30,7 @@ FORMAT: Any = {"type": "json_schema", "json_schema": {"name": "place", "schema":
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "published",
-    [each for each in PUBLISHED.values() if "ensure_ascii" not in each.template],
-    ids=lambda each: each.name,
-)
+@pytest.mark.parametrize("published", PUBLISHED.values(), ids=lambda each: each.name)
 def test_calls_and_json(published: Published, server: ServerFactory, tmp_path: Path) -> None:
     folder = published.save_model(tmp_path / "model")
     running = server(f"--model-id={folder}", "--dtype=float32").wait_until_ready()
