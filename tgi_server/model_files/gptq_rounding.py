@@ -4,7 +4,9 @@ Inputs are rounded one after the other. What each one loses is made up for by th
 inverse of the Hessian of the squared error, which is the sum of x x^T over calibration inputs x.
 """
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -13,6 +15,7 @@ from tgi_server.engine.checkpoint.quantized.weight import LINE, QuantizedWeight,
 
 _BLOCK = 128  # inputs after which the rest of the weight is brought up to date
 _MIN_SCALE = 1e-8
+_ROWS_PER_THREAD = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +58,7 @@ def round_weight(weight: Tensor, hessian: Tensor, settings: GptqSettings) -> Qua
     weight[:, unused] = 0
     weight, hessian = weight[:, order], hessian[order][:, order]
     factors = _inverse_factors(hessian, settings.damping)
-    codes, scales, zeros = _round_columns(weight, factors, size, 2**settings.bits - 1)
+    codes, scales, zeros = _round_rows(weight, factors, size, 2**settings.bits - 1)
     places = order.argsort()
     groups = places // size  # of each input, where the checkpoint has it
     if settings.bits <= 4:
@@ -77,6 +80,20 @@ def _inverse_factors(hessian: Tensor, damping: float) -> Tensor:
         damping *= 10
 
 
+def _round_rows(weight: Tensor, factors: Tensor, size: int, largest: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Rounds a weight, which is changed, with a thread for each part of its outputs.
+
+    Each of thousands of inputs takes some ten short operations, at the end of which torch's own threads would mostly
+    wait for each other. Outputs do not depend on each other.
+    """
+    threads = max(1, min(torch.get_num_threads(), len(weight) // _ROWS_PER_THREAD))
+    with ThreadPoolExecutor(threads, "rounding", initializer=partial(torch.set_num_threads, 1)) as pool:
+        parts = pool.map(lambda rows: _round_columns(rows, factors, size, largest), weight.chunk(threads))
+        codes, scales, zeros = (torch.cat(each) for each in zip(*parts, strict=True))
+    return codes, scales, zeros
+
+
+@torch.inference_mode()
 def _round_columns(weight: Tensor, factors: Tensor, size: int, largest: int) -> tuple[Tensor, Tensor, Tensor]:
     """Rounds the columns of a weight, which is changed. Returns codes, and scales and zeros, [outputs, groups]."""
     outputs, inputs = weight.shape

@@ -104,6 +104,7 @@ def quantize(arguments: Sequence[str]) -> None:
     program = f"{PROGRAM} quantize"
     settings = read_settings(QuantizeSettings, program, arguments)
     _configure_logging(settings, "quantize")
+    _let_idle_threads_sleep()
 
     from tgi_server.model_files.download import find_model
 
