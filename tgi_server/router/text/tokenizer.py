@@ -3,6 +3,7 @@
 import asyncio
 import json
 import math
+import re
 import subprocess
 import sys
 import tempfile
@@ -40,6 +41,21 @@ tokenizer.backend_tokenizer.save(sys.argv[2])
 """
 
 
+_INCOMPLETE = "\ufffd"
+# A byte as a token of SentencePiece.
+_BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
+
+
+def _byte_level() -> dict[str, int]:
+    """Returns the bytes by the characters that byte-level tokenizers have for them, those of GPT-2."""
+    shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = (byte for byte in range(256) if byte not in shown)
+    return {chr(byte): byte for byte in shown} | {chr(256 + place): byte for place, byte in enumerate(others)}
+
+
+_BYTES = _byte_level()
+
+
 class TextTokenizer:
     """The model's tokenizer.
 
@@ -57,6 +73,8 @@ class TextTokenizer:
         self.special_tokens = {
             token_id: token.content for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special
         }
+        self._anchor = tokenizer.encode("a", add_special_tokens=False).ids[:1]
+        self._bytes: dict[int, bytes] = {}
 
     def special_token_guard(self) -> SpecialTokens:
         """Returns what tells special tokens of the chat template from those that clients spell."""
@@ -89,9 +107,39 @@ class TextTokenizer:
         (text,) = self._tokenizer.decode_batch([token_ids], skip_special_tokens=False)
         return text
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """Returns the bytes that a token has in the middle of a text; of a special token, its name."""
+        found = self._bytes.get(token_id)
+        if found is None:
+            found = self._bytes[token_id] = self._bytes_of(token_id)
+        return found
+
     def token_text(self, token_id: int) -> str:
-        """Returns a token's text, looked at alone."""
-        return self.special_tokens.get(token_id) or self.decode([token_id])
+        """Returns the text that a token has in the middle of a text, with U+FFFD for parts of characters."""
+        return self.token_bytes(token_id).decode(errors="replace")
+
+    def token_name(self, token_id: int) -> str:
+        """Returns a token's text, or as OpenAI does `\\xf0\\x9f` for bytes that are a part of a character."""
+        try:
+            return self.token_bytes(token_id).decode()
+        except UnicodeDecodeError:
+            return "".join(f"\\x{byte:02x}" for byte in self.token_bytes(token_id))
+
+    def _bytes_of(self, token_id: int) -> bytes:
+        if (name := self.special_tokens.get(token_id)) is not None:
+            return name.encode()
+        # Decoders drop a space at the beginning of a text, so the token is looked at behind another one.
+        before = self.decode(self._anchor)
+        text = self.decode([*self._anchor, token_id])
+        text = text[len(before) :] if text.startswith(before) else self.decode([token_id])
+        piece = self._tokenizer.id_to_token(token_id)
+        if _INCOMPLETE not in text or piece is None:
+            return text.encode()
+        if byte := _BYTE.fullmatch(piece):
+            return bytes.fromhex(byte[1])
+        if _BYTES.keys() >= set(piece):
+            return bytes(_BYTES[character] for character in piece)
+        return text.encode()
 
 
 class TokenizerThreads:

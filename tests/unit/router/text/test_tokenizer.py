@@ -1,12 +1,15 @@
 import asyncio
 import json
+import re
 import threading
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
-from tokenizers import Encoding, decoders, normalizers
+from tokenizers import Encoding, Tokenizer, decoders, normalizers
 
 from tests.fakes.vocabularies import BOS, EOS, byte_level, sentence_piece
+from tests.published_tokenizers import PUBLISHED
 from tgi_server import demo_model
 from tgi_server.router.errors import StartupError
 from tgi_server.router.text.tokenizer import TextTokenizer, TokenizerThreads, load_tokenizer
@@ -28,7 +31,7 @@ def test_special_tokens_are_known_by_id():
 def test_token_texts():
     tokenizer = sentence_piece()
     assert tokenizer.token_text(1) == EOS
-    assert tokenizer.token_text(260) == "world"
+    assert tokenizer.token_text(260) == " world"
 
 
 @pytest.mark.parametrize(
@@ -153,3 +156,47 @@ def test_texts_with_too_many_tokens_are_known_before_all_of_it_is_tokenised(text
     monkeypatch.setattr(tokenizer, "encode", counted)
     assert tokenizer.exceeds(text, 10_000)
     assert sum(tokenised) < 150_000
+
+
+TEXTS = ["a true story", "größe 🌳 日本", " true", "true", '{"a": [1, 2]}', "x\t\u2028y", "\ufffd", "a  b   c"]
+VOCABULARIES = {name: each.tokenizer for name, each in PUBLISHED.items()} | {
+    "sentence_piece": sentence_piece()._tokenizer,
+    "byte_level": byte_level()._tokenizer,
+}
+
+
+@pytest.mark.parametrize("name", VOCABULARIES)
+def test_the_bytes_of_tokens_are_those_of_the_text(name: str):
+    tokenizer = TextTokenizer(Tokenizer.from_str(VOCABULARIES[name].to_str()), TokenizerConfig())
+    for text in TEXTS:
+        if name == "sentence_piece" and "  " in text:
+            continue  # its decoder leaves no more spaces than one
+        ids = tokenizer.encode(text, add_special_tokens=False).ids
+        joined = b"".join(map(tokenizer.token_bytes, ids)).decode()
+        assert joined.lstrip(" ") == text.lstrip(" ")
+
+
+@pytest.mark.parametrize("name", VOCABULARIES)
+def test_no_two_tokens_of_a_vocabulary_have_one_name(name: str):
+    tokenizer = TextTokenizer(Tokenizer.from_str(VOCABULARIES[name].to_str()), TokenizerConfig())
+    pieces = VOCABULARIES[name].get_vocab(with_added_tokens=True)
+    names = defaultdict(list)
+    for piece, token_id in pieces.items():
+        names[tokenizer.token_name(token_id)].append(piece)
+    # The bytes of ASCII are characters, too, which have tokens of their own.
+    shared = {each: found for each, found in names.items() if len(found) > 1}
+    assert all(any(re.fullmatch("<0x[0-9A-F]{2}>", piece) for piece in found) for found in shared.values()), shared
+
+
+def test_the_texts_and_names_of_tokens():
+    pieces = sentence_piece()
+    ids = {piece: pieces._tokenizer.token_to_id(piece) for piece in ("▁hello", "h", "<0xF0>", "<0x41>", "▁", EOS)}
+    named = {piece: (pieces.token_name(each), pieces.token_text(each)) for piece, each in ids.items()}
+    assert named == {
+        "▁hello": (" hello", " hello"),
+        "h": ("h", "h"),
+        "<0xF0>": (r"\xf0", "\ufffd"),
+        "<0x41>": ("A", "A"),
+        "▁": (" ", " "),
+        EOS: (EOS, EOS),
+    }

@@ -55,7 +55,9 @@ class ChatAnswer:
         top: pb.TopTokens | None,
     ) -> None:
         if self._most is not None:
-            self._logprobs.append(_logprobs(self._tokenizer, self._most, text, logprob, top, drafted=stream.drafted))
+            self._logprobs.append(
+                _logprobs(self._tokenizer, self._most, token_id, logprob, top, drafted=stream.drafted)
+            )
         if visible or stream.finish_reason is not None:
             self._take(stream, visible)
 
@@ -176,7 +178,7 @@ def delta_json(piece: Piece, *, first: bool) -> str:
 def _logprobs(
     tokenizer: TextTokenizer,
     most: int,
-    text: str,
+    token_id: int,
     logprob: float | None,
     top: pb.TopTokens | None,
     *,
@@ -186,11 +188,14 @@ def _logprobs(
 
     most: of the alternatives; shards tell those that are as likely, too.
     """
-    tops = [] if top is None else list(zip(top.ids, top.logprobs, strict=True))[:most]
-    alternatives = ",".join(f"{{{_logprob(tokenizer.token_text(each), value)}}}" for each, value in tops)
+    tops = [] if top is None else list(zip(top.ids, top.logprobs, strict=True))
+    # Of those that are equally likely, the chosen one is told.
+    tops.sort(key=lambda each: (-each[1], each[0] != token_id))
+    alternatives = ",".join(f"{{{_logprob(tokenizer, each, value)}}}" for each, value in tops[:most])
     more = ',"drafted":true' if drafted else ""
-    return f'{{{_logprob(text, logprob)},"top_logprobs":[{alternatives}]{more}}}'
+    return f'{{{_logprob(tokenizer, token_id, logprob)},"top_logprobs":[{alternatives}]{more}}}'
 
 
-def _logprob(text: str, logprob: float | None) -> str:
-    return f'"token":{quoted(text)},"logprob":{number(logprob)},"bytes":{json.dumps(list(text.encode()))}'
+def _logprob(tokenizer: TextTokenizer, token_id: int, logprob: float | None) -> str:
+    name, raw = tokenizer.token_name(token_id), list(tokenizer.token_bytes(token_id))
+    return f'"token":{quoted(name)},"logprob":{number(logprob)},"bytes":{json.dumps(raw)}'

@@ -28,28 +28,35 @@ class LogprobEntries:
             self._offset = len(text) - len(cut)
         none = pb.TopTokens()
         tops = prefill.top_tokens or [none] * len(prefill.ids)
-        for place, (piece, logprob, top) in enumerate(zip(pieces, prefill.logprobs, tops, strict=True)):
+        for place, (each, piece, logprob, top) in enumerate(
+            zip(prefill.ids, pieces, prefill.logprobs, tops, strict=True)
+        ):
             shown = piece if text.startswith(piece, self._offset) else ""
-            self._add(piece, shown, logprob if place else None, top if place else None)
+            self._add(each, shown, logprob if place else None, top if place else None)
         self._offset = len(text)
 
     def token(self, token_id: int, piece: str, logprob: float | None, top: pb.TopTokens | None) -> None:
         """Takes one token of the answer."""
         hidden = token_id in self._tokenizer.special_tokens and not self._show_special
-        self._add(piece, "" if hidden else piece, logprob, top or pb.TopTokens())
+        self._add(token_id, "" if hidden else piece, logprob, top or pb.TopTokens())
 
-    def _add(self, piece: str, shown: str, logprob: float | None, top: pb.TopTokens | None) -> None:
+    def _add(self, token: int, shown: str, logprob: float | None, top: pb.TopTokens | None) -> None:
         """shown: what the text grows by. top: None where nothing can be told."""
-        likeliest = "null"
+        name, likeliest = self._name(token), "null"
         if top is not None:
             known: dict[str, float | None] = {}
             for token_id, value in zip(top.ids, top.logprobs, strict=True):
-                known.setdefault(self._tokenizer.token_text(token_id), value)
-            known.setdefault(piece, logprob)
-            pairs = (f"{quoted(name)}:{number(value)}" for name, value in known.items())
+                known.setdefault(self._name(token_id), value)
+            known.setdefault(name, logprob)
+            pairs = (f"{quoted(each)}:{number(value)}" for each, value in known.items())
             likeliest = f"{{{','.join(pairs)}}}"
-        self._entries.append((quoted(piece), number(logprob), likeliest, str(self._offset)))
+        self._entries.append((quoted(name), number(logprob), likeliest, str(self._offset)))
         self._offset += len(shown)
+
+    def _name(self, token_id: int) -> str:
+        """Returns a token's text, or as OpenAI does `bytes:\\xf0\\x9f` where it is a part of a character."""
+        name = self._tokenizer.token_name(token_id)
+        return name if name.encode() == self._tokenizer.token_bytes(token_id) else f"bytes:{name}"
 
     def take(self) -> str:
         """Returns JSON of the entries since the last call."""

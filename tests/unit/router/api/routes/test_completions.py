@@ -64,7 +64,7 @@ async def test_logprobs_tell_each_token_and_its_place_though_its_text_is_held_ba
     [
         ("hello world", 0, ["hello", " world"], [0, 5]),
         ("hello hello world", -2, ["hello", " world"], [6, 11]),
-        ("hello\ufffd", 0, ["hello", "", "", "\ufffd"], [0, 5, 5, 5]),
+        ("hello\ufffd", 0, ["hello", r"bytes:\xef", r"bytes:\xbf", r"bytes:\xbd"], [0, 5, 5, 5]),
     ],
 )
 def test_the_entries_of_a_prompt_lie_in_its_text(text: str, first: int, tokens: list[str], offsets: list[int]):
@@ -73,10 +73,11 @@ def test_the_entries_of_a_prompt_lie_in_its_text(text: str, first: int, tokens: 
     ids = tokenizer.encode(text, add_special_tokens=False).ids[first:]
     entries = LogprobEntries(tokenizer, show_special=False)
     entries.prompt(pb.PrefillTokens(ids=ids, logprobs=[-1.0] * len(ids)), text)
-    entries.token(ids[0], tokens[0], -1.0, None)
+    entries.token(ids[0], tokens[0], -1.0, pb.TopTokens(ids=ids, logprobs=[-1.0] * len(ids)))
     told = json.loads(entries.take())
     assert told["tokens"] == [*tokens, tokens[0]]
     assert told["text_offset"] == [*offsets, len(text)]
+    assert told["top_logprobs"][-1].keys() == set(tokens)
 
 
 @pytest.mark.parametrize(
