@@ -51,6 +51,8 @@ class SamplingParameters:
 
     Each parameter is named as in TGI's HTTP interface, and its default switches its rule off.
 
+    count_penalty: OpenAI's `frequency_penalty`, which is taken off once for each time that a token has been generated.
+    TGI's, which `frequency_penalty` is here, goes by the token's share of prompt and generated text.
     min_tokens: so many tokens are generated before any of `late_tokens` may be, which end the text.
     """
 
@@ -63,6 +65,7 @@ class SamplingParameters:
     repetition_penalty: float = 1.0
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
+    count_penalty: float = 0.0
     seed: int = 0
     watermark: bool = False
     logit_bias: dict[int, float] = field(default_factory=dict)

@@ -179,7 +179,7 @@ class UnloadAdapterResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class SamplingParameters(_message.Message):
-    __slots__ = ("do_sample", "temperature", "top_k", "top_p", "typical_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty", "seed", "watermark", "logit_bias", "min_tokens", "late_tokens")
+    __slots__ = ("do_sample", "temperature", "top_k", "top_p", "typical_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty", "seed", "watermark", "logit_bias", "min_tokens", "late_tokens", "count_penalty")
     class LogitBiasEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -201,6 +201,7 @@ class SamplingParameters(_message.Message):
     LOGIT_BIAS_FIELD_NUMBER: _ClassVar[int]
     MIN_TOKENS_FIELD_NUMBER: _ClassVar[int]
     LATE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    COUNT_PENALTY_FIELD_NUMBER: _ClassVar[int]
     do_sample: bool
     temperature: float
     top_k: int
@@ -215,7 +216,8 @@ class SamplingParameters(_message.Message):
     logit_bias: _containers.ScalarMap[int, float]
     min_tokens: int
     late_tokens: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, do_sample: _Optional[bool] = ..., temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., typical_p: _Optional[float] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., seed: _Optional[int] = ..., watermark: _Optional[bool] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., min_tokens: _Optional[int] = ..., late_tokens: _Optional[_Iterable[int]] = ...) -> None: ...
+    count_penalty: float
+    def __init__(self, do_sample: _Optional[bool] = ..., temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., typical_p: _Optional[float] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., seed: _Optional[int] = ..., watermark: _Optional[bool] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., min_tokens: _Optional[int] = ..., late_tokens: _Optional[_Iterable[int]] = ..., count_penalty: _Optional[float] = ...) -> None: ...
 
 class Grammar(_message.Message):
     __slots__ = ("type", "value", "text", "lenient", "frame")

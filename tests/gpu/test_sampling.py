@@ -39,7 +39,9 @@ def test_cuda_chooses_what_the_cpu_chooses_and_never_synchronises() -> None:
         SamplingParameters(do_sample=True, top_k=50, seed=1),
         SamplingParameters(do_sample=True, top_k=5000, top_p=0.9, seed=2),
         SamplingParameters(do_sample=True, typical_p=0.7, min_p=0.001, seed=3),
-        SamplingParameters(repetition_penalty=1.3, frequency_penalty=0.5, presence_penalty=0.5, logit_bias={4: 3.0}),
+        SamplingParameters(
+            repetition_penalty=1.3, frequency_penalty=0.5, presence_penalty=0.5, count_penalty=0.5, logit_bias={4: 3.0}
+        ),
         SamplingParameters(do_sample=True, watermark=True, seed=4),
     ]
     rows, vocab = list(range(len(kinds))), 50257

@@ -26,6 +26,7 @@ def test_sampling_parameters_survive_the_wire() -> None:
         repetition_penalty=1.5,
         frequency_penalty=-0.5,
         presence_penalty=2.0,
+        count_penalty=-1.25,
         seed=2**64 - 1,
         watermark=True,
         logit_bias={3: -1.5, 0: 4.0},

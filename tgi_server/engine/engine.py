@@ -63,6 +63,7 @@ MOST_DEMANDING = SamplingParameters(
     repetition_penalty=1.1,
     frequency_penalty=0.1,
     presence_penalty=0.1,
+    count_penalty=0.1,
     watermark=True,
     seed=1,
 )

@@ -37,7 +37,9 @@ KINDS: dict[str, dict[str, Any]] = {
     },
     "sampled otherwise": {"sampling": SamplingParameters(do_sample=True, typical_p=0.9, min_p=0.02, seed=11)},
     "penalties": {
-        "sampling": SamplingParameters(repetition_penalty=1.3, frequency_penalty=0.7, presence_penalty=0.5),
+        "sampling": SamplingParameters(
+            repetition_penalty=1.3, frequency_penalty=0.7, presence_penalty=0.5, count_penalty=0.4
+        ),
         "report": ReportParameters(logprobs=True),
     },
     "sampled penalties": {

@@ -60,7 +60,7 @@ def counts_sequence(parameters: SamplingParameters) -> bool:
 
 
 def counts_generated(parameters: SamplingParameters) -> bool:
-    return parameters.presence_penalty != 0.0
+    return parameters.presence_penalty != 0.0 or parameters.count_penalty != 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +179,7 @@ class SamplingMetadata:
     repetition: Penalty | None
     frequency: Penalty | None
     presence: Penalty | None
+    count: Penalty | None
     bias: Bias | None
     late: LateTokens | None
     drawing: Drawing | None
@@ -226,6 +227,7 @@ class MetadataBuilder:
             repetition=self._penalty([p.repetition_penalty for p in parameters], 1.0, sequence_slots),
             frequency=self._penalty([p.frequency_penalty for p in parameters], 0.0, sequence_slots),
             presence=self._penalty([p.presence_penalty for p in parameters], 0.0, generated_slots),
+            count=self._penalty([p.count_penalty for p in parameters], 0.0, generated_slots),
             bias=self._bias([p.logit_bias for p in parameters]),
             late=self._late(parameters),
             drawing=self._drawing(entries),

@@ -140,6 +140,11 @@ def presence_penalty(scores: Tensor, counts: Tensor, penalties: Tensor) -> Tenso
     return scores.sub_((counts > 0) * penalties)
 
 
+def count_penalty(scores: Tensor, counts: Tensor, penalties: Tensor) -> Tensor:
+    """Takes off the penalty once for each time that a token has been generated: OpenAI's `frequency_penalty`."""
+    return scores.sub_(counts * penalties)
+
+
 class TokenCounts:
     """A pool of count vectors. It is empty until the first row takes a slot, and doubles when all are taken."""
 

@@ -25,6 +25,7 @@ from tgi_server.engine.sampling.processors import (
     TokenCounts,
     TokenMask,
     WatermarkSettings,
+    count_penalty,
     frequency_penalty,
     presence_penalty,
     raise_green,
@@ -222,6 +223,8 @@ class Sampler:
             scores = metadata.frequency.apply(scores, self._sequences.counts, penalise)
         if metadata.presence is not None:
             scores = metadata.presence.apply(scores, self._generated.counts, presence_penalty)
+        if metadata.count is not None:
+            scores = metadata.count.apply(scores, self._generated.counts, count_penalty)
         if metadata.bias is not None:
             scores.view(-1).scatter_add_(0, metadata.bias.places, metadata.bias.values)
         if (late := metadata.late) is not None:

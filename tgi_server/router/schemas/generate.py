@@ -40,6 +40,8 @@ class GenerateParameters(RefusingModel):
     """
 
     refused: ClassVar[Mapping[str, tuple[Any, ...]]] = _OTHER_FORMS
+    # OpenAI's `frequency_penalty` has another rule than TGI's.
+    counts_tokens: ClassVar[bool] = False
 
     adapter_id: str | None = Field(default=None, description="Adapter to use.")
     best_of: UnsignedInt | None = Field(
@@ -52,7 +54,7 @@ class GenerateParameters(RefusingModel):
     frequency_penalty: float | None = Field(
         json_schema_extra=PENALTY,
         default=None,
-        description="-2 to 2: penalty of a token for each time that it was generated.",
+        description="-2 to 2: penalty of a token, times its share of prompt and generated text.",
     )
     grammar: GrammarType | None = Field(default=None, description="Form that the text must have.")
     ignore_eos: bool = Field(default=False, description="Go on to `max_new_tokens` whatever the model says.")
@@ -96,6 +98,12 @@ class GenerateParameters(RefusingModel):
         json_schema_extra=PROBABILITY, default=None, description="Typical decoding mass (arXiv:2202.00666)."
     )
     watermark: bool = Field(default=False, description="Watermark the text (arXiv:2301.10226).")
+
+
+class CountingParameters(GenerateParameters):
+    """The parameters of OpenAI's routes, whose `frequency_penalty` counts generated tokens."""
+
+    counts_tokens: ClassVar[bool] = True
 
 
 # TGI samples when a request has no `parameters` at all.

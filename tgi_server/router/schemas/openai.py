@@ -126,10 +126,12 @@ class TextParameters(RefusingModel):
 
     cache_salt: CacheSalt = None
     frequency_penalty: float | None = Field(
-        json_schema_extra=PENALTY, default=None, description="-2 to 2: penalty of a token for each time."
+        json_schema_extra=PENALTY,
+        default=None,
+        description="-2 to 2: penalty of a token for each time that it was generated.",
     )
     presence_penalty: float | None = Field(
-        json_schema_extra=PENALTY, default=None, description="-2 to 2: penalty of a token that was there."
+        json_schema_extra=PENALTY, default=None, description="-2 to 2: penalty of a token once it was generated."
     )
     repetition_penalty: float | None = Field(
         json_schema_extra=POSITIVE, default=None, description="Divides the logits of tokens seen before."

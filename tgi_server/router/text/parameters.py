@@ -37,6 +37,7 @@ def sampling_parameters(
     _require("min_p", parameters.min_p, lambda value: 0 <= value < 1, "must be at least 0 and less than 1")
     _require("top_k", parameters.top_k, lambda value: value > 0, "must be greater than 0")
     stop_tokens = parameters.stop_token_ids or []
+    frequency_penalty = _or(parameters.frequency_penalty, 0.0)
     if unknown := [token for token in stop_tokens if token >= vocab_size]:
         raise InvalidRequest(f"`stop_token_ids` has {unknown[0]}; token ids are 0 to {vocab_size - 1}")
     return SamplingParameters(
@@ -51,8 +52,9 @@ def sampling_parameters(
         typical_p=_or(parameters.typical_p, 1.0),
         min_p=_or(parameters.min_p, 0.0),
         repetition_penalty=_or(parameters.repetition_penalty, 1.0),
-        frequency_penalty=_or(parameters.frequency_penalty, 0.0),
+        frequency_penalty=0.0 if parameters.counts_tokens else frequency_penalty,
         presence_penalty=_or(parameters.presence_penalty, 0.0),
+        count_penalty=frequency_penalty if parameters.counts_tokens else 0.0,
         seed=_random_seed() if parameters.seed is None else parameters.seed,
         watermark=parameters.watermark,
         logit_bias=_logit_bias(parameters.logit_bias, vocab_size) if parameters.logit_bias else {},

@@ -31,7 +31,9 @@ SAMPLING = [
     SamplingParameters(),
     SamplingParameters(do_sample=True, temperature=0.7, top_k=20, top_p=0.9, seed=1),
     SamplingParameters(do_sample=True, typical_p=0.7, min_p=0.01, seed=2, watermark=True),
-    SamplingParameters(repetition_penalty=1.3, frequency_penalty=0.5, presence_penalty=0.5, logit_bias={4: 3.0}),
+    SamplingParameters(
+        repetition_penalty=1.3, frequency_penalty=0.5, presence_penalty=0.5, count_penalty=0.5, logit_bias={4: 3.0}
+    ),
 ]
 
 

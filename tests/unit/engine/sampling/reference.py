@@ -26,6 +26,8 @@ def processed(logits: Tensor, p: SamplingParameters, prompt: Sequence[int], gene
         scores = RepetitionPenaltyLogitsProcessor(p.repetition_penalty)(text, scores)
     if p.frequency_penalty:
         scores = scores - torch.bincount(text[0], minlength=scores.shape[1]) / text.shape[1] * p.frequency_penalty
+    if p.count_penalty:
+        scores = scores - torch.bincount(text[0, len(prompt) :], minlength=scores.shape[1]) * p.count_penalty
     if p.presence_penalty:
         scores = scores.clone()
         scores[0, list(set(generated))] -= p.presence_penalty

@@ -48,7 +48,7 @@ def test_rules_name_the_rows_that_they_concern() -> None:
     assert metadata.drawing.temperature.values.tolist() == [[0.5]]
     assert metadata.top_tokens is not None
     assert (metadata.top_tokens.positions, metadata.top_tokens.counts) == ((3,), (2,))
-    assert metadata.frequency is metadata.presence is metadata.watermark is metadata.logprobs is None
+    assert metadata.frequency is metadata.presence is metadata.count is metadata.watermark is metadata.logprobs is None
 
 
 def test_rows_that_an_argmax_is_enough_for_have_no_metadata() -> None:

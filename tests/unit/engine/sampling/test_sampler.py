@@ -24,6 +24,8 @@ KINDS = {
     "repetition": SamplingParameters(repetition_penalty=1.7),
     "frequency": SamplingParameters(frequency_penalty=-1.5),
     "presence": SamplingParameters(presence_penalty=1.9),
+    "count": SamplingParameters(count_penalty=1.1),
+    "negative count": SamplingParameters(count_penalty=-0.7, presence_penalty=0.2, do_sample=True, seed=1),
     "bias": SamplingParameters(logit_bias={3: 2.5, 40: -100.0}),
     "sampling": SamplingParameters(do_sample=True, seed=2**64 - 1),
     "temperature": SamplingParameters(do_sample=True, temperature=0.6, seed=2),
@@ -121,6 +123,17 @@ def test_seeds_matter_to_their_last_bit() -> None:
     assert len(texts) == len(seeds)
 
 
+@pytest.mark.parametrize("prompt", [1, 1000])
+def test_the_count_penalty_does_not_depend_on_the_prompt(prompt: int) -> None:
+    sampler = Sampler(1, 50, CPU)
+    sampler.add(0, SamplingParameters(count_penalty=2.0), SILENT, [3] * prompt, [7, 7, 7])
+    logits = torch.zeros(1, 50)
+    logits[0, 7], logits[0, 3] = 6.5, 0.25
+    assert sampler.sample(logits.clone(), [0]).token_ids.tolist() == [7]
+    sampler.accept(torch.tensor([7]), [0])
+    assert sampler.sample(logits.clone(), [0]).token_ids.tolist() == [3]
+
+
 PARAMETERS = st.builds(
     SamplingParameters,
     do_sample=st.booleans(),
@@ -132,6 +145,7 @@ PARAMETERS = st.builds(
     repetition_penalty=st.sampled_from([1.0, 0.7, 1.3]),
     frequency_penalty=st.sampled_from([0.0, -2.0, 1.1]),
     presence_penalty=st.sampled_from([0.0, 0.9]),
+    count_penalty=st.sampled_from([0.0, 0.8, -1.3]),
     seed=st.integers(0, 2**64 - 1),
     logit_bias=st.sampled_from([{}, {0: 3.0, 7: -2.0}]),
 )

@@ -4,7 +4,7 @@ import pytest
 
 from tgi_server.router.errors import InvalidRequest
 from tgi_server.router.request import Limits
-from tgi_server.router.schemas.generate import GenerateParameters
+from tgi_server.router.schemas.generate import CountingParameters, GenerateParameters
 from tgi_server.router.text.parameters import check_amounts, check_best_of, check_streaming, sampling_parameters
 
 LIMITS = Limits(
@@ -90,6 +90,15 @@ def test_otherwise_it_is_off(fields: dict[str, Any]):
 def test_a_seed_is_drawn_when_there_is_none():
     assert sampling_parameters(GenerateParameters(seed=3), VOCAB_SIZE).seed == 3
     assert len({sampling_parameters(GenerateParameters(), VOCAB_SIZE).seed for _ in range(5)}) == 5
+
+
+def test_openais_frequency_penalty_counts_tokens():
+    of_tgi = sampling_parameters(GenerateParameters(frequency_penalty=0.5), VOCAB_SIZE)
+    of_openai = sampling_parameters(CountingParameters(frequency_penalty=0.5), VOCAB_SIZE)
+    assert (of_tgi.frequency_penalty, of_tgi.count_penalty) == (0.5, 0.0)
+    assert (of_openai.frequency_penalty, of_openai.count_penalty) == (0.0, 0.5)
+    with pytest.raises(InvalidRequest, match="`frequency_penalty` must be -2 to 2"):
+        sampling_parameters(CountingParameters(frequency_penalty=2.5), VOCAB_SIZE)
 
 
 def test_logit_bias_is_by_token_id():

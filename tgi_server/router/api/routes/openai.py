@@ -9,7 +9,7 @@ from uuid import uuid4
 from tgi_server.contract import FinishReason
 from tgi_server.router.api.responses import quoted
 from tgi_server.router.errors import InvalidRequest, NoSuchModel
-from tgi_server.router.schemas.generate import GenerateParameters
+from tgi_server.router.schemas.generate import CountingParameters, GenerateParameters
 from tgi_server.router.schemas.grammar import GrammarType, JsonGrammar, LarkGrammar, PlainText, RegexGrammar
 from tgi_server.router.schemas.openai import SharedParameters, StructuredOutputs
 from tgi_server.router.service import ModelDescription, Service
@@ -44,7 +44,7 @@ def generation_parameters(
     temperature, top_p, top_k = chosen.get("temperature"), chosen.get("top_p"), chosen.get("top_k")
     greedy = temperature == 0 or top_p == 0
     truncate = request.truncate_prompt_tokens
-    return GenerateParameters.model_construct(
+    return CountingParameters.model_construct(
         do_sample=not greedy,
         temperature=None if greedy else temperature,
         top_p=None if greedy or top_p == 1 else top_p,
