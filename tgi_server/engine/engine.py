@@ -43,7 +43,6 @@ from tgi_server.engine.speculation import (
     HistoryDrafter,
     NgramDrafter,
     Speculation,
-    hidden_layers,
     load_drafter,
 )
 from tgi_server.engine.step import Step
@@ -125,8 +124,7 @@ class Engine:
         self._group = config.group
         self._custom_kernels = config.custom_kernels
         self._row_kernel = False  # that samples: True once it is proved
-        layers = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", 0)
-        self._runner = create_runner(model, config, apart=hidden_layers(config, layers))
+        self._runner = create_runner(model, config)
         self.speculation = self._drafting(config, model)
         self.adapters = LoadedAdapters(
             model,

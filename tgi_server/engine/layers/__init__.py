@@ -2,6 +2,5 @@
 
 from tgi_server.engine.layers.head import ScreenedHead
 from tgi_server.engine.layers.optimise import fuse, limit_threads, optimise, pack_codes, unpack
-from tgi_server.engine.layers.stack import LayerStack
 
-__all__ = ["LayerStack", "ScreenedHead", "fuse", "limit_threads", "optimise", "pack_codes", "unpack"]
+__all__ = ["ScreenedHead", "fuse", "limit_threads", "optimise", "pack_codes", "unpack"]

@@ -2,8 +2,8 @@
 
 A fused layer takes the weights of a layer of `transformers` and stands in its place, with the same inputs and output.
 A check at load compares the logits of the whole model with those of the original. `linear` makes the linear layers
-that hold the weights. On a CPU, where no other code has to run between the layers, LayerStack (stack.py) computes all
-of them in one call.
+that hold the weights. On a CPU, where no other code has to run between the layers, one call computes all of them, and
+the rest of the model (forward.py).
 """
 
 from collections.abc import Iterator, Mapping

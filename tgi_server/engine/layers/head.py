@@ -3,13 +3,13 @@
 import torch
 from torch import Tensor
 
-from tgi_server.engine.attention.base import ForwardMetadata
 from tgi_server.engine.checkpoint.quantized.rounding import ROUNDED_AT_ONCE, rounded_to_bytes
 from tgi_server.engine.linear.float import FloatLinear, packed_in_parts
 from tgi_server.engine.linear.int8 import INPUT_OFFSET
 from tgi_server.engine.linear.kernel_linear import padded
 from tgi_server.engine.linear.kernel_table import KernelTable
 from tgi_server.engine.memory import give_back
+from tgi_server.engine.sampling.processors import TokenMask
 
 # Smaller weights are read so fast that screening saves nothing.
 _LARGE_BYTES = 8 << 20
@@ -18,8 +18,8 @@ _LARGE_BYTES = 8 << 20
 class ScreenedHead(FloatLinear):
     """y = x W^T, and a copy of W in 8 bits that tells which outputs can be the largest without computing all.
 
-    The copy is read in passes whose metadata say that no more is needed than the largest output of each row. That is
-    the same to the last bit, and so is its place, whichever way it is found.
+    The copy is read in passes of which no more is needed than the largest output of each row. That is the same to the
+    last bit, and so is its place, whichever way it is found.
 
     screening_kernel: the kernel that reads the copy; None: the best of this CPU for a number of rows.
     """
@@ -38,19 +38,21 @@ class ScreenedHead(FloatLinear):
         give_back()
         super()._pack(weight, bias, kernels)
 
+    def largest(self, x: Tensor, mask: TokenMask | None = None) -> Tensor:
+        """Returns the outputs of which one is the largest of its row, [rows, outputs]; the others are minus infinity.
+
+        x: [rows, inputs]. mask: the largest output is one of those that the row's mask allows.
+        """
+        if x.numel() > self._most:
+            return self(x)
+        bits, positions = (mask.bits, list(mask.positions)) if mask else (None, [])
+        y: Tensor = self._layer.screened(x, *self._screen, bits, positions, self.screening_kernel)
+        return y
+
     @property
     def screen(self) -> tuple[list[Tensor], int]:
         """Returns the copy as kernels take it, and the rows up to which it is read."""
         return list(self._screen), self._most // self.in_features
-
-    def forward(self, x: Tensor, activation: str = "none", metadata: ForwardMetadata | None = None) -> Tensor:
-        greedy = metadata.greedy if metadata else None
-        if greedy is None or x.numel() > self._most:
-            return super().forward(x, activation)
-        mask = greedy.mask.wait() if greedy.mask else None
-        bits, positions = (mask.bits, mask.positions) if mask else (None, [])
-        y: Tensor = self._layer.screened(x, *self._screen, bits, positions, self.screening_kernel)
-        return y
 
 
 def _screen(weight: Tensor) -> tuple[Tensor, ...]:

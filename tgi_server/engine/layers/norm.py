@@ -35,7 +35,7 @@ class Norm(nn.Module):
 
     def kernel(self) -> Any:
         """Returns this norm in the form that `torch.classes.oatmill.Decoder` takes."""
-        return torch.classes.oatmill.Norm(self._weight, self._bias, self._eps)
+        return torch.classes.oatmill.Norm(self._weight, self._bias, self._eps, self._bias is not None)
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns the normalised x, of the same shape [..., size]."""

@@ -1,9 +1,8 @@
 """Rebuilds a model of `transformers` for a device, in place."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
-from itertools import pairwise
 from typing import Any, cast
 
 import torch
@@ -14,9 +13,8 @@ from tgi_server.engine.attention.base import AttentionBackend, AttentionVariant
 from tgi_server.engine.attention.cpu import CpuAttention
 from tgi_server.engine.checkpoint.quantized import Experts, QuantizedLinear
 from tgi_server.engine.layers.decoder import FUSED_LAYERS, FusedLayer
-from tgi_server.engine.layers.forward import has_short_forward, shorten_forward
+from tgi_server.engine.layers.forward import WholeModel, decoder_kernel
 from tgi_server.engine.layers.head import ScreenedHead
-from tgi_server.engine.layers.stack import LayerStack
 from tgi_server.engine.linear import LinearFactory, PackedLinear
 from tgi_server.engine.linear.float import FloatLinear
 from tgi_server.engine.memory import Leftovers, forget_pages, large_memory_apart
@@ -34,24 +32,25 @@ def optimise(
     variants: Mapping[int, AttentionVariant] | None = None,
     *,
     linear: LinearFactory,
-    apart: Sequence[int] = (),
 ) -> None:
-    """Packs the weights of all linear layers, and fuses the decoder layers that are known.
+    """Packs the weights of all linear layers, and fuses the decoder layers that are known; if all are, the whole model.
 
     backend, variants: the attention backend of a model on the paged path, and the attention variant of each layer.
-    Layers are fused only with the CPU's own backend. linear: makes the layers that replace torch's. apart: indices of
-    layers whose inputs are of use, so that no kernel computes them together with those before.
+    Layers are fused only with the CPU's own backend. linear: makes the layers that replace torch's.
     """
+    kernel = None
     if variants and isinstance(backend, CpuAttention):
         forget_pages([cast(PreTrainedModel, model).get_output_embeddings().weight])  # which trials have read
         _replace(model, partial(_fused_layer, variants, linear))
         for layer in [module for module in model.modules() if isinstance(module, FusedLayer)]:
             _replace(layer, partial(_packed_linear, linear))  # the experts of a mixture, which it has kept
-        _replace(model, partial(_stacked_layers, apart, has_short_forward(model)))
-        _screen_head(cast(PreTrainedModel, model), linear)
+        kernel = decoder_kernel(model)
+        if kernel is not None:
+            _screen_head(cast(PreTrainedModel, model), linear)
     _replace(model, partial(_packed_linear, linear))
     _compute_experts_together(model, wanted=True)
-    shorten_forward(model)
+    if kernel is not None and (whole := WholeModel.of(cast(PreTrainedModel, model), kernel)) is not None:
+        model.forward = whole  # for probes; steps know that it is more
 
 
 def fuse(
@@ -103,24 +102,11 @@ def _fused_layer(
     return None
 
 
-def _stacked_layers(apart: Sequence[int], rotations: bool, module: nn.Module) -> nn.Module | None:
-    if not isinstance(module, nn.ModuleList):
-        return None
-    bounds = sorted({0, len(module), *apart})
-    stacks = [LayerStack.of(list(module)[first:end], rotations=rotations) for first, end in pairwise(bounds)]
-    whole = [stack for stack in stacks if stack is not None]
-    return nn.ModuleList(whole) if 0 < len(whole) == len(stacks) else None
-
-
 def _screen_head(model: PreTrainedModel, linear: LinearFactory) -> None:
-    """Replaces the head by a ScreenedHead, where the model takes the head's outputs as its logits without change.
-
-    The architectures whose layers are stacked do so.
-    """
+    """Replaces the head of a model that is one kernel call by a ScreenedHead, where that pays."""
     head = model.get_output_embeddings()
-    stacked = any(isinstance(module, LayerStack) for module in model.modules())
     plain = type(head) is nn.Linear and head.bias is None
-    if stacked and plain and linear.layer is FloatLinear and ScreenedHead.pays(head.weight):
+    if plain and linear.layer is FloatLinear and ScreenedHead.pays(head.weight):
         model.set_output_embeddings(ScreenedHead(head.weight, None, linear.kernels))
 
 

@@ -25,38 +25,27 @@ class RotaryTable:
         self._frequencies: Tensor | None = None
         self._tables: list[Tensor] = []
 
-    def __call__(self, hidden: Tensor, positions: Tensor, length: int) -> tuple[Tensor, Tensor]:
-        """Returns what the embedding does: [1, tokens, rotated] each, in the dtype of hidden states.
-
-        positions: [1, tokens] int64, all below `length`.
-        """
-        tables = self.tables(hidden, length)
-        if tables is None:
-            cosine, sine = self._turns(hidden, positions)
-            return cosine, sine
-        cosine, sine = (table.index_select(0, positions[0])[None] for table in tables)
-        return cosine, sine
-
-    def tables(self, like: Tensor, length: int) -> list[Tensor] | None:
+    def tables(self, like: Tensor, length: int) -> list[Tensor]:
         """Returns the cosines and the sines, [positions, rotated] each, of `length` positions at least.
 
-        like: a tensor of the dtype and device of hidden states. None: the frequencies are not fixed yet.
+        like: a tensor of the dtype and device of hidden states. Where the frequencies are not fixed yet, they are those
+        of a text of `length` tokens.
         """
         if _depends(_kind(self._rope)):
-            return None
+            return self._turns(like, torch.arange(length, device=like.device))
         frequencies = getattr(self._rope, self._name)  # which may have changed in place
         if self._frequencies is None or not torch.equal(frequencies, self._frequencies):
             self._frequencies, self._tables = frequencies.clone(), []
         known = len(self._tables[0]) if self._tables else 0
         if length > known:
             missing = torch.arange(known, -(-length // _TABLE_STEP) * _TABLE_STEP, device=like.device)
-            added = [each[0] for each in self._turns(like, missing[None])]
+            added = self._turns(like, missing)
             self._tables = [torch.cat(parts) for parts in zip(self._tables, added, strict=True)] if known else added
         return self._tables
 
     def _turns(self, like: Tensor, positions: Tensor) -> list[Tensor]:
-        turns = self._rope(like, position_ids=positions, **self._options)
-        return [torch.cat([each] * self._copies, -1) for each in turns]
+        turns = self._rope(like, position_ids=positions[None], **self._options)
+        return [torch.cat([each[0]] * self._copies, -1) for each in turns]
 
 
 class LengthDependentRope:

@@ -9,7 +9,6 @@ from transformers.pytorch_utils import Conv1D
 
 from tgi_server.engine.checkpoint.quantized import QuantizedLinear
 from tgi_server.engine.layers.decoder import FusedLayer
-from tgi_server.engine.layers.stack import LayerStack
 from tgi_server.engine.linear import PackedLinear
 from tgi_server.engine.lora.adapter import AdapterLayer
 from tgi_server.engine.lora.products import Change, CpuProducts, Products
@@ -105,9 +104,6 @@ def adapt_linears(
     current: set before each pass. products: makes what computes the changes of a layer of so many outputs, of so many
     layers of the base model.
     """
-    for module in model.modules():
-        if isinstance(module, LayerStack):
-            module.adapter_numbers = current.numbers
     current.attached = True
     return [
         AdaptedLinear(module, parts, current, products(sum(size for _, size in parts), len(parts)))
@@ -119,18 +115,12 @@ def _linears(model: nn.Module) -> Iterator[tuple[nn.Module, list[tuple[str, int]
     """Yields each linear layer with the layers of the base model that it is made of, and their numbers of outputs."""
     fused: set[int] = set()
     for path, module in model.named_modules():
-        layers: list[tuple[str, FusedLayer]] = []
-        if isinstance(module, LayerStack):
-            parent = path.rpartition(".")[0]
-            layers = [(f"{parent}.{layer.index}", layer) for layer in module.layers]
-        elif isinstance(module, FusedLayer):
-            layers = [(path, module)]
+        if isinstance(module, FusedLayer):
+            for linear, parts in module.linears():
+                fused.add(id(linear))
+                yield linear, [(f"{path}.{name}", outputs) for name, outputs in parts]
         elif _is_linear(module) and id(module) not in fused and _is_called(path):
             yield module, [(path.removesuffix(".inner"), _outputs(module))]
-        for place, layer in layers:
-            for linear, parts in layer.linears():
-                fused.add(id(linear))
-                yield linear, [(f"{place}.{name}", outputs) for name, outputs in parts]
 
 
 def _is_linear(module: nn.Module) -> bool:

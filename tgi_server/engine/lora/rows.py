@@ -60,7 +60,3 @@ class CurrentRows:
     def __init__(self) -> None:
         self.rows: AdapterRows | None = None
         self.attached = False
-
-    def numbers(self) -> Tensor | None:
-        """Returns the number of each row's adapter, [rows] int32."""
-        return None if self.rows is None else self.rows.numbers

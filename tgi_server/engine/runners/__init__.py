@@ -1,7 +1,6 @@
 """Ways to run a `transformers` model on batches that change at every step."""
 
 import logging
-from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -30,12 +29,9 @@ logger = logging.getLogger(__name__)
 
 
 @torch.inference_mode()
-def create_runner(
-    model: PreTrainedModel, config: EngineConfig, *, apart: Sequence[int] = (), alone: bool = True
-) -> Runner:
+def create_runner(model: PreTrainedModel, config: EngineConfig, *, alone: bool = True) -> Runner:
     """Returns a paged runner when the model can take that path, else a padded one.
 
-    apart: indices of decoder layers whose inputs are of use, so that no kernel computes them with those before.
     alone: False: this process runs a larger model, too, and the number of threads suits that one.
 
     Raises UnsupportedModel when the engine's own layers do not compute what the model's did, or when the weights
@@ -52,7 +48,7 @@ def create_runner(
         group=config.group,
         pinned=config.linear_kernels,
     )
-    runner = _runner(model, config, linear, apart, on_cpu=on_cpu)
+    runner = _runner(model, config, linear, on_cpu=on_cpu)
     if on_cpu:
         runner.linear_kernels = str(linear)
     give_back()
@@ -66,9 +62,7 @@ def pack_linears(module: nn.Module, model: PreTrainedModel, config: EngineConfig
         optimise(module, linear=linear)
 
 
-def _runner(
-    model: PreTrainedModel, config: EngineConfig, linear: LinearFactory, apart: Sequence[int], *, on_cpu: bool
-) -> Runner:
+def _runner(model: PreTrainedModel, config: EngineConfig, linear: LinearFactory, *, on_cpu: bool) -> Runner:
     group = config.group
     fallbacks = []
     if on_cpu and not load_kernels():
@@ -105,7 +99,7 @@ def _runner(
     if on_cpu:
         if config.kv_cache_dtype is not None:
             probe = LogitsProbe(model, group, kv_format=kv_format)
-        optimise(model, backend, probe.variants, linear=linear, apart=apart)
+        optimise(model, backend, probe.variants, linear=linear)
         if fault := probe.fault(backend, "the CPU kernels", linear.rounding):
             raise UnsupportedModel(f"{model.config.model_type}: {fault}; start with --disable-custom-kernels")
     memory = config.memory_fraction, config.cpu_memory

@@ -6,25 +6,25 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from tgi_server.engine.layers import LayerStack
 from tgi_server.engine.runners.graphs import Recorder
 
 T = TypeVar("T")
 
 
 class HiddenStates:
-    """Keeps what some modules of a model get as their input. The next pass overwrites it.
+    """Holds what some modules of a model get as their input. The next pass overwrites it.
 
     head: [rows, hidden_size]; what the logits of the last pass were made from, in their order.
     layers: [tokens, hidden_size] each; the inputs of the layers that were asked for, in ascending order.
     """
 
     def __init__(self, model: PreTrainedModel, layers: Sequence[int] = ()) -> None:
-        """layers: indices of decoder layers."""
+        """layers: indices of decoder layers. A model in one kernel call passes them to `keep`; from others hooks do."""
         self.head: Tensor | None = None
         self.layers: list[Tensor | None] = [None] * len(layers)
+        self.indices = sorted(layers)
         model.get_output_embeddings().register_forward_pre_hook(self._keep_head, with_kwargs=True)
-        for place, index in enumerate(sorted(layers)):
+        for place, index in enumerate(self.indices):
             _module_of(model, index).register_forward_pre_hook(self._keeper(place), with_kwargs=True)
 
     def recorder(self, record: Recorder) -> Recorder:
@@ -41,6 +41,10 @@ class HiddenStates:
             return run
 
         return recorded
+
+    def keep(self, inputs: Sequence[Tensor]) -> None:
+        """Takes the head's input, and then those of the layers in ascending order."""
+        self.head, self.layers = inputs[0], list(inputs[1:])
 
     def select(self, rows: Tensor) -> None:
         """Keeps some rows of a pass whose tokens all had logits, in this order. rows: [rows] int64."""
@@ -63,9 +67,6 @@ class HiddenStates:
 def _module_of(model: PreTrainedModel, index: int) -> nn.Module:
     """Returns the module whose input is that of the decoder layer `index`."""
     count = model.config.get_text_config(decoder=True).num_hidden_layers
-    for modules in model.modules():
-        if isinstance(modules, nn.ModuleList):
-            sizes = [len(each.layers) if isinstance(each, LayerStack) else 1 for each in modules]
-            if sum(sizes) == count and index in (starts := [sum(sizes[:place]) for place in range(len(sizes))]):
-                return modules[starts.index(index)]
-    raise LookupError(index)
+    return next(
+        modules[index] for modules in model.modules() if isinstance(modules, nn.ModuleList) and len(modules) == count
+    )

@@ -13,7 +13,7 @@ from tgi_server.engine.attention.cpu import CpuAttention
 from tgi_server.engine.attention.gather import GatherAttention
 from tgi_server.engine.attention.paged_cache import PagedCache
 from tgi_server.engine.errors import EngineError, InvalidCall, NotEnoughMemory
-from tgi_server.engine.layers.forward import Forward, WholeModel
+from tgi_server.engine.layers.forward import WholeModel
 from tgi_server.engine.layers.rope import LengthDependentRope
 from tgi_server.engine.memory import cache_bytes, forget_peak, taken_by, to_device
 from tgi_server.engine.parallel import ShardGroup
@@ -47,7 +47,7 @@ class PagedRunner(Runner):
     """Runs a model over a KV cache of blocks, sequences that decode and chunks of prompts in the same pass.
 
     companion_bytes: of the keys and values that another model has of each token, in blocks of the same numbers.
-    hidden_states: those of the last pass, if anybody wants them.
+    hidden_states: those of the last pass, if anybody wants them; set before the warm-up.
     most_drafted: tokens that are drafted for a sequence in one step, at most.
     """
 
@@ -83,7 +83,7 @@ class PagedRunner(Runner):
         self._highest_block = 0  # that a sequence has had
         self._blocks_ahead = 0  # whose memory is taken before they are needed
         self._recorded = RecordedSteps()
-        self._whole: WholeModel | None = None
+        self._whole = model.forward if isinstance(model.forward, WholeModel) else None
         self._unrecordable: dict[str, str] = {}  # why steps have not been recorded, by what they are
         self._rope = LengthDependentRope(model)
         self._cache = PagedCache(backend)
@@ -250,25 +250,19 @@ class PagedRunner(Runner):
     def _decode_in_one(self, rows: int, greedy: GreedyOnly | None) -> tuple[Tensor, Tensor | None] | None:
         """Returns logits and the likeliest tokens, which are the next inputs; None if no step in one call fits.
 
-        It is a recorded step, or on a CPU a kernel call, whose likeliest tokens are None where not all rows are greedy.
+        It is a recorded step, or on a CPU a kernel call, whose likeliest tokens are None where not all rows are greedy,
+        or one has a mask.
         """
         adapted = bool(self._batch.adapted(rows))
         graphs = self._recorded.adapted if adapted else self._recorded.decoding
         if graphs and (outputs := graphs.run(rows)) is not None:
             return outputs[0], outputs[1]
-        whole = self._whole_for(greedy, adapted=adapted)
-        return whole.decode(rows, self._batch.longest(rows), greedy=greedy is not None) if whole else None
-
-    def _whole_for(self, greedy: GreedyOnly | None, *, adapted: bool) -> WholeModel | None:
-        """Returns the model in one kernel call, which knows no adapters and no masks, if that is enough for a pass."""
-        return None if adapted or (greedy and greedy.mask) else self._whole
+        return self._whole.decode(rows, self._batch.longest(rows), greedy, adapted=adapted) if self._whole else None
 
     def _run(self, inputs: PassInput) -> Tensor:
-        whole = self._whole_for(inputs.metadata.greedy, adapted=inputs.adapters is not None)
-        if whole is not None:
-            logits = whole.forward(inputs.tokens, inputs.positions, inputs.wanted, inputs.metadata)
-            if logits is not None:
-                return logits
+        if self._whole is not None:
+            adapters = inputs.adapters.numbers if inputs.adapters else None
+            return self._whole.forward(inputs.tokens, inputs.positions, inputs.wanted, inputs.metadata, adapters)
         self._cache.metadata = inputs.metadata
         self.current_adapters.rows = inputs.adapters
         output = self._model(
@@ -287,12 +281,15 @@ class PagedRunner(Runner):
         self._batch = batch = PagedBatch(
             max_batch_size, num_blocks, max_total_tokens, self.block_size, self._device, self.most_drafted
         )
-        self._whole = None
-        forward, backend = self._model.forward, self._backend
-        if self.hidden_states is not None or not isinstance(backend, CpuAttention) or backend.any_lengths:
+        if self._whole is None:
             return
-        if isinstance(forward, Forward):
-            self._whole = forward.whole(backend, batch.tokens, batch.positions, batch.block_tables.table)
+        assert isinstance(self._backend, CpuAttention)
+        self._whole.attach_cache(self._backend)
+        self._whole.attach_rows(
+            batch.tokens, batch.positions, batch.block_tables.table, batch.adapters, self.block_size
+        )
+        if self.hidden_states is not None:
+            self._whole.tap(self.hidden_states.indices, self.hidden_states.keep)
 
     def _record(self, most: int = 0) -> None:
         """Records steps as CUDA graphs. most: tokens of a step with prompts; 0: none are recorded."""

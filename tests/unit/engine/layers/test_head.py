@@ -10,11 +10,9 @@ import torch
 from tests.tiny_models import make
 from tests.unit.engine.own_memory import Peak, own_bytes
 from tests.unit.engine.requests import expected_tokens, generate_alone, load_engine, load_reference, prompts
-from tgi_server.engine.attention.base import ForwardMetadata, GreedyOnly
 from tgi_server.engine.kernels import load_kernels
 from tgi_server.engine.layers.head import ScreenedHead
 from tgi_server.engine.memory import large_memory_apart
-from tgi_server.engine.sampling.masks import PendingMask
 from tgi_server.engine.sampling.processors import TokenMask
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -43,12 +41,6 @@ _INPUTS = {
 }
 
 
-def greedy_pass(mask: PendingMask | None) -> ForwardMetadata:
-    """Returns the metadata of a pass of which no more is needed than the largest logit of each row."""
-    empty = torch.empty(0, dtype=torch.int32)
-    return ForwardMetadata(empty, empty, empty, empty, 0, [], 0, greedy=GreedyOnly(mask))
-
-
 @pytest.mark.parametrize("inputs", _INPUTS)
 @pytest.mark.parametrize("weights", ["random", "alike", "outliers", "with no numbers"])
 @pytest.mark.parametrize("dtype", [DTYPES[0], *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in DTYPES[1:])])
@@ -62,7 +54,7 @@ def test_a_screened_head_finds_the_largest_output_as_if_it_had_computed_all(dtyp
     most = torch.ops.oatmill.screened_rows(torch.ops.oatmill.linear_pack(torch.zeros(1, 96, dtype=torch.int8)))
     for rows in (0, 1, 2, 7, most, most + 1):
         x = _INPUTS[inputs](rows, 96).to(dtype)
-        wanted, actual = head(x), head(x, metadata=greedy_pass(None))
+        wanted, actual = head(x), head.largest(x)
         torch.testing.assert_close(torch.ops.oatmill.argmax(actual), torch.ops.oatmill.argmax(wanted))
         left_out = actual == -torch.inf
         torch.testing.assert_close(actual[~left_out], wanted[~left_out], rtol=0, atol=0, equal_nan=True)
@@ -79,8 +71,7 @@ def test_every_kernel_that_screens_finds_the_largest_output(inputs) -> None:
     for head.screening_kernel in kernels:
         for rows, mask in ((1, None), (5, masks)):
             x = _INPUTS[inputs](rows, 128).bfloat16()
-            pending = PendingMask(mask.bits, mask.positions, None, x.device) if mask else None
-            wanted, actual = head(x), head(x, metadata=greedy_pass(pending))
+            wanted, actual = head(x), head.largest(x, mask)
             chosen = (mask.bits, mask.positions) if mask else (None, [])
             largest = [torch.ops.oatmill.argmax(each, *chosen) for each in (actual, wanted)]
             torch.testing.assert_close(*largest, msg=lambda text, name=head.screening_kernel: f"{name}: {text}")
@@ -102,8 +93,7 @@ def test_a_screened_head_finds_the_largest_of_what_masks_allow(words, inputs) ->
         chosen = [i for i, position in enumerate(positions) if position < rows]
         mask = TokenMask(bits[chosen], [positions[i] for i in chosen])
         x = _INPUTS[inputs](rows, 96).bfloat16()
-        pending = PendingMask(mask.bits, mask.positions, None, x.device)
-        wanted, actual = head(x), head(x, metadata=greedy_pass(pending))
+        wanted, actual = head(x), head.largest(x, mask)
         largest = [torch.ops.oatmill.argmax(each, mask.bits, mask.positions) for each in (actual, wanted)]
         torch.testing.assert_close(*largest)
 

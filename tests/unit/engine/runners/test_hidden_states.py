@@ -13,6 +13,7 @@ from tgi_server.engine.checkpoint.load_model import load_model
 from tgi_server.engine.runners import create_runner
 from tgi_server.engine.runners.base import PromptChunk
 from tgi_server.engine.runners.hidden_states import HiddenStates
+from tgi_server.engine.runners.paged import PagedRunner
 
 TOKENS = [5, 9, 77, 3, 40]
 
@@ -23,8 +24,9 @@ def test_they_are_those_of_transformers(name: str, custom_kernels: bool, tmp_pat
     folder = make(name, tmp_path, num_hidden_layers=4)
     config = EngineConfig(folder, dtype=torch.float32, custom_kernels=custom_kernels)
     model = load_model(config, torch.device("cpu"))
-    runner = create_runner(model, config, apart=(3, 1))
-    states = HiddenStates(model, (3, 1))
+    runner = create_runner(model, config)
+    assert isinstance(runner, PagedRunner)
+    states = runner.hidden_states = HiddenStates(model, (3, 1))
     runner.warm_up(4, 64, 64, None)
     sequence = RunningSequence(1, TOKENS, StoppingParameters(4), blocks=[1])
     with torch.inference_mode():

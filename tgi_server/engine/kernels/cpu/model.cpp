@@ -1,6 +1,6 @@
-// All decoder layers of a model in one call: a step of one token has a few hundred kernels, each of which would
-// otherwise wait for Python. And a whole model in one call: the weights that went through the caches have left nothing of
-// Python there, so that a call from it takes ten times as long as in a loop of its own.
+// A whole model in one call, whatever a step brings. A step of one token has a few hundred kernels, each of which would
+// otherwise wait for Python; and the weights that went through the caches have left nothing of Python there, so that a call
+// from it takes ten times as long as in a loop of its own.
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/arange.h>
@@ -10,8 +10,10 @@
 #include <torch/custom_class.h>
 #include <torch/library.h>
 
+#include <algorithm>
+#include <cmath>
 #include <cstdint>
-#include <cstring>
+#include <functional>
 #include <optional>
 #include <string>
 #include <tuple>
@@ -32,34 +34,37 @@ namespace {
 
 using MaybeTensor = std::optional<at::Tensor>;
 
-// A layer norm, or, without a bias, the root mean square kind.
+// A norm by the root mean square, or a layer norm (centred), whose bias there may be.
 struct Norm : torch::CustomClassHolder {
   at::Tensor weight;
   MaybeTensor bias;
   double eps;
+  bool centred;
 
-  Norm(at::Tensor weight, MaybeTensor bias, double eps)
-      : weight(std::move(weight)), bias(std::move(bias)), eps(eps) {}
+  Norm(at::Tensor weight, MaybeTensor bias, double eps, bool centred)
+      : weight(std::move(weight)), bias(std::move(bias)), eps(eps), centred(centred) {}
 
   at::Tensor operator()(const at::Tensor& x) const {
-    return bias ? layer_norm(x, weight, *bias, eps) : rms_norm(x, weight, eps);
+    return centred ? layer_norm(x, weight, bias, eps) : rms_norm(x, weight, eps);
   }
 };
 
 using NormPtr = c10::intrusive_ptr<Norm>;
+using MaybeNorm = std::optional<NormPtr>;
 
-// qkv: query, key and value side by side. query_norm, key_norm: of each head, or none. up: with the gate before it where
-// the feed-forward part is gated; up and down are none where it is a mixture. attended_norm, fed_norm: of what attention
-// and the feed-forward part add to the residual, or none. rotation: the number of its rotary tables; -1: it has none.
+// Norms are none where a layer has none of the kind. qkv: query, key and value side by side. query_norm, key_norm: of each
+// head, or of all heads together. up: with the gate before it where the feed-forward part is gated; up and down are none
+// where it is a mixture. attended_norm, fed_norm: of what attention and the feed-forward part add to the residual.
+// rotation: the number of its rotary tables; -1: it has none.
 struct Layer {
-  NormPtr attention_norm;
+  MaybeNorm attention_norm;
   LinearPtr qkv;
-  NormPtr query_norm, key_norm;
+  MaybeNorm query_norm, key_norm;
   LinearPtr output;
-  NormPtr feed_forward_norm;
+  MaybeNorm attended_norm, feed_forward_norm;
   LinearPtr up, down;
   MixturePtr mixture;
-  NormPtr attended_norm, fed_norm;
+  MaybeNorm fed_norm;
   int64_t rotation;
   double scaling;
   int64_t window;
@@ -78,18 +83,29 @@ void add(at::Tensor& sums, const at::Tensor& others) {
   });
 }
 
-// Rounded as a multiplication of tensors is. factor: as their dtype has it.
-void multiply(at::Tensor& numbers, double factor) {
+// x = change(x), rounded as an operation on tensors is.
+template <typename Change>
+void change_each(at::Tensor& numbers, const Change& change) {
   by_dtype(numbers, [&]<typename T>(T*) {
     T* to = numbers.mutable_data_ptr<T>();
+    const auto rounded = [](float value) { return static_cast<float>(static_cast<T>(value)); };
     for_rows(numbers.numel(), 1, [&](int64_t i, int64_t last) {
-      for (; i < last; ++i) to[i] = static_cast<T>(static_cast<float>(to[i]) * static_cast<float>(factor));
+      for (; i < last; ++i) to[i] = static_cast<T>(change(static_cast<float>(to[i]), rounded));
     });
   });
 }
 
-// Where the tokens of a step stand, as attention wants to know it, and which adapter each has.
-struct Places {
+// factor: as the dtype of the numbers has it.
+void multiply(at::Tensor& numbers, double factor) {
+  change_each(numbers, [factor = static_cast<float>(factor)](float x, auto) { return x * factor; });
+}
+
+MaybeTensor chosen_rows(const MaybeTensor& rows, const at::Tensor& chosen) {
+  return rows ? rows->index_select(0, chosen) : rows;
+}
+
+// The tokens of a pass: where they stand, as attention wants to know it, and which adapter each has.
+struct Pass {
   at::Tensor slots, tables, kv_lengths, query_starts;
   std::vector<at::Tensor> cos, sin;
   MaybeTensor adapters;
@@ -97,21 +113,27 @@ struct Places {
 
 // What attention needs to know of a pass when it computes only some tokens: the last ones of each sequence, if any.
 // wanted: [rows] int64, their indices, in order.
-Places of_last_tokens(const Places& places, const at::Tensor& wanted) {
+Pass of_last_tokens(const Pass& pass, const at::Tensor& wanted) {
   const int64_t* index = wanted.const_data_ptr<int64_t>();
-  const int32_t* starts = places.query_starts.const_data_ptr<int32_t>();
+  const int32_t* starts = pass.query_starts.const_data_ptr<int32_t>();
   std::vector<int64_t> sequences;
   std::vector<int32_t> ends{0};
   int32_t next = 0;
-  for (int64_t s = 0; s < places.kv_lengths.size(0); ++s) {
+  for (int64_t s = 0; s < pass.kv_lengths.size(0); ++s) {
     while (next < wanted.numel() && index[next] < starts[s + 1]) ++next;
     if (next == ends.back()) continue;
     sequences.push_back(s);
     ends.push_back(next);
   }
   const at::Tensor kept = at::tensor(sequences, wanted.options());
-  return {places.slots, places.tables.index_select(0, kept), places.kv_lengths.index_select(0, kept),
-          at::tensor(ends, places.query_starts.options()), {}, {}, {}};
+  return {pass.slots, pass.tables.index_select(0, kept), pass.kv_lengths.index_select(0, kept),
+          at::tensor(ends, pass.query_starts.options()), {}, {}, chosen_rows(pass.adapters, wanted)};
+}
+
+// In passes that are padded to a fixed size, the tokens that fill up what is wanted are in no order.
+bool ascending(const at::Tensor& indices) {
+  const int64_t* index = indices.const_data_ptr<int64_t>();
+  return std::adjacent_find(index, index + indices.numel(), std::greater_equal<>()) == index + indices.numel();
 }
 
 // A layer's KV blocks, and what their numbers are multiplied by.
@@ -129,179 +151,231 @@ std::vector<Cache> caches_of(const std::vector<at::Tensor>& keys, const std::vec
   return caches;
 }
 
-// Pre-norm layers. activation: that of the feed-forward part, "relu", or "silu" or "gelu" (by tanh) of its gate.
+// The layers of a model. activation: that of the feed-forward part, "relu", or "silu" or "gelu" (by tanh) of its gate.
+// parallel: the feed-forward part has the input of attention. residual_scale: what is added to the residual is multiplied
+// by it. interleaved: rotary embeddings turn neighbouring elements of a head, and not those half of it apart.
 class Decoder : public torch::CustomClassHolder {
  public:
-  Decoder(int64_t heads, int64_t kv_heads, int64_t head_dim, const std::string& activation)
+  Decoder(int64_t heads, int64_t kv_heads, int64_t head_dim, const std::string& activation, bool parallel,
+          double residual_scale, bool interleaved)
       : heads_(heads), kv_heads_(kv_heads), head_dim_(head_dim), gated_(activation != "relu"),
-        gelu_(activation == "gelu") {
+        gelu_(activation == "gelu"), parallel_(parallel), residual_scale_(residual_scale), interleaved_(interleaved) {
     TORCH_CHECK(!gated_ || gelu_ || activation == "silu", "layers with ", activation, " are not known");
   }
 
-  // The parts of a layer, in their order; head_norms: of queries and keys, or none. feed_forward: up and down, or none.
-  // added_norms: attended_norm and fed_norm, or none.
-  void add_layer(NormPtr attention_norm, LinearPtr qkv, std::vector<NormPtr> head_norms, LinearPtr output,
-                 NormPtr feed_forward_norm, std::vector<LinearPtr> feed_forward, std::optional<MixturePtr> mixture,
-                 std::vector<NormPtr> added_norms, int64_t rotation, double scaling, int64_t window, double softcap,
+  // norms: before attention, of queries, of keys, of what attention adds, before the feed-forward part, of what that adds;
+  // each may be none. feed_forward: up and down, or none.
+  void add_layer(std::vector<MaybeNorm> norms, LinearPtr qkv, LinearPtr output, std::vector<LinearPtr> feed_forward,
+                 std::optional<MixturePtr> mixture, int64_t rotation, double scaling, int64_t window, double softcap,
                  MaybeTensor sinks) {
-    TORCH_CHECK(head_norms.empty() || head_norms.size() == 2);
-    TORCH_CHECK(added_norms.empty() || (added_norms.size() == 2 && !mixture));
-    TORCH_CHECK(feed_forward.size() == (mixture ? 0 : 2));
-    Layer layer{std::move(attention_norm), std::move(qkv), {}, {}, std::move(output), std::move(feed_forward_norm)};
-    if (!head_norms.empty()) layer.query_norm = head_norms[0], layer.key_norm = head_norms[1];
+    TORCH_CHECK(norms.size() == 6 && feed_forward.size() == (mixture ? 0 : 2));
+    Layer layer{norms[0], std::move(qkv), norms[1], norms[2], std::move(output), norms[3], norms[4]};
     if (mixture) layer.mixture = *mixture;
     else layer.up = feed_forward[0], layer.down = feed_forward[1];
-    if (!added_norms.empty()) layer.attended_norm = added_norms[0], layer.fed_norm = added_norms[1];
-    layer.rotation = rotation, layer.scaling = scaling, layer.window = window, layer.softcap = softcap;
-    layer.sinks = std::move(sinks);
+    TORCH_CHECK(!mixture || (!norms[5] && residual_scale_ == 1), "a mixture adds what it computes as it is");
+    layer.fed_norm = norms[5], layer.rotation = rotation, layer.scaling = scaling, layer.window = window;
+    layer.softcap = softcap, layer.sinks = std::move(sinks);
     layers_.push_back(std::move(layer));
   }
 
-  // hidden: [tokens, hidden_size]. keys, values: the cache of each layer, with its scales. cos, sin: rotary tables, of each
-  // kind [tokens, rotated]. adapters: as Linear::adapted takes them. wanted: [rows] int64, the tokens of which the
-  // output is wanted, as of_last_tokens takes them, of a pass without adapters; none: all. The others as in
-  // paged_attention and write_kv. Returns [rows, hidden_size].
-  at::Tensor forward(const at::Tensor& hidden, std::vector<at::Tensor> keys, std::vector<at::Tensor> values,
-                     std::vector<double> key_scales, std::vector<double> value_scales, const at::Tensor& slots,
-                     const at::Tensor& tables, const at::Tensor& kv_lengths, const at::Tensor& query_starts,
-                     std::vector<at::Tensor> cos, std::vector<at::Tensor> sin, const MaybeTensor& adapters,
-                     const MaybeTensor& wanted) const {
-    return run(hidden, caches_of(keys, values, key_scales, value_scales),
-               {slots, tables, kv_lengths, query_starts, std::move(cos), std::move(sin), adapters}, wanted);
-  }
-
-  // Of the tokens that are not wanted, the last layer leaves keys and values in the cache, and no more.
-  at::Tensor run(const at::Tensor& hidden, const std::vector<Cache>& caches, const Places& places,
-                 const MaybeTensor& wanted = {}) const {
+  // hidden: [tokens, hidden_size]. wanted: [rows] int64, the tokens of which the output is wanted, each sequence's last
+  // ones; none: all. Of the others the last layer leaves keys and values in the cache, and no more. tapped: indices of
+  // layers, in order, whose inputs are appended to taps. Returns [rows, hidden_size].
+  at::Tensor run(const at::Tensor& hidden, const std::vector<Cache>& caches, const Pass& pass, const MaybeTensor& wanted,
+                 const std::vector<int64_t>& tapped, std::vector<at::Tensor>& taps) const {
     TORCH_CHECK(caches.size() == layers_.size(), "each layer needs its cache");
-    TORCH_CHECK(!wanted || !places.adapters, "with adapters all tokens are wanted");
-    own_threads = true;
     at::Tensor residual = hidden;
+    auto tap = tapped.begin();
     for (size_t i = 0; i < layers_.size(); ++i) {
       const Layer& layer = layers_[i];
+      if (tap != tapped.end() && *tap == static_cast<int64_t>(i)) taps.push_back(residual), ++tap;
       const MaybeTensor chosen = i + 1 == layers_.size() ? wanted : MaybeTensor{};
-      const at::Tensor attended = attend(layer, (*layer.attention_norm)(residual), places, caches[i], chosen);
+      at::Tensor normed = normalised(layer.attention_norm, residual);
+      const at::Tensor attended = attend(layer, normed, pass, caches[i], chosen);
+      const MaybeTensor adapters = chosen ? chosen_rows(pass.adapters, *chosen) : pass.adapters;
       if (chosen) residual = residual.index_select(0, *chosen);
-      residual = added(*layer.output, attended, places, residual, layer.attended_norm);
-      const at::Tensor normed = (*layer.feed_forward_norm)(residual);
-      residual = feed_forward(layer, normed, places, residual);
+      if (chosen && parallel_) normed = normed.index_select(0, *chosen);
+      residual = added(*layer.output, attended, adapters, residual, layer.attended_norm);
+      if (!parallel_) normed = normalised(layer.feed_forward_norm, residual);
+      residual = feed_forward(layer, normed, adapters, residual);
     }
     return residual;
   }
 
  private:
-  at::Tensor feed_forward(const Layer& layer, const at::Tensor& x, const Places& places, const at::Tensor& residual) const {
+  static at::Tensor normalised(const MaybeNorm& norm, const at::Tensor& x) { return norm ? (**norm)(x) : x; }
+
+  at::Tensor feed_forward(const Layer& layer, const at::Tensor& x, const MaybeTensor& adapters,
+                          const at::Tensor& residual) const {
     if (layer.mixture) return (*layer.mixture)(x, residual);
-    const at::Tensor up = layer.up->adapted(x, places.adapters, !gated_);
-    return added(*layer.down, gated_ ? gate_mul(up, gelu_) : up, places, residual, layer.fed_norm);
+    const at::Tensor up = layer.up->adapted(x, adapters, !gated_);
+    return added(*layer.down, gated_ ? gate_mul(up, gelu_) : up, adapters, residual, layer.fed_norm);
   }
 
   // The residual and a layer's output, normalised first where there is a norm.
-  static at::Tensor added(const Linear& linear, const at::Tensor& x, const Places& places, const at::Tensor& residual,
-                          const NormPtr& norm) {
-    if (!norm) return linear.adapted(x, places.adapters, false, residual);
-    at::Tensor sum = (*norm)(linear.adapted(x, places.adapters));
+  at::Tensor added(const Linear& linear, const at::Tensor& x, const MaybeTensor& adapters, const at::Tensor& residual,
+                   const MaybeNorm& norm) const {
+    if (!norm && residual_scale_ == 1) return linear.adapted(x, adapters, false, residual);
+    at::Tensor sum = normalised(norm, linear.adapted(x, adapters));
+    if (residual_scale_ != 1) multiply(sum, residual_scale_);
     add(sum, residual);
     return sum;
   }
 
-  at::Tensor attend(const Layer& layer, const at::Tensor& x, const Places& places, Cache cache,
+  at::Tensor attend(const Layer& layer, const at::Tensor& x, const Pass& pass, Cache cache,
                     const MaybeTensor& wanted) const {
-    const at::Tensor joined = layer.qkv->adapted(x, places.adapters).view({x.size(0), heads_ + 2 * kv_heads_, head_dim_});
-    at::Tensor query = joined.narrow(1, 0, heads_), key = joined.narrow(1, heads_, kv_heads_);
+    const at::Tensor joined = layer.qkv->adapted(x, pass.adapters).view({x.size(0), heads_ + 2 * kv_heads_, head_dim_});
+    at::Tensor query = of_heads(layer.query_norm, joined.narrow(1, 0, heads_));
+    const at::Tensor key = of_heads(layer.key_norm, joined.narrow(1, heads_, kv_heads_));
     const at::Tensor value = joined.narrow(1, heads_ + kv_heads_, kv_heads_);
-    if (layer.query_norm) query = (*layer.query_norm)(query), key = (*layer.key_norm)(key);
     if (layer.rotation >= 0)
-      rotate_and_write(query, key, value, places.cos.at(layer.rotation), places.sin.at(layer.rotation), cache.keys,
-                       cache.values, places.slots, cache.key_scale, cache.value_scale);
+      rotate_and_write(query, key, value, pass.cos.at(layer.rotation), pass.sin.at(layer.rotation), cache.keys,
+                       cache.values, pass.slots, cache.key_scale, cache.value_scale, interleaved_);
     else
-      write_kv(key, value, cache.keys, cache.values, places.slots, cache.key_scale, cache.value_scale);
+      write_kv(key, value, cache.keys, cache.values, pass.slots, cache.key_scale, cache.value_scale);
     if (wanted) query = query.index_select(0, *wanted);
-    const Places attending = wanted ? of_last_tokens(places, *wanted) : places;
+    const Pass attending = wanted ? of_last_tokens(pass, *wanted) : pass;
     return paged_attention(query, cache.keys, cache.values, attending.tables, attending.kv_lengths,
                            attending.query_starts, layer.scaling, layer.window, layer.softcap, {}, false, layer.sinks,
                            cache.key_scale, cache.value_scale)
         .view({query.size(0), heads_ * head_dim_});
   }
 
+  // x: [tokens, heads, head_dim]. The norm is of each head, or of all heads of a token together.
+  static at::Tensor of_heads(const MaybeNorm& norm, const at::Tensor& x) {
+    if (!norm) return x;
+    if ((*norm)->weight.numel() == x.size(2) || (*norm)->weight.dim() == 2) return (**norm)(x);
+    const at::Tensor together = x.as_strided({x.size(0), 1, x.size(1) * x.size(2)}, {x.stride(0), x.stride(0), 1});
+    return (**norm)(together).view(x.sizes());
+  }
+
   int64_t heads_, kv_heads_, head_dim_;
-  bool gated_, gelu_;
+  bool gated_, gelu_, parallel_;
+  double residual_scale_;
+  bool interleaved_;
   std::vector<Layer> layers_;
 };
 
 using DecoderPtr = c10::intrusive_ptr<Decoder>;
 
-// A whole model: from tokens to logits.
+// A whole model: from tokens to logits. Whatever a step brings, it is computed here: adapters, masks of greedy rows, and
+// hidden states that somebody wants to read.
 class CausalLM : public torch::CustomClassHolder {
  public:
   // embedding: [vocab_size, hidden_size], multiplied by embedding_scale once it is looked up; position_embedding: of
-  // models that learn it, [positions, hidden_size]. screen: as Linear::screened takes it, for at most so many rows;
-  // empty: all logits are computed.
+  // models that learn it, [positions, hidden_size]. logits_divisor, logits_softcap: what is done with the head's outputs; 1
+  // and 0: nothing. screen: as Linear::screened takes it, for at most so many rows; empty: all logits are computed.
   CausalLM(DecoderPtr decoder, at::Tensor embedding, double embedding_scale, MaybeTensor position_embedding,
-           std::optional<NormPtr> norm, LinearPtr head, std::vector<at::Tensor> screen, int64_t screened_rows)
+           MaybeNorm norm, LinearPtr head, double logits_divisor, double logits_softcap, std::vector<at::Tensor> screen,
+           int64_t screened_rows)
       : decoder_(std::move(decoder)), embedding_(std::move(embedding)), embedding_scale_(embedding_scale),
-        position_embedding_(std::move(position_embedding)), norm_(std::move(norm)),
-        head_(std::move(head)), screen_(std::move(screen)), screened_rows_(screened_rows) {}
+        position_embedding_(std::move(position_embedding)), norm_(std::move(norm)), head_(std::move(head)),
+        logits_divisor_(logits_divisor), logits_softcap_(logits_softcap), screen_(std::move(screen)),
+        screened_rows_(screened_rows) {}
 
-  // Takes what passes read and write. tokens, positions: [most] int64, tables: [most, blocks] int32, of all rows that
-  // decode. keys .. value_scales: as in Decoder::forward.
-  void attach(at::Tensor tokens, at::Tensor positions, at::Tensor tables, int64_t block_size,
-              std::vector<at::Tensor> keys, std::vector<at::Tensor> values, std::vector<double> key_scales,
-              std::vector<double> value_scales) {
-    starts_ = at::arange(tokens.size(0) + 1, tables.options());
-    tokens_ = std::move(tokens), positions_ = std::move(positions), tables_ = std::move(tables);
-    block_size_ = block_size;
+  // Takes the KV blocks of all layers, with what their numbers are multiplied by.
+  void attach_cache(std::vector<at::Tensor> keys, std::vector<at::Tensor> values, std::vector<double> key_scales,
+                    std::vector<double> value_scales) {
     caches_ = caches_of(keys, values, key_scales, value_scales);
   }
 
-  // A step in which the first rows decode: from each row's last token to its next one. It moves their positions on.
-  // cos, sin: rotary tables, of each kind [positions, rotated]. greedy: no more is needed than each row's largest
-  // logit. Returns logits, [rows, vocab_size], and if greedy their likeliest tokens, [rows] int64, which then are the
-  // rows' next inputs, too.
-  std::tuple<at::Tensor, MaybeTensor> decode(int64_t rows, std::vector<at::Tensor> cos, std::vector<at::Tensor> sin,
-                                             bool greedy) const {
-    at::Tensor tokens = tokens_.narrow(0, 0, rows), positions = positions_.narrow(0, 0, rows);
-    const at::Tensor tables = tables_.narrow(0, 0, rows);
-    const auto [slots, lengths] = decode_places(positions, tables, block_size_);
-    const at::Tensor logits =
-        forward(tokens, positions, slots, tables, lengths, starts_.narrow(0, 0, rows + 1), std::move(cos),
-                std::move(sin), {}, greedy);
-    for (int64_t r = 0; r < rows; ++r) ++positions.mutable_data_ptr<int64_t>()[r];
-    if (!greedy) return {logits, {}};
-    const at::Tensor likeliest = argmax(logits, {}, {});
-    std::copy_n(likeliest.const_data_ptr<int64_t>(), rows, tokens.mutable_data_ptr<int64_t>());
-    return {logits, likeliest};
+  // Takes what `decode` reads and writes, of all rows. tokens, positions: [most] int64, tables: [most, blocks] int32,
+  // adapters: [most] int32.
+  void attach_rows(at::Tensor tokens, at::Tensor positions, at::Tensor tables, at::Tensor adapters, int64_t block_size) {
+    starts_ = at::arange(tokens.size(0) + 1, tables.options());
+    tokens_ = std::move(tokens), positions_ = std::move(positions), tables_ = std::move(tables);
+    adapters_ = std::move(adapters), block_size_ = block_size;
   }
 
-  // Any pass without adapters. tokens, positions: [tokens] int64. slots .. wanted: as in Decoder::forward; cos, sin,
-  // greedy: as in decode. Returns the logits of the wanted tokens, [rows, vocab_size].
-  at::Tensor forward(const at::Tensor& tokens, const at::Tensor& positions, const at::Tensor& slots,
-                     const at::Tensor& tables, const at::Tensor& kv_lengths, const at::Tensor& query_starts,
-                     std::vector<at::Tensor> cos, std::vector<at::Tensor> sin, const MaybeTensor& wanted,
-                     bool greedy) const {
+  // From now on passes return the input of the head, and those of these layers, in order, as well.
+  void tap(std::vector<int64_t> layers) { tapped_ = std::move(layers), taps_head_ = true; }
+
+  // A step in which the first rows decode: from each row's last token to its next one. It moves their positions on.
+  // cos, sin: rotary tables, of each kind [positions, rotated]. adapted: a row has an adapter. greedy, head: as in forward.
+  // Returns what forward does, and in between, if greedy, the likeliest tokens, [rows] int64, which then are the rows' next
+  // inputs, too.
+  std::tuple<at::Tensor, MaybeTensor, std::vector<at::Tensor>> decode(int64_t rows, std::vector<at::Tensor> cos,
+                                                                      std::vector<at::Tensor> sin, bool adapted,
+                                                                      bool greedy, bool head) const {
+    at::Tensor tokens = tokens_.narrow(0, 0, rows), positions = positions_.narrow(0, 0, rows);
+    const at::Tensor tables = tables_.narrow(0, 0, rows);
+    const MaybeTensor adapters = adapted ? MaybeTensor(adapters_.narrow(0, 0, rows)) : MaybeTensor();
+    const auto [slots, lengths] = decode_places(positions, tables, block_size_);
+    auto [logits, taps] = forward(tokens, positions, slots, tables, lengths, starts_.narrow(0, 0, rows + 1),
+                                  std::move(cos), std::move(sin), {}, adapters, greedy, head);
+    for (int64_t r = 0; r < rows; ++r) ++positions.mutable_data_ptr<int64_t>()[r];
+    if (!greedy || !head) return {std::move(logits), {}, std::move(taps)};
+    const at::Tensor likeliest = argmax(logits, {}, {});
+    std::copy_n(likeliest.const_data_ptr<int64_t>(), rows, tokens.mutable_data_ptr<int64_t>());
+    return {std::move(logits), likeliest, std::move(taps)};
+  }
+
+  // Any pass. tokens, positions: [tokens] int64. slots .. query_starts: as in paged_attention and write_kv. cos, sin: as in
+  // decode. wanted: as in Decoder::run. adapters: [tokens] int32, as Linear::adapted takes them; none: no token has one.
+  // greedy: no more is needed than each row's largest logit. head: false: the head's input is returned in place of logits,
+  // so that `logits` may be called later. Returns the logits of the wanted tokens, [rows, vocab_size], and what is tapped.
+  std::tuple<at::Tensor, std::vector<at::Tensor>> forward(const at::Tensor& tokens, const at::Tensor& positions,
+                                                          const at::Tensor& slots, const at::Tensor& tables,
+                                                          const at::Tensor& kv_lengths, const at::Tensor& query_starts,
+                                                          std::vector<at::Tensor> cos, std::vector<at::Tensor> sin,
+                                                          const MaybeTensor& wanted, const MaybeTensor& adapters,
+                                                          bool greedy, bool head) const {
     own_threads = true;
     at::Tensor hidden = rows_of(embedding_, tokens);
     if (embedding_scale_ != 1) multiply(hidden, embedding_scale_);
     if (position_embedding_) add(hidden, rows_of(*position_embedding_, positions));
     for (std::vector<at::Tensor>* kinds : {&cos, &sin})
       for (at::Tensor& table : *kinds) table = rows_of(table, positions);
+    const bool in_order = !wanted || ascending(*wanted);
+    std::vector<at::Tensor> taps;
     hidden = decoder_->run(hidden, caches_,
-                           {slots, tables, kv_lengths, query_starts, std::move(cos), std::move(sin), {}}, wanted);
+                           {slots, tables, kv_lengths, query_starts, std::move(cos), std::move(sin), adapters},
+                           in_order ? wanted : MaybeTensor{}, tapped_, taps);
+    if (!in_order) hidden = hidden.index_select(0, *wanted);
     if (norm_) hidden = (**norm_)(hidden);
-    if (!greedy || screen_.empty() || hidden.size(0) > screened_rows_) return (*head_)(hidden);
-    return head_->screened(hidden, screen_[0], screen_[1], screen_[2], screen_[3], screen_[4], {}, {}, {});
+    if (taps_head_) taps.insert(taps.begin(), hidden);
+    if (!head) return {hidden, std::move(taps)};
+    return {logits(hidden, wanted && adapters ? chosen_rows(adapters, *wanted) : adapters, greedy, {}, {}),
+            std::move(taps)};
+  }
+
+  // hidden: the head's input, [rows, hidden_size]. adapters: of its rows. masks, masked_rows: as in argmax; if greedy, the
+  // largest logit of such a row is one of those that the mask allows.
+  at::Tensor logits(const at::Tensor& hidden, const MaybeTensor& adapters, bool greedy, const MaybeTensor& masks,
+                    std::vector<int64_t> masked_rows) const {
+    const bool changed = adapters && head_->adapters && !head_->adapters->empty();
+    if (greedy && !changed && !screen_.empty() && hidden.size(0) <= screened_rows_ && logits_softcap_ == 0) {
+      at::Tensor largest = head_->screened(hidden, screen_[0], screen_[1], screen_[2], screen_[3], screen_[4], masks,
+                                           std::move(masked_rows), {});
+      return divided(largest);
+    }
+    at::Tensor all = divided(head_->adapted(hidden, adapters));
+    if (logits_softcap_ != 0)
+      change_each(all, [cap = static_cast<float>(logits_softcap_)](float x, auto rounded) {
+        return rounded(std::tanh(rounded(x / cap))) * cap;
+      });
+    return all;
   }
 
  private:
+  at::Tensor divided(at::Tensor logits) const {
+    if (logits_divisor_ != 1)
+      change_each(logits, [divisor = static_cast<float>(logits_divisor_)](float x, auto) { return x / divisor; });
+    return logits;
+  }
+
   DecoderPtr decoder_;
   at::Tensor embedding_;
   double embedding_scale_;
   MaybeTensor position_embedding_;
-  std::optional<NormPtr> norm_;
+  MaybeNorm norm_;
   LinearPtr head_;
+  double logits_divisor_, logits_softcap_;
   std::vector<at::Tensor> screen_;
   int64_t screened_rows_;
-  at::Tensor tokens_, positions_, tables_, starts_;  // starts: of queries; each row has one
+  std::vector<int64_t> tapped_;
+  bool taps_head_ = false;
+  at::Tensor tokens_, positions_, tables_, adapters_, starts_;  // starts: of queries; each row has one
   int64_t block_size_ = 0;
   std::vector<Cache> caches_;
 };
@@ -327,7 +401,7 @@ TORCH_LIBRARY_FRAGMENT(oatmill, library) {
       .def("forward", &Linear::operator())
       .def("adapt", &Linear::adapt)
       .def("screened", &Linear::screened);
-  library.class_<Norm>("Norm").def(torch::init<at::Tensor, MaybeTensor, double>());
+  library.class_<Norm>("Norm").def(torch::init<at::Tensor, MaybeTensor, double, bool>());
   library.class_<Experts>("Experts")
       .def(torch::init<double, double>())
       .def("add", &Experts::add)
@@ -336,13 +410,15 @@ TORCH_LIBRARY_FRAGMENT(oatmill, library) {
       .def(torch::init<LinearPtr, ExpertsPtr, int64_t, bool>())
       .def("forward", &Mixture::operator());
   library.class_<Decoder>("Decoder")
-      .def(torch::init<int64_t, int64_t, int64_t, std::string>())
-      .def("add_layer", &Decoder::add_layer)
-      .def("forward", &Decoder::forward);
+      .def(torch::init<int64_t, int64_t, int64_t, std::string, bool, double, bool>())
+      .def("add_layer", &Decoder::add_layer);
   library.class_<CausalLM>("CausalLM")
-      .def(torch::init<DecoderPtr, at::Tensor, double, MaybeTensor, std::optional<NormPtr>, LinearPtr,
+      .def(torch::init<DecoderPtr, at::Tensor, double, MaybeTensor, MaybeNorm, LinearPtr, double, double,
                        std::vector<at::Tensor>, int64_t>())
-      .def("attach", &CausalLM::attach)
+      .def("attach_cache", &CausalLM::attach_cache)
+      .def("attach_rows", &CausalLM::attach_rows)
+      .def("tap", &CausalLM::tap)
       .def("decode", &CausalLM::decode)
-      .def("forward", &CausalLM::forward);
+      .def("forward", &CausalLM::forward)
+      .def("logits", &CausalLM::logits);
 }

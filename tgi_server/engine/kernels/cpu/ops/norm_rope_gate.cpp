@@ -92,9 +92,9 @@ void for_each_row(const at::Tensor& input, at::Tensor& output, const Work& work)
 }
 
 // Rotary position embedding of one head (Su et al. 2021), halves apart: element i turns with element i + half.
-// from and to may be the same.
+// from and to may be the same. cos, sin: the same in both halves.
 template <typename T>
-void rotate(const T* from, T* to, const T* cos, const T* sin, int64_t rotated, int64_t head_dim) {
+void rotate_halves(const T* from, T* to, const T* cos, const T* sin, int64_t rotated, int64_t head_dim) {
   const int64_t half = rotated / 2;
   int64_t i = 0;
   for (; i + WIDTH <= half; i += WIDTH) {
@@ -107,6 +107,18 @@ void rotate(const T* from, T* to, const T* cos, const T* sin, int64_t rotated, i
     to[i] = static_cast<T>(low * static_cast<float>(cos[i]) - high * static_cast<float>(sin[i]));
     to[i + half] =
         static_cast<T>(high * static_cast<float>(cos[i + half]) + low * static_cast<float>(sin[i + half]));
+  }
+  if (from != to) std::copy(from + rotated, from + head_dim, to + rotated);
+}
+
+// The same, but element 2 i turns with element 2 i + 1.
+template <typename T>
+void rotate_pairs(const T* from, T* to, const T* cos, const T* sin, int64_t rotated, int64_t head_dim) {
+  for (int64_t i = 0; i < rotated / 2; ++i) {
+    const float even = static_cast<float>(from[2 * i]), odd = static_cast<float>(from[2 * i + 1]);
+    const float c = static_cast<float>(cos[i]), s = static_cast<float>(sin[i]);
+    to[2 * i] = static_cast<T>(even * c - odd * s);
+    to[2 * i + 1] = static_cast<T>(odd * c + even * s);
   }
   if (from != to) std::copy(from + rotated, from + head_dim, to + rotated);
 }
@@ -132,20 +144,28 @@ at::Tensor rms_norm(const at::Tensor& input, const at::Tensor& weight, double ep
   return output;
 }
 
-// input: [..., size]; weight, bias: [size].
-at::Tensor layer_norm(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& bias, double eps) {
-  const at::Tensor x = input.contiguous();
-  at::Tensor output = at::empty_like(x);
+// input: [..., size]; weight: [size], or [heads, size] of input's [tokens, heads, size]; bias: [size], or none.
+at::Tensor layer_norm(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
+                      double eps) {
+  const at::Tensor x = are_heads(input) ? input : input.contiguous();
+  at::Tensor output = at::empty(x.sizes(), x.options());
+  TORCH_CHECK(weight.is_contiguous() && weight.size(-1) == x.size(-1) && (weight.dim() == 1 || weight.size(0) == x.size(1)));
   by_dtype(x, [&]<typename T>(T*) {
-    const T* scale = weight.const_data_ptr<T>();
-    const T* shift = bias.const_data_ptr<T>();
+    const T* scales = weight.const_data_ptr<T>();
+    const T* shift = bias ? bias->const_data_ptr<T>() : nullptr;
+    const T* first = output.const_data_ptr<T>();
+    const int64_t heads = weight.dim() == 2 ? weight.size(0) : 1;
     for_each_row<T>(x, output, [&](const T* from, T* to, int64_t size) {
+      const T* scale = scales + (to - first) / size % heads * size;
       const float mean = total(size, [&](int64_t i, auto at) { return at(from + i); }) / static_cast<float>(size);
       const float squares =
           total(size, [&](int64_t i, auto at) { return (at(from + i) - mean) * (at(from + i) - mean); });
       const float factor = 1.0f / std::sqrt(squares / static_cast<float>(size) + static_cast<float>(eps));
-      write(to, size,
-            [&](int64_t i, auto at) { return (at(from + i) - mean) * factor * at(scale + i) + at(shift + i); });
+      if (shift)
+        write(to, size,
+              [&](int64_t i, auto at) { return (at(from + i) - mean) * factor * at(scale + i) + at(shift + i); });
+      else
+        write(to, size, [&](int64_t i, auto at) { return (at(from + i) - mean) * factor * at(scale + i); });
     });
   });
   return output;
@@ -209,10 +229,10 @@ at::Tensor rows_of(const at::Tensor& table, const at::Tensor& indices) {
 // Rotates query in place and key on its way into the cache, and puts value beside it.
 // query: [tokens, heads, head_dim]; key, value: [tokens, kv_heads, head_dim], all with a dense last dimension and
 // possibly views of one tensor; cos, sin: [tokens, rotated]; keys, values: the layer's cache (kv_layout.h), with its
-// scales.
+// scales. interleaved: neighbouring elements turn together, and not those half of `rotated` apart.
 void rotate_and_write(at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const at::Tensor& cos,
                       const at::Tensor& sin, at::Tensor& keys, at::Tensor& values, const at::Tensor& slots,
-                      double key_scale, double value_scale) {
+                      double key_scale, double value_scale, bool interleaved) {
   const int64_t heads = query.size(1), kv_heads = key.size(1), head_dim = query.size(2), rotated = cos.size(-1);
   TORCH_CHECK(query.stride(2) == 1 && key.stride(2) == 1 && value.stride(2) == 1);
   TORCH_CHECK(cos.is_contiguous() && sin.is_contiguous() && cos.scalar_type() == query.scalar_type());
@@ -221,6 +241,7 @@ void rotate_and_write(at::Tensor& query, const at::Tensor& key, const at::Tensor
     const T* c = cos.const_data_ptr<T>();
     const T* s = sin.const_data_ptr<T>();
     const int64_t group = heads / kv_heads;
+    const auto rotate = interleaved ? rotate_pairs<T> : rotate_halves<T>;
     const auto turn = [&](int64_t t, int64_t h, const T* from, T* to) {
       for (int64_t i = h * group; i < (h + 1) * group; ++i) {
         T* head = q + t * query.stride(0) + i * query.stride(1);
@@ -238,11 +259,11 @@ void rotate_and_write(at::Tensor& query, const at::Tensor& key, const at::Tensor
 
 TORCH_LIBRARY_FRAGMENT(oatmill, library) {
   library.def("rms_norm(Tensor input, Tensor weight, float eps) -> Tensor");
-  library.def("layer_norm(Tensor input, Tensor weight, Tensor bias, float eps) -> Tensor");
+  library.def("layer_norm(Tensor input, Tensor weight, Tensor? bias, float eps) -> Tensor");
   library.def("gate_mul(Tensor gate_up, bool gelu=False) -> Tensor");
   library.def(
       "rotate_and_write(Tensor(a!) query, Tensor key, Tensor value, Tensor cos, Tensor sin, Tensor(b!) keys, "
-      "Tensor(c!) values, Tensor slots, float key_scale=1.0, float value_scale=1.0) -> ()");
+      "Tensor(c!) values, Tensor slots, float key_scale=1.0, float value_scale=1.0, bool interleaved=False) -> ()");
 }
 
 TORCH_LIBRARY_IMPL(oatmill, CPU, library) {

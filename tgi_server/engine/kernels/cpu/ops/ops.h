@@ -13,7 +13,7 @@ namespace oatmill {
 
 at::Tensor rms_norm(const at::Tensor& input, const at::Tensor& weight, double eps);
 
-at::Tensor layer_norm(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& bias, double eps);
+at::Tensor layer_norm(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias, double eps);
 
 at::Tensor gate_mul(const at::Tensor& gate_up, bool gelu = false);
 
@@ -21,7 +21,7 @@ at::Tensor rows_of(const at::Tensor& table, const at::Tensor& indices);
 
 void rotate_and_write(at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const at::Tensor& cos,
                       const at::Tensor& sin, at::Tensor& keys, at::Tensor& values, const at::Tensor& slots,
-                      double key_scale, double value_scale);
+                      double key_scale, double value_scale, bool interleaved = false);
 
 void write_kv(const at::Tensor& key, const at::Tensor& value, at::Tensor& keys, at::Tensor& values,
               const at::Tensor& slots, double key_scale, double value_scale);

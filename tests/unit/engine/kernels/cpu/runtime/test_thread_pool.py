@@ -9,15 +9,19 @@ import pytest
 import torch
 
 from tgi_server.engine.kernels import load_kernels
+from tgi_server.engine.linear.float import FloatLinear
 
 # A process that has used its threads forks; its child, which has none of them, computes as well.
 _FORKS = """
 import os, torch
 from tgi_server.engine.kernels import load_kernels
 load_kernels()
-none = torch.zeros(1, dtype=torch.int32)
-decoder = torch.classes.oatmill.Decoder(1, 1, 16, "relu")
-decoder.forward(torch.ones(1, 16), *[[]] * 4, *[none] * 4, [], [], None, None)
+from tgi_server.engine.linear.float import FloatLinear
+none = torch.zeros(1, dtype=torch.int64)
+decoder = torch.classes.oatmill.Decoder(1, 1, 16, "relu", False, 1.0, False)
+head = FloatLinear(torch.ones(16, 16)).kernel()
+model = torch.classes.oatmill.CausalLM(decoder, torch.ones(16, 16), 1.0, None, None, head, 1.0, 0.0, [], 0)
+model.forward(*[none] * 6, [], [], None, None, False, True)
 torch.set_num_threads(3)
 x, weight = torch.randn(512, 256), torch.ones(256)
 expected = torch.ops.oatmill.rms_norm(x, weight, 1e-5)
@@ -32,9 +36,11 @@ assert same and os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 @pytest.fixture(scope="module", autouse=True)
 def _kernels() -> None:
     assert load_kernels()
-    none = torch.zeros(1, dtype=torch.int32)
-    decoder = torch.classes.oatmill.Decoder(1, 1, 16, "relu")  # whose process has threads of its own once it has run
-    decoder.forward(torch.ones(1, 16), *[[]] * 4, *[none] * 4, [], [], None, None)
+    none = torch.zeros(1, dtype=torch.int64)
+    decoder = torch.classes.oatmill.Decoder(1, 1, 16, "relu", False, 1.0, False)
+    head = FloatLinear(torch.ones(16, 16)).kernel()
+    model = torch.classes.oatmill.CausalLM(decoder, torch.ones(16, 16), 1.0, None, None, head, 1.0, 0.0, [], 0)
+    model.forward(*[none] * 6, [], [], None, None, False, True)  # the process has threads of its own once it has run
 
 
 @pytest.fixture
