@@ -27,6 +27,10 @@ class GrammarKind(Enum):
     LARK = "lark"
 
 
+# Of a grammar's text, and of the text that its spans come from. The largest compile in a few seconds.
+_MOST_GRAMMAR_BYTES = 1_000_000
+
+
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class Grammar:
     """The form that generated text must have.
@@ -43,6 +47,20 @@ class Grammar:
     text: str = ""
     frame: str = ""
     lenient: tuple[str, ...] = ()
+
+    @property
+    def size(self) -> int:
+        """The characters of its texts."""
+        return len(self.value) + len(self.text) + len(self.frame)
+
+    def too_long(self) -> str:
+        """Returns why it is too long to be compiled; nothing if it is not."""
+        size = self.text_bytes()
+        return f"it has {size} bytes; at most {_MOST_GRAMMAR_BYTES} are compiled" if size > _MOST_GRAMMAR_BYTES else ""
+
+    def text_bytes(self) -> int:
+        """Returns the bytes of its texts."""
+        return sum(len(text.encode(errors="surrogatepass")) for text in (self.value, self.text, self.frame))
 
 
 @dataclass(frozen=True, slots=True)

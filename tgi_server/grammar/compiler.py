@@ -21,8 +21,6 @@ from tgi_server.grammar.json_schema import JSON_LAYOUT, MOST_LENIENT, enforced_s
 from tgi_server.grammar.python_regex import rust_regex
 from tgi_server.grammar.tokenizer import GrammarTokenizer
 
-# The bytes of one grammar's text, and of the text that its spans come from. The largest compile in a few seconds.
-MAX_BYTES = 1_000_000
 # The bytes of all compiled grammars, each with what it may come to take: there is room for about 120 small ones.
 KEPT_BYTES = 3 * 2**30
 
@@ -265,10 +263,5 @@ class GrammarCompiler:
 
 def check_size(grammar: Grammar) -> None:
     """Raises InvalidGrammar for a grammar that has too many bytes to be looked at."""
-    if (size := text_bytes(grammar)) > MAX_BYTES:
-        raise InvalidGrammar(f"it has {size} bytes; at most {MAX_BYTES} are compiled")
-
-
-def text_bytes(grammar: Grammar) -> int:
-    """Returns the bytes of a grammar's text."""
-    return sum(len(text.encode(errors="surrogatepass")) for text in (grammar.value, grammar.text, grammar.frame))
+    if fault := grammar.too_long():
+        raise InvalidGrammar(fault)

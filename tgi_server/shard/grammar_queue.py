@@ -14,7 +14,7 @@ from typing import Any
 from tgi_server.contract import Grammar, GrammarKind
 from tgi_server.grammar import GrammarCompiler, InvalidGrammar, NoRoomForGrammar, Sandbox, SandboxLimit
 from tgi_server.grammar.compiled import GROWTH_BYTES
-from tgi_server.grammar.compiler import check_size, text_bytes
+from tgi_server.grammar.compiler import check_size
 from tgi_server.grammar.json_schema import MOST_LENIENT, is_simple
 from tgi_server.shard.errors import GrammarsBusy
 
@@ -60,7 +60,7 @@ class _Lane:
     def put(self, job: _Job, *, turn_away: bool = True) -> _Job | None:
         """Returns the job that is turned away, when more would wait than may: the one with the most bytes."""
         with self._changed:
-            insort(self._jobs, (text_bytes(job.grammar), next(self._numbers), job))
+            insort(self._jobs, (job.grammar.text_bytes(), next(self._numbers), job))
             self._changed.notify()
             return self._jobs.pop()[-1] if turn_away and len(self._jobs) > self._room else None
 

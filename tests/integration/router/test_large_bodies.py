@@ -194,6 +194,24 @@ async def test_prompts_do_not_wait_behind_long_texts(process: tuple[str, Process
     assert memory().rss - before < 200 * 2**20
 
 
+@pytest.mark.slow
+async def test_prompts_do_not_wait_behind_texts_that_are_cut(process: tuple[str, Process]):
+    url, _ = process
+    cut = {"inputs": "rice and beans. " * 120_000, "parameters": {"truncate": 100, "max_new_tokens": 2}}
+    prompt = {"inputs": "rice and beans. " * 2_500, "parameters": {"truncate": 4_000, "max_new_tokens": 2}}
+    async with httpx.AsyncClient(base_url=url, timeout=100, limits=httpx.Limits(max_connections=100)) as http:
+        await http.post("/generate", json=prompt)
+        waiting = [asyncio.create_task(http.post("/generate", json=cut)) for _ in range(12)]
+        await asyncio.sleep(0.5)
+        began = time.perf_counter()
+        assert (await http.post("/generate", json=prompt)).status_code == 200
+        took = time.perf_counter() - began
+        answers = await asyncio.gather(*waiting)
+    assert {answer.status_code for answer in answers} == {200}
+    print(f"took {took:.2f} s")
+    assert took < 3
+
+
 async def test_a_long_text_is_tokenised_as_a_whole(router: Router):
     text = "rice and beans " * 4_000
     tokens = (await router.post("/tokenize", inputs=text)).json()

@@ -33,7 +33,7 @@ class Sequence:
 
     speculates: one step may yield several tokens, those that the shards drafted and found right.
     adapter: the one that computes it beside the model, if any.
-    message: what the shards are told of it when it joins their batch. size: bytes of that.
+    message: what the shards are told of it when it joins their batch. size: bytes of that, and of its grammar.
     tokens: the prompt and what has been generated, as 32-bit numbers. prompt_tokens, max_total_tokens: how many the
         prompt has, and how many there may be in the end. known: how many there were on admission; the
         step that computes the last of them yields the next token.
@@ -70,7 +70,8 @@ class Sequence:
             self.tokens = array("I", self.request.input_ids)
         except (ValueError, TypeError, OverflowError) as error:
             raise InvalidRequest(f"the request has a value that the shards cannot take: {error}") from error
-        self.size = self.message.ByteSize()
+        grammar = self.request.grammar
+        self.size = self.message.ByteSize() + (grammar.size if grammar is not None else 0)
         self.known = self.prompt_tokens = len(self.tokens)
         self.max_total_tokens = self.prompt_tokens + self.request.stopping.max_new_tokens
 

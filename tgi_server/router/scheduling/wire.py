@@ -3,13 +3,13 @@
 from collections.abc import Iterable
 
 from shared.stubs import generate_pb2 as pb
-from tgi_server.contract import BlockCopy
+from tgi_server.contract import BlockCopy, Grammar
 from tgi_server.router.request import ValidRequest
 from tgi_server.wire import block_copy_to_message, grammar_to_message, sampling_to_message
 
 
 def request_message(request: ValidRequest, adapter_key: str = "") -> pb.Request:
-    """Returns everything about a request that does not change while it is scheduled.
+    """Returns everything about a request that does not change while it is scheduled, but for its grammar.
 
     adapter_key: the name that the shards know its adapter by; empty: it has none.
     Raises ValueError, TypeError or OverflowError for a value that the message cannot hold.
@@ -24,7 +24,6 @@ def request_message(request: ValidRequest, adapter_key: str = "") -> pb.Request:
         prefill_top_n=request.report.prefill_top_n,
         adapter_id=adapter_key,
         sampling=sampling_to_message(request.sampling),
-        grammar=None if request.grammar is None else grammar_to_message(request.grammar),
         trace_context=request.trace_context,
     )
 
@@ -52,22 +51,30 @@ def complete_request(
 
 def prefill_call(
     batch_id: int,
-    joining: Iterable[pb.Request],
+    joining: Iterable[tuple[pb.Request, Grammar | None]],
     chunks: Iterable[tuple[int, int]],
     grants: Iterable[tuple[int, int]],
     *,
     decode: bool,
 ) -> pb.Call:
-    """chunks: request ids and tokens to compute. grants: request ids and blocks."""
-    return pb.Call(
+    """joining: messages and grammars, which may be long: there is a copy for each request only while it is sent.
+
+    chunks: request ids and tokens to compute. grants: request ids and blocks.
+    """
+    messages = list(joining)
+    call = pb.Call(
         prefill=pb.PrefillRequest(
             batch_id=batch_id,
-            requests=joining,
+            requests=[message for message, _ in messages],
             chunks=[pb.Chunk(request_id=request_id, tokens=tokens) for request_id, tokens in chunks],
             grants=_grants(grants),
             decode=decode,
         )
     )
+    for request, (_, grammar) in zip(call.prefill.requests, messages, strict=True):
+        if grammar is not None:
+            request.grammar.CopyFrom(grammar_to_message(grammar))
+    return call
 
 
 def decode_call(batch_id: int, grants: Iterable[tuple[int, int]]) -> pb.Call:

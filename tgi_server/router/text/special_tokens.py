@@ -19,6 +19,7 @@ from typing import Any
 from tokenizers import Encoding, Tokenizer
 
 from tgi_server.router.errors import InvalidRequest
+from tgi_server.router.text.truncation import last_ids
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +54,15 @@ class Literal:
         """Returns True if all special tokens among `ids` are the template's."""
         return self.tokens.in_ids(ids, unknown=self.spelled) == self.token_ids
 
+    def ends_with(self, ids: Iterable[int]) -> bool:
+        """Returns True if all special tokens among `ids`, the last ones of a prompt, are the template's."""
+        found = self.tokens.in_ids(ids, unknown=self.spelled)
+        return found == self.token_ids[len(self.token_ids) - len(found) :]
+
+    def describes_text(self, text: str) -> bool:
+        """Returns True if all special tokens in a text are the template's."""
+        return self.tokens.in_text(text) == self.token_ids
+
 
 @dataclass(frozen=True, slots=True)
 class RenderedPrompt:
@@ -73,12 +83,28 @@ class RenderedPrompt:
         literal = self.literal
         if literal is None or literal.describes(encoding.ids):
             return self.text, encoding
+        return literal.tokens.encode(self._hidden(literal))
+
+    def last_ids(self, tokens: int, encode: Callable[[str], list[int]]) -> list[int]:
+        """Returns the last tokens of the prompt, `tokens` at most: of what `encode` makes of the text, unless that has
+        special tokens of clients.
+
+        Raises InvalidRequest when these cannot be told apart.
+        """
+        literal = self.literal
+        if literal is None or literal.describes_text(self.text):
+            ids = last_ids(encode, self.text, tokens)
+            if literal is None or literal.ends_with(ids):
+                return ids
+        return last_ids(lambda part: literal.tokens.encode(part)[1].ids, self._hidden(literal), tokens)
+
+    def _hidden(self, literal: Literal) -> str:
         if literal.hidden is None:
             raise InvalidRequest(
                 "the messages spell special tokens of the model, and have characters for private use (U+F0000 and "
                 "above), which stand in for them: leave out the one or the other"
             )
-        return literal.tokens.encode(literal.hidden)
+        return literal.hidden
 
 
 class SpecialTokens:
@@ -122,12 +148,12 @@ class SpecialTokens:
         if self._pattern is None or not any(_has(self._suspicious, each, self._longest) for each in texts):
             return RenderedPrompt(text)
         masked = render(*_mapped(conversation, self._masked))
-        token_ids = self._template_tokens(masked)
+        token_ids = self.in_text(masked)
         spelled = any(_has(self._pattern, each, self._longest) for each in texts)
         if spelled:
             # The fewer characters are masked, the less the template can go astray over it.
             sparing = render(*_mapped(conversation, self._sparingly_masked))
-            masked = sparing if self._template_tokens(sparing) == token_ids else masked
+            masked = sparing if self.in_text(sparing) == token_ids else masked
         usable = self._literal is not None and not any(_has(_PRIVATE, each, _LONGEST_PRIVATE) for each in texts)
         return RenderedPrompt(text, Literal(self, self._hide(masked) if usable else None, token_ids, spelled))
 
@@ -137,9 +163,10 @@ class SpecialTokens:
         shown = _replaced(self._spellings, hidden, self._longest, lambda found: self._shown[found[0][0]])
         return shown, self._literal.encode_batch([hidden], add_special_tokens=False)[0]
 
-    def _template_tokens(self, masked: str) -> list[int]:
+    def in_text(self, text: str) -> list[int]:
+        """Returns the special tokens that a text spells."""
         assert self._pattern is not None
-        return [self._spelled[found[0]] for found in _matches(self._pattern, masked, self._longest)]
+        return [self._spelled[found[0]] for found in _matches(self._pattern, text, self._longest)]
 
     def _hide(self, masked: str) -> str:
         assert self._pattern is not None

@@ -9,6 +9,8 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from heapq import heappop, heappush
+from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -143,12 +145,15 @@ class TextTokenizer:
 
 
 class TokenizerThreads:
-    """Runs tokenising, and what else takes time, outside the event loop."""
+    """Runs tokenising, and what else takes time, outside the event loop. Of long texts, the shortest comes first."""
 
     def __init__(self, tokenizer: TextTokenizer, workers: int) -> None:
         self.tokenizer = tokenizer
         self._pool = ThreadPoolExecutor(max_workers=workers, thread_name_prefix="validation")
-        self._long = ThreadPoolExecutor(max_workers=max(1, workers // 2), thread_name_prefix="validation-long")
+        self._free = max(1, workers // 2)
+        self._long = ThreadPoolExecutor(max_workers=self._free, thread_name_prefix="validation-long")
+        self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []  # a heap: characters, number, turn
+        self._numbers = count()
 
     async def handle_text(self, characters: int, work: Callable[[], T], *, at_once: int = _SHORT) -> T:
         """Runs what takes time in proportion to a text; of one with `at_once` characters at most, at once."""
@@ -156,8 +161,36 @@ class TokenizerThreads:
 
     async def run(self, characters: int, work: Callable[[], T]) -> T:
         """Runs `work` on a text in a thread."""
-        pool = self._pool if characters <= _LONG else self._long
-        return await asyncio.get_running_loop().run_in_executor(pool, work)
+        loop = asyncio.get_running_loop()
+        if characters <= _LONG:
+            return await loop.run_in_executor(self._pool, work)
+        await self._turn(characters)
+        try:
+            return await loop.run_in_executor(self._long, work)
+        finally:
+            self._pass_turn()
+
+    async def _turn(self, characters: int) -> None:
+        """Waits for a thread of the long texts."""
+        if self._free:
+            self._free -= 1
+            return
+        turn = asyncio.get_running_loop().create_future()
+        heappush(self._waiting, (characters, next(self._numbers), turn))
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self._pass_turn()
+            raise
+
+    def _pass_turn(self) -> None:
+        while self._waiting:
+            _, _, turn = heappop(self._waiting)
+            if not turn.done():
+                turn.set_result(None)
+                return
+        self._free += 1
 
     def close(self) -> None:
         for pool in (self._pool, self._long):

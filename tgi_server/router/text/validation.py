@@ -18,6 +18,7 @@ from tgi_server.router.text.parameters import (
 )
 from tgi_server.router.text.special_tokens import RenderedPrompt
 from tgi_server.router.text.tokenizer import TokenizerThreads
+from tgi_server.router.text.truncation import end_characters
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,10 +121,13 @@ class Validator:
             wanted = grammar or requested_grammar(parameters.grammar)
             if parameters.min_tokens and wanted:
                 raise InvalidRequest("`min_tokens` cannot be used with a grammar, which says when the text ends")
-            input_ids = self._input_ids(prompt, parameters.truncate, add_special_tokens=add_special_tokens)
-            return (with_text(wanted, spans_of or prompt.text) if wanted else None), input_ids
+            if wanted:
+                wanted = with_text(wanted, spans_of or prompt.text)
+                if fault := wanted.too_long():
+                    raise InvalidRequest(f"the grammar cannot be used: {fault}")
+            return wanted, self._input_ids(prompt, parameters.truncate, add_special_tokens=add_special_tokens)
 
-        prepared, input_ids = await self._threads.handle_text(max(size, len(prompt.text)), prepare)
+        prepared, input_ids = await self._threads.handle_text(_work(prompt.text, size, parameters.truncate), prepare)
         max_new_tokens = self._max_new_tokens(len(input_ids), parameters.max_new_tokens)
         unenforced = await self._compile(prepared)
         return CheckedRequest(
@@ -149,10 +153,18 @@ class Validator:
             raise InvalidRequest(f"`adapter_id`: {error}") from None
 
     def _input_ids(self, prompt: RenderedPrompt, truncate: int | None, *, add_special_tokens: bool) -> list[int]:
-        """Returns the prompt's tokens, cut to `truncate`. A text that cannot fit is not tokenised as a whole."""
+        """Returns the prompt's tokens, cut to `truncate`. A text that cannot fit, or is cut, is not tokenised as
+        a whole.
+        """
         tokenizer, most = self._threads.tokenizer, self._limits.max_input_tokens
         if prompt.token_ids is not None:
             ids = prompt.token_ids
+        elif truncate and len(prompt.text) > end_characters(truncate):
+
+            def encode(text: str) -> list[int]:
+                return tokenizer.encode(text, add_special_tokens=add_special_tokens, offsets=False).ids
+
+            ids = prompt.last_ids(truncate, encode)
         else:
             if not truncate and tokenizer.exceeds(prompt.text, most):
                 raise ContextOverflow.of_prompt(most + 1, most, at_least=True)
@@ -181,6 +193,12 @@ class Validator:
         if self._grammar_refusal is not None:
             raise InvalidRequest(self._grammar_refusal)
         return await self._compile_grammar(grammar)
+
+
+def _work(text: str, size: int, truncate: int | None) -> int:
+    """Returns how many characters of a request are worked on. size: bytes of the whole request."""
+    tokenised = min(len(text), 2 * end_characters(truncate)) if truncate else len(text)
+    return max(size - len(text), 0) + tokenised
 
 
 def grammar_refusal(*, disabled: bool, supported: bool) -> str | None:

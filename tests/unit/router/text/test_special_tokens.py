@@ -162,6 +162,14 @@ def test_clients_cannot_write_special_tokens(case: tuple[str, list[str]], templa
     assert special(name, tokens(name, render(name, template, contents))) == expected
 
 
+@settings(max_examples=2 * settings().max_examples, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(hostile(), ANY_TEMPLATE, st.integers(1, 30))
+def test_the_end_of_a_long_prompt_is_that_of_the_whole(case: tuple[str, list[str]], template: str, wanted: int):
+    name, contents = case
+    prompt = render(name, template, [each * 500 for each in contents])
+    assert prompt.last_ids(wanted, lambda text: plainly(name, text).ids) == tokens(name, prompt)[-wanted:]
+
+
 @pytest.mark.parametrize("name", [name for name in TOKENIZERS if name != "unigram"])  # which forgets spaces
 @pytest.mark.parametrize("template", ["plain", "trimmed", "side by side", "looked into"])
 def test_what_clients_spell_is_read_as_they_wrote_it(name: str, template: str):

@@ -141,6 +141,23 @@ async def test_short_texts_do_not_wait_behind_long_ones():
     threads.close()
 
 
+async def test_of_long_texts_the_shortest_comes_first_and_nobody_waits_for_one_who_left():
+    threads = TokenizerThreads(byte_level(), 1)
+    gate = threading.Event()
+    order: list[int] = []
+    running = asyncio.create_task(threads.run(10**6, gate.wait))
+    await asyncio.sleep(0)
+    sizes = [2_000_000, 40_000, 1_000_000, 50_000]
+    waiting = [asyncio.create_task(threads.run(each, lambda each=each: order.append(each))) for each in sizes]
+    await asyncio.sleep(0)
+    waiting[3].cancel()
+    gate.set()
+    await asyncio.gather(running, *waiting, return_exceptions=True)
+    assert order == [40_000, 1_000_000, 2_000_000]
+    await asyncio.wait_for(threads.run(10**6, int), 10)
+    threads.close()
+
+
 @pytest.mark.parametrize("text", ["rice and beans " * 100_000, "\ud7ff" * 1_000_000, "1 " * 500_000])
 def test_texts_with_too_many_tokens_are_known_before_all_of_it_is_tokenised(text: str, monkeypatch: pytest.MonkeyPatch):
     tokenizer = load_tokenizer(demo_model.PATH, read_tokenizer_config(demo_model.PATH, None))

@@ -47,6 +47,11 @@ def completion_routes(service: Service) -> APIRouter:
     return router
 
 
+# Tokens of prompts, with those that are told in their place, that one response shows: some 35 bytes each. In a stream
+# those of a prompt are written at once.
+_MOST_ECHOED, _MOST_STREAMED = 2**21, 2**16
+
+
 @dataclass(frozen=True, slots=True)
 class _Plan:
     """A request that keeps the rules. prompts: as text. sequences: `attempts` for each prompt, in their order."""
@@ -74,6 +79,11 @@ class _Plan:
         """False for a request that only wants to know of its prompts. A token is computed all the same."""
         return self.request.token_limit != 0
 
+    @property
+    def echoed(self) -> int:
+        """The number of tokens of prompts that the response has, with those that are told in their place."""
+        return self.choices * self.prompt_tokens * (1 + (self.request.logprobs or 0)) if self.request.echo else 0
+
     def echo(self, sequence: int) -> str:
         """Returns the prompt as a sequence's text begins with it."""
         return self.prompts[sequence // self.attempts] if self.request.echo else ""
@@ -90,6 +100,12 @@ class _Plan:
 
 async def complete(exchange: Exchange, request: CompletionRequest) -> Response:
     plan = await _plan(exchange, request)
+    most = _MOST_STREAMED if request.stream else _MOST_ECHOED
+    if plan.echoed > most:
+        raise InvalidRequest(
+            f"`echo` shows {plan.echoed} tokens of the prompts, with alternatives; at most {most} are shown "
+            f"{'in a stream' if request.stream else 'at once'}: ask for less"
+        )
     exchange.reserve(len(plan.sequences) - 1)
     return _stream(exchange, plan) if request.stream else await _whole(exchange, plan)
 
@@ -163,13 +179,19 @@ def _check(request: CompletionRequest, service: Service, choices: int, attempts:
 
 
 async def _whole(exchange: Exchange, plan: _Plan) -> Response:
-    request, attempts = plan.request, plan.attempts
-    logprobs = request.logprobs is not None
+    request = plan.request
     streams = await exchange.collect(
         plan.sequences,
         reveal_stop=request.include_stop_str_in_output,
-        logprobs=logprobs or attempts > plan.choices,
+        logprobs=request.logprobs is not None or plan.attempts > plan.choices,
     )
+    text = await exchange.service.threads.handle_text(plan.echoed, lambda: _body(exchange, plan, streams))
+    return exchange.respond(text, characters=plan.characters, streams=streams)
+
+
+def _body(exchange: Exchange, plan: _Plan, streams: Sequence[TokenStream[CollectedTokens]]) -> str:
+    """Returns the response as JSON. Takes time in proportion to its length."""
+    attempts, logprobs = plan.attempts, plan.request.logprobs is not None
     shown: list[int] = []
     for first in range(0, len(streams), attempts):
         likeliest = sorted(range(first, first + attempts), key=lambda each: -streams[each].output.mean_logprob())
@@ -182,8 +204,7 @@ async def _whole(exchange: Exchange, plan: _Plan) -> Response:
         reason = stream.finish_reason if plan.generates else FinishReason.LENGTH
         choices.append(_choice(index, text, told, reason))
     envelope = Envelope("text_completion", "cmpl", exchange.service.model, plan.sequences[0].adapter_id)
-    text = envelope.wrap(",".join(choices), plan.usage(streams, plan.prompt_tokens))
-    return exchange.respond(text, characters=plan.characters, streams=streams)
+    return envelope.wrap(",".join(choices), plan.usage(streams, plan.prompt_tokens))
 
 
 def _logprobs(entries: LogprobEntries, stream: TokenStream[CollectedTokens], echo: str, *, answer: bool) -> str:

@@ -17,6 +17,7 @@ from tgi_server.router.service import Service
 from tgi_server.router.text.special_tokens import RenderedPrompt
 from tgi_server.router.text.token_stream import AnyStream, CollectedTokens, TokenStream
 from tgi_server.router.text.tokenizer import TextTokenizer
+from tgi_server.router.text.validation import CheckedRequest
 
 
 def generate_routes(service: Service) -> APIRouter:
@@ -55,9 +56,30 @@ async def generate_whole(exchange: Exchange, request: GenerateRequest, *, in_lis
         exchange.reserve(best_of - 1)
     requests = checked.times(best_of)
     streams = await exchange.collect(requests, reveal_stop=True, logprobs=details or best_of > 1)
+    tokens = sum(map(_told_tokens, streams)) if details else 0
+    best, text = await exchange.service.threads.handle_text(
+        tokens, lambda: _body(exchange.service.tokenizer, request, requests, streams, details=details)
+    )
+    return exchange.respond(f"[{text}]" if in_list else text, characters=len(request.inputs), streams=[best])
+
+
+def _told_tokens(stream: AnyStream) -> int:
+    """Returns how many tokens `details` has of a sequence."""
+    return stream.generated_tokens + (len(stream.prefill.ids) if stream.prefill is not None else 0)
+
+
+def _body(
+    tokenizer: TextTokenizer,
+    request: GenerateRequest,
+    requests: Sequence[CheckedRequest],
+    streams: Sequence[TokenStream[CollectedTokens]],
+    *,
+    details: bool,
+) -> tuple[TokenStream[CollectedTokens], str]:
+    """Returns the best sequence, and the response as JSON."""
+    best_of = len(streams)
     order = sorted(range(best_of), key=lambda each: streams[each].output.mean_logprob(), reverse=True)
-    prompt = request.inputs if parameters.return_full_text else ""
-    tokenizer = exchange.service.tokenizer
+    prompt = request.inputs if request.parameters.return_full_text else ""
     best = streams[order[0]]
     text = f'{{"generated_text":{quoted(prompt + best.output.text)}'
     if details:
@@ -68,8 +90,7 @@ async def generate_whole(exchange: Exchange, request: GenerateRequest, *, in_lis
         )
         sequences = f',"best_of_sequences":[{others}]' if best_of > 1 else ""
         text += f',"details":{{{_details(tokenizer, best, requests[order[0]].seed)}{sequences}}}'
-    text += "}"
-    return exchange.respond(f"[{text}]" if in_list else text, characters=len(request.inputs), streams=[best])
+    return best, text + "}"
 
 
 def _details(tokenizer: TextTokenizer, stream: TokenStream[CollectedTokens], seed: int | None) -> str:

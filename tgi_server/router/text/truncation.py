@@ -1,0 +1,29 @@
+"""The last tokens of a long text, of which mostly only the end is tokenised."""
+
+from collections.abc import Callable
+
+# Characters of the end of a text for each token that is wanted of it, and for none.
+_FOR_EACH, _FOR_NONE = 16, 4_096
+
+
+def end_characters(tokens: int) -> int:
+    """Returns how many characters at the end of a text are tokenised first, for its last `tokens` tokens."""
+    return _FOR_EACH * tokens + _FOR_NONE
+
+
+def last_ids(encode: Callable[[str], list[int]], text: str, tokens: int) -> list[int]:
+    """Returns the last of the ids that `encode` makes of the text, `tokens` at most.
+
+    Behind a cut the first tokens are others than in the whole text; at the next word, or sign, they are the same again.
+    Where two cuts, a character apart, lead to the same tokens through most of the end, any cut does. In a text without
+    such places (one letter a million times) none may: then more of it is tokenised, and all of it in the end.
+    """
+    size = end_characters(tokens)
+    while 2 * size < len(text):
+        ids, others = encode(text[-size:]), encode(text[-size - 1 :])
+        pairs = zip(reversed(ids), reversed(others), strict=False)
+        same = next((place for place, (one, other) in enumerate(pairs) if one != other), min(len(ids), len(others)))
+        if same >= max(tokens + 1, len(ids) * 3 // 4):
+            return ids[-tokens:]
+        size *= 4
+    return encode(text)[-tokens:]
