@@ -74,12 +74,15 @@ class StopSequences:
         """Returns True if `text` may be part of a stop sequence. Special tokens are looked at: they are not shown."""
         return any(text in sequence for sequence in self._sequences)
 
-    def feed(self, text: str) -> tuple[str, bool]:
-        """Takes the next piece; returns what may be shown of the text now, and whether a stop sequence is complete."""
+    def feed(self, text: str, *, may_end: bool = True) -> tuple[str, bool]:
+        """Takes the next piece; returns what may be shown of the text now, and whether a stop sequence is complete.
+
+        may_end: stop sequences that are complete with this piece count; those that begin in it always do.
+        """
         if not text:
             return "", False
         seen = self._buffer + text
-        found = self._first(seen)
+        found = self._first(seen) if may_end else None
         if found is not None:
             start, sequence = found
             shown = seen[len(self._buffer) : start + len(sequence)] if self.reveal else seen[:start]
@@ -98,8 +101,16 @@ class StopSequences:
         return held
 
     def _first(self, text: str) -> tuple[int, str] | None:
-        """Returns the stop sequence that is complete first; of those, the one that begins first."""
-        matches = [(start + len(each), start, each) for each in self._sequences if (start := text.find(each)) >= 0]
+        """Returns the stop sequence that is complete first; of those, the one that begins first.
+
+        The buffer may have a whole one, from when none ended the text.
+        """
+        known = len(self._buffer)
+        matches = [
+            (start + len(each), start, each)
+            for each in self._sequences
+            if (start := text.find(each, max(0, known - len(each) + 1))) >= 0
+        ]
         if not matches:
             return None
         _, start, sequence = min(matches)

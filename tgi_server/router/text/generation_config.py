@@ -1,24 +1,57 @@
 """A model's own defaults for sampling, which its `generation_config.json` has."""
 
 import logging
-from math import isfinite
 from pathlib import Path
 
+from pydantic import ValidationError
+
+from tgi_server.router.errors import InvalidRequest
+from tgi_server.router.schemas.generate import GenerateParameters
+from tgi_server.router.text.parameters import sampling_parameters
 from tgi_server.router.text.tokenizer_config import read_json
 
 logger = logging.getLogger(__name__)
 
 # The parameters that are taken from it; lengths and tokens are the server's affair.
 SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+# Beyond what shards have numbers for.
+_TOO_LARGE = 2.0**128
+# Values by which OpenAI's routes switch off what TGI's leave out: a rule, or with the first two all sampling.
+_SWITCHES = {"temperature": (0,), "top_p": (0, 1), "top_k": (0, -1)}
 
 
 def read_sampling_defaults(model: Path) -> dict[str, float]:
-    """Returns the defaults that the model's folder names, and logs them. Raises StartupError for a broken file."""
+    """Returns the defaults that the model's folder names, and logs them. Raises StartupError for a broken file.
+
+    Values that no request may have are left out, with a warning.
+    """
     file = model / "generation_config.json"
     config = read_json(file)
-    found = {name: config.get(name) for name in SAMPLING_DEFAULTS}
-    defaults = {name: value for name, value in found.items() if isinstance(value, int | float) and isfinite(value)}
+    defaults: dict[str, float] = {}
+    for name in SAMPLING_DEFAULTS:
+        if (value := config.get(name)) is None:
+            continue
+        try:
+            defaults[name] = _checked(name, value)
+        except InvalidRequest as error:
+            logger.warning("%s: %s; it is left out", file, error)
     if defaults:
         named = ", ".join(f"{name}={value}" for name, value in defaults.items())
         logger.info("defaults of OpenAI's routes, by %s: %s", file.name, named)
     return defaults
+
+
+def _checked(name: str, value: object) -> float:
+    """Returns a value as a request may have it. Raises InvalidRequest."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < _TOO_LARGE:
+        raise InvalidRequest(f"`{name}` must be a number, not {value!r}")
+    if name == "top_k":
+        if value != int(value):
+            raise InvalidRequest(f"`top_k` must be a whole number, not {value}")
+        value = int(value)
+    if value not in _SWITCHES.get(name, ()):
+        try:
+            sampling_parameters(GenerateParameters.model_validate({name: value}), 1)
+        except ValidationError as error:
+            raise InvalidRequest(f"`{name}` is {value}: {error.errors()[0]['msg']}") from error
+    return value

@@ -130,7 +130,7 @@ class TokenStream(Generic[F]):
             self.drafted = generation.drafted and position == 0
             reason = finish_reason_from_message(generation.finish_reason) if position == last else None
             special = token_id in self._special_tokens
-            stop_token = token_id in self._stop_ids and self.generated_tokens > self._min_tokens
+            stop_token = token_id in self._stop_ids and self._may_end
             if stop_token or reason is FinishReason.EOS_TOKEN:  # no part of the text, nor of a stop sequence
                 text, visible, stopped = self._tokenizer.token_text(token_id), "", False
                 reason = FinishReason.EOS_TOKEN
@@ -171,29 +171,34 @@ class TokenStream(Generic[F]):
         self.ended_at = perf_counter()
         self._on_end(error)
 
+    @property
+    def _may_end(self) -> bool:
+        """True if the request's own stop sequences and tokens may end the text with this token."""
+        return self.generated_tokens > self._min_tokens
+
     def _plain(self, token_id: int) -> tuple[str, str, bool]:
         text = self._detokenizer.step(token_id)
-        if self._stops is None or self.generated_tokens <= self._min_tokens:
+        if self._stops is None:
             return text, text, False
-        visible, stopped = self._stops.feed(text)
+        visible, stopped = self._stops.feed(text, may_end=self._may_end)
         return text, visible, stopped
 
     def _special(self, token_id: int) -> tuple[str, str, bool]:
         """Handles a special token, which is not part of the text unless it is shown; a stop sequence may name any."""
         name = self._special_tokens[token_id]
         shown = token_id in self._shown
-        if self._stops is None or self.generated_tokens <= self._min_tokens:
+        if self._stops is None:
             return name, name if shown else "", False
         if not shown and not self._stops.contain(name):
             return name, "", False
-        visible, stopped = self._stops.feed(name)
+        visible, stopped = self._stops.feed(name, may_end=self._may_end)
         return name, visible if shown or not self._stops.reveal else "", stopped
 
     def _rest(self, incomplete: str) -> str:
         """Returns the text that waited for more to come. incomplete: of tokens without a whole character."""
         if self._stops is None:
             return incomplete
-        shown, stopped = self._stops.feed(incomplete)
+        shown, stopped = self._stops.feed(incomplete, may_end=self._may_end)
         return shown if stopped else shown + self._stops.flush()
 
 

@@ -33,7 +33,7 @@ def test_the_space_in_front_of_a_word_survives_behind_a_prompt():
     ids = [SENTENCE_PIECE.encode("hello", add_special_tokens=True).ids]
     detokenizer = Detokenizer(SENTENCE_PIECE, ids[0])
     world = 260
-    assert SENTENCE_PIECE.token_text(world) == "world"
+    assert SENTENCE_PIECE.decode([world]) == "world"
     assert detokenizer.step(world) == " world"
 
 

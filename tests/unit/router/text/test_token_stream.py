@@ -213,6 +213,30 @@ def test_nothing_that_the_request_names_ends_a_text_too_early():
     assert target.output.text == "hello worldhello"
 
 
+@pytest.mark.parametrize("reveal", [True, False])
+@pytest.mark.parametrize(
+    ("stops", "least", "shown", "cut"),
+    [
+        (["hello world"], 1, "hello world", ""),  # begins within the first tokens, and is complete behind them
+        (["world hello"], 2, "hello world hello", "hello "),
+        (["hello world"], 2, "hello world hello world", "hello world "),  # is complete within them, and once more
+        (["hello", "hello world"], 1, "hello world", ""),  # the shorter one is complete within them
+        (["world", "world hello"], 2, "hello world hello", "hello "),
+        (["lo w"], 1, "hello w", "hel"),
+        (["never"], 1, "hello world hello world", "hello world hello world"),
+        (["world hello world hello"], 3, "hello world hello world", "hello world hello world"),
+    ],
+)
+def test_stop_sequences_that_begin_within_the_least_tokens(
+    stops: list[str], least: int, shown: str, cut: str, reveal: bool
+):
+    target, _ = stream(stops, min_tokens=least, reveal=reveal)
+    reason = push_all(target, [*ids("hello world"), *ids(" hello world"), EOS], pb.FINISH_REASON_EOS_TOKEN)
+    ended = shown != "hello world hello world" or cut != shown
+    assert reason is (FinishReason.STOP_SEQUENCE if ended else None)
+    assert target.output.text == (shown if reveal else cut)
+
+
 def test_special_tokens_that_are_shown():
     target, _ = stream(shown={0, EOS})
     push_all(target, [0, *ids("hello"), EOS], pb.FINISH_REASON_EOS_TOKEN)
