@@ -40,11 +40,11 @@ class Model:
         self.form = tool_format(published.calls, "")
         self._compiler = GrammarCompiler(folder, published.vocab_size, published.end_ids)
         begins = "<think>" in published.template.rpartition("add_generation_prompt")[2]
-        self._opened = begins and "enable_thinking" not in published.template
+        self.opened = begins and "enable_thinking" not in published.template
 
     def thought(self) -> str:
         """Thoughts as the model writes them; empty where it has none."""
-        begin = "" if self._opened else "<think>\n"
+        begin = "" if self.opened else "<think>\n"
         return f"{begin}{THOUGHTS}</think>\n\n" if self.published.thinks else ""
 
     def call(self, *calls: tuple[str, dict[str, str]]) -> str:
@@ -119,6 +119,21 @@ async def test_calls_that_the_model_chose(model: Model):
     if model.form.anywhere:
         written = f"{model.thought()}I look it up.\n\n{model.call(*called)}"
         assert await model.answers(written, tools=TOOLS) == answer(model, "I look it up.", *called)
+
+
+async def test_a_text_that_begins_like_a_mark(model: Model):
+    before = model.thought() if model.opened else ""
+    text = "<div> {or} [INST"
+    assert await model.answers(before + text, tools=TOOLS) == answer(model, text, thinks=model.opened)
+
+
+async def test_thoughts_behind_a_blank(model: Model):
+    if model.opened or not model.published.thinks:
+        pytest.skip("it does not begin its thoughts itself")
+    called = ("weather", PARIS)
+    for text in (None, "I look it up."):
+        written = f"\n{model.thought()}{text or ''}\n{model.call(called)}"
+        assert await model.answers(written, tools=TOOLS) == answer(model, text, called)
 
 
 async def test_a_text_beside_tools(model: Model):

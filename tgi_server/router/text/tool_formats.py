@@ -187,29 +187,36 @@ class FrameWriter:
         calls: those that it may have. schema: the place of the schema of an answer without calls; None: any text.
         thoughts: what stands around the model's thoughts, which come first. open_: they have begun in the prompt.
         """
-        lines = ["%llguidance {}", r"TEXT: /(.|\n)*/"]
+        lines = ["%llguidance {}", r"TEXT: /(.|\n)*/", r"BLANK: /[ \n]{0,4}/"]
         may_think = thoughts is not None and not open_
         # A text that might also be thoughts, or a call, would hide them.
-        elsewhere = thoughts.begin[0] if thoughts is not None and may_think and thoughts.begin not in self._ids else ""
-        answers = list(self._answers(calls, schema, elsewhere, lines))
+        others: list[str] = []
+        begin = ""
+        if thoughts is not None and may_think and thoughts.begin in self._ids:
+            begin = f"BLANK {self._literal(thoughts.begin)}"
+        elif thoughts is not None and may_think:
+            others.append(rf"[ \n]*{_pattern(thoughts.begin)}")
+            lines.append(f"BEGIN: /{others[0]}/")
+            begin = "BEGIN"
+        answers = list(self._answers(calls, schema, others, lines))
         if thoughts is not None:
-            lines.append(r"BLANK: /[ \n]{0,4}/")
-            thought = self._until(thoughts.end, "thought", "", lines)
-            begin = self._literal(thoughts.begin) if may_think else ""
+            thought = self._until(thoughts.end, "thought", [], lines)
             known = [f"{begin} {thought} BLANK {each}" for each in answers]
             answers = known + answers if may_think else known
         return "\n".join([*lines, f"start: {' | '.join(answers)}"]) + "\n"
 
-    def _answers(self, calls: Calls | None, schema: str | None, elsewhere: str, lines: list[str]) -> Iterator[str]:
+    def _answers(
+        self, calls: Calls | None, schema: str | None, others: Sequence[str], lines: list[str]
+    ) -> Iterator[str]:
         """Yields each kind of answer that there may be.
 
-        elsewhere: a character that no text begins with. lines: takes the rules that the answers are made of.
+        others: patterns that no text begins with. lines: takes the rules that the answers are made of.
         """
         text = f"%schema {json.dumps(schema)}"
         if schema is None:
             if calls is not None and not calls.form.anywhere:
-                elsewhere += calls.form.trigger[0]
-            lines.append(f"OTHER: /{_beginning_without(elsewhere)}/")
+                others = [*others, _pattern(calls.form.trigger[0])]
+            lines.append(f"OTHER: {_beginning_without(others)}")
             text = "OTHER"
         if calls is None:
             yield text
@@ -219,7 +226,7 @@ class FrameWriter:
         if calls.required or schema is not None or not form.anywhere:
             yield f"{self._literal(form.trigger)} calls"
         else:
-            yield f"{self._until(form.trigger, 'prelude', elsewhere, lines)} calls"
+            yield f"{self._until(form.trigger, 'prelude', others, lines)} calls"
         if not calls.required:
             yield text
 
@@ -254,11 +261,11 @@ class FrameWriter:
                 value = f"%schema {json.dumps(arguments.place_of(each))} {end}"
             yield f"{rule}_{i}: {self._literal(each.tag)} {value}"
 
-    def _until(self, marker: str, rule: str, elsewhere: str, lines: list[str]) -> str:
-        """Returns the grammar of a text that ends with the first `marker`. elsewhere: what it does not begin with."""
+    def _until(self, marker: str, rule: str, others: Sequence[str], lines: list[str]) -> str:
+        """Returns the grammar of a text up to the first `marker`. others: patterns that it does not begin with."""
         if marker in self._ids:
             return f"TEXT {self._literal(marker)}"
-        lines.append(f"{rule}[lazy]: /{_beginning_without(elsewhere)}/ {_quoted(marker)}")
+        lines.append(f"{rule}[lazy]: {_beginning_without(others)} {_quoted(marker)}")
         return rule
 
     def _literal(self, text: str) -> str:
@@ -273,6 +280,11 @@ def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def _beginning_without(characters: str) -> str:
-    """Returns a regular expression of any text, or none, that does not begin with one of the characters."""
-    return rf"([^{re.escape(characters)}](.|\n)*)?" if characters else r"(.|\n)*"
+def _pattern(text: str) -> str:
+    """Returns a text as a part of a regular expression in Lark."""
+    return re.escape(text).replace("/", r"\/")
+
+
+def _beginning_without(patterns: Sequence[str]) -> str:
+    """Returns Lark of any text, or none, that does not begin with what one of the patterns matches."""
+    return rf"(/(.|\n)*/ & ~/({'|'.join(patterns)})(.|\n)*/)" if patterns else r"/(.|\n)*/"
