@@ -154,3 +154,63 @@ async def test_added_tokens_within_json(model: Model):
     called = ("weather", json.loads(written))
     written = model.thought() + model.call(called)
     assert await model.answers(written, tools=TOOLS, tool_choice="required") == answer(model, None, called)
+
+
+SAID = "a true größe 🌳 the"
+CHOSEN, LESS, LEAST = -0.25, -1.5, -3.0
+
+
+async def test_alternatives_have_their_own_texts_and_bytes(model: Model, monkeypatch: pytest.MonkeyPatch):
+    """On all routes. Two alternatives differ by the space in front only; characters of several bytes are in parts."""
+    published, shard = model.published, model._router.shard
+    space = "\u2581" if published.sentence_piece else "\u0120"
+    others = [published.token_id(space + "the"), published.token_id("the")]
+    following = shard._next
+
+    def with_alternatives(row: Any) -> Any:
+        generation = following(row)
+        chosen = generation.token_ids[0]
+        tops = {**dict(zip(others, (LESS, LEAST), strict=True)), chosen: CHOSEN}
+        pairs = sorted(tops.items(), key=lambda each: -each[1])
+        del generation.top_tokens[:], generation.logprobs[:]
+        generation.top_tokens.add(ids=[token for token, _ in pairs], logprobs=[value for _, value in pairs])
+        generation.logprobs.append(CHOSEN)
+        return generation
+
+    monkeypatch.setattr(shard, "_next", with_alternatives)
+    tokens = published.tokenizer.encode(published.eos + SAID, add_special_tokens=False).ids[1:]
+    shard.tokens = [*tokens, published.end]
+
+    async def ask(route: str, **body: Any) -> dict[str, Any]:
+        response = await model._router.post(route, **body)
+        assert response.status_code == 200, response.text
+        answered: dict[str, Any] = response.json()
+        return answered
+
+    parameters = {"details": True, "top_n_tokens": 3, "max_new_tokens": 99}
+    details = (await ask("/generate", inputs="t", parameters=parameters))["details"]
+    assert "".join(each["text"] for each in details["tokens"] if not each["special"]) == SAID
+    for chosen, tops in zip(details["tokens"], details["top_tokens"], strict=True):
+        assert chosen["id"] in [each["id"] for each in tops]
+        texts = {each["id"]: each["text"] for each in tops}
+        assert [texts[each] for each in others] == [" the", "the"]
+
+    (choice,) = (await ask("/v1/completions", prompt="t", logprobs=3, max_tokens=99))["choices"]
+    told = choice["logprobs"]
+    assert choice["text"] == SAID
+    for name, tops in zip(told["tokens"], told["top_logprobs"], strict=True):
+        assert tops == {"the": LEAST} | {" the": LESS} | {name: CHOSEN}
+
+    (choice,) = (await ask("/v1/chat/completions", messages=HELLO, logprobs=True, top_logprobs=3))["choices"]
+    include = ["message.output_text.logprobs"]
+    output = (await ask("/v1/responses", input="t", include=include, top_logprobs=3))["output"]
+    in_chat = choice["logprobs"]["content"]
+    in_response = [each for item in output for part in item["content"] for each in part.get("logprobs", ())]
+    for entries in (in_chat, in_response if not published.thinks else in_chat):
+        *spoken, end = entries
+        assert end["token"] == published.tokenizer.id_to_token(published.end)
+        assert bytes(byte for each in spoken for byte in each["bytes"]).decode() == SAID
+        for entry in entries:
+            tops = {each["token"]: (each["logprob"], bytes(each["bytes"])) for each in entry["top_logprobs"]}
+            alternatives = {" the": (LESS, b" the"), "the": (LEAST, b"the")}
+            assert tops == alternatives | {entry["token"]: (CHOSEN, bytes(entry["bytes"]))}
