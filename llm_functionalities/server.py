@@ -42,6 +42,17 @@ SERVICES = tuple(service.full_name for service in llm_pb2.DESCRIPTOR.services_by
 # An endpoint that is away is looked at every `retry_after` seconds, and a look takes up to this long.
 UNCERTAIN_SECONDS = 2.0
 
+# So many connections may together have all the streams there are, each at least as many as RFC 9113 (6.5.2) recommends.
+CONNECTIONS_OF_ALL = 8
+LEAST_STREAMS = 100
+
+# gRPC cancels calls that nobody has begun to serve when there are more, whoever sent them: those of callers who do
+# nothing but reset their streams would cancel others' calls.
+MOST_PENDING = 20_000
+
+# Calls that a connection may begin before it is the others' turn.
+REQUESTS_PER_READ = 8
+
 # The name in the health service that says if there is a model server.
 READINESS = "readiness"
 
@@ -218,7 +229,10 @@ def _options(settings: Settings, max_streams: int) -> Sequence[tuple[str, int]]:
         ("grpc.max_receive_message_length", settings.max_message_bytes),
         ("grpc.max_send_message_length", settings.max_message_bytes),
         ("grpc.max_metadata_size", LONGEST_METADATA),
-        ("grpc.max_concurrent_streams", max_streams),  # of one connection
+        ("grpc.max_concurrent_streams", max(LEAST_STREAMS, max_streams // CONNECTIONS_OF_ALL)),  # of one connection
+        ("grpc.server.max_pending_requests", MOST_PENDING),
+        ("grpc.server.max_pending_requests_hard_limit", MOST_PENDING),
+        ("grpc.http2.max_requests_per_read", REQUESTS_PER_READ),
         ("grpc.max_allowed_incoming_connections", settings.max_connections),
         ("grpc.server_handshake_timeout_ms", int(settings.receive_timeout * 1000)),
         ("grpc.max_connection_idle_ms", IDLE_SECONDS * 1000),

@@ -7,6 +7,7 @@ messages are read here and not by gRPC.
 import asyncio
 import logging
 import time
+from collections import OrderedDict
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import aclosing, contextmanager, suppress
 from typing import Any, TypeAlias
@@ -40,6 +41,13 @@ MAX_WATCHERS = 64
 # A stream whose caller does not read ends this long after its deadline.
 UNREAD_SECONDS = 1.0
 
+# Calls in a row that a connection may cancel within that time. It is refused for as long.
+MOST_CANCELLED = 1000
+CANCELLED_SECONDS = 10.0
+
+# Connections whose cancelled calls are counted.
+MOST_CONNECTIONS = 4096
+
 _REQUESTS = {
     f"/{service.full_name}/{method.name}": method.input_type
     for service in llm_pb2.DESCRIPTOR.services_by_name.values()
@@ -66,6 +74,38 @@ class ConcurrencyLimit:
             self.taken -= 1
 
 
+class CancelledCalls:
+    """Refuses the calls of a connection for a while that has cancelled very many, and let none come to its end.
+
+    Each of them gives its place back at once, so the number of places does not bound them.
+    """
+
+    def __init__(self) -> None:
+        # By connection: how many there were in a row, and until when they count.
+        self._in_a_row: OrderedDict[str, tuple[int, float]] = OrderedDict()
+
+    def check(self, connection: str) -> None:
+        """Raises TooBusy for the calls of a connection that are refused."""
+        count, until = self._in_a_row.get(connection, (0, 0.0))
+        if count >= MOST_CANCELLED and time.monotonic() < until:
+            raise TooBusy(f"this connection has cancelled {count} calls in a row; try again in {CANCELLED_SECONDS:g} s")
+
+    def cancelled(self, connection: str) -> None:
+        count, until = self._in_a_row.pop(connection, (0, 0.0))
+        now = time.monotonic()
+        if now >= until:
+            count, until = 0, now + CANCELLED_SECONDS
+        elif count + 1 == MOST_CANCELLED:
+            until = now + CANCELLED_SECONDS
+            logger.warning("a connection is refused: it has cancelled %d calls in a row", count + 1)
+        self._in_a_row[connection] = count + 1, until
+        if len(self._in_a_row) > MOST_CONNECTIONS:
+            self._in_a_row.popitem(last=False)
+
+    def ended(self, connection: str) -> None:
+        self._in_a_row.pop(connection, None)
+
+
 class Admission(grpc.aio.ServerInterceptor):
     """Lets at most `limit` calls in at a time; more are refused with RESOURCE_EXHAUSTED.
 
@@ -76,6 +116,7 @@ class Admission(grpc.aio.ServerInterceptor):
         self._calls = ConcurrencyLimit(limit)
         self._checks = ConcurrencyLimit(MAX_CHECKS)
         self._watchers = ConcurrencyLimit(MAX_WATCHERS)
+        self._cancelled = CancelledCalls()
         self._metrics = metrics
         self._max_entries = max_entries
         self._receive_timeout = receive_timeout
@@ -146,6 +187,8 @@ class Admission(grpc.aio.ServerInterceptor):
         kind = _REQUESTS[method]
 
         async def admitted(_: object, rpc: Rpc) -> Any:
+            connection = rpc.peer()
+            self._cancelled.check(connection)
             with self._observed(method, rpc) as context:
                 message = await self._receive(rpc)
                 check_fields(message, kind, self._max_entries)
@@ -154,9 +197,13 @@ class Admission(grpc.aio.ServerInterceptor):
                 except DecodeError as error:
                     raise InvalidArgument(f"the message is not a valid {kind.name}: {error}") from None
                 del message
+                response = None
                 if handler.response_streaming:
-                    return await _stream(handler.unary_stream(request, context), context, rpc)
-                return await handler.unary_unary(request, context)
+                    await _stream(handler.unary_stream(request, context), context, rpc)
+                else:
+                    response = await handler.unary_unary(request, context)
+            self._cancelled.ended(connection)
+            return response
 
         return admitted
 
@@ -194,6 +241,7 @@ class Admission(grpc.aio.ServerInterceptor):
             raise
         except BaseException:
             status = "CANCELLED"
+            self._cancelled.cancelled(rpc.peer())
             raise
         finally:
             span.end()

@@ -1,5 +1,6 @@
 """Requests that are meant to harm others: whoever sends them gets a clear error, and nobody else waits for it."""
 
+import itertools
 import socket
 import threading
 import time
@@ -386,3 +387,93 @@ def test_the_largest_requests_and_answers_hold_nobody_up(name: str, server: Mode
         with health_is_quick(service):
             for call in calls:
                 call()
+
+
+def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
+    """A frame of RFC 9113, section 4.1."""
+    return len(payload).to_bytes(3) + bytes([kind, flags]) + stream.to_bytes(4) + payload
+
+
+def _field(name: bytes, value: bytes) -> bytes:
+    """A header as a literal that is not indexed: RFC 7541, section 6.2.2."""
+    return bytes([0, len(name)]) + name + bytes([len(value)]) + value
+
+
+DATA, HEADERS, RST_STREAM, SETTINGS, PING = 0, 1, 3, 4, 6
+ACK = END_STREAM = 1
+END_HEADERS = 4
+CANCEL = (8).to_bytes(4)
+CALL = b"\x83\x86" + b"".join(
+    _field(*each)
+    for each in (
+        (b":path", b"/LLMRunner/call_model"),
+        (b":authority", b"x"),
+        (b"content-type", b"application/grpc"),
+        (b"te", b"trailers"),
+    )
+)
+
+
+class Resets:
+    """A connection that opens streams and resets them at once, so many a second, until it is closed."""
+
+    def __init__(self, port: int, rate: int) -> None:
+        self.sent = 0
+        self._rate = rate
+        self._connection = socket.create_connection(("127.0.0.1", port))
+        self._connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(SETTINGS, 0, 0))
+        self._closing = threading.Event()
+        self._threads = [threading.Thread(target=each) for each in (self._send, self._receive)]
+        for thread in self._threads:
+            thread.start()
+
+    def close(self) -> None:
+        self._closing.set()
+        self._threads[0].join()
+        self._connection.shutdown(socket.SHUT_RDWR)
+        self._threads[1].join()
+        self._connection.close()
+
+    def _send(self) -> None:
+        streams = itertools.count(1, 2)
+        began = time.monotonic()
+        while not self._closing.wait(0.01):
+            due = int((time.monotonic() - began) * self._rate) - self.sent
+            calls = [
+                frame(HEADERS, END_HEADERS, stream, CALL)
+                + frame(DATA, END_STREAM, stream, bytes(5))
+                + frame(RST_STREAM, 0, stream, CANCEL)
+                for stream in itertools.islice(streams, due)
+            ]
+            self._connection.sendall(b"".join(calls))
+            self.sent += due
+
+    def _receive(self) -> None:
+        """Acknowledges settings and pings, without which a server waits."""
+        with self._connection.makefile("rb") as reader:
+            while len(head := reader.read(9)) == 9:
+                payload = reader.read(int.from_bytes(head[:3]))
+                kind, flags = head[3], head[4]
+                if kind in (SETTINGS, PING) and not flags & ACK:
+                    self._connection.sendall(frame(kind, ACK, 0, payload if kind == PING else b""))
+
+
+@pytest.mark.slow
+@on_a_busy_machine
+def test_streams_that_are_reset_at_once_cancel_nobody_elses_calls(server: ModelServer) -> None:
+    with running_service("--endpoint", server.url) as service, service.runner() as runner:
+        assert ask(runner)
+        attackers = [Resets(service.port, rate=2000) for _ in range(4)]
+        took = []
+        try:
+            until(lambda: sum(each.sent for each in attackers) > 8000)
+            for _ in range(30):
+                began = time.monotonic()
+                assert ask(runner) == "a fine answer"
+                took.append(time.monotonic() - began)
+        finally:
+            for each in attackers:
+                each.close()
+        assert max(took) < 0.5
+        assert len(server.requests) < 100  # what is reset is not asked
+    assert any("cancelled 1000 calls in a row" in line for line in service.log)

@@ -9,9 +9,9 @@ import pytest
 from prometheus_client import generate_latest
 
 from llm_functionalities.endpoint.call import Deadline
-from llm_functionalities.errors import InvalidArgument
+from llm_functionalities.errors import InvalidArgument, TooBusy
 from llm_functionalities.metrics import ServiceMetrics
-from llm_functionalities.services.admission import Admission
+from llm_functionalities.services.admission import CANCELLED_SECONDS, MOST_CANCELLED, Admission, CancelledCalls
 from llm_functionalities.services.context import CallContext
 from shared.stubs import llm_pb2, llm_pb2_grpc
 from tests.timing import SECONDS, eventually
@@ -171,3 +171,27 @@ async def test_a_call_without_a_message_of_its_kind_is_refused(
         await call.write(message)
     await call.done_writing()
     assert await call.code() == grpc.StatusCode.INVALID_ARGUMENT
+
+
+def test_a_connection_that_cancels_everything_is_refused_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    cancelled = CancelledCalls()
+    for _ in range(MOST_CANCELLED - 1):
+        cancelled.cancelled("one")
+    cancelled.check("one")
+    cancelled.cancelled("one")
+    with pytest.raises(TooBusy, match="has cancelled 1000 calls in a row"):
+        cancelled.check("one")
+    cancelled.check("another")
+    now += CANCELLED_SECONDS
+    cancelled.check("one")
+
+
+def test_a_connection_whose_calls_come_to_their_end_may_cancel_others() -> None:
+    cancelled = CancelledCalls()
+    for number in range(5 * MOST_CANCELLED):
+        cancelled.cancelled("one")
+        if number % 500 == 0:
+            cancelled.ended("one")
+    cancelled.check("one")
