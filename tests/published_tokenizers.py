@@ -267,7 +267,7 @@ PUBLISHED: dict[str, Published] = {
         ),
         Published(
             "glm4.5",
-            "hermes",
+            "glm45",
             None,
             "<|endoftext|>",
             pad="<|endoftext|>",
@@ -283,7 +283,7 @@ PUBLISHED: dict[str, Published] = {
         ),
         Published(
             "minimax_m2",
-            "tgi",
+            "minimax_m2",
             "]~!b[",
             "[e~[",
             unk="]!d~[",

@@ -16,6 +16,8 @@ ToolCallParser = Literal[
     "tgi",
     "hermes",
     "qwen3_coder",
+    "glm45",
+    "minimax_m2",
     "mistral",
     "mistral_args",
     "llama3_json",

@@ -52,7 +52,11 @@ class Model:
         form, written = self.form, self.form.trigger
         for index, (name, arguments) in enumerate(calls):
             written += form.next_head(name) if index else form.first_head(name)
-            written += json.dumps(arguments, ensure_ascii=False) + form.tail
+            tags = form.tags
+            if tags is None:
+                written += json.dumps(arguments, ensure_ascii=False) + form.tail
+            else:
+                written += "".join(tags.tag(key) + value + tags.end for key, value in arguments.items()) + form.tail
         return written + form.end
 
     async def answers(self, text: str, **body: Any) -> dict[str, Any]:

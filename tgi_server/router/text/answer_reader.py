@@ -40,7 +40,11 @@ class CallHeads:
         self.next = {form.of(each).next_head(name): name for name, each in arguments.items()}
         self.firsts, self.nexts = Beginnings(self.first), Beginnings(self.next)
         self._called = {name: form.of(each) for name, each in arguments.items()}
-        self._tags = {name: Tags(each.tagged) for name, each in arguments.items() if each.tagged is not None}
+        self._tags = {
+            name: Tags(form.tags, each.tagged)
+            for name, each in arguments.items()
+            if form.tags is not None and each.tagged is not None
+        }
 
     def form_of(self, name: str) -> ToolFormat:
         """Returns the form of the calls of a tool."""

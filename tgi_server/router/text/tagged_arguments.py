@@ -1,6 +1,7 @@
-"""Arguments that are written one by one between tags, as Qwen3-Coder writes them, and what is read from them as JSON.
+"""Arguments that are written one by one between tags, and what is read from them as JSON.
 
-A text stands between its tags as it is, and ends with the first closing tag. Everything else is JSON, on one line:
+A text stands between its tags as it is, and ends with the first closing tag. Everything else is JSON, on one line. As
+Qwen3-Coder writes them:
 
     <parameter=place>
     Paris
@@ -16,9 +17,6 @@ from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-
-TAG = ("<parameter=", ">\n")
-END = "\n</parameter>\n"
 
 _PLAIN_NAME = re.compile(r'[^<>%~/"\s]+')
 _ANNOTATIONS = frozenset(
@@ -40,6 +38,19 @@ _NULL = "null"
 
 
 @dataclass(frozen=True, slots=True)
+class ArgumentTags:
+    """The tags around an argument. begin: what stands before and behind its name, ahead of the value. end: has a line
+    break, which no listed value has."""
+
+    begin: tuple[str, str]
+    end: str
+
+    def tag(self, name: str) -> str:
+        """Returns what comes before the value of an argument."""
+        return name.join(self.begin)
+
+
+@dataclass(frozen=True, slots=True)
 class TaggedParameter:
     """One parameter of a tool.
 
@@ -51,10 +62,6 @@ class TaggedParameter:
     text: bool = False
     values: tuple[str, ...] = ()
     nullable: bool = False
-
-    @property
-    def tag(self) -> str:
-        return self.name.join(TAG)
 
 
 def tagged_parameters(schema: Any) -> tuple[TaggedParameter, ...] | None:
@@ -161,10 +168,11 @@ class Beginnings:
 
 
 class Tags:
-    """The tags of the parameters of one tool."""
+    """The tags of the parameters of one tool. end: stands behind each value."""
 
-    def __init__(self, parameters: Sequence[TaggedParameter]) -> None:
-        self._parameters = {each.tag: each for each in parameters}
+    def __init__(self, form: ArgumentTags, parameters: Sequence[TaggedParameter]) -> None:
+        self.end = form.end
+        self._parameters = {form.tag(each.name): each for each in parameters}
         self._beginnings = Beginnings(self._parameters)
 
     def of(self, text: str) -> tuple[str, TaggedParameter] | None:
@@ -214,7 +222,7 @@ class TaggedArgumentsReader:
         No parameter is open once the value has ended.
         """
         if parameter.text and not self._in_text:
-            null = _NULL + END
+            null = _NULL + self._tags.end
             if parameter.nullable and len(text) < len(null) and null.startswith(text):
                 return text
             if parameter.nullable and text.startswith(null):
@@ -223,8 +231,8 @@ class TaggedArgumentsReader:
                 return text.removeprefix(null)
             pieces.append('"')
             self._in_text = True
-        value, end, rest = text.partition(END)
-        held = 0 if end else beginning_held(value, END)
+        value, end, rest = text.partition(self._tags.end)
+        held = 0 if end else beginning_held(value, self._tags.end)
         certain = value[: len(value) - held]
         pieces.append(json.dumps(certain, ensure_ascii=False)[1:-1] if parameter.text else certain)
         if not end:

@@ -7,11 +7,10 @@ gets TGI's. Whatever the form, the arguments of each call are bound by the schem
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from tgi_server.router.text import tagged_arguments
 from tgi_server.router.text.reasoning import ReasoningTags
-from tgi_server.router.text.tagged_arguments import TaggedParameter
+from tgi_server.router.text.tagged_arguments import ArgumentTags, TaggedParameter
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,8 +18,8 @@ class ToolFormat:
     """A form of calls: `begin`, `head` with the name in it, the arguments as JSON, `tail`, `separator`, ..., `end`.
 
     trigger: the first part of `begin` and `head`; behind it nothing but a call can follow. anywhere: a text may come
-    before the first call; otherwise the answer is either text or calls. alone: there is only one call. as_json: where
-    arguments are written one by one between tags, the form of calls for which that cannot be done; it has the same
+    before the first call; otherwise the answer is either text or calls. alone: there is only one call. tags: arguments
+    are written one by one between them. as_json: the form of calls for which that cannot be done; it has the same
     `trigger`, `begin`, `separator` and `end`.
     """
 
@@ -33,6 +32,7 @@ class ToolFormat:
     end: str = ""
     anywhere: bool = True
     alone: bool = False
+    tags: ArgumentTags | None = None
     as_json: "ToolFormat | None" = None
 
     def of(self, arguments: "Arguments") -> "ToolFormat":
@@ -56,9 +56,9 @@ class ToolFormat:
     def markers(self) -> str:
         """All that the form is made of, for a look at the special tokens in it."""
         own = "".join((self.begin, *self.head, self.tail, self.separator, self.end))
-        if self.as_json is None:
+        if self.tags is None or self.as_json is None:
             return own
-        return "".join((own, *tagged_arguments.TAG, tagged_arguments.END, self.as_json.markers))
+        return "".join((own, *self.tags.begin, self.tags.end, self.as_json.markers))
 
 
 # DeepSeek's marks; their bars are wide ones.
@@ -70,6 +70,15 @@ _JSON_HEAD = ('{"name": "', '", "arguments": ')
 
 HERMES_FORMAT = ToolFormat(
     "hermes", "<tool_call>", ("<tool_call>\n" + _JSON_HEAD[0], _JSON_HEAD[1]), "}\n</tool_call>", "", "\n"
+)
+_MINIMAX_JSON = ToolFormat(
+    "minimax_m2",
+    "<minimax:tool_call>",
+    ('<invoke name="', '">\n'),
+    "\n</invoke>\n",
+    "<minimax:tool_call>\n",
+    "",
+    "</minimax:tool_call>",
 )
 TGI_FORMAT = ToolFormat("tgi", "{", ('{"function": {"_name": "', '", "_arguments": '), "}}", anywhere=False, alone=True)
 _FORMATS = {
@@ -84,7 +93,24 @@ _FORMATS = {
             "</function>\n</tool_call>",
             "",
             "\n",
+            tags=ArgumentTags(("<parameter=", ">\n"), "\n</parameter>\n"),
             as_json=HERMES_FORMAT,
+        ),
+        ToolFormat(
+            "glm45",
+            "<tool_call>",
+            ("<tool_call>", "\n"),
+            "</tool_call>",
+            "",
+            "\n",
+            tags=ArgumentTags(("<arg_key>", "</arg_key>\n<arg_value>"), "</arg_value>\n"),
+            as_json=HERMES_FORMAT,
+        ),
+        replace(
+            _MINIMAX_JSON,
+            tail="</invoke>\n",
+            tags=ArgumentTags(('<parameter name="', '">'), "</parameter>\n"),
+            as_json=_MINIMAX_JSON,
         ),
         ToolFormat("mistral", "[TOOL_CALLS]", _JSON_HEAD, "}", "[TOOL_CALLS][", ", ", "]"),
         ToolFormat("mistral_args", "[TOOL_CALLS]", ("[TOOL_CALLS]", "[ARGS]"), ""),
@@ -122,6 +148,8 @@ _SIGNS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
     ("deepseek_v3", (_CALLS, "```json"), ()),
     ("deepseek_v31", (_CALLS,), ()),
     ("qwen3_coder", ("<tool_call>", "<function=", "<parameter="), ()),
+    ("glm45", ("<tool_call>", "<arg_key>"), ()),
+    ("minimax_m2", ("<minimax:tool_call>", "<invoke name="), ()),
     ("hermes", ("<tool_call>",), ("<parameter=",)),
     ("functionary", ("<function=",), ("<parameter=",)),
     ("llama3_json", ("tools", '"parameters": '), ()),
@@ -242,24 +270,28 @@ class FrameWriter:
                 bodies.append(f"{self._literal(head)} arguments{i} {self._literal(form.tail)}")
             yield f"{rule}: {' | '.join(bodies)}"
         for i, arguments in enumerate(calls.arguments.values()):
-            yield from self._argument_rules(f"arguments{i}", arguments)
-        if any(each.tagged for each in calls.arguments.values()):
-            yield rf"tagged_text[lazy]: /(.|\n)*/ {_quoted(tagged_arguments.END)}"
+            yield from self._argument_rules(f"arguments{i}", calls.form.tags, arguments)
+        if calls.form.tags is not None and any(each.tagged for each in calls.arguments.values()):
+            end = calls.form.tags.end
+            if self._special is not None and self._special.match(end):
+                yield f"tagged_text: TEXT {self._literal(end)}"
+            else:
+                yield rf"tagged_text[lazy]: /(.|\n)*/ {_quoted(end)}"
 
-    def _argument_rules(self, rule: str, arguments: Arguments) -> Iterator[str]:
-        if arguments.tagged is None:
+    def _argument_rules(self, rule: str, tags: ArgumentTags | None, arguments: Arguments) -> Iterator[str]:
+        if tags is None or arguments.tagged is None:
             yield f"{rule}: %schema {json.dumps(arguments.place)}"
             return
         members = (f"{rule}_{i}{'' if each.required else '?'}" for i, each in enumerate(arguments.tagged))
         yield f"{rule}: {' '.join(members) or _quoted('')}"
-        end = self._literal(tagged_arguments.END)
+        end = self._literal(tags.end)
         for i, each in enumerate(arguments.tagged):
             if each.text:
                 values = [*map(_quoted, each.values), *([_quoted("null")] if each.nullable else [])]
                 value = f"({' | '.join(values)}) {end}" if each.values else "tagged_text"
             else:
                 value = f"%schema {json.dumps(arguments.place_of(each))} {end}"
-            yield f"{rule}_{i}: {self._literal(each.tag)} {value}"
+            yield f"{rule}_{i}: {self._literal(tags.tag(each.name))} {value}"
 
     def _until(self, marker: str, rule: str, others: Sequence[str], lines: list[str]) -> str:
         """Returns the grammar of a text up to the first `marker`. others: patterns that it does not begin with."""

@@ -31,6 +31,10 @@ WRITTEN = {
     '<tool_call>\n{"name": "a\\"b", "arguments": ROME}\n</tool_call>',
     "qwen3_coder": "<tool_call>\n<function=weather>\n<parameter=place>\nParis\n</parameter>\n</function>\n</tool_call>"
     '\n<tool_call>\n<function=a"b>\n<parameter=place>\nRome}"\n</parameter>\n</function>\n</tool_call>',
+    "glm45": "<tool_call>weather\n<arg_key>place</arg_key>\n<arg_value>Paris</arg_value>\n</tool_call>"
+    '\n<tool_call>a"b\n<arg_key>place</arg_key>\n<arg_value>Rome}"</arg_value>\n</tool_call>',
+    "minimax_m2": '<minimax:tool_call>\n<invoke name="weather">\n<parameter name="place">Paris</parameter>\n</invoke>\n'
+    '<invoke name="a\\"b">\n<parameter name="place">Rome}"</parameter>\n</invoke>\n</minimax:tool_call>',
     "mistral": '[TOOL_CALLS][{"name": "weather", "arguments": PARIS}, {"name": "a\\"b", "arguments": ROME}]',
     "mistral_args": '[TOOL_CALLS]weather[ARGS]PARIS[TOOL_CALLS]a"b[ARGS]ROME',
     "llama3_json": '{"name": "weather", "parameters": PARIS}; {"name": "a\\"b", "parameters": ROME}',
@@ -184,6 +188,8 @@ def test_thoughts_come_before_calls_and_before_json():
 TEMPLATES = {
     "hermes": """{% if tools %}<tool_call>\\n{"name": <function-name>}{% endif %}""",
     "qwen3_coder": """{{ '<tool_call>\\n<function=' + name + '>\\n<parameter=' + key + '>\\n' }}""",
+    "glm45": """<tool_call>{name}\n<arg_key>{key}</arg_key>\n<arg_value>""",
+    "minimax_m2": """{{ '<minimax:tool_call>' }}<invoke name="tool-name-1">""",
     "mistral": """{{ "[TOOL_CALLS] [" }}{{ tools }}""",
     "mistral_args": """{{ "[TOOL_CALLS]" + name + "[ARGS]" }}""",
     "llama3_json": """{% if tools is not none %}{{ '{"name": "' + name + '", ' }}{{ '"parameters": ' }}{% endif %}""",
@@ -321,14 +327,15 @@ def test_long_arguments_take_no_longer_than_others(form: ToolFormat):
     assert make is not None
     reader = make()
     reader.feed(form.trigger + form.first_head("weather"))
-    begin, end = ("<parameter=place>\n", "\n</parameter>\n") if form.as_json else ('{"place": "', '"}')
+    begin, end = (form.tags.tag("place"), form.tags.end) if form.tags else ('{"place": "', '"}')
     pieces = [piece for part in (begin, tail, tail, end) for piece in reader.feed(part)]
     arguments = "".join(piece.text for piece in pieces if piece.part is AnswerPart.ARGUMENTS)
     read_back = arguments if form.as_json is None else json.loads(arguments + "}")["place"]
     assert len(read_back) == 2 * len(tail) + (0 if form.as_json else 13)
 
 
-QWEN = AnswerForm(tool_format("qwen3_coder", ""), None, {})
+TAGGED = [tool_format(name, "") for name in FORMAT_NAMES if tool_format(name, "").tags]
+in_tags = pytest.mark.parametrize("form", TAGGED, ids=lambda form: form.name)
 SEARCH = tool(
     "search",
     {
@@ -346,11 +353,20 @@ SEARCH = tool(
 )
 
 
-def qwen_call(name: str, *parameters: tuple[str, str]) -> str:
-    told = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in parameters)
-    return f"<tool_call>\n<function={name}>\n{told}</function>\n</tool_call>"
+def tagged_call(form: ToolFormat, name: str, *parameters: tuple[str, str]) -> str:
+    assert form.tags is not None
+    told = "".join(form.tags.tag(key) + value + form.tags.end for key, value in parameters)
+    return form.trigger + form.first_head(name) + told + form.tail + form.end
 
 
+def json_call(form: ToolFormat, name: str, arguments: str, *, first: bool) -> str:
+    """Returns a call whose arguments are JSON, up to its end."""
+    assert form.as_json is not None
+    head = form.trigger + form.as_json.first_head(name) if first else form.as_json.next_head(name)
+    return head + arguments + form.as_json.tail
+
+
+@in_tags
 @pytest.mark.parametrize(
     ("parameters", "arguments"),
     [
@@ -364,16 +380,19 @@ def qwen_call(name: str, *parameters: tuple[str, str]) -> str:
         ),
     ],
 )
-def test_tagged_arguments_are_read_as_json(parameters: list[tuple[str, str]], arguments: dict[str, Any]):
-    use = ToolUse([SEARCH], required=True)
-    text = qwen_call("search", *parameters)
-    assert takes(QWEN.grammar(use, None, thinking=False), text)
+def test_tagged_arguments_are_read_as_json(
+    parameters: list[tuple[str, str]], arguments: dict[str, Any], form: ToolFormat
+):
+    use, answers = ToolUse([SEARCH], required=True), AnswerForm(form, None, {})
+    text = tagged_call(form, "search", *parameters)
+    assert takes(answers.grammar(use, None, thinking=False), text)
     for size in (1, 2, 3, 7, 1000):
-        _, _, [(name, told)] = read(QWEN.readers(use, None, thinking=False), text, size)
+        _, _, [(name, told)] = read(answers.readers(use, None, thinking=False), text, size)
         assert (name, json.loads(told)) == ("search", arguments)
         assert told == json.dumps(arguments, ensure_ascii=False)
 
 
+@in_tags
 @pytest.mark.parametrize(
     "parameters",
     [
@@ -385,12 +404,12 @@ def test_tagged_arguments_are_read_as_json(parameters: list[tuple[str, str]], ar
         [("text", "t"), ("pages", "[1]"), ("since", '"2023-02-29"')],
     ],
 )
-def test_tagged_arguments_are_bound(parameters: list[tuple[str, str]]):
-    assert not takes(
-        QWEN.grammar(ToolUse([SEARCH], required=True), None, thinking=False), qwen_call("search", *parameters)
-    )
+def test_tagged_arguments_are_bound(parameters: list[tuple[str, str]], form: ToolFormat):
+    grammar = AnswerForm(form, None, {}).grammar(ToolUse([SEARCH], required=True), None, thinking=False)
+    assert not takes(grammar, tagged_call(form, "search", *parameters))
 
 
+@in_tags
 @pytest.mark.parametrize(
     "parameters",
     [
@@ -401,31 +420,47 @@ def test_tagged_arguments_are_bound(parameters: list[tuple[str, str]]):
         {"type": "object", "required": ["place"]},
     ],
 )
-def test_arguments_that_fit_no_tags_are_json(parameters: Any):
+def test_arguments_that_fit_no_tags_are_json(parameters: Any, form: ToolFormat):
+    answers = AnswerForm(form, None, {})
     use = ToolUse([tool("weather", parameters), TOOLS[2]], required=True)
     arguments = json.dumps({next(iter(parameters.get("properties", {"place": 0}))): "Paris"})
-    json_call = f'<tool_call>\n{{"name": "weather", "arguments": {arguments}}}\n</tool_call>'
-    text = f"{json_call}\n{qwen_call('clock')}\n{json_call}"
-    assert takes(QWEN.grammar(use, None, thinking=False), text)
-    assert not takes(QWEN.grammar(use, None, thinking=False), text.replace('"Paris"', "[1"))
+    text = json_call(form, "weather", arguments, first=True) + form.next_head("clock") + form.tail
+    text += json_call(form, "weather", arguments, first=False) + form.end
+    assert takes(answers.grammar(use, None, thinking=False), text)
+    assert not takes(answers.grammar(use, None, thinking=False), text.replace('"Paris"', "[1"))
     for size in (1, 3, 1000):
         calls = [("weather", arguments), ("clock", "{}"), ("weather", arguments)]
-        assert read(QWEN.readers(use, None, thinking=False), text, size) == ("", "", calls)
+        assert read(answers.readers(use, None, thinking=False), text, size) == ("", "", calls)
 
 
-def test_what_is_lenient_of_tagged_arguments_is_left_to_the_model():
+@in_tags
+def test_what_is_lenient_of_tagged_arguments_is_left_to_the_model(form: ToolFormat):
     parameters = {
         "type": "object",
         "properties": {"tags": {"$ref": "#/$defs/tags"}},
         "$defs": {"tags": {"type": "string", "pattern": "(?=a)b"}},
     }
     for strict in (True, False):
-        grammar = QWEN.grammar(ToolUse([tool("tag", parameters, strict=strict)]), None, thinking=False)
+        grammar = AnswerForm(form, None, {}).grammar(
+            ToolUse([tool("tag", parameters, strict=strict)]), None, thinking=False
+        )
         assert grammar is not None
         assert ("pattern" in (compiler_fault(grammar) or "")) is strict
 
 
-def test_a_tagged_call_that_is_cut_off_gives_what_there_is():
-    text = qwen_call("search", ("text", "How long"))
-    told = read(QWEN.readers(ToolUse([SEARCH]), None, thinking=False), text[: text.index("</par") + 3], 3)
+@in_tags
+def test_a_tagged_call_that_is_cut_off_gives_what_there_is(form: ToolFormat):
+    text = tagged_call(form, "search", ("text", "How long"))
+    cut = text[: text.index("How long") + len("How long\n<")]
+    told = read(AnswerForm(form, None, {}).readers(ToolUse([SEARCH]), None, thinking=False), cut, 3)
     assert told == ("", "", [("search", '{"text": "How long')])
+
+
+def test_marks_of_arguments_may_be_special_tokens():
+    marks = {2: "<arg_value>", 3: "</arg_value>"}
+    form = AnswerForm(tool_format("glm45", ""), None, marks)
+    assert form.shown == {2, 3}
+    grammar = form.grammar(ToolUse(TOOLS[:1], required=True), None, thinking=False)
+    head = "<tool_call>weather\n<arg_key>place</arg_key>\n"
+    assert takes(grammar, head, 2, "Paris </arg_value>", 3, "\n</tool_call>")
+    assert not takes(grammar, head, 2, "Paris </arg_value>\n</tool_call>")
