@@ -1,7 +1,7 @@
 """The model's Jinja template for conversations, in a sandbox."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from types import MappingProxyType
@@ -116,7 +116,9 @@ class ChatTemplate:
         except TemplateError as error:
             raise StartupError(f"the model's chat template is not valid Jinja: {error}") from error
         self._in_parts = {name: self._roles_in_parts(template) for name, template in self._templates.items()}
-        self._arguments_as_text = {name for name, template in self._templates.items() if self._takes_json(template)}
+        self._arguments_as_text = {
+            name for name, template in self._templates.items() if self._takes_json(template, self._in_parts[name])
+        }
 
     def shows_tools(self) -> bool:
         """Returns True if the template itself tells the model about tools."""
@@ -188,13 +190,16 @@ class ChatTemplate:
                 found.add(role)
         return frozenset(found)
 
-    def _takes_json(self, template: Template) -> bool:
-        """Returns True if the template shows arguments of calls that are JSON, but none that are an object."""
+    def _takes_json(self, template: Template, in_parts: Collection[str]) -> bool:
+        """Returns True if the template shows arguments of calls that are JSON, but none that are an object.
+
+        in_parts: roles of which it takes content as a list.
+        """
         arguments = {_SOUGHT: _SOUGHT}
-        shown = [
-            self._try(template, [{"role": "user", "content": "a"}, _calling(form)])
-            for form in (arguments, json.dumps(arguments))
-        ]
+        shown = []
+        for form in (arguments, json.dumps(arguments)):
+            messages = [{"role": "user", "content": "a"}, _calling(form)]
+            shown.append(self._try(template, [_in_parts(m) if m["role"] in in_parts else m for m in messages]))
         as_python = str(arguments) in shown[0]
         return (_SOUGHT not in shown[0] or as_python) and _SOUGHT in shown[1]
 

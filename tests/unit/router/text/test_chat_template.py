@@ -373,6 +373,15 @@ def test_arguments_are_text_where_the_template_reads_them_so(shown: str, argumen
     assert render(*said, source=source).strip("()") == '{"zone": "größe"}'
 
 
+def test_arguments_are_text_beside_content_in_parts():
+    source = (
+        "{% for m in messages %}{% if m.content is string %}{{ raise_exception('parts!') }}{% endif %}"
+        "{{ m.content[0].text }}{% for c in m.tool_calls %}{{ '(' + c.function.arguments + ')' }}{% endfor %}"
+        "{% endfor %}"
+    )
+    assert render(*HELLO, {"role": "assistant", "tool_calls": [CALL]}, source=source) == "Hello({})"
+
+
 @pytest.mark.parametrize("arguments", ["zone", "{'zone': 1}", '{"zone" 1', '{"zone": 1} {"zone": 2}'])
 def test_arguments_that_are_no_json_are_refused(arguments: str):
     call = {"id": "a", "type": "function", "function": {"name": "clock", "arguments": arguments}}
