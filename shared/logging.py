@@ -4,14 +4,17 @@ Whatever a client has put into a message, one event stays one line of bounded le
 """
 
 import atexit
+import heapq
 import io
 import json
 import logging
 import os
+import re
 import sys
 import threading
 import time
 from collections.abc import Callable
+from itertools import count
 from typing import Any
 
 # Characters. What is longer is cut.
@@ -46,6 +49,9 @@ _TARGETS = {
 }
 _OFF = logging.CRITICAL + 1
 
+# The time of a line of the log, as text or as JSON.
+_TIME = re.compile(rb'(?:\{"timestamp": ")?(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z)')
+
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 
@@ -68,16 +74,19 @@ def parse_levels(text: str) -> dict[str, str]:
     return levels
 
 
-def configure_logging(service: str, *, level: str = "INFO", json_output: bool = False) -> None:
+def configure_logging(
+    service: str, *, level: str = "INFO", json_output: bool = False, order_seconds: float = 0.0
+) -> None:
     """Sends the process's log lines to standard error. `service` names the process in each line.
 
-    level: the least severity that is logged, or a filter as `parse_levels` takes it.
+    level: the least severity that is logged, or a filter as `parse_levels` takes it. order_seconds: how long lines wait
+    for others with an earlier time, for a process that passes on the lines of others.
 
     Whatever is passed as `extra` to a log call follows the message as `name=value`, or becomes a field in JSON.
     From now on nobody waits for whoever reads standard error, tracebacks and `print` included: see _BackgroundWriter.
     """
     formatter = _JsonFormatter(service) if json_output else _LineFormatter(service)
-    _write_in_background(formatter)
+    _write_in_background(formatter, order_seconds)
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(formatter)
     logging.addLevelName(_OFF, "OFF")
@@ -129,10 +138,15 @@ def _traceback(text: str) -> str:
 
 
 def _timestamp(record: logging.LogRecord) -> str:
-    return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z"
+    return _iso(record.created)
 
 
-def _write_in_background(formatter: logging.Formatter) -> None:
+def _iso(seconds: float) -> str:
+    """Returns a time as ISO 8601 has it, with milliseconds: as texts, times have their order."""
+    return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds)) + f".{int(seconds * 1000) % 1000:03d}Z"
+
+
+def _write_in_background(formatter: logging.Formatter, order_seconds: float) -> None:
     """Has a thread write what is written to sys.stderr, unless that is no file of the system's."""
     try:
         descriptor = sys.stderr.fileno()
@@ -143,7 +157,7 @@ def _write_in_background(formatter: logging.Formatter) -> None:
         told = "%d lines of the log were dropped, because standard error took no more"
         return formatter.format(logging.LogRecord(__name__, logging.WARNING, __file__, 0, told, (lines,), None))
 
-    writer = _BackgroundWriter(descriptor, notice)
+    writer = _BackgroundWriter(descriptor, notice, order_seconds)
     sys.stderr = io.TextIOWrapper(
         writer, encoding=sys.stderr.encoding, errors="backslashreplace", newline="\n", line_buffering=True
     )
@@ -156,15 +170,23 @@ class _BackgroundWriter(io.RawIOBase):
 
     An event loop that logs would stand still, and its deadlines and signals with it, while nobody reads the pipe that
     standard error may be. Lines for which there is no room are dropped, and so are those that cannot be written; how
-    many is told after the next that are written.
+    many is logged after the next that are written.
     """
 
-    def __init__(self, descriptor: int, notice: Callable[[int], str]) -> None:
-        """notice: returns the line that tells how many lines were dropped."""
+    def __init__(self, descriptor: int, notice: Callable[[int], str], order_seconds: float) -> None:
+        """notice: returns the line that says how many lines were dropped.
+
+        order_seconds: how long a line waits for others with an earlier time; 0: lines are written as they come.
+        """
         self._descriptor = descriptor
         self._notice = notice
+        self._order_seconds = order_seconds
         self._changed = threading.Condition()
-        self._waiting = bytearray()
+        # Lines with their times, the earliest first; those of one time in the order in which they came.
+        self._waiting: list[tuple[str, int, bytes]] = []
+        self._size = 0  # bytes of them
+        self._numbers = count()
+        self._draining = False
         self._writing = False
         self._dropped = 0  # lines, not told yet
         self._thread = threading.Thread(target=self._run, name="standard error", daemon=True)
@@ -185,24 +207,46 @@ class _BackgroundWriter(io.RawIOBase):
             self._write(lines)
             return len(lines)
         with self._changed:
-            if self._waiting and len(self._waiting) + len(lines) > _MAX_WAITING:
+            if self._waiting and self._size + len(lines) > _MAX_WAITING:
                 self._dropped += lines.count(b"\n")
             else:
-                self._waiting += lines
+                heapq.heappush(self._waiting, (self._time_of(lines), next(self._numbers), lines))
+                self._size += len(lines)
                 self._changed.notify_all()
         return len(lines)
+
+    def _time_of(self, lines: bytes) -> str:
+        if not self._order_seconds:
+            return ""
+        found = _TIME.match(lines)
+        return found[1].decode() if found else _iso(time.time())
+
+    def _take(self) -> bytes:
+        """Returns the lines that wait for no others any more."""
+        limit = _iso(time.time() - self._order_seconds)
+        taken = []
+        while self._waiting and (self._draining or self._waiting[0][0] <= limit):
+            taken.append(heapq.heappop(self._waiting)[2])
+        lines = b"".join(taken)
+        self._size -= len(lines)
+        return lines
 
     def drain(self, seconds: float) -> None:
         """Waits until all that was given to `write` is written, for so many seconds at most."""
         if self._thread.is_alive():
             with self._changed:
+                self._draining = True
+                self._changed.notify_all()
                 self._changed.wait_for(lambda: not self._waiting and not self._writing, seconds)
+                self._draining = False
 
     def _run(self) -> None:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._waiting)
-                lines, self._waiting = bytes(self._waiting), bytearray()
+                if self._order_seconds and not self._draining:
+                    self._changed.wait_for(lambda: self._draining, self._order_seconds)
+                lines = self._take()
                 dropped = self._dropped
                 self._writing = True
             failed = self._write(lines).count(b"\n")

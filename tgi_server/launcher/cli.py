@@ -26,6 +26,8 @@ from tgi_server.launcher.weights import check_tokenizer, fetch_speculative_model
 PROGRAM = "text-generation-launcher"
 # Variables that TGI's server reads and this one has no use for.
 _NO_EFFECT = frozenset({"ATTENTION", "PREFILL_CHUNKING", "USE_PREFIX_CACHING", "FLASH_DECODING", "PAGED_KV"})
+# Seconds for which lines of the log wait for those of other processes with an earlier time.
+_ORDER_SECONDS = 0.2
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
@@ -37,7 +39,9 @@ def main() -> None:
     Exit codes: 0 stopped as asked, 1 the server cannot start or has failed, 2 a mistake on the command line.
     """
     settings = read_settings(LauncherSettings, PROGRAM, sys.argv[1:])
-    configure_logging("launcher", level=settings.log_level, json_output=settings.json_output)
+    configure_logging(
+        "launcher", level=settings.log_level, json_output=settings.json_output, order_seconds=_ORDER_SECONDS
+    )
     if settings.env:
         for line in describe_environment().splitlines():
             logger.info("%s", line)

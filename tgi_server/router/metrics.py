@@ -5,12 +5,18 @@ Observations are made on the event loop's thread; each takes about a microsecond
 
 import asyncio
 import re
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from itertools import accumulate, repeat
 from time import perf_counter
 
+import psutil
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -22,6 +28,9 @@ _SIZES = tuple(float(2**power) for power in range(12))
 # Label values of adapters, and the one of all further adapters. An id has no white space at its end.
 _ADAPTER_NAMES = 256
 _OTHERS = "others "
+
+# How the command lines of a launcher end, and the module that a shard runs.
+_LAUNCHERS, _SHARD = ("tgi_server.launcher.cli", "text-generation-launcher"), "tgi_server.shard.cli"
 
 # prometheus_client names every counter `..._total`; TGI's dashboards know the names without it.
 _TOTAL = re.compile(rb"^((?:# (?:HELP|TYPE) )?tgi_\w+?)_total(?=[ {])", re.MULTILINE)
@@ -44,13 +53,17 @@ class ConcatReason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class RequestTimes:
-    """The seconds that one request that succeeded spent in each phase."""
+    """The seconds that one request that succeeded spent in each phase.
+
+    first_token: from the request's arrival to its first token.
+    """
 
     total: float
     validation: float
     queue: float
     inference: float
     per_token: float
+    first_token: float
 
 
 class RequestMetrics:
@@ -75,6 +88,12 @@ class RequestMetrics:
         self._inference = _seconds(registry, "tgi_request_inference_duration", "From leaving the queue to the end.")
         self._per_token = _seconds(
             registry, "tgi_request_mean_time_per_token_duration", "Inference time of a request by its tokens."
+        )
+        self._first_token = _seconds(
+            registry, "tgi_request_time_to_first_token_duration", "From the request's arrival to its first token."
+        )
+        self._gap = _seconds(
+            registry, "tgi_request_inter_token_duration", "Between a step's tokens of a request and the next step's."
         )
         self._input_length = _tokens(registry, "tgi_request_input_length", "Tokens of the prompt.")
         self._max_new_tokens = _tokens(registry, "tgi_request_max_new_tokens", "Tokens asked for at most.")
@@ -109,7 +128,11 @@ class RequestMetrics:
         self._queue.observe(times.queue)
         self._inference.observe(times.inference)
         self._per_token.observe(times.per_token)
+        self._first_token.observe(times.first_token)
         self._generated_tokens.observe(generated_tokens)
+
+    def gap(self, seconds: float) -> None:
+        self._gap.observe(seconds)
 
     def failed(self, error_type: str) -> None:
         self._failure.labels(error_type).inc()
@@ -250,6 +273,7 @@ class Metrics:
             "Parts of the model that are computed in a slower way than the device has; /info says why.",
             registry=self._registry,
         )
+        self._registry.register(_Processes())
         self._writing = asyncio.Lock()
         self._next: asyncio.Task[bytes] | None = None
         self._not_before = 0.0
@@ -282,6 +306,44 @@ class Metrics:
             ended = perf_counter()
             self._not_before = ended + 4 * (ended - began)
             return text
+
+
+class _Processes(Collector):
+    """CPU time, memory and open files of this process, and of the launcher and shards beside it, by `process`.
+
+    Names are those of Prometheus' own client libraries.
+    """
+
+    def collect(self) -> Iterator[Metric]:
+        cpu = CounterMetricFamily("process_cpu_seconds", "CPU time, user and system.", labels=["process"])
+        memory = GaugeMetricFamily("process_resident_memory_bytes", "Resident memory.", labels=["process"])
+        files = GaugeMetricFamily("process_open_fds", "Open file descriptors.", labels=["process"])
+        threads = GaugeMetricFamily("process_threads", "Threads.", labels=["process"])
+        for name, process in _processes():
+            with suppress(psutil.Error), process.oneshot():  # it may have ended
+                times = process.cpu_times()
+                cpu.add_metric([name], times.user + times.system)
+                memory.add_metric([name], process.memory_info().rss)
+                files.add_metric([name], process.num_fds())
+                threads.add_metric([name], process.num_threads())
+        yield from (cpu, memory, files, threads)
+
+
+def _processes() -> Iterator[tuple[str, psutil.Process]]:
+    """Yields this process, and the launcher with its shards if that started it, with their names."""
+    own = psutil.Process()
+    yield "router", own
+    with suppress(psutil.Error):
+        launcher = own.parent()
+        if launcher is None or not any(part.endswith(_LAUNCHERS) for part in launcher.cmdline()[:3]):
+            return
+        yield "launcher", launcher
+        children = [child for child in launcher.children() if _SHARD in child.cmdline()]
+        yield from ((f"shard-{rank}", child) for rank, child in enumerate(sorted(children, key=_started)))
+
+
+def _started(process: psutil.Process) -> float:
+    return process.create_time()
 
 
 def _seconds(registry: CollectorRegistry, name: str, description: str, *labels: str) -> Histogram:

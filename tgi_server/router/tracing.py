@@ -5,6 +5,7 @@ from time import perf_counter_ns, time_ns
 
 from opentelemetry import trace
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode
+from opentelemetry.util.types import AttributeValue
 
 from shared.tracing import extract_context, trace_headers
 
@@ -30,6 +31,10 @@ class RequestTracer:
             return {}
         return trace_headers(span)
 
+    def trace_id(self, span: Span | None) -> str | None:
+        """Returns the id of the trace in hexadecimal; None where nothing is traced."""
+        return None if span is None else trace.format_trace_id(span.get_span_context().trace_id)
+
     def phases(self, span: Span | None, phases: Mapping[str, tuple[Moment, Moment]]) -> None:
         """Adds children to `span` for what is over: name, begin, end."""
         if span is None or self._tracer is None:
@@ -41,7 +46,7 @@ class RequestTracer:
             )
             child.end(offset + int(end * 1e9))
 
-    def end(self, span: Span | None, attributes: Mapping[str, str | int | float], error: str | None) -> None:
+    def end(self, span: Span | None, attributes: Mapping[str, AttributeValue], error: str | None) -> None:
         """Ends a span. error: why the request failed."""
         if span is None:
             return

@@ -1,6 +1,7 @@
 """A real server, started and stopped in every way that it meets in life."""
 
 import json
+import re
 import shutil
 import signal
 import time
@@ -24,6 +25,10 @@ def test_a_server_of_a_folder_ends_on_sigterm_without_a_trace(
     running = server(f"--model-id={llama_folder}", "--dtype=float32", f"--num-shard={shards}").wait_until_ready()
     assert running.generate("the quick", max_new_tokens=5, details=True)["details"]["generated_tokens"] == 5
     assert httpx.get(f"{running.url}/info").json()["model_id"] == str(llama_folder)
+    processes = re.findall(
+        r'process_resident_memory_bytes\{process="([\w-]+)"\}', httpx.get(f"{running.url}/metrics").text
+    )
+    assert processes == ["router", "launcher", *(f"shard-{rank}" for rank in range(shards))]
     children = psutil.Process(running.process.pid).children(recursive=True)
     folder = socket_folder(shard_of(running, shards - 1))
     stream = Stream(running, tokens=60)

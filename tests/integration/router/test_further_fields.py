@@ -322,6 +322,7 @@ async def test_the_models_own_defaults(routers: RouterFactory, tmp_path: Path):
     [
         ("/generate", {"inputs": "Hello", "parameters": {"max_new_tokens": 2}}, None),
         ("/generate", {"inputs": "a", "max_new_tokens": 2}, "max_new_tokens (did you mean parameters.max_new_tokens?)"),
+        ("/generate", {"inputs": "a", "tempreature": 1}, "tempreature (did you mean parameters.temperature?)"),
         (
             "/generate",
             {"inputs": "a", "parameters": {"max_tokens": 2}},

@@ -113,7 +113,7 @@ def test_what_a_running_router_shows(start: Start, flags: tuple[str, list[str]],
     until(lambda: "/generate answered" in process.log.read_text())
     line = json.loads(process.lines()[-1])
     assert (line["message"], line["level"], line["generated_tokens"]) == ("/generate answered", "INFO", 2)
-    assert line["time_per_token"].endswith("ms")
+    assert 0 < line["time_per_token"] <= line["inference_time"] < 60_000
     maps = Path(f"/proc/{process.popen.pid}/maps").read_text()
     assert "tokenizers" in maps
     assert "libtorch" not in maps

@@ -17,7 +17,7 @@ from tgi_server.router.metrics import Metrics as RouterMetrics
 
 ROOT = Path(__file__).parents[3]
 FOLDER = ROOT / "deploy" / "monitoring"
-NAME = re.compile(r"\b(?:tgi|llm_functionalities)_\w+")
+NAME = re.compile(r"\b(?:tgi|llm_functionalities|process)_\w+")
 
 
 def read(path: Path) -> Any:
@@ -50,11 +50,33 @@ def test_what_the_dashboard_shows_is_measured(expression: str, exposed: set[str]
     assert names <= exposed
 
 
-def test_the_dashboard_asks_the_source_that_is_provisioned() -> None:
+def rules() -> list[dict[str, Any]]:
+    return [rule for group in read(FOLDER / "alerts.yml")["groups"] for rule in group["rules"]]
+
+
+@pytest.mark.parametrize("rule", rules(), ids=lambda rule: rule["alert"])
+def test_what_alerts_watch_is_measured(rule: dict[str, Any], exposed: set[str]) -> None:
+    names = set(NAME.findall(rule["expr"]))
+    assert names or rule["expr"].startswith("up{")
+    assert names <= exposed
+    assert rule["annotations"]["summary"]
+    assert rule["labels"]["severity"] in ("critical", "warning", "info")
+
+
+def test_the_dashboard_asks_the_source_and_the_instances_that_are_chosen() -> None:
     (source,) = read(FOLDER / "grafana/provisioning/datasources/prometheus.yml")["datasources"]
-    named = {panel["datasource"]["uid"] for panel in dashboard()["panels"] if "datasource" in panel}
-    assert named <= {source["uid"]}
+    variables = {variable["name"]: variable for variable in dashboard()["templating"]["list"]}
+    assert (variables["datasource"]["query"], source["type"]) == ("prometheus", "prometheus")
     assert source["isDefault"]
+    assert variables["instance"]["datasource"]["uid"] == "${datasource}"
+    assert {panel["datasource"]["uid"] for panel in dashboard()["panels"]} == {"${datasource}"}
+    for expression in expressions():
+        assert len(NAME.findall(expression)) == expression.count('instance=~"$instance"'), expression
+
+
+def test_prometheus_reads_the_alerts_from_where_they_are_mounted(services: dict[str, Any]) -> None:
+    (name,) = read(FOLDER / "prometheus.yml")["rule_files"]
+    assert f"./deploy/monitoring/{name}:/etc/prometheus/{name}:ro" in services["prometheus"]["volumes"]
 
 
 def test_prometheus_fetches_from_services_that_listen_there(services: dict[str, Any]) -> None:

@@ -53,7 +53,7 @@ def everything() -> Metrics:
     metrics.requests.received()
     metrics.requests.validated(input_length=7, max_new_tokens=20)
     metrics.requests.skipped(3)
-    metrics.requests.succeeded(RequestTimes(1.0, 0.1, 0.2, 0.7, 0.07), generated_tokens=10)
+    metrics.requests.succeeded(RequestTimes(1.0, 0.1, 0.2, 0.7, 0.07, 0.4), generated_tokens=10)
     metrics.requests.failed("validation")
     metrics.batches.queue_size(2)
     metrics.batches.current(3, 48)
@@ -69,6 +69,14 @@ def everything() -> Metrics:
     return metrics
 
 
+def test_the_process_is_measured():
+    shown = samples(Metrics())
+    assert shown['process_resident_memory_bytes{process="router"}'] > 10_000_000
+    assert shown['process_cpu_seconds_total{process="router"}'] > 0
+    assert shown['process_open_fds{process="router"}'] > 0
+    assert not any("shard" in name for name in shown)
+
+
 def test_names_types_and_labels():
     text = everything().expose().decode()
     for name in COUNTERS:
@@ -77,7 +85,7 @@ def test_names_types_and_labels():
         assert f"# TYPE {name} gauge" in text
     for name in HISTOGRAMS:
         assert f"# TYPE {name} histogram" in text
-    assert "_total" not in text
+    assert "_total" not in text.replace("process_cpu_seconds_total", "")
     assert "_created" not in text
     for name, labels in {**COUNTERS, **HISTOGRAMS}.items():
         series = re.search(rf"^{name}(?:_bucket)?(?:{{([^}}]*)}})? ", text, re.MULTILINE)

@@ -188,3 +188,27 @@ logging.error('last')
     first, last, notice = log.read_text().splitlines()
     assert (first.split()[-1], last.split()[-1]) == ("first", "last")
     assert "3 lines of the log were dropped" in notice
+
+
+@pytest.mark.parametrize("order_seconds", [0.0, 0.2])
+def test_lines_of_several_processes_are_put_in_order(order_seconds: float):
+    """Those of another process come a little later, through a pipe."""
+    program = f"""
+import logging, sys, time
+from shared.logging import _iso, configure_logging
+configure_logging("launcher", order_seconds={order_seconds})
+early = time.time()
+time.sleep(0.02)
+logging.info("second")
+print(_iso(early), "INFO    shard-0: first", file=sys.stderr)
+print('{{"timestamp": "' + _iso(early - 0.01) + '", "message": "zeroth"}}', file=sys.stderr)
+time.sleep(0.5)
+logging.info("last")
+"""
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    words = [
+        word for line in result.stderr.splitlines() for word in ("zeroth", "first", "second", "last") if word in line
+    ]
+    ordered = ["zeroth", "first", "second", "last"]
+    assert (words == ordered) is bool(order_seconds)
+    assert sorted(words) == sorted(ordered)

@@ -17,6 +17,7 @@ from starlette.types import ASGIApp
 
 from tgi_server.router.api.access import AccessRules, ApiKeyMiddleware, ForeignPageMiddleware
 from tgi_server.router.api.documentation import describe, document_routes
+from tgi_server.router.api.requests import request_id
 from tgi_server.router.api.responses import error_response
 from tgi_server.router.api.routes.adapters import adapter_routes
 from tgi_server.router.api.routes.chat import chat_routes
@@ -100,7 +101,9 @@ def _with_head(router: APIRouter) -> APIRouter:
 
 async def _respond_with_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RouterError)
-    return error_response(error, request.url.path, request.headers)
+    response = error_response(error, request.url.path, request.headers)
+    response.headers["x-request-id"] = request_id(request)
+    return response
 
 
 async def _respond_with_http_error(request: Request, error: Exception) -> Response:

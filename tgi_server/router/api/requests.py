@@ -2,10 +2,12 @@
 
 import asyncio
 import logging
+import re
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from itertools import islice
 from time import perf_counter
 from typing import Any, TypeVar
+from uuid import uuid4
 
 from fastapi.routing import APIRoute
 from pydantic import BaseModel
@@ -22,6 +24,7 @@ from tgi_server.router.api.responses import (
     compute_headers,
     json_response,
     shortened,
+    shown_status,
     timing_headers,
 )
 from tgi_server.router.errors import ClientGone, GenerationFailed, InvalidRequest, RouterError
@@ -34,12 +37,15 @@ from tgi_server.router.text.validation import CheckedRequest
 
 logger = logging.getLogger(__name__)
 
+_REQUEST_ID = re.compile(r"[!-~]{1,128}")
+_CHATS = frozenset({"/v1/chat/completions", "/v1/responses"})
 # Of unknown fields: names of one request that are reported, their characters, and names that are logged.
 _MOST_NAMES, _LONGEST_NAME, _MOST_LOGGED = 10, 80, 1000
 
 M = TypeVar("M", bound=BaseModel)
 T = TypeVar("T")
 F = TypeVar("F", bound=Formatter)
+Fields = dict[str, str | int | float]  # of a line of the log, or of a span
 
 
 class Exchange:
@@ -58,6 +64,7 @@ class Exchange:
         self._owner = owner_of(request)
         self.arrived = perf_counter()
         self.span = service.tracer.start(self.path, request.headers)
+        self.request_id = request_id(request)
         self._sequences: list[tuple[int, AnyStream]] = []
         self._places = 0
         self._unenforced: list[str] = []
@@ -66,6 +73,7 @@ class Exchange:
         self.size = 0
         self._closed = False
         self._streams = False
+        self._requested: Fields = {}
 
     async def body(self) -> bytes:
         """Returns what the client sent. From then on the request has a place among those in flight.
@@ -141,10 +149,16 @@ class Exchange:
             stop_ids=checked.stop_token_ids,
             min_tokens=checked.sampling.min_tokens,
             shown=service.tokenizer.special_tokens if checked.show_special else shown,
+            observe_gap=service.metrics.requests.gap,
         )
         request_id = next(service.request_ids)
         self._sequences.append((request_id, stream))
         service.metrics.requests.validated(len(checked.input_ids), checked.max_new_tokens)
+        self._requested = {
+            "gen_ai.request.model": checked.adapter_id or service.model.names[0],
+            "gen_ai.request.max_tokens": checked.max_new_tokens,
+            "gen_ai.request.temperature": checked.sampling.temperature if checked.sampling.do_sample else 0.0,
+        }
         if checked.adapter_id not in self._adapters:
             self._adapters.add(checked.adapter_id)
             service.metrics.requests.computed_by(checked.adapter_id)
@@ -241,9 +255,9 @@ class Exchange:
         return EventStream(outbox, headers | self._notes(), self.close)
 
     def _notes(self) -> dict[str, str]:
-        """Returns headers that name what of the request was not done."""
+        """Returns headers with the request's id, and with what of it was not done."""
         notes = {"x-unenforced-constraints": self._unenforced, "x-ignored-fields": self._ignored}
-        return {name: shortened(lines) for name, lines in notes.items() if lines}
+        return {"x-request-id": self.request_id} | {name: shortened(lines) for name, lines in notes.items() if lines}
 
     @property
     def _slowest(self) -> AnyStream:
@@ -260,6 +274,7 @@ class Exchange:
             queue=slowest.started_at - slowest.queued_at,
             inference=inference,
             per_token=inference / max(slowest.generated_tokens, 1),
+            first_token=min(stream.first_token_at for _, stream in self._sequences) - self.arrived,
         )
 
     def responded(self) -> None:
@@ -282,16 +297,18 @@ class Exchange:
         times = self.times()
         generated = sum(stream.generated_tokens for _, stream in self._sequences)
         self.service.metrics.requests.succeeded(times, generated)
-        fields: dict[str, str | int | float] = {
-            "total_time": _milliseconds(times.total),
-            "validation_time": _milliseconds(times.validation),
-            "queue_time": _milliseconds(times.queue),
-            "inference_time": _milliseconds(times.inference),
-            "time_per_token": _milliseconds(times.per_token),
-            "prompt_tokens": sum(stream.input_length for _, stream in self._sequences),
+        prompt_tokens = sum(stream.input_length for _, stream in self._sequences)
+        fields: Fields = {
+            "total_time": Milliseconds.of(times.total),
+            "validation_time": Milliseconds.of(times.validation),
+            "queue_time": Milliseconds.of(times.queue),
+            "inference_time": Milliseconds.of(times.inference),
+            "time_per_token": Milliseconds.of(times.per_token),
+            "time_to_first_token": Milliseconds.of(times.first_token),
+            "prompt_tokens": prompt_tokens,
             "generated_tokens": generated,
         }
-        logger.info("%s answered", self.path, extra=fields)
+        logger.info("%s answered", self.path, extra=fields | self._identity(200))
         slowest = self._slowest
         self.service.tracer.phases(
             self.span,
@@ -301,17 +318,47 @@ class Exchange:
                 "inference": (slowest.started_at, slowest.ended_at),
             },
         )
-        self.service.tracer.end(self.span, fields, None)
+        # OpenTelemetry's semantic conventions for generative AI.
+        conventional: dict[str, str | int | float | Sequence[str]] = {
+            "gen_ai.operation.name": "chat" if self.path in _CHATS else "text_completion",
+            "gen_ai.provider.name": "oatmill",
+            "gen_ai.response.model": self._model,
+            "gen_ai.usage.input_tokens": prompt_tokens,
+            "gen_ai.usage.output_tokens": generated,
+            "gen_ai.response.finish_reasons": [
+                stream.finish_reason.value for _, stream in self._sequences if stream.finish_reason is not None
+            ],
+        }
+        self.service.tracer.end(self.span, {**fields, **conventional, **self._requested}, None)
+
+    @property
+    def _model(self) -> str:
+        return next((each for each in self._adapters if each), None) or self.service.model.names[0]
+
+    def _identity(self, status: int) -> Fields:
+        """Returns the fields of the request's line in the log that say which one it was."""
+        fields: Fields = {"request_id": self.request_id, "status": status, "model": self._model}
+        if trace_id := self.service.tracer.trace_id(self.span):
+            fields["trace_id"] = trace_id
+        return fields
 
     def _failed(self, error: BaseException | None) -> None:
         if isinstance(error, asyncio.CancelledError):  # requests are cancelled when the time to finish them is up
             error = GenerationFailed("the server is shutting down")
         told = error if isinstance(error, RouterError) else ClientGone("the client left")
         self.service.metrics.requests.failed(told.error_type)
-        level = logging.ERROR if told.status in (424, 500) else logging.INFO
-        fields = {"error_type": told.error_type, "total_time": _milliseconds(perf_counter() - self.arrived)}
-        logger.log(level, "%s failed: %s", self.path, told, extra=fields)
-        self.service.tracer.end(self.span, fields, str(told))
+        status = shown_status(told, self.path)
+        level = logging.ERROR if status >= 500 or status == 424 else logging.WARNING
+        fields: Fields = {"error_type": told.error_type, "total_time": Milliseconds.of(perf_counter() - self.arrived)}
+        logger.log(
+            logging.INFO if isinstance(told, ClientGone) else level,
+            "%s failed: %s",
+            self.path,
+            told,
+            extra=fields | self._identity(status),
+            exc_info=told.__cause__ if type(told) is RouterError else None,
+        )
+        self.service.tracer.end(self.span, {**fields, "error.type": told.error_type, **self._requested}, str(told))
 
 
 class AllEnded:
@@ -332,6 +379,15 @@ class AllEnded:
             self.future.set_result(None)
 
 
+def request_id(request: Request) -> str:
+    """Returns the caller's `x-request-id`, or a new one, which the response and the log then have."""
+    if not hasattr(request.state, "request_id"):
+        given = request.headers.get("x-request-id", "")
+        request.state.request_id = given if _REQUEST_ID.fullmatch(given) else uuid4().hex
+    found: str = request.state.request_id
+    return found
+
+
 def owner_of(request: Request) -> str:
     """Returns a name of whoever answers for the request: its key where there are several, or else its address."""
     return tenant_of(request) or (network_of(request.client.host) if request.client is not None else "")
@@ -348,9 +404,9 @@ async def respond(service: Service, request: Request, handle: Callable[[Exchange
     except (asyncio.CancelledError, RouterError) as error:
         exchange.close(error)
         raise
-    except Exception:
-        logger.exception("%s could not be handled", exchange.path)
+    except Exception as fault:
         failure = RouterError("the server failed to handle the request")
+        failure.__cause__ = fault
         exchange.close(failure)
         raise failure from None
     exchange.responded()
@@ -378,5 +434,15 @@ class DirectRoute(APIRoute):
         return self.endpoint
 
 
-def _milliseconds(seconds: float) -> str:
-    return f"{seconds * 1000:.3f}ms"
+class Milliseconds(float):
+    """A duration: a number of milliseconds in JSON, with its unit in a line of text."""
+
+    @classmethod
+    def of(cls, seconds: float) -> "Milliseconds":
+        return cls(round(seconds * 1000, 3))
+
+    def __str__(self) -> str:
+        return f"{float(self):.3f}ms"
+
+    def __format__(self, _: str) -> str:
+        return str(self)

@@ -34,7 +34,7 @@ def error_text(error: RouterError, path: str) -> str:
         message = str(error)
         if isinstance(error, ContextOverflow):
             message, param = error.openai_message, _PROMPTS.get(path)
-        kind = "invalid_request_error" if openai_status(error) in (400, 404) else error.error_type
+        kind = "invalid_request_error" if shown_status(error, path) in (400, 404) else error.error_type
         return json.dumps(
             {
                 "error": {"message": message, "type": kind, "param": param, "code": error.code},
@@ -46,9 +46,9 @@ def error_text(error: RouterError, path: str) -> str:
     return f'{{"error":{quoted(prefix + str(error))},"error_type":{quoted(error.error_type)}}}'
 
 
-def openai_status(error: RouterError) -> int:
-    """Returns the status below /v1/: 400 for a request that breaks a rule, where TGI has 422."""
-    return 400 if error.status == 422 else error.status
+def shown_status(error: RouterError, path: str) -> int:
+    """Returns the HTTP status of an error. Below /v1/ a request that breaks a rule gets 400, where TGI has 422."""
+    return 400 if error.status == 422 and path.startswith(_OPENAI) else error.status
 
 
 def error_response(error: RouterError, path: str, headers: Headers) -> Response:
@@ -63,7 +63,7 @@ def error_response(error: RouterError, path: str, headers: Headers) -> Response:
         extra["www-authenticate"] = "Bearer"
     if isinstance(error, NoSuchRoute) and error.allowed:
         extra["allow"] = ", ".join(error.allowed)
-    status = openai_status(error) if path.startswith(_OPENAI) else error.status
+    status = shown_status(error, path)
     text = error_text(error, path)
     if path in _STREAMS and EVENTS in headers.get("accept", ""):
         return Response(event(text), status_code=status, media_type=EVENTS, headers=extra)

@@ -94,11 +94,9 @@ def unknown_fields(model: type[BaseModel], content: Any, prefix: str = "") -> It
 
 
 def _meant(name: str, fields: frozenset[str], nested: Mapping[str, type[BaseModel]], prefix: str) -> str | None:
-    for outer, model in nested.items():
-        if name in model.model_fields:
-            return f"{prefix}{outer}.{name}"
-    near = get_close_matches(name[:100], fields, 1, cutoff=0.75)
-    return f"{prefix}{near[0]}" if near else None
+    inside = {inner: f"{outer}.{inner}" for outer, model in nested.items() for inner in model.model_fields}
+    near = [name] if name in inside else get_close_matches(name[:100], [*fields, *inside], 1, cutoff=0.75)
+    return f"{prefix}{inside.get(near[0], near[0]) if near[0] not in fields else near[0]}" if near else None
 
 
 @cache

@@ -51,7 +51,9 @@ class TokenStream(Generic[F]):
 
     __slots__ = (
         "_detokenizer",
+        "_last_push_at",
         "_min_tokens",
+        "_observe_gap",
         "_on_end",
         "_output",
         "_shown",
@@ -63,6 +65,7 @@ class TokenStream(Generic[F]):
         "drafted",
         "ended_at",
         "finish_reason",
+        "first_token_at",
         "generated_tokens",
         "input_length",
         "last_id",
@@ -82,12 +85,14 @@ class TokenStream(Generic[F]):
         stop_ids: Collection[int] = (),
         min_tokens: int = 0,
         shown: Collection[int] = (),
+        observe_gap: Callable[[float], None] | None = None,
     ) -> None:
         """input_ids: the prompt; the first generated token may read differently behind it.
         stops: stop sequences, if the request has any. stop_ids: tokens that end the text, and are no part of it.
         on_end: told once that nothing more comes, with the error if the sequence did not end as it should.
         min_tokens: nothing that the request names ends the text within so many tokens.
         shown: special tokens that are part of the text.
+        observe_gap: called with the seconds between the tokens of one step and those of the next.
         """
         self._tokenizer = tokenizer
         self._stop_ids = stop_ids
@@ -105,7 +110,9 @@ class TokenStream(Generic[F]):
         self.generated_tokens = 0
         self.finish_reason: FinishReason | None = None
         self.prefill: pb.PrefillTokens | None = None
-        self.queued_at = self.started_at = self.ended_at = perf_counter()
+        self._observe_gap = observe_gap
+        self._last_push_at = 0.0
+        self.queued_at = self.started_at = self.first_token_at = self.ended_at = perf_counter()
 
     @property
     def output(self) -> F:
@@ -123,6 +130,8 @@ class TokenStream(Generic[F]):
             return self.finish_reason
         if generation.HasField("prefill_tokens"):
             self.prefill = generation.prefill_tokens
+        if not generation.drafted:  # those come with the token before them
+            self._note_time()
         last = len(generation.token_ids) - 1
         for position, token_id in enumerate(generation.token_ids):
             self.generated_tokens += 1
@@ -153,6 +162,14 @@ class TokenStream(Generic[F]):
             if stopped or stop_token:
                 return reason
         return None
+
+    def _note_time(self) -> None:
+        now = perf_counter()
+        if not self.generated_tokens:
+            self.first_token_at = now
+        elif self._observe_gap is not None:
+            self._observe_gap(now - self._last_push_at)
+        self._last_push_at = now
 
     def finished(self, reason: FinishReason) -> None:
         """Ends the sequence as it should end; one without any token fails."""

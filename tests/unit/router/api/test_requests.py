@@ -1,6 +1,7 @@
 """An exchange takes places, generates, and gives everything back once, however it ends."""
 
 import asyncio
+import json
 import logging
 
 import httpx
@@ -52,6 +53,28 @@ async def test_a_request_that_succeeds_gives_its_place_back_and_is_counted(
     assert "tgi_request_success 1.0" in router.service.metrics.expose().decode()
     (line,) = [record for record in caplog.records if record.message == "/generate answered"]
     assert line.generated_tokens == 3
+    assert (line.status, line.model, line.request_id) == (200, "maker/model", response.headers["x-request-id"])
+    assert f"{line.total_time}".endswith("ms")
+    assert json.loads(json.dumps(line.total_time)) > 0
+    assert "tgi_request_time_to_first_token_duration_count 1.0" in router.service.metrics.expose().decode()
+    assert "tgi_request_inter_token_duration_count 2.0" in router.service.metrics.expose().decode()
+
+
+@pytest.mark.parametrize(("given", "kept"), [("a-b_c.1", True), ("x" * 128, True), ("x" * 129, False), ("a b", False)])
+async def test_a_request_has_the_id_that_its_caller_gave_it(
+    client: httpx.AsyncClient, caplog: pytest.LogCaptureFixture, given: str, kept: bool
+):
+    caplog.set_level(logging.INFO)
+    headers = {"x-request-id": given}
+    for body, status in (({"inputs": "hello"}, 200), ({"inputs": ""}, 422), ({"inputs": 1}, 422)):
+        response = await client.post("/generate", json=body, headers=headers)
+        assert response.status_code == status
+        told = response.headers["x-request-id"]
+        assert (told == given) is kept
+        (record,) = (each for each in caplog.records if each.name.startswith("tgi_server"))
+        assert (record.request_id, record.status) == (told, status)
+        assert record.levelname == ("INFO" if status == 200 else "WARNING")
+        caplog.clear()
 
 
 async def test_a_request_that_fails_in_the_shards_is_counted_by_its_error(
@@ -111,7 +134,10 @@ async def test_a_fault_of_the_server_is_logged_and_tells_the_client_nothing_of_i
     with pytest.raises(RouterError) as told:
         await respond(router.service, Client().request, fail)
     assert str(told.value) == "the server failed to handle the request"
-    assert "/generate could not be handled" in caplog.messages
+    (record,) = caplog.records
+    assert record.message == "/generate failed: the server failed to handle the request"
+    assert record.exc_info is not None
+    assert isinstance(record.exc_info[1], KeyError)
     assert router.service.capacity.in_flight == 0
 
 

@@ -116,7 +116,7 @@ def test_the_most_likely_tokens_name_special_ones():
 
 
 def test_times_are_told_in_milliseconds_and_the_compute_time_in_seconds():
-    times = RequestTimes(total=1.5, validation=0.25, queue=0.5, inference=0.75, per_token=0.125)
+    times = RequestTimes(total=1.5, validation=0.25, queue=0.5, inference=0.75, per_token=0.125, first_token=0.5)
     headers = headers_of("cpu", times, characters=5, prompt_tokens=3, generated_tokens=6)
     assert headers == {
         "x-compute-type": "cpu",
