@@ -214,3 +214,35 @@ def test_the_page_builds_the_images_that_the_manifests_name() -> None:
         (build,) = (line for line in page.splitlines() if line.startswith("docker build") and f"-t {tag} " in line)
         assert image["name"] != "oatmill-tgi" or "--target tgi " in build
         assert f"docker push {tag}" in page
+
+
+@pytest.mark.parametrize("workload", WORKLOADS, ids=name_of)
+def test_a_container_may_use_the_cores_that_are_set_aside_for_it(workload: Manifest) -> None:
+    """It has as many threads as its limit has cores."""
+    resources = container_of(workload)["resources"]
+    assert resources["limits"]["cpu"] == resources["requests"]["cpu"]
+    (patch,) = yaml.safe_load((FOLDER / "cpu" / "kustomization.yaml").read_text())["patches"]
+    changed = yaml.safe_load(patch["patch"])[0]["value"]
+    assert changed["limits"]["cpu"] == changed["requests"]["cpu"]
+
+
+def test_service_monitors_find_ports_of_services() -> None:
+    monitors = list(yaml.safe_load_all((FOLDER / "service-monitors.yaml").read_text()))
+    assert {each["metadata"]["name"] for each in monitors} == {name_of(each).partition("-")[2] for each in WORKLOADS}
+    for monitor in monitors:
+        labels = monitor["spec"]["selector"]["matchLabels"]
+        (service,) = (
+            each
+            for each in manifests()
+            if each["kind"] == "Service" and labels.items() <= each["metadata"]["labels"].items()
+        )
+        for endpoint in monitor["spec"]["endpoints"]:
+            assert endpoint["port"] in {port["name"] for port in service["spec"]["ports"]}
+
+
+def test_names_can_be_looked_up_wherever_the_cluster_does_so() -> None:
+    for policy in (the("NetworkPolicy", "tgi"), the("NetworkPolicy", "llm-functionalities")):
+        rules = [rule for rule in policy["spec"]["egress"] if {"port": 53, "protocol": "UDP"} in rule["ports"]]
+        (rule,) = rules
+        assert {"namespaceSelector": {}} in rule["to"]
+        assert {"ipBlock": {"cidr": "169.254.0.0/16"}} in rule["to"]
