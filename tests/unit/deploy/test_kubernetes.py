@@ -1,7 +1,9 @@
 """The manifests in deploy/kubernetes: by the schemas of Kubernetes, and against what the servers really are."""
 
+import re
 import shutil
 import subprocess
+import tomllib
 from collections.abc import Iterator
 from copy import deepcopy
 from pathlib import Path
@@ -246,3 +248,47 @@ def test_names_can_be_looked_up_wherever_the_cluster_does_so() -> None:
         (rule,) = rules
         assert {"namespaceSelector": {}} in rule["to"]
         assert {"ipBlock": {"cidr": "169.254.0.0/16"}} in rule["to"]
+
+
+CHART = FOLDER.parent / "helm" / "oatmill"
+
+
+@pytest.mark.skipif(not (shutil.which("helm") and shutil.which("kubectl")), reason="there is no helm, or no kubectl")
+@pytest.mark.parametrize(("variant", "flags"), [("gpu", []), ("cpu", ["-f", str(CHART / "values-cpu.yaml")])])
+def test_the_chart_renders_what_kustomize_does(variant: str, flags: list[str]) -> None:
+    def made(*command: str | Path) -> dict[str, Manifest]:
+        result = subprocess.run(command, capture_output=True, text=True, check=True)
+        return {name_of(each): each for each in yaml.safe_load_all(result.stdout) if each}
+
+    charted = made("helm", "template", "oatmill", CHART, *flags)
+    assert charted == made("kubectl", "kustomize", FOLDER / variant)
+    more = made("helm", "template", "oatmill", CHART, *flags, "--set=serviceMonitors=true,tgi.maxReplicas=2,tgi.gpus=2")
+    assert len(more) == len(charted) + 2
+    variables = {each["name"]: each.get("value") for each in container_of(more["StatefulSet-tgi"])["env"]}
+    assert variables["NUM_SHARD"] == "2"
+    (endpoints,) = (
+        each["value"]
+        for each in container_of(more["Deployment-llm-functionalities"])["env"]
+        if each["name"] == "INFERENCE_ENDPOINT_URL"
+    )
+    assert endpoints == "tgi-0.tgi-replicas:8080,tgi-1.tgi-replicas:8080"
+    for manifest in more.values():
+        if manifest["kind"] != "ServiceMonitor":
+            kubernetes_validate.validate(manifest, VERSIONS[-1], strict=True)
+
+
+def test_the_chart_is_of_this_version_and_has_a_value_for_all_that_it_asks_for() -> None:
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    project = tomllib.loads((FOLDER.parents[1] / "pyproject.toml").read_text())["project"]
+    assert chart["appVersion"] == chart["version"] == project["version"]
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    for file in (CHART / "templates").glob("*.yaml"):
+        for path in re.findall(r"\.Values\.([\w.]+)", file.read_text()):
+            found = values
+            for key in path.split("."):
+                found = found[key]
+
+
+def test_the_chart_has_a_template_for_each_file_of_manifests() -> None:
+    named = {file.name for file in (FOLDER / "gpu").glob("*.yaml")} - {"kustomization.yaml"} | {"service-monitors.yaml"}
+    assert {file.name for file in (CHART / "templates").iterdir()} == named
