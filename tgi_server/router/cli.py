@@ -4,14 +4,10 @@ import asyncio
 import logging
 import sys
 
-import uvloop
-
 from shared.logging import configure_logging
 from shared.settings import fail, read_settings
-from shared.tracing import configure_tracing, stop_tracing
 from tgi_server.router.errors import StartupError
 from tgi_server.router.settings import RouterSettings
-from tgi_server.router.startup import run
 
 _PROGRAM = "text-generation-router"
 _STARTUP_FAILED = 1
@@ -22,6 +18,13 @@ logger = logging.getLogger(__name__)
 def main() -> None:
     settings = read_settings(RouterSettings, _PROGRAM, sys.argv[1:])
     configure_logging("router", level=settings.log_level, json_output=settings.json_output)
+
+    # What the server is made of takes a second to import, which `--help` and mistakes need not wait for.
+    import uvloop
+
+    from shared.tracing import configure_tracing, stop_tracing
+    from tgi_server.router.startup import run
+
     configure_tracing(settings.otlp_service_name, settings.otlp_endpoint)
     logger.debug("settings: %s", settings.describe())  # the launcher logs them
     if settings.usage_stats != "off":

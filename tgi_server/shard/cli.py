@@ -62,9 +62,13 @@ def serve(arguments: Sequence[str]) -> None:
             trust_remote_code=settings.trust_remote_code,
         )
 
-        from tgi_server.shard import server  # imports torch and transformers, which takes seconds
+        from tgi_server.shard.lean_imports import lean_imports
 
-        server.serve(settings, *folders)
+        with lean_imports():
+            from tgi_server.shard import server  # imports torch, which takes seconds
+
+            engine, group = server.load(settings, *folders)
+        server.serve(settings, folders[0], engine, group)
     except ModelUnavailable as error:
         fail(service, str(error), status=FAILED)
     except KeyboardInterrupt:

@@ -51,16 +51,22 @@ _GRAMMAR_CALLS = 256
 FATAL_STATUS = 70
 
 
-def serve(settings: ShardSettings, model_path: Path, speculative_model: Path | None = None) -> None:
-    """Serves the model until SIGTERM or SIGINT. Raises SystemExit after one line when it cannot be loaded."""
+def load(
+    settings: ShardSettings, model_path: Path, speculative_model: Path | None = None
+) -> tuple[Engine, ShardGroup | None]:
+    """Loads the model, together with the other shards. Raises SystemExit after one line when it cannot be loaded."""
     try:
         _check_gpus()
         group = _connect(settings)
-        engine = Engine(engine_config(settings, model_path, speculative_model, group))
+        return Engine(engine_config(settings, model_path, speculative_model, group)), group
     except EngineError as error:
         fail(f"shard {settings.rank}", str(error), status=1)
     except PeerLost as error:
         fail(f"shard {settings.rank}", f"another shard was lost while loading: {error}", status=FATAL_STATUS)
+
+
+def serve(settings: ShardSettings, model_path: Path, engine: Engine, group: ShardGroup | None) -> None:
+    """Serves the model until SIGTERM or SIGINT."""
     # Objects made while loading live as long as the process: the garbage collector need not walk them again and again.
     gc.collect()
     gc.freeze()

@@ -9,7 +9,7 @@ from shared import gpus
 from shared.settings import read_settings
 from tgi_server.engine.errors import PeerLost
 from tgi_server.shard import server
-from tgi_server.shard.server import FATAL_STATUS, engine_config, serve
+from tgi_server.shard.server import FATAL_STATUS, engine_config, load
 from tgi_server.shard.settings import ShardSettings
 
 
@@ -35,7 +35,7 @@ def test_a_model_that_cannot_be_loaded_ends_the_process_with_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     with pytest.raises(SystemExit) as end:
-        serve(settings(), tmp_path)
+        load(settings(), tmp_path)
     assert end.value.code == 1
     assert capsys.readouterr().err == (
         f"shard 0: {tmp_path} has no config.json; is it a model folder in transformers format?\n"
@@ -50,7 +50,7 @@ def test_a_shard_that_loses_another_while_loading_says_so(
 
     monkeypatch.setattr(server, "_connect", lose)
     with pytest.raises(SystemExit) as end:
-        serve(settings("--sharded", "--world-size=2", "--rank=1"), tmp_path)
+        load(settings("--sharded", "--world-size=2", "--rank=1"), tmp_path)
     assert end.value.code == FATAL_STATUS
     assert capsys.readouterr().err == "shard 1: another shard was lost while loading: shard 0 has ended\n"
 
@@ -62,7 +62,7 @@ def test_gpus_that_are_listed_and_cannot_be_used_end_the_process(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", None)
     with pytest.raises(SystemExit) as end:
-        serve(settings(), tmp_path)
+        load(settings(), tmp_path)
     assert end.value.code == 1
     assert capsys.readouterr().err == (
         "shard 0: CUDA_VISIBLE_DEVICES is 0, but this torch is built without CUDA; to run on the CPU, set "
@@ -85,7 +85,7 @@ def test_a_gpu_that_cannot_be_used_is_logged(
 
     monkeypatch.setattr(torch.cuda, "init", refuse)
     with pytest.raises(SystemExit):  # there is no model
-        serve(settings(), tmp_path / "absent")
+        load(settings(), tmp_path / "absent")
     assert caplog.messages == [
         "running on the CPU although this machine has a GPU: torch cannot use it: The NVIDIA driver on your system is "
         "too old"
@@ -98,6 +98,6 @@ def test_more_shards_than_gpus_are_refused_before_anything_is_loaded(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(SystemExit) as end:
-        serve(settings("--sharded", "--world-size=2", "--rank=1"), tmp_path)
+        load(settings("--sharded", "--world-size=2", "--rank=1"), tmp_path)
     assert end.value.code == 1
     assert "shard 1 is to run on GPU 1, but this machine has 1; lower --num-shard" in capsys.readouterr().err

@@ -18,7 +18,6 @@ from itertools import count
 from pathlib import Path
 
 import torch
-from torch.utils import cpp_extension
 
 from shared.control_groups import usable_cores
 
@@ -124,6 +123,8 @@ def _compile(library: Path, target: str) -> None:
     compiler = shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         raise OSError("no C++ compiler was found; install g++ and start again")
+    from torch.utils import cpp_extension  # imports setuptools, which no process needs that finds compiled kernels
+
     machine = "this machine" if target == NATIVE else target
     logger.info("compiling the CPU kernels for %s, once; it takes a few minutes", machine)
     libraries = [*(f"-L{path}" for path in cpp_extension.library_paths()), "-ltorch_cpu", "-lc10"]
@@ -145,6 +146,8 @@ def _compile(library: Path, target: str) -> None:
 
 def command(compiler: str, target: str, source: Path, compiled: Path) -> list[str]:
     """Returns the command that compiles one file."""
+    from torch.utils import cpp_extension
+
     includes = [f"-I{path}" for path in (FOLDER, *cpp_extension.include_paths())]
     return [compiler, *FLAGS, f"-march={target}", *includes, "-c", str(source), "-o", str(compiled)]
 

@@ -1,0 +1,85 @@
+"""Imports `transformers` without the parts of torch that serving has no use for, which take longer than the rest."""
+
+import importlib
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+_DYNAMO = "torch._dynamo"
+_MASKS = f"{_DYNAMO}._trace_wrapped_higher_order_op"
+
+
+@contextmanager
+def lean_imports() -> Iterator[None]:
+    """Imports it without `torch._dynamo` and `torch.distributed.tensor`.
+
+    `transformers` needs the first for decorators that mean something to `torch.compile` only, also within this context,
+    and the second for its own ways to split a model. Whoever imports them afterwards gets them. A release of
+    `transformers` that cannot be imported so is imported as usual, when it is first needed.
+    """
+    if "transformers" in sys.modules or _DYNAMO in sys.modules:
+        yield
+        return
+    sys.modules.update({_DYNAMO: _dynamo(), _MASKS: _masks()})
+    try:
+        for name in ("utils.import_utils", "utils"):
+            module = importlib.import_module(f"transformers.{name}")
+            module.is_torch_distributed_available = _never  # type: ignore[attr-defined]
+        for name in ("modeling_utils", "masking_utils"):
+            importlib.import_module(f"transformers.{name}")
+    except (ImportError, AttributeError) as error:
+        logger.debug("transformers is imported with all that it brings along: %s", error)
+        _remove_stand_ins()
+        for name in [name for name in sys.modules if name.partition(".")[0] == "transformers"]:
+            del sys.modules[name]
+    try:
+        yield
+    finally:
+        _remove_stand_ins()
+
+
+def _remove_stand_ins() -> None:
+    if isinstance(sys.modules.get(_DYNAMO), _StandIn):
+        del sys.modules[_DYNAMO], sys.modules[_MASKS]
+
+
+def _never() -> bool:
+    return False
+
+
+class _StandIn(ModuleType):
+    """Has the place of `torch._dynamo` until somebody wants more of it than decorators."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        _remove_stand_ins()
+        return getattr(importlib.import_module(self.__name__), name)
+
+
+def _dynamo() -> ModuleType:
+    module = _StandIn(_DYNAMO)
+    for decorator in ("allow_in_graph", "assume_constant_result", "disable"):
+        setattr(module, decorator, _undecorated)
+    return module
+
+
+def _undecorated(function: Any = None, *_: Any, **__: Any) -> Any:
+    return _undecorated if function is None else function
+
+
+def _masks() -> ModuleType:
+    """Returns a stand-in for the module of a context that `transformers` enters while it makes some kinds of masks."""
+
+    def make(*arguments: Any) -> Any:
+        _remove_stand_ins()
+        return importlib.import_module(_MASKS).TransformGetItemToIndex(*arguments)
+
+    module = ModuleType(_MASKS)
+    module.TransformGetItemToIndex = make  # type: ignore[attr-defined]
+    return module
