@@ -10,14 +10,12 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from time import monotonic
 
-from starlette.types import ASGIApp
-
 from shared.event_loop import watch_event_loop
 from shared.settings import package_version
 from shared.stop_signals import ignore_stop_signals, on_stop_signal
 from shared.stubs import generate_pb2 as pb
 from tgi_server.router.api.access import AccessRules
-from tgi_server.router.api.app import create_app, metrics_app
+from tgi_server.router.api.app import ReplaceableApp, create_app, loading_app, metrics_app
 from tgi_server.router.api.connections import Connections, connection_limits
 from tgi_server.router.api.server import HttpServer, drain, listen, reserve
 from tgi_server.router.errors import RouterError, StartupError, Unhealthy
@@ -65,21 +63,29 @@ async def run(settings: RouterSettings) -> None:
     metrics_listener = None
     if settings.prometheus_port:
         metrics_listener = reserve(settings.hostname, settings.prometheus_port, "--prometheus-port")
-    async with assembled(settings) as service:
-        _collect_garbage_seldom()
-        app: ASGIApp = create_app(service, access_rules(settings, listener))
-        patience = settings.client_timeout
-        servers = {HttpServer(app, settings.graceful_termination_timeout, patience, Connections(*limits)): listener}
-        if metrics_listener is not None:
-            scrapers = Connections(_METRICS_CONNECTIONS, _METRICS_CONNECTIONS)
-            app = metrics_app(service.metrics)
-            servers[HttpServer(app, _METRICS_GRACE_SECONDS, patience, scrapers)] = metrics_listener
-        on_stop_signal(lambda: drain(servers))
-        listen(servers.values())
-        port = listener.getsockname()[1]
-        logger.info("ready on http://%s:%d: %s", settings.hostname, port, service.model.computation)
-        with _known_as_ready(settings.ready_uds_path):
-            await asyncio.gather(*(server.serve([each]) for server, each in servers.items()))
+    app = ReplaceableApp(loading_app(Path(settings.master_shard_uds_path.removeprefix("unix://"))))
+    patience = settings.client_timeout
+    servers = {HttpServer(app, settings.graceful_termination_timeout, patience, Connections(*limits)): listener}
+    listen([listener])
+    serving = [asyncio.create_task(server.serve([each])) for server, each in servers.items()]
+    try:
+        async with assembled(settings) as service:
+            _collect_garbage_seldom()
+            app.current = create_app(service, access_rules(settings, listener))
+            if metrics_listener is not None:
+                scrapers = Connections(_METRICS_CONNECTIONS, _METRICS_CONNECTIONS)
+                exposing = HttpServer(metrics_app(service.metrics), _METRICS_GRACE_SECONDS, patience, scrapers)
+                servers[exposing] = metrics_listener
+                listen([metrics_listener])
+                serving.append(asyncio.create_task(exposing.serve([metrics_listener])))
+            on_stop_signal(lambda: drain(servers))
+            port = listener.getsockname()[1]
+            logger.info("ready on http://%s:%d: %s", settings.hostname, port, service.model.computation)
+            with _known_as_ready(settings.ready_uds_path):
+                await asyncio.gather(*serving)
+    finally:
+        for task in serving:
+            task.cancel()
     ignore_stop_signals()
     logger.info("stopped")
 

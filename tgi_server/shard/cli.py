@@ -7,8 +7,10 @@ from collections.abc import Callable, Sequence
 
 from shared.logging import configure_logging
 from shared.settings import fail, package_version, read_settings
+from tgi_server.loading import IMPORTING, remove_progress, write_progress
 from tgi_server.model_files.errors import ModelUnavailable
 from tgi_server.shard.settings import CommandSettings, DownloadSettings, QuantizeSettings, ShardSettings
+from tgi_server.shard.sockets import shard_socket
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +56,9 @@ def serve(arguments: Sequence[str]) -> None:
 
     from tgi_server.model_files.download import find_models
 
+    socket = shard_socket(settings.uds_path, settings.rank)
+    logger.info("loading: %s", IMPORTING)
+    write_progress(socket, 0, IMPORTING)
     try:
         folders = find_models(
             settings.model_id,
@@ -73,6 +78,8 @@ def serve(arguments: Sequence[str]) -> None:
         fail(service, str(error), status=FAILED)
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
+    finally:
+        remove_progress(socket)
 
 
 def download_weights(arguments: Sequence[str]) -> None:

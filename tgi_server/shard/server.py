@@ -27,7 +27,9 @@ from tgi_server.engine import Engine, EngineConfig, EngineError
 from tgi_server.engine.config import DTYPES
 from tgi_server.engine.errors import CannotConnect, PeerLost
 from tgi_server.engine.parallel import ShardGroup, connect
+from tgi_server.engine.progress import report_to
 from tgi_server.grammar import Sandbox
+from tgi_server.loading import percent_of, remove_progress, write_progress
 from tgi_server.shard.grammar_queue import GrammarQueue
 from tgi_server.shard.grammar_service import GrammarService
 from tgi_server.shard.service import Place, TextGenerationService
@@ -51,10 +53,30 @@ _GRAMMAR_CALLS = 256
 FATAL_STATUS = 70
 
 
+class LoadingProgress:
+    """Writes how far loading is, into the file beside the socket, and each new stage into the log."""
+
+    def __init__(self, socket: Path) -> None:
+        self._socket = socket
+        self._percent = -1
+        self._stage = ""
+
+    def report(self, stage: str, fraction: float) -> None:
+        """Does nothing for what is less far than before: a second model may be loaded, to draft for the first."""
+        percent = percent_of(stage, fraction)
+        if percent <= self._percent:
+            return
+        if stage != self._stage:
+            logger.info("loading: %s", stage)
+        self._percent, self._stage = percent, stage
+        write_progress(self._socket, percent, stage)
+
+
 def load(
     settings: ShardSettings, model_path: Path, speculative_model: Path | None = None
 ) -> tuple[Engine, ShardGroup | None]:
     """Loads the model, together with the other shards. Raises SystemExit after one line when it cannot be loaded."""
+    report_to(LoadingProgress(shard_socket(settings.uds_path, settings.rank)).report)
     try:
         _check_gpus()
         group = _connect(settings)
@@ -180,6 +202,7 @@ async def _serve(settings: ShardSettings, model_path: Path, engine: Engine, grou
     add_TextGenerationServiceServicer_to_server(service, server)
     await server.start()
     grammar_server.start()
+    remove_progress(socket)
     logger.info("shard %d is ready on %s", settings.rank, socket)
     try:
         await stop.wait()

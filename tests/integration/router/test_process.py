@@ -10,9 +10,11 @@ import httpx
 import pytest
 
 from tests.conftest import FreePort
+from tests.integration.router.conftest import shard_process
 from tests.integration.router.process import READY_SECONDS, Process, Start
 from tests.timing import until
 from tgi_server.launcher.processes.sockets import is_listening
+from tgi_server.loading import READING, write_progress
 
 
 def last_line(process: Process) -> str:
@@ -39,6 +41,37 @@ def test_a_signal_before_it_is_ready(start: Start, flags: tuple[str, list[str]],
     process.popen.send_signal(signal.SIGTERM)
     assert process.wait() == 0
     assert "Traceback" not in process.log.read_text()
+
+
+def test_while_the_shards_load_every_request_hears_how_far_they_are(
+    start: Start, flags: tuple[str, list[str]], tmp_path: Path
+):
+    url, arguments = flags
+    path = tmp_path / "shard-0"
+    process = start(*arguments, f"--master-shard-uds-path={path}")
+
+    def response(route: str = "/health") -> httpx.Response | None:
+        assert process.popen.poll() is None, process.log.read_text()
+        try:
+            return httpx.get(f"{url}{route}", timeout=5)
+        except httpx.TransportError:
+            return None
+
+    until(lambda: response() is not None)
+    write_progress(path, 40, READING)
+    refusal = httpx.post(f"{url}/v1/chat/completions", json={"messages": []}, timeout=5)
+    assert refusal.status_code == 503
+    assert refusal.json()["error"]["message"] == "Loading model, 40 %: reading weights"
+    health = response()
+    assert health is not None
+    assert (health.status_code, health.headers["retry-after"]) == (503, "5")
+    assert health.json()["error"] == "Loading model, 40 %: reading weights"
+    with shard_process(path):
+        process.until_ready(url)
+        body = {"inputs": "Hello", "parameters": {"max_new_tokens": 2}}
+        assert httpx.post(f"{url}/generate", json=body, timeout=30).status_code == 200
+        process.popen.send_signal(signal.SIGTERM)
+        assert process.wait() == 0
 
 
 def test_running_requests_are_finished(start: Start, flags: tuple[str, list[str]]):

@@ -24,6 +24,8 @@ from tgi_server.engine.checkpoint.safetensors_files import (
 from tgi_server.engine.config import EngineConfig, resolve_dtype
 from tgi_server.engine.errors import EngineError, InvalidWeights, ModelNotFound, UnsupportedModel
 from tgi_server.engine.parallel import ShardGroup
+from tgi_server.engine.progress import follow_transformers, progress
+from tgi_server.loading import READING
 
 
 def load_config(config: EngineConfig) -> PretrainedConfig:
@@ -62,6 +64,7 @@ def load_model(config: EngineConfig, device: torch.device) -> PreTrainedModel:
 
     Raises ModelNotFound, InvalidWeights or UnsupportedModel.
     """
+    progress(READING)
     model_config = load_config(config)
     check_files(config.model_path)
     # Models that also read images say it beside what the text model is, and some older ones do not say it.
@@ -92,6 +95,8 @@ def _load_part(
 ) -> tuple[PreTrainedModel, dict]:
     """Loads the whole model, or this shard of it. A GPU gets each tensor as it is read, so that the host holds few."""
     quantization = find_quantization(config.model_path, model_config, config.quantize)
+    if quantization is None:  # or else most of the time goes into weights that are not read by `transformers`
+        follow_transformers(READING)
     if config.group is not None:
         model, report = _load_shard(config, model_config, factory, dtype, device, config.group, quantization)
     elif (

@@ -18,6 +18,8 @@ from tgi_server.engine.layers.head import ScreenedHead
 from tgi_server.engine.linear import LinearFactory, PackedLinear
 from tgi_server.engine.linear.float import FloatLinear
 from tgi_server.engine.memory import Leftovers, forget_pages, large_memory_apart
+from tgi_server.engine.progress import counted
+from tgi_server.loading import PACKING
 
 logger = logging.getLogger(__name__)
 
@@ -135,13 +137,19 @@ def _replace(module: nn.Module, replacement: Callable[[nn.Module], nn.Module | N
 
 
 def _replace_children(
-    module: nn.Module, replacement: Callable[[nn.Module], nn.Module | None], leftovers: Leftovers
+    module: nn.Module,
+    replacement: Callable[[nn.Module], nn.Module | None],
+    leftovers: Leftovers,
+    *,
+    count_layers: bool = True,
 ) -> None:
-    for name in [name for name, _ in module.named_children()]:  # which would keep all that it has named
+    names = [name for name, _ in module.named_children()]  # which would keep all that it has named
+    is_layers = count_layers and isinstance(module, nn.ModuleList) and len(names) > 1
+    for name in counted(PACKING, names, len(names)) if is_layers else names:
         child = module.get_submodule(name)
         new = replacement(child)
         if new is None:
-            _replace_children(child, replacement, leftovers)
+            _replace_children(child, replacement, leftovers, count_layers=count_layers and not is_layers)
         else:
             setattr(module, name, new)
             for each in child.modules():

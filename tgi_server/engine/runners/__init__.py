@@ -20,10 +20,12 @@ from tgi_server.engine.linear.gpu import gpu_linear_factory
 from tgi_server.engine.linear.onednn import has_products
 from tgi_server.engine.memory import give_back
 from tgi_server.engine.parallel import ShardGroup
+from tgi_server.engine.progress import progress
 from tgi_server.engine.runners.base import Runner
 from tgi_server.engine.runners.padded import PaddedRunner
 from tgi_server.engine.runners.paged import PagedRunner
 from tgi_server.engine.runners.probe import LogitsProbe, probe_paged_path
+from tgi_server.loading import PACKING
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +39,7 @@ def create_runner(model: PreTrainedModel, config: EngineConfig, *, alone: bool =
     Raises UnsupportedModel when the engine's own layers do not compute what the model's did, or when the weights
     cannot be quantised as asked. All shards of a model come to the same decision.
     """
+    progress(PACKING)
     on_cpu = model.device.type == "cpu" and config.custom_kernels
     if on_cpu and alone:
         limit_threads(model)

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tgi_server.launcher.errors import CannotStartError
+from tgi_server.loading import remove_progress
 from tgi_server.shard.sockets import grammar_socket, shard_socket
 
 # Bytes that the kernel has for a socket's path (unix(7)).
@@ -26,6 +27,7 @@ def shard_sockets(path: Path | None, ranks: Iterable[int]) -> Iterator[list[Path
     sockets = [shard_socket(prefix, rank) for rank in ranks]
     for each in sockets:
         _make_way(each)
+        remove_progress(each)
     try:
         yield sockets
     finally:
@@ -33,6 +35,7 @@ def shard_sockets(path: Path | None, ranks: Iterable[int]) -> Iterator[list[Path
             each.unlink(missing_ok=True)
             grammar_socket(each).unlink(missing_ok=True)
             router_socket(each).unlink(missing_ok=True)
+            remove_progress(each)
         if folder:
             shutil.rmtree(folder, ignore_errors=True)
 

@@ -2,15 +2,17 @@
 
 import asyncio
 import logging
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from tgi_server.launcher.errors import ProcessEndedError
 from tgi_server.launcher.nodes.peers import Peers
 from tgi_server.launcher.processes.child import ENDED_BY_ITSELF, LOST_A_PEER, Child, Command
 from tgi_server.launcher.processes.sockets import is_listening, router_socket
+from tgi_server.loading import read_progress
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +28,8 @@ SETTLE_SECONDS = 0.2
 LOST_PEER_SECONDS = 1.5
 # Seconds that shards have for ending once the router has ended.
 SHARD_SECONDS = 7.0
+# Characters of the bar that shows loading, and of the name of a stage beside it. A line of the log has more.
+_BAR_WIDTH, _STAGE_WIDTH = 20, 16
 
 
 class Supervisor:
@@ -151,14 +155,17 @@ class Supervisor:
         """
         start = time.monotonic()
         report = start + REPORT_SECONDS
-        waiting = dict(zip((shard.name for shard in self._shards), self._sockets, strict=True))
+        bar = LoadingBar(sys.stderr)
+        waiting = list(self._sockets)
         while waiting or (self._router is not None and not is_listening(router_socket(self._sockets[0]))):
             await asyncio.sleep(POLL_SECONDS)
-            waiting = {name: socket for name, socket in waiting.items() if not is_listening(socket)}
+            waiting = [socket for socket in waiting if not is_listening(socket)]
+            percent, stage = read_progress(self._sockets[0])
+            bar.show(percent, stage)
             if time.monotonic() > report:
-                names = ", ".join(waiting) or "router"
-                logger.info("waiting for %s (%d s)", names, time.monotonic() - start)
+                logger.info("loading: %d %%, %s (%d s)", percent, stage, time.monotonic() - start)
                 report += REPORT_SECONDS
+        bar.clear()
         seconds = time.monotonic() - start
         if self._router is None:
             names = ", ".join(shard.name for shard in self._shards)
@@ -181,6 +188,31 @@ class Supervisor:
         await asyncio.gather(*(shard.stop(min(grace, SHARD_SECONDS)) for shard in shards))
         if self._peers is not None:
             await self._peers.close()
+
+
+class LoadingBar:
+    """A bar on the last line of a terminal; on anything else, nothing.
+
+    The cursor stays at the line's beginning, so that a line of the log takes the bar's place: it is longer.
+    """
+
+    def __init__(self, output: TextIO) -> None:
+        self._output = output
+        self._on_terminal = output.isatty()
+        self._text = ""
+
+    def show(self, percent: int, stage: str) -> None:
+        done = percent * _BAR_WIDTH // 100
+        self._write(f"[{'#' * done}{'.' * (_BAR_WIDTH - done)}] {percent:3} % {stage:{_STAGE_WIDTH}}")
+
+    def clear(self) -> None:
+        self._write(" " * (_BAR_WIDTH + len("[] 100 % ") + _STAGE_WIDTH))
+
+    def _write(self, text: str) -> None:
+        if self._on_terminal and text != self._text:
+            self._text = text
+            self._output.write(f"{text}\r")
+            self._output.flush()
 
 
 def authority(host: str, port: int) -> str:

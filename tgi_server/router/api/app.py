@@ -1,20 +1,24 @@
 """The ASGI application: all routes, errors, and who may call."""
 
+import asyncio
 from copy import copy
 from functools import partial
 from http import HTTPStatus
+from pathlib import Path
 
 from fastapi import APIRouter, FastAPI
 from fastapi.routing import APIRoute
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Match, Route
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
+from tgi_server.loading import read_progress
 from tgi_server.router.api.access import AccessRules, ApiKeyMiddleware, ForeignPageMiddleware
 from tgi_server.router.api.documentation import describe, document_routes
 from tgi_server.router.api.requests import request_id
@@ -28,9 +32,11 @@ from tgi_server.router.api.routes.info import probe_routes
 from tgi_server.router.api.routes.page import page_routes
 from tgi_server.router.api.routes.responses import response_routes
 from tgi_server.router.api.routes.tokenize import tokenize_routes
-from tgi_server.router.errors import NoSuchRoute, RouterError
+from tgi_server.router.errors import NoSuchRoute, RouterError, Unhealthy
 from tgi_server.router.metrics import CONTENT_TYPE, Metrics
 from tgi_server.router.service import Service
+
+_LOADING_RETRY_SECONDS = "5"
 
 # The busiest first: routes are tried in this order.
 _ROUTES = (
@@ -66,6 +72,32 @@ def create_app(service: Service, rules: AccessRules) -> FastAPI:
     app.add_exception_handler(RouterError, _respond_with_error)
     app.add_exception_handler(HTTPException, _respond_with_http_error)
     return app
+
+
+class ReplaceableApp:
+    """An application in whose place another one comes while it is served."""
+
+    def __init__(self, first: ASGIApp) -> None:
+        self.current = first
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self.current(scope, receive, send)
+
+
+def loading_app(first_socket: Path) -> ASGIApp:
+    """Returns an application that answers every request with 503 and how far the shards are with loading.
+
+    first_socket: on which the first shard is going to listen.
+    """
+
+    async def refuse(scope: Scope, receive: Receive, send: Send) -> None:
+        percent, stage = await asyncio.to_thread(read_progress, first_socket)
+        error = Unhealthy(f"Loading model, {percent} %: {stage}")
+        response = error_response(error, scope["path"], Headers(scope=scope))
+        response.headers["retry-after"] = _LOADING_RETRY_SECONDS
+        await response(scope, receive, send)
+
+    return refuse
 
 
 def metrics_app(metrics: Metrics) -> ASGIApp:

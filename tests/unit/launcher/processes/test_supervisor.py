@@ -1,6 +1,7 @@
 import asyncio
 import contextlib
 import http.server
+import io
 import os
 import signal
 import threading
@@ -14,7 +15,7 @@ import pytest
 from tests.fakes import processes
 from tgi_server.launcher.errors import ProcessEndedError
 from tgi_server.launcher.processes.sockets import is_listening, router_socket
-from tgi_server.launcher.processes.supervisor import Supervisor
+from tgi_server.launcher.processes.supervisor import LoadingBar, Supervisor
 
 BROKEN = "print('loading'); raise SystemExit('shard-1: no memory left')"
 
@@ -162,3 +163,21 @@ async def test_waiting_is_reported(server: Server, caplog: pytest.LogCaptureFixt
     await server.run(lambda _: None, Supervisor.stop)
     assert any("waiting for shard-2" in line for line in caplog.messages)
     assert any(line.startswith(f"ready on http://127.0.0.1:{server.port}") for line in caplog.messages)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_shows_a_bar_that_the_next_line_of_the_log_takes_the_place_of() -> None:
+    terminal, file = Terminal(), io.StringIO()
+    for output in (terminal, file):
+        bar = LoadingBar(output)
+        bar.show(40, "reading weights")
+        bar.show(40, "reading weights")
+        bar.clear()
+    shown, cleared, rest = terminal.getvalue().split("\r")
+    assert shown == "[########............]  40 % reading weights "
+    assert (cleared, rest) == (" " * len(shown), "")
+    assert not file.getvalue()
