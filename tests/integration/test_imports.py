@@ -51,5 +51,5 @@ def test_a_shard_starts_without_what_serving_does_not_need(tmp_path: Path) -> No
     shard.terminate()
     assert shard.wait(30) == 0
     modules = imported(log.read_text())
-    assert "tgi_server.engine.engine" in modules
+    assert "tgi_server.shard.service" in modules
     assert not modules & NOT_FOR_SERVING

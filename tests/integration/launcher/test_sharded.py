@@ -46,6 +46,7 @@ def test_two_shards_write_what_one_writes(
     assert sorted(path.name for path in folder.iterdir()) == [
         "shard-0",
         "shard-0-grammars",
+        "shard-0-router",
         "shard-1",
         "shard-1-grammars",
     ]
