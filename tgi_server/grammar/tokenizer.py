@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -62,15 +62,18 @@ class GrammarTokenizer:
             raise InvalidGrammar(f"this model's tokenizer has {size} tokens, and the model {vocab_size}")
         self.markers = range(vocab_size, vocab_size + MAX_HINTS)
         self.eos = tuple(eos) or _named_ends(content)
-        names = {each["id"]: each["content"] for each in content["added_tokens"] if each["special"]}
+        added = {each["id"]: each["content"] for each in content["added_tokens"]}
+        special = {each["id"] for each in content["added_tokens"] if each["special"]}
+        # What ends a text is no part of it, though not all tokenizers call it special.
+        names = {token: added.get(token, f"\ue0a0end {token}\ue0a1") for token in special.union(self.eos)}
         names |= {token: f"\ue0a0hint {index}\ue0a1" for index, token in enumerate(self.markers)}
-        self._ordinary = {each["content"]: each["id"] for each in content["added_tokens"] if not each["special"]}
+        self._ordinary = {name: token for token, name in added.items() if token not in names}
         wrapper = TokenizerWrapper(SpelledTokenizer(content, self.markers.stop, self.eos[0], names))
         self.lookup = LLTokenizer(wrapper, n_vocab=self.markers.stop, eos_token=list(self.eos))
 
     @classmethod
     def of_model(cls, model: Path, vocab_size: int, eos: Sequence[int]) -> "GrammarTokenizer":
-        """Reads tokenizer.json, or has `transformers` make one of older files. Takes up to a second.
+        """Reads tokenizer.json, or has `transformers` make one of older files. Takes seconds for a large vocabulary.
 
         Raises InvalidGrammar.
         """
@@ -112,7 +115,7 @@ class SpelledTokenizer:
     def __init__(self, content: Mapping[str, Any], size: int, eos: int, special: Mapping[int, str]) -> None:
         """content: of a tokenizer.json. size: of the vocabulary. special: names of tokens that are no text."""
         self.eos_token_id = eos
-        definition = json.dumps(_without_special_tokens(content))
+        definition = json.dumps(_without(special, content))
         self._encode, spellings = _byte_tokenizer(definition) or _decoding_tokenizer(definition, size)
         spellings += [b""] * (size - len(spellings))
         self.tokens = [_SPECIAL + special[i].encode() if i in special else each for i, each in enumerate(spellings)]
@@ -191,14 +194,14 @@ def _decoding_tokenizer(definition: str, size: int) -> _Texts:
     return encode, [spelling(token) for token in range(size)]
 
 
-def _without_special_tokens(content: Mapping[str, Any]) -> dict[str, Any]:
+def _without(special: Container[int], content: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the content of a tokenizer.json that finds no special tokens in a text. All ids stay as they are."""
     vocab = content["model"]["vocab"]
     own = {piece for piece, _ in vocab} if isinstance(vocab, list) else vocab.keys()
     added = [
-        {**each, "content": f"\ue0a0special {each['id']}\ue0a1"} if each["special"] else each
+        {**each, "content": f"\ue0a0special {each['id']}\ue0a1"} if each["id"] in special else each
         for each in content["added_tokens"]
-        if not (each["special"] and each["content"] in own)
+        if each["id"] not in special or each["content"] not in own
     ]
     return {**content, "added_tokens": added}
 

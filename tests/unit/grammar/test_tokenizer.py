@@ -203,3 +203,26 @@ def test_a_lark_grammar_may_name_any_added_token(tmp_path: Path) -> None:
     assert following_fault(compiler, Grammar(GrammarKind.LARK, lark), [*tokens, published.end]) is None
     with pytest.raises(InvalidGrammar, match="unknown special token"):
         compiler.check(Grammar(GrammarKind.LARK, "start: <unknown>"))
+
+
+def test_what_ends_a_text_is_no_part_of_it(tmp_path: Path) -> None:
+    """Fine-tunes end their texts with tokens that their tokenizers do not call special."""
+    published = PUBLISHED["qwen2.5"]
+    folder = published.save(tmp_path)
+    content = json.loads((folder / "tokenizer.json").read_text())
+    for each in content["added_tokens"]:
+        each["special"] = False
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    ends = [*published.end_ids, published.token_id("Paris")]
+    compiler = GrammarCompiler(folder, published.vocab_size, ends)
+    grammar = Grammar(GrammarKind.JSON_SCHEMA, json.dumps({"type": "string"}))
+    before = compiler.tokenizer.encode('"a <|im_start|>')
+    assert published.token_id("<|im_start|>") in before
+    for end in ends:
+        assert "the mask forbids" in str(following_fault(compiler, grammar, [*before, end]))
+        closed = [*before, compiler.tokenizer.encode('"')[0]]
+        assert following_fault(compiler, grammar, [*closed, end]) is None
+    spelled = Grammar(GrammarKind.JSON_SCHEMA, json.dumps({"const": "<|im_end|>Paris"}))
+    tokens = compiler.tokenizer.encode('"<|im_end|>Paris"')
+    assert not set(ends) & set(tokens)
+    assert following_fault(compiler, spelled, [*tokens, ends[0]]) is None
