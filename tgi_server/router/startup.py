@@ -312,7 +312,14 @@ def _pace(settings: RouterSettings, limits: Limits, info: pb.InfoResponse) -> Pr
 def _answer_form(settings: RouterSettings, template: ChatTemplate, tokenizer: TextTokenizer) -> AnswerForm:
     calls = tool_format(settings.tool_call_parser, template.source)
     thoughts = reasoning_tags(settings.reasoning_parser, template.source)
-    logger.info("tools are called in the form %r; thoughts are %s", calls.name, "told apart" if thoughts else "text")
+    if template.source:
+        apart = "reasoning is returned apart" if thoughts else "reasoning is part of the text"
+        logger.info("tools are called in the form %r; %s", calls.name, apart)
+    else:
+        logger.warning(
+            "the model has no chat template, so chats are refused; --tokenizer-config-path can give one, and "
+            "/generate and /v1/completions need none"
+        )
     return AnswerForm(calls, thoughts, tokenizer.special_tokens)
 
 

@@ -55,6 +55,20 @@ def test_the_likelihood_of_texts(demo_server: TextGenerationServer, max_tokens: 
         assert greedy == [abs(one - other) < 1e-6 for one, other in zip(chosen, largest, strict=True)]
 
 
+def test_a_text_is_split_as_evaluation_suites_count_its_tokens(demo_server: TextGenerationServer) -> None:
+    """lm-eval without `tokenized_requests`: it takes the context's tokens, without BOS, off the front of the list."""
+    context, continuation = "How long do I boil an egg?", " For 6 minutes."
+    body = {"prompt": context + continuation, "temperature": 0, "max_tokens": 1, "logprobs": 1, "echo": True}
+    (choice,) = complete(demo_server, **body)["choices"]
+    tokenizer = reference()[1]
+    start = len(tokenizer(context, add_special_tokens=False)["input_ids"])
+    ids = tokenizer(context + continuation)["input_ids"]
+    assert ids[0] == tokenizer.bos_token_id
+    told = choice["logprobs"]["token_logprobs"][start:-1]
+    assert told == pytest.approx(expected(ids)[0][start:], abs=1e-4)
+    assert choice["logprobs"]["text_offset"][start] == len(context)
+
+
 def spelled(token: str) -> bytes:
     """The bytes of a token, of which those that are a part of a character are written as escapes."""
     name = token.removeprefix("bytes:")

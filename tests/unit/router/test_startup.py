@@ -1,5 +1,7 @@
 """The parts of a router are put together from its settings and from what the shards tell."""
 
+import json
+import shutil
 import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -92,6 +94,21 @@ async def test_a_context_that_is_shorter_than_the_models_is_logged(
         pass
     assert "a prompt and its answer may have 128 tokens; the model could take 2048, but " + cause in caplog.text
     await shards.stop(None)
+
+
+async def test_a_model_without_a_chat_template_is_logged(path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    folder = tmp_path / "model"
+    shutil.copytree(demo_model.PATH, folder)
+    async with assembled(settings(path, tokenizer_name=folder)):
+        pass
+    assert "no chat template" not in caplog.text
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config.pop("chat_template", None)
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    async with assembled(settings(path, tokenizer_name=folder)):
+        pass
+    assert "the model has no chat template, so chats are refused; --tokenizer-config-path can give one" in caplog.text
 
 
 async def test_adapters_are_there_from_the_start(path: Path):

@@ -1,6 +1,7 @@
 """Log-probabilities as /v1/completions has them: four lists, with an entry for each token of prompt and answer."""
 
 from collections.abc import Sequence
+from itertools import takewhile
 
 from shared.stubs import generate_pb2 as pb
 from tgi_server.router.api.responses import number, quoted
@@ -14,23 +15,35 @@ class LogprobEntries:
     A token of which the text shows nothing (a special token, a part of a character) takes no room in it.
     """
 
-    def __init__(self, tokenizer: TextTokenizer, *, show_special: bool) -> None:
-        """show_special: the answer's text has special tokens."""
+    def __init__(self, tokenizer: TextTokenizer, *, show_special: bool, as_text: bool = False) -> None:
+        """show_special: the answer's text has special tokens. as_text: the prompt came as text, not as tokens."""
         self._tokenizer = tokenizer
         self._show_special = show_special
+        self._as_text = as_text
         self._offset = 0
         self._entries: list[tuple[str, str, str, str]] = []
 
     def prompt(self, prefill: pb.PrefillTokens, text: str) -> None:
-        """Takes the tokens of a prompt, of which `text` is shown. Of one that was cut, they are the end of it."""
+        """Takes the tokens of a prompt, of which `text` is shown. Of one that was cut, they are the end of it.
+
+        Special tokens that the tokenizer put before a text, such as BOS, are left out, as OpenAI has none: evaluation
+        suites count the tokens of a text without them.
+        """
         pieces = _pieces(self._tokenizer, prefill.ids)
-        if text.endswith(cut := "".join(pieces)):
+        added = 0
+        if self._as_text:
+            special = self._tokenizer.special_tokens
+            unwritten = takewhile(lambda token: token in special and not text.startswith(special[token]), prefill.ids)
+            added = sum(1 for _ in unwritten)
+        if text.endswith(cut := "".join(pieces[added:])):
             self._offset = len(text) - len(cut)
         none = pb.TopTokens()
         tops = prefill.top_tokens or [none] * len(prefill.ids)
         for place, (each, piece, logprob, top) in enumerate(
             zip(prefill.ids, pieces, prefill.logprobs, tops, strict=True)
         ):
+            if place < added:
+                continue
             shown = piece if text.startswith(piece, self._offset) else ""
             self._add(each, shown, logprob if place else None, top if place else None)
         self._offset = len(text)

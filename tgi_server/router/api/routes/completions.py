@@ -88,9 +88,11 @@ class _Plan:
         """Returns the prompt as a sequence's text begins with it."""
         return self.prompts[sequence // self.attempts] if self.request.echo else ""
 
-    def entries(self, exchange: Exchange) -> LogprobEntries:
+    def entries(self, exchange: Exchange, sequence: int) -> LogprobEntries:
         """Returns what collects the log-probabilities of a sequence."""
-        return LogprobEntries(exchange.service.tokenizer, show_special=not self.request.skip_special_tokens)
+        as_text = isinstance(self.request.prompt.root[sequence // self.attempts], str)
+        show_special = not self.request.skip_special_tokens
+        return LogprobEntries(exchange.service.tokenizer, show_special=show_special, as_text=as_text)
 
     def usage(self, streams: Sequence[AnyStream], prompt_tokens: int) -> str:
         """Returns the usage of some sequences. What is computed for several of them is computed once."""
@@ -199,7 +201,7 @@ def _body(exchange: Exchange, plan: _Plan, streams: Sequence[TokenStream[Collect
     choices = []
     for index, each in enumerate(shown):
         stream, text = streams[each], plan.echo(each)
-        told = _logprobs(plan.entries(exchange), stream, text, answer=plan.generates) if logprobs else "null"
+        told = _logprobs(plan.entries(exchange, each), stream, text, answer=plan.generates) if logprobs else "null"
         text += stream.output.text if plan.generates else ""
         reason = stream.finish_reason if plan.generates else FinishReason.LENGTH
         choices.append(_choice(index, text, told, reason))
@@ -232,7 +234,7 @@ def _stream(exchange: Exchange, plan: _Plan) -> Response:
     end = exchange.stream_end(outbox, sequences=len(plan.sequences), last_words=last_words, trailer=DONE)
     logprobs = request.logprobs is not None
     for index, checked in enumerate(plan.sequences):
-        entries = plan.entries(exchange) if logprobs else None
+        entries = plan.entries(exchange, index) if logprobs else None
         chunks = _CompletionChunks(outbox, envelope, plan, index, entries)
         streams.append(
             exchange.generate(checked, chunks, end, reveal_stop=request.include_stop_str_in_output, logprobs=logprobs)
