@@ -50,6 +50,7 @@ class LoopWatch:
 
 def main() -> None:
     path = sys.argv.pop(1)
+    serve = startup.run
 
     async def run(settings: RouterSettings) -> None:
         watch = LoopWatch()
@@ -59,9 +60,9 @@ def main() -> None:
             writer.close()
 
         async with await asyncio.start_unix_server(tell, path):
-            await startup.run(settings)
+            await serve(settings)
 
-    cli.run = run
+    startup.run = run  # where the program looks for it
     cli.main()
 
 
