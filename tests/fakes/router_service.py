@@ -16,6 +16,7 @@ from tgi_server.contract import FinishReason
 from tgi_server.router.api.access import AccessRules
 from tgi_server.router.api.app import create_app
 from tgi_server.router.api.connections import BREAK_OFF
+from tgi_server.router.api.memory import LEASE, Account, Lease
 from tgi_server.router.errors import RouterError, Unhealthy
 from tgi_server.router.metrics import Metrics
 from tgi_server.router.request import Limits, ValidRequest
@@ -162,6 +163,7 @@ def _connected(app: ASGIApp) -> ASGIApp:
     """Returns `app` with the state that the server's connections give each request."""
 
     async def call(scope: Scope, receive: Receive, send: Send) -> None:
-        await app({**scope, "state": {BREAK_OFF: lambda: None}}, receive, send)
+        lease = Lease(Account(2**30, 1.0), "", lambda: None)
+        await app({**scope, "state": {BREAK_OFF: lambda: None, LEASE: lease}}, receive, send)
 
     return call

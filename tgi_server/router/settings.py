@@ -140,6 +140,9 @@ class ServingSettings(ServiceSettings):
         le=_MOST_SECONDS,
         description="Seconds a client may take to send a request, or to read its response.",
     )
+    max_client_memory: PositiveInt = Field(
+        default=1024, description="Most MiB held for all clients: requests, and responses that are not read yet."
+    )
     max_connections: PositiveInt | None = Field(
         default=None, description="Most connections. Default: what the limit of open files allows."
     )

@@ -65,7 +65,8 @@ async def run(settings: RouterSettings) -> None:
         metrics_listener = reserve(settings.hostname, settings.prometheus_port, "--prometheus-port")
     app = ReplaceableApp(loading_app(Path(settings.master_shard_uds_path.removeprefix("unix://"))))
     patience = settings.client_timeout
-    servers = {HttpServer(app, settings.graceful_termination_timeout, patience, Connections(*limits)): listener}
+    connections = Connections(*limits, settings.max_client_memory * 2**20)
+    servers = {HttpServer(app, settings.graceful_termination_timeout, patience, connections): listener}
     listen([listener])
     serving = [asyncio.create_task(server.serve([each])) for server, each in servers.items()]
     try:

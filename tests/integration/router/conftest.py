@@ -115,7 +115,8 @@ async def running_router(
     async with assembled(chosen) as service:
         app = create_app(service, access_rules(chosen, listener))
         limits = connection_limits(chosen.max_connections, chosen.max_connections_per_address)
-        server = HttpServer(app, grace=1, patience=chosen.client_timeout, connections=Connections(*limits))
+        connections = Connections(*limits, chosen.max_client_memory * 2**20)
+        server = HttpServer(app, grace=1, patience=chosen.client_timeout, connections=connections)
         serving = asyncio.create_task(server.serve([listener]))
         async with httpx.AsyncClient(base_url=url, timeout=20) as http:
             router = Router(url, shard, service, http, server.open_connections)

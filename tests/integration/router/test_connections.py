@@ -335,18 +335,16 @@ async def test_a_place_is_free_when_the_last_token_is_there_though_nobody_reads_
         assert (await router.post("/generate", inputs="Hello")).status_code == 200
 
 
-async def test_what_waits_for_all_clients_is_bounded(routers: RouterFactory, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(connections, "_LARGEST_BACKLOG", 2**17)
-    router = await routers(client_timeout=600, shard=MUCH, send_buffer=4096)
+async def test_what_waits_for_all_clients_is_bounded(routers: RouterFactory):
+    router = await routers(client_timeout=600, max_client_memory=1, shard=MUCH, send_buffer=4096)
     with hesitant_client(router, long_answer(3000)):
         await router.until(lambda: router.service.capacity.in_flight == 1)
         await router.until(lambda: not len(router.connections), seconds=30)
     assert (await router.post("/generate", inputs="Hello")).status_code == 200
 
 
-async def test_what_is_held_of_unfinished_requests_is_bounded(routers: RouterFactory, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(connections, "_LARGEST_BACKLOG", 3_000_000)
-    router = await routers(client_timeout=600)
+async def test_what_is_held_of_unfinished_requests_is_bounded(routers: RouterFactory):
+    router = await routers(client_timeout=600, max_client_memory=3)
     head = HEAD.replace(b"19", b"1900000")
     async with connection(router) as (small, small_writer), connection(router) as (large, large_writer):
         async with connection(router) as (_, other_writer):

@@ -8,6 +8,7 @@ from pydantic_core import ErrorDetails, from_json
 from starlette.requests import Request
 
 from shared.logging import one_line
+from tgi_server.router.api.memory import lease_of
 from tgi_server.router.errors import ClientGone, InvalidRequest, PayloadTooLarge, UnsupportedMediaType
 from tgi_server.router.text.tokenizer import TokenizerThreads
 
@@ -32,7 +33,7 @@ async def read_body(request: Request, limit: int) -> bytes:
     """Returns the body.
 
     Raises UnsupportedMediaType for one that is compressed, PayloadTooLarge as soon as it cannot be within `limit`
-    bytes, and ClientGone when it stops coming.
+    bytes, ClientGone when it stops coming, and Overloaded when there is no memory for what it will become.
     """
     encoding = request.headers.get("content-encoding", "").strip().lower()
     if encoding not in ("", "identity"):
@@ -41,6 +42,7 @@ async def read_body(request: Request, limit: int) -> bytes:
     if announced > limit:
         await _discard(request, announced)
         raise _too_large(limit)
+    lease = lease_of(request.scope)
     chunks: list[bytes] = []
     size = 0
     while True:
@@ -52,8 +54,11 @@ async def read_body(request: Request, limit: int) -> bytes:
             await _discard(request, size)
             raise _too_large(limit)
         chunks.append(message["body"])
+        lease.grow(len(message["body"]))
         if not message["more_body"]:
-            return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+            body = chunks[0] if len(chunks) == 1 else b"".join(chunks)
+            lease.parse(body)
+            return body
 
 
 def read_json(body: bytes) -> Any:

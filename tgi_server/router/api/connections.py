@@ -12,6 +12,7 @@ from typing import Any
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from tgi_server.router.api.memory import Account
 from tgi_server.router.errors import StartupError
 
 logger = logging.getLogger(__name__)
@@ -19,8 +20,6 @@ logger = logging.getLogger(__name__)
 # For shards, logs, the metrics' port, refusals on their way, and whatever the libraries open.
 _RESERVED_FILES = 192
 _MOST_CONNECTIONS = 4096
-# Bytes that all clients of a server together may have it hold: of requests to come, and of answers to be taken.
-_LARGEST_BACKLOG = 256 * 2**20
 _QUIET_SECONDS = 10.0
 # Bytes between two pieces of a body: a head, the trailers of a chunked body, or blank lines; and fields of a head.
 _LARGEST_HEAD = 65_536
@@ -46,10 +45,13 @@ class ClientConnection(HttpToolsProtocol):
     A request is parsed once the one before it is answered. Until then its bytes wait, and few are read.
 
     turn_began: when the server began to wait for the client. receiving: a request has begun, or is the first.
-    on_lost: called once the connection is no more.
+    on_lost: called once the connection is no more. on_data: called with the number of bytes that have come. network: of
+    the client's address.
     """
 
     on_lost: Callable[[], None] | None = None
+    on_data: Callable[[int], None] | None = None
+    network = ""
     turn_began = 0.0
     receiving = True
     _unparsed = b""
@@ -57,18 +59,19 @@ class ClientConnection(HttpToolsProtocol):
     _head_bytes = 0
     # Bytes that are missing of a body whose length was announced.
     _body_left = 0
-    _received = 0
+    # Of the head of the request that is received or answered.
+    _head_size = 0
     _broken_off = False
     _deadline: asyncio.TimerHandle | None = None
     _reading_deadline: asyncio.TimerHandle | None = None
 
     @property
     def held(self) -> int:
-        """Bytes of a request that is not complete, of those that wait, and of answers that the client has not taken."""
+        """Bytes of requests that the application has not got yet, and of answers that the client has not taken."""
         if self.transport is None:
             return 0
-        request = self._received if self.receiving else 0
-        return self.transport.get_write_buffer_size() + len(self._unparsed) + request
+        body = 0 if self.cycle is None else len(self.cycle.body)
+        return self.transport.get_write_buffer_size() + len(self._unparsed) + self._head_bytes + self._head_size + body
 
     @property
     def may_give_way(self) -> bool:
@@ -109,12 +112,13 @@ class ClientConnection(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         self._unparsed += data
         self._parse()
+        if self.on_data is not None:
+            self.on_data(len(data))
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self.scope["state"][BREAK_OFF] = self.break_off
         self.receiving = self._in_head = True
-        self._received = 0
         self._wait()
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -130,7 +134,7 @@ class ClientConnection(HttpToolsProtocol):
         if self.parser.should_upgrade():  # the head comes again
             return
         self._in_head = False
-        self._head_bytes = 0
+        self._head_size, self._head_bytes = self._head_bytes, 0
         # The parser has made sure that it is a number, and that there is one at most.
         self._body_left = int(next((value for name, value in self.headers if name == b"content-length"), b"0"))
         super().on_headers_complete()
@@ -151,6 +155,7 @@ class ClientConnection(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
+        self._head_size = 0
         self._unset_keepalive_if_required()
         self._wait_for_next()
         self._parse()
@@ -198,7 +203,6 @@ class ClientConnection(HttpToolsProtocol):
         return stop - begun
 
     def _parse_piece(self, piece: memoryview) -> None:
-        self._received += len(piece)
         if self._body_left:
             self._body_left -= len(piece)
         else:
@@ -291,7 +295,9 @@ class Connections:
     requests, then those within one, and of the address that has most. Whoever waits for an answer stays.
     """
 
-    def __init__(self, limit: int, per_address: int) -> None:
+    def __init__(self, limit: int, per_address: int, memory: int = 2**30) -> None:
+        """memory: bytes that may be held for all of them. An address may have the same part of it as of connections."""
+        self.account = Account(memory, per_address / limit)
         self._limit = limit
         self._per_address = per_address
         self._of: dict[str, set[ClientConnection]] = {}
@@ -314,10 +320,14 @@ class Connections:
         """Counts the connection until it is lost."""
         self._of.setdefault(network_of(host), set()).add(connection)
         self._count += 1
+        connection.network = network_of(host)
         connection.on_lost = lambda: self.remove(host, connection)
+        connection.on_data = self.account.grew
+        self.account.add(connection)
 
     def remove(self, host: str, connection: ClientConnection) -> None:
         """Counts the connection no more."""
+        self.account.remove(connection)
         network = network_of(host)
         own = self._of.get(network, set())
         if connection in own:
@@ -329,17 +339,6 @@ class Connections:
     def relieve(self) -> bool:
         """Has one connection give way. Returns False if all have clients that wait for an answer."""
         return self._give_way(sorted(self._of.values(), key=len, reverse=True))
-
-    def shed(self) -> None:
-        """Ends connections for which too much is held, the largest first, until the rest is bearable."""
-        held = {each: size for own in self._of.values() for each in own if (size := each.held)}
-        total = sum(held.values())
-        for connection in sorted(held, key=held.__getitem__, reverse=True):
-            if total <= _LARGEST_BACKLOG:
-                return
-            total -= held[connection]
-            logger.warning("a client for whom %d bytes waited was cut off: too much waits", held[connection])
-            connection.break_off()
 
     def check_clients(self) -> None:
         """Ends connections whose clients are gone, which is not seen where the server does not read."""

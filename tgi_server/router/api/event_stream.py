@@ -23,14 +23,14 @@ class Outbox:
 
     Never waits on a slow client: it is given up when too much waits for it.
 
-    on_overrun: called then; it should end what waits for the client to read.
+    on_overrun: called then; it should end what waits for the client to read. waiting: bytes that are not sent.
     """
 
-    __slots__ = ("_closed", "_most", "_pending", "_reader", "_waiting", "error", "on_overrun")
+    __slots__ = ("_closed", "_most", "_pending", "_reader", "_sending", "error", "on_overrun", "waiting")
 
     def __init__(self) -> None:
         self._pending: list[bytes] = []
-        self._waiting = 0
+        self.waiting = self._sending = 0
         self._most = _LARGEST_BACKLOG
         self._reader: asyncio.Future[None] | None = None
         self._closed = False
@@ -41,13 +41,13 @@ class Outbox:
         if self._closed:
             return
         self._most = max(self._most, _LARGEST_EVENTS * len(data))
-        if self._waiting > self._most:
-            self.abandon(SlowReader(f"the client left {self._waiting} bytes of its answer unread"))
+        if self.waiting > self._most:
+            self.abandon(SlowReader(f"the client left {self.waiting} bytes of its answer unread"))
             if self.on_overrun is not None:
                 self.on_overrun()
             return
         self._pending.append(data)
-        self._waiting += len(data)
+        self.waiting += len(data)
         self._wake()
 
     def close(self, error: RouterError | None = None) -> None:
@@ -62,13 +62,18 @@ class Outbox:
         self.close(error)
 
     async def read(self) -> bytes:
-        """Returns everything written since the last read; nothing once all is read and the outbox is closed."""
+        """Returns everything written since the last read, which has been sent by now.
+
+        Returns nothing once all is read and the outbox is closed.
+        """
+        self.waiting -= self._sending
+        self._sending = 0
         while not self._pending and not self._closed:
             self._reader = asyncio.get_running_loop().create_future()
             await self._reader
         data = b"".join(self._pending)
         self._pending.clear()
-        self._waiting = 0
+        self._sending = len(data)
         return data
 
     def _wake(self) -> None:

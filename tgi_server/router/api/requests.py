@@ -20,6 +20,7 @@ from tgi_server.router.api.access import cache_namespace, tenant_of
 from tgi_server.router.api.body import read_beside_loop, read_body, read_json, validate
 from tgi_server.router.api.connections import network_of
 from tgi_server.router.api.event_stream import EventStream, Outbox, StreamEnd
+from tgi_server.router.api.memory import lease_of
 from tgi_server.router.api.responses import (
     compute_headers,
     json_response,
@@ -41,6 +42,9 @@ _REQUEST_ID = re.compile(r"[!-~]{1,128}")
 _CHATS = frozenset({"/v1/chat/completions", "/v1/responses"})
 # Of unknown fields: names of one request that are reported, their characters, and names that are logged.
 _MOST_NAMES, _LONGEST_NAME, _MOST_LOGGED = 10, 80, 1000
+
+# Of a token in an answer that is held as a whole, and of each alternative to it.
+_TOKEN_BYTES, _ALTERNATIVE_BYTES = 200, 200
 
 M = TypeVar("M", bound=BaseModel)
 T = TypeVar("T")
@@ -74,6 +78,11 @@ class Exchange:
         self._closed = False
         self._streams = False
         self._requested: Fields = {}
+        # Bytes that a token of the prompt and one of the answer take, for each sequence.
+        self._token_bytes: list[tuple[int, int]] = []
+        self._outbox: Outbox | None = None
+        self._collects = True
+        lease_of(request.scope).answer = self._answer_bytes
 
     async def body(self) -> bytes:
         """Returns what the client sent. From then on the request has a place among those in flight.
@@ -153,6 +162,12 @@ class Exchange:
         )
         request_id = next(service.request_ids)
         self._sequences.append((request_id, stream))
+        self._token_bytes.append(
+            (
+                _TOKEN_BYTES + _ALTERNATIVE_BYTES * checked.prefill_top_n,
+                _TOKEN_BYTES + _ALTERNATIVE_BYTES * checked.top_n_tokens,
+            )
+        )
         service.metrics.requests.validated(len(checked.input_ids), checked.max_new_tokens)
         self._requested = {
             "gen_ai.request.model": checked.adapter_id or service.model.names[0],
@@ -179,6 +194,13 @@ class Exchange:
             )
         )
         return stream
+
+    def _answer_bytes(self) -> int:
+        """Returns roughly how many bytes of the answers are there and not sent."""
+        size = 0 if self._outbox is None else self._outbox.waiting
+        for (_, stream), (prompt, generated) in zip(self._sequences, self._token_bytes, strict=True):
+            size += prompt * stream.input_length + generated * stream.generated_tokens * self._collects
+        return size
 
     def _note_unenforced(self, constraints: Sequence[str]) -> None:
         """Takes note of constraints that are left to the model, for the response's headers and the log."""
@@ -245,12 +267,12 @@ class Exchange:
         """Returns what is told of the end of each sequence; after the last one nothing more is generated."""
         return StreamEnd(outbox, self.path, self.release, sequences, last_words, trailer)
 
-    def stream(self, outbox: Outbox, *, characters: int) -> EventStream:
+    def stream(self, outbox: Outbox, *, characters: int, collects: bool = False) -> EventStream:
         """Returns the response that sends what is written into `outbox`; at its end the exchange is closed.
 
-        characters: of the prompts.
+        characters: of the prompts. collects: the answer is held as a whole until its end.
         """
-        self._streams = True
+        self._streams, self._outbox, self._collects = True, outbox, collects
         headers = compute_headers(self.service.model.compute_type, characters=characters)
         return EventStream(outbox, headers | self._notes(), self.close)
 

@@ -14,7 +14,8 @@ from typing import Any
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from tgi_server.router.api.connections import ClientConnection, Connections
+from tgi_server.router.api.connections import BREAK_OFF, ClientConnection, Connections, network_of
+from tgi_server.router.api.memory import LEASE, Account, Lease
 from tgi_server.router.api.responses import error_text
 from tgi_server.router.errors import Overloaded, StartupError
 
@@ -40,7 +41,7 @@ class HttpServer(uvicorn.Server):
     def __init__(self, app: ASGIApp, grace: float, patience: int, connections: Connections) -> None:
         self.open_connections = connections
         config = uvicorn.Config(
-            _cut_quietly(app),
+            _with_lease(_cut_quietly(app), connections.account),
             loop="none",
             http=ClientConnection,
             ws="none",
@@ -71,7 +72,7 @@ class HttpServer(uvicorn.Server):
     async def on_tick(self, counter: int) -> bool:
         if counter % _TICKS_OF_A_SECOND == 0:
             self.open_connections.check_clients()
-            self.open_connections.shed()
+            self.open_connections.account.shed()
         return await super().on_tick(counter)
 
     @contextmanager
@@ -88,6 +89,21 @@ def _cut_quietly(app: ASGIApp) -> ASGIApp:
             await app(scope, receive, send)
 
     return cut
+
+
+def _with_lease(app: ASGIApp, account: Account) -> ASGIApp:
+    """Returns `app`, of which each request has a lease of the account until nothing runs for it any more."""
+
+    async def call(scope: Scope, receive: Receive, send: Send) -> None:
+        lease = Lease(account, network_of(scope["client"][0]), scope["state"][BREAK_OFF])
+        scope["state"][LEASE] = lease
+        account.add(lease)
+        try:
+            await app(scope, receive, send)
+        finally:
+            account.remove(lease)
+
+    return call
 
 
 def drain(servers: Iterable[uvicorn.Server]) -> None:

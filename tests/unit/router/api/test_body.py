@@ -11,6 +11,7 @@ from starlette.types import Message
 
 from tests.fakes.vocabularies import byte_level
 from tgi_server.router.api.body import parse, read_beside_loop, read_body, read_json
+from tgi_server.router.api.memory import LEASE, Account, Lease
 from tgi_server.router.errors import ClientGone, InvalidRequest, PayloadTooLarge, UnsupportedMediaType
 from tgi_server.router.schemas.base import Items, RequestModel
 from tgi_server.router.text.tokenizer import TokenizerThreads
@@ -30,7 +31,9 @@ class Client:
     def __init__(self, *pieces: bytes | None, **headers: str) -> None:
         self.unread: list[bytes | None] = list(pieces)
         encoded = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
-        self.request = Request({"type": "http", "headers": encoded}, self._receive)
+        self.lease = Lease(Account(2**20, 0.5), "10.0.0.1", lambda: None)
+        scope = {"type": "http", "headers": encoded, "state": {LEASE: self.lease}}
+        self.request = Request(scope, self._receive)
 
     async def _receive(self) -> Message:
         piece = self.unread.pop(0)
@@ -42,6 +45,14 @@ class Client:
 @pytest.mark.parametrize("pieces", [[b"0123456789"], [b"01234", b"", b"56789"], [b""]])
 async def test_a_body_within_the_limit_is_read_whole(pieces: Sequence[bytes]):
     assert await read_body(Client(*pieces).request, LIMIT) == b"".join(pieces)
+
+
+async def test_the_memory_that_a_body_takes_is_counted():
+    client = Client(b"[{},", b"{}]")
+    await read_body(client.request, LIMIT)
+    assert client.lease.held > 500
+    with pytest.raises(PayloadTooLarge, match="--max-client-memory"):
+        await read_body(Client(b"{" * 2_000).request, 2_000)
 
 
 async def test_a_body_that_is_compressed_is_refused():

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from tgi_server.router.api import connections as module
 from tgi_server.router.api.connections import Connections, connection_limits
 from tgi_server.router.errors import StartupError
 
@@ -80,17 +79,6 @@ def test_an_address_has_a_bound_of_its_own_which_others_do_not_feel():
 def test_of_ipv6_a_whole_network_counts_as_one_address(first: str, second: str, same: bool):
     connections = filled(4, 1, (first, Connection(may_give_way=False)))
     assert (connections.fault(second) is not None) == same
-
-
-def test_the_largest_backlogs_are_shed_until_the_rest_is_bearable(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
-    monkeypatch.setattr(module, "_LARGEST_BACKLOG", 100)
-    small, middle, large = Connection(held=40), Connection(held=60), Connection(held=500)
-    connections = filled(9, 9, ("10.0.0.1", small), ("10.0.0.2", large), ("10.0.0.3", middle))
-    connections.shed()
-    assert (small.broken_off, middle.broken_off, large.broken_off) == (False, False, True)
-    assert "500 bytes" in caplog.text
 
 
 def test_refusals_are_logged_once_in_a_while(caplog: pytest.LogCaptureFixture):

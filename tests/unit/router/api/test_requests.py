@@ -11,6 +11,7 @@ from starlette.responses import Response
 from starlette.types import Message
 
 from tests.fakes.router_service import RouterService, ScriptedScheduler
+from tgi_server.router.api.memory import LEASE, Account, Lease
 from tgi_server.router.api.requests import AllEnded, Exchange, respond
 from tgi_server.router.errors import ClientGone, GenerationFailed, Overloaded, RouterError
 from tgi_server.router.schemas.generate import GenerateRequest
@@ -23,7 +24,8 @@ class Client:
     def __init__(self, body: bytes = b'{"inputs": "hello"}') -> None:
         self._body: bytes | None = body
         self.left = asyncio.Event()
-        scope = {"type": "http", "path": "/generate", "headers": [], "state": {}}
+        self.lease = Lease(Account(2**20, 1.0), "", lambda: None)
+        scope = {"type": "http", "path": "/generate", "headers": [], "state": {LEASE: self.lease}}
         self.request = Request(scope, self._receive)
 
     async def _receive(self) -> Message:

@@ -151,7 +151,7 @@ async def _respond(kept: StoredResponses, exchange: Exchange, request: Responses
     end = AllEnded(1) if outbox is None else exchange.stream_end(outbox, last_words=last_words)
     choices = ChatChoices.begin(exchange, plan, prompt, lambda _: items, end)
     if outbox is not None:
-        return exchange.stream(outbox, characters=len(prompt.text))
+        return exchange.stream(outbox, characters=len(prompt.text), collects=True)
     assert isinstance(end, AllEnded)
     await exchange.wait_for(end.future)
     return exchange.respond(finish()[1], characters=len(prompt.text), streams=choices.streams)

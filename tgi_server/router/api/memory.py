@@ -1,0 +1,142 @@
+"""One account of the memory that a server holds for its clients, and who gives way when there is too much."""
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+from typing import Protocol
+
+from starlette.types import Scope
+
+from tgi_server.router.errors import Overloaded, PayloadTooLarge
+
+logger = logging.getLogger(__name__)
+
+# In the state of a request's scope: its lease.
+LEASE = "lease"
+# Bytes that may come between two looks at what everybody holds.
+_INTERVAL = 16 * 2**20
+_FLAG = "--max-client-memory"
+# Bytes that JSON becomes, by byte, item, list and object: an object may become a message with its parts.
+_TEXT, _ITEM, _LIST, _OBJECT = 4, 40, 80, 400
+
+
+class Holder(Protocol):
+    """Something that memory is held for. network: of the client's address."""
+
+    network: str
+
+    @property
+    def held(self) -> int:
+        """Bytes that are held for it."""
+
+    def break_off(self) -> None:
+        """Ends the client's connection, and with it what is done for the client."""
+
+
+class Account:
+    """Knows all connections and requests of a server, and what is held for each.
+
+    When that is too much, the address that has most gives up its largest connection, and so on. A new request that
+    would make it too much, or that of its address more than a share, is refused.
+    """
+
+    def __init__(self, most: int, share: float) -> None:
+        """most: bytes. share: part of them that one address may have."""
+        self._most = most
+        self._share = int(most * share)
+        self._holders: set[Holder] = set()
+        self._bound = 0  # of what is held: what was held at the last look, and all that has come since
+        self._looked_at = 0
+
+    def add(self, holder: Holder) -> None:
+        """Counts what is held for it from now on."""
+        self._holders.add(holder)
+
+    def remove(self, holder: Holder) -> None:
+        """Counts it no more."""
+        self._holders.discard(holder)
+
+    def grew(self, size: int) -> None:
+        """Hears that some holder has so many bytes more."""
+        self._bound += size
+        if self._bound > self._looked_at + _INTERVAL:
+            self.shed()
+
+    def admit(self, network: str, size: int) -> None:
+        """Makes sure that an address may have so many bytes more. Raises Overloaded, or PayloadTooLarge."""
+        if size > self._share:
+            raise PayloadTooLarge(
+                f"the request takes about {size} bytes of memory; a client may have {self._share} ({_FLAG})"
+            )
+        if self._bound + size > self._share:
+            held = self._look()
+            own = sum(each for holder, each in held.items() if holder.network == network)
+            if own + size > self._share or self._bound + size > self._most:
+                raise Overloaded(f"the server holds too much for its clients ({_FLAG}); try again later")
+        self._bound += size
+
+    def shed(self) -> None:
+        """Ends connections, the largest of the address that has most first, until the rest is bearable."""
+        held = self._look()
+        total = self._bound
+        if total <= self._most:
+            return
+        networks: Counter[str] = Counter()
+        for holder, size in held.items():
+            networks[holder.network] += size
+        largest = sorted(held, key=held.__getitem__)
+        while total > self._most:
+            network = max(networks, key=networks.__getitem__)
+            holder = next(each for each in reversed(largest) if each.network == network)
+            largest.remove(holder)
+            networks[network] -= held[holder]
+            total -= held[holder]
+            logger.warning("a client for whom %d bytes are held is cut off: the limit is %s", held[holder], _FLAG)
+            holder.break_off()
+
+    def _look(self) -> dict[Holder, int]:
+        held = {each: size for each in self._holders if (size := each.held)}
+        self._bound = self._looked_at = sum(held.values())
+        return held
+
+
+class Lease:
+    """The memory of one request, until it is answered and nothing runs for it.
+
+    size: bytes of the request. answer: returns those of the answer so far.
+    """
+
+    __slots__ = ("_account", "_break_off", "answer", "network", "size")
+
+    def __init__(self, account: Account, network: str, break_off: Callable[[], None]) -> None:
+        self._account = account
+        self._break_off = break_off
+        self.network = network
+        self.size = 0
+        self.answer: Callable[[], int] | None = None
+
+    @property
+    def held(self) -> int:
+        return self.size + (0 if self.answer is None else self.answer())
+
+    def grow(self, size: int) -> None:
+        """Counts bytes that have come."""
+        self.size += size
+        self._account.grew(size)
+
+    def parse(self, body: bytes) -> None:
+        """Counts what JSON becomes. Raises Overloaded, or PayloadTooLarge."""
+        size = _TEXT * len(body)
+        for character, each in ((b",", _ITEM), (b"[", _LIST), (b"{", _OBJECT)):
+            size += each * body.count(character)
+        self._account.admit(self.network, size)
+        self.size += size
+
+    def break_off(self) -> None:
+        self._break_off()
+
+
+def lease_of(scope: Scope) -> Lease:
+    """Returns the lease of a request."""
+    lease: Lease = scope["state"][LEASE]
+    return lease
