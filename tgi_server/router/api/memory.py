@@ -103,21 +103,21 @@ class Account:
 class Lease:
     """The memory of one request, until it is answered and nothing runs for it.
 
-    size: bytes of the request. answer: returns those of the answer so far.
+    size: bytes of the request. answer: returns those of the answer so far. sending: bytes of a response in one piece.
     """
 
-    __slots__ = ("_account", "_break_off", "answer", "network", "size")
+    __slots__ = ("_account", "_break_off", "answer", "network", "sending", "size")
 
     def __init__(self, account: Account, network: str, break_off: Callable[[], None]) -> None:
         self._account = account
         self._break_off = break_off
         self.network = network
-        self.size = 0
+        self.size = self.sending = 0
         self.answer: Callable[[], int] | None = None
 
     @property
     def held(self) -> int:
-        return self.size + (0 if self.answer is None else self.answer())
+        return self.size + self.sending + (0 if self.answer is None else self.answer())
 
     def grow(self, size: int) -> None:
         """Counts bytes that have come."""

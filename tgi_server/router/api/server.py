@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import uvicorn
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tgi_server.router.api.connections import BREAK_OFF, ClientConnection, Connections, network_of
 from tgi_server.router.api.memory import LEASE, Account, Lease
@@ -29,6 +29,9 @@ _TAKEN_AT_ONCE = 16
 _REFUSALS_AT_ONCE = 32
 _REFUSAL_SECONDS = 0.5
 _PAUSE_SECONDS = 0.1
+# Bytes of a response that are handed to the event loop at once, and that the system has and has not sent.
+_LARGEST_PIECE = 65_536
+_UNSENT = 131_072
 _OUT_OF_FILES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
 
@@ -98,8 +101,22 @@ def _with_lease(app: ASGIApp, account: Account) -> ASGIApp:
         lease = Lease(account, network_of(scope["client"][0]), scope["state"][BREAK_OFF])
         scope["state"][LEASE] = lease
         account.add(lease)
+
+        async def send_in_pieces(message: Message) -> None:
+            """Sends; of a large body, only what the client takes leaves the account."""
+            body = message.get("body", b"")
+            if len(body) <= _LARGEST_PIECE:
+                await send(message)
+                return
+            lease.sending = len(body)
+            for start in range(0, len(body), _LARGEST_PIECE):
+                end = start + _LARGEST_PIECE
+                more = end < len(body) or message.get("more_body", False)
+                await send({**message, "body": bytes(body[start:end]), "more_body": more})
+            lease.sending = 0
+
         try:
-            await app(scope, receive, send)
+            await app(scope, receive, send_in_pieces)
         finally:
             account.remove(lease)
 
@@ -218,11 +235,13 @@ class Acceptor:
 def _bound_silence(listeners: Iterable[socket.socket], seconds: int) -> None:
     """Has the system break off connections, taken from now on, whose client takes nothing of what is sent for so long.
 
-    Only Linux can tell; it passes a listener's options on to its connections.
+    Nor does the system take in megabytes of a response that the client does not. Only Linux can tell; it passes a
+    listener's options on to its connections.
     """
     if hasattr(socket, "TCP_USER_TIMEOUT"):
         for listener in listeners:
             listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, seconds * 1000)
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT)
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, min(seconds, _LONGEST_KEEPIDLE))
 
