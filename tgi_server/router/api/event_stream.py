@@ -15,7 +15,7 @@ _KEEP_ALIVE = b":\n\n"
 _KEEP_ALIVE_SECONDS = 15.0
 # Bytes that may wait for a client: some thousand tokens, or a few of the largest events so far.
 _LARGEST_BACKLOG = 2**20
-_LARGEST_EVENTS = 3
+_LARGEST_EVENTS = 4
 
 
 class Outbox:
@@ -38,7 +38,7 @@ class Outbox:
         self.on_overrun: Callable[[], None] | None = None
 
     def write(self, data: bytes) -> None:
-        if self._closed:
+        if self._closed or not data:
             return
         self._most = max(self._most, _LARGEST_EVENTS * len(data))
         if self.waiting > self._most:

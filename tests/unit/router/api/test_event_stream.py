@@ -35,8 +35,8 @@ async def test_a_reader_that_leaves_too_much_unread_is_given_up():
     outbox = Outbox()
     overruns = []
     outbox.on_overrun = lambda: overruns.append(True)
-    for _ in range(4):
-        outbox.write(b"0" * (2**18 + 1))
+    for _ in range(8):
+        outbox.write(b"0" * (2**17 + 1))
         assert outbox.error is None
     outbox.write(b"1")
     assert isinstance(outbox.error, SlowReader)
@@ -46,7 +46,7 @@ async def test_a_reader_that_leaves_too_much_unread_is_given_up():
 
 async def test_a_reader_may_leave_a_few_events_unread_however_large_they_are():
     outbox = Outbox()
-    for _ in range(4):
+    for _ in range(5):
         outbox.write(b"0" * 2**20)
     assert outbox.error is None
     outbox.write(b"1")
