@@ -52,7 +52,7 @@ class Watched:
     slow: dict[str, float] = field(default_factory=dict)
 
     async def stood(self) -> float:
-        """Returns for how many seconds the loop stood still since it was asked last, at the longest."""
+        """Returns for how many seconds the loop stood still since the last call, at the longest."""
         reader, writer = await asyncio.open_unix_connection(str(self.watch))
         line = await reader.readline()
         writer.close()

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from shared.stubs import generate_pb2 as pb
 from tests.fakes.simulation import Simulation, batch_limits
-from tgi_server.contract import FinishReason, SamplingParameters
+from tgi_server.contract import FinishReason, Grammar, GrammarKind, SamplingParameters
+from tgi_server.router.scheduling import planner
 from tgi_server.router.scheduling.planner import STEPS_IN_FLIGHT, AdmissionPolicy, FilterPlan, Reason
 
 POLICY = AdmissionPolicy(
@@ -305,6 +306,15 @@ def test_short_prompts_that_come_together_start_together() -> None:
     simulation.run()
     assert [len(message.requests) for message in simulation.prefills()] == [4]
     simulation.check_tokens()
+
+
+def test_requests_with_long_grammars_do_not_all_start_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planner, "_JOINING_BYTES", 2_000)
+    simulation = Simulation(num_blocks=200)
+    for _ in range(4):
+        simulation.submit([1, 2, 3], max_new_tokens=4, grammar=Grammar(GrammarKind.REGEX, "a" * 1_500))
+    simulation.run()
+    assert [len(message.requests) for message in simulation.prefills()] == [2, 2]
 
 
 def test_whoever_wants_the_prompts_logprobs_has_it_computed() -> None:

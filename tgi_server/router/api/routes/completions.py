@@ -47,8 +47,8 @@ def completion_routes(service: Service) -> APIRouter:
     return router
 
 
-# Tokens of prompts, with those that are told in their place, that one response shows: some 35 bytes each. In a stream
-# those of a prompt are written at once.
+# Tokens of prompts, with the alternatives to each, that one response shows: some 35 bytes each. In a stream those of a
+# prompt are written at once.
 _MOST_ECHOED, _MOST_STREAMED = 2**21, 2**16
 
 
@@ -81,7 +81,7 @@ class _Plan:
 
     @property
     def echoed(self) -> int:
-        """The number of tokens of prompts that the response has, with those that are told in their place."""
+        """The number of tokens of prompts that the response has, with the alternatives to each."""
         return self.choices * self.prompt_tokens * (1 + (self.request.logprobs or 0)) if self.request.echo else 0
 
     def echo(self, sequence: int) -> str:

@@ -56,14 +56,14 @@ async def generate_whole(exchange: Exchange, request: GenerateRequest, *, in_lis
         exchange.reserve(best_of - 1)
     requests = checked.times(best_of)
     streams = await exchange.collect(requests, reveal_stop=True, logprobs=details or best_of > 1)
-    tokens = sum(map(_told_tokens, streams)) if details else 0
+    tokens = sum(map(_reported_tokens, streams)) if details else 0
     best, text = await exchange.service.threads.handle_text(
         tokens, lambda: _body(exchange.service.tokenizer, request, requests, streams, details=details)
     )
     return exchange.respond(f"[{text}]" if in_list else text, characters=len(request.inputs), streams=[best])
 
 
-def _told_tokens(stream: AnyStream) -> int:
+def _reported_tokens(stream: AnyStream) -> int:
     """Returns how many tokens `details` has of a sequence."""
     return stream.generated_tokens + (len(stream.prefill.ids) if stream.prefill is not None else 0)
 
