@@ -1,7 +1,8 @@
 """The service's settings, from flags and the environment."""
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 from pydantic_settings import SettingsConfigDict
@@ -32,6 +33,16 @@ class Settings(ServiceSettings):
     """The gRPC service that an assistant's other services call to reach a language model."""
 
     model_config = SettingsConfigDict(cli_shortcuts={"inference-endpoint-url": "endpoint"})
+    help_groups: ClassVar[Mapping[str, str]] = {
+        "listen_address": "gRPC server",
+        "inference_endpoint_url": "Model servers",
+        "default_timeout": "Calls",
+        "threads": "Limits",
+        "resolve_timeout": "Connections to model servers",
+        "tls_cert": "TLS",
+        "keepalive_time": "gRPC server",
+        "log_level": "Logs and traces",
+    }
 
     listen_address: str = Field("0.0.0.0", description="address to listen on; [::] for IPv6 too")
     port: Port = Field(8000, description="port of the gRPC service; 0 picks a free one")
@@ -43,48 +54,55 @@ class Settings(ServiceSettings):
     endpoint_token: Annotated[str, AfterValidator(str.strip)] | None = Field(
         None, description="bearer token for the model servers"
     )
-    endpoint_ca: Path | None = Field(None, description="certificates (PEM) to check https:// model servers with")
+    endpoint_ca: Path | None = Field(None, description="CA certificates (PEM) that verify https:// model servers")
 
     default_timeout: Seconds = Field(10.0, description="seconds for a call that sets no time-out of its own")
-    max_timeout: Seconds = Field(300.0, description="most seconds for a call, whatever time-out it sets")
-    max_tokens: Annotated[int, Field(gt=0)] = Field(128, description="tokens of an answer unless the call says")
+    max_timeout: Seconds = Field(
+        300.0, description="longest time-out of a call in seconds; a longer one is cut to this"
+    )
+    max_tokens: Annotated[int, Field(gt=0)] = Field(
+        128, description="most tokens of an answer, for a call without max_tokens"
+    )
     prompt_echo: PromptEcho = Field(
         "object",
-        description="what answers repeat of prompts: a JSON object that the prompt leaves open, all of it, or nothing",
+        description="what an answer repeats from its prompt; object: the JSON object that the prompt leaves "
+        "unfinished; prompt: all of it; none: nothing",
     )
-    threads: Annotated[int, Field(gt=0)] = Field(64, description="requests to the model servers at a time")
+    threads: Annotated[int, Field(gt=0)] = Field(64, description="most requests to the model servers at a time")
     batch_threads: Annotated[int, Field(gt=0)] | None = Field(
-        None, description="requests of batches among these at a time; unset: half of them"
+        None, description="most of these requests that belong to batches; default: half of threads"
     )
-    max_concurrent_calls: Places = Field(
-        512, description="calls at a time; those beyond it are refused with RESOURCE_EXHAUSTED"
-    )
+    max_concurrent_calls: Places = Field(512, description="most calls at a time; further ones get RESOURCE_EXHAUSTED")
     max_batch_prompts: Annotated[int, Field(gt=0)] = Field(
-        256, description="most prompts of a batch, and entries of any other list in a request"
+        256, description="most prompts in a batch, and most entries of any other list in a request"
     )
     max_message_bytes: Annotated[int, Field(gt=0, lt=2**31)] = Field(
-        4 * 2**20, description="largest request and response"
+        4 * 2**20, description="most bytes of a request or response message"
     )
-    max_connections: Places = Field(1024, description="connections of callers at a time")
-    receive_timeout: Seconds = Field(20.0, description="seconds in which a call's request has to arrive")
+    max_connections: Places = Field(1024, description="most connections of callers at a time")
+    receive_timeout: Seconds = Field(20.0, description="seconds within which a call's request must arrive")
 
-    resolve_timeout: Seconds = Field(1.0, description="seconds in which a host name has to be resolved")
-    connect_timeout: Seconds = Field(1.0, description="seconds in which a connection has to be made")
-    connect_attempts: Annotated[int, Field(gt=0)] = Field(2, description="attempts to connect")
-    retry_after: Seconds = Field(1.0, description="seconds between two looks at an endpoint that is away")
-    failures_tolerated: Annotated[int, Field(gt=0)] = Field(5, description="failures in a row that mean it is away")
+    resolve_timeout: Seconds = Field(1.0, description="seconds to resolve a host name")
+    connect_timeout: Seconds = Field(1.0, description="seconds to connect")
+    connect_attempts: Annotated[int, Field(gt=0)] = Field(2, description="attempts to connect to an endpoint")
+    retry_after: Seconds = Field(1.0, description="seconds between two health checks of an unavailable endpoint")
+    failures_tolerated: Annotated[int, Field(gt=0)] = Field(
+        5, description="consecutive failures after which an endpoint counts as unavailable"
+    )
     name_servers: CommaSeparated[NameServer] = Field(
-        default=[], description="name servers to ask in place of those in /etc/resolv.conf"
+        default=[], description="DNS servers to use in place of those in /etc/resolv.conf"
     )
 
     tls_cert: Path | None = Field(None, description="the service's certificate chain (PEM); turns TLS on")
-    tls_key: Path | None = Field(None, description="its private key (PEM)")
-    tls_client_ca: Path | None = Field(None, description="certificates (PEM) that callers are checked with: mutual TLS")
-    keepalive_time: Seconds = Field(60.0, description="seconds of silence after which a caller's connection is pinged")
-    grace: Seconds = Field(5.0, description="seconds that running calls get when the service stops")
+    tls_key: Path | None = Field(None, description="private key of the certificate (PEM)")
+    tls_client_ca: Path | None = Field(None, description="CA certificates (PEM) that verify callers: mutual TLS")
+    keepalive_time: Seconds = Field(
+        60.0, description="seconds without traffic after which a caller's connection is pinged"
+    )
+    grace: Seconds = Field(5.0, description="seconds that running calls have to finish after SIGTERM")
 
-    log_level: LogLevel = Field("INFO", description="least log level shown")
-    json_output: bool = Field(False, description="log lines as JSON")
+    log_level: LogLevel = Field("INFO", description="lowest severity to log: DEBUG, INFO, WARNING or ERROR")
+    json_output: bool = Field(False, description="write log lines as JSON objects")
     otlp_endpoint: str | None = Field(None, description="OpenTelemetry collector (gRPC), such as http://otel:4317")
     otlp_service_name: str = Field("llm_functionalities", description="this service's name in traces")
 

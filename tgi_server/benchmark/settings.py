@@ -23,8 +23,9 @@ def _readable(path: Path) -> Path:
 
 
 class BenchmarkSettings(ServiceSettings):
-    """Measures how fast the shards of a running server compute, for every batch size with every length. It takes the
-    router's place: requests that run fail when the benchmark begins, and one that comes meanwhile ends it."""
+    """Measures the speed of a running server's shards, for each combination of batch size, sequence length and decode
+    length. It takes the router's place: running requests fail when the benchmark begins, and a request that comes
+    meanwhile ends the case being measured."""
 
     model_config = SettingsConfigDict(
         cli_shortcuts={

@@ -57,8 +57,9 @@ class LauncherSettings(ServingSettings, ModelSettings):
         "model_id": "Model",
         "num_shard": "Shards",
         "num_nodes": "Several machines",
-        "enable_prefill_logprobs": "Limits of requests",
+        "enable_prefill_logprobs": "Other",
         "otlp_service_name": "Logs and traces",
+        "env": "Other",
     }
 
     model_id: str = Field(
@@ -69,7 +70,7 @@ class LauncherSettings(ServingSettings, ModelSettings):
     )
     num_shard: PositiveInt | None = Field(
         None,
-        description="processes that run the model together, one for each GPU; with several machines, on each of them",
+        description="shards (processes) that run the model together, one for each GPU; with several machines: on each",
     )
     sharded: Annotated[Literal["true", "false"], BeforeValidator(_truth)] | None = Field(
         None, description="true: several shards, one for each visible GPU unless num-shard is given; false: one shard"
@@ -91,7 +92,7 @@ class LauncherSettings(ServingSettings, ModelSettings):
     )
     node_rank: int = Field(0, ge=0, description="number of this machine among them, from 0; node 0 serves HTTP")
     node_address: Annotated[str, AfterValidator(_chosen)] | None = Field(
-        None, description="address of this machine for the other ones"
+        None, description="address at which the other machines reach this one"
     )
     enable_prefill_logprobs: bool = Field(
         False, description="accepted for TGI compatibility, no effect: prompt logprobs are always available"
@@ -99,7 +100,7 @@ class LauncherSettings(ServingSettings, ModelSettings):
     otlp_service_name: str | None = Field(
         None, description="service name in traces; default: text-generation-inference.router, and .server for shards"
     )
-    env: bool = Field(False, description="print what a bug report needs; a flag only, not a variable")
+    env: bool = Field(False, description="print what a bug report needs, and end; the variable ENV is not read")
     ngrok: Annotated[bool, NO_NGROK] = False
     ngrok_authtoken: Annotated[str | None, NO_NGROK] = None
     ngrok_edge: Annotated[str | None, NO_NGROK] = None

@@ -39,6 +39,7 @@ class ServingSettings(ServiceSettings):
     model_config = SettingsConfigDict(cli_shortcuts={"port": "p", "graceful-termination-timeout": "g"})
     help_groups: ClassVar[Mapping[str, str]] = {
         "revision": "Model",
+        "served_model_name": "Model",
         "tool_call_parser": "Chat",
         "hostname": "HTTP server",
         "max_concurrent_requests": "Limits of requests",
@@ -51,6 +52,7 @@ class ServingSettings(ServiceSettings):
         "disable_grammar_support": "Limits of requests",
         "api_key": "Access",
         "json_output": "Logs and traces",
+        "log_level": "Logs and traces",
         "graceful_termination_timeout": "HTTP server",
         "usage_stats": "Other",
     }
@@ -129,7 +131,9 @@ class ServingSettings(ServiceSettings):
         description="Target inter-token latency in milliseconds: prompts are computed in chunks that keep it. Default: "
         "three times a decode step, more if few requests run and many wait.",
     )
-    max_client_batch_size: PositiveInt = Field(default=4, description="Most prompts of one request, times n.")
+    max_client_batch_size: PositiveInt = Field(
+        default=4, description="Most answers of one request: its prompts, multiplied by n."
+    )
     max_stored_responses: int = Field(
         default=1000, ge=0, description="Most responses of /v1/responses stored in memory; 0: none."
     )
@@ -166,9 +170,9 @@ class ServingSettings(ServiceSettings):
     cors_allow_origin: CommaSeparated[str] = Field(default=[], description="Origins from which browsers may call.")
     allowed_hosts: CommaSeparated[str] = Field(
         default=[],
-        description="Names by which browsers may call a server without a key; *.DOMAIN: all below it; *: any.",
+        description="Host names by which browsers may call a server without a key; *.DOMAIN: all below it; *: any.",
     )
-    json_output: bool = Field(default=False, description="Log lines as JSON.")
+    json_output: bool = Field(default=False, description="Write log lines as JSON objects.")
     log_level: LogLevel = Field(
         default="INFO",
         description="Lowest severity to log: DEBUG, INFO, WARNING or ERROR, also by process, such as "
@@ -231,15 +235,17 @@ class RouterSettings(ServingSettings):
     """HTTP front of a text-generation server: checks and queues requests, and drives the shards."""
 
     tokenizer_name: Path = Field(description="Folder of the model; its tokenizer files are read.")
-    model_id: str | None = Field(default=None, description="Name of the model in answers; default: as the shards say.")
+    model_id: str | None = Field(
+        default=None, description="Name of the model in responses. Default: as the shards report."
+    )
     master_shard_uds_path: str = Field(
         default="/tmp/text-generation-server-0",  # noqa: S108  # TGI's default, which a shard has, too
         description="Socket of the first shard.",
     )
     ready_uds_path: Path | None = Field(
-        default=None, description="A Unix socket that listens once the router serves: its launcher looks there."
+        default=None, description="Unix socket that the router opens once it is ready; the launcher waits for it."
     )
-    otlp_service_name: str = Field(default="text-generation-inference.router", description="Name in traces.")
+    otlp_service_name: str = Field(default="text-generation-inference.router", description="Service name in traces.")
 
 
 def _read_keys(file: Path) -> list[str]:

@@ -82,9 +82,9 @@ class ModelSettings(CheckpointSettings):
     )
     linear_kernels: str | None = Field(
         None,
-        description="kernels of linear layers on a CPU, as the log tells them at load, such as fma or "
-        "avx512_bf16,amx@16; codes_int8 rounds the inputs of 4-bit weights to 8 bits; default: those that are measured "
-        "to be the fastest, among the others",
+        description="kernels of linear layers on a CPU, as the log names them at load, such as fma or "
+        "avx512_bf16,amx@16 (amx from 16 rows on); codes_int8 rounds the inputs of 4-bit weights to 8 bits; default: "
+        "the fastest ones at load, of which codes_int8 is never one",
     )
     disable_custom_kernels: bool = Field(False, description="compute with torch and transformers only")
     cpu_memory: ByteSize | None = Field(
@@ -121,6 +121,8 @@ class ModelSettings(CheckpointSettings):
 class CommandSettings(CheckpointSettings):
     """Settings of every command."""
 
+    help_groups: ClassVar[Mapping[str, str]] = {"model_id": "Model", "logger_level": "Logs and traces"}
+
     model_id: CliPositionalArg[str] = Field(str(demo_model.PATH), description="a local folder, or an id of the hub")
     logger_level: LogLevel = Field("INFO", description="lowest severity to log")
 
@@ -128,12 +130,15 @@ class CommandSettings(CheckpointSettings):
 class ShardSettings(CommandSettings, ModelSettings):
     """Serves one shard of a model on a Unix socket, for the router."""
 
-    uds_path: Path = Field(Path("/tmp/text-generation-server"), description="the socket is UDS_PATH-RANK")  # noqa: S108
-    sharded: bool = Field(False, description="true for one of several shards; needs RANK and WORLD_SIZE")
+    uds_path: Path = Field(
+        Path("/tmp/text-generation-server"),  # noqa: S108
+        description="the shard listens on the Unix socket UDS_PATH-RANK",
+    )
+    sharded: bool = Field(False, description="this is one of several shards; needs RANK and WORLD_SIZE")
     rank: int = Field(0, ge=0, description="number of this shard, from 0")
     world_size: int = Field(1, ge=1, description="number of shards")
     local_rank: int | None = Field(
-        None, ge=0, description="number of this shard among those of this machine; default: RANK"
+        None, ge=0, description="number of this shard among those on this machine, from 0; default: RANK"
     )
     local_world_size: int | None = Field(
         None, ge=1, description="number of shards on this machine; default: WORLD_SIZE"
@@ -142,7 +147,7 @@ class ShardSettings(CommandSettings, ModelSettings):
         None, description="also listen on a port of this address, for a router on another machine"
     )
     master_addr: str = Field("localhost", description="address where the shards connect to each other")
-    master_port: int = Field(29500, gt=0, lt=65536, description="port of that address")
+    master_port: int = Field(29500, gt=0, lt=65536, description="port where the shards connect to each other")
 
     otlp_service_name: str = Field("text-generation-inference.server", description="service name in traces")
 
@@ -171,19 +176,20 @@ def _number(value: object) -> object:
 
 
 class QuantizeSettings(CommandSettings):
-    """Rounds a model to weights of 4 or 8 bits by GPTQ, into another folder. It goes on where it was interrupted."""
+    """Quantizes a model to 4 or 8 bits with GPTQ, into another folder. An interrupted run resumes where it stopped."""
+
+    help_groups: ClassVar[Mapping[str, str]] = {"output_dir": "Settings"}
 
     model_id: CliPositionalArg[str] = Field(description="a local folder, or an id of the hub")
-    output_dir: CliPositionalArg[Path] = Field(description="the folder to write, which does not exist yet")
+    output_dir: CliPositionalArg[Path] = Field(description="folder to write the quantized model to; it is created")
     bits: Annotated[Literal[4, 8], BeforeValidator(_number)] = Field(4, description="bits of a weight")
     groupsize: int = Field(128, description="number of inputs that share a scale; -1: all")
     percdamp: float = Field(0.01, gt=0, lt=1, description="fraction of the Hessian's mean diagonal added for stability")
     act_order: bool = Field(False, description="quantize the inputs with the largest activations first")
     calibration: Path | None = Field(
         None,
-        description="text to calibrate with, of the kind that the model will read: a text file, or JSONL with "
-        "`text` in each "
-        "line; default: English household advice",
+        description="text to calibrate with, like the text that the model will read: a text file, or JSONL with "
+        "`text` in each line; default: English household advice",
     )
     samples: int = Field(128, gt=0, description="number of calibration samples")
     length: int = Field(512, gt=0, description="tokens of a calibration sample")

@@ -51,6 +51,27 @@ def test_help_has_groups_values_and_defaults(capsys: pytest.CaptureFixture[str])
         assert flag in refused
 
 
+@pytest.mark.parametrize(
+    ("settings", "entry", "group"),
+    [
+        (LauncherSettings, "--served-model-name", "Model"),
+        (LauncherSettings, "--log-level", "Logs and traces"),
+        (LauncherSettings, "--max-best-of", "Limits of requests"),
+        (RouterSettings, "--log-level", "Logs and traces"),
+        (ShardSettings, "MODEL_ID", "Model"),
+        (ShardSettings, "--logger-level", "Logs and traces"),
+        (QuantizeSettings, "OUTPUT_DIR", "Settings"),
+        (FrontSettings, "--tls-cert", "TLS"),
+        (FrontSettings, "--log-level", "Logs and traces"),
+    ],
+)
+def test_help_lists_a_setting_in_its_group(
+    settings: type[ServiceSettings], entry: str, group: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = re.split(rf"(?m)^  {entry}\b", output(settings, capsys, "--help"))[0]
+    assert re.findall(r"(?m)^(\S.*):$", before)[-1] == group
+
+
 @pytest.mark.parametrize("settings", PROGRAMS, ids=lambda settings: settings.__name__)
 @pytest.mark.parametrize("flag", ["--version", "-V"])
 def test_version(settings: type[ServiceSettings], capsys: pytest.CaptureFixture[str], flag: str) -> None:
