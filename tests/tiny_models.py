@@ -99,6 +99,13 @@ ARCHITECTURES: dict[str, tuple[str, Settings]] = {
         _GEMMA | _MIXED_WINDOWS | {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 10.0},
     ),
     "gemma3_text": ("gemma3_text", _GEMMA | _MIXED_WINDOWS | _ALTERNATING),
+    "glm": ("glm", _GATED | {"head_dim": 16}),
+    "glm4": ("glm4", _GATED | {"head_dim": 16}),
+    "granite": (
+        "granite",
+        _GATED
+        | {"embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.7, "logits_scaling": 3.0},
+    ),
     "gpt2": ("gpt2", _TIED),
     "gpt_neo": (
         "gpt_neo",

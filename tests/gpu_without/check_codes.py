@@ -13,11 +13,11 @@ from tests.quantized_models import make_quantized
 from tests.unit.engine.linear.test_coded import KINDS, random_weight
 from tgi_server.engine import EngineConfig
 from tgi_server.engine.attention.cuda import CudaAttention
+from tgi_server.engine.backends.layer import DecoderLayer
 from tgi_server.engine.checkpoint.load_model import load_model
 from tgi_server.engine.checkpoint.quantized import QuantizedLinear, QuantizedWeight
 from tgi_server.engine.checkpoint.quantized.weight import paired
 from tgi_server.engine.kernels.triton.fp8 import rounded
-from tgi_server.engine.layers.decoder import FusedLayer
 from tgi_server.engine.linear import gpu
 from tgi_server.engine.linear.gpu import fault_of, gpu_linear_factory
 from tgi_server.engine.linear.scaled import ScaledLinear
@@ -165,7 +165,7 @@ def test_models_are_computed_by_the_kernels(
     backend = CudaAttention(probe.shape, model.device, model.dtype)
     proved, linears, fallbacks = prove_kernels(model, backend)
     assert (proved, fallbacks, str(linears)) == (backend, [], kernels)
-    assert any(isinstance(module, FusedLayer) for module in model.modules())
+    assert any(isinstance(module, DecoderLayer) for module in model.modules())
     assert not any(isinstance(module, QuantizedLinear) for module in model.modules())
     assert before.fault(backend, "the kernels", linears.rounding) is None
 

@@ -10,11 +10,12 @@ from triton.runtime.interpreter import GridExecutor
 
 from tests.tiny_models import build
 from tgi_server.engine.attention.cuda import CudaAttention
+from tgi_server.engine.backends import fuse, layer, norm
+from tgi_server.engine.backends.layer import DecoderLayer
 from tgi_server.engine.kernels.triton import norm_and_gate, paged_attention
-from tgi_server.engine.layers import decoder, fuse, norm
-from tgi_server.engine.layers.decoder import FusedLayer
 from tgi_server.engine.linear import LinearFactory
 from tgi_server.engine.linear.blas import BlasLinear
+from tgi_server.engine.models.families import spec_of
 from tgi_server.engine.runners import probe, prove_kernels
 from tgi_server.engine.runners.probe import LogitsProbe, probe_paged_path
 
@@ -27,7 +28,7 @@ SILENT = ("empty", "new_empty", "view", "split", "slice", "select", "unsqueeze",
 @pytest.fixture(autouse=True)
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(norm, "on_gpu", lambda x: True)
-    monkeypatch.setattr(decoder, "on_gpu", lambda x: True)
+    monkeypatch.setattr(layer, "on_gpu", lambda x: True)
     monkeypatch.setattr(paged_attention, "_processors", lambda device: 4)
     monkeypatch.setattr(probe, "_LONG_RUN", 12)
     with torch.inference_mode():
@@ -100,27 +101,29 @@ class Launches(TorchDispatchMode):
         return operation(*arguments, **(options or {}))
 
 
-@pytest.mark.parametrize("architecture", ["gemma", "gemma2", "gemma3_text", "smollm3"])
+@pytest.mark.parametrize(
+    "architecture", ["cohere", "gemma", "gemma2", "gemma3_text", "glm4", "granite", "olmo2", "smollm3"]
+)
 def test_layers_of_other_norms_gates_and_positions_are_fused(architecture: str) -> None:
     model, _ = fused(architecture)
-    assert any(isinstance(module, FusedLayer) for module in model.modules())
+    assert any(isinstance(module, DecoderLayer) for module in model.modules())
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "opt"])
 def test_a_model_of_fused_layers_has_few_kernels(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, backend = fused(architecture)
-    layers = [module for module in model.modules() if isinstance(module, FusedLayer)]
+    layers = [module for module in model.modules() if isinstance(module, DecoderLayer)]
     assert len(layers) == model.config.num_hidden_layers
     counted: list[list[str]] = []
-    forward = FusedLayer.forward
+    forward = DecoderLayer.forward
 
-    def watched(layer: FusedLayer, *arguments: Any, **options: Any) -> torch.Tensor:
+    def watched(module: DecoderLayer, *arguments: Any, **options: Any) -> torch.Tensor:
         with monkeypatch.context() as patch, Launches(patch) as launches:
-            output = forward(layer, *arguments, **options)
+            output = forward(module, *arguments, **options)
         counted.append(launches.names)
         return output
 
-    monkeypatch.setattr(FusedLayer, "forward", watched)
+    monkeypatch.setattr(DecoderLayer, "forward", watched)
     probe._run_long(model, backend, 12)
     # The first layer of a pass also plans the parts for all of them.
     assert max(map(len, counted[1 :: len(layers)])) <= MOST_KERNELS, " ".join(counted[1])
@@ -137,8 +140,14 @@ def test_a_layer_that_computes_something_else_is_put_back() -> None:
         def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
             return super().add_to(residual, 2 * x)
 
-    reason = fuse(model, before.variants, lambda: before.fault(backend, "fused layers"), LinearFactory(Wrong))
+    reason = fuse(
+        model,
+        spec_of(model.config),
+        before.variants,
+        lambda: before.fault(backend, "fused layers"),
+        LinearFactory(Wrong),
+    )
     assert reason is not None
     assert reason.startswith("logits change by")
-    assert not any(isinstance(module, FusedLayer) for module in model.modules())
+    assert not any(isinstance(module, DecoderLayer) for module in model.modules())
     assert before.fault(backend, "fused layers") is None

@@ -168,15 +168,19 @@ class AttentionBackend(ABC):
         value: Tensor,
         rotation: tuple[Tensor, Tensor],
         metadata: ForwardMetadata,
+        *,
+        interleaved: bool = False,
     ) -> Tensor:
         """Turns query and key by their positions, then writes key and value. Returns the turned query.
 
         query: [tokens, heads, head_dim]; key and value: [tokens, kv_heads, head_dim]. rotation: cosine and sine,
         each [1, tokens, rotated], of rotary position embeddings whose pairs stand half of `rotated` apart.
+        interleaved: they are neighbours, whose numbers stand at the first half of `rotated`.
         """
         cosine, sine = (table[0].unsqueeze(1) for table in rotation)
-        self.write(layer, _rotate(key, cosine, sine), value, metadata)
-        return _rotate(query, cosine, sine)
+        rotate = _rotate_pairs if interleaved else _rotate
+        self.write(layer, rotate(key, cosine, sine), value, metadata)
+        return rotate(query, cosine, sine)
 
     @abstractmethod
     def attend(self, layer: int, query: Tensor, metadata: ForwardMetadata, variant: AttentionVariant) -> Tensor:
@@ -194,3 +198,11 @@ def _rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     turned, kept = x.split((cosine.shape[-1], x.shape[-1] - cosine.shape[-1]), dim=-1)
     low, high = turned.chunk(2, dim=-1)
     return torch.cat([turned * cosine + torch.cat([-high, low], dim=-1) * sine, kept], dim=-1)
+
+
+def _rotate_pairs(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    turned, kept = x.split((cosine.shape[-1], x.shape[-1] - cosine.shape[-1]), dim=-1)
+    even, odd = turned.unflatten(-1, (-1, 2)).unbind(-1)
+    cosine, sine = cosine[..., : even.shape[-1]], sine[..., : even.shape[-1]]
+    pairs = torch.stack([even * cosine - odd * sine, odd * cosine + even * sine], -1)
+    return torch.cat([pairs.flatten(-2), kept], dim=-1)

@@ -63,6 +63,8 @@ class CpuAttention(AttentionBackend):
         value: Tensor,
         rotation: tuple[Tensor, Tensor],
         metadata: ForwardMetadata,
+        *,
+        interleaved: bool = False,
     ) -> Tensor:
         """Turns query in place: it must not be needed as it was."""
         cosine, sine = rotation
@@ -76,6 +78,7 @@ class CpuAttention(AttentionBackend):
             self.values[layer],
             metadata.slots,
             *self.kv_format.of(layer),
+            interleaved,
         )
         return query
 

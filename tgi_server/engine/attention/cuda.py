@@ -42,7 +42,11 @@ class CudaAttention(GatherAttention):
         value: Tensor,
         rotation: tuple[Tensor, Tensor],
         metadata: ForwardMetadata,
+        *,
+        interleaved: bool = False,
     ) -> Tensor:
+        if interleaved:
+            return super().rotate_and_write(layer, query, key, value, rotation, metadata, interleaved=True)
         from tgi_server.engine.kernels.triton.rope_and_cache import rotate_and_write
 
         cosine, sine = rotation

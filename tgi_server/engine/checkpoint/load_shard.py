@@ -24,7 +24,7 @@ from tgi_server.engine.checkpoint.safetensors_files import (
     open_checkpoint,
 )
 from tgi_server.engine.errors import InvalidWeights, UnsupportedModel
-from tgi_server.engine.parallel.architectures import plan_for
+from tgi_server.engine.models.families import plan_for
 from tgi_server.engine.parallel.group import ShardGroup
 from tgi_server.engine.parallel.layers import VocabParallelHead
 from tgi_server.engine.parallel.plan import ShardingPlan

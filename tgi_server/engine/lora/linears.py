@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from tgi_server.engine.backends.layer import DecoderLayer
 from tgi_server.engine.checkpoint.quantized import QuantizedLinear
-from tgi_server.engine.layers.decoder import FusedLayer
 from tgi_server.engine.linear import PackedLinear
 from tgi_server.engine.lora.adapter import AdapterLayer
 from tgi_server.engine.lora.products import Change, CpuProducts, Products
@@ -115,7 +115,7 @@ def _linears(model: nn.Module) -> Iterator[tuple[nn.Module, list[tuple[str, int]
     """Yields each linear layer with the layers of the base model that it is made of, and their numbers of outputs."""
     fused: set[int] = set()
     for path, module in model.named_modules():
-        if isinstance(module, FusedLayer):
+        if isinstance(module, DecoderLayer):
             for linear, parts in module.linears():
                 fused.add(id(linear))
                 yield linear, [(f"{path}.{name}", outputs) for name, outputs in parts]

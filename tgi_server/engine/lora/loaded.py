@@ -22,8 +22,8 @@ from tgi_server.engine.lora.products import Change, CpuProducts, Products, Torch
 from tgi_server.engine.lora.reader import read_adapter
 from tgi_server.engine.lora.rows import CurrentRows
 from tgi_server.engine.memory import available_ram
+from tgi_server.engine.models.families import plan_for
 from tgi_server.engine.parallel import ShardGroup
-from tgi_server.engine.parallel.architectures import plan_for
 from tgi_server.engine.parallel.plan import ShardingPlan
 from tgi_server.engine.parallel.shares import Share, share_of
 

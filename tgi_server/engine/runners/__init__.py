@@ -9,16 +9,19 @@ from transformers import PreTrainedModel
 
 from tgi_server.engine.attention import create_attention_backend
 from tgi_server.engine.attention.base import AttentionBackend
+from tgi_server.engine.attention.cpu import CpuAttention
 from tgi_server.engine.attention.gather import GatherAttention
 from tgi_server.engine.attention.kv_format import KVFormat
+from tgi_server.engine.backends import fuse, limit_threads, optimise, pack_codes, unpack
 from tgi_server.engine.config import KV_CACHE_DTYPES, EngineConfig
 from tgi_server.engine.errors import UnsupportedModel
 from tgi_server.engine.kernels import load_kernels
-from tgi_server.engine.layers import fuse, limit_threads, optimise, pack_codes, unpack
 from tgi_server.engine.linear import LinearFactory, linear_factory
 from tgi_server.engine.linear.gpu import gpu_linear_factory
 from tgi_server.engine.linear.onednn import has_products
 from tgi_server.engine.memory import give_back
+from tgi_server.engine.models.families import spec_of
+from tgi_server.engine.models.spec import DecoderSpec, NoSpec
 from tgi_server.engine.parallel import ShardGroup
 from tgi_server.engine.progress import progress
 from tgi_server.engine.runners.base import Runner
@@ -99,17 +102,27 @@ def _runner(model: PreTrainedModel, config: EngineConfig, linear: LinearFactory,
         fallbacks += slower
     if model.device.type != "cuda" or not backend.any_lengths:
         _warn_no_graphs(config, f"on {'a CPU' if model.device.type == 'cpu' else 'a GPU in plain torch'}")
+    whole = None
     if on_cpu:
         if config.kv_cache_dtype is not None:
             probe = LogitsProbe(model, group, kv_format=kv_format)
-        optimise(model, backend, probe.variants, linear=linear)
-        if fault := probe.fault(backend, "the CPU kernels", linear.rounding):
+        spec = _spec(model) if isinstance(backend, CpuAttention) else None
+        whole = optimise(model, spec, probe.variants, linear=linear)
+        if fault := probe.fault(backend, "the CPU kernels", linear.rounding, whole):
             raise UnsupportedModel(f"{model.config.model_type}: {fault}; start with --disable-custom-kernels")
     memory = config.memory_fraction, config.cpu_memory
-    runner = PagedRunner(model, backend, *memory, group, config.cuda_graphs, weight_bytes, fallbacks)
+    runner = PagedRunner(model, backend, *memory, group, config.cuda_graphs, weight_bytes, fallbacks, whole)
     if model.device.type == "cuda" and config.custom_kernels:
         runner.linear_kernels = str(linear)
     return runner
+
+
+def _spec(model: PreTrainedModel) -> DecoderSpec | None:
+    try:
+        return spec_of(model.config)
+    except NoSpec as reason:
+        logger.info("%s runs in the layers of transformers: %s", model.config.model_type, reason)
+        return None
 
 
 def _warn_no_graphs(config: EngineConfig, where: str) -> None:
@@ -135,8 +148,10 @@ def prove_kernels(
         if fault := probe.fault(backend, type(backend).__name__):
             backend = GatherAttention(backend.shape, backend.device, backend.dtype, backend.kv_format)
             fallbacks.append(_warned(f"attention runs in plain torch, which is slower: {fault}"))
-        elif fault := fuse(
-            model, probe.variants, partial(probe.fault, backend, "fused layers", linear.rounding), linear
+        elif (spec := _spec(model)) is not None and (
+            fault := fuse(
+                model, spec, probe.variants, partial(probe.fault, backend, "fused layers", linear.rounding), linear
+            )
         ):
             fallbacks.append(_warned(f"decoder layers are not fused, which is slow: {fault}"))
     pack_codes(model, linear)

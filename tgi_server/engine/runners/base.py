@@ -13,13 +13,13 @@ from tgi_server.contract import StoppingParameters
 from tgi_server.engine.attention.base import GreedyOnly
 from tgi_server.engine.errors import InvalidCall
 from tgi_server.engine.lora.rows import CurrentRows
+from tgi_server.engine.models.families import family_of
 from tgi_server.engine.sequence import RunningSequence
 
 UNBOUNDED_POSITIONS = 1 << 20
 CPU_WARM_UP_TOKENS = 32
 
 _NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx", "seq_length")
-_UNBOUNDED = frozenset({"bloom", "mpt", "t5", "mt5", "umt5"})  # relative positions: any length is computable
 
 
 # Takes logits, [rows, vocab_size], and samples from them as requests may want it that need the most memory.
@@ -169,7 +169,7 @@ def position_limit(config: PretrainedConfig) -> int | None:
     Rotary positions that are scaled by a factor (YaRN: Peng et al., 2023) reach as far as that factor says.
     """
     config = config.get_text_config(decoder=True)
-    if config.model_type in _UNBOUNDED or getattr(config, "alibi", False):
+    if family_of(config).relative or getattr(config, "alibi", False):
         return None
     rope = getattr(config, "rope_parameters", None) or {}
     scaled = int((rope.get("factor") or 0) * (rope.get("original_max_position_embeddings") or 0))

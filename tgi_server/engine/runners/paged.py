@@ -12,9 +12,9 @@ from tgi_server.engine.attention.base import AttentionBackend, GreedyOnly
 from tgi_server.engine.attention.cpu import CpuAttention
 from tgi_server.engine.attention.gather import GatherAttention
 from tgi_server.engine.attention.paged_cache import PagedCache
+from tgi_server.engine.backends.cpu import CpuModel
+from tgi_server.engine.backends.rope import LengthDependentRope
 from tgi_server.engine.errors import EngineError, InvalidCall, NotEnoughMemory
-from tgi_server.engine.layers.forward import WholeModel
-from tgi_server.engine.layers.rope import LengthDependentRope
 from tgi_server.engine.memory import cache_bytes, forget_peak, taken_by, to_device
 from tgi_server.engine.parallel import ShardGroup
 from tgi_server.engine.runners.base import (
@@ -66,9 +66,11 @@ class PagedRunner(Runner):
         graph_sizes: Sequence[int] | None = None,
         weight_bytes: int = 0,
         fallbacks: Iterable[str] = (),
+        whole: CpuModel | None = None,
     ) -> None:
         """group: the shards of the model, when this is one of them. graph_sizes: CUDA-graph batch sizes, where decoding
         can be recorded; None: the default ones. weight_bytes: of the model. fallbacks: those so far.
+        whole: computes the passes, where it can; otherwise the model's own forward does.
         """
         super().__init__(fallbacks)
         self._model = model
@@ -83,7 +85,7 @@ class PagedRunner(Runner):
         self._highest_block = 0  # that a sequence has had
         self._blocks_ahead = 0  # whose memory is taken before they are needed
         self._recorded = RecordedSteps()
-        self._whole = model.forward if isinstance(model.forward, WholeModel) else None
+        self._whole = whole
         self._unrecordable: dict[str, str] = {}  # why steps have not been recorded, by what they are
         self._rope = LengthDependentRope(model)
         self._cache = PagedCache(backend)

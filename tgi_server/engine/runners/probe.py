@@ -21,15 +21,17 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from tgi_server.engine.attention.base import AttentionBackend, AttentionVariant, ChunkSpan, ForwardMetadata, KVShape
+from tgi_server.engine.attention.cpu import CpuAttention
 from tgi_server.engine.attention.gather import GatherAttention
 from tgi_server.engine.attention.kv_format import KVFormat
 from tgi_server.engine.attention.paged_cache import PagedCache
+from tgi_server.engine.backends.cpu import CpuModel
 from tgi_server.engine.checkpoint.quantized import Experts
 from tgi_server.engine.errors import EngineError
+from tgi_server.engine.models.families import plan_for
 from tgi_server.engine.parallel import ShardGroup
-from tgi_server.engine.parallel.architectures import plan_for
 from tgi_server.engine.runners.base import position_limit
-from tgi_server.engine.runners.families import install_paged_attention
+from tgi_server.engine.runners.paged_attention import install_paged_attention
 
 logger = logging.getLogger(__name__)
 
@@ -157,16 +159,19 @@ class LogitsProbe:
             return None
         return f"its logits differ by {error:.2g} from those with its own attention"
 
-    def fault(self, backend: AttentionBackend, name: str, rounding: float = 0.0) -> str | None:
+    def fault(
+        self, backend: AttentionBackend, name: str, rounding: float = 0.0, whole: CpuModel | None = None
+    ) -> str | None:
         """Returns why the model must not compute as it does now with the backend, in words; None: it may.
 
         The backend's blocks are allocated anew. name: of what is done differently. rounding: share of their norm by
-        which the logits may change besides. All shards come to the same answer.
+        which the logits may change besides. whole: computes them, if not the model's own forward. All shards come to
+        the same answer.
         """
         fault = ""
         try:
             backend.allocate(2 * _blocks_of(self._length or 1, backend.block_size) + 1)
-            error = logits_error(self._expected, self._logits(backend))
+            error = logits_error(self._expected, self._logits(backend, whole))
         except Exception as failure:  # of a compiler, of a driver, of a library that is too old
             fault = f"{name} fails ({type(failure).__name__}: {failure})"
         else:
@@ -174,8 +179,10 @@ class LogitsProbe:
                 fault = f"logits change by {error:.2g} with {name}"
         return _of_any_shard(fault, self._group)
 
-    def _logits(self, backend: AttentionBackend) -> Tensor:
-        return _run(self._model, backend) if self._length is None else _run_long(self._model, backend, self._length)
+    def _logits(self, backend: AttentionBackend, whole: CpuModel | None = None) -> Tensor:
+        if self._length is None:
+            return _run(self._model, backend, whole)
+        return _run_long(self._model, backend, self._length, whole)
 
 
 def probe_tokens(model: PreTrainedModel, count: int) -> Tensor:
@@ -222,14 +229,14 @@ def _paged_logits(model: PreTrainedModel) -> Tensor:
     return logits[0, [LONG - 1, SHORT - 1, LONG, SHORT]]
 
 
-def _run(model: PreTrainedModel, backend: AttentionBackend) -> Tensor:
+def _run(model: PreTrainedModel, backend: AttentionBackend, whole: CpuModel | None = None) -> Tensor:
     """Returns the last logits of both prompts, then those of one more token of each: [4, vocab_size]."""
     tables = torch.tensor([[1], [2]], device=model.device)
     passes = [([(0, 0, LONG), (1, 0, SHORT)], 0), ([(0, LONG, 1), (1, SHORT, 1)], 2)]
-    return torch.cat([_pass(model, backend, tables, *each) for each in passes])
+    return torch.cat([_pass(model, backend, tables, *each, whole) for each in passes])
 
 
-def _run_long(model: PreTrainedModel, backend: AttentionBackend, length: int) -> Tensor:
+def _run_long(model: PreTrainedModel, backend: AttentionBackend, length: int, whole: CpuModel | None = None) -> Tensor:
     """Returns the last logits of every part of a run in which a prompt of several blocks is computed in two chunks.
 
     length: of its longest text. The second chunk is computed while a shorter text decodes. The longer text is then
@@ -243,7 +250,7 @@ def _run_long(model: PreTrainedModel, backend: AttentionBackend, length: int) ->
         ([(1, shorter, 1), (0, half, length - 1 - half)], 1),
         ([(0, length - 1, 1), (1, shorter + 1, 1)], 2),
     ]
-    return torch.cat([_pass(model, backend, tables, *each) for each in passes])
+    return torch.cat([_pass(model, backend, tables, *each, whole) for each in passes])
 
 
 def _blocks_of(tokens: int, block_size: int) -> int:
@@ -256,6 +263,7 @@ def _pass(
     tables: Tensor,
     spans: list[tuple[int, int, int]],
     decoding: int,
+    whole: CpuModel | None,
 ) -> Tensor:
     """Computes parts of two texts. Returns the logits of the last token of each: [spans, vocab_size].
 
@@ -283,8 +291,13 @@ def _pass(
         max_kv_length=max(lengths),
     )
     position_ids = torch.cat(places)
+    tokens = probe_tokens(model, max(lengths))[position_ids]
+    if whole is not None:
+        assert isinstance(backend, CpuAttention)
+        whole.attach_cache(backend)
+        return whole.forward(tokens, position_ids, ends[1:] - 1, cache.metadata)
     logits: Tensor = model(
-        input_ids=probe_tokens(model, max(lengths))[position_ids][None],
+        input_ids=tokens[None],
         position_ids=position_ids[None],
         past_key_values=cache,
         use_cache=True,

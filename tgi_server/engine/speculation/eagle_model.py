@@ -6,6 +6,7 @@ projected to one. For tokens that the model has not computed yet, its own output
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,13 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEm
 from tgi_server.engine.attention.base import AttentionVariant, KVShape
 from tgi_server.engine.attention.paged_cache import PagedCache
 from tgi_server.engine.errors import InvalidWeights, UnsupportedModel
-from tgi_server.engine.layers.forward import ForwardOutput
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardOutput:
+    """The result of a pass. logits: [1, tokens, vocab_size]."""
+
+    logits: Tensor
 
 
 class EagleModel(nn.Module):

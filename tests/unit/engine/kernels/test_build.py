@@ -75,7 +75,7 @@ def test_kernels_for_older_cpus_compute_the_same(target) -> None:
 import pytest, sys
 from tgi_server.engine.kernels import build
 build.NATIVE = {target!r}
-sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "tests/unit/engine/linear", "tests/unit/engine/layers",
+sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "tests/unit/engine/linear", "tests/unit/engine/backends",
                       "tests/unit/engine/kernels/cpu", "tests/unit/engine/attention/test_backends.py"]))
 """
     assert build.prepare([target])

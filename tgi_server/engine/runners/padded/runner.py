@@ -7,8 +7,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tgi_server.engine.attention.base import GreedyOnly
+from tgi_server.engine.backends.rope import LengthDependentRope
 from tgi_server.engine.errors import InvalidCall, NotEnoughMemory
-from tgi_server.engine.layers.rope import LengthDependentRope
 from tgi_server.engine.memory import cache_bytes, forget_peak
 from tgi_server.engine.parallel import ShardGroup
 from tgi_server.engine.runners.base import (

@@ -12,10 +12,10 @@ from tests.quantized_models import make_quantized
 from tests.tiny_models import make
 from tests.unit.engine.requests import generate_together, load_engine, prompts
 from tgi_server.engine import EngineConfig
+from tgi_server.engine.backends import limit_threads
 from tgi_server.engine.checkpoint.load_model import load_model
 from tgi_server.engine.checkpoint.quantized import QuantizedLinear
 from tgi_server.engine.checkpoint.quantized.rounding import ROUNDINGS
-from tgi_server.engine.layers import limit_threads
 
 TEXTS = prompts((1, 20, 5, 33))
 CPU = torch.device("cpu")
@@ -90,7 +90,7 @@ def test_a_mixture_of_small_experts_is_not_computed_in_one_thread(tmp_path, monk
     model, threads = load(quantized), torch.get_num_threads()
     linears = [each for each in model.modules() if isinstance(each, torch.nn.Linear | QuantizedLinear)]
     of_all = sum(each.weight.nbytes if isinstance(each, torch.nn.Linear) else each.nbytes for each in linears)
-    module = import_module("tgi_server.engine.layers.optimise")
+    module = import_module("tgi_server.engine.backends.build")
     monkeypatch.setattr(module, "SMALL_LAYER_BYTES", 1 + of_all // len(linears))
     torch.set_num_threads(2)
     try:

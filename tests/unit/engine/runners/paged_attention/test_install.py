@@ -1,0 +1,19 @@
+"""Installing paged attention in a model, and taking it back."""
+
+import pytest
+import torch
+
+from tests.tiny_models import build
+from tgi_server.engine.runners.paged_attention import install_paged_attention
+
+
+@pytest.mark.parametrize("architecture", ["bloom", "falcon_7b", "gptj", "llama", "mpt"])
+def test_what_was_installed_can_be_taken_back(architecture) -> None:
+    model = build(architecture)
+    tokens = torch.arange(5)[None]
+    before = model(input_ids=tokens, use_cache=False).logits
+    restore = install_paged_attention(model)
+    with pytest.raises(AttributeError, match="paged_cache"):
+        model(input_ids=tokens, use_cache=False)
+    restore()
+    torch.testing.assert_close(model(input_ids=tokens, use_cache=False).logits, before)

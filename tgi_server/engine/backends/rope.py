@@ -1,0 +1,99 @@
+"""Rotary position embeddings: what they are for texts of many lengths in one batch, and each computed once."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tgi_server.engine.models.spec import RopeSpec
+
+_FIXED = "fixed"
+_TABLE_STEP = 2048  # positions
+
+
+class RotaryTable:
+    """The cosines and sines of a model's rotary embedding, computed once for each position."""
+
+    def __init__(self, rope: Any, spec: RopeSpec) -> None:
+        """rope: an embedding such as LlamaRotaryEmbedding of `transformers`. spec: which of its tables this is."""
+        self._rope = rope
+        self._spec = spec
+        self._options = {} if spec.layer_type is None else {"layer_type": spec.layer_type}
+        self._name = "inv_freq" if spec.layer_type is None else f"{spec.layer_type}_inv_freq"
+        self._frequencies: Tensor | None = None
+        self._tables: list[Tensor] = []
+
+    def tables(self, like: Tensor, length: int) -> list[Tensor]:
+        """Returns the cosines and the sines, [positions, rotated] each, of `length` positions at least.
+
+        like: a tensor of the dtype and device of hidden states. Where the frequencies are not fixed yet, they are those
+        of a text of `length` tokens.
+        """
+        if _depends(_kind(self._rope)):
+            return self._turns(like, torch.arange(length, device=like.device))
+        frequencies = getattr(self._rope, self._name)  # which may have changed in place
+        if self._frequencies is None or not torch.equal(frequencies, self._frequencies):
+            self._frequencies, self._tables = frequencies.clone(), []
+        known = len(self._tables[0]) if self._tables else 0
+        if length > known:
+            missing = torch.arange(known, -(-length // _TABLE_STEP) * _TABLE_STEP, device=like.device)
+            added = self._turns(like, missing)
+            self._tables = [torch.cat(parts) for parts in zip(self._tables, added, strict=True)] if known else added
+        return self._tables
+
+    def _turns(self, like: Tensor, positions: Tensor) -> list[Tensor]:
+        turns = self._rope(like, position_ids=positions[None], **self._options)
+        return [each[0].contiguous() for each in repeated(turns, self._spec.table, like.dtype)]
+
+
+def repeated(tables: tuple[Tensor, Tensor], kind: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Returns cosines and sines, [..., rotated], with the numbers of half of a head twice, as kernels take them.
+
+    kind: how the tables that are given have them; see RopeSpec.
+    """
+    cosine, sine = tables
+    if kind == "pairs":
+        cosine, sine = cosine[..., ::2], sine[..., ::2]
+    copies = 1 if kind == "halves" else 2
+    return torch.cat([cosine] * copies, -1).to(dtype), torch.cat([sine] * copies, -1).to(dtype)
+
+
+class LengthDependentRope:
+    """A model's rotary embeddings whose frequencies depend on a text's length: the types "dynamic" and "longrope".
+
+    Most models have none. `transformers` chooses their frequencies anew in every pass, by the furthest position in it.
+    In a batch one request's length would so change another's tokens, and cached keys would stand beside keys of other
+    frequencies. Here they are chosen once, for the longest text that is accepted; vLLM decides in the same way. As long
+    as that is no longer than what the model was first trained on, every request gets what it would get alone.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modules: list[tuple[Any, Any]] = [
+            (module, kind) for module in model.modules() if _depends(kind := _kind(module))
+        ]
+
+    def fix(self, length: int) -> None:
+        """Fixes the frequencies to those of a text of `length` tokens, whatever a pass holds."""
+        for module, kind in self._modules:
+            module.rope_type = kind
+            for layer_type in kind if isinstance(kind, dict) else (None,):
+                _visit(module, 0, layer_type)  # forgets the length of the last visit
+                _visit(module, length - 1, layer_type)
+            module.rope_type = dict.fromkeys(kind, _FIXED) if isinstance(kind, dict) else _FIXED
+
+
+def _kind(module: nn.Module) -> Any:
+    """Returns the type of an embedding, or with Gemma's models one for each type of layer."""
+    return getattr(module, "rope_type", None)
+
+
+def _depends(kind: Any) -> bool:
+    if isinstance(kind, dict):
+        return any(_depends(each) for each in kind.values())
+    return isinstance(kind, str) and ("dynamic" in kind or kind == "longrope")
+
+
+def _visit(module: nn.Module, position: int, layer_type: str | None) -> None:
+    device = next(module.buffers()).device
+    options = {} if layer_type is None else {"layer_type": layer_type}
+    module(torch.zeros(1, device=device), torch.tensor([[position]], device=device), **options)

@@ -1,0 +1,32 @@
+"""Mixtral and Qwen3-MoE: Llama's attention, and a mixture of experts as the feed-forward part."""
+
+from dataclasses import replace
+from typing import Any
+
+from tgi_server.engine.models.spec import DecoderSpec, Family, LayerSpec, activation
+from tgi_server.engine.models.splits import EXPERTS, llama_plan
+from tgi_server.engine.parallel.plan import ShardingPlan
+
+_MIXTURE = ("mlp", "gate")
+
+
+def mixtral(config: Any) -> DecoderSpec:
+    return DecoderSpec.uniform(config, LayerSpec(mixture=_MIXTURE))
+
+
+def qwen3_moe(config: Any) -> DecoderSpec:
+    """Some layers may have a plain feed-forward part."""
+    mixed = [
+        config.num_experts > 0 and layer not in config.mlp_only_layers and (layer + 1) % config.decoder_sparse_step == 0
+        for layer in range(config.num_hidden_layers)
+    ]
+    plain = LayerSpec(query_norm="self_attn.q_norm", key_norm="self_attn.k_norm")
+    layers = (replace(plain, mixture=_MIXTURE) if each else plain for each in mixed)
+    return DecoderSpec(tuple(layers), activation=activation(config.hidden_act))
+
+
+def _plan(config: Any) -> ShardingPlan:
+    return llama_plan(config, EXPERTS, whole=("gate",))
+
+
+FAMILIES = {"mixtral": Family(mixtral, _plan), "qwen3_moe": Family(qwen3_moe, _plan)}

@@ -1,0 +1,33 @@
+"""OLMo 2: norms behind attention and the feed-forward part only, and of all query and key heads together."""
+
+from typing import Any
+
+from tgi_server.engine.models.spec import DecoderSpec, Family, LayerSpec, activation
+from tgi_server.engine.models.splits import llama_plan
+from tgi_server.engine.parallel.layers import ShardedKeyNorm, ShardedQueryNorm
+from tgi_server.engine.parallel.plan import ShardingPlan, Slice, Split
+from tgi_server.engine.parallel.shares import key_heads, query_heads
+
+_LAYER = LayerSpec(
+    attention_norm=None,
+    query_norm="self_attn.q_norm",
+    key_norm="self_attn.k_norm",
+    attended_norm="post_attention_layernorm",
+    feed_forward_norm=None,
+    fed_norm="post_feedforward_layernorm",
+)
+
+
+def olmo2(config: Any) -> DecoderSpec:
+    return DecoderSpec.uniform(config, _LAYER, activation=activation(config.hidden_act), norms="rms_once")
+
+
+def _plan(config: Any) -> ShardingPlan:
+    norms = {
+        "q_norm": Split({"weight": Slice(0, query_heads)}, ShardedQueryNorm),
+        "k_norm": Split({"weight": Slice(0, key_heads)}, ShardedKeyNorm),
+    }
+    return llama_plan(config, norms)
+
+
+FAMILIES = {"olmo2": Family(olmo2, _plan)}

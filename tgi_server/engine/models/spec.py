@@ -1,0 +1,118 @@
+"""A decoder as data: what it is made of, and the names that its modules have in `transformers`.
+
+How a layer attends (scaling, window, soft cap, sinks) does not stand here: the probe notes what the layers of
+`transformers` say when they call attention.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, Self
+
+from tgi_server.engine.parallel.plan import ShardingPlan
+
+Activation = Literal["relu", "silu", "gelu"]
+# By the mean square; the same, with the product with the weights rounded once; and with 1 added to the weights, as
+# Gemma has it; or a layer norm.
+NormKind = Literal["rms", "rms_once", "rms_plus_one", "layer"]
+
+# Names of activations in config.json; "gelu" is the approximation by tanh.
+_ACTIVATIONS: dict[str, Activation] = {"relu": "relu", "silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu"}
+
+
+class NoSpec(Exception):
+    """Says in words why a model has no spec, so that `transformers`' own forward computes it."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """A decoder layer, by the names of its modules. A norm that is None does not exist.
+
+    attention: the module that says the size of heads. qkv: the projections that are computed as one; they may be one in
+    the checkpoint, too. query_norm, key_norm: of each head, or of all together, as their weights say.
+    attended_norm, fed_norm: of what attention and the feed-forward part add to the residual.
+    up: the gate's projection first, where there is a gate.
+    mixture: a module with `experts` in the place of `up` and `down`, and the name of the router in it.
+    rope: which of the model's rotary tables turns queries and keys; None: none does.
+    scaling: of the scores, where `transformers` scales the query before it calls attention; None: as it says there.
+    """
+
+    attention: str = "self_attn"
+    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    output: str = "self_attn.o_proj"
+    up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
+    down: str = "mlp.down_proj"
+    mixture: tuple[str, str] | None = None
+    attention_norm: str | None = "input_layernorm"
+    query_norm: str | None = None
+    key_norm: str | None = None
+    attended_norm: str | None = None
+    feed_forward_norm: str | None = "post_attention_layernorm"
+    fed_norm: str | None = None
+    rope: int | None = 0
+    scaling: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RopeSpec:
+    """Rotary tables of some layers.
+
+    layer_type: that of the layers, where the embedding of `transformers` has tables of several types. table: what that
+    returns for a head: its numbers twice ("halves"), once ("half"), or each beside itself ("pairs").
+    """
+
+    layer_type: str | None = None
+    table: Literal["halves", "half", "pairs"] = "halves"
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderSpec:
+    """A model with a causal decoder: token embedding, layers, norm, head.
+
+    activation: of the feed-forward part; one that is not "relu" is a gate's. norms: the kind of all norms.
+    final_norm, positions: modules of the decoder, behind the layers and of learned positions.
+    interleaved: rotary embeddings turn neighbouring elements of a head, not those half of it apart.
+    parallel: the feed-forward part has the input of attention. residual_scale: what layers add is multiplied by it.
+    embedding_scale: the same of embeddings, as the model's dtype has it. logits_divisor, logits_softcap: what logits
+    are divided by; and capped by, 0 for not at all.
+    """
+
+    layers: tuple[LayerSpec, ...]
+    activation: Activation = "silu"
+    norms: NormKind = "rms"
+    final_norm: str | None = "norm"
+    positions: str | None = None
+    ropes: tuple[RopeSpec, ...] = (RopeSpec(),)
+    interleaved: bool = False
+    parallel: bool = False
+    residual_scale: float = 1.0
+    embedding_scale: float = 1.0
+    logits_divisor: float = 1.0
+    logits_softcap: float = 0.0
+
+    @classmethod
+    def uniform(cls, config: Any, layer: LayerSpec | None = None, **facts: Any) -> Self:
+        """Returns the spec of a model whose layers are alike. facts: what else differs from the defaults."""
+        return cls((layer or LayerSpec(),) * config.num_hidden_layers, **facts)
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """All that the engine knows of models with one `model_type`; each part is a function of the configuration.
+
+    spec: raises NoSpec for a model that it does not describe; None: there is none of this family.
+    plan: how the model is split among ranks; None: it cannot be split.
+    relative: positions are relative, so that nothing bounds the length of a text.
+    attention: the module of `paged_attention` by which a model attends that does not go through `AttentionInterface`.
+    """
+
+    spec: Callable[[Any], DecoderSpec] | None = None
+    plan: Callable[[Any], ShardingPlan] | None = None
+    relative: bool = False
+    attention: str | None = None
+
+
+def activation(name: str) -> Activation:
+    """Returns an activation by its name in config.json. Raises NoSpec."""
+    if name not in _ACTIVATIONS:
+        raise NoSpec(f"the activation {name} is not known")
+    return _ACTIVATIONS[name]

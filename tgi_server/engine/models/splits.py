@@ -1,0 +1,53 @@
+"""The splits that many families share: which modules are column- or row-parallel."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from tgi_server.engine.parallel.layers import RowParallel
+from tgi_server.engine.parallel.plan import (
+    ShardingPlan,
+    Slice,
+    Split,
+    column_parallel,
+    row_parallel,
+    vocab_parallel_embedding,
+    vocab_parallel_head,
+)
+from tgi_server.engine.parallel.shares import Heads, halves, key_heads, query_heads
+
+Splits = Mapping[str, Split]
+
+HEAD: Splits = {"lm_head": vocab_parallel_head()}
+
+
+def heads_of(config: Any) -> Heads:
+    queries = config.num_attention_heads
+    return Heads(queries, getattr(config, "num_key_value_heads", None) or queries)
+
+
+def attention(name: str, output: str = "o_proj", q: str = "q_proj", k: str = "k_proj", v: str = "v_proj") -> Splits:
+    return {
+        f"{name}.{q}": column_parallel(query_heads),
+        f"{name}.{k}": column_parallel(key_heads),
+        f"{name}.{v}": column_parallel(key_heads),
+        f"{name}.{output}": row_parallel(query_heads),
+    }
+
+
+def feed_forward(*up: str, down: str) -> Splits:
+    return {name: column_parallel() for name in up} | {down: row_parallel()}
+
+
+GATED = feed_forward("gate_proj", "up_proj", down="down_proj")
+LLAMA: Splits = {"embed_tokens": vocab_parallel_embedding(), **attention("self_attn"), **GATED, **HEAD}
+EXPERTS: Splits = {
+    "experts": Split({"gate_up_proj": Slice(1, halves), "down_proj": Slice(2)}, RowParallel),
+    "experts.*.w1": column_parallel(),
+    "experts.*.w3": column_parallel(),
+    "experts.*.w2": row_parallel(),
+}
+
+
+def llama_plan(config: Any, splits: Splits = {}, whole: tuple[str, ...] = ()) -> ShardingPlan:  # noqa: B006
+    """Returns the plan of models with the modules of Llama. splits: of others. whole: those that every rank has."""
+    return ShardingPlan(heads_of(config), ("self_attn",), {**LLAMA, **splits}, whole)
