@@ -100,7 +100,7 @@ class LauncherSettings(ServingSettings, ModelSettings):
     otlp_service_name: str | None = Field(
         None, description="service name in traces; default: text-generation-inference.router, and .server for shards"
     )
-    env: bool = Field(False, description="print what a bug report needs, and end; the variable ENV is not read")
+    env: bool = Field(False, description="log what a bug report needs, then start; the variable ENV is not read")
     ngrok: Annotated[bool, NO_NGROK] = False
     ngrok_authtoken: Annotated[str | None, NO_NGROK] = None
     ngrok_edge: Annotated[str | None, NO_NGROK] = None

@@ -71,7 +71,7 @@ class ModelSettings(CheckpointSettings):
     )
     quantize: Annotated[
         str | None,
-        Refused(f"it may be {', '.join(QUANTIZE)}; of other formats take the same model as GPTQ", harmless=QUANTIZE),
+        Refused(f"must be one of {', '.join(QUANTIZE)}; for other formats use a GPTQ checkpoint", harmless=QUANTIZE),
     ] = Field(
         None,
         description="quantize the weights while loading: int4, int8, fp8, eetq, bitsandbytes, bitsandbytes-nf4 or "
