@@ -164,6 +164,7 @@ def test_answers_that_nobody_reads_are_bounded(router: Running):
         assert httpx.get(f"{url}/health", timeout=5).status_code == 200
 
 
+@pytest.mark.slow
 def test_stored_responses_take_what_they_have_as_json(start: Start, flags: tuple[str, list[str]]):
     """Whatever they repeat of their request: its objects would take twenty times as much."""
     url, process = running(start, flags)
