@@ -5,17 +5,22 @@ import glob
 from collections.abc import Mapping
 from pathlib import Path
 
-IMPORTING, READING, PACKING, WARMING_UP = "importing", "reading weights", "packing weights", "warming up"
-# The percents at which the stages begin.
-_BEGINS: Mapping[str, int] = {IMPORTING: 0, READING: 15, PACKING: 50, WARMING_UP: 90}
+IMPORTING, READING, ROUNDING = "importing", "reading weights", "rounding weights"
+PACKING, WARMING_UP = "packing weights", "warming up"
+# The percents at which the stages begin and end.
+_SPANS: Mapping[str, tuple[int, int]] = {
+    IMPORTING: (0, 15),
+    READING: (15, 50),
+    ROUNDING: (16, 50),
+    PACKING: (50, 90),
+    WARMING_UP: (90, 100),
+}
 _SUFFIX = "-loading"
 
 
 def percent_of(stage: str, fraction: float) -> int:
     """Returns the percent of all loading, for a fraction of one stage. An unknown stage counts as nothing."""
-    begins = sorted(_BEGINS.values())
-    begin = _BEGINS.get(stage, 0)
-    end = next((each for each in begins if each > begin), 100)
+    begin, end = _SPANS.get(stage, (0, 0))
     return begin + int(min(max(fraction, 0.0), 1.0) * (end - begin))
 
 
@@ -46,7 +51,7 @@ def read_progress(first_socket: Path) -> tuple[int, str]:
             found.append((int(percent), stage))
     if found:
         return min(found)
-    return (_BEGINS[WARMING_UP], WARMING_UP) if first_socket.exists() else (0, IMPORTING)
+    return (percent_of(WARMING_UP, 0), WARMING_UP) if first_socket.exists() else (0, IMPORTING)
 
 
 def remove_progress(socket: Path) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from shared.logging import configure_logging
 from shared.settings import fail, package_version, read_settings
-from tgi_server.loading import IMPORTING, remove_progress, write_progress
+from tgi_server.loading import IMPORTING, percent_of, remove_progress, write_progress
 from tgi_server.model_files.errors import ModelUnavailable
 from tgi_server.shard.settings import CommandSettings, DownloadSettings, QuantizeSettings, ShardSettings
 from tgi_server.shard.sockets import shard_socket
@@ -70,6 +70,8 @@ def serve(arguments: Sequence[str]) -> None:
         from tgi_server.shard.lean_imports import lean_imports
 
         with lean_imports():
+            write_progress(socket, percent_of(IMPORTING, 0.5), IMPORTING)
+
             from tgi_server.shard import server  # imports torch, which takes seconds
 
             engine, group = server.load(settings, *folders)

@@ -30,7 +30,7 @@ from tgi_server.engine.parallel.layers import VocabParallelHead
 from tgi_server.engine.parallel.plan import ShardingPlan
 from tgi_server.engine.parallel.shares import Share, share_of, vocabulary
 from tgi_server.engine.progress import counted
-from tgi_server.loading import READING
+from tgi_server.loading import READING, ROUNDING
 
 # Names that attention modules of `transformers` have for the number of heads that they compute.
 _QUERY_COUNTS = ("num_heads", "n_heads", "num_attention_heads")
@@ -134,7 +134,8 @@ def _load(
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # they are in the report
         )
-        for tensor, paths in counted(READING, kept, len(kept)):
+        stage = ROUNDING if quantization and quantization.rounds else READING
+        for tensor, paths in counted(stage, kept, len(kept)):
             _check_shape(folder, tensor, [model.get_submodule(path) for path in paths])
             for path, weight in zip(paths, tensor.weights(), strict=True):
                 layer = model.get_submodule(path)
