@@ -193,13 +193,13 @@ class Supervisor:
 class LoadingBar:
     """A bar on the last line of a terminal; on anything else, nothing.
 
-    The cursor stays at the line's beginning, so that a line of the log takes the bar's place: it is longer.
+    The cursor stays at the line's beginning, so that a line of the log takes the bar's place: it is longer. The bar is
+    shown again and again, for the line below.
     """
 
     def __init__(self, output: TextIO) -> None:
         self._output = output
         self._on_terminal = output.isatty()
-        self._text = ""
 
     def show(self, percent: int, stage: str) -> None:
         done = percent * _BAR_WIDTH // 100
@@ -209,8 +209,7 @@ class LoadingBar:
         self._write(" " * (_BAR_WIDTH + len("[] 100 % ") + _STAGE_WIDTH))
 
     def _write(self, text: str) -> None:
-        if self._on_terminal and text != self._text:
-            self._text = text
+        if self._on_terminal:
             self._output.write(f"{text}\r")
             self._output.flush()
 

@@ -175,7 +175,6 @@ def test_a_terminal_shows_a_bar_that_the_next_line_of_the_log_takes_the_place_of
     for output in (terminal, file):
         bar = LoadingBar(output)
         bar.show(40, "reading weights")
-        bar.show(40, "reading weights")
         bar.clear()
     shown, cleared, rest = terminal.getvalue().split("\r")
     assert shown == "[########............]  40 % reading weights "
