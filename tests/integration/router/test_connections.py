@@ -187,7 +187,8 @@ async def test_a_wish_for_another_protocol_is_passed_over(
     assert await statuses(router, (head + BODY) * 2 + chunked + chunks + wish(MODELS, protocol)) == [200] * 5
     assert await statuses(router, wish(LAST, protocol), close=True) == [200]
     assert await statuses(router, head.replace(b"host", b"connection: close\r\nhost") + BODY, close=True) == [200]
-    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+    # A machine that stands still for a moment is warned of, too.
+    assert not [each for each in caplog.records if each.levelname == "WARNING" and each.name != "shared.event_loop"]
 
 
 async def test_the_body_of_a_wish_for_another_protocol_is_no_request(router: Router):
