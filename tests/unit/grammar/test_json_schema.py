@@ -1,4 +1,4 @@
-"""What of JSON Schema is enforced, what is passed over, and what is refused or left to the model."""
+"""Keywords of JSON Schema that are enforced, ignored, refused, or left to the model."""
 
 import json
 from typing import Any
