@@ -5,13 +5,12 @@ import gc
 import logging
 import sys
 
-from llm_functionalities.errors import CannotStart
-from llm_functionalities.server import Server
 from llm_functionalities.settings import Settings
 from shared.logging import configure_logging
 from shared.settings import fail, read_settings
 from shared.stop_signals import ignore_stop_signals, on_stop_signal
-from shared.tracing import configure_tracing, stop_tracing
+
+# What serving needs is imported once the settings are read: --help and mistakes are answered without it.
 
 PROGRAM = "llm-functionalities"
 STARTUP_FAILURE = 1
@@ -22,6 +21,9 @@ logger = logging.getLogger(__name__)
 def main() -> None:
     settings = read_settings(Settings, PROGRAM, sys.argv[1:])
     configure_logging("llm_functionalities", level=settings.log_level, json_output=settings.json_output)
+    from llm_functionalities.errors import CannotStart
+    from shared.tracing import configure_tracing, stop_tracing
+
     configure_tracing(settings.otlp_service_name, settings.otlp_endpoint)
     logger.info("settings: %s", settings.describe())
     try:
@@ -33,6 +35,8 @@ def main() -> None:
 
 
 async def _serve(settings: Settings) -> None:
+    from llm_functionalities.server import Server
+
     asked_to_stop = asyncio.Event()
     on_stop_signal(asked_to_stop.set)
     server = Server(settings)

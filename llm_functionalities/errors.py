@@ -143,6 +143,12 @@ class TooBusy(CallRefused):
     status = grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
+class ServiceFailed(CallRefused):
+    """A fault of this service, which its log has."""
+
+    status = grpc.StatusCode.INTERNAL
+
+
 class CallerGone(CallRefused):
     """The caller has closed its connection or cancelled the call."""
 

@@ -2,12 +2,16 @@
 
 from collections.abc import Mapping
 
-from opentelemetry import context, propagate, trace
+from opentelemetry import context, trace
 from opentelemetry.context import Context
 from opentelemetry.trace import Span
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 # One export may take this long, so that a collector that is away delays nothing.
 EXPORT_SECONDS = 5
+
+# W3C baggage is left out: nothing here reads it, and OpenTelemetry repeats what is wrong with a caller's in the log.
+_TRACE_CONTEXT = TraceContextTextMapPropagator()
 
 
 def configure_tracing(service: str, otlp_endpoint: str | None) -> None:
@@ -39,11 +43,11 @@ def stop_tracing() -> None:
 
 def extract_context(headers: Mapping[str, str]) -> Context:
     """Returns the caller's trace context, from its HTTP headers or gRPC metadata (keys in lower case)."""
-    return propagate.extract(headers, context=context.get_current())
+    return _TRACE_CONTEXT.extract(headers, context=context.get_current())
 
 
 def trace_headers(span: Span) -> dict[str, str]:
     """Returns the headers that carry `span` on to the next service; none when nothing is traced."""
     headers: dict[str, str] = {}
-    propagate.inject(headers, context=trace.set_span_in_context(span))
+    _TRACE_CONTEXT.inject(headers, context=trace.set_span_in_context(span))
     return headers

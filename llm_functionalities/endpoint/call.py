@@ -16,6 +16,9 @@ CALLER_MARGIN_SECONDS = 0.05
 # but no earlier than with this share of a short deadline left.
 CALLER_MARGIN_SHARE = 0.2
 
+# Names a request in the metadata of calls, the headers of requests to endpoints, and the log of both.
+REQUEST_ID = "x-request-id"
+
 
 @dataclass(frozen=True)
 class Deadline:
@@ -70,8 +73,8 @@ class Call:
         self._socket: socket.socket | None = None
         # True once a byte of the request has been sent.
         self.sent = False
-        # Of the last response.
-        self.response_headers: Mapping[str, str] = {}
+        # Of the response; None before it has come.
+        self.response_headers: Mapping[str, str] | None = None
         # True if an endpoint is to be tried although it was away a moment ago.
         self.insists = False
 
@@ -96,6 +99,7 @@ class Call:
         """Raises BadResponse if the request was sent before: no request is sent to an endpoint twice."""
         if self.sent:
             raise BadResponse("the endpoint's response asks for the request to be sent again")
+        self.response_headers = None
 
     def allow_another(self) -> None:
         """Allows another request in place of one for which nothing was generated."""

@@ -50,6 +50,9 @@ _ERROR_OF_STATUS: Mapping[int, type[ModelError]] = {
 UNHEALTHY = frozenset({429, 500, 502, 503, 504})
 LONGEST_MESSAGE = 300
 
+# Events that a stream may have besides one for each token.
+MORE_EVENTS = 16
+
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 # Another server, which takes grammars, may have come in the place of one that takes none.
@@ -108,7 +111,7 @@ class Endpoint:
         with self._serving(call):
             answer = self._client(call, "/generate").text_generation(prompt, **generation.parameters())
             # The `details` of a response would say the same, for which the server would have to compute all logprobs.
-            headers = call.response_headers
+            headers = call.response_headers or {}
             generated = _count(headers.get("x-generated-tokens"))
             reason = headers.get("x-finish-reason", "")
             if not reason and generated:
@@ -119,7 +122,11 @@ class Endpoint:
         """Yields the answer in pieces, as they come. Closing the iterator stops the generation. Raises ModelError."""
         with self._serving(call), self._client(call, "/generate_stream") as client:
             whole = False
-            for output in client.text_generation(prompt, stream=True, details=True, **generation.parameters()):
+            most = generation.max_tokens + MORE_EVENTS
+            outputs = client.text_generation(prompt, stream=True, details=True, **generation.parameters())
+            for place, output in enumerate(outputs):
+                if place == most:
+                    raise BadResponse(f"the stream has more than {most} events for {generation.max_tokens} tokens")
                 whole = output.generated_text is not None
                 text = "" if output.token.special else _text(output.token.text)
                 if (end := output.details) is not None:

@@ -5,6 +5,7 @@ more. So names are looked up here in the order of nsswitch's usual `files dns`: 
 `/etc/hosts` and `localhost`, then the name servers of `resolv.conf`, asked with dnspython.
 """
 
+import logging
 import threading
 import time
 from collections.abc import Iterator
@@ -26,6 +27,8 @@ from llm_functionalities.endpoint.address import DNS_PORT, is_ip_address
 from llm_functionalities.endpoint.call import Call, Deadline
 from llm_functionalities.errors import DeadlineExceeded, Unresolvable
 
+logger = logging.getLogger(__name__)
+
 HOSTS_FILE = Path("/etc/hosts")
 RESOLV_CONF = Path("/etc/resolv.conf")
 LOOPBACK = ("127.0.0.1", "::1")
@@ -36,6 +39,11 @@ ROUNDS = 2
 
 # An address is remembered for no longer than this, whatever its time to live, because containers move.
 LONGEST_MEMORY_SECONDS = 30.0
+
+# While no name server answers, addresses are used for that much longer, as RFC 8767 has it; they are asked for again
+# so soon.
+STALE_SECONDS = 3600.0
+STALE_RETRY_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -132,7 +140,14 @@ class Resolver:
         # Bounded by the resolver's own bound alone: a short deadline of the first caller tells the others nothing.
         try:
             addresses, lifetime = self._look_up(name, Deadline.after(self._bound))
+        except _Unanswered as error:
+            if stale := self._stale(name):
+                logger.warning("addresses of %s from before are used: %s", name, error)
+                running.set_result(stale)
+            else:
+                running.set_exception(error)
         except Unresolvable as error:
+            self.forget(name)
             running.set_exception(error)
         except Exception as error:
             running.set_exception(Unresolvable(f"{name}: {error}"))
@@ -144,9 +159,19 @@ class Resolver:
             with self._lock:
                 del self._running[name]
 
+    def _stale(self, name: str) -> list[str]:
+        """Returns addresses of `name` whose time is up, and lets them be used a little longer."""
+        now = time.monotonic()
+        with self._lock:
+            known = self._known.get(name)
+            if known is None or now - known.until > STALE_SECONDS:
+                return []
+            self._known[name] = replace(known, until=max(known.until, now + STALE_RETRY_SECONDS))
+            return known.addresses
+
     def _look_up(self, name: str, deadline: Deadline) -> tuple[list[str], float]:
         servers = self._name_servers()
-        problem = "no such host"
+        problem = ""
         for candidate in servers.candidates(dns.name.from_text(name, origin=None)):
             for kind in (dns.rdatatype.A, dns.rdatatype.AAAA):
                 try:
@@ -158,7 +183,9 @@ class Resolver:
                     break
                 if addresses:
                     return addresses, min(lifetime, LONGEST_MEMORY_SECONDS)
-        raise Unresolvable(f"{name}: {problem}")
+        if problem:
+            raise _Unanswered(f"{name}: {problem}")
+        raise Unresolvable(f"{name}: no such host")
 
     def _name_servers(self) -> NameServers:
         resolver = dns.resolver.Resolver(configure=False)
@@ -166,10 +193,14 @@ class Resolver:
             resolver.read_resolv_conf(self._resolv_conf)
         except (dns.resolver.NoResolverConfiguration, dns.exception.DNSException, ValueError) as error:
             if self._servers is None:
-                raise Unresolvable(f"no name server in {self._resolv_conf}: {error}") from None
+                raise _Unanswered(f"no name server in {self._resolv_conf}: {error}") from None
         addresses = self._servers or [(str(server), DNS_PORT) for server in resolver.nameservers]
         search = list(resolver.search) or ([resolver.domain] if resolver.domain != dns.name.root else [])
         return NameServers(addresses, search, 1 if resolver.ndots is None else resolver.ndots)
+
+
+class _Unanswered(Unresolvable):
+    """No name server said whether the name has an address."""
 
 
 class _NoSuchName(Exception):

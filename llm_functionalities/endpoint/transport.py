@@ -4,8 +4,10 @@ An HTTP client's read time-out bounds the pause between two pieces of a response
 second is never late. Here each read asks the current `Call` how much of its time is left, so their sum is bounded.
 """
 
+import math
 import select
 import ssl
+import time
 from collections.abc import Iterable, Iterator
 from typing import Any, cast
 
@@ -14,6 +16,7 @@ import httpx2
 from huggingface_hub import constants, set_client_factory
 from tenacity import Retrying, retry_if_exception_type, stop_after_attempt, wait_random_exponential
 
+from llm_functionalities.endpoint.address import is_ip_address
 from llm_functionalities.endpoint.call import Call, current_call
 from llm_functionalities.endpoint.resolver import Resolver
 from llm_functionalities.errors import (
@@ -33,6 +36,15 @@ LONGEST_PAUSE_SECONDS = 0.2
 
 # A request that a server has not read is sent this often in all, each time over another connection.
 SENDING_ATTEMPTS = 3
+
+# Bytes before the body of a response: of its head, and of all 1xx responses before it, which are read 64 KiB at a time.
+LONGEST_HEAD = 128 * 1024
+
+# Bytes that the lines of a response have on average at least, because each costs time of its own.
+BYTES_PER_LINE = 16
+
+# A connection to a host name is used for so long: the name may have moved to another address.
+CONNECTION_SECONDS = 30.0
 
 # The reset of a connection that was closed already follows within a round trip.
 RESET_SECONDS = 0.1
@@ -83,18 +95,24 @@ class BoundedBackend(httpcore2.NetworkBackend):
             except httpcore2.ConnectError as error:
                 problem = f"{address} port {port}: {error}"
             else:
-                return BoundedStream(stream, self._connect_timeout)
+                ends_at = math.inf if is_ip_address(host) else time.monotonic() + CONNECTION_SECONDS
+                return BoundedStream(stream, self._connect_timeout, ends_at)
             self._resolver.put_last(host, address)
         self._resolver.forget(host)
         raise Unreachable(problem)
 
 
 class BoundedStream(httpcore2.NetworkStream):
-    """A connection that serves one call after another. No wait of it outlasts the call that it serves."""
+    """A connection that serves one call after another. No wait of it outlasts the call that it serves.
 
-    def __init__(self, stream: httpcore2.NetworkStream, handshake_timeout: float) -> None:
+    ends_at: when it is not to serve another one, on the clock of `time.monotonic()`.
+    """
+
+    def __init__(self, stream: httpcore2.NetworkStream, handshake_timeout: float, ends_at: float = math.inf) -> None:
         self._stream = stream
         self._handshake_timeout = handshake_timeout
+        self._ends_at = ends_at
+        self._head_bytes = 0
         # Of the request that was sent last.
         self._is_answered = False
         self._write_failed = False
@@ -117,6 +135,10 @@ class BoundedStream(httpcore2.NetworkStream):
             raise ConnectionLost(message) from None
         if data:
             self._is_answered = True
+            if current_call().response_headers is None:
+                self._head_bytes += len(data)
+                if self._head_bytes > LONGEST_HEAD:
+                    raise BadResponse(f"no response within the first {LONGEST_HEAD} bytes")
             return data
         current_call().remaining()  # a connection that was shut down looks like the end of a response
         if not self._is_answered and (self._write_failed or self._is_reset()):
@@ -125,6 +147,7 @@ class BoundedStream(httpcore2.NetworkStream):
 
     def write(self, buffer: bytes, timeout: float | None = None) -> None:
         self._is_answered = self._write_failed = False
+        self._head_bytes = 0
         seconds = self._hold()
         current_call().sent = True
         try:
@@ -151,12 +174,14 @@ class BoundedStream(httpcore2.NetworkStream):
             raise Unreachable(f"TLS handshake with {server_hostname} failed: {error}") from None
         finally:
             call.release()
-        return BoundedStream(stream, self._handshake_timeout)
+        return BoundedStream(stream, self._handshake_timeout, self._ends_at)
 
     def close(self) -> None:
         self._stream.close()
 
     def get_extra_info(self, info: str) -> Any:
+        if info == "is_readable" and time.monotonic() > self._ends_at:
+            return True  # the pool closes an idle connection that can be read, as the server has ended it
         return self._stream.get_extra_info(info)
 
     def _hold(self) -> float:
@@ -247,12 +272,15 @@ class _BoundedBody(httpx2.SyncByteStream):
         self._limit = limit
 
     def __iter__(self) -> Iterator[bytes]:
-        received = 0
+        received = lines = 0
         try:
             for piece in self._stream:
                 received += len(piece)
+                lines += piece.count(b"\n")
                 if received > self._limit:
                     raise BadResponse(f"the response is longer than {self._limit} bytes")
+                if lines > self._limit // BYTES_PER_LINE:
+                    raise BadResponse(f"the response has more than {self._limit // BYTES_PER_LINE} lines")
                 yield piece
         except (httpcore2.NetworkError, httpcore2.ProtocolError) as error:
             self._call.remaining()

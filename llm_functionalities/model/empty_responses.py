@@ -27,10 +27,11 @@ class EmptyResponses:
         self._unlogged: dict[str, int] = {}
         self._logged: dict[str, dict[str, float]] = {}
 
-    def count(self, reason: str, message: str) -> None:
+    def count(self, reason: str, message: str, request_id: str = "") -> None:
         """Counts one more, and logs `message` with the number since the reason's last line.
 
-        Unless it was logged a moment ago: the reason, or of requests that a server rejects the message.
+        Unless it was logged a moment ago: the reason, or of requests that a server rejects the message. request_id: of
+        the last of them.
         """
         self._on_empty(reason)
         self._unlogged[reason] = self._unlogged.get(reason, 0) + 1
@@ -40,5 +41,7 @@ class EmptyResponses:
         by_message = reason == Rejected.reason and len(logged) < MOST_MESSAGES
         if message not in logged if by_message else not logged:
             logged[message] = now
-            answers = self._unlogged.pop(reason)
-            logger.warning("empty answer: %s", message, extra={"reason": reason, "answers": answers})
+            extra = {"reason": reason, "answers": self._unlogged.pop(reason)}
+            if request_id:
+                extra["request_id"] = request_id
+            logger.warning("empty answer: %s", message, extra=extra)

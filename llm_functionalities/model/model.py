@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, Generic, TypeVar
 
 from llm_functionalities.endpoint.balancer import Balancer
-from llm_functionalities.endpoint.call import Call, Deadline
+from llm_functionalities.endpoint.call import REQUEST_ID, Call, Deadline
 from llm_functionalities.endpoint.generation import GeneratedText, GenerationParameters
 from llm_functionalities.errors import DeadlineExceeded, ModelError, NoThread
 from llm_functionalities.model.empty_responses import SAID_NOTHING, UNUSABLE, EmptyResponses
@@ -95,9 +95,9 @@ class Model:
         try:
             self._pool.run(lambda: pending.work(0, partial(self._ask, ask, generation, nullcontext)))
         except NoThread as error:
-            return self._counted([Answer.without(error)])[0]
+            return self._counted([Answer.without(error)], headers)[0]
         await pending.wait()
-        return self._counted(pending.answers)[0]
+        return self._counted(pending.answers, headers)[0]
 
     async def answers(
         self,
@@ -118,12 +118,12 @@ class Model:
         try:
             drop_waiting = self._pool.run_batch(count, job)
         except NoThread as error:
-            return self._counted([Answer.without(error)] * count)
+            return self._counted([Answer.without(error)] * count, headers)
         try:
             await pending.wait()
         finally:
             drop_waiting()
-        return self._counted(pending.answers)
+        return self._counted(pending.answers, headers)
 
     async def stream(
         self, prompt: str, generation: GenerationParameters, deadline: Deadline, headers: Mapping[str, str]
@@ -139,7 +139,7 @@ class Model:
         try:
             self._pool.run(lambda: self._write(prompt, generation, call, put))
         except NoThread as error:
-            yield self._counted([Answer.without(error)])[0]
+            yield self._counted([Answer.without(error)], headers)[0]
             return
         timer = loop.call_later(deadline.remaining(), pieces.put_nowait, TOO_LATE)
         end = call.cancel
@@ -147,7 +147,7 @@ class Model:
             while (piece := await pieces.get()) is not None:
                 if piece is TOO_LATE:
                     end = call.expire
-                yield self._counted([piece])[0]
+                yield self._counted([piece], headers)[0]
                 if piece.reason is not None:
                     return
         finally:
@@ -209,11 +209,11 @@ class Model:
         finally:
             tell(None)
 
-    def _counted(self, answers: Sequence[Answer[T] | None]) -> list[Answer[T]]:
+    def _counted(self, answers: Sequence[Answer[T] | None], headers: Mapping[str, str]) -> list[Answer[T]]:
         whole = [TOO_LATE if answer is None else answer for answer in answers]
         for answer in whole:
             if answer.reason is not None:
-                self._empty_responses.count(answer.reason, answer.message)
+                self._empty_responses.count(answer.reason, answer.message, headers.get(REQUEST_ID, ""))
         return whole
 
 

@@ -6,17 +6,20 @@ messages are read here and not by gRPC.
 
 import asyncio
 import logging
+import re
 import time
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import aclosing, contextmanager, suppress
 from typing import Any, TypeAlias
+from uuid import uuid4
 
 import grpc
 from google.protobuf.message import DecodeError
 from opentelemetry import trace
 
-from llm_functionalities.errors import CallerGone, CallRefused, InvalidArgument, TooBusy, TooSlow
+from llm_functionalities.endpoint.call import REQUEST_ID
+from llm_functionalities.errors import CallerGone, CallRefused, InvalidArgument, ServiceFailed, TooBusy, TooSlow
 from llm_functionalities.metrics import ServiceMetrics
 from llm_functionalities.services.context import CallContext
 from llm_functionalities.services.wire import check_fields
@@ -47,6 +50,9 @@ CANCELLED_SECONDS = 10.0
 
 # Connections whose cancelled calls are counted.
 MOST_CONNECTIONS = 4096
+
+# An id that another service may have made, and that can be a header.
+_USABLE_ID = re.compile(r"[!-~]{1,128}")
 
 _REQUESTS = {
     f"/{service.full_name}/{method.name}": method.input_type
@@ -224,12 +230,13 @@ class Admission(grpc.aio.ServerInterceptor):
         """Takes a place for a call, and tells metrics and traces about the call."""
         started = time.monotonic()
         status = "OK"
-        span = self._tracer.start_span(
-            method.removeprefix("/"), extract_context(_text_metadata(rpc)), trace.SpanKind.SERVER
-        )
+        metadata = _text_metadata(rpc)
+        request_id = _request_id(metadata)
+        span = self._tracer.start_span(method.removeprefix("/"), extract_context(metadata), trace.SpanKind.SERVER)
+        context = CallContext(rpc, request_id, trace_headers(span))
         try:
             with self._calls.place():
-                yield CallContext(rpc, trace_headers(span))
+                yield context
         except CallRefused as error:
             status = error.status.name
             raise
@@ -237,8 +244,10 @@ class Admission(grpc.aio.ServerInterceptor):
             status = "INTERNAL"
             span.record_exception(error)
             span.set_status(trace.StatusCode.ERROR, str(error))
-            logger.exception("%s failed; this is a fault of the service, please report it", method)
-            raise
+            logger.exception(
+                "%s failed; this is a fault of the service, please report it", method, extra={"request_id": request_id}
+            )
+            raise ServiceFailed(f"the service failed; its log says why, beside the request id {request_id}") from None
         except BaseException:
             status = "CANCELLED"
             self._cancelled.cancelled(rpc.peer())
@@ -280,6 +289,12 @@ async def _send(rpc: Rpc, response: object, seconds: float) -> None:
         raise TooSlow("the caller did not read the stream in time") from None
     except grpc.aio.InternalError as error:  # gRPC's word for a stream that the caller has closed
         raise CallerGone(str(error)) from None
+
+
+def _request_id(metadata: Mapping[str, str]) -> str:
+    """Returns the caller's id of the request, or a new one."""
+    given = metadata.get(REQUEST_ID, "")
+    return given if _USABLE_ID.fullmatch(given) else uuid4().hex
 
 
 def _text_metadata(rpc: Rpc) -> dict[str, str]:

@@ -1,14 +1,17 @@
 """The context of a call, and the client with which services ask the model on behalf of calls."""
 
 import json
+import re
+import warnings
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
+from re import _parser as regex_parser  # type: ignore[attr-defined]
 from typing import TypeVar
 
 import grpc
 
-from llm_functionalities.endpoint.call import Deadline
+from llm_functionalities.endpoint.call import REQUEST_ID, Deadline
 from llm_functionalities.endpoint.generation import GenerationParameters, Grammar
 from llm_functionalities.errors import InvalidArgument, Rejected, UnusableGrammar
 from llm_functionalities.model.model import Answer, Model, Question
@@ -21,6 +24,9 @@ EMPTY_MESSAGE = "empty-message"
 
 LONGEST_METADATA_MESSAGE = 400
 
+# Characters of a regular expression that is read here, within milliseconds. Of a longer one the model server says it.
+LONGEST_READ_REGEX = 2048
+
 # Characters of a grammar. Model servers take no longer ones, and this many are read within milliseconds.
 LONGEST_GRAMMAR = 128 * 1024
 
@@ -28,11 +34,16 @@ T = TypeVar("T")
 
 
 class CallContext:
-    """One gRPC call. `trace_headers` carry its trace on to the model server."""
+    """One gRPC call. `headers` carry its trace and the id of its request on to the model server.
 
-    def __init__(self, rpc: grpc.aio.ServicerContext, trace_headers: Mapping[str, str]) -> None:
+    The trailing metadata has the id, too, however the call ends.
+    """
+
+    def __init__(self, rpc: grpc.aio.ServicerContext, request_id: str, trace_headers: Mapping[str, str]) -> None:
         self._rpc = rpc
-        self.trace_headers = trace_headers
+        self._request_id = (REQUEST_ID, request_id)
+        self.headers = {**trace_headers, REQUEST_ID: request_id}
+        rpc.set_trailing_metadata((self._request_id,))
         # The service sets it once it has read what the request says.
         self.deadline: Deadline | None = None
 
@@ -46,7 +57,7 @@ class CallContext:
         missing = [answer for answer in answers if answer.reason is not None]
         if not missing:
             return
-        metadata = [(EMPTY_REASON, ",".join(sorted({str(answer.reason) for answer in missing})))]
+        metadata = [self._request_id, (EMPTY_REASON, ",".join(sorted({str(answer.reason) for answer in missing})))]
         messages = (answer.message for answer in missing if answer.reason == Rejected.reason)
         if message := next(messages, None):
             # Metadata is printable ASCII.
@@ -96,7 +107,7 @@ class ModelClient:
         self, context: CallContext, ask: Callable[[], Question[T]], generation: GenerationParameters, deadline: Deadline
     ) -> Answer[T]:
         """Returns the parsed answer of the model; its value is None when there is none, or it is of no use."""
-        answer = await self.model.answer(ask, generation, deadline, context.trace_headers)
+        answer = await self.model.answer(ask, generation, deadline, context.headers)
         context.tell_reasons([answer])
         return answer
 
@@ -109,7 +120,7 @@ class ModelClient:
         deadline: Deadline,
     ) -> list[Answer[T]]:
         """Returns the answers to questions 0 to `count` - 1. The deadline holds for all of them together."""
-        answers = await self.model.answers(count, ask, generation, deadline, context.trace_headers)
+        answers = await self.model.answers(count, ask, generation, deadline, context.headers)
         context.tell_reasons(answers)
         return answers
 
@@ -117,7 +128,7 @@ class ModelClient:
         self, context: CallContext, prompt: str, generation: GenerationParameters, deadline: Deadline
     ) -> AsyncGenerator[Answer[str], None]:
         """Yields the model's answer in pieces, as it writes them, the last of which says why it ends."""
-        async with aclosing(self.model.stream(prompt, generation, deadline, context.trace_headers)) as answers:
+        async with aclosing(self.model.stream(prompt, generation, deadline, context.headers)) as answers:
             async for answer in answers:
                 context.tell_reasons([answer])
                 if answer.value is not None:
@@ -134,6 +145,7 @@ def grammar_of(grammar: llm_pb2.Grammar) -> Grammar | None:
     if form == "regex":
         if not grammar.regex:
             raise UnusableGrammar("grammar.regex is empty; give a regular expression, or leave the grammar out")
+        _check_regex(grammar.regex)
         return Grammar(regex=grammar.regex)
     try:
         schema = json.loads(grammar.json_schema)
@@ -142,3 +154,18 @@ def grammar_of(grammar: llm_pb2.Grammar) -> Grammar | None:
     if not isinstance(schema, dict):
         raise UnusableGrammar("grammar.json_schema is JSON, but not an object; give a JSON schema")
     return Grammar(json_schema=schema)
+
+
+def _check_regex(regex: str) -> None:
+    """Raises UnusableGrammar if it is none in the form of Python, which text-generation servers take.
+
+    Oatmill's also takes Unicode properties, such as `\\p{Greek}`, which Python does not know.
+    """
+    if len(regex) > LONGEST_READ_REGEX or r"\p" in regex or r"\P" in regex:
+        return
+    try:
+        # Compiling would take seconds for some; reading takes time in proportion to the length.
+        with warnings.catch_warnings(action="ignore"):  # of what some later Python may read differently
+            regex_parser.parse(regex)
+    except (re.error, OverflowError, RecursionError) as error:
+        raise UnusableGrammar(f"grammar.regex is not a regular expression: {error}") from None

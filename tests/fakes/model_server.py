@@ -33,8 +33,9 @@ class ModelServer:
 
     None answers with `answer` (a text, or a function of the prompt) after `delay` seconds. "hang" never answers,
     "trickle" sends its answer a byte at a time without an end, "reset" breaks the connection half-way through its
-    answer, "garbage" answers with half a JSON object, "endless" never stops sending, "no grammars" refuses requests
-    with a grammar, a number answers with that HTTP status. The fault holds for `/health` too when `sick`.
+    answer, "garbage" answers with half a JSON object, "endless" never stops sending, "interim" sends 1xx
+    responses without an end, "no grammars" refuses requests with a grammar, a number answers with that HTTP status. The
+    fault holds for `/health` too when `sick`.
     """
 
     def __init__(self, port: int = 0, host: str = "127.0.0.1", tls: tuple[Path, Path] | None = None) -> None:
@@ -169,6 +170,9 @@ class ModelServer:
             time.sleep(0.01)
             _reset(connection)
             return False
+        elif fault == "interim":
+            while True:
+                connection.sendall(b"HTTP/1.1 103 Early Hints\r\n\r\n" * 1000)
         elif fault in ("trickle", "endless"):
             self._pour(connection, request, fault)
             return False

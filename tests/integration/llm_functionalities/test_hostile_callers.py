@@ -11,6 +11,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from llm_functionalities.endpoint.endpoint import MORE_EVENTS
 from shared.stubs import llm_pb2, llm_pb2_grpc
 from tests.fakes.model_server import ModelServer
 from tests.integration.llm_functionalities.health_watch import health_is_quick
@@ -339,6 +340,44 @@ def test_control_characters_of_an_endpoint_do_not_reach_the_log(server: ModelSer
         assert reason(runner) == ("", "rejected")
     assert not any(line.startswith("forged") for line in service.log)
     assert not any(character in line for line in service.log for character in "\x1b\x07\u2028")
+
+
+def stream_of(count: int) -> bytes:
+    event = b'data:{"token": {"id": 1, "text": "a", "logprob": -0.1, "special": false}, "generated_text": null}\n\n'
+    return event * count
+
+
+HOSTILE: dict[str, dict[str, object]] = {
+    "interim": {"fault": "interim"},
+    "body": {"fault": "endless"},
+    "events": {"raw": stream_of(30_000)},
+    "lines": {"raw": b"\n" * 4_000_000},
+}
+
+
+@pytest.mark.parametrize(
+    "name", ["events", *(pytest.param(each, marks=pytest.mark.slow) for each in HOSTILE if each != "events")]
+)
+@on_a_busy_machine
+def test_an_endpoint_that_sends_without_end_holds_nobody_up(name: str, server: ModelServer) -> None:
+    server.fault, server.raw, server.sick = None, None, False
+
+    def texts(runner: Runner) -> tuple[int, str]:
+        stream = runner.stream_model(llm_pb2.ModelRequest(formatted_prompt="x", max_tokens=8, timeout=20_000))
+        pieces = len(list(stream))
+        return pieces, dict(stream.trailing_metadata())["empty-reason"]
+
+    with (
+        running_service("--endpoint", server.url, "--failures-tolerated", "1000") as service,
+        service.runner() as runner,
+        ThreadPoolExecutor(8) as threads,
+    ):
+        until(lambda: ask(runner) != "")
+        vars(server).update(HOSTILE[name])
+        with health_is_quick(service):
+            outcomes = list(threads.map(texts, [runner] * 8))
+    assert {reason for _, reason in outcomes} == {"bad_answer"}
+    assert max(pieces for pieces, _ in outcomes) <= 8 + MORE_EVENTS
 
 
 LONG = {

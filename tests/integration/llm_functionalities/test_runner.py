@@ -174,6 +174,28 @@ def test_what_the_server_says_of_a_request_reaches_its_caller(
     assert dict(call.trailing_metadata()).get("empty-message") is None
 
 
+def test_a_request_id_goes_to_the_model_server_and_into_the_log(
+    service: Service, runner: Runner, server: ModelServer
+) -> None:
+    metadata = (("x-request-id", "id-of-a-caller"),)
+    server.raw, server.raw_status = b'{"error": "no such thing", "error_type": "validation"}', "422 Unprocessable"
+    request = llm_pb2.ModelRequest(formatted_prompt="x")
+    _, call = runner.call_model.with_call(request, metadata=metadata)
+    assert dict(call.trailing_metadata())["x-request-id"] == "id-of-a-caller"
+    assert dict(call.trailing_metadata())["empty-reason"] == "rejected"
+    until(lambda: any("no such thing" in line for line in service.log))
+    (line,) = (line for line in service.log if "no such thing" in line)
+    assert "WARNING" in line
+    assert "request_id=id-of-a-caller" in line
+    server.raw = None
+    list(runner.stream_model(request, metadata=metadata))
+    runner.batch_call_model(llm_pb2.ModelBatchRequest(formatted_prompts=["x", "y"]), metadata=metadata)
+    runner.call_model(request)
+    ids = [each.headers["x-request-id"] for each in server.requests[-5:]]
+    assert ids[:4] == ["id-of-a-caller"] * 4
+    assert ids[4] != ids[0]
+
+
 def test_an_empty_batch_is_an_empty_answer(runner: Runner, server: ModelServer) -> None:
     assert list(runner.batch_call_model(llm_pb2.ModelBatchRequest()).text) == []
     assert list(runner.generate_summaries(llm_pb2.TGIMultipleSummaryRequest()).summary_text) == []
@@ -221,8 +243,11 @@ def test_a_grammar_reaches_the_model_server(runner: Runner, server: ModelServer)
     assert server.requests[-1].body["parameters"]["grammar"] == {"type": "regex", "value": "yes|no"}
 
 
-def test_a_grammar_that_is_none_is_the_callers_mistake(runner: Runner, server: ModelServer) -> None:
-    request = llm_pb2.ModelRequest(formatted_prompt="x", grammar=llm_pb2.Grammar(json_schema="{"))
+@pytest.mark.parametrize("grammar", [llm_pb2.Grammar(json_schema="{"), llm_pb2.Grammar(regex="(a")])
+def test_a_grammar_that_is_none_is_the_callers_mistake(
+    grammar: llm_pb2.Grammar, runner: Runner, server: ModelServer
+) -> None:
+    request = llm_pb2.ModelRequest(formatted_prompt="x", grammar=grammar)
     with pytest.raises(grpc.RpcError) as refusal:
         runner.call_model(request)
     assert refusal.value.code() == grpc.StatusCode.INVALID_ARGUMENT

@@ -52,3 +52,13 @@ def test_without_a_collector_nothing_is_traced() -> None:
     with ModelServer() as server, running_service("--endpoint", server.url) as service, service.runner() as runner:
         assert runner.call_model(llm_pb2.ModelRequest(formatted_prompt="x")).text
         assert "traceparent" not in server.requests[0].headers
+
+
+def test_baggage_of_a_caller_is_neither_read_nor_passed_on() -> None:
+    baggage = ",".join(f"k{number}=v" for number in range(200)) + "," + "x" * 5000  # more than W3C allows
+    with ModelServer() as server, running_service("--endpoint", server.url) as service, service.runner() as runner:
+        for value in (baggage, "a=1", "nonsense"):
+            request = llm_pb2.ModelRequest(formatted_prompt="x")
+            assert runner.call_model(request, metadata=(("baggage", value),)).text
+    assert not any("baggage" in request.headers for request in server.requests)
+    assert not any("WARNING" in line or "baggage" in line for line in service.log)

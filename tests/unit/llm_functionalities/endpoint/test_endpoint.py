@@ -8,7 +8,7 @@ import pytest
 
 from llm_functionalities.endpoint.address import Address
 from llm_functionalities.endpoint.call import Call, Deadline
-from llm_functionalities.endpoint.endpoint import Endpoint
+from llm_functionalities.endpoint.endpoint import MORE_EVENTS, Endpoint
 from llm_functionalities.endpoint.generation import GeneratedText, GenerationParameters, Grammar
 from llm_functionalities.errors import (
     BadResponse,
@@ -71,6 +71,7 @@ def test_a_request_has_the_token_and_the_trace(endpoint: Endpoint, server: Model
         (413, Rejected),
         ("garbage", BadResponse),
         ("endless", BadResponse),
+        ("interim", BadResponse),
         ("reset", ConnectionLost),
         ("hang", DeadlineExceeded),
         ("trickle", DeadlineExceeded),
@@ -171,3 +172,21 @@ def test_an_answer_that_is_no_text_is_a_bad_response(answer: object, endpoint: E
     server.raw = b"data:" + json.dumps({"token": token, "generated_text": "x", "details": None}).encode() + b"\n\n"
     with pytest.raises(BadResponse, match=f"is a {type(answer).__name__}, not a text"):
         list(endpoint.stream("hello", PLAIN, Call(Deadline.after(5))))
+
+
+def events(count: int, *, end: bool) -> bytes:
+    """Returns a stream of so many tokens, the last of which ends the text if `end`."""
+    token = {"id": 1, "text": "a", "logprob": -0.1, "special": False}
+    details = {"finish_reason": "length", "generated_tokens": count, "seed": None, "input_length": 1}
+    lines = [json.dumps({"token": token, "generated_text": None, "details": None})] * (count - end)
+    if end:
+        lines.append(json.dumps({"token": token, "generated_text": "a", "details": details}))
+    return "".join(f"data:{line}\n\n" for line in lines).encode()
+
+
+def test_a_stream_has_an_event_for_each_token_and_few_more(endpoint: Endpoint, server: ModelServer) -> None:
+    server.raw = events(PLAIN.max_tokens + MORE_EVENTS, end=True)
+    assert len(pieces(endpoint)) == PLAIN.max_tokens + MORE_EVENTS
+    server.raw = events(PLAIN.max_tokens + MORE_EVENTS + 1, end=True)
+    with pytest.raises(BadResponse, match="more than 24 events for 8 tokens"):
+        pieces(endpoint)

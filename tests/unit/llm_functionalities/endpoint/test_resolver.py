@@ -11,7 +11,7 @@ from llm_functionalities.endpoint.call import Call, Deadline
 from llm_functionalities.endpoint.resolver import Resolver
 from llm_functionalities.errors import DeadlineExceeded, Unresolvable
 from tests.fakes.name_server import NameServer
-from tests.timing import on_a_busy_machine
+from tests.timing import on_a_busy_machine, until
 
 RECORDS = {
     "model.example.": [("A", "192.0.2.1"), ("A", "192.0.2.2"), ("AAAA", "2001:db8::1")],
@@ -28,7 +28,7 @@ BOUND = 0.4
 
 @pytest.fixture
 def server() -> Iterator[NameServer]:
-    with NameServer(RECORDS) as server:
+    with NameServer(dict(RECORDS)) as server:
         yield server
 
 
@@ -222,3 +222,60 @@ def test_who_waits_for_somebody_elses_look_up_waits_no_longer_than_its_own_time(
             resolver.resolve("model.example", call(0.1))
         assert time.monotonic() - started < 0.2
     assert isinstance(first.exception(), Unresolvable)
+
+
+@pytest.fixture
+def soon_stale(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Addresses are not remembered, except while no name server answers."""
+    monkeypatch.setattr("llm_functionalities.endpoint.resolver.LONGEST_MEMORY_SECONDS", 0.0)
+
+
+@pytest.mark.usefixtures("soon_stale")
+@pytest.mark.parametrize("mode", ["silent", "servfail", "garbage"])
+def test_addresses_from_before_are_used_while_no_name_server_answers(
+    mode: str, machine: Machine, server: NameServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("llm_functionalities.endpoint.resolver.STALE_RETRY_SECONDS", 0.2)
+    resolver = machine.resolver(server.address)
+    before = resolver.resolve("model.example", call())
+    server.mode = mode
+    assert resolver.resolve("model.example", call()) == before
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "model.example from before are used: model.example: name server 127.0.0.1" in caplog.text
+    server.mode = "answer"
+    server.records["model.example."] = [("A", "192.0.2.77")]
+    until(lambda: resolver.resolve("model.example", call()) == ["192.0.2.77"])
+
+
+@pytest.mark.usefixtures("soon_stale")
+def test_a_name_server_that_does_not_answer_is_not_asked_for_each_call(machine: Machine, server: NameServer) -> None:
+    resolver = machine.resolver(server.address)
+    before = resolver.resolve("model.example", call())
+    server.mode = "servfail"
+    assert resolver.resolve("model.example", call()) == before
+    asked = len(server.asked)
+    for _ in range(10):
+        assert resolver.resolve("model.example", call()) == before
+    assert len(server.asked) == asked
+
+
+@pytest.mark.usefixtures("soon_stale")
+def test_an_address_is_not_used_once_the_name_is_gone(machine: Machine, server: NameServer) -> None:
+    resolver = machine.resolver(server.address)
+    resolver.resolve("model.example", call())
+    del server.records["model.example."]
+    with pytest.raises(Unresolvable, match="no such host"):
+        resolver.resolve("model.example", call())
+    server.mode = "servfail"
+    with pytest.raises(Unresolvable, match="SERVFAIL"):
+        resolver.resolve("model.example", call())
+
+
+@pytest.mark.usefixtures("soon_stale")
+def test_an_address_is_not_used_for_ever(machine: Machine, server: NameServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llm_functionalities.endpoint.resolver.STALE_SECONDS", 0.0)
+    resolver = machine.resolver(server.address)
+    resolver.resolve("model.example", call())
+    server.mode = "servfail"
+    with pytest.raises(Unresolvable, match="SERVFAIL"):
+        resolver.resolve("model.example", call())

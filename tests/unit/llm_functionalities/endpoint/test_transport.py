@@ -5,18 +5,25 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 
 import httpx2
 import pytest
 
 from llm_functionalities.endpoint.call import Call, Deadline, working_on
 from llm_functionalities.endpoint.resolver import Resolver
-from llm_functionalities.endpoint.transport import BoundedBackend, BoundedStream, BoundedTransport
+from llm_functionalities.endpoint.transport import (
+    BYTES_PER_LINE,
+    LONGEST_HEAD,
+    BoundedBackend,
+    BoundedStream,
+    BoundedTransport,
+)
 from llm_functionalities.errors import BadResponse, Cancelled, ConnectionLost, DeadlineExceeded, Unreachable, Unread
 from tests.fakes.model_server import ModelServer
 from tests.fakes.name_server import NameServer
 from tests.timing import on_a_busy_machine, until
+from tests.unit.llm_functionalities.conftest import MAX_RESPONSE_BYTES
 
 
 def post(http: httpx2.Client, url: str, seconds: float = 5) -> httpx2.Response:
@@ -25,7 +32,7 @@ def post(http: httpx2.Client, url: str, seconds: float = 5) -> httpx2.Response:
 
 
 def transport(resolver: Resolver, connect_timeout: float) -> BoundedTransport:
-    return BoundedTransport(BoundedBackend(resolver, connect_timeout, 1), None, 50_000)
+    return BoundedTransport(BoundedBackend(resolver, connect_timeout, 1), None, MAX_RESPONSE_BYTES)
 
 
 def test_connections_are_used_again(http: httpx2.Client, server: ModelServer) -> None:
@@ -82,6 +89,58 @@ def test_a_response_without_end_is_refused(http: httpx2.Client, server: ModelSer
         post(http, server.url)
 
 
+@pytest.mark.parametrize("status", [b"100 Continue", b"103 Early Hints"])
+def test_responses_before_the_response_are_bounded(status: bytes, http: httpx2.Client) -> None:
+    interim = b"HTTP/1.1 " + status + b"\r\n\r\n"
+    sent = 0
+
+    def forever(connection: socket.socket) -> None:
+        nonlocal sent
+        read_request(connection)
+        with suppress(OSError):
+            while sent < 50 * LONGEST_HEAD:
+                connection.sendall(interim * 100)
+                sent += len(interim) * 100
+
+    def some(connection: socket.socket) -> None:
+        read_request(connection)
+        connection.sendall(interim * 100 + RESPONSE)
+
+    with serving(forever, some) as url:
+        with pytest.raises(BadResponse, match=f"no response within the first {LONGEST_HEAD} bytes"):
+            post(http, url)
+        assert post(http, url).status_code == 200
+    assert sent < 50 * LONGEST_HEAD
+
+
+def test_a_response_of_very_many_lines_is_refused(http: httpx2.Client, server: ModelServer) -> None:
+    server.raw = b"\n" * (MAX_RESPONSE_BYTES // BYTES_PER_LINE)
+    assert post(http, server.url).is_success
+    server.raw += b"\n"
+    with pytest.raises(BadResponse, match=f"more than {MAX_RESPONSE_BYTES // BYTES_PER_LINE} lines"):
+        post(http, server.url)
+
+
+def test_a_name_that_moves_is_followed_although_its_old_server_still_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llm_functionalities.endpoint.transport.CONNECTION_SECONDS", 0.5)
+    monkeypatch.setattr("llm_functionalities.endpoint.resolver.LONGEST_MEMORY_SECONDS", 0.0)
+    with (
+        ModelServer(host="127.0.0.2") as old,
+        ModelServer(port=old.port, host="127.0.0.3") as new,
+        NameServer({"tgi.": [("A", "127.0.0.2")]}) as names,
+        httpx2.Client(transport=transport(Resolver(servers=[names.address]), connect_timeout=1.0)) as http,
+    ):
+
+        def moved() -> bool:
+            post(http, f"http://tgi.:{old.port}")
+            return bool(new.requests)
+
+        assert not moved()
+        names.records["tgi."] = [("A", "127.0.0.3")]
+        until(moved, seconds=10)
+        assert old.connections == 1
+
+
 def test_a_port_that_nobody_listens_on_is_unreachable(http: httpx2.Client, free_port: Callable[[], int]) -> None:
     with pytest.raises(Unreachable, match=r"127\.0\.0\.1 port"):
         post(http, f"http://127.0.0.1:{free_port()}")
@@ -133,7 +192,7 @@ def serving(*connections: Callable[[socket.socket], None]) -> Iterator[str]:
                 with connection:
                     each(connection)
 
-        thread = threading.Thread(target=serve)
+        thread = threading.Thread(target=serve, daemon=True)
         thread.start()
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
         thread.join()

@@ -13,9 +13,10 @@ def test_each_is_counted_and_the_log_has_few_lines(caplog: pytest.LogCaptureFixt
     with caplog.at_level(logging.WARNING):
         for _ in range(5):
             empty_responses.count("deadline", "the time was up")
-        empty_responses.count("unreachable", "connection refused")
+        empty_responses.count("unreachable", "connection refused", "7")
     assert counted == ["deadline"] * 5 + ["unreachable"]
     assert [(record.reason, record.answers) for record in caplog.records] == [("deadline", 1), ("unreachable", 1)]
+    assert [getattr(record, "request_id", None) for record in caplog.records] == [None, "7"]
 
 
 def test_the_next_line_says_how_many_there_were(

@@ -137,9 +137,25 @@ async def test_a_fault_of_the_service_is_counted_and_logged(
     runner: Any, servicer: Servicer, metrics: ServiceMetrics, caplog: pytest.LogCaptureFixture
 ) -> None:
     servicer.fault = ZeroDivisionError("a fault")
-    assert (await refusal(runner.call_model(llm_pb2.ModelRequest())))[0] == grpc.StatusCode.UNKNOWN
+    call = runner.call_model(llm_pb2.ModelRequest(), metadata=(("x-request-id", "the-caller's-7"),))
+    code, details = await refusal(call)
+    assert (code, "the-caller's-7" in details, "a fault" in details) == (grpc.StatusCode.INTERNAL, True, False)
     assert counted(metrics, "call_model", "INTERNAL") == 1
     assert "ZeroDivisionError: a fault" in caplog.text
+    assert [(record.levelname, record.request_id) for record in caplog.records] == [("ERROR", "the-caller's-7")]
+
+
+@pytest.mark.parametrize("given", ["the-caller's-7", None, "two words", "x" * 129])
+async def test_each_call_has_a_request_id(given: str | None, runner: Any, servicer: Servicer) -> None:
+    metadata = (("x-request-id", given),) if given else ()
+    call = runner.call_model(llm_pb2.ModelRequest(), metadata=metadata)
+    await call
+    sent_back = dict(await call.trailing_metadata())["x-request-id"]
+    assert sent_back == given if given == "the-caller's-7" else len(sent_back) == 32
+    servicer.fault = InvalidArgument("no")
+    call = runner.call_model(llm_pb2.ModelRequest(), metadata=metadata)
+    await refusal(call)
+    assert "x-request-id" in dict(await call.trailing_metadata())
 
 
 async def test_an_abandoned_stream_is_closed_and_gives_its_place_back(

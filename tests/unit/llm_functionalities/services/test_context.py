@@ -29,6 +29,19 @@ def test_an_empty_regex_is_refused() -> None:
         grammar_of(llm_pb2.Grammar(regex=""))
 
 
+@pytest.mark.parametrize(
+    "regex", ["(a", "a)", "[a", "*a", "a{2,1}", "(?P<a", "a{99999999999999999999}", "(" * 2000, "\\"]
+)
+def test_a_regex_that_is_none_is_refused(regex: str) -> None:
+    with pytest.raises(UnusableGrammar, match="regex is not a regular expression: "):
+        grammar_of(llm_pb2.Grammar(regex=regex))
+
+
+@pytest.mark.parametrize("regex", [r"\p{Greek}+", "[[a]", "(?i)yes|no", "(" * 100_000])
+def test_a_regex_that_a_server_may_take_is_passed_on(regex: str) -> None:
+    assert grammar_of(llm_pb2.Grammar(regex=regex)) == Grammar(regex=regex)
+
+
 def test_a_grammar_that_is_very_long_is_refused() -> None:
     with pytest.raises(UnusableGrammar, match="200000 characters; it must have at most 131072"):
         grammar_of(llm_pb2.Grammar(regex="x" * 200_000))
