@@ -12,6 +12,7 @@ from tgi_server import demo_model
 from tgi_server.launcher.processes.child import die_with_parent
 
 PROGRAMS = (
+    "llm_functionalities",
     "tgi_server.launcher.cli",
     "tgi_server.router.cli",
     "tgi_server.benchmark.cli",

@@ -357,13 +357,6 @@ def started(*flags: str) -> tuple[int, str]:
     return done.returncode, done.stderr
 
 
-def test_help_and_mistakes_do_not_wait_for_what_serving_needs() -> None:
-    program = "import sys, llm_functionalities.cli; print(*sys.modules)"
-    loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
-    assert "llm_functionalities.settings" in loaded
-    assert not {"grpc", "google.protobuf", "huggingface_hub", "httpx2", "dns", "opentelemetry"} & set(loaded)
-
-
 def test_a_wrong_setting_is_one_clear_line() -> None:
     status, said = started("--endpoint", "ftp://tgi")
     assert status == 2
