@@ -67,6 +67,7 @@ def test_a_request_has_the_token_and_the_trace(endpoint: Endpoint, server: Model
         (401, WrongToken),
         (403, WrongToken),
         (404, NotFound),
+        (302, BadResponse),
         (422, Rejected),
         (413, Rejected),
         ("garbage", BadResponse),
