@@ -56,7 +56,7 @@ def test_a_value_out_of_its_bounds_is_refused_by_the_flags_name(flag: str, capsy
 def test_the_help_of_quantize_tells_of_both_sizes_of_weights(capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit):
         read_settings(QuantizeSettings, "quantize", ["--help"])
-    assert "weights of 4 or 8 bits" in " ".join(capsys.readouterr().out.split())
+    assert "to 4 or 8 bits" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_download_takes_safetensors_and_converts_what_has_none():

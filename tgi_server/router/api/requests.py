@@ -344,7 +344,7 @@ class Exchange:
         conventional: dict[str, str | int | float | Sequence[str]] = {
             "gen_ai.operation.name": "chat" if self.path in _CHATS else "text_completion",
             "gen_ai.provider.name": "oatmill",
-            "gen_ai.response.model": self._model,
+            "gen_ai.response.model": self._requested["gen_ai.request.model"],
             "gen_ai.usage.input_tokens": prompt_tokens,
             "gen_ai.usage.output_tokens": generated,
             "gen_ai.response.finish_reasons": [
@@ -353,13 +353,11 @@ class Exchange:
         }
         self.service.tracer.end(self.span, {**fields, **conventional, **self._requested}, None)
 
-    @property
-    def _model(self) -> str:
-        return next((each for each in self._adapters if each), None) or self.service.model.names[0]
-
     def _identity(self, status: int) -> Fields:
         """Returns the fields of the request's line in the log that say which one it was."""
-        fields: Fields = {"request_id": self.request_id, "status": status, "model": self._model}
+        fields: Fields = {"request_id": self.request_id, "status": status, "model": self.service.model.names[0]}
+        if adapters := sorted(filter(None, self._adapters)):
+            fields["adapter"] = ",".join(adapters)
         if trace_id := self.service.tracer.trace_id(self.span):
             fields["trace_id"] = trace_id
         return fields

@@ -1,5 +1,6 @@
 """Adapters: named by requests, listed, counted, loaded and unloaded."""
 
+import logging
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -53,13 +54,18 @@ REQUESTS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-async def test_every_route_hands_the_adapter_to_the_scheduler(router: RouterService, client: httpx.AsyncClient):
+async def test_every_route_hands_the_adapter_to_the_scheduler(
+    router: RouterService, client: httpx.AsyncClient, caplog: pytest.LogCaptureFixture
+):
+    caplog.set_level(logging.INFO)
     for path, body in REQUESTS:
         response = await client.post(path, json=body)
         assert response.status_code == 200, response.text
         assert router.scheduler.submitted.pop().adapter_id == "chef", path
         if path.startswith("/v1"):
             assert response.json()["model"] == "chef"
+    answered = [vars(record) for record in caplog.records if record.message.endswith("answered")]
+    assert [(each["model"], each["adapter"]) for each in answered] == [("maker/model", "chef")] * len(REQUESTS)
     assert f'tgi_request_adapter_count{{adapter="chef"}} {len(REQUESTS)}.0' in (await client.get("/metrics")).text
 
 
