@@ -2,7 +2,7 @@
 
     python -m benchmarks.engine runs/synthetic/opt-125m
     python -m benchmarks.engine runs/synthetic/llama-360m --batch 8 --context 512 --profile
-    python -m benchmarks.engine runs/synthetic/llama-360m --quantize int4 --linear-kernels codes_int8
+    python -m benchmarks.engine runs/synthetic/llama-360m --quantize int4 --linear-kernels w4a8
     python -m benchmarks.engine llama-8b --batch 1 32 256 --context 1024 --prefill-tokens 8192      on a GPU
 
 MODEL is a folder, or the name of a synthetic model, whose weights are then made on the device. "floor" is the longer of

@@ -52,7 +52,7 @@ def linear_times(
     candidates = {name: (plain, name) for name in (*plain.kernels, ONEDNN)}
     for kind in kinds:
         rounded = kind == "int8"  # as --quantize int8 does: the inputs, too
-        weights = choice.Weights.plain(Int8Linear, dtype) if rounded else choice.Weights.coded(kind, dtype)
+        weights = choice.Weights.plain(Int8Linear, dtype) if rounded else choice.Weights.quantized(kind, dtype)
         candidates |= {f"{kind}: {name}": (weights, name) for name in (*weights.kernels, *weights.by_name)}
     return choice.measure(outputs, candidates, numbers_of_rows, seconds=_BUDGET_SECONDS)
 

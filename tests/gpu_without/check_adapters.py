@@ -4,22 +4,24 @@ import pytest
 import torch
 
 from tests.gpu_without.check_kernels import products_of_bfloat16  # noqa: F401
-from tgi_server.engine.lora.products import Change, TorchProducts
+from tgi_server.engine.lora.backends import LoraDelta, TorchLora
 from tgi_server.engine.lora.rows import AdapterRows
-from tgi_server.engine.lora.triton_products import TritonProducts, fault_of
+from tgi_server.engine.lora.triton_lora import TritonLora, fault_of
 
 INPUTS, OUTPUTS = 70, 150
 ERROR = {torch.float32: 1e-4, torch.bfloat16: 2e-1, torch.float16: 3e-2}
 
 
-def change(dtype: torch.dtype, ranks: tuple[int, ...], *, gain: bool = False, shift: bool = False) -> Change:
+def change(
+    dtype: torch.dtype, ranks: tuple[int, ...], *, dora_scale: bool = False, bias_delta: bool = False
+) -> LoraDelta:
     sizes = (40, 110)[: len(ranks)]
-    return Change(
+    return LoraDelta(
         torch.randn(sum(ranks), INPUTS).to(dtype) / 8,
         [torch.randn(rank, size).to(dtype) for rank, size in zip(ranks, sizes, strict=True)],
         [0, 40][: len(ranks)],
-        torch.rand(OUTPUTS) + 0.5 if gain else None,
-        torch.randn(OUTPUTS) if shift else None,
+        torch.rand(OUTPUTS) + 0.5 if dora_scale else None,
+        torch.randn(OUTPUTS) if bias_delta else None,
     )
 
 
@@ -28,11 +30,11 @@ def change(dtype: torch.dtype, ranks: tuple[int, ...], *, gain: bool = False, sh
 @pytest.mark.parametrize("rows", [5, 100])
 def test_rows_are_changed_as_in_plain_torch(dtype: torch.dtype, relu: bool, with_residual: bool, rows: int) -> None:
     torch.manual_seed(0)
-    plain, products = TorchProducts(), TritonProducts(OUTPUTS, 48, torch.device("cpu"))
+    plain, products = TorchLora(), TritonLora(OUTPUTS, 48, torch.device("cpu"))
     changes = {
         1: change(dtype, (3, 2)),
-        2: change(dtype, (16, 1), gain=True, shift=True),
-        4: change(dtype, (33, 7), shift=True),
+        2: change(dtype, (16, 1), dora_scale=True, bias_delta=True),
+        4: change(dtype, (33, 7), bias_delta=True),
     }
     for number, each in changes.items():
         plain.put(number, each)
@@ -52,5 +54,5 @@ def test_rows_are_changed_as_in_plain_torch(dtype: torch.dtype, relu: bool, with
 @pytest.mark.parametrize("dtype", ERROR)
 def test_the_kernels_are_found_to_be_right(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     assert fault_of(dtype, torch.device("cpu")) is None
-    monkeypatch.setattr(TritonProducts, "apply", lambda products, x, y, rows, **options: y)
+    monkeypatch.setattr(TritonLora, "apply", lambda products, x, y, rows, **options: y)
     assert "are off by" in str(fault_of(dtype, torch.device("cpu")))

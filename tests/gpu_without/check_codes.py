@@ -10,7 +10,7 @@ from torch.nn.functional import linear
 from tests.gpu_without.check_kernels import products_of_bfloat16  # noqa: F401
 from tests.gpu_without.check_layers import as_on_a_gpu  # noqa: F401
 from tests.quantized_models import make_quantized
-from tests.unit.engine.linear.test_coded import KINDS, random_weight
+from tests.unit.engine.linear.test_quantized import KINDS, random_weight
 from tgi_server.engine import EngineConfig
 from tgi_server.engine.attention.cuda import CudaAttention
 from tgi_server.engine.backends.layer import DecoderLayer
@@ -21,7 +21,7 @@ from tgi_server.engine.kernels.triton.fp8 import rounded
 from tgi_server.engine.linear import gpu
 from tgi_server.engine.linear.gpu import fault_of, gpu_linear_factory
 from tgi_server.engine.linear.scaled import ScaledLinear
-from tgi_server.engine.linear.triton_codes import TritonLinear
+from tgi_server.engine.linear.triton_quantized import TritonLinear
 from tgi_server.engine.runners import prove_kernels
 from tgi_server.engine.runners.probe import LogitsProbe, probe_paged_path
 

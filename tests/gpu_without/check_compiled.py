@@ -178,7 +178,7 @@ def test_norms_and_the_gate_fit(capability: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("dtype", "precision"), [(torch.bfloat16, "tf32"), (torch.float32, "ieee")])
 def test_the_products_of_adapters_fit(capability: int, dtype: torch.dtype, precision: str, tmp_path: Path) -> None:
     data = dict.fromkeys(("x", "y", "residual", "sums"), f"*{NAMES[dtype]}")
-    tables = dict.fromkeys(("a_of", "b_of", "gain_of", "shift_of", "order"), "*i64")
+    tables = dict.fromkeys(("a_of", "b_of", "dora_scale_of", "bias_delta_of", "order"), "*i64")
     numbers = dict.fromkeys(("count", "inputs", "outputs", "most"), "i32")
     types = data | tables | numbers | {"numbers": INTS, "ranks_of": INTS}
     for together in (16, 32):

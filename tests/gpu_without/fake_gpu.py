@@ -27,7 +27,7 @@ from tests.tiny_models import configuration
 from tgi_server.engine import Engine, EngineConfig
 from tgi_server.engine.checkpoint.quantized import QuantizedLinear, QuantizedWeight
 from tgi_server.engine.kernels.triton import paged_attention
-from tgi_server.engine.linear import gpu, triton_codes
+from tgi_server.engine.linear import gpu, triton_quantized
 from tgi_server.engine.runners import graphs, probe
 from tgi_server.engine.runners.probe import LogitsProbe
 from tgi_server.engine.sampling import sampler
@@ -146,7 +146,7 @@ class FakeGpu(TorchDispatchMode):
         monkeypatch.setattr(sampler, "share_equal", lambda left, right: 1.0)
         monkeypatch.setattr(torch, "equal", lambda left, right: True)
         monkeypatch.setattr(gpu, "fault_of", lambda *_: None)
-        monkeypatch.setattr(triton_codes, "arrangement", _arrangement)
+        monkeypatch.setattr(triton_quantized, "arrangement", _arrangement)
         programs = self.programs
         monkeypatch.setattr(
             GridExecutor,

@@ -23,7 +23,7 @@ class EngineConfig:
     device: None: CUDA when there is one, else the CPU.
     memory_fraction: share of a GPU's memory that weights, activations and KV cache may use together.
     custom_kernels: kernels and layers of the engine's own may stand in for those of torch and transformers.
-    linear_kernels: the kernels of linear layers on a CPU, such as "fma" or "avx512_bf16,amx@16"; None: those that are
+    linear_kernels: the kernels of linear layers on a CPU, such as "fma" or "bf16,amx@16"; None: those that are
         measured to be the fastest.
     quantize: how the weights of linear layers are rounded while they are loaded, or how the checkpoint is quantised
         (`quantization/recognition.py`); None: as the checkpoint is.

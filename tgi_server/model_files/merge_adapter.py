@@ -63,7 +63,7 @@ class _Merger:
         name = next((each for each in base.names(path) if f"{each}.weight" in names), None)
         if name is None:
             raise InvalidAdapter(f"the files in {base.folder} have no weight of {path} under that name")
-        if layer.shift is not None and f"{name}.bias" not in names:
+        if layer.bias_delta is not None and f"{name}.bias" not in names:
             raise InvalidAdapter(f"the adapter adds a bias to {path}, which has none in {base.folder}")
         self._layers[name] = (path, layer)
 

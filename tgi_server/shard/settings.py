@@ -83,8 +83,8 @@ class ModelSettings(CheckpointSettings):
     linear_kernels: str | None = Field(
         None,
         description="kernels of linear layers on a CPU, as the log names them at load, such as fma or "
-        "avx512_bf16,amx@16 (amx from 16 rows on); codes_int8 rounds the inputs of 4-bit weights to 8 bits; default: "
-        "the fastest ones at load, of which codes_int8 is never one",
+        "bf16,amx@16 (amx from 16 rows on); w4a8 quantizes the inputs of 4-bit weights to 8 bits; default: "
+        "the fastest ones at load, of which w4a8 is never one",
     )
     disable_custom_kernels: bool = Field(False, description="compute with torch and transformers only")
     cpu_memory: ByteSize | None = Field(

@@ -15,8 +15,8 @@ from shared.stubs.generate_pb2_grpc import TextGenerationServiceStub, add_TextGe
 from tests.timing import eventually
 from tgi_server.engine.engine import LoadedModel
 from tgi_server.engine.errors import InvalidAdapter, InvalidCall, ModelNotFound, NotEnoughMemory, PeerLost
+from tgi_server.engine.lora.backends import LoraDelta
 from tgi_server.engine.lora.loaded import ReadAdapter
-from tgi_server.engine.lora.products import Change
 from tgi_server.engine.runners.base import CacheCapacity
 from tgi_server.shard.service import Place, TextGenerationService
 
@@ -35,7 +35,7 @@ class Adapters:
             raise InvalidAdapter(f"{folder} has no adapter_config.json")
         if folder == Path("/base-gone"):
             raise ModelNotFound("no model folder at /base")
-        return ReadAdapter(4, {0: Change(torch.zeros(5, 5), [], [], None, None)})
+        return ReadAdapter(4, {0: LoraDelta(torch.zeros(5, 5), [], [], None, None)})
 
     def put(self, name: str, adapter: ReadAdapter) -> None:
         self.held[name] = adapter

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from tgi_server.engine.checkpoint.quantized.rounding import ROUNDED_AT_ONCE, rounded_to_bytes
 from tgi_server.engine.linear.float import FloatLinear, packed_in_parts
-from tgi_server.engine.linear.int8 import INPUT_OFFSET
+from tgi_server.engine.linear.int8 import INPUT_ZERO_POINT
 from tgi_server.engine.linear.kernel_linear import padded
 from tgi_server.engine.linear.kernel_table import KernelTable
 from tgi_server.engine.memory import give_back
@@ -34,7 +34,7 @@ class ScreenedHead(FloatLinear):
     def _pack(self, weight: Tensor, bias: Tensor | None, kernels: KernelTable | None) -> None:
         assert bias is None
         self._screen = _screen(weight)
-        self._most = torch.ops.oatmill.screened_rows(self._screen[0]) * self.in_features
+        self._most = torch.ops.oatmill.prefilter_rows(self._screen[0]) * self.in_features
         give_back()
         super()._pack(weight, bias, kernels)
 
@@ -58,7 +58,7 @@ class ScreenedHead(FloatLinear):
 def _screen(weight: Tensor) -> tuple[Tensor, ...]:
     """Returns the copy in 8 bits, arranged for the kernels, and what `_rounded` returns of each output, padded."""
     packed, (scales, sums, lost, kept) = packed_in_parts(weight, ROUNDED_AT_ONCE, _rounded)
-    return packed, padded(scales), padded(sums * INPUT_OFFSET, torch.int32), padded(lost), padded(kept)
+    return packed, padded(scales), padded(sums * INPUT_ZERO_POINT, torch.int32), padded(lost), padded(kept)
 
 
 def _rounded(weight: Tensor) -> tuple[Tensor, ...]:

@@ -10,50 +10,53 @@ from tgi_server.engine.checkpoint.quantized import QuantizedLinear, QuantizedWei
 from tgi_server.engine.errors import UnsupportedModel
 from tgi_server.engine.kernels import load_kernels
 from tgi_server.engine.linear.base import PackedLinear
-from tgi_server.engine.linear.choice import ROUNDS_INPUTS, Weights, choose_kernels, coded_shapes, plain_shapes
-from tgi_server.engine.linear.coded import CodedLinear, kind_of
+from tgi_server.engine.linear.choice import W4A8, Weights, choose_kernels, plain_shapes, quantized_shapes
 from tgi_server.engine.linear.float import FloatLinear
 from tgi_server.engine.linear.int8 import Int8Linear
 from tgi_server.engine.linear.kernel_table import SCALED_MM, KernelTable
 from tgi_server.engine.linear.onednn import OneDnnLinear
+from tgi_server.engine.linear.quantized import PackedQuantizedLinear, kind_of
 from tgi_server.engine.parallel import ShardGroup
 
 __all__ = ["KernelTable", "LinearFactory", "PackedLinear", "linear_factory"]
 
 Linear = nn.Linear | QuantizedLinear
+QuantizedLayerMaker = Callable[[QuantizedWeight, Tensor | None, KernelTable, torch.dtype], PackedLinear]
 
 
 @dataclass(frozen=True, slots=True)
 class LinearFactory:
     """Makes the linear layers of one model: all of a kind of weights with the same kernels.
 
-    layer: what layers with dense weights become, and kernels theirs. coded: the kernels of codes, by their kind;
-    quantised layers of another kind become `layer` where that has 8 bits, or stay what they are. dtype: of the model.
-    coded_layer: makes a layer of codes, of a weight, a bias, the kernels and the dtype.
+    layer: what layers with dense weights become, and kernels theirs. quantized: the kernels of quantized weights, by
+    their kind; quantized layers of another kind become `layer` where that has 8 bits, or stay what they are. dtype: of
+    the model. quantized_layer: makes a quantized layer of a weight, a bias, the kernels and the dtype.
     """
 
     layer: type[PackedLinear]
     kernels: KernelTable | None = None
-    coded: Mapping[str, KernelTable] = field(default_factory=dict)
+    quantized: Mapping[str, KernelTable] = field(default_factory=dict)
     dtype: torch.dtype = torch.float32
-    coded_layer: Callable[[QuantizedWeight, Tensor | None, KernelTable, torch.dtype], PackedLinear] = CodedLinear
+    quantized_layer: Callable[[QuantizedWeight, Tensor | None, KernelTable, torch.dtype], PackedLinear] = (
+        PackedQuantizedLinear
+    )
 
     @property
     def rounding(self) -> float:
         """Returns the share of their norm by which the layers may change a model's logits."""
-        rounds_inputs = any({ROUNDS_INPUTS, SCALED_MM} & set(table.kernels) for table in self.coded.values())
+        rounds_inputs = any({W4A8, SCALED_MM} & set(table.kernels) for table in self.quantized.values())
         return max(self.layer.rounding, Int8Linear.rounding if rounds_inputs else 0)
 
     def __str__(self) -> str:
         """Returns the kernels, for people."""
-        coded = [f"{table} ({kind})" for kind, table in self.coded.items()]
+        quantized = [f"{table} ({kind})" for kind, table in self.quantized.items()]
         own = str(self.kernels) if self.kernels else "onednn" if self.layer is OneDnnLinear else "torch"
-        return ", ".join([*coded, own])
+        return ", ".join([*quantized, own])
 
     def takes(self, module: nn.Module) -> bool:
         """Returns True for a layer that it makes another one of."""
         if isinstance(module, QuantizedLinear):
-            return self.layer is Int8Linear or kind_of(module.quantized(0, 1)) in self.coded
+            return self.layer is Int8Linear or kind_of(module.quantized(0, 1)) in self.quantized
         return type(module) is nn.Linear
 
     def joins(self, *modules: nn.Module) -> bool:
@@ -66,19 +69,19 @@ class LinearFactory:
 
     def __call__(self, module: Linear) -> PackedLinear:
         if isinstance(module, QuantizedLinear):
-            return self._coded(module.quantized(), module)
+            return self._quantized(module.quantized(), module)
         return self.layer(module.weight, module.bias, self.kernels)
 
     def joined(self, *modules: Linear) -> PackedLinear:
         """Returns one layer for those with the same input; it gives their outputs side by side."""
         quantized = [module for module in modules if isinstance(module, QuantizedLinear)]
         if quantized:
-            return self._coded(QuantizedWeight.joined([module.quantized() for module in quantized]), *quantized)
+            return self._quantized(QuantizedWeight.joined([module.quantized() for module in quantized]), *quantized)
         plain = [module for module in modules if isinstance(module, nn.Linear)]
         return self.layer.joined(*plain, kernels=self.kernels)
 
-    def _coded(self, weight: QuantizedWeight, *modules: QuantizedLinear) -> PackedLinear:
-        """Returns a layer of codes for the weight and the biases of modules, or one that rounds its inputs, too."""
+    def _quantized(self, weight: QuantizedWeight, *modules: QuantizedLinear) -> PackedLinear:
+        """Returns a quantized layer for the weight and the biases of modules, or one that quantizes its inputs, too."""
         biases = [module.bias for module in modules]
         bias = None
         if any(each is not None for each in biases):
@@ -91,7 +94,7 @@ class LinearFactory:
             layer = Int8Linear(weight.dense(), bias, self.kernels)
             layer.weight = layer.weight.to(self.dtype)
             return layer
-        return self.coded_layer(weight, bias, self.coded[kind_of(weight)], self.dtype)
+        return self.quantized_layer(weight, bias, self.quantized[kind_of(weight)], self.dtype)
 
 
 def linear_factory(
@@ -103,31 +106,33 @@ def linear_factory(
     group: ShardGroup | None = None,
     pinned: str | None = None,
 ) -> LinearFactory:
-    """Returns what makes a model's linear layers on a CPU, quantised as asked.
+    """Returns what makes a model's linear layers on a CPU, quantized if that is requested.
 
-    pinned: the kernels to take, as KernelTable has them as text, of codes where the model has any; None: those that are
-    measured to be the fastest. Raises UnsupportedModel for kernels that there are not. Without the engine's own kernels
-    quantised layers stay what they are.
+    pinned: the kernels to use, as KernelTable has them as text, for quantized weights where the model has any; None:
+    those that are measured to be the fastest. Raises UnsupportedModel for kernels that this CPU has not. Without the
+    engine's own kernels quantized layers stay what they are.
     """
     if not (custom_kernels and load_kernels()):
         return LinearFactory(OneDnnLinear)
-    shapes, of_codes = plain_shapes(model), coded_shapes(model)
+    shapes, of_quantized = plain_shapes(model), quantized_shapes(model)
     layer = FloatLinear
     if quantize == "int8":  # inputs are rounded as well
         layer = Int8Linear
-        for each in of_codes.values():
+        for each in of_quantized.values():
             shapes += each
-        of_codes = {}
-    coded = {}
-    for kind in sorted(of_codes):
-        weights = Weights.coded(kind, dtype)
-        coded[kind] = choose_kernels(of_codes[kind], weights, group) if pinned is None else _pinned(pinned, weights)
+        of_quantized = {}
+    quantized = {}
+    for kind in sorted(of_quantized):
+        weights = Weights.quantized(kind, dtype)
+        quantized[kind] = (
+            choose_kernels(of_quantized[kind], weights, group) if pinned is None else _pinned(pinned, weights)
+        )
     weights = Weights.plain(layer, dtype)
-    measured = pinned is None or bool(coded)
+    measured = pinned is None or bool(quantized)
     table = choose_kernels(shapes, weights, group) if measured else _pinned(str(pinned), weights)
     if table.onednn:
-        return LinearFactory(OneDnnLinear, None, coded, dtype)
-    return LinearFactory(layer, table, coded, dtype)
+        return LinearFactory(OneDnnLinear, None, quantized, dtype)
+    return LinearFactory(layer, table, quantized, dtype)
 
 
 def _pinned(text: str, weights: Weights) -> KernelTable:

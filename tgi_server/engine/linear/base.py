@@ -52,7 +52,7 @@ class PackedLinear(nn.Module):
 
     @abstractmethod
     def _pack(self, weight: Tensor, bias: Tensor | None, kernels: KernelTable | None) -> None:
-        """Arranges the weights."""
+        """Packs the weight."""
 
     @abstractmethod
     def _dense(self) -> tuple[Tensor, Tensor | None]:
@@ -67,8 +67,8 @@ class PackedLinear(nn.Module):
         """Returns residual + forward(x), computed in one kernel. residual: [..., out_features]."""
 
 
-class PackedCodes(PackedLinear):
-    """y = x W^T + b with W as codes. x is taken as it is; y has its dtype.
+class PackedQuantized(PackedLinear):
+    """y = x W^T + b with W quantized. x is taken as it is; y has its dtype.
 
     dtype: of the weights, where somebody asks for it.
     """
@@ -87,4 +87,4 @@ class PackedCodes(PackedLinear):
 
     @abstractmethod
     def _pack(self, weight: QuantizedWeight, bias: Tensor | None, kernels: KernelTable | None) -> None:  # type: ignore[override]
-        """Arranges the codes."""
+        """Packs the weight."""

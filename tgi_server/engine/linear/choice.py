@@ -23,12 +23,12 @@ from tgi_server.engine.checkpoint.quantized import QuantizedLinear, QuantizedWei
 from tgi_server.engine.checkpoint.quantized.weight import CODES, LINE
 from tgi_server.engine.kernels import cache_path
 from tgi_server.engine.linear.base import PackedLinear
-from tgi_server.engine.linear.coded import CodedLinear, kind_of
 from tgi_server.engine.linear.float import FloatLinear
 from tgi_server.engine.linear.int8 import Int8Linear
 from tgi_server.engine.linear.kernel_linear import TILE
 from tgi_server.engine.linear.kernel_table import ONEDNN, KernelTable
 from tgi_server.engine.linear.onednn import OneDnnLinear
+from tgi_server.engine.linear.quantized import PackedQuantizedLinear, kind_of
 from tgi_server.engine.memory import give_back
 from tgi_server.engine.parallel import ShardGroup
 
@@ -53,15 +53,15 @@ _REPEATS = 5
 _OPENMP_SPINS_SECONDS = 0.02
 # Models with fewer weights than this compute for so short a time that any kernel will do.
 _SMALL_BYTES = 32 << 20
-# Kernels that stand in for instructions this CPU has not end so; tests choose them by name.
-_EMULATED = "amx_emulated"
-# The kernel that rounds its inputs to 8 bits: taken by its name, and never because it is fast.
-ROUNDS_INPUTS = "codes_int8"
-# The kernel that rounds them to 16 bits, for models whose dtype has no more; with a codebook to 14.
-ROUNDS_TO_16_BITS = "codes_int16"
+# Kernels that emulate instructions end so. They are in builds for tests only.
+_EMULATED = "_emulated"
+# The kernel that quantizes its inputs to 8 bits: it is used if it is named, and never because it is fast.
+W4A8 = "w4a8"
+# The kernel that quantizes them to 16 bits, for models whose dtype has no more; with a codebook to 14.
+W4A16 = "w4a16"
 # Those that round neither inputs nor weights, which models in float32 ask for.
-_EXACT = ("codes", "expanded")
-# Inputs of a group in weights of codes that are timed.
+_EXACT = ("fma", "fma_dequant")
+# Inputs of a group in quantized weights that are timed.
 _GROUP = 64
 
 # Seconds of all layers together, by the number of rows.
@@ -101,8 +101,8 @@ class Weights:
         return cls(name, dtype, bits, _real(torch.ops.oatmill.linear_kernels(packed)), not int8, make)
 
     @classmethod
-    def coded(cls, kind: str, dtype: torch.dtype) -> Self:
-        """Codes of a kind. dtype: of the model."""
+    def quantized(cls, kind: str, dtype: torch.dtype) -> Self:
+        """Quantized weights of a kind. dtype: of the model."""
         bits = 4 if kind in ("int4", "codebook") else 8
         codebook = {"int4": LINE, "codebook": LINE.flip(0)}.get(kind)
         codes = {4: torch.uint8, 8: torch.float8_e4m3fn if kind == "fp8" else torch.int8}[bits]
@@ -112,19 +112,19 @@ class Weights:
             numbers = torch.full((outputs, inputs * bits // 8), 51, dtype=torch.uint8).view(codes)  # 3 and 3 in 4 bits
             zeros = torch.full(scales.shape, CODES / 2 - 1) if kind == "int4" else None  # 8 would stand for none
             weight = QuantizedWeight.of(numbers, scales, zeros, codebook=codebook)
-            return CodedLinear(weight, None, table)
+            return PackedQuantizedLinear(weight, None, table)
 
-        kernels = torch.ops.oatmill.codes_kernels(kind)
+        kernels = torch.ops.oatmill.quantized_kernels(kind)
         if dtype == torch.float32:
-            kernels = [name for name in kernels if name in (*_EXACT, ROUNDS_INPUTS)]
+            kernels = [name for name in kernels if name in (*_EXACT, W4A8)]
         elif kind == "codebook" and dtype != torch.bfloat16:
-            kernels = [name for name in kernels if name != ROUNDS_TO_16_BITS]
-        by_name = tuple(name for name in kernels if name == ROUNDS_INPUTS)
+            kernels = [name for name in kernels if name != W4A16]
+        by_name = tuple(name for name in kernels if name == W4A8)
         return cls(f"{kind} {dtype}", dtype, bits, _real(kernels), False, make, by_name)
 
 
 def _real(kernels: Sequence[str]) -> tuple[str, ...]:
-    return tuple(name for name in kernels if not name.endswith(_EMULATED) and name != ROUNDS_INPUTS)
+    return tuple(name for name in kernels if not name.endswith(_EMULATED) and name != W4A8)
 
 
 def plain_shapes(model: nn.Module) -> Counter[tuple[int, int]]:
@@ -133,8 +133,8 @@ def plain_shapes(model: nn.Module) -> Counter[tuple[int, int]]:
     return Counter((outputs, inputs) for outputs, inputs in shapes)
 
 
-def coded_shapes(model: nn.Module) -> dict[str, Counter[tuple[int, int]]]:
-    """Returns how many linear layers of each shape have codes, by their kind."""
+def quantized_shapes(model: nn.Module) -> dict[str, Counter[tuple[int, int]]]:
+    """Returns how many linear layers of each shape have quantized weights, by their kind."""
     found: dict[str, Counter[tuple[int, int]]] = {}
     for module in model.modules():
         if isinstance(module, QuantizedLinear):

@@ -1,4 +1,4 @@
-"""The linear layers of a model on a GPU: dense weights stay with cuBLAS, and for codes a kernel is proved at load."""
+"""Linear layers on a GPU: dense weights stay with cuBLAS, and a kernel for quantized ones is proved at load."""
 
 import logging
 from collections.abc import Iterable
@@ -11,8 +11,8 @@ from tgi_server.engine.checkpoint.quantized import QuantizedLinear, QuantizedWei
 from tgi_server.engine.linear import LinearFactory
 from tgi_server.engine.linear.base import PackedLinear
 from tgi_server.engine.linear.blas import BlasLinear
-from tgi_server.engine.linear.coded import kind_of
 from tgi_server.engine.linear.kernel_table import SCALED_MM, KernelTable
+from tgi_server.engine.linear.quantized import kind_of
 from tgi_server.engine.parallel import ShardGroup
 
 logger = logging.getLogger(__name__)
@@ -32,15 +32,15 @@ _OLDEST = (8, 9)
 def gpu_linear_factory(
     model: nn.Module, dtype: torch.dtype, group: ShardGroup | None = None
 ) -> tuple[LinearFactory, list[str]]:
-    """Returns what makes the linear layers of a model on a GPU, and why codes are multiplied slower than they could be.
+    """Returns what makes the linear layers of a model on a GPU, and why quantized weights take a slower path.
 
-    Codes of a kind for which no kernel is right stay what they are, in plain torch. All shards come to the same answer.
+    Weights of a kind for which no kernel is right stay what they are, in plain torch. All shards choose the same.
     """
     by_kind: dict[str, list[QuantizedLinear]] = {}
     for module in model.modules():
         if isinstance(module, QuantizedLinear):
             by_kind.setdefault(kind_of(module.quantized(0, 1)), []).append(module)
-    coded: dict[str, KernelTable] = {}
+    quantized: dict[str, KernelTable] = {}
     fallbacks = []
     for kind, modules in sorted(by_kind.items()):
         for name in _candidates(kind, modules, dtype, group):
@@ -48,20 +48,22 @@ def gpu_linear_factory(
             fault = fault_of([module.quantized(0, _OUTPUTS) for module in distinct], name, dtype) or ""
             fault = next(filter(None, group.exchange(fault) if group else [fault]), "")
             if not fault:
-                coded[kind] = KernelTable.of(name)
+                quantized[kind] = KernelTable.of(name)
                 break
             fallbacks.append(f"{kind} weights are multiplied in a slower way: {fault}")
             logger.warning(fallbacks[-1])
-    return LinearFactory(BlasLinear, None, coded, dtype, coded_layer), fallbacks
+    return LinearFactory(BlasLinear, None, quantized, dtype, quantized_layer), fallbacks
 
 
-def coded_layer(weight: QuantizedWeight, bias: Tensor | None, kernels: KernelTable, dtype: torch.dtype) -> PackedLinear:
+def quantized_layer(
+    weight: QuantizedWeight, bias: Tensor | None, kernels: KernelTable, dtype: torch.dtype
+) -> PackedLinear:
     """Returns a layer for a weight, [outputs, inputs], and a bias, by the kernel that the table names."""
     if kernels.kernels == (SCALED_MM,):
         from tgi_server.engine.linear.scaled import ScaledLinear
 
         return ScaledLinear(weight, bias, kernels, dtype)
-    from tgi_server.engine.linear.triton_codes import TritonLinear
+    from tgi_server.engine.linear.triton_quantized import TritonLinear
 
     return TritonLinear(weight, bias, kernels, dtype)
 
@@ -71,7 +73,7 @@ def fault_of(weights: Iterable[QuantizedWeight], name: str, dtype: torch.dtype) 
     tolerance = _TOLERANCE[dtype] + (_FP8_TOLERANCE if name == SCALED_MM else 0)
     try:
         for weight in weights:
-            layer, dense = coded_layer(weight, None, KernelTable.of(name), dtype), weight.dense(dtype)
+            layer, dense = quantized_layer(weight, None, KernelTable.of(name), dtype), weight.dense(dtype)
             generator = torch.Generator(dense.device).manual_seed(0)
             for rows in _ROWS:
                 x = torch.randn(rows, weight.shape[1], generator=generator, device=dense.device).to(dtype)
@@ -87,7 +89,7 @@ def fault_of(weights: Iterable[QuantizedWeight], name: str, dtype: torch.dtype) 
 def _candidates(
     kind: str, modules: list[QuantizedLinear], dtype: torch.dtype, group: ShardGroup | None
 ) -> tuple[str, ...]:
-    """Returns the names of kernels for codes of a kind, the fastest first."""
+    """Returns the names of kernels for quantized weights of a kind, the fastest first."""
     if kind != "fp8":
         return (TRITON,)
     scaled = all(_has_scaled_mm(module, dtype) for module in modules)

@@ -8,13 +8,13 @@ from tgi_server.engine.linear.float import FloatLinear, packed_in_parts
 from tgi_server.engine.linear.kernel_linear import padded
 from tgi_server.engine.linear.kernel_table import KernelTable
 
-INPUT_OFFSET = 128  # UNSIGNED_OFFSET of kernels/cpu/gemm/microkernel.h
+INPUT_ZERO_POINT = 128  # as in kernels/cpu/gemm/microkernel.h
 
 
 class Int8Linear(FloatLinear):
     """y = x W^T + b with W rounded to 8 bits, a scale for each output, and x rounded to 8 bits, a scale for each row.
 
-    Sums are exact; the result has the dtype of x.
+    Accumulators are exact; the result has the dtype of x.
     """
 
     rounding = 0.3
@@ -22,8 +22,8 @@ class Int8Linear(FloatLinear):
     def _pack(self, weight: Tensor, bias: Tensor | None, kernels: KernelTable | None) -> None:
         packed, (scales, sums) = packed_in_parts(weight, ROUNDED_AT_ONCE, _rounded)
         self._scales = padded(scales)
-        known, corrections = torch.ops.oatmill.linear_kernels(packed), padded(sums * INPUT_OFFSET)
-        self._set(packed, bias, kernels, known, scales=self._scales, corrections=corrections)
+        known, compensation = torch.ops.oatmill.linear_kernels(packed), padded(sums * INPUT_ZERO_POINT)
+        self._set(packed, bias, kernels, known, scales=self._scales, compensation=compensation)
 
     def _dense(self) -> tuple[Tensor, Tensor | None]:
         rounded, bias = super()._dense()

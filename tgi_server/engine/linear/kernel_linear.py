@@ -25,13 +25,14 @@ class KernelLinear(PackedLinear):
         known: Sequence[str],
         *,
         scales: Tensor | None = None,
-        corrections: Tensor | None = None,
-        codes: Any = None,
+        compensation: Tensor | None = None,
+        quantized: Any = None,
     ) -> None:
         """Sets the layer that computes.
 
         known: the kernels that take these weights; the first of them is taken where `kernels` is None. scales and
-        corrections: of 8-bit weights, a number for each output, padded. codes: a `torch.classes.oatmill.Codes`.
+        compensation: of 8-bit weights, a number for each output, padded. quantized: a
+        `torch.classes.oatmill.QuantizedWeights`.
         """
         table = kernels or KernelTable.of(known[0])
         self._packed = packed
@@ -42,10 +43,10 @@ class KernelLinear(PackedLinear):
             self.out_features,
             self._bias,
             scales,
-            corrections,
+            compensation,
             list(table.kernels),
             list(table.from_rows),
-            codes,
+            quantized,
         )
 
     def _plain_bias(self) -> Tensor | None:

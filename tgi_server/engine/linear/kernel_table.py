@@ -12,7 +12,7 @@ SCALED_MM = "scaled_mm"
 class KernelTable:
     """kernels: names of kernels. from_rows: for each, the fewest rows from which on it is taken; ascending from 1.
 
-    As text it is "avx512_bf16,amx@16": the first kernel up to 15 rows, the second from 16 rows on. "onednn" stands
+    As text it is "bf16,amx@16": the first kernel up to 15 rows, the second from 16 rows on. "onednn" stands
     alone: oneDNN has a layout of its own, and weights are kept once.
     """
 

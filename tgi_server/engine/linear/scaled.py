@@ -5,11 +5,11 @@ from torch import Tensor
 
 from tgi_server.engine.checkpoint.quantized import QuantizedWeight
 from tgi_server.engine.kernels.triton.fp8 import rounded
-from tgi_server.engine.linear.base import PackedCodes
+from tgi_server.engine.linear.base import PackedQuantized
 from tgi_server.engine.linear.kernel_table import KernelTable
 
 
-class ScaledLinear(PackedCodes):
+class ScaledLinear(PackedQuantized):
     """y = x W^T + b with W in FP8, a scale for each output, and x rounded to FP8, a scale for each row.
 
     x and y are bfloat16, which is all that torch's product with a scale for each row gives.

@@ -12,19 +12,18 @@ from tgi_server.engine.lora.base_model import BaseLayer
 
 @dataclass(frozen=True, slots=True)
 class AdapterLayer:
-    """The change of one linear layer: y = gain * base(x) + b (a x) + shift, where base(x) has the base layer's bias.
+    """The delta of one linear layer: y = dora_scale * base(x) + b (a x) + bias_delta; base(x) has its bias.
 
     All formats of adapters end here (Hu et al., "LoRA", 2021; Liu et al., "DoRA", 2024): b has the scale alpha / rank
-    or alpha / sqrt(rank), and DoRA's magnitude over the norms of the changed weight's rows; shift has what the bias is
-    changed by.
+    or alpha / sqrt(rank), and DoRA's magnitude over the norms of the changed weight's rows.
 
-    a: [rank, in_features]. b: [out_features, rank]. gain, shift: [out_features], or None for 1 and 0.
+    a: [rank, in_features]. b: [out_features, rank]. dora_scale, bias_delta: [out_features], or None for 1 and 0.
     """
 
     a: Tensor
     b: Tensor
-    gain: Tensor | None = None
-    shift: Tensor | None = None
+    dora_scale: Tensor | None = None
+    bias_delta: Tensor | None = None
 
     @property
     def rank(self) -> int:
@@ -32,12 +31,14 @@ class AdapterLayer:
 
     @property
     def nbytes(self) -> int:
-        return sum(each.nbytes for each in (self.a, self.b, self.gain, self.shift) if each is not None)
+        return sum(each.nbytes for each in (self.a, self.b, self.dora_scale, self.bias_delta) if each is not None)
 
     def to(self, dtype: torch.dtype) -> Self:
         """Returns the same layer in another dtype."""
-        gain, shift = (None if each is None else each.to(dtype) for each in (self.gain, self.shift))
-        return type(self)(self.a.to(dtype), self.b.to(dtype), gain, shift)
+        dora_scale, bias_delta = (
+            None if each is None else each.to(dtype) for each in (self.dora_scale, self.bias_delta)
+        )
+        return type(self)(self.a.to(dtype), self.b.to(dtype), dora_scale, bias_delta)
 
     def merged(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Returns the weight, [out_features, in_features], and the bias of the changed layer, in float32.
@@ -45,22 +46,22 @@ class AdapterLayer:
         weight, bias: of the base layer.
         """
         changed = weight.to(torch.float32, copy=True)
-        if self.gain is not None:
-            changed *= self.gain.float().unsqueeze(1)
+        if self.dora_scale is not None:
+            changed *= self.dora_scale.float().unsqueeze(1)
         changed.addmm_(self.b.float(), self.a.float())
         return changed, bias if bias is None else self.merged_bias(bias)
 
     def merged_bias(self, bias: Tensor) -> Tensor:
         """Returns the bias of the changed layer, [out_features] float32, for that of the base layer."""
-        scaled = bias.float() if self.gain is None else bias.float() * self.gain.float()
-        return scaled if self.shift is None else scaled + self.shift.float()
+        scaled = bias.float() if self.dora_scale is None else bias.float() * self.dora_scale.float()
+        return scaled if self.bias_delta is None else scaled + self.bias_delta.float()
 
     def split(self, layers: Mapping[str, BaseLayer]) -> dict[str, Self]:
         """Returns the layer as those whose outputs it has side by side, by their paths."""
         sizes = [layer.out_features for layer in layers.values()]
         rows = [
             (None,) * len(sizes) if tensor is None else tensor.split(sizes)
-            for tensor in (self.b, self.gain, self.shift)
+            for tensor in (self.b, self.dora_scale, self.bias_delta)
         ]
         return {path: type(self)(self.a, *parts) for path, *parts in zip(layers, *rows, strict=True)}
 

@@ -11,7 +11,7 @@ from tgi_server.engine.backends.layer import DecoderLayer
 from tgi_server.engine.checkpoint.quantized import QuantizedLinear
 from tgi_server.engine.linear import PackedLinear
 from tgi_server.engine.lora.adapter import AdapterLayer
-from tgi_server.engine.lora.products import Change, CpuProducts, Products
+from tgi_server.engine.lora.backends import CpuLora, LoraBackend, LoraDelta
 from tgi_server.engine.lora.rows import AdapterRows, CurrentRows
 
 # Layers of which a mixture gives each only some of the rows: which rows those are, nobody knows outside.
@@ -27,7 +27,7 @@ class AdaptedLinear:
     """
 
     def __init__(
-        self, module: nn.Module, parts: Sequence[tuple[str, int]], current: CurrentRows, products: Products
+        self, module: nn.Module, parts: Sequence[tuple[str, int]], current: CurrentRows, products: LoraBackend
     ) -> None:
         """current: the rows of the pass that runs. products: computes the changes."""
         self.parts = parts
@@ -40,31 +40,31 @@ class AdaptedLinear:
         module.forward = self.forward
         if self._add_to is not None:
             module.add_to = self.add_to  # type: ignore[assignment]
-        if isinstance(products, CpuProducts) and isinstance(module, PackedLinear):
+        if isinstance(products, CpuLora) and isinstance(module, PackedLinear):
             layer = module.kernel()  # which may be called without Python
             if layer is not None:
                 layer.adapt(products.kernel)
 
-    def change(self, layers: Mapping[str, AdapterLayer], dtype: torch.dtype) -> Change | None:
+    def change(self, layers: Mapping[str, AdapterLayer], dtype: torch.dtype) -> LoraDelta | None:
         """Returns an adapter's change of this layer; None if it has none. layers: by path, as this shard has them."""
         a, b, firsts, first = [], [], [], 0
-        gain = shift = None
+        dora_scale = bias_delta = None
         for path, outputs in self.parts:
             layer = layers.get(path)
             if layer is not None:
                 a.append(layer.a.to(dtype))
                 b.append(layer.b.to(dtype).t().contiguous())
                 firsts.append(first)
-                if layer.gain is not None:
-                    gain = torch.ones(self.outputs) if gain is None else gain
-                    gain[first : first + outputs] = layer.gain
-                if layer.shift is not None:
-                    shift = torch.zeros(self.outputs) if shift is None else shift
-                    shift[first : first + outputs] = layer.shift
+                if layer.dora_scale is not None:
+                    dora_scale = torch.ones(self.outputs) if dora_scale is None else dora_scale
+                    dora_scale[first : first + outputs] = layer.dora_scale
+                if layer.bias_delta is not None:
+                    bias_delta = torch.zeros(self.outputs) if bias_delta is None else bias_delta
+                    bias_delta[first : first + outputs] = layer.bias_delta
             first += outputs
-        return Change(torch.cat(a), b, firsts, gain, shift) if a else None
+        return LoraDelta(torch.cat(a), b, firsts, dora_scale, bias_delta) if a else None
 
-    def put(self, number: int, change: Change) -> None:
+    def put(self, number: int, change: LoraDelta) -> None:
         """Has the rows of the adapter with that number computed with its change from the next pass on."""
         self._changed_by.add(number)
         self._products.put(number, change)
@@ -97,7 +97,7 @@ class AdaptedLinear:
 
 
 def adapt_linears(
-    model: nn.Module, current: CurrentRows, products: Callable[[int, int], Products]
+    model: nn.Module, current: CurrentRows, products: Callable[[int, int], LoraBackend]
 ) -> list[AdaptedLinear]:
     """Makes all linear layers of a model such that adapters can change them.
 

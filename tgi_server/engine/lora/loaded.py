@@ -16,9 +16,9 @@ from transformers import PretrainedConfig, PreTrainedModel
 from tgi_server.engine.errors import InvalidAdapter, InvalidCall
 from tgi_server.engine.kernels import load_kernels
 from tgi_server.engine.lora.adapter import AdapterLayer
+from tgi_server.engine.lora.backends import CpuLora, LoraBackend, LoraDelta, TorchLora
 from tgi_server.engine.lora.base_model import BaseModel
 from tgi_server.engine.lora.linears import AdaptedLinear, adapt_linears
-from tgi_server.engine.lora.products import Change, CpuProducts, Products, TorchProducts
 from tgi_server.engine.lora.reader import read_adapter
 from tgi_server.engine.lora.rows import CurrentRows
 from tgi_server.engine.memory import available_ram
@@ -42,7 +42,7 @@ class ReadAdapter:
     """
 
     rank: int
-    changes: Mapping[int, Change]
+    changes: Mapping[int, LoraDelta]
 
     @property
     def nbytes(self) -> int:
@@ -170,16 +170,16 @@ class LoadedAdapters:
     def _linears(self) -> list[AdaptedLinear]:
         return adapt_linears(self._model, self._current, self._products)
 
-    def _products(self, outputs: int, parts: int) -> Products:
+    def _products(self, outputs: int, parts: int) -> LoraBackend:
         """Returns what computes the changes of a linear layer, which is made of so many of the base model."""
         device = self._model.device
         if self._custom_kernels and device.type == "cpu" and load_kernels():
-            return CpuProducts(outputs)
+            return CpuLora(outputs)
         if self._on_gpu:
-            from tgi_server.engine.lora.triton_products import TritonProducts
+            from tgi_server.engine.lora.triton_lora import TritonLora
 
-            return TritonProducts(outputs, parts * self._max_rank, device)
-        return TorchProducts()
+            return TritonLora(outputs, parts * self._max_rank, device)
+        return TorchLora()
 
     @cached_property
     def _on_gpu(self) -> bool:
@@ -187,7 +187,7 @@ class LoadedAdapters:
         if not self._custom_kernels or self._model.device.type != "cuda":
             return False
         try:
-            from tgi_server.engine.lora.triton_products import fault_of
+            from tgi_server.engine.lora.triton_lora import fault_of
         except ImportError as error:
             fault: str | None = str(error)
         else:
@@ -216,12 +216,14 @@ def _slice(plan: ShardingPlan, share: Share, path: str, layer: AdapterLayer, *, 
         return layer
     if slice_.axis == (1 if transposed else 0):
         outputs = slice_.ranges(share, len(layer.b))
-        gain, shift = (None if each is None else _taken(each, outputs) for each in (layer.gain, layer.shift))
-        return AdapterLayer(layer.a, _taken(layer.b, outputs), gain, shift)
+        dora_scale, bias_delta = (
+            None if each is None else _taken(each, outputs) for each in (layer.dora_scale, layer.bias_delta)
+        )
+        return AdapterLayer(layer.a, _taken(layer.b, outputs), dora_scale, bias_delta)
     inputs = _taken(layer.a.t(), slice_.ranges(share, layer.a.shape[1]))
     # every shard has a part of the sum, and the first one the bias
-    shift = None if layer.shift is None or share.rank > 0 else layer.shift
-    return AdapterLayer(inputs.t(), layer.b, layer.gain, shift)
+    bias_delta = None if layer.bias_delta is None or share.rank > 0 else layer.bias_delta
+    return AdapterLayer(inputs.t(), layer.b, layer.dora_scale, bias_delta)
 
 
 def _taken(tensor: Tensor, ranges: list[range]) -> Tensor:

@@ -123,22 +123,22 @@ class _Reader:
         b = self._tensor(parts["B.weight"], outputs, rank)
         if (scale := self._config.scale(path)) != 1:
             b = b * scale
-        shift = gain = None
+        bias_delta = dora_scale = None
         if (name := parts.get("B.bias")) is not None:
-            shift = self._tensor(name, outputs) * scale
+            bias_delta = self._tensor(name, outputs) * scale
         if (name := parts.get("bias")) is not None:
-            shift = self._trained_bias(name, places, outputs)
+            bias_delta = self._trained_bias(name, places, outputs)
         if (name := parts.get("lora_magnitude_vector")) is not None:
-            gain = self._gain(self._tensor(name, outputs), a, b, places)
-            b = b * gain.unsqueeze(1)
+            dora_scale = self._gain(self._tensor(name, outputs), a, b, places)
+            b = b * dora_scale.unsqueeze(1)
             if "B.bias" in parts:
                 self._refuse(parts["B.bias"], "is a bias of a LoRA with DoRA, which is not supported")
             old = self._bias(places)
             if old is not None:  # the magnitude scales the product, without the bias
-                shift = (1 - gain) * old if shift is None else shift + (1 - gain) * old
+                bias_delta = (1 - dora_scale) * old if bias_delta is None else bias_delta + (1 - dora_scale) * old
         elif self._config.dora:
             self._refuse(_first(parts), "has no lora_magnitude_vector beside it, which use_dora asks for")
-        return AdapterLayer(a, b, gain, shift).split(places)
+        return AdapterLayer(a, b, dora_scale, bias_delta).split(places)
 
     def _check_copy(self, name: str) -> None:
         """Refuses a tensor that is neither of a LoRA nor the base model's own."""

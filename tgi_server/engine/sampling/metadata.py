@@ -64,7 +64,7 @@ def counts_generated(parameters: SamplingParameters) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Subset:
+class RowIndex:
     """Some rows of a tensor. index: int64 `[k]` on the device; None: all rows."""
 
     index: Tensor | None
@@ -73,27 +73,27 @@ class Subset:
         return rows if self.index is None else rows.index_select(0, self.index)
 
     def put(self, rows: Tensor, part: Tensor) -> Tensor:
-        """Returns `rows` with `part` in this subset's places; overwrites `rows`."""
+        """Returns `rows` with `part` in the rows of this index; overwrites `rows`."""
         return part if self.index is None else rows.index_copy_(0, self.index, part)
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class RowParameter:
     """The rows of the scores that a rule concerns, its parameter for each `[k, 1]`, and the highest of these."""
 
-    subset: Subset
+    row_index: RowIndex
     values: Tensor
     largest: float
 
     def apply(self, scores: Tensor, change: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        return self.subset.put(scores, change(self.subset.take(scores), self.values))
+        return self.row_index.put(scores, change(self.row_index.take(scores), self.values))
 
 
 @dataclass(frozen=True, slots=True)
 class Penalty:
     """A rule about counted tokens. slots: of the rows in the pool of counts, int64 `[k]`."""
 
-    rule: Rule
+    rule: RowParameter
     slots: Tensor
 
     def apply(self, scores: Tensor, pool: Tensor, change: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
@@ -110,7 +110,7 @@ class Bias:
 
 
 @dataclass(frozen=True, slots=True)
-class LateTokens:
+class MinTokensBan:
     """Tokens that may come only after others.
 
     places: in the flattened scores, int64 `[k]`. rows: of the scores, and least: how many tokens must have been
@@ -126,7 +126,7 @@ class LateTokens:
 class Counted:
     """The rows whose tokens are counted, and their slots in the pool, int64 `[k]`."""
 
-    subset: Subset
+    row_index: RowIndex
     slots: Tensor
 
 
@@ -139,27 +139,27 @@ class RowSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class Drawing:
+class SamplingTensors:
     """The warpers and seeds of the rows that sample. The rules' subsets are of these rows; seeds: int64 `[k]`.
 
-    in_one: the same for a kernel that does all of it at once; None: there is none, or not for these rows.
+    fused: the same for a kernel that does all of it at once; None: there is none, or not for these rows.
     """
 
-    subset: Subset
+    row_index: RowIndex
     seeds: Tensor
-    in_one: RowSettings | None
-    temperature: Rule | None
-    top_k: Rule | None
-    top_p: Rule | None
-    typical_p: Rule | None
-    min_p: Rule | None
+    fused: RowSettings | None
+    temperature: RowParameter | None
+    top_k: RowParameter | None
+    top_p: RowParameter | None
+    typical_p: RowParameter | None
+    min_p: RowParameter | None
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
     """The rows that something is reported of; positions: those rows among the logits; counts: how much of each."""
 
-    subset: Subset
+    row_index: RowIndex
     positions: tuple[int, ...]
     counts: tuple[int, ...]
 
@@ -172,17 +172,17 @@ class SamplingMetadata:
     rows in the sampler's state, int64. prompt_lengths: tokens, int64. None: a rule concerns no row.
     """
 
-    processed: Subset
+    processed: RowIndex
     state_rows: Tensor
     prompt_lengths: Tensor
-    watermark: Subset | None
+    watermark: RowIndex | None
     repetition: Penalty | None
     frequency: Penalty | None
     presence: Penalty | None
     count: Penalty | None
     bias: Bias | None
-    late: LateTokens | None
-    drawing: Drawing | None
+    min_tokens_ban: MinTokensBan | None
+    sampling: SamplingTensors | None
     logprobs: Report | None
     top_tokens: Report | None
     sequence_counts: Counted | None
@@ -223,38 +223,38 @@ class MetadataBuilder:
             processed=self._in_order(positions, len(rows)),
             state_rows=self._integers([rows[i] for i in positions]),
             prompt_lengths=self._integers([entry.prompt_length for entry in entries]),
-            watermark=self._subset([p.watermark for p in parameters]),
+            watermark=self._row_index([p.watermark for p in parameters]),
             repetition=self._penalty([p.repetition_penalty for p in parameters], 1.0, sequence_slots),
             frequency=self._penalty([p.frequency_penalty for p in parameters], 0.0, sequence_slots),
             presence=self._penalty([p.presence_penalty for p in parameters], 0.0, generated_slots),
             count=self._penalty([p.count_penalty for p in parameters], 0.0, generated_slots),
             bias=self._bias([p.logit_bias for p in parameters]),
-            late=self._late(parameters),
-            drawing=self._drawing(entries),
+            min_tokens_ban=self._min_tokens_ban(parameters),
+            sampling=self._sampling(entries),
             logprobs=self._report([int(entry.report.logprobs) for entry in entries], positions),
             top_tokens=self._report([entry.report.top_n_tokens for entry in entries], positions),
             sequence_counts=self._counted(sequence_slots),
             generated_counts=self._counted(generated_slots),
         )
 
-    def _drawing(self, entries: Sequence[Row]) -> Drawing | None:
-        subset = self._subset([entry.parameters.do_sample for entry in entries])
-        if subset is None:
+    def _sampling(self, entries: Sequence[Row]) -> SamplingTensors | None:
+        row_index = self._row_index([entry.parameters.do_sample for entry in entries])
+        if row_index is None:
             return None
         drawn = [entry.parameters for entry in entries if entry.parameters.do_sample]
         top_k = [min(p.top_k, self._vocab_size) for p in drawn]
-        return Drawing(
-            subset=subset,
+        return SamplingTensors(
+            row_index=row_index,
             seeds=self._integers([as_int64(p.seed) for p in drawn]),
-            in_one=self._in_one(drawn) if self._row_kernel else None,
-            temperature=self._rule([_temperature(p) for p in drawn], 1.0, torch.float32),
-            top_k=self._rule(top_k, 0, torch.int64),
-            top_p=self._rule([p.top_p for p in drawn], 1.0, torch.float64),
-            typical_p=self._rule([p.typical_p for p in drawn], 1.0, torch.float64),
-            min_p=self._rule([p.min_p for p in drawn], 0.0, torch.float32),
+            fused=self._fused(drawn) if self._row_kernel else None,
+            temperature=self._row_parameter([_temperature(p) for p in drawn], 1.0, torch.float32),
+            top_k=self._row_parameter(top_k, 0, torch.int64),
+            top_p=self._row_parameter([p.top_p for p in drawn], 1.0, torch.float64),
+            typical_p=self._row_parameter([p.typical_p for p in drawn], 1.0, torch.float64),
+            min_p=self._row_parameter([p.min_p for p in drawn], 0.0, torch.float32),
         )
 
-    def _in_one(self, drawn: Sequence[SamplingParameters]) -> RowSettings | None:
+    def _fused(self, drawn: Sequence[SamplingParameters]) -> RowSettings | None:
         if any(p.typical_p != 1.0 for p in drawn):
             return None
         numbers = [number for p in drawn for number in (_temperature(p), p.top_p, p.min_p)]
@@ -262,18 +262,18 @@ class MetadataBuilder:
         return RowSettings(to_device(numbers, torch.float64, self._device).view(-1, 3), top_k)
 
     def _penalty(self, values: Sequence[float], off: float, slots: Sequence[int | None]) -> Penalty | None:
-        rule = self._rule(values, off, torch.float32)
+        rule = self._row_parameter(values, off, torch.float32)
         if rule is None:
             return None
         concerned = [slot for slot, value in zip(slots, values, strict=True) if slot is not None and value != off]
         return Penalty(rule, self._integers(concerned))
 
-    def _rule(self, values: Sequence[float], off: float, dtype: torch.dtype) -> Rule | None:
-        subset = self._subset([value != off for value in values])
-        if subset is None:
+    def _row_parameter(self, values: Sequence[float], off: float, dtype: torch.dtype) -> RowParameter | None:
+        row_index = self._row_index([value != off for value in values])
+        if row_index is None:
             return None
         concerned = [value for value in values if value != off]
-        return Rule(subset, to_device(concerned, dtype, self._device).unsqueeze(1), max(concerned))
+        return RowParameter(row_index, to_device(concerned, dtype, self._device).unsqueeze(1), max(concerned))
 
     def _bias(self, biases: Sequence[Mapping[int, float]]) -> Bias | None:
         entries = [(row * self._vocab_size + i, value) for row, bias in enumerate(biases) for i, value in bias.items()]
@@ -282,7 +282,7 @@ class MetadataBuilder:
         places, values = zip(*entries, strict=True)
         return Bias(self._integers(places), to_device(values, torch.float32, self._device))
 
-    def _late(self, parameters: Sequence[SamplingParameters]) -> LateTokens | None:
+    def _min_tokens_ban(self, parameters: Sequence[SamplingParameters]) -> MinTokensBan | None:
         entries = [
             (row, token, p.min_tokens) for row, p in enumerate(parameters) if p.min_tokens for token in p.late_tokens
         ]
@@ -290,31 +290,31 @@ class MetadataBuilder:
             return None
         rows, tokens, least = zip(*entries, strict=True)
         places = [row * self._vocab_size + token for row, token in zip(rows, tokens, strict=True)]
-        return LateTokens(self._integers(places), self._integers(rows), self._integers(least))
+        return MinTokensBan(self._integers(places), self._integers(rows), self._integers(least))
 
     def _report(self, counts: Sequence[int], positions: Sequence[int]) -> Report | None:
-        subset = self._subset([count > 0 for count in counts])
-        if subset is None:
+        row_index = self._row_index([count > 0 for count in counts])
+        if row_index is None:
             return None
         return Report(
-            subset,
+            row_index,
             positions=tuple(position for position, count in zip(positions, counts, strict=True) if count),
             counts=tuple(count for count in counts if count),
         )
 
     def _counted(self, slots: Sequence[int | None]) -> Counted | None:
-        subset = self._subset([slot is not None for slot in slots])
-        if subset is None:
+        row_index = self._row_index([slot is not None for slot in slots])
+        if row_index is None:
             return None
-        return Counted(subset, self._integers([slot for slot in slots if slot is not None]))
+        return Counted(row_index, self._integers([slot for slot in slots if slot is not None]))
 
-    def _subset(self, members: Sequence[bool]) -> Subset | None:
+    def _row_index(self, members: Sequence[bool]) -> RowIndex | None:
         if not any(members):
             return None
         return self._in_order([i for i, member in enumerate(members) if member], len(members))
 
-    def _in_order(self, indices: Sequence[int], count: int) -> Subset:
-        return Subset(None if list(indices) == list(range(count)) else self._integers(indices))
+    def _in_order(self, indices: Sequence[int], count: int) -> RowIndex:
+        return RowIndex(None if list(indices) == list(range(count)) else self._integers(indices))
 
     def _integers(self, values: Sequence[int]) -> Tensor:
         return to_device(values, torch.int64, self._device)

@@ -12,10 +12,10 @@ from tgi_server.engine.memory import to_device
 from tgi_server.engine.sampling import warpers
 from tgi_server.engine.sampling.logprobs import ChosenReport, Sampled, TopReport, chosen_logprobs, top_logprobs
 from tgi_server.engine.sampling.metadata import (
-    Drawing,
     MetadataBuilder,
     Row,
     SamplingMetadata,
+    SamplingTensors,
     counts_generated,
     counts_sequence,
     is_greedy,
@@ -183,7 +183,7 @@ class Sampler:
                 (metadata.generated_counts, self._generated),
             ):
                 if counted is not None:
-                    pool.record(counted.slots, counted.subset.take(taken), counted.subset.take(amounts))
+                    pool.record(counted.slots, counted.row_index.take(taken), counted.row_index.take(amounts))
             if active is not None:
                 taken = torch.where(amounts > 0, taken, self._previous[metadata.state_rows])
             self._previous.index_copy_(0, metadata.state_rows, taken)
@@ -218,7 +218,7 @@ class Sampler:
         if metadata.repetition is not None:
             scores = metadata.repetition.apply(scores, self._sequences.counts, repetition_penalty)
         if metadata.frequency is not None:
-            lengths = metadata.frequency.rule.subset.take(metadata.prompt_lengths + self._steps[metadata.state_rows])
+            lengths = metadata.frequency.rule.row_index.take(metadata.prompt_lengths + self._steps[metadata.state_rows])
             penalise = partial(frequency_penalty, lengths=lengths.unsqueeze(1))
             scores = metadata.frequency.apply(scores, self._sequences.counts, penalise)
         if metadata.presence is not None:
@@ -227,62 +227,64 @@ class Sampler:
             scores = metadata.count.apply(scores, self._generated.counts, count_penalty)
         if metadata.bias is not None:
             scores.view(-1).scatter_add_(0, metadata.bias.places, metadata.bias.values)
-        if (late := metadata.late) is not None:
-            generated = self._steps[metadata.state_rows].index_select(0, late.rows)
-            scores.view(-1).scatter_add_(0, late.places, torch.where(generated < late.least, -torch.inf, 0.0))
+        if (min_tokens_ban := metadata.min_tokens_ban) is not None:
+            generated = self._steps[metadata.state_rows].index_select(0, min_tokens_ban.rows)
+            scores.view(-1).scatter_add_(
+                0, min_tokens_ban.places, torch.where(generated < min_tokens_ban.least, -torch.inf, 0.0)
+            )
         return scores
 
     def _choose(self, scores: Tensor, metadata: SamplingMetadata) -> tuple[Tensor, Tensor]:
         """Returns the scores after the warpers of the rows that sample, and the chosen ids: `[processed]`."""
-        drawing = metadata.drawing
-        if drawing is None:
+        sampling = metadata.sampling
+        if sampling is None:
             return scores, best(scores)
-        steps = drawing.subset.take(self._steps[metadata.state_rows])
+        steps = sampling.row_index.take(self._steps[metadata.state_rows])
         reports = metadata.logprobs is not None or metadata.top_tokens is not None
-        warped, chosen = _draw(drawing.subset.take(scores), drawing, steps, reports=reports)
-        if drawing.subset.index is not None:
-            chosen = drawing.subset.put(best(scores), chosen)
-        return drawing.subset.put(scores, warped), chosen
+        warped, chosen = _draw(sampling.row_index.take(scores), sampling, steps, reports=reports)
+        if sampling.row_index.index is not None:
+            chosen = sampling.row_index.put(best(scores), chosen)
+        return sampling.row_index.put(scores, warped), chosen
 
 
-def _draw(scores: Tensor, drawing: Drawing, steps: Tensor, *, reports: bool) -> tuple[Tensor, Tensor]:
+def _draw(scores: Tensor, sampling: SamplingTensors, steps: Tensor, *, reports: bool) -> tuple[Tensor, Tensor]:
     """Returns the scores after the warpers, and the tokens that are drawn from them.
 
     steps: int64 `[k]`. reports: the scores are asked for; else they may be those before.
     """
-    if (settings := drawing.in_one) is not None:
+    if (settings := sampling.fused) is not None:
         from tgi_server.engine.kernels.triton.sampling import choose
 
         scores = scores.contiguous()
         warped = torch.empty_like(scores) if reports else None
-        chosen = choose(scores, settings.numbers, settings.top_k, drawing.seeds, steps, warped)
+        chosen = choose(scores, settings.numbers, settings.top_k, sampling.seeds, steps, warped)
         return scores if warped is None else warped, chosen
-    warped = _warp(scores, drawing)
-    return warped, draw(warped, uniform(drawing.seeds, steps))
+    warped = _warp(scores, sampling)
+    return warped, draw(warped, uniform(sampling.seeds, steps))
 
 
-def _warp(scores: Tensor, drawing: Drawing) -> Tensor:
+def _warp(scores: Tensor, sampling: SamplingTensors) -> Tensor:
     """Applies the warpers in TGI's order, that of transformers; `min_p`, which TGI does not have, comes last."""
-    if drawing.temperature is not None:
-        scores = drawing.temperature.apply(scores, warpers.temperature)
-    if drawing.top_k is not None:
-        scores = drawing.top_k.apply(scores, partial(warpers.top_k, largest=int(drawing.top_k.largest)))
-    if drawing.top_p is not None:
-        scores = drawing.top_p.apply(scores, warpers.top_p)
-    if drawing.typical_p is not None:
-        scores = drawing.typical_p.apply(scores, warpers.typical_p)
-    if drawing.min_p is not None:
-        scores = drawing.min_p.apply(scores, warpers.min_p)
+    if sampling.temperature is not None:
+        scores = sampling.temperature.apply(scores, warpers.temperature)
+    if sampling.top_k is not None:
+        scores = sampling.top_k.apply(scores, partial(warpers.top_k, largest=int(sampling.top_k.largest)))
+    if sampling.top_p is not None:
+        scores = sampling.top_p.apply(scores, warpers.top_p)
+    if sampling.typical_p is not None:
+        scores = sampling.typical_p.apply(scores, warpers.typical_p)
+    if sampling.min_p is not None:
+        scores = sampling.min_p.apply(scores, warpers.min_p)
     return scores
 
 
 def _report(scores: Tensor, chosen: Tensor, metadata: SamplingMetadata, sampled: Sampled) -> None:
     """Adds what requests asked to know. In TGI, too, probabilities are those after all processors and warpers."""
     if (wanted := metadata.logprobs) is not None:
-        logprobs = torch.log_softmax(wanted.subset.take(scores), -1)
-        sampled.chosen.append(ChosenReport(wanted.positions, chosen_logprobs(logprobs, wanted.subset.take(chosen))))
+        logprobs = torch.log_softmax(wanted.row_index.take(scores), -1)
+        sampled.chosen.append(ChosenReport(wanted.positions, chosen_logprobs(logprobs, wanted.row_index.take(chosen))))
     if (wanted := metadata.top_tokens) is not None:
-        logprobs = torch.log_softmax(wanted.subset.take(scores), -1)
+        logprobs = torch.log_softmax(wanted.row_index.take(scores), -1)
         sampled.top.append(TopReport(wanted.positions, wanted.counts, *top_logprobs(logprobs, max(wanted.counts))))
 
 

@@ -23,8 +23,8 @@ CPUS = {
     "max": ("fp asimd crc32 atomics fphp asimdhp cpuid asimdrdm asimddp sve i8mm bf16", 0x411FD401,
             "armv8.2-a+dotprod+bf16+i8mm"),
 }  # fmt: skip
-INSTRUCTIONS = {"cortex-a72": set(), "neoverse-n1": {"neon_dotprod"},
-                "max": {"neon_dotprod", "neon_bf16", "neon_bf16_mmla", "neon_i8mm"}}  # fmt: skip
+INSTRUCTIONS = {"cortex-a72": set(), "neoverse-n1": {"int8"},
+                "max": {"int8", "bf16", "bf16_mmla", "int8_mmla"}}  # fmt: skip
 
 pytestmark = [
     pytest.mark.slow,
@@ -36,7 +36,7 @@ emulated = pytest.mark.skipif(
     reason="needs Debian's qemu-user, and the folder that tests/aarch64.sh makes",
 )
 
-TESTS = ["linear/test_float.py", "linear/test_int8.py", "linear/test_coded.py", "layers/test_head.py",
+TESTS = ["linear/test_float.py", "linear/test_int8.py", "linear/test_quantized.py", "backends/test_head.py",
          "attention/test_backends.py", "kernels/cpu/ops/test_norm_rope_gate.py", "kernels/cpu/gemm/test_lora.py",
          "kernels/cpu/gemm/test_moe.py"]  # fmt: skip
 
@@ -64,7 +64,7 @@ assert build.load_kernels()
 weights = [torch.zeros(1, 64, dtype=dtype) for dtype in (torch.bfloat16, torch.int8)]
 packed = [torch.ops.oatmill.linear_pack(each) for each in weights]
 names = {name for each in packed for name in torch.ops.oatmill.linear_kernels(each)}
-print(*sorted(name for name in names if name.startswith("neon")))
+print(*sorted(names - {"fma", "fma_dequant", "int16"}))
 prompts = [list(range(5, 40)), [8, 9]]
 for dtype in (torch.float32, torch.bfloat16):
     engine = Engine(EngineConfig(demo_model.PATH, dtype=dtype))

@@ -83,6 +83,23 @@ sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "tests/unit/engine/linear"
     assert result.returncode == 0, result.stdout[-3000:]
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_the_kernel_for_amx_computes_the_same_with_emulated_tiles() -> None:
+    script = """
+import pytest, sys
+from tgi_server.engine.kernels import build
+build.FLAGS.append("-DOATMILL_EMULATED_TILES")
+assert build.load_kernels()
+import torch
+assert "amx_emulated" in torch.ops.oatmill.linear_kernels(torch.ops.oatmill.linear_pack(torch.zeros(1, 64).bfloat16()))
+sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "tests/unit/engine/linear",
+                      "tests/unit/engine/backends/test_head.py", "tests/unit/engine/attention/test_backends.py"]))
+"""
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout[-3000:]
+
+
 @X86
 @pytest.mark.slow
 @pytest.mark.timeout(1800)

@@ -32,11 +32,11 @@ def times(**by_kernel: list[float]) -> dict[str, dict[int, float]]:
         (times(fma=[1, 2, 3]), "fma"),
         (times(fma=[1, 9, 30], onednn=[2, 9, 28]), "fma"),
         (times(fma=[1, 9, 30], onednn=[1.5, 4, 8]), "onednn"),
-        (times(avx512_bf16=[1, 9, 30], fma=[1, 15, 60], amx=[3, 4, 5]), "avx512_bf16,amx@16"),
-        (times(avx512_bf16=[1, 9, 30], fma=[1, 15, 60], amx=[3, 10, 5], onednn=[2, 5, 7]), "avx512_bf16,amx@64"),
-        (times(avx512_bf16=[1, 9, 30], amx=[3, 9.5, 5]), "avx512_bf16,amx@16"),  # 16 by noise, so as many do
-        (times(avx512_bf16=[1, 9, 30], amx=[0.98, 8.8, 29]), "avx512_bf16"),  # no more than noise
-        (times(avx512_bf16=[2, 2, 2], fma=[1, 3, 3]), "fma,avx512_bf16@16"),
+        (times(bf16=[1, 9, 30], fma=[1, 15, 60], amx=[3, 4, 5]), "bf16,amx@16"),
+        (times(bf16=[1, 9, 30], fma=[1, 15, 60], amx=[3, 10, 5], onednn=[2, 5, 7]), "bf16,amx@64"),
+        (times(bf16=[1, 9, 30], amx=[3, 9.5, 5]), "bf16,amx@16"),  # 16 by noise, so as many do
+        (times(bf16=[1, 9, 30], amx=[0.98, 8.8, 29]), "bf16"),  # no more than noise
+        (times(bf16=[2, 2, 2], fma=[1, 3, 3]), "fma,bf16@16"),
     ],
 )
 def test_each_number_of_rows_gets_its_fastest_kernel(measured, chosen) -> None:
@@ -45,14 +45,14 @@ def test_each_number_of_rows_gets_its_fastest_kernel(measured, chosen) -> None:
 
 def test_inputs_of_32_bits_are_not_rounded_to_16() -> None:
     assert load_kernels()
-    assert "codes_int16" in Weights.coded("int4", torch.bfloat16).kernels
+    assert "w4a16" in Weights.quantized("int4", torch.bfloat16).kernels
     for kind in ("int4", "codebook", "int8", "fp8"):
-        assert Weights.coded(kind, torch.float32).kernels == ("codes", "expanded")
-    assert "codes_int16" not in Weights.coded("codebook", torch.float16).kernels  # to 14 with a codebook
-    assert "codes_int8" not in Weights.coded("int4", torch.bfloat16).kernels
+        assert Weights.quantized(kind, torch.float32).kernels == ("fma", "fma_dequant")
+    assert "w4a16" not in Weights.quantized("codebook", torch.float16).kernels  # to 14 with a codebook
+    assert "w4a8" not in Weights.quantized("int4", torch.bfloat16).kernels
 
 
-@pytest.mark.parametrize("text", ["fma", "avx512_bf16,amx@16", "onednn"])
+@pytest.mark.parametrize("text", ["fma", "bf16,amx@16", "onednn"])
 def test_a_table_is_read_as_it_is_written(text) -> None:
     assert str(KernelTable.of(text)) == text
 
@@ -88,8 +88,8 @@ def float_weights(dtype: torch.dtype) -> Weights:
     [
         float_weights,
         pytest.param(lambda dtype: Weights.plain(Int8Linear, dtype), marks=pytest.mark.slow),
-        lambda dtype: Weights.coded("int4", dtype),
-        pytest.param(lambda dtype: Weights.coded("fp8", dtype), marks=pytest.mark.slow),
+        lambda dtype: Weights.quantized("int4", dtype),
+        pytest.param(lambda dtype: Weights.quantized("fp8", dtype), marks=pytest.mark.slow),
     ],
 )
 def test_a_model_is_measured_once_on_a_machine_and_the_log_says_it(cache, caplog, monkeypatch, weights) -> None:

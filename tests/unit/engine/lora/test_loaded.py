@@ -2,8 +2,8 @@ from collections.abc import Callable
 
 import torch
 
+from tgi_server.engine.lora.backends import LoraDelta
 from tgi_server.engine.lora.loaded import ReadAdapter, RecentAdapters
-from tgi_server.engine.lora.products import Change
 
 
 def test_adapters_that_were_used_last_are_not_read_again() -> None:
@@ -12,7 +12,7 @@ def test_adapters_that_were_used_last_are_not_read_again() -> None:
     def reader(name: str, floats: int = 25) -> Callable[[], ReadAdapter]:
         def made() -> ReadAdapter:
             read.append(name)
-            return ReadAdapter(1, {0: Change(torch.zeros(1, floats), [], [], None, None)})
+            return ReadAdapter(1, {0: LoraDelta(torch.zeros(1, floats), [], [], None, None)})
 
         return made
 

@@ -152,7 +152,7 @@ def test_rows_of_zeros_stay_zeros_with_dora(tmp_path: Path) -> None:
 def test_a_tied_head_takes_its_weight_from_the_embeddings(bases: Any, tmp_path: Path) -> None:
     base = bases("opt")
     folder, _ = make_adapter(base.model, tmp_path, r=2, target_modules=["lm_head"], use_dora=True)
-    assert read_adapter(folder, base.read).layers["lm_head"].gain is not None
+    assert read_adapter(folder, base.read).layers["lm_head"].dora_scale is not None
 
 
 @pytest.mark.parametrize(

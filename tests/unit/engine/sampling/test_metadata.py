@@ -38,14 +38,14 @@ def test_rules_name_the_rows_that_they_concern() -> None:
     assert metadata.prompt_lengths.tolist() == [3, 3, 3]
     assert metadata.repetition is not None
     assert metadata.repetition.slots.tolist() == [1]
-    assert metadata.repetition.rule.subset.index.tolist() == [1]
+    assert metadata.repetition.rule.row_index.index.tolist() == [1]
     assert metadata.bias is not None
     assert metadata.bias.places.tolist() == [10 + 9]
-    assert metadata.drawing is not None
-    assert metadata.drawing.subset.index.tolist() == [0, 2]
-    assert metadata.drawing.seeds.tolist() == [-1, 0]
-    assert metadata.drawing.top_k.largest == 7
-    assert metadata.drawing.temperature.values.tolist() == [[0.5]]
+    assert metadata.sampling is not None
+    assert metadata.sampling.row_index.index.tolist() == [0, 2]
+    assert metadata.sampling.seeds.tolist() == [-1, 0]
+    assert metadata.sampling.top_k.largest == 7
+    assert metadata.sampling.temperature.values.tolist() == [[0.5]]
     assert metadata.top_tokens is not None
     assert (metadata.top_tokens.positions, metadata.top_tokens.counts) == ((3,), (2,))
     assert metadata.frequency is metadata.presence is metadata.count is metadata.watermark is metadata.logprobs is None

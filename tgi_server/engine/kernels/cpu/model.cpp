@@ -320,7 +320,7 @@ class CausalLM : public torch::CustomClassHolder {
                                                           std::vector<at::Tensor> cos, std::vector<at::Tensor> sin,
                                                           const MaybeTensor& wanted, const MaybeTensor& adapters,
                                                           bool greedy, bool head) const {
-    own_threads = true;
+    own_thread_pool = true;
     at::Tensor hidden = rows_of(embedding_, tokens);
     if (embedding_scale_ != 1) multiply(hidden, embedding_scale_);
     if (position_embedding_) add(hidden, rows_of(*position_embedding_, positions));
@@ -387,7 +387,7 @@ class CausalLM : public torch::CustomClassHolder {
 TORCH_LIBRARY_FRAGMENT(oatmill, library) {
   using namespace oatmill;
   // each before those whose methods take it
-  library.class_<Codes>("Codes").def(
+  library.class_<QuantizedWeights>("QuantizedWeights").def(
       torch::init<std::string, at::Tensor, at::Tensor, MaybeTensor, MaybeTensor, MaybeTensor, MaybeTensor>());
   library.class_<Adapters>("Adapters")
       .def(torch::init<int64_t>())
@@ -397,7 +397,7 @@ TORCH_LIBRARY_FRAGMENT(oatmill, library) {
   library.class_<Linear>("Linear")
       .def(torch::init<at::Tensor, int64_t, int64_t, std::optional<at::Tensor>, std::optional<at::Tensor>,
                        std::optional<at::Tensor>, std::vector<std::string>, std::vector<int64_t>,
-                       std::optional<CodesPtr>>())
+                       std::optional<QuantizedWeightsPtr>>())
       .def("forward", &Linear::operator())
       .def("adapt", &Linear::adapt)
       .def("screened", &Linear::screened);

@@ -29,10 +29,11 @@ def add_products(
     relu: bool,
     residual: Tensor | None,
 ) -> Tensor:
-    """Changes y, [..., outputs], by the adapter of each row: gain * y + x A^T B + shift. Returns it.
+    """Changes y, [..., outputs], by the adapter of each row: dora_scale * y + x A^T B + bias_delta. Returns it.
 
     x: [..., inputs]. numbers: int32, the adapter of each row. order: int64, the rows by their adapters. tables:
-    [4, adapters] int64, addresses of A, B, gain and shift, 0 for none. ranks: [adapters] int32. most_ranks: of any.
+    [4, adapters] int64, addresses of A, B, dora_scale and bias_delta, 0 for none. ranks: [adapters] int32. most_ranks:
+    of any.
     """
     x = x.contiguous()
     inputs, outputs = x.shape[-1], y.shape[-1]
@@ -98,11 +99,11 @@ def _shrink(
 
 @triton.jit(do_not_specialize=["count"])
 def _expand(
-    y, residual, order, numbers, b_of, gain_of, shift_of, ranks_of, sums, count, outputs, most,
+    y, residual, order, numbers, b_of, dora_scale_of, bias_delta_of, ranks_of, sums, count, outputs, most,
     together: tl.constexpr, outputs_at_once: tl.constexpr, ranks_at_once: tl.constexpr, relu: tl.constexpr,
     added: tl.constexpr, precision: tl.constexpr,
 ):  # fmt: skip
-    """y = gain * y + sums b + shift of some rows and some outputs, then the activation and the residual."""
+    """y = dora_scale * y + sums b + bias_delta of some rows and some outputs, then the activation and the residual."""
     row, there, number = _rows_of_block(order, numbers, count, together)
     column = tl.program_id(1) * outputs_at_once + tl.arange(0, outputs_at_once)
     real = column < outputs
@@ -123,14 +124,14 @@ def _expand(
                     b + rank[:, None] * outputs + column[None, :], mask=known[:, None] & real[None, :], other=0.0
                 )
                 total += tl.dot(given, weights, input_precision=precision)
-            gain = tl.load(gain_of + each)
-            if gain != 0:
-                gains = tl.load(gain.to(tl.pointer_type(tl.float32)) + column, mask=real, other=1.0)
-                factor = tl.where(mine[:, None], gains[None, :], factor)
-            shift = tl.load(shift_of + each)
-            if shift != 0:
-                shifts = tl.load(shift.to(tl.pointer_type(tl.float32)) + column, mask=real, other=0.0)
-                total += tl.where(mine[:, None], shifts[None, :], 0.0)
+            dora_scale = tl.load(dora_scale_of + each)
+            if dora_scale != 0:
+                dora_scales = tl.load(dora_scale.to(tl.pointer_type(tl.float32)) + column, mask=real, other=1.0)
+                factor = tl.where(mine[:, None], dora_scales[None, :], factor)
+            bias_delta = tl.load(bias_delta_of + each)
+            if bias_delta != 0:
+                bias_deltas = tl.load(bias_delta.to(tl.pointer_type(tl.float32)) + column, mask=real, other=0.0)
+                total += tl.where(mine[:, None], bias_deltas[None, :], 0.0)
     place = row[:, None] * outputs + column[None, :]
     inside = there[:, None] & real[None, :]
     value = tl.load(y + place, mask=inside, other=0.0).to(tl.float32) * factor + total

@@ -65,15 +65,15 @@ def test_what_is_found_has_a_text_and_names(layout, text, names, tmp_path) -> No
 def test_the_engine_says_what_serves(gptq) -> None:
     info = load_engine(gptq).info
     assert info.quantization == "GPTQ, 4 bits, groups of 32"
-    assert info.linear_kernels == "codes (int4), fma"
+    assert info.linear_kernels == "fma (int4), fma"
 
 
 def test_inputs_are_rounded_to_8_bits_only_where_that_is_asked_for(gptq) -> None:
-    if "codes_int8" not in torch.ops.oatmill.codes_kernels("int4"):
+    if "w4a8" not in torch.ops.oatmill.quantized_kernels("int4"):
         pytest.skip("this CPU has no such kernel")
-    engine = load_engine(gptq, linear_kernels="codes_int8")
-    assert engine.info.linear_kernels == "codes_int8 (int4), fma"
-    with pytest.raises(UnsupportedModel, match=r"this CPU has no magic for these weights; it has codes, .*codes_int8"):
+    engine = load_engine(gptq, linear_kernels="w4a8")
+    assert engine.info.linear_kernels == "w4a8 (int4), fma"
+    with pytest.raises(UnsupportedModel, match=r"this CPU has no magic for these weights; it has fma, .*w4a8"):
         load_engine(gptq, linear_kernels="magic")
 
 

@@ -86,7 +86,7 @@ Plan plan(const AttentionLayer<T>& layer, const at::Tensor& tables, const at::Te
 template <typename T>
 void attend(const AttentionLayer<T>& layer, const Plan& plan, Prefill<T> prefill) {
   const int64_t prompts = static_cast<int64_t>(plan.prompts.size()), replies = static_cast<int64_t>(plan.replies.size());
-  for_each_item(prompts + replies, [&](int64_t i, int64_t next) {
+  parallel_for(prompts + replies, [&](int64_t i, int64_t next) {
     if (i < prompts) return prefill(layer, plan.prompts[i]);
     attend_decode(layer, plan.replies[i - prompts], plan.replies[next - prompts]);
   });

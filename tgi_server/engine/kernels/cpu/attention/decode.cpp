@@ -18,17 +18,17 @@ constexpr bool AVX512 = WIDTH == 16;
 
 // scores[r][j] = sum over d of query[r][d] * keys[d][j]
 template <int R, typename C>
-void score_tile(const char* query, const C* keys, const C* wanted, int head_dim, float* scores) {
-  using Set = Columns<C>;
+void score_tile(const char* query, const C* keys, const C* prefetched, int head_dim, float* scores) {
+  using Dot = Columns<C>;
   constexpr int V = std::min(BLOCK / WIDTH, AVX512 || R > 3 ? 2 : 4);
-  constexpr bool PAIRS = AVX512 && !std::is_same_v<typename Set::Operand, float>;
+  constexpr bool PAIRS = AVX512 && !std::is_same_v<typename Dot::Operand, float>;
   constexpr int P = PAIRS ? (R <= 2 ? 4 : R <= 4 ? 2 : 1) : std::max(1, 8 / (R * V));
-  const int64_t row_bytes = int64_t(head_dim) * sizeof(typename Set::Operand);
+  const int64_t row_bytes = int64_t(head_dim) * sizeof(typename Dot::Operand);
   for (int j = 0; j < BLOCK; j += V * WIDTH) {
-    typename Set::Register sums[R][V] = {};
+    typename Dot::Accumulator sums[R][V] = {};
     const TileProduct product{query, row_bytes, reinterpret_cast<const char*>(keys + j * PAIR<C>),
                               BLOCK * PAIR<C> * sizeof(C), head_dim / PAIR<C>};
-    add_products<Set, R, V, P>(product, reinterpret_cast<const char*>(wanted + j * PAIR<C>), sums);
+    add_products<Dot, R, V, P>(product, reinterpret_cast<const char*>(prefetched + j * PAIR<C>), sums);
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
@@ -38,22 +38,22 @@ void score_tile(const char* query, const C* keys, const C* wanted, int head_dim,
 
 // V registers' worth of columns of value_tile.
 template <int R, int V, typename C>
-void value_columns(const char* weights, const float* decays, const C* values, const C* wanted, int tokens, int head_dim,
+void value_columns(const char* weights, const float* decays, const C* values, const C* prefetched, int tokens, int head_dim,
                    float* output) {
-  using Set = Columns<C>;
-  using Register = typename Set::Register;
-  Register sums[R][V];
+  using Dot = Columns<C>;
+  using Accumulator = typename Dot::Accumulator;
+  Accumulator sums[R][V];
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
     for (int v = 0; v < V; ++v) {
-      const Floats sum = load_as<Floats>(output + r * head_dim + v * WIDTH) * decays[r];
-      sums[r][v] = reinterpret_cast<const Register&>(sum);
+      const F32 sum = load_as<F32>(output + r * head_dim + v * WIDTH) * decays[r];
+      sums[r][v] = reinterpret_cast<const Accumulator&>(sum);
     }
-  const TileProduct product{weights, BLOCK * sizeof(typename Set::Operand), reinterpret_cast<const char*>(values),
+  const TileProduct product{weights, BLOCK * sizeof(typename Dot::Operand), reinterpret_cast<const char*>(values),
                             int64_t(head_dim) * PAIR<C> * static_cast<int64_t>(sizeof(C)),
                             (tokens + PAIR<C> - 1) / PAIR<C>};
-  add_products<Set, R, V, 1>(product, reinterpret_cast<const char*>(wanted), sums);
+  add_products<Dot, R, V, 1>(product, reinterpret_cast<const char*>(prefetched), sums);
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
@@ -62,15 +62,15 @@ void value_columns(const char* weights, const float* decays, const C* values, co
 
 // output[r][d] = output[r][d] * decays[r] + sum over j of weights[r][j] * values[j][d]
 template <int R, typename C>
-void value_tile(const char* weights, const float* decays, const C* values, const C* wanted, int tokens, int head_dim,
+void value_tile(const char* weights, const float* decays, const C* values, const C* prefetched, int tokens, int head_dim,
                 float* output) {
   constexpr int V = AVX512 ? (R <= 2 ? 4 : 2) : std::min((R <= 2 ? 4 : 2) * LANES / WIDTH, R > 3 ? 2 : 4);
   constexpr int REST = std::min(V, LANES / WIDTH);
   int d = 0;
   for (; d + V * WIDTH <= head_dim; d += V * WIDTH)
-    value_columns<R, V>(weights, decays, values + d * PAIR<C>, wanted + d * PAIR<C>, tokens, head_dim, output + d);
+    value_columns<R, V>(weights, decays, values + d * PAIR<C>, prefetched + d * PAIR<C>, tokens, head_dim, output + d);
   for (; d < head_dim; d += REST * WIDTH)
-    value_columns<R, REST>(weights, decays, values + d * PAIR<C>, wanted + d * PAIR<C>, tokens, head_dim, output + d);
+    value_columns<R, REST>(weights, decays, values + d * PAIR<C>, prefetched + d * PAIR<C>, tokens, head_dim, output + d);
 }
 
 template <typename C>
@@ -98,11 +98,11 @@ void attend_tile(const AttentionLayer<T>& layer, const AttentionItem& item, int 
   const int64_t start = tile * BLOCK;
   const int tokens = static_cast<int>(std::min<int64_t>(BLOCK, item.end() - start));
   // Tiles are read once for every ROWS rows; what comes later is asked for the first time.
-  const auto wanted = [&](int row) { return row == first_row ? later : place; };
+  const auto prefetched = [&](int row) { return row == first_row ? later : place; };
   for (int r = first_row; r < end_row; r += ROWS<C>)
     SCORE_TILES<C>[std::min(ROWS<C>, end_row - r) - 1](
         reinterpret_cast<const char*>(scratch.query + r * head_dim), layer.template keys_at<C>(place),
-        layer.template keys_at<C>(wanted(r)), head_dim, scratch.scores + r * BLOCK);
+        layer.template keys_at<C>(prefetched(r)), head_dim, scratch.scores + r * BLOCK);
   for (int r = first_row; r < end_row; ++r)
     weigh_row(layer.variant, item.head(r), item.position(r), start, BLOCK, tokens, r, scratch.softmax,
               scratch.scores + r * BLOCK);
@@ -110,7 +110,7 @@ void attend_tile(const AttentionLayer<T>& layer, const AttentionItem& item, int 
   for (int r = first_row; r < end_row; r += ROWS<C>)
     VALUE_TILES<C>[std::min(ROWS<C>, end_row - r) - 1](
         reinterpret_cast<const char*>(weights + r * BLOCK), scratch.softmax.decays + r,
-        layer.template values_at<C>(place), layer.template values_at<C>(wanted(r)), tokens, head_dim,
+        layer.template values_at<C>(place), layer.template values_at<C>(prefetched(r)), tokens, head_dim,
         scratch.output + r * head_dim);
 }
 

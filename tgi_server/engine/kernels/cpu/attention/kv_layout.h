@@ -117,12 +117,12 @@ void write_blocks(const at::Tensor& slots, const at::Tensor& key, const at::Tens
   const auto key_of = [&](int64_t t, int64_t h) { return key_from + t * key.stride(0) + h * key.stride(1); };
   const auto value_of = [&](int64_t t, int64_t h) { return value_from + t * value.stride(0) + h * value.stride(1); };
   const auto block = [&](int64_t t, int64_t h) { return (slot[t] / BLOCK * kv_heads + h) * head_dim * BLOCK; };
-  const auto want = [&](int64_t t, int64_t h) {
+  const auto prefetch = [&](int64_t t, int64_t h) {
     want_token(key_of(t, h), value_of(t, h), key_cache + block(t, h), value_cache + block(t, h), slot[t] % BLOCK,
                head_dim);
   };
-  const int64_t items = parts(tokens, WRITTEN_TOGETHER) * kv_heads;
-  for_each_item(items, [&](int64_t item, int64_t next) {
+  const int64_t items = ceil_div(tokens, WRITTEN_TOGETHER) * kv_heads;
+  parallel_for(items, [&](int64_t item, int64_t next) {
     const int64_t head = item % kv_heads, begin = item / kv_heads * WRITTEN_TOGETHER;
     const int64_t end = std::min(tokens, begin + WRITTEN_TOGETHER), count = end - begin;
     alignas(64) T finished[WRITTEN_TOGETHER * MAX_HEAD_DIM];
@@ -130,7 +130,7 @@ void write_blocks(const at::Tensor& slots, const at::Tensor& key, const at::Tens
     C* places[WRITTEN_TOGETHER];
     for (int64_t t = begin; t < end; ++t) {
       const int64_t later = t + WANTED_EARLIER, of_next = next / kv_heads * WRITTEN_TOGETHER + later - end;
-      later < end ? want(later, head) : want(std::clamp<int64_t>(of_next, 0, tokens - 1), next % kv_heads);
+      later < end ? prefetch(later, head) : prefetch(std::clamp<int64_t>(of_next, 0, tokens - 1), next % kv_heads);
       finish_key(t, head, key_of(t, head), finished + (t - begin) * head_dim);
       places[t - begin] = key_cache + block(t, head) + key_place<C>(0, slot[t] % BLOCK);
     }

@@ -1,6 +1,6 @@
 // The products of attention in vector registers: some rows times a tile, whose columns lie side by side in memory.
 //
-// Both are made of the instruction sets of products.h. Of a cache's numbers, PAIR make a word: what an instruction, or
+// Both are made of the Dots of microkernel.h. Of a cache's numbers, PAIR make a word: what an instruction, or
 // two, multiply by each number of a row.
 
 #pragma once
@@ -19,35 +19,35 @@ namespace oatmill {
 // Products of floats, for a cache of smaller numbers that do not stand in pairs.
 template <typename C>
 struct WidenedColumns {
-  using Register = Floats;
+  using Accumulator = F32;
   using Operand = float;
-  static constexpr int STEPS = 1, NUMBER = sizeof(float), ROWS = FloatProducts<FloatWeights>::ROWS;
+  static constexpr int STEPS = 1, NUMBER = sizeof(float), ROWS = FmaDot<FloatWeights>::ROWS;
   static constexpr int WORD_BYTES = sizeof(C);
 
-  static Floats column(const char* words, int64_t column, int64_t) {
-    return widened(reinterpret_cast<const C*>(words) + column);
+  static F32 column(const char* words, int64_t column, int64_t) {
+    return load_f32(reinterpret_cast<const C*>(words) + column);
   }
-  static Floats row(const char* input) { return in_lanes<Floats, float>(input); }
-  static void add(Floats row, Floats column, Floats& sum) { accumulate(row, column, sum); }
+  static F32 row(const char* input) { return broadcast<F32, float>(input); }
+  static void add(F32 row, F32 column, F32& sum) { accumulate(row, column, sum); }
 };
 
 // The instruction set that reads words of numbers of type C. Operand: what rows have to be made of.
 template <typename C>
 struct Columns : WidenedColumns<C> {};
 template <>
-struct Columns<float> : FloatProducts<FloatWeights> {
+struct Columns<float> : FmaDot<FloatWeights> {
   using Operand = float;
   static constexpr int WORD_BYTES = WORD;
 };
 #if OATMILL_BF16
 template <>
-struct Columns<c10::BFloat16> : PairProducts {
+struct Columns<c10::BFloat16> : Bf16Dot {
   using Operand = c10::BFloat16;
   static constexpr int WORD_BYTES = WORD;
 };
 #else
 template <>
-struct Columns<c10::BFloat16> : FloatProducts<Bf16Weights> {
+struct Columns<c10::BFloat16> : FmaDot<Bf16Weights> {
   using Operand = float;
   static constexpr int WORD_BYTES = WORD;
 };
@@ -60,9 +60,9 @@ const To* converted(const From* tile, int64_t rows, int64_t columns, To* to) {
   if constexpr (PAIR<To> == 2) {  // the upper halves of floats are bfloat16 numbers, to which no number is rounded here
     for (int64_t row = 0; row < rows; row += 2)
       for (int64_t column = 0; column < columns; column += WIDTH) {
-        const Floats low = widened(tile + row * columns + column), high = widened(tile + (row + 1) * columns + column);
-        store_as(to + row * columns + 2 * column, (reinterpret_cast<const Words&>(low) >> 16) |
-                                                      (reinterpret_cast<const Words&>(high) & 0xffff0000));
+        const F32 low = load_f32(tile + row * columns + column), high = load_f32(tile + (row + 1) * columns + column);
+        store_as(to + row * columns + 2 * column, (reinterpret_cast<const U32&>(low) >> 16) |
+                                                      (reinterpret_cast<const U32&>(high) & 0xffff0000));
       }
   } else {
     for (int64_t row = 0; row < rows; row += PAIR<From>)
@@ -87,42 +87,42 @@ struct TileProduct {
 // of it. A register is added to only as fast as one sum follows another; with few rows there are few sums, so each is
 // split into as many partial ones as keep the processor busy. wanted: a tile that is needed soon, of which as much is
 // asked for as is read of this one, since the processor itself does not guess which tile comes next; or null.
-template <typename Set, int R, int V, int P>
-inline void add_products(const TileProduct& product, const char* wanted, typename Set::Register (&sums)[R][V]) {
-  using Register = typename Set::Register;
-  constexpr int REGISTER_BYTES = WIDTH * Set::WORD_BYTES;
+template <typename Dot, int R, int V, int P>
+inline void add_products(const TileProduct& product, const char* prefetched, typename Dot::Accumulator (&sums)[R][V]) {
+  using Accumulator = typename Dot::Accumulator;
+  constexpr int REGISTER_BYTES = WIDTH * Dot::WORD_BYTES;
   constexpr int IN_LINE = std::max(1, 64 / REGISTER_BYTES);
-  Register partial[P][R][V];
+  Accumulator partial[P][R][V];
 #pragma GCC unroll 4
   for (int p = 0; p < P; ++p)
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
-      for (int v = 0; v < V; ++v) partial[p][r][v] = p == 0 ? sums[r][v] : Register{};
+      for (int v = 0; v < V; ++v) partial[p][r][v] = p == 0 ? sums[r][v] : Accumulator{};
   for (int k = 0; k < product.words; k += P)
 #pragma GCC unroll 4
     for (int p = 0; p < P; ++p) {
       const char* words = product.tile + (k + p) * product.word_bytes;
-      if (wanted)
+      if (prefetched)
 #pragma GCC unroll 8
         for (int v = 0; v < V; v += IN_LINE)
-          __builtin_prefetch(wanted + (k + p) * product.word_bytes + v * REGISTER_BYTES, 0, 2);
+          __builtin_prefetch(prefetched + (k + p) * product.word_bytes + v * REGISTER_BYTES, 0, 2);
 #pragma GCC unroll 2
-      for (int step = 0; step < Set::STEPS; ++step)
-        add_outer<Set>(
+      for (int step = 0; step < Dot::STEPS; ++step)
+        add_outer<Dot>(
             [&](int r) {
-              return Set::row(product.rows + r * product.row_bytes + ((k + p) * Set::STEPS + step) * Set::NUMBER);
+              return Dot::row(product.rows + r * product.row_bytes + ((k + p) * Dot::STEPS + step) * Dot::NUMBER);
             },
-            [&](int v) { return Set::column(words, v * WIDTH, step); }, partial[p]);
+            [&](int v) { return Dot::column(words, v * WIDTH, step); }, partial[p]);
     }
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
     for (int v = 0; v < V; ++v) {
-      Floats sum = __builtin_bit_cast(Floats, partial[0][r][v]);
+      F32 sum = __builtin_bit_cast(F32, partial[0][r][v]);
 #pragma GCC unroll 4
-      for (int p = 1; p < P; ++p) sum += __builtin_bit_cast(Floats, partial[p][r][v]);
-      sums[r][v] = __builtin_bit_cast(Register, sum);
+      for (int p = 1; p < P; ++p) sum += __builtin_bit_cast(F32, partial[p][r][v]);
+      sums[r][v] = __builtin_bit_cast(Accumulator, sum);
     }
 }
 

@@ -21,26 +21,26 @@ constexpr float SLACK = 8;  // weights are e^SLACK at most: what they are divide
 // Softmax of some rows so far.
 template <int ROWS>
 struct Softmax {
-  alignas(64) float totals[ROWS * WIDTH];  // of weights, added up in the end
+  alignas(64) float acc[ROWS * WIDTH];  // of weights, added up in the end
   float references[ROWS];                  // weights are e to the score minus this
   float decays[ROWS];                      // of what was summed before the last part
 
   void begin(const Variant& variant, const AttentionItem& item) {
-    std::fill_n(totals, item.rows() * WIDTH, 0.0f);
+    std::fill_n(acc, item.rows() * WIDTH, 0.0f);
     std::fill_n(references, item.rows(), MASKED);
     for (int r = 0; variant.sinks && r < item.rows(); ++r) {
-      totals[r * WIDTH] = 1;
+      acc[r * WIDTH] = 1;
       references[r] = variant.sinks[item.head(r)];
     }
   }
 
-  float total(int row) const { return sum(load_as<Floats>(totals + row * WIDTH)); }
+  float total(int row) const { return sum(load_as<F32>(acc + row * WIDTH)); }
 };
 
 inline float rounded(float x) { return static_cast<float>(c10::BFloat16(x)); }
 
 // To a few units in the last place of 1.
-inline Floats hyperbolic_tangent(Floats x) { return 1.0f - 2.0f / (exponential(x + x) + 1.0f); }
+inline F32 hyperbolic_tangent(F32 x) { return 1.0f - 2.0f / (exponential(x + x) + 1.0f); }
 
 // Softcap, alibi and the mask, on a row's scaled scores against tokens from `start` on. first, last: the columns that it
 // may look at.
@@ -48,7 +48,7 @@ inline void adjust_scores(const Variant& variant, int head, int64_t position, in
                           int64_t last, int columns, float* scores) {
   if (variant.softcap != 0)
     for (int j = 0; j < columns; j += WIDTH)
-      store_as(scores + j, variant.softcap * hyperbolic_tangent(load_as<Floats>(scores + j) / variant.softcap));
+      store_as(scores + j, variant.softcap * hyperbolic_tangent(load_as<F32>(scores + j) / variant.softcap));
   if (variant.alibi_slopes) {
     const float slope = variant.alibi_slopes[head];
     if (variant.rounded_alibi)
@@ -74,13 +74,13 @@ inline void weigh_row(const Variant& variant, int head, int64_t position, int64_
     adjust_scores(variant, head, position, start, first, last, columns, scores);
     scaling = 1;
   }
-  Floats highest = load_as<Floats>(scores) * scaling;
-  for (int c = WIDTH; c < columns; c += WIDTH) highest = larger(highest, load_as<Floats>(scores + c) * scaling);
-  Floats total = load_as<Floats>(softmax.totals + row * WIDTH);
+  F32 highest = load_as<F32>(scores) * scaling;
+  for (int c = WIDTH; c < columns; c += WIDTH) highest = vmax(highest, load_as<F32>(scores + c) * scaling);
+  F32 total = load_as<F32>(softmax.acc + row * WIDTH);
   float& reference = softmax.references[row];
   softmax.decays[row] = 1;
-  if (any_above(highest, reference + SLACK)) {
-    const float peak = largest(highest);
+  if (any_greater(highest, reference + SLACK)) {
+    const float peak = reduce_max(highest);
     softmax.decays[row] = std::exp(reference - peak);
     reference = peak;
     total *= softmax.decays[row];
@@ -89,11 +89,11 @@ inline void weigh_row(const Variant& variant, int head, int64_t position, int64_
     return;
   }
   for (int c = 0; c < columns; c += WIDTH) {
-    const Floats weight = exponential(load_as<Floats>(scores + c) * scaling - reference);
+    const F32 weight = exponential(load_as<F32>(scores + c) * scaling - reference);
     store_as(scores + c, weight);
     total += weight;
   }
-  store_as(softmax.totals + row * WIDTH, total);
+  store_as(softmax.acc + row * WIDTH, total);
 }
 
 // Weights as what values are multiplied by: bfloat16 numbers, or the floats that they are.

@@ -1,6 +1,6 @@
 // Attention of many queries, as prompts have them: bound by what is computed. Rows go chunk by chunk over keys and
 // values: a chunk is a few neighbouring blocks of a sequence, of one KV head. The products are made of vector registers,
-// or of matrices (tiles.h).
+// or of AMX tiles (amx.h).
 
 #include <algorithm>
 #include <array>
@@ -28,7 +28,7 @@ struct Chunk {
   int64_t start;
   int tokens;
 
-  int blocks() const { return static_cast<int>(parts(tokens, BLOCK)); }
+  int blocks() const { return static_cast<int>(ceil_div(tokens, BLOCK)); }
 };
 
 // Some rows of an item, of which the last one looks at so many tokens of a chunk.
@@ -69,7 +69,7 @@ struct Tile {
           values[b] = block_values;
         } else {
           constexpr int64_t TOGETHER = std::max(PAIR<C>, PAIR<To>);
-          const int64_t tokens = parts(std::min(BLOCK, chunk.tokens - b * BLOCK), TOGETHER) * TOGETHER;
+          const int64_t tokens = ceil_div(std::min(BLOCK, chunk.tokens - b * BLOCK), TOGETHER) * TOGETHER;
           keys[b] = converted(block_keys, head_dim, BLOCK, room()[0][b]);
           values[b] = converted(block_values, tokens, head_dim, room()[1][b]);
         }
@@ -90,15 +90,15 @@ struct Tile {
 constexpr int VECTORS = WIDTH == 4 && REGISTERS == 32 ? 4 : 2;
 
 // scores[r][j] = sum over d of query[r][d] * keys[d][j], for the columns of one block that rows look at
-template <typename Set, int R, typename Number>
+template <typename Dot, int R, typename Number>
 void score_rows(const char* query, const Number* keys, int head_dim, int columns, float* scores) {
   constexpr int V = VECTORS;
-  const int64_t row_bytes = int64_t(head_dim) * sizeof(typename Set::Operand);
+  const int64_t row_bytes = int64_t(head_dim) * sizeof(typename Dot::Operand);
   for (int j = 0; j < columns; j += V * WIDTH) {
-    typename Set::Register sums[R][V] = {};
+    typename Dot::Accumulator sums[R][V] = {};
     const TileProduct product{query, row_bytes, reinterpret_cast<const char*>(keys + j * PAIR<Number>),
                               BLOCK * PAIR<Number> * sizeof(Number), head_dim / PAIR<Number>};
-    add_products<Set, R, V, 1>(product, nullptr, sums);
+    add_products<Dot, R, V, 1>(product, nullptr, sums);
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
@@ -107,23 +107,23 @@ void score_rows(const char* query, const Number* keys, int head_dim, int columns
 }
 
 // output[r][d] = output[r][d] * decays[r] + sum over j of weights[r][j] * values[j][d], for V registers of columns
-template <typename Set, int R, int V, typename Number>
+template <typename Dot, int R, int V, typename Number>
 void value_rows(const char* weights, const float* decays, const Number* const* values, int64_t first, int tokens,
                 int head_dim, float* output) {
-  typename Set::Register sums[R][V];
+  typename Dot::Accumulator sums[R][V];
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
     for (int v = 0; v < V; ++v) {
-      const Floats sum = load_as<Floats>(output + r * head_dim + v * WIDTH) * decays[r];
-      sums[r][v] = reinterpret_cast<const typename Set::Register&>(sum);
+      const F32 sum = load_as<F32>(output + r * head_dim + v * WIDTH) * decays[r];
+      sums[r][v] = reinterpret_cast<const typename Dot::Accumulator&>(sum);
     }
   for (int j = 0; j < tokens; j += BLOCK) {
-    const TileProduct product{weights + j * sizeof(typename Set::Operand), CHUNK * sizeof(typename Set::Operand),
+    const TileProduct product{weights + j * sizeof(typename Dot::Operand), CHUNK * sizeof(typename Dot::Operand),
                               reinterpret_cast<const char*>(values[j / BLOCK] + first * PAIR<Number>),
                               int64_t(head_dim) * PAIR<Number> * static_cast<int64_t>(sizeof(Number)),
-                              static_cast<int>(parts(std::min(BLOCK, tokens - j), PAIR<Number>))};
-    add_products<Set, R, V, 1>(product, nullptr, sums);
+                              static_cast<int>(ceil_div(std::min(BLOCK, tokens - j), PAIR<Number>))};
+    add_products<Dot, R, V, 1>(product, nullptr, sums);
   }
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r)
@@ -136,11 +136,11 @@ template <typename T>
 class VectorTiles {
   static constexpr bool WIDENED = sizeof(T) == 2 && std::is_same_v<typename Columns<T>::Operand, float>;
   using Number = std::conditional_t<WIDENED, float, T>;
-  using Set = Columns<Number>;
+  using Dot = Columns<Number>;
 
  public:
-  using Operand = typename Set::Operand;
-  static constexpr int ROWS = Set::ROWS;
+  using Operand = typename Dot::Operand;
+  static constexpr int ROWS = Dot::ROWS;
 
   void load(const Chunk& chunk, int head_dim) { tile_.template load<T>(chunk, head_dim); }
 
@@ -168,15 +168,15 @@ class VectorTiles {
                                 tile_.values, d, rows.tokens, head_dim, output + rows.first * head_dim + d);
   }
 
-  static constexpr auto SCORES = by_rows<ROWS>([]<int R>() { return &score_rows<Set, R, Number>; });
+  static constexpr auto SCORES = by_rows<ROWS>([]<int R>() { return &score_rows<Dot, R, Number>; });
   template <int V>
-  static constexpr auto VALUES = by_rows<ROWS>([]<int R>() { return &value_rows<Set, R, V, Number>; });
+  static constexpr auto VALUES = by_rows<ROWS>([]<int R>() { return &value_rows<Dot, R, V, Number>; });
 
   Tile<Number> tile_;
 };
 
 // Products by matrices of SIDE rows, SIDE words and SIDE columns. The sums of two by two of them stay in registers.
-template <typename Matrices>
+template <typename Tiles>
 class MatrixTiles {
  public:
   using Operand = c10::BFloat16;
@@ -188,7 +188,7 @@ class MatrixTiles {
   void load(const Chunk& chunk, int head_dim) {
     tile_.template load<Operand>(chunk, head_dim);
     alignas(64) static thread_local Operand padded[BLOCK * MAX_HEAD_DIM];
-    const int last = chunk.tokens / BLOCK, numbers = static_cast<int>(parts(chunk.tokens % BLOCK, 2)) * 2 * head_dim;
+    const int last = chunk.tokens / BLOCK, numbers = static_cast<int>(ceil_div(chunk.tokens % BLOCK, 2)) * 2 * head_dim;
     if (numbers == 0) return;
     std::copy_n(tile_.values[last], numbers, padded);
     std::fill(padded + numbers, padded + BLOCK * head_dim, Operand(0.0f));
@@ -263,7 +263,7 @@ class MatrixTiles {
     (std::make_integer_sequence<int, 2 * GROUPS>());
   }
 
-  Matrices matrices_;
+  Tiles matrices_;
   Tile<Operand> tile_;
 };
 
@@ -301,7 +301,7 @@ const Operand* weigh(const AttentionLayer<T>& layer, const AttentionItem& item, 
       float* scores = scratch.scores + r * CHUNK;
       const int64_t position = item.position(r);
       const int seen = static_cast<int>(std::clamp<int64_t>(position - chunk.start + 1, 1, rows.tokens));
-      const int columns = static_cast<int>(parts(seen, LANES)) * LANES;
+      const int columns = static_cast<int>(ceil_div(seen, LANES)) * LANES;
       weigh_row(layer.variant, item.head(r), position, chunk.start, columns, rows.tokens, r, scratch.softmax,
                 scores);
       std::fill(scores + columns, scores + CHUNK, 0.0f);
@@ -342,19 +342,23 @@ bool always() { return true; }
 template <typename T>
 constexpr PrefillKernel<T> BY_VECTORS{"vectors", always, 1, attend_prefill<T, VectorTiles<T>>};
 
-template <typename Matrices>
-constexpr PrefillKernel<c10::BFloat16> matrices(const char* name, bool (*available)()) {
-  return {name, available, 2 * SIDE, attend_prefill<c10::BFloat16, MatrixTiles<Matrices>>};
+template <typename Tiles>
+constexpr PrefillKernel<c10::BFloat16> tiles(const char* name, bool (*available)()) {
+  return {name, available, 2 * SIDE, attend_prefill<c10::BFloat16, MatrixTiles<Tiles>>};
 }
 
-// The last of bfloat16 stands in for AMX in tests; it is slow.
+// The default is the first.
 constexpr std::array FLOAT_KERNELS{BY_VECTORS<float>};
 constexpr std::array HALF_KERNELS{BY_VECTORS<c10::Half>};
 constexpr std::array BF16_KERNELS{
 #if OATMILL_AMX
-    matrices<AmxMatrices<Bf16Weights>>("amx", amx_permitted),
+    tiles<AmxTiles<Bf16Weights>>("amx", amx_permitted),
 #endif
-    BY_VECTORS<c10::BFloat16>, matrices<PlainMatrices<Bf16Weights>>("amx_emulated", always)};
+    BY_VECTORS<c10::BFloat16>,
+#if defined(OATMILL_EMULATED_TILES)
+    tiles<EmulatedTiles<Bf16Weights>>("amx_emulated", always),
+#endif
+};
 
 }  // namespace
 

@@ -1,10 +1,9 @@
-// Products by matrices: a kernel for instructions that multiply a tile of 16 rows with one of 16 outputs (AMX).
+// GEMM by AMX: an instruction multiplies a tile of 16 rows with one of 16 outputs, 16 words deep.
 //
-// A tile of the weights' layout (linear.h) is three matrices side by side, each 16 outputs wide; 16 words of it are one
-// load each. Two such loads of the input, of 16 rows each, use them, and six sums stay in registers.
+// A tile of the packed weights (gemm.h) is three of AMX's side by side, each 16 outputs wide; 16 words of it are one load
+// each. Two loads of the input, of 16 rows each, use them, and six accumulators stay in tile registers.
 //
-// What computes a tile is a parameter: the processor's instructions, or plain C++ in its place, by which tests run this
-// file on every CPU.
+// Tiles: the processor's, or emulated ones in plain C++, with which tests run this file on every CPU.
 
 #pragma once
 
@@ -28,9 +27,11 @@ namespace oatmill {
 constexpr int64_t SIDE = 16;             // rows, outputs and words of a matrix
 constexpr int64_t SIDE_BYTES = SIDE * WORD;
 
-// Registers of SIDE rows of SIDE_BYTES each, as AMX has them: sums in 0 to 5, rows in 6, weights in 7.
+#if defined(OATMILL_EMULATED_TILES)
+
+// Registers of SIDE rows of SIDE_BYTES each, as AMX has them: accumulators in 0 to 5, rows in 6, weights in 7.
 template <typename Kind>
-class PlainMatrices {
+class EmulatedTiles {
  public:
   using Weights = Kind;
   template <int I>
@@ -67,6 +68,8 @@ class PlainMatrices {
   }
   alignas(64) char registers_[8][SIDE][SIDE_BYTES];
 };
+
+#endif
 
 #if OATMILL_AMX
 
@@ -110,13 +113,13 @@ inline const AmxLayout AMX_LAYOUT;
 
 // A thread's matrices while this lives.
 template <typename Kind>
-class AmxMatrices {
+class AmxTiles {
  public:
   using Weights = Kind;
-  AmxMatrices() { _tile_loadconfig(&AMX_LAYOUT); }
-  ~AmxMatrices() { _tile_release(); }
-  AmxMatrices(const AmxMatrices&) = delete;
-  AmxMatrices& operator=(const AmxMatrices&) = delete;
+  AmxTiles() { _tile_loadconfig(&AMX_LAYOUT); }
+  ~AmxTiles() { _tile_release(); }
+  AmxTiles(const AmxTiles&) = delete;
+  AmxTiles& operator=(const AmxTiles&) = delete;
 
   template <int I>
   void zero() {
@@ -152,34 +155,34 @@ class AmxMatrices {
 
 #endif
 
-// The kernel, see multiply_rows. It computes rows in groups of SIDE, and depths that are a multiple of SIDE.
-template <typename Matrices>
-struct TileProducts {
-  using Weights = typename Matrices::Weights;
+// The kernel, see multiply_tile. It computes rows in groups of SIDE, and depths that are a multiple of SIDE.
+template <typename Tiles>
+struct AmxGemm {
+  using Weights = typename Tiles::Weights;
   static constexpr int64_t INPUT_WORD = WORD, CHUNK_DEPTH = 1536, UNIT = SIDE;
-  static constexpr int OFFSET = UNSIGNED_OFFSET;
+  static constexpr int OFFSET = INPUT_ZERO_POINT;
   static_assert(CHUNK_DEPTH % SIDE == 0 && CHUNK_ROWS % (2 * SIDE) == 0 && COLUMNS == 3 * SIDE);
 
   template <typename T>
   static Input prepare(const T* from, int64_t rows, int64_t inputs, int64_t depth) {
-    const int64_t padded_rows = parts(rows, SIDE) * SIDE, padded = depth * Weights::DEPTH;
+    const int64_t padded_rows = ceil_div(rows, SIDE) * SIDE, padded = depth * Weights::DEPTH;
     if constexpr (std::is_same_v<Weights, Int8Weights>)
-      return rounded_rows<uint8_t>(from, rows, inputs, padded_rows, padded, uint8_t{OFFSET}, keep_bytes<OFFSET>);
+      return quantized_rows_int8<uint8_t>(from, rows, inputs, padded_rows, padded, uint8_t{OFFSET}, keep_bytes<OFFSET>);
     else
       return converted_rows<c10::BFloat16>(from, rows, inputs, padded_rows, padded);
   }
 
   static void multiply(const char* input, int64_t row_bytes, int64_t rows, const char* weights, const char* next,
-                       int64_t depth, bool from_zero, char* totals) {
-    Matrices matrices;
+                       int64_t depth, bool from_zero, char* acc) {
+    Tiles tiles;
     for (int64_t r = 0; r < rows; r += 2 * SIDE) {
       const char* later = r == 0 ? next : nullptr;
       if (rows - r > SIDE)
-        multiply_groups<2>(matrices, input + r * row_bytes, row_bytes, weights, later, depth, from_zero,
-                           totals + r * TILE_WORD);
+        multiply_groups<2>(tiles, input + r * row_bytes, row_bytes, weights, later, depth, from_zero,
+                           acc + r * TILE_WORD);
       else
-        multiply_groups<1>(matrices, input + r * row_bytes, row_bytes, weights, later, depth, from_zero,
-                           totals + r * TILE_WORD);
+        multiply_groups<1>(tiles, input + r * row_bytes, row_bytes, weights, later, depth, from_zero,
+                           acc + r * TILE_WORD);
     }
   }
 
@@ -188,43 +191,43 @@ struct TileProducts {
 
   // GROUPS: of SIDE rows. next: what is needed after these weights, or null when they have been read before.
   template <int GROUPS>
-  static void multiply_groups(Matrices& matrices, const char* input, int64_t row_bytes, const char* weights,
-                              const char* next, int64_t depth, bool from_zero, char* totals) {
+  static void multiply_groups(Tiles& tiles, const char* input, int64_t row_bytes, const char* weights,
+                              const char* next, int64_t depth, bool from_zero, char* acc) {
     for_sums<GROUPS>([&]<int I>() {
       if (from_zero)
-        matrices.template zero<I>();
+        tiles.template zero<I>();
       else
-        matrices.template load<I>(place<I>(totals), TILE_WORD);
+        tiles.template load<I>(place<I>(acc), TILE_WORD);
     });
     for (int64_t k = 0; k < depth; k += SIDE) {
       const char* words = weights + k * TILE_WORD;
-      matrices.template load<6>(input + k * WORD, row_bytes);
-      add_product<0>(matrices, words);
-      add_product<1>(matrices, words);
-      add_product<2>(matrices, words);
+      tiles.template load<6>(input + k * WORD, row_bytes);
+      add_product<0>(tiles, words);
+      add_product<1>(tiles, words);
+      add_product<2>(tiles, words);
       if constexpr (GROUPS == 2) {  // the third matrix of weights is in its register already
-        matrices.template load<6>(input + SIDE * row_bytes + k * WORD, row_bytes);
-        matrices.template add<5>();
-        add_product<4>(matrices, words);
-        add_product<3>(matrices, words);
+        tiles.template load<6>(input + SIDE * row_bytes + k * WORD, row_bytes);
+        tiles.template add<5>();
+        add_product<4>(tiles, words);
+        add_product<3>(tiles, words);
       }
       if (next == nullptr) continue;
-      const char* wanted = k + AHEAD < depth ? words + AHEAD * TILE_WORD : next + (k + AHEAD - depth) * TILE_WORD;
-      for (int64_t byte = 0; byte < SIDE * TILE_WORD; byte += 64) __builtin_prefetch(wanted + byte, 0, 2);
+      const char* prefetched = k + AHEAD < depth ? words + AHEAD * TILE_WORD : next + (k + AHEAD - depth) * TILE_WORD;
+      for (int64_t byte = 0; byte < SIDE * TILE_WORD; byte += 64) __builtin_prefetch(prefetched + byte, 0, 2);
     }
-    for_sums<GROUPS>([&]<int I>() { matrices.template store<I>(place<I>(totals), TILE_WORD); });
+    for_sums<GROUPS>([&]<int I>() { tiles.template store<I>(place<I>(acc), TILE_WORD); });
   }
 
   template <int I>
-  static void add_product(Matrices& matrices, const char* words) {
-    matrices.template load<7>(words + I % 3 * SIDE_BYTES, TILE_WORD);
-    matrices.template add<I>();
+  static void add_product(Tiles& tiles, const char* words) {
+    tiles.template load<7>(words + I % 3 * SIDE_BYTES, TILE_WORD);
+    tiles.template add<I>();
   }
 
-  // Where sum I stands among the totals.
+  // Returns the place of accumulator I.
   template <int I>
-  static char* place(char* totals) {
-    return totals + I / 3 * SIDE * TILE_WORD + I % 3 * SIDE_BYTES;
+  static char* place(char* acc) {
+    return acc + I / 3 * SIDE * TILE_WORD + I % 3 * SIDE_BYTES;
   }
 
   template <int GROUPS, typename Work>

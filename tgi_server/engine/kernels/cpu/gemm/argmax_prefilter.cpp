@@ -1,13 +1,13 @@
-// The product of a few rows with the weights of an LM head of which only the largest of each row is wanted.
+// An int8 pre-filter of the argmax: an LM head for a few rows of which only the largest logit is needed.
 //
-// With a copy of the weights in 8 bits, half as many bytes are read from memory. It gives each logit to within a bound,
-// by the inequality of Cauchy and Schwarz:
+// A copy of the weights in 8 bits reads half as many bytes from memory. It gives each logit with an error bound, by the
+// inequality of Cauchy and Schwarz:
 //
 //     |x w - x' w'|  <=  |x| |w - w'| + |x - x'| |w'|
 //
-// where x' and w' are what x and w are rounded to. So it shows in which tiles of outputs the largest can be, and only
-// these are computed with the weights themselves, by the instructions that would compute all of them. A row may have a
-// mask; then it is the largest of those that the mask allows.
+// where x' and w' are x and w in 8 bits. So it shows in which tiles of outputs the largest logit can be, and only these
+// are computed with the weights themselves, by the kernel that would compute all of them. A row may have a mask; then it
+// is the largest logit that the mask allows.
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
@@ -33,8 +33,8 @@ namespace oatmill {
 
 namespace {
 
-// Of the products in 8 bits, by a kernel: the bytes of a number of a row, and in how many rows of whole numbers a row
-// stands there, which are sums of ever finer parts.
+// By kernel: the bytes of an input, and the number of integer rows into which a row is split, each finer than the one
+// before.
 template <typename Kernel>
 constexpr int64_t NUMBER = Kernel::INPUT_WORD / Int8Weights::DEPTH;
 template <typename Kernel>
@@ -45,30 +45,29 @@ constexpr int64_t FILLED_AT_ONCE = 1 << 15;  // outputs
 constexpr int64_t MOST_PARTS = 2 * MOST_ROWS;
 static_assert(MOST_PARTS % SIDE == 0);
 
-constexpr float SUM_ERROR = 1.2e-7f;   // of adding a product to a sum in float, relative to both
+constexpr float SUM_ERROR = 1.2e-7f;   // of a float addition, relative to both operands
 constexpr float TINY = 1e-15f;         // squares of such numbers may be lost
 constexpr float OUTPUT_ERROR = 0.01f;  // apart by less, relative to themselves, two sums may be one bfloat16
 
-// The weights in 8 bits: packed as by linear_pack, and for each output the scale, UNSIGNED_OFFSET times the sum of its
-// bytes, the length of what was lost by rounding, as a vector, and the length of what was kept. Padded to a tile.
-struct Screen {
+// The weights in 8 bits: packed as by linear_pack, and for each output the scale, INPUT_ZERO_POINT times the sum of its
+// bytes, the norm of the rounding error, and the norm of the rounded weights. Padded to a tile.
+struct PrefilterWeights {
   const char* packed;  // [tiles, depth, COLUMNS] words
   int64_t depth;
   const float* scales;
-  const int32_t* corrections;
-  const float* lost;
-  const float* kept;
+  const int32_t* compensation;
+  const float* error_norm;
+  const float* weight_norm;
 };
 
-// A row as the sum of one or two rows of whole numbers, times a scale each. length: of the row as a vector; lost: of what
-// is missing.
+// A row as the sum of one or two integer rows, times a scale each. length: its norm; error_norm: of what is missing.
 struct SplitRow {
-  float scales[2], length, lost;
+  float scales[2], length, error_norm;
 };
 
-inline Lanes magnitude(Lanes x) { return larger(x, -x); }
+inline F32x16 magnitude(F32x16 x) { return vmax(x, -x); }
 
-// The largest whole number that a part of a row may have, so that no sum of `size` products exceeds 32 bits.
+// Returns the largest integer of a split row such that no accumulator of `size` products exceeds 32 bits.
 template <typename Kernel>
 float largest_number(int64_t size) {
   constexpr int64_t WEIGHT = 127, SUM = std::numeric_limits<int32_t>::max();
@@ -77,37 +76,37 @@ float largest_number(int64_t size) {
 }
 
 template <typename Kernel>
-void keep(char* to, Ints numbers) {
+void keep(char* to, I32x16 numbers) {
   if constexpr (NUMBER<Kernel> == 1)
     keep_bytes<Kernel::OFFSET>(reinterpret_cast<uint8_t*>(to), reinterpret_cast<const int32_t*>(&numbers));
   else
-    ShortProducts::keep(reinterpret_cast<int16_t*>(to), reinterpret_cast<const int32_t*>(&numbers));
+    Int16Dot::keep(reinterpret_cast<int16_t*>(to), reinterpret_cast<const int32_t*>(&numbers));
 }
 
 // to: PARTS rows of [size] numbers, size being a multiple of LANES.
 template <typename Kernel, typename T>
 SplitRow split_row(const T* from, int64_t size, char* to) {
-  Lanes peaks = {}, squares = {}, lost = {};
+  F32x16 peaks = {}, squares = {}, error_norm = {};
   for (int64_t k = 0; k < size; k += LANES) {
-    const Lanes values = load(from + k);
-    peaks = larger(magnitude(values), peaks);
+    const F32x16 values = load(from + k);
+    peaks = vmax(magnitude(values), peaks);
     squares += values * values;
   }
-  const float most = largest_number<Kernel>(size), first = largest(peaks) / most;
+  const float most = largest_number<Kernel>(size), first = reduce_max(peaks) / most;
   SplitRow row;
   for (int64_t p = 0; p < PARTS<Kernel>; ++p) row.scales[p] = p == 0 ? first : row.scales[p - 1] / (2 * most);
   for (int64_t k = 0; k < size; k += LANES) {
-    Lanes rest = load(from + k);
+    F32x16 rest = load(from + k);
     for (int64_t p = 0; p < PARTS<Kernel>; ++p) {
       const float factor = row.scales[p] > 0.0f ? 1.0f / row.scales[p] : 0.0f;
-      const Ints numbers = nearest(smaller(larger(rest * factor, Lanes{} - most), Lanes{} + most));
-      rest -= __builtin_convertvector(numbers, Lanes) * row.scales[p];
+      const I32x16 numbers = round_i32(vmin(vmax(rest * factor, F32x16{} - most), F32x16{} + most));
+      rest -= __builtin_convertvector(numbers, F32x16) * row.scales[p];
       keep<Kernel>(to + (p * size + k) * NUMBER<Kernel>, numbers);
     }
-    lost += rest * rest;
+    error_norm += rest * rest;
   }
   row.length = first > TINY ? std::sqrt(sum(squares)) : -LOWEST;
-  row.lost = std::sqrt(sum(lost));
+  row.error_norm = std::sqrt(sum(error_norm));
   return row;
 }
 
@@ -117,39 +116,39 @@ struct Bounds {
 };
 
 template <typename Kernel>
-Lanes converted(const int32_t* sums, const int32_t* corrections) {
-  Ints sum = load_as<Ints>(sums);
-  if (Kernel::OFFSET != 0) sum -= load_as<Ints>(corrections);
-  return __builtin_convertvector(sum, Lanes);
+F32x16 converted(const int32_t* sums, const int32_t* compensation) {
+  I32x16 sum = load_as<I32x16>(sums);
+  if (Kernel::OFFSET != 0) sum -= load_as<I32x16>(compensation);
+  return __builtin_convertvector(sum, F32x16);
 }
 
 // sums: [PARTS, COLUMNS], of a row's parts; first: of the tile's outputs, of which those before `end` are looked at
 // where the filter allows them. What is not a number is unbounded.
 template <typename Kernel, typename Filter>
-Bounds bounds_of_tile(const Screen& screen, const SplitRow& row, const int32_t* sums, int64_t first, int64_t end,
+Bounds bounds_of_tile(const PrefilterWeights& weights, const SplitRow& row, const int32_t* sums, int64_t first, int64_t end,
                       const Filter& filter) {
-  constexpr Ints PLACES = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-  const float rounding = static_cast<float>(screen.depth * WORD) * SUM_ERROR * row.length;
-  Lanes lowers = Lanes{} + LOWEST, uppers = lowers;
+  constexpr I32x16 PLACES = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  const float rounding = static_cast<float>(weights.depth * WORD) * SUM_ERROR * row.length;
+  F32x16 lowers = F32x16{} + LOWEST, uppers = lowers;
   for (int64_t n = first; n < std::min(first + COLUMNS, end); n += LANES) {
-    const Ints exists = below(PLACES + static_cast<int32_t>(n), static_cast<int32_t>(end));
-    Lanes whole = {};
+    const I32x16 exists = below(PLACES + static_cast<int32_t>(n), static_cast<int32_t>(end));
+    F32x16 whole = {};
     for (int64_t p = 0; p < PARTS<Kernel>; ++p)
-      whole += converted<Kernel>(sums + p * COLUMNS + n - first, screen.corrections + n) * row.scales[p];
-    const Lanes logits = whole * load(screen.scales + n), lost = load(screen.lost + n), kept = load(screen.kept + n);
-    const Lanes bound = lost * row.length + kept * row.lost + (lost + kept) * rounding;
-    const Lanes none = Lanes{} + LOWEST, upper = logits + bound, limited = chosen(defined(upper), upper, -none);
-    const auto filtered = [&](Lanes scores) {
-      return by_registers<Lanes>([&](int i) { return filter.filtered(register_of<Floats>(scores, i), n + i * WIDTH); });
+      whole += converted<Kernel>(sums + p * COLUMNS + n - first, weights.compensation + n) * row.scales[p];
+    const F32x16 logits = whole * load(weights.scales + n), error_norm = load(weights.error_norm + n), weight_norm = load(weights.weight_norm + n);
+    const F32x16 bound = error_norm * row.length + weight_norm * row.error_norm + (error_norm + weight_norm) * rounding;
+    const F32x16 none = F32x16{} + LOWEST, upper = logits + bound, limited = select(defined(upper), upper, -none);
+    const auto filtered = [&](F32x16 scores) {
+      return by_registers<F32x16>([&](int i) { return filter.filtered(register_at<F32>(scores, i), n + i * WIDTH); });
     };
-    lowers = larger(filtered(chosen(exists, logits - bound, none)), lowers);
-    uppers = larger(filtered(chosen(exists, limited, none)), uppers);
+    lowers = vmax(filtered(select(exists, logits - bound, none)), lowers);
+    uppers = vmax(filtered(select(exists, limited, none)), uppers);
   }
-  return {largest(lowers), largest(uppers)};
+  return {reduce_max(lowers), reduce_max(uppers)};
 }
 
 // The tiles of which an output may be the largest of a row. bounds: [tiles, rows]
-std::vector<int64_t> promising(const std::vector<Bounds>& bounds, int64_t tiles, int64_t rows) {
+std::vector<int64_t> candidate_tiles(const std::vector<Bounds>& bounds, int64_t tiles, int64_t rows) {
   std::vector<float> needed(rows, LOWEST);
   for (int64_t tile = 0; tile < tiles; ++tile)
     for (int64_t r = 0; r < rows; ++r) needed[r] = std::max(needed[r], bounds[tile * rows + r].lower);
@@ -166,11 +165,11 @@ std::vector<int64_t> promising(const std::vector<Bounds>& bounds, int64_t tiles,
 
 // The tiles of outputs among which is the largest output of each row, of those that its mask allows. x: [rows, inputs]
 template <typename Kernel>
-std::vector<int64_t> candidates(const at::Tensor& x, int64_t outputs, const Screen& screen,
+std::vector<int64_t> candidates(const at::Tensor& x, int64_t outputs, const PrefilterWeights& weights,
                                 const std::optional<at::Tensor>& masks, at::IntArrayRef masked_rows) {
   constexpr int64_t EACH = PARTS<Kernel>;
   const int64_t rows = x.size(0), size = x.size(1), row_bytes = size * NUMBER<Kernel>;
-  std::vector<char> numbers(oatmill::parts(rows * EACH, SIDE) * SIDE * row_bytes);  // matrices have SIDE rows
+  std::vector<char> numbers(oatmill::ceil_div(rows * EACH, SIDE) * SIDE * row_bytes);  // matrices have SIDE rows
   std::vector<SplitRow> split(rows);
   by_dtype(x, [&]<typename T>(T*) {
     const T* from = x.const_data_ptr<T>();
@@ -180,92 +179,95 @@ std::vector<int64_t> candidates(const at::Tensor& x, int64_t outputs, const Scre
 
   const auto mask_of = masks_by_row(rows, masks, masked_rows);
   const int64_t allowed = masks ? std::min(outputs, masks->size(1) * BITS) : 0;  // no token behind these
-  const int64_t tiles = parts(outputs, COLUMNS);
+  const int64_t tiles = ceil_div(outputs, COLUMNS);
   std::vector<Bounds> bounds(tiles * rows);
-  const Product rough{numbers.data(), row_bytes, screen.packed, EACH * rows, screen.depth, outputs};
-  for_each_item(tiles, [&](int64_t tile) {
+  const GemmArgs rough{numbers.data(), row_bytes, weights.packed, EACH * rows, weights.depth, outputs};
+  parallel_for(tiles, [&](int64_t tile) {
     alignas(64) int32_t sums[MOST_PARTS * COLUMNS];
     const int64_t next_tile = std::min(tile + at::get_num_threads(), tiles - 1), first = tile * COLUMNS;
-    multiply_rows<Kernel>(rough, 0, EACH * rows, tile, next_tile, reinterpret_cast<char*>(sums));
+    multiply_tile<Kernel>(rough, 0, EACH * rows, tile, next_tile, reinterpret_cast<char*>(sums));
     for (int64_t r = 0; r < rows; ++r) {
       const int32_t* own = sums + EACH * r * COLUMNS;
       bounds[tile * rows + r] =
-          mask_of[r] ? bounds_of_tile<Kernel>(screen, split[r], own, first, allowed, Mask{mask_of[r]})
-                     : bounds_of_tile<Kernel>(screen, split[r], own, first, outputs, Everything{});
+          mask_of[r] ? bounds_of_tile<Kernel>(weights, split[r], own, first, allowed, Mask{mask_of[r]})
+                     : bounds_of_tile<Kernel>(weights, split[r], own, first, outputs, Everything{});
     }
   });
-  return promising(bounds, tiles, rows);
+  return candidate_tiles(bounds, tiles, rows);
 }
 
-// A way to find candidates: a kernel. It pays for `fewest` to `most` rows: with more, products in 8 bits take as long as
+// A kernel that finds candidates. It pays for `fewest` to `most` rows: with more, products in 8 bits take as long as
 // those that they save, and with fewer the next one is as fast.
-struct Screening {
+struct PrefilterKernel {
   const char* name;
   bool (*available)();  // on this CPU
   int64_t depth;        // words, of which a weight must have a multiple
   int64_t fewest, most;
-  std::vector<int64_t> (*candidates)(const at::Tensor& x, int64_t outputs, const Screen& screen,
+  std::vector<int64_t> (*candidates)(const at::Tensor& x, int64_t outputs, const PrefilterWeights& weights,
                                      const std::optional<at::Tensor>& masks, at::IntArrayRef masked_rows);
 };
 
 bool always() { return true; }
 
-template <typename Matrices>
-constexpr Screening by_matrices(const char* name, bool (*available)()) {
-  return {name, available, SIDE, 5, MOST_ROWS, candidates<TileProducts<Matrices>>};
+template <typename Tiles>
+constexpr PrefilterKernel by_matrices(const char* name, bool (*available)()) {
+  return {name, available, SIDE, 5, MOST_ROWS, candidates<AmxGemm<Tiles>>};
 }
 
-// The last stands in for AMX in tests; it is slow.
-constexpr std::array SCREENINGS{
+constexpr std::array PREFILTER_KERNELS{
 #if OATMILL_AMX
-    by_matrices<AmxMatrices<Int8Weights>>("amx", amx_permitted),
+    by_matrices<AmxTiles<Int8Weights>>("amx", amx_permitted),
 #endif
 #if OATMILL_INT8
-    Screening{ByteProducts::NAME, always, 1, 1, 8, candidates<Products<ByteProducts>>},
+    PrefilterKernel{"int8", always, 1, 1, 8, candidates<Gemm<Int8Dot>>},
 #else
-    Screening{"int16", always, 1, 1, WIDTH == 8 ? MOST_ROWS : 8, candidates<Products<ShortProducts>>},
+    PrefilterKernel{"int16", always, 1, 1, WIDTH == 8 ? MOST_ROWS : 8, candidates<Gemm<Int16Dot>>},
 #endif
-    by_matrices<PlainMatrices<Int8Weights>>("amx_emulated", always)};
+#if defined(OATMILL_EMULATED_TILES)
+    by_matrices<EmulatedTiles<Int8Weights>>("amx_emulated", always),
+#endif
+};
 
-bool serves(const Screening& screening, const at::Tensor& packed) {
-  return screening.available() && packed.size(1) % screening.depth == 0;
+bool serves(const PrefilterKernel& prefilter, const at::Tensor& packed) {
+  return prefilter.available() && packed.size(1) % prefilter.depth == 0;
 }
 
-// Returns the names of the kernels that can screen by these weights on this CPU, the emulated one last.
-std::vector<std::string> screening_kernels(const at::Tensor& packed) {
+// Returns the names of the kernels that can pre-filter with these weights on this CPU.
+std::vector<std::string> prefilter_kernels(const at::Tensor& packed) {
   std::vector<std::string> names;
-  for (const Screening& screening : SCREENINGS)
-    if (serves(screening, packed)) names.emplace_back(screening.name);
+  for (const PrefilterKernel& prefilter : PREFILTER_KERNELS)
+    if (serves(prefilter, packed)) names.emplace_back(prefilter.name);
   return names;
 }
 
-// Returns for how many rows screening by these weights pays.
-int64_t screened_rows(const at::Tensor& packed) {
-  return std::find_if(SCREENINGS.begin(), SCREENINGS.end(), [&](const Screening& s) { return serves(s, packed); })->most;
+// Returns the most rows for which a pre-filter with these weights pays.
+int64_t prefilter_rows(const at::Tensor& packed) {
+  return std::find_if(PREFILTER_KERNELS.begin(), PREFILTER_KERNELS.end(), [&](const PrefilterKernel& s) { return serves(s, packed); })->most;
 }
 
-const Screening& screening_for(int64_t rows, const at::Tensor& packed, const std::optional<std::string>& name) {
-  const auto found = std::find_if(SCREENINGS.begin(), SCREENINGS.end(), [&](const Screening& screening) {
-    return serves(screening, packed) && (name ? screening.name == *name : screening.fewest <= rows);
+const PrefilterKernel& prefilter_for(int64_t rows, const at::Tensor& packed, const std::optional<std::string>& name) {
+  const auto found = std::find_if(PREFILTER_KERNELS.begin(), PREFILTER_KERNELS.end(), [&](const PrefilterKernel& prefilter) {
+    return serves(prefilter, packed) && (name ? prefilter.name == *name : prefilter.fewest <= rows);
   });
-  TORCH_CHECK(found != SCREENINGS.end(), "there is no kernel `", name.value_or(""), "` for screening here");
+  TORCH_CHECK(found != PREFILTER_KERNELS.end(), "this CPU has no kernel `", name.value_or(""), "` for prefilter here");
   return *found;
 }
 
 }  // namespace
 
-// input: [..., inputs], at most MOST_ROWS rows; screened: of linear_pack, of the layer's weights divided by scales, as
-// int8; scales, lost, kept: float32, corrections: int32, [outputs, padded to a tile], as in Screen; masks, masked_rows: as
-// in argmax; kernel: of screening_kernels; none: the best. Returns [..., outputs]: the largest of each row, of those that
+// input: [..., inputs], at most MOST_ROWS rows; screened: as of linear_pack, of the layer's weights divided by scales, as
+// int8; scales, error_norm, weight_norm: float32, compensation: int32, [outputs, padded to a tile], as in
+// PrefilterWeights; masks, masked_rows: as
+// in argmax; kernel: of prefilter_kernels; none: the best. Returns [..., outputs]: the largest of each row, of those that
 // its mask allows, and some others, are what the layer gives; the rest are minus infinity.
 at::Tensor Linear::screened(const at::Tensor& input, const at::Tensor& screened, const at::Tensor& scales,
-                            const at::Tensor& corrections, const at::Tensor& lost, const at::Tensor& kept,
+                            const at::Tensor& compensation, const at::Tensor& error_norm, const at::Tensor& weight_norm,
                             const std::optional<at::Tensor>& masks, std::vector<int64_t> masked_rows,
                             std::optional<std::string> kernel) const {
   const at::Tensor x = input.contiguous();
   const int64_t size = x.size(-1), rows = x.numel() / size;
-  TORCH_CHECK(rows <= MOST_ROWS, "at most ", MOST_ROWS, " rows can be screened");
-  TORCH_CHECK(size == inputs && size % LANES == 0 && !bias, "this layer cannot be screened");
+  TORCH_CHECK(rows <= MOST_ROWS, "at most ", MOST_ROWS, " rows can be pre-filtered");
+  TORCH_CHECK(size == inputs && size % LANES == 0 && !bias, "this layer cannot have a pre-filter");
   auto shape = x.sizes().vec();
   shape.back() = outputs;
   at::Tensor output = at::empty(shape, x.options());
@@ -274,22 +276,22 @@ at::Tensor Linear::screened(const at::Tensor& input, const at::Tensor& screened,
     for_range(output.numel(), FILLED_AT_ONCE, [&](int64_t begin, int64_t end) { std::fill(to + begin, to + end, T(LOWEST)); });
   });
   if (rows == 0) return output;  // the pass is a part of a prompt, and no more
-  const Screen screen{static_cast<const char*>(screened.const_data_ptr()), screened.size(1),
-                      scales.const_data_ptr<float>(), corrections.const_data_ptr<int32_t>(),
-                      lost.const_data_ptr<float>(), kept.const_data_ptr<float>()};
-  const Screening& screening = screening_for(rows, screened, kernel);
-  write_tiles(x, screening.candidates(x.view({rows, size}), outputs, screen, masks, masked_rows), output);
+  const PrefilterWeights weights{static_cast<const char*>(screened.const_data_ptr()), screened.size(1),
+                      scales.const_data_ptr<float>(), compensation.const_data_ptr<int32_t>(),
+                      error_norm.const_data_ptr<float>(), weight_norm.const_data_ptr<float>()};
+  const PrefilterKernel& prefilter = prefilter_for(rows, screened, kernel);
+  write_tiles(x, prefilter.candidates(x.view({rows, size}), outputs, weights, masks, masked_rows), output);
   return output;
 }
 
 }  // namespace oatmill
 
 TORCH_LIBRARY_FRAGMENT(oatmill, library) {
-  library.def("screening_kernels(Tensor packed) -> str[]");
-  library.def("screened_rows(Tensor packed) -> int");
+  library.def("prefilter_kernels(Tensor packed) -> str[]");
+  library.def("prefilter_rows(Tensor packed) -> int");
 }
 
 TORCH_LIBRARY_IMPL(oatmill, CPU, library) {
-  library.impl("screening_kernels", &oatmill::screening_kernels);
-  library.impl("screened_rows", &oatmill::screened_rows);
+  library.impl("prefilter_kernels", &oatmill::prefilter_kernels);
+  library.impl("prefilter_rows", &oatmill::prefilter_rows);
 }

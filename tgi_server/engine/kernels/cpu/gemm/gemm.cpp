@@ -1,5 +1,5 @@
-// Linear layers with weights of 32, 16 or 8 bits; sums are in float, or exact. Which kernel computes how many rows is
-// what the layer is told.
+// Linear layers with weights of 32, 16 or 8 bits; accumulators are float32, or int32 and exact. The layer has a table of
+// kernels, each from a number of rows on.
 
 #include "gemm/gemm.h"
 
@@ -26,95 +26,100 @@ namespace {
 bool always() { return true; }
 
 template <typename Kernel>
-void run_way(const Linear& layer, const at::Tensor& x, bool relu, const at::Tensor* residual,
+void run_dense(const Linear& layer, const at::Tensor& x, bool relu, const at::Tensor* residual,
              const std::vector<int64_t>* tiles, at::Tensor& output) {
   const int64_t rows = x.numel() / layer.inputs, depth = layer.packed.size(1);
   by_dtype(x, [&]<typename T>(T*) {
     const Input input = Kernel::prepare(x.const_data_ptr<T>(), rows, layer.inputs, depth);
-    const Product product{input.data, input.row_bytes, static_cast<const char*>(layer.packed.const_data_ptr()), rows,
+    const GemmArgs product{input.data, input.row_bytes, static_cast<const char*>(layer.packed.const_data_ptr()), rows,
                           depth, layer.outputs};
-    const Finish<T> finish{layer.bias ? layer.bias->const_data_ptr<float>() : nullptr, relu,
+    const Epilogue<T> epilogue{layer.bias ? layer.bias->const_data_ptr<float>() : nullptr, relu,
                            residual ? residual->const_data_ptr<T>() : nullptr, output.mutable_data_ptr<T>()};
     if constexpr (std::is_same_v<typename Kernel::Weights, Int8Weights>) {
       const float* scales = layer.scales->const_data_ptr<float>();
-      const float* corrections = layer.corrections->const_data_ptr<float>();
-      run_product<Kernel>(product, finish, tiles, [&](const char* totals, int64_t row, int64_t n) {
-        Floats sums = __builtin_convertvector(load_as<Whole>(totals), Floats);
-        if (Kernel::OFFSET != 0) sums -= widened(corrections + n);
-        return sums * widened(scales + n) * input.scales[row];
+      const float* compensation = layer.compensation->const_data_ptr<float>();
+      run_gemm<Kernel>(product, epilogue, tiles, [&](const char* acc, int64_t row, int64_t n) {
+        F32 sums = __builtin_convertvector(load_as<I32>(acc), F32);
+        if (Kernel::OFFSET != 0) sums -= load_f32(compensation + n);
+        return sums * load_f32(scales + n) * input.scales[row];
       });
     } else {
-      run_product<Kernel>(product, finish, tiles,
-                          [](const char* totals, int64_t, int64_t) { return load_as<Floats>(totals); });
+      run_gemm<Kernel>(product, epilogue, tiles,
+                          [](const char* acc, int64_t, int64_t) { return load_as<F32>(acc); });
     }
   });
 }
 
 template <typename Kernel>
-constexpr Way way(const char* name, bool (*available)() = always, int64_t depth = 1) {
-  return {name, available, depth, run_way<Kernel>};
+constexpr LinearKernel kernel(const char* name, bool (*available)() = always, int64_t depth = 1) {
+  return {name, available, depth, run_dense<Kernel>};
 }
 
-// The best to begin with is the first: it is taken when nobody has measured. The last of bfloat16 and of 8 bits stands
-// in for AMX in tests; it is slow.
-constexpr std::array FLOAT_WAYS{way<Products<FloatProducts<FloatWeights>>>("fma")};
-constexpr std::array HALF_WAYS{way<Products<FloatProducts<HalfWeights>>>("fma"),
-                               way<WidenedProducts<HalfWeights>>("fma_widened")};
-constexpr std::array BF16_WAYS{
+// The default is the first.
+constexpr std::array FLOAT_KERNELS{kernel<Gemm<FmaDot<FloatWeights>>>("fma")};
+constexpr std::array HALF_KERNELS{kernel<Gemm<FmaDot<HalfWeights>>>("fma"),
+                               kernel<Dequant16Gemm<HalfWeights>>("fma_dequant")};
+constexpr std::array BF16_KERNELS{
 #if OATMILL_BF16
-    way<Products<PairProducts>>(PairProducts::NAME),
+    kernel<Gemm<Bf16Dot>>("bf16"),
 #endif
-    way<Products<FloatProducts<Bf16Weights>>>("fma"),
-    way<WidenedProducts<Bf16Weights>>("fma_widened"),
+    kernel<Gemm<FmaDot<Bf16Weights>>>("fma"),
+    kernel<Dequant16Gemm<Bf16Weights>>("fma_dequant"),
 #if OATMILL_MMLA
-    way<PairedRowProducts<Bf16Matrices>>("neon_bf16_mmla", always, 2),
+    kernel<MmlaGemm<Bf16Mmla>>("bf16_mmla", always, 2),
 #endif
 #if OATMILL_AMX
-    way<TileProducts<AmxMatrices<Bf16Weights>>>("amx", amx_permitted, SIDE),
+    kernel<AmxGemm<AmxTiles<Bf16Weights>>>("amx", amx_permitted, SIDE),
 #endif
-    way<TileProducts<PlainMatrices<Bf16Weights>>>("amx_emulated", always, SIDE)};
-constexpr std::array INT8_WAYS{
+#if defined(OATMILL_EMULATED_TILES)
+    kernel<AmxGemm<EmulatedTiles<Bf16Weights>>>("amx_emulated", always, SIDE),
+#endif
+};
+constexpr std::array INT8_KERNELS{
 #if OATMILL_INT8
-    way<Products<ByteProducts>>(ByteProducts::NAME),
+    kernel<Gemm<Int8Dot>>("int8"),
 #endif
-    way<Products<ShortProducts>>("int16"),
+    kernel<Gemm<Int16Dot>>("int16"),
 #if OATMILL_MMLA
-    way<PairedRowProducts<Int8Matrices>>("neon_i8mm", always, 2),
+    kernel<MmlaGemm<Int8Mmla>>("int8_mmla", always, 2),
 #endif
 #if OATMILL_AMX
-    way<TileProducts<AmxMatrices<Int8Weights>>>("amx", amx_permitted, SIDE),
+    kernel<AmxGemm<AmxTiles<Int8Weights>>>("amx", amx_permitted, SIDE),
 #endif
-    way<TileProducts<PlainMatrices<Int8Weights>>>("amx_emulated", always, SIDE)};
+#if defined(OATMILL_EMULATED_TILES)
+    kernel<AmxGemm<EmulatedTiles<Int8Weights>>>("amx_emulated", always, SIDE),
+#endif
+};
 
-// Calls work with a null pointer of the kind of weights that have this dtype, and the ways to multiply them.
+// Calls work with a null pointer of the kind of weights that have this dtype, and its kernels.
 template <typename Work>
 auto by_weights(at::ScalarType dtype, const Work& work) {
   switch (dtype) {
     case at::kFloat:
-      return work(static_cast<FloatWeights*>(nullptr), std::span<const Way>(FLOAT_WAYS));
+      return work(static_cast<FloatWeights*>(nullptr), std::span<const LinearKernel>(FLOAT_KERNELS));
     case at::kHalf:
-      return work(static_cast<HalfWeights*>(nullptr), std::span<const Way>(HALF_WAYS));
+      return work(static_cast<HalfWeights*>(nullptr), std::span<const LinearKernel>(HALF_KERNELS));
     case at::kBFloat16:
-      return work(static_cast<Bf16Weights*>(nullptr), std::span<const Way>(BF16_WAYS));
+      return work(static_cast<Bf16Weights*>(nullptr), std::span<const LinearKernel>(BF16_KERNELS));
     case at::kChar:
-      return work(static_cast<Int8Weights*>(nullptr), std::span<const Way>(INT8_WAYS));
+      return work(static_cast<Int8Weights*>(nullptr), std::span<const LinearKernel>(INT8_KERNELS));
     default:
       TORCH_CHECK(false, "weights are float32, bfloat16, float16 or int8, and not ", dtype);
   }
 }
 
-bool serves(const Way& way, const at::Tensor& packed) { return way.available() && packed.size(1) % way.depth == 0; }
+bool serves(const LinearKernel& kernel, const at::Tensor& packed) { return kernel.available() && packed.size(1) % kernel.depth == 0; }
 
-// Returns room in which linear_pack_into arranges so many outputs like those of a weight.
+// Returns zeros into which linear_pack_into packs this number of outputs.
 at::Tensor linear_room(const at::Tensor& weight, int64_t outputs) {
   return by_weights(weight.scalar_type(),
-                    [&]<typename Weights>(Weights*, std::span<const Way>) { return room_for<Weights>(weight, outputs); });
+                    [&]<typename Weights>(Weights*, std::span<const LinearKernel>) { return room_for<Weights>(weight, outputs); });
 }
 
-// Arranges some outputs of a weight in the first tiles of such room.
+// Packs some outputs of a weight into the first tiles.
 void linear_pack_into(const at::Tensor& weight, at::Tensor packed) {
   by_weights(weight.scalar_type(),
-             [&]<typename Weights>(Weights*, std::span<const Way>) { pack_weight<Weights>(weight, packed); });
+             [&]<typename Weights>(Weights*, std::span<const LinearKernel>) { pack_weight<Weights>(weight, packed); });
 }
 
 at::Tensor linear_pack(const at::Tensor& weight) {
@@ -124,17 +129,17 @@ at::Tensor linear_pack(const at::Tensor& weight) {
 }
 
 at::Tensor linear_unpack(const at::Tensor& packed, int64_t outputs, int64_t inputs) {
-  return by_weights(packed.scalar_type(), [&]<typename Weights>(Weights*, std::span<const Way>) {
+  return by_weights(packed.scalar_type(), [&]<typename Weights>(Weights*, std::span<const LinearKernel>) {
     return unpack_weight<Weights>(packed, outputs, inputs);
   });
 }
 
-// Returns the names of the kernels that multiply these weights on this CPU, the one to begin with first.
+// Returns the names of the kernels for these weights on this CPU, the default first.
 std::vector<std::string> linear_kernels(const at::Tensor& packed) {
-  return by_weights(packed.scalar_type(), [&]<typename Weights>(Weights*, std::span<const Way> ways) {
+  return by_weights(packed.scalar_type(), [&]<typename Weights>(Weights*, std::span<const LinearKernel> variants) {
     std::vector<std::string> names;
-    for (const Way& way : ways)
-      if (serves(way, packed)) names.emplace_back(way.name);
+    for (const LinearKernel& kernel : variants)
+      if (serves(kernel, packed)) names.emplace_back(kernel.name);
     return names;
   });
 }
@@ -142,27 +147,27 @@ std::vector<std::string> linear_kernels(const at::Tensor& packed) {
 }  // namespace
 
 Linear::Linear(at::Tensor packed, int64_t inputs, int64_t outputs, std::optional<at::Tensor> bias,
-               std::optional<at::Tensor> scales, std::optional<at::Tensor> corrections,
-               std::vector<std::string> kernels, std::vector<int64_t> from_rows, std::optional<CodesPtr> codes)
+               std::optional<at::Tensor> scales, std::optional<at::Tensor> compensation,
+               std::vector<std::string> kernels, std::vector<int64_t> from_rows, std::optional<QuantizedWeightsPtr> codes)
     : packed(std::move(packed)), inputs(inputs), outputs(outputs), bias(std::move(bias)), scales(std::move(scales)),
-      corrections(std::move(corrections)), codes(codes ? *codes : CodesPtr()), from_rows_(std::move(from_rows)) {
+      compensation(std::move(compensation)), codes(codes ? *codes : QuantizedWeightsPtr()), from_rows_(std::move(from_rows)) {
   TORCH_CHECK(!kernels.empty() && kernels.size() == from_rows_.size(), "each kernel needs its number of rows");
-  const auto choose = [&](std::span<const Way> ways) {
+  const auto choose = [&](std::span<const LinearKernel> variants) {
     for (const std::string& name : kernels) {
-      const auto found = std::find_if(ways.begin(), ways.end(), [&](const Way& way) {
-        return way.name == name && serves(way, this->packed);
+      const auto found = std::find_if(variants.begin(), variants.end(), [&](const LinearKernel& kernel) {
+        return kernel.name == name && serves(kernel, this->packed);
       });
-      // A kernel that has no use for this one layer's depth leaves it to the one that every CPU has.
-      ways_.push_back(found != ways.end() ? &*found : &ways[0]);
+      // A kernel that cannot take this layer's depth is replaced by the default.
+      variants_.push_back(found != variants.end() ? &*found : &variants[0]);
     }
   };
   if (this->codes) {
-    choose(code_ways(this->codes->kind));
+    choose(quantized_kernels_of(this->codes->kind));
     return;
   }
-  by_weights(this->packed.scalar_type(), [&]<typename Weights>(Weights*, std::span<const Way> ways) {
-    TORCH_CHECK(parts(inputs, Weights::DEPTH) == this->packed.size(1), "weights of ", inputs, " inputs are expected");
-    choose(ways);
+  by_weights(this->packed.scalar_type(), [&]<typename Weights>(Weights*, std::span<const LinearKernel> variants) {
+    TORCH_CHECK(ceil_div(inputs, Weights::DEPTH) == this->packed.size(1), "weights of ", inputs, " inputs are expected");
+    choose(variants);
   });
 }
 
@@ -174,7 +179,7 @@ at::Tensor Linear::operator()(const at::Tensor& x, bool relu, const std::optiona
   at::Tensor output = at::empty(shape, x.options());
   TORCH_CHECK(!residual || (added.numel() == output.numel() && added.scalar_type() == x.scalar_type()));
   const int64_t rows = x.numel() / inputs;
-  if (rows > 0) way(rows).run(*this, dense, relu, residual ? &added : nullptr, nullptr, output);
+  if (rows > 0) kernel_for(rows).run(*this, dense, relu, residual ? &added : nullptr, nullptr, output);
   return output;
 }
 
@@ -185,13 +190,13 @@ at::Tensor Linear::adapted(const at::Tensor& x, const std::optional<at::Tensor>&
 }
 
 void Linear::write_tiles(const at::Tensor& x, const std::vector<int64_t>& tiles, at::Tensor& output) const {
-  if (!tiles.empty()) way(x.numel() / inputs).run(*this, x, false, nullptr, &tiles, output);
+  if (!tiles.empty()) kernel_for(x.numel() / inputs).run(*this, x, false, nullptr, &tiles, output);
 }
 
-const Way& Linear::way(int64_t rows) const {
-  size_t chosen = ways_.size() - 1;
+const LinearKernel& Linear::kernel_for(int64_t rows) const {
+  size_t chosen = variants_.size() - 1;
   while (chosen > 0 && rows < from_rows_[chosen]) --chosen;
-  return *ways_[chosen];
+  return *variants_[chosen];
 }
 
 }  // namespace oatmill

@@ -1,8 +1,8 @@
-// The product of rows with weights that were arranged for it once.
+// GEMM, y = x W^T: the packed layout of weights, and the driver around all kernels: tasks, chunks of k, epilogue.
 //
-// Weights stand in tiles of COLUMNS outputs, each a stream of words of four bytes that is read from beginning to end:
-// one float, two numbers of 16 bits or four of 8. For every word of the input a tile has one of each output. All
-// kernels read this layout, so one copy of the weights serves whichever kernel is the fastest for a number of rows.
+// Weights are packed in tiles of COLUMNS outputs, each a stream of words of four bytes that is read from beginning to end:
+// one float, two numbers of 16 bits or four of 8. For every word of k a tile has one of each output. All kernels read this
+// layout, so one copy of the weights serves whichever kernel is the fastest for a number of rows. README.md has a picture.
 
 #pragma once
 
@@ -24,8 +24,8 @@ namespace oatmill {
 constexpr int64_t WORD = 4;                    // bytes
 constexpr int64_t COLUMNS = 48;                // outputs of a tile
 constexpr int64_t TILE_WORD = COLUMNS * WORD;  // bytes, a word of each output
-constexpr int64_t CHUNK_ROWS = 96;             // rows of one work item; a multiple of what matrices take at once
-constexpr int64_t ITEM_ROWS = 4 * CHUNK_ROWS;  // of an item for which weights are made, see rows_of_item
+constexpr int64_t CHUNK_ROWS = 96;             // rows of one task; a multiple of what AMX takes at once
+constexpr int64_t MAX_TASK_ROWS = 4 * CHUNK_ROWS;  // of a task that dequantizes weights, see rows_per_task
 
 // Kinds of weights: DEPTH numbers make a word; place(n, k) is where number k of output n's word stands in a tile's.
 struct FloatWeights {
@@ -53,27 +53,27 @@ struct Int8Weights {
   static constexpr int64_t place(int64_t n, int64_t k) { return n * DEPTH + k; }
 };
 
-// Returns room for so many outputs like those of a weight, [outputs / COLUMNS, inputs / DEPTH, COLUMNS * DEPTH] zeros.
+// Returns zeros into which outputs are packed: [outputs / COLUMNS, inputs / DEPTH, COLUMNS * DEPTH].
 template <typename Weights>
 at::Tensor room_for(const at::Tensor& weight, int64_t outputs) {
   constexpr int64_t DEPTH = Weights::DEPTH;
-  return zeros_in_large_pages({parts(outputs, COLUMNS), parts(weight.size(1), DEPTH), COLUMNS * DEPTH}, weight.options());
+  return zeros_in_huge_pages({ceil_div(outputs, COLUMNS), ceil_div(weight.size(1), DEPTH), COLUMNS * DEPTH}, weight.options());
 }
 
-// Arranges outputs of a weight, [outputs, inputs], in the first tiles of such room.
+// Packs outputs of a weight, [outputs, inputs], into the first tiles.
 template <typename Weights>
 void pack_weight(const at::Tensor& weight, at::Tensor& packed) {
   using Number = typename Weights::Number;
   constexpr int64_t DEPTH = Weights::DEPTH;
-  const int64_t outputs = weight.size(0), inputs = weight.size(1), depth = parts(inputs, DEPTH);
+  const int64_t outputs = weight.size(0), inputs = weight.size(1), depth = ceil_div(inputs, DEPTH);
   TORCH_CHECK(packed.is_contiguous() && packed.scalar_type() == weight.scalar_type() && packed.dim() == 3 &&
-                  packed.size(0) >= parts(outputs, COLUMNS) && packed.size(1) == depth &&
+                  packed.size(0) >= ceil_div(outputs, COLUMNS) && packed.size(1) == depth &&
                   packed.size(2) == COLUMNS * DEPTH,
               "there is no room for ", outputs, " outputs of ", inputs, " inputs in ", packed.sizes());
   const at::Tensor dense = weight.contiguous();
   const Number* from = dense.const_data_ptr<Number>();
   Number* to = packed.mutable_data_ptr<Number>();
-  for_each_item(parts(outputs, COLUMNS), [&](int64_t tile) {
+  parallel_for(ceil_div(outputs, COLUMNS), [&](int64_t tile) {
     const int64_t first = tile * COLUMNS, last = std::min(first + COLUMNS, outputs);
     for (int64_t k = 0; k < inputs; ++k)
       for (int64_t n = first; n < last; ++n)
@@ -81,7 +81,7 @@ void pack_weight(const at::Tensor& weight, at::Tensor& packed) {
   });
 }
 
-// What pack_weight was given.
+// Returns what pack_weight was given.
 template <typename Weights>
 at::Tensor unpack_weight(const at::Tensor& packed, int64_t outputs, int64_t inputs) {
   using Number = typename Weights::Number;
@@ -90,7 +90,7 @@ at::Tensor unpack_weight(const at::Tensor& packed, int64_t outputs, int64_t inpu
   at::Tensor weight = at::empty({outputs, inputs}, packed.options());
   const Number* from = packed.const_data_ptr<Number>();
   Number* to = weight.mutable_data_ptr<Number>();
-  for_each_item(outputs, [&](int64_t n) {
+  parallel_for(outputs, [&](int64_t n) {
     for (int64_t k = 0; k < inputs; ++k)
       to[n * inputs + k] =
           from[(n / COLUMNS * depth + k / DEPTH) * COLUMNS * DEPTH + Weights::place(n % COLUMNS, k % DEPTH)];
@@ -98,7 +98,7 @@ at::Tensor unpack_weight(const at::Tensor& packed, int64_t outputs, int64_t inpu
   return weight;
 }
 
-// Rows as a kernel reads them, `row_bytes` from one to the next. scales: of rows that were rounded to bytes.
+// Rows as a kernel reads them, `row_bytes` from one to the next. scales: of rows that were quantized.
 struct Input {
   const char* data;
   int64_t row_bytes;
@@ -106,17 +106,16 @@ struct Input {
   std::vector<float> scales;
 };
 
-struct Product {
+struct GemmArgs {
   const char* input;
   int64_t row_bytes;
   const char* weights;  // [tiles, depth, COLUMNS] words
   int64_t rows, depth, outputs;
 };
 
-// What happens to a sum on its way out, besides what makes a number of it: the bias is added, negative ones become
-// zero if asked, and the residual is added.
+// Epilogue: bias, ReLU, residual.
 template <typename T>
-struct Finish {
+struct Epilogue {
   const float* bias;  // [outputs, padded to a tile], or null
   bool relu;
   const T* residual;  // [rows, outputs], or null
@@ -126,104 +125,103 @@ struct Finish {
 // Calls work(first, count) for blocks of rows, or of words, of nearly the same size, at most `most` each.
 template <typename Work>
 void for_each_block(int64_t rows, int64_t most, const Work& work) {
-  const int64_t blocks = parts(rows, most);
+  const int64_t blocks = ceil_div(rows, most);
   for (int64_t b = 0; b < blocks; ++b) {
     const int64_t begin = rows * b / blocks;
     work(begin, rows * (b + 1) / blocks - begin);
   }
 }
 
-// Rows from first_row on times one tile. next_tile: the one that this thread will probably need next. Totals are
+// Rows from first_row on times one tile. next_tile: the one that this thread will probably need next. acc: accumulators,
 // [rows, COLUMNS] words.
 //
 // Kernel: a type with
 //   Weights, the kind that it reads;
 //   INPUT_WORD, the bytes of input for a word of weights;
-//   CHUNK_DEPTH, the words of a tile that stay in a core's cache while all rows are multiplied by them, and of which
-//   a multiple of UNIT is computed at once;
-//   multiply(input, row_bytes, rows, weights, next, depth, from_zero, totals), where `next` is what is needed later;
+//   CHUNK_DEPTH, the words of a tile that stay in L1 or L2 while all rows are multiplied by them, a multiple of UNIT;
+//   multiply(input, row_bytes, rows, weights, next, depth, from_zero, acc), where `next` are the next weights;
 //   prepare(from, rows, inputs, depth), which returns the rows as the kernel reads them: an Input.
 template <typename Kernel>
-void multiply_rows(const Product& product, int64_t first_row, int64_t rows, int64_t tile, int64_t next_tile,
-                   char* totals) {
+void multiply_tile(const GemmArgs& product, int64_t first_row, int64_t rows, int64_t tile, int64_t next_tile,
+                   char* acc) {
   constexpr int64_t UNIT = Kernel::UNIT;
-  // Of nearly the same size: a chunk asks for as many words of the next one as it has itself.
+  // Of nearly the same size: a chunk prefetches as many words of the next one as it has itself.
   for_each_block(product.depth / UNIT, Kernel::CHUNK_DEPTH / UNIT, [&](int64_t first_unit, int64_t units) {
     const int64_t k = first_unit * UNIT, depth = units * UNIT;
     const char* weights = product.weights + (tile * product.depth + k) * TILE_WORD;
     const bool last = k + depth == product.depth;
     const char* next = last ? product.weights + next_tile * product.depth * TILE_WORD : weights + depth * TILE_WORD;
     const char* input = product.input + first_row * product.row_bytes + k * Kernel::INPUT_WORD;
-    Kernel::multiply(input, product.row_bytes, rows, weights, next, depth, k == 0, totals);
+    Kernel::multiply(input, product.row_bytes, rows, weights, next, depth, k == 0, acc);
   });
 }
 
-// Asks for what finish_row is about to read and write.
+// Prefetches what apply_epilogue is about to read and write.
 template <typename T>
-void want_row(const Product& product, const Finish<T>& finish, int64_t row, int64_t first) {
+void prefetch_row(const GemmArgs& product, const Epilogue<T>& epilogue, int64_t row, int64_t first) {
   const int64_t place = row * product.outputs + first;
   for (int64_t n = 0; n < COLUMNS; n += LANES) {
-    __builtin_prefetch(finish.output + place + n, 1);
-    if (finish.residual) __builtin_prefetch(finish.residual + place + n);
+    __builtin_prefetch(epilogue.output + place + n, 1);
+    if (epilogue.residual) __builtin_prefetch(epilogue.residual + place + n);
   }
 }
 
-// number: (totals of WIDTH outputs, row, first of the outputs) -> Floats
+// number: (accumulators of WIDTH outputs, row, first of the outputs) -> F32
 template <typename T, typename Number>
-void finish_row(const Product& product, const Finish<T>& finish, const char* totals, int64_t row, int64_t first,
+void apply_epilogue(const GemmArgs& product, const Epilogue<T>& epilogue, const char* acc, int64_t row, int64_t first,
                 const Number& number) {
   for (int64_t n = first; n < std::min(first + COLUMNS, product.outputs); n += WIDTH) {
     const int64_t count = std::min<int64_t>(WIDTH, product.outputs - n), place = row * product.outputs + n;
-    Floats value = number(totals + (n - first) * WORD, row, n);
-    if (finish.bias) value += widened(finish.bias + n);
-    if (finish.relu) value = larger(value, Floats{});
+    F32 value = number(acc + (n - first) * WORD, row, n);
+    if (epilogue.bias) value += load_f32(epilogue.bias + n);
+    if (epilogue.relu) value = vmax(value, F32{});
     if (count == WIDTH) {
-      if (finish.residual) value += widened(finish.residual + place);
-      store(finish.output + place, value);
+      if (epilogue.residual) value += load_f32(epilogue.residual + place);
+      store(epilogue.output + place, value);
     } else {
       T edge[WIDTH] = {};
-      if (finish.residual) std::copy_n(finish.residual + place, count, edge);
-      if (finish.residual) value += widened(edge);
+      if (epilogue.residual) std::copy_n(epilogue.residual + place, count, edge);
+      if (epilogue.residual) value += load_f32(edge);
       store(edge, value);
-      std::copy_n(edge, count, finish.output + place);
+      std::copy_n(edge, count, epilogue.output + place);
     }
   }
 }
 
-// Rows of an item. Kernels that make other weights of a tile before they multiply by them say so by MAKES_WEIGHTS: they do
-// it for several chunks at once, if that leaves every thread so many items that none waits long for another.
+// Rows of a task. Kernels that dequantize a panel before they multiply by it have DEQUANTIZES: they do it for several chunks
+// at once, if that leaves every thread so many tasks that none waits long for another.
 template <typename Kernel>
-int64_t rows_of_item(int64_t rows, int64_t tiles) {
-  constexpr int64_t ENOUGH = 8;  // items of a thread
+int64_t rows_per_task(int64_t rows, int64_t tiles) {
+  constexpr int64_t ENOUGH = 8;  // tasks of a thread
   int64_t chunk = CHUNK_ROWS;
-  if constexpr (requires { Kernel::MAKES_WEIGHTS; })
-    while (chunk < ITEM_ROWS && tiles * parts(rows, 2 * chunk) >= ENOUGH * at::get_num_threads()) chunk *= 2;
+  if constexpr (requires { Kernel::DEQUANTIZES; })
+    while (chunk < MAX_TASK_ROWS && tiles * ceil_div(rows, 2 * chunk) >= ENOUGH * at::get_num_threads()) chunk *= 2;
   return chunk;
 }
 
-inline char* totals_of_thread() {
-  alignas(64) static thread_local char totals[ITEM_ROWS * COLUMNS * WORD];
-  return totals;
+inline char* thread_accumulators() {
+  alignas(64) static thread_local char acc[MAX_TASK_ROWS * COLUMNS * WORD];
+  return acc;
 }
 
-// chosen: the tiles to compute, or null for all. Task: a Product, or one that has its own multiply_rows.
+// chosen: the tiles to compute, or null for all. Task: GemmArgs, or what has its own multiply_tile.
 template <typename Kernel, typename Task, typename T, typename Number>
-void run_product(const Task& product, const Finish<T>& finish, const std::vector<int64_t>* chosen,
+void run_gemm(const Task& product, const Epilogue<T>& epilogue, const std::vector<int64_t>* chosen,
                  const Number& number) {
   constexpr int64_t EARLIER = 8;  // rows
-  const int64_t tiles = chosen ? static_cast<int64_t>(chosen->size()) : parts(product.outputs, COLUMNS);
-  const int64_t chunk_rows = rows_of_item<Kernel>(product.rows, tiles), chunks = parts(product.rows, chunk_rows);
+  const int64_t tiles = chosen ? static_cast<int64_t>(chosen->size()) : ceil_div(product.outputs, COLUMNS);
+  const int64_t chunk_rows = rows_per_task<Kernel>(product.rows, tiles), chunks = ceil_div(product.rows, chunk_rows);
   const auto tile_at = [&](int64_t i) { return chosen ? (*chosen)[i] : i; };
-  for_each_item(tiles * chunks, [&](int64_t item, int64_t next) {
-    char* totals = totals_of_thread();
+  parallel_for(tiles * chunks, [&](int64_t item, int64_t next) {
+    char* acc = thread_accumulators();
     const int64_t chunk = item % chunks, tile = tile_at(item / chunks);
     const int64_t begin = chunk * chunk_rows, end = std::min(begin + chunk_rows, product.rows);
     for (int64_t row = begin; row < std::min(begin + EARLIER, end); ++row)
-      want_row(product, finish, row, tile * COLUMNS);
-    multiply_rows<Kernel>(product, begin, end - begin, tile, tile_at(next / chunks), totals);
+      prefetch_row(product, epilogue, row, tile * COLUMNS);
+    multiply_tile<Kernel>(product, begin, end - begin, tile, tile_at(next / chunks), acc);
     for (int64_t row = begin; row < end; ++row) {
-      if (row + EARLIER < end) want_row(product, finish, row + EARLIER, tile * COLUMNS);
-      finish_row(product, finish, totals + (row - begin) * TILE_WORD, row, tile * COLUMNS, number);
+      if (row + EARLIER < end) prefetch_row(product, epilogue, row + EARLIER, tile * COLUMNS);
+      apply_epilogue(product, epilogue, acc + (row - begin) * TILE_WORD, row, tile * COLUMNS, number);
     }
   });
 }
@@ -232,25 +230,25 @@ void run_product(const Task& product, const Finish<T>& finish, const std::vector
 template <typename Work>
 void for_rows(int64_t rows, int64_t size, const Work& work) {
   const int64_t together = std::max<int64_t>(1, worth_a_thread() / size);
-  for_each_item(parts(rows, together),
+  parallel_for(ceil_div(rows, together),
                 [&](int64_t item) { work(item * together, std::min(rows, (item + 1) * together)); });
 }
 
-// The bytes from one of several rows to the next, that are read side by side: an odd number of cache lines. Rows a power of
-// two apart have to share a few places of the first cache, and reading them takes twice as long.
-inline int64_t apart(int64_t bytes, int64_t rows) {
-  return (rows == 1 ? parts(bytes, LINE) : parts(bytes, LINE) | 1) * LINE;
+// Row stride in bytes, an odd number of cache lines: rows a power of two apart would share a few sets of L1, and reading
+// them side by side would take twice as long.
+inline int64_t row_stride(int64_t bytes, int64_t rows) {
+  return (rows == 1 ? ceil_div(bytes, LINE) : ceil_div(bytes, LINE) | 1) * LINE;
 }
 
 // Rows of numbers of type T as rows of type To, [padded_rows, padded]; zeros behind the last input and the last row.
-// Where they would be copies they stay where they are, unless they share too few places of the first cache.
+// Copies are avoided, unless the rows share too few sets of L1.
 template <typename To, typename T>
 Input converted_rows(const T* from, int64_t rows, int64_t inputs, int64_t padded_rows, int64_t padded) {
   constexpr int64_t FEW_PLACES = 64 * LINE;
   const int64_t bytes = inputs * sizeof(To);
   if (std::is_same_v<To, T> && inputs == padded && rows == padded_rows && (rows == 1 || bytes % FEW_PLACES != 0))
     return {reinterpret_cast<const char*>(from), bytes, {}, {}};
-  const int64_t row_bytes = apart(padded * sizeof(To), padded_rows), room = row_bytes / sizeof(To);
+  const int64_t row_bytes = row_stride(padded * sizeof(To), padded_rows), room = row_bytes / sizeof(To);
   Input input{nullptr, row_bytes, c10::GetCPUAllocator()->allocate(padded_rows * row_bytes), {}};
   To* to = static_cast<To*>(input.buffer.get());
   input.data = reinterpret_cast<const char*>(to);

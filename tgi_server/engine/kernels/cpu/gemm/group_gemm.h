@@ -1,22 +1,17 @@
-// Products with codes that are added up group by group of the weights. For few rows numbers are made of codes in registers,
-// as often as rows are multiplied by them.
+// GEMM with quantized weights that are scaled group by group: accumulators of a group are multiplied by its scales. Weights
+// are unpacked in registers; for many rows once, for all blocks of rows.
 //
-// Set is a type that is made of a codebook, with
-//   Register, what the sums of a group are kept in;
-//   ROWS, how many one pass over a tile's words serves; vectors(rows), the registers of outputs that are computed
-//   together, as many as leave room for words and numbers beside the sums;
-//   MOST, the words whose products a sum holds; ADDED, how much higher than they are numbers are read;
-//   add_words(product, row, words, column, first, last, sums), which adds the products of words first .. last - 1;
-//   number(product, place, sum), the float that a sum stands for, place being that of its row and group;
-//   input_sum(product, place), the sum of a group's inputs;
-//   prepare(from, rows, inputs, depth, starts, groups), which returns the rows as they are read: an Input;
-//   GROUP_SUMS, true if input_sum needs those of the product; TAKES_ZEROS, if numbers are made with their zeros.
-// One that makes its numbers of what it unpacks has STEPS, of a word, and instead of add_words
-//   unpacked(words, step, zeros), what stands between words and numbers, zeros being in every byte of words;
-//   MANY, the most rows of a block that shares it with others, and UNPACKED_VECTORS, such a block's registers of outputs;
-//   add_steps(product, row, first, last, sums, at), where at(k, step, v) is what is unpacked of word k, of register v.
-//
-// Every row is added up in the same order, whatever rows are beside it.
+// A Dot for quantized weights is made of a codebook, and has, beside what loop.h needs,
+//   ROWS, the most rows of a block; vectors(rows), the registers of outputs that are computed together, as many as leave
+//   room for words and operands beside the accumulators;
+//   MOST, the words whose products an accumulator holds; ZERO_POINT, which codes have added to them;
+//   number(product, place, acc), the float value of an accumulator, of the row and group at a place;
+//   input_sum(product, place), the sum of a group's inputs; GROUP_SUMS, if that needs those of the product;
+//   TAKES_ZEROS, if unpacking subtracts the zero points; prepare, which returns the rows as it reads them;
+//   Loads, the static part of the policy that loads its weights.
+// One whose unpacked weights may be stored for other blocks of rows has
+//   unpacked(words, step, zeros) and operand(unpacked), zeros being in every byte of words;
+//   MANY, the most rows of a block that shares them with others, and UNPACKED_VECTORS, such a block's registers of outputs.
 
 #pragma once
 
@@ -27,58 +22,50 @@
 
 #include "gemm/w4_gemm.h"
 #include "gemm/gemm.h"
+#include "gemm/loop.h"
 #include "simd/simd.h"
 
 namespace oatmill {
 
-// One by one: an array that is made zero at once is kept in memory.
-template <int R, int V, typename Register>
-[[gnu::always_inline]] inline void make_zero(Register (&sums)[R][V]) {
-#pragma GCC unroll 8
-  for (int r = 0; r < R; ++r)
-#pragma GCC unroll 6
-    for (int v = 0; v < V; ++v) sums[r][v] = Register{};
-}
-
-// The kernel made of a set of instructions.
-template <typename Set>
-struct GroupedProducts {
-  static bool needs_sums(const Scales& scales) { return Set::GROUP_SUMS && shifted(scales); }
+// The kernel made of a Dot.
+template <typename Dot>
+struct GroupGemm {
+  static bool needs_sums(const Scales& scales) { return Dot::GROUP_SUMS && shifted(scales); }
 
   template <typename T>
   static Input prepare(const T* from, int64_t rows, int64_t inputs, int64_t depth, const int32_t* starts,
                        int64_t groups) {
-    return Set::prepare(from, rows, inputs, depth, starts, groups);
+    return Dot::prepare(from, rows, inputs, depth, starts, groups);
   }
 
-  static void multiply(const CodedProduct& product, int64_t first_row, int64_t rows, int64_t tile, int64_t next_tile,
-                       char* totals) {
-    const Set set(product.codebook);
+  static void multiply(const QuantizedGemmArgs& product, int64_t first_row, int64_t rows, int64_t tile, int64_t next_tile,
+                       char* acc) {
+    const Dot dot(product.codebook);
     const Tile at{{product.words(tile), product.words(next_tile), product.depth},
                   tile * product.groups * COLUMNS,
                   next_tile * product.groups * COLUMNS};
-    float* sums = reinterpret_cast<float*>(totals);
+    float* sums = reinterpret_cast<float*>(acc);
     std::fill_n(sums, rows * COLUMNS, 0.0f);
     if constexpr (UNPACKS) {
-      if (rows > Set::ROWS) return multiply_unpacked(set, product, first_row, rows, at, sums);
+      if (rows > Dot::ROWS) return multiply_unpacked(dot, product, first_row, rows, at, sums);
     }
-    for_each_block(rows, Set::ROWS, [&](int64_t first, int64_t count) {
-      BLOCKS[count - 1](set, product, first_row + first, at, sums + first * COLUMNS);
+    for_each_block(rows, Dot::ROWS, [&](int64_t first, int64_t count) {
+      BLOCKS[count - 1](dot, product, first_row + first, at, sums + first * COLUMNS);
     });
   }
 
  private:
-  static constexpr bool UNPACKS = requires { Set::STEPS; }, FIRST_UNPACKS = REGISTERS == 32;
-  static constexpr int64_t KEPT = 32;  // words whose unpacked ones the first cache holds, 24 KiB at most, and more besides
+  static constexpr bool UNPACKS = requires { Dot::MANY; }, FIRST_UNPACKS = REGISTERS == 32;
+  static constexpr int64_t KEPT = 32;  // words that are unpacked into L1: 24 KiB at most, which leaves room beside them
 
-  // Says whether sums of inputs are part of the totals.
+  // Returns true if sums of inputs are part of the result.
   static bool shifted(const Scales& scales) {
-    return Set::ADDED != 0 || scales.offsets || (scales.zeros && !Set::TAKES_ZEROS);
+    return Dot::ZERO_POINT != 0 || scales.offsets || (scales.zeros && !Dot::TAKES_ZEROS);
   }
 
   // scaled: where the scales of the first group stand, and those of the tile that comes next.
   struct Tile {
-    WantedWords words;
+    WeightStream words;
     int64_t scaled, next_scaled;
   };
 
@@ -88,80 +75,122 @@ struct GroupedProducts {
     bool begins;
   };
 
-  using Block = void (*)(const Set&, const CodedProduct&, int64_t, const Tile&, float*);
+  using Block = void (*)(const Dot&, const QuantizedGemmArgs&, int64_t, const Tile&, float*);
 
-  // Calls work(part) for all words of a tile, and asks for the next tile's scales meanwhile.
+  // Calls work(part) for all words of a tile, and prefetches the next tile's scales.
   template <typename Work>
-  static void for_each_part(const CodedProduct& product, const Tile& tile, const Work& work) {
+  static void for_each_part(const QuantizedGemmArgs& product, const Tile& tile, const Work& work) {
     for (int64_t g = 0; g < product.groups; ++g) {
-      product.scales.want(tile.next_scaled + g * COLUMNS);
+      product.scales.prefetch(tile.next_scaled + g * COLUMNS);
       const int64_t begin = product.starts[g], end = product.starts[g + 1];
-      for (int64_t first = begin; first < end; first += Set::MOST)
-        work(Part{g, first, std::min<int64_t>(end, first + Set::MOST), first == begin});
+      for (int64_t first = begin; first < end; first += Dot::MOST)
+        work(Part{g, first, std::min<int64_t>(end, first + Dot::MOST), first == begin});
     }
   }
 
   template <int R>
-  static void multiply_block(const Set& shared, const CodedProduct& product, int64_t row, const Tile& tile,
-                             float* totals) {
-    constexpr int V = Set::vectors(R);
+  static void multiply_block(const Dot& shared, const QuantizedGemmArgs& product, int64_t row, const Tile& tile,
+                             float* acc) {
+    constexpr int V = Dot::vectors(R);
     for (int column = 0; column < COLUMNS; column += V * WIDTH) {
-      const Set set = shared;  // a copy, which stays in registers
+      const Dot dot = shared;  // a copy, which stays in registers
       for_each_part(product, tile, [&](const Part& part) {
-        typename Set::Register sums[R][V];
+        typename Dot::Accumulator sums[R][V];
         make_zero(sums);
         const int64_t scaled = tile.scaled + part.group * COLUMNS + column;
-        if constexpr (UNPACKS) {
-          const Zeros<V> zeros(product, scaled);
-          set.add_steps(product, row, part.first, part.last, sums, [&](int64_t k, int step, int v) {
-            return unpacked<V>(set, tile.words, column, k, step, v, zeros);
-          });
-        } else {
-          set.add_words(product, row, tile.words, column, part.first, part.last, sums);
-        }
-        add_to_totals(set, product, row, part, scaled, sums, totals + column);
+        accumulate_words<Dot>(product.input + row * product.row_bytes, product.row_bytes, part.first, part.last,
+                              QuantizedTile<V>(dot, product, tile.words, column, scaled), sums);
+        add_scaled(dot, product, row, part, scaled, sums, acc + column);
       });
     }
   }
 
-  // The zeros of V registers of outputs, where numbers are made with them.
+  // The zero points of V registers of outputs, if unpacking subtracts them.
   template <int V>
   struct Zeros {
-    Words bytes[V];
+    U32 bytes[V];
 
-    // scaled: as of add_to_totals.
-    [[gnu::always_inline]] Zeros(const CodedProduct& product, int64_t scaled) {
-      if constexpr (Set::TAKES_ZEROS)
+    // scaled: as of add_scaled.
+    [[gnu::always_inline]] Zeros(const QuantizedGemmArgs& product, int64_t scaled) {
+      if constexpr (Dot::TAKES_ZEROS)
 #pragma GCC unroll 6
         for (int v = 0; v < V; ++v) bytes[v] = product.scales.zero_bytes(scaled + v * WIDTH);
     }
   };
 
-  // What is multiplied in a step of word k, of register v from a column on. Asks for later words.
+  // V registers of outputs of a tile, from a column on, whose weights are unpacked in registers. scaled: as of add_scaled.
   template <int V>
-  [[gnu::always_inline]] static Words unpacked(const Set& set, const WantedWords& words, int column, int64_t k, int step,
-                                               int v, const Zeros<V>& zeros) {
-    if (step == 0 && v == 0) words.want<V>(k, column);
-    return set.unpacked(words.read(k, column + v * WIDTH), step, zeros.bytes[v]);
-  }
+  struct QuantizedTile : Dot::Loads {
+    const Dot& dot;
+    const WeightStream& words;
+    int column;
+    [[no_unique_address]] Zeros<V> zeros;
+
+    [[gnu::always_inline]] QuantizedTile(const Dot& dot, const QuantizedGemmArgs& product, const WeightStream& words,
+                                         int column, int64_t scaled)
+        : dot(dot), words(words), column(column), zeros(product, scaled) {}
+
+    [[gnu::always_inline]] void prefetch(int64_t k) const { words.template prefetch<V>(k, column); }
+    [[gnu::always_inline]] U32 unpacked(int64_t k, int step, int v) const {
+      return dot.unpacked(words.read(k, column + v * WIDTH), step, zeros.bytes[v]);
+    }
+    [[gnu::always_inline]] auto load(int64_t k, int step, int v) const {
+      if constexpr (UNPACKS)
+        return dot.operand(unpacked(k, step, v));
+      else
+        return dot.number_of(words.read(k, column + v * WIDTH), step);
+    }
+    template <typename Operand, int TOGETHER>
+    [[gnu::always_inline]] void load(int64_t k, int part, int v, Operand (&columns)[TOGETHER]) const {
+      dot.numbers(words.read(k, column + v * WIDTH), part, columns);
+    }
+  };
+
+  // The same, with a copy of what was unpacked for the blocks of rows that follow.
+  template <int V>
+  struct UnpackingTile : QuantizedTile<V> {
+    char* kept;
+    int64_t first;
+
+    [[gnu::always_inline]] auto load(int64_t k, int step, int v) const {
+      const U32 numbers = this->unpacked(k, step, v);
+      store_as(place(kept, k - first, step, this->column + v * WIDTH), numbers);
+      return this->dot.operand(numbers);
+    }
+  };
+
+  // What another block of rows has unpacked.
+  struct UnpackedTile : OneAtATime {
+    const Dot& dot;
+    const char* kept;
+    int64_t first;
+    int column;
+
+    [[gnu::always_inline]] UnpackedTile(const Dot& dot, const char* kept, int64_t first, int column)
+        : dot(dot), kept(kept), first(first), column(column) {}
+    [[gnu::always_inline]] void prefetch(int64_t) const {}
+    [[gnu::always_inline]] auto load(int64_t k, int step, int v) const {
+      return dot.operand(load_as<U32>(place(kept, k - first, step, column + v * WIDTH)));
+    }
+  };
 
   // Words are unpacked once for all rows: by the first block of rows, beside its products, or before it where that would
-  // take more registers than there are. Several parts at once, whose inputs and totals of a block of rows stay in the first
-  // cache meanwhile.
-  static void multiply_unpacked(const Set& set, const CodedProduct& product, int64_t first_row, int64_t rows,
-                                const Tile& tile, float* totals) {
-    static_assert(Set::MOST <= KEPT);
-    alignas(64) static thread_local char of_thread[KEPT * Set::STEPS * TILE_WORD];
+  // take more registers than there are. Several parts at once, whose inputs and accumulators of a block of rows stay in L1
+  // meanwhile.
+  static void multiply_unpacked(const Dot& dot, const QuantizedGemmArgs& product, int64_t first_row, int64_t rows,
+                                const Tile& tile, float* acc) {
+    static_assert(Dot::MOST <= KEPT);
+    alignas(64) static thread_local char of_thread[KEPT * Dot::STEPS * TILE_WORD];
     char* kept = of_thread;
     std::array<Part, KEPT> parts;
     int64_t count = 0;
     const auto multiply_parts = [&] {
-      for_each_block(rows, Set::MANY, [&](int64_t first, int64_t block_rows) {
+      for_each_block(rows, Dot::MANY, [&](int64_t first, int64_t block_rows) {
         const auto block = (first == 0 ? FIRST_BLOCKS : OTHER_BLOCKS)[block_rows - 1];
         for (int64_t p = 0; p < count; ++p) {
           char* own = place(kept, parts[p].first - parts[0].first, 0, 0);
-          if (first == 0 && !FIRST_UNPACKS) unpack(set, product, parts[p], tile, own);
-          block(set, product, first_row + first, parts[p], tile, own, totals + first * COLUMNS);
+          if (first == 0 && !FIRST_UNPACKS) unpack(dot, product, parts[p], tile, own);
+          block(dot, product, first_row + first, parts[p], tile, own, acc + first * COLUMNS);
         }
       });
       count = 0;
@@ -173,94 +202,98 @@ struct GroupedProducts {
     multiply_parts();
   }
 
-  // Where what is unpacked of a part's word is kept.
-  static char* place(char* kept, int64_t word, int step, int column) {
-    return kept + (word * Set::STEPS + step) * TILE_WORD + column * WORD;
+  // Returns where unpacked weights of a part's word are stored.
+  template <typename Byte>
+  static Byte* place(Byte* kept, int64_t word, int step, int column) {
+    return kept + (word * Dot::STEPS + step) * TILE_WORD + column * WORD;
   }
 
-  static void unpack(const Set& set, const CodedProduct& product, const Part& part, const Tile& tile, char* kept) {
+  static void unpack(const Dot& dot, const QuantizedGemmArgs& product, const Part& part, const Tile& tile, char* kept) {
     constexpr int V = COLUMNS / WIDTH;
     const Zeros<V> zeros(product, tile.scaled + part.group * COLUMNS);
     for (int64_t k = part.first; k < part.last; ++k) {
-      tile.words.template want<V>(k, 0);
+      tile.words.template prefetch<V>(k, 0);
 #pragma GCC unroll 6
       for (int v = 0; v < V; ++v)
 #pragma GCC unroll 4
-        for (int step = 0; step < Set::STEPS; ++step)
+        for (int step = 0; step < Dot::STEPS; ++step)
           store_as(place(kept, k - part.first, step, v * WIDTH),
-                   set.unpacked(tile.words.read(k, v * WIDTH), step, zeros.bytes[v]));
+                   dot.unpacked(tile.words.read(k, v * WIDTH), step, zeros.bytes[v]));
     }
   }
 
   template <int R, bool FIRST>
-  static void multiply_unpacked_block(const Set& shared, const CodedProduct& whole, int64_t row, const Part& of_tile,
-                                      const Tile& at, char* kept, float* totals) {
-    constexpr int V = Set::UNPACKED_VECTORS;
-    const Set set = shared;  // copies, of which the compiler knows that no store changes them
-    const CodedProduct product = whole;
+  static void multiply_unpacked_block(const Dot& shared, const QuantizedGemmArgs& whole, int64_t row, const Part& of_tile,
+                                      const Tile& at, char* kept, float* acc) {
+    constexpr int V = Dot::UNPACKED_VECTORS;
+    const Dot dot = shared;  // copies, of which the compiler knows that no store changes them
+    const QuantizedGemmArgs product = whole;
     const Part part = of_tile;
     const Tile tile = at;
     for (int column = 0; column < COLUMNS; column += V * WIDTH) {
-      typename Set::Register sums[R][V];
+      typename Dot::Accumulator sums[R][V];
       make_zero(sums);
-      [[maybe_unused]] const Zeros<FIRST ? V : 0> zeros(product, tile.scaled + part.group * COLUMNS + column);
-      set.add_steps(product, row, part.first, part.last, sums, [&](int64_t k, int step, int v) {
-        char* own = place(kept, k - part.first, step, column + v * WIDTH);
-        if constexpr (FIRST) {
-          const Words numbers = unpacked<V>(set, tile.words, column, k, step, v, zeros);
-          store_as(own, numbers);
-          return numbers;
-        } else {
-          return load_as<Words>(own);
-        }
-      });
-      add_to_totals(set, product, row, part, tile.scaled + part.group * COLUMNS + column, sums, totals + column);
+      const int64_t scaled = tile.scaled + part.group * COLUMNS + column;
+      const char* input = product.input + row * product.row_bytes;
+      if constexpr (FIRST)
+        accumulate_words<Dot>(input, product.row_bytes, part.first, part.last,
+                              UnpackingTile<V>{{dot, product, tile.words, column, scaled}, kept, part.first}, sums);
+      else
+        accumulate_words<Dot>(input, product.row_bytes, part.first, part.last,
+                              UnpackedTile(dot, kept, part.first, column), sums);
+      add_scaled(dot, product, row, part, scaled, sums, acc + column);
     }
   }
 
-  // scaled: where the scales of the first of the outputs stand.
+  // acc += sums of a group * its scales. scaled: the place of the scales of the first output.
   template <int R, int V>
-  [[gnu::always_inline]] static void add_to_totals(const Set& set, const CodedProduct& product, int64_t row,
+  [[gnu::always_inline]] static void add_scaled(const Dot& dot, const QuantizedGemmArgs& product, int64_t row,
                                                    const Part& part, int64_t scaled,
-                                                   const typename Set::Register (&sums)[R][V], float* totals) {
-    Floats scales[V], offsets[V];
-    product.scales.template read<Set::ADDED, !Set::TAKES_ZEROS>(scaled, scales, offsets);
+                                                   const typename Dot::Accumulator (&sums)[R][V], float* acc) {
+    F32 scales[V], offsets[V];
+    product.scales.template read<Dot::ZERO_POINT, !Dot::TAKES_ZEROS>(scaled, scales, offsets);
     const bool with_sums = shifted(product.scales);
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
       const int64_t place = (row + r) * product.groups + part.group;
-      const Floats input_sum = Floats{} + (with_sums && part.begins ? Set::input_sum(product, place) : 0.0f);
+      const F32 input_sum = F32{} + (with_sums && part.begins ? Dot::input_sum(product, place) : 0.0f);
 #pragma GCC unroll 6
       for (int v = 0; v < V; ++v) {
-        float* total = totals + r * COLUMNS + v * WIDTH;
-        Floats sum = multiply_add(set.number(product, place, sums[r][v]), scales[v], load_as<Floats>(total));
-        if (with_sums) sum = multiply_add(input_sum, offsets[v], sum);
+        float* total = acc + r * COLUMNS + v * WIDTH;
+        F32 sum = fma(dot.number(product, place, sums[r][v]), scales[v], load_as<F32>(total));
+        if (with_sums) sum = fma(input_sum, offsets[v], sum);
         store_as(total, sum);
       }
     }
   }
 
   static constexpr auto BLOCKS = []<int... R>(std::integer_sequence<int, R...>) {
-    return std::array<Block, Set::ROWS>{&multiply_block<R + 1>...};
-  }(std::make_integer_sequence<int, Set::ROWS>());
+    return std::array<Block, Dot::ROWS>{&multiply_block<R + 1>...};
+  }(std::make_integer_sequence<int, Dot::ROWS>());
 
   template <bool FIRST>
   static constexpr auto UNPACKED_BLOCKS = [] {
     if constexpr (UNPACKS)
       return []<int... R>(std::integer_sequence<int, R...>) {
         return std::array{&multiply_unpacked_block<R + 1, FIRST>...};
-      }(std::make_integer_sequence<int, Set::MANY>());
+      }(std::make_integer_sequence<int, Dot::MANY>());
     else
       return 0;
   }();
   static constexpr auto FIRST_BLOCKS = UNPACKED_BLOCKS<FIRST_UNPACKS>, OTHER_BLOCKS = UNPACKED_BLOCKS<false>;
 };
 
-// Products of floats.
+// float32 FMA.
 template <typename Kind>
-struct CodeProducts {
-  using Register = Floats;
-  static constexpr int ROWS = WIDTH == 16 ? 6 : 4, ADDED = 0;
+struct FmaW4Dot {
+  using Accumulator = F32;
+  static constexpr int64_t STEPS = Kind::DEPTH, NUMBER = sizeof(float);
+  static constexpr int ROWS = WIDTH == 16 ? 6 : 4, ZERO_POINT = 0;
+  struct Loads : OneAtATime {
+    using Operand = F32;
+    static constexpr int TOGETHER = Kind::TOGETHER;
+    static constexpr int step(int part, int i) { return Kind::step(part, i); }
+  };
   static constexpr int64_t MOST = int64_t{1} << 32;
   static constexpr bool GROUP_SUMS = true, TAKES_ZEROS = false;
 
@@ -271,44 +304,28 @@ struct CodeProducts {
     return rows == 1 ? 6 : rows == 2 ? 3 : 2;
   }
 
-  explicit CodeProducts(const float* codebook) : kind_(codebook) {}
+  explicit FmaW4Dot(const float* codebook) : kind_(codebook) {}
 
   template <typename T>
   static Input prepare(const T* from, int64_t rows, int64_t inputs, int64_t depth, const int32_t*, int64_t) {
     return converted_rows<float>(from, rows, inputs, rows, depth * Kind::DEPTH);
   }
 
-  // Loops over registers must be unrolled before the compiler decides what is kept in registers, hence the pragmas.
-  template <int R, int V>
-  [[gnu::always_inline]] void add_words(const CodedProduct& product, int64_t row, const WantedWords& words, int column,
-                                        int64_t first, int64_t last, Floats (&sums)[R][V]) const {
-    const char* input = product.input + row * product.row_bytes;
-    for (int64_t k = first; k < last; ++k) {
-      words.want<V>(k, column);
-      Words read[V];
-#pragma GCC unroll 6
-      for (int v = 0; v < V; ++v) read[v] = words.read(k, column + v * WIDTH);
-#pragma GCC unroll 8
-      for (int part = 0; part < Kind::DEPTH / Kind::TOGETHER; ++part) {
-        Floats numbers[V][Kind::TOGETHER];
-#pragma GCC unroll 6
-        for (int v = 0; v < V; ++v) kind_.numbers(read[v], part, numbers[v]);
-#pragma GCC unroll 4
-        for (int i = 0; i < Kind::TOGETHER; ++i) {
-          const char* place = input + (k * Kind::DEPTH + Kind::step(part, i)) * sizeof(float);
-#pragma GCC unroll 6
-          for (int r = 0; r < R; ++r) {
-            const Floats x = Floats{} + load_as<float>(place + r * product.row_bytes);
-#pragma GCC unroll 6
-            for (int v = 0; v < V; ++v) sums[r][v] = multiply_add(x, numbers[v][i], sums[r][v]);
-          }
-        }
-      }
-    }
+  static F32 row(const char* input) { return F32{} + load_as<float>(input); }
+  static void add(F32 x, F32 number, F32& sum) { sum = fma(x, number, sum); }
+
+  // Dequantizes TOGETHER weights of the words of WIDTH outputs, or one.
+  [[gnu::always_inline]] void numbers(U32 words, int part, F32 (&to)[Kind::TOGETHER]) const {
+    kind_.numbers(words, part, to);
+  }
+  [[gnu::always_inline]] F32 number_of(U32 words, int step) const {
+    F32 number;
+    kind_.numbers(words, step, &number);
+    return number;
   }
 
-  Floats number(const CodedProduct&, int64_t, Floats sum) const { return sum; }
-  static float input_sum(const CodedProduct& product, int64_t place) { return product.sums[place]; }
+  F32 number(const QuantizedGemmArgs&, int64_t, F32 sum) const { return sum; }
+  static float input_sum(const QuantizedGemmArgs& product, int64_t place) { return product.sums[place]; }
 
  private:
   Kind kind_;

@@ -18,8 +18,8 @@ namespace oatmill {
 
 struct Linear;
 
-// A way to compute a layer: a kernel, and the kind of weights that it is for.
-struct Way {
+// A kernel (variant) for a kind of weights.
+struct LinearKernel {
   const char* name;
   bool (*available)();  // on this CPU
   int64_t depth;        // words, of which a weight must have a multiple
@@ -28,37 +28,37 @@ struct Way {
               const std::vector<int64_t>* tiles, at::Tensor& output);
 };
 
-// Codes of 4 or 8 bits, beside the words that codes_pack makes of them; codes.h says how they are multiplied.
+// Codes of 4 or 8 bits, beside the words that quantized_pack makes of them; w4_gemm.h says how they are multiplied.
 // kind: "int4", "codebook", "int8" or "fp8". starts: [groups + 1] int32, in words. scales, and one of offsets and zeros or
 // none: [tiles, groups, COLUMNS]; scales are float32, bfloat16 or float16, offsets float32, zeros int8. codebook: [16]
-// float32, of that kind only. order: as given to codes_pack; none where it changes nothing.
-struct Codes : torch::CustomClassHolder {
+// float32, of that kind only. order: as given to quantized_pack; none where it changes nothing.
+struct QuantizedWeights : torch::CustomClassHolder {
   std::string kind;
   at::Tensor starts, scales;
   std::optional<at::Tensor> offsets, zeros, codebook, order;
 
-  Codes(std::string kind, at::Tensor starts, at::Tensor scales, std::optional<at::Tensor> offsets,
+  QuantizedWeights(std::string kind, at::Tensor starts, at::Tensor scales, std::optional<at::Tensor> offsets,
         std::optional<at::Tensor> zeros, std::optional<at::Tensor> codebook, std::optional<at::Tensor> order);
 };
 
-using CodesPtr = c10::intrusive_ptr<Codes>;
+using QuantizedWeightsPtr = c10::intrusive_ptr<QuantizedWeights>;
 
-std::span<const Way> code_ways(const std::string& kind);
+std::span<const LinearKernel> quantized_kernels_of(const std::string& kind);
 
 // packed: the weights as linear_pack arranges them, whose dtype says of which kind they are. bias, and of 8-bit weights
-// scales and corrections: [outputs, padded to a tile] float32; corrections are UNSIGNED_OFFSET times the sum of an
-// output's weights. codes: of words that codes_pack made. kernels: their names, each with the fewest rows from which on it
+// scales and compensation: [outputs, padded to a tile] float32; compensation is INPUT_ZERO_POINT times the sum of an
+// output's weights. codes: for weights of quantized_pack. kernels: their names, each with the fewest rows from which on it
 // is taken, from_rows, ascending.
 struct Linear : torch::CustomClassHolder {
   at::Tensor packed;
   int64_t inputs, outputs;
-  std::optional<at::Tensor> bias, scales, corrections;
-  CodesPtr codes;
+  std::optional<at::Tensor> bias, scales, compensation;
+  QuantizedWeightsPtr codes;
   AdaptersPtr adapters;  // or none
 
   Linear(at::Tensor packed, int64_t inputs, int64_t outputs, std::optional<at::Tensor> bias,
-         std::optional<at::Tensor> scales, std::optional<at::Tensor> corrections, std::vector<std::string> kernels,
-         std::vector<int64_t> from_rows, std::optional<CodesPtr> codes);
+         std::optional<at::Tensor> scales, std::optional<at::Tensor> compensation, std::vector<std::string> kernels,
+         std::vector<int64_t> from_rows, std::optional<QuantizedWeightsPtr> codes);
 
   // x: [..., inputs] float32, bfloat16 or float16; residual: [..., outputs], added last. Returns [..., outputs]. Both
   // have the dtype of x.
@@ -75,16 +75,16 @@ struct Linear : torch::CustomClassHolder {
   // are contiguous.
   void write_tiles(const at::Tensor& x, const std::vector<int64_t>& tiles, at::Tensor& output) const;
 
-  // What screen.cpp says.
+  // See argmax_prefilter.cpp.
   at::Tensor screened(const at::Tensor& input, const at::Tensor& screened, const at::Tensor& scales,
-                      const at::Tensor& corrections, const at::Tensor& lost, const at::Tensor& kept,
+                      const at::Tensor& compensation, const at::Tensor& error_norm, const at::Tensor& weight_norm,
                       const std::optional<at::Tensor>& masks, std::vector<int64_t> masked_rows,
                       std::optional<std::string> kernel) const;
 
  private:
-  const Way& way(int64_t rows) const;
+  const LinearKernel& kernel_for(int64_t rows) const;
 
-  std::vector<const Way*> ways_;
+  std::vector<const LinearKernel*> variants_;
   std::vector<int64_t> from_rows_;
 };
 

@@ -27,27 +27,27 @@ constexpr int LANE_REGISTERS = LANES / WIDTH;
 
 // The rows of one adapter; of none where there is no change.
 struct Group {
-  const Change* change;
+  const LoraDelta* delta;
   std::vector<int64_t> rows;
   int64_t first_sum;  // where the products of its rows with a begin
 };
 
 // What is added to y, and what comes after it.
 template <typename T>
-struct Ending {
+struct LoraEpilogue {
   T* y;
   const T* residual;  // or null
   bool relu;
   int64_t outputs;
 
   // Up to LANES outputs of a row.
-  void operator()(const Change* change, int64_t row, int64_t first, int64_t count, Lanes added) const {
+  void operator()(const LoraDelta* delta, int64_t row, int64_t first, int64_t count, F32x16 added) const {
     const int64_t place = row * outputs + first;
-    Lanes value = read(y + place, count);
-    if (change && change->gain) value *= read(change->gain->const_data_ptr<float>() + first, count);
+    F32x16 value = read(y + place, count);
+    if (delta && delta->dora_scale) value *= read(delta->dora_scale->const_data_ptr<float>() + first, count);
     value += added;
-    if (change && change->shift) value += read(change->shift->const_data_ptr<float>() + first, count);
-    if (relu) value = larger(value, Lanes{});
+    if (delta && delta->bias_delta) value += read(delta->bias_delta->const_data_ptr<float>() + first, count);
+    if (relu) value = vmax(value, F32x16{});
     if (residual) value += read(residual + place, count);
     if (count == LANES) return store(y + place, value);
     T edge[LANES];
@@ -56,7 +56,7 @@ struct Ending {
   }
 
   template <typename Number>
-  static Lanes read(const Number* from, int64_t count) {
+  static F32x16 read(const Number* from, int64_t count) {
     if (count == LANES) return load(from);
     Number edge[LANES] = {};
     std::copy_n(from, count, edge);
@@ -77,20 +77,20 @@ void with_count(int64_t rows, const Work& work) {
 
 // sums[r * stride + j] = x[r] . row j of a.
 template <int ROWS, int RANKS, typename T>
-void multiply_a(const T* const* x, const T* a, int64_t inputs, float* sums, int64_t stride) {
-  Floats totals[ROWS][RANKS] = {};
+void shrink_rows(const T* const* x, const T* a, int64_t inputs, float* sums, int64_t stride) {
+  F32 acc[ROWS][RANKS] = {};
   int64_t k = 0;
   for (; k + WIDTH <= inputs; k += WIDTH) {
-    Floats weights[RANKS];
-    for (int j = 0; j < RANKS; ++j) weights[j] = widened(a + j * inputs + k);
+    F32 weights[RANKS];
+    for (int j = 0; j < RANKS; ++j) weights[j] = load_f32(a + j * inputs + k);
     for (int r = 0; r < ROWS; ++r) {
-      const Floats given = widened(x[r] + k);
-      for (int j = 0; j < RANKS; ++j) totals[r][j] = multiply_add(given, weights[j], totals[r][j]);
+      const F32 given = load_f32(x[r] + k);
+      for (int j = 0; j < RANKS; ++j) acc[r][j] = fma(given, weights[j], acc[r][j]);
     }
   }
   for (int r = 0; r < ROWS; ++r)
     for (int j = 0; j < RANKS; ++j) {
-      float total = sum(totals[r][j]);
+      float total = sum(acc[r][j]);
       for (int64_t i = k; i < inputs; ++i) total += static_cast<float>(x[r][i]) * static_cast<float>(a[j * inputs + i]);
       sums[r * stride + j] = total;
     }
@@ -98,7 +98,7 @@ void multiply_a(const T* const* x, const T* a, int64_t inputs, float* sums, int6
 
 // The products of some rows with ranks first .. last - 1 of a.
 template <typename T>
-void narrow(const T* x, const int64_t* rows, int64_t count, const at::Tensor& a, int64_t first, int64_t last,
+void shrink(const T* x, const int64_t* rows, int64_t count, const at::Tensor& a, int64_t first, int64_t last,
             float* sums) {
   const int64_t inputs = a.size(1), ranks = a.size(0);
   const T* weights = a.const_data_ptr<T>();
@@ -109,28 +109,28 @@ void narrow(const T* x, const int64_t* rows, int64_t count, const at::Tensor& a,
     with_count(together, [&](auto number) {
       int64_t j = first;
       for (; j + RANKS_AT_ONCE <= last; j += RANKS_AT_ONCE)
-        multiply_a<decltype(number)::value, RANKS_AT_ONCE>(given, weights + j * inputs, inputs, sums + row * ranks + j, ranks);
-      for (; j < last; ++j) multiply_a<decltype(number)::value, 1>(given, weights + j * inputs, inputs, sums + row * ranks + j, ranks);
+        shrink_rows<decltype(number)::value, RANKS_AT_ONCE>(given, weights + j * inputs, inputs, sums + row * ranks + j, ranks);
+      for (; j < last; ++j) shrink_rows<decltype(number)::value, 1>(given, weights + j * inputs, inputs, sums + row * ranks + j, ranks);
     });
   }
 }
 
 // Adds b^T sums to outputs first .. last - 1 of a part, for ROWS rows. sums: of the first row, `stride` before the next.
 template <int ROWS, typename T>
-void multiply_b(const float* sums, int64_t stride, const Change* change, const Part& part, int64_t first, int64_t last,
-                const int64_t* rows, const Ending<T>& ending) {
+void expand_rows(const float* sums, int64_t stride, const LoraDelta* delta, const LoraPart& part, int64_t first, int64_t last,
+                const int64_t* rows, const LoraEpilogue<T>& epilogue) {
   const T* b = part.ranks ? part.b.const_data_ptr<T>() : nullptr;
   int64_t n = first;
   for (; n + LANES <= last; n += LANES) {
-    Floats totals[ROWS][LANE_REGISTERS] = {};
+    F32 acc[ROWS][LANE_REGISTERS] = {};
     for (int64_t j = 0; j < part.ranks; ++j)
       for (int i = 0; i < LANE_REGISTERS; ++i) {
-        const Floats weights = widened(b + j * part.outputs + n + i * WIDTH);
+        const F32 weights = load_f32(b + j * part.outputs + n + i * WIDTH);
         for (int r = 0; r < ROWS; ++r)
-          totals[r][i] = multiply_add(Floats{} + sums[r * stride + j], weights, totals[r][i]);
+          acc[r][i] = fma(F32{} + sums[r * stride + j], weights, acc[r][i]);
       }
     for (int r = 0; r < ROWS; ++r)
-      ending(change, rows[r], part.first + n, LANES, by_registers<Lanes>([&](int i) { return totals[r][i]; }));
+      epilogue(delta, rows[r], part.first + n, LANES, by_registers<F32x16>([&](int i) { return acc[r][i]; }));
   }
   if (n == last) return;
   for (int r = 0; r < ROWS; ++r) {
@@ -138,7 +138,7 @@ void multiply_b(const float* sums, int64_t stride, const Change* change, const P
     for (int64_t j = 0; j < part.ranks; ++j)
       for (int64_t i = 0; i < last - n; ++i)
         edge[i] += sums[r * stride + j] * static_cast<float>(b[j * part.outputs + n + i]);
-    ending(change, rows[r], part.first + n, last - n, load(edge));
+    epilogue(delta, rows[r], part.first + n, last - n, load(edge));
   }
 }
 
@@ -154,37 +154,37 @@ void for_each_block(const std::vector<Group>& groups, int64_t step, const Size& 
     for (int64_t begin = 0; begin < size(group); begin += step)
       for (int64_t row = 0; row < static_cast<int64_t>(group.rows.size()); row += ROWS_OF_ITEM)
         items.push_back({&group, row, begin});
-  for_each_item(static_cast<int64_t>(items.size()), [&](int64_t i) {
+  parallel_for(static_cast<int64_t>(items.size()), [&](int64_t i) {
     const auto& [group, row, begin] = items[i];
     const int64_t rows = std::min<int64_t>(ROWS_OF_ITEM, static_cast<int64_t>(group->rows.size()) - row);
     work(*group, row, rows, begin, std::min(begin + step, size(*group)));
   });
 }
 
-int64_t ranks_of(const Group& group) { return group.change ? group.change->a.size(0) : 0; }
+int64_t ranks_of(const Group& group) { return group.delta ? group.delta->a.size(0) : 0; }
 
 template <typename T>
-void run(const std::vector<Group>& groups, int64_t sums_needed, const T* x, const Ending<T>& ending) {
+void run(const std::vector<Group>& groups, int64_t sums_needed, const T* x, const LoraEpilogue<T>& epilogue) {
   std::vector<float> sums(sums_needed);
   for_each_block(groups, RANKS_OF_ITEM, ranks_of,
                  [&](const Group& group, int64_t row, int64_t rows, int64_t begin, int64_t end) {
-                   narrow(x, group.rows.data() + row, rows, group.change->a, begin, end,
+                   shrink(x, group.rows.data() + row, rows, group.delta->a, begin, end,
                           sums.data() + group.first_sum + row * ranks_of(group));
                  });
-  const Part all{0, ending.outputs, 0, 0, {}};
+  const LoraPart all{0, epilogue.outputs, 0, 0, {}};
   for_each_block(
-      groups, OUTPUTS_OF_ITEM, [&](const Group&) { return ending.outputs; },
+      groups, OUTPUTS_OF_ITEM, [&](const Group&) { return epilogue.outputs; },
       [&](const Group& group, int64_t row, int64_t rows, int64_t begin, int64_t end) {
         const int64_t ranks = ranks_of(group);
-        const Part* parts = group.change ? group.change->parts.data() : &all;
-        const int64_t count = group.change ? static_cast<int64_t>(group.change->parts.size()) : 1;
-        for (const Part* part = parts; part < parts + count; ++part) {
+        const LoraPart* parts = group.delta ? group.delta->parts.data() : &all;
+        const int64_t count = group.delta ? static_cast<int64_t>(group.delta->parts.size()) : 1;
+        for (const LoraPart* part = parts; part < parts + count; ++part) {
           const int64_t first = std::max(begin, part->first), last = std::min(end, part->first + part->outputs);
           if (first >= last) continue;
           for (int64_t r = row; r < row + rows; r += SIDE_BY_SIDE)
             with_count(std::min<int64_t>(SIDE_BY_SIDE, row + rows - r), [&](auto number) {
-              multiply_b<decltype(number)::value>(sums.data() + group.first_sum + r * ranks + part->first_rank, ranks, group.change,
-                                 *part, first - part->first, last - part->first, group.rows.data() + r, ending);
+              expand_rows<decltype(number)::value>(sums.data() + group.first_sum + r * ranks + part->first_rank, ranks, group.delta,
+                                 *part, first - part->first, last - part->first, group.rows.data() + r, epilogue);
             });
         }
       });
@@ -193,25 +193,25 @@ void run(const std::vector<Group>& groups, int64_t sums_needed, const T* x, cons
 }  // namespace
 
 void Adapters::put(int64_t number, at::Tensor a, std::vector<at::Tensor> b, std::vector<int64_t> firsts,
-                   std::optional<at::Tensor> gain, std::optional<at::Tensor> shift) {
-  TORCH_CHECK(number > 0 && a.is_contiguous() && b.size() == firsts.size(), "an adapter's change is not of its form");
-  Change change{std::move(a), {}, std::move(gain), std::move(shift)};
+                   std::optional<at::Tensor> dora_scale, std::optional<at::Tensor> bias_delta) {
+  TORCH_CHECK(number > 0 && a.is_contiguous() && b.size() == firsts.size(), "an adapter's delta is not of its form");
+  LoraDelta delta{std::move(a), {}, std::move(dora_scale), std::move(bias_delta)};
   int64_t output = 0, rank = 0;
   const auto skip_to = [&](int64_t next) {
     TORCH_CHECK(output <= next && next <= outputs_, "the outputs that an adapter changes overlap");
-    if (output < next) change.parts.push_back({output, next - output, 0, 0, {}});
+    if (output < next) delta.parts.push_back({output, next - output, 0, 0, {}});
     output = next;
   };
   for (size_t i = 0; i < b.size(); ++i) {
     skip_to(firsts[i]);
-    TORCH_CHECK(b[i].is_contiguous() && b[i].scalar_type() == change.a.scalar_type());
-    change.parts.push_back({output, b[i].size(1), rank, b[i].size(0), b[i]});
+    TORCH_CHECK(b[i].is_contiguous() && b[i].scalar_type() == delta.a.scalar_type());
+    delta.parts.push_back({output, b[i].size(1), rank, b[i].size(0), b[i]});
     rank += b[i].size(0);
     output += b[i].size(1);
   }
   skip_to(outputs_);
-  TORCH_CHECK(rank == change.a.size(0), "an adapter has ", change.a.size(0), " ranks, and its parts ", rank);
-  changes_.insert_or_assign(number, std::move(change));
+  TORCH_CHECK(rank == delta.a.size(0), "an adapter has ", delta.a.size(0), " ranks, and its parts ", rank);
+  deltas_.insert_or_assign(number, std::move(delta));
 }
 
 at::Tensor Adapters::apply(const at::Tensor& x, at::Tensor y, const at::Tensor& numbers, bool relu,
@@ -221,27 +221,27 @@ at::Tensor Adapters::apply(const at::Tensor& x, at::Tensor y, const at::Tensor& 
   TORCH_CHECK(y.is_contiguous() && y.numel() == rows * outputs_ && x.numel() == rows * inputs);
   TORCH_CHECK(!residual || (added.numel() == y.numel() && added.scalar_type() == y.scalar_type()));
   std::vector<Group> groups;
-  std::unordered_map<const Change*, size_t> places;
+  std::unordered_map<const LoraDelta*, size_t> places;
   const int32_t* number = numbers.const_data_ptr<int32_t>();
   for (int64_t row = 0; row < rows; ++row) {
-    const auto found = changes_.find(number[row]);
-    const Change* change = found == changes_.end() ? nullptr : &found->second;
-    if (!change && !relu && !residual) continue;
-    const auto [place, is_new] = places.try_emplace(change, groups.size());
-    if (is_new) groups.push_back({change, {}, 0});
+    const auto found = deltas_.find(number[row]);
+    const LoraDelta* delta = found == deltas_.end() ? nullptr : &found->second;
+    if (!delta && !relu && !residual) continue;
+    const auto [place, is_new] = places.try_emplace(delta, groups.size());
+    if (is_new) groups.push_back({delta, {}, 0});
     groups[place->second].rows.push_back(row);
   }
   int64_t sums = 0;
   for (Group& group : groups) {
     group.first_sum = sums;
     sums += static_cast<int64_t>(group.rows.size()) * ranks_of(group);
-    if (group.change)
-      TORCH_CHECK(group.change->a.size(1) == inputs && group.change->a.scalar_type() == x.scalar_type(),
-                  "an adapter's matrices are not for this input");
+    if (group.delta)
+      TORCH_CHECK(group.delta->a.size(1) == inputs && group.delta->a.scalar_type() == x.scalar_type(),
+                  "an adapter's tiles are not for this input");
   }
   by_dtype(x, [&]<typename T>(T*) {
-    const Ending<T> ending{y.mutable_data_ptr<T>(), residual ? added.const_data_ptr<T>() : nullptr, relu, outputs_};
-    run<T>(groups, sums, dense.const_data_ptr<T>(), ending);
+    const LoraEpilogue<T> epilogue{y.mutable_data_ptr<T>(), residual ? added.const_data_ptr<T>() : nullptr, relu, outputs_};
+    run<T>(groups, sums, dense.const_data_ptr<T>(), epilogue);
   });
   return y;
 }

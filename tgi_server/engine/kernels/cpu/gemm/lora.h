@@ -1,4 +1,4 @@
-// What LoRA adapters change of a linear layer (Hu et al. 2021), each for the rows of its requests.
+// LoRA deltas of a linear layer (Hu et al. 2021), each for the rows of its requests.
 
 #pragma once
 
@@ -13,16 +13,16 @@
 namespace oatmill {
 
 // Some neighbouring outputs of a layer, and what an adapter adds to them: b^T times some of its ranks.
-struct Part {
+struct LoraPart {
   int64_t first, outputs, first_rank, ranks;
   at::Tensor b;  // [ranks, outputs]
 };
 
-// One adapter's change of a layer: y = gain * base(x) + b (a x) + shift. The parts follow each other and are all outputs.
-struct Change {
+// One adapter's delta of a layer: y = dora_scale * base(x) + b (a x) + bias_delta. The parts follow each other and are all outputs.
+struct LoraDelta {
   at::Tensor a;  // [ranks, inputs], of all parts
-  std::vector<Part> parts;
-  std::optional<at::Tensor> gain, shift;  // [outputs] float32
+  std::vector<LoraPart> parts;
+  std::optional<at::Tensor> dora_scale, bias_delta;  // [outputs] float32
 };
 
 class Adapters : public torch::CustomClassHolder {
@@ -32,11 +32,11 @@ class Adapters : public torch::CustomClassHolder {
   // a: [ranks, inputs]. b: of each part [ranks, outputs], with the first of its outputs; it takes as many of the ranks
   // as it needs, in turn. Replaces the change that the adapter with that number had.
   void put(int64_t number, at::Tensor a, std::vector<at::Tensor> b, std::vector<int64_t> firsts,
-           std::optional<at::Tensor> gain, std::optional<at::Tensor> shift);
+           std::optional<at::Tensor> dora_scale, std::optional<at::Tensor> bias_delta);
 
-  void drop(int64_t number) { changes_.erase(number); }
+  void drop(int64_t number) { deltas_.erase(number); }
 
-  bool empty() const { return changes_.empty(); }
+  bool empty() const { return deltas_.empty(); }
 
   // x: [..., inputs]. y: the base layer's outputs for it, [..., outputs], which are overwritten and returned. numbers:
   // [rows] int32, of the adapter of each row; 0, or one that does not change this layer: none. Then come the activation
@@ -46,7 +46,7 @@ class Adapters : public torch::CustomClassHolder {
 
  private:
   int64_t outputs_;
-  std::unordered_map<int64_t, Change> changes_;
+  std::unordered_map<int64_t, LoraDelta> deltas_;
 };
 
 using AdaptersPtr = c10::intrusive_ptr<Adapters>;

@@ -1,15 +1,10 @@
-// Kernels that multiply rows with a tile of weights in vector registers, and the instructions that they are made of.
+// The GEMM kernels for dense weights: dot-product policies (loop.h), and the row blocks around the loop.
 //
-// An instruction set is a type with
-//   Weights, the kind of weights; Register, what sums are kept in;
-//   STEPS, the instructions for a word of weights, and NUMBER, the bytes of input for each;
-//   column(words, column, step), the weights of WIDTH outputs; row(input), numbers of a row, in all lanes;
-//   add(row, column, sum); OFFSET, how much higher than they are 8-bit inputs are stored;
-//   CHUNK_DEPTH and AHEAD, in words, see below; ROWS, how many one pass over a tile's words serves: as many as leave
-//   room in registers for what the weights are unpacked with; prepare as in linear.h.
-//
-// Every one adds up a sum in the same order whatever the number of rows is, so a row's result does not depend on the
-// rows beside it.
+// A Dot for dense weights has, beside what loop.h needs,
+//   Weights, the kind of weights; column(words, column, step), the operand of WIDTH outputs;
+//   OFFSET, the zero point of 8-bit inputs; prepare, which returns the rows as it reads them;
+//   CHUNK_DEPTH and AHEAD, in words; ROWS, the most rows of a block: as many as leave room in registers for what the
+//   weights are unpacked with.
 
 #pragma once
 
@@ -20,32 +15,33 @@
 #include <utility>
 
 #include "gemm/gemm.h"
+#include "gemm/loop.h"
 #include "simd/simd.h"
 
 namespace oatmill {
 
-// Products of floats, for weights of any float type: they are widened on their way from memory. Every CPU has these.
+// float32 FMA, for weights of any float type: they are widened as they are loaded. Every CPU has these.
 template <typename Kind>
-struct FloatProducts {
+struct FmaDot {
   using Weights = Kind;
-  using Register = Floats;
+  using Accumulator = F32;
   static constexpr int64_t STEPS = Kind::DEPTH, NUMBER = sizeof(float);
-  // What a chunk takes, and the rows beside it, fit a first cache of 32 KiB.
+  // A chunk and the rows beside it fit an L1 cache of 32 KiB.
   static constexpr int64_t CHUNK_DEPTH = 96, AHEAD = 96;
   static constexpr int OFFSET = 0;
   static constexpr int ROWS = WIDTH == 16 ? 8 : REGISTERS == 32 && Kind::DEPTH > 1 ? 5 : 6;
 
-  static Floats column(const char* words, int64_t column, int64_t step) {
-    if constexpr (std::is_same_v<Kind, FloatWeights>) return load_as<Floats>(words + column * WORD);
+  static F32 column(const char* words, int64_t column, int64_t step) {
+    if constexpr (std::is_same_v<Kind, FloatWeights>) return load_as<F32>(words + column * WORD);
     if constexpr (std::is_same_v<Kind, HalfWeights>)
-      return widened(reinterpret_cast<const c10::Half*>(words) + Kind::place(column, step));
-    const Words pairs = load_as<Words>(words + column * WORD);  // the lower half is the first number
+      return load_f32(reinterpret_cast<const c10::Half*>(words) + Kind::place(column, step));
+    const U32 pairs = load_as<U32>(words + column * WORD);  // the lower half is the first number
     return as_floats(step == 0 ? pairs << 16 : upper_halves(pairs));
   }
 
-  static Floats row(const char* input) { return in_lanes<Floats, float>(input); }
+  static F32 row(const char* input) { return broadcast<F32, float>(input); }
 
-  static void add(Floats row, Floats column, Floats& sum) { accumulate(row, column, sum); }
+  static void add(F32 row, F32 column, F32& sum) { accumulate(row, column, sum); }
 
   template <typename T>
   static Input prepare(const T* from, int64_t rows, int64_t inputs, int64_t depth) {
@@ -61,18 +57,18 @@ template <typename T, typename Work>
     if (k + LANES > size) std::copy(from + k, from + size, edge);
     const T* values = k + LANES > size ? edge : from + k;
 #pragma GCC unroll 4
-    for (int i = 0; i < LANES; i += WIDTH) work(k + i, widened(values + i));
+    for (int i = 0; i < LANES; i += WIDTH) work(k + i, load_f32(values + i));
   }
 }
 
-// Makes whole numbers of a row: round(values) a register of them, keep(k, numbers) writes LANES. Returns their sum. These two
+// Makes integers of a row: round(values) a register of them, keep(k, numbers) writes LANES. Returns their sum. These two
 // are inline lest their captures go through memory.
 template <typename T, typename Round, typename Keep>
-[[gnu::always_inline]] inline int64_t for_whole_numbers(const T* from, int64_t size, const Round& round, const Keep& keep) {
-  Whole sums = {};
+[[gnu::always_inline]] inline int64_t for_integers(const T* from, int64_t size, const Round& round, const Keep& keep) {
+  I32 sums = {};
   alignas(64) int32_t numbers[LANES];
-  for_registers(from, size, [&](int64_t k, Floats values) {
-    const Whole rounded = round(values);
+  for_registers(from, size, [&](int64_t k, F32 values) {
+    const I32 rounded = round(values);
     sums += rounded;
     store_as(numbers + k % LANES, rounded);
     if ((k + WIDTH) % LANES == 0) keep(k / LANES * LANES, numbers);
@@ -80,13 +76,13 @@ template <typename T, typename Round, typename Keep>
   return sum(sums);
 }
 
-// Rounds a row to whole numbers of 8 bits, see for_whole_numbers. Returns its scale, and the sum of the numbers.
+// Quantizes a row to 8 bits. Returns its scale, and the sum of the integers.
 template <typename T, typename Keep>
-std::pair<float, int64_t> round_row(const T* from, int64_t size, const Keep& keep) {
-  Floats peaks = {};
-  for_registers(from, size, [&](int64_t, Floats values) { peaks = larger(larger(values, -values), peaks); });
-  const float peak = largest(peaks), factor = peak > 0 ? 127.0f / peak : 0.0f;
-  const int64_t sum = for_whole_numbers(from, size, [&](Floats values) { return nearest(values * factor); }, keep);
+std::pair<float, int64_t> quantize_row(const T* from, int64_t size, const Keep& keep) {
+  F32 peaks = {};
+  for_registers(from, size, [&](int64_t, F32 values) { peaks = vmax(vmax(values, -values), peaks); });
+  const float peak = reduce_max(peaks), factor = peak > 0 ? 127.0f / peak : 0.0f;
+  const int64_t sum = for_integers(from, size, [&](F32 values) { return round_i32(values * factor); }, keep);
   return {peak / 127.0f, sum};
 }
 
@@ -102,8 +98,8 @@ template <int... PLACES>
 auto lowest_bytes(const int32_t* numbers) {
   using Bytes = uint8_t __attribute__((vector_size(LANES)));
 #if defined(__AVX512BW__)
-  const Ints all = load_as<Ints>(numbers);
-  const Ints in_order = __builtin_shufflevector(all, all, PLACES..., 8 + PLACES...);
+  const I32x16 all = load_as<I32x16>(numbers);
+  const I32x16 in_order = __builtin_shufflevector(all, all, PLACES..., 8 + PLACES...);
   return reinterpret_cast<Bytes>(_mm512_cvtepi32_epi8(reinterpret_cast<__m512i>(in_order)));
 #else
   const auto first = lower_halves<PLACES...>(numbers), second = lower_halves<PLACES...>(numbers + 8);
@@ -112,12 +108,12 @@ auto lowest_bytes(const int32_t* numbers) {
 #endif
 }
 
-// Rows rounded to 8 bits, in numbers of type To: [padded_rows, padded], `empty` behind the last. keep(to, numbers)
+// Rows quantized to 8 bits, in numbers of type To: [padded_rows, padded], `empty` behind the last. keep(to, numbers)
 // writes LANES of them.
 template <typename To, typename T, typename Keep>
-Input rounded_rows(const T* from, int64_t rows, int64_t inputs, int64_t padded_rows, int64_t padded, To empty,
+Input quantized_rows_int8(const T* from, int64_t rows, int64_t inputs, int64_t padded_rows, int64_t padded, To empty,
                    const Keep& keep) {
-  const int64_t room = apart(padded * sizeof(To), padded_rows) / sizeof(To);
+  const int64_t room = row_stride(padded * sizeof(To), padded_rows) / sizeof(To);
   Input input{nullptr, room * static_cast<int64_t>(sizeof(To)),
               c10::GetCPUAllocator()->allocate(padded_rows * room * sizeof(To)), std::vector<float>(rows)};
   To* to = static_cast<To*>(input.buffer.get());
@@ -127,34 +123,34 @@ Input rounded_rows(const T* from, int64_t rows, int64_t inputs, int64_t padded_r
       To* row = to + r * room;
       if (r < rows)
         input.scales[r] =
-            round_row(from + r * inputs, inputs, [&](int64_t k, const int32_t* numbers) { keep(row + k, numbers); }).first;
-      const int64_t done = r < rows ? parts(inputs, LANES) * LANES : 0;
+            quantize_row(from + r * inputs, inputs, [&](int64_t k, const int32_t* numbers) { keep(row + k, numbers); }).first;
+      const int64_t done = r < rows ? ceil_div(inputs, LANES) * LANES : 0;
       std::fill(row + done, row + room, empty);
     }
   });
   return input;
 }
 
-// Products of numbers of 16 bits, two at a time, summed exactly. Weights of 8 bits are widened on their way from memory:
-// of a word's bytes the first and third make one register, the others a second one; rows stand in the same order.
-struct ShortProducts {
+// int16 products, two at a time; accumulators are exact. Weights of 8 bits are widened as they are loaded: of a word's bytes
+// the first and third make one register, the others a second one; rows stand in the same order.
+struct Int16Dot {
   using Weights = Int8Weights;
-  using Register = Whole;
+  using Accumulator = I32;
   static constexpr int64_t STEPS = 2, NUMBER = 2 * sizeof(int16_t);
   static constexpr int64_t CHUNK_DEPTH = 96, AHEAD = 96;
   static constexpr int OFFSET = 0;
   static constexpr int ROWS = WIDTH == 16 ? 8 : 5;
 
-  static Whole column(const char* words, int64_t column, int64_t step) {
+  static I32 column(const char* words, int64_t column, int64_t step) {
     using Shorts = int16_t __attribute__((vector_size(WIDTH * 4)));
     const Shorts pairs = load_as<Shorts>(words + column * WORD);
     const Shorts numbers = step == 0 ? (pairs << 8) >> 8 : pairs >> 8;
-    return reinterpret_cast<const Whole&>(numbers);
+    return reinterpret_cast<const I32&>(numbers);
   }
 
-  static Whole row(const char* input) { return Whole{} + load_as<int32_t>(input); }
+  static I32 row(const char* input) { return I32{} + load_as<int32_t>(input); }
 
-  static void add(Whole row, Whole column, Whole& sum) { add_pairs(row, column, sum); }
+  static void add(I32 row, I32 column, I32& sum) { dot_i16(row, column, sum); }
 
   static void keep(int16_t* to, const int32_t* numbers) {
     for (int i = 0; i < LANES; i += 8) store_as(to + i, lower_halves<0, 2, 1, 3, 4, 6, 5, 7>(numbers + i));
@@ -162,17 +158,16 @@ struct ShortProducts {
 
   template <typename T>
   static Input prepare(const T* from, int64_t rows, int64_t inputs, int64_t depth) {
-    return rounded_rows<int16_t>(from, rows, inputs, rows, depth * Weights::DEPTH, int16_t{0}, keep);
+    return quantized_rows_int8<int16_t>(from, rows, inputs, rows, depth * Weights::DEPTH, int16_t{0}, keep);
   }
 };
 
-// The two below add as an instruction rather than by its intrinsic, see accumulate in registers.h.
-struct WordProducts {
-  using Register = Words;
+// The two below are instructions rather than intrinsics, see accumulate in simd.h.
+struct WordDot {
+  using Accumulator = U32;
   static constexpr int64_t STEPS = 1, NUMBER = WORD;
 #if defined(__AVX512BW__)
-  // Weights are asked for into the second cache only: the first one has so few requests on the way to memory that half of
-  // the bandwidth is all they could use.
+  // Weights are prefetched into L2 only: L1 has so few outstanding misses that they could use half of the bandwidth.
   static constexpr int64_t CHUNK_DEPTH = 1536, AHEAD = 32;
   static constexpr int ROWS = 8;
 #else
@@ -180,26 +175,20 @@ struct WordProducts {
   static constexpr int ROWS = 6;
 #endif
 
-  static Words column(const char* words, int64_t column, int64_t) { return load_as<Words>(words + column * WORD); }
-  static Words row(const char* input) { return in_lanes<Words, uint32_t>(input); }
+  static U32 column(const char* words, int64_t column, int64_t) { return load_as<U32>(words + column * WORD); }
+  static U32 row(const char* input) { return broadcast<U32, uint32_t>(input); }
 };
 
 #if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
 #define OATMILL_BF16 1
 
-// Products of bfloat16 numbers, two at a time.
-struct PairProducts : WordProducts {
+// bfloat16 products, two at a time.
+struct Bf16Dot : WordDot {
   using Weights = Bf16Weights;
   static constexpr int OFFSET = 0;
 
-#if defined(__aarch64__)
-  static constexpr const char* NAME = "neon_bf16";
-#else
-  static constexpr const char* NAME = "avx512_bf16";
-#endif
-
-  static void add(Words row, Words column, Words& sum) {
-    Words added = sum;
+  static void add(U32 row, U32 column, U32& sum) {
+    U32 added = sum;
 #if defined(__aarch64__)
     asm("bfdot %0.4s, %2.8h, %1.2h[0]" : "+w"(added) : "w"(row), "w"(column));
 #else
@@ -218,11 +207,11 @@ struct PairProducts : WordProducts {
 #define OATMILL_BF16 0
 #endif
 
-// Inputs of instructions that multiply unsigned by signed bytes: stored OFFSET higher than they are. OFFSET times the
-// sum of an output's weights is taken off again at the end.
-constexpr int UNSIGNED_OFFSET = 128;
+// The zero point of inputs for instructions that multiply unsigned by signed bytes. It times the sum of an output's weights
+// is the compensation that the epilogue subtracts.
+constexpr int INPUT_ZERO_POINT = 128;
 
-// Bytes of numbers, stored so much higher than they are.
+// Bytes of integers, plus a zero point.
 template <int OFFSET>
 void keep_bytes(uint8_t* to, const int32_t* numbers) {
   store_as(to, lowest_bytes<0, 1, 2, 3, 4, 5, 6, 7>(numbers) + static_cast<uint8_t>(OFFSET));
@@ -231,20 +220,18 @@ void keep_bytes(uint8_t* to, const int32_t* numbers) {
 #if defined(__AVX512VNNI__) || defined(__AVXVNNI__) || defined(__ARM_FEATURE_DOTPROD)
 #define OATMILL_INT8 1
 
-// Products of bytes, four at a time, summed exactly.
-struct ByteProducts : WordProducts {
+// int8 products, four at a time; accumulators are exact.
+struct Int8Dot : WordDot {
   using Weights = Int8Weights;
 
 #if defined(__aarch64__)
-  static constexpr const char* NAME = "neon_dotprod";
   static constexpr int OFFSET = 0;
 #else
-  static constexpr const char* NAME = WIDTH == 16 ? "avx512_vnni" : "avx_vnni";
-  static constexpr int OFFSET = UNSIGNED_OFFSET;
+  static constexpr int OFFSET = INPUT_ZERO_POINT;
 #endif
 
   template <typename Sum>
-  static void add(Words row, Words column, Sum& sum) {
+  static void add(U32 row, U32 column, Sum& sum) {
     Sum added = sum;
 #if defined(__aarch64__)
     asm("sdot %0.4s, %2.16b, %1.4b[0]" : "+w"(added) : "w"(row), "w"(column));
@@ -258,7 +245,7 @@ struct ByteProducts : WordProducts {
 
   template <typename T>
   static Input prepare(const T* from, int64_t rows, int64_t inputs, int64_t depth) {
-    return rounded_rows<uint8_t>(from, rows, inputs, rows, depth * Weights::DEPTH, uint8_t{OFFSET}, keep_bytes<OFFSET>);
+    return quantized_rows_int8<uint8_t>(from, rows, inputs, rows, depth * Weights::DEPTH, uint8_t{OFFSET}, keep_bytes<OFFSET>);
   }
 };
 
@@ -266,45 +253,15 @@ struct ByteProducts : WordProducts {
 #define OATMILL_INT8 0
 #endif
 
-// sums[r][v] += row_at(r) * column_at(v). Beside the sums, the fewer of rows and columns stay in registers.
-//
-// Loops over registers must be unrolled before the compiler decides what is kept in registers, hence the pragmas.
-template <typename Set, int R, int V, typename Row, typename Column>
-[[gnu::always_inline]] inline void add_outer(const Row& row_at, const Column& column_at,
-                                             typename Set::Register (&sums)[R][V]) {
-  using Register = typename Set::Register;
-  if constexpr (R < V) {
-    Register rows[R];
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) rows[r] = row_at(r);
-#pragma GCC unroll 8
-    for (int v = 0; v < V; ++v) {
-      const Register column = column_at(v);
-#pragma GCC unroll 8
-      for (int r = 0; r < R; ++r) Set::add(rows[r], column, sums[r][v]);
-    }
-  } else {
-    Register columns[V];
-#pragma GCC unroll 8
-    for (int v = 0; v < V; ++v) columns[v] = column_at(v);
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) {
-      const Register row = row_at(r);
-#pragma GCC unroll 8
-      for (int v = 0; v < V; ++v) Set::add(row, columns[v], sums[r][v]);
-    }
-  }
-}
+// The kernel made of a Dot, see multiply_tile.
+template <typename Dot>
+struct Gemm {
+  using Weights = typename Dot::Weights;
+  static constexpr int64_t INPUT_WORD = Dot::STEPS * Dot::NUMBER, CHUNK_DEPTH = Dot::CHUNK_DEPTH, UNIT = 1;
+  static constexpr int OFFSET = Dot::OFFSET;  // of the inputs, see INPUT_ZERO_POINT
+  static constexpr int ROWS = Dot::ROWS;
 
-// The kernel made of an instruction set, see multiply_rows.
-template <typename Set>
-struct Products {
-  using Weights = typename Set::Weights;
-  static constexpr int64_t INPUT_WORD = Set::STEPS * Set::NUMBER, CHUNK_DEPTH = Set::CHUNK_DEPTH, UNIT = 1;
-  static constexpr int OFFSET = Set::OFFSET;  // of the inputs, see UNSIGNED_OFFSET
-  static constexpr int ROWS = Set::ROWS;
-
-  // Registers of outputs that are computed together: as many as leave room for the weights beside the sums.
+  // Registers of outputs that are computed together: as many as leave room for the weights beside the accumulators.
   static constexpr int vectors(int rows) {
     if (WIDTH == 16) return 3;
     if (REGISTERS == 32) return rows <= 2 ? 6 : 4;
@@ -313,81 +270,91 @@ struct Products {
 
   template <typename T>
   static Input prepare(const T* from, int64_t rows, int64_t inputs, int64_t depth) {
-    return Set::prepare(from, rows, inputs, depth);
+    return Dot::prepare(from, rows, inputs, depth);
   }
 
   static void multiply(const char* input, int64_t row_bytes, int64_t rows, const char* weights, const char* next,
-                       int64_t depth, bool from_zero, char* totals) {
-    const int64_t blocks = parts(rows, ROWS);
+                       int64_t depth, bool from_zero, char* acc) {
+    const int64_t blocks = ceil_div(rows, ROWS);
     Later later{next, next, blocks > 3 ? TILE_WORD / blocks : 0};
     for_each_block(rows, ROWS, [&](int64_t first, int64_t count) {
       BLOCKS[count - 1](input + first * row_bytes, row_bytes, weights, later, depth, from_zero,
-                        totals + first * TILE_WORD);
+                        acc + first * TILE_WORD);
       later.part += depth * later.stride;
     });
   }
 
  private:
-  // What is needed after these weights. Of more than three blocks of rows each asks for its part of it, `stride` bytes with
-  // every word: were all asked for by the first one, memory would rest while the others compute. Fewer never let it rest.
+  // The next weights. Of more than three blocks of rows each prefetches its part of them, `stride` bytes with every word: if
+  // the first prefetched all, memory would be idle while the others compute. Fewer blocks never leave it idle.
   struct Later {
     const char *next, *part;
     int64_t stride;
   };
 
-  using Register = typename Set::Register;
+  using Accumulator = typename Dot::Accumulator;
   using Block = void (*)(const char*, int64_t, const char*, const Later&, int64_t, bool, char*);
 
   template <int R>
   static void multiply_block(const char* input, int64_t row_bytes, const char* weights, const Later& later, int64_t depth,
-                             bool from_zero, char* totals) {
+                             bool from_zero, char* acc) {
     constexpr int V = vectors(R);
     for (int column = 0; column < COLUMNS; column += V * WIDTH)
-      multiply_columns<R, V>(input, row_bytes, weights, later, depth, from_zero, column, totals + column * WORD);
+      multiply_columns<R, V>(input, row_bytes, weights, later, depth, from_zero, column, acc + column * WORD);
   }
 
-  // The words of these weights are asked for as well, AHEAD of them: nobody has done so where they are a thread's first.
-  // later.next: asked for meanwhile, as soon as no more than AHEAD words of these are left.
+  // V registers of outputs of a tile, from a column on. ahead, next_part: what is prefetched with the next word, and the
+  // bytes by which it moves on with every word.
+  template <int R, int V>
+  struct TileWeights : OneAtATime {
+    static constexpr bool RELOADS = REGISTERS == 16;
+    static constexpr bool BESIDE_OTHERS = 2 * R >= ROWS;  // maybe: for_each_block makes no smaller ones of many rows
+    const char* words;
+    int64_t column;
+    const char* ahead;
+    int64_t ahead_stride;
+    const char* next_part;
+    int64_t next_stride;
+
+    [[gnu::always_inline]] auto load(int64_t k, int step, int v) const {
+      return Dot::column(words + k * TILE_WORD, column + v * WIDTH, step);
+    }
+    [[gnu::always_inline]] void prefetch(int64_t) {
+#pragma GCC unroll 6
+      for (int v = 0; v < V; v += 16 / WIDTH) __builtin_prefetch(ahead + v * WIDTH * WORD, 0, 2);
+      ahead += ahead_stride;
+      if constexpr (BESIDE_OTHERS) {
+        __builtin_prefetch(next_part, 0, 2);
+        __builtin_prefetch(next_part + 64, 0, 2);
+        next_part += next_stride;
+      }
+    }
+  };
+
+  // The words of these weights are prefetched as well, AHEAD of them: nobody has done so where they are a thread's first.
+  // later.next: prefetched as soon as no more than AHEAD words of these are left.
   template <int R, int V>
   static void multiply_columns(const char* input, int64_t row_bytes, const char* weights, const Later& later,
-                               int64_t depth, bool from_zero, int64_t column, char* totals) {
-    constexpr bool BESIDE_OTHERS = 2 * R >= ROWS;  // maybe: for_each_block makes no smaller ones of many rows
-    const char* part = later.part + depth * later.stride * column / COLUMNS;
-    const int64_t part_stride = later.stride * V * WIDTH / COLUMNS;
-    Register sums[R][V];
+                               int64_t depth, bool from_zero, int64_t column, char* acc) {
+    Accumulator sums[R][V];
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 6
       for (int v = 0; v < V; ++v)
-        sums[r][v] = from_zero ? Register{} : load_as<Register>(totals + r * TILE_WORD + v * WIDTH * WORD);
-    const int64_t own = std::max<int64_t>(depth - Set::AHEAD, 0);
-    for (int64_t k = 0, end = own; k < depth; end = depth) {
-      // What is needed later is asked for in the order of memory: by columns, memory would give less than it can.
-      const int64_t stride = k < own ? TILE_WORD : V * WIDTH * WORD;
-      const char* wanted =
-          k < own ? weights + Set::AHEAD * TILE_WORD + column * WORD : later.next + column * WORD * (depth - own);
-      for (; k < end; ++k, wanted += stride) {
-#pragma GCC unroll 6
-        for (int v = 0; v < V; v += 16 / WIDTH) __builtin_prefetch(wanted + v * WIDTH * WORD, 0, 2);
-        if constexpr (BESIDE_OTHERS) {
-          __builtin_prefetch(part, 0, 2);
-          __builtin_prefetch(part + 64, 0, 2);
-          part += part_stride;
-        }
-#pragma GCC unroll 2
-        for (int step = 0; step < Set::STEPS; ++step) {
-          // The words of all steps do not fit the registers: each step reads them again.
-          if constexpr (REGISTERS == 16) asm volatile("" ::: "memory");
-          add_outer<Set>(
-              [&](int r) { return Set::row(input + r * row_bytes + k * INPUT_WORD + step * Set::NUMBER); },
-              [&](int v) { return Set::column(weights + k * TILE_WORD, column + v * WIDTH, step); }, sums);
-        }
-      }
+        sums[r][v] = from_zero ? Accumulator{} : load_as<Accumulator>(acc + r * TILE_WORD + v * WIDTH * WORD);
+    TileWeights<R, V> tile{{}, weights, column, nullptr, 0, later.part + depth * later.stride * column / COLUMNS,
+                           later.stride * V * WIDTH / COLUMNS};
+    const int64_t own = std::max<int64_t>(depth - Dot::AHEAD, 0);
+    for (int64_t k = 0, end = own; k < depth; k = end, end = depth) {
+      // The next weights are prefetched in the order of memory: by columns, memory would give less than it can.
+      tile.ahead = k < own ? weights + Dot::AHEAD * TILE_WORD + column * WORD : later.next + column * WORD * (depth - own);
+      tile.ahead_stride = k < own ? TILE_WORD : V * WIDTH * WORD;
+      accumulate_words<Dot>(input, row_bytes, k, end, tile, sums);
     }
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 6
-      for (int v = 0; v < V; ++v) store_as(totals + r * TILE_WORD + v * WIDTH * WORD, sums[r][v]);
+      for (int v = 0; v < V; ++v) store_as(acc + r * TILE_WORD + v * WIDTH * WORD, sums[r][v]);
   }
 
   static constexpr auto BLOCKS = []<int... R>(std::integer_sequence<int, R...>) {

@@ -25,7 +25,7 @@ template <typename T>
 void add_share(float* sums, const T* row, const float* bias, float share, int64_t size) {
   int64_t i = 0;
   for (; i + LANES <= size; i += LANES) {
-    const Lanes output = bias ? load(row + i) + load(bias + i) : load(row + i);
+    const F32x16 output = bias ? load(row + i) + load(bias + i) : load(row + i);
     store(sums + i, load(sums + i) + share * output);
   }
   for (; i < size; ++i) sums[i] += share * (static_cast<float>(row[i]) + (bias ? bias[i] : 0.0f));
@@ -49,7 +49,7 @@ at::Tensor clamped_gate(const at::Tensor& up, const float* bias, float alpha, fl
             gates[j] = std::min(static_cast<float>(from[2 * r * size + place]) + bias[place], limit);
             others[j] = std::clamp(static_cast<float>(from[2 * r * size + place + 1]) + bias[place + 1], -limit, limit);
           }
-          const Lanes gate = load(gates);
+          const F32x16 gate = load(gates);
           T results[LANES];
           store(results, (load(others) + 1.0f) * (gate / (exponential(-alpha * gate) + 1.0f)));
           std::copy_n(results, count, to + r * size + i);
@@ -116,7 +116,7 @@ at::Tensor Experts::forward(const at::Tensor& x, const at::Tensor& chosen, const
 void Experts::compute(const at::Tensor& x, std::vector<Work>& works) const {
   constexpr int64_t ENOUGH = 4;  // items of a thread
   const auto count = static_cast<int64_t>(works.size());
-  const int64_t shares = count == 0 ? 1 : parts(ENOUGH * at::get_num_threads(), count);
+  const int64_t shares = count == 0 ? 1 : ceil_div(ENOUGH * at::get_num_threads(), count);
   const auto begin = [&](Work& work) {
     const auto rows = static_cast<int64_t>(work.tokens.size());
     work.rows = x.size(0) == 1 ? x : rows_of(x, at::from_blob(work.tokens.data(), {rows}, at::kLong));
@@ -125,7 +125,7 @@ void Experts::compute(const at::Tensor& x, std::vector<Work>& works) const {
   };
   const auto gate = [&](Work& work) { work.rows = gated(work.up, work.expert->up_bias); };
   const auto multiply = [&](const Linear& linear, const at::Tensor& rows, int64_t share, at::Tensor& output) {
-    const int64_t tiles = parts(linear.outputs, COLUMNS), first = tiles * share / shares;
+    const int64_t tiles = ceil_div(linear.outputs, COLUMNS), first = tiles * share / shares;
     std::vector<int64_t> own(tiles * (share + 1) / shares - first);
     std::iota(own.begin(), own.end(), first);
     linear.write_tiles(rows, own, output);
@@ -133,7 +133,7 @@ void Experts::compute(const at::Tensor& x, std::vector<Work>& works) const {
   const auto up = [&](Work& work, int64_t share) { multiply(*work.expert->up, work.rows, share, work.up); };
   const auto down = [&](Work& work, int64_t share) { multiply(*work.expert->down, work.rows, share, work.output); };
   if (shares == 1) {
-    for_each_item(count, [&](int64_t w) {
+    parallel_for(count, [&](int64_t w) {
       begin(works[w]);
       up(works[w], 0);
       gate(works[w]);
@@ -141,10 +141,10 @@ void Experts::compute(const at::Tensor& x, std::vector<Work>& works) const {
     });
     return;
   }
-  for_each_item(count, [&](int64_t w) { begin(works[w]); });
-  for_each_item(count * shares, [&](int64_t item) { up(works[item / shares], item % shares); });
-  for_each_item(count, [&](int64_t w) { gate(works[w]); });
-  for_each_item(count * shares, [&](int64_t item) { down(works[item / shares], item % shares); });
+  parallel_for(count, [&](int64_t w) { begin(works[w]); });
+  parallel_for(count * shares, [&](int64_t item) { up(works[item / shares], item % shares); });
+  parallel_for(count, [&](int64_t w) { gate(works[w]); });
+  parallel_for(count * shares, [&](int64_t item) { down(works[item / shares], item % shares); });
 }
 
 at::Tensor Experts::sum(const at::Tensor& x, const std::vector<Choice>& choices,

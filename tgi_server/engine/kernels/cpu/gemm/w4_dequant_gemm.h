@@ -1,5 +1,5 @@
-// Products with codes for many rows: a part of a tile becomes floats or bfloat16, once for all rows, and goes through
-// the kernels for those.
+// Dequantize-then-GEMM for many rows: a panel of a tile becomes float32 or bfloat16 once for all rows, and goes through the
+// kernels for those.
 
 #pragma once
 
@@ -13,19 +13,19 @@
 
 namespace oatmill {
 
-// Room for a part, the same for all kernels whose parts are as large.
+// A thread's panel, the same for all kernels whose panels are as large.
 template <int64_t BYTES>
-char* part_of_thread() {
+char* thread_panel() {
   alignas(64) static thread_local char part[BYTES];
   return part;
 }
 
-// The kernel. Inner: the one that multiplies rows by the floats, or the bfloat16 numbers.
+// The kernel. Inner: the one that multiplies rows by the panel.
 template <typename Kind, typename Inner>
-struct ExpandedProducts {
+struct DequantGemm {
   using Weights = typename Inner::Weights;
   static bool needs_sums(const Scales&) { return false; }
-  static constexpr bool MAKES_WEIGHTS = true;
+  static constexpr bool DEQUANTIZES = true;
   // Inputs of a part, for few rows and for many: multiples of what every Inner takes at once.
   static constexpr int64_t FEW_INPUTS = 96,
                            INPUTS = std::max<int64_t>(192, Inner::CHUNK_DEPTH * Weights::DEPTH);
@@ -35,51 +35,51 @@ struct ExpandedProducts {
     return Inner::prepare(from, rows, inputs, depth * Kind::DEPTH / Weights::DEPTH);
   }
 
-  static void multiply(const CodedProduct& product, int64_t first_row, int64_t rows, int64_t tile, int64_t next_tile,
-                       char* totals) {
+  static void multiply(const QuantizedGemmArgs& product, int64_t first_row, int64_t rows, int64_t tile, int64_t next_tile,
+                       char* acc) {
     constexpr int64_t FEW_ROWS = 48;
     const int64_t whole = (rows < FEW_ROWS ? FEW_INPUTS : INPUTS) / Kind::DEPTH;
-    char* part = part_of_thread<INPUTS / Weights::DEPTH * TILE_WORD>();
-    const WantedWords words{product.words(tile), product.words(next_tile), product.depth};
+    char* part = thread_panel<INPUTS / Weights::DEPTH * TILE_WORD>();
+    const WeightStream words{product.words(tile), product.words(next_tile), product.depth};
     const Kind kind(product.codebook);
     int64_t group = 0;
     for (int64_t k = 0; k < product.depth; k += whole) {
       const int64_t depth = std::min(whole, product.depth - k);
-      expand(product, kind, words, tile, k, k + depth, group, part);
+      dequantize(product, kind, words, tile, k, k + depth, group, part);
       const char* input =
           product.input + first_row * product.row_bytes + k * Kind::DEPTH / Weights::DEPTH * Inner::INPUT_WORD;
-      Inner::multiply(input, product.row_bytes, rows, part, part, depth * Kind::DEPTH / Weights::DEPTH, k == 0, totals);
+      Inner::multiply(input, product.row_bytes, rows, part, part, depth * Kind::DEPTH / Weights::DEPTH, k == 0, acc);
     }
   }
 
  private:
   // Makes weights of words first .. last - 1. group: of the first; on return, of the last.
-  static void expand(const CodedProduct& product, const Kind& kind, const WantedWords& words, int64_t tile,
+  static void dequantize(const QuantizedGemmArgs& product, const Kind& kind, const WeightStream& words, int64_t tile,
                      int64_t first, int64_t last, int64_t& group, char* part) {
-    for (int64_t k = first; k < last; ++k) words.want<COLUMNS / WIDTH>(k, 0);
+    for (int64_t k = first; k < last; ++k) words.prefetch<COLUMNS / WIDTH>(k, 0);
     for (int64_t begin = first, end; begin < last; begin = end) {
       while (begin >= product.starts[group + 1]) ++group;
       end = std::min<int64_t>(last, product.starts[group + 1]);
       for (int column = 0; column < COLUMNS; column += WIDTH) {
         const int64_t scaled = (tile * product.groups + group) * COLUMNS + column;
-        Floats scales[1], offsets[1];
+        F32 scales[1], offsets[1];
         product.scales.template read<0, true>(scaled, scales, offsets);
         for (int64_t k = begin; k < end; ++k)
-          expand_word(kind, words.read(k, column), scales[0], offsets[0],
+          dequantize_word(kind, words.read(k, column), scales[0], offsets[0],
                       part + (k - first) * Kind::DEPTH / Weights::DEPTH * TILE_WORD + column * WORD);
       }
     }
   }
 
   // Makes weights of a word of WIDTH outputs; to: where their first words go.
-  [[gnu::always_inline]] static void expand_word(const Kind& kind, Words word, Floats scales, Floats offsets, char* to) {
-    Floats weights[Kind::DEPTH];
+  [[gnu::always_inline]] static void dequantize_word(const Kind& kind, U32 word, F32 scales, F32 offsets, char* to) {
+    F32 weights[Kind::DEPTH];
 #pragma GCC unroll 8
     for (int part = 0; part < Kind::DEPTH / Kind::TOGETHER; ++part) {
-      Floats numbers[Kind::TOGETHER];
+      F32 numbers[Kind::TOGETHER];
       kind.numbers(word, part, numbers);
 #pragma GCC unroll 4
-      for (int i = 0; i < Kind::TOGETHER; ++i) weights[Kind::step(part, i)] = multiply_add(numbers[i], scales, offsets);
+      for (int i = 0; i < Kind::TOGETHER; ++i) weights[Kind::step(part, i)] = fma(numbers[i], scales, offsets);
     }
 #pragma GCC unroll 8
     for (int step = 0; step < Kind::DEPTH; step += Weights::DEPTH) {

@@ -1,4 +1,4 @@
-// Linear layers with weights of 4 or 8 bits and sums in float.
+// Linear layers with quantized weights of 4 or 8 bits, and the packing of these.
 
 #include "gemm/w4_gemm.h"
 
@@ -29,7 +29,7 @@ namespace {
 
 constexpr int64_t BITS_OF_WORD = 32;
 
-// The word of codes that follow each other, those of 4 bits in pairs, the first in the low bits.
+// The word of neighbouring codes, those of 4 bits in pairs, the first in the low bits.
 template <int BITS>
 uint32_t word_of(const uint8_t* codes) {
   uint32_t in_order;
@@ -57,7 +57,7 @@ uint32_t gathered_word(const uint8_t* codes, const int32_t* inputs) {
 }
 
 template <int BITS>
-void pack_codes(const at::Tensor& codes, const at::Tensor& order, at::Tensor& packed) {
+void pack_quantized(const at::Tensor& codes, const at::Tensor& order, at::Tensor& packed) {
   constexpr int OF_WORD = BITS_OF_WORD / BITS, OF_BYTE = 8 / BITS;
   const int64_t outputs = codes.size(0), row = codes.size(1), depth = packed.size(1);
   const uint8_t* from = codes.const_data_ptr<uint8_t>();
@@ -71,7 +71,7 @@ void pack_codes(const at::Tensor& codes, const at::Tensor& order, at::Tensor& pa
     if (follow) whole[word] = own[0] / OF_BYTE;
   }
   constexpr int64_t TOGETHER = 16;  // words of an output: a line of the cache
-  for_each_item(packed.size(0), [&, places = whole.data()](int64_t tile) {
+  parallel_for(packed.size(0), [&, places = whole.data()](int64_t tile) {
     const int64_t count = std::min<int64_t>(COLUMNS, outputs - tile * COLUMNS);
     for (int64_t first = 0; first < depth; first += TOGETHER)
       for (int64_t n = 0; n < count; ++n) {
@@ -89,24 +89,24 @@ void pack_codes(const at::Tensor& codes, const at::Tensor& order, at::Tensor& pa
 // codes: of so many bits, [outputs, inputs] uint8, or [outputs, inputs / 2] of 4 bits, in pairs, the first in the low
 // bits. order: the input that stands at each place, or -1 for none.
 // Returns words, [outputs / COLUMNS, places * bits / 32, COLUMNS] int32.
-at::Tensor codes_pack(const at::Tensor& codes, const at::Tensor& order, int64_t bits) {
+at::Tensor quantized_pack(const at::Tensor& codes, const at::Tensor& order, int64_t bits) {
   const int64_t outputs = codes.size(0), places = order.size(0), of_word = BITS_OF_WORD / bits;
   TORCH_CHECK(codes.scalar_type() == at::kByte && order.scalar_type() == at::kInt && places % of_word == 0);
-  at::Tensor packed = zeros_in_large_pages({parts(outputs, COLUMNS), places / of_word, COLUMNS},
+  at::Tensor packed = zeros_in_huge_pages({ceil_div(outputs, COLUMNS), places / of_word, COLUMNS},
                                            codes.options().dtype(at::kInt));
-  bits == 4 ? pack_codes<4>(codes.contiguous(), order, packed) : pack_codes<8>(codes.contiguous(), order, packed);
+  bits == 4 ? pack_quantized<4>(codes.contiguous(), order, packed) : pack_quantized<8>(codes.contiguous(), order, packed);
   return packed;
 }
 
-// The codes that codes_pack was given, each in a byte of its own.
-at::Tensor codes_unpack(const at::Tensor& packed, const at::Tensor& order, int64_t outputs, int64_t inputs,
+// Returns what quantized_pack was given, each code in a byte of its own.
+at::Tensor quantized_unpack(const at::Tensor& packed, const at::Tensor& order, int64_t outputs, int64_t inputs,
                         int64_t bits) {
   const int64_t depth = packed.size(1), of_word = BITS_OF_WORD / bits;
   at::Tensor codes = at::empty({outputs, inputs}, packed.options().dtype(at::kByte));
   const int32_t* from = packed.const_data_ptr<int32_t>();
   const int32_t* input = order.const_data_ptr<int32_t>();
   uint8_t* to = codes.mutable_data_ptr<uint8_t>();
-  for_each_item(outputs, [&](int64_t n) {
+  parallel_for(outputs, [&](int64_t n) {
     for (int64_t place = 0; place < depth * of_word; ++place) {
       if (input[place] < 0) continue;
       const auto word =
@@ -117,7 +117,7 @@ at::Tensor codes_unpack(const at::Tensor& packed, const at::Tensor& order, int64
   return codes;
 }
 
-// Rows with their numbers in the order in which the weights have them, and zeros where they have none.
+// Rows with their inputs in the order of the weights, and zeros where these have none.
 template <typename T>
 std::vector<T> ordered_rows(const T* from, int64_t rows, int64_t inputs, const at::Tensor& order) {
   const int64_t places = order.size(0);
@@ -133,7 +133,7 @@ std::vector<T> ordered_rows(const T* from, int64_t rows, int64_t inputs, const a
 
 template <typename T>
 float sum_of(const T* from, int64_t count) {
-  Lanes sums = {};
+  F32x16 sums = {};
   int64_t k = 0;
   for (; k + LANES <= count; k += LANES) sums += load(from + k);
   float all = sum(sums);
@@ -141,9 +141,9 @@ float sum_of(const T* from, int64_t count) {
   return all;
 }
 
-// The sums of the inputs of each group: [rows, groups].
+// Returns the sums of the inputs of each group, [rows, groups].
 template <typename Kind, typename T>
-std::vector<float> group_sums(const T* from, int64_t rows, int64_t inputs, const int32_t* starts, int64_t groups) {
+std::vector<float> group_input_sums(const T* from, int64_t rows, int64_t inputs, const int32_t* starts, int64_t groups) {
   std::vector<float> sums(rows * groups);
   for_rows(rows, inputs, [&](int64_t first, int64_t last) {
     for (int64_t r = first; r < last; ++r)
@@ -156,9 +156,9 @@ std::vector<float> group_sums(const T* from, int64_t rows, int64_t inputs, const
 }
 
 template <typename Kind, typename Kernel>
-void run_codes(const Linear& layer, const at::Tensor& x, bool relu, const at::Tensor* residual,
+void run_quantized(const Linear& layer, const at::Tensor& x, bool relu, const at::Tensor* residual,
                const std::vector<int64_t>* tiles, at::Tensor& output) {
-  const Codes& codes = *layer.codes;
+  const QuantizedWeights& codes = *layer.codes;
   const int64_t rows = x.numel() / layer.inputs, depth = layer.packed.size(1), groups = codes.starts.size(0) - 1;
   const int32_t* starts = codes.starts.const_data_ptr<int32_t>();
   by_dtype(x, [&]<typename T>(T*) {
@@ -174,9 +174,9 @@ void run_codes(const Linear& layer, const at::Tensor& x, bool relu, const at::Te
                         codes.offsets ? codes.offsets->const_data_ptr<float>() : nullptr,
                         codes.zeros ? codes.zeros->const_data_ptr<int8_t>() : nullptr};
     std::vector<float> sums;
-    if (Kernel::needs_sums(scales)) sums = group_sums<Kind>(from, rows, inputs, starts, groups);
+    if (Kernel::needs_sums(scales)) sums = group_input_sums<Kind>(from, rows, inputs, starts, groups);
     const Input input = Kernel::prepare(from, rows, inputs, depth, starts, groups);
-    const CodedProduct product{
+    const QuantizedGemmArgs product{
         {input.data, input.row_bytes, static_cast<const char*>(layer.packed.const_data_ptr()), rows, depth,
          layer.outputs},
         scales,
@@ -185,92 +185,93 @@ void run_codes(const Linear& layer, const at::Tensor& x, bool relu, const at::Te
         codes.codebook ? codes.codebook->const_data_ptr<float>() : nullptr,
         sums.data(),
         input.scales.data()};
-    const Finish<T> finish{layer.bias ? layer.bias->const_data_ptr<float>() : nullptr, relu,
+    const Epilogue<T> epilogue{layer.bias ? layer.bias->const_data_ptr<float>() : nullptr, relu,
                            residual ? residual->const_data_ptr<T>() : nullptr, output.mutable_data_ptr<T>()};
-    run_product<Kernel>(product, finish, tiles,
-                        [](const char* totals, int64_t, int64_t) { return load_as<Floats>(totals); });
+    run_gemm<Kernel>(product, epilogue, tiles,
+                        [](const char* acc, int64_t, int64_t) { return load_as<F32>(acc); });
   });
 }
 
 bool always() { return true; }
 
 template <typename Kind, typename Kernel>
-constexpr Way way(const char* name, bool (*available)() = always) {
-  return {name, available, 1, run_codes<Kind, Kernel>};
+constexpr LinearKernel kernel(const char* name, bool (*available)() = always) {
+  return {name, available, 1, run_quantized<Kind, Kernel>};
 }
 
-// The best to begin with is the first. The last one stands in for AMX in tests; it is slow.
+// The default is the first.
 template <typename Kind>
-constexpr std::array WAYS{
-    way<Kind, GroupedProducts<CodeProducts<Kind>>>("codes"),
-    way<Kind, ExpandedProducts<Kind, Products<FloatProducts<FloatWeights>>>>("expanded"),
-#if defined(__AVX512BF16__)
-    way<Kind, ExpandedProducts<Kind, Products<PairProducts>>>("expanded_avx512_bf16"),
-#elif OATMILL_BF16
-    way<Kind, ExpandedProducts<Kind, Products<PairProducts>>>("expanded_neon_bf16"),
+constexpr std::array KERNELS{
+    kernel<Kind, GroupGemm<FmaW4Dot<Kind>>>("fma"),
+    kernel<Kind, DequantGemm<Kind, Gemm<FmaDot<FloatWeights>>>>("fma_dequant"),
+#if OATMILL_BF16
+    kernel<Kind, DequantGemm<Kind, Gemm<Bf16Dot>>>("bf16_dequant"),
 #endif
 #if OATMILL_MMLA
-    way<Kind, ExpandedProducts<Kind, PairedRowProducts<Bf16Matrices>>>("expanded_neon_bf16_mmla"),
+    kernel<Kind, DequantGemm<Kind, MmlaGemm<Bf16Mmla>>>("bf16_mmla_dequant"),
 #endif
 #if OATMILL_AMX
-    way<Kind, ExpandedProducts<Kind, TileProducts<AmxMatrices<Bf16Weights>>>>("expanded_amx", amx_permitted),
+    kernel<Kind, DequantGemm<Kind, AmxGemm<AmxTiles<Bf16Weights>>>>("amx_dequant", amx_permitted),
 #endif
-    way<Kind, ExpandedProducts<Kind, TileProducts<PlainMatrices<Bf16Weights>>>>("expanded_amx_emulated")};
+#if defined(OATMILL_EMULATED_TILES)
+    kernel<Kind, DequantGemm<Kind, AmxGemm<EmulatedTiles<Bf16Weights>>>>("amx_dequant_emulated"),
+#endif
+};
 
-// Those that round their inputs: to 16 bits where the model has no more, to 8 bits by name only. None where this CPU has
-// no instructions for them.
-using None = std::array<Way, 0>;
+// Kernels that quantize their inputs: to 16 bits where the model has no more, to 8 bits if they are named only. None where
+// this CPU has no instructions for them.
+using None = std::array<LinearKernel, 0>;
 
 template <typename Kind>
-constexpr auto TO_BF16 =
+constexpr auto BF16_VARIANTS =
 #if defined(__AVX512BF16__)
-    std::array{way<Kind, GroupedProducts<Bf16DigitProducts<Kind>>>("codes_avx512_bf16")};
+    std::array{kernel<Kind, GroupGemm<Bf16W4Dot<Kind>>>("bf16")};
 #else
     None{};
 #endif
 
-template <typename Kind, typename Set>
-constexpr std::array TO_16_BITS{way<Kind, GroupedProducts<Set>>("codes_int16")};
+template <typename Kind, typename Dot>
+constexpr std::array A16_VARIANTS{kernel<Kind, GroupGemm<Dot>>(Kind::DEPTH == 8 ? "w4a16" : "w8a16")};
 
-constexpr auto BOOK_TO_16_BITS =
-#if OATMILL_LOOK_UP
-    TO_16_BITS<Book, ShortDigitProducts<Book, BookNumbers>>;
+constexpr auto CODEBOOK_A16 =
+#if OATMILL_LUT
+    A16_VARIANTS<Codebook, W4A16Dot<Codebook, CodebookI16>>;
 #else
     None{};
 #endif
 
 template <typename Kind, typename Digits>
-constexpr auto TO_8_BITS =
-#if OATMILL_CODES_INT8
-    std::array{way<Kind, GroupedProducts<DigitProducts<Kind, Digits>>>("codes_int8")};
+constexpr auto A8_VARIANTS =
+#if OATMILL_W4A8
+    std::array{kernel<Kind, GroupGemm<W4A8Dot<Kind, Digits>>>("w4a8")};
 #else
     None{};
 #endif
 
 template <size_t... N>
-constexpr auto joined(const std::array<Way, N>&... ways) {
-  std::array<Way, (N + ...)> all{};
+constexpr auto joined(const std::array<LinearKernel, N>&... variants) {
+  std::array<LinearKernel, (N + ...)> all{};
   auto end = all.begin();
-  ((end = std::copy(ways.begin(), ways.end(), end)), ...);
+  ((end = std::copy(variants.begin(), variants.end(), end)), ...);
   return all;
 }
 
-constexpr auto SMALL_FLOAT_WAYS = joined(WAYS<SmallFloats>, TO_BF16<SmallFloats>);
-constexpr auto BYTE_WAYS = joined(WAYS<Bytes>, TO_16_BITS<Bytes, ShortDigitProducts<Bytes, WholeNumbers<Bytes>>>);
-constexpr auto NIBBLE_WAYS =
-    joined(WAYS<Nibbles>, TO_BF16<Nibbles>, TO_16_BITS<Nibbles, NibbleShorts>, TO_8_BITS<Nibbles, NibbleDigits>);
-constexpr auto BOOK_WAYS = joined(WAYS<Book>, TO_BF16<Book>, BOOK_TO_16_BITS, TO_8_BITS<Book, BookDigits>);
+constexpr auto FP8_KERNELS = joined(KERNELS<Fp8Weights>, BF16_VARIANTS<Fp8Weights>);
+constexpr auto INT8_KERNELS = joined(KERNELS<Int8>, A16_VARIANTS<Int8, W4A16Dot<Int8, IntegerI16<Int8>>>);
+constexpr auto INT4_KERNELS =
+    joined(KERNELS<Int4>, BF16_VARIANTS<Int4>, A16_VARIANTS<Int4, Int4W4A16Dot>, A8_VARIANTS<Int4, Int4Bytes>);
+constexpr auto CODEBOOK_KERNELS = joined(KERNELS<Codebook>, BF16_VARIANTS<Codebook>, CODEBOOK_A16, A8_VARIANTS<Codebook, CodebookI8>);
 
-std::vector<std::string> codes_kernels(const std::string& kind) {
+std::vector<std::string> quantized_kernels(const std::string& kind) {
   std::vector<std::string> names;
-  for (const Way& way : code_ways(kind))
-    if (way.available()) names.emplace_back(way.name);
+  for (const LinearKernel& kernel : quantized_kernels_of(kind))
+    if (kernel.available()) names.emplace_back(kernel.name);
   return names;
 }
 
 }  // namespace
 
-Codes::Codes(std::string kind, at::Tensor starts, at::Tensor scales, std::optional<at::Tensor> offsets,
+QuantizedWeights::QuantizedWeights(std::string kind, at::Tensor starts, at::Tensor scales, std::optional<at::Tensor> offsets,
              std::optional<at::Tensor> zeros, std::optional<at::Tensor> codebook, std::optional<at::Tensor> order)
     : kind(std::move(kind)), starts(std::move(starts)), scales(std::move(scales)), offsets(std::move(offsets)),
       zeros(std::move(zeros)), codebook(std::move(codebook)), order(std::move(order)) {
@@ -282,23 +283,23 @@ Codes::Codes(std::string kind, at::Tensor starts, at::Tensor scales, std::option
   by_dtype(this->scales, [](auto*) {});
 }
 
-std::span<const Way> code_ways(const std::string& kind) {
-  if (kind == "int4") return NIBBLE_WAYS;
-  if (kind == "codebook") return BOOK_WAYS;
-  if (kind == "int8") return BYTE_WAYS;
-  if (kind == "fp8") return SMALL_FLOAT_WAYS;
+std::span<const LinearKernel> quantized_kernels_of(const std::string& kind) {
+  if (kind == "int4") return INT4_KERNELS;
+  if (kind == "codebook") return CODEBOOK_KERNELS;
+  if (kind == "int8") return INT8_KERNELS;
+  if (kind == "fp8") return FP8_KERNELS;
   TORCH_CHECK(false, "codes are int4, codebook, int8 or fp8, and not ", kind);
 }
 
 }  // namespace oatmill
 
 TORCH_LIBRARY_FRAGMENT(oatmill, library) {
-  library.def("codes_pack(Tensor codes, Tensor order, int bits) -> Tensor");
-  library.def("codes_unpack(Tensor packed, Tensor order, int outputs, int inputs, int bits) -> Tensor");
-  library.def("codes_kernels(str kind) -> str[]", &oatmill::codes_kernels);
+  library.def("quantized_pack(Tensor codes, Tensor order, int bits) -> Tensor");
+  library.def("quantized_unpack(Tensor packed, Tensor order, int outputs, int inputs, int bits) -> Tensor");
+  library.def("quantized_kernels(str kind) -> str[]", &oatmill::quantized_kernels);
 }
 
 TORCH_LIBRARY_IMPL(oatmill, CPU, library) {
-  library.impl("codes_pack", &oatmill::codes_pack);
-  library.impl("codes_unpack", &oatmill::codes_unpack);
+  library.impl("quantized_pack", &oatmill::quantized_pack);
+  library.impl("quantized_unpack", &oatmill::quantized_unpack);
 }

@@ -1,62 +1,57 @@
-// Weights of 4 or 8 bits: codes, what makes numbers of them, and a scale for each group of inputs.
+// Quantized weights of 4 or 8 bits: codes, the LUTs and shifts that decode them, and a scale for each group of inputs.
 //
-// Codes stand in the tiles of linear.h, 8 or 4 to a word: those of even inputs in its lower half, the others in the upper one,
-// so that neighbours, which some instructions multiply together, stand half a word apart. The inputs of a group follow
-// each other; its words are those from starts[g] to starts[g + 1]. A weight is number(code) * scale + offset. For few rows
-// numbers are made of codes in registers, as often as rows are multiplied by them (grouped.h, digits.h, byte_digits.h); for
-// many rows a part of a tile becomes floats, or bfloat16, once, and goes through the kernels for those (expanded.h).
+// Codes are packed in the tiles of gemm.h, 8 or 4 to a word: even k in the low 16 bits, odd k in the high ones, so that
+// vpmaddwd and vdpbf16ps take neighbours. The inputs of a group follow each other; its words are those from starts[g] to
+// starts[g + 1]. A weight is number(code) * scale + offset. For few rows weights are dequantized in registers (group_gemm.h,
+// w4a16.h, w4a8.h); for many rows a panel of a tile is dequantized once (w4_dequant_gemm.h).
 
 #pragma once
 
 #include <cstdint>
 
 #include "gemm/gemm.h"
+#include "gemm/loop.h"
 #include "simd/simd.h"
 
 namespace oatmill {
 
-// Where a code stands in a word of so many, and which code stands there.
+// The place of a code in a word of `depth`, and the code at a place.
 constexpr int place_in_word(int code, int depth) { return code % 2 * (depth / 2) + code / 2; }
 constexpr int code_in_word(int place, int depth) { return place % (depth / 2) * 2 + place / (depth / 2); }
 
-// Kinds of codes: DEPTH of them make a word; numbers(words, part, to) makes what codes of each word stand for, TOGETHER at
+// Kinds of quantized weights: DEPTH codes make a word; numbers(words, part, to) decodes codes of each word, TOGETHER at
 // once, namely those of the inputs step(part, 0), step(part, 1), ...
 
-struct OneByOne {
-  static constexpr int TOGETHER = 1;
-  static constexpr int step(int part, int) { return part; }
-};
-
-// Any 16 numbers.
+// Any 16 numbers, by LUT.
 #if defined(__AVX512BW__)
-struct Book : OneByOne {
+struct Codebook : OneAtATime {
   static constexpr int64_t DEPTH = 8;
-  explicit Book(const float* codebook) : numbers_(load_as<Floats>(codebook)) {}
+  explicit Codebook(const float* codebook) : numbers_(load_as<F32>(codebook)) {}
   float number(int code) const { return numbers_[code]; }
-  void numbers(Words words, int step, Floats* to) const {
-    const Words places = words >> (4 * place_in_word(step, DEPTH));  // of which the instruction reads four bits
-    *to = reinterpret_cast<Floats>(
+  void numbers(U32 words, int step, F32* to) const {
+    const U32 places = words >> (4 * place_in_word(step, DEPTH));  // of which the instruction reads four bits
+    *to = reinterpret_cast<F32>(
         _mm512_permutexvar_ps(reinterpret_cast<__m512i>(places), reinterpret_cast<__m512>(numbers_)));
   }
 
  private:
-  Floats numbers_;
+  F32 numbers_;
 };
 #elif defined(__AVX2__)
-// The bytes of floats are looked up one by one, those of 32 codes at once.
-struct Book {
+// A LUT for each byte of a float, for 32 codes at once.
+struct Codebook {
   static constexpr int64_t DEPTH = 8;
   static constexpr int TOGETHER = 4;
   static constexpr int step(int part, int i) { return code_in_word(2 * i + part, DEPTH); }
 
-  explicit Book(const float* codebook) {
+  explicit Codebook(const float* codebook) {
     alignas(32) uint8_t tables[4][32];
     for (int i = 0; i < 32; ++i)
       for (int byte = 0; byte < 4; ++byte) tables[byte][i] = load_as<uint32_t>(codebook + i % 16) >> (8 * byte);
     for (int byte = 0; byte < 4; ++byte) tables_[byte] = load_as<__m256i>(tables[byte]);
   }
 
-  void numbers(Words words, int part, Floats* to) const {
+  void numbers(U32 words, int part, F32* to) const {
     // a byte of each of four words after the other
     const __m256i by_step = _mm256_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15,  //
                                              0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
@@ -66,10 +61,10 @@ struct Book {
     const __m256i third = _mm256_shuffle_epi8(tables_[2], places), fourth = _mm256_shuffle_epi8(tables_[3], places);
     const __m256i low = _mm256_unpacklo_epi8(first, second), low_ends = _mm256_unpacklo_epi8(third, fourth);
     const __m256i high = _mm256_unpackhi_epi8(first, second), high_ends = _mm256_unpackhi_epi8(third, fourth);
-    to[0] = reinterpret_cast<Floats>(_mm256_unpacklo_epi16(low, low_ends));
-    to[1] = reinterpret_cast<Floats>(_mm256_unpackhi_epi16(low, low_ends));
-    to[2] = reinterpret_cast<Floats>(_mm256_unpacklo_epi16(high, high_ends));
-    to[3] = reinterpret_cast<Floats>(_mm256_unpackhi_epi16(high, high_ends));
+    to[0] = reinterpret_cast<F32>(_mm256_unpacklo_epi16(low, low_ends));
+    to[1] = reinterpret_cast<F32>(_mm256_unpackhi_epi16(low, low_ends));
+    to[2] = reinterpret_cast<F32>(_mm256_unpacklo_epi16(high, high_ends));
+    to[3] = reinterpret_cast<F32>(_mm256_unpackhi_epi16(high, high_ends));
   }
 
  private:
@@ -77,17 +72,17 @@ struct Book {
 };
 #elif defined(__aarch64__)
 // The same, 16 codes at once.
-struct Book {
+struct Codebook {
   static constexpr int64_t DEPTH = 8;
   static constexpr int TOGETHER = 4;
   static constexpr int step(int part, int i) { return code_in_word(2 * i + part, DEPTH); }
 
-  explicit Book(const float* codebook) {
+  explicit Codebook(const float* codebook) {
     const uint8x16x4_t bytes = vld4q_u8(reinterpret_cast<const uint8_t*>(codebook));
     for (int byte = 0; byte < 4; ++byte) tables_[byte] = bytes.val[byte];
   }
 
-  void numbers(Words words, int part, Floats* to) const {
+  void numbers(U32 words, int part, F32* to) const {
     constexpr uint8x16_t BY_STEP = {0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15};
     const uint8x16_t places =
         vqtbl1q_u8(reinterpret_cast<uint8x16_t>((words >> (4 * part)) & 0x0f0f0f0f), BY_STEP);
@@ -100,8 +95,8 @@ struct Book {
     }
 #pragma GCC unroll 2
     for (int i = 0; i < 2; ++i) {
-      to[2 * i] = reinterpret_cast<Floats>(vzip1q_u16(pairs[0][i], pairs[1][i]));
-      to[2 * i + 1] = reinterpret_cast<Floats>(vzip2q_u16(pairs[0][i], pairs[1][i]));
+      to[2 * i] = reinterpret_cast<F32>(vzip1q_u16(pairs[0][i], pairs[1][i]));
+      to[2 * i + 1] = reinterpret_cast<F32>(vzip2q_u16(pairs[0][i], pairs[1][i]));
     }
   }
 
@@ -109,10 +104,10 @@ struct Book {
   uint8x16_t tables_[4];
 };
 #else
-struct Book : OneByOne {
+struct Codebook : OneAtATime {
   static constexpr int64_t DEPTH = 8;
-  explicit Book(const float* codebook) : numbers_(codebook) {}
-  void numbers(Words words, int step, Floats* to) const {
+  explicit Codebook(const float* codebook) : numbers_(codebook) {}
+  void numbers(U32 words, int step, F32* to) const {
     for (int i = 0; i < WIDTH; ++i) (*to)[i] = numbers_[words[i] >> (4 * place_in_word(step, DEPTH)) & 15];
   }
 
@@ -123,53 +118,53 @@ struct Book : OneByOne {
 
 // Of each word a signed number of so many bits.
 template <int BITS>
-Floats signed_numbers(Words words, int step) {
-  const Whole lifted = reinterpret_cast<const Whole&>(words) << (32 - BITS * (place_in_word(step, 32 / BITS) + 1));
-  return __builtin_convertvector(lifted >> (32 - BITS), Floats);
+F32 signed_numbers(U32 words, int step) {
+  const I32 lifted = reinterpret_cast<const I32&>(words) << (32 - BITS * (place_in_word(step, 32 / BITS) + 1));
+  return __builtin_convertvector(lifted >> (32 - BITS), F32);
 }
 
-// Whole numbers from -8 to 7, stored ADDED higher.
+// Integers from -8 to 7, stored plus ZERO_POINT.
 #if defined(__AVX512BW__)
-struct Nibbles : Book {
-  static constexpr int ADDED = 8;
-  explicit Nibbles(const float*) : Book(NUMBERS) {}
+struct Int4 : Codebook {
+  static constexpr int ZERO_POINT = 8;
+  explicit Int4(const float*) : Codebook(NUMBERS) {}
 
  private:
   static constexpr float NUMBERS[] = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
 };
 #else
-struct Nibbles : OneByOne {
+struct Int4 : OneAtATime {
   static constexpr int64_t DEPTH = 8;
-  static constexpr int ADDED = 8;
-  explicit Nibbles(const float*) {}
-  void numbers(Words words, int step, Floats* to) const {
+  static constexpr int ZERO_POINT = 8;
+  explicit Int4(const float*) {}
+  void numbers(U32 words, int step, F32* to) const {
     *to = signed_numbers<4>(words ^ 0x88888888, step);  // which makes them -8 to 7
   }
 };
 #endif
 
-// Whole numbers from -128 to 127.
-struct Bytes : OneByOne {
+// Integers from -128 to 127.
+struct Int8 : OneAtATime {
   static constexpr int64_t DEPTH = 4;
-  static constexpr int ADDED = 0;
-  explicit Bytes(const float*) {}
-  void numbers(Words words, int step, Floats* to) const {
+  static constexpr int ZERO_POINT = 0;
+  explicit Int8(const float*) {}
+  void numbers(U32 words, int step, F32* to) const {
     *to = signed_numbers<8>(words, step);
   }
 };
 
 // Floats of 8 bits, with 4 bits of exponent and 3 of mantissa; none of them is a NaN.
-struct SmallFloats : OneByOne {
+struct Fp8Weights : OneAtATime {
   static constexpr int64_t DEPTH = 4;
-  explicit SmallFloats(const float*) {}
-  void numbers(Words words, int step, Floats* to) const {
-    const Whole lifted = reinterpret_cast<const Whole&>(words) << (24 - 8 * place_in_word(step, DEPTH));
-    const Whole bits = lifted >> 4 & static_cast<int32_t>(0x87f00000);  // sign, and a float's bits
-    *to = reinterpret_cast<const Floats&>(bits) * 0x1p120f;  // whose exponent is lower by 127 - 7
+  explicit Fp8Weights(const float*) {}
+  void numbers(U32 words, int step, F32* to) const {
+    const I32 lifted = reinterpret_cast<const I32&>(words) << (24 - 8 * place_in_word(step, DEPTH));
+    const I32 bits = lifted >> 4 & static_cast<int32_t>(0x87f00000);  // sign, and a float's bits
+    *to = reinterpret_cast<const F32&>(bits) * 0x1p120f;  // whose exponent is lower by 127 - 7
   }
 };
 
-// What makes weights of numbers, of each group and output: a scale, and maybe an offset, or a zero times that scale.
+// Scales of each group and output, and maybe offsets, or zero points that are multiplied by the scale.
 // All are [tiles, groups, COLUMNS]. dtype: of the scales, float, half or bfloat16.
 struct Scales {
   at::ScalarType dtype;
@@ -177,18 +172,18 @@ struct Scales {
   const float* offsets;  // or null
   const int8_t* zeros;   // or null
 
-  // Asks for those of a tile's group.
-  void want(int64_t place) const {
+  // Prefetches those of a tile's group.
+  void prefetch(int64_t place) const {
     const int64_t size = dtype == at::kFloat ? sizeof(float) : sizeof(c10::Half);
     for (int64_t byte = 0; byte < COLUMNS * size; byte += 64)
       __builtin_prefetch(static_cast<const char*>(scales) + place * size + byte, 0, 2);
     if (zeros) __builtin_prefetch(zeros + place, 0, 2);
   }
 
-  // Reads the scales of V registers of outputs, and the offsets for numbers that are read ADDED higher than they are.
+  // Reads the scales of V registers of outputs, and the offsets, with that of ZERO_POINT.
   // ZEROS: those are part of the offsets.
-  template <int ADDED, bool ZEROS, int V>
-  [[gnu::always_inline]] void read(int64_t place, Floats (&scaled)[V], Floats (&shifted)[V]) const {
+  template <int ZERO_POINT, bool ZEROS, int V>
+  [[gnu::always_inline]] void read(int64_t place, F32 (&scaled)[V], F32 (&shifted)[V]) const {
     switch (dtype) {
       case at::kHalf:
         widen(static_cast<const c10::Half*>(scales) + place, scaled);
@@ -202,34 +197,34 @@ struct Scales {
     if (ZEROS && zeros) {
       widen(zeros + place, shifted);
 #pragma GCC unroll 6
-      for (int v = 0; v < V; ++v) shifted[v] = (-static_cast<float>(ADDED) - shifted[v]) * scaled[v];
+      for (int v = 0; v < V; ++v) shifted[v] = (-static_cast<float>(ZERO_POINT) - shifted[v]) * scaled[v];
       return;
     }
 #pragma GCC unroll 6
     for (int v = 0; v < V; ++v) {
-      shifted[v] = -static_cast<float>(ADDED) * scaled[v];
-      if (offsets) shifted[v] += widened(offsets + place + v * WIDTH);
+      shifted[v] = -static_cast<float>(ZERO_POINT) * scaled[v];
+      if (offsets) shifted[v] += load_f32(offsets + place + v * WIDTH);
     }
   }
 
   // The zeros of WIDTH outputs, each in every byte of its word.
-  Words zero_bytes(int64_t place) const {
-    if (!zeros) return Words{};
-    const Whole numbers = nearest(widened(zeros + place));
-    return (reinterpret_cast<const Words&>(numbers) & 0xff) * 0x01010101u;
+  U32 zero_bytes(int64_t place) const {
+    if (!zeros) return U32{};
+    const I32 numbers = round_i32(load_f32(zeros + place));
+    return (reinterpret_cast<const U32&>(numbers) & 0xff) * 0x01010101u;
   }
 
  private:
   template <typename T, int V>
-  [[gnu::always_inline]] static void widen(const T* from, Floats (&to)[V]) {
+  [[gnu::always_inline]] static void widen(const T* from, F32 (&to)[V]) {
 #pragma GCC unroll 6
-    for (int v = 0; v < V; ++v) to[v] = widened(from + v * WIDTH);
+    for (int v = 0; v < V; ++v) to[v] = load_f32(from + v * WIDTH);
   }
 };
 
-// A product with codes. weights: their words. sums: [rows, groups], of the inputs of each group, where weights are shifted.
-// input_scales: of rows that were rounded.
-struct CodedProduct : Product {
+// A GEMM with quantized weights. weights: their words. sums: [rows, groups], of the inputs of each group, if weights have offsets.
+// input_scales: of rows that were quantized.
+struct QuantizedGemmArgs : GemmArgs {
   Scales scales;
   const int32_t* starts;
   int64_t groups;
@@ -240,19 +235,18 @@ struct CodedProduct : Product {
   const char* words(int64_t tile) const { return weights + tile * depth * TILE_WORD; }
 };
 
-// Asks for words long before they are needed: for some of word k of a tile, those that stand in the same place of a
-// later word. next: the words of the tile that comes next.
-struct WantedWords {
+// The words of a tile, prefetched AHEAD of their use. next: the words of the tile that comes next.
+struct WeightStream {
   static constexpr int64_t AHEAD = 48;
   const char *words, *next;
   int64_t depth;
 
   // Returns word k of the WIDTH outputs from a column on.
-  Words read(int64_t k, int column) const { return load_as<Words>(words + k * TILE_WORD + column * WORD); }
+  U32 read(int64_t k, int column) const { return load_as<U32>(words + k * TILE_WORD + column * WORD); }
 
   // V: registers of words, from a column on. Inline: compilers leave out calls of a function that does nothing else.
   template <int V>
-  [[gnu::always_inline]] void want(int64_t k, int column) const {
+  [[gnu::always_inline]] void prefetch(int64_t k, int column) const {
     const int64_t later = k + AHEAD;
     const char* place = (later < depth ? words + later * TILE_WORD : next + (later - depth) * TILE_WORD) + column * WORD;
 #pragma GCC unroll 12
@@ -260,11 +254,11 @@ struct WantedWords {
   }
 };
 
-// See linear.h: run_product calls this for products with codes.
+// See gemm.h: run_gemm calls this for quantized weights.
 template <typename Kernel>
-void multiply_rows(const CodedProduct& product, int64_t first_row, int64_t rows, int64_t tile, int64_t next_tile,
-                   char* totals) {
-  Kernel::multiply(product, first_row, rows, tile, next_tile, totals);
+void multiply_tile(const QuantizedGemmArgs& product, int64_t first_row, int64_t rows, int64_t tile, int64_t next_tile,
+                   char* acc) {
+  Kernel::multiply(product, first_row, rows, tile, next_tile, acc);
 }
 
 }  // namespace oatmill

@@ -22,14 +22,14 @@ constexpr int KEPT = 4;         // registers of what has been found so far, so t
 
 template <typename T, typename Filter>
 float peak_of(const T* scores, int64_t begin, int64_t end, const Filter& filter) {
-  Floats peaks[KEPT];
-  std::fill_n(peaks, KEPT, Floats{} + LOWEST);
+  F32 peaks[KEPT];
+  std::fill_n(peaks, KEPT, F32{} + LOWEST);
   int64_t i = begin;
   for (; i + KEPT * WIDTH <= end; i += KEPT * WIDTH)
 #pragma GCC unroll 4
     for (int v = 0; v < KEPT; ++v)
-      peaks[v] = larger(filter.filtered(widened(scores + i + v * WIDTH), i + v * WIDTH), peaks[v]);
-  float peak = largest(larger(larger(peaks[0], peaks[1]), larger(peaks[2], peaks[3])));
+      peaks[v] = vmax(filter.filtered(load_f32(scores + i + v * WIDTH), i + v * WIDTH), peaks[v]);
+  float peak = reduce_max(vmax(vmax(peaks[0], peaks[1]), vmax(peaks[2], peaks[3])));
   for (; i < end; ++i)
     if (filter.allows(i)) peak = std::max(peak, static_cast<float>(scores[i]));
   return peak;
@@ -55,12 +55,12 @@ int64_t largest_place(const T* scores, int64_t size, const Filter& filter) {
 // The sum of e^(score - peak) over the allowed scores.
 template <typename T, typename Filter>
 float total_weight(const T* scores, int64_t size, float peak, const Filter& filter) {
-  Floats sums[KEPT] = {};
+  F32 sums[KEPT] = {};
   int64_t i = 0;
   for (; i + KEPT * WIDTH <= size; i += KEPT * WIDTH)
 #pragma GCC unroll 4
     for (int v = 0; v < KEPT; ++v)
-      sums[v] += exponential(filter.filtered(widened(scores + i + v * WIDTH), i + v * WIDTH) - peak);
+      sums[v] += exponential(filter.filtered(load_f32(scores + i + v * WIDTH), i + v * WIDTH) - peak);
   float total = sum(sums[0] + sums[1] + sums[2] + sums[3]);
   for (; i < size; ++i)
     if (filter.allows(i)) total += std::exp(static_cast<float>(scores[i]) - peak);
@@ -91,11 +91,11 @@ at::Tensor argmax(const at::Tensor& scores, const std::optional<at::Tensor>& mas
 
 // likeliest: what argmax gives for the same arguments. Returns the log-probability of the likeliest token of each of the
 // rows `wanted`, among those that its mask allows: [wanted] float32.
-at::Tensor peak_logprobs(const at::Tensor& scores, const at::Tensor& likeliest, at::IntArrayRef wanted,
+at::Tensor peak_logprobs(const at::Tensor& scores, const at::Tensor& likeliest, at::IntArrayRef prefetched,
                          const std::optional<at::Tensor>& masks, at::IntArrayRef masked_rows) {
   const at::Tensor x = scores.contiguous();
   const int64_t rows = x.size(0), size = x.size(1), words = masks ? masks->size(1) : 0;
-  const int64_t count = static_cast<int64_t>(wanted.size());
+  const int64_t count = static_cast<int64_t>(prefetched.size());
   TORCH_CHECK(likeliest.is_contiguous() && likeliest.size(0) == rows);
   const auto mask_of = masks_by_row(rows, masks, masked_rows);
   at::Tensor output = at::empty({count}, x.options().dtype(at::kFloat));
@@ -105,7 +105,7 @@ at::Tensor peak_logprobs(const at::Tensor& scores, const at::Tensor& likeliest, 
     const T* from = x.const_data_ptr<T>();
     for_range(count, 1, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) {
-        const int64_t r = wanted[i];
+        const int64_t r = prefetched[i];
         const T* row = from + r * size;
         const float peak = static_cast<float>(row[best[r]]);
         to[i] = -std::log(mask_of.at(r) ? total_weight(row, std::min(size, words * BITS), peak, Mask{mask_of[r]})
@@ -121,7 +121,7 @@ at::Tensor peak_logprobs(const at::Tensor& scores, const at::Tensor& likeliest, 
 TORCH_LIBRARY_FRAGMENT(oatmill, library) {
   library.def("argmax(Tensor scores, Tensor? masks=None, int[] masked_rows=[]) -> Tensor");
   library.def(
-      "peak_logprobs(Tensor scores, Tensor likeliest, int[] wanted, Tensor? masks=None, int[] masked_rows=[]) -> "
+      "peak_logprobs(Tensor scores, Tensor likeliest, int[] prefetched, Tensor? masks=None, int[] masked_rows=[]) -> "
       "Tensor");
 }
 

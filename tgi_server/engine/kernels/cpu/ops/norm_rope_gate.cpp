@@ -28,15 +28,15 @@ int64_t tokens_a_thread(int64_t elements_a_token) { return std::max<int64_t>(1, 
 // How a row is read: a register at a time, and one by one what is left at its end.
 struct Many {
   template <typename T>
-  Floats operator()(const T* from) const {
-    return widened(from);
+  F32 operator()(const T* from) const {
+    return load_f32(from);
   }
   // A value as it would be after having been written to a tensor of T.
   template <typename T>
-  static Floats rounded(const T*, Floats value) {
+  static F32 rounded(const T*, F32 value) {
     T kept[WIDTH];
     store(kept, value);
-    return widened(kept);
+    return load_f32(kept);
   }
 };
 
@@ -55,7 +55,7 @@ struct One {
 template <typename Value>
 float total(int64_t size, const Value& value) {
   constexpr int SUMS = LANES / WIDTH;
-  Floats sums[SUMS] = {};
+  F32 sums[SUMS] = {};
   int64_t i = 0;
   for (; i + LANES <= size; i += LANES)
 #pragma GCC unroll 4
@@ -98,9 +98,9 @@ void rotate_halves(const T* from, T* to, const T* cos, const T* sin, int64_t rot
   const int64_t half = rotated / 2;
   int64_t i = 0;
   for (; i + WIDTH <= half; i += WIDTH) {
-    const Floats low = widened(from + i), high = widened(from + i + half);
-    store(to + i, low * widened(cos + i) - high * widened(sin + i));
-    store(to + i + half, high * widened(cos + i + half) + low * widened(sin + i + half));
+    const F32 low = load_f32(from + i), high = load_f32(from + i + half);
+    store(to + i, low * load_f32(cos + i) - high * load_f32(sin + i));
+    store(to + i + half, high * load_f32(cos + i + half) + low * load_f32(sin + i + half));
   }
   for (; i < half; ++i) {
     const float low = static_cast<float>(from[i]), high = static_cast<float>(from[i + half]);
@@ -195,9 +195,9 @@ at::Tensor gate_mul(const at::Tensor& gate_up, bool gelu) {
         T* row = to + t * size;
         int64_t i = 0;
         for (; i + WIDTH <= size; i += WIDTH) {
-          const Floats g = widened(gate + i);
-          const Floats activated = Many::rounded(row, g / (exponential(gate_exponent(g, gelu)) + 1.0f));
-          store(row + i, activated * widened(up + i));
+          const F32 g = load_f32(gate + i);
+          const F32 activated = Many::rounded(row, g / (exponential(gate_exponent(g, gelu)) + 1.0f));
+          store(row + i, activated * load_f32(up + i));
         }
         for (; i < size; ++i) {
           const float g = static_cast<float>(gate[i]);

@@ -18,7 +18,7 @@ constexpr int64_t BITS = 32;  // tokens of a word of a mask
 
 // A row without a mask.
 struct Everything {
-  static Floats filtered(Floats scores, int64_t) { return scores; }
+  static F32 filtered(F32 scores, int64_t) { return scores; }
   static bool allows(int64_t) { return true; }
 };
 
@@ -27,11 +27,11 @@ struct Mask {
   const int32_t* words;
 
   // The scores of tokens from `first` on, a multiple of WIDTH, with the lowest in place of those that are forbidden.
-  Floats filtered(Floats scores, int64_t first) const {
+  F32 filtered(F32 scores, int64_t first) const {
     static constexpr int32_t PLACES[] = {1 << 0, 1 << 1, 1 << 2,  1 << 3,  1 << 4,  1 << 5,  1 << 6,  1 << 7,
                                          1 << 8, 1 << 9, 1 << 10, 1 << 11, 1 << 12, 1 << 13, 1 << 14, 1 << 15};
-    const Whole bits = Whole{} + (words[first / BITS] >> (first % BITS));
-    return chosen((bits & load_as<Whole>(PLACES)) == 0, Floats{} + LOWEST, scores);
+    const I32 bits = I32{} + (words[first / BITS] >> (first % BITS));
+    return select((bits & load_as<I32>(PLACES)) == 0, F32{} + LOWEST, scores);
   }
   bool allows(int64_t token) const { return words[token / BITS] >> (token % BITS) & 1; }
 };

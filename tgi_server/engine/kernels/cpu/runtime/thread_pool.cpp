@@ -148,5 +148,5 @@ void run_items(int64_t items, int threads, ItemWork work, const void* context) {
 
 TORCH_LIBRARY_FRAGMENT(oatmill, library) {
   // Says whether kernels have threads of their own from now on. Returns what held before.
-  library.def("use_own_threads(bool wanted) -> bool", [](bool wanted) { return oatmill::own_threads.exchange(wanted); });
+  library.def("use_own_threads(bool prefetched) -> bool", [](bool prefetched) { return oatmill::own_thread_pool.exchange(prefetched); });
 }

@@ -1,4 +1,4 @@
-// Work for several threads.
+// The thread pool, with dynamic scheduling.
 
 #pragma once
 
@@ -11,26 +11,25 @@
 
 namespace oatmill {
 
-// How many parts of that size there are, the last one being what is left.
-inline int64_t parts(int64_t size, int64_t part) { return (size + part - 1) / part; }
+inline int64_t ceil_div(int64_t size, int64_t part) { return (size + part - 1) / part; }
 
-// Kernels of this process share their items among threads of their own, and not OpenMP's. That is for models whose layers
-// are one kernel call: where kernels take turns with torch's operators, two kinds of threads would want the same cores.
-inline std::atomic<bool> own_threads{false};
+// True: loops run in our thread pool, else in OpenMP's. Ours is for models whose layers are one kernel call: where kernels
+// alternate with torch's operators, two pools would compete for the cores.
+inline std::atomic<bool> own_thread_pool{false};
 
-// The numbers of a cheap loop, such as a conversion, that are worth a thread. OpenMP's take longer to begin and to end.
-inline int64_t worth_a_thread() { return own_threads.load(std::memory_order_relaxed) ? 1 << 12 : 1 << 14; }
+// The elements of a cheap loop, such as a conversion, that are worth a thread. OpenMP's take longer to start and to end.
+inline int64_t worth_a_thread() { return own_thread_pool.load(std::memory_order_relaxed) ? 1 << 12 : 1 << 14; }
 
 // A loop's work on an item. next: the item that this thread will do next, as far as that is known.
 using ItemWork = void (*)(const void* context, int64_t item, int64_t next);
 
-// Calls work(context, item, next) for every item below `items` on this thread and threads - 1 others, see parallel.cpp.
+// Calls work(context, item, next) for every item below `items` on this thread and threads - 1 others, see thread_pool.cpp.
 void run_items(int64_t items, int threads, ItemWork work, const void* context);
 
 // Calls work(item), or work(item, next), for every item below `items`, on as many threads as torch has. Each takes
 // another item when it is done with one. next: as of ItemWork.
 template <typename Work>
-void for_each_item(int64_t items, const Work& work) {
+void parallel_for(int64_t items, const Work& work) {
   const int threads = at::get_num_threads();
   const ItemWork call = [](const void* context, int64_t item, int64_t next) {
     if constexpr (std::is_invocable_v<const Work&, int64_t, int64_t>)
@@ -42,7 +41,7 @@ void for_each_item(int64_t items, const Work& work) {
     for (int64_t item = 0; item < items; ++item) call(&work, item, std::min(item + 1, items - 1));
     return;
   }
-  if (own_threads.load(std::memory_order_relaxed)) return run_items(items, threads, call, &work);
+  if (own_thread_pool.load(std::memory_order_relaxed)) return run_items(items, threads, call, &work);
   std::atomic<int64_t> next{0};
   // There may be more threads than items: OpenMP ends threads that a smaller team leaves out, and has to start them anew.
 #pragma omp parallel num_threads(threads)
@@ -52,8 +51,8 @@ void for_each_item(int64_t items, const Work& work) {
 // Calls work(begin, end) for parts of a range, of `grain` numbers at least.
 template <typename Work>
 void for_range(int64_t size, int64_t grain, const Work& work) {
-  const int64_t part = std::max(grain, parts(size, at::get_num_threads()));
-  for_each_item(parts(size, part), [&](int64_t i) { work(i * part, std::min(size, (i + 1) * part)); });
+  const int64_t part = std::max(grain, ceil_div(size, at::get_num_threads()));
+  parallel_for(ceil_div(size, part), [&](int64_t i) { work(i * part, std::min(size, (i + 1) * part)); });
 }
 
 }  // namespace oatmill

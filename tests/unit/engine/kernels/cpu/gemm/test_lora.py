@@ -15,27 +15,27 @@ INPUTS, OUTPUTS = 37, 150
 def test_each_row_is_changed_by_its_adapter(dtype: torch.dtype, relu: bool, with_residual: bool) -> None:
     torch.manual_seed(0)
     adapters = torch.classes.oatmill.Adapters(OUTPUTS)
-    # by number: the ranks of two parts, the first outputs of which are 20 and 90; and a gain, and a shift
+    # by number: the ranks of two parts, the first outputs of which are 20 and 90; and a dora_scale, and a bias_delta
     kinds = {1: ((3, 4), False, False), 3: ((17, 1), True, True), 4: ((1, 2), True, False)}
     dense = {}
-    for number, (ranks, gains, shifts) in kinds.items():
+    for number, (ranks, dora_scales, bias_deltas) in kinds.items():
         a = torch.randn(sum(ranks), INPUTS).to(dtype)
         b = [torch.randn(rank, outputs).to(dtype) for rank, outputs in zip(ranks, (33, 60), strict=True)]
-        gain = torch.rand(OUTPUTS) + 0.5 if gains else None
-        shift = torch.randn(OUTPUTS) if shifts else None
-        adapters.put(number, a, b, [20, 90], gain, shift)
+        dora_scale = torch.rand(OUTPUTS) + 0.5 if dora_scales else None
+        bias_delta = torch.randn(OUTPUTS) if bias_deltas else None
+        adapters.put(number, a, b, [20, 90], dora_scale, bias_delta)
         product = torch.zeros(OUTPUTS, INPUTS)
         product[20:53] = b[0].float().t() @ a[: ranks[0]].float()
         product[90:] = b[1].float().t() @ a[ranks[0] :].float()
-        dense[number] = (product, 1 if gain is None else gain, 0 if shift is None else shift)
+        dense[number] = (product, 1 if dora_scale is None else dora_scale, 0 if bias_delta is None else bias_delta)
     numbers = torch.tensor([0, 1, 3, 1, 2, 4, 3, 1, 1, 1, 1, 0] + [4] * 70, dtype=torch.int32)
     x = torch.randn(len(numbers), INPUTS).to(dtype)
     y = torch.randn(len(numbers), OUTPUTS).to(dtype)
     residual = torch.randn(len(numbers), OUTPUTS).to(dtype) if with_residual else None
     expected = []
     for number, given, own in zip(numbers.tolist(), x.float(), y.float(), strict=True):
-        product, gain, shift = dense.get(number, (torch.zeros(OUTPUTS, INPUTS), 1, 0))
-        expected.append(gain * own + product @ given + shift)
+        product, dora_scale, bias_delta = dense.get(number, (torch.zeros(OUTPUTS, INPUTS), 1, 0))
+        expected.append(dora_scale * own + product @ given + bias_delta)
     wanted = torch.stack(expected)
     wanted = wanted.relu() if relu else wanted
     wanted = wanted if residual is None else wanted + residual.float()

@@ -1,4 +1,4 @@
-"""The small products of adapters, and how they change the outputs of a linear layer."""
+"""LoRA deltas of a linear layer, and the backends that compute them: plain torch, and the CPU kernels."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -12,35 +12,39 @@ from tgi_server.engine.lora.rows import AdapterRows
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
-    """One adapter's change of a linear layer of the running model: y = gain * base(x) + b (a x) + shift.
+class LoraDelta:
+    """One adapter's change of a linear layer of the running model: y = dora_scale * base(x) + b (a x) + bias_delta.
 
     a: [ranks, inputs], of all layers that the running model computes as one. b: of each of those that is changed
     [its ranks, its outputs]; they take the ranks in turn. firsts: the place of the first output of each.
-    gain, shift: [outputs] float32, or None for 1 and 0.
+    dora_scale, bias_delta: [outputs] float32, or None for 1 and 0.
     """
 
     a: Tensor
     b: Sequence[Tensor]
     firsts: Sequence[int]
-    gain: Tensor | None
-    shift: Tensor | None
+    dora_scale: Tensor | None
+    bias_delta: Tensor | None
 
     @property
     def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in (self.a, *self.b, self.gain, self.shift) if tensor is not None)
+        return sum(
+            tensor.nbytes for tensor in (self.a, *self.b, self.dora_scale, self.bias_delta) if tensor is not None
+        )
 
     def to(self, device: torch.device) -> Self:
         """Returns the same change on another device."""
-        gain, shift = (None if each is None else each.to(device) for each in (self.gain, self.shift))
-        return type(self)(self.a.to(device), [b.to(device) for b in self.b], self.firsts, gain, shift)
+        dora_scale, bias_delta = (
+            None if each is None else each.to(device) for each in (self.dora_scale, self.bias_delta)
+        )
+        return type(self)(self.a.to(device), [b.to(device) for b in self.b], self.firsts, dora_scale, bias_delta)
 
 
-class Products(ABC):
-    """Computes the changes of one linear layer."""
+class LoraBackend(ABC):
+    """Computes the LoRA deltas of one linear layer."""
 
     @abstractmethod
-    def put(self, number: int, change: Change) -> None:
+    def put(self, number: int, change: LoraDelta) -> None:
         """Has the rows of the adapter with that number computed with its change from the next pass on."""
 
     @abstractmethod
@@ -56,49 +60,49 @@ class Products(ABC):
         """
 
 
-class TorchProducts(Products):
+class TorchLora(LoraBackend):
     """In plain torch, one adapter after the other."""
 
     def __init__(self) -> None:
-        self._changes: dict[int, Change] = {}
+        self._deltas: dict[int, LoraDelta] = {}
 
-    def put(self, number: int, change: Change) -> None:
-        self._changes[number] = change
+    def put(self, number: int, change: LoraDelta) -> None:
+        self._deltas[number] = change
 
     def drop(self, number: int) -> None:
-        self._changes.pop(number, None)
+        self._deltas.pop(number, None)
 
     def apply(self, x: Tensor, y: Tensor, rows: AdapterRows, *, relu: bool, residual: Tensor | None) -> Tensor:
         inputs, outputs = x.reshape(-1, x.shape[-1]), y.view(-1, y.shape[-1])
         numbers = rows.of(len(inputs))
-        for number in self._changes.keys() if rows.present is None else rows.present & self._changes.keys():
-            _change(inputs, outputs, (numbers == number).nonzero().squeeze(1), self._changes[number])
+        for number in self._deltas.keys() if rows.present is None else rows.present & self._deltas.keys():
+            _change(inputs, outputs, (numbers == number).nonzero().squeeze(1), self._deltas[number])
         if relu:
             torch.relu_(y)
         return y if residual is None else residual + y
 
 
-def _change(x: Tensor, y: Tensor, rows: Tensor, change: Change) -> None:
+def _change(x: Tensor, y: Tensor, rows: Tensor, change: LoraDelta) -> None:
     """Changes some rows of y, [rows, outputs], in place. x: [rows, inputs]."""
     own = y[rows]
-    if change.gain is not None:
-        own = own * change.gain.to(y.dtype)
-    narrowed = (x[rows] @ change.a.t()).split([len(b) for b in change.b], dim=-1)
-    for first, b, sums in zip(change.firsts, change.b, narrowed, strict=True):
+    if change.dora_scale is not None:
+        own = own * change.dora_scale.to(y.dtype)
+    shrunk = (x[rows] @ change.a.t()).split([len(b) for b in change.b], dim=-1)
+    for first, b, sums in zip(change.firsts, change.b, shrunk, strict=True):
         own[:, first : first + b.shape[1]] += sums @ b
-    if change.shift is not None:
-        own = own + change.shift.to(y.dtype)
+    if change.bias_delta is not None:
+        own = own + change.bias_delta.to(y.dtype)
     y[rows] = own
 
 
-class CpuProducts(Products):
+class CpuLora(LoraBackend):
     """By the engine's own kernels, which group the rows by adapter. kernel: a `torch.classes.oatmill.Adapters`."""
 
     def __init__(self, outputs: int) -> None:
         self.kernel: Any = torch.classes.oatmill.Adapters(outputs)
 
-    def put(self, number: int, change: Change) -> None:
-        self.kernel.put(number, change.a, list(change.b), list(change.firsts), change.gain, change.shift)
+    def put(self, number: int, change: LoraDelta) -> None:
+        self.kernel.put(number, change.a, list(change.b), list(change.firsts), change.dora_scale, change.bias_delta)
 
     def drop(self, number: int) -> None:
         self.kernel.drop(number)

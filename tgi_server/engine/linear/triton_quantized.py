@@ -6,17 +6,17 @@ from torch.nn.functional import pad
 
 from tgi_server.engine.checkpoint.quantized import QuantizedWeight
 from tgi_server.engine.kernels.triton.w4a16_gemm import multiply
-from tgi_server.engine.linear.base import PackedCodes
-from tgi_server.engine.linear.coded import kind_of, narrowed
+from tgi_server.engine.linear.base import PackedQuantized
 from tgi_server.engine.linear.kernel_table import KernelTable
+from tgi_server.engine.linear.quantized import kind_of, narrowed
 
 # Inputs of a block; of more, registers run out. Groups are filled up to whole blocks; the larger ones are taken if that
 # adds but a sixteenth.
 _BLOCKS = (64, 32)
 
 
-class TritonLinear(PackedCodes):
-    """y = x W^T + b with W as codes; sums are in float32."""
+class TritonLinear(PackedQuantized):
+    """y = x W^T + b with W quantized; accumulators are float32."""
 
     def _pack(self, weight: QuantizedWeight, bias: Tensor | None, kernels: KernelTable | None) -> None:  # type: ignore[override]
         self._kind = kind_of(weight)

@@ -11,8 +11,8 @@ from tgi_server.engine.checkpoint.quantized.formats.mxfp4 import CODEBOOK as MXF
 from tgi_server.engine.checkpoint.quantized.rounding import _FP4, _NF4
 from tgi_server.engine.checkpoint.quantized.weight import LINE, paired
 from tgi_server.engine.kernels import load_kernels
-from tgi_server.engine.linear.coded import CodedLinear, kind_of
 from tgi_server.engine.linear.kernel_table import KernelTable
+from tgi_server.engine.linear.quantized import PackedQuantizedLinear, kind_of
 
 ROWS = [1, 2, 3, 4, 5, 6, 7, 9, 17, 33, 100, 300]
 SHAPES = [(64, 48), (60, 131), (352, 70), (32, 1600)]
@@ -45,7 +45,7 @@ def random_weight(kind: str, inputs: int, outputs: int, groups: torch.Tensor | N
 
 
 def require(kernel: str, kind: str) -> None:
-    if kernel not in torch.ops.oatmill.codes_kernels(kind.split()[0]):
+    if kernel not in torch.ops.oatmill.quantized_kernels(kind.split()[0]):
         pytest.skip(f"this CPU has no {kernel}")
 
 
@@ -54,14 +54,14 @@ def require(kernel: str, kind: str) -> None:
 def test_every_kernel_is_the_linear_of_torch_for_any_number_of_rows(kind, inputs, outputs) -> None:
     weight, bias = random_weight(kind, inputs, outputs), torch.randn(outputs)
     dense = weight.dense().double()
-    kernels = torch.ops.oatmill.codes_kernels(kind_of(weight))
+    kernels = torch.ops.oatmill.quantized_kernels(kind_of(weight))
     for name in kernels:
-        layer = CodedLinear(weight, bias, KernelTable.of(name))
+        layer = PackedQuantizedLinear(weight, bias, KernelTable.of(name))
         rounded = "bf16" in name or "amx" in name
         close = {"rtol": 1e-2, "atol": 2e-2} if rounded else {"rtol": 1e-5, "atol": 1e-5}
-        if name == "codes_int8":
+        if name == "w4a8":
             close = {"rtol": 1e-2, "atol": 5e-2}
-        if name == "codes_int16":
+        if name in ("w4a16", "w8a16"):
             close = {"rtol": 1e-4, "atol": 5e-4} if kind != "codebook" else {"rtol": 1e-3, "atol": 2e-3}
         for rows in ROWS if not name.endswith("emulated") else ROWS[::4]:
             x, residual = torch.randn(rows, inputs), torch.randn(rows, outputs)
@@ -78,30 +78,30 @@ def test_every_kernel_is_the_linear_of_torch_for_any_number_of_rows(kind, inputs
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_activations_of_16_bits_are_taken_as_they_are(dtype) -> None:
     weight, x = random_weight("codebook", 96, 70), torch.randn(5, 96).to(dtype)
-    actual = CodedLinear(weight, dtype=dtype)(x)
+    actual = PackedQuantizedLinear(weight, dtype=dtype)(x)
     assert actual.dtype == dtype
-    assert torch.equal(actual, CodedLinear(weight)(x.float()).to(dtype))
+    assert torch.equal(actual, PackedQuantizedLinear(weight)(x.float()).to(dtype))
 
 
 @pytest.mark.parametrize("rows", [3, 254])
 def test_floats_of_8_bits_stay_what_they_are(rows) -> None:
     codes = torch.cat([torch.arange(0, 127), torch.arange(128, 255)]).to(torch.uint8)  # all but NaN
     weight = QuantizedWeight.of(codes.view(torch.float8_e4m3fn).expand(50, -1), torch.full((50, 1), 0.5))
-    for name in torch.ops.oatmill.codes_kernels("fp8"):
-        actual = CodedLinear(weight, None, KernelTable.of(name))(torch.eye(254)[:rows])
+    for name in torch.ops.oatmill.quantized_kernels("fp8"):
+        actual = PackedQuantizedLinear(weight, None, KernelTable.of(name))(torch.eye(254)[:rows])
         assert torch.equal(actual, weight.dense().T[:rows]), name
 
 
-@pytest.mark.parametrize("name", ["codes", "expanded"])
+@pytest.mark.parametrize("name", ["fma", "fma_dequant"])
 @pytest.mark.parametrize("kind", ["int4", "codebook", "fp8"])
 def test_groups_may_have_any_inputs_in_any_order(kind, name) -> None:
     groups = torch.randint(0, 5, (77,))
     weight, x = random_weight(kind, 77, 50, groups), torch.randn(3, 77)
-    actual = CodedLinear(weight, None, KernelTable.of(name))(x)
+    actual = PackedQuantizedLinear(weight, None, KernelTable.of(name))(x)
     torch.testing.assert_close(actual, linear(x, weight.dense()), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["codes_int8", "codes_avx512_bf16"])
+@pytest.mark.parametrize("name", ["w4a8", "bf16"])
 @pytest.mark.parametrize("kind", ["int4", "codebook", "fp8"])
 def test_inputs_rounded_to_8_bits_lose_no_more_than_that(kind, name) -> None:
     """Groups of all sizes: one input, what does not fill the words that are summed together, and what is too large."""
@@ -109,7 +109,7 @@ def test_inputs_rounded_to_8_bits_lose_no_more_than_that(kind, name) -> None:
     groups = torch.arange(5).repeat_interleave(torch.tensor([1, 40, 64, 200, 60]))
     weight, x = random_weight(kind, 365, 70, groups), torch.randn(6, 365)
     exact = linear(x, weight.dense())
-    error = (CodedLinear(weight, None, KernelTable.of(name))(x) - exact).norm() / exact.norm()
+    error = (PackedQuantizedLinear(weight, None, KernelTable.of(name))(x) - exact).norm() / exact.norm()
     assert error < (0.01 if kind == "int4" else 0.02)
 
 
@@ -120,18 +120,18 @@ def test_inputs_rounded_to_16_bits_are_bfloat16_numbers_as_they_were(kind) -> No
     weight = random_weight(kind, 865, 70, groups)
     x = (torch.randn(7, 865).sign() * (torch.rand(7, 865) + 2**-6)).bfloat16()
     for scale in (1.0, 2.0**-60, 2.0**60):
-        actual = CodedLinear(weight, None, KernelTable.of("codes_int16"))((x * scale).float())
+        actual = PackedQuantizedLinear(weight, None, KernelTable.of("w4a16"))((x * scale).float())
         torch.testing.assert_close(actual / scale, linear(x.float(), weight.dense()), rtol=1e-4, atol=1e-4)
 
 
 def with_codebook(
     codebook: torch.Tensor, codes: torch.Tensor, groups: torch.Tensor
-) -> tuple[CodedLinear, torch.Tensor]:
+) -> tuple[PackedQuantizedLinear, torch.Tensor]:
     """Returns a layer whose inputs and codebook are rounded, and its weight in float64."""
-    require("codes_int16", "codebook")
+    require("w4a16", "codebook")
     scales = torch.rand(len(codes), int(groups.max()) + 1) + 0.1
     weight = QuantizedWeight.of(paired(codes), scales, codebook=codebook, groups=groups)
-    return CodedLinear(weight, None, KernelTable.of("codes_int16")), weight.dense().double()
+    return PackedQuantizedLinear(weight, None, KernelTable.of("w4a16")), weight.dense().double()
 
 
 @pytest.mark.parametrize("codebook", [FP4, MXFP4], ids=["fp4", "mxfp4"])
@@ -168,7 +168,7 @@ def test_sums_of_the_largest_numbers_of_a_codebook_do_not_overflow(rows, largest
 
 
 def test_inputs_rounded_to_16_bits_that_are_no_numbers_stay_so() -> None:
-    layer, x = CodedLinear(random_weight("int4", 128, 70), None, KernelTable.of("codes_int16")), torch.randn(6, 128)
+    layer, x = PackedQuantizedLinear(random_weight("int4", 128, 70), None, KernelTable.of("w4a16")), torch.randn(6, 128)
     x[1, 40], x[3, 100], x[5] = torch.nan, torch.inf, 0
     y = layer(x)
     assert y[[1, 3]].isnan().all()
@@ -177,33 +177,33 @@ def test_inputs_rounded_to_16_bits_that_are_no_numbers_stay_so() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("name", ["codes", "expanded"])
+@pytest.mark.parametrize("name", ["fma", "fma_dequant"])
 def test_scales_of_16_bits_stay_so(dtype, name) -> None:
     weight, x = random_weight("int4", 128, 70), torch.randn(5, 128)
     unit = 1.0 if dtype == torch.float16 else 2.0**-20  # so small that float16 has too few bits for it
     weight = replace(weight, scales=(weight.scales * unit).to(dtype).float())
-    layer = CodedLinear(weight, None, KernelTable.of(name))
+    layer = PackedQuantizedLinear(weight, None, KernelTable.of(name))
     assert layer._scales.dtype == dtype
     torch.testing.assert_close(layer(x) / unit, linear(x, weight.dense()) / unit, rtol=1e-4, atol=1e-5)
     assert torch.equal(layer.unpacked().weight, weight.dense())
 
 
 @pytest.mark.parametrize("rows", [1, 5, 40])
-@pytest.mark.parametrize("name", ["codes", "codes_int16", "codes_avx512_bf16"])
+@pytest.mark.parametrize("name", ["fma", "w4a16", "bf16"])
 @pytest.mark.parametrize("place", [-5.0, 7.5, 17.0, 40.0, 300.0])
 def test_zeros_may_be_any_numbers(place, name, rows) -> None:
     require(name, "int4")
     weight, x = random_weight("int4", 128, 70), torch.randn(rows, 128).bfloat16()
     weight = replace(weight, zeros=torch.full_like(weight.scales, place))
-    layer, wanted = CodedLinear(weight, None, KernelTable.of(name)), linear(x.float(), weight.dense())
+    layer, wanted = PackedQuantizedLinear(weight, None, KernelTable.of(name)), linear(x.float(), weight.dense())
     torch.testing.assert_close(layer(x).float(), wanted, rtol=1e-2, atol=1e-2 * float(wanted.abs().max()))
 
 
 @pytest.mark.parametrize("kind", ["int4", "codebook", "int8 with offsets", "fp8"])
-@pytest.mark.parametrize("name", ["codes", "expanded", "codes_int8", "codes_int16", "codes_avx512_bf16"])
+@pytest.mark.parametrize("name", ["fma", "fma_dequant", "w4a8", "w4a16", "bf16"])
 def test_a_row_is_the_same_to_the_last_bit_whatever_is_beside_it(name, kind) -> None:
     require(name, kind)
-    layer = CodedLinear(random_weight(kind, 200, 100), None, KernelTable.of(name))
+    layer = PackedQuantizedLinear(random_weight(kind, 200, 100), None, KernelTable.of(name))
     x = torch.randn(40, 200)
     whole = layer(x)
     for rows in (1, 2, 3, 4, 5, 6, 7, 13):
@@ -215,6 +215,6 @@ def test_weights_joined_are_the_layers_side_by_side() -> None:
     assert first.joins(second)
     assert not first.joins(random_weight("codebook", 64, 50))
     assert not first.joins(random_weight("int4", 64, 50, torch.arange(64) % 2))
-    joined = CodedLinear(QuantizedWeight.joined([first, second]))(x)
+    joined = PackedQuantizedLinear(QuantizedWeight.joined([first, second]))(x)
     wanted = torch.cat([linear(x, first.dense()), linear(x, second.dense())], -1)
     torch.testing.assert_close(joined, wanted, rtol=1e-5, atol=1e-5)

@@ -5,18 +5,18 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from tgi_server.engine.checkpoint.quantized import QuantizedWeight
-from tgi_server.engine.linear.base import PackedCodes
+from tgi_server.engine.linear.base import PackedQuantized
 from tgi_server.engine.linear.kernel_linear import TILE, KernelLinear
 from tgi_server.engine.linear.kernel_table import KernelTable
 
 _WORD_BITS = 32
-# A layer has a multiple of so many inputs, some of them empty: then every kernel can take it.
+# Inputs are padded to a multiple of this, so that every kernel can take a layer.
 _UNIT = 32
-_ADDED = 8  # to a whole number of 4 bits
+_ZERO_POINT = 8  # of integers of 4 bits
 
 
-class CodedLinear(PackedCodes, KernelLinear):
-    """y = x W^T + b with W as codes, and a scale and maybe an offset for each group of inputs; sums are in float32."""
+class PackedQuantizedLinear(PackedQuantized, KernelLinear):
+    """y = x W^T + b with W quantized: a scale and maybe a zero point for each group of inputs."""
 
     def _pack(self, weight: QuantizedWeight, bias: Tensor | None, kernels: KernelTable | None) -> None:  # type: ignore[override]
         weight = weight.compact()
@@ -24,20 +24,20 @@ class CodedLinear(PackedCodes, KernelLinear):
         self._bits = 8 if weight.codebook is None else 4
         self._codebook, self._groups = weight.codebook, weight.groups
         zeros = weight.zeros
-        if self.kind == "int4":  # numbers from -8 to 7, stored so much higher
-            zeros = (torch.zeros_like(weight.scales) if zeros is None else zeros) - _ADDED
+        if self.kind == "int4":  # integers from -8 to 7
+            zeros = (torch.zeros_like(weight.scales) if zeros is None else zeros) - _ZERO_POINT
         self._offsets, self._zeros = None, None
         if zeros is not None and bool(zeros.any()):
-            largest = _ADDED if self.kind == "int4" else 127
+            largest = _ZERO_POINT if self.kind == "int4" else 127
             small = zeros.clamp(-largest, largest).to(torch.int8)
             if torch.equal(small.float(), zeros):
                 self._zeros = _by_tile(small)
             else:
                 self._offsets = _by_tile(-zeros * weight.scales)
         self._order, starts = _arrangement(weight, _WORD_BITS // self._bits)
-        packed = torch.ops.oatmill.codes_pack(weight.codes.view(torch.uint8), self._order, self._bits)
+        packed = torch.ops.oatmill.quantized_pack(weight.codes.view(torch.uint8), self._order, self._bits)
         self._scales = _by_tile(narrowed(weight.scales))
-        by_kind = torch.classes.oatmill.Codes(
+        by_kind = torch.classes.oatmill.QuantizedWeights(
             self.kind,
             starts,
             self._scales,
@@ -46,16 +46,16 @@ class CodedLinear(PackedCodes, KernelLinear):
             self._codebook if self.kind == "codebook" else None,
             None if _keeps_order(self._order, self.in_features) else self._order,
         )
-        self._set(packed, bias, kernels, torch.ops.oatmill.codes_kernels(self.kind), codes=by_kind)
+        self._set(packed, bias, kernels, torch.ops.oatmill.quantized_kernels(self.kind), quantized=by_kind)
 
     def _dense(self) -> tuple[Tensor, Tensor | None]:
         shape = self.out_features, self.in_features
-        codes = torch.ops.oatmill.codes_unpack(self._packed, self._order, *shape, self._bits)
+        codes = torch.ops.oatmill.quantized_unpack(self._packed, self._order, *shape, self._bits)
         if self.kind == "codebook":
             assert self._codebook is not None
             numbers = self._codebook[codes.long()]
         elif self.kind == "int4":
-            numbers = codes.float() - _ADDED
+            numbers = codes.float() - _ZERO_POINT
         else:
             numbers = codes.view(torch.int8 if self.kind == "int8" else torch.float8_e4m3fn).float()
         scales = self._by_input(self._scales.float())
@@ -72,7 +72,7 @@ class CodedLinear(PackedCodes, KernelLinear):
 
 
 def kind_of(weight: QuantizedWeight) -> str:
-    """Returns the name that the kernels have for codes of this kind."""
+    """Returns the kernels' name for weights of this kind."""
     if weight.codebook is not None:
         return "int4" if weight.on_a_line else "codebook"
     return "int8" if weight.codes.dtype == torch.int8 else "fp8"

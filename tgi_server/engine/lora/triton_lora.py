@@ -1,10 +1,10 @@
-"""The small products of adapters on a GPU."""
+"""LoRA deltas on a GPU."""
 
 import torch
 from torch import Tensor
 
 from tgi_server.engine.kernels.triton.lora import add_products
-from tgi_server.engine.lora.products import Change, Products, TorchProducts
+from tgi_server.engine.lora.backends import LoraBackend, LoraDelta, TorchLora
 from tgi_server.engine.lora.rows import AdapterRows
 
 # Numbers of adapters for which the tables have room.
@@ -12,32 +12,32 @@ _NUMBERS = 1024
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 5e-3}
 
 
-class TritonProducts(Products):
+class TritonLora(LoraBackend):
     """Matrices stay where they are; tables have the address of each by the number of its adapter, 0 for none."""
 
     def __init__(self, outputs: int, most_ranks: int, device: torch.device) -> None:
         """most_ranks: that any adapter has in this layer."""
         self._outputs = outputs
         self._most_ranks = most_ranks
-        self._changes: dict[int, tuple[Tensor | None, ...]] = {}
-        # of a, b, gain and shift; and how many rows a has
+        self._deltas: dict[int, tuple[Tensor | None, ...]] = {}
+        # of a, b, dora_scale and bias_delta; and how many rows a has
         self._tables = torch.zeros(4, _NUMBERS, dtype=torch.int64, device=device)
         self._ranks = torch.zeros(_NUMBERS, dtype=torch.int32, device=device)
 
-    def put(self, number: int, change: Change) -> None:
+    def put(self, number: int, change: LoraDelta) -> None:
         b = change.a.new_zeros(len(change.a), self._outputs)
         rank = 0
         for first, part in zip(change.firsts, change.b, strict=True):
             b[rank : rank + len(part), first : first + part.shape[1]] = part
             rank += len(part)
-        tensors = (change.a, b, change.gain, change.shift)
-        self._changes[number] = tensors
+        tensors = (change.a, b, change.dora_scale, change.bias_delta)
+        self._deltas[number] = tensors
         addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
         self._tables[:, number] = torch.tensor(addresses, device=self._tables.device)
         self._ranks[number] = len(change.a)
 
     def drop(self, number: int) -> None:
-        if self._changes.pop(number, None) is not None:
+        if self._deltas.pop(number, None) is not None:
             self._tables[:, number] = 0
             self._ranks[number] = 0
 
@@ -56,8 +56,8 @@ def fault_of(dtype: torch.dtype, device: torch.device) -> str | None:
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float32, device=device)
 
-    plain, products = TorchProducts(), TritonProducts(96, 24, device)
-    change = Change(random(24, 80).to(dtype), [random(24, 48).to(dtype)], [32], random(96), random(96))
+    plain, products = TorchLora(), TritonLora(96, 24, device)
+    change = LoraDelta(random(24, 80).to(dtype), [random(24, 48).to(dtype)], [32], random(96), random(96))
     rows = AdapterRows(torch.tensor([0, 2, 1, 2, 0], dtype=torch.int32, device=device), frozenset({2}))
     x, y = random(5, 80).to(dtype), random(5, 96).to(dtype)
     try:
