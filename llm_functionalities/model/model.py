@@ -177,7 +177,8 @@ class Model:
         with text_work():
             value = question.parse(text)
         if value is None:
-            logger.debug("no use can be made of the answer %r", text)
+            extra = {"request_id": call.headers.get(REQUEST_ID, "")}
+            logger.debug("no use can be made of the answer %r", text, extra=extra)
             message = f"no use can be made of the model's answer of {len(text)} characters"
             return Answer(None, UNUSABLE, message, generated)
         return Answer(value, generated=generated)

@@ -58,7 +58,10 @@ async def test_an_answer_without_use_is_told_apart_and_kept_out_of_the_log(
     model: Model, server: ModelServer, empty: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     server.answer = "a secret"
-    answer = await model.answer(lambda: Question("x", lambda text: None), GENERATION, Deadline.after(5), {})
+    caplog.set_level("DEBUG", "llm_functionalities")
+    headers = {"x-request-id": "7"}
+    answer = await model.answer(lambda: Question("x", lambda text: None), GENERATION, Deadline.after(5), headers)
+    assert [(record.levelname, record.request_id) for record in caplog.records] == [("DEBUG", "7"), ("WARNING", "7")]
     assert (answer.value, answer.reason) == (None, "unusable")
     server.answer = " "
     answer = await model.answer(ask(), GENERATION, Deadline.after(5), {})
