@@ -14,15 +14,15 @@ from pydantic_settings.sources.types import _CliPositionalArg
 
 WIDTH = 100
 _INDENT = " " * 6
-_REFUSED = "Known to TGI and refused here"
+_REFUSED = "Not supported, unlike in TGI"
 _TYPES = {bool: "", int: "NUMBER", float: "NUMBER", ByteSize: "SIZE", Path: "PATH"}
 
 
 def help_text(settings: type[BaseSettings], program: str, groups: dict[str, str], refused: dict[str, str]) -> str:
     """Returns what `program --help` prints.
 
-    groups: the title of the group that begins with each of these settings. refused: settings that are known by name
-    and not supported, with the reason.
+    groups: the title of the group that begins with each of these settings. refused: settings that are recognised and
+    not supported, with the reason.
     """
     positional = [name.upper() for name, field in settings.model_fields.items() if _is_positional(field)]
     lines = [f"usage: {' '.join([program, *positional])} [--FLAG VALUE ...]", ""]
@@ -82,7 +82,7 @@ def _is_positional(field: FieldInfo) -> bool:
 
 
 def _default(value: Any) -> str:
-    """Returns a default as a user would write it; nothing for one that the description has to tell."""
+    """Returns a default as a user would write it; an empty text if the description has it."""
     if value is None or value == [] or isinstance(value, bool) or type(value).__name__ == "PydanticUndefinedType":
         return "" if value is not True else "on"
     return ", ".join(map(str, value)) if isinstance(value, list) else str(value)

@@ -65,12 +65,12 @@ def parse_levels(text: str) -> dict[str, str]:
         target, _, name = (part.strip() for part in directive.rpartition("="))
         if name.upper() not in _LEVELS or (not target and "=" in directive) or not set(target).isdisjoint(' [{="'):
             raise ValueError(
-                f"{directive!r} is no severity; give DEBUG, INFO, WARNING or ERROR, or several such as "
+                f"{directive!r} is not a log level; use DEBUG, INFO, WARNING or ERROR, or several, such as "
                 "info,text_generation_router=debug"
             )
         levels[target.replace("::", ".")] = _LEVELS[name.upper()]
     if not levels:
-        raise ValueError("it names no severity; give DEBUG, INFO, WARNING or ERROR")
+        raise ValueError("it names no log level; use DEBUG, INFO, WARNING or ERROR")
     return levels
 
 

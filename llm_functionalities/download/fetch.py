@@ -56,7 +56,7 @@ def fetch(
         retrying(_attempt, client, file, part, mark, trusted)
         _verify(file, part)
     except _Interrupted as error:
-        raise DownloadError(f"{file.url}: {error}; run it again to go on from here") from None
+        raise DownloadError(f"{file.url}: {error}; run it again to resume the download") from None
     except ChecksumError:
         part.unlink()
         raise

@@ -166,7 +166,7 @@ class CircuitBreaker:
                 if problem is None:
                     self._close("back")
                 elif started - self._last_call_at > self._patience:
-                    self._close("not asked for any more; the next call will try it")
+                    self._close("no calls for it lately; the next call will try it")
                 if self._problem is None:
                     self._watch = None
                     return

@@ -178,8 +178,8 @@ class Model:
             value = question.parse(text)
         if value is None:
             extra = {"request_id": call.headers.get(REQUEST_ID, "")}
-            logger.debug("no use can be made of the answer %r", text, extra=extra)
-            message = f"no use can be made of the model's answer of {len(text)} characters"
+            logger.debug("the workflow cannot use the answer %r", text, extra=extra)
+            message = f"the workflow cannot use the model's answer of {len(text)} characters"
             return Answer(None, UNUSABLE, message, generated)
         return Answer(value, generated=generated)
 

@@ -64,17 +64,17 @@ async def _measure(settings: BenchmarkSettings, socket: str) -> list[Result]:
 
 
 def _check_nobody_is_disturbed(info: pb.InfoResponse) -> None:
-    """Raises StartupError when requests run, or a router is connected and the user does not want to take its place."""
+    """Raises StartupError if requests are running, or a router is connected and the user declines to take its place."""
     if info.running_sequences:
         raise StartupError(
-            f"{info.running_sequences} requests run on these shards, and they would fail; wait, or add --yes"
+            f"{info.running_sequences} requests are running on these shards and would fail; wait, or add --yes"
         )
     if not info.run_is_open:
         return
-    taken = "a router is connected to these shards; requests that it gets meanwhile fail"
+    taken = "a router is connected to these shards, and its requests will fail meanwhile"
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
-        raise StartupError(f"{taken}; add --yes to go on")
-    print(f"{taken}. Go on? [y/N] ", end="", file=sys.stderr, flush=True)
+        raise StartupError(f"{taken}; add --yes to continue")
+    print(f"{taken}. Continue? [y/N] ", end="", file=sys.stderr, flush=True)
     if sys.stdin.readline().strip().lower() not in ("y", "yes"):
         raise StartupError("nothing was measured")
 

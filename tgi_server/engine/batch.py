@@ -139,7 +139,7 @@ class RunningBatch:
         return ForwardPlan(decoding, chunks, sequences, 0 if decode else len(self.rows), picked)
 
     def grant(self, request_id: int, blocks: list[int]) -> None:
-        """Appends blocks to a sequence. A sequence that has ended already needs none, and is passed over."""
+        """Appends blocks to a sequence. A sequence that has ended needs none, and is skipped."""
         row = self._row_of.get(request_id)
         sequence = self.prefilling.get(request_id) if row is None else self.rows[row]
         if sequence is not None:
@@ -151,7 +151,7 @@ class RunningBatch:
         self.drop([request_id for request_id in self.request_ids() if request_id not in keep])
 
     def drop(self, request_ids: Iterable[int]) -> None:
-        """Forgets these sequences; those that are not there are passed over."""
+        """Forgets these sequences, as far as they are there."""
         rows = len(self.rows)
         for request_id in request_ids:
             if request_id in self.prefilling:

@@ -33,7 +33,9 @@ def end_token_ids(folder: Path, default: object, vocab_size: int) -> tuple[int, 
     ]
     tokens = named or _listed(default)
     if unknown := [token for token in tokens if not (_is_id(token) and token < vocab_size)]:
-        logger.warning("end-of-sequence tokens that the vocabulary of %d does not have: %s", vocab_size, unknown)
+        logger.warning(
+            "end-of-sequence tokens that are not in the vocabulary of %d are ignored: %s", vocab_size, unknown
+        )
     return tuple(dict.fromkeys(int(token) for token in tokens if token not in unknown))
 
 

@@ -118,7 +118,7 @@ def _check_quantize(folder: Path, config: Mapping[str, Any], tensors: Header, re
     ):
         raise CannotStartError(
             f"--quantize {requested} is for checkpoints that are quantised so, and {folder} is not quantised; leave it "
-            f"out, or take one that rounds while loading: {', '.join(ROUNDED_BYTES)}"
+            f"out, or use one that quantises while loading: {', '.join(ROUNDED_BYTES)}"
         )
 
 

@@ -314,11 +314,11 @@ def _answer_form(settings: RouterSettings, template: ChatTemplate, tokenizer: Te
     calls = tool_format(settings.tool_call_parser, template.source)
     thoughts = reasoning_tags(settings.reasoning_parser, template.source)
     if template.source:
-        apart = "reasoning is returned apart" if thoughts else "reasoning is part of the text"
+        apart = "reasoning is returned separately" if thoughts else "reasoning is part of the text"
         logger.info("tools are called in the form %r; %s", calls.name, apart)
     else:
         logger.warning(
-            "the model has no chat template, so chats are refused; --tokenizer-config-path can give one, and "
+            "the model has no chat template, so chats are refused; --tokenizer-config-path can give one; "
             "/generate and /v1/completions need none"
         )
     return AnswerForm(calls, thoughts, tokenizer.special_tokens)

@@ -139,14 +139,16 @@ def quantize(arguments: Sequence[str]) -> None:
     except ModelUnavailable as error:
         fail(program, str(error), status=FAILED)
     except KeyboardInterrupt:
-        fail(program, "interrupted; the same command goes on where it was", status=INTERRUPTED)
+        fail(program, "interrupted; the same command resumes where it stopped", status=INTERRUPTED)
     print(settings.output_dir)
 
 
 def _leave_threads_unbound() -> None:
     for name in _BINDINGS:
         if os.environ.pop(name, "false").lower() != "false":
-            logger.warning("%s is passed over: all threads would run on one core; `taskset` says which to take", name)
+            logger.warning(
+                "%s is ignored, because it would bind all threads to one core; choose cores with `taskset`", name
+            )
 
 
 def _let_idle_threads_sleep() -> None:

@@ -228,9 +228,9 @@ def _end_at_once() -> None:
 
 
 def _end_without_memory(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Handles what no code has caught: when memory ran out, gRPC's own tasks may have ended, and their calls hang."""
+    """Handles uncaught exceptions: after a MemoryError gRPC's own tasks may have ended, and their calls hang."""
     if isinstance(context.get("exception"), MemoryError):
-        logger.critical("memory ran out, so this shard ends; lower --cpu-memory")
+        logger.critical("out of memory: this shard ends; lower --cpu-memory")
         _end_at_once()
     loop.default_exception_handler(context)
 

@@ -180,8 +180,8 @@ class TextGenerationService(TextGenerationServiceServicer):
             )
             return grpc.StatusCode.RESOURCE_EXHAUSTED, "a step ran out of device memory, and its batch was dropped"
         if isinstance(error, MemoryError) or _CPU_ALLOCATOR in str(error):
-            logger.error("memory ran out; lower --cpu-memory. The batch, or adapter, is dropped: %s", error)
-            return grpc.StatusCode.RESOURCE_EXHAUSTED, "memory ran out, and the batch, or adapter, was dropped"
+            logger.error("out of memory: the batch or adapter is dropped; lower --cpu-memory: %s", error)
+            return grpc.StatusCode.RESOURCE_EXHAUSTED, "out of memory: the batch or adapter was dropped"
         if isinstance(error, PeerLost):
             logger.error("a step failed because of another shard; the batch is dropped: %s", error)
         else:

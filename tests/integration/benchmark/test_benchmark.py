@@ -30,8 +30,8 @@ def test_a_running_server_is_measured_and_serves_on(server: ServerFactory, tmp_p
     refused = run(command)
     assert refused.returncode == 1
     assert refused.stderr == (
-        "text-generation-benchmark: a router is connected to these shards; requests that it gets meanwhile fail; add "
-        "--yes to go on\n"
+        "text-generation-benchmark: a router is connected to these shards, and its requests will fail meanwhile; add "
+        "--yes to continue\n"
     )
     assert running.generate("How long do I boil an egg?", max_new_tokens=20)["generated_text"] == before
     benchmark = run([*command, "--yes"])

@@ -98,7 +98,7 @@ async def test_a_stop_sequence_is_not_shown(router: Router):
         ({"prompt": [[1], "a"]}, "prompt"),
         ({"prompt": [[]]}, "prompt"),
         ({}, "prompt"),
-        ({"prompt": [5] * 4_000, "n": 128, "echo": True, "logprobs": 20}, "`echo` shows 10752000 tokens"),
+        ({"prompt": [5] * 4_000, "n": 128, "echo": True, "logprobs": 20}, "`echo` would return 10752000 prompt tokens"),
         ({"prompt": [5] * 500_000}, "500000 tokens"),
         ({"prompt": "a", "guided_regex": "a" * 1_000_001}, "it has 1000001 bytes; at most 1000000 are compiled"),
     ],

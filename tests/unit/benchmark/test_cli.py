@@ -70,12 +70,12 @@ async def test_a_table_goes_to_standard_output_and_progress_to_the_log(
         (
             {"run_is_open": True, "running_sequences": 3},
             "",
-            "3 requests run on these shards, and they would fail; wait",
+            "3 requests are running on these shards and would fail; wait",
         ),
         (
             {"run_is_open": True},
             None,
-            "a router is connected to these shards; requests that it gets meanwhile fail; add",
+            "a router is connected to these shards, and its requests will fail meanwhile; add",
         ),
         ({"run_is_open": True}, "n", "nothing was measured"),
         ({"run_is_open": True}, "", "nothing was measured"),

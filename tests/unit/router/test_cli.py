@@ -36,7 +36,10 @@ def test_an_unknown_flag_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     [
         ("--usage-stats=some", "--usage-stats (or USAGE_STATS): Input should be 'on', 'off' or 'no-stack'"),
         ("--max-input-tokens=9 --max-total-tokens=9", "--max-input-tokens (9) must be less than"),
-        ("--log-level=loud", "--log-level (or LOG_LEVEL): 'loud' is no severity; give DEBUG, INFO, WARNING or ERROR"),
+        (
+            "--log-level=loud",
+            "--log-level (or LOG_LEVEL): 'loud' is not a log level; use DEBUG, INFO, WARNING or ERROR",
+        ),
         ("--api-key=", "--api-key (or API_KEY) is set, but empty"),
     ],
 )

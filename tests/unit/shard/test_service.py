@@ -166,8 +166,8 @@ async def test_warming_up_tells_what_fits(stub: Any, engine: Engine):
         ),
         (NotEnoughMemory("no room"), grpc.StatusCode.RESOURCE_EXHAUSTED, "no room"),
         (torch.cuda.OutOfMemoryError("6 GiB"), grpc.StatusCode.RESOURCE_EXHAUSTED, "out of device memory"),
-        (MemoryError(), grpc.StatusCode.RESOURCE_EXHAUSTED, "memory ran out"),
-        (RuntimeError(f"[enforce fail] {NO_MEMORY} 9 bytes"), grpc.StatusCode.RESOURCE_EXHAUSTED, "memory ran out"),
+        (MemoryError(), grpc.StatusCode.RESOURCE_EXHAUSTED, "out of memory"),
+        (RuntimeError(f"[enforce fail] {NO_MEMORY} 9 bytes"), grpc.StatusCode.RESOURCE_EXHAUSTED, "out of memory"),
         (PeerLost("shard 1 has ended"), grpc.StatusCode.INTERNAL, "shard 1 has ended"),
     ],
 )
@@ -213,7 +213,7 @@ async def run_step(stub: Any) -> str:
 
 async def test_a_step_that_runs_out_of_memory_fails_alone(stub: Any, engine: Engine, ended: list[bool]):
     engine.fault = MemoryError()
-    assert await run_step(stub) == "memory ran out, and the batch, or adapter, was dropped"
+    assert await run_step(stub) == "out of memory: the batch or adapter was dropped"
     assert not ended
 
 

@@ -40,13 +40,13 @@ def test_help_has_groups_values_and_defaults(capsys: pytest.CaptureFixture[str])
     text = output(LauncherSettings, capsys, "-h")
     groups = re.findall(r"(?m)^(\S.*):$", text)
     assert groups[0] == "Model"
-    assert groups[-1] == "Known to TGI and refused here"
+    assert groups[-1] == "Not supported, unlike in TGI"
     assert len(groups) == len(set(groups))
     assert "  --dtype float32|float16|bfloat16  [DTYPE]\n" in text
     assert "  -p, --port NUMBER  [PORT]\n      Port of the HTTP API. Default: 3000.\n" in text
     assert "--no-prefix-caching turns it off" in " ".join(text.split())
     assert "default: the bundled demo model" in text
-    refused = text.partition("Known to TGI and refused here:")[2]
+    refused = text.partition("Not supported, unlike in TGI:")[2]
     for flag in ("--rope-scaling", "--weights-cache-override", "--ngrok"):
         assert flag in refused
 

@@ -49,7 +49,7 @@ class LoraBackend(ABC):
 
     @abstractmethod
     def drop(self, number: int) -> None:
-        """Forgets an adapter; one that does not change this layer is passed over."""
+        """Forgets an adapter, if it changes this layer."""
 
     @abstractmethod
     def apply(self, x: Tensor, y: Tensor, rows: AdapterRows, *, relu: bool, residual: Tensor | None) -> Tensor:

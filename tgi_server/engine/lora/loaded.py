@@ -148,7 +148,7 @@ class LoadedAdapters:
         self._numbers[adapter_id] = number
 
     def drop(self, adapter_id: str) -> None:
-        """Forgets an adapter; one that is not there is passed over. Call it between two steps."""
+        """Forgets an adapter, if it is there. Call it between two steps."""
         number = self._numbers.pop(adapter_id, None)
         if number is not None:
             self._drop(number)

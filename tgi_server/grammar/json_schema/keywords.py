@@ -1,6 +1,6 @@
 """The keywords of JSON Schema that say which texts are valid, and the values that they must have.
 
-Every other keyword is an annotation and is passed over, as JSON Schema says of keywords that it does not know.
+Every other keyword is an annotation and is ignored, as JSON Schema says of keywords that it does not know.
 """
 
 import json

@@ -113,7 +113,7 @@ class ForeignPageMiddleware:
         if trusted and not self._rules.only_here:
             return None
         return Forbidden(
-            f"the server is not called {name[:100]!r}; --allowed-hosts can name it, or --api-key protect it"
+            f"the Host {name[:100]!r} is not a name of this server; add it to --allowed-hosts, or set --api-key"
         )
 
     def _is_own(self, name: str) -> bool:

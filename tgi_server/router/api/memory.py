@@ -1,4 +1,4 @@
-"""One account of the memory that a server holds for its clients, and who gives way when there is too much."""
+"""The memory that a server holds for its clients: one account for all, and which connections close at its limit."""
 
 import logging
 from collections import Counter
@@ -13,10 +13,10 @@ logger = logging.getLogger(__name__)
 
 # In the state of a request's scope: its lease.
 LEASE = "lease"
-# Bytes that may come between two looks at what everybody holds.
+# Bytes that may arrive between two counts of what is held.
 _INTERVAL = 16 * 2**20
 _FLAG = "--max-client-memory"
-# Bytes that JSON becomes, by byte, item, list and object: an object may become a message with its parts.
+# Bytes that parsed JSON takes, by byte, item, list and object: an object may become a message with its parts.
 _TEXT, _ITEM, _LIST, _OBJECT = 4, 40, 80, 400
 
 
@@ -34,10 +34,10 @@ class Holder(Protocol):
 
 
 class Account:
-    """Knows all connections and requests of a server, and what is held for each.
+    """All connections and requests of a server, and what is held for each.
 
-    When that is too much, the address that has most gives up its largest connection, and so on. A new request that
-    would make it too much, or that of its address more than a share, is refused.
+    Beyond the limit, the largest connection of the address that holds most is closed, until the sum fits. A new request
+    is refused if it would exceed the limit, or its address's share.
     """
 
     def __init__(self, most: int, share: float) -> None:
@@ -57,13 +57,13 @@ class Account:
         self._holders.discard(holder)
 
     def grew(self, size: int) -> None:
-        """Hears that some holder has so many bytes more."""
+        """Counts bytes that some holder has received."""
         self._bound += size
         if self._bound > self._looked_at + _INTERVAL:
             self.shed()
 
     def admit(self, network: str, size: int) -> None:
-        """Makes sure that an address may have so many bytes more. Raises Overloaded, or PayloadTooLarge."""
+        """Reserves bytes for an address. Raises Overloaded, or PayloadTooLarge."""
         if size > self._share:
             raise PayloadTooLarge(
                 f"the request takes about {size} bytes of memory; a client may have {self._share} ({_FLAG})"
@@ -72,11 +72,11 @@ class Account:
             held = self._look()
             own = sum(each for holder, each in held.items() if holder.network == network)
             if own + size > self._share or self._bound + size > self._most:
-                raise Overloaded(f"the server holds too much for its clients ({_FLAG}); try again later")
+                raise Overloaded(f"the memory for clients is full ({_FLAG}); try again later")
         self._bound += size
 
     def shed(self) -> None:
-        """Ends connections, the largest of the address that has most first, until the rest is bearable."""
+        """Closes connections, the largest of the address that holds most first, until the sum fits the limit."""
         held = self._look()
         total = self._bound
         if total <= self._most:
@@ -91,7 +91,7 @@ class Account:
             largest.remove(holder)
             networks[network] -= held[holder]
             total -= held[holder]
-            logger.warning("a client for whom %d bytes are held is cut off: the limit is %s", held[holder], _FLAG)
+            logger.warning("closed the connection of a client that held %d bytes: the limit is %s", held[holder], _FLAG)
             holder.break_off()
 
     def _look(self) -> dict[Holder, int]:

@@ -164,7 +164,7 @@ class Batch:
         self.memory.sent()
 
     def leave(self, sequence: Sequence, *, dropped_by_shards: bool = False) -> None:
-        """Takes the sequence out, if it is there, with what it holds. Tokens that are on their way are passed over."""
+        """Takes the sequence out, if it is there, with what it holds. Tokens that are on their way are ignored."""
         if self._remove(sequence):
             self.filter_due |= not dropped_by_shards
             try:

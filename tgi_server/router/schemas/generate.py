@@ -191,7 +191,7 @@ class SimpleToken(ResponseModel):
 
 
 class TokenizeRequest(RequestModel):
-    """Parameters of a generation are passed over."""
+    """Parameters of a generation are ignored."""
 
     inputs: str = Field(json_schema_extra=NOT_EMPTY)
 

@@ -34,7 +34,7 @@ def read_sampling_defaults(model: Path) -> dict[str, float]:
         try:
             defaults[name] = _checked(name, value)
         except InvalidRequest as error:
-            logger.warning("%s: %s; it is left out", file, error)
+            logger.warning("%s: %s; it is ignored", file, error)
     if defaults:
         named = ", ".join(f"{name}={value}" for name, value in defaults.items())
         logger.info("defaults of OpenAI's routes, by %s: %s", file.name, named)

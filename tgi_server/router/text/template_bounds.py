@@ -15,7 +15,7 @@ from jinja2.compiler import CodeGenerator, Frame
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-# Seconds that the loops of a template may take, and bytes of all texts and lists that it puts together.
+# Seconds that the loops of a template may take, and bytes of all texts and lists that it builds.
 RENDER_SECONDS = 5.0
 _BYTES = 2**28
 _BITS = 4_096
@@ -40,7 +40,7 @@ _FILTERS = (
     "truncate",
     "wordwrap",
 )
-_NO_WIDTH = "the template takes the width of a text from a value"
+_NO_WIDTH = "the template computes the width of a text; use a constant"
 # The variable of a rendering that has its allowance.
 ALLOWANCE = "_allowance"
 
@@ -62,7 +62,7 @@ class Allowance:
         """Takes bytes, before they are there. Raises TemplateError when too many have been taken."""
         self._bytes -= size
         if self._bytes < 0:
-            raise TemplateError(f"the template puts together more than {self._size} bytes of text")
+            raise TemplateError(f"the template builds more than {self._size} bytes of text")
 
     def take_members(self, value: Any) -> None:
         """Takes what it costs to show a list, in which others may stand many times."""
@@ -196,7 +196,7 @@ def _check_widths(args: tuple[Any, ...], kwargs: Mapping[str, Any], most: int = 
     ]
     widest = max((each for each in given if isinstance(each, int)), default=0)
     if widest > most:
-        raise TemplateError(f"the template asks for a width of {widest}; it may be {most}")
+        raise TemplateError(f"the template uses a text width of {widest}; at most {most} is allowed")
     return max(widest, 0)
 
 

@@ -54,7 +54,7 @@ def find_quantization(folder: Path, config: PretrainedConfig, requested: str | N
     if requested not in ROUNDINGS:
         raise UnsupportedModel(
             f"--quantize {requested} is for checkpoints that are quantised so, and {folder} is not quantised; leave it "
-            f"out, or take one that rounds while loading: {', '.join(ROUNDINGS)}"
+            f"out, or use one that quantises while loading: {', '.join(ROUNDINGS)}"
         )
     text, rounding = ROUNDINGS[requested]
     return Quantization(frozenset(), text, partial(rounding_sources, rounding=rounding), rounds=True)

@@ -105,8 +105,8 @@ async def complete(exchange: Exchange, request: CompletionRequest) -> Response:
     most = _MOST_STREAMED if request.stream else _MOST_ECHOED
     if plan.echoed > most:
         raise InvalidRequest(
-            f"`echo` shows {plan.echoed} tokens of the prompts, with alternatives; at most {most} are shown "
-            f"{'in a stream' if request.stream else 'at once'}: ask for less"
+            f"`echo` would return {plan.echoed} prompt tokens and alternatives; at most {most} are returned "
+            f"{'in a stream' if request.stream else 'in a response'}; lower `n`, `logprobs` or the prompts' length"
         )
     exchange.reserve(len(plan.sequences) - 1)
     return _stream(exchange, plan) if request.stream else await _whole(exchange, plan)

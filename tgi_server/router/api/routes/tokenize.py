@@ -69,7 +69,7 @@ def tokenize_routes(service: Service) -> APIRouter:
         async with _reading(service, request, DetokenizeRequest) as (asked, _):
             ids, most = asked.tokens, _most_tokens(service)
             if len(ids) > most:
-                raise InvalidRequest(f"`tokens` has {len(ids)} token ids; at most {most} are read at once")
+                raise InvalidRequest(f"`tokens` has {len(ids)} token ids; it may have at most {most}")
             text = await service.threads.handle_text(len(ids), lambda: _text(service, ids))
             return json_response(f'{{"prompt":{text}}}')
 
