@@ -47,7 +47,10 @@ class ServiceMetrics:
             "llm_functionalities_empty_answers", "Empty answers.", ["reason"], registry=self.registry
         )
         self._up = Gauge(
-            "llm_functionalities_endpoint_up", "1 unless the endpoint is away.", ["endpoint"], registry=self.registry
+            "llm_functionalities_endpoint_up",
+            "1 if the endpoint is available, 0 if its circuit breaker is open.",
+            ["endpoint"],
+            registry=self.registry,
         )
         self._in_flight = Gauge(
             "llm_functionalities_endpoint_requests", "Requests under way.", ["endpoint"], registry=self.registry

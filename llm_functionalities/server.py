@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 SERVICES = tuple(service.full_name for service in llm_pb2.DESCRIPTOR.services_by_name.values())
 
-# An endpoint that is away is looked at every `retry_after` seconds, and a look takes up to this long.
+# The health of an unavailable endpoint is checked every `retry_after` seconds; a check takes up to this long.
 UNCERTAIN_SECONDS = 2.0
 
 # So many connections may together have all the streams there are, each at least as many as RFC 9113 (6.5.2) recommends.

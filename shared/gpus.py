@@ -1,4 +1,4 @@
-"""The GPUs that the environment asks for, and those that this machine has. No torch, whose import takes seconds."""
+"""GPUs that environment variables list, and those of this machine; without torch, whose import takes seconds."""
 
 import os
 from pathlib import Path
@@ -26,12 +26,12 @@ def visible_gpus() -> int:
 
 
 def has_gpu() -> bool:
-    """Returns True if this machine has a GPU, or what may be one."""
+    """Returns True if this machine seems to have a GPU."""
     return DRIVER.is_dir() or any(True for device in DEVICES for _ in Path("/").glob(device[1:]))
 
 
 def missing_gpus(reason: str) -> str | None:
-    """Returns one line that says that a variable lists GPUs which cannot be used, and why; None when none does."""
+    """Returns an error, with the reason, if a variable lists GPUs; None if none does."""
     name, listed = _variable()
     if not listed:
         return None

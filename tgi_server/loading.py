@@ -1,4 +1,4 @@
-"""How far shards are with loading: each says so in a small file beside its socket, which router and launcher read."""
+"""Loading progress: each shard writes it to a file beside its socket, which router and launcher read."""
 
 import contextlib
 import glob
@@ -19,18 +19,18 @@ _SUFFIX = "-loading"
 
 
 def percent_of(stage: str, fraction: float) -> int:
-    """Returns the percent of all loading, for a fraction of one stage. An unknown stage counts as nothing."""
+    """Returns the percentage of the whole loading, for a fraction of one stage; 0 for an unknown stage."""
     begin, end = _SPANS.get(stage, (0, 0))
     return begin + int(min(max(fraction, 0.0), 1.0) * (end - begin))
 
 
 def progress_file(socket: Path) -> Path:
-    """Returns where the shard that is going to listen on `socket` says how far it is."""
+    """Returns the progress file of the shard that will listen on `socket`."""
     return socket.with_name(f"{socket.name}{_SUFFIX}")
 
 
 def write_progress(socket: Path, percent: int, stage: str) -> None:
-    """Says how far the shard is. A folder that cannot be written to is no reason to stop."""
+    """Writes the shard's progress. Errors of the file system are ignored."""
     file = progress_file(socket)
     unfinished = file.with_name(f"{file.name}.partial")
     with contextlib.suppress(OSError):
@@ -39,9 +39,9 @@ def write_progress(socket: Path, percent: int, stage: str) -> None:
 
 
 def read_progress(first_socket: Path) -> tuple[int, str]:
-    """Returns percent and stage of the shard, of those on this machine, that is least far.
+    """Returns percentage and stage of the slowest shard on this machine.
 
-    first_socket: of one of them, whose name ends in `-RANK`. Shards that listen have no file any more.
+    first_socket: the socket of one of them; its name ends in `-RANK`. A shard that listens has no file any more.
     """
     prefix = glob.escape(first_socket.name.rpartition("-")[0])
     found = []
@@ -55,6 +55,6 @@ def read_progress(first_socket: Path) -> tuple[int, str]:
 
 
 def remove_progress(socket: Path) -> None:
-    """Removes the file of a shard that has loaded, or has ended."""
+    """Removes the progress file of a shard that has loaded or ended."""
     with contextlib.suppress(OSError):
         progress_file(socket).unlink(missing_ok=True)

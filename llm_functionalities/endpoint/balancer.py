@@ -22,15 +22,15 @@ PREFIX_CHARACTERS = 512
 # No endpoint gets more than this multiple of the mean load.
 LOAD_FACTOR = 1.25
 
-# After one of these nothing was generated, so another endpoint may have the request.
+# After one of these errors nothing was generated, so the request may be sent to another endpoint.
 _NOT_BEGUN = (EndpointDown, EndpointRefused)
 
 
 class Balancer:
-    """Shares this service's requests among `endpoints`. Without any, every request raises NoEndpoint.
+    """Distributes this service's requests among `endpoints`. Without any, every request raises NoEndpoint.
 
-    When the last endpoint fails, another one may be back without that being known. For `uncertain_seconds` calls try
-    those that were away.
+    When the last available endpoint fails, another one may have recovered since its last health check. So for
+    `uncertain_seconds` calls also try the unavailable endpoints.
     """
 
     def __init__(self, endpoints: Sequence[Endpoint], uncertain_seconds: float = 3.0) -> None:
@@ -40,11 +40,11 @@ class Balancer:
 
     @property
     def ready(self) -> bool:
-        """True unless there is no endpoint, or all of them are away."""
+        """True if the circuit of at least one endpoint is closed."""
         return any(endpoint.breaker.closed for endpoint in self._endpoints)
 
     def generate(self, prompt: str, generation: GenerationParameters, call: Call) -> GeneratedText:
-        """Returns the answer of the first endpoint that takes the request. Raises ModelError."""
+        """Returns the answer of the first endpoint that accepts the request. Raises ModelError."""
         problems: dict[Endpoint, ModelError] = {}
         for endpoint in self._attempts(prompt, problems, call):
             try:
@@ -55,7 +55,7 @@ class Balancer:
         raise _worst(list(problems.values()))
 
     def stream(self, prompt: str, generation: GenerationParameters, call: Call) -> Iterator[GeneratedText]:
-        """Yields the answer of the first endpoint that takes the request, in pieces. Raises ModelError."""
+        """Yields the pieces of the answer of the first endpoint that accepts the request. Raises ModelError."""
         problems: dict[Endpoint, ModelError] = {}
         for endpoint in self._attempts(prompt, problems, call):
             begun = False
@@ -96,9 +96,9 @@ class Balancer:
         return sorted(self._endpoints, key=rank)
 
     def _attempts(self, prompt: str, problems: Mapping[Endpoint, ModelError], call: Call) -> Iterator[Endpoint]:
-        """Yields the endpoints in the order to try them. problems: why those that were tried have no answer.
+        """Yields the endpoints in the order to try them. problems: the errors of those that were tried.
 
-        If there was one a moment ago that was not away, those that are away are tried after all.
+        If an endpoint was available a moment ago, those with an open circuit are tried last.
         """
         choices = self.choices(prompt)
         yield from choices
@@ -113,7 +113,7 @@ class Balancer:
 
 
 def _worst(problems: Sequence[ModelError]) -> ModelError:
-    """Returns what to report when no endpoint took a request: rather a refusal than that one could not be reached."""
+    """Returns the error to report when no endpoint accepted a request: a refusal, if there was one, or the last."""
     if not problems:
         return NoEndpoint("no endpoint is configured: set INFERENCE_ENDPOINT_URL")
     return next((each for each in reversed(problems) if isinstance(each, EndpointRefused)), problems[-1])

@@ -12,7 +12,7 @@ logger = logging.getLogger(__name__)
 
 LONGEST_EJECTION_SECONDS = 300.0
 
-# After every so many seconds without a failure that counts, the next ejection lasts half as long.
+# Each such time without an ejection halves the length of the next one.
 FORGIVING_SECONDS = 30.0
 
 
@@ -41,7 +41,7 @@ class CircuitBreaker:
         patience: float = 60.0,
         on_change: Callable[[], None] = lambda: None,
     ) -> None:
-        """on_change: called, by any thread, when the breaker has opened or closed."""
+        """on_change: called by any thread after the breaker has opened or closed."""
         self._name = name
         self._probe = probe
         self._interval = interval
@@ -78,12 +78,12 @@ class CircuitBreaker:
     def succeeded(self) -> None:
         self._failures = self._late = 0
         self.on_probation = False
-        if self._problem is not None:  # the call insisted
+        if self._problem is not None:  # a call that was sent although the circuit was open
             with self._lock:
                 self._close("back")
 
     def failed(self, problem: ModelError) -> None:
-        """Counts a request that the endpoint did not answer, although it could be reached."""
+        """Counts a failed request to an endpoint that could be reached."""
         with self._lock:
             self._failures += 1
             if self._failures >= self._tolerance or self.on_probation:
@@ -96,9 +96,9 @@ class CircuitBreaker:
             self._open(problem)
 
     def suspect(self) -> None:
-        """Probes the endpoint once because a call's time was up: the endpoint may be down, or the caller in a hurry.
+        """Probes the endpoint once after a call missed its deadline: it may be down, or the time-out was short.
 
-        An endpoint for which this is the `tolerance`-th time in a row is ejected, but no call is refused for that.
+        At the `tolerance`-th missed deadline in a row the endpoint is ejected; calls to it are still allowed.
         """
         with self._lock:
             self._late += 1

@@ -62,7 +62,7 @@ _REQUESTS = {
 
 
 class ConcurrencyLimit:
-    """Counts what runs at a time, and refuses what would be more than `limit`."""
+    """Counts running calls, and refuses those beyond `limit`."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -72,7 +72,7 @@ class ConcurrencyLimit:
     def place(self) -> Iterator[None]:
         """Takes a place and gives it back at the end. Raises TooBusy when there is none."""
         if self.taken >= self.limit:
-            raise TooBusy(f"the service works on {self.limit} calls, the most that it may; try again later")
+            raise TooBusy(f"{self.limit} calls are running, the most that are allowed; try again later")
         self.taken += 1
         try:
             yield
@@ -81,9 +81,9 @@ class ConcurrencyLimit:
 
 
 class CancelledCalls:
-    """Refuses the calls of a connection for a while that has cancelled very many, and let none come to its end.
+    """Refuses the calls of a connection that has cancelled very many in a row, for a while.
 
-    Each of them gives its place back at once, so the number of places does not bound them.
+    A cancelled call is no longer counted as running, so the limit of running calls does not bound them.
     """
 
     def __init__(self) -> None:
@@ -91,7 +91,7 @@ class CancelledCalls:
         self._in_a_row: OrderedDict[str, tuple[int, float]] = OrderedDict()
 
     def check(self, connection: str) -> None:
-        """Raises TooBusy for the calls of a connection that are refused."""
+        """Raises TooBusy if the connection is refused at the moment."""
         count, until = self._in_a_row.get(connection, (0, 0.0))
         if count >= MOST_CANCELLED and time.monotonic() < until:
             raise TooBusy(f"this connection has cancelled {count} calls in a row; try again in {CANCELLED_SECONDS:g} s")

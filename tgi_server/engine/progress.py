@@ -1,4 +1,4 @@
-"""Says how far loading is, to whoever has asked. One model is loaded at a time."""
+"""Reports loading progress to one callback. One model is loaded at a time."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
@@ -12,26 +12,26 @@ _report: Report | None = None
 
 
 def report_to(report: Report | None) -> None:
-    """Has `report` called with the stages of loading, and with fractions of them from 0 to 1; None: nobody."""
+    """Sets the callback, which gets the stage and its fraction from 0 to 1; None removes it."""
     global _report
     _report = report
 
 
 def progress(stage: str, fraction: float = 0.0) -> None:
-    """Says that so much of a stage is done."""
+    """Reports the fraction of a stage that is done."""
     if _report is not None:
         _report(stage, fraction)
 
 
 def counted(stage: str, items: Iterable[T], total: int) -> Iterator[T]:
-    """Yields the items, and says before each how many of them are done."""
+    """Yields the items, and reports progress before each."""
     for number, item in enumerate(items):
         progress(stage, number / max(total, 1))
         yield item
 
 
 def follow_transformers(stage: str) -> None:
-    """Counts the weights that `transformers` reads, for each of which it would move a bar."""
+    """Reports progress in place of the progress bar with which `transformers` reads weights."""
 
     def count(bar: Callable[..., Any], arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
         if _report is not None and named.get("desc") == "Loading weights" and len(arguments) == 1:

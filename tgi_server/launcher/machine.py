@@ -37,13 +37,13 @@ def shard_count(settings: LauncherSettings) -> int:
 
 
 def check_gpus() -> None:
-    """Raises CannotStartError when a variable lists GPUs, and this machine has none."""
+    """Raises CannotStartError if a variable lists GPUs and this machine has none."""
     if not has_gpu() and (missing := missing_gpus("this machine has no GPU")):
         raise CannotStartError(missing)
 
 
 def check_shards(shards: int) -> None:
-    """Raises CannotStartError when more shards than there are cores are to share the CPUs."""
+    """Raises CannotStartError if more shards than cores would share the CPUs."""
     cores = usable_cores()
     if shards > cores and not visible_gpus():
         raise CannotStartError(

@@ -1,6 +1,6 @@
-"""Checks of the model's files before anything is started: their JSON and the headers of weights, without torch.
+"""Checks the model's files before any process starts: their JSON and the headers of weights, without torch.
 
-What needs more than that is found by the shards.
+Faults that need more than that are found by the shards.
 """
 
 import importlib.util
@@ -35,7 +35,7 @@ Header = Mapping[str, Mapping[str, Any]]
 
 
 def check_model(settings: LauncherSettings, folder: Path) -> None:
-    """Raises CannotStartError for what the model's files show that a shard could not load."""
+    """Raises CannotStartError if a shard could not load the model, as far as its files show."""
     config = _read_object(folder / "config.json")
     _check_type(folder, config, trust_remote_code=settings.trust_remote_code)
     tensors = _tensors(folder)
@@ -71,10 +71,9 @@ def check_adapter(adapter: AdapterSource, base: Header) -> None:
 
 
 def _takes(weight: Mapping[str, Any], lora_a: Sequence[int]) -> bool:
-    """Returns False for a weight of other inputs than an adapter's matrix, which is [rank, inputs].
+    """Returns False if the weight has not the inputs of an adapter's matrix, which is [rank, inputs].
 
-    A model's weight is [outputs, inputs], or the other way round in models of GPT-2's kind; that of a quantised model
-    is not looked at.
+    A model's weight is [outputs, inputs], or [inputs, outputs] in models like GPT-2; quantised weights are not checked.
     """
     is_plain = weight["dtype"] in _FLOAT_BYTES and len(weight["shape"]) == len(lora_a) == 2
     return not is_plain or lora_a[1] in weight["shape"]
@@ -91,7 +90,7 @@ def _check_type(folder: Path, config: Mapping[str, Any], *, trust_remote_code: b
 
 
 def _is_known(model_type: str) -> bool:
-    """Returns True unless transformers' tables of models surely lack the type. They are read: imports take seconds."""
+    """Returns False if transformers' tables of models lack the type. They are read as text: imports take seconds."""
     spec = importlib.util.find_spec("transformers")
     tables = [*Path(spec.origin).parent.glob("models/auto/*.py")] if spec and spec.origin else []
     return not tables or any(f'"{model_type}"' in table.read_text(encoding="utf-8") for table in tables)
@@ -123,7 +122,7 @@ def _check_quantize(folder: Path, config: Mapping[str, Any], tensors: Header, re
 
 
 def _check_memory(settings: LauncherSettings, tensors: Header) -> None:
-    """Raises CannotStartError when the weights, or weights and KV cache, surely do not fit this machine's memory."""
+    """Raises CannotStartError if the weights, or weights and KV cache, cannot fit into this machine's memory."""
     weights = sum(_bytes(tensor, settings) for tensor in tensors.values())
     if settings.num_nodes > 1:
         weights /= settings.num_nodes
@@ -131,7 +130,7 @@ def _check_memory(settings: LauncherSettings, tensors: Header) -> None:
     if weights > free:
         raise CannotStartError(
             f"the model's weights take {weights / _GIB:.1f} GiB, and {free / _GIB:.1f} GiB of memory are available; "
-            "take a smaller model, or a quantised one (--quantize int4)"
+            "use a smaller model, or quantise it (--quantize int4)"
         )
     if settings.cpu_memory is not None and weights + settings.cpu_memory > free:
         raise CannotStartError(
@@ -141,7 +140,7 @@ def _check_memory(settings: LauncherSettings, tensors: Header) -> None:
 
 
 def _bytes(tensor: Mapping[str, Any], settings: LauncherSettings) -> float:
-    """Returns the bytes that a tensor takes once it is loaded, or less."""
+    """Returns a lower bound of the bytes that a tensor takes once it is loaded."""
     if tensor["dtype"] not in _FLOAT_BYTES:  # quantised already
         first, last = tensor["data_offsets"]
         return float(last - first)

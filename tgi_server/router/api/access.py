@@ -1,4 +1,4 @@
-"""Access: clients need a key where the server has one; where it has none, foreign web pages are kept out."""
+"""Access: a server with keys needs one from each client; a server without refuses pages of other sites."""
 
 import hashlib
 import ipaddress
@@ -21,8 +21,8 @@ _KEPT = "/v1/responses/"
 _FOREIGN_TYPES = frozenset({"text/plain", "multipart/form-data"})
 
 
-# Last labels of names that no public name has: those of container networks and Kubernetes (`tgi.models.svc`,
-# `tgi.models.svc.cluster.local`), of clouds, and of networks at home (RFC 6761, 6762, 8375; ICANN's reserved ones).
+# Last labels that no public name has: those of container networks and Kubernetes (`tgi.models.svc`,
+# `tgi.models.svc.cluster.local`), of clouds, and of home networks (RFC 6761, 6762, 8375; reserved by ICANN).
 _PRIVATE = frozenset(
     {"corp", "home", "internal", "intranet", "lan", "local", "localdomain", "localhost", "svc", "test"}
 )
@@ -30,9 +30,9 @@ _PRIVATE = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class AccessRules:
-    """Who may call.
+    """Rules for who may call.
 
-    keys: API keys, of which a POST must carry one; none: it need not. origins: origins of pages that may call. hosts:
+    keys: a POST must carry one of these API keys, if there are any. origins: origins of web pages that may call. hosts:
     names of the server, for requests without a key. only_here: the server listens on loopback only.
     """
 
@@ -43,7 +43,7 @@ class AccessRules:
 
 
 def tenant_of(request: Request) -> str:
-    """Returns a name of the sender that tells nothing of the key; empty where there is one key or none."""
+    """Returns a name of the sender that reveals nothing of the key; empty if there is one key or none."""
     tenant: str = request.scope["state"].get(_TENANT, "")
     return tenant
 
@@ -56,9 +56,9 @@ def cache_namespace(tenant: str, salt: str | None) -> str:
 
 
 class ApiKeyMiddleware:
-    """Wants `Authorization: Bearer KEY` of every POST, and for what is kept of clients.
+    """Requires `Authorization: Bearer KEY` for every POST, and for stored responses.
 
-    Health, metrics and what is served stay open, as in TGI.
+    Health, metrics and information about the model stay open, as in TGI.
     """
 
     def __init__(self, app: ASGIApp, rules: AccessRules) -> None:
@@ -82,11 +82,11 @@ class ApiKeyMiddleware:
 
 
 class ForeignPageMiddleware:
-    """Refuses what a page of another site could have a browser send to a server without a key.
+    """Refuses requests that a page of another site could make a browser send to a server without a key.
 
-    That is a POST from another origin, which browsers name; a POST of a type that needs nobody's leave; and a request
-    to a name that is not the server's, by which a page whose name was made to lead here would read the answers. A
-    server on loopback refuses all of these, any other one those of browsers: services may call it by any name.
+    These are a POST from another origin, which browsers name; a POST of a type that needs no CORS preflight; and a
+    request with a Host that is not the server's, with which a page could read the responses (DNS rebinding). A server
+    on loopback checks the Host of every client, any other server only that of browsers: services may use any name.
     """
 
     def __init__(self, app: ASGIApp, rules: AccessRules) -> None:
@@ -105,7 +105,7 @@ class ForeignPageMiddleware:
         await self._app(scope, receive, send)
 
     def _foreign_host(self, headers: Headers) -> RouterError | None:
-        """Returns an error for a name that a page could have made to lead here (DNS rebinding); None for others."""
+        """Returns an error for a Host that a web page could have pointed at the server; None for others."""
         host = headers.get("host")
         if host is None or self._is_own(name := _hostname(host)):
             return None
@@ -117,7 +117,7 @@ class ForeignPageMiddleware:
         )
 
     def _is_own(self, name: str) -> bool:
-        """Returns True for addresses, localhost, and names of the server."""
+        """Returns True for IP addresses, localhost, and names of the server."""
         return (
             name == "localhost"
             or name.endswith(".localhost")
@@ -170,10 +170,10 @@ def _hostname(host: str) -> str:
 
 
 def _from_browser(headers: Headers) -> bool:
-    """Returns True for what a page of a browser sends, whatever the page does; most programs send nothing of it.
+    """Returns True if a browser sent the headers; web pages cannot prevent that, and most programs send none of them.
 
-    Browsers send `Accept-Language` always, `Origin` with each POST, and `Sec-Fetch-Site` to hosts that they trust. Of
-    these, the fetch of Node.js sends the first, and `Sec-Fetch-Mode` alone, which no page can set.
+    Browsers always send `Accept-Language`, send `Origin` with each POST, and `Sec-Fetch-Site` to hosts that they trust.
+    The fetch of Node.js sends `Accept-Language`, too, but also `Sec-Fetch-Mode`, which no page can set.
     """
     if "origin" in headers or "sec-fetch-site" in headers:
         return True
@@ -181,12 +181,12 @@ def _from_browser(headers: Headers) -> bool:
 
 
 def _covers(pattern: str, name: str) -> bool:
-    """Returns True if the pattern is `*.DOMAIN`, and the name is below that."""
+    """Returns True if the pattern is `*.DOMAIN` and the name is below that domain."""
     return pattern.startswith("*.") and name.endswith(pattern[1:])
 
 
 def _is_private(name: str) -> bool:
-    """Returns True for a name without a domain, or in one that is not public: no page of the web can have it."""
+    """Returns True for a name that no public website can have: without a dot, or in a private domain."""
     return "." not in name or name.rpartition(".")[2] in _PRIVATE or name.endswith(".home.arpa")
 
 

@@ -73,8 +73,8 @@ class _GenerationTag(Extension):
 class RenderOptions:
     """The end of a prompt.
 
-    add_generation_prompt: the template begins the answer. continue_last: the last message is gone on with; None: if it
-    is the assistant's, and calls no tool.
+    add_generation_prompt: the template begins the answer. continue_last: the model continues the last message; None: if
+    it is the assistant's, and calls no tool.
     """
 
     add_generation_prompt: bool = True
@@ -88,7 +88,7 @@ class RenderOptions:
         return content if wanted and content.strip() else None
 
     def opens_turn(self, last: Mapping[str, Any]) -> bool:
-        """Returns True if the last message stands in the place of an answer of which there is nothing yet."""
+        """Returns True if the last message is an empty one of the assistant, a placeholder for the answer."""
         said = content_text(last["content"]).strip() or last.get("tool_calls") or last.get("reasoning_content")
         return last["role"] == "assistant" and not said and self.continue_last is not False
 
@@ -134,12 +134,12 @@ class ChatTemplate:
         return role in self._sources.get(self._name(tools=tools), "")
 
     def reads_parts(self, role: str, *, tools: bool) -> bool:
-        """Returns True if the template takes content of that role as a list of parts, and shows nothing of a text."""
+        """Returns True if the template reads content of that role only as a list of parts, and not as a text."""
         roles = self._in_parts.get(self._name(tools=tools), frozenset())
         return (role if role in _PROBES else "user") in roles
 
     def reads_json(self, *, tools: bool) -> bool:
-        """Returns True if the template takes the arguments of earlier calls as text, and fails with an object."""
+        """Returns True if the template reads the arguments of earlier calls only as text, and fails with an object."""
         return self._name(tools=tools) in self._arguments_as_text
 
     def render(
@@ -149,7 +149,7 @@ class ChatTemplate:
         variables: Mapping[str, Any] = _NONE,
         options: RenderOptions = _USUAL,
     ) -> str:
-        """Returns the prompt. A last message of the assistant is left open, for the model to go on with.
+        """Returns the prompt. A trailing assistant message is left open, for the model to continue.
 
         variables: of the template, beside its usual ones.
 
@@ -181,7 +181,7 @@ class ChatTemplate:
         return prompt if prefix is None else _leave_open(prompt)
 
     def _roles_in_parts(self, template: Template) -> frozenset[str]:
-        """Returns the roles of which the template shows no content that is a text, but the parts of a list."""
+        """Returns the roles whose content the template reads only as a list of parts."""
         found: set[str] = set()
         for role, probe in _PROBES.items():
             others = [_in_parts(each) if each["role"] in found else each for each in probe]
@@ -191,7 +191,7 @@ class ChatTemplate:
         return frozenset(found)
 
     def _takes_json(self, template: Template, in_parts: Collection[str]) -> bool:
-        """Returns True if the template shows arguments of calls that are JSON, but none that are an object.
+        """Returns True if the template shows the arguments of calls only as JSON, and not as an object.
 
         in_parts: roles of which it takes content as a list.
         """
@@ -204,7 +204,7 @@ class ChatTemplate:
         return (_SOUGHT not in shown[0] or as_python) and _SOUGHT in shown[1]
 
     def _try(self, template: Template, messages: Sequence[Mapping[str, Any]]) -> str:
-        """Returns the prompt; an empty one where the template refuses, or trips over, what no client has sent yet."""
+        """Returns the prompt of a probe; an empty one if the template raises an error."""
         usual = {"tools": None, "add_generation_prompt": True, ALLOWANCE: Allowance(_PROBE_BYTES)}
         try:
             return template.render(messages=messages, **usual, **self._tokens)

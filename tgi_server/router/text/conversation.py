@@ -1,4 +1,4 @@
-"""A chat request as a prompt, by the model's chat template."""
+"""Turns a chat request into a prompt, with the model's chat template."""
 
 import json
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from tgi_server.router.text.chat_template import RESERVED, ChatTemplate, RenderO
 from tgi_server.router.text.special_tokens import RenderedPrompt, SpecialTokens
 
 _DEVELOPER = "developer"
-# By these, templates let a model think before it answers.
+# Variables with which templates turn a model's reasoning on and off.
 _THINKING_SWITCHES = ("enable_thinking", "thinking")
 
 
@@ -25,10 +25,10 @@ def render_conversation(
     special_tokens: SpecialTokens | None = None,
     tool_prompt: str = "",
 ) -> RenderedPrompt:
-    """Returns the prompt. A template that knows nothing of tools has them told at the end of the last message.
+    """Returns the prompt. If the template ignores tools, they are described at the end of the last message.
 
-    special_tokens: that only the template may write; None: messages may, too. tool_prompt: what tells the model how to
-    call a tool, unless the request has one.
+    special_tokens: those that only the template may write; None: messages may contain any. tool_prompt: tells the model
+    how to call a tool, unless the request has such a prompt.
 
     Raises InvalidTemplate, or InvalidRequest for what the model cannot read.
     """
@@ -36,7 +36,7 @@ def render_conversation(
     shown = [_message(message, developer, template, tools=bool(tools)) for message in request.messages]
     options = RenderOptions(request.add_generation_prompt, request.continue_final_message)
     if shown and options.opens_turn(shown[-1]):
-        # Shown as it is, it would be a turn that has ended, behind which a model has nothing to say.
+        # Rendered as it is, it would be a finished turn, after which a model generates nothing.
         shown, options = shown[:-1], RenderOptions(continue_last=False)
     described = [_tool(tool) for tool in tools]
     if shown and described:
@@ -53,7 +53,7 @@ def render_conversation(
 
 
 def _variables(request: ChatRequest) -> dict[str, Any]:
-    """Returns what the request tells the template. Raises InvalidRequest for variables that are the template's own."""
+    """Returns the template's variables from the request. Raises InvalidRequest for those that the server sets."""
     variables: dict[str, Any] = {}
     if request.documents is not None:
         variables["documents"] = request.documents
@@ -70,7 +70,7 @@ def _variables(request: ChatRequest) -> dict[str, Any]:
 def _message(message: Message, developer: str, template: ChatTemplate, *, tools: bool) -> dict[str, Any]:
     """Returns the message as the template expects it, without absent members.
 
-    developer: the role by which the template knows OpenAI's `developer`.
+    developer: the template's role for OpenAI's `developer`.
     """
     role = developer if message.role == _DEVELOPER else message.role
     texts = _texts(message)
@@ -89,12 +89,12 @@ def _message(message: Message, developer: str, template: ChatTemplate, *, tools:
 
 
 def message_text(message: Message) -> str:
-    """Returns the text of a message. Raises InvalidRequest for what is no text."""
+    """Returns the text of a message. Raises InvalidRequest for images."""
     return "".join(_texts(message))
 
 
 def _texts(message: Message) -> list[str]:
-    """Returns the texts of a message's parts. Raises InvalidRequest for what is no text."""
+    """Returns the texts of a message's parts. Raises InvalidRequest for images."""
     content = message.content.root if message.content is not None else ""
     if isinstance(content, str):
         return [content]
@@ -107,7 +107,7 @@ def _texts(message: Message) -> list[str]:
 
 
 def _tool_call(call: ToolCall, *, as_text: bool) -> dict[str, Any]:
-    """Returns the call with its arguments as an object, or as JSON. Raises InvalidRequest for others."""
+    """Returns the call with its arguments as an object, or as JSON. Raises InvalidRequest if they are not JSON."""
     arguments = call.function.arguments
     if isinstance(arguments, str):
         try:
@@ -121,18 +121,18 @@ def _tool_call(call: ToolCall, *, as_text: bool) -> dict[str, Any]:
 
 
 def _read_arguments(text: str) -> Any:
-    """Returns what the arguments of an earlier call say; of a call that was cut off, what it had said until then.
+    """Returns the parsed arguments of an earlier call; of a call that was cut off, what can be parsed.
 
-    Raises ValueError for what is no beginning of JSON.
+    Raises ValueError if the text is not the beginning of JSON.
     """
-    if not text.strip():  # many clients keep a call without arguments so
+    if not text.strip():  # how many clients write a call without arguments
         return {}
     try:
-        return from_json(text)  # which bounds how deep it may nest, and takes no lone surrogates
+        return from_json(text)  # bounds the nesting, and refuses lone surrogates
     except ValueError as error:
         if "EOF" not in str(error):
             raise
-        # The text itself would not do: many templates look for the names and values of an object.
+        # The text as it is would not do: many templates iterate over the members of an object.
         return from_json(text, allow_partial="trailing-strings")
 
 

@@ -1,6 +1,6 @@
-"""A Jinja sandbox in which templates end in time, and make no more of texts than a prompt could need.
+"""A Jinja sandbox that bounds the time and the memory of chat templates.
 
-Clients decide what is looped over, and a model's template may be anybody's: `2 ** 9 ** 9` would take hours, and
+Clients decide how often a template loops, and templates come from strangers: `2 ** 9 ** 9` would take hours, and
 `'a' * 9 ** 9` gigabytes.
 """
 
@@ -24,9 +24,9 @@ _DEEPEST_INDENT = 100
 # Bytes of a member of a list.
 _MEMBER = 256
 _DIGITS = re.compile(r"\d+")
-# A width that is a value itself.
+# A width that is a replacement field itself.
 _CHOSEN_WIDTH = re.compile(r"\{[^{}]*\{")
-# Filters that make a text longer, or many, and methods of texts that do; all others give back what they got, in pieces.
+# Filters, and methods of texts, that can make a text longer; no other can.
 _FILTERS = (
     "batch",
     "center",
@@ -41,7 +41,7 @@ _FILTERS = (
     "wordwrap",
 )
 _NO_WIDTH = "the template computes the width of a text; use a constant"
-# The variable of a rendering that has its allowance.
+# The template variable that holds the allowance of a rendering.
 ALLOWANCE = "_allowance"
 
 
@@ -49,7 +49,7 @@ class Allowance:
     """The time and the memory that one rendering has left."""
 
     def __init__(self, size: int = _BYTES) -> None:
-        """size: bytes that may be put together."""
+        """size: bytes that the template may build."""
         self._deadline = monotonic() + RENDER_SECONDS
         self._size = self._bytes = size
 
@@ -59,13 +59,13 @@ class Allowance:
             raise TemplateError(f"rendering takes more than {RENDER_SECONDS} s; send fewer or shorter messages")
 
     def take(self, size: int) -> None:
-        """Takes bytes, before they are there. Raises TemplateError when too many have been taken."""
+        """Counts bytes before they are built. Raises TemplateError beyond the limit."""
         self._bytes -= size
         if self._bytes < 0:
             raise TemplateError(f"the template builds more than {self._size} bytes of text")
 
     def take_members(self, value: Any) -> None:
-        """Takes what it costs to show a list, in which others may stand many times."""
+        """Counts the bytes that a list takes as text; it may contain other lists many times."""
         left = [] if isinstance(value, str) else [value]
         while left:
             each = left.pop()
@@ -75,7 +75,7 @@ class Allowance:
 
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
-    """Checks each operation that makes texts, lists or numbers longer before it is done."""
+    """A sandbox that checks the size of texts, lists and numbers before an operation builds them."""
 
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 
@@ -86,7 +86,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         del self.globals["lipsum"]
 
     def bound_filters(self) -> None:
-        """Bounds the filters that there are now."""
+        """Bounds the filters that are defined by now."""
         for name in _FILTERS:
             self.filters[f"unbounded_{name}"] = self.filters[name]
             self.filters[name] = _bounded(name)
@@ -108,7 +108,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return super().call(context, obj, *args, **kwargs)
 
     def concatenated(self, context: Context, parts: Iterable[Any]) -> str:
-        """Returns what `~` makes of the parts."""
+        """Returns the parts concatenated, as `~` does."""
         texts = [str(_shown(context, part)) for part in parts]
         context[ALLOWANCE].take(sum(map(getsizeof, texts)))
         return "".join(texts)
@@ -125,7 +125,7 @@ class _CodeGenerator(CodeGenerator):
 
 @pass_context
 def _shown(context: Context, value: Any) -> Any:
-    """Returns the value, which is to be shown. Raises TemplateError if it is too large."""
+    """Returns the value that the template writes. Raises TemplateError if it is too large."""
     context[ALLOWANCE].take_members(value)
     return value
 
@@ -175,7 +175,7 @@ def _result_size(allowance: Allowance, operator: str, left: Any, right: Any) -> 
 
 
 def _text_size(allowance: Allowance, name: str, text: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
-    """Returns the bytes that a method of a text, or a filter, may make of it. Raises TemplateError."""
+    """Returns the most bytes that a method of a text, or a filter, may build. Raises TemplateError."""
     widest = _check_widths(args, kwargs)
     if name == "replace" and len(args) > 1:
         old, new = str(args[0]), str(args[1])
@@ -190,7 +190,7 @@ def _text_size(allowance: Allowance, name: str, text: str, args: tuple[Any, ...]
 
 
 def _check_widths(args: tuple[Any, ...], kwargs: Mapping[str, Any], most: int = _WIDEST) -> int:
-    """Returns the largest of the numbers. Raises TemplateError for one that no prompt needs."""
+    """Returns the largest of the numbers. Raises TemplateError for one that is too large for a width."""
     given = [
         len(each) if most == _DEEPEST_INDENT and isinstance(each, str) else each for each in (*args, *kwargs.values())
     ]
