@@ -1,4 +1,4 @@
-"""The model's tokenizer as llguidance sees it."""
+"""The model's tokenizer in the form that llguidance needs."""
 
 import json
 import re
@@ -18,7 +18,7 @@ _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>\Z")
 _ANCHOR = "a"
 # Behind it, llguidance has the name of a special token.
 _SPECIAL = b"\xff"
-# Texts, regular expressions and comments of a Lark grammar, in which a name in angle brackets is none, and such names.
+# Strings, regular expressions and comments of a Lark grammar, in which angle brackets are text; and names in them.
 _LARK_LEXEME = re.compile(r'"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\\n])+/|(?://|#)[^\n]*|<[^<>\s]+>')
 
 # Files of which `transformers` makes a fast tokenizer where there is no tokenizer.json.
@@ -26,7 +26,7 @@ _OLDER_FILES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "v
 
 
 def has_tokenizer(model: Path) -> bool:
-    """Returns True if the model's folder has files of a tokenizer. Only reading them shows if they are good."""
+    """Returns True if the model's folder has tokenizer files. They are not checked."""
     return any((model / name).is_file() for name in ("tokenizer.json", *_OLDER_FILES))
 
 
@@ -153,11 +153,11 @@ class SpelledTokenizer:
 
 
 _Texts = tuple[Callable[[str], list[int]], list[bytes]]
-"""What makes tokens of a text, and the bytes of each token."""
+"""A function that tokenises a text, and the bytes of each token."""
 
 
 def _byte_tokenizer(definition: str) -> _Texts | None:
-    """Returns llguidance's own reading of a tokenizer whose tokens are made of bytes; None for one of another kind."""
+    """Returns the tokens as llguidance reads a byte-level tokenizer; None for a tokenizer of another kind."""
     try:
         own = LLTokenizer(definition, slices=[])
     except ValueError:

@@ -51,7 +51,7 @@ class ModelDescription:
 
     @property
     def computation(self) -> str:
-        """The device, dtype and way of batching, for people."""
+        """The device, dtype and kind of batches, as text."""
         return f"{self.device}, {self.dtype}, {'paged' if self.paged else 'padded'} batches"
 
     @property
@@ -61,10 +61,10 @@ class ModelDescription:
 
 
 class Capacity:
-    """Counts the sequences that clients wait for; whoever comes when it is full is turned away at once.
+    """Counts the sequences in flight, and refuses requests beyond the limit.
 
-    An owner alone (a key, or an address) may have all `limit` places. Nobody is turned away for that: with as many
-    again, every owner has room for an equal share of the limit, half of it at most.
+    One owner (a key, or an address) may take all `limit` places. Others are still accepted then: up to twice the limit
+    in all, every owner may take an equal share of the limit, at most half of it.
     """
 
     def __init__(self, limit: int) -> None:
@@ -97,7 +97,7 @@ class Capacity:
             del self._held[owner]
 
     def _share(self, owner: str) -> int:
-        """Returns how many places an owner has a right to while others have the rest."""
+        """Returns the places that an owner may take although the limit is reached."""
         owners = len(self._held.keys() | {owner})
         return max(self._limit // max(owners, 2), 1)
 

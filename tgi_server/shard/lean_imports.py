@@ -1,4 +1,4 @@
-"""Imports `transformers` without the parts of torch that serving has no use for, which take longer than the rest."""
+"""Imports `transformers` without the slow parts of torch that serving does not need."""
 
 import importlib
 import logging
@@ -16,11 +16,11 @@ _MASKS = f"{_DYNAMO}._trace_wrapped_higher_order_op"
 
 @contextmanager
 def lean_imports() -> Iterator[None]:
-    """Imports it without `torch._dynamo` and `torch.distributed.tensor`.
+    """Imports `transformers` without `torch._dynamo` and `torch.distributed.tensor`.
 
-    `transformers` needs the first for decorators that mean something to `torch.compile` only, also within this context,
-    and the second for its own ways to split a model. Whoever imports them afterwards gets them. A release of
-    `transformers` that cannot be imported so is imported as usual, when it is first needed.
+    `transformers` needs the first only for decorators that matter to `torch.compile`, and the second for its own tensor
+    parallelism. Later imports of both work as usual. A release of `transformers` that cannot be imported in this way is
+    imported as usual, when it is first needed.
     """
     if "transformers" in sys.modules or _DYNAMO in sys.modules:
         yield
@@ -53,7 +53,7 @@ def _never() -> bool:
 
 
 class _StandIn(ModuleType):
-    """Has the place of `torch._dynamo` until somebody wants more of it than decorators."""
+    """A stand-in for `torch._dynamo`, until more than its decorators is needed."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

@@ -10,7 +10,7 @@ from tgi_server.engine.models.spec import NormKind
 
 
 class Norm(nn.Module):
-    """By the root mean square (Zhang and Sennrich 2019), or `centred`: a layer norm (Ba et al. 2016).
+    """An RMS norm (Zhang and Sennrich 2019), or, if `centred`, a layer norm (Ba et al. 2016).
 
     weight: [size], of the dtype of what is normalised, or for the former in float32: then the product with it is
     rounded once, and not before it as well. A layer norm may have weights for each head, [heads, size]. bias: [size] or

@@ -61,7 +61,7 @@ class LoraBackend(ABC):
 
 
 class TorchLora(LoraBackend):
-    """In plain torch, one adapter after the other."""
+    """Plain torch, one adapter after the other."""
 
     def __init__(self) -> None:
         self._deltas: dict[int, LoraDelta] = {}
@@ -96,7 +96,7 @@ def _change(x: Tensor, y: Tensor, rows: Tensor, change: LoraDelta) -> None:
 
 
 class CpuLora(LoraBackend):
-    """By the engine's own kernels, which group the rows by adapter. kernel: a `torch.classes.oatmill.Adapters`."""
+    """The engine's CPU kernels, which group rows by adapter. kernel: a `torch.classes.oatmill.Adapters`."""
 
     def __init__(self, outputs: int) -> None:
         self.kernel: Any = torch.classes.oatmill.Adapters(outputs)

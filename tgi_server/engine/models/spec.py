@@ -20,7 +20,7 @@ _ACTIVATIONS: dict[str, Activation] = {"relu": "relu", "silu": "silu", "swish": 
 
 
 class NoSpec(Exception):
-    """Says in words why a model has no spec, so that `transformers`' own forward computes it."""
+    """A model has no spec, for the given reason; `transformers`' own forward computes it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,9 +97,9 @@ class DecoderSpec:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """All that the engine knows of models with one `model_type`; each part is a function of the configuration.
+    """A model family, by its `model_type`: functions of the configuration, and facts.
 
-    spec: raises NoSpec for a model that it does not describe; None: there is none of this family.
+    spec: raises NoSpec for a model that it does not describe; None: the family has no spec.
     plan: how the model is split among ranks; None: it cannot be split.
     relative: positions are relative, so that nothing bounds the length of a text.
     attention: the module of `paged_attention` by which a model attends that does not go through `AttentionInterface`.

@@ -24,12 +24,12 @@ _QUIET_SECONDS = 10.0
 # Bytes between two pieces of a body: a head, the trailers of a chunked body, or blank lines; and fields of a head.
 _LARGEST_HEAD = 65_536
 _MOST_FIELDS = 256
-# Bytes that are parsed at once of what is not a body: by so much a head may be larger.
+# Bytes outside of bodies that are parsed at once: a head may exceed its limit by as many.
 _PIECE = 16_384
 # Bytes of further requests that are read while one is answered.
 _LARGEST_PIPELINE = 65_536
 _END_OF_HEAD = b"\r\n\r\n"
-# A socket's event: its client will send no more, or is gone.
+# The socket event of a client that sends no more, or is gone.
 _HANGUP: int = getattr(select, "POLLRDHUP", select.POLLHUP)
 _TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 _INVALID = "Invalid HTTP request received."
@@ -67,7 +67,7 @@ class ClientConnection(HttpToolsProtocol):
 
     @property
     def held(self) -> int:
-        """Bytes of requests that the application has not got yet, and of answers that the client has not taken."""
+        """Bytes of requests that the application has not read, and of responses that the client has not read."""
         if self.transport is None:
             return 0
         body = 0 if self.cycle is None else len(self.cycle.body)
@@ -89,7 +89,7 @@ class ClientConnection(HttpToolsProtocol):
             self.transport.close()
 
     def check_client(self) -> None:
-        """Ends the connection if the client is gone, which only reading would show, and the server does not read."""
+        """Ends the connection if the client is gone, which is not noticed otherwise while the server does not read."""
         if self.transport is None or not self._answering or not self.flow.read_paused:
             return
         poll = select.poll()
@@ -122,7 +122,7 @@ class ClientConnection(HttpToolsProtocol):
         self._wait()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Takes a field of the head. Those of a trailer are dropped: they may change nothing (RFC 9110, 6.5.1)."""
+        """Adds a field of the head. Those of a trailer are dropped, as they may change nothing (RFC 9110, 6.5.1)."""
         if not self._in_head:
             return
         if len(self.headers) == _MOST_FIELDS:
@@ -172,7 +172,7 @@ class ClientConnection(HttpToolsProtocol):
 
     @property
     def _answering(self) -> bool:
-        """True while a request is there as a whole and not answered."""
+        """True while a complete request is not answered."""
         return not self.receiving and not self.cycle.response_complete
 
     def _parse(self) -> None:
@@ -341,7 +341,7 @@ class Connections:
         return self._give_way(sorted(self._of.values(), key=len, reverse=True))
 
     def check_clients(self) -> None:
-        """Ends connections whose clients are gone, which is not seen where the server does not read."""
+        """Ends connections whose clients are gone, which is not noticed otherwise while the server does not read."""
         for connection in [each for own in self._of.values() for each in own]:
             connection.check_client()
 

@@ -196,7 +196,7 @@ class Exchange:
         return stream
 
     def _answer_bytes(self) -> int:
-        """Returns roughly how many bytes of the answers are there and not sent."""
+        """Returns roughly the bytes of the answers that are generated and not sent."""
         size = 0 if self._outbox is None else self._outbox.waiting
         for (_, stream), (prompt, generated) in zip(self._sequences, self._token_bytes, strict=True):
             size += prompt * stream.input_length + generated * stream.generated_tokens * self._collects
@@ -277,7 +277,7 @@ class Exchange:
         return EventStream(outbox, headers | self._notes(), self.close)
 
     def _notes(self) -> dict[str, str]:
-        """Returns headers with the request's id, and with what of it was not done."""
+        """Returns headers with the request's id, its ignored fields and its unenforced constraints."""
         notes = {"x-unenforced-constraints": self._unenforced, "x-ignored-fields": self._ignored}
         return {"x-request-id": self.request_id} | {name: shortened(lines) for name, lines in notes.items() if lines}
 
@@ -354,7 +354,7 @@ class Exchange:
         self.service.tracer.end(self.span, {**fields, **conventional, **self._requested}, None)
 
     def _identity(self, status: int) -> Fields:
-        """Returns the fields of the request's line in the log that say which one it was."""
+        """Returns the fields that identify the request in its log line."""
         fields: Fields = {"request_id": self.request_id, "status": status, "model": self.service.model.names[0]}
         if adapters := sorted(filter(None, self._adapters)):
             fields["adapter"] = ",".join(adapters)
@@ -400,7 +400,7 @@ class AllEnded:
 
 
 def request_id(request: Request) -> str:
-    """Returns the caller's `x-request-id`, or a new one, which the response and the log then have."""
+    """Returns the caller's `x-request-id`, or a new one; the response and the log have it."""
     if not hasattr(request.state, "request_id"):
         given = request.headers.get("x-request-id", "")
         request.state.request_id = given if _REQUEST_ID.fullmatch(given) else uuid4().hex
@@ -409,7 +409,7 @@ def request_id(request: Request) -> str:
 
 
 def owner_of(request: Request) -> str:
-    """Returns a name of whoever answers for the request: its key where there are several, or else its address."""
+    """Returns the owner of the request: its API key if there are several, or else its address."""
     return tenant_of(request) or (network_of(request.client.host) if request.client is not None else "")
 
 
@@ -455,7 +455,7 @@ class DirectRoute(APIRoute):
 
 
 class Milliseconds(float):
-    """A duration: a number of milliseconds in JSON, with its unit in a line of text."""
+    """A duration in milliseconds: a number in JSON logs, with its unit in text logs."""
 
     @classmethod
     def of(cls, seconds: float) -> "Milliseconds":

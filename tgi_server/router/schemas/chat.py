@@ -37,7 +37,7 @@ class ImageChunk(RequestModel):
 
 
 class RefusalChunk(RequestModel):
-    """What an assistant said in place of an answer."""
+    """A refusal of the assistant, in place of an answer."""
 
     type: Literal["refusal"]
     refusal: str

@@ -94,7 +94,7 @@ class StructuredOutputs(RefusingModel):
 
 
 class TextParameters(RefusingModel):
-    """How tokens are chosen and when a text ends: parameters of all routes of OpenAI, with vLLM's."""
+    """Parameters of sampling and of the end of a text, on all routes of OpenAI; vLLM's are included."""
 
     harmless: ClassVar[frozenset[str]] = frozenset(
         {

@@ -54,7 +54,7 @@ class ToolFormat:
 
     @property
     def markers(self) -> str:
-        """All that the form is made of, for a look at the special tokens in it."""
+        """All fixed texts of the form, in which special tokens are looked up."""
         own = "".join((self.begin, *self.head, self.tail, self.separator, self.end))
         if self.tags is None or self.as_json is None:
             return own
