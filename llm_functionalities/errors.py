@@ -144,7 +144,7 @@ class TooBusy(CallRefused):
 
 
 class ServiceFailed(CallRefused):
-    """A fault of this service, which its log has."""
+    """An internal error; the log has the reason."""
 
     status = grpc.StatusCode.INTERNAL
 

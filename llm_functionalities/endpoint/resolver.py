@@ -40,8 +40,7 @@ ROUNDS = 2
 # An address is remembered for no longer than this, whatever its time to live, because containers move.
 LONGEST_MEMORY_SECONDS = 30.0
 
-# While no name server answers, addresses are used for that much longer, as RFC 8767 has it; they are asked for again
-# so soon.
+# While no name server answers, expired addresses are used for so long (RFC 8767); the lookup is repeated so often.
 STALE_SECONDS = 3600.0
 STALE_RETRY_SECONDS = 5.0
 
@@ -142,7 +141,7 @@ class Resolver:
             addresses, lifetime = self._look_up(name, Deadline.after(self._bound))
         except _Unanswered as error:
             if stale := self._stale(name):
-                logger.warning("addresses of %s from before are used: %s", name, error)
+                logger.warning("using the last known addresses of %s: %s", name, error)
                 running.set_result(stale)
             else:
                 running.set_exception(error)
@@ -160,7 +159,7 @@ class Resolver:
                 del self._running[name]
 
     def _stale(self, name: str) -> list[str]:
-        """Returns addresses of `name` whose time is up, and lets them be used a little longer."""
+        """Returns expired addresses of `name`, and allows their use a little longer."""
         now = time.monotonic()
         with self._lock:
             known = self._known.get(name)

@@ -247,7 +247,9 @@ class Admission(grpc.aio.ServerInterceptor):
             logger.exception(
                 "%s failed; this is a fault of the service, please report it", method, extra={"request_id": request_id}
             )
-            raise ServiceFailed(f"the service failed; its log says why, beside the request id {request_id}") from None
+            raise ServiceFailed(
+                f"internal error; the service's log has the reason under the request id {request_id}"
+            ) from None
         except BaseException:
             status = "CANCELLED"
             self._cancelled.cancelled(rpc.peer())

@@ -24,7 +24,7 @@ EMPTY_MESSAGE = "empty-message"
 
 LONGEST_METADATA_MESSAGE = 400
 
-# Characters of a regular expression that is read here, within milliseconds. Of a longer one the model server says it.
+# Longest regular expression, in characters, that is checked here; longer ones are checked by the model server only.
 LONGEST_READ_REGEX = 2048
 
 # Characters of a grammar. Model servers take no longer ones, and this many are read within milliseconds.
@@ -157,7 +157,7 @@ def grammar_of(grammar: llm_pb2.Grammar) -> Grammar | None:
 
 
 def _check_regex(regex: str) -> None:
-    """Raises UnusableGrammar if it is none in the form of Python, which text-generation servers take.
+    """Raises UnusableGrammar for an invalid regular expression of Python, the form that text-generation servers take.
 
     Oatmill's also takes Unicode properties, such as `\\p{Greek}`, which Python does not know.
     """

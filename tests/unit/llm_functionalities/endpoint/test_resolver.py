@@ -241,7 +241,7 @@ def test_addresses_from_before_are_used_while_no_name_server_answers(
     server.mode = mode
     assert resolver.resolve("model.example", call()) == before
     assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert "model.example from before are used: model.example: name server 127.0.0.1" in caplog.text
+    assert "using the last known addresses of model.example: model.example: name server 127.0.0.1" in caplog.text
     server.mode = "answer"
     server.records["model.example."] = [("A", "192.0.2.77")]
     until(lambda: resolver.resolve("model.example", call()) == ["192.0.2.77"])
