@@ -28,7 +28,7 @@ _MAX_WAITING = 4 * 2**20
 # Seconds for which the end of a process waits for its last lines to be read.
 _FLUSH_SECONDS = 1.0
 
-# Names of severities, those of TGI and of other services among them. TRACE is the finest there is; OFF: nothing.
+# Names of log levels, including those of TGI and of other services. TRACE logs everything, OFF nothing.
 _LEVELS = {
     "TRACE": "DEBUG",
     "DEBUG": "DEBUG",
@@ -39,7 +39,7 @@ _LEVELS = {
     "CRITICAL": "CRITICAL",
     "OFF": "OFF",
 }
-# What TGI calls the processes, by the first part of their names here.
+# TGI's names of the processes, by the first part of their names here.
 _TARGETS = {
     "launcher": "text_generation_launcher",
     "router": "text_generation_router",
@@ -49,14 +49,14 @@ _TARGETS = {
 }
 _OFF = logging.CRITICAL + 1
 
-# The time of a line of the log, as text or as JSON.
+# The time in a log line, as text or as JSON.
 _TIME = re.compile(rb'(?:\{"timestamp": ")?(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z)')
 
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 
 def parse_levels(text: str) -> dict[str, str]:
-    """Returns the severities that a filter such as `info,text_generation_router=debug` has, by process or logger.
+    """Returns the log levels of a filter such as `info,text_generation_router=debug`, by process or logger.
 
     The empty name stands for all others. Raises ValueError.
     """
@@ -142,7 +142,7 @@ def _timestamp(record: logging.LogRecord) -> str:
 
 
 def _iso(seconds: float) -> str:
-    """Returns a time as ISO 8601 has it, with milliseconds: as texts, times have their order."""
+    """Returns a time in ISO 8601 with milliseconds; such times sort as texts."""
     return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds)) + f".{int(seconds * 1000) % 1000:03d}Z"
 
 
@@ -222,7 +222,7 @@ class _BackgroundWriter(io.RawIOBase):
         return found[1].decode() if found else _iso(time.time())
 
     def _take(self) -> bytes:
-        """Returns the lines that wait for no others any more."""
+        """Returns the lines that are due."""
         limit = _iso(time.time() - self._order_seconds)
         taken = []
         while self._waiting and (self._draining or self._waiting[0][0] <= limit):

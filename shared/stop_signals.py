@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _READ_BYTES = 4096
-# The loop that signals wake up, and the two ends of what they wake it up by.
+# The event loop that signals wake up, and the two ends of the socket pair that does it.
 _woken: tuple[asyncio.AbstractEventLoop, socket.socket, socket.socket] | None = None
 
 
@@ -35,7 +35,7 @@ def ignore_stop_signals() -> None:
 
 
 def _wake_up(loop: asyncio.AbstractEventLoop) -> None:
-    """Has each signal write a byte that ends the loop's wait; uvloop does so by itself.
+    """Makes each signal write a byte that wakes up the event loop; uvloop does so by itself.
 
     The interpreter runs `tell` between two of its instructions. A signal that comes behind the last of them and before
     the system call in which the loop waits would else be noticed when something else happens, which may be never.

@@ -1,4 +1,4 @@
-"""The tokens that end a text, by all that a model's folder says about them.
+"""End-of-sequence tokens, from all files of a model's folder that name some.
 
 Fine-tunes often name the end of a turn in one file only: most in `generation_config.json`, many in the configuration of
 their tokenizer. Therefore each of them counts, as in TGI and vLLM.
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 def end_token_ids(folder: Path, default: object, vocab_size: int) -> tuple[int, ...]:
-    """Returns the tokens that end a text: those of `generation_config.json`, of the tokenizer and of `config.json`.
+    """Returns the end-of-sequence tokens of `generation_config.json`, the tokenizer and `config.json`.
 
     The first is the one that ends a text which a grammar allows to go no further. Tokens that the vocabulary does not
     have are left out, with a warning: -1 stands for none. default: one or several, or None, for a model whose files
@@ -71,7 +71,7 @@ def _object(value: object) -> dict[str, Any]:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    """Returns the object that a file has; an empty one without it, or where it cannot be read, which others report."""
+    """Returns the JSON object in a file; an empty one if it cannot be read, which other code reports."""
     try:
         return _object(json.loads(file.read_text(encoding="utf-8")))
     except (OSError, ValueError):

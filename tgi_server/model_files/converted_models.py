@@ -1,4 +1,4 @@
-"""Models that have `.bin` weights only, in folders that cannot be written to: converted copies in the hub's cache."""
+"""Converted copies, in the hub's cache, of models that have only `.bin` weights in a read-only folder."""
 
 import fcntl
 import logging
@@ -22,7 +22,7 @@ def converted_copy(folder: Path) -> Path | None:
 
 
 def convert(folder: Path) -> Path:
-    """Converts a folder's `.bin` weights to safetensors: there, or in a copy where the folder cannot be written to.
+    """Converts a folder's `.bin` weights to safetensors: there, or in a copy if the folder is read-only.
 
     Returns the folder that has the safetensors weights. Raises ModelUnavailable.
     """
@@ -50,7 +50,7 @@ def convert(folder: Path) -> Path:
 
 @contextmanager
 def _alone_in(folder: Path) -> Iterator[None]:
-    """Waits while another process converts weights in the folder, and has others wait while the context is open."""
+    """Locks the folder, so that only one process at a time converts weights in it."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         with suppress(OSError):  # some file systems have no locks

@@ -1,4 +1,4 @@
-"""Copies of models in the hub's cache, for what is made of a folder that cannot be written to, or of several."""
+"""Copies of models in the hub's cache: converted from a read-only folder, or merged from several folders."""
 
 import errno
 import hashlib
@@ -11,18 +11,18 @@ from pathlib import Path
 
 from huggingface_hub import constants
 
-# What belongs to a model beside its weights.
+# Files that belong to a model beside its weights.
 TEMPLATES = "*.jinja"
 METADATA = ["*.json", TEMPLATES, "*.model", "*.txt", "*.tiktoken"]
 CODE = ["*.py"]
 
-# What says in which file a weight is.
+# Files that say in which file a weight is.
 INDEXES = ("pytorch_model.bin.index.json", "model.safetensors.index.json")
 MEDUSA_FILE = "medusa_lm_head.pt"
 
 
 def permission_hint(error: BaseException | None, folder: str) -> str:
-    """Returns what to do when the error is that this user may not write to the folder; "" for other errors."""
+    """Returns advice if the error is that this user may not write to the folder; "" for other errors."""
     if not isinstance(error, OSError) or error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
         return ""
     return (
@@ -32,7 +32,7 @@ def permission_hint(error: BaseException | None, folder: str) -> str:
 
 
 def copy_path(kind: str, *folders: Path) -> Path:
-    """Returns where the copy of a kind is that is made of some folders. The name changes with the files of them."""
+    """Returns the folder of the copy of a kind made from some folders. Its name depends on their files."""
     made_of = []
     for folder in folders:
         files = sorted((file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in folder.iterdir())
@@ -43,7 +43,7 @@ def copy_path(kind: str, *folders: Path) -> Path:
 
 @contextmanager
 def unfinished_copy(folder: Path, copy: Path) -> Iterator[Path]:
-    """Yields a folder with all of a model but its weights, which becomes the copy once it has those. Raises OSError."""
+    """Yields a folder with all files of a model but its weights; it becomes the copy at the end. Raises OSError."""
     copy.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=copy.parent, prefix="unfinished-") as scratch:
         whole = Path(scratch) / "model"

@@ -29,7 +29,7 @@ _SIZES = tuple(float(2**power) for power in range(12))
 _ADAPTER_NAMES = 256
 _OTHERS = "others "
 
-# How the command lines of a launcher end, and the module that a shard runs.
+# The end of a launcher's command line, and the module that a shard runs.
 _LAUNCHERS, _SHARD = ("tgi_server.launcher.cli", "text-generation-launcher"), "tgi_server.shard.cli"
 
 # prometheus_client names every counter `..._total`; TGI's dashboards know the names without it.
@@ -53,7 +53,7 @@ class ConcatReason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class RequestTimes:
-    """The seconds that one request that succeeded spent in each phase.
+    """Seconds that one successful request spent in each phase.
 
     first_token: from the request's arrival to its first token.
     """
@@ -330,7 +330,7 @@ class _Processes(Collector):
 
 
 def _processes() -> Iterator[tuple[str, psutil.Process]]:
-    """Yields this process, and the launcher with its shards if that started it, with their names."""
+    """Yields the names and processes of the router and, if a launcher started it, of the launcher and its shards."""
     own = psutil.Process()
     yield "router", own
     with suppress(psutil.Error):

@@ -17,7 +17,7 @@ MAX_RANK = 256
 
 T = TypeVar("T")
 
-# Settings that are honoured, or that say nothing about what a trained adapter computes.
+# Settings that are supported, or that do not matter to a trained adapter.
 _HONOURED = {"r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "bias", "lora_bias"}
 _OF_TRAINING = {
     *("peft_type", "peft_version", "task_type", "auto_mapping", "base_model_name_or_path", "revision"),
@@ -28,21 +28,21 @@ _OF_TRAINING = {
 }
 # Ways to begin a training that leave the base model's weights as they are.
 _PLAIN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
-# Keys of `rank_pattern` and `alpha_pattern`: how many there may be, how many of them may be more than names, and the
-# characters of such a one.
+# Limits of `rank_pattern` and `alpha_pattern`: keys, regular expressions among them, and characters of such an
+# expression.
 _MAX_KEYS = 1000
 _MAX_EXPRESSIONS = 20
 _MAX_EXPRESSION_LENGTH = 100
-# Nothing in a name is repeated, so that nothing in it can be tried again and again.
+# A name repeats nothing, so matching it cannot backtrack.
 _LAYER_NAME = re.compile(r"\^?[\w.]+")
 
-# The value of a layer by its path; None for a layer that a pattern says nothing about.
+# Returns the value for a layer by its path; None if no key matches.
 ValueOf = Callable[[str], T | None]
 
 
 @dataclass(frozen=True, slots=True)
 class PeftConfig:
-    """The settings of a LoRA adapter that say what it computes.
+    """The settings of a LoRA adapter that determine its outputs.
 
     rank_pattern, alpha_pattern: ranks and alphas of the layers that differ from the others. biases: the adapted layers'
     biases were trained too, and stand in the place of the base model's.
@@ -60,7 +60,7 @@ class PeftConfig:
 
     @classmethod
     def of(cls, folder: Path) -> Self:
-        """Reads the folder's adapter_config.json. Raises InvalidAdapter for what is not honoured, by its name."""
+        """Reads the folder's adapter_config.json. Raises InvalidAdapter, with the setting's name."""
         file = folder / CONFIG
         settings = _read(file)
         kind = settings.get("peft_type")
@@ -110,7 +110,7 @@ class PeftConfig:
         return self.rank if found is None else found
 
     def scale(self, path: str) -> float:
-        """Returns what the layer's product is multiplied by (rank-stabilised: Kalajdzievski, 2023)."""
+        """Returns the scale of the layer's LoRA delta (rank-stabilised: Kalajdzievski, 2023)."""
         rank, found = self.rank_of(path), self.alpha_pattern(path)
         alpha = self.alpha if found is None else found
         return alpha / (math.sqrt(rank) if self.rank_stabilised else rank)
@@ -146,7 +146,7 @@ def _pattern(settings: Mapping[str, Any], name: str, kind: Callable[[Any], T]) -
 
 
 def _matcher(name: str, key: str) -> Callable[[str], object]:
-    """Compiles a key; one that is more than a name for an engine that takes a time linear in the path's length."""
+    """Compiles a key; a regular expression with an engine that matches in linear time."""
     pattern = rf"^(?:.*\.)?(?:{key})$"
     if _LAYER_NAME.fullmatch(key):
         return re.compile(pattern).match

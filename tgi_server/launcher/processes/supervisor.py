@@ -28,7 +28,7 @@ SETTLE_SECONDS = 0.2
 LOST_PEER_SECONDS = 1.5
 # Seconds that shards have for ending once the router has ended.
 SHARD_SECONDS = 7.0
-# Characters of the bar that shows loading, and of the name of a stage beside it. A line of the log has more.
+# Characters of the progress bar, and of the stage's name beside it.
 _BAR_WIDTH, _STAGE_WIDTH = 20, 16
 
 

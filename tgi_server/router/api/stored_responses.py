@@ -1,4 +1,4 @@
-"""Responses that clients may refer to: stored in memory as JSON, each for the key that asked for it."""
+"""Responses that later requests may continue: stored in memory as JSON, for the API key that requested them."""
 
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -6,13 +6,13 @@ from uuid import uuid4
 
 from tgi_server.router.errors import NoSuchResponse
 
-# Of all that is stored.
+# Bytes of all stored responses.
 _MOST_BYTES = 256 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """A response, and the messages of the conversation up to it as chats have them, joined by commas; both as JSON."""
+    """A response, and the chat messages of its conversation up to it, joined by commas; both as JSON."""
 
     response: bytes
     messages: bytes
@@ -22,7 +22,7 @@ class StoredResponse:
 
 
 class StoredResponses:
-    """Stores responses by tenant. When there is no room, the tenant that has most gives up its oldest one."""
+    """Stores responses by tenant. When it is full, the oldest response of the tenant that stores most is dropped."""
 
     def __init__(self, most: int) -> None:
         """most: number of responses; 0: none are stored."""

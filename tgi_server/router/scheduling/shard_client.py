@@ -25,7 +25,7 @@ _CHANNEL_OPTIONS = [
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.http2.ping_timeout_ms", 20_000),
 ]
-# Seconds in which a process that runs accepts a connection.
+# Seconds within which a running process accepts a connection.
 _CONNECT_SECONDS = 2.0
 
 Response = TypeVar("Response")
@@ -53,7 +53,7 @@ class ShardClient:
             await channel.close()
 
     async def connects(self) -> bool:
-        """Returns False for a process that is frozen or gone. One that computes connects: gRPC's threads do that."""
+        """Returns False for a process that is frozen or gone. A busy one accepts connections, in gRPC's threads."""
         async with grpc.aio.insecure_channel(self._url, options=_CHANNEL_OPTIONS) as channel:
             with suppress(TimeoutError):
                 await asyncio.wait_for(channel.channel_ready(), _CONNECT_SECONDS)
@@ -334,7 +334,7 @@ class ShardedClient:
 
 
 async def _fault_of(silent: Sequence[ShardClient]) -> str:
-    """Says which of the shards that do not answer is at fault: the others may only be waiting for it."""
+    """Returns an error that names the shard at fault: the other silent shards may only be waiting for it."""
     connects = await asyncio.gather(*(shard.connects() for shard in silent))
     frozen = next((shard.rank for shard, well in zip(silent, connects, strict=True) if not well), None)
     if frozen is None:

@@ -49,7 +49,7 @@ On = Annotated[
 
 
 class RequestModel(BaseModel):
-    """A request's JSON. Types are taken at their word (no "20" for 20).
+    """The JSON of a request. Types are strict ("20" is not 20).
 
     Unknown fields are ignored, as in TGI, and reported to the client (`unknown_fields`). harmless: fields that are
     ignored without a report, for they say something about a request and never change its response.
@@ -79,7 +79,7 @@ class RefusingModel(RequestModel):
 
 
 def unknown_fields(model: type[BaseModel], content: Any, prefix: str = "") -> Iterator[tuple[str, str | None]]:
-    """Yields the fields of a request that `model` does not have, each with the name that was probably meant.
+    """Yields the unknown fields of a request, each with the name that was probably meant.
 
     Fields of nested objects have dotted names. Objects in lists, such as messages, may have fields of any name.
     """
@@ -101,7 +101,7 @@ def _meant(name: str, fields: frozenset[str], nested: Mapping[str, type[BaseMode
 
 @cache
 def _fields(model: type[BaseModel]) -> tuple[frozenset[str], Mapping[str, type[BaseModel]]]:
-    """Returns the names of all fields that are known, and the models of those that are objects."""
+    """Returns the names of all known fields, and the models of those that are objects."""
     names = {field.alias or name: field for name, field in model.model_fields.items()}
     nested = {
         name: inner

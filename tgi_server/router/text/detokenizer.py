@@ -6,7 +6,7 @@ from tgi_server.router.text.tokenizer import TextTokenizer
 
 # A decoder may join a token to the one before it (SentencePiece drops the space in front of the first).
 _CONTEXT = 5
-# Special tokens stand between: so many last tokens of a prompt are looked at for the ones before.
+# So many last tokens of a prompt are searched for the ones before its special tokens.
 _LOOKED_AT = 64
 # A character has at most four bytes; that many tokens without a whole character are not the beginning of one. The last
 # ones may be.
@@ -75,7 +75,7 @@ class StopSequences:
         return any(text in sequence for sequence in self._sequences)
 
     def feed(self, text: str, *, may_end: bool = True) -> tuple[str, bool]:
-        """Takes the next piece; returns what may be shown of the text now, and whether a stop sequence is complete.
+        """Adds the next piece. Returns the text that may be shown now, and True if a stop sequence is complete.
 
         may_end: stop sequences that are complete with this piece count; those that begin in it always do.
         """
@@ -101,7 +101,7 @@ class StopSequences:
         return held
 
     def _first(self, text: str) -> tuple[int, str] | None:
-        """Returns the stop sequence that is complete first; of those, the one that begins first.
+        """Returns the stop sequence that is complete first; of several, the one that begins first.
 
         The buffer may have a whole one, from when none ended the text.
         """

@@ -14,14 +14,14 @@ logger = logging.getLogger(__name__)
 
 # The parameters that are taken from it; lengths and tokens are the server's affair.
 SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-# Beyond what shards have numbers for.
+# Too large for the messages to the shards.
 _TOO_LARGE = 2.0**128
-# Values by which OpenAI's routes switch off what TGI's leave out: a rule, or with the first two all sampling.
+# Values that turn off a rule on OpenAI's routes, or, for the first two, sampling. TGI's routes leave the field out.
 _SWITCHES = {"temperature": (0,), "top_p": (0, 1), "top_k": (0, -1)}
 
 
 def read_sampling_defaults(model: Path) -> dict[str, float]:
-    """Returns the defaults that the model's folder names, and logs them. Raises StartupError for a broken file.
+    """Returns the sampling defaults in the model's folder, and logs them. Raises StartupError for a broken file.
 
     Values that no request may have are left out, with a warning.
     """
@@ -42,7 +42,7 @@ def read_sampling_defaults(model: Path) -> dict[str, float]:
 
 
 def _checked(name: str, value: object) -> float:
-    """Returns a value as a request may have it. Raises InvalidRequest."""
+    """Returns the value in the form of a request's field. Raises InvalidRequest."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < _TOO_LARGE:
         raise InvalidRequest(f"`{name}` must be a number, not {value!r}")
     if name == "top_k":

@@ -29,7 +29,7 @@ _MOST = 65_000
 # Also a mask as JSON of ASCII only has it, which a client may spell.
 _PRIVATE = re.compile("[\U000f0000-\U0010ffff]|\\\\udb[c-f]", re.IGNORECASE)
 _LONGEST_PRIVATE = 5
-# Characters that are searched at once: other threads, such as the event loop's, wait meanwhile.
+# Characters that are searched at once; all other threads, also the event loop's, wait meanwhile.
 _WINDOW = 65_536
 
 # Messages, tools, and further variables, as the template gets them.
@@ -164,7 +164,7 @@ class SpecialTokens:
         return shown, self._literal.encode_batch([hidden], add_special_tokens=False)[0]
 
     def in_text(self, text: str) -> list[int]:
-        """Returns the special tokens that a text spells."""
+        """Returns the special tokens in a text."""
         assert self._pattern is not None
         return [self._spelled[found[0]] for found in _matches(self._pattern, text, self._longest)]
 
@@ -187,7 +187,7 @@ class SpecialTokens:
 
 
 def _matches(pattern: re.Pattern[str], text: str, longest: int) -> Iterator[re.Match[str]]:
-    """Yields what `pattern.finditer` does, looking at a part of the text at a time.
+    """Yields the matches of `pattern.finditer`, but searches one part of the text at a time.
 
     longest: characters of a match, at most.
     """
@@ -218,7 +218,7 @@ def _has(pattern: re.Pattern[str], text: str, longest: int) -> bool:
 
 
 def _replaced(pattern: re.Pattern[str], text: str, longest: int, change: Callable[[re.Match[str]], str]) -> str:
-    """Returns what `pattern.sub` does, looking at a part of the text at a time."""
+    """Returns the result of `pattern.sub`, but searches one part of the text at a time."""
     parts: list[str] = []
     start = 0
     for match in _matches(pattern, text, longest):
@@ -228,12 +228,12 @@ def _replaced(pattern: re.Pattern[str], text: str, longest: int, change: Callabl
 
 
 def _translated(text: str, table: Mapping[int, str]) -> str:
-    """Returns what `str.translate` does, a part of the text at a time."""
+    """Returns the result of `str.translate`, one part of the text at a time."""
     return "".join(text[start : start + _WINDOW].translate(table) for start in range(0, len(text), _WINDOW))
 
 
 def _in_ascii(text: str) -> str:
-    """Returns the text as JSON of ASCII only has it."""
+    """Returns the text as JSON writes it in ASCII."""
     return json.dumps(text)[1:-1]
 
 

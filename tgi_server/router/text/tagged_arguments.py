@@ -39,14 +39,14 @@ _NULL = "null"
 
 @dataclass(frozen=True, slots=True)
 class ArgumentTags:
-    """The tags around an argument. begin: what stands before and behind its name, ahead of the value. end: has a line
-    break, which no listed value has."""
+    """The tags around an argument. begin: the texts before and after its name, in front of the value. end: contains a
+    line break, which no listed value contains."""
 
     begin: tuple[str, str]
     end: str
 
     def tag(self, name: str) -> str:
-        """Returns what comes before the value of an argument."""
+        """Returns the tag in front of an argument's value."""
         return name.join(self.begin)
 
 
@@ -150,7 +150,7 @@ def _followed(schema: Any, root: Mapping[str, Any]) -> Any:
 
 
 class Beginnings:
-    """Finds which of many texts another text begins with, in a time that hardly grows with their number."""
+    """Finds the one of many texts that another text begins with, in a time that hardly depends on their number."""
 
     def __init__(self, texts: Iterable[str]) -> None:
         self._texts = frozenset(texts)
@@ -168,7 +168,7 @@ class Beginnings:
 
 
 class Tags:
-    """The tags of the parameters of one tool. end: stands behind each value."""
+    """The tags of the parameters of one tool. end: the tag after each value."""
 
     def __init__(self, form: ArgumentTags, parameters: Sequence[TaggedParameter]) -> None:
         self.end = form.end

@@ -294,7 +294,7 @@ class FrameWriter:
             yield f"{rule}_{i}: {self._literal(tags.tag(each.name))} {value}"
 
     def _until(self, marker: str, rule: str, others: Sequence[str], lines: list[str]) -> str:
-        """Returns the grammar of a text up to the first `marker`. others: patterns that it does not begin with."""
+        """Returns the grammar of a text up to the first `marker`. others: patterns that it must not begin with."""
         if marker in self._ids:
             return f"TEXT {self._literal(marker)}"
         lines.append(f"{rule}[lazy]: {_beginning_without(others)} {_quoted(marker)}")
@@ -318,5 +318,5 @@ def _pattern(text: str) -> str:
 
 
 def _beginning_without(patterns: Sequence[str]) -> str:
-    """Returns Lark of any text, or none, that does not begin with what one of the patterns matches."""
+    """Returns Lark for any text, also an empty one, that begins with a match of none of the patterns."""
     return rf"(/(.|\n)*/ & ~/({'|'.join(patterns)})(.|\n)*/)" if patterns else r"/(.|\n)*/"

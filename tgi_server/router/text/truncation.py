@@ -1,18 +1,18 @@
-"""The last tokens of a long text, of which mostly only the end is tokenised."""
+"""Truncation: the last tokens of a long text, of which usually only the end is tokenised."""
 
 from collections.abc import Callable
 
-# Characters of the end of a text for each token that is wanted of it, and for none.
+# Characters that are tokenised for each token that is needed, and in addition.
 _FOR_EACH, _FOR_NONE = 16, 4_096
 
 
 def end_characters(tokens: int) -> int:
-    """Returns how many characters at the end of a text are tokenised first, for its last `tokens` tokens."""
+    """Returns the number of characters at the end of a text that are tokenised first, for its last `tokens` tokens."""
     return _FOR_EACH * tokens + _FOR_NONE
 
 
 def last_ids(encode: Callable[[str], list[int]], text: str, tokens: int) -> list[int]:
-    """Returns the last of the ids that `encode` makes of the text, `tokens` at most.
+    """Returns the last `tokens` ids, at most, that `encode` returns for the text.
 
     Behind a cut the first tokens are others than in the whole text; at the next word, or sign, they are the same again.
     Where two cuts, a character apart, lead to the same tokens through most of the end, any cut does. In a text without

@@ -16,7 +16,7 @@ class LogprobEntries:
     """
 
     def __init__(self, tokenizer: TextTokenizer, *, show_special: bool, as_text: bool = False) -> None:
-        """show_special: the answer's text has special tokens. as_text: the prompt came as text, not as tokens."""
+        """show_special: special tokens are part of the answer's text. as_text: the prompt came as text."""
         self._tokenizer = tokenizer
         self._show_special = show_special
         self._as_text = as_text
@@ -24,7 +24,7 @@ class LogprobEntries:
         self._entries: list[tuple[str, str, str, str]] = []
 
     def prompt(self, prefill: pb.PrefillTokens, text: str) -> None:
-        """Takes the tokens of a prompt, of which `text` is shown. Of one that was cut, they are the end of it.
+        """Adds the tokens of a prompt; of a truncated one, those of its end. text: the prompt as it is echoed.
 
         Special tokens that the tokenizer put before a text, such as BOS, are left out, as OpenAI has none: evaluation
         suites count the tokens of a text without them.
@@ -67,7 +67,7 @@ class LogprobEntries:
         self._offset += len(shown)
 
     def _name(self, token_id: int) -> str:
-        """Returns a token's text, or as OpenAI does `bytes:\\xf0\\x9f` where it is a part of a character."""
+        """Returns a token's text, or, as OpenAI does, `bytes:\\xf0\\x9f` for a part of a character."""
         name = self._tokenizer.token_name(token_id)
         return name if name.encode() == self._tokenizer.token_bytes(token_id) else f"bytes:{name}"
 

@@ -47,8 +47,8 @@ def completion_routes(service: Service) -> APIRouter:
     return router
 
 
-# Tokens of prompts, with the alternatives to each, that one response shows: some 35 bytes each. In a stream those of a
-# prompt are written at once.
+# Most prompt tokens in one response, alternatives included: some 35 bytes each. A stream sends those of one prompt in
+# one event.
 _MOST_ECHOED, _MOST_STREAMED = 2**21, 2**16
 
 
@@ -81,7 +81,7 @@ class _Plan:
 
     @property
     def echoed(self) -> int:
-        """The number of tokens of prompts that the response has, with the alternatives to each."""
+        """The number of prompt tokens in the response, alternatives included."""
         return self.choices * self.prompt_tokens * (1 + (self.request.logprobs or 0)) if self.request.echo else 0
 
     def echo(self, sequence: int) -> str:
@@ -148,12 +148,12 @@ def _prepared(service: Service, request: CompletionRequest) -> tuple[GeneratePar
 
 
 def _least_tokens(prompt: str | list[int]) -> int:
-    """Returns how many tokens a prompt has, if it came as tokens."""
+    """Returns the number of tokens of a prompt that came as tokens."""
     return 0 if isinstance(prompt, str) else len(prompt)
 
 
 def _rendered(service: Service, prompt: str | list[int], most: int) -> RenderedPrompt:
-    """Returns the prompt as text. most: of its tokens, if it came as such, so many last ones are used."""
+    """Returns the prompt as text. most: if it came as tokens, only the last `most` are used."""
     if isinstance(prompt, str):
         return RenderedPrompt(prompt)
     ids = prompt[-most:]

@@ -1,4 +1,4 @@
-"""The items of a response: made of the pieces of an answer, and sent as events while it comes.
+"""The items of a response: built from the pieces of an answer, and sent as events meanwhile.
 
 They are written as JSON piece by piece: dumping objects with the log-probabilities of a long answer would hold up the
 event loop.
@@ -12,7 +12,7 @@ from tgi_server.router.api.routes.chat_answer import call_id
 from tgi_server.router.api.stored_responses import new_id
 from tgi_server.router.text.answer_reader import AnswerPart, Piece
 
-# Takes the type of an event, and its members as JSON.
+# Sends an event, given its type and its members as JSON.
 Emit = Callable[[str, str], None]
 
 _KINDS = {
@@ -46,7 +46,7 @@ class ResponseItem:
     logprobs: str = ""
 
     def json(self) -> str:
-        """Returns the item as JSON. One in progress has no content yet."""
+        """Returns the item as JSON, without content while it is in progress."""
         head = f'{{"type":"{self.kind}","id":"{self.id}","status":"{self.status}"'
         begun = self.status == "in_progress"
         if self.kind == "function_call":

@@ -89,7 +89,7 @@ def response_routes(service: Service) -> APIRouter:
 
 
 class _PlacedResponse(Response):
-    """A stored response, which has a place among the requests in flight until it is sent."""
+    """A stored response, which counts as a request in flight until it is sent."""
 
     media_type = JSON
 
@@ -134,7 +134,7 @@ async def _respond(kept: StoredResponses, exchange: Exchange, request: Responses
         emit(kind, f'"response":{response.json("in_progress")}')
 
     def finish() -> tuple[str, str]:
-        """Returns the status and the response, and stores that."""
+        """Stores the response. Returns its status and the response."""
         status = "incomplete" if items.incomplete else "completed"
         reason = "max_output_tokens" if items.reason == "length" else None
         text = response.json(status, items.json(), _usage(choices, items), reason)
@@ -158,7 +158,7 @@ async def _respond(kept: StoredResponses, exchange: Exchange, request: Responses
 
 
 def _joined(earlier: bytes, messages: Sequence[dict[str, Any]]) -> bytes:
-    """Returns messages as JSON, joined by commas. earlier: those that come first, as such JSON."""
+    """Returns messages as JSON, joined by commas. earlier: JSON of the messages before them, in the same form."""
     return b",".join((earlier,) * bool(earlier) + tuple(to_json(message) for message in messages))
 
 
@@ -179,7 +179,7 @@ class _Events:
 
 
 class _Response:
-    """One response, with what it repeats of its request, which may be as long as a request."""
+    """One response. It repeats parts of its request, so it may be as long as a request."""
 
     def __init__(self, request: ResponsesRequest, model: str) -> None:
         repeated = request.model_dump(by_alias=True, exclude=_NOT_REPEATED)
