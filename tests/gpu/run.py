@@ -66,8 +66,8 @@ CHECKS = [
     _tests("graphs on and off, no waiting, memory", 150, "tests/gpu/test_decode_graphs.py"),
     _tests("parity per architecture", 200, "tests/gpu/test_models.py"),
     _tests("quantised weights", 100, "tests/gpu/test_quantized.py"),
-    _tests("grammars on every path", 60, f"{_UNIT}/grammar/test_model_paths.py"),
-    _tests("lengths that choose frequencies", 60, f"{_UNIT}/layers/test_rope.py"),
+    _tests("grammars on every path", 60, "tests/unit/grammar/test_model_paths.py"),
+    _tests("lengths that choose frequencies", 60, "tests/unit/engine/backends/test_rope.py"),
     _tests("memory that runs out, a lost device", 60, "tests/gpu/test_faults.py"),
     _tests("the whole server over HTTP", 150, "tests/gpu/test_server.py", needs=SHARD + ROUTER),
 ]
