@@ -313,7 +313,7 @@ LEFT: dict[str, dict[str, Any]] = {
 
 # Constraints that cannot be enforced: the keyword that is at fault, and a schema.
 REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
-    "oneOf of variants that cannot be told apart": (
+    "oneOf of variants that cannot be distinguished": (
         "oneOf",
         {"oneOf": [{"type": "string", "format": "date"}, {"type": "string", "pattern": "^[0-9]"}]},
     ),

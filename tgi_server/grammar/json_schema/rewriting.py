@@ -81,11 +81,11 @@ def _one_of(part: Part) -> Schema:
         return {"anyOf": [{"allOf": [each, told]} for each in translated]}
     any_of = {"anyOf": translated}
     if len(variants) > _MAX_WAYS:
-        raise Unenforceable("has variants that cannot be told apart", any_of)
+        raise Unenforceable("has variants that cannot be distinguished", any_of)
     try:
         ways = [_apart_from_others(part, translated, index) for index in range(len(variants))]
     except Unenforceable as reason:
-        raise Unenforceable(f"has variants that cannot be told apart: one of them {reason}", any_of) from reason
+        raise Unenforceable(f"has variants that cannot be distinguished: one of them {reason}", any_of) from reason
     return {"anyOf": ways}
 
 

@@ -27,7 +27,7 @@ RESERVED = frozenset(
         *TOKEN_NAMES,
     }
 )
-# The end of a message that is gone on with, while it is rendered: a private character, which no template writes itself.
+# The end of a message that the model continues, while it is rendered: a private character that no template writes.
 # The text of the message may well be a part of what a template puts behind it.
 _OPEN_END = "\ue000"
 # The text of a message, or the parts that it consists of.

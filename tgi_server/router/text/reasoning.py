@@ -20,7 +20,7 @@ REASONING_PARSERS = ("auto", "none", "deepseek_r1", "qwen3")
 
 
 def reasoning_tags(parser: str, template: str) -> ReasoningTags | None:
-    """Returns what stands around thoughts; None where there are none to be told apart.
+    """Returns the tags around reasoning; None if reasoning is not separated from the text.
 
     parser: one of REASONING_PARSERS, of which `auto` goes by the source of the chat template.
     """

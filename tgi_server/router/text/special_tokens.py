@@ -78,7 +78,7 @@ class RenderedPrompt:
     def checked(self, encoding: Encoding) -> tuple[str, Encoding]:
         """Returns a prompt and its tokens: the text and `encoding`, unless that has special tokens of clients.
 
-        Raises InvalidRequest when these cannot be told apart.
+        Raises InvalidRequest when these cannot be distinguished.
         """
         literal = self.literal
         if literal is None or literal.describes(encoding.ids):
@@ -89,7 +89,7 @@ class RenderedPrompt:
         """Returns the last tokens of the prompt, `tokens` at most: of what `encode` makes of the text, unless that has
         special tokens of clients.
 
-        Raises InvalidRequest when these cannot be told apart.
+        Raises InvalidRequest when these cannot be distinguished.
         """
         literal = self.literal
         if literal is None or literal.describes_text(self.text):

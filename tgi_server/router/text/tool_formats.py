@@ -1,6 +1,6 @@
 """The forms in which models write calls of tools, and the grammars that hold a model to one of them.
 
-A form is told apart by the chat template of the model, which shows how earlier calls are written; a model without one
+A form is recognised by the chat template of the model, which shows how earlier calls are written; a model without one
 gets TGI's. Whatever the form, the arguments of each call are bound by the schema of their tool.
 """
 

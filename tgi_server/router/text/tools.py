@@ -47,7 +47,7 @@ class ToolUse:
 def chosen_tools(tools: Sequence[Tool] | None, choice: ToolChoice | None, *, parallel: bool = True) -> ToolUse:
     """Returns the tools that this answer may call, and whether it must call one.
 
-    Raises InvalidTool for a choice that names no tool, or tools that cannot be told apart.
+    Raises InvalidTool for a choice that names no tool, or tools that cannot be distinguished.
     """
     wanted = choice.root if choice is not None else "auto"
     if wanted == "none" or (wanted == "auto" and not tools):
