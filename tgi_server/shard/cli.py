@@ -19,6 +19,10 @@ FAILED = 1
 INTERRUPTED = 130
 # With these OpenMP binds the thread that loads torch to one core, and so all threads that the kernels start there.
 _BINDINGS = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY")
+_COMMANDS_HELP = """Commands:
+  serve             Serves one shard of a model on a Unix socket, for the router; started by text-generation-launcher.
+  download-weights  Fetches a model from the hub and converts its .bin weights to safetensors.
+  quantize          Quantizes a model to 4 or 8 bits with GPTQ."""
 
 
 def main() -> None:
@@ -35,7 +39,7 @@ def main() -> None:
     )
     match sys.argv[1:]:
         case ["-h" | "--help", *_]:
-            print(usage)
+            print(usage, _COMMANDS_HELP, sep="\n\n")
         case ["-V" | "--version", *_]:
             print(f"{PROGRAM} {package_version()}")
         case [name, *arguments] if name in commands:

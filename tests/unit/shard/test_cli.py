@@ -1,6 +1,7 @@
 """`text-generation-server`: a mistake gets one clear line and exit code 2, a model that is not there exit code 1."""
 
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,11 @@ def test_a_mistake_gets_one_clear_line(
 ):
     assert run(monkeypatch, *arguments) == USAGE
     assert expected in capsys.readouterr().err.splitlines()[0]
+
+
+def test_help_lists_the_commands(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(monkeypatch, "--help") == 0
+    assert re.findall(r"(?m)^  ([a-z-]+)  +[A-Z]", capsys.readouterr().out) == list(COMMANDS)
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["-h"], *([name, "--help"] for name in COMMANDS)])
