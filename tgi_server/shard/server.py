@@ -132,6 +132,7 @@ def _connect(settings: ShardSettings) -> ShardGroup | None:
         settings.master_port,
         device=_device(settings),
         local_world_size=settings.local_world_size,
+        custom_kernels=not settings.disable_custom_kernels,
     )
 
 

@@ -19,6 +19,7 @@ from tgi_server.engine.linear import LinearFactory, PackedLinear
 from tgi_server.engine.linear.float import FloatLinear
 from tgi_server.engine.memory import Leftovers, forget_pages, large_memory_apart
 from tgi_server.engine.models.spec import DecoderSpec
+from tgi_server.engine.parallel import ShardGroup
 from tgi_server.engine.progress import counted
 from tgi_server.loading import PACKING
 
@@ -35,11 +36,12 @@ def optimise(
     variants: Mapping[int, AttentionVariant] | None = None,
     *,
     linear: LinearFactory,
+    group: ShardGroup | None = None,
 ) -> CpuModel | None:
     """Packs the weights of all linear layers for a CPU. Returns the model as one kernel call, where it can be one.
 
     spec, variants: of a model whose KV blocks are those of the CPU's own attention, and how each layer attends.
-    linear: makes the layers that replace torch's.
+    linear: makes the layers that replace torch's. group: the shards of the model, when this is one of them.
     """
     kernel, whole = None, cast(PreTrainedModel, model)
     if spec is not None and variants is not None:
@@ -51,12 +53,13 @@ def optimise(
             packed = partial(_packed_linear, linear)
             _replace_children(layer, packed, leftovers, count_layers=False)  # the experts of a mixture
         leftovers.give_back()
-        kernel = layers_kernel(spec, list(_layers_of(model)))
+        if group is None or group.memory is not None:  # otherwise shards meet in Python
+            kernel = layers_kernel(spec, list(_layers_of(model)))
         if kernel is not None:
             _screen_head(whole, linear)
     _replace(model, partial(_packed_linear, linear))
     _compute_experts_together(model, wanted=True)
-    return None if spec is None or kernel is None else CpuModel.of(whole, spec, kernel)
+    return None if spec is None or kernel is None else CpuModel.of(whole, spec, kernel, group)
 
 
 def fuse(

@@ -1,6 +1,7 @@
 """Models on CPUs: one kernel call, from the tokens of any pass to logits."""
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Self
 
 import torch
@@ -15,28 +16,44 @@ from tgi_server.engine.backends.norm import Norm
 from tgi_server.engine.backends.rope import RotaryTable
 from tgi_server.engine.linear import PackedLinear
 from tgi_server.engine.models.spec import DecoderSpec
+from tgi_server.engine.parallel import ShardGroup
+from tgi_server.engine.parallel.group import peers
+from tgi_server.engine.parallel.layers import VocabParallelEmbedding, VocabParallelHead
 
 
 class CpuModel:
     """A model of a spec in one kernel call, whatever a pass brings."""
 
-    def __init__(self, kernel: Any, rotary: Sequence[RotaryTable], like: Tensor) -> None:
-        """kernel: a `torch.classes.oatmill.CausalLM`. rotary, like: what makes rotary tables, of each kind."""
+    def __init__(
+        self,
+        kernel: Any,
+        rotary: Sequence[RotaryTable],
+        like: Tensor,
+        faults: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        """kernel: a `torch.classes.oatmill.CausalLM`. rotary, like: what makes rotary tables, of each kind.
+
+        faults: turns what the kernel raises into errors of the engine.
+        """
         self._kernel = kernel
         self._rotary = rotary
         self._like = like
         self._adapters = torch.empty(0, dtype=torch.int32)
         self._keep: Callable[[list[Tensor]], None] | None = None
+        self._faults = faults
 
     @classmethod
-    def of(cls, model: PreTrainedModel, spec: DecoderSpec, layers: Any) -> Self | None:
+    def of(cls, model: PreTrainedModel, spec: DecoderSpec, layers: Any, group: ShardGroup | None = None) -> Self | None:
         """Returns the model around its layers, a `torch.classes.oatmill.Decoder`; None where the kernel cannot take it.
 
-        model: what holds the weights of the rest. One that is split over several shards cannot be taken: the shards
-        exchange results in the middle of it.
+        model: what holds the weights of the rest. group: the shards of the model, when this is one of them.
         """
         decoder: Any = model.get_decoder()
-        head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+        head: Any = model.get_output_embeddings()
+        embedding: Any = model.get_input_embeddings()
+        vocab_size = 0
+        if isinstance(head, VocabParallelHead) and isinstance(embedding, VocabParallelEmbedding):
+            vocab_size, head, embedding = head.vocab_size, head.inner, embedding.inner
         linear = head.kernel() if isinstance(head, PackedLinear) else None
         if linear is None or not isinstance(embedding, nn.Embedding):
             return None
@@ -56,7 +73,10 @@ class CpuModel:
             screen,
             screened_rows,
         )
-        return cls(kernel, [RotaryTable(decoder.rotary_emb, each) for each in spec.ropes], weight)
+        if group is not None:
+            kernel.split(group.memory, vocab_size)
+        rotary = [RotaryTable(decoder.rotary_emb, each) for each in spec.ropes]
+        return cls(kernel, rotary, weight, nullcontext if group is None else peers)
 
     def attach_cache(self, backend: CpuAttention) -> None:
         """Takes the backend's KV blocks, which all later passes read and write."""
@@ -87,9 +107,9 @@ class CpuModel:
         rows, too. longest: at least the most tokens that any row has, this one included. adapted: a row has an adapter.
         """
         mask = greedy.mask if greedy else None
-        logits, likeliest, taps = self._kernel.decode(
-            rows, *self._tables(longest), adapted, greedy is not None, mask is None
-        )
+        tables = self._tables(longest)
+        with self._faults():
+            logits, likeliest, taps = self._kernel.decode(rows, *tables, adapted, greedy is not None, mask is None)
         adapters = self._adapters[:rows] if adapted else None
         return self._finished(logits, taps, adapters, greedy), likeliest
 
@@ -106,20 +126,13 @@ class CpuModel:
         tokens, positions: [tokens] int64. wanted: [rows] int64, in order, each sequence's last ones; None: all.
         adapters: [tokens] int32, the number of each token's adapter; None: none has one.
         """
-        greedy = metadata.greedy
-        logits, taps = self._kernel.forward(
-            tokens,
-            positions,
-            metadata.slots,
-            metadata.block_tables,
-            metadata.kv_lengths,
-            metadata.query_starts,
-            *self._tables(metadata.max_kv_length),
-            wanted,
-            adapters,
-            greedy is not None,
-            greedy is None or greedy.mask is None,
-        )
+        greedy, tables = metadata.greedy, self._tables(metadata.max_kv_length)
+        places = metadata.slots, metadata.block_tables, metadata.kv_lengths, metadata.query_starts
+        head = greedy is None or greedy.mask is None
+        with self._faults():
+            logits, taps = self._kernel.forward(
+                tokens, positions, *places, *tables, wanted, adapters, greedy is not None, head
+            )
         if adapters is not None and wanted is not None:
             adapters = adapters[wanted]
         return self._finished(logits, taps, adapters, greedy)
@@ -133,7 +146,8 @@ class CpuModel:
         if greedy is None or greedy.mask is None:
             return output
         mask = greedy.mask.wait()
-        logits: Tensor = self._kernel.logits(output, adapters, True, mask.bits, list(mask.positions))
+        with self._faults():
+            logits: Tensor = self._kernel.logits(output, adapters, True, mask.bits, list(mask.positions))
         return logits
 
     def _tables(self, length: int) -> tuple[list[Tensor], list[Tensor]]:
@@ -144,7 +158,7 @@ class CpuModel:
 def layers_kernel(spec: DecoderSpec, layers: Sequence[nn.Module]) -> Any:
     """Returns the layers of a model as a `torch.classes.oatmill.Decoder`; None where the kernel cannot take them.
 
-    A layer that is still that of `transformers`, or that is split over several shards, is one that it cannot take.
+    A layer that is still that of `transformers` is one that it cannot take.
     """
     known = [layer for layer in layers if isinstance(layer, DecoderLayer)]
     if len(known) < len(layers):

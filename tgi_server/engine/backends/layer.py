@@ -107,7 +107,7 @@ class DecoderLayer(nn.Module):
         if self.spec.mixture is None:
             kernels = [linear_kernel(self.up), linear_kernel(self.down)]
             return None if any(each is None for each in kernels) else (kernels, None)
-        router, experts = getattr(self.mixture, self.spec.mixture[1]), self.mixture.experts
+        router, experts = getattr(self.mixture, self.spec.mixture[1]), _inner(self.mixture.experts)
         if not isinstance(experts, Experts) or not FloatLinear.supports(router.weight.dtype):
             return None
         kernel = experts.kernel()
@@ -215,5 +215,9 @@ def _joined(modules: list[Any], linear: LinearFactory) -> PackedLinear | RowPara
 
 
 def linear_kernel(layer: nn.Module | None) -> Any:
-    """Returns a linear layer in the form that `torch.classes.oatmill.Decoder` takes, or None if it cannot take it."""
-    return layer.kernel() if isinstance(layer, PackedLinear) else None
+    """Returns a linear layer in the form that `torch.classes.oatmill.Decoder` takes, or None if it cannot take it.
+
+    A row-parallel one is as well; the kernel sums what all shards compute.
+    """
+    inner = _inner(layer)
+    return inner.kernel() if isinstance(inner, PackedLinear) else None

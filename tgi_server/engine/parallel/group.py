@@ -8,6 +8,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
 import psutil
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from shared.control_groups import cores_of_affinity, usable_cores
 from tgi_server.engine.errors import CannotConnect, EngineError, PeerLost, UnsupportedModel
-from tgi_server.engine.parallel.shared_memory import SharedMemory, share_memory
+from tgi_server.engine.parallel.shared_memory import share_memory
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +35,9 @@ class ShardGroup:
 
     All shards have to make the same calls in the same order; each call waits for the others. When one shard leaves
     that order, whatever the others compute is worthless: see `abandon`.
+
+    memory: a `torch.classes.oatmill.Ranks`, by which the shards of one machine bring tensors together; None: there is
+    none.
     """
 
     def __init__(self, rank: int, world_size: int, local_world_size: int, store: dist.Store) -> None:
@@ -44,28 +48,29 @@ class ShardGroup:
         self.fault: str | None = None
         self._store = store
         self._exchanges = 0
-        self._memory: SharedMemory | None = None
+        self.memory: Any = None
 
     def share_memory(self) -> None:
         """Sends small tensors through shared memory from now on. All shards have to be on one machine."""
-        self._memory = share_memory(self.rank, self.world_size, self.exchange, COLLECTIVE_SECONDS)
+        self.memory = share_memory(self.rank, self.world_size, self.exchange, COLLECTIVE_SECONDS)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Sums every shard's tensor, all of one shape, into `tensor`, which has to be contiguous. Returns it."""
-        if self._memory is not None and self._memory.fits(tensor):
-            self._memory.all_reduce(tensor)
-        else:
-            with _peers_of(tensor):
+        with _peers_of(tensor):
+            if self.memory is not None:
+                self.memory.all_reduce(tensor)
+            else:
                 dist.all_reduce(tensor)
         return tensor
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """Joins every shard's tensor, all of one shape, along the last axis, in the order of ranks."""
         tensor = tensor.contiguous()
-        if self._memory is not None and self._memory.fits(tensor):
-            return self._memory.all_gather(tensor)
-        parts = [torch.empty_like(tensor) for _ in range(self.world_size)]
         with _peers_of(tensor):
+            if self.memory is not None:
+                joined: Tensor = self.memory.all_gather(tensor)
+                return joined
+            parts = [torch.empty_like(tensor) for _ in range(self.world_size)]
             dist.all_gather(parts, tensor)
         return torch.cat(parts, dim=-1)
 
@@ -114,6 +119,18 @@ class ShardGroup:
 
 
 @contextmanager
+def peers() -> Iterator[None]:
+    """Raises PeerLost in place of the error of a kernel that waits for other shards."""
+    try:
+        yield
+    except RuntimeError as error:
+        line = str(error).splitlines()[0]
+        if line.startswith("peer lost"):
+            raise PeerLost(line) from error
+        raise
+
+
+@contextmanager
 def _peers_of(tensor: Tensor) -> Iterator[None]:
     """Raises PeerLost in place of gloo's own errors; NCCL's come later, and are those of the device."""
     try:
@@ -133,10 +150,12 @@ def connect(
     device: torch.device,
     local_world_size: int | None = None,
     timeout: float = CONNECT_SECONDS,
+    custom_kernels: bool = True,
 ) -> ShardGroup:
     """Connects to the other shards where shard 0 listens.
 
-    device: what this shard computes on. timeout: seconds. Raises CannotConnect.
+    device: what this shard computes on. timeout: seconds. custom_kernels: kernels of the engine's own may be used.
+    Raises CannotConnect.
     """
     local_world_size = local_world_size or world_size
     _choose_interface(master_addr, master_port)
@@ -155,7 +174,7 @@ def connect(
         raise CannotConnect(_explain(error, rank, world_size, master_addr, master_port, timeout)) from error
     logger.info("shard %d of %d is connected to the others", rank, world_size)
     group = ShardGroup(rank, world_size, local_world_size, store)
-    if device.type == "cpu" and local_world_size == world_size:
+    if device.type == "cpu" and local_world_size == world_size and custom_kernels:
         group.share_memory()
     return group
 

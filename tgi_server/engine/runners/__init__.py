@@ -107,7 +107,7 @@ def _runner(model: PreTrainedModel, config: EngineConfig, linear: LinearFactory,
         if config.kv_cache_dtype is not None:
             probe = LogitsProbe(model, group, kv_format=kv_format)
         spec = _spec(model) if isinstance(backend, CpuAttention) else None
-        whole = optimise(model, spec, probe.variants, linear=linear)
+        whole = optimise(model, spec, probe.variants, linear=linear, group=group)
         if fault := probe.fault(backend, "the CPU kernels", linear.rounding, whole):
             raise UnsupportedModel(f"{model.config.model_type}: {fault}; start with --disable-custom-kernels")
     memory = config.memory_fraction, config.cpu_memory

@@ -5,6 +5,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/index_select.h>
 #include <ATen/ops/tensor.h>
 #include <torch/custom_class.h>
@@ -26,6 +27,7 @@
 #include "gemm/linear.h"
 #include "gemm/moe.h"
 #include "ops/ops.h"
+#include "runtime/ranks.h"
 #include "runtime/thread_pool.h"
 
 namespace oatmill {
@@ -178,6 +180,10 @@ class Decoder : public torch::CustomClassHolder {
     layers_.push_back(std::move(layer));
   }
 
+  // From now on the layers are this rank's part of them: each computes some heads, and some features between up and down,
+  // and what they add to the residual is summed over all ranks.
+  void split(RanksPtr ranks) { ranks_ = std::move(ranks); }
+
   // hidden: [tokens, hidden_size]. wanted: [rows] int64, the tokens of which the output is wanted, each sequence's last
   // ones; none: all. Of the others the last layer leaves keys and values in the cache, and no more. tapped: indices of
   // layers, in order, whose inputs are appended to taps. Returns [rows, hidden_size].
@@ -207,7 +213,7 @@ class Decoder : public torch::CustomClassHolder {
 
   at::Tensor feed_forward(const Layer& layer, const at::Tensor& x, const MaybeTensor& adapters,
                           const at::Tensor& residual) const {
-    if (layer.mixture) return (*layer.mixture)(x, residual);
+    if (layer.mixture) return summed((*layer.mixture)(x, own_residual(residual)));
     const at::Tensor up = layer.up->adapted(x, adapters, !gated_);
     return added(*layer.down, gated_ ? gate_mul(up, gelu_) : up, adapters, residual, layer.fed_norm);
   }
@@ -215,11 +221,21 @@ class Decoder : public torch::CustomClassHolder {
   // The residual and a layer's output, normalised first where there is a norm.
   at::Tensor added(const Linear& linear, const at::Tensor& x, const MaybeTensor& adapters, const at::Tensor& residual,
                    const MaybeNorm& norm) const {
-    if (!norm && residual_scale_ == 1) return linear.adapted(x, adapters, false, residual);
-    at::Tensor sum = normalised(norm, linear.adapted(x, adapters));
+    if (!norm && residual_scale_ == 1) return summed(linear.adapted(x, adapters, false, own_residual(residual)));
+    at::Tensor sum = normalised(norm, summed(linear.adapted(x, adapters)));
     if (residual_scale_ != 1) multiply(sum, residual_scale_);
     add(sum, residual);
     return sum;
+  }
+
+  // The residual for the rank that adds it.
+  MaybeTensor own_residual(const at::Tensor& residual) const {
+    return !ranks_ || ranks_->rank() == 0 ? MaybeTensor(residual) : MaybeTensor();
+  }
+
+  at::Tensor summed(at::Tensor part) const {
+    if (ranks_) ranks_->all_reduce(part);
+    return part;
   }
 
   at::Tensor attend(const Layer& layer, const at::Tensor& x, const Pass& pass, Cache cache,
@@ -253,6 +269,7 @@ class Decoder : public torch::CustomClassHolder {
   bool gated_, gelu_, parallel_;
   double residual_scale_;
   bool interleaved_;
+  RanksPtr ranks_;  // or none
   std::vector<Layer> layers_;
 };
 
@@ -285,6 +302,13 @@ class CausalLM : public torch::CustomClassHolder {
     starts_ = at::arange(tokens.size(0) + 1, tables.options());
     tokens_ = std::move(tokens), positions_ = std::move(positions), tables_ = std::move(tables);
     adapters_ = std::move(adapters), block_size_ = block_size;
+  }
+
+  // From now on the embedding and the head are this rank's part of them, an equal number of tokens of each rank.
+  // vocab_size: tokens of all ranks, without those that fill up the last one's.
+  void split(RanksPtr ranks, int64_t vocab_size) {
+    decoder_->split(ranks);
+    ranks_ = std::move(ranks), vocab_size_ = vocab_size;
   }
 
   // From now on passes return the input of the head, and those of these layers, in order, as well.
@@ -321,7 +345,7 @@ class CausalLM : public torch::CustomClassHolder {
                                                           const MaybeTensor& wanted, const MaybeTensor& adapters,
                                                           bool greedy, bool head) const {
     own_thread_pool = true;
-    at::Tensor hidden = rows_of(embedding_, tokens);
+    at::Tensor hidden = embedded(tokens);
     if (embedding_scale_ != 1) multiply(hidden, embedding_scale_);
     if (position_embedding_) add(hidden, rows_of(*position_embedding_, positions));
     for (std::vector<at::Tensor>* kinds : {&cos, &sin})
@@ -344,12 +368,14 @@ class CausalLM : public torch::CustomClassHolder {
   at::Tensor logits(const at::Tensor& hidden, const MaybeTensor& adapters, bool greedy, const MaybeTensor& masks,
                     std::vector<int64_t> masked_rows) const {
     const bool changed = adapters && head_->adapters && !head_->adapters->empty();
-    if (greedy && !changed && !screen_.empty() && hidden.size(0) <= screened_rows_ && logits_softcap_ == 0) {
+    if (greedy && !changed && !ranks_ && !screen_.empty() && hidden.size(0) <= screened_rows_ && logits_softcap_ == 0) {
       at::Tensor largest = head_->screened(hidden, screen_[0], screen_[1], screen_[2], screen_[3], screen_[4], masks,
                                            std::move(masked_rows), {});
       return divided(largest);
     }
-    at::Tensor all = divided(head_->adapted(hidden, adapters));
+    at::Tensor all = head_->adapted(hidden, adapters);
+    if (ranks_) all = ranks_->all_gather(all).narrow(1, 0, vocab_size_).contiguous();
+    all = divided(all);
     if (logits_softcap_ != 0)
       change_each(all, [cap = static_cast<float>(logits_softcap_)](float x, auto rounded) {
         return rounded(std::tanh(rounded(x / cap))) * cap;
@@ -358,6 +384,21 @@ class CausalLM : public torch::CustomClassHolder {
   }
 
  private:
+  at::Tensor embedded(const at::Tensor& tokens) const {
+    if (!ranks_) return rows_of(embedding_, tokens);
+    const int64_t own = embedding_.size(0), first = ranks_->rank() * own;
+    at::Tensor local = at::empty_like(tokens);
+    const int64_t* token = tokens.const_data_ptr<int64_t>();
+    int64_t* to = local.mutable_data_ptr<int64_t>();
+    const auto elsewhere = [&](int64_t i) { return token[i] < first || first + own <= token[i]; };
+    for (int64_t i = 0; i < tokens.numel(); ++i) to[i] = elsewhere(i) ? 0 : token[i] - first;
+    at::Tensor hidden = rows_of(embedding_, local);
+    for (int64_t i = 0; i < tokens.numel(); ++i)
+      if (elsewhere(i)) hidden.select(0, i).zero_();
+    ranks_->all_reduce(hidden);
+    return hidden;
+  }
+
   at::Tensor divided(at::Tensor logits) const {
     if (logits_divisor_ != 1)
       change_each(logits, [divisor = static_cast<float>(logits_divisor_)](float x, auto) { return x / divisor; });
@@ -373,6 +414,8 @@ class CausalLM : public torch::CustomClassHolder {
   double logits_divisor_, logits_softcap_;
   std::vector<at::Tensor> screen_;
   int64_t screened_rows_;
+  RanksPtr ranks_;  // or none
+  int64_t vocab_size_ = 0;
   std::vector<int64_t> tapped_;
   bool taps_head_ = false;
   at::Tensor tokens_, positions_, tables_, adapters_, starts_;  // starts: of queries; each row has one
@@ -401,6 +444,10 @@ TORCH_LIBRARY_FRAGMENT(oatmill, library) {
       .def("forward", &Linear::operator())
       .def("adapt", &Linear::adapt)
       .def("screened", &Linear::screened);
+  library.class_<Ranks>("Ranks")
+      .def(torch::init<at::Tensor, int64_t, std::vector<int64_t>, int64_t, double>())
+      .def("all_reduce", [](const RanksPtr& self, const at::Tensor& x) { self->all_reduce(x); })
+      .def("all_gather", &Ranks::all_gather);
   library.class_<Norm>("Norm").def(torch::init<at::Tensor, MaybeTensor, double, bool>());
   library.class_<Experts>("Experts")
       .def(torch::init<double, double>())
@@ -417,6 +464,7 @@ TORCH_LIBRARY_FRAGMENT(oatmill, library) {
                        std::vector<at::Tensor>, int64_t>())
       .def("attach_cache", &CausalLM::attach_cache)
       .def("attach_rows", &CausalLM::attach_rows)
+      .def("split", &CausalLM::split)
       .def("tap", &CausalLM::tap)
       .def("decode", &CausalLM::decode)
       .def("forward", &CausalLM::forward)

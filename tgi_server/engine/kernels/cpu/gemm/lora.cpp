@@ -21,8 +21,9 @@ namespace {
 constexpr int SIDE_BY_SIDE = 4;          // rows that are computed together
 constexpr int RANKS_AT_ONCE = 2;         // with so many rows of a: the sums stay in registers
 constexpr int64_t ROWS_OF_ITEM = 64;     // rows of a work item
-constexpr int64_t RANKS_OF_ITEM = 16;    // its ranks, of a
-constexpr int64_t OUTPUTS_OF_ITEM = 256; // its outputs, of b
+constexpr int64_t RANKS_OF_ITEM = 16;    // its ranks, of a, or a multiple
+constexpr int64_t OUTPUTS_OF_ITEM = 256; // its outputs, of b, or a multiple
+constexpr int64_t WORK_OF_ITEM = 1 << 16; // products; other threads would take longer to begin with fewer
 constexpr int LANE_REGISTERS = LANES / WIDTH;
 
 // The rows of one adapter; of none where there is no change.
@@ -142,31 +143,38 @@ void expand_rows(const float* sums, int64_t stride, const LoraDelta* delta, cons
   }
 }
 
-// Calls work(group, first row, rows, begin, end) for blocks of rows of each group, and of the indices below `size`.
-template <typename Size, typename Work>
-void for_each_block(const std::vector<Group>& groups, int64_t step, const Size& size, const Work& work) {
+// Calls work(group, first row, rows, begin, end) for blocks of rows of each group, and of the indices below `size`: a
+// multiple of `step` of them. products: of a row and an index.
+template <typename Size, typename Products, typename Work>
+void for_each_block(const std::vector<Group>& groups, int64_t step, const Size& size, const Products& products,
+                    const Work& work) {
+  const auto step_of = [&](const Group& group) {
+    const int64_t rows = std::min<int64_t>(ROWS_OF_ITEM, static_cast<int64_t>(group.rows.size()));
+    return ceil_div(WORK_OF_ITEM, std::max<int64_t>(1, step * rows * products(group))) * step;
+  };
   struct Item {
     const Group* group;
     int64_t row, begin;
   };
   std::vector<Item> items;
   for (const Group& group : groups)
-    for (int64_t begin = 0; begin < size(group); begin += step)
+    for (int64_t begin = 0; begin < size(group); begin += step_of(group))
       for (int64_t row = 0; row < static_cast<int64_t>(group.rows.size()); row += ROWS_OF_ITEM)
         items.push_back({&group, row, begin});
   parallel_for(static_cast<int64_t>(items.size()), [&](int64_t i) {
     const auto& [group, row, begin] = items[i];
     const int64_t rows = std::min<int64_t>(ROWS_OF_ITEM, static_cast<int64_t>(group->rows.size()) - row);
-    work(*group, row, rows, begin, std::min(begin + step, size(*group)));
+    work(*group, row, rows, begin, std::min(begin + step_of(*group), size(*group)));
   });
 }
 
 int64_t ranks_of(const Group& group) { return group.delta ? group.delta->a.size(0) : 0; }
 
 template <typename T>
-void run(const std::vector<Group>& groups, int64_t sums_needed, const T* x, const LoraEpilogue<T>& epilogue) {
+void run(const std::vector<Group>& groups, int64_t sums_needed, const T* x, int64_t inputs,
+         const LoraEpilogue<T>& epilogue) {
   std::vector<float> sums(sums_needed);
-  for_each_block(groups, RANKS_OF_ITEM, ranks_of,
+  for_each_block(groups, RANKS_OF_ITEM, ranks_of, [&](const Group&) { return inputs; },
                  [&](const Group& group, int64_t row, int64_t rows, int64_t begin, int64_t end) {
                    shrink(x, group.rows.data() + row, rows, group.delta->a, begin, end,
                           sums.data() + group.first_sum + row * ranks_of(group));
@@ -174,6 +182,7 @@ void run(const std::vector<Group>& groups, int64_t sums_needed, const T* x, cons
   const LoraPart all{0, epilogue.outputs, 0, 0, {}};
   for_each_block(
       groups, OUTPUTS_OF_ITEM, [&](const Group&) { return epilogue.outputs; },
+      [](const Group& group) { return 1 + ranks_of(group); },
       [&](const Group& group, int64_t row, int64_t rows, int64_t begin, int64_t end) {
         const int64_t ranks = ranks_of(group);
         const LoraPart* parts = group.delta ? group.delta->parts.data() : &all;
@@ -241,7 +250,7 @@ at::Tensor Adapters::apply(const at::Tensor& x, at::Tensor y, const at::Tensor& 
   }
   by_dtype(x, [&]<typename T>(T*) {
     const LoraEpilogue<T> epilogue{y.mutable_data_ptr<T>(), residual ? added.const_data_ptr<T>() : nullptr, relu, outputs_};
-    run<T>(groups, sums, dense.const_data_ptr<T>(), epilogue);
+    run<T>(groups, sums, dense.const_data_ptr<T>(), inputs, epilogue);
   });
   return y;
 }

@@ -197,7 +197,7 @@ Mixture::Mixture(LinearPtr router, ExpertsPtr experts, int64_t chosen, bool norm
   TORCH_CHECK(0 < chosen_ && chosen_ <= router_->outputs, "a token cannot have ", chosen_, " of ", router_->outputs, " experts");
 }
 
-at::Tensor Mixture::operator()(const at::Tensor& x, const at::Tensor& residual) const {
+at::Tensor Mixture::operator()(const at::Tensor& x, const std::optional<at::Tensor>& residual) const {
   const at::Tensor logits = (*router_)(x);
   const int64_t tokens = x.size(0), experts = experts_->count();
   std::vector<Choice> choices(tokens * chosen_);

@@ -71,7 +71,7 @@ struct Mixture : torch::CustomClassHolder {
   Mixture(LinearPtr router, ExpertsPtr experts, int64_t chosen, bool normalised);
 
   // x, residual: as in Experts::sum.
-  at::Tensor operator()(const at::Tensor& x, const at::Tensor& residual) const;
+  at::Tensor operator()(const at::Tensor& x, const std::optional<at::Tensor>& residual) const;
 
  private:
   LinearPtr router_;
