@@ -16,7 +16,7 @@ class StartupError(Exception):
 
 
 class RouterError(Exception):
-    """Base of all errors that a client is told about. `str()` of it is the message: one line of bounded length."""
+    """Base of all errors that a client gets. `str()` of it is the message: one line of bounded length."""
 
     status = 500
     error_type = "internal"
@@ -44,7 +44,7 @@ class InvalidRequest(RouterError):
 
 
 class ContextOverflow(InvalidRequest):
-    """The prompt, or the prompt with the answer that is asked for, has more tokens than there may be.
+    """The prompt, or the prompt with the requested answer, has too many tokens.
 
     Clients look for the words: `str()` has those of TGI, `openai_message` those of OpenAI.
     """
@@ -68,7 +68,7 @@ class ContextOverflow(InvalidRequest):
 
     @classmethod
     def of_total(cls, tokens: int, max_new_tokens: int, max_total_tokens: int) -> Self:
-        """Returns the error of a prompt that leaves no room for the answer that is asked for."""
+        """Returns the error of a prompt that leaves no room for the requested answer."""
         return cls(
             f"`inputs` tokens + `max_new_tokens` must be <= {max_total_tokens}. "
             f"Given: {tokens} `inputs` tokens and {max_new_tokens} `max_new_tokens`",
@@ -79,7 +79,7 @@ class ContextOverflow(InvalidRequest):
 
 
 class PreviousResponseNotFound(InvalidRequest):
-    """The response that another one should follow is not kept, or not any more."""
+    """The response that another one should continue is not stored, or no longer."""
 
     status = 400
     code = "previous_response_not_found"
@@ -112,7 +112,7 @@ class GenerationFailed(RouterError):
 
 
 class GrammarFailed(RouterError):
-    """The grammar could not be followed to the end of the text: it got too complex, or no token of the model fits."""
+    """The grammar could not be followed to the end of the text: it became too complex, or no token fits."""
 
     status = 422
     error_type = "validation"
@@ -140,7 +140,7 @@ class PayloadTooLarge(RouterError):
 
 
 class Unauthorized(RouterError):
-    """The server wants an API key, and the request has none or another."""
+    """The server needs an API key, and the request has none or a wrong one."""
 
     status = 401
     error_type = "unauthorized"
@@ -148,7 +148,7 @@ class Unauthorized(RouterError):
 
 
 class Forbidden(RouterError):
-    """A browser asks on behalf of a page that may not call the server."""
+    """A browser sends the request for a page that may not call the server."""
 
     status = 403
     error_type = "forbidden"
@@ -207,7 +207,7 @@ class NoSuchAdapter(RouterError):
 
 
 class NoSuchResponse(RouterError):
-    """A response that is not kept, or not any more."""
+    """The response is not stored, or no longer."""
 
     status = 404
     error_type = "not_found"
@@ -218,7 +218,7 @@ class NoSuchResponse(RouterError):
 
 
 class NotSupported(RouterError):
-    """Something of OpenAI's that this server does not do."""
+    """A feature of OpenAI's API that this server does not have."""
 
     status = 501
     error_type = "not_supported"
