@@ -5,6 +5,7 @@ The router and the grammar are real; the answer is decided by the test, in the t
 
 import json
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,15 @@ import pytest
 import pytest_asyncio
 
 from tests.grammars import following_fault
-from tests.integration.router.conftest import Router, running_router
+from tests.integration.router.conftest import Router, events, running_router
 from tests.published_tokenizers import PUBLISHED, Published
 from tgi_server.grammar import GrammarCompiler
 from tgi_server.router.text.tool_formats import tool_format
 from tgi_server.wire import grammar_from_message
 
-QUICK = ("qwen3", "deepseek_r1", "gemma3")
+# The last one's calls are in a form that only a flag names.
+MODELS = {**PUBLISHED, "json": replace(PUBLISHED["llama3.1"], calls="json")}
+QUICK = ("qwen3", "deepseek_r1", "gemma3", "llama3.1")
 HELLO = [{"role": "user", "content": "What of Paris?"}]
 PARIS, ROME = {"place": "Paris"}, {"place": 'R "o" {me}'}
 SCHEMA = {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]}
@@ -71,27 +74,41 @@ class Model:
             grammar = grammar_from_message(received.grammar)
             assert following_fault(self._compiler, grammar, [*tokens, self.published.end]) is None
         (choice,) = response.json()["choices"]
-        calls = [
-            (each["function"]["name"], json.loads(each["function"]["arguments"]))
-            for each in choice["message"].get("tool_calls") or ()
-        ]
-        thoughts = choice["message"].get("reasoning_content")
+        message = choice["message"]
+        calls = [(each["function"]["name"], each["function"]["arguments"]) for each in message.get("tool_calls") or ()]
         assert choice["finish_reason"] == ("tool_calls" if calls else "stop")
-        return {"thoughts": thoughts, "text": choice["message"]["content"], "calls": calls}
+        whole = {"thoughts": message.get("reasoning_content"), "text": message["content"], "calls": calls}
+        assert await self._streamed(**body) == whole
+        return whole | {"calls": [(name, json.loads(arguments)) for name, arguments in calls]}
+
+    async def _streamed(self, **body: Any) -> dict[str, Any]:
+        """Has the model answer the same as a stream, and puts that together."""
+        response = await self._router.post("/v1/chat/completions", messages=HELLO, stream=True, **body)
+        chunks = [json.loads(each) for each in events(response.text) if each != "[DONE]"]
+        deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+        calls: list[list[str]] = []
+        for call in (call for delta in deltas for call in delta.get("tool_calls") or ()):
+            if call["index"] == len(calls):
+                calls.append([call["function"]["name"], ""])
+            calls[call["index"]][1] += call["function"]["arguments"]
+        thoughts, text = (
+            "".join(delta.get(key) or "" for delta in deltas) or None for key in ("reasoning_content", "content")
+        )
+        return {"thoughts": thoughts, "text": text, "calls": [(name, arguments) for name, arguments in calls]}
 
 
 @pytest_asyncio.fixture(
     scope="module",
     loop_scope="module",
     params=[
-        pytest.param(each, id=name, marks=[] if name in QUICK else [pytest.mark.slow])
-        for name, each in PUBLISHED.items()
+        pytest.param(each, id=name, marks=[] if name in QUICK else [pytest.mark.slow]) for name, each in MODELS.items()
     ],
 )
 async def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Model]:
     folder = request.param.save(tmp_path_factory.mktemp("model"))
     shard = {"end": request.param.end, "vocab_size": request.param.vocab_size}
-    async with running_router(tmp_path_factory.mktemp("router"), shard, tokenizer_name=folder) as router:
+    settings = {"tokenizer_name": folder, "tool_call_parser": "json" if request.param.calls == "json" else "auto"}
+    async with running_router(tmp_path_factory.mktemp("router"), shard, **settings) as router:
         yield Model(request.param, folder, router)
 
 
@@ -129,6 +146,50 @@ async def test_a_text_that_begins_like_a_mark(model: Model):
     before = model.thought() if model.opened else ""
     text = "<div> {or} [INST"
     assert await model.answers(before + text, tools=TOOLS) == answer(model, text, thinks=model.opened)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        "{}",
+        "{ not json",
+        '{"a": 1}',
+        '\n{"name": 3}',
+        '{"parameters": {}, "name": "weather"}',
+        '{"type": "function"}',
+    ],
+)
+async def test_a_text_that_begins_with_a_brace(model: Model, text: str):
+    before = model.thought().rstrip("\n") if text.startswith("\n") else model.thought()
+    assert await model.answers(before + text, tools=TOOLS) == answer(
+        model, text.lstrip("\n") if model.published.thinks else text
+    )
+
+
+async def test_a_text_that_looks_like_a_call(model: Model):
+    """It names none of the tools, or another member is the first."""
+    if model.form.anywhere:
+        pytest.skip("a mark shows its calls")
+    call = model.call(("weather", PARIS))
+    for text in (call.replace("weather", "weathers"), call.replace("weather", "wea"), call.replace('name"', 'named"')):
+        assert await model.answers(text, tools=TOOLS) == answer(model, text)
+    assert await model.answers(call[: call.index("her")], tools=TOOLS) == answer(model, call[: call.index("her")])
+    for unnamed in (None, {"type": "json_object"}):
+        text = json.dumps({"name": "Bob", "function": {"_name": "Bob"}})
+        assert await model.answers(text, tools=TOOLS, response_format=unnamed) == answer(model, text)
+
+
+async def test_calls_in_other_layouts(model: Model):
+    if model.form.anywhere:
+        pytest.skip("behind a mark, calls are in one layout")
+    called = ("weather", PARIS)
+    head, rest = model.call(called).split('"weather"')
+    for layout in (head.replace(" ", ""), head.replace("{", "{\n    "), "\n\n" + head):
+        assert await model.answers(f'{layout}"weather"{rest}', tools=TOOLS) == answer(model, None, called)
+    if model.form.triggers:
+        written = f'{model.form.triggers[0]}"weather"{rest}'
+        assert await model.answers(written, tools=TOOLS) == answer(model, None, called)
 
 
 async def test_thoughts_behind_a_blank(model: Model):

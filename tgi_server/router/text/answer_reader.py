@@ -39,6 +39,7 @@ class CallHeads:
         self.first = {form.of(each).first_head(name): name for name, each in arguments.items()}
         self.next = {form.of(each).next_head(name): name for name, each in arguments.items()}
         self.firsts, self.nexts = Beginnings(self.first), Beginnings(self.next)
+        self.layouts, self.layouts_begun = re.compile(form.layouts), re.compile(form.layouts_begun)
         self._called = {name: form.of(each) for name, each in arguments.items()}
         self._tags = {
             name: Tags(form.tags, each.tagged)
@@ -139,7 +140,7 @@ class _CallReader:
         self._heads = heads
         self._form = self._called = heads.form
         self._place = _ReaderPlace.TEXT
-        self._buffer = ""
+        self._buffer = self._trigger = ""
         self._reader: _JsonReader | TaggedArgumentsReader = _JsonReader()
         self.number = 0
 
@@ -157,13 +158,13 @@ class _CallReader:
                 case _ReaderPlace.TEXT:
                     yield from self._text(last=last)
                 case _ReaderPlace.FIRST_HEAD:
-                    yield from self._head(self._heads.first, self._heads.firsts)
+                    yield from self._head(self._heads.first, self._heads.firsts, last=last)
                 case _ReaderPlace.ARGUMENTS:
                     yield from self._arguments()
                 case _ReaderPlace.TAIL:
                     self._tail()
                 case _ReaderPlace.BETWEEN:
-                    yield from self._head(self._heads.next, self._heads.nexts)
+                    yield from self._head(self._heads.next, self._heads.nexts, last=last)
                 case _ReaderPlace.PLAIN:
                     rest, self._buffer = self._buffer, ""
                     yield Piece(AnswerPart.TEXT, rest)
@@ -171,10 +172,11 @@ class _CallReader:
     def _text(self, *, last: bool) -> Iterator[Piece]:
         trigger = self._form.trigger
         if not self._form.anywhere:
-            if self._buffer.startswith(trigger):
-                self._buffer = self._buffer.removeprefix(trigger)
+            begin = self._heads.layouts.match(self._buffer)
+            if begin is not None and begin.end() < len(self._buffer):
+                self._trigger, self._buffer = begin[0], self._buffer[begin.end() :]
                 self._place = _ReaderPlace.FIRST_HEAD
-            elif last or not trigger.startswith(self._buffer):
+            elif last or self._heads.layouts_begun.fullmatch(self._buffer) is None:
                 self._place = _ReaderPlace.PLAIN
             return
         before, found, rest = self._buffer.partition(trigger)
@@ -182,15 +184,16 @@ class _CallReader:
         if found:
             # The lines before a call are no text.
             yield Piece(AnswerPart.TEXT, before.rstrip())
-            self._buffer, self._place = rest, _ReaderPlace.FIRST_HEAD
+            self._trigger, self._buffer, self._place = trigger, rest, _ReaderPlace.FIRST_HEAD
             return
         blank = 0 if last else len(before[: len(before) - held]) - len(before[: len(before) - held].rstrip())
         held += blank
         self._buffer = before[len(before) - held :]
         yield Piece(AnswerPart.TEXT, before[: len(before) - held])
 
-    def _head(self, names: Mapping[str, str], heads: Beginnings) -> Iterator[Piece]:
+    def _head(self, names: Mapping[str, str], heads: Beginnings, *, last: bool) -> Iterator[Piece]:
         """Reads up to the arguments of a call. Behind a trigger there may also be a text that only looks like one."""
+        ended = last and not self._form.anywhere
         seen = self._buffer
         found = heads.of(seen)
         if found is not None:
@@ -199,8 +202,8 @@ class _CallReader:
             self.number += 1
             self._called, self._reader = self._heads.form_of(name), self._heads.reader(name)
             self._buffer, self._place = seen.removeprefix(found), _ReaderPlace.ARGUMENTS
-        elif self._place is _ReaderPlace.FIRST_HEAD and not heads.may_follow(seen):
-            self._buffer, self._place = self._form.trigger + seen, _ReaderPlace.PLAIN
+        elif self._place is _ReaderPlace.FIRST_HEAD and (ended or not heads.may_follow(seen)):
+            self._buffer, self._place = self._trigger + seen, _ReaderPlace.PLAIN
 
     def _arguments(self) -> Iterator[Piece]:
         certain, self._buffer, ended = self._reader.read(self._buffer)

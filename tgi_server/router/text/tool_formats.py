@@ -17,10 +17,11 @@ from tgi_server.router.text.tagged_arguments import ArgumentTags, TaggedParamete
 class ToolFormat:
     """A form of calls: `begin`, `head` with the name in it, the arguments as JSON, `tail`, `separator`, ..., `end`.
 
-    trigger: the first part of `begin` and `head`; behind it nothing but a call can follow. anywhere: a text may come
-    before the first call; otherwise the answer is either text or calls. alone: there is only one call. tags: arguments
-    are written one by one between them. as_json: the form of calls for which that cannot be done; it has the same
-    `trigger`, `begin`, `separator` and `end`.
+    trigger: the first part of `begin` and `head`. anywhere: it is a mark, behind which nothing but a call can follow,
+    and a text may come before the first call; otherwise it is the JSON before the name, and the answer is either calls
+    or a text, which is any that does not begin with a call of a tool. triggers: other JSON that may stand for it.
+    alone: there is only one call. tags: arguments are written one by one between them. as_json: the form of calls for
+    which that cannot be done; it has the same `trigger`, `begin`, `separator` and `end`.
     """
 
     name: str
@@ -31,6 +32,7 @@ class ToolFormat:
     separator: str = ""
     end: str = ""
     anywhere: bool = True
+    triggers: tuple[str, ...] = ()
     alone: bool = False
     tags: ArgumentTags | None = None
     as_json: "ToolFormat | None" = None
@@ -47,6 +49,22 @@ class ToolFormat:
         """Returns what comes between the tail of one call and the arguments of the next."""
         return self.separator + self._head(name)
 
+    @property
+    def layouts(self) -> str:
+        """The regular expression of JSON triggers, in the layouts in which models write them."""
+        return rf"[ \n]*({'|'.join(''.join(_laid_out(each)) for each in (self.trigger, *self.triggers))})"
+
+    @property
+    def layouts_begun(self) -> str:
+        """The regular expression of what such triggers may begin with."""
+        begun = []
+        for each in (self.trigger, *self.triggers):
+            pattern = ""
+            for part in reversed(_laid_out(each)):
+                pattern = f"({part}{pattern})?"
+            begun.append(pattern)
+        return rf"[ \n]*({'|'.join(begun)})"
+
     def _head(self, name: str) -> str:
         # In quotes, a name is JSON.
         shown = json.dumps(name, ensure_ascii=False)[1:-1] if self.head[0].endswith('"') else name
@@ -59,6 +77,18 @@ class ToolFormat:
         if self.tags is None or self.as_json is None:
             return own
         return "".join((own, *self.tags.begin, self.tags.end, self.as_json.markers))
+
+
+# The terminals of JSON in the grammars of schemas.
+_JSON_PARTS = re.compile('"[^"]*"|: |, |{')
+# Between the parts of a call's JSON: none, a space, or a line break and what indents the next line.
+_LAYOUT = r"\n?[ \t]{0,8}"
+
+
+def _laid_out(trigger: str) -> list[str]:
+    """Returns the regular expressions of each character of some JSON, and of what may stand between its parts."""
+    parts = _JSON_PARTS.findall(trigger)
+    return [pattern for part in parts for pattern in (*map(re.escape, part.strip()), _LAYOUT)]
 
 
 # DeepSeek's marks; their bars are wide ones.
@@ -80,7 +110,16 @@ _MINIMAX_JSON = ToolFormat(
     "",
     "</minimax:tool_call>",
 )
-TGI_FORMAT = ToolFormat("tgi", "{", ('{"function": {"_name": "', '", "_arguments": '), "}}", anywhere=False, alone=True)
+# As Llama 3.2 begins some calls.
+_TYPED = ('{"type": "function", "name": ',)
+TGI_FORMAT = ToolFormat(
+    "tgi",
+    '{"function": {"_name": ',
+    ('{"function": {"_name": "', '", "_arguments": '),
+    "}}",
+    anywhere=False,
+    alone=True,
+)
 _FORMATS = {
     each.name: each
     for each in (
@@ -114,7 +153,16 @@ _FORMATS = {
         ),
         ToolFormat("mistral", "[TOOL_CALLS]", _JSON_HEAD, "}", "[TOOL_CALLS][", ", ", "]"),
         ToolFormat("mistral_args", "[TOOL_CALLS]", ("[TOOL_CALLS]", "[ARGS]"), ""),
-        ToolFormat("llama3_json", "{", ('{"name": "', '", "parameters": '), "}", "", "; ", anywhere=False),
+        ToolFormat(
+            "llama3_json",
+            '{"name": ',
+            ('{"name": "', '", "parameters": '),
+            "}",
+            "",
+            "; ",
+            anywhere=False,
+            triggers=_TYPED,
+        ),
         ToolFormat(
             "deepseek_v3",
             _CALLS,
@@ -134,7 +182,7 @@ _FORMATS = {
             _CALLS_END,
         ),
         ToolFormat("functionary", "<function=", ("<function=", ">"), "</function>"),
-        ToolFormat("json", "{", _JSON_HEAD, "}", anywhere=False),
+        ToolFormat("json", '{"name": ', _JSON_HEAD, "}", anywhere=False, triggers=_TYPED),
     )
 }
 # Of one answer: a weak model may not find an end.
@@ -240,25 +288,34 @@ class FrameWriter:
 
         others: patterns that no text begins with. lines: takes the rules that the answers are made of.
         """
-        text = f"%schema {json.dumps(schema)}"
-        if schema is None:
-            if calls is not None and not calls.form.anywhere:
-                others = [*others, _pattern(calls.form.trigger[0])]
-            lines.append(f"OTHER: {_beginning_without(others)}")
-            text = "OTHER"
-        if calls is None:
-            yield text
-            return
-        form = calls.form
-        lines += self._call_rules(calls)
-        if calls.required or schema is not None or not form.anywhere:
-            yield f"{self._literal(form.trigger)} calls"
-        else:
-            yield f"{self._until(form.trigger, 'prelude', others, lines)} calls"
-        if not calls.required:
-            yield text
+        if calls is not None:
+            form = calls.form
+            in_text = not calls.required and schema is None
+            if in_text and form.anywhere:
+                yield f"{self._until(form.trigger, 'prelude', others, lines)} calls"
+            elif in_text:
+                names = "|".join(_pattern(json.dumps(name, ensure_ascii=False)) for name in calls.arguments)
+                others = [*others, f"{form.layouts}({names})"]
+                yield "calls"
+            elif calls.required or form.anywhere:
+                yield f"{self._literal(form.trigger)} calls"
+            else:
+                # In the terminals of a schema: up to the name, the answer may be either.
+                for trigger in (form.trigger, *form.triggers):
+                    yield f"{' '.join(map(_quoted, _JSON_PARTS.findall(trigger)))} calls"
+            lines += self._call_rules(calls, whole=in_text and not form.anywhere)
+        if calls is None or not calls.required:
+            if schema is None:
+                lines.append(f"OTHER: {_beginning_without(others)}")
+            yield "OTHER" if schema is None else f"%schema {json.dumps(schema)}"
 
-    def _call_rules(self, calls: Calls) -> Iterator[str]:
+    def _call_rules(self, calls: Calls, *, whole: bool) -> Iterator[str]:
+        """Yields the rules of calls. whole: the first of them begins with the trigger, in any layout.
+
+        Such a beginning is one terminal: no other can follow where a text might go on.
+        """
+        if whole:
+            yield f"TRIGGER: /{calls.form.layouts}/"
         several = calls.parallel and not calls.form.alone
         more = f" another{{0,{_MOST_CALLS - 1}}}" if several else ""
         yield f"calls: first{more} {self._literal(calls.form.end)}"
@@ -266,8 +323,11 @@ class FrameWriter:
             bodies = []
             for i, (name, arguments) in enumerate(calls.arguments.items()):
                 form = calls.form.of(arguments)
-                head = form.first_head(name) if rule == "first" else form.next_head(name)
-                bodies.append(f"{self._literal(head)} arguments{i} {self._literal(form.tail)}")
+                head = self._literal(form.first_head(name) if rule == "first" else form.next_head(name))
+                if whole and rule == "first":
+                    yield f"HEAD{i}: TRIGGER {_quoted(form.first_head(name))}"
+                    head = f"HEAD{i}"
+                bodies.append(f"{head} arguments{i} {self._literal(form.tail)}")
             yield f"{rule}: {' | '.join(bodies)}"
         for i, arguments in enumerate(calls.arguments.values()):
             yield from self._argument_rules(f"arguments{i}", calls.form.tags, arguments)

@@ -45,6 +45,8 @@ WRITTEN = {
     "json": '{"name": "weather", "arguments": PARIS}{"name": "a\\"b", "arguments": ROME}',
     "tgi": '{"function": {"_name": "weather", "_arguments": PARIS}}',
 }
+# Forms of calls that begin with a brace, as texts may do.
+BRACES = ("llama3_json", "json", "tgi")
 WRITTEN = {name: text.replace("PARIS", PARIS).replace("ROME", ROME) for name, text in WRITTEN.items()}
 
 
@@ -107,11 +109,64 @@ def test_calls_are_bound_and_read_back(name: str):
         assert takes(grammar, text)
         assert not takes(grammar, text.replace("place", "plane"))
         assert not takes(grammar, text[:-1]) or name in ("mistral_args",)
-        assert not takes(grammar, text.replace("weather", "whether"))
+        unknown = text.replace("weather", "whether")
+        assert takes(grammar, unknown) == (use is MAY and name in BRACES)
         assert takes(grammar, "Sunny, I think.") == (use is MAY)
         for size in (1, 2, 3, 7, 1000):
             assert read(form.readers(use, None, thinking=False), text, size) == ("", "", calls)
+            if name in BRACES:
+                assert read(form.readers(use, None, thinking=False), unknown, size) == ("", unknown, [])
     assert takes(form.grammar(ONCE, None, thinking=False), text) == (name == "tgi")
+
+
+@pytest.mark.parametrize(
+    ("text", "certain"),
+    [
+        ("{}", "{}"),
+        (" {not", " {n"),
+        ('{"a": 1}', '{"a'),
+        ('{"name": "wet"}', '{"name": "wet'),
+        ('{"name": "weathers"}', '{"name": "weathers'),
+        ('{ "name":  3}', '{ "name":  3'),
+        ('{"type": "function", "of": 3}', '{"type": "function", "o'),
+        ('\n{\n\n"name": "weather"}', "\n{\n\n"),
+        ('{"name": "weat', '{"name": "weat'),
+    ],
+)
+def test_a_text_is_held_back_while_it_may_become_a_call(text: str, certain: str):
+    form = AnswerForm(tool_format("llama3_json", ""), None, {})
+    assert takes(form.grammar(MAY, None, thinking=False), text)
+    make = form.readers(MAY, None, thinking=False)
+    assert make is not None
+    reader = make()
+    fed = next((end for end in range(1, len(text) + 1) if reader.feed(text[end - 1 : end])), len(text))
+    assert text[:fed] == certain
+    for size in (1, 2, 3, 100):
+        assert read(make, text, size) == ("", text, [])
+
+
+@pytest.mark.parametrize("name", BRACES)
+def test_the_layouts_of_a_call(name: str):
+    form = AnswerForm(tool_format(name, ""), None, {})
+    grammar = form.grammar(MAY, None, thinking=False)
+    head, rest = WRITTEN[name].split('"weather"', 1)
+    for layout in (head.replace(" ", ""), head.replace("{", "{ "), "\n" + head.replace("{", "{\n    ")):
+        text = f'{layout}"weather"{rest}'
+        assert takes(grammar, text)
+        assert not takes(grammar, text.replace("place", "plane"))
+        assert not takes(grammar, f'{layout}"weather"}}')
+        for size in (1, 2, 3, 7, 1000):
+            assert read(form.readers(MAY, None, thinking=False), text, size) == ("", "", written_calls(name))
+
+
+def test_many_tools_beside_a_text():
+    tools = [tool(f"näme({index})[a-z]/ \\d{{2}}.*", WEATHER) for index in range(500)]
+    form = AnswerForm(tool_format("json", ""), None, {})
+    grammar = form.grammar(ToolUse(tools), None, thinking=False)
+    called = json.dumps(tools[77].function.name, ensure_ascii=False)
+    assert takes(grammar, f'{{"name": {called}, "arguments": {PARIS}}}')
+    assert not takes(grammar, f'{{"name": {called}}}')
+    assert takes(grammar, '{"name": "näme(3)a/ 22"}')
 
 
 @pytest.mark.parametrize("name", [name for name in WRITTEN if tool_format(name, "").anywhere])
@@ -128,7 +183,7 @@ def test_a_text_before_a_call(name: str):
 @given(st.text(st.sampled_from('<tol_ca>{"name: [TOOLCALLS]é\n'), max_size=20), st.integers(1, 9))
 def test_a_text_without_calls_stays_as_it_is(name: str, text: str, size: int):
     form = tool_format(name, "")
-    if form.trigger not in text:
+    if not form.anywhere or form.trigger not in text:
         assert read(AnswerForm(form, None, {}).readers(MAY, None, thinking=False), text, size) == ("", text, [])
 
 
@@ -158,9 +213,16 @@ def test_an_answer_with_a_form_of_its_own_beside_tools():
         assert takes(grammar, WRITTEN[name])
         assert not takes(grammar, "Sunny, I think.")
         assert read(form.readers(MAY, answer, thinking=False), "true", 2) == ("", "true", [])
-    like_a_call = Grammar(GrammarKind.JSON_SCHEMA, json.dumps({"type": "object", "properties": {"n": {"const": 1}}}))
-    assert takes(form.grammar(MAY, like_a_call, thinking=False), '{"n": 1}')
-    assert read(form.readers(MAY, like_a_call, thinking=False), '{"n": 1}', 3) == ("", '{"n": 1}', [])
+    for name in BRACES:
+        form = AnswerForm(tool_format(name, ""), None, {})
+        properties = {"type": {}, "name": {"type": "string"}, "n": {"const": 1}, "function": {}}
+        like_a_call = Grammar(GrammarKind.JSON_SCHEMA, json.dumps({"type": "object", "properties": properties}))
+        grammar, make = (each(MAY, like_a_call, thinking=False) for each in (form.grammar, form.readers))
+        assert takes(grammar, WRITTEN[name])
+        assert not takes(grammar, WRITTEN[name].replace("place", "plane"))
+        for text in ('{"n": 1}', '{"name": "Bob"}', '{"function": {"_name": "Bob"}}', '{"type": "function", "n": 1}'):
+            assert takes(grammar, text)
+            assert read(make, text, 3) == ("", text, [])
     with pytest.raises(InvalidTool, match="JSON only"):
         form.grammar(MAY, Grammar(GrammarKind.REGEX, "a"), thinking=False)
 
