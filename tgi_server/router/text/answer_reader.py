@@ -9,6 +9,7 @@ from tgi_server.router.text.reasoning import ReasoningTags
 from tgi_server.router.text.tagged_arguments import Beginnings, TaggedArgumentsReader, Tags, beginning_held
 from tgi_server.router.text.tool_formats import Arguments, ToolFormat
 
+_JSON_STRING = re.compile(r'"([^"\\]|\\.)*"')
 _STRUCTURE = re.compile(r'["\\{}\[\]]')
 
 
@@ -193,7 +194,8 @@ class _CallReader:
 
     def _head(self, names: Mapping[str, str], heads: Beginnings, *, last: bool) -> Iterator[Piece]:
         """Reads up to the arguments of a call. Behind a trigger there may also be a text that only looks like one."""
-        ended = last and not self._form.anywhere
+        # A call that has named its tool is no text, even if it is cut off here.
+        ended = last and not self._form.anywhere and _JSON_STRING.match(self._buffer) is None
         seen = self._buffer
         found = heads.of(seen)
         if found is not None:

@@ -192,6 +192,8 @@ def test_a_call_that_is_cut_off_gives_what_there_is():
     cut = WRITTEN["hermes"][:50]
     assert read(form.readers(MUST, None, thinking=False), cut, 3) == ("", "", [("weather", '{"pla')])
     assert read(form.readers(MUST, None, thinking=False), cut[:20], 3) == ("", "", [])
+    form = AnswerForm(tool_format("json", ""), None, {})
+    assert read(form.readers(MAY, None, thinking=False), WRITTEN["json"][:25], 3) == ("", "", [])
 
 
 def test_special_tokens_of_a_form_are_tokens_in_its_grammar():
