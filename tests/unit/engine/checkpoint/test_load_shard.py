@@ -3,17 +3,18 @@
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from tests.tiny_models import build, make
 from tests.unit.engine.conftest import RanksOf
 from tests.unit.engine.requests import Requests, generate_together, load_engine, prompts
 from tgi_server.contract import ReportParameters, SamplingParameters, StoppingParameters
 from tgi_server.engine import CacheCapacity, Engine, EngineConfig, EngineError, RunningSequence
+from tgi_server.engine.backends.cpu import CpuModel
 from tgi_server.engine.checkpoint.safetensors_files import weight_files
 from tgi_server.engine.driver import Driver
 from tgi_server.engine.errors import UnsupportedModel
@@ -156,16 +157,18 @@ def fail_in_a_pass(group: ShardGroup, folder: Path) -> list[str]:
     requests = Requests(load_engine(folder, group=group), TEXTS)
     requests.join(0)
     requests.step()
-    reduce = group.all_reduce
-    group.all_reduce = _fail  # type: ignore[method-assign]
+    ways = {name: getattr(CpuModel, name) for name in ("decode", "forward")}
+    for name in ways:
+        setattr(CpuModel, name, _fail)
     try:
         return [_error_of(requests.step), _error_of(requests.engine.check_device)]
     finally:
-        group.all_reduce = reduce  # type: ignore[method-assign]
+        for name, way in ways.items():
+            setattr(CpuModel, name, way)
         group.fault = None
 
 
-def _fail(_: Tensor) -> Tensor:
+def _fail(*_: Any, **__: Any) -> None:
     raise RuntimeError("Connection closed by peer")
 
 
