@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 
 import grpc
 import pytest
@@ -207,11 +208,13 @@ def test_a_call_may_not_take_longer_than_the_longest_time(server: ModelServer) -
 def test_abandoned_streams_leave_no_trace(server: ModelServer) -> None:
     server.answer, server.delay = " ".join(["word"] * 200), 0.05
     flags = ("--endpoint", server.url, "--threads", "200")
-    with running_service(*flags) as service, service.runner() as runner:
+    with running_service(*flags) as service, service.runner() as runner, ExitStack() as stack:
+        # Each has a connection of its own, which has fewer streams than these are together.
+        callers = [stack.enter_context(service.runner()) for _ in range(4)]
         threads = service.threads()
         for _ in range(3):
             request = llm_pb2.ModelRequest(formatted_prompt="x", timeout=30_000)
-            streams = [runner.stream_model(request) for _ in range(200)]
+            streams = [caller.stream_model(request) for caller in callers for _ in range(50)]
             for number, stream in enumerate(streams):
                 if number % 2:
                     next(stream)
@@ -514,5 +517,5 @@ def test_streams_that_are_reset_at_once_cancel_nobody_elses_calls(server: ModelS
             for each in attackers:
                 each.close()
         assert max(took) < 0.5
-        assert len(server.requests) < 100  # what is reset is not asked
+        assert len(server.requests) < sum(each.sent for each in attackers) / 10  # what is reset is hardly ever sent on
     assert any("cancelled 1000 calls in a row" in line for line in service.log)

@@ -316,7 +316,7 @@ def test_logs_for_machines() -> None:
     with running_service("--json-output") as service:
         assert service.port
     lines = [json.loads(line) for line in service.log]
-    assert [line["message"].split()[0] for line in lines] == ["settings:", "listening", "stopping", "stopped"]
+    assert [line["message"].split()[0] for line in lines] == ["settings:", "no", "listening", "stopping", "stopped"]
 
 
 @pytest.mark.slow

@@ -124,6 +124,7 @@ def test_no_signal_is_lost_whenever_it_comes(make_loop: Callable[[], Any]) -> No
     child = os.fork()
     if child == 0:
         with suppress(OSError):
+            os.read(acts, 1)  # signals are handled from here on
             for _ in range(5000):
                 os.write(line, b"a line")
                 until = time.perf_counter() + random.random() * 0.0005
@@ -139,6 +140,7 @@ def test_no_signal_is_lost_whenever_it_comes(make_loop: Callable[[], Any]) -> No
         loop, ended = asyncio.get_running_loop(), asyncio.Event()
         on_stop_signal(lambda: os.write(act, b"x"))
         loop.add_reader(lines, os.read, lines, 4096)
+        os.write(act, b"x")
         wait = asyncio.create_task(asyncio.to_thread(os.waitpid, child, 0))
         wait.add_done_callback(lambda _: ended.set())
         await ended.wait()

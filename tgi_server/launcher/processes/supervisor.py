@@ -156,14 +156,17 @@ class Supervisor:
         start = time.monotonic()
         report = start + REPORT_SECONDS
         bar = LoadingBar(sys.stderr)
-        waiting = list(self._sockets)
+        waiting = dict(zip((shard.name for shard in self._shards), self._sockets, strict=True))
         while waiting or (self._router is not None and not is_listening(router_socket(self._sockets[0]))):
             await asyncio.sleep(POLL_SECONDS)
-            waiting = [socket for socket in waiting if not is_listening(socket)]
+            waiting = {name: socket for name, socket in waiting.items() if not is_listening(socket)}
             percent, stage = read_progress(self._sockets[0])
             bar.show(percent, stage)
             if time.monotonic() > report:
-                logger.info("loading: %d %%, %s (%d s)", percent, stage, time.monotonic() - start)
+                names = ", ".join(waiting) or "router"
+                logger.info(
+                    "loading: %d %%, %s (%d s); waiting for %s", percent, stage, time.monotonic() - start, names
+                )
                 report += REPORT_SECONDS
         bar.clear()
         seconds = time.monotonic() - start

@@ -161,7 +161,7 @@ async def test_waiting_is_reported(server: Server, caplog: pytest.LogCaptureFixt
     server.shards[2] = processes.shard(2, server.sockets[2], server.marker, seconds=1.5)
     caplog.set_level("INFO")
     await server.run(lambda _: None, Supervisor.stop)
-    assert any("waiting for shard-2" in line for line in caplog.messages)
+    assert any(line.startswith("loading: ") and line.endswith("; waiting for shard-2") for line in caplog.messages)
     assert any(line.startswith(f"ready on http://127.0.0.1:{server.port}") for line in caplog.messages)
 
 
