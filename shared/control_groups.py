@@ -47,6 +47,15 @@ def free_memory(process: Path = _PROCESS) -> int | None:
     return min(free, default=None)
 
 
+def available_ram() -> int:
+    """Returns the bytes of RAM that this process may still take: of the machine, or of its control groups."""
+    import psutil  # which the gRPC service is installed without
+
+    available: int = psutil.virtual_memory().available
+    free = free_memory()
+    return available if free is None else min(available, free)
+
+
 def _groups(controller: str, process: Path) -> Iterator[Path]:
     """Yields the folders of the groups that the process is in, from the innermost on, as far as they can be seen."""
     places: dict[str, str] = {}

@@ -13,11 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock, Thread
 
-import psutil
 import torch
 from torch import Tensor
 
-from shared.control_groups import free_memory
+from shared.control_groups import available_ram
 
 # The share that the KV cache takes of the GPU memory that may be used. The rest is left to sampling, to logits of whole
 # prompts, and to gaps between tensors: the largest pass has none of that.
@@ -74,12 +73,6 @@ def taken_by(device: torch.device) -> Iterator[Taken]:
     yield taken
     torch.cuda.synchronize(device)
     taken.bytes = max(0, before - torch.cuda.mem_get_info(device)[0])
-
-
-def available_ram() -> int:
-    """Returns the bytes of RAM that this process may still take: of the machine, or of its control groups."""
-    available, free = psutil.virtual_memory().available, free_memory()
-    return available if free is None else min(available, free)
 
 
 def to_device(values: Sequence[int] | Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -10,9 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import psutil
-
-from shared.control_groups import free_memory
+from shared.control_groups import available_ram
 from shared.gpus import has_gpu
 from tgi_server.launcher.errors import CannotStartError
 from tgi_server.launcher.settings import LauncherSettings
@@ -21,7 +19,7 @@ from tgi_server.shard.settings import QUANTIZE_OF_METHOD, ROUNDED_BYTES
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
-_INDEX = "model.safetensors.index.json"
+_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 # Files in which older tools say how they quantised a model.
 _OLDER_SETTINGS = ("quantize_config.json", "quant_config.json")
 _QUANTIZED = (".qweight", ".q_weight", ".weight_packed", ".weight_scale", ".weight_scale_inv", ".SCB")
@@ -126,7 +124,7 @@ def _check_memory(settings: LauncherSettings, tensors: Header) -> None:
     weights = sum(_bytes(tensor, settings) for tensor in tensors.values())
     if settings.num_nodes > 1:
         weights /= settings.num_nodes
-    free = min(psutil.virtual_memory().available, free_memory() or math.inf)
+    free = available_ram()
     if weights > free:
         raise CannotStartError(
             f"the model's weights take {weights / _GIB:.1f} GiB, and {free / _GIB:.1f} GiB of memory are available; "
@@ -156,7 +154,9 @@ def _tensors(folder: Path) -> Header:
     """Returns all tensors of the model. Raises CannotStartError for files that are missing or not whole."""
     index = folder / _INDEX
     names = {file.name for file in folder.glob("*.safetensors") if file.name != ADAPTER_WEIGHTS}
-    if index.is_file():
+    if not index.is_file() and _WEIGHTS in names:  # others beside it are the same weights in another format
+        names = {_WEIGHTS}
+    elif index.is_file():
         parts = _read_object(index).get("weight_map")
         names = set(parts.values()) if isinstance(parts, dict) else names
     tensors: dict[str, Mapping[str, Any]] = {}

@@ -155,6 +155,16 @@ def test_weights_that_do_not_fit_the_memory(folder: Path, monkeypatch: pytest.Mo
     check(folder, "--quantize=int8")
 
 
+def test_weights_that_lie_there_a_second_time_are_not_counted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mistral's repositories have them in their own format, too."""
+    weights = sum(tensor.nbytes for tensor in load_file(folder / "model.safetensors").values())
+    tensors = load_file(folder / "model.safetensors")
+    save_file({f"own.{name}": tensor for name, tensor in tensors.items()}, folder / "consolidated.safetensors")
+    memory = psutil.virtual_memory()._replace(available=int(weights * 1.1))
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
+    check(folder)
+
+
 def test_a_cache_that_is_larger_than_the_machine(folder: Path) -> None:
     told = complaint(folder, "--cpu-memory=900TiB")
     assert told.startswith("--cpu-memory is 921600.0 GiB and the model's weights take 0.0 GiB, but ")

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
+from shared.control_groups import available_ram
 from tgi_server.engine.errors import InvalidAdapter, InvalidCall
 from tgi_server.engine.kernels import load_kernels
 from tgi_server.engine.lora.adapter import AdapterLayer
@@ -21,7 +22,6 @@ from tgi_server.engine.lora.base_model import BaseModel
 from tgi_server.engine.lora.linears import AdaptedLinear, adapt_linears
 from tgi_server.engine.lora.reader import read_adapter
 from tgi_server.engine.lora.rows import CurrentRows
-from tgi_server.engine.memory import available_ram
 from tgi_server.engine.models.families import plan_for
 from tgi_server.engine.parallel import ShardGroup
 from tgi_server.engine.parallel.plan import ShardingPlan
