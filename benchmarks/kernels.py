@@ -24,8 +24,8 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from benchmarks.machine import read_config
 from benchmarks.report import finish, number, table, tell
 from benchmarks.workloads import positive
-from tgi_server.engine.attention.base import AttentionVariant, ChunkSpan, ForwardMetadata, KVShape
-from tgi_server.engine.attention.cpu import CpuAttention
+from tgi_server.engine.backends.attention.base import AttentionVariant, ChunkSpan, ForwardMetadata, KVShape
+from tgi_server.engine.backends.attention.cpu import CpuAttention
 from tgi_server.engine.config import DTYPES
 from tgi_server.engine.kernels import load_kernels
 from tgi_server.engine.linear import choice

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from tests.gpu.marks import DTYPES, NEEDS_GPU
-from tests.unit.engine.attention.test_backends import FP8, fp8, run
-from tgi_server.engine.attention import create_attention_backend
-from tgi_server.engine.attention.base import AttentionVariant, KVShape
-from tgi_server.engine.attention.cuda import CudaAttention
+from tests.unit.engine.backends.attention.test_backends import FP8, fp8, run
+from tgi_server.engine.backends.attention import create_attention_backend
+from tgi_server.engine.backends.attention.base import AttentionVariant, KVShape
+from tgi_server.engine.backends.attention.cuda import CudaAttention
 
 pytestmark = NEEDS_GPU
 

@@ -12,7 +12,7 @@ from tests.gpu_without.check_layers import as_on_a_gpu  # noqa: F401
 from tests.quantized_models import make_quantized
 from tests.unit.engine.linear.test_quantized import KINDS, random_weight
 from tgi_server.engine import EngineConfig
-from tgi_server.engine.attention.cuda import CudaAttention
+from tgi_server.engine.backends.attention.cuda import CudaAttention
 from tgi_server.engine.backends.layer import DecoderLayer
 from tgi_server.engine.checkpoint.load_model import load_model
 from tgi_server.engine.checkpoint.quantized import QuantizedLinear, QuantizedWeight

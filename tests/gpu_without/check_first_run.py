@@ -11,12 +11,12 @@ from tests.gpu.marks import DTYPES
 from tests.gpu.run import CHECKS
 from tests.gpu_without.check_passes import PAGED
 from tests.gpu_without.fake_gpu import DEVICE, FakeGpu
-from tests.unit.engine.attention.test_backends import FP8, fp8
-from tests.unit.engine.attention.test_backends import run as attend
+from tests.unit.engine.backends.attention.test_backends import FP8, fp8
+from tests.unit.engine.backends.attention.test_backends import run as attend
 from tgi_server.contract import StoppingParameters
 from tgi_server.engine import RunningSequence
-from tgi_server.engine.attention.base import AttentionVariant, KVShape
-from tgi_server.engine.attention.cuda import CudaAttention
+from tgi_server.engine.backends.attention.base import AttentionVariant, KVShape
+from tgi_server.engine.backends.attention.cuda import CudaAttention
 
 # Seconds that a program takes to be compiled on a core, at most.
 SECONDS = 2.0

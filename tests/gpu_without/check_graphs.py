@@ -10,9 +10,9 @@ from triton.runtime.interpreter import GridExecutor
 from tests.tiny_models import build
 from tests.unit.engine.runners.test_no_waiting import Operations
 from tgi_server.contract import StoppingParameters
-from tgi_server.engine.attention.base import AttentionBackend
-from tgi_server.engine.attention.cuda import CudaAttention
-from tgi_server.engine.attention.gather import GatherAttention
+from tgi_server.engine.backends.attention.base import AttentionBackend
+from tgi_server.engine.backends.attention.cuda import CudaAttention
+from tgi_server.engine.backends.attention.gather import GatherAttention
 from tgi_server.engine.kernels.triton import paged_attention
 from tgi_server.engine.runners import paged, prompt_graphs
 from tgi_server.engine.runners.base import PromptChunk

@@ -8,10 +8,10 @@ import torch
 import triton.language as tl
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-from tests.unit.engine.attention.test_backends import FP8, expected, fp8, run
-from tgi_server.engine.attention.base import AttentionBackend, AttentionVariant, KVShape
-from tgi_server.engine.attention.cuda import CudaAttention
-from tgi_server.engine.attention.kv_format import KVFormat
+from tests.unit.engine.backends.attention.test_backends import FP8, expected, fp8, run
+from tgi_server.engine.backends.attention.base import AttentionBackend, AttentionVariant, KVShape
+from tgi_server.engine.backends.attention.cuda import CudaAttention
+from tgi_server.engine.backends.attention.kv_format import KVFormat
 from tgi_server.engine.checkpoint.quantized.kv_scales import KVScales
 from tgi_server.engine.kernels.triton import QueryTiles, paged_attention, rope_and_cache
 from tgi_server.engine.kernels.triton.paged_attention import plan_parts

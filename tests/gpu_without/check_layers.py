@@ -9,8 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.interpreter import GridExecutor
 
 from tests.tiny_models import build
-from tgi_server.engine.attention.cuda import CudaAttention
 from tgi_server.engine.backends import fuse, layer, norm
+from tgi_server.engine.backends.attention.cuda import CudaAttention
 from tgi_server.engine.backends.layer import DecoderLayer
 from tgi_server.engine.kernels.triton import norm_and_gate, paged_attention
 from tgi_server.engine.linear import LinearFactory

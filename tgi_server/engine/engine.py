@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tgi_server.contract import ReportParameters, SamplingParameters
-from tgi_server.engine.attention.base import GreedyOnly
+from tgi_server.engine.backends.attention.base import GreedyOnly
 from tgi_server.engine.batch import ForwardPlan, RunningBatch
 from tgi_server.engine.checkpoint.load_model import load_config, load_model
 from tgi_server.engine.config import EngineConfig

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from tgi_server.engine.attention.base import AttentionVariant
+from tgi_server.engine.backends.attention.base import AttentionVariant
 from tgi_server.engine.backends.cpu import CpuModel, layers_kernel
 from tgi_server.engine.backends.head import ScreenedHead
 from tgi_server.engine.backends.layer import DecoderLayer

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from tgi_server.engine.attention.base import ForwardMetadata, GreedyOnly
-from tgi_server.engine.attention.cpu import CpuAttention
+from tgi_server.engine.backends.attention.base import ForwardMetadata, GreedyOnly
+from tgi_server.engine.backends.attention.cpu import CpuAttention
 from tgi_server.engine.backends.head import ScreenedHead
 from tgi_server.engine.backends.layer import NORMS, DecoderLayer, linear_kernel
 from tgi_server.engine.backends.norm import Norm

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tgi_server.engine.attention.base import AttentionVariant
-from tgi_server.engine.attention.paged_cache import PagedCache
+from tgi_server.engine.backends.attention.base import AttentionVariant
+from tgi_server.engine.backends.attention.paged_cache import PagedCache
 from tgi_server.engine.backends.norm import Norm, on_gpu
 from tgi_server.engine.backends.rope import repeated
 from tgi_server.engine.checkpoint.quantized import Experts

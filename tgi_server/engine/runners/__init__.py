@@ -7,12 +7,12 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from tgi_server.engine.attention import create_attention_backend
-from tgi_server.engine.attention.base import AttentionBackend
-from tgi_server.engine.attention.cpu import CpuAttention
-from tgi_server.engine.attention.gather import GatherAttention
-from tgi_server.engine.attention.kv_format import KVFormat
 from tgi_server.engine.backends import fuse, limit_threads, optimise, pack_codes, unpack
+from tgi_server.engine.backends.attention import create_attention_backend
+from tgi_server.engine.backends.attention.base import AttentionBackend
+from tgi_server.engine.backends.attention.cpu import CpuAttention
+from tgi_server.engine.backends.attention.gather import GatherAttention
+from tgi_server.engine.backends.attention.kv_format import KVFormat
 from tgi_server.engine.config import KV_CACHE_DTYPES, EngineConfig
 from tgi_server.engine.errors import UnsupportedModel
 from tgi_server.engine.kernels import load_kernels

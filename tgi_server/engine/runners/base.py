@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from tgi_server.contract import StoppingParameters
-from tgi_server.engine.attention.base import GreedyOnly
+from tgi_server.engine.backends.attention.base import GreedyOnly
 from tgi_server.engine.errors import InvalidCall
 from tgi_server.engine.lora.rows import CurrentRows
 from tgi_server.engine.models.families import family_of

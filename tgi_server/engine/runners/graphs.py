@@ -13,7 +13,7 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from tgi_server.engine.attention.base import AttentionBackend
+from tgi_server.engine.backends.attention.base import AttentionBackend
 
 logger = logging.getLogger(__name__)
 

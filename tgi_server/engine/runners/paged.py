@@ -8,10 +8,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tgi_server.contract import StoppingParameters
-from tgi_server.engine.attention.base import AttentionBackend, GreedyOnly
-from tgi_server.engine.attention.cpu import CpuAttention
-from tgi_server.engine.attention.gather import GatherAttention
-from tgi_server.engine.attention.paged_cache import PagedCache
+from tgi_server.engine.backends.attention.base import AttentionBackend, GreedyOnly
+from tgi_server.engine.backends.attention.cpu import CpuAttention
+from tgi_server.engine.backends.attention.gather import GatherAttention
+from tgi_server.engine.backends.attention.paged_cache import PagedCache
 from tgi_server.engine.backends.cpu import CpuModel
 from tgi_server.engine.backends.rope import LengthDependentRope
 from tgi_server.engine.errors import EngineError, InvalidCall, NotEnoughMemory

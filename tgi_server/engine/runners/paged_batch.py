@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tgi_server.engine.attention.base import ChunkSpan, ForwardMetadata, GreedyOnly
-from tgi_server.engine.attention.block_tables import BlockTables
+from tgi_server.engine.backends.attention.base import ChunkSpan, ForwardMetadata, GreedyOnly
+from tgi_server.engine.backends.attention.block_tables import BlockTables
 from tgi_server.engine.kernels import load_kernels
 from tgi_server.engine.lora.rows import AdapterRows
 from tgi_server.engine.memory import copy_to_device

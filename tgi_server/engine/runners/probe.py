@@ -20,11 +20,17 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from tgi_server.engine.attention.base import AttentionBackend, AttentionVariant, ChunkSpan, ForwardMetadata, KVShape
-from tgi_server.engine.attention.cpu import CpuAttention
-from tgi_server.engine.attention.gather import GatherAttention
-from tgi_server.engine.attention.kv_format import KVFormat
-from tgi_server.engine.attention.paged_cache import PagedCache
+from tgi_server.engine.backends.attention.base import (
+    AttentionBackend,
+    AttentionVariant,
+    ChunkSpan,
+    ForwardMetadata,
+    KVShape,
+)
+from tgi_server.engine.backends.attention.cpu import CpuAttention
+from tgi_server.engine.backends.attention.gather import GatherAttention
+from tgi_server.engine.backends.attention.kv_format import KVFormat
+from tgi_server.engine.backends.attention.paged_cache import PagedCache
 from tgi_server.engine.backends.cpu import CpuModel
 from tgi_server.engine.checkpoint.quantized import Experts
 from tgi_server.engine.errors import EngineError

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from tgi_server.engine.attention.base import ChunkSpan, ForwardMetadata
+from tgi_server.engine.backends.attention.base import ChunkSpan, ForwardMetadata
 from tgi_server.engine.runners.graphs import Recorder, SharedOutputs
 from tgi_server.engine.runners.paged_batch import PassInput
 

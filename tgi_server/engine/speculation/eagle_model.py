@@ -18,8 +18,8 @@ from transformers import AutoConfig, LlamaConfig, PreTrainedModel
 from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 
-from tgi_server.engine.attention.base import AttentionVariant, KVShape
-from tgi_server.engine.attention.paged_cache import PagedCache
+from tgi_server.engine.backends.attention.base import AttentionVariant, KVShape
+from tgi_server.engine.backends.attention.paged_cache import PagedCache
 from tgi_server.engine.errors import InvalidWeights, UnsupportedModel
 
 

@@ -9,7 +9,7 @@ import torch
 from tokenizers import Tokenizer
 from transformers import PreTrainedModel
 
-from tgi_server.engine.attention import create_attention_backend
+from tgi_server.engine.backends.attention import create_attention_backend
 from tgi_server.engine.checkpoint.load_model import load_model
 from tgi_server.engine.config import EngineConfig
 from tgi_server.engine.errors import ModelNotFound, UnsupportedModel

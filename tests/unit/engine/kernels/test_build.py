@@ -76,7 +76,7 @@ import pytest, sys
 from tgi_server.engine.kernels import build
 build.NATIVE = {target!r}
 sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "tests/unit/engine/linear", "tests/unit/engine/backends",
-                      "tests/unit/engine/kernels/cpu", "tests/unit/engine/attention/test_backends.py"]))
+                      "tests/unit/engine/kernels/cpu", "tests/unit/engine/backends/attention/test_backends.py"]))
 """
     assert build.prepare([target])
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
@@ -94,7 +94,8 @@ assert build.load_kernels()
 import torch
 assert "amx_emulated" in torch.ops.oatmill.linear_kernels(torch.ops.oatmill.linear_pack(torch.zeros(1, 64).bfloat16()))
 sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "tests/unit/engine/linear",
-                      "tests/unit/engine/backends/test_head.py", "tests/unit/engine/attention/test_backends.py"]))
+                      "tests/unit/engine/backends/test_head.py",
+                      "tests/unit/engine/backends/attention/test_backends.py"]))
 """
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout[-3000:]

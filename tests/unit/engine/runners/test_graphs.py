@@ -13,7 +13,7 @@ from tests.unit.engine.requests import Requests, expected_tokens, load_engine, p
 from tests.unit.engine.runners.test_parity import check, overlap, run_overlapping
 from tgi_server.contract import ReportParameters, SamplingParameters, StoppingParameters
 from tgi_server.engine import Engine, RunningSequence
-from tgi_server.engine.attention.cpu import CpuAttention
+from tgi_server.engine.backends.attention.cpu import CpuAttention
 from tgi_server.engine.driver import Driver
 from tgi_server.engine.runners import paged, prompt_graphs
 from tgi_server.engine.runners.graphs import DecodeGraphs, graph_batch_sizes, recorded

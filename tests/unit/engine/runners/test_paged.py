@@ -11,7 +11,7 @@ from tests.unit.engine.own_memory import resident
 from tgi_server import demo_model
 from tgi_server.contract import StoppingParameters
 from tgi_server.engine import Engine, EngineConfig, RunningSequence
-from tgi_server.engine.attention.gather import GatherAttention
+from tgi_server.engine.backends.attention.gather import GatherAttention
 from tgi_server.engine.checkpoint.load_model import load_model
 from tgi_server.engine.errors import NotEnoughMemory
 from tgi_server.engine.runners import paged

@@ -5,7 +5,7 @@ import torch
 
 from tgi_server.contract import StoppingParameters
 from tgi_server.engine import RunningSequence
-from tgi_server.engine.attention.base import GreedyOnly
+from tgi_server.engine.backends.attention.base import GreedyOnly
 from tgi_server.engine.runners import paged_batch
 from tgi_server.engine.runners.base import PromptChunk
 from tgi_server.engine.runners.paged_batch import PagedBatch

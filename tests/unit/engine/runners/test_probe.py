@@ -22,7 +22,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotar
 from tests.tiny_models import build, make
 from tests.unit.engine.requests import expected_tokens, generate_together, load_engine, prompts
 from tgi_server.engine import Engine, EngineConfig
-from tgi_server.engine.attention.gather import GatherAttention
+from tgi_server.engine.backends.attention.gather import GatherAttention
 from tgi_server.engine.runners.probe import logits_error, probe_paged_path
 
 TEXTS = prompts((1, 70, 5, 33, 2, 17))

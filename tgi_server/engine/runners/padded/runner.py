@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tgi_server.engine.attention.base import GreedyOnly
+from tgi_server.engine.backends.attention.base import GreedyOnly
 from tgi_server.engine.backends.rope import LengthDependentRope
 from tgi_server.engine.errors import InvalidCall, NotEnoughMemory
 from tgi_server.engine.memory import cache_bytes, forget_peak

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from torch import nn
 from transformers import PreTrainedModel
 
-from tgi_server.engine.attention.paged_cache import IMPLEMENTATION
+from tgi_server.engine.backends.attention.paged_cache import IMPLEMENTATION
 from tgi_server.engine.models.families import family_of
 
 

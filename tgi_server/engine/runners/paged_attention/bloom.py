@@ -5,8 +5,8 @@ from typing import Any
 from torch import Tensor
 from transformers.models.bloom.modeling_bloom import BloomAttention
 
-from tgi_server.engine.attention.base import AttentionVariant
-from tgi_server.engine.attention.paged_cache import PagedCache
+from tgi_server.engine.backends.attention.base import AttentionVariant
+from tgi_server.engine.backends.attention.paged_cache import PagedCache
 from tgi_server.engine.runners.paged_attention.alibi import geometric_slopes, slopes_of
 
 

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from transformers.models.falcon.modeling_falcon import FalconAttention, apply_rotary_pos_emb
 
-from tgi_server.engine.attention.base import AttentionVariant
-from tgi_server.engine.attention.paged_cache import PagedCache
+from tgi_server.engine.backends.attention.base import AttentionVariant
+from tgi_server.engine.backends.attention.paged_cache import PagedCache
 from tgi_server.engine.runners.paged_attention.alibi import geometric_slopes, slopes_of
 
 

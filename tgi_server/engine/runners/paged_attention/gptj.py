@@ -5,8 +5,8 @@ from typing import Any
 from torch import Tensor
 from transformers.models.gptj.modeling_gptj import GPTJAttention
 
-from tgi_server.engine.attention.base import AttentionVariant
-from tgi_server.engine.attention.paged_cache import PagedCache
+from tgi_server.engine.backends.attention.base import AttentionVariant
+from tgi_server.engine.backends.attention.paged_cache import PagedCache
 
 
 class PagedGPTJAttention(GPTJAttention):

@@ -9,7 +9,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from tgi_server.engine.attention.base import AttentionBackend, AttentionVariant, ChunkSpan, ForwardMetadata, KVShape
+from tgi_server.engine.backends.attention.base import (
+    AttentionBackend,
+    AttentionVariant,
+    ChunkSpan,
+    ForwardMetadata,
+    KVShape,
+)
 
 # Elements of the largest tensors on the way to a result. What would take more is attended piece by piece.
 _ELEMENTS_AT_ONCE = 1 << 27

@@ -7,11 +7,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from tgi_server.engine.attention import gather
-from tgi_server.engine.attention.base import AttentionBackend, AttentionVariant, ChunkSpan, ForwardMetadata, KVShape
-from tgi_server.engine.attention.cpu import CpuAttention
-from tgi_server.engine.attention.gather import GatherAttention
-from tgi_server.engine.attention.kv_format import KVFormat
+from tgi_server.engine.backends.attention import gather
+from tgi_server.engine.backends.attention.base import (
+    AttentionBackend,
+    AttentionVariant,
+    ChunkSpan,
+    ForwardMetadata,
+    KVShape,
+)
+from tgi_server.engine.backends.attention.cpu import CpuAttention
+from tgi_server.engine.backends.attention.gather import GatherAttention
+from tgi_server.engine.backends.attention.kv_format import KVFormat
 from tgi_server.engine.checkpoint.quantized.kv_scales import KVScales
 
 HEAD_DIM = 32

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.unit.engine.attention.test_backends import expected
-from tgi_server.engine.attention.base import AttentionVariant, ChunkSpan, ForwardMetadata
-from tgi_server.engine.attention.cuda import _tiles
+from tests.unit.engine.backends.attention.test_backends import expected
+from tgi_server.engine.backends.attention.base import AttentionVariant, ChunkSpan, ForwardMetadata
+from tgi_server.engine.backends.attention.cuda import _tiles
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 64])

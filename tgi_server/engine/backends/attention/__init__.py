@@ -2,8 +2,8 @@
 
 import torch
 
-from tgi_server.engine.attention.base import AttentionBackend, KVShape
-from tgi_server.engine.attention.kv_format import KVFormat
+from tgi_server.engine.backends.attention.base import AttentionBackend, KVShape
+from tgi_server.engine.backends.attention.kv_format import KVFormat
 
 
 def create_attention_backend(
@@ -19,15 +19,15 @@ def create_attention_backend(
     kv_format: how keys and values are kept; None: in `dtype`.
     """
     if device.type == "cuda" and custom_kernels:
-        from tgi_server.engine.attention.cuda import CudaAttention
+        from tgi_server.engine.backends.attention.cuda import CudaAttention
 
         if CudaAttention.supports(shape, dtype):
             return CudaAttention(shape, device, dtype, kv_format)
     if device.type == "cpu" and custom_kernels:
-        from tgi_server.engine.attention.cpu import CpuAttention
+        from tgi_server.engine.backends.attention.cpu import CpuAttention
 
         if CpuAttention.supports(shape, dtype):
             return CpuAttention(shape, device, dtype, kv_format)
-    from tgi_server.engine.attention.gather import GatherAttention
+    from tgi_server.engine.backends.attention.gather import GatherAttention
 
     return GatherAttention(shape, device, dtype, kv_format)

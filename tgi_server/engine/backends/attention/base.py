@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from tgi_server.engine.attention.kv_format import KVFormat
+from tgi_server.engine.backends.attention.kv_format import KVFormat
 from tgi_server.engine.sampling.masks import PendingMask
 
 T = TypeVar("T")

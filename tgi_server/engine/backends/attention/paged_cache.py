@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import AttentionInterface, Cache
 
-from tgi_server.engine.attention.base import AttentionBackend, AttentionVariant, ForwardMetadata
+from tgi_server.engine.backends.attention.base import AttentionBackend, AttentionVariant, ForwardMetadata
 from tgi_server.engine.errors import UnsupportedModel
 
 IMPLEMENTATION = "oatmill_paged"

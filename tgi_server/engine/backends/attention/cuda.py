@@ -5,8 +5,8 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from tgi_server.engine.attention.base import AttentionVariant, ForwardMetadata, KVShape
-from tgi_server.engine.attention.gather import GatherAttention
+from tgi_server.engine.backends.attention.base import AttentionVariant, ForwardMetadata, KVShape
+from tgi_server.engine.backends.attention.gather import GatherAttention
 from tgi_server.engine.checkpoint.quantized.kv_scales import KVScales
 from tgi_server.engine.kernels.triton import QueryTiles
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from tgi_server.engine.attention.block_tables import BlockTables
+from tgi_server.engine.backends.attention.block_tables import BlockTables
 from tgi_server.engine.errors import InvalidCall
 
 

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from tgi_server.engine.attention.base import AttentionBackend, AttentionVariant, ForwardMetadata, KVShape
+from tgi_server.engine.backends.attention.base import AttentionBackend, AttentionVariant, ForwardMetadata, KVShape
 from tgi_server.engine.kernels import load_kernels
 from tgi_server.engine.memory import PageReserve, mapped
 
