@@ -5,7 +5,7 @@ import logging
 import pytest
 import torch
 
-from tests.gpu.marks import NEEDS_GPU
+from tests.gpu.marks import MIXTURES, NEEDS_GPU, mixture_waits
 from tests.tiny_models import ARCHITECTURES, make
 from tests.unit.engine.requests import generate_together, load_engine, prompts
 from tests.unit.engine.runners.test_parity import ELSEWHERE, PADDED
@@ -23,7 +23,7 @@ def _log(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
 
 
-@pytest.mark.parametrize("architecture", sorted(ARCHITECTURES.keys() - ELSEWHERE - PADDED - WAITS))
+@pytest.mark.parametrize("architecture", sorted(ARCHITECTURES.keys() - ELSEWHERE - PADDED - WAITS - MIXTURES))
 def test_the_same_tokens_with_graphs_and_without(architecture, tmp_path, caplog) -> None:
     folder = make(architecture, tmp_path)
     without = generate_together(load_engine(folder, cuda_graphs=()), prompts())
@@ -33,11 +33,20 @@ def test_the_same_tokens_with_graphs_and_without(architecture, tmp_path, caplog)
     assert recorded == without
 
 
-def test_a_model_that_waits_runs_without(tmp_path, caplog) -> None:
-    folder = make("gpt2", tmp_path)
-    tokens = generate_together(load_engine(folder), prompts())
-    assert any("decoding runs without CUDA graphs" in message for message in caplog.messages)
+@pytest.mark.parametrize("architecture", sorted(WAITS | MIXTURES))
+def test_a_model_that_waits_runs_without(architecture, tmp_path, caplog) -> None:
+    folder = make(architecture, tmp_path)
+    engine = load_engine(folder)
+    tokens = generate_together(engine, prompts())
+    assert any(fallback.startswith("decoding runs without CUDA graphs") for fallback in engine.fallbacks)
     assert tokens == generate_together(load_engine(folder, cuda_graphs=()), prompts())
+
+
+@pytest.mark.parametrize("architecture", sorted(MIXTURES))
+def test_mixtures_are_recorded_where_no_product_waits(architecture, tmp_path, caplog) -> None:
+    engine = load_engine(make(architecture, tmp_path), dtype=torch.bfloat16)
+    assert all(map(len, generate_together(engine, prompts())))
+    assert ("decoding" in _recorded(caplog)) is not mixture_waits(torch.bfloat16), engine.fallbacks
 
 
 @pytest.mark.parametrize("graphs", [None, ()])

@@ -1,6 +1,7 @@
 """The whole server on a GPU. Needs what the router and the shards need: fastapi, grpcio and so on."""
 
 import sys
+import textwrap
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -57,8 +58,15 @@ def test_conversations_whose_blocks_run_out_go_on(server, tmp_path: Path) -> Non
 
 
 def test_a_device_that_is_lost_ends_the_server(server, tmp_path: Path) -> None:
-    """A copy of the interpreter's start-up makes the shard's third step touch memory that is not there."""
-    (tmp_path / "sitecustomize.py").write_text(POISON)
+    lose_device(server, tmp_path, ILLEGAL_ACCESS)
+
+
+def lose_device(server, tmp_path: Path, fault: str) -> None:
+    """Has the shard's third step fail so that its device is lost: the whole server ends, and says why.
+
+    fault: statements that lose the device; a copy of the interpreter's start-up puts them into `Engine.step`.
+    """
+    (tmp_path / "sitecustomize.py").write_text(START_UP.format(fault=textwrap.indent(fault, " " * 20).strip()))
     environment = {"PYTHONPATH": f"{tmp_path}:{':'.join(filter(None, sys.path))}"}
     running = server(f"--model-id={make_llama(tmp_path / 'model')}", environment=environment).wait_until_ready()
     children = psutil.Process(running.process.pid).children(recursive=True)
@@ -70,31 +78,34 @@ def test_a_device_that_is_lost_ends_the_server(server, tmp_path: Path) -> None:
     while running.process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.1)
     assert running.process.poll() not in (None, 0), running.lines()
-    assert "the device computes no more" in running.lines()
+    assert "the device computes nothing any more" in running.lines()
     assert not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children)
+    running.log.write_text("")  # of the fault the log has a traceback, as it should
 
 
-POISON = '''
+# The kernel fails an assertion, after which CUDA refuses everything.
+ILLEGAL_ACCESS = 'torch.zeros(2, device="cuda")[torch.tensor([5], device="cuda")].sum().item()'
+START_UP = '''
 import sys
 from importlib.abc import MetaPathFinder
 
 class Poison(MetaPathFinder):
-    """Changes `Engine.decode` once its module has been imported by somebody else's import."""
+    """Changes `Engine.step` once its module has been imported by somebody else's import."""
 
     def find_spec(self, name, path=None, target=None):
         if name == "tgi_server.shard.service":
             sys.meta_path.remove(self)
             import torch
             from tgi_server.engine.engine import Engine
-            whole, calls = Engine.decode, []
+            whole, calls = Engine.step, []
 
-            def decode(engine, *arguments, **settings):
+            def step(engine, *arguments, **settings):
                 calls.append(1)
                 if len(calls) == 3:
-                    torch.zeros(2, device="cuda")[torch.tensor([5], device="cuda")].sum().item()
+                    {fault}
                 return whole(engine, *arguments, **settings)
 
-            Engine.decode = decode
+            Engine.step = step
         return None
 
 sys.meta_path.insert(0, Poison())
