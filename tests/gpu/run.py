@@ -39,12 +39,13 @@ _TOLD = ("torch", "transformers", "triton", "llguidance", "grpcio", "uvloop", "f
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A command of this interpreter. needs: modules. seconds: it is ended after."""
+    """A command of this interpreter. needs: modules. seconds: it is ended after. lines: of its output are printed."""
 
     name: str
     arguments: tuple[str, ...]
     needs: tuple[str, ...]
     seconds: float
+    lines: int = LINES
 
 
 def _out() -> Path:
@@ -88,6 +89,18 @@ BENCHMARKS = [
 ]
 
 
+_PARALLEL = ("-n", "12", "--dist", "loadgroup")
+_KERNELS = [f"tests/gpu/test_{name}.py" for name in ("attention", "sampling", "quantized", "models", "decode_graphs")]
+# What a GPU that nobody has run this on is asked first: facts, then correctness on all cores, then speed, then HTTP.
+FIRST = [
+    Job("facts", ("-m", "tests.gpu.facts"), ENGINE, 150),
+    _tests("correctness, on all cores", 240, *_PARALLEL, *_KERNELS, "-k", "not left_of_the_memory"),
+    _measurement("llama-8b", 150, "benchmarks.engine", "llama-8b", *_SHAPE, "--profile"),
+    _tests("the whole server over HTTP", 120, "tests/gpu/test_server.py", needs=SHARD + ROUTER),
+    *BENCHMARKS[1:],
+]
+
+
 @dataclass(frozen=True, slots=True)
 class Result:
     name: str
@@ -98,12 +111,12 @@ class Result:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="tests/gpu/run.sh")
-    parser.add_argument("what", choices=("check", "bench"))
+    parser.add_argument("what", choices=("first", "check", "bench"))
     parser.add_argument("only", nargs="*", help="part of a name")
     arguments = parser.parse_args()
     jobs = [
         job
-        for job in (CHECKS if arguments.what == "check" else BENCHMARKS)
+        for job in {"first": FIRST, "check": CHECKS, "bench": BENCHMARKS}[arguments.what]
         if not arguments.only or any(part in job.name for part in arguments.only)
     ]
     if not jobs:
@@ -130,7 +143,7 @@ def run(job: Job, deadline: float) -> Result:
         lines = output.read().strip().splitlines() or ["no output"]
     with (_out() / "log.txt").open("a") as log:
         print(f"\n== {job.name}", *lines, sep="\n", file=log)
-    print(*lines[-LINES:], sep="\n", flush=True)
+    print(*lines[-job.lines :], sep="\n", flush=True)
     summary = next(
         (line for line in reversed(lines) if " passed" in line or " failed" in line or " skipped" in line), ""
     )
