@@ -1,7 +1,7 @@
 """Measures the kernels on a GPU at the sizes of real models: are they right, and how far from the card's limits?
 
-    python -m tests.gpu.facts            prints a JSON line for each fact, as it comes, and appends it to $OUT/facts.jsonl
-    python -m tests.gpu.facts --dry      tiny sizes in Triton's interpreter, without times: does this program itself run?
+    python -m tests.gpu.facts          prints a JSON line for each fact as it comes, and appends it to $OUT/facts.jsonl
+    python -m tests.gpu.facts --dry    tiny sizes in Triton's interpreter, without times: does this program itself run?
 
 A run is timed as a replayed CUDA graph, so launches are left out, and each kernel is shown to be recordable. A part
 that fails says so in its line and hides no other.
@@ -24,8 +24,8 @@ import torch  # noqa: E402
 import triton  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from tgi_server.engine.attention.base import AttentionVariant, ChunkSpan, ForwardMetadata, KVShape  # noqa: E402
-from tgi_server.engine.attention.cuda import CudaAttention  # noqa: E402
+from tgi_server.engine.backends.attention.base import AttentionVariant, ChunkSpan, ForwardMetadata, KVShape  # noqa: E402
+from tgi_server.engine.backends.attention.cuda import CudaAttention  # noqa: E402
 from tgi_server.engine.checkpoint.quantized import QuantizedLinear  # noqa: E402
 from tgi_server.engine.checkpoint.quantized.rounding import ROUNDINGS  # noqa: E402
 from tgi_server.engine.kernels.triton import paged_attention  # noqa: E402
