@@ -8,5 +8,6 @@ if [ ! -w "${HUGGINGFACE_HUB_CACHE:-/data}" ]; then
     echo "tgi: user $(id -u):$(id -g) cannot write to ${HUGGINGFACE_HUB_CACHE:-/data}, so nothing can be downloaded or" \
         "converted; on the host, run: sudo chown -R $(id -u):$(id -g) shared/file_system/downloads/tgi" >&2
 fi
+[ -w "${TRITON_HOME:-/tmp}" ] || export TRITON_HOME=/tmp
 # shellcheck disable=SC2086
 exec text-generation-launcher ${TGI_PARAMS:-} "$@"

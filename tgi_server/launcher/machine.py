@@ -37,7 +37,7 @@ def shard_count(settings: LauncherSettings) -> int:
 
 
 def check_gpus() -> None:
-    """Raises CannotStartError if a variable lists GPUs and this machine has none."""
+    """Raises CannotStartError if a variable requests GPUs and this machine has none."""
     if not has_gpu() and (missing := missing_gpus("this machine has no GPU")):
         raise CannotStartError(missing)
 

@@ -14,7 +14,7 @@ import torch
 import uvloop
 from opentelemetry import trace
 
-from shared.gpus import missing_gpus, visible_gpus
+from shared.gpus import missing_gpus, unusable_gpus, visible_gpus
 from shared.logging import flush_log
 from shared.settings import fail
 from shared.stop_signals import ignore_stop_signals, on_stop_signal
@@ -78,7 +78,7 @@ def load(
     """Loads the model, together with the other shards. Raises SystemExit after one line when it cannot be loaded."""
     report_to(LoadingProgress(shard_socket(settings.uds_path, settings.rank)).report)
     try:
-        _check_gpus()
+        _check_gpus(settings)
         group = _connect(settings)
         return Engine(engine_config(settings, model_path, speculative_model, group)), group
     except EngineError as error:
@@ -136,18 +136,25 @@ def _connect(settings: ShardSettings) -> ShardGroup | None:
     )
 
 
-def _check_gpus() -> None:
-    """Raises CannotConnect when GPUs are listed for this process that torch cannot use; warns of others."""
-    if torch.cuda.is_available():
-        return
-    reason = "this torch is built without CUDA"
-    if torch.version.cuda is not None:
-        try:
-            torch.cuda.init()
-        except (RuntimeError, AssertionError) as error:
-            reason = f"torch cannot use it: {str(error).strip().splitlines()[0]}"
-    if missing := missing_gpus(reason):
-        raise CannotConnect(missing)
+def _check_gpus(settings: ShardSettings) -> None:
+    """Raises CannotConnect when torch cannot use the GPU that this process was given, or requested.
+
+    A torch without CUDA runs on the CPU, with a warning, of a machine whose GPU nobody requested.
+    """
+    try:
+        if torch.cuda.is_available():
+            torch.ones(2, device=_device(settings)).sum().item()  # a GPU that is too old for this torch fails here
+            return
+        if torch.version.cuda is not None:
+            torch.cuda.init()  # says why there is none
+        reason = "this torch is built without CUDA"
+    except (RuntimeError, AssertionError) as error:
+        reason = f"torch cannot use it: {str(error).strip().splitlines()[0]}"
+    error_line = missing_gpus(reason)
+    if error_line is None and torch.version.cuda is not None:
+        error_line = unusable_gpus(reason)
+    if error_line is not None:
+        raise CannotConnect(error_line)
     if visible_gpus():
         logger.warning("running on the CPU although this machine has a GPU: %s", reason)
 
@@ -157,6 +164,8 @@ def _device(settings: ShardSettings) -> torch.device:
     if not torch.cuda.is_available():
         return torch.device("cpu")
     index = settings.rank if settings.local_rank is None else settings.local_rank
+    if settings.world_size == 1:
+        index = 0
     if index >= torch.cuda.device_count():
         raise CannotConnect(
             f"shard {settings.rank} is to run on GPU {index}, but this machine has {torch.cuda.device_count()}; "

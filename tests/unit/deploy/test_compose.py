@@ -43,6 +43,23 @@ def test_triton_keeps_its_kernels_where_it_may_write_and_run_them(services: Serv
     assert "exec" in options.split(",")
 
 
+def test_with_gpus_triton_keeps_its_kernels_for_the_next_start(services: Services, entrypoint, tmp_path: Path) -> None:
+    gpu = yaml.safe_load((COMPOSE.parent / "docker-compose.gpu.yml").read_text())["services"]["tgi"]
+    home = gpu["environment"]["TRITON_HOME"]
+    assert home in {volume.split(":")[1] for volume in services["tgi"]["volumes"]}
+    launcher = tmp_path / "text-generation-launcher"
+    launcher.write_text('#!/bin/sh\necho "$TRITON_HOME"\n')
+    assert entrypoint(TRITON_HOME=str(tmp_path))[0] == str(tmp_path)
+    assert entrypoint(TRITON_HOME="/absent")[0] == "/tmp"
+
+
+def test_gpus_are_requested_with_them_alone(services: Services) -> None:
+    gpu = yaml.safe_load((COMPOSE.parent / "docker-compose.gpu.yml").read_text())["services"]["tgi"]
+    assert services["tgi"]["environment"]["GPU_COUNT"] == "${GPU_COUNT:-}"
+    (reserved,) = gpu["deploy"]["resources"]["reservations"]["devices"]
+    assert gpu["environment"]["GPU_COUNT"] == reserved["count"] == "${GPU_COUNT:-1}"
+
+
 def test_what_cannot_start_is_not_started_for_ever(services: Services) -> None:
     for name in ("tgi", "llm_functionalities"):
         policy, _, most = services[name]["restart"].partition(":")

@@ -85,7 +85,8 @@ def read(settings: type[ServiceSettings], workload: Manifest, monkeypatch: pytes
     for variable in container["env"]:
         if "value" in variable:
             monkeypatch.setenv(variable["name"], variable["value"])
-        assert variable["name"].lower() in settings.model_fields or variable["name"].startswith(("HF_", "TRITON_"))
+        others = ("HF_", "TRITON_", "GPU_")
+        assert variable["name"].lower() in settings.model_fields or variable["name"].startswith(others)
     return read_settings(settings, "program", container["args"])
 
 

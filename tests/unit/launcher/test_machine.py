@@ -15,7 +15,7 @@ from tgi_server.launcher.settings import LauncherSettings
 
 @pytest.fixture(autouse=True)
 def no_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name in gpus.VARIABLES:
+    for name in (*gpus.VARIABLES, gpus.COUNT):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(gpus, "DRIVER", tmp_path / "gpus")
     monkeypatch.setattr(gpus, "DEVICES", ())
@@ -71,6 +71,23 @@ def test_gpus_that_are_listed_and_not_there_end_the_start(variable: str, monkeyp
     monkeypatch.setenv(variable, "0,1")
     add_gpus(2)
     check_gpus()
+
+
+def test_gpus_that_are_requested_by_number_and_not_there_end_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GPU_COUNT", "2")
+    with pytest.raises(
+        CannotStartError, match=r"^GPU_COUNT is 2, but this machine has no GPU; to run on the CPU, unset "
+    ):
+        check_gpus()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    check_gpus()
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setenv("NVIDIA_VISIBLE_DEVICES", "void")  # the container toolkit sets it beside GPUs, too
+    with pytest.raises(CannotStartError):
+        check_gpus()
+    for none in ("", "0"):
+        monkeypatch.setenv("GPU_COUNT", none)
+        check_gpus()
 
 
 def test_shards_need_a_core_each_or_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,41 +55,86 @@ def test_a_shard_that_loses_another_while_loading_says_so(
     assert capsys.readouterr().err == "shard 1: another shard was lost while loading: shard 0 has ended\n"
 
 
-def test_gpus_that_are_listed_and_cannot_be_used_end_the_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.version, "cuda", None)
-    with pytest.raises(SystemExit) as end:
-        load(settings(), tmp_path)
-    assert end.value.code == 1
-    assert capsys.readouterr().err == (
-        "shard 0: CUDA_VISIBLE_DEVICES is 0, but this torch is built without CUDA; to run on the CPU, set "
-        "CUDA_VISIBLE_DEVICES to an empty value\n"
-    )
-
-
-def test_a_gpu_that_cannot_be_used_is_logged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
-    (tmp_path / "gpus" / "0000:00:00.0").mkdir(parents=True)
-    monkeypatch.setattr(gpus, "DRIVER", tmp_path / "gpus")
-    for name in gpus.VARIABLES:
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
+@pytest.fixture
+def unusable_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver knows a GPU, but is too old for this torch, which is built with CUDA."""
 
     def refuse() -> None:
         raise RuntimeError("The NVIDIA driver on your system is too old\n(found version 11040)")
 
+    (tmp_path / "gpus" / "0000:00:00.0").mkdir(parents=True)
+    monkeypatch.setattr(gpus, "DRIVER", tmp_path / "gpus")
+    monkeypatch.setattr(gpus, "DEVICES", (f"{tmp_path}/nvidia[0-9]",))
+    for name in (*gpus.VARIABLES, gpus.COUNT):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "init", refuse)
-    with pytest.raises(SystemExit):  # there is no model
+
+
+def error_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises(SystemExit) as end:
         load(settings(), tmp_path / "absent")
-    assert caplog.messages == [
-        "running on the CPU although this machine has a GPU: torch cannot use it: The NVIDIA driver on your system is "
-        "too old"
-    ]
+    assert end.value.code == 1
+    return capsys.readouterr().err
+
+
+TOO_OLD = "torch cannot use it: The NVIDIA driver on your system is too old"
+
+
+@pytest.mark.usefixtures("unusable_gpu")
+@pytest.mark.parametrize(("variable", "remedy"), [("CUDA_VISIBLE_DEVICES", "set"), ("GPU_COUNT", "unset")])
+def test_gpus_that_are_requested_and_cannot_be_used_end_the_process(
+    variable: str, remedy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setenv(variable, "1")
+    line = error_of(tmp_path, capsys)
+    assert line.startswith(f"shard 0: {variable} is 1, but {TOO_OLD}; to run on the CPU, {remedy} {variable}")
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert f"{variable} is 1, but this torch is built without CUDA; " in error_of(tmp_path, capsys)
+
+
+@pytest.mark.usefixtures("unusable_gpu")
+def test_a_gpu_that_is_given_and_cannot_be_used_ends_the_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / "nvidia0").touch()
+    assert error_of(tmp_path, capsys) == (
+        f"shard 0: this machine has a GPU, but {TOO_OLD}; to run on the CPU, set CUDA_VISIBLE_DEVICES to an empty "
+        "value\n"
+    )
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert "no model folder at" in error_of(tmp_path, capsys)
+
+
+@pytest.mark.usefixtures("unusable_gpu")
+def test_a_gpu_that_computes_nothing_ends_the_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """As one that is older than any that torch was compiled for."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise RuntimeError("CUDA error: no kernel image is available for execution on the device\nSearch for")
+
+    (tmp_path / "nvidia0").touch()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    monkeypatch.setattr(torch, "ones", refuse)
+    assert "torch cannot use it: CUDA error: no kernel image is available for execution on the device; to run" in (
+        error_of(tmp_path, capsys)
+    )
+
+
+@pytest.mark.usefixtures("unusable_gpu")
+def test_the_gpu_of_a_containers_host_is_logged(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+):
+    assert "no model folder at" in error_of(tmp_path, capsys)
+    assert caplog.messages == [f"running on the CPU although this machine has a GPU: {TOO_OLD}"]
 
 
 def test_more_shards_than_gpus_are_refused_before_anything_is_loaded(
