@@ -5,26 +5,23 @@ more. So names are looked up here in the order of nsswitch's usual `files dns`: 
 `/etc/hosts` and `localhost`, then the name servers of `resolv.conf`, asked with dnspython.
 """
 
+import asyncio
 import logging
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import dns.asyncresolver
 import dns.exception
-import dns.flags
-import dns.message
 import dns.name
-import dns.query
-import dns.rcode
-import dns.rdataclass
+import dns.nameserver
 import dns.rdatatype
 import dns.resolver
 
-from llm_functionalities.endpoint.address import DNS_PORT, is_ip_address
-from llm_functionalities.endpoint.call import Call, Deadline
+from llm_functionalities.endpoint.address import is_ip_address
+from llm_functionalities.endpoint.call import Call
 from llm_functionalities.errors import DeadlineExceeded, Unresolvable
 
 logger = logging.getLogger(__name__)
@@ -43,24 +40,6 @@ LONGEST_MEMORY_SECONDS = 30.0
 # While no name server answers, expired addresses are used for so long (RFC 8767); the lookup is repeated so often.
 STALE_SECONDS = 3600.0
 STALE_RETRY_SECONDS = 5.0
-
-
-@dataclass(frozen=True)
-class NameServers:
-    """The name servers and the search list of resolv.conf(5)."""
-
-    addresses: list[tuple[str, int]]
-    search: list[dns.name.Name]
-    ndots: int
-
-    def candidates(self, name: dns.name.Name) -> list[dns.name.Name]:
-        """Returns the absolute names that a relative one may mean, in the order to try them."""
-        if name.is_absolute():
-            return [name]
-        absolute = name.concatenate(dns.name.root)
-        completed = [name.concatenate(suffix) for suffix in self.search]
-        dots = len(name) - 1
-        return [absolute, *completed] if dots >= self.ndots else [*completed, absolute]
 
 
 @dataclass(frozen=True)
@@ -138,7 +117,7 @@ class Resolver:
     def _look_up_for_all(self, name: str, running: Future[list[str]]) -> None:
         # Bounded by the resolver's own bound alone: a short deadline of the first caller tells the others nothing.
         try:
-            addresses, lifetime = self._look_up(name, Deadline.after(self._bound))
+            addresses, lifetime = asyncio.run(self._look_up(name))
         except _Unanswered as error:
             if stale := self._stale(name):
                 logger.warning("using the last known addresses of %s: %s", name, error)
@@ -168,108 +147,84 @@ class Resolver:
             self._known[name] = replace(known, until=max(known.until, now + STALE_RETRY_SECONDS))
             return known.addresses
 
-    def _look_up(self, name: str, deadline: Deadline) -> tuple[list[str], float]:
-        servers = self._name_servers()
+    async def _look_up(self, name: str) -> tuple[list[str], float]:
+        """Returns the addresses of `name` and their time to live in seconds. Raises Unresolvable."""
+        resolver = self._configured()
         problem = ""
-        for candidate in servers.candidates(dns.name.from_text(name, origin=None)):
-            for kind in (dns.rdatatype.A, dns.rdatatype.AAAA):
-                try:
-                    addresses, lifetime = _ask(servers, candidate, kind, deadline)
-                except _NoSuchName:
-                    break  # no kind of address, then
-                except _NoResponse as error:
-                    problem = str(error)
-                    break
-                if addresses:
-                    return addresses, min(lifetime, LONGEST_MEMORY_SECONDS)
+        try:
+            async with asyncio.timeout(self._bound):
+                for candidate in _candidates(dns.name.from_text(name, origin=None), resolver):
+                    try:
+                        addresses, lifetime = await _addresses_of(candidate, resolver)
+                    except dns.resolver.NXDOMAIN:
+                        continue
+                    except dns.resolver.NoNameservers as error:
+                        problem = _first_problem(error)
+                        continue
+                    if addresses:
+                        return addresses, min(lifetime, LONGEST_MEMORY_SECONDS)
+        except TimeoutError:
+            problem = f"name server {', '.join(map(_address_of, resolver.nameservers))} does not answer"
         if problem:
             raise _Unanswered(f"{name}: {problem}")
         raise Unresolvable(f"{name}: no such host")
 
-    def _name_servers(self) -> NameServers:
-        resolver = dns.resolver.Resolver(configure=False)
+    def _configured(self) -> dns.asyncresolver.Resolver:
+        resolver = dns.asyncresolver.Resolver(configure=False)
         try:
-            resolver.read_resolv_conf(self._resolv_conf)
+            resolver.read_resolv_conf(str(self._resolv_conf))
         except (dns.resolver.NoResolverConfiguration, dns.exception.DNSException, ValueError) as error:
             if self._servers is None:
                 raise _Unanswered(f"no name server in {self._resolv_conf}: {error}") from None
-        addresses = self._servers or [(str(server), DNS_PORT) for server in resolver.nameservers]
-        search = list(resolver.search) or ([resolver.domain] if resolver.domain != dns.name.root else [])
-        return NameServers(addresses, search, 1 if resolver.ndots is None else resolver.ndots)
+        if self._servers is not None:
+            resolver.nameservers = [dns.nameserver.Do53Nameserver(*server) for server in self._servers]
+        resolver.timeout = self._bound / (ROUNDS * len(resolver.nameservers))
+        resolver.lifetime = 2 * self._bound  # ends no look-up: `_look_up` does, which is exact
+        return resolver
 
 
 class _Unanswered(Unresolvable):
     """No name server said whether the name has an address."""
 
 
-class _NoSuchName(Exception):
-    """The name does not exist."""
+def _candidates(name: dns.name.Name, resolver: dns.asyncresolver.Resolver) -> list[dns.name.Name]:
+    """Returns the absolute names that a relative one may mean, in the order to try them (resolv.conf(5)).
+
+    The search of dnspython ends with the first name that a server fails for, or that has no address.
+    """
+    if name.is_absolute():
+        return [name]
+    search = resolver.search or ([resolver.domain] if resolver.domain != dns.name.root else [])
+    absolute, completed = name.concatenate(dns.name.root), [name.concatenate(suffix) for suffix in search]
+    ndots = 1 if resolver.ndots is None else resolver.ndots
+    return [absolute, *completed] if len(name) - 1 >= ndots else [*completed, absolute]
 
 
-class _NoResponse(Exception):
-    """All name servers failed to give a response that can be used."""
+async def _addresses_of(name: dns.name.Name, resolver: dns.asyncresolver.Resolver) -> tuple[list[str], float]:
+    """Returns a name's IPv4 addresses, or else its IPv6 ones, and their time to live in seconds.
+
+    Raises dns.resolver.NXDOMAIN and NoNameservers.
+    """
+    for kind in (dns.rdatatype.A, dns.rdatatype.AAAA):
+        for _ in range(MAX_ALIASES):
+            answer = await resolver.resolve(name, kind, raise_on_no_answer=False, search=False)
+            if answer.rrset is not None:
+                return [record.address for record in answer.rrset], answer.chaining_result.minimum_ttl
+            if answer.canonical_name == name:
+                break
+            name = answer.canonical_name  # a server that knows the alias, yet not what it stands for
+    return [], 0.0
 
 
-def _ask(
-    servers: NameServers, name: dns.name.Name, kind: dns.rdatatype.RdataType, deadline: Deadline
-) -> tuple[list[str], float]:
-    """Returns the addresses of one kind and their time to live in seconds; no address when the name has none."""
-    for _ in range(MAX_ALIASES):
-        response = _query(servers, name, kind, deadline)
-        answer = dns.resolver.Answer(name, kind, dns.rdataclass.IN, response)
-        if answer.rrset is not None:
-            return [record.address for record in answer.rrset], answer.chaining_result.minimum_ttl
-        if answer.canonical_name == name:
-            return [], 0.0
-        name = answer.canonical_name  # a server that knows the alias, yet not what it stands for
-    raise _NoResponse("too many aliases")
+def _first_problem(error: dns.resolver.NoNameservers) -> str:
+    """Returns what the first name server that failed did, such as `name server 192.0.2.1: SERVFAIL`."""
+    name_server, _, _, reason, _ = error.kwargs["errors"][0]
+    return f"name server {_address_of(name_server)}: {reason}"
 
 
-def _query(
-    servers: NameServers, name: dns.name.Name, kind: dns.rdatatype.RdataType, deadline: Deadline
-) -> dns.message.QueryMessage:
-    problem = "no name server"
-    for address, port, patience in _attempts(servers.addresses, deadline):
-        try:
-            response = _send(dns.message.make_query(name, kind), address, port, Deadline.after(patience))
-        except dns.exception.Timeout:
-            problem = f"name server {address} does not answer"
-        except (dns.exception.DNSException, OSError, EOFError) as error:
-            problem = f"name server {address}: {error}"
-        else:
-            if response.rcode() == dns.rcode.NXDOMAIN:
-                raise _NoSuchName
-            if response.rcode() == dns.rcode.NOERROR and isinstance(response, dns.message.QueryMessage):
-                return response
-            problem = f"name server {address} answered {dns.rcode.to_text(response.rcode())}"
-    raise _NoResponse(problem)
-
-
-def _attempts(addresses: list[tuple[str, int]], deadline: Deadline) -> Iterator[tuple[str, int, float]]:
-    """Yields the servers in turn, each with its share, in seconds, of the time that is left."""
-    left = ROUNDS * len(addresses)
-    for _ in range(ROUNDS):
-        for address, port in addresses:
-            if (remaining := deadline.remaining()) <= 0:
-                return
-            yield address, port, remaining / left
-            left -= 1
-
-
-def _send(query: dns.message.Message, address: str, port: int, deadline: Deadline) -> dns.message.Message:
-    """Asks over UDP, then over TCP when the response does not fit into a datagram."""
-    try:
-        return dns.query.udp(
-            query,
-            address,
-            timeout=deadline.remaining(),
-            port=port,
-            ignore_unexpected=True,
-            ignore_errors=True,
-            raise_on_truncation=True,
-        )
-    except dns.message.Truncated:
-        return dns.query.tcp(query, address, timeout=max(0.001, deadline.remaining()), port=port)
+def _address_of(name_server: object) -> str:
+    """Returns the IP address of a name server, which dnspython writes as an address or as `Do53:address@port`."""
+    return str(name_server).removeprefix("Do53:").partition("@")[0]
 
 
 def local_addresses(name: str, hosts_file: Path) -> list[str]:

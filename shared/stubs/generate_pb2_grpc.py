@@ -79,35 +79,35 @@ class TextGenerationServiceServicer:
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
-        raise RuntimeError('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
 
     def ServiceDiscovery(self, request, context):
         """Where the services of all shards listen, in rank order.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
-        raise RuntimeError('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
 
     def Health(self, request, context):
         """Computes something on the device, so that a poisoned device is noticed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
-        raise RuntimeError('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
 
     def Warmup(self, request, context):
         """Sizes the KV cache and runs the largest step that the limits allow. Called once, before any Prefill.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
-        raise RuntimeError('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
 
     def Run(self, request_iterator, context):
         """Runs batches.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
-        raise RuntimeError('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
 
     def LoadAdapter(self, request, context):
         """Reads an adapter and makes it ready for requests that name it. Steps go on meanwhile. FAILED_PRECONDITION: it cannot
@@ -115,14 +115,14 @@ class TextGenerationServiceServicer:
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
-        raise RuntimeError('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
 
     def UnloadAdapter(self, request, context):
         """Forgets an adapter. No step that has been sent may compute anything for a request that names it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
-        raise RuntimeError('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
 
 
 def add_TextGenerationServiceServicer_to_server(servicer, server):
@@ -390,7 +390,7 @@ class GrammarServiceServicer:
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
-        raise RuntimeError('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
 
 
 def add_GrammarServiceServicer_to_server(servicer, server):

@@ -68,25 +68,25 @@ class LLMRunnerServicer:
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
-        raise RuntimeError('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
 
     def batch_call_model(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
-        raise RuntimeError('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
 
     def generate_summary(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
-        raise RuntimeError('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
 
     def generate_summaries(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
-        raise RuntimeError('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
 
     def stream_model(self, request, context):
         """The answer in pieces, as the model writes it; the pieces joined are the answer. The last one, whose text may be
@@ -95,7 +95,7 @@ class LLMRunnerServicer:
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
-        raise RuntimeError('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
 
 
 def add_LLMRunnerServicer_to_server(servicer, server):
@@ -295,7 +295,7 @@ class LLMChitChatServicer:
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
-        raise RuntimeError('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
 
 
 def add_LLMChitChatServicer_to_server(servicer, server):
@@ -372,13 +372,13 @@ class LLMSummaryGenerationServicer:
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
-        raise RuntimeError('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
 
     def generate_summaries(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
-        raise RuntimeError('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
 
 
 def add_LLMSummaryGenerationServicer_to_server(servicer, server):
@@ -487,13 +487,13 @@ class LLMDescriptionGenerationServicer:
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
-        raise RuntimeError('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
 
     def generate_descriptions(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
-        raise RuntimeError('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
 
 
 def add_LLMDescriptionGenerationServicer_to_server(servicer, server):
@@ -597,7 +597,7 @@ class LLMProactiveQuestionGenerationServicer:
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
-        raise RuntimeError('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
 
 
 def add_LLMProactiveQuestionGenerationServicer_to_server(servicer, server):
@@ -679,20 +679,20 @@ class LLMReplacementGenerationServicer:
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
-        raise RuntimeError('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
 
     def rewrite_steps(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
-        raise RuntimeError('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
 
     def adjust_step_texts(self, request, context):
         """The session with its replaced ingredients put into the steps and requirements of its task.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
-        raise RuntimeError('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
 
 
 def add_LLMReplacementGenerationServicer_to_server(servicer, server):
@@ -828,7 +828,7 @@ class LLMExecutionSearchManagerServicer:
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
-        raise RuntimeError('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
 
 
 def add_LLMExecutionSearchManagerServicer_to_server(servicer, server):

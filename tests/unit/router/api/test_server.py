@@ -8,6 +8,7 @@ import pytest
 import uvicorn
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from tgi_server.router.api.connections import ClientConnection, Connections
 from tgi_server.router.api.server import Acceptor, HttpServer, drain, listen, reserve
@@ -49,6 +50,38 @@ def test_a_second_signal_breaks_the_drain_off():
     assert [(each.should_exit, each.force_exit) for each in servers] == [(True, False)] * 2
     drain(servers)
     assert [each.force_exit for each in servers] == [True, True]
+
+
+# What the server uses of uvicorn beside its documented interface.
+INTERNALS = {
+    uvicorn.Server: "serve startup on_tick capture_signals",
+    HttpToolsProtocol: "connection_made connection_lost data_received on_message_begin on_header on_headers_complete "
+    "on_body on_message_complete on_response_complete pause_writing resume_writing send_400_response "
+    "_unset_keepalive_if_required",
+    "server": "config server_state servers started should_exit force_exit",
+    "connection": "transport cycle flow parser headers url scope loop logger timeout_keep_alive",
+    "flow": "read_paused pause_reading",
+    "cycle": "body response_started response_complete more_body",
+}
+
+
+@pytest.mark.parametrize(("part", "name"), [(part, name) for part in INTERNALS for name in INTERNALS[part].split()])
+async def test_uvicorn_has_what_the_server_uses_of_it(part: str | type, name: str):
+    if isinstance(part, type):
+        assert callable(getattr(part, name, None)), f"uvicorn {uvicorn.__version__}: {part.__name__}.{name} is gone"
+        return
+    server = uvicorn.Server(uvicorn.Config(respond, http=HttpToolsProtocol, ws="none", lifespan="off", log_config=None))
+    server.config.load()
+    server.servers = []
+    connection = HttpToolsProtocol(server.config, server.server_state, {})
+    loop = asyncio.get_running_loop()
+    async with await loop.create_server(lambda: connection, "127.0.0.1", 0) as listener:
+        reader, writer = await asyncio.open_connection(*listener.sockets[0].getsockname())
+        writer.write(b"GET / HTTP/1.1\r\nhost: test\r\n\r\n")
+        assert (await reader.readline()) == b"HTTP/1.1 200 OK\r\n"
+        parts = {"server": server, "connection": connection, "flow": connection.flow, "cycle": connection.cycle}
+        assert hasattr(parts[part], name), f"uvicorn {uvicorn.__version__}: {part}.{name} is gone"
+        writer.close()
 
 
 class Listener:
