@@ -5,18 +5,15 @@ Callers of models whose output begins with the prompt write the first half of an
 none that they can parse.
 """
 
-import json
 import re
+
+from pydantic_core import from_json
 
 from llm_functionalities.settings import PromptEcho
 
 # Characters at a prompt's end in which an open object is looked for, and places where it may begin.
 LONGEST_OPENING = 1000
 MOST_ATTEMPTS = 50
-
-# What may be missing, besides closing brackets, between the beginning of a JSON object and a whole one: nothing, the
-# rest of a string, a value, the rest of a key and its value, a value after a key, a key and its value.
-_FILLERS = ("", '"', "0", '":0', ":0", '"":0')
 
 
 class EchoedAnswer:
@@ -66,16 +63,12 @@ def open_object(prompt: str) -> str:
 
 
 def _is_open(text: str) -> bool:
-    closing = "".join({"{": "}", "[": "]"}[bracket] for bracket in reversed(_OpenObject(text).brackets))
-    return bool(closing) and any(_is_json(text + filler + closing) for filler in _FILLERS)
-
-
-def _is_json(text: str) -> bool:
+    """Returns True if `text` is the beginning of a JSON object, and not a whole one."""
     try:
-        json.loads(text)
-    except (ValueError, RecursionError):
+        from_json(text, allow_partial=True)
+    except ValueError:
         return False
-    return True
+    return bool(_OpenObject(text).brackets)
 
 
 class _OpenObject:

@@ -27,6 +27,8 @@ FORMAT = 'Answer in this form: {"intent": ""}\n### Input:\nPizza!\n\n### Respons
         (FORMAT + '{"a": 1,', '{"a": 1,'),
         (FORMAT + '{"a": "say \\"', '{"a": "say \\"'),
         (FORMAT, ""),
+        (FORMAT + '{"done": tru', '{"done": tru'),
+        ('As {"steps": [<step>, ...], "intent": <intent>}: {"intent":', '{"intent":'),
         ("", ""),
         ("Hello", ""),
         ('{"intent": "x"}', ""),
