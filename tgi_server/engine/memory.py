@@ -75,6 +75,15 @@ def taken_by(device: torch.device) -> Iterator[Taken]:
     taken.bytes = max(0, before - torch.cuda.mem_get_info(device)[0])
 
 
+def use_device(device: torch.device) -> None:
+    """Makes `device` the current GPU of this thread, before the thread calls CUDA for the first time; no-op on a CPU.
+
+    The current GPU of a new thread is number 0, where the first call would open a context of several hundred MB.
+    """
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
 def to_device(values: Sequence[int] | Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Returns `values` as a tensor `[len(values)]` on `device`. The host does not wait for the copy."""
     return copy_to_device(torch.tensor(values, dtype=dtype), device)

@@ -22,6 +22,7 @@ from tgi_server.engine.lora.base_model import BaseModel
 from tgi_server.engine.lora.linears import AdaptedLinear, adapt_linears
 from tgi_server.engine.lora.reader import read_adapter
 from tgi_server.engine.lora.rows import CurrentRows
+from tgi_server.engine.memory import use_device
 from tgi_server.engine.models.families import plan_for
 from tgi_server.engine.parallel import ShardGroup
 from tgi_server.engine.parallel.plan import ShardingPlan
@@ -113,6 +114,7 @@ class LoadedAdapters:
 
         adapter_id: names the same adapter as long as the engine runs. To be called in one thread only.
         """
+        use_device(self._model.device)
         return self._recent.get(adapter_id, partial(self.read, folder)).to(self._model.device)
 
     def read(self, folder: Path) -> ReadAdapter:

@@ -7,6 +7,8 @@ from itertools import islice
 import torch
 from torch import Tensor
 
+from tgi_server.engine.memory import use_device
+
 # Ties with the last of the n most likely tokens are reported too; this many at most.
 ROOM_FOR_TIES = 16
 _CHUNK_ELEMENTS = 2**25
@@ -95,12 +97,12 @@ class Sampled:
             # float64 holds token ids and float32 numbers alike without loss.
             packed = torch.cat([part.to(torch.float64) for part in (packed, *parts)])
         if packed.device.type != "cuda":
-            return PendingTokens(self, packed, None)
+            return PendingTokens(self, packed, packed.device, None)
         host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
         host.copy_(packed, non_blocking=True)
         done = torch.cuda.Event(blocking=True)  # whoever waits for it sleeps, and keeps no core busy
         done.record()
-        return PendingTokens(self, host, done)
+        return PendingTokens(self, host, packed.device, done)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,14 +120,19 @@ class Tokens:
 class PendingTokens:
     """A copy under way."""
 
-    def __init__(self, sampled: Sampled, host: Tensor, done: torch.cuda.Event | None) -> None:
+    def __init__(
+        self, sampled: Sampled, host: Tensor, device: torch.device, done: torch.cuda.Event | None
+    ) -> None:
+        """host: what is copied, from `device`. done: happens at the end of the copy; None: it has ended."""
         self._sampled = sampled
         self._host = host
+        self._device = device
         self._done = done
 
     def synchronize(self) -> None:
         """Waits for the copy, not for what the device was given to do after it. May be called in any thread."""
         if self._done is not None:
+            use_device(self._device)
             self._done.synchronize()
 
     def wait(self) -> Tokens:

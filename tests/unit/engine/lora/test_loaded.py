@@ -1,9 +1,14 @@
+import threading
 from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
+import pytest
 import torch
 
 from tgi_server.engine.lora.backends import LoraDelta
-from tgi_server.engine.lora.loaded import ReadAdapter, RecentAdapters
+from tgi_server.engine.lora.loaded import LoadedAdapters, ReadAdapter, RecentAdapters
 
 
 def test_adapters_that_were_used_last_are_not_read_again() -> None:
@@ -27,3 +32,20 @@ def test_adapters_that_were_used_last_are_not_read_again() -> None:
     assert recent.get("large", reader("large", 100)).nbytes == 400
     recent.get("a", reader("a"))
     assert read[4:] == ["large", "a"]
+
+
+def test_a_thread_that_fetches_adapters_copies_them_on_the_gpu_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    current, copied = threading.local(), []
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: setattr(current, "index", device.index))
+
+    class Read:
+        def to(self, device: torch.device) -> None:
+            copied.append((device.index, getattr(current, "index", 0)))
+
+    adapters = cast(Any, object.__new__(LoadedAdapters))
+    adapters._model = SimpleNamespace(device=torch.device("cuda", 2))
+    adapters._recent = SimpleNamespace(get=lambda *_: Read())
+    thread = threading.Thread(target=adapters.fetch, args=("a", Path("/nowhere")))
+    thread.start()
+    thread.join()
+    assert copied == [(2, 2)]

@@ -1,11 +1,12 @@
 import math
+import threading
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tgi_server.engine.sampling import Sampled, logprobs, prompt_logprobs
-from tgi_server.engine.sampling.logprobs import keep_top
+from tgi_server.engine.sampling.logprobs import PendingTokens, keep_top
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -50,3 +51,21 @@ def test_who_waits_for_a_gpu_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
     with FakeTensorMode(allow_non_fake_inputs=True):
         pending = Sampled(torch.zeros(2, dtype=torch.int64, device="cuda")).start_copy()
     assert (pending._done.blocking, pending._done.recorded) == (True, True)
+
+
+def test_a_thread_waits_on_the_gpu_of_the_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA opens a context on GPU 0 for a thread whose first call comes before it chose another one."""
+    current, waited = threading.local(), []
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: setattr(current, "index", device.index))
+
+    class Done:
+        def synchronize(self) -> None:
+            waited.append(getattr(current, "index", 0))
+
+    tokens = torch.tensor([3])
+    pending = PendingTokens(Sampled(tokens), tokens, torch.device("cuda", 2), Done())  # type: ignore[arg-type]
+    thread = threading.Thread(target=pending.synchronize)
+    thread.start()
+    thread.join()
+    assert waited == [2]
+    assert pending.wait().ids == [3]
