@@ -22,7 +22,7 @@ from tgi_server.engine.end_tokens import end_token_ids
 from tgi_server.engine.errors import InvalidCall, UnsupportedModel
 from tgi_server.engine.lora.loaded import LoadedAdapters
 from tgi_server.engine.memory import copy_to_device, to_device
-from tgi_server.engine.parallel import share_cores
+from tgi_server.engine.parallel import fault_of_any, share_cores
 from tgi_server.engine.runners import create_runner
 from tgi_server.engine.runners.base import CacheCapacity, PromptChunk, position_limit
 from tgi_server.engine.runners.paged import PagedRunner
@@ -234,11 +234,10 @@ class Engine:
         sampler.accept(sampler.sample(logits, rows).token_ids, rows)
         if not self._custom_kernels:
             return
-        fault = row_kernel_fault(partial(self._new_sampler, len(logits)), logits)
-        faults = self._group.exchange(fault) if self._group is not None else [fault]
-        self._row_kernel = not any(faults)
-        if not self._row_kernel:
-            fallback = f"sampling runs in plain torch, which is slower: {next(filter(None, faults))}"
+        fault = fault_of_any(row_kernel_fault(partial(self._new_sampler, len(logits)), logits), self._group)
+        self._row_kernel = fault is None
+        if fault is not None:
+            fallback = f"sampling runs in plain torch, which is slower: {fault}"
             logger.warning(fallback)
             if fallback not in self._runner.fallbacks:
                 self._runner.fallbacks.append(fallback)

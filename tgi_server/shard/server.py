@@ -93,6 +93,8 @@ def serve(settings: ShardSettings, model_path: Path, engine: Engine, group: Shar
     gc.collect()
     gc.freeze()
     uvloop.run(_serve(settings, model_path, engine, group))
+    if group is not None and engine.info.device_type == "cuda":
+        _end_at_once(0)  # NCCL waits for graphs with its kernels, which are still there, before it lets a process end
 
 
 def engine_config(
@@ -229,12 +231,12 @@ async def _serve(settings: ShardSettings, model_path: Path, engine: Engine, grou
     logger.info("shard %d has stopped", settings.rank)
 
 
-def _end_at_once() -> None:
+def _end_at_once(status: int = FATAL_STATUS) -> None:
     """Ends the process without its clean-up, which would wait for a device that is lost, or needs memory."""
     try:
         flush_log()
     finally:
-        os._exit(FATAL_STATUS)
+        os._exit(status)
 
 
 def _end_without_memory(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

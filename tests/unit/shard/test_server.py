@@ -1,6 +1,8 @@
 """A shard's process makes its engine from its settings, and says in one line why it cannot."""
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -135,6 +137,24 @@ def test_the_gpu_of_a_containers_host_is_logged(
 ):
     assert "no model folder at" in error_of(tmp_path, capsys)
     assert caplog.messages == [f"running on the CPU although this machine has a GPU: {TOO_OLD}"]
+
+
+@pytest.mark.parametrize(
+    ("device", "group", "status"), [("cuda", object(), 0), ("cuda", None, None), ("cpu", object(), None)]
+)
+def test_shards_on_gpus_end_without_waiting_for_each_other(
+    device: str, group: Any, status: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    ended: list[int | None] = []
+
+    async def stopped(*_: object) -> None:
+        pass
+
+    monkeypatch.setattr(server, "_serve", stopped)
+    monkeypatch.setattr(server.os, "_exit", ended.append)
+    engine: Any = SimpleNamespace(info=SimpleNamespace(device_type=device))
+    server.serve(settings(), tmp_path, engine, group)
+    assert ended == ([] if status is None else [status])
 
 
 def test_more_shards_than_gpus_are_refused_before_anything_is_loaded(

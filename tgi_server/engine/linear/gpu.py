@@ -13,7 +13,7 @@ from tgi_server.engine.linear.base import PackedLinear
 from tgi_server.engine.linear.blas import BlasLinear
 from tgi_server.engine.linear.kernel_table import SCALED_MM, KernelTable
 from tgi_server.engine.linear.quantized import kind_of
-from tgi_server.engine.parallel import ShardGroup
+from tgi_server.engine.parallel import ShardGroup, fault_of_any
 
 logger = logging.getLogger(__name__)
 
@@ -45,9 +45,8 @@ def gpu_linear_factory(
     for kind, modules in sorted(by_kind.items()):
         for name in _candidates(kind, modules, dtype, group):
             distinct = {module.in_features: module for module in modules}.values()
-            fault = fault_of([module.quantized(0, _OUTPUTS) for module in distinct], name, dtype) or ""
-            fault = next(filter(None, group.exchange(fault) if group else [fault]), "")
-            if not fault:
+            fault = fault_of_any(fault_of([module.quantized(0, _OUTPUTS) for module in distinct], name, dtype), group)
+            if fault is None:
                 quantized[kind] = KernelTable.of(name)
                 break
             fallbacks.append(f"{kind} weights are multiplied in a slower way: {fault}")

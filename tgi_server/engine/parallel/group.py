@@ -26,6 +26,10 @@ CONNECT_SECONDS = 120.0
 # Seconds that a shard waits for the others in a pass. A lost peer is noticed at once; this is for one that hangs. It
 # has to be longer than shards are apart in loading.
 COLLECTIVE_SECONDS = 600.0
+# Seconds that a shard with a fault waits for the others to report theirs. If they do not, they wait for this one in the
+# middle of a pass.
+FAULT_SECONDS = 30.0
+EARLY_CONNECTIONS = "NCCL_RUNTIME_CONNECT"
 # Environment variables by which gloo and NCCL learn the network interface that the other shards can reach.
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
@@ -78,12 +82,15 @@ class ShardGroup:
         """Returns the smallest of every shard's number."""
         return min(int(message) for message in self.exchange(str(number)))
 
-    def exchange(self, message: str) -> list[str]:
-        """Returns every shard's message, in the order of ranks. Takes milliseconds: for start-up, not for steps."""
+    def exchange(self, message: str, seconds: float = COLLECTIVE_SECONDS) -> list[str]:
+        """Returns every shard's message, in the order of ranks. Takes milliseconds: for start-up, not for steps.
+
+        seconds: to wait for the others.
+        """
         self._exchanges += 1
         keys = [f"message/{self._exchanges}/{rank}" for rank in range(self.world_size)]
         self._store.set(keys[self.rank], message)
-        self._store.wait(keys, timedelta(seconds=COLLECTIVE_SECONDS))
+        self._store.wait(keys, timedelta(seconds=seconds))
         return [self._store.get(key).decode() for key in keys]
 
     def check_same(self, facts: dict[str, str]) -> None:
@@ -116,6 +123,21 @@ class ShardGroup:
         except BaseException as error:
             self.abandon(f"{type(error).__name__} in shard {self.rank}")
             raise
+
+
+def fault_of_any(fault: str | None, group: ShardGroup | None) -> str | None:
+    """Returns the fault of the first shard that has one, after something that all of them tried together; None if none.
+
+    Raises PeerLost if this shard has failed alone: the others wait for it in a collective, which never ends.
+    """
+    if group is None or not fault:
+        faults = [fault] if group is None else group.exchange("")
+        return next(filter(None, faults), None)
+    try:
+        return next(filter(None, group.exchange(fault, FAULT_SECONDS)))
+    except RuntimeError as error:
+        group.abandon(fault)
+        raise PeerLost(f"shard {group.rank} failed while the others wait for it: {fault}") from error
 
 
 @contextmanager
@@ -161,6 +183,10 @@ def connect(
     _choose_interface(master_addr, master_port)
     if rank == 0:
         logger.info("waiting for %d shards at %s:%d", world_size, master_addr, master_port)
+    if device.type == "cuda":
+        # 0: NCCL connects for all its algorithms at once. It would otherwise take memory for one when a tensor of some
+        # size comes for the first time, when the KV cache has the rest.
+        os.environ.setdefault(EARLY_CONNECTIONS, "0")
     try:
         store = _store(rank, world_size, master_addr, master_port, timedelta(seconds=timeout))
         dist.init_process_group(
@@ -169,6 +195,7 @@ def connect(
             rank=rank,
             world_size=world_size,
             timeout=timedelta(seconds=COLLECTIVE_SECONDS),
+            device_id=device if device.type == "cuda" else None,  # connects now
         )
     except (OSError, RuntimeError, ValueError) as error:
         raise CannotConnect(_explain(error, rank, world_size, master_addr, master_port, timeout)) from error

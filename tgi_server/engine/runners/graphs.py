@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tgi_server.engine.backends.attention.base import AttentionBackend
+from tgi_server.engine.errors import PeerLost
 
 logger = logging.getLogger(__name__)
 
@@ -88,6 +89,8 @@ def recorded(make: Callable[[], T], what: str) -> tuple[T | None, str | None]:
     started = time.perf_counter()
     try:
         graphs = make()
+    except PeerLost:
+        raise
     except Exception as error:  # of the device, of a compiler
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         logger.warning("%s runs without CUDA graphs: %s", what, reason)

@@ -33,9 +33,9 @@ from tgi_server.engine.backends.attention.kv_format import KVFormat
 from tgi_server.engine.backends.attention.paged_cache import PagedCache
 from tgi_server.engine.backends.cpu import CpuModel
 from tgi_server.engine.checkpoint.quantized import Experts
-from tgi_server.engine.errors import EngineError
+from tgi_server.engine.errors import EngineError, PeerLost
 from tgi_server.engine.models.families import plan_for
-from tgi_server.engine.parallel import ShardGroup
+from tgi_server.engine.parallel import ShardGroup, fault_of_any
 from tgi_server.engine.runners.base import position_limit
 from tgi_server.engine.runners.paged_attention import install_paged_attention
 
@@ -106,24 +106,22 @@ def probe_paged_path(model: PreTrainedModel, group: ShardGroup | None = None) ->
         if expected is None:
             expected = _paged_logits(model)
         actual = _run(model, recorder)
+    except PeerLost:
+        raise
     except (EngineError, TypeError, ValueError, AttributeError, RuntimeError, LookupError) as error:
         reason: str | None = f"its attention cannot be replaced ({type(error).__name__}: {error})"
     else:
         reason = _objection(model, recorder, expected, actual)
-    reason = _of_any_shard(reason, group)
+    reason = fault_of_any(reason, group)
     if reason is None:
         assert expected is not None
         probe = LogitsProbe(model, group, known=(recorder, actual))
-        reason = _of_any_shard(probe.difference(expected), group)
+        reason = fault_of_any(probe.difference(expected), group)
         if reason is None:
             return probe
     logger.info("%s takes the padded path: %s", model.config.model_type, reason)
     restore()
     return None
-
-
-def _of_any_shard(reason: str | None, group: ShardGroup | None) -> str | None:
-    return reason or None if group is None else next(filter(None, group.exchange(reason or "")), None)
 
 
 class LogitsProbe:
@@ -178,12 +176,14 @@ class LogitsProbe:
         try:
             backend.allocate(2 * _blocks_of(self._length or 1, backend.block_size) + 1)
             error = logits_error(self._expected, self._logits(backend, whole))
+        except PeerLost:
+            raise
         except Exception as failure:  # of a compiler, of a driver, of a library that is too old
             fault = f"{name} fails ({type(failure).__name__}: {failure})"
         else:
             if not error <= self._tolerance + rounding:
                 fault = f"logits change by {error:.2g} with {name}"
-        return _of_any_shard(fault, self._group)
+        return fault_of_any(fault, self._group)
 
     def _logits(self, backend: AttentionBackend, whole: CpuModel | None = None) -> Tensor:
         if self._length is None:

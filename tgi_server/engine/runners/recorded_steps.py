@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from tgi_server.engine.parallel import ShardGroup
+from tgi_server.engine.parallel import ShardGroup, fault_of_any
 from tgi_server.engine.runners.graphs import DecodeGraphs, Recorder, recorded
 from tgi_server.engine.runners.paged_batch import PagedBatch, PassInput
 from tgi_server.engine.runners.prompt_graphs import PromptGraphs, graph_token_counts
@@ -76,8 +76,7 @@ class StepRecorder:
         if what in self._faults:
             return None
         graphs, fault = recorded(make, what)
-        faults = self._group.exchange(fault or "") if self._group else [fault]
-        if fault := next(filter(None, faults), None):
+        if fault := fault_of_any(fault, self._group):
             self._faults[what] = fault
             return None
         return graphs

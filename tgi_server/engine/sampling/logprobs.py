@@ -120,9 +120,7 @@ class Tokens:
 class PendingTokens:
     """A copy under way."""
 
-    def __init__(
-        self, sampled: Sampled, host: Tensor, device: torch.device, done: torch.cuda.Event | None
-    ) -> None:
+    def __init__(self, sampled: Sampled, host: Tensor, device: torch.device, done: torch.cuda.Event | None) -> None:
         """host: what is copied, from `device`. done: happens at the end of the copy; None: it has ended."""
         self._sampled = sampled
         self._host = host

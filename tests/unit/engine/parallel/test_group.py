@@ -1,13 +1,23 @@
 """Messages of shards to each other, through shared memory where that is large enough."""
 
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, cast
+
 import pytest
 import torch
 from torch import Tensor
 
 from tests.unit.engine.conftest import RanksOf
-from tgi_server.engine.parallel import ShardGroup, share_cores
+from tests.unit.engine.ranks import Ranks
+from tgi_server.engine.errors import PeerLost
+from tgi_server.engine.parallel import ShardGroup, fault_of_any, share_cores
 from tgi_server.engine.parallel import group as group_module
 from tgi_server.engine.parallel.shared_memory import PLACE_BYTES
+from tgi_server.engine.runners.recorded_steps import StepRecorder
+from tgi_server.launcher.machine import free_port
 
 LARGE = PLACE_BYTES // 4 + 3
 DTYPES = [torch.float32, torch.bfloat16]
@@ -59,3 +69,56 @@ def test_a_quota_bounds_the_threads_unless_the_user_has_set_them(
         assert torch.get_num_threads() == threads
     finally:
         torch.set_num_threads(before)
+
+
+def test_a_fault_of_all_is_one_that_they_agree_about(ranks_of: RanksOf) -> None:
+    assert ranks_of(2).run(agree, "too old") == ["too old 0"] * 2
+    assert ranks_of(2).run(agree, "") == [None] * 2
+
+
+def agree(group: ShardGroup, fault: str) -> str | None:
+    return fault_of_any(f"{fault} {group.rank}" if fault else None, group)
+
+
+@pytest.mark.slow
+def test_a_shard_that_fails_in_a_recording_does_not_leave_the_others_waiting_for_long() -> None:
+    with Ranks(2) as ranks, ThreadPoolExecutor(2) as threads:
+        started = time.monotonic()
+        other, failing = (threads.submit(ranks.run_alone, rank, record) for rank in range(2))
+        with pytest.raises(PeerLost, match=r"^shard 1 failed while the others wait for it: no memory is left"):
+            failing.result()
+        assert not other.done()
+        ranks.kill(1)  # as the process ends by itself; on a GPU the launcher then ends the others
+        with pytest.raises(PeerLost):
+            other.result()
+        assert time.monotonic() - started < 45  # most of it to start the processes
+
+
+@pytest.mark.parametrize("device", [torch.device("cpu"), torch.device("cuda", 1)])
+def test_nccl_takes_its_memory_before_the_cache_is_sized(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would otherwise connect to the other shards when it first sends tensors of some size."""
+    monkeypatch.delenv(group_module.EARLY_CONNECTIONS, raising=False)
+    given: dict[str, Any] = {}
+
+    def connected(backend: str, **options: Any) -> None:
+        given.update(options, backend=backend, early=os.environ.get(group_module.EARLY_CONNECTIONS))
+
+    monkeypatch.setattr(group_module.dist, "init_process_group", connected)
+    group_module.connect(0, 1, "localhost", free_port(), device=device)
+    if device.type == "cuda":
+        assert (given["backend"], given["device_id"], given["early"]) == ("nccl", device, "0")
+    else:
+        assert (given["backend"], given["device_id"]) == ("gloo", None)
+
+
+def record(group: ShardGroup) -> None:
+    """Fails in shard 1, while the other records a step."""
+
+    def recorder(step: Callable[[], Any]) -> Callable[[], Any]:
+        if group.rank == 1:
+            raise RuntimeError("no memory is left")
+        group.all_reduce(torch.ones(3))
+        return step
+
+    group_module.FAULT_SECONDS = 0.5
+    StepRecorder(cast(Any, None), cast(Any, None), recorder, group, {}).decoding([1])

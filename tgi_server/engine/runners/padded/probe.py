@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from tgi_server.contract import StoppingParameters
 from tgi_server.engine.errors import UnsupportedModel
-from tgi_server.engine.parallel import ShardGroup
+from tgi_server.engine.parallel import ShardGroup, fault_of_any
 from tgi_server.engine.runners.base import PromptChunk
 from tgi_server.engine.runners.padded.passes import Passes
 from tgi_server.engine.runners.padded.rows import OneByOne, Rows, SideBySide
@@ -44,8 +44,7 @@ def choose_rows(model: PreTrainedModel, passes: Passes, group: ShardGroup | None
 
 def _objection(model: PreTrainedModel, passes: Passes, rows: Rows, group: ShardGroup | None) -> str | None:
     """Returns why this way of keeping rows is wrong for the model, or any shard of it; None when it is right."""
-    own = _own_objection(model, passes, rows)
-    return own if group is None else next(filter(None, group.exchange(own or "")), None)
+    return fault_of_any(_own_objection(model, passes, rows), group)
 
 
 def _own_objection(model: PreTrainedModel, passes: Passes, rows: Rows) -> str | None:
