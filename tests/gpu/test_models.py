@@ -8,12 +8,14 @@ from tests.gpu.marks import NEEDS_GPU
 from tests.tiny_models import ARCHITECTURES, make
 from tests.unit.engine.requests import LENGTHS, NEW, prompts
 from tests.unit.engine.runners.test_parity import ELSEWHERE, PADDED, check, lost, overlap
+from tgi_server.engine.checkpoint.quantized import Experts
 
 pytestmark = NEEDS_GPU
 
 CUDA = torch.device("cuda")
-# How far, in standard deviations, a token's logit may be below the highest one in half precision.
-LIKELY = 0.15
+# How far, in standard deviations, a token's logit may be below the highest one in half precision; and how many tokens
+# of a mixture may be further below, where the last bit may choose another expert.
+LIKELY, FLIPPED = 0.2, 2
 
 
 @pytest.mark.parametrize("architecture", sorted(ARCHITECTURES.keys() - ELSEWHERE))
@@ -29,10 +31,13 @@ def test_overlapping_requests_get_the_tokens_of_transformers(architecture, tmp_p
 def test_in_half_precision_tokens_are_as_likely_or_nearly_so(architecture, dtype, tmp_path) -> None:
     folder = make(architecture, tmp_path)
     requests, _ = overlap(folder, dtype=dtype, device=CUDA, cuda_graphs=())  # which take a second to record
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).float()
+    # the default attention of transformers 5.17 leaves soft caps out
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").float()
     behind = torch.cat([lost(model, text, output) for text, output in zip(prompts(), requests.outputs, strict=True)])
     assert len(behind) > len(LENGTHS) * NEW / 2
-    assert behind.max() < LIKELY
+    mixture = any(Experts.fits(module) for module in model.modules())
+    most = behind.sort(descending=True).values
+    assert most[FLIPPED if mixture else 0] < LIKELY, most[:8]
 
 
 @pytest.mark.parametrize("architecture", ["gemma2", "llama", "opt", "starcoder"])

@@ -32,7 +32,6 @@ from tgi_server.engine.backends.attention.gather import GatherAttention
 from tgi_server.engine.backends.attention.kv_format import KVFormat
 from tgi_server.engine.backends.attention.paged_cache import PagedCache
 from tgi_server.engine.backends.cpu import CpuModel
-from tgi_server.engine.checkpoint.quantized import Experts
 from tgi_server.engine.errors import EngineError, PeerLost
 from tgi_server.engine.models.families import plan_for
 from tgi_server.engine.parallel import ShardGroup, fault_of_any
@@ -48,8 +47,8 @@ _LONG_RUN = 300
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 # A key that differs by its last bit may be rounded to another number of 8 bits, a sixteenth or an eighth away.
 _FP8_TOLERANCE = 2e-2
-# Where rounding alone changes a mixture's logits by more than the tolerance: as many times that, and what is too much.
-_NOISE_TIMES, _MOST_NOISE = 2, 0.3
+# Where rounding alone changes the logits by more than the tolerance, that is the tolerance, up to this.
+_MOST_NOISE = 0.3
 
 
 class _Recorder(GatherAttention):
@@ -327,27 +326,30 @@ def _objection(model: PreTrainedModel, recorder: _Recorder, expected: Tensor, ac
 
 
 def _noise_tolerance(model: PreTrainedModel, logits: Tensor, again: Callable[[], Tensor]) -> float:
-    """Returns what difference of a mixture's logits says nothing, since rounding alone can make it; else 0.
+    """Returns what difference of logits says nothing, since rounding alone can make it; 0 in float32.
 
-    In a mixture of experts whose router is undecided, the last bit of a number may choose other experts in many layers.
-    So the logits are computed anew from embeddings that are a last bit off; in float32 they need not be.
+    Rounding adds up over the layers, and in a mixture of experts whose router is undecided the last bit of a number may
+    choose other experts. So the logits are computed anew with what each module returns a last bit off.
     again: does so.
     """
-    mixture = any(isinstance(module, Experts) or Experts.fits(module) for module in model.modules())
-    if not mixture or model.dtype is torch.float32:
+    if model.dtype is torch.float32:
         return 0.0
     step = torch.finfo(model.dtype).eps
 
-    def round_otherwise(_: Any, __: Any, embedded: Tensor) -> Tensor:
-        signs = torch.ones_like(embedded)
+    def round_otherwise(_: Any, __: Any, output: Any) -> Any:
+        if not isinstance(output, Tensor) or not output.is_floating_point():
+            return output
+        signs = torch.ones_like(output)
         signs[..., ::2] = -1
-        return embedded * (1 + step * signs)
+        return output * (1 + step * signs)
 
-    hook = model.get_input_embeddings().register_forward_hook(round_otherwise)
+    leaves = [module for module in model.modules() if not any(True for _ in module.children())]
+    hooks = [module.register_forward_hook(round_otherwise) for module in leaves]
     try:
-        return min(_NOISE_TIMES * logits_error(logits, again()), _MOST_NOISE)
+        return min(logits_error(logits, again()), _MOST_NOISE)
     finally:
-        hook.remove()
+        for hook in hooks:
+            hook.remove()
 
 
 def _windows(model: PreTrainedModel) -> dict[int, int | None]:

@@ -181,6 +181,21 @@ def test_a_mixture_whose_experts_the_last_bit_chooses_takes_the_paged_path() -> 
         assert probe_paged_path(undecided()) is not None
 
 
+def test_a_deep_model_may_be_rounded_otherwise_in_every_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last bit of what 64 layers attend to changes logits by more than the tolerance for shallow models."""
+    attend = GatherAttention.attend
+
+    def attend_with_another_last_bit(self, layer, query, metadata, variant):
+        attended = attend(self, layer, query, metadata, variant)
+        signs = (torch.arange(attended.shape[-1]) % 2 * 2 - 1).to(attended.dtype)
+        return attended * (1 + torch.finfo(attended.dtype).eps * signs)
+
+    with torch.inference_mode():
+        model = build("llama", num_hidden_layers=64).bfloat16()
+        monkeypatch.setattr(GatherAttention, "attend", attend_with_another_last_bit)
+        assert probe_paged_path(model) is not None
+
+
 def test_noise_does_not_hide_what_is_wrong(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     caplog.set_level(logging.INFO)
     attend = GatherAttention.attend

@@ -42,7 +42,8 @@ def encoded(x, scale, mantissa: tl.constexpr):
     base: tl.constexpr = 16384.0 if mantissa == 3 else 128.0
     shift: tl.constexpr = 23 - mantissa
     bits = x.to(tl.int32, bitcast=True)
-    size = tl.minimum(tl.abs(x) / scale, largest)
+    # `/` is off by a bit on a GPU, which moves what lies between two codes
+    size = tl.minimum(tl.div_rn(tl.abs(x), scale + tl.zeros_like(x)), largest)
     whole = size.to(tl.int32, bitcast=True)
     normal = ((whole + ((1 << (shift - 1)) - 1) + ((whole >> shift) & 1)) >> shift) - ((127 - bias) << mantissa)
     lifted = (size + base).to(tl.int32, bitcast=True) & ((1 << shift) - 1)
