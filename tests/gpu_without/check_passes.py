@@ -1,6 +1,7 @@
 """Steps of every architecture on a GPU that computes nothing: no operation mixes devices, and nothing waits for it."""
 
 import pytest
+import torch
 
 from tests.gpu_without.fake_gpu import FakeGpu
 from tests.tiny_models import ARCHITECTURES
@@ -54,6 +55,18 @@ def test_steps_of_quantised_models(
         run(engine)
         assert gpu.waits == []
         assert engine.fallbacks == ()
+
+
+def test_gpus_that_are_older_than_the_kernels_take_plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    with FakeGpu(monkeypatch, capability=(7, 5)) as gpu:
+        engine = gpu.engine(gpu.model("llama", torch.float16, "int4"))
+        engine.warm_up(max_batch_size=8, max_prefill_tokens=64, max_total_tokens=128)
+        run(engine)
+        assert engine.info.linear_kernels == "torch"
+        attention, weights = sorted(engine.fallbacks)
+        assert attention.startswith("attention runs in plain torch")
+        assert weights.endswith("the kernels need a GPU of compute capability 8.0; this one has 7.5")
+        assert {name for name, *_ in gpu.programs} == {"_choose"}
 
 
 def run(engine: Engine) -> None:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from tgi_server.engine.checkpoint.quantized import QuantizedLinear, QuantizedWeight
+from tgi_server.engine.kernels.triton import device_fault
 from tgi_server.engine.linear import LinearFactory
 from tgi_server.engine.linear.base import PackedLinear
 from tgi_server.engine.linear.blas import BlasLinear
@@ -43,6 +44,10 @@ def gpu_linear_factory(
     quantized: dict[str, KernelTable] = {}
     fallbacks = []
     for kind, modules in sorted(by_kind.items()):
+        if fault := device_fault(modules[0].scales.device):
+            fallbacks.append(f"{kind} weights are multiplied in plain torch, which is slow: {fault}")
+            logger.warning(fallbacks[-1])
+            continue
         for name in _candidates(kind, modules, dtype, group):
             distinct = {module.in_features: module for module in modules}.values()
             fault = fault_of_any(fault_of([module.quantized(0, _OUTPUTS) for module in distinct], name, dtype), group)

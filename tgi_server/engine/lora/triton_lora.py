@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from tgi_server.engine.kernels.triton import device_fault
 from tgi_server.engine.kernels.triton.lora import add_products
 from tgi_server.engine.lora.backends import LoraBackend, LoraDelta, TorchLora
 from tgi_server.engine.lora.rows import AdapterRows
@@ -51,6 +52,8 @@ class TritonLora(LoraBackend):
 
 def fault_of(dtype: torch.dtype, device: torch.device) -> str | None:
     """Computes something small. Returns why the kernels must not be used, in words; None if they are right."""
+    if fault := device_fault(device):
+        return fault
     generator = torch.Generator(device).manual_seed(0)
 
     def random(*shape: int) -> Tensor:

@@ -8,10 +8,8 @@ from torch import Tensor
 from tgi_server.engine.backends.attention.base import AttentionVariant, ForwardMetadata, KVShape
 from tgi_server.engine.backends.attention.gather import GatherAttention
 from tgi_server.engine.checkpoint.quantized.kv_scales import KVScales
-from tgi_server.engine.kernels.triton import QueryTiles
+from tgi_server.engine.kernels.triton import OLDEST_DEVICE, QueryTiles
 
-# Compute capability of the first devices that the kernels were compiled for.
-OLDEST_DEVICE = (8, 0)
 MAX_HEAD_DIM = 256
 
 

@@ -2,7 +2,12 @@
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
+
+# Compute capability of the oldest GPUs that the kernels with matrix products are for. Older ones have no bfloat16, and
+# Triton compiles products for them without tensor cores.
+OLDEST_DEVICE = (8, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,3 +22,10 @@ class QueryTiles:
     counts: Tensor
     kv_lengths: Tensor
     sequences: Tensor
+
+
+def device_fault(device: torch.device) -> str | None:
+    """Returns why the kernels with matrix products must not be used on a device, in words; None if they may be."""
+    if device.type != "cuda" or (capability := torch.cuda.get_device_capability(device)) >= OLDEST_DEVICE:
+        return None
+    return "the kernels need a GPU of compute capability {}.{}; this one has {}.{}".format(*OLDEST_DEVICE, *capability)
